@@ -1,0 +1,77 @@
+# Everything a person can run; `make help` prints this list. Each target installs what it needs.
+# Tools and built binaries live in a cache outside the checkout: $INFERENCEFLEET_CACHE, default ~/.cache/inferencefleet.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+export INFERENCEFLEET_CACHE ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/inferencefleet
+PYTHON ?= python3
+UV := $(or $(shell command -v uv 2>/dev/null),$(INFERENCEFLEET_CACHE)/bootstrap/bin/uv)
+RUN := $(UV) run --frozen --quiet
+# Two cores are the smallest machine that we support: one BLAS thread per process keeps many processes fair.
+export OMP_NUM_THREADS ?= 1
+# A worker must never reach for a model hub or send usage statistics during tests.
+export HF_HUB_OFFLINE ?= 1
+export VLLM_NO_USAGE_STATS := 1
+export DO_NOT_TRACK := 1
+
+.PHONY: help setup up test lint unit conformance smoke e2e e2e-loop e2e-vllm kube vllm crds bench-router bench-kv clean
+
+help: ## this list
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
+
+$(INFERENCEFLEET_CACHE)/bootstrap/bin/uv:
+	@echo "installing uv into $(INFERENCEFLEET_CACHE)/bootstrap"
+	@mkdir -p $(INFERENCEFLEET_CACHE)
+	@$(PYTHON) -m venv $(INFERENCEFLEET_CACHE)/bootstrap
+	@$(INFERENCEFLEET_CACHE)/bootstrap/bin/python -m pip install --quiet --disable-pip-version-check uv
+
+setup: $(UV) ## install the project and its dependencies into .venv
+	@$(UV) sync --frozen --quiet
+
+up: setup ## README command 1: a fleet on this machine, no cluster, no GPU (FILE=fleet.yaml for your own)
+	@HF_HUB_OFFLINE=0 $(RUN) fleet up $(FILE)
+
+test: lint unit conformance smoke ## README command 2, what CI runs
+
+lint: setup ## format, lint, types, import rules, generated files
+	$(RUN) ruff format --check .
+	$(RUN) ruff check .
+	$(RUN) mypy
+	$(RUN) lint-imports
+	$(RUN) python -m fleet_api.crd --check
+
+unit: setup ## unit, property, golden, contract and architecture tests; no cluster
+	$(RUN) pytest tests --ignore tests/conformance
+
+conformance: setup ## the engine conformance suite on the torch engine (a prefill and a decode process)
+	$(RUN) pytest tests/conformance
+
+smoke: setup kube ## the fast core of e2e on a real control plane
+	$(RUN) pytest e2e -m smoke
+
+e2e: setup kube vllm ## all of e2e on a real control plane, vLLM included
+	$(RUN) pytest e2e
+
+e2e-loop: setup kube ## e2e without vLLM
+	$(RUN) pytest e2e -m "not vllm"
+
+e2e-vllm: setup kube vllm ## the vLLM part of e2e
+	$(RUN) pytest e2e -m vllm
+
+kube: ## kube-apiserver, controller-manager, scheduler, etcd, kubectl into the cache
+	@echo "control plane in $$(e2e/kube/get-control-plane)"
+
+vllm: $(UV) ## the vLLM environment into the cache
+	@echo "vLLM in $$(UV=$(UV) e2e/vllm/get-vllm)"
+
+crds: setup ## generate crds/ from the models
+	$(RUN) python -m fleet_api.crd
+
+bench-router: setup ## router CPU against sglang-router and Envoy in the same run
+	@$(UV) run --frozen --quiet --group bench python -m e2e.bench.router
+
+bench-kv: setup ## KV hand-off between two torch workers against raw NIXL
+	@$(RUN) python -m e2e.bench.kv
+
+clean: ## remove the virtual environment and tool caches of this checkout
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

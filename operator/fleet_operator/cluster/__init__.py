@@ -1,0 +1,1 @@
+"""Cluster access: one small interface, two implementations (Kubernetes API, in-memory store), one contract test suite."""

@@ -1,0 +1,120 @@
+"""The one interface through which anything here reads or writes cluster objects.
+
+Objects are plain Kubernetes dicts (apiVersion, kind, metadata, spec, status); parsing happens in `observe.py`.
+Both implementations obey the same contract (tests/fleet_operator/cluster/contract.py): server-side apply with one field
+manager and force, uid preconditions on delete, graceful pod deletion, ownerReference garbage collection, status as a
+subresource, generation bumped by spec changes only, resourceVersion on every change, no write when nothing changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+Object = dict[str, Any]
+FIELD_MANAGER = "inferencefleet-operator"
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A resource type: how to address it."""
+
+    api_version: str
+    kind: str
+    plural: str
+    namespaced: bool = True
+
+
+FLEET = Kind("inferencefleet.io/v1alpha1", "InferenceFleet", "inferencefleets")
+POOL = Kind("inferencefleet.io/v1alpha1", "WorkerPool", "workerpools")
+POD = Kind("v1", "Pod", "pods")
+CONFIG_MAP = Kind("v1", "ConfigMap", "configmaps")
+SERVICE = Kind("v1", "Service", "services")
+SERVICE_ACCOUNT = Kind("v1", "ServiceAccount", "serviceaccounts")
+EVENT = Kind("v1", "Event", "events")
+NODE = Kind("v1", "Node", "nodes", namespaced=False)
+DEPLOYMENT = Kind("apps/v1", "Deployment", "deployments")
+PDB = Kind("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets")
+ROLE = Kind("rbac.authorization.k8s.io/v1", "Role", "roles")
+ROLE_BINDING = Kind("rbac.authorization.k8s.io/v1", "RoleBinding", "rolebindings")
+
+
+class ClusterError(Exception):
+    """Base of cluster failures; `reason` is the API's CamelCase reason, `retry` says whether trying again may help."""
+
+    reason = "Unknown"
+    retry = True
+
+
+class NotFoundError(ClusterError):
+    """404."""
+
+    reason = "NotFound"
+    retry = False
+
+
+class ConflictError(ClusterError):
+    """409: a uid or resourceVersion precondition failed, or the object exists."""
+
+    reason = "Conflict"
+
+
+class InvalidError(ClusterError):
+    """400/422: the object was refused; the message is the API server's, with the field's path."""
+
+    reason = "Invalid"
+    retry = False
+
+
+class ForbiddenError(ClusterError):
+    """401/403: RBAC, quota."""
+
+    reason = "Forbidden"
+
+
+class UnavailableError(ClusterError):
+    """429/5xx/connection: the API server cannot answer now; `retry_after_s` when it said so."""
+
+    reason = "Unavailable"
+    retry_after_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WatchEvent:
+    """One change; SYNCED once after the initial objects were delivered as ADDED."""
+
+    type: Literal["ADDED", "MODIFIED", "DELETED", "SYNCED"]
+    object: Object
+
+
+class Cluster(Protocol):
+    """Read and write cluster objects."""
+
+    async def get(self, kind: Kind, namespace: str | None, name: str) -> Object:
+        """The object; NotFoundError."""
+        ...
+
+    async def list(self, kind: Kind, namespace: str | None = None, labels: Mapping[str, str] | None = None) -> list[Object]:
+        """All objects with these labels, in name order; `namespace=None` means every namespace."""
+        ...
+
+    def watch(self, kind: Kind, namespace: str | None = None, labels: Mapping[str, str] | None = None) -> AsyncIterator[WatchEvent]:
+        """Current objects as ADDED, one SYNCED, then changes for ever; reconnects and re-lists by itself (410, cuts)."""
+        ...
+
+    async def apply(self, obj: Object) -> Object:
+        """Server-side apply under FIELD_MANAGER, force; creates when absent. Equal content writes nothing new."""
+        ...
+
+    async def delete(self, kind: Kind, namespace: str | None, name: str, *, uid: str | None = None, grace_s: int | None = None) -> None:
+        """Delete; NotFoundError when absent, ConflictError when `uid` differs. Pods leave after their grace period."""
+        ...
+
+    async def patch_status(self, kind: Kind, namespace: str | None, name: str, status: Object) -> Object:
+        """Merge-patch the status subresource."""
+        ...
+
+    async def close(self) -> None:
+        """Release connections."""
+        ...

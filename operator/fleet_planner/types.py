@@ -1,0 +1,98 @@
+"""What the planner sees and what it answers. Frozen data only; every time is a UNIX timestamp in seconds passed in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+Role = Literal["prefill", "decode"]
+ROLES: tuple[Role, ...] = ("prefill", "decode")
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedPod:
+    """One worker pod as the API shows it."""
+
+    name: str
+    uid: str
+    role: Role
+    tier: str
+    revision: str
+    ordinal: int
+    ip: str | None
+    node: str | None
+    phase: str
+    """Pending | Running | Succeeded | Failed | Unknown."""
+    ready: bool
+    terminating: bool
+    created_at: float
+    ready_since: float | None
+    message: str = ""
+    """Why it is not ready: waiting or termination message of the container, or the scheduler's words."""
+    unschedulable: bool = False
+    restarts: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedPool:
+    """One WorkerPool object."""
+
+    name: str
+    uid: str
+    role: Role
+    tier: str
+    revision: str
+    replicas: int
+    """spec.replicas as it stands: differs from `planned` when somebody used /scale."""
+    planned: int | None
+    """What the operator last wrote (annotation inferencefleet.io/planned)."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoleLoad:
+    """Demand and latency of one role of one tier, averaged over the telemetry window. None = no data, never zero."""
+
+    inflight: float | None = None
+    """Requests inside this role's legs (router) or running + waiting (engines): whichever is known, the larger."""
+    ttft_p99_s: float | None = None
+    itl_p99_s: float | None = None
+    measured_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KvProof:
+    """Engine counters of one tier: what moved by KV transfer since the workers started."""
+
+    transfers: int
+    blocks: int
+    bytes: int
+    failed: int
+    measured_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class TierTelemetry:
+    """All that is known about one tier's load."""
+
+    prefill: RoleLoad = RoleLoad()
+    decode: RoleLoad = RoleLoad()
+    kv: KvProof | None = None
+    transport: str | None = None
+    """Transport that the workers report as in use, e.g. "shm", "tcp"; None when unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouterView:
+    """The router Deployment."""
+
+    desired: int
+    ready: int
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleMemory:
+    """What scaling must remember between passes: recent wants, for stabilisation. Kept by the shell, passed in and out."""
+
+    wants: tuple[tuple[float, int, int], ...] = ()
+    """(time, prefill, decode), oldest first, bounded by the window."""

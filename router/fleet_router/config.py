@@ -1,0 +1,53 @@
+"""Typed configuration of a router: what the operator renders (RouterConfig, hot reloaded) and what the process is given.
+
+Every bound has its unit in its name. Sources of the defaults: e2e figures in shared facts and the HTTP hardening numbers of
+the reliability notes (64 KiB headers, 100 header fields, 4 MiB body).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Policy = Literal["kvAware", "prefixHash", "leastLoad", "roundRobin"]
+
+
+class HttpBounds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Bounds of one client connection."""
+
+    header_bytes: int = 65_536
+    header_count: int = 100
+    url_bytes: int = 8_192
+    body_bytes: int = 4 * 1024 * 1024
+    header_deadline_s: float = 10.0
+    body_deadline_s: float = 30.0
+    idle_s: float = 75.0
+    connections: int = 2_048
+
+
+class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the fleet's spec says about routing."""
+
+    fleet: str
+    served_name: str
+    policy: Policy = "kvAware"
+    load_bound: float = 1.25
+    """No worker gets more than `load_bound` x mean in-flight load (consistent hashing with bounded loads)."""
+    min_uncached_tokens: int = 64
+    """Prompts with fewer uncached tokens are prefilled on the decode worker."""
+    max_input_tokens: int = 2048
+    max_output_tokens: int = 4096
+    first_token_deadline_s: float = 60.0
+    inter_token_deadline_s: float = 30.0
+    bounds: HttpBounds = HttpBounds()
+
+
+def encode(config: RouterConfig) -> str:
+    """Canonical JSON."""
+    return msgspec.json.encode(config, order="deterministic").decode()
+
+
+def decode(raw: str | bytes) -> RouterConfig:
+    """Parse; raises `msgspec.ValidationError` naming the field."""
+    return msgspec.json.decode(raw, type=RouterConfig)

@@ -1,0 +1,42 @@
+"""KV references: what a prefill worker answers and a decode worker is given (vLLM's `kv_transfer_params` dialect).
+
+Source of the field names: vLLM NixlConnector 0.32. The fields behind `lease_id` are ours and optional, so that a vLLM
+answer parses as well; a torch decode worker refuses a reference without them (it cannot prove such a read).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+MAX_KV_BLOCKS = 65_536
+"""Upper bound of blocks in one reference: a longer list is refused before any memory is touched."""
+
+
+class PrefillAsk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):
+    """`kv_transfer_params` of the prefill leg."""
+
+    do_remote_decode: bool = True
+    do_remote_prefill: bool = False
+
+
+class KvReference(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """`kv_transfer_params` answered by the prefill leg and handed, unchanged, to the decode leg."""
+
+    do_remote_prefill: bool
+    do_remote_decode: bool = False
+    remote_block_ids: tuple[int, ...] | tuple[tuple[int, ...], ...]
+    remote_engine_id: str
+    remote_request_id: str
+    remote_host: str
+    remote_port: int
+    tp_size: int = 1
+    remote_num_tokens: int = 0
+    """Prompt tokens whose KV the blocks hold."""
+    lease_id: str = ""
+    """Lease on the prefill worker; empty for engines without leases of ours (vLLM)."""
+    lease_generation: int = 0
+    """Bumped whenever the owner reuses the lease's blocks; checked again after the read."""
+    remote_epoch: str = ""
+    """Random per engine start: a restarted worker on the same address refuses old references."""
+    digest: str = ""
+    """xxh3-128 over the blocks' bytes in order, hex; empty when the engine gives none."""

@@ -1,0 +1,77 @@
+"""Typed configuration of one worker pod: the operator renders it, the agent reads it from FLEET_WORKER_CONFIG (JSON).
+
+Identity that only the kubelet knows comes beside it as environment: FLEET_POD_NAME, FLEET_POD_UID, FLEET_POD_IP (downward
+API). Secrets never travel here.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+CONFIG_ENV = "FLEET_WORKER_CONFIG"
+POD_NAME_ENV = "FLEET_POD_NAME"
+POD_UID_ENV = "FLEET_POD_UID"
+POD_IP_ENV = "FLEET_POD_IP"
+
+EngineType = Literal["torch", "vllm"]
+
+
+class Ports(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """TCP ports of a worker pod; every pod has its own IP, so that they are the same everywhere."""
+
+    http: int = 8000
+    """Engine: OpenAI routes, /health, /metrics; the router talks to it directly."""
+    agent: int = 9000
+    """Agent: /live, /ready, /state, /drain, /metrics."""
+    side_channel: int = 5600
+    """KV handshake and lease messages."""
+    kv_events: int = 5557
+    kv_replay: int = 5558
+
+
+class KvSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """KV cache and hand-off."""
+
+    transport: Literal["auto", "tcp", "shm", "rdma"] = "auto"
+    lease_s: float = 30.0
+    block_tokens: int = 16
+    """Torch engine only; vLLM on CPU uses 128."""
+    cache_bytes: int = 64 * 1024 * 1024
+    """Size of the KV pool of one worker."""
+
+
+class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the agent needs to become one worker."""
+
+    fleet: str
+    namespace: str
+    tier: str
+    role: Literal["prefill", "decode"]
+    revision: str
+    compat: str
+    engine: EngineType = "torch"
+    engine_args: tuple[str, ...] = ()
+    """Passed to `vllm serve` after our own arguments; refused for torch."""
+    model: str
+    """A path inside the pod, or hf://ORG/NAME[@REVISION] that the agent fetches."""
+    served_name: str
+    max_model_len: int = 2048
+    """Tokens, prompt plus output."""
+    max_batch: int = 32
+    """Requests that the engine runs at once."""
+    max_output_tokens: int = 4096
+    drain_timeout_s: float = 30.0
+    ports: Ports = Ports()
+    kv: KvSettings = KvSettings()
+
+
+def encode(config: WorkerConfig) -> str:
+    """Canonical JSON: equal configurations give equal text."""
+    return msgspec.json.encode(config, order="deterministic").decode()
+
+
+def decode(raw: str | bytes) -> WorkerConfig:
+    """Parse; raises `msgspec.ValidationError` naming the field."""
+    return msgspec.json.decode(raw, type=WorkerConfig)
