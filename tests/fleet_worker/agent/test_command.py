@@ -1,0 +1,97 @@
+"""Engine processes as a function of the configuration."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+
+from fleet_worker.agent.command import engine_command
+from fleet_worker.agent.engine_client import parse_load
+from fleet_worker.agent.errors import ConfigError
+from fleet_worker.agent.identity import read_identity
+from fleet_worker.agent.life import Load
+from fleet_worker.agent.supervise import pick_cause
+from fleet_worker.config import KvSettings, WorkerConfig, decode, encode
+
+
+def config(**changes: object) -> WorkerConfig:
+    base = WorkerConfig(
+        fleet="f", namespace="n", tier="t", role="prefill", revision="r", compat="c", model="/m", served_name="tiny"
+    )
+    return msgspec.structs.replace(base, **changes)
+
+
+def option(argv: tuple[str, ...], name: str) -> str:
+    return argv[argv.index(name) + 1]
+
+
+@pytest.mark.parametrize(("role", "kv_role"), [("prefill", "kv_producer"), ("decode", "kv_consumer")])
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_vllm_gets_its_role_lease_and_addresses(role: str, kv_role: str, has_gpu: bool):
+    given = config(role=role, engine="vllm", kv=KvSettings(lease_s=12.0, cache_bytes=1), engine_args=("--dtype", "float32"))
+    command = engine_command(given, model_path="/m", pod_ip="127.1.2.3", vllm="/v/vllm", has_gpu=has_gpu)
+    transfer = json.loads(option(command.argv, "--kv-transfer-config"))
+    events = json.loads(option(command.argv, "--kv-events-config"))
+    assert command.argv[:3] == ("/v/vllm", "serve", "/m")
+    assert transfer["kv_role"] == kv_role
+    assert transfer["kv_connector_extra_config"] == {"kv_lease_duration": 12}
+    assert transfer["kv_load_failure_policy"] == "fail"
+    assert ("kv_buffer_device" in transfer, "--enforce-eager" in command.argv) == (not has_gpu, not has_gpu)
+    assert events["endpoint"] == "tcp://127.1.2.3:5557"
+    assert command.env["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "127.1.2.3"
+    assert command.env["VLLM_CPU_KVCACHE_SPACE"] == "1"
+    assert command.argv[-2:] == ("--dtype", "float32")
+
+
+def test_torch_reads_the_same_configuration():
+    command = engine_command(config(), model_path="/m", pod_ip="127.1.2.3", vllm="", has_gpu=False)
+    assert command.argv[1:] == ("-m", "fleet_worker.engine")
+    assert command.env["FLEET_MODEL_PATH"] == "/m"
+    assert decode(command.env["FLEET_WORKER_CONFIG"]) == config()
+
+
+GOOD_ENV = {
+    "FLEET_WORKER_CONFIG": encode(config()), "FLEET_POD_NAME": "p", "FLEET_POD_UID": "u", "FLEET_POD_IP": "127.0.0.9",
+}  # fmt: skip
+
+
+def test_identity_is_read_from_the_environment():
+    given, identity = read_identity(GOOD_ENV)
+    assert (given, identity.pod_ip) == (config(), "127.0.0.9")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"FLEET_WORKER_CONFIG": ""}, "FLEET_WORKER_CONFIG: not set"),
+        ({"FLEET_WORKER_CONFIG": "{"}, "FLEET_WORKER_CONFIG: Input data was truncated"),
+        ({"FLEET_WORKER_CONFIG": '{"fleet": 1}'}, "Expected `str`, got `int` - at `$.fleet`"),
+        ({"FLEET_POD_UID": ""}, "FLEET_POD_UID: not set"),
+        ({"FLEET_POD_IP": "nowhere"}, "FLEET_POD_IP: 'nowhere'"),
+        ({"FLEET_WORKER_CONFIG": encode(config(engine_args=("-x",)))}, "engine_args: the torch engine takes none"),
+    ],
+)
+def test_bad_environment_names_the_variable(change: dict[str, str], words: str):
+    with pytest.raises(ConfigError) as caught:
+        read_identity({**GOOD_ENV, **change})
+    assert words in str(caught.value)
+
+
+def test_load_is_summed_over_label_sets_and_absent_is_none():
+    text = (
+        'vllm:num_requests_running{engine="0"} 2.0\nvllm:num_requests_running{engine="1"} 3.0\nvllm:num_requests_waiting 1\n'
+    )
+    assert parse_load(text) == Load(5, 1, None)
+
+
+def test_the_cause_is_the_last_line_that_is_no_traceback_frame():
+    lines = [
+        "Traceback (most recent call last):",
+        '  File "x.py", line 1',
+        "ValueError: no tensor lm_head.weight",
+        "   ",
+        "",
+    ]
+    assert pick_cause(lines) == "ValueError: no tensor lm_head.weight"

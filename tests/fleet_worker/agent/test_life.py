@@ -1,0 +1,64 @@
+"""The worker's life: probes per phase, and when a drain is over."""
+
+from __future__ import annotations
+
+import pytest
+
+from fleet_worker.agent import life as rules
+from fleet_worker.agent.life import Life, Load, drain_done
+
+
+def serving() -> Life:
+    return rules.engine_checked(rules.engine_started(Life(), 42), healthy=True, now=1.0)
+
+
+@pytest.mark.parametrize(
+    ("life", "live", "started", "ready"),
+    [
+        pytest.param(Life(), True, False, False, id="preparing"),
+        pytest.param(rules.engine_started(Life(), 42), True, False, False, id="warming"),
+        pytest.param(serving(), True, True, True, id="serving"),
+        pytest.param(rules.drain_asked(serving(), 2.0), True, True, False, id="draining"),
+        pytest.param(rules.failed(serving(), "gone"), False, False, False, id="failed"),
+    ],
+)
+def test_probes_follow_the_phase(life: Life, live: bool, started: bool, ready: bool):
+    assert (rules.is_live(life, 3.0), rules.is_started(life), rules.is_ready(life)) == (live, started, ready)
+
+
+def test_a_silent_engine_loses_readiness_at_once_and_liveness_after_the_bound():
+    silent = rules.engine_checked(rules.engine_checked(serving(), False, now=10.0), False, now=15.0)
+    assert not rules.is_ready(silent)
+    assert rules.is_live(silent, 10.0 + rules.ENGINE_SILENCE_S - 0.1)
+    assert not rules.is_live(silent, 10.0 + rules.ENGINE_SILENCE_S)
+    assert rules.is_ready(rules.engine_checked(silent, True, now=16.0))
+
+
+def test_a_slow_start_is_not_a_dead_engine():
+    warming = rules.engine_checked(rules.engine_started(Life(), 1), False, now=0.0)
+    assert rules.is_live(warming, 1_000.0)
+
+
+def test_drain_is_not_undone_by_a_healthy_engine_and_begins_once():
+    draining = rules.drain_asked(serving(), 5.0)
+    assert rules.drain_asked(draining, 9.0).draining_since == 5.0
+    assert not rules.is_ready(rules.engine_checked(draining, True, now=10.0))
+
+
+@pytest.mark.parametrize(
+    ("load", "idle_for_s", "counter", "prefill", "done"),
+    [
+        pytest.param(Load(0, 0, 0), 0.0, True, True, True, id="nothing-left"),
+        pytest.param(Load(0, 0, 2), 0.0, True, True, False, id="unread-leases"),
+        pytest.param(Load(1, 0, 0), 0.0, True, False, False, id="a-stream"),
+        pytest.param(Load(0, 3, 0), 0.0, True, False, False, id="a-queue"),
+        pytest.param(Load(None, None, None), 99.0, True, True, False, id="no-answer-is-not-zero"),
+        pytest.param(Load(0, 0, None), 99.0, True, True, False, id="no-lease-count-is-not-zero"),
+        pytest.param(Load(0, 0, None), 29.0, False, True, False, id="vllm-prefill-inside-one-lease"),
+        pytest.param(Load(0, 0, None), 30.0, False, True, True, id="vllm-prefill-after-one-lease"),
+        pytest.param(Load(0, 0, None), 0.0, False, False, True, id="vllm-decode-holds-no-lease"),
+    ],
+)
+def test_drain_is_over_when(load: Load, idle_for_s: float, counter: bool, prefill: bool, done: bool):
+    found = drain_done(load, idle_for_s=idle_for_s, lease_s=30.0, has_lease_counter=counter, is_prefill=prefill)
+    assert found is done

@@ -1,0 +1,29 @@
+"""`fleet-worker`: the agent as a process. Exit codes: 0 clean stop, 1 engine died, 2 configuration or model problem."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+
+
+def main() -> int:
+    """Run one worker until it is told to stop; the last stderr line names the cause of a failure."""
+    from fleet_worker.agent.agent import Agent
+    from fleet_worker.agent.errors import WorkerError
+    from fleet_worker.agent.identity import read_identity
+
+    async def run() -> int:
+        config, identity = read_identity(os.environ)
+        return await Agent(config, identity).run()
+
+    try:
+        return asyncio.run(run())
+    except WorkerError as error:
+        sys.stdout.flush()
+        print(f"{error.reason}: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,194 @@
+"""The agent itself: prepare, start, watch, drain, stop; every decision is taken in `life.py`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from fleet_worker.agent import life as rules
+from fleet_worker.agent.admin import AdminServer, build_app, build_server
+from fleet_worker.agent.command import engine_command
+from fleet_worker.agent.engine_client import EngineClient
+from fleet_worker.agent.errors import ConfigError, EngineDiedError
+from fleet_worker.agent.identity import Identity
+from fleet_worker.agent.life import Life, Load
+from fleet_worker.agent.prepare import prepare_model
+from fleet_worker.agent.supervise import EngineProcess, watch_children
+from fleet_worker.config import WorkerConfig
+
+VLLM_BIN_ENV = "FLEET_VLLM_BIN"
+CHECK_EVERY_S = 0.25
+DRAIN_POLL_S = 0.1
+ENGINE_STOP_S = 10.0
+BIND_WAIT_S = 5.0
+
+
+class Agent:
+    """One worker pod's PID 1. `run` returns the exit code of a clean stop or raises a WorkerError."""
+
+    def __init__(self, config: WorkerConfig, identity: Identity) -> None:
+        self._config = config
+        self._identity = identity
+        self._life = Life()
+        self._load = Load(None, None, None)
+        self._busy_at = time.monotonic()
+        self._engine: EngineProcess | None = None
+        self._client = EngineClient(f"http://{identity.pod_ip}:{config.ports.http}")
+        self._stop = asyncio.Event()
+        self._drained: asyncio.Task[dict[str, object]] | None = None
+
+    # -- probes -----------------------------------------------------------------------------------------------------
+    def live(self) -> bool:
+        """Answers /live."""
+        return rules.is_live(self._life, time.monotonic())
+
+    def started(self) -> bool:
+        """Answers /started."""
+        return rules.is_started(self._life)
+
+    def ready(self) -> bool:
+        """Answers /ready."""
+        return rules.is_ready(self._life)
+
+    def state(self) -> dict[str, object]:
+        """Answers /state; None means that the engine did not say."""
+        config, life, load = self._config, self._life, self._load
+        return {
+            "phase": life.phase, "detail": life.detail, "role": config.role, "engine": config.engine,
+            "fleet": config.fleet, "tier": config.tier, "revision": config.revision, "compat": config.compat,
+            "pod": self._identity.pod_name, "uid": self._identity.pod_uid, "engine_pid": life.engine_pid,
+            "running": load.running, "waiting": load.waiting, "leases": load.leases,
+            "draining": life.phase == "Draining",
+        }  # fmt: skip
+
+    async def metrics(self) -> str:
+        """The engine's exposition, then the agent's own."""
+        engine = await self._client.metrics()
+        life = self._life
+        own = [
+            "# TYPE fleet_agent_engine_up gauge",
+            f"fleet_agent_engine_up {int(engine is not None)}",
+            "# TYPE fleet_agent_ready gauge",
+            f"fleet_agent_ready {int(rules.is_ready(life))}",
+            "# TYPE fleet_agent_draining gauge",
+            f"fleet_agent_draining {int(life.phase == 'Draining')}",
+        ]
+        return (engine or "").rstrip("\n") + "\n" + "\n".join(own) + "\n"
+
+    async def drain(self) -> dict[str, object]:
+        """Answers /drain: red at once; returns when nothing is left or the time is up. All callers wait for one drain."""
+        if self._drained is None:
+            self._drained = asyncio.create_task(self._drain())
+        return await asyncio.shield(self._drained)
+
+    async def _drain(self) -> dict[str, object]:
+        config, begun = self._config, time.monotonic()
+        self._life = rules.drain_asked(self._life, begun)
+        while (waited_s := time.monotonic() - begun) < config.drain_timeout_s:
+            await self._observe()
+            done = rules.drain_done(
+                self._load,
+                idle_for_s=time.monotonic() - self._busy_at,
+                lease_s=config.kv.lease_s,
+                has_lease_counter=config.engine == "torch",
+                is_prefill=config.role == "prefill",
+            )
+            if done:
+                return {"drained": True, "waited_s": round(waited_s, 3)}
+            await asyncio.sleep(DRAIN_POLL_S)
+        load = self._load
+        return {"drained": False, "waited_s": config.drain_timeout_s, "running": load.running, "leases": load.leases}
+
+    # -- life -------------------------------------------------------------------------------------------------------
+    async def run(self) -> int:
+        """Serve until SIGTERM (0) or until the engine ends (EngineDiedError)."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop.set)
+        server = build_server(build_app(self), self._identity.pod_ip, self._config.ports.agent)
+        serving = asyncio.create_task(self._serve(server))
+        working = asyncio.create_task(self._prepare_and_watch())
+        try:
+            first, _ = await asyncio.wait({serving, working}, return_when=asyncio.FIRST_COMPLETED)
+            for task in first:
+                task.result()
+            return 0
+        finally:
+            working.cancel()
+            await asyncio.gather(working, return_exceptions=True)
+            if self._engine is not None:
+                await self._engine.stop(ENGINE_STOP_S)
+            server.should_exit = True
+            await asyncio.gather(serving, return_exceptions=True)
+            await self._client.close()
+
+    async def _serve(self, server: AdminServer) -> None:
+        try:
+            await server.serve()
+        except SystemExit as error:  # uvicorn's answer to a port that is taken
+            raise ConfigError(f"agent port {self._config.ports.agent} on {self._identity.pod_ip} cannot be bound") from error
+
+    async def _prepare_and_watch(self) -> None:
+        folder = await asyncio.to_thread(prepare_model, self._config.model, self._note)
+        if self._stop.is_set():
+            return
+        engine = self._start_engine(folder)
+        stopping = asyncio.create_task(self._stop.wait())
+        checking = asyncio.create_task(self._check_for_ever())
+        ends: set[asyncio.Future[Any]] = {stopping, engine.exited}
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopping.cancel()
+            checking.cancel()
+            await asyncio.gather(stopping, checking, return_exceptions=True)
+        if engine.exited.done() and not self._stop.is_set():
+            raise self._death(engine, engine.exited.result())
+
+    def _start_engine(self, folder: Path) -> EngineProcess:
+        command = engine_command(
+            self._config,
+            model_path=str(folder),
+            pod_ip=self._identity.pod_ip,
+            vllm=find_vllm() if self._config.engine == "vllm" else "",
+            has_gpu=Path("/dev/nvidiactl").exists(),
+        )
+        engine = EngineProcess(command)
+        watch_children(asyncio.get_running_loop(), engine.reap)
+        self._life = rules.engine_started(self._life, engine.start())
+        self._engine = engine
+        return engine
+
+    def _death(self, engine: EngineProcess, code: int) -> EngineDiedError:
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        words = engine.last_words()
+        self._life = rules.failed(self._life, f"engine ended: {how}")
+        return EngineDiedError(f"{self._config.engine} engine ended ({how}): {words}".rstrip(": "), 2 if code == 2 else 1)
+
+    async def _check_for_ever(self) -> None:
+        while True:
+            await self._observe()
+            healthy = await self._client.healthy()
+            self._life = rules.engine_checked(self._life, healthy, time.monotonic())
+            await asyncio.sleep(CHECK_EVERY_S)
+
+    async def _observe(self) -> None:
+        self._load = await self._client.load()
+        if self._load.running or self._load.waiting:
+            self._busy_at = time.monotonic()
+
+    def _note(self, text: str) -> None:
+        self._life = rules.noted(self._life, text)
+
+
+def find_vllm() -> str:
+    """FLEET_VLLM_BIN, else `vllm` on PATH; ConfigError otherwise."""
+    found = os.environ.get(VLLM_BIN_ENV) or shutil.which("vllm")
+    if not found or not Path(found).exists():
+        raise ConfigError(f"engine vllm: no executable at {VLLM_BIN_ENV} and no vllm on PATH")
+    return found

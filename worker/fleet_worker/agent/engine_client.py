@@ -1,0 +1,58 @@
+"""What the agent asks its engine over HTTP: health, metrics, and from the metrics what it still holds."""
+
+from __future__ import annotations
+
+import re
+
+import httpx
+
+from fleet_worker.agent.life import Load
+
+RUNNING = "vllm:num_requests_running"
+WAITING = "vllm:num_requests_waiting"
+LEASES = "fleet:kv_leases_open"
+MAX_METRICS_BYTES = 4 * 1024 * 1024
+HEALTH_TIMEOUT_S = 3.0
+
+
+class EngineClient:
+    """Bounded HTTP calls to the engine of this pod."""
+
+    def __init__(self, base_url: str) -> None:
+        self._http = httpx.AsyncClient(base_url=base_url, timeout=HEALTH_TIMEOUT_S, trust_env=False)
+
+    async def healthy(self) -> bool:
+        """GET /health is 200."""
+        try:
+            return (await self._http.get("/health")).status_code == httpx.codes.OK
+        except httpx.HTTPError:
+            return False
+
+    async def metrics(self) -> str | None:
+        """The engine's exposition, None when it does not answer or answers too much."""
+        try:
+            answer = await self._http.get("/metrics")
+        except httpx.HTTPError:
+            return None
+        if answer.status_code != httpx.codes.OK or len(answer.content) > MAX_METRICS_BYTES:
+            return None
+        return answer.text
+
+    async def load(self) -> Load:
+        """What the engine holds now."""
+        text = await self.metrics()
+        return Load(None, None, None) if text is None else parse_load(text)
+
+    async def close(self) -> None:
+        """Release connections."""
+        await self._http.aclose()
+
+
+def parse_load(text: str) -> Load:
+    """Sum each gauge over its label sets; a metric that is absent is None."""
+    return Load(_total(text, RUNNING), _total(text, WAITING), _total(text, LEASES))
+
+
+def _total(text: str, name: str) -> int | None:
+    values = re.findall(rf"^{re.escape(name)}(?:\{{[^}}]*\}})? ([0-9.eE+-]+)", text, re.MULTILINE)
+    return round(sum(float(value) for value in values)) if values else None

@@ -1,0 +1,100 @@
+"""The worker's life as a pure state machine: what each probe answers in each phase.
+
+Preparing (model) → Warming (engine starting) → Serving → Draining; Failed ends the process. The router never sees the phase
+directly: it follows from readiness.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+Phase = Literal["Preparing", "Warming", "Serving", "Draining", "Failed"]
+
+ENGINE_SILENCE_S = 10.0
+"""Seconds of failing engine health checks after which /live turns red: three kubelet probes at the default period."""
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """Everything the probes need to know."""
+
+    phase: Phase = "Preparing"
+    detail: str = ""
+    engine_pid: int | None = None
+    engine_healthy: bool = False
+    unhealthy_since: float | None = None
+    draining_since: float | None = None
+
+
+def noted(life: Life, detail: str) -> Life:
+    """What the agent is busy with, for a person who reads /state."""
+    return replace(life, detail=detail)
+
+
+def engine_started(life: Life, pid: int) -> Life:
+    """The engine process exists, but does not answer yet."""
+    return replace(life, phase="Warming", engine_pid=pid, detail="engine starting")
+
+
+def engine_checked(life: Life, healthy: bool, now: float) -> Life:
+    """One health check of the engine came back."""
+    if healthy:
+        phase: Phase = "Serving" if life.phase == "Warming" else life.phase
+        detail = "" if life.phase == "Warming" else life.detail
+        return replace(life, phase=phase, detail=detail, engine_healthy=True, unhealthy_since=None)
+    since = life.unhealthy_since if life.unhealthy_since is not None else now
+    return replace(life, engine_healthy=False, unhealthy_since=since)
+
+
+def drain_asked(life: Life, now: float) -> Life:
+    """Drain begins once; asking again changes nothing."""
+    if life.phase == "Draining":
+        return life
+    return replace(life, phase="Draining", draining_since=now, detail="waiting for requests and leases")
+
+
+def failed(life: Life, detail: str) -> Life:
+    """The engine is gone."""
+    return replace(life, phase="Failed", detail=detail, engine_healthy=False)
+
+
+def is_started(life: Life) -> bool:
+    """startupProbe: the engine answered at least once."""
+    return life.phase in ("Serving", "Draining")
+
+
+def is_ready(life: Life) -> bool:
+    """readinessProbe: new requests are welcome."""
+    return life.phase == "Serving" and life.engine_healthy
+
+
+def is_live(life: Life, now: float) -> bool:
+    """livenessProbe: red when the engine is gone or silent for too long after it had started."""
+    if life.phase == "Failed":
+        return False
+    if life.phase in ("Preparing", "Warming") or life.unhealthy_since is None:
+        return True
+    return now - life.unhealthy_since < ENGINE_SILENCE_S
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What the engine still holds; None = the engine did not say, which is never zero."""
+
+    running: int | None
+    waiting: int | None
+    leases: int | None
+
+
+def drain_done(load: Load, *, idle_for_s: float, lease_s: float, has_lease_counter: bool, is_prefill: bool) -> bool:
+    """No request and no unread lease is left.
+
+    An engine without a lease counter (vLLM) is waited for one whole lease after its last request, on prefill workers only:
+    by then every unread KV reference has expired.
+    """
+    if load.running is None or load.waiting is None or load.running + load.waiting > 0:
+        return False
+    if has_lease_counter:
+        return load.leases == 0
+    return not is_prefill or idle_for_s >= lease_s

@@ -1,0 +1,78 @@
+"""Model preparation: a source becomes a local folder that an engine can open, or an error that names the cause.
+
+`hf://ORG/NAME[@REVISION]` is fetched with huggingface_hub (HF_ENDPOINT and HF_TOKEN are honoured by that library); anything
+else is a path inside the pod.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from fleet_worker.agent.errors import ModelError
+
+HF_SCHEME = "hf://"
+CACHE_ENV = "FLEET_MODEL_CACHE"
+DEFAULT_CACHE = "/models/hf"
+MAX_CONFIG_BYTES = 1024 * 1024
+WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json")
+FETCHED = [*WEIGHT_PATTERNS, "*.json", "*.jinja", "*.txt", "tokenizer.model"]
+"""Never *.bin, *.pt or *.py: weights come as safetensors, and code from a model repository is not run."""
+
+
+def prepare_model(source: str, progress: Callable[[str], None]) -> Path:
+    """Local folder of the model; ModelError otherwise. `progress` gets short sentences for /state."""
+    folder = _fetch(source, progress) if source.startswith(HF_SCHEME) else Path(source)
+    progress(f"checking {folder}")
+    check_folder(folder)
+    return folder
+
+
+def check_folder(folder: Path) -> None:
+    """A folder with a readable config.json and safetensors weights; ModelError names what is missing."""
+    if not folder.exists():
+        raise ModelError(f"model path {folder} does not exist")
+    if not folder.is_dir():
+        raise ModelError(f"model path {folder} is not a folder")
+    config = folder / "config.json"
+    if not config.is_file():
+        raise ModelError(f"model path {folder} holds no config.json")
+    if config.stat().st_size > MAX_CONFIG_BYTES:
+        raise ModelError(f"{config} is larger than {MAX_CONFIG_BYTES} bytes")
+    try:
+        parsed = json.loads(config.read_bytes())
+    except ValueError as error:
+        raise ModelError(f"{config} is not valid JSON: {error}") from error
+    if not isinstance(parsed, dict) or not parsed.get("architectures"):
+        raise ModelError(f"{config} names no architectures")
+    if not any(True for pattern in WEIGHT_PATTERNS for _ in folder.glob(pattern)):
+        raise ModelError(f"model path {folder} holds no *.safetensors file")
+
+
+def split_source(source: str) -> tuple[str, str | None]:
+    """`hf://ORG/NAME@REVISION` → (ORG/NAME, REVISION)."""
+    name, _, revision = source.removeprefix(HF_SCHEME).partition("@")
+    return name, revision or None
+
+
+def _fetch(source: str, progress: Callable[[str], None]) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    name, revision = split_source(source)
+    cache = os.environ.get(CACHE_ENV, DEFAULT_CACHE)
+    progress(f"fetching {source}")
+    try:
+        return Path(snapshot_download(name, revision=revision, cache_dir=cache, allow_patterns=FETCHED, max_workers=4))
+    except HFValidationError as error:
+        raise ModelError(f"{source}: not a repository name: {error}") from error
+    except HfHubHTTPError as error:
+        raise ModelError(f"{source}: the hub answered: {_first_line(error)}") from error
+    except (LocalEntryNotFoundError, OSError) as error:
+        raise ModelError(f"{source}: the hub cannot be reached: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__

@@ -1,0 +1,113 @@
+"""The engine process: started so that it cannot outlive the agent, watched, stopped within a bound.
+
+The agent is PID 1 of its container, so it also reaps every orphan; it peeks at dead children first (WNOWAIT), so that the
+engine's own exit status is never taken by the reaper.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import IO
+
+from fleet_worker.agent.command import EngineCommand
+
+PR_SET_PDEATHSIG = 1
+TAIL_LINES = 40
+MAX_LINE = 4_096
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def _die_with_parent() -> None:
+    """Runs in the child before exec: the kernel kills it when the agent dies, whatever killed the agent."""
+    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class EngineProcess:
+    """One engine child: `exited` is set with its return code."""
+
+    def __init__(self, command: EngineCommand) -> None:
+        self._command = command
+        self._process: subprocess.Popen[bytes] | None = None
+        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self.exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    def start(self) -> int:
+        """Start it in a session of its own; returns its pid. OSError when it cannot be executed."""
+        env = {**os.environ, **self._command.env}
+        process = subprocess.Popen(
+            self._command.argv, env=env, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE,
+            start_new_session=True, preexec_fn=_die_with_parent,  # noqa: PLW1509 - prctl is async-signal-safe
+        )  # fmt: skip
+        self._process = process
+        if process.stderr is not None:
+            threading.Thread(target=self._pump, args=(process.stderr,), name="engine-stderr", daemon=True).start()
+        return process.pid
+
+    def _pump(self, stream: IO[bytes]) -> None:
+        """Engine's stderr goes to ours unchanged; the last lines are kept for the cause of death."""
+        while line := stream.readline(MAX_LINE):
+            sys.stderr.buffer.write(line)
+            sys.stderr.buffer.flush()
+            self._tail.append(line.decode(errors="replace").rstrip())
+        stream.close()
+
+    def reap(self) -> None:
+        """Collect every dead child; resolves `exited` when the engine is among them. Call on SIGCHLD."""
+        while True:
+            try:
+                dead = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return
+            if dead is None:
+                return
+            if self._process is not None and dead.si_pid == self._process.pid:
+                code = self._process.wait()
+                if not self.exited.done():
+                    self.exited.set_result(code)
+            else:
+                os.waitpid(dead.si_pid, 0)
+
+    async def stop(self, grace_s: float) -> None:
+        """SIGTERM, then SIGKILL of the whole process group after `grace_s`."""
+        if self._process is None or self.exited.done():
+            return
+        self.signal(signal.SIGTERM)
+        try:
+            await asyncio.wait_for(asyncio.shield(self.exited), grace_s)
+        except TimeoutError:
+            self.signal(signal.SIGKILL)
+            await self.exited
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the engine's process group; a group that is gone already is fine."""
+        if self._process is None:
+            return
+        try:
+            os.killpg(self._process.pid, number)
+        except ProcessLookupError:
+            return
+
+    def last_words(self) -> str:
+        """The most telling of the last stderr lines: the last one that is not part of a traceback's frames."""
+        return pick_cause(list(self._tail))
+
+
+def pick_cause(lines: list[str]) -> str:
+    """Last non-empty line that starts in column one (a traceback's frames are indented)."""
+    for line in reversed(lines):
+        if line.strip() and not line[0].isspace():
+            return line.strip()[:500]
+    return ""
+
+
+def watch_children(loop: asyncio.AbstractEventLoop, reap: Callable[[], None]) -> None:
+    """Reap on every SIGCHLD."""
+    loop.add_signal_handler(signal.SIGCHLD, reap)
