@@ -1,0 +1,33 @@
+"""Chained block hashes: the name of a KV block is a hash over everything that its content depends on.
+
+hash(block) = xxh3-128(parent hash ‖ token ids as little-endian uint32). The first parent is the root: a hash over model,
+layout and salt, so that two models, layouts or tenants never share a name. Not cryptographic: it names blocks inside one
+fleet; tenants are kept apart by a secret salt in the root.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+
+import xxhash
+
+HASH_BYTES = 16
+
+
+def root_hash(model: str, block_tokens: int, salt: str = "") -> bytes:
+    """Parent of every first block; 16 bytes."""
+    return xxhash.xxh3_128_digest(f"{model}\0{block_tokens}\0{salt}".encode())
+
+
+def block_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
+    """Name of one full block after `parent`; 16 bytes. Token ids must fit in 32 bits (struct.error otherwise)."""
+    return xxhash.xxh3_128_digest(parent + struct.pack(f"<{len(tokens)}I", *tokens))
+
+
+def chain(root: bytes, tokens: Sequence[int], block_tokens: int) -> Iterable[bytes]:
+    """Names of all full blocks of `tokens`, in order."""
+    parent = root
+    for start in range(0, len(tokens) - block_tokens + 1, block_tokens):
+        parent = block_hash(parent, tokens[start : start + block_tokens])
+        yield parent

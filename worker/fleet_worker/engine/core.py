@@ -1,0 +1,308 @@
+"""The engine without threads or sockets: add, abort, step. One thread calls it.
+
+Life of a request: waiting → (decode leg: pulling, until the transfer is proven) → running → finished. On a prefill leg the
+blocks outlive the sequence under a lease. Every block is owned by exactly: a sequence, a lease, or a pull in flight.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+
+from fleet_wire.kv import KvReference
+from fleet_worker.engine.blocks import BlockAllocator, CacheEvent
+from fleet_worker.engine.errors import BadRequestError, EngineError, OverloadedError
+from fleet_worker.engine.llama import Chunk, Llama
+from fleet_worker.engine.sampler import sample
+from fleet_worker.engine.scheduler import Scheduler, Work
+from fleet_worker.engine.sequence import FinishReason, Sequence
+from fleet_worker.transfer.base import Connector, FetchResult, KvError, KvReferenceError
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of one engine."""
+
+    max_model_len: int
+    max_batch: int
+    step_tokens: int
+    max_waiting: int
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What a step produced for one request: a token, an end, or an error."""
+
+    sequence: Sequence
+    token: int | None = None
+    finish: FinishReason | None = None
+    reference: KvReference | None = None
+    error: Exception | None = None
+
+
+@dataclass(slots=True)
+class Counters:
+    """Monotonic counts for /metrics."""
+
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    finished: Counter[str] = field(default_factory=Counter)
+    external_queries: int = 0
+    external_hits: int = 0
+    blocks_received: int = 0
+    failed_transfers: int = 0
+    expired_leases: int = 0
+    preemptions: int = 0
+    fetches: list[FetchResult] = field(default_factory=list)
+    """Successful pulls since /metrics last looked; drained by the metrics thread, bounded there."""
+
+
+class EngineCore:
+    """Owns the pool, the scheduler and the connector."""
+
+    def __init__(
+        self,
+        model: Llama,
+        allocator: BlockAllocator,
+        pool: torch.Tensor,
+        root: bytes,
+        limits: Limits,
+        eos_ids: tuple[int, ...],
+    ) -> None:
+        self.limits = limits
+        self.counters = Counters()
+        self.connector: Connector | None = None
+        self._model = model
+        self._pool = pool
+        self._eos = eos_ids
+        self.scheduler = Scheduler(allocator, model.block_tokens, root, limits.max_batch, limits.step_tokens)
+        self.sequences: dict[str, Sequence] = {}
+        self._leased: dict[str, list[int]] = {}
+        self._cancelled_pulls: dict[str, list[int]] = {}
+
+    # -- requests ---------------------------------------------------------------------------------------------------
+    def add(self, sequence: Sequence) -> None:
+        """Admit or raise EngineError; nothing is held when it raises."""
+        self.check_fits(len(sequence.prompt), sequence.sampling.max_tokens)
+        if len(self.scheduler.waiting) >= self.limits.max_waiting:
+            raise OverloadedError(f"{self.limits.max_waiting} requests are waiting already")
+        if sequence.request_id in self.sequences:
+            raise BadRequestError(f"request id {sequence.request_id} is in use", "request_id")
+        self._check_reference(sequence)
+        self.sequences[sequence.request_id] = sequence
+        self.scheduler.add(sequence)
+        self.counters.prompt_tokens += len(sequence.prompt)
+
+    def check_fits(self, prompt_tokens: int, max_tokens: int) -> None:
+        """Prove that the request can ever finish: model length and KV pool."""
+        if prompt_tokens < 1:
+            raise BadRequestError("the prompt is empty", "prompt")
+        longest = self.limits.max_model_len
+        if prompt_tokens + max_tokens > longest:
+            raise BadRequestError(
+                f"This model's maximum context length is {longest} tokens. However, you requested {max_tokens} output tokens and "
+                f"your prompt contains {prompt_tokens} input tokens, for a total of {prompt_tokens + max_tokens} tokens.",
+                "prompt" if prompt_tokens >= longest else "max_tokens",
+            )
+        held = self.scheduler.blocks.total * self._model.block_tokens
+        if prompt_tokens + max_tokens > held:
+            raise BadRequestError(
+                f"prompt plus output is {prompt_tokens + max_tokens} tokens, the KV pool holds {held}", "prompt"
+            )
+
+    def _check_reference(self, sequence: Sequence) -> None:
+        reference = sequence.reference
+        if reference is None and not sequence.keep_for_remote:
+            return
+        if self.connector is None:
+            raise BadRequestError("this engine has no KV connector", "kv_transfer_params")
+        if reference is None:
+            return
+        size = self._model.block_tokens
+        blocks = reference.remote_block_ids
+        if not reference.lease_id or not reference.remote_epoch or not reference.digest:
+            raise KvReferenceError(
+                "unprovable", "kv_transfer_params carry no lease, epoch or digest: the read could not be proven"
+            )
+        if any(not isinstance(block, int) for block in blocks):
+            raise KvReferenceError("layout", "kv_transfer_params.remote_block_ids must be one list of integers")
+        if not 0 < reference.remote_num_tokens <= len(sequence.prompt) or len(blocks) != -(
+            -reference.remote_num_tokens // size
+        ):
+            raise KvReferenceError(
+                "shape",
+                f"kv_transfer_params name {len(blocks)} blocks for {reference.remote_num_tokens} tokens; "
+                f"the prompt has {len(sequence.prompt)} tokens and a block holds {size}",
+            )
+
+    def abort(self, request_id: str) -> Sequence | None:
+        """End a request now; blocks come back at once, except those that a transfer may still write."""
+        sequence = self.sequences.get(request_id)
+        if sequence is None:
+            return None
+        self._end(sequence, "abort")
+        return sequence
+
+    # -- one step ---------------------------------------------------------------------------------------------------
+    def has_work(self) -> bool:
+        """A step would compute something now."""
+        return bool(self.scheduler.running or self.scheduler.waiting)
+
+    def step(self) -> list[Output]:
+        """Poll transfers, start pulls, compute one batch."""
+        outputs = self._poll_connector()
+        outputs += self._start_pulls()
+        work = self.scheduler.step()
+        if work:
+            outputs += self._compute(work)
+        return outputs
+
+    @torch.inference_mode()
+    def _compute(self, work: list[Work]) -> list[Output]:
+        tokens = [token for item in work for token in item.sequence.tokens(item.start, item.count)]
+        chunks = [Chunk(item.start, item.count, tuple(item.sequence.table)) for item in work]
+        logits = self._model.forward(tokens, chunks, self._pool)
+        self.scheduler.advance(work)
+        rows = [row for row, item in enumerate(work) if item.samples]
+        if not rows:
+            return []
+        sequences = [work[row].sequence for row in rows]
+        chosen = sample(logits[rows], sequences, self._eos)
+        return [self._accept(sequence, token) for sequence, token in zip(sequences, chosen, strict=True)]
+
+    def _accept(self, sequence: Sequence, token: int) -> Output:
+        sequence.output.append(token)
+        self.counters.generated_tokens += 1
+        finish = finish_reason(sequence, token, self._eos)
+        if finish is None:
+            return Output(sequence, token)
+        return Output(sequence, token, finish, self._end(sequence, finish))
+
+    def finish(self, request_id: str, reason: FinishReason) -> KvReference | None:
+        """End a request from outside (a stop string was met)."""
+        sequence = self.sequences.get(request_id)
+        return self._end(sequence, reason) if sequence else None
+
+    def _end(self, sequence: Sequence, reason: FinishReason) -> KvReference | None:
+        del self.sequences[sequence.request_id]
+        sequence.finish = reason
+        self.counters.finished[reason] += 1
+        was_pulling = sequence.stage == "pulling"
+        self.scheduler.remove(sequence)
+        if was_pulling and self.connector is not None:
+            self.connector.cancel(sequence.request_id)
+            self._cancelled_pulls[sequence.request_id] = sequence.table
+            sequence.table = []
+            return None
+        reference = None
+        if sequence.keep_for_remote and reason != "abort" and self.connector is not None:
+            reference = self._lease(sequence, self.connector)
+        self.scheduler.release(sequence)
+        return reference
+
+    def _lease(self, sequence: Sequence, connector: Connector) -> KvReference:
+        blocks = sequence.table[: self.scheduler.blocks_for(len(sequence.prompt))]
+        self.scheduler.blocks.share(blocks)
+        self._leased[sequence.request_id] = blocks
+        return connector.grant(sequence.request_id, blocks, len(sequence.prompt))
+
+    # -- transfers --------------------------------------------------------------------------------------------------
+    def _poll_connector(self) -> list[Output]:
+        if self.connector is None:
+            return []
+        for request_id, why in self.connector.released():
+            self.scheduler.blocks.free(self._leased.pop(request_id))
+            self.counters.expired_leases += why == "expired"
+        return [output for result in self.connector.finished() if (output := self._fetched(result)) is not None]
+
+    def _start_pulls(self) -> list[Output]:
+        """Decode legs at the head of the queue start to pull as soon as they have blocks; they compute nothing until proven."""
+        outputs: list[Output] = []
+        scheduler = self.scheduler
+        while scheduler.waiting and scheduler.waiting[0].reference is not None:
+            sequence = scheduler.waiting[0]
+            if len(scheduler.running) + len(scheduler.pulling) >= self.limits.max_batch or not scheduler.place(sequence):
+                break
+            scheduler.waiting.popleft()
+            error = self._start_pull(sequence)
+            if error is not None:
+                outputs.append(error)
+        return outputs
+
+    def _start_pull(self, sequence: Sequence) -> Output | None:
+        reference, size = sequence.reference, self._model.block_tokens
+        if reference is None or self.connector is None:
+            raise EngineError("a pull without reference or connector")
+        sequence.stage = "pulling"
+        self.scheduler.pulling[sequence.request_id] = sequence
+        have, there = sequence.computed // size, len(reference.remote_block_ids)
+        if have >= there:  # the prefix cache holds all of it: nothing to move, the lease goes back
+            return self._resume(sequence, sequence.computed)
+        self.counters.external_queries += len(sequence.prompt)
+        try:
+            self.connector.fetch(sequence.request_id, reference, have, sequence.table[have:there])
+        except KvError as error:
+            return self._fail(sequence, error)
+        return None
+
+    def _resume(self, sequence: Sequence, computed: int) -> None:
+        """The prompt's KV is here: only what it does not cover is computed."""
+        del self.scheduler.pulling[sequence.request_id]
+        sequence.computed = min(computed, len(sequence.prompt) - 1)
+        sequence.stage = "running"
+        sequence.reference = None
+        self.scheduler.running.append(sequence)
+
+    def _fetched(self, result: FetchResult) -> Output | None:
+        cancelled = self._cancelled_pulls.pop(result.request_id, None)
+        if cancelled is not None:
+            self.scheduler.blocks.free(cancelled)
+            return None
+        sequence = self.scheduler.pulling[result.request_id]
+        if result.error is not None:
+            self.counters.failed_transfers += 1
+            return self._fail(sequence, result.error)
+        reference = sequence.reference
+        if reference is None:
+            raise EngineError("a finished pull without reference")
+        self.counters.external_hits += reference.remote_num_tokens - sequence.computed
+        self.counters.blocks_received += len(reference.remote_block_ids) - sequence.computed // self._model.block_tokens
+        self.counters.fetches.append(result)
+        self._resume(sequence, reference.remote_num_tokens)
+        self.scheduler.register_full(sequence)
+        return None
+
+    def _fail(self, sequence: Sequence, error: Exception) -> Output:
+        """A pull that ended without proof: the request ends with the error and its blocks come back."""
+        del self.sequences[sequence.request_id]
+        self.scheduler.remove(sequence)
+        self.scheduler.release(sequence)
+        self.counters.finished["error"] += 1
+        return Output(sequence, error=error)
+
+    # -- observation ------------------------------------------------------------------------------------------------
+    def take_cache_events(self) -> list[CacheEvent]:
+        """Prefix cache changes since the last call."""
+        return self.scheduler.blocks.take_events()
+
+    def check_integrity(self) -> None:
+        """Every used block has an owner that this engine knows; call when idle."""
+        self.scheduler.blocks.check_integrity()
+        tables = (
+            [s.table for s in self.sequences.values()] + list(self._leased.values()) + list(self._cancelled_pulls.values())
+        )
+        if {block for table in tables for block in table} != {
+            b for b in range(self.scheduler.blocks.total) if self.scheduler.blocks.owners(b)
+        }:
+            raise AssertionError("a used block belongs to nobody")
+
+
+def finish_reason(sequence: Sequence, token: int, eos_ids: tuple[int, ...]) -> FinishReason | None:
+    """Why the sequence ends with this token, if it does."""
+    sampling = sequence.sampling
+    if len(sequence.output) > sampling.min_tokens or sampling.min_tokens == 0:
+        if token in sampling.stop_token_ids or (token in eos_ids and not sampling.ignore_eos):
+            return "stop"
+    return "length" if len(sequence.output) >= sampling.max_tokens else None

@@ -1,0 +1,128 @@
+"""config.json → typed architecture; what we cannot run exactly is refused by name."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fleet_worker.engine.errors import ModelFilesError
+
+SUPPORTED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """Llama 3.1 frequency scaling (factor, low and high frequency factors, original context in tokens)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A Llama-family decoder."""
+
+    architecture: str
+    vocab_size: int
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    max_positions: int
+    norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    tied: bool
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    dtype: str
+    eos_ids: tuple[int, ...]
+    bos_id: int | None
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """Parse config.json (and generation_config.json for end tokens); ModelFilesError names the field."""
+    raw = _read_json(folder / "config.json")
+    architecture = (raw.get("architectures") or ["?"])[0]
+    if architecture not in SUPPORTED:
+        raise ModelFilesError(
+            f"{folder}/config.json: architecture {architecture} is not supported; supported: {', '.join(SUPPORTED)}"
+        )
+    if raw.get("hidden_act", "silu") != "silu":
+        raise ModelFilesError(f"{folder}/config.json: hidden_act {raw['hidden_act']!r} is not supported; supported: silu")
+    if raw.get("sliding_window") and raw.get("use_sliding_window", architecture == "MistralForCausalLM"):
+        raise ModelFilesError(f"{folder}/config.json: sliding_window attention is not supported")
+    if raw.get("quantization_config"):
+        raise ModelFilesError(f"{folder}/config.json: quantization_config is not supported by the torch engine")
+    try:
+        return _typed(raw, architecture, _eos_ids(raw, folder))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ModelFilesError(f"{folder}/config.json: {type(error).__name__} at field {error}") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ModelFilesError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ModelFilesError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ModelFilesError(f"{path} is not a JSON object")
+    return found
+
+
+def _typed(raw: dict[str, Any], architecture: str, eos_ids: tuple[int, ...]) -> ModelConfig:
+    heads = int(raw["num_attention_heads"])
+    rope = raw.get("rope_parameters") or {}  # newer transformers nest theta and scaling here
+    qwen = architecture == "Qwen2ForCausalLM"
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=int(raw["vocab_size"]),
+        hidden=int(raw["hidden_size"]),
+        intermediate=int(raw["intermediate_size"]),
+        layers=int(raw["num_hidden_layers"]),
+        heads=heads,
+        kv_heads=int(raw.get("num_key_value_heads") or heads),
+        head_dim=int(raw.get("head_dim") or raw["hidden_size"] // heads),
+        max_positions=int(raw["max_position_embeddings"]),
+        norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        rope_theta=float(raw.get("rope_theta") or rope.get("rope_theta") or 10_000.0),
+        rope_scaling=_rope_scaling(raw.get("rope_scaling") or rope),
+        tied=bool(raw.get("tie_word_embeddings", False)),
+        qkv_bias=qwen or bool(raw.get("attention_bias", False)),
+        output_bias=not qwen and bool(raw.get("attention_bias", False)),
+        mlp_bias=bool(raw.get("mlp_bias", False)),
+        dtype=str(raw.get("torch_dtype") or raw.get("dtype") or "float32"),
+        eos_ids=eos_ids,
+        bos_id=raw.get("bos_token_id"),
+    )
+
+
+def _rope_scaling(raw: dict[str, Any]) -> RopeScaling | None:
+    kind = raw.get("rope_type") or raw.get("type") or "default"
+    if kind == "default":
+        return None
+    if kind != "llama3":
+        raise ValueError(f"rope_scaling.rope_type={kind} (supported: default, llama3)")
+    return RopeScaling(
+        factor=float(raw["factor"]),
+        low_freq_factor=float(raw["low_freq_factor"]),
+        high_freq_factor=float(raw["high_freq_factor"]),
+        original_max_positions=int(raw["original_max_position_embeddings"]),
+    )
+
+
+def _eos_ids(raw: dict[str, Any], folder: Path) -> tuple[int, ...]:
+    path = folder / "generation_config.json"
+    found = (_read_json(path) if path.is_file() else {}).get("eos_token_id", raw.get("eos_token_id"))
+    if found is None:
+        return ()
+    return tuple(found) if isinstance(found, list) else (int(found),)

@@ -1,0 +1,74 @@
+"""One request inside the engine: parameters, tokens and how far they are computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from fleet_wire.kv import KvReference
+
+FinishReason = Literal["stop", "length", "abort"]
+Stage = Literal["waiting", "pulling", "running", "finished"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to choose tokens. Temperature 0 is greedy; a seed makes a sampled answer reproducible in any batch."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    max_tokens: int = 16
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class Sequence:
+    """Mutable state of one request; owned by the engine thread."""
+
+    request_id: str
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    seed: int
+    """Always set: the request's own seed or one drawn when it arrived."""
+    arrived_at: float
+    keep_for_remote: bool = False
+    """Prefill leg: the blocks go under a lease when the sequence ends."""
+    reference: KvReference | None = None
+    """Decode leg: where the prompt's KV is."""
+    stage: Stage = "waiting"
+    output: list[int] = field(default_factory=list)
+    computed: int = 0
+    """Tokens whose KV is in the pool."""
+    table: list[int] = field(default_factory=list)
+    names: list[bytes] = field(default_factory=list)
+    """Chained hashes of the full blocks of prompt and output, as far as computed."""
+    registered: int = 0
+    """Blocks of `table` whose names are in the prefix cache."""
+    finish: FinishReason | None = None
+    stop_text: str | None = None
+    first_token_at: float | None = None
+    last_token_at: float | None = None
+    cached_tokens: int = 0
+    preempted: int = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens known so far."""
+        return len(self.prompt) + len(self.output)
+
+    @property
+    def todo(self) -> int:
+        """Known tokens that are not computed yet; 1 while decoding."""
+        return self.length - self.computed
+
+    def tokens(self, start: int, count: int) -> list[int]:
+        """Token ids at these positions."""
+        whole = len(self.prompt)
+        if start >= whole:
+            return self.output[start - whole : start - whole + count]
+        return [*self.prompt[start : start + count], *self.output[: max(0, start + count - whole)]]

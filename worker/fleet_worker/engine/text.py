@@ -1,0 +1,133 @@
+"""Text in and out: tokenizer, chat template, incremental detokenisation, stop strings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+from fleet_worker.engine.errors import BadRequestError, ModelFilesError
+
+REPLACEMENT = "\ufffd"
+
+
+class Text:
+    """The model's tokenizer and chat template; safe to call from several threads."""
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / "tokenizer.json"
+        try:
+            self.tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # tokenizers raises bare Exception
+            raise ModelFilesError(f"{path} cannot be read: {error}") from error
+        settings = _optional_json(folder / "tokenizer_config.json")
+        self._special = {name: _special(settings.get(name)) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
+        source = folder / "chat_template.jinja"
+        self._template = _compile(source.read_text() if source.is_file() else settings.get("chat_template"))
+
+    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
+        """Token ids of `text`."""
+        return list(self.tokenizer.encode(text, add_special_tokens=add_special).ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids` without special tokens."""
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def render_chat(self, messages: list[dict[str, Any]]) -> str:
+        """The model's own template over `messages`; BadRequestError when the template refuses them."""
+        if self._template is None:
+            raise BadRequestError("the model has no chat template: use /v1/completions", "messages")
+        try:
+            return self._template.render(messages=messages, add_generation_prompt=True, **self._special)
+        except (jinja2.TemplateError, TypeError, KeyError) as error:
+            raise BadRequestError(f"the chat template refused the messages: {error}", "messages") from error
+
+
+def _compile(source: Any) -> jinja2.Template | None:
+    if not isinstance(source, str):
+        return None
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, autoescape=False)
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    environment.globals["raise_exception"] = raise_exception
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateSyntaxError as error:
+        raise ModelFilesError(f"chat template does not compile: {error}") from error
+
+
+def _optional_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ModelFilesError(f"{path} is not valid JSON: {error}") from error
+    return found if isinstance(found, dict) else {}
+
+
+def _special(raw: Any) -> str:
+    if isinstance(raw, dict):
+        raw = raw.get("content")
+    return raw if isinstance(raw, str) else ""
+
+
+@dataclass(slots=True)
+class Detokenizer:
+    """Text of a growing token list, given out in pieces that never end inside a character or inside a possible stop string.
+
+    Decodes a window of tokens twice (with and without the new ones) and emits the difference: byte-level tokenizers need the
+    tokens before to decide about spaces and split characters.
+    """
+
+    text: Text
+    stop: tuple[str, ...] = ()
+    ids: list[int] = field(default_factory=list)
+    _from: int = 0
+    _read: int = 0
+    _held: str = ""
+    sent: str = ""
+
+    def add(self, token: int) -> tuple[str, str | None]:
+        """(text to send now, stop string that was met)."""
+        self.ids.append(token)
+        before = self.text.decode(self.ids[self._from : self._read])
+        now = self.text.decode(self.ids[self._from :])
+        if now.endswith(REPLACEMENT) and len(self.ids) - self._read < 8:  # an incomplete character has at most 4 bytes
+            return "", None
+        self._from, self._read = self._read, len(self.ids)
+        return self._emit(now[len(before) :])
+
+    def finish(self) -> str:
+        """What was held back: sent when the sequence ends without a stop string."""
+        rest, before = self.text.decode(self.ids[self._from :]), self.text.decode(self.ids[self._from : self._read])
+        out = self._held + rest[len(before) :]
+        self._held, self._from, self._read = "", len(self.ids), len(self.ids)
+        self.sent += out
+        return out
+
+    def _emit(self, piece: str) -> tuple[str, str | None]:
+        pending = self._held + piece
+        for stop in self.stop:
+            at = pending.find(stop)
+            if at >= 0:
+                self._held = ""
+                self.sent += pending[:at]
+                return pending[:at], stop
+        keep = max((_overlap(pending, stop) for stop in self.stop), default=0)
+        out, self._held = pending[: len(pending) - keep], pending[len(pending) - keep :]
+        self.sent += out
+        return out, None
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that begins `stop`."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)

@@ -1,0 +1,92 @@
+"""safetensors → checked tensors. Nothing but safetensors is ever opened; each tensor's shape is checked before use."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from fleet_worker.engine.errors import ModelFilesError
+from fleet_worker.engine.modelconfig import ModelConfig
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor that the model needs, with its shape."""
+    c, q, kv = config, config.heads * config.head_dim, config.kv_heads * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (c.vocab_size, c.hidden),
+        "model.norm.weight": (c.hidden,),
+    }
+    if not c.tied:
+        shapes["lm_head.weight"] = (c.vocab_size, c.hidden)
+    for layer in range(c.layers):
+        at = f"model.layers.{layer}"
+        shapes |= {
+            f"{at}.input_layernorm.weight": (c.hidden,),
+            f"{at}.post_attention_layernorm.weight": (c.hidden,),
+            f"{at}.self_attn.q_proj.weight": (q, c.hidden),
+            f"{at}.self_attn.k_proj.weight": (kv, c.hidden),
+            f"{at}.self_attn.v_proj.weight": (kv, c.hidden),
+            f"{at}.self_attn.o_proj.weight": (c.hidden, q),
+            f"{at}.mlp.gate_proj.weight": (c.intermediate, c.hidden),
+            f"{at}.mlp.up_proj.weight": (c.intermediate, c.hidden),
+            f"{at}.mlp.down_proj.weight": (c.hidden, c.intermediate),
+        }
+        if c.qkv_bias:
+            shapes |= {f"{at}.self_attn.q_proj.bias": (q,)}
+            shapes |= {f"{at}.self_attn.{name}_proj.bias": (kv,) for name in ("k", "v")}
+        if c.output_bias:
+            shapes[f"{at}.self_attn.o_proj.bias"] = (c.hidden,)
+        if c.mlp_bias:
+            shapes |= {f"{at}.mlp.{name}_proj.bias": (c.intermediate,) for name in ("gate", "up")}
+            shapes[f"{at}.mlp.down_proj.bias"] = (c.hidden,)
+    return shapes
+
+
+def load_weights(folder: Path, config: ModelConfig) -> dict[str, torch.Tensor]:
+    """All tensors in the checkpoint's dtype; ModelFilesError names file and tensor."""
+    if config.dtype not in DTYPES:
+        raise ModelFilesError(f"{folder}/config.json: dtype {config.dtype} is not supported; supported: {', '.join(DTYPES)}")
+    shapes, found = expected_shapes(config), dict[str, torch.Tensor]()
+    for path in _files(folder):
+        _load_file(path, shapes, DTYPES[config.dtype], found)
+    missing = sorted(shapes.keys() - found.keys())
+    if missing:
+        raise ModelFilesError(f"{folder}: {len(missing)} tensors are missing, the first is {missing[0]}")
+    return found
+
+
+def _files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise ModelFilesError(f"{folder} holds no *.safetensors file")
+        return files
+    try:
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError) as error:
+        raise ModelFilesError(f"{index} is not a safetensors index: {error!r}") from error
+    if any("/" in name or name.startswith(".") for name in names):
+        raise ModelFilesError(f"{index} names files outside the model folder")
+    return [folder / name for name in names]
+
+
+def _load_file(path: Path, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, found: dict[str, torch.Tensor]) -> None:
+    try:
+        with safe_open(str(path), framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - safe_open is not a dict
+                if name not in shapes:
+                    continue
+                shape = tuple(opened.get_slice(name).get_shape())
+                if shape != shapes[name]:
+                    raise ModelFilesError(f"{path}: tensor {name} has shape {list(shape)}, expected {list(shapes[name])}")
+                found[name] = opened.get_tensor(name).to(dtype).contiguous()
+    except FileNotFoundError as error:
+        raise ModelFilesError(f"{path} does not exist") from error
+    except (SafetensorError, OSError) as error:
+        raise ModelFilesError(f"{path} is not a readable safetensors file: {error}") from error

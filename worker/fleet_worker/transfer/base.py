@@ -1,0 +1,96 @@
+"""The seam between the engine and KV transfer. Every call returns at once; results are collected by polling.
+
+Ownership: a granted block belongs to its lease until `released()` names it. A destination block belongs to the pull until
+`finished()` reports the request, also after `cancel()`: a transfer in flight may still write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from fleet_wire.kv import KvReference
+
+ReleaseReason = Literal["read", "released", "expired"]
+
+
+class KvError(Exception):
+    """A hand-off failed; `reason` is machine readable. The request must fail, never guess."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class KvReferenceError(KvError):
+    """The reference itself cannot be proven (400): trying again with the same reference is useless."""
+
+
+class KvTransferError(KvError):
+    """The pull or its proof failed (503): another prefill may work."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvPool:
+    """Registered memory: `num_blocks` contiguous blocks of `block_bytes`, each holding all layers."""
+
+    base_address: int
+    block_bytes: int
+    num_blocks: int
+    block_tokens: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of the whole pool in bytes."""
+        return self.block_bytes * self.num_blocks
+
+
+@dataclass(frozen=True, slots=True)
+class FetchResult:
+    """One pull ended. `error` None: lease, epoch, generation and digests were proven after the read."""
+
+    request_id: str
+    error: KvError | None
+    transferred_bytes: int = 0
+    seconds: float = 0.0
+    descriptors: int = 0
+
+
+class Connector(Protocol):
+    """What the engine needs; called from the engine thread only."""
+
+    transport: str
+    """"shm", "tcp" or "rdma": what is in use, never what was asked for."""
+
+    def grant(self, request_id: str, block_ids: Sequence[int], num_tokens: int) -> KvReference:
+        """Prefill: put finished blocks under a lease."""
+        ...
+
+    def release(self, lease_id: str) -> bool:
+        """Give a lease back early; False when it is unknown (already read, released or expired)."""
+        ...
+
+    def released(self) -> list[tuple[str, ReleaseReason]]:
+        """Request ids whose leases ended since the last call."""
+        ...
+
+    def fetch(self, request_id: str, reference: KvReference, skip: int, into: Sequence[int]) -> None:
+        """Decode: pull the reference's blocks from index `skip` on into local blocks `into`; KvReferenceError at once."""
+        ...
+
+    def cancel(self, request_id: str) -> None:
+        """The result is not wanted any more; `finished()` still reports it."""
+        ...
+
+    def finished(self) -> list[FetchResult]:
+        """Pulls that ended since the last call."""
+        ...
+
+    def open_leases(self) -> int:
+        """Leases granted and not ended."""
+        ...
+
+    def close(self) -> None:
+        """Stop; every lease ends."""
+        ...
