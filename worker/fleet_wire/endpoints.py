@@ -1,6 +1,6 @@
 """The endpoints document: what the operator publishes and every router of a fleet follows.
 
-It travels as JSON in one ConfigMap per fleet (`<fleet>-router`): key `router.json` holds `RouterConfig` (fleet_router.config),
+It travels as JSON in one ConfigMap per fleet (`<fleet>-router`): key `router.json` holds the RouterConfig,
 key `endpoints.json` holds `Endpoints`. Addresses are pod IPs; ports are the same on every pod unless given.
 """
 

@@ -24,7 +24,7 @@ class KvReference(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     do_remote_prefill: bool
     do_remote_decode: bool = False
-    remote_block_ids: tuple[int, ...] | tuple[tuple[int, ...], ...]
+    remote_block_ids: tuple[int | tuple[int, ...], ...]
     remote_engine_id: str
     remote_request_id: str
     remote_host: str

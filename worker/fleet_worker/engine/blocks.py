@@ -95,7 +95,7 @@ class BlockAllocator:
             self._events.append(CacheEvent(stored=False, name=name))
 
     def register(self, block: int, name: bytes, parent: bytes | None, tokens: tuple[int, ...]) -> None:
-        """The block's content is complete and may be found by `name`. A name that another block holds already stays there."""
+        """The content is complete and may be found by `name`; a name that another block holds stays there."""
         if name in self._by_name or self._blocks[block].name is not None:
             return
         self._blocks[block].name = name
