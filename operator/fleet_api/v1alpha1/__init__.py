@@ -1,0 +1,60 @@
+"""Version v1alpha1 of the group inferencefleet.io."""
+
+from fleet_api.v1alpha1.base import API_VERSION, GROUP, VERSION, Metadata
+from fleet_api.v1alpha1.fleet import FleetSpec, InferenceFleet
+from fleet_api.v1alpha1.model import ClaimSource, EngineSpec, FileSource, HubSource, ModelSpec, Source
+from fleet_api.v1alpha1.pool import PoolSpec, WorkerPool
+from fleet_api.v1alpha1.routing import (
+    LatencySpec,
+    LimitsSpec,
+    LoadSpec,
+    PrometheusSpec,
+    RemotePrefillSpec,
+    RoutingSpec,
+    ScalingSpec,
+    SloSpec,
+    TargetInflightSpec,
+    TelemetrySpec,
+)
+from fleet_api.v1alpha1.status import Condition, FleetStatus, FleetSummary, KvStatus, PoolStatus, RoleStatus, TierStatus
+from fleet_api.v1alpha1.tier import AcceleratorSpec, KvTransferSpec, RatioSpec, Role, RoleSpec, TierSpec
+
+__all__ = [
+    "API_VERSION",
+    "GROUP",
+    "VERSION",
+    "AcceleratorSpec",
+    "ClaimSource",
+    "Condition",
+    "EngineSpec",
+    "FileSource",
+    "FleetSpec",
+    "FleetStatus",
+    "FleetSummary",
+    "HubSource",
+    "InferenceFleet",
+    "KvStatus",
+    "KvTransferSpec",
+    "LatencySpec",
+    "LimitsSpec",
+    "LoadSpec",
+    "Metadata",
+    "ModelSpec",
+    "PoolSpec",
+    "PoolStatus",
+    "PrometheusSpec",
+    "RatioSpec",
+    "RemotePrefillSpec",
+    "Role",
+    "RoleSpec",
+    "RoleStatus",
+    "RoutingSpec",
+    "ScalingSpec",
+    "SloSpec",
+    "Source",
+    "TargetInflightSpec",
+    "TelemetrySpec",
+    "TierSpec",
+    "TierStatus",
+    "WorkerPool",
+]

@@ -1,0 +1,46 @@
+"""What all models of the group share: frozen, camelCase outside, snake_case inside, nothing unknown."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.alias_generators import to_camel
+
+from fleet_api.quantities import DURATION_PATTERN, QUANTITY_PATTERN, RATIO_PATTERN
+
+GROUP = "inferencefleet.io"
+VERSION = "v1alpha1"
+API_VERSION = f"{GROUP}/{VERSION}"
+
+DurationText = Annotated[str, Field(pattern=DURATION_PATTERN)]
+QuantityText = Annotated[str, Field(pattern=QUANTITY_PATTERN)]
+RatioText = Annotated[str, Field(pattern=RATIO_PATTERN)]
+
+DNS_LABEL = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
+
+
+class ApiModel(BaseModel):
+    """Base of every resource model."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", alias_generator=to_camel, populate_by_name=True)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As it stands in a manifest: camelCase, absent instead of null."""
+        return self.model_dump(mode="json", by_alias=True, exclude_none=True)
+
+
+class Metadata(ApiModel):
+    """The part of ObjectMeta that we read; the API server owns its schema, so unknown fields are its business."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    name: str
+    namespace: str = "default"
+    uid: str = ""
+    generation: int = 0
+    resource_version: str = ""
+    creation_timestamp: str | None = None
+    deletion_timestamp: str | None = None
+    labels: dict[str, str] = {}
+    annotations: dict[str, str] = {}

@@ -1,0 +1,72 @@
+"""InferenceFleet: one model served by tiers of prefill and decode workers behind one router."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from fleet_api.v1alpha1.base import ApiModel, Metadata
+from fleet_api.v1alpha1.model import DEFAULT_REVISION, EngineSpec, HubSource, ModelSpec
+from fleet_api.v1alpha1.routing import LimitsSpec, RoutingSpec, ScalingSpec, SloSpec, TelemetrySpec
+from fleet_api.v1alpha1.status import FleetStatus
+from fleet_api.v1alpha1.tier import DEFAULT_RESOURCE, TierSpec
+
+
+class FleetSpec(ApiModel):
+    """What the user wants."""
+
+    model: ModelSpec = Field(description="The model to serve.")
+    engine: EngineSpec = Field(default=EngineSpec(), description="The inference engine of every worker.")
+    tiers: Annotated[tuple[TierSpec, ...], Field(min_length=1, max_length=8)] = Field(
+        description="Sets of prefill and decode workers, one per accelerator type."
+    )
+    slo: SloSpec = Field(default=SloSpec(), description="Latency objectives; scaling acts on them.")
+    routing: RoutingSpec = Field(default=RoutingSpec(), description="How the router chooses workers.")
+    limits: LimitsSpec = Field(default=LimitsSpec(), description="What one request may ask for.")
+    scaling: ScalingSpec = Field(default=ScalingSpec(), description="How the operator sizes the tiers.")
+    telemetry: TelemetrySpec = Field(default=TelemetrySpec(), description="Where load and latency come from.")
+
+    @property
+    def max_input_tokens(self) -> int:
+        """Longest prompt in tokens."""
+        return self.limits.max_input_tokens or self.engine.max_model_len
+
+
+class InferenceFleet(ApiModel):
+    """One model served by prefill and decode workers that hand KV caches over, behind one OpenAI endpoint."""
+
+    api_version: Literal["inferencefleet.io/v1alpha1"] = "inferencefleet.io/v1alpha1"
+    kind: Literal["InferenceFleet"] = "InferenceFleet"
+    metadata: Metadata
+    spec: FleetSpec
+    status: FleetStatus = FleetStatus()
+
+    @property
+    def served_name(self) -> str:
+        """The name that clients send in `model`."""
+        return self.spec.model.served_name or self.metadata.name
+
+    def tier(self, name: str) -> TierSpec:
+        """The tier called `name`; KeyError when there is none."""
+        for tier in self.spec.tiers:
+            if tier.name == name:
+                return tier
+        raise KeyError(name)
+
+    def resolved(self) -> dict[str, Any]:
+        """The spec with every default filled in, for status.resolved; never written back to spec."""
+        spec = self.spec.to_dict()
+        spec["model"]["servedName"] = self.served_name
+        if isinstance(self.spec.model.location, HubSource):
+            spec["model"].setdefault("revision", DEFAULT_REVISION)
+        if self.spec.engine.type != "torch":
+            del spec["engine"]["blockTokens"]
+        spec["limits"]["maxInputTokens"] = self.spec.max_input_tokens
+        for tier, model in zip(spec["tiers"], self.spec.tiers, strict=True):
+            tier["prefill"]["replicas"], tier["decode"]["replicas"] = model.initial
+            if model.accelerator.device_request is None:
+                del tier["accelerator"]["count"]
+            else:
+                tier["accelerator"].setdefault("resource", DEFAULT_RESOURCE)
+        return spec

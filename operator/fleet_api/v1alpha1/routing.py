@@ -1,0 +1,112 @@
+"""Routing, limits, service level, scaling and telemetry of a fleet."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from fleet_api.quantities import parse_duration
+from fleet_api.v1alpha1.base import ApiModel, DurationText
+
+Tokens = Annotated[int, Field(ge=1, le=1_048_576)]
+
+
+class LoadSpec(ApiModel):
+    """The bounded-load rule."""
+
+    bound: Annotated[float, Field(ge=1.0, le=10.0)] = Field(
+        default=1.25, description="No worker gets more than this many times the mean load, 1 to 10. Default: 1.25."
+    )
+
+
+class RemotePrefillSpec(ApiModel):
+    """When a prompt goes through a prefill worker."""
+
+    min_uncached_tokens: Annotated[int, Field(ge=0, le=1_048_576)] = Field(
+        default=64, description="Prompts with fewer uncached tokens are prefilled on the decode worker. Default: 64."
+    )
+
+
+class RoutingSpec(ApiModel):
+    """How the router chooses workers."""
+
+    policy: Literal["kvAware", "prefixHash", "leastLoad", "roundRobin"] = Field(
+        default="kvAware", description="kvAware prefers workers that hold the prompt's prefix. Default: kvAware."
+    )
+    load: LoadSpec = Field(default=LoadSpec(), description="The bounded-load rule.")
+    remote_prefill: RemotePrefillSpec = Field(default=RemotePrefillSpec(), description="When a prompt goes to a prefill worker.")
+    replicas: Annotated[int, Field(ge=1, le=32)] = Field(default=1, description="Router pods. Default: 1.")
+
+
+class LimitsSpec(ApiModel):
+    """What one request may ask for."""
+
+    max_input_tokens: Tokens | None = Field(
+        default=None, description="Longest prompt in tokens, at most engine.maxModelLen. Default: engine.maxModelLen."
+    )
+    max_output_tokens: Tokens = Field(default=4096, description="Most tokens that one request may generate. Default: 4096.")
+
+
+class LatencySpec(ApiModel):
+    """A latency objective."""
+
+    p99: DurationText = Field(description="99 of 100 requests are at least this fast, 1ms to 1h.")
+
+    @property
+    def p99_s(self) -> float:
+        """Objective in seconds."""
+        return parse_duration(self.p99)
+
+
+class SloSpec(ApiModel):
+    """Latency objectives; scaling adds workers when they are missed."""
+
+    ttft: LatencySpec | None = Field(default=None, description="Time to the first token; prefill workers are added when missed.")
+    itl: LatencySpec | None = Field(default=None, description="Time between tokens; decode workers are added when missed.")
+
+
+class TargetInflightSpec(ApiModel):
+    """Requests in flight per worker that scaling aims at."""
+
+    prefill: Annotated[int, Field(ge=1, le=1024)] = Field(default=4, description="Per prefill worker. Default: 4.")
+    decode: Annotated[int, Field(ge=1, le=1024)] = Field(default=16, description="Per decode worker. Default: 16.")
+
+
+class ScalingSpec(ApiModel):
+    """How the operator sizes the tiers."""
+
+    mode: Literal["auto", "manual"] = Field(
+        default="auto", description="auto follows the load; manual follows only /scale of the worker pools. Default: auto."
+    )
+    target_inflight: TargetInflightSpec = Field(default=TargetInflightSpec(), description="Requests in flight per worker.")
+    scale_down_window: DurationText = Field(
+        default="2m", description="Workers leave only after the load stayed low for this long, at most 24h. Default: 2m."
+    )
+
+    @property
+    def scale_down_window_s(self) -> float:
+        """Window in seconds."""
+        return parse_duration(self.scale_down_window)
+
+
+class PrometheusSpec(ApiModel):
+    """A Prometheus server to read metrics from."""
+
+    url: Annotated[str, Field(pattern=r"^https?://[^/\s]+(/\S*)?$", max_length=2048)] = Field(
+        description="Base URL, e.g. http://prometheus.monitoring:9090."
+    )
+
+
+class TelemetrySpec(ApiModel):
+    """Where load and latency come from."""
+
+    prometheus: PrometheusSpec | None = Field(
+        default=None, description="Read from Prometheus. Default: the operator scrapes workers and routers itself."
+    )
+    interval: DurationText = Field(default="5s", description="Time between two readings, 1s to 5m. Default: 5s.")
+
+    @property
+    def interval_s(self) -> float:
+        """Interval in seconds."""
+        return parse_duration(self.interval)

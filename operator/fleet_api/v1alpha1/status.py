@@ -1,0 +1,111 @@
+"""What the operator reports: status of a fleet and of a worker pool."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, computed_field, model_validator
+
+from fleet_api.quantities import format_ratio
+from fleet_api.v1alpha1.base import ApiModel
+
+ConditionStatus = Literal["True", "False", "Unknown"]
+Count = Annotated[int, Field(ge=0)]
+
+
+class Condition(ApiModel):
+    """One observation, as in metav1.Condition."""
+
+    type: Annotated[str, Field(min_length=1, max_length=64)] = Field(description="What was observed, e.g. Ready.")
+    status: ConditionStatus = Field(description="True, False or Unknown.")
+    reason: Annotated[str, Field(pattern=r"^[A-Z][A-Za-z0-9]*$", max_length=128)] = Field(
+        description="Why, in one CamelCase word."
+    )
+    message: Annotated[str, Field(max_length=4096)] = Field(default="", description="Why, in a sentence.")
+    observed_generation: Count = Field(default=0, description="The metadata.generation that this is about.")
+    last_transition_time: Annotated[str, Field(max_length=40)] = Field(
+        default="", description="When status last changed, RFC 3339 in UTC."
+    )
+
+
+class RoleStatus(ApiModel):
+    """Workers of one role."""
+
+    desired: Count = Field(default=0, description="Workers that should be there.")
+    ready: Count = Field(default=0, description="Workers whose pod is Ready.")
+    serving: Count = Field(default=0, description="Workers that the router may use.")
+
+
+class KvStatus(ApiModel):
+    """What moved between prefill and decode workers, from the engines' own counters."""
+
+    transfers: Count = Field(default=0, description="KV hand-offs that decode workers finished.")
+    blocks: Count = Field(default=0, description="KV blocks received.")
+    bytes: Count = Field(default=0, description="Bytes received.")
+    failed: Count = Field(default=0, description="Hand-offs that failed.")
+    transport: str | None = Field(default=None, description="Transport in use, as the workers report it.")
+
+
+class TierStatus(ApiModel):
+    """One tier."""
+
+    name: str = Field(description="Name of the tier.")
+    prefill: RoleStatus = Field(default=RoleStatus(), description="Prefill workers.")
+    decode: RoleStatus = Field(default=RoleStatus(), description="Decode workers.")
+    ratio: str = Field(default="", description="Serving prefill:decode in lowest terms.")
+    revision: str = Field(default="", description="Revision of the pod template that serves.")
+    kv: KvStatus | None = Field(default=None, description="KV moved between the roles; absent before the first reading.")
+
+
+class FleetSummary(ApiModel):
+    """Totals over all tiers, for `kubectl get`."""
+
+    prefill: str = Field(default="", description="Desired/serving prefill workers.")
+    decode: str = Field(default="", description="Desired/serving decode workers.")
+    ratio: str = Field(default="", description="Serving prefill:decode in lowest terms.")
+
+
+class FleetStatus(ApiModel):
+    """Status of an InferenceFleet."""
+
+    observed_generation: Count = Field(default=0, description="The metadata.generation that this status is about.")
+    endpoint: str | None = Field(default=None, description="Base URL of the router inside the cluster.")
+    tiers: tuple[TierStatus, ...] = Field(default=(), description="Each tier.")
+    conditions: tuple[Condition, ...] = Field(default=(), description="What was observed.")
+    resolved: dict[str, Any] | None = Field(default=None, description="The spec with every default filled in.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_summary(cls, data: Any) -> Any:
+        """The summary is computed, never read."""
+        return {key: value for key, value in data.items() if key != "summary"} if isinstance(data, dict) else data
+
+    @computed_field(description="Totals over all tiers.")
+    def summary(self) -> FleetSummary:
+        """Totals over all tiers."""
+        prefill = [tier.prefill for tier in self.tiers]
+        decode = [tier.decode for tier in self.tiers]
+        return FleetSummary(
+            prefill=_desired_serving(prefill),
+            decode=_desired_serving(decode),
+            ratio=format_ratio(sum(role.serving for role in prefill), sum(role.serving for role in decode)),
+        )
+
+    def condition(self, kind: str) -> Condition | None:
+        """The condition of this type."""
+        return next((condition for condition in self.conditions if condition.type == kind), None)
+
+
+class PoolStatus(ApiModel):
+    """Status of a WorkerPool."""
+
+    replicas: Count = Field(default=0, description="Worker pods that exist.")
+    ready_replicas: Count = Field(default=0, description="Worker pods that are Ready.")
+    serving_replicas: Count = Field(default=0, description="Worker pods that the router may use.")
+    terminating_replicas: Count = Field(default=0, description="Worker pods that are leaving.")
+    selector: str = Field(default="", description="Label selector of the pods, for autoscalers.")
+    conditions: tuple[Condition, ...] = Field(default=(), description="What was observed.")
+
+
+def _desired_serving(roles: list[RoleStatus]) -> str:
+    return f"{sum(role.desired for role in roles)}/{sum(role.serving for role in roles)}"
