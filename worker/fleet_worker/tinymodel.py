@@ -161,9 +161,7 @@ def _write_weights(folder: Path) -> None:
             f"{at}mlp.down_proj.weight": normal(HIDDEN, INTERMEDIATE, std=0.08),
         }
     head = normal(VOCABULARY, HIDDEN, std=0.2)
-    head[: len(SPECIAL)] *= (
-        0.0  # special tokens keep logit 0: never the best of a thousand, so that outputs run to their length
-    )
+    head[: len(SPECIAL)] *= 0.0  # special tokens keep logit 0: never the best of a thousand, so that outputs run to their length
     weights["lm_head.weight"] = head
     save_file(weights, str(folder / "model.safetensors"), metadata={"format": "pt"})
 

@@ -80,9 +80,7 @@ def test_bad_environment_names_the_variable(change: dict[str, str], words: str):
 
 
 def test_load_is_summed_over_label_sets_and_absent_is_none():
-    text = (
-        'vllm:num_requests_running{engine="0"} 2.0\nvllm:num_requests_running{engine="1"} 3.0\nvllm:num_requests_waiting 1\n'
-    )
+    text = 'vllm:num_requests_running{engine="0"} 2.0\nvllm:num_requests_running{engine="1"} 3.0\nvllm:num_requests_waiting 1\n'
     assert parse_load(text) == Load(5, 1, None)
 
 

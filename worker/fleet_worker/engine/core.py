@@ -82,6 +82,11 @@ class EngineCore:
         self._leased: dict[str, list[int]] = {}
         self._cancelled_pulls: dict[str, list[int]] = {}
 
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+        return self._model.config.vocab_size
+
     # -- requests ---------------------------------------------------------------------------------------------------
     def add(self, sequence: Sequence) -> None:
         """Admit or raise EngineError; nothing is held when it raises."""
@@ -102,8 +107,8 @@ class EngineCore:
         longest = self.limits.max_model_len
         if prompt_tokens + max_tokens > longest:
             raise BadRequestError(
-                f"This model's maximum context length is {longest} tokens. However, you requested {max_tokens} output tokens and "
-                f"your prompt contains {prompt_tokens} input tokens, for a total of {prompt_tokens + max_tokens} tokens.",
+                f"This model's maximum context length is {longest} tokens. However, you requested {max_tokens} output "
+                f"tokens and your prompt contains {prompt_tokens} input tokens, for a total of {prompt_tokens + max_tokens} tokens.",
                 "prompt" if prompt_tokens >= longest else "max_tokens",
             )
         held = self.scheduler.blocks.total * self._model.block_tokens
@@ -128,9 +133,7 @@ class EngineCore:
             )
         if any(not isinstance(block, int) for block in blocks):
             raise KvReferenceError("layout", "kv_transfer_params.remote_block_ids must be one list of integers")
-        if not 0 < reference.remote_num_tokens <= len(sequence.prompt) or len(blocks) != -(
-            -reference.remote_num_tokens // size
-        ):
+        if not 0 < reference.remote_num_tokens <= len(sequence.prompt) or len(blocks) != -(-reference.remote_num_tokens // size):
             raise KvReferenceError(
                 "shape",
                 f"kv_transfer_params name {len(blocks)} blocks for {reference.remote_num_tokens} tokens; "
@@ -159,7 +162,6 @@ class EngineCore:
             outputs += self._compute(work)
         return outputs
 
-    @torch.inference_mode()
     def _compute(self, work: list[Work]) -> list[Output]:
         tokens = [token for item in work for token in item.sequence.tokens(item.start, item.count)]
         chunks = [Chunk(item.start, item.count, tuple(item.sequence.table)) for item in work]
@@ -238,8 +240,6 @@ class EngineCore:
         sequence.stage = "pulling"
         self.scheduler.pulling[sequence.request_id] = sequence
         have, there = sequence.computed // size, len(reference.remote_block_ids)
-        if have >= there:  # the prefix cache holds all of it: nothing to move, the lease goes back
-            return self._resume(sequence, sequence.computed)
         self.counters.external_queries += len(sequence.prompt)
         try:
             self.connector.fetch(sequence.request_id, reference, have, sequence.table[have:there])
@@ -269,7 +269,8 @@ class EngineCore:
             raise EngineError("a finished pull without reference")
         self.counters.external_hits += reference.remote_num_tokens - sequence.computed
         self.counters.blocks_received += len(reference.remote_block_ids) - sequence.computed // self._model.block_tokens
-        self.counters.fetches.append(result)
+        if result.transferred_bytes:  # the prefix cache may have had all of it
+            self.counters.fetches.append(result)
         self._resume(sequence, reference.remote_num_tokens)
         self.scheduler.register_full(sequence)
         return None
@@ -290,9 +291,7 @@ class EngineCore:
     def check_integrity(self) -> None:
         """Every used block has an owner that this engine knows; call when idle."""
         self.scheduler.blocks.check_integrity()
-        tables = (
-            [s.table for s in self.sequences.values()] + list(self._leased.values()) + list(self._cancelled_pulls.values())
-        )
+        tables = [s.table for s in self.sequences.values()] + list(self._leased.values()) + list(self._cancelled_pulls.values())
         if {block for table in tables for block in table} != {
             b for b in range(self.scheduler.blocks.total) if self.scheduler.blocks.owners(b)
         }:
@@ -302,7 +301,7 @@ class EngineCore:
 def finish_reason(sequence: Sequence, token: int, eos_ids: tuple[int, ...]) -> FinishReason | None:
     """Why the sequence ends with this token, if it does."""
     sampling = sequence.sampling
-    if len(sequence.output) > sampling.min_tokens or sampling.min_tokens == 0:
-        if token in sampling.stop_token_ids or (token in eos_ids and not sampling.ignore_eos):
-            return "stop"
+    ends = token in sampling.stop_token_ids or (token in eos_ids and not sampling.ignore_eos)
+    if ends and len(sequence.output) > sampling.min_tokens:
+        return "stop"
     return "length" if len(sequence.output) >= sampling.max_tokens else None

@@ -94,9 +94,9 @@ class Llama:
             values[blocks, offsets] = v
             attended = self._attend(q, keys, values, decode, prefills)
             hidden = hidden + F.linear(attended, layer.out, layer.out_bias)
-            gate, up = F.linear(
-                rms_norm(hidden, layer.norm_mlp, self.config.norm_eps), layer.gate_up, layer.gate_up_bias
-            ).chunk(2, -1)
+            gate, up = F.linear(rms_norm(hidden, layer.norm_mlp, self.config.norm_eps), layer.gate_up, layer.gate_up_bias).chunk(
+                2, -1
+            )
             hidden = hidden + F.linear(F.silu(gate) * up, layer.down, layer.down_bias)
         last = torch.tensor([c.count for c in chunks]).cumsum(0) - 1
         return F.linear(rms_norm(hidden[last], self._norm, self.config.norm_eps), self._head).float()
@@ -165,10 +165,7 @@ class Llama:
             k = keys[part.table].view(-1, c.kv_heads, c.head_dim)[: part.length].transpose(0, 1)
             v = values[part.table].view(-1, c.kv_heads, c.head_dim)[: part.length].transpose(0, 1)
             grouped = (
-                q[part.rows]
-                .view(count, c.kv_heads, groups, c.head_dim)
-                .permute(1, 2, 0, 3)
-                .reshape(c.kv_heads, -1, c.head_dim)
+                q[part.rows].view(count, c.kv_heads, groups, c.head_dim).permute(1, 2, 0, 3).reshape(c.kv_heads, -1, c.head_dim)
             )
             found = F.scaled_dot_product_attention(grouped[None], k[None], v[None], attn_mask=part.mask)[0]
             out[part.rows] = found.view(c.kv_heads, groups, count, c.head_dim).permute(2, 0, 1, 3).reshape(count, -1)

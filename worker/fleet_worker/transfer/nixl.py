@@ -399,9 +399,7 @@ class NixlConnector:
         lease = pull.reference
         self._peers.call(
             peer,
-            lambda call: Renew(
-                call=call, lease_id=lease.lease_id, epoch=lease.remote_epoch, generation=lease.lease_generation
-            ),
+            lambda call: Renew(call=call, lease_id=lease.lease_id, epoch=lease.remote_epoch, generation=lease.lease_generation),
             now,
             lambda _: None,  # what counts is the confirmation after the read
         )
@@ -410,9 +408,7 @@ class NixlConnector:
         lease = pull.reference
         self._peers.call(
             peer,
-            lambda call: Confirm(
-                call=call, lease_id=lease.lease_id, epoch=lease.remote_epoch, generation=lease.lease_generation
-            ),
+            lambda call: Confirm(call=call, lease_id=lease.lease_id, epoch=lease.remote_epoch, generation=lease.lease_generation),
             time.monotonic(),
             lambda answer: self._confirmed(pull, answer),
         )
@@ -421,9 +417,7 @@ class NixlConnector:
         if isinstance(answer, KvTransferError):
             self._end(pull, answer)
         elif isinstance(answer, Refused):
-            self._end(
-                pull, KvTransferError(f"lease-{answer.reason}", f"the lease was not valid after the read: {answer.reason}")
-            )
+            self._end(pull, KvTransferError(f"lease-{answer.reason}", f"the lease was not valid after the read: {answer.reason}"))
         else:
             self._end(pull, pull.error)
 

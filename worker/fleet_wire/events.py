@@ -1,0 +1,57 @@
+"""KV events in vLLM's msgpack layout (tagged arrays; vllm.distributed.kv_events 0.32), trailing fields optional.
+
+Frames on the PUB socket: topic, sequence number as 8 bytes big-endian, KVEventBatch. A subscriber that sees a gap asks the
+replay ROUTER with one frame (the first missing number, 8 bytes) and gets (number, payload) pairs, then an end marker.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+TOPIC = b"kv-events"
+END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
+
+
+class BlockStored(msgspec.Struct, array_like=True, tag=True, omit_defaults=True, frozen=True):
+    """Blocks became findable."""
+
+    block_hashes: list[bytes | int]
+    parent_block_hash: bytes | int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+
+
+class BlockRemoved(msgspec.Struct, array_like=True, tag=True, omit_defaults=True, frozen=True):
+    """Blocks were evicted."""
+
+    block_hashes: list[bytes | int]
+    medium: str | None
+
+
+class AllBlocksCleared(msgspec.Struct, array_like=True, tag=True, omit_defaults=True, frozen=True):
+    """The whole cache is gone."""
+
+
+class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True):
+    """Events of one engine step."""
+
+    ts: float
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+    data_parallel_rank: int | None = None
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(KVEventBatch)
+
+
+def encode(batch: KVEventBatch) -> bytes:
+    """One batch as msgpack."""
+    return _ENCODER.encode(batch)
+
+
+def decode(payload: bytes) -> KVEventBatch:
+    """Parse; msgspec.DecodeError otherwise."""
+    return _DECODER.decode(payload)

@@ -1,0 +1,140 @@
+"""Puts one engine process together: model, pool, connector, KV events, loop, server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import uvicorn
+
+from fleet_wire.blocks import root_hash
+from fleet_worker.config import WorkerConfig
+from fleet_worker.engine.blocks import BlockAllocator
+from fleet_worker.engine.core import EngineCore, Limits
+from fleet_worker.engine.errors import ModelFilesError
+from fleet_worker.engine.kvevents import KvEventPublisher
+from fleet_worker.engine.llama import Llama
+from fleet_worker.engine.loop import EngineLoop
+from fleet_worker.engine.metrics import EngineMetrics
+from fleet_worker.engine.modelconfig import read_config
+from fleet_worker.engine.server import EngineServer
+from fleet_worker.engine.text import Text
+from fleet_worker.engine.weights import load_weights
+from fleet_worker.transfer.base import KvPool
+from fleet_worker.transfer.nixl import NixlConnector, TransferSettings
+
+STEP_TOKENS = 256
+MAX_WAITING = 1_024
+KEEP_ALIVE_S = 75  # longer than the router's pool keeps a connection, so that the worker never closes first
+SHUTDOWN_S = 5
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class EngineProcess:
+    """One running engine."""
+
+    def __init__(self, config: WorkerConfig, host: str, core: EngineCore, text: Text, events: KvEventPublisher) -> None:
+        self._config, self._host = config, host
+        self._metrics = EngineMetrics(config.served_name)
+        self._events = events
+        self._loop = EngineLoop(core, self._stopped, lambda c: events.publish(c.take_cache_events()))
+        self._server: _Server | None = None
+        self._text = text
+
+    def _stopped(self, error: BaseException) -> None:
+        """The engine thread died: open requests were told; the process ends so that it is restarted clean."""
+        traceback.print_exception(error)
+        if self._server is not None:
+            self._server.should_exit = True
+
+    async def run(self) -> int:
+        """Serve until SIGTERM (0) or until the engine thread fails (1)."""
+        bound = bind(self._host, self._config.ports.http)
+        app = EngineServer(self._config, self._loop, self._text, self._metrics).app()
+        server = self._server = _Server(
+            uvicorn.Config(
+                app, http="h11", loop="asyncio", lifespan="off", log_level="warning", access_log=False,
+                timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=SHUTDOWN_S, h11_max_incomplete_event_size=65_536,
+            )
+        )  # fmt: skip
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, lambda: setattr(server, "should_exit", True))
+        self._loop.start()
+        try:
+            await server.serve(sockets=[bound])
+        finally:
+            self._loop.stop()
+            if self._loop.core.connector is not None:
+                self._loop.core.connector.close()
+            self._events.close()
+        failure = self._loop.failure
+        if failure is not None:
+            print(f"EngineFailed: {type(failure).__name__}: {failure}", file=sys.stderr, flush=True)
+        return 0 if failure is None else 1
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Listening socket; OSError names address and port."""
+    made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    try:
+        made.bind((host, port))
+    except OSError as error:
+        made.close()
+        raise OSError(f"port {port} on {host} cannot be bound: {error.strerror}") from error
+    return made
+
+
+def assemble(config: WorkerConfig, folder: Path, host: str) -> EngineProcess:
+    """Load everything; ModelFilesError when the model cannot be served, OSError when an address is taken."""
+    torch.set_grad_enabled(False)
+    bind(host, config.ports.http).close()  # fail before the model is loaded
+    architecture = read_config(folder)
+    if config.max_model_len > architecture.max_positions:
+        raise ModelFilesError(
+            f"maxModelLen is {config.max_model_len}, the model was made for {architecture.max_positions} positions"
+        )
+    text = Text(folder)
+    llama = Llama(architecture, load_weights(folder, architecture), config.kv.block_tokens)
+    core, pool = build_core(config, llama, architecture.eos_ids)
+    settings = TransferSettings(
+        host=host,
+        port=config.ports.side_channel,
+        compat=config.compat,
+        transport=config.kv.transport,
+        lease_s=config.kv.lease_s,
+    )
+    core.connector = NixlConnector(settings, pool)
+    events = KvEventPublisher(host, config.ports.kv_events, config.ports.kv_replay, config.kv.block_tokens)
+    return EngineProcess(config, host, core, text, events)
+
+
+def build_core(config: WorkerConfig, llama: Llama, eos_ids: tuple[int, ...]) -> tuple[EngineCore, KvPool]:
+    """Pool of the configured size and the core over it."""
+    block_bytes = llama.new_pool(1).nbytes
+    num_blocks = config.kv.cache_bytes // block_bytes
+    if num_blocks * config.kv.block_tokens < config.max_model_len:
+        raise ModelFilesError(
+            f"cacheSize of {config.kv.cache_bytes} bytes holds {num_blocks * config.kv.block_tokens} tokens, "
+            f"maxModelLen is {config.max_model_len}"
+        )
+    tensor = llama.new_pool(num_blocks)
+    limits = Limits(config.max_model_len, config.max_batch, STEP_TOKENS, MAX_WAITING)
+    root = root_hash(config.compat, config.kv.block_tokens)
+    core = EngineCore(llama, BlockAllocator(num_blocks), tensor, root, limits, eos_ids)
+    return core, KvPool(tensor.data_ptr(), block_bytes, num_blocks, config.kv.block_tokens)

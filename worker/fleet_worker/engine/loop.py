@@ -1,0 +1,138 @@
+"""The engine thread: requests come in over one bounded queue, outputs leave to the event loop of the server.
+
+Asyncio side: `submit` returns a bounded queue of outputs; `cancel` ends a request at any time. Engine side: `_run` steps the
+core while there is work and sleeps otherwise. An exception in a step fails every open request and stops the loop: an engine
+that once computed nonsense is not asked again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from fleet_worker.engine.core import EngineCore, Output
+from fleet_worker.engine.errors import EngineError, EngineStoppedError
+from fleet_worker.engine.sequence import Sequence
+from fleet_worker.transfer.base import KvError
+
+IDLE_WAIT_S = 0.02
+PULL_WAIT_S = 0.0005
+INTEGRITY_EVERY_S = 5.0
+Item = Output | Exception
+
+
+class EngineLoop:
+    """Runs one EngineCore in a thread."""
+
+    def __init__(self, core: EngineCore, on_stop: Callable[[BaseException], None], on_step: Callable[[EngineCore], None]) -> None:
+        self.core = core
+        self._on_stop = on_stop
+        self._on_step = on_step
+        self._inbox: deque[Sequence | str | Callable[[EngineCore], None]] = deque()
+        self._wake = threading.Event()
+        self._sinks: dict[str, asyncio.Queue[Item]] = {}
+        self._server_loop: asyncio.AbstractEventLoop | None = None
+        self._stopping = False
+        self.failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread; call from the server's event loop."""
+        self._server_loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop after the current step."""
+        self._stopping = True
+        self._wake.set()
+        self._thread.join(timeout=10)
+
+    def submit(self, sequence: Sequence) -> asyncio.Queue[Item]:
+        """Hand a request over; its outputs (or one exception) arrive in the queue, which its max_tokens bounds."""
+        if self.failure is not None:
+            raise EngineStoppedError(f"the engine stopped: {self.failure}")
+        sink: asyncio.Queue[Item] = asyncio.Queue()
+        self._sinks[sequence.request_id] = sink
+        self._post(sequence)
+        return sink
+
+    def cancel(self, request_id: str) -> None:
+        """End a request; its queue gets nothing more."""
+        if self._sinks.pop(request_id, None) is not None:
+            self._post(request_id)
+
+    def complete(self, request_id: str) -> None:
+        """End a request whose answer is complete before the engine knows (a stop string was met)."""
+        if self._sinks.pop(request_id, None) is not None:
+            self._post(lambda core: core.finish(request_id, "stop") and None)
+
+    def call(self, function: Callable[[EngineCore], None]) -> None:
+        """Run a small function on the engine thread between two steps."""
+        self._post(function)
+
+    def _post(self, item: Sequence | str | Callable[[EngineCore], None]) -> None:
+        self._inbox.append(item)
+        self._wake.set()
+
+    # -- engine thread ----------------------------------------------------------------------------------------------
+    def _run(self) -> None:
+        checked_at = time.monotonic()
+        try:
+            while not self._stopping:
+                self._take()
+                outputs = self.core.step()
+                if outputs:
+                    self._deliver(outputs)
+                self._on_step(self.core)
+                if not self.core.has_work():
+                    now = time.monotonic()
+                    if not self.core.sequences and now - checked_at >= INTEGRITY_EVERY_S:
+                        self.core.check_integrity()
+                        checked_at = now
+                    self._wake.wait(PULL_WAIT_S if self.core.scheduler.pulling else IDLE_WAIT_S)
+                    self._wake.clear()
+        except BaseException as error:
+            self.failure = error
+            self._fail_all(error)
+
+    def _take(self) -> None:
+        while self._inbox:
+            item = self._inbox.popleft()
+            if isinstance(item, str):
+                self.core.abort(item)
+            elif isinstance(item, Sequence):
+                try:
+                    self.core.add(item)
+                except (EngineError, KvError) as error:
+                    self._to_server([(item.request_id, error)])
+            else:
+                item(self.core)
+
+    def _deliver(self, outputs: list[Output]) -> None:
+        self._to_server([(output.sequence.request_id, output.error or output) for output in outputs])
+
+    def _to_server(self, items: list[tuple[str, Item]]) -> None:
+        if self._server_loop is not None and not self._server_loop.is_closed():
+            self._server_loop.call_soon_threadsafe(self._put, items)
+
+    def _put(self, items: list[tuple[str, Item]]) -> None:
+        for request_id, item in items:
+            sink = self._sinks.get(request_id)
+            if sink is not None:
+                sink.put_nowait(item)
+                if isinstance(item, Exception) or item.finish is not None:
+                    del self._sinks[request_id]
+
+    def _fail_all(self, error: BaseException) -> None:
+        def tell() -> None:
+            stopped = EngineStoppedError(f"the engine stopped: {type(error).__name__}: {error}")
+            for sink in self._sinks.values():
+                sink.put_nowait(stopped)
+            self._sinks.clear()
+            self._on_stop(error)
+
+        if self._server_loop is not None and not self._server_loop.is_closed():
+            self._server_loop.call_soon_threadsafe(tell)

@@ -1,0 +1,159 @@
+"""The OpenAI dialect of vLLM, in and out: bodies parsed once into typed requests, answers built as plain JSON."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+
+from fleet_wire.kv import KvReference
+from fleet_worker.engine.errors import BadRequestError
+from fleet_worker.engine.sequence import Sampling
+
+MAX_STOPS = 16
+MAX_BODY_BYTES = 4 * 1024 * 1024
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class KvParams(msgspec.Struct, frozen=True):
+    """Either leg's `kv_transfer_params`; which one it is follows from the two flags."""
+
+    do_remote_decode: bool = False
+    do_remote_prefill: bool = False
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    """OpenAI stream_options."""
+
+    include_usage: bool = False
+
+
+class _Common(msgspec.Struct, frozen=True, kw_only=True):
+    model: str
+    max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    min_tokens: Count = 0
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    n: Literal[1] = 1
+    stop: str | list[str] | None = None
+    stop_token_ids: list[Count] | None = None
+    ignore_eos: bool = False
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
+    kv_transfer_params: msgspec.Raw | None = None
+
+
+class CompletionRequest(_Common, frozen=True, kw_only=True):
+    """POST /v1/completions; unknown fields are ignored, as vLLM does."""
+
+    prompt: str | list[Count]
+
+
+class ChatMessage(msgspec.Struct, frozen=True):
+    """One message; content may be text or OpenAI's list of text parts."""
+
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+
+
+class ChatRequest(_Common, frozen=True, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], msgspec.Meta(min_length=1)]
+
+
+Request = CompletionRequest | ChatRequest
+T = TypeVar("T", bound=CompletionRequest | ChatRequest)
+
+
+def parse(body: bytes, kind: type[T]) -> T:
+    """Typed request; BadRequestError names the field in `param`."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        raise BadRequestError(str(error), field_of(str(error))) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadRequestError(f"the body is not valid JSON: {error}") from error
+
+
+def field_of(message: str) -> str | None:
+    """The field that a msgspec message speaks about."""
+    found = re.search(r"at `\$\.([A-Za-z_]+)|field `([A-Za-z_]+)`", message)
+    return (found.group(1) or found.group(2)) if found else None
+
+
+def sampling_of(request: Request, room: int, most: int) -> Sampling:
+    """Sampling parameters; max_tokens defaults to what the model's length leaves (`room`), bounded by `most`."""
+    asked = request.max_completion_tokens or request.max_tokens
+    stop = [request.stop] if isinstance(request.stop, str) else (request.stop or [])
+    if len(stop) > MAX_STOPS or any(not text for text in stop):
+        raise BadRequestError(f"stop takes at most {MAX_STOPS} non-empty strings", "stop")
+    default = 16 if isinstance(request, CompletionRequest) else room
+    limit = asked if asked is not None else max(1, min(default, room, most))
+    if limit > most:
+        raise BadRequestError(f"max_tokens is {limit}, at most {most} are served", "max_tokens")
+    if request.min_tokens > limit:
+        raise BadRequestError(f"min_tokens is {request.min_tokens}, more than max_tokens {limit}", "min_tokens")
+    temperature = 1.0 if request.temperature is None else request.temperature
+    return Sampling(
+        temperature=temperature,
+        top_p=request.top_p if request.top_p is not None else 1.0,
+        top_k=max(0, request.top_k or 0),
+        seed=request.seed,
+        max_tokens=limit,
+        min_tokens=request.min_tokens,
+        ignore_eos=request.ignore_eos,
+        stop=tuple(stop),
+        stop_token_ids=tuple(request.stop_token_ids or ()),
+    )
+
+
+def kv_of(request: Request) -> tuple[bool, KvReference | None]:
+    """(keep the blocks for a remote decode, reference to pull from)."""
+    raw = request.kv_transfer_params
+    if raw is None or bytes(raw) == b"null":
+        return False, None
+    try:
+        params = msgspec.json.decode(raw, type=KvParams)
+        reference = msgspec.json.decode(raw, type=KvReference) if params.do_remote_prefill else None
+    except msgspec.ValidationError as error:
+        raise BadRequestError(f"kv_transfer_params: {error}", "kv_transfer_params") from error
+    if params.do_remote_decode and params.do_remote_prefill:
+        raise BadRequestError(
+            "kv_transfer_params: do_remote_decode and do_remote_prefill exclude each other", "kv_transfer_params"
+        )
+    return params.do_remote_decode, reference
+
+
+def text_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
+    """Messages with text content; anything but text is refused, nothing is ever fetched."""
+    return [{"role": message.role, "content": _text(message.content)} for message in messages]
+
+
+def _text(content: str | list[dict[str, Any]] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = []
+    for part in content:
+        if part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise BadRequestError(f"content part of type {part.get('type')!r} is not supported; supported: text", "messages")
+        parts.append(part["text"])
+    return "".join(parts)
+
+
+def usage(prompt_tokens: int, output_tokens: int, cached_tokens: int) -> dict[str, Any]:
+    """OpenAI usage object."""
+    return {
+        "prompt_tokens": prompt_tokens, "completion_tokens": output_tokens, "total_tokens": prompt_tokens + output_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }  # fmt: skip
+
+
+def error_body(message: str, kind: str, status: int, param: str | None = None) -> dict[str, Any]:
+    """vLLM's error shape."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": status}}

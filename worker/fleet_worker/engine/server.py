@@ -1,0 +1,335 @@
+"""HTTP surface of the torch engine: vLLM's routes and shapes over starlette."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from fleet_worker.config import WorkerConfig
+from fleet_worker.engine import protocol as wire
+from fleet_worker.engine.core import EngineCore, Output
+from fleet_worker.engine.errors import BadRequestError, EngineError, TooLargeError, UnknownModelError
+from fleet_worker.engine.loop import EngineLoop, Item
+from fleet_worker.engine.metrics import EngineMetrics
+from fleet_worker.engine.sequence import Sequence
+from fleet_worker.engine.text import Detokenizer, Text
+from fleet_worker.transfer.base import KvError, KvReferenceError
+
+METRICS_TIMEOUT_S = 2.0
+DISCONNECT_POLL_S = 0.1
+
+
+class EngineServer:
+    """Handlers; one instance per process."""
+
+    def __init__(self, config: WorkerConfig, loop: EngineLoop, text: Text, metrics: EngineMetrics) -> None:
+        self._config = config
+        self._loop = loop
+        self._text = text
+        self._metrics = metrics
+        self._random = random.SystemRandom()
+
+    def app(self) -> Starlette:
+        """All routes."""
+        return Starlette(
+            routes=[
+                Route("/health", self.health),
+                Route("/metrics", self.metrics),
+                Route("/v1/models", self.models),
+                Route("/v1/completions", self.completions, methods=["POST"]),
+                Route("/v1/chat/completions", self.chat, methods=["POST"]),
+                Route("/kv/leases", self.leases),
+                Route("/kv/release", self.release, methods=["POST"]),
+            ]
+        )
+
+    # -- small routes -----------------------------------------------------------------------------------------------
+    async def health(self, _: HttpRequest) -> Response:
+        """200 while the engine thread lives."""
+        return Response(status_code=200 if self._loop.failure is None else 503)
+
+    async def metrics(self, _: HttpRequest) -> Response:
+        """Totals are collected between two steps."""
+        await self._on_engine(self._metrics.collect)
+        return Response(self._metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def models(self, _: HttpRequest) -> Response:
+        """The one model that is served."""
+        card = {
+            "id": self._config.served_name, "object": "model", "created": 0, "owned_by": "inferencefleet",
+            "max_model_len": self._loop.core.limits.max_model_len,
+        }  # fmt: skip
+        return JSONResponse({"object": "list", "data": [card]})
+
+    async def leases(self, _: HttpRequest) -> Response:
+        """Open leases, counted."""
+        connector = self._loop.core.connector
+        return JSONResponse({"open": connector.open_leases() if connector else 0})
+
+    async def release(self, request: HttpRequest) -> Response:
+        """Give a lease back that nobody will read."""
+        connector = self._loop.core.connector
+        try:
+            lease_id = msgspec.json.decode(await self._body(request), type=dict[str, str]).get("lease_id", "")
+        except (msgspec.DecodeError, EngineError) as error:
+            return failure(BadRequestError(f"lease_id: {error}", "lease_id"))
+        return JSONResponse({"released": bool(connector and connector.release(lease_id))})
+
+    async def _on_engine(self, function: Any) -> None:
+        done = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+
+        def run(core: EngineCore) -> None:
+            function(core)
+            loop.call_soon_threadsafe(_resolve, done)
+
+        self._loop.call(run)
+        try:
+            await asyncio.wait_for(done, METRICS_TIMEOUT_S)
+        except TimeoutError:
+            return  # a dead engine still shows its last numbers
+
+    # -- generation -------------------------------------------------------------------------------------------------
+    async def completions(self, request: HttpRequest) -> Response:
+        """POST /v1/completions."""
+        return await self._generate(request, wire.CompletionRequest)
+
+    async def chat(self, request: HttpRequest) -> Response:
+        """POST /v1/chat/completions."""
+        return await self._generate(request, wire.ChatRequest)
+
+    async def _generate(self, http: HttpRequest, kind: type[wire.CompletionRequest] | type[wire.ChatRequest]) -> Response:
+        try:
+            asked: wire.Request = wire.parse(await self._body(http), kind)
+            sequence = self._sequence(asked, http.headers.get("x-request-id"))
+            sink = self._loop.submit(sequence)
+            first = await self._first(http, sequence, sink)
+        except (EngineError, KvError) as error:
+            return failure(error)
+        answer = Answer(asked, sequence, self._text, self._config.served_name)
+        if asked.stream:
+            return StreamingResponse(self._stream(answer, sink, first), media_type="text/event-stream")
+        return await self._whole(http, answer, sink, first)
+
+    async def _body(self, request: HttpRequest) -> bytes:
+        parts, size = [], 0
+        async for part in request.stream():
+            size += len(part)
+            if size > wire.MAX_BODY_BYTES:
+                raise TooLargeError(f"the body is larger than {wire.MAX_BODY_BYTES} bytes")
+            parts.append(part)
+        return b"".join(parts)
+
+    def _sequence(self, asked: wire.Request, request_id: str | None) -> Sequence:
+        if asked.model != self._config.served_name:
+            raise UnknownModelError(f"The model `{asked.model}` does not exist.", "model")
+        prompt = self._prompt(asked)
+        limits = self._loop.core.limits
+        room = max(1, limits.max_model_len - len(prompt))
+        sampling = wire.sampling_of(asked, room, self._config.max_output_tokens)
+        self._loop.core.check_fits(len(prompt), sampling.max_tokens)
+        keep, reference = wire.kv_of(asked)
+        chosen = f"{request_id or 'req'}-{self._random.getrandbits(64):016x}"
+        seed = sampling.seed if sampling.seed is not None else self._random.getrandbits(48)
+        return Sequence(chosen, tuple(prompt), sampling, seed, time.monotonic(), keep, reference)
+
+    def _prompt(self, asked: wire.Request) -> list[int]:
+        if isinstance(asked, wire.ChatRequest):
+            return self._text.encode(self._text.render_chat(wire.text_messages(asked.messages)), add_special=False)
+        if isinstance(asked.prompt, str):
+            return self._text.encode(asked.prompt)
+        vocabulary = self._loop.core.vocab_size
+        if any(token >= vocabulary for token in asked.prompt):
+            raise BadRequestError(f"prompt holds token ids outside 0..{vocabulary - 1}", "prompt")
+        return list(asked.prompt)
+
+    async def _first(self, http: HttpRequest, sequence: Sequence, sink: asyncio.Queue[Item]) -> Output:
+        """The first token, so that errors before it still get their status. A client that leaves ends the request."""
+        return await self._next(http, sequence, sink)
+
+    async def _next(self, http: HttpRequest, sequence: Sequence, sink: asyncio.Queue[Item]) -> Output:
+        try:
+            while True:
+                if not sink.empty():
+                    item = sink.get_nowait()
+                    break
+                try:
+                    item = await asyncio.wait_for(sink.get(), DISCONNECT_POLL_S)
+                    break
+                except TimeoutError:
+                    if await http.is_disconnected():
+                        raise BadRequestError("the client left") from None
+        except BaseException:
+            self._loop.cancel(sequence.request_id)
+            raise
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+    async def _whole(self, http: HttpRequest, answer: Answer, sink: asyncio.Queue[Item], first: Output) -> Response:
+        output = first
+        try:
+            while not self._take(answer, output):
+                output = await self._next(http, answer.sequence, sink)
+        except (EngineError, KvError) as error:
+            return failure(error)
+        return JSONResponse(answer.body())
+
+    async def _stream(self, answer: Answer, sink: asyncio.Queue[Item], first: Output) -> AsyncIterator[bytes]:
+        item: Item = first
+        try:
+            if answer.is_chat:
+                yield event(answer.opening())
+            while True:
+                if isinstance(item, Exception):
+                    yield event(error_of(item)[1])  # and no [DONE]
+                    return
+                ended = self._take(answer, item)
+                yield event(answer.chunk(ended))
+                if ended:
+                    break
+                item = await sink.get()
+            if answer.wants_usage:
+                yield event(answer.usage_chunk())
+            yield b"data: [DONE]\n\n"
+        finally:
+            self._loop.cancel(answer.sequence.request_id)
+
+    def _take(self, answer: Answer, output: Output) -> bool:
+        """Add one output to the answer; True when it was the last."""
+        now = time.monotonic()
+        self._metrics.token(answer.sequence, now)
+        ended = answer.add(output)
+        if ended and output.finish is None:  # a stop string ended it: the engine does not know yet
+            self._loop.complete(answer.sequence.request_id)
+        if ended:
+            self._metrics.finished(answer.sequence, now)
+        return ended
+
+
+class Answer:
+    """Collects one request's tokens into text and renders vLLM's bodies."""
+
+    def __init__(self, asked: wire.Request, sequence: Sequence, text: Text, model: str) -> None:
+        self.sequence = sequence
+        self.is_chat = isinstance(asked, wire.ChatRequest)
+        self.wants_usage = bool(asked.stream_options and asked.stream_options.include_usage)
+        self._asked = asked
+        self._detokenizer = Detokenizer(text, sequence.sampling.stop)
+        self._model = model
+        self._created = int(time.time())
+        self._id = ("chatcmpl-" if self.is_chat else "cmpl-") + sequence.request_id
+        self._piece = ""
+        self._new: list[int] = []
+        self._finish: str | None = None
+        self._stop_text: str | None = None
+        self._kv: Any = None
+
+    def add(self, output: Output) -> bool:
+        """True when the answer is complete."""
+        token = output.token
+        sequence = self.sequence
+        is_end = output.finish == "stop" and token is not None
+        self._new = [] if token is None else [token]
+        if token is None or is_end:
+            self._piece, stop = "", None
+        else:
+            self._piece, stop = self._detokenizer.add(token)
+        if stop is not None and len(self._detokenizer.ids) >= sequence.sampling.min_tokens:
+            self._finish, self._stop_text = "stop", stop
+            return True
+        if output.finish is not None:
+            self._piece += self._detokenizer.finish()
+            self._finish = output.finish
+            self._kv = msgspec.to_builtins(output.reference) if output.reference is not None else None
+            return True
+        return False
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
+
+    def _usage(self) -> dict[str, Any]:
+        return wire.usage(len(self.sequence.prompt), len(self.sequence.output), self.sequence.cached_tokens)
+
+    def body(self) -> dict[str, Any]:
+        """The whole answer."""
+        choice: dict[str, Any] = {
+            "index": 0,
+            "logprobs": None,
+            "finish_reason": self._finish,
+            "stop_reason": self._stop_text,
+        }
+        sent = self._detokenizer.sent
+        choice |= {"message": {"role": "assistant", "content": sent}} if self.is_chat else {"text": sent}
+        if self._asked.return_token_ids:
+            choice["token_ids"] = list(self.sequence.output)
+            if not self.is_chat:
+                choice["prompt_token_ids"] = list(self.sequence.prompt)
+        body = self._head("chat.completion" if self.is_chat else "text_completion")
+        body |= {"choices": [choice], "usage": self._usage(), "kv_transfer_params": self._kv}
+        if self.is_chat and self._asked.return_token_ids:
+            body["prompt_token_ids"] = list(self.sequence.prompt)
+        return body
+
+    def opening(self) -> dict[str, Any]:
+        """First chat chunk: the role."""
+        choice = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        return self._head("chat.completion.chunk") | {"choices": [choice]}
+
+    def chunk(self, ended: bool) -> dict[str, Any]:
+        """The newest piece."""
+        choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": self._finish if ended else None}
+        choice |= {"delta": {"content": self._piece}} if self.is_chat else {"text": self._piece}
+        if ended:
+            choice["stop_reason"] = self._stop_text
+        if self._asked.return_token_ids:
+            choice["token_ids"] = self._new
+        chunk = self._head("chat.completion.chunk" if self.is_chat else "text_completion") | {"choices": [choice]}
+        if self.wants_usage:
+            chunk["usage"] = None
+        if ended and self._kv is not None:
+            chunk["kv_transfer_params"] = self._kv
+        return chunk
+
+    def usage_chunk(self) -> dict[str, Any]:
+        """The last chunk when stream_options.include_usage was set."""
+        return self._head("chat.completion.chunk" if self.is_chat else "text_completion") | {
+            "choices": [],
+            "usage": self._usage(),
+        }
+
+
+def _resolve(done: asyncio.Future[None]) -> None:
+    if not done.done():
+        done.set_result(None)
+
+
+def event(body: dict[str, Any]) -> bytes:
+    """One SSE event."""
+    return b"data: " + json.dumps(body, separators=(",", ":"), ensure_ascii=False).encode() + b"\n\n"
+
+
+def error_of(error: Exception) -> tuple[int, dict[str, Any]]:
+    """(status, body) of an error; the unexpected says nothing about our insides."""
+    if isinstance(error, KvError):
+        status, kind = (400, "KvReferenceError") if isinstance(error, KvReferenceError) else (503, "KvTransferError")
+        return status, wire.error_body(f"{error} ({error.reason})", kind, status, "kv_transfer_params")
+    if isinstance(error, EngineError):
+        return error.status, wire.error_body(str(error), error.kind, error.status, getattr(error, "param", None))
+    return 500, wire.error_body("internal error", "InternalServerError", 500)
+
+
+def failure(error: Exception) -> Response:
+    """An error as an HTTP answer."""
+    status, body = error_of(error)
+    return JSONResponse(body, status_code=status)
