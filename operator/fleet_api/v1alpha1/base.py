@@ -13,9 +13,9 @@ GROUP = "inferencefleet.io"
 VERSION = "v1alpha1"
 API_VERSION = f"{GROUP}/{VERSION}"
 
-DurationText = Annotated[str, Field(pattern=DURATION_PATTERN)]
-QuantityText = Annotated[str, Field(pattern=QUANTITY_PATTERN)]
-RatioText = Annotated[str, Field(pattern=RATIO_PATTERN)]
+DurationText = Annotated[str, Field(pattern=DURATION_PATTERN, max_length=8)]
+QuantityText = Annotated[str, Field(pattern=QUANTITY_PATTERN, max_length=21)]
+RatioText = Annotated[str, Field(pattern=RATIO_PATTERN, max_length=5)]
 
 DNS_LABEL = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
 

@@ -1,0 +1,257 @@
+"""Rules between fields, each once: as CEL for the API server and as a Python predicate for `fleet up`.
+
+A predicate gets the raw (structurally valid) object at the rule's path, so that both sides see the same: what the user wrote,
+without defaults. tests/fleet_api sends one table of manifests through both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+from pydantic import BaseModel
+
+from fleet_api.quantities import parse_duration, parse_quantity, parse_ratio
+from fleet_api.v1alpha1.model import EngineSpec
+from fleet_api.v1alpha1.tier import RatioSpec, RoleSpec
+
+Raw = Mapping[str, Any]
+TWO_NAMES_MAX = 40
+"""Fleet and tier name: a pod is called FLEET-TIER-prefill-REVISION8-ORDINAL and a host name has at most 63 characters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One cross-field rule: `cel` and `holds` say the same about the object at `path`."""
+
+    path: str
+    """Where it applies: "" is the whole object, "spec.tiers[]" each tier."""
+    cel: str
+    message: str
+    holds: Callable[[Raw], bool]
+    field: str = ""
+    """The field to blame, relative to `path`, with a leading dot; empty blames the object itself."""
+
+
+def _default(model: type[BaseModel], field: str) -> Any:
+    return model.model_fields[field].default
+
+
+MODEL_LEN = _default(EngineSpec, "max_model_len")
+MIN_REPLICAS = _default(RoleSpec, "min_replicas")
+MAX_REPLICAS = _default(RoleSpec, "max_replicas")
+SHAPE = (_default(RatioSpec, "prefill"), _default(RatioSpec, "decode"))
+RATIO_MIN = _default(RatioSpec, "min")
+RATIO_MAX = _default(RatioSpec, "max")
+
+
+def _dig(raw: Raw, path: str, default: Any) -> Any:
+    """The value at a dotted path, or `default` when a step is absent."""
+    missing = object()
+    found = reduce(lambda at, key: at.get(key, missing) if isinstance(at, Mapping) else missing, path.split("."), raw)
+    return default if found is missing else found
+
+
+def _or(path: str, default: Any) -> str:
+    """CEL of `_dig`. Optional chains (self.?a.?b) would be shorter, but the API server cannot bound their cost."""
+    literal = f"'{default}'" if isinstance(default, str) else str(default)
+    steps = path.split(".")
+    present = " && ".join(f"has(self.{'.'.join(steps[: end + 1])})" for end in range(len(steps)))
+    return f"({present} ? self.{path} : {literal})"
+
+
+def _part(path: str, default: str, index: int) -> str:
+    """CEL: one side of a ratio as an int."""
+    return f"int({_or(path, default)}.split(':')[{index}])"
+
+
+def _duration_between(path: str, field: str, low: str, high: str) -> Rule:
+    def holds(raw: Raw) -> bool:
+        return field not in raw or parse_duration(low) <= parse_duration(raw[field]) <= parse_duration(high)
+
+    value = f"duration(self.{field})"
+    return Rule(
+        path=path,
+        cel=f"!has(self.{field}) || ({value} >= duration('{low}') && {value} <= duration('{high}'))",
+        message=f"{field} must be between {low} and {high}",
+        holds=holds,
+        field=f".{field}",
+    )
+
+
+def _role_rules(path: str) -> list[Rule]:
+    low, high = _or("minReplicas", MIN_REPLICAS), _or("maxReplicas", MAX_REPLICAS)
+
+    def bounds(raw: Raw) -> tuple[int, int]:
+        return _dig(raw, "minReplicas", MIN_REPLICAS), _dig(raw, "maxReplicas", MAX_REPLICAS)
+
+    return [
+        Rule(
+            path=path,
+            cel=f"{low} <= {high}",
+            message=f"minReplicas (default {MIN_REPLICAS}) must not be more than maxReplicas (default {MAX_REPLICAS})",
+            holds=lambda raw: bounds(raw)[0] <= bounds(raw)[1],
+            field=".minReplicas",
+        ),
+        Rule(
+            path=path,
+            cel=f"!has(self.replicas) || ({low} <= self.replicas && self.replicas <= {high})",
+            message=f"replicas must be between minReplicas (default {MIN_REPLICAS}) and maxReplicas (default {MAX_REPLICAS})",
+            holds=lambda raw: "replicas" not in raw or bounds(raw)[0] <= raw["replicas"] <= bounds(raw)[1],
+            field=".replicas",
+        ),
+        Rule(
+            path=path,
+            cel=f"{_or('warm', 0)} <= {high}",
+            message=f"warm must not be more than maxReplicas (default {MAX_REPLICAS})",
+            holds=lambda raw: bool(_dig(raw, "warm", 0) <= bounds(raw)[1]),
+            field=".warm",
+        ),
+    ]
+
+
+def _shape_inside(raw: Raw) -> bool:
+    prefill, decode = _dig(raw, "prefill", SHAPE[0]), _dig(raw, "decode", SHAPE[1])
+    low, high = parse_ratio(_dig(raw, "min", RATIO_MIN)), parse_ratio(_dig(raw, "max", RATIO_MAX))
+    return low.allows(prefill, decode)[0] and high.allows(prefill, decode)[1]
+
+
+def _ratio_rules(path: str) -> list[Rule]:
+    low_p, low_d = _part("min", RATIO_MIN, 0), _part("min", RATIO_MIN, 1)
+    high_p, high_d = _part("max", RATIO_MAX, 0), _part("max", RATIO_MAX, 1)
+    prefill, decode = _or("prefill", SHAPE[0]), _or("decode", SHAPE[1])
+    return [
+        Rule(
+            path=path,
+            cel=f"{low_p} * {high_d} <= {high_p} * {low_d}",
+            message=f"min (default {RATIO_MIN}) must not be more than max (default {RATIO_MAX}): a ratio is prefill divided by decode",
+            holds=lambda raw: parse_ratio(_dig(raw, "min", RATIO_MIN)).value <= parse_ratio(_dig(raw, "max", RATIO_MAX)).value,
+            field=".min",
+        ),
+        Rule(
+            path=path,
+            cel=f"{low_p} * {decode} <= {prefill} * {low_d} && {prefill} * {high_d} <= {high_p} * {decode}",
+            message=f"prefill:decode (default {SHAPE[0]}:{SHAPE[1]}) must lie between min (default {RATIO_MIN}) and max "
+            f"(default {RATIO_MAX})",
+            holds=_shape_inside,
+        ),
+    ]
+
+
+def _satisfiable(raw: Raw) -> bool:
+    """Some prefill and decode count inside the bounds has an allowed ratio.
+
+    Only d in [low, high] can work, and d works when an integer lies in [d x min, d x max]; every multiple of min's decode part does,
+    so that looking at that many values of d is enough.
+    """
+    low_r, high_r = parse_ratio(_dig(raw, "ratio.min", RATIO_MIN)), parse_ratio(_dig(raw, "ratio.max", RATIO_MAX))
+    p_min, p_max = _dig(raw, "prefill.minReplicas", MIN_REPLICAS), _dig(raw, "prefill.maxReplicas", MAX_REPLICAS)
+    d_min, d_max = _dig(raw, "decode.minReplicas", MIN_REPLICAS), _dig(raw, "decode.maxReplicas", MAX_REPLICAS)
+    low = max(d_min, -(-p_min * high_r.decode // high_r.prefill))
+    high = min(d_max, p_max * low_r.decode // low_r.prefill)
+    return any(
+        -(-d * low_r.prefill // low_r.decode) <= d * high_r.prefill // high_r.decode for d in range(low, min(high, low + 99) + 1)
+    )
+
+
+def _satisfiable_cel() -> str:
+    a, b = _part("ratio.min", RATIO_MIN, 0), _part("ratio.min", RATIO_MIN, 1)
+    c, e = _part("ratio.max", RATIO_MAX, 0), _part("ratio.max", RATIO_MAX, 1)
+    p_min, p_max = _or("prefill.minReplicas", MIN_REPLICAS), _or("prefill.maxReplicas", MAX_REPLICAS)
+    d_min, d_max = _or("decode.minReplicas", MIN_REPLICAS), _or("decode.maxReplicas", MAX_REPLICAS)
+    digits = "[0,1,2,3,4,5,6,7,8,9]"
+    # [x].exists(name, ...) binds a name: CEL in a CRD has no let.
+    return (
+        f"[{a}].exists(a, [{b}].exists(b, [{c}].exists(c, [{e}].exists(e, "
+        f"[[{d_min}, ({p_min} * e + c - 1) / c].max()].exists(low, [[{d_max}, {p_max} * b / a].min()].exists(high, "
+        f"{digits}.exists(i, {digits}.exists(j, low + 10 * i + j <= high && "
+        "((low + 10 * i + j) * a + b - 1) / b <= (low + 10 * i + j) * c / e))))))))"
+    )
+
+
+FLEET_RULES: tuple[Rule, ...] = (
+    Rule(
+        path="",
+        cel=f"self.spec.tiers.all(t, size(self.metadata.name) + size(t.name) <= {TWO_NAMES_MAX})",
+        message=f"metadata.name and the name of a tier must have at most {TWO_NAMES_MAX} characters together: "
+        "names of workers are made of both",
+        holds=lambda raw: all(len(raw["metadata"]["name"]) + len(tier["name"]) <= TWO_NAMES_MAX for tier in raw["spec"]["tiers"]),
+        field=".spec.tiers",
+    ),
+    Rule(
+        path="spec",
+        cel=f"{_or('limits.maxInputTokens', 1)} <= {_or('engine.maxModelLen', MODEL_LEN)}",
+        message=f"limits.maxInputTokens must not be more than engine.maxModelLen (default {MODEL_LEN})",
+        holds=lambda raw: bool(_dig(raw, "limits.maxInputTokens", 1) <= _dig(raw, "engine.maxModelLen", MODEL_LEN)),
+        field=".limits.maxInputTokens",
+    ),
+    Rule(
+        path="spec.model",
+        cel="!has(self.revision) || self.source.startsWith('hf://')",
+        message="revision applies to an hf:// source only",
+        holds=lambda raw: "revision" not in raw or raw["source"].startswith("hf://"),
+        field=".revision",
+    ),
+    Rule(
+        path="spec.model",
+        cel="!self.source.split('/').exists(part, part == '..' || part == '.')",
+        message="source must not contain . or .. as a path element",
+        holds=lambda raw: not {".", ".."} & set(raw["source"].split("/")),
+        field=".source",
+    ),
+    Rule(
+        path="spec.engine",
+        cel="!has(self.args) || size(self.args) == 0 || (has(self.type) && self.type == 'vllm')",
+        message="args apply to engine type vllm only",
+        holds=lambda raw: not raw.get("args") or raw.get("type", "torch") == "vllm",
+        field=".args",
+    ),
+    Rule(
+        path="spec.engine",
+        cel="!has(self.blockTokens) || !has(self.type) || self.type == 'torch'",
+        message="blockTokens applies to engine type torch only",
+        holds=lambda raw: "blockTokens" not in raw or raw.get("type", "torch") == "torch",
+        field=".blockTokens",
+    ),
+    Rule(
+        path="spec.engine",
+        cel="!has(self.cacheSize) || (quantity(self.cacheSize).compareTo(quantity('1Mi')) >= 0 && "
+        "quantity(self.cacheSize).compareTo(quantity('16Ti')) <= 0)",
+        message="cacheSize must be between 1Mi and 16Ti",
+        holds=lambda raw: "cacheSize" not in raw or 2**20 <= parse_quantity(raw["cacheSize"]) <= 2**44,
+        field=".cacheSize",
+    ),
+    Rule(
+        path="spec.tiers[].accelerator",
+        cel="self.type != 'cpu' || (!has(self.resource) && !has(self.count))",
+        message="type cpu asks for no device: leave out resource and count",
+        holds=lambda raw: raw["type"] != "cpu" or ("resource" not in raw and "count" not in raw),
+    ),
+    *_ratio_rules("spec.tiers[].ratio"),
+    *_role_rules("spec.tiers[].prefill"),
+    *_role_rules("spec.tiers[].decode"),
+    Rule(
+        path="spec.tiers[]",
+        cel=_satisfiable_cel(),
+        message="no number of prefill and decode workers within minReplicas and maxReplicas has a ratio between ratio.min and ratio.max",
+        holds=_satisfiable,
+    ),
+    _duration_between("spec.tiers[].kvTransfer", "leaseDuration", "5s", "10m"),
+    _duration_between("spec.slo.ttft", "p99", "1ms", "1h"),
+    _duration_between("spec.slo.itl", "p99", "1ms", "1h"),
+    _duration_between("spec.scaling", "scaleDownWindow", "0s", "24h"),
+    _duration_between("spec.telemetry", "interval", "1s", "5m"),
+)
+
+POOL_RULES: tuple[Rule, ...] = (
+    Rule(
+        path="spec",
+        cel="self.fleet == oldSelf.fleet && self.tier == oldSelf.tier && self.role == oldSelf.role && "
+        "self.revision == oldSelf.revision",
+        message="only replicas may change",
+        # A transition rule: it compares with the stored object, which a single manifest does not have.
+        holds=lambda _raw: True,
+    ),
+)
