@@ -108,7 +108,8 @@ class EngineCore:
         if prompt_tokens + max_tokens > longest:
             raise BadRequestError(
                 f"This model's maximum context length is {longest} tokens. However, you requested {max_tokens} output "
-                f"tokens and your prompt contains {prompt_tokens} input tokens, for a total of {prompt_tokens + max_tokens} tokens.",
+                f"tokens and your prompt contains {prompt_tokens} input tokens, for a total of "
+                f"{prompt_tokens + max_tokens} tokens.",
                 "prompt" if prompt_tokens >= longest else "max_tokens",
             )
         held = self.scheduler.blocks.total * self._model.block_tokens

@@ -67,7 +67,11 @@ class EngineLoop:
     def complete(self, request_id: str) -> None:
         """End a request whose answer is complete before the engine knows (a stop string was met)."""
         if self._sinks.pop(request_id, None) is not None:
-            self._post(lambda core: core.finish(request_id, "stop") and None)
+
+            def end(core: EngineCore) -> None:
+                core.finish(request_id, "stop")
+
+            self._post(end)
 
     def call(self, function: Callable[[EngineCore], None]) -> None:
         """Run a small function on the engine thread between two steps."""

@@ -45,7 +45,7 @@ class _Common(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
-    kv_transfer_params: msgspec.Raw | None = None
+    kv_transfer_params: msgspec.Raw = msgspec.Raw()
 
 
 class CompletionRequest(_Common, frozen=True, kw_only=True):
@@ -116,7 +116,7 @@ def sampling_of(request: Request, room: int, most: int) -> Sampling:
 def kv_of(request: Request) -> tuple[bool, KvReference | None]:
     """(keep the blocks for a remote decode, reference to pull from)."""
     raw = request.kv_transfer_params
-    if raw is None or bytes(raw) == b"null":
+    if bytes(raw) in (b"", b"null"):
         return False, None
     try:
         params = msgspec.json.decode(raw, type=KvParams)

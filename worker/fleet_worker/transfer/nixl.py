@@ -9,6 +9,7 @@ Threads: the engine thread calls the public methods, which only touch queues and
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -43,7 +44,10 @@ from fleet_worker.transfer.transport import check_asked, in_use
 
 CHUNK_BYTES = 4 * 1024 * 1024
 IDLE_POLL_MS = 50
-BUSY_POLL_MS = 0
+SERVING_POLL_MS = 1
+SERVING_WINDOW_S = 1.0
+"""After a reader announced itself the owner drives UCX for this long: connections are made, and TCP reads are answered, only
+while it does. NIXL's own progress thread is off: it spins on a whole core, busy or not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +94,7 @@ class NixlConnector:
         self.transport = in_use()
         self._settings = settings
         self._pool = pool
-        self._agent = nixl_agent(self.engine_id, nixl_agent_config(backends=["UCX"]))
+        self._agent = nixl_agent(self.engine_id, nixl_agent_config(backends=["UCX"], enable_prog_thread=False))
         self._registered = self._agent.register_memory([(pool.base_address, pool.total_bytes, 0, "kv")], "DRAM")
         self._metadata: bytes = self._agent.get_agent_metadata()
         self._lock = threading.Lock()
@@ -107,6 +111,7 @@ class NixlConnector:
         self._wake_in, self._wake_out = self._wake_pair()
         self._peers = Peers(self._context, settings.call_timeout_s)
         self._stopping = False
+        self._serve_until = 0.0
         self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
         self._thread.start()
 
@@ -200,6 +205,8 @@ class NixlConnector:
             self._serve(now)
             self._peers.receive()
             self._peers.expire(now)
+            if now < self._serve_until:
+                self._agent.get_new_notifs()  # drives UCX for whoever reads from us
             for pull in list(self._pulls.values()):
                 self._advance(pull, now)
             with self._lock:
@@ -213,12 +220,18 @@ class NixlConnector:
         poller.register(self._wake_in, zmq.POLLIN)
         for socket in (self._server, *self._peers.sockets()):
             poller.register(socket, zmq.POLLIN)
-        reading = any(pull.reading is not None for pull in self._pulls.values())
-        poller.poll(BUSY_POLL_MS if reading else IDLE_POLL_MS)
+        poller.poll(self._poll_ms())
         try:
             os.read(self._wake_in, 4096)
         except BlockingIOError:
             return
+
+    def _poll_ms(self) -> int:
+        if any(pull.reading is not None for pull in self._pulls.values()):
+            return 0
+        if time.monotonic() < self._serve_until:
+            return 0 if self.transport == "tcp" else SERVING_POLL_MS
+        return IDLE_POLL_MS
 
     def _expire(self) -> None:
         for lease in self._leases.expire(time.monotonic()):
@@ -249,6 +262,8 @@ class NixlConnector:
             self._server.send_multipart([frames[0], encode(self._reply(asked, now))], zmq.DONTWAIT)
 
     def _reply(self, asked: Message, now: float) -> Answer:
+        if isinstance(asked, Hello | Renew):
+            self._serve_until = now + SERVING_WINDOW_S
         if isinstance(asked, Hello):
             return self._welcome(asked)
         if isinstance(asked, Renew | Confirm):
@@ -264,6 +279,8 @@ class NixlConnector:
         if isinstance(found, str):
             return Refused(call=asked.call, reason=found)
         self._released.append((found.owner, "read"))
+        if not len(self._leases):
+            self._serve_until = 0.0
         return Granted(call=asked.call)
 
     def _welcome(self, asked: Hello) -> Answer:
@@ -337,6 +354,8 @@ class NixlConnector:
             self._end(pull, KvReferenceError("range", f"remote_block_ids outside 0..{welcome.num_blocks - 1}"))
         else:
             pull.chunks = deque(split_chunks(len(pull.local), self._pool.block_bytes, CHUNK_BYTES))
+            if pull.peer is not None:
+                self._renew(pull, pull.peer, time.monotonic())
             self._post_next(pull)
 
     def _post_next(self, pull: _Pull) -> None:
@@ -436,9 +455,7 @@ class NixlConnector:
     def _forget(self, peer: Peer) -> None:
         if peer.agent_name:
             name, peer.agent_name = peer.agent_name, ""
-            try:
+            with contextlib.suppress(Exception):  # NIXL may have dropped it already when the peer died; forgetting is the goal
                 self._agent.remove_remote_agent(name)
-            except Exception:  # noqa: S110 - NIXL may have dropped it already when the peer died; forgetting is the goal
-                pass
         peer.welcome = None
         self._peers.drop(peer)
