@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import ValidationError
-
+from fleet_api.structure import normalised
 from fleet_api.v1alpha1 import InferenceFleet, WorkerPool
+from fleet_api.validate import validate
 
 
 class ManifestError(ValueError):
@@ -19,20 +19,17 @@ class ManifestError(ValueError):
 
 
 def parse_fleet(manifest: Mapping[str, Any]) -> InferenceFleet:
-    """The fleet of a manifest or API object; ManifestError names each field that is wrong."""
-    try:
-        return InferenceFleet.model_validate(dict(manifest))
-    except ValidationError as error:
-        raise ManifestError(_messages(error)) from error
+    """The fleet of a manifest or API object; ManifestError names each field that is wrong, in the API server's words."""
+    return InferenceFleet.model_validate(_accepted(manifest, "InferenceFleet"))
 
 
 def parse_pool(manifest: Mapping[str, Any]) -> WorkerPool:
-    """The worker pool of an API object; ManifestError names each field that is wrong."""
-    try:
-        return WorkerPool.model_validate(dict(manifest))
-    except ValidationError as error:
-        raise ManifestError(_messages(error)) from error
+    """The worker pool of an API object; ManifestError names each field that is wrong, in the API server's words."""
+    return WorkerPool.model_validate(_accepted(manifest, "WorkerPool"))
 
 
-def _messages(error: ValidationError) -> list[str]:
-    return [f"{'.'.join(str(part) for part in problem['loc'])}: {problem['msg']}" for problem in error.errors()]
+def _accepted(manifest: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    if errors := validate({**manifest, "kind": kind}):
+        raise ManifestError(errors)
+    accepted: dict[str, Any] = normalised(manifest)
+    return accepted

@@ -13,7 +13,16 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from fleet_api.quantities import parse_duration, parse_quantity, parse_ratio
+from fleet_api.quantities import (
+    DURATION_PATTERN,
+    QUANTITY_PATTERN,
+    RATIO_PATTERN,
+    Ratio,
+    parse_duration,
+    parse_quantity,
+    parse_ratio,
+)
+from fleet_api.structure import go_match
 from fleet_api.v1alpha1.model import EngineSpec
 from fleet_api.v1alpha1.tier import RatioSpec, RoleSpec
 
@@ -67,14 +76,29 @@ def _part(path: str, default: str, index: int) -> str:
     return f"int({_or(path, default)}.split(':')[{index}])"
 
 
+def _bounds(raw: Raw, path: str) -> tuple[Ratio, Ratio] | None:
+    """(min, max) of the ratio at `path` ("" or "ratio."); None when one is malformed, which the structure already reports."""
+    low, high = _dig(raw, f"{path}min", RATIO_MIN), _dig(raw, f"{path}max", RATIO_MAX)
+    return (parse_ratio(low), parse_ratio(high)) if go_match(RATIO_PATTERN, low) and go_match(RATIO_PATTERN, high) else None
+
+
+def _malformed(path: str) -> str:
+    """CEL of `_bounds(...) is None`: a rule about malformed text would fail to evaluate instead of saying something useful."""
+    low, high = _or(f"{path}min", RATIO_MIN), _or(f"{path}max", RATIO_MAX)
+    return f"!{low}.matches(r'{RATIO_PATTERN}') || !{high}.matches(r'{RATIO_PATTERN}')"
+
+
 def _duration_between(path: str, field: str, low: str, high: str) -> Rule:
     def holds(raw: Raw) -> bool:
-        return field not in raw or parse_duration(low) <= parse_duration(raw[field]) <= parse_duration(high)
+        if not go_match(DURATION_PATTERN, raw.get(field, "")):
+            return True
+        return parse_duration(low) <= parse_duration(raw[field]) <= parse_duration(high)
 
-    value = f"duration(self.{field})"
+    text, value = f"self.{field}", f"duration(self.{field})"
     return Rule(
         path=path,
-        cel=f"!has(self.{field}) || ({value} >= duration('{low}') && {value} <= duration('{high}'))",
+        cel=f"!has({text}) || !{text}.matches(r'{DURATION_PATTERN}') || "
+        f"({value} >= duration('{low}') && {value} <= duration('{high}'))",
         message=f"{field} must be between {low} and {high}",
         holds=holds,
         field=f".{field}",
@@ -114,8 +138,13 @@ def _role_rules(path: str) -> list[Rule]:
 
 def _shape_inside(raw: Raw) -> bool:
     prefill, decode = _dig(raw, "prefill", SHAPE[0]), _dig(raw, "decode", SHAPE[1])
-    low, high = parse_ratio(_dig(raw, "min", RATIO_MIN)), parse_ratio(_dig(raw, "max", RATIO_MAX))
-    return low.allows(prefill, decode)[0] and high.allows(prefill, decode)[1]
+    bounds = _bounds(raw, "")
+    return bounds is None or (bounds[0].allows(prefill, decode)[0] and bounds[1].allows(prefill, decode)[1])
+
+
+def _ordered(raw: Raw) -> bool:
+    bounds = _bounds(raw, "")
+    return bounds is None or bounds[0].value <= bounds[1].value
 
 
 def _ratio_rules(path: str) -> list[Rule]:
@@ -125,14 +154,14 @@ def _ratio_rules(path: str) -> list[Rule]:
     return [
         Rule(
             path=path,
-            cel=f"{low_p} * {high_d} <= {high_p} * {low_d}",
-            message=f"min (default {RATIO_MIN}) must not be more than max (default {RATIO_MAX}): a ratio is prefill divided by decode",
-            holds=lambda raw: parse_ratio(_dig(raw, "min", RATIO_MIN)).value <= parse_ratio(_dig(raw, "max", RATIO_MAX)).value,
+            cel=f"{_malformed('')} || {low_p} * {high_d} <= {high_p} * {low_d}",
+            message=f"min (default {RATIO_MIN}) must not be more than max (default {RATIO_MAX}); a ratio is prefill/decode",
+            holds=_ordered,
             field=".min",
         ),
         Rule(
             path=path,
-            cel=f"{low_p} * {decode} <= {prefill} * {low_d} && {prefill} * {high_d} <= {high_p} * {decode}",
+            cel=f"{_malformed('')} || ({low_p} * {decode} <= {prefill} * {low_d} && {prefill} * {high_d} <= {high_p} * {decode})",
             message=f"prefill:decode (default {SHAPE[0]}:{SHAPE[1]}) must lie between min (default {RATIO_MIN}) and max "
             f"(default {RATIO_MAX})",
             holds=_shape_inside,
@@ -143,10 +172,13 @@ def _ratio_rules(path: str) -> list[Rule]:
 def _satisfiable(raw: Raw) -> bool:
     """Some prefill and decode count inside the bounds has an allowed ratio.
 
-    Only d in [low, high] can work, and d works when an integer lies in [d x min, d x max]; every multiple of min's decode part does,
-    so that looking at that many values of d is enough.
+    Only d in [low, high] can work, and d works when an integer lies in [d x min, d x max]; every multiple of min's decode part
+    does, so that looking at that many values of d is enough.
     """
-    low_r, high_r = parse_ratio(_dig(raw, "ratio.min", RATIO_MIN)), parse_ratio(_dig(raw, "ratio.max", RATIO_MAX))
+    ratio = _bounds(raw, "ratio.")
+    if ratio is None:
+        return True
+    low_r, high_r = ratio
     p_min, p_max = _dig(raw, "prefill.minReplicas", MIN_REPLICAS), _dig(raw, "prefill.maxReplicas", MAX_REPLICAS)
     d_min, d_max = _dig(raw, "decode.minReplicas", MIN_REPLICAS), _dig(raw, "decode.maxReplicas", MAX_REPLICAS)
     low = max(d_min, -(-p_min * high_r.decode // high_r.prefill))
@@ -164,7 +196,7 @@ def _satisfiable_cel() -> str:
     digits = "[0,1,2,3,4,5,6,7,8,9]"
     # [x].exists(name, ...) binds a name: CEL in a CRD has no let.
     return (
-        f"[{a}].exists(a, [{b}].exists(b, [{c}].exists(c, [{e}].exists(e, "
+        f"{_malformed('ratio.')} || [{a}].exists(a, [{b}].exists(b, [{c}].exists(c, [{e}].exists(e, "
         f"[[{d_min}, ({p_min} * e + c - 1) / c].max()].exists(low, [[{d_max}, {p_max} * b / a].min()].exists(high, "
         f"{digits}.exists(i, {digits}.exists(j, low + 10 * i + j <= high && "
         "((low + 10 * i + j) * a + b - 1) / b <= (low + 10 * i + j) * c / e))))))))"
@@ -217,10 +249,13 @@ FLEET_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         path="spec.engine",
-        cel="!has(self.cacheSize) || (quantity(self.cacheSize).compareTo(quantity('1Mi')) >= 0 && "
+        cel=f"!has(self.cacheSize) || !self.cacheSize.matches(r'{QUANTITY_PATTERN}') || "
+        "(quantity(self.cacheSize).compareTo(quantity('1Mi')) >= 0 && "
         "quantity(self.cacheSize).compareTo(quantity('16Ti')) <= 0)",
         message="cacheSize must be between 1Mi and 16Ti",
-        holds=lambda raw: "cacheSize" not in raw or 2**20 <= parse_quantity(raw["cacheSize"]) <= 2**44,
+        holds=lambda raw: (
+            not go_match(QUANTITY_PATTERN, raw.get("cacheSize", "")) or 2**20 <= parse_quantity(raw["cacheSize"]) <= 2**44
+        ),
         field=".cacheSize",
     ),
     Rule(
@@ -235,7 +270,8 @@ FLEET_RULES: tuple[Rule, ...] = (
     Rule(
         path="spec.tiers[]",
         cel=_satisfiable_cel(),
-        message="no number of prefill and decode workers within minReplicas and maxReplicas has a ratio between ratio.min and ratio.max",
+        message="no number of prefill and decode workers within minReplicas and maxReplicas has a ratio between "
+        "ratio.min and ratio.max",
         holds=_satisfiable,
     ),
     _duration_between("spec.tiers[].kvTransfer", "leaseDuration", "5s", "10m"),

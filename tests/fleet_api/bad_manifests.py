@@ -1,0 +1,159 @@
+"""Manifests that the API server refuses, as data: (what is wrong, how to spoil a good manifest).
+
+Each change is (path, value): the value at the dotted path is replaced, DELETE removes it. The words expected for each are in
+expected_words.json, recorded from kube-apiserver 1.36; e2e sends the same table to a real one.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+DELETE = object()
+GOOD: dict[str, Any] = {
+    "apiVersion": "inferencefleet.io/v1alpha1",
+    "kind": "InferenceFleet",
+    "metadata": {"name": "good", "namespace": "default"},
+    "spec": {
+        "model": {"source": "file:///models/tiny"},
+        "tiers": [{"name": "a", "accelerator": {"type": "h100-sxm"}}],
+    },
+}
+TIER = "spec.tiers.0"
+BAD: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = (
+    ("no spec", (("spec", DELETE),)),
+    ("spec is text", (("spec", "tiny"),)),
+    ("spec is null", (("spec", None),)),
+    ("empty spec", (("spec", {}),)),
+    ("no model source", (("spec.model", {}),)),
+    ("no tiers", (("spec.tiers", []),)),
+    ("tiers is an object", (("spec.tiers", {"name": "a"}),)),
+    ("a tier is text", (("spec.tiers", ["a"]),)),
+    ("a tier is null", (("spec.tiers", [None]),)),
+    ("nine tiers", (("spec.tiers", [{"name": f"t{n}", "accelerator": {"type": "cpu"}} for n in range(9)]),)),
+    ("two tiers of one name", (("spec.tiers", [{"name": "a", "accelerator": {"type": "cpu"}}] * 2),)),
+    ("tier without accelerator", ((f"{TIER}.accelerator", DELETE),)),
+    ("tier without name", ((f"{TIER}.name", DELETE),)),
+    ("tier name of 21 characters", ((f"{TIER}.name", "a" * 21),)),
+    ("tier name with a capital", ((f"{TIER}.name", "H100"),)),
+    ("name of 31 characters", (("metadata.name", "a" * 31),)),
+    ("name starts with a digit", (("metadata.name", "7b"),)),
+    ("name with an underscore", (("metadata.name", "my_fleet"),)),
+    ("name with a dot", (("metadata.name", "my.fleet"),)),
+    ("no name", (("metadata.name", DELETE),)),
+    ("names too long together", (("metadata.name", "a" * 25), (f"{TIER}.name", "b" * 16))),
+    ("unknown field in spec", (("spec.modell", {"source": "file:///x"}),)),
+    ("unknown fields in two places", (("spec.engine", {"typ": "torch"}), (f"{TIER}.gpus", 4))),
+    ("unknown field at the top", (("sepc", {}),)),
+    ("unknown field in metadata", (("metadata.nam", "x"),)),
+    ("unknown field that is null", (("spec.modell", None),)),
+    ("unknown fields inside an unknown field", (("spec.modell", {"a": {"b": 1}}), ("spec.tiers.0.decode", {"max": 1}))),
+    ("spec is a list", (("spec", []),)),
+    ("name of 254 characters", (("metadata.name", "a" * 254),)),
+    ("source without scheme", (("spec.model.source", "/models/tiny"),)),
+    ("source with another scheme", (("spec.model.source", "s3://bucket/tiny"),)),
+    ("source climbs", (("spec.model.source", "file:///models/../etc"),)),
+    ("source relative", (("spec.model.source", "file://models/tiny"),)),
+    ("source hub without organisation", (("spec.model.source", "hf://tiny"),)),
+    ("source is a number", (("spec.model.source", 7),)),
+    ("source with a line break", (("spec.model.source", "file:///models\n/tiny"),)),
+    ("source of 1025 characters", (("spec.model.source", "file:///" + "a" * 1017),)),
+    ("revision of a file", (("spec.model.revision", "main"),)),
+    ("served name with a space", (("spec.model.servedName", "my model"),)),
+    ("empty served name", (("spec.model.servedName", ""),)),
+    ("engine type", (("spec.engine", {"type": "sglang"}),)),
+    ("served name with quotes and control characters", (("spec.model.servedName", 'a"b\\c\x01\u00e9\u200b'),)),
+    ("engine type is a number", (("spec.engine", {"type": 1}),)),
+    ("empty image", (("spec.engine", {"image": ""}),)),
+    ("args with torch", (("spec.engine", {"args": ["--x"]}),)),
+    ("args is text", (("spec.engine", {"type": "vllm", "args": "--x"}),)),
+    ("an argument is a number", (("spec.engine", {"type": "vllm", "args": [1, True]}),)),
+    ("65 arguments", (("spec.engine", {"type": "vllm", "args": ["x"] * 65}),)),
+    ("block tokens with vllm", (("spec.engine", {"type": "vllm", "blockTokens": 16}),)),
+    ("block tokens 0", (("spec.engine", {"blockTokens": 0}),)),
+    ("max model length as text", (("spec.engine", {"maxModelLen": "2048"}),)),
+    ("max model length 2048.5", (("spec.engine", {"maxModelLen": 2048.5}),)),
+    ("max model length is true", (("spec.engine", {"maxModelLen": True}),)),
+    ("max model length too small", (("spec.engine", {"maxModelLen": 1}),)),
+    ("max batch too large", (("spec.engine", {"maxBatch": 1025}),)),
+    ("cache size with a wrong unit", (("spec.engine", {"cacheSize": "64MB"}),)),
+    ("cache size is a number", (("spec.engine", {"cacheSize": 64}),)),
+    ("cache size too small", (("spec.engine", {"cacheSize": "1k"}),)),
+    ("cache size too large", (("spec.engine", {"cacheSize": "17Ti"}),)),
+    ("cpu with a device", ((f"{TIER}.accelerator", {"type": "cpu", "resource": "nvidia.com/gpu"}),)),
+    ("cpu with a count", ((f"{TIER}.accelerator", {"type": "cpu", "count": 1}),)),
+    ("resource without a domain", ((f"{TIER}.accelerator.resource", "gpu"),)),
+    ("no devices", ((f"{TIER}.accelerator.count", 0),)),
+    ("ratio minimum with a zero", ((f"{TIER}.ratio", {"min": "0:4"}),)),
+    ("ratio minimum as a number", ((f"{TIER}.ratio", {"min": 0.25}),)),
+    ("ratio of three digits", ((f"{TIER}.ratio", {"max": "100:1"}),)),
+    ("ratio minimum above maximum", ((f"{TIER}.ratio", {"min": "2:1", "max": "1:1", "prefill": 1, "decode": 1}),)),
+    ("shape below the minimum", ((f"{TIER}.ratio", {"prefill": 1, "decode": 5}),)),
+    ("shape above the maximum", ((f"{TIER}.ratio", {"prefill": 3, "decode": 2}),)),
+    ("bounds without an allowed ratio", ((f"{TIER}.prefill", {"minReplicas": 8}), (f"{TIER}.decode", {"maxReplicas": 4}))),
+    (
+        "bounds without an allowed ratio in whole workers",
+        (
+            (f"{TIER}.ratio", {"prefill": 2, "decode": 3, "min": "2:3", "max": "2:3"}),
+            (f"{TIER}.decode", {"maxReplicas": 2}),
+        ),
+    ),
+    ("minimum above maximum", ((f"{TIER}.prefill", {"minReplicas": 4, "maxReplicas": 3}),)),
+    ("minimum above the default maximum", ((f"{TIER}.decode", {"minReplicas": 9}), (f"{TIER}.prefill", {"minReplicas": 3}))),
+    ("replicas outside the bounds", ((f"{TIER}.decode", {"replicas": 9}),)),
+    ("replicas negative", ((f"{TIER}.decode", {"replicas": -1}),)),
+    ("warm above maximum", ((f"{TIER}.decode", {"warm": 9}),)),
+    ("transport", ((f"{TIER}.kvTransfer", {"transport": "nvlink"}),)),
+    ("lease without unit", ((f"{TIER}.kvTransfer", {"leaseDuration": "30"}),)),
+    ("lease as a number", ((f"{TIER}.kvTransfer", {"leaseDuration": 30}),)),
+    ("lease too short", ((f"{TIER}.kvTransfer", {"leaseDuration": "4999ms"}),)),
+    ("lease too long", ((f"{TIER}.kvTransfer", {"leaseDuration": "11m"}),)),
+    ("lease of nine characters", ((f"{TIER}.kvTransfer", {"leaseDuration": "1000000ms"}),)),
+    ("objective without a percentile", (("spec.slo", {"ttft": {}}),)),
+    ("objective of zero", (("spec.slo", {"itl": {"p99": "0ms"}}),)),
+    ("policy", (("spec.routing", {"policy": "random"}),)),
+    ("load bound below one", (("spec.routing", {"load": {"bound": 0.5}}),)),
+    ("load bound as text", (("spec.routing", {"load": {"bound": "1.25"}}),)),
+    ("no router", (("spec.routing", {"replicas": 0}),)),
+    ("input limit above the model", (("spec.limits", {"maxInputTokens": 4096}),)),
+    ("output limit of zero", (("spec.limits", {"maxOutputTokens": 0}),)),
+    ("scaling mode", (("spec.scaling", {"mode": "predictive"}),)),
+    ("scale-down window too long", (("spec.scaling", {"scaleDownWindow": "25h"}),)),
+    ("prometheus without a URL", (("spec.telemetry", {"prometheus": {}}),)),
+    ("prometheus without scheme", (("spec.telemetry", {"prometheus": {"url": "prometheus:9090"}}),)),
+    ("interval too short", (("spec.telemetry", {"interval": "500ms"}),)),
+    ("three things at once", (("spec.engine", {"type": "x", "maxBatch": 0}), ("spec.routing", {"replicas": 99}))),
+    ("structure and a rule at once", (("spec.engine", {"maxBatch": 0}), ("spec.model.revision", "main"))),
+)
+GOOD_CHANGES: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = (
+    ("the least", ()),
+    ("null is absent", (("spec.engine", {"maxModelLen": None}), (f"{TIER}.decode", {"replicas": None}))),
+    ("load bound as a whole number", (("spec.routing", {"load": {"bound": 2}}),)),
+    ("hub with revision", (("spec.model", {"source": "hf://org/name", "revision": "v1"}),)),
+    ("claim", (("spec.model", {"source": "pvc://models/llama/70b", "servedName": "llama-70b"}),)),
+    ("vllm", (("spec.engine", {"type": "vllm", "args": ["--dtype", "bfloat16"], "image": "vllm/vllm-openai:v0.32.0"}),)),
+    ("cpu", ((f"{TIER}.accelerator", {"type": "cpu"}),)),
+    ("exact ratio", ((f"{TIER}.ratio", {"prefill": 2, "decode": 3, "min": "2:3", "max": "2:3"}),)),
+    ("lease at the edge", ((f"{TIER}.kvTransfer", {"leaseDuration": "600s", "transport": "shm"}),)),
+    ("names of 40 characters", (("metadata.name", "a" * 24), (f"{TIER}.name", "b" * 16))),
+    ("cache at the edge", (("spec.engine", {"cacheSize": "16Ti"}),)),
+    ("cache in bytes", (("spec.engine", {"cacheSize": "1048576"}),)),
+    ("objectives", (("spec.slo", {"ttft": {"p99": "2s"}, "itl": {"p99": "50ms"}}),)),
+    ("everything from the README", (("spec.telemetry", {"prometheus": {"url": "http://prometheus:9090/x"}, "interval": "10s"}),)),
+    ("label and annotation", (("metadata.labels", {"team": "ml"}), ("metadata.annotations", {"note": "x y"}))),
+)
+
+
+def manifest(changes: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+    """GOOD with the changes made."""
+    spoiled = copy.deepcopy(GOOD)
+    for path, value in changes:
+        *steps, last = path.split(".")
+        at: Any = spoiled
+        for step in steps:
+            at = at[int(step) if step.isdigit() else step]
+        if value is DELETE:
+            del at[last]
+        else:
+            at[last] = copy.deepcopy(value)
+    return spoiled
