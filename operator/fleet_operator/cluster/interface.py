@@ -99,7 +99,9 @@ class Cluster(Protocol):
         """All objects with these labels, in name order; `namespace=None` means every namespace."""
         ...
 
-    def watch(self, kind: Kind, namespace: str | None = None, labels: Mapping[str, str] | None = None) -> AsyncIterator[WatchEvent]:
+    def watch(
+        self, kind: Kind, namespace: str | None = None, labels: Mapping[str, str] | None = None
+    ) -> AsyncIterator[WatchEvent]:
         """Current objects as ADDED, one SYNCED, then changes for ever; reconnects and re-lists by itself (410, cuts)."""
         ...
 
@@ -107,7 +109,9 @@ class Cluster(Protocol):
         """Server-side apply under FIELD_MANAGER, force; creates when absent. Equal content writes nothing new."""
         ...
 
-    async def delete(self, kind: Kind, namespace: str | None, name: str, *, uid: str | None = None, grace_s: int | None = None) -> None:
+    async def delete(
+        self, kind: Kind, namespace: str | None, name: str, *, uid: str | None = None, grace_s: int | None = None
+    ) -> None:
         """Delete; NotFoundError when absent, ConflictError when `uid` differs. Pods leave after their grace period."""
         ...
 

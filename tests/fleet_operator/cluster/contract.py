@@ -1,0 +1,343 @@
+"""What every `Cluster` promises, as one suite: run on the in-memory store here and on a real API server in e2e."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from fleet_operator.cluster.interface import (
+    CONFIG_MAP,
+    DEPLOYMENT,
+    POD,
+    ConflictError,
+    InvalidError,
+    NotFoundError,
+    WatchEvent,
+)
+
+
+@dataclass(frozen=True)
+class Store:
+    """One implementation under test: ours, a second field manager on the same objects, and a namespace to use."""
+
+    cluster: Any
+    other: Any
+    namespace: str
+    pause_s: float
+    """Between two looks at something that happens by itself: 0 where it happens at once."""
+
+
+Promise = Callable[[Store], Awaitable[None]]
+PROMISES: list[Promise] = []
+
+
+def promise(check: Promise) -> Promise:
+    PROMISES.append(check)
+    return check
+
+
+def config_map(store: Store, name: str, data: dict[str, str], **metadata: Any) -> dict[str, Any]:
+    where = {"name": name, "namespace": store.namespace, **metadata}
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": where, "data": data}
+
+
+def pod(store: Store, name: str, **spec: Any) -> dict[str, Any]:
+    containers = [{"name": "main", "image": "none", "command": ["true"]}]
+    where = {"name": name, "namespace": store.namespace}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": where, "spec": {"containers": containers, **spec}}
+
+
+def deployment(store: Store, name: str, **template: Any) -> dict[str, Any]:
+    container = {"name": "main", "image": "none", "env": [{"name": "A", "value": "1"}], **template}
+    spec = {
+        "replicas": 0,
+        "selector": {"matchLabels": {"app": name}},
+        "template": {"metadata": {"labels": {"app": name}}, "spec": {"containers": [container]}},
+    }
+    where = {"name": name, "namespace": store.namespace}
+    return {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": where, "spec": spec}
+
+
+def owner(obj: dict[str, Any]) -> dict[str, Any]:
+    reference = {"apiVersion": obj["apiVersion"], "kind": obj["kind"]}
+    return {**reference, "name": obj["metadata"]["name"], "uid": obj["metadata"]["uid"], "controller": True}
+
+
+async def eventually(store: Store, check: Callable[[], Awaitable[bool]]) -> None:
+    for _ in range(400):
+        if await check():
+            return
+        await asyncio.sleep(store.pause_s)
+    raise AssertionError("it did not happen")
+
+
+async def is_gone(store: Store, kind: Any, name: str) -> bool:
+    try:
+        await store.cluster.get(kind, store.namespace, name)
+    except NotFoundError:
+        return True
+    return False
+
+
+@contextlib.asynccontextmanager
+async def watching(store: Store, labels: dict[str, str] | None = None) -> AsyncIterator[Callable[[], Awaitable[WatchEvent]]]:
+    events = store.cluster.watch(CONFIG_MAP, store.namespace, labels)
+
+    async def following() -> WatchEvent:
+        while True:
+            event = await asyncio.wait_for(anext(events), 10)
+            # a real namespace has a ConfigMap of its own
+            if event.type == "SYNCED" or event.object["metadata"]["name"] != "kube-root-ca.crt":
+                return event
+
+    try:
+        yield following
+    finally:
+        await events.aclose()
+
+
+def told(event: WatchEvent) -> tuple[str, str]:
+    return event.type, event.object["metadata"]["name"] if event.object else ""
+
+
+@promise
+async def an_object_that_is_not_there_is_not_found(store: Store) -> None:
+    with pytest.raises(NotFoundError, match='configmaps "absent" not found'):
+        await store.cluster.get(CONFIG_MAP, store.namespace, "absent")
+    with pytest.raises(NotFoundError):
+        await store.cluster.delete(CONFIG_MAP, store.namespace, "absent")
+    with pytest.raises(NotFoundError):
+        await store.cluster.patch_status(POD, store.namespace, "absent", {"phase": "Running"})
+
+
+@promise
+async def apply_creates_and_the_server_fills_in_identity(store: Store) -> None:
+    made = await store.cluster.apply(config_map(store, "made", {"a": "1"}, labels={"app": "x"}))
+    metadata = made["metadata"]
+    assert metadata["uid"]
+    assert metadata["resourceVersion"]
+    assert metadata["creationTimestamp"].endswith("Z")
+    read = await store.cluster.get(CONFIG_MAP, store.namespace, "made")
+    assert (read["apiVersion"], read["kind"], read["data"]) == ("v1", "ConfigMap", {"a": "1"})
+    assert read["metadata"]["uid"] == metadata["uid"]
+
+
+@promise
+async def an_equal_apply_writes_nothing(store: Store) -> None:
+    first = await store.cluster.apply(config_map(store, "equal", {"a": "1"}))
+    second = await store.cluster.apply(config_map(store, "equal", {"a": "1"}))
+    assert second["metadata"]["resourceVersion"] == first["metadata"]["resourceVersion"]
+
+
+@promise
+async def a_field_that_is_no_longer_applied_is_removed(store: Store) -> None:
+    await store.cluster.apply(config_map(store, "shrinks", {"a": "1", "b": "2"}))
+    after = await store.cluster.apply(config_map(store, "shrinks", {"a": "1"}))
+    assert after["data"] == {"a": "1"}
+
+
+@promise
+async def another_managers_fields_stay_and_ours_come_back(store: Store) -> None:
+    await store.cluster.apply(config_map(store, "shared", {"a": "ours"}))
+    await store.other.patch(CONFIG_MAP, store.namespace, "shared", {"data": {"a": "theirs", "b": "theirs"}})
+    after = await store.cluster.apply(config_map(store, "shared", {"a": "ours"}))
+    assert after["data"] == {"a": "ours", "b": "theirs"}
+
+
+@promise
+async def a_field_of_two_managers_outlives_one_of_them(store: Store) -> None:
+    await store.cluster.apply(config_map(store, "both", {"a": "1", "b": "2"}))
+    await store.other.apply(config_map(store, "both", {"b": "2"}))
+    after = await store.cluster.apply(config_map(store, "both", {"a": "1"}))
+    assert after["data"] == {"a": "1", "b": "2"}
+
+
+@promise
+async def keyed_lists_merge_item_by_item(store: Store) -> None:
+    await store.cluster.apply(deployment(store, "keyed", env=[{"name": "A", "value": "1"}, {"name": "B", "value": "2"}]))
+    theirs = deployment(store, "keyed")
+    theirs["spec"] = {"template": {"spec": {"containers": [{"name": "main", "env": [{"name": "C", "value": "3"}]}]}}}
+    await store.other.apply(theirs)
+    after = await store.cluster.apply(deployment(store, "keyed", env=[{"name": "A", "value": "9"}]))
+    container = after["spec"]["template"]["spec"]["containers"][0]
+    assert sorted((env["name"], env["value"]) for env in container["env"]) == [("A", "9"), ("C", "3")]
+
+
+@promise
+async def other_lists_are_replaced_whole(store: Store) -> None:
+    await store.cluster.apply(deployment(store, "atomic", command=["a", "b"]))
+    after = await store.cluster.apply(deployment(store, "atomic", command=["c"]))
+    assert after["spec"]["template"]["spec"]["containers"][0]["command"] == ["c"]
+
+
+@promise
+async def generation_follows_the_spec_only(store: Store) -> None:
+    made = await store.cluster.apply(deployment(store, "counted"))
+    labelled = deployment(store, "counted")
+    labelled["metadata"]["labels"] = {"a": "b"}
+    same = await store.cluster.apply(labelled)
+    changed = await store.cluster.apply({**labelled, "spec": {**labelled["spec"], "minReadySeconds": 3}})
+    generations = [obj["metadata"]["generation"] for obj in (made, same, changed)]
+    assert generations == [1, 1, 2]
+    assert same["metadata"]["resourceVersion"] != made["metadata"]["resourceVersion"]
+
+
+@promise
+async def status_is_a_subresource(store: Store) -> None:
+    made = await store.cluster.apply({**pod(store, "status"), "status": {"message": "smuggled"}})
+    assert "message" not in made.get("status", {})
+    condition = {"type": "Ready", "status": "True", "lastTransitionTime": "2026-01-01T00:00:00Z"}
+    status = {"phase": "Running", "podIP": "127.0.0.9", "podIPs": [{"ip": "127.0.0.9"}], "conditions": [condition]}
+    written = await store.cluster.patch_status(POD, store.namespace, "status", status)
+    assert written["metadata"].get("generation") == made["metadata"].get("generation")
+    again = await store.cluster.patch_status(POD, store.namespace, "status", {"phase": "Running"})
+    assert again["status"]["podIP"] == "127.0.0.9"
+    assert again["metadata"]["resourceVersion"] == written["metadata"]["resourceVersion"]
+    kept = await store.cluster.apply(pod(store, "status"))
+    assert kept["status"]["phase"] == "Running"
+
+
+@promise
+async def a_running_pods_command_cannot_be_edited(store: Store) -> None:
+    await store.cluster.apply(pod(store, "fixed"))
+    edited = pod(store, "fixed", containers=[{"name": "main", "image": "none", "command": ["false"]}])
+    with pytest.raises(InvalidError, match='Pod "fixed" is invalid: spec: Forbidden: pod updates may not change fields'):
+        await store.cluster.apply(edited)
+
+
+@promise
+async def list_filters_by_labels_in_name_order(store: Store) -> None:
+    for name, app in [("l-c", "x"), ("l-a", "x"), ("l-b", "y")]:
+        await store.cluster.apply(config_map(store, name, {}, labels={"listed": app}))
+    found = await store.cluster.list(CONFIG_MAP, store.namespace, {"listed": "x"})
+    assert [obj["metadata"]["name"] for obj in found] == ["l-a", "l-c"]
+    assert {obj["kind"] for obj in found} == {"ConfigMap"}
+    everywhere = await store.cluster.list(CONFIG_MAP, None, {"listed": "y"})
+    assert "l-b" in [obj["metadata"]["name"] for obj in everywhere]
+    assert await store.cluster.list(CONFIG_MAP, store.namespace, {"listed": "nobody"}) == []
+
+
+@promise
+async def delete_checks_the_uid(store: Store) -> None:
+    made = await store.cluster.apply(config_map(store, "precious", {}))
+    with pytest.raises(ConflictError, match="the UID in the precondition"):
+        await store.cluster.delete(CONFIG_MAP, store.namespace, "precious", uid="00000000-0000-0000-0000-000000000000")
+    await store.cluster.delete(CONFIG_MAP, store.namespace, "precious", uid=made["metadata"]["uid"])
+    assert await is_gone(store, CONFIG_MAP, "precious")
+
+
+@promise
+async def apply_checks_a_uid_that_it_names(store: Store) -> None:
+    await store.cluster.apply(config_map(store, "named", {}))
+    with pytest.raises(ConflictError):
+        await store.cluster.apply(config_map(store, "named", {}, uid="00000000-0000-0000-0000-000000000000"))
+
+
+@promise
+async def an_unbound_pod_leaves_at_once_and_a_bound_one_after_its_grace(store: Store) -> None:
+    await store.cluster.apply(pod(store, "unbound"))
+    await store.cluster.delete(POD, store.namespace, "unbound")
+    assert await is_gone(store, POD, "unbound")
+    await store.cluster.apply(pod(store, "bound", nodeName="nowhere", terminationGracePeriodSeconds=300))
+    await store.cluster.delete(POD, store.namespace, "bound")
+    leaving = await store.cluster.get(POD, store.namespace, "bound")
+    assert leaving["metadata"]["deletionTimestamp"]
+    assert leaving["metadata"]["deletionGracePeriodSeconds"] == 300
+    await store.cluster.delete(POD, store.namespace, "bound", grace_s=0, uid=leaving["metadata"]["uid"])
+    assert await is_gone(store, POD, "bound")
+
+
+@promise
+async def children_leave_with_their_owner(store: Store) -> None:
+    parent = await store.cluster.apply(config_map(store, "parent", {}))
+    child = await store.cluster.apply(config_map(store, "child", {}, ownerReferences=[owner(parent)]))
+    await store.cluster.apply(config_map(store, "grandchild", {}, ownerReferences=[owner(child)]))
+    await store.cluster.delete(CONFIG_MAP, store.namespace, "parent")
+    await eventually(store, lambda: is_gone(store, CONFIG_MAP, "child"))
+    await eventually(store, lambda: is_gone(store, CONFIG_MAP, "grandchild"))
+
+
+@promise
+async def a_child_of_two_owners_stays_with_the_other(store: Store) -> None:
+    one = await store.cluster.apply(config_map(store, "one", {}))
+    two = await store.cluster.apply(config_map(store, "two", {}))
+    references = [owner(one), {**owner(two), "controller": False}]
+    await store.cluster.apply(config_map(store, "of-both", {}, ownerReferences=references))
+    await store.cluster.delete(CONFIG_MAP, store.namespace, "one")
+
+    async def has_one_owner() -> bool:
+        child = await store.cluster.get(CONFIG_MAP, store.namespace, "of-both")
+        return [ref["name"] for ref in child["metadata"]["ownerReferences"]] == ["two"]
+
+    await eventually(store, has_one_owner)
+
+
+@promise
+async def a_child_of_a_dead_owner_is_collected(store: Store) -> None:
+    parent = await store.cluster.apply(config_map(store, "dead", {}))
+    await store.cluster.delete(CONFIG_MAP, store.namespace, "dead")
+    await store.cluster.apply(config_map(store, "orphan", {}, ownerReferences=[owner(parent)]))
+    await eventually(store, lambda: is_gone(store, CONFIG_MAP, "orphan"))
+
+
+@promise
+async def a_finalizer_holds_the_object(store: Store) -> None:
+    held = config_map(store, "held", {}, finalizers=["inferencefleet.io/test"])
+    await store.cluster.apply(held)
+    await store.cluster.delete(CONFIG_MAP, store.namespace, "held")
+    leaving = await store.cluster.get(CONFIG_MAP, store.namespace, "held")
+    assert leaving["metadata"]["deletionTimestamp"]
+    await store.cluster.patch(CONFIG_MAP, store.namespace, "held", {"metadata": {"finalizers": None}})
+    assert await is_gone(store, CONFIG_MAP, "held")
+
+
+@promise
+async def a_watch_tells_what_is_there_then_every_change(store: Store) -> None:
+    await store.cluster.apply(config_map(store, "before", {}, labels={"watch": "1"}))
+    async with watching(store, {"watch": "1"}) as following:
+        assert told(await following()) == ("ADDED", "before")
+        assert told(await following()) == ("SYNCED", "")
+        await store.cluster.apply(config_map(store, "unseen", {}))
+        await store.cluster.apply(config_map(store, "after", {"a": "1"}, labels={"watch": "1"}))
+        added = await following()
+        assert told(added) == ("ADDED", "after")
+        assert added.object["data"] == {"a": "1"}
+        await store.cluster.apply(config_map(store, "after", {"a": "2"}, labels={"watch": "1"}))
+        assert told(await following()) == ("MODIFIED", "after")
+        await store.cluster.delete(CONFIG_MAP, store.namespace, "before")
+        assert told(await following()) == ("DELETED", "before")
+
+
+@promise
+async def leaving_the_selector_is_a_deletion_for_the_watch(store: Store) -> None:
+    await store.cluster.apply(config_map(store, "mover", {}, labels={"team": "blue"}))
+    async with watching(store, {"team": "blue"}) as following:
+        assert told(await following()) == ("ADDED", "mover")
+        assert told(await following()) == ("SYNCED", "")
+        await store.cluster.apply(config_map(store, "mover", {}, labels={"team": "red"}))
+        assert told(await following()) == ("DELETED", "mover")
+
+
+@promise
+async def what_a_reader_does_to_an_answer_stays_with_the_reader(store: Store) -> None:
+    made = await store.cluster.apply(config_map(store, "mine", {"a": "1"}))
+    made["data"]["a"] = "spoiled"
+    assert (await store.cluster.get(CONFIG_MAP, store.namespace, "mine"))["data"] == {"a": "1"}
+
+
+@promise
+async def an_object_of_an_unknown_kind_is_refused(store: Store) -> None:
+    with pytest.raises(InvalidError, match='no matches for kind "Nothing" in version "v1"'):
+        await store.cluster.apply({"apiVersion": "v1", "kind": "Nothing", "metadata": {"name": "x"}})
+
+
+@promise
+async def a_deployment_counts_generation_in_lists_too(store: Store) -> None:
+    await store.cluster.apply(deployment(store, "listed"))
+    [found] = [d for d in await store.cluster.list(DEPLOYMENT, store.namespace) if d["metadata"]["name"] == "listed"]
+    assert (found["kind"], found["apiVersion"], found["metadata"]["generation"]) == ("Deployment", "apps/v1", 1)
