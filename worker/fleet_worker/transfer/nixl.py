@@ -104,16 +104,26 @@ class NixlConnector:
         self._commands: deque[_Pull | str] = deque()
         self._pulls: dict[str, _Pull] = {}
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._server = self._context.socket(zmq.ROUTER)
-        self._server.setsockopt(zmq.LINGER, 0)
-        self._server.setsockopt(zmq.MAXMSGSIZE, 1024 * 1024)
-        self._server.bind(f"tcp://{settings.host}:{settings.port}")
+        self._server = self._bind(settings)
         self._wake_in, self._wake_out = self._wake_pair()
         self._peers = Peers(self._context, settings.call_timeout_s)
         self._stopping = False
         self._serve_until = 0.0
         self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
         self._thread.start()
+
+    def _bind(self, settings: TransferSettings) -> zmq.Socket[bytes]:
+        server = self._context.socket(zmq.ROUTER)
+        server.setsockopt(zmq.LINGER, 0)
+        server.setsockopt(zmq.MAXMSGSIZE, 1024 * 1024)
+        try:
+            server.bind(f"tcp://{settings.host}:{settings.port}")
+        except zmq.ZMQError as error:
+            server.close()
+            self._context.term()
+            self._agent.deregister_memory(self._registered)
+            raise OSError(f"port {settings.port} on {settings.host} cannot be bound: {error.strerror}") from error
+        return server
 
     def _wake_pair(self) -> tuple[int, int]:
         receive, send = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -288,7 +298,9 @@ class NixlConnector:
         theirs = (asked.version, asked.compat, asked.block_bytes, asked.block_tokens)
         if mine != theirs:
             names = ("protocol version", "compatibility hash", "block bytes", "block tokens")
-            wrong = ", ".join(f"{n}: {b} here, {a} there" for n, a, b in zip(names, theirs, mine, strict=True) if a != b)
+            wrong = ", ".join(
+                f"{n}: prefill has {b}, decode has {a}" for n, a, b in zip(names, theirs, mine, strict=True) if a != b
+            )
             return Refused(call=asked.call, reason="incompatible", message=wrong)
         pool = self._pool
         return Welcome(

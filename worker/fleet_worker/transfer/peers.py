@@ -80,7 +80,7 @@ class Peers:
     def receive(self) -> None:
         """Hand every answer that has arrived to its call."""
         for peer in list(self._peers.values()):
-            while True:
+            while not peer.socket.closed:  # an answer may drop its own peer
                 try:
                     frame = peer.socket.recv(zmq.DONTWAIT)
                 except zmq.Again:

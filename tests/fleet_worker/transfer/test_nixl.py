@@ -1,0 +1,168 @@
+"""Hand-off between two real NIXL agents in one process: what is proven arrives, what is not fails closed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+import torch
+
+from fleet_worker.transfer.base import FetchResult, KvPool, KvReferenceError
+from fleet_worker.transfer.descriptors import Run, merge_runs, split_chunks
+from fleet_worker.transfer.nixl import NixlConnector, TransferSettings
+from fleet_worker.transfer.transport import in_use, ucx_environment
+
+BLOCK_BYTES = 4_096
+BLOCKS = 64
+
+
+class Side:
+    """A pool and its connector."""
+
+    def __init__(self, host: str, compat: str = "same", lease_s: float = 30.0) -> None:
+        self.memory = torch.randint(0, 255, (BLOCKS, BLOCK_BYTES), dtype=torch.uint8)
+        pool = KvPool(self.memory.data_ptr(), BLOCK_BYTES, BLOCKS, 16)
+        self.connector = NixlConnector(TransferSettings(host, 5600, compat, lease_s=lease_s, call_timeout_s=1.0), pool)
+
+    def finished(self, deadline_s: float = 10.0) -> FetchResult:
+        return wait(self.connector.finished, deadline_s)[0]
+
+
+def wait(poll, deadline_s: float = 10.0):
+    end = time.monotonic() + deadline_s
+    while time.monotonic() < end:
+        found = poll()
+        if found:
+            return found
+        time.sleep(0.001)
+    raise AssertionError("nothing within the deadline")
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Side, Side]]:
+    owner, reader = Side("127.77.0.1", lease_s=1.0), Side("127.77.0.2")
+    yield owner, reader
+    owner.connector.close()
+    reader.connector.close()
+
+
+def test_blocks_arrive_in_order_and_the_lease_ends_as_read(pair: tuple[Side, Side]):
+    owner, reader = pair
+    reference = owner.connector.grant("r", [3, 4, 9], 48)
+    assert owner.connector.open_leases() == 1
+    reader.connector.fetch("r", reference, 0, [10, 11, 20])
+    result = reader.finished()
+    assert (result.error, result.transferred_bytes, result.descriptors) == (None, 3 * BLOCK_BYTES, 2)
+    assert torch.equal(reader.memory[[10, 11, 20]], owner.memory[[3, 4, 9]])
+    assert wait(owner.connector.released) == [("r", "read")]
+    assert owner.connector.open_leases() == 0
+
+
+def test_a_reader_that_has_the_first_blocks_pulls_and_proves_the_rest(pair: tuple[Side, Side]):
+    owner, reader = pair
+    reader.connector.fetch("r", owner.connector.grant("r", [3, 4, 9], 48), 2, [20])
+    assert reader.finished().error is None
+    assert torch.equal(reader.memory[20], owner.memory[9])
+
+
+def test_k5_a_flipped_byte_is_caught_by_the_digest(pair: tuple[Side, Side]):
+    owner, reader = pair
+    reference = owner.connector.grant("r", [3, 4], 32)
+    owner.memory[4, 100] ^= 1
+    reader.connector.fetch("r", reference, 0, [1, 2])
+    assert error_reason(reader.finished()) == "digest"
+
+
+def test_k3_a_read_after_the_lease_is_refused(pair: tuple[Side, Side]):
+    owner, reader = pair
+    reference = owner.connector.grant("r", [3], 16)
+    assert wait(owner.connector.released, 3.0) == [("r", "expired")]
+    reader.connector.fetch("r", reference, 0, [1])
+    assert error_reason(reader.finished()) == "lease-unknown"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"lease_generation": 99}, "lease-generation"),
+        ({"lease_id": "somebody-elses"}, "lease-unknown"),
+        ({"remote_epoch": "before-the-restart"}, "epoch"),
+        ({"remote_engine_id": "another"}, "epoch"),
+        ({"remote_block_ids": (BLOCKS + 5,)}, "range"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
+)
+def test_k4_a_forged_reference_is_refused(pair: tuple[Side, Side], change: dict[str, object], reason: str):
+    owner, reader = pair
+    reference = msgspec.structs.replace(owner.connector.grant("r", [3], 16), **change)
+    reader.connector.fetch("r", reference, 0, [1])
+    assert error_reason(reader.finished()) == reason
+
+
+def test_a_reference_with_a_short_digest_is_refused_at_once(pair: tuple[Side, Side]):
+    owner, reader = pair
+    reference = msgspec.structs.replace(owner.connector.grant("r", [3], 16), digest="00")
+    with pytest.raises(KvReferenceError):
+        reader.connector.fetch("r", reference, 0, [1])
+
+
+def test_k15_workers_of_different_layout_never_pair(pair: tuple[Side, Side]):
+    stranger = Side("127.77.0.3", compat="another-model")
+    try:
+        stranger.connector.fetch("r", pair[0].connector.grant("r", [3], 16), 0, [1])
+        result = stranger.finished()
+        assert isinstance(result.error, KvReferenceError)
+        assert "compatibility hash: prefill has same, decode has another-model" in str(result.error)
+    finally:
+        stranger.connector.close()
+
+
+def test_a_dead_owner_is_a_timeout_and_a_restarted_one_is_found_again(pair: tuple[Side, Side]):
+    _, reader = pair
+    owner = Side("127.77.0.4")
+    reader.connector.fetch("a", owner.connector.grant("a", [3], 16), 0, [1])
+    assert reader.finished().error is None
+    stale = owner.connector.grant("b", [3], 16)
+    owner.connector.close()
+    reader.connector.fetch("b", stale, 0, [1])
+    assert reader.finished().error is not None
+    reborn = Side("127.77.0.4")
+    try:
+        reader.connector.fetch("c", stale, 0, [1])
+        assert error_reason(reader.finished()) == "epoch"
+        reader.connector.fetch("d", reborn.connector.grant("d", [5], 16), 0, [2])
+        assert reader.finished().error is None
+        assert torch.equal(reader.memory[2], reborn.memory[5])
+    finally:
+        reborn.connector.close()
+
+
+def test_release_ends_a_lease_once(pair: tuple[Side, Side]):
+    owner, _ = pair
+    reference = owner.connector.grant("r", [3], 16)
+    assert owner.connector.release(reference.lease_id)
+    assert not owner.connector.release(reference.lease_id)
+    assert owner.connector.released() == [("r", "released")]
+
+
+def error_reason(result: FetchResult) -> str:
+    assert result.error is not None
+    assert result.transferred_bytes == 0
+    return result.error.reason
+
+
+def test_neighbours_become_one_descriptor():
+    assert merge_runs([3, 4, 9, 10], [0, 1, 2, 4]) == [Run(3, 0, 2), Run(9, 2, 1), Run(10, 4, 1)]
+    assert [list(chunk) for chunk in split_chunks(5, 10, 20)] == [[0, 1], [2, 3], [4]]
+
+
+def test_transport_is_reported_never_wished(tmp_path):
+    assert in_use({"UCX_TLS": "rc,tcp"}, devices=tmp_path / "none") == "tcp"
+    assert in_use({"UCX_TLS": "sm,self"}, devices=tmp_path / "none") == "shm"
+    assert in_use({}, devices=tmp_path / "none") == "shm"
+    (tmp_path / "mlx5_0").mkdir()
+    assert in_use({"UCX_TLS": "rc,sm"}, devices=tmp_path) == "rdma"
+    assert "tcp" not in ucx_environment("rdma", {})["UCX_TLS"].split(",")
+    assert ucx_environment("tcp", {"UCX_TLS": "mine"}) == {}
