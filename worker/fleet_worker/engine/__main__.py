@@ -24,8 +24,11 @@ def main() -> int:
 
     try:
         return asyncio.run(serve(config, Path(os.environ["FLEET_MODEL_PATH"]), os.environ[POD_IP_ENV]))
-    except (ModelFilesError, KvTransferError) as error:
-        print(f"{type(error).__name__.removesuffix('Error')}: {error}", file=sys.stderr, flush=True)
+    except ModelFilesError as error:
+        print(f"BadModel: {error}", file=sys.stderr, flush=True)
+        return 2
+    except KvTransferError as error:
+        print(f"BadTransport: {error}", file=sys.stderr, flush=True)
         return 2
     except OSError as error:
         print(f"AddressInUse: {error}", file=sys.stderr, flush=True)
