@@ -1,0 +1,101 @@
+"""`fleet` (also `kubectl fleet`): the command line. Commands import what they need when they run."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+from fleet_cli.errors import EXIT_OK, CliError
+
+DEFAULT_PORT = 8080
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command. Exit code 0 when it did what was asked, 2 when the input is wrong, 1 for any other failure."""
+    options = _parser().parse_args(arguments)
+    try:
+        code: int = options.run(options)
+        return code
+    except CliError as error:
+        sys.stdout.flush()
+        print(f"fleet: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="fleet", description="Disaggregated LLM inference: fleets of prefill and decode workers."
+    )
+    parser.add_argument("--version", action="version", version=f"inferencefleet {version('inferencefleet')}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_up(commands)
+    validate = commands.add_parser("validate", help="say what the API server would say about a manifest")
+    validate.add_argument("files", nargs="+", metavar="FILE", help="manifest of an InferenceFleet; - is standard input")
+    validate.set_defaults(run=_validate)
+    crds = commands.add_parser("crds", help="print the CustomResourceDefinitions, for kubectl apply --server-side -f -")
+    crds.set_defaults(run=_crds)
+    return parser
+
+
+def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    up = commands.add_parser(
+        "up",
+        help="run a fleet on this machine, without cluster and GPU",
+        description="Run a fleet on this machine: the operator on an in-memory store, every pod as a local process. "
+        "Ctrl-C drains and stops everything, a second Ctrl-C kills.",
+    )
+    up.add_argument("file", nargs="?", metavar="FILE", help="manifest of an InferenceFleet; without it a tiny bundled fleet")
+    up.add_argument("--once", action="store_true", help="send real requests, print the proof that KV moved, stop; exit 0 or 1")
+    up.add_argument(
+        "--port", type=_port, default=DEFAULT_PORT, help=f"port of the endpoint on 127.0.0.1 (default {DEFAULT_PORT})"
+    )
+    up.add_argument("--state", type=Path, metavar="DIR", help="keep logs and volumes here (default: a folder that is removed)")
+    up.add_argument(
+        "--pvc", action="append", default=[], type=_claim, metavar="CLAIM=DIR", help="folder that stands in for a pvc:// claim"
+    )
+    up.set_defaults(run=_up)
+
+
+def _up(options: argparse.Namespace) -> int:
+    from fleet_cli.up.command import UpOptions, up
+
+    state = options.state.expanduser().absolute() if options.state else None
+    claims = dict(options.pvc)
+    return up(UpOptions(file=options.file, once=options.once, port=options.port, state=state, claims=claims))
+
+
+def _validate(options: argparse.Namespace) -> int:
+    from fleet_cli.manifest import read_manifest
+
+    for file in options.files:
+        manifest = read_manifest(file)
+        print(f"{file}: inferencefleet.inferencefleet.io/{manifest['metadata']['name']} is valid")
+    return EXIT_OK
+
+
+def _crds(_options: argparse.Namespace) -> int:
+    from fleet_api.crd import files
+
+    print("---\n".join(files().values()), end="")
+    return EXIT_OK
+
+
+def _port(text: str) -> int:
+    port = int(text)
+    if not 1 <= port <= 65_535:
+        raise argparse.ArgumentTypeError(f"{port} is not a port: 1 to 65535")
+    return port
+
+
+def _claim(text: str) -> tuple[str, Path]:
+    claim, equals, folder = text.partition("=")
+    if not claim or not equals or not folder:
+        raise argparse.ArgumentTypeError(f"{text!r} is not CLAIM=DIR")
+    return claim, Path(folder).expanduser().absolute()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""Reading a fleet manifest from a file: YAML in, a dict that the API server would accept out, or its words of refusal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fleet_cli.errors import InputError
+
+MAX_MANIFEST_BYTES = 1024 * 1024
+"""The API server's own limit lies near: etcd refuses objects above 1.5 MiB."""
+MAX_ALIASES = 100
+"""Anchors are useful; a few nested ones that unfold to millions of nodes are not."""
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """Refuses a key written twice, as kubectl does; plain YAML would silently keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(None, None, f'key "{key.value}" already set in map', key.start_mark)
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def read_manifest(path: str) -> dict[str, Any]:
+    """The one InferenceFleet of a YAML or JSON file ("-" is standard input), valid; InputError tells what is wrong with it."""
+    manifest = _only_document(_load(path), path)
+    check(manifest)
+    return manifest
+
+
+def check(manifest: dict[str, Any]) -> None:
+    """InputError in the words of the API server (and of kubectl around them) when it would refuse the manifest."""
+    from fleet_api.v1alpha1 import API_VERSION
+    from fleet_api.validate import STRICT, refusal, validate
+
+    kind, version = manifest.get("kind"), manifest.get("apiVersion")
+    if (kind, version) != ("InferenceFleet", API_VERSION):
+        raise InputError(f'no matches for kind "{kind or ""}" in version "{version or ""}"')
+    errors = validate(manifest)
+    if not errors:
+        return
+    if errors[0].startswith(STRICT):
+        raise InputError(refusal(manifest, errors))
+    metadata = manifest.get("metadata")
+    name = metadata.get("name", "") if isinstance(metadata, dict) else ""
+    listed = errors[0] if len(errors) == 1 else "".join(f"\n* {error}" for error in errors)
+    raise InputError(f'The InferenceFleet "{name}" is invalid: {listed}')
+
+
+def _load(path: str) -> list[Any]:
+    try:
+        text = sys.stdin.read(MAX_MANIFEST_BYTES + 1) if path == "-" else _read(Path(path))
+    except (OSError, UnicodeDecodeError) as error:
+        cause = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise InputError(f"cannot read {path}: {cause}") from error
+    if len(text) > MAX_MANIFEST_BYTES:
+        raise InputError(f"{path} is larger than {MAX_MANIFEST_BYTES} bytes")
+    try:
+        aliases = sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.SafeLoader))
+        if aliases > MAX_ALIASES:
+            raise InputError(f"{path} has more than {MAX_ALIASES} YAML aliases")
+        return [document for document in yaml.load_all(text, Loader=_UniqueKeys) if document is not None]
+    except yaml.YAMLError as error:
+        raise InputError(f"{path} is not valid YAML: {_one_line(error)}") from error
+
+
+def _read(path: Path) -> str:
+    with path.open("rb") as file:
+        return file.read(MAX_MANIFEST_BYTES + 1).decode()
+
+
+def _only_document(documents: list[Any], path: str) -> dict[str, Any]:
+    if len(documents) != 1:
+        raise InputError(f"{path} holds {len(documents)} documents; one InferenceFleet is needed")
+    (document,) = documents
+    if not isinstance(document, dict):
+        raise InputError(f"{path} does not hold an object but {type(document).__name__}")
+    return document
+
+
+def _one_line(error: yaml.YAMLError) -> str:
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}: {error.problem}"
+    return " ".join(str(error).split())

@@ -1,0 +1,1 @@
+"""`fleet up`: a whole fleet on one machine, by the operator's own code."""

@@ -1,0 +1,62 @@
+"""The fleet that `fleet up` runs when nobody gives it one: one prefill and two decode workers on a tiny Llama made here."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from fleet_cli.errors import RunError
+from fleet_worker.tinymodel import SEED
+
+MODEL = f"tiny-llama-{SEED}"
+MAKING_TIMEOUT_S = 120.0
+
+
+def cache_folder() -> Path:
+    """Where things outside the checkout live: $INFERENCEFLEET_CACHE, else ~/.cache/inferencefleet."""
+    chosen = os.environ.get("INFERENCEFLEET_CACHE")
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return (Path(chosen) if chosen else Path(base) / "inferencefleet").expanduser().absolute()
+
+
+def tiny_model() -> Path:
+    """The folder of the tiny model, made when absent. In a process of its own: torch would stay in this one's memory for ever."""
+    folder = cache_folder() / "models" / MODEL
+    if (folder / "config.json").is_file():
+        return folder
+    command = [sys.executable, "-m", "fleet_worker.tinymodel", str(folder)]
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=MAKING_TIMEOUT_S)
+    except subprocess.CalledProcessError as error:
+        last = (error.stderr.strip().splitlines() or ["no output"])[-1]
+        raise RunError(f"the tiny model could not be made in {folder}: {last}") from error
+    except subprocess.TimeoutExpired as error:
+        raise RunError(f"the tiny model was not made within {MAKING_TIMEOUT_S:g} s") from error
+    return folder
+
+
+def bundled_manifest(model: Path) -> dict[str, Any]:
+    """The bundled fleet on a model folder. Bounds are small: every worker is a process on the user's machine."""
+    return {
+        "apiVersion": "inferencefleet.io/v1alpha1",
+        "kind": "InferenceFleet",
+        "metadata": {"name": "tiny", "namespace": "default"},
+        "spec": {
+            "model": {"source": f"file://{model}"},
+            "engine": {"type": "torch", "maxModelLen": 1024, "cacheSize": "64Mi"},
+            "tiers": [
+                {
+                    "name": "local",
+                    "accelerator": {"type": "cpu"},
+                    "prefill": {"minReplicas": 1, "maxReplicas": 2},
+                    "decode": {"minReplicas": 2, "maxReplicas": 4},
+                }
+            ],
+            # Low enough that the sentence which `fleet up` offers to paste goes through the prefill worker.
+            "routing": {"remotePrefill": {"minUncachedTokens": 16}},
+            "telemetry": {"interval": "1s"},
+        },
+    }

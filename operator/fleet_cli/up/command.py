@@ -1,0 +1,175 @@
+"""`fleet up`: read, check, start, show, prove, drain."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fleet_api.parse import parse_fleet
+from fleet_api.v1alpha1 import InferenceFleet, KvStatus
+from fleet_cli.errors import EXIT_FAILED, EXIT_KILLED, EXIT_OK, RunError
+from fleet_cli.manifest import check, read_manifest
+from fleet_cli.up.bundled import bundled_manifest, tiny_model
+from fleet_cli.up.client import Client
+from fleet_cli.up.local import LocalFleet
+from fleet_cli.up.preflight import check_model, check_port
+from fleet_cli.up.proof import Ground, prove
+from fleet_cli.up.screen import Screen, open_screen
+from fleet_cli.up.state import state_folder
+from fleet_cli.up.stops import Stops, until
+from fleet_cli.up.view import SAMPLE_PROMPT, Snapshot, curl_line, fatal, kv_line, kv_total, snapshot
+
+POLL_S = 0.25
+READY_TIMEOUT_ONCE_S = 600.0
+"""--once runs where nobody watches; without it a person may wait as long as a download takes."""
+DRAIN_TIMEOUT_S = 60.0
+FIRST_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class UpOptions:
+    """What the user asked for."""
+
+    file: str | None
+    once: bool
+    port: int
+    state: Path | None
+    claims: Mapping[str, Path]
+
+
+def up(options: UpOptions) -> int:
+    """Run the command; raises CliError with the cause when it cannot."""
+    check_port(options.port)
+    begun = time.monotonic()
+    with open_screen() as screen:
+        manifest = _manifest(options, screen)
+        fleet = parse_fleet(manifest)
+        check_model(fleet, options.claims)
+        with state_folder(options.state) as folder:
+            local = LocalFleet(manifest=manifest, state_dir=folder, port=options.port, claims=options.claims)
+            return asyncio.run(_Session(options, fleet, local, screen, begun).run())
+
+
+def _manifest(options: UpOptions, screen: Screen) -> dict[str, Any]:
+    if options.file is not None:
+        manifest = read_manifest(options.file)
+        screen.say(f"fleet {manifest['metadata']['name']} from {options.file}")
+    else:
+        screen.say("the bundled fleet on a tiny Llama (made once, then cached)")
+        manifest = bundled_manifest(tiny_model())
+        check(manifest)
+    manifest["metadata"].setdefault("namespace", "default")
+    return manifest
+
+
+@dataclass(slots=True)
+class _Session:
+    """One run, from the first process to the last."""
+
+    options: UpOptions
+    fleet: InferenceFleet
+    local: LocalFleet
+    screen: Screen
+    begun: float
+
+    async def run(self) -> int:
+        stops = Stops()
+        stops.install()
+        async with self.local:
+            try:
+                code = await until(stops.drain, self._work())
+            finally:
+                drained = await self._drain(stops)
+        if code is not None:
+            return code
+        return EXIT_OK if drained else EXIT_KILLED
+
+    async def _work(self) -> int:
+        await self._until_ready()
+        if self.options.once:
+            return await self._prove()
+        await self._offer()
+        while True:
+            await self._look()
+            await asyncio.sleep(POLL_S)
+
+    async def _until_ready(self) -> None:
+        deadline = time.monotonic() + READY_TIMEOUT_ONCE_S
+        while not (shown := await self._look()).ready:
+            if self.options.once and time.monotonic() > deadline:
+                condition = shown.status.condition("Ready")
+                why = f"{condition.reason}: {condition.message}" if condition else "no status was written"
+                raise RunError(f"not ready after {READY_TIMEOUT_ONCE_S:g} s: {why}")
+            await asyncio.sleep(POLL_S)
+        self.screen.say(f"ready after {time.monotonic() - self.begun:.1f} s")
+
+    async def _look(self) -> Snapshot:
+        """Show the newest state; CliError when the fleet cannot come up or the operator died."""
+        self.local.raise_if_dead()
+        pods, status = await self.local.observe()
+        seen = snapshot(pods, status)
+        self.screen.show(seen)
+        if (error := fatal(pods)) is not None and not seen.ready:
+            raise error
+        return seen
+
+    async def _offer(self) -> None:
+        """Send what the user is invited to paste, so that it is known to work, and show what it moved."""
+        async with Client(self.local.router_url, self.fleet.served_name) as client:
+            answer = await client.stream(SAMPLE_PROMPT, FIRST_TOKENS)
+        first = time.monotonic() - self.begun
+        self.screen.say(f"first tokens after {first:.1f} s: {answer.text!r}")
+        self.screen.say(f"\nOpenAI endpoint: {self.local.router_url}/v1   model: {self.fleet.served_name}")
+        self.screen.say(f"Try it:\n\n  {curl_line(self.local.router_url, self.fleet.served_name)}\n")
+        self.screen.say(f"Logs: {self.local.logs}   Ctrl-C stops everything.")
+
+    async def _prove(self) -> int:
+        async def counters() -> KvStatus:
+            return kv_total((await self._look()).status)
+
+        ground = Ground(
+            fleet=self.fleet,
+            router_url=self.local.router_url,
+            prefill_url=await self.local.prefill_url(),
+            counters=counters,
+        )
+        checks = await prove(ground, salt=f"{time.time_ns():x}")
+        for done in checks:
+            self.screen.say(str(done))
+        failed = [done.name for done in checks if not done.ok]
+        self.screen.say(f"proof: {len(checks) - len(failed)} of {len(checks)} checks passed")
+        if failed:
+            raise RunError(f"failed: {', '.join(failed)}")
+        return EXIT_OK
+
+    async def _drain(self, stops: Stops) -> bool:
+        """Delete the fleet and wait for its pods, bounded; False when a second signal or the clock cut it short."""
+        self.screen.say("stopping: workers finish what they run (Ctrl-C again kills)")
+        try:
+            pods, status = await self.local.observe()
+            last = snapshot(pods, status)
+            drained = await until(stops.kill, self._gone())
+        except TimeoutError:
+            self.screen.say(f"not drained within {DRAIN_TIMEOUT_S:g} s: killing what is left")
+            return False
+        if not drained:
+            return False
+        self.screen.say(f"stopped; {kv_line(kv_total(last.status))}")
+        return True
+
+    async def _gone(self) -> bool:
+        async with asyncio.timeout(DRAIN_TIMEOUT_S):
+            await self.local.delete()
+            while True:
+                pods, status = await self.local.observe()
+                self.screen.show(snapshot(pods, status))
+                if not pods:
+                    return True
+                await asyncio.sleep(POLL_S)
+
+
+__all__ = ["EXIT_FAILED", "UpOptions", "up"]

@@ -1,0 +1,109 @@
+"""The proof of `fleet up --once`: real requests, equal tokens, and KV counters of the engines that say what moved."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from fleet_api.v1alpha1 import InferenceFleet, KvStatus
+from fleet_cli.up.client import Client
+from fleet_cli.up.view import SAMPLE_PROMPT, kv_line
+
+OUTPUT_TOKENS = 24
+COUNTERS_WAIT_S = 30.0
+"""Counters reach the status after a scrape and a status write: a few telemetry intervals."""
+POLL_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that was tried."""
+
+    name: str
+    ok: bool
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{'ok    ' if self.ok else 'FAILED'} {self.name}: {self.detail}"
+
+
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """What the proof needs to know about the running fleet."""
+
+    fleet: InferenceFleet
+    router_url: str
+    prefill_url: str
+    """One prefill worker's engine: what it computes alone is the truth that a hand-off must reproduce."""
+    counters: Callable[[], Awaitable[KvStatus]]
+
+
+def long_prompt(fleet: InferenceFleet, salt: str) -> str:
+    """A prompt that no cache holds, long enough to be prefilled remotely and short enough for the model."""
+    wanted = fleet.spec.routing.remote_prefill.min_uncached_tokens + 48
+    # A word of English is one to four tokens in any tokenizer, so that this many words fit the input limit as well.
+    words = max(8, min(wanted, (fleet.spec.max_input_tokens - OUTPUT_TOKENS) // 4))
+    sentence = SAMPLE_PROMPT.split()
+    return " ".join([salt, *(sentence[index % len(sentence)] for index in range(words))])
+
+
+async def prove(ground: Ground, salt: str) -> list[Check]:
+    """Everything that --once tries, in order. RunError when a request fails outright."""
+    before = await ground.counters()
+    async with (
+        Client(ground.router_url, ground.fleet.served_name) as router,
+        Client(ground.prefill_url, ground.fleet.served_name) as alone,
+    ):
+        checks = [await _models(router, ground.fleet.served_name)]
+        checks += await _equal_tokens(router, alone, long_prompt(ground.fleet, f"{salt} one"), streamed=False)
+        checks += await _equal_tokens(router, alone, long_prompt(ground.fleet, f"{salt} two"), streamed=True)
+        checks.append(await _chat(router, long_prompt(ground.fleet, f"{salt} three")))
+        checks.append(await _short(router))
+    checks.append(await _moved(ground, before, expected=2))
+    return checks
+
+
+async def _models(router: Client, served_name: str) -> Check:
+    names = await router.models()
+    return Check("GET /v1/models", served_name in names, ", ".join(names) or "empty")
+
+
+async def _equal_tokens(router: Client, alone: Client, prompt: str, *, streamed: bool) -> list[Check]:
+    remote = await (router.stream if streamed else router.complete)(prompt, OUTPUT_TOKENS)
+    local = await alone.complete(prompt, OUTPUT_TOKENS)
+    kind = "streamed" if streamed else "not streamed"
+    got = f"{len(remote.tokens)} tokens" if remote.tokens else f"{len(remote.text)} characters"
+    many = f"{remote.prompt_tokens} prompt tokens, {got}"
+    chunks = f" in {remote.chunks} chunks, first after {remote.first_token_s * 1000:.0f} ms" if streamed else ""
+    return [
+        Check(f"completion, {kind}", bool(remote.text), f"{many}{chunks}"),
+        Check(
+            f"prefilled remotely = prefilled locally, {kind}",
+            remote.same_as(local),
+            f"{got}, greedy, equal" if remote.same_as(local) else f"{remote.tokens} is not {local.tokens}",
+        ),
+    ]
+
+
+async def _chat(router: Client, content: str) -> Check:
+    text = await router.chat(content, OUTPUT_TOKENS)
+    return Check("chat completion", bool(text), f"{len(text)} characters")
+
+
+async def _short(router: Client) -> Check:
+    answer = await router.complete("Hello", 4)
+    return Check("short prompt", bool(answer.text), f"{answer.prompt_tokens} prompt tokens")
+
+
+async def _moved(ground: Ground, before: KvStatus, expected: int) -> Check:
+    deadline = time.monotonic() + COUNTERS_WAIT_S
+    while True:
+        now = await ground.counters()
+        moved = now.transfers - before.transfers
+        if moved >= expected or time.monotonic() > deadline:
+            break
+        await asyncio.sleep(POLL_S)
+    ok = moved >= expected and now.bytes > before.bytes and now.blocks > before.blocks and now.failed == before.failed
+    return Check("KV hand-off", ok, kv_line(now))

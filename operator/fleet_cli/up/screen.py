@@ -1,0 +1,128 @@
+"""Showing progress: a live panel in a terminal, plain lines without control codes anywhere else."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol, TextIO
+
+from fleet_cli.up.view import PodLine, Snapshot, kv_line, kv_total, role_lines
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.live import Live
+
+REFRESH_PER_S = 4
+
+
+class Screen(Protocol):
+    """Where `fleet up` writes."""
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        ...
+
+    def show(self, snapshot: Snapshot) -> None:
+        """The newest state; may be called as often as it changes."""
+        ...
+
+    def __enter__(self) -> Screen: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+
+
+def open_screen(out: TextIO = sys.stdout, now: Callable[[], float] = time.monotonic) -> Screen:
+    """A live screen when `out` is a terminal, else plain lines."""
+    return LiveScreen(out, now) if out.isatty() else PlainScreen(out, now)
+
+
+class PlainScreen:
+    """One line per change, with the seconds since the start."""
+
+    def __init__(self, out: TextIO, now: Callable[[], float]) -> None:
+        self._out, self._now, self._start = out, now, now()
+        self._states: dict[str, str] = {}
+        self._lines: list[str] = []
+
+    def say(self, text: str) -> None:
+        """See Screen."""
+        stamp = f"[{self._now() - self._start:6.1f} s] "
+        self._out.write("".join(f"{stamp}{line}\n" for line in text.splitlines()))
+        self._out.flush()
+
+    def show(self, snapshot: Snapshot) -> None:
+        """See Screen: says what changed since the last call."""
+        states = {pod.name: _describe(pod) for pod in snapshot.pods}
+        for name in [*states, *(name for name in self._states if name not in states)]:
+            if self._states.get(name) != states.get(name):
+                self.say(f"pod {name}: {states.get(name, 'gone')}")
+        lines = [*role_lines(snapshot.status), kv_line(kv_total(snapshot.status))]
+        if snapshot.ready and lines != self._lines:
+            self.say("; ".join(lines))
+            self._lines = lines
+        self._states = states
+
+    def __enter__(self) -> PlainScreen:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._out.flush()
+
+
+class LiveScreen:
+    """A panel at the bottom that follows the fleet; lines that stay scroll above it."""
+
+    def __init__(self, out: TextIO, now: Callable[[], float]) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._now, self._start = now, now()
+        self._console = Console(file=out, highlight=False, soft_wrap=True)
+        self._snapshot: Snapshot | None = None
+        self._live: Live = Live(
+            get_renderable=self._panel, console=self._console, refresh_per_second=REFRESH_PER_S, transient=True
+        )
+
+    def say(self, text: str) -> None:
+        """See Screen."""
+        self._console.print(text, markup=False)
+
+    def show(self, snapshot: Snapshot) -> None:
+        """See Screen."""
+        self._snapshot = snapshot
+
+    def __enter__(self) -> LiveScreen:
+        self._live.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._live.__exit__(kind, error, trace)
+        if self._snapshot is not None and kind is None:
+            self.say(kv_line(kv_total(self._snapshot.status)))
+
+    def _panel(self) -> RenderableType:
+        from rich.console import Group
+        from rich.spinner import Spinner
+        from rich.table import Table
+        from rich.text import Text
+
+        seconds = f"{self._now() - self._start:.0f} s"
+        if self._snapshot is None:
+            return Spinner("dots", text=f"starting the operator  {seconds}")
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+        for column in ("pod", "role", "state", "restarts"):
+            table.add_column(column)
+        for pod in self._snapshot.pods:
+            style = {"ready": "green", "draining": "yellow", "restarting": "red"}.get(pod.state, "cyan")
+            table.add_row(pod.name, pod.role, Text(pod.state, style=style), str(pod.restarts) if pod.restarts else "")
+        head: RenderableType = (
+            Text("Ready", style="bold green") if self._snapshot.ready else Spinner("dots", text=f"warming up  {seconds}")
+        )
+        lines = [*role_lines(self._snapshot.status), kv_line(kv_total(self._snapshot.status))]
+        return Group(head, table, Text("\n".join(lines)))
+
+
+def _describe(pod: PodLine) -> str:
+    return f"{pod.state} ({pod.restarts} restarts)" if pod.restarts else pod.state

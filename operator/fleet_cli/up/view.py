@@ -1,0 +1,150 @@
+"""What a person sees of a fleet: pods and status as short words. Pure: objects in, text out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fleet_api.v1alpha1 import FleetStatus, KvStatus
+from fleet_cli.errors import EXIT_BAD_INPUT, CliError, InputError, RunError
+
+ROLE_LABEL = "inferencefleet.io/role"
+SAMPLE_PROMPT = (
+    "The router sends every prompt to a prefill worker, which computes its keys and values; a decode worker reads these "
+    "and returns the next"
+)
+MAX_RESTARTS = 3
+"""A container that died this often by itself will not come up."""
+
+
+@dataclass(frozen=True, slots=True)
+class PodLine:
+    """One pod in a few words."""
+
+    name: str
+    role: str
+    state: str
+    restarts: int
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Everything that the screen shows, at one moment."""
+
+    pods: tuple[PodLine, ...]
+    status: FleetStatus
+
+    @property
+    def ready(self) -> bool:
+        """The fleet's own verdict."""
+        condition = self.status.condition("Ready")
+        return condition is not None and condition.status == "True"
+
+
+def snapshot(pods: Sequence[Mapping[str, Any]], status: Mapping[str, Any]) -> Snapshot:
+    """The snapshot of raw pods and a raw fleet status."""
+    lines = (_pod_line(pod) for pod in pods)
+    return Snapshot(pods=tuple(sorted(lines, key=lambda line: line.name)), status=FleetStatus.model_validate(dict(status)))
+
+
+def fatal(pods: Sequence[Mapping[str, Any]]) -> CliError | None:
+    """Why this fleet will never come up, if a container said so: exit code 2 is the user's input, many restarts are ours."""
+    for pod in pods:
+        name = pod["metadata"]["name"]
+        for status in pod.get("status", {}).get("containerStatuses", ()):
+            ended = _terminated(status)
+            if ended is None:
+                continue
+            said = str(ended.get("message") or f"exit code {ended.get('exitCode')}").strip().splitlines()[-1:]
+            message = said[0] if said else f"exit code {ended.get('exitCode')}"
+            if ended.get("exitCode") == EXIT_BAD_INPUT:
+                return InputError(f"{name}: {message}")
+            if status.get("restartCount", 0) >= MAX_RESTARTS:
+                return RunError(f"{name} keeps failing: {message}")
+    return None
+
+
+def role_lines(status: FleetStatus) -> list[str]:
+    """One line per tier and role."""
+    lines = []
+    for tier in status.tiers:
+        for name, role in (("prefill", tier.prefill), ("decode", tier.decode)):
+            lines.append(f"{tier.name}/{name}: {role.serving} serving, {role.ready} ready, {role.desired} desired")
+    return lines
+
+
+def kv_total(status: FleetStatus) -> KvStatus:
+    """KV counters of all tiers together."""
+    known = [tier.kv for tier in status.tiers if tier.kv is not None]
+    transports = sorted({kv.transport for kv in known if kv.transport})
+    return KvStatus(
+        transfers=sum(kv.transfers for kv in known),
+        blocks=sum(kv.blocks for kv in known),
+        bytes=sum(kv.bytes for kv in known),
+        failed=sum(kv.failed for kv in known),
+        transport=", ".join(transports) or None,
+    )
+
+
+def kv_line(kv: KvStatus) -> str:
+    """The proof in one line."""
+    if kv.transfers == 0:
+        return "KV moved: nothing yet (no request needed a remote prefill)"
+    by = f" over {kv.transport}" if kv.transport else ""
+    failed = f", {kv.failed} failed" if kv.failed else ""
+    return f"KV moved: {kv.transfers} transfers, {kv.blocks} blocks, {size(kv.bytes)}{by}{failed} (engine counters)"
+
+
+def size(count: int) -> str:
+    """Bytes for people: 512 B, 5.3 MB."""
+    amount = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if amount < 1000:
+            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
+        amount /= 1000
+    return f"{amount:.1f} TB"
+
+
+def curl_line(base_url: str, model: str) -> str:
+    """One line to paste into a shell."""
+    body = json.dumps({"model": model, "prompt": SAMPLE_PROMPT, "max_tokens": 16})
+    return f"curl -s {base_url}/v1/completions -H 'content-type: application/json' -d '{body}'"
+
+
+def _pod_line(pod: Mapping[str, Any]) -> PodLine:
+    statuses = pod.get("status", {}).get("containerStatuses", ())
+    return PodLine(
+        name=pod["metadata"]["name"],
+        role=pod["metadata"].get("labels", {}).get(ROLE_LABEL, ""),
+        state=_state(pod, statuses),
+        restarts=sum(status.get("restartCount", 0) for status in statuses),
+    )
+
+
+def _state(pod: Mapping[str, Any], statuses: Sequence[Mapping[str, Any]]) -> str:
+    status = pod.get("status", {})
+    conditions = {condition["type"]: condition for condition in status.get("conditions", ())}
+    if pod["metadata"].get("deletionTimestamp"):
+        return "draining"
+    if conditions.get("Ready", {}).get("status") == "True":
+        return "ready"
+    for container in statuses:
+        waiting = container.get("state", {}).get("waiting", {}).get("reason")
+        if waiting == "CrashLoopBackOff":
+            return "restarting"
+    if any("running" in container.get("state", {}) for container in statuses):
+        return "warming" if all(container.get("started", True) for container in statuses) else "starting"
+    if conditions.get("PodScheduled", {}).get("status") == "False":
+        return f"unschedulable: {conditions['PodScheduled'].get('message', '')}"
+    return str(status.get("phase", "Pending")).lower()
+
+
+def _terminated(status: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    for key in ("state", "lastState"):
+        ended = status.get(key, {}).get("terminated")
+        if ended and ended.get("exitCode") not in (0, None):
+            found: Mapping[str, Any] = ended
+            return found
+    return None

@@ -1,0 +1,104 @@
+"""Reading manifests: every refusal names its cause and ends with exit code 2."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import yaml
+
+from fleet_cli.errors import InputError
+from fleet_cli.main import main
+from fleet_cli.manifest import MAX_MANIFEST_BYTES, read_manifest
+
+GOOD = {
+    "apiVersion": "inferencefleet.io/v1alpha1",
+    "kind": "InferenceFleet",
+    "metadata": {"name": "good"},
+    "spec": {"model": {"source": "file:///m"}, "tiers": [{"name": "a", "accelerator": {"type": "cpu"}}]},
+}
+
+
+@pytest.fixture
+def written(tmp_path):
+    def write(content: str | bytes) -> str:
+        path = tmp_path / "fleet.yaml"
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return str(path)
+
+    return write
+
+
+def test_a_good_manifest_comes_back_as_written(written):
+    assert read_manifest(written(yaml.safe_dump(GOOD))) == GOOD
+
+
+def test_standard_input(monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO(yaml.safe_dump(GOOD)))
+    assert read_manifest("-") == GOOD
+
+
+BOMB = "a: &a [x,x]\nb: &b [*a,*a]\n" + "".join(f"c{n}: [*b,*b]\n" for n in range(60))
+
+
+@pytest.mark.parametrize(
+    ("content", "cause"),
+    [
+        ("", "holds 0 documents; one InferenceFleet is needed"),
+        (yaml.safe_dump_all([GOOD, GOOD]), "holds 2 documents"),
+        ("- a\n", "does not hold an object but list"),
+        ("a: [1\n", "is not valid YAML: line 2, column 1"),
+        ("spec: {}\nspec: {}\n", 'line 2, column 1: key "spec" already set in map'),
+        ("a: !!python/object:os.system {}\n", "is not valid YAML"),
+        (BOMB, "more than 100 YAML aliases"),
+        (b"\xff\xfe\x00", "cannot read"),
+        ("#" * (MAX_MANIFEST_BYTES + 1), "is larger than"),
+        ("kind: Pod\napiVersion: v1\n", 'no matches for kind "Pod" in version "v1"'),
+        ("kind: InferenceFleet\n", 'no matches for kind "InferenceFleet" in version ""'),
+        (yaml.safe_dump({**GOOD, "metadata": "good"}), "metadata must be an object"),
+        (
+            yaml.safe_dump({**GOOD, "spec": {**GOOD["spec"], "engine": {"maxBatch": 0}}}),
+            'The InferenceFleet "good" is invalid: spec.engine.maxBatch: Invalid value: 0: '
+            "spec.engine.maxBatch in body should be greater than or equal to 1",
+        ),
+        (
+            yaml.safe_dump({**GOOD, "spec": {}}),
+            'The InferenceFleet "good" is invalid: \n* spec.model: Required value\n* spec.tiers: Required value\n* <nil>: ',
+        ),
+        (
+            yaml.safe_dump({**GOOD, "spek": {}}),
+            'InferenceFleet in version "v1alpha1" cannot be handled as a InferenceFleet: '
+            'strict decoding error: unknown field "spek"',
+        ),
+    ],
+)
+def test_refusals_name_the_cause(written, content, cause):
+    with pytest.raises(InputError) as refused:
+        read_manifest(written(content))
+    assert cause in str(refused.value)
+    assert refused.value.exit_code == 2
+
+
+def test_a_missing_file(tmp_path, capsys):
+    assert main(["validate", str(tmp_path / "none.yaml")]) == 2
+    assert "No such file or directory" in capsys.readouterr().err
+
+
+def test_validate_says_so_when_all_is_well(written, capsys):
+    path = written(yaml.safe_dump(GOOD))
+    assert main(["validate", path]) == 0
+    assert capsys.readouterr().out == f"{path}: inferencefleet.inferencefleet.io/good is valid\n"
+
+
+def test_crds_prints_what_kubectl_takes(capsys):
+    assert main(["crds"]) == 0
+    names = [document["metadata"]["name"] for document in yaml.safe_load_all(capsys.readouterr().out)]
+    assert names == ["inferencefleets.inferencefleet.io", "workerpools.inferencefleet.io"]
+
+
+@pytest.mark.parametrize("arguments", [["up", "--port", "0"], ["up", "--port", "x"], ["up", "--pvc", "claim"], [], ["down"]])
+def test_bad_options_end_with_2(arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert "usage: fleet" in capsys.readouterr().err

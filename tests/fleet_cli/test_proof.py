@@ -1,0 +1,130 @@
+"""The proof against an engine that answers by rule: it passes when all is well and fails for each thing that is not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+
+import httpx
+import pytest
+
+from fleet_api.parse import parse_fleet
+from fleet_api.v1alpha1 import KvStatus
+from fleet_cli.errors import RunError
+from fleet_cli.up import proof
+from fleet_cli.up.client import Answer, Client
+
+FLEET = parse_fleet(
+    {
+        "metadata": {"name": "tiny"},
+        "spec": {"model": {"source": "file:///m"}, "tiers": [{"name": "a", "accelerator": {"type": "cpu"}}]},
+    }
+)
+
+
+class Engine:
+    """Answers like a worker; `wrong` shifts the tokens, `cut` ends a stream early, `status` refuses."""
+
+    def __init__(self, *, wrong=False, cut=False, status=200, moves=True, names=("tiny",)):
+        self.wrong, self.cut, self.status, self.moves, self.names = wrong, cut, status, moves, names
+        self.kv = KvStatus()
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v1/models":
+            return httpx.Response(200, json={"data": [{"id": name} for name in self.names]})
+        body = json.loads(request.content)
+        if self.status != 200:
+            return httpx.Response(self.status, json={"error": {"message": "no worker"}})
+        assert body["temperature"] == 0
+        if "messages" in body:
+            return httpx.Response(200, json={"choices": [{"message": {"content": "hi"}}]})
+        if len(body["prompt"]) > 100 and self.moves:
+            kv = self.kv
+            self.kv = replace_kv(kv, transfers=kv.transfers + 1, blocks=kv.blocks + 4, bytes=kv.bytes + 1000)
+        tokens = [len(body["prompt"]) + n + self.wrong for n in range(body["max_tokens"])]
+        usage = {"prompt_tokens": len(body["prompt"].split())}
+        if not body.get("stream"):
+            return httpx.Response(200, json={"choices": [{"text": str(tokens), "token_ids": tokens}], "usage": usage})
+        events = [{"choices": [{"text": "x", "token_ids": [token]}]} for token in tokens] + [{"choices": [], "usage": usage}]
+        lines = [f"data: {json.dumps(event)}\n\n" for event in events] + ([] if self.cut else ["data: [DONE]\n\n"])
+        return httpx.Response(200, content="".join(lines).encode())
+
+
+def replace_kv(kv: KvStatus, **changes) -> KvStatus:
+    return kv.model_copy(update=changes)
+
+
+def run(monkeypatch, router: Engine, alone: Engine):
+    engines = {"http://router": router, "http://alone": alone}
+    monkeypatch.setattr(proof, "Client", lambda url, model: Client(url, model, httpx.MockTransport(engines[url])))
+    monkeypatch.setattr(proof, "COUNTERS_WAIT_S", 0.0)
+
+    async def counters():
+        return router.kv
+
+    ground = proof.Ground(fleet=FLEET, router_url="http://router", prefill_url="http://alone", counters=counters)
+    return {check.name: check for check in asyncio.run(proof.prove(ground, "salt"))}
+
+
+def test_all_is_well(monkeypatch):
+    checks = run(monkeypatch, Engine(), Engine(moves=False))
+    assert [check.name for check in checks.values() if not check.ok] == []
+    assert "2 transfers, 8 blocks, 2.0 kB" in checks["KV hand-off"].detail
+    assert "24 chunks" in checks["completion, streamed"].detail
+
+
+@pytest.mark.parametrize(
+    ("router", "failed"),
+    [
+        (
+            Engine(wrong=True),
+            ["prefilled remotely = prefilled locally, not streamed", "prefilled remotely = prefilled locally, streamed"],
+        ),
+        (Engine(moves=False), ["KV hand-off"]),
+        (Engine(names=("other",)), ["GET /v1/models"]),
+    ],
+)
+def test_each_flaw_is_found(monkeypatch, router, failed):
+    checks = run(monkeypatch, router, Engine(moves=False))
+    assert [check.name for check in checks.values() if not check.ok] == failed
+
+
+@pytest.mark.parametrize(
+    ("router", "cause"),
+    [(Engine(cut=True), r"ended without \[DONE\]"), (Engine(status=503), "HTTP 503: .*no worker")],
+)
+def test_a_request_that_fails_names_itself(monkeypatch, router, cause):
+    with pytest.raises(RunError, match=cause):
+        run(monkeypatch, router, Engine(moves=False))
+
+
+def test_a_router_that_is_not_there_is_named():
+    async def ask():
+        async with Client("http://127.0.0.1:9", "tiny") as client:
+            await client.models()
+
+    with pytest.raises(RunError, match=r"GET http://127.0.0.1:9/v1/models: .*"):
+        asyncio.run(ask())
+
+
+@pytest.mark.parametrize(("uncached", "limit"), [(64, 2048), (0, 256), (500, 1024)])
+def test_the_long_prompt_fits(uncached, limit):
+    spec = FLEET.spec.model_copy(
+        update={
+            "limits": FLEET.spec.limits.model_copy(update={"max_input_tokens": limit}),
+            "routing": FLEET.spec.routing.model_copy(
+                update={"remote_prefill": FLEET.spec.routing.remote_prefill.model_copy(update={"min_uncached_tokens": uncached})}
+            ),
+        }
+    )
+    prompt = proof.long_prompt(FLEET.model_copy(update={"spec": spec}), "salt")
+    assert prompt.startswith("salt ")
+    assert len(prompt.split()) * 4 <= limit + 8
+
+
+def test_answers_compare_by_tokens_and_else_by_text():
+    one = Answer(text="x", tokens=(1, 2), prompt_tokens=1, chunks=1, first_token_s=0.0)
+    assert not one.same_as(replace(one, tokens=(1, 3)))
+    assert one.same_as(replace(one, tokens=()))
+    assert not one.same_as(replace(one, tokens=(), text="y"))

@@ -1,0 +1,145 @@
+"""Preflight, signals, state folder and the bundled fleet."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fleet_api.parse import parse_fleet
+from fleet_api.validate import validate
+from fleet_cli.errors import InputError, RunError
+from fleet_cli.up import bundled
+from fleet_cli.up.preflight import check_model, check_port
+from fleet_cli.up.state import state_folder
+from fleet_cli.up.stops import Stops, until
+
+
+def fleet(source: str):
+    return parse_fleet(
+        {
+            "metadata": {"name": "f"},
+            "spec": {"model": {"source": source}, "tiers": [{"name": "a", "accelerator": {"type": "cpu"}}]},
+        }
+    )
+
+
+def test_the_bundled_fleet_is_valid_and_small():
+    manifest = bundled.bundled_manifest(Path("/cache/model"))
+    assert validate(manifest) == []
+    tier = parse_fleet(manifest).spec.tiers[0]
+    assert tier.initial == (1, 2)
+    assert tier.accelerator.device_request is None
+
+
+def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):
+    monkeypatch.setenv("INFERENCEFLEET_CACHE", str(tmp_path / "mine"))
+    assert bundled.cache_folder() == tmp_path / "mine"
+    monkeypatch.delenv("INFERENCEFLEET_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert bundled.cache_folder() == tmp_path / "inferencefleet"
+
+
+def test_a_model_that_cannot_be_made_names_the_folder(monkeypatch, tmp_path):
+    (tmp_path / "models").write_text("a file where a folder belongs")
+    monkeypatch.setenv("INFERENCEFLEET_CACHE", str(tmp_path))
+    with pytest.raises(RunError, match=f"could not be made in {tmp_path}"):
+        bundled.tiny_model()
+
+
+def test_model_path(tmp_path):
+    check_model(fleet(f"file://{tmp_path}"), {})
+    check_model(fleet("hf://org/name"), {})
+    (tmp_path / "sub").mkdir()
+    check_model(fleet("pvc://claim/sub"), {"claim": tmp_path})
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=r"model path .*/none does not exist"):
+        check_model(fleet(f"file://{tmp_path}/none"), {})
+    with pytest.raises(InputError, match="is not a folder"):
+        check_model(fleet(f"file://{tmp_path}/file"), {})
+    with pytest.raises(InputError, match="give --pvc claim=DIR"):
+        check_model(fleet("pvc://claim/sub"), {})
+    with pytest.raises(InputError, match="does not exist"):
+        check_model(fleet("pvc://claim/other"), {"claim": tmp_path})
+
+
+def test_a_busy_port_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(RunError, match=f"port {port} on 127.0.0.1 is in use"):
+            check_port(port)
+    check_port(port)
+
+
+def test_one_signal_drains_two_kill():
+    async def run():
+        stops = Stops()
+        stops.install()
+        signal.raise_signal(signal.SIGINT)
+        await asyncio.wait_for(stops.drain.wait(), 5)
+        assert not stops.kill.is_set()
+        signal.raise_signal(signal.SIGTERM)
+        await asyncio.wait_for(stops.kill.wait(), 5)
+
+    asyncio.run(run())
+
+
+def test_until_returns_the_result_or_stops_the_work():
+    async def run():
+        stop, ended = asyncio.Event(), []
+
+        async def quick():
+            return 7
+
+        async def endless():
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.append(True)
+
+        async def broken():
+            raise RunError("broken")
+
+        assert await until(stop, quick()) == 7
+        with pytest.raises(RunError, match="broken"):
+            await until(stop, broken())
+        asyncio.get_running_loop().call_soon(stop.set)
+        assert await until(stop, endless()) is None
+        assert ended == [True]
+
+    asyncio.run(run())
+
+
+def test_a_fresh_state_folder_goes_unless_its_logs_explain_a_failure():
+    with state_folder(None) as folder:
+        assert folder.is_dir()
+    assert not folder.exists()
+    with pytest.raises(InputError), state_folder(None) as folder:
+        raise InputError("bad")
+    assert not folder.exists()
+    with pytest.raises(RunError, match=r"died \(logs: .*/logs\)"), state_folder(None) as folder:
+        raise RunError("died")
+    assert folder.is_dir()
+    folder.rmdir()
+
+
+def test_a_chosen_state_folder_stays_and_is_for_one(tmp_path):
+    chosen = tmp_path / "state"
+    with state_folder(chosen), pytest.raises(RunError, match="in use by another fleet up"), state_folder(chosen):
+        pass
+    assert chosen.is_dir()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="--state"), state_folder(tmp_path / "file"):
+        pass
+
+
+def test_the_command_line_imports_nothing_heavy():
+    heavy = {"torch", "transformers", "kubernetes", "kopf", "numpy"}
+    code = f"import sys, fleet_cli.main, fleet_cli.up.command; print(sorted({heavy} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

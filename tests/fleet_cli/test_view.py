@@ -1,0 +1,129 @@
+"""What is shown of pods and status."""
+
+from __future__ import annotations
+
+import io
+import json
+import shlex
+
+import pytest
+
+from fleet_api.v1alpha1 import FleetStatus, KvStatus
+from fleet_cli.errors import InputError, RunError
+from fleet_cli.up.screen import PlainScreen, open_screen
+from fleet_cli.up.view import curl_line, fatal, kv_line, kv_total, role_lines, size, snapshot
+
+
+def pod(name="p-0", *, role="decode", ready=False, container=None, deleted=False, phase="Running", conditions=()):
+    metadata = {"name": name, "labels": {"inferencefleet.io/role": role}}
+    if deleted:
+        metadata["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    status = {"phase": phase, "conditions": [{"type": "Ready", "status": "True" if ready else "False"}, *conditions]}
+    if container is not None:
+        status["containerStatuses"] = [container]
+    return {"metadata": metadata, "status": status}
+
+
+def status_of(serving, kv=None, ready="False"):
+    return {
+        "tiers": [
+            {
+                "name": "local",
+                "prefill": {"desired": 1, "ready": serving, "serving": serving},
+                "decode": {"desired": 2, "ready": serving, "serving": serving},
+                **({"kv": kv} if kv else {}),
+            }
+        ],
+        "conditions": [{"type": "Ready", "status": ready, "reason": "AllGood"}],
+    }
+
+
+def died(code, message="", restarts=0, key="lastState"):
+    return {"state": {"waiting": {"reason": "CrashLoopBackOff"}}, key: {"terminated": {"exitCode": code, "message": message}},
+            "restartCount": restarts}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("raw", "state"),
+    [
+        (pod(phase="Pending"), "pending"),
+        (pod(container={"state": {"running": {}}, "started": False}), "starting"),
+        (pod(container={"state": {"running": {}}, "started": True}), "warming"),
+        (pod(ready=True, container={"state": {"running": {}}}), "ready"),
+        (pod(ready=True, deleted=True), "draining"),
+        (pod(container=died(1)), "restarting"),
+        (
+            pod(phase="Pending", conditions=[{"type": "PodScheduled", "status": "False", "message": "no gpu"}]),
+            "unschedulable: no gpu",
+        ),
+        ({"metadata": {"name": "fresh"}}, "pending"),
+    ],
+)
+def test_state_of_a_pod(raw, state):
+    assert snapshot([raw], {}).pods[0].state == state
+
+
+@pytest.mark.parametrize(
+    ("container", "kind", "text"),
+    [
+        (died(2, "loading\nBadModel: /m is not a folder\n"), InputError, "p-0: BadModel: /m is not a folder"),
+        (died(2, ""), InputError, "p-0: exit code 2"),
+        (died(2, "BadModel: x", key="state"), InputError, "p-0: BadModel: x"),
+        (died(1, "EngineDied: signal 9", restarts=3), RunError, "p-0 keeps failing: EngineDied: signal 9"),
+        (died(1, "EngineDied", restarts=2), None, ""),
+        (died(0), None, ""),
+        ({"state": {"running": {}}}, None, ""),
+    ],
+)
+def test_fatal_tells_input_from_failure(container, kind, text):
+    error = fatal([pod(container=container)])
+    assert (type(error) if error else None) is kind
+    assert str(error or "") == text
+
+
+def test_lines():
+    status = FleetStatus.model_validate(status_of(1, {"transfers": 3, "blocks": 42, "bytes": 5_300_000, "transport": "shm"}))
+    assert role_lines(status) == [
+        "local/prefill: 1 serving, 1 ready, 1 desired",
+        "local/decode: 1 serving, 1 ready, 2 desired",
+    ]
+    assert kv_line(kv_total(status)) == "KV moved: 3 transfers, 42 blocks, 5.3 MB over shm (engine counters)"
+    assert kv_line(KvStatus()).startswith("KV moved: nothing yet")
+    assert "2 failed" in kv_line(KvStatus(transfers=1, failed=2))
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (2_500_000_000, "2.5 GB"), (3 * 10**15, "3000.0 TB")]
+)
+def test_size(count, text):
+    assert size(count) == text
+
+
+def test_the_curl_line_is_a_shell_command_with_valid_json():
+    words = shlex.split(curl_line("http://127.0.0.1:8080", "tiny"))
+    assert words[:3] == ["curl", "-s", "http://127.0.0.1:8080/v1/completions"]
+    assert json.loads(words[-1])["max_tokens"] == 16
+
+
+def test_plain_output_says_each_change_once_and_has_no_control_codes():
+    out, clock = io.StringIO(), iter(range(100))
+    screen = open_screen(out, lambda: float(next(clock)))
+    assert isinstance(screen, PlainScreen)
+    with screen:
+        screen.say("two\nlines")
+        for _ in range(2):
+            screen.show(snapshot([pod(phase="Pending")], {}))
+        for _ in range(2):
+            screen.show(snapshot([pod(ready=True)], status_of(1, ready="True")))
+        screen.show(snapshot([], status_of(0)))
+    lines = out.getvalue().splitlines()
+    assert "\x1b" not in out.getvalue()
+    assert [line.partition("] ")[2] for line in lines] == [
+        "two",
+        "lines",
+        "pod p-0: pending",
+        "pod p-0: ready",
+        "local/prefill: 1 serving, 1 ready, 1 desired; local/decode: 1 serving, 1 ready, 2 desired; "
+        "KV moved: nothing yet (no request needed a remote prefill)",
+        "pod p-0: gone",
+    ]
