@@ -162,7 +162,7 @@ class PodLauncher:
     def _work_dir(self, container: Mapping[str, Any], mounts: Mapping[str, Path]) -> Path:
         if container.get("workingDir"):
             return Path(translate(container["workingDir"], mounts))
-        work = self._state_dir / "pods" / self._pod["metadata"]["uid"] / "work" / str(container["name"])
+        work = self._state_dir / "pods" / str(self._pod["metadata"]["uid"]) / "work" / str(container["name"])
         work.mkdir(parents=True, exist_ok=True)
         return work
 
