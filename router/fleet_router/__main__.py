@@ -1,0 +1,36 @@
+"""`fleet-router`: the data plane as a process. Exit codes: 0 drained, 1 failed, 2 wrong arguments."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+
+FOLLOW = re.compile(r"^(kube:[a-z0-9.-]+/[a-z0-9.-]+|dir:.+)$")
+
+
+def arguments(argv: list[str]) -> argparse.Namespace:
+    """Command line; the environment supplies what the operator sets per pod."""
+    parser = argparse.ArgumentParser(prog="fleet-router", description="OpenAI-compatible router of one InferenceFleet")
+    parser.add_argument("--follow", required=True, help="kube:NAMESPACE/CONFIGMAP or dir:PATH: where endpoints.json comes from")
+    parser.add_argument("--host", default=os.environ.get("FLEET_BIND_HOST", "0.0.0.0"), help="address to listen on")
+    parser.add_argument("--port", type=int, default=int(os.environ.get("FLEET_PORT", "8080")), help="port to listen on")
+    given = parser.parse_args(argv)
+    if not FOLLOW.match(given.follow):
+        parser.error(f"--follow {given.follow}: expected kube:NAMESPACE/NAME or dir:PATH")
+    return given
+
+
+def main() -> int:
+    """Serve until told to stop."""
+    import uvloop
+
+    from fleet_router.process import Router, Settings
+
+    given = arguments(sys.argv[1:])
+    return uvloop.run(Router(Settings(given.follow, given.host, given.port)).run())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

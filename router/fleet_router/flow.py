@@ -1,0 +1,354 @@
+"""One request end to end: choose, prefill leg, decode leg, one retry before the first byte, cancellation.
+
+No task per request: the flow is a small state machine that legs and timers call. What is sent to the client goes through
+`client`, an object with `start(head)`, `write(bytes)`, `finish()` and `break_off()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from fleet_router.config import RouterConfig
+from fleet_router.errors import PHRASES, RequestError
+from fleet_router.metrics import Metrics
+from fleet_router.policy.choose import Choice
+from fleet_router.request import BYTES_PER_TOKEN, Ask, decode_body, lease_of, prefill_body, reference_of
+from fleet_router.upstream import Upstream
+from fleet_router.workers import Worker, WorkerTable
+
+MAX_PREFILL_ANSWER_BYTES = 8 * 1024 * 1024
+MAX_ERROR_BYTES = 64 * 1024
+HOP_HEADERS = {b"connection", b"keep-alive", b"proxy-connection", b"upgrade", b"server", b"date", b"x-request-id"}
+FRAMING = {b"content-length", b"transfer-encoding"}
+HEAD = b"POST %b HTTP/1.1\r\nhost: %b\r\ncontent-type: application/json\r\nx-request-id: %b\r\ncontent-length: %d\r\n\r\n"
+RELEASE_PATH = b"/kv/release"
+
+
+class Client(Protocol):
+    """The client's side of one request."""
+
+    request_id: str
+
+    def start(self, head: bytes) -> None: ...
+    def write(self, data: bytes) -> None: ...
+    def finish(self) -> None: ...
+    def refuse(self, error: RequestError) -> None: ...
+    def break_off(self, message: str, *, stream: bool) -> None: ...
+
+
+@dataclass(slots=True)
+class Context:
+    """What every flow of a process shares."""
+
+    table: WorkerTable
+    config: RouterConfig
+    metrics: Metrics
+    clock: Callable[[], float]
+
+
+class Flow:
+    """State of one request."""
+
+    def __init__(self, context: Context, client: Client, path: bytes, ask: Ask) -> None:
+        self._context = context
+        self._client = client
+        self._path = path
+        self._ask = ask
+        self.config = context.config  # a reload does not change a running request
+        self._excluded: frozenset[str] = frozenset()
+        self._attempts = 0
+        self._connection: Upstream | None = None
+        self._leg_worker: Worker | None = None
+        self._lease: tuple[Worker, str] | None = None
+        self._reference: bytes | None = None
+        self._first = True
+        self.started = False
+        """The first byte has gone to the client."""
+        self.done = False
+        self.started_at = context.clock()
+        self.last_byte_at = self.started_at
+        self.deadline = self.started_at + self.config.first_token_deadline_s
+
+    # -- legs -------------------------------------------------------------------------------------------------------
+    def begin(self, *, local_only: bool = False) -> None:
+        """Choose and send the first leg."""
+        context = self._context
+        found, keys = context.table.choose(self._ask.prompt, self.config, context.clock(), self._excluded)
+        if not isinstance(found, Choice):
+            self._refuse(RequestError(503, found.reason, code="no_worker"))
+            return
+        decode = context.table.workers[found.decode]
+        context.table.index.add(keys, found.decode)
+        if found.prefill is None or local_only:
+            context.metrics.local_prefills += 1
+            self._send_decode(decode, None)
+            return
+        prefill = context.table.workers[found.prefill]
+        context.table.index.add(keys, found.prefill)
+        context.metrics.remote_prefills += 1
+        context.metrics.prefill_tokens += int(len(self._ask.prompt) / BYTES_PER_TOKEN)
+        self._send(prefill, prefill_body(self._ask), PrefillLeg(self, prefill, decode))
+
+    def _send_decode(self, worker: Worker, reference: bytes | None) -> None:
+        self._reference = reference
+        self._send(worker, decode_body(self._ask, reference), DecodeLeg(self, worker))
+
+    def _send(self, worker: Worker, body: bytes, leg: PrefillLeg | DecodeLeg, *, fresh: bool = False) -> None:
+        payload = self._head(worker, self._path, len(body)) + body
+        worker.inflight += 1
+        self._leg_worker = worker
+
+        def connected(connection: Upstream | None, why: str) -> None:
+            if self.done:
+                if connection is not None:
+                    worker.pool.put(connection)
+                return
+            if connection is None:
+                self.end_leg()
+                self.leg_failed(worker, why)
+                return
+            self._connection = connection
+            connection.send(leg, payload)
+
+        leg.resend = lambda: self._resend(worker, body, leg)
+        worker.pool.take(connected, fresh=fresh)
+
+    def _resend(self, worker: Worker, body: bytes, leg: PrefillLeg | DecodeLeg) -> bool:
+        """A pooled connection that the worker had closed meanwhile: once more on a fresh one. Not a retry: nothing ran."""
+        connection = self._connection
+        if connection is None or not connection.used or connection.got_bytes:
+            return False
+        self.end_leg()
+        self._send(worker, body, leg, fresh=True)
+        return True
+
+    def _head(self, worker: Worker, path: bytes, length: int) -> bytes:
+        return HEAD % (path, worker.pool.authority, self._client.request_id.encode(), length)
+
+    def end_leg(self) -> None:
+        """A leg is over, however it ended."""
+        if self._leg_worker is not None:
+            self._leg_worker.inflight -= 1
+            self._leg_worker = None
+        self._connection = None
+
+    def prefilled(self, prefill: Worker, decode: Worker, body: bytes) -> None:
+        """The prefill leg answered 200."""
+        self.end_leg()
+        prefill.succeeded()
+        reference = reference_of(body)
+        if reference is not None and (lease := lease_of(reference)) is not None:
+            self._lease = (prefill, lease)
+        self._send_decode(decode, reference)
+
+    def leg_failed(self, worker: Worker, why: str) -> None:
+        """A leg broke before the first byte to the client: once more, elsewhere; else 502."""
+        worker.failed(self._context.clock())
+        self._release_lease()
+        if self.started:
+            self._break(why)
+            return
+        self._attempts += 1
+        role = worker.endpoint.role
+        if self._attempts > 1:
+            self._refuse(RequestError(502, f"two workers failed; the last one was {worker.endpoint.name}: {why}"))
+            return
+        self._context.metrics.retries += 1
+        others = any(w.endpoint.role == role and uid != worker.endpoint.uid for uid, w in self._context.table.workers.items())
+        if others or role == "decode":
+            self._excluded = self._excluded | {worker.endpoint.uid}
+        self.begin(local_only=role == "prefill" and not others)
+
+    def transfer_failed(self, worker: Worker) -> None:
+        """Decode could not prove the KV: nothing is wrong with decoding there, so prefill again, locally."""
+        self.end_leg()
+        self._release_lease()
+        self._attempts += 1
+        if self._attempts > 1 or self.started:
+            self._refuse(RequestError(503, "the KV transfer failed twice", code="kv_transfer"))
+            return
+        self._context.metrics.retries += 1
+        self.begin(local_only=True)
+
+    # -- to the client ----------------------------------------------------------------------------------------------
+    def head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        """The answer begins: from now on no retry."""
+        now = self._context.clock()
+        self.started = True
+        self.last_byte_at = now
+        self._context.metrics.requests[status] += 1
+        self._lease = None  # decode accepted it
+        self.deadline = now + self.config.inter_token_deadline_s
+        kept = b"".join(name + b": " + value + b"\r\n" for name, value in headers if name.lower() not in HOP_HEADERS)
+        line = f"HTTP/1.1 {status} {PHRASES.get(status, 'Status')}\r\nx-request-id: {self._client.request_id}\r\n".encode()
+        self._client.start(line + kept + b"\r\n")
+
+    def raw(self, data: bytes) -> None:
+        """Bytes of the answer, spliced."""
+        now = self._context.clock()
+        if self._first:
+            self._first = False
+            self._context.metrics.ttft.observe(now - self.started_at)
+        else:
+            self._context.metrics.itl.observe(now - self.last_byte_at)
+        self.last_byte_at = now
+        self.deadline = now + self.config.inter_token_deadline_s
+        self._client.write(data)
+
+    def end(self) -> None:
+        """The answer is complete."""
+        self.end_leg()
+        self.done = True
+        self._client.finish()
+
+    def _refuse(self, error: RequestError) -> None:
+        self.end_leg()
+        self.done = True
+        self._context.metrics.requests[error.status] += 1
+        self._client.refuse(error)
+
+    def refuse_with(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
+        """A worker's own refusal (4xx) goes to the client as it is."""
+        self._release_lease()
+        kept = [(name, value) for name, value in headers if name.lower() not in FRAMING]
+        self.head(status, [*kept, (b"content-length", str(len(body)).encode())])
+        self._client.write(body)
+        self.end()
+
+    def _break(self, why: str) -> None:
+        self.end_leg()
+        self.done = True
+        self._context.metrics.streams_broken += 1
+        self._client.break_off(why, stream=self._ask.stream)
+
+    # -- ends from outside ------------------------------------------------------------------------------------------
+    def cancel(self) -> None:
+        """The client left: both legs end now."""
+        if self.done:
+            return
+        self.done = True
+        self._context.metrics.client_left += 1
+        if self._connection is not None:
+            self._connection.abort()
+        self.end_leg()
+        self._release_lease()
+
+    def expire(self) -> None:
+        """The deadline for the next byte has passed."""
+        connection, worker = self._connection, self._leg_worker
+        if connection is not None:
+            connection.abort()
+        if worker is not None:
+            worker.failed(self._context.clock())
+        self._release_lease()
+        if self.started:
+            self._break("no token within the deadline")
+        else:
+            self._refuse(RequestError(504, f"no token within {self.config.first_token_deadline_s} s"))
+
+    def pause(self) -> None:
+        """The client is slower than the worker."""
+        if self._connection is not None:
+            self._connection.pause()
+
+    def resume(self) -> None:
+        """The client caught up."""
+        if self._connection is not None:
+            self._connection.resume()
+
+    def _release_lease(self) -> None:
+        """Nobody will read the KV: tell the prefill worker instead of letting the lease run out."""
+        if self._lease is None:
+            return
+        (worker, lease), self._lease = self._lease, None
+        body = b'{"lease_id":"' + lease.encode() + b'"}'
+        payload = self._head(worker, RELEASE_PATH, len(body)) + body
+        worker.pool.take(lambda connection, _: connection.send(Ignored(), payload) if connection is not None else None)
+
+
+class Ignored:
+    """An answer that nobody waits for."""
+
+    def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None: ...
+    def on_raw(self, data: bytes) -> None: ...
+    def on_body(self, data: bytes) -> None: ...
+    def on_end(self) -> None: ...
+    def on_lost(self, reason: str) -> None: ...
+
+
+class PrefillLeg:
+    """Collects the prefill answer."""
+
+    __slots__ = ("_body", "_decode", "_flow", "_headers", "_status", "_worker", "resend")
+
+    def __init__(self, flow: Flow, worker: Worker, decode: Worker) -> None:
+        self._flow, self._worker, self._decode = flow, worker, decode
+        self._status, self._headers, self._body = 0, list[tuple[bytes, bytes]](), bytearray()
+        self.resend: Callable[[], bool] = lambda: False
+
+    def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self._status, self._headers = status, headers
+
+    def on_raw(self, data: bytes) -> None:
+        """The framing does not matter here."""
+
+    def on_body(self, data: bytes) -> None:
+        if len(self._body) < MAX_PREFILL_ANSWER_BYTES:
+            self._body += data
+
+    def on_end(self) -> None:
+        if self._status == 200:
+            self._flow.prefilled(self._worker, self._decode, bytes(self._body))
+        elif 400 <= self._status < 500:
+            self._flow.refuse_with(self._status, self._headers, bytes(self._body))
+        else:
+            self._flow.end_leg()
+            self._flow.leg_failed(self._worker, f"prefill answered {self._status}")
+
+    def on_lost(self, reason: str) -> None:
+        if not self.resend():
+            self._flow.end_leg()
+            self._flow.leg_failed(self._worker, reason)
+
+
+class DecodeLeg:
+    """Hands the decode answer on; a 5xx before the first byte is kept back and retried."""
+
+    __slots__ = ("_body", "_flow", "_held", "_worker", "resend")
+
+    def __init__(self, flow: Flow, worker: Worker) -> None:
+        self._flow, self._worker = flow, worker
+        self._held = 0
+        self._body = bytearray()
+        self.resend: Callable[[], bool] = lambda: False
+
+    def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        if status >= 500:
+            self._held = status
+            return
+        self._worker.succeeded()
+        self._flow.head(status, headers)
+
+    def on_raw(self, data: bytes) -> None:
+        if not self._held:
+            self._flow.raw(data)
+
+    def on_body(self, data: bytes) -> None:
+        if self._held and len(self._body) < MAX_ERROR_BYTES:
+            self._body += data
+
+    def on_end(self) -> None:
+        if not self._held:
+            self._flow.end()
+        elif b"KvTransferError" in self._body:
+            self._flow.transfer_failed(self._worker)
+        else:
+            self._flow.end_leg()
+            self._flow.leg_failed(self._worker, f"decode answered {self._held}")
+
+    def on_lost(self, reason: str) -> None:
+        if not self.resend():
+            self._flow.end_leg()
+            self._flow.leg_failed(self._worker, reason)

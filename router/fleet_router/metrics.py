@@ -1,0 +1,105 @@
+"""Counters of one router process: plain integers on the data path, text only when scraped."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+
+
+@dataclass(slots=True)
+class Histogram:
+    """Cumulative buckets in seconds."""
+
+    bounds: tuple[float, ...]
+    counts: list[int] = field(init=False)
+    total_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.counts = [0] * (len(self.bounds) + 1)
+
+    def observe(self, value_s: float) -> None:
+        """Add one value."""
+        self.counts[bisect_left(self.bounds, value_s)] += 1
+        self.total_s += value_s
+
+    def lines(self, name: str) -> Iterable[str]:
+        """Prometheus text."""
+        yield f"# TYPE {name} histogram"
+        seen = 0
+        for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
+            seen += count
+            yield f'{name}_bucket{{le="{"+Inf" if bound == float("inf") else bound}"}} {seen}'
+        yield f"{name}_sum {self.total_s}"
+        yield f"{name}_count {seen}"
+
+
+@dataclass(slots=True)
+class Metrics:
+    """Everything that is counted."""
+
+    requests: Counter[int] = field(default_factory=Counter)
+    """By status code."""
+    remote_prefills: int = 0
+    local_prefills: int = 0
+    retries: int = 0
+    client_left: int = 0
+    streams_broken: int = 0
+    prefill_tokens: int = 0
+    follow_errors: int = 0
+    ttft: Histogram = field(default_factory=lambda: Histogram(TTFT_BUCKETS_S))
+    itl: Histogram = field(default_factory=lambda: Histogram(ITL_BUCKETS_S))
+
+    def exposition(self, workers: Iterable[tuple[str, str, str, int]], endpoints_age_s: float, index_keys: int) -> str:
+        """Prometheus text; `workers` are (name, role, tier, in flight)."""
+        rows = list(workers)
+        out = ["# TYPE fleet_router_requests_total counter"]
+        out += [f'fleet_router_requests_total{{code="{code}"}} {count}' for code, count in sorted(self.requests.items())]
+        for name, value in (
+            ("remote_prefill", self.remote_prefills), ("local_prefill", self.local_prefills), ("retries", self.retries),
+            ("client_left", self.client_left), ("streams_broken", self.streams_broken), ("prefill_tokens", self.prefill_tokens),
+            ("follow_errors", self.follow_errors),
+        ):  # fmt: skip
+            out += [f"# TYPE fleet_router_{name}_total counter", f"fleet_router_{name}_total {value}"]
+        out += self._loads(rows)
+        out += [*self.ttft.lines("fleet_router_ttft_seconds"), *self.itl.lines("fleet_router_itl_seconds")]
+        out += ["# TYPE fleet_router_endpoints_age_seconds gauge", f"fleet_router_endpoints_age_seconds {endpoints_age_s:.3f}"]
+        out += ["# TYPE fleet_router_prefix_keys gauge", f"fleet_router_prefix_keys {index_keys}", *process_lines()]
+        return "\n".join(out) + "\n"
+
+    @staticmethod
+    def _loads(rows: list[tuple[str, str, str, int]]) -> list[str]:
+        loads: Counter[tuple[str, str]] = Counter()
+        counts: Counter[str] = Counter()
+        out = ["# TYPE fleet_router_worker_inflight gauge"]
+        for name, role, tier, inflight in rows:
+            loads[role, tier] += inflight
+            counts[role] += 1
+            out.append(f'fleet_router_worker_inflight{{worker="{name}",role="{role}"}} {inflight}')
+        out.append("# TYPE fleet_router_inflight gauge")
+        out += [f'fleet_router_inflight{{role="{role}",tier="{tier}"}} {n}' for (role, tier), n in sorted(loads.items())]
+        out.append("# TYPE fleet_router_endpoints gauge")
+        out += [f'fleet_router_endpoints{{role="{role}"}} {n}' for role, n in sorted(counts.items())]
+        return out
+
+
+_STARTED = time.time()
+
+
+def process_lines() -> list[str]:
+    """Standard process metrics."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return [
+        "# TYPE process_cpu_seconds_total counter", f"process_cpu_seconds_total {usage.ru_utime + usage.ru_stime:.3f}",
+        "# TYPE process_resident_memory_bytes gauge", f"process_resident_memory_bytes {pages * os.sysconf('SC_PAGE_SIZE')}",
+        "# TYPE process_start_time_seconds gauge", f"process_start_time_seconds {_STARTED:.3f}",
+    ]  # fmt: skip

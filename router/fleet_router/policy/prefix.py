@@ -1,0 +1,93 @@
+"""Prefix keys and the approximate prefix index: what this router sent where.
+
+A prompt's bytes are cut into 256-byte pieces; key i is xxh3-64 of piece i seeded with key i-1, so that equal keys mean equal
+prefixes. The index maps a key to the set of workers (a bit each) that were sent it, bounded, least recently used out first. A
+wrong hint costs time, never correctness.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import xxhash
+
+PIECE_BYTES = 256
+MAX_PIECES = 512
+RING_PIECES = 4
+"""Ring key: the first KiB of the prompt."""
+
+
+def key_chain(prompt: bytes) -> list[int]:
+    """Keys of all full pieces (the last, partial one too when the prompt is shorter than a piece); at most MAX_PIECES."""
+    if len(prompt) < PIECE_BYTES:
+        return [xxhash.xxh3_64_intdigest(prompt)]
+    digest, seed, keys = xxhash.xxh3_64_intdigest, 0, list[int]()
+    for start in range(0, min(len(prompt), PIECE_BYTES * MAX_PIECES) - PIECE_BYTES + 1, PIECE_BYTES):
+        seed = digest(prompt[start : start + PIECE_BYTES], seed)
+        keys.append(seed)
+    return keys
+
+
+def ring_key(keys: list[int]) -> int:
+    """The key that the ring goes by."""
+    return keys[min(len(keys), RING_PIECES) - 1]
+
+
+class PrefixIndex:
+    """Key → workers, at most `capacity` keys."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._masks: OrderedDict[int, int] = OrderedDict()
+        self._bits: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._masks)
+
+    def matched(self, keys: list[int]) -> dict[str, int]:
+        """Longest known prefix per worker, in pieces; workers without any are absent."""
+        lengths: dict[int, int] = {}
+        alive = -1
+        for depth, key in enumerate(keys):
+            mask = self._masks.get(key, 0) & alive
+            if mask == 0:
+                break
+            lengths[mask] = depth + 1
+            alive = mask
+        return {
+            name: max(n for mask, n in lengths.items() if mask & bit)
+            for name, bit in self._bits.items()
+            if self._any(lengths, bit)
+        }
+
+    @staticmethod
+    def _any(lengths: dict[int, int], bit: int) -> bool:
+        return any(mask & bit for mask in lengths)
+
+    def add(self, keys: list[int], worker: str) -> None:
+        """This worker is being sent a prompt with these keys."""
+        bit = self._bits.get(worker)
+        if bit is None:
+            bit = self._bits[worker] = 1 << _lowest_free(self._bits.values())
+        masks = self._masks
+        for key in keys:
+            masks[key] = masks.pop(key, 0) | bit
+        while len(masks) > self._capacity:
+            masks.popitem(last=False)
+
+    def remove(self, worker: str) -> None:
+        """The worker is gone: nobody may be matched to it again, nor to whoever gets its bit."""
+        bit = self._bits.pop(worker, None)
+        if bit is None:
+            return
+        for key in [key for key, mask in self._masks.items() if mask & bit]:
+            left = self._masks[key] & ~bit
+            if left:
+                self._masks[key] = left
+            else:
+                del self._masks[key]
+
+
+def _lowest_free(bits: object) -> int:
+    used = set(bits)  # type: ignore[call-overload]
+    return next(i for i in range(len(used) + 1) if 1 << i not in used)

@@ -1,0 +1,154 @@
+"""A router process: follows its documents, serves clients, drains on SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from fleet_router.config import RouterConfig
+from fleet_router.flow import Context
+from fleet_router.follow.directory import follow_directory
+from fleet_router.follow.documents import Documents
+from fleet_router.follow.kube import api_server, follow_kube
+from fleet_router.metrics import Metrics
+from fleet_router.server import ClientConnection
+from fleet_router.workers import WorkerTable
+
+SWEEP_S = 0.5
+DRAIN_S = 30.0
+BACKLOG = 1_024
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the command line says."""
+
+    follow: str
+    host: str
+    port: int
+
+
+class Router:
+    """One process."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._clock = time.monotonic
+        self._context = Context(WorkerTable(), RouterConfig(fleet="", served_name=""), Metrics(), self._clock)
+        self._connections: set[ClientConnection] = set()
+        self._followed_at: float | None = None
+        self._draining = False
+        self._last_problem = ""
+
+    # -- documents --------------------------------------------------------------------------------------------------
+    def apply(self, documents: Documents) -> None:
+        """New endpoints or configuration; running requests keep what they began with."""
+        self._context.config = documents.config
+        self._context.table.update(documents.endpoints)
+        self._followed_at = self._clock()
+        self._last_problem = ""
+        log(event="endpoints", workers=len(self._context.table.workers), policy=documents.config.policy)
+
+    def failed(self, problem: str) -> None:
+        """Keep the last good set; say so once per problem."""
+        self._context.metrics.follow_errors += 1
+        if problem != self._last_problem:
+            self._last_problem = problem
+            log(event="follow-failed", problem=problem)
+
+    async def _follow(self) -> None:
+        scheme, _, rest = self._settings.follow.partition(":")
+        if scheme == "dir":
+            await follow_directory(Path(rest), self.apply, self.failed)
+        namespace, _, name = rest.partition("/")
+        await follow_kube(namespace, name, self.apply, self.failed, api_server(os.environ))
+
+    # -- plain routes -----------------------------------------------------------------------------------------------
+    def plain(self, path: bytes) -> tuple[int, bytes, bytes]:
+        """(status, content type, body) of the routes that need no worker."""
+        context = self._context
+        if path == b"/metrics":
+            rows = [(w.endpoint.name, w.endpoint.role, w.endpoint.tier, w.inflight) for w in context.table.workers.values()]
+            age_s = -1.0 if self._followed_at is None else self._clock() - self._followed_at
+            return 200, b"text/plain; version=0.0.4", context.metrics.exposition(rows, age_s, len(context.table.index)).encode()
+        if path == b"/v1/models":
+            card = {"id": context.config.served_name, "object": "model", "created": 0, "owned_by": "inferencefleet"}
+            data = [card] if context.config.served_name else []
+            return 200, b"application/json", msgspec.json.encode({"object": "list", "data": data})
+        if path == b"/ready":
+            why = self._not_ready()
+            return (503 if why else 200), b"text/plain", (why or "ready").encode() + b"\n"
+        return 200, b"text/plain", b"ok\n"
+
+    def _not_ready(self) -> str:
+        if self._draining:
+            return "draining"
+        if self._followed_at is None:
+            return f"no endpoints yet: {self._last_problem}"
+        return "" if self._context.table.ready() else "no worker can answer a whole request"
+
+    # -- life -------------------------------------------------------------------------------------------------------
+    async def run(self) -> int:
+        """Serve until SIGTERM; 0 after a drain, 1 when the address is taken."""
+        loop = asyncio.get_running_loop()
+        try:
+            server = await loop.create_server(
+                lambda: ClientConnection(self._context, self._connections, self.plain),
+                self._settings.host, self._settings.port, backlog=BACKLOG,
+            )  # fmt: skip
+        except OSError as error:
+            print(
+                f"AddressInUse: {self._settings.host}:{self._settings.port} cannot be bound: {error}", file=sys.stderr, flush=True
+            )
+            return 1
+        stop = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
+        log(event="listening", host=self._settings.host, port=self._settings.port)
+        tasks = [asyncio.create_task(self._follow()), asyncio.create_task(self._sweep())]
+        stopping = asyncio.create_task(stop.wait())
+        try:
+            await asyncio.wait({stopping, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+            server.close()
+            await self._drain()
+        finally:
+            for task in (stopping, *tasks):
+                task.cancel()
+            ended = await asyncio.gather(stopping, *tasks, return_exceptions=True)
+        return self._exit_code(ended)
+
+    @staticmethod
+    def _exit_code(ended: Sequence[object]) -> int:
+        broken = [e for e in ended if isinstance(e, Exception)]
+        for error in broken:
+            print(f"RouterFailed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        return 1 if broken else 0
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            now = self._clock()
+            for connection in list(self._connections):
+                connection.sweep(now)
+
+    async def _drain(self) -> None:
+        self._draining = True
+        end = self._clock() + DRAIN_S
+        while self._connections and self._clock() < end:
+            for connection in list(self._connections):
+                connection.close_when_idle()
+            await asyncio.sleep(0.05)
+        log(event="drained", left=len(self._connections))
+
+
+def log(**fields: object) -> None:
+    """One line, key=value; never a prompt."""
+    print(" ".join(f"{key}={value}" for key, value in fields.items()), file=sys.stderr, flush=True)

@@ -1,0 +1,225 @@
+"""Connections to workers: pooled protocols that hand a worker's bytes on as they come.
+
+A connection serves one leg at a time. The parser only watches for status, headers and the end of the answer; body bytes reach
+the leg as they arrived, framing included, so that a streamed chunk costs one parse in C and one write.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from typing import Protocol, cast
+
+import httptools
+
+IDLE_CONNECTIONS = 128
+CONNECT_TIMEOUT_S = 3.0
+MAX_HEAD_BYTES = 65_536
+HEAD_END = b"\r\n\r\n"
+
+
+class Leg(Protocol):
+    """Who waits for a worker's answer."""
+
+    def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        """Status and headers are complete."""
+
+    def on_raw(self, data: bytes) -> None:
+        """Body bytes with their transfer framing."""
+
+    def on_body(self, data: bytes) -> None:
+        """Body bytes without framing."""
+
+    def on_end(self) -> None:
+        """The answer is complete."""
+
+    def on_lost(self, reason: str) -> None:
+        """The connection broke before that."""
+
+
+class Upstream(asyncio.Protocol):
+    """One connection to one worker."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._transport: asyncio.Transport | None = None
+        self._parser: httptools.HttpResponseParser | None = None
+        self._leg: Leg | None = None
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._head = b""
+        self._in_head = True
+        self._ended = False
+        self.used = False
+        """Has answered before: the worker may have closed it meanwhile."""
+        self.got_bytes = False
+
+    # -- asyncio ----------------------------------------------------------------------------------------------------
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """TCP_NODELAY: without it a first token waits 40 ms for an acknowledgement."""
+        transport = cast("asyncio.Transport", transport)  # uvloop has a class of its own
+        self._transport = transport
+        made = transport.get_extra_info("socket")
+        if made is not None:
+            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """An unfinished leg hears of it; an idle connection just leaves the pool."""
+        self._pool.forget(self)
+        leg, self._leg = self._leg, None
+        if leg is not None:
+            leg.on_lost(f"the worker closed the connection ({exc or 'end of stream'})")
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes from the worker."""
+        leg, parser = self._leg, self._parser
+        if leg is None or parser is None:
+            self.abort()  # a worker that speaks unasked is not to be trusted
+            return
+        self.got_bytes = True
+        try:
+            if self._in_head:
+                data = self._feed_head(data, parser)
+            elif data:
+                parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._fail(f"the worker's answer is not HTTP: {error}")
+            return
+        if data and not self._in_head:
+            leg.on_raw(data)
+        if self._ended:
+            self._finish(parser)
+
+    def _feed_head(self, data: bytes, parser: httptools.HttpResponseParser) -> bytes:
+        """Collect the head, feed it at once; returns the body bytes behind it."""
+        self._head += data
+        at = self._head.find(HEAD_END)
+        if at < 0:
+            if len(self._head) > MAX_HEAD_BYTES:
+                raise httptools.HttpParserError(f"head longer than {MAX_HEAD_BYTES} bytes")
+            return b""
+        rest = self._head[at + 4 :]
+        parser.feed_data(self._head)
+        self._head = b""
+        self._in_head = False
+        return rest
+
+    def _finish(self, parser: httptools.HttpResponseParser) -> None:
+        leg, self._leg = self._leg, None
+        if parser.should_keep_alive():
+            self.used = True
+            self._pool.put(self)
+        else:
+            self.abort()
+        if leg is not None:
+            leg.on_end()
+
+    def _fail(self, reason: str) -> None:
+        leg, self._leg = self._leg, None
+        self.abort()
+        if leg is not None:
+            leg.on_lost(reason)
+
+    # -- httptools --------------------------------------------------------------------------------------------------
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """One header of the answer."""
+        self._headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        """Head parsed."""
+        if self._leg is not None and self._parser is not None:
+            self._leg.on_head(self._parser.get_status_code(), self._headers)
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of body without framing."""
+        if self._leg is not None:
+            self._leg.on_body(body)
+
+    def on_message_complete(self) -> None:
+        """The answer is whole."""
+        self._ended = True
+
+    # -- use --------------------------------------------------------------------------------------------------------
+    def send(self, leg: Leg, payload: bytes) -> None:
+        """Write one request; `leg` hears the answer."""
+        self._leg = leg
+        self._headers = []
+        self._head, self._in_head, self._ended, self.got_bytes = b"", True, False, False
+        self._parser = httptools.HttpResponseParser(self)
+        if self._transport is not None:
+            self._transport.write(payload)
+
+    def is_open(self) -> bool:
+        """May be written to."""
+        return self._transport is not None and not self._transport.is_closing()
+
+    def pause(self) -> None:
+        """Back-pressure: the client reads slower than the worker writes."""
+        if self._transport is not None and self.is_open():
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        """The client caught up."""
+        if self._transport is not None and self.is_open():
+            self._transport.resume_reading()
+
+    def abort(self) -> None:
+        """Close at once; the worker sees a client that left. The leg hears nothing more."""
+        self._leg = None
+        if self._transport is not None:
+            self._transport.abort()
+
+
+OnConnection = Callable[[Upstream | None, str], None]
+
+
+class Pool:
+    """Connections to one worker."""
+
+    def __init__(self, address: str, port: int) -> None:
+        self.address = address
+        self.port = port
+        self.authority = f"{address}:{port}".encode()
+        self._idle: list[Upstream] = []
+        self._retired = False
+        self._connecting: set[asyncio.Task[None]] = set()
+
+    def take(self, then: OnConnection, *, fresh: bool = False) -> None:
+        """An idle connection at once, or a new one later; `then` gets (connection, "") or (None, why)."""
+        while self._idle and not fresh:
+            connection = self._idle.pop()
+            if connection.is_open():
+                then(connection, "")
+                return
+        task = asyncio.get_running_loop().create_task(self._connect(then))
+        self._connecting.add(task)
+        task.add_done_callback(self._connecting.discard)
+
+    async def _connect(self, then: OnConnection) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                _, connection = await loop.create_connection(lambda: Upstream(self), self.address, self.port)
+        except (OSError, TimeoutError) as error:
+            then(None, f"cannot connect: {error or 'timeout'}")
+            return
+        then(connection, "")
+
+    def put(self, connection: Upstream) -> None:
+        """Back into the pool, unless that is full or the worker is gone."""
+        if self._retired or len(self._idle) >= IDLE_CONNECTIONS:
+            connection.abort()
+        else:
+            self._idle.append(connection)
+
+    def forget(self, connection: Upstream) -> None:
+        """A connection that closed."""
+        if connection in self._idle:
+            self._idle.remove(connection)
+
+    def retire(self) -> None:
+        """The worker left the endpoints: idle connections close now, busy ones when their answer ends."""
+        self._retired = True
+        idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.abort()
