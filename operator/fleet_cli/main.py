@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from fleet_cli.errors import EXIT_OK, CliError
+from fleet_cli.errors import EXIT_KILLED, EXIT_OK, CliError
 
 DEFAULT_PORT = 8080
 
@@ -23,6 +23,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         print(f"fleet: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        print("fleet: interrupted", file=sys.stderr)
+        return EXIT_KILLED
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -11,7 +11,7 @@ from typing import Any
 
 from fleet_api.parse import parse_fleet
 from fleet_api.v1alpha1 import InferenceFleet, KvStatus
-from fleet_cli.errors import EXIT_FAILED, EXIT_KILLED, EXIT_OK, RunError
+from fleet_cli.errors import EXIT_KILLED, EXIT_OK, RunError
 from fleet_cli.manifest import check, read_manifest
 from fleet_cli.up.bundled import bundled_manifest, tiny_model
 from fleet_cli.up.client import Client
@@ -148,6 +148,7 @@ class _Session:
 
     async def _drain(self, stops: Stops) -> bool:
         """Delete the fleet and wait for its pods, bounded; False when a second signal or the clock cut it short."""
+        stops.drain.set()
         self.screen.say("stopping: workers finish what they run (Ctrl-C again kills)")
         try:
             pods, status = await self.local.observe()
@@ -170,6 +171,3 @@ class _Session:
                 if not pods:
                     return True
                 await asyncio.sleep(POLL_S)
-
-
-__all__ = ["EXIT_FAILED", "UpOptions", "up"]

@@ -1,0 +1,126 @@
+"""The parts of a cluster in one process: store, scheduler, Deployment controller, process runtime, and the operator itself."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import Coroutine, Mapping
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from fleet_api.v1alpha1.tier import DEFAULT_RESOURCE
+from fleet_cli.errors import RunError
+from fleet_cli.up.view import ROLE_LABEL
+from fleet_operator.cluster.interface import FLEET, POD, NotFoundError, Object
+from fleet_operator.cluster.memory import MemoryCluster
+from fleet_operator.runtime.deployments import DeploymentController
+from fleet_operator.runtime.kubelet import ProcessKubelet
+from fleet_operator.runtime.scheduler import MemoryScheduler
+
+NODE = "local"
+DEVICES = "1024"
+"""A machine without a GPU pretends to have plenty: CPU engines stand in for devices."""
+LOG_BYTES = 8 * 1024 * 1024
+ENGINE_PORT = 8000
+
+
+class LocalFleet:
+    """One fleet on this machine; leaving the context kills whatever still runs."""
+
+    def __init__(self, *, manifest: Object, state_dir: Path, port: int, claims: Mapping[str, Path]) -> None:
+        self._manifest = manifest
+        self._namespace, self._name = manifest["metadata"]["namespace"], manifest["metadata"]["name"]
+        self._port = port
+        self.logs = state_dir / "logs"
+        self.router_url = f"http://127.0.0.1:{port}"
+        self._cluster = MemoryCluster()
+        self._user = self._cluster.writer("fleet-up")
+        capacity = _capacity(manifest)
+        self._kubelet = ProcessKubelet(self._cluster, NODE, capacity, state_dir, _environment(), pvc_dirs=claims)
+        self._scheduler = MemoryScheduler(self._cluster, {NODE: capacity})
+        self._deployments = DeploymentController(self._cluster)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._log: logging.Handler | None = None
+
+    async def __aenter__(self) -> LocalFleet:
+        self._log = _log_to(self.logs / "operator.log")
+        self._start("runtime", self._kubelet.run())
+        self._start("scheduler", self._scheduler.run())
+        self._start("deployments", self._deployments.run())
+        self._start("operator", self._operate())
+        await self._user.apply(self._manifest)
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        # Last started ends first: the runtime must be the last, for it kills what the others might still start.
+        for task in reversed(self._tasks):
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        await self._cluster.close()
+        if self._log is not None:
+            logging.getLogger().removeHandler(self._log)
+            self._log.close()
+
+    def raise_if_dead(self) -> None:
+        """RunError when a part of the control plane ended; none of them ends by itself."""
+        for task in self._tasks:
+            if task.done():
+                cause = None if task.cancelled() else task.exception()
+                raise RunError(f"the {task.get_name()} stopped: {cause or 'no cause known'}")
+
+    async def observe(self) -> tuple[list[Object], Object]:
+        """(pods, status of the fleet) as the store has them now; no status once the fleet is gone."""
+        pods = await self._cluster.list(POD, self._namespace)
+        try:
+            fleet = await self._cluster.get(FLEET, self._namespace, self._name)
+        except NotFoundError:
+            return pods, {}
+        return pods, fleet.get("status") or {}
+
+    async def prefill_url(self) -> str:
+        """Base URL of one prefill worker's engine."""
+        for pod in await self._cluster.list(POD, self._namespace, {ROLE_LABEL: "prefill"}):
+            if ip := (pod.get("status") or {}).get("podIP"):
+                return f"http://{ip}:{ENGINE_PORT}"
+        raise RunError("no prefill worker has an address")
+
+    async def delete(self) -> None:
+        """Delete the fleet; its pods drain and go."""
+        with contextlib.suppress(NotFoundError):
+            await self._user.delete(FLEET, self._namespace, self._name)
+
+    def _start(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+        self._tasks.append(asyncio.create_task(work, name=name))
+
+    async def _operate(self) -> None:
+        """The operator, as in a cluster, but on the store and with the router on the chosen port."""
+        raise NotImplementedError
+
+
+def _capacity(manifest: Object) -> dict[str, str]:
+    accelerators = [tier["accelerator"] for tier in manifest["spec"]["tiers"]]
+    return {
+        accelerator.get("resource", DEFAULT_RESOURCE): DEVICES for accelerator in accelerators if accelerator["type"] != "cpu"
+    }
+
+
+def _environment() -> dict[str, str]:
+    """What pods inherit: the user's environment, with threads that leave room for the other processes of the fleet."""
+    environment = dict(os.environ)
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // 3)))
+    return environment
+
+
+def _log_to(path: Path) -> logging.Handler:
+    """The operator's log goes to a bounded file: the terminal belongs to the user."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handler = RotatingFileHandler(path, maxBytes=LOG_BYTES, backupCount=1)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    root = logging.getLogger()
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    return handler
