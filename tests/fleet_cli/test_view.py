@@ -105,6 +105,13 @@ def test_the_curl_line_is_a_shell_command_with_valid_json():
     assert json.loads(words[-1])["max_tokens"] == 16
 
 
+@pytest.mark.parametrize(
+    ("serving", "ready", "complete"), [(1, "True", False), (2, "True", True), (2, "False", False), (0, "False", False)]
+)
+def test_complete_means_ready_with_every_worker(serving, ready, complete):
+    assert snapshot([], status_of(serving, ready=ready)).complete is complete
+
+
 def test_plain_output_says_each_change_once_and_has_no_control_codes():
     out, clock = io.StringIO(), iter(range(100))
     screen = open_screen(out, lambda: float(next(clock)))

@@ -99,10 +99,10 @@ class _Session:
 
     async def _until_ready(self) -> None:
         deadline = time.monotonic() + READY_TIMEOUT_ONCE_S
-        while not (shown := await self._look()).ready:
+        while not (shown := await self._look()).complete:
             if self.options.once and time.monotonic() > deadline:
                 condition = shown.status.condition("Ready")
-                why = f"{condition.reason}: {condition.message}" if condition else "no status was written"
+                why = f"{condition.reason}: {condition.message}" if condition else "the operator wrote no status"
                 raise RunError(f"not ready after {READY_TIMEOUT_ONCE_S:g} s: {why}")
             await asyncio.sleep(POLL_S)
         self.screen.say(f"ready after {time.monotonic() - self.begun:.1f} s")
@@ -113,7 +113,7 @@ class _Session:
         pods, status = await self.local.observe()
         seen = snapshot(pods, status)
         self.screen.show(seen)
-        if (error := fatal(pods)) is not None and not seen.ready:
+        if (error := fatal(pods)) is not None and not seen.complete:
             raise error
         return seen
 

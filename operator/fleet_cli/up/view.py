@@ -42,6 +42,12 @@ class Snapshot:
         condition = self.status.condition("Ready")
         return condition is not None and condition.status == "True"
 
+    @property
+    def complete(self) -> bool:
+        """Ready, and every worker that should serve does."""
+        roles = [role for tier in self.status.tiers for role in (tier.prefill, tier.decode)]
+        return self.ready and all(role.serving >= role.desired for role in roles)
+
 
 def snapshot(pods: Sequence[Mapping[str, Any]], status: Mapping[str, Any]) -> Snapshot:
     """The snapshot of raw pods and a raw fleet status."""
