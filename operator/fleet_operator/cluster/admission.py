@@ -32,14 +32,17 @@ def admit(wanted: Object, live: Object | None) -> None:
 
 
 def check_preconditions(obj: Object, live: Object | None) -> None:
-    """ConflictError when `obj` names a uid or resourceVersion that is not the live one's."""
-    metadata = obj.get("metadata") or {}
-    what = f'Operation cannot be fulfilled on {str(obj.get("kind", "")).lower()} "{metadata.get("name")}"'
-    for name in ("uid", "resourceVersion"):
-        wanted = metadata.get(name)
-        have = live["metadata"].get(name) if live else None
-        if wanted and wanted != have:
-            raise ConflictError(f"{what}: {name} mismatch: the object specified {wanted}, the existing one has {have}")
+    """A uid or resourceVersion in an applied object must be the live one's: InvalidError or ConflictError, as in the API."""
+    metadata, kind = obj.get("metadata") or {}, str(obj.get("kind", ""))
+    name, uid, version = metadata.get("name"), metadata.get("uid"), metadata.get("resourceVersion")
+    have = live["metadata"] if live else {}
+    if live and uid and uid != have["uid"]:
+        raise InvalidError(f'{kind} "{name}" is invalid: metadata.uid: Invalid value: "{uid}": field is immutable')
+    if (not live and uid) or (version and version != have.get("resourceVersion")):
+        raise ConflictError(
+            f'Operation cannot be fulfilled on {kind.lower()}s "{name}": the object has been modified; '
+            "please apply your changes to the latest version and try again"
+        )
 
 
 def pod_grace_s(pod: Object, asked_s: int | None) -> int:

@@ -130,12 +130,14 @@ def start(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,
-        preexec_fn=_die_with(os.getpid()),  # noqa: PLW1509 - one prctl call, prepared before the fork
+        preexec_fn=die_with(os.getpid()),  # noqa: PLW1509 - one prctl call, prepared before the fork
     )
     return ContainerProcess(popen, log, message_bytes, mark, pids)
 
 
-def _die_with(parent: int) -> Callable[[], None]:
+def die_with(parent: int) -> Callable[[], None]:
+    """A `preexec_fn`: the child gets SIGKILL when the thread that started it ends."""
+
     def ask() -> None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # the parent died between fork and prctl

@@ -49,7 +49,9 @@ def config_map(store: Store, name: str, data: dict[str, str], **metadata: Any) -
 def pod(store: Store, name: str, **spec: Any) -> dict[str, Any]:
     containers = [{"name": "main", "image": "none", "command": ["true"]}]
     where = {"name": name, "namespace": store.namespace}
-    return {"apiVersion": "v1", "kind": "Pod", "metadata": where, "spec": {"containers": containers, **spec}}
+    # nobody schedules it, so that only the test writes to it
+    spec = {"schedulerName": "nobody", "containers": containers, **spec}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": where, "spec": spec}
 
 
 def deployment(store: Store, name: str, **template: Any) -> dict[str, Any]:
@@ -234,8 +236,13 @@ async def delete_checks_the_uid(store: Store) -> None:
 @promise
 async def apply_checks_a_uid_that_it_names(store: Store) -> None:
     await store.cluster.apply(config_map(store, "named", {}))
+    wrong = "00000000-0000-0000-0000-000000000000"
+    with pytest.raises(InvalidError, match=f'ConfigMap "named" is invalid: metadata.uid: Invalid value: "{wrong}": field is'):
+        await store.cluster.apply(config_map(store, "named", {}, uid=wrong))
     with pytest.raises(ConflictError):
-        await store.cluster.apply(config_map(store, "named", {}, uid="00000000-0000-0000-0000-000000000000"))
+        await store.cluster.apply(config_map(store, "never-made", {}, uid=wrong))
+    with pytest.raises(ConflictError, match="the object has been modified"):
+        await store.cluster.apply(config_map(store, "named", {"a": "b"}, resourceVersion="999999999"))
 
 
 @promise

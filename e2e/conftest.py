@@ -1,0 +1,60 @@
+"""Fixtures of the end-to-end tests: one control plane and two GPU nodes per session, a namespace per test."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from e2e.kube.controlplane import ControlPlane
+from e2e.kube.nodes import NODES
+from e2e.kube.service import Service
+
+
+@pytest.fixture(scope="session")
+def control_plane() -> Iterator[ControlPlane]:
+    """A real API server with our CRDs."""
+    with ControlPlane() as plane:
+        plane.install_crds()
+        yield plane
+
+
+@pytest.fixture(scope="session")
+def gpu_nodes(control_plane: ControlPlane) -> Iterator[Path]:
+    """Two nodes with four GPUs each; the folder that holds their pods' logs (NODE/logs/POD/CONTAINER.log)."""
+    with tempfile.TemporaryDirectory(prefix="inferencefleet-nodes-") as folder:
+        argv = [sys.executable, "-m", "e2e.kube.nodes", str(control_plane.kubeconfig), folder]
+        nodes = Service("nodes", argv, control_plane.dir / "nodes.log", dict(os.environ))
+        control_plane.services.append(nodes)
+        try:
+            control_plane.wait("two ready nodes", lambda: ready_nodes(control_plane) == set(NODES))
+            yield Path(folder)
+        finally:
+            nodes.stop()
+            control_plane.services.remove(nodes)
+
+
+@pytest.fixture
+def namespace(control_plane: ControlPlane) -> Iterator[str]:
+    """A namespace of its own, deleted with everything in it."""
+    name = f"test-{uuid.uuid4().hex[:8]}"
+    control_plane.kubectl("create", "namespace", name)
+    account = f"/api/v1/namespaces/{name}/serviceaccounts/default"
+    control_plane.wait("its service account", lambda: control_plane.exists(account))
+    yield name
+    control_plane.kubectl("delete", "namespace", name, "--wait=false")
+
+
+def ready_nodes(plane: ControlPlane) -> set[str]:
+    """Names of nodes that are Ready and may receive pods."""
+    found = set()
+    for node in plane.get("/api/v1/nodes")["items"]:
+        conditions = {c["type"]: c["status"] for c in node.get("status", {}).get("conditions") or []}
+        if conditions.get("Ready") == "True" and not node["spec"].get("taints"):
+            found.add(node["metadata"]["name"])
+    return found

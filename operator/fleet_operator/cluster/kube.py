@@ -1,0 +1,200 @@
+"""The Kubernetes API as a `Cluster`: server-side apply, paged lists, watches that survive cuts and 410 Gone."""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing
+from pathlib import Path
+from urllib.parse import quote
+
+from fleet_operator.cluster.interface import FIELD_MANAGER, ClusterError, Kind, NotFoundError, Object, WatchEvent
+from fleet_operator.cluster.kinds import key_of, kind_of
+from fleet_operator.cluster.kube_http import Backoff, GoneError, KubeHttp, KubeLimits, configuration_from, error_of
+from fleet_operator.cluster.watchers import Seen
+
+logger = logging.getLogger(__name__)
+_DEFAULTS = KubeLimits()
+_APPLY = "application/apply-patch+yaml"
+_MERGE = "application/merge-patch+json"
+
+
+class KubeCluster:
+    """`Cluster` on a real API server; make it with `connect`."""
+
+    def __init__(self, http: KubeHttp, limits: KubeLimits = _DEFAULTS, manager: str = FIELD_MANAGER) -> None:
+        self._http = http
+        self._limits = limits
+        self._manager = manager
+
+    @classmethod
+    async def connect(
+        cls, kubeconfig: Path | None, *, limits: KubeLimits = _DEFAULTS, manager: str = FIELD_MANAGER, context: str | None = None
+    ) -> KubeCluster:
+        """Credentials from `kubeconfig`, or from the pod's service account when None. Nothing is sent yet."""
+        return cls(KubeHttp(await configuration_from(kubeconfig, context), limits), limits, manager)
+
+    def writer(self, manager: str) -> KubeCluster:
+        """A handle with the same connections that writes as another field manager."""
+        return KubeCluster(self._http, self._limits, manager)
+
+    @property
+    def access(self) -> KubeAccess:
+        """How processes of this machine reach the same API server."""
+        return KubeAccess(self._http)
+
+    async def get(self, kind: Kind, namespace: str | None, name: str) -> Object:
+        """See `Cluster.get`."""
+        return _slim(await self._http.request("GET", _path(kind, namespace, name)), kind)
+
+    async def list(self, kind: Kind, namespace: str | None = None, labels: Mapping[str, str] | None = None) -> list[Object]:
+        """See `Cluster.list`."""
+        objects, _ = await self._list(kind, namespace, labels)
+        return sorted(objects, key=key_of)
+
+    def watch(
+        self, kind: Kind, namespace: str | None = None, labels: Mapping[str, str] | None = None
+    ) -> AsyncIterator[WatchEvent]:
+        """See `Cluster.watch`. An error of the first list that trying again cannot help is raised."""
+        return self._watch(kind, namespace, labels)
+
+    async def apply(self, obj: Object) -> Object:
+        """See `Cluster.apply`."""
+        kind = kind_of(obj)
+        query = {"fieldManager": self._manager, "force": "true", "fieldValidation": "Strict"}
+        namespace, name = key_of(obj)
+        return _slim(await self._http.request("PATCH", _path(kind, namespace, name), query, obj, _APPLY), kind)
+
+    async def patch(self, kind: Kind, namespace: str | None, name: str, patch: Object) -> Object:
+        """Merge-patch everything but the status, as `kubectl edit` would."""
+        query = {"fieldManager": self._manager}
+        return _slim(await self._http.request("PATCH", _path(kind, namespace, name), query, patch, _MERGE), kind)
+
+    async def patch_status(self, kind: Kind, namespace: str | None, name: str, status: Object) -> Object:
+        """See `Cluster.patch_status`."""
+        query = {"fieldManager": self._manager}
+        path = f"{_path(kind, namespace, name)}/status"
+        return _slim(await self._http.request("PATCH", path, query, {"status": status}, _MERGE), kind)
+
+    async def delete(
+        self, kind: Kind, namespace: str | None, name: str, *, uid: str | None = None, grace_s: int | None = None
+    ) -> None:
+        """See `Cluster.delete`."""
+        options: Object = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Background"}
+        if uid is not None:
+            options["preconditions"] = {"uid": uid}
+        if grace_s is not None:
+            options["gracePeriodSeconds"] = grace_s
+        await self._http.request("DELETE", _path(kind, namespace, name), None, options)
+
+    async def close(self) -> None:
+        """Close all connections, also those of `writer` handles."""
+        await self._http.close()
+
+    async def _list(
+        self, kind: Kind, namespace: str | None, labels: Mapping[str, str] | None
+    ) -> tuple[builtins.list[Object], str]:
+        """All objects and the version to watch from; starts again when the continue token expires half way."""
+        path, query = _path(kind, namespace), _selector(labels) | {"limit": self._limits.page}
+        objects: builtins.list[Object] = []
+        while True:
+            try:
+                page = await self._http.request("GET", path, query)
+            except GoneError:
+                if "continue" not in query:
+                    raise
+                objects, query = [], _selector(labels) | {"limit": self._limits.page}
+                continue
+            objects += [_slim(item, kind) for item in page.get("items") or []]
+            if not page["metadata"].get("continue"):
+                return objects, page["metadata"]["resourceVersion"]
+            query = {**query, "continue": page["metadata"]["continue"]}
+
+    async def _watch(self, kind: Kind, namespace: str | None, labels: Mapping[str, str] | None) -> AsyncIterator[WatchEvent]:
+        seen, backoff, version, synced = Seen(), Backoff(self._limits), "", False
+        while True:
+            try:
+                if not version:
+                    objects, version = await self._list(kind, namespace, labels)
+                    for event in seen.catch_up(objects):
+                        yield event
+                    if not synced:
+                        yield WatchEvent("SYNCED", {})
+                    synced = True
+                async with aclosing(self._changes(kind, namespace, labels, version)) as changes:
+                    async for change, obj in changes:
+                        backoff.reset()
+                        version = obj["metadata"]["resourceVersion"]
+                        for event in [] if change == "BOOKMARK" else seen.events(obj, present=change != "DELETED"):
+                            yield event
+                # a server that ends every watch at once must not make us spin
+                await asyncio.sleep(self._limits.backoff_base_s)
+            except GoneError:
+                version = ""
+            except ClusterError as error:
+                if not synced and not error.retry:
+                    raise
+                logger.warning("watch of %s interrupted: %s", kind.plural, error)
+                version = "" if isinstance(error, NotFoundError) else version
+                await backoff.pause(error)
+
+    async def _changes(
+        self, kind: Kind, namespace: str | None, labels: Mapping[str, str] | None, version: str
+    ) -> AsyncGenerator[tuple[str, Object], None]:
+        """One watch connection: (type, object) until the server ends it; an ERROR event becomes the named error."""
+        query = _selector(labels) | {
+            "watch": "1",
+            "allowWatchBookmarks": "true",
+            "resourceVersion": version,
+            "timeoutSeconds": self._limits.watch_s,
+        }
+        async with aclosing(self._http.lines(_path(kind, namespace), query)) as lines:
+            async for line in lines:
+                if line["type"] == "ERROR":
+                    status = line["object"]
+                    raise error_of(int(status.get("code") or 500), str(status.get("message")).encode())
+                yield line["type"], _slim(line["object"], kind)
+
+
+class KubeAccess:
+    """`ApiAccess` of the process runtime: where the API server is, and tokens for pods."""
+
+    def __init__(self, http: KubeHttp) -> None:
+        self._http = http
+        self.url = str(http.configuration.host)
+        ca_file = http.configuration.ssl_ca_cert
+        self.ca_file = Path(ca_file) if ca_file else None
+
+    async def token(self, namespace: str, service_account: str, audience: str | None, expires_s: int, pod: Object) -> str:
+        """A token bound to `pod` (TokenRequest)."""
+        metadata = pod["metadata"]
+        bound = {"apiVersion": "v1", "kind": "Pod", "name": metadata["name"], "uid": metadata["uid"]}
+        spec: Object = {"expirationSeconds": expires_s, "boundObjectRef": bound}
+        if audience:
+            spec["audiences"] = [audience]
+        body = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": spec}
+        path = f"/api/v1/namespaces/{quote(namespace)}/serviceaccounts/{quote(service_account)}/token"
+        answer = await self._http.request("POST", path, None, body)
+        return str(answer["status"]["token"])
+
+
+def _path(kind: Kind, namespace: str | None, name: str | None = None) -> str:
+    root = "/api" if "/" not in kind.api_version else "/apis"
+    where = f"/namespaces/{quote(namespace)}" if namespace and kind.namespaced else ""
+    return f"{root}/{kind.api_version}{where}/{kind.plural}" + (f"/{quote(name, safe='')}" if name else "")
+
+
+def _selector(labels: Mapping[str, str] | None) -> dict[str, str | int]:
+    if not labels:
+        return {}
+    return {"labelSelector": ",".join(f"{name}={value}" for name, value in sorted(labels.items()))}
+
+
+def _slim(obj: Object, kind: Kind) -> Object:
+    """Without managedFields, half of an object's bytes that nobody here reads; items of lists get their kind back."""
+    obj["metadata"].pop("managedFields", None)
+    obj.setdefault("apiVersion", kind.api_version)
+    obj.setdefault("kind", kind.kind)
+    return obj

@@ -1,0 +1,171 @@
+"""HTTP to the API server: raw dicts through the REST layer of the `kubernetes` package, errors as the named ones.
+
+The generated clients and models stay unloaded (they cost more memory than the operator itself).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlencode
+
+import aiohttp
+from kubernetes.aio.client.configuration import Configuration
+from kubernetes.aio.client.rest import RESTClientObject
+from kubernetes.aio.config import load_incluster_config, load_kube_config
+
+from fleet_operator.cluster.interface import (
+    ClusterError,
+    ConflictError,
+    ForbiddenError,
+    InvalidError,
+    NotFoundError,
+    Object,
+    UnavailableError,
+)
+
+
+class GoneError(UnavailableError):
+    """410: the resourceVersion or continue token is too old; list again."""
+
+    reason = "Expired"
+
+
+@dataclass(frozen=True, slots=True)
+class KubeLimits:
+    """Bounds of the API client; seconds."""
+
+    request_s: float = 30.0
+    """One request with its answer."""
+    watch_s: int = 240
+    """The server ends a watch after this; we go on from the last version."""
+    silence_s: float = 300.0
+    """No byte for this long on a watch means a dead connection: longer than `watch_s`, as a quiet watch is normal."""
+    page: int = 500
+    """Objects per page of a list, the API's usual chunk."""
+    backoff_base_s: float = 0.2
+    backoff_cap_s: float = 10.0
+    connections: int = 64
+
+
+_BY_STATUS: Mapping[int, type[ClusterError]] = {
+    400: InvalidError,
+    401: ForbiddenError,
+    403: ForbiddenError,
+    404: NotFoundError,
+    405: InvalidError,
+    409: ConflictError,
+    410: GoneError,
+    413: InvalidError,
+    415: InvalidError,
+    422: InvalidError,
+}
+
+
+def error_of(status: int, body: bytes, retry_after: str | None = None) -> ClusterError:
+    """The named error for an answer, with the API server's own message."""
+    try:
+        answer = json.loads(body)
+        message = str(answer.get("message") or answer)
+    except (ValueError, AttributeError):
+        message = body.decode(errors="replace").strip()[:500]
+    error = _BY_STATUS.get(status, UnavailableError)(message or f"the API server answered {status}")
+    if isinstance(error, UnavailableError) and retry_after and retry_after.isdigit():
+        error.retry_after_s = float(retry_after)
+    return error
+
+
+async def configuration_from(kubeconfig: Path | None, context: str | None = None) -> Configuration:
+    """From a kubeconfig file, or from the pod's service account when `kubeconfig` is None."""
+    configuration = Configuration()
+    if kubeconfig is None:
+        load_incluster_config(client_configuration=configuration)
+    else:
+        await load_kube_config(
+            config_file=str(kubeconfig), context=context, client_configuration=configuration, persist_config=False
+        )
+    return configuration
+
+
+class KubeHttp:
+    """Requests with the credentials of one configuration."""
+
+    def __init__(self, configuration: Configuration, limits: KubeLimits) -> None:
+        configuration.connection_pool_maxsize = limits.connections
+        self.configuration = configuration
+        self._limits = limits
+        self._rest = RESTClientObject(configuration)
+
+    async def request(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str | int] | None = None,
+        body: Object | None = None,
+        content_type: str = "application/json",
+    ) -> Object:
+        """The answer's JSON; the named errors, never aiohttp's."""
+        timeout = aiohttp.ClientTimeout(total=self._limits.request_s)
+        async with self._answer(method, path, query or {}, body, content_type, timeout) as answer:
+            parsed: Object = json.loads(await answer.read())
+            return parsed
+
+    async def lines(self, path: str, query: Mapping[str, str | int]) -> AsyncGenerator[Object, None]:
+        """The JSON lines of a watch, until the server ends it or it fails."""
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._limits.request_s, sock_read=self._limits.silence_s)
+        async with self._answer("GET", path, query, None, "application/json", timeout) as answer:
+            while line := await answer.content.readline():
+                yield json.loads(line)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._rest.close()
+
+    @asynccontextmanager
+    async def _answer(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str | int],
+        body: Object | None,
+        content_type: str,
+        timeout: aiohttp.ClientTimeout,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        url = f"{self.configuration.host}{path}" + (f"?{urlencode(query)}" if query else "")
+        headers = {"Accept": "application/json", "Content-Type": content_type}
+        token = await self.configuration.get_api_key_with_prefix("BearerToken")
+        if token:
+            headers["Authorization"] = token
+        try:
+            sent = await self._rest.request(method, url, headers=headers, body=body, _request_timeout=timeout)
+            async with sent.response as answer:
+                if answer.status >= 400:
+                    raise error_of(answer.status, await answer.read(), answer.headers.get("Retry-After"))
+                yield answer
+        except TimeoutError as error:
+            raise UnavailableError(f"no answer from the API server at {self.configuration.host} in time") from error
+        except (aiohttp.ClientError, OSError, ssl.SSLError, ValueError) as error:
+            raise UnavailableError(f"{type(error).__name__}: {error}") from error
+
+
+class Backoff:
+    """Growing pauses between attempts, bounded; `reset` after a success."""
+
+    def __init__(self, limits: KubeLimits) -> None:
+        self._limits = limits
+        self._next_s = limits.backoff_base_s
+
+    def reset(self) -> None:
+        """The next pause is the shortest again."""
+        self._next_s = self._limits.backoff_base_s
+
+    async def pause(self, error: ClusterError) -> None:
+        """Wait as long as the server asked for, else twice as long as the last time."""
+        asked_s = error.retry_after_s if isinstance(error, UnavailableError) else None
+        await asyncio.sleep(min(self._limits.backoff_cap_s, asked_s or self._next_s))
+        self._next_s = min(self._limits.backoff_cap_s, self._next_s * 2)
