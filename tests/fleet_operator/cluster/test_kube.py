@@ -1,0 +1,198 @@
+"""The Kubernetes store against a scripted API server: pages, cuts, 410 Gone, errors in the server's words."""
+
+import asyncio
+import contextlib
+import json
+
+import pytest
+from aiohttp import web
+from kubernetes.aio.client.configuration import Configuration
+
+from fleet_operator.cluster.interface import (
+    CONFIG_MAP,
+    ConflictError,
+    ForbiddenError,
+    InvalidError,
+    NotFoundError,
+    UnavailableError,
+)
+from fleet_operator.cluster.kube import KubeCluster
+from fleet_operator.cluster.kube_http import GoneError, KubeHttp, KubeLimits, error_of
+
+FAST = KubeLimits(backoff_base_s=0.001, backoff_cap_s=0.01, page=2, silence_s=5)
+
+
+def item(name, version, uid="u"):
+    return {"metadata": {"name": name, "namespace": "d", "resourceVersion": str(version), "uid": uid, "managedFields": [{}]}}
+
+
+def change(kind, obj):
+    return {"type": kind, "object": {"apiVersion": "v1", "kind": "ConfigMap", **obj}}
+
+
+def page(items, version, more=None):
+    return {"metadata": {"resourceVersion": str(version), **({"continue": more} if more else {})}, "items": items}
+
+
+class Script:
+    """Answers requests in order: a dict is a page, a list is a watch that then ends, an int is an HTTP error."""
+
+    def __init__(self, *answers):
+        self.answers = list(answers)
+        self.queries = []
+
+    async def handle(self, request):
+        self.queries.append(dict(request.query))
+        if not self.answers:
+            await asyncio.Event().wait()
+        answer = self.answers.pop(0)
+        if isinstance(answer, int):
+            return web.json_response({"message": f"answer {answer}"}, status=answer)
+        if isinstance(answer, list):
+            lines = "".join(json.dumps(line) + "\n" for line in answer)
+            return web.Response(text=lines)
+        return web.json_response(answer)
+
+
+@contextlib.asynccontextmanager
+async def talking_to(script):
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", script.handle)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    configuration = Configuration()
+    configuration.host = "http://127.0.0.1:" + str(runner.addresses[0][1])
+    cluster = KubeCluster(KubeHttp(configuration, FAST), FAST)
+    try:
+        yield cluster
+    finally:
+        await cluster.close()
+        await runner.cleanup()
+
+
+async def watched(cluster, count):
+    events = cluster.watch(CONFIG_MAP, "d", {"a": "b", "c": "d"})
+    async with asyncio.timeout(10), contextlib.aclosing(events):
+        found = [await anext(events) for _ in range(count)]
+    return [(event.type, event.object["metadata"]["name"] if event.object else "") for event in found]
+
+
+def scenario(script, count):
+    async def run():
+        async with talking_to(script) as cluster:
+            return await watched(cluster, count)
+
+    return asyncio.run(run())
+
+
+def test_a_list_reads_page_by_page():
+    script = Script(page([item("b", 1), item("c", 2)], 5, "next"), page([item("a", 3)], 5))
+
+    async def run():
+        async with talking_to(script) as cluster:
+            return await cluster.list(CONFIG_MAP)
+
+    found = asyncio.run(run())
+    assert [obj["metadata"]["name"] for obj in found] == ["a", "b", "c"]
+    assert "managedFields" not in found[0]["metadata"]
+    assert script.queries == [{"limit": "2"}, {"limit": "2", "continue": "next"}]
+
+
+def test_a_list_whose_continue_token_expired_starts_again():
+    script = Script(page([item("old", 1)], 5, "next"), 410, page([item("new", 7)], 8))
+
+    async def run():
+        async with talking_to(script) as cluster:
+            return await cluster.list(CONFIG_MAP)
+
+    assert [obj["metadata"]["name"] for obj in asyncio.run(run())] == ["new"]
+
+
+def test_a_watch_that_ends_goes_on_from_the_last_version():
+    bookmark = change("BOOKMARK", {"metadata": {"resourceVersion": "20"}})
+    script = Script(page([item("a", 1)], 10), [change("MODIFIED", item("a", 12)), bookmark], [change("ADDED", item("b", 21))])
+    assert scenario(script, 4) == [("ADDED", "a"), ("SYNCED", ""), ("MODIFIED", "a"), ("ADDED", "b")]
+    assert [query.get("resourceVersion") for query in script.queries] == [None, "10", "20"]
+    assert script.queries[1]["allowWatchBookmarks"] == "true"
+    assert script.queries[0]["labelSelector"] == "a=b,c=d"
+
+
+def test_a_version_that_is_gone_lists_again_and_tells_only_the_difference():
+    gone = {"type": "ERROR", "object": {"kind": "Status", "code": 410, "message": "too old resource version"}}
+    script = Script(
+        page([item("kept", 1), item("gone", 2)], 10),
+        [gone],
+        page([item("kept", 1), item("made", 11), item("again", 12, "v")], 15),
+        [change("DELETED", item("kept", 16))],
+    )
+    told = scenario(script, 7)
+    assert told[:3] == [("ADDED", "kept"), ("ADDED", "gone"), ("SYNCED", "")]
+    assert told[3] == ("DELETED", "gone")
+    assert sorted(told[4:6]) == [("ADDED", "again"), ("ADDED", "made")]
+    assert told[6] == ("DELETED", "kept")
+
+
+def test_a_watch_outlives_a_server_that_is_away():
+    script = Script(503, page([item("a", 1)], 10), 500, 429, [change("MODIFIED", item("a", 12))])
+    assert scenario(script, 3) == [("ADDED", "a"), ("SYNCED", ""), ("MODIFIED", "a")]
+    assert [query.get("resourceVersion") for query in script.queries] == [None, None, "10", "10", "10"]
+
+
+def test_a_first_list_that_is_forbidden_is_retried_and_one_of_an_unknown_kind_is_raised():
+    assert scenario(Script(403, page([], 1)), 1) == [("SYNCED", "")]
+    with pytest.raises(NotFoundError, match="answer 404"):
+        scenario(Script(404), 1)
+
+
+def test_a_kind_that_vanishes_later_is_listed_again():
+    script = Script(page([item("a", 1)], 10), 404, page([], 11))
+    assert scenario(script, 3) == [("ADDED", "a"), ("SYNCED", ""), ("DELETED", "a")]
+
+
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [
+        (400, InvalidError),
+        (401, ForbiddenError),
+        (403, ForbiddenError),
+        (404, NotFoundError),
+        (409, ConflictError),
+        (410, GoneError),
+        (413, InvalidError),
+        (422, InvalidError),
+        (429, UnavailableError),
+        (500, UnavailableError),
+        (504, UnavailableError),
+    ],
+)
+def test_errors_carry_the_servers_words(status, error):
+    found = error_of(status, b'{"kind": "Status", "message": "spec.replicas: Invalid value"}')
+    assert type(found) is error
+    assert str(found) == "spec.replicas: Invalid value"
+
+
+@pytest.mark.parametrize("body", [b"", b"not json", b"[]", b"\xff"])
+def test_an_answer_that_is_no_status_still_makes_a_message(body):
+    assert str(error_of(502, body))
+
+
+def test_retry_after_is_kept():
+    found = error_of(429, b"{}", "7")
+    assert isinstance(found, UnavailableError)
+    assert found.retry_after_s == 7
+
+
+def test_nobody_listening_is_unavailable():
+    async def run():
+        configuration = Configuration()
+        configuration.host = "http://127.0.0.1:1"
+        cluster = KubeCluster(KubeHttp(configuration, FAST), FAST)
+        try:
+            await cluster.get(CONFIG_MAP, "d", "x")
+        finally:
+            await cluster.close()
+
+    with pytest.raises(UnavailableError, match="ClientConnectorError"):
+        asyncio.run(run())
