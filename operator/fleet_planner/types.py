@@ -96,3 +96,73 @@ class ScaleMemory:
 
     wants: tuple[tuple[float, int, int], ...] = ()
     """(time, prefill, decode), oldest first, bounded by the window."""
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """What a tier's pods are made from, as the renderer hashed it."""
+
+    revision: str
+    """First 8 hex digits of a hash over everything that a running pod cannot change."""
+    compat: str
+    """KV moves only between workers with equal hashes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """One fleet as it is: objects and telemetry with their ages."""
+
+    pods: tuple[ObservedPod, ...] = ()
+    pools: tuple[ObservedPool, ...] = ()
+    router: RouterView | None = None
+    templates: dict[str, Template] = field(default_factory=dict)
+    """By tier name."""
+    telemetry: dict[str, TierTelemetry] = field(default_factory=dict)
+    memory: dict[str, ScaleMemory] = field(default_factory=dict)
+    problems: tuple[str, ...] = ()
+    """What the last apply could not do, in words; empty when all was applied."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolWanted:
+    """A WorkerPool that should exist with this size."""
+
+    name: str
+    tier: str
+    role: Role
+    revision: str
+    replicas: int
+
+
+@dataclass(frozen=True, slots=True)
+class PodWanted:
+    """A pod to create."""
+
+    name: str
+    pool: str
+    tier: str
+    role: Role
+    revision: str
+    ordinal: int
+
+
+@dataclass(frozen=True, slots=True)
+class PodGone:
+    """A pod to delete."""
+
+    name: str
+    uid: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A worker that the router is told of."""
+
+    name: str
+    uid: str
+    address: str
+    role: Role
+    tier: str
+    revision: str
+    draining: bool

@@ -75,6 +75,7 @@ class _Session:
     local: LocalFleet
     screen: Screen
     begun: float
+    came_up: bool = False
 
     async def run(self) -> int:
         stops = Stops()
@@ -105,6 +106,7 @@ class _Session:
                 why = f"{condition.reason}: {condition.message}" if condition else "the operator wrote no status"
                 raise RunError(f"not ready after {READY_TIMEOUT_ONCE_S:g} s: {why}")
             await asyncio.sleep(POLL_S)
+        self.came_up = True
         self.screen.say(f"ready after {time.monotonic() - self.begun:.1f} s")
 
     async def _look(self) -> Snapshot:
@@ -113,7 +115,7 @@ class _Session:
         pods, status = await self.local.observe()
         seen = snapshot(pods, status)
         self.screen.show(seen)
-        if (error := fatal(pods)) is not None and not seen.complete:
+        if not self.came_up and (error := fatal(pods)) is not None:
             raise error
         return seen
 

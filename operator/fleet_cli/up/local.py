@@ -17,9 +17,12 @@ from fleet_cli.errors import RunError
 from fleet_cli.up.view import ROLE_LABEL
 from fleet_operator.cluster.interface import FLEET, POD, NotFoundError, Object
 from fleet_operator.cluster.memory import MemoryCluster
+from fleet_operator.reconciler import Reconciler
 from fleet_operator.runtime.deployments import DeploymentController
 from fleet_operator.runtime.kubelet import ProcessKubelet
 from fleet_operator.runtime.scheduler import MemoryScheduler
+from fleet_operator.settings import Platform
+from fleet_operator.telemetry.collect import open_telemetry
 
 NODE = "local"
 DEVICES = "1024"
@@ -98,7 +101,9 @@ class LocalFleet:
 
     async def _operate(self) -> None:
         """The operator, as in a cluster, but on the store and with the router on the chosen port."""
-        raise NotImplementedError
+        platform = Platform(follow="dir", router_host="127.0.0.1", router_port=self._port)
+        async with open_telemetry() as telemetry:
+            await Reconciler(self._cluster, platform, telemetry, namespace=self._namespace).run()
 
 
 def _capacity(manifest: Object) -> dict[str, str]:

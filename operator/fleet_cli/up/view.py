@@ -60,6 +60,9 @@ def fatal(pods: Sequence[Mapping[str, Any]]) -> CliError | None:
     for pod in pods:
         name = pod["metadata"]["name"]
         for status in pod.get("status", {}).get("containerStatuses", ()):
+            waiting = status.get("state", {}).get("waiting", {})
+            if waiting.get("reason") == "CreateContainerError":
+                return RunError(f"{name} cannot start: {waiting.get('message', 'no cause known')}")
             ended = _terminated(status)
             if ended is None:
                 continue

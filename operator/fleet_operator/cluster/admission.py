@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-import fleet_api
+from fleet_api.validate import refusal, validate
 from fleet_operator.cluster.interface import ConflictError, InvalidError, Object
 from fleet_operator.cluster.merge import clone
 
@@ -12,17 +12,12 @@ _MUTABLE_IN_PODS: Final = ("activeDeadlineSeconds", "terminationGracePeriodSecon
 _DEFAULT_GRACE_S: Final = 30
 
 
-def _validate(manifest: Object) -> list[str]:
-    validate = getattr(fleet_api, "validate", None)
-    return list(validate(manifest)) if validate else []
-
-
 def admit(wanted: Object, live: Object | None) -> None:
-    """Refuse what a cluster refuses: InvalidError for a bad fleet and for an edit of a pod that cannot be edited."""
-    if wanted.get("kind") == "InferenceFleet":
-        problems = _validate({name: value for name, value in wanted.items() if name != "status"})
-        if problems:
-            raise InvalidError("\n".join(problems))
+    """Refuse what a cluster refuses: InvalidError for a bad fleet or pool and for an edit of a pod that cannot be edited."""
+    if wanted.get("kind") in ("InferenceFleet", "WorkerPool"):
+        manifest = {name: value for name, value in wanted.items() if name != "status"}
+        if problems := validate(manifest):
+            raise InvalidError(refusal(manifest, problems))
     if wanted.get("kind") == "Pod" and live is not None and _fixed_part(wanted["spec"]) != _fixed_part(live["spec"]):
         raise InvalidError(
             f'Pod "{live["metadata"]["name"]}" is invalid: spec: Forbidden: pod updates may not change fields other than '

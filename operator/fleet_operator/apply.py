@@ -1,0 +1,167 @@
+"""Carries out a plan: writes what differs, deletes what should go; one failure does not hide the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from fleet_api.v1alpha1 import InferenceFleet
+from fleet_operator.cluster.interface import (
+    CONFIG_MAP,
+    DEPLOYMENT,
+    FLEET,
+    PDB,
+    POD,
+    POOL,
+    ROLE,
+    ROLE_BINDING,
+    SERVICE,
+    SERVICE_ACCOUNT,
+    Cluster,
+    ClusterError,
+    ConflictError,
+    Kind,
+    NotFoundError,
+    Object,
+)
+from fleet_operator.compare import satisfied, stamped
+from fleet_operator.render.fleet import render_documents, render_pool, render_router
+from fleet_operator.render.worker import render_pod
+from fleet_operator.settings import Platform
+from fleet_planner.reconcile import Plan
+from fleet_planner.types import Template
+
+Live = Mapping[tuple[str, str], Object]
+"""(kind, name) → object, of the fleet's namespace."""
+BY_KIND: dict[str, Kind] = {
+    kind.kind: kind for kind in (CONFIG_MAP, DEPLOYMENT, PDB, POD, POOL, ROLE, ROLE_BINDING, SERVICE, SERVICE_ACCOUNT)
+}
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What happened: words for the events, problems for the status."""
+
+    done: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    writes: int = 0
+
+
+class Applier:
+    """Applies plans of one cluster."""
+
+    def __init__(self, cluster: Cluster, platform: Platform) -> None:
+        self._cluster = cluster
+        self._platform = platform
+
+    async def apply(self, fleet: InferenceFleet, raw: Object, plan: Plan, templates: dict[str, Template], live: Live) -> Outcome:
+        """Endpoints first (nobody may be sent to a worker that is about to go), then objects, deletions, creations, status."""
+        outcome = Outcome()
+        owner = raw
+        await self._put(render_documents(fleet, plan, templates, owner), owner, live, outcome)
+        for wish in render_router(fleet, owner, self._platform):
+            await self._put(wish, owner, live, outcome)
+        pools: dict[str, Object] = {}
+        for pool in plan.pools:
+            made = await self._put(render_pool(fleet, pool, owner), owner, live, outcome)
+            if made is not None:
+                pools[pool.name] = made
+        for gone in plan.delete:
+            await self._delete(POD, fleet.metadata.namespace, gone.name, gone.uid, gone.reason, outcome)
+        for left in plan.pools_gone:
+            await self._delete(POOL, fleet.metadata.namespace, left.name, left.uid, "its revision is no longer wanted", outcome)
+        for wanted in plan.create:
+            if wanted.pool in pools:
+                pod = render_pod(fleet, wanted, templates[wanted.tier], self._platform, pools[wanted.pool])
+                await self._create(pod, outcome)
+        await self._pool_status(fleet, plan, live, outcome)
+        await self._status(fleet, raw, plan, outcome)
+        return outcome
+
+    async def _put(self, wish: Object, owner: Object, live: Live, outcome: Outcome) -> Object | None:
+        kind, name = wish["kind"], wish["metadata"]["name"]
+        wish = stamped(wish)
+        found = live.get((kind, name))
+        if found is not None and not _owned(found, owner):
+            outcome.problems.append(f"{kind} {name} exists and belongs to somebody else")
+            return None
+        if satisfied(wish, found):
+            return found
+        try:
+            made = await self._cluster.apply(wish)
+        except ClusterError as error:
+            outcome.problems.append(f"{kind} {name}: {error}")
+            return None
+        outcome.writes += 1
+        outcome.done.append(f"{'changed' if found is not None else 'created'} {kind} {name}")
+        return made
+
+    async def _create(self, pod: Object, outcome: Outcome) -> None:
+        try:
+            await self._cluster.apply(pod)
+        except ClusterError as error:
+            outcome.problems.append(f"Pod {pod['metadata']['name']}: {error}")
+            return
+        outcome.writes += 1
+        outcome.done.append(f"created Pod {pod['metadata']['name']}")
+
+    async def _delete(self, kind: Kind, namespace: str, name: str, uid: str, reason: str, outcome: Outcome) -> None:
+        try:
+            await self._cluster.delete(kind, namespace, name, uid=uid)
+        except (NotFoundError, ConflictError):
+            return  # gone already, or another object by now: the next pass sees which
+        except ClusterError as error:
+            outcome.problems.append(f"deleting {kind.kind} {name}: {error}")
+            return
+        outcome.writes += 1
+        outcome.done.append(f"deleted {kind.kind} {name}: {reason}")
+
+    async def _pool_status(self, fleet: InferenceFleet, plan: Plan, live: Live, outcome: Outcome) -> None:
+        for pool in plan.pools:
+            found = live.get(("WorkerPool", pool.name))
+            if found is None:
+                continue
+            pods = [o for (kind, _), o in live.items() if kind == "Pod" and _owned(o, found)]
+            wish = pool_status(pods, fleet.metadata.name, pool.tier, pool.role, pool.revision)
+            if found.get("status") != wish:
+                await self._patch(POOL, fleet.metadata.namespace, pool.name, wish, outcome)
+
+    async def _status(self, fleet: InferenceFleet, raw: Object, plan: Plan, outcome: Outcome) -> None:
+        wish = plan.status.to_dict()
+        if raw.get("status") != wish:
+            await self._patch(FLEET, fleet.metadata.namespace, fleet.metadata.name, wish, outcome)
+
+    async def _patch(self, kind: Kind, namespace: str, name: str, status: Object, outcome: Outcome) -> None:
+        try:
+            await self._cluster.patch_status(kind, namespace, name, status)
+            outcome.writes += 1
+        except NotFoundError:
+            return
+        except ClusterError as error:
+            outcome.problems.append(f"status of {kind.kind} {name}: {error}")
+
+
+def pool_status(pods: list[Object], fleet: str, tier: str, role: str, revision: str) -> Object:
+    """Counts of one pool, and the selector that autoscalers read."""
+    alive = [pod for pod in pods if "deletionTimestamp" not in pod["metadata"]]
+    ready = sum(
+        any(c["type"] == "Ready" and c["status"] == "True" for c in (pod.get("status") or {}).get("conditions") or [])
+        for pod in alive
+    )
+    base = "inferencefleet.io"
+    return {
+        "replicas": len(alive),
+        "readyReplicas": ready,
+        "servingReplicas": ready,
+        "terminatingReplicas": len(pods) - len(alive),
+        "selector": f"{base}/fleet={fleet},{base}/tier={tier},{base}/role={role},{base}/revision={revision}",
+    }
+
+
+def _ours(found: Object, owner: Object) -> bool:
+    return _owned(found, owner)
+
+
+def _owned(found: Object, owner: Object) -> bool:
+    references = found["metadata"].get("ownerReferences") or []
+    return any(reference.get("uid") == owner["metadata"]["uid"] for reference in references)

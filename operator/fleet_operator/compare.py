@@ -1,0 +1,38 @@
+"""Does an object already say what we want? Pure: decides whether a write is needed at all.
+
+Two tests: the hash of our last wish (an annotation) must be the hash of this wish, and every field that we wish must be in the
+live object. The first sees a wish that lost a field, the second sees somebody else's edit; defaults that the API server adds
+are in neither.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from typing import Any
+
+from fleet_operator.cluster.interface import Object
+from fleet_operator.names import APPLIED
+
+
+def stamped(wish: Object) -> Object:
+    """The wish with the hash of itself."""
+    digest = hashlib.sha256(json.dumps(wish, sort_keys=True).encode()).hexdigest()[:16]
+    out = copy.deepcopy(wish)
+    out["metadata"].setdefault("annotations", {})[APPLIED] = digest
+    return out
+
+
+def satisfied(wish: Object, live: Object | None) -> bool:
+    """No write is needed. `wish` is stamped."""
+    return live is not None and contains(live, wish)
+
+
+def contains(live: Any, wish: Any) -> bool:
+    """Every field of `wish` is in `live`; lists must have equal length and contain each other's entries in order."""
+    if isinstance(wish, dict):
+        return isinstance(live, dict) and all(key in live and contains(live[key], value) for key, value in wish.items())
+    if isinstance(wish, list):
+        return isinstance(live, list) and len(live) == len(wish) and all(map(contains, live, wish))
+    return bool(live == wish)

@@ -1,0 +1,96 @@
+"""Kubernetes dicts → what the planner sees. Pure and tolerant: a field that is not there yet is its own value, never a guess."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import datetime
+from typing import Any
+
+from fleet_operator.cluster.interface import Object
+from fleet_operator.names import ORDINAL, PLANNED, REVISION, ROLE, TIER
+from fleet_planner.types import ROLES, ObservedPod, ObservedPool, RouterView
+
+
+def observe_pods(pods: Iterable[Object]) -> tuple[ObservedPod, ...]:
+    """Worker pods (by their labels), in name order."""
+    found = [_pod(pod) for pod in pods if pod["metadata"].get("labels", {}).get(ROLE) in ROLES]
+    return tuple(sorted(found, key=lambda pod: pod.name))
+
+
+def _pod(pod: Object) -> ObservedPod:
+    meta, status = pod["metadata"], pod.get("status") or {}
+    labels = meta["labels"]
+    conditions = {c["type"]: c for c in status.get("conditions") or []}
+    ready = conditions.get("Ready", {})
+    scheduled = conditions.get("PodScheduled", {})
+    containers = status.get("containerStatuses") or []
+    return ObservedPod(
+        name=meta["name"],
+        uid=meta["uid"],
+        role=labels[ROLE],
+        tier=labels.get(TIER, ""),
+        revision=labels.get(REVISION, ""),
+        ordinal=int((meta.get("annotations") or {}).get(ORDINAL, meta["name"].rsplit("-", 1)[-1])),
+        ip=status.get("podIP"),
+        node=pod["spec"].get("nodeName"),
+        phase=status.get("phase", "Pending"),
+        ready=ready.get("status") == "True" and "deletionTimestamp" not in meta,
+        terminating="deletionTimestamp" in meta,
+        created_at=timestamp(meta.get("creationTimestamp")) or 0.0,
+        ready_since=timestamp(ready.get("lastTransitionTime")) if ready.get("status") == "True" else None,
+        message=_message(containers, scheduled),
+        unschedulable=scheduled.get("status") == "False" and scheduled.get("reason") == "Unschedulable",
+        restarts=sum(container.get("restartCount", 0) for container in containers),
+    )
+
+
+def _message(containers: list[Any], scheduled: dict[str, Any]) -> str:
+    """The most telling words of a pod that is not ready."""
+    for container in containers:
+        for state in (container.get("state") or {}, container.get("lastState") or {}):
+            ended = state.get("terminated")
+            if ended and ended.get("exitCode", 0) != 0:
+                return str(ended.get("message") or ended.get("reason") or f"exit code {ended['exitCode']}").strip()[-500:]
+    for container in containers:
+        waiting = (container.get("state") or {}).get("waiting")
+        if waiting and waiting.get("message"):
+            return str(waiting["message"])[-500:]
+    return str(scheduled.get("message", ""))[-500:] if scheduled.get("status") == "False" else ""
+
+
+def observe_pools(pools: Iterable[Object]) -> tuple[ObservedPool, ...]:
+    """WorkerPools in name order."""
+    found = []
+    for pool in pools:
+        meta, spec = pool["metadata"], pool["spec"]
+        planned = (meta.get("annotations") or {}).get(PLANNED)
+        found.append(
+            ObservedPool(
+                name=meta["name"],
+                uid=meta["uid"],
+                role=spec["role"],
+                tier=spec["tier"],
+                revision=spec["revision"],
+                replicas=spec.get("replicas", 0),
+                planned=int(planned) if planned is not None and planned.isdigit() else None,
+            )
+        )
+    return tuple(sorted(found, key=lambda pool: pool.name))
+
+
+def observe_router(deployment: Object | None, pods: Iterable[Object]) -> RouterView | None:
+    """The router Deployment; the message is what its pods say."""
+    if deployment is None:
+        return None
+    status = deployment.get("status") or {}
+    messages = [_message((pod.get("status") or {}).get("containerStatuses") or [], {}) for pod in pods]
+    return RouterView(
+        desired=deployment["spec"].get("replicas", 1),
+        ready=status.get("readyReplicas", 0) or 0,
+        message=next((message for message in messages if message), ""),
+    )
+
+
+def timestamp(text: str | None) -> float | None:
+    """RFC 3339 → UNIX seconds."""
+    return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp() if text else None

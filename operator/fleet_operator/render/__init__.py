@@ -1,0 +1,1 @@
+"""Plans → Kubernetes manifests. Pure: the same plan gives the same bytes."""

@@ -1,0 +1,165 @@
+"""Everything of a fleet that is not a worker pod: WorkerPools, the router's objects, the endpoints document."""
+
+from __future__ import annotations
+
+from fleet_api.v1alpha1 import InferenceFleet
+from fleet_operator.cluster.interface import Object
+from fleet_operator.names import FLEET, PLANNED, REVISION, ROLE, ROUTER_ROLE, TIER, labels, router_name
+from fleet_operator.render.worker import PORTS, owner_reference
+from fleet_operator.settings import Platform
+from fleet_planner.reconcile import Plan
+from fleet_planner.types import PoolWanted, Template
+from fleet_router import config as router_config
+from fleet_router.config import RouterConfig
+from fleet_wire import endpoints as wire
+from fleet_wire.endpoints import ENDPOINTS_KEY, ROUTER_CONFIG_KEY, Endpoint, Endpoints
+
+API_VERSION = "inferencefleet.io/v1alpha1"
+ROUTER_PORT = 8080
+ROUTER_GRACE_S = 40
+ROUTER_MOUNT = "/etc/fleet"
+
+
+def render_pool(fleet: InferenceFleet, pool: PoolWanted, owner: Object) -> Object:
+    """One WorkerPool; the annotation lets the operator see when somebody else changed replicas."""
+    return {
+        "apiVersion": API_VERSION,
+        "kind": "WorkerPool",
+        "metadata": {
+            "name": pool.name,
+            "namespace": fleet.metadata.namespace,
+            "labels": labels(fleet.metadata.name, **{TIER: pool.tier, ROLE: pool.role, REVISION: pool.revision}),
+            "annotations": {PLANNED: str(pool.replicas)},
+            "ownerReferences": [owner_reference(owner)],
+        },
+        "spec": {
+            "fleet": fleet.metadata.name, "tier": pool.tier, "role": pool.role, "revision": pool.revision,
+            "replicas": pool.replicas,
+        },
+    }  # fmt: skip
+
+
+def render_documents(fleet: InferenceFleet, plan: Plan, templates: dict[str, Template], owner: Object) -> Object:
+    """The ConfigMap that the router follows."""
+    workers = tuple(
+        Endpoint(
+            name=target.name, uid=target.uid, address=target.address, http_port=PORTS.http, agent_port=PORTS.agent,
+            role=target.role, tier=target.tier, revision=target.revision, compat=templates[target.tier].compat,
+            state="draining" if target.draining else "serving",
+        )
+        for target in plan.targets
+        if target.tier in templates
+    )  # fmt: skip
+    document = Endpoints(fleet=fleet.metadata.name, namespace=fleet.metadata.namespace, workers=workers)
+    data = {ROUTER_CONFIG_KEY: router_config.encode(_router_config(fleet)), ENDPOINTS_KEY: wire.encode(document).decode()}
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": _meta(fleet, owner), "data": data}
+
+
+def _router_config(fleet: InferenceFleet) -> RouterConfig:
+    spec = fleet.spec
+    return RouterConfig(
+        fleet=fleet.metadata.name,
+        served_name=fleet.served_name,
+        policy=spec.routing.policy,
+        load_bound=spec.routing.load.bound,
+        min_uncached_tokens=spec.routing.remote_prefill.min_uncached_tokens,
+        max_input_tokens=spec.max_input_tokens,
+        max_output_tokens=spec.limits.max_output_tokens,
+    )
+
+
+def render_router(fleet: InferenceFleet, owner: Object, platform: Platform) -> list[Object]:
+    """Rights, Service, disruption budget and Deployment of the router."""
+    name, selector = router_name(fleet.metadata.name), {FLEET: fleet.metadata.name, ROLE: ROUTER_ROLE}
+    account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": _meta(fleet, owner)}
+    role = {
+        "apiVersion": "rbac.authorization.k8s.io/v1",
+        "kind": "Role",
+        "metadata": _meta(fleet, owner),
+        "rules": [{"apiGroups": [""], "resources": ["configmaps"], "resourceNames": [name], "verbs": ["get", "list", "watch"]}],
+    }
+    binding = {
+        "apiVersion": "rbac.authorization.k8s.io/v1",
+        "kind": "RoleBinding",
+        "metadata": _meta(fleet, owner),
+        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name},
+        "subjects": [{"kind": "ServiceAccount", "name": name, "namespace": fleet.metadata.namespace}],
+    }
+    service = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": _meta(fleet, owner),
+        "spec": {
+            "type": "ClusterIP",
+            "selector": selector,
+            "ports": [{"name": "http", "port": ROUTER_PORT, "targetPort": "http", "protocol": "TCP"}],
+        },
+    }
+    budget = {
+        "apiVersion": "policy/v1",
+        "kind": "PodDisruptionBudget",
+        "metadata": _meta(fleet, owner),
+        "spec": {"maxUnavailable": 1, "selector": {"matchLabels": selector}},
+    }
+    return [account, role, binding, service, budget, _deployment(fleet, owner, platform, selector)]
+
+
+def _meta(fleet: InferenceFleet, owner: Object) -> Object:
+    return {
+        "name": router_name(fleet.metadata.name),
+        "namespace": fleet.metadata.namespace,
+        "labels": labels(fleet.metadata.name, **{ROLE: ROUTER_ROLE}),
+        "ownerReferences": [owner_reference(owner)],
+    }
+
+
+def _deployment(fleet: InferenceFleet, owner: Object, platform: Platform, selector: dict[str, str]) -> Object:
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": _meta(fleet, owner),
+        "spec": {
+            "replicas": fleet.spec.routing.replicas,
+            "selector": {"matchLabels": selector},
+            "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
+            "template": {
+                "metadata": {"labels": labels(fleet.metadata.name, **{ROLE: ROUTER_ROLE})},
+                "spec": _router_pod(fleet, platform),
+            },
+        },
+    }
+
+
+def _router_pod(fleet: InferenceFleet, platform: Platform) -> Object:
+    name = router_name(fleet.metadata.name)
+    follow = f"kube:{fleet.metadata.namespace}/{name}" if platform.follow == "kube" else f"dir:{ROUTER_MOUNT}"
+    env = [{"name": "FLEET_PORT", "value": str(platform.router_port)}]
+    if platform.router_host is not None:
+        env.append({"name": "FLEET_BIND_HOST", "value": platform.router_host})
+    probe = {"httpGet": {"path": "/health", "port": "http", "scheme": "HTTP"}, "periodSeconds": 1, "timeoutSeconds": 2}
+    if platform.router_host is not None:
+        probe["httpGet"] = {**probe["httpGet"], "host": platform.router_host}  # type: ignore[dict-item]
+    container = {
+        "name": "router",
+        "image": platform.router_image,
+        "imagePullPolicy": "IfNotPresent",
+        "command": ["fleet-router", "--follow", follow],
+        "env": env,
+        "ports": [{"name": "http", "containerPort": platform.router_port, "protocol": "TCP"}],
+        "readinessProbe": {**probe, "httpGet": {**probe["httpGet"], "path": "/ready"}, "failureThreshold": 1},  # type: ignore[dict-item]
+        "livenessProbe": {**probe, "failureThreshold": 3},
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "volumeMounts": [{"name": "documents", "mountPath": ROUTER_MOUNT, "readOnly": True}],
+        "securityContext": {
+            "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]},
+        },
+    }  # fmt: skip
+    return {
+        "containers": [container],
+        "volumes": [{"name": "documents", "configMap": {"name": name}}],
+        "serviceAccountName": name,
+        "automountServiceAccountToken": platform.follow == "kube",
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": ROUTER_GRACE_S,
+        "securityContext": {"runAsNonRoot": True, "runAsUser": 65532, "seccompProfile": {"type": "RuntimeDefault"}},
+    }

@@ -1,0 +1,197 @@
+"""Worker pods: configuration, device request, model volume, probes, hooks, UCX and NIXL environment."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import PurePosixPath
+from typing import Any
+
+from fleet_api.v1alpha1 import InferenceFleet
+from fleet_api.v1alpha1.model import ClaimSource, FileSource, HubSource
+from fleet_api.v1alpha1.tier import TierSpec
+from fleet_operator.cluster.interface import Object
+from fleet_operator.names import ORDINAL, POOL, REVISION, ROLE, TIER, labels
+from fleet_operator.settings import Platform
+from fleet_planner.types import PodWanted, Role, Template
+from fleet_worker.config import CONFIG_ENV, KvSettings, Ports, WorkerConfig, encode
+
+PORTS = Ports()
+MODELS = "/models"
+GRACE_SLACK_S = 15
+"""Seconds after the drain for the engine to stop."""
+STARTUP_FAILURES = 1_800
+"""One-second startup probes: large models take half an hour to load."""
+
+
+def template_of(fleet: InferenceFleet, tier: TierSpec, platform: Platform) -> Template:
+    """Revision and compatibility of a tier's pods. The revision covers all that a running pod cannot change, for both roles;
+    compatibility covers what both sides of a hand-off must agree on."""
+    compat = _digest(
+        {
+            "engine": fleet.spec.engine.type,
+            "image": fleet.spec.engine.image or platform.worker_image,
+            "model": fleet.spec.model.source,
+            "revision": fleet.spec.model.revision,
+            "block_tokens": fleet.spec.engine.block_tokens,
+        }
+    )[:16]
+    specs = {role: _pod_spec(fleet, tier, role, Template("", compat), platform) for role in ("prefill", "decode")}
+    return Template(_digest(specs)[:8], compat)
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def render_pod(fleet: InferenceFleet, wanted: PodWanted, template: Template, platform: Platform, owner: Object) -> Object:
+    """One worker pod, owned by its WorkerPool."""
+    tier = fleet.tier(wanted.tier)
+    used = Template(wanted.revision, template.compat)
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": wanted.name,
+            "namespace": fleet.metadata.namespace,
+            "labels": labels(
+                fleet.metadata.name, **{TIER: wanted.tier, ROLE: wanted.role, REVISION: wanted.revision, POOL: wanted.pool}
+            ),
+            "annotations": {ORDINAL: str(wanted.ordinal)},
+            "ownerReferences": [owner_reference(owner)],
+        },
+        "spec": _pod_spec(fleet, tier, wanted.role, used, platform),
+    }
+
+
+def owner_reference(owner: Object) -> Object:
+    """Controller reference: deletion cascades."""
+    meta = owner["metadata"]
+    return {
+        "apiVersion": owner["apiVersion"], "kind": owner["kind"], "name": meta["name"], "uid": meta["uid"],
+        "controller": True, "blockOwnerDeletion": True,
+    }  # fmt: skip
+
+
+def _pod_spec(fleet: InferenceFleet, tier: TierSpec, role: Role, template: Template, platform: Platform) -> Object:
+    volume, mount, path = _model(fleet)
+    container = {
+        "name": "worker",
+        "image": fleet.spec.engine.image or platform.worker_image,
+        "imagePullPolicy": "IfNotPresent",
+        "command": ["fleet-worker"],
+        "env": _env(worker_config(fleet, tier, role, template, platform, path), tier),
+        "ports": [
+            {"name": "http", "containerPort": PORTS.http, "protocol": "TCP"},
+            {"name": "agent", "containerPort": PORTS.agent, "protocol": "TCP"},
+            {"name": "kv", "containerPort": PORTS.side_channel, "protocol": "TCP"},
+            {"name": "kv-events", "containerPort": PORTS.kv_events, "protocol": "TCP"},
+            {"name": "kv-replay", "containerPort": PORTS.kv_replay, "protocol": "TCP"},
+        ],
+        "startupProbe": _probe("/started", failures=STARTUP_FAILURES),
+        "readinessProbe": _probe("/ready", failures=1),
+        "livenessProbe": _probe("/live", failures=3),
+        "lifecycle": {"preStop": {"httpGet": {"path": "/drain", "port": PORTS.agent, "scheme": "HTTP"}}},
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "volumeMounts": [mount, {"name": "shm", "mountPath": "/dev/shm"}, {"name": "tmp", "mountPath": "/tmp"}],  # noqa: S108
+        "resources": _resources(tier),
+        "securityContext": {
+            "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]},
+        },
+    }  # fmt: skip
+    spec: Object = {
+        "containers": [container],
+        "volumes": [
+            volume,
+            {"name": "shm", "emptyDir": {"medium": "Memory"}},
+            {"name": "tmp", "emptyDir": {}},
+        ],
+        "restartPolicy": "Always",
+        "terminationGracePeriodSeconds": round(platform.drain_timeout_s) + GRACE_SLACK_S,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "securityContext": {"runAsNonRoot": True, "runAsUser": 65532, "seccompProfile": {"type": "RuntimeDefault"}},
+    }
+    if tier.accelerator.device_request is not None:
+        spec["tolerations"] = [{"key": tier.accelerator.device_request[0], "operator": "Exists", "effect": "NoSchedule"}]
+    return spec
+
+
+def worker_config(
+    fleet: InferenceFleet, tier: TierSpec, role: Role, template: Template, platform: Platform, path: str
+) -> WorkerConfig:
+    """The agent's configuration."""
+    spec = fleet.spec
+    return WorkerConfig(
+        fleet=fleet.metadata.name,
+        namespace=fleet.metadata.namespace,
+        tier=tier.name,
+        role=role,
+        revision=template.revision,
+        compat=template.compat,
+        engine=spec.engine.type,
+        engine_args=tuple(spec.engine.args),
+        model=path,
+        served_name=fleet.served_name,
+        max_model_len=spec.engine.max_model_len,
+        max_batch=spec.engine.max_batch,
+        max_output_tokens=spec.limits.max_output_tokens,
+        drain_timeout_s=platform.drain_timeout_s,
+        ports=PORTS,
+        kv=KvSettings(
+            transport=tier.kv_transfer.transport,
+            lease_s=tier.kv_transfer.lease_duration_s,
+            block_tokens=spec.engine.block_tokens,
+            cache_bytes=spec.engine.cache_bytes,
+        ),
+    )
+
+
+def _env(config: WorkerConfig, tier: TierSpec) -> list[Object]:
+    def field(name: str, path: str) -> Object:
+        return {"name": name, "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": path}}}
+
+    env = [
+        {"name": CONFIG_ENV, "value": encode(config)},
+        field("FLEET_POD_NAME", "metadata.name"),
+        field("FLEET_POD_UID", "metadata.uid"),
+        field("FLEET_POD_IP", "status.podIP"),
+        field("VLLM_NIXL_SIDE_CHANNEL_HOST", "status.podIP"),
+        {"name": "VLLM_NIXL_SIDE_CHANNEL_PORT", "value": str(PORTS.side_channel)},
+        {"name": "HOME", "value": "/tmp"},  # noqa: S108 - the one writable folder of a read-only root
+    ]
+    allow = {"shm": "sm,self", "tcp": "tcp,self", "rdma": "rc,dc,ud,cuda_copy,cuda_ipc,gdr_copy,sm,self"}
+    if tier.kv_transfer.transport in allow:
+        env.append({"name": "UCX_TLS", "value": allow[tier.kv_transfer.transport]})
+    return env
+
+
+def _probe(path: str, *, failures: int) -> Object:
+    return {
+        "httpGet": {"path": path, "port": PORTS.agent, "scheme": "HTTP"},
+        "periodSeconds": 1, "timeoutSeconds": 2, "failureThreshold": failures, "successThreshold": 1,
+    }  # fmt: skip
+
+
+def _resources(tier: TierSpec) -> Object:
+    request = tier.accelerator.device_request
+    return {} if request is None else {"limits": {request[0]: str(request[1])}, "requests": {request[0]: str(request[1])}}
+
+
+def _model(fleet: InferenceFleet) -> tuple[Object, Object, str]:
+    """(volume, mount, model path inside the container)."""
+    source = fleet.spec.model.location
+    if isinstance(source, FileSource):
+        at = f"{MODELS}/{PurePosixPath(source.path).name}"
+        volume = {"name": "model", "hostPath": {"path": source.path, "type": ""}}
+        return volume, {"name": "model", "mountPath": at, "readOnly": True}, at
+    if isinstance(source, ClaimSource):
+        at = f"{MODELS}/{source.claim}"
+        volume = {"name": "model", "persistentVolumeClaim": {"claimName": source.claim, "readOnly": True}}
+        return volume, {"name": "model", "mountPath": at, "readOnly": True}, f"{at}/{source.path}".rstrip("/")
+    return _hub(source)
+
+
+def _hub(source: HubSource) -> tuple[Object, Object, str]:
+    at = f"{MODELS}/hf"
+    return {"name": "model", "emptyDir": {}}, {"name": "model", "mountPath": at}, f"hf://{source.repository}@{source.revision}"

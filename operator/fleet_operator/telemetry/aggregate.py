@@ -1,0 +1,106 @@
+"""Readings of workers and routers → one TierTelemetry per tier. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fleet_operator.telemetry.parse import Sample, buckets, quantile, total
+from fleet_planner.types import KvProof, Role, RoleLoad, TierTelemetry
+
+TTFT = "fleet_router_ttft_seconds"
+ITL = "fleet_router_itl_seconds"
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One exposition and when it was read."""
+
+    samples: list[Sample]
+    read_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReading:
+    """A worker's exposition; `reading` None when it could not be read."""
+
+    tier: str
+    role: Role
+    reading: Reading | None
+    transport: str | None = None
+
+
+def tier_telemetry(
+    tier: str, workers: Sequence[WorkerReading], routers: Sequence[Reading | None], earlier: Sequence[Reading | None], now: float
+) -> TierTelemetry:
+    """What is known of a tier. `earlier` are the routers' readings at the beginning of the window, same order."""
+    mine = [worker for worker in workers if worker.tier == tier]
+    return TierTelemetry(
+        prefill=_load("prefill", tier, mine, routers, _window(routers, earlier, TTFT), None, now),
+        decode=_load("decode", tier, mine, routers, None, _window(routers, earlier, ITL), now),
+        kv=_proof(mine, now),
+        transport=next((worker.transport for worker in mine if worker.transport), None),
+    )
+
+
+def _load(
+    role: Role,
+    tier: str,
+    workers: list[WorkerReading],
+    routers: Sequence[Reading | None],
+    ttft: float | None,
+    itl: float | None,
+    now: float,
+) -> RoleLoad:
+    """In flight: the larger of what routers sent and what engines hold. A role with an unreadable worker is still known when
+    every router can be read, because they know all that they sent; else it is unknown."""
+    sent = _sum(
+        [total(r.samples, "fleet_router_inflight", role=role, tier=tier) or 0.0 if r is not None else None for r in routers]
+    )
+    held = _sum([_held(worker) for worker in workers if worker.role == role])
+    known = [value for value in (sent, held) if value is not None]
+    if not known:
+        return RoleLoad()
+    return RoleLoad(inflight=max(known), ttft_p99_s=ttft, itl_p99_s=itl, measured_at=now)
+
+
+def _held(worker: WorkerReading) -> float | None:
+    if worker.reading is None:
+        return None
+    running = total(worker.reading.samples, "vllm:num_requests_running")
+    waiting = total(worker.reading.samples, "vllm:num_requests_waiting")
+    return None if running is None or waiting is None else running + waiting
+
+
+def _sum(values: list[float | None]) -> float | None:
+    """None when there is nothing, or when one is missing: a part is not the whole."""
+    return sum(value for value in values if value is not None) if values and None not in values else None
+
+
+def _window(routers: Sequence[Reading | None], earlier: Sequence[Reading | None], name: str) -> float | None:
+    """Worst p99 of any router over the window."""
+    found = [
+        quantile(buckets(old.samples, name) if old is not None else None, buckets(new.samples, name), 0.99)
+        for new, old in zip(routers, earlier, strict=True)
+        if new is not None
+    ]
+    known = [value for value in found if value is not None]
+    return max(known) if known else None
+
+
+def _proof(workers: list[WorkerReading], now: float) -> KvProof | None:
+    """Counters of the tier's decode workers; None when none can be read."""
+    read = [worker.reading.samples for worker in workers if worker.role == "decode" and worker.reading is not None]
+    if not read:
+        return None
+
+    def count(name: str) -> int:
+        return round(sum(total(samples, name) or 0.0 for samples in read))
+
+    return KvProof(
+        transfers=count("vllm:nixl_xfer_time_seconds_count"),
+        blocks=count("fleet:kv_blocks_received_total"),
+        bytes=count("vllm:nixl_bytes_transferred_sum"),
+        failed=count("vllm:nixl_num_failed_transfers_total"),
+        measured_at=now,
+    )

@@ -1,0 +1,65 @@
+"""The ratio rule: prefill and decode counts that are allowed together, and the nearest allowed pair to a wish."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fleet_api.quantities import Ratio
+from fleet_api.v1alpha1.tier import TierSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What one tier may have: replicas per role, and prefill:decode between `low` and `high`."""
+
+    prefill_min: int
+    prefill_max: int
+    decode_min: int
+    decode_max: int
+    low: Ratio
+    high: Ratio
+
+    def allow(self, prefill: int, decode: int) -> bool:
+        """This pair is inside replica bounds and ratio."""
+        inside = self.prefill_min <= prefill <= self.prefill_max and self.decode_min <= decode <= self.decode_max
+        return inside and within(prefill, decode, self.low, self.high)
+
+
+def bounds_of(tier: TierSpec) -> Bounds:
+    """Bounds of a tier's spec; warm workers raise the minimum, never above the maximum."""
+    prefill, decode = tier.prefill, tier.decode
+    return Bounds(
+        prefill_min=prefill.min_replicas,
+        prefill_max=prefill.max_replicas,
+        decode_min=decode.min_replicas,
+        decode_max=decode.max_replicas,
+        low=tier.ratio.min_ratio,
+        high=tier.ratio.max_ratio,
+    )
+
+
+def within(prefill: int, decode: int, low: Ratio, high: Ratio) -> bool:
+    """low ≤ prefill/decode ≤ high."""
+    return low.allows(prefill, decode)[0] and high.allows(prefill, decode)[1]
+
+
+def project(want_prefill: int, want_decode: int, bounds: Bounds) -> tuple[int, int]:
+    """The allowed pair that covers both wants with the fewest workers; when none covers both, the one that misses least.
+
+    Walks the prefill counts (at most 1,000) and computes for each the decode counts that the ratio leaves. Validation
+    guarantees that some pair is allowed; ValueError says that it did not.
+    """
+    best: tuple[tuple[int, int, int], tuple[int, int]] | None = None
+    for prefill in range(bounds.prefill_min, bounds.prefill_max + 1):
+        fewest = max(bounds.decode_min, -(-prefill * bounds.high.decode // bounds.high.prefill))
+        most = min(bounds.decode_max, prefill * bounds.low.decode // bounds.low.prefill)
+        if fewest > most:
+            continue
+        decode = min(max(want_decode, fewest), most)
+        missing = max(0, want_prefill - prefill) + max(0, want_decode - decode)
+        key = (missing, prefill + decode, abs(prefill - want_prefill) + abs(decode - want_decode))
+        if best is None or key < best[0]:
+            best = (key, (prefill, decode))
+    if best is None:
+        raise ValueError("no pair of replica counts inside the bounds has an allowed ratio")
+    return best[1]

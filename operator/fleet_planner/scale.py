@@ -1,0 +1,118 @@
+"""How many workers each role of a tier should have. Pure: telemetry with its age, memory and the clock come in as values.
+
+A role needs in-flight requests ÷ target per worker, plus its warm workers; a role whose latency objective is missed needs one
+more than it has. Growing is immediate; shrinking waits until a smaller number was enough for a whole window. No data, stale
+data or nonsense means hold: the present size stays.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from fleet_api.v1alpha1.routing import ScalingSpec, SloSpec
+from fleet_api.v1alpha1.tier import TierSpec
+from fleet_planner.ratio import bounds_of, project
+from fleet_planner.types import RoleLoad, ScaleMemory, TierTelemetry
+
+MEMORY_ENTRIES = 1_024
+STALE_INTERVALS = 3
+STALE_SLACK_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleDecision:
+    """Wanted sizes; `reason` for status and events."""
+
+    prefill: int
+    decode: int
+    reason: str
+    memory: ScaleMemory
+    held: bool = False
+    """True: nothing was decided, the present size stays."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleInputs:
+    """Everything that one decision depends on."""
+
+    tier: TierSpec
+    slo: SloSpec
+    scaling: ScalingSpec
+    interval_s: float
+    current: tuple[int, int]
+
+
+def want(inputs: ScaleInputs, telemetry: TierTelemetry | None, memory: ScaleMemory, now: float) -> ScaleDecision:
+    """The sizes that this tier should have now."""
+    prefill, decode = inputs.current
+    why = _unusable(telemetry, inputs.interval_s, now)
+    if telemetry is None or why:
+        return ScaleDecision(prefill, decode, f"holding: {why}", memory, held=True)
+    needed = (
+        _needed(
+            telemetry.prefill,
+            prefill,
+            inputs.scaling.target_inflight.prefill,
+            inputs.tier.prefill.warm,
+            _breached_ttft(inputs, telemetry),
+        ),
+        _needed(
+            telemetry.decode,
+            decode,
+            inputs.scaling.target_inflight.decode,
+            inputs.tier.decode.warm,
+            _breached_itl(inputs, telemetry),
+        ),
+    )
+    remembered = _remember(memory, now, needed, inputs.scaling.scale_down_window_s)
+    grown = (
+        max(needed[0], _floor(remembered, 0, prefill, now, inputs)),
+        max(needed[1], _floor(remembered, 1, decode, now, inputs)),
+    )
+    sizes = project(*grown, bounds_of(inputs.tier))
+    return ScaleDecision(*sizes, f"load needs {needed[0]} prefill and {needed[1]} decode workers", remembered)
+
+
+def _unusable(telemetry: TierTelemetry | None, interval_s: float, now: float) -> str:
+    """Why this telemetry cannot be acted on; empty when it can."""
+    if telemetry is None:
+        return "no telemetry"
+    for name, load in (("prefill", telemetry.prefill), ("decode", telemetry.decode)):
+        if load.inflight is None or load.measured_at is None:
+            return f"no {name} load"
+        if not math.isfinite(load.inflight) or load.inflight < 0:
+            return f"{name} load is {load.inflight}"
+        age_s = now - load.measured_at
+        if not 0 <= age_s <= STALE_INTERVALS * interval_s + STALE_SLACK_S:
+            return f"{name} telemetry is {age_s:.0f} s old"
+    return ""
+
+
+def _needed(load: RoleLoad, current: int, target: int, warm: int, breached: bool) -> int:
+    busy = math.ceil((load.inflight or 0.0) / target)
+    return max(busy + warm, current + 1 if breached else 0)
+
+
+def _breached_ttft(inputs: ScaleInputs, telemetry: TierTelemetry) -> bool:
+    goal, found = inputs.slo.ttft, telemetry.prefill.ttft_p99_s
+    return goal is not None and found is not None and math.isfinite(found) and found > goal.p99_s
+
+
+def _breached_itl(inputs: ScaleInputs, telemetry: TierTelemetry) -> bool:
+    goal, found = inputs.slo.itl, telemetry.decode.itl_p99_s
+    return goal is not None and found is not None and math.isfinite(found) and found > goal.p99_s
+
+
+def _remember(memory: ScaleMemory, now: float, needed: tuple[int, int], window_s: float) -> ScaleMemory:
+    """The last window of wants, plus the newest one before it: that one shows that the window is covered."""
+    wants = [*memory.wants, (now, *needed)][-MEMORY_ENTRIES:]
+    older = [entry for entry in wants if entry[0] <= now - window_s]
+    return ScaleMemory(tuple([*older[-1:], *(entry for entry in wants if entry[0] > now - window_s)]))
+
+
+def _floor(memory: ScaleMemory, role: int, current: int, now: float, inputs: ScaleInputs) -> int:
+    """Not below what any moment of the last window needed; without a whole window of data (a restart) not below today."""
+    if not memory.wants or memory.wants[0][0] > now - inputs.scaling.scale_down_window_s:
+        return current
+    return max((prefill, decode)[role] for _, prefill, decode in memory.wants)

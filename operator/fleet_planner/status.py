@@ -1,0 +1,168 @@
+"""What the operator says about a fleet: counts per role, ratio, proof of KV movement, conditions with reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fleet_api.conditions import ConditionType, set_condition
+from fleet_api.quantities import format_ratio
+from fleet_api.v1alpha1 import InferenceFleet
+from fleet_api.v1alpha1.status import Condition, ConditionStatus, FleetStatus, KvStatus, RoleStatus, TierStatus
+from fleet_api.v1alpha1.tier import TierSpec
+from fleet_planner.ratio import within
+from fleet_planner.scale import ScaleDecision
+from fleet_planner.types import Observed, ObservedPod, Role
+
+MAX_CAUSES = 3
+FAILING_RESTARTS = 1
+
+
+@dataclass(frozen=True, slots=True)
+class TierView:
+    """One tier with its decision."""
+
+    tier: TierSpec
+    decision: ScaleDecision
+    revision: str
+
+
+Verdict = tuple[ConditionStatus, str, str]
+
+
+def plan_status(fleet: InferenceFleet, views: Sequence[TierView], observed: Observed, now: float) -> FleetStatus:
+    """The whole status; lastTransitionTime is kept from the present one."""
+    tiers = tuple(_tier_status(view, observed) for view in views)
+    verdicts: dict[ConditionType, Verdict] = {
+        "Accepted": ("True", "Valid", "the spec makes sense"),
+        "Provisioned": _provisioned(views, observed),
+        "Available": _available(fleet, tiers, observed),
+        "Disaggregating": _disaggregating(tiers),
+        "WithinRatio": _within_ratio(views, tiers),
+        "TelemetryFresh": _telemetry(views),
+        "CapacityLimited": _capacity(observed),
+    }
+    verdicts["Ready"] = _ready(verdicts)
+    conditions: tuple[Condition, ...] = fleet.status.conditions
+    for kind, (status, reason, message) in verdicts.items():
+        conditions = set_condition(conditions, kind, status, reason, message, generation=fleet.metadata.generation, now=now)
+    name, namespace = fleet.metadata.name, fleet.metadata.namespace
+    return FleetStatus(
+        observed_generation=fleet.metadata.generation,
+        endpoint=f"http://{name}-router.{namespace}.svc:8080",
+        tiers=tiers,
+        conditions=conditions,
+        resolved=fleet.resolved(),
+    )
+
+
+def _pods(observed: Observed, tier: str, role: Role) -> list[ObservedPod]:
+    return [pod for pod in observed.pods if pod.tier == tier and pod.role == role and not pod.terminating]
+
+
+def _tier_status(view: TierView, observed: Observed) -> TierStatus:
+    name = view.tier.name
+    telemetry = observed.telemetry.get(name)
+    sizes: dict[Role, int] = {"prefill": view.decision.prefill, "decode": view.decision.decode}
+
+    def role(which: Role) -> RoleStatus:
+        ready = sum(pod.ready for pod in _pods(observed, name, which))
+        return RoleStatus(
+            desired=sizes[which], ready=ready, serving=sum(p.ready and p.ip is not None for p in _pods(observed, name, which))
+        )
+
+    prefill, decode = role("prefill"), role("decode")
+    proof = telemetry.kv if telemetry is not None else None
+    kv = None
+    if proof is not None and telemetry is not None:
+        kv = KvStatus(
+            transfers=proof.transfers, blocks=proof.blocks, bytes=proof.bytes, failed=proof.failed, transport=telemetry.transport
+        )
+    ratio = format_ratio(prefill.serving, decode.serving)
+    return TierStatus(name=name, prefill=prefill, decode=decode, ratio=ratio, revision=view.revision, kv=kv)
+
+
+def _provisioned(views: Sequence[TierView], observed: Observed) -> Verdict:
+    if observed.problems:
+        return "False", "ApplyFailed", "; ".join(observed.problems[:MAX_CAUSES])
+    short = [
+        f"{view.tier.name}/{role}"
+        for view in views
+        for role, size in (("prefill", view.decision.prefill), ("decode", view.decision.decode))
+        if len([p for p in observed.pods if (p.tier, p.role) == (view.tier.name, role) and not p.terminating]) < size
+    ]
+    if short or observed.router is None:
+        return "False", "Creating", "pods are being created: " + ", ".join(short or ["router"])
+    return "True", "AllCreated", "every object exists"
+
+
+def _available(fleet: InferenceFleet, tiers: Sequence[TierStatus], observed: Observed) -> Verdict:
+    if observed.router is None or observed.router.ready < 1:
+        message = observed.router.message if observed.router is not None else ""
+        return "False", "NoRouter", f"no router pod is ready{': ' + message if message else ''}"
+    for tier in tiers:
+        if tier.prefill.serving < 1 or tier.decode.serving < 1:
+            causes = _causes(observed, tier.name)
+            reason = (
+                "WorkersFailing"
+                if any(p.restarts >= FAILING_RESTARTS for p in observed.pods if not p.ready)
+                else "WorkersStarting"
+            )
+            counts = f"{tier.prefill.serving} prefill and {tier.decode.serving} decode workers are serving"
+            return "False", reason, f"tier {tier.name}: {counts}{': ' + causes if causes else ''}"
+    return "True", "Serving", f"http://{fleet.metadata.name}-router answers"
+
+
+def _causes(observed: Observed, tier: str) -> str:
+    """The first few reasons that pods give for not being ready."""
+    found = [f"{pod.name}: {pod.message}" for pod in observed.pods if pod.tier == tier and not pod.ready and pod.message]
+    return "; ".join(found[:MAX_CAUSES])
+
+
+def _disaggregating(tiers: Sequence[TierStatus]) -> Verdict:
+    proofs = [tier.kv for tier in tiers if tier.kv is not None]
+    if not proofs:
+        return "Unknown", "NoData", "no engine counters yet"
+    moved, blocks = sum(kv.transfers for kv in proofs), sum(kv.blocks for kv in proofs)
+    failed, size = sum(kv.failed for kv in proofs), sum(kv.bytes for kv in proofs)
+    if moved:
+        return "True", "KvMoved", f"{moved} transfers moved {blocks} blocks, {size} bytes"
+    if failed:
+        return "False", "KvFailing", f"{failed} transfers failed, none succeeded"
+    return "Unknown", "NoTransferYet", "no request needed a transfer yet"
+
+
+def _within_ratio(views: Sequence[TierView], tiers: Sequence[TierStatus]) -> Verdict:
+    for view, status in zip(views, tiers, strict=True):
+        prefill, decode, ratio = status.prefill.serving, status.decode.serving, view.tier.ratio
+        if prefill + decode == 0:
+            return "Unknown", "NoServingSet", f"tier {view.tier.name} has no serving worker yet"
+        if not within(prefill, decode, ratio.min_ratio, ratio.max_ratio):
+            return (
+                "False",
+                "OutOfRatio",
+                f"tier {view.tier.name} serves {prefill}:{decode}, allowed is {ratio.min} to {ratio.max}",
+            )
+    return "True", "InRatio", "every tier serves inside its ratio"
+
+
+def _telemetry(views: Sequence[TierView]) -> Verdict:
+    held = [f"{view.tier.name} is {view.decision.reason}" for view in views if view.decision.held]
+    if held:
+        return "Unknown", "NoData", "; ".join(held)
+    return "True", "Fresh", "load and latency are known"
+
+
+def _capacity(observed: Observed) -> Verdict:
+    stuck = [pod for pod in observed.pods if pod.unschedulable]
+    if stuck:
+        return "True", "Unschedulable", f"{len(stuck)} pods cannot be scheduled: {stuck[0].message}"
+    return "False", "Sufficient", "every pod found a node"
+
+
+def _ready(verdicts: dict[ConditionType, Verdict]) -> Verdict:
+    for kind, reason in (("Accepted", "NotAccepted"), ("Provisioned", "NotProvisioned"), ("Available", "NotAvailable")):
+        status, _, message = verdicts[kind]  # type: ignore[index]
+        if status != "True":
+            return "False", reason, message
+    return "True", "AllGood", "the fleet serves"
