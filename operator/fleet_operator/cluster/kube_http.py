@@ -74,7 +74,10 @@ def error_of(status: int, body: bytes, retry_after: str | None = None) -> Cluste
         message = str(answer.get("message") or answer)
     except (ValueError, AttributeError):
         message = body.decode(errors="replace").strip()[:500]
-    error = _BY_STATUS.get(status, UnavailableError)(message or f"the API server answered {status}")
+    # Server-side apply of an unknown field is answered with 500, though trying again never helps.
+    refused = status == 500 and message.startswith("failed to create typed patch object")
+    kind = InvalidError if refused else _BY_STATUS.get(status, UnavailableError)
+    error = kind(message or f"the API server answered {status}")
     if isinstance(error, UnavailableError) and retry_after and retry_after.isdigit():
         error.retry_after_s = float(retry_after)
     return error

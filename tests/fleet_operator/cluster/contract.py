@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from fleet_operator.cluster.interface import (
     CONFIG_MAP,
     DEPLOYMENT,
+    FLEET,
     POD,
     ConflictError,
     InvalidError,
@@ -348,3 +350,34 @@ async def a_deployment_counts_generation_in_lists_too(store: Store) -> None:
     await store.cluster.apply(deployment(store, "listed"))
     [found] = [d for d in await store.cluster.list(DEPLOYMENT, store.namespace) if d["metadata"]["name"] == "listed"]
     assert (found["kind"], found["apiVersion"], found["metadata"]["generation"]) == ("Deployment", "apps/v1", 1)
+
+
+def fleet(store: Store, name: str, **spec: Any) -> dict[str, Any]:
+    where = {"name": name, "namespace": store.namespace}
+    least = {"model": {"source": "file:///m"}, "tiers": [{"name": "t", "accelerator": {"type": "cpu"}}]}
+    return {"apiVersion": FLEET.api_version, "kind": FLEET.kind, "metadata": where, "spec": {**least, **spec}}
+
+
+@promise
+async def a_fleet_is_kept_as_it_was_written_and_has_a_status(store: Store) -> None:
+    made = await store.cluster.apply(fleet(store, "good"))
+    assert made["spec"] == fleet(store, "good")["spec"]
+    written = await store.cluster.patch_status(FLEET, store.namespace, "good", {"endpoint": "http://127.0.0.1:1"})
+    assert (written["metadata"]["generation"], written["status"]["endpoint"]) == (1, "http://127.0.0.1:1")
+    edited = fleet(store, "good", limits={"maxOutputTokens": 7})
+    assert (await store.other.apply(edited))["metadata"]["generation"] == 2
+
+
+@promise
+async def a_bad_fleet_is_refused_with_the_fields_path(store: Store) -> None:
+    bad = fleet(store, "bad", limits={"maxOutputTokens": 0})
+    words = re.escape('InferenceFleet.inferencefleet.io "bad" is invalid: spec.limits.maxOutputTokens: Invalid value: 0: ')
+    with pytest.raises(InvalidError, match=f"^{words}"):
+        await store.cluster.apply(bad)
+    assert await is_gone(store, FLEET, "bad")
+
+
+@promise
+async def an_unknown_field_of_a_fleet_is_refused(store: Store) -> None:
+    with pytest.raises(InvalidError, match="colour"):
+        await store.cluster.apply(fleet(store, "painted", colour="red"))

@@ -173,6 +173,12 @@ def test_errors_carry_the_servers_words(status, error):
     assert str(found) == "spec.replicas: Invalid value"
 
 
+def test_an_unknown_field_is_invalid_although_the_server_says_500():
+    words = "failed to create typed patch object (d/x; v1, Kind=Pod): .spec.colour: field not declared in schema"
+    found = error_of(500, json.dumps({"message": words}).encode())
+    assert (type(found), str(found), found.retry) == (InvalidError, words, False)
+
+
 @pytest.mark.parametrize("body", [b"", b"not json", b"[]", b"\xff"])
 def test_an_answer_that_is_no_status_still_makes_a_message(body):
     assert str(error_of(502, body))
