@@ -72,6 +72,12 @@ def test_state_of_a_pod(raw, state):
         (died(1, "EngineDied: signal 9", restarts=3), RunError, "p-0 keeps failing: EngineDied: signal 9"),
         (died(1, "EngineDied", restarts=2), None, ""),
         (died(0), None, ""),
+        (
+            {"state": {"waiting": {"reason": "CreateContainerError", "message": 'exec: "vllm": not found'}}},
+            RunError,
+            'p-0 cannot start: exec: "vllm": not found',
+        ),
+        ({"state": {"waiting": {"reason": "ContainerCreating"}}}, None, ""),
         ({"state": {"running": {}}}, None, ""),
     ],
 )
