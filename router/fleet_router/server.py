@@ -60,6 +60,7 @@ class ClientConnection(asyncio.Protocol):
         self._body: list[bytes] = []
         self._body_bytes = 0
         self._complete = False
+        self._keep_alive = True
         self.request_id = uuid4().hex
         self.begun_at = None
         self.in_body = False
@@ -185,6 +186,7 @@ class ClientConnection(asyncio.Protocol):
         if self._complete:
             raise RequestError(400, "pipelined requests are not read")
         self._complete = True
+        self._keep_alive = self._parser is None or self._parser.should_keep_alive()  # known only inside this callback
 
     # -- requests ---------------------------------------------------------------------------------------------------
     def _dispatch(self, parser: httptools.HttpRequestParser) -> None:
@@ -238,7 +240,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _next_request(self) -> None:
         """Ready for the next request of this connection, which may be waiting already."""
-        keep = self._parser is None or self._parser.should_keep_alive()
+        keep = self._keep_alive
         self.flow = None
         self._parser = None
         self._reset()

@@ -50,6 +50,7 @@ class Upstream(asyncio.Protocol):
         self._head = b""
         self._in_head = True
         self._ended = False
+        self._keep_alive = False
         self.used = False
         """Has answered before: the worker may have closed it meanwhile."""
         self.got_bytes = False
@@ -88,7 +89,7 @@ class Upstream(asyncio.Protocol):
         if data and not self._in_head:
             leg.on_raw(data)
         if self._ended:
-            self._finish(parser)
+            self._finish()
 
     def _feed_head(self, data: bytes, parser: httptools.HttpResponseParser) -> bytes:
         """Collect the head, feed it at once; returns the body bytes behind it."""
@@ -104,9 +105,9 @@ class Upstream(asyncio.Protocol):
         self._in_head = False
         return rest
 
-    def _finish(self, parser: httptools.HttpResponseParser) -> None:
+    def _finish(self) -> None:
         leg, self._leg = self._leg, None
-        if parser.should_keep_alive():
+        if self._keep_alive:
             self.used = True
             self._pool.put(self)
         else:
@@ -138,6 +139,7 @@ class Upstream(asyncio.Protocol):
     def on_message_complete(self) -> None:
         """The answer is whole."""
         self._ended = True
+        self._keep_alive = self._parser is not None and self._parser.should_keep_alive()  # known only inside this callback
 
     # -- use --------------------------------------------------------------------------------------------------------
     def send(self, leg: Leg, payload: bytes) -> None:
