@@ -124,10 +124,11 @@ class _Session:
         async with Client(self.local.router_url, self.fleet.served_name) as client:
             answer = await client.stream(SAMPLE_PROMPT, FIRST_TOKENS)
         first = time.monotonic() - self.begun
-        self.screen.say(f"first tokens after {first:.1f} s: {answer.text!r}")
-        self.screen.say(f"\nOpenAI endpoint: {self.local.router_url}/v1   model: {self.fleet.served_name}")
-        self.screen.say(f"Try it:\n\n  {curl_line(self.local.router_url, self.fleet.served_name)}\n")
-        self.screen.say(f"Logs: {self.local.logs}   Ctrl-C stops everything.")
+        nonsense = "" if self.options.file else " (random weights: the words mean nothing)"
+        self.screen.say(f"first tokens after {first:.1f} s: {answer.text!r}{nonsense}")
+        url, model = self.local.router_url, self.fleet.served_name
+        self.screen.block(f"OpenAI endpoint: {url}/v1   model: {model}\nTry it:\n\n{curl_line(url, model)}")
+        self.screen.say(f"logs: {self.local.logs}; Ctrl-C stops everything")
 
     async def _prove(self) -> int:
         async def counters() -> KvStatus:

@@ -128,4 +128,5 @@ def _log_to(path: Path) -> logging.Handler:
     root = logging.getLogger()
     root.addHandler(handler)
     root.setLevel(logging.INFO)
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # one line per scrape would bury everything else
     return handler

@@ -12,6 +12,8 @@ from fleet_cli.up.client import Client
 from fleet_cli.up.view import SAMPLE_PROMPT, kv_line
 
 OUTPUT_TOKENS = 24
+REMOTE_PROMPTS = 3
+"""Long prompts that `prove` sends through the router; each must cost one hand-off."""
 COUNTERS_WAIT_S = 30.0
 """Counters reach the status after a scrape and a status write: a few telemetry intervals."""
 POLL_S = 0.25
@@ -61,7 +63,7 @@ async def prove(ground: Ground, salt: str) -> list[Check]:
         checks += await _equal_tokens(router, alone, long_prompt(ground.fleet, f"{salt} two"), streamed=True)
         checks.append(await _chat(router, long_prompt(ground.fleet, f"{salt} three")))
         checks.append(await _short(router))
-    checks.append(await _moved(ground, before, expected=2))
+    checks.append(await _moved(ground, before, expected=REMOTE_PROMPTS))
     return checks
 
 

@@ -24,6 +24,10 @@ class Screen(Protocol):
         """A line that stays."""
         ...
 
+    def block(self, text: str) -> None:
+        """Lines that stay, exactly as they are: something to paste."""
+        ...
+
     def show(self, snapshot: Snapshot) -> None:
         """The newest state; may be called as often as it changes."""
         ...
@@ -50,6 +54,11 @@ class PlainScreen:
         """See Screen."""
         stamp = f"[{self._now() - self._start:6.1f} s] "
         self._out.write("".join(f"{stamp}{line}\n" for line in text.splitlines()))
+        self._out.flush()
+
+    def block(self, text: str) -> None:
+        """See Screen."""
+        self._out.write(f"\n{text}\n\n")
         self._out.flush()
 
     def show(self, snapshot: Snapshot) -> None:
@@ -88,6 +97,10 @@ class LiveScreen:
     def say(self, text: str) -> None:
         """See Screen."""
         self._console.print(text, markup=False)
+
+    def block(self, text: str) -> None:
+        """See Screen."""
+        self.say(f"\n{text}\n")
 
     def show(self, snapshot: Snapshot) -> None:
         """See Screen."""
