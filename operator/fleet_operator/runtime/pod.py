@@ -66,6 +66,15 @@ class PodRunner:
             self._deletion.set()
 
     async def _work(self) -> None:
+        try:
+            await self._run_containers()
+        except Exception as error:
+            # One pod's trouble is its own: it shows in its status and log, and the node goes on.
+            logger.exception("pod=%s/%s failed", self.namespace, self._name)
+            self._waiting = {"reason": "CreateContainerError", "message": f"process runtime: {error!r}"}
+            self._changed()
+
+    async def _run_containers(self) -> None:
         await self._mount()
         policy = self._pod["spec"].get("restartPolicy", "Always")
         for container in self._init:

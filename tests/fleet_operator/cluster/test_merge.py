@@ -1,0 +1,47 @@
+"""Laws of server-side apply on field sets."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fleet_operator.cluster.merge import apply, changed, leaves, merge_patch
+
+values = st.integers(0, 3) | st.text("ab", max_size=2) | st.lists(st.integers(0, 2), max_size=2)
+names = st.sampled_from(["a", "b", "c"])
+named = st.lists(st.fixed_dictionaries({"name": names}, optional={"value": values}), min_size=1, max_size=3).map(
+    lambda items: list({item["name"]: item for item in items}.values())
+)
+objects = st.recursive(
+    st.dictionaries(names, values, max_size=3),
+    lambda inner: st.dictionaries(names, inner | values, max_size=3) | st.fixed_dictionaries({"env": named}),
+    max_leaves=6,
+)
+
+
+@given(objects, objects)
+def test_what_is_applied_is_there_and_applying_it_again_changes_nothing(live, wanted):
+    merged, owned = apply(live, wanted, set(), set(leaves(live)))
+    assert not changed(merged, apply(merged, wanted, owned, set())[0])
+    again, same = apply(merged, wanted, owned, set(leaves(live)))
+    assert (again, same) == (merged, owned)
+    assert owned <= set(leaves(merged)) | {()}
+
+
+@given(objects, objects)
+@settings(max_examples=200)
+def test_without_other_managers_the_object_becomes_what_was_applied_last(first, second):
+    one, owned = apply({}, first, set(), set())
+    two, _ = apply(one, second, owned, set())
+    assert set(leaves(two)) == set(leaves(second)) or not second
+    assert changed(second, two) == set() or not second
+
+
+@given(objects, objects)
+def test_fields_of_others_survive_our_leaving(theirs, ours):
+    merged, owned = apply(theirs, ours, set(), set(leaves(theirs)))
+    left, _ = apply(merged, {}, owned, set(leaves(theirs)))
+    assert set(leaves(theirs)) <= set(leaves(left)) | {path for path in leaves(theirs) if path not in set(leaves(merged))}
+
+
+def test_merge_patch_follows_rfc_7386():
+    assert merge_patch({"a": {"b": 1, "c": 2}, "l": [1, 2]}, {"a": {"b": None}, "l": [3]}) == {"a": {"c": 2}, "l": [3]}
+    assert merge_patch({"a": [1]}, {"a": {"b": None, "c": 1}}) == {"a": {"c": 1}}
