@@ -20,11 +20,12 @@ from fleet_operator.cluster.interface import (
     Cluster,
     ClusterError,
     ConflictError,
+    InvalidError,
     Kind,
     NotFoundError,
     Object,
 )
-from fleet_operator.compare import satisfied, stamped
+from fleet_operator.compare import contains, satisfied, stamped
 from fleet_operator.render.fleet import render_documents, render_pool, render_router
 from fleet_operator.render.worker import render_pod
 from fleet_operator.settings import Platform
@@ -36,6 +37,9 @@ Live = Mapping[tuple[str, str], Object]
 BY_KIND: dict[str, Kind] = {
     kind.kind: kind for kind in (CONFIG_MAP, DEPLOYMENT, PDB, POD, POOL, ROLE, ROLE_BINDING, SERVICE, SERVICE_ACCOUNT)
 }
+
+
+MADE_ANEW = frozenset({"Service"})
 
 
 @dataclass(slots=True)
@@ -89,12 +93,27 @@ class Applier:
             return found
         try:
             made = await self._cluster.apply(wish)
+        except InvalidError as error:
+            await self._make_way(wish, found, str(error), outcome)
+            return None
         except ClusterError as error:
             outcome.problems.append(f"{kind} {name}: {error}")
             return None
         outcome.writes += 1
+        if not contains(made, wish):
+            await self._make_way(wish, made, "somebody else's entries stand in its lists", outcome)
         outcome.done.append(f"{'changed' if found is not None else 'created'} {kind} {name}")
         return made
+
+    async def _make_way(self, wish: Object, found: Object | None, why: str, outcome: Outcome) -> None:
+        """Server-side apply leaves list entries that others added. A Service with such entries is made anew: it runs nothing;
+        of anything else the difference is reported."""
+        kind, name = wish["kind"], wish["metadata"]["name"]
+        if found is None or kind not in MADE_ANEW:
+            outcome.problems.append(f"{kind} {name}: {why}")
+            return
+        namespace, uid = wish["metadata"]["namespace"], found["metadata"]["uid"]
+        await self._delete(BY_KIND[kind], namespace, name, uid, f"made anew: {why}", outcome)
 
     async def _create(self, pod: Object, outcome: Outcome) -> None:
         try:

@@ -1,0 +1,90 @@
+"""The kopf shell: kopf watches, we decide. Every handler is `on.event`, level-based: it only feeds the reconciler's cache.
+
+kopf is set up to write nothing itself: no finalizers, no annotations, no events. Its watches begin with a list whose events
+carry no type; because a cache must be complete before anything is decided, each kind is listed once more at start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import kopf
+
+from fleet_operator.cluster.interface import FLEET, Cluster, Kind, WatchEvent
+from fleet_operator.names import MANAGED_BY, MANAGER
+from fleet_operator.reconciler import CHILDREN, Reconciler
+
+SERVER_TIMEOUT_S = 300
+CLIENT_TIMEOUT_S = 330
+INACTIVITY_S = 70
+RECONNECT_S = 0.5
+REQUEST_TIMEOUT_S = 30
+
+
+def build_registry(reconciler: Reconciler, kubeconfig: Path | None) -> kopf.OperatorRegistry:
+    """All handlers of the operator."""
+    registry = kopf.OperatorRegistry()
+
+    @kopf.on.login(registry=registry)
+    def login(**kwargs: Any) -> Any:
+        if kubeconfig is None:
+            return kopf.login_with_service_account(**kwargs)
+        return kopf.login_with_kubeconfig(**kwargs)
+
+    @kopf.on.startup(registry=registry)
+    def configure(settings: kopf.OperatorSettings, **_: Any) -> None:
+        settings.posting.enabled = False
+        settings.persistence.finalizer = "inferencefleet.io/never-added"
+        settings.watching.server_timeout = SERVER_TIMEOUT_S
+        settings.watching.client_timeout = CLIENT_TIMEOUT_S
+        settings.watching.reconnect_backoff = RECONNECT_S
+        settings.networking.request_timeout = REQUEST_TIMEOUT_S
+        settings.scanning.disabled = True  # our CRDs are there before the operator, and it may not list all CRDs
+
+    for kind in (FLEET, *CHILDREN):
+        _follow(registry, reconciler, kind)
+    return registry
+
+
+def _follow(registry: kopf.OperatorRegistry, reconciler: Reconciler, kind: Kind) -> None:
+    group, _, version = kind.api_version.rpartition("/")
+    labels = None if kind == FLEET else {MANAGED_BY: MANAGER}
+
+    @kopf.on.event(group, version, kind.plural, registry=registry, labels=labels, id=f"follow-{kind.plural}")
+    async def changed(event: Any, **_: Any) -> None:
+        found = dict(event["object"])
+        found.setdefault("apiVersion", kind.api_version)
+        found.setdefault("kind", kind.kind)
+        reconciler.feed(kind, WatchEvent(event["type"] or "ADDED", found))
+
+
+async def run_in_cluster(cluster: Cluster, reconciler: Reconciler, kubeconfig: Path | None, namespace: str | None) -> None:
+    """List everything once, then follow until cancelled or told to stop by a signal."""
+    for kind in (FLEET, *CHILDREN):
+        labels = None if kind == FLEET else {MANAGED_BY: MANAGER}
+        for found in await cluster.list(kind, namespace, labels):
+            reconciler.feed(kind, WatchEvent("ADDED", found))
+        reconciler.feed(kind, WatchEvent("SYNCED", {}))
+    stop = asyncio.Event()
+    following = asyncio.create_task(
+        kopf.operator(
+            registry=build_registry(reconciler, kubeconfig),
+            standalone=True,
+            clusterwide=namespace is None,
+            namespaces=() if namespace is None else (namespace,),
+            stop_flag=stop,
+        ),
+        name="kopf",
+    )
+    working = [asyncio.create_task(reconciler.work()), asyncio.create_task(reconciler.read_telemetry())]
+    try:
+        done, _ = await asyncio.wait({following, *working}, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        stop.set()
+        for task in working:
+            task.cancel()
+        await asyncio.gather(following, *working, return_exceptions=True)
