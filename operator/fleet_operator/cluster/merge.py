@@ -80,19 +80,14 @@ def merge(live: Any, applied: Any, field: str = "") -> Any:
     return _without_nulls(applied)
 
 
-def remove(obj: Any, path: Path, field: str = "") -> None:
-    """Take the field at `path` out of `obj`, and maps that this empties; nothing when it is not there."""
-    step, rest = path[0], path[1:]
-    if isinstance(step, Item):
-        _remove_item(obj, step, rest, field)
-        return
-    if not isinstance(obj, dict) or step not in obj:
-        return
-    if rest:
-        remove(obj[step], rest, step)
-        if obj[step] not in ({}, []):
+def remove(obj: Any, path: Path, kept: set[Path]) -> None:
+    """Take the field at `path` out of `obj`, and maps and lists that this empties unless `kept` names them."""
+    _drop(obj, path)
+    for length in range(len(path) - 1, 0, -1):
+        above = path[:length]
+        if above in kept or _value(obj, above) not in ({}, []) or isinstance(above[-1], Item):
             return
-    del obj[step]
+        _drop(obj, above)
 
 
 def apply(live: Any, applied: Any, before: set[Path], others: set[Path]) -> tuple[Any, set[Path]]:
@@ -105,7 +100,7 @@ def apply(live: Any, applied: Any, before: set[Path], others: set[Path]) -> tupl
     kept = others | owned
     for path in sorted(before - owned, key=len):
         if not any(other[: len(path)] == path for other in kept):
-            remove(merged, path)
+            remove(merged, path, kept)
     return merged, owned
 
 
@@ -146,30 +141,41 @@ def _merge_items(live: list[Any], applied: list[Any], keys: tuple[str, ...]) -> 
         return list(_without_nulls(applied))
     mine = {_item(item, keys): item for item in applied}
     theirs = {_item(item, keys): item for item in live}
-    order = [*mine] if theirs.keys() <= mine.keys() else [*theirs, *(step for step in mine if step not in theirs)]
+    # Our items stand in our order; an item of somebody else follows the one that it followed before.
+    order: list[Item] = list(mine)
+    place = 0
+    for step in theirs:
+        if step not in mine:
+            order.insert(place, step)
+        place = order.index(step) + 1
     return [merge(theirs.get(step), mine[step]) if step in mine else theirs[step] for step in order]
 
 
-def _remove_item(items: Any, step: Item, rest: Path, field: str) -> None:
-    if not isinstance(items, list):
-        return
-    keys = tuple(key for key, _ in step.keys)
-    for index, item in enumerate(items):
-        if isinstance(item, dict) and _item(item, keys) == step:
-            if rest:
-                remove(item, rest, field)
-            else:
-                del items[index]
-            return
+def _drop(obj: Any, path: Path) -> None:
+    """Delete one field; nothing when it is not there."""
+    for step in path[:-1]:
+        obj = _child(obj, step)
+    last = path[-1]
+    if isinstance(last, Item) and isinstance(obj, list):
+        obj[:] = [item for item in obj if not _is(item, last)]
+    elif isinstance(last, str) and isinstance(obj, dict):
+        obj.pop(last, None)
+
+
+def _child(obj: Any, step: Step) -> Any:
+    if isinstance(step, Item):
+        return next((item for item in obj if _is(item, step)), {}) if isinstance(obj, list) else {}
+    return obj.get(step, {}) if isinstance(obj, dict) else {}
+
+
+def _is(item: Any, step: Item) -> bool:
+    return isinstance(item, dict) and _item(item, tuple(key for key, _ in step.keys)) == step
 
 
 def _value(obj: Any, path: Path) -> Any:
+    """What is at `path`; a keyed item stands for its presence, its fields are paths of their own."""
     for step in path:
-        if isinstance(step, Item):
-            keys = tuple(key for key, _ in step.keys)
-            obj = next((item for item in obj if _item(item, keys) == step), {})
-        else:
-            obj = obj.get(step, {})
+        obj = _child(obj, step)
     return {} if path and isinstance(path[-1], Item) else obj
 
 
