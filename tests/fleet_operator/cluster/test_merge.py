@@ -10,6 +10,7 @@ names = st.sampled_from(["a", "b", "c"])
 named = st.lists(st.fixed_dictionaries({"name": names}, optional={"value": values}), min_size=1, max_size=3).map(
     lambda items: list({item["name"]: item for item in items}.values())
 )
+untimed = settings(deadline=None, max_examples=200)  # a busy machine is not a failure
 objects = st.recursive(
     st.dictionaries(names, values, max_size=3),
     lambda inner: st.dictionaries(names, inner | values, max_size=3) | st.fixed_dictionaries({"env": named}),
@@ -17,6 +18,7 @@ objects = st.recursive(
 )
 
 
+@untimed
 @given(objects, objects)
 def test_what_is_applied_is_there_and_applying_it_again_changes_nothing(live, wanted):
     merged, owned = apply(live, wanted, set(), set(leaves(live)))
@@ -26,14 +28,15 @@ def test_what_is_applied_is_there_and_applying_it_again_changes_nothing(live, wa
     assert all(any(leaf[: len(path)] == path for leaf in leaves(merged)) for path in owned)
 
 
+@untimed
 @given(objects, objects)
-@settings(max_examples=200)
 def test_without_other_managers_the_object_becomes_what_was_applied_last(first, second):
     one, owned = apply({}, first, set(), set())
     two, _ = apply(one, second, owned, set())
     assert two == second
 
 
+@untimed
 @given(objects, objects)
 def test_fields_of_others_survive_our_leaving(theirs, ours):
     merged, owned = apply(theirs, ours, set(), set(leaves(theirs)))
