@@ -155,8 +155,8 @@ class _Session:
         self.screen.say("stopping: workers finish what they run (Ctrl-C again kills)")
         try:
             pods, status = await self.local.observe()
-            last = snapshot(pods, status)
-            drained = await until(stops.kill, self._gone())
+            last = snapshot(pods, status, stopping=True)
+            drained = await until(stops.kill, self._gone(status))
         except TimeoutError:
             self.screen.say(f"not drained within {DRAIN_TIMEOUT_S:g} s: killing what is left")
             return False
@@ -165,12 +165,12 @@ class _Session:
         self.screen.say(f"stopped; {kv_line(kv_total(last.status))}")
         return True
 
-    async def _gone(self) -> bool:
+    async def _gone(self, status: Mapping[str, Any]) -> bool:
         async with asyncio.timeout(DRAIN_TIMEOUT_S):
             await self.local.delete()
             while True:
-                pods, status = await self.local.observe()
-                self.screen.show(snapshot(pods, status))
+                pods, _ = await self.local.observe()
+                self.screen.show(snapshot(pods, status, stopping=True))
                 if not pods:
                     return True
                 await asyncio.sleep(POLL_S)

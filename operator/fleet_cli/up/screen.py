@@ -68,7 +68,7 @@ class PlainScreen:
             if self._states.get(name) != states.get(name):
                 self.say(f"pod {name}: {states.get(name, 'gone')}")
         lines = [*role_lines(snapshot.status), kv_line(kv_total(snapshot.status))]
-        if snapshot.ready and lines != self._lines:
+        if snapshot.ready and not snapshot.stopping and lines != self._lines:
             self.say("; ".join(lines))
             self._lines = lines
         self._states = states
@@ -112,8 +112,6 @@ class LiveScreen:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._live.__exit__(kind, error, trace)
-        if self._snapshot is not None and kind is None:
-            self.say(kv_line(kv_total(self._snapshot.status)))
 
     def _panel(self) -> RenderableType:
         from rich.console import Group
@@ -130,10 +128,11 @@ class LiveScreen:
         for pod in self._snapshot.pods:
             style = {"ready": "green", "draining": "yellow", "restarting": "red"}.get(pod.state, "cyan")
             table.add_row(pod.name, pod.role, Text(pod.state, style=style), str(pod.restarts) if pod.restarts else "")
-        head: RenderableType = (
-            Text("Ready", style="bold green") if self._snapshot.ready else Spinner("dots", text=f"warming up  {seconds}")
-        )
-        lines = [*role_lines(self._snapshot.status), kv_line(kv_total(self._snapshot.status))]
+        head: RenderableType = Spinner("dots", text=f"{'stopping' if self._snapshot.stopping else 'warming up'}  {seconds}")
+        if self._snapshot.complete and not self._snapshot.stopping:
+            head = Text("Ready", style="bold green")
+        lines = [] if self._snapshot.stopping else role_lines(self._snapshot.status)
+        lines.append(kv_line(kv_total(self._snapshot.status)))
         return Group(head, table, Text("\n".join(lines)))
 
 

@@ -35,6 +35,7 @@ class Snapshot:
 
     pods: tuple[PodLine, ...]
     status: FleetStatus
+    stopping: bool = False
 
     @property
     def ready(self) -> bool:
@@ -49,10 +50,10 @@ class Snapshot:
         return self.ready and all(role.serving >= role.desired for role in roles)
 
 
-def snapshot(pods: Sequence[Mapping[str, Any]], status: Mapping[str, Any]) -> Snapshot:
+def snapshot(pods: Sequence[Mapping[str, Any]], status: Mapping[str, Any], *, stopping: bool = False) -> Snapshot:
     """The snapshot of raw pods and a raw fleet status."""
-    lines = (_pod_line(pod) for pod in pods)
-    return Snapshot(pods=tuple(sorted(lines, key=lambda line: line.name)), status=FleetStatus.model_validate(dict(status)))
+    lines = sorted((_pod_line(pod) for pod in pods), key=lambda line: line.name)
+    return Snapshot(pods=tuple(lines), status=FleetStatus.model_validate(dict(status)), stopping=stopping)
 
 
 def fatal(pods: Sequence[Mapping[str, Any]]) -> CliError | None:
