@@ -22,7 +22,7 @@ from fleet_worker.tinymodel import make_tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPT = "The operator counts two replicas and the router reads the longest prefix again. " * 10
-READY_S = 150.0
+READY_S = 90.0
 
 pytestmark = [pytest.mark.smoke, pytest.mark.timeout(400)]
 
@@ -53,8 +53,9 @@ def manifest(namespace: str, model: Path) -> dict[str, Any]:
 class Fleet:
     """A fleet on the control plane, as a user sees it."""
 
-    def __init__(self, plane: ControlPlane, namespace: str) -> None:
+    def __init__(self, plane: ControlPlane, namespace: str, operator: Service) -> None:
         self.plane = plane
+        self.operator = operator
         self.namespace = namespace
 
     def kubectl(self, *args: str, stdin: str | None = None) -> str:
@@ -80,9 +81,11 @@ class Fleet:
     def wait(self, what: str, check: Callable[[], bool], timeout_s: float = READY_S) -> None:
         end = time.monotonic() + timeout_s
         while not check():
+            self.operator.check()
             if time.monotonic() > end:
                 pods = self.kubectl("get", "pods", "-o", "wide")
-                raise AssertionError(f"{what}: not within {timeout_s} s; status {json.dumps(self.status())[:3000]}\n{pods}")
+                state = f"status {json.dumps(self.status())[:3000]}\n{pods}\noperator: {self.operator.tail()}"
+                raise AssertionError(f"{what}: not within {timeout_s} s; {state}")
             time.sleep(0.3)
 
     def router(self) -> str:
@@ -103,11 +106,8 @@ def operator(control_plane: ControlPlane) -> Iterator[Service]:
 
 
 @pytest.fixture
-def fleet(control_plane: ControlPlane, gpu_nodes: Path, operator: Service, namespace: str) -> Iterator[Fleet]:
-    found = Fleet(control_plane, namespace)
-    yield found
-    if sys.exc_info()[0] is not None:
-        print(operator.tail())
+def fleet(control_plane: ControlPlane, gpu_nodes: Path, operator: Service, namespace: str) -> Fleet:
+    return Fleet(control_plane, namespace, operator)
 
 
 def tokens(url: str, prompt: str, count: int = 16) -> list[int]:
@@ -122,7 +122,7 @@ def test_the_whole_loop(fleet: Fleet, operator: Service, gpu_nodes: Path):
     wish = manifest(fleet.namespace, model)
     fleet.kubectl("apply", "--server-side", "-f", "-", stdin=yaml.safe_dump(wish))
     fleet.wait("Ready", lambda: fleet.condition("Ready")["status"] == "True")
-    assert fleet.serving() == (1, 2)
+    fleet.wait("1 prefill and 2 decode workers", lambda: fleet.serving() == (1, 2))
 
     # tokens through the router with the official client equal those of one engine asked directly, and KV really moved
     client = OpenAI(base_url=f"{fleet.router()}/v1", api_key="none")
@@ -135,7 +135,7 @@ def test_the_whole_loop(fleet: Fleet, operator: Service, gpu_nodes: Path):
         got = [token for chunk in streamed for token in chunk.choices[0].token_ids]
         assert got == tokens(engine, prompt)
     fleet.wait("proof that KV moved", lambda: fleet.condition("Disaggregating")["status"] == "True", 20)
-    assert fleet.status()["tiers"][0]["kv"]["transfers"] >= 8
+    fleet.wait("a counter of 8 transfers", lambda: fleet.status()["tiers"][0]["kv"]["transfers"] >= 8, 20)
 
     scaling_keeps_the_ratio(fleet)
     children_are_put_back(fleet)

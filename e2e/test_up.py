@@ -147,6 +147,16 @@ def test_a_second_ctrl_c_kills(tmp_path):
     assert gone(state)
 
 
+def test_a_reader_that_leaves_stops_the_fleet(tmp_path):
+    state = tmp_path / "state"
+    with running("--port", str(free_port()), "--state", str(state)) as fleet:
+        fleet.until("pod .*: (starting|warming)")
+        assert fleet.process.stdout is not None
+        fleet.process.stdout.close()
+        assert fleet.process.wait(READY_S) == 0
+    assert gone(state)
+
+
 def test_nothing_survives_a_killed_fleet_up(tmp_path):
     state = tmp_path / "state"
     with running("--port", str(free_port()), "--state", str(state)) as fleet:

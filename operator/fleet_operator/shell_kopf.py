@@ -7,12 +7,13 @@ carry no type; because a cache must be complete before anything is decided, each
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
 from typing import Any
 
 import kopf
 
-from fleet_operator.cluster.interface import FLEET, Cluster, Kind, WatchEvent
+from fleet_operator.cluster.interface import FLEET, Cluster, ClusterError, ForbiddenError, Kind, Object, WatchEvent
 from fleet_operator.names import MANAGED_BY, MANAGER
 from fleet_operator.reconciler import CHILDREN, Reconciler
 
@@ -21,6 +22,8 @@ CLIENT_TIMEOUT_S = 330
 INACTIVITY_S = 70
 RECONNECT_S = 0.5
 REQUEST_TIMEOUT_S = 30
+LIST_RETRY_MOST_S = 5.0
+LOG = logging.getLogger("fleet.operator")
 
 
 def build_registry(reconciler: Reconciler, kubeconfig: Path | None) -> kopf.OperatorRegistry:
@@ -60,11 +63,24 @@ def _follow(registry: kopf.OperatorRegistry, reconciler: Reconciler, kind: Kind)
         reconciler.feed(kind, WatchEvent(event["type"] or "ADDED", found))
 
 
+async def _listed(cluster: Cluster, kind: Kind, namespace: str | None) -> list[Object]:
+    """All objects of a kind; waits out an API server that cannot answer yet (a CRD that was just installed, a restart)."""
+    delay_s = RECONNECT_S
+    while True:
+        try:
+            return await cluster.list(kind, namespace, None if kind == FLEET else {MANAGED_BY: MANAGER})
+        except ClusterError as error:
+            if not error.retry or isinstance(error, ForbiddenError):
+                raise
+            LOG.warning("listing %s: %s; again in %s s", kind.plural, error, delay_s)
+            await asyncio.sleep(delay_s)
+            delay_s = min(LIST_RETRY_MOST_S, delay_s * 2)
+
+
 async def run_in_cluster(cluster: Cluster, reconciler: Reconciler, kubeconfig: Path | None, namespace: str | None) -> None:
     """List everything once, then follow until cancelled or told to stop by a signal."""
     for kind in (FLEET, *CHILDREN):
-        labels = None if kind == FLEET else {MANAGED_BY: MANAGER}
-        for found in await cluster.list(kind, namespace, labels):
+        for found in await _listed(cluster, kind, namespace):
             reconciler.feed(kind, WatchEvent("ADDED", found))
         reconciler.feed(kind, WatchEvent("SYNCED", {}))
     stop = asyncio.Event()

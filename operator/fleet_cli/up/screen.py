@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -53,13 +55,11 @@ class PlainScreen:
     def say(self, text: str) -> None:
         """See Screen."""
         stamp = f"[{self._now() - self._start:6.1f} s] "
-        self._out.write("".join(f"{stamp}{line}\n" for line in text.splitlines()))
-        self._out.flush()
+        self._write("".join(f"{stamp}{line}\n" for line in text.splitlines()))
 
     def block(self, text: str) -> None:
         """See Screen."""
-        self._out.write(f"\n{text}\n\n")
-        self._out.flush()
+        self._write(f"\n{text}\n\n")
 
     def show(self, snapshot: Snapshot) -> None:
         """See Screen: says what changed since the last call."""
@@ -72,6 +72,15 @@ class PlainScreen:
             self.say("; ".join(lines))
             self._lines = lines
         self._states = states
+
+    def _write(self, text: str) -> None:
+        try:
+            self._out.write(text)
+            self._out.flush()
+        except BrokenPipeError:
+            # The reader left (`fleet up | head`): nobody would see a fleet that runs on, so stop as with Ctrl-C.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._out.fileno())
+            signal.raise_signal(signal.SIGINT)
 
     def __enter__(self) -> PlainScreen:
         return self
