@@ -69,7 +69,10 @@ class WorkerTable:
         """A pair for this prompt, and its prefix keys."""
         keys = key_chain(prompt)
         self.turn += 1
-        ask = Ask(keys, ring_key(keys), config.min_uncached_tokens * BYTES_PER_TOKEN / PIECE_BYTES, self.turn)
+        # The last piece is rarely full: without this a prompt of five bytes would count as 64 tokens.
+        missing = max(0.0, len(keys) - len(prompt) / PIECE_BYTES)
+        limit = config.min_uncached_tokens * BYTES_PER_TOKEN / PIECE_BYTES + missing
+        ask = Ask(keys, ring_key(keys), limit, self.turn)
         found = choose(
             ask, self.candidates(now, excluded), self.index.matched(keys), self.rings, config.policy, config.load_bound
         )

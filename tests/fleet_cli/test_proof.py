@@ -26,14 +26,18 @@ FLEET = parse_fleet(
 class Engine:
     """Answers like a worker; `wrong` shifts the tokens, `cut` ends a stream early, `status` refuses."""
 
-    def __init__(self, *, wrong=False, cut=False, status=200, moves=True, names=("tiny",)):
+    def __init__(self, *, wrong=False, cut=False, status=200, moves=True, names=("tiny",), keeps_short=True):
         self.wrong, self.cut, self.status, self.moves, self.names = wrong, cut, status, moves, names
-        self.kv = KvStatus()
+        self.kv, self.local, self.keeps_short = KvStatus(), 0, keeps_short
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         if request.url.path == "/v1/models":
             return httpx.Response(200, json={"data": [{"id": name} for name in self.names]})
+        if request.url.path == "/metrics":
+            text = f"# TYPE x counter\nfleet_router_local_prefill_total {self.local}\nfleet_router_local_prefill_totals 9\n"
+            return httpx.Response(200, text=text)
         body = json.loads(request.content)
+        self.local += self.keeps_short and len(body.get("prompt", "x" * 99)) < 10
         if self.status != 200:
             return httpx.Response(self.status, json={"error": {"message": "no worker"}})
         assert body["temperature"] == 0
@@ -82,6 +86,7 @@ def test_all_is_well(monkeypatch):
         ),
         (Engine(moves=False), ["KV hand-off"]),
         (Engine(names=("other",)), ["GET /v1/models"]),
+        (Engine(keeps_short=False), ["short prompt stays on the decode worker"]),
     ],
 )
 def test_each_flaw_is_found(monkeypatch, router, failed):

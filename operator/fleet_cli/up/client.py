@@ -49,6 +49,12 @@ class Client:
         answer = await self._send("GET", "/v1/models")
         return [entry["id"] for entry in answer.json()["data"]]
 
+    async def metric(self, name: str) -> float:
+        """Sum of a metric's samples on GET /metrics; 0 when there is none."""
+        text = (await self._send("GET", "/metrics")).text
+        samples = [line for line in text.splitlines() if line.split("{")[0].split(" ")[0] == name]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in samples)
+
     async def complete(self, prompt: str, max_tokens: int) -> Answer:
         """POST /v1/completions, greedy, not streamed."""
         begun = time.monotonic()

@@ -14,6 +14,9 @@ from fleet_cli.up.view import SAMPLE_PROMPT, kv_line
 OUTPUT_TOKENS = 24
 REMOTE_PROMPTS = 3
 """Long prompts that `prove` sends through the router; each must cost one hand-off."""
+SHORT_TOKENS = 8
+"""Below this a user wants even the shortest prompts prefilled remotely."""
+LOCAL_PREFILLS = "fleet_router_local_prefill_total"
 COUNTERS_WAIT_S = 30.0
 """Counters reach the status after a scrape and a status write: a few telemetry intervals."""
 POLL_S = 0.25
@@ -62,7 +65,8 @@ async def prove(ground: Ground, salt: str) -> list[Check]:
         checks += await _equal_tokens(router, alone, long_prompt(ground.fleet, f"{salt} one"), streamed=False)
         checks += await _equal_tokens(router, alone, long_prompt(ground.fleet, f"{salt} two"), streamed=True)
         checks.append(await _chat(router, long_prompt(ground.fleet, f"{salt} three")))
-        checks.append(await _short(router))
+        if ground.fleet.spec.routing.remote_prefill.min_uncached_tokens >= SHORT_TOKENS:
+            checks.append(await _short(router))
     checks.append(await _moved(ground, before, expected=REMOTE_PROMPTS))
     return checks
 
@@ -95,8 +99,13 @@ async def _chat(router: Client, content: str) -> Check:
 
 
 async def _short(router: Client) -> Check:
-    answer = await router.complete("Hello", 4)
-    return Check("short prompt", bool(answer.text), f"{answer.prompt_tokens} prompt tokens")
+    """A prompt this short is not worth a hand-off."""
+    before = await router.metric(LOCAL_PREFILLS)
+    answer = await router.complete("Hi", 4)
+    local = await router.metric(LOCAL_PREFILLS) - before
+    return Check(
+        "short prompt stays on the decode worker", bool(answer.text) and local >= 1, f"{answer.prompt_tokens} prompt tokens"
+    )
 
 
 async def _moved(ground: Ground, before: KvStatus, expected: int) -> Check:
