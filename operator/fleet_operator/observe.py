@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import Any
 
 from fleet_operator.cluster.interface import Object
-from fleet_operator.names import ORDINAL, PLANNED, REVISION, ROLE, TIER
+from fleet_operator.names import ORDINAL, PLANNED, REVISION, ROLE, SIZE, TIER
 from fleet_planner.types import ROLES, ObservedPod, ObservedPool, RouterView
 
 
@@ -63,7 +63,7 @@ def observe_pools(pools: Iterable[Object]) -> tuple[ObservedPool, ...]:
     found = []
     for pool in pools:
         meta, spec = pool["metadata"], pool["spec"]
-        planned = (meta.get("annotations") or {}).get(PLANNED)
+        notes = meta.get("annotations") or {}
         found.append(
             ObservedPool(
                 name=meta["name"],
@@ -72,10 +72,15 @@ def observe_pools(pools: Iterable[Object]) -> tuple[ObservedPool, ...]:
                 tier=spec["tier"],
                 revision=spec["revision"],
                 replicas=spec.get("replicas", 0),
-                planned=int(planned) if planned is not None and planned.isdigit() else None,
+                planned=_count(notes.get(PLANNED)),
+                size=_count(notes.get(SIZE)),
             )
         )
     return tuple(sorted(found, key=lambda pool: pool.name))
+
+
+def _count(text: str | None) -> int | None:
+    return int(text) if text is not None and text.isdigit() else None
 
 
 def observe_router(deployment: Object | None, pods: Iterable[Object]) -> RouterView | None:

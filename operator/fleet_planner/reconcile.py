@@ -111,13 +111,10 @@ def current_size(tier: TierSpec, observed: Observed) -> tuple[int, int]:
     revision = observed.templates[tier.name].revision
     found: dict[Role, int] = {}
     for role in ROLES:
-        pools = [pool for pool in observed.pools if pool.tier == tier.name and pool.role == role]
-        mine = [pool for pool in pools if pool.revision == revision]
-        rest = [pool for pool in pools if pool.revision != revision]
-        if mine and mine[0].planned is not None:
-            found[role] = mine[0].planned + sum(pool.planned or 0 for pool in rest)
-        elif rest:
-            found[role] = sum(pool.planned or 0 for pool in rest)
+        pools = [pool for pool in observed.pools if pool.tier == tier.name and pool.role == role and pool.size is not None]
+        newest = next((pool for pool in pools if pool.revision == revision), pools[0] if pools else None)
+        if newest is not None and newest.size is not None:
+            found[role] = newest.size
     initial = tier.initial
     return found.get("prefill", initial[0]), found.get("decode", initial[1])
 
@@ -139,13 +136,13 @@ def plan_pools(fleet: str, tier: str, role: Role, size: int, observed: Observed)
     old = sorted({pod.revision for pod in pods if pod.revision != revision})
     ready = sum(pod.ready and pod.revision == revision for pod in pods)
     mine = size if not old else min(size, ready + 1)
-    pools = [PoolWanted(f"{fleet}-{tier}-{role}-{revision}", tier, role, revision, mine)]
+    pools = [PoolWanted(f"{fleet}-{tier}-{role}-{revision}", tier, role, revision, mine, size)]
     left = max(0, size - ready)
     for other in old:
         has = sum(pod.revision == other for pod in pods)
         keep = min(has, left)
         left -= keep
-        pools.append(PoolWanted(f"{fleet}-{tier}-{role}-{other}", tier, role, other, keep))
+        pools.append(PoolWanted(f"{fleet}-{tier}-{role}-{other}", tier, role, other, keep, size))
     return pools
 
 

@@ -97,9 +97,6 @@ def _provisioned(views: Sequence[TierView], observed: Observed) -> Verdict:
 
 
 def _available(fleet: InferenceFleet, tiers: Sequence[TierStatus], observed: Observed) -> Verdict:
-    if observed.router is None or observed.router.ready < 1:
-        message = observed.router.message if observed.router is not None else ""
-        return "False", "NoRouter", f"no router pod is ready{': ' + message if message else ''}"
     for tier in tiers:
         if tier.prefill.serving < 1 or tier.decode.serving < 1:
             causes = _causes(observed, tier.name)
@@ -110,6 +107,9 @@ def _available(fleet: InferenceFleet, tiers: Sequence[TierStatus], observed: Obs
             )
             counts = f"{tier.prefill.serving} prefill and {tier.decode.serving} decode workers are serving"
             return "False", reason, f"tier {tier.name}: {counts}{': ' + causes if causes else ''}"
+    if observed.router is None or observed.router.ready < 1:
+        message = observed.router.message if observed.router is not None else ""
+        return "False", "NoRouter", f"no router pod is ready{': ' + message if message else ''}"
     return "True", "Serving", f"http://{fleet.metadata.name}-router answers"
 
 

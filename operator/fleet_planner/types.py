@@ -46,6 +46,8 @@ class ObservedPool:
     """spec.replicas as it stands: differs from `planned` when somebody used /scale."""
     planned: int | None
     """What the operator last wrote (annotation inferencefleet.io/planned)."""
+    size: int | None = None
+    """Workers that the whole role should have, all revisions together (annotation inferencefleet.io/size)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +134,8 @@ class PoolWanted:
     role: Role
     revision: str
     replicas: int
+    size: int
+    """Workers that the whole role should have, all revisions together."""
 
 
 @dataclass(frozen=True, slots=True)

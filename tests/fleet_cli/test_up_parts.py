@@ -15,7 +15,7 @@ from fleet_api.parse import parse_fleet
 from fleet_api.validate import validate
 from fleet_cli.errors import InputError, RunError
 from fleet_cli.up import bundled
-from fleet_cli.up.preflight import check_model, check_port
+from fleet_cli.up.preflight import check_engine, check_model, check_port
 from fleet_cli.up.state import state_folder
 from fleet_cli.up.stops import Stops, until
 
@@ -66,6 +66,30 @@ def test_model_path(tmp_path):
         check_model(fleet("pvc://claim/sub"), {})
     with pytest.raises(InputError, match="does not exist"):
         check_model(fleet("pvc://claim/other"), {"claim": tmp_path})
+
+
+def test_vllm_comes_from_the_environment_the_cache_or_the_path(monkeypatch, tmp_path):
+    monkeypatch.setenv("INFERENCEFLEET_CACHE", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.delenv("FLEET_VLLM_BIN", raising=False)
+    assert bundled.vllm_program() is None
+    program = tmp_path / "vllm-0.32.0" / "bin" / "vllm"
+    program.parent.mkdir(parents=True)
+    program.touch()
+    assert bundled.vllm_program() == str(program)
+    monkeypatch.setenv("FLEET_VLLM_BIN", "/opt/vllm")
+    assert bundled.vllm_program() == "/opt/vllm"
+
+
+def test_a_fleet_on_vllm_needs_vllm():
+    spec = fleet("file:///m").spec
+    on_vllm = fleet("file:///m").model_copy(
+        update={"spec": spec.model_copy(update={"engine": spec.engine.model_copy(update={"type": "vllm"})})}
+    )
+    check_engine(on_vllm, "/opt/vllm")
+    check_engine(fleet("file:///m"), None)
+    with pytest.raises(InputError, match="run `make vllm`"):
+        check_engine(on_vllm, None)
 
 
 def test_a_busy_port_is_named():

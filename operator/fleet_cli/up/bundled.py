@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from fleet_cli.errors import RunError
 from fleet_worker.tinymodel import SEED
 
 MODEL = f"tiny-llama-{SEED}"
+VLLM_ENV = "FLEET_VLLM_BIN"
 MAKING_TIMEOUT_S = 120.0
 
 
@@ -20,6 +22,14 @@ def cache_folder() -> Path:
     chosen = os.environ.get("INFERENCEFLEET_CACHE")
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return (Path(chosen) if chosen else Path(base) / "inferencefleet").expanduser().absolute()
+
+
+def vllm_program() -> str | None:
+    """Path of the vLLM to run: $FLEET_VLLM_BIN, what `make vllm` put into the cache, or `vllm` on PATH."""
+    if chosen := os.environ.get(VLLM_ENV):
+        return chosen
+    installed = sorted(str(path) for path in cache_folder().glob("vllm-*/bin/vllm"))
+    return installed[-1] if installed else shutil.which("vllm")
 
 
 def tiny_model() -> Path:

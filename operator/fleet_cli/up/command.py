@@ -13,10 +13,10 @@ from fleet_api.parse import parse_fleet
 from fleet_api.v1alpha1 import InferenceFleet, KvStatus
 from fleet_cli.errors import EXIT_KILLED, EXIT_OK, RunError
 from fleet_cli.manifest import check, read_manifest
-from fleet_cli.up.bundled import bundled_manifest, tiny_model
+from fleet_cli.up.bundled import bundled_manifest, tiny_model, vllm_program
 from fleet_cli.up.client import Client
 from fleet_cli.up.local import LocalFleet
-from fleet_cli.up.preflight import check_model, check_port
+from fleet_cli.up.preflight import check_engine, check_model, check_port
 from fleet_cli.up.proof import Ground, prove
 from fleet_cli.up.screen import Screen, open_screen
 from fleet_cli.up.state import state_folder
@@ -49,6 +49,7 @@ def up(options: UpOptions) -> int:
         manifest = _manifest(options, screen)
         fleet = parse_fleet(manifest)
         check_model(fleet, options.claims)
+        check_engine(fleet, vllm_program())
         with state_folder(options.state) as folder:
             local = LocalFleet(manifest=manifest, state_dir=folder, port=options.port, claims=options.claims)
             return asyncio.run(_Session(options, fleet, local, screen, begun).run())

@@ -14,6 +14,7 @@ from typing import Any
 
 from fleet_api.v1alpha1.tier import DEFAULT_RESOURCE
 from fleet_cli.errors import RunError
+from fleet_cli.up.bundled import VLLM_ENV, vllm_program
 from fleet_cli.up.view import ROLE_LABEL
 from fleet_operator.cluster.interface import FLEET, POD, NotFoundError, Object
 from fleet_operator.cluster.memory import MemoryCluster
@@ -117,6 +118,8 @@ def _environment() -> dict[str, str]:
     """What pods inherit: the user's environment, with threads that leave room for the other processes of the fleet."""
     environment = dict(os.environ)
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // 3)))
+    if (vllm := vllm_program()) is not None:
+        environment[VLLM_ENV] = vllm
     return environment
 
 

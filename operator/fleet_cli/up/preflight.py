@@ -28,6 +28,12 @@ def check_model(fleet: InferenceFleet, claims: Mapping[str, Path]) -> None:
         raise InputError(f"spec.model.source: model path {folder} is not a folder")
 
 
+def check_engine(fleet: InferenceFleet, vllm: str | None) -> None:
+    """InputError when the fleet wants vLLM and this machine has none."""
+    if fleet.spec.engine.type == "vllm" and vllm is None:
+        raise InputError("spec.engine.type: vllm is not installed here: run `make vllm`, or set FLEET_VLLM_BIN")
+
+
 def check_port(port: int) -> None:
     """RunError when the endpoint's port cannot be bound on 127.0.0.1."""
     with socket.socket() as listener:

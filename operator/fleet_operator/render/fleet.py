@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_operator.cluster.interface import Object
-from fleet_operator.names import FLEET, PLANNED, REVISION, ROLE, ROUTER_ROLE, TIER, labels, router_name
+from fleet_operator.names import FLEET, PLANNED, REVISION, ROLE, ROUTER_ROLE, SIZE, TIER, labels, router_name
 from fleet_operator.render.worker import PORTS, owner_reference
 from fleet_operator.settings import Platform
 from fleet_planner.reconcile import Plan
@@ -29,7 +29,7 @@ def render_pool(fleet: InferenceFleet, pool: PoolWanted, owner: Object) -> Objec
             "name": pool.name,
             "namespace": fleet.metadata.namespace,
             "labels": labels(fleet.metadata.name, **{TIER: pool.tier, ROLE: pool.role, REVISION: pool.revision}),
-            "annotations": {PLANNED: str(pool.replicas)},
+            "annotations": {PLANNED: str(pool.replicas), SIZE: str(pool.size)},
             "ownerReferences": [owner_reference(owner)],
         },
         "spec": {

@@ -1,0 +1,97 @@
+"""Scaling as a time line: grow at once, shrink after a quiet window, hold without data."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fleet_api.v1alpha1.routing import LatencySpec, ScalingSpec, SloSpec
+from fleet_api.v1alpha1.tier import AcceleratorSpec, RoleSpec, TierSpec
+from fleet_planner.ratio import bounds_of
+from fleet_planner.scale import ScaleInputs, want
+from fleet_planner.types import RoleLoad, ScaleMemory, TierTelemetry
+
+TIER = TierSpec(name="t", accelerator=AcceleratorSpec(type="cpu"), decode=RoleSpec(warm=1))
+SLO = SloSpec(ttft=LatencySpec(p99="1s"), itl=LatencySpec(p99="50ms"))
+WINDOW_S = 120.0
+
+
+def inputs(current: tuple[int, int]) -> ScaleInputs:
+    return ScaleInputs(TIER, SLO, ScalingSpec(), 5.0, current)
+
+
+def load(
+    prefill: float | None, decode: float | None, now: float, ttft: float | None = None, itl: float | None = None
+) -> TierTelemetry:
+    return TierTelemetry(RoleLoad(prefill, ttft, None, now), RoleLoad(decode, None, itl, now))
+
+
+def covered(current: tuple[int, int], now: float) -> ScaleMemory:
+    """Memory of a whole quiet window."""
+    return ScaleMemory(((now - WINDOW_S - 1, *current),))
+
+
+def test_load_grows_a_role_at_once_and_the_ratio_takes_the_other_along():
+    found = want(inputs((1, 2)), load(9, 70, 0.0), ScaleMemory(), 0.0)
+    assert (found.prefill, found.decode) == (3, 6)  # 9/4 → 3; 70/16 → 5, and one warm
+
+
+def test_shrinking_waits_for_a_whole_window():
+    memory, current = ScaleMemory(), (3, 6)
+    for second in range(0, 125, 5):
+        found = want(inputs(current), load(0, 0, second), memory, second)
+        memory = found.memory
+        assert (found.prefill, found.decode) == ((3, 6) if second < 120 else (1, 1)), second
+
+
+def test_a_peak_inside_the_window_keeps_its_size():
+    memory = ScaleMemory(((0.0, 1, 1), (100.0, 3, 6)))
+    found = want(inputs((3, 6)), load(0, 0, 200.0), memory, 200.0)
+    assert (found.prefill, found.decode) == (3, 6)
+    found = want(inputs((3, 6)), load(0, 0, 321.0), found.memory, 321.0)  # the want of 100 held until 200
+    assert (found.prefill, found.decode) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("telemetry", "why"),
+    [
+        pytest.param(None, "no telemetry", id="none"),
+        pytest.param(load(None, 3, 0.0), "no prefill load", id="one-role-unknown"),
+        pytest.param(load(0, 0, -30.0), "prefill telemetry is 30 s old", id="stale"),
+        pytest.param(load(0, 0, 3600.0), "prefill telemetry is -3600 s old", id="clock-jumped-back"),
+        pytest.param(load(math.nan, 0, 0.0), "prefill load is nan", id="nan"),
+        pytest.param(load(0, math.inf, 0.0), "decode load is inf", id="infinite"),
+        pytest.param(load(-1, 0, 0.0), "prefill load is -1", id="negative"),
+    ],
+)
+def test_o16_without_usable_data_the_size_stays(telemetry: TierTelemetry | None, why: str):
+    memory = covered((4, 8), 0.0)
+    found = want(inputs((4, 8)), telemetry, memory, 0.0)
+    assert (found.prefill, found.decode, found.held, found.memory) == (4, 8, True, memory)
+    assert why in found.reason
+
+
+def test_a_missed_objective_adds_one_worker_of_the_role_that_it_is_about():
+    memory = covered((2, 2), 0.0)
+    assert want(inputs((2, 2)), load(4, 10, 0.0, ttft=1.5), memory, 0.0).prefill == 3
+    assert want(inputs((2, 2)), load(4, 10, 0.0, itl=0.08), memory, 0.0).decode == 3
+
+
+@given(st.lists(st.tuples(st.floats(0, 200), st.floats(0, 300)), min_size=1, max_size=60))
+def test_o19_sizes_stay_allowed_and_change_direction_at_most_once_a_window(series: list[tuple[float, float]]):
+    memory, current, turns = ScaleMemory(), TIER.initial, list[tuple[float, int]]()
+    for step, (prefill, decode) in enumerate(series):
+        now = step * 5.0
+        found = want(inputs(current), load(prefill, decode, now), memory, now)
+        memory, size = found.memory, (found.prefill, found.decode)
+        assert bounds_of(TIER).allow(*size)
+        if sum(size) != sum(current):
+            turns.append((now, 1 if sum(size) > sum(current) else -1))
+        current = size
+    shrinks = [now for now, direction in turns if direction < 0]
+    for shrink in shrinks:  # after any growth, a whole window passes before the first shrink
+        grown = [now for now, direction in turns if direction > 0 and now < shrink]
+        assert not grown or shrink - grown[-1] >= WINDOW_S
