@@ -19,6 +19,7 @@ from fleet_router.upstream import Upstream
 from fleet_router.workers import Worker, WorkerTable
 
 MAX_PREFILL_ANSWER_BYTES = 8 * 1024 * 1024
+OK = 200
 MAX_ERROR_BYTES = 64 * 1024
 HOP_HEADERS = {b"connection", b"keep-alive", b"proxy-connection", b"upgrade", b"server", b"date", b"x-request-id"}
 FRAMING = {b"content-length", b"transfer-encoding"}
@@ -63,6 +64,7 @@ class Flow:
         self._leg_worker: Worker | None = None
         self._lease: tuple[Worker, str] | None = None
         self._reference: bytes | None = None
+        self._keys: list[int] = []
         self._first = True
         self.started = False
         """The first byte has gone to the client."""
@@ -80,7 +82,7 @@ class Flow:
             self._refuse(RequestError(503, found.reason, code="no_worker"))
             return
         decode = context.table.workers[found.decode]
-        context.table.index.add(keys, found.decode)
+        self._keys = keys
         if found.prefill is None or local_only:
             context.metrics.local_prefills += 1
             self._send_decode(decode, None)
@@ -180,6 +182,8 @@ class Flow:
         self.last_byte_at = now
         self._context.metrics.requests[status] += 1
         self._lease = None  # decode accepted it
+        if status == OK and self._leg_worker is not None and self._leg_worker.endpoint.uid in self._context.table.workers:
+            self._context.table.index.add(self._keys, self._leg_worker.endpoint.uid)  # now it holds the prompt's KV
         self.deadline = now + self.config.inter_token_deadline_s
         kept = b"".join(name + b": " + value + b"\r\n" for name, value in headers if name.lower() not in HOP_HEADERS)
         line = f"HTTP/1.1 {status} {PHRASES.get(status, 'Status')}\r\nx-request-id: {self._client.request_id}\r\n".encode()

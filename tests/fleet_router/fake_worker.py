@@ -1,0 +1,74 @@
+"""A worker that speaks the dialect in a few lines: for tests of the router only."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+REFERENCE = {"do_remote_prefill": True, "remote_block_ids": [1], "lease_id": "lease-1"}
+
+
+class FakeWorker:
+    """Answers completions; `behave` may answer instead: it gets (body, writer) and returns True when it did."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, Any]] = []
+        self.released: list[str] = []
+        self.closed_early = 0
+        self.behave: Callable[[dict[str, Any], asyncio.StreamWriter], Any] | None = None
+        self._server: asyncio.Server | None = None
+        self.port = 0
+
+    async def start(self) -> FakeWorker:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            self._server.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = int(
+                    next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length")).split(b":")[1]
+                )
+                body = json.loads(await reader.readexactly(length))
+                if b"/kv/release" in head:
+                    self.released.append(body["lease_id"])
+                    answer(writer, 200, {"released": True})
+                    continue
+                self.seen.append(body)
+                if self.behave is not None and await self.behave(body, writer):
+                    continue
+                if body.get("kv_transfer_params", {}).get("do_remote_decode"):
+                    answer(writer, 200, {"choices": [], "kv_transfer_params": REFERENCE})
+                elif body.get("stream"):
+                    await stream(writer, ["a", "b", "c"])
+                else:
+                    answer(writer, 200, {"choices": [{"text": "hello"}]})
+                await writer.drain()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            self.closed_early += 1
+        finally:
+            writer.close()
+
+
+def answer(writer: asyncio.StreamWriter, status: int, body: Any) -> None:
+    raw = json.dumps(body).encode()
+    writer.write(f"HTTP/1.1 {status} X\r\ncontent-type: application/json\r\ncontent-length: {len(raw)}\r\n\r\n".encode() + raw)
+
+
+async def stream(writer: asyncio.StreamWriter, parts: list[str], *, end: bool = True, gap_s: float = 0.0) -> None:
+    writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+    for part in parts:
+        event = f'data: {{"choices":[{{"text":"{part}"}}]}}\n\n'.encode()
+        writer.write(f"{len(event):x}\r\n".encode() + event + b"\r\n")
+        await writer.drain()
+        await asyncio.sleep(gap_s)
+    if end:
+        writer.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")

@@ -1,0 +1,416 @@
+"""The data plane on real sockets against workers that speak the dialect."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from fleet_router.config import HttpBounds, RouterConfig
+from fleet_router.follow.documents import Documents
+from fleet_router.process import Router, Settings
+from fleet_router.server import ClientConnection
+from fleet_wire.endpoints import Endpoint, Endpoints
+from tests.fleet_router.fake_worker import FakeWorker, answer, stream
+
+BOUNDS = HttpBounds(body_bytes=20_000)
+CONFIG = RouterConfig(fleet="f", served_name="m", min_uncached_tokens=64, bounds=BOUNDS)
+LONG = "x" * 2000
+
+
+class Rig:
+    """A router with fake workers, in this loop."""
+
+    def __init__(self, prefill: list[FakeWorker], decode: list[FakeWorker], config: RouterConfig) -> None:
+        self.prefill, self.decode = prefill, decode
+        self.router = Router(Settings("dir:/none", "127.0.0.1", 0))
+        self.context = self.router._context
+        self.connections: set[ClientConnection] = set()
+        self.apply(prefill, decode, config)
+
+    def apply(self, prefill: list[FakeWorker], decode: list[FakeWorker], config: RouterConfig = CONFIG) -> None:
+        rows = [("prefill", w) for w in prefill] + [("decode", w) for w in decode]
+        found = tuple(
+            Endpoint(
+                name=f"{role}-{w.port}", uid=f"u{w.port}", address="127.0.0.1", http_port=w.port, agent_port=1, role=role,
+                tier="t",                revision="r", compat="c",
+            )
+            for role, w in rows
+        )  # fmt: skip
+        self.router.apply(Documents(config, Endpoints(fleet="f", namespace="n", workers=found)))
+
+    async def start(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.server = await loop.create_server(
+            lambda: ClientConnection(self.context, self.connections, self.router.plain), "127.0.0.1", 0
+        )
+        self.port = self.server.sockets[0].getsockname()[1]
+
+    async def raw(self, data: bytes, timeout_s: float = 5.0) -> bytes:
+        """Everything that the router answers until it closes or falls silent."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        writer.write(data)
+        out = b""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while piece := await reader.read(65536):
+                    out += piece
+        except (TimeoutError, ConnectionError):
+            pass
+        writer.close()
+        return out
+
+    async def post(self, body: Any, path: str = "/v1/completions") -> tuple[int, bytes]:
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nhost: h\r\nconnection: close\r\ncontent-length: {len(raw)}\r\n\r\n".encode()
+        got = await self.raw(head + raw)
+        first, _, rest = got.partition(b"\r\n\r\n")
+        return int(first.split(b" ")[1]), rest
+
+    def idle(self) -> bool:
+        return all(worker.inflight == 0 for worker in self.context.table.workers.values())
+
+
+def run(test: Callable[[Rig], Awaitable[None]], prefill: int = 1, decode: int = 1, config: RouterConfig = CONFIG) -> None:
+    async def go() -> None:
+        workers = [await FakeWorker().start() for _ in range(prefill + decode)]
+        rig = Rig(workers[:prefill], workers[prefill:], config)
+        await rig.start()
+        try:
+            await test(rig)
+            await until(rig.idle)
+        finally:
+            rig.server.close()
+            for worker in rig.context.table.workers.values():
+                worker.pool.retire()
+            for fake in workers:
+                await fake.stop()
+            await asyncio.sleep(0.02)
+
+    asyncio.run(go())
+
+
+async def until(check: Callable[[], bool], deadline_s: float = 3.0) -> None:
+    end = time.monotonic() + deadline_s
+    while not check():
+        assert time.monotonic() < end, "not within the deadline"
+        await asyncio.sleep(0.005)
+
+
+def ask(**more: Any) -> dict[str, Any]:
+    return {"model": "m", "prompt": LONG, **more}
+
+
+def test_a_long_prompt_takes_two_legs_and_unknown_fields_pass_through():
+    async def go(rig: Rig) -> None:
+        status, body = await rig.post(ask(max_tokens=7, top_secret=1, stream=False))
+        assert (status, b"hello" in body) == (200, True)
+        first, second = rig.prefill[0].seen[0], rig.decode[0].seen[0]
+        assert (first["max_tokens"], first["stream"], first["top_secret"]) == (1, False, 1)
+        assert first["kv_transfer_params"] == {"do_remote_decode": True, "do_remote_prefill": False}
+        assert (second["max_tokens"], second["kv_transfer_params"]["lease_id"]) == (7, "lease-1")
+        assert rig.prefill[0].released == []  # the decode worker took it
+
+    run(go)
+
+
+def test_a_short_prompt_is_prefilled_where_it_is_decoded():
+    async def go(rig: Rig) -> None:
+        await rig.post(ask(prompt="short"))
+        assert (len(rig.prefill[0].seen), "kv_transfer_params" in rig.decode[0].seen[0]) == (0, False)
+
+    run(go)
+
+
+def test_streams_are_spliced_to_the_end():
+    async def go(rig: Rig) -> None:
+        _, body = await rig.post(ask(stream=True))
+        assert body.count(b"data: ") == 4
+        assert body.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+
+    run(go)
+
+
+def test_h7_clients_cannot_set_internal_fields():
+    async def go(rig: Rig) -> None:
+        await rig.post(ask(prompt="short", kv_transfer_params={"do_remote_prefill": True}, priority=9, cache_salt="x"))
+        assert not {"kv_transfer_params", "priority", "cache_salt"} & rig.decode[0].seen[0].keys()
+
+    run(go)
+
+
+@pytest.mark.parametrize("status", [500, 503])
+def test_a_failing_prefill_worker_is_replaced_once(status: int):
+    async def go(rig: Rig) -> None:
+        async def refuse(_: Any, writer: asyncio.StreamWriter) -> bool:
+            answer(writer, status, {})
+            return True
+
+        rig.prefill[0].behave = rig.prefill[1].behave = refuse
+        found, _ = await rig.post(ask())
+        assert found == 502
+        assert sum(len(w.seen) for w in rig.prefill) == 2
+        rig.prefill[1].behave = None
+        for worker in rig.context.table.workers.values():
+            worker.succeeded()
+        assert (await rig.post(ask()))[0] == 200
+
+    run(go, prefill=2)
+
+
+def test_without_another_prefill_worker_the_decode_worker_prefills():
+    async def go(rig: Rig) -> None:
+        await rig.prefill[0].stop()
+        assert (await rig.post(ask()))[0] == 200
+        assert "kv_transfer_params" not in rig.decode[0].seen[0]
+
+    run(go)
+
+
+def test_a_decode_worker_that_dies_before_its_first_byte_is_replaced_and_the_lease_released():
+    async def go(rig: Rig) -> None:
+        async def die(_: Any, writer: asyncio.StreamWriter) -> bool:
+            writer.close()
+            return True
+
+        rig.decode[0].behave = die
+        for _ in range(4):
+            assert (await rig.post(ask()))[0] == 200
+        if rig.decode[0].seen:
+            await until(lambda: rig.prefill[0].released == ["lease-1"] * len(rig.decode[0].seen))
+
+    run(go, decode=2)
+
+
+def test_kv_that_cannot_be_proven_is_prefilled_again_where_it_is_decoded():
+    async def go(rig: Rig) -> None:
+        async def unproven(body: Any, writer: asyncio.StreamWriter) -> bool:
+            if "kv_transfer_params" not in body:
+                return False
+            answer(writer, 503, {"error": {"type": "KvTransferError"}})
+            return True
+
+        rig.decode[0].behave = unproven
+        assert (await rig.post(ask()))[0] == 200
+        assert len(rig.decode[0].seen) == 2
+        await until(lambda: rig.prefill[0].released == ["lease-1"])
+
+    run(go)
+
+
+def test_a_stream_that_breaks_ends_with_an_error_event_and_no_done():
+    async def go(rig: Rig) -> None:
+        async def breaks(_: Any, writer: asyncio.StreamWriter) -> bool:
+            await stream(writer, ["a", "b"], end=False)
+            writer.close()
+            return True
+
+        rig.decode[0].behave = breaks
+        _, body = await rig.post(ask(prompt="short", stream=True))
+        assert b'"code":"bad_gateway"' in body
+        assert b"[DONE]" not in body
+        assert body.endswith(b"0\r\n\r\n")
+
+    run(go)
+
+
+def test_a_workers_refusal_reaches_the_client_as_it_is():
+    async def go(rig: Rig) -> None:
+        async def too_long(_: Any, writer: asyncio.StreamWriter) -> bool:
+            answer(writer, 400, {"error": {"message": "1203 tokens"}})
+            return True
+
+        rig.prefill[0].behave = too_long
+        status, body = await rig.post(ask())
+        assert (status, b"1203 tokens" in body, len(rig.decode[0].seen)) == (400, True, 0)
+
+    run(go)
+
+
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+def test_k8_a_client_that_leaves_ends_the_leg(leg: str):
+    async def go(rig: Rig) -> None:
+        started = asyncio.Event()
+
+        async def hang(_: Any, writer: asyncio.StreamWriter) -> bool:
+            started.set()
+            await asyncio.sleep(30)
+            return True
+
+        worker = getattr(rig, leg)[0]
+        worker.behave = hang
+        raw = json.dumps(ask()).encode()
+        _, writer = await asyncio.open_connection("127.0.0.1", rig.port)
+        writer.write(f"POST /v1/completions HTTP/1.1\r\nhost: h\r\ncontent-length: {len(raw)}\r\n\r\n".encode() + raw)
+        await asyncio.wait_for(started.wait(), 3)
+        writer.close()
+        await until(rig.idle)
+        if leg == "decode":
+            await until(lambda: rig.prefill[0].released == ["lease-1"])
+
+    run(go)
+
+
+def test_r1_no_worker_is_503_with_retry_after():
+    async def go(rig: Rig) -> None:
+        got = await rig.raw(b"POST /v1/completions HTTP/1.1\r\nhost: h\r\nconnection: close\r\ncontent-length: 26\r\n\r\n"
+                            b'{"model":"m","prompt":"a"}')  # fmt: skip
+        assert got.startswith(b"HTTP/1.1 503")
+        assert b"retry-after: 1" in got
+
+    run(go, prefill=1, decode=0)
+
+
+def test_a_removed_worker_gets_nothing_new_and_its_stream_goes_on():
+    async def go(rig: Rig) -> None:
+        async def slow(_: Any, writer: asyncio.StreamWriter) -> bool:
+            await stream(writer, ["a"] * 20, gap_s=0.02)
+            return True
+
+        old = rig.decode[0]
+        old.behave = slow
+        running = asyncio.create_task(rig.post(ask(prompt="short", stream=True)))
+        await until(lambda: len(old.seen) == 1)
+        rig.apply(rig.prefill, [rig.decode[1]])
+        for _ in range(5):
+            assert (await rig.post(ask(prompt="short")))[0] == 200
+        assert len(old.seen) == 1
+        assert (await running)[1].endswith(b"0\r\n\r\n")
+
+    run(go, decode=2)
+
+
+def test_a_reload_changes_new_requests_only():
+    async def go(rig: Rig) -> None:
+        rig.apply(rig.prefill, rig.decode, msgspec.structs.replace(CONFIG, max_output_tokens=3))
+        status, body = await rig.post(ask(max_tokens=4))
+        assert (status, b"allowed are 1 to 3" in body) == (400, True)
+
+    run(go)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "words"),
+    [
+        (b"{", 400, "not a JSON object"),
+        (b"[]", 400, "not a JSON object"),
+        (b'{"model":"m"}', 400, "prompt is required"),
+        (b'{"model":"x","prompt":"a"}', 404, "The model `x` does not exist."),
+        (b'{"model":7,"prompt":"a"}', 400, "model: Expected `str`, got `int`"),
+        (b'{"model":"m","prompt":{}}', 400, "prompt: Expected `array`"),
+        (b'{"model":"m","prompt":[]}', 400, "prompt is empty"),
+        (b'{"model":"m","prompt":"a","max_tokens":0}', 400, "max_tokens is 0; allowed are 1 to 4096"),
+        (b'{"model":"m","prompt":"a","stream":"yes"}', 400, "stream: Expected `bool`, got `str`"),
+        (b'{"model":"m","prompt":' + b"[" * 5000 + b"]" * 5000 + b"}", 400, ""),
+        (b'{"model":"m","prompt":"' + b"a" * 30_000 + b'"}', 413, "larger than 20000 bytes"),
+        (json.dumps({"model": "m", "prompt": [1] * 3000}).encode(), 400, "prompt has 3000 tokens; allowed are 2048"),
+        (b'\xff\xfe{"model"', 400, ""),
+    ],
+    ids=lambda value: "" if isinstance(value, bytes) else None,
+)
+def test_h5_bad_bodies_are_told_what_is_wrong(body: bytes, status: int, words: str):
+    async def go(rig: Rig) -> None:
+        found, answered = await rig.post(body)
+        error = json.loads(answered)["error"]
+        assert (found, words in error["message"]) == (status, True), error
+        assert error["request_id"]
+        assert (await rig.post(ask()))[0] == 200
+
+    run(go)
+
+
+SIMPLE = b"GET /health HTTP/1.1\r\nhost: h\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "status"),
+    [
+        pytest.param(
+            b"POST /v1/completions HTTP/1.1\r\nhost: h\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\n", 400, id="both"
+        ),
+        pytest.param(
+            b"POST /v1/completions HTTP/1.1\r\nhost: h\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\n", 400, id="two-lengths"
+        ),
+        pytest.param(b"GET /health HTTP/1.1\r\n\r\n", 400, id="no-host"),
+        pytest.param(b"GET /health HTTP/1.1\r\nhost: a\r\nhost: b\r\n\r\n", 400, id="two-hosts"),
+        pytest.param(b"GET /health HTTP/1.1\r\nhost: a/b?c=\r\n\r\n", 400, id="host-with-a-path"),
+        pytest.param(b"GET /health HTTP/1.1\r\nhost: h\r\n folded: x\r\n\r\n", 400, id="obs-fold"),
+        pytest.param(b"GET /health HTTP/1.1\r\nhost: h\r\ntransfer-encoding: gzip, chunked\r\n\r\n", 400, id="odd-encoding"),
+        pytest.param(b"GET /health HTTP/1.0\r\nhost: h\r\n\r\n", 505, id="http-1.0"),
+        pytest.param(b"GET /" + b"a" * 9000 + b" HTTP/1.1\r\nhost: h\r\n\r\n", 414, id="long-url"),
+        pytest.param(b"GET /health HTTP/1.1\r\nhost: h\r\n" + b"a: b\r\n" * 10_000 + b"\r\n", 431, id="h1-ten-thousand-headers"),
+        pytest.param(b"GET /health HTTP/1.1\r\nhost: h\r\nx: " + b"a" * 70_000 + b"\r\n\r\n", 431, id="h1-long-header"),
+        pytest.param(b"POST /v1/completions HTTP/1.1\r\nhost: h\r\ncontent-length: 200000000\r\n\r\n", 413, id="h3-lying-length"),
+        pytest.param(b"GET /v1/completions HTTP/1.1\r\nhost: h\r\n\r\n", 405, id="method"),
+        pytest.param(b"GET //v1/models HTTP/1.1\r\nhost: h\r\n\r\n", 404, id="double-slash"),
+        pytest.param(b"\x16\x03\x01\x00\xa5\x01\x00", 400, id="tls-hello"),
+        pytest.param(SIMPLE, 200, id="a-good-one"),
+    ],
+)
+def test_h4_requests_that_could_be_read_in_two_ways_are_refused(request_bytes: bytes, status: int):
+    async def go(rig: Rig) -> None:
+        got = await rig.raw(request_bytes, 0.5)
+        assert got.startswith(b"HTTP/1.1 %d " % status), got[:200]
+        assert (await rig.raw(SIMPLE, 0.2)).startswith(b"HTTP/1.1 200")
+
+    run(go)
+
+
+def test_h3_endless_chunks_are_cut_at_the_bound():
+    async def go(rig: Rig) -> None:
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: h\r\ntransfer-encoding: chunked\r\n\r\n"
+        got = await rig.raw(
+            head + b"1000\r\n" + (b"a" * 4096) + b"\r\n" + b"1000\r\n" * 1 + (b"b" * 4096 + b"\r\n1000\r\n") * 5, 1.0
+        )
+        assert got.startswith(b"HTTP/1.1 413 ")
+
+    run(go)
+
+
+def test_h2_a_slow_request_is_closed_at_its_deadline():
+    async def go(rig: Rig) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", rig.port)
+        writer.write(b"GET /health HTTP/1.1\r\nho")
+        await until(lambda: len(rig.connections) == 1)
+        await asyncio.sleep(0.05)
+        connection = next(iter(rig.connections))
+        connection.sweep(rig.context.clock() + BOUNDS.header_deadline_s - 1)
+        connection.sweep(rig.context.clock() + BOUNDS.header_deadline_s + 1)
+        assert (await reader.read(100)).startswith(b"HTTP/1.1 408 ")
+        writer.close()
+
+    run(go)
+
+
+def test_k12_a_worker_that_sends_no_token_is_given_up_at_the_deadline():
+    async def go(rig: Rig) -> None:
+        async def hang(_: Any, writer: asyncio.StreamWriter) -> bool:
+            await asyncio.sleep(30)
+            return True
+
+        rig.decode[0].behave = hang
+        posted = asyncio.create_task(rig.post(ask(prompt="short")))
+        await until(lambda: len(rig.decode[0].seen) == 1)
+        for connection in list(rig.connections):
+            connection.sweep(rig.context.clock() + CONFIG.first_token_deadline_s + 1)
+        assert (await posted)[0] == 504
+
+    run(go)
+
+
+def test_metrics_and_models_and_ready():
+    async def go(rig: Rig) -> None:
+        await rig.post(ask())
+        text = (await rig.raw(b"GET /metrics HTTP/1.1\r\nhost: h\r\nconnection: close\r\n\r\n")).decode()
+        assert 'fleet_router_requests_total{code="200"} 1' in text
+        assert "fleet_router_remote_prefill_total 1" in text
+        assert 'fleet_router_inflight{role="decode",tier="t"} 0' in text
+        assert b'"id":"m"' in await rig.raw(b"GET /v1/models HTTP/1.1\r\nhost: h\r\nconnection: close\r\n\r\n")
+        assert (await rig.raw(b"GET /ready HTTP/1.1\r\nhost: h\r\nconnection: close\r\n\r\n")).startswith(b"HTTP/1.1 200")
+
+    run(go)
