@@ -1,4 +1,4 @@
-"""Condition types and reasons of a fleet, and the one way to change a condition."""
+"""Condition types of a fleet, and the one way to change a condition."""
 
 from __future__ import annotations
 
@@ -27,34 +27,6 @@ CONDITION_TYPES: tuple[ConditionType, ...] = (
     "CapacityLimited",
     "Ready",
 )
-Reason = Literal[
-    "Valid",
-    "Invalid",
-    "AllCreated",
-    "Creating",
-    "ApplyFailed",
-    "Serving",
-    "NoRouter",
-    "NoServingSet",
-    "WorkersStarting",
-    "WorkersFailing",
-    "KvMoved",
-    "KvFailing",
-    "NoTransferYet",
-    "InRatio",
-    "OutOfRatio",
-    "Fresh",
-    "Stale",
-    "NoData",
-    "Unschedulable",
-    "AtMaximum",
-    "Sufficient",
-    "AllGood",
-    "NotAccepted",
-    "NotProvisioned",
-    "NotAvailable",
-    "Deleting",
-]
 
 
 def rfc3339(now: float) -> str:
