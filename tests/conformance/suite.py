@@ -134,7 +134,7 @@ class Conformance:
 
     def test_a_client_that_leaves_frees_the_engine(self, pair: Pair):
         worker = pair[1]
-        body = completion(max_tokens=900, ignore_eos=True, stream=True)
+        body = completion("hello", max_tokens=900, ignore_eos=True, stream=True)
         with httpx.stream("POST", worker.engine + "/v1/completions", json=body, timeout=60) as answer:
             next(answer.iter_raw())
             assert worker.metric("vllm:num_requests_running") == 1
