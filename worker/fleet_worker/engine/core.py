@@ -15,10 +15,11 @@ from fleet_wire.kv import KvReference
 from fleet_worker.engine.blocks import BlockAllocator, CacheEvent
 from fleet_worker.engine.errors import BadRequestError, EngineError, OverloadedError
 from fleet_worker.engine.llama import Chunk, Llama
+from fleet_worker.engine.references import check_reference
 from fleet_worker.engine.sampler import sample
 from fleet_worker.engine.scheduler import Scheduler, Work
-from fleet_worker.engine.sequence import FinishReason, Sequence
-from fleet_worker.transfer.base import Connector, FetchResult, KvError, KvReferenceError
+from fleet_worker.engine.sequence import FinishReason, Sequence, finish_reason
+from fleet_worker.transfer.base import Connector, FetchResult, KvError
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,6 @@ class Counters:
     blocks_received: int = 0
     failed_transfers: int = 0
     expired_leases: int = 0
-    preemptions: int = 0
     fetches: list[FetchResult] = field(default_factory=list)
     """Successful pulls since /metrics last looked; drained by the metrics thread, bounded there."""
 
@@ -74,6 +74,8 @@ class EngineCore:
         self.limits = limits
         self.counters = Counters()
         self.connector: Connector | None = None
+        self.progressed = False
+        """The last step computed or reported something; otherwise the loop may sleep, also when requests wait for blocks."""
         self._model = model
         self._pool = pool
         self._eos = eos_ids
@@ -91,6 +93,7 @@ class EngineCore:
     def add(self, sequence: Sequence) -> None:
         """Admit or raise EngineError; nothing is held when it raises."""
         self.check_fits(len(sequence.prompt), sequence.sampling.max_tokens)
+        self._check_tokens(sequence)
         if len(self.scheduler.waiting) >= self.limits.max_waiting:
             raise OverloadedError(f"{self.limits.max_waiting} requests are waiting already")
         if sequence.request_id in self.sequences:
@@ -118,28 +121,20 @@ class EngineCore:
                 f"prompt plus output is {prompt_tokens + max_tokens} tokens, the KV pool holds {held}", "prompt"
             )
 
+    def _check_tokens(self, sequence: Sequence) -> None:
+        """An id outside the vocabulary would fail inside a step, and with it everybody else's request."""
+        for param, ids in (("prompt", sequence.prompt), ("stop_token_ids", sequence.sampling.stop_token_ids)):
+            if any(not 0 <= token < self.vocab_size for token in ids):
+                raise BadRequestError(f"{param} holds token ids outside 0..{self.vocab_size - 1}", param)
+
     def _check_reference(self, sequence: Sequence) -> None:
         reference = sequence.reference
         if reference is None and not sequence.keep_for_remote:
             return
         if self.connector is None:
             raise BadRequestError("this engine has no KV connector", "kv_transfer_params")
-        if reference is None:
-            return
-        size = self._model.block_tokens
-        blocks = reference.remote_block_ids
-        if not reference.lease_id or not reference.remote_epoch or not reference.digest:
-            raise KvReferenceError(
-                "unprovable", "kv_transfer_params carry no lease, epoch or digest: the read could not be proven"
-            )
-        if any(not isinstance(block, int) for block in blocks):
-            raise KvReferenceError("layout", "kv_transfer_params.remote_block_ids must be one list of integers")
-        if not 0 < reference.remote_num_tokens <= len(sequence.prompt) or len(blocks) != -(-reference.remote_num_tokens // size):
-            raise KvReferenceError(
-                "shape",
-                f"kv_transfer_params name {len(blocks)} blocks for {reference.remote_num_tokens} tokens; "
-                f"the prompt has {len(sequence.prompt)} tokens and a block holds {size}",
-            )
+        if reference is not None:
+            check_reference(reference, len(sequence.prompt), self._model.block_tokens)
 
     def abort(self, request_id: str) -> Sequence | None:
         """End a request now; blocks come back at once, except those that a transfer may still write."""
@@ -161,6 +156,7 @@ class EngineCore:
         work = self.scheduler.step()
         if work:
             outputs += self._compute(work)
+        self.progressed = bool(work or outputs)
         return outputs
 
     def _compute(self, work: list[Work]) -> list[Output]:
@@ -251,7 +247,7 @@ class EngineCore:
     def _resume(self, sequence: Sequence, computed: int) -> None:
         """The prompt's KV is here: only what it does not cover is computed."""
         del self.scheduler.pulling[sequence.request_id]
-        sequence.computed = min(computed, len(sequence.prompt) - 1)
+        sequence.computed = max(sequence.computed, min(computed, len(sequence.prompt) - 1))
         sequence.stage = "running"
         sequence.reference = None
         self.scheduler.running.append(sequence)
@@ -268,8 +264,10 @@ class EngineCore:
         reference = sequence.reference
         if reference is None:
             raise EngineError("a finished pull without reference")
-        self.counters.external_hits += reference.remote_num_tokens - sequence.computed
-        self.counters.blocks_received += len(reference.remote_block_ids) - sequence.computed // self._model.block_tokens
+        # the local cache may cover more than a short reference does: then nothing was gained, and a counter never falls
+        self.counters.external_hits += max(0, reference.remote_num_tokens - sequence.computed)
+        have = sequence.computed // self._model.block_tokens
+        self.counters.blocks_received += max(0, len(reference.remote_block_ids) - have)
         if result.transferred_bytes:  # the prefix cache may have had all of it
             self.counters.fetches.append(result)
         self._resume(sequence, reference.remote_num_tokens)
@@ -297,12 +295,3 @@ class EngineCore:
             b for b in range(self.scheduler.blocks.total) if self.scheduler.blocks.owners(b)
         }:
             raise AssertionError("a used block belongs to nobody")
-
-
-def finish_reason(sequence: Sequence, token: int, eos_ids: tuple[int, ...]) -> FinishReason | None:
-    """Why the sequence ends with this token, if it does."""
-    sampling = sequence.sampling
-    ends = token in sampling.stop_token_ids or (token in eos_ids and not sampling.ignore_eos)
-    if ends and len(sequence.output) > sampling.min_tokens:
-        return "stop"
-    return "length" if len(sequence.output) >= sampling.max_tokens else None

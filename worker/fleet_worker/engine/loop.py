@@ -91,7 +91,7 @@ class EngineLoop:
                 if outputs:
                     self._deliver(outputs)
                 self._on_step(self.core)
-                if not self.core.has_work():
+                if not self.core.progressed:
                     now = time.monotonic()
                     if not self.core.sequences and now - checked_at >= INTEGRITY_EVERY_S:
                         self.core.check_integrity()

@@ -85,7 +85,7 @@ class EngineMetrics:
         )
         self._counter("vllm:prompt_tokens", "Prompt tokens admitted.", counters.prompt_tokens)
         self._counter("vllm:generation_tokens", "Tokens generated.", counters.generated_tokens)
-        self._counter("vllm:num_preemptions", "Sequences computed again for lack of blocks.", counters.preemptions)
+        self._counter("vllm:num_preemptions", "Sequences computed again for lack of blocks.", scheduler.preemptions)
         self._counter("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.", scheduler.prefix_queries)
         self._counter("vllm:prefix_cache_hits", "Tokens found in the prefix cache.", scheduler.prefix_hits)
         self._counter(

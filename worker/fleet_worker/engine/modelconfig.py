@@ -50,7 +50,8 @@ class ModelConfig:
 def read_config(folder: Path) -> ModelConfig:
     """Parse config.json (and generation_config.json for end tokens); ModelFilesError names the field."""
     raw = _read_json(folder / "config.json")
-    architecture = (raw.get("architectures") or ["?"])[0]
+    named = raw.get("architectures")
+    architecture = named[0] if isinstance(named, list) and named else "?"
     if architecture not in SUPPORTED:
         raise ModelFilesError(
             f"{folder}/config.json: architecture {architecture} is not supported; supported: {', '.join(SUPPORTED)}"
@@ -62,8 +63,8 @@ def read_config(folder: Path) -> ModelConfig:
     if raw.get("quantization_config"):
         raise ModelFilesError(f"{folder}/config.json: quantization_config is not supported by the torch engine")
     try:
-        return _typed(raw, architecture, _eos_ids(raw, folder))
-    except (KeyError, TypeError, ValueError) as error:
+        return _checked(_typed(raw, architecture, _eos_ids(raw, folder)))
+    except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise ModelFilesError(f"{folder}/config.json: {type(error).__name__} at field {error}") from error
 
 
@@ -104,6 +105,20 @@ def _typed(raw: dict[str, Any], architecture: str, eos_ids: tuple[int, ...]) -> 
         eos_ids=eos_ids,
         bos_id=raw.get("bos_token_id"),
     )
+
+
+def _checked(config: ModelConfig) -> ModelConfig:
+    """Numbers that would only fail inside a step; ValueError names the field."""
+    for name in ("vocab_size", "hidden", "intermediate", "layers", "heads", "kv_heads", "head_dim", "max_positions"):
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name} is {getattr(config, name)}, at least 1 is needed")
+    if config.heads % config.kv_heads:
+        raise ValueError(f"num_attention_heads {config.heads} is no multiple of num_key_value_heads {config.kv_heads}")
+    if config.head_dim % 2:
+        raise ValueError(f"head_dim {config.head_dim} is odd")
+    if any(not 0 <= token < config.vocab_size for token in config.eos_ids):
+        raise ValueError(f"eos_token_id {list(config.eos_ids)} is outside the vocabulary of {config.vocab_size}")
+    return config
 
 
 def _rope_scaling(raw: dict[str, Any]) -> RopeScaling | None:

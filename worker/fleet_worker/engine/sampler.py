@@ -10,6 +10,8 @@ import torch
 from fleet_worker.engine.sequence import Sequence
 
 NEVER = float("-inf")
+GREEDY_BELOW = 1e-5
+"""Temperatures below this are greedy (vLLM's bound): dividing by them would overflow."""
 
 
 def sample(logits: torch.Tensor, sequences: Rows[Sequence], eos_ids: Rows[int]) -> list[int]:
@@ -22,7 +24,7 @@ def sample(logits: torch.Tensor, sequences: Rows[Sequence], eos_ids: Rows[int]) 
         raise FloatingPointError("the model produced logits that are not finite")
     chosen: list[int] = logits.argmax(dim=-1).tolist()
     for row, sequence in enumerate(sequences):
-        if sequence.sampling.temperature > 0.0:
+        if sequence.sampling.temperature >= GREEDY_BELOW:
             chosen[row] = draw(logits[row], sequence)
     return chosen
 

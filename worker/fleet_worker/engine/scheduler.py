@@ -45,6 +45,7 @@ class Scheduler:
     running: list[Sequence] = field(default_factory=list)
     prefix_queries: int = 0
     prefix_hits: int = 0
+    preemptions: int = 0
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new request."""
@@ -61,7 +62,7 @@ class Scheduler:
             budget -= self._chunk(sequence, budget, work)
         while self.waiting and budget > 0 and len(self.running) + len(self.pulling) < self.max_batch:
             sequence = self.waiting[0]
-            if not self.place(sequence):
+            if sequence.reference is not None or not self.place(sequence):  # a decode leg is pulled, never computed here
                 break
             self.waiting.popleft()
             sequence.stage = "running"
@@ -118,7 +119,7 @@ class Scheduler:
         self.running.remove(victim)
         self.release(victim)
         victim.stage = "waiting"
-        victim.preempted += 1
+        self.preemptions += 1
         self.waiting.appendleft(victim)
 
     def release(self, sequence: Sequence) -> list[int]:

@@ -54,7 +54,6 @@ class Sequence:
     first_token_at: float | None = None
     last_token_at: float | None = None
     cached_tokens: int = 0
-    preempted: int = 0
 
     @property
     def length(self) -> int:
@@ -72,3 +71,12 @@ class Sequence:
         if start >= whole:
             return self.output[start - whole : start - whole + count]
         return [*self.prompt[start : start + count], *self.output[: max(0, start + count - whole)]]
+
+
+def finish_reason(sequence: Sequence, token: int, eos_ids: tuple[int, ...]) -> FinishReason | None:
+    """Why the sequence ends with this token, if it does."""
+    sampling = sequence.sampling
+    ends = token in sampling.stop_token_ids or (token in eos_ids and not sampling.ignore_eos)
+    if ends and len(sequence.output) > sampling.min_tokens:
+        return "stop"
+    return "length" if len(sequence.output) >= sampling.max_tokens else None

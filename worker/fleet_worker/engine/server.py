@@ -17,16 +17,18 @@ from starlette.routing import Route
 
 from fleet_worker.config import WorkerConfig
 from fleet_worker.engine import protocol as wire
+from fleet_worker.engine.answer import Answer
 from fleet_worker.engine.core import EngineCore, Output
 from fleet_worker.engine.errors import BadRequestError, EngineError, TooLargeError, UnknownModelError
 from fleet_worker.engine.loop import EngineLoop, Item
 from fleet_worker.engine.metrics import EngineMetrics
 from fleet_worker.engine.sequence import Sequence
-from fleet_worker.engine.text import Detokenizer, Text
+from fleet_worker.engine.text import Text
 from fleet_worker.transfer.base import KvError, KvReferenceError
 
 METRICS_TIMEOUT_S = 2.0
 DISCONNECT_POLL_S = 0.1
+MAX_REQUEST_ID = 128
 
 
 class EngineServer:
@@ -139,7 +141,7 @@ class EngineServer:
         sampling = wire.sampling_of(asked, room, self._config.max_output_tokens)
         self._loop.core.check_fits(len(prompt), sampling.max_tokens)
         keep, reference = wire.kv_of(asked)
-        chosen = f"{request_id or 'req'}-{self._random.getrandbits(64):016x}"
+        chosen = f"{(request_id or 'req')[:MAX_REQUEST_ID]}-{self._random.getrandbits(64):016x}"
         seed = sampling.seed if sampling.seed is not None else self._random.getrandbits(48)
         return Sequence(chosen, tuple(prompt), sampling, seed, time.monotonic(), keep, reference)
 
@@ -215,98 +217,6 @@ class EngineServer:
         if ended:
             self._metrics.finished(answer.sequence, now)
         return ended
-
-
-class Answer:
-    """Collects one request's tokens into text and renders vLLM's bodies."""
-
-    def __init__(self, asked: wire.Request, sequence: Sequence, text: Text, model: str) -> None:
-        self.sequence = sequence
-        self.is_chat = isinstance(asked, wire.ChatRequest)
-        self.wants_usage = bool(asked.stream_options and asked.stream_options.include_usage)
-        self._asked = asked
-        self._detokenizer = Detokenizer(text, sequence.sampling.stop)
-        self._model = model
-        self._created = int(time.time())
-        self._id = ("chatcmpl-" if self.is_chat else "cmpl-") + sequence.request_id
-        self._piece = ""
-        self._new: list[int] = []
-        self._finish: str | None = None
-        self._stop_text: str | None = None
-        self._kv: Any = None
-
-    def add(self, output: Output) -> bool:
-        """True when the answer is complete."""
-        token = output.token
-        sequence = self.sequence
-        is_end = output.finish == "stop" and token is not None
-        self._new = [] if token is None else [token]
-        if token is None or is_end:
-            self._piece, stop = "", None
-        else:
-            self._piece, stop = self._detokenizer.add(token)
-        if stop is not None and len(self._detokenizer.ids) >= sequence.sampling.min_tokens:
-            self._finish, self._stop_text = "stop", stop
-            return True
-        if output.finish is not None:
-            self._piece += self._detokenizer.finish()
-            self._finish = output.finish
-            self._kv = msgspec.to_builtins(output.reference) if output.reference is not None else None
-            return True
-        return False
-
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
-
-    def _usage(self) -> dict[str, Any]:
-        return wire.usage(len(self.sequence.prompt), len(self.sequence.output), self.sequence.cached_tokens)
-
-    def body(self) -> dict[str, Any]:
-        """The whole answer."""
-        choice: dict[str, Any] = {
-            "index": 0,
-            "logprobs": None,
-            "finish_reason": self._finish,
-            "stop_reason": self._stop_text,
-        }
-        sent = self._detokenizer.sent
-        choice |= {"message": {"role": "assistant", "content": sent}} if self.is_chat else {"text": sent}
-        if self._asked.return_token_ids:
-            choice["token_ids"] = list(self.sequence.output)
-            if not self.is_chat:
-                choice["prompt_token_ids"] = list(self.sequence.prompt)
-        body = self._head("chat.completion" if self.is_chat else "text_completion")
-        body |= {"choices": [choice], "usage": self._usage(), "kv_transfer_params": self._kv}
-        if self.is_chat and self._asked.return_token_ids:
-            body["prompt_token_ids"] = list(self.sequence.prompt)
-        return body
-
-    def opening(self) -> dict[str, Any]:
-        """First chat chunk: the role."""
-        choice = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-        return self._head("chat.completion.chunk") | {"choices": [choice]}
-
-    def chunk(self, ended: bool) -> dict[str, Any]:
-        """The newest piece."""
-        choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": self._finish if ended else None}
-        choice |= {"delta": {"content": self._piece}} if self.is_chat else {"text": self._piece}
-        if ended:
-            choice["stop_reason"] = self._stop_text
-        if self._asked.return_token_ids:
-            choice["token_ids"] = self._new
-        chunk = self._head("chat.completion.chunk" if self.is_chat else "text_completion") | {"choices": [choice]}
-        if self.wants_usage:
-            chunk["usage"] = None
-        if ended and self._kv is not None:
-            chunk["kv_transfer_params"] = self._kv
-        return chunk
-
-    def usage_chunk(self) -> dict[str, Any]:
-        """The last chunk when stream_options.include_usage was set."""
-        return self._head("chat.completion.chunk" if self.is_chat else "text_completion") | {
-            "choices": [],
-            "usage": self._usage(),
-        }
 
 
 def _resolve(done: asyncio.Future[None]) -> None:

@@ -96,15 +96,15 @@ class Detokenizer:
     _held: str = ""
     sent: str = ""
 
-    def add(self, token: int) -> tuple[str, str | None]:
-        """(text to send now, stop string that was met)."""
+    def add(self, token: int, *, may_stop: bool = True) -> tuple[str, str | None]:
+        """(text to send now, stop string that was met); without `may_stop` (before min_tokens) stop strings are plain text."""
         self.ids.append(token)
         before = self.text.decode(self.ids[self._from : self._read])
         now = self.text.decode(self.ids[self._from :])
         if now.endswith(REPLACEMENT) and len(self.ids) - self._read < 8:  # an incomplete character has at most 4 bytes
             return "", None
         self._from, self._read = self._read, len(self.ids)
-        return self._emit(now[len(before) :])
+        return self._emit(now[len(before) :], self.stop if may_stop else ())
 
     def finish(self) -> str:
         """What was held back: sent when the sequence ends without a stop string."""
@@ -114,15 +114,15 @@ class Detokenizer:
         self.sent += out
         return out
 
-    def _emit(self, piece: str) -> tuple[str, str | None]:
+    def _emit(self, piece: str, stops: tuple[str, ...]) -> tuple[str, str | None]:
         pending = self._held + piece
-        for stop in self.stop:
+        for stop in stops:
             at = pending.find(stop)
             if at >= 0:
                 self._held = ""
                 self.sent += pending[:at]
                 return pending[:at], stop
-        keep = max((_overlap(pending, stop) for stop in self.stop), default=0)
+        keep = max((_overlap(pending, stop) for stop in stops), default=0)
         out, self._held = pending[: len(pending) - keep], pending[len(pending) - keep :]
         self.sent += out
         return out, None

@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from fleet_worker.engine.errors import ModelFilesError
 from fleet_worker.engine.modelconfig import ModelConfig
 
+FLOATS = ("F64", "F32", "BF16", "F16")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -52,11 +53,14 @@ def load_weights(folder: Path, config: ModelConfig) -> dict[str, torch.Tensor]:
     if config.dtype not in DTYPES:
         raise ModelFilesError(f"{folder}/config.json: dtype {config.dtype} is not supported; supported: {', '.join(DTYPES)}")
     shapes, found = expected_shapes(config), dict[str, torch.Tensor]()
-    for path in _files(folder):
+    files = _files(folder)
+    for path in files:
         _load_file(path, shapes, DTYPES[config.dtype], found)
     missing = sorted(shapes.keys() - found.keys())
     if missing:
-        raise ModelFilesError(f"{folder}: {len(missing)} tensors are missing, the first is {missing[0]}")
+        raise ModelFilesError(
+            f"{files[0] if len(files) == 1 else folder}: {len(missing)} tensors are missing, the first is {missing[0]}"
+        )
     return found
 
 
@@ -82,7 +86,10 @@ def _load_file(path: Path, shapes: dict[str, tuple[int, ...]], dtype: torch.dtyp
             for name in opened.keys():  # noqa: SIM118 - safe_open is not a dict
                 if name not in shapes:
                     continue
-                shape = tuple(opened.get_slice(name).get_shape())
+                described = opened.get_slice(name)
+                if described.get_dtype() not in FLOATS:
+                    raise ModelFilesError(f"{path}: tensor {name} is {described.get_dtype()}; supported: {', '.join(FLOATS)}")
+                shape = tuple(described.get_shape())
                 if shape != shapes[name]:
                     raise ModelFilesError(f"{path}: tensor {name} has shape {list(shape)}, expected {list(shapes[name])}")
                 found[name] = opened.get_tensor(name).to(dtype).contiguous()

@@ -1,0 +1,290 @@
+"""Requests through the engine core with a scripted connector: who owns which block, and that no bad request hurts another."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence as Blocks
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from fleet_wire.blocks import root_hash
+from fleet_wire.kv import KvReference
+from fleet_worker.engine.blocks import BlockAllocator
+from fleet_worker.engine.core import EngineCore, Limits
+from fleet_worker.engine.errors import BadRequestError, OverloadedError
+from fleet_worker.engine.llama import Llama
+from fleet_worker.engine.metrics import EngineMetrics
+from fleet_worker.engine.modelconfig import read_config
+from fleet_worker.engine.sequence import Sampling, Sequence
+from fleet_worker.engine.weights import load_weights
+from fleet_worker.tinymodel import make_tiny_model
+from fleet_worker.transfer.base import FetchResult, KvReferenceError, KvTransferError
+
+BLOCK = 16
+PROMPT = tuple(range(5, 55))  # 4 blocks, the last one partly filled
+
+
+class ScriptedConnector:
+    """Moves blocks by copying inside one pool's peer; reports only when the test says so."""
+
+    transport = "tcp"
+
+    def __init__(self, pool, peer=None) -> None:
+        self.pool, self.peer = pool, peer
+        self.done: list[FetchResult] = []
+        self.ended: list[tuple[str, str]] = []
+        self.fetched: list[tuple[str, int, list[int]]] = []
+        self.granted: list[str] = []
+        self.cancelled: list[str] = []
+
+    def grant(self, request_id: str, block_ids: Blocks[int], num_tokens: int) -> KvReference:
+        self.granted.append(request_id)
+        return reference(num_tokens, tuple(block_ids))
+
+    def fetch(self, request_id: str, ref: KvReference, skip: int, into: Blocks[int]) -> None:
+        self.fetched.append((request_id, skip, list(into)))
+        if self.peer is not None:
+            for there, here in zip(ref.remote_block_ids[skip:], into, strict=True):
+                self.pool[here] = self.peer[there]
+
+    def finish(self, request_id: str, error: KvTransferError | None = None) -> None:
+        self.done.append(FetchResult(request_id, error, 1024, 0.1, 1))
+
+    def finished(self) -> list[FetchResult]:
+        done, self.done = self.done, []
+        return done
+
+    def released(self) -> list[tuple[str, str]]:
+        ended, self.ended = self.ended, []
+        return ended
+
+    def cancel(self, request_id: str) -> None:
+        self.cancelled.append(request_id)
+
+    def release(self, lease_id: str) -> bool:
+        return True
+
+    def open_leases(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        return None
+
+
+def reference(tokens: int, blocks: tuple[int, ...] | None = None) -> KvReference:
+    return KvReference(
+        do_remote_prefill=True, remote_block_ids=tuple(range(-(-tokens // BLOCK))) if blocks is None else blocks,
+        remote_engine_id="e", remote_request_id="r", remote_host="127.0.0.1", remote_port=5600, remote_num_tokens=tokens,
+        lease_id="lease", remote_epoch="epoch", digest="d",
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def llama() -> Llama:
+    cache = Path(os.environ.get("INFERENCEFLEET_CACHE", Path.home() / ".cache/inferencefleet"))
+    folder = make_tiny_model(cache / "tiny-llama")
+    config = read_config(folder)
+    return Llama(config, load_weights(folder, config), BLOCK)
+
+
+def engine(llama: Llama, blocks: int = 64, batch: int = 8, waiting: int = 100, peer: EngineCore | None = None) -> EngineCore:
+    pool = llama.new_pool(blocks)
+    limits = Limits(max_model_len=512, max_batch=batch, step_tokens=64, max_waiting=waiting)
+    core = EngineCore(llama, BlockAllocator(blocks), pool, root_hash("tiny", BLOCK), limits, (2,))
+    core.connector = ScriptedConnector(pool, peer._pool if peer else None)
+    return core
+
+
+def ask(name: str, prompt: tuple[int, ...] = PROMPT, max_tokens: int = 8, keep=False, ref=None, **sampling) -> Sequence:
+    return Sequence(name, prompt, Sampling(max_tokens=max_tokens, **sampling), 0, 0.0, keep, ref)
+
+
+def steps(core: EngineCore, most: int = 500):
+    outputs = []
+    for _ in range(most):
+        new = core.step()
+        outputs += new
+        if not core.progressed:
+            return outputs
+    raise AssertionError(f"still busy after {most} steps")
+
+
+def ended(outputs) -> dict[str, list[int]]:
+    return {o.sequence.request_id: list(o.sequence.output) for o in outputs if o.finish}
+
+
+def test_decode_continues_from_pulled_blocks_with_the_same_tokens_and_computes_one_token_of_the_prompt(llama: Llama):
+    prefill = engine(llama)
+    alone = ended_alone(llama)
+    prefill.add(ask("p", max_tokens=1, keep=True))
+    given = next(o.reference for o in steps(prefill) if o.finish)
+    decode = engine(llama, peer=prefill)
+    decode.add(ask("d", ref=given))
+    steps(decode)
+    assert decode.scheduler.pulling.keys() == {"d"}
+    decode.connector.finish("d")
+    decode._poll_connector()
+    assert decode.scheduler.running[0].todo == 1
+    assert ended(steps(decode))["d"] == alone
+    decode.check_integrity()
+    assert decode.scheduler.blocks.used == 0
+
+
+def ended_alone(llama: Llama) -> list[int]:
+    core = engine(llama)
+    core.add(ask("alone"))
+    return ended(steps(core))["alone"]
+
+
+def test_leased_blocks_stay_until_the_connector_names_the_lease(llama: Llama):
+    core = engine(llama)
+    core.add(ask("p", max_tokens=1, keep=True))
+    steps(core)
+    assert core.scheduler.blocks.used == 4
+    core.connector.ended.append(("p", "expired"))
+    core.step()
+    assert (core.scheduler.blocks.used, core.counters.expired_leases) == (0, 1)
+    core.check_integrity()
+
+
+def test_a_failed_pull_fails_closed_without_a_token_and_frees_its_blocks(llama: Llama):
+    core = engine(llama)
+    core.add(ask("d", ref=reference(50)))
+    steps(core)
+    core.connector.finish("d", KvTransferError("digest", "wrong bytes"))
+    (output,) = core.step()
+    assert (output.token, output.error.reason) == (None, "digest")
+    assert (core.scheduler.blocks.used, core.counters.generated_tokens) == (0, 0)
+
+
+def test_blocks_of_a_cancelled_pull_are_free_only_after_the_transfer_ended(llama: Llama):
+    core = engine(llama)
+    core.add(ask("d", ref=reference(50)))
+    steps(core)
+    core.abort("d")
+    steps(core)
+    assert core.connector.cancelled == ["d"]
+    assert core.scheduler.blocks.used == 4
+    core.check_integrity()
+    core.connector.finish("d")
+    core.step()
+    assert core.scheduler.blocks.used == 0
+
+
+@pytest.mark.parametrize("after", [0, 1, 3], ids=["waiting", "prefilling", "decoding"])
+def test_a_client_that_leaves_gives_every_block_back(llama: Llama, after: int):
+    core = engine(llama)
+    core.add(ask("gone", prompt=tuple(range(5, 205)), max_tokens=100, ignore_eos=True))
+    for _ in range(after):
+        core.step()
+    assert core.abort("gone") is not None
+    assert core.scheduler.blocks.used == 0
+    core.check_integrity()
+
+
+def test_a_decode_leg_behind_a_plain_request_is_pulled_not_computed(llama: Llama):
+    core = engine(llama)
+    core.add(ask("plain", prompt=tuple(range(100, 140))))
+    core.add(ask("d", ref=reference(50)))
+    steps(core)
+    assert [name for name, _, _ in core.connector.fetched] == ["d"]
+    assert core.scheduler.pulling.keys() == {"d"}
+
+
+def test_a_reference_shorter_than_the_local_cache_changes_no_token_and_no_counter_falls(llama: Llama):
+    core, metrics = engine(llama), EngineMetrics("tiny")
+    core.add(ask("first"))
+    first = ended(steps(core))["first"]
+    metrics.collect(core)
+    core.add(ask("short", ref=reference(16)))
+    steps(core)
+    core.connector.finish("short")
+    assert ended(steps(core))["short"] == first
+    assert (core.counters.external_hits, core.counters.blocks_received) == (0, 0)
+    metrics.collect(core)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"lease_id": ""}, "unprovable"),
+        ({"remote_epoch": ""}, "unprovable"),
+        ({"digest": ""}, "unprovable"),
+        ({"remote_block_ids": ((0, 1, 2, 3),)}, "layout"),
+        ({"remote_block_ids": (0, 1, 2)}, "shape"),
+        ({"remote_num_tokens": 51}, "shape"),
+        ({"remote_num_tokens": 0}, "shape"),
+        ({"remote_port": 0}, "address"),
+        ({"remote_port": 99_999_999}, "address"),
+        ({"remote_port": -1}, "address"),
+        ({"remote_host": "a b"}, "address"),
+        ({"remote_host": ""}, "address"),
+        ({"remote_host": "x" * 300}, "address"),
+    ],
+)
+def test_a_reference_that_cannot_be_proven_or_reached_is_refused_before_it_holds_anything(llama: Llama, change, reason: str):
+    core = engine(llama)
+    with pytest.raises(KvReferenceError) as caught:
+        core.add(ask("d", ref=msgspec.structs.replace(reference(50), **change)))
+    assert caught.value.reason == reason
+    assert not core.sequences
+    assert core.scheduler.blocks.used == 0
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        (ask("a", prompt=()), "the prompt is empty"),
+        (ask("a", prompt=tuple(range(3, 510)), max_tokens=8), "maximum context length is 512 tokens"),
+        (ask("a", prompt=(1024,)), "prompt holds token ids outside 0..1023"),
+        (ask("a", prompt=(-1,)), "prompt holds token ids outside 0..1023"),
+        (ask("a", min_tokens=1, stop_token_ids=(99_999,)), "stop_token_ids holds token ids outside 0..1023"),
+    ],
+    ids=["empty", "too-long", "token-too-big", "token-negative", "stop-token-too-big"],
+)
+def test_a_bad_request_is_refused_and_its_neighbour_is_answered(llama: Llama, request_: Sequence, words: str):
+    core = engine(llama)
+    core.add(ask("good"))
+    with pytest.raises(BadRequestError, match=words.replace("..", r"\.\.")):
+        core.add(request_)
+    assert len(ended(steps(core))["good"]) == 8
+
+
+def test_a_prompt_that_the_pool_can_never_hold_is_refused_with_the_numbers(llama: Llama):
+    with pytest.raises(BadRequestError, match="prompt plus output is 58 tokens, the KV pool holds 48"):
+        engine(llama, blocks=3).add(ask("a"))
+
+
+def test_the_waiting_line_is_bounded(llama: Llama):
+    core = engine(llama, waiting=2)
+    core.add(ask("a"))
+    core.add(ask("b"))
+    with pytest.raises(OverloadedError, match="2 requests are waiting"):
+        core.add(ask("c"))
+
+
+def test_the_loop_may_sleep_while_leases_hold_the_pool_and_goes_on_when_they_end(llama: Llama):
+    core = engine(llama, blocks=5)
+    core.add(ask("p", max_tokens=1, keep=True))
+    steps(core)
+    core.add(ask("q", prompt=tuple(range(200, 250)), max_tokens=2))
+    assert core.step() == []
+    assert core.has_work()
+    assert not core.progressed
+    core.connector.ended.append(("p", "read"))
+    assert len(ended(steps(core))["q"]) == 2
+
+
+def test_preemption_is_counted_and_changes_no_token(llama: Llama):
+    def answers(blocks: int):
+        core = engine(llama, blocks=blocks)
+        for i in range(3):
+            core.add(ask(f"r{i}", prompt=tuple(range(5 + i, 60 + i)), max_tokens=40, ignore_eos=True))
+        return ended(steps(core)), core.scheduler.preemptions
+
+    roomy, none = answers(64)
+    tight, some = answers(12)
+    assert (none, some > 0) == (0, True)
+    assert tight == roomy

@@ -1,0 +1,30 @@
+"""Which KV references a decode engine takes: only such as it can prove, and none that could upset the transfer thread."""
+
+from __future__ import annotations
+
+import re
+
+from fleet_wire.kv import MAX_KV_BLOCKS, KvReference
+from fleet_worker.transfer.base import KvReferenceError
+
+HOST = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9.-]{0,251}[A-Za-z0-9])?|\[[0-9A-Fa-f:.]{2,45}\]")
+"""DNS name, IPv4 address or IPv6 address in brackets: what a zmq tcp:// address may hold."""
+
+
+def check_reference(reference: KvReference, prompt_tokens: int, block_tokens: int) -> None:
+    """Raise KvReferenceError unless the reference is provable and fits a prompt of `prompt_tokens` tokens."""
+    if not reference.lease_id or not reference.remote_epoch or not reference.digest:
+        raise KvReferenceError("unprovable", "kv_transfer_params carry no lease, epoch or digest: the read could not be proven")
+    blocks, tokens = reference.remote_block_ids, reference.remote_num_tokens
+    if len(blocks) > MAX_KV_BLOCKS or any(not isinstance(block, int) for block in blocks):
+        raise KvReferenceError(
+            "layout", f"kv_transfer_params.remote_block_ids must be one list of at most {MAX_KV_BLOCKS} integers"
+        )
+    if not 0 < tokens <= prompt_tokens or len(blocks) != -(-tokens // block_tokens):
+        raise KvReferenceError(
+            "shape",
+            f"kv_transfer_params name {len(blocks)} blocks for {tokens} tokens; "
+            f"the prompt has {prompt_tokens} tokens and a block holds {block_tokens}",
+        )
+    if not HOST.fullmatch(reference.remote_host) or not 0 < reference.remote_port < 65_536:
+        raise KvReferenceError("address", "kv_transfer_params.remote_host and remote_port are not a TCP address")
