@@ -136,8 +136,10 @@ class Conformance:
         worker = pair[1]
         body = completion("hello", max_tokens=900, ignore_eos=True, stream=True)
         with httpx.stream("POST", worker.engine + "/v1/completions", json=body, timeout=60) as answer:
-            next(answer.iter_raw())
-            assert worker.metric("vllm:num_requests_running") == 1
+            parts = answer.iter_raw()  # held: dropping the iterator would already leave
+            next(parts)
+            running = worker.metric("vllm:num_requests_running")
+            assert running == 1, (answer.status_code, running)
         eventually(lambda: worker.metric("vllm:num_requests_running") + worker.metric("vllm:num_requests_waiting") == 0)
 
     def test_metrics_move(self, pair: Pair):
