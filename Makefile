@@ -14,7 +14,7 @@ export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS := 1
 export DO_NOT_TRACK := 1
 
-.PHONY: help setup up test lint unit conformance smoke e2e e2e-loop e2e-vllm kube vllm crds bench-router bench-kv clean
+.PHONY: help setup up test lint unit conformance smoke e2e e2e-loop e2e-vllm kube vllm crds bench-kv clean
 
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -66,9 +66,6 @@ vllm: $(UV) ## the vLLM environment into the cache
 
 crds: setup ## generate crds/ from the models
 	$(RUN) python -m fleet_api.crd
-
-bench-router: setup ## router CPU against sglang-router and Envoy in the same run
-	@$(UV) run --frozen --quiet --group bench python -m e2e.bench.router
 
 bench-kv: setup ## KV hand-off between two torch workers against raw NIXL
 	@$(RUN) python -m e2e.bench.kv

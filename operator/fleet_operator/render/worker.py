@@ -90,7 +90,7 @@ def _pod_spec(fleet: InferenceFleet, tier: TierSpec, role: Role, template: Templ
         ],
         "startupProbe": _probe("/started", failures=STARTUP_FAILURES),
         "readinessProbe": _probe("/ready", failures=1),
-        "livenessProbe": _probe("/live", failures=3),
+        "livenessProbe": _probe("/live", failures=10),
         "lifecycle": {"preStop": {"httpGet": {"path": "/drain", "port": PORTS.agent, "scheme": "HTTP"}}},
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": [mount, {"name": "shm", "mountPath": "/dev/shm"}, {"name": "tmp", "mountPath": "/tmp"}],  # noqa: S108
