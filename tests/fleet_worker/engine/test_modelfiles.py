@@ -1,0 +1,131 @@
+"""A model folder that cannot be served is refused by file, field or tensor; what is served equals transformers."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fleet_worker.engine.errors import ModelFilesError
+from fleet_worker.engine.llama import Chunk, Llama
+from fleet_worker.engine.modelconfig import read_config
+from fleet_worker.engine.weights import load_weights
+from fleet_worker.tinymodel import CONFIG, make_tiny_model
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Path:
+    cache = Path(os.environ.get("INFERENCEFLEET_CACHE", Path.home() / ".cache/inferencefleet"))
+    return make_tiny_model(cache / "tiny-llama")
+
+
+def with_config(folder: Path, **change: Any) -> Path:
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **change}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported; supported: LlamaForCausalLM, Mistral"),
+        ({"architectures": 5}, "architecture \\? is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"quantization_config": {"a": 1}}, "quantization_config"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type=yarn"),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "factor"),
+        ({"num_attention_heads": 0, "head_dim": None}, "config.json"),
+        ({"num_key_value_heads": 3}, "no multiple of num_key_value_heads 3"),
+        ({"num_hidden_layers": 0}, "layers is 0"),
+        ({"head_dim": 33}, "head_dim 33 is odd"),
+        ({"vocab_size": "many"}, "config.json"),
+        ({"eos_token_id": 4096}, "eos_token_id \\[4096\\] is outside the vocabulary of 1024"),
+        ({"rope_scaling": 7}, "config.json"),
+    ],
+)
+def test_a_config_that_cannot_be_run_exactly_is_refused_by_name(tmp_path: Path, change: dict[str, Any], words: str):
+    with pytest.raises(ModelFilesError, match=words):
+        read_config(with_config(tmp_path, **change))
+
+
+@pytest.mark.parametrize("raw", [b"", b"[]", b"{", b"\xff\xfe"])
+def test_a_config_that_is_no_object_names_the_file(tmp_path: Path, raw: bytes):
+    (tmp_path / "config.json").write_bytes(raw)
+    with pytest.raises(ModelFilesError, match=r"config\.json"):
+        read_config(tmp_path)
+
+
+def spoil(weights: dict[str, torch.Tensor], how: str) -> None:
+    at = "model.layers.2.mlp.up_proj.weight"
+    if how == "missing":
+        del weights[at]
+    elif how == "shape":
+        weights[at] = weights[at][:10].contiguous()
+    else:
+        weights[at] = weights[at].to(torch.int8)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [("missing", "are missing, the first is"), ("shape", "expected \\[688, 256\\]"), ("int8", "is I8; supported")],
+)
+def test_a_bad_tensor_is_named_with_its_file(tiny: Path, tmp_path: Path, how: str, words: str):
+    weights = load_file(tiny / "model.safetensors")
+    spoil(weights, how)
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(ModelFilesError, match=words) as caught:
+        load_weights(tmp_path, read_config(tiny))
+    assert "model.safetensors" in str(caught.value)
+    assert "model.layers.2.mlp.up_proj.weight" in str(caught.value)
+
+
+@pytest.mark.parametrize("size", [0, 7, 100, 100_000])
+def test_a_cut_file_is_named(tiny: Path, tmp_path: Path, size: int):
+    (tmp_path / "model.safetensors").write_bytes((tiny / "model.safetensors").read_bytes()[:size])
+    with pytest.raises(ModelFilesError, match=r"model\.safetensors is not a readable safetensors file"):
+        load_weights(tmp_path, read_config(tiny))
+
+
+def test_an_index_cannot_name_files_elsewhere(tiny: Path, tmp_path: Path):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../secret.safetensors"}}))
+    with pytest.raises(ModelFilesError, match="outside the model folder"):
+        load_weights(tmp_path, read_config(tiny))
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "llama3-rope": {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                                     "original_max_position_embeddings": 256}},
+    "tied": {"tie_word_embeddings": True},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "mistral": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None},
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
+    "bfloat16": {"torch_dtype": "bfloat16"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_equal_transformers_for_every_supported_variant(tmp_path: Path, variant: str):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with_config(tmp_path, **VARIANTS[variant])
+    config = AutoConfig.from_pretrained(tmp_path)
+    torch.manual_seed(3)
+    dtype = torch.bfloat16 if variant == "bfloat16" else torch.float32
+    theirs = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.5)  # zeros would hide a bias that is never added
+    theirs.save_pretrained(tmp_path)
+    with_config(tmp_path, **VARIANTS[variant])
+    mine = read_config(tmp_path)
+    model = Llama(mine, load_weights(tmp_path, mine), 16)
+    tokens = torch.randint(3, 1024, (300,), generator=torch.Generator().manual_seed(1)).tolist()
+    with torch.inference_mode():
+        want = theirs.eval()(torch.tensor([tokens])).logits[0, -1].float()
+        got = model.forward(tokens, [Chunk(0, 300, tuple(range(19)))], model.new_pool(19))[0]
+    assert (got - want).abs().max() <= (0.05 if variant == "bfloat16" else 1e-4) * want.abs().max()

@@ -1,0 +1,100 @@
+"""Text leaves in whole characters, stop strings never show, templates stay inside their sandbox."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fleet_worker.engine.errors import BadRequestError, ModelFilesError
+from fleet_worker.engine.text import REPLACEMENT, Detokenizer, Text
+from fleet_worker.tinymodel import make_tiny_model
+
+CACHE = Path(os.environ.get("INFERENCEFLEET_CACHE", Path.home() / ".cache/inferencefleet"))
+TEXT = Text(make_tiny_model(CACHE / "tiny-llama"))
+
+
+def told(ids: list[int], *stops: str) -> tuple[list[str], str | None]:
+    """(pieces, stop) as a client gets them."""
+    detokenizer, pieces = Detokenizer(TEXT, stops), []
+    for token in ids:
+        piece, stop = detokenizer.add(token)
+        pieces.append(piece)
+        if stop is not None:
+            return pieces, stop
+    return [*pieces, detokenizer.finish()], None
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text(max_size=40))
+def test_pieces_add_up_to_the_text_and_hold_whole_characters(text: str):
+    ids = TEXT.encode(text)
+    pieces, _ = told(ids)
+    assert "".join(pieces) == TEXT.decode(ids)
+    if REPLACEMENT not in text:
+        assert all(REPLACEMENT not in piece for piece in pieces)
+
+
+@pytest.mark.parametrize("text", ["naïve café", "日本語のトークン", "👩‍👩‍👧 family", "mixed é日👍 end"])
+def test_characters_of_several_bytes_arrive_whole(text: str):
+    pieces, _ = told(TEXT.encode(text))
+    assert "".join(pieces) == text
+    assert all(REPLACEMENT not in piece for piece in pieces)
+
+
+def test_bytes_that_never_become_a_character_are_not_held_for_ever():
+    token = TEXT.encode("é")[0]
+    pieces, _ = told([token] * 20)
+    assert "".join(pieces) == TEXT.decode([token] * 20)
+    assert any(pieces[:-1])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 30), st.integers(1, 12))
+def test_a_stop_string_ends_the_text_before_it_wherever_tokens_split_it(at: int, length: int):
+    text = "the router keeps a block of keys and values (日本) before noon"
+    stop = text[at : at + length]
+    pieces, met = told(TEXT.encode(text), stop)
+    assert met == stop
+    assert "".join(pieces) == text[: text.index(stop)]
+
+
+def test_the_beginning_of_a_stop_string_is_told_after_all_when_the_rest_does_not_come():
+    text = "the router keeps a blo"
+    assert "".join(told(TEXT.encode(text), "block")[0]) == text
+
+
+def test_a_stop_string_before_min_tokens_is_plain_text():
+    text, detokenizer = "the router keeps a block", Detokenizer(TEXT, ("keeps",))
+    pieces = [detokenizer.add(token, may_stop=False) for token in TEXT.encode(text)]
+    assert "".join(piece for piece, _ in pieces) + detokenizer.finish() == text
+    assert {stop for _, stop in pieces} == {None}
+
+
+def template(tmp_path: Path, source: str) -> Text:
+    (tmp_path / "tokenizer.json").write_bytes((CACHE / "tiny-llama/tokenizer.json").read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": source}))
+    return Text(tmp_path)
+
+
+def test_the_template_is_the_models_own():
+    assert TEXT.render_chat([{"role": "user", "content": "hi"}]) == "<s>user: hi\nassistant: "
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ messages.append(1) }}", "{{ raise_exception('no') }}"],
+    ids=["reaches-for-classes", "changes-its-input", "refuses"],
+)
+def test_a_template_that_misbehaves_is_a_bad_request(tmp_path: Path, source: str):
+    with pytest.raises(BadRequestError, match="the chat template refused the messages"):
+        template(tmp_path, source).render_chat([])
+
+
+def test_a_template_that_does_not_compile_is_named(tmp_path: Path):
+    with pytest.raises(ModelFilesError, match="chat template does not compile"):
+        template(tmp_path, "{% for %}")
