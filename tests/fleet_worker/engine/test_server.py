@@ -1,0 +1,193 @@
+"""The HTTP surface over a real engine thread: bad bodies are refused, a dead engine says so, nothing hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from fleet_worker.config import KvSettings, WorkerConfig
+from fleet_worker.engine.assemble import build_core
+from fleet_worker.engine.llama import Llama
+from fleet_worker.engine.loop import EngineLoop
+from fleet_worker.engine.metrics import EngineMetrics
+from fleet_worker.engine.modelconfig import read_config
+from fleet_worker.engine.protocol import MAX_BODY_BYTES
+from fleet_worker.engine.server import EngineServer
+from fleet_worker.engine.text import Text
+from fleet_worker.engine.weights import load_weights
+from fleet_worker.tinymodel import make_tiny_model
+
+FOLDER = make_tiny_model(Path(os.environ.get("INFERENCEFLEET_CACHE", Path.home() / ".cache/inferencefleet")) / "tiny-llama")
+ARCHITECTURE = read_config(FOLDER)
+LLAMA = Llama(ARCHITECTURE, load_weights(FOLDER, ARCHITECTURE), 16)
+TEXT = Text(FOLDER)
+CONFIG = WorkerConfig(
+    fleet="f", namespace="n", tier="t", role="decode", revision="r", compat="c", model="m", served_name="tiny",
+    max_model_len=512, kv=KvSettings(cache_bytes=16 * 1024 * 1024),
+)  # fmt: skip
+Scenario = Callable[[httpx.AsyncClient, EngineLoop], Awaitable[None]]
+
+
+def serve(scenario: Scenario, broken: Exception | None = None) -> list[BaseException]:
+    """Run a scenario against one engine; returns what the engine reported as its end. The engine must be idle and whole after."""
+    stopped: list[BaseException] = []
+
+    async def main() -> None:
+        core, _ = build_core(CONFIG, LLAMA, ARCHITECTURE.eos_ids)
+        if broken is not None:
+            core.step = lambda: raise_when_asked(core, broken)  # type: ignore[method-assign]
+        loop = EngineLoop(core, stopped.append, lambda _: None)
+        loop.start()
+        transport = httpx.ASGITransport(EngineServer(CONFIG, loop, TEXT, EngineMetrics("tiny")).app())
+        try:
+            async with httpx.AsyncClient(transport=transport, base_url="http://engine", timeout=30) as client:
+                await asyncio.wait_for(scenario(client, loop), 60)
+        finally:
+            await asyncio.to_thread(loop.stop)
+        if broken is None:
+            assert loop.failure is None
+            assert core.scheduler.blocks.used == 0
+            core.check_integrity()
+
+    asyncio.run(main())
+    return stopped
+
+
+def raise_when_asked(core: Any, error: Exception) -> list[Any]:
+    if core.has_work():
+        raise error
+    core.progressed = False
+    return []
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    for _ in range(1_000_000):
+        if holds():
+            return
+        await asyncio.sleep(0)
+    raise AssertionError("it never came true")
+
+
+def body(**change: Any) -> dict[str, Any]:
+    return {"model": "tiny", "prompt": "the router", "max_tokens": 8, "temperature": 0, "return_token_ids": True, **change}
+
+
+BAD: dict[str, tuple[dict[str, Any], str | None]] = {
+    "temperature-text": ({"temperature": "hot"}, "temperature"),
+    "temperature-high": ({"temperature": 3}, "temperature"),
+    "top-p-zero": ({"top_p": 0}, "top_p"),
+    "two-answers": ({"n": 2}, "n"),
+    "no-tokens": ({"max_tokens": 0}, "max_tokens"),
+    "too-many-tokens": ({"max_tokens": 10**30}, "max_tokens"),
+    "min-over-max": ({"min_tokens": 9}, "min_tokens"),
+    "stop-empty": ({"stop": [""]}, "stop"),
+    "stop-many": ({"stop": ["a"] * 17}, "stop"),
+    "stop-token-unknown": ({"stop_token_ids": [99_999], "min_tokens": 1}, "stop_token_ids"),
+    "prompt-object": ({"prompt": {}}, "prompt"),
+    "prompt-empty": ({"prompt": []}, "prompt"),
+    "prompt-unknown-token": ({"prompt": [1024]}, "prompt"),
+    "prompt-huge-token": ({"prompt": [2**70]}, "prompt"),
+    "prompt-long": ({"prompt": [5] * 600}, "prompt"),
+    "kv-text": ({"kv_transfer_params": "yes"}, "kv_transfer_params"),
+    "kv-both": ({"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": True}}, "kv_transfer_params"),
+}
+
+
+def test_every_bad_field_is_400_with_its_name_and_the_next_request_is_answered():
+    async def scenario(client: httpx.AsyncClient, _: EngineLoop) -> None:
+        for name, (change, param) in BAD.items():
+            answer = await client.post("/v1/completions", json=body(**change))
+            assert answer.status_code == 400, (name, answer.text)
+            error = answer.json()["error"]
+            assert (error["code"], error["param"]) == (400, param), (name, error)
+        good = await client.post("/v1/completions", json=body())
+        assert len(good.json()["choices"][0]["token_ids"]) == 8
+
+    assert serve(scenario) == []
+
+
+@pytest.mark.parametrize(
+    "raw", [b"", b"{", b"[]", b"\xff", b"[" * 100_000, b"null"], ids=["none", "cut", "list", "bytes", "deep", "null"]
+)
+def test_a_body_that_is_no_request_is_400(raw: bytes):
+    async def scenario(client: httpx.AsyncClient, _: EngineLoop) -> None:
+        for path in ("/v1/completions", "/v1/chat/completions", "/kv/release"):
+            assert (await client.post(path, content=raw)).status_code == 400, path
+
+    serve(scenario)
+
+
+def test_a_200_mb_body_is_413_after_reading_no_more_than_the_bound():
+    sent = 0
+
+    async def endless():
+        nonlocal sent
+        while sent < 200 * 1024 * 1024:
+            sent += 65_536
+            yield b" " * 65_536
+
+    async def scenario(client: httpx.AsyncClient, _: EngineLoop) -> None:
+        answer = await client.post("/v1/completions", content=endless())
+        assert (answer.status_code, answer.json()["error"]["type"]) == (413, "RequestEntityTooLarge")
+        assert sent <= MAX_BODY_BYTES + 2 * 65_536
+
+    serve(scenario)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_an_engine_that_fails_tells_every_open_request_and_health_turns_red(stream: bool):
+    async def scenario(client: httpx.AsyncClient, loop: EngineLoop) -> None:
+        assert (await client.get("/health")).status_code == 200
+        answers = await asyncio.gather(*(client.post("/v1/completions", json=body(stream=stream)) for _ in range(3)))
+        assert [(a.status_code, a.json()["error"]["type"]) for a in answers] == [(503, "EngineStoppedError")] * 3
+        assert (await client.get("/health")).status_code == 503
+        assert (await client.post("/v1/completions", json=body())).status_code == 503
+
+    stopped = serve(scenario, broken=RuntimeError("out of luck"))
+    assert [str(error) for error in stopped] == ["out of luck"]
+
+
+def test_a_stop_string_ends_text_tokens_and_usage_at_the_same_place():
+    async def scenario(client: httpx.AsyncClient, _: EngineLoop) -> None:
+        whole = (await client.post("/v1/completions", json=body(max_tokens=40))).json()["choices"][0]
+        stop = whole["text"][10:14]
+        for _ in range(5):  # the engine runs ahead of the server by a random number of tokens
+            answer = (await client.post("/v1/completions", json=body(max_tokens=40, stop=stop))).json()
+            choice = answer["choices"][0]
+            assert choice["text"] == whole["text"][: whole["text"].index(stop)]
+            assert len(choice["token_ids"]) == answer["usage"]["completion_tokens"] < 40
+            assert stop in TEXT.decode(choice["token_ids"])
+            assert choice["token_ids"] == whole["token_ids"][: len(choice["token_ids"])]
+
+    serve(scenario)
+
+
+def test_a_client_that_leaves_a_stream_frees_its_blocks():
+    async def scenario(client: httpx.AsyncClient, loop: EngineLoop) -> None:
+        asked = asyncio.create_task(client.post("/v1/completions", json=body(max_tokens=490, ignore_eos=True, stream=True)))
+        await until(lambda: bool(loop.core.sequences))
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+        await until(lambda: not loop.core.sequences)
+        assert loop.core.counters.finished["abort"] == 1
+
+    serve(scenario)
+
+
+def test_stream_and_whole_chat_say_the_same():
+    async def scenario(client: httpx.AsyncClient, _: EngineLoop) -> None:
+        asked = {"model": "tiny", "messages": [{"role": "user", "content": "日本 hello"}], "max_tokens": 12, "temperature": 0}
+        whole = (await client.post("/v1/chat/completions", json=asked)).json()["choices"][0]["message"]["content"]
+        lines = (await client.post("/v1/chat/completions", json={**asked, "stream": True})).text.split("\n\n")
+        assert lines[-2:] == ["data: [DONE]", ""]
+        parts = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+        assert "".join(p["choices"][0]["delta"]["content"] for p in parts) == whole
+
+    serve(scenario)
