@@ -43,6 +43,10 @@ class Service:
         """The end of its log."""
         return self.log.read_bytes()[-size:].decode(errors="replace")
 
+    def rss_mb(self) -> int:
+        """Resident memory now, in MB."""
+        return int(Path(f"/proc/{self.pid}/status").read_text().split("VmRSS:")[1].split()[0]) // 1024
+
     def stop(self) -> None:
         """SIGTERM, then SIGKILL to the group."""
         if self._process.poll() is None:
