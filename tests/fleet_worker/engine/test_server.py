@@ -49,6 +49,10 @@ def serve(scenario: Scenario, broken: Exception | None = None) -> list[BaseExcep
         try:
             async with httpx.AsyncClient(transport=transport, base_url="http://engine", timeout=30) as client:
                 await asyncio.wait_for(scenario(client, loop), 60)
+                for _ in range(200):  # what the scenario ended reaches the engine thread with its next step
+                    if broken is not None or not core.scheduler.blocks.used:
+                        break
+                    await asyncio.sleep(0.01)
         finally:
             await asyncio.to_thread(loop.stop)
         if broken is None:
