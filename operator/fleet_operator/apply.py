@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_operator.cluster.interface import (
@@ -25,10 +26,14 @@ from fleet_operator.cluster.interface import (
     NotFoundError,
     Object,
 )
-from fleet_operator.compare import contains, satisfied, stamped
+from fleet_operator.compare import contains, difference, satisfied, stamped
+from fleet_operator.names import APPLIED
+from fleet_operator.names import ROLE as ROLE_LABEL
+from fleet_operator.names import TIER as TIER_LABEL
 from fleet_operator.render.fleet import render_documents, render_pool, render_router
 from fleet_operator.render.worker import render_pod
 from fleet_operator.settings import Platform
+from fleet_planner.events import Deed, Problem
 from fleet_planner.reconcile import Plan
 from fleet_planner.types import Template
 
@@ -46,9 +51,13 @@ MADE_ANEW = frozenset({"Service"})
 class Outcome:
     """What happened: words for the events, problems for the status."""
 
-    done: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
+    done: list[Deed] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
     writes: int = 0
+
+    def fail(self, what: str, error: ClusterError) -> None:
+        """One write that did not happen."""
+        self.problems.append(Problem(error.reason, f"{what}: {error}"))
 
 
 class Applier:
@@ -71,13 +80,14 @@ class Applier:
             if made is not None:
                 pools[pool.name] = made
         for gone in plan.delete:
-            await self._delete(POD, fleet.metadata.namespace, gone.name, gone.uid, gone.reason, outcome)
+            pod = live.get(("Pod", gone.name))
+            await self._delete(POD, fleet.metadata.namespace, gone.name, gone.uid, gone.reason, outcome, pod)
         for left in plan.pools_gone:
             await self._delete(POOL, fleet.metadata.namespace, left.name, left.uid, "its revision is no longer wanted", outcome)
         for wanted in plan.create:
             if wanted.pool in pools:
-                pod = render_pod(fleet, wanted, templates[wanted.tier], self._platform, pools[wanted.pool])
-                await self._create(pod, outcome)
+                owning = pools[wanted.pool]
+                await self._create(render_pod(fleet, wanted, templates[wanted.tier], self._platform, owning), outcome)
         await self._pool_status(fleet, plan, live, outcome)
         await self._status(fleet, raw, plan, outcome)
         return outcome
@@ -87,7 +97,7 @@ class Applier:
         wish = stamped(wish)
         found = live.get((kind, name))
         if found is not None and not _owned(found, owner):
-            outcome.problems.append(f"{kind} {name} exists and belongs to somebody else")
+            outcome.problems.append(Problem("NotOurs", f"{kind} {name} exists and belongs to somebody else"))
             return None
         if satisfied(wish, found):
             return found
@@ -97,12 +107,13 @@ class Applier:
             await self._make_way(wish, found, str(error), outcome)
             return None
         except ClusterError as error:
-            outcome.problems.append(f"{kind} {name}: {error}")
+            outcome.fail(f"{kind} {name}", error)
             return None
         outcome.writes += 1
         if not contains(made, wish):
             await self._make_way(wish, made, "somebody else's entries stand in its lists", outcome)
-        outcome.done.append(f"{'changed' if found is not None else 'created'} {kind} {name}")
+        verb: Literal["created", "changed"] = "created" if found is None else "changed"
+        outcome.done.append(Deed(verb, kind, name, made["metadata"]["uid"], undid=_undid(wish, found)))
         return made
 
     async def _make_way(self, wish: Object, found: Object | None, why: str, outcome: Outcome) -> None:
@@ -110,30 +121,33 @@ class Applier:
         of anything else the difference is reported."""
         kind, name = wish["kind"], wish["metadata"]["name"]
         if found is None or kind not in MADE_ANEW:
-            outcome.problems.append(f"{kind} {name}: {why}")
+            outcome.problems.append(Problem("Refused", f"{kind} {name}: {why}"))
             return
         namespace, uid = wish["metadata"]["namespace"], found["metadata"]["uid"]
         await self._delete(BY_KIND[kind], namespace, name, uid, f"made anew: {why}", outcome)
 
     async def _create(self, pod: Object, outcome: Outcome) -> None:
+        name = pod["metadata"]["name"]
         try:
-            await self._cluster.apply(pod)
+            made = await self._cluster.apply(pod)
         except ClusterError as error:
-            outcome.problems.append(f"Pod {pod['metadata']['name']}: {error}")
+            outcome.fail(f"Pod {name}", error)
             return
         outcome.writes += 1
-        outcome.done.append(f"created Pod {pod['metadata']['name']}")
+        outcome.done.append(Deed("created", "Pod", name, made["metadata"]["uid"], *_worker(pod)))
 
-    async def _delete(self, kind: Kind, namespace: str, name: str, uid: str, reason: str, outcome: Outcome) -> None:
+    async def _delete(
+        self, kind: Kind, namespace: str, name: str, uid: str, reason: str, outcome: Outcome, pod: Object | None = None
+    ) -> None:
         try:
             await self._cluster.delete(kind, namespace, name, uid=uid)
         except (NotFoundError, ConflictError):
             return  # gone already, or another object by now: the next pass sees which
         except ClusterError as error:
-            outcome.problems.append(f"deleting {kind.kind} {name}: {error}")
+            outcome.fail(f"deleting {kind.kind} {name}", error)
             return
         outcome.writes += 1
-        outcome.done.append(f"deleted {kind.kind} {name}: {reason}")
+        outcome.done.append(Deed("deleted", kind.kind, name, uid, *_worker(pod), why=reason))
 
     async def _pool_status(self, fleet: InferenceFleet, plan: Plan, live: Live, outcome: Outcome) -> None:
         for pool in plan.pools:
@@ -157,7 +171,7 @@ class Applier:
         except NotFoundError:
             return
         except ClusterError as error:
-            outcome.problems.append(f"status of {kind.kind} {name}: {error}")
+            outcome.fail(f"status of {kind.kind} {name}", error)
 
 
 def pool_status(pods: list[Object], fleet: str, tier: str, role: str, revision: str) -> Object:
@@ -177,8 +191,16 @@ def pool_status(pods: list[Object], fleet: str, tier: str, role: str, revision: 
     }
 
 
-def _ours(found: Object, owner: Object) -> bool:
-    return _owned(found, owner)
+def _worker(pod: Object | None) -> tuple[str, str]:
+    """(tier, role) of a worker pod, empty words for anything else."""
+    labels = (pod["metadata"].get("labels") or {}) if pod is not None else {}
+    return labels.get(TIER_LABEL, ""), labels.get(ROLE_LABEL, "")
+
+
+def _undid(wish: Object, found: Object | None) -> str:
+    """Where somebody edited what we applied; empty when it is our wish that changed."""
+    applied = ((found or {}).get("metadata", {}).get("annotations") or {}).get(APPLIED)
+    return difference(found, wish) if applied == wish["metadata"]["annotations"][APPLIED] else ""
 
 
 def _owned(found: Object, owner: Object) -> bool:

@@ -36,3 +36,16 @@ def contains(live: Any, wish: Any) -> bool:
     if isinstance(wish, list):
         return isinstance(live, list) and len(live) == len(wish) and all(map(contains, live, wish))
     return bool(live == wish)
+
+
+def difference(live: Any, wish: Any, path: str = "") -> str:
+    """Path of the first field of `wish` that `live` has not, e.g. spec.ports[0].port; empty when it has all."""
+    if contains(live, wish):
+        return ""
+    if isinstance(wish, dict) and isinstance(live, dict):
+        key = next(key for key, value in wish.items() if key not in live or not contains(live[key], value))
+        return difference(live.get(key), wish[key], f"{path}.{key}" if path else key)
+    if isinstance(wish, list) and isinstance(live, list) and len(live) == len(wish):
+        index = next(i for i, value in enumerate(wish) if not contains(live[i], value))
+        return difference(live[index], wish[index], f"{path}[{index}]")
+    return path

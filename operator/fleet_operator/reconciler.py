@@ -16,7 +16,6 @@ from typing import Protocol
 from fleet_api.conditions import set_condition
 from fleet_api.parse import ManifestError, parse_fleet
 from fleet_api.v1alpha1 import InferenceFleet
-from fleet_api.v1alpha1.status import FleetStatus
 from fleet_operator.apply import Applier, Outcome
 from fleet_operator.cluster.interface import (
     CONFIG_MAP,
@@ -35,12 +34,15 @@ from fleet_operator.cluster.interface import (
     Object,
     WatchEvent,
 )
+from fleet_operator.compare import contains
 from fleet_operator.names import FLEET as FLEET_LABEL
 from fleet_operator.names import MANAGED_BY, MANAGER, ROUTER_ROLE, router_name
 from fleet_operator.names import ROLE as ROLE_LABEL
 from fleet_operator.observe import observe_pods, observe_pools, observe_router
+from fleet_operator.recorder import Recorder, present_status
 from fleet_operator.render.worker import template_of
 from fleet_operator.settings import Platform
+from fleet_planner.events import Problem, sizing_of
 from fleet_planner.reconcile import Plan, reconcile
 from fleet_planner.types import Observed, ScaleMemory, Template, TierTelemetry
 
@@ -92,6 +94,7 @@ class Reconciler:
         self._namespace = namespace
         self._now = now
         self._applier = Applier(cluster, platform)
+        self._recorder = Recorder(cluster, now)
         self._objects: dict[Key, dict[tuple[str, str], Object]] = {}
         self._fleets: dict[Key, Object] = {}
         self._states: dict[Key, _State] = {}
@@ -126,6 +129,7 @@ class Reconciler:
         if event.type == "DELETED":
             self._fleets.pop(key, None)
             self._states.pop(key, None)
+            self._recorder.forget(event.object["metadata"]["uid"])
         else:
             self._fleets[key] = event.object
         self.touch(key)
@@ -161,8 +165,12 @@ class Reconciler:
             self._wake.clear()
             if not self._synced >= {kind.kind for kind in (FLEET, *CHILDREN)}:
                 continue
-            while self._dirty:
-                await self._one(self._dirty.pop())
+            await self.drain()
+
+    async def drain(self) -> None:
+        """Reconcile until no fleet is dirty."""
+        while self._dirty:
+            await self._one(self._dirty.pop())
 
     async def _one(self, key: Key) -> None:
         raw = self._fleets.get(key)
@@ -172,13 +180,14 @@ class Reconciler:
         try:
             outcome = await self.reconcile_once(key, raw, state)
         except ClusterError as error:
-            outcome = Outcome(problems=[f"{error.reason}: {error}"])
+            outcome = Outcome(problems=[Problem(error.reason, f"{error.reason}: {error}")])
+            await self._recorder.record(raw, None, outcome, {})
         if outcome.done:
-            LOG.info("fleet=%s/%s %s", *key, "; ".join(outcome.done))
+            LOG.info("fleet=%s/%s %s", *key, "; ".join(map(str, outcome.done)))
         self._after(key, state, outcome)
 
     def _after(self, key: Key, state: _State, outcome: Outcome) -> None:
-        problems = tuple(outcome.problems)
+        problems = tuple(map(str, outcome.problems))
         if problems:
             state.failures += 1
             delay_s = min(BACKOFF_MOST_S, BACKOFF_FIRST_S * 2 ** (state.failures - 1))
@@ -201,7 +210,9 @@ class Reconciler:
         templates = {tier.name: template_of(fleet, tier, self._platform) for tier in fleet.spec.tiers}
         plan: Plan = reconcile(fleet, self._observed(key, fleet, state, templates, live), self._now())
         state.memory = plan.memory
-        return await self._applier.apply(fleet, raw, plan, templates, live)
+        outcome = await self._applier.apply(fleet, raw, plan, templates, live)
+        await self._recorder.record(raw, plan.status, outcome, sizing_of(fleet, plan.reasons))
+        return outcome
 
     def _observed(
         self,
@@ -227,15 +238,16 @@ class Reconciler:
         """An invalid spec that got past the API server: say so, leave what runs alone."""
         status = dict(raw.get("status") or {})
         generation = raw["metadata"].get("generation", 0)
-        present = FleetStatus.model_validate({k: v for k, v in status.items() if k != "resolved"})
+        present = present_status(raw)
         conditions = set_condition(
             present.conditions, "Accepted", "False", "Invalid", "; ".join(error.errors), generation=generation, now=self._now()
         )
-        wish = present.model_copy(update={"conditions": conditions, "observed_generation": generation}).to_dict()
+        after = present.model_copy(update={"conditions": conditions, "observed_generation": generation})
         outcome = Outcome()
-        if status != wish:
-            await self._cluster.patch_status(FLEET, *key, wish)
+        if not contains(status, after.to_dict()):
+            await self._cluster.patch_status(FLEET, *key, after.to_dict())
             outcome.writes += 1
+        await self._recorder.record(raw, after, outcome, {})
         return outcome
 
     # -- telemetry --------------------------------------------------------------------------------------------------
@@ -243,10 +255,14 @@ class Reconciler:
         """Read each fleet's load on its interval, for ever; a slow or dead target never holds up a reconcile."""
         while True:
             await asyncio.sleep(0.5)
-            for key, raw in list(self._fleets.items()):
-                state = self._states.get(key)
-                if state is not None and "deletionTimestamp" not in raw["metadata"]:
-                    await self._read(key, raw, state)
+            await self.read_due()
+
+    async def read_due(self) -> None:
+        """Read the load of every fleet whose interval is over."""
+        for key, raw in list(self._fleets.items()):
+            state = self._states.get(key)
+            if state is not None and "deletionTimestamp" not in raw["metadata"]:
+                await self._read(key, raw, state)
 
     async def _read(self, key: Key, raw: Object, state: _State) -> None:
         try:

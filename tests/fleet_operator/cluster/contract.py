@@ -14,6 +14,7 @@ import pytest
 from fleet_operator.cluster.interface import (
     CONFIG_MAP,
     DEPLOYMENT,
+    EVENT,
     FLEET,
     POD,
     ConflictError,
@@ -21,6 +22,8 @@ from fleet_operator.cluster.interface import (
     NotFoundError,
     WatchEvent,
 )
+from fleet_operator.recorder import render_event
+from fleet_planner.events import Event
 
 
 @dataclass(frozen=True)
@@ -381,3 +384,17 @@ async def a_bad_fleet_is_refused_with_the_fields_path(store: Store) -> None:
 async def an_unknown_field_of_a_fleet_is_refused(store: Store) -> None:
     with pytest.raises(InvalidError, match="colour"):
         await store.cluster.apply(fleet(store, "painted", colour="red"))
+
+
+@promise
+async def an_event_is_written_once_and_keeps_its_words(store: Store) -> None:
+    told = await store.cluster.apply(fleet(store, "told"))
+    news = Event("Warning", "Forbidden", "Pod told-0: quota → exceeded", "Apply")
+    wish = render_event(told, news, 1_700_000_000.25, "operator-0")
+    first = await store.cluster.apply(wish)
+    again = await store.cluster.apply(wish)
+    assert again["metadata"]["resourceVersion"] == first["metadata"]["resourceVersion"]
+    kept = await store.cluster.get(EVENT, store.namespace, wish["metadata"]["name"])
+    assert (kept["type"], kept["reason"], kept["note"]) == ("Warning", "Forbidden", "Pod told-0: quota → exceeded")
+    assert kept["regarding"]["uid"] == told["metadata"]["uid"]
+    assert kept["eventTime"] == "2023-11-14T22:13:20.250000Z"

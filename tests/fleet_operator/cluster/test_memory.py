@@ -55,7 +55,7 @@ def test_events_are_bounded_and_the_oldest_leave():
         one = store(limits=MemoryLimits(events=2))
         for number in range(4):
             where = {"name": f"event-{number}", "namespace": "default"}
-            await one.cluster.apply({"apiVersion": "v1", "kind": "Event", "metadata": where, "reason": "Tested"})
+            await one.cluster.apply({"apiVersion": EVENT.api_version, "kind": "Event", "metadata": where, "reason": "Tested"})
         kept = await one.cluster.list(EVENT)
         assert [event["metadata"]["name"] for event in kept] == ["event-2", "event-3"]
 

@@ -1,0 +1,207 @@
+"""What a fleet's user is told of one pass. Pure: (status before, status after, what was done) in, events out.
+
+Only changes are told: equal statuses and nothing done give no event. Of the causes each is told once: Ready repeats what
+Available and Provisioned say, and a failed apply is told by its problems, so those two speak only where they add something.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from fleet_api.v1alpha1 import InferenceFleet
+from fleet_api.v1alpha1.status import Condition, FleetStatus, TierStatus
+
+NOTE_MOST_BYTES = 1_000
+"""events.k8s.io/v1 refuses notes of more than 1 kB."""
+NAMES_MOST = 3
+SEVERE = frozenset({"Invalid", "WorkersFailing", "KvFailing", "Unschedulable"})
+"""Reasons that warn even when the fleet was never well."""
+TOLD_ELSEWHERE = frozenset({"ApplyFailed", "Creating", "NotProvisioned"})
+"""Reasons whose causes have events of their own: the problems, the workers that were created."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One thing to tell; `action` is what the operator was doing."""
+
+    type: Literal["Normal", "Warning"]
+    reason: str
+    note: str
+    action: str
+
+
+@dataclass(frozen=True, slots=True)
+class Deed:
+    """One write that succeeded."""
+
+    verb: Literal["created", "changed", "deleted"]
+    kind: str
+    name: str
+    uid: str = ""
+    tier: str = ""
+    role: str = ""
+    """Of a worker pod; empty for everything else."""
+    why: str = ""
+    undid: str = ""
+    """Where somebody else's edit was undone; empty when our own wish changed."""
+
+    def __str__(self) -> str:
+        return f"{self.verb} {self.kind} {self.name}" + (f": {self.why or self.undid}" if self.why or self.undid else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One write that failed; `reason` is the API's CamelCase reason."""
+
+    reason: str
+    message: str
+
+    def __str__(self) -> str:
+        return self.message
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """What one pass did."""
+
+    deeds: Sequence[Deed] = ()
+    problems: Sequence[Problem] = ()
+    """Only those that the pass before did not have."""
+    sizing: Mapping[str, str] = field(default_factory=dict)
+    """By tier name: why it has its size."""
+
+
+def sizing_of(fleet: InferenceFleet, reasons: Sequence[str]) -> dict[str, str]:
+    """By tier name: what the plan says of its size, and the limits that it was fitted into."""
+    found = {}
+    for tier, reason in zip(fleet.spec.tiers, reasons, strict=True):
+        prefill, decode = tier.prefill, tier.decode
+        limits = (
+            f"ratio {tier.ratio.min} to {tier.ratio.max}, {prefill.min_replicas} to {prefill.max_replicas} prefill, "
+            f"{decode.min_replicas} to {decode.max_replicas} decode"
+        )
+        found[tier.name] = f"{reason.removeprefix(f'{tier.name}: ')}; allowed: {limits}"
+    return found
+
+
+def events_of(before: FleetStatus, after: FleetStatus, done: Pass) -> tuple[Event, ...]:
+    """Everything to tell of one pass; notes are cut to what the API takes."""
+    found = [
+        *_transitions(before, after),
+        *_tiers(before, after, done.sizing),
+        *_workers(done.deeds),
+        *_put_back(before, done.deeds),
+        *_problems(done.problems),
+    ]
+    return tuple(Event(event.type, event.reason, _cut(event.note), event.action) for event in found)
+
+
+def _transitions(before: FleetStatus, after: FleetStatus) -> Iterable[Event]:
+    for condition in after.conditions:
+        event = _transition(before.condition(condition.type), condition)
+        if event is not None:
+            yield event
+
+
+def _transition(before: Condition | None, after: Condition) -> Event | None:
+    """A condition that changed its status or reason; what is well from the start is no news."""
+    if before is not None and _meaning(before) == _meaning(after):
+        return None
+    was_good = before is not None and _good(before)
+    if _good(after):
+        return None if before is None or was_good else Event("Normal", after.reason, after.message, "Reconcile")
+    silent = (after.status == "Unknown" and after.type != "TelemetryFresh") or after.reason in TOLD_ELSEWHERE
+    if silent or (after.type in ("Ready", "TelemetryFresh") and not was_good):
+        return None
+    severity: Literal["Normal", "Warning"] = "Warning" if was_good or after.reason in SEVERE else "Normal"
+    return Event(severity, after.reason, after.message, "Reconcile")
+
+
+def _meaning(condition: Condition) -> tuple[str, ...]:
+    """Messages hold counters that move all the time; the words about a refused spec do not, and matter."""
+    words = (condition.message,) if condition.type == "Accepted" else ()
+    # why a fleet is not ready is told by the condition that Ready repeats
+    reason = () if condition.type == "Ready" else (condition.reason,)
+    return condition.status, *reason, *words
+
+
+def _good(condition: Condition) -> bool:
+    return condition.status == ("False" if condition.type == "CapacityLimited" else "True")
+
+
+def _tiers(before: FleetStatus, after: FleetStatus, sizing: Mapping[str, str]) -> Iterable[Event]:
+    known = {tier.name: tier for tier in before.tiers}
+    for tier in after.tiers:
+        old = known.get(tier.name)
+        if old is None:
+            continue
+        if _sizes(old) != _sizes(tier):
+            why = sizing.get(tier.name, "")
+            note = f"tier {tier.name}: {_words(old)} → {_words(tier)}{'; ' + why if why else ''}"
+            yield Event("Normal", "Resized", note, "Scale")
+        if old.revision != tier.revision:
+            note = f"tier {tier.name}: workers of revision {old.revision} give way to {tier.revision}"
+            yield Event("Normal", "RevisionChanged", note, "Roll")
+
+
+def _sizes(tier: TierStatus) -> tuple[int, int]:
+    return tier.prefill.desired, tier.decode.desired
+
+
+def _words(tier: TierStatus) -> str:
+    return f"{tier.prefill.desired} prefill and {tier.decode.desired} decode"
+
+
+def _workers(deeds: Sequence[Deed]) -> Iterable[Event]:
+    """Per role one event by count; of a role that lost and got workers in one pass, these were replaced."""
+    created: dict[tuple[str, str], list[str]] = defaultdict(list)
+    deleted: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for deed in deeds:
+        if deed.role and deed.verb == "created":
+            created[deed.tier, deed.role].append(deed.name)
+        elif deed.role and deed.verb == "deleted":
+            deleted[deed.tier, deed.role].append(f"{deed.name} ({deed.why})")
+    for where in sorted({*created, *deleted}):
+        new, gone = created[where], deleted[where]
+        both = min(len(new), len(gone))
+        groups = (("Replace", gone[:both]), ("Create", new[both:]), ("Delete", gone[both:]))
+        yield from (_counted(action, where, texts) for action, texts in groups if texts)
+
+
+def _counted(action: str, where: tuple[str, str], texts: Sequence[str]) -> Event:
+    tier, role = where
+    count = f"{len(texts)} {role} worker{'' if len(texts) == 1 else 's'}"
+    return Event("Normal", f"Workers{action}d", f"tier {tier}: {count}: {_some(texts, ', ')}", action)
+
+
+def _put_back(before: FleetStatus, deeds: Sequence[Deed]) -> Iterable[Event]:
+    """Edited children always; created ones only when everything existed before. A new WorkerPool is a new revision."""
+    provisioned = before.condition("Provisioned")
+    complete = provisioned is not None and provisioned.status == "True"
+    for deed in deeds:
+        if deed.verb == "changed" and deed.undid:
+            yield Event("Normal", "PutBack", f"{deed.kind} {deed.name}: undid somebody else's edit of {deed.undid}", "PutBack")
+        elif deed.verb == "created" and complete and not deed.role and deed.kind != "WorkerPool":
+            yield Event("Normal", "PutBack", f"{deed.kind} {deed.name} was missing", "PutBack")
+
+
+def _problems(problems: Sequence[Problem]) -> Iterable[Event]:
+    """One warning per reason: a quota that refuses thirty pods is one piece of news."""
+    by_reason: dict[str, list[str]] = defaultdict(list)
+    for problem in problems:
+        by_reason[problem.reason].append(problem.message)
+    for reason, messages in by_reason.items():
+        yield Event("Warning", reason, _some(messages, "; "), "Apply")
+
+
+def _some(texts: Sequence[str], separator: str) -> str:
+    more = len(texts) - NAMES_MOST
+    return separator.join(texts[:NAMES_MOST]) + (f" and {more} more" if more > 0 else "")
+
+
+def _cut(note: str) -> str:
+    raw = note.encode()
+    return note if len(raw) <= NOTE_MOST_BYTES else raw[: NOTE_MOST_BYTES - 3].decode(errors="ignore") + "…"

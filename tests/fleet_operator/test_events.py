@@ -1,0 +1,208 @@
+"""What users are told: pure rules first, then through the recorder on the in-memory store."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Literal
+
+import pytest
+
+from fleet_api.conditions import ConditionType
+from fleet_api.v1alpha1.status import Condition, FleetStatus, RoleStatus, TierStatus
+from fleet_operator.apply import Outcome
+from fleet_operator.cluster.interface import EVENT, ClusterError, ForbiddenError
+from fleet_operator.cluster.memory import MemoryCluster, MemoryLimits
+from fleet_operator.recorder import CONTROLLER, Recorder
+from fleet_planner.events import NOTE_MOST_BYTES, Deed, Event, Pass, Problem, events_of
+from fleet_planner.telling import AGAIN_S, RATE_MOST, RATE_S, Told, admit, news
+from tests.fleet_operator.world import Api, manifest
+
+State = tuple[Literal["True", "False", "Unknown"], str]
+NOW = 1_000_000.0
+
+
+def status(tiers: tuple[TierStatus, ...] = (), **conditions: State) -> FleetStatus:
+    found = tuple(Condition(type=kind, status=state, reason=reason, message=kind) for kind, (state, reason) in conditions.items())
+    return FleetStatus(tiers=tiers, conditions=found)
+
+
+def tier(prefill: int, decode: int, revision: str = "a") -> TierStatus:
+    return TierStatus(name="t", prefill=RoleStatus(desired=prefill), decode=RoleStatus(desired=decode), revision=revision)
+
+
+def told(before: FleetStatus, after: FleetStatus, **done: Any) -> list[str]:
+    return [f"{event.type} {event.reason}: {event.note}" for event in events_of(before, after, Pass(**done))]
+
+
+@pytest.mark.parametrize(
+    ("kind", "before", "after", "expected"),
+    [
+        ("Ready", ("False", "NotAvailable"), ("True", "AllGood"), ["Normal AllGood: Ready"]),
+        ("Ready", ("True", "AllGood"), ("False", "NotAvailable"), ["Warning NotAvailable: Ready"]),
+        ("Ready", ("False", "NotProvisioned"), ("False", "NotAvailable"), []),
+        ("Ready", None, ("False", "NotProvisioned"), []),
+        ("Accepted", None, ("True", "Valid"), []),
+        ("Accepted", None, ("False", "Invalid"), ["Warning Invalid: Accepted"]),
+        ("Available", None, ("False", "WorkersStarting"), ["Normal WorkersStarting: Available"]),
+        ("Available", ("False", "WorkersStarting"), ("False", "WorkersFailing"), ["Warning WorkersFailing: Available"]),
+        ("Available", ("True", "Serving"), ("True", "Answering"), []),
+        ("Available", ("True", "Serving"), ("False", "NoRouter"), ["Warning NoRouter: Available"]),
+        ("Provisioned", ("True", "AllCreated"), ("False", "Creating"), []),
+        ("Provisioned", ("True", "AllCreated"), ("False", "ApplyFailed"), []),
+        ("Provisioned", ("False", "ApplyFailed"), ("True", "AllCreated"), ["Normal AllCreated: Provisioned"]),
+        ("Disaggregating", ("Unknown", "NoTransferYet"), ("True", "KvMoved"), ["Normal KvMoved: Disaggregating"]),
+        ("Disaggregating", ("True", "KvMoved"), ("Unknown", "NoData"), []),
+        ("TelemetryFresh", None, ("Unknown", "NoData"), []),
+        ("TelemetryFresh", ("True", "Fresh"), ("Unknown", "NoData"), ["Warning NoData: TelemetryFresh"]),
+        ("CapacityLimited", None, ("False", "Sufficient"), []),
+        ("CapacityLimited", ("False", "Sufficient"), ("True", "Unschedulable"), ["Warning Unschedulable: CapacityLimited"]),
+        ("CapacityLimited", ("True", "Unschedulable"), ("False", "Sufficient"), ["Normal Sufficient: CapacityLimited"]),
+    ],
+)
+def test_a_condition_is_told_when_it_changes(kind: ConditionType, before: State | None, after: State, expected: list[str]):
+    first = status(**{kind: before}) if before else status()
+    second = status(**{kind: after})
+    assert told(first, second) == expected
+    assert told(second, second) == []
+
+
+def test_a_spec_that_is_refused_for_another_reason_is_told_again():
+    one = status(Accepted=("False", "Invalid"))
+    other = FleetStatus(conditions=(one.conditions[0].model_copy(update={"message": "spec.tiers is empty"}),))
+    assert told(one, other) == ["Warning Invalid: spec.tiers is empty"]
+
+
+def test_a_resized_tier_says_from_where_to_where_and_why():
+    why = {"t": "load needs 2 prefill and 4 decode workers"}
+    assert told(status((tier(1, 2),)), status((tier(2, 4),)), sizing=why) == [
+        "Normal Resized: tier t: 1 prefill and 2 decode → 2 prefill and 4 decode; load needs 2 prefill and 4 decode workers"
+    ]
+    assert told(status(), status((tier(2, 4),)), sizing=why) == []  # a new tier was not resized
+    assert told(status((tier(2, 4),)), status((tier(2, 4),)), sizing=why) == []
+
+
+def test_a_new_template_is_told():
+    changed = told(status((tier(1, 2),)), status((tier(1, 2, "b"),)))
+    assert changed == ["Normal RevisionChanged: tier t: workers of revision a give way to b"]
+
+
+def worker(verb: Literal["created", "deleted"], name: str, role: str = "decode") -> Deed:
+    return Deed(verb, "Pod", name, f"uid-{name}", "t", role, why="its phase is Failed" if verb == "deleted" else "")
+
+
+def test_workers_are_counted_per_role():
+    deeds = [worker("created", f"d{i}") for i in range(5)] + [worker("created", "p0", "prefill")]
+    assert told(status(), status(), deeds=deeds) == [
+        "Normal WorkersCreated: tier t: 5 decode workers: d0, d1, d2 and 2 more",
+        "Normal WorkersCreated: tier t: 1 prefill worker: p0",
+    ]
+
+
+def test_a_worker_lost_and_made_in_one_pass_was_replaced():
+    deeds = [worker("deleted", "d0"), worker("deleted", "d1"), worker("created", "d2"), worker("deleted", "p0", "prefill")]
+    assert told(status(), status(), deeds=deeds) == [
+        "Normal WorkersReplaced: tier t: 1 decode worker: d0 (its phase is Failed)",
+        "Normal WorkersDeleted: tier t: 1 decode worker: d1 (its phase is Failed)",
+        "Normal WorkersDeleted: tier t: 1 prefill worker: p0 (its phase is Failed)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("provisioned", "deed", "expected"),
+    [
+        ("True", Deed("changed", "Service", "s", undid="spec.ports"), "Service s: undid somebody else's edit of spec.ports"),
+        ("True", Deed("changed", "ConfigMap", "c"), None),
+        ("True", Deed("created", "ConfigMap", "c"), "ConfigMap c was missing"),
+        ("False", Deed("created", "ConfigMap", "c"), None),
+        ("True", Deed("created", "WorkerPool", "w"), None),
+    ],
+    ids=["edited", "our-wish-changed", "deleted", "first-creation", "new-revision"],
+)
+def test_a_child_put_back_is_told(provisioned: Any, deed: Deed, expected: str | None):
+    before = status(Provisioned=(provisioned, "X"))
+    assert told(before, before, deeds=[deed]) == ([f"Normal PutBack: {expected}"] if expected else [])
+
+
+def test_problems_are_told_one_per_reason():
+    problems = [Problem("Forbidden", f"Pod p{i}: quota") for i in range(4)] + [Problem("Conflict", "Service s: again")]
+    assert told(status(), status(), problems=problems) == [
+        "Warning Forbidden: Pod p0: quota; Pod p1: quota; Pod p2: quota and 1 more",
+        "Warning Conflict: Service s: again",
+    ]
+
+
+def test_a_note_is_never_longer_than_the_api_takes():
+    note = events_of(status(), status(), Pass(problems=[Problem("Invalid", "→" * 5_000)]))[0].note
+    assert len(note.encode()) <= NOTE_MOST_BYTES
+    assert note.endswith("→…")
+
+
+def event(number: int) -> Event:
+    return Event("Normal", "Counted", str(number), "Count")
+
+
+def test_the_same_words_are_written_once_in_five_minutes():
+    memory, written, _ = admit(Told(), [event(1), event(1)], NOW)
+    assert written == (event(1),)
+    for later_s, expected in [(AGAIN_S - 1, ()), (AGAIN_S, (event(1),)), (-3_600.0, (event(1),))]:
+        assert admit(memory, [event(1)], NOW + later_s)[1] == expected
+
+
+def test_a_flood_is_dropped_and_counted_and_its_memory_is_bounded():
+    memory, number = Told(), 0
+    for second in range(0, 3_600, 5):
+        batch = [event(number := number + 1) for _ in range(10)]
+        memory, written, dropped = admit(memory, batch, NOW + second)
+        assert len(written) + dropped == 10
+        within = [at for at, _ in memory.events if at > NOW + second - RATE_S]
+        assert len(within) <= RATE_MOST
+        assert len(memory.events) <= RATE_MOST * AGAIN_S / RATE_S
+    assert memory.events[-1][0] > NOW + 3_500  # still speaking after an hour of flood
+
+
+def test_what_a_lagging_cache_does_again_is_no_news():
+    memory, fresh = news(Told(), [worker("created", "d0")], NOW)
+    assert fresh == (worker("created", "d0"),)
+    memory, fresh = news(memory, [worker("created", "d0"), worker("deleted", "d0")], NOW + 1)
+    assert fresh == (worker("deleted", "d0"),)
+
+
+# -- through the recorder -----------------------------------------------------------------------------------------------
+
+
+def recorded(refusal: ClusterError | None = None, kept: int = 1_000, passes: int = 1) -> list[dict[str, Any]]:
+    """The events in the store after passes that each created one worker and moved Ready."""
+
+    async def scenario() -> list[dict[str, Any]]:
+        store = MemoryCluster(limits=MemoryLimits(events=kept))
+        raw = await store.apply(manifest())
+        api = Api(store)
+        api.refuse = lambda verb, kind, name: refusal if kind == EVENT else None
+        now = [NOW]
+        recorder = Recorder(api, lambda: now[0], "operator-0")
+        for number in range(passes):
+            now[0] = NOW + 60 * number
+            await recorder.record(raw, status(Ready=("True", "AllGood")), Outcome(done=[worker("created", f"d{number}")]), {})
+        return await store.list(EVENT)
+
+    return asyncio.run(scenario())
+
+
+def test_an_event_is_about_its_fleet_so_that_kubectl_describe_finds_it():
+    (found,) = recorded()
+    about = {key: found["regarding"][key] for key in ("apiVersion", "kind", "name", "namespace")}
+    assert about == {"apiVersion": "inferencefleet.io/v1alpha1", "kind": "InferenceFleet", "name": "f", "namespace": "ml"}
+    assert found["regarding"]["uid"]
+    assert (found["reportingController"], found["reportingInstance"]) == (CONTROLLER, "operator-0")
+    assert (found["type"], found["reason"], found["action"]) == ("Normal", "WorkersCreated", "Create")
+    assert found["eventTime"] == "1970-01-12T13:46:40.000000Z"
+    assert found["metadata"]["namespace"] == "ml"
+
+
+def test_an_event_that_cannot_be_written_fails_nothing(caplog: pytest.LogCaptureFixture):
+    assert recorded(ForbiddenError("events is forbidden")) == []
+    assert "events is forbidden" in caplog.text
+
+
+def test_events_of_a_long_life_stay_bounded_in_the_store():
+    assert len(recorded(kept=5, passes=50)) == 5

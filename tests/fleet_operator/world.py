@@ -1,0 +1,168 @@
+"""A cluster without time: the in-memory store, a reconciler that sees it when told, and a kubelet made of dict edits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fleet_api.conditions import rfc3339
+from fleet_operator.cluster.interface import DEPLOYMENT, EVENT, FLEET, POD, POOL, ClusterError, Kind, NotFoundError, WatchEvent
+from fleet_operator.cluster.kinds import kind_of
+from fleet_operator.cluster.memory import MemoryCluster
+from fleet_operator.names import FLEET as FLEET_LABEL
+from fleet_operator.names import ROLE
+from fleet_operator.reconciler import CHILDREN, Reconciler
+from fleet_operator.settings import Platform
+from fleet_planner.types import RoleLoad, TierTelemetry
+
+NAMESPACE = "ml"
+Refusal = Callable[[str, Kind, str], ClusterError | None]
+"""(verb, kind, name) → what the API answers instead of doing it."""
+
+
+def manifest(name: str = "f", **spec: Any) -> dict[str, Any]:
+    tiers = [{"name": "t", "accelerator": {"type": "cpu"}}]
+    return {
+        "apiVersion": FLEET.api_version,
+        "kind": FLEET.kind,
+        "metadata": {"name": name, "namespace": NAMESPACE},
+        "spec": {"model": {"source": "file:///m"}, "tiers": tiers, **spec},
+    }
+
+
+class Api:
+    """The store as the operator reaches it: counts writes, and refuses what it is told to refuse."""
+
+    def __init__(self, store: MemoryCluster) -> None:
+        self._store = store
+        self.refuse: Refusal = lambda verb, kind, name: None
+        self.writes: list[tuple[str, str, str]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def _write(self, verb: str, kind: Kind, name: str) -> None:
+        error = self.refuse(verb, kind, name)
+        if error is not None:
+            raise error
+        self.writes.append((verb, kind.kind, name))
+
+    async def apply(self, obj: dict[str, Any]) -> dict[str, Any]:
+        self._write("apply", kind_of(obj), obj["metadata"]["name"])
+        return await self._store.apply(obj)
+
+    async def delete(self, kind: Kind, namespace: str, name: str, **options: Any) -> None:
+        self._write("delete", kind, name)
+        await self._store.delete(kind, namespace, name, **options)
+
+    async def patch_status(self, kind: Kind, namespace: str, name: str, status: dict[str, Any]) -> dict[str, Any]:
+        self._write("status", kind, name)
+        return await self._store.patch_status(kind, namespace, name, status)
+
+
+class World:
+    """Time moves only by `now`; the operator sees what the store held when `look` was called."""
+
+    def __init__(self) -> None:
+        self.now = 1_000_000.0
+        self.store = MemoryCluster(now=lambda: self.now)
+        self.user = self.store.writer("somebody-else")
+        self.api = Api(self.store)
+        self.load: dict[str, TierTelemetry] = {}
+        self.operator = self.new_operator()
+
+    def new_operator(self) -> Reconciler:
+        """As after a restart: nothing is remembered."""
+        self._seen: dict[tuple[str, str, str], dict[str, Any]] = {}
+        return Reconciler(self.api, Platform(), self, namespace=NAMESPACE, now=lambda: self.now)
+
+    async def collect(self, *_: Any) -> dict[str, TierTelemetry]:
+        return self.load
+
+    def measure(self, prefill: float, decode: float) -> None:
+        """The load that telemetry reports from now on, as measured now."""
+        roles = [RoleLoad(inflight=inflight, measured_at=self.now) for inflight in (prefill, decode)]
+        self.load = {"t": TierTelemetry(prefill=roles[0], decode=roles[1])}
+
+    async def look(self) -> None:
+        """Every watch delivers what changed since the last look."""
+        present: dict[tuple[str, str, str], dict[str, Any]] = {}
+        for kind in (FLEET, *CHILDREN):
+            for obj in await self.store.list(kind, NAMESPACE):
+                key = (kind.kind, obj["metadata"]["name"], obj["metadata"]["uid"])
+                present[key] = obj
+                if self._seen.get(key) != obj:
+                    self.operator.feed(kind, WatchEvent("MODIFIED" if key in self._seen else "ADDED", obj))
+            for key in [key for key in self._seen if key[0] == kind.kind and key not in present]:
+                replaced = any(other[:2] == key[:2] for other in present)
+                if not replaced:
+                    self.operator.feed(kind, WatchEvent("DELETED", self._seen[key]))
+        self._seen = present
+
+    async def kubelet(self) -> None:
+        """Pods run and are ready, leaving ones are gone, Deployments have their pods."""
+        for pod in await self.store.list(POD, NAMESPACE):
+            name, meta = pod["metadata"]["name"], pod["metadata"]
+            if "deletionTimestamp" in meta:
+                await self.user.delete(POD, NAMESPACE, name, grace_s=0)
+            elif not pod["spec"].get("nodeName"):
+                await self.user.bind(NAMESPACE, name, "node")
+                ready = {"type": "Ready", "status": "True", "lastTransitionTime": rfc3339(self.now)}
+                status = {"phase": "Running", "podIP": "10.0.0.1", "conditions": [ready]}
+                await self.user.patch_status(POD, NAMESPACE, name, status)
+        for deployment in await self.store.list(DEPLOYMENT, NAMESPACE):
+            status = {"readyReplicas": deployment["spec"]["replicas"]}
+            await self.user.patch_status(DEPLOYMENT, NAMESPACE, deployment["metadata"]["name"], status)
+
+    async def step(self) -> list[tuple[str, str, str]]:
+        """One second: telemetry, a pass of everything that changed, kubelets. What the pass wrote."""
+        self.now += 1
+        self.api.writes.clear()
+        await self.look()
+        await self.operator.read_due()
+        await self.operator.drain()
+        written = list(self.api.writes)
+        await self.kubelet()
+        return written
+
+    async def settle(self, most: int = 12) -> int:
+        """Steps until one writes nothing; their number."""
+        for step in range(most):
+            if not await self.step():
+                return step
+        raise AssertionError(f"still writing after {most} steps: {self.api.writes}")
+
+    async def touch(self) -> list[tuple[str, str, str]]:
+        """A pass over all fleets though nothing changed (resync); what it wrote."""
+        self.now += 1
+        self.api.writes.clear()
+        await self.look()
+        for fleet in await self.store.list(FLEET, NAMESPACE):
+            self.operator.touch((NAMESPACE, fleet["metadata"]["name"]))
+        await self.operator.drain()
+        return list(self.api.writes)
+
+    async def workers(self, fleet: str = "f") -> dict[str, int]:
+        """Living worker pods by role."""
+        pods = await self.store.list(POD, NAMESPACE, {FLEET_LABEL: fleet})
+        roles = [pod["metadata"]["labels"][ROLE] for pod in pods if "deletionTimestamp" not in pod["metadata"]]
+        return {role: roles.count(role) for role in ("prefill", "decode")}
+
+    async def condition(self, kind: str, fleet: str = "f") -> dict[str, Any]:
+        found = (await self.store.get(FLEET, NAMESPACE, fleet)).get("status") or {}
+        return next((c for c in found.get("conditions", []) if c["type"] == kind), {"status": "absent"})
+
+    async def pool(self, role: str) -> dict[str, Any]:
+        return next(pool for pool in await self.store.list(POOL, NAMESPACE) if pool["spec"]["role"] == role)
+
+    async def events(self) -> list[str]:
+        """What users were told, oldest first: type, reason and note."""
+        found = sorted(await self.store.list(EVENT, NAMESPACE), key=lambda event: int(event["metadata"]["resourceVersion"]))
+        return [f"{event['type']} {event['reason']} {event['note']}" for event in found]
+
+    async def exists(self, kind: Kind, name: str) -> bool:
+        try:
+            await self.store.get(kind, NAMESPACE, name)
+        except NotFoundError:
+            return False
+        return True
