@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 from fleet_api.conditions import rfc3339
@@ -65,7 +66,8 @@ class World:
 
     def __init__(self) -> None:
         self.now = 1_000_000.0
-        self.store = MemoryCluster(now=lambda: self.now)
+        uids = (f"00000000-0000-4000-8000-{number:012d}" for number in count(1))
+        self.store = MemoryCluster(now=lambda: self.now, new_uid=lambda: next(uids))
         self.user = self.store.writer("somebody-else")
         self.api = Api(self.store)
         self.load: dict[str, TierTelemetry] = {}
@@ -131,6 +133,13 @@ class World:
             if not await self.step():
                 return step
         raise AssertionError(f"still writing after {most} steps: {self.api.writes}")
+
+    async def settle_with_telemetry(self, seconds: int = 10) -> None:
+        """So many seconds in which the load is measured afresh and stays the same."""
+        for _ in range(seconds):
+            tier = self.load["t"]
+            self.measure(tier.prefill.inflight or 0, tier.decode.inflight or 0)
+            await self.step()
 
     async def touch(self) -> list[tuple[str, str, str]]:
         """A pass over all fleets though nothing changed (resync); what it wrote."""

@@ -1,0 +1,323 @@
+"""The loop on the in-memory store: fix point, healing, drift, refusal, one fleet's failure, missing telemetry."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from fleet_operator.cluster.interface import (
+    CONFIG_MAP,
+    DEPLOYMENT,
+    EVENT,
+    FLEET,
+    PDB,
+    POD,
+    POOL,
+    ROLE,
+    ROLE_BINDING,
+    SERVICE,
+    SERVICE_ACCOUNT,
+    ForbiddenError,
+    InvalidError,
+    Kind,
+    UnavailableError,
+)
+from fleet_operator.cluster.memory import MemoryCluster
+from tests.fleet_operator.world import NAMESPACE, World, manifest
+
+Scenario = Callable[[World], Awaitable[None]]
+
+
+def play(scenario: Scenario, **spec: Any) -> None:
+    """The scenario in a world where fleet `f` has settled."""
+
+    async def whole() -> None:
+        world = World()
+        await world.user.apply(manifest(**spec))
+        await world.settle()
+        await scenario(world)
+
+    asyncio.run(whole())
+
+
+def test_a_new_fleet_is_ready_and_then_nothing_is_written():
+    async def scenario(world: World) -> None:
+        assert await world.workers() == {"prefill": 1, "decode": 2}
+        assert (await world.condition("Ready"))["status"] == "True"
+        for kind in (CONFIG_MAP, DEPLOYMENT, PDB, ROLE, ROLE_BINDING, SERVICE, SERVICE_ACCOUNT):
+            assert await world.exists(kind, "f-router"), kind.kind
+        told = await world.events()
+        assert await world.touch() == []
+        world.now += 3_600  # events are told again after five minutes only if something changes
+        assert await world.touch() == []
+        assert await world.events() == told
+
+    play(scenario)
+
+
+def test_a_restarted_operator_writes_and_tells_nothing():
+    async def scenario(world: World) -> None:
+        told = await world.events()
+        world.operator = world.new_operator()
+        assert await world.touch() == []
+        assert await world.events() == told
+
+    play(scenario)
+
+
+def test_a_restarted_operator_does_not_repeat_what_went_wrong_before():
+    async def scenario(world: World) -> None:
+        victim = (await world.pool("prefill"))["metadata"]["name"] + "-0"
+        lost = {"type": "Ready", "status": "False", "lastTransitionTime": "1970-01-12T13:46:40Z"}
+        await world.user.patch_status(POD, NAMESPACE, victim, {"conditions": [lost]})
+        await world.settle()
+        told = await world.events()
+        assert told[-1] == "Warning NotAvailable tier t: 0 prefill and 2 decode workers are serving"
+        world.operator = world.new_operator()
+        assert await world.touch() == []
+        assert await world.events() == told
+
+    play(scenario)
+
+
+def test_nothing_is_done_before_every_kind_was_listed():
+    async def scenario(world: World) -> None:
+        world.operator = world.new_operator()
+        await world.look()  # objects came, but no watch said that it has shown them all
+        world.api.writes.clear()
+        working = asyncio.create_task(world.operator.work())
+        for _ in range(20):
+            await asyncio.sleep(0)
+        working.cancel()
+        assert world.api.writes == []
+
+    async def fresh() -> None:
+        world = World()
+        await world.user.apply(manifest())
+        await scenario(world)
+
+    asyncio.run(fresh())
+
+
+def test_a_deleted_pod_comes_back():
+    async def scenario(world: World) -> None:
+        victim = next(pod for pod in await world.store.list(POD, NAMESPACE) if "decode" in pod["metadata"]["name"])
+        await world.user.delete(POD, NAMESPACE, victim["metadata"]["name"])
+        await world.settle()
+        assert await world.workers() == {"prefill": 1, "decode": 2}
+        assert victim["metadata"]["uid"] not in {pod["metadata"]["uid"] for pod in await world.store.list(POD, NAMESPACE)}
+        assert any("WorkersCreated tier t: 1 decode worker:" in line for line in await world.events())
+
+    play(scenario)
+
+
+def test_a_failed_pod_is_replaced():
+    async def scenario(world: World) -> None:
+        victim = (await world.store.list(POD, NAMESPACE))[0]["metadata"]["name"]
+        await world.user.patch_status(POD, NAMESPACE, victim, {"phase": "Failed", "conditions": []})
+        await world.settle()
+        assert await world.workers() == {"prefill": 1, "decode": 2}
+        assert any(f"WorkersReplaced tier t: 1 decode worker: {victim} (its phase is Failed)" in e for e in await world.events())
+
+    play(scenario)
+
+
+EDITS: list[tuple[Kind, dict[str, Any]]] = [
+    (SERVICE, {"spec": {"selector": {"inferencefleet.io/fleet": "other"}}}),
+    (DEPLOYMENT, {"spec": {"replicas": 9}}),
+    (CONFIG_MAP, {"data": {"endpoints.json": "{}"}}),
+    (PDB, {"spec": {"maxUnavailable": 3}}),
+    (ROLE, {"rules": []}),
+    (SERVICE_ACCOUNT, {"metadata": {"labels": {"inferencefleet.io/fleet": "f", "inferencefleet.io/role": "x"}}}),
+]
+
+
+@pytest.mark.parametrize(("kind", "edit"), EDITS, ids=[kind.kind for kind, _ in EDITS])
+def test_an_edited_child_is_put_back_and_told(kind: Kind, edit: dict[str, Any]):
+    async def scenario(world: World) -> None:
+        before = await world.store.get(kind, NAMESPACE, "f-router")
+        await world.user.patch(kind, NAMESPACE, "f-router", edit)
+        await world.settle()
+        after = await world.store.get(kind, NAMESPACE, "f-router")
+        assert _content(after) == _content(before)
+        assert any(f"PutBack {kind.kind} f-router: undid somebody else's edit of" in line for line in await world.events())
+
+    play(scenario)
+
+
+def _content(obj: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in obj.items() if key not in ("metadata", "status")} | {"l": obj["metadata"]["labels"]}
+
+
+@pytest.mark.parametrize("kind", [kind for kind, _ in EDITS], ids=lambda kind: kind.kind)
+def test_a_deleted_child_is_made_again_and_told(kind: Kind):
+    async def scenario(world: World) -> None:
+        await world.user.delete(kind, NAMESPACE, "f-router")
+        await world.settle()
+        assert await world.exists(kind, "f-router")
+        assert f"Normal PutBack {kind.kind} f-router was missing" in await world.events()
+
+    play(scenario)
+
+
+def test_somebody_elses_object_is_left_alone_and_named():
+    async def scenario() -> None:
+        world = World()
+        labels = {"app.kubernetes.io/managed-by": "inferencefleet", "inferencefleet.io/fleet": "f"}
+        theirs = {"name": "f-router", "namespace": NAMESPACE, "labels": labels}
+        await world.user.apply({"apiVersion": "v1", "kind": "ConfigMap", "metadata": theirs, "data": {"a": "b"}})
+        await world.user.apply(manifest())
+        for _ in range(4):
+            await world.step()
+        assert (await world.store.get(CONFIG_MAP, NAMESPACE, "f-router"))["data"] == {"a": "b"}
+        assert "belongs to somebody else" in (await world.condition("Provisioned"))["message"]
+        warnings = [line for line in await world.events() if line.startswith("Warning")]
+        assert warnings == ["Warning NotOurs ConfigMap f-router exists and belongs to somebody else"]
+
+    asyncio.run(scenario())
+
+
+def test_a_scaled_pool_is_followed_inside_the_ratio_and_told():
+    async def scenario(world: World) -> None:
+        name = (await world.pool("decode"))["metadata"]["name"]
+        await world.user.patch(POOL, NAMESPACE, name, {"spec": {"replicas": 8}})
+        await world.settle()
+        assert await world.workers() == {"prefill": 2, "decode": 8}
+        resized = [line for line in await world.events() if line.startswith("Normal Resized")]
+        assert len(resized) == 1
+        assert "1 prefill and 2 decode → 2 prefill and 8 decode; scaled by a user to 1 prefill and 8 decode" in resized[0]
+
+    play(scenario)
+
+
+def test_a_new_template_rolls_and_rests():
+    async def scenario(world: World) -> None:
+        before = {pod["metadata"]["name"] for pod in await world.store.list(POD, NAMESPACE)}
+        await world.user.patch(FLEET, NAMESPACE, "f", {"spec": {"engine": {"maxBatch": 8}}})
+        await world.settle(most=30)
+        after = {pod["metadata"]["name"] for pod in await world.store.list(POD, NAMESPACE)}
+        assert not before & after
+        assert await world.workers() == {"prefill": 1, "decode": 2}
+        assert len(await world.store.list(POOL, NAMESPACE)) == 2
+        assert any(line.startswith("Normal RevisionChanged tier t:") for line in await world.events())
+        assert await world.touch() == []
+
+    play(scenario)
+
+
+def test_an_invalid_spec_leaves_what_runs_alone_and_says_so():
+    async def scenario(world: World) -> None:
+        pods = await world.store.list(POD, NAMESPACE)
+        _smuggle(world.store, "f", {"tiers": []})
+        await world.settle()
+        accepted = await world.condition("Accepted")
+        assert (accepted["status"], accepted["reason"]) == ("False", "Invalid")
+        assert "spec.tiers" in accepted["message"]
+        assert await world.store.list(POD, NAMESPACE) == pods
+        assert [line for line in await world.events() if line.startswith("Warning Invalid spec.tiers")]
+        assert await world.touch() == []
+
+    play(scenario)
+
+
+def _smuggle(store: MemoryCluster, name: str, spec: dict[str, Any]) -> None:
+    """A spec past admission, as one that was stored before a rule existed."""
+    entry = store._entry(FLEET, NAMESPACE, name)
+    store._write(FLEET, entry, {**entry.obj, "spec": {**entry.obj["spec"], **spec}})
+
+
+def test_a_fleet_that_cannot_be_written_holds_up_no_other():
+    async def scenario() -> None:
+        world = World()
+        world.api.refuse = lambda verb, kind, name: (
+            ForbiddenError("quota exceeded") if name.startswith("bad") and kind != EVENT else None
+        )
+        for name in ("bad", "good"):
+            await world.user.apply(manifest(name))
+        for _ in range(4):
+            await world.step()
+        assert await world.workers("good") == {"prefill": 1, "decode": 2}
+        assert (await world.condition("Ready", "good"))["status"] == "True"
+        assert await world.workers("bad") == {"prefill": 0, "decode": 0}
+        warnings = [line for line in await world.events() if line.startswith("Warning")]
+        assert len(warnings) == 1
+        assert warnings[0].startswith("Warning Forbidden ConfigMap bad-router: quota exceeded;")
+        world.api.refuse = lambda verb, kind, name: None
+        await world.touch()
+        await world.settle()
+        assert await world.workers("bad") == {"prefill": 1, "decode": 2}
+        assert (await world.condition("Provisioned", "bad"))["status"] == "True"
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    "error", [UnavailableError("no answer"), InvalidError("spec.containers: wrong")], ids=["away", "invalid"]
+)
+def test_what_the_api_refuses_is_in_the_status_until_it_works(error: Any):
+    async def scenario(world: World) -> None:
+        world.api.refuse = lambda verb, kind, name: error if kind == POD else None
+        name = (await world.pool("decode"))["metadata"]["name"]
+        await world.user.patch(POOL, NAMESPACE, name, {"spec": {"replicas": 3}})
+        for _ in range(3):
+            await world.step()
+        failed = await world.condition("Provisioned")
+        assert (failed["status"], failed["reason"]) == ("False", "ApplyFailed")
+        assert str(error) in failed["message"]
+        assert await world.workers() == {"prefill": 1, "decode": 2}
+        world.api.refuse = lambda verb, kind, name: None
+        await world.touch()
+        await world.settle()
+        assert await world.workers() == {"prefill": 1, "decode": 3}
+        assert (await world.condition("Provisioned"))["status"] == "True"
+
+    play(scenario)
+
+
+def test_events_that_cannot_be_written_change_nothing():
+    async def scenario() -> None:
+        world = World()
+        world.api.refuse = lambda verb, kind, name: ForbiddenError("events is forbidden") if kind == EVENT else None
+        await world.user.apply(manifest())
+        await world.settle()
+        assert (await world.condition("Ready"))["status"] == "True"
+        assert await world.events() == []
+
+    asyncio.run(scenario())
+
+
+def test_load_grows_the_fleet_and_missing_telemetry_holds_it():
+    async def scenario(world: World) -> None:
+        world.measure(prefill=8, decode=60)
+        await world.settle_with_telemetry()
+        assert await world.workers() == {"prefill": 2, "decode": 4}
+        world.load = {}
+        for _ in range(200):  # longer than scaling.scaleDownWindow
+            await world.step()
+        assert await world.workers() == {"prefill": 2, "decode": 4}
+        fresh = await world.condition("TelemetryFresh")
+        assert (fresh["status"], fresh["reason"]) == ("Unknown", "NoData")
+        world.operator = world.new_operator()  # a restart without telemetry is no reason to shrink either
+        await world.settle()
+        assert await world.workers() == {"prefill": 2, "decode": 4}
+
+    play(scenario, telemetry={"interval": "1s"})
+
+
+def test_a_fleet_that_is_going_is_left_to_garbage_collection():
+    async def scenario(world: World) -> None:
+        await world.user.patch(FLEET, NAMESPACE, "f", {"metadata": {"finalizers": ["test/hold"]}})
+        await world.user.delete(FLEET, NAMESPACE, "f")
+        await world.user.delete(SERVICE, NAMESPACE, "f-router")
+        await world.step()
+        assert not await world.exists(SERVICE, "f-router")
+        await world.user.patch(FLEET, NAMESPACE, "f", {"metadata": {"finalizers": None}})
+        for _ in range(3):
+            await world.step()
+        assert await world.store.list(POD, NAMESPACE) == []
+        assert await world.touch() == []
+
+    play(scenario)
