@@ -5,7 +5,7 @@ from __future__ import annotations
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_operator.cluster.interface import Object
 from fleet_operator.names import FLEET, PLANNED, REVISION, ROLE, ROUTER_ROLE, SIZE, TIER, labels, router_name
-from fleet_operator.render.worker import PORTS, owner_reference
+from fleet_operator.render.worker import POD_SECURITY, PORTS, owner_reference
 from fleet_operator.settings import Platform
 from fleet_planner.reconcile import Plan
 from fleet_planner.types import PoolWanted, Template
@@ -17,6 +17,14 @@ from fleet_wire.endpoints import ENDPOINTS_KEY, ROUTER_CONFIG_KEY, Endpoint, End
 API_VERSION = "inferencefleet.io/v1alpha1"
 ROUTER_PORT = 8080
 ROUTER_GRACE_S = 40
+"""The pause below, 30 s of draining, and slack."""
+ROUTER_LEAVING_S = 5
+"""A stopping router closes its port at once: first the cluster's proxies must have learned that it goes."""
+ROUTER_STARTUP_FAILURES = 60
+ROUTER_LIVENESS_FAILURES = 10
+ROUTER_REQUESTS = {"cpu": "250m", "memory": "256Mi"}
+"""In the API server's own spelling, else every pass would see a difference. No limits: what the prefix index holds follows the
+workers' caches, and a router that is killed ends every stream of the fleet."""
 ROUTER_MOUNT = "/etc/fleet"
 
 
@@ -131,35 +139,45 @@ def _deployment(fleet: InferenceFleet, owner: Object, platform: Platform, select
 
 
 def _router_pod(fleet: InferenceFleet, platform: Platform) -> Object:
-    name = router_name(fleet.metadata.name)
-    follow = f"kube:{fleet.metadata.namespace}/{name}" if platform.follow == "kube" else f"dir:{ROUTER_MOUNT}"
+    name, in_cluster = router_name(fleet.metadata.name), platform.follow == "kube"
+    follow = f"kube:{fleet.metadata.namespace}/{name}" if in_cluster else f"dir:{ROUTER_MOUNT}"
     env = [{"name": "FLEET_PORT", "value": str(platform.router_port)}]
     if platform.router_host is not None:
         env.append({"name": "FLEET_BIND_HOST", "value": platform.router_host})
-    probe = {"httpGet": {"path": "/health", "port": "http", "scheme": "HTTP"}, "periodSeconds": 1, "timeoutSeconds": 2}
-    if platform.router_host is not None:
-        probe["httpGet"] = {**probe["httpGet"], "host": platform.router_host}  # type: ignore[dict-item]
-    container = {
+    container: Object = {
         "name": "router",
         "image": platform.router_image,
         "imagePullPolicy": "IfNotPresent",
         "command": ["fleet-router", "--follow", follow],
         "env": env,
         "ports": [{"name": "http", "containerPort": platform.router_port, "protocol": "TCP"}],
-        "readinessProbe": {**probe, "httpGet": {**probe["httpGet"], "path": "/ready"}, "failureThreshold": 1},  # type: ignore[dict-item]
-        "livenessProbe": {**probe, "failureThreshold": 3},
+        "startupProbe": _probe(platform, "/health", failures=ROUTER_STARTUP_FAILURES),
+        "readinessProbe": _probe(platform, "/ready", failures=1),
+        "livenessProbe": _probe(platform, "/health", failures=ROUTER_LIVENESS_FAILURES),
+        "resources": {"requests": ROUTER_REQUESTS},
         "terminationMessagePolicy": "FallbackToLogsOnError",
-        "volumeMounts": [{"name": "documents", "mountPath": ROUTER_MOUNT, "readOnly": True}],
         "securityContext": {
             "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]},
         },
     }  # fmt: skip
-    return {
+    spec: Object = {
         "containers": [container],
-        "volumes": [{"name": "documents", "configMap": {"name": name}}],
         "serviceAccountName": name,
-        "automountServiceAccountToken": platform.follow == "kube",
+        "automountServiceAccountToken": in_cluster,
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": ROUTER_GRACE_S,
-        "securityContext": {"runAsNonRoot": True, "runAsUser": 65532, "seccompProfile": {"type": "RuntimeDefault"}},
+        "securityContext": POD_SECURITY,
     }
+    if in_cluster:
+        container["lifecycle"] = {"preStop": {"sleep": {"seconds": ROUTER_LEAVING_S}}}
+    else:  # in a cluster nothing reads the files, and a router must start though its ConfigMap was just deleted
+        container["volumeMounts"] = [{"name": "documents", "mountPath": ROUTER_MOUNT, "readOnly": True}]
+        spec["volumes"] = [{"name": "documents", "configMap": {"name": name}}]
+    return spec
+
+
+def _probe(platform: Platform, path: str, *, failures: int) -> Object:
+    get: Object = {"path": path, "port": "http", "scheme": "HTTP"}
+    if platform.router_host is not None:
+        get["host"] = platform.router_host
+    return {"httpGet": get, "periodSeconds": 1, "timeoutSeconds": 2, "failureThreshold": failures}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, Final
 
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.model import ClaimSource, FileSource, HubSource
@@ -20,6 +20,14 @@ PORTS = Ports()
 MODELS = "/models"
 GRACE_SLACK_S = 15
 """Seconds after the drain for the engine to stop."""
+POD_SECURITY: Final[Object] = {
+    "runAsNonRoot": True, "runAsUser": 65532, "runAsGroup": 65532, "seccompProfile": {"type": "RuntimeDefault"},
+}  # fmt: skip
+"""Without a group of its own a container runs in group 0."""
+MIB: Final = 1024 * 1024
+HOST_REQUESTS: Final = {"torch": (1, 1024 * MIB), "vllm": (2, 4096 * MIB)}
+"""Cores and bytes of the host that an engine needs beside devices, cache and weights. Without any request a worker, and the GPU
+that it holds, is the first that a node in need of memory evicts. No limits: the weights' size is not known here."""
 STARTUP_FAILURES = 1_800
 """One-second startup probes: large models take half an hour to load."""
 
@@ -94,7 +102,7 @@ def _pod_spec(fleet: InferenceFleet, tier: TierSpec, role: Role, template: Templ
         "lifecycle": {"preStop": {"httpGet": {"path": "/drain", "port": PORTS.agent, "scheme": "HTTP"}}},
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": [mount, {"name": "shm", "mountPath": "/dev/shm"}, {"name": "tmp", "mountPath": "/tmp"}],  # noqa: S108
-        "resources": _resources(tier),
+        "resources": _resources(fleet, tier),
         "securityContext": {
             "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]},
         },
@@ -110,7 +118,7 @@ def _pod_spec(fleet: InferenceFleet, tier: TierSpec, role: Role, template: Templ
         "terminationGracePeriodSeconds": round(platform.drain_timeout_s) + GRACE_SLACK_S,
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        "securityContext": {"runAsNonRoot": True, "runAsUser": 65532, "seccompProfile": {"type": "RuntimeDefault"}},
+        "securityContext": POD_SECURITY,
     }
     if tier.accelerator.device_request is not None:
         spec["tolerations"] = [{"key": tier.accelerator.device_request[0], "operator": "Exists", "effect": "NoSchedule"}]
@@ -160,10 +168,16 @@ def _env(config: WorkerConfig, tier: TierSpec) -> list[Object]:
         {"name": "VLLM_NIXL_SIDE_CHANNEL_PORT", "value": str(PORTS.side_channel)},
         {"name": "HOME", "value": "/tmp"},  # noqa: S108 - the one writable folder of a read-only root
     ]
-    allow = {"shm": "sm,self", "tcp": "tcp,self", "rdma": "rc,dc,ud,cuda_copy,cuda_ipc,gdr_copy,sm,self"}
-    if tier.kv_transfer.transport in allow:
-        env.append({"name": "UCX_TLS", "value": allow[tier.kv_transfer.transport]})
+    if (allowed := _ucx_transports(tier)) is not None:
+        env.append({"name": "UCX_TLS", "value": allowed})
     return env
+
+
+def _ucx_transports(tier: TierSpec) -> str | None:
+    """What UCX may use; None: everything. Without cuda_copy it cannot touch the memory of a device at all."""
+    allow = {"shm": "sm,self", "tcp": "tcp,self", "rdma": "rc,dc,ud,cuda_ipc,gdr_copy,sm,self"}
+    allowed = allow.get(tier.kv_transfer.transport)
+    return allowed if allowed is None or tier.accelerator.device_request is None else f"{allowed},cuda_copy"
 
 
 def _probe(path: str, *, failures: int) -> Object:
@@ -173,9 +187,16 @@ def _probe(path: str, *, failures: int) -> Object:
     }  # fmt: skip
 
 
-def _resources(tier: TierSpec) -> Object:
-    request = tier.accelerator.device_request
-    return {} if request is None else {"limits": {request[0]: str(request[1])}, "requests": {request[0]: str(request[1])}}
+def _resources(fleet: InferenceFleet, tier: TierSpec) -> Object:
+    """The device, and what the engine needs of the host; on a CPU tier the KV cache lies in the host's memory."""
+    device = tier.accelerator.device_request
+    cores, memory = HOST_REQUESTS[fleet.spec.engine.type]
+    memory += fleet.spec.engine.cache_bytes if device is None else 0
+    host = {"cpu": str(cores), "memory": f"{-(-memory // MIB)}Mi"}
+    if device is None:
+        return {"requests": host}
+    devices = {device[0]: str(device[1])}
+    return {"limits": devices, "requests": {**host, **devices}}
 
 
 def _model(fleet: InferenceFleet) -> tuple[Object, Object, str]:
