@@ -41,7 +41,8 @@ def test_vllm_gets_its_role_lease_and_addresses(role: str, kv_role: str, has_gpu
     assert ("kv_buffer_device" in transfer, "--enforce-eager" in command.argv) == (not has_gpu, not has_gpu)
     assert events["endpoint"] == "tcp://127.1.2.3:5557"
     assert command.env["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "127.1.2.3"
-    assert command.env["VLLM_CPU_KVCACHE_SPACE"] == "1"
+    assert command.env.get("VLLM_CPU_KVCACHE_SPACE") == (None if has_gpu else "1")
+    assert command.defaults == ({} if has_gpu else {"VLLM_CPU_OMP_THREADS_BIND": "nobind"})
     assert command.argv[-2:] == ("--dtype", "float32")
 
 

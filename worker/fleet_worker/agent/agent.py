@@ -174,8 +174,18 @@ class Agent:
         while True:
             await self._observe()
             healthy = await self._client.healthy()
+            if healthy and self._life.phase == "Warming":
+                healthy = await self._warmed_up()
             self._life = rules.engine_checked(self._life, healthy, time.monotonic())
             await asyncio.sleep(CHECK_EVERY_S)
+
+    async def _warmed_up(self) -> bool:
+        """Ready means that a token came out, not that a port is open."""
+        self._note("engine warming up: first token")
+        problem = await self._client.first_token(self._config.served_name)
+        if problem is not None:
+            self._note(f"engine answers, but gave no first token: {problem}")
+        return problem is None
 
     async def _observe(self) -> None:
         self._load = await self._client.load()

@@ -15,15 +15,19 @@ from fleet_worker.config import CONFIG_ENV, POD_IP_ENV, WorkerConfig, encode
 MODEL_PATH_ENV = "FLEET_MODEL_PATH"
 GIB = 1024**3
 KV_EVENTS_TOPIC = "kv-events"
+VLLM_CPU_DEFAULTS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+"""vLLM's own choice ties every worker of a node to the same cores; there the second one starved for minutes behind the first
+one's NIXL progress thread, which never sleeps."""
 VLLM_KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
 
 @dataclass(frozen=True, slots=True)
 class EngineCommand:
-    """What to execute: argv, and what to add to the agent's own environment."""
+    """What to execute: argv, what to add to the agent's own environment, and what to add only where that says nothing."""
 
     argv: tuple[str, ...]
     env: dict[str, str] = field(default_factory=dict)
+    defaults: dict[str, str] = field(default_factory=dict)
 
 
 def engine_command(config: WorkerConfig, *, model_path: str, pod_ip: str, vllm: str, has_gpu: bool) -> EngineCommand:
@@ -51,14 +55,14 @@ def vllm_command(config: WorkerConfig, model_path: str, pod_ip: str, vllm: str, 
         "--kv-transfer-config", json.dumps(vllm_transfer(config, has_gpu), sort_keys=True),
         "--kv-events-config", json.dumps(vllm_events(config, pod_ip), sort_keys=True),
     ]  # fmt: skip
-    if not has_gpu:
-        argv.append("--enforce-eager")
     env = {
         "VLLM_NIXL_SIDE_CHANNEL_HOST": pod_ip,
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(config.ports.side_channel),
-        "VLLM_CPU_KVCACHE_SPACE": str(max(1, -(-config.kv.cache_bytes // GIB))),
     }
-    return EngineCommand((*argv, *config.engine_args), env)
+    if has_gpu:
+        return EngineCommand((*argv, *config.engine_args), env)
+    env["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, -(-config.kv.cache_bytes // GIB)))
+    return EngineCommand((*argv, "--enforce-eager", *config.engine_args), env, VLLM_CPU_DEFAULTS)
 
 
 def vllm_transfer(config: WorkerConfig, has_gpu: bool) -> dict[str, object]:

@@ -13,6 +13,10 @@ WAITING = "vllm:num_requests_waiting"
 LEASES = "fleet:kv_leases_open"
 MAX_METRICS_BYTES = 4 * 1024 * 1024
 HEALTH_TIMEOUT_S = 3.0
+FIRST_TOKEN_TIMEOUT_S = 300.0
+"""The first request may compile kernels: minutes on some engines, and no user should be the one who waits."""
+FIRST_PROMPT = [0, 0, 0, 0]
+"""Token 0 exists in every vocabulary; shorter than a KV block, so that nothing of it stays in the prefix cache."""
 
 
 class EngineClient:
@@ -27,6 +31,15 @@ class EngineClient:
             return (await self._http.get("/health")).status_code == httpx.codes.OK
         except httpx.HTTPError:
             return False
+
+    async def first_token(self, model: str) -> str | None:
+        """Generate once, before anybody depends on it. None when that worked, else why it did not."""
+        body = {"model": model, "prompt": FIRST_PROMPT, "max_tokens": 2, "temperature": 0}
+        try:
+            answer = await self._http.post("/v1/completions", json=body, timeout=FIRST_TOKEN_TIMEOUT_S)
+        except httpx.HTTPError as error:
+            return f"{type(error).__name__}: {error}"
+        return None if answer.status_code == httpx.codes.OK else f"HTTP {answer.status_code}: {answer.text[:200]}"
 
     async def metrics(self) -> str | None:
         """The engine's exposition, None when it does not answer or answers too much."""

@@ -1,7 +1,7 @@
 """The worker's life as a pure state machine: what each probe answers in each phase.
 
-Preparing (model) → Warming (engine starting) → Serving → Draining; Failed ends the process. The router never sees the phase
-directly: it follows from readiness.
+Preparing (model) → Warming (engine starts and gives a first token) → Serving → Draining; Failed ends the process. The router
+never sees the phase directly: it follows from readiness.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class EngineProcess:
 
     def start(self) -> int:
         """Start it in a session of its own; returns its pid. OSError when it cannot be executed."""
-        env = {**os.environ, **self._command.env}
+        env = {**self._command.defaults, **os.environ, **self._command.env}
         process = subprocess.Popen(
             self._command.argv, env=env, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE,
             start_new_session=True, preexec_fn=_die_with_parent,  # noqa: PLW1509 - prctl is async-signal-safe
