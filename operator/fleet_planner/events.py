@@ -184,6 +184,8 @@ def _put_back(before: FleetStatus, deeds: Sequence[Deed]) -> Iterable[Event]:
     for deed in deeds:
         if deed.verb == "changed" and deed.undid:
             yield Event("Normal", "PutBack", f"{deed.kind} {deed.name}: undid somebody else's edit of {deed.undid}", "PutBack")
+        elif deed.verb == "deleted" and not deed.role and deed.kind != "WorkerPool":
+            yield Event("Normal", "PutBack", f"{deed.kind} {deed.name} is {deed.why}", "PutBack")
         elif deed.verb == "created" and complete and not deed.role and deed.kind != "WorkerPool":
             yield Event("Normal", "PutBack", f"{deed.kind} {deed.name} was missing", "PutBack")
 

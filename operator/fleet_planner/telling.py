@@ -26,16 +26,25 @@ class Told:
 
 
 def news(told: Told, deeds: Iterable[Deed], now: float) -> tuple[Told, tuple[Deed, ...]]:
-    """Deeds that were not told: a pass on a cache that lags creates and deletes again what it did already, without effect."""
+    """Deeds that were not told: a pass on a cache that lags creates and deletes again what it did already, without effect; and
+    a child that was deleted to be made anew is not missing when it is created."""
     known = [entry for entry in told.deeds if _fresh(entry, AGAIN_S, now)]
     seen = {key for _, key in known}
     fresh: list[Deed] = []
     for deed in deeds:
+        anew = f"anew {deed.kind} {deed.name}"
+        if deed.verb == "created" and anew in seen:
+            known = [entry for entry in known if entry[1] != anew]
+            continue
         key = f"{deed.verb} {deed.uid}"
-        if deed.verb == "changed" or not deed.uid or key not in seen:
-            fresh.append(deed)
-            seen.add(key)
-            known += [(now, key)] if deed.uid and deed.verb != "changed" else []
+        once = deed.verb != "changed" and bool(deed.uid)
+        if once and key in seen:
+            continue
+        fresh.append(deed)
+        keys = [key] if once else []
+        keys += [anew] if deed.verb == "deleted" and not deed.role else []
+        seen.update(keys)
+        known += [(now, each) for each in keys]
     return Told(told.events, tuple(known[-DEEDS_MOST:])), tuple(fresh)
 
 

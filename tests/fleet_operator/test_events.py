@@ -115,8 +115,10 @@ def test_a_worker_lost_and_made_in_one_pass_was_replaced():
         ("True", Deed("created", "ConfigMap", "c"), "ConfigMap c was missing"),
         ("False", Deed("created", "ConfigMap", "c"), None),
         ("True", Deed("created", "WorkerPool", "w"), None),
+        ("True", Deed("deleted", "WorkerPool", "w", why="its revision is no longer wanted"), None),
+        ("True", Deed("deleted", "Service", "s", why="made anew: somebody's port"), "Service s is made anew: somebody's port"),
     ],
-    ids=["edited", "our-wish-changed", "deleted", "first-creation", "new-revision"],
+    ids=["edited", "our-wish-changed", "deleted", "first-creation", "new-revision", "old-revision", "made-anew"],
 )
 def test_a_child_put_back_is_told(provisioned: Any, deed: Deed, expected: str | None):
     before = status(Provisioned=(provisioned, "X"))
@@ -165,6 +167,15 @@ def test_what_a_lagging_cache_does_again_is_no_news():
     assert fresh == (worker("created", "d0"),)
     memory, fresh = news(memory, [worker("created", "d0"), worker("deleted", "d0")], NOW + 1)
     assert fresh == (worker("deleted", "d0"),)
+
+
+def test_a_child_made_anew_is_not_missing_but_one_deleted_later_is():
+    memory, fresh = news(Told(), [Deed("deleted", "Service", "s", "u1", why="made anew: x")], NOW)
+    assert [deed.verb for deed in fresh] == ["deleted"]
+    memory, fresh = news(memory, [Deed("created", "Service", "s", "u2")], NOW + 1)
+    assert fresh == ()
+    memory, fresh = news(memory, [Deed("created", "Service", "s", "u3")], NOW + 2)
+    assert [deed.uid for deed in fresh] == ["u3"]
 
 
 # -- through the recorder -----------------------------------------------------------------------------------------------
