@@ -27,7 +27,8 @@ def side(host: str) -> tuple[Any, Any, Any]:
     from nixl._api import nixl_agent, nixl_agent_config
 
     from fleet_worker.transfer.base import KvPool
-    from fleet_worker.transfer.nixl import NixlConnector, TransferSettings
+    from fleet_worker.transfer.nixl import NixlConnector
+    from fleet_worker.transfer.owner import TransferSettings
 
     memory = torch.randint(0, 255, (BLOCKS, BLOCK_BYTES), dtype=torch.uint8)
     connector = NixlConnector(TransferSettings(host, 5600, "bench"), KvPool(memory.data_ptr(), BLOCK_BYTES, BLOCKS, 16))

@@ -11,7 +11,8 @@ import torch
 
 from fleet_worker.transfer.base import FetchResult, KvPool, KvReferenceError
 from fleet_worker.transfer.descriptors import Run, merge_runs, split_chunks
-from fleet_worker.transfer.nixl import NixlConnector, TransferSettings
+from fleet_worker.transfer.nixl import NixlConnector
+from fleet_worker.transfer.owner import TransferSettings
 from fleet_worker.transfer.transport import in_use, ucx_environment
 
 BLOCK_BYTES = 4_096
@@ -21,10 +22,10 @@ BLOCKS = 64
 class Side:
     """A pool and its connector."""
 
-    def __init__(self, host: str, compat: str = "same", lease_s: float = 30.0) -> None:
+    def __init__(self, host: str, compat: str = "same", lease_s: float = 30.0, read_timeout_s: float = 60.0) -> None:
         self.memory = torch.randint(0, 255, (BLOCKS, BLOCK_BYTES), dtype=torch.uint8)
         pool = KvPool(self.memory.data_ptr(), BLOCK_BYTES, BLOCKS, 16)
-        self.connector = NixlConnector(TransferSettings(host, 5600, compat, lease_s=lease_s, call_timeout_s=1.0), pool)
+        self.connector = NixlConnector(TransferSettings(host, 5600, compat, "auto", lease_s, 1.0, read_timeout_s), pool)
 
     def finished(self, deadline_s: float = 10.0) -> FetchResult:
         return wait(self.connector.finished, deadline_s)[0]
@@ -137,6 +138,39 @@ def test_a_dead_owner_is_a_timeout_and_a_restarted_one_is_found_again(pair: tupl
         assert torch.equal(reader.memory[2], reborn.memory[5])
     finally:
         reborn.connector.close()
+
+
+def test_a_read_that_never_ends_is_cancelled_and_its_request_fails(monkeypatch: pytest.MonkeyPatch):
+    """Over TCP the owner must take part in a read; here it stops doing so after it was greeted."""
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    owner, reader = Side("127.77.0.5"), Side("127.77.0.6", read_timeout_s=0.5)
+    try:
+        reader.connector.fetch("a", owner.connector.grant("a", [3], 16), 0, [1])
+        assert reader.finished().error is None
+        reference = owner.connector.grant("b", [4], 16)
+        with owner.connector._owner._lock:  # its transfer thread waits here
+            reader.connector.fetch("b", reference, 0, [2])
+            assert error_reason(reader.finished()) == "timeout"
+        reader.connector.fetch("c", owner.connector.grant("c", [5], 16), 0, [2])
+        assert reader.finished().error is None  # greeted anew
+        assert torch.equal(reader.memory[2], owner.memory[5])
+    finally:
+        owner.connector.close()
+        reader.connector.close()
+
+
+def test_when_the_transfer_thread_ends_no_pull_waits_for_ever(pair: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch):
+    owner, reader = pair
+
+    def broken(now: float) -> None:
+        raise ValueError("a bug")
+
+    reference = owner.connector.grant("r", [3], 16)
+    monkeypatch.setattr(reader.connector._peers, "expire", broken)
+    reader.connector.fetch("r", reference, 0, [1])
+    assert error_reason(reader.finished()) == "stopped"
+    with pytest.raises(RuntimeError, match="the KV transfer thread ended: a bug"):
+        wait(reader.connector.finished)
 
 
 def test_release_ends_a_lease_once(pair: tuple[Side, Side]):

@@ -28,7 +28,8 @@ from fleet_worker.engine.server import EngineServer
 from fleet_worker.engine.text import Text
 from fleet_worker.engine.weights import load_weights
 from fleet_worker.transfer.base import KvPool
-from fleet_worker.transfer.nixl import NixlConnector, TransferSettings
+from fleet_worker.transfer.nixl import NixlConnector
+from fleet_worker.transfer.owner import TransferSettings
 
 STEP_TOKENS = 256
 MAX_WAITING = 1_024

@@ -1,0 +1,142 @@
+"""The owner's half of a hand-off: leases granted to readers, and the answers on the side channel.
+
+Called from the engine thread (grant, release, released) and from the transfer thread (reply, expire): one lock holds all.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from uuid import uuid4
+
+from fleet_wire.kv import KvReference
+from fleet_wire.lease import LeaseTable
+from fleet_wire.sidechannel import PROTOCOL_VERSION, Confirm, Granted, Hello, Message, Refused, Renew, Welcome
+from fleet_worker.transfer.base import KvPool, ReleaseReason
+from fleet_worker.transfer.digest import pool_digest
+from fleet_worker.transfer.peers import Answer
+
+SERVING_WINDOW_S = 1.0
+"""After a reader announced itself the owner drives UCX for this long: connections are made, and TCP reads are answered, only
+while it does. NIXL's own progress thread is off: it spins on a whole core, busy or not."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransferSettings:
+    """One worker's side of the hand-off."""
+
+    host: str
+    port: int
+    compat: str
+    transport: str = "auto"
+    lease_s: float = 30.0
+    call_timeout_s: float = 5.0
+    read_timeout_s: float = 60.0
+    """A read that takes longer is cancelled, and its request fails."""
+
+
+class Owner:
+    """Leases of one engine's blocks. `metadata` is NIXL's description of this agent."""
+
+    def __init__(self, settings: TransferSettings, pool: KvPool, engine_id: str, metadata: bytes) -> None:
+        self.epoch = uuid4().hex
+        self.serve_until = 0.0
+        self._engine_id = engine_id
+        self._settings = settings
+        self._pool = pool
+        self._metadata = metadata
+        self._lock = threading.Lock()
+        self._leases = LeaseTable(self.epoch, settings.lease_s)
+        self._released: deque[tuple[str, ReleaseReason]] = deque()
+
+    # -- engine thread ----------------------------------------------------------------------------------------------
+    def grant(self, request_id: str, block_ids: Sequence[int], num_tokens: int) -> KvReference:
+        """Lease finished blocks; the digest is taken now, while nobody writes them."""
+        digest = pool_digest(self._pool.base_address, self._pool.block_bytes, block_ids)
+        with self._lock:
+            lease = self._leases.grant(request_id, block_ids, time.monotonic())
+        return KvReference(
+            do_remote_prefill=True,
+            do_remote_decode=False,
+            remote_block_ids=tuple(block_ids),
+            remote_engine_id=self._engine_id,
+            remote_request_id=request_id,
+            remote_host=self._settings.host,
+            remote_port=self._settings.port,
+            remote_num_tokens=num_tokens,
+            lease_id=lease.lease_id,
+            lease_generation=lease.generation,
+            remote_epoch=self.epoch,
+            digest=digest,
+        )
+
+    def release(self, lease_id: str) -> bool:
+        """End a lease that nobody will read."""
+        with self._lock:
+            lease = self._leases.release(lease_id)
+            if lease is not None:
+                self._released.append((lease.owner, "released"))
+        return lease is not None
+
+    def released(self) -> list[tuple[str, ReleaseReason]]:
+        """Leases that ended since the last call; expiry is checked here as well as in the transfer thread."""
+        with self._lock:
+            self._expire()
+            ended, self._released = list(self._released), deque()
+        return ended
+
+    def open_leases(self) -> int:
+        """Leases granted and not ended."""
+        with self._lock:
+            return len(self._leases)
+
+    # -- transfer thread --------------------------------------------------------------------------------------------
+    def expire(self) -> None:
+        """End the leases whose time is up."""
+        with self._lock:
+            self._expire()
+
+    def _expire(self) -> None:
+        for lease in self._leases.expire(time.monotonic()):
+            self._released.append((lease.owner, "expired"))
+
+    def reply(self, asked: Message, now: float) -> Answer:
+        """The answer to one question of a reader."""
+        if isinstance(asked, Hello | Renew):
+            self.serve_until = now + SERVING_WINDOW_S
+        if isinstance(asked, Hello):
+            return self._welcome(asked)
+        if isinstance(asked, Renew | Confirm):
+            with self._lock:
+                return self._lease_reply(asked, now)
+        return Refused(call=asked.call, reason="protocol", message="not a question")
+
+    def _lease_reply(self, asked: Renew | Confirm, now: float) -> Answer:
+        if isinstance(asked, Renew):
+            refused = self._leases.renew(asked.lease_id, asked.epoch, asked.generation, now)
+            return Granted(call=asked.call) if refused is None else Refused(call=asked.call, reason=refused)
+        found = self._leases.confirm(asked.lease_id, asked.epoch, asked.generation, now)
+        if isinstance(found, str):
+            return Refused(call=asked.call, reason=found)
+        self._released.append((found.owner, "read"))
+        if not len(self._leases):
+            self.serve_until = 0.0
+        return Granted(call=asked.call)
+
+    def _welcome(self, asked: Hello) -> Answer:
+        pool = self._pool
+        mine = (PROTOCOL_VERSION, self._settings.compat, pool.block_bytes, pool.block_tokens)
+        theirs = (asked.version, asked.compat, asked.block_bytes, asked.block_tokens)
+        if mine != theirs:
+            names = ("protocol version", "compatibility hash", "block bytes", "block tokens")
+            wrong = ", ".join(
+                f"{n}: prefill has {b}, decode has {a}" for n, a, b in zip(names, theirs, mine, strict=True) if a != b
+            )
+            return Refused(call=asked.call, reason="incompatible", message=wrong)
+        return Welcome(
+            call=asked.call, engine_id=self._engine_id, epoch=self.epoch, agent=self._metadata,
+            base_address=pool.base_address, block_bytes=pool.block_bytes, num_blocks=pool.num_blocks,
+        )  # fmt: skip

@@ -1,0 +1,293 @@
+"""The reader's half of a hand-off. Per pull: greet the owner once per pair → post READs chunk by chunk → have each chunk's
+digests compared while the next one moves → ask the owner to confirm that the lease was valid until now → only when both say
+yes, report success. Whatever fails on the way is a typed error and no token. Used by the transfer thread only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from fleet_wire.kv import KvReference
+from fleet_wire.sidechannel import PROTOCOL_VERSION, Confirm, Hello, Refused, Renew, Welcome
+from fleet_worker.transfer.base import FetchResult, KvError, KvPool, KvReferenceError, KvTransferError
+from fleet_worker.transfer.descriptors import merge_runs, split_chunks
+from fleet_worker.transfer.digest import HEX_PER_BLOCK
+from fleet_worker.transfer.owner import TransferSettings
+from fleet_worker.transfer.peers import Answer, Peer, Peers
+from fleet_worker.transfer.proving import Proof, Prover
+
+CHUNK_BYTES = 4 * 1024 * 1024
+STUCK_AFTER = 2.0
+"""A read that cannot even be cancelled may write into blocks at any time: after this many read timeouts the worker gives up."""
+
+
+class StuckReadError(RuntimeError):
+    """A read neither ended nor could be cancelled: its blocks can never be used again, so the engine must be restarted."""
+
+
+@dataclass(slots=True)
+class Pull:
+    """One request's KV on its way here."""
+
+    request_id: str
+    reference: KvReference
+    remote: list[int]
+    local: list[int]
+    digest: str
+    begun: float
+    pull_id: int = 0
+    renew_at: float = 0.0
+    cancelled: bool = False
+    peer: Peer | None = None
+    chunks: deque[range] = field(default_factory=deque)
+    reading: range | None = None
+    handle: Any = None
+    descriptors: int = 0
+    unproven: int = 0
+    confirmed: bool = False
+    error: KvError | None = None
+
+
+class Reader:
+    """All pulls of one engine. `agent` is NIXL's, `done` takes each result."""
+
+    def __init__(
+        self,
+        settings: TransferSettings,
+        pool: KvPool,
+        agent: Any,
+        peers: Peers,
+        prover: Prover,
+        done: Callable[[FetchResult], None],
+    ) -> None:
+        self._settings = settings
+        self._pool = pool
+        self._agent = agent
+        self._peers = peers
+        self._prover = prover
+        self._done = done
+        self._pulls: dict[str, Pull] = {}
+        self._by_id: dict[int, Pull] = {}
+        self._ids = itertools.count(1)
+
+    @property
+    def is_reading(self) -> bool:
+        """A READ is in flight and must be driven."""
+        return any(pull.reading is not None for pull in self._pulls.values())
+
+    def begin(self, pull: Pull) -> None:
+        """Greet the owner if that has not been done, then read."""
+        pull.pull_id = next(self._ids)
+        pull.renew_at = pull.begun + self._settings.lease_s / 3
+        self._pulls[pull.request_id] = self._by_id[pull.pull_id] = pull
+        self._greet(pull)
+
+    def cancel(self, request_id: str) -> None:
+        """No further chunk is read; the pull still ends through `done`."""
+        if request_id in self._pulls:
+            self._pulls[request_id].cancelled = True
+
+    def advance(self, now: float) -> None:
+        """Take proofs, renew leases, look at each read."""
+        for proof in self._prover.proofs():
+            self._proven(proof)
+        for pull in list(self._pulls.values()):
+            if now >= pull.renew_at and pull.peer is not None and not pull.confirmed:
+                self._renew(pull, pull.peer, now)
+            if pull.reading is not None:
+                self._look(pull, now)
+
+    def fail_all(self, error: KvTransferError) -> None:
+        """Every pull ends with this error: the thread that drives them is about to end."""
+        for pull in list(self._pulls.values()):
+            self._end(pull, error)
+
+    # -- greeting ---------------------------------------------------------------------------------------------------
+    def _greet(self, pull: Pull) -> None:
+        peer = self._peers.get(pull.reference.remote_host, pull.reference.remote_port)
+        if peer.welcome is not None and peer.welcome.epoch != pull.reference.remote_epoch:
+            self._forget(peer)  # the owner restarted on the same address
+            peer = self._peers.get(pull.reference.remote_host, pull.reference.remote_port)
+        pull.peer = peer
+        if peer.welcome is not None:
+            self._start(pull, peer.welcome)
+            return
+        peer.waiting_for_welcome.append(lambda answer: self._greeted(pull, peer, answer))
+        if not peer.greeting:
+            peer.greeting = True
+            self._peers.call(peer, self._hello, time.monotonic(), lambda answer: self._welcomed(peer, answer))
+
+    def _hello(self, call: int) -> Hello:
+        pool, compat = self._pool, self._settings.compat
+        return Hello(
+            call=call, version=PROTOCOL_VERSION, compat=compat, block_bytes=pool.block_bytes, block_tokens=pool.block_tokens
+        )
+
+    def _welcomed(self, peer: Peer, answer: Answer | KvTransferError) -> None:
+        peer.greeting = False
+        if isinstance(answer, Welcome):
+            found = self._agent.add_remote_agent(answer.agent)
+            peer.agent_name = found.decode() if isinstance(found, bytes) else found
+            peer.welcome = answer
+        waiting, peer.waiting_for_welcome = peer.waiting_for_welcome, []
+        for tell in waiting:
+            tell(answer)
+        if isinstance(answer, KvTransferError):
+            self._forget(peer)
+
+    def _greeted(self, pull: Pull, peer: Peer, answer: Answer | KvTransferError) -> None:
+        if isinstance(answer, KvTransferError):
+            self._end(pull, answer)
+        elif isinstance(answer, Refused):
+            self._end(pull, KvReferenceError(answer.reason, f"the prefill worker refused the pairing: {answer.message}"))
+        elif peer.welcome is not None:
+            self._start(pull, peer.welcome)
+
+    # -- reading ----------------------------------------------------------------------------------------------------
+    def _start(self, pull: Pull, welcome: Welcome) -> None:
+        reference = pull.reference
+        if welcome.epoch != reference.remote_epoch or welcome.engine_id != reference.remote_engine_id:
+            self._end(pull, KvTransferError("epoch", "the prefill worker restarted after it gave this reference"))
+        elif any(not 0 <= block < welcome.num_blocks for block in pull.remote):
+            self._end(pull, KvReferenceError("range", f"remote_block_ids outside 0..{welcome.num_blocks - 1}"))
+        else:
+            pull.chunks = deque(split_chunks(len(pull.local), self._pool.block_bytes, CHUNK_BYTES))
+            if pull.peer is not None:
+                self._renew(pull, pull.peer, time.monotonic())
+            self._post_next(pull)
+
+    def _post_next(self, pull: Pull) -> None:
+        """Post the next chunk's READ, or ask for the confirmation when all are here."""
+        peer = pull.peer
+        if peer is None or peer.welcome is None:
+            self._end(pull, KvTransferError("peer", "the prefill worker was forgotten during the read"))
+            return
+        if not pull.chunks or pull.cancelled:
+            pull.reading = None
+            self._confirm(pull, peer)
+            return
+        chunk = pull.chunks.popleft()
+        try:
+            pull.handle = self._prepared(pull, peer, peer.welcome, chunk)
+            state = self._agent.transfer(pull.handle)
+        except Exception as error:  # NIXL raises many binding types, all of them mean that this read failed
+            self._end(pull, KvTransferError("read", f"NIXL refused the read: {error}"))
+            return
+        pull.reading = chunk
+        if state == "ERR":
+            self._end(pull, KvTransferError("read", "NIXL reported an error when the read was posted"))
+
+    def _prepared(self, pull: Pull, peer: Peer, welcome: Welcome, chunk: range) -> Any:
+        """NIXL's handle for one chunk; neighbouring blocks become one descriptor."""
+        size, mine, theirs = self._pool.block_bytes, self._pool.base_address, welcome.base_address
+        runs = merge_runs([pull.remote[i] for i in chunk], [pull.local[i] for i in chunk])
+        local = self._agent.get_xfer_descs([(mine + r.local * size, r.count * size, 0) for r in runs], "DRAM")
+        remote = self._agent.get_xfer_descs([(theirs + r.remote * size, r.count * size, 0) for r in runs], "DRAM")
+        pull.descriptors += len(runs)
+        return self._agent.initialize_xfer("READ", local, remote, peer.agent_name)
+
+    def _look(self, pull: Pull, now: float) -> None:
+        """One look at the chunk that is being read."""
+        try:
+            state = self._agent.check_xfer_state(pull.handle)
+        except Exception as error:  # as above
+            self._end(pull, KvTransferError("read", f"NIXL lost the read: {error}"))
+            return
+        chunk = pull.reading
+        if state == "PROC" or chunk is None:
+            self._check_time(pull, now)
+            return
+        self._agent.release_xfer_handle(pull.handle)
+        pull.handle = None
+        if state != "DONE":
+            self._end(pull, KvTransferError("read", f"NIXL ended the read with {state}"))
+            return
+        pull.unproven += 1
+        expected = pull.digest[chunk.start * HEX_PER_BLOCK : chunk.stop * HEX_PER_BLOCK]
+        self._prover.ask(pull.pull_id, chunk.start, pull.local[chunk.start : chunk.stop], expected)
+        self._post_next(pull)  # moves while the one before is compared
+
+    def _check_time(self, pull: Pull, now: float) -> None:
+        """Cancel a read whose time is up. Its blocks stay the pull's until NIXL let go of them."""
+        late_s = now - pull.begun - self._settings.read_timeout_s
+        if late_s < 0:
+            return
+        host, limit_s = pull.reference.remote_host, self._settings.read_timeout_s
+        try:
+            self._agent.release_xfer_handle(pull.handle)
+        except Exception as error:  # NIXL's way to say that it is still in flight
+            if late_s > STUCK_AFTER * limit_s:
+                raise StuckReadError(f"a read from {host} could not be cancelled: {error}") from error
+            return
+        pull.handle = None
+        self._end(pull, KvTransferError("timeout", f"the read from {host} took longer than {limit_s} s"))
+
+    # -- proving ----------------------------------------------------------------------------------------------------
+    def _proven(self, proof: Proof) -> None:
+        pull = self._by_id.get(proof.pull_id)
+        if pull is None:
+            return
+        pull.unproven -= 1
+        if proof.wrong is not None and pull.error is None:
+            block = proof.start + proof.wrong
+            pull.error = KvTransferError("digest", f"block {block} arrived with other bytes than were leased")
+        self._end_if_complete(pull)
+
+    def _renew(self, pull: Pull, peer: Peer, now: float) -> None:
+        pull.renew_at = now + self._settings.lease_s / 3
+        lease = pull.reference
+        self._peers.call(
+            peer,
+            lambda call: Renew(call=call, lease_id=lease.lease_id, epoch=lease.remote_epoch, generation=lease.lease_generation),
+            now,
+            lambda _: None,  # what counts is the confirmation after the read
+        )
+
+    def _confirm(self, pull: Pull, peer: Peer) -> None:
+        lease = pull.reference
+        self._peers.call(
+            peer,
+            lambda call: Confirm(call=call, lease_id=lease.lease_id, epoch=lease.remote_epoch, generation=lease.lease_generation),
+            time.monotonic(),
+            lambda answer: self._confirmed(pull, answer),
+        )
+
+    def _confirmed(self, pull: Pull, answer: Answer | KvTransferError) -> None:
+        if isinstance(answer, KvTransferError):
+            self._end(pull, answer)
+        elif isinstance(answer, Refused):
+            self._end(pull, KvTransferError(f"lease-{answer.reason}", f"the lease was not valid after the read: {answer.reason}"))
+        else:
+            pull.confirmed = True
+            self._end_if_complete(pull)
+
+    def _end_if_complete(self, pull: Pull) -> None:
+        """Success needs both: the owner's word that the lease held, and every digest."""
+        if pull.confirmed and pull.unproven == 0:
+            self._end(pull, pull.error)
+
+    def _end(self, pull: Pull, error: KvError | None) -> None:
+        if self._pulls.pop(pull.request_id, None) is None:
+            return
+        del self._by_id[pull.pull_id]
+        if pull.handle is not None:
+            with contextlib.suppress(Exception):  # in flight only when the whole worker is about to end
+                self._agent.release_xfer_handle(pull.handle)
+        moved = 0 if error is not None else len(pull.local) * self._pool.block_bytes
+        if error is not None and error.reason in ("read", "epoch", "timeout") and pull.peer is not None:
+            self._forget(pull.peer)  # greet again: the peer may have come back with new memory
+        self._done(FetchResult(pull.request_id, error, moved, time.monotonic() - pull.begun, pull.descriptors))
+
+    def _forget(self, peer: Peer) -> None:
+        if peer.agent_name:
+            name, peer.agent_name = peer.agent_name, ""
+            with contextlib.suppress(Exception):  # NIXL may have dropped it already when the peer died; forgetting is the goal
+                self._agent.remove_remote_agent(name)
+        peer.welcome = None
+        self._peers.drop(peer)
