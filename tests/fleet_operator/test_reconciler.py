@@ -1,9 +1,8 @@
-"""The loop on the in-memory store: fix point, healing, drift, refusal, one fleet's failure, missing telemetry."""
+"""The loop on the in-memory store: fix point, healing, refusal, one fleet's failure, missing telemetry."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -22,25 +21,10 @@ from fleet_operator.cluster.interface import (
     SERVICE_ACCOUNT,
     ForbiddenError,
     InvalidError,
-    Kind,
     UnavailableError,
 )
 from fleet_operator.cluster.memory import MemoryCluster
-from tests.fleet_operator.world import NAMESPACE, World, manifest
-
-Scenario = Callable[[World], Awaitable[None]]
-
-
-def play(scenario: Scenario, **spec: Any) -> None:
-    """The scenario in a world where fleet `f` has settled."""
-
-    async def whole() -> None:
-        world = World()
-        await world.user.apply(manifest(**spec))
-        await world.settle()
-        await scenario(world)
-
-    asyncio.run(whole())
+from tests.fleet_operator.world import NAMESPACE, World, manifest, play
 
 
 def test_a_new_fleet_is_ready_and_then_nothing_is_written():
@@ -123,61 +107,6 @@ def test_a_failed_pod_is_replaced():
         assert any(f"WorkersReplaced tier t: 1 decode worker: {victim} (its phase is Failed)" in e for e in await world.events())
 
     play(scenario)
-
-
-EDITS: list[tuple[Kind, dict[str, Any]]] = [
-    (SERVICE, {"spec": {"selector": {"inferencefleet.io/fleet": "other"}}}),
-    (DEPLOYMENT, {"spec": {"replicas": 9}}),
-    (CONFIG_MAP, {"data": {"endpoints.json": "{}"}}),
-    (PDB, {"spec": {"maxUnavailable": 3}}),
-    (ROLE, {"rules": []}),
-    (SERVICE_ACCOUNT, {"metadata": {"labels": {"inferencefleet.io/fleet": "f", "inferencefleet.io/role": "x"}}}),
-]
-
-
-@pytest.mark.parametrize(("kind", "edit"), EDITS, ids=[kind.kind for kind, _ in EDITS])
-def test_an_edited_child_is_put_back_and_told(kind: Kind, edit: dict[str, Any]):
-    async def scenario(world: World) -> None:
-        before = await world.store.get(kind, NAMESPACE, "f-router")
-        await world.user.patch(kind, NAMESPACE, "f-router", edit)
-        await world.settle()
-        after = await world.store.get(kind, NAMESPACE, "f-router")
-        assert _content(after) == _content(before)
-        assert any(f"PutBack {kind.kind} f-router: undid somebody else's edit of" in line for line in await world.events())
-
-    play(scenario)
-
-
-def _content(obj: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in obj.items() if key not in ("metadata", "status")} | {"l": obj["metadata"]["labels"]}
-
-
-@pytest.mark.parametrize("kind", [kind for kind, _ in EDITS], ids=lambda kind: kind.kind)
-def test_a_deleted_child_is_made_again_and_told(kind: Kind):
-    async def scenario(world: World) -> None:
-        await world.user.delete(kind, NAMESPACE, "f-router")
-        await world.settle()
-        assert await world.exists(kind, "f-router")
-        assert f"Normal PutBack {kind.kind} f-router was missing" in await world.events()
-
-    play(scenario)
-
-
-def test_somebody_elses_object_is_left_alone_and_named():
-    async def scenario() -> None:
-        world = World()
-        labels = {"app.kubernetes.io/managed-by": "inferencefleet", "inferencefleet.io/fleet": "f"}
-        theirs = {"name": "f-router", "namespace": NAMESPACE, "labels": labels}
-        await world.user.apply({"apiVersion": "v1", "kind": "ConfigMap", "metadata": theirs, "data": {"a": "b"}})
-        await world.user.apply(manifest())
-        for _ in range(4):
-            await world.step()
-        assert (await world.store.get(CONFIG_MAP, NAMESPACE, "f-router"))["data"] == {"a": "b"}
-        assert "belongs to somebody else" in (await world.condition("Provisioned"))["message"]
-        warnings = [line for line in await world.events() if line.startswith("Warning")]
-        assert warnings == ["Warning NotOurs ConfigMap f-router exists and belongs to somebody else"]
-
-    asyncio.run(scenario())
 
 
 def test_a_scaled_pool_is_followed_inside_the_ratio_and_told():

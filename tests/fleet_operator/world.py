@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Awaitable, Callable
 from itertools import count
 from typing import Any
 
@@ -175,3 +176,18 @@ class World:
         except NotFoundError:
             return False
         return True
+
+
+Scenario = Callable[[World], Awaitable[None]]
+
+
+def play(scenario: Scenario, **spec: Any) -> None:
+    """The scenario in a world where fleet `f` has settled."""
+
+    async def whole() -> None:
+        world = World()
+        await world.user.apply(manifest(**spec))
+        await world.settle()
+        await scenario(world)
+
+    asyncio.run(whole())
