@@ -11,9 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from e2e.fleet import Fleet
 from e2e.kube.controlplane import ControlPlane
 from e2e.kube.nodes import NODES
 from e2e.kube.service import Service
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(scope="session")
@@ -58,3 +61,20 @@ def ready_nodes(plane: ControlPlane) -> set[str]:
         if conditions.get("Ready") == "True" and not node["spec"].get("taints"):
             found.add(node["metadata"]["name"])
     return found
+
+
+@pytest.fixture(scope="session")
+def operator(control_plane: ControlPlane) -> Iterator[Service]:
+    """The operator under the rights of charts/rbac/operator.yaml and no others."""
+    control_plane.kubectl("create", "namespace", "inferencefleet-system")
+    control_plane.kubectl("apply", "-f", str(ROOT / "charts/rbac/operator.yaml"))
+    kubeconfig = control_plane.service_account_kubeconfig("inferencefleet-system", "inferencefleet-operator")
+    argv = [sys.executable, "-m", "fleet_operator", "--kubeconfig", str(kubeconfig), "--drain-timeout", "10"]
+    service = Service("operator", argv, control_plane.dir / "operator.log", dict(os.environ))
+    yield service
+    service.stop()
+
+
+@pytest.fixture
+def fleet(control_plane: ControlPlane, gpu_nodes: Path, operator: Service, namespace: str) -> Fleet:
+    return Fleet(control_plane, namespace, operator)

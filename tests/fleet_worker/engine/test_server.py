@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.requests import ClientDisconnect
 
 from fleet_worker.config import KvSettings, WorkerConfig
 from fleet_worker.engine.assemble import build_core
@@ -181,6 +182,42 @@ def test_a_client_that_leaves_a_stream_frees_its_blocks():
         await asyncio.gather(asked, return_exceptions=True)
         await until(lambda: not loop.core.sequences)
         assert loop.core.counters.finished["abort"] == 1
+
+    serve(scenario)
+
+
+def test_a_client_that_leaves_before_the_first_chunk_frees_its_blocks():
+    """The response's head cannot be sent any more: the generator of chunks never begins."""
+
+    async def scenario(client: httpx.AsyncClient, loop: EngineLoop) -> None:
+        content = json.dumps(body(max_tokens=490, ignore_eos=True, stream=True)).encode()
+        scope = {
+            "type": "http", "asgi": {"version": "3.0", "spec_version": "2.4"}, "http_version": "1.1", "method": "POST",
+            "path": "/v1/completions", "raw_path": b"/v1/completions", "query_string": b"", "headers": [], "scheme": "http",
+        }  # fmt: skip
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": content, "more_body": False}
+
+        async def send(_: Any) -> None:
+            raise OSError("the connection is gone")
+
+        transport = client._transport
+        assert isinstance(transport, httpx.ASGITransport)
+        with pytest.raises(ClientDisconnect):
+            await transport.app(scope, receive, send)
+        await until(lambda: not loop.core.sequences)
+        assert loop.core.counters.finished["abort"] == 1
+
+    serve(scenario)
+
+
+def test_more_than_the_inbox_holds_is_refused_as_overload(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("fleet_worker.engine.loop.MAX_INBOX", 0)
+
+    async def scenario(client: httpx.AsyncClient, _: EngineLoop) -> None:
+        answer = await client.post("/v1/completions", json=body())
+        assert (answer.status_code, answer.json()["error"]["type"]) == (503, "ServiceUnavailableError")
 
     serve(scenario)
 

@@ -14,13 +14,15 @@ from collections import deque
 from collections.abc import Callable
 
 from fleet_worker.engine.core import EngineCore, Output
-from fleet_worker.engine.errors import EngineError, EngineStoppedError
+from fleet_worker.engine.errors import EngineError, EngineStoppedError, OverloadedError
 from fleet_worker.engine.sequence import Sequence
 from fleet_worker.transfer.base import KvError
 
 IDLE_WAIT_S = 0.02
 PULL_WAIT_S = 0.0005
 INTEGRITY_EVERY_S = 5.0
+MAX_INBOX = 4_096
+"""New requests that the engine thread has not looked at yet: bounds one long step; what waits afterwards, core.Limits bounds."""
 Item = Output | Exception
 
 
@@ -54,6 +56,8 @@ class EngineLoop:
         """Hand a request over; its outputs (or one exception) arrive in the queue, which its max_tokens bounds."""
         if self.failure is not None:
             raise EngineStoppedError(f"the engine stopped: {self.failure}")
+        if len(self._inbox) >= MAX_INBOX:
+            raise OverloadedError(f"{MAX_INBOX} requests are on their way to the engine already")
         sink: asyncio.Queue[Item] = asyncio.Queue()
         self._sinks[sequence.request_id] = sink
         self._post(sequence)

@@ -6,7 +6,7 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import msgspec
@@ -14,6 +14,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from fleet_worker.config import WorkerConfig
 from fleet_worker.engine import protocol as wire
@@ -120,7 +121,7 @@ class EngineServer:
             return failure(error)
         answer = Answer(asked, sequence, self._text, self._config.served_name)
         if asked.stream:
-            return StreamingResponse(self._stream(answer, sink, first), media_type="text/event-stream")
+            return TokenStream(self._stream(answer, sink, first), lambda: self._loop.cancel(sequence.request_id))
         return await self._whole(http, answer, sink, first)
 
     async def _body(self, request: HttpRequest) -> bytes:
@@ -189,23 +190,20 @@ class EngineServer:
 
     async def _stream(self, answer: Answer, sink: asyncio.Queue[Item], first: Output) -> AsyncIterator[bytes]:
         item: Item = first
-        try:
-            if answer.is_chat:
-                yield event(answer.opening())
-            while True:
-                if isinstance(item, Exception):
-                    yield event(error_of(item)[1])  # and no [DONE]
-                    return
-                ended = self._take(answer, item)
-                yield event(answer.chunk(ended))
-                if ended:
-                    break
-                item = await sink.get()
-            if answer.wants_usage:
-                yield event(answer.usage_chunk())
-            yield b"data: [DONE]\n\n"
-        finally:
-            self._loop.cancel(answer.sequence.request_id)
+        if answer.is_chat:
+            yield event(answer.opening())
+        while True:
+            if isinstance(item, Exception):
+                yield event(error_of(item)[1])  # and no [DONE]
+                return
+            ended = self._take(answer, item)
+            yield event(answer.chunk(ended))
+            if ended:
+                break
+            item = await sink.get()
+        if answer.wants_usage:
+            yield event(answer.usage_chunk())
+        yield b"data: [DONE]\n\n"
 
     def _take(self, answer: Answer, output: Output) -> bool:
         """Add one output to the answer; True when it was the last."""
@@ -217,6 +215,22 @@ class EngineServer:
         if ended:
             self._metrics.finished(answer.sequence, now)
         return ended
+
+
+class TokenStream(StreamingResponse):
+    """A stream that ends its request however it ends: also when the client left before the generator had begun, because a
+    generator that never began has no `finally`."""
+
+    def __init__(self, content: AsyncIterator[bytes], end: Callable[[], None]) -> None:
+        super().__init__(content, media_type="text/event-stream")
+        self._end = end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._end()
 
 
 def _resolve(done: asyncio.Future[None]) -> None:
