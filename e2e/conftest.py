@@ -32,7 +32,7 @@ def gpu_nodes(control_plane: ControlPlane) -> Iterator[Path]:
     """Two nodes with four GPUs each; the folder that holds their pods' logs (NODE/logs/POD/CONTAINER.log)."""
     with tempfile.TemporaryDirectory(prefix="inferencefleet-nodes-") as folder:
         argv = [sys.executable, "-m", "e2e.kube.nodes", str(control_plane.kubeconfig), folder]
-        nodes = Service("nodes", argv, control_plane.dir / "nodes.log", dict(os.environ))
+        nodes = Service("nodes", argv, control_plane.dir / "nodes.log", {**os.environ, **vllm_environment()})
         control_plane.services.append(nodes)
         try:
             control_plane.wait("two ready nodes", lambda: ready_nodes(control_plane) == set(NODES))
@@ -51,6 +51,12 @@ def namespace(control_plane: ControlPlane) -> Iterator[str]:
     control_plane.wait("its service account", lambda: control_plane.exists(account))
     yield name
     control_plane.kubectl("delete", "namespace", name, "--wait=false")
+
+
+def vllm_environment() -> dict[str, str]:
+    """Where pods of engine vllm find it: a container image has it on PATH, these nodes have the cache of `make vllm`."""
+    cache = Path(os.environ.get("INFERENCEFLEET_CACHE", Path.home() / ".cache/inferencefleet"))
+    return {"FLEET_VLLM_BIN": str(cache / "vllm-0.32.0/bin/vllm")}
 
 
 def ready_nodes(plane: ControlPlane) -> set[str]:

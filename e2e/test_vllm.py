@@ -1,0 +1,55 @@
+"""Apply → tokens with vLLM workers: the same operator, agent and router, another engine. `make vllm` installs it."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import OpenAI
+
+from e2e.fleet import Fleet, manifest, tiny_model
+from e2e.traffic import Request, read_trace, send_all
+
+ROOT = Path(__file__).resolve().parents[1]
+READY_S = 400.0
+"""Two vLLMs import 20,000 modules on two cores, and the first one's NIXL progress thread takes one of these."""
+REQUESTS = 12
+LEAST_PROMPT_TOKENS = 256
+"""Two of vLLM's CPU blocks of 128 tokens: shorter prompts have no whole block to move."""
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+
+def wish(namespace: str) -> dict[str, Any]:
+    made = manifest(namespace, tiny_model())
+    made["spec"]["engine"] = {"type": "vllm", "maxModelLen": 1024, "args": ["--dtype", "float32"]}
+    made["spec"]["tiers"][0] |= {"ratio": {"prefill": 1, "decode": 1, "min": "1:1", "max": "1:1"}}
+    made["spec"]["scaling"] = {"mode": "manual"}
+    return made
+
+
+def test_apply_to_tokens_with_vllm(fleet: Fleet):
+    subprocess.run([str(ROOT / "e2e/vllm/get-vllm")], check=True)
+    fleet.apply(wish(fleet.namespace))
+    fleet.wait_serving(1, 1, READY_S)
+    requests = [request for request in read_trace() if len(request.prompt) >= LEAST_PROMPT_TOKENS][:REQUESTS]
+    ledger = send_all(fleet.router(), requests, clients=1)
+    assert ledger.errors == {}
+    alone = f"http://{fleet.pods('prefill')[0]['status']['podIP']}:8000"
+    assert ledger.tokens == {request.number: local(alone, request) for request in requests}
+    fleet.wait("proof that KV moved", lambda: fleet.condition("Disaggregating")["status"] == "True", 30)
+    kv = fleet.status()["tiers"][0]["kv"]
+    assert (kv["transfers"] >= REQUESTS // 2, kv["bytes"] > 0, kv["failed"]) == (True, True, 0)
+    fleet.delete_and_leave_nothing()
+
+
+def local(url: str, request: Request) -> list[int]:
+    """The same request on one engine that prefills and decodes itself."""
+    client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    answer = client.completions.create(
+        model="tiny", prompt=list(request.prompt), max_tokens=request.max_tokens, temperature=0,
+        extra_body={"return_token_ids": True, "ignore_eos": True},
+    )  # fmt: skip
+    return list(answer.choices[0].token_ids)
