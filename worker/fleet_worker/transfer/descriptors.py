@@ -18,13 +18,14 @@ class Run:
 
 def merge_runs(remote: Sequence[int], local: Sequence[int]) -> list[Run]:
     """Pairs of blocks → maximal runs that are contiguous on both sides, in order."""
+    if len(remote) != len(local):
+        raise ValueError(f"{len(remote)} remote and {len(local)} local blocks")
     runs: list[Run] = []
-    for there, here in zip(remote, local, strict=True):
-        last = runs[-1] if runs else None
-        if last is not None and there == last.remote + last.count and here == last.local + last.count:
-            runs[-1] = Run(last.remote, last.local, last.count + 1)
-        else:
-            runs.append(Run(there, here, 1))
+    start, count = 0, len(remote)
+    for end in range(1, count + 1):
+        if end == count or remote[end] != remote[end - 1] + 1 or local[end] != local[end - 1] + 1:
+            runs.append(Run(remote[start], local[start], end - start))
+            start = end
     return runs
 
 

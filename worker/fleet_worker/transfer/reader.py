@@ -22,7 +22,7 @@ from fleet_worker.transfer.owner import TransferSettings
 from fleet_worker.transfer.peers import Answer, Peer, Peers
 from fleet_worker.transfer.proving import Proof, Prover
 
-CHUNK_BYTES = 4 * 1024 * 1024
+CHUNK_BYTES = 8 * 1024 * 1024
 STUCK_AFTER = 2.0
 """A read that cannot even be cancelled may write into blocks at any time: after this many read timeouts the worker gives up."""
 
@@ -186,7 +186,7 @@ class Reader:
     def _prepared(self, pull: Pull, peer: Peer, welcome: Welcome, chunk: range) -> Any:
         """NIXL's handle for one chunk; neighbouring blocks become one descriptor."""
         size, mine, theirs = self._pool.block_bytes, self._pool.base_address, welcome.base_address
-        runs = merge_runs([pull.remote[i] for i in chunk], [pull.local[i] for i in chunk])
+        runs = merge_runs(pull.remote[chunk.start : chunk.stop], pull.local[chunk.start : chunk.stop])
         local = self._agent.get_xfer_descs([(mine + r.local * size, r.count * size, 0) for r in runs], "DRAM")
         remote = self._agent.get_xfer_descs([(theirs + r.remote * size, r.count * size, 0) for r in runs], "DRAM")
         pull.descriptors += len(runs)
