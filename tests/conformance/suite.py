@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
 import pytest
+import zmq
 
+from fleet_wire.events import TOPIC, BlockStored, decode
 from tests.conformance.workers import Worker
 
 PROMPT = "The router moves a block of keys and values before noon. " * 24
@@ -47,6 +51,51 @@ def eventually(check, deadline_s: float = 10.0) -> None:
     while not check():
         assert time.monotonic() < end, "not within the deadline"
         time.sleep(0.05)
+
+
+@contextmanager
+def subscribed(worker: Worker) -> Iterator[zmq.Socket[bytes]]:
+    """A subscriber whose subscription the engine has seen: a message of its own came through."""
+    with zmq.Context() as context, context.socket(zmq.SUB) as live:
+        live.setsockopt(zmq.RCVTIMEO, 10_000)
+        live.setsockopt(zmq.LINGER, 0)
+        live.connect(f"tcp://{worker.ip}:{worker.config.ports.kv_events}")
+        live.setsockopt(zmq.SUBSCRIBE, b"")
+        live.setsockopt(zmq.RCVTIMEO, 200)
+        for first in range(50):  # joining takes a moment, and nothing tells when it is over
+            tokens(worker.post("/v1/completions", completion([20 + first] * 200, max_tokens=1)))
+            try:
+                live.recv_multipart()
+                break
+            except zmq.Again:
+                continue
+        live.setsockopt(zmq.RCVTIMEO, 10_000)
+        yield live
+
+
+def blocks_until(live: zmq.Socket[bytes], prompt: list[int]) -> tuple[list[BlockStored], int]:
+    """The prompt's blocks in order as they were published, and the number of the last batch."""
+    found: list[BlockStored] = []
+    while True:
+        topic, number, payload = live.recv_multipart()
+        assert topic == TOPIC
+        for event in decode(payload).events:
+            if isinstance(event, BlockStored) and (found or event.token_ids == prompt[: len(event.token_ids)]):
+                found.append(event)
+        if found and sum(len(event.token_ids) for event in found) + found[0].block_size > len(prompt):
+            return found, int.from_bytes(number, "big")
+
+
+def replayed(worker: Worker, number: int) -> Any:
+    """The last event of batch `number`, asked for as a subscriber does that missed it."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as asking:
+        asking.setsockopt(zmq.RCVTIMEO, 10_000)
+        asking.setsockopt(zmq.LINGER, 0)
+        asking.connect(f"tcp://{worker.ip}:{worker.config.ports.kv_replay}")
+        asking.send_multipart([b"", number.to_bytes(8, "big")])
+        frames = asking.recv_multipart()
+        assert int.from_bytes(frames[-2], "big") == number
+        return decode(frames[-1]).events[-1]
 
 
 class Conformance:
@@ -153,6 +202,21 @@ class Conformance:
         before = {name: worker.metric(name) for name in names}
         tokens(worker.post("/v1/completions", completion("something new to say")))
         eventually(lambda: all(worker.metric(name) > before[name] for name in names))
+
+    def test_kv_events_say_which_blocks_hold_which_tokens(self, pair: Pair):
+        """A subscriber learns the whole prompt as a chain of blocks; one that missed it gets the same by replay."""
+        worker, prompt = pair[1], [11 + i % 700 for i in range(400)]
+        with subscribed(worker) as live:
+            tokens(worker.post("/v1/completions", completion(prompt)))
+            stored, number = blocks_until(live, prompt)
+        assert stored[0].parent_block_hash is None
+        assert stored[0].block_size in (16, 128)
+        covered = [token for event in stored for token in event.token_ids]
+        assert covered == prompt[: len(covered)]
+        assert len(covered) >= len(prompt) - stored[0].block_size
+        parents = [stored[0].block_hashes[-1], *(event.block_hashes[-1] for event in stored[1:])]
+        assert [event.parent_block_hash for event in stored[1:]] == parents[:-1]
+        assert replayed(worker, number) == stored[-1]
 
     def test_the_agent_reports_its_engine(self, pair: Pair):
         for worker, role in zip(pair, ("prefill", "decode"), strict=True):

@@ -37,7 +37,7 @@ class Worker:
     def agent(self) -> str:
         return f"http://{self.ip}:{self.config.ports.agent}"
 
-    def post(self, path: str, body: dict[str, Any], timeout_s: float = 60.0) -> httpx.Response:
+    def post(self, path: str, body: dict[str, Any], timeout_s: float = 180.0) -> httpx.Response:
         return httpx.post(self.engine + path, json=body, timeout=timeout_s)
 
     def metric(self, name: str) -> float:

@@ -1,7 +1,8 @@
-"""KV events in vLLM's msgpack layout (tagged arrays; vllm.distributed.kv_events 0.32), trailing fields optional.
+"""KV events in vLLM's msgpack layout (vllm.distributed.kv_events 0.32): a batch is an array, an event a map with its `type`;
+fields that we do not know are ignored.
 
 Frames on the PUB socket: topic, sequence number as 8 bytes big-endian, KVEventBatch. A subscriber that sees a gap asks the
-replay ROUTER with one frame (the first missing number, 8 bytes) and gets (number, payload) pairs, then an end marker.
+replay ROUTER with ("", first missing number in 8 bytes) and gets ("", topic, number, payload) per batch, then ("", "", -1, "").
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ TOPIC = b"kv-events"
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 
 
-class BlockStored(msgspec.Struct, array_like=True, tag=True, omit_defaults=True, frozen=True):
+class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, frozen=True):
     """Blocks became findable."""
 
     block_hashes: list[bytes | int]
@@ -24,14 +25,14 @@ class BlockStored(msgspec.Struct, array_like=True, tag=True, omit_defaults=True,
     lora_name: str | None
 
 
-class BlockRemoved(msgspec.Struct, array_like=True, tag=True, omit_defaults=True, frozen=True):
+class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, frozen=True):
     """Blocks were evicted."""
 
     block_hashes: list[bytes | int]
     medium: str | None
 
 
-class AllBlocksCleared(msgspec.Struct, array_like=True, tag=True, omit_defaults=True, frozen=True):
+class AllBlocksCleared(msgspec.Struct, tag=True, omit_defaults=True, frozen=True):
     """The whole cache is gone."""
 
 

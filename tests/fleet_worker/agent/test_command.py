@@ -7,7 +7,7 @@ import json
 import msgspec
 import pytest
 
-from fleet_worker.agent.command import engine_command
+from fleet_worker.agent.command import Place, engine_command
 from fleet_worker.agent.engine_client import parse_load
 from fleet_worker.agent.errors import ConfigError
 from fleet_worker.agent.identity import read_identity
@@ -31,7 +31,7 @@ def option(argv: tuple[str, ...], name: str) -> str:
 @pytest.mark.parametrize("has_gpu", [False, True])
 def test_vllm_gets_its_role_lease_and_addresses(role: str, kv_role: str, has_gpu: bool):
     given = config(role=role, engine="vllm", kv=KvSettings(lease_s=12.0, cache_bytes=1), engine_args=("--dtype", "float32"))
-    command = engine_command(given, model_path="/m", pod_ip="127.1.2.3", vllm="/v/vllm", has_gpu=has_gpu)
+    command = engine_command(given, Place("/m", "127.1.2.3", "/v/vllm", "/scratch", has_gpu))
     transfer = json.loads(option(command.argv, "--kv-transfer-config"))
     events = json.loads(option(command.argv, "--kv-events-config"))
     assert command.argv[:3] == ("/v/vllm", "serve", "/m")
@@ -39,15 +39,17 @@ def test_vllm_gets_its_role_lease_and_addresses(role: str, kv_role: str, has_gpu
     assert transfer["kv_connector_extra_config"] == {"kv_lease_duration": 12}
     assert transfer["kv_load_failure_policy"] == "fail"
     assert ("kv_buffer_device" in transfer, "--enforce-eager" in command.argv) == (not has_gpu, not has_gpu)
-    assert events["endpoint"] == "tcp://127.1.2.3:5557"
+    assert events["endpoint"] == "ipc:///scratch/kv-events"
+    assert events["replay_endpoint"] == "tcp://127.1.2.3:5558"
     assert command.env["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "127.1.2.3"
+    assert command.env["VLLM_RPC_BASE_PATH"] == "/scratch"
     assert command.env.get("VLLM_CPU_KVCACHE_SPACE") == (None if has_gpu else "1")
     assert command.defaults == ({} if has_gpu else {"VLLM_CPU_OMP_THREADS_BIND": "nobind"})
     assert command.argv[-2:] == ("--dtype", "float32")
 
 
 def test_torch_reads_the_same_configuration():
-    command = engine_command(config(), model_path="/m", pod_ip="127.1.2.3", vllm="", has_gpu=False)
+    command = engine_command(config(), Place("/m", "127.1.2.3"))
     assert command.argv[1:] == ("-m", "fleet_worker.engine")
     assert command.env["FLEET_MODEL_PATH"] == "/m"
     assert decode(command.env["FLEET_WORKER_CONFIG"]) == config()

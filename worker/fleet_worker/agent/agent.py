@@ -6,15 +6,17 @@ import asyncio
 import os
 import shutil
 import signal
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 from fleet_worker.agent import life as rules
 from fleet_worker.agent.admin import AdminServer, build_app, build_server
-from fleet_worker.agent.command import engine_command
+from fleet_worker.agent.command import Place, engine_command, events_socket
 from fleet_worker.agent.engine_client import EngineClient
 from fleet_worker.agent.errors import ConfigError, EngineDiedError
+from fleet_worker.agent.forward import EventForwarder
 from fleet_worker.agent.identity import Identity
 from fleet_worker.agent.life import Life, Load
 from fleet_worker.agent.prepare import prepare_model
@@ -38,6 +40,8 @@ class Agent:
         self._load = Load(None, None, None)
         self._busy_at = time.monotonic()
         self._engine: EngineProcess | None = None
+        self._forwarder: EventForwarder | None = None
+        self._scratch = tempfile.TemporaryDirectory(prefix="fleet-")  # vLLM never removes its sockets
         self._client = EngineClient(f"http://{identity.pod_ip}:{config.ports.http}")
         self._stop = asyncio.Event()
         self._drained: asyncio.Task[dict[str, object]] | None = None
@@ -126,6 +130,9 @@ class Agent:
             server.should_exit = True
             await asyncio.gather(serving, return_exceptions=True)
             await self._client.close()
+            if self._forwarder is not None:
+                self._forwarder.close()
+            self._scratch.cleanup()
 
     async def _serve(self, server: AdminServer) -> None:
         try:
@@ -151,14 +158,16 @@ class Agent:
             raise self._death(engine, engine.exited.result())
 
     def _start_engine(self, folder: Path) -> EngineProcess:
-        command = engine_command(
-            self._config,
-            model_path=str(folder),
-            pod_ip=self._identity.pod_ip,
+        place = Place(
+            str(folder),
+            self._identity.pod_ip,
             vllm=find_vllm() if self._config.engine == "vllm" else "",
+            scratch=self._scratch.name,
             has_gpu=Path("/dev/nvidiactl").exists(),
         )
-        engine = EngineProcess(command)
+        if self._config.engine == "vllm":
+            self._forwarder = EventForwarder(events_socket(place), place.pod_ip, self._config.ports.kv_events)
+        engine = EngineProcess(engine_command(self._config, place))
         watch_children(asyncio.get_running_loop(), engine.reap)
         self._life = rules.engine_started(self._life, engine.start())
         self._engine = engine

@@ -30,36 +30,46 @@ class EngineCommand:
     defaults: dict[str, str] = field(default_factory=dict)
 
 
-def engine_command(config: WorkerConfig, *, model_path: str, pod_ip: str, vllm: str, has_gpu: bool) -> EngineCommand:
-    """The engine's process. `vllm` is the vLLM executable, `has_gpu` whether a device is visible."""
-    if config.engine == "torch":
-        return torch_command(config, model_path, pod_ip)
-    return vllm_command(config, model_path, pod_ip, vllm, has_gpu)
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an engine starts: the vLLM executable (empty for torch), a folder for its sockets, whether a device is visible."""
+
+    model_path: str
+    pod_ip: str
+    vllm: str = ""
+    scratch: str = ""
+    has_gpu: bool = False
 
 
-def torch_command(config: WorkerConfig, model_path: str, pod_ip: str) -> EngineCommand:
+def engine_command(config: WorkerConfig, place: Place) -> EngineCommand:
+    """The engine's process."""
+    return torch_command(config, place) if config.engine == "torch" else vllm_command(config, place)
+
+
+def torch_command(config: WorkerConfig, place: Place) -> EngineCommand:
     """Our engine is a module of this distribution and reads the same configuration."""
-    env = {MODEL_PATH_ENV: model_path, CONFIG_ENV: encode(config), POD_IP_ENV: pod_ip}
+    env = {MODEL_PATH_ENV: place.model_path, CONFIG_ENV: encode(config), POD_IP_ENV: place.pod_ip}
     return EngineCommand((sys.executable, "-m", "fleet_worker.engine"), env)
 
 
-def vllm_command(config: WorkerConfig, model_path: str, pod_ip: str, vllm: str, has_gpu: bool) -> EngineCommand:
+def vllm_command(config: WorkerConfig, place: Place) -> EngineCommand:
     """`vllm serve` with the NIXL connector in the worker's role; the user's own arguments come last and win."""
     argv = [
-        vllm, "serve", model_path,
-        "--host", pod_ip,
+        place.vllm, "serve", place.model_path,
+        "--host", place.pod_ip,
         "--port", str(config.ports.http),
         "--served-model-name", config.served_name,
         "--max-model-len", str(config.max_model_len),
         "--max-num-seqs", str(config.max_batch),
-        "--kv-transfer-config", json.dumps(vllm_transfer(config, has_gpu), sort_keys=True),
-        "--kv-events-config", json.dumps(vllm_events(config, pod_ip), sort_keys=True),
+        "--kv-transfer-config", json.dumps(vllm_transfer(config, place.has_gpu), sort_keys=True),
+        "--kv-events-config", json.dumps(vllm_events(config, place), sort_keys=True),
     ]  # fmt: skip
     env = {
-        "VLLM_NIXL_SIDE_CHANNEL_HOST": pod_ip,
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": place.pod_ip,
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(config.ports.side_channel),
+        "VLLM_RPC_BASE_PATH": place.scratch,
     }
-    if has_gpu:
+    if place.has_gpu:
         return EngineCommand((*argv, *config.engine_args), env)
     env["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, -(-config.kv.cache_bytes // GIB)))
     return EngineCommand((*argv, "--enforce-eager", *config.engine_args), env, VLLM_CPU_DEFAULTS)
@@ -78,12 +88,17 @@ def vllm_transfer(config: WorkerConfig, has_gpu: bool) -> dict[str, object]:
     return transfer
 
 
-def vllm_events(config: WorkerConfig, pod_ip: str) -> dict[str, object]:
-    """vLLM's kv_events_config: publisher and replay sockets on the pod's own address."""
+def vllm_events(config: WorkerConfig, place: Place) -> dict[str, object]:
+    """vLLM's kv_events_config: the publisher on a local socket (see `forward.py`), replay on the pod's own address."""
     return {
         "enable_kv_cache_events": True,
         "publisher": "zmq",
-        "endpoint": f"tcp://{pod_ip}:{config.ports.kv_events}",
-        "replay_endpoint": f"tcp://{pod_ip}:{config.ports.kv_replay}",
+        "endpoint": events_socket(place),
+        "replay_endpoint": f"tcp://{place.pod_ip}:{config.ports.kv_replay}",
         "topic": KV_EVENTS_TOPIC,
     }
+
+
+def events_socket(place: Place) -> str:
+    """Where vLLM publishes inside the pod."""
+    return f"ipc://{place.scratch}/kv-events"

@@ -7,6 +7,7 @@ engine's own exit status is never taken by the reaper.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import os
 import signal
@@ -76,24 +77,15 @@ class EngineProcess:
                 os.waitpid(dead.si_pid, 0)
 
     async def stop(self, grace_s: float) -> None:
-        """SIGTERM, then SIGKILL of the whole process group after `grace_s`."""
-        if self._process is None or self.exited.done():
-            return
-        self.signal(signal.SIGTERM)
-        try:
-            await asyncio.wait_for(asyncio.shield(self.exited), grace_s)
-        except TimeoutError:
-            self.signal(signal.SIGKILL)
-            await self.exited
-
-    def signal(self, number: int) -> None:
-        """Send a signal to the engine's process group; a group that is gone already is fine."""
+        """SIGTERM to the engine, which ends its own children in its order; then SIGKILL to whatever of its group is left."""
         if self._process is None:
             return
-        try:
-            os.killpg(self._process.pid, number)
-        except ProcessLookupError:
-            return
+        if not self.exited.done():
+            self._process.terminate()
+            await asyncio.wait({self.exited}, timeout=grace_s)
+        with contextlib.suppress(ProcessLookupError):  # the whole group is gone: the usual case
+            os.killpg(self._process.pid, signal.SIGKILL)
+        await self.exited
 
     def last_words(self) -> str:
         """The most telling of the last stderr lines: the last one that is not part of a traceback's frames."""

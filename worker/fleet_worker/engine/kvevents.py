@@ -58,13 +58,13 @@ class KvEventPublisher:
         )  # fmt: skip
 
     def _answer(self, frames: list[bytes]) -> None:
-        client, start = frames[0], int.from_bytes(frames[-1], "big") if len(frames[-1]) == 8 else None
-        if start is None:
+        if len(frames) != 3 or len(frames[2]) != 8:
             return
+        client, start = frames[0], int.from_bytes(frames[2], "big")
         for number, payload in self._kept:
             if number >= start:
-                self._replay.send_multipart([client, b"", number.to_bytes(8, "big"), payload], zmq.DONTWAIT)
-        self._replay.send_multipart([client, b"", END_OF_REPLAY, b""], zmq.DONTWAIT)
+                self._replay.send_multipart([client, b"", TOPIC, number.to_bytes(8, "big"), payload], zmq.DONTWAIT)
+        self._replay.send_multipart([client, b"", b"", END_OF_REPLAY, b""], zmq.DONTWAIT)
 
     def close(self) -> None:
         """Release the sockets."""
