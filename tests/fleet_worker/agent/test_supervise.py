@@ -14,6 +14,56 @@ from fleet_worker.agent.supervise import EngineProcess, watch_children
 WRITE = "import os, pathlib; pathlib.Path(os.environ['OUT']).write_text(os.environ['KNOB'])"
 
 
+ENGINE_WITH_A_CHILD = """
+import signal, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE)
+child.stdout.readline()
+print("ready", file=sys.stderr, flush=True)
+time.sleep(60)
+"""
+TIDY_CHILD = """
+import os, pathlib, time
+parent = os.getppid()
+print("ready", flush=True)
+while os.getppid() == parent:
+    time.sleep(0.01)
+time.sleep(0.3)
+pathlib.Path(os.environ["OUT"]).write_text("tidied")
+"""
+STUBBORN_CHILD = """
+import os, pathlib, time
+pathlib.Path(os.environ["OUT"]).write_text(str(os.getpid()))
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+async def stopped(child: str) -> None:
+    engine = EngineProcess(EngineCommand((sys.executable, "-c", ENGINE_WITH_A_CHILD, child)))
+    watch_children(asyncio.get_running_loop(), engine.reap)
+    engine.start()
+    for _ in range(1_000):
+        if "ready" in engine.last_words():
+            break
+        await asyncio.sleep(0.01)
+    await engine.stop(5.0)
+
+
+def test_a_child_that_tidies_up_after_its_engine_is_let(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """vLLM's last process removes the shared memory of the others."""
+    monkeypatch.setenv("OUT", str(tmp_path / "seen"))
+    asyncio.run(stopped(TIDY_CHILD))
+    assert (tmp_path / "seen").read_text() == "tidied"
+
+
+def test_a_child_that_stays_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("OUT", str(tmp_path / "seen"))
+    monkeypatch.setattr("fleet_worker.agent.supervise.LEFTOVERS_S", 0.2)
+    asyncio.run(stopped(STUBBORN_CHILD))
+    state = Path(f"/proc/{(tmp_path / 'seen').read_text()}/stat")
+    assert not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] == "Z"
+
+
 async def ended(command: EngineCommand) -> int:
     engine = EngineProcess(command)
     watch_children(asyncio.get_running_loop(), engine.reap)

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import IO
@@ -23,6 +24,9 @@ from fleet_worker.agent.command import EngineCommand
 PR_SET_PDEATHSIG = 1
 TAIL_LINES = 40
 MAX_LINE = 4_096
+LEFTOVERS_S = 5.0
+"""Seconds that the engine's children have after it to end by themselves."""
+GROUP_POLL_S = 0.05
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -77,15 +81,30 @@ class EngineProcess:
                 os.waitpid(dead.si_pid, 0)
 
     async def stop(self, grace_s: float) -> None:
-        """SIGTERM to the engine, which ends its own children in its order; then SIGKILL to whatever of its group is left."""
+        """SIGTERM to the engine, which ends its own children in its order; SIGKILL to whatever of its group is left at the end.
+
+        Its last child may be Python's resource tracker, which removes the shared memory that the others left.
+        """
         if self._process is None:
             return
         if not self.exited.done():
             self._process.terminate()
             await asyncio.wait({self.exited}, timeout=grace_s)
-        with contextlib.suppress(ProcessLookupError):  # the whole group is gone: the usual case
+        if self.exited.done():
+            await self._group_gone(LEFTOVERS_S)
+        with contextlib.suppress(ProcessLookupError):  # nobody is left: the usual case
             os.killpg(self._process.pid, signal.SIGKILL)
         await self.exited
+
+    async def _group_gone(self, within_s: float) -> None:
+        """Until no process of the engine's group is left, or the time is up."""
+        end = time.monotonic() + within_s
+        while self._process is not None and time.monotonic() < end:
+            try:
+                os.killpg(self._process.pid, 0)
+            except ProcessLookupError:
+                return
+            await asyncio.sleep(GROUP_POLL_S)
 
     def last_words(self) -> str:
         """The most telling of the last stderr lines: the last one that is not part of a traceback's frames."""
