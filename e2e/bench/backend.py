@@ -1,0 +1,97 @@
+"""Cheap workers for the router benchmark: the same for every router, so that what differs is the router.
+
+Four addresses in one process. An answer is fixed bytes; a stream of N chunks (`max_tokens`) sends one per tick, as an engine does
+at each step, each in a packet of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+from typing import cast
+
+import httptools
+import uvloop
+
+TICK_S = 0.005
+TEXT = (
+    '{"id":"cmpl-1","object":"text_completion","created":1,"model":"tiny","choices":[{"index":0,"text":" word","logprobs":null,'
+)
+EVENT = b"data: " + TEXT.encode() + b'"finish_reason":null,"stop_reason":null}]}\n\n'
+CHUNK = f"{len(EVENT):x}\r\n".encode() + EVENT + b"\r\n"
+END = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
+STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+MAX_TOKENS = re.compile(rb'"max_tokens": ?(\d+)')
+
+
+def whole(body: bytes) -> bytes:
+    """A 200 answer."""
+    return f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+
+
+ANSWER = whole(
+    TEXT.encode() + b'"finish_reason":"length"}],"usage":{"prompt_tokens":700,"total_tokens":716,"completion_tokens":16}}'
+)
+PREFILLED = whole(
+    TEXT.encode() + b'"finish_reason":"length"}],"usage":{"prompt_tokens":700,"total_tokens":701,"completion_tokens":1},'
+    b'"kv_transfer_params":{"do_remote_prefill":true,"do_remote_decode":false,"remote_block_ids":[1,2,3],"remote_engine_id":"e",'
+    b'"remote_request_id":"r","remote_host":"127.83.0.1","remote_port":5600,"remote_num_tokens":700,"lease_id":"l-1",'
+    b'"lease_generation":1,"remote_epoch":"p","digest":"00"}}'
+)
+INFO = whole(
+    b'{"model_path":"tiny","tokenizer_path":"","status":"ready","object":"list","data":[{"id":"tiny","object":"model"}]}'
+)
+
+
+class Worker(asyncio.Protocol):
+    """One connection of a router (or of the client, when it measures without one)."""
+
+    def __init__(self) -> None:
+        self.body = bytearray()
+        self.parser = httptools.HttpRequestParser(self)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass of asyncio's
+
+    def data_received(self, data: bytes) -> None:
+        self.parser.feed_data(data)
+
+    def on_message_begin(self) -> None:
+        self.body.clear()
+
+    def on_body(self, data: bytes) -> None:
+        self.body += data
+
+    def on_message_complete(self) -> None:
+        if self.parser.get_method() != b"POST":
+            self.transport.write(INFO)
+        elif b'"stream":true' in self.body or b'"stream": true' in self.body:
+            found = MAX_TOKENS.search(self.body)
+            self.transport.write(STREAM_HEAD)
+            self.tick(int(found[1]) if found else 1)
+        else:
+            self.transport.write(PREFILLED if b'"do_remote_decode":true' in self.body else ANSWER)
+
+    def tick(self, left: int) -> None:
+        if self.transport.is_closing():
+            return
+        if left == 0:
+            self.transport.write(END)
+            return
+        self.transport.write(CHUNK)
+        asyncio.get_running_loop().call_later(TICK_S, self.tick, left - 1)
+
+
+async def serve(addresses: list[str]) -> None:
+    """Until killed."""
+    loop = asyncio.get_running_loop()
+    for address in addresses:
+        host, _, port = address.rpartition(":")
+        await loop.create_server(Worker, host, int(port))
+    print("ready", flush=True)
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    uvloop.run(serve(sys.argv[1:]))

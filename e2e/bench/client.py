@@ -1,0 +1,98 @@
+"""A closed-loop HTTP client for benchmarks: N connections, each sends its next request when the last answer is complete."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import cast
+
+HEAD_END = b"\r\n\r\n"
+STREAM_END = b"0\r\n\r\n"
+
+
+@dataclass
+class Outcome:
+    """What a run saw."""
+
+    answers: int = 0
+    errors: list[str] = field(default_factory=list)
+    ttft_s: list[float] = field(default_factory=list)
+    """Seconds from sending to the first byte of a stream's body."""
+
+
+class Connection(asyncio.Protocol):
+    """One keep-alive connection. `chunks` None: whole answers; else streams of so many events."""
+
+    def __init__(self, requests: Iterator[bytes], chunks: int | None, outcome: Outcome, done: asyncio.Future[None]) -> None:
+        self.requests = requests
+        self.chunks = chunks
+        self.outcome = outcome
+        self.done = done
+        self.got = bytearray()
+        self.sent_at = 0.0
+        self.first_seen = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass of asyncio's
+        self.next()
+
+    def next(self) -> None:
+        request = next(self.requests, None)
+        if request is None:
+            self.transport.close()
+            return
+        self.got.clear()
+        self.first_seen = False
+        self.sent_at = time.perf_counter()
+        self.transport.write(request)
+
+    def data_received(self, data: bytes) -> None:
+        self.got += data
+        head = self.got.find(HEAD_END)
+        if head < 0:
+            return
+        if self.chunks is not None and not self.first_seen and len(self.got) > head + 4:
+            self.first_seen = True
+            self.outcome.ttft_s.append(time.perf_counter() - self.sent_at)
+        if self.is_complete(head):
+            self.check(head)
+            self.next()
+
+    def is_complete(self, head: int) -> bool:
+        """The whole answer is here."""
+        if self.chunks is not None and b" 200 " in self.got[:head]:
+            return self.got.endswith(STREAM_END)
+        lower = bytes(self.got[:head]).lower()
+        at = lower.find(b"content-length:")
+        if at < 0:
+            return self.got.endswith(STREAM_END)
+        return len(self.got) >= head + 4 + int(lower[at + 15 :].split(b"\r\n")[0])
+
+    def check(self, head: int) -> None:
+        """Right status, and as many events as were asked for."""
+        self.outcome.answers += 1
+        if b" 200 " not in self.got[:16]:
+            self.outcome.errors.append(bytes(self.got[:300]).decode(errors="replace"))
+        elif self.chunks is not None and self.got.count(b"data: ") != self.chunks + 1:
+            self.outcome.errors.append(f"{self.got.count(b'data: ')} events, expected {self.chunks + 1}")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if exc is not None:
+            self.outcome.errors.append(f"connection lost: {exc}")
+        if not self.done.done():
+            self.done.set_result(None)
+
+
+async def drive(address: str, requests: list[bytes], connections: int, chunks: int | None) -> Outcome:
+    """Send all requests; ends when every connection has ended."""
+    loop, outcome, left = asyncio.get_running_loop(), Outcome(), iter(requests)
+    host, _, port = address.rpartition(":")
+    ends = [loop.create_future() for _ in range(connections)]
+    for done in ends:
+        await loop.create_connection(lambda done=done: Connection(left, chunks, outcome, done), host, int(port))
+    await asyncio.wait_for(asyncio.gather(*ends), 120)
+    if outcome.answers != len(requests):
+        outcome.errors.append(f"{len(requests)} requests, {outcome.answers} answers")
+    return outcome

@@ -1,0 +1,157 @@
+"""`make bench-router`: what our router costs per request and per streamed chunk, against sglang-router (cache_aware) and plain
+Envoy in front of the same workers in the same run.
+
+CPU is user and system time of the router's processes. A chunk's cost is the slope between short and long streams whose events
+come one by one, 5 ms apart. Rounds alternate the order; figures are medians, ratios medians of the rounds' ratios.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import statistics
+import sys
+import tempfile
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import uvloop
+
+from e2e.bench.client import Outcome, drive
+from e2e.bench.cpu import cpu_s, rss_mb
+from e2e.bench.proxies import Proxy, envoy, ours, sglang, workers
+from e2e.bench.table import report
+
+ROUNDS = 7
+CONNECTIONS = 32
+WHOLE_REQUESTS = 2_000
+STREAMS = 320
+SHORT, LONG = 4, 44
+PREFIXES = 50
+WORKERS = [f"127.83.0.{i}:8000" for i in range(1, 5)]
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\n"
+WORDS = ["router", "moves", "blocks", "of", "keys", "and", "values", "between", "two", "workers", "before", "noon", "again"]
+
+
+@dataclass
+class Figures:
+    """One proxy's figures, one entry per round."""
+
+    request_us: list[float] = field(default_factory=list)
+    chunk_us: list[float] = field(default_factory=list)
+    ttft_p99_ms: list[float] = field(default_factory=list)
+    rss_mb: float = 0.0
+    errors: list[str] = field(default_factory=list)
+
+
+def prompts(count: int, seed: int) -> list[str]:
+    """About 3 KB each: 2 KB that fifty others share, then words of its own."""
+    rng = random.Random(seed)
+    shared = [" ".join(random.Random(i).choices(WORDS, k=400)) for i in range(PREFIXES)]
+    return [f"{rng.choice(shared)} {seed}-{i} {' '.join(rng.choices(WORDS, k=180))}" for i in range(count)]
+
+
+def requests(count: int, seed: int, chunks: int | None) -> list[bytes]:
+    """Ready to send."""
+    made = []
+    for prompt in prompts(count, seed):
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": chunks or 16, "temperature": 0}
+        raw = json.dumps(body | ({"stream": True} if chunks else {})).encode()
+        made.append(HEAD + f"content-length: {len(raw)}\r\n\r\n".encode() + raw)
+    return made
+
+
+def run(proxy: Proxy, sent: list[bytes], chunks: int | None) -> tuple[float, Outcome]:
+    """(CPU microseconds per request, outcome)."""
+    before = cpu_s(proxy.pid) if proxy.pid else 0.0
+    outcome = asyncio.run(drive(proxy.address, sent, CONNECTIONS, chunks))
+    after = cpu_s(proxy.pid) if proxy.pid else 0.0
+    return (after - before) / len(sent) * 1e6, outcome
+
+
+def one_round(proxy: Proxy, number: int, into: Figures) -> None:
+    """Whole answers, short streams, long streams."""
+    whole_us, whole = run(proxy, requests(WHOLE_REQUESTS, number, None), None)
+    short_us, short = run(proxy, requests(STREAMS, 1_000 + number, SHORT), SHORT)
+    long_us, long = run(proxy, requests(STREAMS, 2_000 + number, LONG), LONG)
+    into.request_us.append(whole_us)
+    into.chunk_us.append(slope(short_us, long_us, SHORT, LONG))
+    into.ttft_p99_ms.append(p99([*short.ttft_s, *long.ttft_s]) * 1e3)
+    into.errors += whole.errors + short.errors + long.errors
+    if proxy.pid:
+        into.rss_mb = rss_mb(proxy.pid)
+
+
+def slope(short_us: float, long_us: float, short: int, long: int) -> float:
+    """Cost of one more chunk."""
+    return (long_us - short_us) / (long - short)
+
+
+def p99(values: list[float]) -> float:
+    """Nearest rank."""
+    return sorted(values)[max(0, -(-len(values) * 99 // 100) - 1)]
+
+
+def ratio(mine: list[float], theirs: list[float]) -> float:
+    """Median over the rounds of ours ÷ theirs."""
+    return round(statistics.median(a / b for a, b in zip(mine, theirs, strict=True)), 3)
+
+
+def summary(found: dict[str, Figures]) -> dict[str, float | int]:
+    """The last line."""
+    mine, disaggregated, direct = found["ours"], found["ours P/D"], found["no proxy"]
+    peer, plain = found["sglang-router cache_aware"], found["envoy"]
+    median = statistics.median
+    added = [a - b for a, b in zip(mine.ttft_p99_ms, direct.ttft_p99_ms, strict=True)]
+    return {
+        "us_per_request": round(median(mine.request_us), 1), "us_per_request_pd": round(median(disaggregated.request_us), 1),
+        "us_per_chunk": round(median(mine.chunk_us), 2), "ttft_added_p99_ms": round(median(added), 2),
+        "rss_mb": round(max(mine.rss_mb, disaggregated.rss_mb), 1),
+        "vs_sglang_cache_aware": ratio(mine.request_us, peer.request_us), "vs_envoy": ratio(mine.request_us, plain.request_us),
+        "chunk_vs_sglang": ratio(mine.chunk_us, peer.chunk_us), "chunk_vs_envoy": ratio(mine.chunk_us, plain.chunk_us),
+        "ttft_vs_envoy": ratio(mine.ttft_p99_ms, plain.ttft_p99_ms),
+        "rounds": len(mine.request_us), "errors": sum(len(figures.errors) for figures in found.values()),
+    }  # fmt: skip
+
+
+def measure(rounds: int) -> dict[str, Figures]:
+    """All rounds; the first one of each proxy warms it up and does not count."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-router-")))
+        stack.enter_context(workers(WORKERS, folder))
+        proxies = [
+            Proxy("no proxy", WORKERS[0], None),
+            stack.enter_context(ours("ours", "127.83.1.1:8080", [], WORKERS, folder)),
+            stack.enter_context(sglang("127.83.1.2:8080", WORKERS, folder)),
+            stack.enter_context(envoy("127.83.1.3:8080", WORKERS, folder)),
+            stack.enter_context(ours("ours P/D", "127.83.1.4:8080", WORKERS[:2], WORKERS[2:], folder)),
+        ]
+        found = {proxy.name: Figures() for proxy in proxies}
+        for number in range(rounds + 1):
+            for proxy in proxies if number % 2 else reversed(proxies):
+                into = found[proxy.name] if number else Figures()
+                one_round(proxy, number, into)
+                found[proxy.name].errors += into.errors if not number else []
+    return found
+
+
+def main() -> int:
+    """Print the table and the JSON line; 1 when a request went wrong."""
+    uvloop.install()
+    found = measure(ROUNDS)
+    median = statistics.median
+    rows = [
+        (name, median(f.request_us), median(f.chunk_us), median(f.ttft_p99_ms), f.rss_mb, len(f.errors))
+        for name, f in found.items()
+    ]
+    report(("router", "µs/request", "µs/chunk", "TTFT p99 ms", "RSS MB", "errors"), rows, summary(found))
+    for name, figures in found.items():
+        for error in figures.errors[:3]:
+            print(f"{name}: {error}", file=sys.stderr)
+    return 1 if any(figures.errors for figures in found.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
