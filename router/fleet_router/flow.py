@@ -1,7 +1,7 @@
 """One request end to end: choose, prefill leg, decode leg, one retry before the first byte, cancellation.
 
 No task per request: the flow is a small state machine that legs and timers call. What is sent to the client goes through
-`client`, an object with `start(head)`, `write(bytes)`, `finish()` and `break_off()`.
+`client`, an object with `write(bytes)`, `finish()`, `refuse()` and `break_off()`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ class Client(Protocol):
 
     request_id: str
 
-    def start(self, head: bytes) -> None: ...
     def write(self, data: bytes) -> None: ...
     def finish(self) -> None: ...
     def refuse(self, error: RequestError) -> None: ...
@@ -66,6 +65,8 @@ class Flow:
         self._reference: bytes | None = None
         self._keys: list[int] = []
         self._first = True
+        self._head_bytes = b""
+        """The answer's head, waiting for the first bytes of its body: one write for both."""
         self.started = False
         """The first byte has gone to the client."""
         self.done = False
@@ -114,16 +115,16 @@ class Flow:
             self._connection = connection
             connection.send(leg, payload)
 
-        leg.resend = lambda: self._resend(worker, body, leg)
+        leg.body = body
         worker.pool.take(connected, fresh=fresh)
 
-    def _resend(self, worker: Worker, body: bytes, leg: PrefillLeg | DecodeLeg) -> bool:
+    def resend(self, worker: Worker, leg: PrefillLeg | DecodeLeg) -> bool:
         """A pooled connection that the worker had closed meanwhile: once more on a fresh one. Not a retry: nothing ran."""
         connection = self._connection
         if connection is None or not connection.used or connection.got_bytes:
             return False
         self.end_leg()
-        self._send(worker, body, leg, fresh=True)
+        self._send(worker, leg.body, leg, fresh=True)
         return True
 
     def _head(self, worker: Worker, path: bytes, length: int) -> bytes:
@@ -187,7 +188,13 @@ class Flow:
         self.deadline = now + self.config.inter_token_deadline_s
         kept = b"".join(name + b": " + value + b"\r\n" for name, value in headers if name.lower() not in HOP_HEADERS)
         line = f"HTTP/1.1 {status} {PHRASES.get(status, 'Status')}\r\nx-request-id: {self._client.request_id}\r\n".encode()
-        self._client.start(line + kept + b"\r\n")
+        self._head_bytes = line + kept + b"\r\n"
+
+    def send_head(self) -> None:
+        """The head goes out alone."""
+        head, self._head_bytes = self._head_bytes, b""
+        if head:
+            self._client.write(head)
 
     def raw(self, data: bytes) -> None:
         """Bytes of the answer, spliced."""
@@ -195,6 +202,9 @@ class Flow:
         if self._first:
             self._first = False
             self._context.metrics.ttft.observe(now - self.started_at)
+            if self._head_bytes:
+                head, self._head_bytes = self._head_bytes, b""
+                data = head + data
         else:
             self._context.metrics.itl.observe(now - self.last_byte_at)
         self.last_byte_at = now
@@ -203,6 +213,7 @@ class Flow:
 
     def end(self) -> None:
         """The answer is complete."""
+        self.send_head()  # an answer without a body
         self.end_leg()
         self.done = True
         self._client.finish()
@@ -218,10 +229,12 @@ class Flow:
         self._release_lease()
         kept = [(name, value) for name, value in headers if name.lower() not in FRAMING]
         self.head(status, [*kept, (b"content-length", str(len(body)).encode())])
+        self.send_head()
         self._client.write(body)
         self.end()
 
     def _break(self, why: str) -> None:
+        self.send_head()
         self.end_leg()
         self.done = True
         self._context.metrics.streams_broken += 1
@@ -276,6 +289,7 @@ class Ignored:
     """An answer that nobody waits for."""
 
     def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None: ...
+    def on_head_alone(self) -> None: ...
     def on_raw(self, data: bytes) -> None: ...
     def on_body(self, data: bytes) -> None: ...
     def on_end(self) -> None: ...
@@ -285,34 +299,38 @@ class Ignored:
 class PrefillLeg:
     """Collects the prefill answer."""
 
-    __slots__ = ("_body", "_decode", "_flow", "_headers", "_status", "_worker", "resend")
+    __slots__ = ("_answer", "_decode", "_flow", "_headers", "_status", "_worker", "body")
 
     def __init__(self, flow: Flow, worker: Worker, decode: Worker) -> None:
         self._flow, self._worker, self._decode = flow, worker, decode
-        self._status, self._headers, self._body = 0, list[tuple[bytes, bytes]](), bytearray()
-        self.resend: Callable[[], bool] = lambda: False
+        self._status, self._headers, self._answer = 0, list[tuple[bytes, bytes]](), bytearray()
+        self.body = b""
+        """What is sent, for a second time on a fresh connection."""
 
     def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self._status, self._headers = status, headers
+
+    def on_head_alone(self) -> None:
+        """The client sees nothing of it."""
 
     def on_raw(self, data: bytes) -> None:
         """The framing does not matter here."""
 
     def on_body(self, data: bytes) -> None:
-        if len(self._body) < MAX_PREFILL_ANSWER_BYTES:
-            self._body += data
+        if len(self._answer) < MAX_PREFILL_ANSWER_BYTES:
+            self._answer += data
 
     def on_end(self) -> None:
         if self._status == 200:
-            self._flow.prefilled(self._worker, self._decode, bytes(self._body))
+            self._flow.prefilled(self._worker, self._decode, bytes(self._answer))
         elif 400 <= self._status < 500:
-            self._flow.refuse_with(self._status, self._headers, bytes(self._body))
+            self._flow.refuse_with(self._status, self._headers, bytes(self._answer))
         else:
             self._flow.end_leg()
             self._flow.leg_failed(self._worker, f"prefill answered {self._status}")
 
     def on_lost(self, reason: str) -> None:
-        if not self.resend():
+        if not self._flow.resend(self._worker, self):
             self._flow.end_leg()
             self._flow.leg_failed(self._worker, reason)
 
@@ -320,13 +338,14 @@ class PrefillLeg:
 class DecodeLeg:
     """Hands the decode answer on; a 5xx before the first byte is kept back and retried."""
 
-    __slots__ = ("_body", "_flow", "_held", "_worker", "resend")
+    __slots__ = ("_answer", "_flow", "_held", "_worker", "body")
 
     def __init__(self, flow: Flow, worker: Worker) -> None:
         self._flow, self._worker = flow, worker
         self._held = 0
-        self._body = bytearray()
-        self.resend: Callable[[], bool] = lambda: False
+        self._answer = bytearray()
+        self.body = b""
+        """What is sent, for a second time on a fresh connection."""
 
     def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         if status >= 500:
@@ -335,24 +354,28 @@ class DecodeLeg:
         self._worker.succeeded()
         self._flow.head(status, headers)
 
+    def on_head_alone(self) -> None:
+        if not self._held:
+            self._flow.send_head()
+
     def on_raw(self, data: bytes) -> None:
         if not self._held:
             self._flow.raw(data)
 
     def on_body(self, data: bytes) -> None:
-        if self._held and len(self._body) < MAX_ERROR_BYTES:
-            self._body += data
+        if self._held and len(self._answer) < MAX_ERROR_BYTES:
+            self._answer += data
 
     def on_end(self) -> None:
         if not self._held:
             self._flow.end()
-        elif b"KvTransferError" in self._body:
+        elif b"KvTransferError" in self._answer:
             self._flow.transfer_failed(self._worker)
         else:
             self._flow.end_leg()
             self._flow.leg_failed(self._worker, f"decode answered {self._held}")
 
     def on_lost(self, reason: str) -> None:
-        if not self.resend():
+        if not self._flow.resend(self._worker, self):
             self._flow.end_leg()
             self._flow.leg_failed(self._worker, reason)

@@ -25,6 +25,9 @@ class Leg(Protocol):
     def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         """Status and headers are complete."""
 
+    def on_head_alone(self) -> None:
+        """Nothing of the body came with the head: whoever waits should see the head now."""
+
     def on_raw(self, data: bytes) -> None:
         """Body bytes with their transfer framing."""
 
@@ -86,24 +89,28 @@ class Upstream(asyncio.Protocol):
         except httptools.HttpParserError as error:
             self._fail(f"the worker's answer is not HTTP: {error}")
             return
-        if data and not self._in_head:
+        if self._in_head:
+            return
+        if data:
             leg.on_raw(data)
+        elif not self._ended:
+            leg.on_head_alone()
         if self._ended:
             self._finish()
 
     def _feed_head(self, data: bytes, parser: httptools.HttpResponseParser) -> bytes:
         """Collect the head, feed it at once; returns the body bytes behind it."""
-        self._head += data
-        at = self._head.find(HEAD_END)
+        head = self._head + data if self._head else data
+        at = head.find(HEAD_END)
         if at < 0:
-            if len(self._head) > MAX_HEAD_BYTES:
+            if len(head) > MAX_HEAD_BYTES:
                 raise httptools.HttpParserError(f"head longer than {MAX_HEAD_BYTES} bytes")
+            self._head = head
             return b""
-        rest = self._head[at + 4 :]
-        parser.feed_data(self._head)
         self._head = b""
+        parser.feed_data(head)
         self._in_head = False
-        return rest
+        return head[at + 4 :]
 
     def _finish(self) -> None:
         leg, self._leg = self._leg, None
@@ -147,7 +154,8 @@ class Upstream(asyncio.Protocol):
         self._leg = leg
         self._headers = []
         self._head, self._in_head, self._ended, self.got_bytes = b"", True, False, False
-        self._parser = httptools.HttpResponseParser(self)
+        if self._parser is None:  # one per connection: it only ever carries on after an answer that was whole
+            self._parser = httptools.HttpResponseParser(self)
         if self._transport is not None:
             self._transport.write(payload)
 

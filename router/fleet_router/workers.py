@@ -17,16 +17,21 @@ AVOID_FIRST_S = 1.0
 AVOID_MOST_S = 30.0
 
 
-@dataclass(slots=True)
-class Worker:
+@dataclass(slots=True, eq=False)
+class Worker(Candidate):
     """One worker that may receive requests, and what we know of it."""
 
     endpoint: Endpoint
     pool: Pool
-    inflight: int = 0
     failures: int = 0
     """In a row."""
     avoid_until: float = 0.0
+
+    def follow(self, endpoint: Endpoint) -> None:
+        """The operator says something new of it."""
+        self.endpoint = endpoint
+        self.role = endpoint.role
+        self.group = (endpoint.tier, endpoint.compat)
 
     def failed(self, now: float) -> None:
         """A connect error, a broken answer or a 5xx: stay away for 1, 2, 4 … 30 s."""
@@ -44,6 +49,7 @@ class WorkerTable:
     """Workers by uid; rings are rebuilt when the set changes. Running requests keep the Worker that they hold."""
 
     workers: dict[str, Worker] = field(default_factory=dict)
+    by_role: dict[str, list[Worker]] = field(default_factory=lambda: {"prefill": [], "decode": []})
     rings: dict[str, Ring] = field(default_factory=lambda: {"prefill": Ring(()), "decode": Ring(())})
     index: PrefixIndex = field(default_factory=lambda: PrefixIndex(INDEX_KEYS))
     turn: int = 0
@@ -57,11 +63,13 @@ class WorkerTable:
         for uid, endpoint in wanted.items():
             known = self.workers.get(uid)
             if known is None:
-                self.workers[uid] = Worker(endpoint, Pool(endpoint.address, endpoint.http_port))
+                group, pool = (endpoint.tier, endpoint.compat), Pool(endpoint.address, endpoint.http_port)
+                self.workers[uid] = Worker(uid, endpoint.role, group, 0, endpoint, pool)
             else:
-                known.endpoint = endpoint
+                known.follow(endpoint)
         for role in self.rings:
-            self.rings[role] = Ring([uid for uid, worker in self.workers.items() if worker.endpoint.role == role])
+            self.by_role[role] = [worker for worker in self.workers.values() if worker.role == role]
+            self.rings[role] = Ring([worker.uid for worker in self.by_role[role]])
 
     def choose(
         self, prompt: bytes, config: RouterConfig, now: float, excluded: frozenset[str]
@@ -78,19 +86,14 @@ class WorkerTable:
         )
         return found, keys
 
-    def candidates(self, now: float, excluded: frozenset[str]) -> list[Candidate]:
-        """Serving workers; those to be avoided only when a role has nobody else (panic), excluded ones never."""
-        healthy: list[Candidate] = []
-        avoided: list[Candidate] = []
-        for uid, worker in self.workers.items():
-            if uid in excluded:
-                continue
-            endpoint = worker.endpoint
-            candidate = Candidate(uid, endpoint.role, (endpoint.tier, endpoint.compat), worker.inflight)
-            (healthy if now >= worker.avoid_until else avoided).append(candidate)
-        roles = {candidate.role for candidate in healthy}
-        return healthy + [candidate for candidate in avoided if candidate.role not in roles]
+    def candidates(self, now: float, excluded: frozenset[str]) -> dict[str, list[Worker]]:
+        """Serving workers by role; those to be avoided only when a role has nobody else (panic), excluded ones never."""
+        found = {}
+        for role, workers in self.by_role.items():
+            allowed = [worker for worker in workers if worker.uid not in excluded] if excluded else workers
+            found[role] = [worker for worker in allowed if worker.avoid_until <= now] or allowed
+        return found
 
     def ready(self) -> bool:
         """At least one worker can answer a whole request."""
-        return any(worker.endpoint.role == "decode" for worker in self.workers.values())
+        return bool(self.by_role["decode"])

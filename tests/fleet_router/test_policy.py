@@ -20,7 +20,8 @@ def workers(**inflight: int) -> list[Candidate]:
 def decide(candidates: list[Candidate], policy: str = "kvAware", keys: list[int] | None = None, matched=None, turn: int = 1):
     keys = keys if keys is not None else list(range(100, 140))
     rings = {role: Ring([c.uid for c in candidates if c.role == role]) for role in ("prefill", "decode")}
-    return choose(Ask(keys, ring_key(keys), 1.0, turn), candidates, matched or {}, rings, policy, 1.25)
+    by_role = {role: [c for c in candidates if c.role == role] for role in ("prefill", "decode")}
+    return choose(Ask(keys, ring_key(keys), 1.0, turn), by_role, matched or {}, rings, policy, 1.25)
 
 
 def test_no_decode_worker_is_a_refusal():

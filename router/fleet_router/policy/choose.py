@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fleet_router.config import Policy
@@ -12,9 +12,9 @@ PIECES_PER_REQUEST = 8
 """kvAware: one request in flight weighs as much as this many uncached 256-byte pieces (2 KiB of prompt)."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Candidate:
-    """A worker as routing sees it."""
+    """A worker as routing sees it; only read here."""
 
     uid: str
     role: str
@@ -52,18 +52,18 @@ class Refusal:
 
 def choose(
     ask: Ask,
-    candidates: Collection[Candidate],
+    candidates: Mapping[str, Sequence[Candidate]],
     matched: Mapping[str, int],
     rings: Mapping[str, Ring],
     policy: Policy,
     bound: float,
 ) -> Choice | Refusal:
-    """The pair for this request. `rings` holds one ring per role; workers that are not candidates are passed over."""
-    decodes = [c for c in candidates if c.role == "decode"]
+    """The pair for this request. `candidates` and `rings` are by role; workers that are not candidates are passed over."""
+    decodes = candidates["decode"]
     if not decodes:
         return Refusal("no decode worker is serving")
     decode = pick(ask, decodes, matched, rings["decode"], policy, bound)
-    prefills = [c for c in candidates if c.role == "prefill" and c.group == decode.group]
+    prefills = [c for c in candidates["prefill"] if c.group == decode.group]
     if not prefills:
         return Choice(None, decode.uid, "no compatible prefill worker")
     uncached = len(ask.keys) - matched.get(decode.uid, 0)
@@ -82,13 +82,19 @@ def pick(
     if policy == "leastLoad":
         return min(workers, key=lambda w: (w.inflight, (ask.turn + hash_order(w.uid)) % 997))
     cap = load_cap([w.inflight for w in workers], bound)
-    open_to = {w.uid: w for w in workers if w.inflight < cap}
-    order = [open_to[uid] for uid in ring.walk(ask.ring_key) if uid in open_to]
-    if not order:  # cannot be: the mean is below the cap; kept total for safety
-        return min(workers, key=lambda w: w.inflight)
-    if policy == "prefixHash" or not any(w.uid in matched for w in order):
-        return order[0]
-    return min(order, key=lambda w: len(ask.keys) - matched.get(w.uid, 0) + PIECES_PER_REQUEST * w.inflight)
+    best = [w for w in workers if w.inflight < cap]
+    if policy == "kvAware" and matched:
+        scores = [PIECES_PER_REQUEST * w.inflight - matched.get(w.uid, 0) for w in best]
+        if any(w.uid in matched for w in best):
+            least = min(scores)
+            best = [w for w, score in zip(best, scores, strict=True) if score == least]
+    return best[0] if len(best) == 1 else _first_on(ring, ask.ring_key, best or list(workers))
+
+
+def _first_on(ring: Ring, key: int, workers: Sequence[Candidate]) -> Candidate:
+    """The first of these clockwise from the key."""
+    by_uid = {w.uid: w for w in workers}
+    return next((by_uid[uid] for uid in ring.walk(key) if uid in by_uid), workers[0])
 
 
 def hash_order(uid: str) -> int:

@@ -40,35 +40,34 @@ class PrefixIndex:
         self._capacity = capacity
         self._masks: OrderedDict[int, int] = OrderedDict()
         self._bits: dict[str, int] = {}
+        self._names: dict[int, str] = {}
 
     def __len__(self) -> int:
         return len(self._masks)
 
     def matched(self, keys: list[int]) -> dict[str, int]:
         """Longest known prefix per worker, in pieces; workers without any are absent."""
-        lengths: dict[int, int] = {}
-        alive = -1
-        for depth, key in enumerate(keys):
-            mask = self._masks.get(key, 0) & alive
-            if mask == 0:
-                break
-            lengths[mask] = depth + 1
-            alive = mask
-        return {
-            name: max(n for mask, n in lengths.items() if mask & bit)
-            for name, bit in self._bits.items()
-            if self._any(lengths, bit)
-        }
-
-    @staticmethod
-    def _any(lengths: dict[int, int], bit: int) -> bool:
-        return any(mask & bit for mask in lengths)
+        get, names = self._masks.get, self._names
+        found: dict[str, int] = {}
+        alive = get(keys[0], 0) if keys else 0
+        depth = 1
+        while alive:
+            more = alive & get(keys[depth], 0) if depth < len(keys) else 0
+            gone = alive & ~more  # whoever does not know the next piece ends here
+            while gone:
+                bit = gone & -gone
+                found[names[bit]] = depth
+                gone ^= bit
+            alive = more
+            depth += 1
+        return found
 
     def add(self, keys: list[int], worker: str) -> None:
         """This worker is being sent a prompt with these keys."""
         bit = self._bits.get(worker)
         if bit is None:
             bit = self._bits[worker] = 1 << _lowest_free(self._bits.values())
+            self._names[bit] = worker
         masks = self._masks
         for key in keys:
             masks[key] = masks.pop(key, 0) | bit
@@ -80,6 +79,7 @@ class PrefixIndex:
         bit = self._bits.pop(worker, None)
         if bit is None:
             return
+        del self._names[bit]
         for key in [key for key, mask in self._masks.items() if mask & bit]:
             left = self._masks[key] & ~bit
             if left:
