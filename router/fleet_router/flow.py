@@ -51,6 +51,11 @@ class Context:
 class Flow:
     """State of one request."""
 
+    __slots__ = (
+        "_ask", "_attempts", "_client", "_connection", "_context", "_excluded", "_first", "_head_bytes", "_keys", "_lease",
+        "_leg_worker", "_path", "config", "deadline", "done", "last_byte_at", "started", "started_at",
+    )  # fmt: skip
+
     def __init__(self, context: Context, client: Client, path: bytes, ask: Ask) -> None:
         self._context = context
         self._client = client
@@ -62,7 +67,6 @@ class Flow:
         self._connection: Upstream | None = None
         self._leg_worker: Worker | None = None
         self._lease: tuple[Worker, str] | None = None
-        self._reference: bytes | None = None
         self._keys: list[int] = []
         self._first = True
         self._head_bytes = b""
@@ -95,7 +99,6 @@ class Flow:
         self._send(prefill, prefill_body(self._ask), PrefillLeg(self, prefill, decode))
 
     def _send_decode(self, worker: Worker, reference: bytes | None) -> None:
-        self._reference = reference
         self._send(worker, decode_body(self._ask, reference), DecodeLeg(self, worker))
 
     def _send(self, worker: Worker, body: bytes, leg: PrefillLeg | DecodeLeg, *, fresh: bool = False) -> None:
@@ -186,9 +189,9 @@ class Flow:
         if status == OK and self._leg_worker is not None and self._leg_worker.endpoint.uid in self._context.table.workers:
             self._context.table.index.add(self._keys, self._leg_worker.endpoint.uid)  # now it holds the prompt's KV
         self.deadline = now + self.config.inter_token_deadline_s
-        kept = b"".join(name + b": " + value + b"\r\n" for name, value in headers if name.lower() not in HOP_HEADERS)
-        line = f"HTTP/1.1 {status} {PHRASES.get(status, 'Status')}\r\nx-request-id: {self._client.request_id}\r\n".encode()
-        self._head_bytes = line + kept + b"\r\n"
+        lines = [f"HTTP/1.1 {status} {PHRASES.get(status, 'Status')}\r\nx-request-id: {self._client.request_id}".encode()]
+        lines += [name + b": " + value for name, value in headers if name.lower() not in HOP_HEADERS]
+        self._head_bytes = b"\r\n".join([*lines, b"", b""])
 
     def send_head(self) -> None:
         """The head goes out alone."""

@@ -3,7 +3,6 @@ together without encoding a prompt again, and unknown fields pass through untouc
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final, TypeVar
 
 import msgspec
@@ -27,11 +26,11 @@ _BOOL: Final = msgspec.json.Decoder(bool)
 _STR: Final = msgspec.json.Decoder(str)
 _PROMPT: Final = msgspec.json.Decoder(list[int | str | list[int]])
 _MESSAGES: Final = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
+_NULL: Final = msgspec.Raw(b"null")
 _PREFILLED: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
+class Ask(msgspec.Struct, frozen=True):
     """A parsed request: its fields as raw JSON, and what routing and limits need."""
 
     fields: dict[str, msgspec.Raw]
@@ -88,7 +87,7 @@ def _check_prompt(raw: bytes, value: msgspec.Raw, chat: bool, name: str, config:
 
 def _typed(fields: dict[str, msgspec.Raw], name: str, decoder: msgspec.json.Decoder[V], default: V | None) -> V | None:
     raw = fields.get(name)
-    if raw is None or bytes(raw) == b"null":
+    if raw is None or raw == _NULL:
         return default
     try:
         return decoder.decode(raw)

@@ -27,6 +27,7 @@ GENERATE = {COMPLETIONS: False, CHAT: True}
 PLAIN = {b"/v1/models", b"/health", b"/ready", b"/metrics"}
 HOST = re.compile(rb"^[A-Za-z0-9._\-]+(:\d{1,5})?$|^\[[0-9a-fA-F:.]+\](:\d{1,5})?$")
 REQUEST_ID = re.compile(rb"^[A-Za-z0-9._\-]{1,128}$")
+LOOKED_AT = frozenset({b"host", b"content-length", b"transfer-encoding", b"x-request-id", b"content-encoding", b"expect"})
 PIPELINED_BYTES = 65_536
 HIGH_WATER_BYTES = 256 * 1024
 _PROCESS = uuid4().hex[:16]
@@ -36,6 +37,19 @@ _NUMBERS = itertools.count(1)
 def new_request_id() -> str:
     """Unlike any other in any process; random once, then counted: a random number per request costs a system call."""
     return f"{_PROCESS}{next(_NUMBERS):016x}"
+
+
+def check_framing(name: bytes, value: bytes, most_bytes: int) -> int:
+    """RequestError for a body that we would not read; else 1 when the field says how long the body is."""
+    if name == b"content-encoding":
+        if value.strip().lower() != b"identity":
+            raise RequestError(400, "compressed bodies are not read")
+        return 0
+    if name == b"content-length" and value.isdigit() and int(value) > most_bytes:
+        raise RequestError(413, f"the body is larger than {most_bytes} bytes")
+    if name == b"transfer-encoding" and value.strip().lower() != b"chunked":
+        raise RequestError(400, "the only transfer encoding that is read is chunked")
+    return 1
 
 
 class ClientConnection(asyncio.Protocol):
@@ -155,22 +169,20 @@ class ClientConnection(asyncio.Protocol):
         if self._header_count > bounds.header_count or self._header_bytes > bounds.header_bytes:
             raise RequestError(431, f"more than {bounds.header_count} header fields or {bounds.header_bytes} bytes of them")
         lower = name.lower()
+        if lower not in LOOKED_AT:
+            return
         if lower == b"host":
             self._hosts += 1
             if not HOST.match(value):
                 raise RequestError(400, "the Host header is not a host")
-        elif lower in (b"content-length", b"transfer-encoding"):
-            self._framing += 1
-            if lower == b"content-length" and value.isdigit() and int(value) > bounds.body_bytes:
-                raise RequestError(413, f"the body is larger than {bounds.body_bytes} bytes")
-            if lower == b"transfer-encoding" and value.strip().lower() != b"chunked":
-                raise RequestError(400, "the only transfer encoding that is read is chunked")
-        elif lower == b"x-request-id" and REQUEST_ID.match(value):
-            self.request_id = value.decode()
-        elif lower == b"content-encoding" and value.strip().lower() != b"identity":
-            raise RequestError(400, "compressed bodies are not read")
-        elif lower == b"expect" and self._transport is not None:
-            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        elif lower == b"x-request-id":
+            if REQUEST_ID.match(value):
+                self.request_id = value.decode()
+        elif lower == b"expect":
+            if self._transport is not None:
+                self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        else:
+            self._framing += check_framing(lower, value, bounds.body_bytes)
 
     def on_headers_complete(self) -> None:
         """Refuse what can be read in two ways before any body is kept."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from fleet_router.config import Policy
 from fleet_router.policy.ring import Ring, load_cap
 
@@ -23,8 +25,7 @@ class Candidate:
     inflight: int
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
+class Ask(msgspec.Struct, frozen=True):
     """What routing needs to know about a request."""
 
     keys: Sequence[int]
@@ -34,8 +35,7 @@ class Ask:
     turn: int
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(msgspec.Struct, frozen=True):
     """`prefill` None: the decode worker prefills itself."""
 
     prefill: str | None
@@ -43,8 +43,7 @@ class Choice:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
+class Refusal(msgspec.Struct, frozen=True):
     """No worker; `reason` is for the answer and the metric."""
 
     reason: str
@@ -84,8 +83,9 @@ def pick(
     cap = load_cap([w.inflight for w in workers], bound)
     best = [w for w in workers if w.inflight < cap]
     if policy == "kvAware" and matched:
-        scores = [PIECES_PER_REQUEST * w.inflight - matched.get(w.uid, 0) for w in best]
-        if any(w.uid in matched for w in best):
+        known = [matched.get(w.uid, 0) for w in best]
+        if any(known):
+            scores = [PIECES_PER_REQUEST * w.inflight - pieces for w, pieces in zip(best, known, strict=True)]
             least = min(scores)
             best = [w for w, score in zip(best, scores, strict=True) if score == least]
     return best[0] if len(best) == 1 else _first_on(ring, ask.ring_key, best or list(workers))

@@ -21,11 +21,9 @@ def key_chain(prompt: bytes) -> list[int]:
     """Keys of all full pieces (the last, partial one too when the prompt is shorter than a piece); at most MAX_PIECES."""
     if len(prompt) < PIECE_BYTES:
         return [xxhash.xxh3_64_intdigest(prompt)]
-    digest, seed, keys = xxhash.xxh3_64_intdigest, 0, list[int]()
-    for start in range(0, min(len(prompt), PIECE_BYTES * MAX_PIECES) - PIECE_BYTES + 1, PIECE_BYTES):
-        seed = digest(prompt[start : start + PIECE_BYTES], seed)
-        keys.append(seed)
-    return keys
+    digest, seed = xxhash.xxh3_64_intdigest, 0
+    starts = range(0, min(len(prompt), PIECE_BYTES * MAX_PIECES) - PIECE_BYTES + 1, PIECE_BYTES)
+    return [seed := digest(prompt[start : start + PIECE_BYTES], seed) for start in starts]
 
 
 def ring_key(keys: list[int]) -> int:
