@@ -24,6 +24,15 @@ MAX_ERROR_BYTES = 64 * 1024
 HOP_HEADERS = {b"connection", b"keep-alive", b"proxy-connection", b"upgrade", b"server", b"date", b"x-request-id"}
 FRAMING = {b"content-length", b"transfer-encoding"}
 HEAD = b"POST %b HTTP/1.1\r\nhost: %b\r\ncontent-type: application/json\r\nx-request-id: %b\r\ncontent-length: %d\r\n\r\n"
+HEAD_END = b"\r\n\r\n"
+
+
+def status_line(status: int) -> bytes:
+    """Up to where the request id follows."""
+    return f"HTTP/1.1 {status} {PHRASES.get(status, 'Status')}\r\nx-request-id: ".encode()
+
+
+STATUS_LINES = {status: status_line(status) for status in PHRASES}
 RELEASE_PATH = b"/kv/release"
 
 
@@ -189,9 +198,12 @@ class Flow:
         if status == OK and self._leg_worker is not None and self._leg_worker.endpoint.uid in self._context.table.workers:
             self._context.table.index.add(self._keys, self._leg_worker.endpoint.uid)  # now it holds the prompt's KV
         self.deadline = now + self.config.inter_token_deadline_s
-        lines = [f"HTTP/1.1 {status} {PHRASES.get(status, 'Status')}\r\nx-request-id: {self._client.request_id}".encode()]
-        lines += [name + b": " + value for name, value in headers if name.lower() not in HOP_HEADERS]
-        self._head_bytes = b"\r\n".join([*lines, b"", b""])
+        lines = [STATUS_LINES.get(status) or status_line(status), self._client.request_id.encode()]
+        for name, value in headers:
+            if name.lower() not in HOP_HEADERS:
+                lines += (b"\r\n", name, b": ", value)
+        lines.append(HEAD_END)
+        self._head_bytes = b"".join(lines)
 
     def send_head(self) -> None:
         """The head goes out alone."""

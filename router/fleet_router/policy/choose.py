@@ -81,14 +81,27 @@ def pick(
     if policy == "leastLoad":
         return min(workers, key=lambda w: (w.inflight, (ask.turn + hash_order(w.uid)) % 997))
     cap = load_cap([w.inflight for w in workers], bound)
-    best = [w for w in workers if w.inflight < cap]
-    if policy == "kvAware" and matched:
-        known = [matched.get(w.uid, 0) for w in best]
-        if any(known):
-            scores = [PIECES_PER_REQUEST * w.inflight - pieces for w, pieces in zip(best, known, strict=True)]
-            least = min(scores)
-            best = [w for w, score in zip(best, scores, strict=True) if score == least]
-    return best[0] if len(best) == 1 else _first_on(ring, ask.ring_key, best or list(workers))
+    if policy != "kvAware" or not matched:
+        best: list[Candidate] = [w for w in workers if w.inflight < cap]
+    else:
+        best = _nearest(workers, matched, cap)
+    return best[0] if len(best) == 1 else _first_on(ring, ask.ring_key, best or workers)
+
+
+def _nearest(workers: Sequence[Candidate], matched: Mapping[str, int], cap: int) -> list[Candidate]:
+    """Those below their bound with the best of prefix and load; all of them when nobody knows anything of the prompt."""
+    best: list[Candidate] = []
+    least, anybody = 0, False
+    for worker in workers:
+        if worker.inflight < cap:
+            known = matched.get(worker.uid, 0)
+            score = PIECES_PER_REQUEST * worker.inflight - known
+            anybody = anybody or known > 0
+            if not best or score < least:
+                best, least = [worker], score
+            elif score == least:
+                best.append(worker)
+    return best if anybody else [w for w in workers if w.inflight < cap]
 
 
 def _first_on(ring: Ring, key: int, workers: Sequence[Candidate]) -> Candidate:
