@@ -16,7 +16,7 @@ export DO_NOT_TRACK := 1
 # Every worker is a process of its own that imports torch: without bytecode files each start costs 2.5 s more (vLLM: 40 s).
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup up test lint unit conformance smoke e2e e2e-loop e2e-vllm kube vllm crds bench-kv clean
+.PHONY: help setup up test lint unit conformance smoke e2e e2e-loop e2e-vllm kube vllm crds bench-kv bench-router clean
 
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -71,6 +71,10 @@ crds: setup ## generate crds/ from the models
 
 bench-kv: setup ## KV hand-off between two torch workers against raw NIXL
 	@$(RUN) python -m e2e.bench.kv
+
+bench-router: $(UV) ## router CPU per request and chunk against sglang-router and Envoy
+	@$(UV) sync --frozen --quiet --inexact --group bench
+	@$(UV) run --frozen --quiet --group bench python -m e2e.bench.router
 
 clean: ## remove the virtual environment and tool caches of this checkout
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

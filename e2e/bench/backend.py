@@ -1,7 +1,7 @@
 """Cheap workers for the router benchmark: the same for every router, so that what differs is the router.
 
 Four addresses in one process. An answer is fixed bytes; a stream of N chunks (`max_tokens`) sends one per tick, as an engine does
-at each step, each in a packet of its own.
+at each step, each in a packet of its own; for the user "flood" all at once, one write each.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ EVENT = b"data: " + TEXT.encode() + b'"finish_reason":null,"stop_reason":null}]}
 CHUNK = f"{len(EVENT):x}\r\n".encode() + EVENT + b"\r\n"
 END = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
 STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+FLOOD = b'"user": "flood"'
 MAX_TOKENS = re.compile(rb'"max_tokens": ?(\d+)')
 
 
@@ -69,7 +70,13 @@ class Worker(asyncio.Protocol):
         elif b'"stream":true' in self.body or b'"stream": true' in self.body:
             found = MAX_TOKENS.search(self.body)
             self.transport.write(STREAM_HEAD)
-            self.tick(int(found[1]) if found else 1)
+            chunks = int(found[1]) if found else 1
+            if FLOOD in self.body:
+                for _ in range(chunks):
+                    self.transport.write(CHUNK)
+                self.transport.write(END)
+            else:
+                self.tick(chunks)
         else:
             self.transport.write(PREFILLED if b'"do_remote_decode":true' in self.body else ANSWER)
 

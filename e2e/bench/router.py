@@ -1,8 +1,10 @@
 """`make bench-router`: what our router costs per request and per streamed chunk, against sglang-router (cache_aware) and plain
 Envoy in front of the same workers in the same run.
 
-CPU is user and system time of the router's processes. A chunk's cost is the slope between short and long streams whose events
-come one by one, 5 ms apart. Rounds alternate the order; figures are medians, ratios medians of the rounds' ratios.
+CPU is user and system time of the router's processes. A chunk's cost is the slope between short and long streams, twice: flooded
+(the worker writes all events at once: what handling an event costs) and paced (an event per stream every 5 ms: on top of it one
+wake-up, one receive and one send of the kernel per event, the same for every router). Rounds alternate the order; figures are
+medians, ratios medians of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -24,11 +26,13 @@ from e2e.bench.cpu import cpu_s, rss_mb
 from e2e.bench.proxies import Proxy, envoy, ours, sglang, workers
 from e2e.bench.table import report
 
-ROUNDS = 7
+ROUNDS = 5
 CONNECTIONS = 32
 WHOLE_REQUESTS = 2_000
 STREAMS = 320
 SHORT, LONG = 4, 44
+FLOODS = 96
+FLOOD_LONG = 404
 PREFIXES = 50
 WORKERS = [f"127.83.0.{i}:8000" for i in range(1, 5)]
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\n"
@@ -41,6 +45,7 @@ class Figures:
 
     request_us: list[float] = field(default_factory=list)
     chunk_us: list[float] = field(default_factory=list)
+    paced_us: list[float] = field(default_factory=list)
     ttft_p99_ms: list[float] = field(default_factory=list)
     rss_mb: float = 0.0
     errors: list[str] = field(default_factory=list)
@@ -53,11 +58,11 @@ def prompts(count: int, seed: int) -> list[str]:
     return [f"{rng.choice(shared)} {seed}-{i} {' '.join(rng.choices(WORDS, k=180))}" for i in range(count)]
 
 
-def requests(count: int, seed: int, chunks: int | None) -> list[bytes]:
+def requests(count: int, seed: int, chunks: int | None, user: str = "paced") -> list[bytes]:
     """Ready to send."""
     made = []
     for prompt in prompts(count, seed):
-        body = {"model": "tiny", "prompt": prompt, "max_tokens": chunks or 16, "temperature": 0}
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": chunks or 16, "temperature": 0, "user": user}
         raw = json.dumps(body | ({"stream": True} if chunks else {})).encode()
         made.append(HEAD + f"content-length: {len(raw)}\r\n\r\n".encode() + raw)
     return made
@@ -72,14 +77,17 @@ def run(proxy: Proxy, sent: list[bytes], chunks: int | None) -> tuple[float, Out
 
 
 def one_round(proxy: Proxy, number: int, into: Figures) -> None:
-    """Whole answers, short streams, long streams."""
+    """Whole answers, short and long streams, paced and flooded."""
     whole_us, whole = run(proxy, requests(WHOLE_REQUESTS, number, None), None)
     short_us, short = run(proxy, requests(STREAMS, 1_000 + number, SHORT), SHORT)
     long_us, long = run(proxy, requests(STREAMS, 2_000 + number, LONG), LONG)
+    little_us, little = run(proxy, requests(FLOODS, 3_000 + number, SHORT, "flood"), SHORT)
+    flood_us, flood = run(proxy, requests(FLOODS, 4_000 + number, FLOOD_LONG, "flood"), FLOOD_LONG)
     into.request_us.append(whole_us)
-    into.chunk_us.append(slope(short_us, long_us, SHORT, LONG))
+    into.paced_us.append(slope(short_us, long_us, SHORT, LONG))
+    into.chunk_us.append(slope(little_us, flood_us, SHORT, FLOOD_LONG))
     into.ttft_p99_ms.append(p99([*short.ttft_s, *long.ttft_s]) * 1e3)
-    into.errors += whole.errors + short.errors + long.errors
+    into.errors += whole.errors + short.errors + long.errors + little.errors + flood.errors
     if proxy.pid:
         into.rss_mb = rss_mb(proxy.pid)
 
@@ -107,10 +115,13 @@ def summary(found: dict[str, Figures]) -> dict[str, float | int]:
     added = [a - b for a, b in zip(mine.ttft_p99_ms, direct.ttft_p99_ms, strict=True)]
     return {
         "us_per_request": round(median(mine.request_us), 1), "us_per_request_pd": round(median(disaggregated.request_us), 1),
-        "us_per_chunk": round(median(mine.chunk_us), 2), "ttft_added_p99_ms": round(median(added), 2),
+        "us_per_chunk": round(median(mine.chunk_us), 2), "us_per_chunk_paced": round(median(mine.paced_us), 2),
+        "ttft_added_p99_ms": round(median(added), 2),
         "rss_mb": round(max(mine.rss_mb, disaggregated.rss_mb), 1),
         "vs_sglang_cache_aware": ratio(mine.request_us, peer.request_us), "vs_envoy": ratio(mine.request_us, plain.request_us),
         "chunk_vs_sglang": ratio(mine.chunk_us, peer.chunk_us), "chunk_vs_envoy": ratio(mine.chunk_us, plain.chunk_us),
+        "chunk_paced_vs_sglang": ratio(mine.paced_us, peer.paced_us),
+        "chunk_paced_vs_envoy": ratio(mine.paced_us, plain.paced_us),
         "ttft_vs_envoy": ratio(mine.ttft_p99_ms, plain.ttft_p99_ms),
         "rounds": len(mine.request_us), "errors": sum(len(figures.errors) for figures in found.values()),
     }  # fmt: skip
@@ -143,10 +154,12 @@ def main() -> int:
     found = measure(ROUNDS)
     median = statistics.median
     rows = [
-        (name, median(f.request_us), median(f.chunk_us), median(f.ttft_p99_ms), f.rss_mb, len(f.errors))
+        (name, median(f.request_us), median(f.chunk_us), median(f.paced_us), median(f.ttft_p99_ms), f.rss_mb, len(f.errors))
         for name, f in found.items()
     ]
-    report(("router", "µs/request", "µs/chunk", "TTFT p99 ms", "RSS MB", "errors"), rows, summary(found))
+    report(
+        ("router", "µs/request", "µs/chunk flooded", "µs/chunk paced", "TTFT p99 ms", "RSS MB", "errors"), rows, summary(found)
+    )
     for name, figures in found.items():
         for error in figures.errors[:3]:
             print(f"{name}: {error}", file=sys.stderr)

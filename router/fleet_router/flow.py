@@ -24,6 +24,7 @@ MAX_ERROR_BYTES = 64 * 1024
 HOP_HEADERS = {b"connection", b"keep-alive", b"proxy-connection", b"upgrade", b"server", b"date", b"x-request-id"}
 FRAMING = {b"content-length", b"transfer-encoding"}
 HEAD = b"POST %b HTTP/1.1\r\nhost: %b\r\ncontent-type: application/json\r\nx-request-id: %b\r\ncontent-length: %d\r\n\r\n"
+RELEASE_PATH = b"/kv/release"
 HEAD_END = b"\r\n\r\n"
 
 
@@ -33,7 +34,6 @@ def status_line(status: int) -> bytes:
 
 
 STATUS_LINES = {status: status_line(status) for status in PHRASES}
-RELEASE_PATH = b"/kv/release"
 
 
 class Client(Protocol):
@@ -376,10 +376,11 @@ class DecodeLeg:
     def on_raw(self, data: bytes) -> None:
         if not self._held:
             self._flow.raw(data)
+        elif len(self._answer) < MAX_ERROR_BYTES:
+            self._answer += data
 
     def on_body(self, data: bytes) -> None:
-        if self._held and len(self._answer) < MAX_ERROR_BYTES:
-            self._answer += data
+        """Nothing here depends on the framing."""
 
     def on_end(self) -> None:
         if not self._held:

@@ -32,7 +32,7 @@ class Leg(Protocol):
         """Body bytes with their transfer framing."""
 
     def on_body(self, data: bytes) -> None:
-        """Body bytes without framing."""
+        """Body bytes without framing; only on a CollectingUpstream."""
 
     def on_end(self) -> None:
         """The answer is complete."""
@@ -138,11 +138,6 @@ class Upstream(asyncio.Protocol):
         if self._leg is not None and self._parser is not None:
             self._leg.on_head(self._parser.get_status_code(), self._headers)
 
-    def on_body(self, body: bytes) -> None:
-        """A piece of body without framing."""
-        if self._leg is not None:
-            self._leg.on_body(body)
-
     def on_message_complete(self) -> None:
         """The answer is whole."""
         self._ended = True
@@ -180,15 +175,25 @@ class Upstream(asyncio.Protocol):
             self._transport.abort()
 
 
+class CollectingUpstream(Upstream):
+    """A connection whose legs read the answer. Only where needed: a callback per chunk costs more than the parsing of it."""
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of body without framing."""
+        if self._leg is not None:
+            self._leg.on_body(body)
+
+
 OnConnection = Callable[[Upstream | None, str], None]
 
 
 class Pool:
     """Connections to one worker."""
 
-    def __init__(self, address: str, port: int) -> None:
+    def __init__(self, address: str, port: int, kind: type[Upstream] = CollectingUpstream) -> None:
         self.address = address
         self.port = port
+        self._kind = kind
         self.authority = f"{address}:{port}".encode()
         self._idle: list[Upstream] = []
         self._retired = False
@@ -209,7 +214,7 @@ class Pool:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                _, connection = await loop.create_connection(lambda: Upstream(self), self.address, self.port)
+                _, connection = await loop.create_connection(lambda: self._kind(self), self.address, self.port)
         except (OSError, TimeoutError) as error:
             then(None, f"cannot connect: {error or 'timeout'}")
             return

@@ -9,7 +9,7 @@ from fleet_router.policy.choose import Ask, Candidate, Choice, Refusal, choose
 from fleet_router.policy.prefix import PIECE_BYTES, PrefixIndex, key_chain, ring_key
 from fleet_router.policy.ring import Ring
 from fleet_router.request import BYTES_PER_TOKEN
-from fleet_router.upstream import Pool
+from fleet_router.upstream import CollectingUpstream, Pool, Upstream
 from fleet_wire.endpoints import Endpoint, Endpoints
 
 INDEX_KEYS = 100_000
@@ -44,6 +44,13 @@ class Worker(Candidate):
         self.avoid_until = 0.0
 
 
+def new_worker(endpoint: Endpoint) -> Worker:
+    """Only a prefill worker's answers are read; a decode worker's are handed on."""
+    kind = CollectingUpstream if endpoint.role == "prefill" else Upstream
+    pool = Pool(endpoint.address, endpoint.http_port, kind)
+    return Worker(endpoint.uid, endpoint.role, (endpoint.tier, endpoint.compat), 0, endpoint, pool)
+
+
 @dataclass(slots=True)
 class WorkerTable:
     """Workers by uid; rings are rebuilt when the set changes. Running requests keep the Worker that they hold."""
@@ -63,8 +70,7 @@ class WorkerTable:
         for uid, endpoint in wanted.items():
             known = self.workers.get(uid)
             if known is None:
-                group, pool = (endpoint.tier, endpoint.compat), Pool(endpoint.address, endpoint.http_port)
-                self.workers[uid] = Worker(uid, endpoint.role, group, 0, endpoint, pool)
+                self.workers[uid] = new_worker(endpoint)
             else:
                 known.follow(endpoint)
         for role in self.rings:
