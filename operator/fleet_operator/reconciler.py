@@ -258,11 +258,13 @@ class Reconciler:
             await self.read_due()
 
     async def read_due(self) -> None:
-        """Read the load of every fleet whose interval is over."""
-        for key, raw in list(self._fleets.items()):
-            state = self._states.get(key)
-            if state is not None and "deletionTimestamp" not in raw["metadata"]:
-                await self._read(key, raw, state)
+        """Read the load of every fleet whose interval is over, side by side: a source that hangs costs its own fleet only."""
+        due = [
+            self._read(key, raw, state)
+            for key, raw in self._fleets.items()
+            if (state := self._states.get(key)) is not None and "deletionTimestamp" not in raw["metadata"]
+        ]
+        await asyncio.gather(*due)
 
     async def _read(self, key: Key, raw: Object, state: _State) -> None:
         try:

@@ -78,6 +78,8 @@ def _unusable(telemetry: TierTelemetry | None, interval_s: float, now: float) ->
     """Why this telemetry cannot be acted on; empty when it can."""
     if telemetry is None:
         return "no telemetry"
+    if telemetry.problem is not None:
+        return telemetry.problem
     for name, load in (("prefill", telemetry.prefill), ("decode", telemetry.decode)):
         if load.inflight is None or load.measured_at is None:
             return f"no {name} load"

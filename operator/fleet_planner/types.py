@@ -81,6 +81,8 @@ class TierTelemetry:
     kv: KvProof | None = None
     transport: str | None = None
     """Transport that the workers report as in use, e.g. "shm", "tcp"; None when unknown."""
+    problem: str | None = None
+    """Why nothing is known, when the source itself failed."""
 
 
 @dataclass(frozen=True, slots=True)

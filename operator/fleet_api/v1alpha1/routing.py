@@ -93,8 +93,8 @@ class ScalingSpec(ApiModel):
 class PrometheusSpec(ApiModel):
     """A Prometheus server to read metrics from."""
 
-    url: Annotated[str, Field(pattern=r"^https?://[^/\s]+(/\S*)?$", max_length=2048)] = Field(
-        description="Base URL, e.g. http://prometheus.monitoring:9090."
+    url: Annotated[str, Field(pattern=r"^https?://[^/\s@]+(/[^\s@]*)?$", max_length=2048)] = Field(
+        description="Base URL, e.g. http://prometheus.monitoring:9090; without credentials, because everybody can read them here."
     )
 
 

@@ -10,6 +10,15 @@ from fleet_planner.types import KvProof, Role, RoleLoad, TierTelemetry
 
 TTFT = "fleet_router_ttft_seconds"
 ITL = "fleet_router_itl_seconds"
+SENT = "fleet_router_inflight"
+RUNNING = "vllm:num_requests_running"
+WAITING = "vllm:num_requests_waiting"
+TRANSFERS = "vllm:nixl_xfer_time_seconds_count"
+BLOCKS = "fleet:kv_blocks_received_total"
+BYTES = "vllm:nixl_bytes_transferred_sum"
+FAILED = "vllm:nixl_num_failed_transfers_total"
+METRICS = frozenset({f"{TTFT}_bucket", f"{ITL}_bucket", SENT, RUNNING, WAITING, TRANSFERS, BLOCKS, BYTES, FAILED})
+"""Every metric that anything here reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +45,8 @@ def tier_telemetry(
     """What is known of a tier. `earlier` are the routers' readings at the beginning of the window, same order."""
     mine = [worker for worker in workers if worker.tier == tier]
     return TierTelemetry(
-        prefill=_load("prefill", tier, mine, routers, _window(routers, earlier, TTFT), None, now),
-        decode=_load("decode", tier, mine, routers, None, _window(routers, earlier, ITL), now),
+        prefill=_load("prefill", tier, mine, routers, _window(routers, earlier, TTFT), None),
+        decode=_load("decode", tier, mine, routers, None, _window(routers, earlier, ITL)),
         kv=_proof(mine, now),
         transport=next((worker.transport for worker in mine if worker.transport), None),
     )
@@ -50,25 +59,26 @@ def _load(
     routers: Sequence[Reading | None],
     ttft: float | None,
     itl: float | None,
-    now: float,
 ) -> RoleLoad:
     """In flight: the larger of what routers sent and what engines hold. A role with an unreadable worker is still known when
-    every router can be read, because they know all that they sent; else it is unknown."""
-    sent = _sum(
-        [total(r.samples, "fleet_router_inflight", role=role, tier=tier) or 0.0 if r is not None else None for r in routers]
-    )
-    held = _sum([_held(worker) for worker in workers if worker.role == role])
+    every router can be read, because they know all that they sent; else it is unknown. As old as the oldest reading in it."""
+    mine = [worker for worker in workers if worker.role == role]
+    sent = _sum([total(r.samples, SENT, role=role, tier=tier) or 0.0 if r is not None else None for r in routers])
+    held = _sum([_held(worker) for worker in mine])
+    used = [] if sent is None else list(routers)
+    used += [] if held is None else [worker.reading for worker in mine]
     known = [value for value in (sent, held) if value is not None]
     if not known:
         return RoleLoad()
-    return RoleLoad(inflight=max(known), ttft_p99_s=ttft, itl_p99_s=itl, measured_at=now)
+    oldest = min(reading.read_at for reading in used if reading is not None)
+    return RoleLoad(inflight=max(known), ttft_p99_s=ttft, itl_p99_s=itl, measured_at=oldest)
 
 
 def _held(worker: WorkerReading) -> float | None:
     if worker.reading is None:
         return None
-    running = total(worker.reading.samples, "vllm:num_requests_running")
-    waiting = total(worker.reading.samples, "vllm:num_requests_waiting")
+    running = total(worker.reading.samples, RUNNING)
+    waiting = total(worker.reading.samples, WAITING)
     return None if running is None or waiting is None else running + waiting
 
 
@@ -98,9 +108,9 @@ def _proof(workers: list[WorkerReading], now: float) -> KvProof | None:
         return round(sum(total(samples, name) or 0.0 for samples in read))
 
     return KvProof(
-        transfers=count("vllm:nixl_xfer_time_seconds_count"),
-        blocks=count("fleet:kv_blocks_received_total"),
-        bytes=count("vllm:nixl_bytes_transferred_sum"),
-        failed=count("vllm:nixl_num_failed_transfers_total"),
+        transfers=count(TRANSFERS),
+        blocks=count(BLOCKS),
+        bytes=count(BYTES),
+        failed=count(FAILED),
         measured_at=now,
     )

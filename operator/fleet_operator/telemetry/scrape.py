@@ -37,7 +37,7 @@ class ScrapeTelemetry:
 
     async def collect(self, fleet: InferenceFleet, pods: list[Object], routers: list[str]) -> dict[str, TierTelemetry]:
         """Telemetry per tier."""
-        workers = [pod for pod in pods if _is_running_worker(pod)]
+        workers = [pod for pod in pods if is_running_worker(pod)]
         found = await asyncio.gather(*(self._worker(pod) for pod in workers), *(self._read(f"{url}/metrics") for url in routers))
         readings = [item for item in found if isinstance(item, WorkerReading)]
         latest = [item for item in found[len(workers) :] if not isinstance(item, WorkerReading)]
@@ -86,12 +86,12 @@ class ScrapeTelemetry:
         await self._http.aclose()
 
 
-def _is_running_worker(pod: Object) -> bool:
+def is_running_worker(pod: Object) -> bool:
     """A worker with an address that is not on its way out."""
-    meta, status = pod["metadata"], pod.get("status") or {}
-    return (
-        meta.get("labels", {}).get(ROLE) in ROLES
-        and bool(status.get("podIP"))
-        and status.get("phase") == "Running"
-        and "deletionTimestamp" not in meta
-    )
+    return pod["metadata"].get("labels", {}).get(ROLE) in ROLES and is_running(pod)
+
+
+def is_running(pod: Object) -> bool:
+    """Has an address and is not on its way out."""
+    status = pod.get("status") or {}
+    return bool(status.get("podIP")) and status.get("phase") == "Running" and "deletionTimestamp" not in pod["metadata"]

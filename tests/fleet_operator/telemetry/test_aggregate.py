@@ -1,0 +1,87 @@
+"""Readings of workers and routers become one tier's load; a part is never taken for the whole."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from fleet_operator.telemetry import aggregate
+from fleet_operator.telemetry.aggregate import METRICS, Reading, WorkerReading, tier_telemetry
+from fleet_operator.telemetry.parse import parse_text
+from fleet_planner.types import KvProof, Role
+
+NOW = 1_000.0
+
+
+def router(prefill: float, decode: float, at: float = NOW, more: str = "") -> Reading:
+    rows = [f'fleet_router_inflight{{role="{role}",tier="t"}} {n}' for role, n in (("prefill", prefill), ("decode", decode))]
+    return Reading(parse_text("\n".join([*rows, more])), at)
+
+
+def worker(role: Role, held: float | None, at: float = NOW, tier: str = "t") -> WorkerReading:
+    if held is None:
+        return WorkerReading(tier, role, None)
+    return WorkerReading(tier, role, Reading(parse_text(f"vllm:num_requests_running {held}\nvllm:num_requests_waiting 0"), at))
+
+
+def inflight(workers: list[WorkerReading], routers: list[Reading | None]) -> tuple[float | None, float | None]:
+    found = tier_telemetry("t", workers, routers, [None] * len(routers), NOW)
+    return found.prefill.inflight, found.decode.inflight
+
+
+@pytest.mark.parametrize(
+    ("workers", "routers", "expected"),
+    [
+        ([worker("prefill", 1), worker("decode", 2)], [router(3, 1)], (3, 2)),
+        ([worker("prefill", 1), worker("decode", None)], [router(0, 5)], (1, 5)),
+        ([worker("prefill", 1), worker("decode", None)], [None], (1, None)),
+        ([worker("prefill", 1), worker("decode", 1), worker("decode", None)], [None], (1, None)),
+        ([worker("prefill", 1), worker("decode", 1)], [router(2, 2), None], (1, 1)),
+        ([worker("prefill", 1), worker("decode", 1)], [router(2, 2), router(2, 2)], (4, 4)),
+        ([], [router(2, 0)], (2, 0)),
+        ([], [], (None, None)),
+        ([worker("prefill", 9, tier="other")], [router(1, 1)], (1, 1)),
+    ],
+    ids=[
+        "the-larger-counts", "routers-know-all-they-sent", "unreadable-worker", "a-part-of-the-workers", "a-part-of-the-routers",
+        "two-routers-add-up", "no-workers", "nothing", "another-tier",
+    ],
+)  # fmt: skip
+def test_inflight(workers: list[WorkerReading], routers: list[Reading | None], expected: tuple[float | None, float | None]):
+    assert inflight(workers, routers) == expected
+
+
+def test_load_is_as_old_as_its_oldest_reading():
+    found = tier_telemetry("t", [worker("prefill", 1, at=990.0), worker("prefill", 1, at=999.0)], [router(0, 0)], [None], NOW)
+    assert found.prefill.measured_at == 990.0
+
+
+def test_latency_is_the_worst_routers_over_the_window():
+    old, new = (
+        router(0, 0, more="\n".join(f'fleet_router_ttft_seconds_bucket{{le="{le}"}} {n}' for le, n in counts))
+        for counts in ([("1", 100), ("2", 100), ("+Inf", 100)], [("1", 100), ("2", 110), ("+Inf", 110)])
+    )
+    found = tier_telemetry("t", [], [new, new], [old, None], NOW)
+    assert found.prefill.ttft_p99_s == pytest.approx(1.99)
+    assert found.decode.itl_p99_s is None
+
+
+def test_the_proof_counts_decode_workers_only():
+    text = (
+        "vllm:nixl_xfer_time_seconds_count 3\nfleet:kv_blocks_received_total 40\nvllm:nixl_bytes_transferred_sum 4096\n"
+        "vllm:nixl_num_failed_transfers_total 1"
+    )
+    readings = [WorkerReading("t", role, Reading(parse_text(text), NOW), "shm") for role in ("decode", "decode", "prefill")]
+    found = tier_telemetry("t", readings, [], [], NOW)
+    assert found.kv == KvProof(transfers=6, blocks=80, bytes=8192, failed=2, measured_at=NOW)
+    assert found.transport == "shm"
+    assert tier_telemetry("t", [worker("decode", None)], [], [], NOW).kv is None
+
+
+def test_every_metric_that_is_read_is_asked_for():
+    """Prometheus returns only what METRICS names."""
+    text = Path(aggregate.__file__).read_text()
+    read = {name for name in re.findall(r'"((?:vllm:|fleet:|fleet_router_)[a-z_]+)"', text)}
+    assert {name if f"{name}_bucket" not in METRICS else f"{name}_bucket" for name in read} == METRICS
