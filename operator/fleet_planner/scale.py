@@ -46,7 +46,7 @@ class ScaleInputs:
 def want(inputs: ScaleInputs, telemetry: TierTelemetry | None, memory: ScaleMemory, now: float) -> ScaleDecision:
     """The sizes that this tier should have now."""
     prefill, decode = inputs.current
-    why = _unusable(telemetry, inputs.interval_s, now)
+    why = unusable(telemetry, inputs.interval_s, now)
     if telemetry is None or why:
         return ScaleDecision(prefill, decode, f"holding: {why}", memory, held=True)
     needed = (
@@ -74,7 +74,7 @@ def want(inputs: ScaleInputs, telemetry: TierTelemetry | None, memory: ScaleMemo
     return ScaleDecision(*sizes, f"load needs {needed[0]} prefill and {needed[1]} decode workers", remembered)
 
 
-def _unusable(telemetry: TierTelemetry | None, interval_s: float, now: float) -> str:
+def unusable(telemetry: TierTelemetry | None, interval_s: float, now: float) -> str:
     """Why this telemetry cannot be acted on; empty when it can."""
     if telemetry is None:
         return "no telemetry"

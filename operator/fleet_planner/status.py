@@ -11,7 +11,7 @@ from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.status import Condition, ConditionStatus, FleetStatus, KvStatus, RoleStatus, TierStatus
 from fleet_api.v1alpha1.tier import TierSpec
 from fleet_planner.ratio import within
-from fleet_planner.scale import ScaleDecision
+from fleet_planner.scale import ScaleDecision, unusable
 from fleet_planner.types import Observed, ObservedPod, Role
 
 MAX_CAUSES = 3
@@ -39,7 +39,7 @@ def plan_status(fleet: InferenceFleet, views: Sequence[TierView], observed: Obse
         "Available": _available(fleet, tiers, observed),
         "Disaggregating": _disaggregating(tiers),
         "WithinRatio": _within_ratio(views, tiers),
-        "TelemetryFresh": _telemetry(views),
+        "TelemetryFresh": _telemetry(fleet, observed, now),
         "CapacityLimited": _capacity(observed),
     }
     verdicts["Ready"] = _ready(verdicts)
@@ -146,10 +146,13 @@ def _within_ratio(views: Sequence[TierView], tiers: Sequence[TierStatus]) -> Ver
     return "True", "InRatio", "every tier serves inside its ratio"
 
 
-def _telemetry(views: Sequence[TierView]) -> Verdict:
-    held = [f"{view.tier.name} is {view.decision.reason}" for view in views if view.decision.held]
-    if held:
-        return "Unknown", "NoData", "; ".join(held)
+def _telemetry(fleet: InferenceFleet, observed: Observed, now: float) -> Verdict:
+    """Whether load is known; whatever decides the sizes at this moment."""
+    interval_s = fleet.spec.telemetry.interval_s
+    reasons = {tier.name: unusable(observed.telemetry.get(tier.name), interval_s, now) for tier in fleet.spec.tiers}
+    unknown = [f"tier {name}: {why}" for name, why in reasons.items() if why]
+    if unknown:
+        return "Unknown", "NoData", "load is unknown, sizes are held; " + "; ".join(unknown)
     return "True", "Fresh", "load and latency are known"
 
 
@@ -161,8 +164,12 @@ def _capacity(observed: Observed) -> Verdict:
 
 
 def _ready(verdicts: dict[ConditionType, Verdict]) -> Verdict:
-    for kind, reason in (("Accepted", "NotAccepted"), ("Provisioned", "NotProvisioned"), ("Available", "NotAvailable")):
-        status, _, message = verdicts[kind]  # type: ignore[index]
-        if status != "True":
-            return "False", reason, message
+    """A fleet that serves stays ready while it grows: pods in creation only count as long as nothing answers."""
+    accepted, provisioned, available = (verdicts[kind] for kind in ("Accepted", "Provisioned", "Available"))
+    if accepted[0] != "True":
+        return "False", "NotAccepted", accepted[2]
+    if provisioned[1] == "ApplyFailed":
+        return "False", "NotProvisioned", provisioned[2]
+    if available[0] != "True":
+        return "False", "NotAvailable", available[2]
     return "True", "AllGood", "the fleet serves"
