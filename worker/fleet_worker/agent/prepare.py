@@ -69,10 +69,11 @@ def _fetch(source: str, progress: Callable[[str], None]) -> Path:
     except HFValidationError as error:
         raise ModelError(f"{source}: not a repository name: {error}") from error
     except HfHubHTTPError as error:
-        raise ModelError(f"{source}: the hub answered: {_first_line(error)}") from error
+        raise ModelError(f"{source}: the hub answered: {_in_short(error)}") from error
     except (LocalEntryNotFoundError, OSError) as error:
-        raise ModelError(f"{source}: the hub cannot be reached: {_first_line(error)}") from error
+        raise ModelError(f"{source}: the hub cannot be reached: {_in_short(error)}") from error
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
+def _in_short(error: Exception) -> str:
+    """The hub's words in one line: the cause stands in the second one of several."""
+    return " ".join(str(error).split())[:300] or type(error).__name__

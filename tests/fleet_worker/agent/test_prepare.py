@@ -1,0 +1,178 @@
+"""A model source becomes a folder, or an error that names the cause. hf:// is fetched from a hub on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from hashlib import sha1
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fleet_worker.agent.errors import ModelError
+from fleet_worker.agent.prepare import MAX_CONFIG_BYTES, prepare_model, split_source
+
+COMMIT = "c" * 40
+FILES = {
+    "config.json": b'{"architectures":["LlamaForCausalLM"]}',
+    "model.safetensors": b"weights",
+    "tokenizer.json": b"{}",
+    "pytorch_model.bin": b"a pickle",
+    "modeling_evil.py": b"raise SystemExit",
+    "training/optimizer.pt": b"another pickle",
+}
+PREPARE = """
+import sys
+from fleet_worker.agent.errors import ModelError
+from fleet_worker.agent.prepare import prepare_model
+try:
+    print(prepare_model(sys.argv[1], lambda _: None))
+except ModelError as error:
+    sys.exit(str(error))
+"""
+
+
+def etag(body: bytes) -> str:
+    return sha1(body, usedforsecurity=False).hexdigest()
+
+
+class Hub(ThreadingHTTPServer):
+    """As much of a model hub as snapshot_download asks for: one repository, one branch."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), HubHandler)
+        self.sent: list[str] = []
+
+
+class HubHandler(BaseHTTPRequestHandler):
+    server: Hub
+
+    def do_HEAD(self) -> None:
+        self.respond()
+
+    def do_GET(self) -> None:
+        self.respond()
+
+    def respond(self) -> None:
+        path = self.path.split("?")[0]
+        if path in (f"/api/models/acme/tiny/revision/{name}" for name in ("main", "v2", COMMIT)):
+            listing = {"id": "acme/tiny", "sha": COMMIT, "siblings": [{"rfilename": name} for name in FILES]}
+            self.answer(200, json.dumps(listing).encode(), {"content-type": "application/json"})
+            return
+        if path == f"/api/models/acme/tiny/tree/{COMMIT}":
+            tree = [{"type": "file", "path": name, "size": len(body), "oid": etag(body)} for name, body in FILES.items()]
+            self.answer(200, json.dumps(tree).encode(), {"content-type": "application/json"})
+            return
+        name = path.removeprefix(f"/acme/tiny/resolve/{COMMIT}/")
+        if name not in FILES:
+            code = "RevisionNotFound" if path.startswith("/api/models/acme/tiny/") else "RepoNotFound"
+            self.answer(404, b"{}", {"X-Error-Code": code, "X-Error-Message": f"{code} says the hub"})
+            return
+        if self.command == "GET":
+            self.server.sent.append(name)
+        self.answer(200, FILES[name], {"ETag": f'"{etag(FILES[name])}"', "X-Repo-Commit": COMMIT})
+
+    def answer(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in {**headers, "content-length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        """Quiet."""
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    server = Hub()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def prepare(source: str, port: int, cache: Path) -> subprocess.CompletedProcess[str]:
+    """In a process of its own: the library reads its environment when it is imported."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    env |= {"HF_ENDPOINT": f"http://127.0.0.1:{port}", "FLEET_MODEL_CACHE": str(cache), "HF_HOME": str(cache)}
+    return subprocess.run(
+        [sys.executable, "-c", PREPARE, source], env=env, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.parametrize("source", ["hf://acme/tiny", "hf://acme/tiny@v2"])
+def test_a_repository_is_fetched_without_pickles_or_code(hub: Hub, tmp_path: Path, source: str):
+    done = prepare(source, hub.server_address[1], tmp_path)
+    assert done.returncode == 0, done.stderr
+    folder = Path(done.stdout.strip().splitlines()[-1])
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == {
+        name: FILES[name] for name in ("config.json", "model.safetensors", "tokenizer.json")
+    }
+    assert sorted(hub.sent) == ["config.json", "model.safetensors", "tokenizer.json"]
+
+
+def test_a_second_start_fetches_nothing_again(hub: Hub, tmp_path: Path):
+    assert prepare("hf://acme/tiny", hub.server_address[1], tmp_path).returncode == 0
+    hub.sent.clear()
+    assert prepare("hf://acme/tiny", hub.server_address[1], tmp_path).returncode == 0
+    assert hub.sent == []
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("hf://acme/nobody", "hf://acme/nobody: the hub answered: 404 Client Error. Repository Not Found"),
+        ("hf://acme/tiny@v9", "hf://acme/tiny@v9: the hub answered: 404 Client Error. Revision Not Found"),
+        ("hf://a/b/c", "hf://a/b/c: not a repository name"),
+    ],
+    ids=["unknown-repository", "unknown-revision", "no-name"],
+)
+def test_the_hubs_refusal_is_named(hub: Hub, tmp_path: Path, source: str, words: str):
+    done = prepare(source, hub.server_address[1], tmp_path)
+    assert done.returncode == 1
+    assert words in done.stderr
+
+
+def test_a_hub_that_is_away_is_named(hub: Hub, tmp_path: Path):
+    done = prepare("hf://acme/tiny", 1, tmp_path)
+    assert done.returncode == 1
+    assert "hf://acme/tiny: the hub cannot be reached" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        (None, "does not exist"),
+        ({}, "holds no config.json"),
+        ({"config.json": b"{"}, "is not valid JSON"),
+        ({"config.json": b"[]"}, "names no architectures"),
+        ({"config.json": b" " * (MAX_CONFIG_BYTES + 1)}, f"is larger than {MAX_CONFIG_BYTES} bytes"),
+        ({"config.json": FILES["config.json"], "model.bin": b""}, "holds no *.safetensors file"),
+    ],
+    ids=["missing", "empty", "no-json", "no-object", "huge", "pickles-only"],
+)
+def test_a_folder_that_is_no_model_is_named(tmp_path: Path, files: dict[str, bytes] | None, words: str):
+    folder = tmp_path / "model"
+    if files is not None:
+        folder.mkdir()
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
+    with pytest.raises(ModelError, match="model") as caught:
+        prepare_model(str(folder), lambda _: None)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "split"),
+    [("hf://a/b", ("a/b", None)), ("hf://a/b@main", ("a/b", "main")), ("hf://a/b@refs/pr/1", ("a/b", "refs/pr/1"))],
+)
+def test_split_source(source: str, split: tuple[str, str | None]):
+    assert split_source(source) == split
