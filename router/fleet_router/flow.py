@@ -40,6 +40,8 @@ class Client(Protocol):
     """The client's side of one request."""
 
     request_id: str
+    leg_id: str
+    """Unlike any other request's, whatever the client calls it: what a worker knows this request by."""
 
     def write(self, data: bytes) -> None: ...
     def finish(self) -> None: ...
@@ -140,7 +142,7 @@ class Flow:
         return True
 
     def _head(self, worker: Worker, path: bytes, length: int) -> bytes:
-        return HEAD % (path, worker.pool.authority, self._client.request_id.encode(), length)
+        return HEAD % (path, worker.pool.authority, self._client.leg_id.encode(), length)
 
     def end_leg(self) -> None:
         """A leg is over, however it ended."""
@@ -262,16 +264,14 @@ class Flow:
             return
         self.done = True
         self._context.metrics.client_left += 1
-        if self._connection is not None:
-            self._connection.abort()
+        self._abandon_leg()
         self.end_leg()
         self._release_lease()
 
     def expire(self) -> None:
         """The deadline for the next byte has passed."""
-        connection, worker = self._connection, self._leg_worker
-        if connection is not None:
-            connection.abort()
+        worker = self._leg_worker
+        self._abandon_leg()
         if worker is not None:
             worker.failed(self._context.clock())
         self._release_lease()
@@ -279,6 +279,14 @@ class Flow:
             self._break("no token within the deadline")
         else:
             self._refuse(RequestError(504, f"no token within {self.config.first_token_deadline_s} s"))
+
+    def _abandon_leg(self) -> None:
+        """Close the leg's connection. A prefill leg may have ended already, with a lease that we shall never read of."""
+        worker = self._leg_worker
+        if self._connection is not None:
+            self._connection.abort()
+        if worker is not None and worker.role == "prefill":
+            self._give_back(worker, b'{"request_id":"' + self._client.leg_id.encode() + b'"}')
 
     def pause(self) -> None:
         """The client is slower than the worker."""
@@ -295,7 +303,9 @@ class Flow:
         if self._lease is None:
             return
         (worker, lease), self._lease = self._lease, None
-        body = b'{"lease_id":"' + lease.encode() + b'"}'
+        self._give_back(worker, b'{"lease_id":"' + lease.encode() + b'"}')
+
+    def _give_back(self, worker: Worker, body: bytes) -> None:
         payload = self._head(worker, RELEASE_PATH, len(body)) + body
         worker.pool.take(lambda connection, _: connection.send(Ignored(), payload) if connection is not None else None)
 

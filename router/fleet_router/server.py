@@ -67,6 +67,7 @@ class ClientConnection(asyncio.Protocol):
         self._closing = False
         self.flow: Flow | None = None
         self.request_id = ""
+        self.leg_id = ""
         self.begun_at: float | None = None
         """When the request that is being received began; None between requests."""
         self.in_body = False
@@ -83,7 +84,7 @@ class ClientConnection(asyncio.Protocol):
         self._body_bytes = 0
         self._complete = False
         self._keep_alive = True
-        self.request_id = new_request_id()
+        self.request_id = self.leg_id = new_request_id()
         self.begun_at = None
         self.in_body = False
 
@@ -178,6 +179,7 @@ class ClientConnection(asyncio.Protocol):
         elif lower == b"x-request-id":
             if REQUEST_ID.match(value):
                 self.request_id = value.decode()
+                self.leg_id = f"{self.leg_id.partition('.')[0]}.{self.request_id}"
         elif lower == b"expect":
             if self._transport is not None:
                 self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")

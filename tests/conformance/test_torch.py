@@ -67,6 +67,31 @@ def test_a_released_lease_frees_at_once(pair: Pair):
     nothing_held(pair)
 
 
+def test_a_request_that_nobody_waits_for_is_given_back_by_its_name(pair: Pair):
+    """Its router was told of no lease: it left before the prefill answer came."""
+    prefill = pair[0]
+    body = completion(max_tokens=1, kv_transfer_params={"do_remote_decode": True, "do_remote_prefill": False})
+    for name in ("r-1", "r-2"):
+        httpx.post(prefill.engine + "/v1/completions", json=body, headers={"x-request-id": name}, timeout=60)
+    assert prefill.metric("fleet:kv_leases_open") == 2
+    assert prefill.post("/kv/release", {"request_id": "r-1"}).json() == {"released": True}
+    eventually(lambda: prefill.metric("fleet:kv_leases_open") == 1, 2.0)
+    prefill.post("/kv/release", {"request_id": "r-2"})
+    nothing_held(pair)
+
+
+def test_a_running_request_is_given_back_by_its_name(pair: Pair):
+    with ThreadPoolExecutor(1) as pool:
+        asked = completion("hello", max_tokens=900, ignore_eos=True)
+        running_one = pool.submit(
+            lambda: httpx.post(pair[0].engine + "/v1/completions", json=asked, headers={"x-request-id": "r-9"}, timeout=60)
+        )
+        eventually(lambda: pair[0].metric("vllm:num_requests_running") == 1)
+        pair[0].post("/kv/release", {"request_id": "r-9"})
+        assert running_one.result(10).status_code == 400
+    nothing_held(pair)
+
+
 @pytest.mark.parametrize(
     ("change", "status", "kind"),
     [

@@ -16,6 +16,7 @@ class FakeWorker:
     def __init__(self) -> None:
         self.seen: list[dict[str, Any]] = []
         self.released: list[str] = []
+        self.request_ids: list[str] = []
         self.closed_early = 0
         self.behave: Callable[[dict[str, Any], asyncio.StreamWriter], Any] | None = None
         self._server: asyncio.Server | None = None
@@ -38,8 +39,10 @@ class FakeWorker:
                     next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length")).split(b":")[1]
                 )
                 body = json.loads(await reader.readexactly(length))
+                named = next(line for line in head.split(b"\r\n") if line.lower().startswith(b"x-request-id:"))
+                self.request_ids.append(named.split(b":")[1].strip().decode())
                 if b"/kv/release" in head:
-                    self.released.append(body["lease_id"])
+                    self.released.append(body.get("lease_id") or body["request_id"])
                     answer(writer, 200, {"released": True})
                     continue
                 self.seen.append(body)

@@ -250,8 +250,25 @@ def test_k8_a_client_that_leaves_ends_the_leg(leg: str):
         await asyncio.wait_for(started.wait(), 3)
         writer.close()
         await until(rig.idle)
-        if leg == "decode":
-            await until(lambda: rig.prefill[0].released == ["lease-1"])
+        expected = ["lease-1"] if leg == "decode" else rig.prefill[0].request_ids[:1]
+        await until(lambda: rig.prefill[0].released == expected)
+
+    run(go)
+
+
+def test_two_requests_that_a_client_calls_the_same_are_two_for_a_worker():
+    """Else giving back one of them would end the other."""
+
+    async def go(rig: Rig) -> None:
+        raw = json.dumps(ask()).encode()
+        head = (
+            b"POST /v1/completions HTTP/1.1\r\nhost: h\r\nx-request-id: mine\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
+        )
+        got = [await rig.raw(head % len(raw) + raw) for _ in range(2)]
+        assert all(b"x-request-id: mine\r\n" in answer for answer in got)
+        ids = rig.decode[0].request_ids
+        assert len(set(ids)) == 2
+        assert all(found.endswith(".mine") for found in ids)
 
     run(go)
 

@@ -82,6 +82,7 @@ class EngineCore:
         self.scheduler = Scheduler(allocator, model.block_tokens, root, limits.max_batch, limits.step_tokens)
         self.sequences: dict[str, Sequence] = {}
         self._leased: dict[str, list[int]] = {}
+        self._lease_ids: dict[str, str] = {}
         self._cancelled_pulls: dict[str, list[int]] = {}
 
     @property
@@ -205,7 +206,19 @@ class EngineCore:
         blocks = sequence.table[: self.scheduler.blocks_for(len(sequence.prompt))]
         self.scheduler.blocks.share(blocks)
         self._leased[sequence.request_id] = blocks
-        return connector.grant(sequence.request_id, blocks, len(sequence.prompt))
+        reference = connector.grant(sequence.request_id, blocks, len(sequence.prompt))
+        self._lease_ids[sequence.request_id] = reference.lease_id
+        return reference
+
+    def release_lease_of(self, request_id: str) -> None:
+        """Nobody heard of the lease of this ended request: it ends with the next step."""
+        lease_id = self._lease_ids.get(request_id)
+        if lease_id is not None and self.connector is not None:
+            self.connector.release(lease_id)
+
+    def leased_requests(self) -> list[str]:
+        """Ended requests whose blocks are under a lease."""
+        return list(self._leased)
 
     # -- transfers --------------------------------------------------------------------------------------------------
     def _poll_connector(self) -> list[Output]:
@@ -213,6 +226,7 @@ class EngineCore:
             return []
         for request_id, why in self.connector.released():
             self.scheduler.blocks.free(self._leased.pop(request_id))
+            del self._lease_ids[request_id]
             self.counters.expired_leases += why == "expired"
         return [output for result in self.connector.finished() if (output := self._fetched(result)) is not None]
 

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 
 from fleet_worker.engine.core import EngineCore, Output
-from fleet_worker.engine.errors import EngineError, EngineStoppedError, OverloadedError
+from fleet_worker.engine.errors import BadRequestError, EngineError, EngineStoppedError, OverloadedError
 from fleet_worker.engine.sequence import Sequence
 from fleet_worker.transfer.base import KvError
 
@@ -76,6 +76,19 @@ class EngineLoop:
                 core.finish(request_id, "stop")
 
             self._post(end)
+
+    def give_back(self, belongs: Callable[[str], bool]) -> None:
+        """End every request that belongs, running or leased: whoever asked for it will not read its answer."""
+        for request_id in [found for found in self._sinks if belongs(found)]:
+            self._sinks.pop(request_id).put_nowait(BadRequestError("the request was given back"))
+            self._post(request_id)
+
+        def release(core: EngineCore) -> None:
+            for request_id in core.leased_requests():
+                if belongs(request_id):
+                    core.release_lease_of(request_id)
+
+        self._post(release)
 
     def call(self, function: Callable[[EngineCore], None]) -> None:
         """Run a small function on the engine thread between two steps."""

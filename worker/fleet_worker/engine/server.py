@@ -32,6 +32,13 @@ DISCONNECT_POLL_S = 0.1
 MAX_REQUEST_ID = 128
 
 
+class Release(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of POST /kv/release."""
+
+    lease_id: str = ""
+    request_id: str = ""
+
+
 class EngineServer:
     """Handlers; one instance per process."""
 
@@ -80,13 +87,17 @@ class EngineServer:
         return JSONResponse({"open": connector.open_leases() if connector else 0})
 
     async def release(self, request: HttpRequest) -> Response:
-        """Give a lease back that nobody will read."""
+        """Give back what nobody will read: one lease by its id, or all that was asked for under one x-request-id."""
         connector = self._loop.core.connector
         try:
-            lease_id = msgspec.json.decode(await self._body(request), type=dict[str, str]).get("lease_id", "")
+            given = msgspec.json.decode(await self._body(request), type=Release)
         except (msgspec.DecodeError, EngineError) as error:
-            return failure(BadRequestError(f"lease_id: {error}", "lease_id"))
-        return JSONResponse({"released": bool(connector and connector.release(lease_id))})
+            return failure(BadRequestError(f"lease_id or request_id: {error}", "lease_id"))
+        if given.request_id:
+            asked = given.request_id[:MAX_REQUEST_ID]
+            self._loop.give_back(lambda request_id: request_id.rpartition("-")[0] == asked)
+            return JSONResponse({"released": True})
+        return JSONResponse({"released": bool(connector and connector.release(given.lease_id))})
 
     async def _on_engine(self, function: Any) -> None:
         done = asyncio.get_running_loop().create_future()
