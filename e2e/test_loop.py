@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -40,6 +41,7 @@ def test_the_whole_loop(fleet: Fleet, operator: Service, gpu_nodes: Path):
     scaling_keeps_the_ratio(fleet)
     children_are_put_back(fleet)
     assert_rests(fleet, operator)
+    events_tell(fleet)
 
     assert operator.rss_mb() <= 150
 
@@ -79,12 +81,25 @@ def assert_rests(fleet: Fleet, operator: Service) -> None:
     kinds = "inferencefleets,workerpools,deployments,services,configmaps,poddisruptionbudgets,roles,rolebindings,serviceaccounts"
 
     def versions() -> dict[str, str]:
-        return {o["metadata"]["uid"]: o["metadata"]["resourceVersion"] for o in fleet.objects(kinds)}
+        objects = fleet.objects(kinds) + told(fleet)
+        return {o["metadata"]["uid"]: o["metadata"]["resourceVersion"] for o in objects}
 
     time.sleep(3)
     before = versions()
     time.sleep(6)
     assert versions() == before, operator.tail()
+
+
+def told(fleet: Fleet) -> list[dict[str, Any]]:
+    events = fleet.objects("events.events.k8s.io")
+    return [event for event in events if event.get("reportingController") == "inferencefleet.io/operator"]
+
+
+def events_tell(fleet: Fleet) -> None:
+    """`kubectl describe` shows what happened and why."""
+    text = fleet.kubectl("describe", "ifleet", "loop").partition("Events:")[2]
+    for words in ("Resized", "scaled by a user", "WorkersCreated", "PutBack", "Service loop-router", "ConfigMap loop-router"):
+        assert words in text, text
 
 
 def test_a_killed_engine_is_restarted_and_nothing_else_stops(fleet: Fleet):

@@ -190,6 +190,9 @@ def spoil_model(folder: Path, how: str) -> None:
 
 def test_a_port_in_use_is_named_and_exits_2(pair: Pair, tiny: Path, tmp_path: Path):
     worker = spawn(worker_config("prefill", tiny), pair[0].ip, tmp_path)
-    assert worker.process.wait(60) == 2
+    try:
+        assert worker.process.wait(60) == 2
+    finally:
+        worker.process.kill()
     assert f"on {pair[0].ip} cannot be bound" in worker.log.read_text()
     assert tokens(pair[0].post("/v1/completions", completion()))  # the first one is not disturbed

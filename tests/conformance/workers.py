@@ -75,11 +75,17 @@ def wait_ready(worker: Worker, deadline_s: float = READY_S) -> None:
         assert worker.process.poll() is None, f"exit code {worker.process.returncode}: {tail(worker)}"
         try:
             if httpx.get(worker.agent + "/ready", timeout=2).status_code == 200:
+                assert descends(httpx.get(worker.agent + "/state", timeout=2).json()["engine_pid"], worker.process.pid)
                 return
         except httpx.HTTPError:
             pass
         time.sleep(0.2)
     raise AssertionError(f"not ready after {deadline_s} s: {tail(worker)}")
+
+
+def descends(pid: int, parent: int) -> bool:
+    """The one that answers is ours, and not somebody else's on the same address."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1]) == parent
 
 
 def tail(worker: Worker) -> str:
