@@ -118,14 +118,32 @@ def tokens(url: str, prompt: str, count: int = 16) -> list[int]:
     return answer.json()["choices"][0]["token_ids"]
 
 
-def worker_processes(namespace: str) -> list[int]:
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                environment = (entry / "environ").read_bytes()
-            except OSError:
-                continue
-            if f'"namespace":"{namespace}"'.encode() in environment:
-                found.append(int(entry.name))
+def worker_processes(namespace: str) -> dict[int, str]:
+    """Agents and engines of a namespace's fleets: pid → pod name."""
+    found = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            environment = (entry / "environ").read_bytes()
+        except OSError:
+            continue
+        if f'"namespace":"{namespace}"'.encode() in environment:
+            named = [pair for pair in environment.split(b"\0") if pair.startswith(b"FLEET_POD_NAME=")]
+            found[int(entry.name)] = named[0].partition(b"=")[2].decode() if named else ""
     return found
+
+
+def router_processes(namespace: str) -> list[int]:
+    """Routers that follow a document of the namespace."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"\0kube:{namespace}/".encode() in (entry / "cmdline").read_bytes():
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+def rss_mb(pid: int) -> float:
+    """Resident memory now."""
+    return int(Path(f"/proc/{pid}/status").read_text().split("VmRSS:")[1].split()[0]) / 1024

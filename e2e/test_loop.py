@@ -12,7 +12,7 @@ import httpx
 import pytest
 from openai import OpenAI
 
-from e2e.fleet import Fleet, manifest, tiny_model, tokens
+from e2e.fleet import Fleet, manifest, router_processes, rss_mb, tiny_model, tokens, worker_processes
 from e2e.kube.service import Service
 
 PROMPT = "The operator counts two replicas and the router reads the longest prefix again. " * 10
@@ -44,6 +44,7 @@ def test_the_whole_loop(fleet: Fleet, operator: Service, gpu_nodes: Path):
     events_tell(fleet)
 
     assert operator.rss_mb() <= 150
+    memory_is_bounded(fleet)
 
     fleet.delete_and_leave_nothing()
     assert set(os.listdir("/dev/shm")) <= shared_memory
@@ -88,6 +89,18 @@ def assert_rests(fleet: Fleet, operator: Service) -> None:
     before = versions()
     time.sleep(6)
     assert versions() == before, operator.tail()
+
+
+def memory_is_bounded(fleet: Fleet) -> None:
+    """A worker is its agent and its engine."""
+    pods: dict[str, float] = {}
+    for pid, pod in worker_processes(fleet.namespace).items():
+        pods[pod] = pods.get(pod, 0.0) + rss_mb(pid)
+    assert len(pods) == 6
+    assert max(pods.values()) <= 1_200, pods
+    routers = [rss_mb(pid) for pid in router_processes(fleet.namespace)]
+    assert routers
+    assert max(routers) <= 80, routers
 
 
 def told(fleet: Fleet) -> list[dict[str, Any]]:

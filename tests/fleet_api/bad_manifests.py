@@ -120,6 +120,7 @@ BAD: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = (
     ("scaling mode", (("spec.scaling", {"mode": "predictive"}),)),
     ("scale-down window too long", (("spec.scaling", {"scaleDownWindow": "25h"}),)),
     ("prometheus without a URL", (("spec.telemetry", {"prometheus": {}}),)),
+    ("prometheus with credentials", (("spec.telemetry", {"prometheus": {"url": "http://me:pw@prom:9090"}}),)),
     ("prometheus without scheme", (("spec.telemetry", {"prometheus": {"url": "prometheus:9090"}}),)),
     ("interval too short", (("spec.telemetry", {"interval": "500ms"}),)),
     ("three things at once", (("spec.engine", {"type": "x", "maxBatch": 0}), ("spec.routing", {"replicas": 99}))),
