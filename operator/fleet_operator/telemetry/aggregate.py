@@ -19,6 +19,8 @@ BYTES = "vllm:nixl_bytes_transferred_sum"
 FAILED = "vllm:nixl_num_failed_transfers_total"
 METRICS = frozenset({f"{TTFT}_bucket", f"{ITL}_bucket", SENT, RUNNING, WAITING, TRANSFERS, BLOCKS, BYTES, FAILED})
 """Every metric that anything here reads."""
+COUNT_LIMIT = 2**63
+"""The first number that a status cannot hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,18 +101,18 @@ def _window(routers: Sequence[Reading | None], earlier: Sequence[Reading | None]
 
 
 def _proof(workers: list[WorkerReading], now: float) -> KvProof | None:
-    """Counters of the tier's decode workers; None when none can be read."""
+    """Counters of the tier's decode workers; None when none can be read, or when they count what cannot be."""
     read = [worker.reading.samples for worker in workers if worker.role == "decode" and worker.reading is not None]
     if not read:
         return None
 
-    def count(name: str) -> int:
-        return round(sum(total(samples, name) or 0.0 for samples in read))
-
+    counts = {name: sum(total(samples, name) or 0.0 for samples in read) for name in (TRANSFERS, BLOCKS, BYTES, FAILED)}
+    if not all(0 <= count < COUNT_LIMIT for count in counts.values()):
+        return None
     return KvProof(
-        transfers=count(TRANSFERS),
-        blocks=count(BLOCKS),
-        bytes=count(BYTES),
-        failed=count(FAILED),
+        transfers=round(counts[TRANSFERS]),
+        blocks=round(counts[BLOCKS]),
+        bytes=round(counts[BYTES]),
+        failed=round(counts[FAILED]),
         measured_at=now,
     )

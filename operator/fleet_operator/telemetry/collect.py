@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -10,6 +11,8 @@ from fleet_operator.cluster.interface import Object
 from fleet_operator.telemetry.prometheus import PrometheusTelemetry
 from fleet_operator.telemetry.scrape import ScrapeTelemetry
 from fleet_planner.types import TierTelemetry
+
+LOG = logging.getLogger("fleet.operator.telemetry")
 
 
 class FleetTelemetry:
@@ -20,11 +23,15 @@ class FleetTelemetry:
         self._prometheus = prometheus
 
     async def collect(self, fleet: InferenceFleet, pods: list[Object], routers: list[str]) -> dict[str, TierTelemetry]:
-        """Telemetry per tier."""
+        """Telemetry per tier. Never raises: what one fleet's targets answer must not end the telemetry of all."""
         source = fleet.spec.telemetry.prometheus
-        if source is not None:
-            return await self._prometheus.collect(fleet, source.url, pods)
-        return await self._scrape.collect(fleet, pods, routers)
+        try:
+            if source is not None:
+                return await self._prometheus.collect(fleet, source.url, pods)
+            return await self._scrape.collect(fleet, pods, routers)
+        except Exception as error:
+            LOG.exception("fleet=%s/%s telemetry failed", fleet.metadata.namespace, fleet.metadata.name)
+            return {tier.name: TierTelemetry(problem=f"reading it failed: {type(error).__name__}") for tier in fleet.spec.tiers}
 
 
 @asynccontextmanager

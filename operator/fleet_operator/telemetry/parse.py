@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 LINE = re.compile(r"^([A-Za-z_:][A-Za-z0-9_:]*)(?:\{(.*)\})? (\S+)")
-LABEL = re.compile(r'([A-Za-z_][A-Za-z0-9_]*)="((?:[^"\\]|\\.)*)"')
+LABEL = re.compile(r'(?<![A-Za-z0-9_])([A-Za-z_][A-Za-z0-9_]*+)="((?:[^"\\]|\\.)*)"')
+"""Starts only where a word starts and gives nothing back: a line of any length is read once."""
 MAX_LINES = 20_000
 
 
@@ -44,11 +45,16 @@ def total(samples: list[Sample], name: str, **labels: str) -> float | None:
 
 
 def buckets(samples: list[Sample], name: str) -> dict[float, float]:
-    """Cumulative histogram: upper bound in seconds → count, summed over label sets."""
+    """Cumulative histogram: upper bound in seconds → count, summed over label sets. A bound that is no number is left out."""
     found: dict[float, float] = {}
     for sample in samples:
-        if sample.name == f"{name}_bucket" and "le" in sample.labels:
-            bound = float(sample.labels["le"])
+        if sample.name != f"{name}_bucket":
+            continue
+        try:
+            bound = float(sample.labels.get("le", "NaN"))
+        except ValueError:
+            continue
+        if not math.isnan(bound):
             found[bound] = found.get(bound, 0.0) + sample.value
     return found
 

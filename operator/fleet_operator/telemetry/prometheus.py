@@ -1,8 +1,8 @@
 """Telemetry from the Prometheus of `spec.telemetry.prometheus.url`, through prometheus-api-client.
 
 The library is synchronous: it runs in threads of its own, few and bounded in time. It is imported when the first fleet asks for
-it. Whoever may create fleets chooses the URL, so no redirect is followed, no proxy or netrc of ours is used, and of a failure
-only its kind is told: never an answer's body, never the credentials inside a URL.
+it. Whoever may create fleets chooses the URL, so no redirect is followed, no proxy or netrc of ours is used, nothing that comes
+back may raise out of here, and of a failure only its kind is told: never an answer's body, never the credentials inside a URL.
 """
 
 from __future__ import annotations
@@ -17,16 +17,21 @@ from urllib.parse import urlsplit
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_operator.cluster.interface import Object
 from fleet_operator.names import ROLE, ROUTER_ROLE, TIER
-from fleet_operator.telemetry.aggregate import Reading, WorkerReading, tier_telemetry
+from fleet_operator.observe import timestamp
+from fleet_operator.telemetry.aggregate import WorkerReading, tier_telemetry
+from fleet_operator.telemetry.line import Line
 from fleet_operator.telemetry.scrape import is_running, is_running_worker
-from fleet_operator.telemetry.series import PodSeries, by_pod, query
+from fleet_operator.telemetry.series import TargetSeries, by_pod, of_pod, query
 from fleet_planner.types import TierTelemetry
 
-THREADS = 4
-REQUEST_TIMEOUT_S = 5
-ANSWER_TIMEOUT_S = 10.0
-"""A server may send a byte now and then: the whole answer has a bound, too."""
+THREADS = 16
+REQUEST_TIMEOUT_S = 4
+"""For a connection, and between two bytes."""
+ANSWER_TIMEOUT_S = 5.0
+"""From question to last byte, waiting for a thread included: longer would make the load of other fleets stale."""
 MAX_SERIES = 50_000
+MAX_BYTES = 32 * 1024 * 1024
+"""Some 1,000 workers, scraped every second."""
 
 
 class PrometheusTelemetry:
@@ -39,59 +44,77 @@ class PrometheusTelemetry:
     async def collect(self, fleet: InferenceFleet, url: str, pods: list[Object]) -> dict[str, TierTelemetry]:
         """Telemetry per tier; when Prometheus does not answer every tier says why."""
         now = self._now()
-        question = query(fleet.metadata.namespace, fleet.metadata.name)
+        question = query(fleet.metadata.namespace, fleet.metadata.name, fleet.spec.telemetry.interval_s)
         try:
-            async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                found = await asyncio.get_running_loop().run_in_executor(self._threads, ask, url, question, now)
-            series = by_pod(found)
+            return telemetry_of(fleet, pods, await self._ask(url, question, now), now)
         except Exception as error:  # requests, urllib3, the library and a wrong answer all raise their own; none may stop us
             problem = f"Prometheus at {shown(url)} gave no samples: {kind_of(error)}"
             return {tier.name: TierTelemetry(problem=problem) for tier in fleet.spec.tiers}
-        return telemetry_of(fleet, pods, series, now)
+
+    async def _ask(self, url: str, question: str, at: float) -> dict[str, list[TargetSeries]]:
+        """The answer, or an error within ANSWER_TIMEOUT_S; the thread is free again soon after."""
+        line = Line()
+        try:
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                return await asyncio.get_running_loop().run_in_executor(self._threads, ask, url, question, at, line)
+        finally:
+            line.hang_up()
 
     async def close(self) -> None:
         """Threads end with their last answer."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-def telemetry_of(fleet: InferenceFleet, pods: list[Object], series: dict[str, PodSeries], now: float) -> dict[str, TierTelemetry]:
+def telemetry_of(
+    fleet: InferenceFleet, pods: list[Object], series: dict[str, list[TargetSeries]], now: float
+) -> dict[str, TierTelemetry]:
     """Per tier. A running pod without series is a worker that could not be read; series of other pods do not count."""
 
-    def last(pod: Object) -> Reading | None:
-        found = series.get(pod["metadata"]["name"])
-        return found.last if found is not None else None
+    def found(pod: Object) -> TargetSeries | None:
+        meta = pod["metadata"]
+        return of_pod(series.get(meta["name"], ()), timestamp(meta.get("creationTimestamp")) or 0.0)
 
     workers = [
-        WorkerReading(pod["metadata"]["labels"].get(TIER, ""), pod["metadata"]["labels"][ROLE], last(pod))
-        for pod in pods
-        if is_running_worker(pod)
+        WorkerReading(pod["metadata"]["labels"].get(TIER, ""), pod["metadata"]["labels"][ROLE], target.last if target else None)
+        for pod, target in ((pod, found(pod)) for pod in pods if is_running_worker(pod))
     ]
-    routers = [pod for pod in pods if pod["metadata"]["labels"].get(ROLE) == ROUTER_ROLE and is_running(pod)]
-    earlier = [found.first if (found := series.get(pod["metadata"]["name"])) is not None else None for pod in routers]
-    latest = [last(pod) for pod in routers]
+    routers = [found(pod) for pod in pods if pod["metadata"]["labels"].get(ROLE) == ROUTER_ROLE and is_running(pod)]
+    earlier = [target.first if target else None for target in routers]
+    latest = [target.last if target else None for target in routers]
     return {tier.name: tier_telemetry(tier.name, workers, latest, earlier, now) for tier in fleet.spec.tiers}
 
 
-def ask(url: str, question: str, at: float) -> list[dict[str, Any]]:
-    """One instant query, in a thread."""
+def ask(url: str, question: str, at: float, line: Line) -> dict[str, list[TargetSeries]]:
+    """One instant query at the time `at`, in a thread; `line` may be hung up meanwhile."""
     from prometheus_api_client.prometheus_connect import PrometheusConnect
     from requests import Session
-    from urllib3.util import Retry
+
+    from fleet_operator.telemetry.bounded import BoundedAdapter
 
     session = Session()
     session.trust_env = False
     session.max_redirects = 0
-    with PrometheusConnect(url.rstrip("/"), session=session, retry=Retry(0), timeout=REQUEST_TIMEOUT_S) as client:
-        found: list[dict[str, Any]] = client.custom_query(question, params={"time": f"{at:.3f}", "limit": MAX_SERIES})
+    with PrometheusConnect(url.rstrip("/"), session=session, timeout=REQUEST_TIMEOUT_S) as client:
+        adapter = BoundedAdapter(line, MAX_BYTES)
+        for prefix in (
+            client.url,
+            "http://",
+            "https://",
+        ):  # the library mounts its own for its URL, and `requests` may respell that
+            session.mount(prefix, adapter)
+        found: list[dict[str, Any]] = client.custom_query(question, params={"time": f"{at:.3f}", "limit": MAX_SERIES + 1})
     if len(found) > MAX_SERIES:
         raise ValueError(f"more than {MAX_SERIES} series")
-    return found
+    return by_pod(found)
 
 
 def shown(url: str) -> str:
-    """Scheme, host and port: what a status may say."""
-    parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.hostname}" + (f":{parts.port}" if parts.port else "")
+    """Scheme, host and port: what a status may say. Never raises, because the schema lets URLs pass that are none."""
+    try:
+        parts = urlsplit(url)
+        return f"{parts.scheme}://{parts.hostname}" + (f":{parts.port}" if parts.port else "")
+    except ValueError:
+        return "its URL"
 
 
 def kind_of(error: Exception) -> str:

@@ -80,6 +80,17 @@ def test_the_proof_counts_decode_workers_only():
     assert tier_telemetry("t", [worker("decode", None)], [], [], NOW).kv is None
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["vllm:nixl_bytes_transferred_sum -1", "vllm:nixl_bytes_transferred_sum 1e300",
+     'vllm:nixl_bytes_transferred_sum{a="1"} 1e308\nvllm:nixl_bytes_transferred_sum{a="2"} 1e308'],
+    ids=["negative", "more-than-a-status-holds", "infinite-sum"],
+)  # fmt: skip
+def test_counters_that_cannot_be_are_no_proof(text: str):
+    reading = WorkerReading("t", "decode", Reading(parse_text(text), NOW))
+    assert tier_telemetry("t", [reading], [], [], NOW).kv is None
+
+
 def test_every_metric_that_is_read_is_asked_for():
     """Prometheus returns only what METRICS names."""
     text = Path(aggregate.__file__).read_text()

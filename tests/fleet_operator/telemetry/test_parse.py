@@ -61,6 +61,16 @@ def test_quantile(before: dict[float, float] | None, after: dict[float, float], 
     assert quantile(before, after, q) == expected
 
 
+def test_a_long_line_is_read_once():
+    """A worker may write what it wants: with a quadratic pattern this line takes a day."""
+    assert parse_text("up{" + "a" * 4_000_000 + "} 1")[0].labels == {}
+
+
+@pytest.mark.parametrize("bound", ['le="one"', 'le="NaN"', 'le=""', 'other="1"'])
+def test_a_bound_that_is_no_number_is_left_out(bound: str):
+    assert buckets(parse_text(f'ttft_bucket{{{bound}}} 2\nttft_bucket{{le="1"}} 3'), "ttft") == {1.0: 3.0}
+
+
 def test_buckets_sum_over_label_sets():
     text = 'ttft_bucket{le="1",m="a"} 2\nttft_bucket{le="1",m="b"} 3\nttft_bucket{le="+Inf",m="a"} 4\nother_bucket{le="1"} 9'
     assert buckets(parse_text(text), "ttft") == {1.0: 5.0, INF: 4.0}

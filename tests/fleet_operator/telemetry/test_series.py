@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
+import pytest
+import yaml
+
+from fleet_operator.names import FLEET, MANAGED_BY
 from fleet_operator.telemetry.aggregate import METRICS
-from fleet_operator.telemetry.series import by_pod, label_name, query, quoted
+from fleet_operator.telemetry.series import by_pod, label_name, of_pod, query, quoted
 
 
 def series(name: str, pod: str | None, *values: tuple[float, str], **labels: str) -> dict[str, object]:
@@ -14,9 +18,14 @@ def series(name: str, pod: str | None, *values: tuple[float, str], **labels: str
 
 
 def test_the_query_names_every_metric_and_one_fleet():
-    asked = query("ml", "llama")
+    asked = query("ml", "llama", 5.0)
     assert asked.endswith(',namespace="ml",inferencefleet_io_fleet="llama"}[60s]')
     assert all(name in asked for name in METRICS)
+
+
+@pytest.mark.parametrize(("interval_s", "window"), [(1.0, "[60s]"), (15.0, "[60s]"), (15.1, "[61s]"), (60.0, "[240s]")])
+def test_the_window_holds_several_scrapes(interval_s: float, window: str):
+    assert query("ml", "llama", interval_s).endswith(window)
 
 
 @pytest.mark.parametrize(("raw", "promql"), [("a", '"a"'), ('a"b', '"a\\"b"'), ("a\\", '"a\\\\"'), ("a\nb", '"a\\nb"')])
@@ -29,14 +38,14 @@ def test_label_names_are_those_of_service_discovery():
 
 
 def test_first_and_last_scrape_of_a_pod_with_their_own_times():
-    found = by_pod([series("a", "p", (10, "1"), (20, "2"), (30, "3")), series("b", "p", (10, "4"), (30, "5"), role="x")])["p"]
+    found = by_pod([series("a", "p", (10, "1"), (20, "2"), (30, "3")), series("b", "p", (10, "4"), (30, "5"), role="x")])["p"][0]
     assert (found.first.read_at, {s.name: s.value for s in found.first.samples}) == (10, {"a": 1, "b": 4})
     assert (found.last.read_at, {s.name: s.value for s in found.last.samples}) == (30, {"a": 3, "b": 5})
     assert found.last.samples[1].labels["role"] == "x"
 
 
 def test_a_series_that_ended_is_not_in_the_last_reading():
-    found = by_pod([series("a", "p", (10, "1")), series("b", "p", (10, "2"), (20, "3"))])["p"]
+    found = by_pod([series("a", "p", (10, "1")), series("b", "p", (10, "2"), (20, "3"))])["p"][0]
     assert [s.name for s in found.last.samples] == ["b"]
 
 
@@ -44,7 +53,53 @@ def test_nan_and_series_without_a_pod_are_left_out():
     assert by_pod([series("a", None, (10, "1")), series("a", "p", (10, "NaN"))]) == {}
 
 
-@pytest.mark.parametrize("answer", [[{"metric": {}}], [{"metric": {"pod": "p", "__name__": "a"}, "values": [[1]]}], [3]])
+@pytest.mark.parametrize(
+    "answer", [[{"metric": {}}], [{"metric": {"pod": "p", "__name__": "a"}, "values": [[1]]}], [3], [{"metric": 3}]]
+)
 def test_an_answer_that_is_no_matrix_is_an_error(answer: list[object]):
-    with pytest.raises((ValueError, KeyError, TypeError)):
+    with pytest.raises((ValueError, KeyError, TypeError, AttributeError)):
         by_pod(answer)  # type: ignore[arg-type]
+
+
+AGENT, ENGINE = {"job": "j", "instance": "p:8081"}, {"job": "j", "instance": "p:8000"}
+
+
+def chosen(*rows: dict[str, object], created_at: float = 0.0) -> tuple[float, float] | None:
+    """(sum of the samples, their time) of the target that speaks for the pod."""
+    target = of_pod(by_pod(rows).get("p", ()), created_at)
+    return None if target is None else (sum(sample.value for sample in target.last.samples), target.last.read_at)
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([series("a", "p", (10, "1"), **AGENT), series("a", "p", (10, "1"), **ENGINE)], (1, 10)),
+        (
+            [series("a", "p", (10, "1"), **AGENT), series("b", "p", (10, "2"), **AGENT), series("a", "p", (11, "9"), **ENGINE)],
+            (3, 10),
+        ),
+        ([series("a", "p", (10, "1"), **AGENT), series("a", "p", (20, "2"), **ENGINE)], (2, 20)),
+        ([series("a", "q", (10, "1"), **AGENT)], None),
+    ],
+    ids=["never-counted-twice", "the-agent-shows-more", "else-the-newest", "another-pod"],
+)
+def test_one_target_speaks_for_a_pod(rows: list[dict[str, object]], expected: tuple[float, float] | None):
+    assert chosen(*rows) == expected
+
+
+def test_what_an_earlier_pod_of_that_name_measured_does_not_count():
+    old = [series("a", "p", (10, "1"), job="j", instance="old"), series("b", "p", (10, "1"), job="j", instance="old")]
+    assert chosen(*old, created_at=15.0) is None
+    assert chosen(*old, series("a", "p", (20, "4"), job="j", instance="new"), created_at=15.0) == (4, 20)
+
+
+def test_the_documented_configuration_is_the_tested_one():
+    root = Path(__file__).parents[3]
+    text = (root / "operator/README.md").read_text()
+    documented = yaml.safe_load(text.split("```yaml\n")[1].split("```")[0])
+    tested = yaml.safe_load((root / "e2e/prometheus/scrape.yaml").read_text())
+    for config in (documented, tested):
+        del config["scrape_configs"][0]["scrape_interval"]
+    assert documented == tested
+    assert f"__meta_kubernetes_pod_label_{label_name(MANAGED_BY)}" in text
+    assert label_name(FLEET).startswith("inferencefleet_io_")
