@@ -152,7 +152,8 @@ def _telemetry(fleet: InferenceFleet, observed: Observed, now: float) -> Verdict
     reasons = {tier.name: unusable(observed.telemetry.get(tier.name), interval_s, now) for tier in fleet.spec.tiers}
     unknown = [f"tier {name}: {why}" for name, why in reasons.items() if why]
     if unknown:
-        return "Unknown", "NoData", "load is unknown, sizes are held; " + "; ".join(unknown)
+        failed = any(known.problem for known in observed.telemetry.values())
+        return "Unknown", "SourceFailed" if failed else "NoData", "load is unknown, sizes are held; " + "; ".join(unknown)
     return "True", "Fresh", "load and latency are known"
 
 

@@ -57,7 +57,7 @@ def test_not_ready_when_nothing_answers_or_nothing_can_be_applied(serving: Obser
     [
         ({"t": KNOWN}, ("True", "Fresh", "load and latency are known")),
         ({}, ("Unknown", "NoData", "load is unknown, sizes are held; tier t: no telemetry")),
-        ({"t": TierTelemetry(problem="Prometheus is away")}, ("Unknown", "NoData", "Prometheus is away")),
+        ({"t": TierTelemetry(problem="Prometheus is away")}, ("Unknown", "SourceFailed", "Prometheus is away")),
         ({"t": replace(KNOWN, decode=RoleLoad())}, ("Unknown", "NoData", "tier t: no decode load")),
         ({"t": replace(KNOWN, prefill=OLD)}, ("Unknown", "NoData", "prefill telemetry is 99 s old")),
     ],

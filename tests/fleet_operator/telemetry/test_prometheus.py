@@ -1,0 +1,172 @@
+"""Prometheus' HTTP API on a real socket, spoken rightly and wrongly: no answer raises, and unknown is never zero."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+from fleet_operator.telemetry import prometheus
+from fleet_operator.telemetry.collect import FleetTelemetry, open_telemetry
+from fleet_operator.telemetry.prometheus import PrometheusTelemetry, shown
+from tests.fleet_operator.telemetry.answers import PODS, Answer, dripping, fleet, matrix, reply, served
+
+
+def asked(answer: Answer, path: str = "") -> Any:
+    async def go(url: str) -> Any:
+        telemetry = PrometheusTelemetry(lambda: 1_000.0)
+        found = await telemetry.collect(fleet(url), url, PODS)
+        await telemetry.close()
+        return found["t"]
+
+    with served(answer) as url:
+        return asyncio.run(go(url + path))
+
+
+def test_load_with_the_samples_own_time():
+    found = asked(lambda handler: reply(handler, matrix("p", "d")))
+    assert (found.prefill.inflight, found.decode.inflight, found.prefill.measured_at, found.problem) == (4, 4, 999.0, None)
+
+
+def test_a_pod_without_series_is_unknown_and_a_pod_that_is_gone_does_not_count():
+    found = asked(lambda handler: reply(handler, matrix("p", "long-gone")))
+    assert (found.prefill.inflight, found.decode.inflight) == (4, None)
+
+
+def test_a_path_in_front_of_the_api_is_kept():
+    seen: list[str] = []
+
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        seen.append(handler.path.split("?")[0])
+        reply(handler, matrix("p", "d"))
+
+    assert asked(answer, "/prom/").prefill.inflight == 4
+    assert seen == ["/prom/api/v1/query"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [
+        (lambda handler: reply(handler, "the secret of another service", 404), "HTTP 404"),
+        (lambda handler: reply(handler, "the secret of another service"), "JSONDecodeError"),
+        (lambda handler: reply(handler, '{"data":{"result":[{"metric":{}}]}}'), "KeyError"),
+        (lambda handler: reply(handler, '{"data":{"result":[3]}}'), "TypeError"),
+        (lambda handler: reply(handler, "[" * 100_000), "RecursionError"),
+        (lambda handler: reply(handler, '{"status":"error"}', 422), "HTTP 422"),
+        (lambda handler: reply(handler, "", 302, location="http://127.0.0.1:1/"), "TooManyRedirects"),
+        (lambda handler: handler.connection.close(), "ConnectionError"),
+    ],
+    ids=["refused", "no-json", "no-series", "no-matrix", "deep", "bad-query", "redirect", "hangs-up"],
+)
+def test_a_failure_is_told_by_its_kind_only(answer: Answer, kind: str):
+    found = asked(answer)
+    assert found.problem.endswith(f"gave no samples: {kind}")
+    assert "secret" not in found.problem
+    assert found.prefill.inflight is None
+
+
+@pytest.mark.parametrize("head", [False, True], ids=["in-the-head", "in-the-body"])
+def test_servers_that_drip_keep_no_thread_from_others(monkeypatch: pytest.MonkeyPatch, head: bool):
+    monkeypatch.setattr(prometheus, "ANSWER_TIMEOUT_S", 0.3)
+    released = threading.Event()
+
+    async def go(bad: str, good: str) -> list[Any]:
+        telemetry = PrometheusTelemetry(lambda: 1_000.0)
+        found = await asyncio.gather(*(telemetry.collect(fleet(bad), bad, PODS) for _ in range(prometheus.THREADS)))
+        monkeypatch.setattr(prometheus, "ANSWER_TIMEOUT_S", 3.0)
+        found.append(await telemetry.collect(fleet(good), good, PODS))
+        await telemetry.close()
+        return [tiers["t"].problem for tiers in found]
+
+    try:
+        with served(dripping(released, head)) as bad, served(lambda handler: reply(handler, matrix("p", "d"))) as good:
+            *dripped, last = asyncio.run(go(bad, good))
+            assert all(problem.endswith("TimeoutError") for problem in dripped)
+            assert last is None
+    finally:
+        released.set()
+
+
+def test_no_more_is_read_than_allowed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(prometheus, "MAX_BYTES", 1_000_000)
+    bomb = gzip.compress(b" " * 2_000_000)
+
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(200)
+        handler.send_header("content-encoding", "gzip")
+        handler.send_header("content-length", str(len(bomb)))
+        handler.end_headers()
+        handler.wfile.write(bomb)
+
+    assert asked(answer).problem.endswith("AnswerTooLarge")
+
+
+def test_a_part_of_the_series_is_not_taken_for_all(monkeypatch: pytest.MonkeyPatch):
+    """Prometheus 3 cuts the answer at `limit` and answers 200."""
+    monkeypatch.setattr(prometheus, "MAX_SERIES", 3)
+
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        limit = int(parse_qs(urlsplit(handler.path).query)["limit"][0])
+        whole = json.loads(matrix("p", "d", "more"))
+        whole["data"]["result"] = whole["data"]["result"][:limit]
+        reply(handler, json.dumps(whole))
+
+    found = asked(answer)
+    assert found.problem.endswith("ValueError")
+    assert found.prefill.inflight is None
+
+
+@pytest.mark.parametrize(
+    "url", ["http://prom:99999999", "http://prom:none", "http://[::1", "http://%", "http://.", "http://a..b"]
+)
+def test_an_url_that_the_schema_lets_pass_and_that_is_none(url: str):
+    async def go() -> Any:
+        telemetry = PrometheusTelemetry()
+        found = await telemetry.collect(fleet(url), url, PODS)
+        await telemetry.close()
+        return found["t"]
+
+    assert asyncio.run(go()).problem.startswith("Prometheus at ")
+
+
+def test_credentials_are_never_shown():
+    assert shown("https://me:hunter2@prom.example:9443/x?token=1") == "https://prom.example:9443"
+
+
+def test_each_fleet_has_one_source():
+    async def go(url: str) -> Any:
+        async with open_telemetry() as telemetry:
+            return (
+                (await telemetry.collect(fleet(url), PODS, []))["t"].prefill.inflight,
+                (await telemetry.collect(fleet(), PODS, []))["t"].prefill.inflight,
+            )
+
+    with served(lambda handler: reply(handler, matrix("p", "d", at=time.time() - 1))) as url:
+        assert asyncio.run(go(url)) == (4, None)
+
+
+def test_what_no_source_expects_ends_nothing():
+    class Broken:
+        async def collect(self, *_: Any) -> Any:
+            raise LookupError("the secret of another service")
+
+    broken: Any = Broken()
+    for url in (None, "http://prom"):
+        found = asyncio.run(FleetTelemetry(broken, broken).collect(fleet(url), PODS, []))
+        assert found["t"].problem == "reading it failed: LookupError"
+
+
+def test_the_library_costs_nothing_until_a_fleet_asks_for_it():
+    heavy = "{'prometheus_api_client', 'requests', 'urllib3', 'pandas'}"
+    code = f"import sys, fleet_operator.telemetry.collect; print(sorted({heavy} & set(sys.modules)))"
+    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
+    assert found.stdout.strip() == "[]"

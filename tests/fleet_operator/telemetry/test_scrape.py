@@ -1,0 +1,161 @@
+"""The direct scrape on real sockets: what answers wrongly, slowly or not at all is missing, and nothing else is."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from http.server import BaseHTTPRequestHandler
+from typing import Any
+
+import pytest
+
+from fleet_operator.telemetry import scrape
+from fleet_operator.telemetry.scrape import ScrapeTelemetry
+from tests.fleet_operator.telemetry.answers import LOAD, PODS, Answer, dripping, fleet, pod, reply, served
+
+
+def scraped(answer: Answer, pods: list[dict[str, Any]] = PODS) -> Any:
+    async def go() -> Any:
+        telemetry = ScrapeTelemetry()
+        found = await telemetry.collect(fleet(), pods, [])
+        await telemetry.close()
+        return found["t"]
+
+    with served(answer, "127.87.0.1", scrape.AGENT_PORT):
+        return asyncio.run(go())
+
+
+def test_a_worker_that_answers_is_known_and_one_that_does_not_is_not():
+    found = scraped(lambda handler: reply(handler, '{"transport":"shm"}' if handler.path == "/state" else LOAD))
+    assert (found.prefill.inflight, found.decode.inflight, found.transport) == (4, None, "shm")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda handler: reply(handler, LOAD, 500),
+        lambda handler: reply(handler, LOAD, 302, location="http://127.0.0.1:1/"),
+        lambda handler: reply(handler, "\x00" * 100),
+        lambda handler: reply(handler, LOAD + "x" * (scrape.MAX_BYTES + 1)),
+        lambda handler: handler.wfile.write(b"no http at all\r\n\r\n"),
+        lambda handler: handler.connection.close(),
+    ],
+    ids=["500", "redirect", "zeros", "too-large", "no-http", "hangs-up"],
+)
+def test_a_wrong_answer_is_no_answer(answer: Answer):
+    assert scraped(answer).prefill.inflight is None
+
+
+@pytest.mark.parametrize("head", [False, True], ids=["in-the-head", "in-the-body"])
+def test_a_worker_that_drips_is_given_up(monkeypatch: pytest.MonkeyPatch, head: bool):
+    monkeypatch.setattr(scrape, "TIMEOUT_S", 0.2)
+    released = threading.Event()
+    begun = time.monotonic()
+    try:
+        assert scraped(dripping(released, head)).prefill.inflight is None
+    finally:
+        released.set()
+    assert time.monotonic() - begun < 3
+
+
+def test_no_more_is_read_than_allowed():
+    """A worker that never stops sending is left long before its time is over."""
+    sent = 0
+
+    def endless(handler: BaseHTTPRequestHandler) -> None:
+        nonlocal sent
+        handler.send_response(200)
+        handler.end_headers()
+        while sent < 100 * scrape.MAX_BYTES:
+            sent += handler.wfile.write(b"#" * 65_536)
+
+    assert scraped(endless).prefill.inflight is None
+    assert sent < 10 * scrape.MAX_BYTES
+
+
+@pytest.mark.parametrize(
+    "state", ['{"transport":["shm"]}', '{"transport":"a b\\n"}', '{"transport":""}', "[" * 100_000, "[1]", "{"],
+    ids=["list", "words", "empty", "deep", "no-object", "no-json"],
+)  # fmt: skip
+def test_a_state_that_is_none_costs_only_the_transport(state: str):
+    found = scraped(lambda handler: reply(handler, state if handler.path == "/state" else LOAD))
+    assert (found.prefill.inflight, found.transport) == (4, None)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"deletionTimestamp": "2026-01-01T00:00:00Z"}, {"labels": {"inferencefleet.io/role": "router"}}],
+    ids=["leaving", "router"],
+)
+def test_only_running_workers_are_asked(change: dict[str, Any]):
+    other = pod("p", "prefill", "127.87.0.1")
+    other["metadata"] |= change
+    assert scraped(lambda handler: reply(handler, LOAD), [other]).prefill.inflight is None
+
+
+# -- latency window -------------------------------------------------------------------------------------------------
+class Router:
+    """Answers what it counted so far: `fast` requests below a second and `slow` ones below ten."""
+
+    def __init__(self) -> None:
+        self.fast = self.slow = 0
+
+    def answer(self, handler: BaseHTTPRequestHandler) -> None:
+        rows = (("1", self.fast), ("10", self.fast + self.slow), ("+Inf", self.fast + self.slow))
+        text = "".join(f'fleet_router_ttft_seconds_bucket{{le="{bound}"}} {count}\n' for bound, count in rows)
+        reply(handler, text + 'fleet_router_inflight{role="prefill",tier="t"} 0\n')
+
+
+async def ttft(telemetry: ScrapeTelemetry, url: str, name: str = "f") -> float | None:
+    return (await telemetry.collect(fleet(name=name), [], [url]))["t"].prefill.ttft_p99_s
+
+
+def test_latency_is_of_the_window_and_never_of_the_routers_whole_life():
+    router = Router()
+    router.slow = 100
+
+    async def go(url: str) -> list[float | None]:
+        telemetry = ScrapeTelemetry()
+        found = [await ttft(telemetry, url)]
+        router.fast += 100
+        found.append(await ttft(telemetry, url))
+        await telemetry.close()
+        return found
+
+    with served(router.answer) as url:
+        assert asyncio.run(go(url)) == [None, 0.99]
+
+
+def test_fleets_keep_their_own_windows():
+    router = Router()
+
+    async def go(mine: str, others: str) -> float | None:
+        telemetry = ScrapeTelemetry()
+        await ttft(telemetry, mine)
+        await ttft(telemetry, others, "other")
+        router.fast += 100
+        found = await ttft(telemetry, mine)
+        await telemetry.close()
+        return found
+
+    with served(router.answer) as mine, served(Router().answer) as others:
+        assert asyncio.run(go(mine, others)) == 0.99
+
+
+def test_routers_and_fleets_that_are_gone_are_forgotten():
+    clock = [1_000.0]
+
+    async def go(url: str) -> list[int]:
+        telemetry = ScrapeTelemetry(lambda: clock[0])
+        await ttft(telemetry, url)
+        await telemetry.collect(fleet(name="other"), [], [url])
+        found = [len(telemetry._history)]
+        clock[0] += scrape.FORGET_S + 1
+        await telemetry.collect(fleet(), [], [])
+        found.append(len(telemetry._history))
+        await telemetry.close()
+        return found
+
+    with served(Router().answer) as url:
+        assert asyncio.run(go(url)) == [2, 0]
