@@ -63,6 +63,7 @@ async def follow_kube(
                     break  # 410: list again
                 if event.get("type") in ("ADDED", "MODIFIED"):
                     _deliver(event["object"], apply, failed)
+            await asyncio.sleep(BACKOFF_FIRST_S)  # an API server that ends every watch at once must not be asked in a loop
         except (OSError, EOFError, TimeoutError, ValueError, KeyError, asyncio.LimitOverrunError) as error:
             failed(f"{type(error).__name__}: {error}")
             await asyncio.sleep(backoff_s)

@@ -1,0 +1,259 @@
+"""How the worker set reaches a router: within a second, without a restart, and a bad document never replaces a good one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fleet_router.config import RouterConfig
+from fleet_router.config import encode as encode_config
+from fleet_router.follow.directory import follow_directory
+from fleet_router.follow.documents import Documents, parse
+from fleet_router.follow.kube import ApiServer, api_server, follow_kube
+from fleet_wire.endpoints import ENDPOINTS_KEY, ROUTER_CONFIG_KEY, Endpoint, Endpoints
+from fleet_wire.endpoints import encode as encode_endpoints
+
+WITHIN_S = 1.0
+
+
+def documents(*names: str) -> dict[str, str]:
+    workers = tuple(
+        Endpoint(
+            name=name, uid=name, address="127.0.0.1", http_port=1, agent_port=2, role="decode", tier="t", revision="r", compat="c"
+        )
+        for name in names
+    )
+    return {
+        ROUTER_CONFIG_KEY: encode_config(RouterConfig(fleet="f", served_name="m")),
+        ENDPOINTS_KEY: encode_endpoints(Endpoints(fleet="f", namespace="n", workers=workers)).decode(),
+    }
+
+
+class Seen:
+    """What a follower delivered."""
+
+    def __init__(self) -> None:
+        self.applied: asyncio.Queue[tuple[str, ...]] = asyncio.Queue()
+        self.problems: asyncio.Queue[str] = asyncio.Queue()
+
+    def apply(self, found: Documents) -> None:
+        self.applied.put_nowait(tuple(worker.name for worker in found.endpoints.workers))
+
+    async def next(self) -> tuple[str, ...]:
+        return await asyncio.wait_for(self.applied.get(), WITHIN_S)
+
+    async def problem(self) -> str:
+        return await asyncio.wait_for(self.problems.get(), WITHIN_S)
+
+
+def following(follow: Callable[[Seen], Awaitable[None]], scenario: Callable[[Seen], Awaitable[None]]) -> None:
+    async def go() -> None:
+        seen = Seen()
+        task = asyncio.ensure_future(follow(seen))
+        try:
+            await scenario(seen)
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({ENDPOINTS_KEY: None}, "endpoints.json is missing"),
+        ({ROUTER_CONFIG_KEY: None}, "router.json is missing"),
+        ({ENDPOINTS_KEY: "{"}, "endpoints.json: "),
+        ({ENDPOINTS_KEY: '{"fleet":"f","namespace":"n","workers":[{"name":3}]}'}, "$.workers[0]"),
+        ({ROUTER_CONFIG_KEY: '{"fleet":"f","served_name":"m","colour":1}'}, "colour"),
+    ],
+)
+def test_a_bad_document_is_named(change: dict[str, str | None], words: str):
+    data = {key: value for key, value in {**documents("a"), **change}.items() if value is not None}
+    with pytest.raises(ValueError, match=r"\.json") as caught:
+        parse(data)
+    assert words in str(caught.value)
+
+
+# -- a folder -------------------------------------------------------------------------------------------------------
+def write(folder: Path, data: dict[str, str]) -> None:
+    """As the kubelet projects a ConfigMap: a new folder, then one link is swapped."""
+    version = folder / f"..{len(list(folder.iterdir()))}"
+    version.mkdir()
+    for key, value in data.items():
+        (version / key).write_text(value)
+        if not (folder / key).is_symlink():
+            (folder / key).symlink_to(Path("..data") / key)
+    fresh = folder / "..data_tmp"
+    fresh.symlink_to(version.name)
+    os.replace(fresh, folder / "..data")
+
+
+def test_a_folder_is_followed(tmp_path: Path):
+    async def scenario(seen: Seen) -> None:
+        await seen.problem()  # nothing there yet
+        write(tmp_path, documents("a"))
+        assert await seen.next() == ("a",)
+        write(tmp_path, documents("a", "b"))
+        assert await seen.next() == ("a", "b")
+        write(tmp_path, {**documents("c"), ENDPOINTS_KEY: '{"half'})
+        assert "endpoints.json" in await seen.problem()
+        assert seen.applied.empty()
+        write(tmp_path, documents("c"))
+        assert await seen.next() == ("c",)
+
+    following(lambda seen: follow_directory(tmp_path, seen.apply, seen.problems.put_nowait), scenario)
+
+
+# -- the API server -------------------------------------------------------------------------------------------------
+class Api:
+    """Answers list and watch as an API server does; the test says what happens."""
+
+    def __init__(self) -> None:
+        self.items: list[dict[str, Any]] = []
+        self.events: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self.refuse: list[int] = []
+        self.tokens: list[str] = []
+        self.watches = 0
+        self.tasks: set[asyncio.Task[None] | None] = set()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.tasks.add(asyncio.current_task())
+        try:
+            await self.answer(reader, writer)
+        finally:
+            writer.close()
+
+    async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        self.tokens.append(head.split("Bearer ")[1].split("\r\n")[0])
+        if self.refuse:
+            writer.write(b"HTTP/1.1 %d X\r\ncontent-length: 0\r\n\r\n" % self.refuse.pop(0))
+        elif "watch=true" in head:
+            self.watches += 1
+            writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+            while (piece := await self.events.get()) is not None:
+                writer.write(b"%x\r\n" % len(piece) + piece + b"\r\n")
+            writer.write(b"0\r\n\r\n")
+        else:
+            body = json.dumps({"metadata": {"resourceVersion": "5"}, "items": self.items}).encode()
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        await writer.drain()
+
+    def send(self, kind: str, item: dict[str, Any], pieces: int = 1) -> None:
+        line = json.dumps({"type": kind, "object": item}).encode() + b"\n"
+        size = -(-len(line) // pieces)
+        for start in range(0, len(line), size):
+            self.events.put_nowait(line[start : start + size])
+
+
+def config_map(*names: str) -> dict[str, Any]:
+    return {"metadata": {"name": "f-router"}, "data": documents(*names)}
+
+
+def with_api(tmp_path: Path, scenario: Callable[[Seen, Api], Awaitable[None]]) -> None:
+    (tmp_path / "token").write_text("first\n")
+
+    async def go() -> None:
+        api, seen = Api(), Seen()
+        server = await asyncio.start_server(api.serve, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        task = asyncio.create_task(
+            follow_kube("n", "f-router", seen.apply, seen.problems.put_nowait, ApiServer(url, tmp_path / "token", None))
+        )
+        try:
+            await scenario(seen, api)
+        finally:
+            ending = [task, *(found for found in api.tasks if found is not None)]
+            for found in ending:
+                found.cancel()
+            await asyncio.gather(*ending, return_exceptions=True)
+            server.close()
+
+    asyncio.run(go())
+
+
+def test_list_then_watch(tmp_path: Path):
+    async def go(seen: Seen, api: Api) -> None:
+        api.items = [config_map("a")]
+        assert await seen.next() == ("a",)
+        api.send("MODIFIED", config_map("a", "b"), pieces=7)
+        assert await seen.next() == ("a", "b")
+        api.send("BOOKMARK", {"metadata": {"resourceVersion": "9"}})
+        api.send("DELETED", config_map())
+        api.send("ADDED", config_map("c"))
+        assert await seen.next() == ("c",)
+
+    with_api(tmp_path, go)
+
+
+def test_a_watch_that_is_too_old_begins_with_a_new_list_and_reads_the_token_again(tmp_path: Path):
+    async def go(seen: Seen, api: Api) -> None:
+        api.items = [config_map("a")]
+        assert await seen.next() == ("a",)
+        api.items = [config_map("b")]
+        (tmp_path / "token").write_text("second")
+        api.send("ERROR", {"kind": "Status", "code": 410})
+        api.events.put_nowait(None)
+        assert await seen.next() == ("b",)
+        assert set(api.tokens) == {"first", "second"}
+
+    with_api(tmp_path, go)
+
+
+def test_what_the_api_server_refuses_is_told_and_tried_again(tmp_path: Path):
+    async def go(seen: Seen, api: Api) -> None:
+        api.refuse = [403, 500]
+        api.items = [config_map("a")]
+        assert await seen.problem() == "OSError: the API server answered 403 to /api/v1/namespaces/n/configmaps"
+        assert "500" in await seen.problem()
+        assert await seen.next() == ("a",)
+
+    with_api(tmp_path, go)
+
+
+def test_a_bad_document_keeps_the_last_good_one(tmp_path: Path):
+    async def go(seen: Seen, api: Api) -> None:
+        api.items = [config_map("a")]
+        assert await seen.next() == ("a",)
+        api.send("MODIFIED", {"metadata": {"name": "f-router"}, "data": {ROUTER_CONFIG_KEY: "{}"}})
+        assert await seen.problem() == "endpoints.json is missing"
+        api.send("MODIFIED", config_map("b"))
+        assert await seen.next() == ("b",)
+
+    with_api(tmp_path, go)
+
+
+def test_a_watch_that_always_ends_at_once_does_not_become_a_storm(tmp_path: Path):
+    async def go(seen: Seen, api: Api) -> None:
+        for _ in range(100):
+            api.events.put_nowait(None)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.Event().wait(), WITHIN_S)
+        assert 2 <= api.watches <= 10
+
+    with_api(tmp_path, go)
+
+
+@pytest.mark.parametrize(
+    ("env", "url"),
+    [
+        ({"FLEET_KUBE_URL": "https://k:6443"}, "https://k:6443"),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, "https://10.0.0.1:443"),
+        ({"KUBERNETES_SERVICE_HOST": "fd00::1", "KUBERNETES_SERVICE_PORT": "6443"}, "https://[fd00::1]:6443"),
+    ],
+)
+def test_where_the_api_server_is(env: dict[str, str], url: str):
+    assert api_server(env).url == url
+
+
+def test_outside_a_cluster_is_told():
+    with pytest.raises(ValueError, match="neither FLEET_KUBE_URL nor KUBERNETES_SERVICE_HOST is set"):
+        api_server({})
