@@ -136,19 +136,20 @@ def test_a_bad_model_is_named_and_ends_with_2(tmp_path, fleet_file, flaw, cause)
 
 @pytest.mark.smoke
 def test_input_that_fails_before_anything_starts(tmp_path, fleet_file):
-    missing = finished(fleet_file(tmp_path / "none"))
+    port = str(free_port())  # somebody may be using the default one
+    missing = finished(fleet_file(tmp_path / "none"), "--port", port)
     assert (missing.returncode, missing.stderr) == (
         2,
         f"fleet: spec.model.source: model path {tmp_path}/none does not exist\n",
     )
-    invalid = finished(fleet_file(tmp_path, routing={"replicas": 0}))
+    invalid = finished(fleet_file(tmp_path, routing={"replicas": 0}), "--port", port)
     assert (invalid.returncode, invalid.stderr) == (
         2,
         'fleet: The InferenceFleet "tiny" is invalid: spec.routing.replicas: Invalid value: 0: '
         "spec.routing.replicas in body should be greater than or equal to 1\n",
     )
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        busy = finished("--port", str(port))
+        held = taken.getsockname()[1]
+        busy = finished("--port", str(held))
     assert busy.returncode == 1
-    assert busy.stderr == f"fleet: port {port} on 127.0.0.1 is in use: stop what holds it or choose another with --port\n"
+    assert busy.stderr == f"fleet: port {held} on 127.0.0.1 is in use: stop what holds it or choose another with --port\n"

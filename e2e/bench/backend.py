@@ -1,7 +1,8 @@
 """Cheap workers for the router benchmark: the same for every router, so that what differs is the router.
 
 Four addresses in one process. An answer is fixed bytes; a stream of N chunks (`max_tokens`) sends one per tick, as an engine does
-at each step, each in a packet of its own; for the user "flood" all at once, one write each.
+at each step, each in a packet of its own; when the prompt says FLOOD all at once, one write each. The mark is in the prompt
+because routers write JSON anew, with other spaces: a mark that one of them changes would give it other work than the rest.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ EVENT = b"data: " + TEXT.encode() + b'"finish_reason":null,"stop_reason":null}]}
 CHUNK = f"{len(EVENT):x}\r\n".encode() + EVENT + b"\r\n"
 END = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
 STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
-FLOOD = b'"user": "flood"'
-MAX_TOKENS = re.compile(rb'"max_tokens": ?(\d+)')
+FLOOD = "FLOOD"
+MAX_TOKENS = re.compile(rb'"max_tokens"\s*:\s*(\d+)')
+STREAM = re.compile(rb'"stream"\s*:\s*true')
+PREFILL = re.compile(rb'"do_remote_decode"\s*:\s*true')
 
 
 def whole(body: bytes) -> bytes:
@@ -67,18 +70,18 @@ class Worker(asyncio.Protocol):
     def on_message_complete(self) -> None:
         if self.parser.get_method() != b"POST":
             self.transport.write(INFO)
-        elif b'"stream":true' in self.body or b'"stream": true' in self.body:
+        elif STREAM.search(self.body):
             found = MAX_TOKENS.search(self.body)
             self.transport.write(STREAM_HEAD)
             chunks = int(found[1]) if found else 1
-            if FLOOD in self.body:
+            if FLOOD.encode() in self.body:
                 for _ in range(chunks):
                     self.transport.write(CHUNK)
                 self.transport.write(END)
             else:
                 self.tick(chunks)
         else:
-            self.transport.write(PREFILLED if b'"do_remote_decode":true' in self.body else ANSWER)
+            self.transport.write(PREFILLED if PREFILL.search(self.body) else ANSWER)
 
     def tick(self, left: int) -> None:
         if self.transport.is_closing():

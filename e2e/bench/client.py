@@ -20,6 +20,8 @@ class Outcome:
     errors: list[str] = field(default_factory=list)
     ttft_s: list[float] = field(default_factory=list)
     """Seconds from sending to the first byte of a stream's body."""
+    fastest_stream_s: float = float("inf")
+    """Seconds from sending to the end of the quickest stream: how the worker was pacing it."""
 
 
 class Connection(asyncio.Protocol):
@@ -57,6 +59,8 @@ class Connection(asyncio.Protocol):
             self.first_seen = True
             self.outcome.ttft_s.append(time.perf_counter() - self.sent_at)
         if self.is_complete(head):
+            if self.chunks is not None:
+                self.outcome.fastest_stream_s = min(self.outcome.fastest_stream_s, time.perf_counter() - self.sent_at)
             self.check(head)
             self.next()
 

@@ -21,17 +21,18 @@ from pathlib import Path
 
 import uvloop
 
+from e2e.bench.backend import FLOOD, TICK_S
 from e2e.bench.client import Outcome, drive
 from e2e.bench.cpu import cpu_s, rss_mb
 from e2e.bench.proxies import Proxy, envoy, ours, sglang, workers
 from e2e.bench.table import report
 
-ROUNDS = 5
+ROUNDS = 7
 CONNECTIONS = 32
 WHOLE_REQUESTS = 2_000
 STREAMS = 320
 SHORT, LONG = 4, 44
-FLOODS = 96
+FLOODS = 192
 FLOOD_LONG = 404
 PREFIXES = 50
 WORKERS = [f"127.83.0.{i}:8000" for i in range(1, 5)]
@@ -58,11 +59,12 @@ def prompts(count: int, seed: int) -> list[str]:
     return [f"{rng.choice(shared)} {seed}-{i} {' '.join(rng.choices(WORDS, k=180))}" for i in range(count)]
 
 
-def requests(count: int, seed: int, chunks: int | None, user: str = "paced") -> list[bytes]:
+def requests(count: int, seed: int, chunks: int | None, *, flood: bool = False) -> list[bytes]:
     """Ready to send."""
     made = []
     for prompt in prompts(count, seed):
-        body = {"model": "tiny", "prompt": prompt, "max_tokens": chunks or 16, "temperature": 0, "user": user}
+        said = f"{prompt} {FLOOD}" if flood else prompt
+        body = {"model": "tiny", "prompt": said, "max_tokens": chunks or 16, "temperature": 0}
         raw = json.dumps(body | ({"stream": True} if chunks else {})).encode()
         made.append(HEAD + f"content-length: {len(raw)}\r\n\r\n".encode() + raw)
     return made
@@ -81,13 +83,14 @@ def one_round(proxy: Proxy, number: int, into: Figures) -> None:
     whole_us, whole = run(proxy, requests(WHOLE_REQUESTS, number, None), None)
     short_us, short = run(proxy, requests(STREAMS, 1_000 + number, SHORT), SHORT)
     long_us, long = run(proxy, requests(STREAMS, 2_000 + number, LONG), LONG)
-    little_us, little = run(proxy, requests(FLOODS, 3_000 + number, SHORT, "flood"), SHORT)
-    flood_us, flood = run(proxy, requests(FLOODS, 4_000 + number, FLOOD_LONG, "flood"), FLOOD_LONG)
+    little_us, little = run(proxy, requests(FLOODS, 3_000 + number, SHORT, flood=True), SHORT)
+    flood_us, flood = run(proxy, requests(FLOODS, 4_000 + number, FLOOD_LONG, flood=True), FLOOD_LONG)
     into.request_us.append(whole_us)
     into.paced_us.append(slope(short_us, long_us, SHORT, LONG))
     into.chunk_us.append(slope(little_us, flood_us, SHORT, FLOOD_LONG))
     into.ttft_p99_ms.append(p99([*short.ttft_s, *long.ttft_s]) * 1e3)
     into.errors += whole.errors + short.errors + long.errors + little.errors + flood.errors
+    into.errors += wrong_pace(long.fastest_stream_s, flood.fastest_stream_s)
     if proxy.pid:
         into.rss_mb = rss_mb(proxy.pid)
 
@@ -95,6 +98,17 @@ def one_round(proxy: Proxy, number: int, into: Figures) -> None:
 def slope(short_us: float, long_us: float, short: int, long: int) -> float:
     """Cost of one more chunk."""
     return (long_us - short_us) / (long - short)
+
+
+def wrong_pace(paced_s: float, flooded_s: float) -> list[str]:
+    """What is wrong when a proxy was given another load than the rest: then its figures compare nothing."""
+    paced_least_s, flooded_most_s = LONG * TICK_S / 2, FLOOD_LONG * TICK_S / 2
+    wrong = []
+    if paced_s < paced_least_s:
+        wrong.append(f"a paced stream took {paced_s:.3f} s, expected at least {paced_least_s:.3f} s")
+    if flooded_s > flooded_most_s:
+        wrong.append(f"the fastest flooded stream took {flooded_s:.3f} s, expected at most {flooded_most_s:.3f} s")
+    return wrong
 
 
 def p99(values: list[float]) -> float:
