@@ -96,11 +96,8 @@ def ask(url: str, question: str, at: float, line: Line) -> dict[str, list[Target
     session.max_redirects = 0
     with PrometheusConnect(url.rstrip("/"), session=session, timeout=REQUEST_TIMEOUT_S) as client:
         adapter = BoundedAdapter(line, MAX_BYTES)
-        for prefix in (
-            client.url,
-            "http://",
-            "https://",
-        ):  # the library mounts its own for its URL, and `requests` may respell that
+        # the library mounts one of its own for its URL, and `requests` may spell that differently
+        for prefix in (client.url, "http://", "https://"):
             session.mount(prefix, adapter)
         found: list[dict[str, Any]] = client.custom_query(question, params={"time": f"{at:.3f}", "limit": MAX_SERIES + 1})
     if len(found) > MAX_SERIES:

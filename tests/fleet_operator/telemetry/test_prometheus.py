@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -72,6 +73,22 @@ def test_a_failure_is_told_by_its_kind_only(answer: Answer, kind: str):
     assert found.problem.endswith(f"gave no samples: {kind}")
     assert "secret" not in found.problem
     assert found.prefill.inflight is None
+
+
+def test_no_proxy_and_no_credentials_of_ours_are_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    (tmp_path / "netrc").write_text("machine 127.0.0.1 login me password hunter2")
+    seen: list[str | None] = []
+
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        seen.append(handler.headers["authorization"])
+        reply(handler, matrix("p", "d"))
+
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    assert asked(answer).prefill.inflight == 4
+    assert seen == [None]
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    monkeypatch.setenv("no_proxy", "")
+    assert asked(answer).prefill.inflight == 4
 
 
 @pytest.mark.parametrize("head", [False, True], ids=["in-the-head", "in-the-body"])
