@@ -12,6 +12,30 @@ HEAD_END = b"\r\n\r\n"
 STREAM_END = b"0\r\n\r\n"
 
 
+def dechunked(body: bytes) -> bytes:
+    """Without the chunks' frames: a router may put an event into two chunks. ValueError when the frames are wrong."""
+    pieces, at = [], 0
+    while True:
+        line = body.index(b"\r\n", at)
+        size = int(body[at:line], 16)
+        at = line + 2 + size
+        if body[at : at + 2] != b"\r\n":
+            raise ValueError("a chunk without its end")
+        if size == 0:
+            return b"".join(pieces)
+        pieces.append(body[line + 2 : at])
+        at += 2
+
+
+def wrong_stream(body: bytes, chunks: int) -> str:
+    """What is wrong with a stream of so many events and [DONE]; empty when nothing is."""
+    try:
+        events = dechunked(body).count(b"data: ")
+    except ValueError as error:
+        return f"malformed chunks: {error}"
+    return "" if events == chunks + 1 else f"{events} events, expected {chunks + 1}"
+
+
 @dataclass
 class Outcome:
     """What a run saw."""
@@ -79,8 +103,8 @@ class Connection(asyncio.Protocol):
         self.outcome.answers += 1
         if b" 200 " not in self.got[:16]:
             self.outcome.errors.append(bytes(self.got[:300]).decode(errors="replace"))
-        elif self.chunks is not None and self.got.count(b"data: ") != self.chunks + 1:
-            self.outcome.errors.append(f"{self.got.count(b'data: ')} events, expected {self.chunks + 1}")
+        elif self.chunks is not None and (why := wrong_stream(bytes(self.got[head + 4 :]), self.chunks)):
+            self.outcome.errors.append(why)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if exc is not None:

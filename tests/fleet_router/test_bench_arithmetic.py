@@ -8,6 +8,7 @@ import os
 import pytest
 
 from e2e.bench.backend import CHUNK, END, PREFILLED, STREAM_HEAD, Worker
+from e2e.bench.client import wrong_stream
 from e2e.bench.cpu import cpu_s, rss_mb
 from e2e.bench.router import FLOOD_LONG, HEAD, LONG, p99, ratio, requests, slope, wrong_pace
 from e2e.bench.table import table
@@ -75,3 +76,10 @@ def test_a_router_that_was_given_another_load_is_an_error():
     assert wrong_pace(LONG * 0.005, 0.1) == []
     assert "paced" in wrong_pace(0.01, 0.1)[0]
     assert "flooded" in wrong_pace(LONG * 0.005, FLOOD_LONG * 0.005)[0]
+
+
+def test_an_event_may_lie_in_two_chunks_but_may_not_be_missing():
+    split = b"4\r\ndata\r\n5\r\n: 1\n\n\r\n" + b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
+    assert wrong_stream(split, 1) == ""
+    assert wrong_stream(split, 2) == "2 events, expected 3"
+    assert "malformed" in wrong_stream(b"4\r\ndata: \r\n0\r\n\r\n", 1)
