@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from fleet_api.conditions import set_condition
 from fleet_api.parse import ManifestError, parse_fleet
@@ -74,6 +74,7 @@ class _State:
     problems: tuple[str, ...] = ()
     failures: int = 0
     read_at: float = float("-inf")
+    reading: bool = False
 
 
 class Reconciler:
@@ -252,32 +253,41 @@ class Reconciler:
 
     # -- telemetry --------------------------------------------------------------------------------------------------
     async def read_telemetry(self) -> None:
-        """Read each fleet's load on its interval, for ever; a slow or dead target never holds up a reconcile."""
-        while True:
-            await asyncio.sleep(0.5)
-            await self.read_due()
+        """Read each fleet's load on its interval, for ever; a source that hangs costs its own fleet only."""
+        async with asyncio.TaskGroup() as group:
+            while True:
+                await asyncio.sleep(0.5)
+                for reading in self._due():
+                    group.create_task(reading)
 
     async def read_due(self) -> None:
-        """Read the load of every fleet whose interval is over, side by side: a source that hangs costs its own fleet only."""
-        due = [
-            self._read(key, raw, state)
-            for key, raw in self._fleets.items()
-            if (state := self._states.get(key)) is not None and "deletionTimestamp" not in raw["metadata"]
-        ]
-        await asyncio.gather(*due)
+        """Read the load of every fleet whose interval is over, and wait for it."""
+        await asyncio.gather(*self._due())
+
+    def _due(self) -> list[Coroutine[Any, Any, None]]:
+        """One reading per fleet that is not being read already."""
+        found = []
+        for key, raw in self._fleets.items():
+            state = self._states.get(key)
+            if state is not None and not state.reading and "deletionTimestamp" not in raw["metadata"]:
+                state.reading = True
+                found.append(self._read(key, raw, state))
+        return found
 
     async def _read(self, key: Key, raw: Object, state: _State) -> None:
         try:
             fleet = parse_fleet(raw)
+            now = self._now()
+            if now - state.read_at < fleet.spec.telemetry.interval_s:
+                return
+            state.read_at = now
+            pods = [obj for (kind, _), obj in self._objects.get(key, {}).items() if kind == "Pod"]
+            state.telemetry = await self._telemetry.collect(fleet, pods, self._router_urls(pods))
+            self.touch(key)
         except ManifestError:
-            return
-        now = self._now()
-        if now - state.read_at < fleet.spec.telemetry.interval_s:
-            return
-        state.read_at = now
-        pods = [obj for (kind, _), obj in self._objects.get(key, {}).items() if kind == "Pod"]
-        state.telemetry = await self._telemetry.collect(fleet, pods, self._router_urls(pods))
-        self.touch(key)
+            return  # its condition says so
+        finally:
+            state.reading = False
 
     def _router_urls(self, pods: list[Object]) -> list[str]:
         host, port = self._platform.router_host, self._platform.router_port

@@ -236,6 +236,40 @@ def test_load_grows_the_fleet_and_missing_telemetry_holds_it():
     play(scenario, telemetry={"interval": "1s"})
 
 
+def test_a_telemetry_source_that_hangs_costs_its_own_fleet_only(monkeypatch: pytest.MonkeyPatch):
+    async def scenario(world: World) -> None:
+        other = manifest()
+        other["metadata"]["name"] = "other"
+        await world.user.apply(other)
+        await world.settle()
+        asked: list[str] = []
+        hang = asyncio.Event()
+
+        async def collect(fleet: Any, *_: Any) -> dict[str, Any]:
+            asked.append(fleet.metadata.name)
+            if fleet.metadata.name == "f":
+                await hang.wait()
+            return {}
+
+        monkeypatch.setattr(world, "collect", collect)
+        world.now += 60
+        first = asyncio.ensure_future(world.operator.read_due())
+        for _ in range(5):  # turns of the loop until both have begun
+            await asyncio.sleep(0)
+        assert sorted(asked) == ["f", "other"]
+        for _ in range(2):
+            world.now += 60
+            await world.operator.read_due()
+        assert sorted(asked) == ["f", "other", "other", "other"]
+        hang.set()
+        await first
+        world.now += 60
+        await world.operator.read_due()
+        assert asked.count("f") == 2
+
+    play(scenario)
+
+
 def test_a_fleet_that_is_going_is_left_to_garbage_collection():
     async def scenario(world: World) -> None:
         await world.user.patch(FLEET, NAMESPACE, "f", {"metadata": {"finalizers": ["test/hold"]}})
