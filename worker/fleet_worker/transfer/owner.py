@@ -16,7 +16,7 @@ from fleet_wire.kv import KvReference
 from fleet_wire.lease import LeaseTable
 from fleet_wire.sidechannel import PROTOCOL_VERSION, Confirm, Granted, Hello, Message, Refused, Renew, Welcome
 from fleet_worker.transfer.base import KvPool, ReleaseReason
-from fleet_worker.transfer.digest import pool_digest
+from fleet_worker.transfer.digest import memory_of, pool_digest
 from fleet_worker.transfer.peers import Answer
 
 SERVING_WINDOW_S = 1.0
@@ -47,6 +47,7 @@ class Owner:
         self._engine_id = engine_id
         self._settings = settings
         self._pool = pool
+        self._memory = memory_of(pool.base_address, pool.total_bytes)
         self._metadata = metadata
         self._lock = threading.Lock()
         self._leases = LeaseTable(self.epoch, settings.lease_s)
@@ -55,7 +56,7 @@ class Owner:
     # -- engine thread ----------------------------------------------------------------------------------------------
     def grant(self, request_id: str, block_ids: Sequence[int], num_tokens: int) -> KvReference:
         """Lease finished blocks; the digest is taken now, while nobody writes them."""
-        digest = pool_digest(self._pool.base_address, self._pool.block_bytes, block_ids)
+        digest = pool_digest(self._memory, self._pool.block_bytes, block_ids)
         with self._lock:
             lease = self._leases.grant(request_id, block_ids, time.monotonic())
         return KvReference(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fleet_worker.transfer.base import KvPool
-from fleet_worker.transfer.digest import first_mismatch
+from fleet_worker.transfer.digest import first_mismatch, memory_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,7 @@ class Prover:
 
     def __init__(self, pool: KvPool, wake: Callable[[], None]) -> None:
         self._pool = pool
+        self._memory = memory_of(pool.base_address, pool.total_bytes)
         self._wake = wake
         self._asked: queue.SimpleQueue[tuple[int, int, Sequence[int], str] | None] = queue.SimpleQueue()
         self._proofs: deque[Proof] = deque()
@@ -47,7 +48,7 @@ class Prover:
     def _run(self) -> None:
         while (item := self._asked.get()) is not None:
             pull_id, start, blocks, expected = item
-            wrong = first_mismatch(self._pool.base_address, self._pool.block_bytes, blocks, expected)
+            wrong = first_mismatch(self._memory, self._pool.block_bytes, blocks, expected)
             self._proofs.append(Proof(pull_id, start, wrong))
             self._wake()
 
