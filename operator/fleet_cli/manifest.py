@@ -13,8 +13,8 @@ from fleet_cli.errors import InputError
 
 MAX_MANIFEST_BYTES = 1024 * 1024
 """The API server's own limit lies near: etcd refuses objects above 1.5 MiB."""
-MAX_ALIASES = 100
-"""Anchors are useful; a few nested ones that unfold to millions of nodes are not."""
+MAX_NODES = 100_000
+"""Values in a manifest once its aliases are unfolded. Anchors are useful; a few nested ones that unfold to millions are not."""
 
 
 class _UniqueKeys(yaml.SafeLoader):
@@ -65,12 +65,25 @@ def _load(path: str) -> list[Any]:
     if len(text) > MAX_MANIFEST_BYTES:
         raise InputError(f"{path} is larger than {MAX_MANIFEST_BYTES} bytes")
     try:
-        aliases = sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.SafeLoader))
-        if aliases > MAX_ALIASES:
-            raise InputError(f"{path} has more than {MAX_ALIASES} YAML aliases")
+        for document in yaml.compose_all(text, Loader=yaml.SafeLoader):
+            if _unfolded(document, {}) > MAX_NODES:
+                raise InputError(f"{path} holds more than {MAX_NODES} values when its YAML aliases are unfolded")
         return [document for document in yaml.load_all(text, Loader=_UniqueKeys) if document is not None]
     except yaml.YAMLError as error:
         raise InputError(f"{path} is not valid YAML: {_one_line(error)}") from error
+    except RecursionError:
+        raise InputError(f"{path} is nested too deeply") from None
+
+
+def _unfolded(node: yaml.Node | None, known: dict[int, int]) -> int:
+    """How many values a node becomes; a node inside itself never ends."""
+    if not isinstance(node, yaml.CollectionNode):
+        return 1
+    if id(node) not in known:
+        known[id(node)] = MAX_NODES + 1  # until it is counted: whoever meets it meanwhile stands inside it
+        inside = [child for pair in node.value for child in (pair if isinstance(pair, tuple) else (pair,))]
+        known[id(node)] = 1 + sum(_unfolded(child, known) for child in inside)
+    return known[id(node)]
 
 
 def _read(path: Path) -> str:

@@ -38,7 +38,8 @@ def test_standard_input(monkeypatch):
     assert read_manifest("-") == GOOD
 
 
-BOMB = "a: &a [x,x]\nb: &b [*a,*a]\n" + "".join(f"c{n}: [*b,*b]\n" for n in range(60))
+BOMB = "\n".join(['a0: &a0 ["x", "x"]', *(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]" for i in range(1, 34))])
+"""66 aliases, 17 thousand million values."""
 
 
 @pytest.mark.parametrize(
@@ -50,7 +51,9 @@ BOMB = "a: &a [x,x]\nb: &b [*a,*a]\n" + "".join(f"c{n}: [*b,*b]\n" for n in rang
         ("a: [1\n", "is not valid YAML: line 2, column 1"),
         ("spec: {}\nspec: {}\n", 'line 2, column 1: key "spec" already set in map'),
         ("a: !!python/object:os.system {}\n", "is not valid YAML"),
-        (BOMB, "more than 100 YAML aliases"),
+        (BOMB, "more than 100000 values when its YAML aliases are unfolded"),
+        ("a: &a [*a]", "more than 100000 values when its YAML aliases are unfolded"),
+        ("a: " + "[" * 5_000 + "]" * 5_000, "is nested too deeply"),
         (b"\xff\xfe\x00", "cannot read"),
         ("#" * (MAX_MANIFEST_BYTES + 1), "is larger than"),
         ("kind: Pod\napiVersion: v1\n", 'no matches for kind "Pod" in version "v1"'),
