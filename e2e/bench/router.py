@@ -27,10 +27,10 @@ from e2e.bench.cpu import cpu_s, rss_mb
 from e2e.bench.proxies import Proxy, envoy, ours, sglang, workers
 from e2e.bench.table import report
 
-ROUNDS = 7
+ROUNDS = 9
 CONNECTIONS = 32
 WHOLE_REQUESTS = 2_000
-STREAMS = 320
+STREAMS = 224
 SHORT, LONG = 4, 44
 FLOODS = 192
 FLOOD_LONG = 404

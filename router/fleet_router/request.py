@@ -13,6 +13,7 @@ from fleet_router.errors import RequestError
 STRIPPED: Final = frozenset({"kv_transfer_params", "cache_salt", "priority", "request_id", "data_parallel_rank"})
 """Fields that only we may set: a client that could would read other requests' KV or jump the queue."""
 
+LIMITS: Final = ("max_tokens", "max_completion_tokens")
 PREFILL_PARAMS: Final = b'{"do_remote_decode":true,"do_remote_prefill":false}'
 BYTES_PER_TOKEN: Final = 3.0
 """Rough size of a token in prompt bytes; only thresholds use it, exact checks are the worker's."""
@@ -54,23 +55,24 @@ def parse_body(body: bytes, chat: bool, config: RouterConfig) -> Ask:
         raise RequestError(400, f"{name} is required", param=name)
     prompt = bytes(fields[name])
     _check_prompt(prompt, fields[name], chat, name, config)
-    for limit in ("max_tokens", "max_completion_tokens"):
-        asked = _typed(fields, limit, _INT, None)
+    for limit in LIMITS:
+        asked = _typed(fields, limit, _INT, None) if limit in fields else None
         if asked is not None and not 1 <= asked <= config.max_output_tokens:
             raise RequestError(400, f"{limit} is {asked}; allowed are 1 to {config.max_output_tokens}", param=limit)
     stream = _typed(fields, "stream", _BOOL, None) or False
-    stripped = STRIPPED & fields.keys()
-    for field in stripped:
+    if STRIPPED.isdisjoint(fields):
+        return Ask(fields, prompt, stream, body)
+    for field in STRIPPED & fields.keys():
         del fields[field]
-    return Ask(fields, prompt, stream, None if stripped else body)
+    return Ask(fields, prompt, stream, None)
 
 
 def _check_prompt(raw: bytes, value: msgspec.Raw, chat: bool, name: str, config: RouterConfig) -> None:
     most = config.max_input_tokens
-    if len(raw) > most * SAFE_BYTES_PER_TOKEN and raw[:1] == b'"':
-        raise RequestError(400, f"{name} has {len(raw)} bytes: longer than {most} tokens whatever the tokenizer", param=name)
-    if raw[:1] == b'"':
-        return  # a JSON string: the whole body was checked to be valid JSON
+    if raw.startswith(b'"'):  # a JSON string: the whole body was checked to be valid JSON
+        if len(raw) > most * SAFE_BYTES_PER_TOKEN:
+            raise RequestError(400, f"{name} has {len(raw)} bytes: longer than {most} tokens whatever the tokenizer", param=name)
+        return
     try:
         found = (_MESSAGES if chat else _PROMPT).decode(value)
     except msgspec.DecodeError as error:

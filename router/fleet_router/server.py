@@ -61,6 +61,8 @@ class ClientConnection(asyncio.Protocol):
         self._context = context
         self._connections = connections
         self._plain = plain
+        self._bounds = context.config.bounds
+        """Those that held when the request that is being received began."""
         self._transport: asyncio.Transport | None = None
         self._parser: httptools.HttpRequestParser | None = None
         self._waiting = bytearray()
@@ -133,6 +135,7 @@ class ClientConnection(asyncio.Protocol):
     def _feed(self, data: bytes) -> None:
         if self.begun_at is None:
             self.begun_at = self._context.clock()
+            self._bounds = self._context.config.bounds
         if self._parser is None:
             self._parser = httptools.HttpRequestParser(self)
         try:
@@ -159,12 +162,12 @@ class ClientConnection(asyncio.Protocol):
         if self._complete:
             raise RequestError(400, "pipelined requests are not read")
         self._url += url
-        if len(self._url) > self._context.config.bounds.url_bytes:
-            raise RequestError(414, f"the URL is longer than {self._context.config.bounds.url_bytes} bytes")
+        if len(self._url) > self._bounds.url_bytes:
+            raise RequestError(414, f"the URL is longer than {self._bounds.url_bytes} bytes")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """One header field; counted and checked, only a few are kept."""
-        bounds = self._context.config.bounds
+        bounds = self._bounds
         self._header_count += 1
         self._header_bytes += len(name) + len(value) + 4
         if self._header_count > bounds.header_count or self._header_bytes > bounds.header_bytes:
@@ -199,8 +202,8 @@ class ClientConnection(asyncio.Protocol):
     def on_body(self, body: bytes) -> None:
         """A piece of body, without framing."""
         self._body_bytes += len(body)
-        if self._body_bytes > self._context.config.bounds.body_bytes:
-            raise RequestError(413, f"the body is larger than {self._context.config.bounds.body_bytes} bytes")
+        if self._body_bytes > self._bounds.body_bytes:
+            raise RequestError(413, f"the body is larger than {self._bounds.body_bytes} bytes")
         self._body.append(body)
 
     def on_message_complete(self) -> None:

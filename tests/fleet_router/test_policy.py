@@ -74,14 +74,20 @@ def test_a_worker_that_joins_or_leaves_moves_only_its_own_keys():
     names = [f"w{i}" for i in range(8)]
     before, after = Ring(names), Ring(names[:-1])
     for key in range(0, 2**64, 2**64 // 500):
-        owner = next(before.walk(key))
+        owner = before.first(key, names)
         if owner != "w7":
-            assert next(after.walk(key)) == owner
+            assert after.first(key, names) == owner
 
 
-def test_walk_names_every_worker_once():
-    assert sorted(Ring(["a", "b", "c"]).walk(12345)) == ["a", "b", "c"]
-    assert list(Ring([]).walk(1)) == []
+@given(st.integers(0, 2**64 - 1), st.sets(st.sampled_from("abcdef")))
+def test_a_key_belongs_to_the_first_wanted_worker_clockwise(key: int, wanted: set[str]):
+    ring = Ring(list("abcde"))
+    clockwise = sorted(((point - key) % 2**64, name) for point, name in zip(ring._points, ring._names, strict=True))
+    assert ring.first(key, wanted) == next((name for _, name in clockwise if name in wanted), None)
+
+
+def test_an_empty_ring_has_nobody():
+    assert Ring([]).first(1, {"a"}) is None
 
 
 @given(st.binary(max_size=2000), st.binary(max_size=600), st.binary(max_size=600))

@@ -107,7 +107,8 @@ def _nearest(workers: Sequence[Candidate], matched: Mapping[str, int], cap: int)
 def _first_on(ring: Ring, key: int, workers: Sequence[Candidate]) -> Candidate:
     """The first of these clockwise from the key."""
     by_uid = {w.uid: w for w in workers}
-    return next((by_uid[uid] for uid in ring.walk(key) if uid in by_uid), workers[0])
+    found = ring.first(key, by_uid)
+    return workers[0] if found is None else by_uid[found]
 
 
 def hash_order(uid: str) -> int:

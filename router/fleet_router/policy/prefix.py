@@ -75,9 +75,15 @@ class PrefixIndex:
             bit = self._bits[worker] = 1 << _lowest_free(self._bits.values())
             self._names[bit] = worker
         masks = self._masks
-        pop = masks.pop
+        get, touch = masks.get, masks.move_to_end
         for key in reversed(keys):  # the first pieces are the youngest: the end of a prompt is forgotten before its beginning
-            masks[key] = pop(key, 0) | bit
+            known = get(key)
+            if known is None:
+                masks[key] = bit
+            else:
+                touch(key)
+                if not known & bit:
+                    masks[key] = known | bit
         while len(masks) > self._capacity:
             masks.popitem(last=False)
 

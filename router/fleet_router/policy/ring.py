@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Sequence
 
 import xxhash
 
@@ -23,19 +23,14 @@ class Ring:
         )
         self._points = [point for point, _ in points]
         self._names = [name for _, name in points]
-        self._count = len(set(workers))
 
-    def walk(self, key: int) -> Iterator[str]:
-        """Every worker once, in ring order from `key`."""
-        seen: set[str] = set()
-        start = bisect_left(self._points, key % 2**64)
-        for i in range(len(self._names)):
-            name = self._names[(start + i) % len(self._names)]
-            if name not in seen:
-                seen.add(name)
-                yield name
-                if len(seen) == self._count:
-                    return
+    def first(self, key: int, wanted: Container[str]) -> str | None:
+        """The first of `wanted` in ring order from `key`."""
+        names, start = self._names, bisect_left(self._points, key % 2**64)
+        for i in range(start - len(names), start):  # a negative index counts from the end: no modulo
+            if names[i] in wanted:
+                return names[i]
+        return None
 
 
 def load_cap(loads: Sequence[int], bound: float) -> int:
