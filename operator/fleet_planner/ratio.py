@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 
 from fleet_api.quantities import Ratio
 from fleet_api.v1alpha1.tier import TierSpec
+
+Pair = tuple[int, int]
+"""(prefill, decode): workers, or devices, of both roles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,46 @@ def bounds_of(tier: TierSpec) -> Bounds:
 def within(prefill: int, decode: int, low: Ratio, high: Ratio) -> bool:
     """low ≤ prefill/decode ≤ high."""
     return low.allows(prefill, decode)[0] and high.allows(prefill, decode)[1]
+
+
+def largest(box: Pair, low: Ratio, high: Ratio) -> Pair:
+    """The largest pair inside the ratio and inside `box` in both roles; (0, 0) when none is.
+
+    Allowed pairs form a cone, and a cone is closed under taking the larger of each coordinate: so one pair is largest in both
+    roles at once, and taking away whatever cannot be paired, again and again, arrives at it.
+    """
+    prefill, decode = box
+    while True:
+        paired = min(prefill, decode * high.prefill // high.decode)
+        served = min(decode, paired * low.decode // low.prefill)
+        if (paired, served) == (prefill, decode):
+            return prefill, decode
+        prefill, decode = paired, served
+
+
+def smallest(need: Pair, low: Ratio, high: Ratio) -> Pair:
+    """The smallest pair inside the ratio that has at least `need` of both roles; closed under the smaller of each, as above."""
+    prefill, decode = need
+    while True:
+        paired = max(decode, -(-prefill * high.decode // high.prefill))
+        served = max(prefill, -(-paired * low.prefill // low.decode))
+        if (served, paired) == (prefill, decode):
+            return prefill, decode
+        prefill, decode = served, paired
+
+
+def grown(have: Pair, target: Pair, cost: Pair, room: int, low: Ratio, high: Ratio) -> Pair:
+    """On the way from `have` to `target`: the pair inside the ratio, with at least `have`, that `room` devices can hold and that
+    is furthest along in the role that lags behind; `have` itself when there is none. `cost`: devices of one worker of each role."""
+    best: tuple[tuple[Fraction, int], Pair] = ((Fraction(-1), 0), have)
+    for prefill in range(max(have[0], 1), target[0] + 1):
+        left = room - prefill * cost[0]
+        decode = min(target[1], prefill * low.decode // low.prefill, left // cost[1] if cost[1] else target[1])
+        if left < 0 or decode < max(have[1], -(-prefill * high.decode // high.prefill)):
+            continue
+        lag = min(Fraction(prefill, target[0]), Fraction(decode, target[1]))
+        best = max(best, ((lag, prefill + decode), (prefill, decode)))
+    return best[1]
 
 
 def project(want_prefill: int, want_decode: int, bounds: Bounds) -> tuple[int, int]:

@@ -1,0 +1,190 @@
+"""How many workers of each revision a tier should have at this moment. Pure arithmetic on counts; nothing is remembered.
+
+A revision is a group of prefill and decode workers that hand KV to each other; while a new one comes, several groups exist. The
+rules, from which every state of a rollout follows:
+
+1. Every group is sized inside the ratio, so that it can serve alone; the sum of groups inside the ratio is inside it, too.
+2. All workers together hold at most the wanted devices plus `surge_gpus`; workers that are still leaving count.
+3. At least `want - unavailable` workers of each role serve. The old group keeps what the new one does not serve yet.
+4. The new group grows as far as rule 2 lets it, both roles in step; it is never shrunk for the sake of rule 2.
+5. The old group gives way when all that was started of the new one is ready: so the path does not depend on who is ready first.
+6. Only when the new group cannot grow (no room) does the old one go below `want`, down to what rule 3 leaves it.
+
+Rule 6 is what makes surge and unavailability one mechanism: with room nothing is ever taken away early.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from fleet_api.quantities import Ratio
+from fleet_planner.ratio import Pair, grown, largest, smallest
+
+STEPS_MOST = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The workers of one revision."""
+
+    revision: str
+    alive: Pair = (0, 0)
+    """Workers that exist and stay: neither terminating nor on a node that goes away."""
+    ready: Pair = (0, 0)
+    """Workers that could serve now, those on nodes that go away included."""
+    unschedulable: bool = False
+    """Some worker finds no node."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a rollout may use. `gpus`: devices of one worker of each role."""
+
+    low: Ratio
+    high: Ratio
+    gpus: Pair = (1, 1)
+    surge_gpus: int | None = None
+    """None: as few as let the rollout go on."""
+    unavailable: int = 0
+    """Workers of each role that may be missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Canary:
+    """The new group while it is judged."""
+
+    size: Pair
+    """It gets no more workers than these, and the old group keeps all of its own as long as there is room."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Wanted sizes by revision; a revision that is absent should have no workers."""
+
+    sizes: dict[str, Pair]
+    rolling: bool = False
+    stuck: bool = False
+    """Nothing can go on before somebody changes a limit or the nodes; `why_stuck` has the words."""
+
+
+def plan_step(
+    want: Pair, new: Group, olds: Sequence[Group], limits: Limits, *, leaving_gpus: int = 0, canary: Canary | None = None
+) -> Step:
+    """The sizes that follow from what exists. `leaving_gpus`: devices that terminating workers still hold."""
+    olds = [old for old in olds if any(old.alive) or any(old.ready)]
+    if not olds:
+        return Step({new.revision: want})
+    full = want if canary is None else smaller(canary.size, want)
+    have = smaller(new.alive, full)
+    whole = covers(new.ready, have)
+    served = largest(smaller(new.ready, want), limits.low, limits.high)
+    least = _left((want[0] - limits.unavailable, want[1] - limits.unavailable), served, limits)
+    held = _share(olds, want, least, limits)
+    size = _grow(have, full, _room(want, olds, held, limits, canary) - leaving_gpus, limits)
+    blocked = (size == have != full and whole) or new.unschedulable
+    most = _left(want, served, limits) if whole and canary is None else want
+    sizes = _share(olds, least if blocked else most, least, limits)
+    stuck = blocked and leaving_gpus == 0 and all(sizes.get(old.revision, (0, 0)) == old.alive for old in olds)
+    if stuck and limits.surge_gpus is None and not new.unschedulable:
+        size, stuck = _next(have, full, limits), False
+    return Step({new.revision: size, **sizes}, rolling=True, stuck=stuck)
+
+
+def devices(pair: Pair, gpus: Pair) -> int:
+    """Devices of that many workers."""
+    return pair[0] * gpus[0] + pair[1] * gpus[1]
+
+
+def larger(a: Pair, b: Pair) -> Pair:
+    """The larger of each role."""
+    return max(a[0], b[0]), max(a[1], b[1])
+
+
+def smaller(a: Pair, b: Pair) -> Pair:
+    """The smaller of each role."""
+    return min(a[0], b[0]), min(a[1], b[1])
+
+
+def covers(a: Pair, b: Pair) -> bool:
+    """`a` has at least `b` of both roles."""
+    return a[0] >= b[0] and a[1] >= b[1]
+
+
+def _grow(have: Pair, full: Pair, room: int, limits: Limits) -> Pair:
+    return grown(have, full, limits.gpus, room, limits.low, limits.high)
+
+
+def _next(have: Pair, full: Pair, limits: Limits) -> Pair:
+    """The cheapest step up, whatever it costs."""
+    cost = devices(have, limits.gpus)
+    sizes = (_grow(have, full, room, limits) for room in range(cost, devices(full, limits.gpus) + 1))
+    return next((size for size in sizes if size != have), full)
+
+
+def _room(want: Pair, olds: Sequence[Group], held: dict[str, Pair], limits: Limits, canary: Canary | None) -> int:
+    """Devices that the new group may hold in all, when the old ones hold what they have and what rule 3 gives back to them."""
+    surge = limits.surge_gpus if limits.surge_gpus is not None else auto_surge(want, limits, canary)
+    taken = (larger(old.alive, held.get(old.revision, (0, 0))) for old in olds)
+    return devices(want, limits.gpus) + surge - sum(devices(pair, limits.gpus) for pair in taken)
+
+
+def _left(want: Pair, served: Pair, limits: Limits) -> Pair:
+    """What the old groups must have so that `want` workers serve: inside the ratio, and nothing when nothing is missing."""
+    missing = max(0, want[0] - served[0]), max(0, want[1] - served[1])
+    return smallest(missing, limits.low, limits.high) if any(missing) else (0, 0)
+
+
+def _share(olds: Sequence[Group], most: Pair, least: Pair, limits: Limits) -> dict[str, Pair]:
+    """`most` workers among the old groups, the readiest first; lost workers come back only up to `least`, in the first group."""
+    sizes: dict[str, Pair] = {}
+    for index, old in enumerate(sorted(olds, key=lambda old: (-min(old.ready), -sum(old.alive), old.revision))):
+        size = smaller(old.alive, most)
+        if index == 0:
+            size = larger(size, smaller(least, most))
+        sizes[old.revision] = size
+        most, least = _left(most, size, limits), _left(least, size, limits)
+    return sizes
+
+
+def why_stuck(want: Pair, new: Group, limits: Limits) -> str:
+    """What to change so that a stuck rollout goes on."""
+    if new.unschedulable:
+        return "the new workers find no node, and rollout.maxUnavailable lets no old one go first"
+    needed = auto_surge(want, limits, None)
+    return (
+        f"rollout.maxSurgeGpus is {limits.surge_gpus}, but inside the ratio the next step needs {needed} more devices "
+        f"than the {devices(want, limits.gpus)} of {want[0]} prefill and {want[1]} decode workers"
+    )
+
+
+def auto_surge(want: Pair, limits: Limits, canary: Canary | None) -> int:
+    """The fewest devices above `want` with which a rollout from `want` to `want` goes on to its end; with a canary, at least
+    its devices."""
+    base = _fewest(want, replace(limits, surge_gpus=None))
+    return base if canary is None else max(base, devices(smaller(canary.size, want), limits.gpus))
+
+
+@lru_cache(maxsize=4096)
+def _fewest(want: Pair, limits: Limits) -> int:
+    low, high = 0, devices(want, limits.gpus)
+    while low < high:
+        middle = (low + high) // 2
+        if _ends(want, replace(limits, surge_gpus=middle)):
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _ends(want: Pair, limits: Limits) -> bool:
+    """A rollout in which every worker is ready at once comes to its end."""
+    new, old = Group("new"), Group("old", want, want)
+    for _ in range(STEPS_MOST):
+        step = plan_step(want, new, [old], limits)
+        sizes = step.sizes.get("new", (0, 0)), step.sizes.get("old", (0, 0))
+        if sizes == (new.alive, old.alive):
+            return not any(old.alive)
+        new, old = Group("new", sizes[0], sizes[0]), Group("old", sizes[1], sizes[1])
+    return False

