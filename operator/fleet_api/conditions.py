@@ -15,6 +15,7 @@ ConditionType = Literal[
     "WithinRatio",
     "TelemetryFresh",
     "CapacityLimited",
+    "RollingOut",
     "Ready",
 ]
 CONDITION_TYPES: tuple[ConditionType, ...] = (
@@ -25,6 +26,7 @@ CONDITION_TYPES: tuple[ConditionType, ...] = (
     "WithinRatio",
     "TelemetryFresh",
     "CapacityLimited",
+    "RollingOut",
     "Ready",
 )
 

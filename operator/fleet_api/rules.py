@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import reduce
+from itertools import pairwise
 from typing import Any
 
 from pydantic import BaseModel
@@ -279,6 +280,22 @@ FLEET_RULES: tuple[Rule, ...] = (
     _duration_between("spec.slo.itl", "p99", "1ms", "1h"),
     _duration_between("spec.scaling", "scaleDownWindow", "0s", "24h"),
     _duration_between("spec.telemetry", "interval", "1s", "5m"),
+    _duration_between("spec.rollout", "progressDeadline", "1s", "24h"),
+    _duration_between("spec.rollout.canary", "interval", "1s", "24h"),
+    Rule(
+        path="spec.rollout",
+        cel="!has(self.maxSurgeGpus) || self.maxSurgeGpus > 0 || (has(self.maxUnavailable) && self.maxUnavailable > 0)",
+        message="maxSurgeGpus 0 needs a maxUnavailable of at least 1: else nothing could ever be replaced",
+        holds=lambda raw: raw.get("maxSurgeGpus", 1) > 0 or raw.get("maxUnavailable", 0) > 0,
+        field=".maxSurgeGpus",
+    ),
+    Rule(
+        path="spec.rollout.canary",
+        cel="self.steps.all(i, step, i == 0 || self.steps[i - 1] < step)",
+        message="steps must grow",
+        holds=lambda raw: all(a < b for a, b in pairwise(raw["steps"])),
+        field=".steps",
+    ),
 )
 
 POOL_RULES: tuple[Rule, ...] = (

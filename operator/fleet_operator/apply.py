@@ -9,6 +9,7 @@ from typing import Literal
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_operator.cluster.interface import (
     CONFIG_MAP,
+    CONTROLLER_REVISION,
     DEPLOYMENT,
     FLEET,
     PDB,
@@ -28,9 +29,11 @@ from fleet_operator.cluster.interface import (
 )
 from fleet_operator.compare import contains, difference, satisfied, stamped
 from fleet_operator.names import APPLIED
+from fleet_operator.names import REVISION as REVISION_LABEL
 from fleet_operator.names import ROLE as ROLE_LABEL
 from fleet_operator.names import TIER as TIER_LABEL
 from fleet_operator.render.fleet import render_documents, render_pool, render_router
+from fleet_operator.render.revision import render_revision
 from fleet_operator.render.worker import render_pod
 from fleet_operator.settings import Platform
 from fleet_planner.events import Deed, Problem
@@ -40,7 +43,8 @@ from fleet_planner.types import Template
 Live = Mapping[tuple[str, str], Object]
 """(kind, name) → object, of the fleet's namespace."""
 BY_KIND: dict[str, Kind] = {
-    kind.kind: kind for kind in (CONFIG_MAP, DEPLOYMENT, PDB, POD, POOL, ROLE, ROLE_BINDING, SERVICE, SERVICE_ACCOUNT)
+    kind.kind: kind
+    for kind in (CONFIG_MAP, CONTROLLER_REVISION, DEPLOYMENT, PDB, POD, POOL, ROLE, ROLE_BINDING, SERVICE, SERVICE_ACCOUNT)
 }
 
 
@@ -71,7 +75,8 @@ class Applier:
         """Endpoints first (nobody may be sent to a worker that is about to go), then objects, deletions, creations, status."""
         outcome = Outcome()
         owner = raw
-        await self._put(render_documents(fleet, plan, templates, owner), owner, live, outcome)
+        await self._put(render_documents(fleet, plan, owner), owner, live, outcome)
+        stored = await self._revisions(fleet, owner, plan, templates, live, outcome)
         for wish in render_router(fleet, owner, self._platform):
             await self._put(wish, owner, live, outcome)
         pools: dict[str, Object] = {}
@@ -85,12 +90,34 @@ class Applier:
         for left in plan.pools_gone:
             await self._delete(POOL, fleet.metadata.namespace, left.name, left.uid, "its revision is no longer wanted", outcome)
         for wanted in plan.create:
-            if wanted.pool in pools:
-                owning = pools[wanted.pool]
-                await self._create(render_pod(fleet, wanted, templates[wanted.tier], self._platform, owning), outcome)
+            revision = stored.get((wanted.tier, wanted.revision))
+            if wanted.pool in pools and revision is not None:
+                await self._create(render_pod(fleet, wanted, revision, pools[wanted.pool]), outcome)
         await self._pool_status(fleet, plan, live, outcome)
         await self._status(fleet, raw, plan, outcome)
         return outcome
+
+    async def _revisions(
+        self, fleet: InferenceFleet, owner: Object, plan: Plan, templates: dict[str, Template], live: Live, outcome: Outcome
+    ) -> dict[tuple[str, str], Object]:
+        """Stored templates by (tier, revision), the wanted ones among them: no pod is made before its template is kept."""
+        found = {
+            (obj["metadata"]["labels"][TIER_LABEL], obj["metadata"]["labels"][REVISION_LABEL]): obj
+            for (kind, _), obj in live.items()
+            if kind == "ControllerRevision" and _owned(obj, owner)
+        }
+        for tier, revision in plan.keep:
+            if (tier, revision) not in found:
+                wish = render_revision(fleet, fleet.tier(tier), templates[tier], self._platform, owner)
+                made = await self._put(wish, owner, live, outcome)
+                if made is not None:
+                    found[tier, revision] = made
+        for tier, revision in plan.forget:
+            gone = found.pop((tier, revision), None)
+            if gone is not None:
+                name, uid = gone["metadata"]["name"], gone["metadata"]["uid"]
+                await self._delete(CONTROLLER_REVISION, fleet.metadata.namespace, name, uid, "beyond the history", outcome)
+        return found
 
     async def _put(self, wish: Object, owner: Object, live: Live, outcome: Outcome) -> Object | None:
         kind, name = wish["kind"], wish["metadata"]["name"]

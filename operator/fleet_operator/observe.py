@@ -6,20 +6,36 @@ from collections.abc import Iterable
 from datetime import datetime
 from typing import Any
 
+import msgspec
+
 from fleet_operator.cluster.interface import Object
-from fleet_operator.names import ORDINAL, PLANNED, REVISION, ROLE, SIZE, TIER
+from fleet_operator.names import COMPAT, MEMBER, ORDINAL, PLANNED, REVISION, ROLE, SIZE, TIER
 from fleet_planner.types import ROLES, ObservedPod, ObservedPool, RouterView
+from fleet_wire import endpoints
+from fleet_wire.endpoints import ENDPOINTS_KEY
+
+DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 
 
-def observe_pods(pods: Iterable[Object]) -> tuple[ObservedPod, ...]:
-    """Worker pods (by their labels), in name order."""
-    found = [_pod(pod) for pod in pods if pod["metadata"].get("labels", {}).get(ROLE) in ROLES]
+def observe_pods(pods: Iterable[Object], serving: frozenset[str] = frozenset()) -> tuple[ObservedPod, ...]:
+    """Worker pods (by their labels), in name order. `serving`: uids that the routers are told to use."""
+    found = [_pod(pod, serving) for pod in pods if pod["metadata"].get("labels", {}).get(ROLE) in ROLES]
     return tuple(sorted(found, key=lambda pod: pod.name))
 
 
-def _pod(pod: Object) -> ObservedPod:
+def observe_serving(documents: Object | None) -> frozenset[str]:
+    """Uids of the workers that the routers' ConfigMap lets serve; none when it cannot be read."""
+    text = ((documents or {}).get("data") or {}).get(ENDPOINTS_KEY)
+    try:
+        workers = endpoints.decode(text).workers if text else ()
+    except msgspec.MsgspecError:
+        return frozenset()  # somebody's edit: it is about to be undone
+    return frozenset(worker.uid for worker in workers if worker.state == "serving")
+
+
+def _pod(pod: Object, serving: frozenset[str]) -> ObservedPod:
     meta, status = pod["metadata"], pod.get("status") or {}
-    labels = meta["labels"]
+    labels, notes = meta["labels"], meta.get("annotations") or {}
     conditions = {c["type"]: c for c in status.get("conditions") or []}
     ready = conditions.get("Ready", {})
     scheduled = conditions.get("PodScheduled", {})
@@ -30,7 +46,7 @@ def _pod(pod: Object) -> ObservedPod:
         role=labels[ROLE],
         tier=labels.get(TIER, ""),
         revision=labels.get(REVISION, ""),
-        ordinal=int((meta.get("annotations") or {}).get(ORDINAL, meta["name"].rsplit("-", 1)[-1])),
+        ordinal=int(notes.get(ORDINAL, meta["name"].rsplit("-", 1)[-1])),
         ip=status.get("podIP"),
         node=pod["spec"].get("nodeName"),
         phase=status.get("phase", "Pending"),
@@ -41,7 +57,19 @@ def _pod(pod: Object) -> ObservedPod:
         message=_message(containers, scheduled),
         unschedulable=scheduled.get("status") == "False" and scheduled.get("reason") == "Unschedulable",
         restarts=sum(container.get("restartCount", 0) for container in containers),
+        compat=notes.get(COMPAT, ""),
+        member=_whole(notes.get(MEMBER)),
+        deletion_cost=_whole(notes.get(DELETION_COST)),
+        serving=meta["uid"] in serving,
     )
+
+
+def _whole(text: str | None) -> int:
+    """A number that a user may have written; 0 when it is none."""
+    try:
+        return int(text or 0)
+    except ValueError:
+        return 0
 
 
 def _message(containers: list[Any], scheduled: dict[str, Any]) -> str:

@@ -19,6 +19,7 @@ from fleet_api.v1alpha1 import InferenceFleet
 from fleet_operator.apply import Applier, Outcome
 from fleet_operator.cluster.interface import (
     CONFIG_MAP,
+    CONTROLLER_REVISION,
     DEPLOYMENT,
     FLEET,
     PDB,
@@ -38,15 +39,26 @@ from fleet_operator.compare import contains
 from fleet_operator.names import FLEET as FLEET_LABEL
 from fleet_operator.names import MANAGED_BY, MANAGER, ROUTER_ROLE, router_name
 from fleet_operator.names import ROLE as ROLE_LABEL
-from fleet_operator.observe import observe_pods, observe_pools, observe_router
+from fleet_operator.observe import observe_pods, observe_pools, observe_router, observe_serving
 from fleet_operator.recorder import Recorder, present_status
-from fleet_operator.render.worker import template_of
+from fleet_operator.render.revision import observe_revisions, template_of
 from fleet_operator.settings import Platform
 from fleet_planner.events import Problem, sizing_of
 from fleet_planner.reconcile import Plan, reconcile
 from fleet_planner.types import Observed, ScaleMemory, Template, TierTelemetry
 
-CHILDREN: tuple[Kind, ...] = (POOL, POD, DEPLOYMENT, CONFIG_MAP, SERVICE, SERVICE_ACCOUNT, ROLE, ROLE_BINDING, PDB)
+CHILDREN: tuple[Kind, ...] = (
+    POOL,
+    POD,
+    CONTROLLER_REVISION,
+    DEPLOYMENT,
+    CONFIG_MAP,
+    SERVICE,
+    SERVICE_ACCOUNT,
+    ROLE,
+    ROLE_BINDING,
+    PDB,
+)
 RESYNC_S = 30.0
 """Every fleet is looked at this often without any event: a missed event is corrected by then."""
 BACKOFF_FIRST_S = 0.5
@@ -208,8 +220,9 @@ class Reconciler:
         except ManifestError as error:
             return await self._not_accepted(key, raw, error)
         live = self._objects.get(key, {})
-        templates = {tier.name: template_of(fleet, tier, self._platform) for tier in fleet.spec.tiers}
-        plan: Plan = reconcile(fleet, self._observed(key, fleet, state, templates, live), self._now())
+        stored = observe_revisions(obj for (kind, _), obj in live.items() if kind == "ControllerRevision")
+        templates = {t.name: template_of(fleet, t, stored.get(t.name, {}), self._platform) for t in fleet.spec.tiers}
+        plan: Plan = reconcile(fleet, self._observed(fleet, state, templates, stored, live), self._now())
         state.memory = plan.memory
         outcome = await self._applier.apply(fleet, raw, plan, templates, live)
         await self._recorder.record(raw, plan.status, outcome, sizing_of(fleet, plan.reasons))
@@ -217,19 +230,21 @@ class Reconciler:
 
     def _observed(
         self,
-        key: Key,
         fleet: InferenceFleet,
         state: _State,
         templates: dict[str, Template],
+        stored: dict[str, dict[str, Template]],
         live: Mapping[tuple[str, str], Object],
     ) -> Observed:
         pods = [obj for (kind, _), obj in live.items() if kind == "Pod"]
         routers = [pod for pod in pods if pod["metadata"]["labels"].get(ROLE_LABEL) == ROUTER_ROLE]
+        documents = live.get(("ConfigMap", router_name(fleet.metadata.name)))
         return Observed(
-            pods=observe_pods(pods),
+            pods=observe_pods(pods, observe_serving(documents)),
             pools=observe_pools(obj for (kind, _), obj in live.items() if kind == "WorkerPool"),
             router=observe_router(live.get(("Deployment", router_name(fleet.metadata.name))), routers),
             templates=templates,
+            stored=stored,
             telemetry=state.telemetry,
             memory=state.memory,
             problems=state.problems,

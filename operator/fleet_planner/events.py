@@ -17,8 +17,10 @@ from fleet_api.v1alpha1.status import Condition, FleetStatus, TierStatus
 NOTE_MOST_BYTES = 1_000
 """events.k8s.io/v1 refuses notes of more than 1 kB."""
 NAMES_MOST = 3
-SEVERE = frozenset({"Invalid", "WorkersFailing", "KvFailing", "Unschedulable"})
+SEVERE = frozenset({"Invalid", "WorkersFailing", "KvFailing", "Unschedulable", "Stuck", "ProgressDeadlineExceeded", "RolledBack"})
 """Reasons that warn even when the fleet was never well."""
+IN_ORDER = frozenset({"Progressing", "Paused"})
+"""Reasons of states that are neither good nor bad."""
 TOLD_ELSEWHERE = frozenset({"ApplyFailed", "Creating", "NotProvisioned"})
 """Reasons whose causes have events of their own: the problems, the workers that were created."""
 
@@ -116,7 +118,8 @@ def _transition(before: Condition | None, after: Condition) -> Event | None:
     silent = (after.status == "Unknown" and after.type != "TelemetryFresh") or after.reason in TOLD_ELSEWHERE
     if silent or (after.type in ("Ready", "TelemetryFresh") and not was_good):
         return None
-    severity: Literal["Normal", "Warning"] = "Warning" if was_good or after.reason in SEVERE else "Normal"
+    bad = after.reason in SEVERE or (was_good and after.reason not in IN_ORDER)
+    severity: Literal["Normal", "Warning"] = "Warning" if bad else "Normal"
     return Event(severity, after.reason, after.message, "Reconcile")
 
 
@@ -129,6 +132,8 @@ def _meaning(condition: Condition) -> tuple[str, ...]:
 
 
 def _good(condition: Condition) -> bool:
+    if condition.type == "RollingOut":
+        return condition.reason == "Complete"
     return condition.status == ("False" if condition.type == "CapacityLimited" else "True")
 
 

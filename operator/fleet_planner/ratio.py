@@ -75,7 +75,7 @@ def smallest(need: Pair, low: Ratio, high: Ratio) -> Pair:
 
 def grown(have: Pair, target: Pair, cost: Pair, room: int, low: Ratio, high: Ratio) -> Pair:
     """On the way from `have` to `target`: the pair inside the ratio, with at least `have`, that `room` devices can hold and that
-    is furthest along in the role that lags behind; `have` itself when there is none. `cost`: devices of one worker of each role."""
+    is furthest along in the role that lags behind; `have` itself when there is none. `cost`: devices of one worker per role."""
     best: tuple[tuple[Fraction, int], Pair] = ((Fraction(-1), 0), have)
     for prefill in range(max(have[0], 1), target[0] + 1):
         left = room - prefill * cost[0]

@@ -8,20 +8,20 @@ from dataclasses import dataclass, field
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.status import FleetStatus
 from fleet_api.v1alpha1.tier import TierSpec
-from fleet_planner.pods import plan_pods
 from fleet_planner.ratio import Bounds, bounds_of, project
+from fleet_planner.revisions import TierPlan, plan_tier
 from fleet_planner.scale import ScaleDecision, ScaleInputs, want
 from fleet_planner.status import TierView, plan_status
 from fleet_planner.types import (
     ROLES,
     Observed,
-    ObservedPod,
     ObservedPool,
     PodGone,
     PodWanted,
     PoolWanted,
     Role,
     ScaleMemory,
+    Split,
     Target,
 )
 
@@ -35,6 +35,11 @@ class Plan:
     create: tuple[PodWanted, ...]
     delete: tuple[PodGone, ...]
     targets: tuple[Target, ...]
+    splits: tuple[Split, ...]
+    keep: tuple[tuple[str, str], ...]
+    """(tier, revision) of the wanted revision of each tier: its template must be stored."""
+    forget: tuple[tuple[str, str], ...]
+    """(tier, revision) whose stored templates nobody needs any more."""
     status: FleetStatus
     memory: dict[str, ScaleMemory] = field(default_factory=dict)
     reasons: tuple[str, ...] = ()
@@ -42,29 +47,49 @@ class Plan:
 
 def reconcile(fleet: InferenceFleet, observed: Observed, now: float) -> Plan:
     """The plan. Only `observed` and `now` decide; nothing is remembered but what comes back in `memory`."""
-    pools: list[PoolWanted] = []
+    tiers: list[TierPlan] = []
     views: list[TierView] = []
     memory: dict[str, ScaleMemory] = {}
     for tier in fleet.spec.tiers:
         decision = size_tier(fleet, tier, observed, now)
         memory[tier.name] = decision.memory
-        sizes: dict[Role, int] = {"prefill": decision.prefill, "decode": decision.decode}
-        for role in ROLES:
-            pools += plan_pools(fleet.metadata.name, tier.name, role, sizes[role], observed)
-        views.append(TierView(tier, decision, observed.templates[tier.name].revision))
-    create, delete = _plan_all_pods(pools, observed)
-    names = {pool.name for pool in pools}
-    targets = tuple(target for pod in observed.pods if (target := _target(pod)) is not None)
+        plan = plan_tier(fleet, tier, (decision.prefill, decision.decode), observed, now)
+        tiers.append(plan)
+        views.append(TierView(tier, decision, plan))
+    orphans = _orphans(fleet, observed)
+    names = {pool.name for plan in tiers for pool in plan.pools}
+    targets = [target for plan in tiers for target in plan.targets]
     return Plan(
-        pools=tuple(pools),
+        pools=tuple(pool for plan in tiers for pool in plan.pools),
         pools_gone=tuple(pool for pool in observed.pools if pool.name not in names and not _has_pods(pool, observed)),
-        create=tuple(create),
-        delete=tuple(delete),
-        targets=targets,
+        create=tuple(pod for plan in tiers for pod in plan.create),
+        delete=(*(pod for plan in tiers for pod in plan.delete), *orphans),
+        targets=tuple(sorted(targets, key=lambda target: target.name)),
+        splits=tuple(plan.split for plan in tiers if plan.split is not None),
+        keep=tuple((tier.name, observed.templates[tier.name].revision) for tier in fleet.spec.tiers),
+        forget=_forgotten(fleet, dict(zip((tier.name for tier in fleet.spec.tiers), tiers, strict=True)), observed),
         status=plan_status(fleet, views, observed, now),
         memory=memory,
         reasons=tuple(f"{view.tier.name}: {view.decision.reason}" for view in views),
     )
+
+
+def _forgotten(fleet: InferenceFleet, plans: dict[str, TierPlan], observed: Observed) -> tuple[tuple[str, str], ...]:
+    """Stored templates beyond the history's limit, oldest first; what has pods or is returned to is never among them."""
+    found: list[tuple[str, str]] = []
+    for tier, stored in sorted(observed.stored.items()):
+        has_pods = any(pod.tier == tier for pod in observed.pods)
+        needed = plans[tier].revisions if tier in plans else frozenset()
+        rest = sorted((t for t in stored.values() if t.revision not in needed), key=lambda t: -t.number)
+        limit = fleet.spec.rollout.history_limit if tier in plans or has_pods else 0
+        found += [(tier, template.revision) for template in rest[limit:]]
+    return tuple(found)
+
+
+def _orphans(fleet: InferenceFleet, observed: Observed) -> list[PodGone]:
+    known = {tier.name for tier in fleet.spec.tiers}
+    left = [pod for pod in observed.pods if pod.tier not in known and not pod.terminating]
+    return [PodGone(pod.name, pod.uid, "its tier is not in the spec") for pod in left]
 
 
 def size_tier(fleet: InferenceFleet, tier: TierSpec, observed: Observed, now: float) -> ScaleDecision:
@@ -120,52 +145,14 @@ def current_size(tier: TierSpec, observed: Observed) -> tuple[int, int]:
 
 
 def _scaled_by_others(tier: str, revision: str, observed: Observed) -> dict[Role, int]:
-    """Roles whose pool's spec.replicas is not what the operator wrote."""
+    """Wanted size of each role whose pool's spec.replicas is not what the operator wrote: while two revisions share a role, what
+    was added to one pool or taken from it counts for the role."""
     return {
-        pool.role: pool.replicas
+        pool.role: max(0, (pool.size or pool.planned) + pool.replicas - pool.planned)
         for pool in observed.pools
         if pool.tier == tier and pool.revision == revision and pool.planned is not None and pool.replicas != pool.planned
     }
 
 
-def plan_pools(fleet: str, tier: str, role: Role, size: int, observed: Observed) -> list[PoolWanted]:
-    """Pools of one role. While an older revision still has pods, the new one grows by one above what is ready and the old
-    ones keep the rest, so that never fewer than `size` workers are ready or coming."""
-    revision = observed.templates[tier].revision
-    pods = [pod for pod in observed.pods if pod.tier == tier and pod.role == role and not pod.terminating]
-    old = sorted({pod.revision for pod in pods if pod.revision != revision})
-    ready = sum(pod.ready and pod.revision == revision for pod in pods)
-    mine = size if not old else min(size, ready + 1)
-    pools = [PoolWanted(f"{fleet}-{tier}-{role}-{revision}", tier, role, revision, mine, size)]
-    left = max(0, size - ready)
-    for other in old:
-        has = sum(pod.revision == other for pod in pods)
-        keep = min(has, left)
-        left -= keep
-        pools.append(PoolWanted(f"{fleet}-{tier}-{role}-{other}", tier, role, other, keep, size))
-    return pools
-
-
-def _plan_all_pods(pools: list[PoolWanted], observed: Observed) -> tuple[list[PodWanted], list[PodGone]]:
-    create: list[PodWanted] = []
-    delete: list[PodGone] = []
-    for pool in pools:
-        mine = [p for p in observed.pods if (p.tier, p.role, p.revision) == (pool.tier, pool.role, pool.revision)]
-        new, gone = plan_pods(pool, mine)
-        create += new
-        delete += gone
-    known = {(pool.tier, pool.role, pool.revision) for pool in pools}
-    orphans = [p for p in observed.pods if (p.tier, p.role, p.revision) not in known and not p.terminating]
-    delete += [PodGone(pod.name, pod.uid, "its tier is not in the spec") for pod in orphans]
-    return create, delete
-
-
 def _has_pods(pool: ObservedPool, observed: Observed) -> bool:
     return any((p.tier, p.role, p.revision) == (pool.tier, pool.role, pool.revision) for p in observed.pods)
-
-
-def _target(pod: ObservedPod) -> Target | None:
-    """Ready pods serve; a terminating one is told as draining until it is gone; others are not told at all."""
-    if pod.ip is None or not (pod.ready or pod.terminating):
-        return None
-    return Target(pod.name, pod.uid, pod.ip, pod.role, pod.tier, pod.revision, draining=pod.terminating)

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from fleet_api.conditions import ConditionType, set_condition
 from fleet_api.quantities import format_ratio
 from fleet_api.v1alpha1 import InferenceFleet
-from fleet_api.v1alpha1.status import Condition, ConditionStatus, FleetStatus, KvStatus, RoleStatus, TierStatus
+from fleet_api.v1alpha1.status import Condition, ConditionStatus, FleetStatus, KvStatus, RoleStatus, RolloutStatus, TierStatus
 from fleet_api.v1alpha1.tier import TierSpec
+from fleet_planner.canary import overdue
 from fleet_planner.ratio import within
+from fleet_planner.revisions import TierPlan
 from fleet_planner.scale import ScaleDecision, unusable
 from fleet_planner.types import Observed, ObservedPod, Role
 
@@ -24,7 +26,7 @@ class TierView:
 
     tier: TierSpec
     decision: ScaleDecision
-    revision: str
+    plan: TierPlan
 
 
 Verdict = tuple[ConditionStatus, str, str]
@@ -41,6 +43,7 @@ def plan_status(fleet: InferenceFleet, views: Sequence[TierView], observed: Obse
         "WithinRatio": _within_ratio(views, tiers),
         "TelemetryFresh": _telemetry(fleet, observed, now),
         "CapacityLimited": _capacity(observed),
+        "RollingOut": _rolling(fleet, views, now),
     }
     verdicts["Ready"] = _ready(verdicts)
     conditions: tuple[Condition, ...] = fleet.status.conditions
@@ -65,13 +68,10 @@ def _tier_status(view: TierView, observed: Observed) -> TierStatus:
     telemetry = observed.telemetry.get(name)
     sizes: dict[Role, int] = {"prefill": view.decision.prefill, "decode": view.decision.decode}
 
-    def role(which: Role) -> RoleStatus:
-        ready = sum(pod.ready for pod in _pods(observed, name, which))
-        return RoleStatus(
-            desired=sizes[which], ready=ready, serving=sum(p.ready and p.ip is not None for p in _pods(observed, name, which))
-        )
+    def role(which: Role, serving: int) -> RoleStatus:
+        return RoleStatus(desired=sizes[which], ready=sum(pod.ready for pod in _pods(observed, name, which)), serving=serving)
 
-    prefill, decode = role("prefill"), role("decode")
+    prefill, decode = role("prefill", view.plan.serving[0]), role("decode", view.plan.serving[1])
     proof = telemetry.kv if telemetry is not None else None
     kv = None
     if proof is not None and telemetry is not None:
@@ -79,7 +79,33 @@ def _tier_status(view: TierView, observed: Observed) -> TierStatus:
             transfers=proof.transfers, blocks=proof.blocks, bytes=proof.bytes, failed=proof.failed, transport=telemetry.transport
         )
     ratio = format_ratio(prefill.serving, decode.serving)
-    return TierStatus(name=name, prefill=prefill, decode=decode, ratio=ratio, revision=view.revision, kv=kv)
+    revision, rollout = view.plan.revision, view.plan.rollout
+    return TierStatus(name=name, prefill=prefill, decode=decode, ratio=ratio, revision=revision, rollout=rollout, kv=kv)
+
+
+def _rolling(fleet: InferenceFleet, views: Sequence[TierView], now: float) -> Verdict:
+    """Stuck and rolled back before rolling, rolling before done."""
+    stuck = [f"tier {view.tier.name}: {view.plan.stuck}" for view in views if view.plan.stuck]
+    if stuck:
+        return "False", "Stuck", "; ".join(stuck)
+    late = [view for view in views if view.plan.rolling and overdue(fleet.spec.rollout, view.plan.rollout, now)]
+    if late:
+        deadline = fleet.spec.rollout.progress_deadline
+        words = [f"tier {v.tier.name} did not move for {deadline}: {v.plan.rollout.progress}" for v in late]
+        return "False", "ProgressDeadlineExceeded", "; ".join(words)
+    failed = [f"tier {view.tier.name}: {view.plan.rollout.message}" for view in views if view.plan.rollout.failed]
+    if failed:
+        return "False", "RolledBack", "; ".join(failed)
+    rolling = [f"tier {view.tier.name}: {_moving(view.plan.rollout)}" for view in views if view.plan.rolling]
+    if rolling and fleet.spec.rollout.paused:
+        return "True", "Paused", "; ".join(rolling)
+    return (
+        ("True", "Progressing", "; ".join(rolling)) if rolling else ("False", "Complete", "every worker has the wanted revision")
+    )
+
+
+def _moving(rollout: RolloutStatus) -> str:
+    return "; ".join(word for word in (rollout.progress, rollout.message) if word)
 
 
 def _provisioned(views: Sequence[TierView], observed: Observed) -> Verdict:

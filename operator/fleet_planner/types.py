@@ -31,6 +31,18 @@ class ObservedPod:
     """Why it is not ready: waiting or termination message of the container, or the scheduler's words."""
     unschedulable: bool = False
     restarts: int = 0
+    compat: str = ""
+    """KV compatibility hash that it was made with."""
+    member: int = 0
+    """Its place in a worker that spans several nodes; 0 leads."""
+    leaving: str = ""
+    """Why its node goes away (cordoned, not ready, tainted); empty while it stays."""
+    deletion_cost: int = 0
+    """controller.kubernetes.io/pod-deletion-cost: among equals the cheapest goes first."""
+    busy: float | None = None
+    """Requests that it runs; None = unknown."""
+    serving: bool = False
+    """The routers are told to use it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +85,16 @@ class KvProof:
 
 
 @dataclass(frozen=True, slots=True)
+class RevisionLoad:
+    """What clients got from one revision over the telemetry window."""
+
+    requests: float
+    errors: float
+    ttft_p99_s: float | None = None
+    itl_p99_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class TierTelemetry:
     """All that is known about one tier's load."""
 
@@ -83,6 +105,8 @@ class TierTelemetry:
     """Transport that the workers report as in use, e.g. "shm", "tcp"; None when unknown."""
     problem: str | None = None
     """Why nothing is known, when the source itself failed."""
+    revisions: dict[str, RevisionLoad] = field(default_factory=dict)
+    """By revision; one that no router has counted yet is absent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +134,12 @@ class Template:
     """First 8 hex digits of a hash over everything that a running pod cannot change."""
     compat: str
     """KV moves only between workers with equal hashes."""
+    gpus: tuple[int, int] = (0, 0)
+    """Devices of one prefill and of one decode worker, all of its nodes together."""
+    nodes: tuple[int, int] = (1, 1)
+    """Pods of one prefill and of one decode worker."""
+    number: int = 0
+    """Place in the history, growing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +150,9 @@ class Observed:
     pools: tuple[ObservedPool, ...] = ()
     router: RouterView | None = None
     templates: dict[str, Template] = field(default_factory=dict)
-    """By tier name."""
+    """By tier name: what the spec asks for."""
+    stored: dict[str, dict[str, Template]] = field(default_factory=dict)
+    """By tier name and revision: templates that pods can still be made from."""
     telemetry: dict[str, TierTelemetry] = field(default_factory=dict)
     memory: dict[str, ScaleMemory] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
@@ -150,6 +182,7 @@ class PodWanted:
     role: Role
     revision: str
     ordinal: int
+    member: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +192,9 @@ class PodGone:
     name: str
     uid: str
     reason: str
+
+
+TargetState = Literal["serving", "held", "draining"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,4 +207,15 @@ class Target:
     role: Role
     tier: str
     revision: str
-    draining: bool
+    compat: str
+    state: TargetState
+    """held: ready, but the ratio has no place for it now; what it runs goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """A share of a tier's requests that goes to one revision while it is judged."""
+
+    tier: str
+    revision: str
+    percent: int

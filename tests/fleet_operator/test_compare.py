@@ -10,7 +10,8 @@ import pytest
 from fleet_api.parse import parse_fleet
 from fleet_operator.compare import satisfied, stamped
 from fleet_operator.observe import observe_pods
-from fleet_operator.render.worker import render_pod, template_of
+from fleet_operator.render.revision import render_revision, template_of
+from fleet_operator.render.worker import render_pod
 from fleet_operator.settings import Platform
 from fleet_planner.types import PodWanted
 from fleet_worker.config import decode
@@ -54,10 +55,10 @@ def fleet(**spec: Any):
 
 def rendered(**spec: Any) -> dict[str, Any]:
     wish = fleet(**spec)
-    template = template_of(wish, wish.spec.tiers[0], Platform())
+    template = template_of(wish, wish.spec.tiers[0], {}, Platform())
     wanted = PodWanted("f-t-prefill-x-0", "f-t-prefill-x", "t", "prefill", template.revision, 0)
     owner = {"apiVersion": "v", "kind": "WorkerPool", "metadata": {"name": "f-t-prefill-x", "uid": "u"}}
-    return render_pod(wish, wanted, template, Platform(), owner)
+    return render_pod(wish, wanted, render_revision(wish, wish.spec.tiers[0], template, Platform(), owner), owner)
 
 
 def test_a_worker_pod_asks_for_its_devices_and_keeps_tcp_out_of_rdma():
@@ -96,7 +97,7 @@ def test_model_sources_become_volumes(spec: dict[str, Any], volume: dict[str, An
 def test_the_revision_moves_with_the_template_and_not_with_sizes():
     def revision(**spec: Any) -> str:
         wish = fleet(**spec)
-        return template_of(wish, wish.spec.tiers[0], Platform()).revision
+        return template_of(wish, wish.spec.tiers[0], {}, Platform()).revision
 
     tiers = [{**fleet().spec.tiers[0].to_dict(), "decode": {"minReplicas": 3}}]
     assert revision(tiers=tiers) == revision()
@@ -106,7 +107,7 @@ def test_the_revision_moves_with_the_template_and_not_with_sizes():
 def test_another_engine_is_never_compatible():
     def compat(kind: str) -> str:
         wish = fleet(engine={"type": kind})
-        return template_of(wish, wish.spec.tiers[0], Platform()).compat
+        return template_of(wish, wish.spec.tiers[0], {}, Platform()).compat
 
     assert compat("torch") != compat("vllm")
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleet_api.parse import parse_fleet
-from fleet_planner.pods import plan_pods
 from fleet_planner.reconcile import Plan, reconcile
+from fleet_planner.replicas import plan_replicas, replicas_of
 from fleet_planner.types import Observed, ObservedPod, ObservedPool, PoolWanted, Role, RouterView, Template
 
 NOW = 1_000.0
@@ -32,19 +32,24 @@ def fleet(**tier: Any):
 def pod(name: str, role: Role, ordinal: int, **more: Any) -> ObservedPod:
     base: dict[str, Any] = {"name": name, "uid": f"uid-{name}", "role": role, "tier": "t", "revision": "aaaaaaaa"}
     base |= {"ordinal": ordinal, "ip": "10.0.0.1", "node": "n", "phase": "Running", "ready": True, "terminating": False}
-    base |= {"created_at": 0.0, "ready_since": 1.0}
+    base |= {"created_at": 0.0, "ready_since": 1.0, "compat": "c"}
     return ObservedPod(**{**base, **more})
 
 
 def carry_out(plan: Plan, observed: Observed, ready: bool = True) -> Observed:
     """The cluster after everything in the plan has happened."""
     gone = {item.uid for item in plan.delete}
-    pods = [p for p in observed.pods if p.uid not in gone]
+    serving = {target.uid for target in plan.targets if target.state == "serving"}
+    pods = [replace(p, serving=p.uid in serving) for p in observed.pods if p.uid not in gone]
     pods += [pod(w.name, w.role, w.ordinal, revision=w.revision, ready=ready) for w in plan.create]
     pools = tuple(
         ObservedPool(p.name, f"u{p.name}", p.role, p.tier, p.revision, p.replicas, p.replicas, p.size) for p in plan.pools
     )
-    return replace(observed, pods=tuple(pods), pools=pools, router=RouterView(1, 1), memory=plan.memory)
+    stored = {tier: {**observed.stored.get(tier, {}), t.revision: t} for tier, t in observed.templates.items()}
+    for tier, revision in plan.forget:
+        stored[tier].pop(revision, None)
+    after = replace(observed, pods=tuple(pods), pools=pools, router=RouterView(1, 1), memory=plan.memory, stored=stored)
+    return after
 
 
 def start(revision: str = "aaaaaaaa") -> Observed:
@@ -64,7 +69,7 @@ def test_a_new_fleet_gets_its_initial_workers_and_then_rests():
     again = reconcile(fleet(), after, NOW + 1)
     assert (again.create, again.delete, again.pools_gone) == ((), (), ())
     assert again.pools == plan.pools
-    assert [t.draining for t in again.targets] == [False] * 3
+    assert [t.state for t in again.targets] == ["serving"] * 3
     assert {c.type: c.status for c in again.status.conditions}["Ready"] == "True"
 
 
@@ -112,7 +117,7 @@ def test_a_terminating_pod_is_told_as_draining_and_keeps_its_ordinal():
     pods = tuple(replace(p, terminating=True, ready=False) if p.name.endswith("decode-aaaaaaaa-0") else p for p in observed.pods)
     plan = reconcile(fleet(), replace(observed, pods=pods), NOW + 1)
     assert [w.name for w in plan.create] == ["f-t-decode-aaaaaaaa-2"]
-    assert [t.name for t in plan.targets if t.draining] == ["f-t-decode-aaaaaaaa-0"]
+    assert [t.name for t in plan.targets if t.state == "draining"] == ["f-t-decode-aaaaaaaa-0"]
 
 
 @pytest.mark.parametrize(
@@ -128,7 +133,7 @@ def test_a_terminating_pod_is_told_as_draining_and_keeps_its_ordinal():
 )
 def test_pods_of_a_pool(pods: list[tuple[int, dict[str, Any]]], replicas: int, created: list[str], deleted: list[str]):
     pool = PoolWanted("p", "t", "decode", "aaaaaaaa", replicas, replicas)
-    new, gone = plan_pods(pool, [pod(f"p-{n}", "decode", n, **more) for n, more in pods])
+    new, gone = plan_replicas(pool, replicas_of([pod(f"p-{n}", "decode", n, **more) for n, more in pods], (1, 1)), 1)
     assert ([w.name for w in new], [g.name for g in gone]) == (created, deleted)
 
 

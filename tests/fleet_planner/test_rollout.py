@@ -106,7 +106,8 @@ def test_every_small_rollout_ends_and_keeps_every_rule():
         elif any(rolling.old):
             assert rolling.stuck, rolling
             stuck += 1
-    assert checked > 10_000 and stuck > 100
+    assert checked > 10_000
+    assert stuck > 100
 
 
 def test_rollout_and_resize_together_never_serve_less_than_both_sizes_allow():
@@ -132,7 +133,8 @@ def test_lws_counterexample_surge_zero_is_never_exceeded():
     assert rolling.stuck  # one worker at a time cannot replace a pair: it says so and touches nothing
     assert rolling.old == (1, 1)
     text = why_stuck((1, 2), Group("new"), limits)
-    assert "rollout.maxSurgeGpus is 0" in text and "needs 1 more devices" in text
+    assert "rollout.maxSurgeGpus is 0" in text
+    assert "needs 1 more devices" in text
 
 
 def test_a_stuck_revision_stays_inside_its_surge_and_the_old_one_keeps_serving():
@@ -141,7 +143,9 @@ def test_a_stuck_revision_stays_inside_its_surge_and_the_old_one_keeps_serving()
     step = plan_step((2, 4), new, [old], limits)
     assert step.sizes == {"new": (1, 1), "old": (2, 4)}
     waiting = plan_step((2, 4), Group("new", (1, 1), (0, 0)), [old], limits)
-    assert waiting.sizes == step.sizes and waiting.rolling and not waiting.stuck
+    assert waiting.sizes == step.sizes
+    assert waiting.rolling
+    assert not waiting.stuck
 
 
 def test_lost_old_workers_come_back_while_the_new_revision_does_not_serve():
@@ -153,7 +157,8 @@ def test_what_finds_no_node_takes_room_from_the_old_revision_only_when_allowed()
     new, old = Group("new", (1, 1), (0, 0), unschedulable=True), Group("old", (2, 4), (2, 4))
     assert plan_step((2, 4), new, [old], Limits(*WIDE)).stuck
     step = plan_step((2, 4), new, [old], Limits(*WIDE, unavailable=1))
-    assert step.sizes["old"] == (1, 3) and not step.stuck
+    assert step.sizes["old"] == (1, 3)
+    assert not step.stuck
 
 
 def test_a_canary_stays_small_and_the_old_revision_whole():
@@ -162,7 +167,9 @@ def test_a_canary_stays_small_and_the_old_revision_whole():
     first = plan_step((4, 8), Group("new"), [old], limits, canary=canary)
     assert first.sizes == {"new": (1, 2), "old": (4, 8)}
     judged = plan_step((4, 8), Group("new", (1, 2), (1, 2)), [old], limits, canary=canary)
-    assert judged.sizes == first.sizes and judged.rolling and not judged.stuck
+    assert judged.sizes == first.sizes
+    assert judged.rolling
+    assert not judged.stuck
 
 
 def test_a_canary_without_room_replaces_old_workers_when_they_may_be_missing():
@@ -174,21 +181,27 @@ def test_a_canary_without_room_replaces_old_workers_when_they_may_be_missing():
 def test_two_old_revisions_give_way_before_a_third():
     olds = [Group("worse", (1, 1), (0, 0)), Group("better", (2, 2), (2, 2))]
     step = plan_step((2, 2), Group("new", (0, 0)), olds, Limits(*WIDE))
-    assert step.sizes["better"] == (2, 2) and step.sizes["worse"] == (0, 0)
+    assert step.sizes["better"] == (2, 2)
+    assert step.sizes["worse"] == (0, 0)
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_largest_smallest_and_grown_against_all_pairs(ratio: tuple[Ratio, Ratio]):
     low, high = ratio
     for box in product(range(9), repeat=2):
-        inside = [p for p in product(range(box[0] + 1), range(box[1] + 1)) if p == (0, 0) or (0 not in p and within(*p, low, high))]
+        inside = [
+            p for p in product(range(box[0] + 1), range(box[1] + 1)) if p == (0, 0) or (0 not in p and within(*p, low, high))
+        ]
         best = largest(box, low, high)
-        assert best in inside and all(covers(best, other) for other in inside)
+        assert best in inside
+        assert all(covers(best, other) for other in inside)
         above = [p for p in product(range(box[0], 40), range(box[1], 80)) if 0 not in p and within(*p, low, high)]
         if any(box):
             least = smallest(box, low, high)
-            assert least in above and all(covers(other, least) for other in above)
+            assert least in above
+            assert all(covers(other, least) for other in above)
         for room in range(12):
             fits = grown((0, 0), box, (1, 2), room, low, high)
-            assert fits in inside and fits[0] + 2 * fits[1] <= room
+            assert fits in inside
+            assert fits[0] + 2 * fits[1] <= room
             assert fits != (0, 0) or not any(any(p) and p[0] + 2 * p[1] <= room for p in inside)

@@ -11,13 +11,14 @@ from typing import Literal
 import msgspec
 
 Role = Literal["prefill", "decode"]
-WorkerState = Literal["serving", "draining"]
+WorkerState = Literal["serving", "held", "draining"]
+"""held: ready, but the ratio has no place for it; draining: it goes. Neither gets a new request, both finish what they run."""
 
 ROUTER_CONFIG_KEY = "router.json"
 ENDPOINTS_KEY = "endpoints.json"
 
 
-class Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     """One worker that may receive requests."""
 
     name: str
@@ -35,12 +36,24 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     state: WorkerState = "serving"
 
 
-class Endpoints(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything a router may route to, in stable (name) order so that equal content is equal bytes."""
+class Split(msgspec.Struct, frozen=True, kw_only=True):
+    """A canary: this share of a tier's requests goes to this revision, the rest to all others."""
+
+    tier: str
+    revision: str
+    percent: int
+
+
+class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything a router may route to, in stable (name) order so that equal content is equal bytes.
+
+    Unknown fields are passed over: a router that is older than its operator keeps working.
+    """
 
     fleet: str
     namespace: str
     workers: tuple[Endpoint, ...] = ()
+    splits: tuple[Split, ...] = ()
 
 
 def encode(document: Endpoints) -> bytes:

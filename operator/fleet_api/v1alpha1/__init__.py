@@ -4,6 +4,7 @@ from fleet_api.v1alpha1.base import API_VERSION, GROUP, VERSION, Metadata
 from fleet_api.v1alpha1.fleet import FleetSpec, InferenceFleet
 from fleet_api.v1alpha1.model import ClaimSource, EngineSpec, FileSource, HubSource, ModelSpec, Source
 from fleet_api.v1alpha1.pool import PoolSpec, WorkerPool
+from fleet_api.v1alpha1.rollout import AnalysisSpec, CanarySpec, RolloutSpec
 from fleet_api.v1alpha1.routing import (
     LatencySpec,
     LimitsSpec,
@@ -16,7 +17,16 @@ from fleet_api.v1alpha1.routing import (
     TargetInflightSpec,
     TelemetrySpec,
 )
-from fleet_api.v1alpha1.status import Condition, FleetStatus, FleetSummary, KvStatus, PoolStatus, RoleStatus, TierStatus
+from fleet_api.v1alpha1.status import (
+    Condition,
+    FleetStatus,
+    FleetSummary,
+    KvStatus,
+    PoolStatus,
+    RoleStatus,
+    RolloutStatus,
+    TierStatus,
+)
 from fleet_api.v1alpha1.tier import AcceleratorSpec, KvTransferSpec, RatioSpec, Role, RoleSpec, TierSpec
 
 __all__ = [
@@ -24,6 +34,8 @@ __all__ = [
     "GROUP",
     "VERSION",
     "AcceleratorSpec",
+    "AnalysisSpec",
+    "CanarySpec",
     "ClaimSource",
     "Condition",
     "EngineSpec",
@@ -48,6 +60,8 @@ __all__ = [
     "Role",
     "RoleSpec",
     "RoleStatus",
+    "RolloutSpec",
+    "RolloutStatus",
     "RoutingSpec",
     "ScalingSpec",
     "SloSpec",

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from fleet_api.v1alpha1.base import ApiModel, Metadata
 from fleet_api.v1alpha1.model import DEFAULT_REVISION, EngineSpec, HubSource, ModelSpec
+from fleet_api.v1alpha1.rollout import RolloutSpec
 from fleet_api.v1alpha1.routing import LimitsSpec, RoutingSpec, ScalingSpec, SloSpec, TelemetrySpec
 from fleet_api.v1alpha1.status import FleetStatus
 from fleet_api.v1alpha1.tier import DEFAULT_RESOURCE, TierSpec
@@ -25,6 +26,7 @@ class FleetSpec(ApiModel):
     routing: RoutingSpec = Field(default=RoutingSpec(), description="How the router chooses workers.")
     limits: LimitsSpec = Field(default=LimitsSpec(), description="What one request may ask for.")
     scaling: ScalingSpec = Field(default=ScalingSpec(), description="How the operator sizes the tiers.")
+    rollout: RolloutSpec = Field(default=RolloutSpec(), description="How a new revision replaces the old one.")
     telemetry: TelemetrySpec = Field(default=TelemetrySpec(), description="Where load and latency come from.")
 
     @property

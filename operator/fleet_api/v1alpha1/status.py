@@ -46,6 +46,20 @@ class KvStatus(ApiModel):
     transport: str | None = Field(default=None, description="Transport in use, as the workers report it.")
 
 
+class RolloutStatus(ApiModel):
+    """Where a tier stands between two revisions."""
+
+    stable: str = Field(default="", description="The revision that was last rolled out to its end.")
+    target: str = Field(default="", description="The revision that is being rolled out; absent at rest.")
+    step: Count = Field(default=0, description="Canary steps that are passed.")
+    step_since: str = Field(default="", description="When the present canary step began to serve, RFC 3339 in UTC.")
+    percent: Count | None = Field(default=None, description="Share of the requests that the canary gets now.")
+    progress: str = Field(default="", description="Workers of the new and of the old revisions.")
+    progress_since: str = Field(default="", description="When that last changed, RFC 3339 in UTC.")
+    failed: str = Field(default="", description="The revision that was rolled back; it is not tried again.")
+    message: str = Field(default="", description="Why it was rolled back, or what the rollout waits for.")
+
+
 class TierStatus(ApiModel):
     """One tier."""
 
@@ -54,6 +68,7 @@ class TierStatus(ApiModel):
     decode: RoleStatus = Field(default=RoleStatus(), description="Decode workers.")
     ratio: str = Field(default="", description="Serving prefill:decode in lowest terms.")
     revision: str = Field(default="", description="Revision of the pod template that serves.")
+    rollout: RolloutStatus | None = Field(default=None, description="The rollout; absent before the first worker.")
     kv: KvStatus | None = Field(default=None, description="KV moved between the roles; absent before the first reading.")
 
 

@@ -8,11 +8,11 @@ from fleet_operator.names import FLEET, PLANNED, REVISION, ROLE, ROUTER_ROLE, SI
 from fleet_operator.render.worker import POD_SECURITY, PORTS, owner_reference
 from fleet_operator.settings import Platform
 from fleet_planner.reconcile import Plan
-from fleet_planner.types import PoolWanted, Template
+from fleet_planner.types import PoolWanted
 from fleet_router import config as router_config
 from fleet_router.config import RouterConfig
 from fleet_wire import endpoints as wire
-from fleet_wire.endpoints import ENDPOINTS_KEY, ROUTER_CONFIG_KEY, Endpoint, Endpoints
+from fleet_wire.endpoints import ENDPOINTS_KEY, ROUTER_CONFIG_KEY, Endpoint, Endpoints, Split
 
 API_VERSION = "inferencefleet.io/v1alpha1"
 ROUTER_PORT = 8080
@@ -47,18 +47,17 @@ def render_pool(fleet: InferenceFleet, pool: PoolWanted, owner: Object) -> Objec
     }  # fmt: skip
 
 
-def render_documents(fleet: InferenceFleet, plan: Plan, templates: dict[str, Template], owner: Object) -> Object:
+def render_documents(fleet: InferenceFleet, plan: Plan, owner: Object) -> Object:
     """The ConfigMap that the router follows."""
     workers = tuple(
         Endpoint(
             name=target.name, uid=target.uid, address=target.address, http_port=PORTS.http, agent_port=PORTS.agent,
-            role=target.role, tier=target.tier, revision=target.revision, compat=templates[target.tier].compat,
-            state="draining" if target.draining else "serving",
+            role=target.role, tier=target.tier, revision=target.revision, compat=target.compat, state=target.state,
         )
         for target in plan.targets
-        if target.tier in templates
     )  # fmt: skip
-    document = Endpoints(fleet=fleet.metadata.name, namespace=fleet.metadata.namespace, workers=workers)
+    splits = tuple(Split(tier=split.tier, revision=split.revision, percent=split.percent) for split in plan.splits)
+    document = Endpoints(fleet=fleet.metadata.name, namespace=fleet.metadata.namespace, workers=workers, splits=splits)
     data = {ROUTER_CONFIG_KEY: router_config.encode(_router_config(fleet)), ENDPOINTS_KEY: wire.encode(document).decode()}
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": _meta(fleet, owner), "data": data}
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
+import copy
 from pathlib import PurePosixPath
-from typing import Any, Final
+from typing import Final
 
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.model import ClaimSource, FileSource, HubSource
 from fleet_api.v1alpha1.tier import TierSpec
 from fleet_operator.cluster.interface import Object
-from fleet_operator.names import ORDINAL, POOL, REVISION, ROLE, TIER, labels
+from fleet_operator.names import COMPAT, MEMBER, ORDINAL, POOL, REVISION, ROLE, TIER, labels
 from fleet_operator.settings import Platform
 from fleet_planner.types import PodWanted, Role, Template
 from fleet_worker.config import CONFIG_ENV, KvSettings, Ports, WorkerConfig, encode
@@ -32,43 +31,20 @@ STARTUP_FAILURES = 1_800
 """One-second startup probes: large models take half an hour to load."""
 
 
-def template_of(fleet: InferenceFleet, tier: TierSpec, platform: Platform) -> Template:
-    """Revision and compatibility of a tier's pods. The revision covers all that a running pod cannot change, for both roles;
-    compatibility covers what both sides of a hand-off must agree on."""
-    compat = _digest(
-        {
-            "engine": fleet.spec.engine.type,
-            "image": fleet.spec.engine.image or platform.worker_image,
-            "model": fleet.spec.model.source,
-            "revision": fleet.spec.model.revision,
-            "block_tokens": fleet.spec.engine.block_tokens,
-        }
-    )[:16]
-    specs = {role: _pod_spec(fleet, tier, role, Template("", compat), platform) for role in ("prefill", "decode")}
-    return Template(_digest(specs)[:8], compat)
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-
-
-def render_pod(fleet: InferenceFleet, wanted: PodWanted, template: Template, platform: Platform, owner: Object) -> Object:
-    """One worker pod, owned by its WorkerPool."""
-    tier = fleet.tier(wanted.tier)
-    used = Template(wanted.revision, template.compat)
+def render_pod(fleet: InferenceFleet, wanted: PodWanted, stored: Object, owner: Object) -> Object:
+    """One worker pod of a stored revision (its ControllerRevision), owned by its WorkerPool."""
+    marks = {TIER: wanted.tier, ROLE: wanted.role, REVISION: wanted.revision, POOL: wanted.pool}
     return {
         "apiVersion": "v1",
         "kind": "Pod",
         "metadata": {
             "name": wanted.name,
             "namespace": fleet.metadata.namespace,
-            "labels": labels(
-                fleet.metadata.name, **{TIER: wanted.tier, ROLE: wanted.role, REVISION: wanted.revision, POOL: wanted.pool}
-            ),
-            "annotations": {ORDINAL: str(wanted.ordinal)},
+            "labels": labels(fleet.metadata.name, **marks),
+            "annotations": {ORDINAL: str(wanted.ordinal), MEMBER: str(wanted.member), COMPAT: stored["data"]["compat"]},
             "ownerReferences": [owner_reference(owner)],
         },
-        "spec": _pod_spec(fleet, tier, wanted.role, used, platform),
+        "spec": copy.deepcopy(stored["data"]["pods"][wanted.role]),
     }
 
 
@@ -81,7 +57,8 @@ def owner_reference(owner: Object) -> Object:
     }  # fmt: skip
 
 
-def _pod_spec(fleet: InferenceFleet, tier: TierSpec, role: Role, template: Template, platform: Platform) -> Object:
+def pod_spec(fleet: InferenceFleet, tier: TierSpec, role: Role, template: Template, platform: Platform) -> Object:
+    """Everything of a worker pod that its revision fixes."""
     volume, mount, path = _model(fleet)
     container = {
         "name": "worker",

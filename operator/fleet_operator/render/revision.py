@@ -1,0 +1,112 @@
+"""Revisions: what a tier's pods are made from, kept as a ControllerRevision so that it can be made again.
+
+A revision is named by a hash over what the user wrote, not over the manifests that follow from it: another version of the
+operator that renders pods differently, or has another default image, restarts nothing. Pods of a revision are always made from
+the spec that was stored when the revision first appeared, also when a rollout goes back to it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from typing import Any, Final
+
+from fleet_api.v1alpha1 import InferenceFleet
+from fleet_api.v1alpha1.tier import TierSpec
+from fleet_operator.cluster.interface import Object
+from fleet_operator.names import GROUP, REVISION, TIER, labels
+from fleet_operator.render.worker import owner_reference, pod_spec
+from fleet_operator.settings import Platform
+from fleet_planner.types import Template
+
+RESTARTED_AT: Final = f"{GROUP}/restarted-at"
+"""Annotation of a fleet: another value is another revision, as after `kubectl rollout restart`."""
+SPEC_PARTS: Final = ("model", "engine")
+"""Parts of a fleet's spec that a running pod cannot change."""
+SIZING: Final = frozenset({"replicas", "minReplicas", "maxReplicas", "warm"})
+NOT_OF_PODS: Final = frozenset({"ratio"})
+"""Fields of a tier that change no pod; whatever is not named here makes a new revision."""
+
+
+def revision_inputs(fleet: InferenceFleet, tier: TierSpec) -> dict[str, Any]:
+    """Everything of a fleet that a tier's pods depend on; what equals its default is left out, so writing it changes nothing."""
+    spec = fleet.spec.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+    mine = tier.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+    shape = {key: value for key, value in mine.items() if key not in NOT_OF_PODS}
+    for role in ("prefill", "decode"):
+        shape[role] = {key: value for key, value in shape.get(role, {}).items() if key not in SIZING}
+    return {
+        **{part: spec[part] for part in SPEC_PARTS if part in spec},
+        "servedName": fleet.served_name,
+        "maxOutputTokens": fleet.spec.limits.max_output_tokens,
+        "restartedAt": fleet.metadata.annotations.get(RESTARTED_AT, ""),
+        "tier": shape,
+    }
+
+
+def template_of(fleet: InferenceFleet, tier: TierSpec, stored: dict[str, Template], platform: Platform) -> Template:
+    """The template that the spec asks for: the stored one when this revision existed before."""
+    revision = _digest(revision_inputs(fleet, tier))[:8]
+    if revision in stored:
+        return stored[revision]
+    device = tier.accelerator.device_request
+    count = device[1] if device is not None else 0
+    number = 1 + max((template.number for template in stored.values()), default=0)
+    return Template(revision, compat_of(fleet, platform), gpus=(count, count), number=number)
+
+
+def compat_of(fleet: InferenceFleet, platform: Platform) -> str:
+    """Equal on both sides of a hand-off, or no KV moves."""
+    agreed = {
+        "engine": fleet.spec.engine.type,
+        "image": fleet.spec.engine.image or platform.worker_image,
+        "model": fleet.spec.model.source,
+        "revision": fleet.spec.model.revision,
+        "block_tokens": fleet.spec.engine.block_tokens,
+    }
+    return _digest(agreed)[:16]
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def revision_name(fleet: str, tier: str, revision: str) -> str:
+    """Name of the ControllerRevision."""
+    return f"{fleet}-{tier}-{revision}"
+
+
+def render_revision(fleet: InferenceFleet, tier: TierSpec, template: Template, platform: Platform, owner: Object) -> Object:
+    """The ControllerRevision of a revision that is new. Its data can never be changed."""
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "ControllerRevision",
+        "metadata": {
+            "name": revision_name(fleet.metadata.name, tier.name, template.revision),
+            "namespace": fleet.metadata.namespace,
+            "labels": labels(fleet.metadata.name, **{TIER: tier.name, REVISION: template.revision}),
+            "ownerReferences": [owner_reference(owner)],
+        },
+        "revision": template.number,
+        "data": {
+            "compat": template.compat,
+            "gpus": list(template.gpus),
+            "nodes": list(template.nodes),
+            "pods": {role: pod_spec(fleet, tier, role, template, platform) for role in ("prefill", "decode")},
+            "inputs": revision_inputs(fleet, tier),
+        },
+    }
+
+
+def observe_revisions(objects: Iterable[Object]) -> dict[str, dict[str, Template]]:
+    """By tier and revision; an object that is not one of ours is passed over."""
+    found: dict[str, dict[str, Template]] = {}
+    for obj in objects:
+        marks, data = obj["metadata"].get("labels") or {}, obj.get("data") or {}
+        if TIER in marks and REVISION in marks and "pods" in data:
+            template = Template(
+                marks[REVISION], data["compat"], tuple(data["gpus"]), tuple(data["nodes"]), int(obj.get("revision", 0))
+            )
+            found.setdefault(marks[TIER], {})[marks[REVISION]] = template
+    return found

@@ -1,0 +1,153 @@
+"""Which revision a tier goes to, how large its canary is, and whether it is good. Pure: everything remembered comes in as the
+status that the last pass wrote, and goes out the same way.
+
+A canary step lasts at least `interval` from the moment at which its workers serve, and until enough requests were answered; no
+data never passes a step. Every reading is judged: the first breach rolls back, at once. A revision that was rolled back is not
+tried again; any other revision is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+
+from fleet_api.conditions import rfc3339
+from fleet_api.v1alpha1.rollout import AnalysisSpec, CanarySpec, RolloutSpec, parse_factor
+from fleet_api.v1alpha1.status import RolloutStatus
+from fleet_planner.ratio import Pair, smallest
+from fleet_planner.rollout import Canary, Group, Limits, covers, smaller
+from fleet_planner.types import RevisionLoad
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """Where the tier goes now."""
+
+    target: str
+    canary: Canary | None
+    status: RolloutStatus
+    rolled_back: str = ""
+    """Why this pass rolled back; empty when it did not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """What the course depends on besides the spec and the last status."""
+
+    wanted: str
+    """The revision of the present spec."""
+    groups: Mapping[str, Group]
+    loads: Mapping[str, RevisionLoad]
+    want: Pair
+    limits: Limits
+    now: float
+
+
+def plot_course(spec: RolloutSpec, before: RolloutStatus | None, scene: Scene) -> Course:
+    """The revision to go to, and the canary's bounds while it is judged."""
+    known = before or RolloutStatus(stable=_present(scene))
+    target = known.stable if scene.wanted == known.failed and known.stable in scene.groups else scene.wanted
+    if spec.paused and known.stable in scene.groups and not any(larger_of(scene.groups.get(target, Group(target)))):
+        target = known.stable  # a paused fleet begins nothing
+    failed = known.failed if scene.wanted == known.failed else ""
+    others = [group for name, group in scene.groups.items() if name != target and any(larger_of(group))]
+    if not others:
+        whole = covers(scene.groups.get(target, Group(target)).ready, scene.want)
+        stable = target if whole or not known.stable else known.stable
+        return Course(target, None, RolloutStatus(stable=stable, failed=failed, message=known.message if failed else ""))
+    status = _progress(known if known.target == target else _begun(known, target), scene, target, failed)
+    if spec.canary is None or target == known.stable:
+        return Course(target, None, status.model_copy(update={"percent": None}))
+    return _judged(spec, spec.canary, status, scene)
+
+
+def overdue(spec: RolloutSpec, status: RolloutStatus, now: float) -> bool:
+    """Nothing moved for longer than the deadline."""
+    return bool(status.target) and not spec.paused and now - _at(status.progress_since, now) > spec.progress_deadline_s
+
+
+def larger_of(group: Group) -> Pair:
+    """Workers that exist in any way."""
+    return max(group.alive[0], group.ready[0]), max(group.alive[1], group.ready[1])
+
+
+def _present(scene: Scene) -> str:
+    """Without any memory: the revision of which most is ready, else the wanted one."""
+    found = sorted(scene.groups.values(), key=lambda group: (-min(group.ready), group.revision))
+    return found[0].revision if found and any(found[0].ready) else ""
+
+
+def _begun(known: RolloutStatus, target: str) -> RolloutStatus:
+    return RolloutStatus(stable=known.stable, target=target)
+
+
+def _progress(status: RolloutStatus, scene: Scene, target: str, failed: str) -> RolloutStatus:
+    new = scene.groups.get(target, Group(target))
+    old = [group.alive for name, group in scene.groups.items() if name != target]
+    left = sum(pair[0] for pair in old), sum(pair[1] for pair in old)
+    text = f"new {new.ready[0]}+{new.ready[1]} ready of {scene.want[0]}+{scene.want[1]}, old {left[0]}+{left[1]}"
+    since = status.progress_since if text == status.progress else rfc3339(scene.now)
+    message = status.message if failed else ""
+    return status.model_copy(update={"progress": text, "progress_since": since, "failed": failed, "message": message})
+
+
+def _judged(spec: RolloutSpec, canary: CanarySpec, status: RolloutStatus, scene: Scene) -> Course:
+    """One look at the new revision: back, on, or wait."""
+    new, stable = scene.loads.get(status.target), scene.loads.get(status.stable)
+    breach = _breach(canary.analysis, new, stable)
+    if not breach and overdue(spec, status, scene.now):
+        breach = f"no progress for {spec.progress_deadline}: {status.progress}"
+    if breach and status.stable in scene.groups:
+        message = f"revision {status.target} was rolled back: {breach}"
+        back = RolloutStatus(stable=status.stable, target=status.stable, failed=status.target, message=message)
+        return Course(status.stable, None, _progress(back, scene, status.stable, status.target), rolled_back=message)
+    if status.step >= len(canary.steps):
+        return Course(status.target, None, status.model_copy(update={"percent": None, "message": ""}))
+    size = _size(canary.steps[status.step], scene)
+    if not covers(scene.groups.get(status.target, Group("")).ready, size):
+        return Course(status.target, Canary(size), _waiting(status, canary, "its workers are coming", ""))
+    since = status.step_since or rfc3339(scene.now)
+    if scene.now - _at(since, scene.now) < canary.interval_s or spec.paused:
+        return Course(status.target, Canary(size), _waiting(status, canary, f"step lasts {canary.interval}", since))
+    if new is None or new.requests < canary.analysis.min_requests:
+        seen = 0 if new is None else round(new.requests)
+        text = f"{seen} of {canary.analysis.min_requests} requests were answered"
+        return Course(status.target, Canary(size), _waiting(status, canary, text, since))
+    return _judged(spec, canary, status.model_copy(update={"step": status.step + 1, "step_since": ""}), scene)
+
+
+def _waiting(status: RolloutStatus, canary: CanarySpec, text: str, since: str) -> RolloutStatus:
+    """The same step; its share of requests only once its workers serve."""
+    percent = canary.steps[status.step]
+    serving = percent if since else (canary.steps[status.step - 1] if status.step else 0)
+    update = {"percent": serving, "step_since": since, "message": f"canary at {percent} %: {text}"}
+    return status.model_copy(update=update)
+
+
+def _size(percent: int, scene: Scene) -> Pair:
+    """Workers that carry the share: the smallest pair inside the ratio, never more than the whole tier."""
+    need = -(-scene.want[0] * percent // 100), -(-scene.want[1] * percent // 100)
+    return smaller(smallest(need, scene.limits.low, scene.limits.high), scene.want)
+
+
+def _breach(analysis: AnalysisSpec, new: RevisionLoad | None, stable: RevisionLoad | None) -> str:
+    """What is wrong with the new revision; empty when nothing is, or when too little is known."""
+    if new is None or new.requests < analysis.min_requests:
+        return ""
+    rate = new.errors / new.requests
+    if rate > analysis.error_rate:
+        return f"{new.errors:.0f} of {new.requests:.0f} requests failed, {analysis.error_rate:.2%} may"
+    if stable is None:
+        return ""
+    for name, factor, mine, theirs in (
+        ("TTFT", analysis.ttft_p99, new.ttft_p99_s, stable.ttft_p99_s),
+        ("ITL", analysis.itl_p99, new.itl_p99_s, stable.itl_p99_s),
+    ):
+        if mine is not None and theirs is not None and theirs > 0 and mine > theirs * parse_factor(factor):
+            return f"{name} p99 is {mine:.3f} s, {mine / theirs:.2f}x of the old revision's {theirs:.3f} s; {factor} is allowed"
+    return ""
+
+
+def _at(text: str, default: float) -> float:
+    return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp() if text else default

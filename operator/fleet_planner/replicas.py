@@ -1,0 +1,124 @@
+"""Workers as they count: one pod, or all pods of a worker that spans several nodes. A worker is whole or it is nothing."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fleet_planner.types import ObservedPod, PodGone, PodWanted, PoolWanted, Role
+
+ENDED = ("Succeeded", "Failed")
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """One worker. `size`: pods that it needs to be whole."""
+
+    pods: tuple[ObservedPod, ...]
+    size: int = 1
+
+    @property
+    def leader(self) -> ObservedPod:
+        """The pod that talks to routers."""
+        return self.pods[0]
+
+    @property
+    def role(self) -> Role:
+        """prefill or decode."""
+        return self.leader.role
+
+    @property
+    def broken(self) -> bool:
+        """It can never be whole again: a pod ended or is missing."""
+        return len(self.pods) < self.size or any(pod.phase in ENDED for pod in self.pods)
+
+    @property
+    def terminating(self) -> bool:
+        """It goes: a worker that loses one pod has lost all."""
+        return any(pod.terminating for pod in self.pods)
+
+    @property
+    def alive(self) -> bool:
+        """It serves or may still come to serve."""
+        return not self.broken and not self.terminating
+
+    @property
+    def ready(self) -> bool:
+        """It could serve now."""
+        return self.alive and all(pod.ready for pod in self.pods) and self.leader.ip is not None
+
+    @property
+    def leaving(self) -> str:
+        """Why a node under it goes away."""
+        return next((pod.leaving for pod in self.pods if pod.leaving), "")
+
+    @property
+    def serving(self) -> bool:
+        """The routers are told to use it."""
+        return self.leader.serving
+
+    @property
+    def unschedulable(self) -> bool:
+        """Some pod finds no node."""
+        return any(pod.unschedulable for pod in self.pods)
+
+
+def replicas_of(pods: Sequence[ObservedPod], sizes: tuple[int, int]) -> list[Replica]:
+    """Pods of one tier and revision as workers, in name order. `sizes`: pods of one prefill and of one decode worker."""
+    groups: dict[str, list[ObservedPod]] = defaultdict(list)
+    for pod in pods:
+        groups[pod.name if pod.member == 0 else pod.name.rpartition("-")[0]].append(pod)
+    found = (sorted(group, key=lambda pod: pod.member) for _, group in sorted(groups.items()))
+    return [Replica(tuple(group), sizes[0] if group[0].role == "prefill" else sizes[1]) for group in found]
+
+
+def plan_replicas(pool: PoolWanted, replicas: Sequence[Replica], size: int) -> tuple[list[PodWanted], list[PodGone]]:
+    """Pods of one pool. Ended and incomplete workers are replaced as a whole, missing ones get the lowest free ordinals (what
+    still terminates holds its own). A worker on a node that goes away leaves when enough others are ready."""
+    alive = [replica for replica in replicas if replica.alive]
+    staying = sorted((replica for replica in alive if not replica.leaving), key=_first_to_go, reverse=True)
+    gone = [_gone(replica, _why_broken(replica)) for replica in replicas if replica.broken and not replica.terminating]
+    gone += [_gone(replica, "a pod of its group is gone") for replica in replicas if replica.size > 1 and replica.terminating]
+    gone += [_gone(replica, f"{len(staying)} workers, {pool.replicas} wanted") for replica in staying[pool.replicas :]]
+    needed = pool.replicas - sum(replica.ready for replica in staying[: pool.replicas])
+    leaving = sorted((replica for replica in alive if replica.leaving), key=_first_to_go, reverse=True)
+    gone += [_gone(replica, f"replaced: {replica.leaving}") for replica in leaving[max(0, needed) :]]
+    created = _created(pool, replicas, max(0, pool.replicas - len(staying)), size)
+    return created, [pod for group in gone for pod in group]
+
+
+def _first_to_go(replica: Replica) -> tuple[bool, bool, int, float, float, str]:
+    """Smallest goes first: not ready, not serving, cheap, idle, young. An unknown load counts as busy."""
+    leader = replica.leader
+    busy = leader.busy if leader.busy is not None else float("inf")
+    return replica.ready, replica.serving, leader.deletion_cost, busy, -leader.created_at, leader.name
+
+
+def _created(pool: PoolWanted, replicas: Sequence[Replica], missing: int, size: int) -> list[PodWanted]:
+    taken = {pod.name for replica in replicas for pod in replica.pods}
+    found: list[PodWanted] = []
+    ordinal = 0
+    while len(found) < missing * size:
+        names = [_name(pool.name, ordinal, member) for member in range(size)]
+        if taken.isdisjoint(names):
+            found += [
+                PodWanted(name, pool.name, pool.tier, pool.role, pool.revision, ordinal, member)
+                for member, name in enumerate(names)
+            ]
+        ordinal += 1
+    return found
+
+
+def _name(pool: str, ordinal: int, member: int) -> str:
+    """The leader has the worker's name; the others add their place."""
+    return f"{pool}-{ordinal}" if member == 0 else f"{pool}-{ordinal}-{member}"
+
+
+def _gone(replica: Replica, reason: str) -> list[PodGone]:
+    return [PodGone(pod.name, pod.uid, reason) for pod in replica.pods if not pod.terminating]
+
+
+def _why_broken(replica: Replica) -> str:
+    ended = next((pod for pod in replica.pods if pod.phase in ENDED), None)
+    return f"its phase is {ended.phase}" if ended is not None else f"{len(replica.pods)} of its {replica.size} pods exist"
