@@ -63,8 +63,13 @@ def plot_course(spec: RolloutSpec, before: RolloutStatus | None, scene: Scene) -
 
 
 def overdue(spec: RolloutSpec, status: RolloutStatus, now: float) -> bool:
-    """Nothing moved for longer than the deadline."""
-    return bool(status.target) and not spec.paused and now - _at(status.progress_since, now) > spec.progress_deadline_s
+    """Nothing moved for longer than the deadline. A canary that serves and waits for requests is not late."""
+    return (
+        bool(status.target)
+        and not spec.paused
+        and not status.step_since
+        and now - _at(status.progress_since, now) > spec.progress_deadline_s
+    )
 
 
 def larger_of(group: Group) -> Pair:
@@ -110,8 +115,8 @@ def _judged(spec: RolloutSpec, canary: CanarySpec, status: RolloutStatus, scene:
     since = status.step_since or rfc3339(scene.now)
     if scene.now - _at(since, scene.now) < canary.interval_s or spec.paused:
         return Course(status.target, Canary(size), _waiting(status, canary, f"step lasts {canary.interval}", since))
-    if new is None or new.requests < canary.analysis.min_requests:
-        seen = 0 if new is None else round(new.requests)
+    if new is None or new.total_requests < canary.analysis.min_requests:
+        seen = 0 if new is None else round(new.total_requests)
         text = f"{seen} of {canary.analysis.min_requests} requests were answered"
         return Course(status.target, Canary(size), _waiting(status, canary, text, since))
     return _judged(spec, canary, status.model_copy(update={"step": status.step + 1, "step_since": ""}), scene)
@@ -133,12 +138,12 @@ def _size(percent: int, scene: Scene) -> Pair:
 
 def _breach(analysis: AnalysisSpec, new: RevisionLoad | None, stable: RevisionLoad | None) -> str:
     """What is wrong with the new revision; empty when nothing is, or when too little is known."""
-    if new is None or new.requests < analysis.min_requests:
+    if new is None:
         return ""
-    rate = new.errors / new.requests
-    if rate > analysis.error_rate:
-        return f"{new.errors:.0f} of {new.requests:.0f} requests failed, {analysis.error_rate:.2%} may"
-    if stable is None:
+    for requests, errors in ((new.requests, new.errors), (new.total_requests, new.total_errors)):
+        if requests >= analysis.min_requests and errors > requests * analysis.error_rate:
+            return f"{errors:.0f} of {requests:.0f} requests failed, {analysis.error_rate:.2%} may"
+    if stable is None or new.requests < analysis.min_requests:
         return ""
     for name, factor, mine, theirs in (
         ("TTFT", analysis.ttft_p99, new.ttft_p99_s, stable.ttft_p99_s),

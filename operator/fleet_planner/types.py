@@ -86,10 +86,12 @@ class KvProof:
 
 @dataclass(frozen=True, slots=True)
 class RevisionLoad:
-    """What clients got from one revision over the telemetry window."""
+    """What clients got from one revision: over the telemetry window, and since its first request."""
 
     requests: float
     errors: float
+    total_requests: float = 0.0
+    total_errors: float = 0.0
     ttft_p99_s: float | None = None
     itl_p99_s: float | None = None
 

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from fleet_router.config import RouterConfig
 from fleet_router.errors import PHRASES, RequestError
-from fleet_router.metrics import Metrics
+from fleet_router.metrics import Metrics, Served
 from fleet_router.policy.choose import Choice
 from fleet_router.request import BYTES_PER_TOKEN, Ask, decode_body, lease_of, prefill_body, reference_of
 from fleet_router.upstream import Upstream
@@ -64,7 +64,7 @@ class Flow:
 
     __slots__ = (
         "_ask", "_attempts", "_client", "_connection", "_context", "_excluded", "_first", "_head_bytes", "_keys", "_lease",
-        "_leg_worker", "_path", "config", "deadline", "done", "last_byte_at", "started", "started_at",
+        "_leg_worker", "_path", "_served", "config", "deadline", "done", "last_byte_at", "started", "started_at",
     )  # fmt: skip
 
     def __init__(self, context: Context, client: Client, path: bytes, ask: Ask) -> None:
@@ -79,6 +79,7 @@ class Flow:
         self._leg_worker: Worker | None = None
         self._lease: tuple[Worker, str] | None = None
         self._keys: list[int] = []
+        self._served: Served | None = None
         self._first = True
         self._head_bytes = b""
         """The answer's head, waiting for the first bytes of its body: one write for both."""
@@ -99,6 +100,8 @@ class Flow:
             return
         decode = context.table.workers[found.decode]
         self._keys = keys
+        self._served = context.metrics.of(decode.endpoint.tier, decode.endpoint.revision)
+        self._served.requests += 1
         if found.prefill is None or local_only:
             context.metrics.local_prefills += 1
             self._send_decode(decode, None)
@@ -162,7 +165,7 @@ class Flow:
 
     def leg_failed(self, worker: Worker, why: str) -> None:
         """A leg broke before the first byte to the client: once more, elsewhere; else 502."""
-        worker.failed(self._context.clock())
+        self._blame(worker)
         self._release_lease()
         if self.started:
             self._break(why)
@@ -178,10 +181,16 @@ class Flow:
             self._excluded = self._excluded | {worker.endpoint.uid}
         self.begin(local_only=role == "prefill" and not others)
 
+    def _blame(self, worker: Worker) -> None:
+        """It failed: others are preferred for a while, and its revision's errors count."""
+        worker.failed(self._context.clock())
+        self._context.metrics.of(worker.endpoint.tier, worker.endpoint.revision).errors += 1
+
     def transfer_failed(self, worker: Worker) -> None:
         """Decode could not prove the KV: nothing is wrong with decoding there, so prefill again, locally."""
         self.end_leg()
         self._release_lease()
+        self._context.metrics.of(worker.endpoint.tier, worker.endpoint.revision).errors += 1
         self._attempts += 1
         if self._attempts > 1 or self.started:
             self._refuse(RequestError(503, "the KV transfer failed twice", code="kv_transfer"))
@@ -218,12 +227,13 @@ class Flow:
         now = self._context.clock()
         if self._first:
             self._first = False
-            self._context.metrics.ttft.observe(now - self.started_at)
+            if self._served is not None:
+                self._served.ttft.observe(now - self.started_at)
             if self._head_bytes:
                 head, self._head_bytes = self._head_bytes, b""
                 data = head + data
-        else:
-            self._context.metrics.itl.observe(now - self.last_byte_at)
+        elif self._served is not None:
+            self._served.itl.observe(now - self.last_byte_at)
         self.last_byte_at = now
         self.deadline = now + self.config.inter_token_deadline_s
         self._client.write(data)
@@ -273,7 +283,7 @@ class Flow:
         worker = self._leg_worker
         self._abandon_leg()
         if worker is not None:
-            worker.failed(self._context.clock())
+            self._blame(worker)
         self._release_lease()
         if self.started:
             self._break("no token within the deadline")

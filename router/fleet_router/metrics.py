@@ -31,15 +31,30 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value_s)] += 1
         self.total_s += value_s
 
-    def lines(self, name: str) -> Iterable[str]:
-        """Prometheus text."""
-        yield f"# TYPE {name} histogram"
+    def lines(self, name: str, labels: str) -> Iterable[str]:
+        """Prometheus text of one label set."""
         seen = 0
         for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
             seen += count
-            yield f'{name}_bucket{{le="{"+Inf" if bound == float("inf") else bound}"}} {seen}'
-        yield f"{name}_sum {self.total_s}"
-        yield f"{name}_count {seen}"
+            yield f'{name}_bucket{{{labels},le="{"+Inf" if bound == float("inf") else bound}"}} {seen}'
+        yield f"{name}_sum{{{labels}}} {self.total_s}"
+        yield f"{name}_count{{{labels}}} {seen}"
+
+
+REVISIONS_MOST = 32
+"""Revisions that are counted apart; the one that was first seen is forgotten for the next."""
+
+
+@dataclass(slots=True)
+class Served:
+    """What clients got from the workers of one revision of a tier: what a canary is judged by."""
+
+    requests: int = 0
+    """Times that its decode workers were chosen."""
+    errors: int = 0
+    """Legs, transfers and streams that failed on its workers, also where a retry saved the request."""
+    ttft: Histogram = field(default_factory=lambda: Histogram(TTFT_BUCKETS_S))
+    itl: Histogram = field(default_factory=lambda: Histogram(ITL_BUCKETS_S))
 
 
 @dataclass(slots=True)
@@ -55,8 +70,17 @@ class Metrics:
     streams_broken: int = 0
     prefill_tokens: int = 0
     follow_errors: int = 0
-    ttft: Histogram = field(default_factory=lambda: Histogram(TTFT_BUCKETS_S))
-    itl: Histogram = field(default_factory=lambda: Histogram(ITL_BUCKETS_S))
+    served: dict[tuple[str, str], Served] = field(default_factory=dict)
+    """By (tier, revision)."""
+
+    def of(self, tier: str, revision: str) -> Served:
+        """The counts of one revision."""
+        found = self.served.get((tier, revision))
+        if found is None:
+            if len(self.served) >= REVISIONS_MOST:
+                self.served.pop(next(iter(self.served)))
+            found = self.served[tier, revision] = Served()
+        return found
 
     def exposition(self, workers: Iterable[tuple[str, str, str, int]], endpoints_age_s: float, index_keys: int) -> str:
         """Prometheus text; `workers` are (name, role, tier, in flight)."""
@@ -70,10 +94,22 @@ class Metrics:
         ):  # fmt: skip
             out += [f"# TYPE fleet_router_{name}_total counter", f"fleet_router_{name}_total {value}"]
         out += self._loads(rows)
-        out += [*self.ttft.lines("fleet_router_ttft_seconds"), *self.itl.lines("fleet_router_itl_seconds")]
+        out += self._revisions()
         out += ["# TYPE fleet_router_endpoints_age_seconds gauge", f"fleet_router_endpoints_age_seconds {endpoints_age_s:.3f}"]
         out += ["# TYPE fleet_router_prefix_keys gauge", f"fleet_router_prefix_keys {index_keys}", *process_lines()]
         return "\n".join(out) + "\n"
+
+    def _revisions(self) -> list[str]:
+        marks = {key: f'tier="{key[0]}",revision="{key[1]}"' for key in self.served}
+        out = ["# TYPE fleet_router_revision_requests_total counter"]
+        out += [f"fleet_router_revision_requests_total{{{marks[key]}}} {one.requests}" for key, one in self.served.items()]
+        out += ["# TYPE fleet_router_revision_errors_total counter"]
+        out += [f"fleet_router_revision_errors_total{{{marks[key]}}} {one.errors}" for key, one in self.served.items()]
+        out += ["# TYPE fleet_router_ttft_seconds histogram"]
+        out += [line for key, one in self.served.items() for line in one.ttft.lines("fleet_router_ttft_seconds", marks[key])]
+        out += ["# TYPE fleet_router_itl_seconds histogram"]
+        out += [line for key, one in self.served.items() for line in one.itl.lines("fleet_router_itl_seconds", marks[key])]
+        return out
 
     @staticmethod
     def _loads(rows: list[tuple[str, str, str, int]]) -> list[str]:

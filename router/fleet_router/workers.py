@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fleet_router.config import RouterConfig
 from fleet_router.policy.choose import Ask, Candidate, Choice, Refusal, choose
 from fleet_router.policy.prefix import PIECE_BYTES, PrefixIndex, key_chain, ring_key
 from fleet_router.policy.ring import Ring
+from fleet_router.policy.split import to_canary
 from fleet_router.request import BYTES_PER_TOKEN
 from fleet_router.upstream import CollectingUpstream, Pool, Upstream
-from fleet_wire.endpoints import Endpoint, Endpoints
+from fleet_wire.endpoints import Endpoint, Endpoints, Split
 
 INDEX_KEYS = 100_000
 AVOID_FIRST_S = 1.0
@@ -52,6 +54,14 @@ def new_worker(endpoint: Endpoint) -> Worker:
 
 
 @dataclass(slots=True)
+class Share:
+    """Requests since a split began."""
+
+    seen: int = 0
+    taken: int = 0
+
+
+@dataclass(slots=True)
 class WorkerTable:
     """Workers by uid; rings are rebuilt when the set changes. Running requests keep the Worker that they hold."""
 
@@ -60,6 +70,8 @@ class WorkerTable:
     rings: dict[str, Ring] = field(default_factory=lambda: {"prefill": Ring(()), "decode": Ring(())})
     index: PrefixIndex = field(default_factory=lambda: PrefixIndex(INDEX_KEYS))
     turn: int = 0
+    shares: dict[Split, Share] = field(default_factory=dict)
+    """What each canary got so far."""
 
     def update(self, document: Endpoints) -> None:
         """Follow the operator: new workers in, missing ones out; a worker that drains gets nothing new."""
@@ -73,6 +85,7 @@ class WorkerTable:
                 self.workers[uid] = new_worker(endpoint)
             else:
                 known.follow(endpoint)
+        self.shares = {split: self.shares.get(split, Share()) for split in document.splits}
         for role in self.rings:
             self.by_role[role] = [worker for worker in self.workers.values() if worker.role == role]
             self.rings[role] = Ring([worker.uid for worker in self.by_role[role]])
@@ -87,10 +100,32 @@ class WorkerTable:
         missing = max(0.0, len(keys) - len(prompt) / PIECE_BYTES)
         limit = config.min_uncached_tokens * BYTES_PER_TOKEN / PIECE_BYTES + missing
         ask = Ask(keys, ring_key(keys), limit, self.turn)
-        found = choose(
-            ask, self.candidates(now, excluded), self.index.matched(keys), self.rings, config.policy, config.load_bound
-        )
+        matched, candidates = self.index.matched(keys), self.candidates(now, excluded)
+        for split, share in self.shares.items():
+            candidates = self._split(split, share, candidates, matched)
+        found = choose(ask, candidates, matched, self.rings, config.policy, config.load_bound)
         return found, keys
+
+    def _split(
+        self, split: Split, share: Share, candidates: dict[str, list[Worker]], matched: Mapping[str, int]
+    ) -> dict[str, list[Worker]]:
+        """Only the canary's workers of this tier, or all but these."""
+        decodes = [worker for worker in candidates["decode"] if worker.endpoint.tier == split.tier]
+        canary = [worker for worker in decodes if worker.endpoint.revision == split.revision]
+        if not canary or len(canary) == len(decodes):
+            return candidates  # one side alone serves
+        pieces = [0, 0]
+        for worker in decodes:
+            side = worker.endpoint.revision == split.revision
+            pieces[side] = max(pieces[side], matched.get(worker.uid, 0))
+        chosen = to_canary(split.percent, share.seen, share.taken, pieces[1], pieces[0])
+        share.seen += 1
+        share.taken += chosen
+
+        def stays(worker: Worker) -> bool:
+            return worker.endpoint.tier != split.tier or (worker.endpoint.revision == split.revision) == chosen
+
+        return {role: [worker for worker in workers if stays(worker)] for role, workers in candidates.items()}
 
     def candidates(self, now: float, excluded: frozenset[str]) -> dict[str, list[Worker]]:
         """Serving workers by role; those to be avoided only when a role has nobody else (panic), excluded ones never."""

@@ -35,7 +35,9 @@ class AnalysisSpec(ApiModel):
         default=0.01, description="Largest share of the canary's requests that may fail. Default: 0.01."
     )
     min_requests: Annotated[int, Field(ge=1, le=100_000)] = Field(
-        default=20, description="Requests that the canary must have answered before it is judged. Default: 20."
+        default=20,
+        description="Requests that the canary must have got before it is judged: its latency by those of one "
+        "minute, its errors also by all. Default: 20.",
     )
 
 

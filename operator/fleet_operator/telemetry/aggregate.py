@@ -6,18 +6,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fleet_operator.telemetry.parse import Sample, buckets, quantile, total
-from fleet_planner.types import KvProof, Role, RoleLoad, TierTelemetry
+from fleet_planner.types import KvProof, RevisionLoad, Role, RoleLoad, TierTelemetry
 
 TTFT = "fleet_router_ttft_seconds"
 ITL = "fleet_router_itl_seconds"
 SENT = "fleet_router_inflight"
+REQUESTS = "fleet_router_revision_requests_total"
+ERRORS = "fleet_router_revision_errors_total"
 RUNNING = "vllm:num_requests_running"
 WAITING = "vllm:num_requests_waiting"
 TRANSFERS = "vllm:nixl_xfer_time_seconds_count"
 BLOCKS = "fleet:kv_blocks_received_total"
 BYTES = "vllm:nixl_bytes_transferred_sum"
 FAILED = "vllm:nixl_num_failed_transfers_total"
-METRICS = frozenset({f"{TTFT}_bucket", f"{ITL}_bucket", SENT, RUNNING, WAITING, TRANSFERS, BLOCKS, BYTES, FAILED})
+METRICS = frozenset(
+    {f"{TTFT}_bucket", f"{ITL}_bucket", SENT, REQUESTS, ERRORS, RUNNING, WAITING, TRANSFERS, BLOCKS, BYTES, FAILED}
+)
 """Every metric that anything here reads."""
 COUNT_LIMIT = 2**63
 """The first number that a status cannot hold."""
@@ -47,9 +51,10 @@ def tier_telemetry(
     """What is known of a tier. `earlier` are the routers' readings at the beginning of the window, same order."""
     mine = [worker for worker in workers if worker.tier == tier]
     return TierTelemetry(
-        prefill=_load("prefill", tier, mine, routers, _window(routers, earlier, TTFT), None),
-        decode=_load("decode", tier, mine, routers, None, _window(routers, earlier, ITL)),
+        prefill=_load("prefill", tier, mine, routers, _window(routers, earlier, TTFT, tier=tier), None),
+        decode=_load("decode", tier, mine, routers, None, _window(routers, earlier, ITL, tier=tier)),
         kv=_proof(mine, now),
+        revisions=_revisions(tier, routers, earlier),
         transport=next((worker.transport for worker in mine if worker.transport), None),
     )
 
@@ -89,10 +94,42 @@ def _sum(values: list[float | None]) -> float | None:
     return sum(value for value in values if value is not None) if values and None not in values else None
 
 
-def _window(routers: Sequence[Reading | None], earlier: Sequence[Reading | None], name: str) -> float | None:
+def _revisions(tier: str, routers: Sequence[Reading | None], earlier: Sequence[Reading | None]) -> dict[str, RevisionLoad]:
+    """What clients got from each revision over the window."""
+    names = {
+        sample.labels.get("revision", "")
+        for reading in routers
+        if reading is not None
+        for sample in reading.samples
+        if sample.name == REQUESTS and sample.labels.get("tier") == tier
+    }
+    return {
+        name: RevisionLoad(
+            requests=_counted(routers, earlier, REQUESTS, tier, name),
+            errors=_counted(routers, earlier, ERRORS, tier, name),
+            total_requests=_counted(routers, [None] * len(routers), REQUESTS, tier, name),
+            total_errors=_counted(routers, [None] * len(routers), ERRORS, tier, name),
+            ttft_p99_s=_window(routers, earlier, TTFT, tier=tier, revision=name),
+            itl_p99_s=_window(routers, earlier, ITL, tier=tier, revision=name),
+        )
+        for name in sorted(names - {""})
+    }
+
+
+def _counted(routers: Sequence[Reading | None], earlier: Sequence[Reading | None], name: str, tier: str, revision: str) -> float:
+    """How much a counter grew over the window, all routers together; one that went back (a restart) counts from zero."""
+    grown = 0.0
+    for new, old in zip(routers, earlier, strict=True):
+        after = (total(new.samples, name, tier=tier, revision=revision) or 0.0) if new is not None else 0.0
+        before = (total(old.samples, name, tier=tier, revision=revision) or 0.0) if old is not None else 0.0
+        grown += after - before if after >= before else after
+    return grown
+
+
+def _window(routers: Sequence[Reading | None], earlier: Sequence[Reading | None], name: str, **labels: str) -> float | None:
     """Worst p99 of any router over the window."""
     found = [
-        quantile(buckets(old.samples, name) if old is not None else None, buckets(new.samples, name), 0.99)
+        quantile(buckets(old.samples, name, **labels) if old is not None else None, buckets(new.samples, name, **labels), 0.99)
         for new, old in zip(routers, earlier, strict=True)
         if new is not None
     ]

@@ -44,11 +44,12 @@ def total(samples: list[Sample], name: str, **labels: str) -> float | None:
     return sum(values) if values else None
 
 
-def buckets(samples: list[Sample], name: str) -> dict[float, float]:
-    """Cumulative histogram: upper bound in seconds → count, summed over label sets. A bound that is no number is left out."""
+def buckets(samples: list[Sample], name: str, **labels: str) -> dict[float, float]:
+    """Cumulative histogram: upper bound in seconds → count, summed over the label sets that match. A bound that is no number is
+    left out."""
     found: dict[float, float] = {}
     for sample in samples:
-        if sample.name != f"{name}_bucket":
+        if sample.name != f"{name}_bucket" or any(sample.labels.get(k) != v for k, v in labels.items()):
             continue
         try:
             bound = float(sample.labels.get("le", "NaN"))

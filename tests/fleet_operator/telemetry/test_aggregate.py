@@ -60,7 +60,7 @@ def test_load_is_as_old_as_its_oldest_reading():
 
 def test_latency_is_the_worst_routers_over_the_window():
     old, new = (
-        router(0, 0, more="\n".join(f'fleet_router_ttft_seconds_bucket{{le="{le}"}} {n}' for le, n in counts))
+        router(0, 0, more="\n".join(f'fleet_router_ttft_seconds_bucket{{tier="t",le="{le}"}} {n}' for le, n in counts))
         for counts in ([("1", 100), ("2", 100), ("+Inf", 100)], [("1", 100), ("2", 110), ("+Inf", 110)])
     )
     found = tier_telemetry("t", [], [new, new], [old, None], NOW)

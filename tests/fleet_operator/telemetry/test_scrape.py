@@ -103,7 +103,7 @@ class Router:
 
     def answer(self, handler: BaseHTTPRequestHandler) -> None:
         rows = (("1", self.fast), ("10", self.fast + self.slow), ("+Inf", self.fast + self.slow))
-        text = "".join(f'fleet_router_ttft_seconds_bucket{{le="{bound}"}} {count}\n' for bound, count in rows)
+        text = "".join(f'fleet_router_ttft_seconds_bucket{{tier="t",le="{bound}"}} {count}\n' for bound, count in rows)
         reply(handler, text + 'fleet_router_inflight{role="prefill",tier="t"} 0\n')
 
 

@@ -1,0 +1,141 @@
+"""The course of a rollout: canary steps, breaches, rolling back, pausing. A time line per test, no clock."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fleet_api.quantities import Ratio
+from fleet_api.v1alpha1.rollout import RolloutSpec
+from fleet_api.v1alpha1.status import RolloutStatus
+from fleet_planner.canary import Course, Scene, overdue, plot_course
+from fleet_planner.rollout import Canary, Group, Limits
+from fleet_planner.types import RevisionLoad
+
+NOW = 1_000_000.0
+OLD, NEW = "aaaaaaaa", "bbbbbbbb"
+LIMITS = Limits(Ratio(1, 4), Ratio(1, 1))
+WANT = (4, 8)
+STABLE = RolloutStatus(stable=OLD)
+GOOD = RevisionLoad(100, 0, 100, 0, ttft_p99_s=1.0, itl_p99_s=0.02)
+
+
+def spec(**more: Any) -> RolloutSpec:
+    canary = {"steps": [10, 50], "interval": "1m"}
+    return RolloutSpec.model_validate({"canary": canary, "progressDeadline": "10m", **more})
+
+
+def scene(new: tuple[int, int] = (0, 0), loads: dict[str, RevisionLoad] | None = None, now: float = NOW, **more: Any) -> Scene:
+    groups = {OLD: Group(OLD, WANT, WANT), NEW: Group(NEW, new, new)}
+    return replace(Scene(NEW, groups, loads or {}, WANT, LIMITS, now), **more)
+
+
+def follow(rollout: RolloutSpec, *scenes: Scene) -> Course:
+    """One look after the other, each with the status that the last one wrote."""
+    status: RolloutStatus | None = STABLE
+    for one in scenes:
+        course = plot_course(rollout, status, one)
+        status = course.status
+    return course
+
+
+def test_a_canary_goes_through_its_steps_and_is_promoted():
+    loads = {OLD: GOOD, NEW: GOOD}
+    begun = scene()
+    first = follow(spec(), begun)
+    assert (first.target, first.canary, first.status.percent) == (NEW, Canary((1, 1)), 0)
+    serving = scene((1, 1), loads, NOW + 5)
+    assert follow(spec(), begun, serving).status.percent == 10
+    too_early = scene((1, 1), loads, NOW + 64)
+    assert follow(spec(), begun, serving, too_early).status.step == 0
+    second = follow(spec(), begun, serving, scene((1, 1), loads, NOW + 65))
+    assert (second.canary, second.status.step, second.status.percent) == (Canary((2, 4)), 1, 10)
+    half = scene((2, 4), loads, NOW + 70)
+    done = follow(spec(), begun, serving, scene((1, 1), loads, NOW + 65), half, scene((2, 4), loads, NOW + 131))
+    assert (done.target, done.canary, done.status.percent, done.status.step) == (NEW, None, None, 2)
+    ended = scene(WANT, loads, NOW + 200, groups={NEW: Group(NEW, WANT, WANT)})
+    assert plot_course(spec(), done.status, ended).status == RolloutStatus(stable=NEW)
+
+
+def test_time_alone_passes_no_step():
+    few = RevisionLoad(3, 0, 19, 0)
+    course = follow(spec(), scene(), scene((1, 1), {NEW: few}, NOW + 1), scene((1, 1), {NEW: few}, NOW + 9_000))
+    assert course.status.step == 0
+    assert "19 of 20 requests" in course.status.message
+    assert follow(spec(), scene(), scene((1, 1), {}, NOW + 1), scene((1, 1), {}, NOW + 9_000)).status.step == 0
+
+
+@pytest.mark.parametrize(
+    ("load", "words"),
+    [
+        pytest.param(replace(GOOD, errors=2), "2 of 100 requests failed", id="errors"),
+        pytest.param(replace(GOOD, requests=1, total_errors=2), "2 of 100 requests failed", id="few-a-minute-but-many-in-all"),
+        pytest.param(replace(GOOD, ttft_p99_s=1.51), "TTFT p99 is 1.510 s, 1.51x of the old revision's 1.000 s", id="ttft"),
+        pytest.param(replace(GOOD, itl_p99_s=0.031), "ITL p99 is 0.031 s", id="itl"),
+    ],
+)
+def test_the_first_breach_rolls_back_at_once_and_for_good(load: RevisionLoad, words: str):
+    looks = [scene(), scene((1, 1), {OLD: GOOD, NEW: GOOD}, NOW + 1), scene((1, 1), {OLD: GOOD, NEW: load}, NOW + 2)]
+    back = follow(spec(), *looks)
+    assert (back.target, back.canary, back.status.failed) == (OLD, None, NEW)
+    assert words in back.rolled_back
+    later = follow(spec(), *looks, scene((0, 0), {OLD: GOOD}, NOW + 9_999))
+    assert (later.target, later.status.failed, later.rolled_back) == (OLD, NEW, "")
+    assert words in later.status.message
+    other = follow(spec(), *looks, scene(wanted="cccccccc", groups={OLD: Group(OLD, WANT, WANT)}))
+    assert (other.target, other.status.failed) == ("cccccccc", "")
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        pytest.param(replace(GOOD, ttft_p99_s=1.5, itl_p99_s=0.03, errors=1), id="at-its-bounds"),
+        pytest.param(RevisionLoad(19, 19, 19, 19), id="too-few-to-judge"),
+        pytest.param(replace(GOOD, ttft_p99_s=None, itl_p99_s=None), id="no-latency-known"),
+    ],
+)
+def test_what_is_inside_its_bounds_or_unknown_stays(load: RevisionLoad):
+    assert follow(spec(), scene(), scene((1, 1), {OLD: GOOD, NEW: load}, NOW + 1)).target == NEW
+
+
+def test_a_breach_while_the_rest_follows_rolls_back_too():
+    promoted = RolloutStatus(stable=OLD, target=NEW, step=2)
+    course = plot_course(spec(), promoted, scene((3, 6), {OLD: GOOD, NEW: replace(GOOD, errors=9)}))
+    assert (course.target, course.status.failed) == (OLD, NEW)
+
+
+def test_a_canary_that_never_starts_is_rolled_back_after_its_deadline():
+    looks = [scene(), scene((0, 0), {}, NOW + 601)]
+    assert "no progress for 10m" in follow(spec(), *looks).rolled_back
+
+
+def test_without_canary_a_late_rollout_is_only_reported():
+    plain = RolloutSpec.model_validate({"progressDeadline": "10m"})
+    course = follow(plain, scene(), scene((0, 0), {}, NOW + 601))
+    assert (course.target, course.canary, course.rolled_back) == (NEW, None, "")
+    assert overdue(plain, course.status, NOW + 601)
+    moved = follow(plain, scene(), scene((1, 1), {}, NOW + 601))
+    assert not overdue(plain, moved.status, NOW + 601)
+
+
+def test_a_paused_fleet_begins_nothing_and_passes_no_step():
+    paused = spec(paused=True)
+    assert follow(paused, scene()).target == OLD
+    loads = {OLD: GOOD, NEW: GOOD}
+    begun = follow(spec(), scene(), scene((1, 1), loads, NOW + 1))
+    later = plot_course(paused, begun.status, scene((1, 1), loads, NOW + 999))
+    assert (later.target, later.status.step) == (NEW, 0)
+
+
+def test_without_memory_what_is_ready_counts_as_stable():
+    course = plot_course(spec(), None, scene((1, 1)))
+    assert (course.status.stable, course.target) == (OLD, NEW)
+
+
+def test_planning_again_changes_nothing():
+    loads = {OLD: GOOD, NEW: GOOD}
+    for one in (scene(), scene((1, 1), loads), scene((1, 1), {NEW: replace(GOOD, errors=50), OLD: GOOD})):
+        course = plot_course(spec(), STABLE, one)
+        assert plot_course(spec(), course.status, one).status == course.status
