@@ -281,6 +281,7 @@ FLEET_RULES: tuple[Rule, ...] = (
     _duration_between("spec.scaling", "scaleDownWindow", "0s", "24h"),
     _duration_between("spec.telemetry", "interval", "1s", "5m"),
     _duration_between("spec.rollout", "progressDeadline", "1s", "24h"),
+    _duration_between("spec.rollout", "drainTimeout", "1s", "1h"),
     _duration_between("spec.rollout.canary", "interval", "1s", "24h"),
     Rule(
         path="spec.rollout",

@@ -17,11 +17,22 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--namespace", help="the one namespace to watch; default: all")
     parser.add_argument("--worker-image", help="image of workers whose spec names none")
     parser.add_argument("--router-image", help="image of routers")
-    parser.add_argument("--drain-timeout", type=float, default=30.0, help="seconds that a worker may take to drain; default: 30")
+    parser.add_argument("--drain-timeout", type=float, help="most seconds that any worker may take to drain; default: an hour")
+    parser.add_argument(
+        "--sick-taint",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="taint of nodes whose devices fail, besides those known; repeatable",
+    )
+    parser.add_argument(
+        "--sick-condition", action="append", default=[], metavar="TYPE",
+        help="node condition that says so when True (TYPE=False: when False); repeatable",
+    )  # fmt: skip
     given = parser.parse_args(argv)
     if given.kubeconfig is not None and not given.kubeconfig.is_file():
         parser.error(f"--kubeconfig {given.kubeconfig}: no such file")
-    if given.drain_timeout <= 0:
+    if given.drain_timeout is not None and given.drain_timeout <= 0:
         parser.error("--drain-timeout must be positive")
     return given
 
@@ -56,7 +67,9 @@ async def _run(given: argparse.Namespace) -> None:
     platform = Platform(
         worker_image=given.worker_image or defaults.worker_image,
         router_image=given.router_image or defaults.router_image,
-        drain_timeout_s=given.drain_timeout,
+        drain_most_s=given.drain_timeout or defaults.drain_most_s,
+        sick_taints=(*defaults.sick_taints, *given.sick_taint),
+        sick_conditions=(*defaults.sick_conditions, *given.sick_condition),
     )
     cluster = await KubeCluster.connect(given.kubeconfig)
     try:

@@ -28,11 +28,11 @@ from fleet_operator.cluster.interface import (
     Object,
 )
 from fleet_operator.compare import contains, difference, satisfied, stamped
-from fleet_operator.names import APPLIED
+from fleet_operator.names import APPLIED, router_name
 from fleet_operator.names import REVISION as REVISION_LABEL
 from fleet_operator.names import ROLE as ROLE_LABEL
 from fleet_operator.names import TIER as TIER_LABEL
-from fleet_operator.render.fleet import render_documents, render_pool, render_router
+from fleet_operator.render.fleet import render_budgets, render_documents, render_pool, render_router
 from fleet_operator.render.revision import render_revision
 from fleet_operator.render.worker import render_pod
 from fleet_operator.settings import Platform
@@ -79,6 +79,8 @@ class Applier:
         stored = await self._revisions(fleet, owner, plan, templates, live, outcome)
         for wish in render_router(fleet, owner, self._platform):
             await self._put(wish, owner, live, outcome)
+        for budget in render_budgets(fleet, plan, owner):
+            await self._put(budget, owner, live, outcome)
         pools: dict[str, Object] = {}
         for pool in plan.pools:
             made = await self._put(render_pool(fleet, pool, owner), owner, live, outcome)
@@ -93,6 +95,7 @@ class Applier:
             revision = stored.get((wanted.tier, wanted.revision))
             if wanted.pool in pools and revision is not None:
                 await self._create(render_pod(fleet, wanted, revision, pools[wanted.pool]), outcome)
+        await self._prune_budgets(fleet, plan, owner, live, outcome)
         await self._pool_status(fleet, plan, live, outcome)
         await self._status(fleet, raw, plan, outcome)
         return outcome
@@ -175,6 +178,14 @@ class Applier:
             return
         outcome.writes += 1
         outcome.done.append(Deed("deleted", kind.kind, name, uid, *_worker(pod), why=reason))
+
+    async def _prune_budgets(self, fleet: InferenceFleet, plan: Plan, owner: Object, live: Live, outcome: Outcome) -> None:
+        """Budgets of tiers that are gone would hold up node drains for ever."""
+        kept = {budget["metadata"]["name"] for budget in render_budgets(fleet, plan, owner)} | {router_name(fleet.metadata.name)}
+        for (kind, name), found in live.items():
+            if kind == PDB.kind and name not in kept and _owned(found, owner):
+                uid = found["metadata"]["uid"]
+                await self._delete(PDB, fleet.metadata.namespace, name, uid, "its tier is not in the spec", outcome)
 
     async def _pool_status(self, fleet: InferenceFleet, plan: Plan, live: Live, outcome: Outcome) -> None:
         for pool in plan.pools:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
@@ -17,9 +18,21 @@ from fleet_wire.endpoints import ENDPOINTS_KEY
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 
 
-def observe_pods(pods: Iterable[Object], serving: frozenset[str] = frozenset()) -> tuple[ObservedPod, ...]:
-    """Worker pods (by their labels), in name order. `serving`: uids that the routers are told to use."""
-    found = [_pod(pod, serving) for pod in pods if pod["metadata"].get("labels", {}).get(ROLE) in ROLES]
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What is known of pods from other objects."""
+
+    serving: frozenset[str] = frozenset()
+    """Uids that the routers are told to use."""
+    leaving: Mapping[str, str] = field(default_factory=dict)
+    """Node name → why it goes away."""
+    sick: Mapping[str, str] = field(default_factory=dict)
+    """Node name → what is wrong with its devices."""
+
+
+def observe_pods(pods: Iterable[Object], around: Surroundings = Surroundings()) -> tuple[ObservedPod, ...]:
+    """Worker pods (by their labels), in name order."""
+    found = [_pod(pod, around) for pod in pods if pod["metadata"].get("labels", {}).get(ROLE) in ROLES]
     return tuple(sorted(found, key=lambda pod: pod.name))
 
 
@@ -33,13 +46,14 @@ def observe_serving(documents: Object | None) -> frozenset[str]:
     return frozenset(worker.uid for worker in workers if worker.state == "serving")
 
 
-def _pod(pod: Object, serving: frozenset[str]) -> ObservedPod:
+def _pod(pod: Object, around: Surroundings) -> ObservedPod:
     meta, status = pod["metadata"], pod.get("status") or {}
     labels, notes = meta["labels"], meta.get("annotations") or {}
     conditions = {c["type"]: c for c in status.get("conditions") or []}
     ready = conditions.get("Ready", {})
     scheduled = conditions.get("PodScheduled", {})
     containers = status.get("containerStatuses") or []
+    node = pod["spec"].get("nodeName")
     return ObservedPod(
         name=meta["name"],
         uid=meta["uid"],
@@ -48,7 +62,7 @@ def _pod(pod: Object, serving: frozenset[str]) -> ObservedPod:
         revision=labels.get(REVISION, ""),
         ordinal=int(notes.get(ORDINAL, meta["name"].rsplit("-", 1)[-1])),
         ip=status.get("podIP"),
-        node=pod["spec"].get("nodeName"),
+        node=node,
         phase=status.get("phase", "Pending"),
         ready=ready.get("status") == "True" and "deletionTimestamp" not in meta,
         terminating="deletionTimestamp" in meta,
@@ -60,7 +74,9 @@ def _pod(pod: Object, serving: frozenset[str]) -> ObservedPod:
         compat=notes.get(COMPAT, ""),
         member=_whole(notes.get(MEMBER)),
         deletion_cost=_whole(notes.get(DELETION_COST)),
-        serving=meta["uid"] in serving,
+        leaving=around.leaving.get(node or "", ""),
+        sick=around.sick.get(node or "", ""),
+        serving=meta["uid"] in around.serving,
     )
 
 

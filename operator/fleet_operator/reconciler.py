@@ -22,6 +22,7 @@ from fleet_operator.cluster.interface import (
     CONTROLLER_REVISION,
     DEPLOYMENT,
     FLEET,
+    NODE,
     PDB,
     POD,
     POOL,
@@ -39,7 +40,8 @@ from fleet_operator.compare import contains
 from fleet_operator.names import FLEET as FLEET_LABEL
 from fleet_operator.names import MANAGED_BY, MANAGER, ROUTER_ROLE, router_name
 from fleet_operator.names import ROLE as ROLE_LABEL
-from fleet_operator.observe import observe_pods, observe_pools, observe_router, observe_serving
+from fleet_operator.nodes import NodeView, changed_nodes, going_away, observe_node, sick_nodes
+from fleet_operator.observe import Surroundings, observe_pods, observe_pools, observe_router, observe_serving
 from fleet_operator.recorder import Recorder, present_status
 from fleet_operator.render.revision import observe_revisions, template_of
 from fleet_operator.settings import Platform
@@ -111,6 +113,8 @@ class Reconciler:
         self._objects: dict[Key, dict[tuple[str, str], Object]] = {}
         self._fleets: dict[Key, Object] = {}
         self._states: dict[Key, _State] = {}
+        self._nodes: dict[str, NodeView] = {}
+        self._leaving: dict[str, str] = {}
         self._dirty: set[Key] = set()
         self._wake = asyncio.Event()
         self._synced: set[str] = set()
@@ -126,6 +130,9 @@ class Reconciler:
         namespace = meta.get("namespace", "default")
         if kind == FLEET:
             self._feed_fleet((namespace, meta["name"]), event)
+            return
+        if kind == NODE:
+            self._feed_node(meta["name"], event)
             return
         fleet = (meta.get("labels") or {}).get(FLEET_LABEL)
         if fleet is None:
@@ -147,6 +154,18 @@ class Reconciler:
             self._fleets[key] = event.object
         self.touch(key)
 
+    def _feed_node(self, name: str, event: WatchEvent) -> None:
+        """Nodes change all the time; a fleet is looked at again only when one of its own begins or ceases to go away."""
+        if event.type == "DELETED":
+            self._nodes.pop(name, None)
+        else:
+            self._nodes[name] = observe_node(event.object, self._platform)
+        before, self._leaving = self._leaving, going_away(self._nodes)
+        changed = set(changed_nodes(before, self._leaving))
+        for key, objects in self._objects.items() if changed else ():
+            if any(kind == "Pod" and obj["spec"].get("nodeName") in changed for (kind, _), obj in objects.items()):
+                self.touch(key)
+
     def touch(self, key: Key) -> None:
         """Look at this fleet again."""
         self._dirty.add(key)
@@ -156,14 +175,14 @@ class Reconciler:
     async def run(self) -> None:
         """Until cancelled: own watches, work and telemetry."""
         async with asyncio.TaskGroup() as group:
-            for kind in (FLEET, *CHILDREN):
+            for kind in (FLEET, *CHILDREN, NODE):
                 group.create_task(self._watch(kind), name=f"watch-{kind.plural}")
             group.create_task(self.work(), name="reconcile")
             group.create_task(self.read_telemetry(), name="telemetry")
 
     async def _watch(self, kind: Kind) -> None:
-        selector = None if kind == FLEET else {MANAGED_BY: MANAGER}
-        async for event in self._cluster.watch(kind, self._namespace, selector):
+        selector = None if kind in (FLEET, NODE) else {MANAGED_BY: MANAGER}
+        async for event in self._cluster.watch(kind, None if kind == NODE else self._namespace, selector):
             self.feed(kind, event)
 
     async def work(self) -> None:
@@ -240,7 +259,7 @@ class Reconciler:
         routers = [pod for pod in pods if pod["metadata"]["labels"].get(ROLE_LABEL) == ROUTER_ROLE]
         documents = live.get(("ConfigMap", router_name(fleet.metadata.name)))
         return Observed(
-            pods=observe_pods(pods, observe_serving(documents)),
+            pods=observe_pods(pods, Surroundings(observe_serving(documents), self._leaving, sick_nodes(self._nodes))),
             pools=observe_pools(obj for (kind, _), obj in live.items() if kind == "WorkerPool"),
             router=observe_router(live.get(("Deployment", router_name(fleet.metadata.name))), routers),
             templates=templates,

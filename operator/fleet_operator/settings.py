@@ -18,5 +18,14 @@ class Platform:
     router_port: int = 8080
     worker_image: str = "inferencefleet/worker:0.1.0"
     router_image: str = "inferencefleet/router:0.1.0"
-    drain_timeout_s: float = 30.0
-    """Longest wait for streams and leases before a worker is told to stop."""
+    drain_most_s: float = 3600.0
+    """No worker may take longer to drain, whatever a fleet asks for."""
+    leaving_taints: tuple[str, ...] = (
+        "ToBeDeletedByClusterAutoscaler", "karpenter.sh/disrupted", "karpenter.sh/disruption",
+        "node.cloudprovider.kubernetes.io/shutdown",
+    )  # fmt: skip
+    """Taints of nodes that go away in good order: replacements first."""
+    sick_taints: tuple[str, ...] = ("node.kubernetes.io/out-of-service", "nvidia.com/gpu-xid", "nvidia.com/gpu-unhealthy")
+    """Taints of nodes whose devices fail: no new request goes there."""
+    sick_conditions: tuple[str, ...] = ("GPUXIDError", "XIDError", "GpuCriticalXid", "AcceleratedHardwareReady=False")
+    """Node conditions that say the same when True; TYPE=False names one that must be True."""

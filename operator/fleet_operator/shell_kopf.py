@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import kopf
 
-from fleet_operator.cluster.interface import FLEET, Cluster, ClusterError, ForbiddenError, Kind, Object, WatchEvent
+from fleet_operator.cluster.interface import FLEET, NODE, Cluster, ClusterError, ForbiddenError, Kind, Object, WatchEvent
 from fleet_operator.names import MANAGED_BY, MANAGER
 from fleet_operator.reconciler import CHILDREN, Reconciler
 
@@ -26,8 +27,8 @@ LIST_RETRY_MOST_S = 5.0
 LOG = logging.getLogger("fleet.operator")
 
 
-def build_registry(reconciler: Reconciler, kubeconfig: Path | None) -> kopf.OperatorRegistry:
-    """All handlers of the operator."""
+def build_registry(reconciler: Reconciler, kubeconfig: Path | None, kinds: Sequence[Kind]) -> kopf.OperatorRegistry:
+    """Handlers for changes of these kinds."""
     registry = kopf.OperatorRegistry()
 
     @kopf.on.login(registry=registry)
@@ -46,14 +47,14 @@ def build_registry(reconciler: Reconciler, kubeconfig: Path | None) -> kopf.Oper
         settings.networking.request_timeout = REQUEST_TIMEOUT_S
         settings.scanning.disabled = True  # our CRDs are there before the operator, and it may not list all CRDs
 
-    for kind in (FLEET, *CHILDREN):
+    for kind in kinds:
         _follow(registry, reconciler, kind)
     return registry
 
 
 def _follow(registry: kopf.OperatorRegistry, reconciler: Reconciler, kind: Kind) -> None:
     group, _, version = kind.api_version.rpartition("/")
-    labels = None if kind == FLEET else {MANAGED_BY: MANAGER}
+    labels = None if kind in (FLEET, NODE) else {MANAGED_BY: MANAGER}
 
     @kopf.on.event(group, version, kind.plural, registry=registry, labels=labels, id=f"follow-{kind.plural}")
     async def changed(event: Any, **_: Any) -> None:
@@ -68,7 +69,7 @@ async def _listed(cluster: Cluster, kind: Kind, namespace: str | None) -> list[O
     delay_s = RECONNECT_S
     while True:
         try:
-            return await cluster.list(kind, namespace, None if kind == FLEET else {MANAGED_BY: MANAGER})
+            return await cluster.list(kind, namespace, None if kind in (FLEET, NODE) else {MANAGED_BY: MANAGER})
         except ClusterError as error:
             if not error.retry or isinstance(error, ForbiddenError):
                 raise
@@ -77,16 +78,28 @@ async def _listed(cluster: Cluster, kind: Kind, namespace: str | None) -> list[O
             delay_s = min(LIST_RETRY_MOST_S, delay_s * 2)
 
 
+async def _kinds(cluster: Cluster, reconciler: Reconciler) -> tuple[Kind, ...]:
+    """What is watched: nodes only where the operator may, because a namespaced installation has no right to them."""
+    try:
+        for found in await _listed(cluster, NODE, None):
+            reconciler.feed(NODE, WatchEvent("ADDED", found))
+    except ForbiddenError:
+        LOG.warning("nodes cannot be read: workers on cordoned, failing or lost nodes are replaced only after they are gone")
+        return (FLEET, *CHILDREN)
+    return (FLEET, *CHILDREN, NODE)
+
+
 async def run_in_cluster(cluster: Cluster, reconciler: Reconciler, kubeconfig: Path | None, namespace: str | None) -> None:
     """List everything once, then follow until cancelled or told to stop by a signal."""
     for kind in (FLEET, *CHILDREN):
         for found in await _listed(cluster, kind, namespace):
             reconciler.feed(kind, WatchEvent("ADDED", found))
         reconciler.feed(kind, WatchEvent("SYNCED", {}))
+    kinds = await _kinds(cluster, reconciler)
     stop = asyncio.Event()
     following = asyncio.create_task(
         kopf.operator(
-            registry=build_registry(reconciler, kubeconfig),
+            registry=build_registry(reconciler, kubeconfig, kinds),
             standalone=True,
             clusterwide=namespace is None,
             namespaces=() if namespace is None else (namespace,),

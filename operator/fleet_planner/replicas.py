@@ -54,6 +54,11 @@ class Replica:
         return next((pod.leaving for pod in self.pods if pod.leaving), "")
 
     @property
+    def sick(self) -> bool:
+        """A device under it fails."""
+        return any(pod.sick for pod in self.pods)
+
+    @property
     def serving(self) -> bool:
         """The routers are told to use it."""
         return self.leader.serving
@@ -73,7 +78,7 @@ def replicas_of(pods: Sequence[ObservedPod], sizes: tuple[int, int]) -> list[Rep
     return [Replica(tuple(group), sizes[0] if group[0].role == "prefill" else sizes[1]) for group in found]
 
 
-def plan_replicas(pool: PoolWanted, replicas: Sequence[Replica], size: int) -> tuple[list[PodWanted], list[PodGone]]:
+def plan_replicas(pool: PoolWanted, replicas: Sequence[Replica]) -> tuple[list[PodWanted], list[PodGone]]:
     """Pods of one pool. Ended and incomplete workers are replaced as a whole, missing ones get the lowest free ordinals (what
     still terminates holds its own). A worker on a node that goes away leaves when enough others are ready."""
     alive = [replica for replica in replicas if replica.alive]
@@ -84,7 +89,7 @@ def plan_replicas(pool: PoolWanted, replicas: Sequence[Replica], size: int) -> t
     needed = pool.replicas - sum(replica.ready for replica in staying[: pool.replicas])
     leaving = sorted((replica for replica in alive if replica.leaving), key=_first_to_go, reverse=True)
     gone += [_gone(replica, f"replaced: {replica.leaving}") for replica in leaving[max(0, needed) :]]
-    created = _created(pool, replicas, max(0, pool.replicas - len(staying)), size)
+    created = _created(pool, replicas, max(0, pool.replicas - len(staying)))
     return created, [pod for group in gone for pod in group]
 
 
@@ -95,12 +100,12 @@ def _first_to_go(replica: Replica) -> tuple[bool, bool, int, float, float, str]:
     return replica.ready, replica.serving, leader.deletion_cost, busy, -leader.created_at, leader.name
 
 
-def _created(pool: PoolWanted, replicas: Sequence[Replica], missing: int, size: int) -> list[PodWanted]:
+def _created(pool: PoolWanted, replicas: Sequence[Replica], missing: int) -> list[PodWanted]:
     taken = {pod.name for replica in replicas for pod in replica.pods}
     found: list[PodWanted] = []
     ordinal = 0
-    while len(found) < missing * size:
-        names = [_name(pool.name, ordinal, member) for member in range(size)]
+    while len(found) < missing * pool.nodes:
+        names = [_name(pool.name, ordinal, member) for member in range(pool.nodes)]
         if taken.isdisjoint(names):
             found += [
                 PodWanted(name, pool.name, pool.tier, pool.role, pool.revision, ordinal, member)

@@ -119,14 +119,13 @@ def _carried_out(
     scene: Scene,
     templates: Mapping[str, Template],
 ) -> TierPlan:
-    pools = _pools(fleet, tier, step, replicas, scene.want)
+    pools = _pools(fleet, tier, step, replicas, scene.want, templates)
     create: list[PodWanted] = []
     delete: list[PodGone] = []
     for pool in pools:
         mine = [replica for replica in replicas.get(pool.revision, []) if replica.role == pool.role]
-        template = templates.get(pool.revision)
-        new, gone = plan_replicas(pool, mine, template.nodes[ROLES.index(pool.role)] if template is not None else 1)
-        create += new if template is not None else []  # nothing is left to make such a pod from
+        new, gone = plan_replicas(pool, mine)
+        create += new if pool.revision in templates else []  # else nothing is left to make such a pod from
         delete += gone
     gone_uids = {pod.uid for pod in delete}
     everything = [replica for found in replicas.values() for replica in found]
@@ -151,16 +150,22 @@ def _carried_out(
 
 
 def _pools(
-    fleet: InferenceFleet, tier: TierSpec, step: Step, replicas: Mapping[str, Sequence[Replica]], want: Pair
+    fleet: InferenceFleet,
+    tier: TierSpec,
+    step: Step,
+    replicas: Mapping[str, Sequence[Replica]],
+    want: Pair,
+    templates: Mapping[str, Template],
 ) -> list[PoolWanted]:
     """One pool per role and revision that has a size or still has pods."""
     found = []
     for revision in sorted({*step.sizes, *(revision for revision, mine in replicas.items() if mine)}):
         sizes = step.sizes.get(revision, (0, 0))
-        for role, size, whole in zip(ROLES, sizes, want, strict=True):
+        nodes = templates[revision].nodes if revision in templates else (1, 1)
+        for role, size, whole, count in zip(ROLES, sizes, want, nodes, strict=True):
             if size or any(replica.role == role for replica in replicas.get(revision, [])):
                 name = f"{fleet.metadata.name}-{tier.name}-{role}-{revision}"
-                found.append(PoolWanted(name, tier.name, role, revision, size, whole))
+                found.append(PoolWanted(name, tier.name, role, revision, size, whole, count))
     return found
 
 

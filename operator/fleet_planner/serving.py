@@ -4,8 +4,9 @@ Workers with equal compatibility hashes form a group, because only they hand KV 
 inside the ratio serves; a ready worker that has no partner yet is held. Sums of groups inside the ratio are inside it, so what
 serves is always inside min and max, whoever gets ready or lost first.
 
-One exception keeps a fleet alive: when losses leave no allowed part at all, and something serves at this moment, everything
-that is ready goes on serving (a decode worker can prefill by itself), and the status says that the ratio is lost.
+Workers on failing devices are passed over while anything else can serve. One exception keeps a fleet alive: when losses leave
+no allowed part at all, and something serves at this moment, everything that is ready goes on serving (a decode worker can
+prefill by itself), and the status says that the ratio is lost.
 """
 
 from __future__ import annotations
@@ -21,13 +22,17 @@ from fleet_planner.replicas import Replica
 def choose_serving(replicas: Sequence[Replica], low: Ratio, high: Ratio) -> frozenset[str]:
     """Uids of the leaders that serve, out of the `replicas` of one tier that stay."""
     ready = [replica for replica in replicas if replica.ready]
-    groups: dict[str, list[Replica]] = defaultdict(list)
-    for replica in ready:
-        groups[replica.leader.compat].append(replica)
-    chosen = [replica for group in groups.values() for replica in _inside(group, low, high)]
+    chosen = _grouped([replica for replica in ready if not replica.sick], low, high) or _grouped(ready, low, high)
     if not chosen and any(replica.serving for replica in ready):
         chosen = ready
     return frozenset(replica.leader.uid for replica in chosen)
+
+
+def _grouped(ready: Sequence[Replica], low: Ratio, high: Ratio) -> list[Replica]:
+    groups: dict[str, list[Replica]] = defaultdict(list)
+    for replica in ready:
+        groups[replica.leader.compat].append(replica)
+    return [replica for group in groups.values() for replica in _inside(group, low, high)]
 
 
 def _inside(group: Sequence[Replica], low: Ratio, high: Ratio) -> Iterable[Replica]:

@@ -37,6 +37,8 @@ class ObservedPod:
     """Its place in a worker that spans several nodes; 0 leads."""
     leaving: str = ""
     """Why its node goes away (cordoned, not ready, tainted); empty while it stays."""
+    sick: str = ""
+    """What is wrong with its node's devices: no new request should go there."""
     deletion_cost: int = 0
     """controller.kubernetes.io/pod-deletion-cost: among equals the cheapest goes first."""
     busy: float | None = None
@@ -172,6 +174,8 @@ class PoolWanted:
     replicas: int
     size: int
     """Workers that the whole role should have, all revisions together."""
+    nodes: int = 1
+    """Pods of one worker."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,7 +67,7 @@ def test_a_worker_pod_asks_for_its_devices_and_keeps_tcp_out_of_rdma():
     env = {e["name"]: e.get("value") for e in container["env"]}
     assert container["resources"]["limits"] == {"nvidia.com/gpu": "4"}
     assert "tcp" not in env["UCX_TLS"].split(",")
-    assert pod["spec"]["terminationGracePeriodSeconds"] == 45
+    assert pod["spec"]["terminationGracePeriodSeconds"] == 250  # 30 s of lease, 50 ms for each of 4096 tokens, 15 s of slack
     assert container["lifecycle"]["preStop"]["httpGet"]["path"] == "/drain"
     assert pod["spec"]["volumes"][0] == {"name": "model", "hostPath": {"path": "/models/llama", "type": ""}}
     config = decode(env["FLEET_WORKER_CONFIG"])

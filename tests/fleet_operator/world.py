@@ -67,6 +67,7 @@ class World:
 
     def __init__(self) -> None:
         self.now = 1_000_000.0
+        self.node = "node"
         uids = (f"00000000-0000-4000-8000-{number:012d}" for number in count(1))
         self.store = MemoryCluster(now=lambda: self.now, new_uid=lambda: next(uids))
         self.user = self.store.writer("somebody-else")
@@ -103,13 +104,13 @@ class World:
         self._seen = present
 
     async def kubelet(self) -> None:
-        """Pods run and are ready, leaving ones are gone, Deployments have their pods."""
+        """Pods run on `node` and are ready, leaving ones are gone, Deployments have their pods."""
         for pod in await self.store.list(POD, NAMESPACE):
             name, meta = pod["metadata"]["name"], pod["metadata"]
             if "deletionTimestamp" in meta:
                 await self.user.delete(POD, NAMESPACE, name, grace_s=0)
             elif not pod["spec"].get("nodeName"):
-                await self.user.bind(NAMESPACE, name, "node")
+                await self.user.bind(NAMESPACE, name, self.node)
                 ready = {"type": "Ready", "status": "True", "lastTransitionTime": rfc3339(self.now)}
                 status = {"phase": "Running", "podIP": "10.0.0.1", "conditions": [ready]}
                 await self.user.patch_status(POD, NAMESPACE, name, status)

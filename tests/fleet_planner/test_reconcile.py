@@ -133,7 +133,7 @@ def test_a_terminating_pod_is_told_as_draining_and_keeps_its_ordinal():
 )
 def test_pods_of_a_pool(pods: list[tuple[int, dict[str, Any]]], replicas: int, created: list[str], deleted: list[str]):
     pool = PoolWanted("p", "t", "decode", "aaaaaaaa", replicas, replicas)
-    new, gone = plan_replicas(pool, replicas_of([pod(f"p-{n}", "decode", n, **more) for n, more in pods], (1, 1)), 1)
+    new, gone = plan_replicas(pool, replicas_of([pod(f"p-{n}", "decode", n, **more) for n, more in pods], (1, 1)))
     assert ([w.name for w in new], [g.name for g in gone]) == (created, deleted)
 
 

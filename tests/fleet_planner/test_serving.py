@@ -60,6 +60,12 @@ def test_workers_on_nodes_that_stay_are_preferred():
     assert names([replica("p", "prefill"), *decodes], ("1:1", "1:1")) == ["d1", "p"]
 
 
+def test_failing_devices_get_nothing_while_others_can_serve():
+    prefills = [replica("p0", "prefill", sick="node n has taint xid", serving=True), replica("p1", "prefill")]
+    assert names([*prefills, replica("d", "decode", serving=True)]) == ["d", "p1"]
+    assert names([prefills[0], replica("d", "decode", serving=True)]) == ["d", "p0"]  # else nobody would
+
+
 RATIOS = [("1:4", "1:1", 1, 2), ("1:3", "1:3", 1, 3), ("2:5", "1:2", 2, 4), ("1:2", "3:1", 2, 2)]
 EVENTS = st.tuples(
     st.sampled_from(["ready", "ready", "ready", "unready", "lose", "fail", "gone", "scale", "template", "cordon", "forget"]),

@@ -12,6 +12,9 @@ from fleet_api.v1alpha1.base import ApiModel, DurationText
 
 FACTOR_PATTERN = r"^[1-9](\.[0-9]{1,2})?x$"
 FactorText = Annotated[str, Field(pattern=FACTOR_PATTERN, max_length=5)]
+DRAIN_MOST_S = 600.0
+TOKEN_S = 0.05
+"""A slow decode step: what a user still takes for fluent."""
 Percent = Annotated[int, Field(ge=1, le=99)]
 
 
@@ -72,11 +75,22 @@ class RolloutSpec(ApiModel):
         description="A new revision without progress for this long is called stuck; a canary is rolled back. 1s to 24h. "
         "Default: 30m.",
     )
+    drain_timeout: DurationText | None = Field(
+        default=None,
+        description="Longest time that a leaving worker may take for its streams and unread KV, 1s to 1h. Part of the pods, so "
+        "that another value is another revision. Default: the lease and 50 ms for each of limits.maxOutputTokens, at most 10m.",
+    )
     paused: bool = Field(default=False, description="True: what exists stays, lost workers come back. Default: false.")
     history_limit: Annotated[int, Field(ge=1, le=100)] = Field(
         default=10, description="Old revisions that can be returned to. Default: 10."
     )
     canary: CanarySpec | None = Field(default=None, description="Judge a new revision on real requests first. Default: no.")
+
+    def drain_timeout_s(self, lease_s: float, max_output_tokens: int) -> float:
+        """As asked, else what the longest answer takes."""
+        if self.drain_timeout is not None:
+            return parse_duration(self.drain_timeout)
+        return min(DRAIN_MOST_S, lease_s + max_output_tokens * TOKEN_S)
 
     @property
     def progress_deadline_s(self) -> float:

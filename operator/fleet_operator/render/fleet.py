@@ -111,6 +111,20 @@ def render_router(fleet: InferenceFleet, owner: Object, platform: Platform) -> l
     return [account, role, binding, service, budget, _deployment(fleet, owner, platform, selector)]
 
 
+def render_budgets(fleet: InferenceFleet, plan: Plan, owner: Object) -> list[Object]:
+    """One disruption budget per tier and role: an eviction is allowed when the worker's replacement is ready, never before. So a
+    node drain waits for the operator, which sees the cordoned node and starts the replacement at once."""
+    sizes = {(pool.tier, pool.role): pool.size * pool.nodes for pool in plan.pools}
+    budgets = []
+    for (tier, role), size in sizes.items():
+        meta = {**_meta(fleet, owner), "name": f"{fleet.metadata.name}-{tier}-{role}"}
+        meta["labels"] = labels(fleet.metadata.name, **{TIER: tier, ROLE: role})
+        selector = {FLEET: fleet.metadata.name, TIER: tier, ROLE: role}
+        spec = {"minAvailable": size, "selector": {"matchLabels": selector}}
+        budgets.append({"apiVersion": "policy/v1", "kind": "PodDisruptionBudget", "metadata": meta, "spec": spec})
+    return budgets
+
+
 def _meta(fleet: InferenceFleet, owner: Object) -> Object:
     return {
         "name": router_name(fleet.metadata.name),

@@ -39,6 +39,7 @@ def revision_inputs(fleet: InferenceFleet, tier: TierSpec) -> dict[str, Any]:
     return {
         **{part: spec[part] for part in SPEC_PARTS if part in spec},
         "servedName": fleet.served_name,
+        "drainTimeout": fleet.spec.rollout.drain_timeout or "",
         "maxOutputTokens": fleet.spec.limits.max_output_tokens,
         "restartedAt": fleet.metadata.annotations.get(RESTARTED_AT, ""),
         "tier": shape,

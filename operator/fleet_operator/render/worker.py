@@ -92,7 +92,7 @@ def pod_spec(fleet: InferenceFleet, tier: TierSpec, role: Role, template: Templa
             {"name": "tmp", "emptyDir": {}},
         ],
         "restartPolicy": "Always",
-        "terminationGracePeriodSeconds": round(platform.drain_timeout_s) + GRACE_SLACK_S,
+        "terminationGracePeriodSeconds": round(drain_timeout_s(fleet, tier, platform)) + GRACE_SLACK_S,
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "securityContext": POD_SECURITY,
@@ -100,6 +100,12 @@ def pod_spec(fleet: InferenceFleet, tier: TierSpec, role: Role, template: Templa
     if tier.accelerator.device_request is not None:
         spec["tolerations"] = [{"key": tier.accelerator.device_request[0], "operator": "Exists", "effect": "NoSchedule"}]
     return spec
+
+
+def drain_timeout_s(fleet: InferenceFleet, tier: TierSpec, platform: Platform) -> float:
+    """Longest wait for streams and leases before a worker is told to stop."""
+    asked = fleet.spec.rollout.drain_timeout_s(tier.kv_transfer.lease_duration_s, fleet.spec.limits.max_output_tokens)
+    return min(asked, platform.drain_most_s)
 
 
 def worker_config(
@@ -121,7 +127,7 @@ def worker_config(
         max_model_len=spec.engine.max_model_len,
         max_batch=spec.engine.max_batch,
         max_output_tokens=spec.limits.max_output_tokens,
-        drain_timeout_s=platform.drain_timeout_s,
+        drain_timeout_s=drain_timeout_s(fleet, tier, platform),
         ports=PORTS,
         kv=KvSettings(
             transport=tier.kv_transfer.transport,

@@ -97,6 +97,7 @@ class Agent:
             await self._observe()
             done = rules.drain_done(
                 self._load,
+                waited_s=waited_s,
                 idle_for_s=time.monotonic() - self._busy_at,
                 lease_s=config.kv.lease_s,
                 has_lease_counter=config.engine == "torch",

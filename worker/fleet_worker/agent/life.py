@@ -87,13 +87,19 @@ class Load:
     leases: int | None
 
 
-def drain_done(load: Load, *, idle_for_s: float, lease_s: float, has_lease_counter: bool, is_prefill: bool) -> bool:
-    """No request and no unread lease is left.
+NOTICE_S = 2.0
+"""Routers hear within a second that a worker drains: what they sent before that must still be served."""
+
+
+def drain_done(
+    load: Load, *, waited_s: float, idle_for_s: float, lease_s: float, has_lease_counter: bool, is_prefill: bool
+) -> bool:
+    """No request and no unread lease is left, and none can come any more.
 
     An engine without a lease counter (vLLM) is waited for one whole lease after its last request, on prefill workers only:
     by then every unread KV reference has expired.
     """
-    if load.running is None or load.waiting is None or load.running + load.waiting > 0:
+    if waited_s < NOTICE_S or load.running is None or load.waiting is None or load.running + load.waiting > 0:
         return False
     if has_lease_counter:
         return load.leases == 0

@@ -1,0 +1,93 @@
+"""Nodes that go away: which are believed, which fail, and what happens to the workers on them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from fleet_operator.cluster.interface import NODE, PDB, POD, WatchEvent
+from fleet_operator.nodes import NodeView, going_away, observe_node, sick_nodes
+from fleet_operator.settings import Platform
+from tests.fleet_operator.world import NAMESPACE, World, manifest
+
+
+def node(name: str = "n", *, taints: tuple[str, ...] = (), cordoned: bool = False, **conditions: str) -> dict[str, Any]:
+    return {
+        "apiVersion": "v1",
+        "kind": "Node",
+        "metadata": {"name": name, "uid": f"uid-{name}"},
+        "spec": {"unschedulable": cordoned, "taints": [{"key": key, "effect": "NoSchedule"} for key in taints]},
+        "status": {"conditions": [{"type": kind, "status": value} for kind, value in {"Ready": "True", **conditions}.items()]},
+    }
+
+
+@pytest.mark.parametrize(
+    ("found", "leaving", "sick"),
+    [
+        pytest.param(node(), "", "", id="well"),
+        pytest.param(node(taints=("nvidia.com/gpu",)), "", "", id="an-ordinary-taint"),
+        pytest.param(node(cordoned=True), "node n is cordoned", "", id="cordoned"),
+        pytest.param(node(Ready="Unknown"), "node n is not ready", "", id="lost"),
+        pytest.param(node(taints=("karpenter.sh/disrupted",)), "node n has taint karpenter.sh/disrupted", "", id="autoscaler"),
+        pytest.param(node(GPUXIDError="True"), *["node n has condition GPUXIDError=True"] * 2, id="xid"),
+        pytest.param(node(GPUXIDError="False"), "", "", id="no-xid"),
+        pytest.param(
+            node(AcceleratedHardwareReady="False"), *["node n has condition AcceleratedHardwareReady=False"] * 2, id="negative"
+        ),
+        pytest.param({"metadata": {"name": "n"}}, "", "", id="nothing-known"),
+    ],
+)
+def test_what_a_node_says(found: dict[str, Any], leaving: str, sick: str):
+    views = {"n": observe_node(found, Platform())}
+    assert going_away(views) == ({"n": leaving} if leaving else {})
+    assert sick_nodes(views) == ({"n": sick} if sick else {})
+
+
+@pytest.mark.parametrize(("lost", "believed"), [(1, True), (2, True), (3, False), (4, False)])
+def test_when_most_nodes_seem_lost_nothing_is_replaced(lost: int, believed: bool):
+    views = {f"n{i}": NodeView(not_ready="not ready" if i < lost else "") for i in range(4)}
+    assert bool(going_away(views)) is believed
+
+
+def test_a_single_lost_node_is_believed():
+    assert going_away({"n": NodeView(not_ready="gone")}) == {"n": "gone"}
+
+
+def test_a_cordoned_nodes_workers_are_replaced_before_they_go_and_evictions_wait_for_that():
+    async def scenario() -> None:
+        world = World()
+        await world.user.apply(manifest())
+        await world.settle()
+        before = {pod["metadata"]["name"] for pod in await world.store.list(POD, NAMESPACE)}
+        budgets = {pdb["metadata"]["name"]: pdb["spec"] for pdb in await world.store.list(PDB, NAMESPACE)}
+        assert (budgets["f-t-prefill"]["minAvailable"], budgets["f-t-decode"]["minAvailable"]) == (1, 2)
+        world.operator.feed(NODE, WatchEvent("MODIFIED", node("node", cordoned=True)))
+        await world.look()
+        await world.operator.drain()
+        during = {pod["metadata"]["name"]: pod["metadata"] for pod in await world.store.list(POD, NAMESPACE)}
+        assert before < during.keys()
+        assert len(during) == len(before) + 3
+        assert not any("deletionTimestamp" in meta for meta in during.values())
+        world.node = "other"
+        await world.settle()
+        after = {pod["metadata"]["name"]: pod for pod in await world.store.list(POD, NAMESPACE)}
+        assert before.isdisjoint(after)
+        assert {pod["spec"]["nodeName"] for pod in after.values()} == {"other"}
+
+    asyncio.run(scenario())
+
+
+def test_the_budgets_of_a_tier_that_is_gone_go_with_it():
+    async def scenario() -> None:
+        world, two = World(), [{"name": name, "accelerator": {"type": "cpu"}} for name in ("t", "u")]
+        await world.user.apply(manifest(tiers=two))
+        await world.settle()
+        assert "f-u-decode" in {pdb["metadata"]["name"] for pdb in await world.store.list(PDB, NAMESPACE)}
+        await world.user.apply(manifest(tiers=two[:1]))
+        await world.settle()
+        names = {pdb["metadata"]["name"] for pdb in await world.store.list(PDB, NAMESPACE)}
+        assert names == {"f-router", "f-t-prefill", "f-t-decode"}
+
+    asyncio.run(scenario())

@@ -1,0 +1,142 @@
+"""Revisions on the in-memory store: what restarts a pod, what does not, what is kept, and that history can be returned to."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from fleet_api.parse import parse_fleet
+from fleet_operator.cluster.interface import CONFIG_MAP, CONTROLLER_REVISION, FLEET, POD
+from fleet_operator.render.revision import RESTARTED_AT, revision_inputs
+from fleet_operator.settings import Platform
+from fleet_wire.endpoints import ENDPOINTS_KEY
+from tests.fleet_operator.world import NAMESPACE, World, manifest, play
+
+TIER = {"name": "t", "accelerator": {"type": "cpu"}}
+
+
+def inputs(**spec: Any) -> dict[str, Any]:
+    fleet = parse_fleet(manifest(**spec))
+    return revision_inputs(fleet, fleet.spec.tiers[0])
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        pytest.param({"slo": {"ttft": {"p99": "1s"}}}, id="slo"),
+        pytest.param({"scaling": {"mode": "manual"}}, id="scaling"),
+        pytest.param({"routing": {"replicas": 3, "policy": "leastLoad"}}, id="routing"),
+        pytest.param({"telemetry": {"interval": "9s"}}, id="telemetry"),
+        pytest.param({"rollout": {"maxUnavailable": 1, "paused": True, "canary": {"steps": [5]}}}, id="rollout"),
+        pytest.param({"limits": {"maxInputTokens": 100}}, id="input-limit"),
+        pytest.param({"tiers": [{**TIER, "prefill": {"minReplicas": 2}, "decode": {"warm": 1}}]}, id="sizes"),
+        pytest.param({"tiers": [{**TIER, "ratio": {"decode": 3}}]}, id="ratio"),
+        pytest.param({"engine": {"type": "torch", "maxBatch": 32}}, id="defaults-written-out"),
+    ],
+)
+def test_no_pod_is_restarted_for(spec: dict[str, Any]):
+    assert inputs(**spec) == inputs()
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        pytest.param({"model": {"source": "file:///other"}}, id="model"),
+        pytest.param({"model": {"source": "file:///m", "servedName": "x"}}, id="served-name"),
+        pytest.param({"engine": {"maxBatch": 8}}, id="engine"),
+        pytest.param({"limits": {"maxOutputTokens": 8}}, id="output-limit"),
+        pytest.param({"rollout": {"drainTimeout": "9s"}}, id="drain-timeout"),
+        pytest.param({"tiers": [{**TIER, "accelerator": {"type": "h100"}}]}, id="accelerator"),
+        pytest.param({"tiers": [{**TIER, "kvTransfer": {"transport": "tcp"}}]}, id="transport"),
+    ],
+)
+def test_pods_are_made_anew_for(spec: dict[str, Any]):
+    assert inputs(**spec) != inputs()
+
+
+async def revisions(world: World) -> dict[str, int]:
+    return {obj["metadata"]["name"]: obj["revision"] for obj in await world.store.list(CONTROLLER_REVISION, NAMESPACE)}
+
+
+async def pods(world: World) -> dict[str, str]:
+    found = await world.store.list(POD, NAMESPACE)
+    return {pod["metadata"]["name"]: pod["metadata"]["labels"].get("inferencefleet.io/revision", "") for pod in found}
+
+
+def test_another_version_of_the_operator_restarts_nothing_and_makes_the_same_pods():
+    async def scenario(world: World) -> None:
+        before = await pods(world)
+        world.operator = world.new_operator()
+        world.operator._platform = Platform(worker_image="registry.example/worker:9", drain_most_s=5)
+        world.operator._applier._platform = world.operator._platform
+        await world.look()
+        assert await world.touch() == []
+        victim = next(name for name in before if "decode" in name)
+        old = await world.store.get(POD, NAMESPACE, victim)
+        await world.user.delete(POD, NAMESPACE, victim)
+        await world.settle()
+        (new,) = set(await pods(world)) - set(before)
+        again = await world.store.get(POD, NAMESPACE, new)
+        assert again["spec"]["containers"] == old["spec"]["containers"]
+
+    play(scenario)
+
+
+def test_a_rollout_goes_through_and_back_to_a_stored_revision():
+    async def scenario(world: World) -> None:
+        first = await revisions(world)
+        await world.user.apply(manifest(engine={"maxBatch": 8}))
+        await world.settle(20)
+        second = await revisions(world)
+        assert len(second) == 2
+        assert len(set((await pods(world)).values())) == 1
+        assert (await world.condition("RollingOut"))["reason"] == "Complete"
+        await world.user.apply(manifest())
+        await world.settle(20)
+        assert await revisions(world) == second
+        assert {f"f-t-{revision}" for revision in (await pods(world)).values() if revision} == set(first)
+
+    play(scenario)
+
+
+def test_restarted_at_is_a_new_revision():
+    async def scenario(world: World) -> None:
+        before = await pods(world)
+        again = manifest()
+        again["metadata"]["annotations"] = {RESTARTED_AT: "2026-11-21T00:00:00Z"}
+        await world.user.apply(again)
+        await world.settle(20)
+        assert set(before).isdisjoint(await pods(world))
+
+    play(scenario)
+
+
+def test_the_history_is_bounded_and_never_forgets_what_runs():
+    async def scenario(world: World) -> None:
+        for batch in range(1, 6):
+            await world.user.apply(manifest(engine={"maxBatch": batch}, rollout={"historyLimit": 2}))
+            await world.settle(20)
+        kept = await revisions(world)
+        assert sorted(kept.values()) == [4, 5, 6]
+        assert {f"f-t-{revision}" for revision in (await pods(world)).values() if revision} <= set(kept)
+
+    play(scenario)
+
+
+def test_a_canary_gets_its_share_in_the_routers_document():
+    async def scenario(world: World) -> None:
+        canary = {"steps": [20], "interval": "1m"}
+        await world.user.apply(manifest(engine={"maxBatch": 8}, rollout={"canary": canary}))
+        for _ in range(4):
+            await world.step()
+        document = json.loads((await world.store.get(CONFIG_MAP, NAMESPACE, "f-router"))["data"][ENDPOINTS_KEY])
+        (split,) = document["splits"]
+        assert (split["tier"], split["percent"]) == ("t", 20)
+        assert {w["revision"] for w in document["workers"]} > {split["revision"]}
+        status = (await world.store.get(FLEET, NAMESPACE, "f"))["status"]["tiers"][0]["rollout"]
+        assert (status["target"], status["percent"]) == (split["revision"], 20)
+        assert "0 of 20 requests" in status["message"] or "step lasts" in status["message"]
+
+    play(scenario)
