@@ -68,14 +68,20 @@ class ControlPlane:
         self.services.clear()
         shutil.rmtree(self.dir, ignore_errors=True)
 
-    def kubectl(self, *args: str, stdin: str | None = None, check: bool = True) -> subprocess.CompletedProcess[str]:
+    def kubectl_argv(self) -> list[str]:
+        """kubectl as administrator, for a process of one's own."""
+        return [str(self._bin / "kubectl"), "--kubeconfig", str(self.kubeconfig)]
+
+    def kubectl(
+        self, *args: str, stdin: str | None = None, check: bool = True, timeout_s: float = 120
+    ) -> subprocess.CompletedProcess[str]:
         """Run kubectl as administrator; CalledProcessError with its words when it fails and `check` is set."""
         done = subprocess.run(
             [str(self._bin / "kubectl"), *args],
             input=stdin,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=timeout_s,
             check=False,
             env={**os.environ, "KUBECONFIG": str(self.kubeconfig)},
         )

@@ -181,6 +181,14 @@ def _router_pod(fleet: InferenceFleet, platform: Platform) -> Object:
         "terminationGracePeriodSeconds": ROUTER_GRACE_S,
         "securityContext": POD_SECURITY,
     }
+    if fleet.spec.routing.replicas > 1:
+        spread = {"matchLabels": {FLEET: fleet.metadata.name, ROLE: ROUTER_ROLE}}
+        spec["topologySpreadConstraints"] = [
+            {
+                "maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway",
+                "labelSelector": spread,
+            }
+        ]  # fmt: skip
     if in_cluster:
         container["lifecycle"] = {"preStop": {"sleep": {"seconds": ROUTER_LEAVING_S}}}
     else:  # in a cluster nothing reads the files, and a router must start though its ConfigMap was just deleted

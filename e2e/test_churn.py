@@ -1,0 +1,158 @@
+"""Every pod replaced once, by rollout, by node drain, by scaling and by hand, under load: no request fails, every token is right,
+and what serves is inside the ratio in every document that the routers ever got."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from e2e.fleet import Fleet
+from e2e.kube.nodes import NODES
+from e2e.test_traffic import single_process_answers, wish
+from e2e.traffic import Ledger, Request, read_trace, send
+from fleet_wire.endpoints import ENDPOINTS_KEY
+
+CLIENTS = 4
+REQUESTS_PER_LOOK = 2
+"""A router goes on for 5 s after it began to leave: a client that looks this often never meets a closed port."""
+LOW, HIGH = 1 / 3, 1.0
+
+pytestmark = [pytest.mark.timeout(590)]
+
+
+@dataclass
+class Recorder:
+    """Every endpoints document, as a watch shows them."""
+
+    counts: list[tuple[float, int, int]] = field(default_factory=list)
+
+    def see(self, document: dict[str, Any]) -> None:
+        workers = json.loads(document["data"][ENDPOINTS_KEY])["workers"]
+        serving = [worker["role"] for worker in workers if worker["state"] == "serving"]
+        self.counts.append((time.time(), serving.count("prefill"), serving.count("decode")))
+
+    def outside(self) -> list[tuple[float, int, int]]:
+        """Documents that break the ratio."""
+        return [one for one in self.counts if not (one[2] and LOW <= one[1] / one[2] <= HIGH)]
+
+
+@contextmanager
+def recording(fleet: Fleet) -> Iterator[Recorder]:
+    """From the present document to the last one in the block."""
+    recorder, decoder = Recorder(), json.JSONDecoder()
+    argv = [*fleet.plane.kubectl_argv(), "-n", fleet.namespace, "get", "configmap", "loop-router", "-o", "json", "--watch"]
+    watching = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+
+    def read() -> None:
+        text = ""
+        for line in watching.stdout or ():
+            text += line
+            if line == "}\n":  # kubectl indents everything but the end of an object
+                recorder.see(decoder.decode(text))
+                text = ""
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    try:
+        yield recorder
+    finally:
+        watching.terminate()
+        thread.join()
+        watching.wait()
+        if watching.stdout is not None:
+            watching.stdout.close()
+
+
+@contextmanager
+def load(fleet: Fleet, requests: list[Request]) -> Iterator[Ledger]:
+    """The same requests again and again while the block runs, each to a router that does not leave: what a Service does."""
+    ledger, stop = Ledger(), threading.Event()
+
+    def until_stopped() -> Iterator[Request]:
+        while not stop.is_set():
+            yield from requests
+
+    def user(number: int) -> None:
+        part = iter(until_stopped())
+        while not stop.is_set():
+            routers = [pod for pod in fleet.pods("router") if ready(pod)]
+            url = f"http://{routers[number % len(routers)]['status']['podIP']}:8080"
+            asyncio.run(send(url, [request for request, _ in zip(part, range(REQUESTS_PER_LOOK), strict=False)], 1, ledger))
+
+    users = [threading.Thread(target=user, args=(number,)) for number in range(CLIENTS)]
+    for thread in users:
+        thread.start()
+    try:
+        yield ledger
+    finally:
+        stop.set()
+        for thread in users:
+            thread.join()
+
+
+def ready(pod: dict[str, Any]) -> bool:
+    conditions = {c["type"]: c["status"] for c in pod["status"].get("conditions") or []}
+    return conditions.get("Ready") == "True" and "deletionTimestamp" not in pod["metadata"]
+
+
+def workers(fleet: Fleet) -> dict[str, dict[str, Any]]:
+    return {pod["metadata"]["uid"]: pod for role in ("prefill", "decode") for pod in fleet.pods(role)}
+
+
+def settled(fleet: Fleet, gone: set[str], size: tuple[int, int]) -> bool:
+    """Nothing of `gone` is left, and so many serve."""
+    return gone.isdisjoint(workers(fleet)) and fleet.serving() == size and fleet.condition("RollingOut")["reason"] == "Complete"
+
+
+def test_full_churn_under_load_loses_nothing(fleet: Fleet, tmp_path: Path):
+    requests = read_trace()[:60]
+    expected = single_process_answers(requests, tmp_path)
+    made: dict[str, Any] = wish(fleet.namespace)
+    made["spec"] |= {"routing": {"replicas": 2}, "scaling": {"mode": "manual"}, "rollout": {"drainTimeout": "30s"}}
+    fleet.apply(made)
+    fleet.wait_serving(1, 2)
+    fleet.wait("two routers", lambda: sum(map(ready, fleet.pods("router"))) == 2)
+
+    with recording(fleet) as recorder, load(fleet, requests) as ledger:
+        first = set(workers(fleet))
+        made["spec"]["engine"]["maxBatch"] = 24
+        fleet.apply(made)
+        fleet.wait("every pod replaced by the rollout", lambda: settled(fleet, first, (1, 2)), 120)
+
+        node = NODES[0]
+        try:
+            fleet.plane.kubectl("drain", node, "--ignore-daemonsets", "--delete-emptydir-data", "--timeout=120s", timeout_s=130)
+            left = [p for p in [*workers(fleet).values(), *fleet.pods("router")] if p["spec"].get("nodeName") == node]
+            assert left == []
+            fleet.wait("serving on the other node", lambda: fleet.serving() == (1, 2), 60)
+        finally:
+            fleet.plane.kubectl("uncordon", node)
+
+        pools = [p for p in fleet.objects("workerpools") if p["spec"]["role"] == "decode" and p["spec"]["replicas"]]
+        pool = pools[0]["metadata"]["name"]
+        fleet.kubectl("scale", "workerpool", pool, "--replicas=4")
+        fleet.wait("the other role followed", lambda: fleet.serving() == (2, 4), 60)
+        fleet.kubectl("scale", "workerpool", pool, "--replicas=2")
+        fleet.wait("shrunk", lambda: fleet.serving()[1] == 2, 60)
+
+        victim = next(iter(fleet.pods("decode")))["metadata"]
+        fleet.kubectl("delete", "pod", victim["name"], "--wait=false")
+        fleet.wait("put back", lambda: settled(fleet, {victim["uid"]}, fleet.desired()), 60)
+
+    print(json.dumps({"requests": len(ledger.tokens), "rounds": ledger.rounds, "documents": len(recorder.counts)}))
+    assert ledger.errors == {}
+    assert ledger.tokens == {number: expected.tokens[number] for number in ledger.tokens}
+    assert len(ledger.tokens) == len(requests)
+    assert len(recorder.counts) >= 8
+    assert recorder.outside() == []
+    fleet.delete_and_leave_nothing()
