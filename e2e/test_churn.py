@@ -87,7 +87,10 @@ def load(fleet: Fleet, requests: list[Request]) -> Iterator[Ledger]:
         while not stop.is_set():
             routers = [pod for pod in fleet.pods("router") if ready(pod)]
             url = f"http://{routers[number % len(routers)]['status']['podIP']}:8080"
+            before = set(ledger.errors)
             asyncio.run(send(url, [request for request, _ in zip(part, range(REQUESTS_PER_LOOK), strict=False)], 1, ledger))
+            for number_lost in set(ledger.errors) - before:
+                print(f"{time.strftime('%X')} request {number_lost} to {url}: {ledger.errors[number_lost]}", flush=True)
 
     users = [threading.Thread(target=user, args=(number,)) for number in range(CLIENTS)]
     for thread in users:
@@ -98,6 +101,11 @@ def load(fleet: Fleet, requests: list[Request]) -> Iterator[Ledger]:
         stop.set()
         for thread in users:
             thread.join()
+
+
+def say(phase: str) -> None:
+    """For whoever reads what failed when."""
+    print(f"{time.strftime('%X')} {phase}", flush=True)
 
 
 def ready(pod: dict[str, Any]) -> bool:
@@ -124,11 +132,13 @@ def test_full_churn_under_load_loses_nothing(fleet: Fleet, tmp_path: Path):
     fleet.wait("two routers", lambda: sum(map(ready, fleet.pods("router"))) == 2)
 
     with recording(fleet) as recorder, load(fleet, requests) as ledger:
+        say("rollout")
         first = set(workers(fleet))
         made["spec"]["engine"]["maxBatch"] = 24
         fleet.apply(made)
         fleet.wait("every pod replaced by the rollout", lambda: settled(fleet, first, (1, 2)), 120)
 
+        say("node drain")
         node = NODES[0]
         try:
             fleet.plane.kubectl("drain", node, "--ignore-daemonsets", "--delete-emptydir-data", "--timeout=120s", timeout_s=130)
@@ -138,6 +148,7 @@ def test_full_churn_under_load_loses_nothing(fleet: Fleet, tmp_path: Path):
         finally:
             fleet.plane.kubectl("uncordon", node)
 
+        say("scaling")
         pools = [p for p in fleet.objects("workerpools") if p["spec"]["role"] == "decode" and p["spec"]["replicas"]]
         pool = pools[0]["metadata"]["name"]
         fleet.kubectl("scale", "workerpool", pool, "--replicas=4")
@@ -145,6 +156,7 @@ def test_full_churn_under_load_loses_nothing(fleet: Fleet, tmp_path: Path):
         fleet.kubectl("scale", "workerpool", pool, "--replicas=2")
         fleet.wait("shrunk", lambda: fleet.serving()[1] == 2, 60)
 
+        say("a pod deleted by hand")
         victim = next(iter(fleet.pods("decode")))["metadata"]
         fleet.kubectl("delete", "pod", victim["name"], "--wait=false")
         fleet.wait("put back", lambda: settled(fleet, {victim["uid"]}, fleet.desired()), 60)

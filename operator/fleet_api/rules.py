@@ -279,6 +279,7 @@ FLEET_RULES: tuple[Rule, ...] = (
     _duration_between("spec.slo.ttft", "p99", "1ms", "1h"),
     _duration_between("spec.slo.itl", "p99", "1ms", "1h"),
     _duration_between("spec.scaling", "scaleDownWindow", "0s", "24h"),
+    _duration_between("spec.scaling", "capacityWait", "1s", "24h"),
     _duration_between("spec.telemetry", "interval", "1s", "5m"),
     _duration_between("spec.rollout", "progressDeadline", "1s", "24h"),
     _duration_between("spec.rollout", "drainTimeout", "1s", "1h"),

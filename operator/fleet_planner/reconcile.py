@@ -3,11 +3,12 @@ carried out changes nothing."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.status import FleetStatus
 from fleet_api.v1alpha1.tier import TierSpec
+from fleet_planner.capacity import Fitted, fit_budget, fit_cluster
 from fleet_planner.ratio import Bounds, bounds_of, project
 from fleet_planner.revisions import TierPlan, plan_tier
 from fleet_planner.scale import ScaleDecision, ScaleInputs, want
@@ -50,8 +51,11 @@ def reconcile(fleet: InferenceFleet, observed: Observed, now: float) -> Plan:
     tiers: list[TierPlan] = []
     views: list[TierView] = []
     memory: dict[str, ScaleMemory] = {}
+    left = fleet.spec.scaling.budget.gpus if fleet.spec.scaling.budget is not None else None
     for tier in fleet.spec.tiers:
-        decision = size_tier(fleet, tier, observed, now)
+        decision = fit(fleet, tier, size_tier(fleet, tier, observed, now), observed, left, now)
+        gpus = observed.templates[tier.name].gpus
+        left = None if left is None else left - decision.prefill * gpus[0] - decision.decode * gpus[1]
         memory[tier.name] = decision.memory
         plan = plan_tier(fleet, tier, (decision.prefill, decision.decode), observed, now)
         tiers.append(plan)
@@ -90,6 +94,24 @@ def _orphans(fleet: InferenceFleet, observed: Observed) -> list[PodGone]:
     known = {tier.name for tier in fleet.spec.tiers}
     left = [pod for pod in observed.pods if pod.tier not in known and not pod.terminating]
     return [PodGone(pod.name, pod.uid, "its tier is not in the spec") for pod in left]
+
+
+def fit(
+    fleet: InferenceFleet, tier: TierSpec, decision: ScaleDecision, observed: Observed, left: int | None, now: float
+) -> ScaleDecision:
+    """The decision as nodes, quotas and the `left` devices of the budget allow it."""
+    before = observed.memory.get(tier.name, ScaleMemory())
+    memory = replace(decision.memory, cap=before.cap, cap_until=before.cap_until, cap_reason=before.cap_reason)
+    pods = [pod for pod in observed.pods if pod.tier == tier.name]
+    if len({pod.revision for pod in pods}) > 1:  # a rollout has its own answer to a lack of room
+        placed = Fitted((decision.prefill, decision.decode), "", memory)
+    else:
+        want_now, wait_s = (decision.prefill, decision.decode), fleet.spec.scaling.capacity_wait_s
+        placed = fit_cluster(tier, want_now, pods, observed.problems, memory, wait_s, now)
+    size, unpaid = fit_budget(tier, placed.size, observed.templates[tier.name].gpus, left)
+    limited = "; ".join(words for words in (placed.limited, unpaid) if words)
+    reason = f"{decision.reason}; {limited}" if limited else decision.reason
+    return replace(decision, prefill=size[0], decode=size[1], reason=reason, memory=placed.memory, limited=limited)
 
 
 def size_tier(fleet: InferenceFleet, tier: TierSpec, observed: Observed, now: float) -> ScaleDecision:

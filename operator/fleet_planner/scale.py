@@ -30,6 +30,8 @@ class ScaleDecision:
     memory: ScaleMemory
     held: bool = False
     """True: nothing was decided, the present size stays."""
+    limited: str = ""
+    """Why it is smaller than wanted: nodes, quota or budget; empty when it is not."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.status import Condition, ConditionStatus, FleetStatus, KvStatus, RoleStatus, RolloutStatus, TierStatus
 from fleet_api.v1alpha1.tier import TierSpec
 from fleet_planner.canary import overdue
+from fleet_planner.capacity import QUOTA_WORDS
 from fleet_planner.ratio import within
 from fleet_planner.revisions import TierPlan
 from fleet_planner.scale import ScaleDecision, unusable
@@ -42,7 +43,7 @@ def plan_status(fleet: InferenceFleet, views: Sequence[TierView], observed: Obse
         "Disaggregating": _disaggregating(tiers),
         "WithinRatio": _within_ratio(views, tiers),
         "TelemetryFresh": _telemetry(fleet, observed, now),
-        "CapacityLimited": _capacity(observed),
+        "CapacityLimited": _capacity(views, observed),
         "RollingOut": _rolling(fleet, views, now),
     }
     verdicts["Ready"] = _ready(verdicts)
@@ -183,7 +184,13 @@ def _telemetry(fleet: InferenceFleet, observed: Observed, now: float) -> Verdict
     return "True", "Fresh", "load and latency are known"
 
 
-def _capacity(observed: Observed) -> Verdict:
+def _capacity(views: Sequence[TierView], observed: Observed) -> Verdict:
+    limited = [f"tier {view.tier.name}: {view.decision.limited}" for view in views if view.decision.limited]
+    if limited:
+        return "True", "BackedOut", "; ".join(limited)
+    refused = [problem for problem in observed.problems if QUOTA_WORDS in problem]
+    if refused:
+        return "True", "QuotaExceeded", refused[0]
     stuck = [pod for pod in observed.pods if pod.unschedulable]
     if stuck:
         return "True", "Unschedulable", f"{len(stuck)} pods cannot be scheduled: {stuck[0].message}"

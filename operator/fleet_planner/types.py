@@ -128,6 +128,10 @@ class ScaleMemory:
 
     wants: tuple[tuple[float, int, int], ...] = ()
     """(time, prefill, decode), oldest first, bounded by the window."""
+    cap: tuple[int, int] | None = None
+    """What the cluster could hold when it last refused more; None: nothing was refused."""
+    cap_until: float = 0.0
+    cap_reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from fleet_api.v1alpha1.model import ClaimSource, EngineSpec, FileSource, HubSou
 from fleet_api.v1alpha1.pool import PoolSpec, WorkerPool
 from fleet_api.v1alpha1.rollout import AnalysisSpec, CanarySpec, RolloutSpec
 from fleet_api.v1alpha1.routing import (
+    BudgetSpec,
     LatencySpec,
     LimitsSpec,
     LoadSpec,
@@ -35,6 +36,7 @@ __all__ = [
     "VERSION",
     "AcceleratorSpec",
     "AnalysisSpec",
+    "BudgetSpec",
     "CanarySpec",
     "ClaimSource",
     "Condition",

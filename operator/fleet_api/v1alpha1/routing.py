@@ -73,6 +73,14 @@ class TargetInflightSpec(ApiModel):
     decode: Annotated[int, Field(ge=1, le=1024)] = Field(default=16, description="Per decode worker. Default: 16.")
 
 
+class BudgetSpec(ApiModel):
+    """What a fleet may cost."""
+
+    gpus: Annotated[int, Field(ge=0, le=1_000_000)] = Field(
+        description="Most devices of all tiers together; the minimum of a tier is always asked for, and a rollout adds its surge."
+    )
+
+
 class ScalingSpec(ApiModel):
     """How the operator sizes the tiers."""
 
@@ -83,6 +91,18 @@ class ScalingSpec(ApiModel):
     scale_down_window: DurationText = Field(
         default="2m", description="Workers leave only after the load stayed low for this long, at most 24h. Default: 2m."
     )
+
+    capacity_wait: DurationText = Field(
+        default="5m",
+        description="A worker without a node for this long, or refused by a quota, caps its tier at what exists, for as long; "
+        "then it is tried again. 1s to 24h. Default: 5m.",
+    )
+    budget: BudgetSpec | None = Field(default=None, description="Most devices. Default: no limit.")
+
+    @property
+    def capacity_wait_s(self) -> float:
+        """Wait in seconds."""
+        return parse_duration(self.capacity_wait)
 
     @property
     def scale_down_window_s(self) -> float:

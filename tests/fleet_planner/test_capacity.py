@@ -1,0 +1,114 @@
+"""Backing out of what the cluster cannot hold: nodes, quota, budget; the other role is not stranded over the ratio."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+
+from fleet_planner.capacity import fit_budget, fit_cluster
+from fleet_planner.ratio import bounds_of
+from fleet_planner.reconcile import reconcile
+from fleet_planner.types import Observed, ObservedPod, Role, ScaleMemory, Template
+from tests.fleet_planner.test_reconcile import NOW, carry_out, fleet, pod, start
+
+TIER = fleet(prefill={"maxReplicas": 4}, decode={"maxReplicas": 8}).spec.tiers[0]
+WAIT_S = 300.0
+
+
+def pods(prefill: int, decode: int, *, stuck: dict[Role, int] | None = None) -> list[ObservedPod]:
+    waiting = stuck or {}
+    found = [pod(f"p{n}", "prefill", n) for n in range(prefill)] + [pod(f"d{n}", "decode", n) for n in range(decode)]
+    for role, count in waiting.items():
+        more: dict[str, Any] = {"ready": False, "unschedulable": True, "message": "0/4 nodes: Insufficient nvidia.com/gpu"}
+        found += [pod(f"{role}-stuck{n}", role, 9 + n, **more) for n in range(count)]
+    return found
+
+
+def fitted(want: tuple[int, int], have: list[ObservedPod], memory: ScaleMemory | None = None, now: float = WAIT_S, **more: Any):
+    return fit_cluster(TIER, want, have, more.get("problems", ()), memory or ScaleMemory(), WAIT_S, now)
+
+
+def test_what_finds_no_node_is_backed_out_of_together_with_what_it_strands():
+    have = pods(1, 8, stuck={"prefill": 1})
+    early = fitted((2, 8), have, now=WAIT_S - 1)
+    assert (early.size, early.limited) == ((2, 8), "")
+    found = fitted((2, 8), have)
+    assert found.size == (1, 4)
+    assert "no node for prefill-stuck0: 0/4 nodes: Insufficient nvidia.com/gpu" in found.limited
+
+
+def test_it_is_tried_again_after_as_long():
+    memory = fitted((2, 4), pods(1, 4, stuck={"prefill": 1})).memory
+    calm = pods(1, 4)
+    assert fitted((2, 4), calm, memory, now=2 * WAIT_S - 1).size == (1, 4)
+    again = fitted((2, 4), calm, memory, now=2 * WAIT_S)
+    assert (again.size, again.limited, again.memory.cap) == ((2, 4), "", None)
+
+
+def test_a_quota_backs_out_at_once_and_names_itself():
+    words = 'Pod x: pods "x" is forbidden: exceeded quota: gpus'
+    found = fitted((2, 4), pods(1, 4), problems=[words], now=0.0)
+    assert found.size == (1, 4)
+    assert found.limited.startswith(words)
+
+
+def test_the_minimum_is_always_asked_for():
+    assert fitted((1, 2), pods(0, 0, stuck={"prefill": 1, "decode": 2})).size == (1, 1)
+
+
+def test_wanting_less_than_the_cap_is_no_limit():
+    memory = ScaleMemory((), (2, 4), 1e9, "no node")
+    assert fitted((1, 2), pods(2, 4), memory).limited == ""
+
+
+@pytest.mark.parametrize("gpus", [(1, 1), (1, 4), (8, 2), (0, 0)])
+def test_a_budget_is_kept_inside_the_ratio(gpus: tuple[int, int]):
+    bounds = bounds_of(TIER)
+    for want, left in product(product(range(1, 5), range(1, 9)), [None, *range(40)]):
+        if not bounds.allow(*want):
+            continue
+        size, words = fit_budget(TIER, want, gpus, left)
+        assert bounds.allow(*size)
+        cost = size[0] * gpus[0] + size[1] * gpus[1]
+        assert left is None or cost <= left or size == (1, 1)
+        assert bool(words) == (size != want)
+
+
+def test_tiers_share_a_budget_in_their_order():
+    tiers = [{"name": name, "accelerator": {"type": "h100"}, "decode": {"minReplicas": 2}} for name in ("a", "b")]
+    wish = fleet()
+    wish = type(wish).model_validate(
+        {**wish.model_dump(by_alias=True, exclude={"status"}, exclude_none=True),
+         "spec": {"model": {"source": "file:///m"}, "tiers": tiers, "scaling": {"budget": {"gpus": 5}}}}
+    )  # fmt: skip
+    observed = Observed(templates={name: Template("aaaaaaaa", "c", gpus=(1, 1)) for name in ("a", "b")})
+    big = [{**tier, "prefill": {"replicas": 2}, "decode": {"minReplicas": 2, "replicas": 4}} for tier in tiers]
+    wish = wish.model_copy(update={"spec": wish.spec.model_validate({**wish.spec.to_dict(), "tiers": big})})
+    plan = reconcile(wish, observed, NOW)
+    assert {(pool.tier, pool.role): pool.replicas for pool in plan.pools} == {
+        ("a", "prefill"): 2, ("a", "decode"): 3, ("b", "prefill"): 1, ("b", "decode"): 2,
+    }  # fmt: skip
+    limited = plan.status.condition("CapacityLimited")
+    assert limited is not None
+    assert (limited.status, limited.reason) == ("True", "BackedOut")
+    assert "scaling.budget.gpus leaves 5" in limited.message
+
+
+def test_a_fleet_that_backed_out_rests_and_says_why():
+    observed = carry_out(reconcile(fleet(), start(), NOW), start())
+    pools = tuple(replace(p, replicas=8) if p.role == "decode" else p for p in observed.pools)
+    observed = carry_out(reconcile(fleet(), replace(observed, pools=pools), NOW), observed, ready=False)
+    stuck = [
+        replace(p, ready=p.role == "decode" or p.ordinal == 0, unschedulable=p.role == "prefill" and p.ordinal > 0)
+        for p in observed.pods
+    ]
+    observed = replace(observed, pods=tuple(stuck))
+    plan = reconcile(fleet(), observed, NOW + WAIT_S)
+    assert {p.role: p.replicas for p in plan.pools} == {"prefill": 1, "decode": 4}
+    assert len(plan.delete) == 5
+    after = carry_out(plan, observed)
+    again = reconcile(fleet(), after, NOW + WAIT_S + 1)
+    assert (again.create, again.delete) == ((), ())
