@@ -23,9 +23,8 @@ from e2e.traffic import Ledger, Request, read_trace, send
 from fleet_wire.endpoints import ENDPOINTS_KEY
 
 CLIENTS = 4
-REQUESTS_PER_LOOK = 2
-"""A router goes on for 5 s after it began to leave: a client that looks this often never meets a closed port."""
 LOW, HIGH = 1 / 3, 1.0
+ROUTERS = "labelSelector=inferencefleet.io/role%3Drouter"
 
 pytestmark = [pytest.mark.timeout(590)]
 
@@ -75,20 +74,23 @@ def recording(fleet: Fleet) -> Iterator[Recorder]:
 
 @contextmanager
 def load(fleet: Fleet, requests: list[Request]) -> Iterator[Ledger]:
-    """The same requests again and again while the block runs, each to a router that does not leave: what a Service does."""
+    """The same requests again and again while the block runs, each to a router that does not leave: what a Service does. A router
+    goes on for 5 s after it began to leave, so that a client that has just looked never meets a closed port."""
     ledger, stop = Ledger(), threading.Event()
 
     def until_stopped() -> Iterator[Request]:
-        while not stop.is_set():
+        while True:
             yield from requests
 
     def user(number: int) -> None:
         part = iter(until_stopped())
         while not stop.is_set():
-            routers = [pod for pod in fleet.pods("router") if ready(pod)]
+            routers = [
+                pod for pod in fleet.plane.get(f"/api/v1/namespaces/{fleet.namespace}/pods?{ROUTERS}")["items"] if ready(pod)
+            ]
             url = f"http://{routers[number % len(routers)]['status']['podIP']}:8080"
             before = set(ledger.errors)
-            asyncio.run(send(url, [request for request, _ in zip(part, range(REQUESTS_PER_LOOK), strict=False)], 1, ledger))
+            asyncio.run(send(url, [next(part)], 1, ledger))
             for number_lost in set(ledger.errors) - before:
                 print(f"{time.strftime('%X')} request {number_lost} to {url}: {ledger.errors[number_lost]}", flush=True)
 

@@ -72,6 +72,13 @@ async def ask(client: AsyncOpenAI, request: Request) -> list[int]:
     return tokens
 
 
+def first_cause(error: BaseException) -> BaseException:
+    """What the client library's own error hides."""
+    while (cause := error.__cause__ or error.__context__) is not None:
+        error = cause
+    return error
+
+
 async def send(url: str, requests: Iterable[Request], clients: int, ledger: Ledger) -> None:
     """`clients` users who each send their next request when the last one has ended; retries are off, so every error shows."""
     left = iter(requests)
@@ -81,7 +88,7 @@ async def send(url: str, requests: Iterable[Request], clients: int, ledger: Ledg
             try:
                 found = await ask(client, request)
             except Exception as error:  # the ledger is what the test looks at
-                ledger.errors[request.number] = f"{type(error).__name__}: {error}"
+                ledger.errors[request.number] = f"{type(error).__name__}: {error} ({first_cause(error)!r})"
                 continue
             before = ledger.tokens.setdefault(request.number, found)
             if before != found:

@@ -9,6 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from fleet_cli.errors import EXIT_KILLED, EXIT_OK, CliError
+from fleet_cli.rollout.command import add_rollout
 
 DEFAULT_PORT = 8080
 
@@ -38,6 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     validate = commands.add_parser("validate", help="say what the API server would say about a manifest")
     validate.add_argument("files", nargs="+", metavar="FILE", help="manifest of an InferenceFleet; - is standard input")
     validate.set_defaults(run=_validate)
+    add_rollout(commands)
     crds = commands.add_parser("crds", help="print the CustomResourceDefinitions, for kubectl apply --server-side -f -")
     crds.set_defaults(run=_crds)
     return parser

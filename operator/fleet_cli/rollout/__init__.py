@@ -1,0 +1,1 @@
+"""`fleet rollout`: look at, stop, undo and repeat rollouts of a fleet in a cluster."""

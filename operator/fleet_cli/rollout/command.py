@@ -1,0 +1,168 @@
+"""The shell of `fleet rollout`: reads and writes one fleet with the user's own credentials."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
+
+from fleet_cli.errors import EXIT_FAILED, EXIT_OK, InputError, RunError
+from fleet_cli.rollout.history import entries, previous, progress, returned, table
+from fleet_operator.cluster.interface import Object
+from fleet_operator.names import FLEET
+from fleet_operator.render.revision import RESTARTED_AT
+
+GROUP, VERSION, PLURAL = "inferencefleet.io", "v1alpha1", "inferencefleets"
+MANAGER = "fleet-cli"
+WATCH_S = 1.0
+
+
+class Fleets:
+    """One namespace of the API server, as the user may see it."""
+
+    def __init__(self, kubeconfig: str | None, context: str | None, namespace: str | None) -> None:
+        from kubernetes import client, config
+
+        try:
+            config.load_kube_config(config_file=kubeconfig, context=context)
+            _, active = config.list_kube_config_contexts(config_file=kubeconfig)
+        except config.ConfigException as error:
+            raise InputError(f"no usable kubeconfig: {error}") from error
+        self.namespace = namespace or active["context"].get("namespace", "default")
+        self._fleets, self._apps = client.CustomObjectsApi(), client.AppsV1Api()
+        self._errors = (client.ApiException, OSError)
+
+    def get(self, name: str) -> Object:
+        """The fleet."""
+        found: Object = self._call(
+            lambda: self._fleets.get_namespaced_custom_object(GROUP, VERSION, self.namespace, PLURAL, name), name
+        )
+        return found
+
+    def put(self, fleet: Object) -> None:
+        """Replace it; refused when somebody changed it meanwhile."""
+        name = fleet["metadata"]["name"]
+        self._call(
+            lambda: self._fleets.replace_namespaced_custom_object(
+                GROUP, VERSION, self.namespace, PLURAL, name, fleet, field_manager=MANAGER
+            ),
+            name,
+        )
+
+    def revisions(self, name: str) -> list[Object]:
+        """Its stored revisions."""
+        found = self._call(
+            lambda: self._apps.list_namespaced_controller_revision(
+                self.namespace, label_selector=f"{FLEET}={name}", _preload_content=False
+            ),
+            name,
+        )
+        import json
+
+        items: list[Object] = json.loads(found.data)["items"]
+        return items
+
+    def _call(self, request: Callable[[], Any], name: str) -> Any:
+        try:
+            return request()
+        except self._errors as error:
+            status, reason = getattr(error, "status", None), getattr(error, "reason", None)
+            if status == 404:
+                raise InputError(f"no fleet {name} in namespace {self.namespace}") from error
+            raise RunError(f"{reason or error} (fleet {name}, namespace {self.namespace})") from error
+
+
+def add_rollout(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """`fleet rollout ACTION NAME`."""
+    rollout = commands.add_parser("rollout", help="look at, pause, undo or repeat a fleet's rollout in a cluster")
+    actions = rollout.add_subparsers(required=True, metavar="ACTION")
+    for name, (words, run) in ACTIONS.items():
+        action = actions.add_parser(name, help=words, description=words)
+        action.add_argument("name", metavar="NAME", help="the InferenceFleet")
+        action.add_argument("-n", "--namespace", help="default: the kubeconfig's")
+        action.add_argument("--kubeconfig", metavar="FILE", help="default: $KUBECONFIG or ~/.kube/config")
+        action.add_argument("--context", help="default: the current one")
+        if name == "undo":
+            action.add_argument("--tier", help="needed when the fleet has several")
+            action.add_argument("--to-revision", type=int, metavar="NO", help="number in the history; default: the one before")
+        if name == "status":
+            action.add_argument(
+                "--timeout", type=float, default=600.0, metavar="S", help="stop waiting (default 600; 0 asks once)"
+            )
+        action.set_defaults(run=run)
+
+
+def _open(options: argparse.Namespace) -> Fleets:
+    return Fleets(options.kubeconfig, options.context, options.namespace)
+
+
+def _status(options: argparse.Namespace) -> int:
+    fleets, end, last = _open(options), time.monotonic() + options.timeout, ""
+    while True:
+        words, over, failed = progress(fleets.get(options.name))
+        if words != last:
+            print(words, flush=True)
+            last = words
+        if over:
+            return EXIT_FAILED if failed else EXIT_OK
+        if time.monotonic() >= end:
+            return EXIT_FAILED
+        time.sleep(WATCH_S)
+
+
+def _history(options: argparse.Namespace) -> int:
+    fleets = _open(options)
+    print(table(entries(fleets.revisions(options.name)), fleets.get(options.name)))
+    return EXIT_OK
+
+
+def _undo(options: argparse.Namespace) -> int:
+    fleets = _open(options)
+    fleet = fleets.get(options.name)
+    names = [tier["name"] for tier in fleet["spec"]["tiers"]]
+    tier: str = options.tier or (names[0] if len(names) == 1 else "")
+    if tier not in names:
+        raise InputError(f"--tier must be one of {', '.join(names)}")
+    goal = previous(entries(fleets.revisions(options.name)), fleet, tier, options.to_revision)
+    fleets.put(returned(fleet, tier, goal.inputs))
+    print(f"fleet {options.name}: tier {tier} goes back to revision {goal.number} ({goal.revision})")
+    return EXIT_OK
+
+
+def _pause(options: argparse.Namespace) -> int:
+    return _set_paused(options, paused=True)
+
+
+def _resume(options: argparse.Namespace) -> int:
+    return _set_paused(options, paused=False)
+
+
+def _set_paused(options: argparse.Namespace, *, paused: bool) -> int:
+    fleets = _open(options)
+    fleet = fleets.get(options.name)
+    fleet["spec"]["rollout"] = {**fleet["spec"].get("rollout", {}), "paused": paused}
+    fleets.put(fleet)
+    print(f"fleet {options.name}: rollouts are {'paused' if paused else 'resumed'}")
+    return EXIT_OK
+
+
+def _restart(options: argparse.Namespace) -> int:
+    fleets = _open(options)
+    fleet = fleets.get(options.name)
+    now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    fleet["metadata"].setdefault("annotations", {})[RESTARTED_AT] = now
+    fleets.put(fleet)
+    print(f"fleet {options.name}: every worker is replaced, as one rollout")
+    return EXIT_OK
+
+
+ACTIONS: dict[str, tuple[str, Callable[[argparse.Namespace], int]]] = {
+    "status": ("follow the rollout until it is complete (exit 0) or failed (exit 1)", _status),
+    "history": ("stored revisions of each tier", _history),
+    "undo": ("go back to an earlier revision; sizes, ratio and limits on input stay", _undo),
+    "pause": ("begin nothing new; lost workers still come back", _pause),
+    "resume": ("go on", _resume),
+    "restart": ("replace every worker, as one rollout", _restart),
+}

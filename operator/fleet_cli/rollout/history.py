@@ -1,0 +1,128 @@
+"""What a fleet's revisions were, and the manifest that goes back to one. Pure: objects in, objects and text out."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fleet_cli.errors import InputError
+from fleet_operator.cluster.interface import Object
+from fleet_operator.names import REVISION, TIER
+from fleet_operator.render.revision import NOT_OF_PODS, RESTARTED_AT, SIZING, SPEC_PARTS
+
+ROLES = ("prefill", "decode")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One stored revision of one tier."""
+
+    tier: str
+    number: int
+    revision: str
+    created: str
+    inputs: Mapping[str, Any]
+
+
+def entries(revisions: Iterable[Object]) -> list[Entry]:
+    """Stored revisions, oldest first within each tier."""
+    found = [
+        Entry(
+            tier=obj["metadata"]["labels"][TIER],
+            number=int(obj["revision"]),
+            revision=obj["metadata"]["labels"][REVISION],
+            created=obj["metadata"].get("creationTimestamp", ""),
+            inputs=obj["data"]["inputs"],
+        )
+        for obj in revisions
+        if TIER in (obj["metadata"].get("labels") or {}) and "inputs" in (obj.get("data") or {})
+    ]
+    return sorted(found, key=lambda entry: (entry.tier, entry.number))
+
+
+def previous(found: Iterable[Entry], fleet: Object, tier: str, number: int | None) -> Entry:
+    """The revision to go back to: as asked, else the newest one that the tier does not have now. InputError: there is none."""
+    mine = [entry for entry in found if entry.tier == tier]
+    if number is not None:
+        match = [entry for entry in mine if entry.number == number]
+        if not match:
+            known = ", ".join(str(entry.number) for entry in mine) or "none"
+            raise InputError(f"tier {tier} has no revision {number}; stored are: {known}")
+        return match[0]
+    tiers: list[Object] = (fleet.get("status") or {}).get("tiers", [])
+    status = next((one for one in tiers if one["name"] == tier), {})
+    now = {status.get("revision"), (status.get("rollout") or {}).get("failed")}
+    others = [entry for entry in mine if entry.revision not in now]
+    if not others:
+        raise InputError(f"tier {tier} has no other revision to go back to")
+    return others[-1]
+
+
+def returned(fleet: Object, tier: str, inputs: Mapping[str, Any]) -> Object:
+    """The fleet with everything that its pods are made from as `inputs` has it; sizes, ratio and all the rest stay."""
+    out = copy.deepcopy(fleet)
+    spec = out["spec"]
+    for part in SPEC_PARTS:
+        spec.pop(part, None)
+        if part in inputs:
+            spec[part] = copy.deepcopy(inputs[part])
+    _set(spec, "limits", "maxOutputTokens", inputs.get("maxOutputTokens"))
+    _set(spec, "rollout", "drainTimeout", inputs.get("drainTimeout") or None)
+    spec["tiers"] = [_tier(one, inputs["tier"]) if one["name"] == tier else one for one in spec["tiers"]]
+    notes = out["metadata"].setdefault("annotations", {})
+    notes.pop(RESTARTED_AT, None)
+    if inputs.get("restartedAt"):
+        notes[RESTARTED_AT] = inputs["restartedAt"]
+    out.pop("status", None)
+    return out
+
+
+def _set(spec: Object, part: str, field: str, value: Any) -> None:
+    section = {key: old for key, old in spec.get(part, {}).items() if key != field}
+    if value is not None:
+        section[field] = value
+    if section or part in spec:
+        spec[part] = section
+
+
+def _tier(now: Object, shape: Mapping[str, Any]) -> Object:
+    """The present sizes and ratio with the stored shape."""
+    out = {key: value for key, value in now.items() if key in NOT_OF_PODS or key == "name"}
+    out |= {key: copy.deepcopy(value) for key, value in shape.items() if key not in ROLES}
+    for role in ROLES:
+        sizes = {key: value for key, value in now.get(role, {}).items() if key in SIZING}
+        both = {**copy.deepcopy(dict(shape.get(role, {}))), **sizes}
+        if both:
+            out[role] = both
+    return out
+
+
+def table(found: Iterable[Entry], fleet: Object) -> str:
+    """`fleet rollout history`: one line per revision, and what marks it."""
+    status = {tier["name"]: tier for tier in (fleet.get("status") or {}).get("tiers", [])}
+    lines = [f"{'TIER':<20} {'NO':>4}  {'REVISION':<9} {'CREATED':<21} STATE"]
+    for entry in found:
+        tier = status.get(entry.tier, {})
+        rollout = tier.get("rollout") or {}
+        marks = [
+            word
+            for word, revision in (
+                ("stable", rollout.get("stable")), ("target", rollout.get("target")), ("rolled back", rollout.get("failed")),
+            )
+            if revision == entry.revision
+        ]  # fmt: skip
+        lines.append(f"{entry.tier:<20} {entry.number:>4}  {entry.revision:<9} {entry.created:<21} {', '.join(marks)}".rstrip())
+    return "\n".join(lines)
+
+
+def progress(fleet: Object) -> tuple[str, bool, bool]:
+    """`fleet rollout status`: the words, whether it is over, whether it failed."""
+    found = {c["type"]: c for c in (fleet.get("status") or {}).get("conditions", [])}
+    rolling = found.get("RollingOut")
+    generation = fleet["metadata"].get("generation", 0)
+    if rolling is None or (fleet.get("status") or {}).get("observedGeneration", 0) < generation:
+        return "the operator has not seen this version of the fleet yet", False, False
+    failed = rolling["reason"] in ("Stuck", "ProgressDeadlineExceeded", "RolledBack")
+    return f"{rolling['reason']}: {rolling.get('message', '')}", rolling["reason"] == "Complete" or failed, failed

@@ -1,0 +1,104 @@
+"""History and undo: what is restored, what stays, and that going back really gives the old revision."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fleet_api.parse import parse_fleet
+from fleet_cli.errors import InputError
+from fleet_cli.rollout.history import Entry, entries, previous, progress, returned, table
+from fleet_operator.render.revision import RESTARTED_AT, revision_inputs
+from tests.fleet_operator.world import manifest
+
+
+def inputs(fleet: dict[str, Any]) -> dict[str, Any]:
+    parsed = parse_fleet(fleet)
+    return revision_inputs(parsed, parsed.spec.tiers[0])
+
+
+def tier(**more: Any) -> dict[str, Any]:
+    return {"name": "t", "accelerator": {"type": "h100", "count": 2}, **more}
+
+
+OLD = manifest(
+    engine={"type": "vllm", "args": ["--x"]}, limits={"maxOutputTokens": 9, "maxInputTokens": 5}, rollout={"drainTimeout": "9s"},
+    tiers=[tier(decode={"maxReplicas": 4}, kvTransfer={"transport": "tcp"})],
+)  # fmt: skip
+NEW = manifest(
+    model={"source": "file:///other"}, engine={"maxBatch": 3}, limits={"maxInputTokens": 7}, rollout={"paused": True},
+    tiers=[tier(decode={"maxReplicas": 6, "warm": 1}, ratio={"decode": 3})],
+)  # fmt: skip
+
+
+def test_undo_restores_what_pods_are_made_from_and_nothing_else():
+    back = returned(NEW, "t", inputs(OLD))
+    assert inputs(back) == inputs(OLD)
+    assert back["spec"]["tiers"][0]["decode"] == {"maxReplicas": 6, "warm": 1}
+    assert back["spec"]["tiers"][0]["ratio"] == {"decode": 3}
+    assert back["spec"]["limits"] == {"maxInputTokens": 7, "maxOutputTokens": 9}
+    assert back["spec"]["rollout"] == {"paused": True, "drainTimeout": "9s"}
+    assert inputs(returned(back, "t", inputs(NEW))) == inputs(NEW)
+
+
+def test_undo_of_a_restart_goes_back_to_the_revision_before_it():
+    restarted = manifest()
+    restarted["metadata"]["annotations"] = {RESTARTED_AT: "2026-11-21T00:00:00Z", "mine": "stays"}
+    back = returned(restarted, "t", inputs(manifest()))
+    assert back["metadata"]["annotations"] == {"mine": "stays"}
+    again = returned(back, "t", inputs(restarted))
+    assert inputs(again) == inputs(restarted)
+
+
+def entry(number: int, revision: str) -> Entry:
+    return Entry("t", number, revision, "", {})
+
+
+FOUND = [entry(1, "aaaaaaaa"), entry(2, "bbbbbbbb"), entry(3, "cccccccc")]
+
+
+@pytest.mark.parametrize(
+    ("status", "number", "goal"),
+    [
+        pytest.param({"revision": "cccccccc"}, None, "bbbbbbbb", id="the-one-before"),
+        pytest.param({"revision": "aaaaaaaa"}, None, "cccccccc", id="the-newest-other"),
+        pytest.param({"revision": "bbbbbbbb", "rollout": {"failed": "cccccccc"}}, None, "aaaaaaaa", id="not-the-failed-one"),
+        pytest.param({"revision": "cccccccc"}, 1, "aaaaaaaa", id="by-number"),
+    ],
+)
+def test_which_revision_is_returned_to(status: dict[str, Any], number: int | None, goal: str):
+    fleet = {"status": {"tiers": [{"name": "t", **status}]}}
+    assert previous(FOUND, fleet, "t", number).revision == goal
+
+
+def test_what_is_not_stored_is_named():
+    with pytest.raises(InputError, match="tier t has no revision 9; stored are: 1, 2, 3"):
+        previous(FOUND, {}, "t", 9)
+    with pytest.raises(InputError, match="no other revision"):
+        previous(FOUND[:1], {"status": {"tiers": [{"name": "t", "revision": "aaaaaaaa"}]}}, "t", None)
+
+
+def test_the_history_marks_what_runs():
+    fleet = {"status": {"tiers": [{"name": "t", "rollout": {"stable": "bbbbbbbb", "failed": "cccccccc"}}]}}
+    lines = table(FOUND, fleet).splitlines()
+    assert [line.split()[2:] for line in lines[1:]] == [["aaaaaaaa"], ["bbbbbbbb", "stable"], ["cccccccc", "rolled", "back"]]
+
+
+def test_foreign_objects_are_passed_over():
+    assert entries([{"metadata": {"name": "x"}, "revision": 1, "data": {}}]) == []
+
+
+@pytest.mark.parametrize(
+    ("reason", "generation", "over", "failed"),
+    [
+        ("Complete", 1, True, False),
+        ("Progressing", 1, False, False),
+        ("RolledBack", 1, True, True),
+        ("Complete", 2, False, False),
+    ],
+)
+def test_progress(reason: str, generation: int, over: bool, failed: bool):
+    condition = {"type": "RollingOut", "reason": reason, "message": "words"}
+    fleet = {"metadata": {"generation": generation}, "status": {"observedGeneration": 1, "conditions": [condition]}}
+    assert progress(fleet)[1:] == (over, failed)
