@@ -1,7 +1,7 @@
 """What is generated of charts/, and how tests render the chart: `make chart` writes and packages, `--check` only compares.
 
-The chart is the source. From crds/ it takes the CRDs, and from its rendering with scope cluster comes charts/kustomize/base, for people
-who install with `kubectl apply -k`.
+The chart is the source. It takes the CRDs from crds/; its rendering with scope cluster is charts/kustomize/base, for people who
+install with `kubectl apply -k`.
 """
 
 from __future__ import annotations
