@@ -1,15 +1,12 @@
-"""The chart on a real control plane by the real helm: the operator's own pod, under the chart's own rights, until nothing is left.
+"""The chart on a real control plane by the real helm: the operator's own pod, under the chart's rights, until nothing is left.
 
-Both namespaces enforce the `restricted` Pod Security Standard; the model comes from a PersistentVolumeClaim: hostPath is forbidden.
+Both namespaces enforce the `restricted` Pod Security Standard; the model comes from a PersistentVolumeClaim, hostPath is refused.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,17 +15,23 @@ import pytest
 import yaml
 from openai import OpenAI
 
-from e2e.conftest import ready_nodes
-from e2e.fleet import Fleet, manifest, tiny_model, tokens
+from e2e.fleet import Fleet, tokens
 from e2e.helm.audited import AuditedControlPlane, Right
-from e2e.helm.chart import BASE, CHART, NAMESPACE, RELEASE, ROOT, HelmError, helm, objects, render
-from e2e.kube.nodes import NODES
-from e2e.kube.service import Service
+from e2e.helm.chart import BASE, CHART, NAMESPACE, RELEASE, ROOT, HelmError, objects, render
+from e2e.helm.world import (
+    FLEETS,
+    OPERATOR,
+    VALUES,
+    Helm,
+    OperatorPods,
+    control_plane,
+    everything_in,
+    granted,
+    helm_on,
+    pvc_fleet,
+    running_nodes,
+)
 
-FLEETS = "ml"
-OPERATOR = "inferencefleet-operator"
-RESTRICTED = ("pod-security.kubernetes.io/enforce=restricted", "pod-security.kubernetes.io/warn=restricted")
-VALUES = {"watchNamespaces": [FLEETS]}
 UNSEEN: frozenset[Right] = frozenset(
     {
         # the audit log knows no question that admission asked; test_rights_that_no_request_shows asks them
@@ -37,105 +40,32 @@ UNSEEN: frozenset[Right] = frozenset(
         ("", "configmaps", "get"),
     }
 )
-MADE_BY_KUBERNETES = {"ConfigMap/kube-root-ca.crt", "ServiceAccount/default"}
-
 pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.fixture(scope="module")
 def plane() -> Iterator[AuditedControlPlane]:
-    """Two namespaces and a model; no CRDs: they come with the chart."""
-    with AuditedControlPlane() as plane:
-        for namespace in (NAMESPACE, FLEETS):
-            plane.kubectl("create", "namespace", namespace)
-            plane.kubectl("label", "namespace", namespace, *RESTRICTED)
-        plane.kubectl("apply", "-f", "-", stdin=yaml.safe_dump_all(model_volume()))
+    with control_plane() as plane:
         yield plane
-
-
-def model_volume() -> list[dict[str, Any]]:
-    spec = {
-        "capacity": {"storage": "1Gi"},
-        "accessModes": ["ReadOnlyMany"],
-        "storageClassName": "",
-        "hostPath": {"path": str(tiny_model().parent)},
-    }
-    claim = {
-        "accessModes": ["ReadOnlyMany"],
-        "storageClassName": "",
-        "volumeName": "models",
-        "resources": {"requests": {"storage": "1Gi"}},
-    }
-    return [
-        {"apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": "models"}, "spec": spec},
-        {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "models", "namespace": FLEETS}, "spec": claim},
-    ]
 
 
 @pytest.fixture(scope="module")
 def nodes(plane: AuditedControlPlane) -> Iterator[Path]:
-    """The folder with logs of everything that runs."""
-    with tempfile.TemporaryDirectory(prefix="inferencefleet-nodes-") as folder:
-        argv = [sys.executable, "-m", "e2e.kube.nodes", str(plane.kubeconfig), folder]
-        service = Service("nodes", argv, plane.dir / "nodes.log", dict(os.environ))
-        plane.services.append(service)
-        try:
-            plane.wait("two ready nodes", lambda: ready_nodes(plane) == set(NODES))
-            yield Path(folder)
-        finally:
-            service.stop()
-            plane.services.remove(service)
-
-
-class OperatorPods:
-    """The chart's Deployment, as `Fleet` wants to know its operator."""
-
-    def __init__(self, plane: AuditedControlPlane, nodes: Path) -> None:
-        self._plane, self._nodes = plane, nodes
-
-    def pods(self) -> list[dict[str, Any]]:
-        selector = "app.kubernetes.io/component=operator"
-        found = self._plane.kubectl("-n", NAMESPACE, "get", "pods", "-l", selector, "-o", "json").stdout
-        return [pod for pod in json.loads(found)["items"] if "deletionTimestamp" not in pod["metadata"]]
-
-    def check(self) -> None:
-        """RuntimeError when it was restarted."""
-        for pod in self.pods():
-            restarts = sum(status["restartCount"] for status in pod["status"].get("containerStatuses") or [])
-            if restarts:
-                raise RuntimeError(f"the operator ended:\n{self.tail()}")
-
-    def tail(self) -> str:
-        logs = sorted(self._nodes.glob(f"*/logs/{OPERATOR}-*/operator.log"), key=os.path.getmtime)
-        return "\n".join(log.read_text()[-4_000:] for log in logs)
+    with running_nodes(plane) as folder:
+        yield folder
 
 
 @pytest.fixture(scope="module")
-def run_helm(plane: AuditedControlPlane) -> Callable[..., str]:
-    """helm as the cluster's administrator, in the release's namespace, with a home of its own."""
-    home = {f"HELM_{kind}_HOME": str(plane.dir / "helm" / kind.lower()) for kind in ("CACHE", "CONFIG", "DATA")}
-
-    def run(command: str, *args: str, values: dict[str, Any] | None = None) -> str:
-        given = [] if values is None else ["--values", "-"]
-        text = None if values is None else yaml.safe_dump(values)
-        environment = {"KUBECONFIG": str(plane.kubeconfig), **home}
-        return helm(command, *args, "--namespace", NAMESPACE, *given, env=environment, stdin=text)
-
-    return run
+def run_helm(plane: AuditedControlPlane) -> Helm:
+    return helm_on(plane)
 
 
-def pvc_fleet() -> dict[str, Any]:
-    wish = manifest(FLEETS, tiny_model())
-    wish["spec"]["model"]["source"] = f"pvc://models/{tiny_model().name}"
-    return wish
-
-
-def test_a_whole_life(plane: AuditedControlPlane, nodes: Path, run_helm: Callable[..., str], tmp_path: Path):
+def test_a_whole_life(plane: AuditedControlPlane, nodes: Path, run_helm: Helm, tmp_path: Path):
     operator = OperatorPods(plane, nodes)
     fleet = Fleet(plane, FLEETS, operator)  # type: ignore[arg-type]
     run_helm("install", RELEASE, str(CHART), "--wait", "--timeout", "90s", values=VALUES)
     run_helm("test", RELEASE, "--timeout", "60s")
-    assert tests_left(plane) == []
+    assert pods_of_tests(plane) == []
 
     fleet.apply(pvc_fleet())
     fleet.wait_serving(1, 2)
@@ -162,7 +92,7 @@ def test_a_whole_life(plane: AuditedControlPlane, nodes: Path, run_helm: Callabl
     every_right_is_used_and_none_is_missing(plane)
 
 
-def tests_left(plane: AuditedControlPlane) -> list[str]:
+def pods_of_tests(plane: AuditedControlPlane) -> list[str]:
     return plane.kubectl("-n", NAMESPACE, "get", "pods", "-l", "app.kubernetes.io/component=test", "-o", "name").stdout.split()
 
 
@@ -185,7 +115,7 @@ def a_second_apply_would_change_nothing(plane: AuditedControlPlane, tmp_path: Pa
     wish = tmp_path / "fleet.yaml"
     wish.write_text(yaml.safe_dump(pvc_fleet()))
     done = plane.kubectl("diff", "--server-side", "-f", str(wish), check=False)
-    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
 
 
 def what_is_taken_away_comes_back(fleet: Fleet) -> None:
@@ -208,9 +138,7 @@ def service_ports(fleet: Fleet) -> list[int]:
     ]
 
 
-def an_upgrade_brings_its_crds(
-    plane: AuditedControlPlane, run_helm: Callable[..., str], operator: OperatorPods, tmp_path: Path
-) -> None:
+def an_upgrade_brings_its_crds(plane: AuditedControlPlane, run_helm: Helm, operator: OperatorPods, tmp_path: Path) -> None:
     """A chart of tomorrow: one more field in the CRD, one more variable for the operator."""
     newer = tmp_path / "inferencefleet"
     shutil.copytree(CHART, newer)
@@ -247,28 +175,6 @@ def a_new_revision_leaves_no_pool_behind(fleet: Fleet) -> None:
     fleet.wait("pools of the new revision alone", replaced, 120)
 
 
-def everything_in(plane: AuditedControlPlane) -> dict[str, list[str]]:
-    """Whatever lies in both namespaces and did not come with them, and what is cluster-wide and ours."""
-    kinds = plane.kubectl("api-resources", "--verbs=list", "--namespaced", "-o", "name").stdout.split()
-    listed = ",".join(kind for kind in kinds if not kind.startswith(("events", "leases", "persistentvolumeclaims")))
-    left = {}
-    for namespace in (NAMESPACE, FLEETS):
-        found = json.loads(plane.kubectl("-n", namespace, "get", listed, "-o", "json").stdout)["items"]
-        names = {f"{o['kind']}/{o['metadata']['name']}" for o in found} - MADE_BY_KUBERNETES
-        if names:
-            left[namespace] = sorted(names)
-    wide = plane.kubectl("get", "clusterroles,clusterrolebindings", "-o", "name").stdout.split()
-    if ours := [name for name in wide if "inferencefleet" in name]:
-        left["cluster"] = ours
-    return left
-
-
-def granted(rendered: str) -> set[Right]:
-    """Every (group, resource, verb) of the rendered roles."""
-    rules = [rule for o in objects(rendered) if o["kind"] in ("Role", "ClusterRole") for rule in o["rules"]]
-    return {(g, r, v) for rule in rules for g in rule["apiGroups"] for r in rule["resources"] for v in rule["verbs"]}
-
-
 def every_right_is_used_and_none_is_missing(plane: AuditedControlPlane) -> None:
     """Taking any verb away would break this test's life: the operator really asked for each one, and was refused nothing."""
     assert plane.refused(NAMESPACE, OPERATOR) == []
@@ -290,10 +196,15 @@ RIGHTS_BY_DEED: list[tuple[Right, str]] = [
 
 
 @pytest.fixture(scope="module")
-def probe(plane: AuditedControlPlane) -> Iterator[Callable[[Right | None, str], str]]:
+def probe(plane: AuditedControlPlane) -> Callable[[Right | None, str], str]:
     """Write an object as an account with the operator's rights but one; what the API server says. Nothing stays: dry run."""
     plane.kubectl("apply", "--server-side", "-f", str(ROOT / "crds"))
     plane.kubectl("wait", "--for=condition=Established", "--timeout=60s", "crd", "--all")
+    owned = ["-n", FLEETS, "apply", "--server-side", "--dry-run=server", "-f", "-"]
+    # the admission plugin learns of new kinds a little later than the rest of the API server
+    plane.wait(
+        "owners to be known", lambda: plane.kubectl(*owned, stdin=yaml.safe_dump(child("Pod")), check=False).returncode == 0
+    )
     names = (row for row in range(1_000))
 
     def write(without: Right | None, kind: str) -> str:
@@ -327,7 +238,7 @@ def probe(plane: AuditedControlPlane) -> Iterator[Callable[[Right | None, str], 
         plane.kubectl("-n", FLEETS, "delete", "role,rolebinding", name)
         return "" if done.returncode == 0 else done.stderr
 
-    yield write
+    return write
 
 
 def child(kind: str) -> dict[str, Any]:
@@ -379,14 +290,14 @@ def test_kustomize_base_without_helm(plane: AuditedControlPlane, nodes: Path):
         plane.kubectl("-n", NAMESPACE, "rollout", "status", f"deployment/{OPERATOR}", "--timeout=60s")
         operator.check()
         done = plane.kubectl("diff", *apply, check=False)
-        assert (done.returncode, done.stdout) == (0, ""), done.stderr
+        assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
         account = f"--as=system:serviceaccount:{NAMESPACE}:{OPERATOR}"
         assert plane.kubectl("auth", "can-i", "list", "inferencefleets", "--all-namespaces", account).stdout.strip() == "yes"
     finally:
         plane.kubectl("delete", "-f", str(BASE / "operator.yaml"), "-f", str(BASE / "rbac.yaml"), "--wait=false")
 
 
-def test_the_operator_says_what_its_account_lacks(plane: AuditedControlPlane, nodes: Path, run_helm: Callable[..., str]):
+def test_the_operator_says_what_its_account_lacks(plane: AuditedControlPlane, nodes: Path, run_helm: Helm):
     """`helm test` is red, in the API server's words, when somebody took the rights away."""
     run_helm("install", RELEASE, str(CHART), "--take-ownership", values=VALUES)
     try:

@@ -1,7 +1,7 @@
 """Runs in a pod of the cluster: asks through the router's Service with the OpenAI client until /tmp/stop is there.
 
-Arguments: base URL, number of clients. Prints one JSON object per second, and as last line the ledger: `answered`, and `failed` with what
-each failure said. Greedy answers must never change, whoever gives them: a changed one is a failure.
+Arguments: base URL, number of clients. Prints one JSON object per second; the last line is the ledger: `answered`, and `failed`
+with what each failure said. Greedy answers must never change, whoever gives them: a changed one is a failure.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ async def ask(client: AsyncOpenAI, number: int, *, stream: bool) -> list[int]:
 
 async def one_client(client: AsyncOpenAI, first: int, ledger: Ledger) -> None:
     turn = first
-    while not STOP.exists():
+    while not STOP.exists():  # noqa: ASYNC240 - one stat
         number, began = turn % len(PROMPTS), time.monotonic()
         try:
             tokens = await ask(client, number, stream=turn % 2 == 0)

@@ -1,7 +1,7 @@
 """A kind cluster of its own, made and deleted by the test: real kubelets, real containers, real Services.
 
-Whatever `docker` reaches is used, as on a laptop. KIND_NODE_IMAGE and KIND_CONFIG may name a node image and a cluster configuration;
-every node gets the torch environment and the test's model mounted read-only at /opt/inferencefleet.
+Whatever `docker` reaches is used, as on a laptop. KIND_NODE_IMAGE and KIND_CONFIG may name a node image and a configuration.
+Every node gets the torch environment and the test's model mounted read-only at /opt/inferencefleet.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class KindCluster:
         return sorted(name for name in names if "control-plane" not in name)
 
     def offer_gpus(self, count: int) -> None:
-        """Imaginary GPUs on every worker: by a real device plugin when its image and manifest are there, else as an extended resource
-        of the node, as an administrator would."""
+        """Imaginary GPUs on every worker: by a real device plugin when its image and manifest are there, else as an extended
+        resource of the node, as an administrator would."""
         manifest = Path(os.environ.get("KIND_CONFIG", "/nowhere")).parent / "fake-devices.yaml"
         plugin = subprocess.run(["docker", "image", "inspect", DEVICES_IMAGE], capture_output=True, check=False).returncode == 0
         if plugin and manifest.exists():
