@@ -63,10 +63,10 @@ e2e-vllm: setup kube vllm ## the vLLM part of e2e
 e2e-helm: setup kube ## the chart installed, upgraded, rolled back and uninstalled by helm on a real control plane
 	$(RUN) pytest e2e/test_helm.py
 
-e2e-kind: setup kube kind-images ## a three-node kind cluster with docker: images, chart, fleet, rolling update, paused node
+e2e-kind: setup kind-images ## a three-node kind cluster with docker: images, chart, fleet, rolling update, paused node
 	UV=$(UV) $(RUN) pytest e2e/test_kind.py
 
-e2e-kind-smoke: setup kube kind-images ## its first part: install, a fleet, tokens through the Service, uninstall
+e2e-kind-smoke: setup kind-images ## its first part: install, a fleet, tokens through the Service, uninstall
 	UV=$(UV) $(RUN) pytest e2e/test_kind.py -k smoke
 
 kube: ## kube-apiserver, controller-manager, scheduler, etcd, kubectl into the cache

@@ -1,7 +1,7 @@
 """A real three-node kind cluster: images, chart, fleet, tokens through the router's Service, a rolling update and a paused node.
 
-Kubelets, containers, Services, DNS and probes are real here; GPUs are imaginary, and torch is mounted from the nodes: 5 GB are too
-much for images that are loaded for a test. `make e2e-kind` builds the images.
+Kubelets, containers, Services, DNS and probes are real here; GPUs are imaginary, and torch is mounted from the nodes: 5 GB are
+too much for images that are loaded for a test. `make e2e-kind` builds the images.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ Every node gets the torch environment and the test's model mounted read-only at 
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import secrets
@@ -65,7 +66,7 @@ class KindCluster:
 
     def kubectl(self, *args: str, stdin: str | None = None, check: bool = True) -> subprocess.CompletedProcess[str]:
         """As administrator; KindError with its words when it fails and `check` is set."""
-        argv = [str(binaries() / "kubectl"), "--kubeconfig", str(self.kubeconfig), *args]
+        argv = [_kubectl(), "--kubeconfig", str(self.kubeconfig), *args]
         done = subprocess.run(argv, input=stdin, capture_output=True, text=True, timeout=120, check=False)
         if check and done.returncode:
             raise KindError(f"kubectl {' '.join(args)}: {done.stderr.strip()}")
@@ -131,6 +132,15 @@ def with_mounts(config: dict[str, Any], mounts: dict[str, str]) -> dict[str, Any
 def _config() -> dict[str, Any]:
     found: dict[str, Any] = yaml.safe_load(Path(os.environ.get("KIND_CONFIG") or HERE / "nodes.yaml").read_text())
     return found
+
+
+@functools.cache
+def _kubectl() -> str:
+    """Beside the control plane of `make kube` when that is there, else on PATH, else made with it (minutes)."""
+    cache = Path(os.environ.get("INFERENCEFLEET_CACHE", Path.home() / ".cache/inferencefleet"))
+    near = [Path(os.environ.get("KUBEBUILDER_ASSETS", "/nowhere")) / "kubectl", *cache.glob("kube-*/kubectl")]
+    there = [str(path) for path in near if path.exists()]
+    return there[0] if there else shutil.which("kubectl") or str(binaries() / "kubectl")
 
 
 def _script(name: str) -> str:
