@@ -97,7 +97,8 @@ def pods_of_tests(plane: AuditedControlPlane) -> list[str]:
 
 
 def worker_uids(fleet: Fleet) -> set[str]:
-    return {pod["metadata"]["uid"] for role in ("prefill", "decode", "router") for pod in fleet.pods(role)}
+    pods = [pod["metadata"] for role in ("prefill", "decode", "router") for pod in fleet.pods(role)]
+    return {pod["uid"] for pod in pods if "deletionTimestamp" not in pod}
 
 
 def tokens_come_through_the_router(fleet: Fleet) -> None:

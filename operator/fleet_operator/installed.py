@@ -1,8 +1,8 @@
 """`python -m fleet_operator.installed`: checks an installation from inside a pod, as `helm test` does.
 
 With the operator's own account it asks for what the operator asks for at start. A CRD or a right that was just made takes a
-moment until the whole API server knows it, so it asks again for a while. Exit codes: 0 complete, 1 something is missing (and what),
-2 no account.
+moment until the whole API server knows it, so it asks again for a while. Exit codes: 0 complete, 1 something is missing (and
+what), 2 no account.
 """
 
 from __future__ import annotations

@@ -189,3 +189,18 @@ def test_the_schema_is_strict_everywhere():
 
     walk(copy.deepcopy(schema), "")
     assert loose == []
+
+
+def empties(node: Any, path: str = "") -> list[str]:
+    """Paths of empty lists and maps."""
+    if isinstance(node, dict | list):
+        children = node.items() if isinstance(node, dict) else enumerate(node)
+        return [path] if not node else [found for name, child in children for found in empties(child, f"{path}/{name}")]
+    return []
+
+
+@pytest.mark.parametrize("values", VALUES, ids=lambda path: path.stem)
+def test_nothing_empty_is_rendered(values: Path):
+    """The API server drops an empty list (a NetworkPolicy's `ingress: []`): every later apply would be a change to it."""
+    found = objects(render(yaml.safe_load(values.read_text())))
+    assert [(o["kind"], empties(o)) for o in found if o["kind"] != "CustomResourceDefinition" and empties(o)] == []
