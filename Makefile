@@ -75,8 +75,9 @@ kube: ## kube-apiserver, controller-manager, scheduler, etcd, kubectl into the c
 vllm: $(UV) ## the vLLM environment into the cache
 	@echo "vLLM in $$(UV=$(UV) e2e/vllm/get-vllm)"
 
-crds: setup ## generate crds/ from the models
+crds: setup ## generate crds/ from the models, and what charts/ has of them
 	$(RUN) python -m fleet_api.crd
+	@$(RUN) python -m e2e.helm.chart
 
 chart: setup ## generate charts/ from crds/ and the chart itself, package the chart
 	@$(RUN) python -m e2e.helm.chart

@@ -17,7 +17,7 @@ from openai import OpenAI
 
 from e2e.fleet import Fleet, tokens
 from e2e.helm.audited import AuditedControlPlane, Right
-from e2e.helm.chart import BASE, CHART, NAMESPACE, RELEASE, ROOT, HelmError, objects, render
+from e2e.helm.chart import BASE, CHART, NAMESPACE, RBAC, RELEASE, ROOT, HelmError, objects, render
 from e2e.helm.world import (
     FLEETS,
     OPERATOR,
@@ -290,12 +290,13 @@ def test_kustomize_base_without_helm(plane: AuditedControlPlane, nodes: Path):
     try:
         plane.kubectl("-n", NAMESPACE, "rollout", "status", f"deployment/{OPERATOR}", "--timeout=60s")
         operator.check()
+        assert plane.refused(NAMESPACE, OPERATOR) == []
         done = plane.kubectl("diff", *apply, check=False)
         assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
         account = f"--as=system:serviceaccount:{NAMESPACE}:{OPERATOR}"
         assert plane.kubectl("auth", "can-i", "list", "inferencefleets", "--all-namespaces", account).stdout.strip() == "yes"
     finally:
-        plane.kubectl("delete", "-f", str(BASE / "operator.yaml"), "-f", str(BASE / "rbac.yaml"), "--wait=false")
+        plane.kubectl("delete", "-f", str(BASE / "operator.yaml"), "-f", str(RBAC / "operator.yaml"), "--wait=false")
 
 
 def test_the_operator_says_what_its_account_lacks(plane: AuditedControlPlane, nodes: Path, run_helm: Helm):
