@@ -63,6 +63,7 @@ EFFECTS: dict[str, Any] = {
     "crds.install": False,
     "crds.keep": False,
     "rbac.aggregate": True,
+    "rbac.nodes": True,
     "serviceAccount.name": "a",
     "serviceAccount.annotations": {"a": "b"},
     "fullnameOverride": "other",
