@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,21 @@ class InstalledOperator:
         ).stdout
 
 
+class PatientFleet(Fleet):
+    """Looks once a second: each look starts kubectl, and the cluster needs the same two cores."""
+
+    def wait(self, what: str, check: Callable[[], bool], timeout_s: float = READY_S) -> None:
+        end, looked = time.monotonic() + timeout_s, False
+        while not (looked := check()) and time.monotonic() < end:
+            time.sleep(1.0)
+        self.operator.check()
+        if not looked:
+            pods = self.kubectl("get", "pods", "-o", "wide")
+            raise AssertionError(
+                f"{what}: not within {timeout_s:g} s; {json.dumps(self.status())}\n{pods}\n{self.operator.tail()}"
+            )
+
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[KindCluster]:
     """Three nodes with our images, imaginary GPUs, the mounted torch, and the chart."""
@@ -84,7 +99,7 @@ def run_helm(cluster: KindCluster, command: str, *args: str, values: dict[str, A
 @pytest.fixture(scope="module")
 def fleet(cluster: KindCluster) -> Fleet:
     """1 prefill and 2 decode workers that serve."""
-    fleet = Fleet(cluster, FLEETS, InstalledOperator(cluster))  # type: ignore[arg-type]
+    fleet = PatientFleet(cluster, FLEETS, InstalledOperator(cluster))  # type: ignore[arg-type]
     fleet.apply(wish())
     fleet.wait_serving(1, 2, READY_S)
     return fleet
