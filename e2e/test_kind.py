@@ -30,7 +30,7 @@ VALUES = {
     "image": {"repository": "inferencefleet/operator", "tag": TAG},
     "workerImage": {"repository": "inferencefleet/worker", "tag": TAG},
     "routerImage": {"repository": "inferencefleet/router", "tag": TAG},
-    "drainTimeoutSeconds": 30,
+    "drainTimeoutSeconds": 60,
 }
 GPUS_PER_NODE = 8
 READY_S = 240.0

@@ -60,10 +60,12 @@ EFFECTS: dict[str, Any] = {
     "routerImage.digest": DIGEST,
     "imagePullSecrets": [{"name": "s"}],
     "drainTimeoutSeconds": 31,
+    "sickTaints": ["example.com/broken"],
+    "sickConditions": ["FabricReady=False"],
     "crds.install": False,
     "crds.keep": False,
     "rbac.aggregate": True,
-    "rbac.nodes": True,
+    "rbac.nodes": False,
     "serviceAccount.name": "a",
     "serviceAccount.annotations": {"a": "b"},
     "fullnameOverride": "other",
@@ -123,6 +125,7 @@ BAD = [
     ("unknown pull policy", {"image": {"repository": "x", "pullPolicy": "Sometimes"}}, "/image/pullPolicy"),
     ("no drain at all", {"drainTimeoutSeconds": 0}, "/drainTimeoutSeconds"),
     ("a Go duration", {"drainTimeoutSeconds": "30s"}, "/drainTimeoutSeconds"),
+    ("a condition that must be Unknown", {"sickConditions": ["A=Unknown"]}, "/sickConditions/0"),
     ("a number as a label", {"podLabels": {"a": 1}}, "/podLabels/a"),
     ("environment without a name", {"extraEnv": [{"value": "x"}]}, "/extraEnv/0"),
     ("a name that no shell has", {"extraEnv": [{"name": "A B"}]}, "/extraEnv/0/name"),
@@ -152,7 +155,7 @@ def test_no_wildcard_and_no_secrets(values: Path):
 
 
 def test_with_scope_namespace_nothing_reaches_beyond_it():
-    found = objects(render({"watchNamespaces": ["ml"], "crds": {"install": False}}))
+    found = objects(render({"watchNamespaces": ["ml"], "crds": {"install": False}, "rbac": {"nodes": False}}))
     assert {o["metadata"].get("namespace") for o in found} == {"inferencefleet-system", "ml"}
     assert {o["kind"] for o in found if o["metadata"]["namespace"] == "ml"} == {"Role", "RoleBinding"}
 

@@ -13,7 +13,8 @@
 - {apiGroups: [""], resources: [serviceaccounts], verbs: [list, watch, create, patch]}
 - {apiGroups: [""], resources: [services], verbs: [list, watch, create, patch, delete]}
 - {apiGroups: [apps], resources: [deployments], verbs: [list, watch, create, patch]}
-- {apiGroups: [policy], resources: [poddisruptionbudgets], verbs: [list, watch, create, patch]}
+- {apiGroups: [apps], resources: [controllerrevisions], verbs: [list, watch, create, patch, delete]}
+- {apiGroups: [policy], resources: [poddisruptionbudgets], verbs: [list, watch, create, patch, delete]}
 - {apiGroups: [rbac.authorization.k8s.io], resources: [roles, rolebindings], verbs: [list, watch, create, patch]}
 # events are written and never read back; server-side apply needs both verbs
 - {apiGroups: [events.k8s.io], resources: [events], verbs: [create, patch]}
