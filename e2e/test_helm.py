@@ -83,7 +83,7 @@ def test_a_whole_life(plane: AuditedControlPlane, nodes: Path, run_helm: Helm, t
     assert worker_uids(fleet) == before, "neither upgrade nor rollback of the operator restarts a worker"
     tokens_come_through_the_router(fleet)
 
-    a_new_revision_leaves_no_pool_behind(fleet)
+    a_renamed_tier_leaves_nothing_behind(fleet)
     fleet.delete_and_leave_nothing()
     run_helm("uninstall", RELEASE, "--wait", "--timeout", "60s")
     plane.wait("nothing left but the CRDs", lambda: everything_in(plane) == {}, 60)
@@ -163,17 +163,18 @@ def env_of(operator: OperatorPods) -> dict[str, str]:
     return {variable["name"]: variable.get("value", "") for variable in pod["spec"]["containers"][0]["env"]}
 
 
-def a_new_revision_leaves_no_pool_behind(fleet: Fleet) -> None:
-    """A changed template: new pools, and the old ones deleted."""
-    before = {pool["metadata"]["name"] for pool in fleet.objects("workerpools")}
+def a_renamed_tier_leaves_nothing_behind(fleet: Fleet) -> None:
+    """New pools, templates and budgets; those of the old name are deleted."""
     wish = pvc_fleet()
-    wish["spec"]["engine"]["maxModelLen"] = 512
+    old, wish["spec"]["tiers"][0]["name"] = wish["spec"]["tiers"][0]["name"], "other"
+    kinds = "workerpools,controllerrevisions,poddisruptionbudgets"
     fleet.apply(wish)
 
     def replaced() -> bool:
-        return not before & {pool["metadata"]["name"] for pool in fleet.objects("workerpools")} and fleet.serving() == (1, 2)
+        return not fleet.objects(kinds, "-l", f"inferencefleet.io/tier={old}") and fleet.serving() == (1, 2)
 
-    fleet.wait("pools of the new revision alone", replaced, 120)
+    assert fleet.objects(kinds, "-l", f"inferencefleet.io/tier={old}")
+    fleet.wait("nothing of the old tier", replaced, 120)
 
 
 def every_right_is_used_and_none_is_missing(plane: AuditedControlPlane) -> None:
