@@ -16,7 +16,7 @@ export DO_NOT_TRACK := 1
 # Every worker is a process of its own that imports torch: without bytecode files each start costs 2.5 s more (vLLM: 40 s).
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup up test lint unit conformance smoke e2e e2e-loop e2e-vllm kube vllm crds bench-kv bench-router clean
+.PHONY: help setup up test lint unit conformance smoke e2e e2e-loop e2e-vllm e2e-helm e2e-kind e2e-kind-smoke kube vllm crds chart images kind-images bench-kv bench-router clean
 
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -52,13 +52,22 @@ smoke: setup kube ## the fast core of e2e on a real control plane
 	$(RUN) pytest e2e -m smoke
 
 e2e: setup kube vllm ## all of e2e on a real control plane, vLLM included
-	$(RUN) pytest e2e
+	$(RUN) pytest e2e -m "not kind"
 
 e2e-loop: setup kube ## e2e without vLLM
-	$(RUN) pytest e2e -m "not vllm"
+	$(RUN) pytest e2e -m "not vllm and not kind"
 
 e2e-vllm: setup kube vllm ## the vLLM part of e2e
 	$(RUN) pytest e2e -m vllm
+
+e2e-helm: setup kube ## the chart installed, upgraded, rolled back and uninstalled by helm on a real control plane
+	$(RUN) pytest e2e/test_helm.py
+
+e2e-kind: setup kind-images ## a three-node kind cluster with docker: images, chart, fleet, rolling update, paused node
+	UV=$(UV) $(RUN) pytest e2e/test_kind.py
+
+e2e-kind-smoke: setup kind-images ## its first part: install, a fleet, tokens through the Service, uninstall
+	UV=$(UV) $(RUN) pytest e2e/test_kind.py -k smoke
 
 kube: ## kube-apiserver, controller-manager, scheduler, etcd, kubectl into the cache
 	@echo "control plane in $$(e2e/kube/get-control-plane)"
@@ -66,8 +75,34 @@ kube: ## kube-apiserver, controller-manager, scheduler, etcd, kubectl into the c
 vllm: $(UV) ## the vLLM environment into the cache
 	@echo "vLLM in $$(UV=$(UV) e2e/vllm/get-vllm)"
 
-crds: setup ## generate crds/ from the models
+crds: setup ## generate crds/ from the models, and what charts/ has of them
 	$(RUN) python -m fleet_api.crd
+	@$(RUN) python -m e2e.helm.chart
+
+chart: setup ## generate charts/ from crds/ and the chart itself, package the chart
+	@$(RUN) python -m e2e.helm.chart
+
+# What an image is built from: nothing else is sent to the builder, whatever lies about in the checkout.
+IMAGE_SOURCES := pyproject.toml uv.lock README.md LICENSE operator router worker
+IMAGES ?= operator router worker
+IMAGE_PREFIX ?= inferencefleet
+TAG ?= $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml | head -1)
+BASE ?= python:3.11-slim-bookworm
+# worker: with the torch engine and its CUDA libraries; vllm: the agent alone, for a BASE that has the engine
+WORKER_EXTRA ?= worker
+BUILDER ?= $(or $(shell command -v docker 2>/dev/null),$(shell command -v podman 2>/dev/null))
+
+images: ## container images with docker or podman (TAG=, IMAGES="operator router worker", BASE=, WORKER_EXTRA=vllm)
+	@[ -n "$(BUILDER)" ] || { echo "images are not built: neither docker nor podman is here" >&2; exit 1; }
+	@for image in $(IMAGES); do \
+	  extra=$$([ $$image = worker ] && echo "--build-arg EXTRA=$(WORKER_EXTRA)" || true); \
+	  tar --exclude=__pycache__ -c $(IMAGE_SOURCES) | \
+	    $(BUILDER) build --quiet --build-arg BASE=$(BASE) $$extra -f $$image/Dockerfile -t $(IMAGE_PREFIX)/$$image:$(TAG) - > /dev/null; \
+	  echo "built $(IMAGE_PREFIX)/$$image:$(TAG)"; \
+	done
+
+kind-images:
+	@$(MAKE) --no-print-directory images TAG=e2e WORKER_EXTRA=vllm
 
 bench-kv: setup ## KV hand-off between two torch workers against raw NIXL
 	@$(RUN) python -m e2e.bench.kv

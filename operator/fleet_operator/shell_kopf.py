@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import kopf
 
+from fleet_operator.cluster.account import service_account
 from fleet_operator.cluster.interface import FLEET, NODE, Cluster, ClusterError, ForbiddenError, Kind, Object, WatchEvent
 from fleet_operator.names import MANAGED_BY, MANAGER
 from fleet_operator.reconciler import CHILDREN, Reconciler
@@ -34,7 +36,8 @@ def build_registry(reconciler: Reconciler, kubeconfig: Path | None, kinds: Seque
     @kopf.on.login(registry=registry)
     def login(**kwargs: Any) -> Any:
         if kubeconfig is None:
-            return kopf.login_with_service_account(**kwargs)
+            account = service_account(os.environ)
+            return kopf.ConnectionInfo(server=account.url, ca_path=account.ca_file, token=account.token())
         return kopf.login_with_kubeconfig(**kwargs)
 
     @kopf.on.startup(registry=registry)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -17,8 +18,9 @@ from urllib.parse import urlencode
 import aiohttp
 from kubernetes.aio.client.configuration import Configuration
 from kubernetes.aio.client.rest import RESTClientObject
-from kubernetes.aio.config import load_incluster_config, load_kube_config
+from kubernetes.aio.config import load_kube_config
 
+from fleet_operator.cluster.account import ServiceAccount, service_account
 from fleet_operator.cluster.interface import (
     ClusterError,
     ConflictError,
@@ -84,15 +86,27 @@ def error_of(status: int, body: bytes, retry_after: str | None = None) -> Cluste
 
 
 async def configuration_from(kubeconfig: Path | None, context: str | None = None) -> Configuration:
-    """From a kubeconfig file, or from the pod's service account when `kubeconfig` is None."""
+    """From a kubeconfig file, or from the pod's service account when `kubeconfig` is None; NotInClusterError."""
     configuration = Configuration()
     if kubeconfig is None:
-        load_incluster_config(client_configuration=configuration)
+        _use(configuration, service_account(os.environ))
     else:
         await load_kube_config(
             config_file=str(kubeconfig), context=context, client_configuration=configuration, persist_config=False
         )
     return configuration
+
+
+def _use(configuration: Configuration, account: ServiceAccount) -> None:
+    """The client asks the hook before every request: a token that the kubelet renewed is used at once."""
+
+    def read_token(configuration: Configuration) -> None:
+        configuration.api_key["BearerToken"] = f"Bearer {account.token()}"
+
+    configuration.host = account.url
+    configuration.ssl_ca_cert = str(account.ca_file) if account.ca_file else None
+    read_token(configuration)
+    configuration.refresh_api_key_hook = read_token
 
 
 class KubeHttp:

@@ -1,0 +1,66 @@
+{{/* First part of every name. */}}
+{{- define "inferencefleet.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 50 | trimSuffix "-" -}}
+{{- else if contains .Chart.Name .Release.Name -}}
+{{- .Release.Name | trunc 50 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name .Chart.Name | trunc 50 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "inferencefleet.operator" -}}
+{{- printf "%s-operator" (include "inferencefleet.fullname" .) -}}
+{{- end -}}
+
+{{/* Cluster-wide objects of two releases must not meet. */}}
+{{- define "inferencefleet.clusterName" -}}
+{{- printf "%s-%s" .Release.Namespace (include "inferencefleet.operator" .) -}}
+{{- end -}}
+
+{{- define "inferencefleet.serviceAccount" -}}
+{{- .Values.serviceAccount.name | default (include "inferencefleet.operator" .) -}}
+{{- end -}}
+
+{{- define "inferencefleet.selector" -}}
+app.kubernetes.io/name: {{ .Chart.Name }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/component: operator
+{{- end -}}
+
+{{- define "inferencefleet.labels" -}}
+{{ include "inferencefleet.selector" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+{{- end -}}
+
+{{/* An image by digest, else by tag, else by the chart's appVersion. Arguments: the image, the root. */}}
+{{- define "inferencefleet.image" -}}
+{{- $image := index . 0 -}}{{- $root := index . 1 -}}
+{{- if $image.digest -}}
+{{- printf "%s@%s" $image.repository $image.digest -}}
+{{- else -}}
+{{- printf "%s:%s" $image.repository ($image.tag | default $root.Chart.AppVersion) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* The namespaces that are watched, as a JSON list; empty with scope cluster. */}}
+{{- define "inferencefleet.namespaces" -}}
+{{- if eq .Values.scope "cluster" -}}[]{{- else -}}
+{{- .Values.watchNamespaces | default (list .Release.Namespace) | uniq | toJson -}}
+{{- end -}}
+{{- end -}}
+
+{{/* What the `restricted` Pod Security Standard asks of a pod, and of a container. */}}
+{{- define "inferencefleet.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: 65532
+runAsGroup: 65532
+seccompProfile: {type: RuntimeDefault}
+{{- end -}}
+{{- define "inferencefleet.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities: {drop: [ALL]}
+{{- end -}}

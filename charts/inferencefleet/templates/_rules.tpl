@@ -1,0 +1,21 @@
+{{/* What the operator may do to fleets and what they are made of: verb by verb, no wildcard, no secrets. e2e/test_helm.py compares
+     it with the requests that the operator really makes: no verb is missing, none is there for nothing. It may create a router's
+     Role because it holds each right that this Role grants. */}}
+{{- define "inferencefleet.rules" -}}
+- {apiGroups: [inferencefleet.io], resources: [inferencefleets], verbs: [list, watch]}
+- {apiGroups: [inferencefleet.io], resources: [inferencefleets/status, workerpools/status], verbs: [patch]}
+# blockOwnerDeletion on a child needs the right to set the owner's finalizers (where the API server enforces it, as on OpenShift)
+- {apiGroups: [inferencefleet.io], resources: [inferencefleets/finalizers, workerpools/finalizers], verbs: [update]}
+- {apiGroups: [inferencefleet.io], resources: [workerpools], verbs: [list, watch, create, patch, delete]}
+- {apiGroups: [""], resources: [pods], verbs: [list, watch, create, patch, delete]}
+# get: only because the routers' Roles grant it
+- {apiGroups: [""], resources: [configmaps], verbs: [get, list, watch, create, patch]}
+- {apiGroups: [""], resources: [serviceaccounts], verbs: [list, watch, create, patch]}
+- {apiGroups: [""], resources: [services], verbs: [list, watch, create, patch, delete]}
+- {apiGroups: [apps], resources: [deployments], verbs: [list, watch, create, patch]}
+- {apiGroups: [apps], resources: [controllerrevisions], verbs: [list, watch, create, patch, delete]}
+- {apiGroups: [policy], resources: [poddisruptionbudgets], verbs: [list, watch, create, patch, delete]}
+- {apiGroups: [rbac.authorization.k8s.io], resources: [roles, rolebindings], verbs: [list, watch, create, patch]}
+# events are written and never read back; server-side apply needs both verbs
+- {apiGroups: [events.k8s.io], resources: [events], verbs: [create, patch]}
+{{- end -}}

@@ -1,0 +1,339 @@
+"""The chart on a real control plane by the real helm: the operator's own pod, under the chart's rights, until nothing is left.
+
+Both namespaces enforce the `restricted` Pod Security Standard; the model comes from a PersistentVolumeClaim, hostPath is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from openai import OpenAI
+
+from e2e.fleet import Fleet, tokens
+from e2e.helm.audited import AuditedControlPlane, Right
+from e2e.helm.chart import BASE, CHART, NAMESPACE, RBAC, RELEASE, ROOT, HelmError, objects, render
+from e2e.helm.world import (
+    FLEETS,
+    OPERATOR,
+    VALUES,
+    Helm,
+    OperatorPods,
+    control_plane,
+    everything_in,
+    granted,
+    helm_on,
+    pvc_fleet,
+    running_nodes,
+)
+
+UNSEEN: frozenset[Right] = frozenset(
+    {
+        # the audit log knows no question that admission asked; test_rights_that_no_request_shows asks them
+        ("inferencefleet.io", "inferencefleets/finalizers", "update"),
+        ("inferencefleet.io", "workerpools/finalizers", "update"),
+        ("", "configmaps", "get"),
+    }
+)
+pytestmark = pytest.mark.timeout(400)
+
+
+@pytest.fixture(scope="module")
+def plane() -> Iterator[AuditedControlPlane]:
+    with control_plane() as plane:
+        yield plane
+
+
+@pytest.fixture(scope="module")
+def nodes(plane: AuditedControlPlane) -> Iterator[Path]:
+    with running_nodes(plane) as folder:
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def run_helm(plane: AuditedControlPlane) -> Helm:
+    return helm_on(plane)
+
+
+def test_a_whole_life(plane: AuditedControlPlane, nodes: Path, run_helm: Helm, tmp_path: Path):
+    operator = OperatorPods(plane, nodes)
+    fleet = Fleet(plane, FLEETS, operator)  # type: ignore[arg-type]
+    run_helm("install", RELEASE, str(CHART), "--wait", "--timeout", "90s", values=VALUES)
+    run_helm("test", RELEASE, "--timeout", "60s")
+    assert pods_of_tests(plane) == []
+
+    fleet.apply(pvc_fleet())
+    fleet.wait_serving(1, 2)
+    tokens_come_through_the_router(fleet)
+    a_second_apply_would_change_nothing(plane, tmp_path)
+    what_is_taken_away_comes_back(fleet)
+
+    before = worker_uids(fleet)
+    an_upgrade_brings_its_crds(plane, run_helm, operator, tmp_path)
+    fleet.wait_serving(1, 2)
+    run_helm("rollback", RELEASE, "1", "--wait", "--timeout", "90s")
+    assert "fromTheFuture" not in crd_text(plane)
+    assert "TESTED" not in env_of(operator)
+    fleet.wait_serving(1, 2)
+    assert worker_uids(fleet) == before, "neither upgrade nor rollback of the operator restarts a worker"
+    tokens_come_through_the_router(fleet)
+
+    a_renamed_tier_leaves_nothing_behind(fleet)
+    fleet.delete_and_leave_nothing()
+    run_helm("uninstall", RELEASE, "--wait", "--timeout", "60s")
+    plane.wait("nothing left but the CRDs", lambda: everything_in(plane) == {}, 60)
+    assert plane.kubectl("get", "crd", "-o", "name").stdout.count("inferencefleet.io") == 2
+
+    every_right_is_used_and_none_is_missing(plane)
+
+
+def pods_of_tests(plane: AuditedControlPlane) -> list[str]:
+    return plane.kubectl("-n", NAMESPACE, "get", "pods", "-l", "app.kubernetes.io/component=test", "-o", "name").stdout.split()
+
+
+def worker_uids(fleet: Fleet) -> set[str]:
+    pods = [pod["metadata"] for role in ("prefill", "decode", "router") for pod in fleet.pods(role)]
+    return {pod["uid"] for pod in pods if "deletionTimestamp" not in pod}
+
+
+def tokens_come_through_the_router(fleet: Fleet) -> None:
+    """The official client gets what one engine alone says."""
+    client = OpenAI(base_url=f"{fleet.router()}/v1", api_key="none")
+    prompt = "The chart installs the operator and the operator installs the rest. " * 8
+    answer = client.completions.create(
+        model="tiny", prompt=prompt, max_tokens=16, temperature=0, extra_body={"return_token_ids": True}
+    )
+    assert answer.choices[0].token_ids == tokens(f"http://{fleet.pods('prefill')[0]['status']['podIP']}:8000", prompt)
+
+
+def a_second_apply_would_change_nothing(plane: AuditedControlPlane, tmp_path: Path) -> None:
+    """GitOps: nothing differs from what was applied, though the operator wrote the status meanwhile."""
+    wish = tmp_path / "fleet.yaml"
+    wish.write_text(yaml.safe_dump(pvc_fleet()))
+    done = plane.kubectl("diff", "--server-side", "-f", str(wish), check=False)
+    assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
+
+
+def what_is_taken_away_comes_back(fleet: Fleet) -> None:
+    """Each child deleted, and one made unusable: the operator needs its rights to mend them."""
+    service = '{"spec":{"ports":[{"name":"http","port":9999}]}}'
+    fleet.kubectl("patch", "service", "loop-router", "--type=merge", "-p", service)
+    for kind in ("configmap", "serviceaccount", "role", "rolebinding", "poddisruptionbudget", "deployment"):
+        fleet.kubectl("delete", kind, "loop-router", "--wait=false")
+    pool = next(p for p in fleet.objects("workerpools") if p["spec"]["role"] == "decode")
+    fleet.kubectl("scale", "wpool", pool["metadata"]["name"], "--replicas=3")
+    fleet.wait("a third decode worker", lambda: fleet.serving() == (1, 3))
+    fleet.kubectl("scale", "wpool", pool["metadata"]["name"], "--replicas=2")
+    fleet.wait_serving(1, 2)
+    fleet.wait("the Service as it was", lambda: service_ports(fleet) == [8080], 30)
+
+
+def service_ports(fleet: Fleet) -> list[int]:
+    return [
+        port["port"] for s in fleet.objects("services") if s["metadata"]["name"] == "loop-router" for port in s["spec"]["ports"]
+    ]
+
+
+def an_upgrade_brings_its_crds(plane: AuditedControlPlane, run_helm: Helm, operator: OperatorPods, tmp_path: Path) -> None:
+    """A chart of tomorrow: one more field in the CRD, one more variable for the operator."""
+    newer = tmp_path / "inferencefleet"
+    shutil.copytree(CHART, newer)
+    path = newer / "files/crds/inferencefleets.yaml"
+    crd = yaml.safe_load(path.read_text())
+    spec = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    spec["properties"]["fromTheFuture"] = {"type": "string"}
+    path.write_text(yaml.safe_dump(crd))
+    more = {**VALUES, "extraEnv": [{"name": "TESTED", "value": "1"}]}
+    run_helm("upgrade", RELEASE, str(newer), "--wait", "--timeout", "90s", values=more)
+    assert "fromTheFuture" in crd_text(plane)
+    assert env_of(operator)["TESTED"] == "1"
+
+
+def crd_text(plane: AuditedControlPlane) -> str:
+    return plane.kubectl("get", "crd", "inferencefleets.inferencefleet.io", "-o", "yaml").stdout
+
+
+def env_of(operator: OperatorPods) -> dict[str, str]:
+    (pod,) = operator.pods()
+    return {variable["name"]: variable.get("value", "") for variable in pod["spec"]["containers"][0]["env"]}
+
+
+def a_renamed_tier_leaves_nothing_behind(fleet: Fleet) -> None:
+    """New pools, templates and budgets; those of the old name are deleted."""
+    wish = pvc_fleet()
+    old, wish["spec"]["tiers"][0]["name"] = wish["spec"]["tiers"][0]["name"], "other"
+    kinds = "workerpools,controllerrevisions,poddisruptionbudgets"
+    fleet.apply(wish)
+
+    def replaced() -> bool:
+        return not fleet.objects(kinds, "-l", f"inferencefleet.io/tier={old}") and fleet.serving() == (1, 2)
+
+    assert fleet.objects(kinds, "-l", f"inferencefleet.io/tier={old}")
+    fleet.wait("nothing of the old tier", replaced, 120)
+
+
+def every_right_is_used_and_none_is_missing(plane: AuditedControlPlane) -> None:
+    """Taking any verb away would break this test's life: the operator really asked for each one, and was refused nothing."""
+    assert plane.refused(NAMESPACE, OPERATOR) == []
+    used, rights = plane.asked(NAMESPACE, OPERATOR), granted(render(VALUES))
+    assert rights - used - UNSEEN == set(), "granted and never used"
+    assert used - rights == set(), "used and not granted?"
+
+
+ROUTER_ROLE = {"apiGroups": [""], "resources": ["configmaps"], "resourceNames": ["x-router"], "verbs": ["get", "list", "watch"]}
+RIGHTS_BY_DEED: list[tuple[Right, str]] = [
+    (("", "configmaps", "create"), "ConfigMap"),
+    (("inferencefleet.io", "inferencefleets/finalizers", "update"), "ConfigMap"),
+    (("inferencefleet.io", "workerpools/finalizers", "update"), "Pod"),
+    (("", "configmaps", "get"), "Role"),
+    (("", "configmaps", "list"), "Role"),
+    (("", "configmaps", "watch"), "Role"),
+]
+"""(right, kind that the operator cannot write without it)."""
+
+
+@pytest.fixture(scope="module")
+def probe(plane: AuditedControlPlane) -> Callable[[Right | None, str], str]:
+    """Write an object as an account with the operator's rights but one; what the API server says. Nothing stays: dry run."""
+    plane.kubectl("apply", "--server-side", "-f", str(ROOT / "crds"))
+    plane.kubectl("wait", "--for=condition=Established", "--timeout=60s", "crd", "--all")
+    owned = ["-n", FLEETS, "apply", "--server-side", "--dry-run=server", "-f", "-"]
+    # the admission plugin learns of new kinds a little later than the rest of the API server
+    plane.wait(
+        "owners to be known", lambda: plane.kubectl(*owned, stdin=yaml.safe_dump(child("Pod")), check=False).returncode == 0
+    )
+    names = (row for row in range(1_000))
+
+    def write(without: Right | None, kind: str) -> str:
+        name = f"probe-{next(names)}"
+        rules = [
+            {"apiGroups": [g], "resources": [r], "verbs": [v]}
+            for g, r, v in sorted(granted(render(VALUES)))
+            if (g, r, v) != without
+        ]
+        account = {"kind": "ServiceAccount", "name": name, "namespace": FLEETS}
+        role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name}
+        given = [
+            {"apiVersion": "rbac.authorization.k8s.io/v1", "kind": "Role", "metadata": {"name": name}, "rules": rules},
+            {
+                "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "RoleBinding", "metadata": {"name": name},
+                "roleRef": role, "subjects": [account],
+            },
+        ]  # fmt: skip
+        plane.kubectl("-n", FLEETS, "apply", "-f", "-", stdin=yaml.safe_dump_all(given))
+        wish = [
+            "-n",
+            FLEETS,
+            "apply",
+            "--server-side",
+            "--dry-run=server",
+            f"--as=system:serviceaccount:{FLEETS}:{name}",
+            "-f",
+            "-",
+        ]
+        done = plane.kubectl(*wish, stdin=yaml.safe_dump(child(kind)), check=False)
+        plane.kubectl("-n", FLEETS, "delete", "role,rolebinding", name)
+        return "" if done.returncode == 0 else done.stderr
+
+    return write
+
+
+def child(kind: str) -> dict[str, Any]:
+    """What the operator makes of this kind, as small as the API server takes it."""
+    owner = {"apiVersion": "inferencefleet.io/v1alpha1", "name": "x", "uid": "0", "controller": True, "blockOwnerDeletion": True}
+    owner["kind"] = "WorkerPool" if kind == "Pod" else "InferenceFleet"
+    versions = {"Role": "rbac.authorization.k8s.io/v1"}
+    meta = {"name": "x-router", "ownerReferences": [owner]}
+    body: dict[str, Any] = {"apiVersion": versions.get(kind, "v1"), "kind": kind, "metadata": meta}
+    if kind == "Role":
+        return body | {"rules": [ROUTER_ROLE]}
+    if kind == "Pod":
+        return body | {"spec": safe_pod()}
+    return body
+
+
+def safe_pod() -> dict[str, Any]:
+    chart = next(o for o in objects(render(VALUES)) if o["kind"] == "Deployment")
+    spec: dict[str, Any] = chart["spec"]["template"]["spec"]
+    return spec | {"serviceAccountName": "default"}
+
+
+@pytest.mark.parametrize(("right", "kind"), RIGHTS_BY_DEED, ids=[f"{r[2]} {r[1]}" for r, _ in RIGHTS_BY_DEED])
+def test_rights_that_no_request_shows(probe: Callable[[Right | None, str], str], right: Right, kind: str):
+    assert probe(None, kind) == ""
+    refusal = probe(right, kind).lower()
+    assert "forbidden" in refusal or "cannot set blockownerdeletion" in refusal, refusal
+
+
+VALUES_FILES = sorted((ROOT / "tests/charts/values").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("values", VALUES_FILES, ids=lambda path: path.stem)
+def test_a_restricted_namespace_takes_every_rendering(plane: AuditedControlPlane, values: Path):
+    rendered = [o for o in objects(render(yaml.safe_load(values.read_text()))) if o["kind"] != "Pod"]
+    done = plane.kubectl(
+        "apply", "--server-side", "--dry-run=server", "--force-conflicts", "-f", "-", stdin=yaml.safe_dump_all(rendered)
+    )
+    assert done.stderr == "", "a warning of the Pod Security Standard or of the API"
+    assert len(done.stdout.splitlines()) == len(rendered)
+
+
+def test_kustomize_base_without_helm(plane: AuditedControlPlane, nodes: Path):
+    """For `kubectl apply -k` and Argo CD: the operator comes up, sees all namespaces, and a second apply would change nothing."""
+    operator = OperatorPods(plane, nodes)
+    apply = ["--server-side", "--force-conflicts", "-k", str(BASE)]
+    plane.kubectl("apply", *apply)
+    try:
+        plane.kubectl("-n", NAMESPACE, "rollout", "status", f"deployment/{OPERATOR}", "--timeout=60s")
+        operator.check()
+        assert plane.refused(NAMESPACE, OPERATOR) == []
+        done = plane.kubectl("diff", *apply, check=False)
+        assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
+        account = f"--as=system:serviceaccount:{NAMESPACE}:{OPERATOR}"
+        assert plane.kubectl("auth", "can-i", "list", "inferencefleets", "--all-namespaces", account).stdout.strip() == "yes"
+    finally:
+        plane.kubectl("delete", "-f", str(BASE / "operator.yaml"), "-f", str(RBAC / "operator.yaml"), "--wait=false")
+
+
+def test_the_operator_says_what_its_account_lacks(plane: AuditedControlPlane, nodes: Path, run_helm: Helm):
+    """`helm test` is red, in the API server's words, when somebody took the rights away."""
+    run_helm("install", RELEASE, str(CHART), "--take-ownership", values=VALUES)
+    try:
+        plane.kubectl("-n", FLEETS, "delete", "rolebinding", f"{NAMESPACE}-{OPERATOR}")
+        with pytest.raises(HelmError):
+            run_helm("test", RELEASE, "--timeout", "30s")
+        (log,) = nodes.glob(f"*/logs/{OPERATOR}-test/installed.log")
+        assert "inferencefleets in ml: Forbidden" in log.read_text()
+    finally:
+        run_helm("uninstall", RELEASE)
+        plane.kubectl("-n", NAMESPACE, "delete", "pod", f"{OPERATOR}-test", "--ignore-not-found")
+
+
+@pytest.mark.parametrize(("verb", "role", "may"), [("list", "view", True), ("create", "view", False), ("create", "edit", True)])
+def test_aggregated_roles(plane: AuditedControlPlane, verb: str, role: str, may: bool):
+    """rbac.aggregate: the built-in roles of a namespace's users reach fleets."""
+    rendered = [
+        o
+        for o in objects(render({"rbac": {"aggregate": True}}))
+        if "-edit" in o["metadata"]["name"] or "-view" in o["metadata"]["name"]
+    ]
+    text = yaml.safe_dump_all(rendered)
+    plane.kubectl("apply", "-f", "-", stdin=text)
+    plane.kubectl("-n", FLEETS, "create", "rolebinding", "somebody", f"--clusterrole={role}", "--user=somebody")
+    try:
+        plane.wait("the controller's aggregation", lambda: may_list(plane, role), 30)
+        asked = plane.kubectl("-n", FLEETS, "auth", "can-i", verb, "inferencefleets", "--as=somebody", check=False)
+        assert asked.stdout.strip() == ("yes" if may else "no")
+    finally:
+        plane.kubectl("-n", FLEETS, "delete", "rolebinding", "somebody")
+        plane.kubectl("delete", "-f", "-", stdin=text)
+
+
+def may_list(plane: AuditedControlPlane, role: str) -> bool:
+    rules = json.loads(plane.kubectl("get", "clusterrole", role, "-o", "json").stdout)["rules"]
+    return any("inferencefleets" in rule["resources"] for rule in rules)

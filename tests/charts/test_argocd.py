@@ -1,0 +1,69 @@
+"""charts/argocd/health.lua in a real Lua 5.1, the language of Argo CD's health scripts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lupa import lua51
+
+SCRIPT = (Path(__file__).resolve().parents[2] / "charts/argocd/health.lua").read_text()
+
+
+def health(obj: dict[str, Any]) -> tuple[str, str]:
+    """(status, message); Argo CD binds the object as `obj`, and gives the script no libraries that reach outside."""
+    lua = lua51.LuaRuntime(unpack_returned_tuples=True)
+    lua.execute("io, os, require, dofile, loadfile, package = nil")
+    lua.globals().obj = lua.table_from(obj, recursive=True)
+    answer = lua.execute(SCRIPT)
+    return answer["status"], answer["message"]
+
+
+def fleet(conditions: dict[str, tuple[str, str, str]], *, generation: int = 3, observed: int = 3) -> dict[str, Any]:
+    listed = [{"type": kind, "status": s, "reason": r, "message": m} for kind, (s, r, m) in conditions.items()]
+    status = {"observedGeneration": observed, "conditions": listed}
+    return {"kind": "InferenceFleet", "metadata": {"name": "f", "generation": generation}, "spec": {}, "status": status}
+
+
+def pool(wanted: int, **status: int) -> dict[str, Any]:
+    return {"kind": "WorkerPool", "metadata": {"name": "p", "generation": 1}, "spec": {"replicas": wanted}, "status": status}
+
+
+READY = {"Ready": ("True", "AllGood", "the fleet serves")}
+NOT_AVAILABLE = {"Ready": ("False", "NotAvailable", "0 prefill")}
+WAITING = ("Progressing", "waiting for the operator to look at this generation")
+
+
+@pytest.mark.parametrize(
+    ("obj", "expected"),
+    [
+        ({"kind": "InferenceFleet", "metadata": {"generation": 1}, "spec": {}}, ("Progressing", "waiting for the operator")),
+        ({"kind": "WorkerPool", "metadata": {"generation": 1}, "spec": {}}, ("Progressing", "waiting for the operator")),
+        (fleet({}), WAITING),
+        (fleet(READY, observed=2), WAITING),
+        (fleet(READY), ("Healthy", "the fleet serves")),
+        (fleet(READY | {"RollingOut": ("True", "Surging", "1 of 3 groups")}), ("Progressing", "1 of 3 groups")),
+        (fleet(READY | {"RollingOut": ("False", "Complete", "")}), ("Healthy", "the fleet serves")),
+        (fleet(READY | {"RollingOut": ("True", "Paused", "paused at 1 of 3")}), ("Suspended", "paused at 1 of 3")),
+        (fleet(READY | {"CapacityLimited": ("True", "Unschedulable", "no GPU")}), ("Healthy", "the fleet serves")),
+        (fleet(NOT_AVAILABLE | {"CapacityLimited": ("True", "Unschedulable", "no GPU")}), ("Degraded", "no GPU")),
+        (fleet({"Ready": ("False", "NotAccepted", "bad")}), ("Degraded", "bad")),
+        (fleet({"Ready": ("False", "NotProvisioned", "quota")}), ("Degraded", "quota")),
+        (fleet(NOT_AVAILABLE | {"Available": ("False", "WorkersFailing", "OOM")}), ("Degraded", "OOM")),
+        (fleet(NOT_AVAILABLE | {"Available": ("False", "WorkersStarting", "")}), ("Progressing", "0 prefill")),
+        (pool(2, replicas=2, readyReplicas=2), ("Healthy", "2 of 2 workers are ready")),
+        (pool(2, replicas=3, readyReplicas=3), ("Progressing", "3 of 2 workers are ready")),
+        (pool(2, replicas=2, readyReplicas=1), ("Progressing", "1 of 2 workers are ready")),
+        (pool(0, replicas=0), ("Healthy", "0 of 0 workers are ready")),
+    ],
+)
+def test_health(obj, expected):
+    assert health(obj) == expected
+
+
+@pytest.mark.parametrize("kind", ["InferenceFleet", "WorkerPool"])
+def test_what_leaves_is_progressing(kind):
+    leaving = fleet(READY) | {"kind": kind}
+    leaving["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    assert health(leaving) == ("Progressing", "draining and leaving")

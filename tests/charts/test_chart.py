@@ -1,0 +1,210 @@
+"""The chart, rendered by a real helm: golden files, values that must be refused, no value without an effect."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from e2e.helm.chart import CHART, ROOT, HelmError, objects, render, stale
+
+HERE = Path(__file__).resolve().parent
+GOLDEN = ROOT / "tests/golden/chart"
+VALUES = sorted((HERE / "values").glob("*.yaml"))
+DIGEST = "sha256:" + "a" * 64
+
+
+def crds_shortened(rendered: str) -> list[dict[str, Any]]:
+    """The CRDs are compared as generated files; here their names and metadata are enough."""
+    found = objects(rendered)
+    return [{**o, "spec": "as in crds/"} if o["kind"] == "CustomResourceDefinition" else o for o in found]
+
+
+@pytest.mark.parametrize("values", VALUES, ids=lambda path: path.stem)
+def test_golden(values: Path):
+    made = yaml.safe_dump_all(crds_shortened(render(yaml.safe_load(values.read_text()))), sort_keys=False, width=130)
+    golden = GOLDEN / values.name
+    if os.environ.get("FLEET_GOLDEN") == "write":
+        golden.write_text(made)
+    assert made == golden.read_text(), f"FLEET_GOLDEN=write pytest {Path(__file__).relative_to(ROOT)} writes it anew"
+
+
+def test_generated_files_are_up_to_date():
+    assert stale() == [], "make chart"
+
+
+def test_crds_are_rendered_word_for_word():
+    rendered = {o["metadata"]["name"]: o for o in objects(render()) if o["kind"] == "CustomResourceDefinition"}
+    ours = {o["metadata"]["name"]: o for path in (ROOT / "crds").glob("*.yaml") for o in objects(path.read_text())}
+    assert len(rendered) == 2
+    assert {name: o["spec"] for name, o in rendered.items()} == {name: o["spec"] for name, o in ours.items()}
+
+
+EFFECTS: dict[str, Any] = {
+    "scope": "cluster",
+    "watchNamespaces": ["ml"],
+    "image.repository": "r/o",
+    "image.tag": "v9",
+    "image.digest": DIGEST,
+    "image.pullPolicy": "Never",
+    "workerImage.repository": "r/w",
+    "workerImage.tag": "v9",
+    "workerImage.digest": DIGEST,
+    "routerImage.repository": "r/r",
+    "routerImage.tag": "v9",
+    "routerImage.digest": DIGEST,
+    "imagePullSecrets": [{"name": "s"}],
+    "drainTimeoutSeconds": 31,
+    "sickTaints": ["example.com/broken"],
+    "sickConditions": ["FabricReady=False"],
+    "crds.install": False,
+    "crds.keep": False,
+    "rbac.aggregate": True,
+    "rbac.nodes": False,
+    "serviceAccount.name": "a",
+    "serviceAccount.annotations": {"a": "b"},
+    "fullnameOverride": "other",
+    "podLabels": {"a": "b"},
+    "podAnnotations": {"a": "b"},
+    "priorityClassName": "p",
+    "nodeSelector": {"a": "b"},
+    "tolerations": [{"operator": "Exists"}],
+    "extraEnv": [{"name": "A", "value": "b"}],
+    "resources": {"requests": {"cpu": "2"}},
+    "networkPolicy.enabled": False,
+    "podDisruptionBudget.enabled": False,
+}
+"""Every value with another one; what each does stands in the golden files."""
+
+
+def leaves(tree: dict[str, Any], prefix: str = "") -> set[str]:
+    """Paths of values; a map that is empty, or that users fill freely, is one value."""
+    found = set()
+    for name, value in tree.items():
+        path = prefix + name
+        if isinstance(value, dict) and value and path != "resources":
+            found |= leaves(value, path + ".")
+        else:
+            found.add(path)
+    return found
+
+
+def nested(path: str, value: Any) -> dict[str, Any]:
+    for part in reversed(path.split(".")):
+        value = {part: value}
+    return value
+
+
+def test_values_and_effects_name_the_same_things():
+    assert leaves(yaml.safe_load((CHART / "values.yaml").read_text())) == EFFECTS.keys()
+
+
+@pytest.fixture(scope="module")
+def default() -> str:
+    return render()
+
+
+@pytest.mark.parametrize("path", EFFECTS)
+def test_every_value_has_an_effect(path: str, default: str):
+    assert render(nested(path, EFFECTS[path])) != default
+
+
+BAD = [
+    ("typo at the top", {"imgae": {}}, "imgae"),
+    ("typo below", {"image": {"repo": "x"}}, "repo"),
+    ("unknown scope", {"scope": "all"}, "/scope"),
+    ("wildcard namespace", {"watchNamespaces": ["*"]}, "/watchNamespaces/0"),
+    ("two namespaces", {"watchNamespaces": ["a", "b"]}, "/watchNamespaces"),
+    ("tag inside the repository", {"image": {"repository": "x", "tag": "a b"}}, "/image/tag"),
+    ("digest without algorithm", {"routerImage": {"repository": "x", "digest": "a" * 64}}, "/routerImage/digest"),
+    ("unknown pull policy", {"image": {"repository": "x", "pullPolicy": "Sometimes"}}, "/image/pullPolicy"),
+    ("no drain at all", {"drainTimeoutSeconds": 0}, "/drainTimeoutSeconds"),
+    ("a Go duration", {"drainTimeoutSeconds": "30s"}, "/drainTimeoutSeconds"),
+    ("a condition that must be Unknown", {"sickConditions": ["A=Unknown"]}, "/sickConditions/0"),
+    ("a number as a label", {"podLabels": {"a": 1}}, "/podLabels/a"),
+    ("environment without a name", {"extraEnv": [{"value": "x"}]}, "/extraEnv/0"),
+    ("a name that no shell has", {"extraEnv": [{"name": "A B"}]}, "/extraEnv/0/name"),
+    ("unknown toleration field", {"tolerations": [{"keys": "x"}]}, "/tolerations/0"),
+    ("resources beside requests", {"resources": {"cpu": "1"}}, "/resources"),
+    ("a switch as text", {"crds": {"install": "yes"}}, "/crds/install"),
+]
+
+
+@pytest.mark.parametrize(("values", "field"), [row[1:] for row in BAD], ids=[row[0] for row in BAD])
+def test_bad_values_are_refused_by_field(values: dict[str, Any], field: str):
+    with pytest.raises(HelmError) as refused:
+        render(values)
+    assert field in str(refused.value)
+
+
+def rules(rendered: str) -> list[dict[str, Any]]:
+    roles = [o for o in objects(rendered) if o["kind"] in ("Role", "ClusterRole")]
+    return [rule for role in roles for rule in role["rules"]]
+
+
+@pytest.mark.parametrize("values", VALUES, ids=lambda path: path.stem)
+def test_no_wildcard_and_no_secrets(values: Path):
+    for rule in rules(render(yaml.safe_load(values.read_text()))):
+        words = [*rule["apiGroups"], *rule["resources"], *rule["verbs"]]
+        assert not {word for word in words if "*" in word or word in ("secrets", "escalate", "bind", "impersonate")}
+
+
+def test_with_scope_namespace_nothing_reaches_beyond_it():
+    found = objects(render({"watchNamespaces": ["ml"], "crds": {"install": False}, "rbac": {"nodes": False}}))
+    assert {o["metadata"].get("namespace") for o in found} == {"inferencefleet-system", "ml"}
+    assert {o["kind"] for o in found if o["metadata"]["namespace"] == "ml"} == {"Role", "RoleBinding"}
+
+
+def test_every_pod_meets_the_restricted_standard():
+    """The API server says so, too (e2e/test_helm.py); this names the field."""
+    for found in objects(render()):
+        spec = found["spec"]["template"]["spec"] if found["kind"] == "Deployment" else found.get("spec", {})
+        if found["kind"] not in ("Deployment", "Pod"):
+            continue
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        for container in spec["containers"]:
+            wanted = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
+            assert container["securityContext"] == wanted
+
+
+def test_a_parent_chart_may_hand_down_globals():
+    assert render({"global": {"region": "x"}}) == render()
+
+
+def test_the_schema_is_strict_everywhere():
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    loose = []
+
+    def walk(node: Any, path: str) -> None:
+        if isinstance(node, dict):
+            if "properties" in node and node.get("additionalProperties") is not False:
+                loose.append(path)
+            for name, child in node.items():
+                walk(child, f"{path}/{name}")
+        elif isinstance(node, list):
+            for index, child in enumerate(node):
+                walk(child, f"{path}/{index}")
+
+    walk(copy.deepcopy(schema), "")
+    assert loose == []
+
+
+def empties(node: Any, path: str = "") -> list[str]:
+    """Paths of empty lists and maps."""
+    if isinstance(node, dict | list):
+        children = node.items() if isinstance(node, dict) else enumerate(node)
+        return [path] if not node else [found for name, child in children for found in empties(child, f"{path}/{name}")]
+    return []
+
+
+@pytest.mark.parametrize("values", VALUES, ids=lambda path: path.stem)
+def test_nothing_empty_is_rendered(values: Path):
+    """The API server drops an empty list (a NetworkPolicy's `ingress: []`): every later apply would be a change to it."""
+    found = objects(render(yaml.safe_load(values.read_text())))
+    assert [(o["kind"], empties(o)) for o in found if o["kind"] != "CustomResourceDefinition" and empties(o)] == []
