@@ -1,4 +1,4 @@
-"""The pod's own service account: where the API server is and who we are. The same variables as the router's, so that pods which run
+"""The pod's own service account: where the API server is and who we are. The same variables as the router's: pods that run
 as local processes find an account that lies elsewhere."""
 
 from __future__ import annotations
