@@ -422,12 +422,23 @@ def test_k12_a_worker_that_sends_no_token_is_given_up_at_the_deadline():
     run(go)
 
 
+def test_only_answers_after_a_remote_prefill_count_as_handed_over():
+    async def go(rig: Rig) -> None:
+        await rig.post(ask(prompt="short"))
+        text = (await rig.raw(b"GET /metrics HTTP/1.1\r\nhost: h\r\nconnection: close\r\n\r\n")).decode()
+        handed = [line for line in text.splitlines() if line.startswith("fleet_router_handed_over_total")]
+        assert handed == ['fleet_router_handed_over_total{tier="t"} 0']
+
+    run(go)
+
+
 def test_metrics_and_models_and_ready():
     async def go(rig: Rig) -> None:
         await rig.post(ask())
         text = (await rig.raw(b"GET /metrics HTTP/1.1\r\nhost: h\r\nconnection: close\r\n\r\n")).decode()
         assert 'fleet_router_requests_total{code="200"} 1' in text
         assert "fleet_router_remote_prefill_total 1" in text
+        assert 'fleet_router_handed_over_total{tier="t"} 1' in text
         assert 'fleet_router_inflight{role="decode",tier="t"} 0' in text
         assert b'"id":"m"' in await rig.raw(b"GET /v1/models HTTP/1.1\r\nhost: h\r\nconnection: close\r\n\r\n")
         assert (await rig.raw(b"GET /ready HTTP/1.1\r\nhost: h\r\nconnection: close\r\n\r\n")).startswith(b"HTTP/1.1 200")
