@@ -35,7 +35,7 @@ Verdict = tuple[ConditionStatus, str, str]
 
 def plan_status(fleet: InferenceFleet, views: Sequence[TierView], observed: Observed, now: float) -> FleetStatus:
     """The whole status; lastTransitionTime is kept from the present one."""
-    tiers = tuple(_tier_status(view, observed) for view in views)
+    tiers = tuple(_tier_status(view, observed, fleet.status) for view in views)
     verdicts: dict[ConditionType, Verdict] = {
         "Accepted": ("True", "Valid", "the spec makes sense"),
         "Provisioned": _provisioned(views, observed),
@@ -64,7 +64,7 @@ def _pods(observed: Observed, tier: str, role: Role) -> list[ObservedPod]:
     return [pod for pod in observed.pods if pod.tier == tier and pod.role == role and not pod.terminating]
 
 
-def _tier_status(view: TierView, observed: Observed) -> TierStatus:
+def _tier_status(view: TierView, observed: Observed, present: FleetStatus) -> TierStatus:
     name = view.tier.name
     telemetry = observed.telemetry.get(name)
     sizes: dict[Role, int] = {"prefill": view.decision.prefill, "decode": view.decision.decode}
@@ -75,6 +75,8 @@ def _tier_status(view: TierView, observed: Observed) -> TierStatus:
     prefill, decode = role("prefill", view.plan.serving[0]), role("decode", view.plan.serving[1])
     proof = telemetry.kv if telemetry is not None else None
     kv = None
+    if not observed.telemetry_read:
+        kv = next((tier.kv for tier in present.tiers if tier.name == name), None)
     if proof is not None and telemetry is not None:
         kv = KvStatus(
             transfers=proof.transfers, blocks=proof.blocks, bytes=proof.bytes, failed=proof.failed, transport=telemetry.transport
@@ -175,6 +177,9 @@ def _within_ratio(views: Sequence[TierView], tiers: Sequence[TierStatus]) -> Ver
 
 def _telemetry(fleet: InferenceFleet, observed: Observed, now: float) -> Verdict:
     """Whether load is known; whatever decides the sizes at this moment."""
+    said = next((condition for condition in fleet.status.conditions if condition.type == "TelemetryFresh"), None)
+    if said is not None and not observed.telemetry_read:
+        return said.status, said.reason, said.message
     interval_s = fleet.spec.telemetry.interval_s
     reasons = {tier.name: unusable(observed.telemetry.get(tier.name), interval_s, now) for tier in fleet.spec.tiers}
     unknown = [f"tier {name}: {why}" for name, why in reasons.items() if why]
