@@ -16,7 +16,7 @@ export DO_NOT_TRACK := 1
 # Every worker is a process of its own that imports torch: without bytecode files each start costs 2.5 s more (vLLM: 40 s).
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup up test lint unit conformance smoke e2e e2e-loop e2e-vllm e2e-helm e2e-kind e2e-kind-smoke kube vllm crds chart images kind-images bench-kv bench-router clean
+.PHONY: help setup up test lint unit conformance smoke e2e e2e-loop e2e-vllm e2e-helm e2e-kind e2e-kind-smoke kube kwok vllm crds chart images kind-images bench-kv bench-router bench-operator clean
 
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -72,6 +72,9 @@ e2e-kind-smoke: setup kind-images ## its first part: install, a fleet, tokens th
 kube: ## kube-apiserver, controller-manager, scheduler, etcd, kubectl into the cache
 	@echo "control plane in $$(e2e/kube/get-control-plane)"
 
+kwok: ## kwok (fake nodes and pods for scale) into the cache
+	@echo "kwok in $$(e2e/kube/get-kwok)"
+
 vllm: $(UV) ## the vLLM environment into the cache
 	@echo "vLLM in $$(UV=$(UV) e2e/vllm/get-vllm)"
 
@@ -110,6 +113,9 @@ bench-kv: setup ## KV hand-off between two torch workers against raw NIXL
 bench-router: $(UV) ## router CPU per request and chunk against sglang-router and Envoy
 	@$(UV) sync --frozen --quiet --inexact --group bench
 	@$(UV) run --frozen --quiet --group bench python -m e2e.bench.router
+
+bench-operator: setup kube kwok ## 1,000 fleets of 8 pods from apply to Ready against Kubernetes' own Deployments (SCALE=0.1 for a tenth)
+	@$(RUN) python -m e2e.bench.operator
 
 clean: ## remove the virtual environment and tool caches of this checkout
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

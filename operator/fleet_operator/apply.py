@@ -39,6 +39,7 @@ from fleet_operator.render.network import render_policy
 from fleet_operator.render.revision import render_revision
 from fleet_operator.render.worker import render_pod
 from fleet_operator.settings import Platform
+from fleet_operator.status_pace import StatusPace
 from fleet_planner.events import Deed, Problem
 from fleet_planner.reconcile import Plan
 from fleet_planner.types import PodWanted, Template
@@ -82,9 +83,10 @@ class Outcome:
 class Applier:
     """Applies plans of one cluster."""
 
-    def __init__(self, cluster: Cluster, platform: Platform) -> None:
+    def __init__(self, cluster: Cluster, platform: Platform, pace: StatusPace) -> None:
         self._cluster = cluster
         self._platform = platform
+        self._pace = pace
 
     async def apply(self, fleet: InferenceFleet, raw: Object, plan: Plan, templates: dict[str, Template], live: Live) -> Outcome:
         """Endpoints first (nobody may be sent to a worker that is about to go), then objects, deletions, creations, status."""
@@ -237,9 +239,10 @@ class Applier:
                 await self._patch(POOL, fleet.metadata.namespace, pool.name, wish, outcome)
 
     async def _status(self, fleet: InferenceFleet, raw: Object, plan: Plan, outcome: Outcome) -> None:
-        wish = plan.status.to_dict()
-        if raw.get("status") != wish:
+        wish, uid = plan.status.to_dict(), raw["metadata"]["uid"]
+        if self._pace.is_due(uid, raw.get("status"), wish):
             await self._patch(FLEET, fleet.metadata.namespace, fleet.metadata.name, wish, outcome)
+            self._pace.written(uid)
 
     async def _patch(self, kind: Kind, namespace: str, name: str, status: Object, outcome: Outcome) -> None:
         try:

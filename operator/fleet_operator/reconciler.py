@@ -1,7 +1,7 @@
 """The loop: watches feed a cache, changed fleets are planned and applied, telemetry is read beside it.
 
-Level-based: an event only says which fleet to look at again. One fleet is reconciled at a time; a failure of one fleet waits
-with a growing delay and does not hold up the others.
+Level-based: an event only says which fleet to look at again. Some fleets are reconciled at the same time, each by one pass at a
+time; a failure of one fleet waits with a growing delay and does not hold up the others.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from fleet_api.conditions import set_condition
-from fleet_api.parse import ManifestError, parse_fleet
+from fleet_api.conditions import rfc3339, set_condition
+from fleet_api.parse import ManifestError
 from fleet_api.v1alpha1 import InferenceFleet
+from fleet_api.v1alpha1.status import FleetStatus
 from fleet_operator.apply import Applier, Outcome
 from fleet_operator.cluster.interface import (
     CONFIG_MAP,
@@ -38,7 +39,8 @@ from fleet_operator.cluster.interface import (
     WatchEvent,
 )
 from fleet_operator.compare import contains
-from fleet_operator.names import FLEET as FLEET_LABEL
+from fleet_operator.fleet_objects import FleetObjects
+from fleet_operator.known_fleet import KnownFleet, parse_again
 from fleet_operator.names import MANAGED_BY, MANAGER, ROUTER_ROLE, router_name
 from fleet_operator.names import ROLE as ROLE_LABEL
 from fleet_operator.nodes import NodeView, changed_nodes, going_away, observe_node, sick_nodes
@@ -46,6 +48,9 @@ from fleet_operator.observe import Surroundings, observe_pods, observe_pools, ob
 from fleet_operator.recorder import Recorder, present_status
 from fleet_operator.render.revision import observe_revisions, template_of
 from fleet_operator.settings import Platform
+from fleet_operator.status_pace import StatusPace
+from fleet_operator.work_queue import Key, WorkQueue
+from fleet_operator.write_through import WriteThrough
 from fleet_planner.events import Problem, sizing_of
 from fleet_planner.reconcile import Plan, reconcile
 from fleet_planner.types import Observed, ScaleMemory, Template, TierTelemetry
@@ -65,12 +70,11 @@ CHILDREN: tuple[Kind, ...] = (
 )
 RESYNC_S = 30.0
 """Every fleet is looked at this often without any event: a missed event is corrected by then."""
+AT_ONCE = 16
+"""Fleets that are reconciled at the same time: most of a pass is waiting for the API server."""
 BACKOFF_FIRST_S = 0.5
 BACKOFF_MOST_S = 30.0
 LOG = logging.getLogger("fleet.operator")
-
-Key = tuple[str, str]
-"""(namespace, name) of a fleet."""
 
 
 class Telemetry(Protocol):
@@ -86,11 +90,21 @@ class _State:
     """What is kept between passes; all of it may be lost."""
 
     telemetry: dict[str, TierTelemetry] = field(default_factory=dict)
+    telemetry_read: bool = False
     memory: dict[str, ScaleMemory] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
     failures: int = 0
     read_at: float = float("-inf")
     reading: bool = False
+    known: KnownFleet | None = None
+    restless: bool = False
+
+
+def is_restless(status: FleetStatus) -> bool:
+    """Something is under way that may go on by time alone: such a fleet is looked at at every reading of its telemetry."""
+    moving = any(c.type in ("RollingOut", "CapacityLimited") and c.status == "True" for c in status.conditions)
+    roles = [role for tier in status.tiers for role in (tier.prefill, tier.decode)]
+    return moving or any(not role.desired == role.ready == role.serving for role in roles)
 
 
 class Reconciler:
@@ -110,68 +124,63 @@ class Reconciler:
         self._telemetry = telemetry
         self._namespace = namespace
         self._now = now
-        self._applier = Applier(cluster, platform)
+        self._objects = FleetObjects()
+        self._writer = WriteThrough(cluster, self._written, self._asked_to_go)
+        self._pace = StatusPace(now)
+        self._applier = Applier(self._writer, platform, self._pace)
         self._recorder = Recorder(cluster, now)
-        self._objects: dict[Key, dict[tuple[str, str], Object]] = {}
-        self._fleets: dict[Key, Object] = {}
         self._states: dict[Key, _State] = {}
         self._nodes: dict[str, NodeView] = {}
         self._leaving: dict[str, str] = {}
-        self._dirty: set[Key] = set()
-        self._wake = asyncio.Event()
-        self._synced: set[str] = set()
+        self._queue = WorkQueue(time.monotonic)
+        self._unlisted = {kind.kind for kind in (FLEET, *CHILDREN)}
+        self._complete = asyncio.Event()
 
     # -- feeding ----------------------------------------------------------------------------------------------------
     def feed(self, kind: Kind, event: WatchEvent) -> None:
         """One change, from whichever watch: kopf's, or ours."""
         if event.type == "SYNCED":
-            self._synced.add(kind.kind)
-            self._wake.set()
-            return
-        meta = event.object["metadata"]
-        namespace = meta.get("namespace", "default")
-        if kind == FLEET:
-            self._feed_fleet((namespace, meta["name"]), event)
+            self._unlisted.discard(kind.kind)
+            if not self._unlisted:
+                self._complete.set()
             return
         if kind == NODE:
-            self._feed_node(meta["name"], event)
+            self._feed_node(event.object["metadata"]["name"], event)
             return
-        fleet = (meta.get("labels") or {}).get(FLEET_LABEL)
-        if fleet is None:
+        key = self._objects.take(kind, event)
+        if key is None:
             return
-        key = (namespace, fleet)
-        objects = self._objects.setdefault(key, {})
-        if event.type == "DELETED":
-            objects.pop((kind.kind, meta["name"]), None)
-        else:
-            objects[kind.kind, meta["name"]] = event.object
+        if kind == FLEET and event.type == "DELETED":
+            self._states.pop(key, None)
+            self._queue.forget(key)
+            self._recorder.forget(event.object["metadata"]["uid"])
+            self._pace.forget(event.object["metadata"]["uid"])
         self.touch(key)
 
-    def _feed_fleet(self, key: Key, event: WatchEvent) -> None:
-        if event.type == "DELETED":
-            self._fleets.pop(key, None)
-            self._states.pop(key, None)
-            self._recorder.forget(event.object["metadata"]["uid"])
-        else:
-            self._fleets[key] = event.object
-        self.touch(key)
+    def _written(self, kind: Kind, made: Object) -> None:
+        self.feed(kind, WatchEvent("MODIFIED", made))
+
+    def _asked_to_go(self, kind: Kind, namespace: str | None, name: str) -> None:
+        key = self._objects.mark_leaving(kind, namespace, name, rfc3339(self._now()))
+        if key is not None:
+            self.touch(key)
 
     def _feed_node(self, name: str, event: WatchEvent) -> None:
         """Nodes change all the time; a fleet is looked at again only when one of its own begins or ceases to go away."""
-        if event.type == "DELETED":
-            self._nodes.pop(name, None)
+        view = None if event.type == "DELETED" else observe_node(event.object, self._platform)
+        if view == self._nodes.get(name):
+            return
+        if view is None:
+            del self._nodes[name]
         else:
-            self._nodes[name] = observe_node(event.object, self._platform)
+            self._nodes[name] = view
         before, self._leaving = self._leaving, going_away(self._nodes)
-        changed = set(changed_nodes(before, self._leaving))
-        for key, objects in self._objects.items() if changed else ():
-            if any(kind == "Pod" and obj["spec"].get("nodeName") in changed for (kind, _), obj in objects.items()):
-                self.touch(key)
+        for key in self._objects.fleets_on(set(changed_nodes(before, self._leaving))):
+            self.touch(key)
 
     def touch(self, key: Key) -> None:
         """Look at this fleet again."""
-        self._dirty.add(key)
-        self._wake.set()
+        self._queue.add(key)
 
     # -- running ----------------------------------------------------------------------------------------------------
     async def run(self) -> None:
@@ -188,26 +197,35 @@ class Reconciler:
             self.feed(kind, event)
 
     async def work(self) -> None:
-        """Reconcile dirty fleets for ever, every fleet at least each RESYNC_S. Nothing is done before every kind was listed
-        once: an empty cache must not look like an empty cluster."""
+        """Reconcile fleets that changed for ever, every fleet at least each RESYNC_S. Nothing is done before every kind was
+        listed once: an empty cache must not look like an empty cluster."""
+        await self._complete.wait()
+        async with asyncio.TaskGroup() as group:
+            for number in range(AT_ONCE):
+                group.create_task(self._work_on(), name=f"reconcile-{number}")
+            while True:
+                await asyncio.sleep(RESYNC_S)
+                for key in self._objects.fleets:
+                    self.touch(key)
+
+    async def _work_on(self) -> None:
         while True:
-            try:
-                async with asyncio.timeout(RESYNC_S):
-                    await self._wake.wait()
-            except TimeoutError:
-                self._dirty.update(self._fleets)
-            self._wake.clear()
-            if not self._synced >= {kind.kind for kind in (FLEET, *CHILDREN)}:
-                continue
-            await self.drain()
+            await self._pass(await self._queue.take())
 
     async def drain(self) -> None:
-        """Reconcile until no fleet is dirty."""
-        while self._dirty:
-            await self._one(self._dirty.pop())
+        """Reconcile one after the other until no fleet is to be looked at."""
+        while (key := self._queue.take_any()) is not None:
+            await self._pass(key)
+
+    async def _pass(self, key: Key) -> None:
+        begun = time.monotonic()
+        try:
+            await self._one(key)
+        finally:
+            self._queue.done(key, time.monotonic() - begun)
 
     async def _one(self, key: Key) -> None:
-        raw = self._fleets.get(key)
+        raw = self._objects.fleets.get(key)
         if raw is None or "deletionTimestamp" in raw["metadata"]:
             return  # children go by garbage collection; recreating one would fight it
         state = self._states.setdefault(key, _State())
@@ -237,14 +255,14 @@ class Reconciler:
     async def reconcile_once(self, key: Key, raw: Object, state: _State) -> Outcome:
         """Plan and apply one fleet."""
         try:
-            fleet = parse_fleet(raw)
+            state.known = parse_again(state.known, raw)
         except ManifestError as error:
             return await self._not_accepted(key, raw, error)
-        live = self._objects.get(key, {})
+        fleet, live = state.known.fleet, self._objects.children(key)
         stored = observe_revisions(obj for (kind, _), obj in live.items() if kind == "ControllerRevision")
         templates = {t.name: template_of(fleet, t, stored.get(t.name, {}), self._platform) for t in fleet.spec.tiers}
         plan: Plan = reconcile(fleet, self._observed(fleet, state, templates, stored, live), self._now())
-        state.memory = plan.memory
+        state.memory, state.restless = plan.memory, is_restless(plan.status)
         outcome = await self._applier.apply(fleet, raw, plan, templates, live)
         await self._recorder.record(raw, plan.status, outcome, sizing_of(fleet, plan.reasons))
         return outcome
@@ -267,6 +285,7 @@ class Reconciler:
             templates=templates,
             stored=stored,
             telemetry=state.telemetry,
+            telemetry_read=state.telemetry_read,
             memory=state.memory,
             problems=state.problems,
         )
@@ -282,7 +301,7 @@ class Reconciler:
         after = present.model_copy(update={"conditions": conditions, "observed_generation": generation})
         outcome = Outcome()
         if not contains(status, after.to_dict()):
-            await self._cluster.patch_status(FLEET, *key, after.to_dict())
+            await self._writer.patch_status(FLEET, *key, after.to_dict())
             outcome.writes += 1
         await self._recorder.record(raw, after, outcome, {})
         return outcome
@@ -301,27 +320,24 @@ class Reconciler:
         await asyncio.gather(*self._due())
 
     def _due(self) -> list[Coroutine[Any, Any, None]]:
-        """One reading per fleet that is not being read already."""
-        found = []
-        for key, raw in self._fleets.items():
-            state = self._states.get(key)
-            if state is not None and not state.reading and "deletionTimestamp" not in raw["metadata"]:
-                state.reading = True
-                found.append(self._read(key, raw, state))
+        """One reading per fleet whose interval is over and that is not being read already."""
+        found, now = [], self._now()
+        for key, state in self._states.items():
+            if state.known is None or state.reading or now - state.read_at < state.known.fleet.spec.telemetry.interval_s:
+                continue
+            if key in self._objects.fleets and "deletionTimestamp" not in self._objects.fleets[key]["metadata"]:
+                state.reading, state.read_at = True, now
+                found.append(self._read(key, state.known.fleet, state))
         return found
 
-    async def _read(self, key: Key, raw: Object, state: _State) -> None:
+    async def _read(self, key: Key, fleet: InferenceFleet, state: _State) -> None:
         try:
-            fleet = parse_fleet(raw)
-            now = self._now()
-            if now - state.read_at < fleet.spec.telemetry.interval_s:
-                return
-            state.read_at = now
-            pods = [obj for (kind, _), obj in self._objects.get(key, {}).items() if kind == "Pod"]
-            state.telemetry = await self._telemetry.collect(fleet, pods, self._router_urls(pods))
-            self.touch(key)
-        except ManifestError:
-            return  # its condition says so
+            pods = [obj for (kind, _), obj in self._objects.children(key).items() if kind == "Pod"]
+            found = await self._telemetry.collect(fleet, pods, self._router_urls(pods))
+            # what stays unknown is no news; that it grows old is seen at the next resync
+            if found != state.telemetry or not state.telemetry_read or state.restless:
+                state.telemetry, state.telemetry_read = found, True
+                self.touch(key)
         finally:
             state.reading = False
 

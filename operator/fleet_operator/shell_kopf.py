@@ -17,15 +17,12 @@ import kopf
 
 from fleet_operator.cluster.account import service_account
 from fleet_operator.cluster.interface import FLEET, NODE, Cluster, ClusterError, ForbiddenError, Kind, Object, WatchEvent
+from fleet_operator.kopf_settings import RECONNECT_S, configure
 from fleet_operator.names import MANAGED_BY, MANAGER
 from fleet_operator.reconciler import CHILDREN, Reconciler
 
-SERVER_TIMEOUT_S = 300
-CLIENT_TIMEOUT_S = 330
-INACTIVITY_S = 70
-RECONNECT_S = 0.5
-REQUEST_TIMEOUT_S = 30
 LIST_RETRY_MOST_S = 5.0
+_SELECTOR = f"{MANAGED_BY}={MANAGER}"
 LOG = logging.getLogger("fleet.operator")
 
 
@@ -41,30 +38,24 @@ def build_registry(reconciler: Reconciler, kubeconfig: Path | None, kinds: Seque
         return kopf.login_with_kubeconfig(**kwargs)
 
     @kopf.on.startup(registry=registry)
-    def configure(settings: kopf.OperatorSettings, **_: Any) -> None:
-        settings.posting.enabled = False
-        settings.persistence.finalizer = "inferencefleet.io/never-added"
-        settings.watching.server_timeout = SERVER_TIMEOUT_S
-        settings.watching.client_timeout = CLIENT_TIMEOUT_S
-        settings.watching.reconnect_backoff = RECONNECT_S
-        settings.networking.request_timeout = REQUEST_TIMEOUT_S
-        settings.scanning.disabled = True  # our CRDs are there before the operator, and it may not list all CRDs
+    def set_up(settings: kopf.OperatorSettings, **_: Any) -> None:
+        configure(settings, {_address(kind): _SELECTOR for kind in CHILDREN})
 
     for kind in kinds:
         _follow(registry, reconciler, kind)
     return registry
 
 
-def _follow(registry: kopf.OperatorRegistry, reconciler: Reconciler, kind: Kind) -> None:
+def _address(kind: Kind) -> tuple[str, str, str]:
+    """(group, version, plural), as kopf wants it."""
     group, _, version = kind.api_version.rpartition("/")
-    labels = None if kind in (FLEET, NODE) else {MANAGED_BY: MANAGER}
+    return group, version, kind.plural
 
-    @kopf.on.event(group, version, kind.plural, registry=registry, labels=labels, id=f"follow-{kind.plural}")
+
+def _follow(registry: kopf.OperatorRegistry, reconciler: Reconciler, kind: Kind) -> None:
+    @kopf.on.event(*_address(kind), registry=registry, id=f"follow-{kind.plural}")
     async def changed(event: Any, **_: Any) -> None:
-        found = dict(event["object"])
-        found.setdefault("apiVersion", kind.api_version)
-        found.setdefault("kind", kind.kind)
-        reconciler.feed(kind, WatchEvent(event["type"] or "ADDED", found))
+        reconciler.feed(kind, WatchEvent(event["type"] or "ADDED", event["object"]))
 
 
 async def _listed(cluster: Cluster, kind: Kind, namespace: str | None) -> list[Object]:

@@ -20,6 +20,8 @@ from fleet_planner.types import Observed, ObservedPod, Role, Verdict
 
 MAX_CAUSES = 3
 FAILING_RESTARTS = 1
+FROM_TELEMETRY: tuple[ConditionType, ...] = ("Disaggregating", "TransportVerified", "TelemetryFresh")
+"""What the status says of these stands until the operator has read telemetry once since it started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,7 @@ class TierView:
 
 def plan_status(fleet: InferenceFleet, views: Sequence[TierView], observed: Observed, now: float) -> FleetStatus:
     """The whole status; lastTransitionTime is kept from the present one."""
-    tiers = tuple(_tier_status(view, observed) for view in views)
+    tiers = tuple(_tier_status(view, observed, fleet.status) for view in views)
     verdicts: dict[ConditionType, Verdict] = {
         "Accepted": ("True", "Valid", "the spec makes sense"),
         "Provisioned": _provisioned(views, observed),
@@ -45,6 +47,10 @@ def plan_status(fleet: InferenceFleet, views: Sequence[TierView], observed: Obse
         "CapacityLimited": _capacity(views, observed),
         "RollingOut": _rolling(fleet, views, now),
     }
+    for kind in () if observed.telemetry_read else FROM_TELEMETRY:
+        said = fleet.status.condition(kind)
+        if said is not None:
+            verdicts[kind] = (said.status, said.reason, said.message)
     verdicts["Ready"] = _ready(verdicts)
     conditions: tuple[Condition, ...] = fleet.status.conditions
     for kind, (status, reason, message) in verdicts.items():
@@ -63,7 +69,7 @@ def _pods(observed: Observed, tier: str, role: Role) -> list[ObservedPod]:
     return [pod for pod in observed.pods if pod.tier == tier and pod.role == role and not pod.terminating]
 
 
-def _tier_status(view: TierView, observed: Observed) -> TierStatus:
+def _tier_status(view: TierView, observed: Observed, present: FleetStatus) -> TierStatus:
     name = view.tier.name
     telemetry = observed.telemetry.get(name)
     sizes: dict[Role, int] = {"prefill": view.decision.prefill, "decode": view.decision.decode}
@@ -74,6 +80,8 @@ def _tier_status(view: TierView, observed: Observed) -> TierStatus:
     prefill, decode = role("prefill", view.plan.serving[0]), role("decode", view.plan.serving[1])
     proof = telemetry.kv if telemetry is not None else None
     kv = None
+    if not observed.telemetry_read:
+        kv = next((tier.kv for tier in present.tiers if tier.name == name), None)
     if proof is not None and telemetry is not None:
         kv = KvStatus(
             transfers=proof.transfers, blocks=proof.blocks, bytes=proof.bytes, failed=proof.failed, transport=telemetry.transport

@@ -180,6 +180,8 @@ class Observed:
     stored: dict[str, dict[str, Template]] = field(default_factory=dict)
     """By tier name and revision: templates that pods can still be made from."""
     telemetry: dict[str, TierTelemetry] = field(default_factory=dict)
+    telemetry_read: bool = True
+    """False until the operator has read it for the first time since it started: what the status says of it then stands."""
     memory: dict[str, ScaleMemory] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
     """What the last apply could not do, in words; empty when all was applied."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from fleet_api.conditions import rfc3339
+from fleet_api.v1alpha1.status import Condition, FleetStatus, RoleStatus, TierStatus
 from fleet_operator.cluster.interface import (
     CONFIG_MAP,
     DEPLOYMENT,
@@ -24,6 +27,8 @@ from fleet_operator.cluster.interface import (
     UnavailableError,
 )
 from fleet_operator.cluster.memory import MemoryCluster
+from fleet_operator.reconciler import is_restless
+from fleet_planner.types import KvProof
 from tests.fleet_operator.world import NAMESPACE, World, manifest, play
 
 
@@ -282,5 +287,86 @@ def test_a_fleet_that_is_going_is_left_to_garbage_collection():
             await world.step()
         assert await world.store.list(POD, NAMESPACE) == []
         assert await world.touch() == []
+
+    play(scenario)
+
+
+def test_a_restart_does_not_unsay_what_telemetry_said():
+    async def scenario(world: World) -> None:
+        proof = KvProof(transfers=3, blocks=30, bytes=300, failed=0, measured_at=world.now)
+        world.measure(prefill=1, decode=1)
+        world.load = {"t": replace(world.load["t"], kv=proof)}
+        for _ in range(8):
+            await world.step()
+        told = (await world.store.get(FLEET, NAMESPACE, "f"))["status"]
+        assert (await world.condition("Disaggregating"))["status"] == "True"
+        world.operator = world.new_operator()
+        world.api.writes.clear()
+        await world.look()
+        await world.operator.drain()  # a pass before the first reading
+        assert world.api.writes == []
+        assert (await world.store.get(FLEET, NAMESPACE, "f"))["status"] == told
+        world.load = {}
+        for _ in range(8):  # read, and nothing is known: now it is news
+            await world.step()
+        assert (await world.condition("TelemetryFresh"))["status"] == "Unknown"
+        assert (await world.condition("Disaggregating"))["status"] == "Unknown"
+
+    play(scenario)
+
+
+@pytest.mark.parametrize(
+    ("ready", "serving", "condition", "restless"),
+    [
+        (2, 2, ("RollingOut", "False"), False),
+        (1, 1, ("RollingOut", "False"), True),
+        (3, 2, ("RollingOut", "False"), True),
+        (2, 1, ("RollingOut", "False"), True),
+        (2, 2, ("RollingOut", "True"), True),
+        (2, 2, ("CapacityLimited", "True"), True),
+        (2, 2, ("TelemetryFresh", "Unknown"), False),
+    ],
+    ids=["at-rest", "starting", "leaving", "held-back", "rollout", "no-room", "no-telemetry"],
+)
+def test_only_a_fleet_with_something_under_way_is_looked_at_without_news(
+    ready: int, serving: int, condition: tuple[Any, Any], restless: bool
+):
+    role = RoleStatus(desired=2, ready=ready, serving=serving)
+    said = Condition(
+        type=condition[0], status=condition[1], reason="R", message="m", observed_generation=1, last_transition_time=rfc3339(0)
+    )
+    at_rest = RoleStatus(desired=1, ready=1, serving=1)
+    tier = TierStatus(name="t", prefill=at_rest, decode=role, ratio="1:2", revision="r")
+    assert is_restless(FleetStatus(tiers=(tier,), conditions=(said,))) is restless
+
+
+def test_what_was_written_is_not_written_again_while_the_watch_lags():
+    async def scenario() -> None:
+        world = World()
+        await world.user.apply(manifest())
+        await world.look()
+        await world.operator.drain()
+        made = [write for write in world.api.writes if write[1] != EVENT.kind]
+        assert len(made) == len(set(made)) + 1  # the fleet's status says first what is to come, then what was made
+        world.api.writes.clear()
+        for _ in range(3):
+            world.operator.touch((NAMESPACE, "f"))
+            await world.operator.drain()  # the watch still shows an empty namespace
+        assert world.api.writes == []
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_is_told_to_go_once_while_the_watch_lags():
+    async def scenario(world: World) -> None:
+        await world.user.apply(manifest(tiers=[{"name": "other", "accelerator": {"type": "cpu"}}]))
+        world.api.writes.clear()
+        await world.look()
+        await world.operator.drain()
+        for _ in range(3):
+            world.operator.touch((NAMESPACE, "f"))
+            await world.operator.drain()
+        gone = [write for write in world.api.writes if write[0] == "delete" and write[1] == "Pod"]
+        assert len(gone) == len(set(gone)) == 3
 
     play(scenario)

@@ -130,11 +130,16 @@ class World:
         return written
 
     async def settle(self, most: int = 12) -> int:
-        """Steps until one writes nothing; their number."""
+        """Steps until one writes nothing and leaves nothing to see; their number."""
         for step in range(most):
-            if not await self.step():
+            if not await self.step() and not await self._changed():
                 return step
         raise AssertionError(f"still writing after {most} steps: {self.api.writes}")
+
+    async def _changed(self) -> bool:
+        """Whether kubelets changed what the operator saw last."""
+        found = [obj for kind in (FLEET, *CHILDREN) for obj in await self.store.list(kind, NAMESPACE)]
+        return len(found) != len(self._seen) or any(obj not in self._seen.values() for obj in found)
 
     async def settle_with_telemetry(self, seconds: int = 10) -> None:
         """So many seconds in which the load is measured afresh and stays the same."""

@@ -17,7 +17,7 @@ from fleet_operator.cluster.watchers import Seen
 
 logger = logging.getLogger(__name__)
 _DEFAULTS = KubeLimits()
-_APPLY = "application/apply-patch+yaml"
+_APPLY = "application/apply-patch+yaml;charset=utf-8"  # with a parameter the REST layer sends the bytes that we encoded
 _MERGE = "application/merge-patch+json"
 
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
+from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -16,6 +20,7 @@ from fleet_operator.render.network import port_of
 from fleet_operator.telemetry.aggregate import Reading, WorkerReading, tier_telemetry, watch_tier
 from fleet_operator.telemetry.kvwatch import KvWatch
 from fleet_operator.telemetry.parse import parse_text
+from fleet_operator.telemetry.reach import FIRST_WAVE, Reach
 from fleet_planner.types import ROLES, TierTelemetry
 from fleet_worker.config import Ports
 
@@ -23,6 +28,9 @@ TIMEOUT_S = 2.0
 """From connection to last byte."""
 MAX_BYTES = 4 * 1024 * 1024
 CONCURRENCY = 32
+"""Connections to targets that answered last time."""
+TRIES = 128
+"""Connections to others: most of them only wait for their timeout."""
 LATENCY_READINGS = 12
 """Readings that the latency window spans: a minute at the default interval."""
 FORGET_S = 900.0
@@ -36,9 +44,10 @@ class ScrapeTelemetry:
     def __init__(self, now: Callable[[], float] = time.time) -> None:
         self._now = now
         plain = {"accept-encoding": "identity"}  # what is not compressed cannot grow
-        limits = httpx.Limits(max_connections=CONCURRENCY)
+        limits = httpx.Limits(max_connections=CONCURRENCY + TRIES)
         self._http = httpx.AsyncClient(timeout=TIMEOUT_S, trust_env=False, limits=limits, headers=plain)
-        self._gate = asyncio.Semaphore(CONCURRENCY)
+        self._gates = {True: asyncio.Semaphore(CONCURRENCY), False: asyncio.Semaphore(TRIES)}
+        self._reach = Reach()
         self._watches: dict[tuple[str, str, str], KvWatch] = {}
         """By namespace, fleet and tier."""
         self._history: dict[tuple[str, str], dict[str, deque[Reading]]] = {}
@@ -46,10 +55,13 @@ class ScrapeTelemetry:
 
     async def collect(self, fleet: InferenceFleet, pods: list[Object], routers: list[str]) -> dict[str, TierTelemetry]:
         """Telemetry per tier."""
-        workers = [pod for pod in pods if is_running_worker(pod)]
-        found = await asyncio.gather(*(self._worker(pod) for pod in workers), *(self._read(f"{url}/metrics") for url in routers))
-        readings = [item for item in found if isinstance(item, WorkerReading)]
-        latest = [item for item in found[len(workers) :] if not isinstance(item, WorkerReading)]
+        workers = {_target(pod): pod for pod in pods if is_running_worker(pod)}
+        read: dict[str, Callable[[], Coroutine[Any, Any, Any]]]
+        read = {url: partial(self._read, url, f"{url}/metrics") for url in routers}
+        read |= {target: partial(self._worker, target, pod) for target, pod in workers.items()}
+        found = await self._ask(read)
+        readings = [found.get(target) or _unread(pod) for target, pod in workers.items()]
+        latest = [found.get(url) for url in routers]
         now = self._now()
         earlier = self._remember((fleet.metadata.namespace, fleet.metadata.name), dict(zip(routers, latest, strict=True)), now)
         by_router = dict(zip(routers, latest, strict=True))
@@ -81,35 +93,83 @@ class ScrapeTelemetry:
                 del self._history[other]
         return [history[0] if history else None for history in kept.values()]
 
-    async def _worker(self, pod: Object) -> WorkerReading:
+    async def _ask(self, read: Mapping[str, Callable[[], Coroutine[Any, Any, Any]]]) -> dict[str, Any]:
+        """What each target answered. Those that did last time are all asked; the others in growing waves, until a whole wave
+        stays silent: a fleet that cannot be reached costs a few tries, one that can is known within a round."""
+        found: dict[str, Any] = {}
+
+        async def one(target: str) -> None:
+            found[target] = await read[target]()
+
+        async def waves(left: list[str]) -> None:
+            size = FIRST_WAVE
+            while left:
+                wave, left = left[:size], left[size:]
+                await asyncio.gather(*map(one, wave))
+                size = size * 2 if any(map(self._reach.answered, wave)) else 0
+                left = left if size else []
+
+        known, to_try = self._reach.split(read, self._now())
+        await asyncio.gather(waves(to_try), *map(one, known))
+        return found
+
+    async def _worker(self, target: str, pod: Object) -> WorkerReading:
         meta, address = pod["metadata"], pod["status"]["podIP"]
         port = port_of(pod, "agent", AGENT_PORT)
-        reading = await self._read(f"http://{f'[{address}]' if ':' in address else address}:{port}/metrics")
+        reading = await self._read(target, f"http://{f'[{address}]' if ':' in address else address}:{port}/metrics")
         return WorkerReading(meta["labels"].get(TIER, ""), meta["labels"][ROLE], reading, meta["name"])
 
-    async def _read(self, url: str) -> Reading | None:
-        answer = await self._get(url)
+    async def _read(self, target: str, url: str) -> Reading | None:
+        answer = await self._get(target, url)
         return None if answer is None else Reading(parse_text(answer.decode(errors="replace")), self._now())
 
-    async def _get(self, url: str) -> bytes | None:
+    async def _get(self, target: str, url: str) -> bytes | None:
         """The body of a 200 within TIMEOUT_S and MAX_BYTES, else None; httpx's own timeout starts again with every byte."""
-        body = bytearray()
-        async with self._gate:
+        body, answered, known = bytearray(), False, self._reach.answered(target)
+        async with self._gates[known]:
             try:
+                async with asyncio.timeout(TIMEOUT_S):
+                    if not known:
+                        await _connect(url)
                 async with asyncio.timeout(TIMEOUT_S), self._http.stream("GET", url) as answer:
+                    answered = True
                     if answer.status_code != httpx.codes.OK:
                         return None
                     async for chunk in answer.aiter_raw():
                         body += chunk
                         if len(body) > MAX_BYTES:
                             return None
-            except (httpx.HTTPError, httpx.InvalidURL, TimeoutError):
+            except (httpx.HTTPError, httpx.InvalidURL, OSError):
+                answered = False
                 return None
+            finally:
+                self._reach.told(target, answered, self._now())
         return bytes(body)
 
     async def close(self) -> None:
         """Release connections."""
         await self._http.aclose()
+
+
+async def _connect(url: str) -> None:
+    """OSError when nobody listens there. A tenth of what a whole request costs, for targets of which most do not answer."""
+    parts = urlsplit(url)
+    with socket.socket(socket.AF_INET6 if ":" in (parts.hostname or "") else socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(probe, (parts.hostname, parts.port or 80))
+
+
+def _target(pod: Object) -> str:
+    """A pod that became ready, or ceased to be, is another target: it is not made to wait for what it was before."""
+    conditions = (pod.get("status") or {}).get("conditions") or []
+    since = next((condition.get("lastTransitionTime") for condition in conditions if condition.get("type") == "Ready"), None)
+    return f"{pod['status']['podIP']} {since}"
+
+
+def _unread(pod: Object) -> WorkerReading:
+    """A worker that was not asked."""
+    labels = pod["metadata"]["labels"]
+    return WorkerReading(labels.get(TIER, ""), labels[ROLE], None, pod["metadata"]["name"])
 
 
 def is_running_worker(pod: Object) -> bool:

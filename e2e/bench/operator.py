@@ -1,0 +1,282 @@
+"""`make bench-operator`: fleets from apply to Ready by the real operator process, against Kubernetes' own Deployments for the
+same worker pods on a control plane with the same settings, in the same run. SCALE=0.1 runs a tenth, ROUNDS=5 five alternating
+rounds.
+
+Nodes and pods are kwok's; everything else is real. Writes are counted in the API server's audit log, pod events by etcd's
+versions of the pods' keys, CPU and memory in /proc. CPU per event is all that the operator process used from the first apply
+until all fleets were Ready, creating included, divided by the pod events of that time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import statistics
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from e2e.bench.cpu import cpu_s
+from e2e.bench.operator_load import (
+    FLEETS,
+    apply_until_ready,
+    deployment,
+    deployment_is_ready,
+    fleet,
+    fleet_is_ready,
+    namespace_of,
+    worker_spec,
+)
+from e2e.bench.operator_writes import Writes, changes, writes_of
+from e2e.bench.table import report
+from e2e.kube.controlplane import ROOT
+from e2e.kube.kwok import KwokPlane
+from e2e.kube.service import Service
+from fleet_operator.cluster.interface import DEPLOYMENT, FLEET, POD, Object
+from fleet_operator.cluster.kube import KubeCluster
+
+SYSTEM = "inferencefleet-system"
+NODES = 100
+IDLE_S = 60.0
+QUIET_S, QUIET_SHARE = 3.0, 0.1
+"""At rest: less than this share of a core over this long."""
+SETTLE_MOST_S = 120.0
+PODS_PER_FLEET = 8
+
+
+@dataclass
+class Ours:
+    """One round of the operator."""
+
+    ready_s: float
+    cpu_s: float
+    pod_events: int
+    writes: Writes
+    writes_per_change: float = 0.0
+    idle_writes: int = 0
+    idle_cpu: float = 0.0
+    restart_s: float = 0.0
+    restart_writes: int = 0
+    rss_mb: float = 0.0
+    errors: list[str] = field(default_factory=list)
+
+
+@asynccontextmanager
+async def plane_of(fleets: int) -> AsyncIterator[tuple[KwokPlane, KubeCluster]]:
+    """A fresh control plane with our CRDs and the namespaces, and a client of its administrator."""
+    with KwokPlane(NODES) as plane:
+        plane.install_crds()
+        names = sorted({namespace_of(number) for number in range(fleets)} | {"bench-warm"})
+        wish = [{"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}} for name in names]
+        plane.kubectl("create", "-f", "-", stdin=_list(wish))
+        account = f"/api/v1/namespaces/{names[-1]}/serviceaccounts/default"
+        plane.wait("service accounts", lambda: plane.exists(account))
+        cluster = await KubeCluster.connect(plane.kubeconfig, manager="bench")
+        try:
+            yield plane, cluster
+        finally:
+            await cluster.close()
+
+
+def _list(items: list[Object]) -> str:
+    import json
+
+    return json.dumps({"apiVersion": "v1", "kind": "List", "items": items})
+
+
+async def reference(fleets: int, spec: Object) -> float:
+    """Seconds from apply to Ready of twice as many Deployments with four of the pods each."""
+    async with plane_of(fleets) as (_, cluster):
+        await apply_until_ready(cluster, DEPLOYMENT, [_warm(deployment(0, spec))], deployment_is_ready)
+        return await apply_until_ready(
+            cluster, DEPLOYMENT, [deployment(number, spec) for number in range(2 * fleets)], deployment_is_ready
+        )
+
+
+def _warm(wish: Object) -> Object:
+    """The same in a namespace of its own."""
+    return {**wish, "metadata": {**wish["metadata"], "namespace": "bench-warm"}}
+
+
+async def ours(fleets: int) -> tuple[Ours, Object]:
+    """One round, and the spec of a worker pod."""
+    async with plane_of(fleets) as (plane, cluster):
+        plane.kubectl("create", "namespace", SYSTEM)
+        plane.kubectl("apply", "-f", str(ROOT / "charts/rbac/operator.yaml"))
+        kubeconfig = plane.service_account_kubeconfig(SYSTEM, "inferencefleet-operator")
+        operator = start(plane, kubeconfig)
+        await apply_until_ready(cluster, FLEET, [_warm(fleet(0))], fleet_is_ready)
+        pods = await cluster.list(POD, "bench-warm", {"inferencefleet.io/tier": "gpu"})
+        await at_rest(operator, [])
+        mark, cpu, events = plane.audit_size(), cpu_s(operator.pid), pod_events(plane)
+        ready_s = await apply_until_ready(cluster, FLEET, [fleet(number) for number in range(fleets)], fleet_is_ready)
+        found = Ours(ready_s, cpu_s(operator.pid) - cpu, pod_events(plane) - events, writes_of(()))
+        await at_rest(operator, found.errors)
+        found.writes = writes_of(plane.audited(mark))
+        everything = writes_of(plane.audited())  # etcd's counts have no beginning but the object's
+        found.writes_per_change = everything.total / sum(changes(plane, everything).values())
+        await idle(plane, operator, found)
+        found.rss_mb = peak_rss_mb(operator.pid)
+        await restart(plane, cluster, operator, kubeconfig, found)
+        found.errors += complaints(plane, fleets)
+        return found, worker_spec(pods[0])
+
+
+def start(plane: KwokPlane, kubeconfig: Path) -> Service:
+    """The operator under its own rights and no others."""
+    argv = [sys.executable, "-m", "fleet_operator", "--kubeconfig", str(kubeconfig)]
+    profile = os.environ.get("PROFILE")  # a folder for cProfile's files: figures are then worth nothing
+    if profile:
+        argv[1:1] = ["-m", "cProfile", "-o", f"{profile}/operator-{time.time():.0f}.prof"]
+    operator = Service("operator", argv, plane.dir / "operator.log", dict(os.environ))
+    plane.services.append(operator)
+    return operator
+
+
+def pod_events(plane: KwokPlane) -> int:
+    """Times that the operator's pods were written by anybody: each is one event of its watch."""
+    return sum(plane.versions("pods/bench-").values())
+
+
+def peak_rss_mb(pid: int) -> float:
+    """The most memory that the process ever had resident."""
+    return int(Path(f"/proc/{pid}/status").read_text().split("VmHWM:")[1].split()[0]) / 1024
+
+
+async def at_rest(operator: Service, errors: list[str]) -> float:
+    """Wait until the process has nothing to do; the monotonic time when that began. That it never has is an error of the run."""
+    deadline = time.monotonic() + SETTLE_MOST_S
+    while time.monotonic() < deadline:
+        begun, cpu = time.monotonic(), cpu_s(operator.pid)
+        for _ in range(6):
+            await asyncio.sleep(QUIET_S / 6)
+            operator.check()
+            if cpu_s(operator.pid) - cpu > QUIET_S * QUIET_SHARE:
+                break
+        else:
+            return begun
+    errors.append(f"the operator is still busy after {SETTLE_MOST_S:g} s")
+    return time.monotonic()
+
+
+async def idle(plane: KwokPlane, operator: Service, into: Ours) -> None:
+    """A minute in which nothing changes."""
+    mark, cpu, begun = plane.audit_size(), cpu_s(operator.pid), time.monotonic()
+    await asyncio.sleep(IDLE_S)
+    into.idle_cpu = (cpu_s(operator.pid) - cpu) / (time.monotonic() - begun)
+    into.idle_writes = writes_of(plane.audited(mark)).total
+
+
+async def restart(plane: KwokPlane, cluster: KubeCluster, operator: Service, kubeconfig: Path, into: Ours) -> None:
+    """Stop it, delete one worker while nobody looks, start it: until that fleet is whole again and the process is at rest."""
+    operator.stop()
+    plane.services.remove(operator)
+    victim = (await cluster.list(POD, "bench-000", {"inferencefleet.io/tier": "gpu"}))[0]
+    await cluster.delete(POD, "bench-000", victim["metadata"]["name"], grace_s=0)
+    mark, begun = plane.audit_size(), time.monotonic()
+    again = start(plane, kubeconfig)
+    while not await _replaced(cluster, victim):
+        await asyncio.sleep(0.1)
+        again.check()
+        if time.monotonic() - begun > SETTLE_MOST_S:
+            raise TimeoutError(f"the pod was not replaced: {again.tail(1_000)}")
+    into.restart_s = max(time.monotonic(), await at_rest(again, into.errors)) - begun
+    into.restart_writes = writes_of(plane.audited(mark)).total
+    into.rss_mb = max(into.rss_mb, peak_rss_mb(again.pid))
+
+
+async def _replaced(cluster: KubeCluster, victim: Object) -> bool:
+    found = await cluster.list(
+        POD, "bench-000", {"inferencefleet.io/fleet": victim["metadata"]["labels"]["inferencefleet.io/fleet"]}
+    )
+    ready = [
+        pod for pod in found
+        if any(c["type"] == "Ready" and c["status"] == "True" for c in (pod.get("status") or {}).get("conditions") or [])
+        and "inferencefleet.io/tier" in pod["metadata"]["labels"]
+    ]  # fmt: skip
+    return len(ready) == PODS_PER_FLEET
+
+
+def complaints(plane: KwokPlane, fleets: int) -> list[str]:
+    """What went wrong: wrong number of pods, tracebacks in the operator's log."""
+    count = sum("-gpu-" in key for key in plane.versions("pods/bench-"))
+    wanted = PODS_PER_FLEET * (fleets + 1)
+    wrong = [] if count == wanted else [f"{count} worker pods, expected {wanted}"]
+    log = (plane.dir / "operator.log").read_text(errors="replace")
+    return wrong + [f"operator: {line}" for line in log.splitlines() if "Traceback" in line or " ERROR " in line][:5]
+
+
+def main() -> int:
+    """Print the table and the JSON line; 1 when something went wrong."""
+    fleets = max(1, round(FLEETS * float(os.environ.get("SCALE", "1"))))
+    rounds = int(os.environ.get("ROUNDS", "1"))
+    mine: list[Ours] = []
+    theirs: list[float] = []
+    spec: Object = {}
+    for number in range(rounds):
+        if number % 2:
+            theirs.append(asyncio.run(reference(fleets, spec)))
+        found, spec = asyncio.run(ours(fleets))
+        mine.append(found)
+        if not number % 2:
+            theirs.append(asyncio.run(reference(fleets, spec)))
+    figures = summary(fleets, mine, theirs)
+    report(("figure", "operator", "goal"), rows(figures, theirs), figures)
+    for one in mine:
+        print("writes:", dict(one.writes.sent), "refused:", dict(one.writes.refused), file=sys.stderr)
+        for error in one.errors:
+            print(error, file=sys.stderr)
+    return 1 if figures["errors"] else 0
+
+
+def summary(fleets: int, mine: list[Ours], theirs: list[float]) -> dict[str, Any]:
+    """The last line; medians over the rounds, the worst for memory."""
+
+    def middle(values: list[float], digits: int = 2) -> float:
+        return round(statistics.median(values), digits)
+
+    return {
+        "fleets": fleets,
+        "pods": PODS_PER_FLEET * fleets,
+        "ready_s": middle([one.ready_s for one in mine]),
+        "deployments_ready_s": middle(theirs),
+        "vs_deployments": middle([one.ready_s / other for one, other in zip(mine, theirs, strict=True)], 3),
+        "rss_mb": round(max(one.rss_mb for one in mine), 1),
+        "writes_per_object": middle([one.writes_per_change for one in mine], 4),
+        "writes_per_fleet": middle([one.writes.total / fleets for one in mine]),
+        "idle_writes_per_min": middle([one.idle_writes * 60 / IDLE_S for one in mine]),
+        "idle_cpu_percent": middle([one.idle_cpu * 100 for one in mine]),
+        "reconcile_ms_per_event": middle([one.cpu_s * 1e3 / one.pod_events for one in mine], 3),
+        "restart_s": middle([one.restart_s for one in mine]),
+        "restart_writes": middle([float(one.restart_writes) for one in mine]),
+        "rounds": len(mine),
+        "errors": sum(len(one.errors) for one in mine),
+    }
+
+
+def rows(figures: dict[str, Any], theirs: list[float]) -> list[tuple[str, Any, str]]:
+    """For people."""
+    return [
+        ("fleets", figures["fleets"], ""),
+        ("worker pods", figures["pods"], ""),
+        ("Deployments Ready s", figures["deployments_ready_s"], ""),
+        ("fleets Ready s", figures["ready_s"], f"<= {1.2 * statistics.median(theirs):.0f}"),
+        ("÷ Deployments", figures["vs_deployments"], "<= 1.2"),
+        ("RSS peak MB", figures["rss_mb"], "< 500"),
+        ("writes per real change", figures["writes_per_object"], "<= 1"),
+        ("writes per fleet", figures["writes_per_fleet"], ""),
+        ("writes per minute at rest", figures["idle_writes_per_min"], "0"),
+        ("CPU % at rest", figures["idle_cpu_percent"], ""),
+        ("CPU ms per pod event", figures["reconcile_ms_per_event"], "<= 1"),
+        ("restart to steady s", figures["restart_s"], "< 30"),
+        ("writes after restart", figures["restart_writes"], ""),
+        ("errors", figures["errors"], "0"),
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

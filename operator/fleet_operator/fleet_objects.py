@@ -1,0 +1,91 @@
+"""The cache: fleets and their children as the watches, and our own writes, last showed them. Old news never replaces newer."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from fleet_operator.cached import cached
+from fleet_operator.cluster.interface import FLEET, POD, Kind, Object, WatchEvent
+from fleet_operator.names import FLEET as FLEET_LABEL
+from fleet_operator.work_queue import Key
+
+GONE_MOST = 10_000
+"""Uids of deleted objects that are remembered: an answer to a write may arrive after the watch said that its object is gone."""
+
+
+class FleetObjects:
+    """Objects by fleet."""
+
+    def __init__(self) -> None:
+        self.fleets: dict[Key, Object] = {}
+        self._children: dict[Key, dict[tuple[str, str], Object]] = {}
+        self._gone: OrderedDict[str, None] = OrderedDict()
+
+    def children(self, key: Key) -> dict[tuple[str, str], Object]:
+        """(kind, name) → object, of one fleet. A pass takes it as it is at its beginning."""
+        return dict(self._children.get(key, {}))
+
+    def fleets_on(self, nodes: set[str]) -> list[Key]:
+        """Fleets with a pod on one of these nodes."""
+        if not nodes:
+            return []
+        return [
+            key
+            for key, objects in self._children.items()
+            if any(kind == POD.kind and obj["spec"].get("nodeName") in nodes for (kind, _), obj in objects.items())
+        ]
+
+    def take(self, kind: Kind, event: WatchEvent) -> Key | None:
+        """The fleet that the event is about; None when it says nothing new or is about no fleet."""
+        key = _fleet_of(kind, event.object)
+        if key is None:
+            return None
+        holder, at = self._place(kind, key, event.object["metadata"]["name"])
+        known = holder.get(at)
+        if event.type == "DELETED":
+            return key if self._take_deleted(key, holder, at, known, event.object) else None
+        if event.object["metadata"].get("uid") in self._gone or (known is not None and not _newer(event.object, known)):
+            return None
+        holder[at] = cached(kind, event.object)
+        return key
+
+    def mark_leaving(self, kind: Kind, namespace: str | None, name: str, at: str) -> Key | None:
+        """Somebody was asked to delete it: it is not to be deleted twice, and not gone before the watch says so."""
+        for key, objects in self._children.items() if kind != FLEET else ():
+            found = objects.get((kind.kind, name)) if key[0] == namespace else None
+            if found is not None and "deletionTimestamp" not in found["metadata"]:
+                objects[kind.kind, name] = {**found, "metadata": {**found["metadata"], "deletionTimestamp": at}}
+                return key
+        return None
+
+    def _place(self, kind: Kind, key: Key, name: str) -> tuple[dict[Key, Object], Key]:
+        if kind == FLEET:
+            return self.fleets, key
+        return self._children.setdefault(key, {}), (kind.kind, name)
+
+    def _take_deleted(self, key: Key, holder: dict[Key, Object], at: Key, known: Object | None, gone: Object) -> bool:
+        uid = gone["metadata"].get("uid")
+        self._gone[uid] = None
+        if len(self._gone) > GONE_MOST:
+            self._gone.popitem(last=False)
+        if known is None or known["metadata"].get("uid") != uid:
+            return False
+        del holder[at]
+        if not self._children.get(key, True):
+            del self._children[key]
+        return True
+
+
+def _fleet_of(kind: Kind, obj: Object) -> Key | None:
+    meta = obj["metadata"]
+    name = meta["name"] if kind == FLEET else (meta.get("labels") or {}).get(FLEET_LABEL)
+    return None if name is None else (meta.get("namespace", "default"), name)
+
+
+def _newer(news: Object, known: Object) -> bool:
+    """Versions of one object are comparable numbers (KEP-5504); another object of the same name is news in any case."""
+    mine, others = news["metadata"], known["metadata"]
+    if mine.get("uid") != others.get("uid"):
+        return True
+    new, old = str(mine.get("resourceVersion")), str(others.get("resourceVersion"))
+    return int(new) > int(old) if new.isdigit() and old.isdigit() else new != old

@@ -1,0 +1,37 @@
+"""The parsed fleet of a raw object, parsed again only where it changed: most passes follow an event about a pod, and most changes
+of a fleet are its own status."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fleet_api.parse import parse_fleet
+from fleet_api.v1alpha1 import InferenceFleet
+from fleet_operator.cluster.interface import Object
+from fleet_operator.recorder import present_status
+
+OF_STATUS = ("resourceVersion", "managedFields")
+"""Fields of the metadata that a write to the status changes."""
+
+
+@dataclass(slots=True)
+class KnownFleet:
+    """One fleet, as last parsed."""
+
+    raw: Object
+    fleet: InferenceFleet
+
+
+def parse_again(known: KnownFleet | None, raw: Object) -> KnownFleet:
+    """The fleet of `raw`; its spec is the very same value while the user changed nothing. ManifestError."""
+    if known is not None and known.raw is raw:
+        return known
+    if known is None or not _same_wish(known.raw, raw):
+        return KnownFleet(raw, parse_fleet(raw))
+    metadata = known.fleet.metadata.model_copy(update={"resource_version": raw["metadata"].get("resourceVersion", "")})
+    return KnownFleet(raw, known.fleet.model_copy(update={"metadata": metadata, "status": present_status(raw)}))
+
+
+def _same_wish(before: Object, after: Object) -> bool:
+    mine, others = ({k: v for k, v in obj["metadata"].items() if k not in OF_STATUS} for obj in (before, after))
+    return mine == others and before["spec"] == after["spec"]

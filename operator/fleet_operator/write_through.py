@@ -1,0 +1,59 @@
+"""What the operator wrote is in its cache at once, not when the watch comes round to it: a pass right after a write must not
+write the same again."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping
+
+from fleet_operator.cluster.interface import EVENT, Cluster, Kind, Object, WatchEvent
+from fleet_operator.cluster.kinds import kind_of
+
+
+class WriteThrough:
+    """A `Cluster` that tells `written` the answer of each write and `leaving` what was asked to go: (kind, namespace, name)."""
+
+    def __init__(
+        self, cluster: Cluster, written: Callable[[Kind, Object], None], leaving: Callable[[Kind, str | None, str], None]
+    ) -> None:
+        self._cluster = cluster
+        self._written = written
+        self._leaving = leaving
+
+    async def get(self, kind: Kind, namespace: str | None, name: str) -> Object:
+        """See `Cluster.get`."""
+        return await self._cluster.get(kind, namespace, name)
+
+    async def list(self, kind: Kind, namespace: str | None = None, labels: Mapping[str, str] | None = None) -> list[Object]:
+        """See `Cluster.list`."""
+        return await self._cluster.list(kind, namespace, labels)
+
+    def watch(
+        self, kind: Kind, namespace: str | None = None, labels: Mapping[str, str] | None = None
+    ) -> AsyncIterator[WatchEvent]:
+        """See `Cluster.watch`."""
+        return self._cluster.watch(kind, namespace, labels)
+
+    async def apply(self, obj: Object) -> Object:
+        """See `Cluster.apply`."""
+        made = await self._cluster.apply(obj)
+        kind = kind_of(obj)
+        if kind != EVENT:
+            self._written(kind, made)
+        return made
+
+    async def delete(
+        self, kind: Kind, namespace: str | None, name: str, *, uid: str | None = None, grace_s: int | None = None
+    ) -> None:
+        """See `Cluster.delete`; that the object is gone is for the watch to say."""
+        await self._cluster.delete(kind, namespace, name, uid=uid, grace_s=grace_s)
+        self._leaving(kind, namespace, name)
+
+    async def patch_status(self, kind: Kind, namespace: str | None, name: str, status: Object) -> Object:
+        """See `Cluster.patch_status`."""
+        made = await self._cluster.patch_status(kind, namespace, name, status)
+        self._written(kind, made)
+        return made
+
+    async def close(self) -> None:
+        """See `Cluster.close`."""
+        await self._cluster.close()

@@ -1,0 +1,144 @@
+"""The cache: whatever order news arrive in, the newest stands, and what is gone stays gone."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fleet_operator.cached import cached
+from fleet_operator.cluster.interface import CONFIG_MAP, FLEET, POD, Kind, WatchEvent
+from fleet_operator.fleet_objects import GONE_MOST, FleetObjects
+from fleet_operator.names import FLEET as FLEET_LABEL
+
+KEY = ("ml", "f")
+
+
+def obj(version: int | str, uid: str = "u1", kind: Kind = POD, name: str = "p") -> dict[str, Any]:
+    meta: dict[str, Any] = {"name": name, "namespace": "ml", "uid": uid, "resourceVersion": str(version)}
+    if kind != FLEET:
+        meta["labels"] = {FLEET_LABEL: "f"}
+    return {"apiVersion": kind.api_version, "kind": kind.kind, "metadata": meta, "spec": {}}
+
+
+def versions(cache: FleetObjects) -> list[str]:
+    return [child["metadata"]["resourceVersion"] for child in cache.children(KEY).values()]
+
+
+@pytest.mark.parametrize(
+    ("events", "left", "news"),
+    [
+        ([("ADDED", obj(1)), ("MODIFIED", obj(2))], ["2"], [True, True]),
+        ([("MODIFIED", obj(10)), ("MODIFIED", obj(9))], ["10"], [True, False]),
+        ([("ADDED", obj(3)), ("ADDED", obj(3))], ["3"], [True, False]),
+        ([("ADDED", obj(1)), ("DELETED", obj(2))], [], [True, True]),
+        ([("DELETED", obj(5)), ("MODIFIED", obj(4))], [], [False, False]),
+        ([("ADDED", obj(1)), ("ADDED", obj(7, "u2")), ("DELETED", obj(6))], ["7"], [True, True, False]),
+        ([("ADDED", obj("a")), ("ADDED", obj("b")), ("ADDED", obj("b"))], ["b"], [True, True, False]),
+    ],
+    ids=["newer", "older", "again", "deleted", "answer-after-deletion", "made-anew", "versions-that-are-no-numbers"],
+)
+def test_old_news_never_replaces_newer(events: list[tuple[Any, dict[str, Any]]], left: list[str], news: list[bool]):
+    cache = FleetObjects()
+    assert [cache.take(POD, WatchEvent(kind, one)) is not None for kind, one in events] == news
+    assert versions(cache) == left
+
+
+@given(st.permutations([("ADDED", 1), ("MODIFIED", 2), ("MODIFIED", 3), ("MODIFIED", 3), ("DELETED", 4)]))
+def test_a_deleted_object_is_gone_in_whatever_order_its_story_is_told(story: list[tuple[Any, int]]):
+    cache = FleetObjects()
+    for kind, version in story:
+        cache.take(POD, WatchEvent(kind, obj(version)))
+    assert versions(cache) == []
+
+
+def test_objects_of_no_fleet_are_not_kept():
+    cache, stranger = FleetObjects(), obj(1)
+    del stranger["metadata"]["labels"]
+    assert cache.take(POD, WatchEvent("ADDED", stranger)) is None
+
+
+def test_a_fleet_without_children_takes_no_memory():
+    cache = FleetObjects()
+    for number in range(3):
+        cache.take(POD, WatchEvent("ADDED", obj(1, f"u{number}", name=f"p{number}")))
+    for number in range(3):
+        cache.take(POD, WatchEvent("DELETED", obj(2, f"u{number}", name=f"p{number}")))
+    cache.take(FLEET, WatchEvent("ADDED", obj(1, "f", FLEET, "f")))
+    cache.take(FLEET, WatchEvent("DELETED", obj(2, "f", FLEET, "f")))
+    assert cache._children == {}
+    assert cache.fleets == {}
+
+
+def test_what_is_remembered_of_deletions_is_bounded():
+    cache = FleetObjects()
+    for number in range(GONE_MOST + 10):
+        cache.take(POD, WatchEvent("DELETED", obj(1, f"u{number}")))
+    assert len(cache._gone) == GONE_MOST
+
+
+def test_a_pass_keeps_what_it_began_with():
+    cache = FleetObjects()
+    cache.take(POD, WatchEvent("ADDED", obj(1)))
+    before = cache.children(KEY)
+    cache.take(POD, WatchEvent("DELETED", obj(2)))
+    assert len(before) == 1
+    assert cache.children(KEY) == {}
+
+
+# -- what is kept of an object ----------------------------------------------------------------------------------------
+def test_pods_are_kept_without_what_nobody_reads_and_the_event_is_left_alone():
+    pod = obj(1)
+    pod["metadata"]["managedFields"] = [{"manager": "x"}]
+    pod["spec"] = {"containers": [{"name": "worker"}], "volumes": [], "nodeName": "n", "resourceClaims": [{"name": "gpu"}]}
+    pod["status"] = {"podIP": "10.0.0.1"}
+    before = repr(pod)
+    kept = cached(POD, pod)
+    assert kept["spec"] == {"nodeName": "n", "resourceClaims": [{"name": "gpu"}]}
+    assert kept["status"] == {"podIP": "10.0.0.1"}
+    assert "managedFields" not in kept["metadata"]
+    assert repr(pod) == before
+
+
+@pytest.mark.parametrize("kind", [CONFIG_MAP, FLEET], ids=["ConfigMap", "InferenceFleet"])
+def test_everything_else_is_kept_whole_because_wishes_are_compared_with_it(kind: Kind):
+    whole = {**obj(1, kind=kind), "data": {"a": ["b", {"c": 1}]}, "spec": {"containers": [1], "volumes": {"x": 2}}}
+    assert cached(kind, whole) == whole
+
+
+def test_names_of_fields_are_shared():
+    names = [
+        key for number in range(2) for key in cached(POD, {**obj(number), "status": {"".join(["pod", "IP"]): "x"}})["status"]
+    ]
+    assert names[0] is names[1] is sys.intern("podIP")
+
+
+def test_what_a_list_leaves_out_is_added():
+    item = obj(1)
+    del item["apiVersion"], item["kind"]
+    assert (cached(POD, item)["apiVersion"], cached(POD, item)["kind"]) == ("v1", "Pod")
+
+
+# -- what was asked to go ---------------------------------------------------------------------------------------------
+def test_what_was_asked_to_go_is_leaving_until_the_watch_says_that_it_is_gone():
+    cache = FleetObjects()
+    cache.take(POD, WatchEvent("ADDED", obj(1)))
+    assert cache.mark_leaving(POD, "ml", "p", "now") == KEY
+    assert [child["metadata"].get("deletionTimestamp") for child in cache.children(KEY).values()] == ["now"]
+    assert cache.mark_leaving(POD, "ml", "p", "later") is None
+    assert cache.mark_leaving(POD, "ml", "other", "now") is None
+    cache.take(POD, WatchEvent("MODIFIED", obj(2)))  # the server's own word stands above ours
+    assert "deletionTimestamp" not in next(iter(cache.children(KEY).values()))["metadata"]
+    cache.take(POD, WatchEvent("DELETED", obj(3)))
+    assert cache.children(KEY) == {}
+
+
+def test_fleets_on_a_node():
+    cache = FleetObjects()
+    pod = obj(1)
+    pod["spec"]["nodeName"] = "n1"
+    cache.take(POD, WatchEvent("ADDED", pod))
+    assert (cache.fleets_on({"n1"}), cache.fleets_on({"n2"}), cache.fleets_on(set())) == ([KEY], [], [])
