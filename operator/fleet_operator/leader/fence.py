@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import TypeVar
+from collections.abc import Callable
+from typing import Any
 
-from fleet_operator.cluster.interface import Cluster, ClusterError, Kind, Object, UnavailableError, WatchEvent
-
-T = TypeVar("T")
+from fleet_operator.cluster.guarded import Send, Write
+from fleet_operator.cluster.interface import ClusterError, UnavailableError
 
 
 def boot_clock() -> float:
@@ -52,53 +51,13 @@ class Fence:
         """For how long new writes may still begin; not positive: closed."""
         return self._writes_until - self.clock()
 
-    async def guard(self, write: Callable[[], Awaitable[T]]) -> T:
-        """`write`, when it may begin, with no more time than the lease has; NotLeaderError, UnavailableError."""
+    async def guard(self, write: Write, send: Send) -> Any:
+        """`send`, when it may begin, with no more time than the lease has; NotLeaderError, UnavailableError."""
         now = self.clock()
         if now >= self._writes_until:
-            raise NotLeaderError("this process may have lost the lease: nothing is written")
+            raise NotLeaderError(f"this process may have lost the lease: {write.kind.kind} {write.name} is not written")
         try:
             async with asyncio.timeout(self._lease_until - now):
-                return await write()
+                return await send()
         except TimeoutError as error:
             raise UnavailableError("no answer before the end of the lease") from error
-
-
-class FencedCluster:
-    """A `Cluster` whose writes pass a fence; reads are free."""
-
-    def __init__(self, cluster: Cluster, fence: Fence) -> None:
-        self._cluster = cluster
-        self._fence = fence
-
-    async def get(self, kind: Kind, namespace: str | None, name: str) -> Object:
-        """See `Cluster.get`."""
-        return await self._cluster.get(kind, namespace, name)
-
-    async def list(self, kind: Kind, namespace: str | None = None, labels: Mapping[str, str] | None = None) -> list[Object]:
-        """See `Cluster.list`."""
-        return await self._cluster.list(kind, namespace, labels)
-
-    def watch(
-        self, kind: Kind, namespace: str | None = None, labels: Mapping[str, str] | None = None
-    ) -> AsyncIterator[WatchEvent]:
-        """See `Cluster.watch`."""
-        return self._cluster.watch(kind, namespace, labels)
-
-    async def apply(self, obj: Object) -> Object:
-        """See `Cluster.apply`; NotLeaderError."""
-        return await self._fence.guard(lambda: self._cluster.apply(obj))
-
-    async def delete(
-        self, kind: Kind, namespace: str | None, name: str, *, uid: str | None = None, grace_s: int | None = None
-    ) -> None:
-        """See `Cluster.delete`; NotLeaderError."""
-        await self._fence.guard(lambda: self._cluster.delete(kind, namespace, name, uid=uid, grace_s=grace_s))
-
-    async def patch_status(self, kind: Kind, namespace: str | None, name: str, status: Object) -> Object:
-        """See `Cluster.patch_status`; NotLeaderError."""
-        return await self._fence.guard(lambda: self._cluster.patch_status(kind, namespace, name, status))
-
-    async def close(self) -> None:
-        """See `Cluster.close`."""
-        await self._cluster.close()

@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fleet_operator.cluster.guarded import GuardedCluster, Write
 from fleet_operator.cluster.interface import CONFIG_MAP, ClusterError, ForbiddenError, UnavailableError
 from fleet_operator.cluster.kinds import LEASE
 from fleet_operator.cluster.memory import MemoryCluster
 from fleet_operator.leader.elector import Candidate, Elector, LeadershipLostError
-from fleet_operator.leader.fence import Fence, FencedCluster, NotLeaderError
+from fleet_operator.leader.fence import Fence, NotLeaderError
 from fleet_operator.leader.lease import Terms
 
 TERMS = Terms(lease_s=15, renew_s=10.0, retry_s=2.0)
@@ -55,7 +56,7 @@ class Process:
         self.fence = Fence(lambda: zero + rate * world.now)
         births = world.store.writer("births")
         self.elector = Elector(self.wire, births, Candidate("ns", "lease", name, TERMS), self.fence, sleep=world.sleep)  # type: ignore[arg-type]
-        self.cluster = FencedCluster(self.wire, self.fence)  # type: ignore[arg-type]
+        self.cluster = GuardedCluster(self.wire, self.fence)  # type: ignore[arg-type]
 
     async def try_once(self) -> None:
         """One attempt of the loop; like `keep`, it ends the process that could not renew in time."""
@@ -150,7 +151,7 @@ def test_a_write_under_way_gets_no_more_time_than_the_lease_has():
         fence = Fence(lambda: world.now)
         fence.extend(world.now + 5, world.now + 0.01)
         with pytest.raises(UnavailableError, match="end of the lease"):
-            await fence.guard(lambda: asyncio.sleep(3_600))
+            await fence.guard(Write("apply", CONFIG_MAP, "ns", "c"), lambda: asyncio.sleep(3_600))
 
     played(scenario)
 
