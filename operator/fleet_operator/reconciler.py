@@ -38,6 +38,7 @@ from fleet_operator.cluster.interface import (
     WatchEvent,
 )
 from fleet_operator.compare import contains
+from fleet_operator.health.passes import Passes, Unmeasured
 from fleet_operator.names import FLEET as FLEET_LABEL
 from fleet_operator.names import MANAGED_BY, MANAGER, ROUTER_ROLE, router_name
 from fleet_operator.names import ROLE as ROLE_LABEL
@@ -104,7 +105,12 @@ class Reconciler:
         *,
         namespace: str | None = None,
         now: Callable[[], float] = time.time,
+        owns: Callable[[str], bool] = lambda namespace: True,
+        passes: Passes = Unmeasured(),
     ) -> None:
+        """`owns` says whether fleets of a namespace are ours now; `touch_namespace` when that changes."""
+        self._owns = owns
+        self._passes = passes
         self._cluster = cluster
         self._platform = platform
         self._telemetry = telemetry
@@ -117,7 +123,7 @@ class Reconciler:
         self._states: dict[Key, _State] = {}
         self._nodes: dict[str, NodeView] = {}
         self._leaving: dict[str, str] = {}
-        self._dirty: set[Key] = set()
+        self._dirty: dict[Key, float] = {}
         self._wake = asyncio.Event()
         self._synced: set[str] = set()
 
@@ -170,8 +176,32 @@ class Reconciler:
 
     def touch(self, key: Key) -> None:
         """Look at this fleet again."""
-        self._dirty.add(key)
+        self._dirty.setdefault(key, time.monotonic())
         self._wake.set()
+
+    def touch_namespace(self, namespace: str) -> None:
+        """Look at every fleet of a namespace again."""
+        for key in [key for key in self._fleets if key[0] == namespace]:
+            self.touch(key)
+
+    # -- what others may see ----------------------------------------------------------------------------------------
+    @property
+    def synced(self) -> bool:
+        """Whether every kind was listed once."""
+        return self._synced >= {kind.kind for kind in (FLEET, *CHILDREN)}
+
+    def backlog(self) -> tuple[int, float]:
+        """Fleets that wait for a pass, and for how long the one that waits longest has waited, seconds."""
+        return len(self._dirty), max(0.0, time.monotonic() - min(self._dirty.values())) if self._dirty else 0.0
+
+    def readiness(self) -> dict[str, int]:
+        """Fleets by the status of their Ready condition."""
+        counts = {"True": 0, "False": 0, "Unknown": 0}
+        for raw in self._fleets.values():
+            conditions = (raw.get("status") or {}).get("conditions") or []
+            status = next((c.get("status") for c in conditions if c.get("type") == "Ready"), "Unknown")
+            counts[status if status in counts else "Unknown"] += 1
+        return counts
 
     # -- running ----------------------------------------------------------------------------------------------------
     async def run(self) -> None:
@@ -195,29 +225,39 @@ class Reconciler:
                 async with asyncio.timeout(RESYNC_S):
                     await self._wake.wait()
             except TimeoutError:
-                self._dirty.update(self._fleets)
+                for key in self._fleets:
+                    self.touch(key)
             self._wake.clear()
-            if not self._synced >= {kind.kind for kind in (FLEET, *CHILDREN)}:
+            self._passes.turned()
+            if not self.synced:
                 continue
             await self.drain()
 
     async def drain(self) -> None:
         """Reconcile until no fleet is dirty."""
         while self._dirty:
-            await self._one(self._dirty.pop())
+            key = next(iter(self._dirty))  # the one that has waited longest
+            del self._dirty[key]
+            await self._one(key)
 
     async def _one(self, key: Key) -> None:
         raw = self._fleets.get(key)
         if raw is None or "deletionTimestamp" in raw["metadata"]:
             return  # children go by garbage collection; recreating one would fight it
+        if not self._owns(key[0]):
+            return
         state = self._states.setdefault(key, _State())
+        begun, failed = self._passes.began(), False
         try:
             outcome = await self.reconcile_once(key, raw, state)
         except ClusterError as error:
+            failed = True
             outcome = Outcome(problems=[Problem(error.reason, f"{error.reason}: {error}")])
             await self._recorder.record(raw, None, outcome, {})
+        self._passes.ended(begun, [problem.reason for problem in outcome.problems], failed=failed)
         if outcome.done:
-            LOG.info("fleet=%s/%s %s", *key, "; ".join(map(str, outcome.done)))
+            about = {"namespace": key[0], "fleet": key[1]}
+            LOG.info("fleet=%s/%s %s", *key, "; ".join(map(str, outcome.done)), extra=about)
         self._after(key, state, outcome)
 
     def _after(self, key: Key, state: _State, outcome: Outcome) -> None:
@@ -226,7 +266,8 @@ class Reconciler:
             state.failures += 1
             delay_s = min(BACKOFF_MOST_S, BACKOFF_FIRST_S * 2 ** (state.failures - 1))
             if problems != state.problems:
-                LOG.warning("fleet=%s/%s problems=%s retry_s=%s", *key, "; ".join(problems), delay_s)
+                about = {"namespace": key[0], "fleet": key[1], "reason": outcome.problems[0].reason, "error": problems[0]}
+                LOG.warning("fleet=%s/%s problems=%s retry_s=%s", *key, "; ".join(problems), delay_s, extra=about)
             asyncio.get_running_loop().call_later(delay_s, self.touch, key)
         else:
             state.failures = 0
@@ -305,7 +346,8 @@ class Reconciler:
         found = []
         for key, raw in self._fleets.items():
             state = self._states.get(key)
-            if state is not None and not state.reading and "deletionTimestamp" not in raw["metadata"]:
+            living = "deletionTimestamp" not in raw["metadata"] and self._owns(key[0])
+            if state is not None and not state.reading and living:
                 state.reading = True
                 found.append(self._read(key, raw, state))
         return found
