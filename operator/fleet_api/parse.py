@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from fleet_api.compat import refusals
 from fleet_api.structure import normalised
 from fleet_api.v1alpha1 import InferenceFleet, WorkerPool
 from fleet_api.validate import validate
@@ -19,8 +20,12 @@ class ManifestError(ValueError):
 
 
 def parse_fleet(manifest: Mapping[str, Any]) -> InferenceFleet:
-    """The fleet of a manifest or API object; ManifestError names each field that is wrong, in the API server's words."""
-    return InferenceFleet.model_validate(_accepted(manifest, "InferenceFleet"))
+    """The fleet of a manifest or API object; ManifestError names each field that is wrong, in the API server's words, and what
+    CEL cannot judge (`compat.refusals`)."""
+    accepted = _accepted(manifest, "InferenceFleet")
+    if errors := refusals(accepted):
+        raise ManifestError(errors)
+    return InferenceFleet.model_validate(accepted)
 
 
 def parse_pool(manifest: Mapping[str, Any]) -> WorkerPool:
