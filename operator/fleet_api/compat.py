@@ -145,10 +145,10 @@ def _moving(spec: Raw) -> Iterator[str]:
 
 def _lengths(spec: Raw) -> Iterator[str]:
     longest, limits = (spec.get("engine") or {}).get("maxModelLen"), spec.get("limits") or {}
-    asked = limits.get("maxInputTokens"), limits.get("maxOutputTokens")
-    if longest and all(asked) and sum(asked) > longest:
+    prompt, answer = limits.get("maxInputTokens"), limits.get("maxOutputTokens")
+    if longest and prompt and answer and prompt + answer > longest:
         yield (
-            f"spec.limits: maxInputTokens + maxOutputTokens is {sum(asked)}, more than engine.maxModelLen {longest}: "
+            f"spec.limits: maxInputTokens + maxOutputTokens is {prompt + answer}, more than engine.maxModelLen {longest}: "
             "requests that use both are refused by the engine"
         )
 
@@ -182,13 +182,16 @@ def _unreachable(tier: Raw, index: int) -> Iterator[str]:
     """maxReplicas that the ratio never lets a role have."""
     ratio = tier.get("ratio") or {}
     low, high = parse_ratio(ratio.get("min", "1:4")), parse_ratio(ratio.get("max", "1:1"))
-    most = {role: (tier.get(role) or {}).get("maxReplicas") for role in ("prefill", "decode")}
-    if most["prefill"] is None or most["decode"] is None:
+    prefill, decode = ((tier.get(role) or {}).get("maxReplicas") for role in ("prefill", "decode"))
+    if prefill is None or decode is None:
         return
-    for role, count in (("prefill", _most_prefill(high, most["decode"])), ("decode", _most_decode(low, most["prefill"]))):
-        if count < most[role]:
+    for role, most, count in (
+        ("prefill", prefill, _most_prefill(high, decode)),
+        ("decode", decode, _most_decode(low, prefill)),
+    ):
+        if count < most:
             yield (
-                f"spec.tiers[{index}].{role}.maxReplicas: {most[role]} is never reached: the ratio allows {count} with the other "
+                f"spec.tiers[{index}].{role}.maxReplicas: {most} is never reached: the ratio allows {count} with the other "
                 "role's maxReplicas"
             )
 
