@@ -22,7 +22,7 @@ def judge_fleet(request: Request) -> Verdict:
     """
     if request.operation not in ("CREATE", "UPDATE") or (request.old and _spec(request.old) == _spec(request.object)):
         return ALLOWED
-    manifest = dict(request.object)
+    manifest = {**request.object, "kind": "InferenceFleet"}
     errors = validate(manifest) or refusals(normalised(manifest))
     if errors:
         return Verdict(False, refusal(manifest, errors))

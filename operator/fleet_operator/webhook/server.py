@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakSet
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
@@ -35,8 +34,8 @@ class Limits:
 
 
 Judge = Callable[[Request], Awaitable[Verdict]]
-SERVED: web.AppKey[WeakSet[Any]] = web.AppKey("served", WeakSet)
-"""Connections that carried a request."""
+WAITING: web.AppKey[set[Any]] = web.AppKey("waiting", set)
+"""Connections that have not carried a request yet."""
 PATHS = ("/validate/fleet", "/mutate/fleet", "/validate/scale")
 
 
@@ -69,7 +68,7 @@ def admission_app(cluster: Cluster, limits: Limits = Limits()) -> web.Applicatio
 
     app = web.Application(client_max_size=limits.body_bytes, middlewares=[_late])
     judged = (threaded(judge_fleet), threaded(mark_fleet), scale)
-    app[SERVED] = WeakSet()
+    app[WAITING] = set()
     app.add_routes([web.post(path, route(judge)) for path, judge in zip(PATHS, judged, strict=True)])
     return app
 
@@ -77,7 +76,7 @@ def admission_app(cluster: Cluster, limits: Limits = Limits()) -> web.Applicatio
 @web.middleware
 async def _late(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Notes that a connection carried a request, and answers for one that was not judged in time."""
-    request.app[SERVED].add(request.protocol)
+    request.app[WAITING].discard(request.protocol)
     try:
         return await handler(request)
     except TimeoutError:
@@ -97,7 +96,7 @@ async def admission_server(
 ) -> AsyncIterator[int]:
     """Serve while the block runs; gives the port. `context` may get another certificate at any time: new handshakes use it, open
     connections go on."""
-    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, keepalive_timeout=limits.idle_s)
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, keepalive_timeout=limits.idle_s, lingering_time=0.5)
     await runner.setup()
     loop, protocols = asyncio.get_running_loop(), runner.server
     assert protocols is not None  # noqa: S101 - set up above
@@ -106,7 +105,8 @@ async def admission_server(
         if len(protocols.connections) >= limits.connections:
             return _Refused()
         protocol = protocols()
-        loop.call_later(limits.review_s, _close_unless_served, protocol, app[SERVED])
+        app[WAITING].add(protocol)
+        loop.call_later(limits.review_s, _close_silent, protocol, app[WAITING])
         return protocol
 
     server = await loop.create_server(
@@ -119,7 +119,9 @@ async def admission_server(
         await runner.cleanup()
 
 
-def _close_unless_served(protocol: Any, served: WeakSet[Any]) -> None:
+def _close_silent(protocol: Any, waiting: set[Any]) -> None:
     """Who connects and then sends no request, or drips its head, leaves."""
-    if protocol not in served and protocol.transport is not None:
-        protocol.transport.abort()
+    if protocol in waiting:
+        waiting.discard(protocol)
+        if protocol.transport is not None:
+            protocol.transport.abort()
