@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from fleet_api.arguments import of_role, parse_arguments
+from fleet_api.arguments import Argument, of_role, parse_arguments
 from fleet_api.quantities import Ratio, parse_duration, parse_ratio
 
 Raw = Mapping[str, Any]
@@ -93,8 +93,12 @@ def _unlike(spec: Raw, index: int) -> Iterator[str]:
     for name, why in ALIKE.items():
         ours, theirs = prefill.get(name), decode.get(name)
         if (ours and ours.value) != (theirs and theirs.value):
-            said = [f"{role} has {a.value or 'it'}" if a else f"{role} has none" for role, a in (("prefill", ours), ("decode", theirs))]
-            yield f"spec.tiers[{index}]: Invalid value: --{name} must be the same in both roles ({', '.join(said)}): {why}"
+            said = f"prefill has {_said(ours)}, decode has {_said(theirs)}"
+            yield f"spec.tiers[{index}]: Invalid value: --{name} must be the same in both roles ({said}): {why}"
+
+
+def _said(argument: Argument | None) -> str:
+    return "none" if argument is None else argument.value or "it"
 
 
 def _unlike_env(spec: Raw, index: int) -> Iterator[str]:
@@ -173,8 +177,8 @@ def _transfer(spec: Raw, tier: Raw, index: int) -> Iterator[str]:
     lease, objective = transfer.get("leaseDuration"), ((spec.get("slo") or {}).get("ttft") or {}).get("p99")
     if lease and objective and parse_duration(lease) < parse_duration(objective):
         yield (
-            f"spec.tiers[{index}].kvTransfer.leaseDuration: {lease} is shorter than slo.ttft.p99 {objective}: KV of a request that is "
-            "still in time may be gone before decode reads it"
+            f"spec.tiers[{index}].kvTransfer.leaseDuration: {lease} is shorter than slo.ttft.p99 {objective}: KV of a request "
+            "that is still in time may be gone before decode reads it"
         )
 
 

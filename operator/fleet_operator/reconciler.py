@@ -106,11 +106,11 @@ class Reconciler:
         namespace: str | None = None,
         now: Callable[[], float] = time.time,
         owns: Callable[[str], bool] = lambda namespace: True,
-        passes: Passes = Unmeasured(),
+        passes: Passes | None = None,
     ) -> None:
         """`owns` says whether fleets of a namespace are ours now; `touch_namespace` when that changes."""
         self._owns = owns
-        self._passes = passes
+        self._passes = passes or Unmeasured()
         self._cluster = cluster
         self._platform = platform
         self._telemetry = telemetry

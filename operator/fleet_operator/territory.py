@@ -111,6 +111,11 @@ class Territory:
         finally:
             self._writing[write.namespace] -= 1
 
+    async def _quiet(self, namespace: str) -> None:
+        """Return when nothing of ours is being written there."""
+        while self._writing[namespace]:  # noqa: ASYNC110 - seldom and short: an event per namespace would be more to get wrong
+            await asyncio.sleep(0.05)
+
     async def run(self) -> None:
         """Claim for ever; follows the labels of namespaces when those decide."""
         async with asyncio.TaskGroup() as group:
@@ -157,8 +162,8 @@ class Territory:
         if self.foreign.get(namespace) != holder:
             self.foreign[namespace] = holder
             LOG.warning(
-                "namespace %s belongs to installation %s: its fleets are left alone; when %s is gone for good, delete Lease %s there",
-                namespace, holder, holder, CLAIM,
+                "namespace %s belongs to installation %s: its fleets are left alone; once that one is gone for good, delete Lease %s",
+                namespace, holder, CLAIM,
             )  # fmt: skip
 
     async def _follow(self) -> None:
@@ -189,8 +194,7 @@ class Territory:
         """Stop writing there, then let go of it."""
         self._owned.discard(namespace)
         self.foreign.pop(namespace, None)
-        while self._writing[namespace]:
-            await asyncio.sleep(0.05)
+        await self._quiet(namespace)
         try:
             lease = await self._cluster.get(LEASE, namespace, CLAIM)
             if holder_of(lease) == self._installation:

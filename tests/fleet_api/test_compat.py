@@ -31,10 +31,11 @@ def env(value: str) -> dict[str, Any]:
     return {"podTemplate": {"env": [{"name": "PYTHONHASHSEED", "value": value}]}}
 
 
+FORBIDDEN = "spec.engine.args[0]: Forbidden: --kv-transfer-config"
 NIXL_BOTH = '{"kv_connector":"NixlConnector","kv_role":"kv_both"}'
 BAD = [
     # kserve #5987, dynamo aiconfigurator #519, llm-d #1189: each engine gets the same connector text, or none at all
-    ("one connector for both", spec(args=["--kv-transfer-config", NIXL_BOTH]), "spec.engine.args[0]: Forbidden: --kv-transfer-config"),
+    ("one connector for both", spec(args=["--kv-transfer-config", NIXL_BOTH]), FORBIDDEN),
     ("dotted connector", spec(args=["--kv-transfer-config.kv_role=kv_both"]), "--kv-transfer-config"),
     ("underscores", spec(args=[f"--kv_transfer_config={NIXL_BOTH}"]), "--kv-transfer-config"),
     ("a connector for one role", roles({"args": ["--kv-transfer-config={}"]}, {}), "spec.tiers[0].prefill.args[0]: Forbidden"),
@@ -43,7 +44,7 @@ BAD = [
     ("a key that nobody sends", spec(args=["--api-key=abc"]), "no place for a secret"),
     ("another length", spec(args=["--max-model-len=131072"]), "spec.engine.maxModelLen says it"),
     # vLLM #14952, TRT-LLM #6507: dtypes of the two sides differ, answers are wrong or the hand-off fails
-    ("dtype of one role", roles({"args": ["--dtype=bfloat16"]}, {"args": ["--dtype=float16"]}), "prefill has bfloat16, decode has float16"),
+    ("dtype of one role", roles({"args": ["--dtype=bfloat16"]}, {"args": ["--dtype=float16"]}), "prefill has bfloat16"),
     ("cache dtype of one role", roles({}, {"args": ["--kv-cache-dtype", "fp8"]}), "prefill has none, decode has fp8"),
     ("backend of one role", roles({"args": ["--attention-backend=FLASHINFER"]}, {}), "lays KV blocks out"),
     ("hybrid manager of one role", roles({"args": ["--disable-hybrid-kv-cache-manager"]}, {}), "prefill has it, decode has none"),
@@ -51,7 +52,7 @@ BAD = [
     # LMCache #1133, #1251, #2511: block hashes differ between processes
     ("hash seed of one role", roles(env("0"), {}), "env PYTHONHASHSEED must be the same in both roles"),
     ("two hash seeds", roles(env("0"), env("1")), "env PYTHONHASHSEED must be the same in both roles"),
-    ("drafter of one role", roles({}, {"args": ["--speculative-config", '{"method":"eagle3","model":"m"}']}), "its KV is handed over"),
+    ("drafter of one role", roles({}, {"args": ["-sc", '{"method":"eagle3"}']}), "its KV is handed over"),
     (
         "block sizes on CPUs",
         roles({"args": ["--block-size=128"]}, {"args": ["--block-size=16"]}, accelerator={"type": "cpu"}),
@@ -101,17 +102,17 @@ RISKS = [
     ("a branch", spec(model={"source": HUB}), "spec.model.revision: main may change"),
     ("a commit", spec(model={"source": HUB, "revision": "0e9e39f249a16976918f6564b8830bc894c89659"}), ""),
     ("a version", spec(model={"source": HUB, "revision": "v1.2"}), ""),
-    ("more than fits", spec(engine={"maxModelLen": 4096}, limits={"maxInputTokens": 4000, "maxOutputTokens": 4000}), "8000, more than"),
+    ("more than fits", spec(engine={"maxModelLen": 4096}, limits={"maxInputTokens": 4000, "maxOutputTokens": 4000}), "8000"),
     ("what fits", spec(engine={"maxModelLen": 4096}, limits={"maxInputTokens": 2000, "maxOutputTokens": 2000}), ""),
     ("code of strangers", spec(args=["--trust-remote-code"]), "spec.engine.args[0]: --trust-remote-code"),
     ("no prefix cache", spec(args=["--no-enable-prefix-caching"]), "finds nothing"),
     ("shared memory", spec(tier={"kvTransfer": {"transport": "shm"}}), "only between workers of one node"),
     ("tcp from a GPU", spec(tier={"kvTransfer": {"transport": "tcp"}}), "through host memory"),
     ("tcp between CPUs", spec(tier={"kvTransfer": {"transport": "tcp"}, "accelerator": {"type": "cpu"}}), ""),
-    ("lease too short", spec(tier={"kvTransfer": {"leaseDuration": "5s"}}, slo={"ttft": {"p99": "20s"}}), "shorter than slo.ttft.p99 20s"),
+    ("lease too short", spec(tier={"kvTransfer": {"leaseDuration": "5s"}}, slo={"ttft": {"p99": "20s"}}), "shorter than"),
     ("lease long enough", spec(tier={"kvTransfer": {"leaseDuration": "30s"}}, slo={"ttft": {"p99": "20s"}}), ""),
-    ("prefill beyond the ratio", roles({"maxReplicas": 9}, {"maxReplicas": 8}), "prefill.maxReplicas: 9 is never reached: the ratio allows 8"),
-    ("decode beyond the ratio", roles({"maxReplicas": 2}, {"maxReplicas": 9}), "decode.maxReplicas: 9 is never reached: the ratio allows 8"),
+    ("prefill beyond the ratio", roles({"maxReplicas": 9}, {"maxReplicas": 8}), "prefill.maxReplicas: 9 is never"),
+    ("decode beyond the ratio", roles({"maxReplicas": 2}, {"maxReplicas": 9}), "decode.maxReplicas: 9 is never"),
     ("inside the ratio", roles({"maxReplicas": 2}, {"maxReplicas": 8}), ""),
 ]  # fmt: skip
 

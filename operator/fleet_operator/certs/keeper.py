@@ -1,4 +1,4 @@
-"""The thin shell around `plan`: reads the Secret, renews, tells the API server whom to trust, and gives the server its certificate.
+"""The thin shell around `plan`: reads the Secret, renews, tells the API server whom to trust, supplies the server.
 
 Every replica reads; whoever may write (the leader) renews, and a resourceVersion keeps two from renewing at once. The private
 keys are in the Secret and in memory, never on a disk, in a log line or in an error.

@@ -1,8 +1,8 @@
 """What must be renewed now: a pure function of the certificates that exist and the time.
 
-An authority is renewed in steps, each visible to everybody before the next: the new authority joins the bundle that the API server
-trusts; when that has settled, serving certificates come from it; when those have settled, the old one leaves the bundle. At no
-moment does a replica serve a certificate that the API server does not trust.
+An authority is renewed in steps, each visible to everybody before the next: the new authority joins the bundle that the API
+server trusts; when that has settled, serving certificates come from it; when those have settled, the old one leaves the bundle.
+At no moment does a replica serve a certificate that the API server does not trust.
 """
 
 from __future__ import annotations
@@ -71,11 +71,9 @@ class Work:
 
 def plan(stock: Stock | None, names: frozenset[str], now: float, life: Lifetimes, *, told: bool) -> Work:
     """The next step for a server called `names`; `told`: the API server trusts the whole bundle (or asks nobody)."""
-    if stock is None or not stock.authorities:
+    if stock is None or not stock.authorities or not _valid(stock.authorities[-1], now):
         return Work("everything", "there are no usable certificates")
     signing, serving = stock.authorities[-1], stock.serving
-    if not _valid(signing, now):
-        return Work("everything", "the authority is over")
     if not _trusted(stock, now):
         return Work("serving", "the serving certificate is over or signed by nobody in the bundle")
     if names - serving.names:

@@ -47,9 +47,7 @@ class Meters:
             "fleet_operator_reconciles", "Passes over a fleet: ok, problems (some write failed), error.", ["outcome"],
             registry=self.registry,
         )  # fmt: skip
-        self._errors = Counter(
-            "fleet_operator_errors", "Problems of passes, by reason.", ["reason"], registry=self.registry
-        )
+        self._errors = Counter("fleet_operator_errors", "Problems of passes, by reason.", ["reason"], registry=self.registry)
         self._writes = Counter(
             "fleet_operator_api_writes", "Writes to the API server.", ["verb", "kind", "outcome"], registry=self.registry
         )

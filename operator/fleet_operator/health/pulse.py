@@ -28,8 +28,8 @@ class _Stream:
 class Pulse:
     """Collects vitals; one per process."""
 
-    def __init__(self, bounds: Bounds = Bounds(), clock: Callable[[], float] = time.monotonic) -> None:
-        self._bounds = bounds
+    def __init__(self, bounds: Bounds | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._bounds = bounds or Bounds()
         self._clock = clock
         self._streams: dict[str, _Stream] = {}
         self._heard: dict[str, float] = {}

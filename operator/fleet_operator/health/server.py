@@ -49,5 +49,3 @@ async def serving(app: web.Application, port: int, host: str | None = None) -> A
         yield
     finally:
         await runner.cleanup()
-
-

@@ -1,7 +1,7 @@
-"""The election as arithmetic: the lease as this process saw it, its own clock and its name give what to do next. No clock, no API.
+"""The election as arithmetic: the lease as this process saw it, its own clock and its name give what to do next. No I/O.
 
-Nobody's clock but ours is used: a lease is over when *we* saw no change of it for its whole duration. What the holder wrote as its
-renewal time is for people.
+Nobody's clock but ours is used: a lease is over when *we* saw no change of it for its whole duration. What the holder wrote as
+its renewal time is for people.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The HTTPS server that the API server asks: bounded bodies, connections, judges and time; its certificate may change any time."""
+"""The HTTPS server that the API server asks: bounded bodies, connections, judges, time; its certificate may change."""
 
 from __future__ import annotations
 

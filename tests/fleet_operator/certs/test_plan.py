@@ -86,9 +86,11 @@ def test_nothing_comes_from_an_authority_that_the_api_server_was_not_told_of():
     assert step(material, now + DAY_S, told=True) == "serving"
 
 
-@pytest.mark.parametrize("terms", [{"settle_s": 0.5, "serving_s": 10}, {"settle_s": 60, "serving_s": 599}, {"authority_s": 100 * DAY_S}])
+@pytest.mark.parametrize(
+    "terms", [{"settle_s": 0.5, "serving_s": 10}, {"settle_s": 60, "serving_s": 599}, {"authority_s": 100 * DAY_S}]
+)
 def test_lifetimes_without_room_for_an_overlap_are_refused(terms: dict[str, Any]):
-    with pytest.raises(ValueError, match="settle|half"):
+    with pytest.raises(ValueError, match=r"settle|half"):
         Lifetimes(**terms)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -63,10 +64,8 @@ class Process:
         if self.elector.leading and self.fence.open_s <= 0:
             self.elector.leading = False
             self.fence.close()
-        try:
+        with contextlib.suppress(ClusterError):
             await self.elector.attempt()
-        except ClusterError:
-            pass
 
     async def writes(self) -> bool:
         wish = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "c", "namespace": "ns"}, "data": {"by": self.name}}

@@ -49,7 +49,8 @@ def test_the_holders_clock_does_not_matter():
 
 
 @pytest.mark.parametrize(
-    "spec", [None, {}, {"holderIdentity": None}, {"leaseDurationSeconds": "x", "leaseTransitions": -4}, {"leaseDurationSeconds": 10**9}]
+    "spec",
+    [None, {}, {"holderIdentity": None}, {"leaseDurationSeconds": "x", "leaseTransitions": -4}, {"leaseDurationSeconds": 10**9}],
 )
 def test_an_absurd_lease_is_nobodys(spec: Any):
     assert parse_lease({"metadata": {}, "spec": spec}) == Lease("", 0, 0, "", "")

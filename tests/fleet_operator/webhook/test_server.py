@@ -21,6 +21,7 @@ from fleet_operator.cluster.interface import FLEET, POOL, UnavailableError
 from fleet_operator.webhook.server import Limits, admission_app, admission_server
 from tests.fleet_operator.webhook.test_judge import VLLM, fleet, pool, review
 
+DEFAULTS = Limits()
 NAMES = frozenset({"localhost", "127.0.0.1"})
 
 
@@ -55,7 +56,7 @@ class Server:
 
 
 @asynccontextmanager
-async def serving(limits: Limits = Limits()) -> AsyncIterator[Server]:
+async def serving(limits: Limits = DEFAULTS) -> AsyncIterator[Server]:
     material = carry_out(Work("everything", ""), None, NAMES, time.time(), Lifetimes())
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     _load(context, material)
@@ -64,7 +65,7 @@ async def serving(limits: Limits = Limits()) -> AsyncIterator[Server]:
         yield Server(port, context, material, api)
 
 
-def run(scenario: Callable[[Server], Awaitable[None]], limits: Limits = Limits()) -> None:
+def run(scenario: Callable[[Server], Awaitable[None]], limits: Limits = DEFAULTS) -> None:
     async def whole() -> None:
         async with serving(limits) as server:
             await scenario(server)
@@ -131,7 +132,7 @@ def test_old_protocols_and_plain_http_get_nothing():
         assert b"HTTP/1.1 200" not in await reader.read()
         writer.close()
 
-    with pytest.warns(DeprecationWarning):
+    with pytest.warns(DeprecationWarning, match="TLS"):
         run(scenario)
 
 
@@ -142,8 +143,9 @@ def test_a_body_is_bounded():
             with_padding = json.dumps(review(object={"spec": "x" * 20_000})).encode()
             status = 0
             try:
-                async with session.post(f"https://127.0.0.1:{server.port}/validate/fleet", data=with_padding, ssl=server.trust()) as a:
-                    status = a.status
+                url = f"https://127.0.0.1:{server.port}/validate/fleet"
+                async with session.post(url, data=with_padding, ssl=server.trust()) as answer:
+                    status = answer.status
             except aiohttp.ClientError:
                 status = 413
             assert status == 413
@@ -192,9 +194,13 @@ def test_a_body_that_drips_is_not_waited_for():
 def test_connections_are_bounded():
     async def scenario(server: Server) -> None:
         held = [await server.raw() for _ in range(4)]
-        with pytest.raises((ConnectionError, OSError, asyncio.IncompleteReadError)):
+
+        async def one_more() -> None:
             reader, _ = await server.raw()
             await asyncio.wait_for(reader.readexactly(1), 5)
+
+        with pytest.raises((ConnectionError, OSError, asyncio.IncompleteReadError)):
+            await one_more()
         for _, writer in held:
             writer.close()
         await asyncio.sleep(0.2)
