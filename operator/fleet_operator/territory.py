@@ -162,7 +162,7 @@ class Territory:
         if self.foreign.get(namespace) != holder:
             self.foreign[namespace] = holder
             LOG.warning(
-                "namespace %s belongs to installation %s: its fleets are left alone; once that one is gone for good, delete Lease %s",
+                "namespace %s belongs to installation %s: its fleets are left alone; when that is gone for good, delete Lease %s",
                 namespace, holder, CLAIM,
             )  # fmt: skip
 

@@ -16,17 +16,18 @@ _SECRETS: Final = (
     (re.compile(r"(?i)\b(bearer|basic)\s+[A-Za-z0-9._~+/=-]{8,}"), r"\1 ***"),
     (re.compile(r"\beyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+"), "***"),
     (re.compile(r"\bhf_[A-Za-z0-9]{16,}"), "***"),
-    (re.compile(r"(?i)([a-z][a-z0-9+.-]*://)[^/\s:@]+:[^/\s@]+@"), r"\1***@"),
+    (re.compile(r"(?i)([a-z][a-z0-9+.-]{0,15}://)[^/\s:@]{1,256}:[^/\s@]{1,4096}@"), r"\1***@"),
     (re.compile(r"(?i)\b(token|password|secret|api[_-]?key)([\"']?\s*[=:]\s*[\"']?)[^\s\"',;&]{4,}"), r"\1\2***"),
     (re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(-----END [A-Z ]*PRIVATE KEY-----|$)", re.DOTALL), "***"),
 )
 
 
 def masked(text: str) -> str:
-    """The text without credentials, cut to a bound."""
+    """The text without credentials, cut to a bound: first roughly, so that a huge line costs little, then exactly."""
+    length, text = len(text), text[: 2 * LINE_MOST]
     for pattern, instead in _SECRETS:
         text = pattern.sub(instead, text)
-    return text if len(text) <= LINE_MOST else f"{text[:LINE_MOST]}...({len(text)} characters)"
+    return text if length <= LINE_MOST else f"{text[:LINE_MOST]}...({length} characters)"
 
 
 class TextFormatter(logging.Formatter):

@@ -179,7 +179,8 @@ def test_a_review_becomes_a_request_and_a_verdict_an_answer():
     "body",
     [b"", b"[]", b"null", b"\xff\xfe", b'"x"', b"{}", b"[" * 100_000,
      json.dumps({**review(), "apiVersion": "v1"}).encode(),
-      json.dumps({**review(), "request": None}).encode(), json.dumps(review(uid="")).encode(), json.dumps(review(uid=7)).encode()],
+      json.dumps({**review(), "request": None}).encode(),
+     json.dumps(review(uid="")).encode(), json.dumps(review(uid=7)).encode()],
 )  # fmt: skip
 def test_anything_else_is_refused(body: bytes):
     with pytest.raises(ReviewError):
