@@ -96,11 +96,14 @@ class Elector:
             self._fence.close()
 
     async def release(self) -> None:
-        """Give it back when it is ours; call when nothing of ours writes any more. A failure only makes the next one wait."""
+        """Give it back while it is surely ours; call when nothing of ours writes any more. A failure only makes the next one
+        wait."""
         self._fence.close()
         sight, self._sight = self._sight, None
         if sight is None or sight.lease.holder != self._candidate.identity:
             return
+        if self._fence.clock() >= sight.since + self._candidate.terms.renew_s:
+            return  # it may be somebody else's by now
         try:
             await self._cluster.apply(render_release(self._candidate.name, self._candidate.namespace, sight.lease))
             LOG.info("gave the lease back")

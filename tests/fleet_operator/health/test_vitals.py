@@ -64,7 +64,7 @@ def played(scenario: Callable[[Pulse, Clock, str, Any], Awaitable[None]]) -> Non
             return answer
 
         app.router.add_get("/api/v1/pods", watch)
-        runner = web.AppRunner(app)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()

@@ -219,6 +219,18 @@ def test_a_released_lease_is_taken_at_once():
     played(scenario)
 
 
+def test_a_frozen_leader_does_not_even_try_to_give_the_lease_back():
+    async def scenario(world: World) -> None:
+        a = Process(world, "a")
+        await a.try_once()
+        sent = a.wire.applies
+        world.now += 60
+        await a.elector.release()
+        assert a.wire.applies == sent
+
+    played(scenario)
+
+
 def test_release_leaves_somebody_elses_lease_alone():
     async def scenario(world: World) -> None:
         a, b = Process(world, "a"), Process(world, "b")
