@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from fleet_api.parse import known_status
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_operator.cluster.interface import (
     CONFIG_MAP,
@@ -238,7 +239,7 @@ class Applier:
 
     async def _status(self, fleet: InferenceFleet, raw: Object, plan: Plan, outcome: Outcome) -> None:
         wish = plan.status.to_dict()
-        if raw.get("status") != wish:
+        if raw.get("status") != wish and known_status(raw) != wish:
             await self._patch(FLEET, fleet.metadata.namespace, fleet.metadata.name, wish, outcome)
 
     async def _patch(self, kind: Kind, namespace: str, name: str, status: Object, outcome: Outcome) -> None:
