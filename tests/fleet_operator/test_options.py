@@ -35,7 +35,8 @@ def test_the_namespace_of_the_service_account_counts(monkeypatch: pytest.MonkeyP
 def test_all_of_it():
     given = parse_options(
         ["--namespace", "a", "--namespace", "b", "--namespace", "a", "--leader-elect", "--lease-duration", "30",
-         "--renew-deadline", "20", "--retry-period", "3", "--health-port", "0", "--log-format", "json", "--operator-namespace", "sys",
+         "--renew-deadline", "20", "--retry-period", "3", "--health-port", "0", "--log-format", "json",
+         "--operator-namespace", "sys",
          "--webhook-port", "9443", "--webhook-name", "10.0.0.1", "--sick-taint", "x", "--drain-timeout", "5"]
     )  # fmt: skip
     assert given.selection.names == ("a", "b")

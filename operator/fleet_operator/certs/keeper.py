@@ -19,13 +19,13 @@ from typing import Final
 
 from fleet_operator.certs.issue import Material, UnusableError, carry_out, read
 from fleet_operator.certs.plan import Lifetimes, Stock, plan
-from fleet_operator.cluster.interface import Cluster, ClusterError, ConflictError, NotFoundError, Object
+from fleet_operator.cluster.interface import Cluster, ClusterError, ConflictError, ForbiddenError, NotFoundError, Object
 from fleet_operator.cluster.kinds import MUTATING, SECRET, VALIDATING
 from fleet_operator.leader.fence import NotLeaderError
 
 LOG = logging.getLogger("fleet.operator.certs")
 FILES: Final = ("ca.crt", "ca.key", "tls.crt", "tls.key")
-RETRY_S: Final = 1.0
+RETRY_S: Final = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +78,10 @@ class Keeper:
                 LOG.warning("Secret %s/%s is not usable: %s", self._place.namespace, self._place.secret, error)
                 material = None
         untold = await self._untold(material.bundle) if material is not None else []
-        moved = await self._renew(secret, material, stock, told=not untold)
+        moved = await self._renew(secret, material, stock, told=untold == [])
         if not moved and material is not None:
             self._serve(material)
-            await self._tell(untold, material.bundle)
+            await self._tell(untold or [], material.bundle)
         return moved
 
     async def _secret(self) -> Object:
@@ -111,14 +111,17 @@ class Keeper:
             self.ready.set()
             LOG.info("serving a new certificate")
 
-    async def _untold(self, bundle: bytes) -> list[Object]:
-        """Webhook configurations that do not trust the whole bundle."""
+    async def _untold(self, bundle: bytes) -> list[Object] | None:
+        """Webhook configurations that do not trust the whole bundle; None when we may not know."""
         wanted, found = base64.b64encode(bundle).decode(), []
         for kind in (MUTATING, VALIDATING):
             try:
                 configuration = await self._cluster.get(kind, None, self._place.configuration)
             except NotFoundError:
                 continue
+            except ForbiddenError as error:
+                LOG.warning("the webhook configuration cannot be told whom to trust: %s", error)
+                return None
             if any(hook["clientConfig"].get("caBundle") != wanted for hook in configuration.get("webhooks") or []):
                 found.append(configuration)
         return found

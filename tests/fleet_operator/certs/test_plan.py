@@ -14,6 +14,7 @@ from fleet_operator.certs.issue import Material, UnusableError, carry_out, read
 from fleet_operator.certs.keeper import Keeper, Place
 from fleet_operator.certs.plan import DAY_S, Certificate, Lifetimes, Stock, Work, plan
 from fleet_operator.cluster.guarded import GuardedCluster
+from fleet_operator.cluster.interface import ForbiddenError
 from fleet_operator.cluster.kinds import MUTATING, SECRET, VALIDATING
 from fleet_operator.cluster.memory import MemoryCluster
 from fleet_operator.leader.fence import Fence
@@ -219,5 +220,25 @@ def test_a_spoiled_secret_is_replaced():
             await world.store.writer("user").apply({"apiVersion": "v1", "kind": "Secret", "metadata": meta, "data": data})
             assert await one.keeper.look()
             assert not await one.keeper.look()
+
+    asyncio.run(scenario())
+
+
+def test_without_the_right_to_the_configurations_it_still_serves():
+    async def scenario() -> None:
+        world = World()
+        one = world.replica()
+        one.fence.extend(T0 + 1e6, T0 + 1e6)
+        get = world.store.get
+
+        async def partly(kind: Any, *where: Any) -> Any:
+            if kind in (MUTATING, VALIDATING):
+                raise ForbiddenError("no")
+            return await get(kind, *where)
+
+        world.store.get = partly  # type: ignore[method-assign]
+        assert await one.keeper.look()
+        assert not await one.keeper.look()
+        assert one.keeper.ready.is_set()
 
     asyncio.run(scenario())
