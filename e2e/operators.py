@@ -19,6 +19,27 @@ from e2e.kube.service import Service, free_ports
 
 ROOT = Path(__file__).resolve().parents[1]
 SYSTEM = "inferencefleet-system"
+RIGHTS = ROOT / "charts/rbac/operator.yaml"
+MORE_RIGHTS = f"""
+apiVersion: rbac.authorization.k8s.io/v1
+kind: ClusterRole
+metadata: {{name: several-operators}}
+rules:
+- {{apiGroups: [coordination.k8s.io], resources: [leases], verbs: [get, list, create, patch, delete]}}
+- {{apiGroups: [""], resources: [namespaces], verbs: [list, watch]}}
+- {{apiGroups: [inferencefleet.io], resources: [inferencefleets, workerpools], verbs: [get]}}
+- apiGroups: [admissionregistration.k8s.io]
+  resources: [mutatingwebhookconfigurations, validatingwebhookconfigurations]
+  resourceNames: [inferencefleet]
+  verbs: [get, patch]
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: Role
+metadata: {{name: certificates, namespace: {SYSTEM}}}
+rules:
+- {{apiGroups: [""], resources: [secrets], resourceNames: [inferencefleet-webhook], verbs: [get, patch]}}
+"""
+"""What election, claims and admission need beside the rights that every operator has."""
 WRITES = ("create", "update", "patch", "delete", "deletecollection")
 
 
@@ -54,9 +75,11 @@ class Plane(ControlPlane):
     def account(self, name: str) -> Path:
         """A kubeconfig of a service account with the operator's rights."""
         self.kubectl("create", "serviceaccount", name, "-n", SYSTEM)
-        subject = ["--serviceaccount", f"{SYSTEM}:{name}"]
-        self.kubectl("create", "clusterrolebinding", name, "--clusterrole", "inferencefleet-operator", *subject)
-        self.kubectl("create", "rolebinding", name, "-n", SYSTEM, "--role", "inferencefleet-operator", *subject)
+        subject = f"--serviceaccount={SYSTEM}:{name}"
+        documents = [*yaml.safe_load_all(RIGHTS.read_text()), *yaml.safe_load_all(MORE_RIGHTS)]
+        for role in (one["metadata"]["name"] for one in documents if one["kind"] == "ClusterRole"):
+            self.kubectl("create", "clusterrolebinding", f"{name}-{role}", "--clusterrole", role, subject)
+        self.kubectl("create", "rolebinding", name, "-n", SYSTEM, "--role", "certificates", subject)
         return self.service_account_kubeconfig(SYSTEM, name)
 
 
@@ -103,7 +126,8 @@ def plane() -> Iterator[Plane]:
     with Plane() as made:
         made.install_crds()
         made.kubectl("create", "namespace", SYSTEM)
-        made.kubectl("apply", "-f", str(ROOT / "charts/rbac/operator.yaml"))
+        made.kubectl("apply", "-f", str(RIGHTS))
+        made.kubectl("apply", "-f", "-", stdin=MORE_RIGHTS)
         made.kubectl("create", "secret", "generic", "inferencefleet-webhook", "-n", SYSTEM)
         yield made
 
