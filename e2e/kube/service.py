@@ -39,6 +39,10 @@ class Service:
         if code is not None:
             raise RuntimeError(f"{self.name} ended with {code}:\n{self.tail()}")
 
+    def exit_code(self) -> int | None:
+        """How it ended; None while it runs."""
+        return self._process.poll()
+
     def tail(self, size: int = 4_000) -> str:
         """The end of its log."""
         return self.log.read_bytes()[-size:].decode(errors="replace")

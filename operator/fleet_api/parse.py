@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fleet_api.structure import normalised
+from fleet_api.compat import refusals
+from fleet_api.crd import fleet_schema, pool_schema
+from fleet_api.structure import findings, known_fields, normalised
 from fleet_api.v1alpha1 import InferenceFleet, WorkerPool
 from fleet_api.validate import validate
+
+_STATUS = {"InferenceFleet": fleet_schema, "WorkerPool": pool_schema}
 
 
 class ManifestError(ValueError):
@@ -19,8 +23,12 @@ class ManifestError(ValueError):
 
 
 def parse_fleet(manifest: Mapping[str, Any]) -> InferenceFleet:
-    """The fleet of a manifest or API object; ManifestError names each field that is wrong, in the API server's words."""
-    return InferenceFleet.model_validate(_accepted(manifest, "InferenceFleet"))
+    """The fleet of a manifest or API object; ManifestError names each field that is wrong, in the API server's words, and what
+    CEL cannot judge (`compat.refusals`)."""
+    accepted = _accepted(manifest, "InferenceFleet")
+    if errors := refusals(accepted):
+        raise ManifestError(errors)
+    return InferenceFleet.model_validate(accepted)
 
 
 def parse_pool(manifest: Mapping[str, Any]) -> WorkerPool:
@@ -28,8 +36,24 @@ def parse_pool(manifest: Mapping[str, Any]) -> WorkerPool:
     return WorkerPool.model_validate(_accepted(manifest, "WorkerPool"))
 
 
+def known_status(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """The status without what a newer operator or CRD added; empty when what is left is still not a status of ours.
+
+    A status is the operator's own word, not the user's: after a downgrade it must not stop a fleet that runs.
+    """
+    status = manifest.get("status")
+    if not isinstance(status, Mapping):
+        return {}
+    schema = _STATUS[str(manifest.get("kind", "InferenceFleet"))]()["properties"]["status"]
+    kept: dict[str, Any] = known_fields(normalised(status), schema)
+    return kept if not any(True for _ in findings(kept, schema)) else {}
+
+
 def _accepted(manifest: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    if errors := validate({**manifest, "kind": kind}):
+    wish = {name: value for name, value in manifest.items() if name != "status"} | {"kind": kind}
+    if errors := validate(wish):
         raise ManifestError(errors)
-    accepted: dict[str, Any] = normalised(manifest)
+    accepted: dict[str, Any] = normalised(wish)
+    if "status" in manifest:
+        accepted["status"] = known_status({**manifest, "kind": kind})
     return accepted

@@ -59,6 +59,18 @@ def unknown_fields(value: Any, schema: Schema, path: str = "") -> list[str]:
     return sorted(found)
 
 
+def known_fields(value: Any, schema: Schema) -> Any:
+    """The value without fields that the schema does not have."""
+    if isinstance(value, list):
+        return [known_fields(item, schema.get("items", {})) for item in value]
+    if not isinstance(value, Mapping) or schema.get("x-kubernetes-preserve-unknown-fields"):
+        return value
+    properties = schema.get("properties", {})
+    if (inner := schema.get("additionalProperties")) is not None:
+        return {key: known_fields(item, inner) for key, item in value.items()}
+    return {key: known_fields(item, properties[key]) for key, item in value.items() if key in properties}
+
+
 def normalised(value: Any) -> Any:
     """As the object arrives in validation: absent instead of null, and kubectl turns 2048.0 into 2048."""
     if isinstance(value, Mapping):

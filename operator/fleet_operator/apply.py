@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from fleet_api.parse import known_status
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_operator.cluster.interface import (
     CONFIG_MAP,
@@ -239,8 +240,8 @@ class Applier:
                 await self._patch(POOL, fleet.metadata.namespace, pool.name, wish, outcome)
 
     async def _status(self, fleet: InferenceFleet, raw: Object, plan: Plan, outcome: Outcome) -> None:
-        wish, uid = plan.status.to_dict(), raw["metadata"]["uid"]
-        if self._pace.is_due(uid, raw.get("status"), wish):
+        wish, uid, present = plan.status.to_dict(), raw["metadata"]["uid"], raw.get("status")
+        if self._pace.is_due(uid, present if present in (None, wish) else known_status(raw), wish):
             await self._patch(FLEET, fleet.metadata.namespace, fleet.metadata.name, wish, outcome)
             self._pace.written(uid)
 

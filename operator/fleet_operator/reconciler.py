@@ -40,6 +40,7 @@ from fleet_operator.cluster.interface import (
 )
 from fleet_operator.compare import contains
 from fleet_operator.fleet_objects import FleetObjects
+from fleet_operator.health.passes import Passes, Unmeasured
 from fleet_operator.known_fleet import KnownFleet, parse_again
 from fleet_operator.names import MANAGED_BY, MANAGER, ROUTER_ROLE, router_name
 from fleet_operator.names import ROLE as ROLE_LABEL
@@ -118,7 +119,12 @@ class Reconciler:
         *,
         namespace: str | None = None,
         now: Callable[[], float] = time.time,
+        owns: Callable[[str], bool] = lambda namespace: True,
+        passes: Passes | None = None,
     ) -> None:
+        """`owns` says whether fleets of a namespace are ours now; `touch_namespace` when that changes."""
+        self._owns = owns
+        self._passes = passes or Unmeasured()
         self._cluster = cluster
         self._platform = platform
         self._telemetry = telemetry
@@ -182,6 +188,30 @@ class Reconciler:
         """Look at this fleet again."""
         self._queue.add(key)
 
+    def touch_namespace(self, namespace: str) -> None:
+        """Look at every fleet of a namespace again."""
+        for key in [key for key in self._objects.fleets if key[0] == namespace]:
+            self.touch(key)
+
+    # -- what others may see ----------------------------------------------------------------------------------------
+    @property
+    def synced(self) -> bool:
+        """Whether every kind was listed once."""
+        return not self._unlisted
+
+    def backlog(self) -> tuple[int, float]:
+        """Fleets that wait for a pass, and for how long the one that waits longest has waited, seconds."""
+        return self._queue.backlog()
+
+    def readiness(self) -> dict[str, int]:
+        """Fleets by the status of their Ready condition."""
+        counts = {"True": 0, "False": 0, "Unknown": 0}
+        for raw in self._objects.fleets.values():
+            conditions = (raw.get("status") or {}).get("conditions") or []
+            status = next((c.get("status") for c in conditions if c.get("type") == "Ready"), "Unknown")
+            counts[status if status in counts else "Unknown"] += 1
+        return counts
+
     # -- running ----------------------------------------------------------------------------------------------------
     async def run(self) -> None:
         """Until cancelled: own watches, work and telemetry."""
@@ -204,6 +234,7 @@ class Reconciler:
             for number in range(AT_ONCE):
                 group.create_task(self._work_on(), name=f"reconcile-{number}")
             while True:
+                self._passes.turned()
                 await asyncio.sleep(RESYNC_S)
                 for key in self._objects.fleets:
                     self.touch(key)
@@ -223,19 +254,26 @@ class Reconciler:
             await self._one(key)
         finally:
             self._queue.done(key, time.monotonic() - begun)
+            self._passes.turned()
 
     async def _one(self, key: Key) -> None:
         raw = self._objects.fleets.get(key)
         if raw is None or "deletionTimestamp" in raw["metadata"]:
             return  # children go by garbage collection; recreating one would fight it
+        if not self._owns(key[0]):
+            return
         state = self._states.setdefault(key, _State())
+        begun, failed = self._passes.began(), False
         try:
             outcome = await self.reconcile_once(key, raw, state)
         except ClusterError as error:
+            failed = True
             outcome = Outcome(problems=[Problem(error.reason, f"{error.reason}: {error}")])
             await self._recorder.record(raw, None, outcome, {})
+        self._passes.ended(begun, [problem.reason for problem in outcome.problems], failed=failed)
         if outcome.done:
-            LOG.info("fleet=%s/%s %s", *key, "; ".join(map(str, outcome.done)))
+            about = {"namespace": key[0], "fleet": key[1]}
+            LOG.info("fleet=%s/%s %s", *key, "; ".join(map(str, outcome.done)), extra=about)
         self._after(key, state, outcome)
 
     def _after(self, key: Key, state: _State, outcome: Outcome) -> None:
@@ -244,7 +282,8 @@ class Reconciler:
             state.failures += 1
             delay_s = min(BACKOFF_MOST_S, BACKOFF_FIRST_S * 2 ** (state.failures - 1))
             if problems != state.problems:
-                LOG.warning("fleet=%s/%s problems=%s retry_s=%s", *key, "; ".join(problems), delay_s)
+                about = {"namespace": key[0], "fleet": key[1], "reason": outcome.problems[0].reason, "error": problems[0]}
+                LOG.warning("fleet=%s/%s problems=%s retry_s=%s", *key, "; ".join(problems), delay_s, extra=about)
             asyncio.get_running_loop().call_later(delay_s, self.touch, key)
         else:
             state.failures = 0
@@ -325,7 +364,8 @@ class Reconciler:
         for key, state in self._states.items():
             if state.known is None or state.reading or now - state.read_at < state.known.fleet.spec.telemetry.interval_s:
                 continue
-            if key in self._objects.fleets and "deletionTimestamp" not in self._objects.fleets[key]["metadata"]:
+            raw = self._objects.fleets.get(key)
+            if raw is not None and "deletionTimestamp" not in raw["metadata"] and self._owns(key[0]):
                 state.reading, state.read_at = True, now
                 found.append(self._read(key, state.known.fleet, state))
         return found

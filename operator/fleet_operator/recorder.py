@@ -14,6 +14,7 @@ from typing import Final
 
 from pydantic import ValidationError
 
+from fleet_api.parse import known_status
 from fleet_api.v1alpha1.status import FleetStatus
 from fleet_operator.apply import Outcome
 from fleet_operator.cluster.interface import EVENT, Cluster, ClusterError, Object
@@ -71,7 +72,7 @@ class Recorder:
 def present_status(raw: Object) -> FleetStatus:
     """The status as the cache has it; an unreadable one is none."""
     try:
-        return FleetStatus.model_validate({k: v for k, v in (raw.get("status") or {}).items() if k != "resolved"})
+        return FleetStatus.model_validate({k: v for k, v in known_status(raw).items() if k != "resolved"})
     except ValidationError:
         return FleetStatus()
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import kopf
 
 from fleet_operator.cluster.account import service_account
@@ -20,22 +22,42 @@ from fleet_operator.cluster.interface import FLEET, NODE, Cluster, ClusterError,
 from fleet_operator.kopf_settings import RECONNECT_S, configure
 from fleet_operator.names import MANAGED_BY, MANAGER
 from fleet_operator.reconciler import CHILDREN, Reconciler
+from fleet_operator.together import until_first_ends
 
 LIST_RETRY_MOST_S = 5.0
 _SELECTOR = f"{MANAGED_BY}={MANAGER}"
 LOG = logging.getLogger("fleet.operator")
+Work = Callable[[], Awaitable[None]]
 
 
-def build_registry(reconciler: Reconciler, kubeconfig: Path | None, kinds: Sequence[Kind]) -> kopf.OperatorRegistry:
+async def _at_once(work: Work) -> None:
+    await work()
+
+
+@dataclass(frozen=True, slots=True)
+class Wiring:
+    """What surrounds the loop."""
+
+    lead: Callable[[Work], Awaitable[None]] = _at_once
+    """Runs the work when, and as long as, this process may do it."""
+    listed: Callable[[], None] = lambda: None
+    """Called when the caches are complete."""
+    trace: aiohttp.TraceConfig | None = None
+    """Sees the HTTP of kopf's watches."""
+
+
+def build_registry(
+    reconciler: Reconciler, kubeconfig: Path | None, kinds: Sequence[Kind], trace: aiohttp.TraceConfig | None = None
+) -> kopf.OperatorRegistry:
     """Handlers for changes of these kinds."""
     registry = kopf.OperatorRegistry()
 
     @kopf.on.login(registry=registry)
-    def login(**kwargs: Any) -> Any:
+    async def login(**kwargs: Any) -> Any:
         if kubeconfig is None:
             account = service_account(os.environ)
-            return kopf.ConnectionInfo(server=account.url, ca_path=account.ca_file, token=account.token())
-        return kopf.login_with_kubeconfig(**kwargs)
+            return _session(kopf.ConnectionInfo(server=account.url, ca_path=account.ca_file, token=account.token()), trace)
+        return _session(kopf.login_with_kubeconfig(**kwargs), trace)
 
     @kopf.on.startup(registry=registry)
     def set_up(settings: kopf.OperatorSettings, **_: Any) -> None:
@@ -44,6 +66,20 @@ def build_registry(reconciler: Reconciler, kubeconfig: Path | None, kinds: Seque
     for kind in kinds:
         _follow(registry, reconciler, kind)
     return registry
+
+
+def _session(found: Any, trace: aiohttp.TraceConfig | None) -> Any:
+    """kopf's own connection, in a session that is traced."""
+    if found is None or trace is None:
+        return found
+    session = aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, ssl=found.as_ssl_context()),
+        headers=found.as_http_headers(),
+        proxy=found.proxy_url,
+        trust_env=found.trust_env,
+        trace_configs=[trace],
+    )
+    return kopf.AiohttpSession(server=found.server, default_namespace=found.default_namespace, aiohttp_session=session)
 
 
 def _address(kind: Kind) -> tuple[str, str, str]:
@@ -83,31 +119,39 @@ async def _kinds(cluster: Cluster, reconciler: Reconciler) -> tuple[Kind, ...]:
     return (FLEET, *CHILDREN, NODE)
 
 
-async def run_in_cluster(cluster: Cluster, reconciler: Reconciler, kubeconfig: Path | None, namespace: str | None) -> None:
-    """List everything once, then follow until cancelled or told to stop by a signal."""
+async def run_in_cluster(
+    cluster: Cluster,
+    reconciler: Reconciler,
+    kubeconfig: Path | None,
+    namespaces: Sequence[str] = (),
+    wiring: Wiring = Wiring(),
+) -> None:
+    """List everything once, then follow until cancelled or told to stop by a signal. No namespaces: all of them."""
     for kind in (FLEET, *CHILDREN):
-        for found in await _listed(cluster, kind, namespace):
-            reconciler.feed(kind, WatchEvent("ADDED", found))
+        for namespace in namespaces or (None,):
+            for found in await _listed(cluster, kind, namespace):
+                reconciler.feed(kind, WatchEvent("ADDED", found))
         reconciler.feed(kind, WatchEvent("SYNCED", {}))
     kinds = await _kinds(cluster, reconciler)
+    wiring.listed()
     stop = asyncio.Event()
-    following = asyncio.create_task(
-        kopf.operator(
-            registry=build_registry(reconciler, kubeconfig, kinds),
+
+    async def follow() -> None:
+        await kopf.operator(
+            registry=build_registry(reconciler, kubeconfig, kinds, wiring.trace),
             standalone=True,
-            clusterwide=namespace is None,
-            namespaces=() if namespace is None else (namespace,),
+            clusterwide=not namespaces,
+            namespaces=tuple(namespaces),
             stop_flag=stop,
-        ),
-        name="kopf",
-    )
-    working = [asyncio.create_task(reconciler.work()), asyncio.create_task(reconciler.read_telemetry())]
-    try:
-        done, _ = await asyncio.wait({following, *working}, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        stop.set()
-        for task in working:
-            task.cancel()
-        await asyncio.gather(following, *working, return_exceptions=True)
+        )
+
+    async def work() -> None:
+        await until_first_ends(reconciler.work(), reconciler.read_telemetry())
+
+    async def lead() -> None:
+        try:
+            await wiring.lead(work)
+        finally:
+            stop.set()
+
+    await until_first_ends(follow(), lead())

@@ -22,7 +22,8 @@ class WorkQueue:
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
-        self._ready: dict[Key, None] = {}
+        self._ready: dict[Key, float] = {}
+        """Since when each waits."""
         self._resting: dict[Key, asyncio.TimerHandle] = {}
         self._rested_at: dict[Key, float] = {}
         self._busy: dict[Key, bool] = {}
@@ -42,7 +43,7 @@ class WorkQueue:
 
     def _due(self, key: Key) -> None:
         self._resting.pop(key, None)
-        self._ready[key] = None
+        self._ready[key] = self._now()
         self._wake.set()
 
     async def take(self) -> Key:
@@ -72,6 +73,10 @@ class WorkQueue:
         self._rested_at[key] = self._now() + min(REST_MOST_S, max(REST_LEAST_S, took_s * REST_SHARE))
         if self._busy.pop(key):
             self.add(key)
+
+    def backlog(self) -> tuple[int, float]:
+        """How many wait, and for how long the first of them has, seconds."""
+        return len(self._ready), max(0.0, self._now() - min(self._ready.values())) if self._ready else 0.0
 
     def forget(self, key: Key) -> None:
         """The fleet is gone; a pass that is under way ends by itself."""

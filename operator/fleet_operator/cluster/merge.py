@@ -36,6 +36,7 @@ _KEYS: Final[Mapping[str, tuple[str, ...]]] = {
     "hostAliases": ("ip",),
     "topologySpreadConstraints": ("topologyKey", "whenUnsatisfiable"),
     "tiers": ("name",),
+    "webhooks": ("name",),
 }
 _PORT_KEYS: Final = (("containerPort", "protocol"), ("port", "protocol"))
 

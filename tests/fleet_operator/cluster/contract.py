@@ -22,6 +22,9 @@ from fleet_operator.cluster.interface import (
     NotFoundError,
     WatchEvent,
 )
+from fleet_operator.cluster.kinds import LEASE
+from fleet_operator.leader.elector import Candidate, Elector
+from fleet_operator.leader.fence import Fence
 from fleet_operator.recorder import render_event
 from fleet_planner.events import Event
 
@@ -398,3 +401,34 @@ async def an_event_is_written_once_and_keeps_its_words(store: Store) -> None:
     assert (kept["type"], kept["reason"], kept["note"]) == ("Warning", "Forbidden", "Pod told-0: quota → exceeded")
     assert kept["regarding"]["uid"] == told["metadata"]["uid"]
     assert kept["eventTime"] == "2023-11-14T22:13:20.250000Z"
+
+
+@promise
+async def a_lease_has_one_holder_and_can_be_handed_over(store: Store) -> None:
+    now = [1_000.0]
+    fences = [Fence(lambda: now[0]) for _ in range(3)]
+    electors = [
+        Elector(store.cluster, store.other, Candidate(store.namespace, "election", name), fence)
+        for name, fence in zip("abc", fences, strict=True)
+    ]
+    await asyncio.gather(*(elector.attempt() for elector in electors))
+    assert sum(elector.leading for elector in electors) == 1
+    leader = next(elector for elector in electors if elector.leading)
+    other = next(elector for elector in electors if not elector.leading)
+    now[0] += 5.0
+    await leader.attempt()
+    await other.attempt()
+    now[0] += 14.9
+    await other.attempt()
+    assert not other.leading
+    now[0] += 0.2
+    await other.attempt()
+    assert other.leading
+    await leader.attempt()  # it wrote on top of a version that is no longer there
+    await leader.attempt()
+    assert not leader.leading
+    await other.release()
+    await leader.attempt()
+    assert leader.leading
+    lease = await store.cluster.get(LEASE, store.namespace, "election")
+    assert lease["spec"]["leaseTransitions"] == 3

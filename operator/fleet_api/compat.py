@@ -1,0 +1,208 @@
+"""What CEL cannot judge: specs that every schema accepts and that then serve wrongly, slowly or not at all.
+
+`refusals` are specs whose prefill and decode workers could never hand a KV block over, or that take from the operator what it
+must set; the sources are named at each rule (NIXL compatibility: vLLM 0.32, `distributed/kv_transfer/kv_connector/v1/nixl`).
+`risks` are legal and often a mistake. Both read the manifest as the user wrote it, and skip what is absent.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from fleet_api.arguments import Argument, of_role, parse_arguments
+from fleet_api.quantities import Ratio, parse_duration, parse_ratio
+
+Raw = Mapping[str, Any]
+
+OWNED = {
+    "kv-transfer-config": "kvTransfer sets the connector and the role of each worker; one text for both roles moves no KV at all",
+    "kv-events-config": "the router follows the workers' KV events where the operator puts them",
+    "config": "a file would set what this list may not",
+    "model": "spec.model says what is served",
+    "host": "the pod's address is the worker's",
+    "port": "the agent and the router know one port",
+    "uds": "the agent and the router speak TCP",
+    "root-path": "the agent and the router know one path",
+    "served-model-name": "spec.model.servedName says it",
+    "max-model-len": "spec.engine.maxModelLen says it, and limits are checked against it",
+    "api-key": "the router sends none to workers, and a spec is no place for a secret",
+    "ssl-keyfile": "the agent and the router speak plain HTTP inside the fleet",
+    "ssl-certfile": "the agent and the router speak plain HTTP inside the fleet",
+}
+"""Arguments of vLLM that the operator sets (kserve #5987, dynamo aiconfigurator #519: P/D without a connector is silent)."""
+
+ALIKE = {
+    "dtype": "KV blocks have the model's dtype",
+    "kv-cache-dtype": "KV blocks are copied byte by byte",
+    "attention-backend": "each backend lays KV blocks out in its own way",
+    "disable-hybrid-kv-cache-manager": "it groups KV blocks in another way",
+    "hf-overrides": "both roles must run the same model",
+    "revision": "both roles must run the same model",
+    "code-revision": "both roles must run the same model",
+    "rope-scaling": "keys are rotated before they are stored",
+    "rope-theta": "keys are rotated before they are stored",
+}
+"""Arguments that must say the same in both roles: vLLM's NIXL compatibility hash (dtype, cache dtype, backend, hybrid manager)
+and what the blocks hold (llm-d #1189, vLLM #14952: answers are wrong or the hand-off fails at the first request)."""
+ALIKE_ENV = {
+    "PYTHONHASHSEED": "hashes of KV blocks would differ (LMCache #1133, #2511: decode never finds what prefill stored)",
+    "VLLM_ATTENTION_BACKEND": "each backend lays KV blocks out in its own way",
+    "VLLM_KV_CACHE_LAYOUT": "the layouts of KV blocks would differ",
+}
+DRAFTERS = ("eagle", "eagle3", "mtp", "deepseek_mtp", "draft_model")
+
+
+def refusals(manifest: Raw) -> list[str]:
+    """Why a fleet that passed `validate` can still not serve, each with the field to blame; empty when it can."""
+    spec = manifest["spec"]
+    found = list(_owned(spec))
+    if _vllm(spec):
+        for index in range(len(spec["tiers"])):
+            found += [*_unlike(spec, index), *_unlike_env(spec, index), *_drafters(spec, index), *_blocks(spec, index)]
+    return list(dict.fromkeys(found))
+
+
+def risks(manifest: Raw) -> list[str]:
+    """What is legal and often a mistake, each with the field; empty when nothing is."""
+    spec = manifest["spec"]
+    found = [*_moving(spec), *_lengths(spec), *_switches(spec)]
+    for index, tier in enumerate(spec["tiers"]):
+        found += [*_transfer(spec, tier, index), *_unreachable(tier, index)]
+    return list(dict.fromkeys(found))
+
+
+def _vllm(spec: Raw) -> bool:
+    return bool((spec.get("engine") or {}).get("type") == "vllm")
+
+
+def _owned(spec: Raw) -> Iterator[str]:
+    places = [((spec.get("engine") or {}).get("args"), "spec.engine.args")]
+    for index, tier in enumerate(spec["tiers"]):
+        places += [((tier.get(role) or {}).get("args"), f"spec.tiers[{index}].{role}.args") for role in ("prefill", "decode")]
+    for words, field in places:
+        for argument in parse_arguments(words or (), field):
+            if argument.name in OWNED:
+                yield f"{argument.field}: Forbidden: --{argument.name}: {OWNED[argument.name]}"
+
+
+def _unlike(spec: Raw, index: int) -> Iterator[str]:
+    prefill, decode = of_role(spec, index, "prefill"), of_role(spec, index, "decode")
+    for name, why in ALIKE.items():
+        ours, theirs = prefill.get(name), decode.get(name)
+        if (ours and ours.value) != (theirs and theirs.value):
+            said = f"prefill has {_said(ours)}, decode has {_said(theirs)}"
+            yield f"spec.tiers[{index}]: Invalid value: --{name} must be the same in both roles ({said}): {why}"
+
+
+def _said(argument: Argument | None) -> str:
+    return "none" if argument is None else argument.value or "it"
+
+
+def _unlike_env(spec: Raw, index: int) -> Iterator[str]:
+    values = []
+    for role in ("prefill", "decode"):
+        template = (spec["tiers"][index].get(role) or {}).get("podTemplate") or {}
+        values.append({entry["name"]: json.dumps(entry, sort_keys=True) for entry in template.get("env") or []})
+    for name, why in ALIKE_ENV.items():
+        if values[0].get(name) != values[1].get(name):
+            yield f"spec.tiers[{index}]: Invalid value: env {name} must be the same in both roles: {why}"
+
+
+def _drafters(spec: Raw, index: int) -> Iterator[str]:
+    """A drafter that reads hidden states has KV of its own: vLLM hashes it into the hand-off."""
+    prefill, decode = (of_role(spec, index, role).get("speculative-config") for role in ("prefill", "decode"))
+    texts = [argument.value if argument else "" for argument in (prefill, decode)]
+    if texts[0] != texts[1] and any(f'"{name}"' in text for name in DRAFTERS for text in texts):
+        yield (
+            f"spec.tiers[{index}]: Invalid value: --speculative-config with a drafter must be the same in both roles: "
+            "its KV is handed over, too"
+        )
+
+
+def _blocks(spec: Raw, index: int) -> Iterator[str]:
+    """Through a buffer in host memory, which a tier without devices always uses, blocks must be equally long."""
+    sizes = [of_role(spec, index, role).get("block-size") for role in ("prefill", "decode")]
+    values = [size.value if size else "" for size in sizes]
+    if values[0] != values[1] and spec["tiers"][index]["accelerator"]["type"] == "cpu":
+        yield f"spec.tiers[{index}]: Invalid value: --block-size must be the same in both roles of a tier on CPUs"
+
+
+def _moving(spec: Raw) -> Iterator[str]:
+    image = str((spec.get("engine") or {}).get("image") or "")
+    tag = image.rpartition("/")[2].partition(":")[2]
+    if image and "@sha256:" not in image and tag in ("", "latest", "nightly", "main", "stable"):
+        yield (
+            f"spec.engine.image: {image} may change: a worker that starts later may run another engine version, and KV of "
+            "two versions does not fit"
+        )
+    model = spec["model"]
+    revision = str(model.get("revision") or "")
+    if model["source"].startswith("hf://") and not re.fullmatch(r"[0-9a-f]{7,64}|v?[0-9]+(\.[0-9]+)*", revision):
+        yield (
+            f"spec.model.revision: {revision or 'main'} may change: a worker that starts later may load other weights than its "
+            "peers; a commit id does not"
+        )
+
+
+def _lengths(spec: Raw) -> Iterator[str]:
+    longest, limits = (spec.get("engine") or {}).get("maxModelLen"), spec.get("limits") or {}
+    prompt, answer = limits.get("maxInputTokens"), limits.get("maxOutputTokens")
+    if longest and prompt and answer and prompt + answer > longest:
+        yield (
+            f"spec.limits: maxInputTokens + maxOutputTokens is {prompt + answer}, more than engine.maxModelLen {longest}: "
+            "requests that use both are refused by the engine"
+        )
+
+
+def _switches(spec: Raw) -> Iterator[str]:
+    for argument in parse_arguments((spec.get("engine") or {}).get("args") or (), "spec.engine.args"):
+        if argument.name == "trust-remote-code":
+            yield f"{argument.field}: --trust-remote-code runs code from the model's repository in every worker"
+        if argument.name == "no-enable-prefix-caching":
+            yield f"{argument.field}: without prefix caching, routing by prefix finds nothing"
+
+
+def _transfer(spec: Raw, tier: Raw, index: int) -> Iterator[str]:
+    transfer = tier.get("kvTransfer") or {}
+    if transfer.get("transport") == "shm":
+        yield (
+            f"spec.tiers[{index}].kvTransfer.transport: shm works only between workers of one node: pairs on two nodes cannot "
+            "hand KV over"
+        )
+    if transfer.get("transport") == "tcp" and tier["accelerator"]["type"] != "cpu":
+        yield f"spec.tiers[{index}].kvTransfer.transport: tcp stages KV of a device through host memory: transfers are slow"
+    lease, objective = transfer.get("leaseDuration"), ((spec.get("slo") or {}).get("ttft") or {}).get("p99")
+    if lease and objective and parse_duration(lease) < parse_duration(objective):
+        yield (
+            f"spec.tiers[{index}].kvTransfer.leaseDuration: {lease} is shorter than slo.ttft.p99 {objective}: KV of a request "
+            "that is still in time may be gone before decode reads it"
+        )
+
+
+def _unreachable(tier: Raw, index: int) -> Iterator[str]:
+    """maxReplicas that the ratio never lets a role have."""
+    ratio = tier.get("ratio") or {}
+    low, high = parse_ratio(ratio.get("min", "1:4")), parse_ratio(ratio.get("max", "1:1"))
+    prefill, decode = ((tier.get(role) or {}).get("maxReplicas") for role in ("prefill", "decode"))
+    if prefill is None or decode is None:
+        return
+    for role, most, count in (
+        ("prefill", prefill, _most_prefill(high, decode)),
+        ("decode", decode, _most_decode(low, prefill)),
+    ):
+        if count < most:
+            yield (
+                f"spec.tiers[{index}].{role}.maxReplicas: {most} is never reached: the ratio allows {count} with the other "
+                "role's maxReplicas"
+            )
+
+
+def _most_prefill(high: Ratio, decode: int) -> int:
+    return decode * high.prefill // high.decode
+
+
+def _most_decode(low: Ratio, prefill: int) -> int:
+    return prefill * low.decode // low.prefill

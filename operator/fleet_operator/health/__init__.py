@@ -1,0 +1,1 @@
+"""What the operator says about itself: /healthz, /readyz, /metrics and its log lines."""

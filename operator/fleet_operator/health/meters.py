@@ -1,0 +1,131 @@
+"""Prometheus metrics of the operator. Labels have few values: no fleet, namespace or object name ever becomes one."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib import metadata
+from typing import Any, Final, Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, Info, ProcessCollector, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from fleet_operator.cluster.guarded import Send, Write
+from fleet_operator.cluster.interface import ClusterError
+from fleet_operator.health.pulse import Pulse
+
+REASONS_MOST: Final = 64
+"""Reasons that get a label of their own; reasons are ours or the API server's CamelCase words, this bounds what else may come."""
+BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0)
+
+
+class Queue(Protocol):
+    """What the reconciler shows of itself."""
+
+    def backlog(self) -> tuple[int, float]:
+        """Fleets that wait for a pass, and for how long the one that waits longest has waited, seconds."""
+        ...
+
+    def readiness(self) -> Mapping[str, int]:
+        """Fleets by the status of their Ready condition: True, False, Unknown."""
+        ...
+
+
+class Meters:
+    """Counts passes and writes, and reads the rest when somebody asks."""
+
+    def __init__(self, pulse: Pulse, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._pulse = pulse
+        self._clock = clock
+        self.registry = CollectorRegistry()
+        self._seconds = Histogram(
+            "fleet_operator_reconcile_seconds", "Length of a pass over one fleet.", buckets=BUCKETS, registry=self.registry
+        )
+        self._passes = Counter(
+            "fleet_operator_reconciles", "Passes over a fleet: ok, problems (some write failed), error.", ["outcome"],
+            registry=self.registry,
+        )  # fmt: skip
+        self._errors = Counter("fleet_operator_errors", "Problems of passes, by reason.", ["reason"], registry=self.registry)
+        self._writes = Counter(
+            "fleet_operator_api_writes", "Writes to the API server.", ["verb", "kind", "outcome"], registry=self.registry
+        )
+        self._reasons: set[str] = set()
+        Info("fleet_operator_build", "What runs.", registry=self.registry).info(
+            {"version": metadata.version("inferencefleet"), "python": platform.python_version()}
+        )
+        ProcessCollector(namespace="fleet_operator", registry=self.registry)
+
+    # -- hooks ------------------------------------------------------------------------------------------------------
+    def turned(self) -> None:
+        """The work loop turned."""
+        self._pulse.turned()
+
+    def began(self) -> float:
+        """A pass begins; give what this returns to `ended`."""
+        self._pulse.began()
+        return self._clock()
+
+    def ended(self, begun: float, reasons: Iterable[str], *, failed: bool = False) -> None:
+        """The pass is over; `reasons` of its problems, `failed` when it could not be carried out at all."""
+        self._pulse.turned()
+        self._seconds.observe(self._clock() - begun)
+        reasons = list(reasons)
+        self._passes.labels("error" if failed else "problems" if reasons else "ok").inc()
+        for reason in reasons:
+            self._errors.labels(self._bounded(reason)).inc()
+
+    async def guard(self, write: Write, send: Send) -> Any:
+        """Counts a write and how it ended."""
+        try:
+            made = await send()
+        except ClusterError as error:
+            self._writes.labels(write.verb, write.kind.kind, self._bounded(error.reason)).inc()
+            raise
+        self._writes.labels(write.verb, write.kind.kind, "ok").inc()
+        return made
+
+    def _bounded(self, reason: str) -> str:
+        known = reason in self._reasons or (len(self._reasons) < REASONS_MOST and reason.isalnum() and len(reason) <= 63)
+        if known:
+            self._reasons.add(reason)
+        return reason if known else "Other"
+
+    # -- reading ----------------------------------------------------------------------------------------------------
+    def observe(self, queue: Queue, leading: Callable[[], bool], namespaces: Callable[[], tuple[int, int]]) -> None:
+        """Also show these whenever somebody reads; `namespaces` are (ours, told to us but somebody else's)."""
+        self.registry.register(_Present(self._pulse, queue, leading, namespaces))
+
+    def text(self) -> bytes:
+        """The exposition format."""
+        return generate_latest(self.registry)
+
+
+class _Present(Collector):
+    """Gauges that are read, not counted."""
+
+    def __init__(
+        self, pulse: Pulse, queue: Queue, leading: Callable[[], bool], namespaces: Callable[[], tuple[int, int]]
+    ) -> None:
+        self._pulse, self._queue, self._leading, self._namespaces = pulse, queue, leading, namespaces
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """All of them."""
+        depth, oldest_s = self._queue.backlog()
+        yield GaugeMetricFamily("fleet_operator_queue_depth", "Fleets that wait for a pass.", value=depth)
+        yield GaugeMetricFamily("fleet_operator_queue_oldest_seconds", "How long the first of them has waited.", value=oldest_s)
+        yield GaugeMetricFamily("fleet_operator_leader", "1 when this process reconciles.", value=int(self._leading()))
+        owned, foreign = self._namespaces()
+        spaces = GaugeMetricFamily("fleet_operator_namespaces", "Namespaces with fleets, by who owns them.", labels=["owner"])
+        spaces.add_metric(["this"], owned)
+        spaces.add_metric(["other"], foreign)
+        yield spaces
+        ready = GaugeMetricFamily("fleet_operator_fleets", "Fleets by the status of their Ready condition.", labels=["ready"])
+        for status, count in self._queue.readiness().items():
+            ready.add_metric([status], count)
+        yield ready
+        ages = GaugeMetricFamily("fleet_operator_watch_age_seconds", "Since a watch last carried anything.", labels=["kind"])
+        for kind, age_s in self._pulse.watch_ages().items():
+            ages.add_metric([kind], age_s)
+        yield ages

@@ -1,0 +1,36 @@
+"""What the work loop tells whoever measures it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+
+class Passes(Protocol):
+    """Hears of the loop's turns and of each pass over a fleet."""
+
+    def turned(self) -> None:
+        """The work loop turned."""
+        ...
+
+    def began(self) -> float:
+        """A pass begins; give what this returns to `ended`."""
+        ...
+
+    def ended(self, begun: float, reasons: Iterable[str], *, failed: bool = False) -> None:
+        """The pass is over; `reasons` of its problems, `failed` when it could not be carried out at all."""
+        ...
+
+
+class Unmeasured:
+    """Nobody listens."""
+
+    def turned(self) -> None:
+        """Nothing."""
+
+    def began(self) -> float:
+        """Nothing."""
+        return 0.0
+
+    def ended(self, begun: float, reasons: Iterable[str], *, failed: bool = False) -> None:
+        """Nothing."""

@@ -1,0 +1,103 @@
+"""Where vitals come from: the work loop's turns, the bytes of each watch, and a question to the API server when one is silent."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import aiohttp
+
+from fleet_operator.cluster.interface import ClusterError
+from fleet_operator.health.vitals import Bounds, Vitals, ailments, silent
+
+CHECK_S: Final = 5.0
+ASK_S: Final = 10.0
+
+
+@dataclass(slots=True)
+class _Stream:
+    """The newest connection of one watch."""
+
+    content: Any
+    read_bytes: int = -1
+
+
+class Pulse:
+    """Collects vitals; one per process."""
+
+    def __init__(self, bounds: Bounds | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._bounds = bounds or Bounds()
+        self._clock = clock
+        self._streams: dict[str, _Stream] = {}
+        self._heard: dict[str, float] = {}
+        self._answered_at: float | None = None
+        self._loop_at: float | None = None
+        self._pass_since: float | None = None
+        self._working = False
+
+    # -- the work loop ----------------------------------------------------------------------------------------------
+    def turned(self) -> None:
+        """The work loop turned, or finished a pass."""
+        self._working, self._loop_at, self._pass_since = True, self._clock(), None
+
+    def began(self) -> None:
+        """A pass over one fleet begins."""
+        self._working, self._pass_since = True, self._clock()
+
+    # -- watches ----------------------------------------------------------------------------------------------------
+    def opened(self, kind: str, content: Any) -> None:
+        """A watch was connected; `content` counts its bytes in `total_bytes`."""
+        self._streams[kind] = _Stream(content)
+        self._heard[kind] = self._clock()
+
+    def trace(self) -> aiohttp.TraceConfig:
+        """Tells `opened` of every watch of an aiohttp session."""
+        config = aiohttp.TraceConfig()
+
+        async def ended(_: Any, __: Any, params: aiohttp.TraceRequestEndParams) -> None:
+            if params.url.query.get("watch") in ("true", "1") and params.response.status == 200:
+                self.opened(params.url.path.rpartition("/")[2], params.response.content)
+
+        config.on_request_end.append(ended)
+        return config
+
+    def _listen(self) -> None:
+        for kind, stream in self._streams.items():
+            if stream.content.total_bytes != stream.read_bytes:
+                stream.read_bytes = stream.content.total_bytes
+                self._heard[kind] = self._clock()
+
+    def watch_ages(self) -> dict[str, float]:
+        """Seconds since each watch last carried anything."""
+        self._listen()
+        return {kind: self._clock() - at for kind, at in sorted(self._heard.items())}
+
+    # -- together ---------------------------------------------------------------------------------------------------
+    def vitals(self) -> Vitals:
+        """All that is known now."""
+        self._listen()
+        return Vitals(self._working, self._loop_at, self._pass_since, dict(self._heard), self._answered_at)
+
+    def ailments(self) -> tuple[str, ...]:
+        """What is wrong now; empty: nothing."""
+        return ailments(self.vitals(), self._clock(), self._bounds)
+
+    async def follow(self, ask: Callable[[], Awaitable[object]]) -> None:
+        """For ever: note bytes of watches often enough to date them, and `ask` the API server when one is silent."""
+        while True:
+            await asyncio.sleep(CHECK_S)
+            await self.check(ask)
+
+    async def check(self, ask: Callable[[], Awaitable[object]]) -> None:
+        """Once."""
+        if not silent(self.vitals(), self._clock(), self._bounds):
+            return
+        try:
+            async with asyncio.timeout(ASK_S):
+                await ask()
+        except (ClusterError, TimeoutError):
+            return
+        self._answered_at = self._clock()

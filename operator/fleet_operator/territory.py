@@ -1,0 +1,206 @@
+"""Which namespaces this installation owns: those that it was told, and of them those whose claim it holds.
+
+A claim is a Lease called `inferencefleet-owner` in the namespace, with the installation as its holder and without an end: it
+costs nothing at rest. Whoever makes it first owns the fleets there; another installation that was told the same namespace leaves
+them alone, says so, and looks again now and then. A claim goes when its namespace goes, when the namespace loses the label that
+selected it, or by hand when an installation is gone for good: `kubectl delete lease inferencefleet-owner -n NAMESPACE`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from fleet_operator.cluster.guarded import Send, Write
+from fleet_operator.cluster.interface import Cluster, ClusterError, ConflictError, NotFoundError, Object
+from fleet_operator.cluster.kinds import LEASE, NAMESPACE
+from fleet_operator.names import MANAGED_BY, MANAGER
+
+CLAIM: Final = "inferencefleet-owner"
+RECHECK_S: Final = 30.0
+LOG = logging.getLogger("fleet.operator.territory")
+
+
+class NotOursError(ClusterError):
+    """The namespace belongs to another installation, or is not selected (any more)."""
+
+    reason = "NotOurs"
+    retry = False
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What this installation was told: some names, or labels of namespaces, or neither: all."""
+
+    names: tuple[str, ...] = ()
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.names and self.labels:
+            raise ValueError("either names or labels select namespaces, not both")
+
+
+def parse_labels(text: str) -> dict[str, str]:
+    """{"a": "1", "b": "2"} of "a=1,b=2"; ValueError."""
+    pairs = [part.partition("=") for part in text.split(",")]
+    if any(not (key.strip() and equals and value.strip()) for key, equals, value in pairs):
+        raise ValueError(f"{text!r} is not of the form key=value,key=value")
+    return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def claim_of(namespace: str, installation: str, seen: Object) -> Object:
+    """The namespace's claim as ours, valid only on top of the unclaimed Lease that was seen."""
+    version = seen["metadata"]["resourceVersion"]
+    return {
+        "apiVersion": LEASE.api_version,
+        "kind": LEASE.kind,
+        "metadata": {
+            "name": CLAIM, "namespace": namespace, "resourceVersion": version, "labels": {MANAGED_BY: MANAGER},
+        },
+        "spec": {"holderIdentity": installation},
+    }  # fmt: skip
+
+
+def holder_of(lease: Object) -> str:
+    """Who holds a claim; empty: nobody."""
+    return str((lease.get("spec") or {}).get("holderIdentity") or "")
+
+
+class Territory:
+    """Claims namespaces as fleets turn up in them; a guard for writes and a filter for the reconciler."""
+
+    def __init__(self, cluster: Cluster, births: Cluster, installation: str, selection: Selection) -> None:
+        """`births` writes as another field manager: it makes an empty Lease and owns nothing of its content."""
+        self._cluster = cluster
+        self._births = births
+        self._installation = installation
+        self._selection = selection
+        self._selected = set(selection.names)
+        self._wanted: set[str] = set()
+        self._owned: set[str] = set()
+        self.foreign: dict[str, str] = {}
+        """Namespaces that we were told and that somebody else holds, with the holder."""
+        self._writing: Counter[str] = Counter()
+        self._wake = asyncio.Event()
+        self.changed: Callable[[str], None] = lambda namespace: None
+        """Called when a namespace became ours."""
+
+    def owns(self, namespace: str) -> bool:
+        """Whether fleets there are ours now; asking is what makes us want it."""
+        if namespace not in self._wanted:
+            self._wanted.add(namespace)
+            self._wake.set()
+        return namespace in self._owned
+
+    @property
+    def owned(self) -> int:
+        """How many namespaces are ours."""
+        return len(self._owned)
+
+    async def guard(self, write: Write, send: Send) -> Any:
+        """Refuses writes to namespaces that are not ours: NotOursError."""
+        if write.namespace not in self._owned:
+            raise NotOursError(f"namespace {write.namespace} does not belong to installation {self._installation}")
+        self._writing[write.namespace] += 1
+        try:
+            return await send()
+        finally:
+            self._writing[write.namespace] -= 1
+
+    async def _quiet(self, namespace: str) -> None:
+        """Return when nothing of ours is being written there."""
+        while self._writing[namespace]:  # noqa: ASYNC110 - seldom and short: an event per namespace would be more to get wrong
+            await asyncio.sleep(0.05)
+
+    async def run(self) -> None:
+        """Claim for ever; follows the labels of namespaces when those decide."""
+        async with asyncio.TaskGroup() as group:
+            if self._selection.labels:
+                group.create_task(self._follow(), name="namespaces")
+            while True:
+                self._wake.clear()
+                await self.claim_all()
+                try:
+                    async with asyncio.timeout(RECHECK_S):
+                        await self._wake.wait()
+                except TimeoutError:
+                    continue
+
+    async def claim_all(self) -> None:
+        """One attempt for every namespace that is wanted, selected and not ours yet."""
+        for namespace in sorted(self._wanted - self._owned):
+            if not (self._selection.names or self._selection.labels) or namespace in self._selected:
+                try:
+                    await self._claim(namespace)
+                except ClusterError as error:
+                    LOG.warning("namespace %s is not claimed: %s: %s", namespace, error.reason, error)
+
+    async def _claim(self, namespace: str) -> None:
+        try:
+            lease = await self._cluster.get(LEASE, namespace, CLAIM)
+        except NotFoundError:
+            unborn = {"apiVersion": LEASE.api_version, "kind": LEASE.kind, "metadata": {"name": CLAIM, "namespace": namespace}}
+            lease = await self._births.apply(unborn)
+        if not holder_of(lease):
+            try:
+                lease = await self._cluster.apply(claim_of(namespace, self._installation, lease))
+            except ConflictError:
+                self._wake.set()  # somebody was faster: look who
+                return
+        if holder_of(lease) != self._installation:
+            self._say_foreign(namespace, holder_of(lease))
+            return
+        self.foreign.pop(namespace, None)
+        self._owned.add(namespace)
+        self.changed(namespace)
+
+    def _say_foreign(self, namespace: str, holder: str) -> None:
+        if self.foreign.get(namespace) != holder:
+            self.foreign[namespace] = holder
+            LOG.warning(
+                "namespace %s belongs to installation %s: its fleets are left alone; when that is gone for good, delete Lease %s",
+                namespace, holder, CLAIM,
+            )  # fmt: skip
+
+    async def _follow(self) -> None:
+        synced = False
+        async for event in self._cluster.watch(NAMESPACE, None, self._selection.labels):
+            if event.type == "SYNCED":
+                synced = True
+                await self._release_strays()
+            elif event.type == "DELETED":
+                self._selected.discard(event.object["metadata"]["name"])
+                await self._release(event.object["metadata"]["name"])
+            else:
+                self._selected.add(event.object["metadata"]["name"])
+            if synced:
+                self._wake.set()
+
+    async def _release_strays(self) -> None:
+        """Claims of ours, from before we started, in namespaces that are no longer selected."""
+        try:
+            for lease in await self._cluster.list(LEASE, None, {MANAGED_BY: MANAGER}):
+                namespace, name = lease["metadata"]["namespace"], lease["metadata"]["name"]
+                if name == CLAIM and holder_of(lease) == self._installation and namespace not in self._selected:
+                    await self._release(namespace)
+        except ClusterError as error:
+            LOG.warning("old claims are not released: %s", error)
+
+    async def _release(self, namespace: str) -> None:
+        """Stop writing there, then let go of it."""
+        self._owned.discard(namespace)
+        self.foreign.pop(namespace, None)
+        await self._quiet(namespace)
+        try:
+            lease = await self._cluster.get(LEASE, namespace, CLAIM)
+            if holder_of(lease) == self._installation:
+                await self._cluster.delete(LEASE, namespace, CLAIM, uid=lease["metadata"]["uid"])
+                LOG.info("namespace %s is no longer selected: its claim is released, its fleets stay as they are", namespace)
+        except NotFoundError:
+            return
+        except ClusterError as error:
+            LOG.warning("the claim on namespace %s is not released: %s", namespace, error)

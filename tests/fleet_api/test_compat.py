@@ -1,0 +1,140 @@
+"""Specs that every schema accepts and that cannot serve, taken from what happened to users of others; and what is only a risk."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fleet_api.arguments import parse_arguments
+from fleet_api.compat import OWNED, refusals, risks
+from fleet_api.parse import ManifestError, parse_fleet
+from fleet_api.validate import validate
+
+
+def spec(*, args: list[str] | None = None, engine: dict[str, Any] | None = None, tier: dict[str, Any] | None = None, **more: Any):
+    engine = {"type": "vllm", **({"args": args} if args is not None else {}), **(engine or {})}
+    tiers = [{"name": "t", "accelerator": {"type": "h100-sxm"}, **(tier or {})}]
+    return {
+        "apiVersion": "inferencefleet.io/v1alpha1",
+        "kind": "InferenceFleet",
+        "metadata": {"name": "f", "namespace": "ml"},
+        "spec": {"model": {"source": "file:///m"}, "engine": engine, "tiers": tiers, **more},
+    }
+
+
+def roles(prefill: dict[str, Any], decode: dict[str, Any], **tier: Any) -> dict[str, Any]:
+    return spec(tier={"prefill": prefill, "decode": decode, **tier})
+
+
+def env(value: str) -> dict[str, Any]:
+    return {"podTemplate": {"env": [{"name": "PYTHONHASHSEED", "value": value}]}}
+
+
+FORBIDDEN = "spec.engine.args[0]: Forbidden: --kv-transfer-config"
+NIXL_BOTH = '{"kv_connector":"NixlConnector","kv_role":"kv_both"}'
+BAD = [
+    # kserve #5987, dynamo aiconfigurator #519, llm-d #1189: each engine gets the same connector text, or none at all
+    ("one connector for both", spec(args=["--kv-transfer-config", NIXL_BOTH]), FORBIDDEN),
+    ("dotted connector", spec(args=["--kv-transfer-config.kv_role=kv_both"]), "--kv-transfer-config"),
+    ("underscores", spec(args=[f"--kv_transfer_config={NIXL_BOTH}"]), "--kv-transfer-config"),
+    ("a connector for one role", roles({"args": ["--kv-transfer-config={}"]}, {}), "spec.tiers[0].prefill.args[0]: Forbidden"),
+    ("a file of arguments", spec(args=["--config", "/etc/vllm.yaml"]), "--config"),
+    ("another port", spec(args=["--dtype", "auto", "--port", "9999"]), "spec.engine.args[2]: Forbidden: --port"),
+    ("a key that nobody sends", spec(args=["--api-key=abc"]), "no place for a secret"),
+    ("another length", spec(args=["--max-model-len=131072"]), "spec.engine.maxModelLen says it"),
+    # vLLM #14952, TRT-LLM #6507: dtypes of the two sides differ, answers are wrong or the hand-off fails
+    ("dtype of one role", roles({"args": ["--dtype=bfloat16"]}, {"args": ["--dtype=float16"]}), "prefill has bfloat16"),
+    ("cache dtype of one role", roles({}, {"args": ["--kv-cache-dtype", "fp8"]}), "prefill has none, decode has fp8"),
+    ("backend of one role", roles({"args": ["--attention-backend=FLASHINFER"]}, {}), "lays KV blocks out"),
+    ("hybrid manager of one role", roles({"args": ["--disable-hybrid-kv-cache-manager"]}, {}), "prefill has it, decode has none"),
+    ("model of one role", roles({"args": ["--revision=abc"]}, {"args": ["--revision=def"]}), "must run the same model"),
+    # LMCache #1133, #1251, #2511: block hashes differ between processes
+    ("hash seed of one role", roles(env("0"), {}), "env PYTHONHASHSEED must be the same in both roles"),
+    ("two hash seeds", roles(env("0"), env("1")), "env PYTHONHASHSEED must be the same in both roles"),
+    ("drafter of one role", roles({}, {"args": ["-sc", '{"method":"eagle3"}']}), "its KV is handed over"),
+    (
+        "block sizes on CPUs",
+        roles({"args": ["--block-size=128"]}, {"args": ["--block-size=16"]}, accelerator={"type": "cpu"}),
+        "--block-size must be the same",
+    ),
+]  # fmt: skip
+GOOD = [
+    ("no arguments", spec()),
+    ("harmless arguments", spec(args=["--dtype", "auto", "--gpu-memory-utilization=0.9", "--enforce-eager"])),
+    ("the same in both roles", roles({"args": ["--dtype=float16"]}, {"args": ["--dtype", "float16"]})),
+    ("for the fleet and again for a role", spec(args=["--dtype=float16"], tier={"prefill": {"args": ["--dtype=float16"]}})),
+    ("n-gram speculation where tokens are made", roles({}, {"args": ['--speculative-config={"method":"ngram"}']})),
+    ("block sizes between devices", roles({"args": ["--block-size=64"]}, {"args": ["--block-size=16"]})),
+    ("one hash seed", roles(env("0"), env("0"))),
+    ("another engine has no such arguments", spec(engine={"type": "torch"})),
+]
+
+
+@pytest.mark.parametrize(("name", "manifest", "words"), BAD, ids=[row[0] for row in BAD])
+def test_a_spec_that_cannot_serve_is_refused_with_the_cause(name: str, manifest: dict[str, Any], words: str):
+    assert any(words in refusal for refusal in refusals(manifest)), refusals(manifest)
+
+
+@pytest.mark.parametrize(("name", "manifest"), GOOD, ids=[row[0] for row in GOOD])
+def test_a_spec_that_serves_is_not(name: str, manifest: dict[str, Any]):
+    assert refusals(manifest) == []
+
+
+@pytest.mark.parametrize("name", OWNED)
+def test_what_the_operator_sets_cannot_be_set(name: str):
+    assert refusals(spec(args=[f"--{name}=x"])) == [f"spec.engine.args[0]: Forbidden: --{name}: {OWNED[name]}"]
+
+
+def test_the_operator_judges_again():
+    """The webhook may be off: the same words stop the operator (O10)."""
+    manifest = spec(args=["--kv-events-config={}"])
+    with pytest.raises(ManifestError, match="--kv-events-config"):
+        parse_fleet(manifest)
+
+
+HUB = "hf://meta-llama/Llama-3.1-8B-Instruct"
+RISKS = [
+    ("a tag that moves", spec(engine={"image": "vllm/vllm-openai:latest"}), "spec.engine.image"),
+    ("no tag", spec(engine={"image": "registry:5000/vllm"}), "spec.engine.image"),
+    ("a fixed tag", spec(engine={"image": "registry:5000/vllm:v0.32.0"}), ""),
+    ("a digest", spec(engine={"image": f"vllm@sha256:{'0' * 64}"}), ""),
+    ("a branch", spec(model={"source": HUB}), "spec.model.revision: main may change"),
+    ("a commit", spec(model={"source": HUB, "revision": "0e9e39f249a16976918f6564b8830bc894c89659"}), ""),
+    ("a version", spec(model={"source": HUB, "revision": "v1.2"}), ""),
+    ("more than fits", spec(engine={"maxModelLen": 4096}, limits={"maxInputTokens": 4000, "maxOutputTokens": 4000}), "8000"),
+    ("what fits", spec(engine={"maxModelLen": 4096}, limits={"maxInputTokens": 2000, "maxOutputTokens": 2000}), ""),
+    ("code of strangers", spec(args=["--trust-remote-code"]), "spec.engine.args[0]: --trust-remote-code"),
+    ("no prefix cache", spec(args=["--no-enable-prefix-caching"]), "finds nothing"),
+    ("shared memory", spec(tier={"kvTransfer": {"transport": "shm"}}), "only between workers of one node"),
+    ("tcp from a GPU", spec(tier={"kvTransfer": {"transport": "tcp"}}), "through host memory"),
+    ("tcp between CPUs", spec(tier={"kvTransfer": {"transport": "tcp"}, "accelerator": {"type": "cpu"}}), ""),
+    ("lease too short", spec(tier={"kvTransfer": {"leaseDuration": "5s"}}, slo={"ttft": {"p99": "20s"}}), "shorter than"),
+    ("lease long enough", spec(tier={"kvTransfer": {"leaseDuration": "30s"}}, slo={"ttft": {"p99": "20s"}}), ""),
+    ("prefill beyond the ratio", roles({"maxReplicas": 9}, {"maxReplicas": 8}), "prefill.maxReplicas: 9 is never"),
+    ("decode beyond the ratio", roles({"maxReplicas": 2}, {"maxReplicas": 9}), "decode.maxReplicas: 9 is never"),
+    ("inside the ratio", roles({"maxReplicas": 2}, {"maxReplicas": 8}), ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "manifest", "words"), RISKS, ids=[row[0] for row in RISKS])
+def test_a_risk_is_told_and_nothing_else(name: str, manifest: dict[str, Any], words: str):
+    assert validate(manifest) == []
+    assert refusals(manifest) == []
+    found = risks(manifest)
+    assert (len(found) == 1 and words in found[0]) if words else found == []
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], []),
+        (["--a=b"], [("a", "b")]),
+        (["--a", "b", "--c"], [("a", "b"), ("c", "")]),
+        (["--a_b", "--c.d", "e"], [("a-b", ""), ("c", "d=e")]),
+        (["-tp", "4", "stray", "-"], [("tensor-parallel-size", "4"), ("", "stray"), ("", "-")]),
+        (["--a={\"x\": \"--y\"}"], [("a", '{"x": "--y"}')]),
+    ],
+)  # fmt: skip
+def test_arguments_are_read_as_the_engine_reads_them(words: list[str], expected: list[tuple[str, str]]):
+    assert [(argument.name, argument.value) for argument in parse_arguments(words, "f")] == expected

@@ -1,0 +1,244 @@
+"""Renewal with a clock that the test moves: at no moment does a replica serve what the API server does not trust."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from fleet_operator.certs.issue import Material, UnusableError, carry_out, read
+from fleet_operator.certs.keeper import Keeper, Place
+from fleet_operator.certs.plan import DAY_S, Certificate, Lifetimes, Stock, Work, plan
+from fleet_operator.cluster.guarded import GuardedCluster
+from fleet_operator.cluster.interface import ForbiddenError
+from fleet_operator.cluster.kinds import MUTATING, SECRET, VALIDATING
+from fleet_operator.cluster.memory import MemoryCluster
+from fleet_operator.leader.fence import Fence
+from fleet_operator.webhook.manifests import configurations
+
+NAMES = frozenset({"hook.ns.svc", "127.0.0.1"})
+LIFE = Lifetimes()
+T0 = 1_800_000_000.0
+
+
+def fresh(now: float = T0) -> Material:
+    return carry_out(Work("everything", ""), None, NAMES, now, LIFE)
+
+
+def step(material: Material | None, now: float, *, told: bool = True, names: frozenset[str] = NAMES) -> str:
+    return plan(read(material) if material else None, names, now, LIFE, told=told).step
+
+
+@pytest.mark.parametrize(
+    ("after_days", "told", "expected"),
+    [(0, True, "nothing"), (59.9, True, "nothing"), (60.1, True, "serving"), (60.1, False, "nothing"), (89.9, False, "nothing"),
+     (90.1, False, "serving"), (400, True, "everything"), (-1, True, "everything")],
+)  # fmt: skip
+def test_what_is_due_when(after_days: float, told: bool, expected: str):
+    assert step(fresh(), T0 + after_days * DAY_S, told=told) == expected
+
+
+def test_no_or_foreign_material_is_made_anew():
+    assert step(None, T0) == "everything"
+    a, b = fresh(), fresh()
+    for bad in (
+        Material(a.bundle, b.authority_key, a.certificate, a.key),
+        Material(a.bundle, a.authority_key, a.certificate, b.key),
+        Material(b"x", b"x", b"x", b"x"),
+        Material(a.key, a.key, a.key, a.key),
+    ):
+        with pytest.raises(UnusableError):
+            read(bad)
+
+
+def test_another_name_needs_another_certificate():
+    assert step(fresh(), T0, names=NAMES | {"new.ns.svc"}) == "serving"
+
+
+def test_the_steps_of_a_new_authority():
+    material, now, seen = fresh(), T0 + 244 * DAY_S, []
+    stock = read(material)
+    # the serving certificate was renewed on its way here
+    material = carry_out(Work("serving", ""), material, NAMES, now - DAY_S, LIFE)
+    for _ in range(40):
+        work = plan(read(material), NAMES, now, LIFE, told=True)
+        if work.step == "nothing":
+            now += 100.0
+            continue
+        seen.append((work.step, now))
+        material = carry_out(work, material, NAMES, now, LIFE)
+    assert [name for name, _ in seen] == ["authority", "serving", "prune"]
+    times = [at for _, at in seen]
+    assert times[1] - times[0] >= LIFE.settle_s
+    assert times[2] - times[1] >= LIFE.settle_s
+    assert read(material).authorities[0].key != stock.authorities[0].key
+
+
+def test_nothing_comes_from_an_authority_that_the_api_server_was_not_told_of():
+    old = fresh()
+    now = T0 + 244 * DAY_S
+    material = carry_out(Work("serving", ""), old, NAMES, now, LIFE)
+    material = carry_out(Work("authority", ""), material, NAMES, now, LIFE)
+    assert step(material, now + DAY_S, told=False) == "nothing"
+    assert step(material, now + DAY_S, told=True) == "serving"
+
+
+@pytest.mark.parametrize(
+    "terms", [{"settle_s": 0.5, "serving_s": 10}, {"settle_s": 60, "serving_s": 599}, {"authority_s": 100 * DAY_S}]
+)
+def test_lifetimes_without_room_for_an_overlap_are_refused(terms: dict[str, Any]):
+    with pytest.raises(ValueError, match=r"settle|half"):
+        Lifetimes(**terms)
+
+
+def test_keys_are_not_shown():
+    assert "PRIVATE" not in repr(fresh())
+    assert repr(fresh()) == "Material(***)"
+
+
+# -- several replicas and an API server over years ----------------------------------------------------------------------
+SHORT = Lifetimes(authority_s=4_000.0, serving_s=1_000.0, settle_s=100.0)
+
+
+@dataclass
+class Replica:
+    keeper: Any
+    fence: Fence
+    serves: Material | None = None
+
+
+@dataclass
+class World:
+    now: float = T0
+    store: MemoryCluster = field(default_factory=MemoryCluster)
+
+    def replica(self) -> Replica:
+        fence = Fence(lambda: self.now)
+        place = Place("ns", "certs", "inferencefleet", NAMES, SHORT)
+        keeper = Keeper(GuardedCluster(self.store, fence), place, lambda: self.now)
+        replica = Replica(keeper, fence)
+        serve = keeper._serve
+
+        def noted(material: Material) -> None:
+            serve(material)
+            replica.serves = material
+
+        keeper._serve = noted
+        return replica
+
+    async def trusted(self) -> list[Certificate]:
+        import base64
+
+        found = []
+        for kind in (MUTATING, VALIDATING):
+            for hook in (await self.store.get(kind, None, "inferencefleet"))["webhooks"]:
+                bundle = base64.b64decode(hook["clientConfig"].get("caBundle", ""))
+                found.append(frozenset(one.key for one in _authorities(bundle)))
+        return found  # type: ignore[return-value]
+
+
+def _authorities(bundle: bytes) -> tuple[Certificate, ...]:
+    from cryptography import x509
+
+    from fleet_operator.certs.issue import _summary
+
+    return tuple(_summary(one, {}) for one in x509.load_pem_x509_certificates(bundle)) if bundle else ()
+
+
+@settings(max_examples=8, deadline=None, phases=[Phase.explicit, Phase.generate])
+@given(pauses=st.lists(st.tuples(st.sampled_from([5.0, 20.0, 40.0]), st.integers(0, 2)), min_size=120, max_size=160))
+def test_replicas_serve_only_what_is_trusted_and_valid(pauses: list[tuple[float, int]]):
+    """Three replicas, one of which leads; each looks now and then. Over several lives of an authority."""
+
+    async def scenario() -> None:
+        world = World()
+        for configuration in configurations({"service": {"name": "hook", "namespace": "ns", "port": 443}}):
+            await world.store.apply(configuration)
+        replicas = [world.replica() for _ in range(3)]
+        for count, (pause_s, leads) in enumerate(pauses):
+            world.now += pause_s
+            for index, replica in enumerate(replicas):
+                replica.fence.close()
+                if index == leads:
+                    replica.fence.extend(world.now + 1e6, world.now + 1e6)
+                while await replica.keeper.look():
+                    pass
+            if count < 3:
+                continue
+            trusted = await world.trusted()
+            for replica in replicas:
+                assert replica.serves is not None
+                stock: Stock = read(replica.serves)
+                assert stock.serving.not_before <= world.now < stock.serving.not_after
+                for keys in trusted:
+                    issuers = {one.key for one in stock.authorities if one.key in keys}  # type: ignore[attr-defined]
+                    assert stock.serving.issuer in issuers
+
+    asyncio.run(scenario())
+
+
+def test_two_replicas_that_begin_at_once_make_one_authority():
+    async def scenario() -> None:
+        world = World()
+        replicas = [world.replica() for _ in range(2)]
+        await world.store.apply({"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "certs", "namespace": "ns"}})
+        for replica in replicas:
+            replica.fence.extend(T0 + 1e6, T0 + 1e6)
+        for _ in range(3):
+            await asyncio.gather(*(replica.keeper.look() for replica in replicas))
+        assert replicas[0].serves == replicas[1].serves
+        assert len((await world.store.get(SECRET, "ns", "certs"))["data"]) == 4
+
+    asyncio.run(scenario())
+
+
+def test_a_replica_that_may_not_write_waits_and_then_serves():
+    async def scenario() -> None:
+        world = World()
+        follower, leader = world.replica(), world.replica()
+        assert not await follower.keeper.look()
+        assert not follower.keeper.ready.is_set()
+        leader.fence.extend(T0 + 1e6, T0 + 1e6)
+        assert await leader.keeper.look()
+        await follower.keeper.look()
+        assert follower.keeper.ready.is_set()
+
+    asyncio.run(scenario())
+
+
+def test_a_spoiled_secret_is_replaced():
+    async def scenario() -> None:
+        world = World()
+        one = world.replica()
+        one.fence.extend(T0 + 1e6, T0 + 1e6)
+        for data in ({}, {"ca.crt": "!"}, {name: "eA==" for name in ("ca.crt", "ca.key", "tls.crt", "tls.key")}):
+            meta = {"name": "certs", "namespace": "ns"}
+            await world.store.writer("user").apply({"apiVersion": "v1", "kind": "Secret", "metadata": meta, "data": data})
+            assert await one.keeper.look()
+            assert not await one.keeper.look()
+
+    asyncio.run(scenario())
+
+
+def test_without_the_right_to_the_configurations_it_still_serves():
+    async def scenario() -> None:
+        world = World()
+        one = world.replica()
+        one.fence.extend(T0 + 1e6, T0 + 1e6)
+        get = world.store.get
+
+        async def partly(kind: Any, *where: Any) -> Any:
+            if kind in (MUTATING, VALIDATING):
+                raise ForbiddenError("no")
+            return await get(kind, *where)
+
+        world.store.get = partly  # type: ignore[method-assign]
+        assert await one.keeper.look()
+        assert not await one.keeper.look()
+        assert one.keeper.ready.is_set()
+
+    asyncio.run(scenario())

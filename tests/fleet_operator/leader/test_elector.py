@@ -1,0 +1,295 @@
+"""Several operators, one store, a clock that the test moves: never two that may write, and none that writes after it froze."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fleet_operator.cluster.guarded import GuardedCluster, Write
+from fleet_operator.cluster.interface import CONFIG_MAP, ClusterError, ForbiddenError, UnavailableError
+from fleet_operator.cluster.kinds import LEASE
+from fleet_operator.cluster.memory import MemoryCluster
+from fleet_operator.leader.elector import Candidate, Elector, LeadershipLostError
+from fleet_operator.leader.fence import Fence, NotLeaderError
+from fleet_operator.leader.lease import Terms
+
+TERMS = Terms(lease_s=15, renew_s=10.0, retry_s=2.0)
+
+
+class Wire:
+    """The store behind a network that loses requests or answers when told to."""
+
+    def __init__(self, store: MemoryCluster) -> None:
+        self._store = store
+        self.loses = ""
+        self.applies = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    async def get(self, *where: Any) -> Any:
+        if self.loses:
+            raise UnavailableError("lost")
+        return await self._store.get(*where)
+
+    async def apply(self, obj: dict[str, Any]) -> Any:
+        if self.loses == "request":
+            raise UnavailableError("lost")
+        self.applies += 1
+        made = await self._store.apply(obj)
+        if self.loses == "answer":
+            raise UnavailableError("lost")
+        return made
+
+
+class Process:
+    """One operator process: its clock runs at its own rate from its own zero."""
+
+    def __init__(self, world: World, name: str, rate: float = 1.0, zero: float = 0.0) -> None:
+        self.name = name
+        self.wire = Wire(world.store)
+        self.fence = Fence(lambda: zero + rate * world.now)
+        births = world.store.writer("births")
+        self.elector = Elector(self.wire, births, Candidate("ns", "lease", name, TERMS), self.fence, sleep=world.sleep)  # type: ignore[arg-type]
+        self.cluster = GuardedCluster(self.wire, self.fence)  # type: ignore[arg-type]
+
+    async def try_once(self) -> None:
+        """One attempt of the loop; like `keep`, it ends the process that could not renew in time."""
+        if self.elector.leading and self.fence.open_s <= 0:
+            self.elector.leading = False
+            self.fence.close()
+        with contextlib.suppress(ClusterError):
+            await self.elector.attempt()
+
+    async def writes(self) -> bool:
+        wish = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "c", "namespace": "ns"}, "data": {"by": self.name}}
+        try:
+            await self.cluster.apply(wish)
+        except NotLeaderError:
+            return False
+        return True
+
+
+class World:
+    def __init__(self) -> None:
+        self.now = 1_000.0
+        self.store = MemoryCluster(now=lambda: self.now)
+        self.on_sleep: Callable[[], Awaitable[None]] | None = None
+
+    async def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        if self.on_sleep is not None:
+            await self.on_sleep()
+        await asyncio.sleep(0)
+
+
+def played(scenario: Callable[[World], Awaitable[None]]) -> None:
+    asyncio.run(scenario(World()))
+
+
+def test_the_first_wins_and_the_second_waits_the_whole_lease():
+    async def scenario(world: World) -> None:
+        a, b = Process(world, "a"), Process(world, "b")
+        await a.try_once()
+        await b.try_once()
+        assert (a.elector.leading, b.elector.leading) == (True, False)
+        world.now += 14.9
+        await b.try_once()
+        assert not b.elector.leading
+        assert not await a.writes()  # ten seconds without a renewal: it stopped before b could begin
+        world.now += 0.2
+        await b.try_once()
+        assert b.elector.leading
+        assert await b.writes()
+        await a.try_once()
+        assert not a.elector.leading
+        lease = await world.store.get(LEASE, "ns", "lease")
+        assert lease["spec"]["holderIdentity"] == "b"
+        assert lease["spec"]["leaseTransitions"] == 2
+
+    played(scenario)
+
+
+def test_two_that_begin_at_once_are_one():
+    async def scenario(world: World) -> None:
+        processes = [Process(world, name) for name in "abcd"]
+        await asyncio.gather(*(process.try_once() for process in processes))
+        assert sum(process.elector.leading for process in processes) == 1
+
+    played(scenario)
+
+
+def test_a_process_that_was_frozen_writes_nothing():
+    """SIGSTOP for 60 s, SIGCONT: the first thing it does is a write."""
+
+    async def scenario(world: World) -> None:
+        a, b = Process(world, "a"), Process(world, "b")
+        await a.try_once()
+        assert await a.writes()
+        await b.try_once()
+        world.now += 60
+        await b.try_once()
+        assert await b.writes()
+        sent = a.wire.applies
+        assert not await a.writes()
+        assert a.wire.applies == sent
+        data = (await world.store.get(CONFIG_MAP, "ns", "c"))["data"]
+        assert data == {"by": "b"}
+
+    played(scenario)
+
+
+def test_a_write_under_way_gets_no_more_time_than_the_lease_has():
+    async def scenario(world: World) -> None:
+        fence = Fence(lambda: world.now)
+        fence.extend(world.now + 5, world.now + 0.01)
+        with pytest.raises(UnavailableError, match="end of the lease"):
+            await fence.guard(Write("apply", CONFIG_MAP, "ns", "c"), lambda: asyncio.sleep(3_600))
+
+    played(scenario)
+
+
+def test_keep_ends_when_somebody_else_holds_it():
+    async def scenario(world: World) -> None:
+        a = Process(world, "a")
+        await a.try_once()
+        thief = world.store.writer("thief")
+        lease = await world.store.get(LEASE, "ns", "lease")
+        lease["spec"]["holderIdentity"] = "thief"
+        await thief.apply(lease)
+        with pytest.raises(LeadershipLostError, match="thief holds it"):
+            await a.elector.keep()
+        assert not await a.writes()
+
+    played(scenario)
+
+
+@pytest.mark.parametrize("loses", ["request", "answer"])
+def test_keep_ends_when_the_api_server_is_silent(loses: str):
+    async def scenario(world: World) -> None:
+        a = Process(world, "a")
+        await a.try_once()
+        begun = world.now
+        a.wire.loses = loses
+        with pytest.raises(LeadershipLostError, match="in time"):
+            await a.elector.keep()
+        assert 10 <= world.now - begun <= 15
+        assert not await a.writes()
+
+    played(scenario)
+
+
+def test_one_lost_answer_is_survived():
+    async def scenario(world: World) -> None:
+        a = Process(world, "a")
+        await a.try_once()
+        pauses = 0
+
+        async def on_sleep() -> None:
+            nonlocal pauses
+            pauses += 1
+            a.wire.loses = "answer" if pauses == 1 else ""
+            if pauses == 6:
+                raise InterruptedError
+
+        world.on_sleep = on_sleep
+        with pytest.raises(InterruptedError):
+            await a.elector.keep()
+        lease = await world.store.get(LEASE, "ns", "lease")
+        assert (lease["spec"]["holderIdentity"], lease["spec"]["leaseTransitions"]) == ("a", 1)
+
+    played(scenario)
+
+
+def test_a_released_lease_is_taken_at_once():
+    async def scenario(world: World) -> None:
+        a, b = Process(world, "a"), Process(world, "b")
+        await a.try_once()
+        await a.elector.release()
+        assert not await a.writes()
+        await b.try_once()
+        assert b.elector.leading
+
+    played(scenario)
+
+
+def test_a_frozen_leader_does_not_even_try_to_give_the_lease_back():
+    async def scenario(world: World) -> None:
+        a = Process(world, "a")
+        await a.try_once()
+        sent = a.wire.applies
+        world.now += 60
+        await a.elector.release()
+        assert a.wire.applies == sent
+
+    played(scenario)
+
+
+def test_release_leaves_somebody_elses_lease_alone():
+    async def scenario(world: World) -> None:
+        a, b = Process(world, "a"), Process(world, "b")
+        await a.try_once()
+        await b.try_once()
+        world.now += 20
+        await b.try_once()
+        await a.elector.release()
+        assert (await world.store.get(LEASE, "ns", "lease"))["spec"]["holderIdentity"] == "b"
+
+    played(scenario)
+
+
+def test_without_the_right_to_leases_the_process_says_so():
+    async def scenario(world: World) -> None:
+        a = Process(world, "a")
+
+        async def forbidden(*_: Any) -> None:
+            raise ForbiddenError("leases is forbidden")
+
+        a.wire.get = forbidden  # type: ignore[method-assign]
+        with pytest.raises(ForbiddenError):
+            await a.elector.win()
+
+    played(scenario)
+
+
+ACTS = st.lists(
+    st.tuples(
+        st.floats(0.0, 12.0),
+        st.integers(0, 2),
+        st.sampled_from(["", "", "", "request", "answer"]),
+        st.sampled_from(["try", "try", "try", "write", "release"]),
+    ),
+    min_size=5,
+    max_size=60,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(acts=ACTS, rates=st.tuples(*[st.floats(0.97, 1.03)] * 3))
+def test_at_no_instant_may_two_write(acts: list[tuple[float, int, str, str]], rates: tuple[float, ...]):
+    """Frozen for any time, requests and answers lost, clocks that run at other rates: at most one fence is open."""
+
+    async def scenario(world: World) -> None:
+        processes = [Process(world, name, rate, zero) for name, rate, zero in zip("abc", rates, (0.0, 5e4, -1e3), strict=True)]
+        for pause_s, index, loses, act in acts:
+            world.now += pause_s
+            process = processes[index]
+            process.wire.loses = loses
+            match act:
+                case "try":
+                    await process.try_once()
+                case "release":
+                    await process.elector.release()
+                    process.elector.leading = False
+                case _:
+                    process.wire.loses = ""
+                    await process.writes()
+            assert sum(one.fence.open_s > 0 for one in processes) <= 1
+
+    played(scenario)

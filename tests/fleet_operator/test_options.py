@@ -1,0 +1,70 @@
+"""The command line: defaults, and a sentence for whatever cannot work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fleet_operator import options as module
+from fleet_operator.options import DEFAULT_NAMESPACE, parse_options
+
+
+def test_the_defaults_are_one_operator_for_all_namespaces(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "MOUNTED_NAMESPACE", Path("/nowhere"))
+    monkeypatch.delenv("POD_NAMESPACE", raising=False)
+    given = parse_options([])
+    assert (given.selection.names, given.selection.labels, given.installation, given.election) == ((), {}, None, None)
+    assert (given.health_port, given.log_format, given.webhook, given.namespace) == (8081, "text", None, DEFAULT_NAMESPACE)
+
+
+def test_in_a_pod_an_installation_has_a_name(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("POD_NAMESPACE", "ours")
+    assert parse_options([]).installation == "ours/inferencefleet-operator"
+    assert parse_options(["--lease-name", "blue"]).installation == "ours/blue"
+    assert parse_options(["--installation", "team-a"]).installation == "team-a"
+
+
+def test_the_namespace_of_the_service_account_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    (tmp_path / "namespace").write_text("mounted\n")
+    monkeypatch.setattr(module, "MOUNTED_NAMESPACE", tmp_path / "namespace")
+    monkeypatch.delenv("POD_NAMESPACE", raising=False)
+    assert parse_options([]).namespace == "mounted"
+
+
+def test_all_of_it():
+    given = parse_options(
+        ["--namespace", "a", "--namespace", "b", "--namespace", "a", "--leader-elect", "--lease-duration", "30",
+         "--renew-deadline", "20", "--retry-period", "3", "--health-port", "0", "--log-format", "json",
+         "--operator-namespace", "sys",
+         "--webhook-port", "9443", "--webhook-name", "10.0.0.1", "--sick-taint", "x", "--drain-timeout", "5"]
+    )  # fmt: skip
+    assert given.selection.names == ("a", "b")
+    assert given.election is not None
+    assert (given.election.lease_s, given.election.renew_s, given.election.retry_s) == (30, 20.0, 3.0)
+    assert given.webhook is not None
+    assert given.webhook.names == {"inferencefleet-webhook.sys.svc", "inferencefleet-webhook.sys.svc.cluster.local", "10.0.0.1"}
+    assert given.platform.sick_taints[-1] == "x"
+    assert given.platform.drain_most_s == 5
+    assert parse_options(["--namespace-selector", "team=a"]).selection.labels == {"team": "a"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--kubeconfig", "/nowhere"], "no such file"),
+        (["--drain-timeout", "0"], "must be positive"),
+        (["--health-port", "70000"], "--health-port must be a port"),
+        (["--webhook-port", "-1"], "--webhook-port must be a port"),
+        (["--namespace", "a", "--namespace-selector", "b=c"], "not both"),
+        (["--namespace-selector", "b"], "key=value"),
+        (["--leader-elect", "--renew-deadline", "15"], "at most 0.9"),
+        (["--lease-duration", "1"], "between 2 and 600"),
+        (["--log-format", "xml"], "invalid choice"),
+    ],
+)
+def test_what_cannot_work_is_told(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        parse_options(argv)
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err

@@ -1,0 +1,141 @@
+"""How the parts end: the first end ends all, and a lease is given back only when nothing of ours writes any more."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from fleet_operator.cluster.guarded import GuardedCluster, Write
+from fleet_operator.cluster.interface import CONFIG_MAP, POD, ClusterError
+from fleet_operator.cluster.memory import MemoryCluster
+from fleet_operator.leader.elector import Candidate, Elector, LeadershipLostError
+from fleet_operator.leader.fence import Fence
+from fleet_operator.process import _lead
+from fleet_operator.together import until_first_ends
+from tests.fleet_operator.world import manifest
+
+
+def test_the_first_error_is_the_error_and_all_have_ended():
+    async def scenario() -> None:
+        ended: list[str] = []
+
+        async def long(name: str) -> None:
+            try:
+                await asyncio.sleep(3_600)
+            finally:
+                await asyncio.sleep(0)
+                ended.append(name)
+
+        async def fails() -> None:
+            await asyncio.sleep(0)
+            raise ValueError("first")
+
+        with pytest.raises(ValueError, match="first"):
+            await until_first_ends(long("a"), fails(), long("b"))
+        assert sorted(ended) == ["a", "b"]
+
+        task = asyncio.create_task(until_first_ends(long("c")))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert "c" in ended
+
+    asyncio.run(scenario())
+
+
+def elector(store: MemoryCluster, name: str, fence: Fence) -> Elector:
+    return Elector(store, store.writer("births"), Candidate("ns", "lease", name), fence)
+
+
+def test_the_lease_is_given_back_after_the_last_write():
+    async def scenario() -> None:
+        store, fence, seen = MemoryCluster(), Fence(), []
+        leader = elector(store, "a", fence)
+        release = leader.release
+
+        async def noted() -> None:
+            seen.append("release")
+            await release()
+
+        leader.release = noted  # type: ignore[method-assign]
+
+        async def work() -> None:
+            try:
+                await asyncio.sleep(3_600)
+            finally:
+                await asyncio.sleep(0.01)
+                seen.append("the last write")
+
+        leading = asyncio.create_task(_lead(leader, None)(work))
+        await asyncio.sleep(0.05)
+        assert leader.leading
+        leading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leading
+        assert seen == ["the last write", "release"]
+        after = elector(store, "b", Fence())
+        await after.attempt()
+        assert after.leading
+
+    asyncio.run(scenario())
+
+
+def test_work_stops_when_the_lease_is_lost():
+    async def scenario() -> None:
+        store, fence = MemoryCluster(), Fence()
+        leader, stopped = elector(store, "a", fence), asyncio.Event()
+
+        async def lose() -> None:
+            raise LeadershipLostError("thief holds it")
+
+        leader.keep = lose  # type: ignore[method-assign]
+
+        async def work() -> None:
+            try:
+                await asyncio.sleep(3_600)
+            finally:
+                stopped.set()
+
+        with pytest.raises(LeadershipLostError):
+            await _lead(leader, None)(work)
+        assert stopped.is_set()
+
+    asyncio.run(scenario())
+
+
+def test_guards_are_asked_in_order_and_see_every_write():
+    async def scenario() -> None:
+        store, asked = MemoryCluster(), []
+
+        class Noting:
+            def __init__(self, name: str, refuses: bool = False) -> None:
+                self.name, self.refuses = name, refuses
+
+            async def guard(self, write: Write, send):
+                asked.append((self.name, write.verb, write.kind.kind, write.namespace, write.name))
+                if self.refuses:
+                    raise ClusterError("no")
+                return await send()
+
+        cluster = GuardedCluster(store, Noting("outer"), Noting("inner"))
+        made = await cluster.apply(manifest())
+        await cluster.patch_status(_fleet_kind(), "ml", "f", {"observedGeneration": 1})
+        await cluster.delete(_fleet_kind(), "ml", "f", uid=made["metadata"]["uid"])
+        verbs = ["apply", "patch_status", "delete"]
+        assert asked == [(name, verb, "InferenceFleet", "ml", "f") for verb in verbs for name in ("outer", "inner")]
+        asked.clear()
+        with pytest.raises(ClusterError):
+            await GuardedCluster(store, Noting("outer", refuses=True), Noting("inner")).apply(manifest())
+        assert [name for name, *_ in asked] == ["outer"]
+        assert await cluster.list(CONFIG_MAP) == []
+        assert await cluster.list(POD, "ml") == []
+
+    asyncio.run(scenario())
+
+
+def _fleet_kind():
+    from fleet_operator.cluster.interface import FLEET
+
+    return FLEET

@@ -1,0 +1,183 @@
+"""Two installations never own a fleet together, whatever they were told; who holds a namespace is said."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from fleet_operator.cluster.guarded import GuardedCluster
+from fleet_operator.cluster.interface import CONFIG_MAP, ClusterError
+from fleet_operator.cluster.kinds import LEASE
+from fleet_operator.cluster.memory import MemoryCluster
+from fleet_operator.territory import CLAIM, NotOursError, Selection, Territory, parse_labels
+
+
+def territory(store: MemoryCluster, installation: str, *names: str, **labels: str) -> Territory:
+    return Territory(store, store.writer("births"), installation, Selection(names, labels))
+
+
+def namespace(name: str, **labels: str) -> dict:
+    return {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}}
+
+
+def played(scenario: Callable[[MemoryCluster], Awaitable[None]]) -> None:
+    asyncio.run(scenario(MemoryCluster()))
+
+
+async def until(check: Callable[[], bool]) -> None:
+    for _ in range(200):
+        if check():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it did not happen")
+
+
+def test_overlap_is_the_firsts_and_said_once(caplog: pytest.LogCaptureFixture):
+    async def scenario(store: MemoryCluster) -> None:
+        a, b = territory(store, "one/a", "x", "y"), territory(store, "two/b", "y", "z")
+        for name in "xyz":
+            assert not a.owns(name)
+            assert not b.owns(name)
+        with caplog.at_level(logging.WARNING):
+            await a.claim_all()
+            for _ in range(3):
+                await b.claim_all()
+        assert [a.owns(name) for name in "xyz"] == [True, True, False]
+        assert [b.owns(name) for name in "xyz"] == [False, False, True]
+        assert b.foreign == {"y": "one/a"}
+        said = [record.getMessage() for record in caplog.records]
+        assert len(said) == 1
+        assert "namespace y belongs to installation one/a: its fleets are left alone" in said[0]
+
+    played(scenario)
+
+
+def test_two_that_claim_at_once_are_one():
+    async def scenario(store: MemoryCluster) -> None:
+        all_of_them = [territory(store, name) for name in "abcdef"]
+        for one in all_of_them:
+            one.owns("x")
+        for _ in range(2):
+            await asyncio.gather(*(one.claim_all() for one in all_of_them))
+        assert sum(one.owns("x") for one in all_of_them) == 1
+
+    played(scenario)
+
+
+def test_a_restarted_installation_keeps_what_it_had_and_writes_nothing():
+    async def scenario(store: MemoryCluster) -> None:
+        before = territory(store, "one/a")
+        before.owns("x")
+        await before.claim_all()
+        version = (await store.get(LEASE, "x", CLAIM))["metadata"]["resourceVersion"]
+        after = territory(store, "one/a")
+        after.owns("x")
+        await after.claim_all()
+        assert after.owns("x")
+        assert (await store.get(LEASE, "x", CLAIM))["metadata"]["resourceVersion"] == version
+
+    played(scenario)
+
+
+def test_writes_elsewhere_are_refused():
+    async def scenario(store: MemoryCluster) -> None:
+        a = territory(store, "one/a", "x")
+        a.owns("x")
+        await a.claim_all()
+        cluster = GuardedCluster(store, a)
+        await cluster.apply({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "c", "namespace": "x"}})
+        with pytest.raises(NotOursError, match="namespace y does not belong to installation one/a"):
+            await cluster.apply({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "c", "namespace": "y"}})
+        assert [obj["metadata"]["namespace"] for obj in await store.list(CONFIG_MAP)] == ["x"]
+
+    played(scenario)
+
+
+def test_labels_hand_a_namespace_over():
+    """A namespace whose label changes leaves one installation, which lets go of it, and enters the other."""
+
+    async def scenario(store: MemoryCluster) -> None:
+        await store.apply(namespace("x", team="a"))
+        a, b = territory(store, "one/a", team="a"), territory(store, "two/b", team="b")
+        told: list[str] = []
+        b.changed = told.append
+        running = [asyncio.create_task(one.run()) for one in (a, b)]
+        for one in (a, b):
+            one.owns("x")
+        await until(lambda: a.owns("x"))
+        assert not b.owns("x")
+        await store.apply(namespace("x", team="b"))
+        await until(lambda: b.owns("x") or bool(b.foreign))
+        b.owns("x")
+        b._wake.set()
+        await until(lambda: b.owns("x"))
+        assert not a.owns("x")
+        assert told == ["x"]
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+    played(scenario)
+
+
+def test_a_claim_from_before_the_labels_changed_is_released():
+    async def scenario(store: MemoryCluster) -> None:
+        await store.apply(namespace("x", team="b"))
+        old = territory(store, "one/a")
+        old.owns("x")
+        await old.claim_all()
+        now = territory(store, "one/a", team="a")
+        task = asyncio.create_task(now.run())
+        for _ in range(200):
+            try:
+                await store.get(LEASE, "x", CLAIM)
+            except ClusterError:
+                break
+            await asyncio.sleep(0.01)
+        else:
+            raise AssertionError("the claim is still there")
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    played(scenario)
+
+
+def test_a_namespace_is_let_go_of_only_after_the_last_write():
+    async def scenario(store: MemoryCluster) -> None:
+        a = territory(store, "one/a", "x")
+        a.owns("x")
+        await a.claim_all()
+        gate = asyncio.Event()
+
+        class Slow:
+            def __getattr__(self, name: str):
+                return getattr(store, name)
+
+            async def apply(self, obj: dict) -> dict:
+                await gate.wait()
+                return await store.apply(obj)
+
+        wish = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "c", "namespace": "x"}}
+        writing = asyncio.create_task(GuardedCluster(Slow(), a).apply(wish))
+        await asyncio.sleep(0)
+        leaving = asyncio.create_task(a._release("x"))
+        await asyncio.sleep(0.1)
+        assert (await store.get(LEASE, "x", CLAIM))["spec"]["holderIdentity"] == "one/a"
+        gate.set()
+        await asyncio.gather(writing, leaving)
+        with pytest.raises(ClusterError):
+            await store.get(LEASE, "x", CLAIM)
+
+    played(scenario)
+
+
+def test_labels_are_parsed_or_refused():
+    assert parse_labels("team=a, tier=gold") == {"team": "a", "tier": "gold"}
+    for text in ("", "team", "team=", "=a", "team=a,"):
+        with pytest.raises(ValueError, match="key=value"):
+            parse_labels(text)
+    with pytest.raises(ValueError, match="not both"):
+        Selection(("a",), {"team": "a"})
