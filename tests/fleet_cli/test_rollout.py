@@ -42,6 +42,13 @@ def test_undo_restores_what_pods_are_made_from_and_nothing_else():
     assert inputs(returned(back, "t", inputs(NEW))) == inputs(NEW)
 
 
+def test_undo_keeps_labels_of_pods_which_belong_to_no_revision():
+    marked = manifest(tiers=[tier(decode={"podTemplate": {"labels": {"team": "a"}, "priorityClassName": "low"}})])
+    before = manifest(tiers=[tier(decode={"podTemplate": {"priorityClassName": "high"}})])
+    back = returned(marked, "t", inputs(before))
+    assert back["spec"]["tiers"][0]["decode"]["podTemplate"] == {"labels": {"team": "a"}, "priorityClassName": "high"}
+
+
 def test_undo_of_a_restart_goes_back_to_the_revision_before_it():
     restarted = manifest()
     restarted["metadata"]["annotations"] = {RESTARTED_AT: "2026-11-21T00:00:00Z", "mine": "stays"}

@@ -10,7 +10,7 @@ from typing import Any
 from fleet_cli.errors import InputError
 from fleet_operator.cluster.interface import Object
 from fleet_operator.names import REVISION, TIER
-from fleet_operator.render.revision import NOT_OF_PODS, RESTARTED_AT, SIZING, SPEC_PARTS
+from fleet_operator.render.revision import MARKS, NOT_OF_PODS, RESTARTED_AT, SIZING, SPEC_PARTS
 
 ROLES = ("prefill", "decode")
 
@@ -94,6 +94,9 @@ def _tier(now: Object, shape: Mapping[str, Any]) -> Object:
     for role in ROLES:
         sizes = {key: value for key, value in now.get(role, {}).items() if key in SIZING}
         both = {**copy.deepcopy(dict(shape.get(role, {}))), **sizes}
+        marks = {key: value for key, value in now.get(role, {}).get("podTemplate", {}).items() if key in MARKS}
+        if marks:  # labels and annotations restart nothing and are part of no revision: they stay
+            both["podTemplate"] = {**both.get("podTemplate", {}), **marks}
         if both:
             out[role] = both
     return out
