@@ -128,7 +128,7 @@ async def ours(fleets: int) -> tuple[Ours, Object]:
 
 def start(plane: KwokPlane, kubeconfig: Path) -> Service:
     """The operator under its own rights and no others."""
-    argv = [sys.executable, "-m", "fleet_operator", "--kubeconfig", str(kubeconfig)]
+    argv = [sys.executable, "-m", "fleet_operator", "--kubeconfig", str(kubeconfig), "--health-port", "0"]
     profile = os.environ.get("PROFILE")  # a folder for cProfile's files: figures are then worth nothing
     if profile:
         argv[1:1] = ["-m", "cProfile", "-o", f"{profile}/operator-{time.time():.0f}.prof"]
