@@ -21,7 +21,7 @@ from fleet_planner.types import Observed, ObservedPod, Role, Verdict
 MAX_CAUSES = 3
 FAILING_RESTARTS = 1
 FROM_TELEMETRY: tuple[ConditionType, ...] = ("Disaggregating", "TransportVerified", "TelemetryFresh")
-"""What the status says of these stands until the operator has read telemetry once since it started."""
+"""Conditions that stand as they are until the first reading after the operator started: a restart is no news."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +47,8 @@ def plan_status(fleet: InferenceFleet, views: Sequence[TierView], observed: Obse
         "CapacityLimited": _capacity(views, observed),
         "RollingOut": _rolling(fleet, views, now),
     }
-    for kind in () if observed.telemetry_read else FROM_TELEMETRY:
-        said = fleet.status.condition(kind)
-        if said is not None:
-            verdicts[kind] = (said.status, said.reason, said.message)
+    if not observed.telemetry_read:
+        verdicts |= {c.type: (c.status, c.reason, c.message) for c in fleet.status.conditions if c.type in FROM_TELEMETRY}
     verdicts["Ready"] = _ready(verdicts)
     conditions: tuple[Condition, ...] = fleet.status.conditions
     for kind, (status, reason, message) in verdicts.items():
