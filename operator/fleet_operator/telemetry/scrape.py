@@ -35,6 +35,7 @@ LATENCY_READINGS = 12
 """Readings that the latency window spans: a minute at the default interval."""
 FORGET_S = 900.0
 """A router that was not read for this long belongs to a fleet that is gone; an interval is 5 minutes at most."""
+SWEEP_S = 60.0
 AGENT_PORT = Ports().agent
 
 
@@ -52,6 +53,7 @@ class ScrapeTelemetry:
         """By namespace, fleet and tier."""
         self._history: dict[tuple[str, str], dict[str, deque[Reading]]] = {}
         """Routers' readings by fleet and URL."""
+        self._swept_at = float("-inf")
 
     async def collect(self, fleet: InferenceFleet, pods: list[Object], routers: list[str]) -> dict[str, TierTelemetry]:
         """Telemetry per tier."""
@@ -60,7 +62,7 @@ class ScrapeTelemetry:
         read = {url: partial(self._read, url, f"{url}/metrics") for url in routers}
         read |= {target: partial(self._worker, target, pod) for target, pod in workers.items()}
         found = await self._ask(read)
-        readings = [found.get(target) or _unread(pod) for target, pod in workers.items()]
+        readings = [found.get(target) or _read_from(pod, None) for target, pod in workers.items()]
         latest = [found.get(url) for url in routers]
         now = self._now()
         earlier = self._remember((fleet.metadata.namespace, fleet.metadata.name), dict(zip(routers, latest, strict=True)), now)
@@ -73,9 +75,7 @@ class ScrapeTelemetry:
 
     def _watch(self, key: tuple[str, str, str], workers: list[WorkerReading], routers: dict[str, Reading | None]) -> KvWatch:
         """The tier's watch after this reading; those of fleets that are gone are forgotten with their routers."""
-        watch = watch_tier(key[2], self._watches.get(key, KvWatch()), workers, routers)
-        self._watches = {k: w for k, w in self._watches.items() if k[:2] in self._history}
-        self._watches[key] = watch
+        watch = self._watches[key] = watch_tier(key[2], self._watches.get(key, KvWatch()), workers, routers)
         return watch
 
     def _remember(self, fleet: tuple[str, str], latest: dict[str, Reading | None], now: float) -> list[Reading | None]:
@@ -88,10 +88,17 @@ class ScrapeTelemetry:
             if reading is not None:
                 kept[url].append(reading)
         self._history[fleet] = kept
-        for other, histories in list(self._history.items()):
-            if all(not history or history[-1].read_at < now - FORGET_S for history in histories.values()):
-                del self._history[other]
+        if now - self._swept_at >= SWEEP_S:
+            self._sweep(now)
         return [history[0] if history else None for history in kept.values()]
+
+    def _sweep(self, now: float) -> None:
+        """Not at every reading: it looks at every fleet."""
+        self._swept_at = now
+        for fleet, histories in list(self._history.items()):
+            if all(not history or history[-1].read_at < now - FORGET_S for history in histories.values()):
+                del self._history[fleet]
+        self._watches = {key: watch for key, watch in self._watches.items() if key[:2] in self._history}
 
     async def _ask(self, read: Mapping[str, Callable[[], Coroutine[Any, Any, Any]]]) -> dict[str, Any]:
         """What each target answered. Those that did last time are all asked; the others in growing waves, until a whole wave
@@ -114,10 +121,9 @@ class ScrapeTelemetry:
         return found
 
     async def _worker(self, target: str, pod: Object) -> WorkerReading:
-        meta, address = pod["metadata"], pod["status"]["podIP"]
-        port = port_of(pod, "agent", AGENT_PORT)
+        address, port = pod["status"]["podIP"], port_of(pod, "agent", AGENT_PORT)
         reading = await self._read(target, f"http://{f'[{address}]' if ':' in address else address}:{port}/metrics")
-        return WorkerReading(meta["labels"].get(TIER, ""), meta["labels"][ROLE], reading, meta["name"])
+        return _read_from(pod, reading)
 
     async def _read(self, target: str, url: str) -> Reading | None:
         answer = await self._get(target, url)
@@ -163,13 +169,13 @@ def _target(pod: Object) -> str:
     """A pod that became ready, or ceased to be, is another target: it is not made to wait for what it was before."""
     conditions = (pod.get("status") or {}).get("conditions") or []
     since = next((condition.get("lastTransitionTime") for condition in conditions if condition.get("type") == "Ready"), None)
-    return f"{pod['status']['podIP']} {since}"
+    return f"{pod['status']['podIP']} {port_of(pod, 'agent', AGENT_PORT)} {since}"
 
 
-def _unread(pod: Object) -> WorkerReading:
-    """A worker that was not asked."""
-    labels = pod["metadata"]["labels"]
-    return WorkerReading(labels.get(TIER, ""), labels[ROLE], None, pod["metadata"]["name"])
+def _read_from(pod: Object, reading: Reading | None) -> WorkerReading:
+    """What a worker said; None: it did not answer, or was not asked."""
+    meta = pod["metadata"]
+    return WorkerReading(meta["labels"].get(TIER, ""), meta["labels"][ROLE], reading, meta["name"])
 
 
 def is_running_worker(pod: Object) -> bool:
