@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from fleet_operator.cached import cached
+from fleet_operator.cached import cached, same
 from fleet_operator.cluster.interface import FLEET, POD, Kind, Object, WatchEvent
 from fleet_operator.names import FLEET as FLEET_LABEL
 from fleet_operator.work_queue import Key
@@ -46,8 +46,8 @@ class FleetObjects:
             return key if self._take_deleted(key, holder, at, known, event.object) else None
         if event.object["metadata"].get("uid") in self._gone or (known is not None and not _newer(event.object, known)):
             return None
-        holder[at] = cached(kind, event.object)
-        return key
+        holder[at] = kept = cached(kind, event.object)
+        return None if known is not None and same(kept, known) else key
 
     def mark_leaving(self, kind: Kind, namespace: str | None, name: str, at: str) -> Key | None:
         """Somebody was asked to delete it: it is not to be deleted twice, and not gone before the watch says so."""

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleet_operator.cached import cached
-from fleet_operator.cluster.interface import CONFIG_MAP, FLEET, POD, Kind, WatchEvent
+from fleet_operator.cluster.interface import CONFIG_MAP, DEPLOYMENT, FLEET, PDB, POD, Kind, WatchEvent
 from fleet_operator.fleet_objects import GONE_MOST, FleetObjects
 from fleet_operator.names import FLEET as FLEET_LABEL
 
@@ -18,10 +18,11 @@ KEY = ("ml", "f")
 
 
 def obj(version: int | str, uid: str = "u1", kind: Kind = POD, name: str = "p") -> dict[str, Any]:
+    """Another content with every version."""
     meta: dict[str, Any] = {"name": name, "namespace": "ml", "uid": uid, "resourceVersion": str(version)}
     if kind != FLEET:
         meta["labels"] = {FLEET_LABEL: "f"}
-    return {"apiVersion": kind.api_version, "kind": kind.kind, "metadata": meta, "spec": {}}
+    return {"apiVersion": kind.api_version, "kind": kind.kind, "metadata": meta, "spec": {"at": str(version)}}
 
 
 def versions(cache: FleetObjects) -> list[str]:
@@ -90,14 +91,18 @@ def test_a_pass_keeps_what_it_began_with():
 
 
 # -- what is kept of an object ----------------------------------------------------------------------------------------
-def test_pods_are_kept_without_what_nobody_reads_and_the_event_is_left_alone():
+@pytest.mark.parametrize("host_network", [False, True], ids=["own-network", "host-network"])
+def test_pods_are_kept_without_what_nobody_reads_and_the_event_is_left_alone(host_network: bool):
     pod = obj(1)
     pod["metadata"]["managedFields"] = [{"manager": "x"}]
-    pod["spec"] = {"containers": [{"name": "worker"}], "volumes": [], "nodeName": "n", "resourceClaims": [{"name": "gpu"}]}
+    ports = [{"name": "agent", "containerPort": 9000}]
+    worker = {"name": "worker", "ports": ports, "env": [{"name": "A"}]}
+    read = {"nodeName": "n", "hostNetwork": host_network, "resourceClaims": [{"name": "gpu"}]}
+    pod["spec"] = {"containers": [worker], "volumes": [], **read}
     pod["status"] = {"podIP": "10.0.0.1"}
     before = repr(pod)
     kept = cached(POD, pod)
-    assert kept["spec"] == {"nodeName": "n", "resourceClaims": [{"name": "gpu"}]}
+    assert kept["spec"] == (read | {"containers": [{"name": "worker", "ports": ports}]} if host_network else read)
     assert kept["status"] == {"podIP": "10.0.0.1"}
     assert "managedFields" not in kept["metadata"]
     assert repr(pod) == before
@@ -142,3 +147,17 @@ def test_fleets_on_a_node():
     pod["spec"]["nodeName"] = "n1"
     cache.take(POD, WatchEvent("ADDED", pod))
     assert (cache.fleets_on({"n1"}), cache.fleets_on({"n2"}), cache.fleets_on(set())) == ([KEY], [], [])
+
+
+@pytest.mark.parametrize(
+    ("kind", "part", "news"),
+    [(PDB, "status", False), (DEPLOYMENT, "status", True), (POD, "status", True), (PDB, "spec", True)],
+    ids=["budget-status", "deployment-status", "pod-status", "budget-spec"],
+)
+def test_a_change_of_what_nobody_reads_is_no_news(kind: Kind, part: str, news: bool):
+    cache, before, after = FleetObjects(), obj(1, kind=kind), obj(1, kind=kind)
+    cache.take(kind, WatchEvent("ADDED", before))
+    after["metadata"]["resourceVersion"] = "2"
+    after[part] = {"currentHealthy": 4}
+    assert (cache.take(kind, WatchEvent("MODIFIED", after)) is not None) is news
+    assert versions(cache) == ["2"]
