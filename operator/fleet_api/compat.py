@@ -184,8 +184,8 @@ def _asymmetric(tier: Raw, index: int) -> Iterator[str]:
     sizes = [shape.get("tensor", 1) for shape in shapes]
     if sizes[0] > sizes[1]:
         yield (
-            f"spec.tiers[{index}].prefill.parallelism.tensor: {sizes[0]} is more than decode's {sizes[1]}: KV is handed over only "
-            f"when the model has at least {sizes[0]} KV heads, and not by vLLM before its pull request 27274"
+            f"spec.tiers[{index}].prefill.parallelism.tensor: {sizes[0]} is more than decode's {sizes[1]}: KV is handed over "
+            f"only when the model has at least {sizes[0]} KV heads, and not by vLLM before its pull request 27274"
         )
 
 
