@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import ssl
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -211,7 +212,8 @@ async def load(served: Plane, failures: list[str], seconds: float) -> int:
     url = f"{served.url}/apis/inferencefleet.io/v1alpha1/namespaces/rot/inferencefleets/f"
     headers = {"Authorization": f"Bearer {served.token}", "Content-Type": "application/apply-patch+yaml"}
     done, end = 0, time.monotonic() + seconds
-    async with httpx.AsyncClient(verify=str(served.ca_file), headers=headers, timeout=20) as client:
+    trust = ssl.create_default_context(cafile=str(served.ca_file))
+    async with httpx.AsyncClient(verify=trust, headers=headers, timeout=20) as client:
         while time.monotonic() < end:
             manifest = fleet("rot", "f", limits={"maxOutputTokens": 1 + done % 1000})
             answer = await client.patch(url, params={"fieldManager": "load", "force": "true"}, content=manifest)

@@ -96,7 +96,9 @@ class ControlPlane:
     def install_crds(self) -> None:
         """Apply crds/ and wait until the API serves them."""
         self.kubectl("apply", "--server-side", "-f", str(ROOT / "crds"))
-        self.kubectl("wait", "--for=condition=Established", "--timeout=60s", "crd", "--all")
+        # a CRD that has no status yet is an error for kubectl wait, not something to wait for
+        established = ("wait", "--for=condition=Established", "--timeout=5s", "crd", "--all")
+        self.wait("the CRDs", lambda: self.kubectl(*established, check=False).returncode == 0, 60)
 
     def service_account_kubeconfig(self, namespace: str, name: str) -> Path:
         """A kubeconfig with a fresh token of an existing service account."""
