@@ -75,17 +75,8 @@ def operator(control_plane: ControlPlane) -> Iterator[Service]:
     control_plane.kubectl("create", "namespace", "inferencefleet-system")
     control_plane.kubectl("apply", "-f", str(ROOT / "charts/rbac/operator.yaml"))
     kubeconfig = control_plane.service_account_kubeconfig("inferencefleet-system", "inferencefleet-operator")
-    argv = [
-        sys.executable,
-        "-m",
-        "fleet_operator",
-        "--kubeconfig",
-        str(kubeconfig),
-        "--drain-timeout",
-        "10",
-        "--health-port",
-        "0",
-    ]
+    flags = ["--drain-timeout", "10", "--health-port", "0"]
+    argv = [sys.executable, "-m", "fleet_operator", "--kubeconfig", str(kubeconfig), *flags]
     service = Service("operator", argv, control_plane.dir / "operator.log", dict(os.environ))
     yield service
     service.stop()

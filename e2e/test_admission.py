@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import ssl
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -23,7 +24,7 @@ from fleet_operator.webhook.manifests import configurations
 from fleet_operator.webhook.server import Limits, admission_app, admission_server
 
 pytestmark = pytest.mark.timeout(300)
-BAD = {"engine": {"type": "vllm", "args": ["--kv-transfer-config", "{}"]}}
+BAD = {"engine": {"type": "vllm", "args": ["--config", "/etc/vllm.yaml"]}}
 CHANGED_BY = "inferencefleet.io/changed-by"
 
 
@@ -68,7 +69,7 @@ def test_the_webhook_refuses_warns_and_is_never_the_only_guard(served: Plane):
     with operator(served, "operator-2", account, *flags) as one:
         served.wait("ready", one.up, 60)
         served.wait("Accepted=False", lambda: condition(served, "adm", "good", "Accepted").get("status") == "False", 30)
-        assert "--kv-transfer-config" in condition(served, "adm", "good", "Accepted")["message"]
+        assert "--config" in condition(served, "adm", "good", "Accepted")["message"]
         assert pools(served) == 2  # what ran goes on
         served.wait("the webhook", lambda: refuses(served), 60)
         assert apply(served, fleet("adm", "good"), "--force-conflicts")[0] == 0
@@ -77,7 +78,7 @@ def test_the_webhook_refuses_warns_and_is_never_the_only_guard(served: Plane):
 
 def refuses(served: Plane) -> bool:
     code, words = apply(served, fleet("adm", "bad", **BAD), "--dry-run=server")
-    return code != 0 and "--kv-transfer-config" in words
+    return code != 0 and "--config" in words
 
 
 def pools(served: Plane) -> int:
@@ -88,7 +89,7 @@ def with_the_webhook(served: Plane) -> None:
     code, words = apply(served, fleet("adm", "bad", **BAD))
     assert code != 0
     assert 'admission webhook "fleet.inferencefleet.io" denied the request' in words
-    assert 'InferenceFleet.inferencefleet.io "bad" is invalid: spec.engine.args[0]: Forbidden: --kv-transfer-config' in words
+    assert 'InferenceFleet.inferencefleet.io "bad" is invalid: spec.engine.args[0]: Forbidden: --config' in words
     assert not served.exists("/apis/inferencefleet.io/v1alpha1/namespaces/adm/inferencefleets/bad")
 
     risky = fleet("adm", "risky", engine={"type": "vllm", "image": "vllm:latest"})
@@ -183,7 +184,7 @@ async def rotate(served: Plane, failures: list[str]) -> int:
 
 def refuses_in(served: Plane, namespace: str) -> bool:
     code, words = apply(served, fleet(namespace, "bad", **BAD), "--dry-run=server")
-    return code != 0 and "--kv-transfer-config" in words
+    return code != 0 and "--config" in words
 
 
 def fail_closed(served: Plane) -> None:
@@ -211,7 +212,8 @@ async def load(served: Plane, failures: list[str], seconds: float) -> int:
     url = f"{served.url}/apis/inferencefleet.io/v1alpha1/namespaces/rot/inferencefleets/f"
     headers = {"Authorization": f"Bearer {served.token}", "Content-Type": "application/apply-patch+yaml"}
     done, end = 0, time.monotonic() + seconds
-    async with httpx.AsyncClient(verify=str(served.ca_file), headers=headers, timeout=20) as client:
+    trust = ssl.create_default_context(cafile=str(served.ca_file))
+    async with httpx.AsyncClient(verify=trust, headers=headers, timeout=20) as client:
         while time.monotonic() < end:
             manifest = fleet("rot", "f", limits={"maxOutputTokens": 1 + done % 1000})
             answer = await client.patch(url, params={"fieldManager": "load", "force": "true"}, content=manifest)

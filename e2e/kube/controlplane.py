@@ -96,7 +96,7 @@ class ControlPlane:
     def install_crds(self) -> None:
         """Apply crds/ and wait until the API serves them."""
         self.kubectl("apply", "--server-side", "-f", str(ROOT / "crds"))
-        established = ("wait", "--for=condition=Established", "--timeout=60s", "crd", "--all")
+        established = ("wait", "--for=condition=Established", "--timeout=5s", "crd", "--all")
         # a CRD without any status yet makes kubectl give up at once
         self.wait("CRDs served", lambda: self.kubectl(*established, check=False).returncode == 0)
 

@@ -16,27 +16,21 @@ from fleet_api.arguments import Argument, of_role, parse_arguments
 from fleet_api.quantities import Ratio, parse_duration, parse_ratio
 
 Raw = Mapping[str, Any]
+ROLES = ("prefill", "decode")
 
 OWNED = {
-    "kv-transfer-config": "kvTransfer sets the connector and the role of each worker; one text for both roles moves no KV at all",
-    "kv-events-config": "the router follows the workers' KV events where the operator puts them",
-    "config": "a file would set what this list may not",
-    "model": "spec.model says what is served",
-    "host": "the pod's address is the worker's",
-    "port": "the agent and the router know one port",
+    "config": "a file would set what fields set",
     "uds": "the agent and the router speak TCP",
     "root-path": "the agent and the router know one path",
-    "served-model-name": "spec.model.servedName says it",
-    "max-model-len": "spec.engine.maxModelLen says it, and limits are checked against it",
     "api-key": "the router sends none to workers, and a spec is no place for a secret",
     "ssl-keyfile": "the agent and the router speak plain HTTP inside the fleet",
     "ssl-certfile": "the agent and the router speak plain HTTP inside the fleet",
 }
-"""Arguments of vLLM that the operator sets (kserve #5987, dynamo aiconfigurator #519: P/D without a connector is silent)."""
+"""Arguments of vLLM that cut the agent and the router off from the engine; those that fields decide are CEL's
+(`rules_pod.OWNED_ARGS`)."""
 
 ALIKE = {
     "dtype": "KV blocks have the model's dtype",
-    "kv-cache-dtype": "KV blocks are copied byte by byte",
     "attention-backend": "each backend lays KV blocks out in its own way",
     "disable-hybrid-kv-cache-manager": "it groups KV blocks in another way",
     "hf-overrides": "both roles must run the same model",
@@ -70,7 +64,7 @@ def risks(manifest: Raw) -> list[str]:
     spec = manifest["spec"]
     found = [*_moving(spec), *_lengths(spec), *_switches(spec)]
     for index, tier in enumerate(spec["tiers"]):
-        found += [*_transfer(spec, tier, index), *_unreachable(tier, index)]
+        found += [*_transfer(spec, tier, index), *_asymmetric(tier, index), *_unreachable(tier, index)]
     return list(dict.fromkeys(found))
 
 
@@ -172,6 +166,8 @@ def _transfer(spec: Raw, tier: Raw, index: int) -> Iterator[str]:
             f"spec.tiers[{index}].kvTransfer.transport: shm works only between workers of one node: pairs on two nodes cannot "
             "hand KV over"
         )
+    if transfer.get("transport") == "rdma" and not transfer.get("resource") and not transfer.get("via"):
+        yield f"spec.tiers[{index}].kvTransfer: rdma without resource or via asks for no NIC: without one, KV travels over tcp"
     if transfer.get("transport") == "tcp" and tier["accelerator"]["type"] != "cpu":
         yield f"spec.tiers[{index}].kvTransfer.transport: tcp stages KV of a device through host memory: transfers are slow"
     lease, objective = transfer.get("leaseDuration"), ((spec.get("slo") or {}).get("ttft") or {}).get("p99")
@@ -179,6 +175,17 @@ def _transfer(spec: Raw, tier: Raw, index: int) -> Iterator[str]:
         yield (
             f"spec.tiers[{index}].kvTransfer.leaseDuration: {lease} is shorter than slo.ttft.p99 {objective}: KV of a request "
             "that is still in time may be gone before decode reads it"
+        )
+
+
+def _asymmetric(tier: Raw, index: int) -> Iterator[str]:
+    """More prefill than decode ranks: vLLM 0.32 hands over only where no rank holds a copy of another one's KV heads (#43523)."""
+    shapes = [(tier.get(role) or {}).get("parallelism") or tier.get("parallelism") or {} for role in ROLES]
+    sizes = [shape.get("tensor", 1) for shape in shapes]
+    if sizes[0] > sizes[1]:
+        yield (
+            f"spec.tiers[{index}].prefill.parallelism.tensor: {sizes[0]} is more than decode's {sizes[1]}: KV is handed over "
+            f"only when the model has at least {sizes[0]} KV heads, and not by vLLM before its pull request 27274"
         )
 
 

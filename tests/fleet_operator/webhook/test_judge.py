@@ -41,7 +41,7 @@ def pool(role: str = "prefill", tier: str = "t") -> dict[str, Any]:
 
 
 # -- fleets -------------------------------------------------------------------------------------------------------------
-VLLM = {"type": "vllm", "args": ["--kv-transfer-config={}"]}
+VLLM = {"type": "vllm", "args": ["--api-key=x"]}
 
 
 def test_the_words_are_those_of_the_api_server():
@@ -52,7 +52,7 @@ def test_the_words_are_those_of_the_api_server():
 def test_what_cel_cannot_judge_is_refused():
     verdict = judge_fleet(request(fleet(engine=VLLM)))
     assert (verdict.allowed, verdict.code, verdict.reason) == (False, 422, "Invalid")
-    assert "spec.engine.args[0]: Forbidden: --kv-transfer-config" in verdict.message
+    assert "spec.engine.args[0]: Forbidden: --api-key" in verdict.message
 
 
 def test_a_risk_is_a_warning():
