@@ -6,9 +6,6 @@ without defaults. tests/fleet_api sends one table of manifests through both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import reduce
 from itertools import pairwise
 from typing import Any
 
@@ -23,26 +20,16 @@ from fleet_api.quantities import (
     parse_quantity,
     parse_ratio,
 )
+from fleet_api.rule import Raw, Rule
+from fleet_api.rule import dig as _dig
+from fleet_api.rule import either as _or
+from fleet_api.rules_pod import POD_RULES
 from fleet_api.structure import go_match
 from fleet_api.v1alpha1.model import EngineSpec
 from fleet_api.v1alpha1.tier import RatioSpec, RoleSpec
 
-Raw = Mapping[str, Any]
 TWO_NAMES_MAX = 40
 """Fleet and tier name: a pod is called FLEET-TIER-prefill-REVISION8-ORDINAL and a host name has at most 63 characters."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """One cross-field rule: `cel` and `holds` say the same about the object at `path`."""
-
-    path: str
-    """Where it applies: "" is the whole object, "spec.tiers[]" each tier."""
-    cel: str
-    message: str
-    holds: Callable[[Raw], bool]
-    field: str = ""
-    """The field to blame, relative to `path`, with a leading dot; empty blames the object itself."""
 
 
 def _default(model: type[BaseModel], field: str) -> Any:
@@ -55,21 +42,6 @@ MAX_REPLICAS = _default(RoleSpec, "max_replicas")
 SHAPE = (_default(RatioSpec, "prefill"), _default(RatioSpec, "decode"))
 RATIO_MIN = _default(RatioSpec, "min")
 RATIO_MAX = _default(RatioSpec, "max")
-
-
-def _dig(raw: Raw, path: str, default: Any) -> Any:
-    """The value at a dotted path, or `default` when a step is absent."""
-    missing = object()
-    found = reduce(lambda at, key: at.get(key, missing) if isinstance(at, Mapping) else missing, path.split("."), raw)
-    return default if found is missing else found
-
-
-def _or(path: str, default: Any) -> str:
-    """CEL of `_dig`. Optional chains (self.?a.?b) would be shorter, but the API server cannot bound their cost."""
-    literal = f"'{default}'" if isinstance(default, str) else str(default)
-    steps = path.split(".")
-    present = " && ".join(f"has(self.{'.'.join(steps[: end + 1])})" for end in range(len(steps)))
-    return f"({present} ? self.{path} : {literal})"
 
 
 def _part(path: str, default: str, index: int) -> str:
@@ -259,12 +231,7 @@ FLEET_RULES: tuple[Rule, ...] = (
         ),
         field=".cacheSize",
     ),
-    Rule(
-        path="spec.tiers[].accelerator",
-        cel="self.type != 'cpu' || (!has(self.resource) && !has(self.count))",
-        message="type cpu asks for no device: leave out resource and count",
-        holds=lambda raw: raw["type"] != "cpu" or ("resource" not in raw and "count" not in raw),
-    ),
+    *POD_RULES,
     *_ratio_rules("spec.tiers[].ratio"),
     *_role_rules("spec.tiers[].prefill"),
     *_role_rules("spec.tiers[].decode"),

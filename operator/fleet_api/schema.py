@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fleet_api.rules import Rule
+from fleet_api.rule import Rule
 from fleet_api.v1alpha1.base import ApiModel
 
 Schema = dict[str, Any]
@@ -21,6 +21,7 @@ _KEPT = (
     "maximum",
     "minItems",
     "maxItems",
+    "maxProperties",
 )
 
 
@@ -33,8 +34,12 @@ def structural(model: type[ApiModel], *, output: bool = False) -> Schema:
 def _convert(node: Mapping[str, Any], definitions: Mapping[str, Any], output: bool) -> Schema:
     node = _resolve(node, definitions)
     result: Schema = {key: node[key] for key in _KEPT if key in node}
+    if "const" in node:
+        result["enum"] = [node["const"]]
     if node.get("additionalProperties") is True:
         result["x-kubernetes-preserve-unknown-fields"] = True
+    elif node.get("additionalProperties"):
+        result["additionalProperties"] = _convert(node["additionalProperties"], definitions, output)
     if "items" in node:
         result["items"] = _convert(node["items"], definitions, output)
     if "properties" in node:

@@ -46,6 +46,8 @@ def unknown_fields(value: Any, schema: Schema, path: str = "") -> list[str]:
     if not isinstance(value, Mapping) or schema.get("x-kubernetes-preserve-unknown-fields"):
         return []
     found: list[str] = []
+    if "additionalProperties" in schema:
+        return sorted(f for k, item in value.items() for f in unknown_fields(item, schema["additionalProperties"], f"{path}.{k}"))
     for key, item in value.items():
         inner = f"{path}.{key}" if path else key
         if inner == "metadata":
@@ -114,6 +116,11 @@ def _object_findings(value: Mapping[str, Any], schema: Schema, path: str) -> Ite
     for key, inner in schema.get("properties", {}).items():
         if key in value:
             yield from findings(value[key], inner, f"{prefix}{key}")
+    if "additionalProperties" in schema:
+        if len(value) > schema.get("maxProperties", len(value)):
+            yield Finding(path, f"Too many: {len(value)}: must have at most {schema['maxProperties']} items", True)
+        for key, item in value.items():
+            yield from findings(item, schema["additionalProperties"], f"{prefix}{key}")
 
 
 def _list_findings(value: list[Any], schema: Schema, path: str) -> Iterator[Finding]:

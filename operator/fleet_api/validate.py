@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fleet_api.crd import fleet_schema, pool_schema
-from fleet_api.rules import FLEET_RULES, POOL_RULES, Rule
+from fleet_api.rule import Rule
+from fleet_api.rules import FLEET_RULES, POOL_RULES
 from fleet_api.structure import Finding, findings, name_findings, normalised, unknown_fields
 
 STRICT = "strict decoding error: "

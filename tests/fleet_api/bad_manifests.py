@@ -20,6 +20,45 @@ GOOD: dict[str, Any] = {
     },
 }
 TIER = "spec.tiers.0"
+VLLM = ("spec.engine", {"type": "vllm"})
+HUB = ("spec.model", {"source": "hf://org/name"})
+EMPTY = {"name": "v", "emptyDir": {}}
+BAD_TEMPLATES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("a label of ours", {"labels": {"inferencefleet.io/role": "decode"}}),
+    ("our manager's label", {"labels": {"app.kubernetes.io/managed-by": "me"}}),
+    ("a label that is a number", {"labels": {"team": 7}}),
+    ("a label with a space", {"labels": {"team": "m l"}}),
+    ("33 labels", {"labels": {f"l{n}": "" for n in range(33)}}),
+    ("labels are a list", {"labels": ["team"]}),
+    ("the network annotation", {"annotations": {"k8s.v1.cni.cncf.io/networks": "roce"}}),
+    ("our environment", {"env": [{"name": "FLEET_POD_IP", "value": "x"}]}),
+    ("UCX's transports", {"env": [{"name": "UCX_TLS", "value": "tcp"}]}),
+    ("a token in plain text", {"env": [{"name": "HF_TOKEN", "value": "hf_x"}]}),
+    ("a variable twice", {"env": [{"name": "A", "value": "1"}, {"name": "A", "value": "2"}]}),
+    ("a variable without a value", {"env": [{"name": "A"}]}),
+    ("a variable with both", {"env": [{"name": "A", "value": "", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}]}),
+    ("a variable from nowhere", {"env": [{"name": "A", "valueFrom": {}}]}),
+    ("a secret without a key", {"env": [{"name": "A", "valueFrom": {"secretKeyRef": {"name": "s"}}}]}),
+    ("our volume", {"volumes": [{"name": "shm", "emptyDir": {}}]}),
+    ("a volume without a source", {"volumes": [{"name": "v"}]}),
+    ("a volume with two", {"volumes": [{"name": "v", "emptyDir": {}, "secret": {"secretName": "s"}}]}),
+    ("a mount without a volume", {"volumeMounts": [{"name": "v", "mountPath": "/v"}]}),
+    ("a mount over ours", {"volumes": [EMPTY], "volumeMounts": [{"name": "v", "mountPath": "/models/x"}]}),
+    ("a mount at the root", {"volumes": [EMPTY], "volumeMounts": [{"name": "v", "mountPath": "/"}]}),
+    ("a relative mount", {"volumes": [EMPTY], "volumeMounts": [{"name": "v", "mountPath": "v"}]}),
+    ("devices", {"resources": {"limits": {"nvidia.com/gpu": 8}}}),
+    ("a command", {"command": ["sh"]}),
+    ("host network", {"hostNetwork": True}),
+    ("a security context", {"securityContext": {"privileged": True}}),
+    ("a toleration's operator", {"tolerations": [{"key": "k", "operator": "Has"}]}),
+    (
+        "affinity without a key",
+        {"affinity": {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [{"labelSelector": {}}]}}},
+    ),
+    ("unknown affinity", {"affinity": {"podAffinity": {"required": []}}}),
+    ("a user below zero", {"runAsUser": -1}),
+    ("cores as a number", {"resources": {"requests": {"cpu": 4}}}),
+)
 BAD: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = (
     ("no spec", (("spec", DELETE),)),
     ("spec is text", (("spec", "tiny"),)),
@@ -123,9 +162,103 @@ BAD: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = (
     ("prometheus with credentials", (("spec.telemetry", {"prometheus": {"url": "http://me:pw@prom:9090"}}),)),
     ("prometheus without scheme", (("spec.telemetry", {"prometheus": {"url": "prometheus:9090"}}),)),
     ("interval too short", (("spec.telemetry", {"interval": "500ms"}),)),
+    ("token for a file", (("spec.model.tokenSecretRef", {"name": "hf"}),)),
+    ("token without a name", (HUB, ("spec.model.tokenSecretRef", {"key": "token"}))),
+    ("cache for a claim", (("spec.model", {"source": "pvc://c/m", "cache": {"type": "pvc", "claim": "x"}}),)),
+    ("node cache without a path", (HUB, ("spec.model.cache", {"type": "nodeLocal"}))),
+    ("claim for a node cache", (HUB, ("spec.model.cache", {"type": "nodeLocal", "path": "/c", "claim": "x"}))),
+    ("KV type with torch", (("spec.engine", {"kvCacheDtype": "fp8"}),)),
+    ("parallelism with torch", ((f"{TIER}.parallelism", {"tensor": 2}),)),
+    ("quantization with torch", ((f"{TIER}.quantization", "fp8"),)),
+    ("role arguments with torch", ((f"{TIER}.decode", {"args": ["--x"]}),)),
+    ("an argument that a field decides", (("spec.engine", {"type": "vllm", "args": ["--tensor-parallel-size=4"]}),)),
+    ("the same with underscores", (("spec.engine", {"type": "vllm", "args": ["--kv_transfer_config", "{}"]}),)),
+    ("the same, short, of a role", (VLLM, (f"{TIER}.prefill", {"args": ["-tp", "2"]}))),
+    (
+        "tensor sizes that do not divide",
+        (VLLM, (f"{TIER}.parallelism", {"tensor": 3}), (f"{TIER}.decode", {"parallelism": {"tensor": 2}})),
+    ),
+    ("expert size between", (VLLM, (f"{TIER}.parallelism", {"tensor": 2, "data": 4, "expert": 4}))),
+    ("tensor size of zero", (VLLM, (f"{TIER}.parallelism", {"tensor": 0}))),
+    ("count against parallelism", (VLLM, (f"{TIER}.parallelism", {"tensor": 4}), (f"{TIER}.accelerator.count", 8))),
+    (
+        "count of a role against the tier's parallelism",
+        (VLLM, (f"{TIER}.parallelism", {"tensor": 4}), (f"{TIER}.decode", {"accelerator": {"type": "a100", "count": 2}})),
+    ),
+    ("device of a cpu role", ((f"{TIER}.prefill", {"accelerator": {"type": "cpu", "count": 2}}),)),
+    ("required auto", ((f"{TIER}.kvTransfer", {"required": True}),)),
+    ("required rdma without a NIC", ((f"{TIER}.kvTransfer", {"transport": "rdma", "required": True}),)),
+    ("a NIC for tcp", ((f"{TIER}.kvTransfer", {"transport": "tcp", "resource": "rdma/ib"}),)),
+    ("count of nothing", ((f"{TIER}.kvTransfer", {"transport": "rdma", "count": 2}),)),
+    ("multus without a network", ((f"{TIER}.kvTransfer", {"via": "multus"}),)),
+    ("a network without multus", ((f"{TIER}.kvTransfer", {"network": "roce"}),)),
+    ("network with a space", ((f"{TIER}.kvTransfer", {"via": "multus", "network": "a b"}),)),
+    ("dra without classes", ((f"{TIER}.kvTransfer", {"via": "dra"}),)),
+    ("dra with a resource", ((f"{TIER}.kvTransfer", {"via": "dra", "dra": {"nic": "n"}, "resource": "rdma/ib"}),)),
+    ("dra without a NIC", ((f"{TIER}.kvTransfer", {"via": "dra", "dra": {"gpu": "gpu.nvidia.com"}}),)),
+    ("dra on cpu", ((f"{TIER}.accelerator", {"type": "cpu"}), (f"{TIER}.kvTransfer", {"via": "dra", "dra": {"nic": "n"}}))),
+    (
+        "a GPU asked for twice",
+        (
+            (f"{TIER}.prefill", {"accelerator": {"type": "h100", "resource": "nvidia.com/gpu"}}),
+            (f"{TIER}.kvTransfer", {"via": "dra", "dra": {"nic": "n", "gpu": "g"}}),
+        ),
+    ),
+    ("host ports on the pod's network", ((f"{TIER}.kvTransfer", {"hostPorts": {"first": 20000}}),)),
+    ("host ports at the end", ((f"{TIER}.kvTransfer", {"via": "hostNetwork", "hostPorts": {"first": 65535}}),)),
+    ("net device with a comma", ((f"{TIER}.kvTransfer", {"netDevices": ["mlx5_0,mlx5_1"]}),)),
+    ("shared memory with a wrong unit", ((f"{TIER}.sharedMemory", "20GB"),)),
+    ("placement without a key", ((f"{TIER}.placement", {"policy": "required"}),)),
+    ("metrics from too many", (("spec.networkPolicy", {"metricsFrom": ["n"] * 9}),)),
+    *((f"template: {what}", ((f"{TIER}.decode", {"podTemplate": template}),)) for what, template in BAD_TEMPLATES),
     ("three things at once", (("spec.engine", {"type": "x", "maxBatch": 0}), ("spec.routing", {"replicas": 99}))),
     ("structure and a rule at once", (("spec.engine", {"maxBatch": 0}), ("spec.model.revision", "main"))),
 )
+TERM = {"labelSelector": {"matchLabels": {"a": "b"}}, "topologyKey": "kubernetes.io/hostname"}
+WHOLE_TEMPLATE: dict[str, Any] = {
+    "labels": {"team": "ml", "example.com/x": ""},
+    "annotations": {"prometheus.io/scrape": "true"},
+    "nodeSelector": {"nvidia.com/gpu.product": "H100"},
+    "tolerations": [{"operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 60}],
+    "affinity": {
+        "nodeAffinity": {
+            "requiredDuringSchedulingIgnoredDuringExecution": {
+                "nodeSelectorTerms": [{"matchExpressions": [{"key": "zone", "operator": "In", "values": ["a"]}]}]
+            },
+            "preferredDuringSchedulingIgnoredDuringExecution": [
+                {"weight": 5, "preference": {"matchExpressions": [{"key": "spot", "operator": "DoesNotExist"}]}}
+            ],
+        },
+        "podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [TERM]},
+        "podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 1, "podAffinityTerm": TERM}]},
+    },
+    "priorityClassName": "high",
+    "runtimeClassName": "nvidia",
+    "schedulerName": "volcano",
+    "serviceAccountName": "puller",
+    "imagePullSecrets": [{"name": "registry"}],
+    "runAsUser": 0,
+    "env": [
+        {"name": "NCCL_DEBUG", "value": "INFO"},
+        {"name": "KEY", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}},
+        {"name": "MODE", "valueFrom": {"configMapKeyRef": {"name": "c", "key": "k"}}},
+    ],
+    "volumes": [
+        {"name": "cache", "emptyDir": {"medium": "Memory", "sizeLimit": "1Gi"}},
+        {"name": "claim", "persistentVolumeClaim": {"claimName": "c", "readOnly": True}},
+        {"name": "disk", "hostPath": {"path": "/mnt/x", "type": "DirectoryOrCreate"}},
+        {"name": "settings", "configMap": {"name": "c"}},
+        {"name": "keys", "secret": {"secretName": "s"}},
+    ],
+    "volumeMounts": [
+        {"name": "cache", "mountPath": "/.cache", "subPath": "a/b"},
+        {"name": "claim", "mountPath": "/data", "readOnly": True},
+    ],
+    "resources": {
+        "requests": {"cpu": "500m", "memory": "64Gi", "ephemeral-storage": "1Ti"},
+        "limits": {"memory": "64Gi", "hugepages-2Mi": "5Gi"},
+    },
+}
 GOOD_CHANGES: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = (
     ("the least", ()),
     ("null is absent", (("spec.engine", {"maxModelLen": None}), (f"{TIER}.decode", {"replicas": None}))),
@@ -141,6 +274,33 @@ GOOD_CHANGES: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = (
     ("cache in bytes", (("spec.engine", {"cacheSize": "1048576"}),)),
     ("objectives", (("spec.slo", {"ttft": {"p99": "2s"}, "itl": {"p99": "50ms"}}),)),
     ("everything from the README", (("spec.telemetry", {"prometheus": {"url": "http://prometheus:9090/x"}, "interval": "10s"}),)),
+    (
+        "token and node cache",
+        (HUB, ("spec.model.tokenSecretRef", {"name": "hf"}), ("spec.model.cache", {"type": "nodeLocal", "path": "/c"})),
+    ),
+    (
+        "asymmetric tensor sizes",
+        (VLLM, (f"{TIER}.parallelism", {"tensor": 2}), (f"{TIER}.decode", {"parallelism": {"tensor": 8}})),
+    ),
+    (
+        "count as parallelism says",
+        (VLLM, (f"{TIER}.parallelism", {"tensor": 2, "data": 2, "expert": 4}), (f"{TIER}.accelerator.count", 4)),
+    ),
+    (
+        "required rdma by resource",
+        ((f"{TIER}.kvTransfer", {"transport": "rdma", "required": True, "resource": "rdma/ib", "count": 2}),),
+    ),
+    ("multus", ((f"{TIER}.kvTransfer", {"via": "multus", "network": "net/roce-p2", "resource": "rdma/roce_gdr"}),)),
+    ("dra", ((f"{TIER}.kvTransfer", {"via": "dra", "dra": {"nic": "mrdma.google.com", "gpu": "gpu.nvidia.com"}, "count": 1}),)),
+    (
+        "host network",
+        ((f"{TIER}.kvTransfer", {"via": "hostNetwork", "hostPorts": {"first": 20000}, "netDevices": ["mlx5_0:1"]}),),
+    ),
+    (
+        "placement",
+        ((f"{TIER}.placement", {"topologyKey": "topology.kubernetes.io/rack", "policy": "required", "exclusive": True}),),
+    ),
+    ("a whole template", ((f"{TIER}.decode", {"podTemplate": WHOLE_TEMPLATE}),)),
     ("label and annotation", (("metadata.labels", {"team": "ml"}), ("metadata.annotations", {"note": "x y"}))),
 )
 

@@ -14,6 +14,8 @@ def nodes(schema, path=""):
         yield from nodes(inner, f"{path}.{key}")
     if "items" in schema:
         yield from nodes(schema["items"], f"{path}[]")
+    if "additionalProperties" in schema:
+        yield from nodes(schema["additionalProperties"], f"{path}{{}}[]")
 
 
 @pytest.mark.parametrize("name", ["inferencefleets.yaml", "workerpools.yaml"])
@@ -35,6 +37,8 @@ def test_every_field_is_explained_bounded_and_without_default(schema):
             assert {"minimum", "maximum"} <= set(node), path
         if node["type"] == "array":
             assert "maxItems" in node, path
+        if "additionalProperties" in node:
+            assert "maxProperties" in node, path
 
 
 def test_lists_that_apply_merges_by_key():

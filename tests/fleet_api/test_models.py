@@ -115,7 +115,7 @@ def test_source_is_parsed(source, revision, location):
     ],
 )
 def test_device_request(accelerator, request_):
-    assert fleet_of(**{f"{TIER}.accelerator": accelerator}).spec.tiers[0].accelerator.device_request == request_
+    assert fleet_of(**{f"{TIER}.accelerator": accelerator}).spec.tiers[0].device_request("decode") == request_
 
 
 @pytest.mark.parametrize(

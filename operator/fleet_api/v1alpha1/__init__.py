@@ -1,6 +1,8 @@
 """Version v1alpha1 of the group inferencefleet.io."""
 
+from fleet_api.v1alpha1.accelerator import AcceleratorSpec, ParallelismSpec
 from fleet_api.v1alpha1.base import API_VERSION, GROUP, VERSION, Metadata
+from fleet_api.v1alpha1.fabric import KvTransferSpec
 from fleet_api.v1alpha1.fleet import FleetSpec, InferenceFleet
 from fleet_api.v1alpha1.model import ClaimSource, EngineSpec, FileSource, HubSource, ModelSpec, Source
 from fleet_api.v1alpha1.pool import PoolSpec, WorkerPool
@@ -28,7 +30,7 @@ from fleet_api.v1alpha1.status import (
     RolloutStatus,
     TierStatus,
 )
-from fleet_api.v1alpha1.tier import AcceleratorSpec, KvTransferSpec, RatioSpec, Role, RoleSpec, TierSpec
+from fleet_api.v1alpha1.tier import RatioSpec, Role, RoleSpec, TierSpec
 
 __all__ = [
     "API_VERSION",
@@ -54,6 +56,7 @@ __all__ = [
     "LoadSpec",
     "Metadata",
     "ModelSpec",
+    "ParallelismSpec",
     "PoolSpec",
     "PoolStatus",
     "PrometheusSpec",

@@ -18,6 +18,11 @@ QuantityText = Annotated[str, Field(pattern=QUANTITY_PATTERN, max_length=21)]
 RatioText = Annotated[str, Field(pattern=RATIO_PATTERN, max_length=5)]
 
 DNS_LABEL = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
+DNS_SUBDOMAIN = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"
+LABEL_KEY = r"^([a-z0-9]([-.a-z0-9]*[a-z0-9])?/)?[A-Za-z0-9]([-._A-Za-z0-9]*[A-Za-z0-9])?$"
+LabelMap = Annotated[dict[str, Annotated[str, Field(pattern=r"^([A-Za-z0-9]([-._A-Za-z0-9]*[A-Za-z0-9])?)?$", max_length=63)]],
+                     Field(max_length=32)]  # fmt: skip
+"""Labels; a structural schema cannot say what a key looks like, so that the API server judges it when a pod is made."""
 
 
 class ApiModel(BaseModel):

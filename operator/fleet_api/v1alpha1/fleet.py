@@ -6,12 +6,28 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from fleet_api.v1alpha1.base import ApiModel, Metadata
+from fleet_api.v1alpha1.accelerator import CPU, DEFAULT_RESOURCE, ParallelismSpec
+from fleet_api.v1alpha1.base import DNS_LABEL, ApiModel, Metadata
 from fleet_api.v1alpha1.model import DEFAULT_REVISION, EngineSpec, HubSource, ModelSpec
 from fleet_api.v1alpha1.rollout import RolloutSpec
 from fleet_api.v1alpha1.routing import LimitsSpec, RoutingSpec, ScalingSpec, SloSpec, TelemetrySpec
 from fleet_api.v1alpha1.status import FleetStatus
-from fleet_api.v1alpha1.tier import DEFAULT_RESOURCE, TierSpec
+from fleet_api.v1alpha1.tier import Role, TierSpec
+
+ROLES: tuple[Role, ...] = ("prefill", "decode")
+
+
+class NetworkPolicySpec(ApiModel):
+    """Who may reach the workers of a fleet, for clusters whose network enforces NetworkPolicies."""
+
+    enabled: bool = Field(
+        default=True,
+        description="true: only the fleet's workers reach the transfer ports, only its routers the engines, only the "
+        "operator the agents. false: no policy, and one that exists is deleted. Default: true.",
+    )
+    metrics_from: Annotated[tuple[Annotated[str, Field(pattern=DNS_LABEL, max_length=63)], ...], Field(max_length=8)] = Field(
+        default=(), description="More namespaces that may read the workers' metrics, e.g. monitoring. Default: none."
+    )
 
 
 class FleetSpec(ApiModel):
@@ -28,6 +44,7 @@ class FleetSpec(ApiModel):
     scaling: ScalingSpec = Field(default=ScalingSpec(), description="How the operator sizes the tiers.")
     rollout: RolloutSpec = Field(default=RolloutSpec(), description="How a new revision replaces the old one.")
     telemetry: TelemetrySpec = Field(default=TelemetrySpec(), description="Where load and latency come from.")
+    network_policy: NetworkPolicySpec = Field(default=NetworkPolicySpec(), description="Who may reach the workers.")
 
     @property
     def max_input_tokens(self) -> int:
@@ -67,8 +84,23 @@ class InferenceFleet(ApiModel):
         spec["limits"]["maxInputTokens"] = self.spec.max_input_tokens
         for tier, model in zip(spec["tiers"], self.spec.tiers, strict=True):
             tier["prefill"]["replicas"], tier["decode"]["replicas"] = model.initial
-            if model.accelerator.device_request is None:
-                del tier["accelerator"]["count"]
-            else:
-                tier["accelerator"].setdefault("resource", DEFAULT_RESOURCE)
+            _resolve_tier(tier, model, vllm=self.spec.engine.type == "vllm")
         return spec
+
+
+def _resolve_tier(tier: dict[str, Any], model: TierSpec, *, vllm: bool) -> None:
+    """Devices and parallel sizes; only what the rules between fields let a user write, too."""
+    claimed = model.kv_transfer.dra is not None and model.kv_transfer.dra.gpu is not None
+    if vllm:
+        tier.setdefault("parallelism", ParallelismSpec().to_dict())
+    if model.kv_transfer.resource is not None or model.kv_transfer.dra is not None:
+        tier["kvTransfer"]["count"] = model.kv_transfer.nics
+    own = [(tier["accelerator"], (model.parallelism or ParallelismSpec()).ranks)]
+    own += [(tier[role]["accelerator"], model.parallelism_of(role).ranks) for role in ROLES if "accelerator" in tier[role]]
+    for device, ranks in own:
+        if device["type"] == CPU:
+            del device["count"]
+            continue
+        device["count"] = max(device["count"], ranks)
+        if not claimed:
+            device.setdefault("resource", DEFAULT_RESOURCE)

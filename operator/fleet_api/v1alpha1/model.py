@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from fleet_api.quantities import parse_quantity
-from fleet_api.v1alpha1.base import ApiModel, QuantityText
+from fleet_api.v1alpha1.base import DNS_SUBDOMAIN, ApiModel, QuantityText
 
 SOURCE_PATTERN = (
     r"^(file://(/[^/\x00-\x1f]+)+|pvc://[a-z0-9]([-.a-z0-9]*[a-z0-9])?(/[^/\x00-\x1f]+)+"
@@ -43,6 +43,29 @@ class HubSource:
 Source = FileSource | ClaimSource | HubSource
 
 
+class TokenSecretRef(ApiModel):
+    """A key of a Secret of the fleet's namespace; the operator never reads it."""
+
+    name: Annotated[str, Field(pattern=DNS_SUBDOMAIN, max_length=253)] = Field(description="Name of the Secret.")
+    key: Annotated[str, Field(pattern=r"^[-._a-zA-Z0-9]+$", max_length=253)] = Field(
+        default="token", description="Key in its data. Default: token."
+    )
+
+
+class ModelCacheSpec(ApiModel):
+    """Where workers keep an hf:// model between restarts."""
+
+    type: Literal["none", "nodeLocal", "pvc"] = Field(
+        default="none", description="none: in the pod; nodeLocal: a folder of the node; pvc: a shared claim. Default: none."
+    )
+    path: Annotated[str, Field(pattern=r"^(/[^/\x00-\x1f]+)+$", max_length=1024)] | None = Field(
+        default=None, description="Folder of the node for nodeLocal; user 65532 must be able to write there."
+    )
+    claim: Annotated[str, Field(pattern=DNS_SUBDOMAIN, max_length=253)] | None = Field(
+        default=None, description="PersistentVolumeClaim for pvc, writable from every node."
+    )
+
+
 class ModelSpec(ApiModel):
     """The model and the name under which clients ask for it."""
 
@@ -55,6 +78,12 @@ class ModelSpec(ApiModel):
     )
     served_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][-._:/A-Za-z0-9]*$", max_length=128)] | None = Field(
         default=None, description="The name that clients send in `model`. Default: metadata.name."
+    )
+    token_secret_ref: TokenSecretRef | None = Field(
+        default=None, description="Token for an hf:// source. Workers get it as HF_TOKEN from the Secret. Default: none."
+    )
+    cache: ModelCacheSpec | None = Field(
+        default=None, description="Where workers keep an hf:// model between restarts. Default: in the pod."
     )
 
     @property
@@ -80,6 +109,9 @@ class EngineSpec(ApiModel):
     )
     args: Annotated[tuple[Annotated[str, Field(max_length=1024)], ...], Field(max_length=64)] = Field(
         default=(), description="More arguments for `vllm serve`; refused for the torch engine. Default: none."
+    )
+    kv_cache_dtype: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$", max_length=32)] | None = Field(
+        default=None, description="Type of KV values of vllm, e.g. fp8; both sides of a hand-off have it. Default: vLLM's, auto."
     )
     max_model_len: Annotated[int, Field(ge=16, le=1_048_576)] = Field(
         default=2048, description="Longest sequence in tokens, prompt plus output. Default: 2048."

@@ -6,33 +6,15 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from fleet_api.quantities import Ratio, parse_duration, parse_ratio
-from fleet_api.v1alpha1.base import DNS_LABEL, ApiModel, DurationText, RatioText
+from fleet_api.quantities import Ratio, parse_quantity, parse_ratio
+from fleet_api.v1alpha1.accelerator import CPU, DEFAULT_RESOURCE, AcceleratorSpec, ParallelismSpec
+from fleet_api.v1alpha1.base import DNS_LABEL, ApiModel, QuantityText, RatioText
+from fleet_api.v1alpha1.fabric import KvTransferSpec
+from fleet_api.v1alpha1.placement import PlacementSpec
+from fleet_api.v1alpha1.podtemplate import PodTemplateSpec
 
 Role = Literal["prefill", "decode"]
-CPU = "cpu"
-DEFAULT_RESOURCE = "nvidia.com/gpu"
 TIER_NAME_MAX = 20
-
-
-class AcceleratorSpec(ApiModel):
-    """The device of one worker."""
-
-    type: Annotated[str, Field(pattern=r"^[a-z0-9]([-.a-z0-9]*[a-z0-9])?$", max_length=63)] = Field(
-        description="Accelerator type, e.g. h100-sxm; cpu asks for no device."
-    )
-    resource: (
-        Annotated[
-            str, Field(pattern=r"^[a-z0-9]([-.a-z0-9]*[a-z0-9])?/[A-Za-z0-9]([-._A-Za-z0-9]*[A-Za-z0-9])?$", max_length=253)
-        ]
-        | None
-    ) = Field(default=None, description="Extended resource to request; not with type cpu. Default: nvidia.com/gpu.")
-    count: Annotated[int, Field(ge=1, le=16)] = Field(default=1, description="Devices per worker; not with type cpu. Default: 1.")
-
-    @property
-    def device_request(self) -> tuple[str, int] | None:
-        """(resource, count) that a worker pod requests; None for CPU workers."""
-        return None if self.type == CPU else (self.resource or DEFAULT_RESOURCE, self.count)
 
 
 class RatioSpec(ApiModel):
@@ -73,23 +55,16 @@ class RoleSpec(ApiModel):
     warm: Annotated[int, Field(ge=0, le=1000)] = Field(
         default=0, description="Workers above what the load needs, kept ready for a burst. Default: 0."
     )
-
-
-class KvTransferSpec(ApiModel):
-    """How KV blocks travel from prefill to decode workers."""
-
-    transport: Literal["auto", "tcp", "shm", "rdma"] = Field(
-        default="auto", description="auto takes the best that both workers have; the others allow only that one. Default: auto."
+    accelerator: AcceleratorSpec | None = Field(
+        default=None, description="The device of this role. Default: the tier's, as a whole."
     )
-    lease_duration: DurationText = Field(
-        default="30s",
-        description="How long a prefill worker keeps KV blocks for a decode worker to read, 5s to 10m. Default: 30s.",
+    parallelism: ParallelismSpec | None = Field(
+        default=None, description="How a worker of this role spreads over its devices. Default: the tier's, as a whole."
     )
-
-    @property
-    def lease_duration_s(self) -> float:
-        """Lease in seconds."""
-        return parse_duration(self.lease_duration)
+    args: Annotated[tuple[Annotated[str, Field(max_length=1024)], ...], Field(max_length=32)] = Field(
+        default=(), description="More arguments for `vllm serve` of this role, after engine.args. Default: none."
+    )
+    pod_template: PodTemplateSpec | None = Field(default=None, description="Additions to the pods of this role.")
 
 
 class TierSpec(ApiModel):
@@ -99,6 +74,17 @@ class TierSpec(ApiModel):
         description="Name of the tier, unique in the fleet; part of the names of its workers."
     )
     accelerator: AcceleratorSpec = Field(description="The device of one worker.")
+    parallelism: ParallelismSpec | None = Field(
+        default=None, description="How one worker spreads over its devices; a role may have its own. Default: all sizes 1."
+    )
+    quantization: Annotated[str, Field(pattern=r"^[a-z][-_a-z0-9]*$", max_length=32)] | None = Field(
+        default=None, description="Quantization of the weights for vllm, e.g. fp8 or awq. Default: as the checkpoint says."
+    )
+    shared_memory: QuantityText | None = Field(
+        default=None,
+        description="Size of /dev/shm, e.g. 20Gi; it counts as the pod's memory. Default: half of the node's memory.",
+    )
+    placement: PlacementSpec | None = Field(default=None, description="Where the workers go. Default: wherever there is room.")
     ratio: RatioSpec = Field(default=RatioSpec(), description="Prefill workers to decode workers.")
     prefill: RoleSpec = Field(default=RoleSpec(), description="Workers that read prompts.")
     decode: RoleSpec = Field(default=RoleSpec(), description="Workers that write tokens.")
@@ -107,6 +93,26 @@ class TierSpec(ApiModel):
     def role(self, role: Role) -> RoleSpec:
         """The size of `role`."""
         return self.prefill if role == "prefill" else self.decode
+
+    def accelerator_of(self, role: Role) -> AcceleratorSpec:
+        """The device of a worker of `role`."""
+        return self.role(role).accelerator or self.accelerator
+
+    def parallelism_of(self, role: Role) -> ParallelismSpec:
+        """How a worker of `role` spreads."""
+        return self.role(role).parallelism or self.parallelism or ParallelismSpec()
+
+    def device_request(self, role: Role) -> tuple[str, int] | None:
+        """(resource, count) that a worker of `role` needs, by whatever way it gets them; None for CPU workers."""
+        device = self.accelerator_of(role)
+        if device.type == CPU:
+            return None
+        return device.resource or DEFAULT_RESOURCE, max(device.count, self.parallelism_of(role).ranks)
+
+    @property
+    def shared_memory_bytes(self) -> int | None:
+        """Size of /dev/shm; None: the node's default."""
+        return parse_quantity(self.shared_memory) if self.shared_memory is not None else None
 
     @property
     def initial(self) -> tuple[int, int]:
