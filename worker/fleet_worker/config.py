@@ -16,10 +16,29 @@ POD_UID_ENV = "FLEET_POD_UID"
 POD_IP_ENV = "FLEET_POD_IP"
 
 EngineType = Literal["torch", "vllm"]
+TransportName = Literal["auto", "tcp", "shm", "rdma"]
+MEMORY_TRANSPORTS = {"": (), "cuda": ("cuda_copy", "cuda_ipc", "gdr_copy"), "rocm": ("rocm_copy", "rocm_ipc")}
+"""Without these UCX cannot touch the memory of a device at all."""
+
+
+def ucx_transports(transport: TransportName, *, required: bool = False, memory: str = "") -> str | None:
+    """UCX_TLS for the asked transport; None: everything. `memory` is a key of MEMORY_TRANSPORTS.
+
+    shm keeps tcp even when required: NIXL needs one transport that notices a dead peer, which shared memory does not. Whether
+    the blocks themselves go through memory is for the probe to prove.
+    """
+    if transport == "auto":
+        return None
+    lists = {
+        "tcp": ("tcp",),
+        "shm": ("sm", "tcp"),
+        "rdma": ("rc", "dc", "ud", "sm") if required else ("rc", "dc", "ud", "sm", "tcp"),
+    }
+    return ",".join((*lists[transport], "self", *MEMORY_TRANSPORTS[memory]))
 
 
 class Ports(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """TCP ports of a worker pod; every pod has its own IP, so that they are the same everywhere."""
+    """TCP ports of a worker pod; every pod has its own IP, so that they are the same everywhere but on the host's network."""
 
     http: int = 8000
     """Engine: OpenAI routes, /health, /metrics; the router talks to it directly."""
@@ -29,17 +48,31 @@ class Ports(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """KV handshake and lease messages."""
     kv_events: int = 5557
     kv_replay: int = 5558
+    dp_rpc: int = 29550
+    """Rendezvous of data parallel ranks."""
 
 
 class KvSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """KV cache and hand-off."""
 
-    transport: Literal["auto", "tcp", "shm", "rdma"] = "auto"
+    transport: TransportName = "auto"
+    required: bool = False
+    """The worker does not serve without `transport`."""
     lease_s: float = 30.0
     block_tokens: int = 16
     """Torch engine only; vLLM on CPU uses 128."""
     cache_bytes: int = 64 * 1024 * 1024
     """Size of the KV pool of one worker."""
+
+
+class Parallel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How vLLM spreads over the worker's devices."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    expert: int = 1
+    """1, or tensor x data."""
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -54,6 +87,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     engine: EngineType = "torch"
     engine_args: tuple[str, ...] = ()
     """Passed to `vllm serve` after our own arguments; refused for torch."""
+    parallel: Parallel = Parallel()
+    quantization: str | None = None
+    kv_cache_dtype: str | None = None
     model: str
     """A path inside the pod, or hf://ORG/NAME[@REVISION] that the agent fetches."""
     served_name: str

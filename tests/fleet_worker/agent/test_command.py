@@ -7,13 +7,13 @@ import json
 import msgspec
 import pytest
 
-from fleet_worker.agent.command import Place, engine_command
+from fleet_worker.agent.command import UCX_TELLS, Place, engine_command
 from fleet_worker.agent.engine_client import parse_load
 from fleet_worker.agent.errors import ConfigError
 from fleet_worker.agent.identity import read_identity
 from fleet_worker.agent.life import Load
 from fleet_worker.agent.supervise import pick_cause
-from fleet_worker.config import KvSettings, WorkerConfig, decode, encode
+from fleet_worker.config import KvSettings, Parallel, Ports, WorkerConfig, decode, encode
 
 
 def config(**changes: object) -> WorkerConfig:
@@ -44,8 +44,26 @@ def test_vllm_gets_its_role_lease_and_addresses(role: str, kv_role: str, has_gpu
     assert command.env["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "127.1.2.3"
     assert command.env["VLLM_RPC_BASE_PATH"] == "/scratch"
     assert command.env.get("VLLM_CPU_KVCACHE_SPACE") == (None if has_gpu else "1")
-    assert command.defaults == ({} if has_gpu else {"VLLM_CPU_OMP_THREADS_BIND": "nobind"})
+    assert command.defaults == UCX_TELLS | ({} if has_gpu else {"VLLM_CPU_OMP_THREADS_BIND": "nobind"})
     assert command.argv[-2:] == ("--dtype", "float32")
+
+
+def test_vllm_is_told_its_shape():
+    shape = {"parallel": Parallel(tensor=2, pipeline=2, data=4, expert=8), "quantization": "fp8", "kv_cache_dtype": "fp8_e4m3"}
+    given = config(engine="vllm", **shape, ports=Ports(dp_rpc=7000))
+    argv = engine_command(given, Place("/m", "127.1.2.3", "/v/vllm", "/scratch", True)).argv
+    for name, value in (
+        ("--tensor-parallel-size", "2"), ("--pipeline-parallel-size", "2"), ("--data-parallel-size", "4"),
+        ("--data-parallel-rpc-port", "7000"), ("--quantization", "fp8"), ("--kv-cache-dtype", "fp8_e4m3"),
+    ):  # fmt: skip
+        assert option(argv, name) == value
+    assert "--enable-expert-parallel" in argv
+    assert json.loads(option(argv, "--kv-events-config")) == {"enable_kv_cache_events": False}
+
+
+def test_what_is_not_asked_is_not_said():
+    argv = engine_command(config(engine="vllm"), Place("/m", "127.1.2.3", "/v/vllm", "/scratch", True)).argv
+    assert not [part for part in argv if "parallel" in part or part in ("--quantization", "--kv-cache-dtype")]
 
 
 def test_torch_reads_the_same_configuration():

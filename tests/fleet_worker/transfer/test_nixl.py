@@ -25,7 +25,7 @@ class Side:
     def __init__(self, host: str, compat: str = "same", lease_s: float = 30.0, read_timeout_s: float = 60.0) -> None:
         self.memory = torch.randint(0, 255, (BLOCKS, BLOCK_BYTES), dtype=torch.uint8)
         pool = KvPool(self.memory.data_ptr(), BLOCK_BYTES, BLOCKS, 16)
-        self.connector = NixlConnector(TransferSettings(host, 5600, compat, "auto", lease_s, 1.0, read_timeout_s), pool)
+        self.connector = NixlConnector(TransferSettings(host, 5600, compat, "auto", False, lease_s, 1.0, read_timeout_s), pool)
 
     def finished(self, deadline_s: float = 10.0) -> FetchResult:
         return wait(self.connector.finished, deadline_s)[0]
@@ -198,5 +198,6 @@ def test_transport_is_reported_never_wished(tmp_path):
     assert in_use({}, devices=tmp_path / "none") == "shm"
     (tmp_path / "mlx5_0").mkdir()
     assert in_use({"UCX_TLS": "rc,sm"}, devices=tmp_path) == "rdma"
-    assert "tcp" not in ucx_environment("rdma", {})["UCX_TLS"].split(",")
-    assert ucx_environment("tcp", {"UCX_TLS": "mine"}) == {}
+    assert "tcp" not in ucx_environment("rdma", True, {})["UCX_TLS"].split(",")
+    assert "tcp" in ucx_environment("rdma", False, {})["UCX_TLS"].split(",")
+    assert ucx_environment("tcp", False, {"UCX_TLS": "mine"}) == {}

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+from fleet_worker.agent import fabric
 from fleet_worker.agent import life as rules
 from fleet_worker.agent.admin import AdminServer, build_app, build_server
 from fleet_worker.agent.command import Place, engine_command, events_socket
@@ -41,6 +44,7 @@ class Agent:
         self._busy_at = time.monotonic()
         self._engine: EngineProcess | None = None
         self._forwarder: EventForwarder | None = None
+        self._fabric = fabric.Fabric()
         self._scratch = tempfile.TemporaryDirectory(prefix="fleet-")  # vLLM never removes its sockets
         self._client = EngineClient(f"http://{identity.pod_ip}:{config.ports.http}")
         self._stop = asyncio.Event()
@@ -67,8 +71,14 @@ class Agent:
             "fleet": config.fleet, "tier": config.tier, "revision": config.revision, "compat": config.compat,
             "pod": self._identity.pod_name, "uid": self._identity.pod_uid, "engine_pid": life.engine_pid,
             "running": load.running, "waiting": load.waiting, "leases": load.leases,
-            "draining": life.phase == "Draining",
+            "draining": life.phase == "Draining", "transport": self._transport(), "probe_gbps": self._fabric.gbps,
         }  # fmt: skip
+
+    def _transport(self) -> str | None:
+        """What the engine says that it uses, what the probe used before that; "none" when nothing worked."""
+        if self._engine is not None and self._engine.ucx.transport is not None:
+            return self._engine.ucx.transport
+        return "none" if self._fabric.error else self._fabric.transport
 
     async def metrics(self) -> str:
         """The engine's exposition, then the agent's own."""
@@ -82,6 +92,10 @@ class Agent:
             "# TYPE fleet_agent_draining gauge",
             f"fleet_agent_draining {int(life.phase == 'Draining')}",
         ]
+        if (transport := self._transport()) is not None:
+            own += ["# TYPE fleet_agent_transport_info gauge", f'fleet_agent_transport_info{{transport="{transport}"}} 1']
+        if self._fabric.gbps is not None:
+            own += ["# TYPE fleet_agent_probe_gbps gauge", f"fleet_agent_probe_gbps {self._fabric.gbps}"]
         return (engine or "").rstrip("\n") + "\n" + "\n".join(own) + "\n"
 
     async def drain(self) -> dict[str, object]:
@@ -141,7 +155,26 @@ class Agent:
         except SystemExit as error:  # uvicorn's answer to a port that is taken
             raise ConfigError(f"agent port {self._config.ports.agent} on {self._identity.pod_ip} cannot be bound") from error
 
+    async def _prove_fabric(self) -> None:
+        """Returns when the asked transport is proven, or is not required; looks again and again otherwise, and says why."""
+        settings = self._config.kv
+        while settings.transport != "auto" and not self._stop.is_set():
+            self._note(f"proving transport {settings.transport}")
+            self._fabric = await fabric.probe(settings)
+            wrong = fabric.problem(settings, self._fabric)
+            if wrong is None:
+                return
+            print(f"TransportMismatch: {wrong}", file=sys.stderr, flush=True)
+            if not settings.required:
+                return
+            self._note(wrong)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stop.wait(), fabric.AGAIN_S)
+
     async def _prepare_and_watch(self) -> None:
+        await self._prove_fabric()
+        if self._stop.is_set():
+            return
         folder = await asyncio.to_thread(prepare_model, self._config.model, self._note)
         if self._stop.is_set():
             return

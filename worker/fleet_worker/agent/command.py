@@ -18,6 +18,8 @@ KV_EVENTS_TOPIC = "kv-events"
 VLLM_CPU_DEFAULTS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 """vLLM's own choice ties every worker of a node to the same cores; there the second one starved for minutes behind the first
 one's NIXL progress thread, which never sleeps."""
+UCX_TELLS = {"UCX_PROTO_INFO": "y", "UCX_LOG_FILE": "stderr"}
+"""UCX then says by which transport it reads; `supervise.py` listens (see transfer/ucxlog.py)."""
 VLLM_KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
 
@@ -49,7 +51,7 @@ def engine_command(config: WorkerConfig, place: Place) -> EngineCommand:
 def torch_command(config: WorkerConfig, place: Place) -> EngineCommand:
     """Our engine is a module of this distribution and reads the same configuration."""
     env = {MODEL_PATH_ENV: place.model_path, CONFIG_ENV: encode(config), POD_IP_ENV: place.pod_ip}
-    return EngineCommand((sys.executable, "-m", "fleet_worker.engine"), env)
+    return EngineCommand((sys.executable, "-m", "fleet_worker.engine"), env, UCX_TELLS)
 
 
 def vllm_command(config: WorkerConfig, place: Place) -> EngineCommand:
@@ -69,10 +71,27 @@ def vllm_command(config: WorkerConfig, place: Place) -> EngineCommand:
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(config.ports.side_channel),
         "VLLM_RPC_BASE_PATH": place.scratch,
     }
+    argv += vllm_shape(config)
     if place.has_gpu:
-        return EngineCommand((*argv, *config.engine_args), env)
+        return EngineCommand((*argv, *config.engine_args), env, UCX_TELLS)
     env["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, -(-config.kv.cache_bytes // GIB)))
-    return EngineCommand((*argv, "--enforce-eager", *config.engine_args), env, VLLM_CPU_DEFAULTS)
+    return EngineCommand((*argv, "--enforce-eager", *config.engine_args), env, {**UCX_TELLS, **VLLM_CPU_DEFAULTS})
+
+
+def vllm_shape(config: WorkerConfig) -> list[str]:
+    """Parallel sizes and number formats; nothing where vLLM's own default is meant."""
+    parallel = config.parallel
+    sizes = (("tensor", parallel.tensor), ("pipeline", parallel.pipeline), ("data", parallel.data))
+    argv = [part for name, size in sizes if size > 1 for part in (f"--{name}-parallel-size", str(size))]
+    if parallel.data > 1:
+        argv += ["--data-parallel-rpc-port", str(config.ports.dp_rpc)]
+    if parallel.expert > 1:
+        argv.append("--enable-expert-parallel")
+    if config.quantization is not None:
+        argv += ["--quantization", config.quantization]
+    if config.kv_cache_dtype is not None:
+        argv += ["--kv-cache-dtype", config.kv_cache_dtype]
+    return argv
 
 
 def vllm_transfer(config: WorkerConfig, has_gpu: bool) -> dict[str, object]:
@@ -89,7 +108,10 @@ def vllm_transfer(config: WorkerConfig, has_gpu: bool) -> dict[str, object]:
 
 
 def vllm_events(config: WorkerConfig, place: Place) -> dict[str, object]:
-    """vLLM's kv_events_config: the publisher on a local socket (see `forward.py`), replay on the pod's own address."""
+    """vLLM's kv_events_config: the publisher on a local socket (see `forward.py`), replay on the pod's own address. Off with
+    data parallel ranks: vLLM 0.32 gives each rank an endpoint of its own, and a local socket none."""
+    if config.parallel.data > 1:
+        return {"enable_kv_cache_events": False}
     return {
         "enable_kv_cache_events": True,
         "publisher": "zmq",

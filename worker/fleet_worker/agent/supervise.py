@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import IO
 
 from fleet_worker.agent.command import EngineCommand
+from fleet_worker.transfer.ucxlog import UcxReport
 
 PR_SET_PDEATHSIG = 1
 TAIL_LINES = 40
@@ -42,6 +43,8 @@ class EngineProcess:
         self._command = command
         self._process: subprocess.Popen[bytes] | None = None
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self.ucx = UcxReport()
+        """By which transport the engine reads, in UCX's own words."""
         self.exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     def start(self) -> int:
@@ -57,8 +60,10 @@ class EngineProcess:
         return process.pid
 
     def _pump(self, stream: IO[bytes]) -> None:
-        """Engine's stderr goes to ours unchanged; the last lines are kept for the cause of death."""
+        """Engine's stderr goes to ours, but for UCX's tables; the last lines are kept for the cause of death."""
         while line := stream.readline(MAX_LINE):
+            if self.ucx.feed(line.decode(errors="replace")):
+                continue
             sys.stderr.buffer.write(line)
             sys.stderr.buffer.flush()
             self._tail.append(line.decode(errors="replace").rstrip())

@@ -39,7 +39,7 @@ def apply_ucx(config: WorkerConfig) -> None:
     """UCX reads its environment once, when NIXL is loaded: set it before."""
     from fleet_worker.transfer.transport import ucx_environment
 
-    os.environ.update(ucx_environment(config.kv.transport, os.environ))
+    os.environ.update(ucx_environment(config.kv.transport, config.kv.required, os.environ))
 
 
 async def serve(config: WorkerConfig, folder: Path, host: str) -> int:

@@ -118,6 +118,7 @@ def assemble(config: WorkerConfig, folder: Path, host: str) -> EngineProcess:
         port=config.ports.side_channel,
         compat=config.compat,
         transport=config.kv.transport,
+        required=config.kv.required,
         lease_s=config.kv.lease_s,
     )
     core.connector = NixlConnector(settings, pool)

@@ -38,7 +38,7 @@ class NixlConnector:
     """Implements `fleet_worker.transfer.base.Connector`."""
 
     def __init__(self, settings: TransferSettings, pool: KvPool) -> None:
-        check_asked(settings.transport)
+        check_asked(settings.transport, settings.required)
         from nixl._api import nixl_agent, nixl_agent_config
 
         self.engine_id = uuid4().hex

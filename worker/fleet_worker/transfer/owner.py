@@ -32,6 +32,7 @@ class TransferSettings:
     port: int
     compat: str
     transport: str = "auto"
+    required: bool = False
     lease_s: float = 30.0
     call_timeout_s: float = 5.0
     read_timeout_s: float = 60.0

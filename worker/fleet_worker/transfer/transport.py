@@ -6,15 +6,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from fleet_worker.config import TransportName, ucx_transports
 from fleet_worker.transfer.base import KvTransferError
-
-UCX_TLS = {
-    "auto": None,
-    "shm": "sm,self",
-    "tcp": "tcp,self",
-    "rdma": "rc,dc,ud,cuda_copy,cuda_ipc,gdr_copy,sm,self",
-}
-"""Allow lists: rdma has no tcp, so that a missing NIC is an error and not a slow success."""
 
 INFINIBAND = Path("/sys/class/infiniband")
 
@@ -24,16 +17,16 @@ def has_rdma_device(devices: Path = INFINIBAND) -> bool:
     return devices.is_dir() and any(devices.iterdir())
 
 
-def ucx_environment(transport: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """UCX variables for the asked transport; what the user set stays."""
-    allow = UCX_TLS[transport]
+def ucx_environment(transport: TransportName, required: bool, environment: Mapping[str, str]) -> dict[str, str]:
+    """UCX variables for the asked transport; what the pod's environment says stays."""
+    allow = ucx_transports(transport, required=required)
     return {} if allow is None or "UCX_TLS" in environment else {"UCX_TLS": allow}
 
 
-def check_asked(transport: str) -> None:
-    """KvTransferError when the asked transport cannot be had here."""
-    if transport == "rdma" and not has_rdma_device():
-        raise KvTransferError("transport", "kvTransfer.transport is rdma, but no RDMA device is visible in this pod")
+def check_asked(transport: str, required: bool) -> None:
+    """KvTransferError when a required transport cannot be had here."""
+    if required and transport == "rdma" and not has_rdma_device():
+        raise KvTransferError("transport", "kvTransfer requires rdma, but no RDMA device is visible in this pod")
 
 
 def in_use(environment: Mapping[str, str] | None = None, devices: Path = INFINIBAND) -> str:

@@ -1,0 +1,106 @@
+"""The probe, run for real on this machine: it proves memory and TCP, and never claims RDMA."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from fleet_worker.agent import fabric
+from fleet_worker.agent.agent import Agent
+from fleet_worker.agent.fabric import Fabric, found, probe, probe_environment, problem
+from fleet_worker.agent.identity import Identity
+from fleet_worker.config import KvSettings, WorkerConfig, ucx_transports
+from fleet_worker.transfer.transport import has_rdma_device
+
+RDMA = KvSettings(transport="rdma", required=True)
+no_rdma = pytest.mark.skipif(has_rdma_device(), reason="this machine has an RDMA device")
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_what_this_machine_has_is_proven(transport: Any):
+    seen = asyncio.run(probe(KvSettings(transport=transport, required=True)))
+    assert (seen.transport, seen.error) == (transport, "")
+    assert seen.gbps is not None
+    assert seen.gbps > 0
+
+
+@no_rdma
+def test_rdma_is_never_claimed_without_a_device():
+    fallen = asyncio.run(probe(KvSettings(transport="rdma")))
+    assert fallen.transport == "tcp"
+    words = problem(KvSettings(transport="rdma"), fallen)
+    assert words is not None
+    assert words.startswith("kvTransfer asks for rdma, but tcp is in use (no RDMA device is visible, lockable memory is ")
+    refused = asyncio.run(probe(RDMA))
+    assert (refused.transport, refused.gbps) == (None, None)
+    assert "no read succeeded" in refused.error
+
+
+def test_the_probe_looks_beyond_the_node_when_rdma_is_asked():
+    assert "sm" not in probe_environment(RDMA, {})["UCX_TLS"].split(",")
+    assert "sm" in probe_environment(KvSettings(transport="shm"), {})["UCX_TLS"].split(",")
+    assert probe_environment(RDMA, {"UCX_TLS": "rc,sm,cuda_copy"})["UCX_TLS"] == "rc,cuda_copy"
+    assert probe_environment(KvSettings(), {})["UCX_TLS"] == "all"
+
+
+@pytest.mark.parametrize("out", ["", "{}", "no json", '{"gbps": null}', "[1]"])
+def test_a_probe_without_a_figure_found_nothing(out: str):
+    assert found(out, "warning\nBroken: it\n") == Fabric(error="no read succeeded: Broken: it")
+
+
+@pytest.mark.parametrize(
+    ("settings", "seen", "wrong"),
+    [
+        (KvSettings(), Fabric(error="x"), False),
+        (RDMA, Fabric("rdma", 100.0), False),
+        (RDMA, Fabric("shm", 100.0), False),
+        (RDMA, Fabric("tcp", 1.0), True),
+        (RDMA, Fabric(error="x"), True),
+        (KvSettings(transport="tcp"), Fabric("shm", 1.0), True),
+    ],
+)
+def test_a_problem_is_what_differs_from_the_wish(settings: KvSettings, seen: Fabric, wrong: bool):
+    assert (problem(settings, seen) is not None) == wrong
+
+
+def test_tcp_is_no_fallback_for_required_rdma_and_never_missing_for_shm():
+    assert "tcp" not in str(ucx_transports("rdma", required=True)).split(",")
+    assert "tcp" in str(ucx_transports("rdma")).split(",")
+    assert "tcp" in str(ucx_transports("shm", required=True)).split(",")
+    assert ucx_transports("tcp", memory="cuda") == "tcp,self,cuda_copy,cuda_ipc,gdr_copy"
+    assert ucx_transports("auto", required=True) is None
+
+
+@pytest.mark.parametrize("required", [True, False])
+def test_a_wrong_transport_keeps_a_worker_from_serving_only_when_required(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], required: bool
+):
+    async def tcp(_: KvSettings) -> Fabric:
+        return Fabric("tcp", 5.0)
+
+    monkeypatch.setattr(fabric, "probe", tcp)
+    settings = KvSettings(transport="rdma", required=required)
+    config = WorkerConfig(
+        fleet="f", namespace="n", tier="t", role="decode", revision="r", compat="c", model="/none", served_name="m", kv=settings
+    )
+
+    async def go() -> tuple[bool, dict[str, object], str]:
+        agent = Agent(config, Identity("p", "u", "127.88.0.1"))
+        proving = asyncio.create_task(agent._prove_fabric())
+        done, _ = await asyncio.wait({proving}, timeout=0.2)
+        state, metrics = agent.state(), await agent.metrics()
+        agent._stop.set()
+        await proving
+        await agent._client.close()
+        agent._scratch.cleanup()
+        return bool(done), state, metrics
+
+    passed, state, metrics = asyncio.run(go())
+    assert passed == (not required)
+    assert (state["phase"], state["transport"]) == ("Preparing", "tcp")
+    assert 'fleet_agent_transport_info{transport="tcp"} 1' in metrics
+    assert "fleet_agent_probe_gbps 5.0" in metrics
+    assert ("tcp is in use" in str(state["detail"])) == required
+    assert "TransportMismatch" in capsys.readouterr().err

@@ -1,0 +1,88 @@
+"""The transport that was asked for against the one in use: a probe before the engine starts, the engine's own word after."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import resource
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fleet_worker.config import KvSettings, ucx_transports
+from fleet_worker.transfer.transport import has_rdma_device
+from fleet_worker.transfer.ucxlog import Transport, UcxReport
+
+PROBE = (sys.executable, "-m", "fleet_worker.transfer.probe")
+PROBE_TIMEOUT_S = 45.0
+AGAIN_S = 15.0
+"""A required transport that is not there is looked for again: a NIC may come up late."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fabric:
+    """What the probe found. `transport` None: it did not run, or nothing worked, and `error` says why."""
+
+    transport: Transport | None = None
+    gbps: float | None = None
+    error: str = ""
+
+
+def probe_environment(settings: KvSettings, environment: Mapping[str, str]) -> dict[str, str]:
+    """The pod's UCX settings, without shared memory where rdma is asked for: between two processes of one pod it would win."""
+    allowed = environment.get("UCX_TLS") or ucx_transports(settings.transport, required=settings.required) or "all"
+    if settings.transport == "rdma":
+        allowed = ",".join(name for name in allowed.split(",") if name not in ("sm", "shm", "posix", "sysv", "cma"))
+    return {**environment, "UCX_TLS": allowed, "UCX_PROTO_INFO": "y", "UCX_LOG_FILE": "stderr"}
+
+
+async def probe(settings: KvSettings) -> Fabric:
+    """Run the probe in a process of its own; it never raises."""
+    env = probe_environment(settings, os.environ)
+    process = await asyncio.create_subprocess_exec(
+        *PROBE, env=env, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        async with asyncio.timeout(PROBE_TIMEOUT_S):
+            out, err = await process.communicate()
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+        return Fabric(error=f"the probe did not end within {PROBE_TIMEOUT_S:.0f} s")
+    return found(out.decode(errors="replace"), err.decode(errors="replace"))
+
+
+def found(out: str, err: str) -> Fabric:
+    """The probe's two streams → what it found."""
+    report, words = UcxReport(), ""
+    for line in err.splitlines():
+        if not report.feed(line) and line.strip():
+            words = line.strip()
+    try:
+        gbps = float(json.loads(out.strip().rpartition("\n")[2])["gbps"])
+    except (ValueError, KeyError, TypeError):
+        return Fabric(error=f"no read succeeded: {words[:200]}")
+    return Fabric(report.transport, gbps)
+
+
+def fits(asked: str, used: Transport | None) -> bool:
+    """Whether `used` is what was asked for; memory of the same node is nearer than the NIC, not a fallback."""
+    return asked in ("auto", used) or (asked == "rdma" and used == "shm")
+
+
+def problem(settings: KvSettings, fabric: Fabric) -> str | None:
+    """Why the probe's finding is not what was asked for, with what a person can check; None when it is."""
+    if settings.transport == "auto" or (fabric.transport is not None and fits(settings.transport, fabric.transport)):
+        return None
+    used = f"{fabric.transport} is in use" if fabric.transport is not None else fabric.error
+    hint = f" ({rdma_hint()})" if settings.transport == "rdma" else ""
+    return f"kvTransfer asks for {settings.transport}, but {used}{hint}"
+
+
+def rdma_hint() -> str:
+    """What keeps UCX from RDMA most often."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft} bytes"
+    device = "an RDMA device is visible" if has_rdma_device() else "no RDMA device is visible"
+    return f"{device}, lockable memory is {limit}"
