@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from fleet_api.conditions import ConditionType, set_condition
 from fleet_api.quantities import format_ratio
 from fleet_api.v1alpha1 import InferenceFleet
-from fleet_api.v1alpha1.status import Condition, ConditionStatus, FleetStatus, KvStatus, RoleStatus, RolloutStatus, TierStatus
+from fleet_api.v1alpha1.status import Condition, FleetStatus, KvStatus, RoleStatus, RolloutStatus, TierStatus
 from fleet_api.v1alpha1.tier import TierSpec
 from fleet_planner.canary import overdue
 from fleet_planner.capacity import QUOTA_WORDS
+from fleet_planner.fabric import disaggregating, transport_verified
 from fleet_planner.ratio import within
 from fleet_planner.revisions import TierPlan
 from fleet_planner.scale import ScaleDecision, unusable
-from fleet_planner.types import Observed, ObservedPod, Role
+from fleet_planner.types import Observed, ObservedPod, Role, Verdict
 
 MAX_CAUSES = 3
 FAILING_RESTARTS = 1
@@ -30,9 +31,6 @@ class TierView:
     plan: TierPlan
 
 
-Verdict = tuple[ConditionStatus, str, str]
-
-
 def plan_status(fleet: InferenceFleet, views: Sequence[TierView], observed: Observed, now: float) -> FleetStatus:
     """The whole status; lastTransitionTime is kept from the present one."""
     tiers = tuple(_tier_status(view, observed) for view in views)
@@ -40,7 +38,8 @@ def plan_status(fleet: InferenceFleet, views: Sequence[TierView], observed: Obse
         "Accepted": ("True", "Valid", "the spec makes sense"),
         "Provisioned": _provisioned(views, observed),
         "Available": _available(fleet, tiers, observed),
-        "Disaggregating": _disaggregating(tiers),
+        "Disaggregating": disaggregating({view.tier.name: observed.telemetry.get(view.tier.name) for view in views}),
+        "TransportVerified": transport_verified([(v.tier, observed.telemetry.get(v.tier.name)) for v in views]),
         "WithinRatio": _within_ratio(views, tiers),
         "TelemetryFresh": _telemetry(fleet, observed, now),
         "CapacityLimited": _capacity(views, observed),
@@ -144,19 +143,6 @@ def _causes(observed: Observed, tier: str) -> str:
     """The first few reasons that pods give for not being ready."""
     found = [f"{pod.name}: {pod.message}" for pod in observed.pods if pod.tier == tier and not pod.ready and pod.message]
     return "; ".join(found[:MAX_CAUSES])
-
-
-def _disaggregating(tiers: Sequence[TierStatus]) -> Verdict:
-    proofs = [tier.kv for tier in tiers if tier.kv is not None]
-    if not proofs:
-        return "Unknown", "NoData", "no engine counters yet"
-    moved, blocks = sum(kv.transfers for kv in proofs), sum(kv.blocks for kv in proofs)
-    failed, size = sum(kv.failed for kv in proofs), sum(kv.bytes for kv in proofs)
-    if moved:
-        return "True", "KvMoved", f"{moved} transfers moved {blocks} blocks, {size} bytes"
-    if failed:
-        return "False", "KvFailing", f"{failed} transfers failed, none succeeded"
-    return "Unknown", "NoTransferYet", "no request needed a transfer yet"
 
 
 def _within_ratio(views: Sequence[TierView], tiers: Sequence[TierStatus]) -> Verdict:

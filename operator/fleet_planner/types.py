@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Role = Literal["prefill", "decode"]
+Verdict = tuple[Literal["True", "False", "Unknown"], str, str]
+"""Status, reason and message of a condition."""
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 
 
@@ -84,6 +86,20 @@ class KvProof:
     bytes: int
     failed: int
     measured_at: float
+    answers_since: int | None = None
+    """Answers of the router whose prompt another worker prefilled, since a transfer was last seen; None when not comparable."""
+    failed_since: int | None = None
+    """Transfers that failed since then."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransportSeen:
+    """What one worker says about its transport: "tcp", "shm", "rdma", or "none" when nothing worked."""
+
+    pod: str
+    transport: str
+    gbps: float | None = None
+    """Of the probe at its start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +122,9 @@ class TierTelemetry:
     decode: RoleLoad = RoleLoad()
     kv: KvProof | None = None
     transport: str | None = None
-    """Transport that the workers report as in use, e.g. "shm", "tcp"; None when unknown."""
+    """Transport that the workers report as in use, the slowest of them; None when unknown."""
+    transports: tuple[TransportSeen, ...] = ()
+    """Each worker that reports one."""
     problem: str | None = None
     """Why nothing is known, when the source itself failed."""
     revisions: dict[str, RevisionLoad] = field(default_factory=dict)

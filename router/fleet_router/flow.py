@@ -63,8 +63,8 @@ class Flow:
     """State of one request."""
 
     __slots__ = (
-        "_ask", "_attempts", "_client", "_connection", "_context", "_excluded", "_first", "_head_bytes", "_keys", "_lease",
-        "_leg_worker", "_path", "_served", "config", "deadline", "done", "last_byte_at", "started", "started_at",
+        "_ask", "_attempts", "_client", "_connection", "_context", "_excluded", "_first", "_handed_over", "_head_bytes", "_keys",
+        "_lease", "_leg_worker", "_path", "_served", "config", "deadline", "done", "last_byte_at", "started", "started_at",
     )  # fmt: skip
 
     def __init__(self, context: Context, client: Client, path: bytes, ask: Ask) -> None:
@@ -79,6 +79,8 @@ class Flow:
         self._leg_worker: Worker | None = None
         self._lease: tuple[Worker, str] | None = None
         self._keys: list[int] = []
+        self._handed_over = ""
+        """Tier of the decode leg when another worker prefilled the prompt."""
         self._served: Served | None = None
         self._first = True
         self._head_bytes = b""
@@ -100,6 +102,7 @@ class Flow:
             return
         decode = context.table.workers[found.decode]
         self._keys = keys
+        self._handed_over = ""
         self._served = context.metrics.of(decode.endpoint.tier, decode.endpoint.revision)
         self._served.requests += 1
         if found.prefill is None or local_only:
@@ -161,6 +164,7 @@ class Flow:
         reference = reference_of(body)
         if reference is not None and (lease := lease_of(reference)) is not None:
             self._lease = (prefill, lease)
+        self._handed_over = decode.endpoint.tier  # also without a reference: an engine that gives none is what must be noticed
         self._send_decode(decode, reference)
 
     def leg_failed(self, worker: Worker, why: str) -> None:
@@ -206,6 +210,8 @@ class Flow:
         self.last_byte_at = now
         self._context.metrics.requests[status] += 1
         self._lease = None  # decode accepted it
+        if status == OK and self._handed_over:
+            self._context.metrics.handed_over[self._handed_over] += 1
         if status == OK and self._leg_worker is not None and self._leg_worker.endpoint.uid in self._context.table.workers:
             self._context.table.index.add(self._keys, self._leg_worker.endpoint.uid)  # now it holds the prompt's KV
         self.deadline = now + self.config.inter_token_deadline_s

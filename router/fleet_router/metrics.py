@@ -65,6 +65,8 @@ class Metrics:
     """By status code."""
     remote_prefills: int = 0
     local_prefills: int = 0
+    handed_over: Counter[str] = field(default_factory=Counter)
+    """Answers whose prompt was prefilled by another worker, by tier: as many times must KV have moved."""
     retries: int = 0
     client_left: int = 0
     streams_broken: int = 0
@@ -93,6 +95,9 @@ class Metrics:
             ("follow_errors", self.follow_errors),
         ):  # fmt: skip
             out += [f"# TYPE fleet_router_{name}_total counter", f"fleet_router_{name}_total {value}"]
+        out.append("# TYPE fleet_router_handed_over_total counter")
+        tiers = {tier for _, _, tier, _ in rows} | set(self.handed_over)
+        out += [f'fleet_router_handed_over_total{{tier="{tier}"}} {self.handed_over[tier]}' for tier in sorted(tiers)]
         out += self._loads(rows)
         out += self._revisions()
         out += ["# TYPE fleet_router_endpoints_age_seconds gauge", f"fleet_router_endpoints_age_seconds {endpoints_age_s:.3f}"]

@@ -428,6 +428,7 @@ def test_metrics_and_models_and_ready():
         text = (await rig.raw(b"GET /metrics HTTP/1.1\r\nhost: h\r\nconnection: close\r\n\r\n")).decode()
         assert 'fleet_router_requests_total{code="200"} 1' in text
         assert "fleet_router_remote_prefill_total 1" in text
+        assert 'fleet_router_handed_over_total{tier="t"} 1' in text
         assert 'fleet_router_inflight{role="decode",tier="t"} 0' in text
         assert b'"id":"m"' in await rig.raw(b"GET /v1/models HTTP/1.1\r\nhost: h\r\nconnection: close\r\n\r\n")
         assert (await rig.raw(b"GET /ready HTTP/1.1\r\nhost: h\r\nconnection: close\r\n\r\n")).startswith(b"HTTP/1.1 200")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from fleet_operator.telemetry.kvwatch import KvWatch, watched
 from fleet_operator.telemetry.parse import Sample, buckets, quantile, total
-from fleet_planner.types import KvProof, RevisionLoad, Role, RoleLoad, TierTelemetry
+from fleet_planner.types import KvProof, RevisionLoad, Role, RoleLoad, TierTelemetry, TransportSeen
 
 TTFT = "fleet_router_ttft_seconds"
 ITL = "fleet_router_itl_seconds"
@@ -19,10 +20,16 @@ TRANSFERS = "vllm:nixl_xfer_time_seconds_count"
 BLOCKS = "fleet:kv_blocks_received_total"
 BYTES = "vllm:nixl_bytes_transferred_sum"
 FAILED = "vllm:nixl_num_failed_transfers_total"
+HANDED = "fleet_router_handed_over_total"
+TRANSPORT = "fleet_agent_transport_info"
+GBPS = "fleet_agent_probe_gbps"
 METRICS = frozenset(
-    {f"{TTFT}_bucket", f"{ITL}_bucket", SENT, REQUESTS, ERRORS, RUNNING, WAITING, TRANSFERS, BLOCKS, BYTES, FAILED}
+    {f"{TTFT}_bucket", f"{ITL}_bucket", SENT, REQUESTS, ERRORS, RUNNING, WAITING, TRANSFERS, BLOCKS, BYTES, FAILED, HANDED}
+    | {TRANSPORT, GBPS}
 )
 """Every metric that anything here reads."""
+UNWATCHED = KvWatch()
+SLOWEST_FIRST = ("none", "tcp", "rdma", "shm")
 COUNT_LIMIT = 2**63
 """The first number that a status cannot hold."""
 
@@ -42,21 +49,55 @@ class WorkerReading:
     tier: str
     role: Role
     reading: Reading | None
-    transport: str | None = None
+    pod: str = ""
 
 
 def tier_telemetry(
-    tier: str, workers: Sequence[WorkerReading], routers: Sequence[Reading | None], earlier: Sequence[Reading | None], now: float
+    tier: str,
+    workers: Sequence[WorkerReading],
+    routers: Sequence[Reading | None],
+    earlier: Sequence[Reading | None],
+    now: float,
+    watch: KvWatch = UNWATCHED,
 ) -> TierTelemetry:
-    """What is known of a tier. `earlier` are the routers' readings at the beginning of the window, same order."""
+    """What is known of a tier. `earlier` are the routers' readings at the beginning of the window, same order; `watch` is what
+    `watch_tier` made of this reading."""
     mine = [worker for worker in workers if worker.tier == tier]
+    seen = tuple(found for worker in mine if (found := _transport(worker)) is not None)
+    used = {found.transport for found in seen}
     return TierTelemetry(
         prefill=_load("prefill", tier, mine, routers, _window(routers, earlier, TTFT, tier=tier), None),
         decode=_load("decode", tier, mine, routers, None, _window(routers, earlier, ITL, tier=tier)),
-        kv=_proof(mine, now),
+        kv=_proof(mine, now, watch),
         revisions=_revisions(tier, routers, earlier),
-        transport=next((worker.transport for worker in mine if worker.transport), None),
+        transport=next((name for name in SLOWEST_FIRST if name in used), None),
+        transports=seen,
     )
+
+
+def watch_tier(tier: str, before: KvWatch, workers: Sequence[WorkerReading], routers: Mapping[str, Reading | None]) -> KvWatch:
+    """Routers' answers against decode workers' transfers, one reading later. `routers` by a name that lasts."""
+    decode = {worker.pod: worker.reading for worker in workers if worker.tier == tier and worker.role == "decode"}
+    return watched(
+        before,
+        {name: _count(reading, HANDED, tier=tier) for name, reading in routers.items()},
+        {pod: _count(reading, TRANSFERS) for pod, reading in decode.items()},
+        {pod: _count(reading, FAILED) for pod, reading in decode.items()},
+    )
+
+
+def _count(reading: Reading | None, name: str, **labels: str) -> float | None:
+    """A counter that was never raised may be absent from a worker that could be read."""
+    return None if reading is None else total(reading.samples, name, **labels) or 0.0
+
+
+def _transport(worker: WorkerReading) -> TransportSeen | None:
+    """The words of the worker's agent; a word that we do not know is none."""
+    if worker.reading is None:
+        return None
+    told = {sample.labels.get("transport") for sample in worker.reading.samples if sample.name == TRANSPORT and sample.value == 1}
+    name = next((name for name in SLOWEST_FIRST if name in told), None)
+    return TransportSeen(worker.pod, name, total(worker.reading.samples, GBPS)) if name is not None else None
 
 
 def _load(
@@ -137,7 +178,7 @@ def _window(routers: Sequence[Reading | None], earlier: Sequence[Reading | None]
     return max(known) if known else None
 
 
-def _proof(workers: list[WorkerReading], now: float) -> KvProof | None:
+def _proof(workers: list[WorkerReading], now: float, watch: KvWatch) -> KvProof | None:
     """Counters of the tier's decode workers; None when none can be read, or when they count what cannot be."""
     read = [worker.reading.samples for worker in workers if worker.role == "decode" and worker.reading is not None]
     if not read:
@@ -152,4 +193,6 @@ def _proof(workers: list[WorkerReading], now: float) -> KvProof | None:
         bytes=round(counts[BYTES]),
         failed=round(counts[FAILED]),
         measured_at=now,
+        answers_since=watch.answers,
+        failed_since=watch.failed,
     )

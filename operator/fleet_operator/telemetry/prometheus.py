@@ -18,7 +18,8 @@ from fleet_api.v1alpha1 import InferenceFleet
 from fleet_operator.cluster.interface import Object
 from fleet_operator.names import ROLE, ROUTER_ROLE, TIER
 from fleet_operator.observe import timestamp
-from fleet_operator.telemetry.aggregate import WorkerReading, tier_telemetry
+from fleet_operator.telemetry.aggregate import WorkerReading, tier_telemetry, watch_tier
+from fleet_operator.telemetry.kvwatch import KvWatch
 from fleet_operator.telemetry.line import Line
 from fleet_operator.telemetry.scrape import is_running, is_running_worker
 from fleet_operator.telemetry.series import TargetSeries, by_pod, of_pod, query
@@ -29,6 +30,7 @@ REQUEST_TIMEOUT_S = 4
 """For a connection, and between two bytes."""
 ANSWER_TIMEOUT_S = 5.0
 """From question to last byte, waiting for a thread included: longer would make the load of other fleets stale."""
+MAX_WATCHES = 10_000
 MAX_SERIES = 50_000
 MAX_BYTES = 32 * 1024 * 1024
 """Some 1,000 workers, scraped every second."""
@@ -39,17 +41,31 @@ class PrometheusTelemetry:
 
     def __init__(self, now: Callable[[], float] = time.time) -> None:
         self._now = now
+        self._watches: dict[tuple[str, str, str], KvWatch] = {}
+        """By namespace, fleet and tier."""
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="prometheus")
 
     async def collect(self, fleet: InferenceFleet, url: str, pods: list[Object]) -> dict[str, TierTelemetry]:
         """Telemetry per tier; when Prometheus does not answer every tier says why."""
-        now = self._now()
+        now, key = self._now(), (fleet.metadata.namespace, fleet.metadata.name)
         question = query(fleet.metadata.namespace, fleet.metadata.name, fleet.spec.telemetry.interval_s)
         try:
-            return telemetry_of(fleet, pods, await self._ask(url, question, now), now)
+            answer = await self._ask(url, question, now)
+            known = {tier.name: self._watches.get((*key, tier.name), KvWatch()) for tier in fleet.spec.tiers}
+            found, watches = telemetry_of(fleet, pods, answer, now, known)
+            self._remember(key, watches)
+            return found
         except Exception as error:  # requests, urllib3, the library and a wrong answer all raise their own; none may stop us
             problem = f"Prometheus at {shown(url)} gave no samples: {kind_of(error)}"
             return {tier.name: TierTelemetry(problem=problem) for tier in fleet.spec.tiers}
+
+    def _remember(self, key: tuple[str, str], watches: dict[str, KvWatch]) -> None:
+        """What was compared; of at most MAX_WATCHES tiers, those read last."""
+        for tier, watch in watches.items():
+            self._watches.pop((*key, tier), None)
+            self._watches[*key, tier] = watch
+        while len(self._watches) > MAX_WATCHES:
+            del self._watches[next(iter(self._watches))]
 
     async def _ask(self, url: str, question: str, at: float) -> dict[str, list[TargetSeries]]:
         """The answer, or an error within ANSWER_TIMEOUT_S; the thread is free again soon after."""
@@ -66,22 +82,32 @@ class PrometheusTelemetry:
 
 
 def telemetry_of(
-    fleet: InferenceFleet, pods: list[Object], series: dict[str, list[TargetSeries]], now: float
-) -> dict[str, TierTelemetry]:
-    """Per tier. A running pod without series is a worker that could not be read; series of other pods do not count."""
+    fleet: InferenceFleet, pods: list[Object], series: dict[str, list[TargetSeries]], now: float, before: dict[str, KvWatch]
+) -> tuple[dict[str, TierTelemetry], dict[str, KvWatch]]:
+    """Per tier, and what to compare the next answer with.
+
+    A running pod without series is a worker that could not be read; series of other pods do not count."""
 
     def found(pod: Object) -> TargetSeries | None:
         meta = pod["metadata"]
         return of_pod(series.get(meta["name"], ()), timestamp(meta.get("creationTimestamp")) or 0.0)
 
     workers = [
-        WorkerReading(pod["metadata"]["labels"].get(TIER, ""), pod["metadata"]["labels"][ROLE], target.last if target else None)
+        WorkerReading(
+            pod["metadata"]["labels"].get(TIER, ""),
+            pod["metadata"]["labels"][ROLE],
+            target.last if target else None,
+            pod["metadata"]["name"],
+        )
         for pod, target in ((pod, found(pod)) for pod in pods if is_running_worker(pod))
     ]
-    routers = [found(pod) for pod in pods if pod["metadata"]["labels"].get(ROLE) == ROUTER_ROLE and is_running(pod)]
+    router_pods = [pod for pod in pods if pod["metadata"]["labels"].get(ROLE) == ROUTER_ROLE and is_running(pod)]
+    routers = [found(pod) for pod in router_pods]
     earlier = [target.first if target else None for target in routers]
     latest = [target.last if target else None for target in routers]
-    return {tier.name: tier_telemetry(tier.name, workers, latest, earlier, now) for tier in fleet.spec.tiers}
+    by_router = {pod["metadata"]["name"]: reading for pod, reading in zip(router_pods, latest, strict=True)}
+    watches = {name: watch_tier(name, watch, workers, by_router) for name, watch in before.items()}
+    return {name: tier_telemetry(name, workers, latest, earlier, now, watch) for name, watch in watches.items()}, watches
 
 
 def ask(url: str, question: str, at: float, line: Line) -> dict[str, list[TargetSeries]]:

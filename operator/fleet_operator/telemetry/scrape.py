@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import re
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, TypeGuard
 
 import httpx
 
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_operator.cluster.interface import Object
 from fleet_operator.names import ROLE, TIER
-from fleet_operator.telemetry.aggregate import Reading, WorkerReading, tier_telemetry
+from fleet_operator.render.network import port_of
+from fleet_operator.telemetry.aggregate import Reading, WorkerReading, tier_telemetry, watch_tier
+from fleet_operator.telemetry.kvwatch import KvWatch
 from fleet_operator.telemetry.parse import parse_text
 from fleet_planner.types import ROLES, TierTelemetry
 from fleet_worker.config import Ports
@@ -40,6 +39,8 @@ class ScrapeTelemetry:
         limits = httpx.Limits(max_connections=CONCURRENCY)
         self._http = httpx.AsyncClient(timeout=TIMEOUT_S, trust_env=False, limits=limits, headers=plain)
         self._gate = asyncio.Semaphore(CONCURRENCY)
+        self._watches: dict[tuple[str, str, str], KvWatch] = {}
+        """By namespace, fleet and tier."""
         self._history: dict[tuple[str, str], dict[str, deque[Reading]]] = {}
         """Routers' readings by fleet and URL."""
 
@@ -51,7 +52,19 @@ class ScrapeTelemetry:
         latest = [item for item in found[len(workers) :] if not isinstance(item, WorkerReading)]
         now = self._now()
         earlier = self._remember((fleet.metadata.namespace, fleet.metadata.name), dict(zip(routers, latest, strict=True)), now)
-        return {tier.name: tier_telemetry(tier.name, readings, latest, earlier, now) for tier in fleet.spec.tiers}
+        by_router = dict(zip(routers, latest, strict=True))
+        found_tiers = {}
+        for tier in fleet.spec.tiers:
+            watch = self._watch((fleet.metadata.namespace, fleet.metadata.name, tier.name), readings, by_router)
+            found_tiers[tier.name] = tier_telemetry(tier.name, readings, latest, earlier, now, watch)
+        return found_tiers
+
+    def _watch(self, key: tuple[str, str, str], workers: list[WorkerReading], routers: dict[str, Reading | None]) -> KvWatch:
+        """The tier's watch after this reading; those of fleets that are gone are forgotten with their routers."""
+        watch = watch_tier(key[2], self._watches.get(key, KvWatch()), workers, routers)
+        self._watches = {k: w for k, w in self._watches.items() if k[:2] in self._history}
+        self._watches[key] = watch
+        return watch
 
     def _remember(self, fleet: tuple[str, str], latest: dict[str, Reading | None], now: float) -> list[Reading | None]:
         """Keep the readings of a fleet's routers, forget other routers of it and fleets that are gone. Answers the oldest
@@ -69,23 +82,14 @@ class ScrapeTelemetry:
         return [history[0] if history else None for history in kept.values()]
 
     async def _worker(self, pod: Object) -> WorkerReading:
-        labels, address = pod["metadata"]["labels"], pod["status"]["podIP"]
-        base = f"http://{f'[{address}]' if ':' in address else address}:{AGENT_PORT}"
-        reading, state = await asyncio.gather(self._read(f"{base}/metrics"), self._state(f"{base}/state"))
-        transport = state.get("transport")
-        return WorkerReading(labels.get(TIER, ""), labels[ROLE], reading, transport if _is_word(transport) else None)
+        meta, address = pod["metadata"], pod["status"]["podIP"]
+        port = port_of(pod, "agent", AGENT_PORT)
+        reading = await self._read(f"http://{f'[{address}]' if ':' in address else address}:{port}/metrics")
+        return WorkerReading(meta["labels"].get(TIER, ""), meta["labels"][ROLE], reading, meta["name"])
 
     async def _read(self, url: str) -> Reading | None:
         answer = await self._get(url)
         return None if answer is None else Reading(parse_text(answer.decode(errors="replace")), self._now())
-
-    async def _state(self, url: str) -> dict[str, Any]:
-        answer = await self._get(url)
-        try:
-            found = json.loads(answer) if answer is not None else {}
-        except (ValueError, RecursionError):
-            return {}
-        return found if isinstance(found, dict) else {}
 
     async def _get(self, url: str) -> bytes | None:
         """The body of a 200 within TIMEOUT_S and MAX_BYTES, else None; httpx's own timeout starts again with every byte."""
@@ -106,11 +110,6 @@ class ScrapeTelemetry:
     async def close(self) -> None:
         """Release connections."""
         await self._http.aclose()
-
-
-def _is_word(value: object) -> TypeGuard[str]:
-    """Fit for a status, whatever a worker says."""
-    return isinstance(value, str) and re.fullmatch(r"[a-zA-Z0-9_,.-]{1,63}", value) is not None
 
 
 def is_running_worker(pod: Object) -> bool:

@@ -73,7 +73,8 @@ def test_the_proof_counts_decode_workers_only():
         "vllm:nixl_xfer_time_seconds_count 3\nfleet:kv_blocks_received_total 40\nvllm:nixl_bytes_transferred_sum 4096\n"
         "vllm:nixl_num_failed_transfers_total 1"
     )
-    readings = [WorkerReading("t", role, Reading(parse_text(text), NOW), "shm") for role in ("decode", "decode", "prefill")]
+    text += '\nfleet_agent_transport_info{transport="shm"} 1'
+    readings = [WorkerReading("t", role, Reading(parse_text(text), NOW)) for role in ("decode", "decode", "prefill")]
     found = tier_telemetry("t", readings, [], [], NOW)
     assert found.kv == KvProof(transfers=6, blocks=80, bytes=8192, failed=2, measured_at=NOW)
     assert found.transport == "shm"
@@ -94,5 +95,5 @@ def test_counters_that_cannot_be_are_no_proof(text: str):
 def test_every_metric_that_is_read_is_asked_for():
     """Prometheus returns only what METRICS names."""
     text = Path(aggregate.__file__).read_text()
-    read = {name for name in re.findall(r'"((?:vllm:|fleet:|fleet_router_)[a-z_]+)"', text)}
+    read = {name for name in re.findall(r'"((?:vllm:|fleet:|fleet_router_|fleet_agent_)[a-z_]+)"', text)}
     assert {name if f"{name}_bucket" not in METRICS else f"{name}_bucket" for name in read} == METRICS

@@ -27,7 +27,7 @@ def scraped(answer: Answer, pods: list[dict[str, Any]] = PODS) -> Any:
 
 
 def test_a_worker_that_answers_is_known_and_one_that_does_not_is_not():
-    found = scraped(lambda handler: reply(handler, '{"transport":"shm"}' if handler.path == "/state" else LOAD))
+    found = scraped(lambda handler: reply(handler, LOAD + '\nfleet_agent_transport_info{transport="shm"} 1\n'))
     assert (found.prefill.inflight, found.decode.inflight, found.transport) == (4, None, "shm")
 
 
@@ -74,13 +74,24 @@ def test_no_more_is_read_than_allowed():
     assert sent < 10 * scrape.MAX_BYTES
 
 
-@pytest.mark.parametrize(
-    "state", ['{"transport":["shm"]}', '{"transport":"a b\\n"}', '{"transport":""}', "[" * 100_000, "[1]", "{"],
-    ids=["list", "words", "empty", "deep", "no-object", "no-json"],
-)  # fmt: skip
-def test_a_state_that_is_none_costs_only_the_transport(state: str):
-    found = scraped(lambda handler: reply(handler, state if handler.path == "/state" else LOAD))
+@pytest.mark.parametrize("word", ["", "a b", "nvlink", "none\\n"])
+def test_a_word_that_is_no_transport_costs_only_the_transport(word: str):
+    found = scraped(lambda handler: reply(handler, LOAD + f'\nfleet_agent_transport_info{{transport="{word}"}} 1\n'))
     assert (found.prefill.inflight, found.transport) == (4, None)
+
+
+def test_a_worker_on_the_hosts_network_is_asked_at_its_own_port():
+    other = pod("p", "prefill", "127.87.0.2")
+    other["spec"] = {"containers": [{"ports": [{"name": "agent", "containerPort": 20_001}]}]}
+
+    async def go() -> Any:
+        telemetry = ScrapeTelemetry()
+        found = await telemetry.collect(fleet(), [other], [])
+        await telemetry.close()
+        return found["t"]
+
+    with served(lambda handler: reply(handler, LOAD), "127.87.0.2", 20_001):
+        assert asyncio.run(go()).prefill.inflight == 4
 
 
 @pytest.mark.parametrize(

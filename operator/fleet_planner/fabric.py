@@ -1,0 +1,66 @@
+"""Is disaggregation real? Whether KV moves, and by the transport that was asked for; from the workers' own counters and words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from fleet_api.v1alpha1.tier import TierSpec
+from fleet_planner.types import TierTelemetry, TransportSeen, Verdict
+
+NOT_MOVING_ANSWERS = 10
+"""Answers without any transfer after which KV does not move: one reading may catch a few whose transfer is not counted yet."""
+MAX_PODS = 3
+
+
+def disaggregating(tiers: Mapping[str, TierTelemetry | None]) -> Verdict:
+    """Proof that KV moves. The worst tier speaks: one whose answers come without KV is told though others move theirs."""
+    proofs = {name: known.kv for name, known in tiers.items() if known is not None and known.kv is not None}
+    if not proofs:
+        return "Unknown", "NoData", "no engine counters yet"
+    for name, kv in proofs.items():
+        if kv.failed_since:
+            return "False", "KvFailing", f"tier {name}: {kv.failed_since} transfers failed since the last that succeeded"
+        if kv.answers_since is not None and kv.answers_since >= NOT_MOVING_ANSWERS:
+            told = f"{kv.answers_since} prompts were prefilled by another worker and answered, but no KV was transferred"
+            return "False", "KvNotMoving", f"tier {name}: {told}"
+    moved, blocks = sum(kv.transfers for kv in proofs.values()), sum(kv.blocks for kv in proofs.values())
+    failed, size = sum(kv.failed for kv in proofs.values()), sum(kv.bytes for kv in proofs.values())
+    if moved:
+        return "True", "KvMoved", f"{moved} transfers moved {blocks} blocks, {size} bytes"
+    if failed:
+        return "False", "KvFailing", f"{failed} transfers failed, none succeeded"
+    return "Unknown", "NoTransferYet", "no request needed a transfer yet"
+
+
+def transport_verified(tiers: Sequence[tuple[TierSpec, TierTelemetry | None]]) -> Verdict:
+    """Whether every worker uses what its tier asks for. Memory of one node is nearer than a NIC, not a fallback from it."""
+    told = [(tier, known.transports) for tier, known in tiers if known is not None and known.transports]
+    for tier, seen in told:
+        asked = tier.kv_transfer.transport
+        wrong = [worker for worker in seen if not _fits(asked, worker.transport)]
+        if wrong:
+            slow = all(worker.transport == "tcp" for worker in wrong)
+            return "False", "TcpFallback" if slow else "Mismatch", _words(tier, wrong, len(seen))
+    if len(told) < len(tiers):
+        return "Unknown", "NoData", "no worker has told yet which transport it uses"
+    return "True", "Verified", "; ".join(_used(tier, seen) for tier, seen in told)
+
+
+def _fits(asked: str, used: str) -> bool:
+    return used != "none" and (asked in ("auto", used) or (asked == "rdma" and used == "shm"))
+
+
+def _words(tier: TierSpec, wrong: Sequence[TransportSeen], workers: int) -> str:
+    asked, names = tier.kv_transfer.transport, ", ".join(worker.pod for worker in wrong[:MAX_PODS])
+    used = ", ".join(sorted({"no transport that works" if w.transport == "none" else w.transport for w in wrong}))
+    serving = "; they do not serve, because it is required" if tier.kv_transfer.required else ""
+    more = " and others" if len(wrong) > MAX_PODS else ""
+    return f"tier {tier.name} asks for {asked}, but {len(wrong)} of {workers} workers use {used}: {names}{more}{serving}"
+
+
+def _used(tier: TierSpec, seen: Sequence[TransportSeen]) -> str:
+    """Names and bandwidth; the latter as the slowest probe measured it."""
+    names = ", ".join(sorted({worker.transport for worker in seen}))
+    speeds = [worker.gbps for worker in seen if worker.gbps is not None]
+    probed = f", {min(speeds):.0f} Gb/s or more inside a pod" if speeds else ""
+    return f"tier {tier.name}: {len(seen)} workers use {names}{probed}"

@@ -1,0 +1,80 @@
+"""Answers against transfers, reading by reading: told within N answers whatever their rate, never from what could not be read."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fleet_operator.telemetry.aggregate import Reading, WorkerReading, tier_telemetry, watch_tier
+from fleet_operator.telemetry.kvwatch import KvWatch, watched
+from fleet_operator.telemetry.parse import parse_text
+from fleet_planner.fabric import NOT_MOVING_ANSWERS, disaggregating
+
+Step = tuple[float | None, float | None, float | None]
+"""Counters of one router, and of one decode worker: answers, transfers, failures."""
+
+
+def played(*steps: Step) -> KvWatch:
+    watch = KvWatch()
+    for answers, moved, failed in steps:
+        watch = watched(watch, {"r": answers}, {"d": moved}, {"d": failed})
+    return watch
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        ([(5, 5, 0)], (None, None)),
+        ([(5, 5, 0), (9, 5, 0)], (4, 0)),
+        ([(5, 5, 0), (9, 5, 0), (15, 5, 2)], (10, 2)),
+        ([(5, 5, 0), (9, 5, 0), (15, 6, 2)], (0, 0)),
+        ([(5, 5, 0), (9, None, None), (12, 5, 0)], (3, 0)),
+        ([(5, 5, 0), (None, 5, 0), (9, 5, 0)], (4, 0)),
+        ([(5, 5, 0), (2, 5, 0)], (2, 0)),
+        ([(5, 5, 0), (6, 0, 0)], (1, 0)),
+        ([(5, 5, 0), (6, 1, 0)], (0, 0)),
+        ([(100, 100, 0), *[(100 + n, 100, 0) for n in range(1, 11)]], (10, 0)),
+    ],
+    ids=[
+        "one-reading", "not-moving", "adds-up", "moved", "unreadable-worker", "unreadable-router", "router-restarted",
+        "worker-restarted", "worker-restarted-and-moved", "one-a-minute",
+    ],
+)  # fmt: skip
+def test_since_the_last_transfer(steps: list[Step], expected: tuple[int | None, int | None]):
+    found = played(*steps)
+    assert (found.answers, found.failed) == expected
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.booleans()), max_size=20))
+def test_answers_since_is_their_sum_after_the_last_move(steps: list[tuple[int, bool]]):
+    answers = moved = since = 0
+    watch = watched(KvWatch(), {"r": 0}, {"d": 0}, {"d": 0})
+    for more, moves in steps:
+        answers, moved = answers + more, moved + moves
+        since = 0 if moves else since + more
+        watch = watched(watch, {"r": answers}, {"d": moved}, {"d": 0})
+    assert (watch.answers or 0) == since
+
+
+def test_a_worker_that_is_new_or_gone_is_not_held_against_anybody():
+    first = watched(KvWatch(), {"r": 0}, {"a": 100}, {"a": 0})
+    second = watched(first, {"r": 5}, {"b": 900}, {"b": 0})
+    assert (second.answers, dict(second.moved)) == (None, {"b": 900})
+
+
+def test_a_fleet_that_answers_without_kv_is_told_within_n_answers():
+    """From exposition to condition, 200s flowing all the time."""
+    watch, verdict, answered = KvWatch(), ("", "", ""), 0
+    decode = Reading(parse_text("vllm:nixl_xfer_time_seconds_count 7\nvllm:nixl_bytes_transferred_sum 70"), 1.0)
+    workers = [WorkerReading("t", "decode", decode, "d-0")]
+    for answered in range(40, 61):
+        text = f'fleet_router_handed_over_total{{tier="t"}} {answered}\nfleet_router_handed_over_total{{tier="u"}} 5'
+        routers = {"r": Reading(parse_text(text), 1.0)}
+        watch = watch_tier("t", watch, workers, routers)
+        verdict = disaggregating({"t": tier_telemetry("t", workers, list(routers.values()), [None], 1.0, watch)})
+        if verdict[1] == "KvNotMoving":
+            break
+        assert verdict[1] == "KvMoved"
+    assert answered - 40 == NOT_MOVING_ANSWERS
+    assert verdict[0] == "False"

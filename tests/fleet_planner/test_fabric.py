@@ -1,0 +1,75 @@
+"""TransportVerified and Disaggregating: what is asked, against what workers say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fleet_api.v1alpha1 import TierSpec
+from fleet_planner.fabric import disaggregating, transport_verified
+from fleet_planner.types import KvProof, TierTelemetry, TransportSeen
+
+
+def tier(**transfer: Any) -> TierSpec:
+    return TierSpec.model_validate({"name": "t", "accelerator": {"type": "h100"}, "kvTransfer": transfer})
+
+
+def seen(*words: str) -> TierTelemetry:
+    return TierTelemetry(transports=tuple(TransportSeen(f"p{n}", word, 10.0 * (n + 1)) for n, word in enumerate(words)))
+
+
+RDMA = {"transport": "rdma", "resource": "rdma/ib"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "told", "status", "reason"),
+    [
+        (RDMA, None, "Unknown", "NoData"),
+        (RDMA, seen(), "Unknown", "NoData"),
+        (RDMA, seen("rdma", "rdma"), "True", "Verified"),
+        (RDMA, seen("rdma", "shm"), "True", "Verified"),
+        (RDMA, seen("rdma", "tcp"), "False", "TcpFallback"),
+        (RDMA, seen("none", "tcp"), "False", "Mismatch"),
+        ({"transport": "shm"}, seen("tcp"), "False", "TcpFallback"),
+        ({"transport": "shm"}, seen("rdma"), "False", "Mismatch"),
+        ({"transport": "tcp"}, seen("shm"), "False", "Mismatch"),
+        ({}, seen("tcp", "shm"), "True", "Verified"),
+        ({}, seen("none"), "False", "Mismatch"),
+    ],
+)
+def test_transport_verified(asked: dict[str, Any], told: TierTelemetry | None, status: str, reason: str):
+    assert transport_verified([(tier(**asked), told)])[:2] == (status, reason)
+
+
+def test_the_words_name_tier_workers_and_what_required_means():
+    message = transport_verified([(tier(**RDMA, required=True), seen("rdma", "tcp", "tcp"))])[2]
+    assert message == "tier t asks for rdma, but 2 of 3 workers use tcp: p1, p2; they do not serve, because it is required"
+    assert transport_verified([(tier(**RDMA), seen("rdma"))])[2] == "tier t: 1 workers use rdma, 10 Gb/s or more inside a pod"
+
+
+def test_one_silent_tier_leaves_it_unknown_but_a_wrong_one_is_told():
+    assert transport_verified([(tier(**RDMA), seen("rdma")), (tier(), None)])[:2] == ("Unknown", "NoData")
+    assert transport_verified([(tier(), None), (tier(**RDMA), seen("tcp"))])[:2] == ("False", "TcpFallback")
+
+
+def proof(transfers: int, failed: int = 0, answers_since: int | None = None, failed_since: int | None = None) -> TierTelemetry:
+    return TierTelemetry(kv=KvProof(transfers, 1, 1, failed, 0.0, answers_since, failed_since))
+
+
+@pytest.mark.parametrize(
+    ("tiers", "status", "reason"),
+    [
+        ({"a": None}, "Unknown", "NoData"),
+        ({"a": proof(3, answers_since=9)}, "True", "KvMoved"),
+        ({"a": proof(3, answers_since=10)}, "False", "KvNotMoving"),
+        ({"a": proof(0, answers_since=10)}, "False", "KvNotMoving"),
+        ({"a": proof(3, 2, answers_since=0, failed_since=0)}, "True", "KvMoved"),
+        ({"a": proof(3, 2, answers_since=1, failed_since=1)}, "False", "KvFailing"),
+        ({"a": proof(0, 2)}, "False", "KvFailing"),
+        ({"a": proof(9, answers_since=0), "b": proof(0, answers_since=10)}, "False", "KvNotMoving"),
+        ({"a": proof(0)}, "Unknown", "NoTransferYet"),
+    ],
+)
+def test_disaggregating(tiers: dict[str, TierTelemetry | None], status: str, reason: str):
+    assert disaggregating(tiers)[:2] == (status, reason)
