@@ -67,6 +67,7 @@ async def _run(given: argparse.Namespace) -> None:
     platform = Platform(
         worker_image=given.worker_image or defaults.worker_image,
         router_image=given.router_image or defaults.router_image,
+        operator_namespace=os.environ.get("POD_NAMESPACE") or None,
         drain_most_s=given.drain_timeout or defaults.drain_most_s,
         sick_taints=(*defaults.sick_taints, *given.sick_taint),
         sick_conditions=(*defaults.sick_conditions, *given.sick_condition),

@@ -12,6 +12,7 @@ from fleet_operator.cluster.interface import (
     CONTROLLER_REVISION,
     DEPLOYMENT,
     FLEET,
+    NETWORK_POLICY,
     PDB,
     POD,
     POOL,
@@ -28,23 +29,37 @@ from fleet_operator.cluster.interface import (
     Object,
 )
 from fleet_operator.compare import contains, difference, satisfied, stamped
-from fleet_operator.names import APPLIED, router_name
+from fleet_operator.names import APPLIED, policy_name, router_name
 from fleet_operator.names import REVISION as REVISION_LABEL
 from fleet_operator.names import ROLE as ROLE_LABEL
 from fleet_operator.names import TIER as TIER_LABEL
+from fleet_operator.render.fabric import render_claims
 from fleet_operator.render.fleet import render_budgets, render_documents, render_pool, render_router
+from fleet_operator.render.network import render_policy
 from fleet_operator.render.revision import render_revision
 from fleet_operator.render.worker import render_pod
 from fleet_operator.settings import Platform
 from fleet_planner.events import Deed, Problem
 from fleet_planner.reconcile import Plan
-from fleet_planner.types import Template
+from fleet_planner.types import PodWanted, Template
 
 Live = Mapping[tuple[str, str], Object]
 """(kind, name) → object, of the fleet's namespace."""
 BY_KIND: dict[str, Kind] = {
     kind.kind: kind
-    for kind in (CONFIG_MAP, CONTROLLER_REVISION, DEPLOYMENT, PDB, POD, POOL, ROLE, ROLE_BINDING, SERVICE, SERVICE_ACCOUNT)
+    for kind in (
+        CONFIG_MAP,
+        CONTROLLER_REVISION,
+        DEPLOYMENT,
+        NETWORK_POLICY,
+        PDB,
+        POD,
+        POOL,
+        ROLE,
+        ROLE_BINDING,
+        SERVICE,
+        SERVICE_ACCOUNT,
+    )
 }
 
 
@@ -75,10 +90,11 @@ class Applier:
         """Endpoints first (nobody may be sent to a worker that is about to go), then objects, deletions, creations, status."""
         outcome = Outcome()
         owner = raw
-        await self._put(render_documents(fleet, plan, owner), owner, live, outcome)
+        await self._put(render_documents(fleet, plan, owner, live), owner, live, outcome)
         stored = await self._revisions(fleet, owner, plan, templates, live, outcome)
         for wish in render_router(fleet, owner, self._platform):
             await self._put(wish, owner, live, outcome)
+        await self._policy(fleet, owner, live, outcome)
         for budget in render_budgets(fleet, plan, owner):
             await self._put(budget, owner, live, outcome)
         pools: dict[str, Object] = {}
@@ -94,6 +110,7 @@ class Applier:
         for wanted in plan.create:
             revision = stored.get((wanted.tier, wanted.revision))
             if wanted.pool in pools and revision is not None:
+                await self._claims(fleet, wanted, revision, pools[wanted.pool], outcome)
                 await self._create(render_pod(fleet, wanted, revision, pools[wanted.pool]), outcome)
         await self._prune_budgets(fleet, plan, owner, live, outcome)
         await self._pool_status(fleet, plan, live, outcome)
@@ -155,6 +172,28 @@ class Applier:
             return
         namespace, uid = wish["metadata"]["namespace"], found["metadata"]["uid"]
         await self._delete(BY_KIND[kind], namespace, name, uid, f"made anew: {why}", outcome)
+
+    async def _policy(self, fleet: InferenceFleet, owner: Object, live: Live, outcome: Outcome) -> None:
+        """The fleet's NetworkPolicy, or none."""
+        if fleet.spec.network_policy.enabled:
+            await self._put(render_policy(fleet, owner, self._platform), owner, live, outcome)
+            return
+        name = policy_name(fleet.metadata.name)
+        found = live.get((NETWORK_POLICY.kind, name))
+        if found is not None and _owned(found, owner):
+            uid, namespace = found["metadata"]["uid"], fleet.metadata.namespace
+            await self._delete(NETWORK_POLICY, namespace, name, uid, "spec.networkPolicy.enabled is false", outcome)
+
+    async def _claims(self, fleet: InferenceFleet, wanted: PodWanted, stored: Object, owner: Object, outcome: Outcome) -> None:
+        """The pool's ResourceClaimTemplate, before a pod that names it. It is not watched: clusters before 1.34 have no such
+        kind, and applying it again writes nothing."""
+        wish = render_claims(fleet, wanted, stored, owner)
+        if wish is None:
+            return
+        try:
+            await self._cluster.apply(wish)
+        except ClusterError as error:
+            outcome.fail(f"ResourceClaimTemplate {wanted.pool}", error)
 
     async def _create(self, pod: Object, outcome: Outcome) -> None:
         name = pod["metadata"]["name"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 GROUP: Final = "inferencefleet.io"
 FLEET: Final = f"{GROUP}/fleet"
@@ -27,6 +27,25 @@ def router_name(fleet: str) -> str:
     return f"{fleet}-router"
 
 
+def policy_name(fleet: str) -> str:
+    """The NetworkPolicy of a fleet's workers."""
+    return f"{fleet}-workers"
+
+
+def pool_name(fleet: str, tier: str, role: str, revision: str) -> str:
+    """WorkerPool of one revision of one role, and its ResourceClaimTemplate."""
+    return f"{fleet}-{tier}-{role}-{revision}"
+
+
 def labels(fleet: str, **more: str) -> dict[str, str]:
     """Labels of everything that belongs to a fleet."""
     return {MANAGED_BY: MANAGER, FLEET: fleet, **more}
+
+
+def owner_reference(owner: dict[str, Any]) -> dict[str, Any]:
+    """Controller reference: deletion cascades."""
+    meta = owner["metadata"]
+    return {
+        "apiVersion": owner["apiVersion"], "kind": owner["kind"], "name": meta["name"], "uid": meta["uid"],
+        "controller": True, "blockOwnerDeletion": True,
+    }  # fmt: skip

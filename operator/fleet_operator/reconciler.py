@@ -22,6 +22,7 @@ from fleet_operator.cluster.interface import (
     CONTROLLER_REVISION,
     DEPLOYMENT,
     FLEET,
+    NETWORK_POLICY,
     NODE,
     PDB,
     POD,
@@ -60,6 +61,7 @@ CHILDREN: tuple[Kind, ...] = (
     ROLE,
     ROLE_BINDING,
     PDB,
+    NETWORK_POLICY,
 )
 RESYNC_S = 30.0
 """Every fleet is looked at this often without any event: a missed event is corrected by then."""

@@ -18,6 +18,8 @@ class Platform:
     router_port: int = 8080
     worker_image: str = "inferencefleet/worker:0.1.0"
     router_image: str = "inferencefleet/router:0.1.0"
+    operator_namespace: str | None = None
+    """Where the operator runs: from there workers' agents may be reached. None: outside of the cluster, from anywhere."""
     drain_most_s: float = 3600.0
     """No worker may take longer to drain, whatever a fleet asks for."""
     leaving_taints: tuple[str, ...] = (

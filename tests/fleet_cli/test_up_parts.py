@@ -34,7 +34,7 @@ def test_the_bundled_fleet_is_valid_and_small():
     assert validate(manifest) == []
     tier = parse_fleet(manifest).spec.tiers[0]
     assert tier.initial == (1, 2)
-    assert tier.accelerator.device_request is None
+    assert tier.device_request("decode") is None
 
 
 def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):

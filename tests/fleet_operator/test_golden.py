@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import yaml
 
+from fleet_operator.cluster.interface import CLAIM_TEMPLATE
 from fleet_operator.cluster.memory import MemoryCluster
 from fleet_operator.names import APPLIED
 from fleet_operator.reconciler import CHILDREN
+from tests.fleet_api.bad_manifests import WHOLE_TEMPLATE
 from tests.fleet_operator.world import NAMESPACE, World, manifest
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
@@ -44,6 +46,45 @@ FLEETS: dict[str, dict[str, Any]] = {
         engine={"type": "vllm"},
         tiers=[{"name": "t", "accelerator": {"type": "h100-sxm"}, **ONE_EACH}],
     ),
+    "vllm-rdma-required": manifest(
+        "ib",
+        model={"source": "hf://meta-llama/Llama-3.3-70B-Instruct", "tokenSecretRef": {"name": "hf-token"},
+               "cache": {"type": "nodeLocal", "path": "/mnt/nvme/models"}},
+        engine={"type": "vllm", "kvCacheDtype": "fp8", "args": ["--block-size=128"]},
+        tiers=[
+            {"name": "h200", "accelerator": {"type": "h200", "nodeSelector": {"nvidia.com/gpu.product": "H200"}},
+             "parallelism": {"tensor": 2}, "quantization": "fp8", "sharedMemory": "20Gi",
+             "placement": {"topologyKey": "topology.kubernetes.io/rack", "policy": "required", "exclusive": True},
+             "kvTransfer": {"transport": "rdma", "required": True, "resource": "rdma/ib", "count": 2, "netDevices": ["mlx5_0:1"]},
+             "ratio": {"decode": 1, "min": "1:1"}, "prefill": {"maxReplicas": 2, "args": ["--gpu-memory-utilization=0.9"]},
+             "decode": {"maxReplicas": 2, "parallelism": {"tensor": 4}}},
+        ],
+    ),
+    "vllm-dra": manifest(
+        "dra",
+        model={"source": "pvc://models/m"},
+        engine={"type": "vllm"},
+        tiers=[{"name": "a3u", "accelerator": {"type": "h200"}, "parallelism": {"tensor": 2}, **ONE_EACH,
+                "kvTransfer": {"transport": "rdma", "required": True, "via": "dra",
+                               "dra": {"gpu": "gpu.nvidia.com", "nic": "mrdma.google.com"}}}],
+    ),
+    "vllm-host-network": manifest(
+        "host",
+        model={"source": "hf://org/name", "cache": {"type": "pvc", "claim": "cache"}},
+        engine={"type": "vllm"},
+        networkPolicy={"metricsFrom": ["monitoring"]},
+        tiers=[{"name": "t", "accelerator": {"type": "mi300x", "resource": "amd.com/gpu"}, "ratio": {"decode": 2, "min": "1:2"},
+                "kvTransfer": {"transport": "rdma", "via": "hostNetwork", "resource": "rdma/hca",
+                               "hostPorts": {"first": 20000}}}],
+    ),
+    "multus-template": manifest(
+        "roce",
+        networkPolicy={"enabled": False},
+        tiers=[{"name": "t", "accelerator": {"type": "h100-sxm"}, "ratio": {"decode": 1, "min": "1:1"},
+                "prefill": {"maxReplicas": 1, "accelerator": {"type": "a100", "count": 2}}, "decode": {"maxReplicas": 1,
+                "podTemplate": WHOLE_TEMPLATE},
+                "kvTransfer": {"transport": "rdma", "via": "multus", "network": "roce-p2", "resource": "rdma/roce_gdr"}}],
+    ),
 }  # fmt: skip
 
 
@@ -60,7 +101,7 @@ def children(fleet: dict[str, Any]) -> str:
 
 
 async def _listed(store: MemoryCluster) -> list[dict[str, Any]]:
-    return [_as_sent(obj) for kind in CHILDREN for obj in await store.list(kind, NAMESPACE)]
+    return [_as_sent(obj) for kind in (*CHILDREN, CLAIM_TEMPLATE) for obj in await store.list(kind, NAMESPACE)]
 
 
 def _as_sent(obj: dict[str, Any]) -> dict[str, Any]:
@@ -97,20 +138,30 @@ def test_every_pod_keeps_the_norms(name: str):
 
 
 def assert_norms(spec: dict[str, Any]) -> None:
-    """What Pod Security `restricted` wants (hostPath models aside), and what keeps a node and a rollout healthy."""
+    """What Pod Security `restricted` wants (hostPath models, RDMA and what a user asks for aside), and what keeps a node and a
+    rollout healthy."""
     (container,) = spec["containers"]
+    user = 0 if any(variable["name"] == "NCCL_DEBUG" for variable in container["env"]) else 65532  # WHOLE_TEMPLATE asks for root
+    shared = [v for v in spec.get("volumes", ()) if v.get("persistentVolumeClaim", {}).get("claimName") == "cache"]
+    group = {"fsGroup": user} if shared else {}
     assert spec["securityContext"] == {
-        "runAsNonRoot": True, "runAsUser": 65532, "runAsGroup": 65532, "seccompProfile": {"type": "RuntimeDefault"},
+        "runAsNonRoot": user != 0, "runAsUser": user, "runAsGroup": user, "seccompProfile": {"type": "RuntimeDefault"}, **group,
     }  # fmt: skip
+    rdma = any(variable["name"] == "UCX_TLS" and "rc" in variable["value"] for variable in container["env"])
     assert container["securityContext"] == {
-        "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]},
+        "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"], **({"add": ["IPC_LOCK"]} if rdma else {})},
     }  # fmt: skip
     assert {"cpu", "memory"} <= set(container["resources"]["requests"])
-    devices = {key: value for key, value in container["resources"]["requests"].items() if "/" in key}
-    assert devices == container["resources"].get("limits", {})  # extended resources cannot be overcommitted
+    devices, limits = (
+        {key: value for key, value in container["resources"].get(kind, {}).items() if "/" in key}
+        for kind in ("requests", "limits")
+    )
+    assert devices == limits  # extended resources cannot be overcommitted
     assert {"startupProbe", "readinessProbe", "livenessProbe", "lifecycle"} <= set(container)
     assert container["livenessProbe"]["failureThreshold"] * container["livenessProbe"]["periodSeconds"] >= 10
     assert spec["terminationGracePeriodSeconds"] >= 40
     assert spec["enableServiceLinks"] is False
     mounted = {mount["name"] for mount in container.get("volumeMounts", [])}
-    assert mounted == {volume["name"] for volume in spec.get("volumes", [])}
+    assert mounted == {volume["name"] for volume in spec.get("volumes", [])} - {"disk", "settings", "keys"}  # WHOLE_TEMPLATE's
+    assert spec.get("hostNetwork", False) == ("dnsPolicy" in spec)

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from fleet_api.v1alpha1.tier import DEFAULT_RESOURCE
+from fleet_api.v1alpha1.accelerator import DEFAULT_RESOURCE
 from fleet_cli.errors import RunError
 from fleet_cli.up.bundled import VLLM_ENV, vllm_program
 from fleet_cli.up.view import ROLE_LABEL
@@ -108,10 +108,16 @@ class LocalFleet:
 
 
 def _capacity(manifest: Object) -> dict[str, str]:
-    accelerators = [tier["accelerator"] for tier in manifest["spec"]["tiers"]]
-    return {
-        accelerator.get("resource", DEFAULT_RESOURCE): DEVICES for accelerator in accelerators if accelerator["type"] != "cpu"
-    }
+    """Every extended resource that the fleet asks for; nothing behind them is real."""
+    found: dict[str, str] = {}
+    for tier in manifest["spec"]["tiers"]:
+        roles = (tier.get(role, {}).get("accelerator") for role in ("prefill", "decode"))
+        for accelerator in (tier["accelerator"], *roles):
+            if accelerator is not None and accelerator["type"] != "cpu":
+                found[accelerator.get("resource", DEFAULT_RESOURCE)] = DEVICES
+        if nic := tier.get("kvTransfer", {}).get("resource"):
+            found[nic] = DEVICES
+    return found
 
 
 def _environment() -> dict[str, str]:

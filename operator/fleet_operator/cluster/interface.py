@@ -37,6 +37,8 @@ NODE = Kind("v1", "Node", "nodes", namespaced=False)
 DEPLOYMENT = Kind("apps/v1", "Deployment", "deployments")
 CONTROLLER_REVISION = Kind("apps/v1", "ControllerRevision", "controllerrevisions")
 PDB = Kind("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets")
+NETWORK_POLICY = Kind("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies")
+CLAIM_TEMPLATE = Kind("resource.k8s.io/v1", "ResourceClaimTemplate", "resourceclaimtemplates")
 ROLE = Kind("rbac.authorization.k8s.io/v1", "Role", "roles")
 ROLE_BINDING = Kind("rbac.authorization.k8s.io/v1", "RoleBinding", "rolebindings")
 

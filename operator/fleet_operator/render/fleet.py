@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_operator.cluster.interface import Object
-from fleet_operator.names import FLEET, PLANNED, REVISION, ROLE, ROUTER_ROLE, SIZE, TIER, labels, router_name
-from fleet_operator.render.worker import POD_SECURITY, PORTS, owner_reference
+from fleet_operator.names import FLEET, PLANNED, REVISION, ROLE, ROUTER_ROLE, SIZE, TIER, labels, owner_reference, router_name
+from fleet_operator.render.network import PORTS, port_of
+from fleet_operator.render.template import security
 from fleet_operator.settings import Platform
 from fleet_planner.reconcile import Plan
-from fleet_planner.types import PoolWanted
+from fleet_planner.types import PoolWanted, Target
 from fleet_router import config as router_config
 from fleet_router.config import RouterConfig
 from fleet_wire import endpoints as wire
@@ -47,11 +50,16 @@ def render_pool(fleet: InferenceFleet, pool: PoolWanted, owner: Object) -> Objec
     }  # fmt: skip
 
 
-def render_documents(fleet: InferenceFleet, plan: Plan, owner: Object) -> Object:
-    """The ConfigMap that the router follows."""
+def render_documents(fleet: InferenceFleet, plan: Plan, owner: Object, live: Mapping[tuple[str, str], Object]) -> Object:
+    """The ConfigMap that the router follows. `live`: (kind, name) → object, for the ports that pods really have."""
+
+    def port(target: Target, name: str, default: int) -> int:
+        return port_of(live.get(("Pod", target.name), {}), name, default)
+
     workers = tuple(
         Endpoint(
-            name=target.name, uid=target.uid, address=target.address, http_port=PORTS.http, agent_port=PORTS.agent,
+            name=target.name, uid=target.uid, address=target.address,
+            http_port=port(target, "http", PORTS.http), agent_port=port(target, "agent", PORTS.agent),
             role=target.role, tier=target.tier, revision=target.revision, compat=target.compat, state=target.state,
         )
         for target in plan.targets
@@ -179,7 +187,7 @@ def _router_pod(fleet: InferenceFleet, platform: Platform) -> Object:
         "automountServiceAccountToken": in_cluster,
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": ROUTER_GRACE_S,
-        "securityContext": POD_SECURITY,
+        "securityContext": security(None, shared_group=False),
     }
     if fleet.spec.routing.replicas > 1:
         spread = {"matchLabels": {FLEET: fleet.metadata.name, ROLE: ROUTER_ROLE}}

@@ -15,16 +15,18 @@ from typing import Any, Final
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.tier import TierSpec
 from fleet_operator.cluster.interface import Object
-from fleet_operator.names import GROUP, REVISION, TIER, labels
-from fleet_operator.render.worker import owner_reference, pod_spec
+from fleet_operator.names import GROUP, REVISION, TIER, labels, owner_reference
+from fleet_operator.render import fabric
+from fleet_operator.render.worker import pod_spec
 from fleet_operator.settings import Platform
-from fleet_planner.types import Template
+from fleet_planner.types import ROLES, Template
 
 RESTARTED_AT: Final = f"{GROUP}/restarted-at"
 """Annotation of a fleet: another value is another revision, as after `kubectl rollout restart`."""
 SPEC_PARTS: Final = ("model", "engine")
 """Parts of a fleet's spec that a running pod cannot change."""
 SIZING: Final = frozenset({"replicas", "minReplicas", "maxReplicas", "warm"})
+MARKS: Final = frozenset({"labels", "annotations"})
 NOT_OF_PODS: Final = frozenset({"ratio"})
 """Fields of a tier that change no pod; whatever is not named here makes a new revision."""
 
@@ -35,7 +37,7 @@ def revision_inputs(fleet: InferenceFleet, tier: TierSpec) -> dict[str, Any]:
     mine = tier.model_dump(mode="json", by_alias=True, exclude_defaults=True)
     shape = {key: value for key, value in mine.items() if key not in NOT_OF_PODS}
     for role in ("prefill", "decode"):
-        shape[role] = {key: value for key, value in shape.get(role, {}).items() if key not in SIZING}
+        shape[role] = _without_marks({key: value for key, value in shape.get(role, {}).items() if key not in SIZING})
     return {
         **{part: spec[part] for part in SPEC_PARTS if part in spec},
         "servedName": fleet.served_name,
@@ -46,18 +48,24 @@ def revision_inputs(fleet: InferenceFleet, tier: TierSpec) -> dict[str, Any]:
     }
 
 
+def _without_marks(role: dict[str, Any]) -> dict[str, Any]:
+    """A role without labels and annotations of its pods: they restart nothing."""
+    template = {key: value for key, value in role.get("podTemplate", {}).items() if key not in MARKS}
+    rest = {key: value for key, value in role.items() if key != "podTemplate"}
+    return {**rest, "podTemplate": template} if template else rest
+
+
 def template_of(fleet: InferenceFleet, tier: TierSpec, stored: dict[str, Template], platform: Platform) -> Template:
     """The template that the spec asks for: the stored one when this revision existed before."""
     revision = _digest(revision_inputs(fleet, tier))[:8]
     if revision in stored:
         return stored[revision]
-    device = tier.accelerator.device_request
-    count = device[1] if device is not None else 0
+    prefill, decode = (device[1] if (device := tier.device_request(role)) is not None else 0 for role in ROLES)
     number = 1 + max((template.number for template in stored.values()), default=0)
-    return Template(revision, compat_of(fleet, platform), gpus=(count, count), number=number)
+    return Template(revision, compat_of(fleet, tier, platform), gpus=(prefill, decode), number=number)
 
 
-def compat_of(fleet: InferenceFleet, platform: Platform) -> str:
+def compat_of(fleet: InferenceFleet, tier: TierSpec, platform: Platform) -> str:
     """Equal on both sides of a hand-off, or no KV moves."""
     agreed = {
         "engine": fleet.spec.engine.type,
@@ -65,6 +73,8 @@ def compat_of(fleet: InferenceFleet, platform: Platform) -> str:
         "model": fleet.spec.model.source,
         "revision": fleet.spec.model.revision,
         "block_tokens": fleet.spec.engine.block_tokens,
+        "kv_cache_dtype": fleet.spec.engine.kv_cache_dtype,
+        "quantization": tier.quantization,
     }
     return _digest(agreed)[:16]
 
@@ -94,9 +104,20 @@ def render_revision(fleet: InferenceFleet, tier: TierSpec, template: Template, p
             "compat": template.compat,
             "gpus": list(template.gpus),
             "nodes": list(template.nodes),
-            "pods": {role: pod_spec(fleet, tier, role, template, platform) for role in ("prefill", "decode")},
+            "pods": {role: pod_spec(fleet, tier, role, template, platform) for role in ROLES},
             "inputs": revision_inputs(fleet, tier),
+            **_fabric_of(tier),
         },
+    }
+
+
+def _fabric_of(tier: TierSpec) -> dict[str, Any]:
+    """What of the fabric is not in a pod's spec; absent where the tier does not ask for it."""
+    transfer, claims = tier.kv_transfer, fabric.claim_spec(tier)
+    return {
+        **({"networks": networks} if (networks := fabric.networks(tier)) else {}),
+        **({"hostPorts": transfer.host_ports.first} if transfer.host_ports is not None else {}),
+        **({"claims": claims} if claims is not None else {}),
     }
 
 

@@ -6,99 +6,103 @@ import copy
 from pathlib import PurePosixPath
 from typing import Final
 
+import msgspec
+
 from fleet_api.v1alpha1 import InferenceFleet
-from fleet_api.v1alpha1.model import ClaimSource, FileSource, HubSource
+from fleet_api.v1alpha1.model import ClaimSource, FileSource, HubSource, ModelCacheSpec
+from fleet_api.v1alpha1.podtemplate import PodTemplateSpec
 from fleet_api.v1alpha1.tier import TierSpec
 from fleet_operator.cluster.interface import Object
-from fleet_operator.names import COMPAT, MEMBER, ORDINAL, POOL, REVISION, ROLE, TIER, labels
+from fleet_operator.names import COMPAT, MEMBER, ORDINAL, POOL, REVISION, ROLE, TIER, labels, owner_reference
+from fleet_operator.render import fabric
+from fleet_operator.render.network import container_ports, worker_ports
+from fleet_operator.render.placement import affinity
+from fleet_operator.render.template import extend_pod, security
 from fleet_operator.settings import Platform
 from fleet_planner.types import PodWanted, Role, Template
-from fleet_worker.config import CONFIG_ENV, KvSettings, Ports, WorkerConfig, encode
+from fleet_worker.config import CONFIG_ENV, KvSettings, Parallel, Ports, WorkerConfig, decode, encode
 
-PORTS = Ports()
 MODELS = "/models"
 GRACE_SLACK_S = 15
 """Seconds after the drain for the engine to stop."""
-POD_SECURITY: Final[Object] = {
-    "runAsNonRoot": True, "runAsUser": 65532, "runAsGroup": 65532, "seccompProfile": {"type": "RuntimeDefault"},
-}  # fmt: skip
-"""Without a group of its own a container runs in group 0."""
 MIB: Final = 1024 * 1024
 HOST_REQUESTS: Final = {"torch": (1, 1024 * MIB), "vllm": (2, 4096 * MIB)}
 """Cores and bytes of the host that an engine needs beside devices, cache and weights. Without any request a worker, and the GPU
 that it holds, is the first that a node in need of memory evicts. No limits: the weights' size is not known here."""
+SIDE_CHANNEL_ENV: Final = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 STARTUP_FAILURES = 1_800
 """One-second startup probes: large models take half an hour to load."""
 
 
 def render_pod(fleet: InferenceFleet, wanted: PodWanted, stored: Object, owner: Object) -> Object:
-    """One worker pod of a stored revision (its ControllerRevision), owned by its WorkerPool."""
+    """One worker pod of a stored revision (its ControllerRevision), owned by its WorkerPool. Labels and annotations of a
+    podTemplate are those of today: they belong to no revision."""
     marks = {TIER: wanted.tier, ROLE: wanted.role, REVISION: wanted.revision, POOL: wanted.pool}
+    added = fleet.tier(wanted.tier).role(wanted.role).pod_template or PodTemplateSpec()
+    data = stored["data"]
+    own = {ORDINAL: str(wanted.ordinal), MEMBER: str(wanted.member), COMPAT: data["compat"]}
     return {
         "apiVersion": "v1",
         "kind": "Pod",
         "metadata": {
             "name": wanted.name,
             "namespace": fleet.metadata.namespace,
-            "labels": labels(fleet.metadata.name, **marks),
-            "annotations": {ORDINAL: str(wanted.ordinal), MEMBER: str(wanted.member), COMPAT: stored["data"]["compat"]},
+            "labels": {**added.labels, **labels(fleet.metadata.name, **marks)},
+            "annotations": {**added.annotations, **data.get("networks", {}), **own},
             "ownerReferences": [owner_reference(owner)],
         },
-        "spec": copy.deepcopy(stored["data"]["pods"][wanted.role]),
+        "spec": at_ordinal(copy.deepcopy(data["pods"][wanted.role]), wanted.role, wanted.ordinal, data.get("hostPorts")),
     }
 
 
-def owner_reference(owner: Object) -> Object:
-    """Controller reference: deletion cascades."""
-    meta = owner["metadata"]
-    return {
-        "apiVersion": owner["apiVersion"], "kind": owner["kind"], "name": meta["name"], "uid": meta["uid"],
-        "controller": True, "blockOwnerDeletion": True,
-    }  # fmt: skip
-
-
 def pod_spec(fleet: InferenceFleet, tier: TierSpec, role: Role, template: Template, platform: Platform) -> Object:
-    """Everything of a worker pod that its revision fixes."""
+    """Everything of a worker pod that its revision fixes, for ordinal 0."""
     volume, mount, path = _model(fleet)
+    ports, added = worker_ports(_first_port(tier), role, 0), tier.role(role).pod_template
+    config = worker_config(fleet, tier, role, template, platform, path, ports)
     container = {
         "name": "worker",
         "image": fleet.spec.engine.image or platform.worker_image,
         "imagePullPolicy": "IfNotPresent",
         "command": ["fleet-worker"],
-        "env": _env(worker_config(fleet, tier, role, template, platform, path), tier),
-        "ports": [
-            {"name": "http", "containerPort": PORTS.http, "protocol": "TCP"},
-            {"name": "agent", "containerPort": PORTS.agent, "protocol": "TCP"},
-            {"name": "kv", "containerPort": PORTS.side_channel, "protocol": "TCP"},
-            {"name": "kv-events", "containerPort": PORTS.kv_events, "protocol": "TCP"},
-            {"name": "kv-replay", "containerPort": PORTS.kv_replay, "protocol": "TCP"},
-        ],
-        "startupProbe": _probe("/started", failures=STARTUP_FAILURES),
-        "readinessProbe": _probe("/ready", failures=1),
-        "livenessProbe": _probe("/live", failures=10),
-        "lifecycle": {"preStop": {"httpGet": {"path": "/drain", "port": PORTS.agent, "scheme": "HTTP"}}},
+        "env": _env(fleet, config) + fabric.environment(tier, role),
+        "ports": container_ports(ports, on_host=tier.kv_transfer.via == "hostNetwork"),
+        "startupProbe": _probe(ports, "/started", failures=STARTUP_FAILURES),
+        "readinessProbe": _probe(ports, "/ready", failures=1),
+        "livenessProbe": _probe(ports, "/live", failures=10),
+        "lifecycle": {"preStop": {"httpGet": {"path": "/drain", "port": ports.agent, "scheme": "HTTP"}}},
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": [mount, {"name": "shm", "mountPath": "/dev/shm"}, {"name": "tmp", "mountPath": "/tmp"}],  # noqa: S108
-        "resources": _resources(fleet, tier),
+        "resources": _resources(fleet, tier, role),
         "securityContext": {
-            "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]},
+            "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": fabric.capabilities(tier),
         },
     }  # fmt: skip
+    limit = {"sizeLimit": tier.shared_memory} if tier.shared_memory is not None else {}
     spec: Object = {
         "containers": [container],
         "volumes": [
             volume,
-            {"name": "shm", "emptyDir": {"medium": "Memory"}},
+            {"name": "shm", "emptyDir": {"medium": "Memory", **limit}},
             {"name": "tmp", "emptyDir": {}},
         ],
         "restartPolicy": "Always",
         "terminationGracePeriodSeconds": round(drain_timeout_s(fleet, tier, platform)) + GRACE_SLACK_S,
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        "securityContext": POD_SECURITY,
+        "securityContext": security(added, shared_group=_writes_claim(fleet)),
+        **fabric.host_network(tier),
     }
-    if tier.accelerator.device_request is not None:
-        spec["tolerations"] = [{"key": tier.accelerator.device_request[0], "operator": "Exists", "effect": "NoSchedule"}]
+    if (device := tier.device_request(role)) is not None:
+        spec["tolerations"] = [{"key": device[0], "operator": "Exists", "effect": "NoSchedule"}]
+    if selector := {**tier.accelerator_of(role).node_selector, **(added.node_selector if added is not None else {})}:
+        spec["nodeSelector"] = selector
+    if near := affinity(fleet, tier, role):
+        spec["affinity"] = near
+    if claims := fabric.pod_claims(fleet, tier, role, template.revision):
+        spec["resourceClaims"] = claims
+    if added is not None:
+        extend_pod(spec, added)
     return spec
 
 
@@ -108,11 +112,34 @@ def drain_timeout_s(fleet: InferenceFleet, tier: TierSpec, platform: Platform) -
     return min(asked, platform.drain_most_s)
 
 
+def _first_port(tier: TierSpec) -> int | None:
+    """First of the ports on the host's network; None: every worker has the usual ones."""
+    shared = tier.kv_transfer.host_ports
+    return shared.first if shared is not None else None
+
+
+def at_ordinal(spec: Object, role: Role, ordinal: int, first: int | None) -> Object:
+    """A stored pod spec with the ports of this worker; changes `spec`."""
+    if first is None:
+        return spec
+    ports, (container,) = worker_ports(first, role, ordinal), spec["containers"]
+    container["ports"] = container_ports(ports, on_host=True)
+    for name in ("startupProbe", "readinessProbe", "livenessProbe"):
+        container[name]["httpGet"]["port"] = ports.agent
+    container["lifecycle"]["preStop"]["httpGet"]["port"] = ports.agent
+    for variable in container["env"]:
+        if variable["name"] == CONFIG_ENV:
+            variable["value"] = encode(msgspec.structs.replace(decode(variable["value"]), ports=ports))
+        elif variable["name"] == SIDE_CHANNEL_ENV:
+            variable["value"] = str(ports.side_channel)
+    return spec
+
+
 def worker_config(
-    fleet: InferenceFleet, tier: TierSpec, role: Role, template: Template, platform: Platform, path: str
+    fleet: InferenceFleet, tier: TierSpec, role: Role, template: Template, platform: Platform, path: str, ports: Ports
 ) -> WorkerConfig:
     """The agent's configuration."""
-    spec = fleet.spec
+    spec, parallel = fleet.spec, tier.parallelism_of(role)
     return WorkerConfig(
         fleet=fleet.metadata.name,
         namespace=fleet.metadata.namespace,
@@ -121,16 +148,20 @@ def worker_config(
         revision=template.revision,
         compat=template.compat,
         engine=spec.engine.type,
-        engine_args=tuple(spec.engine.args),
+        engine_args=(*spec.engine.args, *tier.role(role).args),
+        parallel=Parallel(tensor=parallel.tensor, pipeline=parallel.pipeline, data=parallel.data, expert=parallel.expert),
+        quantization=tier.quantization,
+        kv_cache_dtype=spec.engine.kv_cache_dtype,
         model=path,
         served_name=fleet.served_name,
         max_model_len=spec.engine.max_model_len,
         max_batch=spec.engine.max_batch,
         max_output_tokens=spec.limits.max_output_tokens,
         drain_timeout_s=drain_timeout_s(fleet, tier, platform),
-        ports=PORTS,
+        ports=ports,
         kv=KvSettings(
             transport=tier.kv_transfer.transport,
+            required=tier.kv_transfer.required,
             lease_s=tier.kv_transfer.lease_duration_s,
             block_tokens=spec.engine.block_tokens,
             cache_bytes=spec.engine.cache_bytes,
@@ -138,48 +169,41 @@ def worker_config(
     )
 
 
-def _env(config: WorkerConfig, tier: TierSpec) -> list[Object]:
+def _env(fleet: InferenceFleet, config: WorkerConfig) -> list[Object]:
     def field(name: str, path: str) -> Object:
         return {"name": name, "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": path}}}
 
-    env = [
+    token = fleet.spec.model.token_secret_ref
+    secret = [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": token.to_dict()}}] if token is not None else []
+    return [
         {"name": CONFIG_ENV, "value": encode(config)},
         field("FLEET_POD_NAME", "metadata.name"),
         field("FLEET_POD_UID", "metadata.uid"),
         field("FLEET_POD_IP", "status.podIP"),
         field("VLLM_NIXL_SIDE_CHANNEL_HOST", "status.podIP"),
-        {"name": "VLLM_NIXL_SIDE_CHANNEL_PORT", "value": str(PORTS.side_channel)},
+        {"name": SIDE_CHANNEL_ENV, "value": str(config.ports.side_channel)},
         {"name": "HOME", "value": "/tmp"},  # noqa: S108 - the one writable folder of a read-only root
+        *secret,
     ]
-    if (allowed := _ucx_transports(tier)) is not None:
-        env.append({"name": "UCX_TLS", "value": allowed})
-    return env
 
 
-def _ucx_transports(tier: TierSpec) -> str | None:
-    """What UCX may use; None: everything. Without cuda_copy it cannot touch the memory of a device at all."""
-    allow = {"shm": "sm,self", "tcp": "tcp,self", "rdma": "rc,dc,ud,cuda_ipc,gdr_copy,sm,self"}
-    allowed = allow.get(tier.kv_transfer.transport)
-    return allowed if allowed is None or tier.accelerator.device_request is None else f"{allowed},cuda_copy"
-
-
-def _probe(path: str, *, failures: int) -> Object:
+def _probe(ports: Ports, path: str, *, failures: int) -> Object:
     return {
-        "httpGet": {"path": path, "port": PORTS.agent, "scheme": "HTTP"},
+        "httpGet": {"path": path, "port": ports.agent, "scheme": "HTTP"},
         "periodSeconds": 1, "timeoutSeconds": 2, "failureThreshold": failures, "successThreshold": 1,
     }  # fmt: skip
 
 
-def _resources(fleet: InferenceFleet, tier: TierSpec) -> Object:
-    """The device, and what the engine needs of the host; on a CPU tier the KV cache lies in the host's memory."""
-    device = tier.accelerator.device_request
+def _resources(fleet: InferenceFleet, tier: TierSpec, role: Role) -> Object:
+    """The devices, and what the engine needs of the host; on a CPU tier the KV cache lies in the host's memory."""
     cores, memory = HOST_REQUESTS[fleet.spec.engine.type]
-    memory += fleet.spec.engine.cache_bytes if device is None else 0
-    host = {"cpu": str(cores), "memory": f"{-(-memory // MIB)}Mi"}
-    if device is None:
-        return {"requests": host}
-    devices = {device[0]: str(device[1])}
-    return {"limits": devices, "requests": {**host, **devices}}
+    memory += fleet.spec.engine.cache_bytes if tier.device_request(role) is None else 0
+    found: Object = {"requests": {"cpu": str(cores), "memory": f"{-(-memory // MIB)}Mi"}}
+    if devices := fabric.devices(tier, role):
+        found = {"limits": devices, "requests": {**found["requests"], **devices}}
+    if names := fabric.claim_names(tier, role):
+        found["claims"] = [{"name": name} for name in names]
+    return found
 
 
 def _model(fleet: InferenceFleet) -> tuple[Object, Object, str]:
@@ -193,9 +217,18 @@ def _model(fleet: InferenceFleet) -> tuple[Object, Object, str]:
         at = f"{MODELS}/{source.claim}"
         volume = {"name": "model", "persistentVolumeClaim": {"claimName": source.claim, "readOnly": True}}
         return volume, {"name": "model", "mountPath": at, "readOnly": True}, f"{at}/{source.path}".rstrip("/")
-    return _hub(source)
+    return _hub(source, fleet.spec.model.cache)
 
 
-def _hub(source: HubSource) -> tuple[Object, Object, str]:
-    at = f"{MODELS}/hf"
-    return {"name": "model", "emptyDir": {}}, {"name": "model", "mountPath": at}, f"hf://{source.repository}@{source.revision}"
+def _hub(source: HubSource, cache: ModelCacheSpec | None) -> tuple[Object, Object, str]:
+    volume: Object = {"name": "model", "emptyDir": {}}
+    if cache is not None and cache.type == "nodeLocal":
+        volume = {"name": "model", "hostPath": {"path": cache.path, "type": "DirectoryOrCreate"}}
+    elif cache is not None and cache.type == "pvc":
+        volume = {"name": "model", "persistentVolumeClaim": {"claimName": cache.claim}}
+    return volume, {"name": "model", "mountPath": f"{MODELS}/hf"}, f"hf://{source.repository}@{source.revision}"
+
+
+def _writes_claim(fleet: InferenceFleet) -> bool:
+    cache = fleet.spec.model.cache
+    return cache is not None and cache.type == "pvc"

@@ -1,0 +1,98 @@
+"""Ports of a worker, and who may reach them."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from fleet_api.v1alpha1 import InferenceFleet
+from fleet_api.v1alpha1.fabric import HOST_PORT_SLOTS, HOST_PORT_STRIDE
+from fleet_api.v1alpha1.tier import Role
+from fleet_operator.cluster.interface import Object
+from fleet_operator.names import FLEET, ROLE, ROUTER_ROLE, labels, owner_reference, policy_name
+from fleet_operator.settings import Platform
+from fleet_worker.config import Ports
+
+PORTS: Final = Ports()
+UCX_TCP_PORTS: Final = (27_000, 28_999)
+"""UCX takes any free port for KV over TCP unless it is told these."""
+SIDE_CHANNEL_AT: Final = 8
+"""Where the side channels begin in a worker's part of hostPorts: one per data parallel rank, so they come last."""
+WORKER_ROLES: Final = ["decode", "prefill"]
+
+
+def worker_ports(first_port: int | None, role: Role, ordinal: int) -> Ports:
+    """Ports of one worker; `first_port` None: the usual ones, each pod has its own address.
+
+    On the host's network neighbours get different ones; where two would be equal, the scheduler keeps them on different nodes,
+    because the ports are declared as host ports.
+    """
+    if first_port is None:
+        return PORTS
+    slot = (2 * ordinal + (role == "decode")) % HOST_PORT_SLOTS
+    first = first_port + slot * HOST_PORT_STRIDE
+    return Ports(
+        http=first, agent=first + 1, kv_events=first + 2, kv_replay=first + 3, dp_rpc=first + 4,
+        side_channel=first + SIDE_CHANNEL_AT,
+    )  # fmt: skip
+
+
+def container_ports(ports: Ports, *, on_host: bool) -> list[Object]:
+    """As the container declares them."""
+    named = (
+        ("http", ports.http), ("agent", ports.agent), ("kv", ports.side_channel), ("kv-events", ports.kv_events),
+        ("kv-replay", ports.kv_replay),
+    )  # fmt: skip
+    host = [{"hostPort": port} if on_host else {} for _, port in named]
+    return [{"name": n, "containerPort": p, "protocol": "TCP", **h} for (n, p), h in zip(named, host, strict=True)]
+
+
+def port_of(pod: Object, name: str, default: int) -> int:
+    """What a pod that exists declares: its revision may be older than the spec."""
+    for container in pod.get("spec", {}).get("containers") or []:
+        for port in container.get("ports") or []:
+            if port.get("name") == name:
+                return int(port["containerPort"])
+    return default
+
+
+def render_policy(fleet: InferenceFleet, owner: Object, platform: Platform) -> Object:
+    """Nobody but these reaches a worker: workers of the fleet for KV, its routers for requests, the operator for telemetry."""
+    name = fleet.metadata.name
+    workers = {"matchLabels": {FLEET: name}, "matchExpressions": [{"key": ROLE, "operator": "In", "values": WORKER_ROLES}]}
+    agents: Object = {"ports": [_port(PORTS.agent)]}
+    if platform.operator_namespace is not None:  # outside a cluster it comes from an address that nobody can name here
+        namespaces = sorted({platform.operator_namespace, *fleet.spec.network_policy.metrics_from})
+        agents["from"] = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": n}}} for n in namespaces]
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": {
+            "name": policy_name(name),
+            "namespace": fleet.metadata.namespace,
+            "labels": labels(name),
+            "ownerReferences": [owner_reference(owner)],
+        },
+        "spec": {
+            "podSelector": workers,
+            "policyTypes": ["Ingress"],
+            "ingress": [
+                {"from": [{"podSelector": workers}], "ports": _transfer_ports(fleet)},
+                {
+                    "from": [{"podSelector": {"matchLabels": {FLEET: name, ROLE: ROUTER_ROLE}}}],
+                    "ports": [_port(PORTS.http), _port(PORTS.kv_events), _port(PORTS.kv_replay)],
+                },
+                agents,
+            ],
+        },
+    }
+
+
+def _transfer_ports(fleet: InferenceFleet) -> list[Object]:
+    """Side channels, one per data parallel rank, and KV over TCP. RDMA passes by every NetworkPolicy."""
+    ranks = max(tier.parallelism_of(role).data for tier in fleet.spec.tiers for role in ("prefill", "decode"))
+    return [_port(PORTS.side_channel, PORTS.side_channel + ranks - 1), _port(*UCX_TCP_PORTS)]
+
+
+def _port(first: int, last: int | None = None) -> dict[str, Any]:
+    end = {"endPort": last} if last is not None and last > first else {}
+    return {"protocol": "TCP", "port": first, **end}

@@ -1,0 +1,202 @@
+"""What the pod's fields do once they are in a cluster: restarts, ports, policies, claims."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+
+from fleet_api.parse import parse_fleet
+from fleet_operator.cluster.interface import CLAIM_TEMPLATE, CONFIG_MAP, FLEET, NETWORK_POLICY, POD
+from fleet_operator.names import ROLE
+from fleet_operator.render.network import PORTS, render_policy, worker_ports
+from fleet_operator.render.revision import template_of
+from fleet_operator.settings import Platform
+from tests.fleet_api.bad_manifests import WHOLE_TEMPLATE
+from tests.fleet_operator.world import NAMESPACE, World, manifest, play
+
+HOST = {"via": "hostNetwork", "hostPorts": {"first": 20_000}}
+
+
+def tiers(**more: Any) -> list[dict[str, Any]]:
+    return [{"name": "t", "accelerator": {"type": "h100"}, **more}]
+
+
+def revision(**spec: Any) -> str:
+    fleet = parse_fleet(manifest(**spec))
+    return template_of(fleet, fleet.spec.tiers[0], {}, Platform()).revision
+
+
+BASE: dict[str, Any] = {"engine": {"type": "vllm"}, "tiers": tiers()}
+
+
+@pytest.mark.parametrize(
+    ("change", "restarts"),
+    [
+        ({"tiers": tiers(decode={"podTemplate": {"labels": {"team": "ml"}, "annotations": {"note": "x"}}})}, False),
+        ({"networkPolicy": {"enabled": False}}, False),
+        ({"tiers": tiers(decode={"maxReplicas": 9})}, False),
+        ({"tiers": tiers(decode={"podTemplate": {"env": [{"name": "A", "value": "1"}]}})}, True),
+        ({"tiers": tiers(decode={"args": ["--x"]})}, True),
+        ({"tiers": tiers(parallelism={"tensor": 2})}, True),
+        ({"tiers": tiers(quantization="fp8")}, True),
+        ({"tiers": tiers(sharedMemory="1Gi")}, True),
+        ({"tiers": tiers(placement={"topologyKey": "rack"})}, True),
+        ({"tiers": tiers(kvTransfer={"via": "multus", "network": "roce"})}, True),
+        ({"tiers": tiers(kvTransfer=HOST)}, True),
+        ({"tiers": tiers(kvTransfer={"via": "dra", "dra": {"nic": "n"}})}, True),
+    ],
+)  # fmt: skip
+def test_what_a_change_restarts(change: dict[str, Any], restarts: bool):
+    assert (revision(**BASE) != revision(**{**BASE, **change})) == restarts
+
+
+def test_a_class_of_devices_is_part_of_the_revision():
+    classes = [revision(**{**BASE, "tiers": tiers(kvTransfer={"via": "dra", "dra": {"nic": nic}})}) for nic in ("a", "b")]
+    assert classes[0] != classes[1]
+
+
+def test_a_label_edit_leaves_every_pod_alone_and_new_pods_carry_it():
+    async def scenario(world: World) -> None:
+        before = {pod["metadata"]["uid"] for pod in await world.store.list(POD, NAMESPACE, {ROLE: "decode"})}
+        edited = copy.deepcopy(manifest(tiers=tiers(decode={"podTemplate": {"labels": {"team": "ml"}}})))
+        await world.user.apply(edited)
+        await world.settle()
+        pods = await world.store.list(POD, NAMESPACE, {ROLE: "decode"})
+        assert {pod["metadata"]["uid"] for pod in pods} == before
+        await world.user.delete(POD, NAMESPACE, pods[0]["metadata"]["name"], grace_s=0)
+        await world.settle()
+        (made,) = [p for p in await world.store.list(POD, NAMESPACE, {ROLE: "decode"}) if p["metadata"]["uid"] not in before]
+        assert made["metadata"]["labels"]["team"] == "ml"
+
+    play(scenario, tiers=tiers())
+
+
+def test_neighbours_on_one_host_have_other_ports():
+    taken: set[int] = set()
+    for role in ("prefill", "decode"):
+        for ordinal in range(8):
+            ports = worker_ports(20_000, role, ordinal)  # type: ignore[arg-type]
+            mine = {
+                ports.http,
+                ports.agent,
+                ports.kv_events,
+                ports.kv_replay,
+                ports.dp_rpc,
+                *range(ports.side_channel, ports.side_channel + 16),
+            }
+            assert not mine & taken
+            taken |= mine
+    assert min(taken) == 20_000
+    assert max(taken) < 20_512
+
+
+def test_the_routers_document_carries_the_ports_that_pods_have():
+    async def scenario(world: World) -> None:
+        document = json.loads((await world.store.get(CONFIG_MAP, NAMESPACE, "f-router"))["data"]["endpoints.json"])
+        ports = {worker["name"]: (worker["http_port"], worker["agent_port"]) for worker in document["workers"]}
+        for pod in await world.store.list(POD, NAMESPACE):
+            if pod["metadata"]["labels"][ROLE] in ("prefill", "decode"):
+                (container,) = pod["spec"]["containers"]
+                named = {port["name"]: port["containerPort"] for port in container["ports"]}
+                assert ports[pod["metadata"]["name"]] == (named["http"], named["agent"])
+                assert container["livenessProbe"]["httpGet"]["port"] == named["agent"]
+                assert all(port["hostPort"] == port["containerPort"] for port in container["ports"])
+        assert len(set(ports.values())) == len(ports) >= 3
+
+    play(scenario, tiers=tiers(kvTransfer=HOST))
+
+
+def test_the_policy_goes_when_it_is_switched_off():
+    async def scenario(world: World) -> None:
+        assert await world.exists(NETWORK_POLICY, "f-workers")
+        await world.user.apply(manifest(tiers=tiers(), networkPolicy={"enabled": False}))
+        await world.settle()
+        assert not await world.exists(NETWORK_POLICY, "f-workers")
+        assert await world.touch() == []
+
+    play(scenario, tiers=tiers())
+
+
+def test_who_reaches_a_worker():
+    fleet = parse_fleet(
+        manifest(networkPolicy={"metricsFrom": ["monitoring"]}, engine={"type": "vllm"}, tiers=tiers(parallelism={"data": 4}))
+    )
+    owner = {"apiVersion": "v1", "kind": "x", "metadata": {"name": "f", "uid": "u"}}
+    spec = render_policy(fleet, owner, Platform(operator_namespace="ops"))["spec"]
+    kv, router, agents = spec["ingress"]
+    assert kv["from"] == [{"podSelector": spec["podSelector"]}]  # no namespaceSelector: pods of this namespace only
+    assert spec["podSelector"]["matchLabels"] == {"inferencefleet.io/fleet": "f"}
+    assert kv["ports"][0] == {"protocol": "TCP", "port": 5600, "endPort": 5603}
+    assert [port["port"] for port in router["ports"]] == [PORTS.http, PORTS.kv_events, PORTS.kv_replay]
+    assert [entry["namespaceSelector"]["matchLabels"]["kubernetes.io/metadata.name"] for entry in agents["from"]] == [
+        "monitoring",
+        "ops",
+    ]
+    assert [port["port"] for port in agents["ports"]] == [PORTS.agent]
+
+
+def test_claims_belong_to_their_pool_and_go_with_it():
+    dra = {"via": "dra", "dra": {"gpu": "gpu.nvidia.com", "nic": "mrdma.google.com"}}
+
+    async def scenario(world: World) -> None:
+        templates = await world.store.list(CLAIM_TEMPLATE, NAMESPACE)
+        pods = [p for p in await world.store.list(POD, NAMESPACE) if p["metadata"]["labels"][ROLE] != "router"]
+        named = {claim["resourceClaimTemplateName"] for pod in pods for claim in pod["spec"]["resourceClaims"]}
+        assert {template["metadata"]["name"] for template in templates} == named
+        assert {template["metadata"]["ownerReferences"][0]["kind"] for template in templates} == {"WorkerPool"}
+        assert not any("/" in name for pod in pods for name in pod["spec"]["containers"][0]["resources"]["requests"])
+        await world.user.apply(manifest(tiers=tiers(kvTransfer={**dra, "count": 2})))
+        await world.settle(40)
+        after = {template["metadata"]["name"] for template in await world.store.list(CLAIM_TEMPLATE, NAMESPACE)}
+        assert len(after) == 2
+        assert not after & named
+
+    play(scenario, tiers=tiers(kvTransfer=dra))
+
+
+def test_no_secret_is_anywhere_but_by_reference():
+    secret = {"name": "hf-token", "key": "HF"}
+    fleet = manifest(
+        model={"source": "hf://o/n", "tokenSecretRef": secret},
+        tiers=tiers(decode={"podTemplate": WHOLE_TEMPLATE}),
+        engine={"type": "vllm"},
+    )
+
+    async def scenario(world: World) -> None:
+        await world.user.apply(fleet)
+        await world.settle(40)
+        for pod in await world.store.list(POD, NAMESPACE, {ROLE: "decode"}):
+            env = {entry["name"]: entry for entry in pod["spec"]["containers"][0]["env"]}
+            assert env["HF_TOKEN"] == {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": secret}}
+            assert "hf-token" not in env["FLEET_WORKER_CONFIG"]["value"]
+        assert (await world.store.get(FLEET, NAMESPACE, "f"))["status"]["conditions"]
+
+    play(scenario)
+
+
+def test_the_template_follows_and_never_replaces():
+    async def scenario(world: World) -> None:
+        (pod, *_) = await world.store.list(POD, NAMESPACE, {ROLE: "decode"})
+        spec, container = pod["spec"], pod["spec"]["containers"][0]
+        assert [volume["name"] for volume in spec["volumes"]][:3] == ["model", "shm", "tmp"]
+        assert container["resources"]["limits"] == {"nvidia.com/gpu": "1", "memory": "64Gi", "hugepages-2Mi": "5Gi"}
+        assert container["resources"]["requests"]["cpu"] == "500m"
+        assert container["resources"]["requests"]["nvidia.com/gpu"] == "1"
+        assert spec["tolerations"][0]["key"] == "nvidia.com/gpu"
+        assert spec["nodeSelector"] == {"zone": "a", "nvidia.com/gpu.product": "H100"}
+        near = spec["affinity"]["podAffinity"]
+        assert len(near["preferredDuringSchedulingIgnoredDuringExecution"]) == 1
+        assert near["requiredDuringSchedulingIgnoredDuringExecution"][0]["topologyKey"] == "kubernetes.io/hostname"
+        assert (spec["schedulerName"], spec["serviceAccountName"]) == ("volcano", "puller")
+        assert spec["automountServiceAccountToken"] is False
+
+    play(
+        scenario,
+        tiers=[
+            {"name": "t", "accelerator": {"type": "h100", "nodeSelector": {"zone": "a"}}, "placement": {"topologyKey": "rack"},
+             "decode": {"podTemplate": WHOLE_TEMPLATE}},
+        ],
+    )  # fmt: skip
