@@ -15,6 +15,9 @@
 - {apiGroups: [apps], resources: [deployments], verbs: [list, watch, create, patch]}
 - {apiGroups: [apps], resources: [controllerrevisions], verbs: [list, watch, create, patch, delete]}
 - {apiGroups: [policy], resources: [poddisruptionbudgets], verbs: [list, watch, create, patch, delete]}
+- {apiGroups: [networking.k8s.io], resources: [networkpolicies], verbs: [list, watch, create, patch, delete]}
+# one per pool of a tier with kvTransfer.via dra: written before its pods, gone with the pool, never watched
+- {apiGroups: [resource.k8s.io], resources: [resourceclaimtemplates], verbs: [create, patch]}
 - {apiGroups: [rbac.authorization.k8s.io], resources: [roles, rolebindings], verbs: [list, watch, create, patch]}
 # events are written and never read back; server-side apply needs both verbs
 - {apiGroups: [events.k8s.io], resources: [events], verbs: [create, patch]}

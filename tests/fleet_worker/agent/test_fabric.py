@@ -9,7 +9,7 @@ import pytest
 
 from fleet_worker.agent import fabric
 from fleet_worker.agent.agent import Agent
-from fleet_worker.agent.fabric import Fabric, found, probe, probe_environment, problem
+from fleet_worker.agent.fabric import Fabric, found, probe, probe_environment, problem, told
 from fleet_worker.agent.identity import Identity
 from fleet_worker.config import KvSettings, WorkerConfig, ucx_transports
 from fleet_worker.transfer.transport import has_rdma_device
@@ -63,6 +63,25 @@ def test_a_probe_without_a_figure_found_nothing(out: str):
 )
 def test_a_problem_is_what_differs_from_the_wish(settings: KvSettings, seen: Fabric, wrong: bool):
     assert (problem(settings, seen) is not None) == wrong
+
+
+@pytest.mark.parametrize(
+    ("asked", "probed", "engine", "word"),
+    [
+        ("auto", Fabric(), None, None),
+        ("auto", Fabric(), "tcp", "tcp"),
+        ("rdma", Fabric("rdma", 1.0), None, "rdma"),
+        ("rdma", Fabric("rdma", 1.0), "tcp", "tcp"),
+        ("rdma", Fabric("rdma", 1.0), "shm", "rdma"),
+        ("rdma", Fabric("tcp", 1.0), "shm", "tcp"),
+        ("rdma", Fabric("tcp", 1.0), "rdma", "rdma"),
+        ("rdma", Fabric(error="x"), None, "none"),
+        ("rdma", Fabric(error="x"), "shm", "none"),
+        ("shm", Fabric("shm", 1.0), "tcp", "tcp"),
+    ],
+)
+def test_what_is_told(asked: str, probed: Fabric, engine: Any, word: str | None):
+    assert told(asked, probed, engine) == word
 
 
 def test_tcp_is_no_fallback_for_required_rdma_and_never_missing_for_shm():

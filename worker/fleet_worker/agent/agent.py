@@ -75,10 +75,8 @@ class Agent:
         }  # fmt: skip
 
     def _transport(self) -> str | None:
-        """What the engine says that it uses, what the probe used before that; "none" when nothing worked."""
-        if self._engine is not None and self._engine.ucx.transport is not None:
-            return self._engine.ucx.transport
-        return "none" if self._fabric.error else self._fabric.transport
+        engine = self._engine.ucx.transport if self._engine is not None else None
+        return fabric.told(self._config.kv.transport, self._fabric, engine)
 
     async def metrics(self) -> str:
         """The engine's exposition, then the agent's own."""

@@ -71,6 +71,17 @@ def fits(asked: str, used: Transport | None) -> bool:
     return asked in ("auto", used) or (asked == "rdma" and used == "shm")
 
 
+def told(asked: str, probed: Fabric, engine: Transport | None) -> str | None:
+    """What the worker tells: the engine's word, the probe's before that, "none" when nothing worked, None when neither spoke.
+
+    An engine whose only peers so far were on its own node says nothing about the NIC: there the probe's word stands.
+    """
+    before = "none" if probed.error else probed.transport
+    if engine is None or (engine == "shm" and asked == "rdma" and before is not None):
+        return before
+    return engine
+
+
 def problem(settings: KvSettings, fabric: Fabric) -> str | None:
     """Why the probe's finding is not what was asked for, with what a person can check; None when it is."""
     if settings.transport == "auto" or (fabric.transport is not None and fits(settings.transport, fabric.transport)):

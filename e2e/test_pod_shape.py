@@ -1,0 +1,95 @@
+"""A real API server accepts what the operator renders: every object of every golden file and of every converted manifest."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from e2e.kube.controlplane import ControlPlane
+from fleet_operator.cluster.interface import CLAIM_TEMPLATE
+from fleet_operator.cluster.kinds import kind_of
+from tests.fleet_operator.test_conversions import FILES, load, rendered
+from tests.fleet_operator.test_golden import GOLDEN
+
+NAMESPACE = "ml"
+pytestmark = pytest.mark.smoke
+"""Objects that a user's template names must exist for a pod to be admitted."""
+NAMED: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("/api/v1/namespaces", {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}}),
+    *(
+        (
+            f"/api/v1/namespaces/{NAMESPACE}/serviceaccounts",
+            {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": name}},
+        )
+        for name in ("default", "puller", "deepseek-r1")
+    ),
+    (
+        "/apis/scheduling.k8s.io/v1/priorityclasses",
+        {"apiVersion": "scheduling.k8s.io/v1", "kind": "PriorityClass", "metadata": {"name": "high"}, "value": 1000},
+    ),
+    (
+        "/apis/node.k8s.io/v1/runtimeclasses",
+        {"apiVersion": "node.k8s.io/v1", "kind": "RuntimeClass", "metadata": {"name": "nvidia"}, "handler": "nvidia"},
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def api(control_plane: ControlPlane) -> Iterator[httpx.Client]:
+    token = yaml.safe_load(control_plane.kubeconfig.read_text())["users"][0]["user"]["token"]
+    trust = ssl.create_default_context(cafile=str(control_plane.ca_file))
+    headers = {"Authorization": f"Bearer {token}"}
+    with httpx.Client(base_url=control_plane.url, verify=trust, headers=headers, timeout=30) as client:
+        for path, body in NAMED:
+            answer = client.post(path, json=body)
+            assert answer.status_code in (201, 409), answer.text
+        yield client
+
+
+def refused(api: httpx.Client, objects: list[dict[str, Any]]) -> dict[str, str]:
+    """What the server says to the objects that it does not take, unknown fields included."""
+    found = {}
+    for obj in objects:
+        kind = kind_of(obj)
+        group = f"/api/{kind.api_version}" if "/" not in kind.api_version else f"/apis/{kind.api_version}"
+        path = f"{group}/namespaces/{NAMESPACE}/{kind.plural}"
+        answer = api.post(path, json=obj, params={"dryRun": "All", "fieldValidation": "Strict"})
+        if answer.status_code != 201:
+            found[f"{kind.kind} {obj['metadata']['name']}"] = answer.text[:500]
+    return found
+
+
+@pytest.mark.parametrize("path", sorted(GOLDEN.glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_server_takes_every_golden_object(api: httpx.Client, path: Path):
+    objects = list(yaml.safe_load_all(path.read_text()))
+    assert len(objects) > 8
+    assert refused(api, objects) == {}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_the_server_takes_the_pods_of_every_conversion(api: httpx.Client, path: Path):
+    fleet = load(path)["fleet"]
+    pods, claims = rendered(fleet)
+    assert refused(api, [fleet, *(_fresh(obj) for obj in (*pods, *claims))]) == {}
+
+
+def _fresh(obj: dict[str, Any]) -> dict[str, Any]:
+    """Without what the store added."""
+    kept = {
+        key: obj["metadata"][key]
+        for key in ("name", "namespace", "labels", "annotations", "ownerReferences")
+        if key in obj["metadata"]
+    }
+    spec = {key: value for key, value in obj["spec"].items() if key != "nodeName"}
+    return {"apiVersion": obj["apiVersion"], "kind": obj["kind"], "metadata": kept, "spec": spec}
+
+
+def test_claims_are_of_the_version_that_is_served(api: httpx.Client):
+    served = api.get(f"/apis/{CLAIM_TEMPLATE.api_version}").json()
+    assert CLAIM_TEMPLATE.plural in [resource["name"] for resource in served["resources"]]
