@@ -422,6 +422,16 @@ def test_k12_a_worker_that_sends_no_token_is_given_up_at_the_deadline():
     run(go)
 
 
+def test_only_answers_after_a_remote_prefill_count_as_handed_over():
+    async def go(rig: Rig) -> None:
+        await rig.post(ask(prompt="short"))
+        text = (await rig.raw(b"GET /metrics HTTP/1.1\r\nhost: h\r\nconnection: close\r\n\r\n")).decode()
+        handed = [line for line in text.splitlines() if line.startswith("fleet_router_handed_over_total")]
+        assert handed == ['fleet_router_handed_over_total{tier="t"} 0']
+
+    run(go)
+
+
 def test_metrics_and_models_and_ready():
     async def go(rig: Rig) -> None:
         await rig.post(ask())

@@ -57,6 +57,14 @@ def test_answers_since_is_their_sum_after_the_last_move(steps: list[tuple[int, b
     assert (watch.answers or 0) == since
 
 
+def test_with_one_unreadable_worker_nothing_is_concluded():
+    first = watched(KvWatch(), {"r": 0}, {"a": 1, "b": 1}, {"a": 0, "b": 0})
+    second = watched(first, {"r": 50}, {"a": 1, "b": None}, {"a": 0, "b": None})
+    assert second.answers is None
+    third = watched(second, {"r": 51}, {"a": 1, "b": 1}, {"a": 0, "b": 0})
+    assert third.answers == 1
+
+
 def test_a_worker_that_is_new_or_gone_is_not_held_against_anybody():
     first = watched(KvWatch(), {"r": 0}, {"a": 100}, {"a": 0})
     second = watched(first, {"r": 5}, {"b": 900}, {"b": 0})
