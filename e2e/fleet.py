@@ -70,7 +70,7 @@ class Fleet:
     def delete_and_leave_nothing(self) -> None:
         """No object and no process may be left."""
         self.kubectl("delete", "ifleet", "loop", "--timeout=60s")
-        kinds = "pods,workerpools,deployments,services,configmaps,poddisruptionbudgets,roles,rolebindings"
+        kinds = "pods,workerpools,deployments,services,configmaps,poddisruptionbudgets,roles,rolebindings,networkpolicies"
         self.wait("nothing left", lambda: not self.objects(kinds, "-l", "inferencefleet.io/fleet=loop"), 60)
         self.wait("no process left", lambda: not worker_processes(self.namespace), 20)
 

@@ -38,6 +38,10 @@ def test_the_whole_loop(fleet: Fleet, operator: Service, gpu_nodes: Path):
     fleet.wait("proof that KV moved", lambda: fleet.condition("Disaggregating")["status"] == "True", 20)
     fleet.wait("a counter of 8 transfers", lambda: fleet.status()["tiers"][0]["kv"]["transfers"] >= 8, 20)
 
+    # nobody asked for a transport: what the engines' own UCX says is told
+    fleet.wait("the transport", lambda: fleet.condition("TransportVerified")["status"] == "True", 20)
+    assert "workers use shm" in fleet.condition("TransportVerified")["message"]
+
     scaling_keeps_the_ratio(fleet)
     children_are_put_back(fleet)
     assert_rests(fleet, operator)

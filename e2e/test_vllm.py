@@ -42,6 +42,8 @@ def test_apply_to_tokens_with_vllm(fleet: Fleet):
     fleet.wait("proof that KV moved", lambda: fleet.condition("Disaggregating")["status"] == "True", 30)
     kv = fleet.status()["tiers"][0]["kv"]
     assert (kv["transfers"] >= REQUESTS // 2, kv["bytes"] > 0, kv["failed"]) == (True, True, 0)
+    fleet.wait("vLLM's UCX to say its transport", lambda: fleet.condition("TransportVerified")["status"] == "True", 30)
+    assert fleet.condition("TransportVerified")["message"] in ("tier gpu: 1 workers use shm", "tier gpu: 1 workers use tcp")
     fleet.delete_and_leave_nothing()
 
 
