@@ -52,6 +52,7 @@ class Meters:
             "fleet_operator_api_writes", "Writes to the API server.", ["verb", "kind", "outcome"], registry=self.registry
         )
         self._reasons: set[str] = set()
+        self._begun: dict[int, float] = {}
         Info("fleet_operator_build", "What runs.", registry=self.registry).info(
             {"version": metadata.version("inferencefleet"), "python": platform.python_version()}
         )
@@ -62,15 +63,16 @@ class Meters:
         """The work loop turned."""
         self._pulse.turned()
 
-    def began(self) -> float:
+    def began(self) -> int:
         """A pass begins; give what this returns to `ended`."""
-        self._pulse.began()
-        return self._clock()
+        token = self._pulse.began()
+        self._begun[token] = self._clock()
+        return token
 
-    def ended(self, begun: float, reasons: Iterable[str], *, failed: bool = False) -> None:
+    def ended(self, begun: int, reasons: Iterable[str], *, failed: bool = False) -> None:
         """The pass is over; `reasons` of its problems, `failed` when it could not be carried out at all."""
-        self._pulse.turned()
-        self._seconds.observe(self._clock() - begun)
+        self._pulse.ended(begun)
+        self._seconds.observe(self._clock() - self._begun.pop(begun))
         reasons = list(reasons)
         self._passes.labels("error" if failed else "problems" if reasons else "ok").inc()
         for reason in reasons:

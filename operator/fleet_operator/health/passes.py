@@ -13,12 +13,12 @@ class Passes(Protocol):
         """The work loop turned."""
         ...
 
-    def began(self) -> float:
+    def began(self) -> int:
         """A pass begins; give what this returns to `ended`."""
         ...
 
-    def ended(self, begun: float, reasons: Iterable[str], *, failed: bool = False) -> None:
-        """The pass is over; `reasons` of its problems, `failed` when it could not be carried out at all."""
+    def ended(self, begun: int, reasons: Iterable[str], *, failed: bool = False) -> None:
+        """That pass is over; `reasons` of its problems, `failed` when it could not be carried out at all."""
         ...
 
 
@@ -28,9 +28,9 @@ class Unmeasured:
     def turned(self) -> None:
         """Nothing."""
 
-    def began(self) -> float:
+    def began(self) -> int:
         """Nothing."""
-        return 0.0
+        return 0
 
-    def ended(self, begun: float, reasons: Iterable[str], *, failed: bool = False) -> None:
+    def ended(self, begun: int, reasons: Iterable[str], *, failed: bool = False) -> None:
         """Nothing."""

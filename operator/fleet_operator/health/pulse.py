@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, Final
 
 import aiohttp
@@ -35,17 +36,24 @@ class Pulse:
         self._heard: dict[str, float] = {}
         self._answered_at: float | None = None
         self._loop_at: float | None = None
-        self._pass_since: float | None = None
+        self._passes: dict[int, float] = {}
+        self._numbers = count(1)
         self._working = False
 
     # -- the work loop ----------------------------------------------------------------------------------------------
     def turned(self) -> None:
-        """The work loop turned, or finished a pass."""
-        self._working, self._loop_at, self._pass_since = True, self._clock(), None
+        """The work loop turned."""
+        self._working, self._loop_at = True, self._clock()
 
-    def began(self) -> None:
-        """A pass over one fleet begins."""
-        self._working, self._pass_since = True, self._clock()
+    def began(self) -> int:
+        """A pass over one fleet begins, perhaps beside others; give what this returns to `ended`."""
+        number = next(self._numbers)
+        self._working, self._passes[number] = True, self._clock()
+        return number
+
+    def ended(self, number: int) -> None:
+        """That pass is over."""
+        self._passes.pop(number, None)
 
     # -- watches ----------------------------------------------------------------------------------------------------
     def opened(self, kind: str, content: Any) -> None:
@@ -79,7 +87,8 @@ class Pulse:
     def vitals(self) -> Vitals:
         """All that is known now."""
         self._listen()
-        return Vitals(self._working, self._loop_at, self._pass_since, dict(self._heard), self._answered_at)
+        oldest = min(self._passes.values(), default=None)
+        return Vitals(self._working, self._loop_at, oldest, dict(self._heard), self._answered_at)
 
     def ailments(self) -> tuple[str, ...]:
         """What is wrong now; empty: nothing."""

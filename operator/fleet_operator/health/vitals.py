@@ -27,7 +27,7 @@ class Vitals:
     loop_at: float | None = None
     """When the loop last turned; None before its first turn."""
     pass_since: float | None = None
-    """When the pass that runs now began; None between passes."""
+    """When the oldest pass that runs now began; None between passes."""
     heard: Mapping[str, float] = field(default_factory=dict)
     """By kind: when its watch last carried anything."""
     answered_at: float | None = None
@@ -39,7 +39,7 @@ def ailments(seen: Vitals, now: float, bounds: Bounds) -> tuple[str, ...]:
     found = []
     if seen.working and seen.pass_since is not None and now - seen.pass_since > bounds.pass_s:
         found.append(f"one pass over a fleet has taken {now - seen.pass_since:.0f} s")
-    elif seen.working and seen.loop_at is not None and now - seen.loop_at > bounds.loop_s and seen.pass_since is None:
+    if seen.working and seen.loop_at is not None and now - seen.loop_at > bounds.loop_s:
         found.append(f"the work loop has not turned for {now - seen.loop_at:.0f} s")
     for kind in silent(seen, now, bounds):
         if seen.answered_at is not None and seen.answered_at - seen.heard[kind] > bounds.watch_s:

@@ -26,8 +26,8 @@ NOW = 10_000.0
         (Vitals(working=True, loop_at=NOW - 119), ""),
         (Vitals(working=True, loop_at=NOW - 121), "the work loop has not turned for 121 s"),
         # a long pass is not a loop that hangs, until it is too long
-        (Vitals(working=True, loop_at=NOW - 200, pass_since=NOW - 200), ""),
-        (Vitals(working=True, loop_at=NOW - 301, pass_since=NOW - 301), "one pass over a fleet has taken 301 s"),
+        (Vitals(working=True, loop_at=NOW, pass_since=NOW - 200), ""),
+        (Vitals(working=True, loop_at=NOW, pass_since=NOW - 301), "one pass over a fleet has taken 301 s"),
         (Vitals(heard={"pods": NOW - 149}, answered_at=NOW), ""),
         (Vitals(heard={"pods": NOW - 151}, answered_at=NOW), "the watch of pods has been silent for 151 s"),
         (Vitals(heard={"pods": NOW - 151, "services": NOW}, answered_at=NOW), "the watch of pods"),
@@ -127,9 +127,19 @@ def test_the_loop_is_watched_from_its_first_turn():
     pulse.turned()
     clock.now += 121
     assert pulse.ailments() != ()
-    pulse.began()
-    assert pulse.ailments() == ()
-    clock.now += 301
-    assert pulse.ailments() != ()
     pulse.turned()
+    assert pulse.ailments() == ()
+
+
+def test_one_pass_that_hangs_is_not_hidden_by_those_beside_it():
+    clock = Clock()
+    pulse = Pulse(clock=clock)
+    pulse.turned()
+    hangs = pulse.began()
+    for _ in range(31):
+        clock.now += 10
+        pulse.turned()
+        pulse.ended(pulse.began())
+    assert "one pass over a fleet has taken 310 s" in pulse.ailments()[0]
+    pulse.ended(hangs)
     assert pulse.ailments() == ()
