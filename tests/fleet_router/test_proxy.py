@@ -19,7 +19,7 @@ def test_a_long_prompt_takes_two_legs_and_unknown_fields_pass_through():
         assert (status, b"hello" in body) == (200, True)
         first, second = rig.prefill[0].seen[0], rig.decode[0].seen[0]
         assert (first["max_tokens"], first["stream"], first["top_secret"]) == (1, False, 1)
-        assert first["kv_transfer_params"] == {"do_remote_decode": True, "do_remote_prefill": False}
+        assert first["kv_transfer_params"] == {"do_remote_decode": True, "do_remote_prefill": False, "max_tokens": 7}
         assert (second["max_tokens"], second["kv_transfer_params"]["lease_id"]) == (7, "lease-1")
         assert rig.prefill[0].released == []  # the decode worker took it
 
@@ -84,6 +84,28 @@ def test_two_failed_prefills_and_two_failed_decodes_are_the_most_that_is_tried()
         assert [sum(len(w.seen) for w in role) for role in (rig.prefill, rig.decode)] == [2, 2]
 
     run(go, prefill=3, decode=3)
+
+
+def test_nulls_are_absent_and_a_list_of_one_prompt_is_that_prompt():
+    async def go(rig: Rig) -> None:
+        nulls = dict.fromkeys(["stream", "max_tokens", "min_tokens", "stream_options"])
+        for prompt in ("one", ["one"], [[1, 2, 3]]):
+            assert (await rig.post(ask(prompt=prompt, **nulls)))[0] == 200
+        assert [body["prompt"] for body in rig.decode[0].seen] == ["one", "one", [1, 2, 3]]
+
+    run(go)
+
+
+def test_what_decode_would_refuse_is_told_to_prefill():
+    async def go(rig: Rig) -> None:
+        await rig.post(ask(max_tokens=9, min_tokens=3, max_completion_tokens=None, stream=True, stream_options={}))
+        told = rig.prefill[0].seen[0]
+        assert told["kv_transfer_params"] == {
+            "do_remote_decode": True, "do_remote_prefill": False, "max_tokens": 9, "min_tokens": 3,
+        }  # fmt: skip
+        assert (told["max_tokens"], told["stream"], "min_tokens" in told) == (1, False, False)
+
+    run(go)
 
 
 def test_without_another_prefill_worker_the_decode_worker_prefills():
@@ -265,7 +287,22 @@ def test_a_reload_changes_new_requests_only():
         (b'{"model":"m"}', 400, "prompt is required"),
         (b'{"model":"x","prompt":"a"}', 404, "The model `x` does not exist."),
         (b'{"model":7,"prompt":"a"}', 400, "model: Expected `str`, got `int`"),
-        (b'{"model":"m","prompt":{}}', 400, "prompt: Expected `array`"),
+        (b'{"model":"m","prompt":null}', 400, "prompt is required"),
+        (b'{"prompt":"a"}', 400, "model is required"),
+        (b'{"model":null,"prompt":"a"}', 400, "model is required"),
+        (b'{"model":"m","prompt":{}}', 400, "prompt must be text or a list of token ids"),
+        (b'{"model":"m","prompt":7}', 400, "prompt must be text or a list of token ids"),
+        (b'{"model":"m","prompt":[1,"a"]}', 400, "prompt must be text or a list of token ids"),
+        (b'{"model":"m","prompt":[["a"]]}', 400, "prompt must be text or a list of token ids"),
+        (b'{"model":"m","prompt":[[[1]]]}', 400, "prompt must be text or a list of token ids"),
+        (b'{"model":"m","prompt":[[]]}', 400, "prompt is empty"),
+        (b'{"model":"m","prompt":[1.5]}', 400, "prompt must be text or a list of token ids"),
+        (b'{"model":"m","prompt":[-1]}', 400, "prompt must be text or a list of token ids"),
+        (b'{"model":"m","prompt":["a","b"]}', 400, "prompt holds 2 prompts; one per request is served"),
+        (b'{"model":"m","prompt":"a","min_tokens":9,"max_tokens":8}', 400, "min_tokens is 9; allowed are 0 to max_tokens"),
+        (b'{"model":"m","prompt":"a","min_tokens":-1}', 400, "min_tokens is -1"),
+        (b'{"model":"m","prompt":"a","stream_options":{}}', 400, "stream_options is only allowed when stream is true"),
+        (b'{"model":"m","prompt":"a","stream":true,"stream_options":7}', 400, "stream_options: Expected `object`, got `int`"),
         (b'{"model":"m","prompt":[]}', 400, "prompt is empty"),
         (b'{"model":"m","prompt":"a","max_tokens":0}', 400, "max_tokens is 0; allowed are 1 to 4096"),
         (b'{"model":"m","prompt":"a","stream":"yes"}', 400, "stream: Expected `bool`, got `str`"),
