@@ -8,6 +8,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeGuard
 
 import httpx
@@ -15,9 +16,10 @@ import httpx
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_operator.cluster.interface import Object
 from fleet_operator.names import ROLE, TIER
-from fleet_operator.telemetry.aggregate import Reading, WorkerReading, tier_telemetry
+from fleet_operator.telemetry.aggregate import Reading, WorkerReading, decode_counts, tier_telemetry
+from fleet_operator.telemetry.meter import KvMeter
 from fleet_operator.telemetry.parse import parse_text
-from fleet_planner.types import ROLES, TierTelemetry
+from fleet_planner.types import ROLES, KvProof, TierTelemetry
 from fleet_worker.config import Ports
 
 TIMEOUT_S = 2.0
@@ -42,6 +44,8 @@ class ScrapeTelemetry:
         self._gate = asyncio.Semaphore(CONCURRENCY)
         self._history: dict[tuple[str, str], dict[str, deque[Reading]]] = {}
         """Routers' readings by fleet and URL."""
+        self._meters: dict[tuple[str, str], dict[str, KvMeter]] = {}
+        """By fleet and tier."""
 
     async def collect(self, fleet: InferenceFleet, pods: list[Object], routers: list[str]) -> dict[str, TierTelemetry]:
         """Telemetry per tier."""
@@ -51,7 +55,12 @@ class ScrapeTelemetry:
         latest = [item for item in found[len(workers) :] if not isinstance(item, WorkerReading)]
         now = self._now()
         earlier = self._remember((fleet.metadata.namespace, fleet.metadata.name), dict(zip(routers, latest, strict=True)), now)
-        return {tier.name: tier_telemetry(tier.name, readings, latest, earlier, now) for tier in fleet.spec.tiers}
+        found_of = {tier.name: tier_telemetry(tier.name, readings, latest, earlier, now) for tier in fleet.spec.tiers}
+        return {name: replace(found, kv=self._metered(fleet, name, readings, now)) for name, found in found_of.items()}
+
+    def _metered(self, fleet: InferenceFleet, tier: str, readings: list[WorkerReading], now: float) -> KvProof | None:
+        meters = self._meters.setdefault((fleet.metadata.namespace, fleet.metadata.name), {})
+        return meters.setdefault(tier, KvMeter()).read(decode_counts(tier, readings), now)
 
     def _remember(self, fleet: tuple[str, str], latest: dict[str, Reading | None], now: float) -> list[Reading | None]:
         """Keep the readings of a fleet's routers, forget other routers of it and fleets that are gone. Answers the oldest
@@ -66,6 +75,7 @@ class ScrapeTelemetry:
         for other, histories in list(self._history.items()):
             if all(not history or history[-1].read_at < now - FORGET_S for history in histories.values()):
                 del self._history[other]
+                self._meters.pop(other, None)
         return [history[0] if history else None for history in kept.values()]
 
     async def _worker(self, pod: Object) -> WorkerReading:
@@ -73,7 +83,9 @@ class ScrapeTelemetry:
         base = f"http://{f'[{address}]' if ':' in address else address}:{AGENT_PORT}"
         reading, state = await asyncio.gather(self._read(f"{base}/metrics"), self._state(f"{base}/state"))
         transport = state.get("transport")
-        return WorkerReading(labels.get(TIER, ""), labels[ROLE], reading, transport if _is_word(transport) else None)
+        return WorkerReading(
+            labels.get(TIER, ""), labels[ROLE], reading, transport if _is_word(transport) else None, pod["metadata"]["name"]
+        )
 
     async def _read(self, url: str) -> Reading | None:
         answer = await self._get(url)
