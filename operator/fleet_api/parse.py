@@ -32,4 +32,6 @@ def _accepted(manifest: Mapping[str, Any], kind: str) -> dict[str, Any]:
     if errors := validate({**manifest, "kind": kind}):
         raise ManifestError(errors)
     accepted: dict[str, Any] = normalised(manifest)
+    if not accepted["metadata"].get("namespace", "default"):
+        del accepted["metadata"]["namespace"]  # as kubectl: an empty one is none
     return accepted
