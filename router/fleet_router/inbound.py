@@ -84,6 +84,8 @@ class Inbound:
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
+            # The parser took the request for whole, without its body.
+            self.current = self.requests.pop() if self.requests else None
             self._fail(RequestError(400, "protocol upgrades are not supported"))
         except httptools.HttpParserCallbackError as error:
             cause = error.__context__

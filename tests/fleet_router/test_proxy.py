@@ -348,6 +348,16 @@ SIMPLE = b"GET /health HTTP/1.1\r\nhost: h\r\n\r\n"
         pytest.param(b"POST /v1/completions HTTP/1.1\r\nhost: h\r\ncontent-length: 200000000\r\n\r\n", 413, id="h3-lying-length"),
         pytest.param(b"GET /v1/completions HTTP/1.1\r\nhost: h\r\n\r\n", 405, id="method"),
         pytest.param(b"GET //v1/models HTTP/1.1\r\nhost: h\r\n\r\n", 404, id="double-slash"),
+        pytest.param(b"CONNECT h:1 HTTP/1.1\r\nhost: h\r\n\r\n", 400, id="connect"),
+        pytest.param(
+            b"GET /health HTTP/1.1\r\nhost: h\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n", 400, id="upgrade"
+        ),
+        pytest.param(
+            b"POST /v1/completions HTTP/1.1\r\nhost: h\r\nconnection: upgrade\r\nupgrade: h2c\r\ncontent-length: 26\r\n\r\n"
+            b'{"model":"m","prompt":"a"}',
+            400,
+            id="upgrade-with-a-body",
+        ),
         pytest.param(b"\x16\x03\x01\x00\xa5\x01\x00", 400, id="tls-hello"),
         pytest.param(SIMPLE, 200, id="a-good-one"),
     ],
