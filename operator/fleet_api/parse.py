@@ -56,4 +56,6 @@ def _accepted(manifest: Mapping[str, Any], kind: str) -> dict[str, Any]:
     accepted: dict[str, Any] = normalised(wish)
     if "status" in manifest:
         accepted["status"] = known_status({**manifest, "kind": kind})
+    if not accepted["metadata"].get("namespace", "default"):
+        del accepted["metadata"]["namespace"]  # as kubectl: an empty one is none
     return accepted

@@ -219,4 +219,4 @@ def _type_name(value: Any) -> str:
         return "boolean"
     if isinstance(value, int | float):
         return "integer" if isinstance(value, int) else "number"
-    return next(name for name, kind in _PYTHON_TYPES.items() if isinstance(value, kind))
+    return next((name for name, kind in _PYTHON_TYPES.items() if isinstance(value, kind)), type(value).__name__)

@@ -10,9 +10,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fleet_api.crd import fleet_schema, pool_schema
+from fleet_api.metadata import metadata_findings, wrong_types
 from fleet_api.rule import Rule
 from fleet_api.rules import FLEET_RULES, POOL_RULES
-from fleet_api.structure import Finding, findings, name_findings, normalised, unknown_fields
+from fleet_api.structure import Finding, findings, normalised, unknown_fields
 
 STRICT = "strict decoding error: "
 NOT_CHECKED = (
@@ -33,10 +34,9 @@ def validate(manifest: Mapping[str, Any]) -> list[str]:
         return [STRICT + ", ".join(f'unknown field "{name}"' for name in unknown)]
     raw = normalised(manifest)
     metadata = raw.get("metadata", {})
-    if not isinstance(metadata, Mapping) or not isinstance(metadata.get("name", ""), str):
-        # The API server cannot even decode this; its words are those of Go's JSON decoder and help nobody.
-        return ["metadata.name: Invalid value: metadata must be an object with a name that is text"]
-    found = list(name_findings(metadata.get("name")))
+    if wrong := wrong_types(metadata):
+        return wrong
+    found = list(metadata_findings(metadata))
     found += findings({**raw, "metadata": {"name": metadata["name"]} if metadata.get("name") else {}}, schema)
     if any(finding.blocks for finding in found):
         found.append(Finding("<nil>", NOT_CHECKED))

@@ -6,6 +6,7 @@ EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_KILLED = 130
+EXIT_UNREAD = 141
 
 
 class CliError(Exception):

@@ -3,30 +3,50 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from fleet_cli.errors import EXIT_KILLED, EXIT_OK, CliError
+from fleet_cli.errors import EXIT_KILLED, EXIT_OK, EXIT_UNREAD, CliError
 from fleet_cli.rollout.command import add_rollout
+from fleet_cli.streams import complain, emit, open_streams, silence
 
 DEFAULT_PORT = 8080
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. Exit code 0 when it did what was asked, 2 when the input is wrong, 1 for any other failure."""
-    options = _parser().parse_args(arguments)
+    """Run one command. Exit code 0 when it did what was asked, 2 when the input is wrong, 1 for any other failure, and as for
+    programs that a signal ended: 130 when it was interrupted, 141 when nobody read its output."""
+    open_streams()
     try:
-        code: int = options.run(options)
-        return code
+        code = _run(arguments)
+        emit("")  # what argparse wrote
+    except BrokenPipeError:
+        code = EXIT_UNREAD
     except CliError as error:
-        sys.stdout.flush()
-        print(f"fleet: {error}", file=sys.stderr)
-        return error.exit_code
+        complain(f"fleet: {error}")
+        code = error.exit_code
     except KeyboardInterrupt:
-        print("fleet: interrupted", file=sys.stderr)
-        return EXIT_KILLED
+        complain("fleet: interrupted")
+        code = EXIT_KILLED
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        return code
+    silence(sys.stdout)
+    return code
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    try:
+        options = _parser().parse_args(arguments)
+    except SystemExit as ended:  # --help, --version, or an option that cannot be used
+        if ended.code:
+            raise
+        return EXIT_OK
+    code: int = options.run(options)
+    return code
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -57,7 +77,7 @@ def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     up.add_argument(
         "--port", type=_port, default=DEFAULT_PORT, help=f"port of the endpoint on 127.0.0.1 (default {DEFAULT_PORT})"
     )
-    up.add_argument("--state", type=Path, metavar="DIR", help="keep logs and volumes here (default: a folder that is removed)")
+    up.add_argument("--state", type=_folder, metavar="DIR", help="keep logs and volumes here (default: a folder that is removed)")
     up.add_argument(
         "--pvc", action="append", default=[], type=_claim, metavar="CLAIM=DIR", help="folder that stands in for a pvc:// claim"
     )
@@ -67,9 +87,8 @@ def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 def _up(options: argparse.Namespace) -> int:
     from fleet_cli.up.command import UpOptions, up
 
-    state = options.state.expanduser().absolute() if options.state else None
     claims = dict(options.pvc)
-    return up(UpOptions(file=options.file, once=options.once, port=options.port, state=state, claims=claims))
+    return up(UpOptions(file=options.file, once=options.once, port=options.port, state=options.state, claims=claims))
 
 
 def _validate(options: argparse.Namespace) -> int:
@@ -77,22 +96,27 @@ def _validate(options: argparse.Namespace) -> int:
 
     for file in options.files:
         manifest = read_manifest(file)
-        print(f"{file}: inferencefleet.inferencefleet.io/{manifest['metadata']['name']} is valid")
+        emit(f"{file}: inferencefleet.inferencefleet.io/{manifest['metadata']['name']} is valid\n")
     return EXIT_OK
 
 
 def _crds(_options: argparse.Namespace) -> int:
     from fleet_api.crd import files
 
-    print("---\n".join(files().values()), end="")
+    emit("---\n".join(files().values()))
     return EXIT_OK
 
 
 def _port(text: str) -> int:
-    port = int(text)
-    if not 1 <= port <= 65_535:
-        raise argparse.ArgumentTypeError(f"{port} is not a port: 1 to 65535")
-    return port
+    if not (text.isascii() and text.isdigit() and len(text) <= 5 and 1 <= int(text) <= 65_535):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port: 1 to 65535")
+    return int(text)
+
+
+def _folder(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("'' is not a folder")
+    return Path(text).expanduser().absolute()
 
 
 def _claim(text: str) -> tuple[str, Path]:

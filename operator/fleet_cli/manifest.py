@@ -3,31 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from fleet_cli.errors import InputError
+from fleet_cli.kubeyaml import KubeLoader
 
 MAX_MANIFEST_BYTES = 1024 * 1024
 """The API server's own limit lies near: etcd refuses objects above 1.5 MiB."""
 MAX_NODES = 100_000
 """Values in a manifest once its aliases are unfolded. Anchors are useful; a few nested ones that unfold to millions are not."""
-
-
-class _UniqueKeys(yaml.SafeLoader):
-    """Refuses a key written twice, as kubectl does; plain YAML would silently keep the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
-                if key.value in seen:
-                    raise yaml.constructor.ConstructorError(None, None, f'key "{key.value}" already set in map', key.start_mark)
-                seen.add(key.value)
-        return super().construct_mapping(node, deep)
 
 
 def read_manifest(path: str) -> dict[str, Any]:
@@ -59,17 +46,17 @@ def check(manifest: dict[str, Any]) -> None:
 
 def _load(path: str) -> list[Any]:
     try:
-        text = sys.stdin.read(MAX_MANIFEST_BYTES + 1) if path == "-" else _read(Path(path))
+        text = _standard_input() if path == "-" else _read(Path(path))
     except (OSError, UnicodeDecodeError) as error:
         cause = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise InputError(f"cannot read {path}: {cause}") from error
     if len(text) > MAX_MANIFEST_BYTES:
         raise InputError(f"{path} is larger than {MAX_MANIFEST_BYTES} bytes")
     try:
-        for document in yaml.compose_all(text, Loader=yaml.SafeLoader):
+        for document in yaml.compose_all(text, Loader=KubeLoader):
             if _unfolded(document, {}) > MAX_NODES:
                 raise InputError(f"{path} holds more than {MAX_NODES} values when its YAML aliases are unfolded")
-        return [document for document in yaml.load_all(text, Loader=_UniqueKeys) if document is not None]
+        return [document for document in yaml.load_all(text, Loader=KubeLoader) if document is not None]
     except yaml.YAMLError as error:
         raise InputError(f"{path} is not valid YAML: {_one_line(error)}") from error
     except RecursionError:
@@ -90,6 +77,12 @@ def _unfolded(node: yaml.Node | None, known: dict[int, int]) -> int:
 def _read(path: Path) -> str:
     with path.open("rb") as file:
         return file.read(MAX_MANIFEST_BYTES + 1).decode()
+
+
+def _standard_input() -> str:
+    if sys.stdin is None:
+        raise InputError("cannot read -: standard input is closed")
+    return sys.stdin.read(MAX_MANIFEST_BYTES + 1)
 
 
 def _only_document(documents: list[Any], path: str) -> dict[str, Any]:

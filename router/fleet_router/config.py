@@ -23,6 +23,8 @@ class HttpBounds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     header_deadline_s: float = 10.0
     body_deadline_s: float = 30.0
     idle_s: float = 75.0
+    stalled_client_s: float = 60.0
+    """How long a client may take none of its answer while our buffers for it are full."""
     connections: int = 2_048
 
 

@@ -18,11 +18,15 @@ RETRY_AFTER_S: Final = 1
 class RequestError(Exception):
     """The request gets this status; `param` names the field."""
 
-    def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, *, code: str | None = None, param: str | None = None, headers: str = ""
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.code = code or _CODES.get(status, "error")
         self.param = param
+        self.headers = headers
+        """Header lines for the answer, each with its line break."""
 
 
 _CODES: Final = {

@@ -1,7 +1,7 @@
 """One request end to end: choose, prefill leg, decode leg, one retry before the first byte, cancellation.
 
 No task per request: the flow is a small state machine that legs and timers call. What is sent to the client goes through
-`client`, an object with `write(bytes)`, `finish()`, `refuse()` and `break_off()`.
+`client`, see `Client`.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from typing import Protocol
 
 from fleet_router.config import RouterConfig
 from fleet_router.errors import PHRASES, RequestError
+from fleet_router.legs import DecodeLeg, Ignored, PrefillLeg
 from fleet_router.metrics import Metrics, Served
 from fleet_router.policy.choose import Choice
 from fleet_router.request import BYTES_PER_TOKEN, Ask, decode_body, lease_of, prefill_body, reference_of
 from fleet_router.upstream import Upstream
 from fleet_router.workers import Worker, WorkerTable
 
-MAX_PREFILL_ANSWER_BYTES = 8 * 1024 * 1024
 OK = 200
-MAX_ERROR_BYTES = 64 * 1024
 HOP_HEADERS = {b"connection", b"keep-alive", b"proxy-connection", b"upgrade", b"server", b"date", b"x-request-id"}
 FRAMING = {b"content-length", b"transfer-encoding"}
 HEAD = b"POST %b HTTP/1.1\r\nhost: %b\r\ncontent-type: application/json\r\nx-request-id: %b\r\ncontent-length: %d\r\n\r\n"
 RELEASE_PATH = b"/kv/release"
 HEAD_END = b"\r\n\r\n"
+CLOSE = b"\r\nconnection: close"
 
 
 def status_line(status: int) -> bytes:
@@ -39,14 +39,24 @@ STATUS_LINES = {status: status_line(status) for status in PHRASES}
 class Client(Protocol):
     """The client's side of one request."""
 
-    request_id: str
-    leg_id: str
-    """Unlike any other request's, whatever the client calls it: what a worker knows this request by."""
+    @property
+    def request_id(self) -> str: ...
+
+    @property
+    def leg_id(self) -> str:
+        """Unlike any other request's, whatever the client calls it: what a worker knows this request by."""
+        ...
+
+    @property
+    def last_answer(self) -> bool:
+        """The answer's head must say that the connection closes after it."""
+        ...
 
     def write(self, data: bytes) -> None: ...
-    def finish(self) -> None: ...
+    def finish(self, *, last: bool) -> None: ...
     def refuse(self, error: RequestError) -> None: ...
     def break_off(self, message: str, *, stream: bool) -> None: ...
+    def abort(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -57,14 +67,16 @@ class Context:
     config: RouterConfig
     metrics: Metrics
     clock: Callable[[], float]
+    draining: bool = False
 
 
 class Flow:
     """State of one request."""
 
     __slots__ = (
-        "_ask", "_attempts", "_client", "_connection", "_context", "_excluded", "_first", "_handed_over", "_head_bytes", "_keys",
-        "_lease", "_leg_worker", "_path", "_served", "config", "deadline", "done", "last_byte_at", "started", "started_at",
+        "_ask", "_client", "_connection", "_context", "_decode_failures", "_excluded", "_first", "_handed_over", "_head_bytes",
+        "_keys", "_last", "_lease", "_leg_worker", "_local", "_path", "_paused", "_prefill_failures", "_served", "config",
+        "deadline", "done", "last_byte_at", "started", "started_at",
     )  # fmt: skip
 
     def __init__(self, context: Context, client: Client, path: bytes, ask: Ask) -> None:
@@ -74,7 +86,12 @@ class Flow:
         self._ask = ask
         self.config = context.config  # a reload does not change a running request
         self._excluded: frozenset[str] = frozenset()
-        self._attempts = 0
+        self._prefill_failures = self._decode_failures = 0
+        self._local = False
+        """The KV is not to come from a prefill worker any more."""
+        self._last = False
+        """The answer's head says that the connection closes after it."""
+        self._paused = False
         self._connection: Upstream | None = None
         self._leg_worker: Worker | None = None
         self._lease: tuple[Worker, str] | None = None
@@ -93,7 +110,7 @@ class Flow:
         self.deadline = self.started_at + self.config.first_token_deadline_s
 
     # -- legs -------------------------------------------------------------------------------------------------------
-    def begin(self, *, local_only: bool = False) -> None:
+    def begin(self) -> None:
         """Choose and send the first leg."""
         context = self._context
         found, keys = context.table.choose(self._ask.prompt, self.config, context.clock(), self._excluded)
@@ -105,7 +122,7 @@ class Flow:
         self._handed_over = ""
         self._served = context.metrics.of(decode.endpoint.tier, decode.endpoint.revision)
         self._served.requests += 1
-        if found.prefill is None or local_only:
+        if found.prefill is None or self._local:
             context.metrics.local_prefills += 1
             self._send_decode(decode, None)
             return
@@ -168,22 +185,26 @@ class Flow:
         self._send_decode(decode, reference)
 
     def leg_failed(self, worker: Worker, why: str) -> None:
-        """A leg broke before the first byte to the client: once more, elsewhere; else 502."""
+        """A leg broke before the first byte to the client: once more, elsewhere. Prefill that failed twice is done by the decode
+        worker; decode that failed twice is 502."""
         self._blame(worker)
         self._release_lease()
         if self.started:
             self._break(why)
             return
-        self._attempts += 1
-        role = worker.endpoint.role
-        if self._attempts > 1:
+        others = any(w.role == worker.role and uid != worker.uid for uid, w in self._context.table.workers.items())
+        if worker.role == "prefill":
+            self._prefill_failures += 1
+            self._local = not others or self._prefill_failures > 1
+        else:
+            self._decode_failures += 1
+        if self._decode_failures > 1:
             self._refuse(RequestError(502, f"two workers failed; the last one was {worker.endpoint.name}: {why}"))
             return
         self._context.metrics.retries += 1
-        others = any(w.endpoint.role == role and uid != worker.endpoint.uid for uid, w in self._context.table.workers.items())
-        if others or role == "decode":
-            self._excluded = self._excluded | {worker.endpoint.uid}
-        self.begin(local_only=role == "prefill" and not others)
+        if others or worker.role == "decode":
+            self._excluded = self._excluded | {worker.uid}
+        self.begin()
 
     def _blame(self, worker: Worker) -> None:
         """It failed: others are preferred for a while, and its revision's errors count."""
@@ -195,12 +216,12 @@ class Flow:
         self.end_leg()
         self._release_lease()
         self._context.metrics.of(worker.endpoint.tier, worker.endpoint.revision).errors += 1
-        self._attempts += 1
-        if self._attempts > 1 or self.started:
+        if self._local:
             self._refuse(RequestError(503, "the KV transfer failed twice", code="kv_transfer"))
             return
+        self._local = True
         self._context.metrics.retries += 1
-        self.begin(local_only=True)
+        self.begin()
 
     # -- to the client ----------------------------------------------------------------------------------------------
     def head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
@@ -209,9 +230,12 @@ class Flow:
         self.started = True
         self.last_byte_at = now
         self._context.metrics.requests[status] += 1
-        self._lease = None  # decode accepted it
-        if status == OK and self._handed_over:
-            self._context.metrics.handed_over[self._handed_over] += 1
+        if status == OK:
+            self._lease = None  # the decode worker has taken it
+            if self._handed_over:
+                self._context.metrics.handed_over[self._handed_over] += 1
+        else:
+            self._release_lease()
         if status == OK and self._leg_worker is not None and self._leg_worker.endpoint.uid in self._context.table.workers:
             self._context.table.index.add(self._keys, self._leg_worker.endpoint.uid)  # now it holds the prompt's KV
         self.deadline = now + self.config.inter_token_deadline_s
@@ -219,6 +243,9 @@ class Flow:
         for name, value in headers:
             if name.lower() not in HOP_HEADERS:
                 lines += (b"\r\n", name, b": ", value)
+        if self._client.last_answer:
+            self._last = True
+            lines.append(CLOSE)
         lines.append(HEAD_END)
         self._head_bytes = b"".join(lines)
 
@@ -249,7 +276,7 @@ class Flow:
         self.send_head()  # an answer without a body
         self.end_leg()
         self.done = True
-        self._client.finish()
+        self._client.finish(last=self._last)
 
     def _refuse(self, error: RequestError) -> None:
         self.end_leg()
@@ -285,16 +312,24 @@ class Flow:
         self._release_lease()
 
     def expire(self) -> None:
-        """The deadline for the next byte has passed."""
-        worker = self._leg_worker
+        """The deadline for the next byte has passed: the worker's fault, unless the client takes nothing."""
+        if self._paused:
+            self.cancel()
+            self._client.abort()
+            return
+        if self._leg_worker is not None:
+            self._blame(self._leg_worker)
+        seconds = self.config.first_token_deadline_s
+        self.cut(RequestError(504, "no token within the deadline" if self.started else f"no token within {seconds} s"))
+
+    def cut(self, error: RequestError) -> None:
+        """End it now; the client is told why."""
         self._abandon_leg()
-        if worker is not None:
-            self._blame(worker)
         self._release_lease()
         if self.started:
-            self._break("no token within the deadline")
+            self._break(str(error))
         else:
-            self._refuse(RequestError(504, f"no token within {self.config.first_token_deadline_s} s"))
+            self._refuse(error)
 
     def _abandon_leg(self) -> None:
         """Close the leg's connection. A prefill leg may have ended already, with a lease that we shall never read of."""
@@ -305,12 +340,16 @@ class Flow:
             self._give_back(worker, b'{"request_id":"' + self._client.leg_id.encode() + b'"}')
 
     def pause(self) -> None:
-        """The client is slower than the worker."""
+        """The client is slower than the worker: nothing is read from it, so that its silence means nothing."""
+        self._paused = True
+        self.deadline = self._context.clock() + self.config.bounds.stalled_client_s
         if self._connection is not None:
             self._connection.pause()
 
     def resume(self) -> None:
         """The client caught up."""
+        self._paused = False
+        self.deadline = self._context.clock() + self.config.inter_token_deadline_s
         if self._connection is not None:
             self._connection.resume()
 
@@ -324,100 +363,3 @@ class Flow:
     def _give_back(self, worker: Worker, body: bytes) -> None:
         payload = self._head(worker, RELEASE_PATH, len(body)) + body
         worker.pool.take(lambda connection, _: connection.send(Ignored(), payload) if connection is not None else None)
-
-
-class Ignored:
-    """An answer that nobody waits for."""
-
-    def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None: ...
-    def on_head_alone(self) -> None: ...
-    def on_raw(self, data: bytes) -> None: ...
-    def on_body(self, data: bytes) -> None: ...
-    def on_end(self) -> None: ...
-    def on_lost(self, reason: str) -> None: ...
-
-
-class PrefillLeg:
-    """Collects the prefill answer."""
-
-    __slots__ = ("_answer", "_decode", "_flow", "_headers", "_status", "_worker", "body")
-
-    def __init__(self, flow: Flow, worker: Worker, decode: Worker) -> None:
-        self._flow, self._worker, self._decode = flow, worker, decode
-        self._status, self._headers, self._answer = 0, list[tuple[bytes, bytes]](), bytearray()
-        self.body = b""
-        """What is sent, for a second time on a fresh connection."""
-
-    def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        self._status, self._headers = status, headers
-
-    def on_head_alone(self) -> None:
-        """The client sees nothing of it."""
-
-    def on_raw(self, data: bytes) -> None:
-        """The framing does not matter here."""
-
-    def on_body(self, data: bytes) -> None:
-        if len(self._answer) < MAX_PREFILL_ANSWER_BYTES:
-            self._answer += data
-
-    def on_end(self) -> None:
-        if self._status == 200:
-            self._flow.prefilled(self._worker, self._decode, bytes(self._answer))
-        elif 400 <= self._status < 500:
-            self._flow.refuse_with(self._status, self._headers, bytes(self._answer))
-        else:
-            self._flow.end_leg()
-            self._flow.leg_failed(self._worker, f"prefill answered {self._status}")
-
-    def on_lost(self, reason: str) -> None:
-        if not self._flow.resend(self._worker, self):
-            self._flow.end_leg()
-            self._flow.leg_failed(self._worker, reason)
-
-
-class DecodeLeg:
-    """Hands the decode answer on; a 5xx before the first byte is kept back and retried."""
-
-    __slots__ = ("_answer", "_flow", "_held", "_worker", "body")
-
-    def __init__(self, flow: Flow, worker: Worker) -> None:
-        self._flow, self._worker = flow, worker
-        self._held = 0
-        self._answer = bytearray()
-        self.body = b""
-        """What is sent, for a second time on a fresh connection."""
-
-    def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        if status >= 500:
-            self._held = status
-            return
-        self._worker.succeeded()
-        self._flow.head(status, headers)
-
-    def on_head_alone(self) -> None:
-        if not self._held:
-            self._flow.send_head()
-
-    def on_raw(self, data: bytes) -> None:
-        if not self._held:
-            self._flow.raw(data)
-        elif len(self._answer) < MAX_ERROR_BYTES:
-            self._answer += data
-
-    def on_body(self, data: bytes) -> None:
-        """Nothing here depends on the framing."""
-
-    def on_end(self) -> None:
-        if not self._held:
-            self._flow.end()
-        elif b"KvTransferError" in self._answer:
-            self._flow.transfer_failed(self._worker)
-        else:
-            self._flow.end_leg()
-            self._flow.leg_failed(self._worker, f"decode answered {self._held}")
-
-    def on_lost(self, reason: str) -> None:
-        if not self._flow.resend(self._worker, self):
-            self._flow.end_leg()
-            self._flow.leg_failed(self._worker, reason)

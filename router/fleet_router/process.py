@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -24,6 +26,7 @@ from fleet_router.workers import WorkerTable
 
 SWEEP_S = 0.5
 DRAIN_S = 30.0
+DRAIN_STEP_S = 0.05
 BACKLOG = 1_024
 
 
@@ -45,7 +48,6 @@ class Router:
         self._context = Context(WorkerTable(), RouterConfig(fleet="", served_name=""), Metrics(), self._clock)
         self._connections: set[ClientConnection] = set()
         self._followed_at: float | None = None
-        self._draining = False
         self._last_problem = ""
 
     # -- documents --------------------------------------------------------------------------------------------------
@@ -89,7 +91,7 @@ class Router:
         return 200, b"text/plain", b"ok\n"
 
     def _not_ready(self) -> str:
-        if self._draining:
+        if self._context.draining:
             return "draining"
         if self._followed_at is None:
             return f"no endpoints yet: {self._last_problem}"
@@ -101,7 +103,7 @@ class Router:
         loop = asyncio.get_running_loop()
         try:
             server = await loop.create_server(
-                lambda: ClientConnection(self._context, self._connections, self.plain),
+                self.connection,
                 self._settings.host, self._settings.port, backlog=BACKLOG,
             )  # fmt: skip
         except OSError as error:
@@ -117,13 +119,32 @@ class Router:
         stopping = asyncio.create_task(stop.wait())
         try:
             await asyncio.wait({stopping, *tasks}, return_when=asyncio.FIRST_COMPLETED)
-            server.close()
+            await self._close_listener(server)
             await self._drain()
         finally:
             for task in (stopping, *tasks):
                 task.cancel()
             ended = await asyncio.gather(stopping, *tasks, return_exceptions=True)
         return self._exit_code(ended)
+
+    async def _close_listener(self, server: asyncio.Server) -> None:
+        """Stop listening. Connections that the kernel has accepted for us already are served: closing the listener alone would
+        reset them."""
+        self._context.draining = True
+        loop = asyncio.get_running_loop()
+        listeners = [socket.socket(fileno=os.dup(listener.fileno())) for listener in server.sockets]
+        server.close()
+        for listener in listeners:
+            listener.setblocking(False)
+            with contextlib.suppress(OSError), listener:
+                while True:
+                    accepted, _ = listener.accept()
+                    accepted.setblocking(False)
+                    await loop.connect_accepted_socket(self.connection, accepted)
+
+    def connection(self) -> ClientConnection:
+        """A protocol for one more client."""
+        return ClientConnection(self._context, self._connections, self.plain)
 
     @staticmethod
     def _exit_code(ended: Sequence[object]) -> int:
@@ -140,13 +161,21 @@ class Router:
                 connection.sweep(now)
 
     async def _drain(self) -> None:
-        self._draining = True
-        end = self._clock() + DRAIN_S
-        while self._connections and self._clock() < end:
-            for connection in list(self._connections):
-                connection.close_when_idle()
-            await asyncio.sleep(0.05)
+        """Answer what came, then go; what is left when the time is over gets an error."""
+        since = self._clock()
+        while self._connections and self._clock() - since < DRAIN_S:
+            self.drain_step(since)
+            await asyncio.sleep(DRAIN_STEP_S)
         log(event="drained", left=len(self._connections))
+        for connection in list(self._connections):
+            connection.cut()
+        await asyncio.sleep(DRAIN_STEP_S)  # what was just written goes out
+
+    def drain_step(self, since: float) -> None:
+        """Close every connection that has nothing to answer."""
+        now = self._clock()
+        for connection in list(self._connections):
+            connection.drain(now, since)
 
 
 def log(**fields: object) -> None:

@@ -3,7 +3,8 @@ together without encoding a prompt again, and unknown fields pass through untouc
 
 from __future__ import annotations
 
-from typing import Final, TypeVar
+import re
+from typing import Annotated, Final, TypeVar
 
 import msgspec
 
@@ -14,18 +15,23 @@ STRIPPED: Final = frozenset({"kv_transfer_params", "cache_salt", "priority", "re
 """Fields that only we may set: a client that could would read other requests' KV or jump the queue."""
 
 LIMITS: Final = ("max_tokens", "max_completion_tokens")
-PREFILL_PARAMS: Final = b'{"do_remote_decode":true,"do_remote_prefill":false}'
+PREFILL_PARAMS: Final = b'{"do_remote_decode":true,"do_remote_prefill":false'
 BYTES_PER_TOKEN: Final = 3.0
 """Rough size of a token in prompt bytes; only thresholds use it, exact checks are the worker's."""
 SAFE_BYTES_PER_TOKEN: Final = 16.0
 """No tokenizer makes fewer tokens than this of plain text: above it a prompt is surely too long."""
+
+PROMPT_KINDS: Final = "prompt must be text or a list of token ids"
 
 V = TypeVar("V")
 _TOP: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _INT: Final = msgspec.json.Decoder(int)
 _BOOL: Final = msgspec.json.Decoder(bool)
 _STR: Final = msgspec.json.Decoder(str)
-_PROMPT: Final = msgspec.json.Decoder(list[int | str | list[int]])
+_LIST: Final = msgspec.json.Decoder(list[msgspec.Raw])
+_HOLDS_PROMPTS: Final = re.compile(rb"\[\s*[\"\[]")
+_IDS: Final = msgspec.json.Decoder(list[Annotated[int, msgspec.Meta(ge=0)]])
+_OBJECT: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _MESSAGES: Final = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
 _NULL: Final = msgspec.Raw(b"null")
 _PREFILLED: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -47,50 +53,89 @@ def parse_body(body: bytes, chat: bool, config: RouterConfig) -> Ask:
         fields = _TOP.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(400, f"the body is not a JSON object: {error}", code="invalid_json") from error
-    model = _typed(fields, "model", _STR, "")
+    model = _typed(fields, "model", _STR)
+    if model is None:
+        raise RequestError(400, "model is required", param="model")
     if model != config.served_name:
         raise RequestError(404, f"The model `{model}` does not exist.", code="model_not_found", param="model")
     name = "messages" if chat else "prompt"
-    if name not in fields:
+    if fields.get(name, _NULL) == _NULL:
         raise RequestError(400, f"{name} is required", param=name)
-    prompt = bytes(fields[name])
-    _check_prompt(prompt, fields[name], chat, name, config)
-    for limit in LIMITS:
-        asked = _typed(fields, limit, _INT, None) if limit in fields else None
-        if asked is not None and not 1 <= asked <= config.max_output_tokens:
-            raise RequestError(400, f"{limit} is {asked}; allowed are 1 to {config.max_output_tokens}", param=limit)
-    stream = _typed(fields, "stream", _BOOL, None) or False
+    found = _check_messages(fields[name], name) if chat else _check_prompt(fields[name], config)
+    original: bytes | None = body
+    if found is not fields[name]:
+        fields[name], original = found, None
+    prompt = bytes(found)
+    _check_limits(fields, config)
+    stream = _typed(fields, "stream", _BOOL) or False
+    if _typed(fields, "stream_options", _OBJECT) is not None and not stream:
+        raise RequestError(400, "stream_options is only allowed when stream is true", param="stream_options")
     if STRIPPED.isdisjoint(fields):
-        return Ask(fields, prompt, stream, body)
+        return Ask(fields, prompt, stream, original)
     for field in STRIPPED & fields.keys():
         del fields[field]
     return Ask(fields, prompt, stream, None)
 
 
-def _check_prompt(raw: bytes, value: msgspec.Raw, chat: bool, name: str, config: RouterConfig) -> None:
-    most = config.max_input_tokens
+def _check_limits(fields: dict[str, msgspec.Raw], config: RouterConfig) -> None:
+    """What a decode worker would refuse after the prompt was prefilled."""
+    given = []
+    for limit in LIMITS:
+        asked = _typed(fields, limit, _INT) if limit in fields else None
+        if asked is None:
+            continue
+        if not 1 <= asked <= config.max_output_tokens:
+            raise RequestError(400, f"{limit} is {asked}; allowed are 1 to {config.max_output_tokens}", param=limit)
+        given.append(asked)
+    least = _typed(fields, "min_tokens", _INT) if "min_tokens" in fields else None
+    if least is not None and not 0 <= least <= max(given, default=config.max_output_tokens):
+        raise RequestError(400, f"min_tokens is {least}; allowed are 0 to max_tokens", param="min_tokens")
+
+
+def _check_prompt(value: msgspec.Raw, config: RouterConfig, *, inner: bool = False) -> msgspec.Raw:
+    """The one prompt of a completion: text or token ids, also as the only item of a list."""
+    raw, most = bytes(value), config.max_input_tokens
     if raw.startswith(b'"'):  # a JSON string: the whole body was checked to be valid JSON
         if len(raw) > most * SAFE_BYTES_PER_TOKEN:
-            raise RequestError(400, f"{name} has {len(raw)} bytes: longer than {most} tokens whatever the tokenizer", param=name)
-        return
+            raise RequestError(
+                400, f"prompt has {len(raw)} bytes: longer than {most} tokens whatever the tokenizer", param="prompt"
+            )
+        return value
+    if not raw.startswith(b"["):
+        raise RequestError(400, PROMPT_KINDS, param="prompt")
+    if _HOLDS_PROMPTS.match(raw) and not inner:
+        prompts = _LIST.decode(value)
+        if len(prompts) > 1:
+            raise RequestError(400, f"prompt holds {len(prompts)} prompts; one per request is served", param="prompt")
+        return _check_prompt(prompts[0], config, inner=True)
     try:
-        found = (_MESSAGES if chat else _PROMPT).decode(value)
+        found = _IDS.decode(value)
+    except msgspec.DecodeError as error:
+        raise RequestError(400, PROMPT_KINDS, param="prompt") from error
+    if not found:
+        raise RequestError(400, "prompt is empty", param="prompt")
+    if len(found) > most:
+        raise RequestError(400, f"prompt has {len(found)} tokens; allowed are {most}", param="prompt")
+    return value
+
+
+def _check_messages(value: msgspec.Raw, name: str) -> msgspec.Raw:
+    try:
+        found = _MESSAGES.decode(value)
     except msgspec.DecodeError as error:
         raise RequestError(400, f"{name}: {error}", param=name) from error
     if not found:
         raise RequestError(400, f"{name} is empty", param=name)
-    if not chat and isinstance(found[0], int) and len(found) > most:
-        raise RequestError(400, f"prompt has {len(found)} tokens; allowed are {most}", param=name)
-    if chat:
-        for i, message in enumerate(found):
-            if not isinstance(message, dict) or "role" not in message:
-                raise RequestError(400, f"messages[{i}].role is required", param=name)
+    for i, message in enumerate(found):
+        if "role" not in message:
+            raise RequestError(400, f"messages[{i}].role is required", param=name)
+    return value
 
 
-def _typed(fields: dict[str, msgspec.Raw], name: str, decoder: msgspec.json.Decoder[V], default: V | None) -> V | None:
+def _typed(fields: dict[str, msgspec.Raw], name: str, decoder: msgspec.json.Decoder[V]) -> V | None:
     raw = fields.get(name)
     if raw is None or raw == _NULL:
-        return default
+        return None
     try:
         return decoder.decode(raw)
     except msgspec.DecodeError as error:
@@ -103,11 +148,16 @@ def join(fields: dict[str, msgspec.Raw] | dict[str, bytes]) -> bytes:
 
 
 def prefill_body(ask: Ask) -> bytes:
-    """The prefill leg: one token, not streamed, blocks kept for whoever decodes."""
+    """The prefill leg: one token, not streamed, blocks kept for whoever decodes. The decode leg's limits go along, so that the
+    prefill worker, which counts tokens, refuses what decode could not serve; engines that do not know them pass over them."""
     fields: dict[str, bytes] = {key: bytes(value) for key, value in ask.fields.items()}
     for name in ("stream", "stream_options", "min_tokens", "max_completion_tokens"):
         fields.pop(name, None)
-    fields |= {"max_tokens": b"1", "stream": b"false", "kv_transfer_params": PREFILL_PARAMS}
+    params = PREFILL_PARAMS
+    for name in ("max_tokens", "max_completion_tokens", "min_tokens"):
+        if (limit := ask.fields.get(name)) is not None and limit != _NULL:
+            params += b',"%b":%b' % (name.encode(), bytes(limit))
+    fields |= {"max_tokens": b"1", "stream": b"false", "kv_transfer_params": params + b"}"}
     return join(fields)
 
 

@@ -73,3 +73,58 @@ def test_the_whole_refusal_reads_as_the_servers(changes, message):
 @pytest.mark.parametrize("metadata", ["good", ["good"], {"name": 7}])
 def test_metadata_of_a_wrong_type_is_refused(metadata):
     assert validate({**manifest(()), "metadata": metadata})[0].startswith("metadata.name: Invalid value")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"namespace": 5}, "metadata.namespace: Invalid value: 5: must be text"),
+        ({"namespace": "Bad NS!"}, 'metadata.namespace: Invalid value: "Bad NS!": a lowercase RFC 1123 label must'),
+        ({"namespace": "../../x"}, 'metadata.namespace: Invalid value: "../../x": a lowercase RFC 1123 label must'),
+        ({"namespace": "a.b"}, 'metadata.namespace: Invalid value: "a.b": a lowercase RFC 1123 label must'),
+        ({"namespace": "a" * 64}, "must be no more than 63 characters"),
+        ({"namespace": "a\n"}, "metadata.namespace: Invalid value"),
+        ({"name": ["x"]}, "metadata.name: Invalid value: "),
+        ({"resourceVersion": 5}, "metadata.resourceVersion: Invalid value: 5: must be text"),
+        ({"generation": "1"}, "metadata.generation: Invalid value: must be a whole number"),
+        ({"generation": True}, "metadata.generation: Invalid value: must be a whole number"),
+        ({"deletionTimestamp": "yesterday"}, "metadata.deletionTimestamp: Invalid value: must be a time such as"),
+        ({"labels": "a"}, "metadata.labels: Invalid value: must be an object whose values are text"),
+        ({"labels": {"a": 5}}, "metadata.labels[a]: Invalid value: 5: must be text: write it in quotes"),
+        ({"labels": {"a": True}}, "metadata.labels[a]: Invalid value: true: must be text: write it in quotes"),
+        ({"labels": {"a": "b c"}}, 'metadata.labels: Invalid value: "b c": a valid label must'),
+        ({"labels": {"a b": "c"}}, 'metadata.labels: Invalid value: "a b": a qualified name is'),
+        ({"labels": {"/a": "c"}}, 'metadata.labels: Invalid value: "/a": a qualified name is'),
+        ({"annotations": {"a": ["x"]}}, 'metadata.annotations[a]: Invalid value: ["x"]: must be text'),
+        ({"annotations": {"a": "x" * 262_145}}, "metadata.annotations: Too long: may not be more than 262144 bytes"),
+        ({"finalizers": "a"}, "metadata.finalizers: Invalid value: must be a list of text"),
+        ({"ownerReferences": ["a"]}, "metadata.ownerReferences: Invalid value: must be a list of objects"),
+    ],
+    ids=str,
+)
+def test_bad_metadata_is_refused_with_the_fields_path(change, words):
+    spoiled = manifest(tuple((f"metadata.{key}", value) for key, value in change.items()))
+    found = validate(spoiled)
+    assert len(found) == 1, found
+    assert words in found[0]
+    with pytest.raises(ManifestError):
+        parse_fleet(spoiled)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"namespace": ""},
+        {"namespace": None},
+        {"labels": None, "annotations": {}},
+        {"labels": {"app.kubernetes.io/name": "a_B.c", "x": ""}, "annotations": {"Example.com/Note": "any\ntext"}},
+        {"uid": "u", "resourceVersion": "5", "generation": 3, "creationTimestamp": "2026-01-31T12:00:00Z"},
+        {"deletionTimestamp": "2026-01-31T12:00:00Z", "deletionGracePeriodSeconds": 0, "finalizers": ["a/b"]},
+        {"creationTimestamp": None, "managedFields": [{"manager": "kubectl"}], "ownerReferences": []},
+    ],
+    ids=str,
+)
+def test_good_metadata_and_what_a_server_adds_is_accepted(change):
+    kept = manifest(tuple((f"metadata.{key}", value) for key, value in change.items()))
+    assert validate(kept) == []
+    assert parse_fleet(kept).metadata.namespace == "default"

@@ -10,6 +10,7 @@ import yaml
 from fleet_cli.errors import InputError
 from fleet_cli.main import main
 from fleet_cli.manifest import MAX_MANIFEST_BYTES, read_manifest
+from fleet_cli.up.command import as_new
 
 GOOD = {
     "apiVersion": "inferencefleet.io/v1alpha1",
@@ -99,9 +100,54 @@ def test_crds_prints_what_kubectl_takes(capsys):
     assert names == ["inferencefleets.inferencefleet.io", "workerpools.inferencefleet.io"]
 
 
-@pytest.mark.parametrize("arguments", [["up", "--port", "0"], ["up", "--port", "x"], ["up", "--pvc", "claim"], [], ["down"]])
-def test_bad_options_end_with_2(arguments, capsys):
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["up", "--port", "0"], "'0' is not a port: 1 to 65535"),
+        (["up", "--port", "abc"], "'abc' is not a port: 1 to 65535"),
+        (["up", "--port", "\u0661"], "is not a port: 1 to 65535"),
+        (["up", "--port", "9" * 5000], "is not a port: 1 to 65535"),
+        (["up", "--state", ""], "--state: '' is not a folder"),
+        (["up", "--pvc", "claim"], "'claim' is not CLAIM=DIR"),
+        ([], "required"),
+        (["down"], "invalid choice"),
+    ],
+)
+def test_bad_options_end_with_2(arguments, words, capsys):
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2
-    assert "usage: fleet" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "usage: fleet" in said
+    assert words in said
+
+
+def test_what_a_server_wrote_into_a_manifest_creates_a_fleet_all_the_same():
+    exported = {
+        **GOOD,
+        "status": {"observedGeneration": 5},
+        "metadata": {
+            "name": "good", "namespace": "", "uid": "u", "resourceVersion": "5", "generation": 3, "labels": {"a": "b"},
+            "creationTimestamp": "2026-01-31T12:00:00Z", "deletionTimestamp": "2026-01-31T12:00:00Z", "finalizers": ["a/b"],
+            "ownerReferences": [{"uid": "x"}], "annotations": None,
+        },
+    }  # fmt: skip
+    assert as_new(exported) == {**GOOD, "metadata": {"name": "good", "namespace": "default", "labels": {"a": "b"}}}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("kind: 2024-01-01", 'no matches for kind "2024-01-01"'),
+        ("kind: 2024-13-45", 'no matches for kind "2024-13-45"'),
+        (f"kind: {'9' * 5000}", "no matches for kind"),
+        ("kind: 8:32", 'no matches for kind "8:32"'),
+        ("kind: [a]", "no matches for kind"),
+        ("kind: .inf", "line 1, column 7: unsupported value: .inf"),
+    ],
+)
+def test_odd_scalars_get_one_clear_line(written, text, words):
+    with pytest.raises(InputError) as refused:
+        read_manifest(written(text + "\n"))
+    assert words in str(refused.value)
+    assert "\n" not in str(refused.value)

@@ -15,9 +15,13 @@ from fleet_api.parse import parse_fleet
 from fleet_api.validate import validate
 from fleet_cli.errors import InputError, RunError
 from fleet_cli.up import bundled
+from fleet_cli.up.command import as_new
+from fleet_cli.up.local import LocalFleet
 from fleet_cli.up.preflight import check_engine, check_model, check_port
 from fleet_cli.up.state import state_folder
 from fleet_cli.up.stops import Stops, until
+from fleet_operator.cluster.interface import ConflictError
+from fleet_operator.cluster.memory import MemoryCluster
 
 
 def fleet(source: str):
@@ -167,3 +171,32 @@ def test_the_command_line_imports_nothing_heavy():
     code = f"import sys, fleet_cli.main, fleet_cli.up.command; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_a_store_that_refuses_the_fleet_is_an_error_of_the_command_and_leaves_nothing(tmp_path, monkeypatch):
+    async def refuse(self, *_, **__):
+        raise ConflictError("the object has been modified")
+
+    monkeypatch.setattr(MemoryCluster, "apply", refuse)
+
+    async def go():
+        manifest = as_new(bundled.bundled_manifest(Path("/m")))
+        local = LocalFleet(manifest=manifest, state_dir=tmp_path, port=1, claims={})
+        with pytest.raises(RunError, match="the fleet was refused: the object has been modified"):
+            async with local:
+                pass
+        assert all(task.done() for task in local._tasks)
+
+    asyncio.run(go())
+
+
+def test_a_log_that_cannot_be_written_names_its_path(tmp_path):
+    (tmp_path / "logs").write_text("a file where a folder belongs")
+
+    async def go():
+        local = LocalFleet(manifest=bundled.bundled_manifest(Path("/m")), state_dir=tmp_path, port=1, claims={})
+        with pytest.raises(RunError, match=f"{tmp_path}/logs.*File exists"):
+            async with local:
+                pass
+
+    asyncio.run(go())

@@ -4,106 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
 import pytest
 
-from fleet_router.config import HttpBounds, RouterConfig
-from fleet_router.follow.documents import Documents
-from fleet_router.process import Router, Settings
-from fleet_router.server import ClientConnection
-from fleet_wire.endpoints import Endpoint, Endpoints
-from tests.fleet_router.fake_worker import FakeWorker, answer, stream
-
-BOUNDS = HttpBounds(body_bytes=20_000)
-CONFIG = RouterConfig(fleet="f", served_name="m", min_uncached_tokens=64, bounds=BOUNDS)
-LONG = "x" * 2000
-
-
-class Rig:
-    """A router with fake workers, in this loop."""
-
-    def __init__(self, prefill: list[FakeWorker], decode: list[FakeWorker], config: RouterConfig) -> None:
-        self.prefill, self.decode = prefill, decode
-        self.router = Router(Settings("dir:/none", "127.0.0.1", 0))
-        self.context = self.router._context
-        self.connections: set[ClientConnection] = set()
-        self.apply(prefill, decode, config)
-
-    def apply(self, prefill: list[FakeWorker], decode: list[FakeWorker], config: RouterConfig = CONFIG) -> None:
-        rows = [("prefill", w) for w in prefill] + [("decode", w) for w in decode]
-        found = tuple(
-            Endpoint(
-                name=f"{role}-{w.port}", uid=f"u{w.port}", address="127.0.0.1", http_port=w.port, agent_port=1, role=role,
-                tier="t",                revision="r", compat="c",
-            )
-            for role, w in rows
-        )  # fmt: skip
-        self.router.apply(Documents(config, Endpoints(fleet="f", namespace="n", workers=found)))
-
-    async def start(self) -> None:
-        loop = asyncio.get_running_loop()
-        self.server = await loop.create_server(
-            lambda: ClientConnection(self.context, self.connections, self.router.plain), "127.0.0.1", 0
-        )
-        self.port = self.server.sockets[0].getsockname()[1]
-
-    async def raw(self, data: bytes, timeout_s: float = 5.0) -> bytes:
-        """Everything that the router answers until it closes or falls silent."""
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
-        writer.write(data)
-        out = b""
-        try:
-            async with asyncio.timeout(timeout_s):
-                while piece := await reader.read(65536):
-                    out += piece
-        except (TimeoutError, ConnectionError):
-            pass
-        writer.close()
-        return out
-
-    async def post(self, body: Any, path: str = "/v1/completions") -> tuple[int, bytes]:
-        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-        head = f"POST {path} HTTP/1.1\r\nhost: h\r\nconnection: close\r\ncontent-length: {len(raw)}\r\n\r\n".encode()
-        got = await self.raw(head + raw)
-        first, _, rest = got.partition(b"\r\n\r\n")
-        return int(first.split(b" ")[1]), rest
-
-    def idle(self) -> bool:
-        return all(worker.inflight == 0 for worker in self.context.table.workers.values())
-
-
-def run(test: Callable[[Rig], Awaitable[None]], prefill: int = 1, decode: int = 1, config: RouterConfig = CONFIG) -> None:
-    async def go() -> None:
-        workers = [await FakeWorker().start() for _ in range(prefill + decode)]
-        rig = Rig(workers[:prefill], workers[prefill:], config)
-        await rig.start()
-        try:
-            await test(rig)
-            await until(rig.idle)
-        finally:
-            rig.server.close()
-            for worker in rig.context.table.workers.values():
-                worker.pool.retire()
-            for fake in workers:
-                await fake.stop()
-            await asyncio.sleep(0.02)
-
-    asyncio.run(go())
-
-
-async def until(check: Callable[[], bool], deadline_s: float = 3.0) -> None:
-    end = time.monotonic() + deadline_s
-    while not check():
-        assert time.monotonic() < end, "not within the deadline"
-        await asyncio.sleep(0.005)
-
-
-def ask(**more: Any) -> dict[str, Any]:
-    return {"model": "m", "prompt": LONG, **more}
+from tests.fleet_router.fake_worker import answer, stream
+from tests.fleet_router.rig import BOUNDS, CONFIG, Rig, ask, run, until
 
 
 def test_a_long_prompt_takes_two_legs_and_unknown_fields_pass_through():
@@ -112,7 +19,7 @@ def test_a_long_prompt_takes_two_legs_and_unknown_fields_pass_through():
         assert (status, b"hello" in body) == (200, True)
         first, second = rig.prefill[0].seen[0], rig.decode[0].seen[0]
         assert (first["max_tokens"], first["stream"], first["top_secret"]) == (1, False, 1)
-        assert first["kv_transfer_params"] == {"do_remote_decode": True, "do_remote_prefill": False}
+        assert first["kv_transfer_params"] == {"do_remote_decode": True, "do_remote_prefill": False, "max_tokens": 7}
         assert (second["max_tokens"], second["kv_transfer_params"]["lease_id"]) == (7, "lease-1")
         assert rig.prefill[0].released == []  # the decode worker took it
 
@@ -153,14 +60,52 @@ def test_a_failing_prefill_worker_is_replaced_once(status: int):
 
         rig.prefill[0].behave = rig.prefill[1].behave = refuse
         found, _ = await rig.post(ask())
-        assert found == 502
+        assert found == 200  # the decode worker is healthy: it prefills
         assert sum(len(w.seen) for w in rig.prefill) == 2
+        assert "kv_transfer_params" not in rig.decode[0].seen[0]
         rig.prefill[1].behave = None
         for worker in rig.context.table.workers.values():
             worker.succeeded()
         assert (await rig.post(ask()))[0] == 200
 
     run(go, prefill=2)
+
+
+def test_two_failed_prefills_and_two_failed_decodes_are_the_most_that_is_tried():
+    async def go(rig: Rig) -> None:
+        async def refuse(_: Any, writer: asyncio.StreamWriter) -> bool:
+            answer(writer, 500, {})
+            return True
+
+        for worker in rig.prefill + rig.decode:
+            worker.behave = refuse
+        status, body = await rig.post(ask())
+        assert (status, b"two workers failed; the last one was decode-" in body) == (502, True)
+        assert [sum(len(w.seen) for w in role) for role in (rig.prefill, rig.decode)] == [2, 2]
+
+    run(go, prefill=3, decode=3)
+
+
+def test_nulls_are_absent_and_a_list_of_one_prompt_is_that_prompt():
+    async def go(rig: Rig) -> None:
+        nulls = dict.fromkeys(["stream", "max_tokens", "min_tokens", "stream_options"])
+        for prompt in ("one", ["one"], [[1, 2, 3]]):
+            assert (await rig.post(ask(prompt=prompt, **nulls)))[0] == 200
+        assert [body["prompt"] for body in rig.decode[0].seen] == ["one", "one", [1, 2, 3]]
+
+    run(go)
+
+
+def test_what_decode_would_refuse_is_told_to_prefill():
+    async def go(rig: Rig) -> None:
+        await rig.post(ask(max_tokens=9, min_tokens=3, max_completion_tokens=None, stream=True, stream_options={}))
+        told = rig.prefill[0].seen[0]
+        assert told["kv_transfer_params"] == {
+            "do_remote_decode": True, "do_remote_prefill": False, "max_tokens": 9, "min_tokens": 3,
+        }  # fmt: skip
+        assert (told["max_tokens"], told["stream"], "min_tokens" in told) == (1, False, False)
+
+    run(go)
 
 
 def test_without_another_prefill_worker_the_decode_worker_prefills():
@@ -232,6 +177,22 @@ def test_a_workers_refusal_reaches_the_client_as_it_is():
     run(go)
 
 
+@pytest.mark.parametrize("status", [400, 404, 413])
+def test_a_decode_workers_refusal_gives_the_prefilled_kv_back(status: int):
+    """Else each such request holds KV until its lease runs out, and other requests wait for room."""
+
+    async def go(rig: Rig) -> None:
+        async def refuse(_: Any, writer: asyncio.StreamWriter) -> bool:
+            answer(writer, status, {"error": {"message": "no"}})
+            return True
+
+        rig.decode[0].behave = refuse
+        assert (await rig.post(ask()))[0] == status
+        await until(lambda: rig.prefill[0].released == ["lease-1"])
+
+    run(go)
+
+
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
 def test_k8_a_client_that_leaves_ends_the_leg(leg: str):
     async def go(rig: Rig) -> None:
@@ -249,7 +210,12 @@ def test_k8_a_client_that_leaves_ends_the_leg(leg: str):
         writer.write(f"POST /v1/completions HTTP/1.1\r\nhost: h\r\ncontent-length: {len(raw)}\r\n\r\n".encode() + raw)
         await asyncio.wait_for(started.wait(), 3)
         writer.close()
-        await until(rig.idle)
+
+        def gone() -> bool:
+            rig.sweep()
+            return rig.idle()
+
+        await until(gone)
         expected = ["lease-1"] if leg == "decode" else rig.prefill[0].request_ids[:1]
         await until(lambda: rig.prefill[0].released == expected)
 
@@ -321,7 +287,22 @@ def test_a_reload_changes_new_requests_only():
         (b'{"model":"m"}', 400, "prompt is required"),
         (b'{"model":"x","prompt":"a"}', 404, "The model `x` does not exist."),
         (b'{"model":7,"prompt":"a"}', 400, "model: Expected `str`, got `int`"),
-        (b'{"model":"m","prompt":{}}', 400, "prompt: Expected `array`"),
+        (b'{"model":"m","prompt":null}', 400, "prompt is required"),
+        (b'{"prompt":"a"}', 400, "model is required"),
+        (b'{"model":null,"prompt":"a"}', 400, "model is required"),
+        (b'{"model":"m","prompt":{}}', 400, "prompt must be text or a list of token ids"),
+        (b'{"model":"m","prompt":7}', 400, "prompt must be text or a list of token ids"),
+        (b'{"model":"m","prompt":[1,"a"]}', 400, "prompt must be text or a list of token ids"),
+        (b'{"model":"m","prompt":[["a"]]}', 400, "prompt must be text or a list of token ids"),
+        (b'{"model":"m","prompt":[[[1]]]}', 400, "prompt must be text or a list of token ids"),
+        (b'{"model":"m","prompt":[[]]}', 400, "prompt is empty"),
+        (b'{"model":"m","prompt":[1.5]}', 400, "prompt must be text or a list of token ids"),
+        (b'{"model":"m","prompt":[-1]}', 400, "prompt must be text or a list of token ids"),
+        (b'{"model":"m","prompt":["a","b"]}', 400, "prompt holds 2 prompts; one per request is served"),
+        (b'{"model":"m","prompt":"a","min_tokens":9,"max_tokens":8}', 400, "min_tokens is 9; allowed are 0 to max_tokens"),
+        (b'{"model":"m","prompt":"a","min_tokens":-1}', 400, "min_tokens is -1"),
+        (b'{"model":"m","prompt":"a","stream_options":{}}', 400, "stream_options is only allowed when stream is true"),
+        (b'{"model":"m","prompt":"a","stream":true,"stream_options":7}', 400, "stream_options: Expected `object`, got `int`"),
         (b'{"model":"m","prompt":[]}', 400, "prompt is empty"),
         (b'{"model":"m","prompt":"a","max_tokens":0}', 400, "max_tokens is 0; allowed are 1 to 4096"),
         (b'{"model":"m","prompt":"a","stream":"yes"}', 400, "stream: Expected `bool`, got `str`"),
@@ -367,6 +348,14 @@ SIMPLE = b"GET /health HTTP/1.1\r\nhost: h\r\n\r\n"
         pytest.param(b"POST /v1/completions HTTP/1.1\r\nhost: h\r\ncontent-length: 200000000\r\n\r\n", 413, id="h3-lying-length"),
         pytest.param(b"GET /v1/completions HTTP/1.1\r\nhost: h\r\n\r\n", 405, id="method"),
         pytest.param(b"GET //v1/models HTTP/1.1\r\nhost: h\r\n\r\n", 404, id="double-slash"),
+        pytest.param(b"CONNECT h:1 HTTP/1.1\r\nhost: h\r\n\r\n", 400, id="connect"),
+        pytest.param(b"GET /health HTTP/1.1\r\nhost: h\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n", 400, id="upgrade"),
+        pytest.param(
+            b"POST /v1/completions HTTP/1.1\r\nhost: h\r\nconnection: upgrade\r\nupgrade: h2c\r\ncontent-length: 26\r\n\r\n"
+            b'{"model":"m","prompt":"a"}',
+            400,
+            id="upgrade-with-a-body",
+        ),
         pytest.param(b"\x16\x03\x01\x00\xa5\x01\x00", 400, id="tls-hello"),
         pytest.param(SIMPLE, 200, id="a-good-one"),
     ],

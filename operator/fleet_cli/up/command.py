@@ -63,8 +63,16 @@ def _manifest(options: UpOptions, screen: Screen) -> dict[str, Any]:
         screen.say("the bundled fleet on a tiny Llama (made once, then cached)")
         manifest = bundled_manifest(tiny_model())
         check(manifest)
-    manifest["metadata"].setdefault("namespace", "default")
-    return manifest
+    return as_new(manifest)
+
+
+def as_new(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """The manifest as it creates a fleet: what a server writes (`kubectl get -o yaml` shows it) is not wanted state, and foreign
+    finalizers or owners would keep the fleet from going or make it go."""
+    written = manifest["metadata"]
+    kept = {key: written[key] for key in ("name", "labels", "annotations") if written.get(key) is not None}
+    metadata = {**kept, "namespace": written.get("namespace") or "default"}
+    return {**{key: value for key, value in manifest.items() if key != "status"}, "metadata": metadata}
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from fleet_api.v1alpha1.accelerator import DEFAULT_RESOURCE
 from fleet_cli.errors import RunError
 from fleet_cli.up.bundled import VLLM_ENV, vllm_program
 from fleet_cli.up.view import ROLE_LABEL
-from fleet_operator.cluster.interface import FLEET, POD, NotFoundError, Object
+from fleet_operator.cluster.interface import FLEET, POD, ClusterError, NotFoundError, Object
 from fleet_operator.cluster.memory import MemoryCluster
 from fleet_operator.reconciler import Reconciler
 from fleet_operator.runtime.deployments import DeploymentController
@@ -51,12 +51,21 @@ class LocalFleet:
         self._log: logging.Handler | None = None
 
     async def __aenter__(self) -> LocalFleet:
-        self._log = _log_to(self.logs / "operator.log")
+        try:
+            self._log = _log_to(self.logs / "operator.log")
+        except OSError as error:
+            raise RunError(f"{self.logs / 'operator.log'}: {error.strerror}") from error
         self._start("runtime", self._kubelet.run())
         self._start("scheduler", self._scheduler.run())
         self._start("deployments", self._deployments.run())
         self._start("operator", self._operate())
-        await self._user.apply(self._manifest)
+        try:
+            await self._user.apply(self._manifest)
+        except BaseException as error:
+            await self.__aexit__(type(error), error, None)  # nobody else will: the block was not entered
+            if isinstance(error, ClusterError):
+                raise RunError(f"the fleet was refused: {error}") from error
+            raise
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -134,6 +143,7 @@ def _log_to(path: Path) -> logging.Handler:
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = RotatingFileHandler(path, maxBytes=LOG_BYTES, backupCount=1)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    logging.raiseExceptions = False  # a full disk costs lines of the log, not tracebacks on the user's terminal
     root = logging.getLogger()
     root.addHandler(handler)
     root.setLevel(logging.INFO)

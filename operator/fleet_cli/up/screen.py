@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 import signal
 import sys
 import time
@@ -10,6 +10,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, TextIO
 
+from fleet_cli.errors import RunError
+from fleet_cli.streams import silence
 from fleet_cli.up.view import PodLine, Snapshot, kv_line, kv_total, role_lines
 
 if TYPE_CHECKING:
@@ -39,8 +41,9 @@ class Screen(Protocol):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
 
 
-def open_screen(out: TextIO = sys.stdout, now: Callable[[], float] = time.monotonic) -> Screen:
-    """A live screen when `out` is a terminal, else plain lines."""
+def open_screen(out: TextIO | None = None, now: Callable[[], float] = time.monotonic) -> Screen:
+    """A live screen when `out` (standard output) is a terminal, else plain lines."""
+    out = out or sys.stdout
     return LiveScreen(out, now) if out.isatty() else PlainScreen(out, now)
 
 
@@ -49,6 +52,8 @@ class PlainScreen:
 
     def __init__(self, out: TextIO, now: Callable[[], float]) -> None:
         self._out, self._now, self._start = out, now, now()
+        self.lost = ""
+        """Why something could not be written, once that happened."""
         self._states: dict[str, str] = {}
         self._lines: list[str] = []
 
@@ -74,19 +79,24 @@ class PlainScreen:
         self._states = states
 
     def _write(self, text: str) -> None:
+        """A fleet that runs is worth more than its log: what a full disk does not take is lost, and said at the end."""
         try:
             self._out.write(text)
             self._out.flush()
         except BrokenPipeError:
             # The reader left (`fleet up | head`): nobody would see a fleet that runs on, so stop as with Ctrl-C.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self._out.fileno())
+            silence(self._out)
             signal.raise_signal(signal.SIGINT)
+        except (OSError, ValueError) as error:
+            self.lost = self.lost or str(getattr(error, "strerror", None) or error)
 
     def __enter__(self) -> PlainScreen:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._out.flush()
+        self._write("")
+        if self.lost and error is None:
+            raise RunError(f"cannot write to standard output: {self.lost}")
 
 
 class LiveScreen:
@@ -105,7 +115,8 @@ class LiveScreen:
 
     def say(self, text: str) -> None:
         """See Screen."""
-        self._console.print(text, markup=False)
+        with contextlib.suppress(OSError):  # a terminal that is gone
+            self._console.print(text, markup=False)
 
     def block(self, text: str) -> None:
         """See Screen."""
@@ -120,7 +131,8 @@ class LiveScreen:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._live.__exit__(kind, error, trace)
+        with contextlib.suppress(OSError):
+            self._live.__exit__(kind, error, trace)
 
     def _panel(self) -> RenderableType:
         from rich.console import Group

@@ -19,7 +19,12 @@ def state_folder(chosen: Path | None) -> Iterator[Path]:
         with _locked(chosen):
             yield chosen
         return
-    folder = Path(tempfile.mkdtemp(prefix="fleet-up-"))
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="fleet-up-"))
+    except OSError as error:
+        raise RunError(
+            f"no folder for logs and volumes in {error.filename or 'any temporary folder'}: {error.strerror}"
+        ) from error
     try:
         yield folder
     except RunError as error:
@@ -37,7 +42,7 @@ def _locked(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / "lock").open("w")
     except OSError as error:
-        raise InputError(f"--state {folder}: {error.strerror}") from error
+        raise InputError(f"--state {error.filename or folder}: {error.strerror}") from error
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -61,8 +61,11 @@ class PodLauncher:
         program = shutil.which(argv[0], path=env["PATH"])
         if program is None:
             raise LaunchError(_CREATE_ERROR, f'exec: "{argv[0]}": executable file not found in $PATH')
-        work = self._work_dir(container, mounts)
-        log = ContainerLog(self._log_path(name), self._settings.log_bytes)
+        try:
+            work = self._work_dir(container, mounts)
+            log = ContainerLog(self._log_path(name), self._settings.log_bytes)
+        except OSError as error:
+            raise LaunchError(_CREATE_ERROR, f"{error.filename}: {error.strerror}") from error
         try:
             return start(
                 [program, *argv[1:]],
@@ -75,7 +78,8 @@ class PodLauncher:
             )
         except OSError as error:
             log.close()
-            raise LaunchError(_CREATE_ERROR, f'exec: "{argv[0]}": {error.strerror}') from error
+            at = f" ({error.filename})" if error.filename else ""
+            raise LaunchError(_CREATE_ERROR, f'exec: "{argv[0]}": {error.strerror}{at}') from error
 
     def target(self, container: Mapping[str, Any]) -> Target:
         """See `Launcher.target`."""

@@ -23,10 +23,15 @@ def mark_of(state_dir: Path, pod_uid: str = "", container: str = "") -> str:
 
 
 def record(pids: Path, pid: int) -> Path:
-    """Remember a leader; returns the file, which goes when the leader was reaped."""
-    pids.mkdir(parents=True, exist_ok=True)
+    """Remember a leader; returns the file, which goes when the leader was reaped. OSError names the file."""
     path = pids / str(pid)
-    path.write_text(_start_time(pid))
+    try:
+        pids.mkdir(parents=True, exist_ok=True)
+        path.write_text(_start_time(pid))
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            path.unlink()
+        raise OSError(error.errno, error.strerror, str(path)) from error
     return path
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 
@@ -16,8 +17,15 @@ class ContainerLog:
         self._size = self._file.tell()
 
     def write(self, data: bytes) -> None:
-        """Add output; a piece larger than the bound keeps its end."""
-        piece = data[-self._bound :]
+        """Add output; a piece larger than the bound keeps its end. What a full disk does not take is lost: a container must not
+        stop because nobody can write down what it says."""
+        with contextlib.suppress(OSError):
+            self._append(data[-self._bound :])
+
+    def _append(self, piece: bytes) -> None:
+        if self._file.closed:  # the last attempt to begin a new file failed
+            self._file = self._path.open("ab", buffering=0)
+            self._size = self._file.tell()
         if self._size and self._size + len(piece) > self._bound:
             self._file.close()
             self._path.replace(self._path.with_suffix(".log.1"))

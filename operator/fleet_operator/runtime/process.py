@@ -29,6 +29,7 @@ class ContainerProcess:
         self._log = log
         self._mark = mark
         self._record = record(pids, popen.pid)
+        self._pidfd = os.pidfd_open(popen.pid)
         self._loop = asyncio.get_running_loop()
         self._exited: asyncio.Future[int] = self._loop.create_future()
         self._errors, self._output = Tail(message_bytes), Tail(message_bytes)
@@ -36,7 +37,6 @@ class ContainerProcess:
         for pipe, tail in ((popen.stdout, self._output), (popen.stderr, self._errors)):
             if pipe is not None:
                 self._follow(pipe.fileno(), tail)
-        self._pidfd = os.pidfd_open(popen.pid)
         self._loop.add_reader(self._pidfd, self._reap)
 
     async def wait(self) -> int:
@@ -132,7 +132,17 @@ def start(
         start_new_session=True,
         preexec_fn=die_with(os.getpid()),  # noqa: PLW1509 - one prctl call, prepared before the fork
     )
-    return ContainerProcess(popen, log, message_bytes, mark, pids)
+    try:
+        return ContainerProcess(popen, log, message_bytes, mark, pids)
+    except BaseException:  # its record cannot be written, no descriptor is left: nobody would look after it
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(popen.pid, signal.SIGKILL)
+        popen.wait()
+        kill_marked(mark, popen.pid)
+        for stream in (popen.stdout, popen.stderr):
+            if stream is not None:
+                stream.close()
+        raise
 
 
 def die_with(parent: int) -> Callable[[], None]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fleet_operator.telemetry.kvwatch import KvWatch, watched
+from fleet_operator.telemetry.meter import Counts
 from fleet_operator.telemetry.parse import Sample, buckets, quantile, total
 from fleet_planner.types import KvProof, RevisionLoad, Role, RoleLoad, TierTelemetry, TransportSeen
 
@@ -50,6 +51,7 @@ class WorkerReading:
     role: Role
     reading: Reading | None
     pod: str = ""
+    """Its name."""
 
 
 def tier_telemetry(
@@ -178,20 +180,32 @@ def _window(routers: Sequence[Reading | None], earlier: Sequence[Reading | None]
     return max(known) if known else None
 
 
+def kv_counts(samples: list[Sample]) -> Counts | None:
+    """What one engine counted of KV transfers; None when it cannot be."""
+    counts = [total(samples, name) or 0.0 for name in (TRANSFERS, BLOCKS, BYTES, FAILED)]
+    if not all(0 <= count < COUNT_LIMIT for count in counts):
+        return None
+    return round(counts[0]), round(counts[1]), round(counts[2]), round(counts[3])
+
+
+def decode_counts(tier: str, workers: Sequence[WorkerReading]) -> dict[str, Counts | None]:
+    """KV counters of a tier's decode workers by pod; None for one that could not be read."""
+    mine = [worker for worker in workers if worker.tier == tier and worker.role == "decode"]
+    return {worker.pod: kv_counts(worker.reading.samples) if worker.reading is not None else None for worker in mine}
+
+
 def _proof(workers: list[WorkerReading], now: float, watch: KvWatch) -> KvProof | None:
     """Counters of the tier's decode workers; None when none can be read, or when they count what cannot be."""
-    read = [worker.reading.samples for worker in workers if worker.role == "decode" and worker.reading is not None]
-    if not read:
+    read = [kv_counts(worker.reading.samples) for worker in workers if worker.role == "decode" and worker.reading is not None]
+    known = [counts for counts in read if counts is not None]
+    if not read or len(known) < len(read):
         return None
-
-    counts = {name: sum(total(samples, name) or 0.0 for samples in read) for name in (TRANSFERS, BLOCKS, BYTES, FAILED)}
-    if not all(0 <= count < COUNT_LIMIT for count in counts.values()):
-        return None
+    transfers, blocks, size, failed = (sum(column) for column in zip(*known, strict=True))
     return KvProof(
-        transfers=round(counts[TRANSFERS]),
-        blocks=round(counts[BLOCKS]),
-        bytes=round(counts[BYTES]),
-        failed=round(counts[FAILED]),
+        transfers=transfers,
+        blocks=blocks,
+        bytes=size,
+        failed=failed,
         measured_at=now,
         answers_since=watch.answers,
         failed_since=watch.failed,

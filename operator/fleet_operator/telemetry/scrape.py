@@ -7,6 +7,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,11 +18,12 @@ from fleet_api.v1alpha1 import InferenceFleet
 from fleet_operator.cluster.interface import Object
 from fleet_operator.names import ROLE, TIER
 from fleet_operator.render.network import port_of
-from fleet_operator.telemetry.aggregate import Reading, WorkerReading, tier_telemetry, watch_tier
+from fleet_operator.telemetry.aggregate import Reading, WorkerReading, decode_counts, tier_telemetry, watch_tier
 from fleet_operator.telemetry.kvwatch import KvWatch
+from fleet_operator.telemetry.meter import KvMeter
 from fleet_operator.telemetry.parse import parse_text
 from fleet_operator.telemetry.reach import FIRST_WAVE, Reach
-from fleet_planner.types import ROLES, TierTelemetry
+from fleet_planner.types import ROLES, KvProof, TierTelemetry
 from fleet_worker.config import Ports
 
 TIMEOUT_S = 2.0
@@ -54,6 +56,8 @@ class ScrapeTelemetry:
         self._history: dict[tuple[str, str], dict[str, deque[Reading]]] = {}
         """Routers' readings by fleet and URL."""
         self._swept_at = float("-inf")
+        self._meters: dict[tuple[str, str], dict[str, KvMeter]] = {}
+        """By fleet and tier."""
 
     async def collect(self, fleet: InferenceFleet, pods: list[Object], routers: list[str]) -> dict[str, TierTelemetry]:
         """Telemetry per tier."""
@@ -70,13 +74,24 @@ class ScrapeTelemetry:
         found_tiers = {}
         for tier in fleet.spec.tiers:
             watch = self._watch((fleet.metadata.namespace, fleet.metadata.name, tier.name), readings, by_router)
-            found_tiers[tier.name] = tier_telemetry(tier.name, readings, latest, earlier, now, watch)
+            found_of = tier_telemetry(tier.name, readings, latest, earlier, now, watch)
+            found_tiers[tier.name] = replace(found_of, kv=self._metered(fleet, tier.name, readings, found_of.kv, now))
         return found_tiers
 
     def _watch(self, key: tuple[str, str, str], workers: list[WorkerReading], routers: dict[str, Reading | None]) -> KvWatch:
         """The tier's watch after this reading; those of fleets that are gone are forgotten with their routers."""
         watch = self._watches[key] = watch_tier(key[2], self._watches.get(key, KvWatch()), workers, routers)
         return watch
+
+    def _metered(
+        self, fleet: InferenceFleet, tier: str, readings: list[WorkerReading], proof: KvProof | None, now: float
+    ) -> KvProof | None:
+        """The counters over restarts of engines; how many answers passed without KV is the watch's to say."""
+        meters = self._meters.setdefault((fleet.metadata.namespace, fleet.metadata.name), {})
+        metered = meters.setdefault(tier, KvMeter()).read(decode_counts(tier, readings), now)
+        if metered is None or proof is None:
+            return metered
+        return replace(metered, answers_since=proof.answers_since, failed_since=proof.failed_since)
 
     def _remember(self, fleet: tuple[str, str], latest: dict[str, Reading | None], now: float) -> list[Reading | None]:
         """Keep the readings of a fleet's routers, forget other routers of it and fleets that are gone. Answers the oldest
@@ -99,6 +114,7 @@ class ScrapeTelemetry:
             if all(not history or history[-1].read_at < now - FORGET_S for history in histories.values()):
                 del self._history[fleet]
         self._watches = {key: watch for key, watch in self._watches.items() if key[:2] in self._history}
+        self._meters = {key: meters for key, meters in self._meters.items() if key in self._history}
 
     async def _ask(self, read: Mapping[str, Callable[[], Coroutine[Any, Any, Any]]]) -> dict[str, Any]:
         """What each target answered. Those that did last time are all asked; the others in growing waves, until a whole wave

@@ -1,5 +1,7 @@
 """Loopback addresses never collide."""
 
+import os
+
 import pytest
 
 from fleet_operator.runtime import addresses
@@ -34,3 +36,34 @@ def test_no_network_left_is_said(tmp_path, monkeypatch):
     one.close()
     assert two.take() == "127.16.1.1"
     two.close()
+
+
+def test_lock_files_go_with_their_runtime_however_it_ended(tmp_path):
+    killed = Addresses(tmp_path)
+    killed.take()
+    os.close(killed._locks[0][1])  # as the kernel does for a process that was killed
+    mine, other = Addresses(tmp_path), Addresses(tmp_path)
+    mine.take()
+    other.take()
+    assert len(list(tmp_path.iterdir())) == 2
+    mine.close()
+    assert [path.name for path in tmp_path.iterdir()] == [other.take().rpartition(".")[0]]
+    other.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_on_a_file_that_was_removed_meanwhile_is_no_claim(tmp_path, monkeypatch):
+    one = Addresses(tmp_path)
+    one.take()
+    path, _ = one._locks[0]
+    real, raced = os.open, []
+
+    def slow(*given):
+        found = real(*given)
+        if not raced:
+            raced.append(one.close())  # the owner ends between our open and our lock
+        return found
+
+    monkeypatch.setattr(os, "open", slow)
+    assert addresses._lock(path) is None
+    assert not path.exists()

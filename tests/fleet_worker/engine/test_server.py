@@ -111,11 +111,106 @@ def test_every_bad_field_is_400_with_its_name_and_the_next_request_is_answered()
             answer = await client.post("/v1/completions", json=body(**change))
             assert answer.status_code == 400, (name, answer.text)
             error = answer.json()["error"]
-            assert (error["code"], error["param"]) == (400, param), (name, error)
+            assert (error["code"], error["param"], error["retryable"]) == ("invalid_request", param, False), (name, error)
         good = await client.post("/v1/completions", json=body())
         assert len(good.json()["choices"][0]["token_ids"]) == 8
 
     assert serve(scenario) == []
+
+
+def refused(change: dict[str, Any], headers: dict[str, str] | None = None) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+
+    async def scenario(client: httpx.AsyncClient, _: EngineLoop) -> None:
+        answer = await client.post("/v1/completions", json=body(**change), headers=headers)
+        assert answer.status_code == 400, answer.text
+        found.update(answer.json()["error"])
+
+    serve(scenario)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"n": 2}, "n is 2; only n=1 is served"),
+        ({"model": None}, "model is required"),
+        ({"prompt": None}, "prompt is required"),
+        ({"prompt": {}}, "prompt must be text or a list of token ids"),
+        ({"prompt": ["a", "b"]}, "prompt must be text or a list of token ids"),
+        ({"prompt": [1, -2]}, "prompt must be text or a list of token ids"),
+        ({"stop": 5}, "stop: Expected `str | array`, got `int`"),
+        ({"temperature": "hot"}, "temperature: Expected `float`, got `str`"),
+        ({"prompt": [5] * 500, "max_tokens": 30}, "you requested 30 output tokens and your prompt contains 500 input tokens"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_refusals_say_what_is_wrong_in_the_users_words(change: dict[str, Any], words: str):
+    assert words in refused(change)["message"]
+
+
+@pytest.mark.parametrize(
+    ("sent", "told"), [("mine", "mine"), ("0123456789abcdef" * 2 + ".mine.7", "mine.7"), ("a" * 200, "a" * 128)]
+)
+def test_an_error_names_the_request_as_its_client_does(sent: str, told: str):
+    assert refused({"n": 2}, {"x-request-id": sent})["request_id"] == told
+
+
+UNSUPPORTED: list[tuple[str, Any, list[Any]]] = [
+    ("logit_bias", {"5": -100}, [{}, None]), ("presence_penalty", 2, [0, 0.0, None]), ("frequency_penalty", 0.1, [0]),
+    ("presence_penalty", "x", []), ("repetition_penalty", 1.1, [1, 1.0]), ("min_p", 0.1, [0]), ("logprobs", 0, [None, False]),
+    ("logprobs", 5, []), ("logprobs", True, []), ("top_logprobs", 2, [0]), ("echo", True, [False]), ("best_of", 3, [1]),
+    ("suffix", "x", ["", None]), ("response_format", {"type": "json_object"}, [{"type": "text"}]),
+    ("tools", [{"type": "function"}], [[]]), ("tool_choice", "required", ["none", "auto"]), ("guided_json", {}, [None]),
+    ("structured_outputs", {"json": {}}, [None]), ("skip_special_tokens", False, [True]), ("bad_words", ["a"], [[]]),
+    ("include_stop_str_in_output", True, [False]), ("truncate_prompt_tokens", 5, [None]), ("prompt_logprobs", 0, [None]),
+]  # fmt: skip
+
+
+def test_fields_that_would_change_the_tokens_are_refused_unless_neutral():
+    async def scenario(client: httpx.AsyncClient, _: EngineLoop) -> None:
+        plain = (await client.post("/v1/completions", json=body())).json()["choices"][0]
+        for name, asked, neutral in UNSUPPORTED:
+            answer = await client.post("/v1/completions", json=body(**{name: asked}))
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"]) == (400, name), (name, asked, answer.text)
+            assert error["message"] == f"{name} is not supported by the torch engine"
+            for value in neutral:
+                answer = await client.post("/v1/completions", json=body(**{name: value}))
+                assert answer.json()["choices"][0] == plain, (name, value, answer.text)
+        chat = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "logprobs": True}
+        assert (await client.post("/v1/chat/completions", json=chat)).status_code == 400
+
+    serve(scenario)
+
+
+def test_null_is_absent():
+    async def scenario(client: httpx.AsyncClient, _: EngineLoop) -> None:
+        names = [
+            "n", "stream", "stream_options", "stop", "seed", "top_p", "top_k", "min_tokens", "ignore_eos", "stop_token_ids",
+            "max_completion_tokens", "kv_transfer_params", "user",
+        ]  # fmt: skip
+        answer = await client.post("/v1/completions", json=body(**dict.fromkeys(names)))
+        plain = await client.post("/v1/completions", json=body())
+        assert answer.json()["choices"] == plain.json()["choices"]
+        assert len((await client.post("/v1/completions", json=body(max_tokens=None))).json()["choices"][0]["token_ids"]) == 16
+
+    serve(scenario)
+
+
+@pytest.mark.parametrize(
+    ("limits", "param"),
+    [
+        ({"max_tokens": 500}, "max_tokens"),
+        ({"max_completion_tokens": 500}, "max_tokens"),
+        ({"min_tokens": 17}, "min_tokens"),
+        ({"max_tokens": 4, "min_tokens": 5}, "min_tokens"),
+    ],
+)
+def test_a_prefill_leg_is_refused_when_its_decode_leg_would_be(limits: dict[str, int], param: str):
+    """Else the KV waits for its lease's end, and nobody reads it."""
+    error = refused({"prompt": [5] * 100, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True, **limits}})
+    assert error["param"] == param
 
 
 @pytest.mark.parametrize(

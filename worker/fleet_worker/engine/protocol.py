@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 
 from fleet_wire.kv import KvReference
 from fleet_worker.engine.errors import BadRequestError
+from fleet_worker.engine.neutral import refuse_unsupported
 from fleet_worker.engine.sequence import Sampling
 
 MAX_STOPS = 16
+CODES: Final = {
+    "NotFoundError": "model_not_found", "RequestEntityTooLarge": "body_too_large", "ServiceUnavailableError": "overloaded",
+    "EngineStoppedError": "engine_stopped", "KvReferenceError": "kv_reference", "KvTransferError": "kv_transfer",
+}  # fmt: skip
+"""`code` of an error by its `type`."""
 MAX_BODY_BYTES = 4 * 1024 * 1024
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -21,6 +27,10 @@ class KvParams(msgspec.Struct, frozen=True):
 
     do_remote_decode: bool = False
     do_remote_prefill: bool = False
+    max_tokens: int | None = None
+    """With do_remote_decode: the limits of the request that will decode. What it could not be served is refused here."""
+    max_completion_tokens: int | None = None
+    min_tokens: int | None = None
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -38,7 +48,7 @@ class _Common(msgspec.Struct, frozen=True, kw_only=True):
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
     top_k: int | None = None
     seed: int | None = None
-    n: Literal[1] = 1
+    n: int = 1
     stop: str | list[str] | None = None
     stop_token_ids: list[Count] | None = None
     ignore_eos: bool = False
@@ -72,19 +82,35 @@ T = TypeVar("T", bound=CompletionRequest | ChatRequest)
 
 
 def parse(body: bytes, kind: type[T]) -> T:
-    """Typed request; BadRequestError names the field in `param`."""
+    """Typed request; BadRequestError names the field in `param`. Null is absent, as OpenAI's clients send it."""
     try:
-        return msgspec.json.decode(body, type=kind)
+        fields = _TOP.decode(body)
+        given = {name: value for name, value in fields.items() if value != _NULL}
+        refuse_unsupported(given)
+        request = msgspec.json.decode(body if len(given) == len(fields) else msgspec.json.encode(given), type=kind)
     except msgspec.ValidationError as error:
-        raise BadRequestError(str(error), field_of(str(error))) from error
+        raise BadRequestError(*_worded(str(error))) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequestError(f"the body is not valid JSON: {error}") from error
+    if request.n != 1:
+        raise BadRequestError(f"n is {request.n}; only n=1 is served", "n")
+    return request
 
 
-def field_of(message: str) -> str | None:
-    """The field that a msgspec message speaks about."""
-    found = re.search(r"at `\$\.([A-Za-z_]+)|field `([A-Za-z_]+)`", message)
-    return (found.group(1) or found.group(2)) if found else None
+_TOP: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_NULL: Final = msgspec.Raw(b"null")
+_PROMPT: Final = "prompt must be text or a list of token ids"
+
+
+def _worded(message: str) -> tuple[str, str | None]:
+    """(what is wrong, field) of a msgspec message such as "Expected `int`, got `str` - at `$.stop[0]`"."""
+    if missing := re.search(r"missing required field `(\w+)`", message):
+        return f"{missing.group(1)} is required", missing.group(1)
+    if found := re.search(r" - at `\$\.(([A-Za-z_]+)[^`]*)`$", message):
+        name = found.group(2)
+        what = message[: found.start()].replace(" | null", "")
+        return _PROMPT if name == "prompt" else f"{found.group(1)}: {what}", name
+    return message, None
 
 
 def sampling_of(request: Request, room: int, most: int) -> Sampling:
@@ -113,11 +139,11 @@ def sampling_of(request: Request, room: int, most: int) -> Sampling:
     )
 
 
-def kv_of(request: Request) -> tuple[bool, KvReference | None]:
-    """(keep the blocks for a remote decode, reference to pull from)."""
+def kv_of(request: Request) -> tuple[KvParams, KvReference | None]:
+    """(what is asked of the blocks, reference to pull from)."""
     raw = request.kv_transfer_params
-    if bytes(raw) in (b"", b"null"):
-        return False, None
+    if bytes(raw) == b"":
+        return KvParams(), None
     try:
         params = msgspec.json.decode(raw, type=KvParams)
         reference = msgspec.json.decode(raw, type=KvReference) if params.do_remote_prefill else None
@@ -127,7 +153,17 @@ def kv_of(request: Request) -> tuple[bool, KvReference | None]:
         raise BadRequestError(
             "kv_transfer_params: do_remote_decode and do_remote_prefill exclude each other", "kv_transfer_params"
         )
-    return params.do_remote_decode, reference
+    return params, reference
+
+
+def decode_leg_of(request: Request, params: KvParams) -> Request:
+    """The request as the decode leg will send it."""
+    return msgspec.structs.replace(
+        request,
+        max_tokens=params.max_tokens,
+        max_completion_tokens=params.max_completion_tokens,
+        min_tokens=params.min_tokens or 0,
+    )
 
 
 def text_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
@@ -154,6 +190,8 @@ def usage(prompt_tokens: int, output_tokens: int, cached_tokens: int) -> dict[st
     }  # fmt: skip
 
 
-def error_body(message: str, kind: str, status: int, param: str | None = None) -> dict[str, Any]:
-    """vLLM's error shape."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+def error_body(message: str, kind: str, status: int, param: str | None = None, *, retryable: bool = False) -> dict[str, Any]:
+    """vLLM's error shape, with a code in words and `retryable` as the router's errors have them. `request_id` is the server's to
+    add."""
+    code = CODES.get(kind, "internal_error" if status >= 500 else "invalid_request")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code, "retryable": retryable}}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -30,6 +31,8 @@ from fleet_worker.transfer.base import KvError, KvReferenceError
 METRICS_TIMEOUT_S = 2.0
 DISCONNECT_POLL_S = 0.1
 MAX_REQUEST_ID = 128
+ROUTED = re.compile(r"^[0-9a-f]{32}\.")
+"""How a router's name for a request begins when the client has a name of its own for it."""
 
 
 class Release(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -92,7 +95,7 @@ class EngineServer:
         try:
             given = msgspec.json.decode(await self._body(request), type=Release)
         except (msgspec.DecodeError, EngineError) as error:
-            return failure(BadRequestError(f"lease_id or request_id: {error}", "lease_id"))
+            return failure(BadRequestError(f"lease_id or request_id: {error}", "lease_id"), request_id_of(request))
         if given.request_id:
             asked = given.request_id[:MAX_REQUEST_ID]
             self._loop.give_back(lambda request_id: request_id.rpartition("-")[0] == asked)
@@ -129,10 +132,12 @@ class EngineServer:
             sink = self._loop.submit(sequence)
             first = await self._first(http, sequence, sink)
         except (EngineError, KvError) as error:
-            return failure(error)
+            return failure(error, request_id_of(http))
         answer = Answer(asked, sequence, self._text, self._config.served_name)
         if asked.stream:
-            return TokenStream(self._stream(answer, sink, first), lambda: self._loop.cancel(sequence.request_id))
+            return TokenStream(
+                self._stream(answer, sink, first, request_id_of(http)), lambda: self._loop.cancel(sequence.request_id)
+            )
         return await self._whole(http, answer, sink, first)
 
     async def _body(self, request: HttpRequest) -> bytes:
@@ -147,15 +152,18 @@ class EngineServer:
     def _sequence(self, asked: wire.Request, request_id: str | None) -> Sequence:
         if asked.model != self._config.served_name:
             raise UnknownModelError(f"The model `{asked.model}` does not exist.", "model")
+        kv, reference = wire.kv_of(asked)
         prompt = self._prompt(asked)
         limits = self._loop.core.limits
         room = max(1, limits.max_model_len - len(prompt))
         sampling = wire.sampling_of(asked, room, self._config.max_output_tokens)
+        if kv.do_remote_decode:
+            decoded = wire.sampling_of(wire.decode_leg_of(asked, kv), room, self._config.max_output_tokens)
+            self._loop.core.check_fits(len(prompt), decoded.max_tokens)
         self._loop.core.check_fits(len(prompt), sampling.max_tokens)
-        keep, reference = wire.kv_of(asked)
         chosen = f"{(request_id or 'req')[:MAX_REQUEST_ID]}-{self._random.getrandbits(64):016x}"
         seed = sampling.seed if sampling.seed is not None else self._random.getrandbits(48)
-        return Sequence(chosen, tuple(prompt), sampling, seed, time.monotonic(), keep, reference)
+        return Sequence(chosen, tuple(prompt), sampling, seed, time.monotonic(), kv.do_remote_decode, reference)
 
     def _prompt(self, asked: wire.Request) -> list[int]:
         if isinstance(asked, wire.ChatRequest):
@@ -196,16 +204,16 @@ class EngineServer:
             while not self._take(answer, output):
                 output = await self._next(http, answer.sequence, sink)
         except (EngineError, KvError) as error:
-            return failure(error)
+            return failure(error, request_id_of(http))
         return JSONResponse(answer.body())
 
-    async def _stream(self, answer: Answer, sink: asyncio.Queue[Item], first: Output) -> AsyncIterator[bytes]:
+    async def _stream(self, answer: Answer, sink: asyncio.Queue[Item], first: Output, request_id: str) -> AsyncIterator[bytes]:
         item: Item = first
         if answer.is_chat:
             yield event(answer.opening())
         while True:
             if isinstance(item, Exception):
-                yield event(error_of(item)[1])  # and no [DONE]
+                yield event(error_of(item, request_id)[1])  # and no [DONE]
                 return
             ended = self._take(answer, item)
             yield event(answer.chunk(ended))
@@ -254,17 +262,29 @@ def event(body: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(body, separators=(",", ":"), ensure_ascii=False).encode() + b"\n\n"
 
 
-def error_of(error: Exception) -> tuple[int, dict[str, Any]]:
+def error_of(error: Exception, request_id: str) -> tuple[int, dict[str, Any]]:
     """(status, body) of an error; the unexpected says nothing about our insides."""
+    status, body = _plain_error(error)
+    body["error"]["request_id"] = request_id
+    return status, body
+
+
+def _plain_error(error: Exception) -> tuple[int, dict[str, Any]]:
     if isinstance(error, KvError):
         status, kind = (400, "KvReferenceError") if isinstance(error, KvReferenceError) else (503, "KvTransferError")
-        return status, wire.error_body(f"{error} ({error.reason})", kind, status, "kv_transfer_params")
+        return status, wire.error_body(f"{error} ({error.reason})", kind, status, "kv_transfer_params", retryable=status == 503)
     if isinstance(error, EngineError):
-        return error.status, wire.error_body(str(error), error.kind, error.status, getattr(error, "param", None))
+        param = getattr(error, "param", None)
+        return error.status, wire.error_body(str(error), error.kind, error.status, param, retryable=error.retryable)
     return 500, wire.error_body("internal error", "InternalServerError", 500)
 
 
-def failure(error: Exception) -> Response:
+def request_id_of(http: HttpRequest) -> str:
+    """What the client calls its request; behind a router that is the part after the router's own number."""
+    return ROUTED.sub("", http.headers.get("x-request-id", ""))[:MAX_REQUEST_ID]
+
+
+def failure(error: Exception, request_id: str) -> Response:
     """An error as an HTTP answer."""
-    status, body = error_of(error)
+    status, body = error_of(error, request_id)
     return JSONResponse(body, status_code=status)

@@ -1,0 +1,47 @@
+"""KV counters that do not go down: an engine that starts again counts from zero, and one that is gone counts no more. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from fleet_planner.types import KvProof
+
+Counts = tuple[int, int, int, int]
+"""Transfers, blocks, bytes, failed."""
+ZERO: Counts = (0, 0, 0, 0)
+PODS_MOST = 1_024
+"""Pods whose last counts are kept apart, also of those that are gone: a pod that is away for one reading counts once."""
+
+
+@dataclass(slots=True)
+class KvMeter:
+    """What the decode workers of one tier moved while it was watched, and before by those that ran then."""
+
+    _ended: Counts = ZERO
+    """Of engines that are gone or started again."""
+    _last: dict[str, Counts] = field(default_factory=dict)
+    """By pod."""
+
+    def read(self, counts: Mapping[str, Counts | None], now: float) -> KvProof | None:
+        """One reading by pod, None for a worker that could not be read; None when nothing was ever read."""
+        if len(self._last) > PODS_MOST:
+            for pod in self._last.keys() - counts.keys():
+                self._ended = _plus(self._ended, self._last.pop(pod))
+        for pod, new in counts.items():
+            if new is None:
+                continue
+            old = self._last.get(pod, ZERO)
+            if any(after < before for after, before in zip(new, old, strict=True)):
+                self._ended = _plus(self._ended, old)
+            self._last[pod] = new
+        if not self._last and self._ended == ZERO:
+            return None
+        total = self._ended
+        for known in self._last.values():
+            total = _plus(total, known)
+        return KvProof(transfers=total[0], blocks=total[1], bytes=total[2], failed=total[3], measured_at=now)
+
+
+def _plus(one: Counts, two: Counts) -> Counts:
+    return one[0] + two[0], one[1] + two[1], one[2] + two[2], one[3] + two[3]

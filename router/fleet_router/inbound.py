@@ -1,0 +1,172 @@
+"""Bytes of a client connection to whole requests: httptools for parsing, everything bounded before it is kept.
+
+A message that could be read in two ways (two lengths, length and chunks, folded headers, no or two Host headers) is an error.
+Several requests in one packet come out in order; after an error nothing more is read.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import deque
+from uuid import uuid4
+
+import httptools
+
+from fleet_router.config import HttpBounds
+from fleet_router.errors import RequestError
+
+HOST = re.compile(rb"^[A-Za-z0-9._\-]+(:\d{1,5})?$|^\[[0-9a-fA-F:.]+\](:\d{1,5})?$")
+REQUEST_ID = re.compile(rb"^[A-Za-z0-9._\-]{1,128}$")
+LOOKED_AT = frozenset({b"host", b"content-length", b"transfer-encoding", b"x-request-id", b"content-encoding", b"expect"})
+_PROCESS = uuid4().hex[:16]
+_NUMBERS = itertools.count(1)
+
+
+def new_request_id() -> str:
+    """Unlike any other in any process; random once, then counted: a random number per request costs a system call."""
+    return f"{_PROCESS}{next(_NUMBERS):016x}"
+
+
+def check_framing(name: bytes, value: bytes, most_bytes: int) -> int:
+    """RequestError for a body that we would not read; else 1 when the field says how long the body is."""
+    if name == b"content-encoding":
+        if value.strip().lower() != b"identity":
+            raise RequestError(400, "compressed bodies are not read")
+        return 0
+    if name == b"content-length" and value.isdigit() and int(value) > most_bytes:
+        raise RequestError(413, f"the body is larger than {most_bytes} bytes")
+    if name == b"transfer-encoding" and value.strip().lower() != b"chunked":
+        raise RequestError(400, "the only transfer encoding that is read is chunked")
+    return 1
+
+
+class Incoming:
+    """One request, whole or still being received."""
+
+    __slots__ = ("body", "keep_alive", "leg_id", "method", "request_id", "url")
+
+    def __init__(self) -> None:
+        self.request_id = self.leg_id = new_request_id()
+        self.method = b""
+        """Empty until the headers are complete."""
+        self.url = b""
+        self.body: list[bytes] = []
+        self.keep_alive = False
+
+
+class Inbound:
+    """The parser of one connection and what it has read."""
+
+    __slots__ = (
+        "_body_bytes", "_bounds", "_framing", "_header_bytes", "_header_count", "_hosts", "_parser", "current", "error",
+        "in_body", "owes_continue", "requests",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self._parser: httptools.HttpRequestParser | None = None
+        self.requests: deque[Incoming] = deque()
+        """Whole requests that nobody has taken yet; they came in one packet."""
+        self.current: Incoming | None = None
+        """The request that is being received."""
+        self.error: RequestError | None = None
+        """What is wrong with `current`: the answer after those of `requests`, and the last one."""
+        self.in_body = False
+        self.owes_continue = False
+        """The client of `current` waits for 100 Continue before it sends the body."""
+
+    def feed(self, data: bytes, bounds: HttpBounds) -> None:
+        """Read; never raises."""
+        if self.current is None:
+            self._bounds = bounds  # those that hold when a request begins hold to its end
+        if self._parser is None:
+            self._parser = httptools.HttpRequestParser(self)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            # The parser took the request for whole, without its body.
+            self.current = self.requests.pop() if self.requests else None
+            self._fail(RequestError(400, "protocol upgrades are not supported"))
+        except httptools.HttpParserCallbackError as error:
+            cause = error.__context__
+            self._fail(cause if isinstance(cause, RequestError) else RequestError(400, "malformed request"))
+        except httptools.HttpParserError as error:
+            self._fail(RequestError(400, f"malformed HTTP request: {error}"))
+
+    def _fail(self, error: RequestError) -> None:
+        self.error = error
+        if self.current is None:
+            self.on_message_begin()
+
+    # -- httptools --------------------------------------------------------------------------------------------------
+    def on_message_begin(self) -> None:
+        """A request begins."""
+        self.current = Incoming()
+        self._hosts = self._framing = self._header_count = self._header_bytes = self._body_bytes = 0
+        self.in_body = self.owes_continue = False
+
+    def on_url(self, url: bytes) -> None:
+        """A piece of the target."""
+        current = self.current
+        if current is None:
+            return
+        current.url = current.url + url if current.url else url
+        if len(current.url) > self._bounds.url_bytes:
+            raise RequestError(414, f"the URL is longer than {self._bounds.url_bytes} bytes")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """One header field; counted and checked, only a few are kept."""
+        bounds = self._bounds
+        self._header_count += 1
+        self._header_bytes += len(name) + len(value) + 4
+        if self._header_count > bounds.header_count or self._header_bytes > bounds.header_bytes:
+            raise RequestError(431, f"more than {bounds.header_count} header fields or {bounds.header_bytes} bytes of them")
+        lower = name.lower()
+        if lower not in LOOKED_AT:
+            return
+        if lower == b"host":
+            self._hosts += 1
+            if not HOST.match(value):
+                raise RequestError(400, "the Host header is not a host")
+        elif lower == b"x-request-id":
+            self._name(value)
+        elif lower == b"expect":
+            self.owes_continue = True
+        else:
+            self._framing += check_framing(lower, value, bounds.body_bytes)
+
+    def _name(self, value: bytes) -> None:
+        current = self.current
+        if current is not None and REQUEST_ID.match(value):
+            current.request_id = value.decode()
+            current.leg_id = f"{current.leg_id.partition('.')[0]}.{current.request_id}"
+
+    def on_headers_complete(self) -> None:
+        """Refuse what can be read in two ways before any body is kept."""
+        self.in_body = True
+        parser, current = self._parser, self.current
+        if parser is None or current is None:
+            return
+        current.method = parser.get_method()
+        if self._hosts != 1:
+            raise RequestError(400, "exactly one Host header is needed")
+        if self._framing > 1:
+            raise RequestError(400, "the body's length is given more than once")
+        if parser.get_http_version() != "1.1":
+            raise RequestError(505, "HTTP/1.1 is spoken here")
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of body, without framing."""
+        self._body_bytes += len(body)
+        if self._body_bytes > self._bounds.body_bytes:
+            raise RequestError(413, f"the body is larger than {self._bounds.body_bytes} bytes")
+        if self.current is not None:
+            self.current.body.append(body)
+
+    def on_message_complete(self) -> None:
+        """The request is whole."""
+        current, self.current = self.current, None
+        if current is not None and self._parser is not None:
+            current.keep_alive = self._parser.should_keep_alive()  # known only inside this callback
+            self.requests.append(current)
+        self.in_body = self.owes_continue = False
