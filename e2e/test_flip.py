@@ -1,4 +1,4 @@
-"""Workers that change their role instead of being started: under load, with every token right and the ratio held in every document,
+"""Workers that change their role instead of being started: under load, with every token right and the ratio in every document,
 and as the repair of a lost prefill worker, before the cold start of the same moment is over."""
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Follows the workers that change their role: tells them, hears what they say, has their new role proven.
 
-Every look starts from what is observed; nothing that is kept between looks is needed, but a proof that was given is not asked again.
+Every look starts from what is observed; nothing that is kept between looks is needed, but a proof that was given is not asked
+again.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class FlipFollower:
     async def follow(
         self, fleet: InferenceFleet, pods: Sequence[ObservedPod], live: Live, known: Reports
     ) -> dict[str, FlipReport]:
-        """What is known now of every worker that is told another role. `pods`: all workers of the fleet; `live`: their objects."""
+        """What is known now of every worker that is told another role. `pods`: all workers of a fleet; `live`: their objects."""
         moving = [pod for pod in pods if pod.flipping not in (None, pod.role) and not pod.terminating and pod.ip is not None]
         async with self._connect() as ask:
             looks = (self._look(ask, fleet, pod, pods, live, known.get(pod.uid, FlipReport())) for pod in moving)

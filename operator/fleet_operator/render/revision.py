@@ -32,7 +32,8 @@ SPEC_PARTS: Final = ("model", "engine")
 """Parts of a fleet's spec that a running pod cannot change."""
 SIZING: Final = frozenset({"replicas", "minReplicas", "maxReplicas", "warm"})
 MARKS: Final = frozenset({"labels", "annotations"})
-TRANSFER: Final = "--kv-transfer-config"
+ONE_ROLE_ARGS: Final = ("--kv-transfer-config", "--prefill-context-parallel-size")
+"""Arguments of the user's that tie a vLLM engine to its role."""
 NOT_OF_PODS: Final = frozenset({"ratio"})
 """Fields of a tier that change no pod; whatever is not named here makes a new revision."""
 
@@ -73,9 +74,9 @@ def template_of(fleet: InferenceFleet, tier: TierSpec, stored: dict[str, Templat
 
 
 def _flippable(fleet: InferenceFleet, tier: TierSpec, template: Template, platform: Platform) -> bool:
-    """The pods of both roles are equal apart from the role, one pod and equal devices each, and no argument of the user's takes
-    the engine's own KV settings away."""
-    if set(template.nodes) != {1} or len(set(template.gpus)) != 1 or any(TRANSFER in arg for arg in fleet.spec.engine.args):
+    """The pods of both roles are equal apart from the role, one pod and equal devices each, and the engine can do both."""
+    tied = any(name in arg for arg in fleet.spec.engine.args for name in ONE_ROLE_ARGS)
+    if tied or set(template.nodes) != {1} or len(set(template.gpus)) != 1:
         return False
     prefill, decode = (pod_spec(fleet, tier, role, template, platform) for role in ROLES)
     return _without_role(prefill) == _without_role(decode) and tier.prefill.pod_template == tier.decode.pod_template

@@ -114,3 +114,10 @@ def test_the_cause_is_the_last_line_that_is_no_traceback_frame():
         "",
     ]
     assert pick_cause(lines) == "ValueError: no tensor lm_head.weight"
+
+
+@pytest.mark.parametrize(("role", "kv_role"), [("prefill", "kv_producer"), ("decode", "kv_consumer")])
+def test_context_parallel_prefill_keeps_its_role(role: str, kv_role: str):
+    given = config(role=role, engine="vllm", engine_args=("--prefill-context-parallel-size", "2"))
+    command = engine_command(given, Place("/m", "127.1.2.3", "/v/vllm", "/scratch", True))
+    assert json.loads(option(command.argv, "--kv-transfer-config"))["kv_role"] == kv_role

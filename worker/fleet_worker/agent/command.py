@@ -1,8 +1,8 @@
 """How each engine is started: argv and environment as a pure function of the configuration.
 
 vLLM's options are those of 0.32 (NixlConnector, KV lease, KV events). Its kv_role is `kv_both` in both roles, as llm-d deploys
-it: a worker can change its role without a new engine. 0.32 warns that NIXL's `kv_both` will go; the pull connector reads the role
-for context-parallel prefill ranks alone.
+it: a worker can change its role without a new engine. 0.32 warns that NIXL's `kv_both` will go; its pull connector reads the role
+for context-parallel prefill alone, which it refuses to `kv_both`: such workers keep their role.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ VLLM_CPU_DEFAULTS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 one's NIXL progress thread, which never sleeps."""
 UCX_TELLS = {"UCX_PROTO_INFO": "y", "UCX_LOG_FILE": "stderr"}
 """UCX then says by which transport it reads; `supervise.py` listens (see transfer/ucxlog.py)."""
-VLLM_KV_ROLE = "kv_both"
+ONE_ROLE_ARG = "--prefill-context-parallel-size"
+VLLM_KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,7 @@ def vllm_transfer(config: WorkerConfig, has_gpu: bool) -> dict[str, object]:
     """vLLM's kv_transfer_config; a failed load fails the request, so that no token comes from unproven KV."""
     transfer: dict[str, object] = {
         "kv_connector": "NixlConnector",
-        "kv_role": VLLM_KV_ROLE,
+        "kv_role": VLLM_KV_ROLES[config.role] if any(ONE_ROLE_ARG in arg for arg in config.engine_args) else "kv_both",
         "kv_load_failure_policy": "fail",
         "kv_connector_extra_config": {"kv_lease_duration": max(1, round(config.kv.lease_s))},
     }
