@@ -30,6 +30,7 @@ from fleet_operator.cluster.interface import (
     Object,
 )
 from fleet_operator.compare import contains, difference, satisfied, stamped
+from fleet_operator.flip import marks
 from fleet_operator.names import APPLIED, policy_name, router_name
 from fleet_operator.names import REVISION as REVISION_LABEL
 from fleet_operator.names import ROLE as ROLE_LABEL
@@ -42,6 +43,7 @@ from fleet_operator.render.worker import render_pod
 from fleet_operator.settings import Platform
 from fleet_operator.status_pace import StatusPace
 from fleet_planner.events import Deed, Problem
+from fleet_planner.flip import other
 from fleet_planner.reconcile import Plan
 from fleet_planner.types import PodWanted, Template
 
@@ -93,7 +95,7 @@ class Applier:
         """Endpoints first (nobody may be sent to a worker that is about to go), then objects, deletions, creations, status."""
         outcome = Outcome()
         owner = raw
-        await self._put(render_documents(fleet, plan, owner, live), owner, live, outcome)
+        routers_told = await self._put(render_documents(fleet, plan, owner, live), owner, live, outcome)
         stored = await self._revisions(fleet, owner, plan, templates, live, outcome)
         for wish in render_router(fleet, owner, self._platform):
             await self._put(wish, owner, live, outcome)
@@ -105,6 +107,8 @@ class Applier:
             made = await self._put(render_pool(fleet, pool, owner), owner, live, outcome)
             if made is not None:
                 pools[pool.name] = made
+        if routers_told is not None:
+            await self._flips(plan, fleet.metadata.namespace, pools, outcome)
         for gone in plan.delete:
             pod = live.get(("Pod", gone.name))
             await self._delete(POD, fleet.metadata.namespace, gone.name, gone.uid, gone.reason, outcome, pod)
@@ -207,6 +211,27 @@ class Applier:
             return
         outcome.writes += 1
         outcome.done.append(Deed("created", "Pod", name, made["metadata"]["uid"], *_worker(pod)))
+
+    async def _flips(self, plan: Plan, namespace: str, pools: Mapping[str, Object], outcome: Outcome) -> None:
+        """Workers that are told another role, only after the routers were told that they drain; and those that have it."""
+        for flip in plan.flips:
+            await self._patch_pod(namespace, flip.name, marks.told(flip), outcome)
+        for relabel in plan.relabels:
+            pool = pools.get(relabel.pool)
+            if pool is not None and await self._patch_pod(namespace, relabel.name, marks.relabelled(relabel, pool), outcome):
+                why = f"{other(relabel.role)} → {relabel.role} in {relabel.took_s:.0f} s; {relabel.proof}"
+                outcome.done.append(Deed("flipped", "Pod", relabel.name, relabel.uid, relabel.tier, relabel.role, why))
+
+    async def _patch_pod(self, namespace: str, name: str, patch: Object, outcome: Outcome) -> bool:
+        try:
+            await self._cluster.patch(POD, namespace, name, patch)
+        except (NotFoundError, ConflictError, InvalidError):
+            return False  # gone, or another pod by now: the next pass sees which
+        except ClusterError as error:
+            outcome.fail(f"Pod {name}", error)
+            return False
+        outcome.writes += 1
+        return True
 
     async def _delete(
         self, kind: Kind, namespace: str, name: str, uid: str, reason: str, outcome: Outcome, pod: Object | None = None

@@ -10,8 +10,9 @@ from typing import Any
 import msgspec
 
 from fleet_operator.cluster.interface import Object
-from fleet_operator.names import COMPAT, MEMBER, ORDINAL, PLANNED, REVISION, ROLE, SIZE, TIER
-from fleet_planner.types import ROLES, ObservedPod, ObservedPool, RouterView
+from fleet_operator.names import COMPAT, FLIP, FLIP_SINCE, FLIPPED_AT, MEMBER, ORDINAL, PLANNED, REVISION, ROLE, SIZE, TIER
+from fleet_operator.render.worker import GRACE_SLACK_S
+from fleet_planner.types import ROLES, ObservedPod, ObservedPool, Role, RouterView
 from fleet_wire import endpoints
 from fleet_wire.endpoints import ENDPOINTS_KEY
 
@@ -28,6 +29,8 @@ class Surroundings:
     """Node name → why it goes away."""
     sick: Mapping[str, str] = field(default_factory=dict)
     """Node name → what is wrong with its devices."""
+    busy: Mapping[str, float] = field(default_factory=dict)
+    """Pod name → requests that it runs."""
 
 
 def observe_pods(pods: Iterable[Object], around: Surroundings = Surroundings()) -> tuple[ObservedPod, ...]:
@@ -77,7 +80,26 @@ def _pod(pod: Object, around: Surroundings) -> ObservedPod:
         leaving=around.leaving.get(node or "", ""),
         sick=around.sick.get(node or "", ""),
         serving=meta["uid"] in around.serving,
+        busy=around.busy.get(meta["name"]),
+        flipping=_flipping(notes),
+        flip_since=_time(notes.get(FLIP_SINCE)) or 0.0,
+        flipped=FLIPPED_AT in notes,
+        drain_s=max(0.0, pod["spec"].get("terminationGracePeriodSeconds", 0) - GRACE_SLACK_S),
     )
+
+
+def _flipping(notes: Mapping[str, str]) -> Role | None:
+    """The role that it was told to take; None too when somebody wrote what is no such thing."""
+    found: dict[str, Role] = {role: role for role in ROLES}
+    return found.get(notes.get(FLIP, "")) if _time(notes.get(FLIP_SINCE)) is not None else None
+
+
+def _time(text: str | None) -> float | None:
+    """A time that a user may have edited."""
+    try:
+        return timestamp(text)
+    except ValueError:
+        return None
 
 
 def _whole(text: str | None) -> int:

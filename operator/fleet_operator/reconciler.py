@@ -40,6 +40,7 @@ from fleet_operator.cluster.interface import (
 )
 from fleet_operator.compare import contains
 from fleet_operator.fleet_objects import FleetObjects
+from fleet_operator.flip.follow import FlipFollower
 from fleet_operator.health.passes import Passes, Unmeasured
 from fleet_operator.known_fleet import KnownFleet, parse_again
 from fleet_operator.names import MANAGED_BY, MANAGER, ROUTER_ROLE, router_name
@@ -54,7 +55,7 @@ from fleet_operator.work_queue import Key, WorkQueue
 from fleet_operator.write_through import WriteThrough
 from fleet_planner.events import Problem, sizing_of
 from fleet_planner.reconcile import Plan, reconcile
-from fleet_planner.types import Observed, ScaleMemory, Template, TierTelemetry
+from fleet_planner.types import FlipReport, Observed, ObservedPod, ScaleMemory, Template, TierTelemetry
 
 CHILDREN: tuple[Kind, ...] = (
     POOL,
@@ -97,6 +98,11 @@ class _State:
     failures: int = 0
     read_at: float = float("-inf")
     reading: bool = False
+    flips: dict[str, FlipReport] = field(default_factory=dict)
+    """By uid: what workers that change their role say."""
+    changing: bool = False
+    """The last pass saw such workers."""
+    following: bool = False
     known: KnownFleet | None = None
     restless: bool = False
 
@@ -121,6 +127,7 @@ class Reconciler:
         now: Callable[[], float] = time.time,
         owns: Callable[[str], bool] = lambda namespace: True,
         passes: Passes | None = None,
+        flips: FlipFollower | None = None,
     ) -> None:
         """`owns` says whether fleets of a namespace are ours now; `touch_namespace` when that changes."""
         self._owns = owns
@@ -133,6 +140,7 @@ class Reconciler:
         self._objects = FleetObjects()
         self._writer = WriteThrough(cluster, self._written, self._asked_to_go)
         self._pace = StatusPace(now)
+        self._flips = flips or FlipFollower()
         self._applier = Applier(self._writer, platform, self._pace)
         self._recorder = Recorder(cluster, now)
         self._states: dict[Key, _State] = {}
@@ -300,7 +308,9 @@ class Reconciler:
         fleet, live = state.known.fleet, self._objects.children(key)
         stored = observe_revisions(obj for (kind, _), obj in live.items() if kind == "ControllerRevision")
         templates = {t.name: template_of(fleet, t, stored.get(t.name, {}), self._platform) for t in fleet.spec.tiers}
-        plan: Plan = reconcile(fleet, self._observed(fleet, state, templates, stored, live), self._now())
+        observed = self._observed(fleet, state, templates, stored, live)
+        state.changing = any(pod.flipping is not None for pod in observed.pods)
+        plan: Plan = reconcile(fleet, observed, self._now())
         state.memory, state.restless = plan.memory, is_restless(plan.status)
         outcome = await self._applier.apply(fleet, raw, plan, templates, live)
         await self._recorder.record(raw, plan.status, outcome, sizing_of(fleet, plan.reasons))
@@ -316,9 +326,9 @@ class Reconciler:
     ) -> Observed:
         pods = [obj for (kind, _), obj in live.items() if kind == "Pod"]
         routers = [pod for pod in pods if pod["metadata"]["labels"].get(ROLE_LABEL) == ROUTER_ROLE]
-        documents = live.get(("ConfigMap", router_name(fleet.metadata.name)))
         return Observed(
-            pods=observe_pods(pods, Surroundings(observe_serving(documents), self._leaving, sick_nodes(self._nodes))),
+            pods=self._workers(fleet, state, live),
+            flips=state.flips,
             pools=observe_pools(obj for (kind, _), obj in live.items() if kind == "WorkerPool"),
             router=observe_router(live.get(("Deployment", router_name(fleet.metadata.name))), routers),
             templates=templates,
@@ -328,6 +338,12 @@ class Reconciler:
             memory=state.memory,
             problems=state.problems,
         )
+
+    def _workers(self, fleet: InferenceFleet, state: _State, live: Mapping[tuple[str, str], Object]) -> tuple[ObservedPod, ...]:
+        serving = observe_serving(live.get(("ConfigMap", router_name(fleet.metadata.name))))
+        busy = {name: load for tier in state.telemetry.values() for name, load in tier.busy.items()}
+        around = Surroundings(serving, self._leaving, sick_nodes(self._nodes), busy)
+        return observe_pods((obj for (kind, _), obj in live.items() if kind == "Pod"), around)
 
     async def _not_accepted(self, key: Key, raw: Object, error: ManifestError) -> Outcome:
         """An invalid spec that got past the API server: say so, leave what runs alone."""
@@ -359,16 +375,31 @@ class Reconciler:
         await asyncio.gather(*self._due())
 
     def _due(self) -> list[Coroutine[Any, Any, None]]:
-        """One reading per fleet whose interval is over and that is not being read already."""
+        """One reading per fleet whose interval is over and that is not being read already; and one look at workers that change
+        their role."""
         found, now = [], self._now()
         for key, state in self._states.items():
-            if state.known is None or state.reading or now - state.read_at < state.known.fleet.spec.telemetry.interval_s:
-                continue
             raw = self._objects.fleets.get(key)
-            if raw is not None and "deletionTimestamp" not in raw["metadata"] and self._owns(key[0]):
+            if state.known is None or raw is None or "deletionTimestamp" in raw["metadata"] or not self._owns(key[0]):
+                continue
+            if not state.reading and now - state.read_at >= state.known.fleet.spec.telemetry.interval_s:
                 state.reading, state.read_at = True, now
                 found.append(self._read(key, state.known.fleet, state))
+            if state.changing and not state.following:
+                state.following = True
+                found.append(self._follow(key, state.known.fleet, state))
         return found
+
+    async def _follow(self, key: Key, fleet: InferenceFleet, state: _State) -> None:
+        """Tell and hear the workers of one fleet that change their role."""
+        try:
+            live = self._objects.children(key)
+            known = await self._flips.follow(fleet, self._workers(fleet, state, live), live, state.flips)
+            if known != state.flips:
+                state.flips = known
+                self.touch(key)
+        finally:
+            state.following = False
 
     async def _read(self, key: Key, fleet: InferenceFleet, state: _State) -> None:
         try:

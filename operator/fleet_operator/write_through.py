@@ -41,6 +41,12 @@ class WriteThrough:
             self._written(kind, made)
         return made
 
+    async def patch(self, kind: Kind, namespace: str | None, name: str, patch: Object) -> Object:
+        """See `Cluster.patch`."""
+        made = await self._cluster.patch(kind, namespace, name, patch)
+        self._written(kind, made)
+        return made
+
     async def delete(
         self, kind: Kind, namespace: str | None, name: str, *, uid: str | None = None, grace_s: int | None = None
     ) -> None:

@@ -39,7 +39,7 @@ class Event:
 class Deed:
     """One write that succeeded."""
 
-    verb: Literal["created", "changed", "deleted"]
+    verb: Literal["created", "changed", "deleted", "flipped"]
     kind: str
     name: str
     uid: str = ""
@@ -95,6 +95,7 @@ def events_of(before: FleetStatus, after: FleetStatus, done: Pass) -> tuple[Even
         *_transitions(before, after),
         *_tiers(before, after, done.sizing),
         *_workers(done.deeds),
+        *_flips(before, after, done.deeds),
         *_put_back(before, done.deeds),
         *_problems(done.problems),
     ]
@@ -180,6 +181,17 @@ def _counted(action: str, where: tuple[str, str], texts: Sequence[str]) -> Event
     tier, role = where
     count = f"{len(texts)} {role} worker{'' if len(texts) == 1 else 's'}"
     return Event("Normal", f"Workers{action}d", f"tier {tier}: {count}: {_some(texts, ', ')}", action)
+
+
+def _flips(before: FleetStatus, after: FleetStatus, deeds: Sequence[Deed]) -> Iterable[Event]:
+    """Workers that changed their role, and the failure that a tier's status tells of."""
+    for deed in deeds:
+        if deed.verb == "flipped":
+            yield Event("Normal", "Flipped", f"tier {deed.tier}: {deed.name}: {deed.why}", "Flip")
+    known = {tier.name: tier.flip for tier in before.tiers}
+    for tier in after.tiers:
+        if tier.flip is not None and tier.flip != known.get(tier.name):
+            yield Event("Warning", "FlipFailed", f"tier {tier.name}: {tier.flip.message}", "Flip")
 
 
 def _put_back(before: FleetStatus, deeds: Sequence[Deed]) -> Iterable[Event]:

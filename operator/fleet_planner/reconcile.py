@@ -9,17 +9,20 @@ from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.status import FleetStatus
 from fleet_api.v1alpha1.tier import TierSpec
 from fleet_planner.capacity import Fitted, fit_budget, fit_cluster
+from fleet_planner.flip import on_its_way
 from fleet_planner.ratio import Bounds, bounds_of, project
 from fleet_planner.revisions import TierPlan, plan_tier
 from fleet_planner.scale import ScaleDecision, ScaleInputs, want
 from fleet_planner.status import TierView, plan_status
 from fleet_planner.types import (
     ROLES,
+    FlipWanted,
     Observed,
     ObservedPool,
     PodGone,
     PodWanted,
     PoolWanted,
+    Relabel,
     Role,
     ScaleMemory,
     Split,
@@ -35,6 +38,8 @@ class Plan:
     pools_gone: tuple[ObservedPool, ...]
     create: tuple[PodWanted, ...]
     delete: tuple[PodGone, ...]
+    flips: tuple[FlipWanted, ...]
+    relabels: tuple[Relabel, ...]
     targets: tuple[Target, ...]
     splits: tuple[Split, ...]
     keep: tuple[tuple[str, str], ...]
@@ -56,8 +61,8 @@ def reconcile(fleet: InferenceFleet, observed: Observed, now: float) -> Plan:
         decision = fit(fleet, tier, size_tier(fleet, tier, observed, now), observed, left, now)
         gpus = observed.templates[tier.name].gpus
         left = None if left is None else left - decision.prefill * gpus[0] - decision.decode * gpus[1]
-        memory[tier.name] = decision.memory
         plan = plan_tier(fleet, tier, (decision.prefill, decision.decode), observed, now)
+        memory[tier.name] = replace(decision.memory, flip=plan.flip)
         tiers.append(plan)
         views.append(TierView(tier, decision, plan))
     orphans = _orphans(fleet, observed)
@@ -68,6 +73,8 @@ def reconcile(fleet: InferenceFleet, observed: Observed, now: float) -> Plan:
         pools_gone=tuple(pool for pool in observed.pools if pool.name not in names and not _has_pods(pool, observed)),
         create=tuple(pod for plan in tiers for pod in plan.create),
         delete=(*(pod for plan in tiers for pod in plan.delete), *orphans),
+        flips=tuple(flip for plan in tiers for flip in plan.flips),
+        relabels=tuple(relabel for plan in tiers for relabel in plan.relabels),
         targets=tuple(sorted(targets, key=lambda target: target.name)),
         splits=tuple(plan.split for plan in tiers if plan.split is not None),
         keep=tuple((tier.name, observed.templates[tier.name].revision) for tier in fleet.spec.tiers),
@@ -102,7 +109,7 @@ def fit(
     """The decision as nodes, quotas and the `left` devices of the budget allow it."""
     before = observed.memory.get(tier.name, ScaleMemory())
     memory = replace(decision.memory, cap=before.cap, cap_until=before.cap_until, cap_reason=before.cap_reason)
-    pods = [pod for pod in observed.pods if pod.tier == tier.name]
+    pods = [on_its_way(pod) for pod in observed.pods if pod.tier == tier.name]
     if len({pod.revision for pod in pods}) > 1:  # a rollout has its own answer to a lack of room
         placed = Fitted((decision.prefill, decision.decode), "", memory)
     else:
@@ -177,4 +184,6 @@ def _scaled_by_others(tier: str, revision: str, observed: Observed) -> dict[Role
 
 
 def _has_pods(pool: ObservedPool, observed: Observed) -> bool:
-    return any((p.tier, p.role, p.revision) == (pool.tier, pool.role, pool.revision) for p in observed.pods)
+    """A worker on its way to the other role belongs to both pools until it has changed."""
+    mine = [pod for pod in observed.pods if (pod.tier, pod.revision) == (pool.tier, pool.revision)]
+    return any(pool.role in (pod.role, pod.flipping) for pod in mine)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from fleet_planner.types import ObservedPod, PodGone, PodWanted, PoolWanted, Role
@@ -78,9 +78,12 @@ def replicas_of(pods: Sequence[ObservedPod], sizes: tuple[int, int]) -> list[Rep
     return [Replica(tuple(group), sizes[0] if group[0].role == "prefill" else sizes[1]) for group in found]
 
 
-def plan_replicas(pool: PoolWanted, replicas: Sequence[Replica]) -> tuple[list[PodWanted], list[PodGone]]:
+def plan_replicas(
+    pool: PoolWanted, replicas: Sequence[Replica], taken: Collection[str] = ()
+) -> tuple[list[PodWanted], list[PodGone]]:
     """Pods of one pool. Ended and incomplete workers are replaced as a whole, missing ones get the lowest free ordinals (what
-    still terminates holds its own). A worker on a node that goes away leaves when enough others are ready."""
+    still terminates holds its own, and so do the `taken` names of workers that changed to another pool). A worker on a node that
+    goes away leaves when enough others are ready."""
     alive = [replica for replica in replicas if replica.alive]
     staying = sorted((replica for replica in alive if not replica.leaving), key=_first_to_go, reverse=True)
     gone = [_gone(replica, _why_broken(replica)) for replica in replicas if replica.broken and not replica.terminating]
@@ -89,7 +92,8 @@ def plan_replicas(pool: PoolWanted, replicas: Sequence[Replica]) -> tuple[list[P
     needed = pool.replicas - sum(replica.ready for replica in staying[: pool.replicas])
     leaving = sorted((replica for replica in alive if replica.leaving), key=_first_to_go, reverse=True)
     gone += [_gone(replica, f"replaced: {replica.leaving}") for replica in leaving[max(0, needed) :]]
-    created = _created(pool, replicas, max(0, pool.replicas - len(staying)))
+    names = {pod.name for replica in replicas for pod in replica.pods}.union(taken)
+    created = _created(pool, names, max(0, pool.replicas - len(staying)))
     return created, [pod for group in gone for pod in group]
 
 
@@ -100,13 +104,12 @@ def _first_to_go(replica: Replica) -> tuple[bool, bool, int, float, float, str]:
     return replica.ready, replica.serving, leader.deletion_cost, busy, -leader.created_at, leader.name
 
 
-def _created(pool: PoolWanted, replicas: Sequence[Replica], missing: int) -> list[PodWanted]:
-    taken = {pod.name for replica in replicas for pod in replica.pods}
+def _created(pool: PoolWanted, taken: Collection[str], missing: int) -> list[PodWanted]:
     found: list[PodWanted] = []
     ordinal = 0
     while len(found) < missing * pool.nodes:
         names = [_name(pool.name, ordinal, member) for member in range(pool.nodes)]
-        if taken.isdisjoint(names):
+        if not any(name in taken for name in names):
             found += [
                 PodWanted(name, pool.name, pool.tier, pool.role, pool.revision, ordinal, member)
                 for member, name in enumerate(names)

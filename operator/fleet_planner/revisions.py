@@ -6,20 +6,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fleet_api.v1alpha1 import InferenceFleet
-from fleet_api.v1alpha1.status import RolloutStatus
+from fleet_api.v1alpha1.status import FlipStatus, RolloutStatus, TierStatus
 from fleet_api.v1alpha1.tier import TierSpec
 from fleet_planner.canary import Course, Scene, plot_course
+from fleet_planner.draft import draft_pods
+from fleet_planner.flip import Settled, Terms, cold_start_s, flip_s, other, remember, settle
 from fleet_planner.ratio import Pair
-from fleet_planner.replicas import Replica, plan_replicas, replicas_of
+from fleet_planner.replicas import Replica, replicas_of
 from fleet_planner.rollout import Canary, Group, Limits, Step, plan_step, why_stuck
 from fleet_planner.serving import choose_serving
 from fleet_planner.types import (
     ROLES,
+    FlipWanted,
     Observed,
     ObservedPod,
     PodGone,
     PodWanted,
     PoolWanted,
+    Relabel,
+    Role,
+    ScaleMemory,
     Split,
     Target,
     TargetState,
@@ -35,6 +41,8 @@ class TierPlan:
     pools: tuple[PoolWanted, ...]
     create: tuple[PodWanted, ...]
     delete: tuple[PodGone, ...]
+    flips: tuple[FlipWanted, ...]
+    relabels: tuple[Relabel, ...]
     targets: tuple[Target, ...]
     split: Split | None
     revision: str
@@ -46,20 +54,30 @@ class TierPlan:
     stuck: str
     rolled_back: str
     serving: Pair
+    flipping: Pair
+    """Workers on their way into each role."""
+    flip: FlipStatus | None
 
 
 def plan_tier(fleet: InferenceFleet, tier: TierSpec, want: Pair, observed: Observed, now: float) -> TierPlan:
     """The plan of `tier` with `want` workers of each role."""
     templates = {**observed.stored.get(tier.name, {}), observed.templates[tier.name].revision: observed.templates[tier.name]}
-    pods = [pod for pod in observed.pods if pod.tier == tier.name]
+    settled = settle((pod for pod in observed.pods if pod.tier == tier.name), observed.flips, now)
+    pods = settled.pods
     replicas = {revision: _replicas(pods, revision, templates) for revision in {*templates, *(pod.revision for pod in pods)}}
     groups = {revision: group_of(revision, found) for revision, found in replicas.items() if found or revision in templates}
     limits = _limits(fleet, tier, templates[observed.templates[tier.name].revision])
-    loads = observed.telemetry.get(tier.name, TierTelemetry()).revisions
-    scene = Scene(observed.templates[tier.name].revision, groups, loads, want, limits, now)
-    course = plot_course(fleet.spec.rollout, _before(fleet, tier), scene)
+    telemetry = observed.telemetry.get(tier.name, TierTelemetry())
+    scene = Scene(observed.templates[tier.name].revision, groups, telemetry.revisions, want, limits, now)
+    course = plot_course(fleet.spec.rollout, _before(fleet, tier).rollout, scene)
     step = _step(fleet, course, groups, want, limits, replicas)
-    return _carried_out(fleet, tier, course, step, replicas, scene, templates)
+    failures = [_before(fleet, tier).flip, observed.memory.get(tier.name, ScaleMemory()).flip]
+    remembered = remember(failures, settled.failure, now)
+    template = templates.get(course.target)
+    free = template is not None and template.flippable and not step.rolling and remembered is None
+    terms = _terms(fleet, tier, limits, telemetry, pods) if free else None
+    changing = Changing(settled, remembered, terms)
+    return _carried_out(fleet, tier, course, step, replicas, scene, templates, changing)
 
 
 def group_of(revision: str, replicas: Sequence[Replica]) -> Group:
@@ -86,8 +104,28 @@ def _limits(fleet: InferenceFleet, tier: TierSpec, template: Template) -> Limits
     return Limits(tier.ratio.min_ratio, tier.ratio.max_ratio, gpus, spec.max_surge_gpus, spec.max_unavailable)
 
 
-def _before(fleet: InferenceFleet, tier: TierSpec) -> RolloutStatus | None:
-    return next((status.rollout for status in fleet.status.tiers if status.name == tier.name), None)
+def _before(fleet: InferenceFleet, tier: TierSpec) -> TierStatus:
+    return next((status for status in fleet.status.tiers if status.name == tier.name), TierStatus(name=tier.name))
+
+
+@dataclass(frozen=True, slots=True)
+class Changing:
+    """Workers that change their role."""
+
+    settled: Settled
+    remembered: FlipStatus | None
+    terms: Terms | None
+    """None: no further one may."""
+
+
+def _terms(fleet: InferenceFleet, tier: TierSpec, limits: Limits, telemetry: TierTelemetry, pods: Sequence[ObservedPod]) -> Terms:
+    spec = fleet.spec
+    lease_s = 0.0 if spec.engine.type == "torch" else tier.kv_transfer.lease_duration_s  # torch counts its leases
+
+    def warm_s(replica: Replica) -> float:
+        return flip_s(replica, telemetry, spec.limits.max_output_tokens, lease_s)
+
+    return Terms(limits.low, limits.high, cold_start_s(pods), warm_s)
 
 
 def _step(
@@ -118,25 +156,24 @@ def _carried_out(
     replicas: Mapping[str, Sequence[Replica]],
     scene: Scene,
     templates: Mapping[str, Template],
+    changing: Changing,
 ) -> TierPlan:
     pools = _pools(fleet, tier, step, replicas, scene.want, templates)
-    create: list[PodWanted] = []
-    delete: list[PodGone] = []
-    for pool in pools:
-        mine = [replica for replica in replicas.get(pool.revision, []) if replica.role == pool.role]
-        new, gone = plan_replicas(pool, mine)
-        create += new if pool.revision in templates else []  # else nothing is left to make such a pod from
-        delete += gone
+    drafted = draft_pods(pools, replicas, templates.keys(), course.target, changing.terms, scene.now)
+    settled = changing.settled
+    delete = (*settled.gone, *drafted.draft.delete)
     gone_uids = {pod.uid for pod in delete}
-    everything = [replica for found in replicas.values() for replica in found]
+    everything = [replica for found in drafted.replicas.values() for replica in found]
     staying = [replica for replica in everything if gone_uids.isdisjoint(pod.uid for pod in replica.pods)]
     serving = choose_serving(staying, scene.limits.low, scene.limits.high)
     targets = tuple(target for replica in everything if (target := _target(replica, serving, gone_uids)) is not None)
     percent = course.status.percent
     return TierPlan(
         pools=tuple(pools),
-        create=tuple(_scarce_first(create, scene)),
-        delete=tuple(delete),
+        create=tuple(_scarce_first(drafted.draft.create, scene)),
+        delete=delete,
+        flips=(*settled.given_back, *drafted.flips),
+        relabels=tuple(_relabel(fleet, pod, proof, scene.now) for pod, proof in settled.proven if pod.uid not in gone_uids),
         targets=targets,
         split=Split(tier.name, course.target, percent) if percent is not None and course.canary is not None else None,
         revision=course.target,
@@ -146,6 +183,8 @@ def _carried_out(
         stuck=why_stuck(scene.want, scene.groups.get(course.target, Group("")), scene.limits) if step.stuck else "",
         rolled_back=course.rolled_back,
         serving=_counts([replica for replica in everything if replica.leader.uid in serving]),
+        flipping=_counts([replica for replica in everything if replica.leader.flipping is not None and replica.alive]),
+        flip=changing.remembered,
     )
 
 
@@ -164,9 +203,19 @@ def _pools(
         nodes = templates[revision].nodes if revision in templates else (1, 1)
         for role, size, whole, count in zip(ROLES, sizes, want, nodes, strict=True):
             if size or any(replica.role == role for replica in replicas.get(revision, [])):
-                name = f"{fleet.metadata.name}-{tier.name}-{role}-{revision}"
+                name = pool_name(fleet, tier.name, role, revision)
                 found.append(PoolWanted(name, tier.name, role, revision, size, whole, count))
     return found
+
+
+def pool_name(fleet: InferenceFleet, tier: str, role: Role, revision: str) -> str:
+    """Name of a WorkerPool, and the beginning of the names of the pods that are made for it."""
+    return f"{fleet.metadata.name}-{tier}-{role}-{revision}"
+
+
+def _relabel(fleet: InferenceFleet, pod: ObservedPod, proof: str, now: float) -> Relabel:
+    pool = pool_name(fleet, pod.tier, pod.role, pod.revision)
+    return Relabel(pod.name, pod.uid, pool, pod.tier, pod.role, now, max(0.0, now - pod.flip_since), proof)
 
 
 def _scarce_first(create: Sequence[PodWanted], scene: Scene) -> list[PodWanted]:
@@ -177,13 +226,15 @@ def _scarce_first(create: Sequence[PodWanted], scene: Scene) -> list[PodWanted]:
 
 
 def _target(replica: Replica, serving: frozenset[str], gone: set[str]) -> Target | None:
-    """Ready workers serve or are held; one that goes is told as draining until it is gone; others are not told at all."""
+    """Ready workers serve or are held; one that goes is told as draining until it is gone, one that changes its role until it has
+    changed; others are not told at all."""
     pod = replica.leader
-    leaving = replica.terminating or not gone.isdisjoint(pod.uid for pod in replica.pods)
+    leaving = replica.terminating or pod.flipping is not None or not gone.isdisjoint(pod.uid for pod in replica.pods)
+    role = pod.role if pod.flipping is None else other(pod.role)
     if pod.ip is None or not (replica.ready or leaving):
         return None
     state: TargetState = "draining" if leaving else "serving" if pod.uid in serving else "held"
-    return Target(pod.name, pod.uid, pod.ip, pod.role, pod.tier, pod.revision, pod.compat, state)
+    return Target(pod.name, pod.uid, pod.ip, role, pod.tier, pod.revision, pod.compat, state)
 
 
 def _counts(replicas: Sequence[Replica]) -> Pair:

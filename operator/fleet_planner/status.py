@@ -13,10 +13,11 @@ from fleet_api.v1alpha1.tier import TierSpec
 from fleet_planner.canary import overdue
 from fleet_planner.capacity import QUOTA_WORDS
 from fleet_planner.fabric import disaggregating, transport_verified
+from fleet_planner.flip import on_its_way
 from fleet_planner.ratio import within
 from fleet_planner.revisions import TierPlan
 from fleet_planner.scale import ScaleDecision, unusable
-from fleet_planner.types import Observed, ObservedPod, Role, Verdict
+from fleet_planner.types import ROLES, Observed, ObservedPod, Role, Verdict
 
 MAX_CAUSES = 3
 FAILING_RESTARTS = 1
@@ -64,7 +65,8 @@ def plan_status(fleet: InferenceFleet, views: Sequence[TierView], observed: Obse
 
 
 def _pods(observed: Observed, tier: str, role: Role) -> list[ObservedPod]:
-    return [pod for pod in observed.pods if pod.tier == tier and pod.role == role and not pod.terminating]
+    counted = (on_its_way(pod) for pod in observed.pods)
+    return [pod for pod in counted if pod.tier == tier and pod.role == role and not pod.terminating]
 
 
 def _tier_status(view: TierView, observed: Observed, present: FleetStatus) -> TierStatus:
@@ -72,10 +74,11 @@ def _tier_status(view: TierView, observed: Observed, present: FleetStatus) -> Ti
     telemetry = observed.telemetry.get(name)
     sizes: dict[Role, int] = {"prefill": view.decision.prefill, "decode": view.decision.decode}
 
-    def role(which: Role, serving: int) -> RoleStatus:
-        return RoleStatus(desired=sizes[which], ready=sum(pod.ready for pod in _pods(observed, name, which)), serving=serving)
+    def role(which: Role, serving: int, flipping: int) -> RoleStatus:
+        ready = sum(pod.ready for pod in _pods(observed, name, which))
+        return RoleStatus(desired=sizes[which], ready=ready, serving=serving, flipping=flipping)
 
-    prefill, decode = role("prefill", view.plan.serving[0]), role("decode", view.plan.serving[1])
+    (prefill, decode) = (role(*args) for args in zip(ROLES, view.plan.serving, view.plan.flipping, strict=True))
     proof = telemetry.kv if telemetry is not None else None
     kv = None
     if not observed.telemetry_read:
@@ -86,7 +89,9 @@ def _tier_status(view: TierView, observed: Observed, present: FleetStatus) -> Ti
         )
     ratio = format_ratio(prefill.serving, decode.serving)
     revision, rollout = view.plan.revision, view.plan.rollout
-    return TierStatus(name=name, prefill=prefill, decode=decode, ratio=ratio, revision=revision, rollout=rollout, kv=kv)
+    return TierStatus(
+        name=name, prefill=prefill, decode=decode, ratio=ratio, revision=revision, rollout=rollout, flip=view.plan.flip, kv=kv
+    )
 
 
 def _rolling(fleet: InferenceFleet, views: Sequence[TierView], now: float) -> Verdict:
@@ -120,8 +125,8 @@ def _provisioned(views: Sequence[TierView], observed: Observed) -> Verdict:
     short = [
         f"{view.tier.name}/{role}"
         for view in views
-        for role, size in (("prefill", view.decision.prefill), ("decode", view.decision.decode))
-        if len([p for p in observed.pods if (p.tier, p.role) == (view.tier.name, role) and not p.terminating]) < size
+        for role, size in zip(ROLES, (view.decision.prefill, view.decision.decode), strict=True)
+        if len(_pods(observed, view.tier.name, role)) < size
     ]
     if short or observed.router is None:
         return "False", "Creating", "pods are being created: " + ", ".join(short or ["router"])

@@ -36,7 +36,7 @@ def news(told: Told, deeds: Iterable[Deed], now: float) -> tuple[Told, tuple[Dee
         if deed.verb == "created" and anew in seen:
             known = [entry for entry in known if entry[1] != anew]
             continue
-        key = f"{deed.verb} {deed.uid}"
+        key = f"{deed.verb} {deed.uid} {deed.role if deed.verb == 'flipped' else ''}"
         once = deed.verb != "changed" and bool(deed.uid)
         if once and key in seen:
             continue

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from fleet_api.v1alpha1.status import FlipStatus
+
 Role = Literal["prefill", "decode"]
 Verdict = tuple[Literal["True", "False", "Unknown"], str, str]
 """Status, reason and message of a condition."""
@@ -47,6 +49,28 @@ class ObservedPod:
     """Requests that it runs; None = unknown."""
     serving: bool = False
     """The routers are told to use it."""
+    flipping: Role | None = None
+    """The role that it was told to take; `role` is the one that it still has."""
+    flip_since: float = 0.0
+    flipped: bool = False
+    """It once had the other role: its times say nothing of a cold start."""
+    drain_s: float = 30.0
+    """Longest time that it may take for its streams and leases."""
+
+
+@dataclass(frozen=True, slots=True)
+class FlipReport:
+    """What a worker that is to change its role says of itself, and what was proven of it."""
+
+    role: Role | None = None
+    """The role that it says it has; None: it did not answer yet."""
+    phase: str = ""
+    refused: str = ""
+    """It declined before anything had changed: it goes on in its old role."""
+    problem: str = ""
+    """Why it cannot be trusted in its new role."""
+    proof: str = ""
+    """How its new role was proven, in words; empty: it was not, yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +153,8 @@ class TierTelemetry:
     """Why nothing is known, when the source itself failed."""
     revisions: dict[str, RevisionLoad] = field(default_factory=dict)
     """By revision; one that no router has counted yet is absent."""
+    busy: dict[str, float] = field(default_factory=dict)
+    """By pod name: requests that the worker runs; one that could not be read is absent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +176,8 @@ class ScaleMemory:
     """What the cluster could hold when it last refused more; None: nothing was refused."""
     cap_until: float = 0.0
     cap_reason: str = ""
+    flip: FlipStatus | None = None
+    """The last role flip that failed: the status that says so may be read late."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +194,8 @@ class Template:
     """Pods of one prefill and of one decode worker."""
     number: int = 0
     """Place in the history, growing."""
+    flippable: bool = False
+    """A worker of one role can become one of the other in place: the pods are equal apart from the role."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +213,8 @@ class Observed:
     telemetry_read: bool = True
     """False until the operator has read it for the first time since it started: what the status says of it then stands."""
     memory: dict[str, ScaleMemory] = field(default_factory=dict)
+    flips: dict[str, FlipReport] = field(default_factory=dict)
+    """By uid: workers that are to change their role."""
     problems: tuple[str, ...] = ()
     """What the last apply could not do, in words; empty when all was applied."""
 
@@ -222,6 +254,30 @@ class PodGone:
     name: str
     uid: str
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class FlipWanted:
+    """A worker to be told another role; `role` None: to be left in the one that it has."""
+
+    name: str
+    uid: str
+    role: Role | None
+    since: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Relabel:
+    """A worker whose new role is proven: its pod moves to the pool of that role."""
+
+    name: str
+    uid: str
+    pool: str
+    tier: str
+    role: Role
+    at: float
+    took_s: float
+    proof: str
 
 
 TargetState = Literal["serving", "held", "draining"]

@@ -76,7 +76,9 @@ class WorkerTable:
     def update(self, document: Endpoints) -> None:
         """Follow the operator: new workers in, missing ones out; a worker that drains gets nothing new."""
         wanted = {endpoint.uid: endpoint for endpoint in document.workers if endpoint.state == "serving"}
-        for uid in self.workers.keys() - wanted.keys():
+        # one that changed its role is another worker: its connections read answers in another way, and its cache is not counted
+        stays = {uid for uid, worker in self.workers.items() if uid in wanted and wanted[uid].role == worker.role}
+        for uid in self.workers.keys() - stays:
             self.index.remove(uid)
             self.workers.pop(uid).pool.retire()
         for uid, endpoint in wanted.items():

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
 
 from fleet_api.conditions import ConditionType
-from fleet_api.v1alpha1.status import Condition, FleetStatus, RoleStatus, TierStatus
+from fleet_api.v1alpha1.status import Condition, FleetStatus, FlipStatus, RoleStatus, TierStatus
 from fleet_operator.apply import Outcome
 from fleet_operator.cluster.interface import EVENT, ClusterError, ForbiddenError
 from fleet_operator.cluster.memory import MemoryCluster, MemoryLimits
@@ -123,6 +124,20 @@ def test_a_worker_lost_and_made_in_one_pass_was_replaced():
 def test_a_child_put_back_is_told(provisioned: Any, deed: Deed, expected: str | None):
     before = status(Provisioned=(provisioned, "X"))
     assert told(before, before, deeds=[deed]) == ([f"Normal PutBack: {expected}"] if expected else [])
+
+
+def test_a_worker_that_changed_its_role_and_one_that_could_not_are_told_once():
+    deed = Deed("flipped", "Pod", "d0", "u", "t", "prefill", why="decode → prefill in 3 s; 8 tokens equal a partner's")
+    assert told(status(), status(), deeds=[deed]) == [
+        "Normal Flipped: tier t: d0: decode → prefill in 3 s; 8 tokens equal a partner's"
+    ]
+    failed = tier(1, 3).model_copy(update={"flip": FlipStatus(failed_at="2026-01-01T00:00:00Z", message="d0: other tokens")})
+    assert told(status((tier(1, 3),)), status((failed,))) == ["Warning FlipFailed: tier t: d0: other tokens"]
+    assert told(status((failed,)), status((failed,))) == []
+    assert told(status((failed,)), status((tier(1, 3),))) == []
+    memory, first = news(Told(), [deed], 1.0)
+    assert (len(first), news(memory, [deed], 2.0)[1]) == (1, ())
+    assert len(news(memory, [replace(deed, role="decode")], 3.0)[1]) == 1, "and back is another change"
 
 
 def test_problems_are_told_one_per_reason():

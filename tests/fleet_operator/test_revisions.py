@@ -9,7 +9,7 @@ import pytest
 
 from fleet_api.parse import parse_fleet
 from fleet_operator.cluster.interface import CONFIG_MAP, CONTROLLER_REVISION, FLEET, POD
-from fleet_operator.render.revision import RESTARTED_AT, revision_inputs
+from fleet_operator.render.revision import RESTARTED_AT, observe_revisions, revision_inputs, template_of
 from fleet_operator.settings import Platform
 from fleet_wire.endpoints import ENDPOINTS_KEY
 from tests.fleet_operator.world import NAMESPACE, World, manifest, play
@@ -54,6 +54,43 @@ def test_no_pod_is_restarted_for(spec: dict[str, Any]):
 )
 def test_pods_are_made_anew_for(spec: dict[str, Any]):
     assert inputs(**spec) != inputs()
+
+
+@pytest.mark.parametrize(
+    ("spec", "flippable"),
+    [
+        pytest.param({}, True, id="equal-pods"),
+        pytest.param({"engine": {"type": "vllm"}}, True, id="vllm"),
+        pytest.param({"engine": {"type": "vllm", "args": ["--dtype", "float16"]}}, True, id="arguments"),
+        pytest.param({"engine": {"type": "vllm", "args": ["--prefill-context-parallel-size", "2"]}}, False, id="one-role-only"),
+    ],
+)
+def test_workers_can_change_their_role_when_only_the_role_differs(spec: dict[str, Any], flippable: bool):
+    fleet = parse_fleet(manifest(**spec))
+    assert template_of(fleet, fleet.spec.tiers[0], {}, Platform()).flippable is flippable
+
+
+def test_pods_that_differ_in_more_than_the_role_cannot(monkeypatch: pytest.MonkeyPatch):
+    from fleet_operator.render import revision
+
+    real = revision.pod_spec
+
+    def odd(fleet: Any, tier: Any, role: str, *more: Any) -> dict[str, Any]:
+        return {**real(fleet, tier, role, *more), "nodeSelector": {"role": role}}  # type: ignore[arg-type]
+
+    monkeypatch.setattr(revision, "pod_spec", odd)
+    fleet = parse_fleet(manifest())
+    assert not template_of(fleet, fleet.spec.tiers[0], {}, Platform()).flippable
+
+
+def test_whether_workers_can_change_their_role_is_kept_with_the_revision_and_older_ones_cannot():
+    async def scenario(world: World) -> None:
+        (stored,) = await world.store.list(CONTROLLER_REVISION, NAMESPACE)
+        assert [t.flippable for t in observe_revisions([stored])["t"].values()] == [True]
+        del stored["data"]["flippable"]
+        assert [t.flippable for t in observe_revisions([stored])["t"].values()] == [False]
+
+    play(scenario)
 
 
 async def revisions(world: World) -> dict[str, int]:

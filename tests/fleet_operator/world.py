@@ -11,6 +11,7 @@ from fleet_api.conditions import rfc3339
 from fleet_operator.cluster.interface import DEPLOYMENT, EVENT, FLEET, POD, POOL, ClusterError, Kind, NotFoundError, WatchEvent
 from fleet_operator.cluster.kinds import kind_of
 from fleet_operator.cluster.memory import MemoryCluster
+from fleet_operator.flip.follow import FlipFollower
 from fleet_operator.names import FLEET as FLEET_LABEL
 from fleet_operator.names import ROLE
 from fleet_operator.reconciler import CHILDREN, Reconciler
@@ -68,6 +69,8 @@ class World:
     def __init__(self) -> None:
         self.now = 1_000_000.0
         self.node = "node"
+        self.addresses = (f"10.0.{number // 250}.{number % 250 + 1}" for number in count())
+        self.flips: FlipFollower | None = None
         uids = (f"00000000-0000-4000-8000-{number:012d}" for number in count(1))
         self.store = MemoryCluster(now=lambda: self.now, new_uid=lambda: next(uids))
         self.user = self.store.writer("somebody-else")
@@ -78,7 +81,7 @@ class World:
     def new_operator(self) -> Reconciler:
         """As after a restart: nothing is remembered."""
         self._seen: dict[tuple[str, str, str], dict[str, Any]] = {}
-        return Reconciler(self.api, Platform(), self, namespace=NAMESPACE, now=lambda: self.now)
+        return Reconciler(self.api, Platform(), self, namespace=NAMESPACE, now=lambda: self.now, flips=self.flips)
 
     async def collect(self, *_: Any) -> dict[str, TierTelemetry]:
         return self.load
@@ -112,7 +115,7 @@ class World:
             elif not pod["spec"].get("nodeName"):
                 await self.user.bind(NAMESPACE, name, self.node)
                 ready = {"type": "Ready", "status": "True", "lastTransitionTime": rfc3339(self.now)}
-                status = {"phase": "Running", "podIP": "10.0.0.1", "conditions": [ready]}
+                status = {"phase": "Running", "podIP": next(self.addresses), "conditions": [ready]}
                 await self.user.patch_status(POD, NAMESPACE, name, status)
         for deployment in await self.store.list(DEPLOYMENT, NAMESPACE):
             status = {"readyReplicas": deployment["spec"]["replicas"]}

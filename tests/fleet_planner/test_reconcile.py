@@ -52,8 +52,8 @@ def carry_out(plan: Plan, observed: Observed, ready: bool = True) -> Observed:
     return after
 
 
-def start(revision: str = "aaaaaaaa") -> Observed:
-    return Observed(templates={"t": Template(revision, "c")})
+def start(revision: str = "aaaaaaaa", **template: Any) -> Observed:
+    return Observed(templates={"t": Template(revision, "c", **template)})
 
 
 def counts(observed: Observed, revision: str | None = None) -> dict[str, int]:

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from fleet_api.quantities import parse_ratio
 from fleet_api.v1alpha1.status import FleetStatus
+from fleet_planner.flip import on_its_way
 from fleet_planner.ratio import within
 from fleet_planner.reconcile import Plan, reconcile
 from fleet_planner.replicas import Replica
 from fleet_planner.serving import choose_serving
-from fleet_planner.types import Observed, ObservedPod, ObservedPool, Role, RouterView, Template
+from fleet_planner.types import FlipReport, Observed, ObservedPod, ObservedPool, Role, RouterView, Template
 from tests.fleet_planner.test_reconcile import NOW, fleet, pod, start
 
 LOW, HIGH = parse_ratio("1:4"), parse_ratio("1:1")
@@ -68,7 +69,27 @@ def test_failing_devices_get_nothing_while_others_can_serve():
 
 RATIOS = [("1:4", "1:1", 1, 2), ("1:3", "1:3", 1, 3), ("2:5", "1:2", 2, 4), ("1:2", "3:1", 2, 2)]
 EVENTS = st.tuples(
-    st.sampled_from(["ready", "ready", "ready", "unready", "lose", "fail", "gone", "scale", "template", "cordon", "forget"]),
+    st.sampled_from(
+        [
+            "ready",
+            "ready",
+            "ready",
+            "unready",
+            "lose",
+            "fail",
+            "gone",
+            "scale",
+            "template",
+            "cordon",
+            "forget",
+            "time",
+            "idle",
+            "obey",
+            "obey",
+            "lie",
+            "refuse",
+        ]
+    ),
     st.integers(0, 7),
 )
 
@@ -80,7 +101,9 @@ class Model:
         ratio = {"prefill": prefill, "decode": decode, "min": low, "max": high}
         self.wish = fleet(ratio=ratio, prefill={"maxReplicas": 6}, decode={"maxReplicas": 12})
         self.bounds = parse_ratio(low), parse_ratio(high)
-        self.observed = start()
+        self.observed = start(flippable=True)
+        self.now = NOW
+        self.flips = 0
         self.status = FleetStatus()
         self.plan_once()
 
@@ -88,12 +111,14 @@ class Model:
         """What the operator does; the routers hear of it at once."""
         wish = self.wish.model_copy(update={"status": self.status})
         before = self.observed
-        plan = reconcile(wish, before, NOW)
+        plan = reconcile(wish, before, self.now)
         gone = {one.uid for one in plan.delete}
         serving = {target.uid for target in plan.targets if target.state == "serving"}
         self.check(plan, {p.uid for p in before.pods if p.serving and p.ready and p.uid not in gone})
         pods = [replace(p, serving=p.uid in serving, terminating=p.terminating or p.uid in gone) for p in before.pods]
         pods = [replace(p, ready=p.ready and not p.terminating) for p in pods]
+        pods = [self.flip(p, plan) for p in pods]
+        assert sum(p.flipping is not None and not p.terminating and p.phase == "Running" for p in pods) <= 1
         pods += [
             pod(w.name, w.role, w.ordinal, uid=f"{w.name}-{len(pods)}-{id(plan)}", revision=w.revision, ready=False,
                 compat=self.compat(w.revision), created_at=float(len(pods)))
@@ -109,6 +134,17 @@ class Model:
         self.status = plan.status
         return plan
 
+    def flip(self, one: ObservedPod, plan: Plan) -> ObservedPod:
+        """What the operator writes about one worker's role."""
+        for told in plan.flips:
+            if told.uid == one.uid:
+                self.flips += told.role is not None
+                one = replace(one, flipping=told.role, flip_since=told.since)
+        if any(done.uid == one.uid for done in plan.relabels):
+            assert one.flipping is not None
+            one = replace(one, role=one.flipping, flipping=None, flipped=True)
+        return one
+
     @staticmethod
     def compat(revision: str) -> str:
         """Revisions with odd numbers hand KV to each other, even ones only to themselves."""
@@ -122,19 +158,35 @@ class Model:
         inside = (prefill, decode) == (0, 0) or within(prefill, decode, *self.bounds)
         if not inside:  # only what served before and has no partner left inside the ratio
             assert {target.uid for target in serving} & served_before
-            possible = [Replica((p,)) for p in self.observed.pods if p.uid not in {g.uid for g in plan.delete}]
+            told = {flip.uid: flip.role for flip in plan.flips}
+            pods = [on_its_way(replace(p, flipping=told.get(p.uid, p.flipping))) for p in self.observed.pods]
+            possible = [Replica((p,)) for p in pods if p.uid not in {g.uid for g in plan.delete}]
             assert not choose_serving([replace_serving(r) for r in possible], *self.bounds)
         uids = [target.uid for target in plan.targets]
         assert len(uids) == len(set(uids))
         assert {t.uid for t in plan.targets if t.state == "draining"}.isdisjoint(t.uid for t in serving)
+        on_way = {p.uid for p in self.observed.pods if p.flipping} | {flip.uid for flip in plan.flips}
+        assert on_way.isdisjoint(t.uid for t in serving if t.uid not in {f.uid for f in plan.flips if f.role is None})
+
+    def report(self, event: str) -> None:
+        """Every worker that was told another role does the same."""
+        told = [p for p in self.observed.pods if p.flipping is not None and p.flipping != p.role]
+        found = {p.uid: replace(REPORTS[event], role=p.role if event == "refuse" else p.flipping) for p in told}
+        self.observed = replace(self.observed, flips=found)
 
     def happen(self, event: str, number: int) -> None:
         pods = list(self.observed.pods)
         if event == "template":
             revision = f"{number + 1:08x}"
-            self.observed = replace(self.observed, templates={"t": Template(revision, self.compat(revision), number=number)})
+            self.observed = replace(
+                self.observed, templates={"t": Template(revision, self.compat(revision), number=number, flippable=True)}
+            )
         elif event == "forget":
             self.status = FleetStatus()
+        elif event == "time":
+            self.now += 60 * number
+        elif event in REPORTS:
+            self.report(event)
         elif event == "scale" and self.observed.pools:
             index = number % len(self.observed.pools)
             pools = [replace(p, replicas=number) if i == index else p for i, p in enumerate(self.observed.pools)]
@@ -143,6 +195,13 @@ class Model:
             index = number % len(pods)
             pods[index : index + 1] = changed(pods[index], event)
             self.observed = replace(self.observed, pods=tuple(pods))
+
+
+REPORTS = {
+    "obey": FlipReport(phase="Serving", proof="equal tokens"),
+    "lie": FlipReport(phase="Serving", problem="other tokens"),
+    "refuse": FlipReport(phase="Draining", refused="it drains"),
+}
 
 
 def replace_serving(replica: Replica) -> Replica:
@@ -158,6 +217,8 @@ def changed(one: ObservedPod, event: str) -> list[ObservedPod]:
         return [replace(one, ready=False)]
     if event == "fail":
         return [replace(one, ready=False, phase="Failed")]
+    if event == "idle":
+        return [replace(one, busy=0.0)]
     if event == "cordon":
         return [replace(one, leaving="" if one.leaving else "cordoned")]
     return [one]
@@ -176,8 +237,10 @@ def test_at_every_observable_state_what_serves_is_inside_the_ratio(
     for _ in range(200):  # and when the cluster calms down, everything that should serve does
         healed = [replace(p, ready=True, leaving="", phase="Running") for p in model.observed.pods if not p.terminating]
         model.observed = replace(model.observed, pods=tuple(healed))
+        model.report("obey")
         plan = model.plan_once()
-        if not plan.create and not plan.delete and all(p.serving for p in model.observed.pods):
+        settled = not plan.create and not plan.delete and not plan.flips and not plan.relabels
+        if settled and all(p.serving for p in model.observed.pods):
             break
     assert {c.type: c.status for c in plan.status.conditions}["WithinRatio"] == "True"
     assert {p.revision for p in model.observed.pods} == {model.observed.templates["t"].revision}

@@ -89,3 +89,19 @@ def test_counts_of_revisions_are_bounded():
     text = metrics.exposition([], 0.0, 0)
     assert text.count("fleet_router_revision_requests_total{") == 32
     assert 'fleet_router_revision_requests_total{tier="t",revision="00000063"} 1' in text
+
+
+def test_a_worker_that_changed_its_role_is_another_worker():
+    """Also when the router missed the document in between: of one role answers are read, of the other handed on."""
+    workers = table(0)
+    _, keys = workers.choose(b"prompt " * 100, CONFIG, 0.0, frozenset())
+    workers.index.add(keys, "d-old")
+    before = workers.workers["d-old"]
+    stays = workers.workers["p-old"]
+    flipped = (endpoint("p-old", "prefill", OLD), endpoint("d-old", "prefill", OLD), endpoint("d-new", "decode", OLD))
+    workers.update(Endpoints(fleet="f", namespace="n", workers=flipped))
+    assert workers.workers["p-old"] is stays
+    assert workers.workers["d-old"] is not before
+    assert workers.workers["d-old"].role == "prefill"
+    assert workers.index.matched(keys).get("d-old", 0) == 0
+    assert {worker.uid for worker in workers.by_role["prefill"]} == {"p-old", "d-old"}

@@ -15,6 +15,10 @@ POD_NAME_ENV = "FLEET_POD_NAME"
 POD_UID_ENV = "FLEET_POD_UID"
 POD_IP_ENV = "FLEET_POD_IP"
 
+ROLE_ENV = "FLEET_ROLE"
+"""The pod's role as its label says: a container that starts again after a role flip has the role that it flipped to."""
+
+Role = Literal["prefill", "decode"]
 EngineType = Literal["torch", "vllm"]
 TransportName = Literal["auto", "tcp", "shm", "rdma"]
 MEMORY_TRANSPORTS = {"": (), "cuda": ("cuda_copy", "cuda_ipc", "gdr_copy"), "rocm": ("rocm_copy", "rocm_ipc")}
@@ -43,7 +47,7 @@ class Ports(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     http: int = 8000
     """Engine: OpenAI routes, /health, /metrics; the router talks to it directly."""
     agent: int = 9000
-    """Agent: /live, /ready, /state, /drain, /metrics."""
+    """Agent: /live, /ready, /state, /drain, /role, /metrics."""
     side_channel: int = 5600
     """KV handshake and lease messages."""
     kv_events: int = 5557
@@ -81,7 +85,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     fleet: str
     namespace: str
     tier: str
-    role: Literal["prefill", "decode"]
+    role: Role
     revision: str
     compat: str
     engine: EngineType = "torch"

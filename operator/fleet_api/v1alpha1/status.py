@@ -34,6 +34,7 @@ class RoleStatus(ApiModel):
     desired: Count = Field(default=0, description="Workers that should be there.")
     ready: Count = Field(default=0, description="Workers whose pod is Ready.")
     serving: Count = Field(default=0, description="Workers that the router may use.")
+    flipping: Count = Field(default=0, description="Workers on their way into this role from the other one.")
 
 
 class KvStatus(ApiModel):
@@ -60,6 +61,13 @@ class RolloutStatus(ApiModel):
     message: str = Field(default="", description="Why it was rolled back, or what the rollout waits for.")
 
 
+class FlipStatus(ApiModel):
+    """The last role flip that failed; absent when the next one may be tried."""
+
+    failed_at: Annotated[str, Field(max_length=40)] = Field(description="When, RFC 3339 in UTC.")
+    message: str = Field(default="", description="The worker and why.")
+
+
 class TierStatus(ApiModel):
     """One tier."""
 
@@ -69,6 +77,7 @@ class TierStatus(ApiModel):
     ratio: str = Field(default="", description="Serving prefill:decode in lowest terms.")
     revision: str = Field(default="", description="Revision of the pod template that serves.")
     rollout: RolloutStatus | None = Field(default=None, description="The rollout; absent before the first worker.")
+    flip: FlipStatus | None = Field(default=None, description="The last role flip that failed; no other is tried for a while.")
     kv: KvStatus | None = Field(default=None, description="KV moved between the roles; absent before the first reading.")
 
 

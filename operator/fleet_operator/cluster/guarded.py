@@ -16,7 +16,7 @@ Send = Callable[[], Awaitable[Any]]
 class Write:
     """One write that is about to happen."""
 
-    verb: Literal["apply", "delete", "patch_status"]
+    verb: Literal["apply", "patch", "delete", "patch_status"]
     kind: Kind
     namespace: str
     """Empty for what lives in no namespace."""
@@ -55,6 +55,12 @@ class GuardedCluster:
     async def apply(self, obj: Object) -> Object:
         """See `Cluster.apply`, and what the guards raise."""
         made: Object = await self._passed(Write("apply", kind_of(obj), *key_of(obj)), lambda: self._cluster.apply(obj))
+        return made
+
+    async def patch(self, kind: Kind, namespace: str | None, name: str, patch: Object) -> Object:
+        """See `Cluster.patch`, and what the guards raise."""
+        write = Write("patch", kind, namespace or "", name)
+        made: Object = await self._passed(write, lambda: self._cluster.patch(kind, namespace, name, patch))
         return made
 
     async def delete(

@@ -112,6 +112,10 @@ class Cluster(Protocol):
         """Server-side apply under FIELD_MANAGER, force; creates when absent. Equal content writes nothing new."""
         ...
 
+    async def patch(self, kind: Kind, namespace: str | None, name: str, patch: Object) -> Object:
+        """Merge-patch everything but the status; a uid in the patch that is another object's is refused."""
+        ...
+
     async def delete(
         self, kind: Kind, namespace: str | None, name: str, *, uid: str | None = None, grace_s: int | None = None
     ) -> None:

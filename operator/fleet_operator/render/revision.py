@@ -7,10 +7,14 @@ the spec that was stored when the revision first appeared, also when a rollout g
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, Final
+
+import msgspec
 
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.tier import TierSpec
@@ -20,6 +24,7 @@ from fleet_operator.render import fabric
 from fleet_operator.render.worker import pod_spec
 from fleet_operator.settings import Platform
 from fleet_planner.types import ROLES, Template
+from fleet_worker.config import CONFIG_ENV, decode, encode
 
 RESTARTED_AT: Final = f"{GROUP}/restarted-at"
 """Annotation of a fleet: another value is another revision, as after `kubectl rollout restart`."""
@@ -27,6 +32,8 @@ SPEC_PARTS: Final = ("model", "engine")
 """Parts of a fleet's spec that a running pod cannot change."""
 SIZING: Final = frozenset({"replicas", "minReplicas", "maxReplicas", "warm"})
 MARKS: Final = frozenset({"labels", "annotations"})
+ONE_ROLE_ARGS: Final = ("--kv-transfer-config", "--prefill-context-parallel-size")
+"""Arguments of the user's that tie a vLLM engine to its role."""
 NOT_OF_PODS: Final = frozenset({"ratio"})
 """Fields of a tier that change no pod; whatever is not named here makes a new revision."""
 
@@ -62,7 +69,27 @@ def template_of(fleet: InferenceFleet, tier: TierSpec, stored: dict[str, Templat
         return stored[revision]
     prefill, decode = (device[1] if (device := tier.device_request(role)) is not None else 0 for role in ROLES)
     number = 1 + max((template.number for template in stored.values()), default=0)
-    return Template(revision, compat_of(fleet, tier, platform), gpus=(prefill, decode), number=number)
+    template = Template(revision, compat_of(fleet, tier, platform), gpus=(prefill, decode), number=number)
+    return replace(template, flippable=_flippable(fleet, tier, template, platform))
+
+
+def _flippable(fleet: InferenceFleet, tier: TierSpec, template: Template, platform: Platform) -> bool:
+    """The pods of both roles are equal apart from the role, one pod and equal devices each, and the engine can do both."""
+    tied = any(name in arg for arg in fleet.spec.engine.args for name in ONE_ROLE_ARGS)
+    if tied or set(template.nodes) != {1} or len(set(template.gpus)) != 1:
+        return False
+    prefill, decode = (pod_spec(fleet, tier, role, template, platform) for role in ROLES)
+    return _without_role(prefill) == _without_role(decode) and tier.prefill.pod_template == tier.decode.pod_template
+
+
+def _without_role(spec: Object) -> Object:
+    """A worker pod's spec, its configuration as that of a prefill worker."""
+    plain: Object = copy.deepcopy(spec)
+    for container in plain["containers"]:
+        for item in container.get("env", ()):
+            if item["name"] == CONFIG_ENV:
+                item["value"] = encode(msgspec.structs.replace(decode(item["value"]), role="prefill"))
+    return plain
 
 
 def compat_of(fleet: InferenceFleet, tier: TierSpec, platform: Platform) -> str:
@@ -104,6 +131,7 @@ def render_revision(fleet: InferenceFleet, tier: TierSpec, template: Template, p
             "compat": template.compat,
             "gpus": list(template.gpus),
             "nodes": list(template.nodes),
+            "flippable": template.flippable,
             "pods": {role: pod_spec(fleet, tier, role, template, platform) for role in ROLES},
             "inputs": revision_inputs(fleet, tier),
             **_fabric_of(tier),
@@ -128,7 +156,8 @@ def observe_revisions(objects: Iterable[Object]) -> dict[str, dict[str, Template
         marks, data = obj["metadata"].get("labels") or {}, obj.get("data") or {}
         if TIER in marks and REVISION in marks and "pods" in data:
             template = Template(
-                marks[REVISION], data["compat"], tuple(data["gpus"]), tuple(data["nodes"]), int(obj.get("revision", 0))
-            )
+                marks[REVISION], data["compat"], tuple(data["gpus"]), tuple(data["nodes"]), int(obj.get("revision", 0)),
+                data.get("flippable") is True,  # workers of older operators cannot
+            )  # fmt: skip
             found.setdefault(marks[TIER], {})[marks[REVISION]] = template
     return found

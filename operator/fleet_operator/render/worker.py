@@ -20,7 +20,7 @@ from fleet_operator.render.placement import affinity
 from fleet_operator.render.template import extend_pod, security
 from fleet_operator.settings import Platform
 from fleet_planner.types import PodWanted, Role, Template
-from fleet_worker.config import CONFIG_ENV, KvSettings, Parallel, Ports, WorkerConfig, decode, encode
+from fleet_worker.config import CONFIG_ENV, ROLE_ENV, KvSettings, Parallel, Ports, WorkerConfig, decode, encode
 
 MODELS = "/models"
 GRACE_SLACK_S = 15
@@ -180,6 +180,7 @@ def _env(fleet: InferenceFleet, config: WorkerConfig) -> list[Object]:
         field("FLEET_POD_NAME", "metadata.name"),
         field("FLEET_POD_UID", "metadata.uid"),
         field("FLEET_POD_IP", "status.podIP"),
+        field(ROLE_ENV, f"metadata.labels['{ROLE}']"),
         field("VLLM_NIXL_SIDE_CHANNEL_HOST", "status.podIP"),
         {"name": SIDE_CHANNEL_ENV, "value": str(config.ports.side_channel)},
         {"name": "HOME", "value": "/tmp"},  # noqa: S108 - the one writable folder of a read-only root

@@ -74,6 +74,7 @@ def tier_telemetry(
         revisions=_revisions(tier, routers, earlier),
         transport=next((name for name in SLOWEST_FIRST if name in used), None),
         transports=seen,
+        busy={worker.pod: held for worker in mine if (held := _held(worker)) is not None},
     )
 
 

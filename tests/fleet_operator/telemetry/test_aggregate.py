@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -97,3 +98,12 @@ def test_every_metric_that_is_read_is_asked_for():
     text = Path(aggregate.__file__).read_text()
     read = {name for name in re.findall(r'"((?:vllm:|fleet:|fleet_router_|fleet_agent_)[a-z_]+)"', text)}
     assert {name if f"{name}_bucket" not in METRICS else f"{name}_bucket" for name in read} == METRICS
+
+
+def test_what_each_worker_runs_is_known_by_pod_and_unknown_is_absent():
+    known = [
+        replace(worker("prefill", 0), pod="p"),
+        replace(worker("decode", 2), pod="d"),
+        replace(worker("decode", None), pod="x"),
+    ]
+    assert tier_telemetry("t", known, [], [], NOW).busy == {"p": 0.0, "d": 2.0}

@@ -1,4 +1,4 @@
-"""The agent's HTTP surface: probes, state, drain and metrics of one worker."""
+"""The agent's HTTP surface: probes, state, drain, role and metrics of one worker."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
+import msgspec
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
+
+from fleet_worker.agent.role import MAX_BODY_BYTES, parse_role
+from fleet_worker.config import Role
 
 KEEP_ALIVE_S = 75
 MAX_CONNECTIONS = 64
@@ -24,6 +28,7 @@ class Probes(Protocol):
     def ready(self) -> bool: ...
     def state(self) -> dict[str, object]: ...
     async def drain(self) -> dict[str, object]: ...
+    def take_role(self, asked: Role) -> tuple[int, dict[str, object]]: ...
     async def metrics(self) -> str: ...
 
 
@@ -42,6 +47,18 @@ def build_app(probes: Probes) -> Starlette:
     async def drain(_: Request) -> Response:
         return JSONResponse(await probes.drain())
 
+    async def role(request: Request) -> Response:
+        body = b""
+        async for part in request.stream():
+            body += part
+            if len(body) > MAX_BODY_BYTES:
+                return JSONResponse({"reason": "BodyTooLarge"}, status_code=413)
+        try:
+            status, said = probes.take_role(parse_role(body))
+        except msgspec.DecodeError as error:
+            return JSONResponse({"reason": "BadRequest", "message": str(error)}, status_code=400)
+        return JSONResponse(said, status_code=status)
+
     async def metrics(_: Request) -> Response:
         return PlainTextResponse(await probes.metrics(), media_type="text/plain; version=0.0.4")
 
@@ -52,6 +69,7 @@ def build_app(probes: Probes) -> Starlette:
             Route("/ready", _async(probe(probes.ready))),
             Route("/state", state),
             Route("/drain", drain, methods=["GET", "POST"]),
+            Route("/role", role, methods=["POST"]),
             Route("/metrics", metrics),
         ]
     )

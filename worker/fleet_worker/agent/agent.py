@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from fleet_worker.agent import fabric
 from fleet_worker.agent import life as rules
 from fleet_worker.agent.admin import AdminServer, build_app, build_server
@@ -23,8 +25,9 @@ from fleet_worker.agent.forward import EventForwarder
 from fleet_worker.agent.identity import Identity
 from fleet_worker.agent.life import Life, Load
 from fleet_worker.agent.prepare import prepare_model
+from fleet_worker.agent.role import judge
 from fleet_worker.agent.supervise import EngineProcess, watch_children
-from fleet_worker.config import WorkerConfig
+from fleet_worker.config import Role, WorkerConfig
 
 VLLM_BIN_ENV = "FLEET_VLLM_BIN"
 CHECK_EVERY_S = 0.25
@@ -49,6 +52,8 @@ class Agent:
         self._client = EngineClient(f"http://{identity.pod_ip}:{config.ports.http}")
         self._stop = asyncio.Event()
         self._drained: asyncio.Task[dict[str, object]] | None = None
+        self._changing_to: Role | None = None
+        self._change: asyncio.Task[None] | None = None
 
     # -- probes -----------------------------------------------------------------------------------------------------
     def live(self) -> bool:
@@ -72,6 +77,7 @@ class Agent:
             "pod": self._identity.pod_name, "uid": self._identity.pod_uid, "engine_pid": life.engine_pid,
             "running": load.running, "waiting": load.waiting, "leases": load.leases,
             "draining": life.phase == "Draining", "transport": self._transport(), "probe_gbps": self._fabric.gbps,
+            "epoch": life.epoch, "changing_to": self._changing_to, "flip_problem": life.flip_problem,
         }  # fmt: skip
 
     def _transport(self) -> str | None:
@@ -89,6 +95,10 @@ class Agent:
             f"fleet_agent_ready {int(rules.is_ready(life))}",
             "# TYPE fleet_agent_draining gauge",
             f"fleet_agent_draining {int(life.phase == 'Draining')}",
+            "# TYPE fleet_agent_flipping gauge",
+            f"fleet_agent_flipping {int(life.phase == 'FlippingRole')}",
+            "# TYPE fleet_agent_role_epoch gauge",
+            f'fleet_agent_role_epoch{{role="{self._config.role}"}} {life.epoch}',
         ]
         if (transport := self._transport()) is not None:
             own += ["# TYPE fleet_agent_transport_info gauge", f'fleet_agent_transport_info{{transport="{transport}"}} 1']
@@ -105,7 +115,15 @@ class Agent:
     async def _drain(self) -> dict[str, object]:
         config, begun = self._config, time.monotonic()
         self._life = rules.drain_asked(self._life, begun)
-        while (waited_s := time.monotonic() - begun) < config.drain_timeout_s:
+        if await self._emptied(begun):
+            return {"drained": True, "waited_s": round(time.monotonic() - begun, 3)}
+        load = self._load
+        return {"drained": False, "waited_s": config.drain_timeout_s, "running": load.running, "leases": load.leases}
+
+    async def _emptied(self, begun: float) -> bool:
+        """Wait until nothing is left; False when the time is up, or the phase is another one by then."""
+        config, phase = self._config, self._life.phase
+        while (waited_s := time.monotonic() - begun) < config.drain_timeout_s and self._life.phase == phase:
             await self._observe()
             done = rules.drain_done(
                 self._load,
@@ -116,10 +134,35 @@ class Agent:
                 is_prefill=config.role == "prefill",
             )
             if done:
-                return {"drained": True, "waited_s": round(waited_s, 3)}
+                return True
             await asyncio.sleep(DRAIN_POLL_S)
-        load = self._load
-        return {"drained": False, "waited_s": config.drain_timeout_s, "running": load.running, "leases": load.leases}
+        return False
+
+    def take_role(self, asked: Role) -> tuple[int, dict[str, object]]:
+        """Answers POST /role with a status and what is said; the change itself goes on beside it."""
+        verdict = judge(self._life, self._config.role, self._changing_to, asked)
+        if verdict.begin:
+            self._changing_to = asked
+            self._life = rules.flip_asked(self._life)
+            self._change = asyncio.create_task(self._take_role(asked))
+        said: dict[str, object] = {"role": self._config.role, "changing_to": self._changing_to, "phase": self._life.phase}
+        return verdict.status, said | ({"reason": verdict.reason} if verdict.reason else {})
+
+    async def _take_role(self, asked: Role) -> None:
+        """Empty as for a drain, a first token again, then the new role."""
+        emptied = await self._emptied(time.monotonic())
+        if self._life.phase != "FlippingRole":
+            return  # it drains for good
+        if not emptied:
+            self._life = rules.flip_failed(self._life, f"not empty within {self._config.drain_timeout_s} s")
+            return
+        problem = await self._client.first_token(self._config.served_name)
+        if problem is not None:
+            self._life = rules.flip_failed(self._life, f"no first token: {problem}")
+            return
+        self._config = msgspec.structs.replace(self._config, role=asked)
+        self._changing_to = None
+        self._life = rules.flipped(self._life)
 
     # -- life -------------------------------------------------------------------------------------------------------
     async def run(self) -> int:
@@ -136,8 +179,10 @@ class Agent:
                 task.result()
             return 0
         finally:
-            working.cancel()
-            await asyncio.gather(working, return_exceptions=True)
+            ending = [working, *([self._change] if self._change is not None else [])]
+            for task in ending:
+                task.cancel()
+            await asyncio.gather(*ending, return_exceptions=True)
             if self._engine is not None:
                 await self._engine.stop(ENGINE_STOP_S)
             server.should_exit = True

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import msgspec
 
 from fleet_worker.agent.errors import ConfigError
-from fleet_worker.config import CONFIG_ENV, POD_IP_ENV, POD_NAME_ENV, POD_UID_ENV, WorkerConfig, decode
+from fleet_worker.config import CONFIG_ENV, POD_IP_ENV, POD_NAME_ENV, POD_UID_ENV, ROLE_ENV, Role, WorkerConfig, decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,16 @@ def read_identity(env: Mapping[str, str]) -> tuple[WorkerConfig, Identity]:
         raise ConfigError(f"{POD_IP_ENV}: {error}") from error
     if config.engine == "torch" and config.engine_args:
         raise ConfigError(f"{CONFIG_ENV}: engine_args: the torch engine takes none, got {list(config.engine_args)}")
-    return config, identity
+    return msgspec.structs.replace(config, role=_role(env, config.role)), identity
+
+
+def _role(env: Mapping[str, str], role: Role) -> Role:
+    """The label's, when the pod has one: it outlives the configuration."""
+    try:
+        found: Role = msgspec.convert(env.get(ROLE_ENV) or role, Role)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{ROLE_ENV}: {error}") from error
+    return found
 
 
 def _read_config(env: Mapping[str, str]) -> WorkerConfig:

@@ -1,7 +1,7 @@
 """The worker's life as a pure state machine: what each probe answers in each phase.
 
-Preparing (model) → Warming (engine starts and gives a first token) → Serving → Draining; Failed ends the process. The router
-never sees the phase directly: it follows from readiness.
+Preparing (model) → Warming (engine starts and gives a first token) → Serving → Draining; Failed ends the process. A role flip
+goes from Serving through FlippingRole back to Serving. The router never sees the phase directly: it follows from readiness.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-Phase = Literal["Preparing", "Warming", "Serving", "Draining", "Failed"]
+Phase = Literal["Preparing", "Warming", "Serving", "FlippingRole", "Draining", "Failed"]
 
 ENGINE_SILENCE_S = 10.0
 """Seconds of failing engine health checks after which /live turns red: three kubelet probes at the default period."""
@@ -25,6 +25,10 @@ class Life:
     engine_healthy: bool = False
     unhealthy_since: float | None = None
     draining_since: float | None = None
+    epoch: int = 0
+    """Grows with every change of the role."""
+    flip_problem: str = ""
+    """Why the last change of the role did not come to its end."""
 
 
 def noted(life: Life, detail: str) -> Life:
@@ -54,6 +58,23 @@ def drain_asked(life: Life, now: float) -> Life:
     return replace(life, phase="Draining", draining_since=now, detail="waiting for requests and leases")
 
 
+def flip_asked(life: Life) -> Life:
+    """The worker empties itself to take the other role: not ready at once."""
+    return replace(life, phase="FlippingRole", detail="waiting for requests and leases of the old role", flip_problem="")
+
+
+def flipped(life: Life) -> Life:
+    """It has the other role, and serves; unless it drains by now."""
+    if life.phase != "FlippingRole":
+        return life
+    return replace(life, phase="Serving", detail="", epoch=life.epoch + 1)
+
+
+def flip_failed(life: Life, problem: str) -> Life:
+    """It stays as it is, not ready: whoever asked decides."""
+    return replace(life, detail=problem, flip_problem=problem)
+
+
 def failed(life: Life, detail: str) -> Life:
     """The engine is gone."""
     return replace(life, phase="Failed", detail=detail, engine_healthy=False)
@@ -61,7 +82,7 @@ def failed(life: Life, detail: str) -> Life:
 
 def is_started(life: Life) -> bool:
     """startupProbe: the engine answered at least once."""
-    return life.phase in ("Serving", "Draining")
+    return life.phase in ("Serving", "FlippingRole", "Draining")
 
 
 def is_ready(life: Life) -> bool:

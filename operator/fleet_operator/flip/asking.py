@@ -1,0 +1,81 @@
+"""Bounded questions to workers: in time, whatever they do, and in bytes. No answer is None, never a guess."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, Protocol
+
+import httpx
+import msgspec
+
+from fleet_planner.types import Role
+
+MAX_BYTES = 4 * 1024 * 1024
+AGENT_S = 2.0
+"""From connection to last byte of an agent's answer."""
+ENGINE_S = 20.0
+"""The same of an engine: a first transfer between two workers shakes hands."""
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What came back."""
+
+    status: int
+    body: bytes
+
+    def json(self) -> dict[str, Any]:
+        """The body as an object; empty when it is none."""
+        try:
+            found = msgspec.json.decode(self.body)
+        except msgspec.DecodeError:
+            return {}
+        return found if isinstance(found, dict) else {}
+
+
+class AgentState(msgspec.Struct, frozen=True):
+    """What matters here of GET /state."""
+
+    role: Role
+    phase: str
+    flip_problem: str = ""
+
+
+class Ask(Protocol):
+    """One question."""
+
+    async def __call__(self, url: str, body: dict[str, Any] | None = None, within_s: float = ENGINE_S) -> Answer | None:
+        """GET, or POST when there is a body."""
+        ...
+
+
+@asynccontextmanager
+async def open_ask() -> AsyncIterator[Ask]:
+    """Questions over HTTP; connections are released when the block ends."""
+    async with httpx.AsyncClient(trust_env=False, headers={"accept-encoding": "identity"}) as http:
+
+        async def ask(url: str, body: dict[str, Any] | None = None, within_s: float = ENGINE_S) -> Answer | None:
+            found = bytearray()
+            method = "GET" if body is None else "POST"
+            try:
+                async with asyncio.timeout(within_s), http.stream(method, url, json=body, timeout=within_s) as answer:
+                    async for chunk in answer.aiter_raw():
+                        found += chunk
+                        if len(found) > MAX_BYTES:
+                            return None
+                    return Answer(answer.status_code, bytes(found))
+            except (httpx.HTTPError, httpx.InvalidURL, TimeoutError):
+                return None
+
+        yield ask
+
+
+def state_of(answer: Answer | None) -> AgentState | None:
+    """An agent's state; None when it is not readable."""
+    try:
+        return (
+            msgspec.json.decode(answer.body, type=AgentState) if answer is not None and answer.status == httpx.codes.OK else None
+        )
+    except msgspec.DecodeError:
+        return None

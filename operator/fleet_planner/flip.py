@@ -1,0 +1,222 @@
+"""Role flips: a worker of the role that has too many becomes one of the role that has too few, instead of a cold start.
+
+A flip is a worker on its way: from the moment it is told its new role it counts for that role, as one that is not ready yet. So
+whoever compares sizes creates nothing in its place and deletes nothing else, and what serves follows from what is ready, as ever.
+The routers are told that it drains. It is one of these at any moment, and all of it is seen in objects and in what it reports:
+
+told → drains → says the new role → proven by tokens → its labels and its owner change: it is an ordinary worker of that role.
+
+It is given back when it declines, and deleted when its time is up or when its proof fails; then a worker is made cold, and the
+tier tries no flip for a while. At most one worker per tier is on its way; wishes that a next flip would fulfil sooner than a cold
+start wait for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from statistics import median
+
+from fleet_api.conditions import rfc3339
+from fleet_api.quantities import Ratio
+from fleet_api.v1alpha1.status import FlipStatus
+from fleet_planner.ratio import Pair, largest
+from fleet_planner.replicas import ENDED, Replica
+from fleet_planner.types import (
+    ROLES,
+    FlipReport,
+    FlipWanted,
+    ObservedPod,
+    PodGone,
+    PodWanted,
+    Role,
+    RoleLoad,
+    TierTelemetry,
+)
+
+NOTICE_S = 2.0
+"""How long a worker waits so that every router has heard of it (the agent's NOTICE_S)."""
+PROOF_MOST_S = 30.0
+"""Beyond its drain: for the switch and its proof."""
+COLD_START_S = 60.0
+"""From creation to ready, as long as no worker of the tier has shown it."""
+COLD_START_MOST_S = 1_800.0
+"""What took longer was no cold start: a worker that was ready twice shows its last time only."""
+RETRY_S = 600.0
+"""No flip in a tier for this long after one that failed."""
+
+
+def other(role: Role) -> Role:
+    """The other role."""
+    return "decode" if role == "prefill" else "prefill"
+
+
+def on_its_way(pod: ObservedPod) -> ObservedPod:
+    """A worker that was told another role, as it counts: one of that role that is not ready."""
+    if pod.flipping is None or pod.flipping == pod.role:
+        return replace(pod, flipping=None) if pod.flipping else pod
+    return replace(pod, role=pod.flipping, ready=False)
+
+
+# -- workers on their way ---------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """What becomes of the workers on their way."""
+
+    pods: tuple[ObservedPod, ...]
+    """All pods as they count now."""
+    proven: tuple[tuple[ObservedPod, str], ...] = ()
+    """With the words of their proof."""
+    given_back: tuple[FlipWanted, ...] = ()
+    gone: tuple[PodGone, ...] = ()
+    failure: str = ""
+    """What went wrong, in words."""
+
+
+def settle(pods: Iterable[ObservedPod], reports: Mapping[str, FlipReport], now: float) -> Settled:
+    """Judge every worker on its way by what it reports. `pods` as they are observed."""
+    found = Settled(())
+    for one in pods:
+        pod = on_its_way(one)
+        report = reports.get(pod.uid, FlipReport())
+        moving = pod.flipping is not None and not pod.terminating and pod.phase not in ENDED
+        if moving and report.refused:
+            words = f"{pod.name}: stays {one.role}: {report.refused}"
+            given = (*found.given_back, FlipWanted(pod.name, pod.uid, None))
+            found = replace(found, given_back=given, failure=words)
+            pod = replace(one, flipping=None)
+        elif moving and (why := report.problem or _overdue(pod, report, now)):
+            gone = (*found.gone, PodGone(pod.name, pod.uid, f"role flip failed: {why}"))
+            found = replace(found, gone=gone, failure=f"{pod.name}: {why}")
+            pod = replace(pod, terminating=True)
+        elif moving and report.proof and report.role == pod.role:
+            found = replace(found, proven=(*found.proven, (pod, report.proof)))
+        found = replace(found, pods=(*found.pods, pod))
+    return found
+
+
+def _overdue(pod: ObservedPod, report: FlipReport, now: float) -> str:
+    """Why it is given up, in words; empty while it has time."""
+    allowed_s = NOTICE_S + pod.drain_s + PROOF_MOST_S
+    if now - pod.flip_since <= allowed_s:
+        return ""
+    says = f"its agent says {report.role} and {report.phase}" if report.role is not None else "its agent does not answer"
+    return f"not done within {allowed_s:.0f} s: {says}"
+
+
+def remember(known: Iterable[FlipStatus | None], failure: str, now: float) -> FlipStatus | None:
+    """The last failure, for as long as no flip is tried because of it."""
+    before = max((one for one in known if one is not None), key=lambda one: one.failed_at, default=None)
+    fresh = before is not None and now - datetime.fromisoformat(before.failed_at).timestamp() < RETRY_S
+    if failure and not (fresh and before is not None and before.message == failure):
+        return FlipStatus(failed_at=rfc3339(now), message=failure)
+    return before if fresh else None
+
+
+# -- a new flip -------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What decides in one tier whether a flip is worth it."""
+
+    low: Ratio
+    high: Ratio
+    cold_s: float
+    """From creation to ready, without a flip."""
+    warm_s: Callable[[Replica], float]
+    """How long this worker would take to become one of the other role."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What a tier would do without flips, in the order of replicas.plan_replicas."""
+
+    create: Sequence[PodWanted]
+    delete: Sequence[PodGone]
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """What waits for the next flip: names to be created, uids to be deleted."""
+
+    names: frozenset[str] = field(default_factory=frozenset)
+    uids: frozenset[str] = field(default_factory=frozenset)
+
+
+def choose(draft: Draft, replicas: Sequence[Replica], terms: Terms) -> Replica | None:
+    """The worker to be told the other role; None when none should be."""
+    if any(pod.flipping is not None for replica in replicas for pod in replica.pods):
+        return None
+    for role in ROLES:
+        if any(wanted.role == role for wanted in draft.create):
+            fit = _surplus(draft, replicas, other(role)) or _spare(replicas, other(role), terms)
+            chosen = min(fit, key=_idle_first, default=None)
+            if chosen is not None and terms.warm_s(chosen) < terms.cold_s:
+                return chosen
+    return None
+
+
+def waiting(draft: Draft, replicas: Sequence[Replica], terms: Terms) -> Waiting:
+    """While a worker is on its way: pairs of a worker to create and one to delete that the next flips make up for sooner."""
+    names: set[str] = set()
+    uids: set[str] = set()
+    for role in {replica.role for replica in replicas if replica.leader.flipping is not None and replica.alive}:
+        surplus = sorted(_surplus(draft, replicas, other(role)), key=_idle_first)
+        created = [wanted.name for wanted in draft.create if wanted.role == role]
+        in_time = [one for place, one in enumerate(surplus, 2) if place * terms.warm_s(one) < terms.cold_s]
+        pairs = min(len(in_time), len(created))
+        names.update(created[:pairs])
+        uids.update(one.leader.uid for one in in_time[:pairs])
+    return Waiting(frozenset(names), frozenset(uids))
+
+
+def _fits(replica: Replica) -> bool:
+    return replica.ready and replica.size == 1 and not replica.leaving and not replica.sick
+
+
+def _surplus(draft: Draft, replicas: Sequence[Replica], role: Role) -> list[Replica]:
+    """Workers that would go though nothing is wrong with them."""
+    gone = {pod.uid for pod in draft.delete}
+    return [replica for replica in replicas if replica.role == role and replica.leader.uid in gone and _fits(replica)]
+
+
+def _spare(replicas: Sequence[Replica], role: Role, terms: Terms) -> list[Replica]:
+    """Workers of this role, when one less of it and one more of the other lets more serve inside the ratio."""
+    well = [replica.role for replica in replicas if replica.ready and not replica.sick]
+    now = well.count("prefill"), well.count("decode")
+    after: Pair = (now[0] + 1, now[1] - 1) if role == "decode" else (now[0] - 1, now[1] + 1)
+    if min(after) < 1 or sum(largest(after, terms.low, terms.high)) <= sum(largest(now, terms.low, terms.high)):
+        return []
+    return [replica for replica in replicas if replica.role == role and _fits(replica)]
+
+
+def _idle_first(replica: Replica) -> tuple[bool, float, int, float, str]:
+    """Held before serving, idle before busy, then cheap and young."""
+    leader = replica.leader
+    busy = leader.busy if leader.busy is not None else float("inf")
+    return replica.serving, busy, leader.deletion_cost, -leader.created_at, leader.name
+
+
+# -- times ------------------------------------------------------------------------------------------------------------
+def cold_start_s(pods: Iterable[ObservedPod]) -> float:
+    """How long the tier's workers took from creation to ready: the median of those that show it."""
+    known = [pod.ready_since - pod.created_at for pod in pods if pod.ready_since and not pod.flipped and not pod.restarts]
+    return median([took for took in known if 0 <= took <= COLD_START_MOST_S] or [COLD_START_S])
+
+
+def flip_s(replica: Replica, telemetry: TierTelemetry, most_tokens: int, lease_s: float) -> float:
+    """How long a worker takes to change its role: the notice, and what it runs. `lease_s`: how long an engine that does not
+    count its leases is waited for after a prefill."""
+    leader = replica.leader
+    before = lease_s if replica.role == "prefill" else 0.0
+    if leader.busy == 0:
+        return max(NOTICE_S, before)
+    load = telemetry.prefill if replica.role == "prefill" else telemetry.decode
+    return NOTICE_S + min(leader.drain_s, _longest_s(replica.role, load, most_tokens)) + before
+
+
+def _longest_s(role: Role, load: RoleLoad, most_tokens: int) -> float:
+    """The longest that a request of this role still runs, from what was measured; unknown is for ever."""
+    if role == "prefill":
+        return load.ttft_p99_s if load.ttft_p99_s is not None else float("inf")
+    return load.itl_p99_s * most_tokens if load.itl_p99_s is not None else float("inf")

@@ -1,0 +1,47 @@
+"""POST /role: a worker is told to take the other role. What is asked, and what the answer is. Pure.
+
+The engines are the same process in both roles, so nothing is restarted: the worker empties itself as for a drain, so that no
+request and no lease of the old role is left, gives a first token again, and is ready in its new role.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from fleet_worker.agent.life import Life
+from fleet_worker.config import Role
+
+MAX_BODY_BYTES = 1024
+
+
+class RoleRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of POST /role."""
+
+    role: Role
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The answer's status; `reason` says why a 409 is one, `begin` that the change begins with it."""
+
+    status: int
+    reason: str = ""
+    begin: bool = False
+
+
+def parse_role(body: bytes) -> Role:
+    """The asked role; msgspec.DecodeError names what is wrong."""
+    return msgspec.json.decode(body, type=RoleRequest).role
+
+
+def judge(life: Life, role: Role, changing_to: Role | None, asked: Role) -> Verdict:
+    """200: it has the role; 202: it is on its way; 409: not now (NotServing: ask again), or never (Draining, Failed)."""
+    if life.phase in ("Draining", "Failed"):
+        return Verdict(409, life.phase)
+    if life.phase == "FlippingRole":
+        return Verdict(202) if asked == changing_to else Verdict(409, "FlippingRole")
+    if asked == role:
+        return Verdict(200)
+    return Verdict(202, begin=True) if life.phase == "Serving" else Verdict(409, "NotServing")
