@@ -36,7 +36,7 @@ def test_the_whole_loop(fleet: Fleet, operator: Service, gpu_nodes: Path):
         got = [token for chunk in streamed for token in chunk.choices[0].token_ids]
         assert got == tokens(engine, prompt)
     fleet.wait("proof that KV moved", lambda: fleet.condition("Disaggregating")["status"] == "True", 20)
-    fleet.wait("a counter of 8 transfers", lambda: fleet.status()["tiers"][0]["kv"]["transfers"] >= 8, 20)
+    fleet.wait("a counter of 8 transfers", lambda: fleet.status()["tiers"][0]["kv"]["transfers"] >= 8, 45)  # written every 30 s
 
     # nobody asked for a transport: what the engines' own UCX says is told
     fleet.wait("the transport", lambda: fleet.condition("TransportVerified")["status"] == "True", 20)

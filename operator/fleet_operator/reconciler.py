@@ -139,7 +139,7 @@ class Reconciler:
         self._now = now
         self._objects = FleetObjects()
         self._writer = WriteThrough(cluster, self._written, self._asked_to_go)
-        self._pace = StatusPace(now)
+        self._pace = StatusPace(now, platform.counters_s)
         self._flips = flips or FlipFollower()
         self._applier = Applier(self._writer, platform, self._pace)
         self._recorder = Recorder(cluster, now)
@@ -249,7 +249,13 @@ class Reconciler:
 
     async def _work_on(self) -> None:
         while True:
-            await self._pass(await self._queue.take())
+            key = await self._queue.take()
+            try:
+                await self._pass(key)
+            except Exception:
+                # a defect of ours in one fleet's pass must not end the operator of all the others
+                LOG.exception("fleet=%s/%s unexpected; again in %s s", *key, BACKOFF_MOST_S)
+                asyncio.get_running_loop().call_later(BACKOFF_MOST_S, self.touch, key)
 
     async def drain(self) -> None:
         """Reconcile one after the other until no fleet is to be looked at."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from fleet_operator.status_pace import COUNTERS_S
+
 
 @dataclass(frozen=True, slots=True)
 class Platform:
@@ -20,6 +22,8 @@ class Platform:
     router_image: str = "inferencefleet/router:0.1.0"
     operator_namespace: str | None = None
     """Where the operator runs: from there workers' agents may be reached. None: outside of the cluster, from anywhere."""
+    counters_s: float = COUNTERS_S
+    """A status of which only counters moved is written this often: a thousand fleets share one API server."""
     drain_most_s: float = 3600.0
     """No worker may take longer to drain, whatever a fleet asks for."""
     leaving_taints: tuple[str, ...] = (

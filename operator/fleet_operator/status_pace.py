@@ -20,15 +20,16 @@ TELLS_COUNTERS: Final = "Disaggregating"
 class StatusPace:
     """Remembers when each fleet's status was written last."""
 
-    def __init__(self, now: Callable[[], float]) -> None:
+    def __init__(self, now: Callable[[], float], counters_s: float = COUNTERS_S) -> None:
         self._now = now
+        self._counters_s = counters_s
         self._written_at: dict[str, float] = {}
 
     def is_due(self, uid: str, present: Object | None, wish: Object) -> bool:
         """Whether `wish` should be written now."""
         if present == wish:
             return False
-        waited = self._now() - self._written_at.get(uid, float("-inf")) >= COUNTERS_S
+        waited = self._now() - self._written_at.get(uid, float("-inf")) >= self._counters_s
         return waited or present is None or _without_counters(present) != _without_counters(wish)
 
     def written(self, uid: str) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fleet_api.conditions import rfc3339
 from fleet_api.v1alpha1.tier import TierSpec
 from fleet_planner.ratio import Bounds, Pair, bounds_of, grown, largest, smallest
 from fleet_planner.types import ObservedPod, ScaleMemory
@@ -48,7 +49,7 @@ def fit_cluster(
     capped = _inside((min(want[0], memory.cap[0]), min(want[1], memory.cap[1])), bounds)
     if capped == want:
         return Fitted(want, "", memory)
-    return Fitted(capped, f"{memory.cap_reason}; tried again in {memory.cap_until - now:.0f} s", memory)
+    return Fitted(capped, f"{memory.cap_reason}; tried again at {rfc3339(memory.cap_until)}", memory)
 
 
 def fit_budget(tier: TierSpec, want: Pair, gpus: Pair, left: int | None) -> tuple[Pair, str]:

@@ -27,7 +27,11 @@ READ = {
 
 
 def load(text: str):
-    return yaml.load(text, Loader=KubeLoader)  # noqa: S506 - it makes JSON's types only
+    loader = KubeLoader(text)
+    try:
+        return loader.get_single_data()
+    finally:
+        loader.dispose()
 
 
 @pytest.mark.parametrize("text", [*SAME, "9" * 5000])

@@ -25,9 +25,10 @@ from fleet_operator.cluster.interface import (
     ForbiddenError,
     InvalidError,
     UnavailableError,
+    WatchEvent,
 )
 from fleet_operator.cluster.memory import MemoryCluster
-from fleet_operator.reconciler import is_restless
+from fleet_operator.reconciler import CHILDREN, is_restless
 from fleet_planner.types import KvProof
 from tests.fleet_operator.world import NAMESPACE, World, manifest, play
 
@@ -370,3 +371,31 @@ def test_a_worker_is_told_to_go_once_while_the_watch_lags():
         assert len(gone) == len(set(gone)) == 3
 
     play(scenario)
+
+
+def test_a_defect_in_one_fleets_pass_does_not_end_the_operator(caplog: pytest.LogCaptureFixture):
+    async def scenario(world: World) -> None:
+        whole, seen = world.operator.reconcile_once, list[str]()
+
+        async def broken(key, raw, state):
+            seen.append(key[1])
+            if key[1] == "f":
+                raise KeyError("a defect")
+            return await whole(key, raw, state)
+
+        world.operator.reconcile_once = broken
+        await world.user.apply(manifest("g"))
+        await world.look()
+        for kind in (FLEET, *CHILDREN):
+            world.operator.feed(kind, WatchEvent("SYNCED", {}))
+        world.operator.touch((NAMESPACE, "f"))
+        working = asyncio.create_task(world.operator.work())
+        for _ in range(500):
+            await asyncio.sleep(0)
+        assert {"f", "g"} <= set(seen)
+        assert not working.done()
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+
+    play(scenario)
+    assert "fleet=ml/f unexpected" in caplog.text

@@ -59,3 +59,11 @@ def test_a_fleet_that_is_gone_is_forgotten():
     pace.written("u")
     pace.forget("u")
     assert pace.is_due("u", status(), status(transfers=2))
+
+
+def test_one_fleet_on_one_machine_is_told_at_once():
+    pace = StatusPace(lambda: 1_000.0, counters_s=0.0)
+    present, wish = status(), copy.deepcopy(status())
+    wish["tiers"][0]["kv"]["transfers"] += 1
+    pace.written("u")
+    assert pace.is_due("u", present, wish)

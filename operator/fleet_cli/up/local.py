@@ -111,7 +111,7 @@ class LocalFleet:
 
     async def _operate(self) -> None:
         """The operator, as in a cluster, but on the store and with the router on the chosen port."""
-        platform = Platform(follow="dir", router_host="127.0.0.1", router_port=self._port)
+        platform = Platform(follow="dir", router_host="127.0.0.1", router_port=self._port, counters_s=0.0)
         async with open_telemetry() as telemetry:
             await Reconciler(self._cluster, platform, telemetry, namespace=self._namespace).run()
 
