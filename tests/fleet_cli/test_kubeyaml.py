@@ -27,11 +27,7 @@ READ = {
 
 
 def load(text: str):
-    loader = KubeLoader(text)
-    try:
-        return loader.get_single_data()
-    finally:
-        loader.dispose()
+    return KubeLoader(text).get_single_data()
 
 
 @pytest.mark.parametrize("text", [*SAME, "9" * 5000])

@@ -56,6 +56,10 @@ def died(code, message="", restarts=0, key="lastState"):
             pod(phase="Pending", conditions=[{"type": "PodScheduled", "status": "False", "message": "no gpu"}]),
             "unschedulable: no gpu",
         ),
+        (
+            pod(phase="Pending", container={"state": {"waiting": {"reason": "ContainerCreating", "message": "/s: disk full"}}}),
+            "pending: /s: disk full",
+        ),
         ({"metadata": {"name": "fresh"}}, "pending"),
     ],
 )

@@ -148,7 +148,10 @@ def _state(pod: Mapping[str, Any], statuses: Sequence[Mapping[str, Any]]) -> str
         return "warming" if all(container.get("started", True) for container in statuses) else "starting"
     if conditions.get("PodScheduled", {}).get("status") == "False":
         return f"unschedulable: {conditions['PodScheduled'].get('message', '')}"
-    return str(status.get("phase", "Pending")).lower()
+    phase = str(status.get("phase", "Pending")).lower()
+    causes = [container.get("state", {}).get("waiting", {}).get("message") for container in statuses]
+    cause = next(filter(None, causes), "")  # a volume that cannot be made: the disk is full, a config map is not there
+    return f"{phase}: {cause}" if cause else phase
 
 
 def _terminated(status: Mapping[str, Any]) -> Mapping[str, Any] | None:
