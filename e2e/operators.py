@@ -116,6 +116,9 @@ def operator(plane: Plane, name: str, kubeconfig: Path, *flags: str) -> Iterator
     service = Service(name, argv, plane.dir / f"{name}.log", dict(os.environ))
     try:
         yield Operator(name, service, f"http://127.0.0.1:{port}")
+    except BaseException:
+        print(f"{name} ended with {service.exit_code()}:\n{service.tail(6_000)}")  # pytest shows it with the failure
+        raise
     finally:
         service.stop()
 

@@ -18,7 +18,8 @@ from e2e.fleet import Fleet, manifest, router_processes, tiny_model, worker_proc
 from e2e.kube.service import Service
 
 pytestmark = pytest.mark.timeout(300)
-TOKENS = 1_500
+TOKENS = 400
+"""A few seconds: inside the drain time that the operator of these tests allows (10 s)."""
 
 
 @dataclass
