@@ -32,8 +32,8 @@ SPEC_PARTS: Final = ("model", "engine")
 """Parts of a fleet's spec that a running pod cannot change."""
 SIZING: Final = frozenset({"replicas", "minReplicas", "maxReplicas", "warm"})
 MARKS: Final = frozenset({"labels", "annotations"})
-ONE_ROLE_ARGS: Final = ("--kv-transfer-config", "--prefill-context-parallel-size")
-"""Arguments of the user's that tie a vLLM engine to its role."""
+ONE_ROLE_ARG: Final = "--prefill-context-parallel-size"
+"""An argument of the user's that ties a vLLM engine to its role (see the agent's command.py)."""
 NOT_OF_PODS: Final = frozenset({"ratio"})
 """Fields of a tier that change no pod; whatever is not named here makes a new revision."""
 
@@ -75,7 +75,7 @@ def template_of(fleet: InferenceFleet, tier: TierSpec, stored: dict[str, Templat
 
 def _flippable(fleet: InferenceFleet, tier: TierSpec, template: Template, platform: Platform) -> bool:
     """The pods of both roles are equal apart from the role, one pod and equal devices each, and the engine can do both."""
-    tied = any(name in arg for arg in fleet.spec.engine.args for name in ONE_ROLE_ARGS)
+    tied = any(ONE_ROLE_ARG in arg for arg in fleet.spec.engine.args)
     if tied or set(template.nodes) != {1} or len(set(template.gpus)) != 1:
         return False
     prefill, decode = (pod_spec(fleet, tier, role, template, platform) for role in ROLES)
