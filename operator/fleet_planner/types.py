@@ -169,6 +169,17 @@ class Template:
 
 
 @dataclass(frozen=True, slots=True)
+class Problem:
+    """One write that failed; `reason` is the API's CamelCase reason."""
+
+    reason: str
+    message: str
+
+    def __str__(self) -> str:
+        return self.message
+
+
+@dataclass(frozen=True, slots=True)
 class Observed:
     """One fleet as it is: objects and telemetry with their ages."""
 
@@ -183,7 +194,7 @@ class Observed:
     telemetry_read: bool = True
     """False until the operator has read it for the first time since it started: what the status says of it then stands."""
     memory: dict[str, ScaleMemory] = field(default_factory=dict)
-    problems: tuple[str, ...] = ()
+    problems: tuple[Problem, ...] = ()
     """What the last apply could not do, in words; empty when all was applied."""
 
 
