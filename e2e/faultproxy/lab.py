@@ -16,7 +16,7 @@ import yaml
 
 from e2e.faultproxy.nursery import Nursery, OperatorProcess
 from e2e.faultproxy.proxy import FaultProxy
-from e2e.faultproxy.state import Objects
+from e2e.faultproxy.state import NUDGE, Objects
 from e2e.kube.controlplane import ControlPlane
 from fleet_operator.cluster.interface import FLEET, POD, POOL, Kind
 from fleet_operator.reconciler import CHILDREN
@@ -24,6 +24,7 @@ from fleet_operator.reconciler import CHILDREN
 KINDS = (FLEET, *CHILDREN)
 FLEET_LABEL = "inferencefleet.io/fleet"
 CONVERGED_S = 30.0
+MERGE = "application/merge-patch+json"
 
 
 class Admin:
@@ -48,7 +49,7 @@ class Admin:
 
     def merge(self, path: str, patch: Any) -> Any:
         """A merge patch that must succeed."""
-        return self("PATCH", path, patch, "application/merge-patch+json").raise_for_status().json()
+        return self("PATCH", path, patch, MERGE).raise_for_status().json()
 
 
 def path_of(kind: Kind, namespace: str, name: str = "") -> str:
@@ -88,7 +89,7 @@ class Lab:
         """A new life of the operator."""
         log = self.plane.dir / f"operator-{self.namespace}-{len(self.lives)}.log"
         kubeconfig = self.proxy.kubeconfig(self.credentials)
-        argv = ["--kubeconfig", str(kubeconfig), "--namespace", self.namespace, "--drain-timeout", "1"]
+        argv = ["--kubeconfig", str(kubeconfig), "--namespace", self.namespace, "--drain-timeout", "1", "--health-port", "0"]
         self.lives.append(self.nursery.start(argv, log))
         return self.lives[-1]
 
@@ -208,10 +209,11 @@ class Lab:
         return any(c["type"] == "Ready" and c["status"] == "True" for c in status.get("conditions", []))
 
     def at_rest(self, for_s: float = 1.3, within_s: float = 10.0) -> None:
-        """The fixed point: passes happen (telemetry makes one each second), and for so long none of them writes."""
+        """The fixed point: a pass happens (a note on the fleet makes one), and for so long nothing is written."""
         end = time.monotonic() + within_s
         while True:
             mark = self.proxy.ledger.mark()
+            self.admin("PATCH", path_of(FLEET, self.namespace, "f"), {"metadata": {"annotations": {NUDGE: str(mark)}}}, MERGE)
             time.sleep(for_s)
             self.operator.check()
             if not (written := self.proxy.ledger.writes(mark)):

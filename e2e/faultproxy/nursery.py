@@ -97,6 +97,7 @@ def _serve() -> None:
 
     import fleet_operator.__main__
     import fleet_operator.cluster.kube
+    import fleet_operator.process
     import fleet_operator.reconciler
     import fleet_operator.shell_kopf
     import fleet_operator.telemetry.collect  # noqa: F401

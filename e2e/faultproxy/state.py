@@ -15,7 +15,9 @@ VOLATILE_META = frozenset({
     "uid", "resourceVersion", "creationTimestamp", "managedFields", "generation", "selfLink", "namespace", "deletionTimestamp",
     "deletionGracePeriodSeconds",
 })  # fmt: skip
-VOLATILE_NOTES = frozenset({"inferencefleet.io/applied"})
+NUDGE = "example.com/nudge"
+"""A note on a fleet that means nothing."""
+VOLATILE_NOTES = frozenset({"inferencefleet.io/applied", NUDGE})
 VOLATILE_SPEC = frozenset({"clusterIP", "clusterIPs", "ipFamilies", "nodeName"})
 TIMES = frozenset(
     {
