@@ -76,7 +76,9 @@ def sweep(lab: Lab, scenario: Scenario, when: When, step: int) -> str:
     broken: dict[int, list[str]] = {}
     misses, k, reached = 0, 1, 0
     while misses < MISSES_MOST and len(broken) < BROKEN_MOST:
+        begun = time.monotonic()
         happened, wrong = crash_once(lab, scenario, k, when, clean, number=k)
+        print(f"{scenario.name} {when} k={k} killed={happened} wrong={len(wrong)} {time.monotonic() - begun:.1f} s", flush=True)
         misses = 0 if happened else misses + step
         reached = k if happened else reached
         if wrong:
