@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from e2e.faultproxy.fixtures import fault_world, new_lab, played  # noqa: F401 - fixtures of the fault family
 from e2e.fleet import Fleet
 from e2e.kube.controlplane import ControlPlane
 from e2e.kube.nodes import NODES

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Literal
 
 from fleet_api.parse import known_status
@@ -31,10 +32,12 @@ from fleet_operator.cluster.interface import (
 )
 from fleet_operator.compare import contains, difference, satisfied, stamped
 from fleet_operator.flip import marks
+from fleet_operator.fresh import Fresh
 from fleet_operator.names import APPLIED, policy_name, router_name
 from fleet_operator.names import REVISION as REVISION_LABEL
 from fleet_operator.names import ROLE as ROLE_LABEL
 from fleet_operator.names import TIER as TIER_LABEL
+from fleet_operator.outcome import Outcome, StopError
 from fleet_operator.render.fabric import render_claims
 from fleet_operator.render.fleet import render_budgets, render_documents, render_pool, render_router
 from fleet_operator.render.network import render_policy
@@ -42,10 +45,10 @@ from fleet_operator.render.revision import render_revision
 from fleet_operator.render.worker import render_pod
 from fleet_operator.settings import Platform
 from fleet_operator.status_pace import StatusPace
-from fleet_planner.events import Deed, Problem
+from fleet_planner.events import NAME_CONFLICT, Deed
 from fleet_planner.flip import other
 from fleet_planner.reconcile import Plan
-from fleet_planner.types import PodWanted, Template
+from fleet_planner.types import PodWanted, Problem, Template
 
 Live = Mapping[tuple[str, str], Object]
 """(kind, name) → object, of the fleet's namespace."""
@@ -70,17 +73,16 @@ BY_KIND: dict[str, Kind] = {
 MADE_ANEW = frozenset({"Service"})
 
 
-@dataclass(slots=True)
-class Outcome:
-    """What happened: words for the events, problems for the status."""
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """What one pass works with."""
 
-    done: list[Deed] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
-    writes: int = 0
-
-    def fail(self, what: str, error: ClusterError) -> None:
-        """One write that did not happen."""
-        self.problems.append(Problem(error.reason, f"{what}: {error}"))
+    fleet: InferenceFleet
+    raw: Object
+    plan: Plan
+    live: Live
+    fresh: Fresh
+    outcome: Outcome
 
 
 class Applier:
@@ -92,72 +94,106 @@ class Applier:
         self._pace = pace
 
     async def apply(self, fleet: InferenceFleet, raw: Object, plan: Plan, templates: dict[str, Template], live: Live) -> Outcome:
-        """Endpoints first (nobody may be sent to a worker that is about to go), then objects, deletions, creations, status."""
-        outcome = Outcome()
-        owner = raw
-        routers_told = await self._put(render_documents(fleet, plan, owner, live), owner, live, outcome)
-        stored = await self._revisions(fleet, owner, plan, templates, live, outcome)
-        for wish in render_router(fleet, owner, self._platform):
-            await self._put(wish, owner, live, outcome)
-        await self._policy(fleet, owner, live, outcome)
-        for budget in render_budgets(fleet, plan, owner):
-            await self._put(budget, owner, live, outcome)
+        """Endpoints first (nobody may be sent to a worker that is about to go), then objects, deletions, creations, status.
+
+        When the API cannot answer the pass stops there; only the status, which tells why, is still tried."""
+        work = _Pass(fleet, raw, plan, live, Fresh(self._cluster, raw, live), Outcome())
+        with suppress(StopError):
+            await self._objects(work, templates)
+        if work.outcome.retry_after_s is None and not work.fresh.gone:  # whoever asks for time gets it
+            with suppress(StopError):
+                await self._status(work)
+        work.outcome.read += work.fresh.read
+        work.outcome.gone |= work.fresh.gone
+        return work.outcome
+
+    async def _objects(self, work: _Pass, templates: dict[str, Template]) -> None:
+        routers_told = await self._put(render_documents(work.fleet, work.plan, work.raw, work.live), work)
+        stored = await self._revisions(work, templates)
+        for wish in render_router(work.fleet, work.raw, self._platform):
+            await self._put(wish, work)
+        await self._policy(work)
+        for budget in render_budgets(work.fleet, work.plan, work.raw):
+            await self._put(budget, work)
         pools: dict[str, Object] = {}
-        for pool in plan.pools:
-            made = await self._put(render_pool(fleet, pool, owner), owner, live, outcome)
+        for pool in work.plan.pools:
+            made = await self._put(render_pool(work.fleet, pool, work.raw), work)
             if made is not None:
                 pools[pool.name] = made
         if routers_told is not None:
-            await self._flips(plan, fleet.metadata.namespace, pools, outcome)
-        for gone in plan.delete:
-            pod = live.get(("Pod", gone.name))
-            await self._delete(POD, fleet.metadata.namespace, gone.name, gone.uid, gone.reason, outcome, pod)
-        for left in plan.pools_gone:
-            await self._delete(POOL, fleet.metadata.namespace, left.name, left.uid, "its revision is no longer wanted", outcome)
-        for wanted in plan.create:
+            await self._flips(work.plan, work.fleet.metadata.namespace, pools, work.outcome)
+        await self._deletions(work)
+        for wanted in work.plan.create:
             revision = stored.get((wanted.tier, wanted.revision))
             if wanted.pool in pools and revision is not None:
-                await self._claims(fleet, wanted, revision, pools[wanted.pool], outcome)
-                await self._create(render_pod(fleet, wanted, revision, pools[wanted.pool]), outcome)
-        await self._prune_budgets(fleet, plan, owner, live, outcome)
-        await self._pool_status(fleet, plan, live, outcome)
-        await self._status(fleet, raw, plan, outcome)
-        return outcome
+                await self._claims(wanted, revision, pools[wanted.pool], work)
+                await self._create(render_pod(work.fleet, wanted, revision, pools[wanted.pool]), work)
+        await self._prune_budgets(work)
+        await self._pool_status(work)
 
-    async def _revisions(
-        self, fleet: InferenceFleet, owner: Object, plan: Plan, templates: dict[str, Template], live: Live, outcome: Outcome
-    ) -> dict[tuple[str, str], Object]:
+    async def _deletions(self, work: _Pass) -> None:
+        namespace = work.fleet.metadata.namespace
+        for gone in work.plan.delete:
+            if await self._true(work):
+                pod = work.live.get(("Pod", gone.name))
+                await self._delete(POD, namespace, gone.name, gone.uid, gone.reason, work.outcome, pod)
+        for left in work.plan.pools_gone:
+            if await self._true(work):
+                await self._delete(POOL, namespace, left.name, left.uid, "its revision is no longer wanted", work.outcome)
+
+    async def _true(self, work: _Pass, *, sizes: bool = True) -> bool:
+        """Whether the plan was made from what is there now; a conflict when not."""
+        try:
+            true = await (work.fresh.sizes() if sizes else work.fresh.fleet())
+        except ClusterError as error:
+            work.outcome.fail("reading what the plan was made from", error)
+            return False
+        old = Problem("Conflict", f"InferenceFleet {work.fleet.metadata.name} or a pool of it has changed since it was last seen")
+        if not true and old not in work.outcome.conflicts:
+            work.outcome.conflicts.append(old)
+        return true
+
+    async def _revisions(self, work: _Pass, templates: dict[str, Template]) -> dict[tuple[str, str], Object]:
         """Stored templates by (tier, revision), the wanted ones among them: no pod is made before its template is kept."""
         found = {
             (obj["metadata"]["labels"][TIER_LABEL], obj["metadata"]["labels"][REVISION_LABEL]): obj
-            for (kind, _), obj in live.items()
-            if kind == "ControllerRevision" and _owned(obj, owner)
+            for (kind, _), obj in work.live.items()
+            if kind == "ControllerRevision" and _owned(obj, work.raw)
         }
-        for tier, revision in plan.keep:
+        for tier, revision in work.plan.keep:
             if (tier, revision) not in found:
-                wish = render_revision(fleet, fleet.tier(tier), templates[tier], self._platform, owner)
-                made = await self._put(wish, owner, live, outcome)
+                wish = render_revision(work.fleet, work.fleet.tier(tier), templates[tier], self._platform, work.raw)
+                made = await self._put(wish, work)
                 if made is not None:
                     found[tier, revision] = made
-        for tier, revision in plan.forget:
+        for tier, revision in work.plan.forget:
             gone = found.pop((tier, revision), None)
-            if gone is not None:
+            if gone is not None and await self._true(work):
                 name, uid = gone["metadata"]["name"], gone["metadata"]["uid"]
-                await self._delete(CONTROLLER_REVISION, fleet.metadata.namespace, name, uid, "beyond the history", outcome)
+                namespace = work.fleet.metadata.namespace
+                await self._delete(CONTROLLER_REVISION, namespace, name, uid, "beyond the history", work.outcome)
         return found
 
-    async def _put(self, wish: Object, owner: Object, live: Live, outcome: Outcome) -> Object | None:
-        kind, name = wish["kind"], wish["metadata"]["name"]
-        wish = stamped(wish)
-        found = live.get((kind, name))
-        if found is not None and not _owned(found, owner):
-            outcome.problems.append(Problem("NotOurs", f"{kind} {name} exists and belongs to somebody else"))
+    async def _put(self, wish: Object, work: _Pass) -> Object | None:
+        """The object as wished, written where it differs; None when it could not be."""
+        kind, name, outcome = wish["kind"], wish["metadata"]["name"], work.outcome
+        wish, found = stamped(wish), work.live.get((kind, name))
+        if found is None or not _owned(found, work.raw):  # not there, or not ours, as far as the cache knows
+            if not await self._true(work, sizes=kind == POOL.kind):
+                return None
+            found = await self._there(wish, outcome)
+            outcome.read += [found] if found is not None else []
+        if found is not None and not _owned(found, work.raw):
+            outcome.problems.append(_name_conflict(kind, name))
             return None
         if satisfied(wish, found):
             return found
+        if kind == POOL.kind and not await self._true(work):
+            return None
         try:
-            made = await self._cluster.apply(wish)
+            made = await self._cluster.apply(_planned_from(wish, found))
         except InvalidError as error:
+            outcome.vain += 1
             await self._make_way(wish, found, str(error), outcome)
             return None
         except ClusterError as error:
@@ -167,8 +203,20 @@ class Applier:
         if not contains(made, wish):
             await self._make_way(wish, made, "somebody else's entries stand in its lists", outcome)
         verb: Literal["created", "changed"] = "created" if found is None else "changed"
-        outcome.done.append(Deed(verb, kind, name, made["metadata"]["uid"], undid=_undid(wish, found)))
+        undid = _undid(wish, found)
+        outcome.vain += bool(undid)
+        outcome.done.append(Deed(verb, kind, name, made["metadata"]["uid"], undid=undid))
         return made
+
+    async def _there(self, wish: Object, outcome: Outcome) -> Object | None:
+        """The object of this name, when there is one that the cache does not show: somebody else's, without our labels, or ours
+        of a life before."""
+        meta = wish["metadata"]
+        try:
+            return await self._cluster.find(BY_KIND[wish["kind"]], meta["namespace"], meta["name"])
+        except ClusterError as error:
+            outcome.fail(f"{wish['kind']} {meta['name']}", error)
+            raise StopError from error
 
     async def _make_way(self, wish: Object, found: Object | None, why: str, outcome: Outcome) -> None:
         """Server-side apply leaves list entries that others added. A Service with such entries is made anew: it runs nothing;
@@ -180,32 +228,41 @@ class Applier:
         namespace, uid = wish["metadata"]["namespace"], found["metadata"]["uid"]
         await self._delete(BY_KIND[kind], namespace, name, uid, f"made anew: {why}", outcome)
 
-    async def _policy(self, fleet: InferenceFleet, owner: Object, live: Live, outcome: Outcome) -> None:
+    async def _policy(self, work: _Pass) -> None:
         """The fleet's NetworkPolicy, or none."""
-        if fleet.spec.network_policy.enabled:
-            await self._put(render_policy(fleet, owner, self._platform), owner, live, outcome)
+        if work.fleet.spec.network_policy.enabled:
+            await self._put(render_policy(work.fleet, work.raw, self._platform), work)
             return
-        name = policy_name(fleet.metadata.name)
-        found = live.get((NETWORK_POLICY.kind, name))
-        if found is not None and _owned(found, owner):
-            uid, namespace = found["metadata"]["uid"], fleet.metadata.namespace
-            await self._delete(NETWORK_POLICY, namespace, name, uid, "spec.networkPolicy.enabled is false", outcome)
+        found = work.live.get((NETWORK_POLICY.kind, policy_name(work.fleet.metadata.name)))
+        if found is not None and _owned(found, work.raw) and await self._true(work, sizes=False):
+            name, uid = found["metadata"]["name"], found["metadata"]["uid"]
+            why, namespace = "spec.networkPolicy.enabled is false", work.fleet.metadata.namespace
+            await self._delete(NETWORK_POLICY, namespace, name, uid, why, work.outcome)
 
-    async def _claims(self, fleet: InferenceFleet, wanted: PodWanted, stored: Object, owner: Object, outcome: Outcome) -> None:
+    async def _claims(self, wanted: PodWanted, stored: Object, owner: Object, work: _Pass) -> None:
         """The pool's ResourceClaimTemplate, before a pod that names it. It is not watched: clusters before 1.34 have no such
         kind, and applying it again writes nothing."""
-        wish = render_claims(fleet, wanted, stored, owner)
-        if wish is None:
+        wish = render_claims(work.fleet, wanted, stored, owner)
+        if wish is None or not await self._true(work):
             return
         try:
             await self._cluster.apply(wish)
         except ClusterError as error:
-            outcome.fail(f"ResourceClaimTemplate {wanted.pool}", error)
+            work.outcome.fail(f"ResourceClaimTemplate {wanted.pool}", error)
 
-    async def _create(self, pod: Object, outcome: Outcome) -> None:
-        name = pod["metadata"]["name"]
+    async def _create(self, pod: Object, work: _Pass) -> None:
+        name, outcome = pod["metadata"]["name"], work.outcome
+        if not await self._true(work):
+            return
         try:
-            made = await self._cluster.apply(pod)
+            made = await self._cluster.create(pod)
+        except ConflictError as error:
+            there = await self._there(pod, outcome)
+            if there is None or _same_owner(there, pod):
+                outcome.fail(f"Pod {name}", error)  # ours of a life before: the watch will show it
+            else:
+                outcome.problems.append(_name_conflict("Pod", name))
+            return
         except ClusterError as error:
             outcome.fail(f"Pod {name}", error)
             return
@@ -246,28 +303,29 @@ class Applier:
         outcome.writes += 1
         outcome.done.append(Deed("deleted", kind.kind, name, uid, *_worker(pod), why=reason))
 
-    async def _prune_budgets(self, fleet: InferenceFleet, plan: Plan, owner: Object, live: Live, outcome: Outcome) -> None:
+    async def _prune_budgets(self, work: _Pass) -> None:
         """Budgets of tiers that are gone would hold up node drains for ever."""
-        kept = {budget["metadata"]["name"] for budget in render_budgets(fleet, plan, owner)} | {router_name(fleet.metadata.name)}
-        for (kind, name), found in live.items():
-            if kind == PDB.kind and name not in kept and _owned(found, owner):
+        wanted = {budget["metadata"]["name"] for budget in render_budgets(work.fleet, work.plan, work.raw)}
+        kept, namespace = wanted | {router_name(work.fleet.metadata.name)}, work.fleet.metadata.namespace
+        for (kind, name), found in work.live.items():
+            if kind == PDB.kind and name not in kept and _owned(found, work.raw) and await self._true(work):
                 uid = found["metadata"]["uid"]
-                await self._delete(PDB, fleet.metadata.namespace, name, uid, "its tier is not in the spec", outcome)
+                await self._delete(PDB, namespace, name, uid, "its tier is not in the spec", work.outcome)
 
-    async def _pool_status(self, fleet: InferenceFleet, plan: Plan, live: Live, outcome: Outcome) -> None:
-        for pool in plan.pools:
-            found = live.get(("WorkerPool", pool.name))
+    async def _pool_status(self, work: _Pass) -> None:
+        for pool in work.plan.pools:
+            found = work.live.get(("WorkerPool", pool.name))
             if found is None:
                 continue
-            pods = [o for (kind, _), o in live.items() if kind == "Pod" and _owned(o, found)]
-            wish = pool_status(pods, fleet.metadata.name, pool.tier, pool.role, pool.revision)
+            pods = [o for (kind, _), o in work.live.items() if kind == "Pod" and _owned(o, found)]
+            wish = pool_status(pods, work.fleet.metadata.name, pool.tier, pool.role, pool.revision)
             if found.get("status") != wish:
-                await self._patch(POOL, fleet.metadata.namespace, pool.name, wish, outcome)
+                await self._patch(POOL, work.fleet.metadata.namespace, pool.name, wish, work.outcome)
 
-    async def _status(self, fleet: InferenceFleet, raw: Object, plan: Plan, outcome: Outcome) -> None:
-        wish, uid, present = plan.status.to_dict(), raw["metadata"]["uid"], raw.get("status")
-        if self._pace.is_due(uid, present if present in (None, wish) else known_status(raw), wish):
-            await self._patch(FLEET, fleet.metadata.namespace, fleet.metadata.name, wish, outcome)
+    async def _status(self, work: _Pass) -> None:
+        wish, uid, present = work.plan.status.to_dict(), work.raw["metadata"]["uid"], work.raw.get("status")
+        if self._pace.is_due(uid, present if present in (None, wish) else known_status(work.raw), wish):
+            await self._patch(FLEET, work.fleet.metadata.namespace, work.fleet.metadata.name, wish, work.outcome)
             self._pace.written(uid)
 
     async def _patch(self, kind: Kind, namespace: str, name: str, status: Object, outcome: Outcome) -> None:
@@ -275,7 +333,7 @@ class Applier:
             await self._cluster.patch_status(kind, namespace, name, status)
             outcome.writes += 1
         except NotFoundError:
-            return
+            outcome.gone |= kind == FLEET
         except ClusterError as error:
             outcome.fail(f"status of {kind.kind} {name}", error)
 
@@ -312,3 +370,19 @@ def _undid(wish: Object, found: Object | None) -> str:
 def _owned(found: Object, owner: Object) -> bool:
     references = found["metadata"].get("ownerReferences") or []
     return any(reference.get("uid") == owner["metadata"]["uid"] for reference in references)
+
+
+def _same_owner(there: Object, wish: Object) -> bool:
+    """Whether `there` belongs to whom `wish` would belong."""
+    return any(_owned(there, {"metadata": reference}) for reference in wish["metadata"]["ownerReferences"])
+
+
+def _planned_from(wish: Object, found: Object | None) -> Object:
+    """The wish with the version that it was planned from: refused when the object has changed since."""
+    if found is None:
+        return wish
+    return {**wish, "metadata": {**wish["metadata"], "resourceVersion": found["metadata"]["resourceVersion"]}}
+
+
+def _name_conflict(kind: str, name: str) -> Problem:
+    return Problem(NAME_CONFLICT, f"{kind} {name} exists and belongs to somebody else")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Collection, Iterator
 
 from fleet_operator.cached import cached, same
-from fleet_operator.cluster.interface import FLEET, POD, Kind, Object, WatchEvent
+from fleet_operator.cluster.interface import FLEET, POD, Kind, Listed, Object, WatchEvent
 from fleet_operator.names import FLEET as FLEET_LABEL
 from fleet_operator.work_queue import Key
 
@@ -49,6 +50,25 @@ class FleetObjects:
         holder[at] = kept = cached(kind, event.object)
         return None if known is not None and same(kept, known) else key
 
+    def missed(self, kind: Kind, listed: Listed, within: Collection[str] = ()) -> tuple[list[Key], list[Object]]:
+        """What a list shows that nobody told: (namespace, name) of objects to read again, and objects that are gone. What is
+        newer than the list is left alone: the list is the older picture then. `within`: namespaces that were listed, () for all.
+        """
+        known = {key: found for key, found in self._of(kind) if not within or key[0] in within}
+        changed = [key for key, version in listed.versions.items() if key not in known or _later(version, _version(known[key]))]
+        gone = [
+            found for key, found in known.items() if key not in listed.versions and not _later(_version(found), listed.version)
+        ]
+        return changed, gone
+
+    def _of(self, kind: Kind) -> Iterator[tuple[Key, Object]]:
+        """Everything of a kind, by namespace and name."""
+        if kind == FLEET:
+            yield from self.fleets.items()
+            return
+        for key, objects in self._children.items():
+            yield from (((key[0], name), found) for (its, name), found in objects.items() if its == kind.kind)
+
     def mark_leaving(self, kind: Kind, namespace: str | None, name: str, at: str) -> Key | None:
         """Somebody was asked to delete it: it is not to be deleted twice, and not gone before the watch says so."""
         for key, objects in self._children.items() if kind != FLEET else ():
@@ -87,5 +107,12 @@ def _newer(news: Object, known: Object) -> bool:
     mine, others = news["metadata"], known["metadata"]
     if mine.get("uid") != others.get("uid"):
         return True
-    new, old = str(mine.get("resourceVersion")), str(others.get("resourceVersion"))
+    return _later(_version(news), _version(known))
+
+
+def _version(obj: Object) -> str:
+    return str(obj["metadata"].get("resourceVersion"))
+
+
+def _later(new: str, old: str) -> bool:
     return int(new) > int(old) if new.isdigit() and old.isdigit() else new != old

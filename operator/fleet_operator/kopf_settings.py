@@ -7,7 +7,8 @@ changed since it last wrote its own annotation (measured: 0.9 ms per pod event, 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import chain, repeat
 from typing import Any
 
 import kopf
@@ -15,11 +16,21 @@ import kopf
 SERVER_TIMEOUT_S = 300
 CLIENT_TIMEOUT_S = 330
 RECONNECT_S = 0.5
+INACTIVITY_S = 70
+"""A watch that says nothing for so long is opened anew; the API server sends a bookmark each minute."""
 REQUEST_TIMEOUT_S = 30
+RETRY_MOST_S = 5.0
 PAGE = 500
 """Objects per page of a list, the API's usual chunk."""
 WORKER_IDLE_S = 0.1
 """kopf keeps a task and a queue per object for this long after its last event: twenty thousand of them after the first list."""
+
+
+class Patience:
+    """Pauses between attempts of kopf's requests: without end, because its own ten attempts are over within a minute."""
+
+    def __iter__(self) -> Iterator[float]:
+        return chain((RECONNECT_S, 1.0, 2.0), repeat(RETRY_MOST_S))
 
 
 class NoDiffBase(kopf.DiffBaseStorage):  # type: ignore[misc]
@@ -68,9 +79,11 @@ def configure(settings: kopf.OperatorSettings, selectors: Mapping[tuple[str, str
     settings.queueing.idle_timeout = WORKER_IDLE_S
     settings.watching.server_timeout = SERVER_TIMEOUT_S
     settings.watching.client_timeout = CLIENT_TIMEOUT_S
+    settings.watching.inactivity_timeout = INACTIVITY_S
     settings.watching.reconnect_backoff = RECONNECT_S
     settings.watching.chunk_size = PAGE
     for (group, version, plural), selector in selectors.items():
         settings.watching.label_selectors[group, version, plural] = selector
+    settings.networking.error_backoffs = Patience()
     settings.networking.request_timeout = REQUEST_TIMEOUT_S
     settings.scanning.disabled = True  # our CRDs are there before the operator, and it may not list all CRDs

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ from fleet_api.conditions import rfc3339, set_condition
 from fleet_api.parse import ManifestError
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.status import FleetStatus
-from fleet_operator.apply import Applier, Outcome
+from fleet_operator.apply import Applier
 from fleet_operator.cluster.interface import (
     CONFIG_MAP,
     CONTROLLER_REVISION,
@@ -35,9 +35,12 @@ from fleet_operator.cluster.interface import (
     Cluster,
     ClusterError,
     Kind,
+    Listed,
     Object,
+    UnavailableError,
     WatchEvent,
 )
+from fleet_operator.cluster.kinds import kind_of
 from fleet_operator.compare import contains
 from fleet_operator.fleet_objects import FleetObjects
 from fleet_operator.flip.follow import FlipFollower
@@ -47,15 +50,17 @@ from fleet_operator.names import MANAGED_BY, MANAGER, ROUTER_ROLE, router_name
 from fleet_operator.names import ROLE as ROLE_LABEL
 from fleet_operator.nodes import NodeView, changed_nodes, going_away, observe_node, sick_nodes
 from fleet_operator.observe import Surroundings, observe_pods, observe_pools, observe_router, observe_serving
+from fleet_operator.outcome import Outcome
+from fleet_operator.pace import ASKED_MOST_S, Pace
 from fleet_operator.recorder import Recorder, present_status
 from fleet_operator.render.revision import observe_revisions, template_of
 from fleet_operator.settings import Platform
 from fleet_operator.status_pace import StatusPace
 from fleet_operator.work_queue import Key, WorkQueue
 from fleet_operator.write_through import WriteThrough
-from fleet_planner.events import Problem, sizing_of
+from fleet_planner.events import sizing_of
 from fleet_planner.reconcile import Plan, reconcile
-from fleet_planner.types import FlipReport, Observed, ObservedPod, ScaleMemory, Template, TierTelemetry
+from fleet_planner.types import FlipReport, Observed, ObservedPod, Problem, ScaleMemory, Template, TierTelemetry
 
 CHILDREN: tuple[Kind, ...] = (
     POOL,
@@ -70,12 +75,16 @@ CHILDREN: tuple[Kind, ...] = (
     PDB,
     NETWORK_POLICY,
 )
+UNEXPECTED_S = 30.0
+"""Pause after a pass that ended with a defect of ours."""
 RESYNC_S = 30.0
-"""Every fleet is looked at this often without any event: a missed event is corrected by then."""
+"""Every fleet is looked at this often without any event."""
+TICK_S = 0.01
+"""A timer may go off a moment before the wall clock says so."""
 AT_ONCE = 16
 """Fleets that are reconciled at the same time: most of a pass is waiting for the API server."""
-BACKOFF_FIRST_S = 0.5
-BACKOFF_MOST_S = 30.0
+PATIENCE = 3
+"""Conflicts are in order, each means that the picture was old; told when so many passes in a row ended in one."""
 LOG = logging.getLogger("fleet.operator")
 
 
@@ -94,8 +103,8 @@ class _State:
     telemetry: dict[str, TierTelemetry] = field(default_factory=dict)
     telemetry_read: bool = False
     memory: dict[str, ScaleMemory] = field(default_factory=dict)
-    problems: tuple[str, ...] = ()
-    failures: int = 0
+    problems: tuple[Problem, ...] = ()
+    pace: Pace = field(default_factory=Pace)
     read_at: float = float("-inf")
     reading: bool = False
     flips: dict[str, FlipReport] = field(default_factory=dict)
@@ -147,6 +156,8 @@ class Reconciler:
         self._nodes: dict[str, NodeView] = {}
         self._leaving: dict[str, str] = {}
         self._queue = WorkQueue(time.monotonic)
+        self._later_at: dict[Key, float] = {}
+        """When a fleet must be looked at though nothing happens."""
         self._unlisted = {kind.kind for kind in (FLEET, *CHILDREN)}
         self._complete = asyncio.Event()
 
@@ -167,9 +178,14 @@ class Reconciler:
         if kind == FLEET and event.type == "DELETED":
             self._states.pop(key, None)
             self._queue.forget(key)
+            self._later_at.pop(key, None)
             self._recorder.forget(event.object["metadata"]["uid"])
             self._pace.forget(event.object["metadata"]["uid"])
         self.touch(key)
+
+    def missed(self, kind: Kind, listed: Listed, within: Collection[str] = ()) -> tuple[list[Key], list[Object]]:
+        """See `FleetObjects.missed`."""
+        return self._objects.missed(kind, listed, within)
 
     def _written(self, kind: Kind, made: Object) -> None:
         self.feed(kind, WatchEvent("MODIFIED", made))
@@ -254,11 +270,12 @@ class Reconciler:
                 await self._pass(key)
             except Exception:
                 # a defect of ours in one fleet's pass must not end the operator of all the others
-                LOG.exception("fleet=%s/%s unexpected; again in %s s", *key, BACKOFF_MOST_S)
-                asyncio.get_running_loop().call_later(BACKOFF_MOST_S, self.touch, key)
+                LOG.exception("fleet=%s/%s unexpected; again in %s s", *key, UNEXPECTED_S)
+                asyncio.get_running_loop().call_later(UNEXPECTED_S, self.touch, key)
 
     async def drain(self) -> None:
         """Reconcile one after the other until no fleet is to be looked at."""
+        self._look_at_due()
         while (key := self._queue.take_any()) is not None:
             await self._pass(key)
 
@@ -277,32 +294,59 @@ class Reconciler:
         if not self._owns(key[0]):
             return
         state = self._states.setdefault(key, _State())
+        if (wait_s := state.pace.wait_s(self._now())) > 0:
+            self._later(key, wait_s)
+            return
         begun, failed = self._passes.began(), False
         try:
             outcome = await self.reconcile_once(key, raw, state)
         except ClusterError as error:
             failed = True
-            outcome = Outcome(problems=[Problem(error.reason, f"{error.reason}: {error}")])
+            outcome = Outcome(problems=[Problem(error.reason, f"{error.reason}: {error}")], vain=1)
+            outcome.stopped = isinstance(error, UnavailableError)
+            await self._recorder.record(raw, None, outcome, {})
+        except Exception as error:  # one fleet that nobody foresaw must not end all others
+            failed = True
+            LOG.exception("fleet=%s/%s could not be reconciled", *key)
+            outcome = Outcome(problems=[Problem("InternalError", f"the operator failed on this fleet: {type(error).__name__}")])
             await self._recorder.record(raw, None, outcome, {})
         self._passes.ended(begun, [problem.reason for problem in outcome.problems], failed=failed)
         if outcome.done:
             about = {"namespace": key[0], "fleet": key[1]}
             LOG.info("fleet=%s/%s %s", *key, "; ".join(map(str, outcome.done)), extra=about)
-        self._after(key, state, outcome)
+        for found in outcome.read:
+            self.feed(kind_of(found), WatchEvent("MODIFIED", found))
+        if outcome.gone:
+            self.feed(FLEET, WatchEvent("DELETED", raw))
+        else:
+            self._after(key, state, outcome)
 
     def _after(self, key: Key, state: _State, outcome: Outcome) -> None:
-        problems = tuple(map(str, outcome.problems))
-        if problems:
-            state.failures += 1
-            delay_s = min(BACKOFF_MOST_S, BACKOFF_FIRST_S * 2 ** (state.failures - 1))
-            if problems != state.problems:
-                about = {"namespace": key[0], "fleet": key[1], "reason": outcome.problems[0].reason, "error": problems[0]}
-                LOG.warning("fleet=%s/%s problems=%s retry_s=%s", *key, "; ".join(problems), delay_s, extra=about)
-            asyncio.get_running_loop().call_later(delay_s, self.touch, key)
-        else:
-            state.failures = 0
+        troubled = bool(outcome.problems or outcome.conflicts)
+        delay_s = state.pace.after(
+            self._now(), troubled=troubled, stopped=outcome.stopped, vain=outcome.vain, asked_s=outcome.retry_after_s
+        )
+        lasting = outcome.conflicts if state.pace.failures > PATIENCE else []
+        problems = (*outcome.problems, *lasting)
+        if delay_s is not None:
+            self._later(key, delay_s)
         if problems != state.problems:
+            if problems:
+                about = {"namespace": key[0], "fleet": key[1], "reason": problems[0].reason, "error": str(problems[0])}
+                words = "; ".join(map(str, problems))
+                LOG.warning("fleet=%s/%s problems=%s retry_s=%s", *key, words, delay_s, extra=about)
             state.problems = problems
+            self.touch(key)
+
+    def _later(self, key: Key, delay_s: float) -> None:
+        """Look again after this time, or before when something happens."""
+        self._later_at[key] = self._now() + delay_s
+        asyncio.get_running_loop().call_later(delay_s + TICK_S, self._look_at_due)
+
+    def _look_at_due(self) -> None:
+        now = self._now()
+        for key in [key for key, at in self._later_at.items() if not now < at <= now + ASKED_MOST_S]:
+            del self._later_at[key]
             self.touch(key)
 
     async def reconcile_once(self, key: Key, raw: Object, state: _State) -> Outcome:

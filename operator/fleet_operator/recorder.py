@@ -16,10 +16,11 @@ from pydantic import ValidationError
 
 from fleet_api.parse import known_status
 from fleet_api.v1alpha1.status import FleetStatus
-from fleet_operator.apply import Outcome
 from fleet_operator.cluster.interface import EVENT, Cluster, ClusterError, Object
-from fleet_planner.events import Event, Pass, Problem, events_of
+from fleet_operator.outcome import Outcome
+from fleet_planner.events import Event, Pass, events_of
 from fleet_planner.telling import Told, admit, news
+from fleet_planner.types import Problem
 
 CONTROLLER: Final = "inferencefleet.io/operator"
 INSTANCE_MOST: Final = 128

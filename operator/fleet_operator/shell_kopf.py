@@ -1,7 +1,9 @@
 """The kopf shell: kopf watches, we decide. Every handler is `on.event`, level-based: it only feeds the reconciler's cache.
 
 kopf is set up to write nothing itself: no finalizers, no annotations, no events. Its watches begin with a list whose events
-carry no type; because a cache must be complete before anything is decided, each kind is listed once more at start.
+carry no type; because a cache must be complete before anything is decided, each kind is listed once more at start. What its
+watches do not tell comes from `audit`, and when it gives up (it does so on an ERROR event other than 410) it is started again:
+the process, with all that it knows, lives on.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from typing import Any
 import aiohttp
 import kopf
 
+from fleet_operator.audit import audit
 from fleet_operator.cluster.account import service_account
 from fleet_operator.cluster.interface import FLEET, NODE, Cluster, ClusterError, ForbiddenError, Kind, Object, WatchEvent
 from fleet_operator.kopf_settings import RECONNECT_S, configure
@@ -25,6 +29,8 @@ from fleet_operator.reconciler import CHILDREN, Reconciler
 from fleet_operator.together import until_first_ends
 
 LIST_RETRY_MOST_S = 5.0
+RESTART_S = 2.0
+"""Pause before kopf is started again."""
 _SELECTOR = f"{MANAGED_BY}={MANAGER}"
 LOG = logging.getLogger("fleet.operator")
 Work = Callable[[], Awaitable[None]]
@@ -137,13 +143,23 @@ async def run_in_cluster(
     stop = asyncio.Event()
 
     async def follow() -> None:
-        await kopf.operator(
-            registry=build_registry(reconciler, kubeconfig, kinds, wiring.trace),
-            standalone=True,
-            clusterwide=not namespaces,
-            namespaces=tuple(namespaces),
-            stop_flag=stop,
-        )
+        """Until kopf ends without an error: somebody told the process to stop."""
+        while True:
+            try:
+                await kopf.operator(
+                    registry=build_registry(reconciler, kubeconfig, kinds, wiring.trace),
+                    standalone=True,
+                    clusterwide=not namespaces,
+                    namespaces=tuple(namespaces),
+                    stop_flag=stop,
+                )
+            except Exception as error:
+                LOG.warning("kopf ended: %s: %s; again in %s s", type(error).__name__, error, RESTART_S)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(RESTART_S):
+                        await stop.wait()
+            else:
+                return
 
     async def work() -> None:
         await until_first_ends(reconciler.work(), reconciler.read_telemetry())
@@ -154,4 +170,4 @@ async def run_in_cluster(
         finally:
             stop.set()
 
-    await until_first_ends(follow(), lead())
+    await until_first_ends(follow(), lead(), audit(cluster, reconciler, namespaces))

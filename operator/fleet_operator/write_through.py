@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping
 
-from fleet_operator.cluster.interface import EVENT, Cluster, Kind, Object, WatchEvent
+from fleet_operator.cluster.interface import EVENT, Cluster, Kind, Listed, Object, WatchEvent
 from fleet_operator.cluster.kinds import kind_of
 
 
@@ -22,6 +22,14 @@ class WriteThrough:
     async def get(self, kind: Kind, namespace: str | None, name: str) -> Object:
         """See `Cluster.get`."""
         return await self._cluster.get(kind, namespace, name)
+
+    async def find(self, kind: Kind, namespace: str | None, name: str) -> Object | None:
+        """See `Cluster.find`."""
+        return await self._cluster.find(kind, namespace, name)
+
+    async def versions(self, kind: Kind, namespace: str | None = None, labels: Mapping[str, str] | None = None) -> Listed:
+        """See `Cluster.versions`."""
+        return await self._cluster.versions(kind, namespace, labels)
 
     async def list(self, kind: Kind, namespace: str | None = None, labels: Mapping[str, str] | None = None) -> list[Object]:
         """See `Cluster.list`."""
@@ -45,6 +53,12 @@ class WriteThrough:
         """See `Cluster.patch`."""
         made = await self._cluster.patch(kind, namespace, name, patch)
         self._written(kind, made)
+        return made
+
+    async def create(self, obj: Object) -> Object:
+        """See `Cluster.create`."""
+        made = await self._cluster.create(obj)
+        self._written(kind_of(obj), made)
         return made
 
     async def delete(

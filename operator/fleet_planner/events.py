@@ -13,6 +13,7 @@ from typing import Literal
 
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.status import Condition, FleetStatus, TierStatus
+from fleet_planner.types import Problem
 
 NOTE_MOST_BYTES = 1_000
 """events.k8s.io/v1 refuses notes of more than 1 kB."""
@@ -21,7 +22,9 @@ SEVERE = frozenset({"Invalid", "WorkersFailing", "KvFailing", "Unschedulable", "
 """Reasons that warn even when the fleet was never well."""
 IN_ORDER = frozenset({"Progressing", "Paused"})
 """Reasons of states that are neither good nor bad."""
-TOLD_ELSEWHERE = frozenset({"ApplyFailed", "Creating", "NotProvisioned"})
+NAME_CONFLICT = "NameConflict"
+"""A problem and a condition's reason: an object of somebody else has the name of one of ours."""
+TOLD_ELSEWHERE = frozenset({"ApplyFailed", NAME_CONFLICT, "Creating", "NotProvisioned"})
 """Reasons whose causes have events of their own: the problems, the workers that were created."""
 
 
@@ -52,17 +55,6 @@ class Deed:
 
     def __str__(self) -> str:
         return f"{self.verb} {self.kind} {self.name}" + (f": {self.why or self.undid}" if self.why or self.undid else "")
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """One write that failed; `reason` is the API's CamelCase reason."""
-
-    reason: str
-    message: str
-
-    def __str__(self) -> str:
-        return self.message
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,7 +114,7 @@ def fit(
         placed = Fitted((decision.prefill, decision.decode), "", memory)
     else:
         want_now, wait_s = (decision.prefill, decision.decode), fleet.spec.scaling.capacity_wait_s
-        placed = fit_cluster(tier, want_now, pods, observed.problems, memory, wait_s, now)
+        placed = fit_cluster(tier, want_now, pods, tuple(map(str, observed.problems)), memory, wait_s, now)
     size, unpaid = fit_budget(tier, placed.size, observed.templates[tier.name].gpus, left)
     limited = "; ".join(words for words in (placed.limited, unpaid) if words)
     reason = f"{decision.reason}; {limited}" if limited else decision.reason
@@ -175,11 +175,14 @@ def current_size(tier: TierSpec, observed: Observed) -> tuple[int, int]:
 
 def _scaled_by_others(tier: str, revision: str, observed: Observed) -> dict[Role, int]:
     """Wanted size of each role whose pool's spec.replicas is not what the operator wrote: while two revisions share a role, what
-    was added to one pool or taken from it counts for the role."""
+    was added to one pool or taken from it counts for the role. Before the wanted revision has a pool the ones before it count: a
+    user may scale and change the template while the operator is away."""
+    pools = [pool for pool in observed.pools if pool.tier == tier]
+    newest = {pool.role for pool in pools if pool.revision == revision}
     return {
         pool.role: max(0, (pool.size or pool.planned) + pool.replicas - pool.planned)
-        for pool in observed.pools
-        if pool.tier == tier and pool.revision == revision and pool.planned is not None and pool.replicas != pool.planned
+        for pool in pools
+        if (pool.revision == revision or pool.role not in newest) and pool.planned is not None and pool.replicas != pool.planned
     }
 
 

@@ -12,6 +12,7 @@ from fleet_api.v1alpha1.status import Condition, FleetStatus, KvStatus, RoleStat
 from fleet_api.v1alpha1.tier import TierSpec
 from fleet_planner.canary import overdue
 from fleet_planner.capacity import QUOTA_WORDS
+from fleet_planner.events import NAME_CONFLICT
 from fleet_planner.fabric import disaggregating, transport_verified
 from fleet_planner.flip import on_its_way
 from fleet_planner.ratio import within
@@ -121,7 +122,8 @@ def _moving(rollout: RolloutStatus) -> str:
 
 def _provisioned(views: Sequence[TierView], observed: Observed) -> Verdict:
     if observed.problems:
-        return "False", "ApplyFailed", "; ".join(observed.problems[:MAX_CAUSES])
+        reason = NAME_CONFLICT if any(problem.reason == NAME_CONFLICT for problem in observed.problems) else "ApplyFailed"
+        return "False", reason, "; ".join(map(str, observed.problems[:MAX_CAUSES]))
     short = [
         f"{view.tier.name}/{role}"
         for view in views
@@ -185,7 +187,7 @@ def _capacity(views: Sequence[TierView], observed: Observed) -> Verdict:
     limited = [f"tier {view.tier.name}: {view.decision.limited}" for view in views if view.decision.limited]
     if limited:
         return "True", "BackedOut", "; ".join(limited)
-    refused = [problem for problem in observed.problems if QUOTA_WORDS in problem]
+    refused = [problem.message for problem in observed.problems if QUOTA_WORDS in problem.message]
     if refused:
         return "True", "QuotaExceeded", refused[0]
     stuck = [pod for pod in observed.pods if pod.unschedulable]
@@ -199,7 +201,7 @@ def _ready(verdicts: dict[ConditionType, Verdict]) -> Verdict:
     accepted, provisioned, available = (verdicts[kind] for kind in ("Accepted", "Provisioned", "Available"))
     if accepted[0] != "True":
         return "False", "NotAccepted", accepted[2]
-    if provisioned[1] == "ApplyFailed":
+    if provisioned[1] in ("ApplyFailed", NAME_CONFLICT):
         return "False", "NotProvisioned", provisioned[2]
     if available[0] != "True":
         return "False", "NotAvailable", available[2]

@@ -199,6 +199,17 @@ class Template:
 
 
 @dataclass(frozen=True, slots=True)
+class Problem:
+    """One write that failed; `reason` is the API's CamelCase reason."""
+
+    reason: str
+    message: str
+
+    def __str__(self) -> str:
+        return self.message
+
+
+@dataclass(frozen=True, slots=True)
 class Observed:
     """One fleet as it is: objects and telemetry with their ages."""
 
@@ -215,7 +226,7 @@ class Observed:
     memory: dict[str, ScaleMemory] = field(default_factory=dict)
     flips: dict[str, FlipReport] = field(default_factory=dict)
     """By uid: workers that are to change their role."""
-    problems: tuple[str, ...] = ()
+    problems: tuple[Problem, ...] = ()
     """What the last apply could not do, in words; empty when all was applied."""
 
 

@@ -60,6 +60,6 @@ def test_somebody_elses_object_is_left_alone_and_named():
         assert (await world.store.get(CONFIG_MAP, NAMESPACE, "f-router"))["data"] == {"a": "b"}
         assert "belongs to somebody else" in (await world.condition("Provisioned"))["message"]
         warnings = [line for line in await world.events() if line.startswith("Warning")]
-        assert warnings == ["Warning NotOurs ConfigMap f-router exists and belongs to somebody else"]
+        assert warnings == ["Warning NameConflict ConfigMap f-router exists and belongs to somebody else"]
 
     asyncio.run(scenario())

@@ -14,8 +14,9 @@ from fleet_operator.apply import Outcome
 from fleet_operator.cluster.interface import EVENT, ClusterError, ForbiddenError
 from fleet_operator.cluster.memory import MemoryCluster, MemoryLimits
 from fleet_operator.recorder import CONTROLLER, Recorder
-from fleet_planner.events import NOTE_MOST_BYTES, Deed, Event, Pass, Problem, events_of
+from fleet_planner.events import NOTE_MOST_BYTES, Deed, Event, Pass, events_of
 from fleet_planner.telling import AGAIN_S, RATE_MOST, RATE_S, Told, admit, news
+from fleet_planner.types import Problem
 from tests.fleet_operator.world import Api, manifest
 
 State = tuple[Literal["True", "False", "Unknown"], str]

@@ -54,6 +54,10 @@ class Api:
         self._write("apply", kind_of(obj), obj["metadata"]["name"])
         return await self._store.apply(obj)
 
+    async def create(self, obj: dict[str, Any]) -> dict[str, Any]:
+        self._write("create", kind_of(obj), obj["metadata"]["name"])
+        return await self._store.create(obj)
+
     async def delete(self, kind: Kind, namespace: str, name: str, **options: Any) -> None:
         self._write("delete", kind, name)
         await self._store.delete(kind, namespace, name, **options)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from fleet_planner.reconcile import reconcile
-from fleet_planner.types import KvProof, Observed, RoleLoad, RouterView, TierTelemetry
+from fleet_planner.types import KvProof, Observed, Problem, RoleLoad, RouterView, TierTelemetry
 from tests.fleet_planner.test_reconcile import NOW, carry_out, fleet, start
 
 KNOWN = TierTelemetry(RoleLoad(0.0, measured_at=NOW), RoleLoad(0.0, measured_at=NOW), KvProof(3, 12, 4096, 0, NOW), "shm")
@@ -43,7 +43,7 @@ def test_ready_while_a_tier_grows(serving: Observed):
         ({"pods": ()}, "NotAvailable"),
         ({"router": None}, "NotAvailable"),
         ({"router": RouterView(1, 0)}, "NotAvailable"),
-        ({"problems": ("Forbidden: pods",)}, "NotProvisioned"),
+        ({"problems": (Problem("Forbidden", "Forbidden: pods"),)}, "NotProvisioned"),
     ],
     ids=["no-workers", "no-router", "router-starting", "cannot-apply"],
 )

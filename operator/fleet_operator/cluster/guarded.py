@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from fleet_operator.cluster.interface import Cluster, Kind, Object, WatchEvent
+from fleet_operator.cluster.interface import Cluster, Kind, Listed, Object, WatchEvent
 from fleet_operator.cluster.kinds import key_of, kind_of
 
 Send = Callable[[], Awaitable[Any]]
@@ -16,7 +16,7 @@ Send = Callable[[], Awaitable[Any]]
 class Write:
     """One write that is about to happen."""
 
-    verb: Literal["apply", "patch", "delete", "patch_status"]
+    verb: Literal["apply", "create", "patch", "delete", "patch_status"]
     kind: Kind
     namespace: str
     """Empty for what lives in no namespace."""
@@ -42,6 +42,14 @@ class GuardedCluster:
         """See `Cluster.get`."""
         return await self._cluster.get(kind, namespace, name)
 
+    async def find(self, kind: Kind, namespace: str | None, name: str) -> Object | None:
+        """See `Cluster.find`."""
+        return await self._cluster.find(kind, namespace, name)
+
+    async def versions(self, kind: Kind, namespace: str | None = None, labels: Mapping[str, str] | None = None) -> Listed:
+        """See `Cluster.versions`."""
+        return await self._cluster.versions(kind, namespace, labels)
+
     async def list(self, kind: Kind, namespace: str | None = None, labels: Mapping[str, str] | None = None) -> list[Object]:
         """See `Cluster.list`."""
         return await self._cluster.list(kind, namespace, labels)
@@ -61,6 +69,11 @@ class GuardedCluster:
         """See `Cluster.patch`, and what the guards raise."""
         write = Write("patch", kind, namespace or "", name)
         made: Object = await self._passed(write, lambda: self._cluster.patch(kind, namespace, name, patch))
+        return made
+
+    async def create(self, obj: Object) -> Object:
+        """See `Cluster.create`, and what the guards raise."""
+        made: Object = await self._passed(Write("create", kind_of(obj), *key_of(obj)), lambda: self._cluster.create(obj))
         return made
 
     async def delete(

@@ -91,6 +91,16 @@ class WatchEvent:
     object: Object
 
 
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A complete list, reduced to versions."""
+
+    versions: Mapping[tuple[str, str], str]
+    """(namespace, name) → resourceVersion."""
+    version: str
+    """Of the list: what is newer is not in it."""
+
+
 class Cluster(Protocol):
     """Read and write cluster objects."""
 
@@ -98,8 +108,16 @@ class Cluster(Protocol):
         """The object; NotFoundError."""
         ...
 
+    async def find(self, kind: Kind, namespace: str | None, name: str) -> Object | None:
+        """The object, None when there is none. Asks with the right to list, which whoever watches has."""
+        ...
+
     async def list(self, kind: Kind, namespace: str | None = None, labels: Mapping[str, str] | None = None) -> list[Object]:
         """All objects with these labels, in name order; `namespace=None` means every namespace."""
+        ...
+
+    async def versions(self, kind: Kind, namespace: str | None = None, labels: Mapping[str, str] | None = None) -> Listed:
+        """Like `list`, without the contents."""
         ...
 
     def watch(
@@ -114,6 +132,10 @@ class Cluster(Protocol):
 
     async def patch(self, kind: Kind, namespace: str | None, name: str, patch: Object) -> Object:
         """Merge-patch everything but the status; a uid in the patch that is another object's is refused."""
+        ...
+
+    async def create(self, obj: Object) -> Object:
+        """Make an object that nobody else applies fields to; ConflictError when there is one of this name."""
         ...
 
     async def delete(

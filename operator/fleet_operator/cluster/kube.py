@@ -10,7 +10,7 @@ from contextlib import aclosing
 from pathlib import Path
 from urllib.parse import quote
 
-from fleet_operator.cluster.interface import FIELD_MANAGER, ClusterError, Kind, NotFoundError, Object, WatchEvent
+from fleet_operator.cluster.interface import FIELD_MANAGER, ClusterError, Kind, Listed, NotFoundError, Object, WatchEvent
 from fleet_operator.cluster.kinds import key_of, kind_of
 from fleet_operator.cluster.kube_http import Backoff, GoneError, KubeHttp, KubeLimits, configuration_from, error_of
 from fleet_operator.cluster.watchers import Seen
@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 _DEFAULTS = KubeLimits()
 _APPLY = "application/apply-patch+yaml;charset=utf-8"  # with a parameter the REST layer sends the bytes that we encoded
 _MERGE = "application/merge-patch+json"
+_METADATA = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 
 
 class KubeCluster:
@@ -49,6 +50,11 @@ class KubeCluster:
         """See `Cluster.get`."""
         return _slim(await self._http.request("GET", _path(kind, namespace, name)), kind)
 
+    async def find(self, kind: Kind, namespace: str | None, name: str) -> Object | None:
+        """See `Cluster.find`. The API server reads one key for it, past its cache."""
+        page = await self._http.request("GET", _path(kind, namespace), {"fieldSelector": f"metadata.name={name}"})
+        return next((_slim(item, kind) for item in page.get("items") or []), None)
+
     async def list(self, kind: Kind, namespace: str | None = None, labels: Mapping[str, str] | None = None) -> list[Object]:
         """See `Cluster.list`."""
         objects, _ = await self._list(kind, namespace, labels)
@@ -66,6 +72,13 @@ class KubeCluster:
         query = {"fieldManager": self._manager, "force": "true", "fieldValidation": "Strict"}
         namespace, name = key_of(obj)
         return _slim(await self._http.request("PATCH", _path(kind, namespace, name), query, obj, _APPLY), kind)
+
+    async def create(self, obj: Object) -> Object:
+        """See `Cluster.create`."""
+        kind = kind_of(obj)
+        query = {"fieldManager": self._manager, "fieldValidation": "Strict"}
+        namespace, _ = key_of(obj)
+        return _slim(await self._http.request("POST", _path(kind, namespace), query, obj), kind)
 
     async def patch(self, kind: Kind, namespace: str | None, name: str, patch: Object) -> Object:
         """Merge-patch everything but the status, as `kubectl edit` would."""
@@ -92,6 +105,18 @@ class KubeCluster:
     async def close(self) -> None:
         """Close all connections, also those of `writer` handles."""
         await self._http.close()
+
+    async def versions(self, kind: Kind, namespace: str | None = None, labels: Mapping[str, str] | None = None) -> Listed:
+        """Versions of all objects, without their contents, and the version of the list."""
+        found: dict[tuple[str, str], str] = {}
+        query = _selector(labels) | {"limit": self._limits.page}
+        while True:
+            page = await self._http.request("GET", _path(kind, namespace), query, accept=_METADATA)
+            for item in page.get("items") or []:
+                found[key_of(item)] = item["metadata"]["resourceVersion"]
+            if not page["metadata"].get("continue"):
+                return Listed(found, page["metadata"]["resourceVersion"])
+            query = {**query, "continue": page["metadata"]["continue"]}
 
     async def _list(
         self, kind: Kind, namespace: str | None, labels: Mapping[str, str] | None

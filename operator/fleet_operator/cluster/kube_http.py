@@ -128,17 +128,18 @@ class KubeHttp:
         query: Mapping[str, str | int] | None = None,
         body: Object | None = None,
         content_type: str = "application/json",
+        accept: str = "application/json",
     ) -> Object:
         """The answer's JSON; the named errors, never aiohttp's."""
         timeout = aiohttp.ClientTimeout(total=self._limits.request_s)
-        async with self._answer(method, path, query or {}, body, content_type, timeout) as answer:
+        async with self._answer(method, path, query or {}, body, (content_type, accept), timeout) as answer:
             parsed: Object = msgspec.json.decode(await answer.read())
             return parsed
 
     async def lines(self, path: str, query: Mapping[str, str | int]) -> AsyncGenerator[Object, None]:
         """The JSON lines of a watch, until the server ends it or it fails."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._limits.request_s, sock_read=self._limits.silence_s)
-        async with self._answer("GET", path, query, None, "application/json", timeout) as answer:
+        async with self._answer("GET", path, query, None, ("application/json", "application/json"), timeout) as answer:
             while line := await answer.content.readline():
                 yield msgspec.json.decode(line)
 
@@ -153,16 +154,16 @@ class KubeHttp:
         path: str,
         query: Mapping[str, str | int],
         body: Object | None,
-        content_type: str,
+        types: tuple[str, str],
         timeout: aiohttp.ClientTimeout,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         url = f"{self.configuration.host}{path}" + (f"?{urlencode(query)}" if query else "")
-        headers = {"Accept": "application/json", "Content-Type": content_type}
+        headers = {"Content-Type": types[0], "Accept": types[1]}
         token = await self.configuration.get_api_key_with_prefix("BearerToken")
         if token:
             headers["Authorization"] = token
         try:
-            data = body if body is None or "json" in content_type else msgspec.json.encode(body)
+            data = body if body is None or "json" in types[0] else msgspec.json.encode(body)
             sent = await self._rest.request(method, url, headers=headers, body=data, _request_timeout=timeout)
             async with sent.response as answer:
                 if answer.status >= 400:

@@ -24,6 +24,7 @@ from fleet_operator.cluster.interface import (
     ConflictError,
     InvalidError,
     Kind,
+    Listed,
     NotFoundError,
     Object,
     WatchEvent,
@@ -82,9 +83,18 @@ class MemoryCluster:
         """See `Cluster.get`."""
         return _copy(self._entry(kind, namespace, name).obj)
 
+    async def find(self, kind: Kind, namespace: str | None, name: str) -> Object | None:
+        """See `Cluster.find`."""
+        return next((obj for obj in self._list(kind, namespace, None) if obj["metadata"]["name"] == name), None)
+
     async def list(self, kind: Kind, namespace: str | None = None, labels: Mapping[str, str] | None = None) -> list[Object]:
         """See `Cluster.list`."""
         return self._list(kind, namespace, labels)
+
+    async def versions(self, kind: Kind, namespace: str | None = None, labels: Mapping[str, str] | None = None) -> Listed:
+        """See `Cluster.versions`."""
+        found = self._list(kind, namespace, labels)
+        return Listed({key_of(obj): obj["metadata"]["resourceVersion"] for obj in found}, str(self._version[0]))
 
     def watch(
         self, kind: Kind, namespace: str | None = None, labels: Mapping[str, str] | None = None
@@ -107,6 +117,13 @@ class MemoryCluster:
         self._update(kind, entry, merged, owned)
         entry.owners[self._manager] = owned
         return _copy(entry.obj)
+
+    async def create(self, obj: Object) -> Object:
+        """See `Cluster.create`."""
+        kind, key = kind_of(obj), _key(kind_of(obj), obj)
+        if key in self._table(kind):
+            raise ConflictError(f'{kind.plural} "{key[1]}" already exists')
+        return await self.apply(obj)
 
     async def patch(self, kind: Kind, namespace: str | None, name: str, patch: Object) -> Object:
         """Merge-patch everything but the status, as `kubectl edit` would: fields that change belong to this manager."""

@@ -432,3 +432,31 @@ async def a_lease_has_one_holder_and_can_be_handed_over(store: Store) -> None:
     assert leader.leading
     lease = await store.cluster.get(LEASE, store.namespace, "election")
     assert lease["spec"]["leaseTransitions"] == 3
+
+
+@promise
+async def create_makes_what_is_not_there_and_nothing_else(store: Store) -> None:
+    made = await store.cluster.create(pod(store, "made"))
+    assert made["metadata"]["uid"]
+    with pytest.raises(ConflictError, match="already exists"):
+        await store.other.create(pod(store, "made", terminationGracePeriodSeconds=1))
+    assert (await store.cluster.get(POD, store.namespace, "made"))["spec"] == made["spec"]
+    await store.cluster.delete(POD, store.namespace, "made", grace_s=0)
+
+
+@promise
+async def find_gives_the_object_or_none(store: Store) -> None:
+    await store.cluster.apply(config_map(store, "sought", {"a": "1"}))
+    found = await store.cluster.find(CONFIG_MAP, store.namespace, "sought")
+    assert found == await store.cluster.get(CONFIG_MAP, store.namespace, "sought")
+    assert await store.cluster.find(CONFIG_MAP, store.namespace, "sough") is None
+
+
+@promise
+async def versions_are_those_of_a_list(store: Store) -> None:
+    for name in ("one", "two"):
+        await store.cluster.apply(config_map(store, name, {}, labels={"a": "b"}))
+    listed = await store.cluster.versions(CONFIG_MAP, store.namespace, {"a": "b"})
+    objects = await store.cluster.list(CONFIG_MAP, store.namespace, {"a": "b"})
+    assert listed.versions == {(store.namespace, o["metadata"]["name"]): o["metadata"]["resourceVersion"] for o in objects}
+    assert int(listed.version) >= max(map(int, listed.versions.values()))

@@ -1,0 +1,82 @@
+"""O1 and O2: SIGKILL at every write. Stage one: the process died of signal 9 at that very write (the proxy's ledger says which).
+Stage two: the end equals that of a run in which nobody died, with nothing deleted that such a run keeps."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from e2e.faultproxy.fixtures import FAMILY, Played
+from e2e.faultproxy.lab import Lab, fleet_manifest, path_of, removed
+from e2e.faultproxy.sweep import Scenario, sweep
+from fleet_operator.cluster.interface import FLEET
+
+pytestmark = FAMILY
+
+
+def nobody(lab: Lab) -> None:
+    """No operator, and nothing of a fleet."""
+    if lab.lives:
+        lab.kill()
+    removed(lab)
+
+
+def running_fleet(lab: Lab) -> None:
+    if not lab.lives or lab.operator.poll() is not None:
+        lab.start()
+    if lab.get(FLEET, "f") is None:
+        lab.apply(fleet_manifest(lab.namespace))
+    lab.until("a running fleet", lambda: rolled_out(lab), 60)
+
+
+def create(lab: Lab, number: int) -> None:
+    lab.apply(fleet_manifest(lab.namespace))
+
+
+def new_image(lab: Lab, number: int) -> None:
+    lab.apply(fleet_manifest(lab.namespace, engine={"image": f"example.com/worker:{number:04}"}))
+
+
+def rolled_out(lab: Lab) -> bool:
+    """All workers that are there are of the present revision, and serve."""
+    told = {condition["type"]: condition["reason"] for condition in lab.status().get("conditions") or []}
+    return lab.serving(1, 2) and told.get("RollingOut") == "Complete" and len(lab.revisions()) == 1
+
+
+def remove(lab: Lab, number: int) -> None:
+    lab.admin("DELETE", path_of(FLEET, lab.namespace, "f")).raise_for_status()
+
+
+def gone(lab: Lab) -> bool:
+    return not lab.objects()
+
+
+SCENARIOS = {
+    scenario.name: scenario
+    for scenario in (
+        Scenario("create", nobody, create, rolled_out, writes_least=20),
+        Scenario("rollout", running_fleet, new_image, rolled_out, writes_least=20,
+                 swaps=lambda number: {f"worker:{number:04}": "worker:NEW"}),
+        Scenario("delete", running_fleet, remove, gone, writes_least=0),
+    )
+}  # fmt: skip
+PLAYS = {
+    f"{name}-{when}{suffix}": partial(sweep, scenario=scenario, when=when, step=step)
+    for name, scenario in SCENARIOS.items()
+    for when in ("before", "after")
+    for suffix, step in (("", 1), ("-some", 6))
+}
+SMOKE = ("create-before-some", "create-after-some")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, marks=[pytest.mark.smoke] if row in SMOKE else [])
+        for row in PLAYS
+        if not row.endswith("-some") or row in SMOKE
+    ],
+)
+def test_killed_at_every_write(played: Played, row: str):
+    print(played[row].result())

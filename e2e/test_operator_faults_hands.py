@@ -1,0 +1,179 @@
+"""O13 and O14: somebody else has the name of one of our objects, or edits them, once or without rest."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from e2e.faultproxy.fixtures import FAMILY, Played
+from e2e.faultproxy.lab import Lab, fleet_manifest, path_of, removed, running
+from fleet_operator.cluster.interface import (
+    CONFIG_MAP,
+    DEPLOYMENT,
+    PDB,
+    POD,
+    POOL,
+    ROLE,
+    ROLE_BINDING,
+    SERVICE,
+    SERVICE_ACCOUNT,
+    Kind,
+)
+
+pytestmark = FAMILY
+ROUTERS = (CONFIG_MAP, DEPLOYMENT, PDB, ROLE, ROLE_BINDING, SERVICE, SERVICE_ACCOUNT)
+ABSENT: dict[str, Any] = {
+    "metadata": {},
+    "spec": {"ports": [], "replicas": 0, "maxUnavailable": 0},
+    "data": {"endpoints.json": ""},
+}
+"""While a Service is made anew there is none."""
+KINDS = ("Pod", "WorkerPool", *(kind.kind for kind in ROUTERS))
+
+
+def child_names(lab: Lab) -> dict[str, tuple[Kind, str]]:
+    """Of a fleet `f` that runs elsewhere: kind to (kind, name)."""
+    found = {"Pod": POD, "WorkerPool": POOL}
+    names = {kind: min(name for k, name in lab.objects() if k == kind and "router" not in name) for kind in found}
+    return {kind: (found[kind], name) for kind, name in names.items()} | {kind.kind: (kind, "f-router") for kind in ROUTERS}
+
+
+def stranger(model: dict[str, Any], kind: Kind, name: str, namespace: str) -> dict[str, Any]:
+    """An object of somebody else: what ours says, without labels and owner, and with a mark of its own."""
+    made = {key: value for key, value in model.items() if key in ("spec", "data", "rules", "roleRef", "subjects")}
+    if kind == POD:
+        made["spec"] = {"containers": [{"name": "theirs", "image": "example.com/theirs"}], "nodeSelector": {"no": "where"}}
+    if kind == SERVICE:
+        made["spec"] = {"ports": [{"port": 1}], "selector": {"a": "b"}}
+    meta = {"name": name, "namespace": namespace, "annotations": {"whose": "theirs"}}
+    return {"apiVersion": kind.api_version, "kind": kind.kind, "metadata": meta, **made}
+
+
+def taken_name(lab: Lab, kind_name: str) -> None:
+    running(lab)
+    kind, name = child_names(lab)[kind_name]
+    theirs = stranger(lab.get(kind, name) or {}, kind, name, lab.namespace)
+    lab.kill()
+    removed(lab)
+    lab.admin("POST", path_of(kind, lab.namespace), theirs).raise_for_status()
+    time.sleep(1)
+    before = lab.get(kind, name)
+    lab.start()
+    lab.apply(fleet_manifest(lab.namespace))
+    lab.until("the conflict is told", lambda: lab.condition("Provisioned")["reason"] == "NameConflict")
+    assert f"{kind_name} {name}" in lab.condition("Provisioned")["message"]
+    assert lab.condition("Ready")["status"] == "False"
+    time.sleep(2)
+    assert without_status(lab.get(kind, name)) == without_status(before), "the operator touched it"
+    lab.admin("DELETE", path_of(kind, lab.namespace, name), {"gracePeriodSeconds": 0}).raise_for_status()
+    lab.until("in order once the name is free", lambda: lab.serving(1, 2), 60)
+    lab.at_rest()
+
+
+def without_status(found: dict[str, Any] | None) -> dict[str, Any]:
+    """What its owner wrote: controllers of the cluster write status and revisions."""
+    assert found is not None
+    meta = {
+        key: value for key, value in found["metadata"].items() if key not in ("resourceVersion", "managedFields", "annotations")
+    }
+    return {**{key: value for key, value in found.items() if key != "status"}, "metadata": meta}
+
+
+# -- O14: other hands ----------------------------------------------------------------------------------------------------
+EDITS: dict[str, tuple[Kind, dict[str, Any], Callable[[dict[str, Any]], bool]]] = {
+    "service-port": (SERVICE, {"spec": {"ports": [{"name": "http", "port": 9999}]}},
+                     lambda o: [p["port"] for p in o["spec"]["ports"]] == [8080]),
+    "router-replicas": (DEPLOYMENT, {"spec": {"replicas": 5}}, lambda o: o["spec"]["replicas"] == 1),
+    "endpoints": (CONFIG_MAP, {"data": {"endpoints.json": "{}"}}, lambda o: len(o["data"]["endpoints.json"]) > 100),
+    "budget": (PDB, {"spec": {"maxUnavailable": 9}}, lambda o: o["spec"]["maxUnavailable"] == 1),
+    "role": (ROLE, {"rules": []}, lambda o: len(o.get("rules") or []) == 1),
+    "labels": (CONFIG_MAP, {"metadata": {"labels": None}}, lambda o: "fleet" in str(o["metadata"].get("labels"))),
+    "owner": (SERVICE, {"metadata": {"ownerReferences": None}}, lambda o: bool(o["metadata"].get("ownerReferences"))),
+}  # fmt: skip
+
+
+def edited(lab: Lab, edit: str) -> None:
+    kind, patch, ours = EDITS[edit]
+    running(lab)
+    theirs = {"metadata": {"annotations": {"example.com/note": "theirs"}, "labels": {"example.com/team": "x"}}}
+    path = path_of(kind, lab.namespace, "f-router")
+    lab.admin.merge(path, theirs)
+    lab.admin.merge(path, patch)
+    if edit == "owner":
+        lab.until("said that it is nobody's", lambda: lab.condition("Provisioned")["reason"] == "NameConflict")
+        return  # without an owner it is not ours any more: told, not taken
+    took_s = lab.until(f"{edit} as we wish it", lambda: ours(lab.get(kind, "f-router") or ABSENT), 60)
+    assert took_s <= 30 or edit == "labels"  # without labels no watch shows it: the audit does
+    lab.until("ready", lab.ready)
+    time.sleep(1)
+    lab.at_rest()
+    found = lab.get(kind, "f-router") or {}
+    assert found["metadata"]["annotations"]["example.com/note"] == "theirs"
+    if edit not in ("labels", "service-port"):
+        assert found["metadata"]["labels"]["example.com/team"] == "x"
+    managers = [(m["manager"], m["operation"], m.get("subresource")) for m in found["metadata"]["managedFields"]]
+    assert len(managers) == len(set(managers))
+
+
+def autoscaled(lab: Lab) -> None:
+    running(lab)
+    name = next(name for kind, name in lab.objects() if kind == "WorkerPool" and "-decode-" in name)
+    scale = {"apiVersion": "autoscaling/v1", "kind": "Scale", "metadata": {"name": name, "namespace": lab.namespace}}
+    for replicas in (3, 4):
+        path = path_of(POOL, lab.namespace, name) + "/scale"
+        lab.admin("PUT", path, {**scale, "spec": {"replicas": replicas}}, fieldManager="hpa").raise_for_status()
+        lab.until(f"{replicas} decode workers", lambda n=replicas: lab.serving(1, n))
+        lab.at_rest(2.5)
+        assert (lab.get(POOL, name) or {})["spec"]["replicas"] == replicas
+
+
+def never_at_rest(lab: Lab) -> None:
+    running(lab)
+    mark, end, edits = lab.proxy.ledger.mark(), time.monotonic() + 8, 0
+    while time.monotonic() < end:
+        edits += 1
+        lab.admin.merge(path_of(PDB, lab.namespace, "f-router"), {"spec": {"maxUnavailable": 2 + edits % 2}})
+        time.sleep(0.02)
+    answered = [request for request in lab.proxy.ledger.writes(mark) if request.kind == "poddisruptionbudgets"]
+    assert edits > 100
+    assert 5 <= len(answered) <= 5 * 8 + 12, len(answered)
+    lab.until("ours in the end", lambda: (lab.get(PDB, "f-router") or {})["spec"]["maxUnavailable"] == 1)
+    time.sleep(1)
+    lab.at_rest()
+
+
+PLAYS = {
+    **{f"taken-{kind}": partial(taken_name, kind_name=kind) for kind in KINDS},
+    **{f"edited-{edit}": partial(edited, edit=edit) for edit in EDITS},
+    "autoscaled": autoscaled,
+    "never-at-rest": never_at_rest,
+}
+
+
+def rows(prefix: str) -> list[Any]:
+    smoke = ("taken-ConfigMap", "never-at-rest")
+    return [pytest.param(row, marks=[pytest.mark.smoke] if row in smoke else []) for row in PLAYS if row.startswith(prefix)]
+
+
+@pytest.mark.parametrize("row", rows("taken-"))
+def test_somebody_elses_object_of_our_name_is_left_alone_and_told(played: Played, row: str):
+    played[row].result()
+
+
+@pytest.mark.parametrize("row", rows("edited-"))
+def test_our_field_comes_back_and_theirs_stays(played: Played, row: str):
+    played[row].result()
+
+
+@pytest.mark.parametrize("row", rows("autoscaled"))
+def test_an_autoscaler_that_owns_replicas_is_followed_and_not_fought(played: Played, row: str):
+    played[row].result()
+
+
+@pytest.mark.parametrize("row", rows("never-at-rest"))
+def test_a_hand_that_never_rests_is_answered_five_times_a_second_at_most(played: Played, row: str):
+    played[row].result()

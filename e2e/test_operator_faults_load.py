@@ -1,0 +1,197 @@
+"""O16: load that is missing, stale, impossible or from another time holds the sizes and is told. Stage one: Prometheus was asked
+and answered so. Stage two: nobody leaves though the scale-down window is long over; with a good low load, somebody does."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from e2e.faultproxy.fixtures import FAMILY, Played
+from e2e.faultproxy.lab import Lab, fleet_manifest
+
+pytestmark = FAMILY
+HIGH, LOW = 60.0, 1.0
+HOUR_S = 3_600.0
+WINDOW_S = 3
+HELD_S = 8.0
+Series = list[dict[str, Any]]
+
+
+@dataclass
+class Prometheus:
+    """Answers about the pods of one lab as it is told."""
+
+    lab: Lab
+    decode: float = HIGH
+    spoil: Callable[[Series], Any] = lambda series: series
+    status: int = 200
+    asked: int = 0
+    url: str = ""
+    now: Callable[[], float] = time.time
+    stop: threading.Event = field(default_factory=threading.Event)
+
+    def answer(self) -> bytes:
+        self.asked += 1
+        found = self.spoil([one for pod in self.lab.pods() for one in self._series(pod)])
+        if not isinstance(found, list):
+            return str(found).encode()
+        return json.dumps({"status": "success", "data": {"resultType": "matrix", "result": found}}).encode()
+
+    def _series(self, pod: dict[str, Any]) -> Series:
+        labels = pod["metadata"]["labels"]
+        role, name = labels["inferencefleet.io/role"], pod["metadata"]["name"]
+        target = {"namespace": self.lab.namespace, "pod": name, "inferencefleet_io_fleet": "f", "job": "j", "instance": name}
+        if role == "router":
+            sent = {"prefill": 1.0, "decode": self.decode}
+            return [self._one("fleet_router_inflight", value, **target, role=r, tier="t") for r, value in sent.items()]
+        each = 1.0 if role == "prefill" else self.decode / max(1, len(self.lab.pods("decode")))
+        moved = [self._one("vllm:nixl_xfer_time_seconds_count", 1_000.0, **target)]
+        running = self._one("vllm:num_requests_running", each, **target)
+        return [running, self._one("vllm:num_requests_waiting", 0.0, **target), *moved]
+
+    def _one(self, name: str, value: float, **labels: str) -> dict[str, Any]:
+        at = self.now()
+        return {"metric": {"__name__": name, **labels}, "values": [[at - 1, str(value)], [at, str(value)]]}
+
+
+def valued(text: str) -> Callable[[Series], Series]:
+    """Every gauge says this."""
+
+    def spoil(series: Series) -> Series:
+        return [{**one, "values": [[at, text] for at, _ in one["values"]]} for one in series]
+
+    return spoil
+
+
+def moved(by_s: float) -> Callable[[Series], Series]:
+    """Every sample is from another time."""
+
+    def spoil(series: Series) -> Series:
+        return [{**one, "values": [[at + by_s, value] for at, value in one["values"]]} for one in series]
+
+    return spoil
+
+
+def hang(series: Series) -> Any:
+    time.sleep(20)
+    return series
+
+
+@dataclass(frozen=True)
+class Row:
+    name: str
+    spoil: Callable[[Series], Any]
+    status: int = 200
+
+
+BAD = {
+    row.name: row
+    for row in (
+        Row("missing", lambda series: []),
+        Row("a-worker-missing", lambda series: [one for one in series if "-decode-" not in one["metric"]["pod"]
+                                                and "router" not in one["metric"]["pod"]]),
+        Row("NaN", valued("NaN")),
+        Row("inf", valued("+Inf")),
+        Row("negative", valued("-1")),
+        Row("an-hour-old", moved(-HOUR_S)),
+        Row("an-hour-ahead", moved(HOUR_S)),
+        Row("error-500", lambda series: "no", status=500),
+        Row("garbage", lambda series: "<html>"),
+        Row("hangs", hang),
+    )
+}  # fmt: skip
+
+
+@contextmanager
+def serving(lab: Lab) -> Iterator[Prometheus]:
+    source = Prometheus(lab)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = source.answer()
+            self.send_response(source.status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            """Nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    source.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield source
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def start(lab: Lab, source: Prometheus) -> None:
+    """Load has made four decode workers."""
+    lab.start()
+    lab.apply(
+        fleet_manifest(
+            lab.namespace,
+            telemetry={"interval": "1s", "prometheus": {"url": source.url}},
+            scaling={"scaleDownWindow": f"{WINDOW_S}s", "targetInflight": {"prefill": 4, "decode": 16}},
+        )
+    )
+    lab.until("load is followed", lambda: lab.serving(1, 4) and fresh(lab) == "True", 60)
+
+
+def fresh(lab: Lab) -> str:
+    return str(lab.condition("TelemetryFresh")["status"])
+
+
+def shrinks(lab: Lab, source: Prometheus) -> None:
+    source.spoil, source.status, source.decode = lambda series: series, 200, LOW
+    lab.until("with a known low load somebody leaves", lambda: len(lab.pods("decode")) < 4 and fresh(lab) == "True", 60)
+
+
+def held(lab: Lab, row: Row) -> None:
+    with serving(lab) as source:
+        start(lab, source)
+        pods, asked = lab.uids(), source.asked
+        source.decode, source.spoil, source.status = LOW, row.spoil, row.status
+        lab.until("it is told", lambda: fresh(lab) == "Unknown", 40)
+        assert lab.condition("TelemetryFresh")["reason"] in ("NoData", "SourceFailed")
+        assert source.asked > asked
+        time.sleep(HELD_S)
+        assert lab.uids() == pods, "sizes changed though the load was not known"
+        assert lab.serving(1, 4)
+        shrinks(lab, source)
+
+
+def reset(lab: Lab) -> None:
+    """Counters that begin anew are no news about load."""
+    with serving(lab) as source:
+        start(lab, source)
+        pods = lab.uids()
+        source.spoil = lambda series: [
+            {**one, "values": [[at, "0" if "count" in one["metric"]["__name__"] else value] for at, value in one["values"]]}
+            for one in series
+        ]
+        time.sleep(HELD_S)
+        assert (lab.uids(), fresh(lab)) == (pods, "True")
+        shrinks(lab, source)
+
+
+PLAYS = {**{name: partial(held, row=row) for name, row in BAD.items()}, "counter-reset": reset}
+
+
+@pytest.mark.parametrize("row", list(PLAYS))
+def test_load_that_cannot_be_believed_moves_nobody(played: Played, row: str):
+    played[row].result()

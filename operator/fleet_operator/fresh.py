@@ -1,0 +1,61 @@
+"""Is what a pass was planned from still true? Asked at most once per pass, before the first thing that cannot be taken back.
+
+A cache may be minutes old (a frozen watch, a stale list after a restart). A write to an object carries the version that it was
+planned from, but creations and deletions have no such guard, and one pool's size follows from another's. So before sizes or pods
+change, the fleet and all its pools are read again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fleet_operator.cluster.interface import FLEET, POOL, Cluster, Object
+from fleet_operator.names import FLEET as FLEET_LABEL
+
+
+class Fresh:
+    """The answers of one pass. Every method raises ClusterError when the API cannot say."""
+
+    def __init__(self, cluster: Cluster, raw: Object, live: Mapping[tuple[str, str], Object]) -> None:
+        self._cluster = cluster
+        self._raw = raw
+        self._live = live
+        self.read: list[Object] = []
+        """What was read: as new as anything that a watch will tell."""
+        self.gone = False
+        """There is no fleet of this name any more."""
+        self._fleet: bool | None = None
+        self._pools: bool | None = None
+
+    async def fleet(self) -> bool:
+        """The fleet still has this uid and generation, and nobody deleted it."""
+        if self._fleet is None:
+            self._fleet = await self._is_present_fleet()
+        return self._fleet
+
+    async def sizes(self) -> bool:
+        """The fleet is as it was seen, and so are all its pools."""
+        if not await self.fleet():
+            return False
+        if self._pools is None:
+            meta = self._raw["metadata"]
+            found = await self._cluster.list(POOL, meta["namespace"], {FLEET_LABEL: meta["name"]})
+            self.read += found
+            seen = {name: _version(obj) for (kind, name), obj in self._live.items() if kind == POOL.kind}
+            self._pools = seen == {obj["metadata"]["name"]: _version(obj) for obj in found}
+        return self._pools
+
+    async def _is_present_fleet(self) -> bool:
+        meta = self._raw["metadata"]
+        found = await self._cluster.find(FLEET, meta["namespace"], meta["name"])
+        if found is None:
+            self.gone = True
+            return False
+        self.read.append(found)
+        now = found["metadata"]
+        same = now["uid"] == meta["uid"] and now.get("generation") == meta.get("generation")
+        return same and "deletionTimestamp" not in now
+
+
+def _version(obj: Object) -> str:
+    return str(obj["metadata"].get("resourceVersion"))
