@@ -66,6 +66,7 @@ def test_a_whole_life(plane: AuditedControlPlane, nodes: Path, run_helm: Helm, t
     run_helm("install", RELEASE, str(CHART), "--wait", "--timeout", "90s", values=VALUES)
     run_helm("test", RELEASE, "--timeout", "60s")
     assert pods_of_tests(plane) == []
+    assert [ready(pod) for pod in operator.pods()] == [True, True], "one works, one waits, both answer /readyz"
 
     fleet.apply(pvc_fleet())
     fleet.wait_serving(1, 2)
@@ -74,6 +75,7 @@ def test_a_whole_life(plane: AuditedControlPlane, nodes: Path, run_helm: Helm, t
     what_is_taken_away_comes_back(fleet)
 
     before = worker_uids(fleet)
+    a_lost_claim_is_made_again(plane, operator)
     an_upgrade_brings_its_crds(plane, run_helm, operator, tmp_path)
     fleet.wait_serving(1, 2)
     run_helm("rollback", RELEASE, "1", "--wait", "--timeout", "90s")
@@ -92,6 +94,10 @@ def test_a_whole_life(plane: AuditedControlPlane, nodes: Path, run_helm: Helm, t
     assert plane.kubectl("get", "crd", "-o", "name").stdout.count("inferencefleet.io") == 2
 
     every_right_is_used_and_none_is_missing(plane)
+
+
+def ready(pod: dict[str, Any]) -> bool:
+    return any(c["type"] == "Ready" and c["status"] == "True" for c in pod["status"].get("conditions") or [])
 
 
 def pods_of_tests(plane: AuditedControlPlane) -> list[str]:
@@ -135,6 +141,20 @@ def what_is_taken_away_comes_back(fleet: Fleet) -> None:
     fleet.wait("the Service as it was", lambda: service_ports(fleet) == [8080], 30)
 
 
+def a_lost_claim_is_made_again(plane: AuditedControlPlane, operator: OperatorPods) -> None:
+    """Both Leases deleted by hand, and both operator pods: the next ones need the right to make them."""
+    plane.kubectl("-n", FLEETS, "delete", "lease", "inferencefleet-owner")
+    plane.kubectl("-n", NAMESPACE, "delete", "pods", "-l", "app.kubernetes.io/component=operator", "--wait=false")
+    plane.wait("the namespace's owner", lambda: holder(plane, FLEETS, "inferencefleet-owner") == f"{NAMESPACE}/{OPERATOR}", 90)
+    plane.wait("a leader", lambda: bool(holder(plane, NAMESPACE, OPERATOR)), 60)
+    operator.check()
+
+
+def holder(plane: AuditedControlPlane, namespace: str, lease: str) -> str:
+    path = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases/{lease}"
+    return plane.get(path).get("spec", {}).get("holderIdentity", "") if plane.exists(path) else ""
+
+
 def service_ports(fleet: Fleet) -> list[int]:
     return [
         port["port"] for s in fleet.objects("services") if s["metadata"]["name"] == "loop-router" for port in s["spec"]["ports"]
@@ -161,8 +181,9 @@ def crd_text(plane: AuditedControlPlane) -> str:
 
 
 def env_of(operator: OperatorPods) -> dict[str, str]:
-    (pod,) = operator.pods()
-    return {variable["name"]: variable.get("value", "") for variable in pod["spec"]["containers"][0]["env"]}
+    """What all of them have in common."""
+    pods = [{v["name"]: v.get("value", "") for v in pod["spec"]["containers"][0]["env"]} for pod in operator.pods()]
+    return {name: value for name, value in pods[0].items() if all(pod.get(name) == value for pod in pods)}
 
 
 def a_renamed_tier_leaves_nothing_behind(fleet: Fleet) -> None:

@@ -118,7 +118,7 @@ def pvc_fleet() -> dict[str, Any]:
 def everything_in(plane: AuditedControlPlane) -> dict[str, list[str]]:
     """Whatever lies in both namespaces and did not come with them, and what is cluster-wide and ours."""
     kinds = plane.kubectl("api-resources", "--verbs=list", "--namespaced", "-o", "name").stdout.split()
-    listed = ",".join(kind for kind in kinds if not kind.startswith(("events", "leases", "persistentvolumeclaims")))
+    listed = ",".join(kind for kind in kinds if not kind.startswith(("events", "persistentvolumeclaims")))
     left = {}
     for namespace in (NAMESPACE, FLEETS):
         found = json.loads(plane.kubectl("-n", namespace, "get", listed, "-o", "json").stdout)["items"]
