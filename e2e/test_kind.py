@@ -31,6 +31,7 @@ VALUES = {
     "workerImage": {"repository": "inferencefleet/worker", "tag": TAG},
     "routerImage": {"repository": "inferencefleet/router", "tag": TAG},
     "drainTimeoutSeconds": 60,
+    "webhooks": {"enabled": True},
 }
 GPUS_PER_NODE = 8
 READY_S = 240.0
@@ -190,6 +191,19 @@ def test_smoke_tokens_through_the_service(cluster: KindCluster, fleet: Fleet):
     fleet.wait("proof that KV moved", lambda: fleet.condition("Disaggregating")["status"] == "True", 30)
     nodes = {pod["spec"]["nodeName"] for role in ("prefill", "decode") for pod in fleet.pods(role)}
     assert nodes <= set(cluster.workers())
+
+
+def test_smoke_a_bad_fleet_is_refused_by_the_webhook(cluster: KindCluster):
+    """The API server reaches the operator through its Service, with the certificate that the operator made."""
+    bad = wish()
+    bad["metadata"]["name"] = "bad"
+    bad["spec"]["engine"]["args"] = ["--kv-transfer-config={}"]
+
+    def refused() -> bool:
+        done = cluster.kubectl("apply", "--server-side", "--dry-run=server", "-f", "-", stdin=yaml.safe_dump(bad), check=False)
+        return done.returncode != 0 and 'admission webhook "fleet.inferencefleet.io" denied the request' in done.stderr
+
+    cluster.wait("a refusal", refused, 60)
 
 
 def test_rolling_update_under_load(cluster: KindCluster, fleet: Fleet):

@@ -11,6 +11,9 @@ import pytest
 import yaml
 
 from e2e.helm.chart import CHART, ROOT, HelmError, objects, render, stale
+from fleet_operator.leader.lease import Terms
+from fleet_operator.options import WebhookOptions, parse_options
+from fleet_operator.webhook.manifests import configurations
 
 HERE = Path(__file__).resolve().parent
 GOLDEN = ROOT / "tests/golden/chart"
@@ -246,3 +249,30 @@ def test_nothing_empty_is_rendered(values: Path):
     """The API server drops an empty list (a NetworkPolicy's `ingress: []`): every later apply would be a change to it."""
     found = objects(render(yaml.safe_load(values.read_text())))
     assert [(o["kind"], empties(o)) for o in found if o["kind"] != "CustomResourceDefinition" and empties(o)] == []
+
+
+def test_webhooks_are_the_operators_own():
+    """What the chart installs is what the operator says it answers."""
+    found = [o for o in objects(render({"scope": "cluster", "webhooks": {"enabled": True}})) if "webhooks" in o]
+    service = {"namespace": "inferencefleet-system", "name": "inferencefleet-webhook", "port": 443}
+    assert [{**o, "metadata": {"name": o["metadata"]["name"]}} for o in found] == configurations({"service": service})
+
+
+def test_the_operator_takes_every_flag():
+    """The chart's arguments, read by the operator's own parser."""
+    everything = yaml.safe_load((HERE / "values/everything.yaml").read_text())
+    (deployment,) = [o for o in objects(render(everything)) if o["kind"] == "Deployment"]
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    options = parse_options(container["args"])
+    assert options.selection.names == ("ml", "research")
+    assert options.election == Terms(30, 19.8)
+    assert options.webhook == WebhookOptions(
+        9443, frozenset({"fleets-webhook.inferencefleet-system.svc", "fleets-webhook.inferencefleet-system.svc.cluster.local"}),
+        "fleets-webhook", "inferencefleet-system-fleets",
+    )  # fmt: skip
+    assert (options.health_port, options.log_format, options.lease) == (8081, "json", "fleets-operator")
+    assert options.installation == "inferencefleet-system/fleets-operator"
+    platform = options.platform
+    assert (platform.worker_image, platform.drain_most_s) == ("registry.example/worker:v2", 600)
+    assert platform.sick_taints[-1:] == ("example.com/broken",)
+    assert platform.sick_conditions[-2:] == ("GpuOnFire", "FabricReady=False")
