@@ -38,6 +38,9 @@ UNSEEN: frozenset[Right] = frozenset(
         ("inferencefleet.io", "inferencefleets/finalizers", "update"),
         ("inferencefleet.io", "workerpools/finalizers", "update"),
         ("", "configmaps", "get"),
+        # pods with RDMA and claims are not for a restricted namespace
+        ("resource.k8s.io", "resourceclaimtemplates", "create"),
+        ("resource.k8s.io", "resourceclaimtemplates", "patch"),
     }
 )
 pytestmark = pytest.mark.timeout(400)
@@ -187,14 +190,16 @@ def env_of(operator: OperatorPods) -> dict[str, str]:
 
 
 def a_renamed_tier_leaves_nothing_behind(fleet: Fleet) -> None:
-    """New pools, templates and budgets; those of the old name are deleted."""
+    """New pools, templates and budgets; those of the old name are deleted, and so is a NetworkPolicy that is not wanted any more."""
     wish = pvc_fleet()
+    wish["spec"]["networkPolicy"] = {"enabled": False}
     old, wish["spec"]["tiers"][0]["name"] = wish["spec"]["tiers"][0]["name"], "other"
     kinds = "workerpools,controllerrevisions,poddisruptionbudgets"
     fleet.apply(wish)
 
     def replaced() -> bool:
-        return not fleet.objects(kinds, "-l", f"inferencefleet.io/tier={old}") and fleet.serving() == (1, 2)
+        left = fleet.objects(kinds, "-l", f"inferencefleet.io/tier={old}") + fleet.objects("networkpolicies")
+        return not left and fleet.serving() == (1, 2)
 
     assert fleet.objects(kinds, "-l", f"inferencefleet.io/tier={old}")
     fleet.wait("nothing of the old tier", replaced, 120)
@@ -245,6 +250,8 @@ RIGHTS_BY_DEED: list[tuple[Right, str]] = [
     (("", "configmaps", "get"), "Role"),
     (("", "configmaps", "list"), "Role"),
     (("", "configmaps", "watch"), "Role"),
+    (("resource.k8s.io", "resourceclaimtemplates", "create"), "ResourceClaimTemplate"),
+    (("resource.k8s.io", "resourceclaimtemplates", "patch"), "ResourceClaimTemplate"),
 ]
 """(right, kind that the operator cannot write without it)."""
 
@@ -298,12 +305,15 @@ def probe(plane: AuditedControlPlane) -> Callable[[Right | None, str], str]:
 def child(kind: str) -> dict[str, Any]:
     """What the operator makes of this kind, as small as the API server takes it."""
     owner = {"apiVersion": "inferencefleet.io/v1alpha1", "name": "x", "uid": "0", "controller": True, "blockOwnerDeletion": True}
-    owner["kind"] = "WorkerPool" if kind == "Pod" else "InferenceFleet"
-    versions = {"Role": "rbac.authorization.k8s.io/v1"}
+    owner["kind"] = "WorkerPool" if kind in ("Pod", "ResourceClaimTemplate") else "InferenceFleet"
+    versions = {"Role": "rbac.authorization.k8s.io/v1", "ResourceClaimTemplate": "resource.k8s.io/v1"}
     meta = {"name": "x-router", "ownerReferences": [owner]}
     body: dict[str, Any] = {"apiVersion": versions.get(kind, "v1"), "kind": kind, "metadata": meta}
     if kind == "Role":
         return body | {"rules": [ROUTER_ROLE]}
+    if kind == "ResourceClaimTemplate":
+        gpu = {"name": "gpu", "exactly": {"deviceClassName": "gpu.example.com", "allocationMode": "ExactCount", "count": 1}}
+        return body | {"spec": {"spec": {"devices": {"requests": [gpu]}}}}
     if kind == "Pod":
         return body | {"spec": safe_pod()}
     return body

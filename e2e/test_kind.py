@@ -19,7 +19,7 @@ import yaml
 from e2e.fleet import Fleet, manifest, tiny_model
 from e2e.helm.chart import CHART, NAMESPACE, RELEASE, helm
 from e2e.helm.world import MADE_BY_KUBERNETES, RESTRICTED
-from e2e.kind.cluster import MODELS, KindCluster
+from e2e.kind.cluster import MODELS, TORCH, KindCluster
 
 HERE = Path(__file__).resolve().parent
 FLEETS = "ml"
@@ -82,7 +82,6 @@ def cluster() -> Iterator[KindCluster]:
         cluster.kubectl("create", "namespace", NAMESPACE)
         cluster.kubectl("label", "namespace", NAMESPACE, *RESTRICTED)
         cluster.kubectl("create", "namespace", FLEETS)
-        cluster.kubectl("apply", "-f", str(HERE / "kind/small-machine.yaml"))
         run_helm(cluster, "install", RELEASE, str(CHART), "--wait", "--timeout", "120s", values=VALUES)
         yield cluster
 
@@ -107,8 +106,17 @@ def fleet(cluster: KindCluster) -> Fleet:
 
 
 def wish() -> dict[str, Any]:
+    """Workers that find torch on their node and ask for little of it."""
     made = manifest(FLEETS, tiny_model())
     made["spec"]["model"]["source"] = f"file://{MODELS}/{tiny_model().name}"
+    template = {
+        "env": [{"name": "PYTHONPATH", "value": "/opt/torch"}, {"name": "OMP_NUM_THREADS", "value": "1"}],
+        "volumes": [{"name": "torch", "hostPath": {"path": TORCH, "type": "Directory"}}],
+        "volumeMounts": [{"name": "torch", "mountPath": "/opt/torch", "readOnly": True}],
+        "resources": {"requests": {"cpu": "100m", "memory": "256Mi"}},
+    }
+    for role in ("prefill", "decode"):
+        made["spec"]["tiers"][0][role]["podTemplate"] = template
     return made
 
 
@@ -156,7 +164,7 @@ class Asking:
         }
         volumes = [
             {"name": "script", "configMap": {"name": self._name}},
-            {"name": "torch", "hostPath": {"path": "/opt/inferencefleet/torch"}},
+            {"name": "torch", "hostPath": {"path": TORCH}},
         ]
         spec: dict[str, Any] = {"restartPolicy": "Never", "containers": [container], "volumes": volumes}
         if self._node:
