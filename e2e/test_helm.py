@@ -190,7 +190,7 @@ def env_of(operator: OperatorPods) -> dict[str, str]:
 
 
 def a_renamed_tier_leaves_nothing_behind(fleet: Fleet) -> None:
-    """New pools, templates and budgets; those of the old name are deleted, and so is a NetworkPolicy that is not wanted any more."""
+    """New pools, templates and budgets; those of the old name are deleted, and so is an unwanted NetworkPolicy."""
     wish = pvc_fleet()
     wish["spec"]["networkPolicy"] = {"enabled": False}
     old, wish["spec"]["tiers"][0]["name"] = wish["spec"]["tiers"][0]["name"], "other"
