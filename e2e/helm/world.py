@@ -30,9 +30,9 @@ MADE_BY_KUBERNETES = {"ConfigMap/kube-root-ca.crt", "ServiceAccount/default"}
 
 @contextmanager
 def control_plane() -> Iterator[AuditedControlPlane]:
-    """Two namespaces and a model; no CRDs: they come with the chart."""
+    """Three namespaces, two in use, and a model; no CRDs: they come with the chart."""
     with AuditedControlPlane() as plane:
-        for namespace in (NAMESPACE, FLEETS):
+        for namespace in (NAMESPACE, FLEETS, "research"):
             plane.kubectl("create", "namespace", namespace)
             plane.kubectl("label", "namespace", namespace, *RESTRICTED)
         plane.kubectl("apply", "-f", "-", stdin=yaml.safe_dump_all(model_volume()))

@@ -249,7 +249,7 @@ class Applier:
     async def _prune_budgets(self, fleet: InferenceFleet, plan: Plan, owner: Object, live: Live, outcome: Outcome) -> None:
         """Budgets of tiers that are gone would hold up node drains for ever."""
         kept = {budget["metadata"]["name"] for budget in render_budgets(fleet, plan, owner)} | {router_name(fleet.metadata.name)}
-        for (kind, name), found in live.items():
+        for (kind, name), found in list(live.items()):  # watches feed the cache while a deletion is awaited
             if kind == PDB.kind and name not in kept and _owned(found, owner):
                 uid = found["metadata"]["uid"]
                 await self._delete(PDB, fleet.metadata.namespace, name, uid, "its tier is not in the spec", outcome)
