@@ -47,8 +47,8 @@ class AuditedControlPlane(ControlPlane):
         return rights
 
     def refused(self, namespace: str, account: str) -> list[str]:
-        """What it asked for and did not get, in the API server's words. Owners of a kind that the admission plugin has not heard of
-        yet (it looks every half minute) are no matter of rights: the operator tries again."""
+        """What it asked for and did not get, in the API server's words. Owners of a kind that the admission plugin has not heard
+        of yet (it looks every half minute) are no matter of rights: the operator tries again."""
         refusals = [
             event
             for event in self._events(namespace, account)
