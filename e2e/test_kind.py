@@ -205,7 +205,7 @@ def test_smoke_a_bad_fleet_is_refused_by_the_webhook(cluster: KindCluster):
     """The API server reaches the operator through its Service, with the certificate that the operator made."""
     bad = wish()
     bad["metadata"]["name"] = "bad"
-    bad["spec"]["engine"]["args"] = ["--kv-transfer-config={}"]
+    bad["spec"]["engine"] |= {"type": "vllm", "args": ["--config", "/etc/vllm.yaml"]}
 
     def refused() -> bool:
         done = cluster.kubectl("apply", "--server-side", "--dry-run=server", "-f", "-", stdin=yaml.safe_dump(bad), check=False)
