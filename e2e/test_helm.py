@@ -38,6 +38,9 @@ UNSEEN: frozenset[Right] = frozenset(
         ("inferencefleet.io", "inferencefleets/finalizers", "update"),
         ("inferencefleet.io", "workerpools/finalizers", "update"),
         ("", "configmaps", "get"),
+        # pods with RDMA and claims are not for a restricted namespace
+        ("resource.k8s.io", "resourceclaimtemplates", "create"),
+        ("resource.k8s.io", "resourceclaimtemplates", "patch"),
     }
 )
 pytestmark = pytest.mark.timeout(400)
@@ -66,6 +69,7 @@ def test_a_whole_life(plane: AuditedControlPlane, nodes: Path, run_helm: Helm, t
     run_helm("install", RELEASE, str(CHART), "--wait", "--timeout", "90s", values=VALUES)
     run_helm("test", RELEASE, "--timeout", "60s")
     assert pods_of_tests(plane) == []
+    assert [ready(pod) for pod in operator.pods()] == [True, True], "one works, one waits, both answer /readyz"
 
     fleet.apply(pvc_fleet())
     fleet.wait_serving(1, 2)
@@ -74,6 +78,7 @@ def test_a_whole_life(plane: AuditedControlPlane, nodes: Path, run_helm: Helm, t
     what_is_taken_away_comes_back(fleet)
 
     before = worker_uids(fleet)
+    a_lost_claim_is_made_again(plane, operator)
     an_upgrade_brings_its_crds(plane, run_helm, operator, tmp_path)
     fleet.wait_serving(1, 2)
     run_helm("rollback", RELEASE, "1", "--wait", "--timeout", "90s")
@@ -92,6 +97,10 @@ def test_a_whole_life(plane: AuditedControlPlane, nodes: Path, run_helm: Helm, t
     assert plane.kubectl("get", "crd", "-o", "name").stdout.count("inferencefleet.io") == 2
 
     every_right_is_used_and_none_is_missing(plane)
+
+
+def ready(pod: dict[str, Any]) -> bool:
+    return any(c["type"] == "Ready" and c["status"] == "True" for c in pod["status"].get("conditions") or [])
 
 
 def pods_of_tests(plane: AuditedControlPlane) -> list[str]:
@@ -135,6 +144,20 @@ def what_is_taken_away_comes_back(fleet: Fleet) -> None:
     fleet.wait("the Service as it was", lambda: service_ports(fleet) == [8080], 30)
 
 
+def a_lost_claim_is_made_again(plane: AuditedControlPlane, operator: OperatorPods) -> None:
+    """Both Leases deleted by hand, and both operator pods: the next ones need the right to make them."""
+    plane.kubectl("-n", FLEETS, "delete", "lease", "inferencefleet-owner")
+    plane.kubectl("-n", NAMESPACE, "delete", "pods", "-l", "app.kubernetes.io/component=operator", "--wait=false")
+    plane.wait("the namespace's owner", lambda: holder(plane, FLEETS, "inferencefleet-owner") == f"{NAMESPACE}/{OPERATOR}", 90)
+    plane.wait("a leader", lambda: bool(holder(plane, NAMESPACE, OPERATOR)), 60)
+    operator.check()
+
+
+def holder(plane: AuditedControlPlane, namespace: str, lease: str) -> str:
+    path = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases/{lease}"
+    return plane.get(path).get("spec", {}).get("holderIdentity", "") if plane.exists(path) else ""
+
+
 def service_ports(fleet: Fleet) -> list[int]:
     return [
         port["port"] for s in fleet.objects("services") if s["metadata"]["name"] == "loop-router" for port in s["spec"]["ports"]
@@ -161,19 +184,22 @@ def crd_text(plane: AuditedControlPlane) -> str:
 
 
 def env_of(operator: OperatorPods) -> dict[str, str]:
-    (pod,) = operator.pods()
-    return {variable["name"]: variable.get("value", "") for variable in pod["spec"]["containers"][0]["env"]}
+    """What all of them have in common."""
+    pods = [{v["name"]: v.get("value", "") for v in pod["spec"]["containers"][0]["env"]} for pod in operator.pods()]
+    return {name: value for name, value in pods[0].items() if all(pod.get(name) == value for pod in pods)}
 
 
 def a_renamed_tier_leaves_nothing_behind(fleet: Fleet) -> None:
-    """New pools, templates and budgets; those of the old name are deleted."""
+    """New pools, templates and budgets; those of the old name are deleted, and so is an unwanted NetworkPolicy."""
     wish = pvc_fleet()
+    wish["spec"]["networkPolicy"] = {"enabled": False}
     old, wish["spec"]["tiers"][0]["name"] = wish["spec"]["tiers"][0]["name"], "other"
     kinds = "workerpools,controllerrevisions,poddisruptionbudgets"
     fleet.apply(wish)
 
     def replaced() -> bool:
-        return not fleet.objects(kinds, "-l", f"inferencefleet.io/tier={old}") and fleet.serving() == (1, 2)
+        left = fleet.objects(kinds, "-l", f"inferencefleet.io/tier={old}") + fleet.objects("networkpolicies")
+        return not left and fleet.serving() == (1, 2)
 
     assert fleet.objects(kinds, "-l", f"inferencefleet.io/tier={old}")
     fleet.wait("nothing of the old tier", replaced, 120)
@@ -224,6 +250,8 @@ RIGHTS_BY_DEED: list[tuple[Right, str]] = [
     (("", "configmaps", "get"), "Role"),
     (("", "configmaps", "list"), "Role"),
     (("", "configmaps", "watch"), "Role"),
+    (("resource.k8s.io", "resourceclaimtemplates", "create"), "ResourceClaimTemplate"),
+    (("resource.k8s.io", "resourceclaimtemplates", "patch"), "ResourceClaimTemplate"),
 ]
 """(right, kind that the operator cannot write without it)."""
 
@@ -277,12 +305,15 @@ def probe(plane: AuditedControlPlane) -> Callable[[Right | None, str], str]:
 def child(kind: str) -> dict[str, Any]:
     """What the operator makes of this kind, as small as the API server takes it."""
     owner = {"apiVersion": "inferencefleet.io/v1alpha1", "name": "x", "uid": "0", "controller": True, "blockOwnerDeletion": True}
-    owner["kind"] = "WorkerPool" if kind == "Pod" else "InferenceFleet"
-    versions = {"Role": "rbac.authorization.k8s.io/v1"}
+    owner["kind"] = "WorkerPool" if kind in ("Pod", "ResourceClaimTemplate") else "InferenceFleet"
+    versions = {"Role": "rbac.authorization.k8s.io/v1", "ResourceClaimTemplate": "resource.k8s.io/v1"}
     meta = {"name": "x-router", "ownerReferences": [owner]}
     body: dict[str, Any] = {"apiVersion": versions.get(kind, "v1"), "kind": kind, "metadata": meta}
     if kind == "Role":
         return body | {"rules": [ROUTER_ROLE]}
+    if kind == "ResourceClaimTemplate":
+        gpu = {"name": "gpu", "exactly": {"deviceClassName": "gpu.example.com", "allocationMode": "ExactCount", "count": 1}}
+        return body | {"spec": {"spec": {"devices": {"requests": [gpu]}}}}
     if kind == "Pod":
         return body | {"spec": safe_pod()}
     return body
@@ -306,7 +337,8 @@ VALUES_FILES = sorted((ROOT / "tests/charts/values").glob("*.yaml"))
 
 @pytest.mark.parametrize("values", VALUES_FILES, ids=lambda path: path.stem)
 def test_a_restricted_namespace_takes_every_rendering(plane: AuditedControlPlane, values: Path):
-    rendered = [o for o in objects(render(yaml.safe_load(values.read_text()))) if o["kind"] != "Pod"]
+    # a Pod is what the first test made; ServiceMonitors are the Prometheus operator's, whose CRDs are not here
+    rendered = [o for o in objects(render(yaml.safe_load(values.read_text()))) if o["kind"] not in ("Pod", "ServiceMonitor")]
     done = plane.kubectl(
         "apply", "--server-side", "--dry-run=server", "--force-conflicts", "-f", "-", stdin=yaml.safe_dump_all(rendered)
     )

@@ -19,7 +19,7 @@ import yaml
 from e2e.fleet import Fleet, manifest, tiny_model
 from e2e.helm.chart import CHART, NAMESPACE, RELEASE, helm
 from e2e.helm.world import MADE_BY_KUBERNETES, RESTRICTED
-from e2e.kind.cluster import MODELS, KindCluster
+from e2e.kind.cluster import MODELS, TORCH, KindCluster
 
 HERE = Path(__file__).resolve().parent
 FLEETS = "ml"
@@ -31,6 +31,7 @@ VALUES = {
     "workerImage": {"repository": "inferencefleet/worker", "tag": TAG},
     "routerImage": {"repository": "inferencefleet/router", "tag": TAG},
     "drainTimeoutSeconds": 60,
+    "webhooks": {"enabled": True},
 }
 GPUS_PER_NODE = 8
 READY_S = 240.0
@@ -81,7 +82,6 @@ def cluster() -> Iterator[KindCluster]:
         cluster.kubectl("create", "namespace", NAMESPACE)
         cluster.kubectl("label", "namespace", NAMESPACE, *RESTRICTED)
         cluster.kubectl("create", "namespace", FLEETS)
-        cluster.kubectl("apply", "-f", str(HERE / "kind/small-machine.yaml"))
         run_helm(cluster, "install", RELEASE, str(CHART), "--wait", "--timeout", "120s", values=VALUES)
         yield cluster
 
@@ -106,8 +106,17 @@ def fleet(cluster: KindCluster) -> Fleet:
 
 
 def wish() -> dict[str, Any]:
+    """Workers that find torch on their node and ask for little of it."""
     made = manifest(FLEETS, tiny_model())
     made["spec"]["model"]["source"] = f"file://{MODELS}/{tiny_model().name}"
+    template = {
+        "env": [{"name": "PYTHONPATH", "value": "/opt/torch"}, {"name": "OMP_NUM_THREADS", "value": "1"}],
+        "volumes": [{"name": "torch", "hostPath": {"path": TORCH, "type": "Directory"}}],
+        "volumeMounts": [{"name": "torch", "mountPath": "/opt/torch", "readOnly": True}],
+        "resources": {"requests": {"cpu": "100m", "memory": "256Mi"}},
+    }
+    for role in ("prefill", "decode"):
+        made["spec"]["tiers"][0][role]["podTemplate"] = template
     return made
 
 
@@ -155,7 +164,7 @@ class Asking:
         }
         volumes = [
             {"name": "script", "configMap": {"name": self._name}},
-            {"name": "torch", "hostPath": {"path": "/opt/inferencefleet/torch"}},
+            {"name": "torch", "hostPath": {"path": TORCH}},
         ]
         spec: dict[str, Any] = {"restartPolicy": "Never", "containers": [container], "volumes": volumes}
         if self._node:
@@ -190,6 +199,19 @@ def test_smoke_tokens_through_the_service(cluster: KindCluster, fleet: Fleet):
     fleet.wait("proof that KV moved", lambda: fleet.condition("Disaggregating")["status"] == "True", 30)
     nodes = {pod["spec"]["nodeName"] for role in ("prefill", "decode") for pod in fleet.pods(role)}
     assert nodes <= set(cluster.workers())
+
+
+def test_smoke_a_bad_fleet_is_refused_by_the_webhook(cluster: KindCluster):
+    """The API server reaches the operator through its Service, with the certificate that the operator made."""
+    bad = wish()
+    bad["metadata"]["name"] = "bad"
+    bad["spec"]["engine"] |= {"type": "vllm", "args": ["--config", "/etc/vllm.yaml"]}
+
+    def refused() -> bool:
+        done = cluster.kubectl("apply", "--server-side", "--dry-run=server", "-f", "-", stdin=yaml.safe_dump(bad), check=False)
+        return done.returncode != 0 and 'admission webhook "fleet.inferencefleet.io" denied the request' in done.stderr
+
+    cluster.wait("a refusal", refused, 60)
 
 
 def test_rolling_update_under_load(cluster: KindCluster, fleet: Fleet):

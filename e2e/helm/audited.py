@@ -47,8 +47,14 @@ class AuditedControlPlane(ControlPlane):
         return rights
 
     def refused(self, namespace: str, account: str) -> list[str]:
-        """What it asked for and did not get, in the API server's words."""
-        refusals = [event for event in self._events(namespace, account) if event["responseStatus"]["code"] == 403]
+        """What it asked for and did not get, in the API server's words. Owners of a kind that the admission plugin has not heard
+        of yet (it looks every half minute) are no matter of rights: the operator tries again."""
+        refusals = [
+            event
+            for event in self._events(namespace, account)
+            if event["responseStatus"]["code"] == 403
+            and "cannot find RESTMapping" not in event["responseStatus"].get("message", "")
+        ]
         return sorted({f"{event['verb']} {event['requestURI']}: {event['responseStatus'].get('message')}" for event in refusals})
 
     def _events(self, namespace: str, account: str) -> list[dict]:

@@ -30,9 +30,9 @@ MADE_BY_KUBERNETES = {"ConfigMap/kube-root-ca.crt", "ServiceAccount/default"}
 
 @contextmanager
 def control_plane() -> Iterator[AuditedControlPlane]:
-    """Two namespaces and a model; no CRDs: they come with the chart."""
+    """Three namespaces, two in use, and a model; no CRDs: they come with the chart."""
     with AuditedControlPlane() as plane:
-        for namespace in (NAMESPACE, FLEETS):
+        for namespace in (NAMESPACE, FLEETS, "research"):
             plane.kubectl("create", "namespace", namespace)
             plane.kubectl("label", "namespace", namespace, *RESTRICTED)
         plane.kubectl("apply", "-f", "-", stdin=yaml.safe_dump_all(model_volume()))
@@ -118,7 +118,7 @@ def pvc_fleet() -> dict[str, Any]:
 def everything_in(plane: AuditedControlPlane) -> dict[str, list[str]]:
     """Whatever lies in both namespaces and did not come with them, and what is cluster-wide and ours."""
     kinds = plane.kubectl("api-resources", "--verbs=list", "--namespaced", "-o", "name").stdout.split()
-    listed = ",".join(kind for kind in kinds if not kind.startswith(("events", "leases", "persistentvolumeclaims")))
+    listed = ",".join(kind for kind in kinds if not kind.startswith(("events", "persistentvolumeclaims")))
     left = {}
     for namespace in (NAMESPACE, FLEETS):
         found = json.loads(plane.kubectl("-n", namespace, "get", listed, "-o", "json").stdout)["items"]

@@ -45,7 +45,7 @@ class KindCluster:
     def __enter__(self) -> KindCluster:
         image = ["--image", os.environ["KIND_NODE_IMAGE"]] if os.environ.get("KIND_NODE_IMAGE") else []
         config = self.dir / "nodes.yaml"
-        config.write_text(yaml.safe_dump(with_mounts(_config(), {_script("get-torch"): TORCH, str(tiny_model().parent): MODELS})))
+        config.write_text(yaml.safe_dump(with_mounts(_config(), {_script("get-torch"): TORCH, str(self._models()): MODELS})))
         try:
             self._run(
                 self._kind, "create", "cluster", "--name", self.name, "--config", str(config), "--wait", "120s",
@@ -59,6 +59,14 @@ class KindCluster:
     def __exit__(self, *_: object) -> None:
         self._run(self._kind, "delete", "cluster", "--name", self.name, "--kubeconfig", str(self.kubeconfig), timeout_s=120)
         shutil.rmtree(self.dir, ignore_errors=True)
+
+    def _models(self) -> Path:
+        """A copy that everybody may read: workers run as nobody, and safetensors writes files for their owner alone."""
+        model = tiny_model()
+        copied = Path(shutil.copytree(model, self.dir / "models" / model.name))
+        for path in (self.dir, copied.parent, copied, *copied.iterdir()):
+            path.chmod(0o755 if path.is_dir() else 0o644)
+        return copied.parent
 
     def load(self, *images: str) -> None:
         """Images of the local docker into every node."""

@@ -307,7 +307,7 @@ class Applier:
         """Budgets of tiers that are gone would hold up node drains for ever."""
         wanted = {budget["metadata"]["name"] for budget in render_budgets(work.fleet, work.plan, work.raw)}
         kept, namespace = wanted | {router_name(work.fleet.metadata.name)}, work.fleet.metadata.namespace
-        for (kind, name), found in work.live.items():
+        for (kind, name), found in list(work.live.items()):  # watches feed the cache while a deletion is awaited
             if kind == PDB.kind and name not in kept and _owned(found, work.raw) and await self._true(work):
                 uid = found["metadata"]["uid"]
                 await self._delete(PDB, namespace, name, uid, "its tier is not in the spec", work.outcome)

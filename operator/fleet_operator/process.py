@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 import uuid
 from collections.abc import Awaitable, Callable
@@ -27,6 +28,8 @@ from fleet_operator.territory import Territory
 from fleet_operator.together import until_first_ends
 from fleet_operator.webhook.server import admission_app, admission_server
 
+BIND_HOST = os.environ.get("FLEET_BIND_HOST")
+"""Address to listen on, as routers and workers know it; None: all of the pod's."""
 BIRTHS = "inferencefleet-lease-births"
 """Field manager that makes empty Leases."""
 LOG = logging.getLogger("fleet.operator")
@@ -65,7 +68,7 @@ async def run(options: Options) -> None:
                 territory.changed = reconciler.touch_namespace
             _observe(parts, reconciler, elector, territory)
             app = health_app(pulse, parts.meters, parts.readiness)
-            await stack.enter_async_context(serving(app, options.health_port))
+            await stack.enter_async_context(serving(app, options.health_port, BIND_HOST))
             wiring = Wiring(_lead(elector, territory), _listed(parts), pulse.trace())
             following = run_in_cluster(cluster, reconciler, options.kubeconfig, options.selection.names, wiring)
             background = [pulse.follow(lambda: kube.list(FLEET, (options.selection.names or (None,))[0]))]
@@ -144,7 +147,7 @@ async def _admit(parts: _Parts, options: WebhookOptions) -> None:
 
     async def answer() -> None:
         await keeper.ready.wait()
-        async with admission_server(admission_app(parts.kube), keeper.context, options.port) as port:
+        async with admission_server(admission_app(parts.kube), keeper.context, options.port, BIND_HOST) as port:
             LOG.info("answering admission reviews on port %d", port)
             await asyncio.get_running_loop().create_future()
 

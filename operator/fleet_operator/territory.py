@@ -18,9 +18,11 @@ from typing import Any, Final
 from fleet_operator.cluster.guarded import Send, Write
 from fleet_operator.cluster.interface import Cluster, ClusterError, ConflictError, NotFoundError, Object
 from fleet_operator.cluster.kinds import LEASE, NAMESPACE
-from fleet_operator.names import MANAGED_BY, MANAGER
+from fleet_operator.names import GROUP
 
 CLAIM: Final = "inferencefleet-owner"
+CLAIMED: Final = {f"{GROUP}/claim": "true"}
+"""Label of claims. Not managed-by: a Lease that came with the chart carries Helm's."""
 RECHECK_S: Final = 30.0
 LOG = logging.getLogger("fleet.operator.territory")
 
@@ -59,7 +61,7 @@ def claim_of(namespace: str, installation: str, seen: Object) -> Object:
         "apiVersion": LEASE.api_version,
         "kind": LEASE.kind,
         "metadata": {
-            "name": CLAIM, "namespace": namespace, "resourceVersion": version, "labels": {MANAGED_BY: MANAGER},
+            "name": CLAIM, "namespace": namespace, "resourceVersion": version, "labels": dict(CLAIMED),
         },
         "spec": {"holderIdentity": installation},
     }  # fmt: skip
@@ -183,7 +185,7 @@ class Territory:
     async def _release_strays(self) -> None:
         """Claims of ours, from before we started, in namespaces that are no longer selected."""
         try:
-            for lease in await self._cluster.list(LEASE, None, {MANAGED_BY: MANAGER}):
+            for lease in await self._cluster.list(LEASE, None, CLAIMED):
                 namespace, name = lease["metadata"]["namespace"], lease["metadata"]["name"]
                 if name == CLAIM and holder_of(lease) == self._installation and namespace not in self._selected:
                     await self._release(namespace)

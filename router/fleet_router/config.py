@@ -13,7 +13,7 @@ import msgspec
 Policy = Literal["kvAware", "prefixHash", "leastLoad", "roundRobin"]
 
 
-class HttpBounds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class HttpBounds(msgspec.Struct, frozen=True, kw_only=True):
     """Bounds of one client connection."""
 
     header_bytes: int = 65_536
@@ -28,7 +28,7 @@ class HttpBounds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     connections: int = 2_048
 
 
-class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What the fleet's spec says about routing."""
 
     fleet: str

@@ -375,6 +375,7 @@ def test_a_worker_is_told_to_go_once_while_the_watch_lags():
 
 def test_a_defect_in_one_fleets_pass_does_not_end_the_operator(caplog: pytest.LogCaptureFixture):
     async def scenario(world: World) -> None:
+        world.operator = world.new_operator()  # nothing rests yet
         whole, seen = world.operator.reconcile_once, list[str]()
 
         async def broken(key, raw, state):

@@ -13,9 +13,21 @@
 {{- printf "%s-operator" (include "inferencefleet.fullname" .) -}}
 {{- end -}}
 
-{{/* Cluster-wide objects of two releases must not meet. */}}
+{{/* Prefix of names outside of the release's namespace: of releases with scope namespace there may be several in a cluster. */}}
+{{- define "inferencefleet.elsewhere" -}}
+{{- if eq .Values.scope "namespace" -}}{{- printf "%s-" .Release.Namespace -}}{{- end -}}
+{{- end -}}
 {{- define "inferencefleet.clusterName" -}}
-{{- printf "%s-%s" .Release.Namespace (include "inferencefleet.operator" .) -}}
+{{- printf "%s%s" (include "inferencefleet.elsewhere" .) (include "inferencefleet.operator" .) -}}
+{{- end -}}
+
+{{/* Service and Secret of the webhook. */}}
+{{- define "inferencefleet.webhook" -}}
+{{- printf "%s-webhook" (include "inferencefleet.fullname" .) -}}
+{{- end -}}
+
+{{- define "inferencefleet.webhookConfiguration" -}}
+{{- printf "%s%s" (include "inferencefleet.elsewhere" .) (include "inferencefleet.fullname" .) -}}
 {{- end -}}
 
 {{- define "inferencefleet.serviceAccount" -}}

@@ -2,7 +2,20 @@
      it with the requests that the operator really makes: no verb is missing, none is there for nothing. It may create a router's
      Role because it holds each right that this Role grants. */}}
 {{- define "inferencefleet.rules" -}}
+# the claim on a namespace, so that never two installations run the fleets there
+{{- if .Values.namespaceSelector }}
+# (listed and deleted, too: a namespace may lose its label, and is watched for that)
+- {apiGroups: [coordination.k8s.io], resources: [leases], verbs: [list]}
+- {apiGroups: [coordination.k8s.io], resources: [leases], resourceNames: [inferencefleet-owner], verbs: [get, create, patch, delete]}
+- {apiGroups: [""], resources: [namespaces], verbs: [list, watch]}
+{{- else }}
+- {apiGroups: [coordination.k8s.io], resources: [leases], resourceNames: [inferencefleet-owner], verbs: [get, create, patch]}
+{{- end }}
 - {apiGroups: [inferencefleet.io], resources: [inferencefleets], verbs: [list, watch]}
+{{- if .Values.webhooks.enabled }}
+# a pool that is scaled is judged by its fleet
+- {apiGroups: [inferencefleet.io], resources: [inferencefleets, workerpools], verbs: [get]}
+{{- end }}
 - {apiGroups: [inferencefleet.io], resources: [inferencefleets/status, workerpools/status], verbs: [patch]}
 # blockOwnerDeletion on a child needs the right to set the owner's finalizers (where the API server enforces it, as on OpenShift)
 - {apiGroups: [inferencefleet.io], resources: [inferencefleets/finalizers, workerpools/finalizers], verbs: [update]}
@@ -21,4 +34,18 @@
 - {apiGroups: [rbac.authorization.k8s.io], resources: [roles, rolebindings], verbs: [list, watch, create, patch]}
 # events are written and never read back; server-side apply needs both verbs
 - {apiGroups: [events.k8s.io], resources: [events], verbs: [create, patch]}
+{{- end -}}
+
+{{/* What no namespaced Role can give. */}}
+{{- define "inferencefleet.clusterRules" -}}
+{{- if .Values.rbac.nodes }}
+- {apiGroups: [""], resources: [nodes], verbs: [list, watch]}
+{{- end }}
+{{- if .Values.webhooks.enabled }}
+# only caBundle is written, and only in these two
+- apiGroups: [admissionregistration.k8s.io]
+  resources: [mutatingwebhookconfigurations, validatingwebhookconfigurations]
+  resourceNames: [{{ include "inferencefleet.webhookConfiguration" . }}]
+  verbs: [get, patch]
+{{- end }}
 {{- end -}}
