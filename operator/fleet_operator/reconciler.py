@@ -75,8 +75,6 @@ CHILDREN: tuple[Kind, ...] = (
     PDB,
     NETWORK_POLICY,
 )
-UNEXPECTED_S = 30.0
-"""Pause after a pass that ended with a defect of ours."""
 RESYNC_S = 30.0
 """Every fleet is looked at this often without any event."""
 TICK_S = 0.01
@@ -265,13 +263,7 @@ class Reconciler:
 
     async def _work_on(self) -> None:
         while True:
-            key = await self._queue.take()
-            try:
-                await self._pass(key)
-            except Exception:
-                # a defect of ours in one fleet's pass must not end the operator of all the others
-                LOG.exception("fleet=%s/%s unexpected; again in %s s", *key, UNEXPECTED_S)
-                asyncio.get_running_loop().call_later(UNEXPECTED_S, self.touch, key)
+            await self._pass(await self._queue.take())
 
     async def drain(self) -> None:
         """Reconcile one after the other until no fleet is to be looked at."""

@@ -399,4 +399,4 @@ def test_a_defect_in_one_fleets_pass_does_not_end_the_operator(caplog: pytest.Lo
         await asyncio.gather(working, return_exceptions=True)
 
     play(scenario)
-    assert "fleet=ml/f unexpected" in caplog.text
+    assert "fleet=ml/f could not be reconciled" in caplog.text

@@ -20,7 +20,7 @@
 # blockOwnerDeletion on a child needs the right to set the owner's finalizers (where the API server enforces it, as on OpenShift)
 - {apiGroups: [inferencefleet.io], resources: [inferencefleets/finalizers, workerpools/finalizers], verbs: [update]}
 - {apiGroups: [inferencefleet.io], resources: [workerpools], verbs: [list, watch, create, patch, delete]}
-- {apiGroups: [""], resources: [pods], verbs: [list, watch, create, delete]}
+- {apiGroups: [""], resources: [pods], verbs: [list, watch, create, patch, delete]}
 # get: only because the routers' Roles grant it
 - {apiGroups: [""], resources: [configmaps], verbs: [get, list, watch, create, patch]}
 - {apiGroups: [""], resources: [serviceaccounts], verbs: [list, watch, create, patch]}
