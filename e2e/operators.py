@@ -123,14 +123,25 @@ def operator(plane: Plane, name: str, kubeconfig: Path, *flags: str) -> Iterator
         service.stop()
 
 
+def paper_node(made: Plane) -> None:
+    """A node that takes every pod and runs none: without one the operator would back out of what cannot be scheduled."""
+    made.kubectl("apply", "-f", "-", stdin='{"apiVersion":"v1","kind":"Node","metadata":{"name":"paper"}}')
+    room = {"cpu": "1000", "memory": "10Ti", "pods": "1000"}
+    ready = {"type": "Ready", "status": "True", "reason": "Paper", "message": "nobody runs pods here"}
+    status = json.dumps({"status": {"capacity": room, "allocatable": room, "conditions": [ready]}})
+    made.kubectl("patch", "node", "paper", "--subresource=status", "--type=merge", "-p", status)
+    made.wait("a node without taints", lambda: not made.get("/api/v1/nodes/paper")["spec"].get("taints"), 60)
+
+
 @contextmanager
 def plane() -> Iterator[Plane]:
-    """With CRDs, the operator's rights and its empty Secret."""
+    """With CRDs, the operator's rights, its empty Secret and a node."""
     with Plane() as made:
         made.install_crds()
         made.kubectl("create", "namespace", SYSTEM)
         made.kubectl("apply", "-f", str(RIGHTS))
         made.kubectl("apply", "-f", "-", stdin=MORE_RIGHTS)
+        paper_node(made)
         made.kubectl("create", "secret", "generic", "inferencefleet-webhook", "-n", SYSTEM)
         yield made
 
