@@ -29,7 +29,8 @@ class HttpBounds(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What the fleet's spec says about routing."""
+    """What the fleet's spec says about routing. Fields that are not known are passed over: while an operator is upgraded, routers
+    are older than it, and one that refused its configuration would keep the last one for ever."""
 
     fleet: str
     served_name: str

@@ -72,7 +72,7 @@ def following(follow: Callable[[Seen], Awaitable[None]], scenario: Callable[[See
         ({ROUTER_CONFIG_KEY: None}, "router.json is missing"),
         ({ENDPOINTS_KEY: "{"}, "endpoints.json: "),
         ({ENDPOINTS_KEY: '{"fleet":"f","namespace":"n","workers":[{"name":3}]}'}, "$.workers[0]"),
-        ({ROUTER_CONFIG_KEY: '{"fleet":"f","served_name":"m","colour":1}'}, "colour"),
+        ({ROUTER_CONFIG_KEY: '{"fleet":"f","served_name":"m","load_bound":"x"}'}, "$.load_bound"),
     ],
 )
 def test_a_bad_document_is_named(change: dict[str, str | None], words: str):
@@ -80,6 +80,12 @@ def test_a_bad_document_is_named(change: dict[str, str | None], words: str):
     with pytest.raises(ValueError, match=r"\.json") as caught:
         parse(data)
     assert words in str(caught.value)
+
+
+def test_a_router_that_is_older_than_its_operator_passes_over_what_it_does_not_know():
+    newer = '{"fleet":"f","served_name":"m","colour":1,"bounds":{"future_bytes":1}}'
+    known = parse(documents("a") | {ROUTER_CONFIG_KEY: '{"fleet":"f","served_name":"m"}'})
+    assert parse(documents("a") | {ROUTER_CONFIG_KEY: newer}) == known
 
 
 # -- a folder -------------------------------------------------------------------------------------------------------
