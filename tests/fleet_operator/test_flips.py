@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 
-from fleet_operator.cluster.interface import CONFIG_MAP, FLEET, POD, UnavailableError
+from fleet_api.parse import parse_fleet
+from fleet_operator.cluster.interface import CONFIG_MAP, FLEET, POD, ForbiddenError
 from fleet_operator.flip.asking import Answer, Ask
 from fleet_operator.flip.follow import FlipFollower
 from fleet_operator.flip.proof import ATTEMPTS, Canary, Verdict, prove
 from fleet_wire.endpoints import ENDPOINTS_KEY
 from tests.fleet_operator.world import NAMESPACE, World, manifest
+from tests.fleet_planner.test_reconcile import pod as observed_pod
 
 
 @dataclass
@@ -305,7 +307,7 @@ def test_nobody_is_told_before_the_routers_are():
     async def scenario(world: World, workers: Workers) -> None:
         await lead(world)
         await resize(world, 2, 2)
-        world.api.refuse = lambda verb, kind, name: UnavailableError("try later") if kind == CONFIG_MAP else None
+        world.api.refuse = lambda verb, kind, name: ForbiddenError("not now") if kind == CONFIG_MAP else None
         await world.step()
         assert await flipping(world) is None
         world.api.refuse = lambda verb, kind, name: None
@@ -314,6 +316,14 @@ def test_nobody_is_told_before_the_routers_are():
         assert await flipping(world) is not None
 
     play(scenario)
+
+
+@pytest.mark.parametrize(("serving", "asked"), [(True, []), (False, ["prefill"])])
+def test_a_worker_is_told_only_when_the_routers_document_lets_it_serve_no_more(serving: bool, asked: list[str]):
+    workers = Workers()
+    one = observed_pod("d", "decode", 0, flipping="prefill", serving=serving, ip="w")
+    asyncio.run(FlipFollower(workers.connect).follow(parse_fleet(manifest()), [one], {}, {}))
+    assert workers.at("w").asked == asked
 
 
 def judged(role: str, does: str = "obeys", partner: Worker | None = None) -> Verdict:

@@ -121,7 +121,7 @@ class Model:
         assert sum(p.flipping is not None and not p.terminating and p.phase == "Running" for p in pods) <= 1
         pods += [
             pod(w.name, w.role, w.ordinal, uid=f"{w.name}-{len(pods)}-{id(plan)}", revision=w.revision, ready=False,
-                compat=self.compat(w.revision), created_at=float(len(pods)))
+                compat=self.compat(w.revision), created_at=float(len(pods)), ready_since=len(pods) + 60.0)
             for w in plan.create
         ]  # fmt: skip
         pools = tuple(
@@ -265,6 +265,20 @@ def test_a_cordoned_node_loses_its_workers_only_after_their_replacements_serve()
     done = model.plan_once()
     assert {gone.uid for gone in done.delete} == {p.uid for p in first}
     assert "replaced: node n is cordoned" in done.delete[0].reason
+
+
+def test_the_model_flips():
+    """Else the sequences above would prove nothing about flips."""
+    model = Model("1:4", "1:1", 1, 2)
+    for _ in range(3):
+        model.observed = replace(model.observed, pods=tuple(replace(p, ready=True) for p in model.observed.pods))
+        model.plan_once()
+    model.observed = replace(model.observed, pods=tuple(p for p in model.observed.pods if p.role != "prefill"))
+    model.plan_once()
+    assert model.flips == 1
+    model.report("obey")
+    model.plan_once()
+    assert sorted(p.role for p in model.observed.pods) == ["decode", "decode", "prefill"]
 
 
 def test_a_calm_fleet_is_planned_the_same_again():
