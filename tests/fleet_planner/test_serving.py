@@ -230,7 +230,32 @@ def changed(one: ObservedPod, event: str) -> list[ObservedPod]:
 def test_at_every_observable_state_what_serves_is_inside_the_ratio(
     ratio: tuple[str, str, int, int], events: list[tuple[str, int]]
 ):
-    model = Model(*ratio)
+    play(Model(*ratio), events)
+
+
+FLIP_EVENTS = st.tuples(
+    st.sampled_from(
+        ["lose", "lose", "fail", "scale", "scale", "idle", "ready", "obey", "obey", "lie", "refuse", "time", "cordon"]
+    ),
+    st.integers(0, 11),
+)
+
+
+@pytest.mark.parametrize("ratio", RATIOS, ids=[f"{low}..{high}" for low, high, _, _ in RATIOS])
+@settings(max_examples=150, deadline=None)
+@given(prefill=st.integers(1, 4), decode=st.integers(2, 8), events=st.lists(FLIP_EVENTS, max_size=30))
+def test_a_fleet_at_rest_keeps_the_ratio_through_losses_sizes_and_flips(
+    ratio: tuple[str, str, int, int], prefill: int, decode: int, events: list[tuple[str, int]]
+):
+    model = Model(ratio[0], ratio[1], prefill, decode) if within(prefill, decode, *map(parse_ratio, ratio[:2])) else Model(*ratio)
+    for _ in range(3):
+        model.observed = replace(model.observed, pods=tuple(replace(p, ready=True) for p in model.observed.pods))
+        model.plan_once()
+    play(model, events)
+
+
+def play(model: Model, events: list[tuple[str, int]]) -> None:
+    """The events, and then a cluster that calms down."""
     for event, number in events:
         model.happen(event, number)
         model.plan_once()
