@@ -110,6 +110,11 @@ def _use(configuration: Configuration, account: ServiceAccount) -> None:
     configuration.refresh_api_key_hook = read_token
 
 
+TLS_CLOSE_S = 0.25
+"""aiohttp says goodbye on TLS connections after its session is closed; a loop that ends at once leaves their sockets to the
+garbage collector (aiohttp documentation, "Graceful Shutdown")."""
+
+
 class KubeHttp:
     """Requests with the credentials of one configuration."""
 
@@ -146,6 +151,7 @@ class KubeHttp:
     async def close(self) -> None:
         """Close all connections."""
         await self._rest.close()
+        await asyncio.sleep(TLS_CLOSE_S)
 
     @asynccontextmanager
     async def _answer(
