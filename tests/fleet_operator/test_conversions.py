@@ -111,7 +111,7 @@ def test_the_rendered_pods_have_the_shape_of_the_original(path: Path):
             assert holds(name, found[name], expected), f"{role}.{name}: {found[name]} is not {expected}"
         transfer = json.loads(found["args"][found["args"].index("--kv-transfer-config") + 1])
         assert transfer["kv_connector"] == "NixlConnector"
-        assert transfer["kv_role"] == "kv_both", "a worker can change its role"
+        assert transfer["kv_role"] == {"prefill": "kv_producer", "decode": "kv_consumer"}[role]
 
 
 def holds(name: str, found: Any, expected: Any) -> bool:

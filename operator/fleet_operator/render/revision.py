@@ -31,9 +31,9 @@ RESTARTED_AT: Final = f"{GROUP}/restarted-at"
 SPEC_PARTS: Final = ("model", "engine")
 """Parts of a fleet's spec that a running pod cannot change."""
 SIZING: Final = frozenset({"replicas", "minReplicas", "maxReplicas", "warm"})
+ROLE_FREE_ENGINES: Final = frozenset({"torch"})
+"""Engines that do both roles without a new start; vLLM 0.32 is told its role when it starts."""
 MARKS: Final = frozenset({"labels", "annotations"})
-ONE_ROLE_ARG: Final = "--prefill-context-parallel-size"
-"""An argument of the user's that ties a vLLM engine to its role (see the agent's command.py)."""
 NOT_OF_PODS: Final = frozenset({"ratio"})
 """Fields of a tier that change no pod; whatever is not named here makes a new revision."""
 
@@ -75,8 +75,7 @@ def template_of(fleet: InferenceFleet, tier: TierSpec, stored: dict[str, Templat
 
 def _flippable(fleet: InferenceFleet, tier: TierSpec, template: Template, platform: Platform) -> bool:
     """The pods of both roles are equal apart from the role, one pod and equal devices each, and the engine can do both."""
-    tied = any(ONE_ROLE_ARG in arg for arg in fleet.spec.engine.args)
-    if tied or set(template.nodes) != {1} or len(set(template.gpus)) != 1:
+    if fleet.spec.engine.type not in ROLE_FREE_ENGINES or set(template.nodes) != {1} or len(set(template.gpus)) != 1:
         return False
     prefill, decode = (pod_spec(fleet, tier, role, template, platform) for role in ROLES)
     return _without_role(prefill) == _without_role(decode) and tier.prefill.pod_template == tier.decode.pod_template

@@ -29,13 +29,13 @@ def option(argv: tuple[str, ...], name: str) -> str:
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize("has_gpu", [False, True])
-def test_vllm_gets_a_kv_role_good_for_both_its_lease_and_addresses(role: str, has_gpu: bool):
+def test_vllm_gets_its_kv_role_lease_and_addresses(role: str, has_gpu: bool):
     given = config(role=role, engine="vllm", kv=KvSettings(lease_s=12.0, cache_bytes=1), engine_args=("--dtype", "float32"))
     command = engine_command(given, Place("/m", "127.1.2.3", "/v/vllm", "/scratch", has_gpu))
     transfer = json.loads(option(command.argv, "--kv-transfer-config"))
     events = json.loads(option(command.argv, "--kv-events-config"))
     assert command.argv[:3] == ("/v/vllm", "serve", "/m")
-    assert transfer["kv_role"] == "kv_both"
+    assert transfer["kv_role"] == {"prefill": "kv_producer", "decode": "kv_consumer"}[role]
     assert transfer["kv_connector_extra_config"] == {"kv_lease_duration": 12}
     assert transfer["kv_load_failure_policy"] == "fail"
     assert ("kv_buffer_device" in transfer, "--enforce-eager" in command.argv) == (not has_gpu, not has_gpu)
@@ -114,10 +114,3 @@ def test_the_cause_is_the_last_line_that_is_no_traceback_frame():
         "",
     ]
     assert pick_cause(lines) == "ValueError: no tensor lm_head.weight"
-
-
-@pytest.mark.parametrize(("role", "kv_role"), [("prefill", "kv_producer"), ("decode", "kv_consumer")])
-def test_context_parallel_prefill_keeps_its_role(role: str, kv_role: str):
-    given = config(role=role, engine="vllm", engine_args=("--prefill-context-parallel-size", "2"))
-    command = engine_command(given, Place("/m", "127.1.2.3", "/v/vllm", "/scratch", True))
-    assert json.loads(option(command.argv, "--kv-transfer-config"))["kv_role"] == kv_role

@@ -1,8 +1,7 @@
 """How each engine is started: argv and environment as a pure function of the configuration.
 
-vLLM's options are those of 0.32 (NixlConnector, KV lease, KV events). Its kv_role is `kv_both` in both roles, as llm-d deploys
-it: a worker can change its role without a new engine. 0.32 warns that NIXL's `kv_both` will go; its pull connector reads the role
-for context-parallel prefill alone, which it refuses to `kv_both`: such workers keep their role.
+vLLM's options are those of 0.32 (NixlConnector, KV lease, KV events); `kv_both` is deprecated there and its hand-off failed in
+the conformance suite, so a prefill worker is a kv_producer and a decode worker a kv_consumer, for good: neither changes its role.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ VLLM_CPU_DEFAULTS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 one's NIXL progress thread, which never sleeps."""
 UCX_TELLS = {"UCX_PROTO_INFO": "y", "UCX_LOG_FILE": "stderr"}
 """UCX then says by which transport it reads; `supervise.py` listens (see transfer/ucxlog.py)."""
-ONE_ROLE_ARG = "--prefill-context-parallel-size"
 VLLM_KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
 
@@ -57,7 +55,7 @@ def torch_command(config: WorkerConfig, place: Place) -> EngineCommand:
 
 
 def vllm_command(config: WorkerConfig, place: Place) -> EngineCommand:
-    """`vllm serve` with the NIXL connector, good for both roles; the user's own arguments come last and win."""
+    """`vllm serve` with the NIXL connector in the worker's role; the user's own arguments come last and win."""
     argv = [
         place.vllm, "serve", place.model_path,
         "--host", place.pod_ip,
@@ -100,7 +98,7 @@ def vllm_transfer(config: WorkerConfig, has_gpu: bool) -> dict[str, object]:
     """vLLM's kv_transfer_config; a failed load fails the request, so that no token comes from unproven KV."""
     transfer: dict[str, object] = {
         "kv_connector": "NixlConnector",
-        "kv_role": VLLM_KV_ROLES[config.role] if any(ONE_ROLE_ARG in arg for arg in config.engine_args) else "kv_both",
+        "kv_role": VLLM_KV_ROLES[config.role],
         "kv_load_failure_policy": "fail",
         "kv_connector_extra_config": {"kv_lease_duration": max(1, round(config.kv.lease_s))},
     }
