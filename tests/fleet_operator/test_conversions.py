@@ -61,7 +61,7 @@ def row_of(pods: list[Object], claims: list[Object]) -> Object:
     near = spec.get("affinity", {}).get("podAffinity", {}).get("preferredDuringSchedulingIgnoredDuringExecution", [])
     ucx = (values.get("UCX_TLS") or "all,tcp").split(",")
     return {
-        "replicas": len(pods),
+        "replicas": len(pods), "gang": config.nodes,
         "devices": {name: amount for name, amount in limits.items() if "/" in name},
         "tensor": config.parallel.tensor, "data": config.parallel.data, "expert": config.parallel.expert,
         "maxModelLen": config.max_model_len,
