@@ -22,6 +22,8 @@ MEMBER_ENV = "LWS_WORKER_INDEX"
 LEADER_ENV = "LWS_LEADER_ADDRESS"
 GROUP_SIZE_ENV = "LWS_GROUP_SIZE"
 """LeaderWorkerSet's names for place, leader and size of a group; only pods of workers over several nodes have them."""
+HOSTS_ENV = "FLEET_HOSTS_FILE"
+"""Where the process runtime writes names of pods, as /etc/hosts has them: one machine has no cluster DNS."""
 GROUP_UID_ENV = "FLEET_GROUP_UID"
 """Uid of the leader's pod; empty on the leader itself."""
 

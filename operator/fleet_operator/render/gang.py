@@ -67,7 +67,7 @@ def environment(nodes: int) -> list[Object]:
 
 
 def hostname(wanted: PodWanted, member: int) -> str:
-    """Of a pod inside the fleet's group Service: 46 characters at most, while a pod's name may have more than the 63 of a host."""
+    """Of a pod inside the fleet's Service: 46 characters at most, while a pod's name may have more than the 63 of a host."""
     return f"{wanted.tier}-{wanted.role}-{wanted.revision}-{wanted.ordinal}-{member}"
 
 
