@@ -27,6 +27,7 @@ BEAT_S = 1.0
 SILENCE_S = 10.0
 """Nothing heard for so long: the other one is gone."""
 HANDSHAKE_S = 5.0
+CLOSE_S = 1.0
 MAX_HOSTS_BYTES = 1024 * 1024
 
 
@@ -110,6 +111,13 @@ class Line:
     def end(self) -> None:
         """Close; what was said before is still sent."""
         self._writer.close()
+
+    async def ended(self) -> None:
+        """Close, and wait until that is done; a peer that takes nothing is not waited for."""
+        self._writer.close()
+        with contextlib.suppress(OSError, TimeoutError):
+            async with asyncio.timeout(CLOSE_S):
+                await self._writer.wait_closed()
 
 
 async def beat(line: Line) -> None:

@@ -45,7 +45,7 @@ class Leader:
         self._port = port
         self._leaving = leaving
         self._lines: dict[int, Line] = {}
-        self._guests = 0
+        self._meetings: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
         self._whole = asyncio.Event()
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -71,9 +71,11 @@ class Leader:
         """One connection, from its first byte to its last."""
         line = Line(reader, writer)
         member: int | None = None
-        self._guests += 1
+        if (meeting := asyncio.current_task()) is None:
+            return
+        self._meetings.add(meeting)
         try:
-            if self._guests > self._size + STRANGERS:
+            if len(self._meetings) > self._size + STRANGERS:
                 return
             member = await self._admit(line)
             if member is not None:
@@ -82,8 +84,8 @@ class Leader:
             if member is not None:
                 self._left(member, line, str(error))
         finally:
-            self._guests -= 1
-            line.end()
+            await line.ended()
+            self._meetings.discard(meeting)
 
     async def _admit(self, line: Line) -> int | None:
         """The place of the one who joined, None when it was refused."""
@@ -136,8 +138,10 @@ class Leader:
         """Everybody sees that the leader goes."""
         if self._server is not None:
             self._server.close()
-        for line in self._lines.values():
-            line.end()
+        meetings = list(self._meetings)
+        for meeting in meetings:
+            meeting.cancel()
+        await asyncio.gather(*meetings, return_exceptions=True)
 
 
 class Membership:
@@ -149,7 +153,7 @@ class Membership:
         self._leader = leader
         self._port = port
         self._line: Line | None = None
-        self._listening: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self.released = asyncio.Event()
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
@@ -179,7 +183,7 @@ class Membership:
         try:
             await self._shake_hands(line)
         except BaseException:
-            line.end()
+            await line.ended()
             raise
         return line
 
@@ -205,13 +209,13 @@ class Membership:
                     raise LineError("it says what no leader says")
         except BaseException:
             beating.cancel()
-            line.end()
+            await line.ended()
             raise
         self._line = line
-        self._listening = asyncio.create_task(self._listen(line, beating))
+        self._tasks = [beating, asyncio.create_task(self._listen(line))]
         return said.address
 
-    async def _listen(self, line: Line, beating: asyncio.Task[None]) -> None:
+    async def _listen(self, line: Line) -> None:
         try:
             while True:
                 if isinstance(await line.hear(), Released):
@@ -221,8 +225,6 @@ class Membership:
                 self.lost.set_result(f"the leader of this worker is lost: {error}")
         finally:
             self.released.set()  # whoever waits for the leader waits in vain
-            beating.cancel()
-            line.end()
 
     def leave(self) -> None:
         """Tell the leader that this pod was told to go."""
@@ -233,6 +235,8 @@ class Membership:
 
     async def close(self) -> None:
         """Leave for good."""
-        if self._listening is not None:
-            self._listening.cancel()
-            await asyncio.gather(self._listening, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._line is not None:
+            await self._line.ended()
