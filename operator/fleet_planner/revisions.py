@@ -158,7 +158,7 @@ def _carried_out(
     templates: Mapping[str, Template],
     changing: Changing,
 ) -> TierPlan:
-    pools = _pools(fleet, tier, step, replicas, scene.want, templates)
+    pools = _pools(fleet, tier, course.target, step, replicas, scene.want, templates)
     drafted = draft_pods(pools, replicas, templates.keys(), course.target, changing.terms, scene.now)
     settled = changing.settled
     delete = (*settled.gone, *drafted.draft.delete)
@@ -191,18 +191,20 @@ def _carried_out(
 def _pools(
     fleet: InferenceFleet,
     tier: TierSpec,
+    target: str,
     step: Step,
     replicas: Mapping[str, Sequence[Replica]],
     want: Pair,
     templates: Mapping[str, Template],
 ) -> list[PoolWanted]:
-    """One pool per role and revision that has a size or still has pods."""
+    """One pool per role and revision that has a size or still has pods; a tier at zero has those of the revision to wake with."""
     found = []
     for revision in sorted({*step.sizes, *(revision for revision, mine in replicas.items() if mine)}):
         sizes = step.sizes.get(revision, (0, 0))
         nodes = templates[revision].nodes if revision in templates else (1, 1)
+        kept = not any(want) and revision == target
         for role, size, whole, count in zip(ROLES, sizes, want, nodes, strict=True):
-            if size or any(replica.role == role for replica in replicas.get(revision, [])):
+            if size or kept or any(replica.role == role for replica in replicas.get(revision, [])):
                 name = pool_name(fleet, tier.name, role, revision)
                 found.append(PoolWanted(name, tier.name, role, revision, size, whole, count))
     return found

@@ -28,6 +28,16 @@ class HttpBounds(msgspec.Struct, frozen=True, kw_only=True):
     connections: int = 2_048
 
 
+class HoldBounds(msgspec.Struct, frozen=True, kw_only=True):
+    """Bounds of the requests that wait in this process for a worker."""
+
+    requests: int = 256
+    bytes: int = 64 * 1024 * 1024
+    """Of their bodies."""
+    time_s: float = 300.0
+    """Longest wait of one."""
+
+
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What the fleet's spec says about routing. Fields that are not known are passed over: while an operator is upgraded, routers
     are older than it, and one that refused its configuration would keep the last one for ever."""
@@ -44,6 +54,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     first_token_deadline_s: float = 60.0
     inter_token_deadline_s: float = 30.0
     bounds: HttpBounds = HttpBounds()
+    hold: HoldBounds = HoldBounds()
 
 
 def encode(config: RouterConfig) -> str:

@@ -7,11 +7,12 @@ No task per request: the flow is a small state machine that legs and timers call
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from fleet_router.config import RouterConfig
 from fleet_router.errors import PHRASES, RequestError
+from fleet_router.holding import Holding
 from fleet_router.legs import DecodeLeg, Ignored, PrefillLeg
 from fleet_router.metrics import Metrics, Served
 from fleet_router.policy.choose import Choice
@@ -67,6 +68,7 @@ class Context:
     config: RouterConfig
     metrics: Metrics
     clock: Callable[[], float]
+    holding: Holding = field(default_factory=Holding)
     draining: bool = False
 
 
@@ -75,12 +77,13 @@ class Flow:
 
     __slots__ = (
         "_ask", "_client", "_connection", "_context", "_decode_failures", "_excluded", "_first", "_handed_over", "_head_bytes",
-        "_keys", "_last", "_lease", "_leg_worker", "_local", "_path", "_paused", "_prefill_failures", "_served", "config",
-        "deadline", "done", "last_byte_at", "started", "started_at",
+        "_held", "_keys", "_last", "_lease", "_leg_worker", "_local", "_path", "_paused", "_prefill_failures", "_served",
+        "config", "deadline", "done", "last_byte_at", "started", "started_at",
     )  # fmt: skip
 
     def __init__(self, context: Context, client: Client, path: bytes, ask: Ask) -> None:
         self._context = context
+        context.metrics.arrivals += 1
         self._client = client
         self._path = path
         self._ask = ask
@@ -100,6 +103,8 @@ class Flow:
         """Tier of the decode leg when another worker prefilled the prompt."""
         self._served: Served | None = None
         self._first = True
+        self._held = False
+        """It waits for workers."""
         self._head_bytes = b""
         """The answer's head, waiting for the first bytes of its body: one write for both."""
         self.started = False
@@ -115,8 +120,11 @@ class Flow:
         context = self._context
         found, keys = context.table.choose(self._ask.prompt, self.config, context.clock(), self._excluded)
         if not isinstance(found, Choice):
-            self._refuse(RequestError(503, found.reason, code="no_worker"))
+            self._hold(found.reason)
             return
+        if self._held:
+            self._held, self.started_at = False, context.clock()  # what it waited says nothing of the workers
+            self.deadline = self.started_at + self.config.first_token_deadline_s
         decode = context.table.workers[found.decode]
         self._keys = keys
         self._handed_over = ""
@@ -131,6 +139,16 @@ class Flow:
         context.metrics.remote_prefills += 1
         context.metrics.prefill_tokens += int(len(self._ask.prompt) / BYTES_PER_TOKEN)
         self._send(prefill, prefill_body(self._ask), PrefillLeg(self, prefill, decode))
+
+    def _hold(self, why: str) -> None:
+        """Nobody can answer it now: it waits for workers, if any are to come."""
+        holding, now = self._context.holding, self._context.clock()
+        try:
+            self.deadline = holding.hold(self, self._ask.size_bytes, why, now, self.config.hold)
+        except RequestError as error:
+            self._refuse(error)
+        else:
+            self._held = True
 
     def _send_decode(self, worker: Worker, reference: bytes | None) -> None:
         self._send(worker, decode_body(self._ask, reference), DecodeLeg(self, worker))
@@ -306,6 +324,7 @@ class Flow:
         if self.done:
             return
         self.done = True
+        self._context.holding.drop(self, "left")
         self._context.metrics.client_left += 1
         self._abandon_leg()
         self.end_leg()
@@ -316,6 +335,9 @@ class Flow:
         if self._paused:
             self.cancel()
             self._client.abort()
+            return
+        if (error := self._context.holding.expired(self)) is not None:
+            self._refuse(error)
             return
         if self._leg_worker is not None:
             self._blame(self._leg_worker)

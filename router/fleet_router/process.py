@@ -56,6 +56,7 @@ class Router:
         self._context.config = documents.config
         self._context.table.update(documents.endpoints)
         self._followed_at = self._clock()
+        self._context.holding.follow(documents.endpoints.at_zero, self._followed_at, served=self._context.table.ready())
         self._last_problem = ""
         log(event="endpoints", workers=len(self._context.table.workers), policy=documents.config.policy)
 
@@ -80,7 +81,9 @@ class Router:
         if path == b"/metrics":
             rows = [(w.endpoint.name, w.endpoint.role, w.endpoint.tier, w.inflight) for w in context.table.workers.values()]
             age_s = -1.0 if self._followed_at is None else self._clock() - self._followed_at
-            return 200, b"text/plain; version=0.0.4", context.metrics.exposition(rows, age_s, len(context.table.index)).encode()
+            text = context.metrics.exposition(rows, age_s, len(context.table.index))
+            text += "\n".join(context.holding.lines()) + "\n"
+            return 200, b"text/plain; version=0.0.4", text.encode()
         if path == b"/v1/models":
             card = {"id": context.config.served_name, "object": "model", "created": 0, "owned_by": "inferencefleet"}
             data = [card] if context.config.served_name else []
@@ -95,7 +98,9 @@ class Router:
             return "draining"
         if self._followed_at is None:
             return f"no endpoints yet: {self._last_problem}"
-        return "" if self._context.table.ready() else "no worker can answer a whole request"
+        if self._context.table.ready() or self._context.holding.at_zero:
+            return ""  # at zero the request that wakes the fleet must come in
+        return "no worker can answer a whole request"
 
     # -- life -------------------------------------------------------------------------------------------------------
     async def run(self) -> int:
@@ -120,6 +125,7 @@ class Router:
         try:
             await asyncio.wait({stopping, *tasks}, return_when=asyncio.FIRST_COMPLETED)
             await self._close_listener(server)
+            self._context.holding.stop()
             await self._drain()
         finally:
             for task in (stopping, *tasks):

@@ -46,6 +46,11 @@ class Ask(msgspec.Struct, frozen=True):
     original: bytes | None
     """The body as it came when nothing had to be stripped."""
 
+    @property
+    def size_bytes(self) -> int:
+        """Roughly what keeping it costs: its values and the prompt."""
+        return sum(map(len, map(bytes, self.fields.values()))) + len(self.prompt)
+
 
 def parse_body(body: bytes, chat: bool, config: RouterConfig) -> Ask:
     """Check what the router must know; RequestError names the field."""

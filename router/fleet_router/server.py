@@ -14,6 +14,8 @@ from typing import cast
 from fleet_router.errors import PHRASES, RETRY_AFTER_S, RequestError, error_json
 from fleet_router.flow import Context, Flow
 from fleet_router.inbound import Inbound, Incoming
+from fleet_router.listening import PATH as HELD
+from fleet_router.listening import Listening, wait_of
 from fleet_router.request import parse_body
 
 COMPLETIONS = b"/v1/completions"
@@ -54,7 +56,7 @@ class ClientConnection(asyncio.Protocol):
         """The client does not take our answers: no new one is made."""
         self._closed_at: float | None = None
         """When we closed; what is left to send may still be on its way."""
-        self.flow: Flow | None = None
+        self.flow: Flow | Listening | None = None
         self.begun_at: float | None = None
         """When the request that is being received began; None between requests."""
         self.idle_since = context.clock()
@@ -173,6 +175,9 @@ class ClientConnection(asyncio.Protocol):
             if path in GENERATE:
                 self._need(method, b"POST")
                 self._generate(request, path)
+            elif path == HELD:
+                self._need(method, b"GET")
+                self._listen(wait_of(request.url))
             elif path in PLAIN:
                 self._need(method, b"GET", b"HEAD")
                 status, kind, body = self._plain(path)
@@ -194,6 +199,15 @@ class ClientConnection(asyncio.Protocol):
         self.flow = flow = Flow(self._context, self, path, ask)
         flow.begin()
 
+    def _listen(self, wait_s: float) -> None:
+        self.flow = listening = Listening(self._context.holding, self, self._context.clock, wait_s)
+        listening.begin(wait_s)
+
+    def tell(self, body: bytes) -> None:
+        """A short answer that was waited for."""
+        self._write_answer(200, body, b"text/plain")
+        self._answer_next()
+
     def _answer_error(self, error: RequestError, *, keep_alive: bool = False) -> None:
         self._context.metrics.requests[error.status] += 1
         body = error_json(error, self.request_id)
@@ -206,7 +220,7 @@ class ClientConnection(asyncio.Protocol):
         keep_alive = keep_alive and self._request.keep_alive and not self._context.draining
         head = f"HTTP/1.1 {status} {PHRASES.get(status, 'Status')}\r\nx-request-id: {self.request_id}\r\n"
         head += f"content-length: {len(body)}\r\n{headers}"
-        if status == 503:
+        if status == 503 and "retry-after" not in headers:
             head += f"retry-after: {RETRY_AFTER_S}\r\n"
         if not keep_alive:
             head += "connection: close\r\n"
@@ -246,7 +260,7 @@ class ClientConnection(asyncio.Protocol):
 
     def refuse(self, error: RequestError) -> None:
         """No answer: tell why."""
-        self._write_answer(error.status, error_json(error, self.request_id), b"application/json")
+        self._write_answer(error.status, error_json(error, self.request_id), b"application/json", headers=error.headers)
         self._answer_next()
 
     def break_off(self, message: str, *, stream: bool) -> None:
