@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from fleet_worker.agent.errors import ModelError
-from fleet_worker.agent.prepare import MAX_CONFIG_BYTES, prepare_model, split_source
+from fleet_worker.agent.prepare import MAX_CONFIG_BYTES, check_folder, prepare_model, split_source
 
 COMMIT = "c" * 40
 FILES = {
@@ -176,3 +176,23 @@ def test_a_folder_that_is_no_model_is_named(tmp_path: Path, files: dict[str, byt
 )
 def test_split_source(source: str, split: tuple[str, str | None]):
     assert split_source(source) == split
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody who may not read")
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_file_that_the_worker_may_not_read_is_said_to_be_not_readable(tmp_path: Path, name: str):
+    """Not that it does not exist: safetensors says that of whatever it cannot open."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in ("config.json", "model.safetensors"):
+        (folder / file).write_bytes(FILES[file])
+    (folder / name).chmod(0o600)
+    for path in (folder, *folder.parents):
+        if path.is_relative_to(Path("/tmp/pytest-of-root")):
+            path.chmod(0o755)
+    os.seteuid(65532)
+    try:
+        with pytest.raises(ModelError, match=f"{name} is not readable by user"):
+            check_folder(folder)
+    finally:
+        os.seteuid(0)

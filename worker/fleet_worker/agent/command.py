@@ -10,7 +10,7 @@ import json
 import sys
 from dataclasses import dataclass, field
 
-from fleet_worker.config import CONFIG_ENV, POD_IP_ENV, WorkerConfig, encode
+from fleet_worker.config import CONFIG_ENV, ENGINE_TOKEN_ENV, POD_IP_ENV, AdapterSettings, WorkerConfig, encode
 
 MODEL_PATH_ENV = "FLEET_MODEL_PATH"
 GIB = 1024**3
@@ -41,6 +41,8 @@ class Place:
     vllm: str = ""
     scratch: str = ""
     has_gpu: bool = False
+    token: str = ""
+    """What the torch engine wants to see before it changes its adapters."""
 
 
 def engine_command(config: WorkerConfig, place: Place) -> EngineCommand:
@@ -50,7 +52,7 @@ def engine_command(config: WorkerConfig, place: Place) -> EngineCommand:
 
 def torch_command(config: WorkerConfig, place: Place) -> EngineCommand:
     """Our engine is a module of this distribution and reads the same configuration."""
-    env = {MODEL_PATH_ENV: place.model_path, CONFIG_ENV: encode(config), POD_IP_ENV: place.pod_ip}
+    env = {MODEL_PATH_ENV: place.model_path, CONFIG_ENV: encode(config), POD_IP_ENV: place.pod_ip, ENGINE_TOKEN_ENV: place.token}
     return EngineCommand((sys.executable, "-m", "fleet_worker.engine"), env, UCX_TELLS)
 
 
@@ -72,6 +74,9 @@ def vllm_command(config: WorkerConfig, place: Place) -> EngineCommand:
         "VLLM_RPC_BASE_PATH": place.scratch,
     }
     argv += vllm_shape(config)
+    if config.adapters.most:
+        env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+        argv += vllm_adapters(config.adapters)
     if place.has_gpu:
         return EngineCommand((*argv, *config.engine_args), env, UCX_TELLS)
     env["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, -(-config.kv.cache_bytes // GIB)))
@@ -92,6 +97,12 @@ def vllm_shape(config: WorkerConfig) -> list[str]:
     if config.kv_cache_dtype is not None:
         argv += ["--kv-cache-dtype", config.kv_cache_dtype]
     return argv
+
+
+def vllm_adapters(settings: AdapterSettings) -> list[str]:
+    """As many adapters in one batch as may be loaded: none is ever put aside for another."""
+    most = str(settings.most)
+    return ["--enable-lora", "--max-loras", most, "--max-cpu-loras", most, "--max-lora-rank", str(settings.max_rank)]
 
 
 def vllm_transfer(config: WorkerConfig, has_gpu: bool) -> dict[str, object]:

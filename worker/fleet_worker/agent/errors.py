@@ -28,6 +28,14 @@ class ModelError(WorkerError):
     exit_code = EXIT_BAD_INPUT
 
 
+class AdapterError(WorkerError):
+    """One adapter cannot be had now; the worker goes on without it, and it is tried again."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
 class EngineDiedError(WorkerError):
     """The engine process ended by itself; the message carries its last words. Restarting the container may help."""
 
