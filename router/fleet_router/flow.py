@@ -8,9 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from typing import Protocol
 
+from fleet_router.admission.gate import Ticket
+from fleet_router.admission.quota import Outcome
+from fleet_router.admission.runaway import Why
 from fleet_router.config import RouterConfig
+from fleet_router.desk import Desk
+from fleet_router.ending import CHAT_PATH, last_event
 from fleet_router.errors import PHRASES, RequestError
 from fleet_router.legs import DecodeLeg, Ignored, PrefillLeg
 from fleet_router.metrics import Metrics, Served
@@ -67,6 +73,7 @@ class Context:
     config: RouterConfig
     metrics: Metrics
     clock: Callable[[], float]
+    desk: Desk
     draining: bool = False
 
 
@@ -75,15 +82,17 @@ class Flow:
 
     __slots__ = (
         "_ask", "_client", "_connection", "_context", "_decode_failures", "_excluded", "_first", "_handed_over", "_head_bytes",
-        "_keys", "_last", "_lease", "_leg_worker", "_local", "_path", "_paused", "_prefill_failures", "_served", "config",
-        "deadline", "done", "last_byte_at", "started", "started_at",
+        "_keys", "_last", "_lease", "_leg_worker", "_local", "_outcome", "_path", "_paused", "_prefill_failures", "_served",
+        "_ticket", "_watch", "config", "deadline", "done", "last_byte_at", "started", "started_at",
     )  # fmt: skip
 
-    def __init__(self, context: Context, client: Client, path: bytes, ask: Ask) -> None:
+    def __init__(self, context: Context, client: Client, path: bytes, ask: Ask, ticket: Ticket) -> None:
         self._context = context
         self._client = client
         self._path = path
         self._ask = ask
+        self._ticket = ticket
+        self._watch = context.desk.watch(ticket, ask)
         self.config = context.config  # a reload does not change a running request
         self._excluded: frozenset[str] = frozenset()
         self._prefill_failures = self._decode_failures = 0
@@ -102,18 +111,25 @@ class Flow:
         self._first = True
         self._head_bytes = b""
         """The answer's head, waiting for the first bytes of its body: one write for both."""
+        self._outcome = Outcome.LEFT
+        """How it ends if it ends now, unless we refuse it."""
         self.started = False
         """The first byte has gone to the client."""
         self.done = False
         self.started_at = context.clock()
         self.last_byte_at = self.started_at
-        self.deadline = self.started_at + self.config.first_token_deadline_s
+        self.deadline = inf if ticket.waiting else self.started_at + self.config.first_token_deadline_s
 
     # -- legs -------------------------------------------------------------------------------------------------------
+    def admitted(self) -> None:
+        """The wait for a slot is over."""
+        self.deadline = self._context.clock() + self.config.first_token_deadline_s
+        self.begin()
+
     def begin(self) -> None:
         """Choose and send the first leg."""
         context = self._context
-        found, keys = context.table.choose(self._ask.prompt, self.config, context.clock(), self._excluded)
+        found, keys = context.table.choose(self._ask.prompt, self.config, context.clock(), self._excluded, self._ticket.lane.seed)
         if not isinstance(found, Choice):
             self._refuse(RequestError(503, found.reason, code="no_worker"))
             return
@@ -230,6 +246,7 @@ class Flow:
         self.started = True
         self.last_byte_at = now
         self._context.metrics.requests[status] += 1
+        self._outcome = Outcome.ANSWERED if status == OK else Outcome.REFUSED
         if status == OK:
             self._lease = None  # the decode worker has taken it
             if self._handed_over:
@@ -243,6 +260,7 @@ class Flow:
         for name, value in headers:
             if name.lower() not in HOP_HEADERS:
                 lines += (b"\r\n", name, b": ", value)
+        lines.append(self._ticket.lane.account.headers(int(now * 1e9)))
         if self._client.last_answer:
             self._last = True
             lines.append(CLOSE)
@@ -270,17 +288,29 @@ class Flow:
         self.last_byte_at = now
         self.deadline = now + self.config.inter_token_deadline_s
         self._client.write(data)
+        if self._watch is not None and (why := self._watch.saw(data)) is not None:
+            self._end_runaway(why)
+
+    def _end_runaway(self, why: Why) -> None:
+        """The stream is at the end of an event: ours is the last one. The worker sees a client that left, and stops."""
+        self._context.desk.runaways[why] += 1
+        if self._connection is not None:
+            self._connection.abort()
+        self._client.write(last_event(why, self._path == CHAT_PATH, self._client.request_id, self.config.served_name))
+        self.end()
 
     def end(self) -> None:
         """The answer is complete."""
         self.send_head()  # an answer without a body
         self.end_leg()
         self.done = True
+        self._leave(self._outcome)
         self._client.finish(last=self._last)
 
     def _refuse(self, error: RequestError) -> None:
         self.end_leg()
         self.done = True
+        self._leave(Outcome.FAILED)
         self._context.metrics.requests[error.status] += 1
         self._client.refuse(error)
 
@@ -297,6 +327,7 @@ class Flow:
         self.send_head()
         self.end_leg()
         self.done = True
+        self._leave(self._outcome)
         self._context.metrics.streams_broken += 1
         self._client.break_off(why, stream=self._ask.stream)
 
@@ -310,6 +341,11 @@ class Flow:
         self._abandon_leg()
         self.end_leg()
         self._release_lease()
+        self._leave(Outcome.FAILED if self._ticket.waiting else self._outcome)
+
+    def _leave(self, outcome: Outcome) -> None:
+        """Give the slot back and settle; once, whatever ended the request."""
+        self._context.desk.leave(self._ticket, outcome, self._watch)
 
     def expire(self) -> None:
         """The deadline for the next byte has passed: the worker's fault, unless the client takes nothing."""

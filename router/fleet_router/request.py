@@ -4,6 +4,7 @@ together without encoding a prompt again, and unknown fields pass through untouc
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Final, TypeVar
 
 import msgspec
@@ -75,6 +76,32 @@ def parse_body(body: bytes, chat: bool, config: RouterConfig) -> Ask:
     for field in STRIPPED & fields.keys():
         del fields[field]
     return Ask(fields, prompt, stream, None)
+
+
+def with_fields(ask: Ask, added: Mapping[str, msgspec.Raw], spliced: bytes) -> Ask:
+    """With fields of ours; `spliced` is the same as text, with a comma before and the object's end behind it, so that a body that
+    goes on as it came is not put together anew."""
+    known = not ask.fields.keys().isdisjoint(added)
+    ask.fields.update(added)
+    if ask.original is None:
+        return ask
+    return Ask(ask.fields, ask.prompt, ask.stream, None if known else ask.original.rstrip()[:-1] + spliced)
+
+
+def model_of(ask: Ask) -> str:
+    """The model that is asked for."""
+    return _STR.decode(ask.fields["model"])
+
+
+def choices_of(ask: Ask) -> int:
+    """Answers that are asked for, 1 when `n` is nothing that we understand: it is the worker's to refuse."""
+    raw = bytes(ask.fields.get("n", b"1"))
+    return max(1, int(raw)) if raw.isdigit() and len(raw) < 6 else 1
+
+
+def asked_tokens(ask: Ask) -> int:
+    """The client's limit of output tokens, 0 when it gave none."""
+    return max([0, *(_INT.decode(raw) for name in LIMITS if (raw := ask.fields.get(name)) is not None and raw != _NULL)])
 
 
 def _check_limits(fields: dict[str, msgspec.Raw], config: RouterConfig) -> None:

@@ -175,6 +175,8 @@ class ClientConnection(asyncio.Protocol):
                 self._generate(request, path)
             elif path in PLAIN:
                 self._need(method, b"GET", b"HEAD")
+                if path.startswith(b"/v1/"):
+                    self._context.desk.entry(request.key)
                 status, kind, body = self._plain(path)
                 self._write_answer(status, body, kind)
             else:
@@ -190,9 +192,11 @@ class ClientConnection(asyncio.Protocol):
 
     def _generate(self, request: Incoming, path: bytes) -> None:
         body, request.body = request.body[0] if len(request.body) == 1 else b"".join(request.body), []
-        ask = parse_body(body, GENERATE[path], self._context.config)
-        self.flow = flow = Flow(self._context, self, path, ask)
-        flow.begin()
+        desk = self._context.desk
+        lane = desk.lane(request.key, request.slo_class)
+        ask, ticket = desk.admit(lane, parse_body(body, GENERATE[path], lane.config), request.slo_ttft_ms)
+        self.flow = flow = Flow(self._context, self, path, ask, ticket)
+        desk.start(ticket, flow)
 
     def _answer_error(self, error: RequestError, *, keep_alive: bool = False) -> None:
         self._context.metrics.requests[error.status] += 1
@@ -206,7 +210,7 @@ class ClientConnection(asyncio.Protocol):
         keep_alive = keep_alive and self._request.keep_alive and not self._context.draining
         head = f"HTTP/1.1 {status} {PHRASES.get(status, 'Status')}\r\nx-request-id: {self.request_id}\r\n"
         head += f"content-length: {len(body)}\r\n{headers}"
-        if status == 503:
+        if status == 503 and "retry-after" not in headers:
             head += f"retry-after: {RETRY_AFTER_S}\r\n"
         if not keep_alive:
             head += "connection: close\r\n"
@@ -246,7 +250,7 @@ class ClientConnection(asyncio.Protocol):
 
     def refuse(self, error: RequestError) -> None:
         """No answer: tell why."""
-        self._write_answer(error.status, error_json(error, self.request_id), b"application/json")
+        self._write_answer(error.status, error_json(error, self.request_id), b"application/json", headers=error.headers)
         self._answer_next()
 
     def break_off(self, message: str, *, stream: bool) -> None:

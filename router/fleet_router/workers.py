@@ -93,10 +93,10 @@ class WorkerTable:
             self.rings[role] = Ring([worker.uid for worker in self.by_role[role]])
 
     def choose(
-        self, prompt: bytes, config: RouterConfig, now: float, excluded: frozenset[str]
+        self, prompt: bytes, config: RouterConfig, now: float, excluded: frozenset[str], seed: int = 0
     ) -> tuple[Choice | Refusal, list[int]]:
-        """A pair for this prompt, and its prefix keys."""
-        keys = key_chain(prompt)
+        """A pair for this prompt, and its prefix keys, which begin with the tenant's `seed`."""
+        keys = key_chain(prompt, seed)
         self.turn += 1
         # The last piece is rarely full: without this a prompt of five bytes would count as 64 tokens.
         missing = max(0.0, len(keys) - len(prompt) / PIECE_BYTES)
@@ -140,3 +140,12 @@ class WorkerTable:
     def ready(self) -> bool:
         """At least one worker can answer a whole request."""
         return bool(self.by_role["decode"])
+
+
+def slots_of(table: WorkerTable, config: RouterConfig) -> dict[str, int]:
+    """Requests that each tier runs at once: what its serving decode workers do. Empty when that is not known."""
+    found: dict[str, int] = {}
+    for worker in table.by_role["decode"]:
+        if config.worker_slots:
+            found[worker.endpoint.tier] = found.get(worker.endpoint.tier, 0) + config.worker_slots
+    return found

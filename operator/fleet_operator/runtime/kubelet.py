@@ -11,7 +11,7 @@ from pathlib import Path
 from fleet_operator.cluster.interface import CONFIG_MAP, POD, Cluster, ClusterError, Object, WatchEvent
 from fleet_operator.runtime.addresses import Addresses
 from fleet_operator.runtime.launch import PodLauncher
-from fleet_operator.runtime.leftovers import kill_leftovers, kill_marked, mark_of
+from fleet_operator.runtime.leftovers import kill_leftovers, kill_marked, kill_orphans, mark_of
 from fleet_operator.runtime.node import NodeHeart
 from fleet_operator.runtime.pod import PodRunner
 from fleet_operator.runtime.settings import RuntimeSettings
@@ -76,6 +76,7 @@ class ProcessKubelet:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         kill_marked(mark_of(self.state_dir))
+        kill_orphans()
         self._addresses.close()
         await self._heart.leave()
 
