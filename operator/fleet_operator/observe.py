@@ -12,7 +12,7 @@ import msgspec
 from fleet_operator.cluster.interface import Object
 from fleet_operator.names import COMPAT, FLIP, FLIP_SINCE, FLIPPED_AT, MEMBER, ORDINAL, PLANNED, REVISION, ROLE, SIZE, TIER
 from fleet_operator.render.worker import GRACE_SLACK_S
-from fleet_planner.types import ROLES, ObservedPod, ObservedPool, Role, RouterView
+from fleet_planner.types import ROLES, AdapterSeen, ObservedPod, ObservedPool, Role, RouterView
 from fleet_wire import endpoints
 from fleet_wire.endpoints import ENDPOINTS_KEY
 
@@ -47,6 +47,17 @@ def observe_serving(documents: Object | None) -> frozenset[str]:
     except msgspec.MsgspecError:
         return frozenset()  # somebody's edit: it is about to be undone
     return frozenset(worker.uid for worker in workers if worker.state == "serving")
+
+
+def observe_published(documents: Object | None) -> dict[str, tuple[AdapterSeen, ...]]:
+    """By uid: adapters that the routers were told of. It holds until the workers themselves have been heard: an operator that
+    starts again takes nothing away."""
+    text = ((documents or {}).get("data") or {}).get(ENDPOINTS_KEY)
+    try:
+        workers = endpoints.decode(text).workers if text else ()
+    except msgspec.MsgspecError:
+        return {}
+    return {w.uid: tuple(AdapterSeen(name, digest=digest) for name, digest in w.adapters.items()) for w in workers if w.adapters}
 
 
 def _pod(pod: Object, around: Surroundings) -> ObservedPod:

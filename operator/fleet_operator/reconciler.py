@@ -17,6 +17,8 @@ from fleet_api.conditions import rfc3339, set_condition
 from fleet_api.parse import ManifestError
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.status import FleetStatus
+from fleet_operator.adapters.follow import AdapterFollower
+from fleet_operator.adapters.memory import AdapterMemory
 from fleet_operator.apply import Applier
 from fleet_operator.cluster.interface import (
     CONFIG_MAP,
@@ -49,7 +51,7 @@ from fleet_operator.known_fleet import KnownFleet, parse_again
 from fleet_operator.names import MANAGED_BY, MANAGER, ROUTER_ROLE, router_name
 from fleet_operator.names import ROLE as ROLE_LABEL
 from fleet_operator.nodes import NodeView, changed_nodes, going_away, observe_node, sick_nodes
-from fleet_operator.observe import Surroundings, observe_pods, observe_pools, observe_router, observe_serving
+from fleet_operator.observe import Surroundings, observe_pods, observe_pools, observe_published, observe_router, observe_serving
 from fleet_operator.outcome import Outcome
 from fleet_operator.pace import ASKED_MOST_S, Pace
 from fleet_operator.recorder import Recorder, present_status
@@ -110,6 +112,7 @@ class _State:
     changing: bool = False
     """The last pass saw such workers."""
     following: bool = False
+    adapters: AdapterMemory = field(default_factory=AdapterMemory)
     known: KnownFleet | None = None
     restless: bool = False
 
@@ -135,6 +138,7 @@ class Reconciler:
         owns: Callable[[str], bool] = lambda namespace: True,
         passes: Passes | None = None,
         flips: FlipFollower | None = None,
+        adapters: AdapterFollower | None = None,
     ) -> None:
         """`owns` says whether fleets of a namespace are ours now; `touch_namespace` when that changes."""
         self._owns = owns
@@ -148,6 +152,7 @@ class Reconciler:
         self._writer = WriteThrough(cluster, self._written, self._asked_to_go)
         self._pace = StatusPace(now, platform.counters_s)
         self._flips = flips or FlipFollower()
+        self._adapters = adapters or AdapterFollower()
         self._applier = Applier(self._writer, platform, self._pace)
         self._recorder = Recorder(cluster, now)
         self._states: dict[Key, _State] = {}
@@ -371,6 +376,7 @@ class Reconciler:
         return Observed(
             pods=self._workers(fleet, state, live),
             flips=state.flips,
+            adapters={**observe_published(live.get(("ConfigMap", router_name(fleet.metadata.name)))), **state.adapters.seen},
             pools=observe_pools(obj for (kind, _), obj in live.items() if kind == "WorkerPool"),
             router=observe_router(live.get(("Deployment", router_name(fleet.metadata.name))), routers),
             templates=templates,
@@ -430,6 +436,8 @@ class Reconciler:
             if state.changing and not state.following:
                 state.following = True
                 found.append(self._follow(key, state.known.fleet, state))
+            if state.adapters.due(state.known.fleet, now):
+                found.append(self._adapt(key, state.known.fleet, state.adapters))
         return found
 
     async def _follow(self, key: Key, fleet: InferenceFleet, state: _State) -> None:
@@ -442,6 +450,11 @@ class Reconciler:
                 self.touch(key)
         finally:
             state.following = False
+
+    async def _adapt(self, key: Key, fleet: InferenceFleet, memory: AdapterMemory) -> None:
+        """Tell and hear the workers of one fleet about their adapters."""
+        if await memory.look(self._adapters, fleet, self._objects.children(key), self._now):
+            self.touch(key)
 
     async def _read(self, key: Key, fleet: InferenceFleet, state: _State) -> None:
         try:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.status import FleetStatus
 from fleet_api.v1alpha1.tier import TierSpec
+from fleet_planner.adapters import fitted
 from fleet_planner.capacity import Fitted, fit_budget, fit_cluster
 from fleet_planner.flip import on_its_way
 from fleet_planner.ratio import Bounds, bounds_of, project
@@ -67,7 +68,7 @@ def reconcile(fleet: InferenceFleet, observed: Observed, now: float) -> Plan:
         views.append(TierView(tier, decision, plan))
     orphans = _orphans(fleet, observed)
     names = {pool.name for plan in tiers for pool in plan.pools}
-    targets = [target for plan in tiers for target in plan.targets]
+    targets = fitted((target for plan in tiers for target in plan.targets), fleet, observed.adapters)
     return Plan(
         pools=tuple(pool for plan in tiers for pool in plan.pools),
         pools_gone=tuple(pool for pool in observed.pools if pool.name not in names and not _has_pods(pool, observed)),

@@ -74,6 +74,21 @@ class FlipReport:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterSeen:
+    """What a worker says about one adapter."""
+
+    name: str
+    source: str = ""
+    """The wished source as the worker was told it; empty when it is to go, or was only published and not reported yet."""
+    state: str = "Loaded"
+    """Loaded | Loading | Failed | Unloading."""
+    digest: str = ""
+    """Of the version that its engine has; empty: none."""
+    reason: str = ""
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class ObservedPool:
     """One WorkerPool object."""
 
@@ -226,6 +241,8 @@ class Observed:
     memory: dict[str, ScaleMemory] = field(default_factory=dict)
     flips: dict[str, FlipReport] = field(default_factory=dict)
     """By uid: workers that are to change their role."""
+    adapters: dict[str, tuple[AdapterSeen, ...]] = field(default_factory=dict)
+    """By uid: what workers say of their adapters; one that has said nothing yet has what the routers were told last."""
     problems: tuple[Problem, ...] = ()
     """What the last apply could not do, in words; empty when all was applied."""
 
@@ -307,6 +324,8 @@ class Target:
     compat: str
     state: TargetState
     """held: ready, but the ratio has no place for it now; what it runs goes on."""
+    adapters: tuple[tuple[str, str], ...] = ()
+    """(name, digest) that it can answer for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from hashlib import sha1
@@ -180,16 +181,18 @@ def test_split_source(source: str, split: tuple[str, str | None]):
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody who may not read")
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
-def test_a_file_that_the_worker_may_not_read_is_said_to_be_not_readable(tmp_path: Path, name: str):
+def test_a_file_that_the_worker_may_not_read_is_said_to_be_not_readable(name: str):
     """Not that it does not exist: safetensors says that of whatever it cannot open."""
-    folder = tmp_path / "model"
-    folder.mkdir()
+    with tempfile.TemporaryDirectory() as made:  # pytest's own folders are closed to others
+        folder = Path(made)
+        folder.chmod(0o755)
+        as_another_user(folder, name)
+
+
+def as_another_user(folder: Path, name: str) -> None:
     for file in ("config.json", "model.safetensors"):
         (folder / file).write_bytes(FILES[file])
     (folder / name).chmod(0o600)
-    for path in (folder, *folder.parents):
-        if path.is_relative_to(Path("/tmp/pytest-of-root")):
-            path.chmod(0o755)
     os.seteuid(65532)
     try:
         with pytest.raises(ModelError, match=f"{name} is not readable by user"):
