@@ -19,6 +19,8 @@ POD_IP_ENV = "FLEET_POD_IP"
 ROLE_ENV = "FLEET_ROLE"
 """The pod's role as its label says: a container that starts again after a role flip has the role that it flipped to."""
 
+FETCH_ENV = "FLEET_FETCH"
+"""Source that `fleet-worker fetch` brings into the cache."""
 ENGINE_TOKEN_ENV = "FLEET_ENGINE_TOKEN"  # noqa: S105 - the name of a variable
 ENGINE_TOKEN_HEADER = "x-fleet-agent"  # noqa: S105 - the name of a header
 """What the agent gives its torch engine at start, and shows when it changes adapters: nobody else may."""

@@ -1,21 +1,19 @@
 """Model preparation: a source becomes a local folder that an engine can open, or an error that names the cause.
 
-`hf://ORG/NAME[@REVISION]` is fetched with huggingface_hub (HF_ENDPOINT and HF_TOKEN are honoured by that library); anything
-else is a path inside the pod.
+`hf://ORG/NAME[@REVISION]` is fetched (hub.py; HF_ENDPOINT and HF_TOKEN are huggingface_hub's); anything else is a path inside the
+pod.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from fleet_worker.agent.errors import ModelError
+from fleet_worker.agent.hub import HF_SCHEME, fetch
 
-HF_SCHEME = "hf://"
-CACHE_ENV = "FLEET_MODEL_CACHE"
-DEFAULT_CACHE = "/models/hf"
 MAX_CONFIG_BYTES = 1024 * 1024
 WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json")
 FETCHED = [*WEIGHT_PATTERNS, "*.json", "*.jinja", "*.txt", "tokenizer.model"]
@@ -69,32 +67,3 @@ def _found(path: Path) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     return True
-
-
-def split_source(source: str) -> tuple[str, str | None]:
-    """`hf://ORG/NAME@REVISION` → (ORG/NAME, REVISION)."""
-    name, _, revision = source.removeprefix(HF_SCHEME).partition("@")
-    return name, revision or None
-
-
-def fetch(source: str, progress: Callable[[str], None], patterns: Sequence[str]) -> Path:
-    """The folder with those files of an hf:// source that match; ModelError."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    name, revision = split_source(source)
-    cache = os.environ.get(CACHE_ENV, DEFAULT_CACHE)
-    progress(f"fetching {source}")
-    try:
-        return Path(snapshot_download(name, revision=revision, cache_dir=cache, allow_patterns=list(patterns), max_workers=4))
-    except HFValidationError as error:
-        raise ModelError(f"{source}: not a repository name: {error}") from error
-    except HfHubHTTPError as error:
-        raise ModelError(f"{source}: the hub answered: {_in_short(error)}") from error
-    except (LocalEntryNotFoundError, OSError) as error:
-        raise ModelError(f"{source}: the hub cannot be reached: {_in_short(error)}") from error
-
-
-def _in_short(error: Exception) -> str:
-    """The hub's words in one line: the cause stands in the second one of several."""
-    return " ".join(str(error).split())[:300] or type(error).__name__

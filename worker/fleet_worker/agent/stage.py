@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from fleet_worker.agent.errors import AdapterError, ModelError
-from fleet_worker.agent.prepare import HF_SCHEME, fetch
+from fleet_worker.agent.hub import HF_SCHEME, fetch
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 MOST_BYTES = 8 * 1024**3
