@@ -26,6 +26,14 @@ ENGINE_TOKEN_HEADER = "x-fleet-agent"  # noqa: S105 - the name of a header
 """What the agent gives its torch engine at start, and shows when it changes adapters: nobody else may."""
 ADAPTERS_ENV = "FLEET_ADAPTERS"
 """The adapters that the pod's annotation names: a container that starts again loads what it had."""
+MEMBER_ENV = "LWS_WORKER_INDEX"
+LEADER_ENV = "LWS_LEADER_ADDRESS"
+GROUP_SIZE_ENV = "LWS_GROUP_SIZE"
+"""LeaderWorkerSet's names for place, leader and size of a group; only pods of workers over several nodes have them."""
+HOSTS_ENV = "FLEET_HOSTS_FILE"
+"""Where the process runtime writes names of pods, as /etc/hosts has them: one machine has no cluster DNS."""
+GROUP_UID_ENV = "FLEET_GROUP_UID"
+"""Uid of the leader's pod; empty on the leader itself."""
 
 Role = Literal["prefill", "decode"]
 EngineType = Literal["torch", "vllm"]
@@ -63,6 +71,10 @@ class Ports(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     kv_replay: int = 5558
     dp_rpc: int = 29550
     """Rendezvous of data parallel ranks."""
+    group: int = 9010
+    """Agents of one worker's other nodes join its leader here."""
+    master: int = 29501
+    """Rendezvous of vLLM's ranks on several nodes."""
 
 
 class KvSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -123,6 +135,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     engine_args: tuple[str, ...] = ()
     """Passed to `vllm serve` after our own arguments; refused for torch."""
     parallel: Parallel = Parallel()
+    nodes: int = 1
+    """Pods of this worker; the first one leads."""
     quantization: str | None = None
     kv_cache_dtype: str | None = None
     model: str

@@ -35,6 +35,7 @@ class AdapterKeeper:
 
     def __init__(self, config: WorkerConfig, engine: AdapterEngine, folder: Path, wished: Sequence[AdapterWish]) -> None:
         self._settings = config.adapters
+        self._alone = config.nodes == 1
         self._replaces = config.engine == "torch"
         """The engine keeps running requests on the version that they began with when a name gets another content."""
         self._engine = engine
@@ -101,6 +102,10 @@ class AdapterKeeper:
             async with self._slots:
                 if self._settings.most < 1:
                     raise AdapterError("AdaptersDisabled", "this worker was started without adapters (maxSimultaneousAdapters)")
+                if not self._alone:
+                    raise AdapterError(
+                        "NotSupported", "a worker over several nodes serves no adapters: only its first pod has them"
+                    )
                 staged = await asyncio.to_thread(stage, wish.source, self._settings.root, self._folder)
                 await self._give(wish, staged)
                 self._held[wish.name] = Held(wish.source, staged.digest, str(staged.folder))

@@ -20,6 +20,8 @@ VLLM_CPU_DEFAULTS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 one's NIXL progress thread, which never sleeps."""
 UCX_TELLS = {"UCX_PROTO_INFO": "y", "UCX_LOG_FILE": "stderr"}
 """UCX then says by which transport it reads; `supervise.py` listens (see transfer/ucxlog.py)."""
+VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Values that --max-lora-rank takes."""
 VLLM_KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
 
@@ -43,6 +45,10 @@ class Place:
     has_gpu: bool = False
     token: str = ""
     """What the torch engine wants to see before it changes its adapters."""
+    member: int = 0
+    """Place in a worker over several nodes."""
+    master: str = ""
+    """Where the engines of its nodes meet: the leader's address."""
 
 
 def engine_command(config: WorkerConfig, place: Place) -> EngineCommand:
@@ -73,7 +79,9 @@ def vllm_command(config: WorkerConfig, place: Place) -> EngineCommand:
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(config.ports.side_channel),
         "VLLM_RPC_BASE_PATH": place.scratch,
     }
-    argv += vllm_shape(config)
+    argv += vllm_shape(config) + vllm_node(config, place)
+    if config.nodes > 1:
+        env["VLLM_HOST_IP"] = place.pod_ip
     if config.adapters.most:
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         argv += vllm_adapters(config.adapters)
@@ -102,7 +110,17 @@ def vllm_shape(config: WorkerConfig) -> list[str]:
 def vllm_adapters(settings: AdapterSettings) -> list[str]:
     """As many adapters in one batch as may be loaded: none is ever put aside for another."""
     most = str(settings.most)
-    return ["--enable-lora", "--max-loras", most, "--max-cpu-loras", most, "--max-lora-rank", str(settings.max_rank)]
+    rank = next((size for size in VLLM_RANKS if size >= settings.max_rank), VLLM_RANKS[-1])
+    return ["--enable-lora", "--max-loras", most, "--max-cpu-loras", most, "--max-lora-rank", str(rank)]
+
+
+def vllm_node(config: WorkerConfig, place: Place) -> list[str]:
+    """A worker over several nodes: the ranks of this one. Only the leader's serves HTTP."""
+    if config.nodes == 1:
+        return []
+    argv = ["--nnodes", str(config.nodes), "--node-rank", str(place.member)]
+    argv += ["--master-addr", place.master, "--master-port", str(config.ports.master)]
+    return [*argv, "--headless"] if place.member > 0 else argv
 
 
 def vllm_transfer(config: WorkerConfig, has_gpu: bool) -> dict[str, object]:

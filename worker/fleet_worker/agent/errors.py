@@ -36,6 +36,12 @@ class AdapterError(WorkerError):
         self.reason = reason
 
 
+class GroupLostError(WorkerError):
+    """Another pod of this worker is gone. All of its pods start again, and wait for each other."""
+
+    reason = "GroupLost"
+
+
 class EngineDiedError(WorkerError):
     """The engine process ended by itself; the message carries its last words. Restarting the container may help."""
 
