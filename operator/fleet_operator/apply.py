@@ -43,6 +43,7 @@ from fleet_operator.render.fabric import render_claims
 from fleet_operator.render.fleet import render_budgets, render_documents, render_pool, render_router
 from fleet_operator.render.gang import leader_of, render_group_service
 from fleet_operator.render.network import render_policy
+from fleet_operator.render.prefetch import render_fetch
 from fleet_operator.render.revision import render_revision
 from fleet_operator.render.worker import adapters_told, render_pod
 from fleet_operator.settings import Platform
@@ -127,6 +128,8 @@ class Applier:
             await self._flips(work.plan, work.fleet.metadata.namespace, pools, work.outcome)
         await self._adapters(work)
         await self._deletions(work)
+        for fetch in work.plan.fetch:
+            await self._create(render_fetch(work.fleet, fetch, work.raw, self._platform), work)
         await self._creations(work, stored, pools)
         await self._prune_budgets(work)
         await self._pool_status(work)

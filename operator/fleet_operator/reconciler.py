@@ -50,17 +50,27 @@ from fleet_operator.health.passes import Passes, Unmeasured
 from fleet_operator.known_fleet import KnownFleet, parse_again
 from fleet_operator.names import MANAGED_BY, MANAGER, ROUTER_ROLE, router_name
 from fleet_operator.names import ROLE as ROLE_LABEL
-from fleet_operator.nodes import NodeView, changed_nodes, going_away, observe_node, sick_nodes
-from fleet_operator.observe import Surroundings, observe_pods, observe_pools, observe_published, observe_router, observe_serving
+from fleet_operator.nodes import NodeView, changed_nodes, going_away, observe_node, places, sick_nodes
+from fleet_operator.observe import (
+    Surroundings,
+    observe_fetching,
+    observe_pods,
+    observe_pools,
+    observe_published,
+    observe_router,
+    observe_serving,
+)
 from fleet_operator.outcome import Outcome
 from fleet_operator.pace import ASKED_MOST_S, Pace
 from fleet_operator.recorder import Recorder, present_status
+from fleet_operator.render.prefetch import fetches_ahead
 from fleet_operator.render.revision import observe_revisions, template_of
 from fleet_operator.settings import Platform
 from fleet_operator.status_pace import StatusPace
 from fleet_operator.work_queue import Key, WorkQueue
 from fleet_operator.write_through import WriteThrough
 from fleet_planner.events import sizing_of
+from fleet_planner.prefetch import model_key
 from fleet_planner.reconcile import Plan, reconcile
 from fleet_planner.types import FlipReport, Observed, ObservedPod, Problem, ScaleMemory, Template, TierTelemetry
 
@@ -208,7 +218,8 @@ class Reconciler:
         else:
             self._nodes[name] = view
         before, self._leaving = self._leaving, going_away(self._nodes)
-        for key in self._objects.fleets_on(set(changed_nodes(before, self._leaving))):
+        touched = self._objects.fleets_on(set(changed_nodes(before, self._leaving)))
+        for key in [*touched, *(key for key, raw in self._objects.fleets.items() if fetches_ahead(raw))]:
             self.touch(key)
 
     def touch(self, key: Key) -> None:
@@ -376,6 +387,8 @@ class Reconciler:
         return Observed(
             pods=self._workers(fleet, state, live),
             flips=state.flips,
+            nodes=places(self._nodes) if model_key(fleet) is not None else None,
+            fetching=observe_fetching(pods),
             adapters={**observe_published(live.get(("ConfigMap", router_name(fleet.metadata.name)))), **state.adapters.seen},
             pools=observe_pools(obj for (kind, _), obj in live.items() if kind == "WorkerPool"),
             router=observe_router(live.get(("Deployment", router_name(fleet.metadata.name))), routers),

@@ -13,14 +13,25 @@ from typing import Literal
 
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.status import AdapterStatus, Condition, FleetStatus, TierStatus
-from fleet_planner.types import Problem
+from fleet_planner.types import ROLES, Problem
 
 NOTE_MOST_BYTES = 1_000
 """events.k8s.io/v1 refuses notes of more than 1 kB."""
 NAMES_MOST = 3
-SEVERE = frozenset({"Invalid", "WorkersFailing", "KvFailing", "Unschedulable", "Stuck", "ProgressDeadlineExceeded", "RolledBack"})
+SEVERE = frozenset(
+    {
+        "Invalid",
+        "WorkersFailing",
+        "KvFailing",
+        "Unschedulable",
+        "Stuck",
+        "ProgressDeadlineExceeded",
+        "RolledBack",
+        "PrefetchFailed",
+    }
+)
 """Reasons that warn even when the fleet was never well."""
-IN_ORDER = frozenset({"Progressing", "Paused"})
+IN_ORDER = frozenset({"Progressing", "Paused", "Prefetching"})
 """Reasons of states that are neither good nor bad."""
 NAME_CONFLICT = "NameConflict"
 """A problem and a condition's reason: an object of somebody else has the name of one of ours."""
@@ -163,9 +174,11 @@ def _workers(deeds: Sequence[Deed]) -> Iterable[Event]:
     for deed in deeds:
         if deed.member:
             continue
-        if deed.role and deed.verb == "created":
+        if deed.role not in ROLES:
+            continue  # a pod that only fetches is told of by its condition
+        if deed.verb == "created":
             created[deed.tier, deed.role].append(deed.name)
-        elif deed.role and deed.verb == "deleted":
+        elif deed.verb == "deleted":
             deleted[deed.tier, deed.role].append(f"{deed.name} ({deed.why})")
     for where in sorted({*created, *deleted}):
         new, gone = created[where], deleted[where]

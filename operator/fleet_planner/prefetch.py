@@ -8,57 +8,30 @@ for a bounded time: a worker fetches by itself what is missing.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from datetime import datetime
 
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.model import HubSource, PrefetchSpec
 from fleet_api.v1alpha1.podtemplate import Toleration
 from fleet_api.v1alpha1.tier import TierSpec
-from fleet_planner.types import ROLES, ObservedPod, PodGone, Role, Template, Verdict
+from fleet_planner.types import (
+    ROLES,
+    FetchPod,
+    FetchWanted,
+    Observed,
+    ObservedNode,
+    PodGone,
+    Role,
+    ScaleMemory,
+    Template,
+    Verdict,
+)
 
 RETRY_S = 120.0
 """A node that could not fetch tries again after this long; so does one whose pod found no place."""
 MESSAGE_MOST = 300
-
-
-@dataclass(frozen=True, slots=True)
-class ObservedNode:
-    """What decides whether a worker may run there."""
-
-    name: str
-    labels: Mapping[str, str] = field(default_factory=dict)
-    taints: tuple[tuple[str, str, str], ...] = ()
-    """(key, value, effect)."""
-    devices: frozenset[str] = frozenset()
-    """Extended resources that it has any of."""
-    leaving: bool = False
-    """Cordoned, lost or going away."""
-
-
-@dataclass(frozen=True, slots=True)
-class FetchPod:
-    """One pod that fetches, or has fetched."""
-
-    name: str
-    uid: str
-    node: str
-    key: str
-    phase: str
-    created_at: float
-    message: str = ""
-    terminating: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class FetchWanted:
-    """A pod to create."""
-
-    name: str
-    node: str
-    key: str
-    tier: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,16 +58,9 @@ def fetch_name(fleet: str, key: str, node: str) -> str:
     return f"{fleet}-fetch-{key}-{hashlib.sha256(node.encode()).hexdigest()[:8]}"
 
 
-def plan_prefetch(
-    fleet: InferenceFleet,
-    nodes: Sequence[ObservedNode] | None,
-    fetching: Sequence[FetchPod],
-    pods: Sequence[ObservedPod],
-    templates: Mapping[str, Template],
-    now: float,
-) -> Prefetch:
-    """`nodes` None: they cannot be read, so nothing is fetched ahead and nobody waits."""
-    key = model_key(fleet)
+def plan_prefetch(fleet: InferenceFleet, observed: Observed, now: float) -> Prefetch:
+    """Without nodes that can be read nothing is fetched ahead, and nobody waits."""
+    key, nodes, fetching = model_key(fleet), observed.nodes, observed.fetching
     if key is None:
         return Prefetch(delete=tuple(_gone(pod, "nothing is fetched ahead any more") for pod in fetching if not pod.terminating))
     if nodes is None:
@@ -103,7 +69,7 @@ def plan_prefetch(
     eligible = {tier.name: frozenset(node.name for node in nodes if suits(tier, node)) for tier in fleet.spec.tiers}
     everywhere = frozenset().union(*eligible.values())
     mine = {pod.node: pod for pod in fetching if pod.key == key and not pod.terminating and pod.node in everywhere}
-    has_worker = {pod.node for pod in pods if pod.ready and pod.node and pod.revision == _revision(pod.tier, templates)}
+    has_worker = {p.node for p in observed.pods if p.ready and p.node and p.revision == _revision(p.tier, observed.templates)}
     cached = everywhere & ({node for node, pod in mine.items() if pod.phase == "Succeeded"} | has_worker)
     failed = {node: pod for node, pod in mine.items() if _failed(pod, now) and node not in cached}
     pending = everywhere - cached - failed.keys()
@@ -198,3 +164,31 @@ def _verdict(cached: frozenset[str], failed: Mapping[str, FetchPod], everywhere:
     if len(cached) < len(everywhere):
         return "False", "Prefetching", count
     return "True", "Cached", count
+
+
+def held_back(tier: TierSpec, observed: Observed, waiting: frozenset[str], fleet: InferenceFleet) -> Observed:
+    """The picture from which a tier is planned: while nodes still fetch for a revision that has no worker yet, the one before it
+    is the wanted one, so that the rollout begins when the model is there."""
+    wanted, before = observed.templates[tier.name], _stable(tier, fleet, observed)
+    begun = any(pod.tier == tier.name and pod.revision == wanted.revision for pod in observed.pods)
+    if tier.name not in waiting or begun or before is None or before.revision == wanted.revision:
+        return observed
+    return replace(observed, templates={**observed.templates, tier.name: before})
+
+
+def _stable(tier: TierSpec, fleet: InferenceFleet, observed: Observed) -> Template | None:
+    """The revision that has workers and was last rolled out to its end."""
+    found = next((status for status in fleet.status.tiers if status.name == tier.name), None)
+    if found is None or found.rollout is None or not any(pod.revision == found.rollout.stable for pod in observed.pods):
+        return None
+    return observed.stored.get(tier.name, {}).get(found.rollout.stable)
+
+
+def reached(tier: TierSpec, size: tuple[int, int], observed: Observed) -> tuple[int, int]:
+    """Workers that were there at once, up to the present size."""
+    before = observed.memory.get(tier.name, ScaleMemory()).reached
+    alive = [
+        sum(p.tier == tier.name and p.role == role and not p.terminating and not p.member for p in observed.pods)
+        for role in ROLES
+    ]
+    return min(size[0], max(before[0], alive[0])), min(size[1], max(before[1], alive[1]))

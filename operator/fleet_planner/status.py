@@ -37,8 +37,10 @@ class TierView:
     plan: TierPlan
 
 
-def plan_status(fleet: InferenceFleet, views: Sequence[TierView], observed: Observed, now: float) -> FleetStatus:
-    """The whole status; lastTransitionTime is kept from the present one."""
+def plan_status(
+    fleet: InferenceFleet, views: Sequence[TierView], observed: Observed, now: float, cached: Verdict | None = None
+) -> FleetStatus:
+    """The whole status; lastTransitionTime is kept from the present one. `cached`: ModelCached, for fleets that fetch ahead."""
     tiers = tuple(_tier_status(view, observed, fleet.status) for view in views)
     verdicts: dict[ConditionType, Verdict] = {
         "Accepted": ("True", "Valid", "the spec makes sense"),
@@ -56,6 +58,8 @@ def plan_status(fleet: InferenceFleet, views: Sequence[TierView], observed: Obse
     adapters = adapter_statuses(fleet, observed.pods, observed.adapters)
     if (loaded := adapters_loaded(adapters)) is not None:
         verdicts["AdaptersLoaded"] = loaded
+    if cached is not None:
+        verdicts["ModelCached"] = cached
     verdicts["Ready"] = _ready(verdicts)
     conditions: tuple[Condition, ...] = tuple(c for c in fleet.status.conditions if c.type in verdicts)
     for kind, (status, reason, message) in verdicts.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -75,6 +76,44 @@ class FlipReport:
     """Why it cannot be trusted in its new role."""
     proof: str = ""
     """How its new role was proven, in words; empty: it was not, yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedNode:
+    """What decides whether a worker may run there."""
+
+    name: str
+    labels: Mapping[str, str] = field(default_factory=dict)
+    taints: tuple[tuple[str, str, str], ...] = ()
+    """(key, value, effect)."""
+    devices: frozenset[str] = frozenset()
+    """Extended resources that it has any of."""
+    leaving: bool = False
+    """Cordoned, lost or going away."""
+
+
+@dataclass(frozen=True, slots=True)
+class FetchPod:
+    """One pod that fetches, or has fetched."""
+
+    name: str
+    uid: str
+    node: str
+    key: str
+    phase: str
+    created_at: float
+    message: str = ""
+    terminating: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FetchWanted:
+    """A pod to create."""
+
+    name: str
+    node: str
+    key: str
+    tier: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +307,9 @@ class Observed:
     memory: dict[str, ScaleMemory] = field(default_factory=dict)
     flips: dict[str, FlipReport] = field(default_factory=dict)
     """By uid: workers that are to change their role."""
+    nodes: tuple[ObservedNode, ...] | None = None
+    """None: they cannot be read."""
+    fetching: tuple[FetchPod, ...] = ()
     adapters: dict[str, tuple[AdapterSeen, ...]] = field(default_factory=dict)
     """By uid: what workers say of their adapters; one that has said nothing yet has what the routers were told last."""
     problems: tuple[Problem, ...] = ()

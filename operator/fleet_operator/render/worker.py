@@ -38,6 +38,7 @@ from fleet_worker.config import (
 )
 
 MODELS = "/models"
+HUB_MOUNT = "/models/hf"
 ADAPTER_MOUNT = "/adapters"
 GRACE_SLACK_S = 15
 """Seconds after the drain for the engine to stop."""
@@ -211,8 +212,6 @@ def _env(fleet: InferenceFleet, config: WorkerConfig) -> list[Object]:
     def field(name: str, path: str) -> Object:
         return {"name": name, "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": path}}}
 
-    token = fleet.spec.model.token_secret_ref
-    secret = [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": token.to_dict()}}] if token is not None else []
     return [
         {"name": CONFIG_ENV, "value": encode(config)},
         field("FLEET_POD_NAME", "metadata.name"),
@@ -223,8 +222,15 @@ def _env(fleet: InferenceFleet, config: WorkerConfig) -> list[Object]:
         field("VLLM_NIXL_SIDE_CHANNEL_HOST", "status.podIP"),
         {"name": SIDE_CHANNEL_ENV, "value": str(config.ports.side_channel)},
         {"name": "HOME", "value": "/tmp"},  # noqa: S108 - the one writable folder of a read-only root
-        *secret,
+        *token_env(fleet),
     ]
+
+
+def token_env(fleet: InferenceFleet) -> list[Object]:
+    """What fetches from the hub: the token, and where files are kept."""
+    token, hub = fleet.spec.model.token_secret_ref, isinstance(fleet.spec.model.location, HubSource)
+    secret = [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": token.to_dict()}}] if token is not None else []
+    return [*secret, *([{"name": "FLEET_MODEL_CACHE", "value": HUB_MOUNT}] if hub else [])]
 
 
 def _probe(ports: Ports, path: str, *, failures: int) -> Object:
@@ -281,7 +287,7 @@ def _hub(source: HubSource, cache: ModelCacheSpec | None) -> tuple[Object, Objec
         volume = {"name": "model", "hostPath": {"path": cache.path, "type": "DirectoryOrCreate"}}
     elif cache is not None and cache.type == "pvc":
         volume = {"name": "model", "persistentVolumeClaim": {"claimName": cache.claim}}
-    return volume, {"name": "model", "mountPath": f"{MODELS}/hf"}, f"hf://{source.repository}@{source.revision}"
+    return volume, {"name": "model", "mountPath": HUB_MOUNT}, f"hf://{source.repository}@{source.revision}"
 
 
 def _writes_claim(fleet: InferenceFleet) -> bool:
