@@ -45,6 +45,7 @@ class AdapterKeeper:
         self._failed: dict[str, Failure] = {}
         self._busy: dict[str, asyncio.Task[None]] = {}
         self._slots = asyncio.Semaphore(AT_ONCE)
+        self._untidy = False
         self._wake = asyncio.Event()
         self._settled = asyncio.Event()
 
@@ -78,6 +79,7 @@ class AdapterKeeper:
                     self._begin(name, self._unload(name))
                 if settled(self._wished, self._held, self._failed):
                     self._settled.set()
+                await self._tidy()
                 wait_s = None if steps.wake_at is None else max(0.0, steps.wake_at - time.monotonic())
                 try:
                     await asyncio.wait_for(self._wake.wait(), wait_s)
@@ -110,7 +112,7 @@ class AdapterKeeper:
                 await self._give(wish, staged)
                 self._held[wish.name] = Held(wish.source, staged.digest, str(staged.folder))
                 self._failed.pop(wish.name, None)
-                await self._prune()
+                self._untidy = True
         except AdapterError as error:
             self._fail(wish, error.reason, str(error))
         except Exception as error:  # one adapter's surprise must end neither the others nor the worker
@@ -136,11 +138,12 @@ class AdapterKeeper:
             await asyncio.sleep(1.0)  # tried again
             return
         self._held.pop(name, None)
-        await self._prune()
+        self._untidy = True
 
-    async def _prune(self) -> None:
-        """Only when nobody else is at work: a copy that is being made belongs to nobody yet."""
-        if len(self._busy) <= 1:
+    async def _tidy(self) -> None:
+        """Copies that nobody uses go, when nobody is at work: one that is being made belongs to nobody yet."""
+        if self._untidy and not self._busy:
+            self._untidy = False
             keep = {Path(held.folder) for held in self._held.values()}
             await asyncio.to_thread(prune, self._folder, keep, 0 if self._replaces else self._settings.most)
 
