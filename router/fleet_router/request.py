@@ -81,11 +81,13 @@ def parse_body(body: bytes, chat: bool, config: RouterConfig) -> Ask:
 def with_fields(ask: Ask, added: Mapping[str, msgspec.Raw], spliced: bytes) -> Ask:
     """With fields of ours; `spliced` is the same as text, with a comma before and the object's end behind it, so that a body that
     goes on as it came is not put together anew."""
-    known = not ask.fields.keys().isdisjoint(added)
-    ask.fields.update(added)
-    if ask.original is None:
+    fields, original = ask.fields, ask.original
+    known = not fields.keys().isdisjoint(added)
+    fields.update(added)
+    if original is None:
         return ask
-    return Ask(ask.fields, ask.prompt, ask.stream, None if known else ask.original.rstrip()[:-1] + spliced)
+    whole = None if known else b"".join((memoryview(original.rstrip())[:-1], spliced))
+    return Ask(fields, ask.prompt, ask.stream, whole)
 
 
 def model_of(ask: Ask) -> str:

@@ -29,24 +29,33 @@ State = Literal["waiting", "running", "done"]
 
 
 class Ticket:
-    """One admitted request."""
+    """One admitted request. What only matters to one that waits is set when it does."""
 
     __slots__ = ("charged", "cost", "deadline", "entered_at", "lane", "size", "state", "tenant", "waiting", "weight")
 
-    def __init__(self, lane: Lane, charged: int, work: int, size: int, now: float, budget_s: float) -> None:
+    cost: float
+    """Its tokens over its tenant's weight."""
+    weight: float
+    tenant: str
+    size: int
+    """Bytes of its prompt."""
+    deadline: float
+    """When waiting is over: what is left of the budget is for the prefill."""
+    entered_at: float
+
+    def __init__(self, lane: Lane, charged: int) -> None:
         self.lane = lane
         self.charged = charged
         """Tokens that its tenant's quota was charged."""
-        self.weight = lane.weight
-        self.cost = work / lane.weight
-        self.size = size
-        """Bytes of its body."""
-        self.entered_at = now
-        self.deadline = now + BUDGET_SHARE * budget_s
-        """When waiting is over: what is left of the budget is for the prefill."""
-        self.tenant = lane.account.name
         self.state: State = "running"
         self.waiting = False
+
+    def waits(self, work: int, size: int, now: float, budget_s: float) -> None:
+        """Everything that the queue goes by."""
+        self.tenant, self.weight = self.lane.account.name, self.lane.weight
+        self.cost, self.size = work / self.weight, size
+        self.entered_at, self.deadline = now, now + BUDGET_SHARE * budget_s
+        self.state, self.waiting = "waiting", True
 
 
 class Full(msgspec.Struct, frozen=True):
@@ -59,7 +68,18 @@ class Full(msgspec.Struct, frozen=True):
 class Gate:
     """One router's slots and queues."""
 
-    __slots__ = ("_meter", "_passed_over", "_queues", "per_slot", "running", "slots", "strays", "waiting", "waiting_bytes")
+    __slots__ = (
+        "_meter",
+        "_passed_over",
+        "_queues",
+        "per_slot",
+        "running",
+        "slots",
+        "starts",
+        "strays",
+        "waiting",
+        "waiting_bytes",
+    )
 
     def __init__(self) -> None:
         self.slots = 0
@@ -69,22 +89,28 @@ class Gate:
         self.running = 0
         self.waiting = 0
         self.waiting_bytes = 0
+        self.starts = 0
+        """Requests that began so far."""
         self._meter = RateMeter()
         self._queues: dict[str, tuple[SloClass, FairQueue[Ticket]]] = {}
         """By class name, highest priority first."""
         self._passed_over: dict[str, int] = {}
 
     # -- coming -----------------------------------------------------------------------------------------------------
-    def enter(self, ticket: Ticket, now: float) -> Full | list[Ticket]:
-        """Run, wait, or be turned away: see the ticket's state. The list holds who was turned away for it."""
-        if self.waiting == 0 and self.free():
-            self.running += 1
-            self._meter.event(now)
-            return []
+    def start(self) -> bool:
+        """A request that comes now runs now, unless it has to queue: True and it holds a slot."""
+        if self.waiting or (self.slots and self.running - self.strays >= self.slots):
+            return False
+        self.running += 1
+        self.starts += 1
+        return True
+
+    def queue(self, ticket: Ticket, now: float) -> Full | list[Ticket]:
+        """A ticket that `waits` does so or is turned away; the list holds who was turned away for it."""
         pushed = self._make_room(ticket, now)
         if isinstance(pushed, Full):
+            ticket.waiting, ticket.state = False, "done"
             return pushed
-        ticket.state, ticket.waiting = "waiting", True
         self._queue(ticket.lane.slo_class).push(ticket)
         self.waiting += 1
         self.waiting_bytes += ticket.size
@@ -95,7 +121,7 @@ class Gate:
         return self.slots == 0 or self.running - self.strays < self.slots
 
     def _make_room(self, ticket: Ticket, now: float) -> Full | list[Ticket]:
-        rate, mine = self._meter.per_s(now), ticket.lane.slo_class
+        rate, mine = self._meter.per_s(self.starts, now), ticket.lane.slo_class
         bound = queue_bound(rate, mine.ttft_budget_s, self.slots, self.per_slot)
         ahead = sum(queue.live for other, queue in self._queues.values() if other.priority >= mine.priority)
         if ahead >= bound:
@@ -128,16 +154,16 @@ class Gate:
     # -- going ------------------------------------------------------------------------------------------------------
     def leave(self, ticket: Ticket) -> bool:
         """The request ended, wherever it was; False when it had ended before."""
-        if ticket.state == "waiting":
-            self._out(ticket)
-        elif ticket.state == "running":
+        if ticket.state == "running":
             ticket.state = "done"
             self.running -= 1
+        elif ticket.state == "waiting":
+            self._out(ticket)
         else:
             return False
         return True
 
-    def next(self, now: float) -> Ticket | None:
+    def next(self) -> Ticket | None:
         """Who starts now; None when there is no slot or nobody waits. Ask `late` first: deadlines are not looked at here."""
         while self.waiting and self.free():
             name = self._next_class()
@@ -148,9 +174,13 @@ class Gate:
             self.waiting_bytes -= ticket.size
             ticket.waiting, ticket.state = False, "running"
             self.running += 1
-            self._meter.event(now)
+            self.starts += 1
             return ticket
         return None
+
+    def sample(self, now: float) -> None:
+        """Called some times a second: how many requests begin per second."""
+        self._meter.sample(self.starts, now)
 
     def late(self, now: float) -> list[Ticket]:
         """Those that waited too long, out of the queue."""
@@ -193,11 +223,11 @@ class Gate:
 
     def retry_after_s(self, now: float) -> int:
         """Whole seconds until what waits now will have left."""
-        return retry_after_s(self.waiting, self._meter.per_s(now))
+        return retry_after_s(self.waiting, self._meter.per_s(self.starts, now))
 
     def bound(self, slo_class: SloClass, now: float) -> int:
         """Requests of this class and above that may wait."""
-        return queue_bound(self._meter.per_s(now), slo_class.ttft_budget_s, self.slots, self.per_slot)
+        return queue_bound(self._meter.per_s(self.starts, now), slo_class.ttft_budget_s, self.slots, self.per_slot)
 
     def lengths(self) -> dict[str, int]:
         """Requests that wait, by class."""

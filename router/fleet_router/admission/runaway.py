@@ -20,6 +20,8 @@ CONTROL_MOST: Final = 8
 SLACK: Final = 64
 """Events above the limit of output tokens: role, usage, finish and [DONE] are events without a token."""
 EVENT_BYTES: Final = 65_536
+CHUNK_END: Final = b"\n\n\r\n"
+"""A read that ends so ends a chunk after a whole event: the only place where something else may follow."""
 CONTROL: Final = re.compile(
     rb"<\|(?:im_start|im_end|endoftext|eot_id|eom_id|end_of_text|begin_of_text|start_header_id|end_header_id|user|assistant)\|>"
     rb"|<(?:start|end)_of_turn>|\[/?INST\]"
@@ -36,7 +38,7 @@ FINISH: Final[dict[Why, tuple[str, str]]] = {
 class Runaway:
     """The detector of one stream: a few KB, one comparison and now and then a look-up per event."""
 
-    __slots__ = ("_control", "_events", "_most", "_period", "_places", "_rest", "_run", "_symbols")
+    __slots__ = ("_control", "_events", "_most", "_period", "_places", "_rest", "_run", "_symbols", "_why")
 
     def __init__(self, max_output_tokens: int) -> None:
         self._most = max_output_tokens + SLACK
@@ -49,11 +51,16 @@ class Runaway:
         """Events in a row that equal those one period before."""
         self._control = 0
         self._events = 0
+        self._why: Why | None = None
         self._rest = b""
         """An event that has not ended yet."""
 
     def saw(self, data: bytes) -> Why | None:
-        """More bytes of the stream, with their transfer framing; why it should end, if it should."""
+        """More bytes of the stream, with their transfer framing; why it should end right behind them, if it should."""
+        self._why = self._why or self._judge(data)
+        return self._why if self._why is not None and data.endswith(CHUNK_END) else None
+
+    def _judge(self, data: bytes) -> Why | None:
         *events, rest = (self._rest + data).split(b"\n\n") if self._rest else data.split(b"\n\n")
         self._rest = b"" if rest == b"\r\n" else rest[-EVENT_BYTES:]
         for event in events:
