@@ -190,11 +190,12 @@ class Desk:
     # -- a request goes ---------------------------------------------------------------------------------------------
     def leave(self, ticket: Ticket, outcome: Outcome, used: tuple[int, int] | None) -> None:
         """It ended having `used` (input, output) tokens, None where nobody counts; whoever waits may begin."""
+        if ticket.state == "done":
+            return
         if ticket.waiting:
             self._flows.pop(ticket)
-        if not self.gate.leave(ticket):
-            return
         ticket.lane.account.settle(ticket.charged, outcome, used or (ticket.charged, 0), int(self._clock() * 1e9))
+        self.gate.leave(ticket)
         if self.gate.waiting:
             self.tick()
 

@@ -19,6 +19,7 @@ import msgspec
 from fleet_router.admission.bound import BUDGET_SHARE, RateMeter, queue_bound, retry_after_s
 from fleet_router.admission.fair import FairQueue, last_of
 from fleet_router.admission.lanes import Lane
+from fleet_router.admission.quota import Account
 from fleet_router.config import SloClass
 
 STARVED: Final = 8
@@ -31,12 +32,14 @@ State = Literal["waiting", "running", "done"]
 class Ticket:
     """One admitted request. What only matters to one that waits is set when it does."""
 
-    __slots__ = ("charged", "cost", "deadline", "entered_at", "lane", "size", "state", "tenant", "waiting", "weight")
+    __slots__ = ("charged", "cost", "deadline", "entered_at", "holder", "lane", "size", "state", "tenant", "waiting",
+                 "weight")  # fmt: skip
 
     cost: float
     """Its tokens over its tenant's weight."""
     weight: float
     tenant: str
+    holder: Account
     size: int
     """Bytes of its prompt."""
     deadline: float
@@ -52,7 +55,7 @@ class Ticket:
 
     def waits(self, work: int, size: int, now: float, budget_s: float) -> None:
         """Everything that the queue goes by."""
-        self.tenant, self.weight = self.lane.account.name, self.lane.weight
+        self.holder, self.tenant, self.weight = self.lane.account, self.lane.account.name, self.lane.weight
         self.cost, self.size = work / self.weight, size
         self.entered_at, self.deadline = now, now + BUDGET_SHARE * budget_s
         self.state, self.waiting = "waiting", True
@@ -111,6 +114,7 @@ class Gate:
         if isinstance(pushed, Full):
             ticket.waiting, ticket.state = False, "done"
             return pushed
+        ticket.lane.account.waiting += 1
         self._queue(ticket.lane.slo_class).push(ticket)
         self.waiting += 1
         self.waiting_bytes += ticket.size
@@ -146,6 +150,7 @@ class Gate:
     def _out(self, ticket: Ticket) -> Ticket:
         """Take one out of the queue; it is the caller's to answer and to settle."""
         ticket.waiting, ticket.state = False, "done"
+        ticket.lane.account.waiting -= 1
         self._queue(ticket.lane.slo_class).left(ticket)
         self.waiting -= 1
         self.waiting_bytes -= ticket.size
@@ -157,11 +162,18 @@ class Gate:
         if ticket.state == "running":
             ticket.state = "done"
             self.running -= 1
+            if self.waiting:
+                self._holds_other(ticket)
         elif ticket.state == "waiting":
             self._out(ticket)
         else:
             return False
         return True
+
+    def _holds_other(self, ticket: Ticket) -> None:
+        """The ticket's tenant holds another number of slots than before."""
+        for _, queue in self._queues.values():
+            queue.changed(ticket.lane.account.name)
 
     def next(self) -> Ticket | None:
         """Who starts now; None when there is no slot or nobody waits. Ask `late` first: deadlines are not looked at here."""
@@ -172,9 +184,11 @@ class Gate:
                 return None
             self.waiting -= 1
             self.waiting_bytes -= ticket.size
+            ticket.lane.account.waiting -= 1
             ticket.waiting, ticket.state = False, "running"
             self.running += 1
             self.starts += 1
+            self._holds_other(ticket)
             return ticket
         return None
 

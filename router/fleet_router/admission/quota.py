@@ -42,7 +42,8 @@ class Over(msgspec.Struct, frozen=True):
 class Account:
     """One tenant's quotas and counts; the time comes in as nanoseconds of any clock that never goes back."""
 
-    __slots__ = ("_head", "concurrency", "counts", "inflight", "input_tokens", "name", "output_tokens", "requests", "tokens")
+    __slots__ = ("_head", "concurrency", "counts", "inflight", "input_tokens", "name", "output_tokens", "requests", "tokens",
+                 "waiting")  # fmt: skip
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -51,9 +52,15 @@ class Account:
         self.concurrency: int | None = None
         self.inflight = 0
         """Waiting or running."""
+        self.waiting = 0
         self.counts = dict.fromkeys((*REASONS, *OUTCOMES), 0)
         self.input_tokens = self.output_tokens = 0
         self._head = b""
+
+    @property
+    def running(self) -> int:
+        """Slots that it holds."""
+        return self.inflight - self.waiting
 
     def follow(self, tenant: Tenant, now_ns: int) -> None:
         """New limits; what was used stays used."""

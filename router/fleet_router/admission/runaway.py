@@ -45,7 +45,7 @@ class Runaway:
         self._symbols = array("q", bytes(8 * MOST_PERIOD))
         """Hashes of the last events, in a ring."""
         self._places: dict[int, int] = {}
-        """Event → where it stood last, as far as a loop was looked for there."""
+        """Three events → where they ended last, as far as a loop was looked for there."""
         self._period = 0
         self._run = 0
         """Events in a row that equal those one period before."""
@@ -73,8 +73,8 @@ class Runaway:
         return "control_tokens" if self._control > CONTROL_MOST else None
 
     def _loops(self, symbol: int) -> bool:
-        """One more event. Where the period at hand is wrong, the next one tried is the distance to the last place where this
-        event was the wrong one, too: in a loop that is the loop's length, or a divisor that soon proves wrong."""
+        """One more event. Where the period at hand is wrong, the next one tried is the distance to the last place where these
+        three events made one wrong, too: in a loop that is soon the loop's length."""
         at, symbols, period = self._events, self._symbols, self._period
         self._events = at + 1
         matches = period and symbols[(at - period) % MOST_PERIOD] == symbol
@@ -82,10 +82,11 @@ class Runaway:
         if matches:
             self._run += 1
             return self._run >= LEAST_EVENTS and self._run >= LEAST_TURNS * period
-        last = self._places.get(symbol)
+        key = hash((symbols[(at - 2) % MOST_PERIOD], symbols[(at - 1) % MOST_PERIOD], symbol))
+        last = self._places.get(key)
         if len(self._places) >= KEPT_PLACES:
             self._places = {known: place for known, place in self._places.items() if place > at - MOST_PERIOD}
-        self._places[symbol] = at
+        self._places[key] = at
         self._run = 0
         self._period = at - last if last is not None and at - last <= MOST_PERIOD else 0
         return False
