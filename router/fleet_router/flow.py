@@ -17,9 +17,10 @@ from fleet_router.admission.runaway import Why
 from fleet_router.admission.usage import EVENT, used_tokens
 from fleet_router.config import RouterConfig
 from fleet_router.desk import Desk
-from fleet_router.ending import CHAT_PATH, last_event
+from fleet_router.dialect.translation import Translation
+from fleet_router.ending import CHAT_PATH, END, framed, last_event
 from fleet_router.errors import PHRASES, RequestError
-from fleet_router.legs import DecodeLeg, Ignored, PrefillLeg
+from fleet_router.legs import DecodeLeg, Ignored, PrefillLeg, TranslatedLeg
 from fleet_router.metrics import Metrics, Served
 from fleet_router.policy.choose import Choice
 from fleet_router.request import BYTES_PER_TOKEN, Ask, decode_body, lease_of, prefill_body, reference_of
@@ -84,11 +85,13 @@ class Flow:
     __slots__ = (
         "_ask", "_before", "_client", "_connection", "_context", "_decode_failures", "_events", "_excluded", "_first",
         "_handed_over", "_head_bytes", "_keys", "_last", "_lease", "_leg_worker", "_local", "_metered", "_outcome", "_path",
-        "_paused", "_prefill_failures", "_runaway", "_served", "_tail", "_ticket", "config", "deadline", "done",
+        "_paused", "_prefill_failures", "_runaway", "_served", "_tail", "_ticket", "_translation", "config", "deadline", "done",
         "last_byte_at", "started", "started_at",
     )  # fmt: skip
 
-    def __init__(self, context: Context, client: Client, path: bytes, ask: Ask, ticket: Ticket) -> None:
+    def __init__(
+        self, context: Context, client: Client, path: bytes, ask: Ask, ticket: Ticket, translation: Translation | None = None
+    ) -> None:
         self._context = context
         self._client = client
         self._path = path
@@ -99,11 +102,12 @@ class Flow:
         self._events = 0
         self._before = self._tail = b""
         """The last two reads of the answer: its usage stands there."""
+        self._translation = translation
         self.config = context.config  # a reload does not change a running request
         self._excluded: frozenset[str] = frozenset()
         self._prefill_failures = self._decode_failures = 0
-        self._local = False
-        """The KV is not to come from a prefill worker any more."""
+        self._local = ask.alone
+        """The KV is not to come from a prefill worker, or not any more."""
         self._last = False
         """The answer's head says that the connection closes after it."""
         self._paused = False
@@ -140,12 +144,12 @@ class Flow:
             self._refuse(RequestError(503, found.reason, code="no_worker"))
             return
         decode = context.table.workers[found.decode]
-        self._keys = keys
+        self._keys = [] if self._ask.alone else keys
         self._handed_over = ""
         self._served = context.metrics.of(decode.endpoint.tier, decode.endpoint.revision)
         self._served.requests += 1
         if found.prefill is None or self._local:
-            context.metrics.local_prefills += 1
+            context.metrics.local_prefills += not self._ask.alone
             self._send_decode(decode, None)
             return
         prefill = context.table.workers[found.prefill]
@@ -155,17 +159,20 @@ class Flow:
         self._send(prefill, prefill_body(self._ask), PrefillLeg(self, prefill, decode))
 
     def _send_decode(self, worker: Worker, reference: bytes | None) -> None:
-        self._send(worker, decode_body(self._ask, reference), DecodeLeg(self, worker))
+        translation = self._translation
+        leg = DecodeLeg(self, worker) if translation is None else TranslatedLeg(self, worker, translation)
+        self._send(worker, decode_body(self._ask, reference), leg)
 
     def _send(self, worker: Worker, body: bytes, leg: PrefillLeg | DecodeLeg, *, fresh: bool = False) -> None:
         payload = self._head(worker, self._path, len(body)) + body
+        pool = worker.pool if self._translation is None else worker.reading()
         worker.inflight += 1
         self._leg_worker = worker
 
         def connected(connection: Upstream | None, why: str) -> None:
             if self.done:
                 if connection is not None:
-                    worker.pool.put(connection)
+                    pool.put(connection)
                 return
             if connection is None:
                 self.end_leg()
@@ -175,7 +182,7 @@ class Flow:
             connection.send(leg, payload)
 
         leg.body = body
-        worker.pool.take(connected, fresh=fresh)
+        pool.take(connected, fresh=fresh)
 
     def resend(self, worker: Worker, leg: PrefillLeg | DecodeLeg) -> bool:
         """A pooled connection that the worker had closed meanwhile: once more on a fresh one. Not a retry: nothing ran."""
@@ -279,22 +286,24 @@ class Flow:
         if head:
             self._client.write(head)
 
-    def raw(self, data: bytes) -> None:
-        """Bytes of the answer, spliced."""
+    def raw(self, data: bytes, shown: bytes | None = None) -> None:
+        """Bytes of the answer, spliced; `shown`: what the client gets for them in its own dialect."""
         now = self._context.clock()
         if self._first:
             self._first = False
             if self._served is not None:
                 self._served.ttft.observe(now - self.started_at)
-            if self._head_bytes:
-                head, self._head_bytes = self._head_bytes, b""
-                data = head + data
         elif self._served is not None:
             self._served.itl.observe(now - self.last_byte_at)
         self.last_byte_at = now
         self.deadline = now + self.config.inter_token_deadline_s
-        self._client.write(data)
-        if self._metered:
+        told = data if shown is None else shown
+        if self._head_bytes:
+            head, self._head_bytes = self._head_bytes, b""
+            told = head + told
+        if told:
+            self._client.write(told)
+        if self._metered and data:
             self._before, self._tail = self._tail, data
             self._events += data.count(EVENT)
         if self._runaway is not None and (why := self._runaway.saw(data)) is not None:
@@ -305,7 +314,10 @@ class Flow:
         self._context.desk.runaways[why] += 1
         if self._connection is not None:
             self._connection.abort()
-        self._client.write(last_event(why, self._path == CHAT_PATH, self._client.request_id, self.config.served_name))
+        event = last_event(why, self._path == CHAT_PATH, self._client.request_id, self.config.served_name)
+        if self._translation is not None:
+            event = self._translation.feed(event)
+        self._client.write(framed(event) + END)
         self.end()
 
     def end(self) -> None:
@@ -319,7 +331,7 @@ class Flow:
     def _refuse(self, error: RequestError) -> None:
         self.end_leg()
         self.done = True
-        self._leave("failed")
+        self._leave("failed" if error.status >= 500 else "refused")
         self._context.metrics.requests[error.status] += 1
         self._client.refuse(error)
 

@@ -28,6 +28,21 @@ class Worker(Candidate):
     failures: int = 0
     """In a row."""
     avoid_until: float = 0.0
+    _reading: Pool | None = None
+
+    def reading(self) -> Pool:
+        """Connections whose answers are read, for translated requests; a prefill worker's always are."""
+        if self.role == "prefill":
+            return self.pool
+        if self._reading is None:
+            self._reading = Pool(self.endpoint.address, self.endpoint.http_port, CollectingUpstream)
+        return self._reading
+
+    def retire(self) -> None:
+        """It left: its connections end."""
+        self.pool.retire()
+        if self._reading is not None:
+            self._reading.retire()
 
     def follow(self, endpoint: Endpoint) -> None:
         """The operator says something new of it."""
@@ -80,7 +95,7 @@ class WorkerTable:
         stays = {uid for uid, worker in self.workers.items() if uid in wanted and wanted[uid].role == worker.role}
         for uid in self.workers.keys() - stays:
             self.index.remove(uid)
-            self.workers.pop(uid).pool.retire()
+            self.workers.pop(uid).retire()
         for uid, endpoint in wanted.items():
             known = self.workers.get(uid)
             if known is None:

@@ -13,14 +13,13 @@ from fleet_router.request import BYTES_PER_TOKEN
 TAIL_BYTES: Final = 4096
 EVENT: Final = b"\ndata: "
 """Of a stream. Inside JSON a line break is escaped, so that text cannot look like an event."""
-_OPEN: Final = 0x5B  # [
 _SPACED: Final = re.compile(rb"\s*:\s*(\d{1,9})(?!\d)")
 _OBJECT: Final = re.compile(rb"\s*:\s*\{")
 
 
 def estimated(prompt: bytes) -> int:
     """Tokens of a prompt as it stands in the body: exact for a list of token ids, else by its bytes; at least 1."""
-    if prompt[0] == _OPEN and prompt[1:2].isdigit():
+    if prompt[:1] == b"[" and prompt[1:2].isdigit():
         return prompt.count(b",") + 1
     return int(len(prompt) / BYTES_PER_TOKEN) or 1
 
