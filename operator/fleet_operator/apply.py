@@ -30,7 +30,7 @@ from fleet_operator.cluster.interface import (
     NotFoundError,
     Object,
 )
-from fleet_operator.compare import contains, difference, satisfied, stamped
+from fleet_operator.compare import contains, difference, merge_patch, satisfied, stamped
 from fleet_operator.flip import marks
 from fleet_operator.fresh import Fresh
 from fleet_operator.gangs import count_workers, drop_pod_groups, put_pod_group, spans_nodes
@@ -354,8 +354,10 @@ class Applier:
 
     async def _status(self, work: _Pass) -> None:
         wish, uid, present = work.plan.status.to_dict(), work.raw["metadata"]["uid"], work.raw.get("status")
-        if self._pace.is_due(uid, present if present in (None, wish) else known_status(work.raw), wish):
-            await self._patch(FLEET, work.fleet.metadata.namespace, work.fleet.metadata.name, wish, work.outcome)
+        known = present if present in (None, wish) else known_status(work.raw)
+        if self._pace.is_due(uid, known, wish):
+            patch = merge_patch(known or {}, wish)
+            await self._patch(FLEET, work.fleet.metadata.namespace, work.fleet.metadata.name, patch, work.outcome)
             self._pace.written(uid)
 
     async def _patch(self, kind: Kind, namespace: str, name: str, status: Object, outcome: Outcome) -> None:

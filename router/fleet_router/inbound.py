@@ -13,12 +13,16 @@ from uuid import uuid4
 
 import httptools
 
+from fleet_router.admission.keys import bearer
 from fleet_router.config import HttpBounds
 from fleet_router.errors import RequestError
 
 HOST = re.compile(rb"^[A-Za-z0-9._\-]+(:\d{1,5})?$|^\[[0-9a-fA-F:.]+\](:\d{1,5})?$")
 REQUEST_ID = re.compile(rb"^[A-Za-z0-9._\-]{1,128}$")
 LOOKED_AT = frozenset({b"host", b"content-length", b"transfer-encoding", b"x-request-id", b"content-encoding", b"expect"})
+ASKED_BY: frozenset[bytes] = frozenset({b"authorization", b"x-api-key", b"x-slo-class", b"x-slo-ttft-ms"})
+"""Headers that say who asks and how urgently; none of them goes to a worker."""
+KEPT = LOOKED_AT | ASKED_BY
 _PROCESS = uuid4().hex[:16]
 _NUMBERS = itertools.count(1)
 
@@ -44,7 +48,7 @@ def check_framing(name: bytes, value: bytes, most_bytes: int) -> int:
 class Incoming:
     """One request, whole or still being received."""
 
-    __slots__ = ("body", "keep_alive", "leg_id", "method", "request_id", "url")
+    __slots__ = ("body", "keep_alive", "key", "leg_id", "method", "request_id", "slo_class", "slo_ttft_ms", "url")
 
     def __init__(self) -> None:
         self.request_id = self.leg_id = new_request_id()
@@ -53,6 +57,25 @@ class Incoming:
         self.url = b""
         self.body: list[bytes] = []
         self.keep_alive = False
+        self.key = b""
+        """API key, as it came; nobody but admission looks at it."""
+        self.slo_class = b""
+        self.slo_ttft_ms = 0
+        """The client needs its first token within so many ms; 0: it does not say."""
+
+
+def _asked_by(request: Incoming, name: bytes, value: bytes) -> None:
+    """RequestError for what could be read in two ways."""
+    if name == b"x-slo-class":
+        request.slo_class = value
+    elif name == b"x-slo-ttft-ms":
+        if not (value.isdigit() and 0 < int(value[:10]) < 10**9 and len(value) < 10):
+            raise RequestError(400, "not a number of milliseconds", param="x-slo-ttft-ms")
+        request.slo_ttft_ms = int(value)
+    elif key := bearer(value) if name == b"authorization" else value:
+        if request.key not in (b"", key):
+            raise RequestError(400, "two different API keys")
+        request.key = key
 
 
 class Inbound:
@@ -122,7 +145,7 @@ class Inbound:
         if self._header_count > bounds.header_count or self._header_bytes > bounds.header_bytes:
             raise RequestError(431, f"more than {bounds.header_count} header fields or {bounds.header_bytes} bytes of them")
         lower = name.lower()
-        if lower not in LOOKED_AT:
+        if lower not in KEPT:
             return
         if lower == b"host":
             self._hosts += 1
@@ -132,6 +155,9 @@ class Inbound:
             self._name(value)
         elif lower == b"expect":
             self.owes_continue = True
+        elif lower in ASKED_BY:
+            if self.current is not None:
+                _asked_by(self.current, lower, value)
         else:
             self._framing += check_framing(lower, value, bounds.body_bytes)
 

@@ -28,6 +28,21 @@ class Worker(Candidate):
     failures: int = 0
     """In a row."""
     avoid_until: float = 0.0
+    _reading: Pool | None = None
+
+    def reading(self) -> Pool:
+        """Connections whose answers are read, for translated requests; a prefill worker's always are."""
+        if self.role == "prefill":
+            return self.pool
+        if self._reading is None:
+            self._reading = Pool(self.endpoint.address, self.endpoint.http_port, CollectingUpstream)
+        return self._reading
+
+    def retire(self) -> None:
+        """It left: its connections end."""
+        self.pool.retire()
+        if self._reading is not None:
+            self._reading.retire()
 
     def follow(self, endpoint: Endpoint) -> None:
         """The operator says something new of it."""
@@ -80,7 +95,7 @@ class WorkerTable:
         stays = {uid for uid, worker in self.workers.items() if uid in wanted and wanted[uid].role == worker.role}
         for uid in self.workers.keys() - stays:
             self.index.remove(uid)
-            self.workers.pop(uid).pool.retire()
+            self.workers.pop(uid).retire()
         for uid, endpoint in wanted.items():
             known = self.workers.get(uid)
             if known is None:
@@ -93,10 +108,10 @@ class WorkerTable:
             self.rings[role] = Ring([worker.uid for worker in self.by_role[role]])
 
     def choose(
-        self, prompt: bytes, config: RouterConfig, now: float, excluded: frozenset[str]
+        self, prompt: bytes, config: RouterConfig, now: float, excluded: frozenset[str], seed: int = 0
     ) -> tuple[Choice | Refusal, list[int]]:
-        """A pair for this prompt, and its prefix keys."""
-        keys = key_chain(prompt)
+        """A pair for this prompt, and its prefix keys, which begin with the tenant's `seed`."""
+        keys = key_chain(prompt, seed)
         self.turn += 1
         # The last piece is rarely full: without this a prompt of five bytes would count as 64 tokens.
         missing = max(0.0, len(keys) - len(prompt) / PIECE_BYTES)
@@ -140,3 +155,12 @@ class WorkerTable:
     def ready(self) -> bool:
         """At least one worker can answer a whole request."""
         return bool(self.by_role["decode"])
+
+
+def slots_of(table: WorkerTable, config: RouterConfig) -> dict[str, int]:
+    """Requests that each tier runs at once: what its serving decode workers do. Empty when that is not known."""
+    found: dict[str, int] = {}
+    for worker in table.by_role["decode"]:
+        if config.worker_slots:
+            found[worker.endpoint.tier] = found.get(worker.endpoint.tier, 0) + config.worker_slots
+    return found

@@ -12,7 +12,7 @@ from fleet_operator.cluster.interface import CONFIG_MAP, POD, Cluster, ClusterEr
 from fleet_operator.runtime.addresses import Addresses
 from fleet_operator.runtime.hosts import Hosts
 from fleet_operator.runtime.launch import PodLauncher
-from fleet_operator.runtime.leftovers import kill_leftovers, kill_marked, mark_of
+from fleet_operator.runtime.leftovers import kill_leftovers, kill_marked, kill_orphans, mark_of
 from fleet_operator.runtime.node import NodeHeart
 from fleet_operator.runtime.pod import PodRunner
 from fleet_operator.runtime.settings import RuntimeSettings
@@ -79,6 +79,7 @@ class ProcessKubelet:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         kill_marked(mark_of(self.state_dir))
+        kill_orphans()
         self._addresses.close()
         await self._heart.leave()
 

@@ -17,11 +17,12 @@ RING_PIECES = 4
 """Ring key: the first KiB of the prompt."""
 
 
-def key_chain(prompt: bytes) -> list[int]:
-    """Keys of all full pieces (the last, partial one too when the prompt is shorter than a piece); at most MAX_PIECES."""
+def key_chain(prompt: bytes, seed: int = 0) -> list[int]:
+    """Keys of all full pieces (the last, partial one too when the prompt is shorter than a piece); at most MAX_PIECES. Prompts
+    with different seeds have no key in common."""
+    digest = xxhash.xxh3_64_intdigest
     if len(prompt) < PIECE_BYTES:
-        return [xxhash.xxh3_64_intdigest(prompt)]
-    digest, seed = xxhash.xxh3_64_intdigest, 0
+        return [digest(prompt, seed)]
     starts = range(0, min(len(prompt), PIECE_BYTES * MAX_PIECES) - PIECE_BYTES + 1, PIECE_BYTES)
     return [seed := digest(prompt[start : start + PIECE_BYTES], seed) for start in starts]
 
