@@ -298,3 +298,15 @@ def test_the_adversary_really_makes_halves():
         partial = [w for o in cluster.seen for w in replicas_of(o.pods, (1, 2)) if w.size == 2 and w.placed == 1]
         halves = max(halves, len(partial))
     assert halves == 2
+
+
+def test_what_waits_in_a_queue_is_told_and_not_backed_out_of():
+    wish = fleet(ratio={"decode": 1}, placement={"queue": "gpus"})
+    gated = {"node": None, "ready": False, "phase": "Pending", "gated": True}
+    pods = [one for name, role in (("p", "prefill"), ("d", "decode")) for one in gang(name, role, **gated)]  # type: ignore[arg-type]
+    observed = replace(start(nodes=(2, 2)), pods=tuple(pods), router=RouterView(1, 1))
+    plan = reconcile(wish, observed, NOW + 100 * WAIT_S)
+    limited = plan.status.condition("CapacityLimited")
+    assert limited is not None
+    assert (limited.status, limited.reason, limited.message) == ("True", "Queued", "tier t: 2 workers wait in queue gpus: p, d")
+    assert plan.delete == ()
