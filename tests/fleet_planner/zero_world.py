@@ -15,7 +15,9 @@ IDLE_S = 60.0
 OLD, NEW = "aaaaaaaa", "bbbbbbbb"
 
 
-def fleet(tiers: list[dict[str, Any]] | None = None, status: Any = None, rollout: Any = None, **scaling: Any):
+def fleet(
+    tiers: list[dict[str, Any]] | None = None, status: Any = None, rollout: Any = None, telemetry: Any = None, **scaling: Any
+):
     to_zero = {"toZero": {"enabled": True, "idle": "60s"}}
     manifest = {
         "apiVersion": "inferencefleet.io/v1alpha1",
@@ -28,6 +30,7 @@ def fleet(tiers: list[dict[str, Any]] | None = None, status: Any = None, rollout
             ],
             "scaling": {**to_zero, **scaling},
             "rollout": rollout or {},
+            "telemetry": telemetry or {},
         },
     }
     found = parse_fleet(manifest)
