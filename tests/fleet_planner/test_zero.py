@@ -153,6 +153,21 @@ def test_one_held_request_wakes_both_roles_to_the_minimum():
     assert plan.zero == ()
 
 
+def test_workers_over_several_nodes_come_and_go_as_a_whole():
+    world = World(nodes=(1, 2))
+    world.rest()
+    world.held = 1
+    world.step()
+    assert world.workers() == 5
+    world.ready()
+    world.observed = replace(
+        world.observed, pods=tuple(replace(pod, ready=False) if pod.member else pod for pod in world.observed.pods)
+    )
+    assert counts(world.step(), "t") == (0, 0)
+    world.ready()
+    assert counts(world.step(), "t") == (1, 2)
+
+
 def test_what_was_heard_between_two_readings_wakes():
     world = World()
     world.rest()

@@ -50,11 +50,13 @@ class World:
     readable: bool = True
     fits: bool = True
     """There are nodes for new pods."""
+    nodes: tuple[int, int] = (1, 1)
+    """Pods of one prefill and of one decode worker."""
     served: list[dict[str, tuple[int, int]]] = field(default_factory=list)
     """By tier: what the routers were told to use, pass after pass."""
 
     def __post_init__(self) -> None:
-        templates = {tier.name: Template(OLD, "c") for tier in self.spec.spec.tiers}
+        templates = {tier.name: Template(OLD, "c", nodes=self.nodes) for tier in self.spec.spec.tiers}
         self.observed = Observed(templates=templates, router=RouterView(1, 1))
 
     def read(self) -> None:
@@ -92,6 +94,7 @@ class World:
         return ObservedPod(
             name=wanted.name, uid=f"{wanted.name}@{self.now}", role=wanted.role, tier=wanted.tier, revision=wanted.revision,
             ordinal=wanted.ordinal, ready=False, terminating=False, created_at=self.now, ready_since=None, compat="c",
+            member=wanted.member,
             unschedulable=not self.fits, message="" if self.fits else "0/2 nodes are available", **where,
         )  # fmt: skip
 
