@@ -15,8 +15,8 @@ OWNED_ARGS = (
     r"|pipeline.parallel.size|data.parallel.*|enable.expert.parallel|quantization|kv.cache.dtype|(enable|max|max.cpu).lora.*"
     r"|lora.modules|nnodes|node.rank|master.addr|master.port|headless)|-tp|-pp|-dp|-ep|-q|-n|-r)([=.].*)?$"
 )
-"""What fields decide: an argument that says otherwise would make router and operator believe something wrong. A dot stands for - or
-_: the API server counts the length of a pattern against the rule's budget."""
+"""What fields decide: an argument that says otherwise would make router and operator believe something wrong. A dot stands for
+- and for _: the API server counts the length of a pattern against the rule's budget."""
 OWNED_ENV = (
     "^(FLEET_.*|LWS_.*|HOME|HF_TOKEN|UCX_TLS|UCX_NET_DEVICES|UCX_TCP_PORT_RANGE|UCX_PROTO_INFO|UCX_LOG_FILE"
     "|VLLM_NIXL_SIDE_CHANNEL_HOST|VLLM_NIXL_SIDE_CHANNEL_PORT)$"
