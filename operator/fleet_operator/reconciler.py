@@ -10,13 +10,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection, Coroutine, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from fleet_api.conditions import rfc3339, set_condition
 from fleet_api.parse import ManifestError
 from fleet_api.v1alpha1 import InferenceFleet
-from fleet_api.v1alpha1.status import FleetStatus
 from fleet_operator.adapters.follow import AdapterFollower
 from fleet_operator.adapters.memory import AdapterMemory
 from fleet_operator.apply import Applier
@@ -45,9 +43,11 @@ from fleet_operator.cluster.interface import (
 from fleet_operator.cluster.kinds import kind_of
 from fleet_operator.compare import contains
 from fleet_operator.fleet_objects import FleetObjects
+from fleet_operator.fleet_state import FleetState, is_restless
 from fleet_operator.flip.follow import FlipFollower
 from fleet_operator.health.passes import Passes, Unmeasured
-from fleet_operator.known_fleet import KnownFleet, parse_again
+from fleet_operator.hearing import Hearing
+from fleet_operator.known_fleet import parse_again
 from fleet_operator.names import MANAGED_BY, MANAGER, ROUTER_ROLE, router_name
 from fleet_operator.names import ROLE as ROLE_LABEL
 from fleet_operator.nodes import NodeView, changed_nodes, going_away, observe_node, places, sick_nodes
@@ -61,7 +61,7 @@ from fleet_operator.observe import (
     observe_serving,
 )
 from fleet_operator.outcome import Outcome
-from fleet_operator.pace import ASKED_MOST_S, Pace
+from fleet_operator.pace import ASKED_MOST_S
 from fleet_operator.recorder import Recorder, present_status
 from fleet_operator.render.prefetch import fetches_ahead
 from fleet_operator.render.revision import observe_revisions, template_of
@@ -72,7 +72,14 @@ from fleet_operator.write_through import WriteThrough
 from fleet_planner.events import sizing_of
 from fleet_planner.prefetch import model_key
 from fleet_planner.reconcile import Plan, reconcile
-from fleet_planner.types import FlipReport, Observed, ObservedPod, Problem, ScaleMemory, Template, TierTelemetry
+from fleet_planner.types import (
+    Demand,
+    Observed,
+    ObservedPod,
+    Problem,
+    Template,
+    TierTelemetry,
+)
 
 CHILDREN: tuple[Kind, ...] = (
     POOL,
@@ -105,33 +112,9 @@ class Telemetry(Protocol):
         """By tier; a tier that cannot be read is absent."""
         ...
 
-
-@dataclass(slots=True)
-class _State:
-    """What is kept between passes; all of it may be lost."""
-
-    telemetry: dict[str, TierTelemetry] = field(default_factory=dict)
-    telemetry_read: bool = False
-    memory: dict[str, ScaleMemory] = field(default_factory=dict)
-    problems: tuple[Problem, ...] = ()
-    pace: Pace = field(default_factory=Pace)
-    read_at: float = float("-inf")
-    reading: bool = False
-    flips: dict[str, FlipReport] = field(default_factory=dict)
-    """By uid: what workers that change their role say."""
-    changing: bool = False
-    """The last pass saw such workers."""
-    following: bool = False
-    adapters: AdapterMemory = field(default_factory=AdapterMemory)
-    known: KnownFleet | None = None
-    restless: bool = False
-
-
-def is_restless(status: FleetStatus) -> bool:
-    """Something is under way that may go on by time alone: such a fleet is looked at at every reading of its telemetry."""
-    moving = any(c.type in ("RollingOut", "CapacityLimited") and c.status == "True" for c in status.conditions)
-    roles = [role for tier in status.tiers for role in (tier.prefill, tier.decode)]
-    return moving or any(not role.desired == role.ready == role.serving for role in roles)
+    async def listen(self, routers: list[str]) -> Demand | None:
+        """See `Listen`."""
+        ...
 
 
 class Reconciler:
@@ -160,12 +143,13 @@ class Reconciler:
         self._now = now
         self._objects = FleetObjects()
         self._writer = WriteThrough(cluster, self._written, self._asked_to_go)
+        self._hearing = Hearing(telemetry.listen, self._router_urls, now)
         self._pace = StatusPace(now, platform.counters_s)
         self._flips = flips or FlipFollower()
         self._adapters = adapters or AdapterFollower()
         self._applier = Applier(self._writer, platform, self._pace)
         self._recorder = Recorder(cluster, now)
-        self._states: dict[Key, _State] = {}
+        self._states: dict[Key, FleetState] = {}
         self._nodes: dict[str, NodeView] = {}
         self._leaving: dict[str, str] = {}
         self._queue = WorkQueue(time.monotonic)
@@ -194,6 +178,7 @@ class Reconciler:
             self._later_at.pop(key, None)
             self._recorder.forget(event.object["metadata"]["uid"])
             self._pace.forget(event.object["metadata"]["uid"])
+            self._hearing.forget(key)
         self.touch(key)
 
     def missed(self, kind: Kind, listed: Listed, within: Collection[str] = ()) -> tuple[list[Key], list[Object]]:
@@ -301,7 +286,7 @@ class Reconciler:
             return  # children go by garbage collection; recreating one would fight it
         if not self._owns(key[0]):
             return
-        state = self._states.setdefault(key, _State())
+        state = self._states.setdefault(key, FleetState())
         if (wait_s := state.pace.wait_s(self._now())) > 0:
             self._later(key, wait_s)
             return
@@ -329,7 +314,7 @@ class Reconciler:
         else:
             self._after(key, state, outcome)
 
-    def _after(self, key: Key, state: _State, outcome: Outcome) -> None:
+    def _after(self, key: Key, state: FleetState, outcome: Outcome) -> None:
         troubled = bool(outcome.problems or outcome.conflicts)
         delay_s = state.pace.after(
             self._now(), troubled=troubled, stopped=outcome.stopped, vain=outcome.vain, asked_s=outcome.retry_after_s
@@ -357,7 +342,7 @@ class Reconciler:
             del self._later_at[key]
             self.touch(key)
 
-    async def reconcile_once(self, key: Key, raw: Object, state: _State) -> Outcome:
+    async def reconcile_once(self, key: Key, raw: Object, state: FleetState) -> Outcome:
         """Plan and apply one fleet."""
         try:
             state.known = parse_again(state.known, raw)
@@ -369,7 +354,8 @@ class Reconciler:
         observed = self._observed(fleet, state, templates, stored, live)
         state.changing = any(pod.flipping is not None for pod in observed.pods)
         plan: Plan = reconcile(fleet, observed, self._now())
-        state.memory, state.restless = plan.memory, is_restless(plan.status)
+        state.memory, state.rest, state.restless = plan.memory, plan.rest, is_restless(plan.status)
+        self._hearing.follow(key, plan.status)
         outcome = await self._applier.apply(fleet, raw, plan, templates, live)
         await self._recorder.record(raw, plan.status, outcome, sizing_of(fleet, plan.reasons))
         return outcome
@@ -377,7 +363,7 @@ class Reconciler:
     def _observed(
         self,
         fleet: InferenceFleet,
-        state: _State,
+        state: FleetState,
         templates: dict[str, Template],
         stored: dict[str, dict[str, Template]],
         live: Mapping[tuple[str, str], Object],
@@ -397,10 +383,14 @@ class Reconciler:
             telemetry=state.telemetry,
             telemetry_read=state.telemetry_read,
             memory=state.memory,
+            rest=state.rest,
+            heard=self._hearing.heard((fleet.metadata.namespace, fleet.metadata.name)),
             problems=state.problems,
         )
 
-    def _workers(self, fleet: InferenceFleet, state: _State, live: Mapping[tuple[str, str], Object]) -> tuple[ObservedPod, ...]:
+    def _workers(
+        self, fleet: InferenceFleet, state: FleetState, live: Mapping[tuple[str, str], Object]
+    ) -> tuple[ObservedPod, ...]:
         serving = observe_serving(live.get(("ConfigMap", router_name(fleet.metadata.name))))
         busy = {name: load for tier in state.telemetry.values() for name, load in tier.busy.items()}
         around = Surroundings(serving, self._leaving, sick_nodes(self._nodes), busy)
@@ -428,20 +418,23 @@ class Reconciler:
         async with asyncio.TaskGroup() as group:
             while True:
                 await asyncio.sleep(0.5)
-                for reading in self._due():
+                for reading in (*self._due(), *self._hearing.due(self._is_ours, self.touch)):
                     group.create_task(reading)
 
     async def read_due(self) -> None:
         """Read the load of every fleet whose interval is over, and wait for it."""
         await asyncio.gather(*self._due())
 
+    def _is_ours(self, key: Key) -> bool:
+        raw = self._objects.fleets.get(key)
+        return raw is not None and "deletionTimestamp" not in raw["metadata"] and self._owns(key[0])
+
     def _due(self) -> list[Coroutine[Any, Any, None]]:
         """One reading per fleet whose interval is over and that is not being read already; and one look at workers that change
         their role."""
         found, now = [], self._now()
         for key, state in self._states.items():
-            raw = self._objects.fleets.get(key)
-            if state.known is None or raw is None or "deletionTimestamp" in raw["metadata"] or not self._owns(key[0]):
+            if state.known is None or not self._is_ours(key):
                 continue
             if not state.reading and now - state.read_at >= state.known.fleet.spec.telemetry.interval_s:
                 state.reading, state.read_at = True, now
@@ -453,7 +446,7 @@ class Reconciler:
                 found.append(self._adapt(key, state.known.fleet, state.adapters))
         return found
 
-    async def _follow(self, key: Key, fleet: InferenceFleet, state: _State) -> None:
+    async def _follow(self, key: Key, fleet: InferenceFleet, state: FleetState) -> None:
         """Tell and hear the workers of one fleet that change their role."""
         try:
             live = self._objects.children(key)
@@ -469,10 +462,10 @@ class Reconciler:
         if await memory.look(self._adapters, fleet, self._objects.children(key), self._now):
             self.touch(key)
 
-    async def _read(self, key: Key, fleet: InferenceFleet, state: _State) -> None:
+    async def _read(self, key: Key, fleet: InferenceFleet, state: FleetState) -> None:
         try:
             pods = [obj for (kind, _), obj in self._objects.children(key).items() if kind == "Pod"]
-            found = await self._telemetry.collect(fleet, pods, self._router_urls(pods))
+            found = await self._telemetry.collect(fleet, pods, self._router_urls(key))
             # what stays unknown is no news; that it grows old is seen at the next resync
             if found != state.telemetry or not state.telemetry_read or state.restless:
                 state.telemetry, state.telemetry_read = found, True
@@ -480,8 +473,9 @@ class Reconciler:
         finally:
             state.reading = False
 
-    def _router_urls(self, pods: list[Object]) -> list[str]:
+    def _router_urls(self, key: Key) -> list[str]:
         host, port = self._platform.router_host, self._platform.router_port
+        pods = [obj for (kind, _), obj in self._objects.children(key).items() if kind == "Pod"]
         routers = [pod for pod in pods if pod["metadata"]["labels"].get(ROLE_LABEL) == ROUTER_ROLE]
         addresses = [ip for pod in routers if (ip := (pod.get("status") or {}).get("podIP"))]
         return [f"http://{host or address}:{port}" for address in addresses]

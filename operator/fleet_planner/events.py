@@ -31,7 +31,7 @@ SEVERE = frozenset(
     }
 )
 """Reasons that warn even when the fleet was never well."""
-IN_ORDER = frozenset({"Progressing", "Paused", "Prefetching"})
+IN_ORDER = frozenset({"Progressing", "Paused", "Prefetching", "Waking"})
 """Reasons of states that are neither good nor bad."""
 NAME_CONFLICT = "NameConflict"
 """A problem and a condition's reason: an object of somebody else has the name of one of ours."""

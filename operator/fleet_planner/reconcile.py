@@ -9,7 +9,7 @@ from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.status import FleetStatus
 from fleet_api.v1alpha1.tier import TierSpec
 from fleet_planner.adapters import fitted
-from fleet_planner.capacity import Fitted, fit_budget, fit_cluster
+from fleet_planner.capacity import QUOTA_WORDS, Fitted, fit_budget, fit_cluster
 from fleet_planner.gang import as_pods, settled, workers_of
 from fleet_planner.prefetch import held_back, plan_prefetch, reached
 from fleet_planner.ratio import Bounds, bounds_of, project
@@ -26,11 +26,14 @@ from fleet_planner.types import (
     PodWanted,
     PoolWanted,
     Relabel,
+    RestMemory,
     Role,
     ScaleMemory,
     Split,
     Target,
+    ZeroTier,
 )
+from fleet_planner.zero import NOTHING, plan_rest
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,9 @@ class Plan:
     forget: tuple[tuple[str, str], ...]
     """(tier, revision) whose stored templates nobody needs any more."""
     status: FleetStatus
+    zero: tuple[ZeroTier, ...] = ()
+    """Tiers for which routers hold requests."""
+    rest: RestMemory = field(default_factory=RestMemory)
     memory: dict[str, ScaleMemory] = field(default_factory=dict)
     reasons: tuple[str, ...] = ()
 
@@ -63,9 +69,17 @@ def reconcile(fleet: InferenceFleet, observed: Observed, now: float) -> Plan:
     kept: list[tuple[str, str]] = []
     left = fleet.spec.scaling.budget.gpus if fleet.spec.scaling.budget is not None else None
     prefetch, seen = plan_prefetch(fleet, observed, now), observed
+    sizes = {tier.name: current_size(tier, observed) for tier in fleet.spec.tiers}
+    scaled = any(_scaled_by_others(tier.name, observed.templates[tier.name].revision, observed) for tier in fleet.spec.tiers)
+    rest = plan_rest(fleet, observed, sizes, scaled, now)
     for tier in fleet.spec.tiers:
         observed = held_back(tier, seen, prefetch.waiting, fleet)
-        decision = fit(fleet, tier, size_tier(fleet, tier, observed, now), observed, left, now)
+        if tier.name in rest.asleep:
+            decision = ScaleDecision(*NOTHING, rest.reason, ScaleMemory())
+        else:
+            decision = fit(fleet, tier, size_tier(fleet, tier, observed, now), observed, left, now)
+            if sizes[tier.name] == NOTHING:
+                decision = replace(decision, reason=f"woken: {rest.reason or 'scaling.toZero is off'}")
         gpus = observed.templates[tier.name].gpus
         left = None if left is None else left - decision.prefill * gpus[0] - decision.decode * gpus[1]
         plan = plan_tier(fleet, tier, (decision.prefill, decision.decode), observed, now)
@@ -76,7 +90,7 @@ def reconcile(fleet: InferenceFleet, observed: Observed, now: float) -> Plan:
         memory[tier.name] = replace(decision.memory, flip=plan.flip, gangs=gangs, reached=whole)
         kept.append((tier.name, observed.templates[tier.name].revision))
         tiers.append(plan)
-        views.append(TierView(tier, decision, plan))
+        views.append(TierView(tier, decision, plan, rest.zero.get(tier.name)))
     observed = seen
     orphans = _orphans(fleet, observed)
     names = {pool.name for plan in tiers for pool in plan.pools}
@@ -94,9 +108,17 @@ def reconcile(fleet: InferenceFleet, observed: Observed, now: float) -> Plan:
         keep=tuple(kept),
         forget=_forgotten(fleet, dict(zip((tier.name for tier in fleet.spec.tiers), tiers, strict=True)), observed),
         status=plan_status(fleet, views, observed, now, prefetch.verdict),
+        zero=tuple(_zero_tier(view, observed) for view in views if view.zero is not None),
         memory=memory,
+        rest=rest.memory,
         reasons=tuple(f"{view.tier.name}: {view.decision.reason}" for view in views),
     )
+
+
+def _zero_tier(view: TierView, observed: Observed) -> ZeroTier:
+    stuck = any(pod.unschedulable and not pod.terminating for pod in observed.pods if pod.tier == view.tier.name)
+    refused = any(QUOTA_WORDS in problem.message for problem in observed.problems)
+    return ZeroTier(view.tier.name, limited=bool(view.decision.limited) or stuck or refused)
 
 
 def _forgotten(fleet: InferenceFleet, plans: dict[str, TierPlan], observed: Observed) -> tuple[tuple[str, str], ...]:

@@ -7,7 +7,7 @@ No task per request: the flow is a small state machine that legs and timers call
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from typing import Protocol
 
@@ -19,6 +19,7 @@ from fleet_router.desk import Desk
 from fleet_router.dialect.translation import Translation
 from fleet_router.ending import CHAT_PATH, END, framed, last_event
 from fleet_router.errors import PHRASES, RequestError
+from fleet_router.holding import Holding
 from fleet_router.legs import DecodeLeg, Ignored, PrefillLeg, TranslatedLeg
 from fleet_router.metrics import Metrics, Served
 from fleet_router.policy.choose import Choice
@@ -75,6 +76,7 @@ class Context:
     metrics: Metrics
     clock: Callable[[], float]
     desk: Desk
+    holding: Holding = field(default_factory=Holding)
     draining: bool = False
 
 
@@ -83,14 +85,15 @@ class Flow:
 
     __slots__ = (
         "_ask", "_client", "_connection", "_context", "_decode_failures", "_excluded", "_first", "_handed_over", "_head_bytes",
-        "_keys", "_last", "_lease", "_leg_worker", "_local", "_outcome", "_path", "_paused", "_prefill_failures", "_served",
-        "_ticket", "_translation", "_watch", "config", "deadline", "done", "last_byte_at", "started", "started_at",
+        "_held", "_keys", "_last", "_lease", "_leg_worker", "_local", "_outcome", "_path", "_paused", "_prefill_failures",
+        "_served", "_ticket", "_translation", "_watch", "config", "deadline", "done", "last_byte_at", "started", "started_at",
     )  # fmt: skip
 
     def __init__(
         self, context: Context, client: Client, path: bytes, ask: Ask, ticket: Ticket, translation: Translation | None = None
     ) -> None:
         self._context = context
+        context.metrics.arrivals += 1
         self._client = client
         self._path = path
         self._ask = ask
@@ -113,6 +116,8 @@ class Flow:
         """Tier of the decode leg when another worker prefilled the prompt."""
         self._served: Served | None = None
         self._first = True
+        self._held = False
+        """It waits for workers."""
         self._head_bytes = b""
         """The answer's head, waiting for the first bytes of its body: one write for both."""
         self._outcome = Outcome.LEFT
@@ -138,8 +143,11 @@ class Flow:
             ask.prompt, self.config, context.clock(), self._excluded, self._ticket.lane.seed, ask.adapter
         )
         if not isinstance(found, Choice):
-            self._refuse(RequestError(503, found.reason, code="adapter_not_loaded" if ask.adapter else "no_worker"))
+            self._hold(found.reason)
             return
+        if self._held:
+            self._held, self.started_at = False, context.clock()  # what it waited says nothing of the workers
+            self.deadline = self.started_at + self.config.first_token_deadline_s
         decode = context.table.workers[found.decode]
         self._keys = [] if self._ask.alone else keys
         self._handed_over = ""
@@ -154,6 +162,17 @@ class Flow:
         context.metrics.remote_prefills += 1
         context.metrics.prefill_tokens += int(len(self._ask.prompt) / BYTES_PER_TOKEN)
         self._send(prefill, prefill_body(self._ask), PrefillLeg(self, prefill, decode))
+
+    def _hold(self, why: str) -> None:
+        """Nobody can answer it now: it waits for workers, if any are to come."""
+        holding, now = self._context.holding, self._context.clock()
+        try:
+            self.deadline = holding.hold(self, self._ask.size_bytes, why, now, self.config.hold)
+        except RequestError as error:
+            lacking = self._ask.adapter and error.code == "no_worker"
+            self._refuse(RequestError(503, why, code="adapter_not_loaded") if lacking else error)
+        else:
+            self._held = True
 
     def _send_decode(self, worker: Worker, reference: bytes | None) -> None:
         translation = self._translation
@@ -366,11 +385,12 @@ class Flow:
         if self.done:
             return
         self.done = True
+        self._context.holding.drop(self, "left")
         self._context.metrics.client_left += 1
         self._abandon_leg()
         self.end_leg()
         self._release_lease()
-        self._leave(Outcome.FAILED if self._ticket.waiting else self._outcome)
+        self._leave(Outcome.FAILED if self._ticket.waiting or self._held else self._outcome)
 
     def _leave(self, outcome: Outcome) -> None:
         """Give the slot back and settle; once, whatever ended the request."""
@@ -381,6 +401,9 @@ class Flow:
         if self._paused:
             self.cancel()
             self._client.abort()
+            return
+        if (error := self._context.holding.expired(self)) is not None:
+            self._refuse(error)
             return
         if self._leg_worker is not None:
             self._blame(self._leg_worker)

@@ -51,6 +51,11 @@ class Ask(msgspec.Struct, frozen=True):
     adapter: str = ""
     """The adapter that `model` names; empty: the base model."""
 
+    @property
+    def size_bytes(self) -> int:
+        """Roughly what keeping it costs: its values and the prompt."""
+        return sum(memoryview(value).nbytes for value in self.fields.values()) + len(self.prompt)
+
 
 def parse_alone(body: bytes, config: RouterConfig) -> Ask:
     """A request that a worker answers by itself (embeddings, tokenising): only whose model it is matters here."""
