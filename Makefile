@@ -57,7 +57,7 @@ e2e: setup kube vllm ## all of e2e on a real control plane, vLLM included
 e2e-loop: setup kube ## e2e without vLLM
 	$(RUN) pytest e2e -m "not vllm and not kind"
 
-e2e-operator: setup kube ## faults between operator and API server, bad input, other hands (FLEET_FAULT_SEED=n repeats a run)
+e2e-operator: setup kube kwok ## faults between operator and API server, bad input, other hands (FLEET_FAULT_SEED=n repeats a run)
 	$(RUN) pytest e2e/test_operator_*.py
 
 e2e-vllm: setup kube vllm ## the vLLM part of e2e
