@@ -23,6 +23,7 @@ from fleet_api.quantities import (
 from fleet_api.rule import Raw, Rule
 from fleet_api.rule import dig as _dig
 from fleet_api.rule import either as _or
+from fleet_api.rules_adapters import ADAPTER_RULES
 from fleet_api.rules_pod import POD_RULES
 from fleet_api.structure import go_match
 from fleet_api.v1alpha1.model import EngineSpec
@@ -239,6 +240,7 @@ FLEET_RULES: tuple[Rule, ...] = (
         field=".blockTokens",
     ),
     _quantity_between("spec.engine", "cacheSize", "1Mi", "16Ti"),
+    *ADAPTER_RULES,
     *POD_RULES,
     *_ratio_rules("spec.tiers[].ratio"),
     *_role_rules("spec.tiers[].prefill"),
@@ -251,6 +253,7 @@ FLEET_RULES: tuple[Rule, ...] = (
         holds=_satisfiable,
     ),
     _duration_between("spec.tiers[].kvTransfer", "leaseDuration", "5s", "10m"),
+    _duration_between("spec.model.cache.prefetch", "wait", "0s", "24h"),
     _duration_between("spec.slo.ttft", "p99", "1ms", "1h"),
     _duration_between("spec.slo.itl", "p99", "1ms", "1h"),
     _duration_between("spec.scaling", "scaleDownWindow", "0s", "24h"),

@@ -17,6 +17,8 @@ from fleet_api.conditions import rfc3339, set_condition
 from fleet_api.parse import ManifestError
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.status import FleetStatus
+from fleet_operator.adapters.follow import AdapterFollower
+from fleet_operator.adapters.memory import AdapterMemory
 from fleet_operator.apply import Applier
 from fleet_operator.cluster.interface import (
     CONFIG_MAP,
@@ -49,17 +51,27 @@ from fleet_operator.hearing import Hearing
 from fleet_operator.known_fleet import KnownFleet, parse_again
 from fleet_operator.names import MANAGED_BY, MANAGER, ROUTER_ROLE, router_name
 from fleet_operator.names import ROLE as ROLE_LABEL
-from fleet_operator.nodes import NodeView, changed_nodes, going_away, observe_node, sick_nodes
-from fleet_operator.observe import Surroundings, observe_pods, observe_pools, observe_router, observe_serving
+from fleet_operator.nodes import NodeView, changed_nodes, going_away, observe_node, places, sick_nodes
+from fleet_operator.observe import (
+    Surroundings,
+    observe_fetching,
+    observe_pods,
+    observe_pools,
+    observe_published,
+    observe_router,
+    observe_serving,
+)
 from fleet_operator.outcome import Outcome
 from fleet_operator.pace import ASKED_MOST_S, Pace
 from fleet_operator.recorder import Recorder, present_status
+from fleet_operator.render.prefetch import fetches_ahead
 from fleet_operator.render.revision import observe_revisions, template_of
 from fleet_operator.settings import Platform
 from fleet_operator.status_pace import StatusPace
 from fleet_operator.work_queue import Key, WorkQueue
 from fleet_operator.write_through import WriteThrough
 from fleet_planner.events import sizing_of
+from fleet_planner.prefetch import model_key
 from fleet_planner.reconcile import Plan, reconcile
 from fleet_planner.types import (
     Demand,
@@ -126,6 +138,7 @@ class _State:
     changing: bool = False
     """The last pass saw such workers."""
     following: bool = False
+    adapters: AdapterMemory = field(default_factory=AdapterMemory)
     known: KnownFleet | None = None
     restless: bool = False
 
@@ -151,6 +164,7 @@ class Reconciler:
         owns: Callable[[str], bool] = lambda namespace: True,
         passes: Passes | None = None,
         flips: FlipFollower | None = None,
+        adapters: AdapterFollower | None = None,
     ) -> None:
         """`owns` says whether fleets of a namespace are ours now; `touch_namespace` when that changes."""
         self._owns = owns
@@ -165,6 +179,7 @@ class Reconciler:
         self._hearing = Hearing(telemetry.listen, self._router_urls, now)
         self._pace = StatusPace(now, platform.counters_s)
         self._flips = flips or FlipFollower()
+        self._adapters = adapters or AdapterFollower()
         self._applier = Applier(self._writer, platform, self._pace)
         self._recorder = Recorder(cluster, now)
         self._states: dict[Key, _State] = {}
@@ -221,7 +236,8 @@ class Reconciler:
         else:
             self._nodes[name] = view
         before, self._leaving = self._leaving, going_away(self._nodes)
-        for key in self._objects.fleets_on(set(changed_nodes(before, self._leaving))):
+        touched = self._objects.fleets_on(set(changed_nodes(before, self._leaving)))
+        for key in [*touched, *(key for key, raw in self._objects.fleets.items() if fetches_ahead(raw))]:
             self.touch(key)
 
     def touch(self, key: Key) -> None:
@@ -390,6 +406,9 @@ class Reconciler:
         return Observed(
             pods=self._workers(fleet, state, live),
             flips=state.flips,
+            nodes=places(self._nodes) if model_key(fleet) is not None else None,
+            fetching=observe_fetching(pods),
+            adapters={**observe_published(live.get(("ConfigMap", router_name(fleet.metadata.name)))), **state.adapters.seen},
             pools=observe_pools(obj for (kind, _), obj in live.items() if kind == "WorkerPool"),
             router=observe_router(live.get(("Deployment", router_name(fleet.metadata.name))), routers),
             templates=templates,
@@ -454,6 +473,8 @@ class Reconciler:
             if state.changing and not state.following:
                 state.following = True
                 found.append(self._follow(key, state.known.fleet, state))
+            if state.adapters.due(state.known.fleet, now):
+                found.append(self._adapt(key, state.known.fleet, state.adapters))
         return found
 
     async def _follow(self, key: Key, fleet: InferenceFleet, state: _State) -> None:
@@ -466,6 +487,11 @@ class Reconciler:
                 self.touch(key)
         finally:
             state.following = False
+
+    async def _adapt(self, key: Key, fleet: InferenceFleet, memory: AdapterMemory) -> None:
+        """Tell and hear the workers of one fleet about their adapters."""
+        if await memory.look(self._adapters, fleet, self._objects.children(key), self._now):
+            self.touch(key)
 
     async def _read(self, key: Key, fleet: InferenceFleet, state: _State) -> None:
         try:

@@ -10,6 +10,7 @@ from fleet_api.quantities import format_ratio
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.status import Condition, FleetStatus, KvStatus, RoleStatus, RolloutStatus, TierStatus, ZeroStatus
 from fleet_api.v1alpha1.tier import TierSpec
+from fleet_planner.adapters import adapter_statuses, adapters_loaded
 from fleet_planner.canary import overdue
 from fleet_planner.capacity import QUOTA_WORDS
 from fleet_planner.events import NAME_CONFLICT
@@ -40,8 +41,10 @@ class TierView:
     zero: ZeroStatus | None = None
 
 
-def plan_status(fleet: InferenceFleet, views: Sequence[TierView], observed: Observed, now: float) -> FleetStatus:
-    """The whole status; lastTransitionTime is kept from the present one."""
+def plan_status(
+    fleet: InferenceFleet, views: Sequence[TierView], observed: Observed, now: float, cached: Verdict | None = None
+) -> FleetStatus:
+    """The whole status; lastTransitionTime is kept from the present one. `cached`: ModelCached, for fleets that fetch ahead."""
     tiers = tuple(_tier_status(view, observed, fleet.status) for view in views)
     verdicts: dict[ConditionType, Verdict] = {
         "Accepted": ("True", "Valid", "the spec makes sense"),
@@ -56,8 +59,13 @@ def plan_status(fleet: InferenceFleet, views: Sequence[TierView], observed: Obse
     }
     if not observed.telemetry_read:
         verdicts |= {c.type: (c.status, c.reason, c.message) for c in fleet.status.conditions if c.type in FROM_TELEMETRY}
+    adapters = adapter_statuses(fleet, observed.pods, observed.adapters)
+    if (loaded := adapters_loaded(adapters)) is not None:
+        verdicts["AdaptersLoaded"] = loaded
+    if cached is not None:
+        verdicts["ModelCached"] = cached
     verdicts["Ready"] = _ready(verdicts)
-    conditions: tuple[Condition, ...] = fleet.status.conditions
+    conditions: tuple[Condition, ...] = tuple(c for c in fleet.status.conditions if c.type in verdicts)
     for kind, (status, reason, message) in verdicts.items():
         conditions = set_condition(conditions, kind, status, reason, message, generation=fleet.metadata.generation, now=now)
     name, namespace = fleet.metadata.name, fleet.metadata.namespace
@@ -65,6 +73,7 @@ def plan_status(fleet: InferenceFleet, views: Sequence[TierView], observed: Obse
         observed_generation=fleet.metadata.generation,
         endpoint=f"http://{name}-router.{namespace}.svc:8080",
         tiers=tiers,
+        adapters=adapters,
         conditions=conditions,
         resolved=fleet.resolved(),
     )

@@ -57,6 +57,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     fleet: str
     served_name: str
+    adapters: tuple[str, ...] = ()
+    """Names of the adapters over the model; each is a `model` that clients may ask for."""
     policy: Policy = "kvAware"
     load_bound: float = 1.25
     """No worker gets more than `load_bound` x mean in-flight load (consistent hashing with bounded loads)."""

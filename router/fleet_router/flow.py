@@ -138,9 +138,12 @@ class Flow:
     def begin(self) -> None:
         """Choose and send the first leg."""
         context = self._context
-        found, keys = context.table.choose(self._ask.prompt, self.config, context.clock(), self._excluded, self._ticket.lane.seed)
+        ask = self._ask
+        found, keys = context.table.choose(
+            ask.prompt, self.config, context.clock(), self._excluded, self._ticket.lane.seed, ask.adapter
+        )
         if not isinstance(found, Choice):
-            self._hold(found.reason)
+            self._hold(found.reason, "adapter_not_loaded" if ask.adapter else "no_worker")
             return
         if self._held:
             self._held, self.started_at = False, context.clock()  # what it waited says nothing of the workers
@@ -160,11 +163,11 @@ class Flow:
         context.metrics.prefill_tokens += int(len(self._ask.prompt) / BYTES_PER_TOKEN)
         self._send(prefill, prefill_body(self._ask), PrefillLeg(self, prefill, decode))
 
-    def _hold(self, why: str) -> None:
+    def _hold(self, why: str, code: str) -> None:
         """Nobody can answer it now: it waits for workers, if any are to come."""
         holding, now = self._context.holding, self._context.clock()
         try:
-            self.deadline = holding.hold(self, self._ask.size_bytes, why, now, self.config.hold)
+            self.deadline = holding.hold(self, self._ask.size_bytes, (why, code), now, self.config.hold)
         except RequestError as error:
             self._refuse(error)
         else:
@@ -264,6 +267,20 @@ class Flow:
         self._context.metrics.retries += 1
         self.begin()
 
+    @property
+    def adapter(self) -> str:
+        """Of the request; empty: the base model."""
+        return self._ask.adapter
+
+    def adapter_missing(self, worker: Worker) -> None:
+        """It answers that it has no such model: it was told to unload it, or has begun anew, since we heard of it. Nothing is
+        wrong with the worker; the others may have it."""
+        self.end_leg()
+        self._release_lease()
+        self._context.metrics.retries += 1
+        self._excluded = self._excluded | {worker.uid}
+        self.begin()
+
     # -- to the client ----------------------------------------------------------------------------------------------
     def head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         """The answer begins: from now on no retry."""
@@ -323,7 +340,7 @@ class Flow:
         self._context.desk.runaways[why] += 1
         if self._connection is not None:
             self._connection.abort()
-        event = last_event(why, self._path == CHAT_PATH, self._client.request_id, self.config.served_name)
+        event = last_event(why, self._path == CHAT_PATH, self._client.request_id, self._ask.adapter or self.config.served_name)
         if self._translation is not None:
             event = self._translation.feed(event)
         self._client.write(framed(event) + END)

@@ -31,7 +31,7 @@ class One:
         self.holding, self.name, self.size, self.ended = holding, name, size, ""
 
     def wait(self, now: float = 0.0, bounds: HoldBounds = HoldBounds()) -> float:  # noqa: B008 - frozen
-        return self.holding.hold(self, self.size, "no worker", now, bounds)
+        return self.holding.hold(self, self.size, ("no worker", "no_worker"), now, bounds)
 
     def begin(self) -> None:
         self.ended = "begun"

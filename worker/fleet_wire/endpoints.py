@@ -34,6 +34,8 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     compat: str
     """Compatibility hash: KV moves only between workers whose hashes are equal."""
     state: WorkerState = "serving"
+    adapters: dict[str, str] = {}
+    """Adapters that it can answer for: name → digest. KV moves only between equal digests."""
 
 
 class Split(msgspec.Struct, frozen=True, kw_only=True):

@@ -61,6 +61,7 @@ def render_documents(fleet: InferenceFleet, plan: Plan, owner: Object, live: Map
             name=target.name, uid=target.uid, address=target.address,
             http_port=port(target, "http", PORTS.http), agent_port=port(target, "agent", PORTS.agent),
             role=target.role, tier=target.tier, revision=target.revision, compat=target.compat, state=target.state,
+            adapters=dict(target.adapters),
         )
         for target in plan.targets
     )  # fmt: skip
@@ -77,6 +78,7 @@ def _router_config(fleet: InferenceFleet) -> RouterConfig:
     return RouterConfig(
         fleet=fleet.metadata.name,
         served_name=fleet.served_name,
+        adapters=tuple(sorted(adapter.name for adapter in fleet.spec.model.adapters)),
         policy=spec.routing.policy,
         load_bound=spec.routing.load.bound,
         min_uncached_tokens=spec.routing.remote_prefill.min_uncached_tokens,
