@@ -33,6 +33,7 @@ def fleet_schema() -> Schema:
     """Structural schema of InferenceFleet."""
     schema = _object(InferenceFleet, structural(FleetSpec), structural(FleetStatus, output=True), name=FLEET_NAME)
     list_map(schema, "spec.tiers", "name")
+    list_map(schema, "spec.classes", "name")
     for role in ("prefill", "decode"):
         template = f"spec.tiers[].{role}.podTemplate"
         for name, key in (("env", "name"), ("volumes", "name"), ("volumeMounts", "mountPath"), ("imagePullSecrets", "name")):

@@ -60,6 +60,7 @@ def plan_status(fleet: InferenceFleet, views: Sequence[TierView], observed: Obse
     return FleetStatus(
         observed_generation=fleet.metadata.generation,
         endpoint=f"http://{name}-router.{namespace}.svc:8080",
+        authentication="open" if fleet.spec.tenants is None else "keys",
         tiers=tiers,
         conditions=conditions,
         resolved=fleet.resolved(),
