@@ -17,6 +17,8 @@ from fleet_api.conditions import rfc3339, set_condition
 from fleet_api.parse import ManifestError
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.status import FleetStatus
+from fleet_operator.adapters.follow import AdapterFollower
+from fleet_operator.adapters.memory import AdapterMemory
 from fleet_operator.apply import Applier
 from fleet_operator.cluster.interface import (
     CONFIG_MAP,
@@ -45,22 +47,43 @@ from fleet_operator.compare import contains
 from fleet_operator.fleet_objects import FleetObjects
 from fleet_operator.flip.follow import FlipFollower
 from fleet_operator.health.passes import Passes, Unmeasured
+from fleet_operator.hearing import Hearing
 from fleet_operator.known_fleet import KnownFleet, parse_again
 from fleet_operator.names import MANAGED_BY, MANAGER, ROUTER_ROLE, router_name
 from fleet_operator.names import ROLE as ROLE_LABEL
-from fleet_operator.nodes import NodeView, changed_nodes, going_away, observe_node, sick_nodes
-from fleet_operator.observe import Surroundings, observe_pods, observe_pools, observe_router, observe_serving
+from fleet_operator.nodes import NodeView, changed_nodes, going_away, observe_node, places, sick_nodes
+from fleet_operator.observe import (
+    Surroundings,
+    observe_fetching,
+    observe_pods,
+    observe_pools,
+    observe_published,
+    observe_router,
+    observe_serving,
+)
 from fleet_operator.outcome import Outcome
 from fleet_operator.pace import ASKED_MOST_S, Pace
 from fleet_operator.recorder import Recorder, present_status
+from fleet_operator.render.prefetch import fetches_ahead
 from fleet_operator.render.revision import observe_revisions, template_of
 from fleet_operator.settings import Platform
 from fleet_operator.status_pace import StatusPace
 from fleet_operator.work_queue import Key, WorkQueue
 from fleet_operator.write_through import WriteThrough
 from fleet_planner.events import sizing_of
+from fleet_planner.prefetch import model_key
 from fleet_planner.reconcile import Plan, reconcile
-from fleet_planner.types import FlipReport, Observed, ObservedPod, Problem, ScaleMemory, Template, TierTelemetry
+from fleet_planner.types import (
+    Demand,
+    FlipReport,
+    Observed,
+    ObservedPod,
+    Problem,
+    RestMemory,
+    ScaleMemory,
+    Template,
+    TierTelemetry,
+)
 
 CHILDREN: tuple[Kind, ...] = (
     POOL,
@@ -93,6 +116,10 @@ class Telemetry(Protocol):
         """By tier; a tier that cannot be read is absent."""
         ...
 
+    async def listen(self, routers: list[str]) -> Demand | None:
+        """See `Listen`."""
+        ...
+
 
 @dataclass(slots=True)
 class _State:
@@ -101,6 +128,7 @@ class _State:
     telemetry: dict[str, TierTelemetry] = field(default_factory=dict)
     telemetry_read: bool = False
     memory: dict[str, ScaleMemory] = field(default_factory=dict)
+    rest: RestMemory = field(default_factory=RestMemory)
     problems: tuple[Problem, ...] = ()
     pace: Pace = field(default_factory=Pace)
     read_at: float = float("-inf")
@@ -110,6 +138,7 @@ class _State:
     changing: bool = False
     """The last pass saw such workers."""
     following: bool = False
+    adapters: AdapterMemory = field(default_factory=AdapterMemory)
     known: KnownFleet | None = None
     restless: bool = False
 
@@ -135,6 +164,7 @@ class Reconciler:
         owns: Callable[[str], bool] = lambda namespace: True,
         passes: Passes | None = None,
         flips: FlipFollower | None = None,
+        adapters: AdapterFollower | None = None,
     ) -> None:
         """`owns` says whether fleets of a namespace are ours now; `touch_namespace` when that changes."""
         self._owns = owns
@@ -146,8 +176,10 @@ class Reconciler:
         self._now = now
         self._objects = FleetObjects()
         self._writer = WriteThrough(cluster, self._written, self._asked_to_go)
+        self._hearing = Hearing(telemetry.listen, self._router_urls, now)
         self._pace = StatusPace(now, platform.counters_s)
         self._flips = flips or FlipFollower()
+        self._adapters = adapters or AdapterFollower()
         self._applier = Applier(self._writer, platform, self._pace)
         self._recorder = Recorder(cluster, now)
         self._states: dict[Key, _State] = {}
@@ -179,6 +211,7 @@ class Reconciler:
             self._later_at.pop(key, None)
             self._recorder.forget(event.object["metadata"]["uid"])
             self._pace.forget(event.object["metadata"]["uid"])
+            self._hearing.forget(key)
         self.touch(key)
 
     def missed(self, kind: Kind, listed: Listed, within: Collection[str] = ()) -> tuple[list[Key], list[Object]]:
@@ -203,7 +236,8 @@ class Reconciler:
         else:
             self._nodes[name] = view
         before, self._leaving = self._leaving, going_away(self._nodes)
-        for key in self._objects.fleets_on(set(changed_nodes(before, self._leaving))):
+        touched = self._objects.fleets_on(set(changed_nodes(before, self._leaving)))
+        for key in [*touched, *(key for key, raw in self._objects.fleets.items() if fetches_ahead(raw))]:
             self.touch(key)
 
     def touch(self, key: Key) -> None:
@@ -353,7 +387,8 @@ class Reconciler:
         observed = self._observed(fleet, state, templates, stored, live)
         state.changing = any(pod.flipping is not None for pod in observed.pods)
         plan: Plan = reconcile(fleet, observed, self._now())
-        state.memory, state.restless = plan.memory, is_restless(plan.status)
+        state.memory, state.rest, state.restless = plan.memory, plan.rest, is_restless(plan.status)
+        self._hearing.follow(key, plan.status)
         outcome = await self._applier.apply(fleet, raw, plan, templates, live)
         await self._recorder.record(raw, plan.status, outcome, sizing_of(fleet, plan.reasons))
         return outcome
@@ -371,6 +406,9 @@ class Reconciler:
         return Observed(
             pods=self._workers(fleet, state, live),
             flips=state.flips,
+            nodes=places(self._nodes) if model_key(fleet) is not None else None,
+            fetching=observe_fetching(pods),
+            adapters={**observe_published(live.get(("ConfigMap", router_name(fleet.metadata.name)))), **state.adapters.seen},
             pools=observe_pools(obj for (kind, _), obj in live.items() if kind == "WorkerPool"),
             router=observe_router(live.get(("Deployment", router_name(fleet.metadata.name))), routers),
             templates=templates,
@@ -378,6 +416,8 @@ class Reconciler:
             telemetry=state.telemetry,
             telemetry_read=state.telemetry_read,
             memory=state.memory,
+            rest=state.rest,
+            heard=self._hearing.heard((fleet.metadata.namespace, fleet.metadata.name)),
             problems=state.problems,
         )
 
@@ -409,20 +449,23 @@ class Reconciler:
         async with asyncio.TaskGroup() as group:
             while True:
                 await asyncio.sleep(0.5)
-                for reading in self._due():
+                for reading in (*self._due(), *self._hearing.due(self._is_ours, self.touch)):
                     group.create_task(reading)
 
     async def read_due(self) -> None:
         """Read the load of every fleet whose interval is over, and wait for it."""
         await asyncio.gather(*self._due())
 
+    def _is_ours(self, key: Key) -> bool:
+        raw = self._objects.fleets.get(key)
+        return raw is not None and "deletionTimestamp" not in raw["metadata"] and self._owns(key[0])
+
     def _due(self) -> list[Coroutine[Any, Any, None]]:
         """One reading per fleet whose interval is over and that is not being read already; and one look at workers that change
         their role."""
         found, now = [], self._now()
         for key, state in self._states.items():
-            raw = self._objects.fleets.get(key)
-            if state.known is None or raw is None or "deletionTimestamp" in raw["metadata"] or not self._owns(key[0]):
+            if state.known is None or not self._is_ours(key):
                 continue
             if not state.reading and now - state.read_at >= state.known.fleet.spec.telemetry.interval_s:
                 state.reading, state.read_at = True, now
@@ -430,6 +473,8 @@ class Reconciler:
             if state.changing and not state.following:
                 state.following = True
                 found.append(self._follow(key, state.known.fleet, state))
+            if state.adapters.due(state.known.fleet, now):
+                found.append(self._adapt(key, state.known.fleet, state.adapters))
         return found
 
     async def _follow(self, key: Key, fleet: InferenceFleet, state: _State) -> None:
@@ -443,10 +488,15 @@ class Reconciler:
         finally:
             state.following = False
 
+    async def _adapt(self, key: Key, fleet: InferenceFleet, memory: AdapterMemory) -> None:
+        """Tell and hear the workers of one fleet about their adapters."""
+        if await memory.look(self._adapters, fleet, self._objects.children(key), self._now):
+            self.touch(key)
+
     async def _read(self, key: Key, fleet: InferenceFleet, state: _State) -> None:
         try:
             pods = [obj for (kind, _), obj in self._objects.children(key).items() if kind == "Pod"]
-            found = await self._telemetry.collect(fleet, pods, self._router_urls(pods))
+            found = await self._telemetry.collect(fleet, pods, self._router_urls(key))
             # what stays unknown is no news; that it grows old is seen at the next resync
             if found != state.telemetry or not state.telemetry_read or state.restless:
                 state.telemetry, state.telemetry_read = found, True
@@ -454,8 +504,9 @@ class Reconciler:
         finally:
             state.reading = False
 
-    def _router_urls(self, pods: list[Object]) -> list[str]:
+    def _router_urls(self, key: Key) -> list[str]:
         host, port = self._platform.router_host, self._platform.router_port
+        pods = [obj for (kind, _), obj in self._objects.children(key).items() if kind == "Pod"]
         routers = [pod for pod in pods if pod["metadata"]["labels"].get(ROLE_LABEL) == ROUTER_ROLE]
         addresses = [ip for pod in routers if (ip := (pod.get("status") or {}).get("podIP"))]
         return [f"http://{host or address}:{port}" for address in addresses]

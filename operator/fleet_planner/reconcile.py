@@ -8,14 +8,17 @@ from dataclasses import dataclass, field, replace
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.status import FleetStatus
 from fleet_api.v1alpha1.tier import TierSpec
-from fleet_planner.capacity import Fitted, fit_budget, fit_cluster
+from fleet_planner.adapters import fitted
+from fleet_planner.capacity import QUOTA_WORDS, Fitted, fit_budget, fit_cluster
 from fleet_planner.gang import as_pods, settled, workers_of
+from fleet_planner.prefetch import held_back, plan_prefetch, reached
 from fleet_planner.ratio import Bounds, bounds_of, project
 from fleet_planner.revisions import TierPlan, plan_tier
 from fleet_planner.scale import ScaleDecision, ScaleInputs, want
 from fleet_planner.status import TierView, plan_status
 from fleet_planner.types import (
     ROLES,
+    FetchWanted,
     FlipWanted,
     Observed,
     ObservedPool,
@@ -23,11 +26,14 @@ from fleet_planner.types import (
     PodWanted,
     PoolWanted,
     Relabel,
+    RestMemory,
     Role,
     ScaleMemory,
     Split,
     Target,
+    ZeroTier,
 )
+from fleet_planner.zero import NOTHING, plan_rest
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +44,7 @@ class Plan:
     pools_gone: tuple[ObservedPool, ...]
     create: tuple[PodWanted, ...]
     delete: tuple[PodGone, ...]
+    fetch: tuple[FetchWanted, ...]
     flips: tuple[FlipWanted, ...]
     relabels: tuple[Relabel, ...]
     targets: tuple[Target, ...]
@@ -47,6 +54,9 @@ class Plan:
     forget: tuple[tuple[str, str], ...]
     """(tier, revision) whose stored templates nobody needs any more."""
     status: FleetStatus
+    zero: tuple[ZeroTier, ...] = ()
+    """Tiers for which routers hold requests."""
+    rest: RestMemory = field(default_factory=RestMemory)
     memory: dict[str, ScaleMemory] = field(default_factory=dict)
     reasons: tuple[str, ...] = ()
 
@@ -56,34 +66,59 @@ def reconcile(fleet: InferenceFleet, observed: Observed, now: float) -> Plan:
     tiers: list[TierPlan] = []
     views: list[TierView] = []
     memory: dict[str, ScaleMemory] = {}
+    kept: list[tuple[str, str]] = []
     left = fleet.spec.scaling.budget.gpus if fleet.spec.scaling.budget is not None else None
+    prefetch, seen = plan_prefetch(fleet, observed, now), observed
+    sizes = {tier.name: current_size(tier, observed) for tier in fleet.spec.tiers}
+    scaled = any(_scaled_by_others(tier.name, observed.templates[tier.name].revision, observed) for tier in fleet.spec.tiers)
+    rest = plan_rest(fleet, observed, sizes, scaled, now)
     for tier in fleet.spec.tiers:
-        decision = fit(fleet, tier, size_tier(fleet, tier, observed, now), observed, left, now)
+        observed = held_back(tier, seen, prefetch.waiting, fleet)
+        if tier.name in rest.asleep:
+            decision = ScaleDecision(*NOTHING, rest.reason, ScaleMemory())
+        else:
+            decision = fit(fleet, tier, size_tier(fleet, tier, observed, now), observed, left, now)
+            if sizes[tier.name] == NOTHING:
+                decision = replace(decision, reason=f"woken: {rest.reason or 'scaling.toZero is off'}")
         gpus = observed.templates[tier.name].gpus
         left = None if left is None else left - decision.prefill * gpus[0] - decision.decode * gpus[1]
         plan = plan_tier(fleet, tier, (decision.prefill, decision.decode), observed, now)
         gangs = settled(plan.gangs, plan.delete, workers_of(observed, tier.name), now)
-        memory[tier.name] = replace(decision.memory, flip=plan.flip, gangs=gangs)
+        size, whole = (decision.prefill, decision.decode), reached(tier, (decision.prefill, decision.decode), seen)
+        if tier.name in prefetch.waiting and size != whole:
+            plan = replace(plan, create=())  # growth waits for the model; a repair never does
+        memory[tier.name] = replace(decision.memory, flip=plan.flip, gangs=gangs, reached=whole)
+        kept.append((tier.name, observed.templates[tier.name].revision))
         tiers.append(plan)
-        views.append(TierView(tier, decision, plan))
+        views.append(TierView(tier, decision, plan, rest.zero.get(tier.name)))
+    observed = seen
     orphans = _orphans(fleet, observed)
     names = {pool.name for plan in tiers for pool in plan.pools}
-    targets = [target for plan in tiers for target in plan.targets]
+    targets = fitted((target for plan in tiers for target in plan.targets), fleet, observed.adapters)
     return Plan(
         pools=tuple(pool for plan in tiers for pool in plan.pools),
         pools_gone=tuple(pool for pool in observed.pools if pool.name not in names and not _has_pods(pool, observed)),
         create=tuple(pod for plan in tiers for pod in plan.create),
-        delete=(*(pod for plan in tiers for pod in plan.delete), *orphans),
+        delete=(*(pod for plan in tiers for pod in plan.delete), *orphans, *prefetch.delete),
+        fetch=prefetch.create,
         flips=tuple(flip for plan in tiers for flip in plan.flips),
         relabels=tuple(relabel for plan in tiers for relabel in plan.relabels),
         targets=tuple(sorted(targets, key=lambda target: target.name)),
         splits=tuple(plan.split for plan in tiers if plan.split is not None),
-        keep=tuple((tier.name, observed.templates[tier.name].revision) for tier in fleet.spec.tiers),
+        keep=tuple(kept),
         forget=_forgotten(fleet, dict(zip((tier.name for tier in fleet.spec.tiers), tiers, strict=True)), observed),
-        status=plan_status(fleet, views, observed, now),
+        status=plan_status(fleet, views, observed, now, prefetch.verdict),
+        zero=tuple(_zero_tier(view, observed) for view in views if view.zero is not None),
         memory=memory,
+        rest=rest.memory,
         reasons=tuple(f"{view.tier.name}: {view.decision.reason}" for view in views),
     )
+
+
+def _zero_tier(view: TierView, observed: Observed) -> ZeroTier:
+    stuck = any(pod.unschedulable and not pod.terminating for pod in observed.pods if pod.tier == view.tier.name)
+    refused = any(QUOTA_WORDS in problem.message for problem in observed.problems)
+    return ZeroTier(view.tier.name, limited=bool(view.decision.limited) or stuck or refused)
 
 
 def _forgotten(fleet: InferenceFleet, plans: dict[str, TierPlan], observed: Observed) -> tuple[tuple[str, str], ...]:

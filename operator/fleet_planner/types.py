@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from fleet_api.v1alpha1.status import FlipStatus
+from fleet_api.v1alpha1.status import FlipStatus, ZeroStatus
 
 Role = Literal["prefill", "decode"]
 Verdict = tuple[Literal["True", "False", "Unknown"], str, str]
@@ -78,6 +79,59 @@ class FlipReport:
 
 
 @dataclass(frozen=True, slots=True)
+class ObservedNode:
+    """What decides whether a worker may run there."""
+
+    name: str
+    labels: Mapping[str, str] = field(default_factory=dict)
+    taints: tuple[tuple[str, str, str], ...] = ()
+    """(key, value, effect)."""
+    devices: frozenset[str] = frozenset()
+    """Extended resources that it has any of."""
+    leaving: bool = False
+    """Cordoned, lost or going away."""
+
+
+@dataclass(frozen=True, slots=True)
+class FetchPod:
+    """One pod that fetches, or has fetched."""
+
+    name: str
+    uid: str
+    node: str
+    key: str
+    phase: str
+    created_at: float
+    message: str = ""
+    terminating: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FetchWanted:
+    """A pod to create."""
+
+    name: str
+    node: str
+    key: str
+    tier: str
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSeen:
+    """What a worker says about one adapter."""
+
+    name: str
+    source: str = ""
+    """The wished source as the worker was told it; empty when it is to go, or was only published and not reported yet."""
+    state: str = "Loaded"
+    """Loaded | Loading | Failed | Unloading."""
+    digest: str = ""
+    """Of the version that its engine has; empty: none."""
+    reason: str = ""
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class ObservedPool:
     """One WorkerPool object."""
 
@@ -143,6 +197,17 @@ class RevisionLoad:
 
 
 @dataclass(frozen=True, slots=True)
+class Demand:
+    """What a fleet's routers say of their clients."""
+
+    held: int
+    """Requests that wait for a worker in the routers that could be read."""
+    arrivals: float | None
+    """Requests that ever came to any of the routers; None when one of them could not be read or does not count them."""
+    measured_at: float
+
+
+@dataclass(frozen=True, slots=True)
 class TierTelemetry:
     """All that is known about one tier's load."""
 
@@ -159,6 +224,8 @@ class TierTelemetry:
     """By revision; one that no router has counted yet is absent."""
     busy: dict[str, float] = field(default_factory=dict)
     """By pod name: requests that the worker runs; one that could not be read is absent."""
+    demand: Demand | None = None
+    """Of the whole fleet, whichever tier its requests go to; None when no router could be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +269,23 @@ class ScaleMemory:
     cap_reason: str = ""
     flip: FlipStatus | None = None
     """The last role flip that failed: the status that says so may be read late."""
+    reached: tuple[int, int] = (0, 0)
+    """Workers that were there at once, up to the present size: making one of so many again is a repair, more is growth."""
     gangs: GangMemory = GangMemory()
+
+
+@dataclass(frozen=True, slots=True)
+class RestMemory:
+    """What scaling to zero must remember between passes; all of it may be lost: then the fleet counts as just used."""
+
+    used_at: float | None = None
+    """When the fleet was last seen in use."""
+    arrivals: float | None = None
+    """Requests that the routers had counted at the last complete reading."""
+    woke_in_s: float = 0.0
+    """How long the last waking took."""
+    zero: dict[str, ZeroStatus] | None = None
+    """By tier: those without workers and those that wake. None: not known, the fleet's status has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +334,14 @@ class Observed:
     memory: dict[str, ScaleMemory] = field(default_factory=dict)
     flips: dict[str, FlipReport] = field(default_factory=dict)
     """By uid: workers that are to change their role."""
+    rest: RestMemory = RestMemory()
+    heard: Demand | None = None
+    """What routers of a fleet at zero said between two readings of its telemetry."""
+    nodes: tuple[ObservedNode, ...] | None = None
+    """None: they cannot be read."""
+    fetching: tuple[FetchPod, ...] = ()
+    adapters: dict[str, tuple[AdapterSeen, ...]] = field(default_factory=dict)
+    """By uid: what workers say of their adapters; one that has said nothing yet has what the routers were told last."""
     problems: tuple[Problem, ...] = ()
     """What the last apply could not do, in words; empty when all was applied."""
 
@@ -334,6 +425,8 @@ class Target:
     compat: str
     state: TargetState
     """held: ready, but the ratio has no place for it now; what it runs goes on."""
+    adapters: tuple[tuple[str, str], ...] = ()
+    """(name, digest) that it can answer for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,3 +436,12 @@ class Split:
     tier: str
     revision: str
     percent: int
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroTier:
+    """A tier of which nothing serves because it is, or was, at zero: routers hold requests for it."""
+
+    tier: str
+    limited: bool = False
+    """It cannot get the workers that it needs at this moment."""

@@ -18,7 +18,7 @@ from fleet_router.admission.usage import estimated
 from fleet_router.config import RouterConfig
 from fleet_router.errors import RequestError
 from fleet_router.metrics import WAIT_BUCKETS_S, Histogram
-from fleet_router.request import Ask, asked_about, asked_tokens, choices_of, model_of, with_fields
+from fleet_router.request import Ask, asked_about, asked_tokens, choices_of, with_fields
 
 CLASS_HEADER = "x-slo-class"
 USUAL_OUTPUT_TOKENS = 256
@@ -131,7 +131,7 @@ class Desk:
     def admit(self, lane: Lane, ask: Ask, ttft_ms: int = 0) -> tuple[Ask, Ticket]:
         """The request as it is sent, and its ticket, running or waiting; RequestError 400, 403, 429, 529. `start` must follow."""
         account, now = lane.account, self._clock()
-        if lane.models is not None and (model_of(ask) or lane.config.served_name) not in lane.models:
+        if lane.models is not None and (ask.adapter or lane.config.served_name) not in lane.models:
             account.counts["model"] += 1
             raise RequestError(403, "this key may not use that model", code="model_not_allowed", param="model")
         tokens = estimated(ask.prompt or asked_about(ask))

@@ -7,7 +7,7 @@ No task per request: the flow is a small state machine that legs and timers call
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from typing import Protocol
 
@@ -20,6 +20,7 @@ from fleet_router.desk import Desk
 from fleet_router.dialect.translation import Translation
 from fleet_router.ending import CHAT_PATH, END, framed, last_event
 from fleet_router.errors import PHRASES, RequestError
+from fleet_router.holding import Holding
 from fleet_router.legs import DecodeLeg, Ignored, PrefillLeg, TranslatedLeg
 from fleet_router.metrics import Metrics, Served
 from fleet_router.policy.choose import Choice
@@ -76,6 +77,7 @@ class Context:
     metrics: Metrics
     clock: Callable[[], float]
     desk: Desk
+    holding: Holding = field(default_factory=Holding)
     draining: bool = False
 
 
@@ -84,15 +86,16 @@ class Flow:
 
     __slots__ = (
         "_ask", "_before", "_client", "_connection", "_context", "_decode_failures", "_events", "_excluded", "_first",
-        "_handed_over", "_head_bytes", "_keys", "_last", "_lease", "_leg_worker", "_local", "_metered", "_outcome", "_path",
-        "_paused", "_prefill_failures", "_runaway", "_served", "_tail", "_ticket", "_translation", "config", "deadline", "done",
-        "last_byte_at", "started", "started_at",
+        "_handed_over", "_head_bytes", "_held", "_keys", "_last", "_lease", "_leg_worker", "_local", "_metered", "_outcome",
+        "_path", "_paused", "_prefill_failures", "_runaway", "_served", "_tail", "_ticket", "_translation", "config", "deadline",
+        "done", "last_byte_at", "started", "started_at",
     )  # fmt: skip
 
     def __init__(
         self, context: Context, client: Client, path: bytes, ask: Ask, ticket: Ticket, translation: Translation | None = None
     ) -> None:
         self._context = context
+        context.metrics.arrivals += 1
         self._client = client
         self._path = path
         self._ask = ask
@@ -119,6 +122,8 @@ class Flow:
         """Tier of the decode leg when another worker prefilled the prompt."""
         self._served: Served | None = None
         self._first = True
+        self._held = False
+        """It waits for workers."""
         self._head_bytes = b""
         """The answer's head, waiting for the first bytes of its body: one write for both."""
         self._outcome: Outcome = "left"
@@ -139,10 +144,16 @@ class Flow:
     def begin(self) -> None:
         """Choose and send the first leg."""
         context = self._context
-        found, keys = context.table.choose(self._ask.prompt, self.config, context.clock(), self._excluded, self._ticket.lane.seed)
+        ask = self._ask
+        found, keys = context.table.choose(
+            ask.prompt, self.config, context.clock(), self._excluded, self._ticket.lane.seed, ask.adapter
+        )
         if not isinstance(found, Choice):
-            self._refuse(RequestError(503, found.reason, code="no_worker"))
+            self._hold(found.reason, "adapter_not_loaded" if ask.adapter else "no_worker")
             return
+        if self._held:
+            self._held, self.started_at = False, context.clock()  # what it waited says nothing of the workers
+            self.deadline = self.started_at + self.config.first_token_deadline_s
         decode = context.table.workers[found.decode]
         self._keys = [] if self._ask.alone else keys
         self._handed_over = ""
@@ -157,6 +168,16 @@ class Flow:
         context.metrics.remote_prefills += 1
         context.metrics.prefill_tokens += int(len(self._ask.prompt) / BYTES_PER_TOKEN)
         self._send(prefill, prefill_body(self._ask), PrefillLeg(self, prefill, decode))
+
+    def _hold(self, why: str, code: str) -> None:
+        """Nobody can answer it now: it waits for workers, if any are to come."""
+        holding, now = self._context.holding, self._context.clock()
+        try:
+            self.deadline = holding.hold(self, self._ask.size_bytes, (why, code), now, self.config.hold)
+        except RequestError as error:
+            self._refuse(error)
+        else:
+            self._held = True
 
     def _send_decode(self, worker: Worker, reference: bytes | None) -> None:
         translation = self._translation
@@ -252,6 +273,20 @@ class Flow:
         self._context.metrics.retries += 1
         self.begin()
 
+    @property
+    def adapter(self) -> str:
+        """Of the request; empty: the base model."""
+        return self._ask.adapter
+
+    def adapter_missing(self, worker: Worker) -> None:
+        """It answers that it has no such model: it was told to unload it, or has begun anew, since we heard of it. Nothing is
+        wrong with the worker; the others may have it."""
+        self.end_leg()
+        self._release_lease()
+        self._context.metrics.retries += 1
+        self._excluded = self._excluded | {worker.uid}
+        self.begin()
+
     # -- to the client ----------------------------------------------------------------------------------------------
     def head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         """The answer begins: from now on no retry."""
@@ -314,7 +349,7 @@ class Flow:
         self._context.desk.runaways[why] += 1
         if self._connection is not None:
             self._connection.abort()
-        event = last_event(why, self._path == CHAT_PATH, self._client.request_id, self.config.served_name)
+        event = last_event(why, self._path == CHAT_PATH, self._client.request_id, self._ask.adapter or self.config.served_name)
         if self._translation is not None:
             event = self._translation.feed(event)
         self._client.write(framed(event) + END)
@@ -358,11 +393,12 @@ class Flow:
         if self.done:
             return
         self.done = True
+        self._context.holding.drop(self, "left")
         self._context.metrics.client_left += 1
         self._abandon_leg()
         self.end_leg()
         self._release_lease()
-        self._leave("failed" if self._ticket.waiting else self._outcome)
+        self._leave("failed" if self._ticket.waiting or self._held else self._outcome)
 
     def _leave(self, outcome: Outcome) -> None:
         """Give the slot back and settle; once, whatever ended the request."""
@@ -376,6 +412,9 @@ class Flow:
         if self._paused:
             self.cancel()
             self._client.abort()
+            return
+        if (error := self._context.holding.expired(self)) is not None:
+            self._refuse(error)
             return
         if self._leg_worker is not None:
             self._blame(self._leg_worker)

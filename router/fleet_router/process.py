@@ -67,6 +67,7 @@ class Router:
         self._context.config = config
         table.update(documents.endpoints)
         gone = [worker for uid, worker in before.items() if worker.role == "decode" and table.workers.get(uid) is not worker]
+        self._context.holding.follow(documents.endpoints.at_zero, self._clock(), served=table.ready())
         self._desk.follow(config, slots_of(table, config), gone)
         self._followed_at = self._clock()
         self._last_problem = ""
@@ -99,15 +100,22 @@ class Router:
             rows = [(w.endpoint.name, w.endpoint.role, w.endpoint.tier, w.inflight) for w in context.table.workers.values()]
             age_s = -1.0 if self._followed_at is None else self._clock() - self._followed_at
             text = context.metrics.exposition(rows, age_s, len(context.table.index))
+            text += "".join(f"{line}\n" for line in context.holding.lines())
             return 200, b"text/plain; version=0.0.4", (text + exposition(self._desk, self._clock())).encode()
         if path == b"/v1/models":
-            card = {"id": context.config.served_name, "object": "model", "created": 0, "owned_by": "inferencefleet"}
-            data = [card] if context.config.served_name else []
-            return 200, b"application/json", msgspec.json.encode({"object": "list", "data": data})
+            return 200, b"application/json", msgspec.json.encode({"object": "list", "data": self._models()})
         if path == b"/ready":
             why = self._not_ready()
             return (503 if why else 200), b"text/plain", (why or "ready").encode() + b"\n"
         return 200, b"text/plain", b"ok\n"
+
+    def _models(self) -> list[dict[str, object]]:
+        """The model, and the adapters that some decode worker can answer for now."""
+        config, decodes = self._context.config, self._context.table.by_role["decode"]
+        card = {"object": "model", "created": 0, "owned_by": "inferencefleet"}
+        there = {name for worker in decodes for name in worker.endpoint.adapters}
+        adapters = [{"id": name, **card, "parent": config.served_name} for name in config.adapters if name in there]
+        return [{"id": config.served_name, **card}, *adapters] if config.served_name else []
 
     def _not_ready(self) -> str:
         if self._context.draining:
@@ -116,7 +124,9 @@ class Router:
             return f"no endpoints yet: {self._last_problem}"
         if not self._desk.ready:
             return "no tenants yet"
-        return "" if self._context.table.ready() else "no worker can answer a whole request"
+        if self._context.table.ready() or self._context.holding.at_zero:
+            return ""  # at zero the request that wakes the fleet must come in
+        return "no worker can answer a whole request"
 
     # -- life -------------------------------------------------------------------------------------------------------
     async def run(self) -> int:
@@ -143,6 +153,7 @@ class Router:
         try:
             await asyncio.wait({stopping, *tasks}, return_when=asyncio.FIRST_COMPLETED)
             await self._close_listener(server)
+            self._context.holding.stop()
             await self._drain()
         finally:
             for task in (stopping, *tasks):

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fleet_router.config import RouterConfig
+from fleet_router.policy.adapters import version_of
 from fleet_router.policy.choose import Ask, Candidate, Choice, Refusal, choose
-from fleet_router.policy.prefix import PIECE_BYTES, PrefixIndex, key_chain, ring_key
+from fleet_router.policy.prefix import PIECE_BYTES, PrefixIndex, adapter_seed, key_chain, ring_key
 from fleet_router.policy.ring import Ring
 from fleet_router.policy.split import to_canary
 from fleet_router.request import BYTES_PER_TOKEN
@@ -108,16 +109,21 @@ class WorkerTable:
             self.rings[role] = Ring([worker.uid for worker in self.by_role[role]])
 
     def choose(
-        self, prompt: bytes, config: RouterConfig, now: float, excluded: frozenset[str], seed: int = 0
+        self, prompt: bytes, config: RouterConfig, now: float, excluded: frozenset[str], seed: int = 0, adapter: str = ""
     ) -> tuple[Choice | Refusal, list[int]]:
-        """A pair for this prompt, and its prefix keys, which begin with the tenant's `seed`."""
-        keys = key_chain(prompt, seed)
+        """A pair for this prompt, and its prefix keys, which begin with the tenant's `seed` and the adapter's version."""
+        candidates, version = self.candidates(now, excluded), ""
+        if adapter:
+            candidates, version = under(adapter, candidates)
+            if not candidates["decode"]:
+                return Refusal(f"adapter {adapter} is on no decode worker now"), []
+        keys = key_chain(prompt, adapter_seed(seed, version))
         self.turn += 1
         # The last piece is rarely full: without this a prompt of five bytes would count as 64 tokens.
         missing = max(0.0, len(keys) - len(prompt) / PIECE_BYTES)
         limit = config.min_uncached_tokens * BYTES_PER_TOKEN / PIECE_BYTES + missing
         ask = Ask(keys, ring_key(keys), limit, self.turn)
-        matched, candidates = self.index.matched(keys), self.candidates(now, excluded)
+        matched = self.index.matched(keys)
         for split, share in self.shares.items():
             candidates = self._split(split, share, candidates, matched)
         found = choose(ask, candidates, matched, self.rings, config.policy, config.load_bound)
@@ -155,6 +161,16 @@ class WorkerTable:
     def ready(self) -> bool:
         """At least one worker can answer a whole request."""
         return bool(self.by_role["decode"])
+
+
+def under(adapter: str, candidates: dict[str, list[Worker]]) -> tuple[dict[str, list[Worker]], str]:
+    """Those that have one version of an adapter, and which; both legs run under the same one."""
+    version = version_of(adapter, (worker.endpoint.adapters for worker in candidates["decode"]))
+    found = {
+        role: [worker for worker in workers if version and worker.endpoint.adapters.get(adapter) == version]
+        for role, workers in candidates.items()
+    }
+    return found, f"{adapter}@{version}"
 
 
 def slots_of(table: WorkerTable, config: RouterConfig) -> dict[str, int]:

@@ -22,6 +22,13 @@ GOOD: dict[str, Any] = {
 TIER = "spec.tiers.0"
 VLLM = ("spec.engine", {"type": "vllm"})
 HUB = ("spec.model", {"source": "hf://org/name"})
+TINY = "file:///models/tiny"
+
+
+def adapters(*wished: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    return (("spec.model.adapters", list(wished)),)
+
+
 EMPTY = {"name": "v", "emptyDir": {}}
 BAD_TEMPLATES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("a label of ours", {"labels": {"inferencefleet.io/role": "decode"}}),
@@ -178,6 +185,13 @@ BAD: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = (
     ("Secret's key with a slash", (("spec.tenants", {"secretRef": {"name": "a", "key": "../x"}}),)),
     ("scaling mode", (("spec.scaling", {"mode": "predictive"}),)),
     ("scale-down window too long", (("spec.scaling", {"scaleDownWindow": "25h"}),)),
+    ("to zero by a number", (("spec.scaling", {"toZero": {"enabled": 1}}),)),
+    ("idle for too short", (("spec.scaling", {"toZero": {"enabled": True, "idle": "4s"}}),)),
+    ("idle for too long", (("spec.scaling", {"toZero": {"idle": "25h"}}),)),
+    ("to zero by hand", (("spec.scaling", {"mode": "manual", "toZero": {"enabled": True}}),)),
+    ("nothing is held", (("spec.limits", {"hold": {"requests": 0}}),)),
+    ("held bodies too small", (("spec.limits", {"hold": {"size": "1Mi"}}),)),
+    ("held for too long", (("spec.limits", {"hold": {"time": "2h"}}),)),
     ("prometheus without a URL", (("spec.telemetry", {"prometheus": {}}),)),
     ("prometheus with credentials", (("spec.telemetry", {"prometheus": {"url": "http://me:pw@prom:9090"}}),)),
     ("prometheus without scheme", (("spec.telemetry", {"prometheus": {"url": "prometheus:9090"}}),)),
@@ -185,6 +199,37 @@ BAD: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = (
     ("token for a file", (("spec.model.tokenSecretRef", {"name": "hf"}),)),
     ("token without a name", (HUB, ("spec.model.tokenSecretRef", {"key": "token"}))),
     ("cache for a claim", (("spec.model", {"source": "pvc://c/m", "cache": {"type": "pvc", "claim": "x"}}),)),
+    ("an adapter twice", adapters({"name": "a", "source": f"{TINY}/a"}, {"name": "a", "source": f"{TINY}/b"})),
+    ("an adapter with the fleet's name", adapters({"name": "good", "source": f"{TINY}/a"})),
+    (
+        "an adapter with the served name",
+        (("spec.model.servedName", "m"), *adapters({"name": "m", "source": f"{TINY}/a"})),
+    ),
+    ("an adapter outside of the model", adapters({"name": "a", "source": "file:///srv/a"})),
+    ("an adapter beside its root", (("spec.model.adapterRoot", "file:///srv"), *adapters({"name": "a", "source": f"{TINY}/a"}))),
+    ("an adapter's way out", adapters({"name": "a", "source": f"{TINY}/../a"})),
+    ("a root's way out", (("spec.model.adapterRoot", "file:///srv/../etc"),)),
+    ("an adapter's revision of a folder", adapters({"name": "a", "source": f"{TINY}/a", "revision": "main"})),
+    ("an adapter without a name", adapters({"source": f"{TINY}/a"})),
+    ("an adapter called badly", adapters({"name": "-a", "source": f"{TINY}/a"})),
+    ("an adapter from nowhere", adapters({"name": "a", "source": "http://somewhere/a"})),
+    ("nine adapters", adapters(*({"name": f"a{n}", "source": f"{TINY}/a"} for n in range(9)))),
+    ("adapters on vllm", (VLLM, *adapters({"name": "a", "source": f"{TINY}/a"}))),
+    ("more adapters than room", (("spec.model.maxSimultaneousAdapters", 0), *adapters({"name": "a", "source": f"{TINY}/a"}))),
+    ("a rank of nothing", (("spec.model.maxAdapterRank", 0),)),
+    ("lora by argument", (("spec.engine", {"type": "vllm", "args": ["--enable-lora"]}),)),
+    (
+        "a prefetch into the pod",
+        (HUB, ("spec.model.cache", {"type": "none", "prefetch": {"parallel": 2}})),
+    ),
+    (
+        "a prefetch without end",
+        (HUB, ("spec.model.cache", {"type": "nodeLocal", "path": "/c", "prefetch": {"wait": "25h", "parallel": 65}})),
+    ),
+    (
+        "a prefetch for a day and more",
+        (HUB, ("spec.model.cache", {"type": "nodeLocal", "path": "/c", "prefetch": {"wait": "25h"}})),
+    ),
     ("node cache without a path", (HUB, ("spec.model.cache", {"type": "nodeLocal"}))),
     ("claim for a node cache", (HUB, ("spec.model.cache", {"type": "nodeLocal", "path": "/c", "claim": "x"}))),
     ("KV type with torch", (("spec.engine", {"kvCacheDtype": "fp8"}),)),
@@ -303,6 +348,8 @@ GOOD_CHANGES: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = (
     ("exact ratio", ((f"{TIER}.ratio", {"prefill": 2, "decode": 3, "min": "2:3", "max": "2:3"}),)),
     ("lease at the edge", ((f"{TIER}.kvTransfer", {"leaseDuration": "600s", "transport": "shm"}),)),
     ("names of 40 characters", (("metadata.name", "a" * 24), (f"{TIER}.name", "b" * 16))),
+    ("to zero", (("spec.scaling", {"toZero": {"enabled": True, "idle": "5s"}}), ("spec.limits", {"hold": {"size": "4Mi"}}))),
+    ("no zero by hand", (("spec.scaling", {"mode": "manual", "toZero": {"enabled": False}}),)),
     ("cache at the edge", (("spec.engine", {"cacheSize": "16Ti"}),)),
     ("cache in bytes", (("spec.engine", {"cacheSize": "1048576"}),)),
     ("objectives", (("spec.slo", {"ttft": {"p99": "2s"}, "itl": {"p99": "50ms"}}),)),
@@ -324,6 +371,28 @@ GOOD_CHANGES: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = (
     (
         "token and node cache",
         (HUB, ("spec.model.tokenSecretRef", {"name": "hf"}), ("spec.model.cache", {"type": "nodeLocal", "path": "/c"})),
+    ),
+    (
+        "prefetch",
+        (HUB, ("spec.model.cache", {"type": "nodeLocal", "path": "/c", "prefetch": {"parallel": 1, "wait": "0s"}})),
+    ),
+    ("adapters in the model's folder", adapters({"name": "a", "source": f"{TINY}/a"}, {"name": "b/c", "source": f"{TINY}/x/b"})),
+    (
+        "adapters elsewhere",
+        (
+            ("spec.model.adapterRoot", "pvc://claim"),
+            *adapters({"name": "a", "source": "pvc://claim/a"}, {"name": "b", "source": "hf://org/name", "revision": "v1"}),
+            ("spec.model.tokenSecretRef", {"name": "hf"}),
+        ),
+    ),
+    (
+        "adapters on vllm with room for them",
+        (
+            VLLM,
+            ("spec.model.maxSimultaneousAdapters", 2),
+            ("spec.model.maxAdapterRank", 16),
+            *adapters({"name": "a", "source": f"{TINY}/a"}),
+        ),
     ),
     (
         "asymmetric tensor sizes",

@@ -31,3 +31,13 @@ def chain(root: bytes, tokens: Sequence[int], block_tokens: int) -> Iterable[byt
     for start in range(0, len(tokens) - block_tokens + 1, block_tokens):
         parent = block_hash(parent, tokens[start : start + block_tokens])
         yield parent
+
+
+def adapter_salt(name: str, digest: str) -> str:
+    """What KV that was computed under an adapter depends on beside the tokens; also `adapter` of a KV reference."""
+    return f"{name}@{digest}"
+
+
+def salted_root(root: bytes, salt: str) -> bytes:
+    """Parent of the first blocks under an adapter; 16 bytes. Never the base model's root, nor another adapter's."""
+    return xxhash.xxh3_128_digest(root + b"\0adapter\0" + salt.encode())

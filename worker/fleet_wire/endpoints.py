@@ -34,6 +34,8 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     compat: str
     """Compatibility hash: KV moves only between workers whose hashes are equal."""
     state: WorkerState = "serving"
+    adapters: dict[str, str] = {}
+    """Adapters that it can answer for: name → digest. KV moves only between equal digests."""
 
 
 class Split(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,6 +44,14 @@ class Split(msgspec.Struct, frozen=True, kw_only=True):
     tier: str
     revision: str
     percent: int
+
+
+class AtZero(msgspec.Struct, frozen=True, kw_only=True):
+    """A tier of which nothing serves because it rests at zero or wakes from there: requests for it are held."""
+
+    tier: str
+    limited: bool = False
+    """It cannot get the workers that it needs at this moment."""
 
 
 class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,6 +64,7 @@ class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
     namespace: str
     workers: tuple[Endpoint, ...] = ()
     splits: tuple[Split, ...] = ()
+    at_zero: tuple[AtZero, ...] = ()
 
 
 def encode(document: Endpoints) -> bytes:

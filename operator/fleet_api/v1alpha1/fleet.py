@@ -86,6 +86,7 @@ class InferenceFleet(ApiModel):
         spec["model"]["servedName"] = self.served_name
         if isinstance(self.spec.model.location, HubSource):
             spec["model"].setdefault("revision", DEFAULT_REVISION)
+        spec["model"]["maxSimultaneousAdapters"] = self.spec.model.adapter_slots(self.spec.engine.type)
         if self.spec.engine.type != "torch":
             del spec["engine"]["blockTokens"]
         spec["limits"]["maxInputTokens"] = self.spec.max_input_tokens

@@ -68,6 +68,13 @@ class FlipStatus(ApiModel):
     message: str = Field(default="", description="The worker and why.")
 
 
+class ZeroStatus(ApiModel):
+    """A tier without workers, or on its way back."""
+
+    state: Literal["AtZero", "Waking"] = Field(description="AtZero: no workers. Waking: some are wanted, none serves yet.")
+    since: Annotated[str, Field(max_length=40)] = Field(description="When that began, RFC 3339 in UTC.")
+
+
 class TierStatus(ApiModel):
     """One tier."""
 
@@ -78,7 +85,19 @@ class TierStatus(ApiModel):
     revision: str = Field(default="", description="Revision of the pod template that serves.")
     rollout: RolloutStatus | None = Field(default=None, description="The rollout; absent before the first worker.")
     flip: FlipStatus | None = Field(default=None, description="The last role flip that failed; no other is tried for a while.")
+    zero: ZeroStatus | None = Field(default=None, description="Scale to zero; absent while workers serve.")
     kv: KvStatus | None = Field(default=None, description="KV moved between the roles; absent before the first reading.")
+
+
+class AdapterStatus(ApiModel):
+    """One adapter of the spec."""
+
+    name: str = Field(description="Name of the adapter.")
+    desired: Count = Field(default=0, description="Workers that should have it.")
+    loaded: Count = Field(default=0, description="Workers that have it as the spec says.")
+    digest: str = Field(default="", description="sha256 over the files that most workers loaded; empty: none has.")
+    reason: str = Field(default="", description="Why a worker does not have it, in one word; empty: all have, or are loading it.")
+    message: str = Field(default="", description="The same in a sentence, with the worker's name.")
 
 
 class FleetSummary(ApiModel):
@@ -98,6 +117,7 @@ class FleetStatus(ApiModel):
         default=None, description="open: whoever reaches the router may ask. keys: API keys of spec.tenants are needed."
     )
     tiers: tuple[TierStatus, ...] = Field(default=(), description="Each tier.")
+    adapters: tuple[AdapterStatus, ...] = Field(default=(), description="Each adapter of the spec.")
     conditions: tuple[Condition, ...] = Field(default=(), description="What was observed.")
     resolved: dict[str, Any] | None = Field(default=None, description="The spec with every default filled in.")
 

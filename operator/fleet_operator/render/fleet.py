@@ -13,9 +13,9 @@ from fleet_operator.settings import Platform
 from fleet_planner.reconcile import Plan
 from fleet_planner.types import PoolWanted, Target
 from fleet_router import config as router_config
-from fleet_router.config import TTFT_BUDGET_S, RouterConfig, SloClass
+from fleet_router.config import TTFT_BUDGET_S, HoldBounds, RouterConfig, SloClass
 from fleet_wire import endpoints as wire
-from fleet_wire.endpoints import ENDPOINTS_KEY, ROUTER_CONFIG_KEY, Endpoint, Endpoints, Split
+from fleet_wire.endpoints import ENDPOINTS_KEY, ROUTER_CONFIG_KEY, AtZero, Endpoint, Endpoints, Split
 
 API_VERSION = "inferencefleet.io/v1alpha1"
 ROUTER_PORT = 8080
@@ -63,11 +63,14 @@ def render_documents(fleet: InferenceFleet, plan: Plan, owner: Object, live: Map
             name=target.name, uid=target.uid, address=target.address,
             http_port=port(target, "http", PORTS.http), agent_port=port(target, "agent", PORTS.agent),
             role=target.role, tier=target.tier, revision=target.revision, compat=target.compat, state=target.state,
+            adapters=dict(target.adapters),
         )
         for target in plan.targets
     )  # fmt: skip
     splits = tuple(Split(tier=split.tier, revision=split.revision, percent=split.percent) for split in plan.splits)
-    document = Endpoints(fleet=fleet.metadata.name, namespace=fleet.metadata.namespace, workers=workers, splits=splits)
+    at_zero = tuple(AtZero(tier=zero.tier, limited=zero.limited) for zero in plan.zero)
+    name, namespace = fleet.metadata.name, fleet.metadata.namespace
+    document = Endpoints(fleet=name, namespace=namespace, workers=workers, splits=splits, at_zero=at_zero)
     data = {ROUTER_CONFIG_KEY: router_config.encode(_router_config(fleet)), ENDPOINTS_KEY: wire.encode(document).decode()}
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": _meta(fleet, owner), "data": data}
 
@@ -78,6 +81,7 @@ def _router_config(fleet: InferenceFleet) -> RouterConfig:
     return RouterConfig(
         fleet=fleet.metadata.name,
         served_name=fleet.served_name,
+        adapters=tuple(sorted(adapter.name for adapter in fleet.spec.model.adapters)),
         policy=spec.routing.policy,
         load_bound=spec.routing.load.bound,
         min_uncached_tokens=spec.routing.remote_prefill.min_uncached_tokens,
@@ -87,6 +91,7 @@ def _router_config(fleet: InferenceFleet) -> RouterConfig:
         queue_per_slot=spec.limits.queue.per_slot,
         ttft_budget_s=budget_s,
         classes=tuple(_slo_class(one, budget_s) for one in spec.classes),
+        hold=HoldBounds(requests=spec.limits.hold.requests, bytes=spec.limits.hold.size_bytes, time_s=spec.limits.hold.time_s),
         runaway=spec.limits.runaway_patterns != "none",
     )
 

@@ -27,6 +27,11 @@ def key_chain(prompt: bytes, seed: int = 0) -> list[int]:
     return [seed := digest(prompt[start : start + PIECE_BYTES], seed) for start in starts]
 
 
+def adapter_seed(seed: int, version: str) -> int:
+    """Seed of the keys of prompts under one version of an adapter; `version` empty: the base model, which has `seed` itself."""
+    return xxhash.xxh3_64_intdigest(version.encode(), seed) if version else seed
+
+
 def ring_key(keys: list[int]) -> int:
     """The key that the ring goes by."""
     return keys[min(len(keys), RING_PIECES) - 1]

@@ -16,6 +16,7 @@ MAX_STOPS = 16
 CODES: Final = {
     "NotFoundError": "model_not_found", "RequestEntityTooLarge": "body_too_large", "ServiceUnavailableError": "overloaded",
     "EngineStoppedError": "engine_stopped", "KvReferenceError": "kv_reference", "KvTransferError": "kv_transfer",
+    "BadAdapterError": "bad_adapter", "ForbiddenError": "forbidden",
 }  # fmt: skip
 """`code` of an error by its `type`."""
 MAX_BODY_BYTES = 4 * 1024 * 1024
