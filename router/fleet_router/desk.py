@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import msgspec
+
 from fleet_router.admission.gate import Full, Gate, Ticket
 from fleet_router.admission.keys import KeyTable
 from fleet_router.admission.lanes import Entry, Lane, classes_of, open_entry, tenant_entries
@@ -241,3 +243,9 @@ class Desk:
 def _turned_away(status: int, reason: str, message: str, retry_after_s: int, headers: str = "") -> RequestError:
     code = {429: "rate_limit_exceeded", 529: "overloaded"}.get(status, reason)
     return RequestError(status, message, code=code, reason=reason, headers=f"retry-after: {retry_after_s}\r\n{headers}")
+
+
+def usable(models: bytes, names: frozenset[str]) -> bytes:
+    """The answer of /v1/models with those that a key may ask for."""
+    found = msgspec.json.decode(models)
+    return msgspec.json.encode({**found, "data": [one for one in found["data"] if one["id"] in names]})
