@@ -33,6 +33,7 @@ def fleet_schema() -> Schema:
     """Structural schema of InferenceFleet."""
     schema = _object(InferenceFleet, structural(FleetSpec), structural(FleetStatus, output=True), name=FLEET_NAME)
     list_map(schema, "spec.tiers", "name")
+    list_map(schema, "spec.classes", "name")
     list_map(schema, "spec.model.adapters", "name")
     for role in ("prefill", "decode"):
         template = f"spec.tiers[].{role}.podTemplate"

@@ -72,6 +72,7 @@ def plan_status(
     return FleetStatus(
         observed_generation=fleet.metadata.generation,
         endpoint=f"http://{name}-router.{namespace}.svc:8080",
+        authentication="open" if fleet.spec.tenants is None else "keys",
         tiers=tiers,
         adapters=adapters,
         conditions=conditions,

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import msgspec
+
 from fleet_router.admission.gate import Full, Gate, Ticket
 from fleet_router.admission.keys import KeyTable
 from fleet_router.admission.lanes import Entry, Lane, classes_of, open_entry, tenant_entries
@@ -18,7 +20,7 @@ from fleet_router.admission.usage import estimated
 from fleet_router.config import RouterConfig
 from fleet_router.errors import RequestError
 from fleet_router.metrics import WAIT_BUCKETS_S, Histogram
-from fleet_router.request import Ask, asked_about, asked_tokens, choices_of, model_of, with_fields
+from fleet_router.request import Ask, asked_about, asked_tokens, choices_of, with_fields
 
 CLASS_HEADER = "x-slo-class"
 USUAL_OUTPUT_TOKENS = 256
@@ -131,7 +133,7 @@ class Desk:
     def admit(self, lane: Lane, ask: Ask, ttft_ms: int = 0) -> tuple[Ask, Ticket]:
         """The request as it is sent, and its ticket, running or waiting; RequestError 400, 403, 429, 529. `start` must follow."""
         account, now = lane.account, self._clock()
-        if lane.models is not None and (model_of(ask) or lane.config.served_name) not in lane.models:
+        if lane.models is not None and (ask.adapter or lane.config.served_name) not in lane.models:
             account.counts["model"] += 1
             raise RequestError(403, "this key may not use that model", code="model_not_allowed", param="model")
         tokens = estimated(ask.prompt or asked_about(ask))
@@ -241,3 +243,9 @@ class Desk:
 def _turned_away(status: int, reason: str, message: str, retry_after_s: int, headers: str = "") -> RequestError:
     code = {429: "rate_limit_exceeded", 529: "overloaded"}.get(status, reason)
     return RequestError(status, message, code=code, reason=reason, headers=f"retry-after: {retry_after_s}\r\n{headers}")
+
+
+def usable(models: bytes, names: frozenset[str]) -> bytes:
+    """The answer of /v1/models with those that a key may ask for."""
+    found = msgspec.json.decode(models)
+    return msgspec.json.encode({**found, "data": [one for one in found["data"] if one["id"] in names]})

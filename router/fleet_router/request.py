@@ -118,13 +118,7 @@ def with_fields(ask: Ask, added: Mapping[str, msgspec.Raw], spliced: bytes) -> A
     if original is None:
         return ask
     whole = None if anew else b"".join((memoryview(original.rstrip())[:-1], spliced))
-    return msgspec.structs.replace(ask, original=whole)
-
-
-def model_of(ask: Ask) -> str:
-    """The model that is asked for; empty: the one that there is."""
-    raw = ask.fields.get("model", _NULL)
-    return "" if raw == _NULL else _STR.decode(raw)
+    return Ask(fields, ask.prompt, ask.stream, whole, ask.alone, ask.adapter)
 
 
 def asked_about(ask: Ask) -> bytes:

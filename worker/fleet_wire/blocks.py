@@ -41,3 +41,9 @@ def adapter_salt(name: str, digest: str) -> str:
 def salted_root(root: bytes, salt: str) -> bytes:
     """Parent of the first blocks under an adapter; 16 bytes. Never the base model's root, nor another adapter's."""
     return xxhash.xxh3_128_digest(root + b"\0adapter\0" + salt.encode())
+
+
+def tenant_root(root: bytes, cache_salt: str) -> bytes:
+    """Parent of the first blocks of requests with a `cache_salt` (the router gives each tenant its own); 16 bytes. Nobody finds
+    KV of another tenant, nor learns from the time of an answer what others asked."""
+    return xxhash.xxh3_128_digest(root + b"\0cache_salt\0" + cache_salt.encode())

@@ -113,6 +113,9 @@ class FleetStatus(ApiModel):
 
     observed_generation: Count = Field(default=0, description="The metadata.generation that this status is about.")
     endpoint: str | None = Field(default=None, description="Base URL of the router inside the cluster.")
+    authentication: Literal["open", "keys"] | None = Field(
+        default=None, description="open: whoever reaches the router may ask. keys: API keys of spec.tenants are needed."
+    )
     tiers: tuple[TierStatus, ...] = Field(default=(), description="Each tier.")
     adapters: tuple[AdapterStatus, ...] = Field(default=(), description="Each adapter of the spec.")
     conditions: tuple[Condition, ...] = Field(default=(), description="What was observed.")

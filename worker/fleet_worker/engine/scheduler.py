@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from fleet_wire.blocks import block_hash, chain
+from fleet_wire.blocks import block_hash, chain, tenant_root
 from fleet_worker.engine.blocks import BlockAllocator
 from fleet_worker.engine.sequence import Sequence
 
@@ -98,8 +98,9 @@ class Scheduler:
         return True
 
     def root_of(self, sequence: Sequence) -> bytes:
-        """Parent of the sequence's first block: KV of one adapter is never found by another, nor by the base model."""
-        return self.root if sequence.adapter is None else sequence.adapter.root(self.root)
+        """Parent of the sequence's first block: KV of one adapter or salt is never found by another, nor by the base model."""
+        root = self.root if sequence.adapter is None else sequence.adapter.root(self.root)
+        return tenant_root(root, sequence.cache_salt) if sequence.cache_salt else root
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold `tokens` tokens."""

@@ -43,6 +43,8 @@ class Sequence:
     """Decode leg: where the prompt's KV is."""
     adapter: Adapter | None = None
     """What it runs under, from its first to its last token; None: the base model."""
+    cache_salt: str = ""
+    """Whose KV it may find, and who may find its own; empty: those without a salt."""
     stage: Stage = "waiting"
     output: list[int] = field(default_factory=list)
     computed: int = 0

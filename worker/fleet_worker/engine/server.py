@@ -206,7 +206,8 @@ class EngineServer:
         self._loop.core.check_fits(len(prompt), sampling.max_tokens)
         chosen = f"{(request_id or 'req')[:MAX_REQUEST_ID]}-{self._random.getrandbits(64):016x}"
         seed = sampling.seed if sampling.seed is not None else self._random.getrandbits(48)
-        return Sequence(chosen, tuple(prompt), sampling, seed, time.monotonic(), kv.do_remote_decode, reference, adapter)
+        salt = asked.cache_salt or ""
+        return Sequence(chosen, tuple(prompt), sampling, seed, time.monotonic(), kv.do_remote_decode, reference, adapter, salt)
 
     def _prompt(self, asked: wire.Request) -> list[int]:
         if isinstance(asked, wire.ChatRequest):
