@@ -47,7 +47,7 @@ def is_of_tomorrow(pod: dict[str, Any]) -> bool:
 def change(lab: Lab, version: Version) -> None:
     """Another version takes over; CRDs first, as the chart does."""
     before, routers, mark = workers(lab), {pod["metadata"]["uid"] for pod in lab.pods("router")}, lab.proxy.ledger.mark()
-    assert lab.operator.stop() == 0
+    assert lab.operator.stop() == 0, lab.operator.tail()
     install(lab, version.crds)
     lab.nursery = version.nursery
     lab.start()

@@ -121,6 +121,7 @@ def _pod(pod: Object, around: Surroundings) -> ObservedPod:
         ready_since=timestamp(ready.get("lastTransitionTime")) if ready.get("status") == "True" else None,
         message=_message(containers, scheduled),
         unschedulable=scheduled.get("status") == "False" and scheduled.get("reason") == "Unschedulable",
+        gated=scheduled.get("status") == "False" and scheduled.get("reason") == "SchedulingGated",
         restarts=sum(container.get("restartCount", 0) for container in containers),
         compat=notes.get(COMPAT, ""),
         member=_whole(notes.get(MEMBER)),

@@ -88,7 +88,7 @@ def sizing_of(fleet: InferenceFleet, reasons: Sequence[str]) -> dict[str, str]:
         prefill, decode = tier.prefill, tier.decode
         limits = (
             f"ratio {tier.ratio.min} to {tier.ratio.max}, {prefill.min_replicas} to {prefill.max_replicas} prefill, "
-            f"{decode.min_replicas} to {decode.max_replicas} decode"
+            f"{decode.min_replicas} to {decode.max_replicas} decode{', or none' if fleet.spec.scaling.to_zero.enabled else ''}"
         )
         found[tier.name] = f"{reason.removeprefix(f'{tier.name}: ')}; allowed: {limits}"
     return found

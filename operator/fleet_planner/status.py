@@ -216,7 +216,18 @@ def _capacity(views: Sequence[TierView], observed: Observed) -> Verdict:
     stuck = [pod for pod in observed.pods if pod.unschedulable]
     if stuck:
         return "True", "Unschedulable", f"{len(stuck)} pods cannot be scheduled: {stuck[0].message}"
+    queued = [words for view in views if (words := _queued(view, observed))]
+    if queued:
+        return "True", "Queued", "; ".join(queued)
     return "False", "Sufficient", "every pod found a node"
+
+
+def _queued(view: TierView, observed: Observed) -> str:
+    """Workers of a tier that nobody let in yet, in words; empty when there are none."""
+    name, placement = view.tier.name, view.tier.placement
+    waiting = [pod.name for pod in observed.pods if pod.tier == name and pod.gated and pod.member == 0]
+    where = f"in queue {placement.queue}" if placement is not None and placement.queue else "behind scheduling gates"
+    return f"tier {name}: {len(waiting)} workers wait {where}: {', '.join(waiting[:MAX_CAUSES])}" if waiting else ""
 
 
 def _ready(verdicts: dict[ConditionType, Verdict]) -> Verdict:

@@ -35,6 +35,8 @@ class ObservedPod:
     message: str = ""
     """Why it is not ready: waiting or termination message of the container, or the scheduler's words."""
     unschedulable: bool = False
+    gated: bool = False
+    """The scheduler may not look at it yet: a queue lets it in."""
     restarts: int = 0
     compat: str = ""
     """KV compatibility hash that it was made with."""
@@ -334,14 +336,14 @@ class Observed:
     memory: dict[str, ScaleMemory] = field(default_factory=dict)
     flips: dict[str, FlipReport] = field(default_factory=dict)
     """By uid: workers that are to change their role."""
+    rest: RestMemory = RestMemory()
+    heard: Demand | None = None
+    """What routers of a fleet at zero said between two readings of its telemetry."""
     nodes: tuple[ObservedNode, ...] | None = None
     """None: they cannot be read."""
     fetching: tuple[FetchPod, ...] = ()
     adapters: dict[str, tuple[AdapterSeen, ...]] = field(default_factory=dict)
     """By uid: what workers say of their adapters; one that has said nothing yet has what the routers were told last."""
-    rest: RestMemory = RestMemory()
-    heard: Demand | None = None
-    """What routers of a fleet at zero said between two readings of its telemetry."""
     problems: tuple[Problem, ...] = ()
     """What the last apply could not do, in words; empty when all was applied."""
 

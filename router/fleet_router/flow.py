@@ -14,6 +14,7 @@ from typing import Protocol
 from fleet_router.admission.gate import Ticket
 from fleet_router.admission.quota import Outcome
 from fleet_router.admission.runaway import Why
+from fleet_router.admission.usage import EVENT, used_tokens
 from fleet_router.config import RouterConfig
 from fleet_router.desk import Desk
 from fleet_router.dialect.translation import Translation
@@ -84,9 +85,10 @@ class Flow:
     """State of one request."""
 
     __slots__ = (
-        "_ask", "_client", "_connection", "_context", "_decode_failures", "_excluded", "_first", "_handed_over", "_head_bytes",
-        "_held", "_keys", "_last", "_lease", "_leg_worker", "_local", "_outcome", "_path", "_paused", "_prefill_failures",
-        "_served", "_ticket", "_translation", "_watch", "config", "deadline", "done", "last_byte_at", "started", "started_at",
+        "_ask", "_before", "_client", "_connection", "_context", "_decode_failures", "_events", "_excluded", "_first",
+        "_handed_over", "_head_bytes", "_held", "_keys", "_last", "_lease", "_leg_worker", "_local", "_metered", "_outcome",
+        "_path", "_paused", "_prefill_failures", "_runaway", "_served", "_tail", "_ticket", "_translation", "config", "deadline",
+        "done", "last_byte_at", "started", "started_at",
     )  # fmt: skip
 
     def __init__(
@@ -98,7 +100,11 @@ class Flow:
         self._path = path
         self._ask = ask
         self._ticket = ticket
-        self._watch = context.desk.watch(ticket, ask)
+        self._runaway = context.desk.detector(ticket, ask)
+        self._metered = context.desk.tenants_needed
+        self._events = 0
+        self._before = self._tail = b""
+        """The last two reads of the answer: its usage stands there."""
         self._translation = translation
         self.config = context.config  # a reload does not change a running request
         self._excluded: frozenset[str] = frozenset()
@@ -120,7 +126,7 @@ class Flow:
         """It waits for workers."""
         self._head_bytes = b""
         """The answer's head, waiting for the first bytes of its body: one write for both."""
-        self._outcome = Outcome.LEFT
+        self._outcome: Outcome = "left"
         """How it ends if it ends now, unless we refuse it."""
         self.started = False
         """The first byte has gone to the client."""
@@ -143,7 +149,7 @@ class Flow:
             ask.prompt, self.config, context.clock(), self._excluded, self._ticket.lane.seed, ask.adapter
         )
         if not isinstance(found, Choice):
-            self._hold(found.reason)
+            self._hold(found.reason, "adapter_not_loaded" if ask.adapter else "no_worker")
             return
         if self._held:
             self._held, self.started_at = False, context.clock()  # what it waited says nothing of the workers
@@ -163,14 +169,13 @@ class Flow:
         context.metrics.prefill_tokens += int(len(self._ask.prompt) / BYTES_PER_TOKEN)
         self._send(prefill, prefill_body(self._ask), PrefillLeg(self, prefill, decode))
 
-    def _hold(self, why: str) -> None:
+    def _hold(self, why: str, code: str) -> None:
         """Nobody can answer it now: it waits for workers, if any are to come."""
         holding, now = self._context.holding, self._context.clock()
         try:
-            self.deadline = holding.hold(self, self._ask.size_bytes, why, now, self.config.hold)
+            self.deadline = holding.hold(self, self._ask.size_bytes, (why, code), now, self.config.hold)
         except RequestError as error:
-            lacking = self._ask.adapter and error.code == "no_worker"
-            self._refuse(RequestError(503, why, code="adapter_not_loaded") if lacking else error)
+            self._refuse(error)
         else:
             self._held = True
 
@@ -289,7 +294,7 @@ class Flow:
         self.started = True
         self.last_byte_at = now
         self._context.metrics.requests[status] += 1
-        self._outcome = Outcome.ANSWERED if status == OK else Outcome.REFUSED
+        self._outcome = "answered" if status == OK else "refused"
         if status == OK:
             self._lease = None  # the decode worker has taken it
             if self._handed_over:
@@ -333,7 +338,10 @@ class Flow:
             told = head + told
         if told:
             self._client.write(told)
-        if self._watch is not None and (why := self._watch.saw(data)) is not None:
+        if self._metered and data:
+            self._before, self._tail = self._tail, data
+            self._events += data.count(EVENT)
+        if self._runaway is not None and (why := self._runaway.saw(data)) is not None:
             self._end_runaway(why)
 
     def _end_runaway(self, why: Why) -> None:
@@ -358,7 +366,7 @@ class Flow:
     def _refuse(self, error: RequestError) -> None:
         self.end_leg()
         self.done = True
-        self._leave(Outcome.FAILED)
+        self._leave("failed" if error.status >= 500 else "refused")
         self._context.metrics.requests[error.status] += 1
         self._client.refuse(error)
 
@@ -390,11 +398,14 @@ class Flow:
         self._abandon_leg()
         self.end_leg()
         self._release_lease()
-        self._leave(Outcome.FAILED if self._ticket.waiting or self._held else self._outcome)
+        self._leave("failed" if self._ticket.waiting or self._held else self._outcome)
 
     def _leave(self, outcome: Outcome) -> None:
         """Give the slot back and settle; once, whatever ended the request."""
-        self._context.desk.leave(self._ticket, outcome, self._watch)
+        used = None
+        if self._metered and outcome == "answered":
+            used = used_tokens(self._before, self._tail, self._events, self._ticket.charged)
+        self._context.desk.leave(self._ticket, outcome, used)
 
     def expire(self) -> None:
         """The deadline for the next byte has passed: the worker's fault, unless the client takes nothing."""

@@ -76,12 +76,13 @@ class Holding:
         return len(self._places)
 
     # -- requests ---------------------------------------------------------------------------------------------------
-    def hold(self, one: Waiting, size_bytes: int, why: str, now: float, bounds: HoldBounds) -> float:
-        """Let it wait; returns until when. RequestError when it may not: `why` says why nobody can answer it."""
+    def hold(self, one: Waiting, size_bytes: int, why: tuple[str, str], now: float, bounds: HoldBounds) -> float:
+        """Let it wait; returns until when. RequestError when it may not; `why`: words and code for why nobody can
+        answer it."""
         if self._stopped:
             raise RequestError(503, "the router is shutting down", code="shutting_down")
         if not self.at_zero:
-            raise RequestError(503, why, code="no_worker")
+            raise RequestError(503, why[0], code=why[1])
         if len(self._places) >= bounds.requests or self.size_bytes + size_bytes > bounds.bytes:
             self.outcomes["full"] += 1
             held = f"{len(self._places)} requests with {self.size_bytes} bytes"

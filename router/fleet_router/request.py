@@ -112,16 +112,24 @@ def _adapter_of(model: str, config: RouterConfig) -> str:
 def with_fields(ask: Ask, added: Mapping[str, msgspec.Raw], spliced: bytes) -> Ask:
     """With fields of ours; `spliced` is the same as text, with a comma before and the object's end behind it, so that a body that
     goes on as it came is not put together anew."""
-    known = not ask.fields.keys().isdisjoint(added)
-    ask.fields.update(added)
-    if ask.original is None:
+    fields, original = ask.fields, ask.original
+    anew = not fields or not fields.keys().isdisjoint(added)
+    fields.update(added)
+    if original is None:
         return ask
-    return msgspec.structs.replace(ask, original=None if known else ask.original.rstrip()[:-1] + spliced)
+    whole = None if anew else b"".join((memoryview(original.rstrip())[:-1], spliced))
+    return msgspec.structs.replace(ask, original=whole)
 
 
 def model_of(ask: Ask) -> str:
-    """The model that is asked for."""
-    return _STR.decode(ask.fields["model"])
+    """The model that is asked for; empty: the one that there is."""
+    raw = ask.fields.get("model", _NULL)
+    return "" if raw == _NULL else _STR.decode(raw)
+
+
+def asked_about(ask: Ask) -> bytes:
+    """The prompt; of a request that one worker answers alone, everything that it says."""
+    return ask.prompt or b"".join(map(bytes, ask.fields.values()))
 
 
 def choices_of(ask: Ask) -> int:
