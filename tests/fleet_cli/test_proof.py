@@ -60,6 +60,7 @@ def replace_kv(kv: KvStatus, **changes) -> KvStatus:
 
 def run(monkeypatch, router: Engine, alone: Engine):
     engines = {"http://router": router, "http://alone": alone}
+
     def client(url: str, model: str, *, key: str = "") -> Client:
         return Client(url, model, httpx.MockTransport(engines[url]), key=key)
 
