@@ -10,14 +10,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from fleet_router.config import RouterConfig
 from fleet_router.errors import PHRASES, RequestError
 from fleet_router.legs import DecodeLeg, Ignored, PrefillLeg
 from fleet_router.metrics import Metrics, Served
 from fleet_router.policy.choose import Choice
-from fleet_router.request import BYTES_PER_TOKEN, Ask, decode_body, lease_of, prefill_body, reference_of
+from fleet_router.policy.trip import Trip
+from fleet_router.request import BYTES_PER_TOKEN, Ask, decode_body, lease_of, prefill_body, prompt_tokens_of, reference_of
 from fleet_router.upstream import Upstream
-from fleet_router.workers import Worker, WorkerTable
+from fleet_router.workers import NO_HINTS, Hints, Worker, WorkerTable
 
 OK = 200
 HOP_HEADERS = {b"connection", b"keep-alive", b"proxy-connection", b"upgrade", b"server", b"date", b"x-request-id"}
@@ -74,12 +77,12 @@ class Flow:
     """State of one request."""
 
     __slots__ = (
-        "_ask", "_client", "_connection", "_context", "_decode_failures", "_excluded", "_first", "_handed_over", "_head_bytes",
-        "_keys", "_last", "_lease", "_leg_worker", "_local", "_path", "_paused", "_prefill_failures", "_served", "config",
-        "deadline", "done", "last_byte_at", "started", "started_at",
+        "_ask", "_client", "_connection", "_context", "_decode_failures", "_excluded", "_first", "_gaps", "_handed_over",
+        "_head_bytes", "_keys", "_last", "_lease", "_leg_worker", "_local", "_path", "_paused", "_prefill_failures", "_served",
+        "_trip", "config", "deadline", "done", "hints", "last_byte_at", "started", "started_at",
     )  # fmt: skip
 
-    def __init__(self, context: Context, client: Client, path: bytes, ask: Ask) -> None:
+    def __init__(self, context: Context, client: Client, path: bytes, ask: Ask, hints: Hints = NO_HINTS) -> None:
         self._context = context
         self._client = client
         self._path = path
@@ -99,6 +102,11 @@ class Flow:
         self._handed_over = ""
         """Tier of the decode leg when another worker prefilled the prompt."""
         self._served: Served | None = None
+        self.hints = hints
+        self._trip: Trip | None = None
+        """What was expected of the legs; None before the first and after the last."""
+        self._gaps = 0
+        """Writes of the answer after the first."""
         self._first = True
         self._head_bytes = b""
         """The answer's head, waiting for the first bytes of its body: one write for both."""
@@ -113,21 +121,24 @@ class Flow:
     def begin(self) -> None:
         """Choose and send the first leg."""
         context = self._context
-        found, keys = context.table.choose(self._ask.prompt, self.config, context.clock(), self._excluded)
+        self._trip_over()
+        now = context.clock()
+        found, keys = context.table.choose(self._ask.prompt, self.config, now, self._excluded, self.hints)
         if not isinstance(found, Choice):
             self._refuse(RequestError(503, found.reason, code="no_worker"))
             return
+        self._trip = context.table.depart(found, now, self.hints, stream=self._ask.stream)
         decode = context.table.workers[found.decode]
         self._keys = keys
         self._handed_over = ""
         self._served = context.metrics.of(decode.endpoint.tier, decode.endpoint.revision)
         self._served.requests += 1
-        if found.prefill is None or self._local:
+        if found.prefill is None:
             context.metrics.local_prefills += 1
             self._send_decode(decode, None)
             return
         prefill = context.table.workers[found.prefill]
-        context.table.index.add(keys, found.prefill)
+        context.table.routing.index.add(keys, found.prefill)
         context.metrics.remote_prefills += 1
         context.metrics.prefill_tokens += int(len(self._ask.prompt) / BYTES_PER_TOKEN)
         self._send(prefill, prefill_body(self._ask), PrefillLeg(self, prefill, decode))
@@ -137,7 +148,7 @@ class Flow:
 
     def _send(self, worker: Worker, body: bytes, leg: PrefillLeg | DecodeLeg, *, fresh: bool = False) -> None:
         payload = self._head(worker, self._path, len(body)) + body
-        worker.inflight += 1
+        worker.began()
         self._leg_worker = worker
 
         def connected(connection: Upstream | None, why: str) -> None:
@@ -170,7 +181,7 @@ class Flow:
     def end_leg(self) -> None:
         """A leg is over, however it ended."""
         if self._leg_worker is not None:
-            self._leg_worker.inflight -= 1
+            self._leg_worker.ended()
             self._leg_worker = None
         self._connection = None
 
@@ -178,6 +189,10 @@ class Flow:
         """The prefill leg answered 200."""
         self.end_leg()
         prefill.succeeded()
+        if self._trip is not None:
+            self._trip.prefilled(self._context.clock())
+        if (tokens := prompt_tokens_of(body)) > 0:
+            self._context.table.routing.bytes_per_token.observe(len(self._ask.prompt) / tokens)
         reference = reference_of(body)
         if reference is not None and (lease := lease_of(reference)) is not None:
             self._lease = (prefill, lease)
@@ -196,6 +211,7 @@ class Flow:
         if worker.role == "prefill":
             self._prefill_failures += 1
             self._local = not others or self._prefill_failures > 1
+            self.hints = msgspec.structs.replace(self.hints, local=self._local)
         else:
             self._decode_failures += 1
         if self._decode_failures > 1:
@@ -220,6 +236,7 @@ class Flow:
             self._refuse(RequestError(503, "the KV transfer failed twice", code="kv_transfer"))
             return
         self._local = True
+        self.hints = msgspec.structs.replace(self.hints, local=True)
         self._context.metrics.retries += 1
         self.begin()
 
@@ -237,7 +254,7 @@ class Flow:
         else:
             self._release_lease()
         if status == OK and self._leg_worker is not None and self._leg_worker.endpoint.uid in self._context.table.workers:
-            self._context.table.index.add(self._keys, self._leg_worker.endpoint.uid)  # now it holds the prompt's KV
+            self._context.table.routing.index.add(self._keys, self._leg_worker.endpoint.uid)  # now it holds the prompt's KV
         self.deadline = now + self.config.inter_token_deadline_s
         lines = [STATUS_LINES.get(status) or status_line(status), self._client.request_id.encode()]
         for name, value in headers:
@@ -260,12 +277,15 @@ class Flow:
         now = self._context.clock()
         if self._first:
             self._first = False
+            if self._trip is not None:
+                self._trip.first_token(now)
             if self._served is not None:
                 self._served.ttft.observe(now - self.started_at)
             if self._head_bytes:
                 head, self._head_bytes = self._head_bytes, b""
                 data = head + data
         elif self._served is not None:
+            self._gaps += 1
             self._served.itl.observe(now - self.last_byte_at)
         self.last_byte_at = now
         self.deadline = now + self.config.inter_token_deadline_s
@@ -274,11 +294,21 @@ class Flow:
     def end(self) -> None:
         """The answer is complete."""
         self.send_head()  # an answer without a body
+        if self._trip is not None:
+            self._trip.ended(self.last_byte_at, self._gaps + 1)
+            self._trip_over()
         self.end_leg()
         self.done = True
         self._client.finish(last=self._last)
 
+    def _trip_over(self) -> None:
+        """This attempt waits in no queue any more."""
+        if self._trip is not None:
+            self._trip.over(self._context.clock())
+            self._trip = None
+
     def _refuse(self, error: RequestError) -> None:
+        self._trip_over()
         self.end_leg()
         self.done = True
         self._context.metrics.requests[error.status] += 1
@@ -295,6 +325,7 @@ class Flow:
 
     def _break(self, why: str) -> None:
         self.send_head()
+        self._trip_over()
         self.end_leg()
         self.done = True
         self._context.metrics.streams_broken += 1
@@ -308,6 +339,7 @@ class Flow:
         self.done = True
         self._context.metrics.client_left += 1
         self._abandon_leg()
+        self._trip_over()
         self.end_leg()
         self._release_lease()
 

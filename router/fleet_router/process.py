@@ -54,7 +54,7 @@ class Router:
     def apply(self, documents: Documents) -> None:
         """New endpoints or configuration; running requests keep what they began with."""
         self._context.config = documents.config
-        self._context.table.update(documents.endpoints)
+        self._context.table.update(documents.endpoints, self._clock(), documents.config.slow_start_s)
         self._followed_at = self._clock()
         self._last_problem = ""
         log(event="endpoints", workers=len(self._context.table.workers), policy=documents.config.policy)
@@ -80,7 +80,11 @@ class Router:
         if path == b"/metrics":
             rows = [(w.endpoint.name, w.endpoint.role, w.endpoint.tier, w.inflight) for w in context.table.workers.values()]
             age_s = -1.0 if self._followed_at is None else self._clock() - self._followed_at
-            return 200, b"text/plain; version=0.0.4", context.metrics.exposition(rows, age_s, len(context.table.index)).encode()
+            return (
+                200,
+                b"text/plain; version=0.0.4",
+                context.metrics.exposition(rows, age_s, len(context.table.routing.index)).encode(),
+            )
         if path == b"/v1/models":
             card = {"id": context.config.served_name, "object": "model", "created": 0, "owned_by": "inferencefleet"}
             data = [card] if context.config.served_name else []
@@ -157,6 +161,7 @@ class Router:
         while True:
             await asyncio.sleep(SWEEP_S)
             now = self._clock()
+            self._context.table.routing.tick(now, self._context.config.slow_start_s)
             for connection in list(self._connections):
                 connection.sweep(now)
 

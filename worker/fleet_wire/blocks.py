@@ -31,3 +31,9 @@ def chain(root: bytes, tokens: Sequence[int], block_tokens: int) -> Iterable[byt
     for start in range(0, len(tokens) - block_tokens + 1, block_tokens):
         parent = block_hash(parent, tokens[start : start + block_tokens])
         yield parent
+
+
+def chain_packed(parent: bytes, packed: bytes, block_tokens: int) -> list[bytes]:
+    """Names of all full blocks after `parent`, of token ids that are packed as little-endian uint32 already."""
+    digest, step = xxhash.xxh3_128_digest, 4 * block_tokens
+    return [parent := digest(parent + packed[at : at + step]) for at in range(0, len(packed) - step + 1, step)]
