@@ -118,12 +118,13 @@ class ApproximateIndex:
         generation = held.limit // GENERATIONS
         if len(keys) > generation:
             keys = keys[:generation]
+        young = held.generations[0]
+        if len(young) + len(keys) > generation and len(young) + sum(key not in young for key in keys) > generation:
+            self._age(held)
+        held.generations[0].update(dict.fromkeys(keys))
         masks, bit = self._masks, held.bit
         if not masks.get(keys[-1], 0) & bit:  # whoever holds the last one holds all of them
             add_bit(masks, keys, bit)
-        if len(held.generations[0]) + len(keys) > generation:
-            self._age(held)
-        held.generations[0].update(dict.fromkeys(keys))
 
     def _age(self, held: _Held) -> None:
         oldest = held.generations.pop()

@@ -21,6 +21,8 @@ GAP_PER_STREAM_S = 2e-4
 """Prior of the time between two tokens, over the streams that run."""
 TOKENS_SCALE = 1000.0
 STREAMS_SCALE = 8.0
+CROWD_S = 20.0
+"""Arrivals are counted over about this long."""
 OUTPUT_TOKENS = 128.0
 """Prior of the length of an answer."""
 
@@ -60,6 +62,8 @@ class Candidate:
     """How much later than expected everything here was, summed up."""
     done_at: float = 0.0
     """When the last prefill was done."""
+    crowd: float = 0.0
+    """Half of the prefills per second that come here: work of S seconds makes those wait crowd x S² that come meanwhile."""
     drag_s: float = 0.0
     """What one more stream costs here per stream that runs: output tokens x seconds that each of them comes later."""
     share: float = 1.0
@@ -89,23 +93,29 @@ class Candidate:
 
 @dataclass(slots=True)
 class Prefilling:
-    """One prefill that a worker was sent: what was expected, so that what comes can be compared."""
+    """One prefill that a worker was sent: what was expected, so that what comes can be compared. Both expectations are less the
+    lateness of the worker when it was sent."""
 
     worker: Candidate
     tokens: float
     sent_at: float
+    begins: float
+    """When the tokens before it were expected to be done."""
     due: float
-    """When it was expected to be done, less the lateness of its worker when it was sent."""
+    """When its first token was expected."""
 
 
 MOST_LATE_S = 30.0
 
 
 def prefill_sent(worker: Candidate, tokens: float, now: float) -> Prefilling:
-    """A prefill of `tokens` uncached tokens goes to this worker: it joins the queue."""
-    worker.free_at = max(worker.free_at, now) + worker.prefill.at(tokens)
+    """A prefill of `tokens` uncached tokens goes to this worker. Its tokens join the queue; the fixed part of its time does not:
+    an engine computes many short prompts in one step."""
+    begins = max(worker.free_at, now)
+    worker.free_at = begins + worker.token_s * tokens
     worker.pending += 1
-    return Prefilling(worker, tokens, now, worker.free_at - worker.late_s)
+    worker.crowd += 0.5 / CROWD_S
+    return Prefilling(worker, tokens, now, begins - worker.late_s, worker.free_at + worker.base_s - worker.late_s)
 
 
 def prefill_done(one: Prefilling, now: float, *, learn: bool) -> float | None:
@@ -115,7 +125,9 @@ def prefill_done(one: Prefilling, now: float, *, learn: bool) -> float | None:
     worker.pending -= 1
     took_s = None
     if learn:
-        took_s = max(0.0, now - max(one.sent_at, worker.done_at))
+        # it began when those before it were done: as expected, but surely when the last one was seen done
+        began = max(one.sent_at, min(one.begins + worker.late_s, worker.done_at))
+        took_s = max(0.0, now - began)
         worker.prefill.observe(one.tokens, took_s)
         worker.note_speed()
         worker.done_at = now

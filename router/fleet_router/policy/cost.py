@@ -24,9 +24,9 @@ from fleet_router.policy.group import Group
 from fleet_router.policy.ring import Ring
 from fleet_router.policy.side import Steps, Usable
 
-EPSILON_S = 0.002
+EPSILON_S = 0.0005
 EPSILON_SHARE = 0.05
-STALL = 0.02
+STALL = 0.01
 """How much a second of prefill on a decode worker counts for each of its streams: with chunked prefill a step grows longer, but
 no stream stands still."""
 KEEP_SHARE = 0.2
@@ -127,9 +127,9 @@ def _decode_parts(
         late = streams * worker.drag_s * others
         if (slots := worker.slots) and streams >= slots:
             late += (streams - slots + 1) * turn_s / slots
-        work = worker.base_s + missing * worker.token_s
+        work = missing * worker.token_s
         remote.append(late + base + missing * slope)
-        late += work + work * stall * streams
+        late += worker.base_s + work + work * (stall * streams + work * worker.crowd * others)
         local.append(late + wait if (wait := worker.free_at - now) > 0.0 else late)
         lacks.append(missing)
     if ask.adapter:
@@ -141,7 +141,7 @@ def _decode_parts(
 
 def _prefill_parts(ask: CostAsk, workers: Sequence[Candidate], steps: Steps) -> tuple[list[float], list[float]]:
     """(queue + prefill, missing tokens) of each prefill worker."""
-    tokens, now = ask.tokens, ask.now
+    tokens, now, others = ask.tokens, ask.now, ask.others
     costs, lacks = [], []
     for worker in workers:
         known, bit = 0.0, worker.bit
@@ -150,7 +150,8 @@ def _prefill_parts(ask: CostAsk, workers: Sequence[Candidate], steps: Steps) -> 
                 known = held
                 break
         missing = tokens - known if known < tokens else 1.0
-        work = worker.base_s + missing * worker.token_s
+        work = missing * worker.token_s
+        work += worker.base_s + work * work * worker.crowd * others
         costs.append(work + wait if (wait := worker.free_at - now) > 0.0 else work)
         lacks.append(missing)
     if ask.adapter:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from fleet_router.kvindex.approximate import ApproximateIndex, bytes_of
 from fleet_router.kvindex.masks import Bits
-from fleet_router.policy.candidate import Candidate
+from fleet_router.policy.candidate import CROWD_S, Candidate
 from fleet_router.policy.cost import CostAsk, Offer, cheapest
 from fleet_router.policy.estimate import Mean
 from fleet_router.policy.group import Group
@@ -16,6 +16,8 @@ INDEX_ENTRIES = 200_000
 BYTES_PER_TOKEN = 3.0
 """Prior of prompt bytes per token, JSON and chat template included."""
 RELAX_KEEP = 0.9
+TICK_S = 0.5
+CROWD_KEEP = 1.0 - TICK_S / CROWD_S
 RELAX_PARTS = 20
 """With a tick of half a second: a tenth is forgotten every ten seconds."""
 LEAST_SHARE = 0.05
@@ -73,6 +75,8 @@ class Routing:
                 del self._joined[uid]
             if worker.home is not None:
                 worker.home.mark_ramping()
+        for worker in self._members.values():
+            worker.crowd *= CROWD_KEEP
         for group in self.groups.values():
             group.relax(RELAX_KEEP, self._part, RELAX_PARTS)
         self._part = (self._part + 1) % RELAX_PARTS

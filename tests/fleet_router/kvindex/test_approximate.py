@@ -147,3 +147,12 @@ def test_a_long_prompt_costs_few_look_ups_and_many_depths_are_lumped():
         assert not union & mask
         union |= mask
     assert union == (1 << 100) - 1
+
+
+def test_a_prompt_that_comes_again_and_again_pushes_nobody_out():
+    index = joined("w", capacity=400)
+    quiet, hot = [9000 + j for j in range(20)], list(range(20))
+    index.add(quiet, "w")
+    for _ in range(500):
+        index.add(hot, "w")
+    assert held(index, quiet, 1) == 20
