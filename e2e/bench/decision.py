@@ -1,8 +1,8 @@
 """`make bench-decision`: prefill remotely or on the decode worker? The cost of policy/cost.py against static thresholds.
 
-Virtual time, the router's own code: prefix keys, index, candidates, costs and what it learns from the answers. What differs between
-the rows is `remotePrefill.decide` and the threshold, nothing else; no figure of the engines is told to the router. Three mixes:
-chat (5k tokens that many share, 50 new, 250 out), code (30k of a session's own, 1,500 out, then 500 more tokens, twice), both.
+Virtual time, the router's own code: prefix keys, index, candidates, costs and what it learns from the answers. What differs
+between the rows is `remotePrefill.decide` and the threshold; no figure of the engines is told to the router. Three mixes:
+chat (5k tokens that many share, 50 new, 250 out), code (30k of a session's own, 1,500 out, then 500 more, twice), and both.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Engines in virtual time for `bench-decision`: continuous batching, chunked prefill, a prefix cache, KV pulls. No clock, no network.
+"""Engines in virtual time for `bench-decision`: continuous batching, chunked prefill, a prefix cache, KV pulls.
 
 An engine computes step after step. A step takes STEP_S, a little per running stream, and the time of the prompt tokens in it, at
 most CHUNK_TOKENS, first come first served. Figures: an 8B model on an H200 in FP8, halved (anchors/performance.md, section 8);

@@ -23,11 +23,7 @@ from e2e.kube.service import Service
 ROOT = Path(__file__).resolve().parents[2]
 SYSTEM = "inferencefleet-system"
 AT_ONCE = 4
-FAMILY = [
-    pytest.mark.timeout(400),
-    # the connections that a proxy cuts are never closed in good order
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
+FAMILY = [pytest.mark.timeout(400)]
 Played = dict[str, Future[str | None]]
 
 

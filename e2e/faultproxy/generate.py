@@ -39,31 +39,33 @@ def fleets(seed: int, count: int, base: dict[str, Any]) -> Iterator[tuple[dict[s
         made, touched = copy.deepcopy(base), []
         made["metadata"]["name"] = f"g{number}"
         for _ in range(rng.choice((1, 1, 2, 3))):
-            touched.append(_spoil(made["spec"], tree, "spec", rng))
+            touched += _spoil(made["spec"], tree, "spec", rng)
         yield made, tuple(touched)
 
 
-def _spoil(value: Any, tree: dict[str, Any], path: str, rng: random.Random) -> str:
-    """Change one field somewhere below; where."""
+def _spoil(value: Any, tree: dict[str, Any], path: str, rng: random.Random) -> list[str]:
+    """Change one field somewhere below; where, after the objects that had to be made for it: they may lack what they need."""
     properties = tree.get("properties")
     if isinstance(value, dict) and properties:
         if rng.random() < 0.04:
             name = rng.choice(("unknown", "Model", "tier", "ratio ", "$ref", "__proto__"))
             value[name] = rng.choice((*TEXTS, *OTHERS))
-            return f"{path}.{name}"
+            return [f"{path}.{name}"]
         name = rng.choice(sorted(properties))
         inner, below = properties[name], value.get(name)
         deeper = inner.get("properties") or inner.get("items", {}).get("properties")
         if deeper and rng.random() < 0.85:
-            if below is None:
-                below = value[name] = [{}] if inner.get("type") == "array" else {}
-            return _into(below, inner, f"{path}.{name}", rng)
+            where = f"{path}.{name}"
+            if below is not None:
+                return _into(below, inner, where, rng)
+            value[name] = [{}] if inner.get("type") == "array" else {}
+            return [where, *_into(value[name], inner, where, rng)]
         value[name] = _bad(inner, name, rng)
-        return f"{path}.{name}"
-    return path
+        return [f"{path}.{name}"]
+    return [path]
 
 
-def _into(value: Any, tree: dict[str, Any], path: str, rng: random.Random) -> str:
+def _into(value: Any, tree: dict[str, Any], path: str, rng: random.Random) -> list[str]:
     if isinstance(value, list) and value and "items" in tree:
         index = rng.randrange(len(value))
         return _spoil(value[index], tree["items"], f"{path}[{index}]", rng)

@@ -20,8 +20,9 @@ from fleet_operator.cluster.kube import KubeCluster
 NAME = "paper"
 CAPACITY = {"cpu": "10000", "memory": "100Ti", "pods": "10000", "nvidia.com/gpu": "10000"}
 ADDRESSES = count(1)
-BROKEN = ":broken"
-"""Pods whose image ends like this are never ready."""
+BROKEN, CRASHING = ":broken", ":crashing"
+"""Pods whose image ends like this are never ready, or end again and again."""
+RESTARTS = 5
 
 
 async def run(kubeconfig: Path) -> None:
@@ -55,7 +56,7 @@ async def _one(cluster: KubeCluster, pod: dict[str, Any], done: dict[str, str]) 
     if "deletionTimestamp" in meta:
         await cluster.delete(POD, meta["namespace"], meta["name"], uid=meta["uid"], grace_s=0)
         return
-    wish = "False" if spec["containers"][0]["image"].endswith(BROKEN) else "True"
+    wish = "False" if spec["containers"][0]["image"].endswith((BROKEN, CRASHING)) else "True"
     if done.get(meta["uid"]) == wish:
         return
     done[meta["uid"]] = wish
@@ -68,6 +69,8 @@ def _status(pod: dict[str, Any], ready: str) -> dict[str, Any]:
     kinds = ("PodScheduled", "Initialized", "ContainersReady", "Ready")
     container = {"name": pod["spec"]["containers"][0]["name"], "ready": ready == "True", "started": True, "restartCount": 0,
                  "image": "", "imageID": "", "state": {"running": {"startedAt": _now()}}}  # fmt: skip
+    if pod["spec"]["containers"][0]["image"].endswith(CRASHING):
+        container |= {"started": False, "restartCount": RESTARTS, **_crashed()}
     return {
         "phase": "Running", "podIP": address, "podIPs": [{"ip": address}], "hostIP": "127.0.0.1", "startTime": _now(),
         "conditions": [
@@ -75,6 +78,13 @@ def _status(pod: dict[str, Any], ready: str) -> dict[str, Any]:
         ],
         "containerStatuses": [container],
     }  # fmt: skip
+
+
+def _crashed() -> dict[str, Any]:
+    """As a kubelet tells it between two attempts."""
+    back_off = {"reason": "CrashLoopBackOff", "message": "back-off 2m40s restarting failed container"}
+    ended = {"exitCode": 1, "reason": "Error", "message": "EngineDied: no such device", "startedAt": _now(), "finishedAt": _now()}
+    return {"state": {"waiting": back_off}, "lastState": {"terminated": ended}}
 
 
 def _now() -> str:

@@ -6,7 +6,7 @@ import json
 import ssl
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,12 @@ class Admin:
     def get(self, path: str) -> Any:
         """Parsed; HTTPStatusError."""
         return self("GET", path).raise_for_status().json()
+
+    def watch(self, path: str, version: str, quiet_s: float, **params: str) -> Iterator[dict[str, Any]]:
+        """Events after `version`, until none came for so long."""
+        params, patience = {**params, "watch": "1", "resourceVersion": version}, httpx.Timeout(30, read=quiet_s)
+        with suppress(httpx.ReadTimeout), self._client.stream("GET", path, params=params, timeout=patience) as answer:
+            yield from map(json.loads, answer.iter_lines())
 
     def merge(self, path: str, patch: Any) -> Any:
         """A merge patch that must succeed."""

@@ -21,6 +21,7 @@ from e2e.faultproxy.ledger import Ledger, Request, where
 from e2e.faultproxy.watching import Watch
 from e2e.kube.controlplane import ControlPlane
 from e2e.kube.service import free_ports
+from fleet_operator.cluster.kube_http import TLS_CLOSE_S
 
 FORWARDED = ("Authorization", "Accept", "Content-Type", "User-Agent")
 REASONS = {409: "Conflict", 410: "Expired", 429: "TooManyRequests", 500: "InternalError", 503: "ServiceUnavailable"}
@@ -63,6 +64,8 @@ class FaultProxy:
     def __exit__(self, *_: object) -> None:
         self._loop.call_soon_threadsafe(self._stopping.set)
         self._thread.join(10)
+        if self._thread.is_alive():
+            raise RuntimeError("the proxy did not stop")
 
     def kubeconfig(self, original: Path) -> Path:
         """`original` with this proxy as its server; the API server's own certificate stands for both."""
@@ -120,8 +123,17 @@ class FaultProxy:
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_until_complete(self._serve())
+            self._loop.run_until_complete(self._ended())
         finally:
             self._loop.close()
+
+    async def _ended(self) -> None:
+        """What was cut says its last word: a loop closed before that leaves sockets to the garbage collector."""
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+        await asyncio.sleep(TLS_CLOSE_S)
 
     async def _serve(self) -> None:
         certs = self._plane.ca_file.parent

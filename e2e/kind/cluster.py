@@ -1,5 +1,6 @@
 """A kind cluster of its own, made and deleted by the test: real kubelets, real containers, real Services.
 
+It never outlives the test: a shell that waits for the end of this process deletes it, however the process ends.
 Whatever `docker` reaches is used, as on a laptop. KIND_NODE_IMAGE and KIND_CONFIG may name a node image and a configuration.
 Every node gets the torch environment and the test's model mounted read-only at /opt/inferencefleet.
 """
@@ -25,7 +26,8 @@ from e2e.kube.controlplane import binaries
 
 HERE = Path(__file__).resolve().parent
 TORCH, MODELS = "/opt/inferencefleet/torch", "/opt/inferencefleet/models"
-CREATE_S = 300.0
+CREATE_S, DELETE_S = 300.0, 600.0
+"""Deleting is a matter of seconds, but of minutes on a machine that has much else to do: three file systems with images."""
 DEVICES_IMAGE = "fakedp:1"
 
 
@@ -41,12 +43,14 @@ class KindCluster:
         self.dir = Path(tempfile.mkdtemp(prefix="inferencefleet-kind-"))
         self.kubeconfig = self.dir / "kubeconfig"
         self._kind = _script("get-kind")
+        self._remover = self._watching()
 
     def __enter__(self) -> KindCluster:
         image = ["--image", os.environ["KIND_NODE_IMAGE"]] if os.environ.get("KIND_NODE_IMAGE") else []
         config = self.dir / "nodes.yaml"
-        config.write_text(yaml.safe_dump(with_mounts(_config(), {_script("get-torch"): TORCH, str(self._models()): MODELS})))
         try:
+            mounts = {_script("get-torch"): TORCH, str(self._models()): MODELS}
+            config.write_text(yaml.safe_dump(with_mounts(_config(), mounts)))
             self._run(
                 self._kind, "create", "cluster", "--name", self.name, "--config", str(config), "--wait", "120s",
                 "--kubeconfig", str(self.kubeconfig), *image, timeout_s=CREATE_S,
@@ -57,8 +61,17 @@ class KindCluster:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._run(self._kind, "delete", "cluster", "--name", self.name, "--kubeconfig", str(self.kubeconfig), timeout_s=120)
-        shutil.rmtree(self.dir, ignore_errors=True)
+        _, words = self._remover.communicate(timeout=DELETE_S)  # the end of its stdin is what it waits for
+        if self._remover.returncode:
+            raise KindError(f"kind delete cluster --name {self.name}: {words.strip()}")
+
+    def _watching(self) -> subprocess.Popen[str]:
+        """A shell that reads until nobody can write to it any more, and then removes everything."""
+        script = 'cat > /dev/null; "$0" delete cluster --name "$1" --kubeconfig "$2/kubeconfig"; code=$?; rm -rf "$2"; exit $code'
+        argv = ["sh", "-c", script, self._kind, self.name, str(self.dir)]
+        return subprocess.Popen(
+            argv, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
 
     def _models(self) -> Path:
         """A copy that everybody may read: workers run as nobody, and safetensors writes files for their owner alone."""
@@ -69,13 +82,19 @@ class KindCluster:
         return copied.parent
 
     def load(self, *images: str) -> None:
-        """Images of the local docker into every node."""
-        self._run(self._kind, "load", "docker-image", *images, "--name", self.name, timeout_s=300)
+        """Images of the local docker into every node that runs pods."""
+        nodes = ",".join(self.workers())
+        self._run(self._kind, "load", "docker-image", *images, "--name", self.name, "--nodes", nodes, timeout_s=300)
+
+    def kubectl_argv(self) -> list[str]:
+        """As administrator; arguments follow."""
+        return [_kubectl(), "--kubeconfig", str(self.kubeconfig)]
 
     def kubectl(self, *args: str, stdin: str | None = None, check: bool = True) -> subprocess.CompletedProcess[str]:
         """As administrator; KindError with its words when it fails and `check` is set."""
-        argv = [_kubectl(), "--kubeconfig", str(self.kubeconfig), *args]
-        done = subprocess.run(argv, input=stdin, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(
+            [*self.kubectl_argv(), *args], input=stdin, capture_output=True, text=True, timeout=120, check=False
+        )
         if check and done.returncode:
             raise KindError(f"kubectl {' '.join(args)}: {done.stderr.strip()}")
         return done

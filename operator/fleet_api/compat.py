@@ -56,6 +56,7 @@ def refusals(manifest: Raw) -> list[str]:
     if _vllm(spec):
         for index in range(len(spec["tiers"])):
             found += [*_unlike(spec, index), *_unlike_env(spec, index), *_drafters(spec, index), *_blocks(spec, index)]
+            found += _spread(spec, index)
     return list(dict.fromkeys(found))
 
 
@@ -122,6 +123,20 @@ def _blocks(spec: Raw, index: int) -> Iterator[str]:
     values = [size.value if size else "" for size in sizes]
     if values[0] != values[1] and spec["tiers"][index]["accelerator"]["type"] == "cpu":
         yield f"spec.tiers[{index}]: Invalid value: --block-size must be the same in both roles of a tier on CPUs"
+
+
+def _spread(spec: Raw, index: int) -> Iterator[str]:
+    """A worker on several nodes runs vLLM's own multi-node executor: one rank or more on each, and no other executor."""
+    tier = spec["tiers"][index]
+    for role in ROLES:
+        shape = (tier.get(role) or {}).get("parallelism") or tier.get("parallelism") or {}
+        if shape.get("nodes", 1) < 2:
+            continue
+        if shape.get("tensor", 1) * shape.get("pipeline", 1) * shape.get("data", 1) == 1:
+            yield f"spec.tiers[{index}].{role}: Invalid value: parallelism.nodes leaves a node without a rank"
+        backend = of_role(spec, index, role).get("distributed-executor-backend")
+        if backend is not None and backend.value != "mp":
+            yield f"{backend.field}: Invalid value: --distributed-executor-backend must be mp for workers on several nodes"
 
 
 def _moving(spec: Raw) -> Iterator[str]:

@@ -6,6 +6,8 @@ from fleet_api.rule import Raw, Rule, dig, either
 
 TRANSFER = "spec.tiers[].kvTransfer"
 NIC_TRANSPORTS = ("rdma", "auto")
+RANKED = ("tensor", "pipeline", "data", "expert")
+"""Sizes of parallelism that make an engine of several processes."""
 
 
 def _only_with(path: str, field: str, chooser: str, value: str, default: str = "") -> Rule:
@@ -24,16 +26,22 @@ def _vllm_only(raw: Raw) -> bool:
         return True
     return not any(
         "quantization" in tier
-        or "parallelism" in tier
-        or any("parallelism" in tier.get(role, {}) or tier.get(role, {}).get("args") for role in ("prefill", "decode"))
+        or _sizes_ranks(tier)
+        or any(_sizes_ranks(tier.get(role, {})) or tier.get(role, {}).get("args") for role in ("prefill", "decode"))
         for tier in raw["tiers"]
     )
 
 
+def _sizes_ranks(raw: Raw) -> bool:
+    """More than nodes: the torch engine computes in one process."""
+    return bool(set(raw.get("parallelism", {})) - {"nodes"})
+
+
 def _vllm_only_cel() -> str:
-    role = "(!has(t.{0}) || (!has(t.{0}.parallelism) && (!has(t.{0}.args) || size(t.{0}.args) == 0)))"
+    sizes = "(!has({0}.parallelism) || (" + " && ".join(f"!has({{0}}.parallelism.{size})" for size in RANKED) + "))"
+    role = "(!has(t.{0}) || (" + sizes.format("t.{0}") + " && (!has(t.{0}.args) || size(t.{0}.args) == 0)))"
     return (
-        f"{either('engine.type', 'torch')} == 'vllm' || self.tiers.all(t, !has(t.quantization) && !has(t.parallelism) && "
+        f"{either('engine.type', 'torch')} == 'vllm' || self.tiers.all(t, !has(t.quantization) && {sizes.format('t')} && "
         f"{role.format('prefill')} && {role.format('decode')})"
     )
 
@@ -118,7 +126,7 @@ FABRIC_RULES: tuple[Rule, ...] = (
     Rule(
         path="spec",
         cel=_vllm_only_cel(),
-        message="quantization, parallelism and args of a tier apply to engine type vllm only",
+        message="quantization, parallelism (but for nodes) and args of a tier apply to engine type vllm only",
         holds=_vllm_only,
         field=".tiers",
     ),

@@ -7,16 +7,17 @@ from typing import Any
 
 from fleet_api.rule import Raw, Rule, dig
 from fleet_api.rules_fabric import FABRIC_RULES
+from fleet_api.rules_gang import gang_rules
 
 ROLES = ("prefill", "decode")
 OWNED_ARGS = (
     r"^(--(model|host|port|served[-_]model[-_]name|max[-_]model[-_]len|kv[-_]transfer[-_]config|kv[-_]events[-_]config"
     r"|tensor[-_]parallel[-_]size|pipeline[-_]parallel[-_]size|data[-_]parallel[-_].*|enable[-_]expert[-_]parallel|quantization"
-    r"|kv[-_]cache[-_]dtype)|-tp|-pp|-dp|-ep|-q)([=.].*)?$"
+    r"|kv[-_]cache[-_]dtype|nnodes|node[-_]rank|master[-_]addr|master[-_]port|headless)|-tp|-pp|-dp|-ep|-q|-n|-r)([=.].*)?$"
 )
 """What fields decide: an argument that says otherwise would make router and operator believe something wrong."""
 OWNED_ENV = (
-    "^(FLEET_.*|HOME|HF_TOKEN|UCX_TLS|UCX_NET_DEVICES|UCX_TCP_PORT_RANGE|UCX_PROTO_INFO|UCX_LOG_FILE"
+    "^(FLEET_.*|LWS_.*|HOME|HF_TOKEN|UCX_TLS|UCX_NET_DEVICES|UCX_TCP_PORT_RANGE|UCX_PROTO_INFO|UCX_LOG_FILE"
     "|VLLM_NIXL_SIDE_CHANNEL_HOST|VLLM_NIXL_SIDE_CHANNEL_PORT)$"
 )
 OWNED_VOLUMES = ("model", "shm", "tmp")
@@ -131,7 +132,7 @@ def _template_rules(path: str) -> list[Rule]:
         Rule(
             path="",
             cel=f"!has(self.env) || self.env.all(e, !e.name.matches('{OWNED_ENV}'))",
-            message="env must not set what the operator sets: FLEET_*, HOME, HF_TOKEN (model.tokenSecretRef), UCX_TLS and "
+            message="env must not set what the operator sets: FLEET_*, LWS_*, HOME, HF_TOKEN (model.tokenSecretRef), UCX_TLS and "
             "other UCX and NIXL variables of kvTransfer",
             holds=lambda raw: not any(re.search(OWNED_ENV, var["name"]) for var in raw.get("env", ())),
             field=".env",
@@ -209,5 +210,6 @@ POD_RULES: tuple[Rule, ...] = (
     _owned_args("spec.engine", "args must not set what other fields set, such as tiers[].parallelism, maxModelLen or kvTransfer"),
     *_role_rules("prefill"),
     *_role_rules("decode"),
+    *gang_rules(of_role, of_role_cel),
     *FABRIC_RULES,
 )

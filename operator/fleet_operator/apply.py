@@ -30,16 +30,18 @@ from fleet_operator.cluster.interface import (
     NotFoundError,
     Object,
 )
-from fleet_operator.compare import contains, difference, satisfied, stamped
+from fleet_operator.compare import contains, difference, merge_patch, satisfied, stamped
 from fleet_operator.flip import marks
 from fleet_operator.fresh import Fresh
-from fleet_operator.names import APPLIED, policy_name, router_name
+from fleet_operator.gangs import count_workers, drop_pod_groups, put_pod_group, spans_nodes
+from fleet_operator.names import APPLIED, GROUP_OF, MEMBER, group_service, policy_name, router_name
 from fleet_operator.names import REVISION as REVISION_LABEL
 from fleet_operator.names import ROLE as ROLE_LABEL
 from fleet_operator.names import TIER as TIER_LABEL
 from fleet_operator.outcome import Outcome, StopError
 from fleet_operator.render.fabric import render_claims
 from fleet_operator.render.fleet import render_budgets, render_documents, render_pool, render_router
+from fleet_operator.render.gang import leader_of, render_group_service
 from fleet_operator.render.network import render_policy
 from fleet_operator.render.revision import render_revision
 from fleet_operator.render.worker import render_pod
@@ -48,7 +50,7 @@ from fleet_operator.status_pace import StatusPace
 from fleet_planner.events import NAME_CONFLICT, Deed
 from fleet_planner.flip import other
 from fleet_planner.reconcile import Plan
-from fleet_planner.types import PodWanted, Problem, Template
+from fleet_planner.types import PodWanted, PoolWanted, Problem, Template
 
 Live = Mapping[tuple[str, str], Object]
 """(kind, name) → object, of the fleet's namespace."""
@@ -113,6 +115,7 @@ class Applier:
         for wish in render_router(work.fleet, work.raw, self._platform):
             await self._put(wish, work)
         await self._policy(work)
+        await self._group_names(work)
         for budget in render_budgets(work.fleet, work.plan, work.raw):
             await self._put(budget, work)
         pools: dict[str, Object] = {}
@@ -123,13 +126,35 @@ class Applier:
         if routers_told is not None:
             await self._flips(work.plan, work.fleet.metadata.namespace, pools, work.outcome)
         await self._deletions(work)
-        for wanted in work.plan.create:
-            revision = stored.get((wanted.tier, wanted.revision))
-            if wanted.pool in pools and revision is not None:
-                await self._claims(wanted, revision, pools[wanted.pool], work)
-                await self._create(render_pod(work.fleet, wanted, revision, pools[wanted.pool]), work)
+        await self._creations(work, stored, pools)
         await self._prune_budgets(work)
         await self._pool_status(work)
+
+    async def _creations(self, work: _Pass, stored: Mapping[tuple[str, str], Object], pools: Mapping[str, Object]) -> None:
+        """Pods, a leader before those who follow it: they are made with its uid, and not at all without it."""
+        leaders: dict[str, str] = {}
+        for wanted in work.plan.create:
+            revision, owner = stored.get((wanted.tier, wanted.revision)), pools.get(wanted.pool)
+            leader = leaders.get(leader_of(wanted))
+            if owner is None or revision is None or (wanted.member > 0 and leader is None) or not await self._true(work):
+                continue
+            await self._claims(wanted, revision, owner, work)
+            if not await put_pod_group(self._cluster, work.fleet, wanted, revision, owner, work.outcome):
+                continue
+            made = await self._create(render_pod(work.fleet, wanted, revision, owner, leader), work)
+            if made is not None and wanted.member == 0:
+                leaders[leader_of(wanted)] = made
+
+    async def _group_names(self, work: _Pass) -> None:
+        """The Service of workers over several nodes, or none."""
+        if spans_nodes(work.plan):
+            await self._put(render_group_service(work.fleet, work.raw), work)
+            return
+        found = work.live.get((SERVICE.kind, group_service(work.fleet.metadata.name)))
+        if found is not None and _owned(found, work.raw) and await self._true(work, sizes=False):
+            name, uid = found["metadata"]["name"], found["metadata"]["uid"]
+            why = "no worker spans several nodes"
+            await self._delete(SERVICE, work.fleet.metadata.namespace, name, uid, why, work.outcome)
 
     async def _deletions(self, work: _Pass) -> None:
         namespace = work.fleet.metadata.namespace
@@ -137,6 +162,8 @@ class Applier:
             if await self._true(work):
                 pod = work.live.get(("Pod", gone.name))
                 await self._delete(POD, namespace, gone.name, gone.uid, gone.reason, work.outcome, pod)
+        leaving = (work.live.get(("Pod", gone.name)) for gone in work.plan.delete)
+        await drop_pod_groups(self._cluster, namespace, leaving, work.outcome)
         for left in work.plan.pools_gone:
             if await self._true(work):
                 await self._delete(POOL, namespace, left.name, left.uid, "its revision is no longer wanted", work.outcome)
@@ -250,10 +277,11 @@ class Applier:
         except ClusterError as error:
             work.outcome.fail(f"ResourceClaimTemplate {wanted.pool}", error)
 
-    async def _create(self, pod: Object, work: _Pass) -> None:
+    async def _create(self, pod: Object, work: _Pass) -> str | None:
+        """The uid of the pod that was made, None when none was."""
         name, outcome = pod["metadata"]["name"], work.outcome
         if not await self._true(work):
-            return
+            return None
         try:
             made = await self._cluster.create(pod)
         except ConflictError as error:
@@ -262,12 +290,14 @@ class Applier:
                 outcome.fail(f"Pod {name}", error)  # ours of a life before: the watch will show it
             else:
                 outcome.problems.append(_name_conflict("Pod", name))
-            return
+            return None
         except ClusterError as error:
             outcome.fail(f"Pod {name}", error)
-            return
+            return None
+        uid: str = made["metadata"]["uid"]
         outcome.writes += 1
-        outcome.done.append(Deed("created", "Pod", name, made["metadata"]["uid"], *_worker(pod)))
+        outcome.done.append(Deed("created", "Pod", name, uid, *_worker(pod), member=_member(pod)))
+        return uid
 
     async def _flips(self, plan: Plan, namespace: str, pools: Mapping[str, Object], outcome: Outcome) -> None:
         """Workers that are told another role, only after the routers were told that they drain; and those that have it."""
@@ -301,7 +331,7 @@ class Applier:
             outcome.fail(f"deleting {kind.kind} {name}", error)
             return
         outcome.writes += 1
-        outcome.done.append(Deed("deleted", kind.kind, name, uid, *_worker(pod), why=reason))
+        outcome.done.append(Deed("deleted", kind.kind, name, uid, *_worker(pod), why=reason, member=_member(pod)))
 
     async def _prune_budgets(self, work: _Pass) -> None:
         """Budgets of tiers that are gone would hold up node drains for ever."""
@@ -318,14 +348,16 @@ class Applier:
             if found is None:
                 continue
             pods = [o for (kind, _), o in work.live.items() if kind == "Pod" and _owned(o, found)]
-            wish = pool_status(pods, work.fleet.metadata.name, pool.tier, pool.role, pool.revision)
+            wish = pool_status(pods, work.fleet.metadata.name, pool)
             if found.get("status") != wish:
                 await self._patch(POOL, work.fleet.metadata.namespace, pool.name, wish, work.outcome)
 
     async def _status(self, work: _Pass) -> None:
         wish, uid, present = work.plan.status.to_dict(), work.raw["metadata"]["uid"], work.raw.get("status")
-        if self._pace.is_due(uid, present if present in (None, wish) else known_status(work.raw), wish):
-            await self._patch(FLEET, work.fleet.metadata.namespace, work.fleet.metadata.name, wish, work.outcome)
+        known = present if present in (None, wish) else known_status(work.raw)
+        if self._pace.is_due(uid, known, wish):
+            patch = merge_patch(known or {}, wish)
+            await self._patch(FLEET, work.fleet.metadata.namespace, work.fleet.metadata.name, patch, work.outcome)
             self._pace.written(uid)
 
     async def _patch(self, kind: Kind, namespace: str, name: str, status: Object, outcome: Outcome) -> None:
@@ -338,21 +370,24 @@ class Applier:
             outcome.fail(f"status of {kind.kind} {name}", error)
 
 
-def pool_status(pods: list[Object], fleet: str, tier: str, role: str, revision: str) -> Object:
-    """Counts of one pool, and the selector that autoscalers read."""
-    alive = [pod for pod in pods if "deletionTimestamp" not in pod["metadata"]]
-    ready = sum(
-        any(c["type"] == "Ready" and c["status"] == "True" for c in (pod.get("status") or {}).get("conditions") or [])
-        for pod in alive
-    )
+def pool_status(pods: list[Object], fleet: str, pool: PoolWanted) -> Object:
+    """Counts of one pool's workers, and the selector of their (leading) pods that autoscalers read."""
+    groups = {pod["metadata"]["name"]: (pod["metadata"].get("labels") or {}).get(GROUP_OF) for pod in pods}
+    alive, ready, leaving = count_workers(pods, {name: group for name, group in groups.items() if group is not None})
     base = "inferencefleet.io"
+    selector = f"{base}/fleet={fleet},{base}/tier={pool.tier},{base}/role={pool.role},{base}/revision={pool.revision}"
     return {
-        "replicas": len(alive),
+        "replicas": alive,
         "readyReplicas": ready,
         "servingReplicas": ready,
-        "terminatingReplicas": len(pods) - len(alive),
-        "selector": f"{base}/fleet={fleet},{base}/tier={tier},{base}/role={role},{base}/revision={revision}",
+        "terminatingReplicas": leaving,
+        "selector": selector if pool.nodes == 1 else f"{selector},{MEMBER}=0",
     }
+
+
+def _member(pod: Object | None) -> int:
+    """Place of a pod in its worker."""
+    return int((pod["metadata"].get("labels") or {}).get(MEMBER, 0)) if pod is not None else 0
 
 
 def _worker(pod: Object | None) -> tuple[str, str]:

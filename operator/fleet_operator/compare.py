@@ -53,3 +53,12 @@ def difference(live: Any, wish: Any, path: str = "") -> str:
         index = next(i for i, value in enumerate(wish) if not contains(live[i], value))
         return difference(live[index], wish[index], f"{path}[{index}]")
     return path
+
+
+def merge_patch(present: Object, wish: Object) -> Object:
+    """The JSON merge patch that makes `wish` of `present`: what the wish no longer has becomes null, at every depth."""
+    gone: Object = {key: None for key in present if key not in wish}
+    for key, value in wish.items():
+        inside = isinstance(value, dict) and isinstance(present.get(key), dict)
+        gone[key] = merge_patch(present[key], value) if inside else value
+    return gone

@@ -11,6 +11,14 @@ ROLE: Final = f"{GROUP}/role"
 REVISION: Final = f"{GROUP}/revision"
 COMPAT: Final = f"{GROUP}/compat"
 MEMBER: Final = f"{GROUP}/member"
+GANG: Final = f"{GROUP}/gang"
+"""Label of every pod of a worker over several nodes: its Service selects it."""
+GROUP_OF: Final = f"{GROUP}/group"
+"""Label: the worker that a pod belongs to; the name of its leader's pod."""
+GROUP_UID: Final = f"{GROUP}/group-uid"
+"""Annotation: uid of the leader that a pod was made to follow; leaders have none."""
+LEADER: Final = f"{GROUP}/leader"
+"""Annotation: host name of the leader."""
 POOL: Final = f"{GROUP}/pool"
 PLANNED: Final = f"{GROUP}/planned"
 SIZE: Final = f"{GROUP}/size"
@@ -36,6 +44,11 @@ def router_name(fleet: str) -> str:
 
 def policy_name(fleet: str) -> str:
     """The NetworkPolicy of a fleet's workers."""
+    return f"{fleet}-workers"
+
+
+def group_service(fleet: str) -> str:
+    """The headless Service of a fleet's workers over several nodes."""
     return f"{fleet}-workers"
 
 

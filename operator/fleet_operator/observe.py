@@ -10,7 +10,20 @@ from typing import Any
 import msgspec
 
 from fleet_operator.cluster.interface import Object
-from fleet_operator.names import COMPAT, FLIP, FLIP_SINCE, FLIPPED_AT, MEMBER, ORDINAL, PLANNED, REVISION, ROLE, SIZE, TIER
+from fleet_operator.names import (
+    COMPAT,
+    FLIP,
+    FLIP_SINCE,
+    FLIPPED_AT,
+    GROUP_UID,
+    MEMBER,
+    ORDINAL,
+    PLANNED,
+    REVISION,
+    ROLE,
+    SIZE,
+    TIER,
+)
 from fleet_operator.render.worker import GRACE_SLACK_S
 from fleet_planner.types import ROLES, ObservedPod, ObservedPool, Role, RouterView
 from fleet_wire import endpoints
@@ -76,6 +89,8 @@ def _pod(pod: Object, around: Surroundings) -> ObservedPod:
         restarts=sum(container.get("restartCount", 0) for container in containers),
         compat=notes.get(COMPAT, ""),
         member=_whole(notes.get(MEMBER)),
+        group=notes.get(GROUP_UID, ""),
+        scheduled_at=timestamp(scheduled.get("lastTransitionTime")) if scheduled.get("status") == "True" else None,
         deletion_cost=_whole(notes.get(DELETION_COST)),
         leaving=around.leaving.get(node or "", ""),
         sick=around.sick.get(node or "", ""),

@@ -50,6 +50,8 @@ class Deed:
     role: str = ""
     """Of a worker pod; empty for everything else."""
     why: str = ""
+    member: int = 0
+    """Place of a pod in its worker: what happens to the others happens to the leader, and is told once."""
     undid: str = ""
     """Where somebody else's edit was undone; empty when our own wish changed."""
 
@@ -158,6 +160,8 @@ def _workers(deeds: Sequence[Deed]) -> Iterable[Event]:
     created: dict[tuple[str, str], list[str]] = defaultdict(list)
     deleted: dict[tuple[str, str], list[str]] = defaultdict(list)
     for deed in deeds:
+        if deed.member:
+            continue
         if deed.role and deed.verb == "created":
             created[deed.tier, deed.role].append(deed.name)
         elif deed.role and deed.verb == "deleted":

@@ -9,7 +9,7 @@ from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.status import FleetStatus
 from fleet_api.v1alpha1.tier import TierSpec
 from fleet_planner.capacity import Fitted, fit_budget, fit_cluster
-from fleet_planner.flip import on_its_way
+from fleet_planner.gang import as_pods, settled, workers_of
 from fleet_planner.ratio import Bounds, bounds_of, project
 from fleet_planner.revisions import TierPlan, plan_tier
 from fleet_planner.scale import ScaleDecision, ScaleInputs, want
@@ -62,7 +62,8 @@ def reconcile(fleet: InferenceFleet, observed: Observed, now: float) -> Plan:
         gpus = observed.templates[tier.name].gpus
         left = None if left is None else left - decision.prefill * gpus[0] - decision.decode * gpus[1]
         plan = plan_tier(fleet, tier, (decision.prefill, decision.decode), observed, now)
-        memory[tier.name] = replace(decision.memory, flip=plan.flip)
+        gangs = settled(plan.gangs, plan.delete, workers_of(observed, tier.name), now)
+        memory[tier.name] = replace(decision.memory, flip=plan.flip, gangs=gangs)
         tiers.append(plan)
         views.append(TierView(tier, decision, plan))
     orphans = _orphans(fleet, observed)
@@ -109,11 +110,12 @@ def fit(
     """The decision as nodes, quotas and the `left` devices of the budget allow it."""
     before = observed.memory.get(tier.name, ScaleMemory())
     memory = replace(decision.memory, cap=before.cap, cap_until=before.cap_until, cap_reason=before.cap_reason)
-    pods = [on_its_way(pod) for pod in observed.pods if pod.tier == tier.name]
+    wait_s = fleet.spec.scaling.capacity_wait_s
+    pods = as_pods(workers_of(observed, tier.name), before.gangs, wait_s, now)
     if len({pod.revision for pod in pods}) > 1:  # a rollout has its own answer to a lack of room
         placed = Fitted((decision.prefill, decision.decode), "", memory)
     else:
-        want_now, wait_s = (decision.prefill, decision.decode), fleet.spec.scaling.capacity_wait_s
+        want_now = decision.prefill, decision.decode
         placed = fit_cluster(tier, want_now, pods, tuple(map(str, observed.problems)), memory, wait_s, now)
     size, unpaid = fit_budget(tier, placed.size, observed.templates[tier.name].gpus, left)
     limited = "; ".join(words for words in (placed.limited, unpaid) if words)

@@ -20,7 +20,7 @@ class Replica:
 
     @property
     def leader(self) -> ObservedPod:
-        """The pod that talks to routers."""
+        """The pod that talks to routers; the first that is left of a worker that lost it."""
         return self.pods[0]
 
     @property
@@ -30,8 +30,14 @@ class Replica:
 
     @property
     def broken(self) -> bool:
-        """It can never be whole again: a pod ended or is missing."""
-        return len(self.pods) < self.size or any(pod.phase in ENDED for pod in self.pods)
+        """It can never be whole again: a pod ended, is missing, or follows a leader that is gone."""
+        stray = any(pod.group and pod.group != self.leader.uid for pod in self.pods)
+        return stray or len(self.pods) < self.size or any(pod.phase in ENDED for pod in self.pods)
+
+    @property
+    def placed(self) -> int:
+        """Pods that have a node."""
+        return sum(pod.node is not None for pod in self.pods)
 
     @property
     def terminating(self) -> bool:
@@ -93,15 +99,17 @@ def plan_replicas(
     leaving = sorted((replica for replica in alive if replica.leaving), key=_first_to_go, reverse=True)
     gone += [_gone(replica, f"replaced: {replica.leaving}") for replica in leaving[max(0, needed) :]]
     names = {pod.name for replica in replicas for pod in replica.pods}.union(taken)
-    created = _created(pool, names, max(0, pool.replicas - len(staying)))
+    wanted = pool.replicas if pool.most is None else min(pool.replicas, pool.most)
+    created = _created(pool, names, max(0, wanted - len(staying)))
     return created, [pod for group in gone for pod in group]
 
 
-def _first_to_go(replica: Replica) -> tuple[bool, bool, int, float, float, str]:
-    """Smallest goes first: not ready, not serving, cheap, idle, young. An unknown load counts as busy."""
+def _first_to_go(replica: Replica) -> tuple[bool, bool, int, int, float, float, str]:
+    """Smallest goes first: not ready, not serving, furthest from whole, cheap, idle, young. An unknown load counts as busy."""
     leader = replica.leader
     busy = leader.busy if leader.busy is not None else float("inf")
-    return replica.ready, replica.serving, leader.deletion_cost, busy, -leader.created_at, leader.name
+    missing = replica.placed - replica.size if replica.size > 1 else 0
+    return replica.ready, replica.serving, missing, leader.deletion_cost, busy, -leader.created_at, leader.name
 
 
 def _created(pool: PoolWanted, taken: Collection[str], missing: int) -> list[PodWanted]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.status import FlipStatus, RolloutStatus, TierStatus
@@ -11,6 +11,7 @@ from fleet_api.v1alpha1.tier import TierSpec
 from fleet_planner.canary import Course, Scene, plot_course
 from fleet_planner.draft import draft_pods
 from fleet_planner.flip import Settled, Terms, cold_start_s, flip_s, other, remember, settle
+from fleet_planner.gang import GivenBack, give_back
 from fleet_planner.ratio import Pair
 from fleet_planner.replicas import Replica, replicas_of
 from fleet_planner.rollout import Canary, Group, Limits, Step, plan_step, why_stuck
@@ -18,6 +19,7 @@ from fleet_planner.serving import choose_serving
 from fleet_planner.types import (
     ROLES,
     FlipWanted,
+    GangMemory,
     Observed,
     ObservedPod,
     PodGone,
@@ -57,6 +59,9 @@ class TierPlan:
     flipping: Pair
     """Workers on their way into each role."""
     flip: FlipStatus | None
+    gangs: GangMemory
+    limited: str
+    """Which worker over several nodes waits for nodes, in words."""
 
 
 def plan_tier(fleet: InferenceFleet, tier: TierSpec, want: Pair, observed: Observed, now: float) -> TierPlan:
@@ -77,7 +82,9 @@ def plan_tier(fleet: InferenceFleet, tier: TierSpec, want: Pair, observed: Obser
     free = template is not None and template.flippable and not step.rolling and remembered is None
     terms = _terms(fleet, tier, limits, telemetry, pods) if free else None
     changing = Changing(settled, remembered, terms)
-    return _carried_out(fleet, tier, course, step, replicas, scene, templates, changing)
+    memory = observed.memory.get(tier.name, ScaleMemory()).gangs
+    given = give_back(replicas, memory, fleet.spec.scaling.capacity_wait_s, now)
+    return _carried_out(fleet, tier, course, step, replicas, scene, templates, changing, given)
 
 
 def group_of(revision: str, replicas: Sequence[Replica]) -> Group:
@@ -157,11 +164,15 @@ def _carried_out(
     scene: Scene,
     templates: Mapping[str, Template],
     changing: Changing,
+    given: GivenBack,
 ) -> TierPlan:
-    pools = _pools(fleet, tier, step, replicas, scene.want, templates)
+    pools = [
+        replace(p, most=given.most.get((p.revision, p.role))) for p in _pools(fleet, tier, step, replicas, scene.want, templates)
+    ]
     drafted = draft_pods(pools, replicas, templates.keys(), course.target, changing.terms, scene.now)
     settled = changing.settled
-    delete = (*settled.gone, *drafted.draft.delete)
+    drafted_gone = {pod.uid for pod in drafted.draft.delete}
+    delete = (*settled.gone, *drafted.draft.delete, *(pod for pod in given.gone if pod.uid not in drafted_gone))
     gone_uids = {pod.uid for pod in delete}
     everything = [replica for found in drafted.replicas.values() for replica in found]
     staying = [replica for replica in everything if gone_uids.isdisjoint(pod.uid for pod in replica.pods)]
@@ -185,6 +196,8 @@ def _carried_out(
         serving=_counts([replica for replica in everything if replica.leader.uid in serving]),
         flipping=_counts([replica for replica in everything if replica.leader.flipping is not None and replica.alive]),
         flip=changing.remembered,
+        gangs=given.memory,
+        limited=given.limited,
     )
 
 
@@ -227,8 +240,10 @@ def _scarce_first(create: Sequence[PodWanted], scene: Scene) -> list[PodWanted]:
 
 def _target(replica: Replica, serving: frozenset[str], gone: set[str]) -> Target | None:
     """Ready workers serve or are held; one that goes is told as draining until it is gone, one that changes its role until it has
-    changed; others are not told at all."""
+    changed; others are not told at all. Of several nodes only the leader is told."""
     pod = replica.leader
+    if pod.member > 0:
+        return None
     leaving = replica.terminating or pod.flipping is not None or not gone.isdisjoint(pod.uid for pod in replica.pods)
     role = pod.role if pod.flipping is None else other(pod.role)
     if pod.ip is None or not (replica.ready or leaving):

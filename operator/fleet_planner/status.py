@@ -14,11 +14,12 @@ from fleet_planner.canary import overdue
 from fleet_planner.capacity import QUOTA_WORDS
 from fleet_planner.events import NAME_CONFLICT
 from fleet_planner.fabric import disaggregating, transport_verified
-from fleet_planner.flip import on_its_way
+from fleet_planner.gang import workers_of
 from fleet_planner.ratio import within
+from fleet_planner.replicas import Replica
 from fleet_planner.revisions import TierPlan
 from fleet_planner.scale import ScaleDecision, unusable
-from fleet_planner.types import ROLES, Observed, ObservedPod, Role, Verdict
+from fleet_planner.types import ROLES, Observed, Role, Verdict
 
 MAX_CAUSES = 3
 FAILING_RESTARTS = 1
@@ -65,9 +66,10 @@ def plan_status(fleet: InferenceFleet, views: Sequence[TierView], observed: Obse
     )
 
 
-def _pods(observed: Observed, tier: str, role: Role) -> list[ObservedPod]:
-    counted = (on_its_way(pod) for pod in observed.pods)
-    return [pod for pod in counted if pod.tier == tier and pod.role == role and not pod.terminating]
+def _workers(observed: Observed, tier: str, role: Role) -> list[Replica]:
+    """Those that have all of their pods and keep them."""
+    found = workers_of(observed, tier)
+    return [worker for worker in found if worker.role == role and not worker.terminating and len(worker.pods) == worker.size]
 
 
 def _tier_status(view: TierView, observed: Observed, present: FleetStatus) -> TierStatus:
@@ -76,7 +78,7 @@ def _tier_status(view: TierView, observed: Observed, present: FleetStatus) -> Ti
     sizes: dict[Role, int] = {"prefill": view.decision.prefill, "decode": view.decision.decode}
 
     def role(which: Role, serving: int, flipping: int) -> RoleStatus:
-        ready = sum(pod.ready for pod in _pods(observed, name, which))
+        ready = sum(worker.ready for worker in _workers(observed, name, which))
         return RoleStatus(desired=sizes[which], ready=ready, serving=serving, flipping=flipping)
 
     (prefill, decode) = (role(*args) for args in zip(ROLES, view.plan.serving, view.plan.flipping, strict=True))
@@ -128,7 +130,7 @@ def _provisioned(views: Sequence[TierView], observed: Observed) -> Verdict:
         f"{view.tier.name}/{role}"
         for view in views
         for role, size in zip(ROLES, (view.decision.prefill, view.decision.decode), strict=True)
-        if len(_pods(observed, view.tier.name, role)) < size
+        if len(_workers(observed, view.tier.name, role)) < size
     ]
     if short or observed.router is None:
         return "False", "Creating", "pods are being created: " + ", ".join(short or ["router"])
@@ -184,7 +186,8 @@ def _telemetry(fleet: InferenceFleet, observed: Observed, now: float) -> Verdict
 
 
 def _capacity(views: Sequence[TierView], observed: Observed) -> Verdict:
-    limited = [f"tier {view.tier.name}: {view.decision.limited}" for view in views if view.decision.limited]
+    causes = [(view.tier.name, words) for view in views for words in (view.decision.limited, view.plan.limited) if words]
+    limited = [f"tier {tier}: {words}" for tier, words in causes]
     if limited:
         return "True", "BackedOut", "; ".join(limited)
     refused = [problem.message for problem in observed.problems if QUOTA_WORDS in problem.message]

@@ -39,6 +39,10 @@ class ObservedPod:
     """KV compatibility hash that it was made with."""
     member: int = 0
     """Its place in a worker that spans several nodes; 0 leads."""
+    group: str = ""
+    """Uid of the leader that it was made to follow; empty for leaders."""
+    scheduled_at: float | None = None
+    """When it got its node."""
     leaving: str = ""
     """Why its node goes away (cordoned, not ready, tainted); empty while it stays."""
     sick: str = ""
@@ -167,6 +171,26 @@ class RouterView:
 
 
 @dataclass(frozen=True, slots=True)
+class GangHold:
+    """Of this role and revision there are no more than `most` workers until then: one gave its nodes back."""
+
+    role: Role
+    revision: str
+    most: int
+    until: float
+    words: str
+
+
+@dataclass(frozen=True, slots=True)
+class GangMemory:
+    """What workers over several nodes leave behind."""
+
+    holds: tuple[GangHold, ...] = ()
+    settle_until: float = 0.0
+    """Their nodes change hands: until then nobody is told that there is none for it."""
+
+
+@dataclass(frozen=True, slots=True)
 class ScaleMemory:
     """What scaling must remember between passes: recent wants, for stabilisation. Kept by the shell, passed in and out."""
 
@@ -178,6 +202,7 @@ class ScaleMemory:
     cap_reason: str = ""
     flip: FlipStatus | None = None
     """The last role flip that failed: the status that says so may be read late."""
+    gangs: GangMemory = GangMemory()
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +268,8 @@ class PoolWanted:
     """Workers that the whole role should have, all revisions together."""
     nodes: int = 1
     """Pods of one worker."""
+    most: int | None = None
+    """No worker is made beyond so many now, whatever `replicas` says."""
 
 
 @dataclass(frozen=True, slots=True)

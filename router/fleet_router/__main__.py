@@ -6,6 +6,7 @@ import argparse
 import os
 import re
 import sys
+from pathlib import Path
 
 FOLLOW = re.compile(r"^(kube:[a-z0-9.-]+/[a-z0-9.-]+|dir:.+)$")
 
@@ -16,6 +17,9 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--follow", required=True, help="kube:NAMESPACE/CONFIGMAP or dir:PATH: where endpoints.json comes from")
     parser.add_argument("--host", default=os.environ.get("FLEET_BIND_HOST", "0.0.0.0"), help="address to listen on")
     parser.add_argument("--port", type=int, default=int(os.environ.get("FLEET_PORT", "8080")), help="port to listen on")
+    parser.add_argument(
+        "--tenants", type=Path, help="file with tenants and the hashes of their API keys; without it everybody may ask"
+    )
     given = parser.parse_args(argv)
     if not FOLLOW.match(given.follow):
         parser.error(f"--follow {given.follow}: expected kube:NAMESPACE/NAME or dir:PATH")
@@ -29,7 +33,7 @@ def main() -> int:
     from fleet_router.process import Router, Settings
 
     given = arguments(sys.argv[1:])
-    return uvloop.run(Router(Settings(given.follow, given.host, given.port)).run())
+    return uvloop.run(Router(Settings(given.follow, given.host, given.port, given.tenants)).run())
 
 
 if __name__ == "__main__":

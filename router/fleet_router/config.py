@@ -41,6 +41,19 @@ class HttpBounds(msgspec.Struct, frozen=True, kw_only=True):
     connections: int = 2_048
 
 
+class SloClass(msgspec.Struct, frozen=True, kw_only=True):
+    """A class of requests, named by their tenant or by header."""
+
+    name: str
+    priority: int = 0
+    """Waiting requests of a higher one go first."""
+    ttft_budget_s: float = 60.0
+    """Time to the first token; a request that waited 0.85 of it is turned away."""
+    max_input_tokens: int | None = None
+    max_output_tokens: int | None = None
+    """None: the router's own limit."""
+
+
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What the fleet's spec says about routing. Fields that are not known are passed over: while an operator is upgraded, routers
     are older than it, and one that refused its configuration would keep the last one for ever."""
@@ -66,6 +79,15 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     first_token_deadline_s: float = 60.0
     inter_token_deadline_s: float = 30.0
     bounds: HttpBounds = HttpBounds()
+    worker_slots: int = 0
+    """Requests that one decode worker runs at once; when all are taken, more wait here. 0: not known, nothing waits."""
+    queue_per_slot: int = 4
+    """At most so many requests wait per slot."""
+    ttft_budget_s: float = 60.0
+    """Of requests of the class `default`, unless `classes` has one of that name."""
+    classes: tuple[SloClass, ...] = ()
+    runaway: bool = False
+    """End streams that loop, do not stop or speak in control tokens."""
 
 
 def encode(config: RouterConfig) -> str:

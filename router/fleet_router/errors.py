@@ -7,11 +7,12 @@ from typing import Final
 import msgspec
 
 PHRASES: Final = {
-    200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed", 408: "Request Timeout", 413: "Content Too Large",
-    414: "URI Too Long", 431: "Request Header Fields Too Large", 500: "Internal Server Error", 502: "Bad Gateway",
-    503: "Service Unavailable", 504: "Gateway Timeout", 505: "HTTP Version Not Supported",
+    200: "OK", 400: "Bad Request", 401: "Unauthorized", 403: "Forbidden", 404: "Not Found", 405: "Method Not Allowed",
+    408: "Request Timeout", 413: "Content Too Large", 414: "URI Too Long", 429: "Too Many Requests",
+    431: "Request Header Fields Too Large", 500: "Internal Server Error", 502: "Bad Gateway", 503: "Service Unavailable",
+    504: "Gateway Timeout", 505: "HTTP Version Not Supported", 529: "Overloaded",
 }  # fmt: skip
-RETRYABLE: Final = {408, 502, 503, 504}
+RETRYABLE: Final = {408, 429, 502, 503, 504, 529}
 RETRY_AFTER_S: Final = 1
 
 
@@ -19,7 +20,14 @@ class RequestError(Exception):
     """The request gets this status; `param` names the field."""
 
     def __init__(
-        self, status: int, message: str, *, code: str | None = None, param: str | None = None, headers: str = ""
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        headers: str = "",
+        reason: str | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -27,22 +35,22 @@ class RequestError(Exception):
         self.param = param
         self.headers = headers
         """Header lines for the answer, each with its line break."""
+        self.reason = reason
+        """Why, for programs, where `code` is a name that clients know."""
 
 
 _CODES: Final = {
-    400: "invalid_request", 404: "not_found", 405: "method_not_allowed", 408: "timeout", 413: "body_too_large",
-    414: "url_too_long",    431: "headers_too_large", 502: "bad_gateway", 503: "no_worker", 504: "deadline", 505: "http_version",
+    400: "invalid_request", 401: "invalid_api_key", 403: "forbidden", 404: "not_found", 405: "method_not_allowed", 408: "timeout",
+    413: "body_too_large", 414: "url_too_long", 429: "rate_limit_exceeded", 431: "headers_too_large", 502: "bad_gateway",
+    503: "no_worker", 504: "deadline", 505: "http_version", 529: "overloaded",
 }  # fmt: skip
 
 
 def error_json(error: RequestError, request_id: str) -> bytes:
     """The body of an error answer."""
     kind = "invalid_request_error" if error.status < 500 else "server_error"
-    return msgspec.json.encode(
-        {
-            "error": {
-                "message": str(error), "type": kind, "param": error.param, "code": error.code,
-                "request_id": request_id, "retryable": error.status in RETRYABLE,
-            }
-        }
-    )  # fmt: skip
+    said = {
+        "message": str(error), "type": kind, "param": error.param, "code": error.code,
+        "request_id": request_id, "retryable": error.status in RETRYABLE,
+    }  # fmt: skip
+    return msgspec.json.encode({"error": said if error.reason is None else said | {"reason": error.reason}})

@@ -8,19 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from typing import Protocol
 
 import msgspec
 
+from fleet_router.admission.gate import Ticket
+from fleet_router.admission.quota import Outcome
+from fleet_router.admission.runaway import Why
 from fleet_router.config import RouterConfig
+from fleet_router.desk import Desk
+from fleet_router.dialect.translation import Translation
+from fleet_router.ending import CHAT_PATH, END, framed, last_event
 from fleet_router.errors import PHRASES, RequestError
-from fleet_router.legs import DecodeLeg, Ignored, PrefillLeg
+from fleet_router.hints import NO_HINTS, Hints
+from fleet_router.legs import DecodeLeg, Ignored, PrefillLeg, TranslatedLeg
 from fleet_router.metrics import Metrics, Served
 from fleet_router.policy.choose import Choice
 from fleet_router.policy.trip import Trip
 from fleet_router.request import BYTES_PER_TOKEN, Ask, decode_body, lease_of, prefill_body, prompt_tokens_of, reference_of
 from fleet_router.upstream import Upstream
-from fleet_router.workers import NO_HINTS, Hints, Worker, WorkerTable
+from fleet_router.workers import Worker, WorkerTable
 
 OK = 200
 HOP_HEADERS = {b"connection", b"keep-alive", b"proxy-connection", b"upgrade", b"server", b"date", b"x-request-id"}
@@ -70,7 +78,10 @@ class Context:
     config: RouterConfig
     metrics: Metrics
     clock: Callable[[], float]
+    desk: Desk
     draining: bool = False
+    wanted: frozenset[bytes] = frozenset()
+    """Headers that routing goes by, by lower-case name."""
 
 
 class Flow:
@@ -78,20 +89,27 @@ class Flow:
 
     __slots__ = (
         "_ask", "_client", "_connection", "_context", "_decode_failures", "_excluded", "_first", "_gaps", "_handed_over",
-        "_head_bytes", "_keys", "_last", "_lease", "_leg_worker", "_local", "_path", "_paused", "_prefill_failures", "_served",
-        "_trip", "config", "deadline", "done", "hints", "last_byte_at", "started", "started_at",
+        "_head_bytes", "_keys", "_last", "_lease", "_leg_worker", "_local", "_outcome", "_path", "_paused", "_prefill_failures",
+        "_served", "_ticket", "_translation", "_trip", "_watch", "config", "deadline", "done", "hints", "last_byte_at", "started",
+        "started_at",
     )  # fmt: skip
 
-    def __init__(self, context: Context, client: Client, path: bytes, ask: Ask, hints: Hints = NO_HINTS) -> None:
+    def __init__(
+        self, context: Context, client: Client, path: bytes, ask: Ask, ticket: Ticket, translation: Translation | None = None,
+        hints: Hints = NO_HINTS,
+    ) -> None:  # fmt: skip
         self._context = context
         self._client = client
         self._path = path
         self._ask = ask
+        self._ticket = ticket
+        self._watch = context.desk.watch(ticket, ask)
+        self._translation = translation
         self.config = context.config  # a reload does not change a running request
         self._excluded: frozenset[str] = frozenset()
         self._prefill_failures = self._decode_failures = 0
-        self._local = False
-        """The KV is not to come from a prefill worker any more."""
+        self._local = ask.alone
+        """The KV is not to come from a prefill worker, or not any more."""
         self._last = False
         """The answer's head says that the connection closes after it."""
         self._paused = False
@@ -102,7 +120,7 @@ class Flow:
         self._handed_over = ""
         """Tier of the decode leg when another worker prefilled the prompt."""
         self._served: Served | None = None
-        self.hints = hints
+        self.hints = msgspec.structs.replace(hints, local=True) if ask.alone else hints
         self._trip: Trip | None = None
         """What was expected of the legs; None before the first and after the last."""
         self._gaps = 0
@@ -110,31 +128,39 @@ class Flow:
         self._first = True
         self._head_bytes = b""
         """The answer's head, waiting for the first bytes of its body: one write for both."""
+        self._outcome = Outcome.LEFT
+        """How it ends if it ends now, unless we refuse it."""
         self.started = False
         """The first byte has gone to the client."""
         self.done = False
         self.started_at = context.clock()
         self.last_byte_at = self.started_at
-        self.deadline = self.started_at + self.config.first_token_deadline_s
+        self.deadline = inf if ticket.waiting else self.started_at + self.config.first_token_deadline_s
 
     # -- legs -------------------------------------------------------------------------------------------------------
+    def admitted(self) -> None:
+        """The wait for a slot is over."""
+        self.deadline = self._context.clock() + self.config.first_token_deadline_s
+        self.begin()
+
     def begin(self) -> None:
         """Choose and send the first leg."""
         context = self._context
         self._trip_over()
-        now = context.clock()
-        found, keys = context.table.choose(self._ask.prompt, self.config, now, self._excluded, self.hints)
+        now, seed = context.clock(), self._ticket.lane.seed
+        found, keys = context.table.choose(self._ask.prompt, self.config, now, self._excluded, seed, self.hints)
         if not isinstance(found, Choice):
             self._refuse(RequestError(503, found.reason, code="no_worker"))
             return
-        self._trip = context.table.depart(found, now, self.hints, stream=self._ask.stream)
+        if not self._ask.alone:
+            self._trip = context.table.depart(found, now, self.hints, stream=self._ask.stream)
         decode = context.table.workers[found.decode]
-        self._keys = keys
+        self._keys = [] if self._ask.alone else keys
         self._handed_over = ""
         self._served = context.metrics.of(decode.endpoint.tier, decode.endpoint.revision)
         self._served.requests += 1
         if found.prefill is None:
-            context.metrics.local_prefills += 1
+            context.metrics.local_prefills += not self._ask.alone
             self._send_decode(decode, None)
             return
         prefill = context.table.workers[found.prefill]
@@ -144,17 +170,20 @@ class Flow:
         self._send(prefill, prefill_body(self._ask), PrefillLeg(self, prefill, decode))
 
     def _send_decode(self, worker: Worker, reference: bytes | None) -> None:
-        self._send(worker, decode_body(self._ask, reference), DecodeLeg(self, worker))
+        translation = self._translation
+        leg = DecodeLeg(self, worker) if translation is None else TranslatedLeg(self, worker, translation)
+        self._send(worker, decode_body(self._ask, reference), leg)
 
     def _send(self, worker: Worker, body: bytes, leg: PrefillLeg | DecodeLeg, *, fresh: bool = False) -> None:
         payload = self._head(worker, self._path, len(body)) + body
+        pool = worker.pool if self._translation is None else worker.reading()
         worker.began()
         self._leg_worker = worker
 
         def connected(connection: Upstream | None, why: str) -> None:
             if self.done:
                 if connection is not None:
-                    worker.pool.put(connection)
+                    pool.put(connection)
                 return
             if connection is None:
                 self.end_leg()
@@ -164,7 +193,7 @@ class Flow:
             connection.send(leg, payload)
 
         leg.body = body
-        worker.pool.take(connected, fresh=fresh)
+        pool.take(connected, fresh=fresh)
 
     def resend(self, worker: Worker, leg: PrefillLeg | DecodeLeg) -> bool:
         """A pooled connection that the worker had closed meanwhile: once more on a fresh one. Not a retry: nothing ran."""
@@ -247,6 +276,7 @@ class Flow:
         self.started = True
         self.last_byte_at = now
         self._context.metrics.requests[status] += 1
+        self._outcome = Outcome.ANSWERED if status == OK else Outcome.REFUSED
         if status == OK:
             self._lease = None  # the decode worker has taken it
             if self._handed_over:
@@ -260,6 +290,7 @@ class Flow:
         for name, value in headers:
             if name.lower() not in HOP_HEADERS:
                 lines += (b"\r\n", name, b": ", value)
+        lines.append(self._ticket.lane.account.headers(int(now * 1e9)))
         if self._client.last_answer:
             self._last = True
             lines.append(CLOSE)
@@ -272,8 +303,8 @@ class Flow:
         if head:
             self._client.write(head)
 
-    def raw(self, data: bytes) -> None:
-        """Bytes of the answer, spliced."""
+    def raw(self, data: bytes, shown: bytes | None = None) -> None:
+        """Bytes of the answer, spliced; `shown`: what the client gets for them in its own dialect."""
         now = self._context.clock()
         if self._first:
             self._first = False
@@ -281,15 +312,30 @@ class Flow:
                 self._trip.first_token(now)
             if self._served is not None:
                 self._served.ttft.observe(now - self.started_at)
-            if self._head_bytes:
-                head, self._head_bytes = self._head_bytes, b""
-                data = head + data
         elif self._served is not None:
             self._gaps += 1
             self._served.itl.observe(now - self.last_byte_at)
         self.last_byte_at = now
         self.deadline = now + self.config.inter_token_deadline_s
-        self._client.write(data)
+        told = data if shown is None else shown
+        if self._head_bytes:
+            head, self._head_bytes = self._head_bytes, b""
+            told = head + told
+        if told:
+            self._client.write(told)
+        if self._watch is not None and (why := self._watch.saw(data)) is not None:
+            self._end_runaway(why)
+
+    def _end_runaway(self, why: Why) -> None:
+        """The stream is at the end of an event: ours is the last one. The worker sees a client that left, and stops."""
+        self._context.desk.runaways[why] += 1
+        if self._connection is not None:
+            self._connection.abort()
+        event = last_event(why, self._path == CHAT_PATH, self._client.request_id, self.config.served_name)
+        if self._translation is not None:
+            event = self._translation.feed(event)
+        self._client.write(framed(event) + END)
+        self.end()
 
     def end(self) -> None:
         """The answer is complete."""
@@ -299,6 +345,7 @@ class Flow:
             self._trip_over()
         self.end_leg()
         self.done = True
+        self._leave(self._outcome)
         self._client.finish(last=self._last)
 
     def _trip_over(self) -> None:
@@ -311,6 +358,7 @@ class Flow:
         self._trip_over()
         self.end_leg()
         self.done = True
+        self._leave(Outcome.FAILED)
         self._context.metrics.requests[error.status] += 1
         self._client.refuse(error)
 
@@ -328,6 +376,7 @@ class Flow:
         self._trip_over()
         self.end_leg()
         self.done = True
+        self._leave(self._outcome)
         self._context.metrics.streams_broken += 1
         self._client.break_off(why, stream=self._ask.stream)
 
@@ -342,6 +391,11 @@ class Flow:
         self._trip_over()
         self.end_leg()
         self._release_lease()
+        self._leave(Outcome.FAILED if self._ticket.waiting else self._outcome)
+
+    def _leave(self, outcome: Outcome) -> None:
+        """Give the slot back and settle; once, whatever ended the request."""
+        self._context.desk.leave(self._ticket, outcome, self._watch)
 
     def expire(self) -> None:
         """The deadline for the next byte has passed: the worker's fault, unless the client takes nothing."""

@@ -13,12 +13,19 @@ from uuid import uuid4
 
 import httptools
 
+from fleet_router.admission.keys import bearer
 from fleet_router.config import HttpBounds
 from fleet_router.errors import RequestError
 
 HOST = re.compile(rb"^[A-Za-z0-9._\-]+(:\d{1,5})?$|^\[[0-9a-fA-F:.]+\](:\d{1,5})?$")
 REQUEST_ID = re.compile(rb"^[A-Za-z0-9._\-]{1,128}$")
 LOOKED_AT = frozenset({b"host", b"content-length", b"transfer-encoding", b"x-request-id", b"content-encoding", b"expect"})
+ASKED_BY: frozenset[bytes] = frozenset({b"authorization", b"x-api-key", b"x-slo-class", b"x-slo-ttft-ms"})
+"""Headers that say who asks and how urgently; none of them goes to a worker."""
+KEPT = LOOKED_AT | ASKED_BY
+KEPT_BYTES = 256
+"""Longer values of headers that routing goes by are passed over."""
+NOTHING_KEPT: dict[bytes, bytes] = {}
 _PROCESS = uuid4().hex[:16]
 _NUMBERS = itertools.count(1)
 
@@ -44,7 +51,7 @@ def check_framing(name: bytes, value: bytes, most_bytes: int) -> int:
 class Incoming:
     """One request, whole or still being received."""
 
-    __slots__ = ("body", "keep_alive", "leg_id", "method", "request_id", "url")
+    __slots__ = ("body", "keep_alive", "kept", "key", "leg_id", "method", "request_id", "slo_class", "slo_ttft_ms", "url")
 
     def __init__(self) -> None:
         self.request_id = self.leg_id = new_request_id()
@@ -53,14 +60,46 @@ class Incoming:
         self.url = b""
         self.body: list[bytes] = []
         self.keep_alive = False
+        self.key = b""
+        """API key, as it came; nobody but admission looks at it."""
+        self.slo_class = b""
+        self.kept: dict[bytes, bytes] = NOTHING_KEPT
+        """Headers that routing goes by, by lower-case name."""
+        self.slo_ttft_ms = 0
+        """The client needs its first token within so many ms; 0: it does not say."""
+
+
+def _asked_by(request: Incoming, name: bytes, value: bytes) -> None:
+    """RequestError for what could be read in two ways."""
+    if name == b"x-slo-class":
+        request.slo_class = value
+    elif name == b"x-slo-ttft-ms":
+        if not (value.isdigit() and 0 < int(value[:10]) < 10**9 and len(value) < 10):
+            raise RequestError(400, "not a number of milliseconds", param="x-slo-ttft-ms")
+        request.slo_ttft_ms = int(value)
+    elif key := bearer(value) if name == b"authorization" else value:
+        if request.key not in (b"", key):
+            raise RequestError(400, "two different API keys")
+        request.key = key
 
 
 class Inbound:
     """The parser of one connection and what it has read."""
 
     __slots__ = (
-        "_body_bytes", "_bounds", "_framing", "_header_bytes", "_header_count", "_hosts", "_parser", "current", "error",
-        "in_body", "owes_continue", "requests",
+        "_body_bytes",
+        "_bounds",
+        "_framing",
+        "_header_bytes",
+        "_header_count",
+        "_hosts",
+        "_parser",
+        "_wanted",
+        "current",
+        "error",
+        "in_body",
+        "owes_continue",
+        "requests",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -75,10 +114,10 @@ class Inbound:
         self.owes_continue = False
         """The client of `current` waits for 100 Continue before it sends the body."""
 
-    def feed(self, data: bytes, bounds: HttpBounds) -> None:
-        """Read; never raises."""
+    def feed(self, data: bytes, bounds: HttpBounds, wanted: frozenset[bytes] = frozenset()) -> None:
+        """Read; never raises. `wanted`: headers to keep, by lower-case name."""
         if self.current is None:
-            self._bounds = bounds  # those that hold when a request begins hold to its end
+            self._bounds, self._wanted = bounds, wanted  # those that hold when a request begins hold to its end
         if self._parser is None:
             self._parser = httptools.HttpRequestParser(self)
         try:
@@ -122,7 +161,9 @@ class Inbound:
         if self._header_count > bounds.header_count or self._header_bytes > bounds.header_bytes:
             raise RequestError(431, f"more than {bounds.header_count} header fields or {bounds.header_bytes} bytes of them")
         lower = name.lower()
-        if lower not in LOOKED_AT:
+        if lower not in KEPT:
+            if lower in self._wanted and self.current is not None and len(value) <= KEPT_BYTES:
+                self.current.kept = {**self.current.kept, lower: value}
             return
         if lower == b"host":
             self._hosts += 1
@@ -132,6 +173,9 @@ class Inbound:
             self._name(value)
         elif lower == b"expect":
             self.owes_continue = True
+        elif lower in ASKED_BY:
+            if self.current is not None:
+                _asked_by(self.current, lower, value)
         else:
             self._framing += check_framing(lower, value, bounds.body_bytes)
 

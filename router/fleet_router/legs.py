@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from fleet_router.dialect.chat import worker_error
+from fleet_router.ending import END, framed
+from fleet_router.errors import RequestError
+
 if TYPE_CHECKING:
+    from fleet_router.dialect.translation import Translation
     from fleet_router.flow import Flow
     from fleet_router.workers import Worker
 
@@ -107,3 +112,73 @@ class DecodeLeg:
         if not self._flow.resend(self._worker, self):
             self._flow.end_leg()
             self._flow.leg_failed(self._worker, reason)
+
+
+class TranslatedLeg(DecodeLeg):
+    """Reads the answer and hands it on in another dialect; on a connection that collects."""
+
+    __slots__ = ("_out", "_refused", "_translation")
+
+    def __init__(self, flow: Flow, worker: Worker, translation: Translation) -> None:
+        super().__init__(flow, worker)
+        self._translation = translation
+        self._refused = 0
+        self._out = b""
+
+    def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        if status >= 400:
+            self._held = status if status >= 500 else 0
+            self._refused = status if status < 500 else 0
+            return
+        self._worker.succeeded()
+        if self._translation.stream:
+            self._flow.head(status, [(b"content-type", b"text/event-stream"), (b"transfer-encoding", b"chunked")])
+
+    def on_head_alone(self) -> None:
+        if self._translation.stream and not self._held and not self._refused:
+            self._flow.send_head()
+
+    def on_body(self, data: bytes) -> None:
+        if self._held or self._refused:
+            if len(self._answer) < MAX_ERROR_BYTES:
+                self._answer += data
+            return
+        try:
+            self._out += self._translation.feed(data)
+        except RequestError as error:
+            self._flow.cut(error)
+
+    def on_raw(self, data: bytes) -> None:
+        """After `on_body` of the same bytes."""
+        if not self._held and not self._refused and not self._flow.done:
+            shown, self._out = framed(self._out), b""
+            if self._translation.stream:
+                self._flow.raw(data, shown)
+
+    def on_end(self) -> None:
+        if self._flow.done:
+            return
+        if self._held:
+            super().on_end()
+        elif self._refused:
+            self._flow.cut(RequestError(self._refused, worker_error(bytes(self._answer))))
+        else:
+            self._finish()
+
+    def on_lost(self, reason: str) -> None:
+        self._translation.collected.clear()  # whoever is asked next answers from the beginning
+        super().on_lost(reason)
+
+    def _finish(self) -> None:
+        try:
+            rest = self._translation.end()
+        except RequestError as error:
+            self._flow.cut(error)
+            return
+        if self._translation.stream:
+            self._flow.raw(b"", framed(rest) + END)
+        else:
+            length = str(len(rest)).encode()
+            self._flow.head(200, [(b"content-type", b"application/json"), (b"content-length", length)])
+            self._flow.raw(bytes(self._translation.collected), rest)
+        self._flow.end()

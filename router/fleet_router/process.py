@@ -15,19 +15,26 @@ from pathlib import Path
 
 import msgspec
 
+from fleet_router.admission.tenants import Tenants
 from fleet_router.config import RouterConfig
+from fleet_router.desk import Desk
+from fleet_router.exposition import exposition
 from fleet_router.flow import Context
 from fleet_router.follow.directory import follow_directory
 from fleet_router.follow.documents import Documents
 from fleet_router.follow.kube import api_server, follow_kube
+from fleet_router.follow.tenants import follow_tenants
+from fleet_router.hints import wanted_headers
 from fleet_router.metrics import Metrics
 from fleet_router.server import ClientConnection
-from fleet_router.workers import WorkerTable
+from fleet_router.workers import WorkerTable, slots_of
 
 SWEEP_S = 0.5
+TICK_S = 0.05
 DRAIN_S = 30.0
 DRAIN_STEP_S = 0.05
 BACKLOG = 1_024
+MOST_PROBLEMS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +44,8 @@ class Settings:
     follow: str
     host: str
     port: int
+    tenants: Path | None = None
+    """The tenants file; None: everybody may ask."""
 
 
 class Router:
@@ -45,7 +54,9 @@ class Router:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._clock = time.monotonic
-        self._context = Context(WorkerTable(), RouterConfig(fleet="", served_name=""), Metrics(), self._clock)
+        self._desk = Desk(self._clock)
+        self._desk.tenants_needed = settings.tenants is not None
+        self._context = Context(WorkerTable(), RouterConfig(fleet="", served_name=""), Metrics(), self._clock, self._desk)
         self._connections: set[ClientConnection] = set()
         self._followed_at: float | None = None
         self._last_problem = ""
@@ -53,11 +64,19 @@ class Router:
     # -- documents --------------------------------------------------------------------------------------------------
     def apply(self, documents: Documents) -> None:
         """New endpoints or configuration; running requests keep what they began with."""
-        self._context.config = documents.config
-        self._context.table.update(documents.endpoints, self._clock(), documents.config.slow_start_s)
+        config, table, before = documents.config, self._context.table, dict(self._context.table.workers)
+        self._context.config, self._context.wanted = config, wanted_headers(config)
+        table.update(documents.endpoints, self._clock(), config)
+        gone = [worker for uid, worker in before.items() if worker.role == "decode" and table.workers.get(uid) is not worker]
+        self._desk.follow(config, slots_of(table, config), gone)
         self._followed_at = self._clock()
         self._last_problem = ""
         log(event="endpoints", workers=len(self._context.table.workers), policy=documents.config.policy)
+
+    def know(self, tenants: Tenants) -> None:
+        """A new tenants file; names and counts are logged, nothing else of it."""
+        problems = self._desk.know(tenants)
+        log(event="tenants", tenants=len(tenants.tenants), problems=problems[:MOST_PROBLEMS])
 
     def failed(self, problem: str) -> None:
         """Keep the last good set; say so once per problem."""
@@ -80,11 +99,8 @@ class Router:
         if path == b"/metrics":
             rows = [(w.endpoint.name, w.endpoint.role, w.endpoint.tier, w.inflight) for w in context.table.workers.values()]
             age_s = -1.0 if self._followed_at is None else self._clock() - self._followed_at
-            return (
-                200,
-                b"text/plain; version=0.0.4",
-                context.metrics.exposition(rows, age_s, len(context.table.routing.index)).encode(),
-            )
+            text = context.metrics.exposition(rows, age_s, len(context.table.routing.index))
+            return 200, b"text/plain; version=0.0.4", (text + exposition(self._desk, self._clock())).encode()
         if path == b"/v1/models":
             card = {"id": context.config.served_name, "object": "model", "created": 0, "owned_by": "inferencefleet"}
             data = [card] if context.config.served_name else []
@@ -99,6 +115,8 @@ class Router:
             return "draining"
         if self._followed_at is None:
             return f"no endpoints yet: {self._last_problem}"
+        if not self._desk.ready:
+            return "no tenants yet"
         return "" if self._context.table.ready() else "no worker can answer a whole request"
 
     # -- life -------------------------------------------------------------------------------------------------------
@@ -119,7 +137,9 @@ class Router:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
         log(event="listening", host=self._settings.host, port=self._settings.port)
-        tasks = [asyncio.create_task(self._follow()), asyncio.create_task(self._sweep())]
+        tasks = [asyncio.create_task(task) for task in (self._follow(), self._sweep(), self._tick())]
+        if self._settings.tenants is not None:
+            tasks.append(asyncio.create_task(follow_tenants(self._settings.tenants, self.know, self.failed)))
         stopping = asyncio.create_task(stop.wait())
         try:
             await asyncio.wait({stopping, *tasks}, return_when=asyncio.FIRST_COMPLETED)
@@ -164,6 +184,12 @@ class Router:
             self._context.table.routing.tick(now, self._context.config.slow_start_s)
             for connection in list(self._connections):
                 connection.sweep(now)
+
+    async def _tick(self) -> None:
+        """Requests that wait for a slot must not wait for the sweep to be told that they waited too long."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            self._desk.tick()
 
     async def _drain(self) -> None:
         """Answer what came, then go; what is left when the time is over gets an error."""

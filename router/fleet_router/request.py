@@ -4,6 +4,7 @@ together without encoding a prompt again, and unknown fields pass through untouc
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Final, TypeVar
 
 import msgspec
@@ -46,6 +47,18 @@ class Ask(msgspec.Struct, frozen=True):
     stream: bool
     original: bytes | None
     """The body as it came when nothing had to be stripped."""
+    alone: bool = False
+    """One worker serves it without any KV from elsewhere: nothing is generated."""
+
+
+def parse_alone(body: bytes, config: RouterConfig) -> Ask:
+    """A request that a worker answers by itself (embeddings, tokenising): only whose model it is matters here."""
+    try:
+        fields = _TOP.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(400, f"the body is not a JSON object: {error}", code="invalid_json") from error
+    _check_model(_typed(fields, "model", _STR) or config.served_name, config)
+    return _without_ours(fields, b"", body, stream=False, alone=True)
 
 
 def parse_body(body: bytes, chat: bool, config: RouterConfig) -> Ask:
@@ -57,8 +70,7 @@ def parse_body(body: bytes, chat: bool, config: RouterConfig) -> Ask:
     model = _typed(fields, "model", _STR)
     if model is None:
         raise RequestError(400, "model is required", param="model")
-    if model != config.served_name:
-        raise RequestError(404, f"The model `{model}` does not exist.", code="model_not_found", param="model")
+    _check_model(model, config)
     name = "messages" if chat else "prompt"
     if fields.get(name, _NULL) == _NULL:
         raise RequestError(400, f"{name} is required", param=name)
@@ -71,11 +83,46 @@ def parse_body(body: bytes, chat: bool, config: RouterConfig) -> Ask:
     stream = _typed(fields, "stream", _BOOL) or False
     if _typed(fields, "stream_options", _OBJECT) is not None and not stream:
         raise RequestError(400, "stream_options is only allowed when stream is true", param="stream_options")
+    return _without_ours(fields, prompt, original, stream=stream, alone=False)
+
+
+def _without_ours(fields: dict[str, msgspec.Raw], prompt: bytes, original: bytes | None, *, stream: bool, alone: bool) -> Ask:
     if STRIPPED.isdisjoint(fields):
-        return Ask(fields, prompt, stream, original)
+        return Ask(fields, prompt, stream, original, alone)
     for field in STRIPPED & fields.keys():
         del fields[field]
-    return Ask(fields, prompt, stream, None)
+    return Ask(fields, prompt, stream, None, alone)
+
+
+def _check_model(model: str, config: RouterConfig) -> None:
+    if model != config.served_name:
+        raise RequestError(404, f"The model `{model}` does not exist.", code="model_not_found", param="model")
+
+
+def with_fields(ask: Ask, added: Mapping[str, msgspec.Raw], spliced: bytes) -> Ask:
+    """With fields of ours; `spliced` is the same as text, with a comma before and the object's end behind it, so that a body that
+    goes on as it came is not put together anew."""
+    known = not ask.fields.keys().isdisjoint(added)
+    ask.fields.update(added)
+    if ask.original is None:
+        return ask
+    return Ask(ask.fields, ask.prompt, ask.stream, None if known else ask.original.rstrip()[:-1] + spliced)
+
+
+def model_of(ask: Ask) -> str:
+    """The model that is asked for."""
+    return _STR.decode(ask.fields["model"])
+
+
+def choices_of(ask: Ask) -> int:
+    """Answers that are asked for, 1 when `n` is nothing that we understand: it is the worker's to refuse."""
+    raw = bytes(ask.fields.get("n", b"1"))
+    return max(1, int(raw)) if raw.isdigit() and len(raw) < 6 else 1
+
+
+def asked_tokens(ask: Ask) -> int:
+    """The client's limit of output tokens, 0 when it gave none."""
+    return max([0, *(_INT.decode(raw) for name in LIMITS if (raw := ask.fields.get(name)) is not None and raw != _NULL)])
 
 
 def _check_limits(fields: dict[str, msgspec.Raw], config: RouterConfig) -> None:

@@ -11,10 +11,15 @@ import socket
 from collections.abc import Callable
 from typing import cast
 
-from fleet_router.errors import PHRASES, RETRY_AFTER_S, RequestError, error_json
+from fleet_router.config import RouterConfig
+from fleet_router.dialect.routes import ALONE, TRANSLATED, error_body, translation_of
+from fleet_router.dialect.translation import Translation
+from fleet_router.ending import END, framed
+from fleet_router.errors import PHRASES, RETRY_AFTER_S, RequestError
 from fleet_router.flow import Context, Flow
+from fleet_router.hints import hints_of
 from fleet_router.inbound import Inbound, Incoming
-from fleet_router.request import parse_body
+from fleet_router.request import Ask, parse_alone, parse_body
 
 COMPLETIONS = b"/v1/completions"
 CHAT = b"/v1/chat/completions"
@@ -46,6 +51,8 @@ class ClientConnection(asyncio.Protocol):
         self._request = NOBODY
         """The one that is being answered, or was last."""
         self._waiting = bytearray()
+        self._translation: Translation | None = None
+        """Of the request that is being answered."""
         self._half_closed = False
         """The client has said that it sends no more."""
         self._answering = False
@@ -124,7 +131,7 @@ class ClientConnection(asyncio.Protocol):
             if len(self._waiting) > WAITING_BYTES and self._transport is not None:
                 self._transport.pause_reading()
             return
-        self._inbound.feed(data, self._context.config.bounds)
+        self._inbound.feed(data, self._context.config.bounds, self._context.wanted)
         self._answer_next()
 
     # -- requests ---------------------------------------------------------------------------------------------------
@@ -151,7 +158,7 @@ class ClientConnection(asyncio.Protocol):
             elif self._waiting:
                 data, self._waiting = bytes(self._waiting), bytearray()
                 self._transport.resume_reading()
-                inbound.feed(data, self._context.config.bounds)
+                inbound.feed(data, self._context.config.bounds, self._context.wanted)
             else:
                 self._wait_for_more()
                 return
@@ -170,11 +177,13 @@ class ClientConnection(asyncio.Protocol):
     def _dispatch(self, request: Incoming) -> None:
         method, path = request.method, request.url.split(b"?", 1)[0]
         try:
-            if path in GENERATE:
+            if path in GENERATE or path in TRANSLATED or path in ALONE:
                 self._need(method, b"POST")
                 self._generate(request, path)
             elif path in PLAIN:
                 self._need(method, b"GET", b"HEAD")
+                if path.startswith(b"/v1/"):
+                    self._context.desk.entry(request.key)
                 status, kind, body = self._plain(path)
                 self._write_answer(status, body, kind)
             else:
@@ -190,13 +199,30 @@ class ClientConnection(asyncio.Protocol):
 
     def _generate(self, request: Incoming, path: bytes) -> None:
         body, request.body = request.body[0] if len(request.body) == 1 else b"".join(request.body), []
-        ask = parse_body(body, GENERATE[path], self._context.config)
-        self.flow = flow = Flow(self._context, self, path, ask)
-        flow.begin()
+        desk = self._context.desk
+        lane = desk.lane(request.key, request.slo_class)
+        self._translation = translation = translation_of(path, body, request.request_id)
+        if translation is not None:
+            path, ask = translation.path, self._translated(translation, lane.config)
+        else:
+            ask = parse_alone(body, lane.config) if path in ALONE else parse_body(body, GENERATE[path], lane.config)
+        ask, ticket = desk.admit(lane, ask, request.slo_ttft_ms)
+        hints = hints_of(self._context.config, lane.slo_class, request.kept)
+        self.flow = flow = Flow(self._context, self, path, ask, ticket, translation, hints)
+        desk.start(ticket, flow)
+
+    @staticmethod
+    def _translated(translation: Translation, config: RouterConfig) -> Ask:
+        try:
+            if translation.path == CHAT:
+                return parse_body(translation.body(), True, config)
+            return parse_alone(translation.body(), config)
+        except RequestError as error:
+            raise translation.renamed(error) from error
 
     def _answer_error(self, error: RequestError, *, keep_alive: bool = False) -> None:
         self._context.metrics.requests[error.status] += 1
-        body = error_json(error, self.request_id)
+        body = error_body(self._request.url, error, self.request_id)
         self._write_answer(error.status, body, b"application/json", keep_alive=keep_alive, headers=error.headers)
 
     def _write_answer(self, status: int, body: bytes, kind: bytes, *, keep_alive: bool = True, headers: str = "") -> None:
@@ -206,7 +232,7 @@ class ClientConnection(asyncio.Protocol):
         keep_alive = keep_alive and self._request.keep_alive and not self._context.draining
         head = f"HTTP/1.1 {status} {PHRASES.get(status, 'Status')}\r\nx-request-id: {self.request_id}\r\n"
         head += f"content-length: {len(body)}\r\n{headers}"
-        if status == 503:
+        if status == 503 and "retry-after" not in headers:
             head += f"retry-after: {RETRY_AFTER_S}\r\n"
         if not keep_alive:
             head += "connection: close\r\n"
@@ -246,7 +272,8 @@ class ClientConnection(asyncio.Protocol):
 
     def refuse(self, error: RequestError) -> None:
         """No answer: tell why."""
-        self._write_answer(error.status, error_json(error, self.request_id), b"application/json")
+        body = error_body(self._request.url, error, self.request_id)
+        self._write_answer(error.status, body, b"application/json", headers=error.headers)
         self._answer_next()
 
     def break_off(self, message: str, *, stream: bool) -> None:
@@ -256,8 +283,9 @@ class ClientConnection(asyncio.Protocol):
         if transport is None:
             return
         if stream:
-            event = b"data: " + error_json(RequestError(502, message), self.request_id) + b"\n\n"
-            transport.write(f"{len(event):x}\r\n".encode() + event + b"\r\n0\r\n\r\n")
+            error, translation = RequestError(502, message), self._translation
+            data = b"data: " + error_body(self._request.url, error, self.request_id) + b"\n\n"
+            transport.write(framed(data if translation is None else translation.failed(error)) + END)
             self._close()
         else:
             self.abort()  # a shorter body than announced must not look like an end

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import msgspec
-
 from fleet_router.config import RouterConfig
+from fleet_router.hints import NO_HINTS, Hints
 from fleet_router.kvindex.approximate import key_chain, ring_key
 from fleet_router.policy import choose as simple
 from fleet_router.policy.candidate import Candidate
@@ -44,13 +43,27 @@ class Worker(Candidate):
     failures: int = 0
     """In a row."""
     avoid_until: float = 0.0
+    _reading: Pool | None = None
+
+    def reading(self) -> Pool:
+        """Connections whose answers are read, for translated requests; a prefill worker's always are."""
+        if self.role == "prefill":
+            return self.pool
+        if self._reading is None:
+            self._reading = Pool(self.endpoint.address, self.endpoint.http_port, CollectingUpstream)
+        return self._reading
+
+    def retire(self) -> None:
+        """It left: its connections end."""
+        self.pool.retire()
+        if self._reading is not None:
+            self._reading.retire()
 
     def follow(self, endpoint: Endpoint) -> None:
         """The operator says something new of it."""
         self.endpoint = endpoint
         self.role = endpoint.role
         self.group = (endpoint.tier, endpoint.compat)
-        self.slots = endpoint.slots
 
     def failed(self, now: float) -> None:
         """A connect error, a broken answer or a 5xx: stay away for 1, 2, 4 … 30 s."""
@@ -69,7 +82,7 @@ def new_worker(endpoint: Endpoint, trouble: Trouble) -> Worker:
     kind = CollectingUpstream if endpoint.role == "prefill" else Upstream
     pool = Pool(endpoint.address, endpoint.http_port, kind)
     group = (endpoint.tier, endpoint.compat)
-    return Worker(endpoint.uid, endpoint.role, group, 0, endpoint.slots, endpoint=endpoint, pool=pool, trouble=trouble)
+    return Worker(endpoint.uid, endpoint.role, group, 0, endpoint=endpoint, pool=pool, trouble=trouble)
 
 
 @dataclass(slots=True)
@@ -80,26 +93,7 @@ class Share:
     taken: int = 0
 
 
-class Hints(msgspec.Struct, frozen=True):
-    """What a request says of itself besides its prompt."""
-
-    session: bytes = b""
-    """Value of the session header."""
-    headers: Mapping[bytes, bytes] = {}
-    """Those that tier rules look at, by lower-case name."""
-    adapter: str = ""
-    others: float = 1.0
-    """See CostAsk."""
-    local: bool = False
-    """Prefill workers have failed it."""
-    tokens: float = 0.0
-    """Of the prompt, when they were counted; 0: estimate them."""
-    blocks: Steps = ()
-    """What the precise index knows of the prompt, and of whom it knows it all."""
-    precise: int = 0
-
-
-NO_HINTS = Hints()
+NO_CONFIG = RouterConfig(fleet="", served_name="", slow_start_s=0.0)
 
 
 @dataclass(slots=True)
@@ -116,13 +110,13 @@ class WorkerTable:
     """What each canary got so far."""
     trouble: Trouble = field(default_factory=Trouble)
 
-    def update(self, document: Endpoints, now: float = 0.0, slow_start_s: float = 0.0) -> None:
+    def update(self, document: Endpoints, now: float = 0.0, config: RouterConfig = NO_CONFIG) -> None:
         """Follow the operator: new workers in, missing ones out; a worker that drains gets nothing new."""
         wanted = {endpoint.uid: endpoint for endpoint in document.workers if endpoint.state == "serving"}
         # one that changed its role is another worker: its connections read answers in another way, and its cache is not counted
         stays = {uid for uid, worker in self.workers.items() if uid in wanted and wanted[uid].role == worker.role}
         for uid in self.workers.keys() - stays:
-            self.workers.pop(uid).pool.retire()
+            self.workers.pop(uid).retire()
         for uid, endpoint in wanted.items():
             known = self.workers.get(uid)
             if known is None:
@@ -130,21 +124,30 @@ class WorkerTable:
             else:
                 known.follow(endpoint)
         self.shares = {split: self.shares.get(split, Share()) for split in document.splits}
-        self.routing.update(list(self.workers.values()), now, slow_start_s)
+        for worker in self.workers.values():
+            worker.slots = config.worker_slots
+        self.routing.update(list(self.workers.values()), now, config.slow_start_s)
         for role, ring in self.rings.items():
             self.by_role[role] = [worker for worker in self.workers.values() if worker.role == role]
             self.rings[role] = Ring([worker.uid for worker in self.by_role[role]], ring)
 
     def choose(
-        self, prompt: bytes, config: RouterConfig, now: float, excluded: frozenset[str], hints: Hints = NO_HINTS
+        self,
+        prompt: bytes,
+        config: RouterConfig,
+        now: float,
+        excluded: frozenset[str],
+        seed: int = 0,
+        hints: Hints = NO_HINTS,
     ) -> tuple[Choice | Refusal, list[int]]:
-        """A pair for this prompt, and its prefix keys."""
+        """A pair for this prompt, and its prefix keys, which begin with the tenant's `seed`."""
         routing = self.routing
-        keys = key_chain(prompt)
+        keys = key_chain(prompt, seed)
         self.turn += 1
         is_ids = prompt[:1] == b"[" and prompt[1:2].isdigit()
-        tokens = hints.tokens or (prompt.count(b",") + 1.0 if is_ids else len(prompt) / routing.bytes_per_token.value)
-        steps: Steps = routing.known(keys, len(prompt) / tokens, ~hints.precise)
+        size = max(1, len(prompt))
+        tokens = hints.tokens or (prompt.count(b",") + 1.0 if is_ids else size / routing.bytes_per_token.value)
+        steps: Steps = routing.known(keys, size / tokens, ~hints.precise)
         if hints.blocks:
             steps = sorted([*steps, *hints.blocks], reverse=True)
         key = key_chain(hints.session)[0] if hints.session else ring_key(keys)
@@ -218,6 +221,15 @@ class WorkerTable:
     def ready(self) -> bool:
         """At least one worker can answer a whole request."""
         return bool(self.by_role["decode"])
+
+
+def slots_of(table: WorkerTable, config: RouterConfig) -> dict[str, int]:
+    """Requests that each tier runs at once: what its serving decode workers do. Empty when that is not known."""
+    found: dict[str, int] = {}
+    for worker in table.by_role["decode"]:
+        if config.worker_slots:
+            found[worker.endpoint.tier] = found.get(worker.endpoint.tier, 0) + config.worker_slots
+    return found
 
 
 def _bits(workers: Sequence[Worker]) -> int:

@@ -36,6 +36,17 @@ def test_golden(values: Path):
     assert made == golden.read_text(), f"FLEET_GOLDEN=write pytest {Path(__file__).relative_to(ROOT)} writes it anew"
 
 
+@pytest.mark.parametrize("values", VALUES, ids=lambda path: path.stem)
+def test_nothing_of_a_container_is_named_twice(values: Path):
+    """Server-side apply refuses a list with two entries of one name, and helm installs by it."""
+    for found in objects(render(yaml.safe_load(values.read_text()))):
+        pod = found["spec"] if found["kind"] == "Pod" else found.get("spec", {}).get("template", {}).get("spec", {})
+        for container in pod.get("containers", []):
+            for part in ("env", "ports", "volumeMounts"):
+                names = [entry["name"] for entry in container.get(part, [])]
+                assert len(names) == len(set(names)), f"{found['kind']} {container['name']} {part}: {names}"
+
+
 def test_generated_files_are_up_to_date():
     assert stale() == [], "make chart"
 

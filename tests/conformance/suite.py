@@ -126,6 +126,24 @@ class Conformance:
         ids = answer.json()["choices"][0]["prompt_token_ids"]
         assert tokens(pair[1].post("/v1/completions", completion(ids))) == tokens(answer)
 
+    def test_tokens_are_counted_as_the_engine_counts_them(self, pair: Pair):
+        counted = pair[1].post("/tokenize", {"model": "tiny", "prompt": PROMPT}).json()
+        used = pair[1].post("/v1/completions", completion(max_tokens=1)).json()["usage"]["prompt_tokens"]
+        assert counted["count"] == len(counted["tokens"]) == used
+        assert PROMPT.strip() in pair[1].post("/detokenize", {"model": "tiny", "tokens": counted["tokens"]}).json()["prompt"]
+        asked = {"model": "tiny", "messages": [{"role": "user", "content": "What moves?"}]}
+        counted = pair[1].post("/tokenize", asked).json()
+        used = pair[1].post("/v1/chat/completions", {**asked, "max_tokens": 1}).json()["usage"]["prompt_tokens"]
+        assert counted["count"] == used
+
+    @pytest.mark.parametrize(
+        ("path", "body", "status"),
+        [("/tokenize", {"model": "tiny"}, 400), ("/tokenize", {"model": "tiny", "prompt": 7}, 400),
+         ("/tokenize", {"model": "no", "prompt": "a"}, 404), ("/detokenize", {"model": "tiny", "tokens": "a"}, 400)],
+    )  # fmt: skip
+    def test_bad_tokenise_requests_are_refused(self, pair: Pair, path: str, body: dict[str, Any], status: int):
+        assert pair[1].post(path, body).status_code == status
+
     def test_stop_string_ends_the_answer_before_it(self, pair: Pair):
         text = pair[1].post("/v1/completions", completion(max_tokens=24)).json()["choices"][0]["text"]
         stop = text[len(text) // 2 : len(text) // 2 + 3]

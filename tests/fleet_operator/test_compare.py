@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from fleet_api.parse import parse_fleet
-from fleet_operator.compare import satisfied, stamped
+from fleet_operator.cluster import merge
+from fleet_operator.compare import merge_patch, satisfied, stamped
 from fleet_operator.observe import observe_pods
 from fleet_operator.render.revision import render_revision, template_of
 from fleet_operator.render.worker import render_pod
@@ -122,3 +123,19 @@ def test_a_pods_last_words_are_its_message():
     }
     seen = observe_pods([pod])[0]
     assert (seen.message, seen.restarts, seen.ready) == ("BadModel: model path /x does not exist", 2, False)
+
+
+@pytest.mark.parametrize(
+    ("present", "wish"),
+    [
+        pytest.param({"a": 1}, {"a": 1}, id="equal"),
+        pytest.param({"a": 1, "b": 2}, {"a": 1}, id="lost"),
+        pytest.param({"a": {"b": {"c": 1, "d": 2}}}, {"a": {"b": {"d": 3}}}, id="lost-inside"),
+        pytest.param({"a": [1, {"b": 1}]}, {"a": [{"c": 1}]}, id="lists-are-replaced"),
+        pytest.param({"a": {"b": 1}}, {"a": 2}, id="map-becomes-value"),
+        pytest.param({"a": 2}, {"a": {"b": 1}}, id="value-becomes-map"),
+        pytest.param({}, {"a": {"b": 1}}, id="new"),
+    ],
+)
+def test_a_merge_patch_makes_the_wish(present: dict[str, Any], wish: dict[str, Any]):
+    assert merge.merge_patch(present, merge_patch(present, wish)) == wish

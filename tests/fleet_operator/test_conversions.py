@@ -61,7 +61,7 @@ def row_of(pods: list[Object], claims: list[Object]) -> Object:
     near = spec.get("affinity", {}).get("podAffinity", {}).get("preferredDuringSchedulingIgnoredDuringExecution", [])
     ucx = (values.get("UCX_TLS") or "all,tcp").split(",")
     return {
-        "replicas": len(pods),
+        "replicas": len(pods), "gang": config.nodes,
         "devices": {name: amount for name, amount in limits.items() if "/" in name},
         "tensor": config.parallel.tensor, "data": config.parallel.data, "expert": config.parallel.expert,
         "maxModelLen": config.max_model_len,
@@ -89,8 +89,9 @@ def row_of(pods: list[Object], claims: list[Object]) -> Object:
 
 
 def argv_of(config: WorkerConfig) -> list[str]:
-    """What vLLM is really started with."""
-    return list(vllm_command(config, Place("/m", "10.0.0.1", "/vllm", "/scratch", has_gpu=True)).argv)
+    """What vLLM is really started with, on the last node of the worker."""
+    place = Place("/m", "10.0.0.1", "/vllm", "/scratch", has_gpu=True, member=config.nodes - 1, master="10.0.0.9")
+    return list(vllm_command(config, place).argv)
 
 
 def claim_row(template: Object) -> Object:

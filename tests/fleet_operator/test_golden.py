@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from fleet_operator.cluster.interface import CLAIM_TEMPLATE
+from fleet_operator.cluster.kinds import POD_GROUP_KINDS
 from fleet_operator.cluster.memory import MemoryCluster
 from fleet_operator.names import APPLIED
 from fleet_operator.reconciler import CHILDREN
@@ -77,6 +78,25 @@ FLEETS: dict[str, dict[str, Any]] = {
                 "kvTransfer": {"transport": "rdma", "via": "hostNetwork", "resource": "rdma/hca",
                                "hostPorts": {"first": 20000}}}],
     ),
+    "vllm-two-nodes": manifest(
+        "wide",
+        model={"source": "pvc://models/m"},
+        engine={"type": "vllm"},
+        tiers=[{"name": "t", "accelerator": {"type": "h200"}, "ratio": {"decode": 1, "min": "1:1"},
+                "parallelism": {"tensor": 16, "nodes": 2}, "prefill": {"maxReplicas": 1},
+                "decode": {"maxReplicas": 1, "parallelism": {"tensor": 8}},
+                "placement": {"gang": {"topologyKey": "topology.kubernetes.io/rack", "policy": "exclusive"}, "queue": "gpus",
+                              "podGroup": "volcano"},
+                "kvTransfer": {"transport": "rdma", "via": "hostNetwork", "resource": "rdma/ib", "hostPorts": {"first": 20000}}}],
+    ),
+    "torch-gang-dra": manifest(
+        "gang",
+        tiers=[{"name": "t", "accelerator": {"type": "h200", "count": 4}, "parallelism": {"nodes": 2},
+                "placement": {"topologyKey": "zone", "gang": {"topologyKey": "rack", "policy": "preferred"},
+                              "podGroup": "kubernetes"},
+                "ratio": {"decode": 1, "min": "1:1"}, "prefill": {"maxReplicas": 1}, "decode": {"maxReplicas": 1},
+                "kvTransfer": {"transport": "rdma", "via": "dra", "dra": {"gpu": "gpu.nvidia.com", "nic": "mrdma.google.com"}}}],
+    ),
     "multus-template": manifest(
         "roce",
         networkPolicy={"enabled": False},
@@ -101,7 +121,11 @@ def children(fleet: dict[str, Any]) -> str:
 
 
 async def _listed(store: MemoryCluster) -> list[dict[str, Any]]:
-    return [_as_sent(obj) for kind in (*CHILDREN, CLAIM_TEMPLATE) for obj in await store.list(kind, NAMESPACE)]
+    return [
+        _as_sent(obj)
+        for kind in (*CHILDREN, CLAIM_TEMPLATE, *POD_GROUP_KINDS.values())
+        for obj in await store.list(kind, NAMESPACE)
+    ]
 
 
 def _as_sent(obj: dict[str, Any]) -> dict[str, Any]:

@@ -48,6 +48,20 @@ def test_a_new_fleet_is_ready_and_then_nothing_is_written():
     play(scenario)
 
 
+def test_a_field_that_leaves_the_spec_leaves_the_status_too_and_then_nothing_is_written():
+    """A merge patch removes nothing by itself: the old word would stay, and every pass would try again."""
+
+    async def scenario(world: World) -> None:
+        await world.user.apply(manifest(engine={"image": "example.com/worker:a"}))
+        await world.settle(40)
+        await world.user.apply(manifest())
+        await world.settle(40)
+        assert "image" not in (await world.store.get(FLEET, NAMESPACE, "f"))["status"]["resolved"]["engine"]
+        assert await world.touch() == []
+
+    play(scenario)
+
+
 def test_a_restarted_operator_writes_and_tells_nothing():
     async def scenario(world: World) -> None:
         told = await world.events()

@@ -14,7 +14,7 @@ from fleet_api.v1alpha1.status import FleetStatus
 from fleet_planner.flip import on_its_way
 from fleet_planner.ratio import within
 from fleet_planner.reconcile import Plan, reconcile
-from fleet_planner.replicas import Replica
+from fleet_planner.replicas import Replica, replicas_of
 from fleet_planner.serving import choose_serving
 from fleet_planner.types import FlipReport, Observed, ObservedPod, ObservedPool, Role, RouterView, Template
 from tests.fleet_planner.test_reconcile import NOW, fleet, pod, start
@@ -97,11 +97,14 @@ EVENTS = st.tuples(
 class Model:
     """A cluster in which every step is the user's, a node's or a pod's; the operator plans after each."""
 
-    def __init__(self, low: str, high: str, prefill: int, decode: int, **rollout: Any) -> None:
+    nodes = (1, 1)
+    """Pods of one worker of each role."""
+
+    def __init__(self, low: str, high: str, prefill: int, decode: int) -> None:
         ratio = {"prefill": prefill, "decode": decode, "min": low, "max": high}
         self.wish = fleet(ratio=ratio, prefill={"maxReplicas": 6}, decode={"maxReplicas": 12})
         self.bounds = parse_ratio(low), parse_ratio(high)
-        self.observed = start(flippable=True)
+        self.observed = start(flippable=self.nodes == (1, 1), nodes=self.nodes)
         self.now = NOW
         self.flips = 0
         self.status = FleetStatus()
@@ -121,7 +124,8 @@ class Model:
         assert sum(p.flipping is not None and not p.terminating and p.phase == "Running" for p in pods) <= 1
         pods += [
             pod(w.name, w.role, w.ordinal, uid=f"{w.name}-{len(pods)}-{id(plan)}", revision=w.revision, ready=False,
-                compat=self.compat(w.revision), created_at=float(len(pods)), ready_since=len(pods) + 60.0)
+                compat=self.compat(w.revision), created_at=float(len(pods)), ready_since=len(pods) + 60.0, member=w.member,
+                group=f"{w.pool}-{w.ordinal}-{len(pods)}-{id(plan)}" if w.member else "")
             for w in plan.create
         ]  # fmt: skip
         pools = tuple(
@@ -160,13 +164,18 @@ class Model:
             assert {target.uid for target in serving} & served_before
             told = {flip.uid: flip.role for flip in plan.flips}
             pods = [on_its_way(replace(p, flipping=told.get(p.uid, p.flipping))) for p in self.observed.pods]
-            possible = [Replica((p,)) for p in pods if p.uid not in {g.uid for g in plan.delete}]
+            possible = self.workers([p for p in pods if p.uid not in {g.uid for g in plan.delete}])
             assert not choose_serving([replace_serving(r) for r in possible], *self.bounds)
         uids = [target.uid for target in plan.targets]
         assert len(uids) == len(set(uids))
         assert {t.uid for t in plan.targets if t.state == "draining"}.isdisjoint(t.uid for t in serving)
         on_way = {p.uid for p in self.observed.pods if p.flipping} | {flip.uid for flip in plan.flips}
         assert on_way.isdisjoint(t.uid for t in serving if t.uid not in {f.uid for f in plan.flips if f.role is None})
+
+    def workers(self, pods: list[ObservedPod]) -> list[Replica]:
+        """Pods of all revisions as workers."""
+        revisions = sorted({p.revision for p in pods})
+        return [r for revision in revisions for r in replicas_of([p for p in pods if p.revision == revision], self.nodes)]
 
     def report(self, event: str) -> None:
         """Every worker that was told another role does the same."""
@@ -179,7 +188,12 @@ class Model:
         if event == "template":
             revision = f"{number + 1:08x}"
             self.observed = replace(
-                self.observed, templates={"t": Template(revision, self.compat(revision), number=number, flippable=True)}
+                self.observed,
+                templates={
+                    "t": Template(
+                        revision, self.compat(revision), nodes=self.nodes, number=number, flippable=self.nodes == (1, 1)
+                    )
+                },
             )
         elif event == "forget":
             self.status = FleetStatus()
@@ -265,7 +279,7 @@ def play(model: Model, events: list[tuple[str, int]]) -> None:
         model.report("obey")
         plan = model.plan_once()
         settled = not plan.create and not plan.delete and not plan.flips and not plan.relabels
-        if settled and all(p.serving for p in model.observed.pods):
+        if settled and all(p.serving for p in model.observed.pods if p.member == 0):
             break
     assert {c.type: c.status for c in plan.status.conditions}["WithinRatio"] == "True"
     assert {p.revision for p in model.observed.pods} == {model.observed.templates["t"].revision}

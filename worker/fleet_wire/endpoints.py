@@ -34,8 +34,6 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     compat: str
     """Compatibility hash: KV moves only between workers whose hashes are equal."""
     state: WorkerState = "serving"
-    slots: int = 0
-    """Requests that the engine runs at once; 0: not known."""
     events_port: int = 0
     """KV events (ZMQ PUB); 0: it publishes none."""
     replay_port: int = 0

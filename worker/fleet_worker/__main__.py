@@ -11,11 +11,12 @@ def main() -> int:
     """Run one worker until it is told to stop; the last stderr line names the cause of a failure."""
     from fleet_worker.agent.agent import Agent
     from fleet_worker.agent.errors import WorkerError
+    from fleet_worker.agent.follower import Follower
     from fleet_worker.agent.identity import read_identity
 
     async def run() -> int:
         config, identity = read_identity(os.environ)
-        return await Agent(config, identity).run()
+        return await (Follower if identity.member > 0 else Agent)(config, identity).run()
 
     try:
         return asyncio.run(run())

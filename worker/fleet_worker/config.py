@@ -18,6 +18,15 @@ POD_IP_ENV = "FLEET_POD_IP"
 ROLE_ENV = "FLEET_ROLE"
 """The pod's role as its label says: a container that starts again after a role flip has the role that it flipped to."""
 
+MEMBER_ENV = "LWS_WORKER_INDEX"
+LEADER_ENV = "LWS_LEADER_ADDRESS"
+GROUP_SIZE_ENV = "LWS_GROUP_SIZE"
+"""LeaderWorkerSet's names for place, leader and size of a group; only pods of workers over several nodes have them."""
+HOSTS_ENV = "FLEET_HOSTS_FILE"
+"""Where the process runtime writes names of pods, as /etc/hosts has them: one machine has no cluster DNS."""
+GROUP_UID_ENV = "FLEET_GROUP_UID"
+"""Uid of the leader's pod; empty on the leader itself."""
+
 Role = Literal["prefill", "decode"]
 EngineType = Literal["torch", "vllm"]
 TransportName = Literal["auto", "tcp", "shm", "rdma"]
@@ -54,6 +63,10 @@ class Ports(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     kv_replay: int = 5558
     dp_rpc: int = 29550
     """Rendezvous of data parallel ranks."""
+    group: int = 9010
+    """Agents of one worker's other nodes join its leader here."""
+    master: int = 29501
+    """Rendezvous of vLLM's ranks on several nodes."""
 
 
 class KvSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -92,6 +105,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     engine_args: tuple[str, ...] = ()
     """Passed to `vllm serve` after our own arguments; refused for torch."""
     parallel: Parallel = Parallel()
+    nodes: int = 1
+    """Pods of this worker; the first one leads."""
     quantization: str | None = None
     kv_cache_dtype: str | None = None
     model: str

@@ -24,7 +24,9 @@ class AcceleratorSpec(ApiModel):
         default=None, description="Extended resource to request; not with type cpu. Default: nvidia.com/gpu."
     )
     count: Annotated[int, Field(ge=1, le=16)] = Field(
-        default=1, description="Devices per worker; not with type cpu. Default: tensor x pipeline x data of parallelism."
+        default=1,
+        description="Devices per worker, all of its nodes together; not with type cpu. Default: tensor x pipeline x data of "
+        "parallelism.",
     )
     node_selector: LabelMap = Field(
         default={}, description="Labels of the nodes that have this accelerator, e.g. nvidia.com/gpu.product: H100."
@@ -32,7 +34,7 @@ class AcceleratorSpec(ApiModel):
 
 
 class ParallelismSpec(ApiModel):
-    """How `vllm serve` spreads one worker over its devices; refused for the torch engine."""
+    """How `vllm serve` spreads one worker over its devices; of the torch engine nodes alone."""
 
     tensor: Annotated[int, Field(ge=1, le=64)] = Field(default=1, description="Tensor parallel size. Default: 1.")
     pipeline: Annotated[int, Field(ge=1, le=64)] = Field(default=1, description="Pipeline parallel size. Default: 1.")
@@ -45,7 +47,13 @@ class ParallelismSpec(ApiModel):
         description="Expert parallel size: 1, or tensor x data, because vLLM spreads experts over all of these. Default: 1.",
     )
 
+    nodes: Annotated[int, Field(ge=1, le=64)] = Field(
+        default=1,
+        description="Nodes that one worker spans: so many pods, which share its devices evenly, and start, serve and end "
+        "together. Default: 1.",
+    )
+
     @property
     def ranks(self) -> int:
-        """Devices that one worker needs."""
+        """Devices that one worker needs, all of its nodes together."""
         return self.tensor * self.pipeline * self.data

@@ -55,7 +55,7 @@ class KvTransferSpec(ApiModel):
         default=None, description="Extended resource of the NIC, e.g. rdma/ib or vpc.amazonaws.com/efa. Default: none."
     )
     count: Annotated[int, Field(ge=1, le=16)] | None = Field(
-        default=None, description="NICs per worker; with via dra, NICs per GPU. Default: 1."
+        default=None, description="NICs per pod of a worker; with via dra, NICs per GPU. Default: 1."
     )
     via: Literal["hostNetwork", "multus", "dra"] | None = Field(
         default=None,
@@ -88,7 +88,7 @@ class KvTransferSpec(ApiModel):
 
     @property
     def nics(self) -> int:
-        """NICs per worker, or per GPU with via dra."""
+        """NICs per pod, or per GPU with via dra."""
         return self.count or 1
 
     @property

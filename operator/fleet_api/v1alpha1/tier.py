@@ -102,12 +102,21 @@ class TierSpec(ApiModel):
         """How a worker of `role` spreads."""
         return self.role(role).parallelism or self.parallelism or ParallelismSpec()
 
+    def nodes_of(self, role: Role) -> int:
+        """Pods of one worker of `role`."""
+        return self.parallelism_of(role).nodes
+
     def device_request(self, role: Role) -> tuple[str, int] | None:
-        """(resource, count) that a worker of `role` needs, by whatever way it gets them; None for CPU workers."""
+        """(resource, count) that a worker of `role` needs, all of its pods together; None for CPU workers."""
         device = self.accelerator_of(role)
         if device.type == CPU:
             return None
         return device.resource or DEFAULT_RESOURCE, max(device.count, self.parallelism_of(role).ranks)
+
+    def pod_devices(self, role: Role) -> tuple[str, int] | None:
+        """(resource, count) that one pod of a worker of `role` needs, by whatever way it gets them; None for CPU workers."""
+        device = self.device_request(role)
+        return None if device is None else (device[0], device[1] // self.nodes_of(role))
 
     @property
     def shared_memory_bytes(self) -> int | None:

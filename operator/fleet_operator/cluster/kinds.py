@@ -14,6 +14,15 @@ PVC = Kind("v1", "PersistentVolumeClaim", "persistentvolumeclaims")
 PV = Kind("v1", "PersistentVolume", "persistentvolumes", namespaced=False)
 REPLICA_SET = Kind("apps/v1", "ReplicaSet", "replicasets")
 LEASE = Kind("coordination.k8s.io/v1", "Lease", "leases")
+POD_GROUP_KINDS = {
+    name: Kind(version, "PodGroup", "podgroups")
+    for name, version in (
+        ("coscheduling", "scheduling.x-k8s.io/v1alpha1"),
+        ("volcano", "scheduling.volcano.sh/v1beta1"),
+        ("kubernetes", "scheduling.k8s.io/v1alpha2"),
+    )
+}
+"""By placement.podGroup."""
 CRD = Kind("apiextensions.k8s.io/v1", "CustomResourceDefinition", "customresourcedefinitions", namespaced=False)
 MUTATING = Kind(
     "admissionregistration.k8s.io/v1", "MutatingWebhookConfiguration", "mutatingwebhookconfigurations", namespaced=False
@@ -26,7 +35,7 @@ CLUSTER_ROLE_BINDING = Kind("rbac.authorization.k8s.io/v1", "ClusterRoleBinding"
 
 _KNOWN: Final = {
     (kind.api_version, kind.kind): kind
-    for kind in [*vars(interface).values(), *list(globals().values())]
+    for kind in [*vars(interface).values(), *list(globals().values()), *POD_GROUP_KINDS.values()]
     if isinstance(kind, Kind)
 }
 

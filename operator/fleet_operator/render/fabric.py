@@ -41,8 +41,8 @@ def _memory(tier: TierSpec, role: Role) -> str:
 
 
 def devices(tier: TierSpec, role: Role) -> dict[str, str]:
-    """Extended resources of the container: GPUs unless a claim brings them, NICs by resource."""
-    transfer, gpu, found = tier.kv_transfer, tier.device_request(role), {}
+    """Extended resources of one pod's container: GPUs unless a claim brings them, NICs by resource."""
+    transfer, gpu, found = tier.kv_transfer, tier.pod_devices(role), {}
     if gpu is not None and not (transfer.dra is not None and transfer.dra.gpu is not None):
         found[gpu[0]] = str(gpu[1])
     if transfer.resource is not None:
@@ -51,8 +51,8 @@ def devices(tier: TierSpec, role: Role) -> dict[str, str]:
 
 
 def claim_names(tier: TierSpec, role: Role) -> list[str]:
-    """One claim per GPU, so that each GPU has its NIC next to it; empty without dra."""
-    gpu = tier.device_request(role)
+    """One claim per GPU of the pod, so that each GPU has its NIC next to it; empty without dra."""
+    gpu = tier.pod_devices(role)
     return [f"device-{index}" for index in range(gpu[1])] if tier.kv_transfer.dra is not None and gpu is not None else []
 
 

@@ -121,8 +121,9 @@ def render_router(fleet: InferenceFleet, owner: Object, platform: Platform) -> l
 
 def render_budgets(fleet: InferenceFleet, plan: Plan, owner: Object) -> list[Object]:
     """One disruption budget per tier and role: an eviction is allowed when the worker's replacement is ready, never before. So a
-    node drain waits for the operator, which sees the cordoned node and starts the replacement at once."""
-    sizes = {(pool.tier, pool.role): pool.size * pool.nodes for pool in plan.pools}
+    node drain waits for the operator, which sees the cordoned node and starts the replacement at once. One eviction ends a worker
+    of several pods, so of a replacement's pods all but one count as needed."""
+    sizes = {(pool.tier, pool.role): pool.size * pool.nodes + pool.nodes - 1 for pool in plan.pools}
     budgets = []
     for (tier, role), size in sizes.items():
         meta = {**_meta(fleet, owner), "name": f"{fleet.metadata.name}-{tier}-{role}"}

@@ -31,17 +31,18 @@ def worker_ports(first_port: int | None, role: Role, ordinal: int) -> Ports:
     slot = (2 * ordinal + (role == "decode")) % HOST_PORT_SLOTS
     first = first_port + slot * HOST_PORT_STRIDE
     return Ports(
-        http=first, agent=first + 1, kv_events=first + 2, kv_replay=first + 3, dp_rpc=first + 4,
-        side_channel=first + SIDE_CHANNEL_AT,
+        http=first, agent=first + 1, kv_events=first + 2, kv_replay=first + 3, dp_rpc=first + 4, group=first + 5,
+        master=first + 6, side_channel=first + SIDE_CHANNEL_AT,
     )  # fmt: skip
 
 
-def container_ports(ports: Ports, *, on_host: bool) -> list[Object]:
+def container_ports(ports: Ports, *, on_host: bool, nodes: int = 1) -> list[Object]:
     """As the container declares them."""
-    named = (
+    named = [
         ("http", ports.http), ("agent", ports.agent), ("kv", ports.side_channel), ("kv-events", ports.kv_events),
         ("kv-replay", ports.kv_replay),
-    )  # fmt: skip
+    ]  # fmt: skip
+    named += [("group", ports.group), ("master", ports.master)] if nodes > 1 else []
     host = [{"hostPort": port} if on_host else {} for _, port in named]
     return [{"name": n, "containerPort": p, "protocol": "TCP", **h} for (n, p), h in zip(named, host, strict=True)]
 
@@ -76,7 +77,7 @@ def render_policy(fleet: InferenceFleet, owner: Object, platform: Platform) -> O
             "podSelector": workers,
             "policyTypes": ["Ingress"],
             "ingress": [
-                {"from": [{"podSelector": workers}], "ports": _transfer_ports(fleet)},
+                {"from": [{"podSelector": workers}], **_between_workers(fleet)},
                 {
                     "from": [{"podSelector": {"matchLabels": {FLEET: name, ROLE: ROUTER_ROLE}}}],
                     "ports": [_port(PORTS.http), _port(PORTS.kv_events), _port(PORTS.kv_replay)],
@@ -85,6 +86,12 @@ def render_policy(fleet: InferenceFleet, owner: Object, platform: Platform) -> O
             ],
         },
     }
+
+
+def _between_workers(fleet: InferenceFleet) -> Object:
+    """KV alone, or everything where a worker spans nodes: its engine's own traffic (NCCL, Gloo) takes any free port."""
+    spans = any(tier.nodes_of(role) > 1 for tier in fleet.spec.tiers for role in ("prefill", "decode"))
+    return {} if spans else {"ports": _transfer_ports(fleet)}
 
 
 def _transfer_ports(fleet: InferenceFleet) -> list[Object]:

@@ -27,7 +27,7 @@ def affinity(fleet: InferenceFleet, tier: TierSpec, role: Role) -> Object:
 def _placed(fleet: InferenceFleet, tier: TierSpec) -> Object:
     """Near the tier's own workers; with exclusive, far from all others. Routers are nobody's neighbours: they have no tier."""
     wanted = tier.placement
-    if wanted is None:
+    if wanted is None or wanted.topology_key is None:
         return {}
     name, key = fleet.metadata.name, wanted.topology_key
     near = {"labelSelector": {"matchLabels": {FLEET: name, TIER: tier.name}}, "topologyKey": key}

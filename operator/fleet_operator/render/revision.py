@@ -21,6 +21,7 @@ from fleet_api.v1alpha1.tier import TierSpec
 from fleet_operator.cluster.interface import Object
 from fleet_operator.names import GROUP, REVISION, TIER, labels, owner_reference
 from fleet_operator.render import fabric
+from fleet_operator.render.gang import gang_of
 from fleet_operator.render.worker import pod_spec
 from fleet_operator.settings import Platform
 from fleet_planner.types import ROLES, Template
@@ -69,7 +70,8 @@ def template_of(fleet: InferenceFleet, tier: TierSpec, stored: dict[str, Templat
         return stored[revision]
     prefill, decode = (device[1] if (device := tier.device_request(role)) is not None else 0 for role in ROLES)
     number = 1 + max((template.number for template in stored.values()), default=0)
-    template = Template(revision, compat_of(fleet, tier, platform), gpus=(prefill, decode), number=number)
+    nodes = tier.nodes_of("prefill"), tier.nodes_of("decode")
+    template = Template(revision, compat_of(fleet, tier, platform), gpus=(prefill, decode), nodes=nodes, number=number)
     return replace(template, flippable=_flippable(fleet, tier, template, platform))
 
 
@@ -139,9 +141,11 @@ def render_revision(fleet: InferenceFleet, tier: TierSpec, template: Template, p
 
 
 def _fabric_of(tier: TierSpec) -> dict[str, Any]:
-    """What of the fabric is not in a pod's spec; absent where the tier does not ask for it."""
+    """What of fabric and groups is not in a pod's spec; absent where the tier does not ask for it."""
     transfer, claims = tier.kv_transfer, fabric.claim_spec(tier)
+    gangs = {role: gang for role in ROLES if (gang := gang_of(tier, role))}
     return {
+        **({"gangs": gangs} if gangs else {}),
         **({"networks": networks} if (networks := fabric.networks(tier)) else {}),
         **({"hostPorts": transfer.host_ports.first} if transfer.host_ports is not None else {}),
         **({"claims": claims} if claims is not None else {}),

@@ -15,6 +15,7 @@ from fleet_api.v1alpha1.tier import TierSpec
 from fleet_operator.cluster.interface import Object
 from fleet_operator.names import COMPAT, MEMBER, ORDINAL, POOL, REVISION, ROLE, TIER, labels, owner_reference
 from fleet_operator.render import fabric
+from fleet_operator.render.gang import environment, join_gang
 from fleet_operator.render.network import container_ports, worker_ports
 from fleet_operator.render.placement import affinity
 from fleet_operator.render.template import extend_pod, security
@@ -34,14 +35,14 @@ STARTUP_FAILURES = 1_800
 """One-second startup probes: large models take half an hour to load."""
 
 
-def render_pod(fleet: InferenceFleet, wanted: PodWanted, stored: Object, owner: Object) -> Object:
+def render_pod(fleet: InferenceFleet, wanted: PodWanted, stored: Object, owner: Object, leader_uid: str | None = None) -> Object:
     """One worker pod of a stored revision (its ControllerRevision), owned by its WorkerPool. Labels and annotations of a
-    podTemplate are those of today: they belong to no revision."""
+    podTemplate are those of today: they belong to no revision. `leader_uid`: whom it follows."""
     marks = {TIER: wanted.tier, ROLE: wanted.role, REVISION: wanted.revision, POOL: wanted.pool}
     added = fleet.tier(wanted.tier).role(wanted.role).pod_template or PodTemplateSpec()
     data = stored["data"]
     own = {ORDINAL: str(wanted.ordinal), MEMBER: str(wanted.member), COMPAT: data["compat"]}
-    return {
+    pod = {
         "apiVersion": "v1",
         "kind": "Pod",
         "metadata": {
@@ -53,6 +54,8 @@ def render_pod(fleet: InferenceFleet, wanted: PodWanted, stored: Object, owner: 
         },
         "spec": at_ordinal(copy.deepcopy(data["pods"][wanted.role]), wanted.role, wanted.ordinal, data.get("hostPorts")),
     }
+    join_gang(pod, wanted, data.get("gangs", {}).get(wanted.role, {}), leader_uid)
+    return pod
 
 
 def pod_spec(fleet: InferenceFleet, tier: TierSpec, role: Role, template: Template, platform: Platform) -> Object:
@@ -65,8 +68,8 @@ def pod_spec(fleet: InferenceFleet, tier: TierSpec, role: Role, template: Templa
         "image": fleet.spec.engine.image or platform.worker_image,
         "imagePullPolicy": "IfNotPresent",
         "command": ["fleet-worker"],
-        "env": _env(fleet, config) + fabric.environment(tier, role),
-        "ports": container_ports(ports, on_host=tier.kv_transfer.via == "hostNetwork"),
+        "env": _env(fleet, config) + environment(config.nodes) + fabric.environment(tier, role),
+        "ports": container_ports(ports, on_host=tier.kv_transfer.via == "hostNetwork", nodes=config.nodes),
         "startupProbe": _probe(ports, "/started", failures=STARTUP_FAILURES),
         "readinessProbe": _probe(ports, "/ready", failures=1),
         "livenessProbe": _probe(ports, "/live", failures=10),
@@ -123,13 +126,14 @@ def at_ordinal(spec: Object, role: Role, ordinal: int, first: int | None) -> Obj
     if first is None:
         return spec
     ports, (container,) = worker_ports(first, role, ordinal), spec["containers"]
-    container["ports"] = container_ports(ports, on_host=True)
     for name in ("startupProbe", "readinessProbe", "livenessProbe"):
         container[name]["httpGet"]["port"] = ports.agent
     container["lifecycle"]["preStop"]["httpGet"]["port"] = ports.agent
     for variable in container["env"]:
         if variable["name"] == CONFIG_ENV:
-            variable["value"] = encode(msgspec.structs.replace(decode(variable["value"]), ports=ports))
+            config = msgspec.structs.replace(decode(variable["value"]), ports=ports)
+            variable["value"] = encode(config)
+            container["ports"] = container_ports(ports, on_host=True, nodes=config.nodes)
         elif variable["name"] == SIDE_CHANNEL_ENV:
             variable["value"] = str(ports.side_channel)
     return spec
@@ -150,6 +154,7 @@ def worker_config(
         engine=spec.engine.type,
         engine_args=(*spec.engine.args, *tier.role(role).args),
         parallel=Parallel(tensor=parallel.tensor, pipeline=parallel.pipeline, data=parallel.data, expert=parallel.expert),
+        nodes=tier.nodes_of(role),
         quantization=tier.quantization,
         kv_cache_dtype=spec.engine.kv_cache_dtype,
         model=path,

@@ -10,12 +10,14 @@ from pathlib import Path
 
 from fleet_operator.cluster.interface import CONFIG_MAP, POD, Cluster, ClusterError, Object, WatchEvent
 from fleet_operator.runtime.addresses import Addresses
+from fleet_operator.runtime.hosts import Hosts
 from fleet_operator.runtime.launch import PodLauncher
-from fleet_operator.runtime.leftovers import kill_leftovers, kill_marked, mark_of
+from fleet_operator.runtime.leftovers import kill_leftovers, kill_marked, kill_orphans, mark_of
 from fleet_operator.runtime.node import NodeHeart
 from fleet_operator.runtime.pod import PodRunner
 from fleet_operator.runtime.settings import RuntimeSettings
 from fleet_operator.runtime.volumes import ApiAccess, MountError, PodVolumes, VolumeSources
+from fleet_worker.config import HOSTS_ENV
 
 logger = logging.getLogger(__name__)
 _DEFAULTS = RuntimeSettings()
@@ -41,7 +43,8 @@ class ProcessKubelet:
         self._node = node_name
         self._heart = NodeHeart(cluster, node_name, capacity, settings.heartbeat_s, node_labels)
         self.state_dir = state_dir
-        self._env = dict(env)
+        self._hosts = Hosts(state_dir)
+        self._env = {**env, HOSTS_ENV: str(self._hosts.path)}
         self._api = api
         self._sources = VolumeSources(cluster, dict(pvc_dirs or {}), api, settings.token_s)
         self._settings = settings
@@ -76,6 +79,7 @@ class ProcessKubelet:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         kill_marked(mark_of(self.state_dir))
+        kill_orphans()
         self._addresses.close()
         await self._heart.leave()
 
@@ -83,7 +87,9 @@ class ProcessKubelet:
         async for event in self._cluster.watch(POD):
             if event.type == "SYNCED":
                 self.ready.set()
-            elif self._is_ours(event):
+                continue
+            self._hosts.see(event)
+            if self._is_ours(event):
                 self._handle(event)
 
     def _is_ours(self, event: WatchEvent) -> bool:

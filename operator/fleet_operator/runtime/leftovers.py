@@ -8,6 +8,7 @@ every process that carries the mark in any case.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 from collections.abc import Iterator
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Final
 
 MARK: Final = "FLEET_RUNTIME_CONTAINER"
+_PR_SET_CHILD_SUBREAPER: Final = 36
+_LIBC: Final = ctypes.CDLL(None, use_errno=True)
 
 
 def mark_of(state_dir: Path, pod_uid: str = "", container: str = "") -> str:
@@ -36,14 +39,36 @@ def record(pids: Path, pid: int) -> Path:
 
 
 def kill_marked(mark: str, session: int | None = None) -> int:
-    """SIGKILL every process whose mark begins with `mark`, or that lives in `session`; returns how many."""
+    """SIGKILL every process whose mark begins with `mark`, or that lives in `session`, and all that descends from those:
+    a process that sets its title (vLLM's engine core) writes over its environment. Returns how many."""
+    found = {pid for pid in _processes() if _carries(pid, mark) or (session is not None and _session(pid) == session)}
+    return sum(_kill(pid) for pid in (found | _descendants(found)) - {os.getpid()})
+
+
+def adopt_orphans() -> None:
+    """From now on a process whose parents died becomes this one's child, not init's (prctl(2), PR_SET_CHILD_SUBREAPER)."""
+    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def kill_orphans() -> int:
+    """Kill and reap what containers left to us by `adopt_orphans`; returns how many.
+
+    A child that we started lives in our session or leads its own; one that does neither lost its container's first process.
+    """
     killed = 0
-    for pid in _processes():
-        if pid != os.getpid() and (_carries(pid, mark) or (session is not None and _session(pid) == session)):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-                killed += 1
+    while orphans := {pid for pid in _processes() if _orphaned(pid)}:
+        killed += len(orphans)
+        for pid in orphans | _descendants(orphans):
+            _kill(pid)
+        for pid in orphans:  # then their children are ours: the next turn
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
     return killed
+
+
+def _orphaned(pid: int) -> bool:
+    fields = _stat(pid)
+    return bool(fields) and int(fields[1]) == os.getpid() and int(fields[3]) not in (pid, os.getsid(0))
 
 
 def kill_leftovers(state_dir: Path) -> int:
@@ -55,6 +80,28 @@ def kill_leftovers(state_dir: Path) -> int:
             killed += kill_marked("\0", int(path.name))
         path.unlink()
     return killed + kill_marked(mark_of(state_dir))
+
+
+def _kill(pid: int) -> bool:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, signal.SIGKILL)
+        return True
+    return False
+
+
+def _descendants(of: set[int]) -> set[int]:
+    """Children, their children, and so on."""
+    children: dict[int, list[int]] = {}
+    for pid in _processes():
+        if fields := _stat(pid):
+            children.setdefault(int(fields[1]), []).append(pid)
+    found: set[int] = set()
+    queue = list(of)
+    while queue:
+        below = [pid for pid in children.get(queue.pop(), ()) if pid not in found]
+        found.update(below)
+        queue += below
+    return found
 
 
 def _processes() -> Iterator[int]:

@@ -12,12 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from fleet_operator.runtime.leftovers import kill_marked, record
+from fleet_operator.runtime.leftovers import adopt_orphans, kill_marked, kill_orphans, record
 from fleet_operator.runtime.logs import ContainerLog, Tail
 
 _PR_SET_PDEATHSIG: Final = 1
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 _CHUNK: Final = 64 * 1024
+ORPHANS_S: Final = 0.5
 
 
 class ContainerProcess:
@@ -54,10 +55,9 @@ class ContainerProcess:
             self._popen.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """SIGKILL to the whole process group."""
+        """SIGKILL to everything of the container, while it still hangs together: orphans cannot be told apart."""
         if self.running:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
+            kill_marked(self._mark, self.pid)
 
     def last_words(self) -> str:
         """The last lines of stderr, else of stdout: the termination message."""
@@ -105,6 +105,8 @@ class ContainerProcess:
         os.close(self._pidfd)
         # As the end of PID 1 ends its namespace: nothing of the container outlives its first process.
         kill_marked(self._mark, self.pid)
+        # what the dead one's children had for children comes to us when those have died too
+        self._loop.call_later(ORPHANS_S, kill_orphans)
         self._record.unlink(missing_ok=True)
         for pipe in list(self._pipes):
             self._read(pipe)
@@ -122,6 +124,7 @@ def start(
     pids: Path,
 ) -> ContainerProcess:
     """Start `argv`; OSError when it cannot be executed. Must run on the event loop's thread: the child dies with it."""
+    adopt_orphans()
     popen = subprocess.Popen(
         list(argv),
         env=dict(env),

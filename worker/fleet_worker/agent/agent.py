@@ -10,8 +10,9 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -20,8 +21,9 @@ from fleet_worker.agent import life as rules
 from fleet_worker.agent.admin import AdminServer, build_app, build_server
 from fleet_worker.agent.command import Place, engine_command, events_socket
 from fleet_worker.agent.engine_client import EngineClient
-from fleet_worker.agent.errors import ConfigError, EngineDiedError
+from fleet_worker.agent.errors import ConfigError, EngineDiedError, GroupLostError
 from fleet_worker.agent.forward import EventForwarder
+from fleet_worker.agent.group import Leader
 from fleet_worker.agent.identity import Identity
 from fleet_worker.agent.life import Life, Load
 from fleet_worker.agent.prepare import prepare_model
@@ -29,6 +31,7 @@ from fleet_worker.agent.role import judge
 from fleet_worker.agent.supervise import EngineProcess, watch_children
 from fleet_worker.config import Role, WorkerConfig
 
+T = TypeVar("T")
 VLLM_BIN_ENV = "FLEET_VLLM_BIN"
 CHECK_EVERY_S = 0.25
 DRAIN_POLL_S = 0.1
@@ -52,6 +55,8 @@ class Agent:
         self._client = EngineClient(f"http://{identity.pod_ip}:{config.ports.http}")
         self._stop = asyncio.Event()
         self._drained: asyncio.Task[dict[str, object]] | None = None
+        self._group: Leader | None = None
+        """Of a worker over several nodes."""
         self._changing_to: Role | None = None
         self._change: asyncio.Task[None] | None = None
 
@@ -115,7 +120,10 @@ class Agent:
     async def _drain(self) -> dict[str, object]:
         config, begun = self._config, time.monotonic()
         self._life = rules.drain_asked(self._life, begun)
-        if await self._emptied(begun):
+        emptied = await self._emptied(begun)
+        if self._group is not None:
+            self._group.release()
+        if emptied:
             return {"drained": True, "waited_s": round(time.monotonic() - begun, 3)}
         load = self._load
         return {"drained": False, "waited_s": config.drain_timeout_s, "running": load.running, "leases": load.leases}
@@ -188,6 +196,8 @@ class Agent:
             server.should_exit = True
             await asyncio.gather(serving, return_exceptions=True)
             await self._client.close()
+            if self._group is not None:
+                await self._group.close()
             if self._forwarder is not None:
                 self._forwarder.close()
             self._scratch.cleanup()
@@ -221,10 +231,13 @@ class Agent:
         folder = await asyncio.to_thread(prepare_model, self._config.model, self._note)
         if self._stop.is_set():
             return
-        engine = self._start_engine(folder)
+        master = await self._unless_stopped(self._gathered())
+        if master is None:
+            return
+        engine = self._start_engine(folder, master)
         stopping = asyncio.create_task(self._stop.wait())
         checking = asyncio.create_task(self._check_for_ever())
-        ends: set[asyncio.Future[Any]] = {stopping, engine.exited}
+        ends: set[asyncio.Future[Any]] = {stopping, engine.exited, *([self._group.lost] if self._group is not None else [])}
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -233,16 +246,56 @@ class Agent:
             await asyncio.gather(stopping, checking, return_exceptions=True)
         if engine.exited.done() and not self._stop.is_set():
             raise self._death(engine, engine.exited.result())
+        if not self._stop.is_set() and self._group is not None:
+            await self._end_without_group(self._group.lost.result())
 
-    def _start_engine(self, folder: Path) -> EngineProcess:
+    async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """The result, or None as soon as the worker is told to stop."""
+        working, stopping = asyncio.create_task(work), asyncio.create_task(self._stop.wait())
+        try:
+            await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            return working.result() if working.done() else None
+        finally:
+            working.cancel()
+            stopping.cancel()
+            await asyncio.gather(working, stopping, return_exceptions=True)
+
+    async def _gathered(self) -> str:
+        """Where the engines of this worker's nodes meet, once all of its pods are there."""
+        if self._config.nodes == 1:
+            return ""
+        identity, port = self._identity, self._config.ports.group
+        self._group = Leader(identity.group_uid, self._config.nodes, identity.pod_ip, port, self._is_left)
+        try:
+            await self._group.open()
+        except OSError as error:
+            raise ConfigError(f"group port {port} on {identity.pod_ip} cannot be bound") from error
+        return await self._group.whole(self._note)
+
+    def _is_left(self, member: int) -> None:
+        """A follower was told to go: it waits until nothing runs here."""
+        print(f"GroupLeaving: pod {member} of this worker goes; draining", file=sys.stderr, flush=True)
+        if self._drained is None:
+            self._drained = asyncio.create_task(self._drain())
+
+    async def _end_without_group(self, why: str) -> None:
+        """The torch engine lost no part of itself with a follower: what it runs is right, and may end."""
+        if self._config.engine == "torch":
+            await self._unless_stopped(self.drain())
+        self._life = rules.failed(self._life, why)
+        raise GroupLostError(why)
+
+    def _start_engine(self, folder: Path, master: str) -> EngineProcess:
         place = Place(
             str(folder),
             self._identity.pod_ip,
             vllm=find_vllm() if self._config.engine == "vllm" else "",
             scratch=self._scratch.name,
             has_gpu=Path("/dev/nvidiactl").exists(),
+            member=self._identity.member,
+            master=master,
         )
-        if self._config.engine == "vllm":
+        if self._config.engine == "vllm" and place.member == 0:
             self._forwarder = EventForwarder(events_socket(place), place.pod_ip, self._config.ports.kv_events)
         engine = EngineProcess(engine_command(self._config, place))
         watch_children(asyncio.get_running_loop(), engine.reap)

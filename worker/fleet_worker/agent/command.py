@@ -41,6 +41,10 @@ class Place:
     vllm: str = ""
     scratch: str = ""
     has_gpu: bool = False
+    member: int = 0
+    """Place in a worker over several nodes."""
+    master: str = ""
+    """Where the engines of its nodes meet: the leader's address."""
 
 
 def engine_command(config: WorkerConfig, place: Place) -> EngineCommand:
@@ -71,7 +75,9 @@ def vllm_command(config: WorkerConfig, place: Place) -> EngineCommand:
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(config.ports.side_channel),
         "VLLM_RPC_BASE_PATH": place.scratch,
     }
-    argv += vllm_shape(config)
+    argv += vllm_shape(config) + vllm_node(config, place)
+    if config.nodes > 1:
+        env["VLLM_HOST_IP"] = place.pod_ip
     if place.has_gpu:
         return EngineCommand((*argv, *config.engine_args), env, UCX_TELLS)
     env["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, -(-config.kv.cache_bytes // GIB)))
@@ -92,6 +98,15 @@ def vllm_shape(config: WorkerConfig) -> list[str]:
     if config.kv_cache_dtype is not None:
         argv += ["--kv-cache-dtype", config.kv_cache_dtype]
     return argv
+
+
+def vllm_node(config: WorkerConfig, place: Place) -> list[str]:
+    """A worker over several nodes: the ranks of this one. Only the leader's serves HTTP."""
+    if config.nodes == 1:
+        return []
+    argv = ["--nnodes", str(config.nodes), "--node-rank", str(place.member)]
+    argv += ["--master-addr", place.master, "--master-port", str(config.ports.master)]
+    return [*argv, "--headless"] if place.member > 0 else argv
 
 
 def vllm_transfer(config: WorkerConfig, has_gpu: bool) -> dict[str, object]:

@@ -28,6 +28,12 @@ class ModelError(WorkerError):
     exit_code = EXIT_BAD_INPUT
 
 
+class GroupLostError(WorkerError):
+    """Another pod of this worker is gone. All of its pods start again, and wait for each other."""
+
+    reason = "GroupLost"
+
+
 class EngineDiedError(WorkerError):
     """The engine process ended by itself; the message carries its last words. Restarting the container may help."""
 

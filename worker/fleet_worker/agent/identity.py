@@ -9,7 +9,19 @@ from dataclasses import dataclass
 import msgspec
 
 from fleet_worker.agent.errors import ConfigError
-from fleet_worker.config import CONFIG_ENV, POD_IP_ENV, POD_NAME_ENV, POD_UID_ENV, ROLE_ENV, Role, WorkerConfig, decode
+from fleet_worker.config import (
+    CONFIG_ENV,
+    GROUP_UID_ENV,
+    LEADER_ENV,
+    MEMBER_ENV,
+    POD_IP_ENV,
+    POD_NAME_ENV,
+    POD_UID_ENV,
+    ROLE_ENV,
+    Role,
+    WorkerConfig,
+    decode,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,12 +31,19 @@ class Identity:
     pod_name: str
     pod_uid: str
     pod_ip: str
+    member: int = 0
+    """Place in a worker over several nodes; 0 leads."""
+    leader: str = ""
+    """Host name of the leader."""
+    group_uid: str = ""
+    """Uid of the leader's pod."""
 
 
 def read_identity(env: Mapping[str, str]) -> tuple[WorkerConfig, Identity]:
     """Parse the environment; ConfigError names the variable that is missing or wrong."""
     config = _read_config(env)
-    identity = Identity(_required(env, POD_NAME_ENV), _required(env, POD_UID_ENV), _required(env, POD_IP_ENV))
+    uid = _required(env, POD_UID_ENV)
+    identity = Identity(_required(env, POD_NAME_ENV), uid, _required(env, POD_IP_ENV), *_place(env, config.nodes, uid))
     try:
         ipaddress.ip_address(identity.pod_ip)
     except ValueError as error:
@@ -32,6 +51,17 @@ def read_identity(env: Mapping[str, str]) -> tuple[WorkerConfig, Identity]:
     if config.engine == "torch" and config.engine_args:
         raise ConfigError(f"{CONFIG_ENV}: engine_args: the torch engine takes none, got {list(config.engine_args)}")
     return msgspec.structs.replace(config, role=_role(env, config.role)), identity
+
+
+def _place(env: Mapping[str, str], nodes: int, uid: str) -> tuple[int, str, str]:
+    """(member, leader's name, leader's uid) of a pod of a group; the leader's uid is its own."""
+    if nodes == 1:
+        return 0, "", uid
+    text = _required(env, MEMBER_ENV)
+    if not text.isdecimal() or int(text) >= nodes:
+        raise ConfigError(f"{MEMBER_ENV}: {text!r} is no place in a group of {nodes}")
+    leader = _required(env, LEADER_ENV)
+    return int(text), leader, uid if int(text) == 0 else _required(env, GROUP_UID_ENV)
 
 
 def _role(env: Mapping[str, str], role: Role) -> Role:

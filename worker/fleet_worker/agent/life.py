@@ -36,8 +36,8 @@ def noted(life: Life, detail: str) -> Life:
     return replace(life, detail=detail)
 
 
-def engine_started(life: Life, pid: int) -> Life:
-    """The engine process exists, but does not answer yet."""
+def engine_started(life: Life, pid: int | None) -> Life:
+    """The engine process exists, but does not answer yet. None: this pod has none."""
     return replace(life, phase="Warming", engine_pid=pid, detail="engine starting")
 
 

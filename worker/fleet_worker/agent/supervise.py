@@ -23,6 +23,7 @@ from fleet_worker.agent.command import EngineCommand
 from fleet_worker.transfer.ucxlog import UcxReport
 
 PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
 TAIL_LINES = 40
 MAX_LINE = 4_096
 LEFTOVERS_S = 5.0
@@ -125,5 +126,6 @@ def pick_cause(lines: list[str]) -> str:
 
 
 def watch_children(loop: asyncio.AbstractEventLoop, reap: Callable[[], None]) -> None:
-    """Reap on every SIGCHLD."""
+    """Reap on every SIGCHLD. Orphans become our children although we may not be PID 1 (`fleet up`)."""
+    _LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1)
     loop.add_signal_handler(signal.SIGCHLD, reap)

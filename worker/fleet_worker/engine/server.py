@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from fleet_worker.config import WorkerConfig
 from fleet_worker.engine import protocol as wire
+from fleet_worker.engine import tokens
 from fleet_worker.engine.answer import Answer
 from fleet_worker.engine.core import EngineCore, Output
 from fleet_worker.engine.errors import BadRequestError, EngineError, TooLargeError, UnknownModelError
@@ -61,6 +62,8 @@ class EngineServer:
                 Route("/v1/models", self.models),
                 Route("/v1/completions", self.completions, methods=["POST"]),
                 Route("/v1/chat/completions", self.chat, methods=["POST"]),
+                Route("/tokenize", self.tokenize, methods=["POST"]),
+                Route("/detokenize", self.detokenize, methods=["POST"]),
                 Route("/kv/leases", self.leases),
                 Route("/kv/release", self.release, methods=["POST"]),
             ]
@@ -115,6 +118,23 @@ class EngineServer:
             await asyncio.wait_for(done, METRICS_TIMEOUT_S)
         except TimeoutError:
             return  # a dead engine still shows its last numbers
+
+    async def tokenize(self, request: HttpRequest) -> Response:
+        """POST /tokenize."""
+        return await self._told(request, tokens.tokenize)
+
+    async def detokenize(self, request: HttpRequest) -> Response:
+        """POST /detokenize."""
+        return await self._told(request, tokens.detokenize)
+
+    async def _told(self, request: HttpRequest, function: Callable[[bytes, Text, str, int], dict[str, Any]]) -> Response:
+        try:
+            body, served = await self._body(request), self._config.served_name
+            # a long text takes a while: not on the loop that streams answers
+            found = await asyncio.to_thread(function, body, self._text, served, self._loop.core.limits.max_model_len)
+        except EngineError as error:
+            return failure(error, request_id_of(request))
+        return JSONResponse(found)
 
     # -- generation -------------------------------------------------------------------------------------------------
     async def completions(self, request: HttpRequest) -> Response:

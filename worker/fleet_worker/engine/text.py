@@ -39,12 +39,12 @@ class Text:
         """Text of `ids` without special tokens."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
-    def render_chat(self, messages: list[dict[str, Any]]) -> str:
+    def render_chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True) -> str:
         """The model's own template over `messages`; BadRequestError when the template refuses them."""
         if self._template is None:
             raise BadRequestError("the model has no chat template: use /v1/completions", "messages")
         try:
-            return self._template.render(messages=messages, add_generation_prompt=True, **self._special)
+            return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **self._special)
         except (jinja2.TemplateError, TypeError, KeyError) as error:
             raise BadRequestError(f"the chat template refused the messages: {error}", "messages") from error
 

@@ -1,0 +1,1 @@
+"""Who may ask for what, when: keys, quotas, classes, the queue, runaway streams. Pure: the caller passes the time."""

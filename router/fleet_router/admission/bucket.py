@@ -1,0 +1,55 @@
+"""A token bucket as one number: the moment at which it is full again.
+
+Integers of nanoseconds, so that taking and giving back the same amount leaves exactly what was there, whatever happened between.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import Final
+
+SECOND_NS: Final = 1_000_000_000
+
+
+class Bucket:
+    """At most `size` units at once, refilled at `per_s` units a second."""
+
+    __slots__ = ("each_ns", "full_at_ns", "size", "span_ns")
+
+    def __init__(self, per_s: float, size: int) -> None:
+        self.each_ns = ceil(SECOND_NS / per_s)
+        """Rounded up: never faster than was asked for."""
+        self.size = size
+        self.span_ns = size * self.each_ns
+        self.full_at_ns = 0
+
+    def resized(self, per_s: float, size: int, now_ns: int) -> Bucket:
+        """With other limits, and as many units taken: a reload is no way to a full bucket."""
+        other = Bucket(per_s, size)
+        other.full_at_ns = now_ns + max(0, self.size - self.left(now_ns)) * other.each_ns
+        return other
+
+    def wait_ns(self, units: int, now_ns: int) -> int:
+        """How long until so many units are there; 0 or less: they are. Units above `size` never are."""
+        full_at = self.full_at_ns
+        return (full_at if full_at > now_ns else now_ns) + units * self.each_ns - now_ns - self.span_ns
+
+    def take(self, units: int, now_ns: int) -> None:
+        """Also more than there is: whoever comes next waits for the debt."""
+        full_at = self.full_at_ns
+        self.full_at_ns = (full_at if full_at > now_ns else now_ns) + units * self.each_ns
+
+    def give(self, units: int) -> None:
+        """Back what was taken; never more than full, because a time in the past counts as now."""
+        self.full_at_ns -= units * self.each_ns
+
+    def left(self, now_ns: int) -> int:
+        """Whole units that are there, 0 in debt."""
+        owed_ns = self.full_at_ns - now_ns
+        if owed_ns <= 0:
+            return self.size
+        return max(0, (self.span_ns - owed_ns) // self.each_ns)
+
+    def reset_ns(self, now_ns: int) -> int:
+        """How long until it is full."""
+        return max(0, self.full_at_ns - now_ns)

@@ -1,0 +1,44 @@
+"""From a header to a tenant: the key is hashed, the hash looked up.
+
+Plain SHA-256 and no slow password hash: keys are random and long (the README's way makes 192 bits), nobody guesses one from its
+hash, and a slow hash on every request would be a way to stop us. No pepper: it would lie in the Secret that holds the hashes.
+What the look-up's time depends on is the hash of what the client sent, which tells nothing of any key: an attacker who learned a
+stored hash bit by bit would still need its preimage. The last comparison takes the same time wherever the hashes differ.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Iterable
+from hashlib import sha256
+from typing import Final, Generic, TypeVar
+
+MAX_KEY_BYTES: Final = 512
+V = TypeVar("V")
+
+
+def bearer(value: bytes) -> bytes:
+    """The key of an Authorization header; empty when it is no Bearer header."""
+    scheme, _, key = value.partition(b" ")
+    return key.strip() if scheme.lower() == b"bearer" else b""
+
+
+class KeyTable(Generic[V]):
+    """Key hashes and whose they are."""
+
+    __slots__ = ("_found",)
+
+    def __init__(self, rows: Iterable[tuple[str, V]]) -> None:
+        hashes = ((bytes.fromhex(text.removeprefix("sha256:")), value) for text, value in rows)
+        self._found: dict[bytes, tuple[bytes, V]] = {digest: (digest, value) for digest, value in hashes}
+
+    def find(self, key: bytes) -> V | None:
+        """Whose key it is; None for nobody's."""
+        if not 0 < len(key) <= MAX_KEY_BYTES:
+            return None
+        digest = sha256(key).digest()
+        found = self._found.get(digest)
+        return found[1] if found is not None and hmac.compare_digest(found[0], digest) else None
+
+    def __repr__(self) -> str:
+        return f"KeyTable({len(self._found)} keys)"

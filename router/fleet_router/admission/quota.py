@@ -1,0 +1,144 @@
+"""What one tenant may still do, and what it has used: requests a second, tokens a minute, requests at the same time.
+
+A request is charged when it is admitted, with its prompt's estimated tokens, and settled once when it ends:
+
+| it ended | request | tokens |
+|---|---|---|
+| ANSWERED: with an answer, whole or broken after its first byte | stays | what was used |
+| REFUSED: a worker refused it (4xx) | stays | given back |
+| LEFT: the client left before the first byte, work had begun | stays | given back |
+| FAILED: 5xx, or the client left the queue: the client got nothing of us | given back | given back |
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from math import ceil
+from typing import Final
+
+import msgspec
+
+from fleet_router.admission.bucket import SECOND_NS, Bucket
+from fleet_router.admission.tenants import Tenant
+
+MINUTE_S: Final = 60
+BUSY_RETRY_S: Final = 1
+"""Nobody knows when one of a tenant's own requests ends."""
+
+
+class Outcome(Enum):
+    """How a request ended; see the module."""
+
+    ANSWERED = "answered"
+    REFUSED = "refused"
+    LEFT = "left"
+    FAILED = "failed"
+
+
+class Over(msgspec.Struct, frozen=True):
+    """A quota is used up."""
+
+    reason: str
+    message: str
+    retry_after_s: int | None
+    """Whole seconds after which it passes; None: never."""
+
+
+class Account:
+    """One tenant's quotas and counts; the time comes in as nanoseconds of any clock that never goes back."""
+
+    __slots__ = ("_head", "concurrency", "counts", "inflight", "input_tokens", "name", "output_tokens", "requests", "tokens")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.requests: Bucket | None = None
+        self.tokens: Bucket | None = None
+        self.concurrency: int | None = None
+        self.inflight = 0
+        """Waiting or running."""
+        self.counts = dict.fromkeys(("admitted", *REASONS, *(outcome.value for outcome in Outcome)), 0)
+        self.input_tokens = self.output_tokens = 0
+        self._head = b""
+
+    def follow(self, tenant: Tenant, now_ns: int) -> None:
+        """New limits; what was used stays used."""
+        self.concurrency = tenant.concurrency
+        rps, tpm = tenant.requests_per_second, tenant.tokens_per_minute
+        burst = tenant.requests_burst or max(1, ceil(rps or 0))
+        self.requests = None if rps is None else _sized(self.requests, rps, burst, now_ns)
+        self.tokens = None if tpm is None else _sized(self.tokens, tpm / MINUTE_S, tpm, now_ns)
+        self._head = _head_of(self.requests, self.tokens)
+
+    def charge(self, tokens: int, now_ns: int) -> Over | None:
+        """Take one request and its tokens, or say why not and take nothing."""
+        if self.concurrency is not None and self.inflight >= self.concurrency:
+            return self._over("concurrency", f"{self.inflight} requests at the same time", BUSY_RETRY_S)
+        requests, budget = self.requests, self.tokens
+        if requests is not None and (wait_ns := requests.wait_ns(1, now_ns)) > 0:
+            return self._over("requests_per_second", "requests per second", ceil(wait_ns / SECOND_NS))
+        if budget is not None and (wait_ns := budget.wait_ns(tokens, now_ns)) > 0:
+            if tokens > budget.size:
+                return self._over("request_too_large", f"about {tokens} prompt tokens of {budget.size} tokens per minute", None)
+            return self._over("tokens_per_minute", "tokens per minute", ceil(wait_ns / SECOND_NS))
+        if requests is not None:
+            requests.take(1, now_ns)
+        if budget is not None:
+            budget.take(tokens, now_ns)
+        self.inflight += 1
+        self.counts["admitted"] += 1
+        return None
+
+    def settle(self, charged: int, outcome: Outcome, used: tuple[int, int], now_ns: int) -> None:
+        """The request ended; `used` are its (input, output) tokens, looked at when it was answered. Exactly once per charge."""
+        self.inflight -= 1
+        self.counts[outcome.value] += 1
+        if outcome is Outcome.ANSWERED:
+            self.input_tokens += used[0]
+            self.output_tokens += used[1]
+        if self.tokens is not None:
+            self.tokens.give(charged)
+            if outcome is Outcome.ANSWERED:
+                self.tokens.take(used[0] + used[1], now_ns)
+        if outcome is Outcome.FAILED and self.requests is not None:
+            self.requests.give(1)
+
+    def headers(self, now_ns: int) -> bytes:
+        """OpenAI's x-ratelimit-* header lines, each with its line break before it; empty for a tenant without limits."""
+        head, requests, tokens = self._head, self.requests, self.tokens
+        if requests is None:
+            return head and head % (tokens.left(now_ns), duration(tokens.reset_ns(now_ns))) if tokens is not None else b""
+        mine = (requests.left(now_ns), duration(requests.reset_ns(now_ns)))
+        return head % mine if tokens is None else head % (*mine, tokens.left(now_ns), duration(tokens.reset_ns(now_ns)))
+
+    def _over(self, reason: str, what: str, retry_after_s: int | None) -> Over:
+        self.counts[reason] += 1
+        return Over(reason, f"tenant {self.name} is over its quota: {what}", retry_after_s)
+
+
+REASONS: Final = ("concurrency", "requests_per_second", "tokens_per_minute", "request_too_large", "queue_share", "overloaded",
+                  "queue_timeout", "model", "class")  # fmt: skip
+"""Why a request was refused by admission; each is a count per tenant, and `code` in the answer."""
+
+
+def _sized(known: Bucket | None, per_s: float, size: int, now_ns: int) -> Bucket:
+    return Bucket(per_s, size) if known is None else known.resized(per_s, size, now_ns)
+
+
+def _head_of(requests: Bucket | None, tokens: Bucket | None) -> bytes:
+    """Everything but what changes from request to request."""
+    lines = b""
+    for name, bucket in ((b"requests", requests), (b"tokens", tokens)):
+        if bucket is not None:
+            lines += b"\r\nx-ratelimit-limit-%b: %d" % (name, bucket.size)
+            lines += b"\r\nx-ratelimit-remaining-%b: %%d\r\nx-ratelimit-reset-%b: %%b" % (name, name)
+    return lines
+
+
+def duration(ns: int) -> bytes:
+    """As OpenAI writes it: 17ms, 1.200s, 6m0s; rounded up."""
+    ms = -(-ns // 1_000_000)
+    if ms < 1000:
+        return b"%dms" % ms
+    if ms < 60_000:
+        return b"%d.%03ds" % divmod(ms, 1000)
+    return b"%dm%ds" % divmod(-(-ms // 1000), 60)

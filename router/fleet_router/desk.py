@@ -1,0 +1,242 @@
+"""The shell around `admission`: who may ask, when it begins, what it used. One per process; flows and the server call it.
+
+Begun flows may end at once and free their slot, so that starting the next one is a loop and never a recursion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from fleet_router.admission.gate import Full, Gate, Ticket
+from fleet_router.admission.keys import KeyTable
+from fleet_router.admission.lanes import Entry, Lane, classes_of, open_entry, tenant_entries
+from fleet_router.admission.quota import Account, Outcome, Over
+from fleet_router.admission.runaway import FINISH, Runaway, Why
+from fleet_router.admission.tenants import Tenants
+from fleet_router.admission.usage import estimated
+from fleet_router.admission.watch import Watch
+from fleet_router.config import RouterConfig
+from fleet_router.errors import RequestError
+from fleet_router.metrics import WAIT_BUCKETS_S, Histogram
+from fleet_router.request import Ask, asked_tokens, choices_of, model_of, with_fields
+
+CLASS_HEADER = "x-slo-class"
+USUAL_OUTPUT_TOKENS = 256
+"""Cost of an answer in the fair queue when the client says no limit."""
+
+
+class Waits(Protocol):
+    """A request that the desk starts or turns away."""
+
+    def begin(self) -> None: ...
+    def admitted(self) -> None: ...
+    def cut(self, error: RequestError) -> None: ...
+
+
+class Worker(Protocol):
+    """A worker that left."""
+
+    inflight: int
+
+
+class Desk:
+    """Admission of one router process."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self.gate = Gate()
+        self.accounts: dict[str, Account] = {}
+        self.waits: dict[str, Histogram] = {}
+        self.refused_keys = 0
+        self.runaways: dict[Why, int] = dict.fromkeys(FINISH, 0)
+        self.slots: dict[str, int] = {}
+        """By tier."""
+        self.tenants_needed = False
+        self._everybody = Account("")
+        self._tenants: Tenants | None = None
+        self._config = RouterConfig(fleet="", served_name="")
+        self._open = open_entry(self._config, self._everybody)
+        self._keys: KeyTable[Entry] | None = None
+        self._flows: dict[Ticket, Waits] = {}
+        self._gone: list[Worker] = []
+        self._pushed: list[Ticket] = []
+        self._starting = False
+
+    # -- documents --------------------------------------------------------------------------------------------------
+    def follow(self, config: RouterConfig, slots: dict[str, int], gone: Sequence[Worker]) -> None:
+        """New configuration, slots by tier, and the workers that left with requests of ours."""
+        self.slots = slots
+        self._gone += gone
+        self.gate.follow(sum(slots.values()), config.queue_per_slot, classes_of(config).values())
+        if config != self._config:
+            self._config = config
+            self._open = open_entry(config, self._everybody)
+            if self._tenants is not None:
+                self.know(self._tenants)
+        self.tick()
+
+    def know(self, tenants: Tenants) -> list[str]:
+        """The tenants file; returns what is odd in it. From now on who has no key is nobody."""
+        self._tenants = tenants
+        self._keys, problems = tenant_entries(self._config, tenants, self.accounts, self._now_ns())
+        return problems
+
+    @property
+    def ready(self) -> bool:
+        """Requests can be told apart."""
+        return not self.tenants_needed or self._keys is not None
+
+    @property
+    def config(self) -> RouterConfig:
+        """What is followed."""
+        return self._config
+
+    def all_accounts(self) -> list[Account]:
+        """Of every tenant that is known; of everybody where none are needed."""
+        return list(self.accounts.values()) if self.tenants_needed else [self._everybody]
+
+    @property
+    def tenants(self) -> int:
+        """Tenants that are known."""
+        return len(self._tenants.tenants) if self._tenants is not None else 0
+
+    # -- a request comes --------------------------------------------------------------------------------------------
+    def entry(self, key: bytes) -> Entry:
+        """Whose request it is; RequestError 401, or 503 as long as no tenants file could be read."""
+        if not self.tenants_needed:
+            return self._open
+        if self._keys is None:
+            raise RequestError(503, "the tenants of this router are not known yet", code="tenants_unknown")
+        found = self._keys.find(key)
+        if found is None:
+            self.refused_keys += 1
+            what = "Incorrect API key provided." if key else "You didn't provide an API key: Authorization: Bearer KEY is needed."
+            raise RequestError(401, what, code="invalid_api_key", headers="www-authenticate: Bearer\r\n")
+        return found
+
+    def lane(self, key: bytes, slo_class: bytes) -> Lane:
+        """Tenant and class; RequestError 401, 403, 400."""
+        entry = self.entry(key)
+        if not slo_class:
+            return entry.named
+        name = slo_class.decode("latin-1")
+        lane = entry.lanes.get(name)
+        if lane is not None:
+            return lane
+        if entry is self._open:
+            raise RequestError(400, f"there is no class of this name; there are {', '.join(entry.lanes)}", param=CLASS_HEADER)
+        entry.account.counts["class"] += 1
+        raise RequestError(403, "this key may not use that class", code="class_not_allowed", param=CLASS_HEADER)
+
+    def admit(self, lane: Lane, ask: Ask, ttft_ms: int = 0) -> tuple[Ask, Ticket]:
+        """The request as it is sent, and its ticket, running or waiting; RequestError 400, 403, 429, 529. `start` must follow."""
+        account, now = lane.account, self._clock()
+        if lane.models is not None and model_of(ask) not in lane.models:
+            account.counts["model"] += 1
+            raise RequestError(403, "this key may not use that model", code="model_not_allowed", param="model")
+        tokens = estimated(ask.prompt)
+        if (over := account.charge(tokens, int(now * 1e9))) is not None:
+            raise self._quota(account, over, now)
+        limit = asked_tokens(ask) if lane.max_tokens or self.gate.slots else 0
+        ask = _for_engine(lane, ask, limit)
+        budget_s, most_s = lane.slo_class.ttft_budget_s, ttft_ms / 1000
+        budget_s = min(budget_s, most_s) if ttft_ms else budget_s
+        ticket = Ticket(lane, tokens, tokens + (limit or USUAL_OUTPUT_TOKENS), len(ask.prompt), now, budget_s)
+        if self._gone:
+            self._count_strays()
+        told = self.gate.enter(ticket, now)
+        if isinstance(told, Full):
+            account.counts[told.reason] += 1
+            account.settle(tokens, Outcome.FAILED, (0, 0), int(now * 1e9))
+            raise _turned_away(
+                529 if told.reason == "overloaded" else 429, told.reason, "too many requests wait", told.retry_after_s
+            )
+        self._pushed = told
+        return ask, ticket
+
+    def start(self, ticket: Ticket, flow: Waits) -> None:
+        """Begin it now, or when it is its turn."""
+        pushed, self._pushed = self._pushed, []
+        if ticket.waiting:
+            self._flows[ticket] = flow
+        else:
+            flow.begin()
+        for other in pushed:
+            self._turn_away(other, "overloaded", "others wait for a larger share than theirs", status=529)
+
+    def _quota(self, account: Account, over: Over, now: float) -> RequestError:
+        if over.retry_after_s is None:
+            return RequestError(400, over.message, code=over.reason)
+        told = account.headers(int(now * 1e9)).decode().removeprefix("\r\n")
+        return _turned_away(429, over.reason, over.message, over.retry_after_s, told and told + "\r\n")
+
+    def watch(self, ticket: Ticket, ask: Ask) -> Watch | None:
+        """Who looks at the answer; None when nobody has to."""
+        runaway = None
+        if self._config.runaway and ask.stream:
+            runaway = Runaway(ticket.lane.config.max_output_tokens * choices_of(ask))
+        return Watch(runaway) if runaway is not None or self.tenants_needed else None
+
+    # -- a request goes ---------------------------------------------------------------------------------------------
+    def leave(self, ticket: Ticket, outcome: Outcome, watch: Watch | None) -> None:
+        """It ended; whoever waits may begin."""
+        self._flows.pop(ticket, None)
+        if not self.gate.leave(ticket):
+            return
+        self._settle(ticket, outcome, watch)
+        if self.gate.waiting:
+            self.tick()
+
+    def _settle(self, ticket: Ticket, outcome: Outcome, watch: Watch | None) -> None:
+        used = watch.used(ticket.charged) if watch is not None and outcome is Outcome.ANSWERED else (ticket.charged, 0)
+        ticket.lane.account.settle(ticket.charged, outcome, used, self._now_ns())
+
+    def tick(self) -> None:
+        """Turn away who waited too long, begin who has a slot. Called when something changed and some times a second."""
+        if self._starting:
+            return
+        self._starting = True
+        try:
+            if self._gone:
+                self._count_strays()
+            now = self._clock()
+            for late in self.gate.late(now):
+                self._turn_away(late, "queue_timeout", "no worker was free in time", status=503)
+            while (ticket := self.gate.next(now)) is not None:
+                self._wait_of(ticket, now)
+                self._flows.pop(ticket).admitted()
+        finally:
+            self._starting = False
+
+    def _turn_away(self, ticket: Ticket, reason: str, message: str, *, status: int) -> None:
+        """One that left the queue without having begun."""
+        ticket.lane.account.counts[reason] += 1
+        ticket.lane.account.settle(ticket.charged, Outcome.FAILED, (0, 0), self._now_ns())
+        retry_after_s = self.gate.retry_after_s(self._clock())
+        self._flows.pop(ticket).cut(_turned_away(status, reason, message, retry_after_s))
+
+    def _wait_of(self, ticket: Ticket, now: float) -> None:
+        histogram = self.waits.get(ticket.lane.slo_class.name)
+        if histogram is None:
+            histogram = self.waits[ticket.lane.slo_class.name] = Histogram(WAIT_BUCKETS_S)
+        histogram.observe(now - ticket.entered_at)
+
+    def _count_strays(self) -> None:
+        self._gone = [worker for worker in self._gone if worker.inflight > 0]
+        self.gate.strays = sum(worker.inflight for worker in self._gone)
+
+    def _now_ns(self) -> int:
+        return int(self._clock() * 1e9)
+
+
+def _for_engine(lane: Lane, ask: Ask, limit: int) -> Ask:
+    """With the fields that only we set."""
+    if lane.max_tokens is not None and not limit:
+        return with_fields(ask, *lane.limited)
+    return with_fields(ask, *lane.added) if lane.added[0] else ask
+
+
+def _turned_away(status: int, reason: str, message: str, retry_after_s: int, headers: str = "") -> RequestError:
+    code = {429: "rate_limit_exceeded", 529: "overloaded"}.get(status, reason)
+    return RequestError(status, message, code=code, reason=reason, headers=f"retry-after: {retry_after_s}\r\n{headers}")

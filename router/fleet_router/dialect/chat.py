@@ -1,0 +1,131 @@
+"""What is read of a chat completion: the answer's types, whole and streamed (OpenAI's schema, vLLM's `stop_reason` and
+`reasoning`), and the scanner of a stream's events."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from fleet_router.errors import RequestError
+
+MOST_EVENT_BYTES: Final = 1024 * 1024
+DONE: Final = b"[DONE]"
+
+
+class Function(msgspec.Struct, frozen=True):
+    """A call, or a piece of one."""
+
+    name: str | None = None
+    arguments: str | None = None
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    """In a stream `id` and the name come first, then pieces of the arguments under the same index."""
+
+    index: int = 0
+    id: str | None = None
+    function: Function = Function()
+
+
+class Message(msgspec.Struct, frozen=True):
+    """A message, or what a chunk adds to it."""
+
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+
+    @property
+    def thought(self) -> str:
+        """Reasoning under either of its names."""
+        return self.reasoning or self.reasoning_content or ""
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """`message` when whole, `delta` when streamed."""
+
+    message: Message = Message()
+    delta: Message = Message()
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    """vLLM: the stop string or token that ended it."""
+
+
+class Cached(msgspec.Struct, frozen=True):
+    """Part of the prompt that was in a prefix cache."""
+
+    cached_tokens: int | None = None
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Tokens."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    prompt_tokens_details: Cached | None = None
+
+    @property
+    def cached(self) -> int:
+        """Prompt tokens that came from a cache; 0 also when the engine does not say."""
+        return (self.prompt_tokens_details.cached_tokens or 0) if self.prompt_tokens_details is not None else 0
+
+
+class Completion(msgspec.Struct, frozen=True):
+    """A whole answer or one chunk."""
+
+    choices: list[Choice] = []
+    usage: Usage | None = None
+    created: int = 0
+    error: msgspec.Raw = msgspec.Raw()
+
+    @property
+    def choice(self) -> Choice | None:
+        """The first one: more are never asked for."""
+        return self.choices[0] if self.choices else None
+
+
+class _Refusal(msgspec.Struct, frozen=True):
+    message: str = ""
+    error: msgspec.Raw = msgspec.Raw(b"{}")
+
+
+_REFUSAL: Final = msgspec.json.Decoder(_Refusal)
+_COMPLETION: Final = msgspec.json.Decoder(Completion)
+
+
+def completion(data: bytes) -> Completion:
+    """RequestError 502 when a worker's answer is none."""
+    try:
+        return _COMPLETION.decode(data)
+    except msgspec.DecodeError as error:
+        raise RequestError(502, f"the worker's answer is not a chat completion: {error}") from error
+
+
+def worker_error(body: bytes) -> str:
+    """What a worker said with a 4xx: OpenAI's error object, or vLLM's older one without the outer level."""
+    try:
+        said = _REFUSAL.decode(body)
+        inner = _REFUSAL.decode(said.error).message
+    except msgspec.DecodeError:
+        return body[:500].decode(errors="replace")
+    return inner or said.message or body[:500].decode(errors="replace")
+
+
+class Events:
+    """Payloads of a server-sent event stream (WHATWG HTML, 9.2), from pieces of any size."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The `data:` of each event that is whole now; RequestError 502 for one beyond bounds."""
+        *whole, self._rest = (self._rest + data).replace(b"\r\n", b"\n").split(b"\n\n")
+        if len(self._rest) > MOST_EVENT_BYTES:
+            raise RequestError(502, f"the worker sent an event longer than {MOST_EVENT_BYTES} bytes")
+        return [payload for event in whole if (payload := _payload(event))]
+
+
+def _payload(event: bytes) -> bytes:
+    lines = [line[5:].removeprefix(b" ") for line in event.split(b"\n") if line.startswith(b"data:")]
+    return b"\n".join(lines)

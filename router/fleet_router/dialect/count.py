@@ -1,0 +1,42 @@
+"""Anthropic's POST /v1/messages/count_tokens through the engine's own /tokenize (vLLM's), so that its tokenizer counts."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Final
+
+import msgspec
+
+from fleet_router.dialect.messages import error_object
+from fleet_router.dialect.messages_request import CountRequest, chat_messages, chat_tools
+from fleet_router.dialect.translation import Translation, given, parsed
+from fleet_router.errors import RequestError
+
+
+class _Tokenized(msgspec.Struct, frozen=True):
+    count: int
+
+
+_TOKENIZED: Final = msgspec.json.Decoder(_Tokenized)
+
+
+class CountTokens(Translation):
+    """One call of /v1/messages/count_tokens."""
+
+    path: ClassVar = b"/tokenize"
+
+    def __init__(self, body: bytes, request_id: str) -> None:
+        super().__init__(request_id)
+        asked = parsed(body, CountRequest)
+        messages = chat_messages(asked.messages, asked.system)
+        self.fields = given(model=asked.model, messages=messages, tools=chat_tools(asked.tools), add_generation_prompt=True)
+
+    def end(self) -> bytes:
+        """The count."""
+        try:
+            return msgspec.json.encode({"input_tokens": _TOKENIZED.decode(self.collected).count})
+        except msgspec.DecodeError as error:
+            raise RequestError(502, f"the worker's answer has no count: {error}") from error
+
+    def error_body(self, error: RequestError) -> bytes:
+        """Anthropic's shape."""
+        return msgspec.json.encode(error_object(error, self.request_id))

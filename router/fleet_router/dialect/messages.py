@@ -1,0 +1,163 @@
+"""Answers in the shape of Anthropic's Messages API: one message, or the events of its stream."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, ClassVar, Final
+
+import msgspec
+
+from fleet_router.dialect.chat import Choice, Completion, Message, ToolCall, Usage
+from fleet_router.dialect.messages_request import MessagesRequest, chat_request
+from fleet_router.dialect.translation import ChatTranslation, event, parsed
+from fleet_router.errors import RequestError
+
+REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
+KINDS: Final = {
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error", 529: "overloaded_error", 504: "timeout_error",
+}  # fmt: skip
+"""docs.anthropic.com, Errors."""
+
+
+def error_object(error: RequestError, request_id: str) -> dict[str, Any]:
+    """Anthropic's error shape."""
+    kind = KINDS.get(error.status) or ("invalid_request_error" if error.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": str(error)}, "request_id": request_id}
+
+
+class Messages(ChatTranslation):
+    """One call of /v1/messages."""
+
+    names: ClassVar = {"stop": "stop_sequences"}
+
+    def __init__(self, body: bytes, request_id: str) -> None:
+        super().__init__(request_id)
+        asked = parsed(body, MessagesRequest)
+        self.stream = asked.stream
+        self.fields = chat_request(asked)
+        self._model = asked.model
+        self._usage = Usage()
+        self._choice = Choice()
+        self._begun = False
+        self._open = ""
+        """Kind and index of the block that is being sent; empty when none is."""
+        self._index = -1
+
+    # -- streamed ---------------------------------------------------------------------------------------------------
+    def chunk(self, chunk: Completion) -> bytes:
+        """Deltas of the block that is open; another kind closes it and opens its own."""
+        self._usage = chunk.usage or self._usage
+        told = b"" if self._begun else self._begin()
+        choice = chunk.choice
+        if choice is None:
+            return told
+        if choice.finish_reason is not None:
+            self._choice = choice
+        delta = choice.delta
+        if delta.thought:
+            told += self._block("thinking", {"type": "thinking", "thinking": "", "signature": ""})
+            told += self._delta({"type": "thinking_delta", "thinking": delta.thought})
+        if delta.content:
+            told += self._block("text", {"type": "text", "text": ""})
+            told += self._delta({"type": "text_delta", "text": delta.content})
+        for call in delta.tool_calls or ():
+            told += self._tool(call)
+        return told
+
+    def _tool(self, call: ToolCall) -> bytes:
+        start = {"type": "tool_use", "id": call.id or "", "name": call.function.name or "", "input": {}}
+        told = self._block(f"tool {call.index}", start)
+        if call.function.arguments:
+            told += self._delta({"type": "input_json_delta", "partial_json": call.function.arguments})
+        return told
+
+    def _begin(self) -> bytes:
+        self._begun = True
+        message = {**self._message([], Choice()), "stop_reason": None}
+        return event("message_start", {"type": "message_start", "message": message})
+
+    def _block(self, kind: str, start: dict[str, Any]) -> bytes:
+        if self._open == kind:
+            return b""
+        told = self._close()
+        self._open, self._index = kind, self._index + 1
+        opened = {"type": "content_block_start", "index": self._index, "content_block": start}
+        return told + event("content_block_start", opened)
+
+    def _delta(self, delta: dict[str, Any]) -> bytes:
+        return event("content_block_delta", {"type": "content_block_delta", "index": self._index, "delta": delta})
+
+    def _close(self) -> bytes:
+        if not self._open:
+            return b""
+        self._open = ""
+        return event("content_block_stop", {"type": "content_block_stop", "index": self._index})
+
+    def finished(self) -> bytes:
+        """The message's reason and usage, then its end."""
+        told = b"" if self._begun else self._begin()
+        reason, stop = reason_of(self._choice)
+        ending = {
+            "type": "message_delta",
+            "delta": {"stop_reason": reason, "stop_sequence": stop},
+            "usage": usage_of(self._usage),
+        }
+        return told + self._close() + event("message_delta", ending) + event("message_stop", {"type": "message_stop"})
+
+    def failed(self, error: RequestError) -> bytes:
+        """An error event and no message_stop."""
+        return event("error", error_object(error, self.request_id))
+
+    def error_body(self, error: RequestError) -> bytes:
+        """Anthropic's shape."""
+        return msgspec.json.encode(error_object(error, self.request_id))
+
+    # -- whole ------------------------------------------------------------------------------------------------------
+    def whole(self, answer: Completion) -> bytes:
+        """The message."""
+        choice = answer.choice
+        if choice is None:
+            raise RequestError(502, "the worker's answer has no choice")
+        self._usage = answer.usage or Usage()
+        return msgspec.json.encode(self._message(_blocks(choice.message), choice))
+
+    def _message(self, content: list[dict[str, Any]], choice: Choice) -> dict[str, Any]:
+        reason, stop = reason_of(choice)
+        return {
+            "id": f"msg_{self.request_id}", "type": "message", "role": "assistant", "model": self._model,
+            "content": content, "stop_reason": reason, "stop_sequence": stop, "usage": usage_of(self._usage),
+        }  # fmt: skip
+
+
+def _blocks(message: Message) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    if message.thought:
+        found.append({"type": "thinking", "thinking": message.thought, "signature": ""})
+    if message.content:
+        found.append({"type": "text", "text": message.content})
+    for call in message.tool_calls or ():
+        found.append({"type": "tool_use", "id": call.id, "name": call.function.name, "input": _input(call)})
+    return found
+
+
+def _input(call: ToolCall) -> Any:
+    try:
+        return json.loads(call.function.arguments or "{}")
+    except ValueError as error:
+        raise RequestError(502, f"the model's arguments for {call.function.name} are not JSON") from error
+
+
+def reason_of(choice: Choice) -> tuple[str, str | None]:
+    """(stop_reason, stop_sequence)."""
+    if choice.finish_reason == "stop" and isinstance(choice.stop_reason, str):
+        return "stop_sequence", choice.stop_reason
+    return REASONS.get(choice.finish_reason or "", "end_turn"), None
+
+
+def usage_of(usage: Usage) -> dict[str, int]:
+    """Anthropic counts cached input apart from the rest."""
+    return {
+        "input_tokens": usage.prompt_tokens - usage.cached, "cache_read_input_tokens": usage.cached,
+        "cache_creation_input_tokens": 0, "output_tokens": usage.completion_tokens,
+    }  # fmt: skip

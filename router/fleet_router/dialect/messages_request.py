@@ -1,0 +1,215 @@
+"""Anthropic's POST /v1/messages to a chat request (docs.anthropic.com, Messages API).
+
+Fields that change what comes out and that we cannot honour are refused by name; those that only inform are taken and passed over
+(`metadata`, `service_tier`, `cache_control`: prefixes are cached for everybody here).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, Literal
+
+import msgspec
+
+from fleet_router.dialect.translation import given
+from fleet_router.errors import RequestError
+
+Passed = msgspec.Raw
+NOTHING: Final = msgspec.Raw()
+
+
+class Text(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
+    """Text."""
+
+    text: str
+    cache_control: Passed = NOTHING
+    citations: Passed = NOTHING
+
+
+class Source(msgspec.Struct, frozen=True):
+    """Of an image."""
+
+    type: Literal["base64", "url"]
+    media_type: str = ""
+    data: str = ""
+    url: str = ""
+
+
+class Image(msgspec.Struct, frozen=True, tag_field="type", tag="image"):
+    """An image, for engines whose model sees."""
+
+    source: Source
+    cache_control: Passed = NOTHING
+
+
+class ToolUse(msgspec.Struct, frozen=True, tag_field="type", tag="tool_use"):
+    """A call that the assistant made."""
+
+    id: str
+    name: str
+    input: dict[str, Any]
+    cache_control: Passed = NOTHING
+
+
+class ToolResult(msgspec.Struct, frozen=True, tag_field="type", tag="tool_result"):
+    """What a call gave."""
+
+    tool_use_id: str
+    content: str | list[Text | Image] = ""
+    is_error: bool = False
+    cache_control: Passed = NOTHING
+
+
+class Thinking(msgspec.Struct, frozen=True, tag_field="type", tag="thinking"):
+    """Earlier reasoning: not part of the conversation that the model is given again."""
+
+    thinking: str = ""
+    signature: str = ""
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """One message."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Text | Image | ToolUse | ToolResult | Thinking]
+
+
+class Tool(msgspec.Struct, frozen=True):
+    """A tool that the client runs; Anthropic's own tools have another type and no schema."""
+
+    name: str
+    input_schema: dict[str, Any]
+    description: str | None = None
+    type: Literal["custom"] | None = None
+    cache_control: Passed = NOTHING
+
+
+class ToolChoice(msgspec.Struct, frozen=True):
+    """Which tool is to be used."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class ThinkingMode(msgspec.Struct, frozen=True):
+    """Only "disabled" is served."""
+
+    type: Literal["disabled"]
+
+
+class MessagesRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body."""
+
+    model: str
+    max_tokens: int
+    messages: list[Turn]
+    system: str | list[Text] | None = None
+    stop_sequences: list[str] | None = None
+    stream: bool = False
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: ThinkingMode | None = None
+    metadata: Passed = NOTHING
+    service_tier: Passed = NOTHING
+
+
+class CountRequest(msgspec.Struct, frozen=True):
+    """The body of /v1/messages/count_tokens; fields that add no tokens are passed over."""
+
+    model: str
+    messages: list[Turn]
+    system: str | list[Text] | None = None
+    tools: list[Tool] | None = None
+
+
+def chat_request(asked: MessagesRequest) -> dict[str, Any]:
+    """The chat request, without stream fields."""
+    choice = asked.tool_choice
+    single = choice is not None and choice.disable_parallel_tool_use
+    return given(
+        model=asked.model,
+        messages=chat_messages(asked.messages, asked.system),
+        max_tokens=asked.max_tokens,
+        stop=asked.stop_sequences or None,
+        temperature=asked.temperature,
+        top_p=asked.top_p,
+        top_k=asked.top_k,
+        tools=chat_tools(asked.tools),
+        tool_choice=_choice(choice) if choice is not None else None,
+        parallel_tool_calls=False if single else None,
+    )
+
+
+def chat_tools(tools: list[Tool] | None) -> list[dict[str, Any]] | None:
+    """As functions."""
+    if not tools:
+        return None
+    return [
+        {"type": "function", "function": given(name=tool.name, description=tool.description, parameters=tool.input_schema)}
+        for tool in tools
+    ]
+
+
+def _choice(choice: ToolChoice) -> Any:
+    if choice.type == "tool":
+        if not choice.name:
+            raise RequestError(400, "tool_choice.name is required", param="tool_choice")
+        return {"type": "function", "function": {"name": choice.name}}
+    return {"auto": "auto", "any": "required", "none": "none"}[choice.type]
+
+
+def chat_messages(turns: list[Turn], system: str | list[Text] | None) -> list[dict[str, Any]]:
+    """System text first, then each turn; results of tools become messages of their own before the rest of their turn."""
+    found: list[dict[str, Any]] = []
+    if system:
+        found.append({"role": "system", "content": system if isinstance(system, str) else _joined(system)})
+    for number, turn in enumerate(turns):
+        found += [{"role": turn.role, "content": turn.content}] if isinstance(turn.content, str) else _turn(turn, number)
+    return found
+
+
+def _turn(turn: Turn, number: int) -> list[dict[str, Any]]:
+    parts: list[Text | Image] = []
+    calls: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
+    for block in turn.content:
+        if isinstance(block, Text | Image):
+            parts.append(block)
+        elif isinstance(block, ToolUse):
+            arguments = msgspec.json.encode(block.input).decode()
+            calls.append({"id": block.id, "type": "function", "function": {"name": block.name, "arguments": arguments}})
+        elif isinstance(block, ToolResult):
+            results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": _content(_parts(block.content))})
+    if calls and turn.role != "assistant":
+        raise RequestError(400, f"messages[{number}]: tool_use belongs to the assistant", param="messages")
+    if results and turn.role != "user":
+        raise RequestError(400, f"messages[{number}]: tool_result belongs to the user", param="messages")
+    if parts or calls:
+        results.append({"role": turn.role, **given(content=_content(parts) if parts else None, tool_calls=calls or None)})
+    return results
+
+
+def _parts(content: str | list[Text | Image]) -> list[Text | Image]:
+    return [Text(content)] if isinstance(content, str) else content
+
+
+def _content(parts: list[Text | Image]) -> Any:
+    """Plain text when there is nothing else: chat templates of text models take no lists."""
+    if all(isinstance(part, Text) for part in parts):
+        return _joined([part for part in parts if isinstance(part, Text)])
+    return [_part(part) for part in parts]
+
+
+def _joined(parts: list[Text]) -> str:
+    return "\n".join(part.text for part in parts)
+
+
+def _part(part: Text | Image) -> dict[str, Any]:
+    if isinstance(part, Text):
+        return {"type": "text", "text": part.text}
+    source = part.source
+    url = source.url if source.type == "url" else f"data:{source.media_type};base64,{source.data}"
+    return {"type": "image_url", "image_url": {"url": url}}

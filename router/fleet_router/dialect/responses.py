@@ -1,0 +1,205 @@
+"""Answers in the shape of OpenAI's Responses API: one response, or the numbered events of its stream."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import msgspec
+
+from fleet_router.dialect.chat import Completion, Message, ToolCall, Usage
+from fleet_router.dialect.responses_request import ResponsesRequest, chat_request
+from fleet_router.dialect.translation import ChatTranslation, event, parsed
+from fleet_router.errors import RequestError
+
+
+class Responses(ChatTranslation):
+    """One call of /v1/responses."""
+
+    names: ClassVar = {"max_completion_tokens": "max_output_tokens", "messages": "input"}
+
+    def __init__(self, body: bytes, request_id: str) -> None:
+        super().__init__(request_id)
+        self._asked = parsed(body, ResponsesRequest)
+        self.stream = bool(self._asked.stream)
+        self.fields = chat_request(self._asked)
+        self._usage: Usage | None = None
+        self._created = 0
+        self._reason: str | None = None
+        self._number = -1
+        """Of the last event."""
+        self._output: list[dict[str, Any]] = []
+        """Items; the last one is being sent while `_open` says which kind it is."""
+        self._open = ""
+
+    # -- streamed ---------------------------------------------------------------------------------------------------
+    def chunk(self, chunk: Completion) -> bytes:
+        """Deltas of the item that is open; another kind closes it and opens its own."""
+        self._usage = chunk.usage or self._usage
+        told = b"" if self._created else self._begin(chunk.created)
+        choice = chunk.choice
+        if choice is None:
+            return told
+        self._reason = choice.finish_reason or self._reason
+        delta = choice.delta
+        if delta.thought:
+            told += self._thought(delta.thought)
+        if delta.content:
+            told += self._text(delta.content)
+        for call in delta.tool_calls or ():
+            told += self._call(call)
+        return told
+
+    def _begin(self, created: int) -> bytes:
+        self._created = created or 1
+        response = self._response("in_progress", [])
+        return self._tell("response.created", response=response) + self._tell("response.in_progress", response=response)
+
+    def _tell(self, kind: str, **fields: Any) -> bytes:
+        self._number += 1
+        return event(kind, {"type": kind, "sequence_number": self._number, **fields})
+
+    @property
+    def _at(self) -> dict[str, Any]:
+        return {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}
+
+    def _item(self, kind: str, item: dict[str, Any]) -> bytes:
+        told = self._close()
+        self._open = kind
+        self._output.append(item)
+        return told + self._tell("response.output_item.added", output_index=len(self._output) - 1, item=item)
+
+    def _id(self, prefix: str) -> str:
+        return f"{prefix}_{self.request_id}_{len(self._output)}"
+
+    def _text(self, text: str) -> bytes:
+        told = b""
+        if self._open != "text":
+            told = self._item("text", {**message_item(self._id("msg"), ""), "status": "in_progress", "content": []})
+            self._output[-1]["content"] = [text_part("")]
+            told += self._tell("response.content_part.added", **self._at, content_index=0, part=text_part(""))
+        self._output[-1]["content"][0]["text"] += text
+        return told + self._tell("response.output_text.delta", **self._at, content_index=0, delta=text, logprobs=[])
+
+    def _thought(self, text: str) -> bytes:
+        told = b""
+        if self._open != "reasoning":
+            told = self._item("reasoning", {**reasoning_item(self._id("rs"), ""), "status": "in_progress", "content": []})
+            self._output[-1]["content"] = [thought_part("")]
+        self._output[-1]["content"][0]["text"] += text
+        return told + self._tell("response.reasoning_text.delta", **self._at, content_index=0, delta=text)
+
+    def _call(self, call: ToolCall) -> bytes:
+        told = b""
+        if self._open != f"call {call.index}":
+            item = {**call_item(self._id("fc"), call), "status": "in_progress", "arguments": ""}
+            told = self._item(f"call {call.index}", item)
+        if call.function.arguments:
+            self._output[-1]["arguments"] += call.function.arguments
+            told += self._tell("response.function_call_arguments.delta", **self._at, delta=call.function.arguments)
+        return told
+
+    def _close(self) -> bytes:
+        kind, self._open = self._open, ""
+        if not kind:
+            return b""
+        item = self._output[-1]
+        item["status"] = "incomplete" if self._reason == "length" else "completed"
+        told = b""
+        if kind == "text":
+            part = item["content"][0]
+            told += self._tell("response.output_text.done", **self._at, content_index=0, text=part["text"], logprobs=[])
+            told += self._tell("response.content_part.done", **self._at, content_index=0, part=part)
+        elif kind == "reasoning":
+            told += self._tell("response.reasoning_text.done", **self._at, content_index=0, text=item["content"][0]["text"])
+        else:
+            done = {"name": item["name"], "arguments": item["arguments"]}
+            told += self._tell("response.function_call_arguments.done", **self._at, **done)
+        return told + self._tell("response.output_item.done", output_index=len(self._output) - 1, item=item)
+
+    def finished(self) -> bytes:
+        """The last item's end and the whole response."""
+        told = b"" if self._created else self._begin(0)
+        told += self._close()
+        status = status_of(self._reason)
+        return told + self._tell(f"response.{status}", response=self._response(status, self._output))
+
+    def failed(self, error: RequestError) -> bytes:
+        """response.failed, and no response.completed."""
+        told = b"" if self._created else self._begin(0)
+        response = {**self._response("failed", self._output), "error": {"code": "server_error", "message": str(error)}}
+        return told + self._tell("response.failed", response=response)
+
+    # -- whole ------------------------------------------------------------------------------------------------------
+    def whole(self, answer: Completion) -> bytes:
+        """The response."""
+        choice = answer.choice
+        if choice is None:
+            raise RequestError(502, "the worker's answer has no choice")
+        self._usage, self._created, self._reason = answer.usage, answer.created, choice.finish_reason
+        status = status_of(choice.finish_reason)
+        self._add(choice.message)
+        for item in self._output:
+            item["status"] = status
+        return msgspec.json.encode(self._response(status, self._output))
+
+    def _add(self, message: Message) -> None:
+        if message.thought:
+            self._output.append(reasoning_item(self._id("rs"), message.thought))
+        if message.content:
+            self._output.append(message_item(self._id("msg"), message.content))
+        for call in message.tool_calls or ():
+            self._output.append(call_item(self._id("fc"), call))
+
+    def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
+        asked, usage = self._asked, self._usage if status != "in_progress" else None
+        return {
+            "id": f"resp_{self.request_id}", "object": "response", "created_at": self._created, "status": status, "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": asked.instructions, "max_output_tokens": asked.max_output_tokens, "model": asked.model,
+            "output": output, "parallel_tool_calls": asked.parallel_tool_calls is not False, "previous_response_id": None,
+            "reasoning": {"effort": asked.reasoning.effort if asked.reasoning else None, "summary": None}, "store": False,
+            "temperature": asked.temperature, "text": {"format": {"type": "text"}} if asked.text is None else asked.text,
+            "tool_choice": asked.tool_choice or "auto", "tools": asked.tools or [], "top_p": asked.top_p,
+            "truncation": "disabled", "usage": usage_of(usage) if usage is not None else None, "user": asked.user,
+            "metadata": asked.metadata or {},
+        }  # fmt: skip
+
+
+def text_part(text: str) -> dict[str, Any]:
+    """A piece of an assistant's message."""
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def thought_part(text: str) -> dict[str, Any]:
+    """A piece of reasoning."""
+    return {"type": "reasoning_text", "text": text}
+
+
+def message_item(name: str, text: str) -> dict[str, Any]:
+    """The assistant speaks."""
+    return {"id": name, "type": "message", "status": "completed", "role": "assistant", "content": [text_part(text)]}
+
+
+def reasoning_item(name: str, text: str) -> dict[str, Any]:
+    """The assistant thinks."""
+    return {"id": name, "type": "reasoning", "status": "completed", "summary": [], "content": [thought_part(text)]}
+
+
+def call_item(name: str, call: ToolCall) -> dict[str, Any]:
+    """The assistant calls a function."""
+    function = {"call_id": call.id or "", "name": call.function.name or "", "arguments": call.function.arguments or ""}
+    return {"id": name, "type": "function_call", "status": "completed", **function}
+
+
+def status_of(reason: str | None) -> str:
+    """Of a response whose last choice ended so."""
+    return "incomplete" if reason == "length" else "completed"
+
+
+def usage_of(usage: Usage) -> dict[str, Any]:
+    """OpenAI's usage of a response."""
+    return {
+        "input_tokens": usage.prompt_tokens, "input_tokens_details": {"cached_tokens": usage.cached},
+        "output_tokens": usage.completion_tokens, "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }  # fmt: skip

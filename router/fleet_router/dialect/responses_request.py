@@ -1,0 +1,198 @@
+"""OpenAI's POST /v1/responses to a chat request (platform.openai.com, Responses API).
+
+Nothing is stored: the conversation comes with every request, `previous_response_id` and `background` are refused, and answers say
+`store: false`. Tools are functions; OpenAI's hosted tools are refused by name.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, Literal, TypeVar
+
+import msgspec
+
+from fleet_router.dialect.translation import given
+from fleet_router.errors import RequestError
+
+Passed = msgspec.Raw
+NOTHING: Final = msgspec.Raw()
+T = TypeVar("T")
+STATELESS: Final = "this router stores no responses: send the whole conversation in input"
+
+
+class Part(msgspec.Struct, frozen=True):
+    """A piece of a message."""
+
+    type: Literal["input_text", "output_text", "text", "input_image", "refusal"]
+    text: str = ""
+    refusal: str = ""
+    image_url: str | None = None
+    detail: str | None = None
+
+
+class Item(msgspec.Struct, frozen=True):
+    """An item of the input; which fields it needs follows from its type."""
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: str | list[Part] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[Part] | None = None
+
+
+class Tool(msgspec.Struct, frozen=True):
+    """A function that the client runs."""
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class NamedTool(msgspec.Struct, frozen=True):
+    """This one and no other."""
+
+    type: Literal["function"]
+    name: str
+
+
+class Format(msgspec.Struct, frozen=True):
+    """Of the text."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    schema: dict[str, Any] | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextOptions(msgspec.Struct, frozen=True):
+    """`verbosity` is not served: it would do nothing."""
+
+    format: Format | None = None
+
+
+class Reasoning(msgspec.Struct, frozen=True):
+    """How much to think, for engines whose model does."""
+
+    effort: str | None = None
+    summary: str | None = None
+
+
+class ResponsesRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body."""
+
+    model: str
+    input: str | list[Item]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: Literal[0] | None = None
+    stream: bool | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    truncation: Literal["disabled"] | None = None
+    background: Literal[False] | None = None
+    include: list[str] | None = None
+    previous_response_id: str | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    service_tier: str | None = None
+
+
+def chat_request(asked: ResponsesRequest) -> dict[str, Any]:
+    """The chat request, without stream fields; RequestError 400 for state that nobody keeps."""
+    if asked.previous_response_id is not None:
+        raise RequestError(400, f"previous_response_id: {STATELESS}", param="previous_response_id")
+    if asked.include:
+        raise RequestError(400, f"include: {asked.include[0]} is not served", param="include")
+    choice = asked.tool_choice
+    return given(
+        model=asked.model,
+        messages=_messages(asked),
+        max_completion_tokens=asked.max_output_tokens,
+        temperature=asked.temperature,
+        top_p=asked.top_p,
+        tools=[_tool(tool) for tool in asked.tools] if asked.tools else None,
+        tool_choice={"type": "function", "function": {"name": choice.name}} if isinstance(choice, NamedTool) else choice,
+        parallel_tool_calls=asked.parallel_tool_calls if asked.tools else None,
+        response_format=_format(asked.text.format) if asked.text is not None and asked.text.format is not None else None,
+        reasoning_effort=asked.reasoning.effort if asked.reasoning is not None else None,
+    )
+
+
+def _tool(tool: Tool) -> dict[str, Any]:
+    function = given(name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict)
+    return {"type": "function", "function": function}
+
+
+def _format(asked: Format) -> dict[str, Any] | None:
+    if asked.type == "text":
+        return None
+    if asked.type == "json_object":
+        return {"type": "json_object"}
+    if asked.name is None or asked.schema is None:
+        raise RequestError(400, "text.format: json_schema needs name and schema", param="text.format")
+    schema = given(name=asked.name, schema=asked.schema, description=asked.description, strict=asked.strict)
+    return {"type": "json_schema", "json_schema": schema}
+
+
+def _messages(asked: ResponsesRequest) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    if asked.instructions:
+        found.append({"role": "system", "content": asked.instructions})
+    if isinstance(asked.input, str):
+        return [*found, {"role": "user", "content": asked.input}]
+    for number, item in enumerate(asked.input):
+        _add(found, item, f"input[{number}]")
+    return found
+
+
+def _add(found: list[dict[str, Any]], item: Item, where: str) -> None:
+    """One item; calls of one turn belong to one assistant message."""
+    if item.type == "message":
+        role = _needed(item.role, f"{where}.role")
+        _needed(item.content, f"{where}.content")
+        content = _content(item.content or "", where)
+        found.append({"role": "system" if role == "developer" else role, "content": content})
+    elif item.type == "function_call":
+        function = {"name": _needed(item.name, f"{where}.name"), "arguments": _needed(item.arguments, f"{where}.arguments")}
+        call = {"id": _needed(item.call_id, f"{where}.call_id"), "type": "function", "function": function}
+        if not found or found[-1]["role"] != "assistant":
+            found.append({"role": "assistant"})
+        found[-1].setdefault("tool_calls", []).append(call)
+    elif item.type == "function_call_output":
+        _needed(item.output, f"{where}.output")
+        answered = _needed(item.call_id, f"{where}.call_id")
+        found.append({"role": "tool", "tool_call_id": answered, "content": _content(item.output or "", where)})
+
+
+def _needed(value: T | None, where: str) -> T:
+    if value is None:
+        raise RequestError(400, f"{where} is required", param="input")
+    return value
+
+
+def _content(content: str | list[Part], where: str) -> Any:
+    """Plain text when there is nothing else: chat templates of text models take no lists."""
+    if isinstance(content, str):
+        return content
+    if all(part.type != "input_image" for part in content):
+        return "\n".join(part.text or part.refusal for part in content)
+    return [_part(part, where) for part in content]
+
+
+def _part(part: Part, where: str) -> dict[str, Any]:
+    if part.type != "input_image":
+        return {"type": "text", "text": part.text or part.refusal}
+    url = given(url=_needed(part.image_url, f"{where}.content.image_url"), detail=part.detail)
+    return {"type": "image_url", "image_url": url}

@@ -1,0 +1,34 @@
+"""Which path speaks which dialect, and the shape of its errors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+import msgspec
+
+from fleet_router.dialect.count import CountTokens
+from fleet_router.dialect.messages import Messages, error_object
+from fleet_router.dialect.responses import Responses
+from fleet_router.dialect.translation import Translation
+from fleet_router.errors import RequestError, error_json
+
+ANTHROPIC: Final = b"/v1/messages"
+TRANSLATED: Final[Mapping[bytes, type[Messages] | type[Responses] | type[CountTokens]]] = {
+    ANTHROPIC: Messages, b"/v1/messages/count_tokens": CountTokens, b"/v1/responses": Responses,
+}  # fmt: skip
+ALONE: Final = frozenset({b"/tokenize", b"/detokenize", b"/v1/embeddings"})
+"""Answered by one worker as they are."""
+
+
+def translation_of(path: bytes, body: bytes, request_id: str) -> Translation | None:
+    """None for paths that workers know; RequestError 400."""
+    kind = TRANSLATED.get(path)
+    return kind(body, request_id) if kind is not None else None
+
+
+def error_body(url: bytes, error: RequestError, request_id: str) -> bytes:
+    """An error in the shape that clients of this URL read."""
+    if url.startswith(ANTHROPIC):
+        return msgspec.json.encode(error_object(error, request_id))
+    return error_json(error, request_id)

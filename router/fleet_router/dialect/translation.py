@@ -1,0 +1,135 @@
+"""One request in another dialect: the chat request that it becomes, and what turns the answer back."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, Final, TypeVar
+
+import msgspec
+
+from fleet_router.dialect.chat import DONE, Completion, Events, completion
+from fleet_router.errors import RequestError, error_json
+
+CHAT: Final = b"/v1/chat/completions"
+MOST_ANSWER_BYTES: Final = 8 * 1024 * 1024
+T = TypeVar("T")
+
+
+def parsed(body: bytes, kind: type[T]) -> T:
+    """Typed request; RequestError 400 with the field's path."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        what, _, where = str(error).partition(" - at `$")
+        field = where.rstrip("`").lstrip(".") or None
+        raise RequestError(400, f"{field}: {what}" if field else what, param=field) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(400, f"the body is not a JSON object: {error}", code="invalid_json") from error
+
+
+def given(**fields: Any) -> dict[str, Any]:
+    """Without those that are None: a worker must see what the client said and no more."""
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+class Translation(ABC):
+    """What every dialect has: a body for the worker, an answer that is collected, errors in its own shape."""
+
+    names: ClassVar[dict[str, str]] = {}
+    """Fields of the worker's request that have another name here, for error messages."""
+    path: ClassVar[bytes] = CHAT
+    """Where it goes at a worker; another one than chat's is served by one worker alone."""
+    stream: bool = False
+    fields: dict[str, Any]
+    """Of the request that a worker gets."""
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.collected = bytearray()
+        """A whole answer, as far as it came."""
+
+    def body(self) -> bytes:
+        """The worker's request."""
+        return msgspec.json.encode(self.fields)
+
+    def feed(self, data: bytes) -> bytes:
+        """A piece of the worker's answer to what the client gets now; RequestError 502 when it cannot be read."""
+        self.collected += data
+        if len(self.collected) > MOST_ANSWER_BYTES:
+            raise RequestError(502, f"the worker's answer is longer than {MOST_ANSWER_BYTES} bytes")
+        return b""
+
+    @abstractmethod
+    def end(self) -> bytes:
+        """What is still owed when the worker's answer is complete; RequestError 502 when that cannot be read."""
+
+    def error_body(self, error: RequestError) -> bytes:
+        """An answer that is an error."""
+        return error_json(error, self.request_id)
+
+    def failed(self, error: RequestError) -> bytes:
+        """A stream breaks off: its last event."""
+        return b"data: " + self.error_body(error) + b"\n\n"
+
+    def renamed(self, error: RequestError) -> RequestError:
+        """An error of the worker's request in this dialect's words."""
+        other = self.names.get(error.param or "")
+        if other is None or error.param is None:
+            return error
+        return RequestError(error.status, str(error).replace(error.param, other, 1), code=error.code, param=other)
+
+
+class ChatTranslation(Translation):
+    """A dialect of chat; subclasses say how chunks and whole answers read."""
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(request_id)
+        self._events = Events()
+        self._ended = False
+
+    def body(self) -> bytes:
+        """The chat request."""
+        options = {"stream_options": {"include_usage": True}} if self.stream else {}
+        return msgspec.json.encode({**self.fields, "stream": self.stream, **options})
+
+    def feed(self, data: bytes) -> bytes:
+        """Events of a stream at once; a whole answer waits for its end."""
+        if not self.stream:
+            return super().feed(data)
+        return b"".join(self._told(payload) for payload in self._events.feed(data))
+
+    def _told(self, payload: bytes) -> bytes:
+        if self._ended:
+            return b""
+        if payload == DONE:
+            self._ended = True
+            return self.finished()
+        chunk = completion(payload)
+        if chunk.error:
+            self._ended = True
+            words = bytes(chunk.error)[:500].decode(errors="replace")
+            return self.failed(RequestError(502, f"the worker broke the stream off: {words}"))
+        return self.chunk(chunk)
+
+    def end(self) -> bytes:
+        """The whole answer; for a stream without its end an error event."""
+        if not self.stream:
+            return self.whole(completion(bytes(self.collected)))
+        return b"" if self._ended else self.failed(RequestError(502, "the worker's stream ended early"))
+
+    @abstractmethod
+    def chunk(self, chunk: Completion) -> bytes:
+        """One chunk of a stream."""
+
+    @abstractmethod
+    def finished(self) -> bytes:
+        """The stream ended as it should."""
+
+    @abstractmethod
+    def whole(self, answer: Completion) -> bytes:
+        """An answer in one piece."""
+
+
+def event(name: str, payload: dict[str, Any]) -> bytes:
+    """A named server-sent event."""
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(payload))

@@ -1,0 +1,60 @@
+"""Admission's counts as Prometheus text. Tenants beyond a bound share one label."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from fleet_router.admission.lanes import classes_of
+from fleet_router.admission.quota import Account
+from fleet_router.desk import Desk
+
+TENANT_LABELS = 100
+OTHERS = "_others"
+"""No tenant can be called so."""
+
+
+def exposition(desk: Desk, now: float) -> str:
+    """All series of admission; one of open access has no tenants."""
+    gate = desk.gate
+    out = ["# TYPE fleet_router_authentication gauge"]
+    out += [f'fleet_router_authentication{{mode="{mode}"}} {int(on)}' for mode, on in (
+        ("keys", desk.tenants_needed), ("open", not desk.tenants_needed),
+    )]  # fmt: skip
+    out += ["# TYPE fleet_router_tenants gauge", f"fleet_router_tenants {desk.tenants}"]
+    out += ["# TYPE fleet_router_refused_keys_total counter", f"fleet_router_refused_keys_total {desk.refused_keys}"]
+    out += ["# TYPE fleet_router_slots gauge"]
+    out += [f'fleet_router_slots{{tier="{tier}"}} {slots}' for tier, slots in sorted(desk.slots.items())]
+    out += ["# TYPE fleet_router_running gauge", f"fleet_router_running {gate.running}"]
+    out += ["# TYPE fleet_router_queue_length gauge"]
+    lengths = gate.lengths()
+    out += [f'fleet_router_queue_length{{class="{name}"}} {length}' for name, length in lengths.items()]
+    out += ["# TYPE fleet_router_queue_bound gauge"]
+    known = classes_of(desk.config)
+    out += [f'fleet_router_queue_bound{{class="{name}"}} {gate.bound(one, now)}' for name, one in known.items()]
+    out += ["# TYPE fleet_router_queue_wait_seconds histogram"]
+    for name, waits in desk.waits.items():
+        out += waits.lines("fleet_router_queue_wait_seconds", f'class="{name}"')
+    out += ["# TYPE fleet_router_runaways_total counter"]
+    out += [f'fleet_router_runaways_total{{pattern="{why}"}} {count}' for why, count in desk.runaways.items()]
+    return "\n".join([*out, *_tenants(desk.all_accounts())]) + "\n"
+
+
+def _tenants(accounts: Iterable[Account]) -> list[str]:
+    requests: Counter[tuple[str, str]] = Counter()
+    tokens: Counter[tuple[str, str]] = Counter()
+    inflight: Counter[str] = Counter()
+    for number, account in enumerate(accounts):
+        label = account.name if number < TENANT_LABELS else OTHERS
+        inflight[label] += account.inflight
+        tokens[label, "input"] += account.input_tokens
+        tokens[label, "output"] += account.output_tokens
+        for result, count in account.counts.items():
+            if count:
+                requests[label, result] += count
+    out = ["# TYPE fleet_router_tenant_requests_total counter"]
+    out += [f'fleet_router_tenant_requests_total{{tenant="{t}",result="{result}"}} {n}' for (t, result), n in requests.items()]
+    out += ["# TYPE fleet_router_tenant_tokens_total counter"]
+    out += [f'fleet_router_tenant_tokens_total{{tenant="{t}",direction="{way}"}} {n}' for (t, way), n in tokens.items()]
+    out += ["# TYPE fleet_router_tenant_inflight gauge"]
+    return out + [f'fleet_router_tenant_inflight{{tenant="{tenant}"}} {n}' for tenant, n in inflight.items()]

@@ -1,0 +1,260 @@
+"""The dialects through the router with the makers' own clients: Anthropic's and OpenAI's SDK, whole and streamed."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+from tests.fleet_router.chat_worker import CALLS, TEXT, THOUGHT, says
+from tests.fleet_router.fake_worker import answer
+from tests.fleet_router.rig import LONG, Rig, run
+
+TURNS: list[Any] = [{"role": "user", "content": LONG}]
+
+
+def claude(rig: Rig) -> anthropic.AsyncAnthropic:
+    return anthropic.AsyncAnthropic(api_key="k", base_url=f"http://127.0.0.1:{rig.port}", max_retries=0)
+
+
+def gpt(rig: Rig) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(api_key="k", base_url=f"http://127.0.0.1:{rig.port}/v1", max_retries=0)
+
+
+@pytest.mark.parametrize("piece", [0, 1, 7])
+def test_anthropic_streams_text(piece: int):
+    async def go(rig: Rig) -> None:
+        rig.decode[0].behave = says(TEXT, piece=piece)
+        async with claude(rig) as client, client.messages.stream(model="m", max_tokens=8, messages=TURNS) as stream:
+            assert [text async for text in stream.text_stream] == ["Hel", "lo."]
+            message = await stream.get_final_message()
+        assert (message.stop_reason, message.usage.output_tokens, message.usage.input_tokens) == ("end_turn", 4, 4)
+        assert message.usage.cache_read_input_tokens == 5
+        assert rig.prefill[0].seen[0]["kv_transfer_params"]["do_remote_decode"]  # split as any chat is
+
+    run(go)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_anthropic_tools(streamed: bool):
+    async def go(rig: Rig) -> None:
+        rig.decode[0].behave = says(CALLS, "tool_calls")
+        schema = {"type": "object", "properties": {"city": {"type": "string"}}}
+        asked: dict[str, Any] = {
+            "model": "m", "max_tokens": 8, "messages": TURNS, "tools": [{"name": "weather", "input_schema": schema}],
+            "tool_choice": {"type": "any"},
+        }  # fmt: skip
+        async with claude(rig) as client:
+            if streamed:
+                async with client.messages.stream(**asked) as stream:
+                    message = await stream.get_final_message()
+            else:
+                message = await client.messages.create(**asked)
+        text, call = message.content
+        assert (text.text, call.name, call.input, message.stop_reason) == ("Let me see.", "weather", {"city": "Bonn"}, "tool_use")
+        sent = rig.decode[0].seen[0]
+        assert sent["tools"] == [{"type": "function", "function": {"name": "weather", "parameters": schema}}]
+        assert sent["tool_choice"] == "required"
+
+    run(go)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_anthropic_thoughts_come_in_a_block_of_their_own(streamed: bool):
+    async def go(rig: Rig) -> None:
+        rig.decode[0].behave = says(THOUGHT)
+        async with claude(rig) as client:
+            if streamed:
+                async with client.messages.stream(model="m", max_tokens=8, messages=TURNS) as stream:
+                    message = await stream.get_final_message()
+            else:
+                message = await client.messages.create(model="m", max_tokens=8, messages=TURNS)
+        assert [block.type for block in message.content] == ["thinking", "text"]
+        assert (message.content[0].thinking, message.content[1].text) == ("Hm.", "Yes")
+
+    run(go)
+
+
+@pytest.mark.parametrize(
+    ("finish", "stop", "reason"),
+    [
+        ("stop", None, "end_turn"),
+        ("stop", "END", "stop_sequence"),
+        ("length", None, "max_tokens"),
+        ("content_filter", None, "refusal"),
+    ],
+)
+def test_anthropic_stop_reasons(finish: str, stop: str | None, reason: str):
+    async def go(rig: Rig) -> None:
+        rig.decode[0].behave = says(TEXT, finish, stop)
+        async with claude(rig) as client:
+            message = await client.messages.create(model="m", max_tokens=8, messages=TURNS, stop_sequences=["END"])
+        assert (message.stop_reason, message.stop_sequence) == (reason, stop)
+        assert rig.decode[0].seen[0]["stop"] == ["END"]
+
+    run(go)
+
+
+def test_anthropic_counts_tokens_with_the_engines_tokenizer():
+    async def go(rig: Rig) -> None:
+        async def tokenize(body: dict[str, Any], writer: Any) -> bool:
+            answer(writer, 200, {"count": len(body["messages"]) + 40, "max_model_len": 100, "tokens": []})
+            return True
+
+        rig.decode[0].behave = tokenize
+        async with claude(rig) as client:
+            counted = await client.messages.count_tokens(model="m", system="s", messages=TURNS)
+        assert counted.input_tokens == 42
+        assert rig.prefill[0].seen == []
+
+    run(go)
+
+
+def test_anthropic_errors_are_the_sdks_own():
+    async def go(rig: Rig) -> None:
+        async with claude(rig) as client:
+            with pytest.raises(anthropic.NotFoundError, match="does not exist"):
+                await client.messages.create(model="other", max_tokens=8, messages=TURNS)
+            with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
+                await client.messages.create(model="m", max_tokens=0, messages=TURNS)
+
+            async def refuses(_: dict[str, Any], writer: Any) -> bool:
+                answer(writer, 400, {"error": {"message": "this model takes no images", "type": "BadRequestError"}})
+                return True
+
+            rig.decode[0].behave = rig.prefill[0].behave = refuses
+            with pytest.raises(anthropic.BadRequestError, match="this model takes no images") as told:
+                await client.messages.create(model="m", max_tokens=8, messages=[{"role": "user", "content": "short"}])
+        assert told.value.body["error"]["type"] == "invalid_request_error"
+
+    run(go)
+
+
+@pytest.mark.parametrize("dialect", ["anthropic", "openai"])
+def test_a_stream_that_ends_early_is_an_error_and_no_end(dialect: str):
+    async def go(rig: Rig) -> None:
+        rig.decode[0].behave = says(TEXT, end=False)
+        if dialect == "anthropic":
+            async with claude(rig) as client:
+                with pytest.raises(anthropic.APIStatusError, match="ended early"):
+                    async with client.messages.stream(model="m", max_tokens=8, messages=TURNS) as stream:
+                        await stream.get_final_message()
+        else:
+            async with gpt(rig) as other:
+                kinds = [e.type async for e in await other.responses.create(model="m", input=LONG, stream=True)]
+            assert kinds[-1] == "response.failed"
+            assert "response.completed" not in kinds
+
+    run(go)
+
+
+@pytest.mark.parametrize("piece", [0, 1, 7])
+def test_responses_stream_text(piece: int):
+    async def go(rig: Rig) -> None:
+        rig.decode[0].behave = says(TEXT, piece=piece)
+        async with gpt(rig) as client, client.responses.stream(model="m", input=LONG, instructions="be kind") as stream:
+            numbers = [event.sequence_number async for event in stream]
+            response = await stream.get_final_response()
+        assert numbers == sorted(set(numbers))
+        assert (response.output_text, response.status, response.usage.output_tokens) == ("Hello.", "completed", 4)
+        assert rig.decode[0].seen[0]["messages"][0] == {"role": "system", "content": "be kind"}
+        assert "kv_transfer_params" in rig.decode[0].seen[0]
+
+    run(go)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_responses_call_functions_and_take_their_output(streamed: bool):
+    async def go(rig: Rig) -> None:
+        rig.decode[0].behave = says(CALLS, "tool_calls")
+        asked: dict[str, Any] = {
+            "model": "m", "max_output_tokens": 30,
+            "input": [
+                {"role": "user", "content": [{"type": "input_text", "text": LONG}]},
+                {"type": "function_call", "call_id": "c0", "name": "weather", "arguments": "{}"},
+                {"type": "function_call_output", "call_id": "c0", "output": "rain"},
+            ],
+            "tools": [{"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": False}],
+        }  # fmt: skip
+        async with gpt(rig) as client:
+            if streamed:
+                async with client.responses.stream(**asked) as stream:
+                    response = await stream.get_final_response()
+            else:
+                response = await client.responses.create(**asked)
+        message, call = response.output
+        assert (message.content[0].text, call.name, json.loads(call.arguments)) == ("Let me see.", "weather", {"city": "Bonn"})
+        assert call.call_id == "call_1"
+        sent = rig.decode[0].seen[0]
+        assert [m["role"] for m in sent["messages"]] == ["user", "assistant", "tool"]
+        assert sent["messages"][1]["tool_calls"][0]["id"] == sent["messages"][2]["tool_call_id"] == "c0"
+        assert sent["max_completion_tokens"] == 30
+
+    run(go)
+
+
+def test_responses_that_were_cut_by_the_limit_are_incomplete():
+    async def go(rig: Rig) -> None:
+        rig.decode[0].behave = says(TEXT, "length")
+        async with gpt(rig) as client:
+            response = await client.responses.create(model="m", input=LONG)
+        assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+
+    run(go)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"previous_response_id": "resp_1"}, "stores no responses"),
+        ({"max_output_tokens": 10**6}, "max_output_tokens is 1000000"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"background": True}, "background"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"input": [{"type": "message", "content": "x"}]}, r"input\[0\].role is required"),
+        ({"extra_body": {"no_such_field": 1}}, "no_such_field"),
+    ],
+)
+def test_responses_that_cannot_be_served_are_refused_by_name(more: dict[str, Any], words: str):
+    async def go(rig: Rig) -> None:
+        async with gpt(rig) as client:
+            with pytest.raises(openai.BadRequestError, match=words):
+                await client.responses.create(**{"model": "m", "input": LONG, **more})
+        assert rig.prefill[0].seen == rig.decode[0].seen == []
+
+    run(go)
+
+
+def test_a_broken_whole_answer_is_asked_for_once_more_from_the_beginning():
+    async def go(rig: Rig) -> None:
+        async def breaks(_: dict[str, Any], writer: Any) -> bool:
+            writer.write(b'HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 999\r\n\r\n{"choices": [')
+            await writer.drain()
+            writer.close()
+            return True
+
+        rig.decode[0].behave, rig.decode[1].behave = breaks, breaks
+        async with gpt(rig) as client:
+            with pytest.raises(openai.InternalServerError):
+                await client.responses.create(model="m", input="short")
+            rig.decode[0].behave = rig.decode[1].behave = says(TEXT)
+            assert (await client.responses.create(model="m", input="short")).output_text == "Hello."
+
+    run(go, decode=2)
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/v1/embeddings"])
+def test_what_generates_nothing_goes_to_one_worker_as_it_is(path: str):
+    async def go(rig: Rig) -> None:
+        status, body = await rig.post({"model": "m", "input": LONG, "priority": 3}, path)
+        assert (status, b"hello" in body) == (200, True)
+        assert rig.decode[0].seen == [{"model": "m", "input": LONG}]
+        assert rig.prefill[0].seen == []
+        assert rig.context.metrics.local_prefills == 0
+        assert (await rig.post({"model": "other"}, path))[0] == 404
+        assert (await rig.post(b"[]", path))[0] == 400
+
+    run(go)

@@ -1,0 +1,72 @@
+"""POST /tokenize and /detokenize in vLLM's dialect: what the model would be given, without running it."""
+
+from __future__ import annotations
+
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from fleet_worker.engine import protocol as wire
+from fleet_worker.engine.errors import BadRequestError, UnknownModelError
+from fleet_worker.engine.text import Text
+
+
+class TokenizeRequest(msgspec.Struct, frozen=True):
+    """Text or messages; fields that we do not know are passed over, as vLLM does."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[wire.ChatMessage] | None = None
+    add_special_tokens: bool | None = None
+    """Default: yes for text, no for messages, whose template brings them."""
+    add_generation_prompt: bool = True
+
+
+class DetokenizeRequest(msgspec.Struct, frozen=True):
+    """Token ids."""
+
+    tokens: list[wire.Count]
+    model: str | None = None
+
+
+T = TypeVar("T")
+_TOKENIZE: Final = msgspec.json.Decoder(TokenizeRequest)
+_DETOKENIZE: Final = msgspec.json.Decoder(DetokenizeRequest)
+
+
+def tokenize(body: bytes, text: Text, served_name: str, max_model_len: int) -> dict[str, Any]:
+    """count, max_model_len, tokens; BadRequestError, UnknownModelError."""
+    asked = _parsed(body, _TOKENIZE)
+    _check_model(asked.model, served_name)
+    if (asked.prompt is None) == (asked.messages is None):
+        raise BadRequestError("either prompt or messages is needed", "prompt")
+    if asked.messages is not None:
+        said = text.render_chat(wire.text_messages(asked.messages), add_generation_prompt=asked.add_generation_prompt)
+        found = text.encode(said, add_special=asked.add_special_tokens is True)
+    else:
+        found = text.encode(asked.prompt or "", add_special=asked.add_special_tokens is not False)
+    return {"count": len(found), "max_model_len": max_model_len, "tokens": found, "token_strs": None}
+
+
+def detokenize(body: bytes, text: Text, served_name: str, _: int) -> dict[str, Any]:
+    """prompt; BadRequestError, UnknownModelError."""
+    asked = _parsed(body, _DETOKENIZE)
+    _check_model(asked.model, served_name)
+    try:
+        return {"prompt": text.decode(asked.tokens)}
+    except OverflowError as error:
+        raise BadRequestError("tokens holds ids that no vocabulary has", "tokens") from error
+
+
+def _check_model(model: str | None, served_name: str) -> None:
+    if model not in (None, served_name):
+        raise UnknownModelError(f"The model `{model}` does not exist.", "model")
+
+
+def _parsed(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise BadRequestError(str(error)) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadRequestError(f"the body is not valid JSON: {error}") from error
