@@ -113,7 +113,7 @@ class ApproximateIndex:
     def add(self, keys: Sequence[int], worker: str) -> None:
         """This worker is being sent a prompt with these keys."""
         held = self._held.get(worker)
-        if held is None:
+        if held is None or not keys:
             return
         generation = held.limit // GENERATIONS
         if len(keys) > generation:

@@ -114,6 +114,7 @@ def test_a_worker_that_left_leaves_nothing():
     index.remove("b")
     assert len(index) == 0
     index.add([1, 2], "gone")
+    index.add([], "b")
     assert len(index) == 0
 
 
