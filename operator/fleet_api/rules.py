@@ -78,6 +78,24 @@ def _duration_between(path: str, field: str, low: str, high: str) -> Rule:
     )
 
 
+def _quantity_between(path: str, field: str, low: str, high: str) -> Rule:
+    def holds(raw: Raw) -> bool:
+        if not go_match(QUANTITY_PATTERN, raw.get(field, "")):
+            return True
+        return parse_quantity(low) <= parse_quantity(raw[field]) <= parse_quantity(high)
+
+    text = f"self.{field}"
+    return Rule(
+        path=path,
+        cel=f"!has({text}) || !{text}.matches(r'{QUANTITY_PATTERN}') || "
+        f"(quantity({text}).compareTo(quantity('{low}')) >= 0 && "
+        f"quantity({text}).compareTo(quantity('{high}')) <= 0)",
+        message=f"{field} must be between {low} and {high}",
+        holds=holds,
+        field=f".{field}",
+    )
+
+
 def _role_rules(path: str) -> list[Rule]:
     low, high = _or("minReplicas", MIN_REPLICAS), _or("maxReplicas", MAX_REPLICAS)
 
@@ -220,17 +238,7 @@ FLEET_RULES: tuple[Rule, ...] = (
         holds=lambda raw: "blockTokens" not in raw or raw.get("type", "torch") == "torch",
         field=".blockTokens",
     ),
-    Rule(
-        path="spec.engine",
-        cel=f"!has(self.cacheSize) || !self.cacheSize.matches(r'{QUANTITY_PATTERN}') || "
-        "(quantity(self.cacheSize).compareTo(quantity('1Mi')) >= 0 && "
-        "quantity(self.cacheSize).compareTo(quantity('16Ti')) <= 0)",
-        message="cacheSize must be between 1Mi and 16Ti",
-        holds=lambda raw: (
-            not go_match(QUANTITY_PATTERN, raw.get("cacheSize", "")) or 2**20 <= parse_quantity(raw["cacheSize"]) <= 2**44
-        ),
-        field=".cacheSize",
-    ),
+    _quantity_between("spec.engine", "cacheSize", "1Mi", "16Ti"),
     *POD_RULES,
     *_ratio_rules("spec.tiers[].ratio"),
     *_role_rules("spec.tiers[].prefill"),
@@ -247,6 +255,16 @@ FLEET_RULES: tuple[Rule, ...] = (
     _duration_between("spec.slo.itl", "p99", "1ms", "1h"),
     _duration_between("spec.scaling", "scaleDownWindow", "0s", "24h"),
     _duration_between("spec.scaling", "capacityWait", "1s", "24h"),
+    _duration_between("spec.scaling.toZero", "idle", "5s", "24h"),
+    _duration_between("spec.limits.hold", "time", "1s", "1h"),
+    _quantity_between("spec.limits.hold", "size", "4Mi", "16Gi"),
+    Rule(
+        path="spec.scaling",
+        cel="!has(self.toZero) || !has(self.toZero.enabled) || !self.toZero.enabled || !has(self.mode) || self.mode != 'manual'",
+        message="toZero.enabled needs mode auto: manual follows only /scale of the worker pools",
+        holds=lambda raw: not _dig(raw, "toZero.enabled", False) or raw.get("mode", "auto") != "manual",
+        field=".toZero.enabled",
+    ),
     _duration_between("spec.telemetry", "interval", "1s", "5m"),
     _duration_between("spec.rollout", "progressDeadline", "1s", "24h"),
     _duration_between("spec.rollout", "drainTimeout", "1s", "1h"),

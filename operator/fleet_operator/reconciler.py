@@ -45,6 +45,7 @@ from fleet_operator.compare import contains
 from fleet_operator.fleet_objects import FleetObjects
 from fleet_operator.flip.follow import FlipFollower
 from fleet_operator.health.passes import Passes, Unmeasured
+from fleet_operator.hearing import Hearing
 from fleet_operator.known_fleet import KnownFleet, parse_again
 from fleet_operator.names import MANAGED_BY, MANAGER, ROUTER_ROLE, router_name
 from fleet_operator.names import ROLE as ROLE_LABEL
@@ -60,7 +61,17 @@ from fleet_operator.work_queue import Key, WorkQueue
 from fleet_operator.write_through import WriteThrough
 from fleet_planner.events import sizing_of
 from fleet_planner.reconcile import Plan, reconcile
-from fleet_planner.types import FlipReport, Observed, ObservedPod, Problem, ScaleMemory, Template, TierTelemetry
+from fleet_planner.types import (
+    Demand,
+    FlipReport,
+    Observed,
+    ObservedPod,
+    Problem,
+    RestMemory,
+    ScaleMemory,
+    Template,
+    TierTelemetry,
+)
 
 CHILDREN: tuple[Kind, ...] = (
     POOL,
@@ -93,6 +104,10 @@ class Telemetry(Protocol):
         """By tier; a tier that cannot be read is absent."""
         ...
 
+    async def listen(self, routers: list[str]) -> Demand | None:
+        """See `Listen`."""
+        ...
+
 
 @dataclass(slots=True)
 class _State:
@@ -101,6 +116,7 @@ class _State:
     telemetry: dict[str, TierTelemetry] = field(default_factory=dict)
     telemetry_read: bool = False
     memory: dict[str, ScaleMemory] = field(default_factory=dict)
+    rest: RestMemory = field(default_factory=RestMemory)
     problems: tuple[Problem, ...] = ()
     pace: Pace = field(default_factory=Pace)
     read_at: float = float("-inf")
@@ -146,6 +162,7 @@ class Reconciler:
         self._now = now
         self._objects = FleetObjects()
         self._writer = WriteThrough(cluster, self._written, self._asked_to_go)
+        self._hearing = Hearing(telemetry.listen, self._router_urls, now)
         self._pace = StatusPace(now, platform.counters_s)
         self._flips = flips or FlipFollower()
         self._applier = Applier(self._writer, platform, self._pace)
@@ -179,6 +196,7 @@ class Reconciler:
             self._later_at.pop(key, None)
             self._recorder.forget(event.object["metadata"]["uid"])
             self._pace.forget(event.object["metadata"]["uid"])
+            self._hearing.forget(key)
         self.touch(key)
 
     def missed(self, kind: Kind, listed: Listed, within: Collection[str] = ()) -> tuple[list[Key], list[Object]]:
@@ -353,7 +371,8 @@ class Reconciler:
         observed = self._observed(fleet, state, templates, stored, live)
         state.changing = any(pod.flipping is not None for pod in observed.pods)
         plan: Plan = reconcile(fleet, observed, self._now())
-        state.memory, state.restless = plan.memory, is_restless(plan.status)
+        state.memory, state.rest, state.restless = plan.memory, plan.rest, is_restless(plan.status)
+        self._hearing.follow(key, plan.status)
         outcome = await self._applier.apply(fleet, raw, plan, templates, live)
         await self._recorder.record(raw, plan.status, outcome, sizing_of(fleet, plan.reasons))
         return outcome
@@ -378,6 +397,8 @@ class Reconciler:
             telemetry=state.telemetry,
             telemetry_read=state.telemetry_read,
             memory=state.memory,
+            rest=state.rest,
+            heard=self._hearing.heard((fleet.metadata.namespace, fleet.metadata.name)),
             problems=state.problems,
         )
 
@@ -409,20 +430,23 @@ class Reconciler:
         async with asyncio.TaskGroup() as group:
             while True:
                 await asyncio.sleep(0.5)
-                for reading in self._due():
+                for reading in (*self._due(), *self._hearing.due(self._is_ours, self.touch)):
                     group.create_task(reading)
 
     async def read_due(self) -> None:
         """Read the load of every fleet whose interval is over, and wait for it."""
         await asyncio.gather(*self._due())
 
+    def _is_ours(self, key: Key) -> bool:
+        raw = self._objects.fleets.get(key)
+        return raw is not None and "deletionTimestamp" not in raw["metadata"] and self._owns(key[0])
+
     def _due(self) -> list[Coroutine[Any, Any, None]]:
         """One reading per fleet whose interval is over and that is not being read already; and one look at workers that change
         their role."""
         found, now = [], self._now()
         for key, state in self._states.items():
-            raw = self._objects.fleets.get(key)
-            if state.known is None or raw is None or "deletionTimestamp" in raw["metadata"] or not self._owns(key[0]):
+            if state.known is None or not self._is_ours(key):
                 continue
             if not state.reading and now - state.read_at >= state.known.fleet.spec.telemetry.interval_s:
                 state.reading, state.read_at = True, now
@@ -446,7 +470,7 @@ class Reconciler:
     async def _read(self, key: Key, fleet: InferenceFleet, state: _State) -> None:
         try:
             pods = [obj for (kind, _), obj in self._objects.children(key).items() if kind == "Pod"]
-            found = await self._telemetry.collect(fleet, pods, self._router_urls(pods))
+            found = await self._telemetry.collect(fleet, pods, self._router_urls(key))
             # what stays unknown is no news; that it grows old is seen at the next resync
             if found != state.telemetry or not state.telemetry_read or state.restless:
                 state.telemetry, state.telemetry_read = found, True
@@ -454,8 +478,9 @@ class Reconciler:
         finally:
             state.reading = False
 
-    def _router_urls(self, pods: list[Object]) -> list[str]:
+    def _router_urls(self, key: Key) -> list[str]:
         host, port = self._platform.router_host, self._platform.router_port
+        pods = [obj for (kind, _), obj in self._objects.children(key).items() if kind == "Pod"]
         routers = [pod for pod in pods if pod["metadata"]["labels"].get(ROLE_LABEL) == ROUTER_ROLE]
         addresses = [ip for pod in routers if (ip := (pod.get("status") or {}).get("podIP"))]
         return [f"http://{host or address}:{port}" for address in addresses]

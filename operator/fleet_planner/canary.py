@@ -53,7 +53,8 @@ def plot_course(spec: RolloutSpec, before: RolloutStatus | None, scene: Scene) -
     failed = known.failed if scene.wanted == known.failed else ""
     others = [group for name, group in scene.groups.items() if name != target and any(larger_of(group))]
     if not others:
-        whole = covers(scene.groups.get(target, Group(target)).ready, scene.want)
+        # at zero nothing is wanted, and a revision of which nothing ever ran was not rolled out to its end
+        whole = any(scene.want) and covers(scene.groups.get(target, Group(target)).ready, scene.want)
         stable = target if whole or not known.stable else known.stable
         return Course(target, None, RolloutStatus(stable=stable, failed=failed, message=known.message if failed else ""))
     status = _progress(known if known.target == target else _begun(known, target), scene, target, failed)

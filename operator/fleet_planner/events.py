@@ -20,7 +20,7 @@ NOTE_MOST_BYTES = 1_000
 NAMES_MOST = 3
 SEVERE = frozenset({"Invalid", "WorkersFailing", "KvFailing", "Unschedulable", "Stuck", "ProgressDeadlineExceeded", "RolledBack"})
 """Reasons that warn even when the fleet was never well."""
-IN_ORDER = frozenset({"Progressing", "Paused"})
+IN_ORDER = frozenset({"Progressing", "Paused", "Waking"})
 """Reasons of states that are neither good nor bad."""
 NAME_CONFLICT = "NameConflict"
 """A problem and a condition's reason: an object of somebody else has the name of one of ours."""

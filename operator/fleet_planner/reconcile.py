@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.status import FleetStatus
 from fleet_api.v1alpha1.tier import TierSpec
-from fleet_planner.capacity import Fitted, fit_budget, fit_cluster
+from fleet_planner.capacity import QUOTA_WORDS, Fitted, fit_budget, fit_cluster
 from fleet_planner.gang import as_pods, settled, workers_of
 from fleet_planner.ratio import Bounds, bounds_of, project
 from fleet_planner.revisions import TierPlan, plan_tier
@@ -23,11 +23,14 @@ from fleet_planner.types import (
     PodWanted,
     PoolWanted,
     Relabel,
+    RestMemory,
     Role,
     ScaleMemory,
     Split,
     Target,
+    ZeroTier,
 )
+from fleet_planner.zero import NOTHING, plan_rest
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,9 @@ class Plan:
     forget: tuple[tuple[str, str], ...]
     """(tier, revision) whose stored templates nobody needs any more."""
     status: FleetStatus
+    zero: tuple[ZeroTier, ...] = ()
+    """Tiers for which routers hold requests."""
+    rest: RestMemory = field(default_factory=RestMemory)
     memory: dict[str, ScaleMemory] = field(default_factory=dict)
     reasons: tuple[str, ...] = ()
 
@@ -57,15 +63,23 @@ def reconcile(fleet: InferenceFleet, observed: Observed, now: float) -> Plan:
     views: list[TierView] = []
     memory: dict[str, ScaleMemory] = {}
     left = fleet.spec.scaling.budget.gpus if fleet.spec.scaling.budget is not None else None
+    sizes = {tier.name: current_size(tier, observed) for tier in fleet.spec.tiers}
+    scaled = any(_scaled_by_others(tier.name, observed.templates[tier.name].revision, observed) for tier in fleet.spec.tiers)
+    rest = plan_rest(fleet, observed, sizes, scaled, now)
     for tier in fleet.spec.tiers:
-        decision = fit(fleet, tier, size_tier(fleet, tier, observed, now), observed, left, now)
+        if tier.name in rest.asleep:
+            decision = ScaleDecision(*NOTHING, rest.reason, ScaleMemory())
+        else:
+            decision = fit(fleet, tier, size_tier(fleet, tier, observed, now), observed, left, now)
+            if sizes[tier.name] == NOTHING:
+                decision = replace(decision, reason=f"woken: {rest.reason or 'scaling.toZero is off'}")
         gpus = observed.templates[tier.name].gpus
         left = None if left is None else left - decision.prefill * gpus[0] - decision.decode * gpus[1]
         plan = plan_tier(fleet, tier, (decision.prefill, decision.decode), observed, now)
         gangs = settled(plan.gangs, plan.delete, workers_of(observed, tier.name), now)
         memory[tier.name] = replace(decision.memory, flip=plan.flip, gangs=gangs)
         tiers.append(plan)
-        views.append(TierView(tier, decision, plan))
+        views.append(TierView(tier, decision, plan, rest.zero.get(tier.name)))
     orphans = _orphans(fleet, observed)
     names = {pool.name for plan in tiers for pool in plan.pools}
     targets = [target for plan in tiers for target in plan.targets]
@@ -81,9 +95,17 @@ def reconcile(fleet: InferenceFleet, observed: Observed, now: float) -> Plan:
         keep=tuple((tier.name, observed.templates[tier.name].revision) for tier in fleet.spec.tiers),
         forget=_forgotten(fleet, dict(zip((tier.name for tier in fleet.spec.tiers), tiers, strict=True)), observed),
         status=plan_status(fleet, views, observed, now),
+        zero=tuple(_zero_tier(view, observed) for view in views if view.zero is not None),
         memory=memory,
+        rest=rest.memory,
         reasons=tuple(f"{view.tier.name}: {view.decision.reason}" for view in views),
     )
+
+
+def _zero_tier(view: TierView, observed: Observed) -> ZeroTier:
+    stuck = any(pod.unschedulable and not pod.terminating for pod in observed.pods if pod.tier == view.tier.name)
+    refused = any(QUOTA_WORDS in problem.message for problem in observed.problems)
+    return ZeroTier(view.tier.name, limited=bool(view.decision.limited) or stuck or refused)
 
 
 def _forgotten(fleet: InferenceFleet, plans: dict[str, TierPlan], observed: Observed) -> tuple[tuple[str, str], ...]:

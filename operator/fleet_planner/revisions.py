@@ -166,9 +166,8 @@ def _carried_out(
     changing: Changing,
     given: GivenBack,
 ) -> TierPlan:
-    pools = [
-        replace(p, most=given.most.get((p.revision, p.role))) for p in _pools(fleet, tier, step, replicas, scene.want, templates)
-    ]
+    pools = _pools(fleet, tier, course.target, step, replicas, scene.want, templates)
+    pools = [replace(pool, most=given.most.get((pool.revision, pool.role))) for pool in pools]
     drafted = draft_pods(pools, replicas, templates.keys(), course.target, changing.terms, scene.now)
     settled = changing.settled
     drafted_gone = {pod.uid for pod in drafted.draft.delete}
@@ -204,18 +203,20 @@ def _carried_out(
 def _pools(
     fleet: InferenceFleet,
     tier: TierSpec,
+    target: str,
     step: Step,
     replicas: Mapping[str, Sequence[Replica]],
     want: Pair,
     templates: Mapping[str, Template],
 ) -> list[PoolWanted]:
-    """One pool per role and revision that has a size or still has pods."""
+    """One pool per role and revision that has a size or still has pods; a tier at zero has those of the revision to wake with."""
     found = []
     for revision in sorted({*step.sizes, *(revision for revision, mine in replicas.items() if mine)}):
         sizes = step.sizes.get(revision, (0, 0))
         nodes = templates[revision].nodes if revision in templates else (1, 1)
+        kept = not any(want) and revision == target
         for role, size, whole, count in zip(ROLES, sizes, want, nodes, strict=True):
-            if size or any(replica.role == role for replica in replicas.get(revision, [])):
+            if size or kept or any(replica.role == role for replica in replicas.get(revision, [])):
                 name = pool_name(fleet, tier.name, role, revision)
                 found.append(PoolWanted(name, tier.name, role, revision, size, whole, count))
     return found

@@ -87,10 +87,14 @@ def unusable(telemetry: TierTelemetry | None, interval_s: float, now: float) -> 
             return f"no {name} load"
         if not math.isfinite(load.inflight) or load.inflight < 0:
             return f"{name} load is {load.inflight}"
-        age_s = now - load.measured_at
-        if not 0 <= age_s <= STALE_INTERVALS * interval_s + STALE_SLACK_S:
-            return f"{name} telemetry is {age_s:.0f} s old"
+        if not is_fresh(load.measured_at, interval_s, now):
+            return f"{name} telemetry is {now - load.measured_at:.0f} s old"
     return ""
+
+
+def is_fresh(measured_at: float, interval_s: float, now: float) -> bool:
+    """Young enough to act on, and not from the future."""
+    return 0 <= now - measured_at <= STALE_INTERVALS * interval_s + STALE_SLACK_S
 
 
 def _needed(load: RoleLoad, current: int, target: int, warm: int, breached: bool) -> int:

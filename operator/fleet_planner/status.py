@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fleet_api.conditions import ConditionType, set_condition
 from fleet_api.quantities import format_ratio
 from fleet_api.v1alpha1 import InferenceFleet
-from fleet_api.v1alpha1.status import Condition, FleetStatus, KvStatus, RoleStatus, RolloutStatus, TierStatus
+from fleet_api.v1alpha1.status import Condition, FleetStatus, KvStatus, RoleStatus, RolloutStatus, TierStatus, ZeroStatus
 from fleet_api.v1alpha1.tier import TierSpec
 from fleet_planner.canary import overdue
 from fleet_planner.capacity import QUOTA_WORDS
@@ -23,6 +23,9 @@ from fleet_planner.types import ROLES, Observed, Role, Verdict
 
 MAX_CAUSES = 3
 FAILING_RESTARTS = 1
+AT_ZERO = "AtZero"
+WAKING = "Waking"
+"""Reasons of Available and Ready: nothing runs because nobody asks; somebody asks and nothing serves yet."""
 FROM_TELEMETRY: tuple[ConditionType, ...] = ("Disaggregating", "TransportVerified", "TelemetryFresh")
 """Conditions that stand as they are until the first reading after the operator started: a restart is no news."""
 
@@ -34,6 +37,7 @@ class TierView:
     tier: TierSpec
     decision: ScaleDecision
     plan: TierPlan
+    zero: ZeroStatus | None = None
 
 
 def plan_status(fleet: InferenceFleet, views: Sequence[TierView], observed: Observed, now: float) -> FleetStatus:
@@ -93,8 +97,9 @@ def _tier_status(view: TierView, observed: Observed, present: FleetStatus) -> Ti
     ratio = format_ratio(prefill.serving, decode.serving)
     revision, rollout = view.plan.revision, view.plan.rollout
     return TierStatus(
-        name=name, prefill=prefill, decode=decode, ratio=ratio, revision=revision, rollout=rollout, flip=view.plan.flip, kv=kv
-    )
+        name=name, prefill=prefill, decode=decode, ratio=ratio, revision=revision, rollout=rollout, flip=view.plan.flip, kv=kv,
+        zero=view.zero,
+    )  # fmt: skip
 
 
 def _rolling(fleet: InferenceFleet, views: Sequence[TierView], now: float) -> Verdict:
@@ -139,19 +144,23 @@ def _provisioned(views: Sequence[TierView], observed: Observed) -> Verdict:
 
 def _available(fleet: InferenceFleet, tiers: Sequence[TierStatus], observed: Observed) -> Verdict:
     for tier in tiers:
-        if tier.prefill.serving < 1 or tier.decode.serving < 1:
+        if not _rests(tier) and (tier.prefill.serving < 1 or tier.decode.serving < 1):
             causes = _causes(observed, tier.name)
-            reason = (
-                "WorkersFailing"
-                if any(p.restarts >= FAILING_RESTARTS for p in observed.pods if not p.ready)
-                else "WorkersStarting"
-            )
+            reason = "WorkersStarting" if tier.zero is None else WAKING
+            if any(p.restarts >= FAILING_RESTARTS for p in observed.pods if not p.ready):
+                reason = "WorkersFailing"
             counts = f"{tier.prefill.serving} prefill and {tier.decode.serving} decode workers are serving"
             return "False", reason, f"tier {tier.name}: {counts}{': ' + causes if causes else ''}"
     if observed.router is None or observed.router.ready < 1:
         message = observed.router.message if observed.router is not None else ""
         return "False", "NoRouter", f"no router pod is ready{': ' + message if message else ''}"
+    if all(_rests(tier) for tier in tiers):
+        return "True", AT_ZERO, f"no workers; the first request to http://{fleet.metadata.name}-router is held and wakes them"
     return "True", "Serving", f"http://{fleet.metadata.name}-router answers"
+
+
+def _rests(tier: TierStatus) -> bool:
+    return tier.zero is not None and tier.zero.state == "AtZero"
 
 
 def _causes(observed: Observed, tier: str) -> str:
@@ -163,6 +172,8 @@ def _causes(observed: Observed, tier: str) -> str:
 def _within_ratio(views: Sequence[TierView], tiers: Sequence[TierStatus]) -> Verdict:
     for view, status in zip(views, tiers, strict=True):
         prefill, decode, ratio = status.prefill.serving, status.decode.serving, view.tier.ratio
+        if prefill + decode == 0 and _rests(status):
+            continue
         if prefill + decode == 0:
             return "Unknown", "NoServingSet", f"tier {view.tier.name} has no serving worker yet"
         if not within(prefill, decode, ratio.min_ratio, ratio.max_ratio):
@@ -207,5 +218,7 @@ def _ready(verdicts: dict[ConditionType, Verdict]) -> Verdict:
     if provisioned[1] in ("ApplyFailed", NAME_CONFLICT):
         return "False", "NotProvisioned", provisioned[2]
     if available[0] != "True":
-        return "False", "NotAvailable", available[2]
+        return "False", WAKING if available[1] == WAKING else "NotAvailable", available[2]
+    if available[1] == AT_ZERO:
+        return "True", AT_ZERO, available[2]
     return "True", "AllGood", "the fleet serves"

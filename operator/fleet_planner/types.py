@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from fleet_api.v1alpha1.status import FlipStatus
+from fleet_api.v1alpha1.status import FlipStatus, ZeroStatus
 
 Role = Literal["prefill", "decode"]
 Verdict = tuple[Literal["True", "False", "Unknown"], str, str]
@@ -143,6 +143,17 @@ class RevisionLoad:
 
 
 @dataclass(frozen=True, slots=True)
+class Demand:
+    """What a fleet's routers say of their clients."""
+
+    held: int
+    """Requests that wait for a worker in the routers that could be read."""
+    arrivals: float | None
+    """Requests that ever came to any of the routers; None when one of them could not be read or does not count them."""
+    measured_at: float
+
+
+@dataclass(frozen=True, slots=True)
 class TierTelemetry:
     """All that is known about one tier's load."""
 
@@ -159,6 +170,8 @@ class TierTelemetry:
     """By revision; one that no router has counted yet is absent."""
     busy: dict[str, float] = field(default_factory=dict)
     """By pod name: requests that the worker runs; one that could not be read is absent."""
+    demand: Demand | None = None
+    """Of the whole fleet, whichever tier its requests go to; None when no router could be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +216,20 @@ class ScaleMemory:
     flip: FlipStatus | None = None
     """The last role flip that failed: the status that says so may be read late."""
     gangs: GangMemory = GangMemory()
+
+
+@dataclass(frozen=True, slots=True)
+class RestMemory:
+    """What scaling to zero must remember between passes; all of it may be lost: then the fleet counts as just used."""
+
+    used_at: float | None = None
+    """When the fleet was last seen in use."""
+    arrivals: float | None = None
+    """Requests that the routers had counted at the last complete reading."""
+    woke_in_s: float = 0.0
+    """How long the last waking took."""
+    zero: dict[str, ZeroStatus] | None = None
+    """By tier: those without workers and those that wake. None: not known, the fleet's status has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +278,9 @@ class Observed:
     memory: dict[str, ScaleMemory] = field(default_factory=dict)
     flips: dict[str, FlipReport] = field(default_factory=dict)
     """By uid: workers that are to change their role."""
+    rest: RestMemory = RestMemory()
+    heard: Demand | None = None
+    """What routers of a fleet at zero said between two readings of its telemetry."""
     problems: tuple[Problem, ...] = ()
     """What the last apply could not do, in words; empty when all was applied."""
 
@@ -343,3 +373,12 @@ class Split:
     tier: str
     revision: str
     percent: int
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroTier:
+    """A tier of which nothing serves because it is, or was, at zero: routers hold requests for it."""
+
+    tier: str
+    limited: bool = False
+    """It cannot get the workers that it needs at this moment."""

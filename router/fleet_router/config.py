@@ -54,6 +54,16 @@ class SloClass(msgspec.Struct, frozen=True, kw_only=True):
     """None: the router's own limit."""
 
 
+class HoldBounds(msgspec.Struct, frozen=True, kw_only=True):
+    """Bounds of the requests that wait in this process while the fleet wakes from zero."""
+
+    requests: int = 256
+    bytes: int = 64 * 1024 * 1024
+    """Of their bodies."""
+    time_s: float = 300.0
+    """Longest wait of one."""
+
+
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What the fleet's spec says about routing. Fields that are not known are passed over: while an operator is upgraded, routers
     are older than it, and one that refused its configuration would keep the last one for ever."""
@@ -79,6 +89,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     first_token_deadline_s: float = 60.0
     inter_token_deadline_s: float = 30.0
     bounds: HttpBounds = HttpBounds()
+    hold: HoldBounds = HoldBounds()
     worker_slots: int = 0
     """Requests that one decode worker runs at once; when all are taken, more wait here. 0: not known, nothing waits."""
     queue_per_slot: int = 4

@@ -7,7 +7,7 @@ No task per request: the flow is a small state machine that legs and timers call
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from typing import Protocol
 
@@ -22,6 +22,7 @@ from fleet_router.dialect.translation import Translation
 from fleet_router.ending import CHAT_PATH, END, framed, last_event
 from fleet_router.errors import PHRASES, RequestError
 from fleet_router.hints import NO_HINTS, Hints
+from fleet_router.holding import Holding
 from fleet_router.legs import DecodeLeg, Ignored, PrefillLeg, TranslatedLeg
 from fleet_router.metrics import Metrics, Served
 from fleet_router.policy.choose import Choice
@@ -79,6 +80,7 @@ class Context:
     metrics: Metrics
     clock: Callable[[], float]
     desk: Desk
+    holding: Holding = field(default_factory=Holding)
     draining: bool = False
     wanted: frozenset[bytes] = frozenset()
     """Headers that routing goes by, by lower-case name."""
@@ -89,9 +91,9 @@ class Flow:
 
     __slots__ = (
         "_ask", "_client", "_connection", "_context", "_decode_failures", "_excluded", "_first", "_gaps", "_handed_over",
-        "_head_bytes", "_keys", "_last", "_lease", "_leg_worker", "_local", "_outcome", "_path", "_paused", "_prefill_failures",
-        "_served", "_ticket", "_translation", "_trip", "_watch", "config", "deadline", "done", "hints", "last_byte_at", "started",
-        "started_at",
+        "_head_bytes", "_held", "_keys", "_last", "_lease", "_leg_worker", "_local", "_outcome", "_path", "_paused",
+        "_prefill_failures", "_served", "_ticket", "_translation", "_trip", "_watch", "config", "deadline", "done", "hints",
+        "last_byte_at", "started", "started_at",
     )  # fmt: skip
 
     def __init__(
@@ -99,6 +101,7 @@ class Flow:
         hints: Hints = NO_HINTS,
     ) -> None:  # fmt: skip
         self._context = context
+        context.metrics.arrivals += 1
         self._client = client
         self._path = path
         self._ask = ask
@@ -126,6 +129,8 @@ class Flow:
         self._gaps = 0
         """Writes of the answer after the first."""
         self._first = True
+        self._held = False
+        """It waits for workers."""
         self._head_bytes = b""
         """The answer's head, waiting for the first bytes of its body: one write for both."""
         self._outcome = Outcome.LEFT
@@ -150,8 +155,11 @@ class Flow:
         now, seed = context.clock(), self._ticket.lane.seed
         found, keys = context.table.choose(self._ask.prompt, self.config, now, self._excluded, seed, self.hints)
         if not isinstance(found, Choice):
-            self._refuse(RequestError(503, found.reason, code="no_worker"))
+            self._hold(found.reason)
             return
+        if self._held:
+            self._held, self.started_at = False, now  # what it waited says nothing of the workers
+            self.deadline = self.started_at + self.config.first_token_deadline_s
         if not self._ask.alone:
             self._trip = context.table.depart(found, now, self.hints, stream=self._ask.stream)
         decode = context.table.workers[found.decode]
@@ -168,6 +176,16 @@ class Flow:
         context.metrics.remote_prefills += 1
         context.metrics.prefill_tokens += int(len(self._ask.prompt) / BYTES_PER_TOKEN)
         self._send(prefill, prefill_body(self._ask), PrefillLeg(self, prefill, decode))
+
+    def _hold(self, why: str) -> None:
+        """Nobody can answer it now: it waits for workers, if any are to come."""
+        holding, now = self._context.holding, self._context.clock()
+        try:
+            self.deadline = holding.hold(self, self._ask.size_bytes, why, now, self.config.hold)
+        except RequestError as error:
+            self._refuse(error)
+        else:
+            self._held = True
 
     def _send_decode(self, worker: Worker, reference: bytes | None) -> None:
         translation = self._translation
@@ -386,12 +404,13 @@ class Flow:
         if self.done:
             return
         self.done = True
+        self._context.holding.drop(self, "left")
         self._context.metrics.client_left += 1
         self._abandon_leg()
         self._trip_over()
         self.end_leg()
         self._release_lease()
-        self._leave(Outcome.FAILED if self._ticket.waiting else self._outcome)
+        self._leave(Outcome.FAILED if self._ticket.waiting or self._held else self._outcome)
 
     def _leave(self, outcome: Outcome) -> None:
         """Give the slot back and settle; once, whatever ended the request."""
@@ -402,6 +421,9 @@ class Flow:
         if self._paused:
             self.cancel()
             self._client.abort()
+            return
+        if (error := self._context.holding.expired(self)) is not None:
+            self._refuse(error)
             return
         if self._leg_worker is not None:
             self._blame(self._leg_worker)

@@ -64,6 +64,8 @@ class Metrics:
 
     requests: Counter[int] = field(default_factory=Counter)
     """By status code."""
+    arrivals: int = 0
+    """Requests for tokens that could be read, whatever became of them: one that does not grow means that nobody asks."""
     remote_prefills: int = 0
     local_prefills: int = 0
     handed_over: Counter[str] = field(default_factory=Counter)
@@ -91,9 +93,9 @@ class Metrics:
         out = ["# TYPE fleet_router_requests_total counter"]
         out += [f'fleet_router_requests_total{{code="{code}"}} {count}' for code, count in sorted(self.requests.items())]
         for name, value in (
-            ("remote_prefill", self.remote_prefills), ("local_prefill", self.local_prefills), ("retries", self.retries),
-            ("client_left", self.client_left), ("streams_broken", self.streams_broken), ("prefill_tokens", self.prefill_tokens),
-            ("follow_errors", self.follow_errors),
+            ("arrivals", self.arrivals), ("remote_prefill", self.remote_prefills), ("local_prefill", self.local_prefills),
+            ("retries", self.retries), ("client_left", self.client_left), ("streams_broken", self.streams_broken),
+            ("prefill_tokens", self.prefill_tokens), ("follow_errors", self.follow_errors),
         ):  # fmt: skip
             out += [f"# TYPE fleet_router_{name}_total counter", f"fleet_router_{name}_total {value}"]
         out.append("# TYPE fleet_router_handed_over_total counter")

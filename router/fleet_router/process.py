@@ -68,6 +68,7 @@ class Router:
         self._context.config, self._context.wanted = config, wanted_headers(config)
         table.update(documents.endpoints, self._clock(), config)
         gone = [worker for uid, worker in before.items() if worker.role == "decode" and table.workers.get(uid) is not worker]
+        self._context.holding.follow(documents.endpoints.at_zero, self._clock(), served=table.ready())
         self._desk.follow(config, slots_of(table, config), gone)
         self._followed_at = self._clock()
         self._last_problem = ""
@@ -100,6 +101,7 @@ class Router:
             rows = [(w.endpoint.name, w.endpoint.role, w.endpoint.tier, w.inflight) for w in context.table.workers.values()]
             age_s = -1.0 if self._followed_at is None else self._clock() - self._followed_at
             text = context.metrics.exposition(rows, age_s, len(context.table.routing.index))
+            text += "".join(f"{line}\n" for line in context.holding.lines())
             return 200, b"text/plain; version=0.0.4", (text + exposition(self._desk, self._clock())).encode()
         if path == b"/v1/models":
             card = {"id": context.config.served_name, "object": "model", "created": 0, "owned_by": "inferencefleet"}
@@ -117,7 +119,9 @@ class Router:
             return f"no endpoints yet: {self._last_problem}"
         if not self._desk.ready:
             return "no tenants yet"
-        return "" if self._context.table.ready() else "no worker can answer a whole request"
+        if self._context.table.ready() or self._context.holding.at_zero:
+            return ""  # at zero the request that wakes the fleet must come in
+        return "no worker can answer a whole request"
 
     # -- life -------------------------------------------------------------------------------------------------------
     async def run(self) -> int:
@@ -144,6 +148,7 @@ class Router:
         try:
             await asyncio.wait({stopping, *tasks}, return_when=asyncio.FIRST_COMPLETED)
             await self._close_listener(server)
+            self._context.holding.stop()
             await self._drain()
         finally:
             for task in (stopping, *tasks):

@@ -50,6 +50,11 @@ class Ask(msgspec.Struct, frozen=True):
     alone: bool = False
     """One worker serves it without any KV from elsewhere: nothing is generated."""
 
+    @property
+    def size_bytes(self) -> int:
+        """Roughly what keeping it costs: its values and the prompt."""
+        return sum(memoryview(value).nbytes for value in self.fields.values()) + len(self.prompt)
+
 
 def parse_alone(body: bytes, config: RouterConfig) -> Ask:
     """A request that a worker answers by itself (embeddings, tokenising): only whose model it is matters here."""

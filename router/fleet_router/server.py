@@ -19,6 +19,8 @@ from fleet_router.errors import PHRASES, RETRY_AFTER_S, RequestError
 from fleet_router.flow import Context, Flow
 from fleet_router.hints import hints_of
 from fleet_router.inbound import Inbound, Incoming
+from fleet_router.listening import PATH as HELD
+from fleet_router.listening import Listening, wait_of
 from fleet_router.request import Ask, parse_alone, parse_body
 
 COMPLETIONS = b"/v1/completions"
@@ -61,7 +63,7 @@ class ClientConnection(asyncio.Protocol):
         """The client does not take our answers: no new one is made."""
         self._closed_at: float | None = None
         """When we closed; what is left to send may still be on its way."""
-        self.flow: Flow | None = None
+        self.flow: Flow | Listening | None = None
         self.begun_at: float | None = None
         """When the request that is being received began; None between requests."""
         self.idle_since = context.clock()
@@ -180,6 +182,9 @@ class ClientConnection(asyncio.Protocol):
             if path in GENERATE or path in TRANSLATED or path in ALONE:
                 self._need(method, b"POST")
                 self._generate(request, path)
+            elif path == HELD:
+                self._need(method, b"GET")
+                self._listen(wait_of(request.url))
             elif path in PLAIN:
                 self._need(method, b"GET", b"HEAD")
                 if path.startswith(b"/v1/"):
@@ -219,6 +224,15 @@ class ClientConnection(asyncio.Protocol):
             return parse_alone(translation.body(), config)
         except RequestError as error:
             raise translation.renamed(error) from error
+
+    def _listen(self, wait_s: float) -> None:
+        self.flow = listening = Listening(self._context.holding, self, self._context.clock, wait_s)
+        listening.begin(wait_s)
+
+    def tell(self, body: bytes) -> None:
+        """A short answer that was waited for."""
+        self._write_answer(200, body, b"text/plain")
+        self._answer_next()
 
     def _answer_error(self, error: RequestError, *, keep_alive: bool = False) -> None:
         self._context.metrics.requests[error.status] += 1

@@ -90,6 +90,9 @@ class World:
     async def collect(self, *_: Any) -> dict[str, TierTelemetry]:
         return self.load
 
+    async def listen(self, routers: list[str]) -> None:
+        """Nobody answers."""
+
     def measure(self, prefill: float, decode: float) -> None:
         """The load that telemetry reports from now on, as measured now."""
         roles = [RoleLoad(inflight=inflight, measured_at=self.now) for inflight in (prefill, decode)]

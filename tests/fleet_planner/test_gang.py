@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -271,15 +272,12 @@ class Cluster:
         return sum(worker.ready and worker.size == 2 for o in self.seen for worker in replicas_of(o.pods, (1, 2)))
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    fleets=st.integers(2, 4),
-    nodes=st.integers(2, 5),
-    picks=st.lists(st.integers(0, 11), min_size=1, max_size=30),
-)
-def test_workers_of_fleets_that_know_nothing_of_each_other_become_whole(fleets: int, nodes: int, picks: list[int]):
-    """Whatever the scheduler picks: within some rounds as many workers are whole as the nodes can hold."""
-    cluster = Cluster(fleets, nodes, picks)
+@settings(max_examples=25, deadline=None)
+@given(fleets=st.integers(2, 4), nodes=st.integers(2, 5), seed=st.integers(0, 2**32))
+def test_workers_of_fleets_that_know_nothing_of_each_other_become_whole(fleets: int, nodes: int, seed: int):
+    """With a scheduler that places pods in any order, but passes nobody over for ever: within some rounds as many workers are
+    whole as the nodes can hold. (One that always chooses the wrong pod can be beaten by nobody without a PodGroup.)"""
+    cluster = Cluster(fleets, nodes, random.Random(seed).choices(range(840), k=997))
     most = min(fleets, nodes // 2)
     for _ in range(1_500):
         cluster.step()

@@ -48,6 +48,14 @@ class Split(msgspec.Struct, frozen=True, kw_only=True):
     percent: int
 
 
+class AtZero(msgspec.Struct, frozen=True, kw_only=True):
+    """A tier of which nothing serves because it rests at zero or wakes from there: requests for it are held."""
+
+    tier: str
+    limited: bool = False
+    """It cannot get the workers that it needs at this moment."""
+
+
 class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
     """Everything a router may route to, in stable (name) order so that equal content is equal bytes.
 
@@ -58,6 +66,7 @@ class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
     namespace: str
     workers: tuple[Endpoint, ...] = ()
     splits: tuple[Split, ...] = ()
+    at_zero: tuple[AtZero, ...] = ()
 
 
 def encode(document: Endpoints) -> bytes:

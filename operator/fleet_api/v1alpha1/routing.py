@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from fleet_api.quantities import parse_duration
-from fleet_api.v1alpha1.base import ApiModel, DurationText
+from fleet_api.quantities import parse_duration, parse_quantity
+from fleet_api.v1alpha1.base import ApiModel, DurationText, QuantityText
 
 Tokens = Annotated[int, Field(ge=1, le=1_048_576)]
 
@@ -39,13 +39,38 @@ class RoutingSpec(ApiModel):
     replicas: Annotated[int, Field(ge=1, le=32)] = Field(default=1, description="Router pods. Default: 1.")
 
 
+class HoldSpec(ApiModel):
+    """Requests that wait in a router while a tier wakes from zero; the bounds are each router pod's own."""
+
+    requests: Annotated[int, Field(ge=1, le=100_000)] = Field(
+        default=256, description="Most requests that one router pod holds; further ones get 503. Default: 256."
+    )
+    size: QuantityText = Field(
+        default="64Mi", description="Most bytes of their bodies that one router pod holds, 4Mi to 16Gi. Default: 64Mi."
+    )
+    time: DurationText = Field(
+        default="5m", description="Longest time that a request is held before it gets 503, 1s to 1h. Default: 5m."
+    )
+
+    @property
+    def size_bytes(self) -> int:
+        """Bodies in bytes."""
+        return parse_quantity(self.size)
+
+    @property
+    def time_s(self) -> float:
+        """Time in seconds."""
+        return parse_duration(self.time)
+
+
 class LimitsSpec(ApiModel):
-    """What one request may ask for."""
+    """What one request may ask for, and how many may wait."""
 
     max_input_tokens: Tokens | None = Field(
         default=None, description="Longest prompt in tokens, at most engine.maxModelLen. Default: engine.maxModelLen."
     )
     max_output_tokens: Tokens = Field(default=4096, description="Most tokens that one request may generate. Default: 4096.")
+    hold: HoldSpec = Field(default=HoldSpec(), description="Requests that wait while a tier wakes from zero.")
 
 
 class LatencySpec(ApiModel):
@@ -81,6 +106,26 @@ class BudgetSpec(ApiModel):
     )
 
 
+class ToZeroSpec(ApiModel):
+    """No worker at all while nobody asks: prefill and decode go together, and come back together for the first request."""
+
+    enabled: bool = Field(
+        default=False,
+        description="true: an idle fleet has no workers; its router holds the requests that wake it. A tier with warm workers "
+        "keeps its workers. Default: false.",
+    )
+    idle: DurationText = Field(
+        default="30m",
+        description="The fleet gives its workers up after so long without a request, and at the earliest so long after it woke; "
+        "a fleet whose load is unknown keeps them. 5s to 24h. Default: 30m.",
+    )
+
+    @property
+    def idle_s(self) -> float:
+        """Idle time in seconds."""
+        return parse_duration(self.idle)
+
+
 class ScalingSpec(ApiModel):
     """How the operator sizes the tiers."""
 
@@ -98,6 +143,7 @@ class ScalingSpec(ApiModel):
         "then it is tried again. 1s to 24h. Default: 5m.",
     )
     budget: BudgetSpec | None = Field(default=None, description="Most devices. Default: no limit.")
+    to_zero: ToZeroSpec = Field(default=ToZeroSpec(), description="Whether an idle fleet keeps its workers.")
 
     @property
     def capacity_wait_s(self) -> float:

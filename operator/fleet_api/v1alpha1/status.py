@@ -68,6 +68,13 @@ class FlipStatus(ApiModel):
     message: str = Field(default="", description="The worker and why.")
 
 
+class ZeroStatus(ApiModel):
+    """A tier without workers, or on its way back."""
+
+    state: Literal["AtZero", "Waking"] = Field(description="AtZero: no workers. Waking: some are wanted, none serves yet.")
+    since: Annotated[str, Field(max_length=40)] = Field(description="When that began, RFC 3339 in UTC.")
+
+
 class TierStatus(ApiModel):
     """One tier."""
 
@@ -78,6 +85,7 @@ class TierStatus(ApiModel):
     revision: str = Field(default="", description="Revision of the pod template that serves.")
     rollout: RolloutStatus | None = Field(default=None, description="The rollout; absent before the first worker.")
     flip: FlipStatus | None = Field(default=None, description="The last role flip that failed; no other is tried for a while.")
+    zero: ZeroStatus | None = Field(default=None, description="Scale to zero; absent while workers serve.")
     kv: KvStatus | None = Field(default=None, description="KV moved between the roles; absent before the first reading.")
 
 

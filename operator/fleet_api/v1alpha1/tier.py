@@ -50,10 +50,13 @@ class RoleSpec(ApiModel):
         default=None,
         description="Workers to start with; scaling moves on from there. Default: minReplicas, raised to the shape of ratio.",
     )
-    min_replicas: Annotated[int, Field(ge=1, le=1000)] = Field(default=1, description="Never fewer workers. Default: 1.")
+    min_replicas: Annotated[int, Field(ge=1, le=1000)] = Field(
+        default=1, description="Never fewer workers, but none at all while scaling.toZero lets the fleet rest. Default: 1."
+    )
     max_replicas: Annotated[int, Field(ge=1, le=1000)] = Field(default=8, description="Never more workers. Default: 8.")
     warm: Annotated[int, Field(ge=0, le=1000)] = Field(
-        default=0, description="Workers above what the load needs, kept ready for a burst. Default: 0."
+        default=0,
+        description="Workers above what the load needs, kept ready for a burst; the tier never goes to zero. Default: 0.",
     )
     accelerator: AcceleratorSpec | None = Field(
         default=None, description="The device of this role. Default: the tier's, as a whole."

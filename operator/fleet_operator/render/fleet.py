@@ -13,9 +13,9 @@ from fleet_operator.settings import Platform
 from fleet_planner.reconcile import Plan
 from fleet_planner.types import PoolWanted, Target
 from fleet_router import config as router_config
-from fleet_router.config import RouterConfig
+from fleet_router.config import HoldBounds, RouterConfig
 from fleet_wire import endpoints as wire
-from fleet_wire.endpoints import ENDPOINTS_KEY, ROUTER_CONFIG_KEY, Endpoint, Endpoints, Split
+from fleet_wire.endpoints import ENDPOINTS_KEY, ROUTER_CONFIG_KEY, AtZero, Endpoint, Endpoints, Split
 
 API_VERSION = "inferencefleet.io/v1alpha1"
 ROUTER_PORT = 8080
@@ -65,7 +65,9 @@ def render_documents(fleet: InferenceFleet, plan: Plan, owner: Object, live: Map
         for target in plan.targets
     )  # fmt: skip
     splits = tuple(Split(tier=split.tier, revision=split.revision, percent=split.percent) for split in plan.splits)
-    document = Endpoints(fleet=fleet.metadata.name, namespace=fleet.metadata.namespace, workers=workers, splits=splits)
+    at_zero = tuple(AtZero(tier=zero.tier, limited=zero.limited) for zero in plan.zero)
+    name, namespace = fleet.metadata.name, fleet.metadata.namespace
+    document = Endpoints(fleet=name, namespace=namespace, workers=workers, splits=splits, at_zero=at_zero)
     data = {ROUTER_CONFIG_KEY: router_config.encode(_router_config(fleet)), ENDPOINTS_KEY: wire.encode(document).decode()}
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": _meta(fleet, owner), "data": data}
 
@@ -80,6 +82,7 @@ def _router_config(fleet: InferenceFleet) -> RouterConfig:
         min_uncached_tokens=spec.routing.remote_prefill.min_uncached_tokens,
         max_input_tokens=spec.max_input_tokens,
         max_output_tokens=spec.limits.max_output_tokens,
+        hold=HoldBounds(requests=spec.limits.hold.requests, bytes=spec.limits.hold.size_bytes, time_s=spec.limits.hold.time_s),
     )
 
 

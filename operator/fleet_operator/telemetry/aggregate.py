@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fleet_operator.telemetry.kvwatch import KvWatch, watched
 from fleet_operator.telemetry.meter import Counts
 from fleet_operator.telemetry.parse import Sample, buckets, quantile, total
-from fleet_planner.types import KvProof, RevisionLoad, Role, RoleLoad, TierTelemetry, TransportSeen
+from fleet_planner.types import Demand, KvProof, RevisionLoad, Role, RoleLoad, TierTelemetry, TransportSeen
 
 TTFT = "fleet_router_ttft_seconds"
 ITL = "fleet_router_itl_seconds"
@@ -24,9 +24,11 @@ FAILED = "vllm:nixl_num_failed_transfers_total"
 HANDED = "fleet_router_handed_over_total"
 TRANSPORT = "fleet_agent_transport_info"
 GBPS = "fleet_agent_probe_gbps"
+HELD = "fleet_router_held"
+ARRIVALS = "fleet_router_arrivals_total"
 METRICS = frozenset(
     {f"{TTFT}_bucket", f"{ITL}_bucket", SENT, REQUESTS, ERRORS, RUNNING, WAITING, TRANSFERS, BLOCKS, BYTES, FAILED, HANDED}
-    | {TRANSPORT, GBPS}
+    | {TRANSPORT, GBPS, HELD, ARRIVALS}
 )
 """Every metric that anything here reads."""
 UNWATCHED = KvWatch()
@@ -75,6 +77,7 @@ def tier_telemetry(
         transport=next((name for name in SLOWEST_FIRST if name in used), None),
         transports=seen,
         busy={worker.pod: held for worker in mine if (held := _held(worker)) is not None},
+        demand=_demand(routers),
     )
 
 
@@ -87,6 +90,17 @@ def watch_tier(tier: str, before: KvWatch, workers: Sequence[WorkerReading], rou
         {pod: _count(reading, TRANSFERS) for pod, reading in decode.items()},
         {pod: _count(reading, FAILED) for pod, reading in decode.items()},
     )
+
+
+def _demand(routers: Sequence[Reading | None]) -> Demand | None:
+    """What clients want of the routers. Whoever waits at one of them waits, whatever the others say; that nobody came is known
+    only when all can be read."""
+    read = [reading for reading in routers if reading is not None]
+    if not read:
+        return None
+    arrivals = _sum([total(reading.samples, ARRIVALS) if reading is not None else None for reading in routers])
+    held = sum(total(reading.samples, HELD) or 0.0 for reading in read)
+    return Demand(round(held), arrivals, min(reading.read_at for reading in read))
 
 
 def _count(reading: Reading | None, name: str, **labels: str) -> float | None:

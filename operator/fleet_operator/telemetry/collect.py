@@ -8,9 +8,10 @@ from contextlib import asynccontextmanager
 
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_operator.cluster.interface import Object
+from fleet_operator.telemetry.held import HeldRequests
 from fleet_operator.telemetry.prometheus import PrometheusTelemetry
 from fleet_operator.telemetry.scrape import ScrapeTelemetry
-from fleet_planner.types import TierTelemetry
+from fleet_planner.types import Demand, TierTelemetry
 
 LOG = logging.getLogger("fleet.operator.telemetry")
 
@@ -18,9 +19,14 @@ LOG = logging.getLogger("fleet.operator.telemetry")
 class FleetTelemetry:
     """Chooses the source; the two are never mixed."""
 
-    def __init__(self, scrape: ScrapeTelemetry, prometheus: PrometheusTelemetry) -> None:
+    def __init__(self, scrape: ScrapeTelemetry, prometheus: PrometheusTelemetry, held: HeldRequests) -> None:
         self._scrape = scrape
         self._prometheus = prometheus
+        self._held = held
+
+    async def listen(self, routers: list[str]) -> Demand | None:
+        """Held requests, from the routers themselves whatever the fleet's source is: Prometheus would tell of them too late."""
+        return await self._held.listen(routers)
 
     async def collect(self, fleet: InferenceFleet, pods: list[Object], routers: list[str]) -> dict[str, TierTelemetry]:
         """Telemetry per tier. Never raises: what one fleet's targets answer must not end the telemetry of all."""
@@ -37,9 +43,10 @@ class FleetTelemetry:
 @asynccontextmanager
 async def open_telemetry() -> AsyncIterator[FleetTelemetry]:
     """Connections and threads are released when the block ends."""
-    scrape, prometheus = ScrapeTelemetry(), PrometheusTelemetry()
+    scrape, prometheus, held = ScrapeTelemetry(), PrometheusTelemetry(), HeldRequests()
     try:
-        yield FleetTelemetry(scrape, prometheus)
+        yield FleetTelemetry(scrape, prometheus, held)
     finally:
+        await held.close()
         await scrape.close()
         await prometheus.close()

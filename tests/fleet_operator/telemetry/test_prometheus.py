@@ -178,7 +178,7 @@ def test_what_no_source_expects_ends_nothing():
 
     broken: Any = Broken()
     for url in (None, "http://prom"):
-        found = asyncio.run(FleetTelemetry(broken, broken).collect(fleet(url), PODS, []))
+        found = asyncio.run(FleetTelemetry(broken, broken, broken).collect(fleet(url), PODS, []))
         assert found["t"].problem == "reading it failed: LookupError"
 
 

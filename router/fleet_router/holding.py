@@ -1,0 +1,168 @@
+"""Requests that wait in this process until a worker comes, oldest first, and who wants to hear that some wait.
+
+A request is held when nobody can answer it and the operator says that a tier is at zero or wakes from there; bounded in number,
+bytes and time. It goes on when workers come, in the order of arrival; it ends when its client leaves, when its time is up, or
+when the router stops. What the operator reads is the number of those that wait now. No clock and no socket in here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from fleet_router.config import HoldBounds
+from fleet_router.errors import RequestError
+from fleet_router.metrics import Histogram
+from fleet_wire.endpoints import AtZero
+
+HELD_BUCKETS_S = (0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 900.0, 3600.0)
+RETRY_WAKING_S = 10
+"""When to come again: workers are on their way."""
+RETRY_LIMITED_S = 60
+"""When to come again: there are no nodes, or no quota, for the workers."""
+LISTENERS_MOST = 64
+"""More are answered at once: only operators listen."""
+LISTEN_MOST_S = 30.0
+
+
+class Waiting(Protocol):
+    """A request that can be held."""
+
+    def begin(self) -> None:
+        """Workers came: try again."""
+        ...
+
+    def cut(self, error: RequestError) -> None:
+        """It is not held any longer."""
+        ...
+
+
+class Listener(Protocol):
+    """Somebody who asked whether requests wait."""
+
+    def hear(self, held: int) -> None:
+        """So many do."""
+        ...
+
+
+@dataclass(slots=True)
+class _Place:
+    size_bytes: int
+    since: float
+    until: float
+
+
+@dataclass(slots=True)
+class Holding:
+    """What one process holds."""
+
+    at_zero: tuple[AtZero, ...] = ()
+    """Tiers that a held request wakes, or that wake already."""
+    size_bytes: int = 0
+    """Bodies of all requests that wait."""
+    outcomes: Counter[str] = field(default_factory=Counter)
+    """released, refused (nothing wakes any more), left, expired, full, stopped."""
+    waited: Histogram = field(default_factory=lambda: Histogram(HELD_BUCKETS_S))
+    """Of those that were tried again."""
+    _places: dict[Waiting, _Place] = field(default_factory=dict)
+    _since: dict[Waiting, float] = field(default_factory=dict)
+    """While they are tried again: when those that were released began to wait."""
+    _listeners: set[Listener] = field(default_factory=set)
+    _stopped: bool = False
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    # -- requests ---------------------------------------------------------------------------------------------------
+    def hold(self, one: Waiting, size_bytes: int, why: str, now: float, bounds: HoldBounds) -> float:
+        """Let it wait; returns until when. RequestError when it may not: `why` says why nobody can answer it."""
+        if self._stopped:
+            raise RequestError(503, "the router is shutting down", code="shutting_down")
+        if not self.at_zero:
+            raise RequestError(503, why, code="no_worker")
+        if len(self._places) >= bounds.requests or self.size_bytes + size_bytes > bounds.bytes:
+            self.outcomes["full"] += 1
+            held = f"{len(self._places)} requests with {self.size_bytes} bytes"
+            raise self._refusal(f"{held} wait for workers already", "hold_full")
+        since = self._since.get(one, now)
+        self._places[one] = _Place(size_bytes, since, since + bounds.time_s)
+        self.size_bytes += size_bytes
+        listeners, self._listeners = self._listeners, set()
+        for listener in listeners:
+            listener.hear(len(self._places))
+        return since + bounds.time_s
+
+    def drop(self, one: Waiting, outcome: str) -> bool:
+        """It waits no longer; False when it did not."""
+        place = self._places.pop(one, None)
+        if place is None:
+            return False
+        self.size_bytes -= place.size_bytes
+        self.outcomes[outcome] += 1
+        return True
+
+    def expired(self, one: Waiting) -> RequestError | None:
+        """Its time is up: what to tell its client; None when it does not wait here."""
+        place = self._places.get(one)
+        if place is None or not self.drop(one, "expired"):
+            return None
+        return self._refusal(f"no worker came within {place.until - place.since:g} s", "waking")
+
+    def follow(self, at_zero: Sequence[AtZero], now: float, *, served: bool) -> None:
+        """New endpoints. `served`: a worker can answer; then, or when nothing wakes any more, all that wait are tried again."""
+        self.at_zero = tuple(at_zero)
+        if not self._places or (self.at_zero and not served):
+            return
+        places, self._places, self.size_bytes = self._places, {}, 0
+        self._since = {one: place.since for one, place in places.items()}
+        for one, place in places.items():
+            one.begin()
+            if one not in self._places:
+                self.outcomes["released" if served else "refused"] += 1
+                self.waited.observe(now - place.since)
+        self._since = {}
+
+    def stop(self) -> None:
+        """The router goes: nobody waits any more."""
+        self._stopped = True
+        error = RequestError(503, "the router is shutting down", code="shutting_down")
+        for one in list(self._places):
+            self.drop(one, "stopped")
+            one.cut(error)
+        listeners, self._listeners = self._listeners, set()
+        for listener in listeners:
+            listener.hear(0)
+
+    def _refusal(self, what: str, code: str) -> RequestError:
+        """503 that says when to come again, and whether the cluster is full."""
+        limited = any(tier.limited for tier in self.at_zero)
+        if limited:
+            what, code = f"{what}; the cluster has no room for them at this moment", "no_capacity"
+        seconds = RETRY_LIMITED_S if limited else RETRY_WAKING_S
+        return RequestError(503, f"the model wakes from zero: {what}", code=code, headers=f"retry-after: {seconds}\r\n")
+
+    # -- who wants to hear --------------------------------------------------------------------------------------------
+    def listen(self, listener: Listener) -> None:
+        """It hears at once when something waits, else when something does."""
+        if self._places or self._stopped or len(self._listeners) >= LISTENERS_MOST:
+            listener.hear(len(self._places))
+        else:
+            self._listeners.add(listener)
+
+    def unlisten(self, listener: Listener) -> None:
+        """It has heard, or left."""
+        self._listeners.discard(listener)
+
+    # -- metrics ----------------------------------------------------------------------------------------------------
+    def lines(self) -> Iterable[str]:
+        """Prometheus text."""
+        yield "# TYPE fleet_router_held gauge"
+        yield f"fleet_router_held {len(self._places)}"
+        yield "# TYPE fleet_router_held_bytes gauge"
+        yield f"fleet_router_held_bytes {self.size_bytes}"
+        yield "# TYPE fleet_router_held_total counter"
+        yield from (f'fleet_router_held_total{{outcome="{name}"}} {n}' for name, n in sorted(self.outcomes.items()))
+        yield "# TYPE fleet_router_held_seconds histogram"
+        yield from self.waited.lines("fleet_router_held_seconds", 'end="tried"')
