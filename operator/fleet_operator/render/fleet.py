@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fleet_api.v1alpha1 import InferenceFleet
+from fleet_api.v1alpha1.routing import TierRuleSpec
 from fleet_operator.cluster.interface import Object
 from fleet_operator.names import FLEET, PLANNED, REVISION, ROLE, ROUTER_ROLE, SIZE, TIER, labels, owner_reference, router_name
 from fleet_operator.render.network import PORTS, port_of
@@ -13,7 +14,7 @@ from fleet_operator.settings import Platform
 from fleet_planner.reconcile import Plan
 from fleet_planner.types import PoolWanted, Target
 from fleet_router import config as router_config
-from fleet_router.config import HoldBounds, RouterConfig
+from fleet_router.config import HoldBounds, RouterConfig, TierRule
 from fleet_wire import endpoints as wire
 from fleet_wire.endpoints import ENDPOINTS_KEY, ROUTER_CONFIG_KEY, AtZero, Endpoint, Endpoints, Split
 
@@ -60,6 +61,7 @@ def render_documents(fleet: InferenceFleet, plan: Plan, owner: Object, live: Map
         Endpoint(
             name=target.name, uid=target.uid, address=target.address,
             http_port=port(target, "http", PORTS.http), agent_port=port(target, "agent", PORTS.agent),
+            events_port=port(target, "kv-events", PORTS.kv_events), replay_port=port(target, "kv-replay", PORTS.kv_replay),
             role=target.role, tier=target.tier, revision=target.revision, compat=target.compat, state=target.state,
         )
         for target in plan.targets
@@ -80,9 +82,24 @@ def _router_config(fleet: InferenceFleet) -> RouterConfig:
         policy=spec.routing.policy,
         load_bound=spec.routing.load.bound,
         min_uncached_tokens=spec.routing.remote_prefill.min_uncached_tokens,
+        decide=spec.routing.remote_prefill.decide,
+        slow_start_s=spec.routing.slow_start_s,
+        session_header=spec.routing.session_header or "",
+        tier_rules=tuple(_tier_rule(rule) for rule in spec.routing.tier_rules),
+        prefix_index=spec.routing.prefix_index,
         max_input_tokens=spec.max_input_tokens,
         max_output_tokens=spec.limits.max_output_tokens,
         hold=HoldBounds(requests=spec.limits.hold.requests, bytes=spec.limits.hold.size_bytes, time_s=spec.limits.hold.time_s),
+    )
+
+
+def _tier_rule(rule: TierRuleSpec) -> TierRule:
+    tokens = rule.when.input_tokens
+    return TierRule(
+        tier=rule.tier,
+        tokens_lt=tokens.lt if tokens is not None else None,
+        tokens_ge=tokens.ge if tokens is not None else None,
+        headers={name.lower(): value for name, value in (rule.when.header or {}).items()},
     )
 
 

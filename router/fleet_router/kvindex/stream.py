@@ -51,9 +51,13 @@ class EventStream:
         """First number that is missing."""
         return self.expected or 0
 
+    def is_asking(self, now: float) -> bool:
+        """A replay is under way."""
+        return self.asked_at is not None and now - self.asked_at < REPLAY_AGAIN_S
+
     def may_ask(self, now: float) -> bool:
         """A replay may be asked for now; says so once per REPLAY_AGAIN_S."""
-        if self.asked_at is not None and now - self.asked_at < REPLAY_AGAIN_S:
+        if self.is_asking(now):
             return False
         self.asked_at = now
         return True
