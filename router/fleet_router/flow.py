@@ -6,30 +6,29 @@ No task per request: the flow is a small state machine that legs and timers call
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from math import inf
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from fleet_router.admission.gate import Ticket
 from fleet_router.admission.quota import Outcome
 from fleet_router.admission.runaway import Why
-from fleet_router.config import RouterConfig
-from fleet_router.desk import Desk
+from fleet_router.context import Client, Context
 from fleet_router.dialect.translation import Translation
 from fleet_router.ending import CHAT_PATH, END, framed, last_event
 from fleet_router.errors import PHRASES, RequestError
 from fleet_router.hints import NO_HINTS, Hints
-from fleet_router.holding import Holding
 from fleet_router.legs import DecodeLeg, Ignored, PrefillLeg, TranslatedLeg
-from fleet_router.metrics import Metrics, Served
+from fleet_router.metrics import Served
 from fleet_router.policy.choose import Choice
 from fleet_router.policy.trip import Trip
 from fleet_router.request import BYTES_PER_TOKEN, Ask, decode_body, lease_of, prefill_body, prompt_tokens_of, reference_of
 from fleet_router.upstream import Upstream
-from fleet_router.workers import Worker, WorkerTable
+from fleet_router.workers import Worker
+
+if TYPE_CHECKING:
+    from fleet_router.knowledge import Counted
 
 OK = 200
 HOP_HEADERS = {b"connection", b"keep-alive", b"proxy-connection", b"upgrade", b"server", b"date", b"x-request-id"}
@@ -48,52 +47,14 @@ def status_line(status: int) -> bytes:
 STATUS_LINES = {status: status_line(status) for status in PHRASES}
 
 
-class Client(Protocol):
-    """The client's side of one request."""
-
-    @property
-    def request_id(self) -> str: ...
-
-    @property
-    def leg_id(self) -> str:
-        """Unlike any other request's, whatever the client calls it: what a worker knows this request by."""
-        ...
-
-    @property
-    def last_answer(self) -> bool:
-        """The answer's head must say that the connection closes after it."""
-        ...
-
-    def write(self, data: bytes) -> None: ...
-    def finish(self, *, last: bool) -> None: ...
-    def refuse(self, error: RequestError) -> None: ...
-    def break_off(self, message: str, *, stream: bool) -> None: ...
-    def abort(self) -> None: ...
-
-
-@dataclass(slots=True)
-class Context:
-    """What every flow of a process shares."""
-
-    table: WorkerTable
-    config: RouterConfig
-    metrics: Metrics
-    clock: Callable[[], float]
-    desk: Desk
-    holding: Holding = field(default_factory=Holding)
-    draining: bool = False
-    wanted: frozenset[bytes] = frozenset()
-    """Headers that routing goes by, by lower-case name."""
-
-
 class Flow:
     """State of one request."""
 
     __slots__ = (
-        "_ask", "_client", "_connection", "_context", "_decode_failures", "_excluded", "_first", "_gaps", "_handed_over",
-        "_head_bytes", "_held", "_keys", "_last", "_lease", "_leg_worker", "_local", "_outcome", "_path", "_paused",
-        "_prefill_failures", "_served", "_ticket", "_translation", "_trip", "_watch", "config", "deadline", "done", "hints",
-        "last_byte_at", "started", "started_at",
+        "_ask", "_client", "_connection", "_context", "_counted", "_decode_failures", "_excluded", "_first", "_gaps",
+        "_handed_over", "_head_bytes", "_held", "_keys", "_last", "_lease", "_leg_worker", "_local", "_outcome", "_path",
+        "_paused", "_prefill_failures", "_served", "_ticket", "_translation", "_trip", "_watch", "config", "deadline", "done",
+        "hints", "last_byte_at", "started", "started_at",
     )  # fmt: skip
 
     def __init__(
@@ -126,6 +87,8 @@ class Flow:
         self.hints = msgspec.structs.replace(hints, local=True) if ask.alone else hints
         self._trip: Trip | None = None
         """What was expected of the legs; None before the first and after the last."""
+        self._counted: Counted | None = None
+        """The prompt as blocks; None: not asked yet."""
         self._gaps = 0
         """Writes of the answer after the first."""
         self._first = True
@@ -152,8 +115,14 @@ class Flow:
         """Choose and send the first leg."""
         context = self._context
         self._trip_over()
-        now, seed = context.clock(), self._ticket.lane.seed
-        found, keys = context.table.choose(self._ask.prompt, self.config, now, self._excluded, seed, self.hints)
+        now, seed, hints = context.clock(), self._ticket.lane.seed, self.hints
+        if context.knowledge is not None and not seed:
+            if self._counted is None:
+                self._counted = context.knowledge.count(self._ask, self._path == CHAT_PATH, self._was_counted)
+                if self._counted is None:
+                    return
+            hints = context.knowledge.hints(self._counted, hints)
+        found, keys = context.table.choose(self._ask.prompt, self.config, now, self._excluded, seed, hints)
         if not isinstance(found, Choice):
             self._hold(found.reason)
             return
@@ -176,6 +145,12 @@ class Flow:
         context.metrics.remote_prefills += 1
         context.metrics.prefill_tokens += int(len(self._ask.prompt) / BYTES_PER_TOKEN)
         self._send(prefill, prefill_body(self._ask), PrefillLeg(self, prefill, decode))
+
+    def _was_counted(self, counted: Counted) -> None:
+        """The prompt's tokens are known, or will not be."""
+        if not self.done:
+            self._counted = counted
+            self.begin()
 
     def _hold(self, why: str) -> None:
         """Nobody can answer it now: it waits for workers, if any are to come."""
@@ -238,6 +213,8 @@ class Flow:
         prefill.succeeded()
         if self._trip is not None:
             self._trip.prefilled(self._context.clock())
+        if self._counted is not None and self._context.knowledge is not None:
+            self._context.knowledge.answered(prefill.uid, self._counted)
         if (tokens := prompt_tokens_of(body)) > 0:
             self._context.table.routing.bytes_per_token.observe(len(self._ask.prompt) / tokens)
         reference = reference_of(body)
@@ -303,6 +280,8 @@ class Flow:
             self._release_lease()
         if status == OK and self._leg_worker is not None and self._leg_worker.endpoint.uid in self._context.table.workers:
             self._context.table.routing.index.add(self._keys, self._leg_worker.endpoint.uid)  # now it holds the prompt's KV
+            if self._counted is not None and self._context.knowledge is not None:
+                self._context.knowledge.answered(self._leg_worker.uid, self._counted)
         self.deadline = now + self.config.inter_token_deadline_s
         lines = [STATUS_LINES.get(status) or status_line(status), self._client.request_id.encode()]
         for name, value in headers:

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,9 +18,9 @@ import msgspec
 
 from fleet_router.admission.tenants import Tenants
 from fleet_router.config import RouterConfig
+from fleet_router.context import Context
 from fleet_router.desk import Desk
 from fleet_router.exposition import exposition
-from fleet_router.flow import Context
 from fleet_router.follow.directory import follow_directory
 from fleet_router.follow.documents import Documents
 from fleet_router.follow.kube import api_server, follow_kube
@@ -70,9 +71,23 @@ class Router:
         gone = [worker for uid, worker in before.items() if worker.role == "decode" and table.workers.get(uid) is not worker]
         self._context.holding.follow(documents.endpoints.at_zero, self._clock(), served=table.ready())
         self._desk.follow(config, slots_of(table, config), gone)
+        self._know_caches(config)
         self._followed_at = self._clock()
         self._last_problem = ""
         log(event="endpoints", workers=len(self._context.table.workers), policy=documents.config.policy)
+
+    def _know_caches(self, config: RouterConfig) -> None:
+        """Start, feed or end the reading of KV events."""
+        context = self._context
+        if config.prefix_index == "precise" and config.policy == "kvAware":
+            if context.knowledge is None:
+                from fleet_router.knowledge import Knowledge  # tokenizers and ZMQ: only who needs them pays for them
+
+                context.knowledge = Knowledge(self._clock, lambda text: log(event="kv", said=repr(text)))
+            context.knowledge.follow([(worker.endpoint, worker.bit) for worker in context.table.workers.values()])
+        elif (knowledge := context.knowledge) is not None:
+            context.knowledge = None
+            threading.Thread(target=knowledge.stop, daemon=True).start()  # it waits for threads that wait for this one
 
     def know(self, tenants: Tenants) -> None:
         """A new tenants file; names and counts are logged, nothing else of it."""
@@ -102,6 +117,8 @@ class Router:
             age_s = -1.0 if self._followed_at is None else self._clock() - self._followed_at
             text = context.metrics.exposition(rows, age_s, len(context.table.routing.index))
             text += "".join(f"{line}\n" for line in context.holding.lines())
+            if context.knowledge is not None:
+                text += "".join(f"{line}\n" for line in context.knowledge.lines())
             return 200, b"text/plain; version=0.0.4", (text + exposition(self._desk, self._clock())).encode()
         if path == b"/v1/models":
             card = {"id": context.config.served_name, "object": "model", "created": 0, "owned_by": "inferencefleet"}
@@ -154,6 +171,8 @@ class Router:
             for task in (stopping, *tasks):
                 task.cancel()
             ended = await asyncio.gather(stopping, *tasks, return_exceptions=True)
+            if self._context.knowledge is not None:
+                await asyncio.to_thread(self._context.knowledge.stop)
         return self._exit_code(ended)
 
     async def _close_listener(self, server: asyncio.Server) -> None:
@@ -186,6 +205,8 @@ class Router:
         while True:
             await asyncio.sleep(SWEEP_S)
             now = self._clock()
+            if self._context.knowledge is not None:
+                self._context.knowledge.tick(now)
             self._context.table.routing.tick(now, self._context.config.slow_start_s)
             for connection in list(self._connections):
                 connection.sweep(now)

@@ -12,11 +12,12 @@ from collections.abc import Callable
 from typing import cast
 
 from fleet_router.config import RouterConfig
+from fleet_router.context import Context
 from fleet_router.dialect.routes import ALONE, TRANSLATED, error_body, translation_of
 from fleet_router.dialect.translation import Translation
 from fleet_router.ending import END, framed
 from fleet_router.errors import PHRASES, RETRY_AFTER_S, RequestError
-from fleet_router.flow import Context, Flow
+from fleet_router.flow import Flow
 from fleet_router.hints import hints_of
 from fleet_router.inbound import Inbound, Incoming
 from fleet_router.listening import PATH as HELD

@@ -184,6 +184,7 @@ class EventReader:
         self._poller.unregister(source.subscriber)
         self._poller.unregister(source.monitor)
         source.subscriber.disable_monitor()
+        source.monitor.close(linger=0)
         source.subscriber.close()
 
     def _read(self, source: _Source) -> None:

@@ -9,8 +9,8 @@ part of D has its minimum at the best P and the best D, found apart: O(P + D). O
 less than `Pairs.least_s`, which is added to D's part; what the best two pay above that is compared with what it could save:
 when it is within epsilon nothing can be better by more, else the three best of each are tried with each other.
 
-Near-equal costs (within EPSILON_S and EPSILON_SHARE of the least) count as equal: there the ring decides, so that routers agree
-without talking and prompts that nobody knows find each other.
+Near-equal costs count as equal: there the ring decides, so that routers agree without talking. Near means within EPSILON_S of the
+least, and for a prompt that nobody knows also within EPSILON_SHARE of it: prompts with the same beginning find each other.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fleet_router.policy.ring import Ring
 from fleet_router.policy.side import Steps, Usable
 
 EPSILON_S = 0.0005
-EPSILON_SHARE = 0.05
+EPSILON_SHARE = 0.1
 STALL = 0.01
 """How much a second of prefill on a decode worker counts for each of its streams: with chunked prefill a step grows longer, but
 no stream stands still."""
@@ -78,22 +78,22 @@ def cheapest(ask: CostAsk, group: Group, steps: Steps, usable: Usable | None) ->
     prefills = [] if ask.local else group.prefill.look(steps, ask.ring_key, ask.bound, usable)
     looked = len(decodes) + len(prefills)
     remote, local, missing = _decode_parts(ask, group, decodes, steps)
-    by_cost = ask.by_cost or not prefills
-    at = _settle(local if by_cost else remote, decodes, group.decode.ring, ask.ring_key)
+    by_cost, share = ask.by_cost or not prefills, 0.0 if steps else EPSILON_SHARE
+    at = _settle(local if by_cost else remote, decodes, group.decode.ring, ask.ring_key, share)
     if not prefills:
         why = "local after a failure" if ask.local else "no compatible prefill worker"
         return Offer(local[at], None, decodes[at], missing[at], 0.0, why, looked)
     if missing[at] < ask.min_uncached:
         return Offer(local[at], None, decodes[at], missing[at], 0.0, "few uncached tokens", looked)
     costs, lacks = _prefill_parts(ask, prefills, steps)
-    i = _settle(costs, prefills, group.prefill.ring, ask.ring_key)
+    i = _settle(costs, prefills, group.prefill.ring, ask.ring_key, share)
     if by_cost and local[at] <= costs[i] + min(remote):
         best = Offer(local[at], None, decodes[at], missing[at], 0.0, "local prefill costs less", looked)
     else:
-        j = _settle(remote, decodes, group.decode.ring, ask.ring_key) if by_cost else at
+        j = _settle(remote, decodes, group.decode.ring, ask.ring_key, share) if by_cost else at
         above = _above(group, prefills[i], decodes[j], missing[j])
         first = i
-        if above > EPSILON_S + EPSILON_SHARE * (costs[i] + remote[j]):
+        if above > EPSILON_S + share * (costs[i] + remote[j]):
             i, j, above, tried = _try_pairs(group, prefills, decodes, costs, remote, missing)
             looked += tried
         cost = costs[i] + remote[j] + above
@@ -117,12 +117,8 @@ def _decode_parts(
     base, slope = group.pairs.least_base, group.pairs.least_slope
     stall, turn_s = STALL * others, group.answer.value
     remote, local, lacks = [], [], []
-    for worker in workers:
-        known, bit, streams = 0.0, worker.bit, worker.inflight
-        for held, mask in steps:
-            if mask & bit:
-                known = held
-                break
+    for worker, known in zip(workers, _held(workers, steps), strict=True):
+        streams = worker.inflight
         missing = tokens - known if known < tokens else 1.0
         late = streams * worker.drag_s * others
         if (slots := worker.slots) and streams >= slots:
@@ -143,12 +139,7 @@ def _prefill_parts(ask: CostAsk, workers: Sequence[Candidate], steps: Steps) -> 
     """(queue + prefill, missing tokens) of each prefill worker."""
     tokens, now, others = ask.tokens, ask.now, ask.others
     costs, lacks = [], []
-    for worker in workers:
-        known, bit = 0.0, worker.bit
-        for held, mask in steps:
-            if mask & bit:
-                known = held
-                break
+    for worker, known in zip(workers, _held(workers, steps), strict=True):
         missing = tokens - known if known < tokens else 1.0
         work = missing * worker.token_s
         work += worker.base_s + work * work * worker.crowd * others
@@ -157,6 +148,19 @@ def _prefill_parts(ask: CostAsk, workers: Sequence[Candidate], steps: Steps) -> 
     if ask.adapter:
         costs = [cost + (ask.adapter not in w.adapters) * ADAPTER_S for cost, w in zip(costs, workers, strict=True)]
     return costs, lacks
+
+
+def _held(workers: Sequence[Candidate], steps: Steps) -> list[float]:
+    """Tokens of the prompt that each worker holds. One or two depths are what most prompts have."""
+    if len(steps) == 1:
+        ((held, mask),) = steps
+        return [held if worker.bit & mask else 0.0 for worker in workers]
+    if len(steps) == 2:
+        (held, mask), (less, others) = steps
+        return [held if (bit := worker.bit) & mask else less if bit & others else 0.0 for worker in workers]
+    return (
+        [next((held for held, mask in steps if worker.bit & mask), 0.0) for worker in workers] if steps else [0.0] * len(workers)
+    )
 
 
 def _above(group: Group, prefill: Candidate, decode: Candidate, tokens: float) -> float:
@@ -188,10 +192,10 @@ def _few_best(costs: list[float]) -> list[int]:
     return sorted(range(len(costs)), key=costs.__getitem__)[:TRIED]
 
 
-def _settle(costs: list[float], workers: Sequence[Candidate], ring: Ring, key: int) -> int:
+def _settle(costs: list[float], workers: Sequence[Candidate], ring: Ring, key: int, share: float) -> int:
     """Which of the near-equal cheapest: the one that comes first on the ring."""
     least = min(costs)
-    most = least + EPSILON_S + EPSILON_SHARE * least
+    most = least + EPSILON_S + share * least
     near = [i for i, cost in enumerate(costs) if cost <= most]
     if len(near) == 1:
         return near[0]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -30,6 +31,7 @@ class Probes(Protocol):
     async def drain(self) -> dict[str, object]: ...
     def take_role(self, asked: Role) -> tuple[int, dict[str, object]]: ...
     async def metrics(self) -> str: ...
+    def tokenizer(self) -> dict[str, str] | None: ...
 
 
 def build_app(probes: Probes) -> Starlette:
@@ -71,8 +73,17 @@ def build_app(probes: Probes) -> Starlette:
             Route("/drain", drain, methods=["GET", "POST"]),
             Route("/role", role, methods=["POST"]),
             Route("/metrics", metrics),
+            Route("/tokenizer", _tokenizer(probes)),
         ]
     )
+
+
+def _tokenizer(probes: Probes) -> Callable[[Request], Awaitable[Response]]:
+    async def tokenizer(_: Request) -> Response:
+        found = await asyncio.to_thread(probes.tokenizer)
+        return JSONResponse(found) if found else JSONResponse({"reason": "NoTokenizer"}, status_code=404)
+
+    return tokenizer
 
 
 def _async(handle: Callable[[Request], Response]) -> Callable[[Request], object]:
