@@ -36,6 +36,11 @@ class Ring:
                 return names[i]
         return None
 
+    def owner(self, key: int) -> str:
+        """Whom the key belongs to; the ring must not be empty."""
+        at = bisect_left(self._points, key % SPACE)
+        return self._names[at if at < len(self._names) else 0]
+
     def along(self, key: int, most: int) -> Iterator[str]:
         """Workers in ring order from `key`, over the next `most` points; one may come again."""
         names, start = self._names, bisect_left(self._points, key % SPACE)

@@ -14,8 +14,8 @@ from fleet_router.policy.ring import Ring, cap_of
 
 WHOLE = 16
 """Sides up to this size are looked at whole."""
-HOLDERS = 6
-IDLE = 6
+HOLDERS = 5
+IDLE = 5
 RING_POINTS = 256
 """So many points of the ring are tried for the prompt's own worker."""
 
@@ -102,8 +102,8 @@ class Side:
                     found.append(worker)
             if not left:
                 break
-        own = next((worker for name in self.ring.along(key, RING_POINTS) if (worker := self._by_name[name]).inflight < cap), None)
-        if own is not None and not seen & own.bit:
+        own = self._own(key, cap)
+        if own.inflight < cap and not seen & own.bit:
             seen |= own.bit
             found.append(own)
         most = len(found) + IDLE
@@ -114,6 +114,14 @@ class Side:
                     if len(found) == most:
                         return found
         return found
+
+    def _own(self, key: int, cap: int) -> Candidate:
+        """The prompt's own worker: the first on the ring that is below its bound."""
+        own = self._by_name[self.ring.owner(key)]
+        if own.inflight < cap:
+            return own
+        along = (self._by_name[name] for name in self.ring.along(key, RING_POINTS))
+        return next((worker for worker in along if worker.inflight < cap), own)
 
     def _few_of_some(self, steps: Steps, key: int, cap: int, usable: Usable | None) -> list[Candidate]:
         """Of those that may be used."""
