@@ -150,5 +150,6 @@ def test_legs_leave_no_trace_in_queues_however_they_end():
         assert worker.free_at <= rig.context.clock()
         assert worker.prefill.weight == 0.0  # nothing was learnt from it
         over.set()
+        await until(lambda: bool(rig.prefill[0].released))
 
     run(go)
