@@ -12,14 +12,22 @@ import msgspec
 import pytest
 
 from fleet_router.config import RouterConfig
+from fleet_router.hints import NO_HINTS
 from fleet_router.knowledge import INLINE_CHARS, NOT_KNOWN, Counted, Knowledge
 from fleet_router.request import parse_body
 from fleet_router.tokeniser import Tokeniser, fetch
 from fleet_wire.blocks import chain, root_hash
 from fleet_wire.endpoints import Endpoint
+from fleet_worker.config import KvSettings, WorkerConfig
+from fleet_worker.engine.assemble import build_core
 from fleet_worker.engine.blocks import CacheEvent
+from fleet_worker.engine.core import EngineCore
 from fleet_worker.engine.kvevents import KvEventPublisher
+from fleet_worker.engine.llama import Llama
+from fleet_worker.engine.modelconfig import read_config
+from fleet_worker.engine.sequence import Sampling, Sequence
 from fleet_worker.engine.text import Text
+from fleet_worker.engine.weights import load_weights
 from fleet_worker.tinymodel import make_tiny_model
 from tests.fleet_router.rig import until
 
@@ -114,8 +122,6 @@ def test_a_prompt_is_known_where_the_engine_said_so(folder: Path):
         found = await counted(knowledge, {"prompt": PROMPT})
         assert found.tokens == len(ids)
         whole = len(ids) // SIZE * SIZE
-        from fleet_router.hints import NO_HINTS
-
         hints = knowledge.hints(found, NO_HINTS)
         assert (hints.tokens, hints.blocks, hints.precise) == (len(ids), ((whole, 1),), 1)
         as_ids = await counted(knowledge, {"prompt": ids})
@@ -136,8 +142,6 @@ def test_a_conversation_is_rendered_as_the_engine_does(folder: Path):
         ids = text.encode(text.render_chat(plain), add_special=False)
         publisher.store(ids)
         await publisher.settle(lambda: ready(knowledge) and len(knowledge.believed.index) > 3, knowledge)
-        from fleet_router.hints import NO_HINTS
-
         found = await counted(knowledge, {"messages": messages}, chat=True)
         assert (found.tokens, knowledge.hints(found, NO_HINTS).blocks) == (len(ids), ((len(ids) // SIZE * SIZE, 1),))
         assert await counted(knowledge, {"messages": messages, "tools": []}, chat=True) == NOT_KNOWN
@@ -258,3 +262,46 @@ def test_an_agent_without_a_tokenizer_is_an_os_error(answer: bytes):
         server.close()
 
     asyncio.run(go())
+
+
+def engine(folder: Path) -> EngineCore:
+    """The torch engine itself with a pool of 40 blocks."""
+    config = WorkerConfig(
+        fleet="f", namespace="n", tier="t", role="decode", revision="r", compat="c", model=str(folder), served_name="m",
+        max_model_len=512, kv=KvSettings(block_tokens=SIZE),
+    )  # fmt: skip
+    architecture = read_config(folder)
+    llama = Llama(architecture, load_weights(folder, architecture), SIZE)
+    config = msgspec.structs.replace(config, kv=KvSettings(block_tokens=SIZE, cache_bytes=40 * llama.new_pool(1).nbytes))
+    return build_core(config, llama, architecture.eos_ids)[0]
+
+
+def compute(core: EngineCore, publisher: Publisher, ids: list[int], number: int) -> None:
+    """One request from start to end; what the cache does is published."""
+    core.add(Sequence(f"r{number}", tuple(ids), Sampling(max_tokens=3, temperature=0.0), 1, 0.0, False, None))
+    while core.has_work():
+        core.step()
+        publisher.engine.publish(core.take_cache_events())
+
+
+def test_what_the_torch_engine_computes_and_evicts_is_what_the_router_knows(folder: Path):
+    """Real engine, real events, real tokenizer: the router's names are the engine's, block by block, also after evictions."""
+    text = Text(folder)
+
+    async def go(knowledge: Knowledge, publisher: Publisher) -> None:
+        core = engine(folder)
+        prompts = [f"{number} {PROMPT} {number}" for number in range(6)]
+        for number, prompt in enumerate(prompts):
+            compute(core, publisher, text.encode(prompt), number)
+        held = core.scheduler.blocks
+        await publisher.settle(lambda: ready(knowledge) and len(knowledge.believed.index) == len(held._by_name), knowledge)
+        evicted = 0
+        for prompt in prompts:
+            found = knowledge.hints(await counted(knowledge, {"prompt": prompt}), NO_HINTS)
+            names = list(chain(root_hash("c", SIZE), text.encode(prompt), SIZE))
+            here = len(held.find(names))
+            evicted += here < len(names)
+            assert found.blocks == (((here * SIZE), 1),) if here else found.blocks == ()
+        assert 0 < evicted < len(prompts)  # the pool holds some of them, not all
+
+    run("127.84.0.6", folder, go)
