@@ -21,6 +21,7 @@ from fleet_router.config import RouterConfig
 from fleet_router.context import Context
 from fleet_router.desk import Desk
 from fleet_router.exposition import exposition
+from fleet_router.follow.capacity import follow_capacity
 from fleet_router.follow.directory import follow_directory
 from fleet_router.follow.documents import Documents
 from fleet_router.follow.kube import api_server, follow_kube
@@ -158,7 +159,7 @@ class Router:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
         log(event="listening", host=self._settings.host, port=self._settings.port)
-        tasks = [asyncio.create_task(task) for task in (self._follow(), self._sweep(), self._tick())]
+        tasks = [asyncio.create_task(task) for task in (self._follow(), self._sweep(), self._tick(), self._measure())]
         if self._settings.tenants is not None:
             tasks.append(asyncio.create_task(follow_tenants(self._settings.tenants, self.know, self.failed)))
         stopping = asyncio.create_task(stop.wait())
@@ -200,6 +201,14 @@ class Router:
         for error in broken:
             print(f"RouterFailed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return 1 if broken else 0
+
+    async def _measure(self) -> None:
+        table = self._context.table
+
+        def know(worker: str, tokens: int) -> None:
+            table.routing.index.resize(worker, int(tokens * table.routing.bytes_per_token.value))
+
+        await follow_capacity(lambda: {uid: worker.endpoint for uid, worker in table.workers.items()}, know)
 
     async def _sweep(self) -> None:
         while True:
