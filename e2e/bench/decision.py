@@ -112,7 +112,7 @@ class World:
         keys = key_chain(one.prompt)
         tokens = len(one.prompt) / BYTES_PER_TOKEN
         ask = CostAsk(tokens, ring_key(keys), began, BOUND, self.least, self.by_cost)
-        offer = routing.decide(ask, routing.known(keys, BYTES_PER_TOKEN))
+        offer = routing.decide(ask, routing.known(keys, len(one.prompt), tokens))
         assert offer is not None
         trip = Trip(routing.groups["t", "c"], offer, began, stream=True)
         decode = self.engines[int(offer.decode.uid)]

@@ -66,9 +66,9 @@ class Ours:
 
 
 @asynccontextmanager
-async def plane_of(fleets: int) -> AsyncIterator[tuple[KwokPlane, KubeCluster]]:
+async def plane_of(fleets: int, *, reads: bool = False) -> AsyncIterator[tuple[KwokPlane, KubeCluster]]:
     """A fresh control plane with our CRDs and the namespaces, and a client of its administrator."""
-    with KwokPlane(NODES) as plane:
+    with KwokPlane(NODES, reads=reads) as plane:
         plane.install_crds()
         names = sorted({namespace_of(number) for number in range(fleets)} | {"bench-warm"})
         wish = [{"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}} for name in names]

@@ -20,6 +20,7 @@ from fleet_wire.endpoints import ENDPOINTS_KEY, ROUTER_CONFIG_KEY, Endpoint, End
 from fleet_wire.endpoints import encode as encode_endpoints
 
 START_S = 60.0
+PLAIN = RouterConfig(fleet="bench", served_name="tiny")
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -74,7 +75,15 @@ def workers(addresses: Sequence[str], folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def ours(name: str, address: str, prefill: Sequence[str], decode: Sequence[str], folder: Path) -> Iterator[Proxy]:
+def ours(
+    name: str,
+    address: str,
+    prefill: Sequence[str],
+    decode: Sequence[str],
+    folder: Path,
+    config: RouterConfig = PLAIN,
+    tenants: Path | None = None,
+) -> Iterator[Proxy]:
     """fleet-router as the operator runs it, following a folder."""
     documents = folder / address.replace(":", "-")
     log = documents.with_suffix(".log")
@@ -87,10 +96,11 @@ def ours(name: str, address: str, prefill: Sequence[str], decode: Sequence[str],
         )
         for i, (role, worker) in enumerate(rows)
     )  # fmt: skip
-    (documents / ROUTER_CONFIG_KEY).write_text(encode_config(RouterConfig(fleet="bench", served_name="tiny")))
+    (documents / ROUTER_CONFIG_KEY).write_text(encode_config(config))
     (documents / ENDPOINTS_KEY).write_bytes(encode_endpoints(Endpoints(fleet="bench", namespace="default", workers=found)))
     host, port = address.split(":")
     argv = [sys.executable, "-m", "fleet_router", "--follow", f"dir:{documents}", "--host", host, "--port", port]
+    argv += ["--tenants", str(tenants)] if tenants is not None else []
     with process(argv, log) as running:
         wait_for(f"http://{address}/ready", running, log)
         yield Proxy(name, address, running.pid)

@@ -30,9 +30,11 @@ OPERATOR = "system:serviceaccount:inferencefleet-system:inferencefleet-operator"
 class KwokPlane(ControlPlane):
     """Ready when all of its fake nodes are."""
 
-    def __init__(self, nodes: int) -> None:
+    def __init__(self, nodes: int, *, reads: bool = False) -> None:
+        """`reads`: the record holds the operator's reads, too."""
         super().__init__()
         self.nodes = nodes
+        self.reads = reads
         self.audit_file = self.dir / "audit.log"
 
     def _run(self, name: str, *flags: str) -> None:
@@ -41,7 +43,7 @@ class KwokPlane(ControlPlane):
 
     def _apiserver_flags(self) -> list[str]:
         policy = self.dir / "audit-policy.yaml"
-        policy.write_text(yaml.safe_dump(_audit_policy()))
+        policy.write_text(yaml.safe_dump(_audit_policy(self.reads)))
         return [
             *super()._apiserver_flags(),
             "--max-requests-inflight=0",
@@ -88,7 +90,7 @@ class KwokPlane(ControlPlane):
         return self.audit_file.stat().st_size if self.audit_file.exists() else 0
 
 
-def _audit_policy() -> dict[str, Any]:
+def _audit_policy(reads: bool) -> dict[str, Any]:
     verbs = ["create", "update", "patch", "delete", "deletecollection"]
     return {
         "apiVersion": "audit.k8s.io/v1",
@@ -96,7 +98,7 @@ def _audit_policy() -> dict[str, Any]:
         "omitStages": ["RequestReceived"],
         "omitManagedFields": True,
         "rules": [
-            {"level": "Metadata", "users": [OPERATOR], "verbs": verbs},
+            {"level": "Metadata", "users": [OPERATOR], **({} if reads else {"verbs": verbs})},
             {"level": "Metadata", "userGroups": ["system:serviceaccounts:kube-system"], "verbs": verbs},
             {"level": "None"},
         ],

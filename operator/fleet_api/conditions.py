@@ -17,6 +17,8 @@ ConditionType = Literal[
     "TelemetryFresh",
     "CapacityLimited",
     "RollingOut",
+    "ModelCached",
+    "AdaptersLoaded",
     "Ready",
 ]
 CONDITION_TYPES: tuple[ConditionType, ...] = (
@@ -29,6 +31,8 @@ CONDITION_TYPES: tuple[ConditionType, ...] = (
     "TelemetryFresh",
     "CapacityLimited",
     "RollingOut",
+    "ModelCached",
+    "AdaptersLoaded",
     "Ready",
 )
 

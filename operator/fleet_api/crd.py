@@ -33,11 +33,14 @@ def fleet_schema() -> Schema:
     """Structural schema of InferenceFleet."""
     schema = _object(InferenceFleet, structural(FleetSpec), structural(FleetStatus, output=True), name=FLEET_NAME)
     list_map(schema, "spec.tiers", "name")
+    list_map(schema, "spec.classes", "name")
+    list_map(schema, "spec.model.adapters", "name")
     for role in ("prefill", "decode"):
         template = f"spec.tiers[].{role}.podTemplate"
         for name, key in (("env", "name"), ("volumes", "name"), ("volumeMounts", "mountPath"), ("imagePullSecrets", "name")):
             list_map(schema, f"{template}.{name}", key)
     list_map(schema, "status.tiers", "name")
+    list_map(schema, "status.adapters", "name")
     list_map(schema, "status.conditions", "type")
     add_rules(schema, FLEET_RULES)
     return schema

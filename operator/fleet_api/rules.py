@@ -23,9 +23,11 @@ from fleet_api.quantities import (
 from fleet_api.rule import Raw, Rule
 from fleet_api.rule import dig as _dig
 from fleet_api.rule import either as _or
+from fleet_api.rules_adapters import ADAPTER_RULES
 from fleet_api.rules_pod import POD_RULES
 from fleet_api.structure import go_match
 from fleet_api.v1alpha1.model import EngineSpec
+from fleet_api.v1alpha1.routing import LimitsSpec
 from fleet_api.v1alpha1.tier import RatioSpec, RoleSpec
 
 TWO_NAMES_MAX = 40
@@ -37,6 +39,7 @@ def _default(model: type[BaseModel], field: str) -> Any:
 
 
 MODEL_LEN = _default(EngineSpec, "max_model_len")
+OUTPUT_TOKENS = _default(LimitsSpec, "max_output_tokens")
 MIN_REPLICAS = _default(RoleSpec, "min_replicas")
 MAX_REPLICAS = _default(RoleSpec, "max_replicas")
 SHAPE = (_default(RatioSpec, "prefill"), _default(RatioSpec, "decode"))
@@ -75,6 +78,23 @@ def _duration_between(path: str, field: str, low: str, high: str) -> Rule:
         message=f"{field} must be between {low} and {high}",
         holds=holds,
         field=f".{field}",
+    )
+
+
+def _class_limit(field: str, above: str, default: int) -> Rule:
+    """A class's limit may only be lower than the fleet's."""
+
+    def holds(raw: Raw) -> bool:
+        most = min(_dig(raw, above, default), _dig(raw, f"limits.{field}", _dig(raw, above, default)))
+        return all(one.get(field, 1) <= most for one in raw.get("classes", ()))
+
+    both = f"[{_or(above, default)}, {_or(f'limits.{field}', 1_048_576)}].min()"
+    return Rule(
+        path="spec",
+        cel=f"!has(self.classes) || self.classes.all(c, !has(c.{field}) || c.{field} <= {both})",
+        message=f"{field} of a class must not be more than limits.{field} ({above} {default} by default)",
+        holds=holds,
+        field=".classes",
     )
 
 
@@ -239,6 +259,7 @@ FLEET_RULES: tuple[Rule, ...] = (
         field=".blockTokens",
     ),
     _quantity_between("spec.engine", "cacheSize", "1Mi", "16Ti"),
+    *ADAPTER_RULES,
     *POD_RULES,
     *_ratio_rules("spec.tiers[].ratio"),
     *_role_rules("spec.tiers[].prefill"),
@@ -251,8 +272,12 @@ FLEET_RULES: tuple[Rule, ...] = (
         holds=_satisfiable,
     ),
     _duration_between("spec.tiers[].kvTransfer", "leaseDuration", "5s", "10m"),
+    _duration_between("spec.model.cache.prefetch", "wait", "0s", "24h"),
     _duration_between("spec.slo.ttft", "p99", "1ms", "1h"),
     _duration_between("spec.slo.itl", "p99", "1ms", "1h"),
+    _duration_between("spec.classes[].slo.ttft", "p99", "1ms", "1h"),
+    _class_limit("maxInputTokens", "engine.maxModelLen", MODEL_LEN),
+    _class_limit("maxOutputTokens", "limits.maxOutputTokens", OUTPUT_TOKENS),
     _duration_between("spec.scaling", "scaleDownWindow", "0s", "24h"),
     _duration_between("spec.routing", "slowStart", "0s", "1h"),
     Rule(

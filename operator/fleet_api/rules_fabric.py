@@ -139,9 +139,12 @@ FABRIC_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         path="spec.model",
-        cel="!has(self.tokenSecretRef) || self.source.startsWith('hf://')",
-        message="tokenSecretRef applies to an hf:// source only",
-        holds=lambda raw: "tokenSecretRef" not in raw or raw["source"].startswith("hf://"),
+        cel="!has(self.tokenSecretRef) || self.source.startsWith('hf://') || "
+        "(has(self.adapters) && self.adapters.exists(a, a.source.startsWith('hf://')))",
+        message="tokenSecretRef applies to an hf:// source only, the model's or an adapter's",
+        holds=lambda raw: (
+            "tokenSecretRef" not in raw or any(part["source"].startswith("hf://") for part in (raw, *raw.get("adapters", ())))
+        ),
         field=".tokenSecretRef",
     ),
     Rule(

@@ -11,17 +11,18 @@ from fleet_api.rules_gang import gang_rules
 
 ROLES = ("prefill", "decode")
 OWNED_ARGS = (
-    r"^(--(model|host|port|served[-_]model[-_]name|max[-_]model[-_]len|kv[-_]transfer[-_]config|kv[-_]events[-_]config"
-    r"|tensor[-_]parallel[-_]size|pipeline[-_]parallel[-_]size|data[-_]parallel[-_].*|enable[-_]expert[-_]parallel|quantization"
-    r"|kv[-_]cache[-_]dtype|nnodes|node[-_]rank|master[-_]addr|master[-_]port|headless)|-tp|-pp|-dp|-ep|-q|-n|-r)([=.].*)?$"
+    r"^(--(model|host|port|served.model.name|max.model.len|kv.transfer.config|kv.events.config|tensor.parallel.size"
+    r"|pipeline.parallel.size|data.parallel.*|enable.expert.parallel|quantization|kv.cache.dtype|(enable|max|max.cpu).lora.*"
+    r"|lora.modules|nnodes|node.rank|master.addr|master.port|headless)|-tp|-pp|-dp|-ep|-q|-n|-r)([=.].*)?$"
 )
-"""What fields decide: an argument that says otherwise would make router and operator believe something wrong."""
+"""What fields decide: an argument that says otherwise would make router and operator believe something wrong. A dot stands for
+- and for _: the API server counts the length of a pattern against the rule's budget."""
 OWNED_ENV = (
     "^(FLEET_.*|LWS_.*|HOME|HF_TOKEN|UCX_TLS|UCX_NET_DEVICES|UCX_TCP_PORT_RANGE|UCX_PROTO_INFO|UCX_LOG_FILE"
     "|VLLM_NIXL_SIDE_CHANNEL_HOST|VLLM_NIXL_SIDE_CHANNEL_PORT)$"
 )
-OWNED_VOLUMES = ("model", "shm", "tmp")
-OWNED_PATHS = ("/dev/shm", "/tmp", "/models")  # noqa: S108
+OWNED_VOLUMES = ("model", "adapters", "shm", "tmp")
+OWNED_PATHS = ("/dev/shm", "/tmp", "/models", "/adapters")  # noqa: S108
 OWNED_KEYS = "inferencefleet.io/"
 MANAGED_BY = "app.kubernetes.io/managed-by"
 NETWORKS = "k8s.v1.cni.cncf.io/networks"

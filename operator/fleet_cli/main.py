@@ -81,6 +81,9 @@ def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     up.add_argument(
         "--pvc", action="append", default=[], type=_claim, metavar="CLAIM=DIR", help="folder that stands in for a pvc:// claim"
     )
+    up.add_argument(
+        "--tenants", type=_folder, metavar="FILE", help="tenants and hashes of their keys: the Secret that spec.tenants names"
+    )
     up.set_defaults(run=_up)
 
 
@@ -88,7 +91,10 @@ def _up(options: argparse.Namespace) -> int:
     from fleet_cli.up.command import UpOptions, up
 
     claims = dict(options.pvc)
-    return up(UpOptions(file=options.file, once=options.once, port=options.port, state=options.state, claims=claims))
+    given = UpOptions(
+        file=options.file, once=options.once, port=options.port, state=options.state, claims=claims, tenants=options.tenants
+    )
+    return up(given)
 
 
 def _validate(options: argparse.Namespace) -> int:

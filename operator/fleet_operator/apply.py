@@ -34,7 +34,7 @@ from fleet_operator.compare import contains, difference, merge_patch, satisfied,
 from fleet_operator.flip import marks
 from fleet_operator.fresh import Fresh
 from fleet_operator.gangs import count_workers, drop_pod_groups, put_pod_group, spans_nodes
-from fleet_operator.names import APPLIED, GROUP_OF, MEMBER, group_service, policy_name, router_name
+from fleet_operator.names import ADAPTERS, APPLIED, GROUP_OF, MEMBER, group_service, policy_name, router_name
 from fleet_operator.names import REVISION as REVISION_LABEL
 from fleet_operator.names import ROLE as ROLE_LABEL
 from fleet_operator.names import TIER as TIER_LABEL
@@ -43,14 +43,15 @@ from fleet_operator.render.fabric import render_claims
 from fleet_operator.render.fleet import render_budgets, render_documents, render_pool, render_router
 from fleet_operator.render.gang import leader_of, render_group_service
 from fleet_operator.render.network import render_policy
+from fleet_operator.render.prefetch import render_fetch
 from fleet_operator.render.revision import render_revision
-from fleet_operator.render.worker import render_pod
+from fleet_operator.render.worker import adapters_told, render_pod
 from fleet_operator.settings import Platform
 from fleet_operator.status_pace import StatusPace
 from fleet_planner.events import NAME_CONFLICT, Deed
 from fleet_planner.flip import other
 from fleet_planner.reconcile import Plan
-from fleet_planner.types import PodWanted, PoolWanted, Problem, Template
+from fleet_planner.types import ROLES, PodWanted, PoolWanted, Problem, Template
 
 Live = Mapping[tuple[str, str], Object]
 """(kind, name) → object, of the fleet's namespace."""
@@ -72,6 +73,7 @@ BY_KIND: dict[str, Kind] = {
 }
 
 
+NO_ADAPTERS = "[]"
 MADE_ANEW = frozenset({"Service"})
 
 
@@ -125,7 +127,10 @@ class Applier:
                 pools[pool.name] = made
         if routers_told is not None:
             await self._flips(work.plan, work.fleet.metadata.namespace, pools, work.outcome)
+        await self._adapters(work)
         await self._deletions(work)
+        for fetch in work.plan.fetch:
+            await self._create(render_fetch(work.fleet, fetch, work.raw, self._platform), work)
         await self._creations(work, stored, pools)
         await self._prune_budgets(work)
         await self._pool_status(work)
@@ -308,6 +313,19 @@ class Applier:
             if pool is not None and await self._patch_pod(namespace, relabel.name, marks.relabelled(relabel, pool), outcome):
                 why = f"{other(relabel.role)} → {relabel.role} in {relabel.took_s:.0f} s; {relabel.proof}"
                 outcome.done.append(Deed("flipped", "Pod", relabel.name, relabel.uid, relabel.tier, relabel.role, why))
+
+    async def _adapters(self, work: _Pass) -> None:
+        """Every worker's annotation says which adapters it should have, for when its container starts again. One that had some
+        once keeps an empty list: an operator that starts now must still ask it."""
+        told, namespace = adapters_told(work.fleet), work.fleet.metadata.namespace
+        for (kind, name), pod in work.live.items():
+            meta = pod["metadata"]
+            if kind != "Pod" or meta.get("labels", {}).get(ROLE_LABEL) not in ROLES or "deletionTimestamp" in meta:
+                continue
+            has = (meta.get("annotations") or {}).get(ADAPTERS, "")
+            if (wanted := told or (has and NO_ADAPTERS)) != has:
+                patch = {"metadata": {"uid": meta["uid"], "annotations": {ADAPTERS: wanted}}}
+                await self._patch_pod(namespace, name, patch, work.outcome)
 
     async def _patch_pod(self, namespace: str, name: str, patch: Object, outcome: Outcome) -> bool:
         try:

@@ -13,6 +13,7 @@ from typing import Any
 
 from fleet_operator.cluster.interface import Object
 from fleet_operator.settings import Platform
+from fleet_planner.types import ObservedNode
 
 UNHEALTHY_SHARE = 0.55
 
@@ -24,6 +25,8 @@ class NodeView:
     leaving: str = ""
     not_ready: str = ""
     sick: str = ""
+    place: ObservedNode | None = None
+    """What decides whether a worker may run there."""
 
 
 def observe_node(node: Object, platform: Platform) -> NodeView:
@@ -31,8 +34,22 @@ def observe_node(node: Object, platform: Platform) -> NodeView:
     name, spec, status = node["metadata"]["name"], node.get("spec") or {}, node.get("status") or {}
     taints = {taint.get("key", "") for taint in spec.get("taints") or []}
     conditions = {c.get("type", ""): c for c in status.get("conditions") or []}
-    return NodeView(
-        _leaving(name, spec, taints, platform), _not_ready(name, conditions), _sick(name, taints, conditions, platform)
+    words = _leaving(name, spec, taints, platform), _not_ready(name, conditions), _sick(name, taints, conditions, platform)
+    return NodeView(*words, _place(node, leaving=any(words)))
+
+
+def _place(node: Object, *, leaving: bool) -> ObservedNode:
+    taints = (
+        (taint.get("key", ""), taint.get("value") or "", taint.get("effect", ""))
+        for taint in (node.get("spec") or {}).get("taints") or []
+    )
+    allocatable = (node.get("status") or {}).get("allocatable") or {}
+    return ObservedNode(
+        name=node["metadata"]["name"],
+        labels=node["metadata"].get("labels") or {},
+        taints=tuple(taints),
+        devices=frozenset(name for name, amount in allocatable.items() if "/" in name and str(amount) != "0"),
+        leaving=leaving,
     )
 
 
@@ -76,3 +93,8 @@ def sick_nodes(nodes: Mapping[str, NodeView]) -> dict[str, str]:
 def changed_nodes(before: Mapping[str, str], after: Mapping[str, str]) -> Iterable[str]:
     """Names whose words differ."""
     return (name for name in {*before, *after} if before.get(name) != after.get(name))
+
+
+def places(nodes: Mapping[str, NodeView]) -> tuple[ObservedNode, ...] | None:
+    """Every node in order of names; None when none is known: then the operator may not read them."""
+    return tuple(view.place for _, view in sorted(nodes.items()) if view.place is not None) or None

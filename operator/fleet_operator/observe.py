@@ -12,6 +12,8 @@ import msgspec
 from fleet_operator.cluster.interface import Object
 from fleet_operator.names import (
     COMPAT,
+    FETCH,
+    FETCH_NODE,
     FLIP,
     FLIP_SINCE,
     FLIPPED_AT,
@@ -25,7 +27,7 @@ from fleet_operator.names import (
     TIER,
 )
 from fleet_operator.render.worker import GRACE_SLACK_S
-from fleet_planner.types import ROLES, ObservedPod, ObservedPool, Role, RouterView
+from fleet_planner.types import ROLES, AdapterSeen, FetchPod, ObservedPod, ObservedPool, Role, RouterView
 from fleet_wire import endpoints
 from fleet_wire.endpoints import ENDPOINTS_KEY
 
@@ -62,6 +64,39 @@ def observe_serving(documents: Object | None) -> frozenset[str]:
     return frozenset(worker.uid for worker in workers if worker.state == "serving")
 
 
+def observe_fetching(pods: Iterable[Object]) -> tuple[FetchPod, ...]:
+    """Pods that fetch the model ahead, in order of names."""
+    found = []
+    for pod in pods:
+        meta, status = pod["metadata"], pod.get("status") or {}
+        key = (meta.get("labels") or {}).get(FETCH)
+        if key is not None:
+            found.append(
+                FetchPod(
+                    name=meta["name"],
+                    uid=meta["uid"],
+                    node=(meta.get("annotations") or {}).get(FETCH_NODE, ""),
+                    key=key,
+                    phase=status.get("phase", "Pending"),
+                    created_at=timestamp(meta.get("creationTimestamp")) or 0.0,
+                    message=str(status.get("message") or _message(status.get("containerStatuses") or [], {})),
+                    terminating="deletionTimestamp" in meta,
+                )
+            )
+    return tuple(sorted(found, key=lambda pod: pod.name))
+
+
+def observe_published(documents: Object | None) -> dict[str, tuple[AdapterSeen, ...]]:
+    """By uid: adapters that the routers were told of. It holds until the workers themselves have been heard: an operator that
+    starts again takes nothing away."""
+    text = ((documents or {}).get("data") or {}).get(ENDPOINTS_KEY)
+    try:
+        workers = endpoints.decode(text).workers if text else ()
+    except msgspec.MsgspecError:
+        return {}
+    return {w.uid: tuple(AdapterSeen(name, digest=digest) for name, digest in w.adapters.items()) for w in workers if w.adapters}
+
+
 def _pod(pod: Object, around: Surroundings) -> ObservedPod:
     meta, status = pod["metadata"], pod.get("status") or {}
     labels, notes = meta["labels"], meta.get("annotations") or {}
@@ -86,6 +121,7 @@ def _pod(pod: Object, around: Surroundings) -> ObservedPod:
         ready_since=timestamp(ready.get("lastTransitionTime")) if ready.get("status") == "True" else None,
         message=_message(containers, scheduled),
         unschedulable=scheduled.get("status") == "False" and scheduled.get("reason") == "Unschedulable",
+        gated=scheduled.get("status") == "False" and scheduled.get("reason") == "SchedulingGated",
         restarts=sum(container.get("restartCount", 0) for container in containers),
         compat=notes.get(COMPAT, ""),
         member=_whole(notes.get(MEMBER)),

@@ -10,13 +10,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection, Coroutine, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from fleet_api.conditions import rfc3339, set_condition
 from fleet_api.parse import ManifestError
 from fleet_api.v1alpha1 import InferenceFleet
-from fleet_api.v1alpha1.status import FleetStatus
+from fleet_operator.adapters.follow import AdapterFollower
+from fleet_operator.adapters.memory import AdapterMemory
 from fleet_operator.apply import Applier
 from fleet_operator.cluster.interface import (
     CONFIG_MAP,
@@ -43,32 +43,40 @@ from fleet_operator.cluster.interface import (
 from fleet_operator.cluster.kinds import kind_of
 from fleet_operator.compare import contains
 from fleet_operator.fleet_objects import FleetObjects
+from fleet_operator.fleet_state import FleetState, is_restless
 from fleet_operator.flip.follow import FlipFollower
 from fleet_operator.health.passes import Passes, Unmeasured
 from fleet_operator.hearing import Hearing
-from fleet_operator.known_fleet import KnownFleet, parse_again
+from fleet_operator.known_fleet import parse_again
 from fleet_operator.names import MANAGED_BY, MANAGER, ROUTER_ROLE, router_name
 from fleet_operator.names import ROLE as ROLE_LABEL
-from fleet_operator.nodes import NodeView, changed_nodes, going_away, observe_node, sick_nodes
-from fleet_operator.observe import Surroundings, observe_pods, observe_pools, observe_router, observe_serving
+from fleet_operator.nodes import NodeView, changed_nodes, going_away, observe_node, places, sick_nodes
+from fleet_operator.observe import (
+    Surroundings,
+    observe_fetching,
+    observe_pods,
+    observe_pools,
+    observe_published,
+    observe_router,
+    observe_serving,
+)
 from fleet_operator.outcome import Outcome
-from fleet_operator.pace import ASKED_MOST_S, Pace
+from fleet_operator.pace import ASKED_MOST_S
 from fleet_operator.recorder import Recorder, present_status
+from fleet_operator.render.prefetch import fetches_ahead
 from fleet_operator.render.revision import observe_revisions, template_of
 from fleet_operator.settings import Platform
 from fleet_operator.status_pace import StatusPace
 from fleet_operator.work_queue import Key, WorkQueue
 from fleet_operator.write_through import WriteThrough
 from fleet_planner.events import sizing_of
+from fleet_planner.prefetch import model_key
 from fleet_planner.reconcile import Plan, reconcile
 from fleet_planner.types import (
     Demand,
-    FlipReport,
     Observed,
     ObservedPod,
     Problem,
-    RestMemory,
-    ScaleMemory,
     Template,
     TierTelemetry,
 )
@@ -109,34 +117,6 @@ class Telemetry(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class _State:
-    """What is kept between passes; all of it may be lost."""
-
-    telemetry: dict[str, TierTelemetry] = field(default_factory=dict)
-    telemetry_read: bool = False
-    memory: dict[str, ScaleMemory] = field(default_factory=dict)
-    rest: RestMemory = field(default_factory=RestMemory)
-    problems: tuple[Problem, ...] = ()
-    pace: Pace = field(default_factory=Pace)
-    read_at: float = float("-inf")
-    reading: bool = False
-    flips: dict[str, FlipReport] = field(default_factory=dict)
-    """By uid: what workers that change their role say."""
-    changing: bool = False
-    """The last pass saw such workers."""
-    following: bool = False
-    known: KnownFleet | None = None
-    restless: bool = False
-
-
-def is_restless(status: FleetStatus) -> bool:
-    """Something is under way that may go on by time alone: such a fleet is looked at at every reading of its telemetry."""
-    moving = any(c.type in ("RollingOut", "CapacityLimited") and c.status == "True" for c in status.conditions)
-    roles = [role for tier in status.tiers for role in (tier.prefill, tier.decode)]
-    return moving or any(not role.desired == role.ready == role.serving for role in roles)
-
-
 class Reconciler:
     """Reconciles every fleet that its watches show."""
 
@@ -151,6 +131,7 @@ class Reconciler:
         owns: Callable[[str], bool] = lambda namespace: True,
         passes: Passes | None = None,
         flips: FlipFollower | None = None,
+        adapters: AdapterFollower | None = None,
     ) -> None:
         """`owns` says whether fleets of a namespace are ours now; `touch_namespace` when that changes."""
         self._owns = owns
@@ -165,9 +146,10 @@ class Reconciler:
         self._hearing = Hearing(telemetry.listen, self._router_urls, now)
         self._pace = StatusPace(now, platform.counters_s)
         self._flips = flips or FlipFollower()
+        self._adapters = adapters or AdapterFollower()
         self._applier = Applier(self._writer, platform, self._pace)
         self._recorder = Recorder(cluster, now)
-        self._states: dict[Key, _State] = {}
+        self._states: dict[Key, FleetState] = {}
         self._nodes: dict[str, NodeView] = {}
         self._leaving: dict[str, str] = {}
         self._queue = WorkQueue(time.monotonic)
@@ -221,7 +203,8 @@ class Reconciler:
         else:
             self._nodes[name] = view
         before, self._leaving = self._leaving, going_away(self._nodes)
-        for key in self._objects.fleets_on(set(changed_nodes(before, self._leaving))):
+        touched = self._objects.fleets_on(set(changed_nodes(before, self._leaving)))
+        for key in [*touched, *(key for key, raw in self._objects.fleets.items() if fetches_ahead(raw))]:
             self.touch(key)
 
     def touch(self, key: Key) -> None:
@@ -303,7 +286,7 @@ class Reconciler:
             return  # children go by garbage collection; recreating one would fight it
         if not self._owns(key[0]):
             return
-        state = self._states.setdefault(key, _State())
+        state = self._states.setdefault(key, FleetState())
         if (wait_s := state.pace.wait_s(self._now())) > 0:
             self._later(key, wait_s)
             return
@@ -331,7 +314,7 @@ class Reconciler:
         else:
             self._after(key, state, outcome)
 
-    def _after(self, key: Key, state: _State, outcome: Outcome) -> None:
+    def _after(self, key: Key, state: FleetState, outcome: Outcome) -> None:
         troubled = bool(outcome.problems or outcome.conflicts)
         delay_s = state.pace.after(
             self._now(), troubled=troubled, stopped=outcome.stopped, vain=outcome.vain, asked_s=outcome.retry_after_s
@@ -359,7 +342,7 @@ class Reconciler:
             del self._later_at[key]
             self.touch(key)
 
-    async def reconcile_once(self, key: Key, raw: Object, state: _State) -> Outcome:
+    async def reconcile_once(self, key: Key, raw: Object, state: FleetState) -> Outcome:
         """Plan and apply one fleet."""
         try:
             state.known = parse_again(state.known, raw)
@@ -380,7 +363,7 @@ class Reconciler:
     def _observed(
         self,
         fleet: InferenceFleet,
-        state: _State,
+        state: FleetState,
         templates: dict[str, Template],
         stored: dict[str, dict[str, Template]],
         live: Mapping[tuple[str, str], Object],
@@ -390,6 +373,9 @@ class Reconciler:
         return Observed(
             pods=self._workers(fleet, state, live),
             flips=state.flips,
+            nodes=places(self._nodes) if model_key(fleet) is not None else None,
+            fetching=observe_fetching(pods),
+            adapters={**observe_published(live.get(("ConfigMap", router_name(fleet.metadata.name)))), **state.adapters.seen},
             pools=observe_pools(obj for (kind, _), obj in live.items() if kind == "WorkerPool"),
             router=observe_router(live.get(("Deployment", router_name(fleet.metadata.name))), routers),
             templates=templates,
@@ -402,7 +388,9 @@ class Reconciler:
             problems=state.problems,
         )
 
-    def _workers(self, fleet: InferenceFleet, state: _State, live: Mapping[tuple[str, str], Object]) -> tuple[ObservedPod, ...]:
+    def _workers(
+        self, fleet: InferenceFleet, state: FleetState, live: Mapping[tuple[str, str], Object]
+    ) -> tuple[ObservedPod, ...]:
         serving = observe_serving(live.get(("ConfigMap", router_name(fleet.metadata.name))))
         busy = {name: load for tier in state.telemetry.values() for name, load in tier.busy.items()}
         around = Surroundings(serving, self._leaving, sick_nodes(self._nodes), busy)
@@ -454,9 +442,11 @@ class Reconciler:
             if state.changing and not state.following:
                 state.following = True
                 found.append(self._follow(key, state.known.fleet, state))
+            if state.adapters.due(state.known.fleet, now):
+                found.append(self._adapt(key, state.known.fleet, state.adapters))
         return found
 
-    async def _follow(self, key: Key, fleet: InferenceFleet, state: _State) -> None:
+    async def _follow(self, key: Key, fleet: InferenceFleet, state: FleetState) -> None:
         """Tell and hear the workers of one fleet that change their role."""
         try:
             live = self._objects.children(key)
@@ -467,7 +457,12 @@ class Reconciler:
         finally:
             state.following = False
 
-    async def _read(self, key: Key, fleet: InferenceFleet, state: _State) -> None:
+    async def _adapt(self, key: Key, fleet: InferenceFleet, memory: AdapterMemory) -> None:
+        """Tell and hear the workers of one fleet about their adapters."""
+        if await memory.look(self._adapters, fleet, self._objects.children(key), self._now):
+            self.touch(key)
+
+    async def _read(self, key: Key, fleet: InferenceFleet, state: FleetState) -> None:
         try:
             pods = [obj for (kind, _), obj in self._objects.children(key).items() if kind == "Pod"]
             found = await self._telemetry.collect(fleet, pods, self._router_urls(key))

@@ -13,18 +13,29 @@ from typing import Literal
 
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.status import Condition, FleetStatus, TierStatus
-from fleet_planner.types import Problem
+from fleet_planner.types import ROLES, Problem
 
 NOTE_MOST_BYTES = 1_000
 """events.k8s.io/v1 refuses notes of more than 1 kB."""
 NAMES_MOST = 3
-SEVERE = frozenset({"Invalid", "WorkersFailing", "KvFailing", "Unschedulable", "Stuck", "ProgressDeadlineExceeded", "RolledBack"})
+SEVERE = frozenset(
+    {
+        "Invalid",
+        "WorkersFailing",
+        "KvFailing",
+        "Unschedulable",
+        "Stuck",
+        "ProgressDeadlineExceeded",
+        "RolledBack",
+        "PrefetchFailed",
+    }
+)
 """Reasons that warn even when the fleet was never well."""
-IN_ORDER = frozenset({"Progressing", "Paused", "Waking"})
+IN_ORDER = frozenset({"Progressing", "Paused", "Prefetching", "Waking"})
 """Reasons of states that are neither good nor bad."""
 NAME_CONFLICT = "NameConflict"
 """A problem and a condition's reason: an object of somebody else has the name of one of ours."""
-TOLD_ELSEWHERE = frozenset({"ApplyFailed", NAME_CONFLICT, "Creating", "NotProvisioned"})
+TOLD_ELSEWHERE = frozenset({"ApplyFailed", NAME_CONFLICT, "Creating", "NotProvisioned", "AdapterFailed", "Loading"})
 """Reasons whose causes have events of their own: the problems, the workers that were created."""
 
 
@@ -77,7 +88,7 @@ def sizing_of(fleet: InferenceFleet, reasons: Sequence[str]) -> dict[str, str]:
         prefill, decode = tier.prefill, tier.decode
         limits = (
             f"ratio {tier.ratio.min} to {tier.ratio.max}, {prefill.min_replicas} to {prefill.max_replicas} prefill, "
-            f"{decode.min_replicas} to {decode.max_replicas} decode"
+            f"{decode.min_replicas} to {decode.max_replicas} decode{', or none' if fleet.spec.scaling.to_zero.enabled else ''}"
         )
         found[tier.name] = f"{reason.removeprefix(f'{tier.name}: ')}; allowed: {limits}"
     return found
@@ -90,6 +101,7 @@ def events_of(before: FleetStatus, after: FleetStatus, done: Pass) -> tuple[Even
         *_tiers(before, after, done.sizing),
         *_workers(done.deeds),
         *_flips(before, after, done.deeds),
+        *_adapters(before, after),
         *_put_back(before, done.deeds),
         *_problems(done.problems),
     ]
@@ -162,9 +174,11 @@ def _workers(deeds: Sequence[Deed]) -> Iterable[Event]:
     for deed in deeds:
         if deed.member:
             continue
-        if deed.role and deed.verb == "created":
+        if deed.role not in ROLES:
+            continue  # a pod that only fetches is told of by its condition
+        if deed.verb == "created":
             created[deed.tier, deed.role].append(deed.name)
-        elif deed.role and deed.verb == "deleted":
+        elif deed.verb == "deleted":
             deleted[deed.tier, deed.role].append(f"{deed.name} ({deed.why})")
     for where in sorted({*created, *deleted}):
         new, gone = created[where], deleted[where]
@@ -188,6 +202,20 @@ def _flips(before: FleetStatus, after: FleetStatus, deeds: Sequence[Deed]) -> It
     for tier in after.tiers:
         if tier.flip is not None and tier.flip != known.get(tier.name):
             yield Event("Warning", "FlipFailed", f"tier {tier.name}: {tier.flip.message}", "Flip")
+
+
+def _adapters(before: FleetStatus, after: FleetStatus) -> Iterable[Event]:
+    """An adapter that a worker could not load, once per reason; a new version of one; and that none fails any more."""
+    known = {adapter.name: adapter for adapter in before.adapters}
+    for adapter in after.adapters:
+        old = known.get(adapter.name)
+        if adapter.reason and (old is None or old.reason != adapter.reason):
+            yield Event("Warning", "AdapterFailed", f"adapter {adapter.name}: {adapter.reason}: {adapter.message}", "LoadAdapter")
+        elif old is None or adapter.reason:
+            continue
+        elif adapter.digest and (adapter.digest != old.digest or old.reason):
+            note = f"adapter {adapter.name}: version {adapter.digest[:12]} is on {adapter.loaded} of {adapter.desired} workers"
+            yield Event("Normal", "AdapterLoaded", note, "LoadAdapter")
 
 
 def _put_back(before: FleetStatus, deeds: Sequence[Deed]) -> Iterable[Event]:

@@ -50,6 +50,11 @@ class Limits:
     unavailable: int = 0
     """Workers of each role that may be missing."""
 
+    @property
+    def ratio(self) -> tuple[Ratio, Ratio]:
+        """Its bounds."""
+        return self.low, self.high
+
 
 @dataclass(frozen=True, slots=True)
 class Canary:
@@ -86,7 +91,11 @@ def plan_step(
     blocked = (size == have != full and whole) or new.unschedulable
     most = _left(want, served, limits) if whole and canary is None else want
     sizes = _share(olds, least if blocked else most, least, limits)
-    stuck = blocked and leaving_gpus == 0 and all(sizes.get(old.revision, (0, 0)) == old.alive for old in olds)
+    if leaving_gpus or any(not covers(sizes[old.revision], old.alive) for old in olds):
+        spare = _spare(want, (new, *olds), limits, canary) - leaving_gpus
+        sizes = _share(olds, least if blocked else most, least, limits, spare)
+    resting = leaving_gpus == 0 and not any(_coming(old) for old in olds)
+    stuck = blocked and resting and all(sizes.get(old.revision, (0, 0)) == old.alive for old in olds)
     if stuck and limits.surge_gpus is None and not new.unschedulable:
         size, stuck = _next(have, full, limits), False
     return Step({new.revision: size, **sizes}, rolling=True, stuck=stuck)
@@ -125,9 +134,18 @@ def _next(have: Pair, full: Pair, limits: Limits) -> Pair:
 
 def _room(want: Pair, olds: Sequence[Group], held: dict[str, Pair], limits: Limits, canary: Canary | None) -> int:
     """Devices that the new group may hold in all, when the old ones hold what they have and what rule 3 gives back to them."""
-    surge = limits.surge_gpus if limits.surge_gpus is not None else auto_surge(want, limits, canary)
     taken = (larger(old.alive, held.get(old.revision, (0, 0))) for old in olds)
-    return devices(want, limits.gpus) + surge - sum(devices(pair, limits.gpus) for pair in taken)
+    return _most(want, limits, canary) - sum(devices(pair, limits.gpus) for pair in taken)
+
+
+def _most(want: Pair, limits: Limits, canary: Canary | None) -> int:
+    surge = limits.surge_gpus if limits.surge_gpus is not None else auto_surge(want, limits, canary)
+    return devices(want, limits.gpus) + surge
+
+
+def _spare(want: Pair, groups: Sequence[Group], limits: Limits, canary: Canary | None) -> int:
+    """Devices that rule 2 leaves beside what exists."""
+    return _most(want, limits, canary) - sum(devices(group.alive, limits.gpus) for group in groups)
 
 
 def _left(want: Pair, served: Pair, limits: Limits) -> Pair:
@@ -136,15 +154,24 @@ def _left(want: Pair, served: Pair, limits: Limits) -> Pair:
     return smallest(missing, limits.low, limits.high) if any(missing) else (0, 0)
 
 
-def _share(olds: Sequence[Group], most: Pair, least: Pair, limits: Limits) -> dict[str, Pair]:
-    """`most` workers among the old groups, the readiest first; lost workers come back only up to `least`, in the first group."""
+def _coming(group: Group) -> bool:
+    """Workers of it are on their way to be ready."""
+    return not group.unschedulable and not covers(group.ready, group.alive)
+
+
+def _share(olds: Sequence[Group], most: Pair, least: Pair, limits: Limits, spare: int | None = None) -> dict[str, Pair]:
+    """`most` workers among the old groups, the readiest first; lost workers come back only up to `least`, in the first group, and
+    while others still leave only on `spare` devices. A later group keeps what is ready as long as an earlier one only will be."""
     sizes: dict[str, Pair] = {}
+    unserved = most
     for index, old in enumerate(sorted(olds, key=lambda old: (-min(old.ready), -sum(old.alive), old.revision))):
-        size = smaller(old.alive, most)
+        size = larger(smaller(old.alive, most), largest(smaller(old.ready, unserved), limits.low, limits.high))
         if index == 0:
-            size = larger(size, smaller(least, most))
+            whole = larger(size, smaller(least, most))
+            size = whole if spare is None else grown(size, whole, limits.gpus, devices(size, limits.gpus) + spare, *limits.ratio)
         sizes[old.revision] = size
         most, least = _left(most, size, limits), _left(least, size, limits)
+        unserved = _left(unserved, largest(smaller(old.ready, size), limits.low, limits.high), limits)
     return sizes
 
 

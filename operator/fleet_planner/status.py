@@ -10,11 +10,11 @@ from fleet_api.quantities import format_ratio
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.status import Condition, FleetStatus, KvStatus, RoleStatus, RolloutStatus, TierStatus, ZeroStatus
 from fleet_api.v1alpha1.tier import TierSpec
+from fleet_planner.adapters import adapter_statuses, adapters_loaded
 from fleet_planner.canary import overdue
 from fleet_planner.capacity import QUOTA_WORDS
 from fleet_planner.events import NAME_CONFLICT
 from fleet_planner.fabric import disaggregating, transport_verified
-from fleet_planner.gang import workers_of
 from fleet_planner.ratio import within
 from fleet_planner.replicas import Replica
 from fleet_planner.revisions import TierPlan
@@ -37,11 +37,14 @@ class TierView:
     tier: TierSpec
     decision: ScaleDecision
     plan: TierPlan
+    workers: Sequence[Replica] = ()
     zero: ZeroStatus | None = None
 
 
-def plan_status(fleet: InferenceFleet, views: Sequence[TierView], observed: Observed, now: float) -> FleetStatus:
-    """The whole status; lastTransitionTime is kept from the present one."""
+def plan_status(
+    fleet: InferenceFleet, views: Sequence[TierView], observed: Observed, now: float, cached: Verdict | None = None
+) -> FleetStatus:
+    """The whole status; lastTransitionTime is kept from the present one. `cached`: ModelCached, for fleets that fetch ahead."""
     tiers = tuple(_tier_status(view, observed, fleet.status) for view in views)
     verdicts: dict[ConditionType, Verdict] = {
         "Accepted": ("True", "Valid", "the spec makes sense"),
@@ -56,24 +59,32 @@ def plan_status(fleet: InferenceFleet, views: Sequence[TierView], observed: Obse
     }
     if not observed.telemetry_read:
         verdicts |= {c.type: (c.status, c.reason, c.message) for c in fleet.status.conditions if c.type in FROM_TELEMETRY}
+    adapters = adapter_statuses(fleet, observed.pods, observed.adapters)
+    if (loaded := adapters_loaded(adapters)) is not None:
+        verdicts["AdaptersLoaded"] = loaded
+    if cached is not None:
+        verdicts["ModelCached"] = cached
     verdicts["Ready"] = _ready(verdicts)
-    conditions: tuple[Condition, ...] = fleet.status.conditions
+    conditions: tuple[Condition, ...] = tuple(c for c in fleet.status.conditions if c.type in verdicts)
     for kind, (status, reason, message) in verdicts.items():
         conditions = set_condition(conditions, kind, status, reason, message, generation=fleet.metadata.generation, now=now)
     name, namespace = fleet.metadata.name, fleet.metadata.namespace
     return FleetStatus(
         observed_generation=fleet.metadata.generation,
         endpoint=f"http://{name}-router.{namespace}.svc:8080",
+        authentication="open" if fleet.spec.tenants is None else "keys",
         tiers=tiers,
+        adapters=adapters,
         conditions=conditions,
         resolved=fleet.resolved(),
     )
 
 
-def _workers(observed: Observed, tier: str, role: Role) -> list[Replica]:
+def _workers(view: TierView, role: Role) -> list[Replica]:
     """Those that have all of their pods and keep them."""
-    found = workers_of(observed, tier)
-    return [worker for worker in found if worker.role == role and not worker.terminating and len(worker.pods) == worker.size]
+    return [
+        worker for worker in view.workers if worker.role == role and not worker.terminating and len(worker.pods) == worker.size
+    ]
 
 
 def _tier_status(view: TierView, observed: Observed, present: FleetStatus) -> TierStatus:
@@ -82,7 +93,7 @@ def _tier_status(view: TierView, observed: Observed, present: FleetStatus) -> Ti
     sizes: dict[Role, int] = {"prefill": view.decision.prefill, "decode": view.decision.decode}
 
     def role(which: Role, serving: int, flipping: int) -> RoleStatus:
-        ready = sum(worker.ready for worker in _workers(observed, name, which))
+        ready = sum(worker.ready for worker in _workers(view, which))
         return RoleStatus(desired=sizes[which], ready=ready, serving=serving, flipping=flipping)
 
     (prefill, decode) = (role(*args) for args in zip(ROLES, view.plan.serving, view.plan.flipping, strict=True))
@@ -135,7 +146,7 @@ def _provisioned(views: Sequence[TierView], observed: Observed) -> Verdict:
         f"{view.tier.name}/{role}"
         for view in views
         for role, size in zip(ROLES, (view.decision.prefill, view.decision.decode), strict=True)
-        if len(_workers(observed, view.tier.name, role)) < size
+        if len(_workers(view, role)) < size
     ]
     if short or observed.router is None:
         return "False", "Creating", "pods are being created: " + ", ".join(short or ["router"])
@@ -207,7 +218,18 @@ def _capacity(views: Sequence[TierView], observed: Observed) -> Verdict:
     stuck = [pod for pod in observed.pods if pod.unschedulable]
     if stuck:
         return "True", "Unschedulable", f"{len(stuck)} pods cannot be scheduled: {stuck[0].message}"
+    queued = [words for view in views if (words := _queued(view, observed))]
+    if queued:
+        return "True", "Queued", "; ".join(queued)
     return "False", "Sufficient", "every pod found a node"
+
+
+def _queued(view: TierView, observed: Observed) -> str:
+    """Workers of a tier that nobody let in yet, in words; empty when there are none."""
+    name, placement = view.tier.name, view.tier.placement
+    waiting = [pod.name for pod in observed.pods if pod.tier == name and pod.gated and pod.member == 0]
+    where = f"in queue {placement.queue}" if placement is not None and placement.queue else "behind scheduling gates"
+    return f"tier {name}: {len(waiting)} workers wait {where}: {', '.join(waiting[:MAX_CAUSES])}" if waiting else ""
 
 
 def _ready(verdicts: dict[ConditionType, Verdict]) -> Verdict:

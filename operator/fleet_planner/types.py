@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -34,6 +35,8 @@ class ObservedPod:
     message: str = ""
     """Why it is not ready: waiting or termination message of the container, or the scheduler's words."""
     unschedulable: bool = False
+    gated: bool = False
+    """The scheduler may not look at it yet: a queue lets it in."""
     restarts: int = 0
     compat: str = ""
     """KV compatibility hash that it was made with."""
@@ -75,6 +78,59 @@ class FlipReport:
     """Why it cannot be trusted in its new role."""
     proof: str = ""
     """How its new role was proven, in words; empty: it was not, yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedNode:
+    """What decides whether a worker may run there."""
+
+    name: str
+    labels: Mapping[str, str] = field(default_factory=dict)
+    taints: tuple[tuple[str, str, str], ...] = ()
+    """(key, value, effect)."""
+    devices: frozenset[str] = frozenset()
+    """Extended resources that it has any of."""
+    leaving: bool = False
+    """Cordoned, lost or going away."""
+
+
+@dataclass(frozen=True, slots=True)
+class FetchPod:
+    """One pod that fetches, or has fetched."""
+
+    name: str
+    uid: str
+    node: str
+    key: str
+    phase: str
+    created_at: float
+    message: str = ""
+    terminating: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FetchWanted:
+    """A pod to create."""
+
+    name: str
+    node: str
+    key: str
+    tier: str
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSeen:
+    """What a worker says about one adapter."""
+
+    name: str
+    source: str = ""
+    """The wished source as the worker was told it; empty when it is to go, or was only published and not reported yet."""
+    state: str = "Loaded"
+    """Loaded | Loading | Failed | Unloading."""
+    digest: str = ""
+    """Of the version that its engine has; empty: none."""
+    reason: str = ""
+    message: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +271,8 @@ class ScaleMemory:
     cap_reason: str = ""
     flip: FlipStatus | None = None
     """The last role flip that failed: the status that says so may be read late."""
+    reached: tuple[int, int] = (0, 0)
+    """Workers that were there at once, up to the present size: making one of so many again is a repair, more is growth."""
     gangs: GangMemory = GangMemory()
 
 
@@ -281,6 +339,11 @@ class Observed:
     rest: RestMemory = RestMemory()
     heard: Demand | None = None
     """What routers of a fleet at zero said between two readings of its telemetry."""
+    nodes: tuple[ObservedNode, ...] | None = None
+    """None: they cannot be read."""
+    fetching: tuple[FetchPod, ...] = ()
+    adapters: dict[str, tuple[AdapterSeen, ...]] = field(default_factory=dict)
+    """By uid: what workers say of their adapters; one that has said nothing yet has what the routers were told last."""
     problems: tuple[Problem, ...] = ()
     """What the last apply could not do, in words; empty when all was applied."""
 
@@ -364,6 +427,8 @@ class Target:
     compat: str
     state: TargetState
     """held: ready, but the ratio has no place for it now; what it runs goes on."""
+    adapters: tuple[tuple[str, str], ...] = ()
+    """(name, digest) that it can answer for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,11 +63,16 @@ def plan_rest(fleet: InferenceFleet, observed: Observed, sizes: Mapping[str, Pai
     )
     resting = frozenset[str]() if use else frozenset(tier.name for tier in fleet.spec.tiers if may_rest(tier))
     stay_s = max(spec.idle_s, min(memory.woke_in_s, STAY_MOST_S))
-    if memory.used_at is not None and now - memory.used_at >= stay_s and not _keeps(fleet, observed, demand, now):
+    if _idle_s(memory, demand) >= stay_s and not _keeps(fleet, observed, demand, now):
         found = Rest(resting, f"no request for {spec.idle}", memory)
     else:
         found = Rest(frozenset(name for name in resting if sizes[name] == NOTHING), use or "at zero until somebody asks", memory)
     return _with_states(observed, sizes, states, found, now)
+
+
+def _idle_s(memory: RestMemory, demand: Demand | None) -> float:
+    """For how long nobody used it, up to the last reading: what came since is not known."""
+    return demand.measured_at - memory.used_at if demand is not None and memory.used_at is not None else 0.0
 
 
 def may_rest(tier: TierSpec) -> bool:

@@ -10,6 +10,8 @@ from typing import Literal
 
 import msgspec
 
+TTFT_BUDGET_S = 60.0
+"""Time to the first token of requests whose class says nothing."""
 Policy = Literal["kvAware", "prefixHash", "leastLoad", "roundRobin"]
 Decide = Literal["threshold", "cost"]
 PrefixIndexKind = Literal["approximate", "precise"]
@@ -47,7 +49,7 @@ class SloClass(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     priority: int = 0
     """Waiting requests of a higher one go first."""
-    ttft_budget_s: float = 60.0
+    ttft_budget_s: float = TTFT_BUDGET_S
     """Time to the first token; a request that waited 0.85 of it is turned away."""
     max_input_tokens: int | None = None
     max_output_tokens: int | None = None
@@ -70,6 +72,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     fleet: str
     served_name: str
+    adapters: tuple[str, ...] = ()
+    """Names of the adapters over the model; each is a `model` that clients may ask for."""
     policy: Policy = "kvAware"
     load_bound: float = 1.25
     """No worker gets more than `load_bound` x mean in-flight load (consistent hashing with bounded loads)."""
@@ -94,7 +98,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that one decode worker runs at once; when all are taken, more wait here. 0: not known, nothing waits."""
     queue_per_slot: int = 4
     """At most so many requests wait per slot."""
-    ttft_budget_s: float = 60.0
+    ttft_budget_s: float = TTFT_BUDGET_S
     """Of requests of the class `default`, unless `classes` has one of that name."""
     classes: tuple[SloClass, ...] = ()
     runaway: bool = False

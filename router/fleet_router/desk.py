@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import msgspec
+
 from fleet_router.admission.gate import Full, Gate, Ticket
 from fleet_router.admission.keys import KeyTable
 from fleet_router.admission.lanes import Entry, Lane, classes_of, open_entry, tenant_entries
@@ -15,11 +17,10 @@ from fleet_router.admission.quota import Account, Outcome, Over
 from fleet_router.admission.runaway import FINISH, Runaway, Why
 from fleet_router.admission.tenants import Tenants
 from fleet_router.admission.usage import estimated
-from fleet_router.admission.watch import Watch
 from fleet_router.config import RouterConfig
 from fleet_router.errors import RequestError
 from fleet_router.metrics import WAIT_BUCKETS_S, Histogram
-from fleet_router.request import Ask, asked_tokens, choices_of, model_of, with_fields
+from fleet_router.request import Ask, asked_about, asked_tokens, choices_of, with_fields
 
 CLASS_HEADER = "x-slo-class"
 USUAL_OUTPUT_TOKENS = 256
@@ -132,36 +133,47 @@ class Desk:
     def admit(self, lane: Lane, ask: Ask, ttft_ms: int = 0) -> tuple[Ask, Ticket]:
         """The request as it is sent, and its ticket, running or waiting; RequestError 400, 403, 429, 529. `start` must follow."""
         account, now = lane.account, self._clock()
-        if lane.models is not None and model_of(ask) not in lane.models:
+        if lane.models is not None and (ask.adapter or lane.config.served_name) not in lane.models:
             account.counts["model"] += 1
             raise RequestError(403, "this key may not use that model", code="model_not_allowed", param="model")
-        tokens = estimated(ask.prompt)
+        tokens = estimated(ask.prompt or asked_about(ask))
         if (over := account.charge(tokens, int(now * 1e9))) is not None:
             raise self._quota(account, over, now)
-        limit = asked_tokens(ask) if lane.max_tokens or self.gate.slots else 0
-        ask = _for_engine(lane, ask, limit)
-        budget_s, most_s = lane.slo_class.ttft_budget_s, ttft_ms / 1000
-        budget_s = min(budget_s, most_s) if ttft_ms else budget_s
-        ticket = Ticket(lane, tokens, tokens + (limit or USUAL_OUTPUT_TOKENS), len(ask.prompt), now, budget_s)
+        if lane.max_tokens is not None and not ask.alone and not asked_tokens(ask):
+            ask = with_fields(ask, *lane.limited)
+        elif lane.added[0]:
+            ask = with_fields(ask, *lane.added)
+        ticket = Ticket(lane, tokens)
+        if not self.gate.start():
+            self._queue(ticket, ask, now, ttft_ms)
+        return ask, ticket
+
+    def _queue(self, ticket: Ticket, ask: Ask, now: float, ttft_ms: int) -> None:
+        """No slot is free, or others wait for it."""
         if self._gone:
             self._count_strays()
-        told = self.gate.enter(ticket, now)
+            if self.gate.start():
+                return
+        lane = ticket.lane
+        budget_s = lane.slo_class.ttft_budget_s
+        budget_s = min(budget_s, ttft_ms / 1000) if ttft_ms else budget_s
+        work = ticket.charged + (asked_tokens(ask) or USUAL_OUTPUT_TOKENS)
+        ticket.waits(work, len(ask.prompt), now, budget_s)
+        told = self.gate.queue(ticket, now)
         if isinstance(told, Full):
-            account.counts[told.reason] += 1
-            account.settle(tokens, Outcome.FAILED, (0, 0), int(now * 1e9))
-            raise _turned_away(
-                529 if told.reason == "overloaded" else 429, told.reason, "too many requests wait", told.retry_after_s
-            )
+            lane.account.counts[told.reason] += 1
+            lane.account.settle(ticket.charged, "failed", (0, 0), int(now * 1e9))
+            status = 529 if told.reason == "overloaded" else 429
+            raise _turned_away(status, told.reason, "too many requests wait", told.retry_after_s)
         self._pushed = told
-        return ask, ticket
 
     def start(self, ticket: Ticket, flow: Waits) -> None:
         """Begin it now, or when it is its turn."""
-        pushed, self._pushed = self._pushed, []
-        if ticket.waiting:
-            self._flows[ticket] = flow
-        else:
+        if not ticket.waiting:
             flow.begin()
+            return
+        self._flows[ticket] = flow
+        pushed, self._pushed = self._pushed, []
         for other in pushed:
             self._turn_away(other, "overloaded", "others wait for a larger share than theirs", status=529)
 
@@ -171,26 +183,23 @@ class Desk:
         told = account.headers(int(now * 1e9)).decode().removeprefix("\r\n")
         return _turned_away(429, over.reason, over.message, over.retry_after_s, told and told + "\r\n")
 
-    def watch(self, ticket: Ticket, ask: Ask) -> Watch | None:
-        """Who looks at the answer; None when nobody has to."""
-        runaway = None
-        if self._config.runaway and ask.stream:
-            runaway = Runaway(ticket.lane.config.max_output_tokens * choices_of(ask))
-        return Watch(runaway) if runaway is not None or self.tenants_needed else None
+    def detector(self, ticket: Ticket, ask: Ask) -> Runaway | None:
+        """Who looks at the stream for signs of running away; None when nobody has to."""
+        if not (self._config.runaway and ask.stream):
+            return None
+        return Runaway(ticket.lane.config.max_output_tokens * choices_of(ask))
 
     # -- a request goes ---------------------------------------------------------------------------------------------
-    def leave(self, ticket: Ticket, outcome: Outcome, watch: Watch | None) -> None:
-        """It ended; whoever waits may begin."""
-        self._flows.pop(ticket, None)
-        if not self.gate.leave(ticket):
+    def leave(self, ticket: Ticket, outcome: Outcome, used: tuple[int, int] | None) -> None:
+        """It ended having `used` (input, output) tokens, None where nobody counts; whoever waits may begin."""
+        if ticket.state == "done":
             return
-        self._settle(ticket, outcome, watch)
+        if ticket.waiting:
+            self._flows.pop(ticket)
+        ticket.lane.account.settle(ticket.charged, outcome, used or (ticket.charged, 0), int(self._clock() * 1e9))
+        self.gate.leave(ticket)
         if self.gate.waiting:
             self.tick()
-
-    def _settle(self, ticket: Ticket, outcome: Outcome, watch: Watch | None) -> None:
-        used = watch.used(ticket.charged) if watch is not None and outcome is Outcome.ANSWERED else (ticket.charged, 0)
-        ticket.lane.account.settle(ticket.charged, outcome, used, self._now_ns())
 
     def tick(self) -> None:
         """Turn away who waited too long, begin who has a slot. Called when something changed and some times a second."""
@@ -201,9 +210,10 @@ class Desk:
             if self._gone:
                 self._count_strays()
             now = self._clock()
+            self.gate.sample(now)
             for late in self.gate.late(now):
                 self._turn_away(late, "queue_timeout", "no worker was free in time", status=503)
-            while (ticket := self.gate.next(now)) is not None:
+            while (ticket := self.gate.next()) is not None:
                 self._wait_of(ticket, now)
                 self._flows.pop(ticket).admitted()
         finally:
@@ -212,7 +222,7 @@ class Desk:
     def _turn_away(self, ticket: Ticket, reason: str, message: str, *, status: int) -> None:
         """One that left the queue without having begun."""
         ticket.lane.account.counts[reason] += 1
-        ticket.lane.account.settle(ticket.charged, Outcome.FAILED, (0, 0), self._now_ns())
+        ticket.lane.account.settle(ticket.charged, "failed", (0, 0), self._now_ns())
         retry_after_s = self.gate.retry_after_s(self._clock())
         self._flows.pop(ticket).cut(_turned_away(status, reason, message, retry_after_s))
 
@@ -230,13 +240,12 @@ class Desk:
         return int(self._clock() * 1e9)
 
 
-def _for_engine(lane: Lane, ask: Ask, limit: int) -> Ask:
-    """With the fields that only we set."""
-    if lane.max_tokens is not None and not limit:
-        return with_fields(ask, *lane.limited)
-    return with_fields(ask, *lane.added) if lane.added[0] else ask
-
-
 def _turned_away(status: int, reason: str, message: str, retry_after_s: int, headers: str = "") -> RequestError:
     code = {429: "rate_limit_exceeded", 529: "overloaded"}.get(status, reason)
     return RequestError(status, message, code=code, reason=reason, headers=f"retry-after: {retry_after_s}\r\n{headers}")
+
+
+def usable(models: bytes, names: frozenset[str]) -> bytes:
+    """The answer of /v1/models with those that a key may ask for."""
+    found = msgspec.json.decode(models)
+    return msgspec.json.encode({**found, "data": [one for one in found["data"] if one["id"] in names]})

@@ -14,6 +14,7 @@ import msgspec
 from fleet_router.admission.gate import Ticket
 from fleet_router.admission.quota import Outcome
 from fleet_router.admission.runaway import Why
+from fleet_router.admission.usage import EVENT, used_tokens
 from fleet_router.context import Client, Context
 from fleet_router.dialect.translation import Translation
 from fleet_router.ending import CHAT_PATH, END, framed, last_event
@@ -51,10 +52,10 @@ class Flow:
     """State of one request."""
 
     __slots__ = (
-        "_ask", "_client", "_connection", "_context", "_counted", "_decode_failures", "_excluded", "_first", "_gaps",
-        "_handed_over", "_head_bytes", "_held", "_keys", "_last", "_lease", "_leg_worker", "_local", "_outcome", "_path",
-        "_paused", "_prefill_failures", "_served", "_ticket", "_translation", "_trip", "_watch", "config", "deadline", "done",
-        "hints", "last_byte_at", "started", "started_at",
+        "_ask", "_before", "_client", "_connection", "_context", "_counted", "_decode_failures", "_events", "_excluded",
+        "_first", "_gaps", "_handed_over", "_head_bytes", "_held", "_keys", "_last", "_lease", "_leg_worker", "_local",
+        "_metered", "_outcome", "_path", "_paused", "_prefill_failures", "_runaway", "_served", "_tail", "_ticket",
+        "_translation", "_trip", "config", "deadline", "done", "hints", "last_byte_at", "started", "started_at",
     )  # fmt: skip
 
     def __init__(
@@ -67,7 +68,11 @@ class Flow:
         self._path = path
         self._ask = ask
         self._ticket = ticket
-        self._watch = context.desk.watch(ticket, ask)
+        self._runaway = context.desk.detector(ticket, ask)
+        self._metered = context.desk.tenants_needed
+        self._events = 0
+        self._before = self._tail = b""
+        """The last two reads of the answer: its usage stands there."""
         self._translation = translation
         self.config = context.config  # a reload does not change a running request
         self._excluded: frozenset[str] = frozenset()
@@ -96,7 +101,7 @@ class Flow:
         """It waits for workers."""
         self._head_bytes = b""
         """The answer's head, waiting for the first bytes of its body: one write for both."""
-        self._outcome = Outcome.LEFT
+        self._outcome: Outcome = "left"
         """How it ends if it ends now, unless we refuse it."""
         self.started = False
         """The first byte has gone to the client."""
@@ -115,22 +120,22 @@ class Flow:
         """Choose and send the first leg."""
         context = self._context
         self._trip_over()
-        now, seed, hints = context.clock(), self._ticket.lane.seed, self.hints
+        ask, now, seed, hints = self._ask, context.clock(), self._ticket.lane.seed, self.hints
         if context.knowledge is not None and not seed:
             if self._counted is None:
-                self._counted = context.knowledge.count(self._ask, self._path == CHAT_PATH, self._was_counted)
+                self._counted = context.knowledge.count(ask, self._path == CHAT_PATH, self._was_counted)
                 if self._counted is None:
                     return
             hints = context.knowledge.hints(self._counted, hints)
-        found, keys = context.table.choose(self._ask.prompt, self.config, now, self._excluded, seed, hints)
+        found, keys = context.table.choose(ask.prompt, self.config, now, self._excluded, seed, ask.adapter, hints)
         if not isinstance(found, Choice):
-            self._hold(found.reason)
+            self._hold(found.reason, "adapter_not_loaded" if ask.adapter else "no_worker")
             return
         if self._held:
             self._held, self.started_at = False, now  # what it waited says nothing of the workers
             self.deadline = self.started_at + self.config.first_token_deadline_s
         if not self._ask.alone:
-            self._trip = context.table.depart(found, now, self.hints, stream=self._ask.stream)
+            self._trip = context.table.depart(found, now, ask.adapter, stream=ask.stream)
         decode = context.table.workers[found.decode]
         self._keys = [] if self._ask.alone else keys
         self._handed_over = ""
@@ -152,11 +157,11 @@ class Flow:
             self._counted = counted
             self.begin()
 
-    def _hold(self, why: str) -> None:
+    def _hold(self, why: str, code: str) -> None:
         """Nobody can answer it now: it waits for workers, if any are to come."""
         holding, now = self._context.holding, self._context.clock()
         try:
-            self.deadline = holding.hold(self, self._ask.size_bytes, why, now, self.config.hold)
+            self.deadline = holding.hold(self, self._ask.size_bytes, (why, code), now, self.config.hold)
         except RequestError as error:
             self._refuse(error)
         else:
@@ -264,6 +269,20 @@ class Flow:
         self._context.metrics.retries += 1
         self.begin()
 
+    @property
+    def adapter(self) -> str:
+        """Of the request; empty: the base model."""
+        return self._ask.adapter
+
+    def adapter_missing(self, worker: Worker) -> None:
+        """It answers that it has no such model: it was told to unload it, or has begun anew, since we heard of it. Nothing is
+        wrong with the worker; the others may have it."""
+        self.end_leg()
+        self._release_lease()
+        self._context.metrics.retries += 1
+        self._excluded = self._excluded | {worker.uid}
+        self.begin()
+
     # -- to the client ----------------------------------------------------------------------------------------------
     def head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         """The answer begins: from now on no retry."""
@@ -271,7 +290,7 @@ class Flow:
         self.started = True
         self.last_byte_at = now
         self._context.metrics.requests[status] += 1
-        self._outcome = Outcome.ANSWERED if status == OK else Outcome.REFUSED
+        self._outcome = "answered" if status == OK else "refused"
         if status == OK:
             self._lease = None  # the decode worker has taken it
             if self._handed_over:
@@ -320,7 +339,10 @@ class Flow:
             told = head + told
         if told:
             self._client.write(told)
-        if self._watch is not None and (why := self._watch.saw(data)) is not None:
+        if self._metered and data:
+            self._before, self._tail = self._tail, data
+            self._events += data.count(EVENT)
+        if self._runaway is not None and (why := self._runaway.saw(data)) is not None:
             self._end_runaway(why)
 
     def _end_runaway(self, why: Why) -> None:
@@ -328,7 +350,7 @@ class Flow:
         self._context.desk.runaways[why] += 1
         if self._connection is not None:
             self._connection.abort()
-        event = last_event(why, self._path == CHAT_PATH, self._client.request_id, self.config.served_name)
+        event = last_event(why, self._path == CHAT_PATH, self._client.request_id, self._ask.adapter or self.config.served_name)
         if self._translation is not None:
             event = self._translation.feed(event)
         self._client.write(framed(event) + END)
@@ -355,7 +377,7 @@ class Flow:
         self._trip_over()
         self.end_leg()
         self.done = True
-        self._leave(Outcome.FAILED)
+        self._leave("failed" if error.status >= 500 else "refused")
         self._context.metrics.requests[error.status] += 1
         self._client.refuse(error)
 
@@ -389,11 +411,14 @@ class Flow:
         self._trip_over()
         self.end_leg()
         self._release_lease()
-        self._leave(Outcome.FAILED if self._ticket.waiting or self._held else self._outcome)
+        self._leave("failed" if self._ticket.waiting or self._held else self._outcome)
 
     def _leave(self, outcome: Outcome) -> None:
         """Give the slot back and settle; once, whatever ended the request."""
-        self._context.desk.leave(self._ticket, outcome, self._watch)
+        used = None
+        if self._metered and outcome == "answered":
+            used = used_tokens(self._before, self._tail, self._events, self._ticket.charged)
+        self._context.desk.leave(self._ticket, outcome, used)
 
     def expire(self) -> None:
         """The deadline for the next byte has passed: the worker's fault, unless the client takes nothing."""

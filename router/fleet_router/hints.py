@@ -19,7 +19,6 @@ class Hints(msgspec.Struct, frozen=True):
     """Value of the session header."""
     headers: Mapping[bytes, bytes] = {}
     """Those that tier rules look at, by lower-case name."""
-    adapter: str = ""
     others: float = 1.0
     """How much the seconds of others count against this request's own."""
     local: bool = False

@@ -69,6 +69,8 @@ class Holding:
     _places: dict[Waiting, _Place] = field(default_factory=dict)
     _since: dict[Waiting, float] = field(default_factory=dict)
     """While they are tried again: when those that were released began to wait."""
+    _served: bool = False
+    """A worker serves: what was held and finds none for itself, because its adapter is still being loaded, waits on."""
     _listeners: set[Listener] = field(default_factory=set)
     _stopped: bool = False
 
@@ -76,12 +78,13 @@ class Holding:
         return len(self._places)
 
     # -- requests ---------------------------------------------------------------------------------------------------
-    def hold(self, one: Waiting, size_bytes: int, why: str, now: float, bounds: HoldBounds) -> float:
-        """Let it wait; returns until when. RequestError when it may not: `why` says why nobody can answer it."""
+    def hold(self, one: Waiting, size_bytes: int, why: tuple[str, str], now: float, bounds: HoldBounds) -> float:
+        """Let it wait; returns until when. RequestError when it may not; `why`: words and code for why nobody can
+        answer it."""
         if self._stopped:
             raise RequestError(503, "the router is shutting down", code="shutting_down")
-        if not self.at_zero:
-            raise RequestError(503, why, code="no_worker")
+        if not self.at_zero and not (self._served and one in self._since):
+            raise RequestError(503, why[0], code=why[1])
         if len(self._places) >= bounds.requests or self.size_bytes + size_bytes > bounds.bytes:
             self.outcomes["full"] += 1
             held = f"{len(self._places)} requests with {self.size_bytes} bytes"
@@ -112,7 +115,7 @@ class Holding:
 
     def follow(self, at_zero: Sequence[AtZero], now: float, *, served: bool) -> None:
         """New endpoints. `served`: a worker can answer; then, or when nothing wakes any more, all that wait are tried again."""
-        self.at_zero = tuple(at_zero)
+        self.at_zero, self._served = tuple(at_zero), served
         if not self._places or (self.at_zero and not served):
             return
         places, self._places, self.size_bytes = self._places, {}, 0

@@ -147,7 +147,8 @@ class Knowledge:
         try:
             if not chat and prompt[:1] == b"[":
                 ids = msgspec.json.decode(prompt, type=list[int])
-                return Counted(len(ids), {layout: keys_of_ids(ids, _root(layout), layout[1]) for layout in self._layouts()})
+                layouts = self._layouts()
+                return Counted(len(ids), {one: keys_of_ids(ids, _root(one, ask.adapter), one[1]) for one in layouts})
             if tokeniser is None or (chat and not OURS_ALONE.isdisjoint(ask.fields)):
                 return NOT_KNOWN
             text = tokeniser.render(prompt) if chat else msgspec.json.decode(prompt, type=str)
@@ -156,30 +157,29 @@ class Knowledge:
         lead = () if chat else tokeniser.lead
         reading = self.prefixes.read(text, lead)
         if reading.missing_chars <= INLINE_CHARS:
-            return self._learn(reading, tokeniser.encode([reading.segments[i] for i in reading.missing]), lead)
+            return self._learn(reading, tokeniser.encode([reading.segments[i] for i in reading.missing]), lead, ask.adapter)
         if self._waiting >= WAITING_MOST:
             return NOT_KNOWN
-        self._later(reading, tokeniser, lead, then)
+        self._later(reading, tokeniser, lambda ids: then(self._learn(reading, ids, lead, ask.adapter) if ids else NOT_KNOWN))
         return None
 
-    def _later(self, reading: Reading, tokeniser: Tokeniser, lead: Sequence[int], then: Callable[[Counted], None]) -> None:
+    def _later(self, reading: Reading, tokeniser: Tokeniser, then: Callable[[Sequence[Sequence[int]]], None]) -> None:
+        """Encode in the thread; `then` gets nothing when that failed."""
         self._waiting += 1
-        texts = [reading.segments[i] for i in reading.missing]
-        encoding = self._loop.run_in_executor(self._executor, tokeniser.encode, texts)
+        encoding = self._loop.run_in_executor(self._executor, tokeniser.encode, [reading.segments[i] for i in reading.missing])
 
         def encoded(done: asyncio.Future[list[list[int]]]) -> None:
             self._waiting -= 1
-            failed = done.cancelled() or done.exception() is not None
-            then(NOT_KNOWN if failed else self._learn(reading, done.result(), lead))
+            then([] if done.cancelled() or done.exception() is not None else done.result())
 
         encoding.add_done_callback(encoded)
 
-    def _learn(self, reading: Reading, encoded: Sequence[Sequence[int]], lead: Sequence[int]) -> Counted:
+    def _learn(self, reading: Reading, encoded: Sequence[Sequence[int]], lead: Sequence[int], adapter: str) -> Counted:
         prefixes = self.prefixes
         prefixes.learn(reading, encoded, lead)
         if not prefixes.knows(reading):  # forgotten meanwhile
             return NOT_KNOWN
-        keys = {layout: prefixes.keys(reading, _root(layout), layout[1]) for layout in self._layouts()}
+        keys = {layout: prefixes.keys(reading, _root(layout, adapter), layout[1]) for layout in self._layouts()}
         return Counted(prefixes.count(reading), keys)
 
     def _layouts(self) -> set[tuple[str, int]]:
@@ -230,5 +230,6 @@ def _moved(known: Endpoint, now: Endpoint) -> bool:
     )  # fmt: skip
 
 
-def _root(layout: tuple[str, int]) -> bytes:
-    return root_hash(layout[0], layout[1])
+def _root(layout: tuple[str, int], adapter: str) -> bytes:
+    """As `precise.Holding.root` has it: blocks under an adapter are known by its name."""
+    return root_hash(layout[0], layout[1], adapter)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from fleet_router.workers import Worker
 
 MAX_PREFILL_ANSWER_BYTES = 8 * 1024 * 1024
+NOT_FOUND = 404
 MAX_ERROR_BYTES = 64 * 1024
 
 
@@ -55,6 +56,8 @@ class PrefillLeg:
     def on_end(self) -> None:
         if self._status == 200:
             self._flow.prefilled(self._worker, self._decode, bytes(self._answer))
+        elif self._status == NOT_FOUND and self._flow.adapter:
+            self._flow.adapter_missing(self._worker)
         elif 400 <= self._status < 500:
             self._flow.refuse_with(self._status, self._headers, bytes(self._answer))
         else:
@@ -79,8 +82,12 @@ class DecodeLeg:
         self.body = b""
         """What is sent, for a second time on a fresh connection."""
 
+    def _kept_back(self, status: int) -> bool:
+        """An answer that the client need not see: another worker may have a better one."""
+        return status >= 500 or (status == NOT_FOUND and bool(self._flow.adapter))
+
     def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        if status >= 500:
+        if self._kept_back(status):
             self._held = status
             return
         self._worker.succeeded()
@@ -102,6 +109,8 @@ class DecodeLeg:
     def on_end(self) -> None:
         if not self._held:
             self._flow.end()
+        elif self._held == NOT_FOUND:
+            self._flow.adapter_missing(self._worker)
         elif b"KvTransferError" in self._answer:
             self._flow.transfer_failed(self._worker)
         else:
@@ -127,8 +136,8 @@ class TranslatedLeg(DecodeLeg):
 
     def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         if status >= 400:
-            self._held = status if status >= 500 else 0
-            self._refused = status if status < 500 else 0
+            self._held = status if self._kept_back(status) else 0
+            self._refused = 0 if self._held else status
             return
         self._worker.succeeded()
         if self._translation.stream:

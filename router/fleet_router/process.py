@@ -122,13 +122,19 @@ class Router:
                 text += "".join(f"{line}\n" for line in context.knowledge.lines())
             return 200, b"text/plain; version=0.0.4", (text + exposition(self._desk, self._clock())).encode()
         if path == b"/v1/models":
-            card = {"id": context.config.served_name, "object": "model", "created": 0, "owned_by": "inferencefleet"}
-            data = [card] if context.config.served_name else []
-            return 200, b"application/json", msgspec.json.encode({"object": "list", "data": data})
+            return 200, b"application/json", msgspec.json.encode({"object": "list", "data": self._models()})
         if path == b"/ready":
             why = self._not_ready()
             return (503 if why else 200), b"text/plain", (why or "ready").encode() + b"\n"
         return 200, b"text/plain", b"ok\n"
+
+    def _models(self) -> list[dict[str, object]]:
+        """The model, and the adapters that some decode worker can answer for now."""
+        config, decodes = self._context.config, self._context.table.by_role["decode"]
+        card = {"object": "model", "created": 0, "owned_by": "inferencefleet"}
+        there = {name for worker in decodes for name in worker.endpoint.adapters}
+        adapters = [{"id": name, **card, "parent": config.served_name} for name in config.adapters if name in there]
+        return [{"id": config.served_name, **card}, *adapters] if config.served_name else []
 
     def _not_ready(self) -> str:
         if self._context.draining:

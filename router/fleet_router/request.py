@@ -49,6 +49,8 @@ class Ask(msgspec.Struct, frozen=True):
     """The body as it came when nothing had to be stripped."""
     alone: bool = False
     """One worker serves it without any KV from elsewhere: nothing is generated."""
+    adapter: str = ""
+    """The adapter that `model` names; empty: the base model."""
 
     @property
     def size_bytes(self) -> int:
@@ -62,8 +64,8 @@ def parse_alone(body: bytes, config: RouterConfig) -> Ask:
         fields = _TOP.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(400, f"the body is not a JSON object: {error}", code="invalid_json") from error
-    _check_model(_typed(fields, "model", _STR) or config.served_name, config)
-    return _without_ours(fields, b"", body, stream=False, alone=True)
+    adapter = _adapter_of(_typed(fields, "model", _STR) or config.served_name, config)
+    return _without_ours(Ask(fields, b"", False, body, True, adapter))
 
 
 def parse_body(body: bytes, chat: bool, config: RouterConfig) -> Ask:
@@ -75,7 +77,7 @@ def parse_body(body: bytes, chat: bool, config: RouterConfig) -> Ask:
     model = _typed(fields, "model", _STR)
     if model is None:
         raise RequestError(400, "model is required", param="model")
-    _check_model(model, config)
+    adapter = _adapter_of(model, config)
     name = "messages" if chat else "prompt"
     if fields.get(name, _NULL) == _NULL:
         raise RequestError(400, f"{name} is required", param=name)
@@ -88,35 +90,41 @@ def parse_body(body: bytes, chat: bool, config: RouterConfig) -> Ask:
     stream = _typed(fields, "stream", _BOOL) or False
     if _typed(fields, "stream_options", _OBJECT) is not None and not stream:
         raise RequestError(400, "stream_options is only allowed when stream is true", param="stream_options")
-    return _without_ours(fields, prompt, original, stream=stream, alone=False)
+    return _without_ours(Ask(fields, prompt, stream, original, False, adapter))
 
 
-def _without_ours(fields: dict[str, msgspec.Raw], prompt: bytes, original: bytes | None, *, stream: bool, alone: bool) -> Ask:
-    if STRIPPED.isdisjoint(fields):
-        return Ask(fields, prompt, stream, original, alone)
-    for field in STRIPPED & fields.keys():
-        del fields[field]
-    return Ask(fields, prompt, stream, None, alone)
+def _without_ours(ask: Ask) -> Ask:
+    if STRIPPED.isdisjoint(ask.fields):
+        return ask
+    for field in STRIPPED & ask.fields.keys():
+        del ask.fields[field]
+    return msgspec.structs.replace(ask, original=None)
 
 
-def _check_model(model: str, config: RouterConfig) -> None:
-    if model != config.served_name:
+def _adapter_of(model: str, config: RouterConfig) -> str:
+    """The adapter of this name, empty for the model itself; 404 when it is neither."""
+    if model == config.served_name:
+        return ""
+    if model not in config.adapters:
         raise RequestError(404, f"The model `{model}` does not exist.", code="model_not_found", param="model")
+    return model
 
 
 def with_fields(ask: Ask, added: Mapping[str, msgspec.Raw], spliced: bytes) -> Ask:
     """With fields of ours; `spliced` is the same as text, with a comma before and the object's end behind it, so that a body that
     goes on as it came is not put together anew."""
-    known = not ask.fields.keys().isdisjoint(added)
-    ask.fields.update(added)
-    if ask.original is None:
+    fields, original = ask.fields, ask.original
+    anew = not fields or not fields.keys().isdisjoint(added)
+    fields.update(added)
+    if original is None:
         return ask
-    return Ask(ask.fields, ask.prompt, ask.stream, None if known else ask.original.rstrip()[:-1] + spliced)
+    whole = None if anew else b"".join((memoryview(original.rstrip())[:-1], spliced))
+    return Ask(fields, ask.prompt, ask.stream, whole, ask.alone, ask.adapter)
 
 
-def model_of(ask: Ask) -> str:
-    """The model that is asked for."""
-    return _STR.decode(ask.fields["model"])
+def asked_about(ask: Ask) -> bytes:
+    """The prompt; of a request that one worker answers alone, everything that it says."""
+    return ask.prompt or b"".join(map(bytes, ask.fields.values()))
 
 
 def choices_of(ask: Ask) -> int:

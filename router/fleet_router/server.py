@@ -13,6 +13,7 @@ from typing import cast
 
 from fleet_router.config import RouterConfig
 from fleet_router.context import Context
+from fleet_router.desk import usable
 from fleet_router.dialect.routes import ALONE, TRANSLATED, error_body, translation_of
 from fleet_router.dialect.translation import Translation
 from fleet_router.ending import END, framed
@@ -27,7 +28,8 @@ from fleet_router.request import Ask, parse_alone, parse_body
 COMPLETIONS = b"/v1/completions"
 CHAT = b"/v1/chat/completions"
 GENERATE = {COMPLETIONS: False, CHAT: True}
-PLAIN = {b"/v1/models", b"/health", b"/ready", b"/metrics"}
+MODELS = b"/v1/models"
+PLAIN = {MODELS, b"/health", b"/ready", b"/metrics"}
 WAITING_BYTES = 65_536
 """Above this nothing more is read from a client whose request is running."""
 HIGH_WATER_BYTES = 256 * 1024
@@ -188,9 +190,10 @@ class ClientConnection(asyncio.Protocol):
                 self._listen(wait_of(request.url))
             elif path in PLAIN:
                 self._need(method, b"GET", b"HEAD")
-                if path.startswith(b"/v1/"):
-                    self._context.desk.entry(request.key)
+                entry = self._context.desk.entry(request.key) if path == MODELS else None
                 status, kind, body = self._plain(path)
+                if entry is not None and entry.named.models is not None:
+                    body = usable(body, entry.named.models)
                 self._write_answer(status, body, kind)
             else:
                 raise RequestError(404, f"no such path: {path[:200].decode('latin-1')}")

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 from fleet_router.config import RouterConfig
 from fleet_router.hints import NO_HINTS, Hints
-from fleet_router.kvindex.approximate import key_chain, ring_key
+from fleet_router.kvindex.approximate import adapter_seed, key_chain, ring_key
 from fleet_router.policy import choose as simple
+from fleet_router.policy.adapters import version_of
 from fleet_router.policy.candidate import Candidate
 from fleet_router.policy.choose import NO_DECODE, Choice, Refusal
 from fleet_router.policy.cost import CostAsk, Offer
@@ -96,6 +97,13 @@ class Share:
 NO_CONFIG = RouterConfig(fleet="", served_name="", slow_start_s=0.0)
 
 
+@dataclass(frozen=True, slots=True)
+class _Allowed:
+    sides: dict[str, list[Worker]]
+    version: str
+    """Of the adapter; empty without one."""
+
+
 @dataclass(slots=True)
 class WorkerTable:
     """Workers by uid; rings are rebuilt when the set changes. Running requests keep the Worker that they hold."""
@@ -138,49 +146,53 @@ class WorkerTable:
         now: float,
         excluded: frozenset[str],
         seed: int = 0,
+        adapter: str = "",
         hints: Hints = NO_HINTS,
     ) -> tuple[Choice | Refusal, list[int]]:
-        """A pair for this prompt, and its prefix keys, which begin with the tenant's `seed`."""
+        """A pair for this prompt, and its prefix keys, which begin with the tenant's `seed` and the adapter's version."""
         routing = self.routing
-        keys = key_chain(prompt, seed)
+        allowed = self._allowed(now, excluded, adapter)
+        if allowed is not None and not allowed.sides["decode"]:
+            return (Refusal(f"adapter {adapter} is on no decode worker now") if adapter else NO_DECODE), []
+        keys = key_chain(prompt, adapter_seed(seed, allowed.version) if allowed is not None else seed)
         self.turn += 1
         is_ids = prompt[:1] == b"[" and prompt[1:2].isdigit()
         size = max(1, len(prompt))
         tokens = hints.tokens or (prompt.count(b",") + 1.0 if is_ids else size / routing.bytes_per_token.value)
-        steps: Steps = routing.known(keys, size / tokens, ~hints.precise)
+        steps: Steps = routing.known(keys, size, tokens, ~hints.precise)
         if hints.blocks:
             steps = sorted([*steps, *hints.blocks], reverse=True)
         key = key_chain(hints.session)[0] if hints.session else ring_key(keys)
         tier = tier_of(config.tier_rules, tokens, hints.headers) if config.tier_rules else ""
         if config.policy == "kvAware":
-            usable = self._usable(now, excluded, steps)
+            usable = _only(self._sides(allowed.sides, steps)) if allowed is not None else None
             ask = CostAsk(
                 tokens, key, now, config.load_bound, config.min_uncached_tokens, config.decide == "cost", hints.local,
-                hints.others, hints.adapter,
+                hints.others, adapter,
             )  # fmt: skip
             offer = routing.decide(ask, steps, tier=tier, usable=usable)
             if offer is None:
                 return NO_DECODE, keys
             return Choice(offer.prefill.uid if offer.prefill else None, offer.decode.uid, offer.reason, offer), keys
-        candidates = self._sides(self.candidates(now, excluded, tier), steps)
+        sides = allowed.sides if allowed is not None else self.candidates(now, excluded)
+        candidates = self._sides(_of_tier(sides, tier), steps)
         plain = simple.Ask(key, tokens, math.inf if hints.local else config.min_uncached_tokens, self.turn)
         return simple.choose(plain, candidates, steps, self.rings, config.policy, config.load_bound), keys
 
-    def depart(self, choice: Choice, now: float, hints: Hints, *, stream: bool) -> Trip | None:
+    def depart(self, choice: Choice, now: float, adapter: str, *, stream: bool) -> Trip | None:
         """The first leg is sent; None for policies that learn nothing."""
         offer = choice.offer
         if not isinstance(offer, Offer):
             return None
         group = self.routing.groups[offer.decode.group]
-        return Trip(group, offer, now, stream=stream, adapter=hints.adapter)
+        return Trip(group, offer, now, stream=stream, adapter=adapter)
 
-    def _usable(self, now: float, excluded: frozenset[str], steps: Steps) -> Usable | None:
-        """Who may be chosen; None: everybody."""
-        if not excluded and self.trouble.until <= now and not self.shares:
+    def _allowed(self, now: float, excluded: frozenset[str], adapter: str) -> _Allowed | None:
+        """Who may be chosen, and the adapter's version; None: everybody."""
+        if not excluded and not adapter and self.trouble.until <= now and not self.shares:
             return None
-        found = self._sides(self.candidates(now, excluded), steps)
-        allowed = {worker.uid for workers in found.values() for worker in workers}
-        return lambda worker: worker.uid in allowed
+        found = self.candidates(now, excluded)
+        return _Allowed(*under(adapter, found)) if adapter else _Allowed(found, "")
 
     def _sides(self, candidates: dict[str, list[Worker]], steps: Steps) -> dict[str, list[Worker]]:
         """Every split has said which side it is for this request."""
@@ -205,22 +217,39 @@ class WorkerTable:
 
         return {role: [worker for worker in workers if stays(worker)] for role, workers in candidates.items()}
 
-    def candidates(self, now: float, excluded: frozenset[str], tier: str = "") -> dict[str, list[Worker]]:
-        """Serving workers by role, of this tier if it serves; those to be avoided only when a role has nobody else (panic),
-        excluded ones never."""
+    def candidates(self, now: float, excluded: frozenset[str]) -> dict[str, list[Worker]]:
+        """Serving workers by role; those to be avoided only when a role has nobody else (panic), excluded ones never."""
         found = {}
-        if tier and not any(worker.endpoint.tier == tier for worker in self.by_role["decode"]):
-            tier = ""
         for role, workers in self.by_role.items():
             allowed = [worker for worker in workers if worker.uid not in excluded] if excluded else workers
-            if tier:
-                allowed = [worker for worker in allowed if worker.endpoint.tier == tier]
             found[role] = [worker for worker in allowed if worker.avoid_until <= now] or allowed
         return found
 
     def ready(self) -> bool:
         """At least one worker can answer a whole request."""
         return bool(self.by_role["decode"])
+
+
+def _only(sides: dict[str, list[Worker]]) -> Usable:
+    uids = {worker.uid for workers in sides.values() for worker in workers}
+    return lambda worker: worker.uid in uids
+
+
+def _of_tier(sides: dict[str, list[Worker]], tier: str) -> dict[str, list[Worker]]:
+    """Of this tier, if it serves."""
+    if not any(worker.endpoint.tier == tier for worker in sides["decode"]):
+        return sides
+    return {role: [worker for worker in workers if worker.endpoint.tier == tier] for role, workers in sides.items()}
+
+
+def under(adapter: str, candidates: dict[str, list[Worker]]) -> tuple[dict[str, list[Worker]], str]:
+    """Those that have one version of an adapter, and which; both legs run under the same one."""
+    version = version_of(adapter, (worker.endpoint.adapters for worker in candidates["decode"]))
+    found = {
+        role: [worker for worker in workers if version and worker.endpoint.adapters.get(adapter) == version]
+        for role, workers in candidates.items()
+    }
+    return found, f"{adapter}@{version}"
 
 
 def slots_of(table: WorkerTable, config: RouterConfig) -> dict[str, int]:

@@ -85,6 +85,7 @@ EFFECTS: dict[str, Any] = {
     "crds.keep": False,
     "rbac.aggregate": True,
     "rbac.nodes": False,
+    "rbac.podGroups": ["volcano"],
     "serviceAccount.name": "a",
     "serviceAccount.annotations": {"a": "b"},
     "fullnameOverride": "other",
@@ -177,6 +178,7 @@ BAD = [
     ("a name that no shell has", {"extraEnv": [{"name": "A B"}]}, "/extraEnv/0/name"),
     ("unknown toleration field", {"tolerations": [{"keys": "x"}]}, "/tolerations/0"),
     ("resources beside requests", {"resources": {"cpu": "1"}}, "/resources"),
+    ("an unknown scheduler", {"rbac": {"podGroups": ["yarn"]}}, "/rbac/podGroups/0"),
     ("a switch as text", {"crds": {"install": "yes"}}, "/crds/install"),
 ]
 

@@ -22,6 +22,13 @@ GOOD: dict[str, Any] = {
 TIER = "spec.tiers.0"
 VLLM = ("spec.engine", {"type": "vllm"})
 HUB = ("spec.model", {"source": "hf://org/name"})
+TINY = "file:///models/tiny"
+
+
+def adapters(*wished: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    return (("spec.model.adapters", list(wished)),)
+
+
 EMPTY = {"name": "v", "emptyDir": {}}
 BAD_TEMPLATES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("a label of ours", {"labels": {"inferencefleet.io/role": "decode"}}),
@@ -156,6 +163,26 @@ BAD: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = (
     ("no router", (("spec.routing", {"replicas": 0}),)),
     ("input limit above the model", (("spec.limits", {"maxInputTokens": 4096}),)),
     ("output limit of zero", (("spec.limits", {"maxOutputTokens": 0}),)),
+    ("a queue of nothing", (("spec.limits", {"queue": {"perSlot": 0}}),)),
+    ("runaway patterns", (("spec.limits", {"runawayPatterns": ["loop"]}),)),
+    ("two classes of one name", (("spec.classes", [{"name": "a"}, {"name": "a", "priority": 1}]),)),
+    ("class without a name", (("spec.classes", [{"priority": 1}]),)),
+    ("class name with a capital", (("spec.classes", [{"name": "Gold"}]),)),
+    ("class priority out of bounds", (("spec.classes", [{"name": "a", "priority": 1001}]),)),
+    ("class objective without a percentile", (("spec.classes", [{"name": "a", "slo": {"ttft": {}}}]),)),
+    ("class objective of itl", (("spec.classes", [{"name": "a", "slo": {"itl": {"p99": "1s"}}}]),)),
+    ("class objective too long", (("spec.classes", [{"name": "a", "slo": {"ttft": {"p99": "61m"}}}]),)),
+    ("class input above the model", (("spec.classes", [{"name": "a", "maxInputTokens": 4096}]),)),
+    (
+        "class input above the limit",
+        (("spec.limits", {"maxInputTokens": 100}), ("spec.classes", [{"name": "a", "maxInputTokens": 101}])),
+    ),
+    ("class output above the default limit", (("spec.classes", [{"name": "a"}, {"name": "b", "maxOutputTokens": 4097}]),)),
+    ("17 classes", (("spec.classes", [{"name": f"c{n}"} for n in range(17)]),)),
+    ("tenants without a Secret", (("spec.tenants", {}),)),
+    ("tenants in the open", (("spec.tenants", {"tenants": [{"name": "a"}]}),)),
+    ("Secret with a slash", (("spec.tenants", {"secretRef": {"name": "a/b"}}),)),
+    ("Secret's key with a slash", (("spec.tenants", {"secretRef": {"name": "a", "key": "../x"}}),)),
     ("scaling mode", (("spec.scaling", {"mode": "predictive"}),)),
     ("scale-down window too long", (("spec.scaling", {"scaleDownWindow": "25h"}),)),
     ("to zero by a number", (("spec.scaling", {"toZero": {"enabled": 1}}),)),
@@ -172,6 +199,37 @@ BAD: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = (
     ("token for a file", (("spec.model.tokenSecretRef", {"name": "hf"}),)),
     ("token without a name", (HUB, ("spec.model.tokenSecretRef", {"key": "token"}))),
     ("cache for a claim", (("spec.model", {"source": "pvc://c/m", "cache": {"type": "pvc", "claim": "x"}}),)),
+    ("an adapter twice", adapters({"name": "a", "source": f"{TINY}/a"}, {"name": "a", "source": f"{TINY}/b"})),
+    ("an adapter with the fleet's name", adapters({"name": "good", "source": f"{TINY}/a"})),
+    (
+        "an adapter with the served name",
+        (("spec.model.servedName", "m"), *adapters({"name": "m", "source": f"{TINY}/a"})),
+    ),
+    ("an adapter outside of the model", adapters({"name": "a", "source": "file:///srv/a"})),
+    ("an adapter beside its root", (("spec.model.adapterRoot", "file:///srv"), *adapters({"name": "a", "source": f"{TINY}/a"}))),
+    ("an adapter's way out", adapters({"name": "a", "source": f"{TINY}/../a"})),
+    ("a root's way out", (("spec.model.adapterRoot", "file:///srv/../etc"),)),
+    ("an adapter's revision of a folder", adapters({"name": "a", "source": f"{TINY}/a", "revision": "main"})),
+    ("an adapter without a name", adapters({"source": f"{TINY}/a"})),
+    ("an adapter called badly", adapters({"name": "-a", "source": f"{TINY}/a"})),
+    ("an adapter from nowhere", adapters({"name": "a", "source": "http://somewhere/a"})),
+    ("nine adapters", adapters(*({"name": f"a{n}", "source": f"{TINY}/a"} for n in range(9)))),
+    ("adapters on vllm", (VLLM, *adapters({"name": "a", "source": f"{TINY}/a"}))),
+    ("more adapters than room", (("spec.model.maxSimultaneousAdapters", 0), *adapters({"name": "a", "source": f"{TINY}/a"}))),
+    ("a rank of nothing", (("spec.model.maxAdapterRank", 0),)),
+    ("lora by argument", (("spec.engine", {"type": "vllm", "args": ["--enable-lora"]}),)),
+    (
+        "a prefetch into the pod",
+        (HUB, ("spec.model.cache", {"type": "none", "prefetch": {"parallel": 2}})),
+    ),
+    (
+        "a prefetch without end",
+        (HUB, ("spec.model.cache", {"type": "nodeLocal", "path": "/c", "prefetch": {"wait": "25h", "parallel": 65}})),
+    ),
+    (
+        "a prefetch for a day and more",
+        (HUB, ("spec.model.cache", {"type": "nodeLocal", "path": "/c", "prefetch": {"wait": "25h"}})),
+    ),
     ("node cache without a path", (HUB, ("spec.model.cache", {"type": "nodeLocal"}))),
     ("claim for a node cache", (HUB, ("spec.model.cache", {"type": "nodeLocal", "path": "/c", "claim": "x"}))),
     ("KV type with torch", (("spec.engine", {"kvCacheDtype": "fp8"}),)),
@@ -295,10 +353,46 @@ GOOD_CHANGES: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = (
     ("cache at the edge", (("spec.engine", {"cacheSize": "16Ti"}),)),
     ("cache in bytes", (("spec.engine", {"cacheSize": "1048576"}),)),
     ("objectives", (("spec.slo", {"ttft": {"p99": "2s"}, "itl": {"p99": "50ms"}}),)),
+    (
+        "classes and tenants",
+        (
+            ("spec.limits", {"maxInputTokens": 1000, "queue": {"perSlot": 8}, "runawayPatterns": "default"}),
+            ("spec.tenants", {"secretRef": {"name": "tenants", "key": "t.json"}}),
+            (
+                "spec.classes",
+                [
+                    {"name": "interactive", "priority": 100, "slo": {"ttft": {"p99": "1s"}}},
+                    {"name": "batch", "priority": -10, "maxInputTokens": 1000, "maxOutputTokens": 4096},
+                ],
+            ),
+        ),
+    ),
     ("everything from the README", (("spec.telemetry", {"prometheus": {"url": "http://prometheus:9090/x"}, "interval": "10s"}),)),
     (
         "token and node cache",
         (HUB, ("spec.model.tokenSecretRef", {"name": "hf"}), ("spec.model.cache", {"type": "nodeLocal", "path": "/c"})),
+    ),
+    (
+        "prefetch",
+        (HUB, ("spec.model.cache", {"type": "nodeLocal", "path": "/c", "prefetch": {"parallel": 1, "wait": "0s"}})),
+    ),
+    ("adapters in the model's folder", adapters({"name": "a", "source": f"{TINY}/a"}, {"name": "b/c", "source": f"{TINY}/x/b"})),
+    (
+        "adapters elsewhere",
+        (
+            ("spec.model.adapterRoot", "pvc://claim"),
+            *adapters({"name": "a", "source": "pvc://claim/a"}, {"name": "b", "source": "hf://org/name", "revision": "v1"}),
+            ("spec.model.tokenSecretRef", {"name": "hf"}),
+        ),
+    ),
+    (
+        "adapters on vllm with room for them",
+        (
+            VLLM,
+            ("spec.model.maxSimultaneousAdapters", 2),
+            ("spec.model.maxAdapterRank", 16),
+            *adapters({"name": "a", "source": f"{TINY}/a"}),
+        ),
     ),
     (
         "asymmetric tensor sizes",

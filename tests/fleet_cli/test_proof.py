@@ -60,7 +60,11 @@ def replace_kv(kv: KvStatus, **changes) -> KvStatus:
 
 def run(monkeypatch, router: Engine, alone: Engine):
     engines = {"http://router": router, "http://alone": alone}
-    monkeypatch.setattr(proof, "Client", lambda url, model: Client(url, model, httpx.MockTransport(engines[url])))
+
+    def client(url: str, model: str, *, key: str = "") -> Client:
+        return Client(url, model, httpx.MockTransport(engines[url]), key=key)
+
+    monkeypatch.setattr(proof, "Client", client)
     monkeypatch.setattr(proof, "COUNTERS_WAIT_S", 0.0)
 
     async def counters():

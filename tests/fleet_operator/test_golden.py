@@ -69,6 +69,14 @@ FLEETS: dict[str, dict[str, Any]] = {
                 "kvTransfer": {"transport": "rdma", "required": True, "via": "dra",
                                "dra": {"gpu": "gpu.nvidia.com", "nic": "mrdma.google.com"}}}],
     ),
+    "tenants": manifest(
+        "shared",
+        slo={"ttft": {"p99": "2s"}},
+        classes=[{"name": "interactive", "priority": 100, "slo": {"ttft": {"p99": "500ms"}}},
+                 {"name": "batch", "priority": -10, "maxOutputTokens": 512}],
+        tenants={"secretRef": {"name": "tenants"}},
+        limits={"queue": {"perSlot": 8}, "runawayPatterns": "default"},
+    ),
     "vllm-host-network": manifest(
         "host",
         model={"source": "hf://org/name", "cache": {"type": "pvc", "claim": "cache"}},

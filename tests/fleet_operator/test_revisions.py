@@ -34,6 +34,7 @@ def inputs(**spec: Any) -> dict[str, Any]:
         pytest.param({"tiers": [{**TIER, "prefill": {"minReplicas": 2}, "decode": {"warm": 1}}]}, id="sizes"),
         pytest.param({"tiers": [{**TIER, "ratio": {"decode": 3}}]}, id="ratio"),
         pytest.param({"engine": {"type": "torch", "maxBatch": 32}}, id="defaults-written-out"),
+        pytest.param({"model": {"source": "file:///m", "adapters": [{"name": "a", "source": "file:///m/a"}]}}, id="an-adapter"),
     ],
 )
 def test_no_pod_is_restarted_for(spec: dict[str, Any]):
@@ -46,6 +47,9 @@ def test_no_pod_is_restarted_for(spec: dict[str, Any]):
         pytest.param({"model": {"source": "file:///other"}}, id="model"),
         pytest.param({"model": {"source": "file:///m", "servedName": "x"}}, id="served-name"),
         pytest.param({"engine": {"maxBatch": 8}}, id="engine"),
+        pytest.param({"model": {"source": "file:///m", "adapterRoot": "file:///a"}}, id="adapter-root"),
+        pytest.param({"model": {"source": "file:///m", "maxSimultaneousAdapters": 2}}, id="room-for-adapters"),
+        pytest.param({"model": {"source": "file:///m", "maxAdapterRank": 8}}, id="rank-of-adapters"),
         pytest.param({"limits": {"maxOutputTokens": 8}}, id="output-limit"),
         pytest.param({"rollout": {"drainTimeout": "9s"}}, id="drain-timeout"),
         pytest.param({"tiers": [{**TIER, "accelerator": {"type": "h100"}}]}, id="accelerator"),
@@ -54,6 +58,13 @@ def test_no_pod_is_restarted_for(spec: dict[str, Any]):
 )
 def test_pods_are_made_anew_for(spec: dict[str, Any]):
     assert inputs(**spec) != inputs()
+
+
+def test_how_nodes_fetch_restarts_no_pod():
+    def cached(**more: Any) -> dict[str, Any]:
+        return inputs(model={"source": "hf://o/n", "cache": {"type": "nodeLocal", "path": "/c", **more}})
+
+    assert cached(prefetch={"parallel": 2}) == cached()
 
 
 @pytest.mark.parametrize(

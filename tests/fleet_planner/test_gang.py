@@ -296,3 +296,37 @@ def test_the_adversary_really_makes_halves():
         partial = [w for o in cluster.seen for w in replicas_of(o.pods, (1, 2)) if w.size == 2 and w.placed == 1]
         halves = max(halves, len(partial))
     assert halves == 2
+
+
+def test_what_waits_in_a_queue_is_told_and_not_backed_out_of():
+    wish = fleet(ratio={"decode": 1}, placement={"queue": "gpus"})
+    gated = {"node": None, "ready": False, "phase": "Pending", "gated": True}
+    pods = [one for name, role in (("p", "prefill"), ("d", "decode")) for one in gang(name, role, **gated)]  # type: ignore[arg-type]
+    observed = replace(start(nodes=(2, 2)), pods=tuple(pods), router=RouterView(1, 1))
+    plan = reconcile(wish, observed, NOW + 100 * WAIT_S)
+    limited = plan.status.condition("CapacityLimited")
+    assert limited is not None
+    assert (limited.status, limited.reason, limited.message) == ("True", "Queued", "tier t: 2 workers wait in queue gpus: p, d")
+    assert plan.delete == ()
+
+
+def test_what_cannot_be_whole_is_backed_out_of_together_with_what_it_strands():
+    """Two prefill workers are there for eight decode workers of two nodes; of these five are whole, one has half of its nodes."""
+    ratio = {"prefill": 1, "decode": 4, "min": "1:4", "max": "1:4"}
+    wish = fleet(ratio=ratio, prefill={"maxReplicas": 2}, decode={"minReplicas": 4, "maxReplicas": 8})
+    decode = [gang(f"f-t-decode-aaaaaaaa-{n}", placed=2 if n < 5 else 1 if n == 5 else 0) for n in range(8)]
+    prefill = [pod(f"f-t-prefill-aaaaaaaa-{n}", "prefill", n) for n in range(2)]
+    pools = tuple(
+        ObservedPool(f"f-t-{role}-aaaaaaaa", role, role, "t", "aaaaaaaa", size, size, size)
+        for role, size in (("prefill", 2), ("decode", 8))
+    )
+    seen = replace(start(nodes=(1, 2)), pods=tuple([*prefill, *(one for group in decode for one in group)]), pools=pools)
+    plan = reconcile(wish, seen, NOW + 10 * WAIT_S)
+    assert {pool.role: pool.replicas for pool in plan.pools} == {"prefill": 1, "decode": 4}
+    limited = plan.status.condition("CapacityLimited")
+    assert limited is not None
+    assert (limited.status, limited.reason) == ("True", "BackedOut")
+    assert "0/4 nodes: no gpu" in limited.message
+    gone = {one.name for one in plan.delete}
+    assert len(gone) == 1 + 4 * 2
+    assert {f"f-t-decode-aaaaaaaa-{n}{member}" for n in (5, 6, 7) for member in ("", "-1")} <= gone

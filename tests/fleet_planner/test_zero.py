@@ -81,6 +81,17 @@ def test_telemetry_that_stops_is_not_idleness():
     assert "holding" in plan.reasons[0]
 
 
+def test_idleness_ends_with_the_last_reading():
+    """A reading counts as fresh for three intervals, a minute here: nobody knows what came in that minute."""
+    world = World(fleet(telemetry={"interval": "18s"}))
+    world.settle()
+    world.now += IDLE_S - 5
+    world.read()
+    world.now += 55
+    assert reconcile(world.spec, world.observed, world.now).delete == ()
+    assert world.step().delete != ()
+
+
 def test_requests_between_two_readings_count():
     world = World()
     world.settle()
@@ -113,9 +124,10 @@ def test_a_fleet_at_zero_stays_there_over_a_restart_and_without_telemetry():
     world.readable = False
     for _ in range(100):
         assert world.step().create == ()
-    world.readable, world.arrivals = True, 17.0  # routers were replaced: their counters say nothing
-    for _ in range(100):
-        assert world.step().create == ()
+    world.readable = True
+    for world.arrivals in (17.0, 3.0, 18.0):  # routers were replaced, or somebody left again: who waits is held
+        for _ in range(50):
+            assert world.step().create == ()
 
 
 # -- and back ---------------------------------------------------------------------------------------------------------
@@ -139,6 +151,21 @@ def test_one_held_request_wakes_both_roles_to_the_minimum():
     world.held, plan = 0, world.step()
     assert plan.status.tiers[0].zero is None
     assert plan.zero == ()
+
+
+def test_workers_over_several_nodes_come_and_go_as_a_whole():
+    world = World(nodes=(1, 2))
+    world.rest()
+    world.held = 1
+    world.step()
+    assert world.workers() == 5
+    world.ready()
+    world.observed = replace(
+        world.observed, pods=tuple(replace(pod, ready=False) if pod.member else pod for pod in world.observed.pods)
+    )
+    assert counts(world.step(), "t") == (0, 0)
+    world.ready()
+    assert counts(world.step(), "t") == (1, 2)
 
 
 def test_what_was_heard_between_two_readings_wakes():

@@ -15,7 +15,9 @@ IDLE_S = 60.0
 OLD, NEW = "aaaaaaaa", "bbbbbbbb"
 
 
-def fleet(tiers: list[dict[str, Any]] | None = None, status: Any = None, rollout: Any = None, **scaling: Any):
+def fleet(
+    tiers: list[dict[str, Any]] | None = None, status: Any = None, rollout: Any = None, telemetry: Any = None, **scaling: Any
+):
     to_zero = {"toZero": {"enabled": True, "idle": "60s"}}
     manifest = {
         "apiVersion": "inferencefleet.io/v1alpha1",
@@ -28,6 +30,7 @@ def fleet(tiers: list[dict[str, Any]] | None = None, status: Any = None, rollout
             ],
             "scaling": {**to_zero, **scaling},
             "rollout": rollout or {},
+            "telemetry": telemetry or {},
         },
     }
     found = parse_fleet(manifest)
@@ -47,11 +50,13 @@ class World:
     readable: bool = True
     fits: bool = True
     """There are nodes for new pods."""
+    nodes: tuple[int, int] = (1, 1)
+    """Pods of one prefill and of one decode worker."""
     served: list[dict[str, tuple[int, int]]] = field(default_factory=list)
     """By tier: what the routers were told to use, pass after pass."""
 
     def __post_init__(self) -> None:
-        templates = {tier.name: Template(OLD, "c") for tier in self.spec.spec.tiers}
+        templates = {tier.name: Template(OLD, "c", nodes=self.nodes) for tier in self.spec.spec.tiers}
         self.observed = Observed(templates=templates, router=RouterView(1, 1))
 
     def read(self) -> None:
@@ -89,6 +94,7 @@ class World:
         return ObservedPod(
             name=wanted.name, uid=f"{wanted.name}@{self.now}", role=wanted.role, tier=wanted.tier, revision=wanted.revision,
             ordinal=wanted.ordinal, ready=False, terminating=False, created_at=self.now, ready_since=None, compat="c",
+            member=wanted.member,
             unschedulable=not self.fits, message="" if self.fits else "0/2 nodes are available", **where,
         )  # fmt: skip
 

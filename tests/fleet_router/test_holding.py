@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
+import signal
+import socket
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,11 +16,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet_router.config import HoldBounds
+from fleet_router.admission.tenants import Tenants
+from fleet_router.config import HoldBounds, encode
 from fleet_router.errors import RequestError
 from fleet_router.follow.documents import Documents
 from fleet_router.holding import LISTENERS_MOST, Holding
-from fleet_wire.endpoints import AtZero, Endpoints
+from fleet_router.process import Router, Settings
+from fleet_wire import endpoints
+from fleet_wire.endpoints import ENDPOINTS_KEY, ROUTER_CONFIG_KEY, AtZero, Endpoints
 from tests.fleet_router.rig import CONFIG, Rig, answer_of, ask, http, run, until
 
 ZERO = (AtZero(tier="t"),)
@@ -31,7 +38,7 @@ class One:
         self.holding, self.name, self.size, self.ended = holding, name, size, ""
 
     def wait(self, now: float = 0.0, bounds: HoldBounds = HoldBounds()) -> float:  # noqa: B008 - frozen
-        return self.holding.hold(self, self.size, "no worker", now, bounds)
+        return self.holding.hold(self, self.size, ("no worker", "no_worker"), now, bounds)
 
     def begin(self) -> None:
         self.ended = "begun"
@@ -98,6 +105,18 @@ def test_one_that_finds_no_worker_waits_on_with_its_old_deadline():
     assert (len(holding), one.until) == (1, until_)
     holding.follow((), 60.0, served=True)
     assert (len(holding), one.ended) == (0, "begun")
+
+
+def test_one_whose_adapter_is_still_loaded_when_workers_serve_waits_on():
+    holding = Holding(ZERO)
+    one = Stubborn(holding, 1)
+    one.wait()
+    holding.follow((), 50.0, served=True)  # nothing is at zero any more
+    assert len(holding) == 1
+    with pytest.raises(RequestError):
+        One(holding, 2).wait(50.0)  # who comes now is told at once
+    holding.follow((), 51.0, served=True)
+    assert (len(holding), one.ended, holding.outcomes) == (0, "begun", {"released": 1})
 
 
 @pytest.mark.parametrize("bounds", [HoldBounds(requests=2), HoldBounds(bytes=20)], ids=["requests", "bytes"])
@@ -289,6 +308,17 @@ def test_a_second_request_of_a_connection_waits_behind_the_held_one():
     run(go)
 
 
+def test_who_may_not_ask_wakes_nothing():
+    async def go(rig: Rig) -> None:
+        rig.context.desk.tenants_needed = True
+        rig.context.desk.know(Tenants(salt="s" * 32))
+        rest(rig)
+        status, _ = await rig.post(ask())
+        assert (status, len(rig.context.holding), metric(rig, "fleet_router_arrivals_total")) == (401, 0, 0)
+
+    run(go)
+
+
 def test_without_a_tier_at_zero_nothing_waits():
     async def go(rig: Rig) -> None:
         rest(rig, ())
@@ -321,6 +351,29 @@ def test_a_router_that_stops_answers_what_it_holds():
         assert (status, headers["connection"], json.loads(raw)["error"]["code"]) == (503, "close", "shutting_down")
 
     run(go)
+
+
+def test_a_router_that_is_told_to_end_lets_nobody_wait(tmp_path: Path):
+    """A whole process' life in this loop, up to the signal."""
+    (tmp_path / ROUTER_CONFIG_KEY).write_text(encode(CONFIG))
+    (tmp_path / ENDPOINTS_KEY).write_bytes(endpoints.encode(Endpoints(fleet="f", namespace="n", at_zero=ZERO)))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+
+    async def go() -> None:
+        router = Router(Settings(f"dir:{tmp_path}", "127.0.0.1", port))
+        life = asyncio.create_task(router.run())
+        await until(lambda: bool(router._context.holding.at_zero))
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(http(ask()))
+        await until(lambda: len(router._context.holding) == 1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        status, headers, raw = await asyncio.wait_for(answer_of(reader), 5)
+        assert (status, headers["connection"], json.loads(raw)["error"]["code"]) == (503, "close", "shutting_down")
+        writer.close()
+        assert await asyncio.wait_for(life, 5) == 0
+
+    asyncio.run(go())
 
 
 def test_a_failed_worker_does_not_end_a_request_while_others_wake():

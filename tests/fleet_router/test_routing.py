@@ -90,7 +90,7 @@ def tiers_of(policy: str, config_: RouterConfig, prompt: bytes, headers: dict[by
     table.update(Endpoints(fleet="f", namespace="n", workers=rows))
     config_ = msgspec.structs.replace(config_, policy=policy)
     hints = hints_of(config_, SloClass(name="default"), headers)
-    found = [table.choose(b"%d " % i + prompt, config_, 0.0, frozenset(), 0, hints)[0] for i in range(20)]
+    found = [table.choose(b"%d " % i + prompt, config_, 0.0, frozenset(), 0, "", hints)[0] for i in range(20)]
     return {table.workers[one.decode].endpoint.tier for one in found}
 
 

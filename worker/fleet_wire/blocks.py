@@ -37,3 +37,19 @@ def chain_packed(parent: bytes, packed: bytes, block_tokens: int) -> list[bytes]
     """Names of all full blocks after `parent`, of token ids that are packed as little-endian uint32 already."""
     digest, step = xxhash.xxh3_128_digest, 4 * block_tokens
     return [parent := digest(parent + packed[at : at + step]) for at in range(0, len(packed) - step + 1, step)]
+
+
+def adapter_salt(name: str, digest: str) -> str:
+    """What KV that was computed under an adapter depends on beside the tokens; also `adapter` of a KV reference."""
+    return f"{name}@{digest}"
+
+
+def salted_root(root: bytes, salt: str) -> bytes:
+    """Parent of the first blocks under an adapter; 16 bytes. Never the base model's root, nor another adapter's."""
+    return xxhash.xxh3_128_digest(root + b"\0adapter\0" + salt.encode())
+
+
+def tenant_root(root: bytes, cache_salt: str) -> bytes:
+    """Parent of the first blocks of requests with a `cache_salt` (the router gives each tenant its own); 16 bytes. Nobody finds
+    KV of another tenant, nor learns from the time of an answer what others asked."""
+    return xxhash.xxh3_128_digest(root + b"\0cache_salt\0" + cache_salt.encode())

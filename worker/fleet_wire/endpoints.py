@@ -38,6 +38,8 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     """KV events (ZMQ PUB); 0: it publishes none."""
     replay_port: int = 0
     """Replay of KV events (ZMQ ROUTER); 0: none."""
+    adapters: dict[str, str] = {}
+    """Adapters that it can answer for: name → digest. KV moves only between equal digests."""
 
 
 class Split(msgspec.Struct, frozen=True, kw_only=True):

@@ -40,3 +40,5 @@ class KvReference(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Random per engine start: a restarted worker on the same address refuses old references."""
     digest: str = ""
     """xxh3-128 over the blocks' bytes in order, hex; empty when the engine gives none."""
+    adapter: str = ""
+    """Adapter and version of it that the KV was computed under (fleet_wire.blocks.adapter_salt); empty: the base model."""

@@ -1,4 +1,7 @@
-"""`fleet-worker`: the agent as a process. Exit codes: 0 clean stop, 1 engine died, 2 configuration or model problem."""
+"""`fleet-worker`: the agent as a process; `fleet-worker fetch`: only the model into the node's cache.
+
+Exit codes: 0 clean stop, 1 engine died, 2 configuration or model problem.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,10 @@ def main() -> int:
         return await (Follower if identity.member > 0 else Agent)(config, identity).run()
 
     try:
+        if sys.argv[1:] == ["fetch"]:
+            from fleet_worker.agent.fetching import fetch_model
+
+            return fetch_model()
         return asyncio.run(run())
     except WorkerError as error:
         sys.stdout.flush()

@@ -6,7 +6,8 @@ API). Secrets never travel here.
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterable
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -18,6 +19,13 @@ POD_IP_ENV = "FLEET_POD_IP"
 ROLE_ENV = "FLEET_ROLE"
 """The pod's role as its label says: a container that starts again after a role flip has the role that it flipped to."""
 
+FETCH_ENV = "FLEET_FETCH"
+"""Source that `fleet-worker fetch` brings into the cache."""
+ENGINE_TOKEN_ENV = "FLEET_ENGINE_TOKEN"  # noqa: S105 - the name of a variable
+ENGINE_TOKEN_HEADER = "x-fleet-agent"  # noqa: S105 - the name of a header
+"""What the agent gives its torch engine at start, and shows when it changes adapters: nobody else may."""
+ADAPTERS_ENV = "FLEET_ADAPTERS"
+"""The adapters that the pod's annotation names: a container that starts again loads what it had."""
 MEMBER_ENV = "LWS_WORKER_INDEX"
 LEADER_ENV = "LWS_LEADER_ADDRESS"
 GROUP_SIZE_ENV = "LWS_GROUP_SIZE"
@@ -92,6 +100,28 @@ class Parallel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """1, or tensor x data."""
 
 
+class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """LoRA adapters that may come and go while the worker runs. Which ones is not said here: they restart nothing."""
+
+    most: int = 0
+    """Loaded at once; 0: none is served."""
+    max_rank: int = 64
+    root: str | None = None
+    """Folder that adapters given as relative paths lie in."""
+
+
+class AdapterWish(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An adapter that a worker should have."""
+
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+    source: Annotated[str, msgspec.Meta(min_length=1, max_length=1200)]
+    """hf://ORG/NAME@REVISION, or a path below AdapterSettings.root."""
+
+
+MOST_ADAPTERS = 64
+Wishes = Annotated[tuple[AdapterWish, ...], msgspec.Meta(max_length=MOST_ADAPTERS)]
+
+
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the agent needs to become one worker."""
 
@@ -120,6 +150,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     drain_timeout_s: float = 30.0
     ports: Ports = Ports()
     kv: KvSettings = KvSettings()
+    adapters: AdapterSettings = AdapterSettings()
 
 
 def encode(config: WorkerConfig) -> str:
@@ -130,3 +161,13 @@ def encode(config: WorkerConfig) -> str:
 def decode(raw: str | bytes) -> WorkerConfig:
     """Parse; raises `msgspec.ValidationError` naming the field."""
     return msgspec.json.decode(raw, type=WorkerConfig)
+
+
+def encode_adapters(wishes: Iterable[AdapterWish]) -> str:
+    """Canonical JSON, in order of names."""
+    return msgspec.json.encode(sorted(wishes, key=lambda wish: wish.name), order="deterministic").decode()
+
+
+def decode_adapters(raw: str | bytes) -> tuple[AdapterWish, ...]:
+    """Parse; raises `msgspec.DecodeError` naming the field."""
+    return msgspec.json.decode(raw, type=Wishes)

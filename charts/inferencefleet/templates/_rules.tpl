@@ -31,6 +31,13 @@
 - {apiGroups: [networking.k8s.io], resources: [networkpolicies], verbs: [list, watch, create, patch, delete]}
 # one per pool of a tier with kvTransfer.via dra; written before its pods, gone with the pool, never watched
 - {apiGroups: [resource.k8s.io], resources: [resourceclaimtemplates], verbs: [create, patch]}
+{{- with .Values.rbac.podGroups }}
+{{- $groups := dict "coscheduling" "scheduling.x-k8s.io" "volcano" "scheduling.volcano.sh" "kubernetes" "scheduling.k8s.io" }}
+# one per worker over several nodes; written before its pods, deleted with them, never watched
+{{- range . }}
+- {apiGroups: [{{ get $groups . }}], resources: [podgroups], verbs: [create, patch, delete]}
+{{- end }}
+{{- end }}
 - {apiGroups: [rbac.authorization.k8s.io], resources: [roles, rolebindings], verbs: [list, watch, create, patch]}
 # events are written and never read back; server-side apply needs both verbs
 - {apiGroups: [events.k8s.io], resources: [events], verbs: [create, patch]}

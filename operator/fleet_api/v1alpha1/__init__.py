@@ -1,6 +1,7 @@
 """Version v1alpha1 of the group inferencefleet.io."""
 
 from fleet_api.v1alpha1.accelerator import AcceleratorSpec, ParallelismSpec
+from fleet_api.v1alpha1.admission import SloClassSpec, TenantsSpec
 from fleet_api.v1alpha1.base import API_VERSION, GROUP, VERSION, Metadata
 from fleet_api.v1alpha1.fabric import KvTransferSpec
 from fleet_api.v1alpha1.fleet import FleetSpec, InferenceFleet
@@ -69,10 +70,12 @@ __all__ = [
     "RolloutStatus",
     "RoutingSpec",
     "ScalingSpec",
+    "SloClassSpec",
     "SloSpec",
     "Source",
     "TargetInflightSpec",
     "TelemetrySpec",
+    "TenantsSpec",
     "TierSpec",
     "TierStatus",
     "WorkerPool",

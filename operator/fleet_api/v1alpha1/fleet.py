@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from fleet_api.v1alpha1.accelerator import CPU, DEFAULT_RESOURCE, ParallelismSpec
+from fleet_api.v1alpha1.admission import SloClassSpec, TenantsSpec
 from fleet_api.v1alpha1.base import DNS_LABEL, ApiModel, Metadata
 from fleet_api.v1alpha1.model import DEFAULT_REVISION, EngineSpec, HubSource, ModelSpec
 from fleet_api.v1alpha1.rollout import RolloutSpec
@@ -40,6 +41,12 @@ class FleetSpec(ApiModel):
     )
     slo: SloSpec = Field(default=SloSpec(), description="Latency objectives; scaling acts on them.")
     routing: RoutingSpec = Field(default=RoutingSpec(), description="How the router chooses workers.")
+    classes: Annotated[tuple[SloClassSpec, ...], Field(max_length=16)] = Field(
+        default=(), description="SLO classes. Default: one class, default, with the fleet's objective."
+    )
+    tenants: TenantsSpec | None = Field(
+        default=None, description="Who may ask, by API key. Default: everybody who reaches the router."
+    )
     limits: LimitsSpec = Field(default=LimitsSpec(), description="What one request may ask for.")
     scaling: ScalingSpec = Field(default=ScalingSpec(), description="How the operator sizes the tiers.")
     rollout: RolloutSpec = Field(default=RolloutSpec(), description="How a new revision replaces the old one.")
@@ -79,6 +86,7 @@ class InferenceFleet(ApiModel):
         spec["model"]["servedName"] = self.served_name
         if isinstance(self.spec.model.location, HubSource):
             spec["model"].setdefault("revision", DEFAULT_REVISION)
+        spec["model"]["maxSimultaneousAdapters"] = self.spec.model.adapter_slots(self.spec.engine.type)
         if self.spec.engine.type != "torch":
             del spec["engine"]["blockTokens"]
         spec["limits"]["maxInputTokens"] = self.spec.max_input_tokens

@@ -7,14 +7,19 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from fleet_api.quantities import parse_quantity
-from fleet_api.v1alpha1.base import DNS_SUBDOMAIN, ApiModel, QuantityText
+from fleet_api.quantities import parse_duration, parse_quantity
+from fleet_api.v1alpha1.base import DNS_SUBDOMAIN, ApiModel, DurationText, QuantityText
 
 SOURCE_PATTERN = (
     r"^(file://(/[^/\x00-\x1f]+)+|pvc://[a-z0-9]([-.a-z0-9]*[a-z0-9])?(/[^/\x00-\x1f]+)+"
     r"|hf://[A-Za-z0-9][-._A-Za-z0-9]*/[A-Za-z0-9][-._A-Za-z0-9]*)$"
 )
+SERVED_PATTERN = r"^[A-Za-z0-9][-._:/A-Za-z0-9]*$"
+REVISION_PATTERN = r"^[A-Za-z0-9][-._/A-Za-z0-9]*$"
+ROOT_PATTERN = r"^(file://(/[^/\x00-\x1f]+)+|pvc://[a-z0-9]([-.a-z0-9]*[a-z0-9])?(/[^/\x00-\x1f]+)*)$"
 DEFAULT_REVISION = "main"
+ADAPTER_SLOTS = {"torch": 8, "vllm": 0}
+"""Adapters at once where the spec says nothing: vLLM sets memory aside for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +57,22 @@ class TokenSecretRef(ApiModel):
     )
 
 
+class PrefetchSpec(ApiModel):
+    """How the model gets to nodes before their workers do."""
+
+    parallel: Annotated[int, Field(ge=1, le=64)] = Field(default=4, description="Nodes that fetch at the same time. Default: 4.")
+    wait: DurationText = Field(
+        default="5m",
+        description="New workers wait this long for nodes that still fetch, 0s to 24h; then they start and fetch by themselves. "
+        "Default: 5m.",
+    )
+
+    @property
+    def wait_s(self) -> float:
+        """Longest wait in seconds."""
+        return parse_duration(self.wait)
+
+
 class ModelCacheSpec(ApiModel):
     """Where workers keep an hf:// model between restarts."""
 
@@ -64,6 +85,25 @@ class ModelCacheSpec(ApiModel):
     claim: Annotated[str, Field(pattern=DNS_SUBDOMAIN, max_length=253)] | None = Field(
         default=None, description="PersistentVolumeClaim for pvc, writable from every node."
     )
+    prefetch: PrefetchSpec | None = Field(
+        default=None,
+        description="For nodeLocal: nodes that may get workers fetch the model before new workers start there. Default: as {}.",
+    )
+
+
+class AdapterSpec(ApiModel):
+    """A LoRA adapter over the model. It comes, goes and changes without a restart."""
+
+    name: Annotated[str, Field(pattern=SERVED_PATTERN, max_length=128)] = Field(
+        description="The name that clients send in `model`, unique in the fleet."
+    )
+    source: Annotated[str, Field(pattern=SOURCE_PATTERN, max_length=1024)] = Field(
+        description="Folder with adapter_config.json and adapter_model.safetensors (PEFT): hf://ORG/NAME, or file:///DIR or "
+        "pvc://CLAIM/DIR below adapterRoot. Content is read when it is loaded: give another content another folder or revision."
+    )
+    revision: Annotated[str, Field(pattern=REVISION_PATTERN, max_length=128)] | None = Field(
+        default=None, description="Branch, tag or commit of an hf:// source. Default: main."
+    )
 
 
 class ModelSpec(ApiModel):
@@ -73,10 +113,10 @@ class ModelSpec(ApiModel):
         description="Where the checkpoint (safetensors, config.json, tokenizer) is: file:///DIR on every node, "
         "pvc://CLAIM/DIR in a PersistentVolumeClaim of the namespace, or hf://ORG/NAME on the Hugging Face hub."
     )
-    revision: Annotated[str, Field(pattern=r"^[A-Za-z0-9][-._/A-Za-z0-9]*$", max_length=128)] | None = Field(
+    revision: Annotated[str, Field(pattern=REVISION_PATTERN, max_length=128)] | None = Field(
         default=None, description="Branch, tag or commit of an hf:// source. Default: main."
     )
-    served_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][-._:/A-Za-z0-9]*$", max_length=128)] | None = Field(
+    served_name: Annotated[str, Field(pattern=SERVED_PATTERN, max_length=128)] | None = Field(
         default=None, description="The name that clients send in `model`. Default: metadata.name."
     )
     token_secret_ref: TokenSecretRef | None = Field(
@@ -86,16 +126,48 @@ class ModelSpec(ApiModel):
         default=None, description="Where workers keep an hf:// model between restarts. Default: in the pod."
     )
 
+    adapters: Annotated[tuple[AdapterSpec, ...], Field(max_length=64)] = Field(
+        default=(), description="LoRA adapters; adding, changing and removing one restarts nothing. Default: none."
+    )
+    adapter_root: Annotated[str, Field(pattern=ROOT_PATTERN, max_length=1024)] | None = Field(
+        default=None,
+        description="Folder of every node (file:///DIR) or claim (pvc://CLAIM or pvc://CLAIM/DIR) that adapters with file:// and "
+        "pvc:// sources lie in; mounted when a worker starts. Default: the model's source, when that is one of these.",
+    )
+    max_simultaneous_adapters: Annotated[int, Field(ge=0, le=64)] | None = Field(
+        default=None,
+        description="Adapters that a worker has room for; changing it restarts workers. Default: 8 for torch, 0 for vllm, which "
+        "sets memory aside for each.",
+    )
+    max_adapter_rank: Annotated[int, Field(ge=1, le=512)] = Field(
+        default=64, description="Largest rank of an adapter; changing it restarts workers. Default: 64."
+    )
+
     @property
     def location(self) -> Source:
         """The source, parsed."""
-        scheme, _, rest = self.source.partition("://")
-        if scheme == "file":
-            return FileSource(path=rest)
-        if scheme == "pvc":
-            claim, _, path = rest.partition("/")
-            return ClaimSource(claim=claim, path=path)
-        return HubSource(repository=rest, revision=self.revision or DEFAULT_REVISION)
+        return located(self.source, self.revision)
+
+    @property
+    def adapter_folder(self) -> FileSource | ClaimSource | None:
+        """Where adapters with file:// and pvc:// sources lie; None: nowhere."""
+        found = located(self.adapter_root, None) if self.adapter_root is not None else self.location
+        return None if isinstance(found, HubSource) else found
+
+    def adapter_slots(self, engine: str) -> int:
+        """Adapters that a worker of this engine has room for."""
+        return ADAPTER_SLOTS[engine] if self.max_simultaneous_adapters is None else self.max_simultaneous_adapters
+
+
+def located(source: str, revision: str | None) -> Source:
+    """A source, parsed; a claim's path is empty when the whole claim is meant."""
+    scheme, _, rest = source.partition("://")
+    if scheme == "file":
+        return FileSource(path=rest)
+    if scheme == "pvc":
+        claim, _, path = rest.partition("/")
+        return ClaimSource(claim=claim, path=path)
+    return HubSource(repository=rest, revision=revision or DEFAULT_REVISION)
 
 
 class EngineSpec(ApiModel):

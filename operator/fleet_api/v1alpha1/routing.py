@@ -90,6 +90,14 @@ class RoutingSpec(ApiModel):
         return parse_duration(self.slow_start)
 
 
+class QueueSpec(ApiModel):
+    """Requests that wait in a router because every decode worker runs engine.maxBatch requests."""
+
+    per_slot: Annotated[int, Field(ge=1, le=64)] = Field(
+        default=4, description="At most so many wait per request that the workers run at once, more get 429 or 529. Default: 4."
+    )
+
+
 class HoldSpec(ApiModel):
     """Requests that wait in a router while a tier wakes from zero; the bounds are each router pod's own."""
 
@@ -121,6 +129,12 @@ class LimitsSpec(ApiModel):
         default=None, description="Longest prompt in tokens, at most engine.maxModelLen. Default: engine.maxModelLen."
     )
     max_output_tokens: Tokens = Field(default=4096, description="Most tokens that one request may generate. Default: 4096.")
+    queue: QueueSpec = Field(default=QueueSpec(), description="Requests that wait for a worker.")
+    runaway_patterns: Literal["none", "default"] = Field(
+        default="none",
+        description="default: a stream that repeats itself for 256 tokens, does not stop at its limit or writes control tokens "
+        "as text is ended with a finish_reason. Default: none.",
+    )
     hold: HoldSpec = Field(default=HoldSpec(), description="Requests that wait while a tier wakes from zero.")
 
 

@@ -89,6 +89,17 @@ class TierStatus(ApiModel):
     kv: KvStatus | None = Field(default=None, description="KV moved between the roles; absent before the first reading.")
 
 
+class AdapterStatus(ApiModel):
+    """One adapter of the spec."""
+
+    name: str = Field(description="Name of the adapter.")
+    desired: Count = Field(default=0, description="Workers that should have it.")
+    loaded: Count = Field(default=0, description="Workers that have it as the spec says.")
+    digest: str = Field(default="", description="sha256 over the files that most workers loaded; empty: none has.")
+    reason: str = Field(default="", description="Why a worker does not have it, in one word; empty: all have, or are loading it.")
+    message: str = Field(default="", description="The same in a sentence, with the worker's name.")
+
+
 class FleetSummary(ApiModel):
     """Totals over all tiers, for `kubectl get`."""
 
@@ -102,7 +113,11 @@ class FleetStatus(ApiModel):
 
     observed_generation: Count = Field(default=0, description="The metadata.generation that this status is about.")
     endpoint: str | None = Field(default=None, description="Base URL of the router inside the cluster.")
+    authentication: Literal["open", "keys"] | None = Field(
+        default=None, description="open: whoever reaches the router may ask. keys: API keys of spec.tenants are needed."
+    )
     tiers: tuple[TierStatus, ...] = Field(default=(), description="Each tier.")
+    adapters: tuple[AdapterStatus, ...] = Field(default=(), description="Each adapter of the spec.")
     conditions: tuple[Condition, ...] = Field(default=(), description="What was observed.")
     resolved: dict[str, Any] | None = Field(default=None, description="The spec with every default filled in.")
 

@@ -33,9 +33,12 @@ class Answer:
 class Client:
     """One base URL, e.g. http://127.0.0.1:8080. Every failure is a RunError that names the request."""
 
-    def __init__(self, base_url: str, model: str, transport: httpx.AsyncBaseTransport | None = None) -> None:
+    def __init__(self, base_url: str, model: str, transport: httpx.AsyncBaseTransport | None = None, *, key: str = "") -> None:
+        headers = {"authorization": f"Bearer {key}"} if key else None
         # Never through a proxy of the environment: everything here is on this machine.
-        self._http = httpx.AsyncClient(base_url=base_url, timeout=REQUEST_TIMEOUT_S, trust_env=False, transport=transport)
+        self._http = httpx.AsyncClient(
+            base_url=base_url, timeout=REQUEST_TIMEOUT_S, trust_env=False, transport=transport, headers=headers
+        )
         self._base_url, self._model = base_url, model
 
     async def __aenter__(self) -> Client:

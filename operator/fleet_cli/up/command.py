@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from fleet_cli.up.proof import Ground, prove
 from fleet_cli.up.screen import Screen, open_screen
 from fleet_cli.up.state import state_folder
 from fleet_cli.up.stops import Stops, until
+from fleet_cli.up.tenants import local_tenants
 from fleet_cli.up.view import SAMPLE_PROMPT, Snapshot, curl_line, fatal, kv_line, kv_total, snapshot
 
 POLL_S = 0.25
@@ -39,6 +40,7 @@ class UpOptions:
     port: int
     state: Path | None
     claims: Mapping[str, Path]
+    tenants: Path | None = None
 
 
 def up(options: UpOptions) -> int:
@@ -50,9 +52,12 @@ def up(options: UpOptions) -> int:
         fleet = parse_fleet(manifest)
         check_model(fleet, options.claims)
         check_engine(fleet, vllm_program())
+        tenants = local_tenants(fleet, options.tenants)
+        secrets = [tenants.secret] if tenants is not None else []
         with state_folder(options.state) as folder:
-            local = LocalFleet(manifest=manifest, state_dir=folder, port=options.port, claims=options.claims)
-            return asyncio.run(_Session(options, fleet, local, screen, begun).run())
+            local = LocalFleet(manifest=manifest, state_dir=folder, port=options.port, claims=options.claims, secrets=secrets)
+            key = tenants.key if tenants is not None else ""
+            return asyncio.run(_Session(options, fleet, local, screen, begun, key).run())
 
 
 def _manifest(options: UpOptions, screen: Screen) -> dict[str, Any]:
@@ -84,6 +89,8 @@ class _Session:
     local: LocalFleet
     screen: Screen
     begun: float
+    key: str = field(default="", repr=False)
+    """API key for requests of ours; empty: none is needed."""
     came_up: bool = False
 
     async def run(self) -> int:
@@ -130,13 +137,13 @@ class _Session:
 
     async def _offer(self) -> None:
         """Send what the user is invited to paste, so that it is known to work, and show what it moved."""
-        async with Client(self.local.router_url, self.fleet.served_name) as client:
+        async with Client(self.local.router_url, self.fleet.served_name, key=self.key) as client:
             answer = await client.stream(SAMPLE_PROMPT, FIRST_TOKENS)
         first = time.monotonic() - self.begun
         nonsense = "" if self.options.file else " (random weights: the words mean nothing)"
         self.screen.say(f"first tokens after {first:.1f} s: {answer.text!r}{nonsense}")
         url, model = self.local.router_url, self.fleet.served_name
-        self.screen.block(f"OpenAI endpoint: {url}/v1   model: {model}\nTry it:\n\n{curl_line(url, model)}")
+        self.screen.block(f"OpenAI endpoint: {url}/v1   model: {model}\nTry it:\n\n{curl_line(url, model, keyed=bool(self.key))}")
         self.screen.say(f"logs: {self.local.logs}; Ctrl-C stops everything")
 
     async def _prove(self) -> int:
@@ -148,6 +155,7 @@ class _Session:
             router_url=self.local.router_url,
             prefill_url=await self.local.prefill_url(),
             counters=counters,
+            key=self.key,
         )
         checks = await prove(ground, salt=f"{time.time_ns():x}")
         for done in checks:

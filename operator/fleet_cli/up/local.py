@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from types import TracebackType
@@ -35,8 +35,17 @@ ENGINE_PORT = 8000
 class LocalFleet:
     """One fleet on this machine; leaving the context kills whatever still runs."""
 
-    def __init__(self, *, manifest: Object, state_dir: Path, port: int, claims: Mapping[str, Path]) -> None:
+    def __init__(
+        self,
+        *,
+        manifest: Object,
+        state_dir: Path,
+        port: int,
+        claims: Mapping[str, Path],
+        secrets: Sequence[Object] = (),
+    ) -> None:
         self._manifest = manifest
+        self._secrets = secrets
         self._namespace, self._name = manifest["metadata"]["namespace"], manifest["metadata"]["name"]
         self._port = port
         self.logs = state_dir / "logs"
@@ -60,7 +69,8 @@ class LocalFleet:
         self._start("deployments", self._deployments.run())
         self._start("operator", self._operate())
         try:
-            await self._user.apply(self._manifest)
+            for one in (*self._secrets, self._manifest):
+                await self._user.apply(one)
         except BaseException as error:
             await self.__aexit__(type(error), error, None)  # nobody else will: the block was not entered
             if isinstance(error, ClusterError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fleet_api.v1alpha1 import InferenceFleet, KvStatus
 from fleet_cli.up.client import Client
@@ -43,6 +43,8 @@ class Ground:
     prefill_url: str
     """One prefill worker's engine: what it computes alone is the truth that a hand-off must reproduce."""
     counters: Callable[[], Awaitable[KvStatus]]
+    key: str = field(default="", repr=False)
+    """API key that the router asks for; empty: none."""
 
 
 def long_prompt(fleet: InferenceFleet, salt: str) -> str:
@@ -58,7 +60,7 @@ async def prove(ground: Ground, salt: str) -> list[Check]:
     """Everything that --once tries, in order. RunError when a request fails outright."""
     before = await ground.counters()
     async with (
-        Client(ground.router_url, ground.fleet.served_name) as router,
+        Client(ground.router_url, ground.fleet.served_name, key=ground.key) as router,
         Client(ground.prefill_url, ground.fleet.served_name) as alone,
     ):
         checks = [await _models(router, ground.fleet.served_name)]

@@ -117,10 +117,11 @@ def size(count: int) -> str:
     return f"{amount:.1f} TB"
 
 
-def curl_line(base_url: str, model: str) -> str:
+def curl_line(base_url: str, model: str, *, keyed: bool = False) -> str:
     """One line to paste into a shell."""
     body = json.dumps({"model": model, "prompt": SAMPLE_PROMPT, "max_tokens": 16})
-    return f"curl -s {base_url}/v1/completions -H 'content-type: application/json' -d '{body}'"
+    key = " -H 'authorization: Bearer KEY'" if keyed else ""
+    return f"curl -s {base_url}/v1/completions{key} -H 'content-type: application/json' -d '{body}'"
 
 
 def _pod_line(pod: Mapping[str, Any]) -> PodLine:

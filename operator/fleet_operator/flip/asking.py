@@ -19,6 +19,9 @@ ENGINE_S = 20.0
 """The same of an engine: a first transfer between two workers shakes hands."""
 
 
+JsonBody = dict[str, Any] | list[dict[str, str]]
+
+
 class Answer(msgspec.Struct, frozen=True):
     """What came back."""
 
@@ -45,7 +48,7 @@ class AgentState(msgspec.Struct, frozen=True):
 class Ask(Protocol):
     """One question."""
 
-    async def __call__(self, url: str, body: dict[str, Any] | None = None, within_s: float = ENGINE_S) -> Answer | None:
+    async def __call__(self, url: str, body: JsonBody | None = None, within_s: float = ENGINE_S) -> Answer | None:
         """GET, or POST when there is a body."""
         ...
 
@@ -55,7 +58,7 @@ async def open_ask() -> AsyncIterator[Ask]:
     """Questions over HTTP; connections are released when the block ends."""
     async with httpx.AsyncClient(trust_env=False, headers={"accept-encoding": "identity"}) as http:
 
-        async def ask(url: str, body: dict[str, Any] | None = None, within_s: float = ENGINE_S) -> Answer | None:
+        async def ask(url: str, body: JsonBody | None = None, within_s: float = ENGINE_S) -> Answer | None:
             found = bytearray()
             method = "GET" if body is None else "POST"
             try:

@@ -51,7 +51,7 @@ class FlipFollower:
     ) -> FlipReport:
         if before.refused or before.problem or before.proof:
             return before
-        state = state_of(await ask(f"{_base(pod, live, 'agent')}/state", within_s=AGENT_S))
+        state = state_of(await ask(f"{base(pod, live, 'agent')}/state", within_s=AGENT_S))
         if state is None or pod.flipping is None:
             return before
         report = FlipReport(state.role, state.phase, problem=state.flip_problem)
@@ -59,7 +59,7 @@ class FlipFollower:
             verdict = await self._prove(ask, fleet, pod, pod.flipping, pods, live)
             return replace(report, proof=verdict.proof, problem=verdict.problem)
         if state.role != pod.flipping and state.phase != "FlippingRole" and not pod.serving:
-            answer = await ask(f"{_base(pod, live, 'agent')}/role", {"role": pod.flipping}, within_s=AGENT_S)
+            answer = await ask(f"{base(pod, live, 'agent')}/role", {"role": pod.flipping}, within_s=AGENT_S)
             return replace(report, refused=_refusal(answer, state))
         return report
 
@@ -75,8 +75,8 @@ class FlipFollower:
             prompt_tokens=max(1, min(PROMPT_TOKENS, spec.engine.block_tokens - 1)),
             output_tokens=min(OUTPUT_TOKENS, spec.limits.max_output_tokens),
         )
-        where = _base(partner, live, "http") if partner is not None else None
-        return await prove(ask, _base(pod, live, "http"), role, where, canary)
+        where = base(partner, live, "http") if partner is not None else None
+        return await prove(ask, base(pod, live, "http"), role, where, canary)
 
 
 def _is_partner(one: ObservedPod, pod: ObservedPod, role: Role) -> bool:
@@ -95,7 +95,7 @@ def _refusal(answer: Answer | None, state: AgentState) -> str:
     return f"its agent ({state.phase}) answers {answer.status} {reason}".rstrip()
 
 
-def _base(pod: ObservedPod, live: Live, name: str) -> str:
+def base(pod: ObservedPod, live: Live, name: str) -> str:
     """Where a worker's agent or engine answers, as its pod declares it."""
     port = port_of(live.get(("Pod", pod.name), {}), name, DEFAULT_PORTS[name])
     address = pod.ip or ""

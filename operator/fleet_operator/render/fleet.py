@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fleet_api.v1alpha1 import InferenceFleet
+from fleet_api.v1alpha1 import InferenceFleet, SloClassSpec, TenantsSpec
 from fleet_api.v1alpha1.routing import TierRuleSpec
 from fleet_operator.cluster.interface import Object
 from fleet_operator.names import FLEET, PLANNED, REVISION, ROLE, ROUTER_ROLE, SIZE, TIER, labels, owner_reference, router_name
@@ -14,7 +14,7 @@ from fleet_operator.settings import Platform
 from fleet_planner.reconcile import Plan
 from fleet_planner.types import PoolWanted, Target
 from fleet_router import config as router_config
-from fleet_router.config import HoldBounds, RouterConfig, TierRule
+from fleet_router.config import TTFT_BUDGET_S, HoldBounds, RouterConfig, SloClass, TierRule
 from fleet_wire import endpoints as wire
 from fleet_wire.endpoints import ENDPOINTS_KEY, ROUTER_CONFIG_KEY, AtZero, Endpoint, Endpoints, Split
 
@@ -30,6 +30,8 @@ ROUTER_REQUESTS = {"cpu": "250m", "memory": "256Mi"}
 """In the API server's own spelling, else every pass would see a difference. No limits: what the prefix index holds follows the
 workers' caches, and a router that is killed ends every stream of the fleet."""
 ROUTER_MOUNT = "/etc/fleet"
+TENANTS_MOUNT = "/etc/fleet-tenants"
+TENANTS_FILE = "tenants.json"
 
 
 def render_pool(fleet: InferenceFleet, pool: PoolWanted, owner: Object) -> Object:
@@ -63,6 +65,7 @@ def render_documents(fleet: InferenceFleet, plan: Plan, owner: Object, live: Map
             http_port=port(target, "http", PORTS.http), agent_port=port(target, "agent", PORTS.agent),
             events_port=port(target, "kv-events", PORTS.kv_events), replay_port=port(target, "kv-replay", PORTS.kv_replay),
             role=target.role, tier=target.tier, revision=target.revision, compat=target.compat, state=target.state,
+            adapters=dict(target.adapters),
         )
         for target in plan.targets
     )  # fmt: skip
@@ -76,9 +79,11 @@ def render_documents(fleet: InferenceFleet, plan: Plan, owner: Object, live: Map
 
 def _router_config(fleet: InferenceFleet) -> RouterConfig:
     spec = fleet.spec
+    budget_s = TTFT_BUDGET_S if spec.slo.ttft is None else spec.slo.ttft.p99_s
     return RouterConfig(
         fleet=fleet.metadata.name,
         served_name=fleet.served_name,
+        adapters=tuple(sorted(adapter.name for adapter in fleet.spec.model.adapters)),
         policy=spec.routing.policy,
         load_bound=spec.routing.load.bound,
         min_uncached_tokens=spec.routing.remote_prefill.min_uncached_tokens,
@@ -89,7 +94,22 @@ def _router_config(fleet: InferenceFleet) -> RouterConfig:
         prefix_index=spec.routing.prefix_index,
         max_input_tokens=spec.max_input_tokens,
         max_output_tokens=spec.limits.max_output_tokens,
+        worker_slots=spec.engine.max_batch,
+        queue_per_slot=spec.limits.queue.per_slot,
+        ttft_budget_s=budget_s,
+        classes=tuple(_slo_class(one, budget_s) for one in spec.classes),
         hold=HoldBounds(requests=spec.limits.hold.requests, bytes=spec.limits.hold.size_bytes, time_s=spec.limits.hold.time_s),
+        runaway=spec.limits.runaway_patterns != "none",
+    )
+
+
+def _slo_class(spec: SloClassSpec, budget_s: float) -> SloClass:
+    return SloClass(
+        name=spec.name,
+        priority=spec.priority,
+        ttft_budget_s=budget_s if spec.slo is None else spec.slo.ttft.p99_s,
+        max_input_tokens=spec.max_input_tokens,
+        max_output_tokens=spec.max_output_tokens,
     )
 
 
@@ -223,7 +243,20 @@ def _router_pod(fleet: InferenceFleet, platform: Platform) -> Object:
     else:  # in a cluster nothing reads the files, and a router must start though its ConfigMap was just deleted
         container["volumeMounts"] = [{"name": "documents", "mountPath": ROUTER_MOUNT, "readOnly": True}]
         spec["volumes"] = [{"name": "documents", "configMap": {"name": name}}]
+    if fleet.spec.tenants is not None:
+        _mount_tenants(fleet.spec.tenants, container, spec)
     return spec
+
+
+def _mount_tenants(tenants: TenantsSpec, container: Object, spec: Object) -> None:
+    """The Secret as a folder: the kubelet keeps it current, nobody needs the right to read Secrets. A Secret that is missing
+    keeps new routers from starting, which is what it should do: nobody could be told from anybody."""
+    container["command"] += ["--tenants", f"{TENANTS_MOUNT}/{TENANTS_FILE}"]
+    mount = {"name": "tenants", "mountPath": TENANTS_MOUNT, "readOnly": True}
+    container["volumeMounts"] = [*container.get("volumeMounts", []), mount]
+    items = [{"key": tenants.secret_ref.key, "path": TENANTS_FILE}]
+    volume = {"name": "tenants", "secret": {"secretName": tenants.secret_ref.name, "items": items, "defaultMode": 0o444}}
+    spec["volumes"] = [*spec.get("volumes", []), volume]
 
 
 def _probe(platform: Platform, path: str, *, failures: int) -> Object:

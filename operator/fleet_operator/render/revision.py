@@ -44,6 +44,8 @@ def revision_inputs(fleet: InferenceFleet, tier: TierSpec) -> dict[str, Any]:
     spec = fleet.spec.model_dump(mode="json", by_alias=True, exclude_defaults=True)
     mine = tier.model_dump(mode="json", by_alias=True, exclude_defaults=True)
     shape = {key: value for key, value in mine.items() if key not in NOT_OF_PODS}
+    spec["model"].pop("adapters", None)  # they come and go while workers run
+    spec["model"].get("cache", {}).pop("prefetch", None)
     for role in ("prefill", "decode"):
         shape[role] = _without_marks({key: value for key, value in shape.get(role, {}).items() if key not in SIZING})
     return {

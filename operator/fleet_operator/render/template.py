@@ -31,7 +31,7 @@ def extend_pod(spec: Object, template: PodTemplateSpec) -> None:
     container["volumeMounts"] += [rendered(mount) for mount in template.volume_mounts]
     spec["volumes"] += [_volume(rendered(volume), volume.empty_dir is not None) for volume in template.volumes]
     if template.tolerations:
-        spec["tolerations"] = [*spec.get("tolerations", []), *map(_toleration, map(rendered, template.tolerations))]
+        spec["tolerations"] = [*spec.get("tolerations", []), *tolerations(template)]
     if template.image_pull_secrets:
         spec["imagePullSecrets"] = [rendered(secret) for secret in template.image_pull_secrets]
     for field, name in NAMES.items():
@@ -44,6 +44,11 @@ def extend_pod(spec: Object, template: PodTemplateSpec) -> None:
 
 def _volume(volume: Object, is_empty: bool) -> Object:
     return {**volume, "emptyDir": volume.get("emptyDir", {})} if is_empty else volume
+
+
+def tolerations(template: PodTemplateSpec) -> list[Object]:
+    """Tolerations of a template, as the API server writes them."""
+    return [_toleration(rendered(toleration)) for toleration in template.tolerations]
 
 
 def _toleration(toleration: Object) -> Object:

@@ -9,21 +9,37 @@ from typing import Final
 import msgspec
 
 from fleet_api.v1alpha1 import InferenceFleet
-from fleet_api.v1alpha1.model import ClaimSource, FileSource, HubSource, ModelCacheSpec
+from fleet_api.v1alpha1.model import ClaimSource, FileSource, HubSource, ModelCacheSpec, Source
 from fleet_api.v1alpha1.podtemplate import PodTemplateSpec
 from fleet_api.v1alpha1.tier import TierSpec
 from fleet_operator.cluster.interface import Object
-from fleet_operator.names import COMPAT, MEMBER, ORDINAL, POOL, REVISION, ROLE, TIER, labels, owner_reference
+from fleet_operator.names import ADAPTERS, COMPAT, MEMBER, ORDINAL, POOL, REVISION, ROLE, TIER, labels, owner_reference
 from fleet_operator.render import fabric
 from fleet_operator.render.gang import environment, join_gang
 from fleet_operator.render.network import container_ports, worker_ports
 from fleet_operator.render.placement import affinity
 from fleet_operator.render.template import extend_pod, security
 from fleet_operator.settings import Platform
+from fleet_planner.adapters import wishes
 from fleet_planner.types import PodWanted, Role, Template
-from fleet_worker.config import CONFIG_ENV, ROLE_ENV, KvSettings, Parallel, Ports, WorkerConfig, decode, encode
+from fleet_worker.config import (
+    ADAPTERS_ENV,
+    CONFIG_ENV,
+    ROLE_ENV,
+    AdapterSettings,
+    AdapterWish,
+    KvSettings,
+    Parallel,
+    Ports,
+    WorkerConfig,
+    decode,
+    encode,
+    encode_adapters,
+)
 
 MODELS = "/models"
+HUB_MOUNT = "/models/hf"
+ADAPTER_MOUNT = "/adapters"
 GRACE_SLACK_S = 15
 """Seconds after the drain for the engine to stop."""
 MIB: Final = 1024 * 1024
@@ -41,7 +57,8 @@ def render_pod(fleet: InferenceFleet, wanted: PodWanted, stored: Object, owner: 
     marks = {TIER: wanted.tier, ROLE: wanted.role, REVISION: wanted.revision, POOL: wanted.pool}
     added = fleet.tier(wanted.tier).role(wanted.role).pod_template or PodTemplateSpec()
     data = stored["data"]
-    own = {ORDINAL: str(wanted.ordinal), MEMBER: str(wanted.member), COMPAT: data["compat"]}
+    told = adapters_told(fleet)
+    own = {ORDINAL: str(wanted.ordinal), MEMBER: str(wanted.member), COMPAT: data["compat"]} | ({ADAPTERS: told} if told else {})
     pod = {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -58,9 +75,15 @@ def render_pod(fleet: InferenceFleet, wanted: PodWanted, stored: Object, owner: 
     return pod
 
 
+def adapters_told(fleet: InferenceFleet) -> str:
+    """What a worker's annotation says of its adapters; empty when it should have none."""
+    wished = [AdapterWish(name=name, source=source) for name, source in wishes(fleet)]
+    return encode_adapters(wished) if wished else ""
+
+
 def pod_spec(fleet: InferenceFleet, tier: TierSpec, role: Role, template: Template, platform: Platform) -> Object:
     """Everything of a worker pod that its revision fixes, for ordinal 0."""
-    volume, mount, path = _model(fleet)
+    volumes, mounts, path = model_volumes(fleet)
     ports, added = worker_ports(_first_port(tier), role, 0), tier.role(role).pod_template
     config = worker_config(fleet, tier, role, template, platform, path, ports)
     container = {
@@ -75,7 +98,7 @@ def pod_spec(fleet: InferenceFleet, tier: TierSpec, role: Role, template: Templa
         "livenessProbe": _probe(ports, "/live", failures=10),
         "lifecycle": {"preStop": {"httpGet": {"path": "/drain", "port": ports.agent, "scheme": "HTTP"}}},
         "terminationMessagePolicy": "FallbackToLogsOnError",
-        "volumeMounts": [mount, {"name": "shm", "mountPath": "/dev/shm"}, {"name": "tmp", "mountPath": "/tmp"}],  # noqa: S108
+        "volumeMounts": [*mounts, {"name": "shm", "mountPath": "/dev/shm"}, {"name": "tmp", "mountPath": "/tmp"}],  # noqa: S108
         "resources": _resources(fleet, tier, role),
         "securityContext": {
             "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": fabric.capabilities(tier),
@@ -85,7 +108,7 @@ def pod_spec(fleet: InferenceFleet, tier: TierSpec, role: Role, template: Templa
     spec: Object = {
         "containers": [container],
         "volumes": [
-            volume,
+            *volumes,
             {"name": "shm", "emptyDir": {"medium": "Memory", **limit}},
             {"name": "tmp", "emptyDir": {}},
         ],
@@ -171,26 +194,43 @@ def worker_config(
             block_tokens=spec.engine.block_tokens,
             cache_bytes=spec.engine.cache_bytes,
         ),
+        adapters=_adapter_settings(fleet, path),
     )
+
+
+def _adapter_settings(fleet: InferenceFleet, path: str) -> AdapterSettings:
+    """`path`: of the model inside the container; adapters lie below it where no root is named."""
+    model = fleet.spec.model
+    folder = model.adapter_folder
+    root = None
+    if folder is not None:
+        root = path if model.adapter_root is None else _in_container(folder, ADAPTER_MOUNT)
+    return AdapterSettings(most=model.adapter_slots(fleet.spec.engine.type), max_rank=model.max_adapter_rank, root=root)
 
 
 def _env(fleet: InferenceFleet, config: WorkerConfig) -> list[Object]:
     def field(name: str, path: str) -> Object:
         return {"name": name, "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": path}}}
 
-    token = fleet.spec.model.token_secret_ref
-    secret = [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": token.to_dict()}}] if token is not None else []
     return [
         {"name": CONFIG_ENV, "value": encode(config)},
         field("FLEET_POD_NAME", "metadata.name"),
         field("FLEET_POD_UID", "metadata.uid"),
         field("FLEET_POD_IP", "status.podIP"),
         field(ROLE_ENV, f"metadata.labels['{ROLE}']"),
+        field(ADAPTERS_ENV, f"metadata.annotations['{ADAPTERS}']"),
         field("VLLM_NIXL_SIDE_CHANNEL_HOST", "status.podIP"),
         {"name": SIDE_CHANNEL_ENV, "value": str(config.ports.side_channel)},
         {"name": "HOME", "value": "/tmp"},  # noqa: S108 - the one writable folder of a read-only root
-        *secret,
+        *token_env(fleet),
     ]
+
+
+def token_env(fleet: InferenceFleet) -> list[Object]:
+    """What fetches from the hub: the token, and where files are kept."""
+    token, hub = fleet.spec.model.token_secret_ref, isinstance(fleet.spec.model.location, HubSource)
+    secret = [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": token.to_dict()}}] if token is not None else []
+    return [*secret, *([{"name": "FLEET_MODEL_CACHE", "value": HUB_MOUNT}] if hub else [])]
 
 
 def _probe(ports: Ports, path: str, *, failures: int) -> Object:
@@ -212,18 +252,33 @@ def _resources(fleet: InferenceFleet, tier: TierSpec, role: Role) -> Object:
     return found
 
 
-def _model(fleet: InferenceFleet) -> tuple[Object, Object, str]:
-    """(volume, mount, model path inside the container)."""
+def model_volumes(fleet: InferenceFleet) -> tuple[list[Object], list[Object], str]:
+    """(volumes, mounts, model path inside the container): the model, and the adapters where they have a root of their own."""
     source = fleet.spec.model.location
+    root = fleet.spec.model.adapter_folder if fleet.spec.model.adapter_root is not None else None
+    if isinstance(source, HubSource):
+        volume, mount, path = _hub(source, fleet.spec.model.cache)
+    else:
+        folder = source.claim if isinstance(source, ClaimSource) else PurePosixPath(source.path).name
+        volume, mount, path = _folder("model", source, f"{MODELS}/{folder}")
+    if root is None:
+        return [volume], [mount], path
+    more, more_mount, _ = _folder("adapters", root, ADAPTER_MOUNT)
+    return [volume, more], [mount, more_mount], path
+
+
+def _folder(name: str, source: FileSource | ClaimSource, at: str) -> tuple[Object, Object, str]:
+    """A folder of the node, or a claim, mounted at `at` for reading."""
     if isinstance(source, FileSource):
-        at = f"{MODELS}/{PurePosixPath(source.path).name}"
-        volume = {"name": "model", "hostPath": {"path": source.path, "type": ""}}
-        return volume, {"name": "model", "mountPath": at, "readOnly": True}, at
-    if isinstance(source, ClaimSource):
-        at = f"{MODELS}/{source.claim}"
-        volume = {"name": "model", "persistentVolumeClaim": {"claimName": source.claim, "readOnly": True}}
-        return volume, {"name": "model", "mountPath": at, "readOnly": True}, f"{at}/{source.path}".rstrip("/")
-    return _hub(source, fleet.spec.model.cache)
+        volume: Object = {"name": name, "hostPath": {"path": source.path, "type": ""}}
+    else:
+        volume = {"name": name, "persistentVolumeClaim": {"claimName": source.claim, "readOnly": True}}
+    return volume, {"name": name, "mountPath": at, "readOnly": True}, _in_container(source, at)
+
+
+def _in_container(source: Source, at: str) -> str:
+    """Where a mounted source lies: a claim is mounted as a whole."""
+    return f"{at}/{source.path}".rstrip("/") if isinstance(source, ClaimSource) else at
 
 
 def _hub(source: HubSource, cache: ModelCacheSpec | None) -> tuple[Object, Object, str]:
@@ -232,7 +287,7 @@ def _hub(source: HubSource, cache: ModelCacheSpec | None) -> tuple[Object, Objec
         volume = {"name": "model", "hostPath": {"path": cache.path, "type": "DirectoryOrCreate"}}
     elif cache is not None and cache.type == "pvc":
         volume = {"name": "model", "persistentVolumeClaim": {"claimName": cache.claim}}
-    return volume, {"name": "model", "mountPath": f"{MODELS}/hf"}, f"hf://{source.repository}@{source.revision}"
+    return volume, {"name": "model", "mountPath": HUB_MOUNT}, f"hf://{source.repository}@{source.revision}"
 
 
 def _writes_claim(fleet: InferenceFleet) -> bool:

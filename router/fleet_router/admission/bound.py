@@ -34,32 +34,26 @@ def retry_after_s(waiting: int, starts_per_s: float | None) -> int:
 
 
 class RateMeter:
-    """Events per second over the last one to two windows."""
+    """Events per second over the last one to two windows, from a running count that somebody else keeps: counting must cost a
+    request nothing more."""
 
-    __slots__ = ("_before", "_count", "_ends", "_since")
+    __slots__ = ("_samples",)
 
     def __init__(self) -> None:
-        self._since = self._ends = 0.0
-        self._count = 0
-        self._before: tuple[int, float] | None = None
-        """(events, seconds) of the window before."""
+        self._samples: list[tuple[float, int]] = []
+        """(time, count): the present window's beginning last, the one before first."""
 
-    def event(self, now: float) -> None:
-        """One more."""
-        if now >= self._ends:
-            self._roll(now)
-        self._count += 1
+    def sample(self, count: int, now: float) -> None:
+        """Called some times a second."""
+        samples = self._samples
+        if samples and now - samples[-1][0] > 2 * WINDOW_S:
+            samples.clear()  # nobody called for so long that the count says nothing of now
+        if not samples or now - samples[-1][0] >= WINDOW_S:
+            self._samples = [*samples[-1:], (now, count)]
 
-    def per_s(self, now: float) -> float | None:
+    def per_s(self, count: int, now: float) -> float | None:
         """None while less than half a window was seen."""
-        if now >= self._ends:
-            self._roll(now)
-        seen_s = now - self._since
-        if self._before is not None:
-            return (self._count + self._before[0]) / (seen_s + self._before[1])
-        return self._count / seen_s if seen_s >= WINDOW_S / 2 else None
-
-    def _roll(self, now: float) -> None:
-        late = self._ends == 0.0 or now - self._ends > WINDOW_S  # nothing was asked for a whole window: it says nothing of now
-        self._before = None if late else (self._count, now - self._since)
-        self._since, self._ends, self._count = now, now + WINDOW_S, 0
+        if not self._samples:
+            return None
+        since, before = self._samples[0]
+        return (count - before) / (now - since) if now - since >= WINDOW_S / 2 else None

@@ -9,6 +9,7 @@ from math import ceil
 from typing import Final
 
 SECOND_NS: Final = 1_000_000_000
+MS_NS: Final = 1_000_000
 
 
 class Bucket:
@@ -34,6 +35,15 @@ class Bucket:
         full_at = self.full_at_ns
         return (full_at if full_at > now_ns else now_ns) + units * self.each_ns - now_ns - self.span_ns
 
+    def take_if(self, units: int, now_ns: int) -> bool:
+        """Take them if they are there."""
+        full_at = self.full_at_ns
+        after = (full_at if full_at > now_ns else now_ns) + units * self.each_ns
+        if after - now_ns > self.span_ns:
+            return False
+        self.full_at_ns = after
+        return True
+
     def take(self, units: int, now_ns: int) -> None:
         """Also more than there is: whoever comes next waits for the debt."""
         full_at = self.full_at_ns
@@ -43,13 +53,19 @@ class Bucket:
         """Back what was taken; never more than full, because a time in the past counts as now."""
         self.full_at_ns -= units * self.each_ns
 
+    def exchange(self, taken: int, used: int, now_ns: int) -> None:
+        """Give back what was taken, take what was used."""
+        full_at = self.full_at_ns - taken * self.each_ns
+        self.full_at_ns = (full_at if full_at > now_ns else now_ns) + used * self.each_ns
+
     def left(self, now_ns: int) -> int:
         """Whole units that are there, 0 in debt."""
+        return self.left_and_reset(now_ns)[0]
+
+    def left_and_reset(self, now_ns: int) -> tuple[int, int]:
+        """(whole units that are there, ms until it is full)."""
         owed_ns = self.full_at_ns - now_ns
         if owed_ns <= 0:
-            return self.size
-        return max(0, (self.span_ns - owed_ns) // self.each_ns)
-
-    def reset_ns(self, now_ns: int) -> int:
-        """How long until it is full."""
-        return max(0, self.full_at_ns - now_ns)
+            return self.size, 0
+        left_ns = self.span_ns - owed_ns
+        return left_ns // self.each_ns if left_ns > 0 else 0, owed_ns // MS_NS + 1

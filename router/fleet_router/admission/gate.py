@@ -19,6 +19,7 @@ import msgspec
 from fleet_router.admission.bound import BUDGET_SHARE, RateMeter, queue_bound, retry_after_s
 from fleet_router.admission.fair import FairQueue, last_of
 from fleet_router.admission.lanes import Lane
+from fleet_router.admission.quota import Account
 from fleet_router.config import SloClass
 
 STARVED: Final = 8
@@ -29,24 +30,35 @@ State = Literal["waiting", "running", "done"]
 
 
 class Ticket:
-    """One admitted request."""
+    """One admitted request. What only matters to one that waits is set when it does."""
 
-    __slots__ = ("charged", "cost", "deadline", "entered_at", "lane", "size", "state", "tenant", "waiting", "weight")
+    __slots__ = ("charged", "cost", "deadline", "entered_at", "holder", "lane", "size", "state", "tenant", "waiting",
+                 "weight")  # fmt: skip
 
-    def __init__(self, lane: Lane, charged: int, work: int, size: int, now: float, budget_s: float) -> None:
+    cost: float
+    """Its tokens over its tenant's weight."""
+    weight: float
+    tenant: str
+    holder: Account
+    size: int
+    """Bytes of its prompt."""
+    deadline: float
+    """When waiting is over: what is left of the budget is for the prefill."""
+    entered_at: float
+
+    def __init__(self, lane: Lane, charged: int) -> None:
         self.lane = lane
         self.charged = charged
         """Tokens that its tenant's quota was charged."""
-        self.weight = lane.weight
-        self.cost = work / lane.weight
-        self.size = size
-        """Bytes of its body."""
-        self.entered_at = now
-        self.deadline = now + BUDGET_SHARE * budget_s
-        """When waiting is over: what is left of the budget is for the prefill."""
-        self.tenant = lane.account.name
         self.state: State = "running"
         self.waiting = False
+
+    def waits(self, work: int, size: int, now: float, budget_s: float) -> None:
+        """Everything that the queue goes by."""
+        self.holder, self.tenant, self.weight = self.lane.account, self.lane.account.name, self.lane.weight
+        self.cost, self.size = work / self.weight, size
+        self.entered_at, self.deadline = now, now + BUDGET_SHARE * budget_s
+        self.state, self.waiting = "waiting", True
 
 
 class Full(msgspec.Struct, frozen=True):
@@ -59,7 +71,18 @@ class Full(msgspec.Struct, frozen=True):
 class Gate:
     """One router's slots and queues."""
 
-    __slots__ = ("_meter", "_passed_over", "_queues", "per_slot", "running", "slots", "strays", "waiting", "waiting_bytes")
+    __slots__ = (
+        "_meter",
+        "_passed_over",
+        "_queues",
+        "per_slot",
+        "running",
+        "slots",
+        "starts",
+        "strays",
+        "waiting",
+        "waiting_bytes",
+    )
 
     def __init__(self) -> None:
         self.slots = 0
@@ -69,22 +92,29 @@ class Gate:
         self.running = 0
         self.waiting = 0
         self.waiting_bytes = 0
+        self.starts = 0
+        """Requests that began so far."""
         self._meter = RateMeter()
         self._queues: dict[str, tuple[SloClass, FairQueue[Ticket]]] = {}
         """By class name, highest priority first."""
         self._passed_over: dict[str, int] = {}
 
     # -- coming -----------------------------------------------------------------------------------------------------
-    def enter(self, ticket: Ticket, now: float) -> Full | list[Ticket]:
-        """Run, wait, or be turned away: see the ticket's state. The list holds who was turned away for it."""
-        if self.waiting == 0 and self.free():
-            self.running += 1
-            self._meter.event(now)
-            return []
+    def start(self) -> bool:
+        """A request that comes now runs now, unless it has to queue: True and it holds a slot."""
+        if self.waiting or (self.slots and self.running - self.strays >= self.slots):
+            return False
+        self.running += 1
+        self.starts += 1
+        return True
+
+    def queue(self, ticket: Ticket, now: float) -> Full | list[Ticket]:
+        """A ticket that `waits` does so or is turned away; the list holds who was turned away for it."""
         pushed = self._make_room(ticket, now)
         if isinstance(pushed, Full):
+            ticket.waiting, ticket.state = False, "done"
             return pushed
-        ticket.state, ticket.waiting = "waiting", True
+        ticket.lane.account.waiting += 1
         self._queue(ticket.lane.slo_class).push(ticket)
         self.waiting += 1
         self.waiting_bytes += ticket.size
@@ -95,7 +125,7 @@ class Gate:
         return self.slots == 0 or self.running - self.strays < self.slots
 
     def _make_room(self, ticket: Ticket, now: float) -> Full | list[Ticket]:
-        rate, mine = self._meter.per_s(now), ticket.lane.slo_class
+        rate, mine = self._meter.per_s(self.starts, now), ticket.lane.slo_class
         bound = queue_bound(rate, mine.ttft_budget_s, self.slots, self.per_slot)
         ahead = sum(queue.live for other, queue in self._queues.values() if other.priority >= mine.priority)
         if ahead >= bound:
@@ -120,6 +150,7 @@ class Gate:
     def _out(self, ticket: Ticket) -> Ticket:
         """Take one out of the queue; it is the caller's to answer and to settle."""
         ticket.waiting, ticket.state = False, "done"
+        ticket.lane.account.waiting -= 1
         self._queue(ticket.lane.slo_class).left(ticket)
         self.waiting -= 1
         self.waiting_bytes -= ticket.size
@@ -128,16 +159,23 @@ class Gate:
     # -- going ------------------------------------------------------------------------------------------------------
     def leave(self, ticket: Ticket) -> bool:
         """The request ended, wherever it was; False when it had ended before."""
-        if ticket.state == "waiting":
-            self._out(ticket)
-        elif ticket.state == "running":
+        if ticket.state == "running":
             ticket.state = "done"
             self.running -= 1
+            if self.waiting:
+                self._holds_other(ticket)
+        elif ticket.state == "waiting":
+            self._out(ticket)
         else:
             return False
         return True
 
-    def next(self, now: float) -> Ticket | None:
+    def _holds_other(self, ticket: Ticket) -> None:
+        """The ticket's tenant holds another number of slots than before."""
+        for _, queue in self._queues.values():
+            queue.changed(ticket.lane.account.name)
+
+    def next(self) -> Ticket | None:
         """Who starts now; None when there is no slot or nobody waits. Ask `late` first: deadlines are not looked at here."""
         while self.waiting and self.free():
             name = self._next_class()
@@ -146,11 +184,17 @@ class Gate:
                 return None
             self.waiting -= 1
             self.waiting_bytes -= ticket.size
+            ticket.lane.account.waiting -= 1
             ticket.waiting, ticket.state = False, "running"
             self.running += 1
-            self._meter.event(now)
+            self.starts += 1
+            self._holds_other(ticket)
             return ticket
         return None
+
+    def sample(self, now: float) -> None:
+        """Called some times a second: how many requests begin per second."""
+        self._meter.sample(self.starts, now)
 
     def late(self, now: float) -> list[Ticket]:
         """Those that waited too long, out of the queue."""
@@ -193,11 +237,11 @@ class Gate:
 
     def retry_after_s(self, now: float) -> int:
         """Whole seconds until what waits now will have left."""
-        return retry_after_s(self.waiting, self._meter.per_s(now))
+        return retry_after_s(self.waiting, self._meter.per_s(self.starts, now))
 
     def bound(self, slo_class: SloClass, now: float) -> int:
         """Requests of this class and above that may wait."""
-        return queue_bound(self._meter.per_s(now), slo_class.ttft_budget_s, self.slots, self.per_slot)
+        return queue_bound(self._meter.per_s(self.starts, now), slo_class.ttft_budget_s, self.slots, self.per_slot)
 
     def lengths(self) -> dict[str, int]:
         """Requests that wait, by class."""

@@ -19,8 +19,7 @@ V = TypeVar("V")
 
 def bearer(value: bytes) -> bytes:
     """The key of an Authorization header; empty when it is no Bearer header."""
-    scheme, _, key = value.partition(b" ")
-    return key.strip() if scheme.lower() == b"bearer" else b""
+    return value[7:].strip() if value[:7].lower() == b"bearer " else b""
 
 
 class KeyTable(Generic[V]):

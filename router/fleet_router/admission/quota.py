@@ -4,17 +4,16 @@ A request is charged when it is admitted, with its prompt's estimated tokens, an
 
 | it ended | request | tokens |
 |---|---|---|
-| ANSWERED: with an answer, whole or broken after its first byte | stays | what was used |
-| REFUSED: a worker refused it (4xx) | stays | given back |
-| LEFT: the client left before the first byte, work had begun | stays | given back |
-| FAILED: 5xx, or the client left the queue: the client got nothing of us | given back | given back |
+| answered: with an answer, whole or broken after its first byte | stays | what was used |
+| refused: a worker refused it (4xx) | stays | given back |
+| left: the client left before the first byte, work had begun | stays | given back |
+| failed: 5xx, or the client left the queue: the client got nothing of us | given back | given back |
 """
 
 from __future__ import annotations
 
-from enum import Enum
 from math import ceil
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
@@ -26,13 +25,9 @@ BUSY_RETRY_S: Final = 1
 """Nobody knows when one of a tenant's own requests ends."""
 
 
-class Outcome(Enum):
-    """How a request ended; see the module."""
-
-    ANSWERED = "answered"
-    REFUSED = "refused"
-    LEFT = "left"
-    FAILED = "failed"
+Outcome = Literal["answered", "refused", "left", "failed"]
+"""How a request ended; see the module. Not an Enum: its values would be looked up on every request."""
+OUTCOMES: Final[tuple[Outcome, ...]] = ("answered", "refused", "left", "failed")
 
 
 class Over(msgspec.Struct, frozen=True):
@@ -47,7 +42,8 @@ class Over(msgspec.Struct, frozen=True):
 class Account:
     """One tenant's quotas and counts; the time comes in as nanoseconds of any clock that never goes back."""
 
-    __slots__ = ("_head", "concurrency", "counts", "inflight", "input_tokens", "name", "output_tokens", "requests", "tokens")
+    __slots__ = ("_head", "concurrency", "counts", "inflight", "input_tokens", "name", "output_tokens", "requests", "tokens",
+                 "waiting")  # fmt: skip
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -56,9 +52,15 @@ class Account:
         self.concurrency: int | None = None
         self.inflight = 0
         """Waiting or running."""
-        self.counts = dict.fromkeys(("admitted", *REASONS, *(outcome.value for outcome in Outcome)), 0)
+        self.waiting = 0
+        self.counts = dict.fromkeys((*REASONS, *OUTCOMES), 0)
         self.input_tokens = self.output_tokens = 0
         self._head = b""
+
+    @property
+    def running(self) -> int:
+        """Slots that it holds."""
+        return self.inflight - self.waiting
 
     def follow(self, tenant: Tenant, now_ns: int) -> None:
         """New limits; what was used stays used."""
@@ -76,39 +78,37 @@ class Account:
         requests, budget = self.requests, self.tokens
         if requests is not None and (wait_ns := requests.wait_ns(1, now_ns)) > 0:
             return self._over("requests_per_second", "requests per second", ceil(wait_ns / SECOND_NS))
-        if budget is not None and (wait_ns := budget.wait_ns(tokens, now_ns)) > 0:
+        if budget is not None and not budget.take_if(tokens, now_ns):
             if tokens > budget.size:
                 return self._over("request_too_large", f"about {tokens} prompt tokens of {budget.size} tokens per minute", None)
-            return self._over("tokens_per_minute", "tokens per minute", ceil(wait_ns / SECOND_NS))
+            return self._over("tokens_per_minute", "tokens per minute", ceil(budget.wait_ns(tokens, now_ns) / SECOND_NS))
         if requests is not None:
             requests.take(1, now_ns)
-        if budget is not None:
-            budget.take(tokens, now_ns)
         self.inflight += 1
-        self.counts["admitted"] += 1
         return None
 
     def settle(self, charged: int, outcome: Outcome, used: tuple[int, int], now_ns: int) -> None:
         """The request ended; `used` are its (input, output) tokens, looked at when it was answered. Exactly once per charge."""
         self.inflight -= 1
-        self.counts[outcome.value] += 1
-        if outcome is Outcome.ANSWERED:
+        self.counts[outcome] += 1
+        if outcome == "answered":
             self.input_tokens += used[0]
             self.output_tokens += used[1]
+            if self.tokens is not None:
+                self.tokens.exchange(charged, used[0] + used[1], now_ns)
+            return
         if self.tokens is not None:
             self.tokens.give(charged)
-            if outcome is Outcome.ANSWERED:
-                self.tokens.take(used[0] + used[1], now_ns)
-        if outcome is Outcome.FAILED and self.requests is not None:
+        if outcome == "failed" and self.requests is not None:
             self.requests.give(1)
 
     def headers(self, now_ns: int) -> bytes:
         """OpenAI's x-ratelimit-* header lines, each with its line break before it; empty for a tenant without limits."""
-        head, requests, tokens = self._head, self.requests, self.tokens
+        requests, tokens = self.requests, self.tokens
         if requests is None:
-            return head and head % (tokens.left(now_ns), duration(tokens.reset_ns(now_ns))) if tokens is not None else b""
-        mine = (requests.left(now_ns), duration(requests.reset_ns(now_ns)))
-        return head % mine if tokens is None else head % (*mine, tokens.left(now_ns), duration(tokens.reset_ns(now_ns)))
+            return self._head % tokens.left_and_reset(now_ns) if tokens is not None else b""
+        mine = requests.left_and_reset(now_ns)
+        return self._head % (mine if tokens is None else mine + tokens.left_and_reset(now_ns))
 
     def _over(self, reason: str, what: str, retry_after_s: int | None) -> Over:
         self.counts[reason] += 1
@@ -125,20 +125,10 @@ def _sized(known: Bucket | None, per_s: float, size: int, now_ns: int) -> Bucket
 
 
 def _head_of(requests: Bucket | None, tokens: Bucket | None) -> bytes:
-    """Everything but what changes from request to request."""
+    """Everything but what changes from request to request. Times are whole ms, which every reader of Go's durations reads."""
     lines = b""
     for name, bucket in ((b"requests", requests), (b"tokens", tokens)):
         if bucket is not None:
             lines += b"\r\nx-ratelimit-limit-%b: %d" % (name, bucket.size)
-            lines += b"\r\nx-ratelimit-remaining-%b: %%d\r\nx-ratelimit-reset-%b: %%b" % (name, name)
+            lines += b"\r\nx-ratelimit-remaining-%b: %%d\r\nx-ratelimit-reset-%b: %%dms" % (name, name)
     return lines
-
-
-def duration(ns: int) -> bytes:
-    """As OpenAI writes it: 17ms, 1.200s, 6m0s; rounded up."""
-    ms = -(-ns // 1_000_000)
-    if ms < 1000:
-        return b"%dms" % ms
-    if ms < 60_000:
-        return b"%d.%03ds" % divmod(ms, 1000)
-    return b"%dm%ds" % divmod(-(-ms // 1000), 60)

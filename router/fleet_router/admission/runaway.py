@@ -20,6 +20,8 @@ CONTROL_MOST: Final = 8
 SLACK: Final = 64
 """Events above the limit of output tokens: role, usage, finish and [DONE] are events without a token."""
 EVENT_BYTES: Final = 65_536
+CHUNK_END: Final = b"\n\n\r\n"
+"""A read that ends so ends a chunk after a whole event: the only place where something else may follow."""
 CONTROL: Final = re.compile(
     rb"<\|(?:im_start|im_end|endoftext|eot_id|eom_id|end_of_text|begin_of_text|start_header_id|end_header_id|user|assistant)\|>"
     rb"|<(?:start|end)_of_turn>|\[/?INST\]"
@@ -36,24 +38,29 @@ FINISH: Final[dict[Why, tuple[str, str]]] = {
 class Runaway:
     """The detector of one stream: a few KB, one comparison and now and then a look-up per event."""
 
-    __slots__ = ("_control", "_events", "_most", "_period", "_places", "_rest", "_run", "_symbols")
+    __slots__ = ("_control", "_events", "_most", "_period", "_places", "_rest", "_run", "_symbols", "_why")
 
     def __init__(self, max_output_tokens: int) -> None:
         self._most = max_output_tokens + SLACK
         self._symbols = array("q", bytes(8 * MOST_PERIOD))
         """Hashes of the last events, in a ring."""
         self._places: dict[int, int] = {}
-        """Event → where it stood last, as far as a loop was looked for there."""
+        """Three events → where they ended last, as far as a loop was looked for there."""
         self._period = 0
         self._run = 0
         """Events in a row that equal those one period before."""
         self._control = 0
         self._events = 0
+        self._why: Why | None = None
         self._rest = b""
         """An event that has not ended yet."""
 
     def saw(self, data: bytes) -> Why | None:
-        """More bytes of the stream, with their transfer framing; why it should end, if it should."""
+        """More bytes of the stream, with their transfer framing; why it should end right behind them, if it should."""
+        self._why = self._why or self._judge(data)
+        return self._why if self._why is not None and data.endswith(CHUNK_END) else None
+
+    def _judge(self, data: bytes) -> Why | None:
         *events, rest = (self._rest + data).split(b"\n\n") if self._rest else data.split(b"\n\n")
         self._rest = b"" if rest == b"\r\n" else rest[-EVENT_BYTES:]
         for event in events:
@@ -66,8 +73,8 @@ class Runaway:
         return "control_tokens" if self._control > CONTROL_MOST else None
 
     def _loops(self, symbol: int) -> bool:
-        """One more event. Where the period at hand is wrong, the next one tried is the distance to the last place where this
-        event was the wrong one, too: in a loop that is the loop's length, or a divisor that soon proves wrong."""
+        """One more event. Where the period at hand is wrong, the next one tried is the distance to the last place where these
+        three events made one wrong, too: in a loop that is soon the loop's length."""
         at, symbols, period = self._events, self._symbols, self._period
         self._events = at + 1
         matches = period and symbols[(at - period) % MOST_PERIOD] == symbol
@@ -75,10 +82,11 @@ class Runaway:
         if matches:
             self._run += 1
             return self._run >= LEAST_EVENTS and self._run >= LEAST_TURNS * period
-        last = self._places.get(symbol)
+        key = hash((symbols[(at - 2) % MOST_PERIOD], symbols[(at - 1) % MOST_PERIOD], symbol))
+        last = self._places.get(key)
         if len(self._places) >= KEPT_PLACES:
             self._places = {known: place for known, place in self._places.items() if place > at - MOST_PERIOD}
-        self._places[symbol] = at
+        self._places[key] = at
         self._run = 0
         self._period = at - last if last is not None and at - last <= MOST_PERIOD else 0
         return False

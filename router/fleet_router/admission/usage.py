@@ -11,27 +11,36 @@ from typing import Final
 from fleet_router.request import BYTES_PER_TOKEN
 
 TAIL_BYTES: Final = 4096
-_USAGE: Final = re.compile(rb'(?<!\\)"usage"\s*:\s*\{([^{}]*)')
-"""Up to the first inner object: the details stand behind the totals. A model's own text has its quotes escaped."""
-_INPUT: Final = re.compile(rb'"prompt_tokens"\s*:\s*(\d{1,9})\b')
-_OUTPUT: Final = re.compile(rb'"completion_tokens"\s*:\s*(\d{1,9})\b')
+EVENT: Final = b"\ndata: "
+"""Of a stream. Inside JSON a line break is escaped, so that text cannot look like an event."""
+_SPACED: Final = re.compile(rb"\s*:\s*(\d{1,9})(?!\d)")
+_OBJECT: Final = re.compile(rb"\s*:\s*\{")
 
 
 def estimated(prompt: bytes) -> int:
     """Tokens of a prompt as it stands in the body: exact for a list of token ids, else by its bytes; at least 1."""
     if prompt[:1] == b"[" and prompt[1:2].isdigit():
         return prompt.count(b",") + 1
-    return max(1, int(len(prompt) / BYTES_PER_TOKEN))
+    return int(len(prompt) / BYTES_PER_TOKEN) or 1
 
 
 def usage_of(tail: bytes) -> tuple[int, int] | None:
-    """(input, output) tokens of the last `usage` in these bytes; None when there is none (usage: null counts as none)."""
-    at = tail.rfind(b'"usage"', max(0, len(tail) - TAIL_BYTES))
-    if at < 0:
+    """(input, output) tokens of the last `usage` in these bytes; None when there is none (usage: null counts as none). A model's
+    own text is no usage: its quotes are escaped."""
+    at = tail.rfind(b'"usage"', -TAIL_BYTES)
+    if at < 0 or tail[at - 1 : at] == b"\\" or _OBJECT.match(tail, at + 7) is None:
         return None
-    found = _USAGE.match(tail, at)
-    if found is None:
-        return None
-    prompt = _INPUT.search(found[1])
-    output = _OUTPUT.search(found[1])
-    return (int(prompt[1]), int(output[1]) if output is not None else 0) if prompt is not None else None
+    prompt = _number(tail, b'"prompt_tokens"', at)
+    return None if prompt is None else (prompt, _number(tail, b'"completion_tokens"', at) or 0)
+
+
+def _number(tail: bytes, name: bytes, start: int) -> int | None:
+    at = tail.find(name, start)
+    found = _SPACED.match(tail, at + len(name)) if at >= 0 else None
+    return int(found[1]) if found is not None else None
+
+
+def used_tokens(before: bytes, tail: bytes, events: int, charged: int) -> tuple[int, int]:
+    """(input, output) tokens of an answer: the engine's own count in its last two reads, else an estimate with a token per event
+    ([DONE] is an event, too)."""
+    return usage_of(tail) or (before and usage_of(before[-TAIL_BYTES:] + tail)) or (charged, events - 1 if events > 1 else 0)

@@ -41,6 +41,11 @@ def key_chain(prompt: bytes, seed: int = 0) -> list[int]:
     return keys
 
 
+def adapter_seed(seed: int, version: str) -> int:
+    """Seed of the keys of prompts under one version of an adapter; `version` empty: the base model, which has `seed` itself."""
+    return xxhash.xxh3_64_intdigest(version.encode(), seed) if version else seed
+
+
 def bytes_of(pieces: int) -> int:
     """Prompt bytes that so many keys stand for."""
     return pieces * PIECE_BYTES if pieces <= FINE_PIECES else FINE_BYTES + (pieces - FINE_PIECES) * COARSE_BYTES

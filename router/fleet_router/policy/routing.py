@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from fleet_router.kvindex.approximate import ApproximateIndex, bytes_of
+from fleet_router.kvindex.approximate import PIECE_BYTES, ApproximateIndex, bytes_of
 from fleet_router.kvindex.masks import Bits
 from fleet_router.policy.candidate import CROWD_S, Candidate
 from fleet_router.policy.cost import CostAsk, Offer, cheapest
@@ -81,9 +81,14 @@ class Routing:
             group.relax(RELAX_KEEP, self._part, RELAX_PARTS)
         self._part = (self._part + 1) % RELAX_PARTS
 
-    def known(self, keys: Sequence[int], per_token: float, among: int = -1) -> list[tuple[float, int]]:
-        """What the approximate index knows of a prompt with so many bytes per token: (tokens, workers as bits), most first."""
-        return [(bytes_of(pieces) / per_token, mask) for pieces, mask in self.index.depths(keys, among)]
+    def known(self, keys: Sequence[int], size: int, tokens: float, among: int = -1) -> list[tuple[float, int]]:
+        """What the approximate index knows of a prompt of `size` bytes and about so many tokens: (tokens, workers as bits), most
+        first. The tail behind the last full piece, less than a hundred tokens, goes with the piece before it."""
+        whole = len(keys) if size - bytes_of(len(keys)) < PIECE_BYTES else 0
+        share = tokens / size
+        return [
+            (tokens if pieces == whole else bytes_of(pieces) * share, mask) for pieces, mask in self.index.depths(keys, among)
+        ]
 
     def decide(self, ask: CostAsk, steps: Steps, *, tier: str = "", usable: Usable | None = None) -> Offer | None:
         """The cheapest offer of all groups, of this tier if it can serve at all; None when nobody decodes."""

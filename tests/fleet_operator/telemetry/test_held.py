@@ -5,7 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 
+import pytest
+
+from fleet_operator.telemetry.aggregate import Reading, tier_telemetry
 from fleet_operator.telemetry.held import HeldRequests
+from fleet_operator.telemetry.parse import parse_text
+from fleet_planner.types import Demand
 from fleet_router.follow.documents import Documents
 from fleet_wire.endpoints import AtZero, Endpoints
 from tests.fleet_router.rig import CONFIG, Rig, answer_of, ask, http, run, until
@@ -76,3 +81,28 @@ def test_an_answer_that_is_no_count_is_silence():
         server.close()
 
     asyncio.run(go())
+
+
+def reading(text: str, at: float) -> Reading:
+    return Reading(parse_text(text), at)
+
+
+ONE = reading("fleet_router_held 2\nfleet_router_arrivals_total 7\n", 10.0)
+TWO = reading("fleet_router_held 1\nfleet_router_arrivals_total 5\n", 9.0)
+OLD = reading("fleet_router_requests_total 1\n", 9.0)
+
+
+@pytest.mark.parametrize(
+    ("routers", "expected"),
+    [
+        ([], None),
+        ([None, None], None),
+        ([ONE], Demand(2, 7.0, 10.0)),
+        ([ONE, TWO], Demand(3, 12.0, 9.0)),
+        ([ONE, None], Demand(2, None, 10.0)),
+        ([ONE, OLD], Demand(2, None, 9.0)),
+    ],
+    ids=["no router", "none readable", "one", "two", "one of two", "an older one"],
+)
+def test_demand_of_a_fleets_routers(routers: list[Reading | None], expected: Demand | None):
+    assert tier_telemetry("t", [], routers, [None] * len(routers), 11.0).demand == expected

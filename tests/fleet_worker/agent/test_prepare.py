@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
-from hashlib import sha1
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from fleet_worker.agent.errors import ModelError
-from fleet_worker.agent.prepare import MAX_CONFIG_BYTES, prepare_model, split_source
+from fleet_worker.agent.hub import split_source
+from fleet_worker.agent.prepare import MAX_CONFIG_BYTES, check_folder, prepare_model
+from tests.hub import Hub
 
 COMMIT = "c" * 40
 FILES = {
@@ -38,61 +37,9 @@ except ModelError as error:
 """
 
 
-def etag(body: bytes) -> str:
-    return sha1(body, usedforsecurity=False).hexdigest()
-
-
-class Hub(ThreadingHTTPServer):
-    """As much of a model hub as snapshot_download asks for: one repository, one branch."""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), HubHandler)
-        self.sent: list[str] = []
-
-
-class HubHandler(BaseHTTPRequestHandler):
-    server: Hub
-
-    def do_HEAD(self) -> None:
-        self.respond()
-
-    def do_GET(self) -> None:
-        self.respond()
-
-    def respond(self) -> None:
-        path = self.path.split("?")[0]
-        if path in (f"/api/models/acme/tiny/revision/{name}" for name in ("main", "v2", COMMIT)):
-            listing = {"id": "acme/tiny", "sha": COMMIT, "siblings": [{"rfilename": name} for name in FILES]}
-            self.answer(200, json.dumps(listing).encode(), {"content-type": "application/json"})
-            return
-        if path == f"/api/models/acme/tiny/tree/{COMMIT}":
-            tree = [{"type": "file", "path": name, "size": len(body), "oid": etag(body)} for name, body in FILES.items()]
-            self.answer(200, json.dumps(tree).encode(), {"content-type": "application/json"})
-            return
-        name = path.removeprefix(f"/acme/tiny/resolve/{COMMIT}/")
-        if name not in FILES:
-            code = "RevisionNotFound" if path.startswith("/api/models/acme/tiny/") else "RepoNotFound"
-            self.answer(404, b"{}", {"X-Error-Code": code, "X-Error-Message": f"{code} says the hub"})
-            return
-        if self.command == "GET":
-            self.server.sent.append(name)
-        self.answer(200, FILES[name], {"ETag": f'"{etag(FILES[name])}"', "X-Repo-Commit": COMMIT})
-
-    def answer(self, status: int, body: bytes, headers: dict[str, str]) -> None:
-        self.send_response(status)
-        for name, value in {**headers, "content-length": str(len(body))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    def log_message(self, *_: Any) -> None:
-        """Quiet."""
-
-
 @pytest.fixture
 def hub() -> Iterator[Hub]:
-    server = Hub()
+    server = Hub({"acme/tiny": FILES}, COMMIT)
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     yield server
     server.shutdown()
@@ -176,3 +123,75 @@ def test_a_folder_that_is_no_model_is_named(tmp_path: Path, files: dict[str, byt
 )
 def test_split_source(source: str, split: tuple[str, str | None]):
     assert split_source(source) == split
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody who may not read")
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_file_that_the_worker_may_not_read_is_said_to_be_not_readable(name: str):
+    """Not that it does not exist: safetensors says that of whatever it cannot open."""
+    with tempfile.TemporaryDirectory() as made:  # pytest's own folders are closed to others
+        folder = Path(made)
+        folder.chmod(0o755)
+        as_another_user(folder, name)
+
+
+def as_another_user(folder: Path, name: str) -> None:
+    for file in ("config.json", "model.safetensors"):
+        (folder / file).write_bytes(FILES[file])
+    (folder / name).chmod(0o600)
+    os.seteuid(65532)
+    try:
+        with pytest.raises(ModelError, match=f"{name} is not readable by user"):
+            check_folder(folder)
+    finally:
+        os.seteuid(0)
+
+
+# -- the cache --------------------------------------------------------------------------------------------------------------
+def fetch(port: int, cache: Path, source: str = "hf://acme/tiny", **more: str) -> subprocess.Popen[str]:
+    """`fleet-worker fetch`, as a prefetch pod runs it."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    env |= {"HF_ENDPOINT": f"http://127.0.0.1:{port}", "FLEET_MODEL_CACHE": str(cache), "HF_HOME": str(cache), **more}
+    return subprocess.Popen(
+        [sys.executable, "-m", "fleet_worker", "fetch"], env={**env, "FLEET_FETCH": source}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out + err
+
+
+def test_two_that_meet_fetch_once(hub: Hub, tmp_path: Path):
+    both = [fetch(hub.server_address[1], tmp_path) for _ in range(2)]
+    assert [ended(process)[0] for process in both] == [0, 0]
+    assert sorted(hub.sent) == ["config.json", "model.safetensors", "tokenizer.json"]
+
+
+def test_wrong_bytes_are_found_removed_and_fetched_again(hub: Hub, tmp_path: Path):
+    hub.lies.add("model.safetensors")
+    code, words = ended(fetch(hub.server_address[1], tmp_path))
+    assert code == 2
+    assert "BadModel: hf://acme/tiny: model.safetensors has other bytes than the hub's hash" in words
+    hub.lies.clear()
+    assert ended(fetch(hub.server_address[1], tmp_path))[0] == 0
+    assert hub.sent.count("model.safetensors") == 2
+
+
+def test_a_disk_that_is_too_small_is_said_before_the_first_byte(hub: Hub, tmp_path: Path):
+    hub.sizes["model.safetensors"] = 2**60
+    code, words = ended(fetch(hub.server_address[1], tmp_path))
+    assert code == 2
+    assert "the disk is too small" in words
+    assert hub.sent == []
+
+
+def test_without_the_hub_what_is_there_is_enough(hub: Hub, tmp_path: Path):
+    assert ended(fetch(hub.server_address[1], tmp_path))[0] == 0
+    assert ended(fetch(1, tmp_path))[0] == 0
+
+
+def test_only_a_hub_source_can_be_fetched(tmp_path: Path):
+    code, words = ended(fetch(1, tmp_path, "file:///etc"))
+    assert (code, "FLEET_FETCH is 'file:///etc'" in words) == (2, True)

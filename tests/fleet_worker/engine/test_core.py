@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence as Blocks
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -130,6 +131,35 @@ def test_decode_continues_from_pulled_blocks_with_the_same_tokens_and_computes_o
     assert ended(steps(decode))["d"] == alone
     decode.check_integrity()
     assert decode.scheduler.blocks.used == 0
+
+
+@pytest.mark.parametrize(("first", "second", "found"), [("a", "a", True), ("", "", True), ("a", "b", False), ("", "b", False)])
+def test_cached_kv_is_found_by_requests_of_the_same_salt_only(llama: Llama, first: str, second: str, found: bool):
+    core = engine(llama)
+    for name, salt in (("one", first), ("two", second)):
+        asked = replace(ask(name), cache_salt=salt)
+        core.add(asked)
+        assert ended(steps(core))[name] == ended_alone(llama)
+    assert (asked.cached_tokens > 0) == found
+
+
+def test_kv_that_was_pulled_is_kept_under_its_salt(llama: Llama):
+    prefill, decode = engine(llama), None
+    prefill.add(replace(ask("p", max_tokens=1, keep=True), cache_salt="a"))
+    given = next(o.reference for o in steps(prefill) if o.finish)
+    decode = engine(llama, peer=prefill)
+    decode.add(replace(ask("d", ref=given), cache_salt="a"))
+    steps(decode)
+    decode.connector.finish("d")
+    decode._poll_connector()
+    steps(decode)
+    cached = {}
+    for salt in ("a", "b"):
+        asked = replace(ask(f"later-{salt}"), cache_salt=salt)
+        decode.add(asked)
+        steps(decode)
+        cached[salt] = asked.cached_tokens
+    assert cached["a"] > 0 == cached["b"]
 
 
 def ended_alone(llama: Llama) -> list[int]:

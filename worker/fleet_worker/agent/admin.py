@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -15,10 +15,11 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from fleet_worker.agent.role import MAX_BODY_BYTES, parse_role
-from fleet_worker.config import Role
+from fleet_worker.config import AdapterWish, Role, decode_adapters
 
 KEEP_ALIVE_S = 75
 MAX_CONNECTIONS = 64
+MAX_ADAPTERS_BYTES = 256 * 1024
 
 
 class Probes(Protocol):
@@ -30,6 +31,7 @@ class Probes(Protocol):
     def state(self) -> dict[str, object]: ...
     async def drain(self) -> dict[str, object]: ...
     def take_role(self, asked: Role) -> tuple[int, dict[str, object]]: ...
+    def take_adapters(self, wished: Sequence[AdapterWish]) -> dict[str, object]: ...
     async def metrics(self) -> str: ...
     def tokenizer(self) -> dict[str, str] | None: ...
 
@@ -49,17 +51,11 @@ def build_app(probes: Probes) -> Starlette:
     async def drain(_: Request) -> Response:
         return JSONResponse(await probes.drain())
 
-    async def role(request: Request) -> Response:
-        body = b""
-        async for part in request.stream():
-            body += part
-            if len(body) > MAX_BODY_BYTES:
-                return JSONResponse({"reason": "BodyTooLarge"}, status_code=413)
-        try:
-            status, said = probes.take_role(parse_role(body))
-        except msgspec.DecodeError as error:
-            return JSONResponse({"reason": "BadRequest", "message": str(error)}, status_code=400)
-        return JSONResponse(said, status_code=status)
+    def role(body: bytes) -> tuple[int, dict[str, object]]:
+        return probes.take_role(parse_role(body))
+
+    def adapters(body: bytes) -> tuple[int, dict[str, object]]:
+        return 200, probes.take_adapters(decode_adapters(body))
 
     async def metrics(_: Request) -> Response:
         return PlainTextResponse(await probes.metrics(), media_type="text/plain; version=0.0.4")
@@ -71,7 +67,8 @@ def build_app(probes: Probes) -> Starlette:
             Route("/ready", _async(probe(probes.ready))),
             Route("/state", state),
             Route("/drain", drain, methods=["GET", "POST"]),
-            Route("/role", role, methods=["POST"]),
+            Route("/role", _posted(MAX_BODY_BYTES, role), methods=["POST"]),
+            Route("/adapters", _posted(MAX_ADAPTERS_BYTES, adapters), methods=["POST"]),
             Route("/metrics", metrics),
             Route("/tokenizer", _tokenizer(probes)),
         ]
@@ -84,6 +81,24 @@ def _tokenizer(probes: Probes) -> Callable[[Request], Awaitable[Response]]:
         return JSONResponse(found) if found else JSONResponse({"reason": "NoTokenizer"}, status_code=404)
 
     return tokenizer
+
+
+def _posted(most: int, act: Callable[[bytes], tuple[int, dict[str, object]]]) -> Callable[[Request], object]:
+    """A bounded JSON body → status and answer; msgspec's words are the 400."""
+
+    async def endpoint(request: Request) -> Response:
+        body = b""
+        async for part in request.stream():
+            body += part
+            if len(body) > most:
+                return JSONResponse({"reason": "BodyTooLarge"}, status_code=413)
+        try:
+            status, said = act(body)
+        except msgspec.DecodeError as error:
+            return JSONResponse({"reason": "BadRequest", "message": str(error)}, status_code=400)
+        return JSONResponse(said, status_code=status)
+
+    return endpoint
 
 
 def _async(handle: Callable[[Request], Response]) -> Callable[[Request], object]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import shutil
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ import msgspec
 
 from fleet_worker.agent import fabric
 from fleet_worker.agent import life as rules
+from fleet_worker.agent.adapters import AdapterKeeper
 from fleet_worker.agent.admin import AdminServer, build_app, build_server
 from fleet_worker.agent.command import Place, engine_command, events_socket
 from fleet_worker.agent.engine_client import EngineClient
@@ -29,7 +31,7 @@ from fleet_worker.agent.life import Life, Load
 from fleet_worker.agent.prepare import prepare_model
 from fleet_worker.agent.role import judge
 from fleet_worker.agent.supervise import EngineProcess, watch_children
-from fleet_worker.config import Role, WorkerConfig
+from fleet_worker.config import ADAPTERS_ENV, AdapterWish, Role, WorkerConfig, decode_adapters
 
 T = TypeVar("T")
 VLLM_BIN_ENV = "FLEET_VLLM_BIN"
@@ -56,8 +58,12 @@ class Agent:
         self._forwarder: EventForwarder | None = None
         self._fabric = fabric.Fabric()
         self._scratch = tempfile.TemporaryDirectory(prefix="fleet-")  # vLLM never removes its sockets
-        self._client = EngineClient(f"http://{identity.pod_ip}:{config.ports.http}")
+        self._token = secrets.token_hex(16)
+        host = f"[{identity.pod_ip}]" if ":" in identity.pod_ip else identity.pod_ip
+        self._client = EngineClient(f"http://{host}:{config.ports.http}", self._token)
+        self._adapters = AdapterKeeper(config, self._client, Path(self._scratch.name) / "adapters", wished_at_start(os.environ))
         self._stop = asyncio.Event()
+        self._engine_answers = asyncio.Event()
         self._drained: asyncio.Task[dict[str, object]] | None = None
         self._group: Leader | None = None
         """Of a worker over several nodes."""
@@ -87,6 +93,7 @@ class Agent:
             "running": load.running, "waiting": load.waiting, "leases": load.leases,
             "draining": life.phase == "Draining", "transport": self._transport(), "probe_gbps": self._fabric.gbps,
             "epoch": life.epoch, "changing_to": self._changing_to, "flip_problem": life.flip_problem,
+            "adapters": self._adapters.report(),
         }  # fmt: skip
 
     def _transport(self) -> str | None:
@@ -186,6 +193,11 @@ class Agent:
         self._changing_to = None
         self._life = rules.flipped(self._life)
 
+    def take_adapters(self, wished: Sequence[AdapterWish]) -> dict[str, object]:
+        """Answers POST /adapters: the whole set that should be there. What comes of it is in /state."""
+        self._adapters.wish(wished)
+        return {"adapters": self._adapters.report()}
+
     # -- life -------------------------------------------------------------------------------------------------------
     async def run(self) -> int:
         """Serve until SIGTERM (0) or until the engine ends (EngineDiedError)."""
@@ -250,7 +262,7 @@ class Agent:
             return
         engine = self._start_engine(folder, master)
         stopping = asyncio.create_task(self._stop.wait())
-        checking = asyncio.create_task(self._check_for_ever())
+        checking = asyncio.gather(self._check_for_ever(), self._keep_adapters())
         ends: set[asyncio.Future[Any]] = {stopping, engine.exited, *([self._group.lost] if self._group is not None else [])}
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -306,6 +318,7 @@ class Agent:
             vllm=find_vllm() if self._config.engine == "vllm" else "",
             scratch=self._scratch.name,
             has_gpu=Path("/dev/nvidiactl").exists(),
+            token=self._token,
             member=self._identity.member,
             master=master,
         )
@@ -338,7 +351,15 @@ class Agent:
         problem = await self._client.first_token(self._config.served_name)
         if problem is not None:
             self._note(f"engine answers, but gave no first token: {problem}")
-        return problem is None
+            return False
+        self._note("loading adapters")
+        self._engine_answers.set()
+        await self._adapters.first_round()
+        return True
+
+    async def _keep_adapters(self) -> None:
+        await self._engine_answers.wait()
+        await self._adapters.run()
 
     async def _observe(self) -> None:
         self._load = await self._client.load()
@@ -355,3 +376,12 @@ def find_vllm() -> str:
     if not found or not Path(found).exists():
         raise ConfigError(f"engine vllm: no executable at {VLLM_BIN_ENV} and no vllm on PATH")
     return found
+
+
+def wished_at_start(env: Mapping[str, str]) -> tuple[AdapterWish, ...]:
+    """The adapters that the pod's annotation names; none when somebody made it unreadable: the operator tells again."""
+    try:
+        return decode_adapters(env.get(ADAPTERS_ENV) or "[]")
+    except msgspec.DecodeError as error:
+        print(f"BadAdapters: {ADAPTERS_ENV}: {error}", file=sys.stderr, flush=True)
+        return ()

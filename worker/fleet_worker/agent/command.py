@@ -10,7 +10,7 @@ import json
 import sys
 from dataclasses import dataclass, field
 
-from fleet_worker.config import CONFIG_ENV, POD_IP_ENV, WorkerConfig, encode
+from fleet_worker.config import CONFIG_ENV, ENGINE_TOKEN_ENV, POD_IP_ENV, AdapterSettings, WorkerConfig, encode
 
 MODEL_PATH_ENV = "FLEET_MODEL_PATH"
 GIB = 1024**3
@@ -20,6 +20,8 @@ VLLM_CPU_DEFAULTS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 one's NIXL progress thread, which never sleeps."""
 UCX_TELLS = {"UCX_PROTO_INFO": "y", "UCX_LOG_FILE": "stderr"}
 """UCX then says by which transport it reads; `supervise.py` listens (see transfer/ucxlog.py)."""
+VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Values that --max-lora-rank takes."""
 VLLM_KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
 
@@ -41,6 +43,8 @@ class Place:
     vllm: str = ""
     scratch: str = ""
     has_gpu: bool = False
+    token: str = ""
+    """What the torch engine wants to see before it changes its adapters."""
     member: int = 0
     """Place in a worker over several nodes."""
     master: str = ""
@@ -54,7 +58,7 @@ def engine_command(config: WorkerConfig, place: Place) -> EngineCommand:
 
 def torch_command(config: WorkerConfig, place: Place) -> EngineCommand:
     """Our engine is a module of this distribution and reads the same configuration."""
-    env = {MODEL_PATH_ENV: place.model_path, CONFIG_ENV: encode(config), POD_IP_ENV: place.pod_ip}
+    env = {MODEL_PATH_ENV: place.model_path, CONFIG_ENV: encode(config), POD_IP_ENV: place.pod_ip, ENGINE_TOKEN_ENV: place.token}
     return EngineCommand((sys.executable, "-m", "fleet_worker.engine"), env, UCX_TELLS)
 
 
@@ -78,6 +82,9 @@ def vllm_command(config: WorkerConfig, place: Place) -> EngineCommand:
     argv += vllm_shape(config) + vllm_node(config, place)
     if config.nodes > 1:
         env["VLLM_HOST_IP"] = place.pod_ip
+    if config.adapters.most:
+        env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+        argv += vllm_adapters(config.adapters)
     if place.has_gpu:
         return EngineCommand((*argv, *config.engine_args), env, UCX_TELLS)
     env["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, -(-config.kv.cache_bytes // GIB)))
@@ -98,6 +105,13 @@ def vllm_shape(config: WorkerConfig) -> list[str]:
     if config.kv_cache_dtype is not None:
         argv += ["--kv-cache-dtype", config.kv_cache_dtype]
     return argv
+
+
+def vllm_adapters(settings: AdapterSettings) -> list[str]:
+    """As many adapters in one batch as may be loaded: none is ever put aside for another."""
+    most = str(settings.most)
+    rank = next((size for size in VLLM_RANKS if size >= settings.max_rank), VLLM_RANKS[-1])
+    return ["--enable-lora", "--max-loras", most, "--max-cpu-loras", most, "--max-lora-rank", str(rank)]
 
 
 def vllm_node(config: WorkerConfig, place: Place) -> list[str]:

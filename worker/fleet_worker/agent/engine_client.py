@@ -6,7 +6,9 @@ import re
 
 import httpx
 
+from fleet_worker.agent.errors import AdapterError
 from fleet_worker.agent.life import Load
+from fleet_worker.config import ENGINE_TOKEN_HEADER
 
 RUNNING = "vllm:num_requests_running"
 WAITING = "vllm:num_requests_waiting"
@@ -15,6 +17,8 @@ MAX_METRICS_BYTES = 4 * 1024 * 1024
 HEALTH_TIMEOUT_S = 3.0
 FIRST_TOKEN_TIMEOUT_S = 300.0
 """The first request may compile kernels: minutes on some engines, and no user should be the one who waits."""
+ADAPTER_TIMEOUT_S = 120.0
+"""Loading reads files; unloading waits for requests, at most half a minute."""
 FIRST_PROMPT = [0, 0, 0, 0]
 """Token 0 exists in every vocabulary; shorter than a KV block, so that nothing of it stays in the prefix cache."""
 
@@ -22,7 +26,9 @@ FIRST_PROMPT = [0, 0, 0, 0]
 class EngineClient:
     """Bounded HTTP calls to the engine of this pod."""
 
-    def __init__(self, base_url: str) -> None:
+    def __init__(self, base_url: str, token: str = "") -> None:
+        """`token`: what the torch engine wants to see before it changes its adapters."""
+        self._token = token
         self._http = httpx.AsyncClient(base_url=base_url, timeout=HEALTH_TIMEOUT_S, trust_env=False)
 
     async def healthy(self) -> bool:
@@ -40,6 +46,27 @@ class EngineClient:
         except httpx.HTTPError as error:
             return f"{type(error).__name__}: {error}"
         return None if answer.status_code == httpx.codes.OK else f"HTTP {answer.status_code}: {answer.text[:200]}"
+
+    async def load_adapter(self, name: str, path: str, *, inplace: bool) -> str | None:
+        """vLLM's POST /v1/load_lora_adapter; the digest when the engine says one. AdapterError with the engine's words."""
+        body = {"lora_name": name, "lora_path": path, **({"load_inplace": True} if inplace else {})}
+        answer = await self._adapter_call("/v1/load_lora_adapter", body)
+        if answer.status_code != httpx.codes.OK:
+            raise AdapterError("BadAdapter", _words(answer))
+        digest: str | None = answer.headers.get("x-adapter-digest")
+        return digest
+
+    async def unload_adapter(self, name: str) -> None:
+        """vLLM's POST /v1/unload_lora_adapter; one that is not there is gone. AdapterError."""
+        answer = await self._adapter_call("/v1/unload_lora_adapter", {"lora_name": name})
+        if answer.status_code not in (httpx.codes.OK, httpx.codes.NOT_FOUND):
+            raise AdapterError("UnloadFailed", _words(answer))
+
+    async def _adapter_call(self, path: str, body: dict[str, object]) -> httpx.Response:
+        try:
+            return await self._http.post(path, json=body, headers={ENGINE_TOKEN_HEADER: self._token}, timeout=ADAPTER_TIMEOUT_S)
+        except httpx.HTTPError as error:
+            raise AdapterError("EngineSilent", f"{path}: {type(error).__name__}: {error}") from error
 
     async def metrics(self) -> str | None:
         """The engine's exposition, None when it does not answer or answers too much."""
@@ -69,3 +96,11 @@ def parse_load(text: str) -> Load:
 def _total(text: str, name: str) -> int | None:
     values = re.findall(rf"^{re.escape(name)}(?:\{{[^}}]*\}})? ([0-9.eE+-]+)", text, re.MULTILINE)
     return round(sum(float(value) for value in values)) if values else None
+
+
+def _words(answer: httpx.Response) -> str:
+    """The engine's message, of OpenAI's error shape when it has that."""
+    try:
+        return str(answer.json()["error"]["message"])[:500]
+    except (ValueError, KeyError, TypeError):
+        return f"HTTP {answer.status_code}: {answer.text[:200]}"

@@ -28,6 +28,14 @@ class ModelError(WorkerError):
     exit_code = EXIT_BAD_INPUT
 
 
+class AdapterError(WorkerError):
+    """One adapter cannot be had now; the worker goes on without it, and it is tried again."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
 class GroupLostError(WorkerError):
     """Another pod of this worker is gone. All of its pods start again, and wait for each other."""
 

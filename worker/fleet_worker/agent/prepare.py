@@ -1,7 +1,7 @@
 """Model preparation: a source becomes a local folder that an engine can open, or an error that names the cause.
 
-`hf://ORG/NAME[@REVISION]` is fetched with huggingface_hub (HF_ENDPOINT and HF_TOKEN are honoured by that library); anything
-else is a path inside the pod.
+`hf://ORG/NAME[@REVISION]` is fetched (hub.py; HF_ENDPOINT and HF_TOKEN are huggingface_hub's); anything else is a path inside the
+pod.
 """
 
 from __future__ import annotations
@@ -12,10 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fleet_worker.agent.errors import ModelError
+from fleet_worker.agent.hub import HF_SCHEME, fetch
 
-HF_SCHEME = "hf://"
-CACHE_ENV = "FLEET_MODEL_CACHE"
-DEFAULT_CACHE = "/models/hf"
 MAX_CONFIG_BYTES = 1024 * 1024
 WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json")
 FETCHED = [*WEIGHT_PATTERNS, "*.json", "*.jinja", "*.txt", "tokenizer.model"]
@@ -24,7 +22,7 @@ FETCHED = [*WEIGHT_PATTERNS, "*.json", "*.jinja", "*.txt", "tokenizer.model"]
 
 def prepare_model(source: str, progress: Callable[[str], None]) -> Path:
     """Local folder of the model; ModelError otherwise. `progress` gets short sentences for /state."""
-    folder = _fetch(source, progress) if source.startswith(HF_SCHEME) else Path(source)
+    folder = fetch(source, progress, FETCHED) if source.startswith(HF_SCHEME) else Path(source)
     progress(f"checking {folder}")
     check_folder(folder)
     return folder
@@ -32,12 +30,20 @@ def prepare_model(source: str, progress: Callable[[str], None]) -> Path:
 
 def check_folder(folder: Path) -> None:
     """A folder with a readable config.json and safetensors weights; ModelError names what is missing."""
-    if not folder.exists():
+    try:
+        _check_folder(folder)
+    except PermissionError as error:
+        raise ModelError(f"{error.filename} is not readable by user {os.geteuid()}") from error
+
+
+def _check_folder(folder: Path) -> None:
+    if not _found(folder):
         raise ModelError(f"model path {folder} does not exist")
     if not folder.is_dir():
         raise ModelError(f"model path {folder} is not a folder")
+    os.listdir(folder)  # glob finds nothing in a folder that may not be read
     config = folder / "config.json"
-    if not config.is_file():
+    if not _found(config):
         raise ModelError(f"model path {folder} holds no config.json")
     if config.stat().st_size > MAX_CONFIG_BYTES:
         raise ModelError(f"{config} is larger than {MAX_CONFIG_BYTES} bytes")
@@ -47,33 +53,17 @@ def check_folder(folder: Path) -> None:
         raise ModelError(f"{config} is not valid JSON: {error}") from error
     if not isinstance(parsed, dict) or not parsed.get("architectures"):
         raise ModelError(f"{config} names no architectures")
-    if not any(True for pattern in WEIGHT_PATTERNS for _ in folder.glob(pattern)):
+    weights = [path for pattern in WEIGHT_PATTERNS for path in folder.glob(pattern)]
+    if not weights:
         raise ModelError(f"model path {folder} holds no *.safetensors file")
+    for path in weights:
+        path.open("rb").close()  # engines say of a file that they may not read that it does not exist
 
 
-def split_source(source: str) -> tuple[str, str | None]:
-    """`hf://ORG/NAME@REVISION` → (ORG/NAME, REVISION)."""
-    name, _, revision = source.removeprefix(HF_SCHEME).partition("@")
-    return name, revision or None
-
-
-def _fetch(source: str, progress: Callable[[str], None]) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    name, revision = split_source(source)
-    cache = os.environ.get(CACHE_ENV, DEFAULT_CACHE)
-    progress(f"fetching {source}")
+def _found(path: Path) -> bool:
+    """Path.exists() of newer Pythons takes what may not be looked at for absent."""
     try:
-        return Path(snapshot_download(name, revision=revision, cache_dir=cache, allow_patterns=FETCHED, max_workers=4))
-    except HFValidationError as error:
-        raise ModelError(f"{source}: not a repository name: {error}") from error
-    except HfHubHTTPError as error:
-        raise ModelError(f"{source}: the hub answered: {_in_short(error)}") from error
-    except (LocalEntryNotFoundError, OSError) as error:
-        raise ModelError(f"{source}: the hub cannot be reached: {_in_short(error)}") from error
-
-
-def _in_short(error: Exception) -> str:
-    """The hub's words in one line: the cause stands in the second one of several."""
-    return " ".join(str(error).split())[:300] or type(error).__name__
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True

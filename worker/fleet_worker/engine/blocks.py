@@ -25,6 +25,7 @@ class CacheEvent:
     name: bytes
     parent: bytes | None = None
     tokens: tuple[int, ...] = ()
+    adapter: str | None = None
 
 
 @dataclass(slots=True)
@@ -94,13 +95,15 @@ class BlockAllocator:
             self._blocks[block].name = None
             self._events.append(CacheEvent(stored=False, name=name))
 
-    def register(self, block: int, name: bytes, parent: bytes | None, tokens: tuple[int, ...]) -> None:
+    def register(
+        self, block: int, name: bytes, parent: bytes | None, tokens: tuple[int, ...], adapter: str | None = None
+    ) -> None:
         """The content is complete and may be found by `name`; a name that another block holds stays there."""
         if name in self._by_name or self._blocks[block].name is not None:
             return
         self._blocks[block].name = name
         self._by_name[name] = block
-        self._events.append(CacheEvent(stored=True, name=name, parent=parent, tokens=tokens))
+        self._events.append(CacheEvent(stored=True, name=name, parent=parent, tokens=tokens, adapter=adapter))
 
     def free(self, blocks: Sequence[int]) -> None:
         """Give up one ownership of each; later blocks of a sequence are evicted before earlier ones."""

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+import msgspec
 import torch
 
 from fleet_wire.kv import KvReference
 from fleet_worker.engine.blocks import BlockAllocator, CacheEvent
 from fleet_worker.engine.errors import BadRequestError, EngineError, OverloadedError
 from fleet_worker.engine.llama import Chunk, Llama
+from fleet_worker.engine.lora import Adapter
 from fleet_worker.engine.references import check_reference
 from fleet_worker.engine.sampler import sample
 from fleet_worker.engine.scheduler import Scheduler, Work
@@ -86,6 +88,11 @@ class EngineCore:
         self._cancelled_pulls: dict[str, list[int]] = {}
 
     @property
+    def model(self) -> Llama:
+        """What computes."""
+        return self._model
+
+    @property
     def vocab_size(self) -> int:
         """Token ids are below this."""
         return self._model.config.vocab_size
@@ -135,7 +142,7 @@ class EngineCore:
         if self.connector is None:
             raise BadRequestError("this engine has no KV connector", "kv_transfer_params")
         if reference is not None:
-            check_reference(reference, len(sequence.prompt), self._model.block_tokens)
+            check_reference(reference, len(sequence.prompt), self._model.block_tokens, sequence.salt)
 
     def abort(self, request_id: str) -> Sequence | None:
         """End a request now; blocks come back at once, except those that a transfer may still write."""
@@ -162,7 +169,7 @@ class EngineCore:
 
     def _compute(self, work: list[Work]) -> list[Output]:
         tokens = [token for item in work for token in item.sequence.tokens(item.start, item.count)]
-        chunks = [Chunk(item.start, item.count, tuple(item.sequence.table)) for item in work]
+        chunks = [Chunk(item.start, item.count, tuple(item.sequence.table), item.sequence.adapter) for item in work]
         logits = self._model.forward(tokens, chunks, self._pool)
         self.scheduler.advance(work)
         rows = [row for row, item in enumerate(work) if item.samples]
@@ -208,13 +215,17 @@ class EngineCore:
         self._leased[sequence.request_id] = blocks
         reference = connector.grant(sequence.request_id, blocks, len(sequence.prompt))
         self._lease_ids[sequence.request_id] = reference.lease_id
-        return reference
+        return msgspec.structs.replace(reference, adapter=sequence.salt)
 
     def release_lease_of(self, request_id: str) -> None:
         """Nobody heard of the lease of this ended request: it ends with the next step."""
         lease_id = self._lease_ids.get(request_id)
         if lease_id is not None and self.connector is not None:
             self.connector.release(lease_id)
+
+    def running_under(self, adapter: Adapter) -> int:
+        """Requests that this version of an adapter is needed for."""
+        return sum(sequence.adapter is adapter for sequence in self.sequences.values())
 
     def leased_requests(self) -> list[str]:
         """Ended requests whose blocks are under a lease."""

@@ -35,6 +35,26 @@ class UnknownModelError(BadRequestError):
     kind = "NotFoundError"
 
 
+class BadAdapterError(BadRequestError):
+    """400: the adapter cannot be applied exactly, or not at all; the message names file and field."""
+
+    kind = "BadAdapterError"
+
+
+class UnknownAdapterError(BadRequestError):
+    """404: no adapter of this name is loaded, or its folder is not there."""
+
+    status = 404
+    kind = "NotFoundError"
+
+
+class NotAllowedError(BadRequestError):
+    """403: only the agent of this pod loads and unloads adapters."""
+
+    status = 403
+    kind = "ForbiddenError"
+
+
 class TooLargeError(BadRequestError):
     """413: the body is larger than the bound."""
 

@@ -54,7 +54,7 @@ class KvEventPublisher:
             return BlockRemoved(block_hashes=[change.name], medium="CPU")
         return BlockStored(
             block_hashes=[change.name], parent_block_hash=change.parent, token_ids=list(change.tokens),
-            block_size=self._block_tokens, lora_id=None, medium="CPU", lora_name=None,
+            block_size=self._block_tokens, lora_id=None, medium="CPU", lora_name=change.adapter,
         )  # fmt: skip
 
     def _answer(self, frames: list[bytes]) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from fleet_worker.engine.lora import Adapter, add_deltas, group_rows
 from fleet_worker.engine.modelconfig import ModelConfig, RopeScaling
 
 
@@ -23,6 +24,7 @@ class Chunk:
     start: int
     count: int
     table: tuple[int, ...]
+    adapter: Adapter | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,27 +86,30 @@ class Llama:
         positions = torch.cat([torch.arange(c.start, c.start + c.count) for c in chunks])
         blocks, offsets = self._slots(chunks)
         decode, prefills = self._plan(chunks)
+        groups = group_rows([c.adapter for c in chunks], [c.count for c in chunks])
         cos, sin = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
         hidden = F.embedding(torch.tensor(tokens), self._embed)
         for index, layer in enumerate(self._layers):
-            q, k, v = self._qkv(layer, rms_norm(hidden, layer.norm_in, self.config.norm_eps))
+            x = rms_norm(hidden, layer.norm_in, self.config.norm_eps)
+            q, k, v = self._split(add_deltas(F.linear(x, layer.qkv, layer.qkv_bias), x, groups, index, "qkv"))
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
             keys, values = pool[:, index, 0], pool[:, index, 1]
             keys[blocks, offsets] = k
             values[blocks, offsets] = v
             attended = self._attend(q, keys, values, decode, prefills)
-            hidden = hidden + F.linear(attended, layer.out, layer.out_bias)
-            gate, up = F.linear(rms_norm(hidden, layer.norm_mlp, self.config.norm_eps), layer.gate_up, layer.gate_up_bias).chunk(
-                2, -1
-            )
-            hidden = hidden + F.linear(F.silu(gate) * up, layer.down, layer.down_bias)
+            hidden = hidden + add_deltas(F.linear(attended, layer.out, layer.out_bias), attended, groups, index, "out")
+            x = rms_norm(hidden, layer.norm_mlp, self.config.norm_eps)
+            both = add_deltas(F.linear(x, layer.gate_up, layer.gate_up_bias), x, groups, index, "gate_up")
+            gate, up = both.chunk(2, -1)
+            x = F.silu(gate) * up
+            hidden = hidden + add_deltas(F.linear(x, layer.down, layer.down_bias), x, groups, index, "down")
         last = torch.tensor([c.count for c in chunks]).cumsum(0) - 1
         return F.linear(rms_norm(hidden[last], self._norm, self.config.norm_eps), self._head).float()
 
-    def _qkv(self, layer: Layer, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         c = self.config
-        both = F.linear(x, layer.qkv, layer.qkv_bias).view(len(x), c.heads + 2 * c.kv_heads, c.head_dim)
-        q, k, v = both.split((c.heads, c.kv_heads, c.kv_heads), dim=1)
+        by_head = qkv.view(len(qkv), c.heads + 2 * c.kv_heads, c.head_dim)
+        q, k, v = by_head.split((c.heads, c.kv_heads, c.kv_heads), dim=1)
         return q, k, v
 
     def _slots(self, chunks: list[Chunk]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,6 +16,7 @@ MAX_STOPS = 16
 CODES: Final = {
     "NotFoundError": "model_not_found", "RequestEntityTooLarge": "body_too_large", "ServiceUnavailableError": "overloaded",
     "EngineStoppedError": "engine_stopped", "KvReferenceError": "kv_reference", "KvTransferError": "kv_transfer",
+    "BadAdapterError": "bad_adapter", "ForbiddenError": "forbidden",
 }  # fmt: skip
 """`code` of an error by its `type`."""
 MAX_BODY_BYTES = 4 * 1024 * 1024
@@ -56,6 +57,8 @@ class _Common(msgspec.Struct, frozen=True, kw_only=True):
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
     kv_transfer_params: msgspec.Raw = msgspec.Raw()
+    cache_salt: Annotated[str, msgspec.Meta(min_length=1, max_length=256)] | None = None
+    """Cached KV is found only by requests with the same salt."""
 
 
 class CompletionRequest(_Common, frozen=True, kw_only=True):

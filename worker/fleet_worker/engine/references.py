@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 
 from fleet_wire.kv import MAX_KV_BLOCKS, KvReference
-from fleet_worker.transfer.base import KvReferenceError
+from fleet_worker.transfer.base import KvReferenceError, KvTransferError
 
 HOST = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9.-]{0,251}[A-Za-z0-9])?|\[[0-9A-Fa-f:.]{2,45}\]")
 """DNS name, IPv4 address or IPv6 address in brackets: what a zmq tcp:// address may hold."""
 
 
-def check_reference(reference: KvReference, prompt_tokens: int, block_tokens: int) -> None:
-    """Raise KvReferenceError unless the reference is provable and fits a prompt of `prompt_tokens` tokens."""
+def check_reference(reference: KvReference, prompt_tokens: int, block_tokens: int, adapter: str = "") -> None:
+    """Raise KvReferenceError unless the reference is provable and fits a prompt of `prompt_tokens` tokens; KvTransferError when
+    the KV was computed under another adapter, or another version of it, than `adapter`: a prefill here is right then."""
     if not reference.lease_id or not reference.remote_epoch or not reference.digest:
         raise KvReferenceError("unprovable", "kv_transfer_params carry no lease, epoch or digest: the read could not be proven")
     blocks, tokens = reference.remote_block_ids, reference.remote_num_tokens
@@ -28,3 +29,8 @@ def check_reference(reference: KvReference, prompt_tokens: int, block_tokens: in
         )
     if not HOST.fullmatch(reference.remote_host) or not 0 < reference.remote_port < 65_536:
         raise KvReferenceError("address", "kv_transfer_params.remote_host and remote_port are not a TCP address")
+    if reference.adapter != adapter:
+        raise KvTransferError(
+            "adapter", f"the KV was computed under {reference.adapter or 'the base model'}, the request runs under "
+            f"{adapter or 'the base model'}"
+        )  # fmt: skip

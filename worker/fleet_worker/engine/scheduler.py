@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from fleet_wire.blocks import block_hash, chain
+from fleet_wire.blocks import block_hash, chain, tenant_root
 from fleet_worker.engine.blocks import BlockAllocator
 from fleet_worker.engine.sequence import Sequence
 
@@ -80,7 +80,7 @@ class Scheduler:
 
     def place(self, sequence: Sequence) -> bool:
         """Give a sequence its blocks: what the prefix cache has, and room for all its tokens. False when the pool is full."""
-        names = list(chain(self.root, sequence.tokens(0, sequence.length), self.block_tokens))
+        names = list(chain(self.root_of(sequence), sequence.tokens(0, sequence.length), self.block_tokens))
         reusable = (sequence.length - 1) // self.block_tokens  # the last token is always computed: it yields the next one
         found = self.blocks.find(names[:reusable])
         self.blocks.share(found)
@@ -96,6 +96,11 @@ class Scheduler:
         self.prefix_queries += sequence.length
         self.prefix_hits += sequence.computed
         return True
+
+    def root_of(self, sequence: Sequence) -> bytes:
+        """Parent of the sequence's first block: KV of one adapter or salt is never found by another, nor by the base model."""
+        root = self.root if sequence.adapter is None else sequence.adapter.root(self.root)
+        return tenant_root(root, sequence.cache_salt) if sequence.cache_salt else root
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold `tokens` tokens."""
@@ -137,14 +142,15 @@ class Scheduler:
 
     def register_full(self, sequence: Sequence) -> None:
         """Name every block that is complete and not named yet."""
-        size = self.block_tokens
+        size, root = self.block_tokens, self.root_of(sequence)
+        adapter = sequence.adapter.name if sequence.adapter is not None else None
         while (sequence.registered + 1) * size <= sequence.computed:
             index = sequence.registered
-            parent = sequence.names[index - 1] if index else self.root
+            parent = sequence.names[index - 1] if index else root
             tokens = tuple(sequence.tokens(index * size, size))
             name = block_hash(parent, tokens)
             sequence.names.append(name)
-            self.blocks.register(sequence.table[index], name, parent if index else None, tokens)
+            self.blocks.register(sequence.table[index], name, parent if index else None, tokens, adapter)
             sequence.registered += 1
 
     def remove(self, sequence: Sequence) -> None:

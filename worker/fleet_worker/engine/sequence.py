@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from fleet_wire.kv import KvReference
+from fleet_worker.engine.lora import Adapter
 
 FinishReason = Literal["stop", "length", "abort"]
 Stage = Literal["waiting", "pulling", "running", "finished"]
@@ -40,6 +41,10 @@ class Sequence:
     """Prefill leg: the blocks go under a lease when the sequence ends."""
     reference: KvReference | None = None
     """Decode leg: where the prompt's KV is."""
+    adapter: Adapter | None = None
+    """What it runs under, from its first to its last token; None: the base model."""
+    cache_salt: str = ""
+    """Whose KV it may find, and who may find its own; empty: those without a salt."""
     stage: Stage = "waiting"
     output: list[int] = field(default_factory=list)
     computed: int = 0
@@ -54,6 +59,11 @@ class Sequence:
     first_token_at: float | None = None
     last_token_at: float | None = None
     cached_tokens: int = 0
+
+    @property
+    def salt(self) -> str:
+        """What its KV depends on beside tokens and model."""
+        return self.adapter.salt if self.adapter is not None else ""
 
     @property
     def length(self) -> int:

@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 from fleet_worker.config import WorkerConfig
 from fleet_worker.engine import protocol as wire
 from fleet_worker.engine import tokens
+from fleet_worker.engine.adapters import Adapters
 from fleet_worker.engine.answer import Answer
 from fleet_worker.engine.core import EngineCore, Output
 from fleet_worker.engine.errors import BadRequestError, EngineError, TooLargeError, UnknownModelError
@@ -46,8 +47,10 @@ class Release(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class EngineServer:
     """Handlers; one instance per process."""
 
-    def __init__(self, config: WorkerConfig, loop: EngineLoop, text: Text, metrics: EngineMetrics) -> None:
+    def __init__(self, config: WorkerConfig, loop: EngineLoop, text: Text, metrics: EngineMetrics, token: str = "") -> None:
+        """`token`: who shows it may load and unload adapters; empty: nobody."""
         self._config = config
+        self._adapters = Adapters(config.served_name, config.adapters.most, config.adapters.max_rank, token)
         self._loop = loop
         self._text = text
         self._metrics = metrics
@@ -62,6 +65,8 @@ class EngineServer:
                 Route("/v1/models", self.models),
                 Route("/v1/completions", self.completions, methods=["POST"]),
                 Route("/v1/chat/completions", self.chat, methods=["POST"]),
+                Route("/v1/load_lora_adapter", self.load_adapter, methods=["POST"]),
+                Route("/v1/unload_lora_adapter", self.unload_adapter, methods=["POST"]),
                 Route("/tokenize", self.tokenize, methods=["POST"]),
                 Route("/detokenize", self.detokenize, methods=["POST"]),
                 Route("/kv/leases", self.leases),
@@ -80,12 +85,29 @@ class EngineServer:
         return Response(self._metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def models(self, _: HttpRequest) -> Response:
-        """The one model that is served."""
+        """The model that is served, and the adapters over it."""
         card = {
             "id": self._config.served_name, "object": "model", "created": 0, "owned_by": "inferencefleet",
             "max_model_len": self._loop.core.limits.max_model_len,
         }  # fmt: skip
-        return JSONResponse({"object": "list", "data": [card]})
+        return JSONResponse({"object": "list", "data": [card, *self._adapters.cards()]})
+
+    async def load_adapter(self, request: HttpRequest) -> Response:
+        """POST /v1/load_lora_adapter."""
+        model = self._loop.core.model
+        try:
+            self._adapters.allow(request)
+            return await self._adapters.load(await self._body(request), model.config, model.dtype)
+        except EngineError as error:
+            return failure(error, request_id_of(request))
+
+    async def unload_adapter(self, request: HttpRequest) -> Response:
+        """POST /v1/unload_lora_adapter."""
+        try:
+            self._adapters.allow(request)
+            return await self._adapters.unload(await self._body(request), self._loop)
+        except EngineError as error:
+            return failure(error, request_id_of(request))
 
     async def leases(self, _: HttpRequest) -> Response:
         """Open leases, counted."""
@@ -153,7 +175,7 @@ class EngineServer:
             first = await self._first(http, sequence, sink)
         except (EngineError, KvError) as error:
             return failure(error, request_id_of(http))
-        answer = Answer(asked, sequence, self._text, self._config.served_name)
+        answer = Answer(asked, sequence, self._text, asked.model)
         if asked.stream:
             return TokenStream(
                 self._stream(answer, sink, first, request_id_of(http)), lambda: self._loop.cancel(sequence.request_id)
@@ -170,7 +192,8 @@ class EngineServer:
         return b"".join(parts)
 
     def _sequence(self, asked: wire.Request, request_id: str | None) -> Sequence:
-        if asked.model != self._config.served_name:
+        adapter = self._adapters.find(asked.model)
+        if adapter is None and asked.model != self._config.served_name:
             raise UnknownModelError(f"The model `{asked.model}` does not exist.", "model")
         kv, reference = wire.kv_of(asked)
         prompt = self._prompt(asked)
@@ -183,7 +206,8 @@ class EngineServer:
         self._loop.core.check_fits(len(prompt), sampling.max_tokens)
         chosen = f"{(request_id or 'req')[:MAX_REQUEST_ID]}-{self._random.getrandbits(64):016x}"
         seed = sampling.seed if sampling.seed is not None else self._random.getrandbits(48)
-        return Sequence(chosen, tuple(prompt), sampling, seed, time.monotonic(), kv.do_remote_decode, reference)
+        salt = asked.cache_salt or ""
+        return Sequence(chosen, tuple(prompt), sampling, seed, time.monotonic(), kv.do_remote_decode, reference, adapter, salt)
 
     def _prompt(self, asked: wire.Request) -> list[int]:
         if isinstance(asked, wire.ChatRequest):

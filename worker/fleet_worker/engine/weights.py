@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import torch
@@ -93,7 +94,8 @@ def _load_file(path: Path, shapes: dict[str, tuple[int, ...]], dtype: torch.dtyp
                 if shape != shapes[name]:
                     raise ModelFilesError(f"{path}: tensor {name} has shape {list(shape)}, expected {list(shapes[name])}")
                 found[name] = opened.get_tensor(name).to(dtype).contiguous()
-    except FileNotFoundError as error:
-        raise ModelFilesError(f"{path} does not exist") from error
+    except FileNotFoundError as error:  # what safetensors says of every file that it cannot open
+        why = "does not exist" if not path.exists() else f"is not readable by user {os.geteuid()}"
+        raise ModelFilesError(f"{path} {why}") from error
     except (SafetensorError, OSError) as error:
         raise ModelFilesError(f"{path} is not a readable safetensors file: {error}") from error

@@ -1,0 +1,1 @@
+"""Adapters of running workers: told over their agents, heard from their state."""

@@ -1,0 +1,40 @@
+"""What the reconciler keeps of one fleet between passes. All of it may be lost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fleet_api.v1alpha1.status import FleetStatus
+from fleet_operator.adapters.memory import AdapterMemory
+from fleet_operator.known_fleet import KnownFleet
+from fleet_operator.pace import Pace
+from fleet_planner.types import FlipReport, Problem, RestMemory, ScaleMemory, TierTelemetry
+
+
+@dataclass(slots=True)
+class FleetState:
+    """What is kept between passes; all of it may be lost."""
+
+    telemetry: dict[str, TierTelemetry] = field(default_factory=dict)
+    telemetry_read: bool = False
+    memory: dict[str, ScaleMemory] = field(default_factory=dict)
+    rest: RestMemory = field(default_factory=RestMemory)
+    problems: tuple[Problem, ...] = ()
+    pace: Pace = field(default_factory=Pace)
+    read_at: float = float("-inf")
+    reading: bool = False
+    flips: dict[str, FlipReport] = field(default_factory=dict)
+    """By uid: what workers that change their role say."""
+    changing: bool = False
+    """The last pass saw such workers."""
+    following: bool = False
+    adapters: AdapterMemory = field(default_factory=AdapterMemory)
+    known: KnownFleet | None = None
+    restless: bool = False
+
+
+def is_restless(status: FleetStatus) -> bool:
+    """Something is under way that may go on by time alone: such a fleet is looked at at every reading of its telemetry."""
+    moving = any(c.type in ("RollingOut", "CapacityLimited") and c.status == "True" for c in status.conditions)
+    roles = [role for tier in status.tiers for role in (tier.prefill, tier.decode)]
+    return moving or any(not role.desired == role.ready == role.serving for role in roles)

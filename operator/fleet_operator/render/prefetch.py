@@ -1,0 +1,86 @@
+"""Pods that fetch the model into a node's cache: the worker's image, volume, user, token and tolerations, no device, no port."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from fleet_api.v1alpha1 import InferenceFleet
+from fleet_api.v1alpha1.podtemplate import PodTemplateSpec
+from fleet_operator.cluster.interface import Object
+from fleet_operator.names import FETCH, FETCH_NODE, FETCH_ROLE, ROLE, TIER, labels, owner_reference
+from fleet_operator.render.template import rendered, security, tolerations
+from fleet_operator.render.worker import model_volumes, token_env
+from fleet_operator.settings import Platform
+from fleet_planner.types import ROLES, FetchWanted
+from fleet_worker.config import FETCH_ENV
+
+REQUESTS: Final = {"cpu": "200m", "memory": "512Mi"}
+DEADLINE_S: Final = 6 * 3600
+"""A fetch that takes longer has failed."""
+
+
+def render_fetch(fleet: InferenceFleet, wanted: FetchWanted, owner: Object, platform: Platform) -> Object:
+    """One pod, bound to its node by affinity, so that the scheduler still has its say."""
+    tier = fleet.tier(wanted.tier)
+    added = [template for role in ROLES if (template := tier.role(role).pod_template) is not None]
+    template = added[0] if added else PodTemplateSpec()
+    volumes, mounts, source = model_volumes(fleet)
+    device = tier.device_request("prefill") or tier.device_request("decode")
+    spec: Object = {
+        "containers": [
+            {
+                "name": "fetch",
+                "image": fleet.spec.engine.image or platform.worker_image,
+                "imagePullPolicy": "IfNotPresent",
+                "command": ["fleet-worker", "fetch"],
+                "env": [
+                    {"name": FETCH_ENV, "value": source},
+                    {"name": "HOME", "value": "/tmp"},  # noqa: S108 - the one writable folder of a read-only root
+                    *token_env(fleet),
+                    *(rendered(variable) for variable in template.env),
+                ],
+                "terminationMessagePolicy": "FallbackToLogsOnError",
+                "volumeMounts": [*mounts[:1], {"name": "tmp", "mountPath": "/tmp"}],  # noqa: S108
+                "resources": {"requests": REQUESTS},
+                "securityContext": {
+                    "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]},
+                },
+            }
+        ],
+        "volumes": [*volumes[:1], {"name": "tmp", "emptyDir": {}}],
+        "restartPolicy": "Never",
+        "activeDeadlineSeconds": DEADLINE_S,
+        "terminationGracePeriodSeconds": 5,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "securityContext": security(template, shared_group=False),
+        "affinity": _only(wanted.node),
+    }  # fmt: skip
+    own = [{"key": device[0], "operator": "Exists", "effect": "NoSchedule"}] if device is not None else []
+    if found := [*own, *(toleration for one in added for toleration in tolerations(one))]:
+        spec["tolerations"] = [toleration for index, toleration in enumerate(found) if toleration not in found[:index]]
+    if template.image_pull_secrets:
+        spec["imagePullSecrets"] = [rendered(secret) for secret in template.image_pull_secrets]
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": wanted.name,
+            "namespace": fleet.metadata.namespace,
+            "labels": labels(fleet.metadata.name, **{TIER: wanted.tier, ROLE: FETCH_ROLE, FETCH: wanted.key}),
+            "annotations": {FETCH_NODE: wanted.node},
+            "ownerReferences": [owner_reference(owner)],
+        },
+        "spec": spec,
+    }
+
+
+def fetches_ahead(raw: Object) -> bool:
+    """Whether a fleet, as the API has it, may have such pods."""
+    model = (raw.get("spec") or {}).get("model") or {}
+    return bool((model.get("cache") or {}).get("type") == "nodeLocal")
+
+
+def _only(node: str) -> Object:
+    term = {"matchFields": [{"key": "metadata.name", "operator": "In", "values": [node]}]}
+    return {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [term]}}}

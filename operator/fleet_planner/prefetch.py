@@ -1,0 +1,194 @@
+"""Which nodes fetch the model before workers start there, and when new workers wait for that. Pure.
+
+Fetching is done by a pod per node; one that succeeded is the record that its node has this model. Nodes fetch as soon as they can
+get workers, not when somebody scales up, so that most scale-ups find them ready. Repairs never wait, scale-ups and rollouts wait
+for a bounded time: a worker fetches by itself what is missing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from datetime import datetime
+
+from fleet_api.v1alpha1 import InferenceFleet
+from fleet_api.v1alpha1.model import HubSource, PrefetchSpec
+from fleet_api.v1alpha1.podtemplate import Toleration
+from fleet_api.v1alpha1.tier import TierSpec
+from fleet_planner.types import (
+    ROLES,
+    FetchPod,
+    FetchWanted,
+    Observed,
+    ObservedNode,
+    PodGone,
+    Role,
+    ScaleMemory,
+    Template,
+    Verdict,
+)
+
+RETRY_S = 120.0
+"""A node that could not fetch tries again after this long; so does one whose pod found no place."""
+MESSAGE_MOST = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Prefetch:
+    """What should be. `waiting`: tiers with nodes that still fetch, while the time for that is not over."""
+
+    create: tuple[FetchWanted, ...] = ()
+    delete: tuple[PodGone, ...] = ()
+    waiting: frozenset[str] = frozenset()
+    verdict: Verdict | None = None
+
+
+def model_key(fleet: InferenceFleet) -> str | None:
+    """Names what nodes fetch; None: nothing is fetched ahead (the cache is not the nodes', or there is none)."""
+    model = fleet.spec.model
+    source, cache = model.location, model.cache
+    if cache is None or cache.type != "nodeLocal" or not isinstance(source, HubSource):
+        return None
+    return hashlib.sha256(f"{source.repository}@{source.revision}\0{cache.path}".encode()).hexdigest()[:8]
+
+
+def fetch_name(fleet: str, key: str, node: str) -> str:
+    """Name of the pod, at most 54 characters."""
+    return f"{fleet}-fetch-{key}-{hashlib.sha256(node.encode()).hexdigest()[:8]}"
+
+
+def plan_prefetch(fleet: InferenceFleet, observed: Observed, now: float) -> Prefetch:
+    """Without nodes that can be read nothing is fetched ahead, and nobody waits."""
+    key, nodes, fetching = model_key(fleet), observed.nodes, observed.fetching
+    if key is None:
+        return Prefetch(delete=tuple(_gone(pod, "nothing is fetched ahead any more") for pod in fetching if not pod.terminating))
+    if nodes is None:
+        return Prefetch(verdict=("Unknown", "NodesUnknown", "the operator may not read nodes: workers fetch by themselves"))
+    spec = (fleet.spec.model.cache.prefetch if fleet.spec.model.cache is not None else None) or PrefetchSpec()
+    eligible = {tier.name: frozenset(node.name for node in nodes if suits(tier, node)) for tier in fleet.spec.tiers}
+    everywhere = frozenset().union(*eligible.values())
+    mine = {pod.node: pod for pod in fetching if pod.key == key and not pod.terminating and pod.node in everywhere}
+    has_worker = {p.node for p in observed.pods if p.ready and p.node and p.revision == _revision(p.tier, observed.templates)}
+    cached = everywhere & ({node for node, pod in mine.items() if pod.phase == "Succeeded"} | has_worker)
+    failed = {node: pod for node, pod in mine.items() if _failed(pod, now) and node not in cached}
+    pending = everywhere - cached - failed.keys()
+    busy = sum(pod.phase in ("Pending", "Running") for node, pod in mine.items() if node not in failed)
+    free = sorted(pending - mine.keys())[: max(0, spec.parallel - busy)]
+    since = _since(fleet, now)
+    return Prefetch(
+        create=tuple(FetchWanted(fetch_name(fleet.metadata.name, key, n), n, key, _tier_of(n, eligible)) for n in free),
+        delete=(*_stale(fetching, key, {node.name for node in nodes}), *_again(failed.values(), now)),
+        waiting=frozenset(name for name, found in eligible.items() if found & pending and now - since < spec.wait_s),
+        verdict=_verdict(cached, failed, everywhere),
+    )
+
+
+def suits(tier: TierSpec, node: ObservedNode) -> bool:
+    """Whether a worker of either role could be scheduled there, as far as selectors, taints and kinds of devices say."""
+    return not node.leaving and any(_suits_role(tier, role, node) for role in ROLES)
+
+
+def _suits_role(tier: TierSpec, role: Role, node: ObservedNode) -> bool:
+    added, device = tier.role(role).pod_template, tier.device_request(role)
+    selector = {**tier.accelerator_of(role).node_selector, **(added.node_selector if added is not None else {})}
+    if any(node.labels.get(label) != value for label, value in selector.items()):
+        return False
+    claimed = tier.kv_transfer.dra is not None and tier.kv_transfer.dra.gpu is not None
+    if device is not None and not claimed and device[0] not in node.devices:
+        return False
+    own = (Toleration(key=device[0], operator="Exists", effect="NoSchedule"),) if device is not None else ()
+    tolerations = (*own, *(added.tolerations if added is not None else ()))
+    return all(effect == "PreferNoSchedule" or tolerated((k, v, effect), tolerations) for k, v, effect in node.taints)
+
+
+def tolerated(taint: tuple[str, str, str], tolerations: Iterable[Toleration]) -> bool:
+    """Kubernetes' rule: key (absent: every one), effect (absent: every one), and the value unless the operator is Exists."""
+    key, value, effect = taint
+    return any(
+        (t.key == key or (not t.key and t.operator == "Exists"))
+        and t.effect in (None, effect)
+        and (t.operator == "Exists" or (t.value or "") == value)
+        for t in tolerations
+    )
+
+
+def _revision(tier: str, templates: Mapping[str, Template]) -> str | None:
+    return templates[tier].revision if tier in templates else None
+
+
+def _tier_of(node: str, eligible: Mapping[str, frozenset[str]]) -> str:
+    return next(name for name, found in eligible.items() if node in found)
+
+
+def _failed(pod: FetchPod, now: float) -> bool:
+    """It ended badly, or no place was found for it."""
+    return pod.phase == "Failed" or (pod.phase == "Pending" and now - pod.created_at >= RETRY_S)
+
+
+def _stale(fetching: Iterable[FetchPod], key: str, names: set[str]) -> list[PodGone]:
+    """Records of another model, and of nodes that are gone."""
+    found = [pod for pod in fetching if not pod.terminating]
+    other = [_gone(pod, "another model is served") for pod in found if pod.key != key]
+    return other + [_gone(pod, "its node is gone") for pod in found if pod.key == key and pod.node not in names]
+
+
+def _again(failed: Iterable[FetchPod], now: float) -> list[PodGone]:
+    return [_gone(pod, "it is tried again") for pod in failed if now - pod.created_at >= RETRY_S]
+
+
+def _gone(pod: FetchPod, why: str) -> PodGone:
+    return PodGone(pod.name, pod.uid, why)
+
+
+def _since(fleet: InferenceFleet, now: float) -> float:
+    """When nodes began to lack the model."""
+    found = fleet.status.condition("ModelCached")
+    if found is None or found.status != "False":
+        return now
+    try:
+        return datetime.fromisoformat(found.last_transition_time.replace("Z", "+00:00")).timestamp()
+    except ValueError:
+        return now
+
+
+def _verdict(cached: frozenset[str], failed: Mapping[str, FetchPod], everywhere: frozenset[str]) -> Verdict:
+    if not everywhere:
+        return "Unknown", "NoNodes", "no node can get workers now"
+    count = f"{len(cached)} of {len(everywhere)} nodes have the model"
+    if failed:
+        node, pod = min(failed.items())
+        why = pod.message or ("no place was found for its pod" if pod.phase == "Pending" else "its pod failed")
+        more = f" and {len(failed) - 1} more" if len(failed) > 1 else ""
+        return "False", "PrefetchFailed", f"{count}; node {node}{more}: {why}"[:MESSAGE_MOST]
+    if len(cached) < len(everywhere):
+        return "False", "Prefetching", count
+    return "True", "Cached", count
+
+
+def held_back(tier: TierSpec, observed: Observed, waiting: frozenset[str], fleet: InferenceFleet) -> Observed:
+    """The picture from which a tier is planned: while nodes still fetch for a revision that has no worker yet, the one before it
+    is the wanted one, so that the rollout begins when the model is there."""
+    wanted, before = observed.templates[tier.name], _stable(tier, fleet, observed)
+    begun = any(pod.tier == tier.name and pod.revision == wanted.revision for pod in observed.pods)
+    if tier.name not in waiting or begun or before is None or before.revision == wanted.revision:
+        return observed
+    return replace(observed, templates={**observed.templates, tier.name: before})
+
+
+def _stable(tier: TierSpec, fleet: InferenceFleet, observed: Observed) -> Template | None:
+    """The revision that has workers and was last rolled out to its end."""
+    found = next((status for status in fleet.status.tiers if status.name == tier.name), None)
+    if found is None or found.rollout is None or not any(pod.revision == found.rollout.stable for pod in observed.pods):
+        return None
+    return observed.stored.get(tier.name, {}).get(found.rollout.stable)
+
+
+def reached(tier: TierSpec, size: tuple[int, int], observed: Observed) -> tuple[int, int]:
+    """Workers that were there at once, up to the present size."""
+    before = observed.memory.get(tier.name, ScaleMemory()).reached
+    alive = [
+        sum(p.tier == tier.name and p.role == role and not p.terminating and not p.member for p in observed.pods)
+        for role in ROLES
+    ]
+    return min(size[0], max(before[0], alive[0])), min(size[1], max(before[1], alive[1]))

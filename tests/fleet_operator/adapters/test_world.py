@@ -1,0 +1,231 @@
+"""Adapters and prefetching through the whole operator on the in-memory store: what is written, what waits, what goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fleet_operator.adapters.follow import AdapterFollower
+from fleet_operator.cluster.interface import CONFIG_MAP, EVENT, FLEET, NODE, POD, WatchEvent
+from fleet_operator.flip.asking import Answer, Ask
+from fleet_operator.names import ADAPTERS, FETCH_NODE
+from fleet_wire.endpoints import ENDPOINTS_KEY, ROUTER_CONFIG_KEY
+from tests.fleet_operator.world import NAMESPACE, World, manifest
+
+Wished = list[dict[str, str]]
+
+
+class Agents:
+    """Every worker's agent; a name with "bad" in it fails."""
+
+    def __init__(self) -> None:
+        self.wished: dict[str, Wished] = {}
+        self.told = 0
+
+    @asynccontextmanager
+    async def connect(self) -> AsyncIterator[Ask]:
+        async def ask(url: str, body: Any = None, within_s: float = 0.0) -> Answer | None:
+            host = url.removeprefix("http://").split(":")[0]
+            if body is not None:
+                self.wished[host], self.told = body, self.told + 1
+            return Answer(200, json.dumps({"adapters": [self.entry(one) for one in self.wished.get(host, [])]}).encode())
+
+        yield ask
+
+    @staticmethod
+    def entry(one: dict[str, str]) -> dict[str, str]:
+        bad = "bad" in one["name"]
+        state = (
+            {"state": "Failed", "reason": "BadAdapter", "message": "no"} if bad else {"state": "Loaded", "digest": one["source"]}
+        )
+        return {**one, **state}
+
+
+def with_adapters(*names: str, **more: Any) -> dict[str, Any]:
+    return manifest(model={"source": "file:///m", "adapters": [{"name": n, "source": f"file:///m/{n}"} for n in names], **more})
+
+
+def play(scenario: Callable[[World, Agents], Awaitable[None]], first: dict[str, Any]) -> None:
+    async def go() -> None:
+        world, agents = World(), Agents()
+        world.operator._adapters = AdapterFollower(agents.connect)
+        await world.user.apply(first)
+        await world.settle(20)
+        await scenario(world, agents)
+
+    asyncio.run(go())
+
+
+async def workers(world: World) -> dict[str, dict[str, Any]]:
+    found = await world.store.list(POD, NAMESPACE)
+    return {
+        pod["metadata"]["uid"]: pod
+        for pod in found
+        if pod["metadata"]["labels"]["inferencefleet.io/role"] in ("prefill", "decode")
+    }
+
+
+async def document(world: World, key: str) -> dict[str, Any]:
+    return json.loads((await world.store.get(CONFIG_MAP, NAMESPACE, "f-router"))["data"][key])
+
+
+async def status(world: World) -> dict[str, Any]:
+    return (await world.store.get(FLEET, NAMESPACE, "f"))["status"]
+
+
+async def several(world: World, steps: int = 12) -> None:
+    for _ in range(steps):
+        await world.step()
+
+
+def test_adapters_come_and_go_and_no_pod_is_restarted():
+    async def scenario(world: World, agents: Agents) -> None:
+        await several(world)
+        before = await workers(world)
+        assert len(before) == 3
+        told = {pod["metadata"]["annotations"][ADAPTERS] for pod in before.values()}
+        assert told == {'[{"name":"a","source":"a"}]'}
+        assert [w["adapters"] for w in (await document(world, ENDPOINTS_KEY))["workers"]] == [{"a": "a"}] * 3
+        assert (await document(world, ROUTER_CONFIG_KEY))["adapters"] == ["a"]
+        asked = agents.told
+        await several(world)
+        assert agents.told == asked, "nobody is told twice"
+
+        await world.user.apply(with_adapters("b", "bad"))
+        await several(world)
+        after = await workers(world)
+        assert after.keys() == before.keys()
+        assert [w["adapters"] for w in (await document(world, ENDPOINTS_KEY))["workers"]] == [{"b": "b"}] * 3
+        by_name = {one["name"]: one for one in (await status(world))["adapters"]}
+        assert (by_name["b"]["loaded"], by_name["b"]["desired"], by_name["bad"]["reason"]) == (3, 3, "BadAdapter")
+        assert (await world.condition("AdaptersLoaded"))["reason"] == "AdapterFailed"
+        assert (await world.condition("Ready"))["status"] == "True"
+        events = [event["note"] for event in await world.store.list(EVENT, NAMESPACE) if event["reason"] == "AdapterFailed"]
+        assert len(events) == 1
+        assert events[0].startswith("adapter bad: BadAdapter: ")
+
+        await world.user.apply(manifest())
+        await several(world)
+        assert (await workers(world)).keys() == before.keys()
+        assert {pod["metadata"]["annotations"][ADAPTERS] for pod in (await workers(world)).values()} == {"[]"}
+        assert set(map(len, agents.wished.values())) == {0}
+        assert "AdaptersLoaded" not in {condition["type"] for condition in (await status(world))["conditions"]}
+
+    play(scenario, with_adapters("a"))
+
+
+def test_an_operator_that_starts_again_takes_nothing_away():
+    async def scenario(world: World, agents: Agents) -> None:
+        await several(world)
+        published = await document(world, ENDPOINTS_KEY)
+        world.operator = world.new_operator()  # it cannot reach an agent
+
+        @asynccontextmanager
+        async def silent() -> AsyncIterator[Ask]:
+            async def ask(url: str, body: Any = None, within_s: float = 0.0) -> Answer | None:
+                return None
+
+            yield ask
+
+        world.operator._adapters = AdapterFollower(silent)
+        await several(world)
+        assert await document(world, ENDPOINTS_KEY) == published
+
+    play(scenario, with_adapters("a"))
+
+
+def test_what_was_removed_while_no_operator_ran_is_still_unloaded():
+    async def scenario(world: World, agents: Agents) -> None:
+        await several(world)
+        await world.user.apply(manifest())
+        world.operator = world.new_operator()
+        world.operator._adapters = AdapterFollower(agents.connect)
+        await several(world, 40)
+        assert set(map(len, agents.wished.values())) == {0}
+
+    play(scenario, with_adapters("a"))
+
+
+def test_a_fleet_without_adapters_asks_nobody():
+    async def scenario(world: World, agents: Agents) -> None:
+        asked: list[str] = []
+
+        @asynccontextmanager
+        async def listening() -> AsyncIterator[Ask]:
+            asked.append("somebody")
+            async with agents.connect() as ask:
+                yield ask
+
+        world.operator._adapters = AdapterFollower(listening)
+        await several(world, 40)
+        assert asked == []
+
+    play(scenario, manifest())
+
+
+# -- prefetching ------------------------------------------------------------------------------------------------------------
+CACHED = {"source": "hf://org/name", "tokenSecretRef": {"name": "hf"}, "cache": {"type": "nodeLocal", "path": "/cache"}}
+
+
+def node(name: str, **spec: Any) -> dict[str, Any]:
+    ready = [{"type": "Ready", "status": "True"}]
+    return {
+        "apiVersion": "v1", "kind": "Node", "metadata": {"name": name, "labels": {"zone": "a"}}, "spec": spec,
+        "status": {"conditions": ready, "allocatable": {"cpu": "4"}},
+    }  # fmt: skip
+
+
+async def fetchers(world: World) -> dict[str, dict[str, Any]]:
+    found = await world.store.list(POD, NAMESPACE)
+    return {
+        p["metadata"]["annotations"][FETCH_NODE]: p for p in found if p["metadata"]["labels"]["inferencefleet.io/role"] == "fetch"
+    }
+
+
+def test_nodes_fetch_first_and_workers_follow():
+    async def scenario() -> None:
+        world = World()
+        for name in ("n1", "n2"):
+            world.operator.feed(NODE, WatchEvent("ADDED", node(name)))
+        world.operator.feed(NODE, WatchEvent("ADDED", node("n3", unschedulable=True)))
+        await world.user.apply(manifest(model=CACHED))
+        await several(world, 4)
+        found = await fetchers(world)
+        assert (set(found), await workers(world)) == ({"n1", "n2"}, {})
+        assert (await world.condition("ModelCached"))["message"] == "0 of 2 nodes have the model"
+        spec = found["n1"]["spec"]
+        (container,) = spec["containers"]
+        assert container["command"] == ["fleet-worker", "fetch"]
+        assert {e["name"]: e.get("value") for e in container["env"]} == {
+            "FLEET_FETCH": "hf://org/name@main", "HOME": "/tmp", "HF_TOKEN": None, "FLEET_MODEL_CACHE": "/models/hf",
+        }  # fmt: skip
+        assert spec["volumes"][0] == {"name": "model", "hostPath": {"path": "/cache", "type": "DirectoryOrCreate"}}
+        assert "nvidia.com/gpu" not in json.dumps(container)
+        for pod in found.values():
+            await world.user.patch_status(POD, NAMESPACE, pod["metadata"]["name"], {"phase": "Succeeded"})
+        await several(world, 6)
+        assert len(await workers(world)) == 3
+        assert (await world.condition("ModelCached"))["reason"] == "Cached"
+        assert set(await fetchers(world)) == {"n1", "n2"}, "what succeeded stays as the record of it"
+        assert {r["kind"] for pod in (await fetchers(world)).values() for r in pod["metadata"]["ownerReferences"]} == {
+            "InferenceFleet"
+        }
+        await world.user.delete(FLEET, NAMESPACE, "f")
+        await world.kubelet()
+        assert await fetchers(world) == {}
+
+    asyncio.run(scenario())
+
+
+def test_without_nodes_that_can_be_read_nobody_waits():
+    async def scenario() -> None:
+        world = World()
+        await world.user.apply(manifest(model=CACHED))
+        await world.settle(20)
+        assert len(await workers(world)) == 3
+        assert (await world.condition("ModelCached"))["reason"] == "NodesUnknown"
+
+    asyncio.run(scenario())

@@ -1,0 +1,183 @@
+"""What the operator does with workers over several nodes: pods in order, one name per group, whole groups in every count."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from fleet_operator.cluster.interface import CONFIG_MAP, FLEET, PDB, POD, POOL, SERVICE, ForbiddenError, Kind, NotFoundError
+from fleet_operator.cluster.kinds import POD_GROUP_KINDS
+from fleet_operator.gangs import count_workers
+from fleet_operator.names import GROUP_OF, GROUP_UID, MEMBER, ROLE
+from fleet_operator.observe import observe_pods
+from fleet_operator.render.gang import pod_group_of
+from fleet_operator.telemetry.scrape import is_running_worker
+from tests.fleet_operator.world import NAMESPACE, Scenario, World, manifest
+
+TIER = {"name": "t", "accelerator": {"type": "cpu"}, "parallelism": {"nodes": 2}, "ratio": {"decode": 1, "min": "1:2"}}
+
+
+def play(scenario: Scenario, **tier: Any) -> None:
+    async def whole() -> None:
+        world = World()
+        await world.user.apply(manifest(tiers=[{**TIER, **tier}]))
+        await world.settle()
+        await scenario(world)
+
+    asyncio.run(whole())
+
+
+async def pods(world: World, role: str = "decode") -> list[dict[str, Any]]:
+    return [pod for pod in await world.store.list(POD, NAMESPACE) if pod["metadata"]["labels"][ROLE] == role]
+
+
+async def told(world: World) -> dict[str, str]:
+    """Name → state of the workers that the routers know."""
+    document = await world.store.get(CONFIG_MAP, NAMESPACE, "f-router")
+    return {worker["name"]: worker["state"] for worker in json.loads(document["data"]["endpoints.json"])["workers"]}
+
+
+def test_a_worker_is_two_pods_and_one_endpoint():
+    async def scenario(world: World) -> None:
+        leader, follower = await pods(world)
+        assert follower["metadata"]["name"] == f"{leader['metadata']['name']}-1"
+        assert follower["metadata"]["annotations"][GROUP_UID] == leader["metadata"]["uid"]
+        assert GROUP_UID not in leader["metadata"]["annotations"]
+        assert {pod["metadata"]["labels"][GROUP_OF] for pod in (leader, follower)} == {leader["metadata"]["name"]}
+        assert [observed.member for observed in observe_pods([leader, follower])] == [0, 1]
+        prefill = (await pods(world, "prefill"))[0]["metadata"]["name"]
+        assert await told(world) == {leader["metadata"]["name"]: "serving", prefill: "serving"}
+        service = await world.store.get(SERVICE, NAMESPACE, "f-workers")
+        assert service["spec"]["publishNotReadyAddresses"]
+        assert follower["spec"]["subdomain"] == "f-workers"
+        assert [is_running_worker(pod) for pod in (leader, follower)] == [True, False]
+
+    play(scenario)
+
+
+def test_budgets_pools_and_events_count_workers():
+    async def scenario(world: World) -> None:
+        pool = await world.pool("decode")
+        assert (pool["status"]["replicas"], pool["status"]["readyReplicas"]) == (1, 1)
+        assert pool["status"]["selector"].endswith(f",{MEMBER}=0")
+        budget = await world.store.get(PDB, NAMESPACE, "f-t-decode")
+        assert budget["spec"]["minAvailable"] == 3  # two pods, and of a replacement's two one: each eviction ends a worker
+        status = (await world.store.get(FLEET, NAMESPACE, "f"))["status"]["tiers"][0]
+        assert (status["decode"]["desired"], status["decode"]["ready"], status["decode"]["serving"]) == (1, 1, 1)
+        assert any("1 decode worker: f-t-decode" in event for event in await world.events())
+
+    play(scenario)
+
+
+def test_a_lost_follower_takes_its_leader_along_after_the_routers_were_told():
+    async def scenario(world: World) -> None:
+        leader, follower = await pods(world)
+        await world.user.delete(POD, NAMESPACE, follower["metadata"]["name"], grace_s=0)
+        written = await world.step()
+        documents = next(at for at, write in enumerate(written) if write[1:] == ("ConfigMap", "f-router"))
+        deletion = next(at for at, write in enumerate(written) if write == ("delete", "Pod", leader["metadata"]["name"]))
+        assert documents < deletion
+        assert (await told(world))[leader["metadata"]["name"]] == "draining"
+        await world.settle()
+        after = await pods(world)
+        assert {pod["metadata"]["uid"] for pod in after}.isdisjoint({leader["metadata"]["uid"], follower["metadata"]["uid"]})
+        assert after[1]["metadata"]["annotations"][GROUP_UID] == after[0]["metadata"]["uid"]
+        assert (await world.condition("Ready"))["status"] == "True"
+
+    play(scenario)
+
+
+def test_a_leader_whose_followers_could_not_be_made_goes_and_both_come_again():
+    async def scenario(world: World) -> None:
+        for pod in await pods(world):
+            await world.user.delete(POD, NAMESPACE, pod["metadata"]["name"], grace_s=0)
+        refused = ForbiddenError("no")
+        followers = "f-t-decode-REVISION-ORDINAL-MEMBER".count("-")
+        world.api.refuse = lambda verb, kind, name: refused if (verb, name.count("-")) == ("create", followers) else None
+        await world.step()
+        assert {pod["metadata"]["labels"][MEMBER] for pod in await pods(world)} <= {"0"}
+        assert not any(name.startswith("f-t-decode") for name, state in (await told(world)).items() if state == "serving")
+        world.api.refuse = lambda verb, kind, name: None
+        for _ in range(8):  # the operator waits between tries
+            world.now += 10
+            await world.step()
+        assert [pod["metadata"]["labels"][MEMBER] for pod in await pods(world)] == ["0", "1"]
+
+    play(scenario)
+
+
+def test_the_names_go_with_the_last_worker_that_needs_them():
+    async def scenario(world: World) -> None:
+        await world.user.apply(manifest(tiers=[{**TIER, "parallelism": {"nodes": 1}}]))
+        await world.settle(30)
+        assert not await world.exists(SERVICE, "f-workers")
+        assert all(MEMBER not in pod["metadata"]["labels"] for pod in await pods(world))
+
+    play(scenario)
+
+
+def test_a_pod_group_comes_before_its_pods_and_goes_with_them():
+    async def scenario(world: World) -> None:
+        kind = POD_GROUP_KINDS["coscheduling"]
+        leader, follower = await pods(world)
+        assert pod_group_of(leader) == pod_group_of(follower) == ("coscheduling", leader["metadata"]["name"])
+        group = await world.store.get(kind, NAMESPACE, leader["metadata"]["name"])
+        assert group["spec"] == {"minMember": 2}
+        pool = await world.pool("decode")
+        assert group["metadata"]["ownerReferences"][0]["uid"] == pool["metadata"]["uid"]
+        await world.user.delete(POD, NAMESPACE, follower["metadata"]["name"], grace_s=0)
+        written = await world.step()
+        new = next(at for at, (verb, what, _) in enumerate(written) if (verb, what) == ("create", "Pod"))
+        assert any(write[:2] == ("apply", "PodGroup") for write in written[:new])
+        await world.settle()
+        left = {group["metadata"]["name"] for group in await world.store.list(kind, NAMESPACE)}
+        assert left == {pod["metadata"]["labels"][GROUP_OF] for role in ("prefill", "decode") for pod in await pods(world, role)}
+
+    play(scenario, placement={"podGroup": "coscheduling"})
+
+
+def test_without_its_pod_group_no_pod_is_made_and_the_reason_is_told():
+    async def scenario() -> None:
+        world = World()
+        missing = NotFoundError('the server could not find the requested resource "podgroups.scheduling.volcano.sh"')
+
+        def refuse(verb: str, kind: Kind, name: str) -> NotFoundError | None:
+            return missing if kind == POD_GROUP_KINDS["volcano"] else None
+
+        world.api.refuse = refuse
+        await world.user.apply(manifest(tiers=[{**TIER, "placement": {"podGroup": "volcano"}}]))
+        for _ in range(4):
+            await world.step()
+        assert await pods(world) == []
+        assert "podgroups.scheduling.volcano.sh" in (await world.condition("Provisioned"))["message"]
+
+    asyncio.run(scenario())
+
+
+def test_workers_are_counted_by_their_group():
+    ready = {"conditions": [{"type": "Ready", "status": "True"}]}
+    found: list[dict[str, Any]] = [
+        {"metadata": {"name": "a"}, "status": ready},
+        {"metadata": {"name": "a-1"}, "status": ready},
+        {"metadata": {"name": "b"}, "status": ready},
+        {"metadata": {"name": "b-1"}},
+        {"metadata": {"name": "c"}, "status": ready},
+        {"metadata": {"name": "c-1", "deletionTimestamp": "now"}, "status": ready},
+    ]
+    of = {f"{name}{more}": name for name in "abc" for more in ("", "-1")}
+    assert count_workers(found, of) == (2, 1, 1)
+
+
+def test_a_scaled_pool_gets_whole_workers():
+    async def scenario(world: World) -> None:
+        pool = await world.pool("decode")
+        await world.user.patch(POOL, NAMESPACE, pool["metadata"]["name"], {"spec": {"replicas": 2}})
+        await world.settle()
+        assert [pod["metadata"]["labels"][MEMBER] for pod in await pods(world)] == ["0", "1", "0", "1"]
+        pool = await world.pool("decode")
+        await world.user.patch(POOL, NAMESPACE, pool["metadata"]["name"], {"spec": {"replicas": 1}})
+        await world.settle()
+        assert [pod["metadata"]["labels"][MEMBER] for pod in await pods(world)] == ["0", "1"]
+
+    play(scenario)

@@ -1,0 +1,231 @@
+"""Which nodes fetch ahead, how many at once, who waits for them and for how long."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fleet_api.v1alpha1 import InferenceFleet
+from fleet_api.v1alpha1.podtemplate import Toleration
+from fleet_api.v1alpha1.status import Condition, FleetStatus, RolloutStatus, TierStatus
+from fleet_planner.prefetch import RETRY_S, fetch_name, held_back, model_key, plan_prefetch, suits, tolerated
+from fleet_planner.reconcile import reconcile
+from fleet_planner.types import FetchPod, Observed, ObservedNode, ObservedPod, ScaleMemory, Template
+from tests.fleet_planner.test_adapters import pod
+
+GPU = "nvidia.com/gpu"
+NOW = 1_000_000.0
+
+
+def fleet(tier: dict[str, Any] | None = None, *, prefetch: dict[str, Any] | None = None, **model: Any) -> InferenceFleet:
+    cache = {"type": "nodeLocal", "path": "/cache", **({"prefetch": prefetch} if prefetch is not None else {})}
+    return InferenceFleet.model_validate(
+        {
+            "metadata": {"name": "f", "namespace": "n", "uid": "u"},
+            "spec": {
+                "model": {"source": "hf://org/name", "cache": cache, **model},
+                "tiers": [{"name": "t", "accelerator": {"type": "h100-sxm"}, **(tier or {})}],
+                "scaling": {"mode": "manual"},
+            },
+        }
+    )
+
+
+def node(name: str, **changes: Any) -> ObservedNode:
+    return replace(ObservedNode(name, devices=frozenset({GPU})), **changes)
+
+
+KEY = str(model_key(fleet()))
+
+
+def fetching(where: str, phase: str = "Running", **changes: Any) -> FetchPod:
+    name = fetch_name("f", KEY, where)
+    return replace(FetchPod(name, f"u-{where}", where, KEY, phase, NOW - 10), **changes)
+
+
+def seen(*nodes: str, fetching: tuple[FetchPod, ...] = (), **more: Any) -> Observed:
+    template = Template("aaaaaaaa", "c", gpus=(1, 1))
+    return Observed(templates={"t": template}, nodes=tuple(node(name) for name in nodes), fetching=fetching, **more)
+
+
+# -- where ----------------------------------------------------------------------------------------------------------------
+PLACES: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
+    "plain": ({}, {}, True),
+    "no-device": ({}, {"devices": frozenset()}, False),
+    "leaving": ({}, {"leaving": True}, False),
+    "a-taint": ({}, {"taints": (("team", "a", "NoSchedule"),)}, False),
+    "a-mild-taint": ({}, {"taints": (("team", "a", "PreferNoSchedule"),)}, True),
+    "the-devices-taint": ({}, {"taints": ((GPU, "present", "NoSchedule"),)}, True),
+    "a-tolerated-taint": (
+        {"decode": {"podTemplate": {"tolerations": [{"key": "team", "value": "a"}]}}},
+        {"taints": (("team", "a", "NoExecute"),)},
+        True,
+    ),
+    "another-label": ({"accelerator": {"type": "h100-sxm", "nodeSelector": {"zone": "a"}}}, {"labels": {"zone": "b"}}, False),
+    "the-label": ({"accelerator": {"type": "h100-sxm", "nodeSelector": {"zone": "a"}}}, {"labels": {"zone": "a"}}, True),
+    "the-label-of-one-role": ({"decode": {"podTemplate": {"nodeSelector": {"zone": "a"}}}}, {"labels": {"zone": "b"}}, True),
+    "cpu": ({"accelerator": {"type": "cpu"}}, {"devices": frozenset()}, True),
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_nodes_that_may_get_workers(name: str):
+    tier, changes, expected = PLACES[name]
+    assert suits(fleet(tier).spec.tiers[0], node("n1", **changes)) is expected
+
+
+@pytest.mark.parametrize(
+    ("taint", "toleration", "expected"),
+    [
+        (("k", "v", "NoSchedule"), {"key": "k", "value": "v"}, True),
+        (("k", "v", "NoSchedule"), {"key": "k", "value": "w"}, False),
+        (("k", "v", "NoSchedule"), {"key": "k", "operator": "Exists"}, True),
+        (("k", "v", "NoSchedule"), {"operator": "Exists"}, True),
+        (("k", "v", "NoSchedule"), {"key": "k", "operator": "Exists", "effect": "NoExecute"}, False),
+        (("k", "", "NoSchedule"), {"key": "k"}, True),
+    ],
+)
+def test_kubernetes_rule_of_tolerations(taint: tuple[str, str, str], toleration: dict[str, Any], expected: bool):
+    assert tolerated(taint, [Toleration.model_validate(toleration)]) is expected
+
+
+# -- what -----------------------------------------------------------------------------------------------------------------
+def test_only_a_nodes_own_cache_of_a_hub_model_is_filled_ahead():
+    assert model_key(fleet(cache={"type": "none"})) is None
+    assert model_key(fleet(cache={"type": "pvc", "claim": "c"})) is None
+    assert model_key(fleet(revision="v2")) != KEY
+    found = plan_prefetch(fleet(cache={"type": "none"}), seen("n1", fetching=(fetching("n1"),)), NOW)
+    assert ([gone.name for gone in found.delete], found.create, found.verdict) == ([fetch_name("f", KEY, "n1")], (), None)
+
+
+def test_nodes_that_cannot_be_read_hold_up_nobody():
+    found = plan_prefetch(fleet(), replace(seen(), nodes=None), NOW)
+    assert (found.create, found.waiting, found.verdict) == (
+        (), frozenset(), ("Unknown", "NodesUnknown", "the operator may not read nodes: workers fetch by themselves"),
+    )  # fmt: skip
+
+
+def test_so_many_at_once_in_order_of_names():
+    wish = fleet(prefetch={"parallel": 2})
+    found = plan_prefetch(wish, seen("n3", "n1", "n2", "n4"), NOW)
+    assert [wanted.node for wanted in found.create] == ["n1", "n2"]
+    assert (found.waiting, found.verdict) == ({"t"}, ("False", "Prefetching", "0 of 4 nodes have the model"))
+    found = plan_prefetch(wish, seen("n1", "n2", "n3", "n4", fetching=(fetching("n1", "Succeeded"), fetching("n2"))), NOW)
+    assert [wanted.node for wanted in found.create] == ["n3"]
+    assert found.verdict == ("False", "Prefetching", "1 of 4 nodes have the model")
+
+
+def test_a_node_with_a_ready_worker_has_it():
+    worker = pod("w", node="n1", revision="aaaaaaaa")
+    assert plan_prefetch(fleet(), seen("n1", pods=(worker,)), NOW).verdict == ("True", "Cached", "1 of 1 nodes have the model")
+    other = replace(worker, revision="bbbbbbbb")
+    assert plan_prefetch(fleet(), seen("n1", pods=(other,)), NOW).waiting == {"t"}, "of another revision: who knows"
+
+
+def test_a_failure_is_told_tried_again_later_and_waited_for_by_nobody():
+    failed = fetching("n1", "Failed", message="BadModel: the disk is too small")
+    found = plan_prefetch(fleet(), seen("n1", "n2", fetching=(failed, fetching("n2", "Succeeded"))), NOW)
+    assert (found.create, found.delete, found.waiting) == ((), (), frozenset())
+    assert found.verdict == (
+        "False", "PrefetchFailed", "1 of 2 nodes have the model; node n1: BadModel: the disk is too small",
+    )  # fmt: skip
+    later = plan_prefetch(fleet(), seen("n1", fetching=(failed,)), failed.created_at + RETRY_S)
+    assert [gone.name for gone in later.delete] == [failed.name]
+
+
+def test_a_pod_without_a_place_is_a_failure_in_time():
+    stuck = fetching("n1", "Pending")
+    assert plan_prefetch(fleet(), seen("n1", fetching=(stuck,)), NOW).waiting == {"t"}
+    late = plan_prefetch(fleet(), seen("n1", fetching=(stuck,)), NOW + RETRY_S)
+    assert (late.waiting, late.verdict) == (
+        frozenset(), ("False", "PrefetchFailed", "0 of 1 nodes have the model; node n1: no place was found for its pod"),
+    )  # fmt: skip
+
+
+def test_records_of_other_models_and_lost_nodes_go():
+    old, gone = fetching("n1", "Succeeded", key="0ld", name="old"), fetching("lost", "Succeeded")
+    found = plan_prefetch(fleet(), seen("n1", fetching=(old, gone, fetching("n1", "Succeeded"))), NOW)
+    assert {one.name: one.reason for one in found.delete} == {"old": "another model is served", gone.name: "its node is gone"}
+
+
+def lacking(since: float, wish: InferenceFleet) -> InferenceFleet:
+    from fleet_api.conditions import rfc3339
+
+    condition = Condition(type="ModelCached", status="False", reason="Prefetching", last_transition_time=rfc3339(since))
+    return wish.model_copy(update={"status": FleetStatus(conditions=(condition,))})
+
+
+@pytest.mark.parametrize(("waited_s", "waits"), [(0, True), (59, True), (60, False), (1e6, False)])
+def test_waiting_has_an_end(waited_s: float, waits: bool):
+    wish = lacking(NOW - waited_s, fleet(prefetch={"wait": "1m"}))
+    assert bool(plan_prefetch(wish, seen("n1"), NOW).waiting) is waits
+
+
+# -- in the plan ------------------------------------------------------------------------------------------------------------
+def test_growth_waits_and_repairs_do_not():
+    wish = fleet({"ratio": {"prefill": 1, "decode": 2}})
+    plan = reconcile(wish, seen("n1"), NOW)
+    assert (plan.create, [wanted.node for wanted in plan.fetch]) == ((), ["n1"])
+    assert {pool.role: pool.replicas for pool in plan.pools} == {"prefill": 1, "decode": 2}
+    done = reconcile(wish, seen("n1", fetching=(fetching("n1", "Succeeded"),)), NOW)
+    assert len(done.create) == 3
+    late = reconcile(lacking(NOW - 301, wish), seen("n1"), NOW)
+    assert len(late.create) == 3
+    workers = tuple(pod(f"w-{role}", role=role, node="n1", revision="aaaaaaaa") for role in ("prefill", "decode"))
+    grown = {"t": ScaleMemory(reached=(1, 2))}
+    repaired = reconcile(wish, seen("n1", "n2", pods=workers, memory=grown), NOW)
+    assert [one.role for one in repaired.create] == ["decode"], "n2 still fetches, but a lost worker is replaced at once"
+    assert repaired.memory["t"].reached == (1, 2)
+    first = reconcile(wish, seen("n1", "n2", pods=workers), NOW)
+    assert (first.create, first.memory["t"].reached) == ((), (1, 1))
+
+
+def test_a_rollout_begins_when_the_model_is_there():
+    wish = fleet().model_copy(
+        update={"status": FleetStatus(tiers=(TierStatus(name="t", rollout=RolloutStatus(stable="bbbbbbbb")),))}
+    )
+    workers = (pod("w1", revision="bbbbbbbb", node="n1"), pod("w2", revision="bbbbbbbb", node="n1", role="prefill"))
+    before, after = Template("bbbbbbbb", "c", number=1), Template("aaaaaaaa", "c", number=2)
+    observed = replace(seen("n1", pods=workers), templates={"t": after}, stored={"t": {"bbbbbbbb": before}})
+    tier = wish.spec.tiers[0]
+    assert held_back(tier, observed, frozenset({"t"}), wish).templates["t"] == before
+    assert held_back(tier, observed, frozenset(), wish).templates["t"] == after
+    begun = replace(observed, pods=(*workers, pod("w3", revision="aaaaaaaa")))
+    assert held_back(tier, begun, frozenset({"t"}), wish).templates["t"] == after, "what has begun goes on"
+    assert held_back(tier, replace(observed, stored={}), frozenset({"t"}), wish).templates["t"] == after
+
+
+@given(
+    states=st.dictionaries(st.sampled_from(["n1", "n2", "n3", "n5"]), st.sampled_from(["", "Pending", "Running", "Failed"])),
+    parallel=st.integers(1, 3),
+)  # fmt: skip
+def test_every_node_gets_it_in_the_end_and_never_too_many_at_once(states: dict[str, str], parallel: int):
+    wish, nodes = fleet(prefetch={"parallel": parallel}), ("n1", "n2", "n3", "n4", "n5")
+    pods = {name: fetching(name, phase) for name, phase in states.items() if phase}
+    now = NOW
+    for _ in range(40):
+        found = plan_prefetch(wish, seen(*nodes, fetching=tuple(pods.values())), now)
+        busy = sum(one.phase in ("Pending", "Running") for one in pods.values())
+        assert len(found.create) + busy <= max(parallel, busy)
+        for gone in found.delete:
+            pods = {name: one for name, one in pods.items() if one.name != gone.name}
+        for wanted in found.create:
+            pods[wanted.node] = fetching(wanted.node, "Running", created_at=now)
+        again = plan_prefetch(wish, seen(*nodes, fetching=tuple(pods.values())), now)
+        assert not found.delete or again.delete == ()
+        running = [name for name, one in pods.items() if one.phase in ("Pending", "Running")]
+        for name in running[:1]:
+            pods[name] = replace(pods[name], phase="Succeeded")
+        now += RETRY_S / 4
+        if found.verdict == ("True", "Cached", "5 of 5 nodes have the model"):
+            return
+    raise AssertionError(found.verdict)
+
+
+def test_names_are_short_enough():
+    assert len(fetch_name("f" * 30, KEY, "node" * 60)) <= 63
+    assert isinstance(ObservedPod, type)

@@ -1,0 +1,230 @@
+"""The desk: who may ask, what a refusal says, who begins when."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from fleet_router.config import SloClass
+from fleet_router.desk import Desk
+from fleet_router.errors import RequestError
+from fleet_router.request import Ask, decode_body, prefill_body
+from tests.fleet_router.admission.made import CONFIG, Clock, Remembers, ask_of, desk_with, key_of, parsed
+
+KEY = key_of("acme").encode()
+
+
+def come(desk: Desk, key: bytes = KEY, slo_class: bytes = b"", ttft_ms: int = 0, **more: Any):
+    """(flow, ticket, body as the decode worker gets it)."""
+    lane = desk.lane(key, slo_class)
+    ask, ticket = desk.admit(lane, ask_of(lane.config, **more), ttft_ms)
+    flow = Remembers()
+    desk.start(ticket, flow)
+    return flow, ticket, ask
+
+
+def body_of(ask: Ask) -> dict[str, Any]:
+    found: dict[str, Any] = msgspec.json.decode(decode_body(ask, None))
+    return found
+
+
+def refused(desk: Desk, *args: Any, **more: Any) -> RequestError:
+    with pytest.raises(RequestError) as told:
+        come(desk, *args, **more)
+    return told.value
+
+
+def test_without_tenants_everybody_may_ask_and_nothing_is_added():
+    flow, _, ask = come(desk_with(Clock()), b"")
+    assert (flow.begun, body_of(ask)) == (1, {"model": "m", "prompt": "x" * 300})
+
+
+def test_with_tenants_nobody_is_anybody_without_a_key():
+    desk = desk_with(Clock(), acme={})
+    for key in (b"", b"wrong", KEY[:-1], KEY + b"x"):
+        error = refused(desk, key)
+        assert (error.status, error.code) == (401, "invalid_api_key")
+        assert "www-authenticate" in error.headers
+    assert desk.refused_keys == 4
+    assert come(desk)[0].begun == 1
+
+
+def test_before_the_file_was_read_everything_is_refused():
+    desk = Desk(Clock())
+    desk.tenants_needed = True
+    desk.follow(CONFIG, {"t": 2}, [])
+    assert not desk.ready
+    assert refused(desk).status == 503
+
+
+def test_a_key_that_is_gone_from_the_file_is_nobodys():
+    desk = desk_with(Clock(), acme={}, other={})
+    _, ticket, _ = come(desk)
+    desk.know(parsed(other={}))
+    assert refused(desk).status == 401
+    desk.leave(ticket, "answered", (1, 1))  # what runs ends as ever
+    assert (desk.gate.running, list(desk.accounts)) == (0, ["other"])
+
+
+def test_classes_are_rights():
+    desk = desk_with(Clock(), acme={"class": "interactive", "classes": ["batch"]}, poor={})
+    assert come(desk)[1].lane.slo_class.name == "interactive"
+    assert come(desk, slo_class=b"batch")[1].lane.slo_class.name == "batch"
+    error = refused(desk, key_of("poor").encode(), b"interactive")
+    assert (error.status, error.code) == (403, "class_not_allowed")
+    assert refused(desk_with(Clock()), b"", b"nonsense").param == "x-slo-class"
+    assert come(desk_with(Clock()), b"", b"batch")[0].begun == 1
+
+
+def test_a_class_that_the_fleet_does_not_have_is_reported_and_the_default_used():
+    desk = desk_with(Clock(), acme={})
+    assert desk.know(parsed(acme={"class": "gold"})) == ["tenant acme: no class gold in this fleet"]
+    assert come(desk)[1].lane.slo_class.name == "default"
+
+
+def test_models_are_rights():
+    desk = desk_with(Clock(), acme={"models": ["other"]})
+    error = refused(desk)
+    assert (error.status, error.code, error.param) == (403, "model_not_allowed", "model")
+    assert desk.accounts["acme"].inflight == 0
+
+
+@pytest.mark.parametrize("more", [{}, {"cache_salt": "mine"}, {"priority": 3}])
+def test_the_cache_salt_is_the_tenants_on_both_legs_whatever_the_client_says(more: dict[str, Any]):
+    desk = desk_with(Clock(), slots=4, acme={}, other={})
+    mine, theirs = come(desk, **more)[2], come(desk, key_of("other").encode(), **more)[2]
+    salts = [body_of(ask)["cache_salt"] for ask in (mine, theirs)]
+    assert len({*salts, "mine"}) == 3
+    assert msgspec.json.decode(prefill_body(mine))["cache_salt"] == salts[0]
+    assert "priority" not in body_of(mine)
+    assert desk.lane(KEY, b"").seed != desk.lane(key_of("other").encode(), b"").seed != 0
+
+
+def test_limits_of_class_and_tenant():
+    small = SloClass(name="default", max_output_tokens=50)
+    config = msgspec.structs.replace(CONFIG, classes=(small,))
+    desk = desk_with(Clock(), 9, config, acme={"maxOutputTokens": 20, "maxInputTokens": 10}, other={})
+    assert body_of(come(desk, prompt="short")[2])["max_tokens"] == 20
+    assert body_of(come(desk, prompt="short", max_tokens=None)[2])["max_tokens"] == 20
+    assert body_of(come(desk, prompt="short", max_tokens=5)[2])["max_tokens"] == 5
+    assert body_of(come(desk, key_of("other").encode())[2])["max_tokens"] == 50
+    assert refused(desk, prompt="short", max_tokens=21).param == "max_tokens"
+    assert refused(desk, prompt=list(range(11))).param == "prompt"
+    assert "max_tokens" not in body_of(come(desk_with(Clock()), b"")[2])
+
+
+def test_a_quota_says_when_it_passes():
+    clock = Clock()
+    desk = desk_with(clock, 9, acme={"requestsPerSecond": 0.5})
+    come(desk)
+    error = refused(desk)
+    assert (error.status, error.code, error.reason) == (429, "rate_limit_exceeded", "requests_per_second")
+    assert "retry-after: 2\r\n" in error.headers
+    assert "x-ratelimit-remaining-requests: 0\r\n" in error.headers
+    clock.now += 2
+    come(desk)
+
+
+def test_what_never_passes_is_not_worth_a_retry():
+    error = refused(desk_with(Clock(), acme={"tokensPerMinute": 10}))
+    assert (error.status, error.code, error.headers) == (400, "request_too_large", "")
+
+
+def test_a_slot_that_is_free_goes_to_who_waits_and_a_client_that_leaves_frees_its_place_at_once():
+    desk = desk_with(Clock(), 1, acme={"requestsPerSecond": 100})
+    _, first, _ = come(desk)
+    second, gone, _ = come(desk)
+    third, _, _ = come(desk)
+    desk.leave(gone, "failed", None)
+    assert (desk.gate.waiting, second.begun) == (1, 0)
+    desk.leave(first, "answered", (3, 4))
+    assert (third.begun, desk.gate.waiting, desk.gate.running) == (1, 0, 1)
+    account = desk.accounts["acme"]
+    assert (account.inflight, account.input_tokens, account.output_tokens) == (1, 3, 4)
+    assert account.requests is not None
+    assert account.requests.left(int(1000.0 * 1e9)) == 98  # the one that left the queue got its request back
+
+
+def test_who_waits_too_long_is_told_so_early():
+    clock = Clock()
+    desk = desk_with(clock, 1, acme={"class": "interactive"})
+    come(desk)
+    late, _, _ = come(desk)
+    hasty, _, _ = come(desk, ttft_ms=100)
+    clock.now += 0.09
+    desk.tick()
+    assert (hasty.error is not None, late.error) == (True, None)
+    clock.now += 0.77
+    desk.tick()
+    assert late.error is not None
+    assert (late.error.status, late.error.reason) == (503, "queue_timeout")
+    assert "retry-after: 1\r\n" in late.error.headers
+    assert (desk.gate.waiting, desk.accounts["acme"].inflight) == (0, 1)
+
+
+def test_a_client_can_only_shorten_its_budget():
+    clock = Clock()
+    desk = desk_with(clock, 1, acme={"class": "interactive"})
+    come(desk)
+    assert come(desk, ttft_ms=999_999_999)[1].deadline == clock.now + 0.85
+
+
+def test_a_full_queue_refunds_and_says_why():
+    desk = desk_with(Clock(), 1, acme={"tokensPerMinute": 10_000}, other={})
+    flows = [come(desk)[0] for _ in range(5)]
+    error = refused(desk)
+    assert (error.status, error.code, error.reason) == (529, "overloaded", "overloaded")
+    other, _, _ = come(desk, key_of("other").encode())
+    assert other.error is None
+    cut = [flow.error for flow in flows if flow.error is not None]
+    assert [(one.status, one.reason) for one in cut] == [(529, "overloaded")]
+    error = refused(desk)
+    assert (error.status, error.reason) == (429, "queue_share")
+    assert desk.accounts["acme"].inflight == 4
+
+
+def test_flows_that_end_as_they_begin_do_not_recurse():
+    desk = desk_with(Clock(), 1, msgspec.structs.replace(CONFIG, queue_per_slot=5000), acme={})
+    _, first, _ = come(desk)
+
+    class Ends(Remembers):
+        def admitted(self) -> None:
+            super().admitted()
+            desk.leave(tickets[id(self)], "failed", None)
+
+    tickets, flows = {}, [Ends() for _ in range(3000)]
+    for flow in flows:
+        lane = desk.lane(KEY, b"")
+        _, tickets[id(flow)] = desk.admit(lane, ask_of())
+        desk.start(tickets[id(flow)], flow)
+    desk.leave(first, "answered", (1, 1))
+    assert all(flow.begun == 1 for flow in flows)
+    assert (desk.gate.running, desk.gate.waiting, desk.accounts["acme"].inflight) == (0, 0, 0)
+
+
+def test_workers_that_left_give_their_slots_back_while_their_requests_end():
+    class Gone:
+        inflight = 1
+
+    desk, worker = desk_with(Clock(), 1, acme={}), Gone()
+    come(desk)
+    waits, _, _ = come(desk)
+    desk.follow(CONFIG, {"t": 1}, [worker])
+    assert waits.begun == 1
+    waits2, _, _ = come(desk)
+    assert waits2.begun == 0
+    worker.inflight = 0
+    desk.tick()
+    assert (waits2.begun, desk.gate.strays) == (0, 0)
+
+
+def test_a_reload_keeps_what_was_used():
+    desk = desk_with(Clock(), 9, acme={"requestsPerSecond": 0.01})
+    come(desk)
+    desk.know(parsed(acme={"requestsPerSecond": 0.01}))
+    assert refused(desk).status == 429
+    desk.follow(msgspec.structs.replace(CONFIG, max_output_tokens=7), {"t": 9}, [])
+    assert refused(desk).status == 429
+    assert desk.lane(KEY, b"").config.max_output_tokens == 7

@@ -1,0 +1,67 @@
+"""The tenants file is followed; a bad one never replaces a good one, and what is told of it holds no value."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fleet_router.follow.tenants import read_again
+from fleet_router.process import Router, Settings
+from tests.fleet_router.admission.made import key_of, tenants_file
+
+
+def test_a_file_is_read_when_it_changes_and_not_otherwise(tmp_path: Path):
+    file, seen, told, problems = tmp_path / "tenants.json", None, list[str](), list[str]()
+
+    def again() -> None:
+        nonlocal seen
+        seen = read_again(file, seen, lambda tenants: told.append(",".join(t.name for t in tenants.tenants)), problems.append)
+
+    again()
+    assert problems == [f"tenants: {file}: No such file or directory"]
+    file.write_bytes(tenants_file(acme={}))
+    again()
+    again()
+    assert told == ["acme"]
+    file.write_bytes(b'{"salt": "sk-secret"}')
+    again()
+    again()
+    assert (told, len(problems)) == (["acme"], 2)
+    assert "sk-secret" not in problems[-1]
+    replaced = tmp_path / "new"
+    replaced.write_bytes(tenants_file(acme={}, other={}))
+    replaced.replace(file)
+    again()
+    assert told == ["acme", "acme,other"]
+    file.unlink()
+    again()
+    assert len(told) == 2
+
+
+def test_a_router_without_its_tenants_is_not_ready_and_answers_nobody(tmp_path: Path, capfd):
+    router = Router(Settings("dir:/none", "127.0.0.1", 0, tmp_path / "tenants.json"))
+    router._followed_at = 0.0
+    assert router.plain(b"/ready")[2] == b"no tenants yet\n"
+    file = tmp_path / "tenants.json"
+    file.write_bytes(tenants_file(acme={"class": "gold"}))
+    read_again(file, None, router.know, router.failed)
+    assert router.plain(b"/ready")[2] == b"no worker can answer a whole request\n"
+    text = router.plain(b"/metrics")[2].decode()
+    assert 'fleet_router_authentication{mode="keys"} 1' in text
+    assert "fleet_router_tenants 1" in text
+    said = capfd.readouterr().err
+    assert "no class gold" in said
+    assert key_of("acme") not in said + text
+
+
+def test_metrics_of_many_tenants_are_bounded():
+    router = Router(Settings("dir:/none", "127.0.0.1", 0, Path("/none")))
+    names = {f"t{i}": {} for i in range(500)}
+    from fleet_router.admission.tenants import parse_tenants
+
+    router._desk.know(parse_tenants(tenants_file(**names)))
+    for account in router._desk.accounts.values():
+        account.counts["answered"] += 1
+    lines = router.plain(b"/metrics")[2].decode().splitlines()
+    mine = [line for line in lines if line.startswith("fleet_router_tenant_requests_total{")]
+    assert len(mine) == 101
+    assert 'fleet_router_tenant_requests_total{tenant="_others",result="answered"} 400' in mine

@@ -1,0 +1,55 @@
+"""Tokens: estimated, counted from the answer's last bytes, or by its events."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fleet_router.admission.usage import estimated, usage_of, used_tokens
+
+USAGE = {"prompt_tokens": 12, "total_tokens": 19, "completion_tokens": 7}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens"), [(b"[1,2,3]", 3), (b"[7]", 1), (b'"' + b"x" * 300 + b'"', 100), (b'""', 1), (b'[{"role":"user"}]', 5)]
+)
+def test_estimates(prompt: bytes, tokens: int):
+    assert estimated(prompt) == tokens
+
+
+@pytest.mark.parametrize(
+    ("tail", "usage"),
+    [
+        (json.dumps({"choices": [{"text": "x"}], "usage": USAGE}).encode(), (12, 7)),
+        (json.dumps({"usage": {"completion_tokens": 7, "prompt_tokens": 12}}, indent=1).encode(), (12, 7)),
+        (json.dumps({"usage": {**USAGE, "prompt_tokens_details": {"cached_tokens": 5}}, "kv": None}).encode(), (12, 7)),
+        (json.dumps({"usage": {"prompt_tokens": 12}}).encode(), (12, 0)),
+        (b'data: {"choices":[],"usage":' + json.dumps(USAGE).encode() + b"}\n\n\r\ne\r\ndata: [DONE]\n\n\r\n0\r\n\r\n", (12, 7)),
+        (b'{"usage":null}', None), (b"", None), (b'{"usage":{}}', None), (b'"usage"', None),
+        (b'{"usage":{"prompt_tokens":"12"}}', None),
+        (json.dumps({"text": json.dumps({"usage": USAGE})}).encode(), None),  # a model that talks about usage
+    ],
+)  # fmt: skip
+def test_usage_is_found_in_the_last_bytes(tail: bytes, usage: tuple[int, int] | None):
+    assert usage_of(tail) == usage
+
+
+@given(st.text(max_size=200), st.integers(0, 10**6), st.integers(0, 10**6), st.integers(0, 400))
+def test_usage_is_found_wherever_a_read_ends(text: str, prompt: int, output: int, cut: int):
+    body = json.dumps({"choices": [{"text": text}], "usage": {"prompt_tokens": prompt, "completion_tokens": output}}).encode()
+    at = min(cut, len(body))
+    assert used_tokens(body[:at], body[at:], 0, 1) == (prompt, output)
+
+
+@given(st.binary(max_size=300))
+def test_any_bytes_are_usage_or_not(tail: bytes):
+    found = usage_of(tail + b'"usage":{')
+    assert found is None or min(found) >= 0
+
+
+def test_a_stream_without_usage_is_counted_by_its_events():
+    assert used_tokens(b"", b"data: [DONE]\n\n", 6, 40) == (40, 5)
+    assert used_tokens(b"", b"", 0, 40) == (40, 0)

@@ -1,0 +1,153 @@
+"""Brings the engine's adapters to what is wished: one task per adapter at a time, failures tried again, nothing restarted."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from fleet_worker.agent.adapterplan import Failure, Held, failed_again, plan, report, settled
+from fleet_worker.agent.errors import AdapterError
+from fleet_worker.agent.stage import Staged, prune, stage
+from fleet_worker.config import AdapterWish, WorkerConfig
+
+AT_ONCE = 4
+"""Adapters that are fetched and loaded at the same time."""
+FIRST_ROUND_S = 600.0
+"""A new worker is ready when each wished adapter was tried, or after this long."""
+MESSAGE_MOST = 500
+
+
+class AdapterEngine(Protocol):
+    """The engine's side; AdapterError."""
+
+    async def load_adapter(self, name: str, path: str, *, inplace: bool) -> str | None:
+        """The digest that the engine computed, None when it says none."""
+        ...
+
+    async def unload_adapter(self, name: str) -> None: ...
+
+
+class AdapterKeeper:
+    """Of one worker. `wish` may be called at any time; nothing happens before `run`."""
+
+    def __init__(self, config: WorkerConfig, engine: AdapterEngine, folder: Path, wished: Sequence[AdapterWish]) -> None:
+        self._settings = config.adapters
+        self._alone = config.nodes == 1
+        self._replaces = config.engine == "torch"
+        """The engine keeps running requests on the version that they began with when a name gets another content."""
+        self._engine = engine
+        self._folder = folder
+        self._wished = tuple(wished)
+        self._held: dict[str, Held] = {}
+        self._failed: dict[str, Failure] = {}
+        self._busy: dict[str, asyncio.Task[None]] = {}
+        self._slots = asyncio.Semaphore(AT_ONCE)
+        self._untidy = False
+        self._wake = asyncio.Event()
+        self._settled = asyncio.Event()
+
+    def wish(self, wished: Sequence[AdapterWish]) -> None:
+        """The whole set that should be there."""
+        self._wished = tuple(wished)
+        names = {wish.name for wish in wished}
+        self._failed = {name: failure for name, failure in self._failed.items() if name in names}
+        self._wake.set()
+
+    def report(self) -> list[dict[str, str]]:
+        """For /state."""
+        return report(self._wished, self._held, self._failed, self._busy)
+
+    async def first_round(self) -> None:
+        """Until each adapter was tried once, or the time is up."""
+        try:
+            await asyncio.wait_for(self._settled.wait(), FIRST_ROUND_S)
+        except TimeoutError:
+            return  # the report says which are missing
+
+    async def run(self) -> None:
+        """For ever, from the moment when the engine answers."""
+        try:
+            while True:
+                self._wake.clear()
+                steps = plan(self._wished, self._held, self._failed, self._busy, time.monotonic())
+                for wish in steps.load:
+                    self._begin(wish.name, self._load(wish))
+                for name in steps.unload:
+                    self._begin(name, self._unload(name))
+                if settled(self._wished, self._held, self._failed):
+                    self._settled.set()
+                await self._tidy()
+                wait_s = None if steps.wake_at is None else max(0.0, steps.wake_at - time.monotonic())
+                try:
+                    await asyncio.wait_for(self._wake.wait(), wait_s)
+                except TimeoutError:
+                    continue
+        finally:
+            tasks = list(self._busy.values())
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _begin(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+        self._busy[name] = task = asyncio.create_task(work)
+        task.add_done_callback(lambda _: self._ended(name))
+
+    def _ended(self, name: str) -> None:
+        self._busy.pop(name, None)
+        self._wake.set()
+
+    async def _load(self, wish: AdapterWish) -> None:
+        try:
+            async with self._slots:
+                if self._settings.most < 1:
+                    raise AdapterError("AdaptersDisabled", "this worker was started without adapters (maxSimultaneousAdapters)")
+                if not self._alone:
+                    raise AdapterError(
+                        "NotSupported", "a worker over several nodes serves no adapters: only its first pod has them"
+                    )
+                staged = await asyncio.to_thread(stage, wish.source, self._settings.root, self._folder)
+                await self._give(wish, staged)
+                self._held[wish.name] = Held(wish.source, staged.digest, str(staged.folder))
+                self._failed.pop(wish.name, None)
+                self._untidy = True
+        except AdapterError as error:
+            self._fail(wish, error.reason, str(error))
+        except Exception as error:  # one adapter's surprise must end neither the others nor the worker
+            self._fail(wish, "InternalError", f"{type(error).__name__}: {error}")
+
+    async def _give(self, wish: AdapterWish, staged: Staged) -> None:
+        before = self._held.get(wish.name)
+        if before is not None and before.digest == staged.digest:
+            return  # the same content from elsewhere
+        if before is not None and not self._replaces:
+            await self._engine.unload_adapter(wish.name)
+            del self._held[wish.name]
+            before = None
+        digest = await self._engine.load_adapter(wish.name, str(staged.folder), inplace=before is not None)
+        if digest is not None and digest != staged.digest:
+            raise AdapterError("DigestMismatch", f"{wish.source}: the engine loaded other bytes than were copied")
+
+    async def _unload(self, name: str) -> None:
+        try:
+            await self._engine.unload_adapter(name)
+        except AdapterError as error:
+            print(f"{error.reason}: {error}", flush=True)
+            await asyncio.sleep(1.0)  # tried again
+            return
+        self._held.pop(name, None)
+        self._untidy = True
+
+    async def _tidy(self) -> None:
+        """Copies that nobody uses go, when nobody is at work: one that is being made belongs to nobody yet."""
+        if self._untidy and not self._busy:
+            self._untidy = False
+            keep = {Path(held.folder) for held in self._held.values()}
+            await asyncio.to_thread(prune, self._folder, keep, 0 if self._replaces else self._settings.most)
+
+    def _fail(self, wish: AdapterWish, reason: str, message: str) -> None:
+        message = " ".join(message.split())[:MESSAGE_MOST]
+        print(f"{reason}: adapter {wish.name}: {message}", flush=True)
+        self._failed[wish.name] = failed_again(self._failed.get(wish.name), wish.source, reason, message, time.monotonic())

@@ -1,0 +1,136 @@
+"""hf:// sources: into the cache once per node, with room for it, and with the bytes that the hub named.
+
+huggingface_hub downloads each file beside its place and renames it when it is whole. Around that: one process at a time per
+repository (a prefetch and a worker may meet), a look at the free space before the first byte, and afterwards a comparison of each
+file with the hash that is its name in the cache. A repository that was compared once has a mark and is not read again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+from fleet_worker.agent.errors import ModelError
+
+HF_SCHEME: Final = "hf://"
+CACHE_ENV: Final = "FLEET_MODEL_CACHE"
+DEFAULT_CACHE: Final = "/models/hf"
+OURS: Final = ".inferencefleet"
+"""Folder of our locks and marks in the cache."""
+SPARE_BYTES: Final = 64 * 1024 * 1024
+"""Kept free on the cache's disk."""
+LOCK_TELL_S: Final = 10.0
+PIECE: Final = 4 * 1024 * 1024
+SHA256, GIT_SHA1 = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{40}")
+
+
+def split_source(source: str) -> tuple[str, str | None]:
+    """`hf://ORG/NAME@REVISION` → (ORG/NAME, REVISION)."""
+    name, _, revision = source.removeprefix(HF_SCHEME).partition("@")
+    return name, revision or None
+
+
+def cache_folder() -> Path:
+    """Where files are kept: FLEET_MODEL_CACHE, the mounted cache, or the pod's own scratch space when nothing is mounted."""
+    if given := os.environ.get(CACHE_ENV):
+        return Path(given)
+    return Path(DEFAULT_CACHE) if Path(DEFAULT_CACHE).is_dir() else Path(tempfile.gettempdir()) / "hf"
+
+
+def fetch(source: str, progress: Callable[[str], None], patterns: Sequence[str]) -> Path:
+    """The folder with those files of an hf:// source that match; ModelError names what is in the way."""
+    from filelock import FileLock, Timeout
+
+    name, revision = split_source(source)
+    cache = cache_folder()
+    ours = cache / OURS
+    try:
+        ours.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(ours / f"{name.replace('/', '--')[:150]}.lock")
+        while True:
+            try:
+                with lock.acquire(timeout=LOCK_TELL_S):
+                    return _fetched(source, name, revision, cache, progress, patterns)
+            except Timeout:
+                progress(f"waiting: another process fetches {source}")
+    except PermissionError as error:
+        raise ModelError(f"model cache {error.filename or cache} is not writable by user {os.geteuid()}") from error
+
+
+def _fetched(
+    source: str, name: str, revision: str | None, cache: Path, progress: Callable[[str], None], patterns: Sequence[str]
+) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    progress(f"fetching {source}")
+    try:
+        _check_space(source, name, revision, cache, patterns)
+        found = snapshot_download(name, revision=revision, cache_dir=cache, allow_patterns=list(patterns), max_workers=4)
+    except HFValidationError as error:
+        raise ModelError(f"{source}: not a repository name: {error}") from error
+    except HfHubHTTPError as error:
+        raise ModelError(f"{source}: the hub answered: {_in_short(error)}") from error
+    except PermissionError:
+        raise
+    except (LocalEntryNotFoundError, OSError) as error:
+        raise ModelError(f"{source}: the hub cannot be reached: {_in_short(error)}") from error
+    folder = Path(found)
+    progress(f"comparing {source}")
+    _compare(source, folder, cache / OURS / f"{folder.parent.parent.name[:150]}-{folder.name}.compared")
+    return folder
+
+
+def _check_space(source: str, name: str, revision: str | None, cache: Path, patterns: Sequence[str]) -> None:
+    """ModelError when what is missing does not fit. A hub that cannot be asked is no reason: all may be there already."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        files = snapshot_download(name, revision=revision, cache_dir=cache, allow_patterns=list(patterns), dry_run=True)
+    except (LocalEntryNotFoundError, OSError) as error:
+        if type(error).__name__.endswith(("NotFoundError", "HTTPError")) and not isinstance(error, LocalEntryNotFoundError):
+            raise
+        return
+    needed = sum(file.file_size or 0 for file in files if not isinstance(file, str) and file.will_download)
+    free = shutil.disk_usage(cache).free
+    if needed + SPARE_BYTES > free:
+        raise ModelError(f"{source}: {needed} bytes are missing, and {cache} has {free} free: the disk is too small")
+
+
+def _compare(source: str, folder: Path, mark: Path) -> None:
+    """Every file has the content that its name in the cache says; a wrong one is removed, so that the next try fetches it."""
+    blobs = {path.name: path.resolve() for path in folder.rglob("*") if path.is_file()}
+    listed = "\n".join(sorted(f"{name} {blob.name}" for name, blob in blobs.items()))
+    if mark.is_file() and mark.read_text() == listed:
+        return
+    for name, blob in blobs.items():
+        if not _is_right(blob):
+            blob.unlink(missing_ok=True)
+            raise ModelError(f"{source}: {name} has other bytes than the hub's hash {blob.name} says: it was removed")
+    mark.write_text(listed)
+
+
+def _is_right(blob: Path) -> bool:
+    """A blob is called by its sha256 (large files) or by git's sha1; anything else says nothing."""
+    if SHA256.fullmatch(blob.name):
+        digest = hashlib.sha256()
+    elif GIT_SHA1.fullmatch(blob.name):
+        digest = hashlib.sha1(f"blob {blob.stat().st_size}\0".encode(), usedforsecurity=False)
+    else:
+        return True
+    with blob.open("rb") as opened:
+        while piece := opened.read(PIECE):
+            digest.update(piece)
+    return digest.hexdigest() == blob.name
+
+
+def _in_short(error: Exception) -> str:
+    """The hub's words in one line: the cause stands in the second one of several."""
+    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -1,0 +1,94 @@
+"""From an adapter's source to a private copy of its two files, named by their digest.
+
+Engines are given the copy, never the source: what was hashed is what is loaded, and vLLM, whose prefix cache knows an adapter by
+its path, sees another path for another content.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from fleet_worker.agent.errors import AdapterError, ModelError
+from fleet_worker.agent.hub import HF_SCHEME, fetch
+
+FILES = ("adapter_config.json", "adapter_model.safetensors")
+MOST_BYTES = 8 * 1024**3
+"""Of one adapter, whatever its rank; the engine knows the exact bound."""
+PIECE = 4 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A copy: `folder` is called by the beginning of `digest`, which the torch engine computes again."""
+
+    folder: Path
+    digest: str
+
+
+def stage(source: str, root: str | None, into: Path) -> Staged:
+    """Copy an adapter's files below `into`; AdapterError with the reason."""
+    folder = locate(source, root)
+    into.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=".new-", dir=into))
+    try:
+        parts = [_copy(folder / name, scratch / name) for name in FILES]
+        digest = hashlib.sha256(b"".join(parts)).hexdigest()
+        final = into / digest[:32]
+        if not final.is_dir():
+            scratch.replace(final)
+    except OSError as error:
+        reason = "DiskFull" if error.errno == errno.ENOSPC else "AdapterNotReadable"
+        raise AdapterError(reason, f"{source}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return Staged(final, digest)
+
+
+def locate(source: str, root: str | None) -> Path:
+    """The folder that a source names. A path may not leave `root`, not even by a symbolic link."""
+    if source.startswith(HF_SCHEME):
+        try:
+            return fetch(source, lambda _: None, FILES)
+        except ModelError as error:
+            raise AdapterError("HubFailed", str(error)) from error
+    if root is None:
+        raise AdapterError("NoAdapterRoot", f"{source}: this worker has no folder for adapters")
+    if PurePosixPath(source).is_absolute() or ".." in PurePosixPath(source).parts:
+        raise AdapterError("BadSource", f"{source} is not a path below the adapter root")
+    top = Path(root).resolve()
+    folder = (top / source).resolve()
+    if not folder.is_relative_to(top):
+        raise AdapterError("BadSource", f"{source} leads outside of the adapter root")
+    return folder
+
+
+def _copy(source: Path, target: Path) -> bytes:
+    """sha256 of what was copied."""
+    digest, size = hashlib.sha256(), 0
+    try:
+        opened = source.open("rb")
+    except FileNotFoundError as error:
+        raise AdapterError("AdapterNotFound", f"{source} does not exist") from error
+    except PermissionError as error:
+        raise AdapterError("AdapterNotReadable", f"{source} is not readable by user {os.geteuid()}") from error
+    with opened, target.open("wb") as out:
+        while piece := opened.read(PIECE):
+            size += len(piece)
+            if size > MOST_BYTES:
+                raise AdapterError("AdapterTooLarge", f"{source} has more than {MOST_BYTES} bytes")
+            digest.update(piece)
+            out.write(piece)
+    return digest.digest()
+
+
+def prune(into: Path, keep: set[Path], spare: int) -> None:
+    """Remove copies that nobody uses but the `spare` newest: vLLM reads one again when it had put it aside."""
+    unused = [path for path in into.iterdir() if path not in keep and not path.name.startswith(".")] if into.is_dir() else []
+    for path in sorted(unused, key=lambda path: -path.stat().st_mtime)[spare:]:
+        shutil.rmtree(path, ignore_errors=True)
