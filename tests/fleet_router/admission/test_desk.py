@@ -147,6 +147,16 @@ def test_a_slot_that_is_free_goes_to_who_waits_and_a_client_that_leaves_frees_it
     assert account.requests.left(int(1000.0 * 1e9)) == 98  # the one that left the queue got its request back
 
 
+def test_a_request_is_settled_once_however_often_it_ends():
+    desk = desk_with(Clock(), 2, acme={"tokensPerMinute": 6000})
+    _, one, _ = come(desk)
+    come(desk)
+    for _ in range(3):
+        desk.leave(one, "answered", (10, 5))
+    account = desk.accounts["acme"]
+    assert (account.inflight, account.input_tokens, account.output_tokens, desk.gate.running) == (1, 10, 5, 1)
+
+
 def test_who_waits_too_long_is_told_so_early():
     clock = Clock()
     desk = desk_with(clock, 1, acme={"class": "interactive"})

@@ -54,6 +54,9 @@ def test_requests_on_workers_that_leave_hold_no_slot():
     waiting, _ = come(gate)
     gate.strays = 1
     assert gate.next() is waiting
+    gate.strays = 2
+    assert come(gate)[1] is True
+    assert come(gate)[1] == []
 
 
 def test_a_newcomer_does_not_pass_who_waits():
