@@ -112,7 +112,9 @@ class World:
         keys = key_chain(one.prompt)
         tokens = len(one.prompt) / BYTES_PER_TOKEN
         ask = CostAsk(tokens, ring_key(keys), began, BOUND, self.least, self.by_cost)
-        offer = routing.decide(ask, routing.known(keys, len(one.prompt), tokens))
+        # the tail behind the last piece counts as new, as with the precise index: thresholds of 8 and 16 are to mean something
+        steps = [(bytes_of(pieces) / BYTES_PER_TOKEN, mask) for pieces, mask in routing.index.depths(keys)]
+        offer = routing.decide(ask, steps)
         assert offer is not None
         trip = Trip(routing.groups["t", "c"], offer, began, stream=True)
         decode = self.engines[int(offer.decode.uid)]

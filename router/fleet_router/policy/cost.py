@@ -77,8 +77,9 @@ def cheapest(ask: CostAsk, group: Group, steps: Steps, usable: Usable | None) ->
         return None
     prefills = [] if ask.local else group.prefill.look(steps, ask.ring_key, ask.bound, usable)
     looked = len(decodes) + len(prefills)
-    remote, local, missing = _decode_parts(ask, group, decodes, steps)
+    late, remote, missing = _decode_parts(ask, group, decodes, steps)
     by_cost, share = ask.by_cost or not prefills, 0.0 if steps else EPSILON_SHARE
+    local = _local_parts(ask, decodes, late, missing) if by_cost else late
     at = _settle(local if by_cost else remote, decodes, group.decode.ring, ask.ring_key, share)
     if not prefills:
         why = "local after a failure" if ask.local else "no compatible prefill worker"
@@ -112,42 +113,47 @@ def cheapest(ask: CostAsk, group: Group, steps: Steps, usable: Usable | None) ->
 def _decode_parts(
     ask: CostAsk, group: Group, workers: Sequence[Candidate], steps: Steps
 ) -> tuple[list[float], list[float], list[float]]:
-    """(late + least transfer, late + local prefill, missing tokens) of each decode worker."""
-    tokens, now, others = ask.tokens, ask.now, ask.others
-    base, slope = group.pairs.least_base, group.pairs.least_slope
-    stall, turn_s = STALL * others, group.answer.value
-    remote, local, lacks = [], [], []
-    for worker, known in zip(workers, _held(workers, steps), strict=True):
-        streams = worker.inflight
-        missing = tokens - known if known < tokens else 1.0
-        late = streams * worker.drag_s * others
-        if (slots := worker.slots) and streams >= slots:
-            late += (streams - slots + 1) * turn_s / slots
-        work = missing * worker.token_s
-        remote.append(late + base + missing * slope)
-        late += worker.base_s + work + work * (stall * streams + work * worker.crowd * others)
-        local.append(late + wait if (wait := worker.free_at - now) > 0.0 else late)
-        lacks.append(missing)
+    """(late, late + least transfer, missing tokens) of each decode worker."""
+    tokens, others = ask.tokens, ask.others
+    missing = [tokens - held if held < tokens else 1.0 for held in _held(workers, steps)]
+    late = [worker.inflight * worker.drag_s * others for worker in workers]
+    if 0 < workers[0].slots < len(group.decode.levels):  # somebody is full
+        turn_s = group.answer.value
+        late = [
+            cost + max(0, worker.inflight - worker.slots + 1) * turn_s / max(1, worker.slots)
+            for cost, worker in zip(late, workers, strict=True)
+        ]
     if ask.adapter:
-        load = [0.0 if ask.adapter in worker.adapters else ADAPTER_S for worker in workers]
-        remote = [a + b for a, b in zip(remote, load, strict=True)]
-        local = [a + b for a, b in zip(local, load, strict=True)]
-    return remote, local, lacks
+        late = [cost + (ask.adapter not in w.adapters) * ADAPTER_S for cost, w in zip(late, workers, strict=True)]
+    base, slope = group.pairs.least_base, group.pairs.least_slope
+    return late, [cost + base + lacks * slope for cost, lacks in zip(late, missing, strict=True)], missing
+
+
+def _local_parts(ask: CostAsk, workers: Sequence[Candidate], late: list[float], missing: list[float]) -> list[float]:
+    """Late + queue + prefill of each decode worker, and what others lose by it."""
+    now, others, stall = ask.now, ask.others, STALL * ask.others
+    return [
+        cost
+        + worker.base_s
+        + (work := lacks * worker.token_s) * (1.0 + stall * worker.inflight + work * worker.crowd * others)
+        + (worker.free_at - now if worker.free_at > now else 0.0)
+        for cost, worker, lacks in zip(late, workers, missing, strict=True)
+    ]
 
 
 def _prefill_parts(ask: CostAsk, workers: Sequence[Candidate], steps: Steps) -> tuple[list[float], list[float]]:
     """(queue + prefill, missing tokens) of each prefill worker."""
     tokens, now, others = ask.tokens, ask.now, ask.others
-    costs, lacks = [], []
-    for worker, known in zip(workers, _held(workers, steps), strict=True):
-        missing = tokens - known if known < tokens else 1.0
-        work = missing * worker.token_s
-        work += worker.base_s + work * work * worker.crowd * others
-        costs.append(work + wait if (wait := worker.free_at - now) > 0.0 else work)
-        lacks.append(missing)
+    missing = [tokens - held if held < tokens else 1.0 for held in _held(workers, steps)]
+    costs = [
+        worker.base_s
+        + (work := lacks * worker.token_s) * (1.0 + work * worker.crowd * others)
+        + (worker.free_at - now if worker.free_at > now else 0.0)
+        for worker, lacks in zip(workers, missing, strict=True)
+    ]
     if ask.adapter:
         costs = [cost + (ask.adapter not in w.adapters) * ADAPTER_S for cost, w in zip(costs, workers, strict=True)]
-    return costs, lacks
+    return costs, missing
 
 
 def _held(workers: Sequence[Candidate], steps: Steps) -> list[float]:
@@ -194,10 +200,9 @@ def _few_best(costs: list[float]) -> list[int]:
 
 def _settle(costs: list[float], workers: Sequence[Candidate], ring: Ring, key: int, share: float) -> int:
     """Which of the near-equal cheapest: the one that comes first on the ring."""
+    if len(costs) == 1:
+        return 0
     least = min(costs)
     most = least + EPSILON_S + share * least
     near = [i for i, cost in enumerate(costs) if cost <= most]
-    if len(near) == 1:
-        return near[0]
-    name = ring.nearest(key, [workers[i].uid for i in near])
-    return next(i for i in near if workers[i].uid == name)
+    return near[0] if len(near) == 1 else near[ring.nearest(key, [workers[i].uid for i in near])]

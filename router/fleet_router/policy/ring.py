@@ -47,16 +47,18 @@ class Ring:
         for i in range(start - len(names), min(start, start - len(names) + most)):
             yield names[i]
 
-    def nearest(self, key: int, few: Sequence[str]) -> str:
-        """What `first` finds, cheaper when few are wanted: each one's own next point. They must be on the ring."""
+    def nearest(self, key: int, few: Sequence[str]) -> int:
+        """Which of these `first` finds, cheaper when few are wanted: each one's own next point. They must be on the ring."""
         key %= SPACE
-        best, least = few[0], SPACE
-        for name in few:
-            points = self._own[name]
+        if len(few) == len(self._own):
+            return few.index(self.owner(key))
+        best, least, own = 0, SPACE, self._own
+        for i, name in enumerate(few):
+            points = own[name]
             at = bisect_left(points, key)
             away = (points[at] if at < VIRTUAL_NODES else points[0] + SPACE) - key
             if away < least:
-                best, least = name, away
+                best, least = i, away
         return best
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 from fleet_router.kvindex.approximate import PIECE_BYTES, ApproximateIndex, bytes_of
 from fleet_router.kvindex.masks import Bits
@@ -100,7 +100,9 @@ class Routing:
         return _best(groups, ask, steps, usable)
 
 
-def _best(groups: Iterable[Group], ask: CostAsk, steps: Steps, usable: Usable | None) -> Offer | None:
+def _best(groups: Collection[Group], ask: CostAsk, steps: Steps, usable: Usable | None) -> Offer | None:
+    if len(groups) == 1:
+        return cheapest(ask, next(iter(groups)), steps, usable)
     best: Offer | None = None
     for group in groups:
         found = cheapest(ask, group, steps, usable)

@@ -9,7 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleet_router.policy.candidate import Candidate, prefill_done, prefill_sent
-from fleet_router.policy.cost import EPSILON_S, EPSILON_SHARE, CostAsk, Offer, _decode_parts, _prefill_parts, cheapest
+from fleet_router.policy.cost import (
+    EPSILON_S,
+    EPSILON_SHARE,
+    CostAsk,
+    Offer,
+    _decode_parts,
+    _local_parts,
+    _prefill_parts,
+    cheapest,
+)
 from fleet_router.policy.group import Group
 from fleet_router.policy.ring import LOAD_FLOOR, cap_of
 from fleet_router.policy.routing import Routing
@@ -215,7 +224,8 @@ def test_the_best_of_all_pairs_is_found_but_for_epsilon(rng: random.Random, pref
     asked = ask(by_cost=by_cost, bound=10.0, min_uncached=0.0)
     found = cheapest(asked, group, steps, None)
     decodes, prefills = group.decode.members, group.prefill.members
-    remote, local, missing = _decode_parts(asked, group, decodes, steps)
+    late, remote, missing = _decode_parts(asked, group, decodes, steps)
+    local = _local_parts(asked, decodes, late, missing)
     costs, _ = _prefill_parts(asked, prefills, steps)
     pairs = group.pairs
     every = [

@@ -99,7 +99,7 @@ def test_a_ring_that_grew_from_another_is_the_ring_of_its_workers(before: list[s
 def test_nearest_is_first(key: int, wanted: set[str]):
     ring = Ring(list("abcde"))
     assert ring.owner(key) == ring.first(key, "abcde")
-    assert ring.nearest(key, sorted(wanted)) == ring.first(key, wanted)
+    assert sorted(wanted)[ring.nearest(key, sorted(wanted))] == ring.first(key, wanted)
     along = list(ring.along(key, 320))
     assert next(name for name in along if name in wanted) == ring.first(key, wanted)
 
