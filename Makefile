@@ -16,7 +16,7 @@ export DO_NOT_TRACK := 1
 # Every worker is a process of its own that imports torch: without bytecode files each start costs 2.5 s more (vLLM: 40 s).
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup up test lint unit conformance smoke e2e e2e-loop e2e-operator e2e-vllm e2e-helm e2e-kind e2e-kind-smoke kube kwok vllm crds chart images kind-images bench-kv bench-router bench-admission bench-operator clean
+.PHONY: help setup up test lint unit conformance smoke e2e e2e-loop e2e-operator e2e-vllm e2e-helm e2e-kind e2e-kind-smoke kube kwok vllm crds chart images kind-images bench-kv bench-router bench-admission bench-operator bench-decision bench-choose clean
 
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -57,7 +57,7 @@ e2e: setup kube vllm ## all of e2e on a real control plane, vLLM included
 e2e-loop: setup kube ## e2e without vLLM
 	$(RUN) pytest e2e -m "not vllm and not kind"
 
-e2e-operator: setup kube ## faults between operator and API server, bad input, other hands (FLEET_FAULT_SEED=n repeats a run)
+e2e-operator: setup kube kwok ## faults between operator and API server, bad input, other hands (FLEET_FAULT_SEED=n repeats a run)
 	$(RUN) pytest e2e/test_operator_*.py
 
 e2e-vllm: setup kube vllm ## the vLLM part of e2e
@@ -119,6 +119,12 @@ bench-router: $(UV) ## router CPU per request and chunk against sglang-router an
 
 bench-admission: setup ## what keys, quotas, classes and runaway detection cost per request and chunk
 	@$(RUN) python -m e2e.bench.admission
+
+bench-decision: setup ## prefill remotely or not: the learnt cost against static thresholds on three mixes, in virtual time
+	@$(RUN) python -m e2e.bench.decision
+
+bench-choose: setup ## microseconds and candidates per routing decision, 16 to 1,024 workers; memory of the indexes
+	@$(RUN) python -m e2e.bench.choose
 
 bench-operator: setup kube kwok ## 1,000 fleets of 8 pods from apply to Ready against Kubernetes' own Deployments (SCALE=0.1 for a tenth)
 	@$(RUN) python -m e2e.bench.operator

@@ -23,7 +23,9 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Adapted]:
     found = subprocess.run([str(ROOT / "e2e/vllm/get-vllm")], check=True, capture_output=True, text=True)
     env = {"FLEET_VLLM_BIN": str(Path(found.stdout.strip()) / "vllm"), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     folder, settings = tmp_path_factory.mktemp("vllm"), KvSettings(lease_s=10.0)
-    with adapted_pair(tiny_model(), folder, ("127.82.1.1", "127.82.1.2"), env, engine="vllm", kv=settings) as made:
+    exact = ("--dtype", "float32")  # vLLM would take half of it, and other tokens than transformers
+    addresses = ("127.82.1.1", "127.82.1.2")
+    with adapted_pair(tiny_model(), folder, addresses, env, engine="vllm", engine_args=exact, kv=settings) as made:
         yield made
 
 

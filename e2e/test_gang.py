@@ -19,7 +19,7 @@ from e2e.fleet import Fleet, manifest, tiny_model, tokens, worker_processes
 from e2e.kube.controlplane import ControlPlane
 from e2e.kube.service import Service
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(590)
 PROMPT = "Both halves of a worker wait for each other before the first token leaves. " * 10
 GROUP = "inferencefleet.io/group"
 TAINT = "gang=second:NoSchedule"
@@ -90,7 +90,6 @@ def asking(fleet: Fleet, expected: dict[str, list[int]]) -> Iterator[list[str]]:
             each.join()
 
 
-@pytest.mark.smoke
 def test_a_worker_over_two_nodes_is_whole_or_nothing(fleet: Fleet):
     fleet.kubectl("apply", "-f", "-", stdin=yaml.safe_dump(blocker(3)))
     fleet.wait("the blocker", lambda: fleet.objects("pods")[0]["status"].get("phase") == "Running", 30)

@@ -54,11 +54,12 @@ def change(lab: Lab, version: Version) -> None:
     serving = [pod for pod in before.values() if not pod["spec"]["containers"][0]["image"].endswith(":broken")]
     victim = next(pod for pod in serving if "-decode-" in pod["metadata"]["name"])
     lab.admin("DELETE", path_of(POD, lab.namespace, victim["metadata"]["name"])).raise_for_status()
-    lab.until("the lost worker is back", lambda: len(lab.uids()) == len(before) and lab.ready())
+    lost = victim["metadata"]["uid"]
+    lab.until("the lost worker is back", lambda: len(lab.uids() - {lost}) == len(before) and lab.ready())
     lab.at_rest(2.0)
     after = workers(lab)
     (anew,) = after.keys() - before.keys()
-    assert before.keys() - after.keys() == {victim["metadata"]["uid"]}, "a worker was restarted by the change of version"
+    assert before.keys() - after.keys() == {lost}, "a worker was restarted by the change of version"
     assert {pod["metadata"]["uid"] for pod in lab.pods("router")} == routers
     assert plain(after[anew]) == plain(victim)
     pods = [str(write) for write in lab.proxy.ledger.writes(mark) if write.kind == "pods"]

@@ -21,6 +21,7 @@ from fleet_operator.cluster.interface import (
     CONTROLLER_REVISION,
     DEPLOYMENT,
     FLEET,
+    NETWORK_POLICY,
     PDB,
     POD,
     POOL,
@@ -143,6 +144,10 @@ def children_dropped() -> Iterator[Row]:
             f"dropped-{kind.kind}-DELETED", drop(kind, "DELETED", "MODIFIED"), delete(kind, "f-router"),
             dropped(kind, "DELETED"), there(kind),
         )  # fmt: skip
+    yield Row(
+        "dropped-NetworkPolicy-DELETED", drop(NETWORK_POLICY, "DELETED", "MODIFIED"), delete(NETWORK_POLICY, "f-workers"),
+        dropped(NETWORK_POLICY, "DELETED"), there(NETWORK_POLICY, "f-workers"),
+    )  # fmt: skip
     yield Row(
         "dropped-ControllerRevision-DELETED", drop(CONTROLLER_REVISION, "DELETED"), delete_all(CONTROLLER_REVISION),
         dropped(CONTROLLER_REVISION, "DELETED"), lambda lab: any(kind == "ControllerRevision" for kind, _ in lab.objects()),

@@ -279,6 +279,17 @@ FLEET_RULES: tuple[Rule, ...] = (
     _class_limit("maxInputTokens", "engine.maxModelLen", MODEL_LEN),
     _class_limit("maxOutputTokens", "limits.maxOutputTokens", OUTPUT_TOKENS),
     _duration_between("spec.scaling", "scaleDownWindow", "0s", "24h"),
+    _duration_between("spec.routing", "slowStart", "0s", "1h"),
+    Rule(
+        path="spec",
+        cel="!has(self.routing) || !has(self.routing.tierRules) || "
+        "self.routing.tierRules.all(r, self.tiers.exists(t, t.name == r.tier))",
+        message="every tier of routing.tierRules must be one of spec.tiers",
+        holds=lambda raw: (
+            {rule["tier"] for rule in _dig(raw, "routing.tierRules", ())} <= {tier["name"] for tier in raw["tiers"]}
+        ),
+        field=".routing.tierRules",
+    ),
     _duration_between("spec.scaling", "capacityWait", "1s", "24h"),
     _duration_between("spec.scaling.toZero", "idle", "5s", "24h"),
     _duration_between("spec.limits.hold", "time", "1s", "1h"),

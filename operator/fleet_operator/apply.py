@@ -73,6 +73,7 @@ BY_KIND: dict[str, Kind] = {
 }
 
 
+NO_ADAPTERS = "[]"
 MADE_ANEW = frozenset({"Service"})
 
 
@@ -314,14 +315,16 @@ class Applier:
                 outcome.done.append(Deed("flipped", "Pod", relabel.name, relabel.uid, relabel.tier, relabel.role, why))
 
     async def _adapters(self, work: _Pass) -> None:
-        """Every worker's annotation says which adapters it should have, for when its container starts again."""
+        """Every worker's annotation says which adapters it should have, for when its container starts again. One that had some
+        once keeps an empty list: an operator that starts now must still ask it."""
         told, namespace = adapters_told(work.fleet), work.fleet.metadata.namespace
         for (kind, name), pod in work.live.items():
             meta = pod["metadata"]
             if kind != "Pod" or meta.get("labels", {}).get(ROLE_LABEL) not in ROLES or "deletionTimestamp" in meta:
                 continue
-            if (meta.get("annotations") or {}).get(ADAPTERS, "") != told:
-                patch = {"metadata": {"uid": meta["uid"], "annotations": {ADAPTERS: told or None}}}
+            has = (meta.get("annotations") or {}).get(ADAPTERS, "")
+            if (wanted := told or (has and NO_ADAPTERS)) != has:
+                patch = {"metadata": {"uid": meta["uid"], "annotations": {ADAPTERS: wanted}}}
                 await self._patch_pod(namespace, name, patch, work.outcome)
 
     async def _patch_pod(self, namespace: str, name: str, patch: Object, outcome: Outcome) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from fleet_api.v1alpha1 import InferenceFleet
-from fleet_api.v1alpha1.status import AdapterStatus, Condition, FleetStatus, TierStatus
+from fleet_api.v1alpha1.status import Condition, FleetStatus, TierStatus
 from fleet_planner.types import ROLES, Problem
 
 NOTE_MOST_BYTES = 1_000
@@ -205,19 +205,17 @@ def _flips(before: FleetStatus, after: FleetStatus, deeds: Sequence[Deed]) -> It
 
 
 def _adapters(before: FleetStatus, after: FleetStatus) -> Iterable[Event]:
-    """An adapter that a worker could not load, once per reason; and one that is on every worker now."""
+    """An adapter that a worker could not load, once per reason; a new version of one; and that none fails any more."""
     known = {adapter.name: adapter for adapter in before.adapters}
     for adapter in after.adapters:
         old = known.get(adapter.name)
         if adapter.reason and (old is None or old.reason != adapter.reason):
             yield Event("Warning", "AdapterFailed", f"adapter {adapter.name}: {adapter.reason}: {adapter.message}", "LoadAdapter")
-        elif _complete(adapter) and (old is None or not _complete(old) or old.digest != adapter.digest):
-            note = f"adapter {adapter.name}: {adapter.digest[:12]} is on {adapter.loaded} workers"
+        elif old is None or adapter.reason:
+            continue
+        elif adapter.digest and (adapter.digest != old.digest or old.reason):
+            note = f"adapter {adapter.name}: version {adapter.digest[:12]} is on {adapter.loaded} of {adapter.desired} workers"
             yield Event("Normal", "AdapterLoaded", note, "LoadAdapter")
-
-
-def _complete(adapter: AdapterStatus) -> bool:
-    return 0 < adapter.loaded == adapter.desired
 
 
 def _put_back(before: FleetStatus, deeds: Sequence[Deed]) -> Iterable[Event]:

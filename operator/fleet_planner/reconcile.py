@@ -3,6 +3,7 @@ carried out changes nothing."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from fleet_api.v1alpha1 import InferenceFleet
@@ -13,6 +14,7 @@ from fleet_planner.capacity import QUOTA_WORDS, Fitted, fit_budget, fit_cluster
 from fleet_planner.gang import as_pods, settled, workers_of
 from fleet_planner.prefetch import held_back, plan_prefetch, reached
 from fleet_planner.ratio import Bounds, bounds_of, project
+from fleet_planner.replicas import Replica
 from fleet_planner.revisions import TierPlan, plan_tier
 from fleet_planner.scale import ScaleDecision, ScaleInputs, want
 from fleet_planner.status import TierView, plan_status
@@ -74,23 +76,24 @@ def reconcile(fleet: InferenceFleet, observed: Observed, now: float) -> Plan:
     rest = plan_rest(fleet, observed, sizes, scaled, now)
     for tier in fleet.spec.tiers:
         observed = held_back(tier, seen, prefetch.waiting, fleet)
+        workers = workers_of(observed, tier.name)
         if tier.name in rest.asleep:
             decision = ScaleDecision(*NOTHING, rest.reason, ScaleMemory())
         else:
-            decision = fit(fleet, tier, size_tier(fleet, tier, observed, now), observed, left, now)
+            decision = fit(fleet, tier, size_tier(fleet, tier, observed, now), observed, workers, left, now)
             if sizes[tier.name] == NOTHING:
                 decision = replace(decision, reason=f"woken: {rest.reason or 'scaling.toZero is off'}")
         gpus = observed.templates[tier.name].gpus
         left = None if left is None else left - decision.prefill * gpus[0] - decision.decode * gpus[1]
         plan = plan_tier(fleet, tier, (decision.prefill, decision.decode), observed, now)
-        gangs = settled(plan.gangs, plan.delete, workers_of(observed, tier.name), now)
+        gangs = settled(plan.gangs, plan.delete, workers, now)
         size, whole = (decision.prefill, decision.decode), reached(tier, (decision.prefill, decision.decode), seen)
         if tier.name in prefetch.waiting and size != whole:
             plan = replace(plan, create=())  # growth waits for the model; a repair never does
         memory[tier.name] = replace(decision.memory, flip=plan.flip, gangs=gangs, reached=whole)
         kept.append((tier.name, observed.templates[tier.name].revision))
         tiers.append(plan)
-        views.append(TierView(tier, decision, plan, rest.zero.get(tier.name)))
+        views.append(TierView(tier, decision, plan, workers, rest.zero.get(tier.name)))
     observed = seen
     orphans = _orphans(fleet, observed)
     names = {pool.name for plan in tiers for pool in plan.pools}
@@ -140,13 +143,19 @@ def _orphans(fleet: InferenceFleet, observed: Observed) -> list[PodGone]:
 
 
 def fit(
-    fleet: InferenceFleet, tier: TierSpec, decision: ScaleDecision, observed: Observed, left: int | None, now: float
+    fleet: InferenceFleet,
+    tier: TierSpec,
+    decision: ScaleDecision,
+    observed: Observed,
+    workers: Sequence[Replica],
+    left: int | None,
+    now: float,
 ) -> ScaleDecision:
     """The decision as nodes, quotas and the `left` devices of the budget allow it."""
     before = observed.memory.get(tier.name, ScaleMemory())
     memory = replace(decision.memory, cap=before.cap, cap_until=before.cap_until, cap_reason=before.cap_reason)
     wait_s = fleet.spec.scaling.capacity_wait_s
-    pods = as_pods(workers_of(observed, tier.name), before.gangs, wait_s, now)
+    pods = as_pods(workers, before.gangs, wait_s, now)
     if len({pod.revision for pod in pods}) > 1:  # a rollout has its own answer to a lack of room
         placed = Fitted((decision.prefill, decision.decode), "", memory)
     else:

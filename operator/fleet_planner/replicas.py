@@ -31,6 +31,8 @@ class Replica:
     @property
     def broken(self) -> bool:
         """It can never be whole again: a pod ended, is missing, or follows a leader that is gone."""
+        if self.size == 1 and len(self.pods) == 1:  # asked many times in every pass
+            return self.pods[0].phase in ENDED
         stray = any(pod.group and pod.group != self.leader.uid for pod in self.pods)
         return stray or len(self.pods) < self.size or any(pod.phase in ENDED for pod in self.pods)
 

@@ -15,7 +15,6 @@ from fleet_planner.canary import overdue
 from fleet_planner.capacity import QUOTA_WORDS
 from fleet_planner.events import NAME_CONFLICT
 from fleet_planner.fabric import disaggregating, transport_verified
-from fleet_planner.gang import workers_of
 from fleet_planner.ratio import within
 from fleet_planner.replicas import Replica
 from fleet_planner.revisions import TierPlan
@@ -38,6 +37,7 @@ class TierView:
     tier: TierSpec
     decision: ScaleDecision
     plan: TierPlan
+    workers: Sequence[Replica] = ()
     zero: ZeroStatus | None = None
 
 
@@ -80,10 +80,11 @@ def plan_status(
     )
 
 
-def _workers(observed: Observed, tier: str, role: Role) -> list[Replica]:
+def _workers(view: TierView, role: Role) -> list[Replica]:
     """Those that have all of their pods and keep them."""
-    found = workers_of(observed, tier)
-    return [worker for worker in found if worker.role == role and not worker.terminating and len(worker.pods) == worker.size]
+    return [
+        worker for worker in view.workers if worker.role == role and not worker.terminating and len(worker.pods) == worker.size
+    ]
 
 
 def _tier_status(view: TierView, observed: Observed, present: FleetStatus) -> TierStatus:
@@ -92,7 +93,7 @@ def _tier_status(view: TierView, observed: Observed, present: FleetStatus) -> Ti
     sizes: dict[Role, int] = {"prefill": view.decision.prefill, "decode": view.decision.decode}
 
     def role(which: Role, serving: int, flipping: int) -> RoleStatus:
-        ready = sum(worker.ready for worker in _workers(observed, name, which))
+        ready = sum(worker.ready for worker in _workers(view, which))
         return RoleStatus(desired=sizes[which], ready=ready, serving=serving, flipping=flipping)
 
     (prefill, decode) = (role(*args) for args in zip(ROLES, view.plan.serving, view.plan.flipping, strict=True))
@@ -145,7 +146,7 @@ def _provisioned(views: Sequence[TierView], observed: Observed) -> Verdict:
         f"{view.tier.name}/{role}"
         for view in views
         for role, size in zip(ROLES, (view.decision.prefill, view.decision.decode), strict=True)
-        if len(_workers(observed, view.tier.name, role)) < size
+        if len(_workers(view, role)) < size
     ]
     if short or observed.router is None:
         return "False", "Creating", "pods are being created: " + ", ".join(short or ["router"])

@@ -13,6 +13,19 @@ import msgspec
 TTFT_BUDGET_S = 60.0
 """Time to the first token of requests whose class says nothing."""
 Policy = Literal["kvAware", "prefixHash", "leastLoad", "roundRobin"]
+Decide = Literal["threshold", "cost"]
+PrefixIndexKind = Literal["approximate", "precise"]
+
+
+class TierRule(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests that fit go to this tier, if it serves; all that is given must fit."""
+
+    tier: str
+    tokens_lt: int | None = None
+    """Prompts with fewer tokens, as the router estimates them."""
+    tokens_ge: int | None = None
+    headers: dict[str, str] = {}
+    """Lower-case name → the exact value."""
 
 
 class HttpBounds(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,6 +79,15 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """No worker gets more than `load_bound` x mean in-flight load (consistent hashing with bounded loads)."""
     min_uncached_tokens: int = 64
     """Prompts with fewer uncached tokens are prefilled on the decode worker."""
+    decide: Decide = "threshold"
+    """kvAware: all other prompts go to a prefill worker (threshold), or where they cost least (cost, see policy/cost.py)."""
+    slow_start_s: float = 60.0
+    """A worker that joins gets its full share of the load after this long; 0: at once."""
+    session_header: str = ""
+    """Lower-case name of a header whose value takes the prompt's place on the ring; empty: none."""
+    tier_rules: tuple[TierRule, ...] = ()
+    prefix_index: PrefixIndexKind = "approximate"
+    """precise: believe the workers' KV events; costs the tokenising of every prompt here."""
     max_input_tokens: int = 2048
     max_output_tokens: int = 4096
     first_token_deadline_s: float = 60.0

@@ -6,27 +6,30 @@ No task per request: the flow is a small state machine that legs and timers call
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from math import inf
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from fleet_router.admission.gate import Ticket
 from fleet_router.admission.quota import Outcome
 from fleet_router.admission.runaway import Why
 from fleet_router.admission.usage import EVENT, used_tokens
-from fleet_router.config import RouterConfig
-from fleet_router.desk import Desk
+from fleet_router.context import Client, Context
 from fleet_router.dialect.translation import Translation
 from fleet_router.ending import CHAT_PATH, END, framed, last_event
 from fleet_router.errors import PHRASES, RequestError
-from fleet_router.holding import Holding
+from fleet_router.hints import NO_HINTS, Hints
 from fleet_router.legs import DecodeLeg, Ignored, PrefillLeg, TranslatedLeg
-from fleet_router.metrics import Metrics, Served
+from fleet_router.metrics import Served
 from fleet_router.policy.choose import Choice
-from fleet_router.request import BYTES_PER_TOKEN, Ask, decode_body, lease_of, prefill_body, reference_of
+from fleet_router.policy.trip import Trip
+from fleet_router.request import BYTES_PER_TOKEN, Ask, decode_body, lease_of, prefill_body, prompt_tokens_of, reference_of
 from fleet_router.upstream import Upstream
-from fleet_router.workers import Worker, WorkerTable
+from fleet_router.workers import Worker
+
+if TYPE_CHECKING:
+    from fleet_router.knowledge import Counted
 
 OK = 200
 HOP_HEADERS = {b"connection", b"keep-alive", b"proxy-connection", b"upgrade", b"server", b"date", b"x-request-id"}
@@ -45,55 +48,20 @@ def status_line(status: int) -> bytes:
 STATUS_LINES = {status: status_line(status) for status in PHRASES}
 
 
-class Client(Protocol):
-    """The client's side of one request."""
-
-    @property
-    def request_id(self) -> str: ...
-
-    @property
-    def leg_id(self) -> str:
-        """Unlike any other request's, whatever the client calls it: what a worker knows this request by."""
-        ...
-
-    @property
-    def last_answer(self) -> bool:
-        """The answer's head must say that the connection closes after it."""
-        ...
-
-    def write(self, data: bytes) -> None: ...
-    def finish(self, *, last: bool) -> None: ...
-    def refuse(self, error: RequestError) -> None: ...
-    def break_off(self, message: str, *, stream: bool) -> None: ...
-    def abort(self) -> None: ...
-
-
-@dataclass(slots=True)
-class Context:
-    """What every flow of a process shares."""
-
-    table: WorkerTable
-    config: RouterConfig
-    metrics: Metrics
-    clock: Callable[[], float]
-    desk: Desk
-    holding: Holding = field(default_factory=Holding)
-    draining: bool = False
-
-
 class Flow:
     """State of one request."""
 
     __slots__ = (
-        "_ask", "_before", "_client", "_connection", "_context", "_decode_failures", "_events", "_excluded", "_first",
-        "_handed_over", "_head_bytes", "_held", "_keys", "_last", "_lease", "_leg_worker", "_local", "_metered", "_outcome",
-        "_path", "_paused", "_prefill_failures", "_runaway", "_served", "_tail", "_ticket", "_translation", "config", "deadline",
-        "done", "last_byte_at", "started", "started_at",
+        "_ask", "_before", "_client", "_connection", "_context", "_counted", "_decode_failures", "_events", "_excluded",
+        "_first", "_gaps", "_handed_over", "_head_bytes", "_held", "_keys", "_last", "_lease", "_leg_worker", "_local",
+        "_metered", "_outcome", "_path", "_paused", "_prefill_failures", "_runaway", "_served", "_tail", "_ticket",
+        "_translation", "_trip", "config", "deadline", "done", "hints", "last_byte_at", "started", "started_at",
     )  # fmt: skip
 
     def __init__(
-        self, context: Context, client: Client, path: bytes, ask: Ask, ticket: Ticket, translation: Translation | None = None
-    ) -> None:
+        self, context: Context, client: Client, path: bytes, ask: Ask, ticket: Ticket, translation: Translation | None = None,
+        hints: Hints = NO_HINTS,
+    ) -> None:  # fmt: skip
         self._context = context
         context.metrics.arrivals += 1
         self._client = client
@@ -121,6 +89,13 @@ class Flow:
         self._handed_over = ""
         """Tier of the decode leg when another worker prefilled the prompt."""
         self._served: Served | None = None
+        self.hints = msgspec.structs.replace(hints, local=True) if ask.alone else hints
+        self._trip: Trip | None = None
+        """What was expected of the legs; None before the first and after the last."""
+        self._counted: Counted | None = None
+        """The prompt as blocks; None: not asked yet."""
+        self._gaps = 0
+        """Writes of the answer after the first."""
         self._first = True
         self._held = False
         """It waits for workers."""
@@ -144,30 +119,43 @@ class Flow:
     def begin(self) -> None:
         """Choose and send the first leg."""
         context = self._context
-        ask = self._ask
-        found, keys = context.table.choose(
-            ask.prompt, self.config, context.clock(), self._excluded, self._ticket.lane.seed, ask.adapter
-        )
+        self._trip_over()
+        ask, now, seed, hints = self._ask, context.clock(), self._ticket.lane.seed, self.hints
+        if context.knowledge is not None and not seed:
+            if self._counted is None:
+                self._counted = context.knowledge.count(ask, self._path == CHAT_PATH, self._was_counted)
+                if self._counted is None:
+                    return
+            hints = context.knowledge.hints(self._counted, hints)
+        found, keys = context.table.choose(ask.prompt, self.config, now, self._excluded, seed, ask.adapter, hints)
         if not isinstance(found, Choice):
             self._hold(found.reason, "adapter_not_loaded" if ask.adapter else "no_worker")
             return
         if self._held:
-            self._held, self.started_at = False, context.clock()  # what it waited says nothing of the workers
+            self._held, self.started_at = False, now  # what it waited says nothing of the workers
             self.deadline = self.started_at + self.config.first_token_deadline_s
+        if not self._ask.alone:
+            self._trip = context.table.depart(found, now, ask.adapter, stream=ask.stream)
         decode = context.table.workers[found.decode]
         self._keys = [] if self._ask.alone else keys
         self._handed_over = ""
         self._served = context.metrics.of(decode.endpoint.tier, decode.endpoint.revision)
         self._served.requests += 1
-        if found.prefill is None or self._local:
+        if found.prefill is None:
             context.metrics.local_prefills += not self._ask.alone
             self._send_decode(decode, None)
             return
         prefill = context.table.workers[found.prefill]
-        context.table.index.add(keys, found.prefill)
+        context.table.routing.index.add(keys, found.prefill)
         context.metrics.remote_prefills += 1
         context.metrics.prefill_tokens += int(len(self._ask.prompt) / BYTES_PER_TOKEN)
         self._send(prefill, prefill_body(self._ask), PrefillLeg(self, prefill, decode))
+
+    def _was_counted(self, counted: Counted) -> None:
+        """The prompt's tokens are known, or will not be."""
+        if not self.done:
+            self._counted = counted
+            self.begin()
 
     def _hold(self, why: str, code: str) -> None:
         """Nobody can answer it now: it waits for workers, if any are to come."""
@@ -187,7 +175,7 @@ class Flow:
     def _send(self, worker: Worker, body: bytes, leg: PrefillLeg | DecodeLeg, *, fresh: bool = False) -> None:
         payload = self._head(worker, self._path, len(body)) + body
         pool = worker.pool if self._translation is None else worker.reading()
-        worker.inflight += 1
+        worker.began()
         self._leg_worker = worker
 
         def connected(connection: Upstream | None, why: str) -> None:
@@ -220,7 +208,7 @@ class Flow:
     def end_leg(self) -> None:
         """A leg is over, however it ended."""
         if self._leg_worker is not None:
-            self._leg_worker.inflight -= 1
+            self._leg_worker.ended()
             self._leg_worker = None
         self._connection = None
 
@@ -228,6 +216,12 @@ class Flow:
         """The prefill leg answered 200."""
         self.end_leg()
         prefill.succeeded()
+        if self._trip is not None:
+            self._trip.prefilled(self._context.clock())
+        if self._counted is not None and self._context.knowledge is not None:
+            self._context.knowledge.answered(prefill.uid, self._counted)
+        if (tokens := prompt_tokens_of(body)) > 0:
+            self._context.table.routing.bytes_per_token.observe(len(self._ask.prompt) / tokens)
         reference = reference_of(body)
         if reference is not None and (lease := lease_of(reference)) is not None:
             self._lease = (prefill, lease)
@@ -246,6 +240,7 @@ class Flow:
         if worker.role == "prefill":
             self._prefill_failures += 1
             self._local = not others or self._prefill_failures > 1
+            self.hints = msgspec.structs.replace(self.hints, local=self._local)
         else:
             self._decode_failures += 1
         if self._decode_failures > 1:
@@ -270,6 +265,7 @@ class Flow:
             self._refuse(RequestError(503, "the KV transfer failed twice", code="kv_transfer"))
             return
         self._local = True
+        self.hints = msgspec.structs.replace(self.hints, local=True)
         self._context.metrics.retries += 1
         self.begin()
 
@@ -302,7 +298,9 @@ class Flow:
         else:
             self._release_lease()
         if status == OK and self._leg_worker is not None and self._leg_worker.endpoint.uid in self._context.table.workers:
-            self._context.table.index.add(self._keys, self._leg_worker.endpoint.uid)  # now it holds the prompt's KV
+            self._context.table.routing.index.add(self._keys, self._leg_worker.endpoint.uid)  # now it holds the prompt's KV
+            if self._counted is not None and self._context.knowledge is not None:
+                self._context.knowledge.answered(self._leg_worker.uid, self._counted)
         self.deadline = now + self.config.inter_token_deadline_s
         lines = [STATUS_LINES.get(status) or status_line(status), self._client.request_id.encode()]
         for name, value in headers:
@@ -326,9 +324,12 @@ class Flow:
         now = self._context.clock()
         if self._first:
             self._first = False
+            if self._trip is not None:
+                self._trip.first_token(now)
             if self._served is not None:
                 self._served.ttft.observe(now - self.started_at)
         elif self._served is not None:
+            self._gaps += 1
             self._served.itl.observe(now - self.last_byte_at)
         self.last_byte_at = now
         self.deadline = now + self.config.inter_token_deadline_s
@@ -358,12 +359,22 @@ class Flow:
     def end(self) -> None:
         """The answer is complete."""
         self.send_head()  # an answer without a body
+        if self._trip is not None:
+            self._trip.ended(self.last_byte_at, self._gaps + 1)
+            self._trip_over()
         self.end_leg()
         self.done = True
         self._leave(self._outcome)
         self._client.finish(last=self._last)
 
+    def _trip_over(self) -> None:
+        """This attempt waits in no queue any more."""
+        if self._trip is not None:
+            self._trip.over(self._context.clock())
+            self._trip = None
+
     def _refuse(self, error: RequestError) -> None:
+        self._trip_over()
         self.end_leg()
         self.done = True
         self._leave("failed" if error.status >= 500 else "refused")
@@ -381,6 +392,7 @@ class Flow:
 
     def _break(self, why: str) -> None:
         self.send_head()
+        self._trip_over()
         self.end_leg()
         self.done = True
         self._leave(self._outcome)
@@ -396,6 +408,7 @@ class Flow:
         self._context.holding.drop(self, "left")
         self._context.metrics.client_left += 1
         self._abandon_leg()
+        self._trip_over()
         self.end_leg()
         self._release_lease()
         self._leave("failed" if self._ticket.waiting or self._held else self._outcome)

@@ -69,6 +69,8 @@ class Holding:
     _places: dict[Waiting, _Place] = field(default_factory=dict)
     _since: dict[Waiting, float] = field(default_factory=dict)
     """While they are tried again: when those that were released began to wait."""
+    _served: bool = False
+    """A worker serves: what was held and finds none for itself, because its adapter is still being loaded, waits on."""
     _listeners: set[Listener] = field(default_factory=set)
     _stopped: bool = False
 
@@ -81,7 +83,7 @@ class Holding:
         answer it."""
         if self._stopped:
             raise RequestError(503, "the router is shutting down", code="shutting_down")
-        if not self.at_zero:
+        if not self.at_zero and not (self._served and one in self._since):
             raise RequestError(503, why[0], code=why[1])
         if len(self._places) >= bounds.requests or self.size_bytes + size_bytes > bounds.bytes:
             self.outcomes["full"] += 1
@@ -113,7 +115,7 @@ class Holding:
 
     def follow(self, at_zero: Sequence[AtZero], now: float, *, served: bool) -> None:
         """New endpoints. `served`: a worker can answer; then, or when nothing wakes any more, all that wait are tried again."""
-        self.at_zero = tuple(at_zero)
+        self.at_zero, self._served = tuple(at_zero), served
         if not self._places or (self.at_zero and not served):
             return
         places, self._places, self.size_bytes = self._places, {}, 0

@@ -23,6 +23,9 @@ LOOKED_AT = frozenset({b"host", b"content-length", b"transfer-encoding", b"x-req
 ASKED_BY: frozenset[bytes] = frozenset({b"authorization", b"x-api-key", b"x-slo-class", b"x-slo-ttft-ms"})
 """Headers that say who asks and how urgently; none of them goes to a worker."""
 KEPT = LOOKED_AT | ASKED_BY
+KEPT_BYTES = 256
+"""Longer values of headers that routing goes by are passed over."""
+NOTHING_KEPT: dict[bytes, bytes] = {}
 _PROCESS = uuid4().hex[:16]
 _NUMBERS = itertools.count(1)
 
@@ -48,7 +51,7 @@ def check_framing(name: bytes, value: bytes, most_bytes: int) -> int:
 class Incoming:
     """One request, whole or still being received."""
 
-    __slots__ = ("body", "keep_alive", "key", "leg_id", "method", "request_id", "slo_class", "slo_ttft_ms", "url")
+    __slots__ = ("body", "keep_alive", "kept", "key", "leg_id", "method", "request_id", "slo_class", "slo_ttft_ms", "url")
 
     def __init__(self) -> None:
         self.request_id = self.leg_id = new_request_id()
@@ -60,6 +63,8 @@ class Incoming:
         self.key = b""
         """API key, as it came; nobody but admission looks at it."""
         self.slo_class = b""
+        self.kept: dict[bytes, bytes] = NOTHING_KEPT
+        """Headers that routing goes by, by lower-case name."""
         self.slo_ttft_ms = 0
         """The client needs its first token within so many ms; 0: it does not say."""
 
@@ -82,8 +87,19 @@ class Inbound:
     """The parser of one connection and what it has read."""
 
     __slots__ = (
-        "_body_bytes", "_bounds", "_framing", "_header_bytes", "_header_count", "_hosts", "_parser", "current", "error",
-        "in_body", "owes_continue", "requests",
+        "_body_bytes",
+        "_bounds",
+        "_framing",
+        "_header_bytes",
+        "_header_count",
+        "_hosts",
+        "_parser",
+        "_wanted",
+        "current",
+        "error",
+        "in_body",
+        "owes_continue",
+        "requests",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -98,10 +114,10 @@ class Inbound:
         self.owes_continue = False
         """The client of `current` waits for 100 Continue before it sends the body."""
 
-    def feed(self, data: bytes, bounds: HttpBounds) -> None:
-        """Read; never raises."""
+    def feed(self, data: bytes, bounds: HttpBounds, wanted: frozenset[bytes] = frozenset()) -> None:
+        """Read; never raises. `wanted`: headers to keep, by lower-case name."""
         if self.current is None:
-            self._bounds = bounds  # those that hold when a request begins hold to its end
+            self._bounds, self._wanted = bounds, wanted  # those that hold when a request begins hold to its end
         if self._parser is None:
             self._parser = httptools.HttpRequestParser(self)
         try:
@@ -146,6 +162,8 @@ class Inbound:
             raise RequestError(431, f"more than {bounds.header_count} header fields or {bounds.header_bytes} bytes of them")
         lower = name.lower()
         if lower not in KEPT:
+            if lower in self._wanted and self.current is not None and len(value) <= KEPT_BYTES:
+                self.current.kept = {**self.current.kept, lower: value}
             return
         if lower == b"host":
             self._hosts += 1

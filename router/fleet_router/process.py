@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,13 +18,15 @@ import msgspec
 
 from fleet_router.admission.tenants import Tenants
 from fleet_router.config import RouterConfig
+from fleet_router.context import Context
 from fleet_router.desk import Desk
 from fleet_router.exposition import exposition
-from fleet_router.flow import Context
+from fleet_router.follow.capacity import follow_capacity
 from fleet_router.follow.directory import follow_directory
 from fleet_router.follow.documents import Documents
 from fleet_router.follow.kube import api_server, follow_kube
 from fleet_router.follow.tenants import follow_tenants
+from fleet_router.hints import wanted_headers
 from fleet_router.metrics import Metrics
 from fleet_router.server import ClientConnection
 from fleet_router.workers import WorkerTable, slots_of
@@ -64,14 +67,28 @@ class Router:
     def apply(self, documents: Documents) -> None:
         """New endpoints or configuration; running requests keep what they began with."""
         config, table, before = documents.config, self._context.table, dict(self._context.table.workers)
-        self._context.config = config
-        table.update(documents.endpoints)
+        self._context.config, self._context.wanted = config, wanted_headers(config)
+        table.update(documents.endpoints, self._clock(), config)
         gone = [worker for uid, worker in before.items() if worker.role == "decode" and table.workers.get(uid) is not worker]
         self._context.holding.follow(documents.endpoints.at_zero, self._clock(), served=table.ready())
         self._desk.follow(config, slots_of(table, config), gone)
+        self._know_caches(config)
         self._followed_at = self._clock()
         self._last_problem = ""
         log(event="endpoints", workers=len(self._context.table.workers), policy=documents.config.policy)
+
+    def _know_caches(self, config: RouterConfig) -> None:
+        """Start, feed or end the reading of KV events."""
+        context = self._context
+        if config.prefix_index == "precise" and config.policy == "kvAware":
+            if context.knowledge is None:
+                from fleet_router.knowledge import Knowledge  # tokenizers and ZMQ: only who needs them pays for them
+
+                context.knowledge = Knowledge(self._clock, lambda text: log(event="kv", said=repr(text)))
+            context.knowledge.follow([(worker.endpoint, worker.bit) for worker in context.table.workers.values()])
+        elif (knowledge := context.knowledge) is not None:
+            context.knowledge = None
+            threading.Thread(target=knowledge.stop, daemon=True).start()  # it waits for threads that wait for this one
 
     def know(self, tenants: Tenants) -> None:
         """A new tenants file; names and counts are logged, nothing else of it."""
@@ -99,8 +116,10 @@ class Router:
         if path == b"/metrics":
             rows = [(w.endpoint.name, w.endpoint.role, w.endpoint.tier, w.inflight) for w in context.table.workers.values()]
             age_s = -1.0 if self._followed_at is None else self._clock() - self._followed_at
-            text = context.metrics.exposition(rows, age_s, len(context.table.index))
+            text = context.metrics.exposition(rows, age_s, len(context.table.routing.index))
             text += "".join(f"{line}\n" for line in context.holding.lines())
+            if context.knowledge is not None:
+                text += "".join(f"{line}\n" for line in context.knowledge.lines())
             return 200, b"text/plain; version=0.0.4", (text + exposition(self._desk, self._clock())).encode()
         if path == b"/v1/models":
             return 200, b"application/json", msgspec.json.encode({"object": "list", "data": self._models()})
@@ -146,7 +165,7 @@ class Router:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
         log(event="listening", host=self._settings.host, port=self._settings.port)
-        tasks = [asyncio.create_task(task) for task in (self._follow(), self._sweep(), self._tick())]
+        tasks = [asyncio.create_task(task) for task in (self._follow(), self._sweep(), self._tick(), self._measure())]
         if self._settings.tenants is not None:
             tasks.append(asyncio.create_task(follow_tenants(self._settings.tenants, self.know, self.failed)))
         stopping = asyncio.create_task(stop.wait())
@@ -159,6 +178,8 @@ class Router:
             for task in (stopping, *tasks):
                 task.cancel()
             ended = await asyncio.gather(stopping, *tasks, return_exceptions=True)
+            if self._context.knowledge is not None:
+                await asyncio.to_thread(self._context.knowledge.stop)
         return self._exit_code(ended)
 
     async def _close_listener(self, server: asyncio.Server) -> None:
@@ -187,10 +208,21 @@ class Router:
             print(f"RouterFailed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return 1 if broken else 0
 
+    async def _measure(self) -> None:
+        table = self._context.table
+
+        def know(worker: str, tokens: int) -> None:
+            table.routing.index.resize(worker, int(tokens * table.routing.bytes_per_token.value))
+
+        await follow_capacity(lambda: {uid: worker.endpoint for uid, worker in table.workers.items()}, know)
+
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_S)
             now = self._clock()
+            if self._context.knowledge is not None:
+                self._context.knowledge.tick(now)
+            self._context.table.routing.tick(now, self._context.config.slow_start_s)
             for connection in list(self._connections):
                 connection.sweep(now)
 

@@ -35,6 +35,7 @@ _IDS: Final = msgspec.json.Decoder(list[Annotated[int, msgspec.Meta(ge=0)]])
 _OBJECT: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _MESSAGES: Final = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
 _NULL: Final = msgspec.Raw(b"null")
+_PROMPT_TOKENS: Final = re.compile(rb'"prompt_tokens"\s*:\s*(\d{1,9})\b')
 _PREFILLED: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
@@ -235,6 +236,12 @@ def reference_of(body: bytes) -> bytes | None:
     except msgspec.DecodeError:
         return None
     return None if raw is None or bytes(raw) == b"null" else bytes(raw)
+
+
+def prompt_tokens_of(body: bytes) -> int:
+    """How long the prompt was, as a prefill answer says; 0 when it does not."""
+    found = _PROMPT_TOKENS.search(body)
+    return int(found[1]) if found is not None else 0
 
 
 def lease_of(reference: bytes) -> str | None:

@@ -12,12 +12,14 @@ from collections.abc import Callable
 from typing import cast
 
 from fleet_router.config import RouterConfig
+from fleet_router.context import Context
 from fleet_router.desk import usable
 from fleet_router.dialect.routes import ALONE, TRANSLATED, error_body, translation_of
 from fleet_router.dialect.translation import Translation
 from fleet_router.ending import END, framed
 from fleet_router.errors import PHRASES, RETRY_AFTER_S, RequestError
-from fleet_router.flow import Context, Flow
+from fleet_router.flow import Flow
+from fleet_router.hints import hints_of
 from fleet_router.inbound import Inbound, Incoming
 from fleet_router.listening import PATH as HELD
 from fleet_router.listening import Listening, wait_of
@@ -134,7 +136,7 @@ class ClientConnection(asyncio.Protocol):
             if len(self._waiting) > WAITING_BYTES and self._transport is not None:
                 self._transport.pause_reading()
             return
-        self._inbound.feed(data, self._context.config.bounds)
+        self._inbound.feed(data, self._context.config.bounds, self._context.wanted)
         self._answer_next()
 
     # -- requests ---------------------------------------------------------------------------------------------------
@@ -161,7 +163,7 @@ class ClientConnection(asyncio.Protocol):
             elif self._waiting:
                 data, self._waiting = bytes(self._waiting), bytearray()
                 self._transport.resume_reading()
-                inbound.feed(data, self._context.config.bounds)
+                inbound.feed(data, self._context.config.bounds, self._context.wanted)
             else:
                 self._wait_for_more()
                 return
@@ -214,7 +216,8 @@ class ClientConnection(asyncio.Protocol):
         else:
             ask = parse_alone(body, lane.config) if path in ALONE else parse_body(body, GENERATE[path], lane.config)
         ask, ticket = desk.admit(lane, ask, request.slo_ttft_ms)
-        self.flow = flow = Flow(self._context, self, path, ask, ticket, translation)
+        hints = hints_of(self._context.config, lane.slo_class, request.kept)
+        self.flow = flow = Flow(self._context, self, path, ask, ticket, translation, hints)
         desk.start(ticket, flow)
 
     @staticmethod

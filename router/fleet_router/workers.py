@@ -2,30 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from fleet_router.config import RouterConfig
+from fleet_router.hints import NO_HINTS, Hints
+from fleet_router.kvindex.approximate import adapter_seed, key_chain, ring_key
+from fleet_router.policy import choose as simple
 from fleet_router.policy.adapters import version_of
-from fleet_router.policy.choose import Ask, Candidate, Choice, Refusal, choose
-from fleet_router.policy.prefix import PIECE_BYTES, PrefixIndex, adapter_seed, key_chain, ring_key
+from fleet_router.policy.candidate import Candidate
+from fleet_router.policy.choose import NO_DECODE, Choice, Refusal
+from fleet_router.policy.cost import CostAsk, Offer
 from fleet_router.policy.ring import Ring
+from fleet_router.policy.routing import Routing
+from fleet_router.policy.side import Steps, Usable
 from fleet_router.policy.split import to_canary
-from fleet_router.request import BYTES_PER_TOKEN
+from fleet_router.policy.tiers import tier_of
+from fleet_router.policy.trip import Trip
 from fleet_router.upstream import CollectingUpstream, Pool, Upstream
 from fleet_wire.endpoints import Endpoint, Endpoints, Split
 
-INDEX_KEYS = 100_000
 AVOID_FIRST_S = 1.0
 AVOID_MOST_S = 30.0
+
+
+@dataclass(slots=True)
+class Trouble:
+    """Until when somebody is to be avoided: before that every worker is asked, after it none."""
+
+    until: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
 class Worker(Candidate):
     """One worker that may receive requests, and what we know of it."""
 
-    endpoint: Endpoint
-    pool: Pool
+    endpoint: Endpoint = field(kw_only=True)
+    pool: Pool = field(kw_only=True)
+    trouble: Trouble = field(kw_only=True, default_factory=Trouble)
     failures: int = 0
     """In a row."""
     avoid_until: float = 0.0
@@ -55,6 +70,7 @@ class Worker(Candidate):
         """A connect error, a broken answer or a 5xx: stay away for 1, 2, 4 … 30 s."""
         self.failures += 1
         self.avoid_until = now + min(AVOID_MOST_S, AVOID_FIRST_S * 2 ** (self.failures - 1))
+        self.trouble.until = max(self.trouble.until, self.avoid_until)
 
     def succeeded(self) -> None:
         """An answer came: forget the failures."""
@@ -62,11 +78,12 @@ class Worker(Candidate):
         self.avoid_until = 0.0
 
 
-def new_worker(endpoint: Endpoint) -> Worker:
+def new_worker(endpoint: Endpoint, trouble: Trouble) -> Worker:
     """Only a prefill worker's answers are read; a decode worker's are handed on."""
     kind = CollectingUpstream if endpoint.role == "prefill" else Upstream
     pool = Pool(endpoint.address, endpoint.http_port, kind)
-    return Worker(endpoint.uid, endpoint.role, (endpoint.tier, endpoint.compat), 0, endpoint, pool)
+    group = (endpoint.tier, endpoint.compat)
+    return Worker(endpoint.uid, endpoint.role, group, 0, endpoint=endpoint, pool=pool, trouble=trouble)
 
 
 @dataclass(slots=True)
@@ -77,6 +94,16 @@ class Share:
     taken: int = 0
 
 
+NO_CONFIG = RouterConfig(fleet="", served_name="", slow_start_s=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Allowed:
+    sides: dict[str, list[Worker]]
+    version: str
+    """Of the adapter; empty without one."""
+
+
 @dataclass(slots=True)
 class WorkerTable:
     """Workers by uid; rings are rebuilt when the set changes. Running requests keep the Worker that they hold."""
@@ -84,64 +111,104 @@ class WorkerTable:
     workers: dict[str, Worker] = field(default_factory=dict)
     by_role: dict[str, list[Worker]] = field(default_factory=lambda: {"prefill": [], "decode": []})
     rings: dict[str, Ring] = field(default_factory=lambda: {"prefill": Ring(()), "decode": Ring(())})
-    index: PrefixIndex = field(default_factory=lambda: PrefixIndex(INDEX_KEYS))
+    """Of all groups together, for the policies that do not go by cost."""
+    routing: Routing = field(default_factory=Routing)
     turn: int = 0
     shares: dict[Split, Share] = field(default_factory=dict)
     """What each canary got so far."""
+    trouble: Trouble = field(default_factory=Trouble)
 
-    def update(self, document: Endpoints) -> None:
+    def update(self, document: Endpoints, now: float = 0.0, config: RouterConfig = NO_CONFIG) -> None:
         """Follow the operator: new workers in, missing ones out; a worker that drains gets nothing new."""
         wanted = {endpoint.uid: endpoint for endpoint in document.workers if endpoint.state == "serving"}
         # one that changed its role is another worker: its connections read answers in another way, and its cache is not counted
         stays = {uid for uid, worker in self.workers.items() if uid in wanted and wanted[uid].role == worker.role}
         for uid in self.workers.keys() - stays:
-            self.index.remove(uid)
             self.workers.pop(uid).retire()
         for uid, endpoint in wanted.items():
             known = self.workers.get(uid)
             if known is None:
-                self.workers[uid] = new_worker(endpoint)
+                self.workers[uid] = new_worker(endpoint, self.trouble)
             else:
                 known.follow(endpoint)
         self.shares = {split: self.shares.get(split, Share()) for split in document.splits}
-        for role in self.rings:
+        for worker in self.workers.values():
+            worker.slots = config.worker_slots
+        self.routing.update(list(self.workers.values()), now, config.slow_start_s)
+        for role, ring in self.rings.items():
             self.by_role[role] = [worker for worker in self.workers.values() if worker.role == role]
-            self.rings[role] = Ring([worker.uid for worker in self.by_role[role]])
+            self.rings[role] = Ring([worker.uid for worker in self.by_role[role]], ring)
 
     def choose(
-        self, prompt: bytes, config: RouterConfig, now: float, excluded: frozenset[str], seed: int = 0, adapter: str = ""
+        self,
+        prompt: bytes,
+        config: RouterConfig,
+        now: float,
+        excluded: frozenset[str],
+        seed: int = 0,
+        adapter: str = "",
+        hints: Hints = NO_HINTS,
     ) -> tuple[Choice | Refusal, list[int]]:
         """A pair for this prompt, and its prefix keys, which begin with the tenant's `seed` and the adapter's version."""
-        candidates, version = self.candidates(now, excluded), ""
-        if adapter:
-            candidates, version = under(adapter, candidates)
-            if not candidates["decode"]:
-                return Refusal(f"adapter {adapter} is on no decode worker now"), []
-        keys = key_chain(prompt, adapter_seed(seed, version))
+        routing = self.routing
+        allowed = self._allowed(now, excluded, adapter)
+        if allowed is not None and not allowed.sides["decode"]:
+            return (Refusal(f"adapter {adapter} is on no decode worker now") if adapter else NO_DECODE), []
+        keys = key_chain(prompt, adapter_seed(seed, allowed.version) if allowed is not None else seed)
         self.turn += 1
-        # The last piece is rarely full: without this a prompt of five bytes would count as 64 tokens.
-        missing = max(0.0, len(keys) - len(prompt) / PIECE_BYTES)
-        limit = config.min_uncached_tokens * BYTES_PER_TOKEN / PIECE_BYTES + missing
-        ask = Ask(keys, ring_key(keys), limit, self.turn)
-        matched = self.index.matched(keys)
-        for split, share in self.shares.items():
-            candidates = self._split(split, share, candidates, matched)
-        found = choose(ask, candidates, matched, self.rings, config.policy, config.load_bound)
-        return found, keys
+        is_ids = prompt[:1] == b"[" and prompt[1:2].isdigit()
+        size = max(1, len(prompt))
+        tokens = hints.tokens or (prompt.count(b",") + 1.0 if is_ids else size / routing.bytes_per_token.value)
+        steps: Steps = routing.known(keys, size, tokens, ~hints.precise)
+        if hints.blocks:
+            steps = sorted([*steps, *hints.blocks], reverse=True)
+        key = key_chain(hints.session)[0] if hints.session else ring_key(keys)
+        tier = tier_of(config.tier_rules, tokens, hints.headers) if config.tier_rules else ""
+        if config.policy == "kvAware":
+            usable = _only(self._sides(allowed.sides, steps)) if allowed is not None else None
+            ask = CostAsk(
+                tokens, key, now, config.load_bound, config.min_uncached_tokens, config.decide == "cost", hints.local,
+                hints.others, adapter,
+            )  # fmt: skip
+            offer = routing.decide(ask, steps, tier=tier, usable=usable)
+            if offer is None:
+                return NO_DECODE, keys
+            return Choice(offer.prefill.uid if offer.prefill else None, offer.decode.uid, offer.reason, offer), keys
+        sides = allowed.sides if allowed is not None else self.candidates(now, excluded)
+        candidates = self._sides(_of_tier(sides, tier), steps)
+        plain = simple.Ask(key, tokens, math.inf if hints.local else config.min_uncached_tokens, self.turn)
+        return simple.choose(plain, candidates, steps, self.rings, config.policy, config.load_bound), keys
 
-    def _split(
-        self, split: Split, share: Share, candidates: dict[str, list[Worker]], matched: Mapping[str, int]
-    ) -> dict[str, list[Worker]]:
+    def depart(self, choice: Choice, now: float, adapter: str, *, stream: bool) -> Trip | None:
+        """The first leg is sent; None for policies that learn nothing."""
+        offer = choice.offer
+        if not isinstance(offer, Offer):
+            return None
+        group = self.routing.groups[offer.decode.group]
+        return Trip(group, offer, now, stream=stream, adapter=adapter)
+
+    def _allowed(self, now: float, excluded: frozenset[str], adapter: str) -> _Allowed | None:
+        """Who may be chosen, and the adapter's version; None: everybody."""
+        if not excluded and not adapter and self.trouble.until <= now and not self.shares:
+            return None
+        found = self.candidates(now, excluded)
+        return _Allowed(*under(adapter, found)) if adapter else _Allowed(found, "")
+
+    def _sides(self, candidates: dict[str, list[Worker]], steps: Steps) -> dict[str, list[Worker]]:
+        """Every split has said which side it is for this request."""
+        for split, share in self.shares.items():
+            candidates = self._split(split, share, candidates, steps)
+        return candidates
+
+    def _split(self, split: Split, share: Share, candidates: dict[str, list[Worker]], steps: Steps) -> dict[str, list[Worker]]:
         """Only the canary's workers of this tier, or all but these."""
         decodes = [worker for worker in candidates["decode"] if worker.endpoint.tier == split.tier]
         canary = [worker for worker in decodes if worker.endpoint.revision == split.revision]
         if not canary or len(canary) == len(decodes):
             return candidates  # one side alone serves
-        pieces = [0, 0]
-        for worker in decodes:
-            side = worker.endpoint.revision == split.revision
-            pieces[side] = max(pieces[side], matched.get(worker.uid, 0))
-        chosen = to_canary(split.percent, share.seen, share.taken, pieces[1], pieces[0])
+        mine = _bits(canary)
+        others = _bits(decodes) & ~mine
+        chosen = to_canary(split.percent, share.seen, share.taken, _most(steps, mine), _most(steps, others))
         share.seen += 1
         share.taken += chosen
 
@@ -163,6 +230,18 @@ class WorkerTable:
         return bool(self.by_role["decode"])
 
 
+def _only(sides: dict[str, list[Worker]]) -> Usable:
+    uids = {worker.uid for workers in sides.values() for worker in workers}
+    return lambda worker: worker.uid in uids
+
+
+def _of_tier(sides: dict[str, list[Worker]], tier: str) -> dict[str, list[Worker]]:
+    """Of this tier, if it serves."""
+    if not any(worker.endpoint.tier == tier for worker in sides["decode"]):
+        return sides
+    return {role: [worker for worker in workers if worker.endpoint.tier == tier] for role, workers in sides.items()}
+
+
 def under(adapter: str, candidates: dict[str, list[Worker]]) -> tuple[dict[str, list[Worker]], str]:
     """Those that have one version of an adapter, and which; both legs run under the same one."""
     version = version_of(adapter, (worker.endpoint.adapters for worker in candidates["decode"]))
@@ -180,3 +259,15 @@ def slots_of(table: WorkerTable, config: RouterConfig) -> dict[str, int]:
         if config.worker_slots:
             found[worker.endpoint.tier] = found.get(worker.endpoint.tier, 0) + config.worker_slots
     return found
+
+
+def _bits(workers: Sequence[Worker]) -> int:
+    found = 0
+    for worker in workers:
+        found |= worker.bit
+    return found
+
+
+def _most(steps: Steps, among: int) -> float:
+    """Most tokens that one of these holds."""
+    return max((tokens for tokens, mask in steps if mask & among), default=0.0)

@@ -45,6 +45,30 @@ def test_the_first_error_is_the_error_and_all_have_ended():
     asyncio.run(scenario())
 
 
+def test_what_is_cancelled_from_outside_ends_all_without_an_error():
+    """As kopf does it on SIGTERM: the process must end with 0, not with a traceback."""
+
+    async def scenario() -> list[str]:
+        ended: list[str] = []
+
+        async def long(name: str) -> None:
+            try:
+                await asyncio.sleep(3_600)
+            finally:
+                ended.append(name)
+
+        together = asyncio.create_task(until_first_ends(long("a"), long("b")))
+        await asyncio.sleep(0)
+        parts = asyncio.all_tasks() - {asyncio.current_task(), together}
+        await asyncio.sleep(0)
+        for part in parts:
+            part.cancel()
+        await together
+        return ended
+
+    assert sorted(asyncio.run(scenario())) == ["a", "b"]
+
+
 def elector(store: MemoryCluster, name: str, fence: Fence) -> Elector:
     return Elector(store, store.writer("births"), Candidate("ns", "lease", name), fence)
 

@@ -119,4 +119,6 @@ def test_events_tell_each_failure_once_and_when_it_is_over():
     assert told(other, loaded) == [("Normal", "AdapterLoaded")]
     assert told(loaded, loaded) == []
     assert told(loaded, changed) == [("Normal", "AdapterLoaded")]
+    grown = FleetStatus(adapters=(AdapterStatus(name="a", desired=3, loaded=2, digest="1"),))
+    assert told(loaded, grown) == told(grown, loaded) == [], "another worker is no news of the adapter"
     assert told(loaded, none) == []

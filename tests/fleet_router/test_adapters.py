@@ -12,9 +12,9 @@ import pytest
 
 from fleet_router.config import RouterConfig
 from fleet_router.follow.documents import Documents
+from fleet_router.kvindex.approximate import adapter_seed, key_chain
 from fleet_router.policy.adapters import version_of
 from fleet_router.policy.choose import Choice, Refusal
-from fleet_router.policy.prefix import adapter_seed, key_chain
 from fleet_router.workers import WorkerTable
 from fleet_wire.endpoints import Endpoint, Endpoints
 from tests.fleet_router.fake_worker import FakeWorker, answer
@@ -94,10 +94,10 @@ def test_prefix_keys_of_adapters_versions_and_tenants_have_nothing_in_common():
 def test_a_prefix_under_one_adapter_attracts_no_request_of_another():
     made = table(endpoint("d1", "decode", a="1", b="1"), endpoint("d2", "decode", a="1", b="1"))
     _, keys = made.choose(LONG.encode(), CONFIG, 0.0, frozenset(), 0, "a")
-    made.index.add(keys, "d1")
+    made.routing.index.add(keys, "d1")
     for adapter, known in (("a", True), ("b", False), ("", False)):
         _, asked = made.choose(LONG.encode(), CONFIG, 0.0, frozenset(), 0, adapter)
-        assert bool(made.index.matched(asked)) is known
+        assert bool(made.routing.index.depths(asked)) is known
 
 
 # -- over sockets ---------------------------------------------------------------------------------------------------------

@@ -107,6 +107,18 @@ def test_one_that_finds_no_worker_waits_on_with_its_old_deadline():
     assert (len(holding), one.ended) == (0, "begun")
 
 
+def test_one_whose_adapter_is_still_loaded_when_workers_serve_waits_on():
+    holding = Holding(ZERO)
+    one = Stubborn(holding, 1)
+    one.wait()
+    holding.follow((), 50.0, served=True)  # nothing is at zero any more
+    assert len(holding) == 1
+    with pytest.raises(RequestError):
+        One(holding, 2).wait(50.0)  # who comes now is told at once
+    holding.follow((), 51.0, served=True)
+    assert (len(holding), one.ended, holding.outcomes) == (0, "begun", {"released": 1})
+
+
 @pytest.mark.parametrize("bounds", [HoldBounds(requests=2), HoldBounds(bytes=20)], ids=["requests", "bytes"])
 @pytest.mark.parametrize(("tiers", "code", "seconds"), [(ZERO, "hold_full", 10), (FULL, "no_capacity", 60)])
 def test_above_a_bound_it_says_when_to_come_again(bounds: HoldBounds, tiers: Any, code: str, seconds: int):

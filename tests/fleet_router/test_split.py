@@ -56,7 +56,7 @@ def test_a_conversation_stays_on_its_side():
     first = sides(workers, prompts)
     for prompt, side in zip(prompts, first, strict=True):
         _, keys = workers.choose(prompt, CONFIG, 0.0, frozenset())
-        workers.index.add(keys, side)
+        workers.routing.index.add(keys, side)
     again = sides(workers, [prompt + b"and more of it " * 20 for prompt in prompts])
     assert again == first
 
@@ -95,7 +95,7 @@ def test_a_worker_that_changed_its_role_is_another_worker():
     """Also when the router missed the document in between: of one role answers are read, of the other handed on."""
     workers = table(0)
     _, keys = workers.choose(b"prompt " * 100, CONFIG, 0.0, frozenset())
-    workers.index.add(keys, "d-old")
+    workers.routing.index.add(keys, "d-old")
     before = workers.workers["d-old"]
     stays = workers.workers["p-old"]
     flipped = (endpoint("p-old", "prefill", OLD), endpoint("d-old", "prefill", OLD), endpoint("d-new", "decode", OLD))
@@ -103,5 +103,5 @@ def test_a_worker_that_changed_its_role_is_another_worker():
     assert workers.workers["p-old"] is stays
     assert workers.workers["d-old"] is not before
     assert workers.workers["d-old"].role == "prefill"
-    assert workers.index.matched(keys).get("d-old", 0) == 0
+    assert workers.routing.index.depths(keys) == []
     assert {worker.uid for worker in workers.by_role["prefill"]} == {"p-old", "d-old"}

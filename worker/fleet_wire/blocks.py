@@ -33,6 +33,12 @@ def chain(root: bytes, tokens: Sequence[int], block_tokens: int) -> Iterable[byt
         yield parent
 
 
+def chain_packed(parent: bytes, packed: bytes, block_tokens: int) -> list[bytes]:
+    """Names of all full blocks after `parent`, of token ids that are packed as little-endian uint32 already."""
+    digest, step = xxhash.xxh3_128_digest, 4 * block_tokens
+    return [parent := digest(parent + packed[at : at + step]) for at in range(0, len(packed) - step + 1, step)]
+
+
 def adapter_salt(name: str, digest: str) -> str:
     """What KV that was computed under an adapter depends on beside the tokens; also `adapter` of a KV reference."""
     return f"{name}@{digest}"

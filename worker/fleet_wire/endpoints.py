@@ -34,6 +34,10 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     compat: str
     """Compatibility hash: KV moves only between workers whose hashes are equal."""
     state: WorkerState = "serving"
+    events_port: int = 0
+    """KV events (ZMQ PUB); 0: it publishes none."""
+    replay_port: int = 0
+    """Replay of KV events (ZMQ ROUTER); 0: none."""
     adapters: dict[str, str] = {}
     """Adapters that it can answer for: name → digest. KV moves only between equal digests."""
 

@@ -9,6 +9,7 @@ from pydantic.alias_generators import to_camel
 
 from fleet_api.quantities import DURATION_PATTERN, QUANTITY_PATTERN, RATIO_PATTERN
 
+TIER_NAME_MAX = 20
 GROUP = "inferencefleet.io"
 VERSION = "v1alpha1"
 API_VERSION = f"{GROUP}/{VERSION}"

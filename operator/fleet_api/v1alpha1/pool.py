@@ -6,9 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from fleet_api.v1alpha1.base import DNS_LABEL, ApiModel, Metadata
+from fleet_api.v1alpha1.base import DNS_LABEL, TIER_NAME_MAX, ApiModel, Metadata
 from fleet_api.v1alpha1.status import PoolStatus
-from fleet_api.v1alpha1.tier import TIER_NAME_MAX, Role
+from fleet_api.v1alpha1.tier import Role
 
 
 class PoolSpec(ApiModel):

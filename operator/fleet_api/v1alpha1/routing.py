@@ -7,9 +7,10 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from fleet_api.quantities import parse_duration, parse_quantity
-from fleet_api.v1alpha1.base import ApiModel, DurationText, QuantityText
+from fleet_api.v1alpha1.base import DNS_LABEL, TIER_NAME_MAX, ApiModel, DurationText, QuantityText
 
 Tokens = Annotated[int, Field(ge=1, le=1_048_576)]
+HeaderName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]*$", max_length=64)]
 
 
 class LoadSpec(ApiModel):
@@ -23,9 +24,38 @@ class LoadSpec(ApiModel):
 class RemotePrefillSpec(ApiModel):
     """When a prompt goes through a prefill worker."""
 
+    decide: Literal["threshold", "cost"] = Field(
+        default="threshold",
+        description="threshold: every prompt with minUncachedTokens or more goes to a prefill worker. cost: with policy kvAware, "
+        "it goes where its seconds are fewest: queues, prefill, transfer, handshake, and what others lose, learnt from the "
+        "answers; an idle fleet then prefills on its decode workers. Default: threshold.",
+    )
     min_uncached_tokens: Annotated[int, Field(ge=0, le=1_048_576)] = Field(
         default=64, description="Prompts with fewer uncached tokens are prefilled on the decode worker. Default: 64."
     )
+
+
+class InputTokensSpec(ApiModel):
+    """Length of the prompt, as the router estimates it."""
+
+    lt: Tokens | None = Field(default=None, description="Fewer tokens than this.")
+    ge: Tokens | None = Field(default=None, description="At least so many tokens.")
+
+
+class TierConditionSpec(ApiModel):
+    """What a request must look like; all that is given must fit."""
+
+    input_tokens: InputTokensSpec | None = Field(default=None, description="Length of the prompt. Default: any.")
+    header: Annotated[dict[str, Annotated[str, Field(max_length=256)]], Field(max_length=4)] | None = Field(
+        default=None, description="Headers, names in lower case, and their exact values. Default: any."
+    )
+
+
+class TierRuleSpec(ApiModel):
+    """Requests that fit go to one tier, as long as it serves."""
+
+    when: TierConditionSpec = Field(description="Which requests.")
+    tier: Annotated[str, Field(pattern=DNS_LABEL, max_length=TIER_NAME_MAX)] = Field(description="A tier of this fleet.")
 
 
 class RoutingSpec(ApiModel):
@@ -36,7 +66,28 @@ class RoutingSpec(ApiModel):
     )
     load: LoadSpec = Field(default=LoadSpec(), description="The bounded-load rule.")
     remote_prefill: RemotePrefillSpec = Field(default=RemotePrefillSpec(), description="When a prompt goes to a prefill worker.")
+    slow_start: DurationText = Field(
+        default="60s", description="A worker that joins gets its full share of the load after this long, 0s to 1h. Default: 60s."
+    )
+    session_header: HeaderName | None = Field(
+        default=None,
+        description="Header, in lower case, whose value takes the place of the prompt on the hash ring: requests of a session go "
+        "to the same workers while these are within their bound. Default: none.",
+    )
+    tier_rules: Annotated[tuple[TierRuleSpec, ...], Field(max_length=16)] = Field(
+        default=(), description="Which tier a request goes to: the first rule that fits. Default: whichever costs least."
+    )
+    prefix_index: Literal["approximate", "precise"] = Field(
+        default="approximate",
+        description="What kvAware knows of the workers' caches. approximate: what the router sent. precise: their KV events; "
+        "routers then tokenise prompts, read events and get the tokenizer from the workers' agents. Default: approximate.",
+    )
     replicas: Annotated[int, Field(ge=1, le=32)] = Field(default=1, description="Router pods. Default: 1.")
+
+    @property
+    def slow_start_s(self) -> float:
+        """Slow start in seconds."""
+        return parse_duration(self.slow_start)
 
 
 class QueueSpec(ApiModel):

@@ -8,13 +8,12 @@ from pydantic import Field
 
 from fleet_api.quantities import Ratio, parse_quantity, parse_ratio
 from fleet_api.v1alpha1.accelerator import CPU, DEFAULT_RESOURCE, AcceleratorSpec, ParallelismSpec
-from fleet_api.v1alpha1.base import DNS_LABEL, ApiModel, QuantityText, RatioText
+from fleet_api.v1alpha1.base import DNS_LABEL, TIER_NAME_MAX, ApiModel, QuantityText, RatioText
 from fleet_api.v1alpha1.fabric import KvTransferSpec
 from fleet_api.v1alpha1.placement import PlacementSpec
 from fleet_api.v1alpha1.podtemplate import PodTemplateSpec
 
 Role = Literal["prefill", "decode"]
-TIER_NAME_MAX = 20
 
 
 class RatioSpec(ApiModel):

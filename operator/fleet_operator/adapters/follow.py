@@ -25,6 +25,8 @@ AT_ONCE = 32
 """Workers that are asked at the same time."""
 UNSETTLED_S, SETTLED_S = 0.5, 5.0
 """How often workers are asked: while something is to change, and at rest."""
+UNCONCERNED_S = 30.0
+"""How often a fleet without adapters is looked at, without asking anybody; a change of its spec is seen at once."""
 Reports = Mapping[str, tuple[AdapterSeen, ...]]
 Live = Mapping[tuple[str, str], Object]
 OK, NOT_FOUND = 200, 404

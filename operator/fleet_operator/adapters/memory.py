@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.model import AdapterSpec
-from fleet_operator.adapters.follow import UNSETTLED_S, AdapterFollower, Live, concerned, pause_s
+from fleet_operator.adapters.follow import UNCONCERNED_S, UNSETTLED_S, AdapterFollower, Live, concerned, pause_s
 from fleet_operator.observe import observe_pods
 from fleet_planner.types import AdapterSeen
 
@@ -36,6 +36,7 @@ class AdapterMemory:
             self.again_at, self.told = now() + UNSETTLED_S, fleet.spec.model.adapters
             pods = [obj for (kind, _), obj in live.items() if kind == "Pod"]
             if not concerned(fleet, pods, self.seen):
+                self.again_at = now() + UNCONCERNED_S
                 return False
             workers = observe_pods(pods)
             before, self.seen = self.seen, await follower.follow(fleet, workers, live, self.seen)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fleet_api.v1alpha1 import InferenceFleet, SloClassSpec, TenantsSpec
+from fleet_api.v1alpha1.routing import TierRuleSpec
 from fleet_operator.cluster.interface import Object
 from fleet_operator.names import FLEET, PLANNED, REVISION, ROLE, ROUTER_ROLE, SIZE, TIER, labels, owner_reference, router_name
 from fleet_operator.render.network import PORTS, port_of
@@ -13,7 +14,7 @@ from fleet_operator.settings import Platform
 from fleet_planner.reconcile import Plan
 from fleet_planner.types import PoolWanted, Target
 from fleet_router import config as router_config
-from fleet_router.config import TTFT_BUDGET_S, HoldBounds, RouterConfig, SloClass
+from fleet_router.config import TTFT_BUDGET_S, HoldBounds, RouterConfig, SloClass, TierRule
 from fleet_wire import endpoints as wire
 from fleet_wire.endpoints import ENDPOINTS_KEY, ROUTER_CONFIG_KEY, AtZero, Endpoint, Endpoints, Split
 
@@ -62,6 +63,7 @@ def render_documents(fleet: InferenceFleet, plan: Plan, owner: Object, live: Map
         Endpoint(
             name=target.name, uid=target.uid, address=target.address,
             http_port=port(target, "http", PORTS.http), agent_port=port(target, "agent", PORTS.agent),
+            events_port=port(target, "kv-events", PORTS.kv_events), replay_port=port(target, "kv-replay", PORTS.kv_replay),
             role=target.role, tier=target.tier, revision=target.revision, compat=target.compat, state=target.state,
             adapters=dict(target.adapters),
         )
@@ -85,6 +87,11 @@ def _router_config(fleet: InferenceFleet) -> RouterConfig:
         policy=spec.routing.policy,
         load_bound=spec.routing.load.bound,
         min_uncached_tokens=spec.routing.remote_prefill.min_uncached_tokens,
+        decide=spec.routing.remote_prefill.decide,
+        slow_start_s=spec.routing.slow_start_s,
+        session_header=spec.routing.session_header or "",
+        tier_rules=tuple(_tier_rule(rule) for rule in spec.routing.tier_rules),
+        prefix_index=spec.routing.prefix_index,
         max_input_tokens=spec.max_input_tokens,
         max_output_tokens=spec.limits.max_output_tokens,
         worker_slots=spec.engine.max_batch,
@@ -103,6 +110,16 @@ def _slo_class(spec: SloClassSpec, budget_s: float) -> SloClass:
         ttft_budget_s=budget_s if spec.slo is None else spec.slo.ttft.p99_s,
         max_input_tokens=spec.max_input_tokens,
         max_output_tokens=spec.max_output_tokens,
+    )
+
+
+def _tier_rule(rule: TierRuleSpec) -> TierRule:
+    tokens = rule.when.input_tokens
+    return TierRule(
+        tier=rule.tier,
+        tokens_lt=tokens.lt if tokens is not None else None,
+        tokens_ge=tokens.ge if tokens is not None else None,
+        headers={name.lower(): value for name, value in (rule.when.header or {}).items()},
     )
 
 

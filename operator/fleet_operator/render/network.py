@@ -60,6 +60,7 @@ def render_policy(fleet: InferenceFleet, owner: Object, platform: Platform) -> O
     """Nobody but these reaches a worker: workers of the fleet for KV, its routers for requests, the operator for telemetry."""
     name = fleet.metadata.name
     workers = {"matchLabels": {FLEET: name}, "matchExpressions": [{"key": ROLE, "operator": "In", "values": WORKER_ROLES}]}
+    tokenizer = [_port(PORTS.agent)] if fleet.spec.routing.prefix_index == "precise" else []
     agents: Object = {"ports": [_port(PORTS.agent)]}
     if platform.operator_namespace is not None:  # outside a cluster it comes from an address that nobody can name here
         namespaces = sorted({platform.operator_namespace, *fleet.spec.network_policy.metrics_from})
@@ -80,7 +81,7 @@ def render_policy(fleet: InferenceFleet, owner: Object, platform: Platform) -> O
                 {"from": [{"podSelector": workers}], **_between_workers(fleet)},
                 {
                     "from": [{"podSelector": {"matchLabels": {FLEET: name, ROLE: ROUTER_ROLE}}}],
-                    "ports": [_port(PORTS.http), _port(PORTS.kv_events), _port(PORTS.kv_replay)],
+                    "ports": [_port(PORTS.http), _port(PORTS.kv_events), _port(PORTS.kv_replay), *tokenizer],
                 },
                 agents,
             ],

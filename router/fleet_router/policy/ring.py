@@ -5,36 +5,71 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 
 import xxhash
 
 VIRTUAL_NODES = 64
 LOAD_FLOOR = 2
 """Requests that any worker may have whatever the mean is: without it one request in flight would already exceed the bound."""
+SPACE = 2**64
 
 
 class Ring:
-    """Immutable; built anew when the worker set changes."""
+    """Immutable; built anew when the worker set changes. `before`: the ring so far, whose points are used again."""
 
-    def __init__(self, workers: Sequence[str]) -> None:
-        points = sorted(
-            (xxhash.xxh3_64_intdigest(f"{name}#{i}".encode()), name) for name in workers for i in range(VIRTUAL_NODES)
-        )
-        self._points = [point for point, _ in points]
-        self._names = [name for _, name in points]
+    def __init__(self, workers: Sequence[str], before: Ring | None = None) -> None:
+        known: dict[str, list[int]] = before._own if before is not None else {}
+        self._own: dict[str, list[int]] = {name: known.get(name) or _points(name) for name in workers}
+        old = zip(before._points, before._names, strict=True) if before is not None else ()
+        kept = [(point, name) for point, name in old if name in self._own]
+        fresh = sorted([(point, name) for name, own in self._own.items() if name not in known for point in own])
+        points = sorted(kept + fresh)  # two sorted runs: merged, not sorted again
+        self._points: list[int] = [point for point, _ in points]
+        self._names: list[str] = [name for _, name in points]
 
     def first(self, key: int, wanted: Container[str]) -> str | None:
         """The first of `wanted` in ring order from `key`."""
-        names, start = self._names, bisect_left(self._points, key % 2**64)
+        names, start = self._names, bisect_left(self._points, key % SPACE)
         for i in range(start - len(names), start):  # a negative index counts from the end: no modulo
             if names[i] in wanted:
                 return names[i]
         return None
 
+    def owner(self, key: int) -> str:
+        """Whom the key belongs to; the ring must not be empty."""
+        at = bisect_left(self._points, key % SPACE)
+        return self._names[at if at < len(self._names) else 0]
+
+    def along(self, key: int, most: int) -> Iterator[str]:
+        """Workers in ring order from `key`, over the next `most` points; one may come again."""
+        names, start = self._names, bisect_left(self._points, key % SPACE)
+        for i in range(start - len(names), min(start, start - len(names) + most)):
+            yield names[i]
+
+    def nearest(self, key: int, few: Sequence[str]) -> str:
+        """What `first` finds, cheaper when few are wanted: each one's own next point. They must be on the ring."""
+        key %= SPACE
+        best, least = few[0], SPACE
+        for name in few:
+            points = self._own[name]
+            at = bisect_left(points, key)
+            away = (points[at] if at < VIRTUAL_NODES else points[0] + SPACE) - key
+            if away < least:
+                best, least = name, away
+        return best
+
+
+def _points(name: str) -> list[int]:
+    digest = xxhash.xxh3_64_intdigest
+    return sorted([digest(f"{name}#{i}".encode()) for i in range(VIRTUAL_NODES)])
+
 
 def load_cap(loads: Sequence[int], bound: float) -> int:
     """Most requests that one of these workers may have after the next one arrives: ceil(bound × mean), at least the floor."""
-    if not loads:
-        return 0
-    return max(LOAD_FLOOR, math.ceil(bound * (sum(loads) + 1) / len(loads)))
+    return cap_of(sum(loads), len(loads), bound)
+
+
+def cap_of(total: int, workers: int, bound: float) -> int:
+    """The same from the sum of the loads."""
+    return max(LOAD_FLOOR, math.ceil(bound * (total + 1) / workers)) if workers else 0

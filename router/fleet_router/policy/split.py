@@ -11,14 +11,14 @@ SLACK = 0.5
 """How far the share of one side may fall behind or run ahead before KV no longer decides."""
 
 
-def to_canary(percent: int, seen: int, taken: int, canary_pieces: int, other_pieces: int) -> bool:
-    """Whether the next request goes to the canary, after `taken` of `seen` requests did. `..._pieces`: the longest prefix of the
+def to_canary(percent: int, seen: int, taken: int, canary_held: float, other_held: float) -> bool:
+    """Whether the next request goes to the canary, after `taken` of `seen` requests did. `..._held`: the longest prefix of the
     prompt that some worker of that side holds."""
     due = (seen + 1) * percent / 100
     if taken < due * (1 - SLACK):
         return True
     if taken > due * (1 + SLACK) + 1:
         return False
-    if canary_pieces != other_pieces:
-        return canary_pieces > other_pieces
+    if canary_held != other_held:
+        return canary_held > other_held
     return taken < due

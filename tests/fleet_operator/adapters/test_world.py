@@ -110,7 +110,7 @@ def test_adapters_come_and_go_and_no_pod_is_restarted():
         await world.user.apply(manifest())
         await several(world)
         assert (await workers(world)).keys() == before.keys()
-        assert all(ADAPTERS not in pod["metadata"]["annotations"] for pod in (await workers(world)).values())
+        assert {pod["metadata"]["annotations"][ADAPTERS] for pod in (await workers(world)).values()} == {"[]"}
         assert set(map(len, agents.wished.values())) == {0}
         assert "AdaptersLoaded" not in {condition["type"] for condition in (await status(world))["conditions"]}
 
@@ -135,6 +135,35 @@ def test_an_operator_that_starts_again_takes_nothing_away():
         assert await document(world, ENDPOINTS_KEY) == published
 
     play(scenario, with_adapters("a"))
+
+
+def test_what_was_removed_while_no_operator_ran_is_still_unloaded():
+    async def scenario(world: World, agents: Agents) -> None:
+        await several(world)
+        await world.user.apply(manifest())
+        world.operator = world.new_operator()
+        world.operator._adapters = AdapterFollower(agents.connect)
+        await several(world, 40)
+        assert set(map(len, agents.wished.values())) == {0}
+
+    play(scenario, with_adapters("a"))
+
+
+def test_a_fleet_without_adapters_asks_nobody():
+    async def scenario(world: World, agents: Agents) -> None:
+        asked: list[str] = []
+
+        @asynccontextmanager
+        async def listening() -> AsyncIterator[Ask]:
+            asked.append("somebody")
+            async with agents.connect() as ask:
+                yield ask
+
+        world.operator._adapters = AdapterFollower(listening)
+        await several(world, 40)
+        assert asked == []
+
+    play(scenario, manifest())
 
 
 # -- prefetching ------------------------------------------------------------------------------------------------------------

@@ -300,7 +300,7 @@ def test_s2_tenants_prefixes_are_their_own_in_index_and_engine():
         salts = {body["cache_salt"] for body in bodies}
         assert len(salts) == 2
         assert len(rig.prefill[0].seen) == 2  # the third found its own prefix, the second did not find the first's
-        assert len(rig.context.table.index) == 2 * (2002 // 256)
+        assert len(rig.context.table.routing.index) == 2 * (2002 // 256)
 
     run(go)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -32,6 +33,7 @@ class Probes(Protocol):
     def take_role(self, asked: Role) -> tuple[int, dict[str, object]]: ...
     def take_adapters(self, wished: Sequence[AdapterWish]) -> dict[str, object]: ...
     async def metrics(self) -> str: ...
+    def tokenizer(self) -> dict[str, str] | None: ...
 
 
 def build_app(probes: Probes) -> Starlette:
@@ -68,8 +70,17 @@ def build_app(probes: Probes) -> Starlette:
             Route("/role", _posted(MAX_BODY_BYTES, role), methods=["POST"]),
             Route("/adapters", _posted(MAX_ADAPTERS_BYTES, adapters), methods=["POST"]),
             Route("/metrics", metrics),
+            Route("/tokenizer", _tokenizer(probes)),
         ]
     )
+
+
+def _tokenizer(probes: Probes) -> Callable[[Request], Awaitable[Response]]:
+    async def tokenizer(_: Request) -> Response:
+        found = await asyncio.to_thread(probes.tokenizer)
+        return JSONResponse(found) if found else JSONResponse({"reason": "NoTokenizer"}, status_code=404)
+
+    return tokenizer
 
 
 def _posted(most: int, act: Callable[[bytes], tuple[int, dict[str, object]]]) -> Callable[[Request], object]:

@@ -39,6 +39,8 @@ CHECK_EVERY_S = 0.25
 DRAIN_POLL_S = 0.1
 ENGINE_STOP_S = 10.0
 BIND_WAIT_S = 5.0
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+TOKENIZER_BYTES = 64 * 1024 * 1024
 
 
 class Agent:
@@ -51,6 +53,8 @@ class Agent:
         self._load = Load(None, None, None)
         self._busy_at = time.monotonic()
         self._engine: EngineProcess | None = None
+        self._folder: Path | None = None
+        """The model's files, once they are here."""
         self._forwarder: EventForwarder | None = None
         self._fabric = fabric.Fabric()
         self._scratch = tempfile.TemporaryDirectory(prefix="fleet-")  # vLLM never removes its sockets
@@ -117,6 +121,16 @@ class Agent:
         if self._fabric.gbps is not None:
             own += ["# TYPE fleet_agent_probe_gbps gauge", f"fleet_agent_probe_gbps {self._fabric.gbps}"]
         return (engine or "").rstrip("\n") + "\n" + "\n".join(own) + "\n"
+
+    def tokenizer(self) -> dict[str, str] | None:
+        """Answers /tokenizer: the model's own files, for routers that tokenise; None before the model is here or without one."""
+        if self._folder is None:
+            return None
+        found = {name: self._folder / name for name in TOKENIZER_FILES}
+        read = {
+            name: path.read_text() for name, path in found.items() if path.is_file() and path.stat().st_size < TOKENIZER_BYTES
+        }
+        return read if TOKENIZER_FILES[0] in read else None
 
     async def drain(self) -> dict[str, object]:
         """Answers /drain: red at once; returns when nothing is left or the time is up. All callers wait for one drain."""
@@ -240,7 +254,7 @@ class Agent:
         await self._prove_fabric()
         if self._stop.is_set():
             return
-        folder = await asyncio.to_thread(prepare_model, self._config.model, self._note)
+        folder = self._folder = await asyncio.to_thread(prepare_model, self._config.model, self._note)
         if self._stop.is_set():
             return
         master = await self._unless_stopped(self._gathered())

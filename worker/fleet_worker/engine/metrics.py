@@ -39,6 +39,7 @@ class EngineMetrics:
         self._bytes = histogram("vllm:nixl_bytes_transferred", "Bytes per pull.", BYTES_BUCKETS)
         self._descriptors = histogram("vllm:nixl_num_descriptors", "Descriptors per pull.", DESCRIPTOR_BUCKETS)
         self._gauges: dict[str, Gauge] = {}
+        self._cache_info: Gauge | None = None
         self._counters: dict[str, tuple[Counter, dict[str, float]]] = {}
         self._reason_counter = Counter(
             "vllm:request_success", "Requests that ended, by reason.", (*names, "finished_reason"), registry=self._registry
@@ -79,6 +80,13 @@ class EngineMetrics:
         self._gauge("vllm:num_requests_waiting", "Requests that wait for blocks or a place in the batch.", len(scheduler.waiting))
         self._gauge("vllm:kv_cache_usage_perc", "Used share of the KV pool, 1 = all.", blocks.used / blocks.total)
         self._gauge("fleet:kv_blocks_free", "KV blocks that an allocation may take.", blocks.available)
+        if self._cache_info is None:
+            self._cache_info = Gauge(
+                "vllm:cache_config_info", "Shape of the KV pool, in its labels.",
+                (*self._labels, "block_size", "num_gpu_blocks"), registry=self._registry,
+            )  # fmt: skip
+            shape = {"block_size": str(core.scheduler.block_tokens), "num_gpu_blocks": str(blocks.total)}
+            self._cache_info.labels(**self._labels, **shape).set(1)
         self._gauge("fleet:kv_blocks_total", "KV blocks of the pool.", blocks.total)
         self._gauge(
             "fleet:kv_leases_open", "KV leases granted and not ended.", core.connector.open_leases() if core.connector else 0

@@ -1,0 +1,57 @@
+"""What flows share, and what they need of a client's connection."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from fleet_router.config import RouterConfig
+from fleet_router.desk import Desk
+from fleet_router.errors import RequestError
+from fleet_router.holding import Holding
+from fleet_router.metrics import Metrics
+from fleet_router.workers import WorkerTable
+
+if TYPE_CHECKING:
+    from fleet_router.knowledge import Knowledge
+
+
+class Client(Protocol):
+    """The client's side of one request."""
+
+    @property
+    def request_id(self) -> str: ...
+
+    @property
+    def leg_id(self) -> str:
+        """Unlike any other request's, whatever the client calls it: what a worker knows this request by."""
+        ...
+
+    @property
+    def last_answer(self) -> bool:
+        """The answer's head must say that the connection closes after it."""
+        ...
+
+    def write(self, data: bytes) -> None: ...
+    def finish(self, *, last: bool) -> None: ...
+    def refuse(self, error: RequestError) -> None: ...
+    def break_off(self, message: str, *, stream: bool) -> None: ...
+    def abort(self) -> None: ...
+
+
+@dataclass(slots=True)
+class Context:
+    """What every flow of a process shares."""
+
+    table: WorkerTable
+    config: RouterConfig
+    metrics: Metrics
+    clock: Callable[[], float]
+    desk: Desk
+    holding: Holding = field(default_factory=Holding)
+    draining: bool = False
+    knowledge: Knowledge | None = None
+    """Precise knowledge of the workers' caches, where the fleet asks for it."""
+    wanted: frozenset[bytes] = frozenset()
+    """Headers that routing goes by, by lower-case name."""

@@ -1,0 +1,48 @@
+"""What a request says of itself besides its prompt, as far as routing goes by it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from fleet_router.config import RouterConfig, SloClass
+from fleet_router.policy.side import Steps
+
+MOST_PATIENCE = 30.0
+
+
+class Hints(msgspec.Struct, frozen=True):
+    """Nothing of it is needed."""
+
+    session: bytes = b""
+    """Value of the session header."""
+    headers: Mapping[bytes, bytes] = {}
+    """Those that tier rules look at, by lower-case name."""
+    others: float = 1.0
+    """How much the seconds of others count against this request's own."""
+    local: bool = False
+    """No prefill worker is to take part: they failed it, or it has nothing to hand over."""
+    tokens: float = 0.0
+    """Of the prompt, when they were counted; 0: estimate them."""
+    blocks: Steps = ()
+    """What the precise index knows of the prompt."""
+    precise: int = 0
+    """Workers, as bits, of which it knows all."""
+
+
+NO_HINTS = Hints()
+
+
+def wanted_headers(config: RouterConfig) -> frozenset[bytes]:
+    """Headers that routing goes by, by lower-case name."""
+    names = {name for rule in config.tier_rules for name in rule.headers}
+    return frozenset(name.encode() for name in (*names, config.session_header) if name)
+
+
+def hints_of(config: RouterConfig, slo_class: SloClass, kept: Mapping[bytes, bytes]) -> Hints:
+    """Of one request. A class that may wait N times as long for its first token counts the time of others N times."""
+    if not kept and slo_class.ttft_budget_s == config.ttft_budget_s:
+        return NO_HINTS
+    patience = min(MOST_PATIENCE, max(1 / MOST_PATIENCE, slo_class.ttft_budget_s / config.ttft_budget_s))
+    return Hints(session=kept.get(config.session_header.encode(), b""), headers=kept, others=patience)

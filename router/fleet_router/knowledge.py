@@ -1,0 +1,235 @@
+"""Precise knowledge of the workers' caches: their events in, prompts as block names, hints for routing out.
+
+Runs beside the requests: a prompt whose tokens are known costs look-ups, a little new text is encoded at once, more of it in a
+thread while the request waits. What cannot be known (no tokenizer yet, a template that refuses, too much at once, a tenant whose
+cache is salted) leaves the request to the approximate index.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import msgspec
+
+from fleet_router.follow.kvevents import Connected, EventReader, Live, Lost, Message
+from fleet_router.hints import Hints
+from fleet_router.kvindex.believed import Believed
+from fleet_router.kvindex.tokenised import Reading, TokenisedPrefixes, keys_of_ids
+from fleet_router.request import Ask
+from fleet_router.tokeniser import Tokeniser, UnreadableError, fetch
+from fleet_wire.blocks import root_hash
+from fleet_wire.endpoints import Endpoint
+
+BLOCKS_MOST = 200_000
+TOKENS_MOST = 2_000_000
+INLINE_CHARS = 2_048
+"""So much is encoded on the loop: about a millisecond."""
+PROMPT_BYTES_MOST = 1024 * 1024
+WAITING_MOST = 64
+"""Prompts that wait for the encoding thread; more go by the approximate index."""
+TAKEN_S = 5.0
+AGAIN_S = 5.0
+OURS_ALONE = frozenset({"tools", "documents", "chat_template", "chat_template_kwargs", "add_generation_prompt"})
+"""With one of these fields an engine renders a conversation in its own way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """A prompt as tokens: how many, and its blocks for every layout that some worker has."""
+
+    tokens: int
+    keys: dict[tuple[str, int], list[int]]
+
+
+NOT_KNOWN = Counted(0, {})
+
+
+class Knowledge:
+    """One per process, while the fleet asks for the precise index."""
+
+    def __init__(self, clock: Callable[[], float], say: Callable[[str], None]) -> None:
+        self._clock = clock
+        self._say = say
+        self._loop = asyncio.get_running_loop()
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="tokens")
+        self._reader = EventReader(self._deliver)
+        self._endpoints: dict[str, Endpoint] = {}
+        self._tokeniser: Tokeniser | None = None
+        self._fetching: asyncio.Task[None] | None = None
+        self._fetched_at = float("-inf")
+        self._waiting = 0
+        self._stopped = False
+        self.believed = Believed(BLOCKS_MOST)
+        self.prefixes = TokenisedPrefixes(TOKENS_MOST)
+
+    # -- workers ----------------------------------------------------------------------------------------------------
+    def follow(self, workers: Iterable[tuple[Endpoint, int]]) -> None:
+        """These workers, each with its bit."""
+        wanted = {endpoint.uid: (endpoint, bit) for endpoint, bit in workers if endpoint.events_port}
+        for uid in [uid for uid, known in self._endpoints.items() if uid not in wanted or _moved(known, wanted[uid][0])]:
+            del self._endpoints[uid]
+            self._reader.forget(uid)
+            self.believed.leave(uid)
+        for uid, (endpoint, bit) in wanted.items():
+            if uid not in self._endpoints:
+                self.believed.join(uid, bit, endpoint.compat)
+                self._reader.follow(uid, endpoint.address, endpoint.events_port, endpoint.replay_port)
+            self._endpoints[uid] = endpoint
+
+    def tick(self, now: float) -> None:
+        """Twice a second: silence, replays, a tokenizer that is still missing."""
+        self.believed.check(now)
+        self._ask()
+        if self._tokeniser is None and self._endpoints and now - self._fetched_at > AGAIN_S and self._fetching is None:
+            self._fetched_at = now
+            self._fetching = self._loop.create_task(self._fetch(next(iter(self._endpoints.values()))))
+
+    async def _fetch(self, endpoint: Endpoint) -> None:
+        try:
+            files = await fetch(endpoint.address, endpoint.agent_port)
+            made = await self._loop.run_in_executor(self._executor, Tokeniser, files)
+        except (OSError, ValueError, TimeoutError, ImportError) as error:
+            self._say(f"no tokenizer from {endpoint.name}: {error}")
+        else:
+            if made.usable:
+                self.prefixes = TokenisedPrefixes(TOKENS_MOST, splits=made.splits)
+                self._tokeniser = made
+            self._say(f"tokenizer from {endpoint.name}: usable={made.usable} splits={made.splits}")
+        finally:
+            self._fetching = None
+
+    def _deliver(self, messages: Sequence[Message]) -> None:
+        """In the reader's thread: returns when the loop has taken them."""
+        taken = threading.Event()
+
+        def take() -> None:
+            try:
+                self._take(messages)
+            finally:
+                taken.set()
+
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(take)
+            while not taken.wait(TAKEN_S) and not self._stopped:
+                pass
+
+    def _take(self, messages: Sequence[Message]) -> None:
+        now, believed = self._clock(), self.believed
+        for message in messages:
+            if isinstance(message, Live):
+                believed.live(message.worker, message.number, message.batch, now)
+            elif isinstance(message, Connected):
+                believed.connected(message.worker, now)
+            elif isinstance(message, Lost):
+                believed.lost(message.worker)
+            else:
+                believed.replayed(
+                    message.worker, message.asked_from, message.batches, now, last=message.last, whole=message.whole
+                )
+        self._ask()
+
+    def _ask(self) -> None:
+        asks, self.believed.asks = self.believed.asks, []
+        for worker, first in asks:
+            self._reader.replay(worker, first)
+
+    # -- prompts ----------------------------------------------------------------------------------------------------
+    def count(self, ask: Ask, chat: bool, then: Callable[[Counted], None]) -> Counted | None:
+        """The prompt as blocks, now; or None, and `then` is called with it a little later."""
+        tokeniser, prompt = self._tokeniser, ask.prompt
+        if len(prompt) > PROMPT_BYTES_MOST or ask.alone:
+            return NOT_KNOWN
+        try:
+            if not chat and prompt[:1] == b"[":
+                ids = msgspec.json.decode(prompt, type=list[int])
+                layouts = self._layouts()
+                return Counted(len(ids), {one: keys_of_ids(ids, _root(one, ask.adapter), one[1]) for one in layouts})
+            if tokeniser is None or (chat and not OURS_ALONE.isdisjoint(ask.fields)):
+                return NOT_KNOWN
+            text = tokeniser.render(prompt) if chat else msgspec.json.decode(prompt, type=str)
+        except (UnreadableError, msgspec.DecodeError, OverflowError):
+            return NOT_KNOWN
+        lead = () if chat else tokeniser.lead
+        reading = self.prefixes.read(text, lead)
+        if reading.missing_chars <= INLINE_CHARS:
+            return self._learn(reading, tokeniser.encode([reading.segments[i] for i in reading.missing]), lead, ask.adapter)
+        if self._waiting >= WAITING_MOST:
+            return NOT_KNOWN
+        self._later(reading, tokeniser, lambda ids: then(self._learn(reading, ids, lead, ask.adapter) if ids else NOT_KNOWN))
+        return None
+
+    def _later(self, reading: Reading, tokeniser: Tokeniser, then: Callable[[Sequence[Sequence[int]]], None]) -> None:
+        """Encode in the thread; `then` gets nothing when that failed."""
+        self._waiting += 1
+        encoding = self._loop.run_in_executor(self._executor, tokeniser.encode, [reading.segments[i] for i in reading.missing])
+
+        def encoded(done: asyncio.Future[list[list[int]]]) -> None:
+            self._waiting -= 1
+            then([] if done.cancelled() or done.exception() is not None else done.result())
+
+        encoding.add_done_callback(encoded)
+
+    def _learn(self, reading: Reading, encoded: Sequence[Sequence[int]], lead: Sequence[int], adapter: str) -> Counted:
+        prefixes = self.prefixes
+        prefixes.learn(reading, encoded, lead)
+        if not prefixes.knows(reading):  # forgotten meanwhile
+            return NOT_KNOWN
+        keys = {layout: prefixes.keys(reading, _root(layout, adapter), layout[1]) for layout in self._layouts()}
+        return Counted(prefixes.count(reading), keys)
+
+    def _layouts(self) -> set[tuple[str, int]]:
+        return self.believed.index.layouts()
+
+    def hints(self, counted: Counted, hints: Hints) -> Hints:
+        """What is known of this prompt now."""
+        if not counted.tokens:
+            return hints
+        index, blocks = self.believed.index, list[tuple[float, int]]()
+        for (_, block_tokens), keys in counted.keys.items():
+            blocks += [(held * block_tokens, mask) for held, mask in index.depths(keys)]
+        blocks.sort(reverse=True)
+        trusted = self.believed.trusted
+        return msgspec.structs.replace(hints, tokens=float(counted.tokens), blocks=tuple(blocks), precise=trusted)
+
+    def answered(self, worker: str, counted: Counted) -> None:
+        """This worker has computed the prompt: it owes us events."""
+        endpoint = self._endpoints.get(worker)
+        if endpoint is None:
+            return
+        now = self._clock()
+        for (compat, _), keys in counted.keys.items():
+            if compat == endpoint.compat:
+                self.believed.answered(worker, keys, now)
+
+    def lines(self) -> list[str]:
+        """Prometheus text: streams by state, blocks, tokens."""
+        states = [self.believed.state(uid) or "none" for uid in self._endpoints]
+        out = ["# TYPE fleet_router_kv_streams gauge"]
+        out += [f'fleet_router_kv_streams{{state="{state}"}} {states.count(state)}' for state in sorted(set(states))]
+        out += ["# TYPE fleet_router_kv_blocks gauge", f"fleet_router_kv_blocks {len(self.believed.index)}"]
+        out += ["# TYPE fleet_router_tokenised_tokens gauge", f"fleet_router_tokenised_tokens {self.prefixes.tokens}"]
+        return out
+
+    def stop(self) -> None:
+        """End both threads; not on the loop, which one of them may be waiting for."""
+        self._stopped = True
+        if (fetching := self._fetching) is not None:
+            self._loop.call_soon_threadsafe(fetching.cancel)
+        self._reader.stop()
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+def _moved(known: Endpoint, now: Endpoint) -> bool:
+    return (known.address, known.events_port, known.replay_port, known.role, known.compat) != (
+        now.address, now.events_port, now.replay_port, now.role, now.compat,
+    )  # fmt: skip
+
+
+def _root(layout: tuple[str, int], adapter: str) -> bytes:
+    """As `precise.Holding.root` has it: blocks under an adapter are known by its name."""
+    return root_hash(layout[0], layout[1], adapter)

@@ -1,0 +1,186 @@
+"""The precise index: the blocks that each worker says it holds (KV events), by name.
+
+A block's name here is the hash chain of fleet_wire over its tokens. Workers that name blocks so (16 bytes) are believed by name;
+of all others (vLLM's own hashes, blocks under an adapter) the tokens in the event are hashed, and their name is only remembered
+for its removal. Blocks in
+a slower medium than the worker's own (offloaded to memory or disk) count for SLOW_WORTH: they are copied, not computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fleet_router.kvindex.masks import depths, drop_bit
+from fleet_wire.blocks import HASH_BYTES, block_hash, root_hash
+from fleet_wire.events import AllBlocksCleared, BlockRemoved, BlockStored
+
+Name = bytes | int
+SLOW_WORTH = 0.75
+
+
+def key_of(digest: bytes) -> int:
+    """Key of a block in the index: the first half of its hash."""
+    return int.from_bytes(digest[:8], "little")
+
+
+class Holding:
+    """What one worker holds."""
+
+    __slots__ = ("bit", "block_tokens", "compat", "dropped", "media", "roots")
+
+    def __init__(self, bit: int, compat: str) -> None:
+        self.bit = bit
+        self.compat = compat
+        self.block_tokens = 0
+        """0: no event has said it yet."""
+        self.media: dict[str, dict[Name, bytes]] = {}
+        """Medium → the worker's name → our hash. The first medium is its fastest."""
+        self.roots: dict[str, bytes] = {}
+        self.dropped = 0
+        """Blocks that found no room here: the worker seems to hold less than it does."""
+
+    def __len__(self) -> int:
+        return sum(len(names) for names in self.media.values())
+
+    def root(self, salt: str) -> bytes:
+        """Parent of first blocks."""
+        known = self.roots.get(salt)
+        if known is None:
+            if len(self.roots) >= 256:
+                self.roots.clear()
+            known = self.roots[salt] = root_hash(self.compat, self.block_tokens, salt)
+        return known
+
+
+class PreciseIndex:
+    """Blocks of all workers; at most `capacity` of them together."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._fast: dict[int, int] = {}
+        self._slow: dict[int, int] = {}
+        """Held in a slower medium only."""
+        self._holdings: dict[str, Holding] = {}
+
+    def __len__(self) -> int:
+        return sum(len(holding) for holding in self._holdings.values())
+
+    def join(self, worker: str, bit: int, compat: str) -> None:
+        """A worker whose events will come."""
+        self._holdings[worker] = Holding(bit, compat)
+
+    def remove(self, worker: str) -> None:
+        """The worker is gone."""
+        self.clear(worker)
+        self._holdings.pop(worker, None)
+
+    def clear(self, worker: str) -> None:
+        """It holds nothing (any more), as far as we know."""
+        holding = self._holdings.get(worker)
+        if holding is None:
+            return
+        media, holding.media, holding.dropped = holding.media, {}, 0
+        for names in media.values():
+            for digest in names.values():
+                key = key_of(digest)
+                drop_bit(self._fast, key, holding.bit)
+                drop_bit(self._slow, key, holding.bit)
+
+    def layouts(self) -> set[tuple[str, int]]:
+        """(compatibility hash, tokens per block) of workers that hold something: what a prompt has to be hashed for."""
+        return {(holding.compat, holding.block_tokens) for holding in self._holdings.values() if holding.block_tokens}
+
+    def holds(self, worker: str, key: int) -> bool:
+        """This worker holds this block."""
+        holding = self._holdings.get(worker)
+        return holding is not None and bool((self._fast.get(key, 0) | self._slow.get(key, 0)) & holding.bit)
+
+    def apply(self, worker: str, events: Sequence[BlockStored | BlockRemoved | AllBlocksCleared]) -> None:
+        """Events of one worker, in order."""
+        holding = self._holdings.get(worker)
+        if holding is None:
+            return
+        for event in events:
+            if isinstance(event, BlockStored):
+                self._stored(holding, event)
+            elif isinstance(event, BlockRemoved):
+                self._removed(holding, event)
+            else:
+                self.clear(worker)
+
+    def _stored(self, holding: Holding, event: BlockStored) -> None:
+        if event.block_size < 1:
+            return
+        holding.block_tokens = event.block_size
+        names = holding.media.setdefault(event.medium or "", {})
+        fast = next(iter(holding.media)) == (event.medium or "")
+        room = self._capacity // max(1, len(self._holdings)) - len(holding)
+        parent = event.parent_block_hash
+        for i, name in enumerate(event.block_hashes):
+            tokens = event.token_ids[i * event.block_size : (i + 1) * event.block_size]
+            digest = self._digest(holding, name, parent, tokens, event.lora_name or "")
+            parent = name
+            if digest is None or name in names:
+                continue
+            if room < 1:
+                holding.dropped += 1
+                continue
+            room -= 1
+            names[name] = digest
+            key, bit = key_of(digest), holding.bit
+            if fast:
+                self._fast[key] = self._fast.get(key, 0) | bit
+                if self._slow:
+                    drop_bit(self._slow, key, bit)
+            elif not self._fast.get(key, 0) & bit:
+                self._slow[key] = self._slow.get(key, 0) | bit
+
+    @staticmethod
+    def _digest(holding: Holding, name: Name, parent: Name | None, tokens: Sequence[int], salt: str) -> bytes | None:
+        """Our hash of a block; None when its parent is not known here, or its tokens are not whole."""
+        if not salt and isinstance(name, bytes) and len(name) == HASH_BYTES:
+            return name
+        if len(tokens) != holding.block_tokens:
+            return None
+        if parent is None:
+            return block_hash(holding.root(salt), tokens)
+        known = next((names[parent] for names in holding.media.values() if parent in names), None)
+        return None if known is None else block_hash(known, tokens)
+
+    def _removed(self, holding: Holding, event: BlockRemoved) -> None:
+        medium, bit = event.medium or "", holding.bit
+        names = holding.media.get(medium)
+        if names is None:
+            return
+        fast = next(iter(holding.media)) == medium
+        for name in event.block_hashes:
+            digest = names.pop(name, None)
+            if digest is None:
+                continue
+            key = key_of(digest)
+            elsewhere = any(name in others for others in holding.media.values())
+            if fast:
+                drop_bit(self._fast, key, bit)
+                if elsewhere:
+                    self._slow[key] = self._slow.get(key, 0) | bit
+            elif not elsewhere:
+                drop_bit(self._slow, key, bit)
+
+    def depths(self, keys: Sequence[int], among: int = -1) -> list[tuple[float, int]]:
+        """(blocks, workers as bits), the deepest first."""
+        found: list[tuple[float, int]] = list(depths(self._fast, keys, among))
+        if not self._slow:
+            return found
+        known = 0
+        for _, mask in found:
+            known |= mask
+        rest = (*found, (0, among & ~known))
+        out: list[tuple[float, int]] = []
+        for blocks, mask in rest:
+            left = mask
+            for more, which in depths(self._slow, keys[int(blocks) :], mask):
+                out.append((blocks + SLOW_WORTH * more, which))
+                left &= ~which
+            if blocks and left:
+                out.append((blocks, left))
+        return sorted(out, reverse=True)

@@ -1,0 +1,139 @@
+"""A worker as routing sees it: its load, its queue and its speed, learnt from the answers that pass through this router.
+
+Every router learns from its own requests alone. Work that others send shows up as a slower worker, which is what it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from fleet_router.policy.estimate import Line
+
+if TYPE_CHECKING:
+    from fleet_router.policy.side import Side
+
+PREFILL_BASE_S = 0.01
+PREFILL_PER_TOKEN_S = 1e-4
+"""Prior of a worker's prefill: 10,000 tokens/s, between a small GPU and the CPU engine; a few answers replace it."""
+GAP_BASE_S = 0.02
+GAP_PER_STREAM_S = 2e-4
+"""Prior of the time between two tokens, over the streams that run."""
+TOKENS_SCALE = 1000.0
+STREAMS_SCALE = 8.0
+CROWD_S = 20.0
+"""Arrivals are counted over about this long."""
+OUTPUT_TOKENS = 128.0
+"""Prior of the length of an answer."""
+
+
+def prefill_line() -> Line:
+    """Seconds of a prefill over its uncached tokens."""
+    return Line(PREFILL_BASE_S, PREFILL_PER_TOKEN_S, TOKENS_SCALE)
+
+
+def gap_line() -> Line:
+    """Seconds between two tokens over running streams."""
+    return Line(GAP_BASE_S, GAP_PER_STREAM_S, STREAMS_SCALE)
+
+
+@dataclass(slots=True, eq=False)
+class Candidate:
+    """One worker. `free_at`, and every time here, is on the clock that the caller passes."""
+
+    uid: str
+    role: str
+    group: tuple[str, str]
+    """(tier, compatibility hash): KV moves only inside a group."""
+    inflight: int
+    """Legs that run here. Changed by `began` and `ended` alone."""
+    slots: int = 0
+    """Requests that its engine runs at once; 0: not known."""
+    prefill: Line = field(default_factory=prefill_line)
+    gap: Line = field(default_factory=gap_line)
+    base_s: float = PREFILL_BASE_S
+    token_s: float = PREFILL_PER_TOKEN_S
+    """What `prefill` says, one look-up nearer."""
+    free_at: float = 0.0
+    """When the prefills that were sent here will be done."""
+    pending: int = 0
+    """Prefills that were sent and not seen done."""
+    late_s: float = 0.0
+    """How much later than expected everything here was, summed up."""
+    done_at: float = 0.0
+    """When the last prefill was done."""
+    crowd: float = 0.0
+    """Half of the prefills per second that come here: work of S seconds makes those wait crowd x S² that come meanwhile."""
+    drag_s: float = 0.0
+    """What one more stream costs here per stream that runs: output tokens x seconds that each of them comes later."""
+    share: float = 1.0
+    """Slow start: share of the load that it may have yet."""
+    adapters: dict[str, None] = field(default_factory=dict)
+    """Adapters that it was sent lately, oldest first: these are loaded."""
+    home: Side | None = None
+    bit: int = 0
+    """Its place in `side.Steps`."""
+
+    def began(self) -> None:
+        """A leg begins here."""
+        if self.home is not None:
+            self.home.moved(self, 1)
+        self.inflight += 1
+
+    def ended(self) -> None:
+        """A leg is over."""
+        if self.home is not None:
+            self.home.moved(self, -1)
+        self.inflight -= 1
+
+    def note_speed(self) -> None:
+        """After `prefill` has learnt."""
+        self.base_s, self.token_s = self.prefill.base, self.prefill.slope
+
+
+@dataclass(slots=True)
+class Prefilling:
+    """One prefill that a worker was sent: what was expected, so that what comes can be compared. Both expectations are less the
+    lateness of the worker when it was sent."""
+
+    worker: Candidate
+    tokens: float
+    sent_at: float
+    begins: float
+    """When the tokens before it were expected to be done."""
+    due: float
+    """When its first token was expected."""
+
+
+MOST_LATE_S = 30.0
+
+
+def prefill_sent(worker: Candidate, tokens: float, now: float) -> Prefilling:
+    """A prefill of `tokens` uncached tokens goes to this worker. Its tokens join the queue; the fixed part of its time does not:
+    an engine computes many short prompts in one step."""
+    begins = max(worker.free_at, now)
+    worker.free_at = begins + worker.token_s * tokens
+    worker.pending += 1
+    worker.crowd += 0.5 / CROWD_S
+    return Prefilling(worker, tokens, now, begins - worker.late_s, worker.free_at + worker.base_s - worker.late_s)
+
+
+def prefill_done(one: Prefilling, now: float, *, learn: bool) -> float | None:
+    """Its first token came, or it ended without (`learn` False). Corrects the queue by how late it was; the seconds that it took
+    once the worker was at it, None when nothing was learnt."""
+    worker = one.worker
+    worker.pending -= 1
+    took_s = None
+    if learn:
+        # it began when those before it were done: as expected, but surely when the last one was seen done
+        began = max(one.sent_at, min(one.begins + worker.late_s, worker.done_at))
+        took_s = max(0.0, now - began)
+        worker.prefill.observe(one.tokens, took_s)
+        worker.note_speed()
+        worker.done_at = now
+        late = min(MOST_LATE_S, now - (one.due + worker.late_s))
+        worker.late_s += late
+        worker.free_at += late
+    if worker.pending <= 0:
+        worker.free_at = now
+    return took_s

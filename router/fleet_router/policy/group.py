@@ -1,0 +1,67 @@
+"""Workers between which KV can move, and what is known of them together: one group per tier and compatibility hash."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fleet_router.policy.candidate import OUTPUT_TOKENS, Candidate, gap_line, prefill_line
+from fleet_router.policy.estimate import Line, Mean
+from fleet_router.policy.pairs import Pairs
+from fleet_router.policy.side import Side
+
+ANSWER_S = 4.0
+"""Prior of how long an answer is being written."""
+OUTPUT_MOST = 512.0
+
+
+class Group:
+    """What a decision needs of one group."""
+
+    __slots__ = ("answer", "decode", "gap", "key", "output", "pairs", "prefill", "speed")
+
+    def __init__(self, key: tuple[str, str]) -> None:
+        self.key = key
+        self.prefill, self.decode = Side(), Side()
+        self.pairs = Pairs()
+        self.speed: dict[str, Line] = {"prefill": prefill_line(), "decode": prefill_line()}
+        """Prefill by workers of this role: what a new one is believed to do."""
+        self.gap = gap_line()
+        self.output, self.answer = Mean(OUTPUT_TOKENS), Mean(ANSWER_S)
+
+    def update(self, workers: Sequence[tuple[Candidate, int]]) -> None:
+        """These workers, each with its bit in `Steps`."""
+        for role, side in (("prefill", self.prefill), ("decode", self.decode)):
+            side.update([(worker, bit) for worker, bit in workers if worker.role == role])
+
+    def adopt(self, worker: Candidate) -> None:
+        """A worker that was not seen before: what is known of its like is its prior."""
+        common = self.speed[worker.role]
+        worker.prefill = Line(common.base, common.slope, 1000.0)
+        worker.gap = Line(self.gap.base, self.gap.slope, 8.0)
+        worker.note_speed()
+        self.note_drag(worker)
+
+    def note_drag(self, worker: Candidate) -> None:
+        """After the time between tokens, or their number, has changed."""
+        worker.drag_s = min(OUTPUT_MOST, self.output.value) * worker.gap.slope
+
+    def answered(self, worker: Candidate, tokens: int, streams: int, gap_s: float, whole_s: float) -> None:
+        """A stream of so many tokens ended on a worker that runs so many streams."""
+        self.output.observe(tokens)
+        self.answer.observe(whole_s)
+        if tokens > 1:
+            worker.gap.observe(streams, gap_s)
+            self.gap.observe(streams, gap_s)
+        self.note_drag(worker)
+
+    def relax(self, keep: float, part: int, parts: int) -> None:
+        """Time passes: what was learnt long ago counts less, so that a worker that was slow once is tried again. See `Pairs`."""
+        self.pairs.relax(keep, part, parts)
+        if part == 0:
+            for line in (*self.speed.values(), self.gap):
+                line.relax(keep)
+        for worker in [*self.prefill.members, *self.decode.members][part::parts]:
+            worker.prefill.relax(keep, self.speed[worker.role])
+            worker.gap.relax(keep, self.gap)
+            worker.note_speed()
+            self.note_drag(worker)

@@ -1,0 +1,109 @@
+"""All that a router decides from: groups of workers, what they were sent, how a prompt comes to its pair. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from fleet_router.kvindex.approximate import PIECE_BYTES, ApproximateIndex, bytes_of
+from fleet_router.kvindex.masks import Bits
+from fleet_router.policy.candidate import CROWD_S, Candidate
+from fleet_router.policy.cost import CostAsk, Offer, cheapest
+from fleet_router.policy.estimate import Mean
+from fleet_router.policy.group import Group
+from fleet_router.policy.side import Steps, Usable
+
+INDEX_ENTRIES = 200_000
+BYTES_PER_TOKEN = 3.0
+"""Prior of prompt bytes per token, JSON and chat template included."""
+RELAX_KEEP = 0.9
+TICK_S = 0.5
+CROWD_KEEP = 1.0 - TICK_S / CROWD_S
+RELAX_PARTS = 20
+"""With a tick of half a second: a tenth is forgotten every ten seconds."""
+LEAST_SHARE = 0.05
+
+
+class Routing:
+    """State of one router process. Workers join and leave through `update`."""
+
+    def __init__(self, entries: int = INDEX_ENTRIES) -> None:
+        self.groups: dict[tuple[str, str], Group] = {}
+        self.bits = Bits()
+        self.index = ApproximateIndex(entries)
+        self.bytes_per_token = Mean(BYTES_PER_TOKEN)
+        self._members: dict[str, Candidate] = {}
+        self._joined: dict[str, float] = {}
+        """Workers in their slow start: when they joined."""
+        self._part = 0
+
+    def update(self, workers: Sequence[Candidate], now: float, slow_start_s: float) -> None:
+        """These workers from now on. Those that join a running set begin slowly."""
+        wanted = {worker.uid: worker for worker in workers}
+        before = self._members
+        for uid in [uid for uid, worker in before.items() if wanted.get(uid) is not worker]:
+            self._leave(uid)
+        self._members = wanted
+        groups: dict[tuple[str, str], list[tuple[Candidate, int]]] = {worker.group: [] for worker in workers}
+        for worker in workers:
+            groups[worker.group].append((worker, self.bits.of(worker.uid)))
+        self.groups = {key: self.groups.get(key) or Group(key) for key in groups}
+        for worker in workers:
+            if before.get(worker.uid) is not worker:
+                self.index.join(worker.uid, self.bits.of(worker.uid))
+                self.groups[worker.group].adopt(worker)
+                if before and slow_start_s > 0:
+                    self._joined[worker.uid] = now
+                    worker.share = LEAST_SHARE
+        for key, members in groups.items():
+            self.groups[key].update(members)
+
+    def _leave(self, uid: str) -> None:
+        worker = self._members[uid]
+        worker.home = None
+        self.index.remove(uid)
+        self.bits.release(uid)
+        self._joined.pop(uid, None)
+        if (group := self.groups.get(worker.group)) is not None:
+            group.pairs.forget(uid)
+
+    def tick(self, now: float, slow_start_s: float) -> None:
+        """Twice a second: slow starts go on, what was learnt long ago counts less."""
+        for uid, since in list(self._joined.items()):
+            worker = self._members[uid]
+            worker.share = min(1.0, max(LEAST_SHARE, (now - since) / slow_start_s if slow_start_s > 0 else 1.0))
+            if worker.share >= 1.0:
+                del self._joined[uid]
+            if worker.home is not None:
+                worker.home.mark_ramping()
+        for worker in self._members.values():
+            worker.crowd *= CROWD_KEEP
+        for group in self.groups.values():
+            group.relax(RELAX_KEEP, self._part, RELAX_PARTS)
+        self._part = (self._part + 1) % RELAX_PARTS
+
+    def known(self, keys: Sequence[int], size: int, tokens: float, among: int = -1) -> list[tuple[float, int]]:
+        """What the approximate index knows of a prompt of `size` bytes and about so many tokens: (tokens, workers as bits), most
+        first. The tail behind the last full piece, less than a hundred tokens, goes with the piece before it."""
+        whole = len(keys) if size - bytes_of(len(keys)) < PIECE_BYTES else 0
+        share = tokens / size
+        return [
+            (tokens if pieces == whole else bytes_of(pieces) * share, mask) for pieces, mask in self.index.depths(keys, among)
+        ]
+
+    def decide(self, ask: CostAsk, steps: Steps, *, tier: str = "", usable: Usable | None = None) -> Offer | None:
+        """The cheapest offer of all groups, of this tier if it can serve at all; None when nobody decodes."""
+        groups = self.groups.values()
+        if tier:
+            found = _best([group for key, group in self.groups.items() if key[0] == tier], ask, steps, usable)
+            if found is not None:
+                return found
+        return _best(groups, ask, steps, usable)
+
+
+def _best(groups: Iterable[Group], ask: CostAsk, steps: Steps, usable: Usable | None) -> Offer | None:
+    best: Offer | None = None
+    for group in groups:
+        found = cheapest(ask, group, steps, usable)
+        if found is not None and (best is None or found.cost_s < best.cost_s):
+            best = found
+    return best

@@ -1,0 +1,145 @@
+"""The workers of one role in one group, and which of them a decision looks at.
+
+Small sides are looked at whole. Of a large one: those that hold most of the prompt, those with the fewest requests, and the
+prompt's own worker on the ring; a number that does not grow with the side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+
+from fleet_router.policy.candidate import Candidate
+from fleet_router.policy.ring import Ring, cap_of
+
+WHOLE = 16
+"""Sides up to this size are looked at whole."""
+HOLDERS = 5
+IDLE = 5
+RING_POINTS = 256
+"""So many points of the ring are tried for the prompt's own worker."""
+
+Usable = Callable[[Candidate], bool]
+Steps = Sequence[tuple[float, int]]
+"""(tokens, workers as bits), most tokens first: who holds how much of a prompt. A worker is in one step at most."""
+
+
+class Side:
+    """Workers of one role in one group. `inflight` is the sum of theirs."""
+
+    __slots__ = ("_by_index", "_by_name", "bits", "inflight", "levels", "members", "ramping", "ring")
+
+    def __init__(self) -> None:
+        self.members: list[Candidate] = []
+        self.levels: list[dict[str, Candidate]] = [{}]
+        """By requests in flight; the last one is not empty unless it is the first."""
+        self.inflight = 0
+        self.ramping = False
+        """Some worker is in its slow start."""
+        self.bits = 0
+        self.ring = Ring(())
+        self._by_index: dict[int, Candidate] = {}
+        self._by_name: dict[str, Candidate] = {}
+
+    def update(self, workers: Sequence[tuple[Candidate, int]]) -> None:
+        """These, each with its bit in `Steps`. The ring keeps what it knows."""
+        names = [worker.uid for worker, _ in workers]
+        if names != [worker.uid for worker in self.members]:
+            self.ring = Ring(names, self.ring)
+        self.members = [worker for worker, _ in workers]
+        self._by_index = {bit.bit_length(): worker for worker, bit in workers}
+        self._by_name = {worker.uid: worker for worker in self.members}
+        self.bits, self.inflight = 0, 0
+        self.levels = [{} for _ in range(max((w.inflight for w in self.members), default=0) + 1)]
+        for worker, bit in workers:
+            self.bits |= bit
+            self.inflight += worker.inflight
+            self.levels[worker.inflight][worker.uid] = worker
+            worker.home = self
+            worker.bit = bit
+        self.mark_ramping()
+
+    def mark_ramping(self) -> None:
+        """After shares have changed."""
+        self.ramping = any(worker.share < 1.0 for worker in self.members)
+
+    def moved(self, worker: Candidate, by: int) -> None:
+        """The worker is about to have `by` (1 or -1) more requests."""
+        levels, before = self.levels, worker.inflight
+        del levels[before][worker.uid]
+        if before + by == len(levels):
+            levels.append({})
+        levels[before + by][worker.uid] = worker
+        if not levels[-1]:
+            levels.pop()
+        self.inflight += by
+
+    def look(self, steps: Steps, key: int, bound: float, usable: Usable | None) -> list[Candidate]:
+        """Who is worth a look: usable workers below their bound; any usable one when all are at it."""
+        cap = cap_of(self.inflight, len(self.members), bound)
+        free = usable is None and not self.ramping
+        if len(self.members) > WHOLE:
+            found = self._few(steps, key, cap) if free else self._few_of_some(steps, key, cap, usable)
+        elif free and len(self.levels) <= cap:
+            return self.members
+        else:
+            found = [w for w in self.members if w.inflight < cap * w.share and (usable is None or usable(w))]
+        return found or [w for w in self.members if usable is None or usable(w)][:WHOLE]
+
+    def _few(self, steps: Steps, key: int, cap: int) -> list[Candidate]:
+        """Of all workers, without a filter."""
+        found: list[Candidate] = []
+        seen, left, by_index = 0, HOLDERS, self._by_index
+        for _, mask in steps:
+            holders = mask & self.bits
+            while holders and left:
+                low = holders & -holders
+                holders ^= low
+                left -= 1
+                worker = by_index[low.bit_length()]
+                if worker.inflight < cap:
+                    seen |= low
+                    found.append(worker)
+            if not left:
+                break
+        own = self._own(key, cap)
+        if own.inflight < cap and not seen & own.bit:
+            seen |= own.bit
+            found.append(own)
+        most = len(found) + IDLE
+        for level in self.levels:
+            for worker in level.values():
+                if not seen & worker.bit:
+                    found.append(worker)
+                    if len(found) == most:
+                        return found
+        return found
+
+    def _own(self, key: int, cap: int) -> Candidate:
+        """The prompt's own worker: the first on the ring that is below its bound."""
+        own = self._by_name[self.ring.owner(key)]
+        if own.inflight < cap:
+            return own
+        along = (self._by_name[name] for name in self.ring.along(key, RING_POINTS))
+        return next((worker for worker in along if worker.inflight < cap), own)
+
+    def _few_of_some(self, steps: Steps, key: int, cap: int, usable: Usable | None) -> list[Candidate]:
+        """Of those that may be used."""
+
+        def fits(worker: Candidate) -> bool:
+            return worker.inflight < cap * worker.share and (usable is None or usable(worker))
+
+        holders = (self._by_index[index] for _, mask in steps for index in _bits(mask & self.bits))
+        found = list(islice(filter(fits, holders), HOLDERS))
+        along = (self._by_name[name] for name in self.ring.along(key, RING_POINTS))
+        found += [worker for worker in islice(filter(fits, along), 1) if worker not in found]
+        idle = (worker for level in self.levels for worker in level.values() if worker not in found)
+        return found + list(islice(filter(fits, idle), IDLE))
+
+
+def _bits(mask: int) -> Iterator[int]:
+    left = mask
+    while left:
+        low = left & -left
+        left ^= low
+        yield low.bit_length()

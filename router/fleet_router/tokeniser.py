@@ -1,0 +1,121 @@
+"""The model's tokenizer and chat template in the router: prompts to token ids as the engine makes them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from fleet_router.kvindex.tokenised import cut
+
+FETCH_TIMEOUT_S = 30.0
+MOST_BYTES = 128 * 1024 * 1024
+SAMPLE = "The quick brown fox jumps over 13 lazy dogs.\nIt's (almost) 42 o'clock: été, naïve, 東京. " * 30
+SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+class UnreadableError(ValueError):
+    """A prompt that only the engine can turn into tokens; routing then goes by the approximate index."""
+
+
+class Tokeniser:
+    """Built from the files that a worker's agent gives out; ValueError when they are no tokenizer."""
+
+    def __init__(self, files: Mapping[str, str]) -> None:
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its own threads would take the data path's cores
+        from tokenizers import Tokenizer
+
+        try:
+            self._tokenizer: Any = Tokenizer.from_str(files["tokenizer.json"])
+        except Exception as error:  # tokenizers raises bare Exception
+            raise ValueError(f"tokenizer.json cannot be read: {error}") from error
+        settings = _settings(files.get("tokenizer_config.json", "{}"))
+        self._special = {name: _text(settings.get(name)) for name in SPECIAL}
+        self._template = _template(files.get("chat_template.jinja") or settings.get("chat_template"))
+        bare = self._ids("a", special=False)
+        with_special = self._ids("a", special=True)
+        self.lead: tuple[int, ...] = tuple(with_special[: len(with_special) - len(bare)]) if bare else ()
+        """Special tokens before a completion's prompt."""
+        self.usable = with_special == [*self.lead, *bare]
+        self.splits = [i for part in cut(SAMPLE) for i in self._ids(part, special=False)] == self._ids(SAMPLE, special=False)
+        """A text's tokens are those of its segments."""
+
+    def _ids(self, text: str, *, special: bool) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each, without special tokens; releases the GIL, so that a thread may do it beside the loop."""
+        return [list(found.ids) for found in self._tokenizer.encode_batch(list(texts), add_special_tokens=False)]
+
+    def render(self, messages: bytes) -> str:
+        """A conversation as the model's template has it; UnreadableError when that is not ours to know."""
+        if self._template is None:
+            raise UnreadableError("no chat template")
+        try:
+            rows = [{"role": m["role"], "content": _content(m.get("content"))} for m in msgspec.json.decode(messages)]
+            return str(self._template.render(messages=rows, add_generation_prompt=True, **self._special))
+        except UnreadableError:
+            raise
+        except Exception as error:  # a template raises whatever its author liked
+            raise UnreadableError(f"{type(error).__name__}: {error}") from error
+
+
+def _content(raw: object) -> str:
+    if raw is None or isinstance(raw, str):
+        return raw or ""
+    if isinstance(raw, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in raw):
+        return "".join(str(part.get("text", "")) for part in raw)
+    raise UnreadableError("content that is not text")
+
+
+def _settings(raw: str) -> dict[str, Any]:
+    try:
+        found = msgspec.json.decode(raw)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"tokenizer_config.json is not JSON: {error}") from error
+    return found if isinstance(found, dict) else {}
+
+
+def _text(raw: Any) -> str:
+    found = raw.get("content") if isinstance(raw, dict) else raw
+    return found if isinstance(found, str) else ""
+
+
+def _template(source: Any) -> Any:
+    if not isinstance(source, str):
+        return None
+    import jinja2
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, autoescape=False)
+    made.globals["raise_exception"] = raise_exception
+    try:
+        return made.from_string(source)
+    except jinja2.TemplateSyntaxError as error:
+        raise ValueError(f"the chat template does not compile: {error}") from error
+
+
+async def fetch(address: str, port: int) -> dict[str, str]:
+    """GET /tokenizer of an agent; OSError or ValueError."""
+    async with asyncio.timeout(FETCH_TIMEOUT_S):
+        reader, writer = await asyncio.open_connection(address, port, limit=1 << 16)
+        try:
+            host = f"[{address}]" if ":" in address else address
+            writer.write(f"GET /tokenizer HTTP/1.1\r\nhost: {host}:{port}\r\nconnection: close\r\n\r\n".encode())
+            head = (await reader.readuntil(b"\r\n\r\n")).lower()
+            if b" 200 " not in head.split(b"\r\n", 1)[0]:
+                raise OSError(f"the agent answered {head.split(b' ', 2)[1].decode('latin-1')}")
+            length = int(head.split(b"content-length:", 1)[1].split(b"\r\n", 1)[0])
+            if length > MOST_BYTES:
+                raise ValueError(f"a tokenizer of {length} bytes")
+            return msgspec.json.decode(await reader.readexactly(length), type=dict[str, str])
+        except (IndexError, EOFError, msgspec.DecodeError) as error:
+            raise OSError(f"the agent's answer is not understood: {error}") from error
+        finally:
+            writer.close()

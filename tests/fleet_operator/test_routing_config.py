@@ -1,0 +1,73 @@
+"""What a fleet's routing fields become in the router's configuration, and in the workers' NetworkPolicy."""
+
+from __future__ import annotations
+
+import pytest
+
+from fleet_api.v1alpha1 import InferenceFleet
+from fleet_api.validate import validate
+from fleet_operator.render.fleet import _router_config
+from fleet_operator.render.network import PORTS, render_policy
+from fleet_operator.settings import Platform
+from fleet_router.config import TierRule
+
+OWNER = {"apiVersion": "inferencefleet.io/v1alpha1", "kind": "InferenceFleet", "metadata": {"name": "f", "uid": "u"}}
+ROUTING = {
+    "remotePrefill": {"decide": "cost", "minUncachedTokens": 8},
+    "slowStart": "90s",
+    "sessionHeader": "x-session-id",
+    "tierRules": [
+        {"when": {"inputTokens": {"lt": 2000}}, "tier": "small"},
+        {"when": {"header": {"X-Tier": "large"}, "inputTokens": {"ge": 10}}, "tier": "large"},
+    ],
+    "prefixIndex": "precise",
+}
+
+
+def manifest(**routing: object) -> dict:
+    tiers = [{"name": name, "accelerator": {"type": "cpu"}} for name in ("small", "large")]
+    return {
+        "apiVersion": "inferencefleet.io/v1alpha1",
+        "kind": "InferenceFleet",
+        "metadata": {"name": "f", "namespace": "n"},
+        "spec": {"model": {"source": "file:///m"}, "tiers": tiers, "routing": routing},
+    }
+
+
+def test_every_field_reaches_the_router():
+    found = _router_config(InferenceFleet.model_validate(manifest(**ROUTING)))
+    assert (found.decide, found.min_uncached_tokens, found.slow_start_s) == ("cost", 8, 90.0)
+    assert (found.session_header, found.prefix_index) == ("x-session-id", "precise")
+    assert found.tier_rules == (
+        TierRule(tier="small", tokens_lt=2000), TierRule(tier="large", tokens_ge=10, headers={"x-tier": "large"}),
+    )  # fmt: skip
+
+
+def test_defaults_keep_the_threshold():
+    found = _router_config(InferenceFleet.model_validate(manifest()))
+    assert (found.decide, found.slow_start_s, found.prefix_index, found.tier_rules) == ("threshold", 60.0, "approximate", ())
+
+
+@pytest.mark.parametrize(("kind", "agents"), [("precise", True), ("approximate", False)])
+def test_routers_reach_agents_only_where_they_need_the_tokenizer(kind: str, agents: bool):
+    fleet = InferenceFleet.model_validate(manifest(prefixIndex=kind))
+    rules = render_policy(fleet, OWNER, Platform())["spec"]["ingress"]
+    assert ({"protocol": "TCP", "port": PORTS.agent} in rules[1]["ports"]) is agents
+
+
+@pytest.mark.parametrize(
+    ("routing", "words"),
+    [
+        ({"tierRules": [{"when": {}, "tier": "gone"}]}, "routing.tierRules"),
+        ({"slowStart": "2h"}, "slowStart must be between 0s and 1h"),
+        ({"sessionHeader": "X Session"}, "sessionHeader"),
+        ({"remotePrefill": {"decide": "always"}}, "decide"),
+        ({"prefixIndex": "exact"}, "prefixIndex"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_by_name(routing: dict, words: str):
+    assert any(words in str(problem) for problem in validate(manifest(**routing)))
+
+
+def test_what_makes_sense_is_accepted():
+    assert validate(manifest(**ROUTING)) == []

@@ -1,0 +1,159 @@
+"""The approximate index: keys are prefixes, depths are what a plain model says, memory is bounded as the worker's cache is."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fleet_router.kvindex.approximate import FINE_BYTES, GENERATIONS, LEAST_KEYS, ApproximateIndex, bytes_of, key_chain, ring_key
+from fleet_router.kvindex.masks import STEPS_MOST, Bits, depths
+
+
+def joined(*workers: str, capacity: int = 100_000) -> ApproximateIndex:
+    index = ApproximateIndex(capacity)
+    for i, worker in enumerate(workers):
+        index.join(worker, 1 << i)
+    return index
+
+
+def held(index: ApproximateIndex, keys: list[int], worker_bit: int) -> int:
+    return next((depth for depth, mask in index.depths(keys) if mask & worker_bit), 0)
+
+
+@given(st.binary(max_size=2000), st.binary(max_size=600), st.binary(max_size=600))
+def test_equal_keys_mean_equal_prefixes(shared: bytes, left: bytes, right: bytes):
+    a, b = key_chain(shared + left), key_chain(shared + right)
+    common = 0
+    while common < min(len(a), len(b)) and a[common] == b[common]:
+        common += 1
+    assert common >= min(len(shared) // 256, len(a), len(b))
+    assert (shared + left)[: common * 256] == (shared + right)[: common * 256]
+
+
+@pytest.mark.parametrize("size", [0, 1, 255, 256, 5000, FINE_BYTES - 1, FINE_BYTES, FINE_BYTES + 5000, 5_000_000])
+def test_a_chain_covers_what_it_says(size: int):
+    prompt = bytes(i * 7 % 251 for i in range(min(size, 1000))) * (size // 1000 + 1)
+    keys = key_chain(prompt[:size])
+    assert len(set(keys)) == len(keys)
+    covered = bytes_of(len(keys))
+    assert covered <= max(size, 256)
+    changed = bytearray(prompt[:size])
+    if covered <= size and size:
+        changed[covered - 1] ^= 1
+        assert key_chain(bytes(changed))[-1] != keys[-1]
+        assert key_chain(bytes(changed))[:-1] == keys[:-1]
+    assert key_chain(prompt[:size], seed=5) != keys
+    assert ring_key(keys) in keys
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 3), st.integers(1, 6), st.booleans()), max_size=40))
+def test_the_index_equals_a_plain_model(steps: list[tuple[str, int, int, bool]]):
+    index, model = joined(*"abc"), {worker: set() for worker in "abc"}
+    bits = {worker: 1 << i for i, worker in enumerate("abc")}
+    for worker, topic, depth, removed in steps:
+        keys = [topic * 100 + i for i in range(depth)]
+        if removed:
+            index.remove(worker)
+            index.join(worker, bits[worker])
+            model[worker].clear()
+        else:
+            index.add(keys, worker)
+            model[worker].update(keys)
+        for asked in range(4):
+            chain = [asked * 100 + i for i in range(6)]
+            for name, known in model.items():
+                expected = next((i for i, key in enumerate(chain) if key not in known), len(chain))
+                assert held(index, chain, bits[name]) == expected
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 12)), max_size=200))
+def test_a_worker_never_knows_the_end_of_a_prompt_without_its_beginning(sent: list[tuple[int, int]]):
+    index = joined("w", capacity=LEAST_KEYS)
+    for topic, depth in sent:
+        index.add([topic * 100 + i for i in range(depth)], "w")
+        for asked in range(31):
+            known = [bool(index._masks.get(asked * 100 + i, 0)) for i in range(12)]
+            assert known == sorted(known, reverse=True)
+    assert len(index) <= LEAST_KEYS
+
+
+def test_what_is_used_again_outlives_what_is_not():
+    index = joined("w", capacity=400)
+    hot = list(range(20))
+    for i in range(200):
+        index.add(hot, "w")
+        index.add([1000 + 10 * i + j for j in range(10)], "w")
+    assert held(index, hot, 1) == 20
+    assert held(index, [1000 + j for j in range(10)], 1) == 0
+    assert held(index, [1000 + 1990 + j for j in range(10)], 1) == 10
+    assert len(index) <= 400
+
+
+def test_a_small_cache_forgets_sooner_and_nobody_gets_more_than_its_part():
+    index = joined("small", "large", capacity=4000)
+    index.resize("small", 400 * 256)
+    for worker in ("small", "large"):
+        for i in range(150):
+            index.add([i * 10 + j for j in range(10)], worker)
+    first, last = list(range(10)), [1490 + j for j in range(10)]
+    assert (held(index, first, 1), held(index, last, 1)) == (0, 10)
+    assert (held(index, first, 2), held(index, last, 2)) == (10, 10)
+    small = set().union(*index._held["small"].generations)
+    assert 400 * (GENERATIONS - 1) / GENERATIONS - 10 <= len(small) <= 400
+    index.join("third", 4)
+    assert index._held["large"].limit == 4000 // 3
+
+
+def test_a_worker_that_left_leaves_nothing():
+    index = joined("a", "b")
+    index.add([1, 2, 3], "a")
+    index.add([1, 2], "b")
+    index.remove("a")
+    assert index.depths([1, 2, 3]) == [(2, 2)]
+    index.remove("b")
+    assert len(index) == 0
+    index.add([1, 2], "gone")
+    index.add([], "b")
+    assert len(index) == 0
+
+
+def test_a_bit_is_given_again_only_after_its_release():
+    bits = Bits()
+    assert [bits.of(name) for name in "aba"] == [1, 2, 1]
+    bits.release("a")
+    assert (bits.of("c"), bits.of("d")) == (1, 4)
+
+
+class Counted(dict):
+    looks = 0
+
+    def get(self, *args):
+        self.looks += 1
+        return super().get(*args)
+
+
+def test_a_long_prompt_costs_few_look_ups_and_many_depths_are_lumped():
+    keys = list(range(10_000))
+    masks = Counted({key: (1 << 200) - 1 if key < 100 else 1 for key in keys})
+    assert depths(masks, keys, -1) == [(10_000, 1), (100, (1 << 200) - 2)]
+    assert masks.looks < 50
+    steep = Counted({key: (1 << (100 - key)) - 1 for key in range(100)})
+    found = depths(steep, list(range(100)), -1)
+    assert len(found) == STEPS_MOST + 1
+    assert found[0] == (100, 1)
+    assert found[-1][0] == 1
+    union = 0
+    for _, mask in found:
+        assert not union & mask
+        union |= mask
+    assert union == (1 << 100) - 1
+
+
+def test_a_prompt_that_comes_again_and_again_pushes_nobody_out():
+    index = joined("w", capacity=400)
+    quiet, hot = [9000 + j for j in range(20)], list(range(20))
+    index.add(quiet, "w")
+    for _ in range(500):
+        index.add(hot, "w")
+    assert held(index, quiet, 1) == 20

@@ -1,0 +1,275 @@
+"""The precise index and its streams: any loss, order or restart of events ends in the truth, or in not being believed."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fleet_router.kvindex.believed import Believed
+from fleet_router.kvindex.precise import SLOW_WORTH, PreciseIndex, key_of
+from fleet_router.kvindex.stream import REPLAY_AGAIN_S, STALE_AFTER_S
+from fleet_wire.blocks import chain, chain_packed, root_hash
+from fleet_wire.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+
+SIZE = 4
+ROOT = root_hash("c", SIZE)
+TOKENS = list(range(40))
+NAMES = list(chain(ROOT, TOKENS, SIZE))
+KEYS = [key_of(name) for name in NAMES]
+
+
+def stored(names, tokens=(), parent=None, medium="GPU", lora=None) -> BlockStored:
+    return BlockStored(list(names), parent, list(tokens), SIZE, None, medium, lora)
+
+
+def batch(*events, ts: float = 1.0) -> KVEventBatch:
+    return KVEventBatch(ts, list(events))
+
+
+def index() -> PreciseIndex:
+    made = PreciseIndex(10_000)
+    made.join("a", 1, "c")
+    made.join("b", 2, "c")
+    return made
+
+
+def test_packed_tokens_have_the_names_of_plain_ones():
+    packed = b"".join(token.to_bytes(4, "little") for token in TOKENS)
+    assert chain_packed(ROOT, packed, SIZE) == NAMES
+
+
+def test_blocks_are_counted_up_to_the_first_that_is_missing():
+    made = index()
+    made.apply("a", [stored(NAMES[:5])])
+    made.apply("b", [stored(NAMES[:2])])
+    assert made.depths(KEYS) == [(5, 1), (2, 2)]
+    made.apply("a", [BlockRemoved(NAMES[4:5], "GPU"), BlockRemoved(NAMES[3:4], "GPU")])
+    assert made.depths(KEYS) == [(3, 1), (2, 2)]
+    made.apply("a", [AllBlocksCleared()])
+    assert made.depths(KEYS) == [(2, 2)]
+    made.remove("b")
+    assert (len(made), made._fast) == (0, {})
+
+
+@pytest.mark.parametrize("names", [[bytes([i]) * 32 for i in range(10)], list(range(10))], ids=["vllm sha256", "vllm int"])
+def test_other_engines_names_are_translated_by_their_tokens(names: list):
+    made = index()
+    made.apply("a", [stored(names[:3], TOKENS[:12])])
+    made.apply("a", [stored(names[3:5], TOKENS[12:20], names[2])])
+    assert made.depths(KEYS) == [(5, 1)]
+    made.apply("a", [stored(names[9:], TOKENS[36:], names[8])])  # its parent is not known: passed over
+    assert made.depths(KEYS) == [(5, 1)]
+    made.apply("a", [BlockRemoved(names[4:5], "GPU")])
+    assert made.depths(KEYS) == [(4, 1)]
+
+
+def test_an_adapters_blocks_are_not_the_models():
+    made = index()
+    names = list(chain(root_hash("c", SIZE, "secret of the engine"), TOKENS, SIZE))
+    made.apply("a", [stored(names[:3], TOKENS[:12], lora="billing")])
+    assert made.depths(KEYS) == []
+    own = [key_of(name) for name in chain(root_hash("c", SIZE, "billing"), TOKENS, SIZE)]
+    assert made.depths(own) == [(3, 1)]
+
+
+def test_offloaded_blocks_count_less_until_they_are_gone():
+    made = index()
+    made.apply("a", [stored(NAMES[:4]), stored(NAMES[:6], medium="CPU")])
+    assert made.depths(KEYS) == [(4 + SLOW_WORTH * 2, 1)]
+    made.apply("a", [BlockRemoved(NAMES[2:4], "GPU")])
+    assert made.depths(KEYS) == [(2 + SLOW_WORTH * 4, 1)]
+    made.apply("a", [BlockRemoved(NAMES[2:6], "CPU")])
+    assert made.depths(KEYS) == [(2, 1)]
+    made.apply("a", [BlockRemoved(NAMES[:2], "GPU")])
+    assert made.depths(KEYS) == [(SLOW_WORTH * 2, 1)]
+    made.apply("a", [BlockRemoved(NAMES[:2], "CPU")])
+    assert (made._fast, made._slow, len(made)) == ({}, {}, 0)
+
+
+def test_it_is_bounded():
+    made = PreciseIndex(6)
+    made.join("a", 1, "c")
+    made.join("b", 2, "c")
+    made.apply("a", [stored(NAMES[:5])])
+    assert len(made) == 3
+    assert made.depths(KEYS) == [(3, 1)]
+
+
+class Worker:
+    """A publisher in memory: what it holds, its log, its buffer."""
+
+    def __init__(self) -> None:
+        self.restart(0.0)
+
+    def restart(self, ts: float) -> None:
+        self.ts, self.log, self.held = ts, [], set()
+
+    def store(self, depth: int) -> None:
+        self.ts += 1
+        self.held |= set(NAMES[:depth])
+        self.log.append(batch(stored(NAMES[:depth]), ts=self.ts))
+
+    def evict(self, depth: int) -> None:
+        self.ts += 1
+        gone = [name for name in NAMES[depth:] if name in self.held]
+        self.held -= set(gone)
+        self.log.append(batch(BlockRemoved(gone, "GPU"), ts=self.ts))
+
+
+class Rig:
+    """One worker and its reader, with a network that loses and repeats."""
+
+    def __init__(self) -> None:
+        self.worker, self.believed, self.sent, self.now = Worker(), Believed(1000), 0, 0.0
+        self.believed.join("w", 1, "c")
+
+    def publish(self, *, lose: bool = False) -> None:
+        while self.sent < len(self.worker.log):
+            if not lose:
+                self.believed.live("w", self.sent, self.worker.log[self.sent], self.now)
+            self.sent += 1
+
+    def answer(self, keep: int = 10_000, *, whole: bool = True) -> None:
+        asks, self.believed.asks = self.believed.asks, []
+        for name, first in asks:
+            rows = [(n, b) for n, b in enumerate(self.worker.log) if n >= first][-keep:]
+            half = len(rows) // 2
+            self.believed.replayed(name, first, rows[:half], self.now, last=False, whole=True)
+            self.believed.replayed(name, first, rows[half:], self.now, last=True, whole=whole)
+
+    def settle(self) -> None:
+        for _ in range(3):
+            self.now += REPLAY_AGAIN_S + 1
+            self.believed.check(self.now)
+            self.answer()
+
+    def known(self) -> float:
+        return next((blocks for blocks, mask in self.believed.index.depths(KEYS) if mask & 1), 0)
+
+    def truth(self) -> int:
+        return next((i for i, name in enumerate(NAMES) if name not in self.worker.held), len(NAMES))
+
+
+def test_a_router_that_comes_late_learns_all_by_replay():
+    rig = Rig()
+    rig.worker.store(3)
+    rig.worker.store(7)
+    rig.sent = 2
+    rig.believed.connected("w", 0.0)
+    assert rig.believed.trusted == 0
+    rig.answer()
+    assert (rig.believed.trusted, rig.known()) == (1, 7)
+
+
+def test_a_gap_is_filled_and_meanwhile_nobody_believes():
+    rig = Rig()
+    rig.believed.connected("w", 0.0)
+    rig.answer()
+    assert rig.believed.state("w") == "live"  # nothing was ever published: nothing is missing
+    rig.worker.store(3)
+    rig.publish()
+    rig.worker.store(5)
+    rig.publish(lose=True)
+    rig.worker.store(9)
+    rig.publish()
+    assert (rig.believed.state("w"), rig.believed.trusted, rig.believed.asks) == ("behind", 0, [("w", 1)])
+    rig.worker.store(10)
+    rig.publish()  # while the replay is under way
+    rig.answer()
+    assert (rig.believed.state("w"), rig.believed.trusted, rig.known()) == ("live", 1, 10)
+
+
+def test_a_replay_that_begins_too_late_is_half_believed():
+    rig = Rig()
+    for depth in range(1, 9):
+        rig.worker.store(depth)
+    rig.sent = 8
+    rig.believed.connected("w", 0.0)
+    rig.answer(keep=2)
+    assert (rig.believed.state("w"), rig.believed.trusted) == ("partial", 0)
+    rig.worker.store(9)
+    rig.publish()
+    assert (rig.believed.state("w"), rig.known()) == ("partial", 9)
+
+
+def test_a_replay_that_breaks_off_is_asked_for_again():
+    rig = Rig()
+    rig.believed.connected("w", 0.0)
+    rig.answer()
+    rig.worker.store(3)
+    rig.publish(lose=True)
+    rig.worker.store(4)
+    rig.publish()
+    rig.answer(whole=False)
+    assert rig.believed.trusted == 0
+    rig.settle()
+    assert (rig.believed.trusted, rig.known()) == (1, 4)
+
+
+def test_a_restart_forgets_the_old_life():
+    rig = Rig()
+    rig.believed.connected("w", 0.0)
+    rig.answer()
+    for depth in (3, 6, 8):
+        rig.worker.store(depth)
+        rig.publish()
+    rig.worker.restart(100.0)
+    rig.sent = 0
+    rig.worker.store(2)
+    rig.publish()  # number 0 again, later than all before: a new life
+    assert rig.believed.trusted == 0
+    rig.answer()
+    assert (rig.believed.trusted, rig.known()) == (1, 2)
+    rig.believed.live("w", 0, rig.worker.log[0], rig.now)  # the same once more
+    assert (rig.believed.trusted, rig.known(), rig.believed.asks) == (1, 2, [])
+    rig.believed.lost("w")
+    assert (rig.believed.trusted, rig.known()) == (0, 0)
+
+
+def test_silence_where_there_should_be_events_ends_the_trust_and_an_event_brings_it_back():
+    rig = Rig()
+    rig.believed.connected("w", 0.0)
+    rig.answer()
+    rig.worker.store(3)
+    rig.publish()
+    rig.believed.answered("w", KEYS[:3], 10.0)  # known: nothing is owed
+    rig.believed.check(100.0)
+    assert rig.believed.trusted == 1
+    rig.believed.answered("w", KEYS[:6], 100.0)
+    rig.believed.check(100.0 + STALE_AFTER_S - 1)
+    assert rig.believed.trusted == 1
+    rig.believed.check(100.0 + STALE_AFTER_S + 1)
+    assert (rig.believed.state("w"), rig.believed.trusted) == ("stale", 0)
+    rig.worker.store(6)
+    rig.publish()
+    assert (rig.believed.state("w"), rig.believed.trusted, rig.known()) == ("live", 1, 6)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.sampled_from(["store", "evict", "lose", "publish", "answer", "restart", "reconnect"]), max_size=40), st.data())
+def test_whatever_is_lost_the_end_is_the_truth(steps: list[str], data: st.DataObject):
+    """And at no moment is an index believed that says something else than the worker had published when it was last heard."""
+    rig = Rig()
+    rig.believed.connected("w", 0.0)
+    for step in steps:
+        rig.now += 1.0
+        if step in ("store", "evict"):
+            getattr(rig.worker, step)(data.draw(st.integers(0, 10)))
+        elif step == "restart":
+            rig.worker.restart(rig.worker.ts + 100)
+            rig.sent = 0
+            rig.believed.lost("w")
+            rig.believed.connected("w", rig.now)
+        elif step == "reconnect":
+            rig.believed.connected("w", rig.now)
+        elif step == "answer":
+            rig.answer()
+        else:
+            rig.publish(lose=step == "lose")
+    rig.worker.store(1)
+    rig.publish()
+    rig.settle()
+    if rig.believed.trusted:
+        assert rig.known() == rig.truth()
+    assert rig.believed.trusted == 1

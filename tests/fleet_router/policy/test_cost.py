@@ -1,0 +1,322 @@
+"""The cost of a pair: what it prefers, what it looks at, and what it learns."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fleet_router.policy.candidate import Candidate, prefill_done, prefill_sent
+from fleet_router.policy.cost import EPSILON_S, EPSILON_SHARE, CostAsk, Offer, _decode_parts, _prefill_parts, cheapest
+from fleet_router.policy.group import Group
+from fleet_router.policy.ring import LOAD_FLOOR, cap_of
+from fleet_router.policy.routing import Routing
+from fleet_router.policy.side import WHOLE
+from fleet_router.policy.trip import Trip
+
+GROUP = ("t", "c")
+KEY = 7
+
+
+def fleet(prefill: int, decode: int, slots: int = 0) -> tuple[Group, dict[str, Candidate]]:
+    """A group of idle workers whose pairs have all met."""
+    group = Group(GROUP)
+    names = [f"p{i}" for i in range(prefill)] + [f"d{i}" for i in range(decode)]
+    made = [Candidate(n, "prefill" if n[0] == "p" else "decode", GROUP, 0, slots) for n in names]
+    for worker in made:
+        group.adopt(worker)
+    group.update([(worker, 1 << i) for i, worker in enumerate(made)])
+    for i in range(prefill):
+        for j in range(decode):
+            group.pairs.observe(f"p{i}", f"d{j}", 1000, group.pairs.common.at(1000))
+    return group, {worker.uid: worker for worker in made}
+
+
+def ask(tokens: float = 3000.0, **more) -> CostAsk:
+    given = {"ring_key": KEY, "now": 100.0, "bound": 1.25, "min_uncached": 64.0} | more
+    return CostAsk(tokens, **given)
+
+
+def chosen(offer: Offer | None) -> tuple[str | None, str]:
+    assert offer is not None
+    return offer.prefill.uid if offer.prefill else None, offer.decode.uid
+
+
+def load(worker: Candidate, requests: int) -> None:
+    for _ in range(requests):
+        worker.began()
+
+
+# -- local, remote, kept -------------------------------------------------------------------------------------------------------
+def test_an_idle_fleet_prefills_on_decode_and_a_busy_decode_worker_lets_others():
+    group, workers = fleet(1, 1)
+    assert chosen(cheapest(ask(), group, (), None)) == (None, "d0")
+    load(workers["d0"], 16)
+    assert chosen(cheapest(ask(), group, (), None)) == ("p0", "d0")
+
+
+def test_a_backlog_of_the_prefill_worker_sends_the_prompt_to_decode():
+    group, workers = fleet(1, 1)
+    load(workers["d0"], 16)
+    workers["p0"].free_at = 103.0
+    found = cheapest(ask(), group, (), None)
+    assert chosen(found) == (None, "d0")
+    assert found.reason == "local prefill costs less"
+
+
+def test_slow_transfers_are_weighed():
+    group, workers = fleet(1, 1)
+    load(workers["d0"], 16)
+    for _ in range(50):
+        group.pairs.observe("p0", "d0", 3000, 2.0)
+    assert chosen(cheapest(ask(), group, (), None)) == (None, "d0")
+
+
+def test_full_decode_workers_leave_the_request_on_prefill_when_waiting_costs_more():
+    group, workers = fleet(1, 1, slots=4)
+    load(workers["d0"], 4)
+    for _ in range(100):
+        group.answer.observe(60.0)
+    found = cheapest(ask(), group, (), None)
+    assert chosen(found) == (None, "p0")
+    assert found.reason.startswith("decode workers are full")
+    for _ in range(300):
+        group.answer.observe(0.1)
+    assert chosen(cheapest(ask(), group, (), None))[1] == "d0"
+
+
+def test_after_prefill_failed_nobody_of_prefill_takes_part():
+    group, workers = fleet(2, 1, slots=1)
+    load(workers["d0"], 9)
+    assert chosen(cheapest(ask(local=True), group, (), None)) == (None, "d0")
+
+
+@pytest.mark.parametrize("by_cost", [True, False])
+@pytest.mark.parametrize(("held", "prefill"), [(2950.0, None), (1500.0, "p0")])
+def test_the_threshold_is_a_floor_for_cost_and_the_rule_without_it(by_cost: bool, held: float, prefill: str | None):
+    group, workers = fleet(1, 1)
+    load(workers["d0"], 40)
+    found = cheapest(ask(by_cost=by_cost, tokens=3000.0), group, [(held, 3)], None)
+    assert chosen(found) == (prefill, "d0")
+
+
+def test_by_threshold_an_idle_decode_worker_gets_long_prompts_from_prefill():
+    group, _ = fleet(1, 1)
+    assert chosen(cheapest(ask(by_cost=False), group, (), None)) == ("p0", "d0")
+
+
+def test_a_class_that_can_wait_spares_the_others():
+    group, workers = fleet(1, 1)
+    load(workers["d0"], 4)
+    workers["p0"].free_at = 100.05
+    assert chosen(cheapest(ask(), group, (), None)) == (None, "d0")
+    assert chosen(cheapest(ask(others=20.0), group, (), None)) == ("p0", "d0")
+
+
+# -- which worker --------------------------------------------------------------------------------------------------------------
+def test_a_prefix_draws_until_its_queue_outweighs_it():
+    group, workers = fleet(3, 1)
+    steps = [(2500.0, workers["p1"].bit)]
+    assert chosen(cheapest(ask(by_cost=False), group, steps, None))[0] == "p1"
+    workers["p1"].free_at = 100.2
+    assert chosen(cheapest(ask(by_cost=False), group, steps, None))[0] == "p1"
+    workers["p1"].free_at = 100.4
+    assert chosen(cheapest(ask(by_cost=False), group, steps, None))[0] != "p1"
+
+
+def test_a_faster_worker_is_preferred_once_it_is_known():
+    group, workers = fleet(3, 1)
+    for _ in range(20):
+        workers["p2"].prefill.observe(3000, 0.05)
+    workers["p2"].note_speed()
+    assert {chosen(cheapest(ask(by_cost=False, ring_key=key), group, (), None))[0] for key in range(50)} == {"p2"}
+
+
+def test_a_pair_that_never_met_is_passed_over_for_one_that_did():
+    group, workers = fleet(2, 2)
+    group.pairs._lines.clear()
+    group.pairs.observe("p1", "d0", 10, 0.02)
+    load(workers["d0"], 1)
+    load(workers["d1"], 1)
+    assert {chosen(cheapest(ask(by_cost=False, ring_key=key), group, (), None)) for key in range(20)} == {("p1", "d0")}
+
+
+def test_near_equal_costs_are_settled_by_the_ring_alike_in_every_router():
+    one, _ = fleet(8, 8)
+    two, workers = fleet(8, 8)
+    for worker in workers.values():
+        worker.free_at = 100.0 + random.Random(worker.uid).random() * EPSILON_S / 2
+    seen = set()
+    for key in range(0, 2**64, 2**64 // 200):
+        found = chosen(cheapest(ask(by_cost=False, ring_key=key), one, (), None))
+        assert chosen(cheapest(ask(by_cost=False, ring_key=key), two, (), None)) == found
+        seen.add(found[0])
+    assert len(seen) == 8
+
+
+def test_an_adapter_goes_where_it_is_loaded():
+    group, workers = fleet(2, 2)
+    offer = Offer(0, workers["p1"], workers["d1"], 10, 10, "", 0)
+    Trip(group, offer, 90.0, stream=True, adapter="billing").over(90.0)
+    asked = [chosen(cheapest(ask(by_cost=False, adapter="billing", ring_key=key), group, (), None)) for key in range(20)]
+    assert set(asked) == {("p1", "d1")}
+    others = {chosen(cheapest(ask(by_cost=False, adapter="legal", ring_key=key << 58), group, (), None)) for key in range(64)}
+    assert len(others) > 1
+
+
+def test_a_new_worker_begins_slowly():
+    routing = Routing()
+    old = [Candidate(f"d{i}", "decode", GROUP, 0) for i in range(3)]
+    routing.update(old, 0.0, 60.0)
+    assert all(worker.share == 1.0 for worker in old)  # a router that starts finds no new workers
+    fresh = Candidate("d9", "decode", GROUP, 0)
+    routing.update([*old, fresh], 10.0, 60.0)
+    for worker in old:
+        load(worker, 8)
+    given = []
+    for second in (10, 25, 40, 71):
+        routing.tick(float(second), 60.0)
+        taken = 0
+        while chosen(routing.decide(ask(now=float(second)), ()))[1] == "d9" and taken < 99:
+            fresh.began()
+            taken += 1
+        given.append(fresh.inflight)
+    assert given[0] == 1
+    assert given == sorted(given)
+    assert given[-1] >= 8
+
+
+# -- bound, exactness, what is looked at -----------------------------------------------------------------------------------------
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 40), st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 40)), min_size=1, max_size=120))
+def test_no_worker_exceeds_the_bound_whatever_it_holds(size: int, asked: list[tuple[int, int]]):
+    group, workers = fleet(1, size)
+    for key, holder in asked:
+        bit = workers[f"d{holder % size}"].bit
+        total = group.decode.inflight
+        _, decode = chosen(cheapest(ask(ring_key=key, local=True), group, [(2999.0, bit)], None))
+        workers[decode].began()
+        assert workers[decode].inflight <= max(LOAD_FLOOR, cap_of(total, size, 1.25))
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.randoms(use_true_random=False), st.integers(1, WHOLE), st.integers(1, WHOLE), st.booleans())
+def test_the_best_of_all_pairs_is_found_but_for_epsilon(rng: random.Random, prefill: int, decode: int, by_cost: bool):
+    """Against every pair of a small fleet. Pairs differ by their handshake alone here, which bounds what three of each miss."""
+    group, workers = fleet(prefill, decode)
+    for worker in workers.values():
+        worker.free_at = 100.0 + rng.choice([0, rng.random() * 3])
+        load(worker, rng.randrange(4))
+    for pair in rng.sample(sorted(group.pairs._lines), len(group.pairs._lines) // 2):
+        del group.pairs._lines[pair]
+    steps = [(2000.0, rng.getrandbits(prefill + decode)), (500.0, rng.getrandbits(prefill + decode))]
+    asked = ask(by_cost=by_cost, bound=10.0, min_uncached=0.0)
+    found = cheapest(asked, group, steps, None)
+    decodes, prefills = group.decode.members, group.prefill.members
+    remote, local, missing = _decode_parts(asked, group, decodes, steps)
+    costs, _ = _prefill_parts(asked, prefills, steps)
+    pairs = group.pairs
+    every = [
+        costs[i] + remote[j] + pairs.cost_s(p.uid, d.uid, missing[j]) - pairs.least_s(missing[j])
+        for i, p in enumerate(prefills)
+        for j, d in enumerate(decodes)
+    ]
+    best = min([*every, *(local if by_cost else [])])
+    slack = 3 * EPSILON_S + 2 * EPSILON_SHARE * (best + 1)
+    assert found.cost_s <= best + slack + pairs.handshake.value
+
+
+@pytest.mark.parametrize("size", [16, 64, 256, 1024])
+def test_what_is_looked_at_does_not_grow_with_the_fleet(size: int):
+    group = Group(GROUP)
+    rng = random.Random(size)
+    made = [Candidate(f"{i}", "prefill" if i % 4 == 0 else "decode", GROUP, 0) for i in range(size)]
+    group.update([(worker, 1 << i) for i, worker in enumerate(made)])
+    for _ in range(200):
+        everybody = (1 << size) - 1
+        deep = sum(1 << rng.randrange(size) for _ in range(3)) & everybody
+        found = cheapest(ask(ring_key=rng.getrandbits(64)), group, [(2500.0, deep), (500.0, everybody & ~deep)], None)
+        assert found.looked <= 2 * WHOLE + 9
+        found.decode.began()
+
+
+def test_of_a_large_fleet_holders_and_idle_ones_are_looked_at():
+    group, workers = fleet(1, 200)
+    for i in range(200):
+        load(workers[f"d{i}"], 2)
+    idle, holder = workers["d150"], workers["d77"]
+    idle.ended()
+    idle.ended()
+    looked = group.decode.look([(2500.0, holder.bit)], KEY, 1.25, None)
+    assert idle in looked
+    assert holder in looked
+    own = group.decode.ring.first(KEY, workers)
+    assert workers[own] in looked
+    some = {f"d{i}" for i in range(0, 200, 50)}
+    assert {w.uid for w in group.decode.look((), KEY, 1.25, lambda worker: worker.uid in some)} == some
+
+
+# -- learning ------------------------------------------------------------------------------------------------------------------
+def test_the_queue_follows_what_really_happens():
+    _, workers = fleet(1, 1)
+    worker = workers["p0"]
+    first = prefill_sent(worker, 1000, 0.0)
+    second = prefill_sent(worker, 1000, 0.0)
+    expected = worker.free_at
+    assert expected == pytest.approx(0.2)  # tokens queue, the fixed part of both runs at once
+    assert prefill_done(first, 0.5, learn=True) == pytest.approx(0.5)
+    assert worker.free_at == pytest.approx(expected + 0.39)  # late by so much: so is everything behind it
+    assert prefill_done(second, 1.0, learn=True) == pytest.approx(0.51)  # not 1.0: it waited for the first
+    assert worker.free_at == 1.0
+    assert worker.prefill.at(1000) > 0.11
+    third = prefill_sent(worker, 1000, 2.0)
+    prefill_done(third, 2.1, learn=False)
+    assert (worker.pending, worker.free_at) == (0, 2.1)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_trip_teaches_what_it_saw(stream: bool):
+    group, workers = fleet(1, 1)
+    offer = Offer(0, workers["p0"], workers["d0"], 2000, 3000, "", 0)
+    moved, prefill, drag = group.pairs.cost_s("p0", "d0", 3000), workers["p0"].prefill.at(2000), workers["d0"].drag_s
+    for start in range(40):
+        trip = Trip(group, offer, float(start), stream=stream)
+        trip.prefilled(start + 0.05)
+        trip.first_token(start + 0.3)
+        load(workers["d0"], 1)
+        trip.ended(start + 0.9, 31)
+        trip.over(start + 0.9)
+    assert workers["p0"].prefill.at(2000) == pytest.approx(0.05, rel=0.1) != prefill
+    assert group.speed["prefill"].at(2000) == pytest.approx(0.05, rel=0.1)
+    if stream:
+        assert group.pairs.cost_s("p0", "d0", 3000) == pytest.approx(0.25, rel=0.1)
+        assert group.output.value < 60
+        assert workers["d0"].drag_s != drag
+    else:
+        assert group.pairs.cost_s("p0", "d0", 3000) == moved
+    assert workers["p0"].pending == 0
+
+
+def test_a_new_worker_is_believed_to_be_like_the_others():
+    group, workers = fleet(1, 1)
+    for _ in range(50):
+        group.speed["prefill"].observe(1000, 0.02)
+    fresh = Candidate("p9", "prefill", GROUP, 0)
+    group.adopt(fresh)
+    assert fresh.token_s * 1000 + fresh.base_s == pytest.approx(0.02, rel=0.15)
+    for _ in range(400):
+        group.relax(0.9, 0, 1)
+    assert workers["p0"].prefill.at(1000) == pytest.approx(group.speed["prefill"].at(1000), rel=0.01)
+
+
+def test_a_tier_serves_its_own_and_all_when_it_cannot():
+    routing = Routing()
+    small, large = Candidate("s", "decode", ("small", "c"), 0), Candidate("l", "decode", ("large", "c"), 0)
+    routing.update([small, large], 0.0, 0.0)
+    assert {chosen(routing.decide(ask(ring_key=key << 60), (), tier="small"))[1] for key in range(16)} == {"s"}
+    assert {chosen(routing.decide(ask(ring_key=key << 60), (), tier="large"))[1] for key in range(16)} == {"l"}
+    assert routing.decide(ask(), (), tier="gone") is not None
+    routing.update([large], 1.0, 0.0)
+    assert chosen(routing.decide(ask(), (), tier="small"))[1] == "l"

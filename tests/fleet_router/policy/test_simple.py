@@ -1,0 +1,109 @@
+"""Policies that go by one rule: by hash, by load, by turns; the ring and the bound."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fleet_router.policy.candidate import Candidate
+from fleet_router.policy.choose import Ask, Choice, Refusal, choose
+from fleet_router.policy.ring import LOAD_FLOOR, Ring, load_cap
+
+GROUP = ("t", "c")
+
+
+def workers(**inflight: int) -> list[Candidate]:
+    return [
+        Candidate(name, "prefill" if name.startswith("p") else "decode", GROUP, load, bit=1 << i)
+        for i, (name, load) in enumerate(inflight.items())
+    ]
+
+
+def decide(candidates: list[Candidate], policy: str = "prefixHash", key: int = 100, steps=(), turn: int = 1, least: float = 64.0):
+    by_role = {role: [c for c in candidates if c.role == role] for role in ("prefill", "decode")}
+    rings = {role: Ring([c.uid for c in by_role[role]]) for role in by_role}
+    return choose(Ask(key, 3000.0, least, turn), by_role, steps, rings, policy, 1.25)
+
+
+def test_no_decode_worker_is_a_refusal():
+    assert isinstance(decide(workers(p1=0)), Refusal)
+
+
+def test_without_a_compatible_prefill_worker_the_decode_worker_prefills():
+    stranger = Candidate("p1", "prefill", ("t", "other"), 0)
+    assert decide([stranger, *workers(d1=0)]) == Choice(None, "d1", "no compatible prefill worker")
+
+
+def test_k15_pairs_are_only_made_inside_a_group():
+    other = [Candidate("p9", "prefill", ("t", "x"), 0), Candidate("d9", "decode", ("t", "x"), 9)]
+    found = decide([*workers(p1=5, d1=0), *other], "leastLoad")
+    assert (found.prefill, found.decode) == ("p1", "d1")
+
+
+@pytest.mark.parametrize(("held", "least", "prefill"), [(2990, 64, None), (2900, 64, "p1"), (0, math.inf, None)])
+def test_a_prompt_that_is_cached_is_prefilled_where_it_is(held: float, least: float, prefill: str | None):
+    assert decide(workers(d1=0, p1=0), steps=[(held, 1)], least=least).prefill == prefill
+
+
+def test_round_robin_takes_turns_and_least_load_the_idle_one():
+    pool = workers(p1=3, p2=0, d1=0, d2=0)
+    assert [decide(pool, "roundRobin", turn=t).prefill for t in range(4)] == ["p1", "p2", "p1", "p2"]
+    assert {decide(pool, "leastLoad", turn=t).prefill for t in range(4)} == {"p2"}
+
+
+def test_prefix_hash_ignores_what_is_cached_elsewhere():
+    pool = workers(p1=0, p2=0, p3=0, d1=0)
+    assert len({decide(pool, steps=[(900.0, bit)]).prefill for bit in (1, 2, 4)}) == 1
+
+
+@given(st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=300), st.sampled_from([1.0, 1.25, 2.0]))
+def test_bounded_load_holds_whatever_the_keys(keys: list[int], bound: float):
+    loads = dict.fromkeys(("p1", "p2", "p3", "p4", "p5"), 0)
+    for key in keys:
+        found = decide([*workers(**loads), Candidate("d1", "decode", GROUP, 0)], key=key).prefill
+        cap = load_cap(list(loads.values()), bound if bound == 1.25 else 1.25)
+        loads[found] += 1
+        assert loads[found] <= max(LOAD_FLOOR, cap)
+
+
+def test_a_worker_that_joins_or_leaves_moves_only_its_own_keys():
+    names = [f"w{i}" for i in range(8)]
+    before, after = Ring(names), Ring(names[:-1])
+    for key in range(0, 2**64, 2**64 // 500):
+        owner = before.first(key, names)
+        if owner != "w7":
+            assert after.first(key, names) == owner
+
+
+@given(st.integers(0, 2**64 - 1), st.sets(st.sampled_from("abcdef")))
+def test_a_key_belongs_to_the_first_wanted_worker_clockwise(key: int, wanted: set[str]):
+    ring = Ring(list("abcde"))
+    clockwise = sorted(((point - key) % 2**64, name) for point, name in zip(ring._points, ring._names, strict=True))
+    assert ring.first(key, wanted) == next((name for _, name in clockwise if name in wanted), None)
+
+
+def test_an_empty_ring_has_nobody():
+    assert Ring([]).first(1, {"a"}) is None
+
+
+@given(st.lists(st.sampled_from("abcdefgh"), unique=True), st.lists(st.sampled_from("abcdefgh"), unique=True, min_size=1))
+def test_a_ring_that_grew_from_another_is_the_ring_of_its_workers(before: list[str], now: list[str]):
+    grown, built = Ring(now, Ring(before)), Ring(now)
+    assert (grown._points, grown._names) == (built._points, built._names)
+
+
+@given(st.integers(0, 2**64 - 1), st.sets(st.sampled_from("abcde"), min_size=1))
+def test_nearest_is_first(key: int, wanted: set[str]):
+    ring = Ring(list("abcde"))
+    assert ring.owner(key) == ring.first(key, "abcde")
+    assert ring.nearest(key, sorted(wanted)) == ring.first(key, wanted)
+    along = list(ring.along(key, 320))
+    assert next(name for name in along if name in wanted) == ring.first(key, wanted)
+
+
+@pytest.mark.parametrize(("loads", "cap"), [([], 0), ([0, 0], 2), ([10, 10], 14), ([0], 2), ([7], 10)])
+def test_load_cap(loads: list[int], cap: int):
+    assert load_cap(loads, 1.25) == cap

@@ -1,0 +1,307 @@
+"""Precise knowledge in a router: real ZMQ from the engine's own publisher, a real tokenizer from an agent's route."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from fleet_router.config import RouterConfig
+from fleet_router.hints import NO_HINTS
+from fleet_router.knowledge import INLINE_CHARS, NOT_KNOWN, Counted, Knowledge
+from fleet_router.request import parse_body
+from fleet_router.tokeniser import Tokeniser, fetch
+from fleet_wire.blocks import chain, root_hash
+from fleet_wire.endpoints import Endpoint
+from fleet_worker.config import KvSettings, WorkerConfig
+from fleet_worker.engine.assemble import build_core
+from fleet_worker.engine.blocks import CacheEvent
+from fleet_worker.engine.core import EngineCore
+from fleet_worker.engine.kvevents import KvEventPublisher
+from fleet_worker.engine.llama import Llama
+from fleet_worker.engine.modelconfig import read_config
+from fleet_worker.engine.sequence import Sampling, Sequence
+from fleet_worker.engine.text import Text
+from fleet_worker.engine.weights import load_weights
+from fleet_worker.tinymodel import make_tiny_model
+from tests.fleet_router.rig import until
+
+SIZE = 16
+CONFIG = RouterConfig(fleet="f", served_name="m", max_input_tokens=100_000)
+PROMPT = "The router moves blocks of keys and values between two workers before noon again. " * 8
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+class Publisher:
+    """A worker's events: published when asked to, replays answered all the time."""
+
+    def __init__(self, host: str, root: bytes) -> None:
+        self.host, self._root = host, root
+        self.engine = KvEventPublisher(host, 5557, 5558, SIZE)
+
+    def store(self, ids: list[int], *, until: int | None = None) -> None:
+        parent, changes = None, []
+        for i, name in enumerate(chain(self._root, ids, SIZE)):
+            if until is not None and i >= until:
+                break
+            changes.append(CacheEvent(stored=True, name=name, parent=parent, tokens=tuple(ids[i * SIZE : (i + 1) * SIZE])))
+            parent = name
+        self.engine.publish(changes)
+
+    async def settle(self, check: Callable[[], bool], knowledge: Knowledge, deadline_s: float = 8.0) -> None:
+        end = time.monotonic() + deadline_s
+        while not check():
+            assert time.monotonic() < end, "not within the deadline"
+            self.engine.publish([])
+            knowledge.tick(time.monotonic())
+            await asyncio.sleep(0.01)
+
+
+async def agent(host: str, folder: Path) -> asyncio.Server:
+    """The one route of an agent that a router asks."""
+    files = {name: (folder / name).read_text() for name in ("tokenizer.json", "tokenizer_config.json")}
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        body = json.dumps(files).encode()
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        await writer.drain()
+        writer.close()
+
+    return await asyncio.start_server(serve, host, 9000)
+
+
+def endpoint(host: str, uid: str = "w") -> Endpoint:
+    return Endpoint(
+        name=uid, uid=uid, address=host, http_port=1, agent_port=9000, role="decode", tier="t", revision="r", compat="c",
+        events_port=5557, replay_port=5558,
+    )  # fmt: skip
+
+
+def run(host: str, folder: Path, test: Callable[[Knowledge, Publisher], Awaitable[None]]) -> None:
+    async def go() -> None:
+        server, publisher, said = await agent(host, folder), Publisher(host, root_hash("c", SIZE)), []
+        knowledge = Knowledge(time.monotonic, said.append)
+        try:
+            knowledge.follow([(endpoint(host), 1)])
+            await test(knowledge, publisher)
+        finally:
+            await asyncio.to_thread(knowledge.stop)
+            publisher.engine.close()
+            server.close()
+
+    asyncio.run(go())
+
+
+async def counted(knowledge: Knowledge, body: dict, *, chat: bool = False) -> Counted:
+    ask = parse_body(msgspec.json.encode({"model": "m", **body}), chat, CONFIG)
+    later: asyncio.Future[Counted] = asyncio.get_running_loop().create_future()
+    return knowledge.count(ask, chat, later.set_result) or await asyncio.wait_for(later, 10)
+
+
+def ready(knowledge: Knowledge) -> bool:
+    return knowledge._tokeniser is not None and knowledge.believed.trusted == 1
+
+
+def test_a_prompt_is_known_where_the_engine_said_so(folder: Path):
+    text = Text(folder)
+
+    async def go(knowledge: Knowledge, publisher: Publisher) -> None:
+        ids = text.encode(PROMPT)
+        publisher.store(ids)  # before anybody listens: the replay has it
+        await publisher.settle(lambda: ready(knowledge) and len(knowledge.believed.index) > 3, knowledge)
+        found = await counted(knowledge, {"prompt": PROMPT})
+        assert found.tokens == len(ids)
+        whole = len(ids) // SIZE * SIZE
+        hints = knowledge.hints(found, NO_HINTS)
+        assert (hints.tokens, hints.blocks, hints.precise) == (len(ids), ((whole, 1),), 1)
+        as_ids = await counted(knowledge, {"prompt": ids})
+        assert knowledge.hints(as_ids, NO_HINTS).blocks == ((whole, 1),)
+        other = await counted(knowledge, {"prompt": "Something else. " + PROMPT})
+        assert knowledge.hints(other, NO_HINTS).blocks == ()
+        assert knowledge.hints(NOT_KNOWN, NO_HINTS) is NO_HINTS
+
+    run("127.84.0.1", folder, go)
+
+
+def test_a_conversation_is_rendered_as_the_engine_does(folder: Path):
+    text = Text(folder)
+    messages = [{"role": "system", "content": PROMPT}, {"role": "user", "content": [{"type": "text", "text": "Why?"}]}]
+
+    async def go(knowledge: Knowledge, publisher: Publisher) -> None:
+        plain = [messages[0], {"role": "user", "content": "Why?"}]
+        ids = text.encode(text.render_chat(plain), add_special=False)
+        publisher.store(ids)
+        await publisher.settle(lambda: ready(knowledge) and len(knowledge.believed.index) > 3, knowledge)
+        found = await counted(knowledge, {"messages": messages}, chat=True)
+        assert (found.tokens, knowledge.hints(found, NO_HINTS).blocks) == (len(ids), ((len(ids) // SIZE * SIZE, 1),))
+        assert await counted(knowledge, {"messages": messages, "tools": []}, chat=True) == NOT_KNOWN
+        picture = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+        assert await counted(knowledge, {"messages": picture}, chat=True) == NOT_KNOWN
+
+    run("127.84.0.2", folder, go)
+
+
+def test_long_text_is_encoded_beside_the_loop_and_its_beginning_only_once(folder: Path):
+    text = Text(folder)
+    long = PROMPT * 40
+
+    async def go(knowledge: Knowledge, publisher: Publisher) -> None:
+        publisher.store(text.encode("any block at all " * 20))
+        await publisher.settle(lambda: ready(knowledge) and bool(knowledge.believed.index.layouts()), knowledge)
+        ask = parse_body(msgspec.json.encode({"model": "m", "prompt": long}), False, CONFIG)
+        later: asyncio.Future[Counted] = asyncio.get_running_loop().create_future()
+        assert knowledge.count(ask, False, later.set_result) is None
+        stalls, at = [], time.perf_counter()
+        while not later.done():
+            await asyncio.sleep(0)
+            stalls.append(time.perf_counter() - at)
+            at = time.perf_counter()
+        found = later.result()
+        assert found.tokens == len(text.encode(long))
+        more = parse_body(msgspec.json.encode({"model": "m", "prompt": long + " And so on."}), False, CONFIG)
+        reading = knowledge.prefixes.read(long + " And so on.", knowledge._tokeniser.lead)
+        assert 0 < reading.missing_chars <= INLINE_CHARS + 1500
+        assert len(reading.missing) == 1
+        again = knowledge.count(more, False, later.set_exception)
+        assert again is None or again.tokens > found.tokens
+
+    run("127.84.0.3", folder, go)
+
+
+def test_a_worker_that_falls_silent_is_not_believed_until_it_speaks(folder: Path):
+    text = Text(folder)
+
+    async def go(knowledge: Knowledge, publisher: Publisher) -> None:
+        ids = text.encode(PROMPT)
+        publisher.store(ids, until=2)
+        await publisher.settle(lambda: ready(knowledge) and len(knowledge.believed.index) == 2, knowledge)
+        found = await counted(knowledge, {"prompt": PROMPT})
+        knowledge.answered("w", found)  # it computed all of it, and says nothing
+        knowledge.tick(time.monotonic() + 3.0)
+        assert knowledge.believed.trusted == 1
+        knowledge.tick(time.monotonic() + 6.0)
+        assert (knowledge.believed.trusted, knowledge.believed.state("w")) == (0, "stale")
+        publisher.store(ids)
+        await publisher.settle(lambda: knowledge.believed.trusted == 1, knowledge)
+        assert any('state="live"' in line for line in knowledge.lines())
+
+    run("127.84.0.4", folder, go)
+
+
+def test_a_restarted_worker_begins_anew_and_one_that_left_is_forgotten(folder: Path):
+    text = Text(folder)
+
+    async def go(knowledge: Knowledge, publisher: Publisher) -> None:
+        ids = text.encode(PROMPT)
+        publisher.store(ids)
+        await publisher.settle(lambda: ready(knowledge) and len(knowledge.believed.index) > 3, knowledge)
+        publisher.engine.close()
+        await until(lambda: not knowledge.believed.trusted)  # the connection broke: nothing is believed
+        assert len(knowledge.believed.index) == 0
+        publisher.engine = KvEventPublisher(publisher.host, 5557, 5558, SIZE)
+        publisher.store(ids, until=1)
+        await publisher.settle(lambda: knowledge.believed.trusted == 1 and len(knowledge.believed.index) == 1, knowledge)
+        knowledge.follow([])
+        assert (len(knowledge.believed.index), knowledge.believed.state("w")) == (0, None)
+
+    run("127.84.0.5", folder, go)
+
+
+def test_the_tokenizer_agrees_with_the_engines(folder: Path):
+    files = {name: (folder / name).read_text() for name in ("tokenizer.json", "tokenizer_config.json")}
+    mine, theirs = Tokeniser(files), Text(folder)
+    assert mine.usable
+    assert mine.splits
+    for sample in ("", "a", PROMPT, "été 東京 \n\n  spaces   and\ttabs"):
+        assert [*mine.lead, *mine.encode([sample])[0]] == theirs.encode(sample)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"tokenizer.json": "{}"},
+        {"tokenizer.json": "no JSON"},
+        {},
+    ],
+)
+def test_what_is_no_tokenizer_is_refused(files: dict[str, str]):
+    with pytest.raises(ValueError, match=r"tokenizer\.json"):
+        Tokeniser(files)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\n{}",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n[]",
+        b"",
+    ],
+)
+def test_an_agent_without_a_tokenizer_is_an_os_error(answer: bytes):
+    async def go() -> None:
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(answer)
+            writer.close()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        with pytest.raises(OSError):  # noqa: PT011
+            await fetch("127.0.0.1", server.sockets[0].getsockname()[1])
+        server.close()
+
+    asyncio.run(go())
+
+
+def engine(folder: Path) -> EngineCore:
+    """The torch engine itself with a pool of 40 blocks."""
+    config = WorkerConfig(
+        fleet="f", namespace="n", tier="t", role="decode", revision="r", compat="c", model=str(folder), served_name="m",
+        max_model_len=512, kv=KvSettings(block_tokens=SIZE),
+    )  # fmt: skip
+    architecture = read_config(folder)
+    llama = Llama(architecture, load_weights(folder, architecture), SIZE)
+    config = msgspec.structs.replace(config, kv=KvSettings(block_tokens=SIZE, cache_bytes=40 * llama.new_pool(1).nbytes))
+    return build_core(config, llama, architecture.eos_ids)[0]
+
+
+def compute(core: EngineCore, publisher: Publisher, ids: list[int], number: int) -> None:
+    """One request from start to end; what the cache does is published."""
+    core.add(Sequence(f"r{number}", tuple(ids), Sampling(max_tokens=3, temperature=0.0), 1, 0.0, False, None))
+    while core.has_work():
+        core.step()
+        publisher.engine.publish(core.take_cache_events())
+
+
+def test_what_the_torch_engine_computes_and_evicts_is_what_the_router_knows(folder: Path):
+    """Real engine, real events, real tokenizer: the router's names are the engine's, block by block, also after evictions."""
+    text = Text(folder)
+
+    async def go(knowledge: Knowledge, publisher: Publisher) -> None:
+        core = engine(folder)
+        prompts = [f"{number} {PROMPT} {number}" for number in range(6)]
+        for number, prompt in enumerate(prompts):
+            compute(core, publisher, text.encode(prompt), number)
+        held = core.scheduler.blocks
+        await publisher.settle(lambda: ready(knowledge) and len(knowledge.believed.index) == len(held._by_name), knowledge)
+        evicted = 0
+        for prompt in prompts:
+            found = knowledge.hints(await counted(knowledge, {"prompt": prompt}), NO_HINTS)
+            names = list(chain(root_hash("c", SIZE), text.encode(prompt), SIZE))
+            here = len(held.find(names))
+            evicted += here < len(names)
+            assert found.blocks == (((here * SIZE), 1),) if here else found.blocks == ()
+        assert 0 < evicted < len(prompts)  # the pool holds some of them, not all
+
+    run("127.84.0.6", folder, go)
