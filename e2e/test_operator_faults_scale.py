@@ -1,6 +1,7 @@
 """O15: an operator that comes back to many fleets. Stage one: while it was away a worker of every tenth fleet died, so there is
 work. Stage two: all is whole and at rest in time, on little memory, with short passes and few requests. FLEET_O15_FLEETS is how
-many fleets of 8 pods there are, 1,000 if not set; nodes and pods are kwok's."""
+many fleets of 8 pods there are, 1,000 if not set; nodes and pods are kwok's. Times are those of a machine of its own: where
+others use it, they may be longer by what that costs."""
 
 from __future__ import annotations
 
@@ -37,12 +38,20 @@ class Life:
     service: Service
     health: str
 
-    def passes(self) -> tuple[float, float]:
-        """(passes so far, those that took at most PASS_S, by the histogram's bound below it)."""
+    def passes(self, most_s: float) -> tuple[float, float]:
+        """(passes so far, those that took at most so long, by the histogram's bound below it)."""
         text = httpx.get(f"{self.health}/metrics", timeout=10).text
         found = [line for line in text.splitlines() if line.startswith(BUCKET)]
         counts = {line[len(BUCKET) :].partition('"')[0]: float(line.rsplit(" ", 1)[1]) for line in found}
-        return counts["+Inf"], max(count for bound, count in counts.items() if bound != "+Inf" and float(bound) <= PASS_S)
+        return counts["+Inf"], max(count for bound, count in counts.items() if bound != "+Inf" and float(bound) <= most_s)
+
+
+def crowded() -> float:
+    """How much longer everything takes because others use this machine, too: wall time over CPU time of some work; at least 1."""
+    wall, cpu = time.perf_counter(), time.thread_time()
+    while time.thread_time() - cpu < 0.3:
+        pass
+    return max(1.0, (time.perf_counter() - wall) / (time.thread_time() - cpu))
 
 
 def start(plane: KwokPlane, kubeconfig: Any) -> Life:
@@ -90,19 +99,21 @@ async def scenario() -> None:
         first.service.stop()
         plane.services.remove(first.service)
         gone = await kill_some(cluster)
-        mark, begun = plane.audit_size(), time.monotonic()
+        slow, mark, begun = crowded(), plane.audit_size(), time.monotonic()
         life = start(plane, kubeconfig)
         while not await whole(cluster):
             life.service.check()
-            assert time.monotonic() - begun < READY_S, "not whole in time"
+            assert time.monotonic() - begun < READY_S * slow, "not whole in time"
             await asyncio.sleep(1.0)
         whole_s = time.monotonic() - begun
         rest_s = await at_rest(life.service, errors) - begun
-        asked, (passes, short) = requests_of(plane, mark), life.passes()
+        slow = max(slow, crowded())
+        asked, (passes, short) = requests_of(plane, mark), life.passes(PASS_S * slow)
         rss_mb = peak_rss_mb(life.service.pid)
     print(
         f"{FLEETS} fleets: created in {created_s:.0f} s; {len(gone)} workers died; whole again {whole_s:.1f} s and at rest "
-        f"{rest_s:.1f} s after the restart, {asked} requests, {passes:.0f} passes, {short:.0f} short, {rss_mb:.0f} MB"
+        f"{rest_s:.1f} s after the restart, {asked} requests, {passes:.0f} passes, {short:.0f} short, "
+        f"{rss_mb:.0f} MB; {slow:.1f} times slower than alone"
     )
     assert errors == []
     assert rss_mb < RSS_MB

@@ -18,7 +18,7 @@ from fleet_operator.health.pulse import Pulse
 
 REASONS_MOST: Final = 64
 """Reasons that get a label of their own; reasons are ours or the API server's CamelCase words, this bounds what else may come."""
-BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0)
+BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 60.0)
 
 
 class Queue(Protocol):
