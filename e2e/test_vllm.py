@@ -40,8 +40,10 @@ def test_apply_to_tokens_with_vllm(fleet: Fleet):
     alone = f"http://{fleet.pods('prefill')[0]['status']['podIP']}:8000"
     assert ledger.tokens == {request.number: local(alone, request) for request in requests}
     fleet.wait("proof that KV moved", lambda: fleet.condition("Disaggregating")["status"] == "True", 30)
+    # counters are written twice a minute: a write per request would be a write for nobody
+    fleet.wait("the status to count them", lambda: fleet.status()["tiers"][0]["kv"]["transfers"] >= REQUESTS // 2, 60)
     kv = fleet.status()["tiers"][0]["kv"]
-    assert (kv["transfers"] >= REQUESTS // 2, kv["bytes"] > 0, kv["failed"]) == (True, True, 0)
+    assert (kv["bytes"] > 0, kv["failed"]) == (True, 0)
     fleet.wait("vLLM's UCX to say its transport", lambda: fleet.condition("TransportVerified")["status"] == "True", 30)
     assert fleet.condition("TransportVerified")["message"] in ("tier gpu: 1 workers use shm", "tier gpu: 1 workers use tcp")
     fleet.delete_and_leave_nothing()

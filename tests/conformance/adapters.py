@@ -8,8 +8,8 @@ tokens that are right under each. No adapter is there at the beginning of a case
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,18 +111,12 @@ class AdapterConformance:
 
     def test_both_in_one_batch(self, adapted: Adapted):
         adapted.tell(a="one", b="two")
-        answers: dict[str, list[int]] = {}
-
-        def get(number: int, model: str) -> None:
-            answers[f"{number}{model}"] = tokens(ask(adapted.decode, model))
-
-        threads = [threading.Thread(target=get, args=(number, model)) for number in range(3) for model in ("a", "b", "tiny")]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        by_model = {"a": adapted.expected["one"], "b": adapted.expected["two"], "tiny": adapted.expected[""]}
-        assert answers == {f"{number}{model}": by_model[model] for number in range(3) for model in by_model}
+        right = {"a": adapted.expected["one"], "b": adapted.expected["two"], "tiny": adapted.expected[""]}
+        models = [*right] * 3
+        with ThreadPoolExecutor(len(models)) as pool:
+            answers = list(pool.map(lambda model: tokens(ask(adapted.decode, model)), models))
+        wrong = [(model, said, right[model]) for model, said in zip(models, answers, strict=True) if said != right[model]]
+        assert not wrong, wrong
 
     def test_models_lists_them_with_their_parent(self, adapted: Adapted):
         adapted.tell(a="one")

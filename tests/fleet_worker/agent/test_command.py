@@ -13,7 +13,7 @@ from fleet_worker.agent.errors import ConfigError
 from fleet_worker.agent.identity import read_identity
 from fleet_worker.agent.life import Load
 from fleet_worker.agent.supervise import pick_cause
-from fleet_worker.config import KvSettings, Parallel, Ports, WorkerConfig, decode, encode
+from fleet_worker.config import AdapterSettings, KvSettings, Parallel, Ports, WorkerConfig, decode, encode
 
 
 def config(**changes: object) -> WorkerConfig:
@@ -59,6 +59,15 @@ def test_vllm_is_told_its_shape():
         assert option(argv, name) == value
     assert "--enable-expert-parallel" in argv
     assert json.loads(option(argv, "--kv-events-config")) == {"enable_kv_cache_events": False}
+
+
+def test_adapters_on_vllm_need_a_gpu_and_the_refusal_says_why():
+    """Its CPU kernels answer base requests under an adapter that shares the batch (v0.32, seen in the adapter suite)."""
+    given = config(engine="vllm", adapters=AdapterSettings(most=2, max_rank=16, root="/a"))
+    argv = engine_command(given, Place("/m", "127.1.2.3", "/v/vllm", "/scratch", True)).argv
+    assert (option(argv, "--max-loras"), option(argv, "--max-lora-rank")) == ("2", "16")
+    with pytest.raises(ConfigError, match=r"maxSimultaneousAdapters: vLLM without a GPU answers .* under an adapter"):
+        engine_command(given, Place("/m", "127.1.2.3", "/v/vllm", "/scratch", False))
 
 
 def test_what_is_not_asked_is_not_said():

@@ -10,6 +10,7 @@ import json
 import sys
 from dataclasses import dataclass, field
 
+from fleet_worker.agent.errors import ConfigError
 from fleet_worker.config import CONFIG_ENV, ENGINE_TOKEN_ENV, POD_IP_ENV, AdapterSettings, WorkerConfig, encode
 
 MODEL_PATH_ENV = "FLEET_MODEL_PATH"
@@ -84,7 +85,7 @@ def vllm_command(config: WorkerConfig, place: Place) -> EngineCommand:
         env["VLLM_HOST_IP"] = place.pod_ip
     if config.adapters.most:
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
-        argv += vllm_adapters(config.adapters)
+        argv += vllm_adapters(config.adapters, place.has_gpu)
     if place.has_gpu:
         return EngineCommand((*argv, *config.engine_args), env, UCX_TELLS)
     env["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, -(-config.kv.cache_bytes // GIB)))
@@ -107,8 +108,15 @@ def vllm_shape(config: WorkerConfig) -> list[str]:
     return argv
 
 
-def vllm_adapters(settings: AdapterSettings) -> list[str]:
-    """As many adapters in one batch as may be loaded: none is ever put aside for another."""
+def vllm_adapters(settings: AdapterSettings, has_gpu: bool) -> list[str]:
+    """As many adapters in one batch as may be loaded: none is ever put aside for another. ConfigError without a GPU: vLLM 0.32's
+    CPU kernels take slot -1, "no adapter", for the last slot (lora/ops/torch_ops), so that a request for the base model that
+    shares a batch with adapters is answered under whichever lies there: wrong tokens with status 200, seen in our suite."""
+    if not has_gpu:
+        raise ConfigError(
+            "model.maxSimultaneousAdapters: vLLM without a GPU answers requests for the base model under an adapter when both "
+            "share a batch; use a GPU tier, or engine torch"
+        )
     most = str(settings.most)
     rank = next((size for size in VLLM_RANKS if size >= settings.max_rank), VLLM_RANKS[-1])
     return ["--enable-lora", "--max-loras", most, "--max-cpu-loras", most, "--max-lora-rank", str(rank)]
