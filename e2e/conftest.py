@@ -16,6 +16,7 @@ from e2e.fleet import Fleet
 from e2e.kube.controlplane import ControlPlane
 from e2e.kube.nodes import NODES
 from e2e.kube.service import Service
+from fleet_cli.up.bundled import cache_folder
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -56,8 +57,7 @@ def namespace(control_plane: ControlPlane) -> Iterator[str]:
 
 def vllm_environment() -> dict[str, str]:
     """Where pods of engine vllm find it: a container image has it on PATH, these nodes have the cache of `make vllm`."""
-    cache = Path(os.environ.get("INFERENCEFLEET_CACHE", Path.home() / ".cache/inferencefleet"))
-    return {"FLEET_VLLM_BIN": str(cache / "vllm-0.32.0/bin/vllm")}
+    return {"FLEET_VLLM_BIN": str(cache_folder() / "vllm-0.32.0/bin/vllm")}
 
 
 def ready_nodes(plane: ControlPlane) -> set[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,14 +13,8 @@ import yaml
 
 from e2e.kube.controlplane import ControlPlane
 from e2e.kube.service import Service
-from fleet_worker.tinymodel import make_tiny_model
 
 READY_S = 90.0
-
-
-def tiny_model() -> Path:
-    """The tiny Llama of this machine's cache."""
-    return make_tiny_model(Path(os.environ.get("INFERENCEFLEET_CACHE", Path.home() / ".cache/inferencefleet")) / "tiny-llama")
 
 
 def manifest(namespace: str, model: Path) -> dict[str, Any]:

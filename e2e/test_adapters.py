@@ -12,7 +12,8 @@ import httpx
 import pytest
 import torch
 
-from e2e.fleet import Fleet, manifest, tiny_model
+from e2e.fleet import Fleet, manifest
+from fleet_cli.up.bundled import tiny_model
 from tests.adapters import make_adapter, merged
 
 pytestmark = [pytest.mark.timeout(400)]

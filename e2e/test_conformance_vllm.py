@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from fleet_cli.up.bundled import tiny_model
 from fleet_worker.config import KvSettings
-from fleet_worker.tinymodel import make_tiny_model
 from tests.conformance.suite import Conformance, Pair
 from tests.conformance.workers import running, worker_config
 
@@ -23,8 +22,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     found = subprocess.run([str(ROOT / "e2e/vllm/get-vllm")], check=True, capture_output=True, text=True)
     vllm = Path(found.stdout.strip()) / "vllm"
-    cache = Path(os.environ.get("INFERENCEFLEET_CACHE", Path.home() / ".cache/inferencefleet"))
-    model, folder = make_tiny_model(cache / "tiny-llama"), tmp_path_factory.mktemp("vllm")
+    model, folder = tiny_model(), tmp_path_factory.mktemp("vllm")
     settings = KvSettings(lease_s=10.0)
     env = {"FLEET_VLLM_BIN": str(vllm), "OMP_NUM_THREADS": "1"}
     prefill = worker_config("prefill", model, engine="vllm", kv=settings)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from e2e.fleet import tiny_model
+from fleet_cli.up.bundled import tiny_model
 from fleet_worker.config import AdapterSettings
 from tests.conformance.workers import spawn, worker_config
 

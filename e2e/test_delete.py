@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 import httpx
 import pytest
 
-from e2e.fleet import Fleet, manifest, router_processes, tiny_model, worker_processes
+from e2e.fleet import Fleet, manifest, router_processes, worker_processes
 from e2e.kube.service import Service
+from fleet_cli.up.bundled import tiny_model
 
 pytestmark = pytest.mark.timeout(300)
 TOKENS = 400

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from e2e.fleet import Fleet, manifest, tiny_model
+from e2e.fleet import Fleet, manifest
 from e2e.test_churn import load, recording, say
 from e2e.test_traffic import single_process_answers
 from e2e.traffic import read_trace
+from fleet_cli.up.bundled import tiny_model
 
 OUTPUT_TOKENS = 64
 

@@ -15,9 +15,10 @@ import httpx
 import pytest
 import yaml
 
-from e2e.fleet import Fleet, manifest, tiny_model, tokens, worker_processes
+from e2e.fleet import Fleet, manifest, tokens, worker_processes
 from e2e.kube.controlplane import ControlPlane
 from e2e.kube.service import Service
+from fleet_cli.up.bundled import tiny_model
 
 pytestmark = pytest.mark.timeout(590)
 PROMPT = "Both halves of a worker wait for each other before the first token leaves. " * 10

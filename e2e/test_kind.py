@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 import yaml
 
-from e2e.fleet import Fleet, manifest, tiny_model
+from e2e.fleet import Fleet, manifest
 from e2e.helm.chart import CHART, NAMESPACE, RELEASE, helm
 from e2e.helm.world import MADE_BY_KUBERNETES, RESTRICTED
 from e2e.kind.cluster import MODELS, TORCH, KindCluster
 from e2e.test_churn import recording
+from fleet_cli.up.bundled import tiny_model
 
 HERE = Path(__file__).resolve().parent
 FLEETS = "ml"

@@ -12,8 +12,9 @@ import httpx
 import pytest
 from openai import OpenAI
 
-from e2e.fleet import Fleet, manifest, router_processes, rss_mb, tiny_model, tokens, worker_processes
+from e2e.fleet import Fleet, manifest, router_processes, rss_mb, tokens, worker_processes
 from e2e.kube.service import Service
+from fleet_cli.up.bundled import tiny_model
 
 PROMPT = "The operator counts two replicas and the router reads the longest prefix again. " * 10
 

@@ -13,9 +13,10 @@ from contextlib import contextmanager
 
 import pytest
 
-from e2e.fleet import Fleet, manifest, router_processes, tiny_model, worker_processes
+from e2e.fleet import Fleet, manifest, router_processes, worker_processes
 from e2e.kube.controlplane import ControlPlane
 from e2e.traffic import Ledger, read_trace, send
+from fleet_cli.up.bundled import tiny_model
 
 OUTAGE_S = float(os.environ.get("FLEET_O7_S", "45"))
 pytestmark = pytest.mark.timeout(400 + OUTAGE_S)

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from e2e.fleet import Fleet, manifest, tiny_model, tokens
+from e2e.fleet import Fleet, manifest, tokens
 from e2e.kube.nodes import NODES
+from fleet_cli.up.bundled import tiny_model
 from tests.hub import Hub
 
 pytestmark = [pytest.mark.timeout(300)]

@@ -16,11 +16,11 @@ from pathlib import Path
 import httpx
 import pytest
 
+from fleet_cli.up.bundled import tiny_model
 from fleet_router.config import RouterConfig
 from fleet_router.config import encode as encode_config
 from fleet_wire.endpoints import ENDPOINTS_KEY, ROUTER_CONFIG_KEY, Endpoint, Endpoints
 from fleet_wire.endpoints import encode as encode_endpoints
-from fleet_worker.tinymodel import make_tiny_model
 from tests.conformance.workers import Worker, spawn, stop, wait_ready, worker_config
 
 IPS = ("127.85.0.1", "127.85.0.2", "127.85.0.3")
@@ -79,16 +79,10 @@ LIVE = r'^fleet_router_kv_streams\{state="live"\} (\d+)'
 BLOCKS = r"^fleet_router_kv_blocks (\d+)"
 
 
-@pytest.fixture
-def tiny_model() -> Path:
-    cache = Path(os.environ.get("INFERENCEFLEET_CACHE", Path.home() / ".cache/inferencefleet"))
-    return make_tiny_model(cache / "tiny-llama")
-
-
 @pytest.mark.timeout(400)
-def test_a_router_knows_what_it_never_sent(tmp_path: Path, tiny_model: Path):
+def test_a_router_knows_what_it_never_sent(tmp_path: Path):
     config = RouterConfig(fleet="suite", served_name="tiny", prefix_index="precise", max_input_tokens=1024, slow_start_s=0.0)
-    workers = [spawn(worker_config("decode", tiny_model), ip, tmp_path) for ip in IPS]
+    workers = [spawn(worker_config("decode", tiny_model()), ip, tmp_path) for ip in IPS]
     try:
         for worker in workers:
             wait_ready(worker)
@@ -108,7 +102,7 @@ def test_a_router_knows_what_it_never_sent(tmp_path: Path, tiny_model: Path):
             until("the dead worker's stream ends", LIVE, 2)
             assert metric(BLOCKS) < known
             workers[0].process.wait(10)
-            workers[0] = spawn(worker_config("decode", tiny_model), IPS[0], tmp_path)
+            workers[0] = spawn(worker_config("decode", tiny_model()), IPS[0], tmp_path)
             wait_ready(workers[0])
             until("its next life is read", LIVE, 3)
             ask(f"{IPS[0]}:8000", f"new life {WORDS * 6}")

@@ -22,9 +22,10 @@ import yaml
 from openai import OpenAI
 
 from e2e.bench.proxies import ours, workers
-from e2e.fleet import Fleet, manifest, tiny_model
+from e2e.fleet import Fleet, manifest
 from e2e.kube.service import Service
 from fleet_api.parse import parse_fleet
+from fleet_cli.up.bundled import tiny_model
 from fleet_operator.names import ROLE, ROUTER_ROLE, labels
 from fleet_operator.telemetry.collect import open_telemetry
 from fleet_operator.telemetry.series import label_name

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from e2e.fleet import Fleet, manifest, tiny_model, tokens, worker_processes
+from e2e.fleet import Fleet, manifest, tokens, worker_processes
 from e2e.test_churn import load
 from e2e.traffic import read_trace
 from fleet_cli.rollout.history import entries
+from fleet_cli.up.bundled import tiny_model
 
 INTERVAL_S = 20
 ENGINE = b"fleet_worker.engine"

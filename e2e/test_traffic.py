@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from e2e.fleet import Fleet, manifest, tiny_model
+from e2e.fleet import Fleet, manifest
 from e2e.traffic import Ledger, Request, read_trace, send, send_all
+from fleet_cli.up.bundled import tiny_model
 from tests.conformance.workers import running, worker_config
 
 CLIENTS = 4

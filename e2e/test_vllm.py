@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
-from e2e.fleet import Fleet, manifest, tiny_model
+from e2e.fleet import Fleet, manifest
 from e2e.traffic import Request, read_trace, send_all
+from fleet_cli.up.bundled import tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]
 READY_S = 400.0

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from e2e.conftest import vllm_environment
-from e2e.fleet import tiny_model
+from fleet_cli.up.bundled import tiny_model
 from fleet_worker.config import (
     CONFIG_ENV,
     GROUP_SIZE_ENV,

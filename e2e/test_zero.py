@@ -14,11 +14,10 @@ import pytest
 import yaml
 from openai import OpenAI
 
-from e2e.fleet import Fleet, manifest, tiny_model, tokens, worker_processes
+from e2e.fleet import Fleet, manifest, tokens, worker_processes
 from e2e.fleet_up import END_S, free_port, gone, marked, running
 from e2e.test_churn import recording
-from fleet_cli.up.bundled import bundled_manifest
-from fleet_cli.up.bundled import tiny_model as bundled_model
+from fleet_cli.up.bundled import bundled_manifest, tiny_model
 
 PROMPT = "The router sends every prompt to a prefill worker, which computes its keys and values. " * 4
 IDLE_S = 8
@@ -156,7 +155,7 @@ def test_without_nodes_the_request_is_told_when_to_come_again(fleet: Fleet):
 
 def test_fleet_up_wakes_too(tmp_path: Path):
     state, port = tmp_path / "state", free_port()
-    made = bundled_manifest(bundled_model())
+    made = bundled_manifest(tiny_model())
     made["spec"]["scaling"] = {"toZero": {"enabled": True, "idle": f"{IDLE_S}s"}}
     path = tmp_path / "fleet.yaml"
     path.write_text(yaml.safe_dump(made))

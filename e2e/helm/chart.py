@@ -16,6 +16,8 @@ from typing import Any
 
 import yaml
 
+from fleet_cli.up.bundled import cache_folder
+
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "charts/inferencefleet"
 BASE = ROOT / "charts/kustomize/base"
@@ -120,7 +122,7 @@ def main() -> int:
         path.unlink()
     for path, text in generated().items():
         path.write_text(text)
-    cache = Path(os.environ.get("INFERENCEFLEET_CACHE", Path.home() / ".cache/inferencefleet"))
+    cache = cache_folder()
     (cache / "charts").mkdir(parents=True, exist_ok=True)
     print(helm("package", str(CHART), "--destination", str(cache / "charts")).strip())
     return 0

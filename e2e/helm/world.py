@@ -14,11 +14,12 @@ from typing import Any
 import yaml
 
 from e2e.conftest import ready_nodes
-from e2e.fleet import manifest, tiny_model
+from e2e.fleet import manifest
 from e2e.helm.audited import AuditedControlPlane, Right
 from e2e.helm.chart import NAMESPACE, helm, objects
 from e2e.kube.nodes import NODES
 from e2e.kube.service import Service
+from fleet_cli.up.bundled import tiny_model
 
 Helm = Callable[..., str]
 FLEETS = "ml"

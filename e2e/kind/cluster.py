@@ -21,8 +21,8 @@ from typing import Any
 
 import yaml
 
-from e2e.fleet import tiny_model
 from e2e.kube.controlplane import binaries
+from fleet_cli.up.bundled import cache_folder, tiny_model
 
 HERE = Path(__file__).resolve().parent
 TORCH, MODELS = "/opt/inferencefleet/torch", "/opt/inferencefleet/models"
@@ -164,8 +164,7 @@ def _config() -> dict[str, Any]:
 @functools.cache
 def _kubectl() -> str:
     """Beside the control plane of `make kube` when that is there, else on PATH, else made with it (minutes)."""
-    cache = Path(os.environ.get("INFERENCEFLEET_CACHE", Path.home() / ".cache/inferencefleet"))
-    near = [Path(os.environ.get("KUBEBUILDER_ASSETS", "/nowhere")) / "kubectl", *cache.glob("kube-*/kubectl")]
+    near = [Path(os.environ.get("KUBEBUILDER_ASSETS", "/nowhere")) / "kubectl", *cache_folder().glob("kube-*/kubectl")]
     there = [str(path) for path in near if path.exists()]
     return there[0] if there else shutil.which("kubectl") or str(binaries() / "kubectl")
 

@@ -12,15 +12,14 @@ import httpx
 import msgspec
 import pytest
 
-from fleet_worker.tinymodel import make_tiny_model
+from fleet_cli.up.bundled import tiny_model
 from tests.conformance.suite import Conformance, Pair, completion, eventually, prefill_leg, tokens
 from tests.conformance.workers import Worker, running, spawn, wait_ready, worker_config
 
 
 @pytest.fixture(scope="session")
 def tiny() -> Path:
-    cache = Path(os.environ.get("INFERENCEFLEET_CACHE", Path.home() / ".cache/inferencefleet"))
-    return make_tiny_model(cache / "tiny-llama")
+    return tiny_model()
 
 
 @pytest.fixture(scope="module")

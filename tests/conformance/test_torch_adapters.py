@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from fleet_worker.tinymodel import make_tiny_model
+from fleet_cli.up.bundled import tiny_model
 from tests.conformance.adapters import Adapted, AdapterConformance, adapted_pair, ask, tokens
 
 
 @pytest.fixture(scope="module")
 def adapted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Adapted]:
-    cache = Path(os.environ.get("INFERENCEFLEET_CACHE", Path.home() / ".cache/inferencefleet"))
-    model, folder = make_tiny_model(cache / "tiny-llama"), tmp_path_factory.mktemp("adapters")
-    with adapted_pair(model, folder, ("127.78.1.1", "127.78.1.2"), {}) as made:
+    with adapted_pair(tiny_model(), tmp_path_factory.mktemp("adapters"), ("127.78.1.1", "127.78.1.2"), {}) as made:
         yield made
 
 

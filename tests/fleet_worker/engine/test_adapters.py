@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from fleet_cli.up.bundled import tiny_model
 from fleet_wire.kv import KvReference
 from fleet_worker.config import ENGINE_TOKEN_HEADER as TOKEN_HEADER
 from fleet_worker.config import AdapterSettings, KvSettings, WorkerConfig
@@ -24,11 +24,10 @@ from fleet_worker.engine.references import check_reference
 from fleet_worker.engine.server import EngineServer
 from fleet_worker.engine.text import Text
 from fleet_worker.engine.weights import load_weights
-from fleet_worker.tinymodel import make_tiny_model
 from fleet_worker.transfer.base import KvTransferError
 from tests.adapters import make_adapter
 
-FOLDER = make_tiny_model(Path(os.environ.get("INFERENCEFLEET_CACHE", Path.home() / ".cache/inferencefleet")) / "tiny-llama")
+FOLDER = tiny_model()
 ARCHITECTURE = read_config(FOLDER)
 LLAMA = Llama(ARCHITECTURE, load_weights(FOLDER, ARCHITECTURE), 16)
 TEXT = Text(FOLDER)

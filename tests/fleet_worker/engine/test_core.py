@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence as Blocks
 from dataclasses import replace
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -17,10 +15,7 @@ from fleet_worker.engine.core import EngineCore, Limits
 from fleet_worker.engine.errors import BadRequestError, OverloadedError
 from fleet_worker.engine.llama import Llama
 from fleet_worker.engine.metrics import EngineMetrics
-from fleet_worker.engine.modelconfig import read_config
 from fleet_worker.engine.sequence import Sampling, Sequence
-from fleet_worker.engine.weights import load_weights
-from fleet_worker.tinymodel import make_tiny_model
 from fleet_worker.transfer.base import FetchResult, KvReferenceError, KvTransferError
 
 BLOCK = 16
@@ -80,14 +75,6 @@ def reference(tokens: int, blocks: tuple[int, ...] | None = None) -> KvReference
         remote_engine_id="e", remote_request_id="r", remote_host="127.0.0.1", remote_port=5600, remote_num_tokens=tokens,
         lease_id="lease", remote_epoch="epoch", digest="d",
     )  # fmt: skip
-
-
-@pytest.fixture(scope="session")
-def llama() -> Llama:
-    cache = Path(os.environ.get("INFERENCEFLEET_CACHE", Path.home() / ".cache/inferencefleet"))
-    folder = make_tiny_model(cache / "tiny-llama")
-    config = read_config(folder)
-    return Llama(config, load_weights(folder, config), BLOCK)
 
 
 def engine(llama: Llama, blocks: int = 64, batch: int = 8, waiting: int = 100, peer: EngineCore | None = None) -> EngineCore:

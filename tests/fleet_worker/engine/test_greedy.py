@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from pathlib import Path
 
@@ -13,24 +12,9 @@ from fleet_wire.blocks import root_hash
 from fleet_worker.engine.blocks import BlockAllocator
 from fleet_worker.engine.core import EngineCore, Limits
 from fleet_worker.engine.llama import Llama
-from fleet_worker.engine.modelconfig import read_config
 from fleet_worker.engine.sequence import Sampling, Sequence
-from fleet_worker.engine.weights import load_weights
-from fleet_worker.tinymodel import make_tiny_model
 
 BLOCK = 16
-
-
-@pytest.fixture(scope="session")
-def tiny() -> Path:
-    cache = Path(os.environ.get("INFERENCEFLEET_CACHE", Path.home() / ".cache/inferencefleet"))
-    return make_tiny_model(cache / "tiny-llama")
-
-
-@pytest.fixture(scope="session")
-def llama(tiny: Path) -> Llama:
-    config = read_config(tiny)
-    return Llama(config, load_weights(tiny, config), BLOCK)
 
 
 def engine(llama: Llama, blocks: int = 256, batch: int = 16, step_tokens: int = 256) -> EngineCore:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -18,26 +17,11 @@ from fleet_worker.engine.blocks import BlockAllocator
 from fleet_worker.engine.core import EngineCore, Limits
 from fleet_worker.engine.llama import Llama
 from fleet_worker.engine.lora import Adapter
-from fleet_worker.engine.modelconfig import read_config
 from fleet_worker.engine.sequence import Sampling, Sequence
-from fleet_worker.engine.weights import load_weights
-from fleet_worker.tinymodel import make_tiny_model
 from tests.adapters import make_adapter, merged
 
 BLOCK = 16
 Generate = Callable[[list[int], int], list[int]]
-
-
-@pytest.fixture(scope="module")
-def tiny() -> Path:
-    cache = Path(os.environ.get("INFERENCEFLEET_CACHE", Path.home() / ".cache/inferencefleet"))
-    return make_tiny_model(cache / "tiny-llama")
-
-
-@pytest.fixture(scope="module")
-def llama(tiny: Path) -> Llama:
-    config = read_config(tiny)
-    return Llama(config, load_weights(tiny, config), BLOCK)
 
 
 def loaded(llama: Llama, name: str, folder: Path) -> Adapter:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,7 @@ from fleet_worker.engine.errors import ModelFilesError
 from fleet_worker.engine.llama import Chunk, Llama
 from fleet_worker.engine.modelconfig import read_config
 from fleet_worker.engine.weights import load_weights
-from fleet_worker.tinymodel import CONFIG, make_tiny_model
-
-
-@pytest.fixture(scope="session")
-def tiny() -> Path:
-    cache = Path(os.environ.get("INFERENCEFLEET_CACHE", Path.home() / ".cache/inferencefleet"))
-    return make_tiny_model(cache / "tiny-llama")
+from fleet_worker.tinymodel import CONFIG
 
 
 def with_config(folder: Path, **change: Any) -> Path:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from starlette.requests import ClientDisconnect
 
+from fleet_cli.up.bundled import tiny_model
 from fleet_worker.config import KvSettings, WorkerConfig
 from fleet_worker.engine.assemble import build_core
 from fleet_worker.engine.llama import Llama
@@ -23,9 +22,8 @@ from fleet_worker.engine.protocol import MAX_BODY_BYTES
 from fleet_worker.engine.server import EngineServer
 from fleet_worker.engine.text import Text
 from fleet_worker.engine.weights import load_weights
-from fleet_worker.tinymodel import make_tiny_model
 
-FOLDER = make_tiny_model(Path(os.environ.get("INFERENCEFLEET_CACHE", Path.home() / ".cache/inferencefleet")) / "tiny-llama")
+FOLDER = tiny_model()
 ARCHITECTURE = read_config(FOLDER)
 LLAMA = Llama(ARCHITECTURE, load_weights(FOLDER, ARCHITECTURE), 16)
 TEXT = Text(FOLDER)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fleet_cli.up.bundled import tiny_model
 from fleet_worker.engine.errors import BadRequestError, ModelFilesError
 from fleet_worker.engine.text import REPLACEMENT, Detokenizer, Text
-from fleet_worker.tinymodel import make_tiny_model
 
-CACHE = Path(os.environ.get("INFERENCEFLEET_CACHE", Path.home() / ".cache/inferencefleet"))
-TEXT = Text(make_tiny_model(CACHE / "tiny-llama"))
+TEXT = Text(tiny_model())
 
 
 def told(ids: list[int], *stops: str) -> tuple[list[str], str | None]:
@@ -76,7 +74,7 @@ def test_a_stop_string_before_min_tokens_is_plain_text():
 
 
 def template(tmp_path: Path, source: str) -> Text:
-    (tmp_path / "tokenizer.json").write_bytes((CACHE / "tiny-llama/tokenizer.json").read_bytes())
+    (tmp_path / "tokenizer.json").write_bytes((tiny_model() / "tokenizer.json").read_bytes())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": source}))
     return Text(tmp_path)
 
