@@ -222,6 +222,10 @@ class Reconciler:
         """Whether every kind was listed once."""
         return not self._unlisted
 
+    async def wait_synced(self) -> None:
+        """Until every kind was listed once."""
+        await self._complete.wait()
+
     def backlog(self) -> tuple[int, float]:
         """Fleets that wait for a pass, and for how long the one that waits longest has waited, seconds."""
         return self._queue.backlog()
@@ -252,7 +256,7 @@ class Reconciler:
     async def work(self) -> None:
         """Reconcile fleets that changed for ever, every fleet at least each RESYNC_S. Nothing is done before every kind was
         listed once: an empty cache must not look like an empty cluster."""
-        await self._complete.wait()
+        await self.wait_synced()
         async with asyncio.TaskGroup() as group:
             for number in range(AT_ONCE):
                 group.create_task(self._work_on(), name=f"reconcile-{number}")
