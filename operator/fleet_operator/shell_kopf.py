@@ -170,4 +170,4 @@ async def run_in_cluster(
         finally:
             stop.set()
 
-    await until_first_ends(follow(), lead(), audit(cluster, reconciler, namespaces))
+    await until_first_ends(follow(), lead(), audit(cluster, reconciler, kinds, namespaces))
