@@ -34,7 +34,8 @@ class Prometheus:
 
     def answer(self) -> bytes:
         self.asked += 1
-        found = self.spoil([one for pod in self.lab.pods() for one in self._series(pod)])
+        at = self.now()  # all that one scrape finds has one time
+        found = self.spoil([{**one, "values": self._values(one, at)} for pod in self.lab.pods() for one in self._series(pod)])
         if not isinstance(found, list):
             return str(found).encode()
         return json.dumps({"status": "success", "data": {"resultType": "matrix", "result": found}}).encode()
@@ -56,8 +57,11 @@ class Prometheus:
         return [running, self._one("vllm:num_requests_waiting", 0.0, **target), *moved]
 
     def _one(self, name: str, value: float, **labels: str) -> dict[str, Any]:
-        at = self.now()
-        return {"metric": {"__name__": name, **labels}, "values": [[at - 1, str(value)], [at, str(value)]]}
+        return {"metric": {"__name__": name, **labels}, "value": value}
+
+    def _values(self, one: dict[str, Any], at: float) -> list[tuple[float, str]]:
+        text = str(one.pop("value"))
+        return [(at - 1, text), (at, text)]
 
 
 @contextmanager
