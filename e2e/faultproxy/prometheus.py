@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -35,12 +36,13 @@ class Prometheus:
     def answer(self) -> bytes:
         self.asked += 1
         at = self.now()  # all that one scrape finds has one time
-        found = self.spoil([{**one, "values": self._values(one, at)} for pod in self.lab.pods() for one in self._series(pod)])
+        found = self.spoil([one for pod in self.lab.pods() for one in self._series(pod, at)])
         if not isinstance(found, list):
             return str(found).encode()
         return json.dumps({"status": "success", "data": {"resultType": "matrix", "result": found}}).encode()
 
-    def _series(self, pod: dict[str, Any]) -> Series:
+    def _series(self, pod: dict[str, Any], at: float) -> Series:
+        one = partial(_one, at)
         labels = pod["metadata"]["labels"]
         role, name = labels["inferencefleet.io/role"], pod["metadata"]["name"]
         target = {"namespace": self.lab.namespace, "pod": name, "inferencefleet_io_fleet": "f", "job": "j", "instance": name}
@@ -48,20 +50,17 @@ class Prometheus:
             sent = {"prefill": self.prefill, "decode": self.decode}
             clients = {"fleet_router_held": self.held, "fleet_router_arrivals_total": 1_000.0}
             return [
-                *(self._one("fleet_router_inflight", value, **target, role=r, tier="t") for r, value in sent.items()),
-                *(self._one(metric, value, **target) for metric, value in clients.items()),
+                *(one("fleet_router_inflight", value, **target, role=r, tier="t") for r, value in sent.items()),
+                *(one(metric, value, **target) for metric, value in clients.items()),
             ]
         each = self.prefill if role == "prefill" else self.decode / max(1, len(self.lab.pods("decode")))
-        moved = [self._one("vllm:nixl_xfer_time_seconds_count", 1_000.0, **target)]
-        running = self._one("vllm:num_requests_running", each, **target)
-        return [running, self._one("vllm:num_requests_waiting", 0.0, **target), *moved]
+        moved = [one("vllm:nixl_xfer_time_seconds_count", 1_000.0, **target)]
+        running = one("vllm:num_requests_running", each, **target)
+        return [running, one("vllm:num_requests_waiting", 0.0, **target), *moved]
 
-    def _one(self, name: str, value: float, **labels: str) -> dict[str, Any]:
-        return {"metric": {"__name__": name, **labels}, "value": value}
 
-    def _values(self, one: dict[str, Any], at: float) -> list[tuple[float, str]]:
-        text = str(one.pop("value"))
-        return [(at - 1, text), (at, text)]
+def _one(at: float, name: str, value: float, **labels: str) -> dict[str, Any]:
+    return {"metric": {"__name__": name, **labels}, "values": [[at - 1, str(value)], [at, str(value)]]}
 
 
 @contextmanager
