@@ -114,7 +114,7 @@ def to_zero_and_back(lab: Lab) -> None:
         lab.honest()
         direct = bare(lab)
         source.held = 1.0
-        lab.until("somebody asks", lambda: lab.serving(1, 2), 60)
+        lab.until("somebody asks", lambda: lab.condition("Ready")["reason"] == "AllGood", 60)
         source.held = 0.0
         lab.until("at rest again", lambda: at_zero(lab), 60)
         lab.at_rest()
