@@ -171,6 +171,8 @@ def test_full_churn_under_load_loses_nothing(fleet: Fleet, gpu_nodes: Path, tmp_
 
     print(json.dumps({"requests": len(ledger.tokens), "rounds": ledger.rounds, "documents": len(recorder.counts)}))
     assert ledger.errors == {}, said_by_routers(gpu_nodes)
+    restarts = [container["restartCount"] for pod in fleet.pods("router") for container in pod["status"]["containerStatuses"]]
+    assert set(restarts) == {0}, said_by_routers(gpu_nodes)
     assert ledger.tokens == {number: expected.tokens[number] for number in ledger.tokens}
     assert len(ledger.tokens) == len(requests)
     assert len(recorder.counts) >= 8
