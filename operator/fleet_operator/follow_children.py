@@ -6,7 +6,6 @@ to call a handler for each: measured as 1 ms of CPU per event, where a decoded l
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -27,14 +26,15 @@ async def follow_children(cluster: Cluster, feed: Feed, kinds: Sequence[Kind], n
     """For ever: what the watches of these kinds tell goes to `feed`; SYNCED once for a kind, when all its namespaces were listed.
 
     ClusterError when the first list is refused for good. No namespaces: all of them."""
-    waiting: dict[Kind, set[str | None]] = {kind: set(namespaces or (None,)) for kind in kinds}
-    places = [(kind, namespace) for kind in kinds for namespace in namespaces or (None,)]
+    where = {kind: tuple(namespaces) if namespaces and kind.namespaced else (None,) for kind in kinds}
+    waiting: dict[Kind, set[str | None]] = {kind: set(found) for kind, found in where.items()}
+    places = [(kind, namespace) for kind, found in where.items() for namespace in found]
     await until_first_ends(*(_follow(cluster, feed, kind, namespace, waiting[kind]) for kind, namespace in places))
 
 
 async def _follow(cluster: Cluster, feed: Feed, kind: Kind, namespace: str | None, waiting: set[str | None]) -> None:
     await _allowed(cluster, kind, namespace)
-    async for event in cluster.watch(kind, namespace, OURS):
+    async for event in cluster.watch(kind, namespace, None if kind == NODE else OURS):
         if event.type == "SYNCED":
             waiting.discard(namespace)
             if waiting:
@@ -48,13 +48,11 @@ async def _allowed(cluster: Cluster, kind: Kind, namespace: str | None) -> None:
         await cluster.find(kind, namespace, PROBE)
 
 
-async def follow_nodes(cluster: Cluster, feed: Feed) -> None:
-    """For ever, where the operator may: a namespaced installation has no right to them."""
+async def may_read_nodes(cluster: Cluster) -> bool:
+    """A namespaced installation has no right to them."""
     try:
         await _allowed(cluster, NODE, None)
-        async for event in cluster.watch(NODE):
-            if event.type != "SYNCED":
-                feed(NODE, event)
     except ForbiddenError:
         LOG.warning("nodes cannot be read: workers on cordoned, failing or lost nodes are replaced only after they are gone")
-        await asyncio.Event().wait()
+        return False
+    return True

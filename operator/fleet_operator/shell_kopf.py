@@ -23,8 +23,8 @@ import kopf
 
 from fleet_operator.audit import audit
 from fleet_operator.cluster.account import service_account
-from fleet_operator.cluster.interface import FLEET, Cluster, ClusterError, ForbiddenError, Kind, WatchEvent
-from fleet_operator.follow_children import follow_children, follow_nodes
+from fleet_operator.cluster.interface import FLEET, NODE, Cluster, ClusterError, ForbiddenError, Kind, WatchEvent
+from fleet_operator.follow_children import follow_children, may_read_nodes
 from fleet_operator.kopf_settings import RECONNECT_S, configure
 from fleet_operator.reconciler import CHILDREN, Reconciler
 from fleet_operator.together import until_first_ends
@@ -156,6 +156,7 @@ async def run_in_cluster(
         finally:
             stop.set()
 
-    children = follow_children(cluster, reconciler.feed, CHILDREN, namespaces)
-    nodes = follow_nodes(cluster, reconciler.feed)
-    await until_first_ends(follow(), lead(), children, nodes, audit(cluster, reconciler, namespaces))
+    kinds = (FLEET, *CHILDREN, NODE) if await may_read_nodes(cluster) else (FLEET, *CHILDREN)
+    reconciler.expect(kinds)
+    children = follow_children(cluster, reconciler.feed, kinds[1:], namespaces)
+    await until_first_ends(follow(), lead(), children, audit(cluster, reconciler, kinds, namespaces))
