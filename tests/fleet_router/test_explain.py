@@ -88,20 +88,21 @@ def test_a_failed_attempt_and_the_next_one_are_both_told():
 def test_what_runs_is_there_already_and_who_left_is_told_apart():
     async def go(rig: Rig) -> None:
         async def hang(_: Any, writer: asyncio.StreamWriter) -> bool:
-            await asyncio.sleep(0.2)
+            await over.wait()
             answer(writer, 200, {})
             return True
 
+        over = asyncio.Event()
         rig.decode[0].behave = hang
         _, writer, connection = await rig.connect()
         writer.write(http(ask(prompt="short")))
         await until(lambda: connection.flow is not None)
         assert [one["state"] for one in (await said(rig))[1]["decisions"]] == ["running"]
         writer.transport.abort()
-        await until(lambda: not rig.context.recorder.running)
+        await until(lambda: rig.sweep() is None and not rig.context.recorder.running)
         (one,) = (await said(rig))[1]["decisions"]
         assert (one["state"], one["tries"][0]["why"]) == ("left", "the client left")
-        await asyncio.sleep(0.25)
+        over.set()
 
     run(go)
 
