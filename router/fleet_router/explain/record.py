@@ -45,7 +45,7 @@ class Record:
 
     __slots__ = (
         "adapter", "begun_at", "came_at", "ended", "ended_at", "error", "first_at", "lane", "last_at", "leg_id", "onward", "path",
-        "prompt_bytes", "request_id", "shown", "status", "stream", "trace", "tries", "writes",
+        "prompt_bytes", "request_id", "shown", "status", "stream", "trace", "tries", "waited", "writes",
     )  # fmt: skip
 
     def __init__(
@@ -64,7 +64,9 @@ class Record:
         self.adapter, self.prompt_bytes, self.stream = adapter, prompt_bytes, stream
         self.came_at = came_at
         self.begun_at = 0.0
-        """When a slot was free and the first decision was made."""
+        """When a slot was free and the first decision was begun."""
+        self.waited = False
+        """For a slot, or for workers."""
         self.tries: list[Try] = []
         self.first_at = self.last_at = self.ended_at = 0.0
         self.writes = 0
@@ -81,10 +83,11 @@ class Record:
 
     def tried(self, at: float, decided_s: float, found: Choice | Refusal, prefill: Worker | None, decode: Worker | None) -> None:
         """A decision was made; both workers None: nobody can answer now."""
-        if not self.tries:
-            self.begun_at = at
-        elif self.tries[-1].decode is None:
+        if self.tries and self.tries[-1].decode is None:
             self.tries.pop()  # it waited for workers: how often it looked says nothing
+            self.waited = True
+        if not self.tries:
+            self.begun_at = at - decided_s
         self.tries.append(Try(at, decided_s, found, prefill, decode))
         if self.trace is not None:
             self.onward = self.trace.to_leg(2 * len(self.tries) - 1)

@@ -83,6 +83,7 @@ class Recorder:
         record = Record(ids, path, ticket.lane, ask.adapter, len(ask.prompt), self._clock(), stream=ask.stream)
         if kept or self.exporter is not None:
             self._trace(record, kept.get(PARENT, b""), kept.get(STATE, b""))
+        record.waited = ticket.waiting
         self.running.add(record)
         return record
 

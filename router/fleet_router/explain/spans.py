@@ -1,8 +1,8 @@
 """A record as OpenTelemetry spans, in OTLP's JSON form (opentelemetry-proto 1.x, trace/v1). Pure.
 
-The request is the root: SERVER. Below it: the wait for a slot, and for each attempt the prefill leg, the KV transfer and the
-decode leg (CLIENT). Of a transfer the router sees when the decode leg was sent and when its first byte came: that is the span,
-and the first decode step is in it.
+The request is the root: SERVER. Below it: the wait for a slot or for workers, and for each attempt the prefill leg, the KV
+transfer and the decode leg (CLIENT). Of a transfer the router sees when the decode leg was sent and when its first byte came:
+that is the span, and the first decode step is in it.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def spans_of(record: Record, trace: Trace, epoch_ns: int) -> list[Span]:
     if record.error is not None and record.error.status >= 500:
         root["status"] = {"code": FAILED, "message": record.error.code}
     found = [root]
-    if record.begun_at > record.came_at:
-        found.append(make.span(QUEUE_NUMBER, "wait for a slot", INTERNAL, record.came_at, record.begun_at, {}))
+    if record.waited and record.begun_at:
+        found.append(make.span(QUEUE_NUMBER, "wait", INTERNAL, record.came_at, record.begun_at, {}))
     for number, one in enumerate(record.tries):
         found += _legs(make, record, one, number, last=number == len(record.tries) - 1)
     return found
