@@ -20,6 +20,8 @@ from fleet_router.admission.tenants import Tenants
 from fleet_router.config import RouterConfig
 from fleet_router.context import Context
 from fleet_router.desk import Desk
+from fleet_router.explain.journal import Journal
+from fleet_router.explain.recorder import Recorder
 from fleet_router.exposition import exposition
 from fleet_router.follow.capacity import follow_capacity
 from fleet_router.follow.directory import follow_directory
@@ -58,7 +60,10 @@ class Router:
         self._clock = time.monotonic
         self._desk = Desk(self._clock)
         self._desk.tenants_needed = settings.tenants is not None
-        self._context = Context(WorkerTable(), RouterConfig(fleet="", served_name=""), Metrics(), self._clock, self._desk)
+        self._journal = Journal()
+        self._recorder = Recorder(self._clock, self._journal)
+        nothing = RouterConfig(fleet="", served_name="")
+        self._context = Context(WorkerTable(), nothing, Metrics(), self._clock, self._desk, self._recorder)
         self._connections: set[ClientConnection] = set()
         self._followed_at: float | None = None
         self._last_problem = ""
@@ -72,10 +77,11 @@ class Router:
         gone = [worker for uid, worker in before.items() if worker.role == "decode" and table.workers.get(uid) is not worker]
         self._context.holding.follow(documents.endpoints.at_zero, self._clock(), served=table.ready())
         self._desk.follow(config, slots_of(table, config), gone)
+        self._recorder.follow(config.explain, config.traces, config.fleet)
         self._know_caches(config)
         self._followed_at = self._clock()
         self._last_problem = ""
-        log(event="endpoints", workers=len(self._context.table.workers), policy=documents.config.policy)
+        self._journal.say("endpoints", workers=len(self._context.table.workers), policy=documents.config.policy)
 
     def _know_caches(self, config: RouterConfig) -> None:
         """Start, feed or end the reading of KV events."""
@@ -84,7 +90,7 @@ class Router:
             if context.knowledge is None:
                 from fleet_router.knowledge import Knowledge  # tokenizers and ZMQ: only who needs them pays for them
 
-                context.knowledge = Knowledge(self._clock, lambda text: log(event="kv", said=repr(text)))
+                context.knowledge = Knowledge(self._clock, lambda text: self._journal.say("kv", said=text))
             context.knowledge.follow([(worker.endpoint, worker.bit) for worker in context.table.workers.values()])
         elif (knowledge := context.knowledge) is not None:
             context.knowledge = None
@@ -93,14 +99,14 @@ class Router:
     def know(self, tenants: Tenants) -> None:
         """A new tenants file; names and counts are logged, nothing else of it."""
         problems = self._desk.know(tenants)
-        log(event="tenants", tenants=len(tenants.tenants), problems=problems[:MOST_PROBLEMS])
+        self._journal.say("tenants", tenants=len(tenants.tenants), problems=problems[:MOST_PROBLEMS])
 
     def failed(self, problem: str) -> None:
         """Keep the last good set; say so once per problem."""
         self._context.metrics.follow_errors += 1
         if problem != self._last_problem:
             self._last_problem = problem
-            log(event="follow-failed", problem=problem)
+            self._journal.say("follow-failed", problem=problem)
 
     async def _follow(self) -> None:
         scheme, _, rest = self._settings.follow.partition(":")
@@ -120,6 +126,10 @@ class Router:
             text += "".join(f"{line}\n" for line in context.holding.lines())
             if context.knowledge is not None:
                 text += "".join(f"{line}\n" for line in context.knowledge.lines())
+            ready, waiting = len(context.table.by_role["decode"]), self._desk.gate.waiting
+            text += "".join(
+                f"{line}\n" for line in self._recorder.lines(context.config, ready, len(context.table.routing.index), waiting)
+            )
             return 200, b"text/plain; version=0.0.4", (text + exposition(self._desk, self._clock())).encode()
         if path == b"/v1/models":
             return 200, b"application/json", msgspec.json.encode({"object": "list", "data": self._models()})
@@ -164,7 +174,7 @@ class Router:
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
-        log(event="listening", host=self._settings.host, port=self._settings.port)
+        self._journal.say("listening", host=self._settings.host, port=self._settings.port)
         tasks = [asyncio.create_task(task) for task in (self._follow(), self._sweep(), self._tick(), self._measure())]
         if self._settings.tenants is not None:
             tasks.append(asyncio.create_task(follow_tenants(self._settings.tenants, self.know, self.failed)))
@@ -180,6 +190,7 @@ class Router:
             ended = await asyncio.gather(stopping, *tasks, return_exceptions=True)
             if self._context.knowledge is not None:
                 await asyncio.to_thread(self._context.knowledge.stop)
+            await asyncio.to_thread(self._recorder.stop)
         return self._exit_code(ended)
 
     async def _close_listener(self, server: asyncio.Server) -> None:
@@ -238,7 +249,7 @@ class Router:
         while self._connections and self._clock() - since < DRAIN_S:
             self.drain_step(since)
             await asyncio.sleep(DRAIN_STEP_S)
-        log(event="drained", left=len(self._connections))
+        self._journal.say("drained", left=len(self._connections))
         for connection in list(self._connections):
             connection.cut()
         await asyncio.sleep(DRAIN_STEP_S)  # what was just written goes out
@@ -248,8 +259,3 @@ class Router:
         now = self._clock()
         for connection in list(self._connections):
             connection.drain(now, since)
-
-
-def log(**fields: object) -> None:
-    """One line, key=value; never a prompt."""
-    print(" ".join(f"{key}={value}" for key, value in fields.items()), file=sys.stderr, flush=True)
