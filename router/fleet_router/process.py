@@ -74,7 +74,7 @@ class Router:
         self._followed_at: float | None = None
         self._last_problem = ""
         self._share = Share(secrets.randbits(64), self._clock())
-        self._link = None if settings.gossip is None else Link(settings.gossip, self._share, self._clock, log)
+        self._link = None if settings.gossip is None else Link(settings.gossip, self._share, self._clock, self._journal.say)
 
     # -- documents --------------------------------------------------------------------------------------------------
     def apply(self, documents: Documents) -> None:
@@ -240,7 +240,7 @@ class Router:
             try:
                 await link.run()
             except GossipError as error:
-                log(event="gossip-failed", problem=error)
+                self._journal.say("gossip-failed", problem=str(error))
             await asyncio.sleep(GOSSIP_AGAIN_S)
 
     async def _measure(self) -> None:
