@@ -46,7 +46,8 @@ def holder(audited: Plane) -> str:
     try:
         return audited.get(path)["spec"].get("holderIdentity", "")
     except HTTPError as error:  # a claim that is given back is deleted
-        assert error.code == 404
+        if error.code != 404:
+            raise
         return ""
 
 
@@ -167,5 +168,6 @@ def claim(audited: Plane, namespace: str) -> str:
     try:
         return audited.get(path)["spec"].get("holderIdentity", "")
     except HTTPError as error:  # a claim that is given back is deleted
-        assert error.code == 404
+        if error.code != 404:
+            raise
         return ""

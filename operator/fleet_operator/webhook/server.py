@@ -30,7 +30,7 @@ class Limits:
     """One review from its first to its last byte; less than the timeout in the webhook configuration (5 s)."""
     handshake_s: float = 5.0
     idle_s: float = 120.0
-    """A connection without a request. The API server drops its own after 90 s: were we the first, a review could be on its way."""
+    """A connection without a request. The API server drops its own after 90 s: if we were first, a review could be on its way."""
 
 
 Judge = Callable[[Request], Awaitable[Verdict]]
