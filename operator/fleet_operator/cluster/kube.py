@@ -15,7 +15,7 @@ import msgspec
 
 from fleet_operator.cluster.interface import FIELD_MANAGER, ClusterError, Kind, Listed, NotFoundError, Object, WatchEvent
 from fleet_operator.cluster.kinds import key_of, kind_of
-from fleet_operator.cluster.kube_http import Backoff, GoneError, KubeHttp, KubeLimits, configuration_from, error_of
+from fleet_operator.cluster.kube_http import Backoff, GoneError, KubeHttp, KubeLimits, configuration_from, decoded, error_of
 from fleet_operator.cluster.watchers import Seen
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,8 @@ class _Item(msgspec.Struct, gc=False):
 
 class _Page(msgspec.Struct):
     metadata: _Meta
-    items: builtins.list[_Item] = []
+    items: builtins.list[_Item] | None = None
+    """The API server writes null when there are none."""
 
 
 _VERSIONS = msgspec.json.Decoder(_Page)
@@ -150,8 +151,8 @@ class KubeCluster:
         found: dict[tuple[str, str], str] = {}
         query = _selector(labels) | {"limit": self._limits.page}
         while True:
-            page = _VERSIONS.decode(await self._http.body("GET", _path(kind, namespace), query, accept=_METADATA))
-            found.update({(item.metadata.namespace, item.metadata.name): item.metadata.resourceVersion for item in page.items})
+            page = decoded(_VERSIONS, await self._http.body("GET", _path(kind, namespace), query, accept=_METADATA))
+            found.update({(of.namespace, of.name): of.resourceVersion for of in (item.metadata for item in page.items or ())})
             if not page.metadata.more:
                 return Listed(found, page.metadata.resourceVersion)
             query = {**query, "continue": page.metadata.more}
