@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Protocol
 from fleet_router.config import RouterConfig
 from fleet_router.desk import Desk
 from fleet_router.errors import RequestError
+from fleet_router.health.budget import RetryBudget
+from fleet_router.health.sent import Room
 from fleet_router.holding import Holding
 from fleet_router.metrics import Metrics
 from fleet_router.workers import WorkerTable
@@ -50,6 +52,8 @@ class Context:
     clock: Callable[[], float]
     desk: Desk
     holding: Holding = field(default_factory=Holding)
+    budget: RetryBudget = field(default_factory=RetryBudget)
+    room: Room = field(default_factory=Room)
     draining: bool = False
     knowledge: Knowledge | None = None
     """Precise knowledge of the workers' caches, where the fleet asks for it."""

@@ -29,6 +29,7 @@ from fleet_router.follow.tenants import follow_tenants
 from fleet_router.hints import wanted_headers
 from fleet_router.metrics import Metrics
 from fleet_router.server import ClientConnection
+from fleet_router.watching import watch
 from fleet_router.workers import WorkerTable, slots_of
 
 SWEEP_S = 0.5
@@ -117,7 +118,7 @@ class Router:
             rows = [(w.endpoint.name, w.endpoint.role, w.endpoint.tier, w.inflight) for w in context.table.workers.values()]
             age_s = -1.0 if self._followed_at is None else self._clock() - self._followed_at
             text = context.metrics.exposition(rows, age_s, len(context.table.routing.index))
-            text += "".join(f"{line}\n" for line in context.holding.lines())
+            text += "".join(f"{line}\n" for line in (*context.holding.lines(), *context.table.lines(self._clock())))
             if context.knowledge is not None:
                 text += "".join(f"{line}\n" for line in context.knowledge.lines())
             return 200, b"text/plain; version=0.0.4", (text + exposition(self._desk, self._clock())).encode()
@@ -223,6 +224,7 @@ class Router:
             if self._context.knowledge is not None:
                 self._context.knowledge.tick(now)
             self._context.table.routing.tick(now, self._context.config.slow_start_s)
+            watch(self._context, list(self._connections), now)
             for connection in list(self._connections):
                 connection.sweep(now)
 
