@@ -50,6 +50,10 @@ class Worker(Candidate):
     breaker: Breaker = field(default_factory=Breaker)
     heard_at: float = 0.0
     """When an answer of it began last."""
+    closed_before: int = 0
+    """Of `pool.closed_by_peer`, when it was looked at last."""
+    unproven: bool = True
+    """It has not been asked who it is since it joined, failed or closed a connection."""
     _reading: Pool | None = None
 
     def reading(self) -> Pool:
@@ -76,6 +80,7 @@ class Worker(Candidate):
 
     def failed(self, now: float, *, gone: bool = False) -> None:
         """A connect error (`gone`), a broken answer or a 5xx."""
+        self.unproven = True
         before = self.breaker.closed
         if self.breaker.failed(now, gone=gone):
             self._put_out(before)
@@ -137,10 +142,13 @@ class WorkerTable:
     """What each canary got so far."""
     trouble: Trouble = field(default_factory=Trouble)
     pairs: PairHealth = field(default_factory=PairHealth)
+    strangers: set[str] = field(default_factory=set)
+    """Uids at whose address somebody else answers."""
 
     def update(self, document: Endpoints, now: float = 0.0, config: RouterConfig = NO_CONFIG) -> None:
         """Follow the operator: new workers in, missing ones out; a worker that drains gets nothing new."""
-        wanted = {endpoint.uid: endpoint for endpoint in document.workers if endpoint.state == "serving"}
+        self.strangers &= {endpoint.uid for endpoint in document.workers}
+        wanted = {e.uid: e for e in document.workers if e.state == "serving" and e.uid not in self.strangers}
         # one that changed its role is another worker: its connections read answers in another way, and its cache is not counted
         stays = {uid for uid, worker in self.workers.items() if uid in wanted and wanted[uid].role == worker.role}
         for uid in self.workers.keys() - stays:
@@ -281,6 +289,13 @@ class WorkerTable:
             found[role] = askable(allowed, now) if self.trouble.out else allowed
         return found
 
+    def suspects(self) -> list[Worker]:
+        """Those who have to say who they are."""
+        for worker in self.workers.values():
+            if worker.pool.closed_by_peer != worker.closed_before:
+                worker.closed_before, worker.unproven = worker.pool.closed_by_peer, True
+        return [worker for worker in self.workers.values() if worker.unproven]
+
     def lines(self, now: float) -> Iterable[str]:
         """Prometheus text: who is put out."""
         yield "# TYPE fleet_router_workers_out gauge"
@@ -288,6 +303,8 @@ class WorkerTable:
             yield f'fleet_router_workers_out{{role="{role}"}} {sum(not w.breaker.allows(now, 0) for w in workers)}'
         yield "# TYPE fleet_router_ejections_total counter"
         yield f"fleet_router_ejections_total {self.trouble.ejections}"
+        yield "# TYPE fleet_router_workers_strange gauge"
+        yield f"fleet_router_workers_strange {len(self.strangers)}"
         yield "# TYPE fleet_router_pairs_out gauge"
         yield f"fleet_router_pairs_out {len(self.pairs.out(now))}"
         yield "# TYPE fleet_router_pair_ejections_total counter"
