@@ -111,15 +111,17 @@ class Emulated:
         return [*self.prefill, *self.decode]
 
     def __enter__(self) -> Emulated:
-        self._stack.callback(self.stop_router)
-        for worker in self.workers:
-            self._stack.callback(worker.stop)
-            worker.start()
-        for worker in self.workers:
-            worker.wait()
-        self.documents.mkdir()
-        self.publish()
-        self.start_router()
+        with ExitStack() as stack:  # a start that fails leaves nothing behind
+            stack.callback(self.stop_router)
+            for worker in self.workers:
+                stack.callback(worker.stop)
+                worker.start()
+            for worker in self.workers:
+                worker.wait()
+            self.documents.mkdir()
+            self.publish()
+            self.start_router()
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:

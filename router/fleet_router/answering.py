@@ -19,6 +19,7 @@ from fleet_router.context import Client, Context
 from fleet_router.dialect.translation import Translation
 from fleet_router.ending import CHAT_PATH, END, chunked, framed, last_event
 from fleet_router.errors import PHRASES, RequestError
+from fleet_router.explain.shown import header as decision_header
 from fleet_router.health.resume import Again, determined
 from fleet_router.health.sent import CHUNK_END, Sent
 from fleet_router.hints import NO_HINTS, Hints
@@ -61,7 +62,7 @@ class Answering:
         "_excluded", "_first", "_gaps", "_giver", "_handed_over", "_head_bytes", "_held", "_keys", "_last", "_lease", "_leg",
         "_leg_worker", "_local", "_metered", "_moved", "_outcome", "_path", "_paused", "_prefill_failures", "_resumes",
         "_runaway", "_sent", "_served", "_tail", "_ticket", "_translation", "_trip", "_unended", "config", "deadline", "done",
-        "hints", "last_byte_at", "sent_at", "started", "started_at",
+        "hints", "last_byte_at", "record", "sent_at", "started", "started_at",
     )  # fmt: skip
 
     def __init__(
@@ -77,16 +78,16 @@ class Answering:
         self._sent: Sent | None = None
         """What the client has of a stream that could be carried on."""
         self._again: Again | None = None
-        self._resumes = self._prefill_failures = self._decode_failures = 0
         self._ticket = ticket
         self._runaway = context.desk.detector(ticket, ask)
         self._metered = context.desk.tenants_needed
-        self._events = self._gaps = self._unended = 0
-        """Of the answer so far: events, writes after the first, bytes since the last whole event."""
+        self._events = self._gaps = self._unended = self._resumes = self._prefill_failures = self._decode_failures = 0
+        """Of the answer so far: events, writes after the first, bytes since the last whole event; and of its legs."""
         self._before = self._tail = b""
         """The last two reads of the answer: its usage stands there."""
         self._translation = translation
         self.config = context.config  # a reload does not change a running request
+        self.record = context.recorder.open((client.request_id, client.leg_id), path, ask, ticket, hints.headers)
         self._excluded: frozenset[str] = frozenset()
         self._local = ask.alone
         """The KV is not to come from a prefill worker, or not any more."""
@@ -131,33 +132,48 @@ class Answering:
         now = self._context.clock()
         self.started = True
         self.last_byte_at = now
-        if self._giver and status == OK and self._context.table.pairs and self._leg_worker is not None:
-            self._context.table.pairs.succeeded(self._giver, self._leg_worker.uid, self.sent_at)
         self._context.metrics.requests[status] += 1
-        self._outcome = "answered" if status == OK else "refused"
-        if status == OK:
-            self._lease = None  # the decode worker has taken it
-            if self._handed_over:
-                self._context.metrics.handed_over[self._handed_over] += 1
-        else:
-            self._release_lease()
-        if status == OK and self._leg_worker is not None and self._leg_worker.endpoint.uid in self._context.table.workers:
-            self._context.table.routing.index.add(self._keys, self._leg_worker.endpoint.uid)  # now it holds the prompt's KV
-            if self._counted is not None and self._context.knowledge is not None:
-                self._context.knowledge.answered(self._leg_worker.uid, self._counted)
+        self.record.status = status
         self.deadline = now + self.config.inter_token_deadline_s
-        if self._ask.stream and status == OK and self._translation is None and self.config.resume != "off":
-            self._sent = Sent(self._context.room) if determined(self._ask.fields) and chunked(headers) else None
+        if status == OK:
+            self._outcome = "answered"
+            self._taken(self._leg_worker)
+            if self._ask.stream:
+                self._keep_what_is_sent(headers)
+        else:
+            self._outcome = "refused"
+            self._release_lease()
         lines = [STATUS_LINES.get(status) or status_line(status), self._client.request_id.encode()]
         for name, value in headers:
             if name.lower() not in HOP_HEADERS:
                 lines += (b"\r\n", name, b": ", value)
         lines.append(self._ticket.lane.account.headers(int(now * 1e9)))
+        if self.record.shown:
+            lines.append(decision_header(self.record))
         if self._client.last_answer:
             self._last = True
             lines.append(CLOSE)
         lines.append(HEAD_END)
         self._head_bytes = b"".join(lines)
+
+    def _taken(self, worker: Worker | None) -> None:
+        """The decode worker answers: it has the KV."""
+        context = self._context
+        self._lease = None
+        if self._handed_over:
+            context.metrics.handed_over[self._handed_over] += 1
+        if worker is None:
+            return
+        if self._giver and context.table.pairs:
+            context.table.pairs.succeeded(self._giver, worker.uid, self.sent_at)
+        if worker.uid in context.table.workers:
+            context.table.routing.index.add(self._keys, worker.uid)  # now it holds the prompt's KV
+            if self._counted is not None and context.knowledge is not None:
+                context.knowledge.answered(worker.uid, self._counted)
+
+    def _keep_what_is_sent(self, headers: list[tuple[bytes, bytes]]) -> None:
+        if self._translation is None and self.config.resume != "off" and determined(self._ask.fields) and chunked(headers):
+            self._sent = Sent(self._context.room)
 
     def send_head(self) -> None:
         """The head goes out alone."""
@@ -196,6 +212,7 @@ class Answering:
 
     def _first_bytes(self, now: float) -> None:
         self._first = False
+        self.record.first_at = now
         if self._trip is not None:
             self._trip.first_token(now)
         self._served.ttft.observe(now - self.started_at)
@@ -260,6 +277,7 @@ class Answering:
         if self.started:
             self._break(str(error))
             return
+        self.record.error = error
         self._trip_over()
         self.end_leg()
         self.done = True
@@ -278,6 +296,7 @@ class Answering:
 
     def _break(self, why: str) -> None:
         self.send_head()
+        self.record.error = RequestError(502, why)
         self._trip_over()
         self.end_leg()
         self.done = True
@@ -293,6 +312,7 @@ class Answering:
         used = None
         if self._metered and outcome == "answered":
             used = used_tokens(self._before, self._tail, self._events, self._ticket.charged)
+        self._context.recorder.close(self.record, outcome, self.last_byte_at, self._gaps + (not self._first))
         self._context.desk.leave(self._ticket, outcome, used)
 
     def end_leg(self) -> None:

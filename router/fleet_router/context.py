@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from fleet_router.config import RouterConfig
 from fleet_router.desk import Desk
 from fleet_router.errors import RequestError
+from fleet_router.explain.recorder import Recorder
 from fleet_router.health.budget import RetryBudget
 from fleet_router.health.sent import Room
 from fleet_router.holding import Holding
@@ -51,6 +52,7 @@ class Context:
     metrics: Metrics
     clock: Callable[[], float]
     desk: Desk
+    recorder: Recorder
     holding: Holding = field(default_factory=Holding)
     budget: RetryBudget = field(default_factory=RetryBudget)
     room: Room = field(default_factory=Room)

@@ -24,7 +24,7 @@ from fleet_router.workers import Worker
 if TYPE_CHECKING:
     from fleet_router.knowledge import Counted
 
-HEAD = b"POST %b HTTP/1.1\r\nhost: %b\r\ncontent-type: application/json\r\nx-request-id: %b\r\ncontent-length: %d\r\n\r\n"
+HEAD = b"POST %b HTTP/1.1\r\nhost: %b\r\ncontent-type: application/json\r\nx-request-id: %b\r\ncontent-length: %d\r\n%b\r\n"
 RELEASE_PATH = b"/kv/release"
 COMPLETIONS_PATH = b"/v1/completions"
 TOKENIZE_PATH = b"/tokenize"
@@ -56,6 +56,7 @@ class Flow(Answering):
             hints = context.knowledge.hints(self._counted, hints)
         found, keys = context.table.choose(ask.prompt, self.config, now, self._excluded, seed, ask.adapter, hints)
         if not isinstance(found, Choice):
+            self.record.tried(now, 0.0, found, None, None)
             self._hold(found.reason, "adapter_not_loaded" if ask.adapter else "no_worker")
             return
         if self._held:
@@ -64,15 +65,16 @@ class Flow(Answering):
         if not self._ask.alone:
             self._trip = context.table.depart(found, now, ask.adapter, stream=ask.stream)
         decode = context.table.workers[found.decode]
+        prefill = context.table.workers[found.prefill] if found.prefill is not None else None
+        context.recorder.decided(self.record, now, found, prefill, decode)
         self._keys = [] if self._ask.alone else keys
         self._handed_over = self._giver = ""
         self._served = context.metrics.of(decode.endpoint.tier, decode.endpoint.revision)
         self._served.requests += 1
-        if found.prefill is None:
+        if prefill is None or found.prefill is None:
             context.metrics.local_prefills += not self._ask.alone
             self._send_decode(decode, None)
             return
-        prefill = context.table.workers[found.prefill]
         context.table.routing.index.add(keys, found.prefill)
         context.metrics.remote_prefills += 1
         context.metrics.prefill_tokens += int(len(self._ask.prompt) / BYTES_PER_TOKEN)
@@ -138,7 +140,7 @@ class Flow(Answering):
         return True
 
     def _head(self, worker: Worker, path: bytes, length: int) -> bytes:
-        return HEAD % (path, worker.pool.authority, self._client.leg_id.encode(), length)
+        return HEAD % (path, worker.pool.authority, self._client.leg_id.encode(), length, self.record.onward)
 
     def end_leg(self) -> None:
         """A leg is over, however it ended."""
@@ -154,10 +156,12 @@ class Flow(Answering):
             self.give_back(prefill)
             self.leg_failed(prefill, "prefill answered something that is not JSON")
             return
-        prefill.answers(self.sent_at, self._context.clock())
+        now = self._context.clock()
+        prefill.answers(self.sent_at, now)
         prefill.breaker.succeeded()
+        self.record.prefilled(now)
         if self._trip is not None:
-            self._trip.prefilled(self._context.clock())
+            self._trip.prefilled(now)
         if self._counted is not None and self._context.knowledge is not None:
             self._context.knowledge.answered(prefill.uid, self._counted)
         if (tokens := prompt_tokens_of(body)) > 0:
@@ -172,7 +176,7 @@ class Flow(Answering):
     def leg_failed(self, worker: Worker, why: str, *, gone: bool = False) -> None:
         """A leg broke. Before the first byte to the client: once more, elsewhere, if the budget has it. Prefill that failed twice
         is done by the decode worker; decode that failed twice is 502. `gone`: the worker could not be connected to."""
-        self._blame(worker, gone=gone)
+        self._blame(worker, why, gone=gone)
         self._release_lease()
         if self.started and not self._nothing_told():
             self._resume(worker, why)
@@ -242,7 +246,7 @@ class Flow(Answering):
 
     def resumed(self) -> None:
         """The other worker answers."""
-        self._lease = None
+        self._taken(self._leg_worker)
 
     def cannot_resume(self, why: str) -> None:
         """What the other worker says is not what the first one said: nobody is to be believed."""
@@ -292,9 +296,11 @@ class Flow(Answering):
         self._local = True
         self.hints = msgspec.structs.replace(self.hints, local=True)
 
-    def _blame(self, worker: Worker, *, gone: bool = False) -> None:
+    def _blame(self, worker: Worker, why: str, *, gone: bool = False) -> None:
         """It failed: others are preferred for a while, and its revision's errors count."""
-        worker.failed(self._context.clock(), gone=gone)
+        now = self._context.clock()
+        worker.failed(now, gone=gone)
+        self.record.went_wrong(now, why)
         self._context.metrics.of(worker.endpoint.tier, worker.endpoint.revision).errors += 1
 
     def decode_failed(self, worker: Worker, why: str) -> None:
@@ -308,7 +314,9 @@ class Flow(Answering):
         """Decode could not prove the KV: nothing is wrong with decoding there, so prefill again, locally."""
         self.end_leg()
         self._release_lease()
-        self._context.table.transfer_failed(self._giver, worker.uid, self._context.clock())
+        now = self._context.clock()
+        self._context.table.transfer_failed(self._giver, worker.uid, now)
+        self.record.went_wrong(now, "the KV transfer failed")
         self._context.metrics.of(worker.endpoint.tier, worker.endpoint.revision).errors += 1
         if self._local or not self._may_retry(free=False):
             self._refuse(RequestError(503, "the KV transfer failed", code="kv_transfer"))
@@ -351,6 +359,7 @@ class Flow(Answering):
             worker.put_out(self._context.clock())
             self.leg_failed(worker, f"it does not serve {self.config.served_name}")
             return
+        self.record.went_wrong(self._context.clock(), "the worker has no such adapter")
         self._context.metrics.retries += 1
         self._excluded = self._excluded | {worker.uid}
         self.begin()
@@ -361,6 +370,7 @@ class Flow(Answering):
         if self.done:
             return
         self.done = True
+        self.record.went_wrong(self._context.clock(), "the client left")
         self._context.holding.drop(self, "left")
         self._context.metrics.client_left += 1
         self._abandon_leg()
@@ -382,7 +392,7 @@ class Flow(Answering):
             self._fault("no token within the deadline")
             return
         if self._leg_worker is not None:
-            self._blame(self._leg_worker)
+            self._blame(self._leg_worker, "no token within the deadline")
         seconds = self.config.first_token_deadline_s
         self.cut(RequestError(504, f"no token within {seconds} s"))
 

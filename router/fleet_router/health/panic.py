@@ -18,7 +18,11 @@ class Watched(Protocol):
     """A worker with a breaker."""
 
     breaker: Breaker
-    inflight: int
+
+    @property
+    def own(self) -> int:
+        """Requests of ours that run there."""
+        ...
 
 
 W = TypeVar("W", bound=Watched)
@@ -26,7 +30,7 @@ W = TypeVar("W", bound=Watched)
 
 def fit(workers: Sequence[W], now: float) -> list[W]:
     """Those that may be asked without a panic."""
-    return [worker for worker in workers if worker.breaker.allows(now, worker.inflight)]
+    return [worker for worker in workers if worker.breaker.allows(now, worker.own)]
 
 
 def askable(workers: Sequence[W], now: float) -> list[W]:

@@ -19,7 +19,7 @@ from fleet_router.health.silence import Waits, silent
 class One:
     name: str
     breaker: Breaker = field(default_factory=Breaker)
-    inflight: int = 0
+    own: int = 0
 
 
 def opened(at: float = 0.0, *, gone: bool = False) -> Breaker:
