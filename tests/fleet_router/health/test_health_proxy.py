@@ -170,6 +170,7 @@ def test_a_worker_that_says_nothing_is_put_out_and_who_waits_is_moved():
         posts = [asyncio.create_task(rig.post(ask(prompt=f"{i} short"))) for i in range(8)]
         await until(lambda: len(rig.decode[0].seen) > 0 and sum(seen(rig.decode)) == 8)
         waiting = len(rig.decode[0].seen)
+        await until(lambda: sum(post.done() for post in posts) == 8 - waiting)
         watch(rig.context, rig.connections, rig.context.clock() + CONFIG.silent_s - 1)
         assert rig.context.metrics.retries == 0
         watch(rig.context, rig.connections, rig.context.clock() + CONFIG.silent_s + 1)
