@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -29,6 +30,8 @@ from fleet_router.follow.directory import follow_directory
 from fleet_router.follow.documents import Documents
 from fleet_router.follow.kube import api_server, follow_kube
 from fleet_router.follow.tenants import follow_tenants
+from fleet_router.gossip.link import GossipError, GossipSettings, Link
+from fleet_router.gossip.share import Share
 from fleet_router.hints import wanted_headers
 from fleet_router.metrics import Metrics
 from fleet_router.server import ClientConnection
@@ -42,6 +45,7 @@ TICK_S = 0.05
 DRAIN_S = 30.0
 DRAIN_STEP_S = 0.05
 BACKLOG = 1_024
+GOSSIP_AGAIN_S = 5.0
 MOST_PROBLEMS = 8
 
 
@@ -54,6 +58,8 @@ class Settings:
     port: int
     tenants: Path | None = None
     """The tenants file; None: everybody may ask."""
+    gossip: GossipSettings | None = None
+    """What this router tells others and hears of them; None: it goes by its own requests alone."""
     ext_proc_port: int | None = None
     """Where gateways ask which endpoint to use; None: nowhere."""
     failure_mode: Literal["FailOpen", "FailClose"] = "FailClose"
@@ -76,6 +82,8 @@ class Router:
         self._picker: EndpointPicker | None = None
         self._followed_at: float | None = None
         self._last_problem = ""
+        self._share = Share(secrets.randbits(64), self._clock())
+        self._link = None if settings.gossip is None else Link(settings.gossip, self._share, self._clock, self._journal.say)
 
     # -- documents --------------------------------------------------------------------------------------------------
     def apply(self, documents: Documents) -> None:
@@ -88,6 +96,7 @@ class Router:
         self._desk.follow(config, slots_of(table, config), gone)
         self._recorder.follow(config.explain, config.traces, config.fleet)
         self._know_caches(config)
+        self._share.follow(table.workers, self._desk.accounts, table.routing, self._clock())
         self._followed_at = self._clock()
         self._last_problem = ""
         self._journal.say("endpoints", workers=len(self._context.table.workers), policy=documents.config.policy)
@@ -108,6 +117,8 @@ class Router:
     def know(self, tenants: Tenants) -> None:
         """A new tenants file; names and counts are logged, nothing else of it."""
         problems = self._desk.know(tenants)
+        table = self._context.table
+        self._share.follow(table.workers, self._desk.accounts, table.routing, self._clock())
         self._journal.say("tenants", tenants=len(tenants.tenants), problems=problems[:MOST_PROBLEMS])
 
     def failed(self, problem: str) -> None:
@@ -129,10 +140,12 @@ class Router:
         """(status, content type, body) of the routes that need no worker."""
         context = self._context
         if path == b"/metrics":
-            rows = [(w.endpoint.name, w.endpoint.role, w.endpoint.tier, w.inflight) for w in context.table.workers.values()]
+            rows = [(w.endpoint.name, w.endpoint.role, w.endpoint.tier, w.own) for w in context.table.workers.values()]
             age_s = -1.0 if self._followed_at is None else self._clock() - self._followed_at
             text = context.metrics.exposition(rows, age_s, len(context.table.routing.index))
             text += "".join(f"{line}\n" for line in context.holding.lines())
+            if self._link is not None:
+                text += "".join(f"{line}\n" for line in self._link.lines())
             if context.knowledge is not None:
                 text += "".join(f"{line}\n" for line in context.knowledge.lines())
             ready, waiting = len(context.table.by_role["decode"]), self._desk.gate.waiting
@@ -190,6 +203,8 @@ class Router:
         tasks = [asyncio.create_task(task) for task in (self._follow(), self._sweep(), self._tick(), self._measure())]
         if self._settings.tenants is not None:
             tasks.append(asyncio.create_task(follow_tenants(self._settings.tenants, self.know, self.failed)))
+        if self._link is not None:
+            tasks.append(asyncio.create_task(self._gossip(self._link)))
         stopping = asyncio.create_task(stop.wait())
         try:
             await asyncio.wait({stopping, *tasks}, return_when=asyncio.FIRST_COMPLETED)
@@ -249,6 +264,15 @@ class Router:
         for error in broken:
             print(f"RouterFailed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return 1 if broken else 0
+
+    async def _gossip(self, link: Link) -> None:
+        """A router that cannot gossip serves all the same."""
+        while True:
+            try:
+                await link.run()
+            except GossipError as error:
+                self._journal.say("gossip-failed", problem=error)
+            await asyncio.sleep(GOSSIP_AGAIN_S)
 
     async def _measure(self) -> None:
         table = self._context.table

@@ -26,6 +26,7 @@ RING_PIECES = 4
 """Ring key: the first KiB of the prompt."""
 GENERATIONS = 4
 LEAST_KEYS = 64
+MOST_NEWS = 256
 
 
 def key_chain(prompt: bytes, seed: int = 0) -> list[int]:
@@ -75,6 +76,8 @@ class ApproximateIndex:
         self._masks: dict[int, int] = {}
         self._held: dict[str, _Held] = {}
         self._asked: dict[str, int] = {}
+        self.news: dict[tuple[str, int], Sequence[int]] | None = None
+        """What was sent, by worker and last key, for other routers; None when there are none. Whoever tells them empties it."""
 
     def __len__(self) -> int:
         return len(self._masks)
@@ -117,6 +120,12 @@ class ApproximateIndex:
 
     def add(self, keys: Sequence[int], worker: str) -> None:
         """This worker is being sent a prompt with these keys."""
+        if (news := self.news) is not None and keys and len(news) < MOST_NEWS:
+            news[worker, keys[-1]] = keys
+        self.learn(keys, worker)
+
+    def learn(self, keys: Sequence[int], worker: str) -> None:
+        """This worker was sent a prompt with these keys, by whomever."""
         held = self._held.get(worker)
         if held is None or not keys:
             return
