@@ -74,6 +74,7 @@ def config(
     override = {
         "@type": f"{TYPES}.load_balancing_policies.override_host.v3.OverrideHost",
         "override_host_sources": [{"header": DESTINATION}],
+        "selected_host_key": {"key": "envoy.lb", "path": [{"key": "x-gateway-destination-endpoint-served"}]},
         "fallback_policy": {"policies": [_policy("round_robin", "RoundRobin")]},
     }
     policy = {

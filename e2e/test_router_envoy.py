@@ -271,11 +271,17 @@ def test_envoy_falls_back_to_the_next_worker_and_we_learn_who_served(tmp_path: P
 
     async def go(at: Gateway) -> None:
         async with at.client() as client:
-            for i in range(6):
+            for i in range(12):
                 got = await client.post("/v1/completions", json={"model": "m", "prompt": f"{i} short"})
                 assert got.status_code == 200, got.text
-        assert len(at.decode[0].seen) == 6
+        assert len(at.decode[0].seen) == 12
         await at.idle()
+        told = await at.decisions()
+        blamed = [one["tries"][0] for one in told if one["tries"][0].get("why")]
+        assert {(one["decode"], one["why"]) for one in blamed} == {
+            ("decode-1", "the gateway could not reach it: decode-2 answered")
+        }
+        assert len(blamed) < 12  # after the first ones it is avoided
 
     behind(go, tmp_path, decode=1, dead=[dead])
 

@@ -71,7 +71,7 @@ class Picked(Flow):
         if worker is not None and address and address_of(worker) != address:
             other = next((one for one in self._context.table.by_role["decode"] if address_of(one) == address), None)
             if other is not None:
-                self._blame(worker, "the gateway could not reach it")
+                self._blame(worker, f"the gateway could not reach it: {other.endpoint.name} answered")
                 worker.ended()
                 other.began()
                 worker = self._leg_worker = other
