@@ -37,7 +37,40 @@ def config(
     subset: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """As a gateway renders an InferencePool: ext_proc, and a pool whose endpoint the picker's header overrides."""
-    external = {
+    filters = [
+        {"name": "envoy.filters.http.ext_proc", "typed_config": _external(body, fail_open=fail_open)},
+        {"name": "envoy.filters.http.router", "typed_config": {"@type": f"{TYPES}.filters.http.router.v3.Router"}},
+    ]
+    if subset is not None:
+        filters.insert(0, {"name": "envoy.filters.http.set_metadata", "typed_config": _hint(subset)})
+    route = {"cluster": "workers", "timeout": "0s", "retry_policy": {"retry_on": "connect-failure", "num_retries": 2}}
+    manager = {
+        "@type": f"{TYPES}.filters.network.http_connection_manager.v3.HttpConnectionManager",
+        "stat_prefix": "gateway",
+        "route_config": {
+            "virtual_hosts": [{"name": "all", "domains": ["*"], "routes": [{"match": {"prefix": "/"}, "route": route}]}]
+        },
+        "http_filters": filters,
+    }
+    chain = {"filters": [{"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}]}
+    http2 = {
+        "envoy.extensions.upstreams.http.v3.HttpProtocolOptions": {
+            "@type": f"{TYPES}.upstreams.http.v3.HttpProtocolOptions",
+            "explicit_http_config": {"http2_protocol_options": {}},
+        }
+    }
+    clusters = [
+        _cluster("workers", workers, load_balancing_policy=_overridden()),
+        _cluster("picker", [picker], typed_extension_protocol_options=http2),
+    ]
+    return {
+        "admin": _at(admin),
+        "static_resources": {"listeners": [{**_at(address), "name": "gateway", "filter_chains": [chain]}], "clusters": clusters},
+    }
+
+
+def _external(body: str, *, fail_open: bool) -> dict[str, Any]:
+    return {
         "@type": f"{TYPES}.filters.http.ext_proc.v3.ExternalProcessor",
         "grpc_service": {"envoy_grpc": {"cluster_name": "picker"}, "timeout": "10s"},
         "failure_mode_allow": fail_open,
@@ -51,51 +84,26 @@ def config(
             "receiving_namespaces": {"untyped": ["envoy.lb"]},
         },
     }  # fmt: skip
-    filters = [
-        {"name": "envoy.filters.http.ext_proc", "typed_config": external},
-        {"name": "envoy.filters.http.router", "typed_config": {"@type": f"{TYPES}.filters.http.router.v3.Router"}},
-    ]
-    if subset is not None:
-        value = {"x-gateway-destination-endpoint-subset": list(subset)}
-        hint = {
-            "@type": f"{TYPES}.filters.http.set_metadata.v3.Config",
-            "metadata": [{"metadata_namespace": "envoy.lb.subset_hint", "value": value, "allow_overwrite": True}],
-        }
-        filters.insert(0, {"name": "envoy.filters.http.set_metadata", "typed_config": hint})
-    retry = {"retry_on": "connect-failure", "num_retries": 2, "retry_host_predicate": []}
-    route = {"match": {"prefix": "/"}, "route": {"cluster": "workers", "timeout": "0s", "retry_policy": retry}}
-    manager = {
-        "@type": f"{TYPES}.filters.network.http_connection_manager.v3.HttpConnectionManager",
-        "stat_prefix": "gateway",
-        "route_config": {"virtual_hosts": [{"name": "all", "domains": ["*"], "routes": [route]}]},
-        "http_filters": filters,
+
+
+def _hint(subset: Sequence[str]) -> dict[str, Any]:
+    value = {"x-gateway-destination-endpoint-subset": list(subset)}
+    return {
+        "@type": f"{TYPES}.filters.http.set_metadata.v3.Config",
+        "metadata": [{"metadata_namespace": "envoy.lb.subset_hint", "value": value, "allow_overwrite": True}],
     }
-    chain = {"filters": [{"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}]}
+
+
+def _overridden() -> dict[str, Any]:
+    """The endpoint that the picker names; without one, the next in turn."""
     override = {
         "@type": f"{TYPES}.load_balancing_policies.override_host.v3.OverrideHost",
         "override_host_sources": [{"header": DESTINATION}],
         "selected_host_key": {"key": "envoy.lb", "path": [{"key": "x-gateway-destination-endpoint-served"}]},
         "fallback_policy": {"policies": [_policy("round_robin", "RoundRobin")]},
     }
-    policy = {
-        "policies": [
-            {"typed_extension_config": {"name": "envoy.load_balancing_policies.override_host", "typed_config": override}}
-        ]
-    }
-    http2 = {
-        "envoy.extensions.upstreams.http.v3.HttpProtocolOptions": {
-            "@type": f"{TYPES}.upstreams.http.v3.HttpProtocolOptions",
-            "explicit_http_config": {"http2_protocol_options": {}},
-        }
-    }
-    clusters = [
-        _cluster("workers", workers, load_balancing_policy=policy),
-        _cluster("picker", [picker], typed_extension_protocol_options=http2),
-    ]
-    return {
-        "admin": _at(admin),
-        "static_resources": {"listeners": [{**_at(address), "name": "gateway", "filter_chains": [chain]}], "clusters": clusters},
-    }
+    extension = {"name": "envoy.load_balancing_policies.override_host", "typed_config": override}
+    return {"policies": [{"typed_extension_config": extension}]}
 
 
 def _policy(name: str, kind: str) -> dict[str, Any]:

@@ -106,3 +106,13 @@ def test_an_endpoint_picker_is_a_port_of_the_router_and_of_its_service():
     }  # fmt: skip
     assert container["command"][-4:] == ["--ext-proc-port", "9002", "--failure-mode", "FailOpen"]
     assert container["ports"][1]["containerPort"] == 9002
+
+
+@pytest.mark.parametrize(("given", "names"), [({}, ["n"]), ({"gatewayNamespaces": ["b", "a"]}, ["a", "b"])])
+def test_only_gateways_reach_workers_past_the_routers(given: dict, names: list[str]):
+    def rules(**routing: object) -> list[dict]:
+        return render_policy(InferenceFleet.model_validate(manifest(**routing)), OWNER, Platform())["spec"]["ingress"]
+
+    added = [rule for rule in rules(endpointPicker=given) if rule not in rules()]
+    allowed = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": name}}} for name in names]
+    assert added == [{"from": allowed, "ports": [{"protocol": "TCP", "port": PORTS.http}]}]

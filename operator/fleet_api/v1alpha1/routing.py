@@ -81,6 +81,13 @@ class EndpointPickerSpec(ApiModel):
         description="What gateways are told while a router knows no endpoints yet. FailClose: 503. FailOpen: the call "
         "fails, and a gateway that may sends the request to any endpoint. Use the InferencePool's own. Default: FailClose.",
     )
+    gateway_namespaces: Annotated[tuple[Annotated[str, Field(pattern=DNS_LABEL, max_length=63)], ...], Field(max_length=16)] = (
+        Field(
+            default=(),
+            description="Namespaces of the gateways: the NetworkPolicy lets their pods reach the workers' HTTP port, past the "
+        "routers' keys and limits unless the gateway asks the picker. Default: the fleet's own namespace.",
+    )
+    )
 
 
 class RoutingSpec(ApiModel):
