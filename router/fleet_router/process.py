@@ -271,7 +271,7 @@ class Router:
             try:
                 await link.run()
             except GossipError as error:
-                self._journal.say("gossip-failed", problem=error)
+                self._journal.say("gossip-failed", problem=str(error))
             await asyncio.sleep(GOSSIP_AGAIN_S)
 
     async def _measure(self) -> None:

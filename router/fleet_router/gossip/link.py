@@ -174,7 +174,7 @@ class Link:
                 self._stamp = stamp
                 self._keys = parse_keys(opened.read(KEY_FILE_BYTES))
         except (OSError, ValueError) as error:
-            self._log(event="gossip-key", problem=error.strerror if isinstance(error, OSError) else error)
+            self._log(event="gossip-key", problem=str(error.strerror if isinstance(error, OSError) else error))
 
     # -- what is known ----------------------------------------------------------------------------------------------
     def lines(self) -> list[str]:
