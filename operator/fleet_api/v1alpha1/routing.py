@@ -85,8 +85,8 @@ class EndpointPickerSpec(ApiModel):
         Field(
             default=(),
             description="Namespaces of the gateways: the NetworkPolicy lets their pods reach the workers' HTTP port, past the "
-        "routers' keys and limits unless the gateway asks the picker. Default: the fleet's own namespace.",
-    )
+            "routers' keys and limits unless the gateway asks the picker. Default: the fleet's own namespace.",
+        )
     )
 
 
