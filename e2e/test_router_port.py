@@ -4,6 +4,7 @@ new configuration and SIGTERM without a dropped stream."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -93,6 +94,8 @@ async def stream(begun: asyncio.Semaphore, context: ssl.SSLContext | None = None
     while b"data: [DONE]" not in got[-100:] and (piece := await reader.read(65536)):
         got += piece
     writer.close()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()
     return got.count(b"data: {") == chunks and b"data: [DONE]" in got
 
 
@@ -176,8 +179,8 @@ def test_new_configuration_drops_no_stream(tmp_path: Path):
 
         assert asyncio.run(streams_during(change)) == STREAMS
         log = (tmp_path / f"{HOST}-8080").with_suffix(".log").read_text()
-        assert log.count("event=endpoints") >= 3
-        assert "event=follow-failed" in log
+        assert log.count('"event":"endpoints"') >= 3
+        assert '"event":"follow-failed"' in log
 
 
 @pytest.mark.parametrize("processes", [1, 3])
@@ -189,7 +192,7 @@ def test_sigterm_drains_and_nobody_notices(tmp_path: Path, processes: int):
         assert asyncio.run(streams_during(lambda: os.kill(pid, signal.SIGTERM))) == STREAMS
         until(refused)
         log = (tmp_path / f"{HOST}-8080").with_suffix(".log")
-        until(lambda: log.read_text().count("event=drained left=0") == processes)
+        until(lambda: log.read_text().count('"event":"drained","left":0') == processes)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
@@ -224,6 +227,11 @@ def test_processes_share_the_port_and_answer_for_each_other(tmp_path: Path):
         metrics = httpx.get(f"{url}/metrics", trust_env=False).text
         assert (total(metrics, "fleet_router_requests_total"), total(metrics, "fleet_router_endpoints")) == (60, 2)
         until(lambda: total(httpx.get(f"{url}/metrics", trust_env=False).text, "fleet_router_gossip_peers") == 2)
+        shown = httpx.get(f"{url}/debug/decisions?limit=200", trust_env=False).json()["decisions"]
+        assert len({row["request_id"] for row in shown}) >= 60
+        one = httpx.get(f"{url}/debug/decisions?id={shown[-1]['request_id']}", trust_env=False).json()["decisions"]
+        assert [row["request_id"] for row in one] == [shown[-1]["request_id"]]
+        assert httpx.get(f"{url}/debug/decisions?id=none", trust_env=False).status_code == 404
         assert httpx.get(f"{url}/held?wait_s=0.2", trust_env=False).text == "0\n"
         before = children(proxy.pid)
         cpu = [int(Path(f"/proc/{pid}/stat").read_text().split()[13]) for pid in before]

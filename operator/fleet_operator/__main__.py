@@ -10,6 +10,8 @@ import sys
 
 def main() -> int:
     """Reconcile until told to stop."""
+    import uvloop
+
     from fleet_operator.options import parse_options
 
     options = parse_options(sys.argv[1:])
@@ -23,7 +25,8 @@ def main() -> int:
     from fleet_operator.process import run
 
     try:
-        asyncio.run(run(options))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # TLS in C: half of what a request costs otherwise
+            runner.run(run(options))
     except ClusterError as error:
         print(f"{error.reason}: {error}", file=sys.stderr, flush=True)
         return 2

@@ -48,9 +48,10 @@ from fleet_operator.flip.follow import FlipFollower
 from fleet_operator.health.passes import Passes, Unmeasured
 from fleet_operator.hearing import Hearing
 from fleet_operator.known_fleet import parse_again
+from fleet_operator.known_nodes import KnownNodes
 from fleet_operator.names import MANAGED_BY, MANAGER, ROUTER_ROLE, router_name
 from fleet_operator.names import ROLE as ROLE_LABEL
-from fleet_operator.nodes import NodeView, changed_nodes, going_away, observe_node, places, sick_nodes
+from fleet_operator.nodes import changed_nodes, going_away, places, sick_nodes
 from fleet_operator.observe import (
     Surroundings,
     observe_fetching,
@@ -63,6 +64,8 @@ from fleet_operator.observe import (
 from fleet_operator.outcome import Outcome
 from fleet_operator.pace import ASKED_MOST_S
 from fleet_operator.recorder import Recorder, present_status
+from fleet_operator.render.network import port_of
+from fleet_operator.render.port import ADMIN_PORT
 from fleet_operator.render.prefetch import fetches_ahead
 from fleet_operator.render.revision import observe_revisions, template_of
 from fleet_operator.settings import Platform
@@ -150,7 +153,7 @@ class Reconciler:
         self._applier = Applier(self._writer, platform, self._pace)
         self._recorder = Recorder(cluster, now)
         self._states: dict[Key, FleetState] = {}
-        self._nodes: dict[str, NodeView] = {}
+        self._nodes = KnownNodes(platform)
         self._leaving: dict[str, str] = {}
         self._queue = WorkQueue(time.monotonic)
         self._later_at: dict[Key, float] = {}
@@ -159,6 +162,10 @@ class Reconciler:
         self._complete = asyncio.Event()
 
     # -- feeding ----------------------------------------------------------------------------------------------------
+    def expect(self, kinds: Collection[Kind]) -> None:
+        """Nothing is done before these, too, were listed once."""
+        self._unlisted |= {kind.kind for kind in kinds}
+
     def feed(self, kind: Kind, event: WatchEvent) -> None:
         """One change, from whichever watch: kopf's, or ours."""
         if event.type == "SYNCED":
@@ -167,7 +174,8 @@ class Reconciler:
                 self._complete.set()
             return
         if kind == NODE:
-            self._feed_node(event.object["metadata"]["name"], event)
+            if self._nodes.take(event):
+                self._nodes_changed()
             return
         key = self._objects.take(kind, event)
         if key is None:
@@ -183,6 +191,8 @@ class Reconciler:
 
     def missed(self, kind: Kind, listed: Listed, within: Collection[str] = ()) -> tuple[list[Key], list[Object]]:
         """See `FleetObjects.missed`."""
+        if kind == NODE:
+            return self._nodes.missed(listed)
         return self._objects.missed(kind, listed, within)
 
     def _written(self, kind: Kind, made: Object) -> None:
@@ -193,16 +203,9 @@ class Reconciler:
         if key is not None:
             self.touch(key)
 
-    def _feed_node(self, name: str, event: WatchEvent) -> None:
+    def _nodes_changed(self) -> None:
         """Nodes change all the time; a fleet is looked at again only when one of its own begins or ceases to go away."""
-        view = None if event.type == "DELETED" else observe_node(event.object, self._platform)
-        if view == self._nodes.get(name):
-            return
-        if view is None:
-            del self._nodes[name]
-        else:
-            self._nodes[name] = view
-        before, self._leaving = self._leaving, going_away(self._nodes)
+        before, self._leaving = self._leaving, going_away(self._nodes.views)
         touched = self._objects.fleets_on(set(changed_nodes(before, self._leaving)))
         for key in [*touched, *(key for key, raw in self._objects.fleets.items() if fetches_ahead(raw))]:
             self.touch(key)
@@ -221,6 +224,10 @@ class Reconciler:
     def synced(self) -> bool:
         """Whether every kind was listed once."""
         return not self._unlisted
+
+    async def wait_synced(self) -> None:
+        """Until every kind was listed once."""
+        await self._complete.wait()
 
     def backlog(self) -> tuple[int, float]:
         """Fleets that wait for a pass, and for how long the one that waits longest has waited, seconds."""
@@ -252,7 +259,7 @@ class Reconciler:
     async def work(self) -> None:
         """Reconcile fleets that changed for ever, every fleet at least each RESYNC_S. Nothing is done before every kind was
         listed once: an empty cache must not look like an empty cluster."""
-        await self._complete.wait()
+        await self.wait_synced()
         async with asyncio.TaskGroup() as group:
             for number in range(AT_ONCE):
                 group.create_task(self._work_on(), name=f"reconcile-{number}")
@@ -373,7 +380,7 @@ class Reconciler:
         return Observed(
             pods=self._workers(fleet, state, live),
             flips=state.flips,
-            nodes=places(self._nodes) if model_key(fleet) is not None else None,
+            nodes=places(self._nodes.views) if model_key(fleet) is not None else None,
             fetching=observe_fetching(pods),
             adapters={**observe_published(live.get(("ConfigMap", router_name(fleet.metadata.name)))), **state.adapters.seen},
             pools=observe_pools(obj for (kind, _), obj in live.items() if kind == "WorkerPool"),
@@ -393,7 +400,7 @@ class Reconciler:
     ) -> tuple[ObservedPod, ...]:
         serving = observe_serving(live.get(("ConfigMap", router_name(fleet.metadata.name))))
         busy = {name: load for tier in state.telemetry.values() for name, load in tier.busy.items()}
-        around = Surroundings(serving, self._leaving, sick_nodes(self._nodes), busy)
+        around = Surroundings(serving, self._leaving, sick_nodes(self._nodes.views), busy)
         return observe_pods((obj for (kind, _), obj in live.items() if kind == "Pod"), around)
 
     async def _not_accepted(self, key: Key, raw: Object, error: ManifestError) -> Outcome:
@@ -477,5 +484,5 @@ class Reconciler:
         host, port = self._platform.router_host, self._platform.router_port
         pods = [obj for (kind, _), obj in self._objects.children(key).items() if kind == "Pod"]
         routers = [pod for pod in pods if pod["metadata"]["labels"].get(ROLE_LABEL) == ROUTER_ROLE]
-        addresses = [ip for pod in routers if (ip := (pod.get("status") or {}).get("podIP"))]
-        return [f"http://{host or address}:{port}" for address in addresses]
+        found = [(pod, ip) for pod in routers if (ip := (pod.get("status") or {}).get("podIP"))]
+        return [f"http://{host or ip}:{port_of(pod, ADMIN_PORT, port)}" for pod, ip in found]

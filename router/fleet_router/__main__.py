@@ -33,7 +33,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
         type=Path,
         help="file with the key that the fleet's routers share, one a line: the first signs, all are read",
     )
-    parser.add_argument("--gossip-port", type=int, default=GOSSIP_PORT, help="UDP port of gossip")
+    parser.add_argument("--gossip-port", type=int, help="UDP port of gossip; process i of several has the i-th one behind it")
     parser.add_argument(
         "--gossip-peers", type=peers, default=(), help="NAME:PORT,...: other routers, all addresses of a name; ours does no harm"
     )  # fmt: skip
@@ -72,9 +72,12 @@ def gossip_of(given: argparse.Namespace) -> GossipSettings | None:
         return None
     member: Member = given.member
     peers = tuple((name, port + i) for name, port in given.gossip_peers for i in range(member.size))
-    port = given.gossip_port + member.index if given.gossip_peers else 0
+    first = given.gossip_port or (GOSSIP_PORT if given.gossip_peers else 0)
     unix = member.name("gossip") if member.size > 1 else b""
-    return GossipSettings(given.gossip_key, given.host, port, peers, unix, member.siblings("gossip"))
+    return GossipSettings(
+        given.gossip_key, given.host, first + member.index if first else 0, peers, first, member.size, unix,
+        member.siblings("gossip"),
+    )  # fmt: skip
 
 
 def tls_of(given: argparse.Namespace) -> TlsFiles | None:

@@ -6,7 +6,13 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Protocol
 
-from fleet_router.errors import RequestError
+import msgspec
+
+from fleet_router.admission.tenants import Decisions
+from fleet_router.errors import RequestError, error_json
+from fleet_router.explain.recorder import Recorder
+from fleet_router.explain.route import PATH as DECISIONS
+from fleet_router.explain.route import answer
 from fleet_router.holding import Holding
 from fleet_router.listening import Listening, wait_of
 from fleet_router.members import Answer, Member, ask_all, summed
@@ -14,6 +20,7 @@ from fleet_router.members import Answer, Member, ask_all, summed
 Gather = Callable[[bytes], Coroutine[Any, Any, Answer]]
 """A path, with its query, → what all processes say."""
 WITHIN_S = 5.0
+RIGHTS: dict[bytes, Decisions] = {b"all": "all", b"own": "own"}
 
 
 class Asker(Protocol):
@@ -113,10 +120,30 @@ async def held_by_all(member: Member, holding: Holding, url: bytes) -> Answer:
 
 
 async def gathered(member: Member, path: bytes, here: Callable[[bytes], Awaitable[Answer]]) -> Answer:
-    """/metrics: sums; /ready: ready when all are."""
+    """/metrics: sums; /ready: ready when all are; /debug/decisions: rows of all, those of this process first."""
     mine = await here(path)
     answers = [mine, *await ask_all(member, path)]
+    if path.startswith(DECISIONS):
+        found = [answer[1] for answer in answers if answer is not None and answer[0] == 200]
+        return (200, b'{"decisions":[%b]}' % b",".join(filter(None, map(_rows, found)))) if found else mine
     if path == b"/ready":
         silent = (503, b"a process of this router does not answer\n")
         return next((answer or silent for answer in answers if answer is None or answer[0] != 200), mine)
     return mine[0], summed([answer[1].decode() for answer in answers if answer is not None]).encode()
+
+
+def decisions_here(recorder: Recorder, line: bytes, now: float) -> Answer:
+    """Of this process: `line` is the path with its query, the right of whoever asks and his tenant. The sibling has looked at
+    these; only processes of the same family reach the socket by its name."""
+    url, rights, tenant = line.split(b" ", 2)
+    try:
+        return 200, answer(
+            recorder, url, "all" if rights == b"all" else "own" if rights == b"own" else "none", tenant.decode(), now
+        )
+    except RequestError as error:
+        return error.status, error_json(error, "")
+
+
+def _rows(body: bytes) -> bytes:
+    rows: list[msgspec.Raw] = msgspec.json.decode(body, type=dict[str, list[msgspec.Raw]])["decisions"]
+    return b",".join(bytes(row) for row in rows)

@@ -14,7 +14,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 ASK_S = 1.0
-LINE_BYTES = 256
+LINE_BYTES = 16_384
+"""A path with its query, and for decisions who may read what."""
 MEMBER = re.compile(r"^(\d{1,3})/(\d{1,3})/([0-9a-f]{16})$")
 
 Answer = tuple[int, bytes]
@@ -55,7 +56,7 @@ async def serve(member: Member, answer: Ask) -> None:
     async def one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, TimeoutError, ValueError):
             async with asyncio.timeout(ASK_S):
-                path = (await reader.readline()).strip()
+                path = (await reader.readline()).rstrip(b"\n")
             status, body = await answer(path)
             writer.write(b"%d\n" % status + body)
         writer.close()

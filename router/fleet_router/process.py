@@ -21,13 +21,16 @@ from fleet_router.admission.tenants import Tenants
 from fleet_router.config import RouterConfig
 from fleet_router.context import Context
 from fleet_router.desk import Desk
+from fleet_router.explain.journal import Journal
+from fleet_router.explain.recorder import Recorder
+from fleet_router.explain.route import PATH as DECISIONS
 from fleet_router.exposition import exposition
 from fleet_router.follow.capacity import follow_capacity
 from fleet_router.follow.directory import follow_directory
 from fleet_router.follow.documents import Documents
 from fleet_router.follow.kube import api_server, follow_kube
 from fleet_router.follow.tenants import follow_tenants
-from fleet_router.gathering import gathered, held_by_all, held_here
+from fleet_router.gathering import decisions_here, gathered, held_by_all, held_here
 from fleet_router.gossip.link import GossipError, GossipSettings, Link
 from fleet_router.gossip.share import Share
 from fleet_router.hints import wanted_headers
@@ -75,7 +78,10 @@ class Router:
         self._clock = time.monotonic
         self._desk = Desk(self._clock)
         self._desk.tenants_needed = settings.tenants is not None
-        self._context = Context(WorkerTable(), RouterConfig(fleet="", served_name=""), Metrics(), self._clock, self._desk)
+        self._journal = Journal()
+        self._recorder = Recorder(self._clock, self._journal)
+        nothing = RouterConfig(fleet="", served_name="")
+        self._context = Context(WorkerTable(), nothing, Metrics(), self._clock, self._desk, self._recorder)
         self._connections: set[ClientConnection] = set()
         self._followed_at: float | None = None
         self._last_problem = ""
@@ -85,7 +91,7 @@ class Router:
             self._ports.append(Port(settings.host, settings.admin_port, self.admin_connection, shared=shared))
         self._context.gather = self.gather if shared else None
         self._share = Share(secrets.randbits(64), self._clock())
-        self._link = None if settings.gossip is None else Link(settings.gossip, self._share, self._clock, log)
+        self._link = None if settings.gossip is None else Link(settings.gossip, self._share, self._clock, self._journal.say)
 
     # -- documents --------------------------------------------------------------------------------------------------
     def apply(self, documents: Documents) -> None:
@@ -96,11 +102,14 @@ class Router:
         gone = [worker for uid, worker in before.items() if worker.role == "decode" and table.workers.get(uid) is not worker]
         self._context.holding.follow(documents.endpoints.at_zero, self._clock(), served=table.ready())
         self._desk.follow(config, slots_of(table, config), gone)
+        self._recorder.follow(config.explain, config.traces, config.fleet)
         self._know_caches(config)
         self._share.follow(table.workers, self._desk.accounts, table.routing, self._clock())
+        if self._link is not None:
+            self._link.follow(documents.endpoints.routers)
         self._followed_at = self._clock()
         self._last_problem = ""
-        log(event="endpoints", workers=len(self._context.table.workers), policy=documents.config.policy)
+        self._journal.say("endpoints", workers=len(self._context.table.workers), policy=documents.config.policy)
 
     def _know_caches(self, config: RouterConfig) -> None:
         """Start, feed or end the reading of KV events."""
@@ -109,7 +118,7 @@ class Router:
             if context.knowledge is None:
                 from fleet_router.knowledge import Knowledge  # tokenizers and ZMQ: only who needs them pays for them
 
-                context.knowledge = Knowledge(self._clock, lambda text: log(event="kv", said=repr(text)))
+                context.knowledge = Knowledge(self._clock, lambda text: self._journal.say("kv", said=text))
             context.knowledge.follow([(worker.endpoint, worker.bit) for worker in context.table.workers.values()])
         elif (knowledge := context.knowledge) is not None:
             context.knowledge = None
@@ -120,14 +129,14 @@ class Router:
         problems = self._desk.know(tenants)
         table = self._context.table
         self._share.follow(table.workers, self._desk.accounts, table.routing, self._clock())
-        log(event="tenants", tenants=len(tenants.tenants), problems=problems[:MOST_PROBLEMS])
+        self._journal.say("tenants", tenants=len(tenants.tenants), problems=problems[:MOST_PROBLEMS])
 
     def failed(self, problem: str) -> None:
         """Keep the last good set; say so once per problem."""
         self._context.metrics.follow_errors += 1
         if problem != self._last_problem:
             self._last_problem = problem
-            log(event="follow-failed", problem=problem)
+            self._journal.say("follow-failed", problem=problem)
 
     async def _follow(self) -> None:
         scheme, _, rest = self._settings.follow.partition(":")
@@ -149,6 +158,10 @@ class Router:
                 text += "".join(f"{line}\n" for line in self._link.lines())
             if context.knowledge is not None:
                 text += "".join(f"{line}\n" for line in context.knowledge.lines())
+            ready, waiting = len(context.table.by_role["decode"]), self._desk.gate.waiting
+            text += "".join(
+                f"{line}\n" for line in self._recorder.lines(context.config, ready, len(context.table.routing.index), waiting)
+            )
             return 200, b"text/plain; version=0.0.4", (text + exposition(self._desk, self._clock())).encode()
         if path == b"/v1/models":
             return 200, b"application/json", msgspec.json.encode({"object": "list", "data": self._models()})
@@ -185,7 +198,7 @@ class Router:
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
-        log(event="listening", host=self._settings.host, port=self._settings.port)
+        self._journal.say("listening", host=self._settings.host, port=self._settings.port)
         tasks = [asyncio.create_task(task) for task in self._tasks()]
         stopping = asyncio.create_task(stop.wait())
         try:
@@ -201,6 +214,7 @@ class Router:
             ended = await asyncio.gather(stopping, *tasks, return_exceptions=True)
             if self._context.knowledge is not None:
                 await asyncio.to_thread(self._context.knowledge.stop)
+            await asyncio.to_thread(self._recorder.stop)
         return self._exit_code(ended)
 
     async def _open(self) -> bool:
@@ -235,13 +249,16 @@ class Router:
         """New certificates: for connections from now on."""
         self._swap = asyncio.get_running_loop().create_task(self._ports[0].serve(context))
         self._last_problem = ""
-        log(event="tls")
+        self._journal.say("tls")
 
     # -- other processes of the same port ---------------------------------------------------------------------------
     async def answer(self, url: bytes) -> Answer:
         """Of this process alone, to a sibling."""
-        if url.partition(b"?")[0] == HELD:
+        path = url.partition(b"?")[0]
+        if path == HELD:
             return 200, b"%d\n" % await held_here(self._context.holding, wait_of(url))
+        if path == DECISIONS:
+            return decisions_here(self._recorder, url, self._clock())
         status, _, body = self.plain(url)
         return status, body
 
@@ -273,7 +290,7 @@ class Router:
             try:
                 await link.run()
             except GossipError as error:
-                log(event="gossip-failed", problem=error)
+                self._journal.say("gossip-failed", problem=str(error))
             await asyncio.sleep(GOSSIP_AGAIN_S)
 
     async def _measure(self) -> None:
@@ -306,7 +323,7 @@ class Router:
         while self._connections and self._clock() - since < DRAIN_S:
             self.drain_step(since)
             await asyncio.sleep(DRAIN_STEP_S)
-        log(event="drained", left=len(self._connections))
+        self._journal.say("drained", left=len(self._connections))
         for connection in list(self._connections):
             connection.cut()
         await asyncio.sleep(DRAIN_STEP_S)  # what was just written goes out
@@ -316,8 +333,3 @@ class Router:
         now = self._clock()
         for connection in list(self._connections):
             connection.drain(now, since)
-
-
-def log(**fields: object) -> None:
-    """One line, key=value; never a prompt."""
-    print(" ".join(f"{key}={value}" for key, value in fields.items()), file=sys.stderr, flush=True)

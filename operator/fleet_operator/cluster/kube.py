@@ -10,6 +10,9 @@ from contextlib import aclosing
 from pathlib import Path
 from urllib.parse import quote
 
+import aiohttp
+import msgspec
+
 from fleet_operator.cluster.interface import FIELD_MANAGER, ClusterError, Kind, Listed, NotFoundError, Object, WatchEvent
 from fleet_operator.cluster.kinds import key_of, kind_of
 from fleet_operator.cluster.kube_http import Backoff, GoneError, KubeHttp, KubeLimits, configuration_from, error_of
@@ -22,6 +25,27 @@ _MERGE = "application/merge-patch+json"
 _METADATA = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 
 
+class _Meta(msgspec.Struct, gc=False):
+    """What a list of versions needs: thousands of objects are read only for these words."""
+
+    resourceVersion: str
+    name: str = ""
+    namespace: str = ""
+    more: str = msgspec.field(name="continue", default="")
+
+
+class _Item(msgspec.Struct, gc=False):
+    metadata: _Meta
+
+
+class _Page(msgspec.Struct):
+    metadata: _Meta
+    items: builtins.list[_Item] = []
+
+
+_VERSIONS = msgspec.json.Decoder(_Page)
+
+
 class KubeCluster:
     """`Cluster` on a real API server; make it with `connect`."""
 
@@ -32,10 +56,17 @@ class KubeCluster:
 
     @classmethod
     async def connect(
-        cls, kubeconfig: Path | None, *, limits: KubeLimits = _DEFAULTS, manager: str = FIELD_MANAGER, context: str | None = None
+        cls,
+        kubeconfig: Path | None,
+        *,
+        limits: KubeLimits = _DEFAULTS,
+        manager: str = FIELD_MANAGER,
+        context: str | None = None,
+        trace: aiohttp.TraceConfig | None = None,
     ) -> KubeCluster:
-        """Credentials from `kubeconfig`, or from the pod's service account when None. Nothing is sent yet."""
-        return cls(KubeHttp(await configuration_from(kubeconfig, context), limits), limits, manager)
+        """Credentials from `kubeconfig`, or from the pod's service account when None; `trace` sees the connections. Nothing is
+        sent yet."""
+        return cls(KubeHttp(await configuration_from(kubeconfig, context), limits, trace), limits, manager)
 
     def writer(self, manager: str) -> KubeCluster:
         """A handle with the same connections that writes as another field manager."""
@@ -111,12 +142,11 @@ class KubeCluster:
         found: dict[tuple[str, str], str] = {}
         query = _selector(labels) | {"limit": self._limits.page}
         while True:
-            page = await self._http.request("GET", _path(kind, namespace), query, accept=_METADATA)
-            for item in page.get("items") or []:
-                found[key_of(item)] = item["metadata"]["resourceVersion"]
-            if not page["metadata"].get("continue"):
-                return Listed(found, page["metadata"]["resourceVersion"])
-            query = {**query, "continue": page["metadata"]["continue"]}
+            page = _VERSIONS.decode(await self._http.body("GET", _path(kind, namespace), query, accept=_METADATA))
+            found.update({(item.metadata.namespace, item.metadata.name): item.metadata.resourceVersion for item in page.items})
+            if not page.metadata.more:
+                return Listed(found, page.metadata.resourceVersion)
+            query = {**query, "continue": page.metadata.more}
 
     async def _list(
         self, kind: Kind, namespace: str | None, labels: Mapping[str, str] | None

@@ -16,6 +16,7 @@ least, and for a prompt that nobody knows also within EPSILON_SHARE of it: promp
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -36,6 +37,19 @@ ADAPTER_S = 0.25
 """Loading an adapter that a worker was not sent lately."""
 
 
+class Weighed(NamedTuple):
+    """One side of one group, as a decision saw it: costs by worker, in seconds."""
+
+    group: tuple[str, str]
+    workers: Sequence[Candidate]
+    missing: Sequence[float]
+    """Tokens of the prompt that each has not cached."""
+    costs: Sequence[float]
+    """Prefill: queue and prefill. Decode: lateness and the least transfer, for a prefill elsewhere."""
+    local: Sequence[float] | None = None
+    """Decode: when it prefills itself; of prefill workers None."""
+
+
 class CostAsk(msgspec.Struct, frozen=True):
     """What the cost depends on besides the workers."""
 
@@ -53,6 +67,8 @@ class CostAsk(msgspec.Struct, frozen=True):
     others: float = 1.0
     """How much the seconds of others count against one's own: above 1 for classes that can wait."""
     adapter: str = ""
+    seen: list[Weighed] = msgspec.field(default_factory=list)
+    """Whoever decides adds what was compared: references alone, so that a record of the decision costs next to nothing."""
 
 
 class Offer(msgspec.Struct):
@@ -80,6 +96,7 @@ def cheapest(ask: CostAsk, group: Group, steps: Steps, usable: Usable | None) ->
     late, remote, missing = _decode_parts(ask, group, decodes, steps)
     by_cost, share = ask.by_cost or not prefills, 0.0 if steps else EPSILON_SHARE
     local = _local_parts(ask, decodes, late, missing) if by_cost else late
+    ask.seen.append(Weighed(group.key, decodes, missing, remote, local))
     at = _settle(local if by_cost else remote, decodes, group.decode.ring, ask.ring_key, share)
     if not prefills:
         why = "local after a failure" if ask.local else "no compatible prefill worker"
@@ -87,6 +104,7 @@ def cheapest(ask: CostAsk, group: Group, steps: Steps, usable: Usable | None) ->
     if missing[at] < ask.min_uncached:
         return Offer(local[at], None, decodes[at], missing[at], 0.0, "few uncached tokens", looked)
     costs, lacks = _prefill_parts(ask, prefills, steps)
+    ask.seen.append(Weighed(group.key, prefills, lacks, costs))
     i = _settle(costs, prefills, group.prefill.ring, ask.ring_key, share)
     if by_cost and local[at] <= costs[i] + min(remote):
         best = Offer(local[at], None, decodes[at], missing[at], 0.0, "local prefill costs less", looked)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+from collections.abc import AsyncIterator
 
 import pytest
 from aiohttp import web
@@ -17,7 +18,7 @@ from fleet_operator.cluster.interface import (
     UnavailableError,
 )
 from fleet_operator.cluster.kube import KubeCluster
-from fleet_operator.cluster.kube_http import GoneError, KubeHttp, KubeLimits, error_of
+from fleet_operator.cluster.kube_http import GoneError, KubeHttp, KubeLimits, error_of, split_lines
 
 FAST = KubeLimits(backoff_base_s=0.001, backoff_cap_s=0.01, page=2, silence_s=5)
 
@@ -202,3 +203,35 @@ def test_nobody_listening_is_unavailable():
 
     with pytest.raises(UnavailableError, match="ClientConnectorError"):
         asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        [b'{"a":1}\n{"b":2}\n'],
+        [b'{"a"', b":1}", b'\n{"b":2}', b"\n"],
+        [b'{"a":1}\n{"b":2}\n{"c":'],
+        [bytes([byte]) for byte in b'{"a":1}\n{"b":2}\n'],
+    ],
+)
+def test_lines_of_a_watch_come_whole_out_of_any_chunks(chunks):
+    async def arriving() -> AsyncIterator[bytes]:
+        for chunk in chunks:
+            yield chunk
+
+    async def go():
+        return [line async for line in split_lines(arriving(), 100)]
+
+    assert asyncio.run(go()) == [b'{"a":1}', b'{"b":2}']
+
+
+def test_a_line_of_a_watch_has_a_bound():
+    async def endless() -> AsyncIterator[bytes]:
+        while True:
+            yield b"x" * 30
+
+    async def go():
+        return [line async for line in split_lines(endless(), 100)]
+
+    with pytest.raises(ValueError, match="longer than 100 bytes"):
+        asyncio.run(go())
