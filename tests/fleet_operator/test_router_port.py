@@ -11,6 +11,7 @@ from fleet_api.validate import validate
 from fleet_cli.errors import InputError
 from fleet_cli.up.routerport import router_secrets
 from fleet_operator.names import FLEET, ROLE, ROUTER_ROLE
+from fleet_operator.picture import router_urls
 from fleet_operator.render.fleet import render_router
 from fleet_operator.render.port import requests, routers_of
 from fleet_operator.settings import Platform
@@ -56,6 +57,12 @@ def test_secrets_are_mounted_and_probes_go_where_no_certificate_is_needed():
     assert [(p["name"], p["containerPort"], p["protocol"]) for p in container["ports"]] == [
         ("http", 8080, "TCP"), ("admin", 8081, "TCP"), ("gossip", 8082, "UDP"),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("routing", "port"), [({}, 8080), ({"tls": TLS}, 8081)])
+def test_the_operator_scrapes_where_no_certificate_is_needed(routing: dict[str, object], port: int):
+    live = {("Pod", "r"): {"metadata": {"labels": {ROLE: ROUTER_ROLE}}, "spec": pod(**routing), "status": {"podIP": "10.0.0.1"}}}
+    assert router_urls(live, Platform()) == [f"http://10.0.0.1:{port}"]
 
 
 def test_without_any_of_it_nothing_is_there():
