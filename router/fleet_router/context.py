@@ -10,6 +10,8 @@ from fleet_router.config import RouterConfig
 from fleet_router.desk import Desk
 from fleet_router.errors import RequestError
 from fleet_router.explain.recorder import Recorder
+from fleet_router.health.budget import RetryBudget
+from fleet_router.health.sent import Room
 from fleet_router.holding import Holding
 from fleet_router.metrics import Metrics
 from fleet_router.workers import WorkerTable
@@ -52,6 +54,8 @@ class Context:
     desk: Desk
     recorder: Recorder
     holding: Holding = field(default_factory=Holding)
+    budget: RetryBudget = field(default_factory=RetryBudget)
+    room: Room = field(default_factory=Room)
     draining: bool = False
     knowledge: Knowledge | None = None
     """Precise knowledge of the workers' caches, where the fleet asks for it."""

@@ -28,6 +28,7 @@ from fleet_router.exposition import exposition
 from fleet_router.follow.capacity import follow_capacity
 from fleet_router.follow.directory import follow_directory
 from fleet_router.follow.documents import Documents
+from fleet_router.follow.identity import follow_identity
 from fleet_router.follow.kube import api_server, follow_kube
 from fleet_router.follow.tenants import follow_tenants
 from fleet_router.gossip.link import GossipError, GossipSettings, Link
@@ -35,6 +36,7 @@ from fleet_router.gossip.share import Share
 from fleet_router.hints import wanted_headers
 from fleet_router.metrics import Metrics
 from fleet_router.server import ClientConnection
+from fleet_router.watching import watch
 from fleet_router.workers import WorkerTable, slots_of
 
 if TYPE_CHECKING:
@@ -47,6 +49,8 @@ DRAIN_STEP_S = 0.05
 BACKLOG = 1_024
 GOSSIP_AGAIN_S = 5.0
 MOST_PROBLEMS = 8
+EMPTY_KEPT_S = 60.0
+"""How long endpoints without a worker are taken for a mistake of whoever wrote them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +86,20 @@ class Router:
         self._picker: EndpointPicker | None = None
         self._followed_at: float | None = None
         self._last_problem = ""
+        self._documents: Documents | None = None
+        """Those in force."""
+        self._emptied: Documents | None = None
+        self._emptied_at: float | None = None
+        """When the endpoints began to name nobody."""
         self._share = Share(secrets.randbits(64), self._clock())
         self._link = None if settings.gossip is None else Link(settings.gossip, self._share, self._clock, self._journal.say)
 
     # -- documents --------------------------------------------------------------------------------------------------
     def apply(self, documents: Documents) -> None:
         """New endpoints or configuration; running requests keep what they began with."""
+        if self._keeps(documents):
+            return
+        self._documents = documents
         config, table, before = documents.config, self._context.table, dict(self._context.table.workers)
         self._context.config, self._context.wanted = config, wanted_headers(config)
         table.update(documents.endpoints, self._clock(), config)
@@ -100,6 +112,20 @@ class Router:
         self._followed_at = self._clock()
         self._last_problem = ""
         self._journal.say("endpoints", workers=len(self._context.table.workers), policy=documents.config.policy)
+
+    def _keeps(self, documents: Documents) -> bool:
+        """A document without any worker, where workers serve and no tier rests, is taken for a mistake for a while. When the
+        workers are gone indeed, requests find out at once."""
+        found, now = documents.endpoints, self._clock()
+        if found.workers or found.at_zero or not self._context.table.workers:
+            self._emptied_at = None
+            return False
+        self._emptied_at, self._emptied = now if self._emptied_at is None else self._emptied_at, documents
+        if now - self._emptied_at > EMPTY_KEPT_S:
+            self._emptied_at = self._emptied = None
+            return False
+        self.failed(f"the endpoints name no worker: the last ones are kept for {EMPTY_KEPT_S:g} s")
+        return True
 
     def _know_caches(self, config: RouterConfig) -> None:
         """Start, feed or end the reading of KV events."""
@@ -143,7 +169,7 @@ class Router:
             rows = [(w.endpoint.name, w.endpoint.role, w.endpoint.tier, w.own) for w in context.table.workers.values()]
             age_s = -1.0 if self._followed_at is None else self._clock() - self._followed_at
             text = context.metrics.exposition(rows, age_s, len(context.table.routing.index))
-            text += "".join(f"{line}\n" for line in context.holding.lines())
+            text += "".join(f"{line}\n" for line in (*context.holding.lines(), *context.table.lines(self._clock())))
             if self._link is not None:
                 text += "".join(f"{line}\n" for line in self._link.lines())
             if context.knowledge is not None:
@@ -200,7 +226,8 @@ class Router:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
         self._journal.say("listening", host=self._settings.host, port=self._settings.port)
-        tasks = [asyncio.create_task(task) for task in (self._follow(), self._sweep(), self._tick(), self._measure())]
+        works = (self._follow(), self._sweep(), self._tick(), self._measure(), self._identify())
+        tasks = [asyncio.create_task(task) for task in works]
         if self._settings.tenants is not None:
             tasks.append(asyncio.create_task(follow_tenants(self._settings.tenants, self.know, self.failed)))
         if self._link is not None:
@@ -282,13 +309,27 @@ class Router:
 
         await follow_capacity(lambda: {uid: worker.endpoint for uid, worker in table.workers.items()}, know)
 
+    async def _identify(self) -> None:
+        await follow_identity(self._context.table.suspects, self.stranger)
+
+    def stranger(self, uid: str) -> None:
+        """Somebody else answers where this worker should be."""
+        self._journal.say("stranger", worker=uid)
+        self._context.table.strangers.add(uid)
+        if self._documents is not None:
+            self.apply(self._documents)
+
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_S)
             now = self._clock()
+            if self._emptied_at is not None and self._emptied is not None and now - self._emptied_at > EMPTY_KEPT_S:
+                self.apply(self._emptied)
             if self._context.knowledge is not None:
                 self._context.knowledge.tick(now)
             self._context.table.routing.tick(now, self._context.config.slow_start_s)
+            exchanges = self._picker.exchanges if self._picker is not None else ()
+            watch(self._context, [*self._connections, *exchanges], now)
             for connection in list(self._connections):
                 connection.sweep(now)
             if self._picker is not None:

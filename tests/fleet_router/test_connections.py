@@ -221,7 +221,7 @@ def test_a_client_that_reads_late_is_no_fault_of_the_worker():
         while not got.endswith(b"0\r\n\r\n"):
             got += await reader.read(1 << 20)
         assert b"[DONE]" in got
-        assert [w.failures for w in rig.context.table.workers.values()] == [0, 0]
+        assert [w.breaker.failures for w in rig.context.table.workers.values()] == [0, 0]
 
     run(go, config=msgspec.structs.replace(CONFIG, bounds=msgspec.structs.replace(BOUNDS, stalled_client_s=100.0)))
 
@@ -232,7 +232,7 @@ def test_a_client_that_never_reads_is_dropped_and_nobody_blamed():
         _, _, connection = await stalled(rig)
         rig.sweep(BOUNDS.stalled_client_s + 1)
         await until(lambda: connection not in rig.connections)
-        assert [w.failures for w in rig.context.table.workers.values()] == [0, 0]
+        assert [w.breaker.failures for w in rig.context.table.workers.values()] == [0, 0]
         assert rig.context.metrics.client_left == 1
 
     run(go)

@@ -104,6 +104,8 @@ def _router_config(fleet: InferenceFleet) -> RouterConfig:
         runaway=spec.limits.runaway_patterns != "none",
         explain=_explain(spec.routing.explain),
         traces=_traces(spec.telemetry.traces),
+        # vLLM's seeded draws depend on how many were made before: its streams are only carried on from their beginning
+        resume="prefill" if spec.engine.type == "torch" else "replay",
     )
 
 
