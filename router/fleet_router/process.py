@@ -248,9 +248,12 @@ class Router:
         return self._exit_code(ended)
 
     async def _pick_for_gateways(self, port: int) -> bool:
-        """Serve ext_proc too; False when the address is taken."""
-        from fleet_router.epp.server import EndpointPicker  # gRPC: only who needs it pays for it
-
+        """Serve ext_proc too; False, and a reason on stderr, when that cannot be."""
+        try:
+            from fleet_router.epp.server import EndpointPicker  # gRPC: only who needs it pays for it
+        except ImportError as error:
+            print(f"NotInstalled: --ext-proc-port needs inferencefleet[epp]: {error}", file=sys.stderr, flush=True)
+            return False
         self._picker = EndpointPicker(self._context, self._undecided, self._settings.failure_mode)
         try:
             bound = await self._picker.start(self._settings.host, port)
