@@ -256,9 +256,12 @@ class Router:
         return self._exit_code(ended)
 
     async def _pick_for_gateways(self, port: int) -> bool:
-        """Serve ext_proc too; False when the address is taken."""
-        from fleet_router.epp.server import EndpointPicker  # gRPC: only who needs it pays for it
-
+        """Serve ext_proc too; False, and a reason on stderr, when that cannot be."""
+        try:
+            from fleet_router.epp.server import EndpointPicker  # gRPC: only who needs it pays for it
+        except ImportError as error:
+            print(f"NotInstalled: --ext-proc-port needs inferencefleet[epp]: {error}", file=sys.stderr, flush=True)
+            return False
         self._picker = EndpointPicker(self._context, self._undecided, self._settings.failure_mode)
         try:
             bound = await self._picker.start(self._settings.host, port)
@@ -377,7 +380,8 @@ class Router:
             if self._context.knowledge is not None:
                 self._context.knowledge.tick(now)
             self._context.table.routing.tick(now, self._context.config.slow_start_s)
-            watch(self._context, list(self._connections), now)
+            exchanges = self._picker.exchanges if self._picker is not None else ()
+            watch(self._context, [*self._connections, *exchanges], now)
             for connection in list(self._connections):
                 connection.sweep(now)
             if self._picker is not None:

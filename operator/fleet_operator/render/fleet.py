@@ -102,10 +102,10 @@ def _router_config(fleet: InferenceFleet) -> RouterConfig:
         classes=tuple(_slo_class(one, budget_s) for one in spec.classes),
         hold=HoldBounds(requests=spec.limits.hold.requests, bytes=spec.limits.hold.size_bytes, time_s=spec.limits.hold.time_s),
         runaway=spec.limits.runaway_patterns != "none",
-        # vLLM's seeded draws depend on how many were made before: its streams are only carried on from their beginning
-        resume="prefill" if spec.engine.type == "torch" else "replay",
         explain=_explain(spec.routing.explain),
         traces=_traces(spec.telemetry.traces),
+        # vLLM's seeded draws depend on how many were made before: its streams are only carried on from their beginning
+        resume="prefill" if spec.engine.type == "torch" else "replay",
     )
 
 
