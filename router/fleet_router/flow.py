@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from fleet_router.answering import OK, Answering
-from fleet_router.ending import CHAT_PATH, unframed
+from fleet_router.answering import EVENT_END, OK, Answering
+from fleet_router.ending import CHAT_PATH, END, framed, unframed
 from fleet_router.errors import RequestError
 from fleet_router.health.resume import Again, Said, Start, continued, said_of, start_of
 from fleet_router.health.silence import Waits
@@ -209,7 +209,7 @@ class Flow(Answering):
     # -- after the first byte ------------------------------------------------------------------------------------------
     def _resume(self, failed: Worker, why: str) -> None:
         """The stream broke: another worker carries it on, exactly, or the client is told."""
-        said = said_of(unframed(self._sent.kept())) if self._sent is not None else None
+        said = self._said()
         self._trip_over()
         if said is None or self._resumes >= RESUMES_MOST or not self._may_retry(free=False):
             self._cannot_resume("refused", why)
@@ -225,6 +225,15 @@ class Flow(Answering):
             self._count_prompt(said, start, why)
         else:
             self._carry_on(said, start, [])
+
+    def _said(self) -> Said | None:
+        """What the client has; None when it cannot be known."""
+        if self._sent is not None:
+            return said_of(unframed(self._sent.kept()))
+        if self._heard is None or self._translation is None:
+            return None
+        self._translation.forget_partial()
+        return said_of(self._heard.kept().rpartition(EVENT_END)[0])
 
     def _count_prompt(self, said: Said, start: Start, why: str) -> None:
         """The prompt as token ids, from some worker; without them the whole answer is asked for again."""
@@ -257,8 +266,18 @@ class Flow(Answering):
         self._context.metrics.resumed[outcome] += 1
         self._break(why)
 
+    def more(self, new: bytes, *, last: bool) -> None:
+        """An event of the other worker, as far as it is new."""
+        if self._translation is None:
+            self.raw(framed(new) + (END if last else b""))
+        else:
+            self.hear(new)
+            self.raw(framed(new), framed(self._translation.feed(new)))
+
     def carried(self) -> None:
         """The other worker has said all."""
+        if self._translation is not None:
+            self.raw(b"", framed(self._translation.end()) + END)
         self._context.metrics.resumed["done"] += 1
         self.end()
 

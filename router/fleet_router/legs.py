@@ -187,6 +187,7 @@ class TranslatedLeg(DecodeLeg):
                 self._answer += data
             return
         try:
+            self._flow.hear(data)
             self._out += self._translation.feed(data)
         except RequestError as error:
             self._flow.cut(error)
@@ -260,7 +261,7 @@ class ResumedLeg(DecodeLeg):
             for payload in self._events.feed(data):
                 new = self._again.feed(payload)
                 if new:
-                    self._flow.raw(framed(new) + (END if self._again.done else b""))
+                    self._flow.more(new, last=self._again.done)
         except (DiffersError, RequestError) as error:
             self._flow.cannot_resume(str(error))
 
