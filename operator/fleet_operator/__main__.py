@@ -4,8 +4,12 @@ the lease and must begin anew."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import sys
+
+YOUNG, MIDDLE, OLD = 10_000, 50, 50
+"""Thresholds of the garbage collector: its usual 700 young objects are three watch events."""
 
 
 def main() -> int:
@@ -18,6 +22,7 @@ def main() -> int:
     from fleet_operator.health.logs import set_up_logs
 
     set_up_logs(options.log_format)
+    gc.set_threshold(YOUNG, MIDDLE, OLD)
     if options.kubeconfig is not None:
         os.environ["KUBECONFIG"] = str(options.kubeconfig.absolute())  # kopf reads it from there
     from fleet_operator.cluster.interface import ClusterError

@@ -146,7 +146,7 @@ async def run_in_cluster(
                 return
 
     async def work() -> None:
-        await until_first_ends(reconciler.work(), reconciler.read_telemetry())
+        await until_first_ends(reconciler.work(), reconciler.reader.run())
 
     async def lead() -> None:
         try:

@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import urlencode
 
 import aiohttp
@@ -88,6 +89,18 @@ def error_of(status: int, body: bytes, retry_after: str | None = None) -> Cluste
     return error
 
 
+T = TypeVar("T")
+_ANYTHING: msgspec.json.Decoder[Object] = msgspec.json.Decoder()
+
+
+def decoded(decoder: msgspec.json.Decoder[T], answer: bytes) -> T:
+    """What an answer says; UnavailableError when it is not what was asked for (a proxy's page)."""
+    try:
+        return decoder.decode(answer)
+    except msgspec.DecodeError as error:
+        raise UnavailableError(f"not an answer of an API server: {error}") from error
+
+
 async def configuration_from(kubeconfig: Path | None, context: str | None = None) -> Configuration:
     """From a kubeconfig file, or from the pod's service account when `kubeconfig` is None; NotInClusterError."""
     configuration = Configuration()
@@ -138,8 +151,7 @@ class KubeHttp:
         accept: str = "application/json",
     ) -> Object:
         """The answer's JSON; the named errors, never aiohttp's."""
-        parsed: Object = msgspec.json.decode(await self.body(method, path, query, body, content_type, accept))
-        return parsed
+        return decoded(_ANYTHING, await self.body(method, path, query, body, content_type, accept))
 
     async def body(
         self,
