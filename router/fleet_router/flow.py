@@ -346,8 +346,10 @@ class Flow(Answering):
     def silent(self) -> None:
         """The worker of this leg says nothing to anybody: before the first byte, once, somebody else is asked."""
         worker = self._leg_worker
-        if worker is None or self.done or self.started or self._moved or not self._others(worker):
+        if worker is None or self.done or self.started or self._moved:
             return
+        if worker.role == "decode" and not self._others(worker):
+            return  # to wait on is all that is left
         self._moved = True
         self._abandon_leg()
         self.end_leg()
