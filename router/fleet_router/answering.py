@@ -231,9 +231,11 @@ class Answering:
 
     def _sound(self, data: bytes) -> bool:
         """A read that ends with an event that is no JSON object by its looks: half of one must not go to a client as a whole."""
+        if not data.endswith(CHUNK_END) or not self._ask.stream:
+            return True
         event = data.removesuffix(CHUNK_END).rpartition(EVENT_END)[2]
-        payload = event[event.find(b"data: ") + 6 :] if b"data: " in event else b"{}"
-        if not self._ask.stream or not data.endswith(CHUNK_END) or is_object(payload):
+        at = event.find(b"data: ")
+        if at < 0 or is_object(event[at + 6 :]):
             return True
         self._fault("the worker's event is not JSON")
         return False
