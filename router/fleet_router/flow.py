@@ -50,7 +50,8 @@ class Flow(Answering):
         ask, now, seed, hints = self._ask, context.clock(), self._ticket.lane.seed, self.hints
         if context.knowledge is not None and not seed:
             if self._counted is None:
-                self._counted = context.knowledge.count(ask, self._path == CHAT_PATH, self._was_counted)
+                chat = self._path == CHAT_PATH and ask is self._asked
+                self._counted = context.knowledge.count(ask, chat, self._was_counted)
                 if self._counted is None:
                     return
             hints = context.knowledge.hints(self._counted, hints)
@@ -152,7 +153,8 @@ class Flow(Answering):
     def prefilled(self, prefill: Worker, decode: Worker, body: bytes) -> None:
         """The prefill leg answered 200."""
         self.end_leg()
-        if not is_object(body):
+        reference = reference_of(body)
+        if reference is None and not is_object(body):
             self.give_back(prefill)
             self.leg_failed(prefill, "prefill answered something that is not JSON")
             return
@@ -166,7 +168,6 @@ class Flow(Answering):
             self._context.knowledge.answered(prefill.uid, self._counted)
         if (tokens := prompt_tokens_of(body)) > 0:
             self._context.table.routing.bytes_per_token.observe(len(self._ask.prompt) / tokens)
-        reference = reference_of(body)
         if reference is not None and (lease := lease_of(reference)) is not None:
             self._lease = (prefill, lease)
         self._giver = prefill.uid
@@ -204,6 +205,8 @@ class Flow(Answering):
         self._context.metrics.requests[OK] -= 1
         self._head_bytes, self.started, self._first, self._outcome = b"", False, True, "left"
         self._keep_no_more()
+        if self._translation is not None:
+            self._translation.forget_partial()
         return True
 
     # -- after the first byte ------------------------------------------------------------------------------------------

@@ -210,7 +210,10 @@ class TranslatedLeg(DecodeLeg):
             self._finish()
 
     def on_lost(self, reason: str) -> None:
-        self._translation.collected.clear()  # whoever is asked next answers from the beginning
+        if self._out:  # read, but not handed on because what came with it was no HTTP
+            self.on_raw(b"")
+        if not self._translation.stream:
+            self._translation.collected.clear()  # whoever is asked next answers from the beginning
         super().on_lost(reason)
 
     def _finish(self) -> None:

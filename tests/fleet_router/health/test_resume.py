@@ -289,6 +289,37 @@ def test_a_stream_in_another_dialect_goes_on_elsewhere(path: str, resume: str, d
     run(go, prefill=0, decode=2, config=PREFILLING if resume == "prefill" else CONFIG)
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
+def test_what_came_together_with_nonsense_is_neither_lost_nor_said_twice(path: str):
+    """Whole events and broken framing in one read."""
+
+    async def go(rig: Rig) -> None:
+        async def first(body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+            for worker in rig.decode:
+                worker.behave = generator()
+            made = b"".join(map(framed, events(tokens([5, 6, 7], 40)[:4], chat="messages" in body, with_ids=False, finish=False)))
+            head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+            writer.write(head + made + b"zz\r\nwhat?\r\n")
+            await writer.drain()
+            return True
+
+        rig.decode[0].behave = rig.decode[1].behave = first
+        body = {"model": "m", "max_tokens": 40, "temperature": 0, "stream": True}
+        if path == "/v1/messages":
+            body["messages"] = [{"role": "user", "content": "hi"}]
+        else:
+            body["prompt"] = [5, 6, 7]
+        status, got = await rig.post(body, path)
+        told = [json.loads(line[6:]) for line in unframed(got).split(b"\n") if line.startswith(b"data: {")]
+        if path == "/v1/messages":
+            text = "".join(one["delta"]["text"] for one in told if one["type"] == "content_block_delta")
+        else:
+            text = "".join(one["choices"][0]["text"] for one in told)
+        assert (status, text) == (200, "".join(map(word, tokens([5, 6, 7], 40))))
+
+    run(go, prefill=0, decode=2)
+
+
 @pytest.mark.parametrize("more", [{"temperature": 1}, {"temperature": 0, "user_field": 1}, {"temperature": 0, "n": 2}])
 def test_a_stream_that_is_not_determined_ends_with_an_error(more: dict[str, Any]):
     async def go(rig: Rig) -> None:
