@@ -25,6 +25,13 @@ def arguments(argv: list[str]) -> argparse.Namespace:
         "--tenants", type=Path, help="file with tenants and the hashes of their API keys; without it everybody may ask"
     )
     parser.add_argument(
+        "--ext-proc-port", type=int, help="also serve gateways as an Endpoint Picker (Envoy's ext_proc, gRPC) on this port"
+    )
+    parser.add_argument(
+        "--failure-mode", choices=("FailOpen", "FailClose"), default="FailClose",
+        help="what gateways are told while no endpoints are known: 503, or a failed call (they send requests anywhere)",
+    )  # fmt: skip
+    parser.add_argument(
         "--gossip-key",
         type=Path,
         help="file with the key that the fleet's routers share, one a line: the first signs, all are read",
@@ -66,7 +73,10 @@ def main() -> int:
     from fleet_router.process import Router, Settings
 
     given = arguments(sys.argv[1:])
-    return uvloop.run(Router(Settings(given.follow, given.host, given.port, given.tenants, gossip_of(given))).run())
+    settings = Settings(
+        given.follow, given.host, given.port, given.tenants, gossip_of(given), given.ext_proc_port, given.failure_mode
+    )
+    return uvloop.run(Router(settings).run())
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -38,6 +39,9 @@ from fleet_router.server import ClientConnection
 from fleet_router.watching import watch
 from fleet_router.workers import WorkerTable, slots_of
 
+if TYPE_CHECKING:
+    from fleet_router.epp.server import EndpointPicker
+
 SWEEP_S = 0.5
 TICK_S = 0.05
 DRAIN_S = 30.0
@@ -60,6 +64,10 @@ class Settings:
     """The tenants file; None: everybody may ask."""
     gossip: GossipSettings | None = None
     """What this router tells others and hears of them; None: it goes by its own requests alone."""
+    ext_proc_port: int | None = None
+    """Where gateways ask which endpoint to use; None: nowhere."""
+    failure_mode: Literal["FailOpen", "FailClose"] = "FailClose"
+    """What they are told while nothing can be decided."""
 
 
 class Router:
@@ -75,6 +83,7 @@ class Router:
         nothing = RouterConfig(fleet="", served_name="")
         self._context = Context(WorkerTable(), nothing, Metrics(), self._clock, self._desk, self._recorder)
         self._connections: set[ClientConnection] = set()
+        self._picker: EndpointPicker | None = None
         self._followed_at: float | None = None
         self._last_problem = ""
         self._documents: Documents | None = None
@@ -210,6 +219,9 @@ class Router:
                 f"AddressInUse: {self._settings.host}:{self._settings.port} cannot be bound: {error}", file=sys.stderr, flush=True
             )
             return 1
+        if self._settings.ext_proc_port is not None and not await self._pick_for_gateways(self._settings.ext_proc_port):
+            server.close()
+            return 1
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
@@ -225,7 +237,7 @@ class Router:
             await asyncio.wait({stopping, *tasks}, return_when=asyncio.FIRST_COMPLETED)
             await self._close_listener(server)
             self._context.holding.stop()
-            await self._drain()
+            await asyncio.gather(self._drain(), *([self._picker.stop(DRAIN_S)] if self._picker is not None else []))
         finally:
             for task in (stopping, *tasks):
                 task.cancel()
@@ -234,6 +246,25 @@ class Router:
                 await asyncio.to_thread(self._context.knowledge.stop)
             await asyncio.to_thread(self._recorder.stop)
         return self._exit_code(ended)
+
+    async def _pick_for_gateways(self, port: int) -> bool:
+        """Serve ext_proc too; False when the address is taken."""
+        from fleet_router.epp.server import EndpointPicker  # gRPC: only who needs it pays for it
+
+        self._picker = EndpointPicker(self._context, self._undecided, self._settings.failure_mode)
+        try:
+            bound = await self._picker.start(self._settings.host, port)
+        except OSError as error:
+            print(f"AddressInUse: {self._settings.host}:{port} cannot be bound: {error}", file=sys.stderr, flush=True)
+            return False
+        self._journal.say("ext-proc", host=self._settings.host, port=bound)
+        return True
+
+    def _undecided(self) -> str:
+        """Why nothing can be decided yet; empty when it can."""
+        if self._followed_at is None:
+            return "no endpoints are known yet"
+        return "" if self._desk.ready else "no tenants are known yet"
 
     async def _close_listener(self, server: asyncio.Server) -> None:
         """Stop listening. Connections that the kernel has accepted for us already are served: closing the listener alone would
@@ -300,6 +331,8 @@ class Router:
             watch(self._context, list(self._connections), now)
             for connection in list(self._connections):
                 connection.sweep(now)
+            if self._picker is not None:
+                self._picker.sweep(now)
 
     async def _tick(self) -> None:
         """Requests that wait for a slot must not wait for the sweep to be told that they waited too long."""

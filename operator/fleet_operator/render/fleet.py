@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fleet_api.v1alpha1 import InferenceFleet, SloClassSpec, TenantsSpec
-from fleet_api.v1alpha1.routing import TierRuleSpec
+from fleet_api.v1alpha1.routing import EndpointPickerSpec, ExplainSpec, TierRuleSpec, TracesSpec
 from fleet_operator.cluster.interface import Object
 from fleet_operator.names import FLEET, PLANNED, REVISION, ROLE, ROUTER_ROLE, SIZE, TIER, labels, owner_reference, router_name
 from fleet_operator.render.network import PORTS, port_of
@@ -14,12 +14,14 @@ from fleet_operator.settings import Platform
 from fleet_planner.reconcile import Plan
 from fleet_planner.types import PoolWanted, Target
 from fleet_router import config as router_config
-from fleet_router.config import TTFT_BUDGET_S, HoldBounds, RouterConfig, SloClass, TierRule
+from fleet_router.config import TTFT_BUDGET_S, ExplainBounds, HoldBounds, RouterConfig, SloClass, TierRule, TraceConfig
 from fleet_wire import endpoints as wire
 from fleet_wire.endpoints import ENDPOINTS_KEY, ROUTER_CONFIG_KEY, AtZero, Endpoint, Endpoints, Split
 
 API_VERSION = "inferencefleet.io/v1alpha1"
 ROUTER_PORT = 8080
+PICKER_PORT = 9002
+"""Where the inference extension's own picker listens."""
 ROUTER_GRACE_S = 40
 """The pause below, 30 s of draining, and slack."""
 ROUTER_LEAVING_S = 5
@@ -102,7 +104,17 @@ def _router_config(fleet: InferenceFleet) -> RouterConfig:
         runaway=spec.limits.runaway_patterns != "none",
         # vLLM's seeded draws depend on how many were made before: its streams are only carried on from their beginning
         resume="prefill" if spec.engine.type == "torch" else "replay",
+        explain=_explain(spec.routing.explain),
+        traces=_traces(spec.telemetry.traces),
     )
+
+
+def _explain(spec: ExplainSpec) -> ExplainBounds:
+    return ExplainBounds(records=spec.records, troubled=spec.records // 2, refused=spec.records // 4, log=spec.log)
+
+
+def _traces(spec: TracesSpec | None) -> TraceConfig:
+    return TraceConfig() if spec is None else TraceConfig(endpoint=spec.endpoint, sample=spec.sample)
 
 
 def _slo_class(spec: SloClassSpec, budget_s: float) -> SloClass:
@@ -149,7 +161,7 @@ def render_router(fleet: InferenceFleet, owner: Object, platform: Platform) -> l
         "spec": {
             "type": "ClusterIP",
             "selector": selector,
-            "ports": [{"name": "http", "port": ROUTER_PORT, "targetPort": "http", "protocol": "TCP"}],
+            "ports": _service_ports(fleet.spec.routing.endpoint_picker),
         },
     }
     budget = {
@@ -159,6 +171,14 @@ def render_router(fleet: InferenceFleet, owner: Object, platform: Platform) -> l
         "spec": {"maxUnavailable": 1, "selector": {"matchLabels": selector}},
     }
     return [account, role, binding, service, budget, _deployment(fleet, owner, platform, selector)]
+
+
+def _service_ports(picker: EndpointPickerSpec | None) -> list[Object]:
+    ports: list[Object] = [{"name": "http", "port": ROUTER_PORT, "targetPort": "http", "protocol": "TCP"}]
+    if picker is not None:  # kubernetes.io/h2c: gateways speak HTTP/2 to it without TLS
+        port = {"name": "grpc-ext-proc", "port": PICKER_PORT, "targetPort": "grpc-ext-proc", "protocol": "TCP"}
+        ports.append({**port, "appProtocol": "kubernetes.io/h2c"})
+    return ports
 
 
 def render_budgets(fleet: InferenceFleet, plan: Plan, owner: Object) -> list[Object]:
@@ -231,20 +251,23 @@ def _router_pod(fleet: InferenceFleet, platform: Platform) -> Object:
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": ROUTER_GRACE_S,
         "securityContext": security(None, shared_group=False),
-    }
-    if fleet.spec.routing.replicas > 1:
-        spread = {"matchLabels": {FLEET: fleet.metadata.name, ROLE: ROUTER_ROLE}}
-        spec["topologySpreadConstraints"] = [
+        # for one router as well: another number of them must not change the template, and restart those that are there
+        "topologySpreadConstraints": [
             {
                 "maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway",
-                "labelSelector": spread,
+                "labelSelector": {"matchLabels": {FLEET: fleet.metadata.name, ROLE: ROUTER_ROLE}},
             }
-        ]  # fmt: skip
+        ],
+    }  # fmt: skip
     if in_cluster:
         container["lifecycle"] = {"preStop": {"sleep": {"seconds": ROUTER_LEAVING_S}}}
     else:  # in a cluster nothing reads the files, and a router must start though its ConfigMap was just deleted
         container["volumeMounts"] = [{"name": "documents", "mountPath": ROUTER_MOUNT, "readOnly": True}]
         spec["volumes"] = [{"name": "documents", "configMap": {"name": name}}]
+    if fleet.spec.routing.endpoint_picker is not None:
+        mode = fleet.spec.routing.endpoint_picker.failure_mode
+        container["command"] += ["--ext-proc-port", str(PICKER_PORT), "--failure-mode", mode]
+        container["ports"].append({"name": "grpc-ext-proc", "containerPort": PICKER_PORT, "protocol": "TCP"})
     if fleet.spec.tenants is not None:
         _mount_tenants(fleet.spec.tenants, container, spec)
     return spec
