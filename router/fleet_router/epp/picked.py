@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from fleet_router.admission.gate import Ticket
+from fleet_router.config import RouterConfig
 from fleet_router.context import Client, Context
 from fleet_router.flow import Flow
 from fleet_router.hints import Hints
@@ -53,8 +54,13 @@ class Picked(Flow):
 
     def _send_decode(self, worker: Worker, reference: bytes | None) -> None:
         worker.began()
-        self._leg_worker = worker
+        self._leg_worker, self.sent_at = worker, self._context.clock()
         self._gateway.picked([worker, *self._alternatives(worker)], decode_body(self._ask, reference))
+
+    @staticmethod
+    def _with_ids(ask: Ask, _: RouterConfig) -> Ask:
+        """Its stream is the gateway's: nobody carries it on."""
+        return ask
 
     def _alternatives(self, worker: Worker) -> list[Worker]:
         """Workers to which the same KV could go, the idlest first."""
@@ -76,6 +82,7 @@ class Picked(Flow):
                 other.began()
                 worker = self._leg_worker = other
         if worker is not None and status < 500:
+            worker.answers(self.sent_at, self._context.clock())
             worker.breaker.succeeded()
         elif worker is not None:
             self._blame(worker, f"decode answered {status}")
