@@ -10,12 +10,14 @@ from __future__ import annotations
 from typing import Protocol
 
 from fleet_router.admission.gate import Ticket
+from fleet_router.config import RouterConfig
 from fleet_router.context import Client, Context
 from fleet_router.flow import Flow
 from fleet_router.hints import Hints
 from fleet_router.request import Ask, decode_body
 from fleet_router.workers import Worker
 
+FAILED = 500
 FALLBACKS = 2
 """Workers besides the chosen one that a gateway may try when it cannot be reached."""
 
@@ -51,12 +53,18 @@ class Picked(Flow):
             decodes = context.table.by_role["decode"]
             self._excluded = frozenset(worker.uid for worker in decodes if address_of(worker) not in subset)
 
+    @staticmethod
+    def _with_ids(ask: Ask, config: RouterConfig) -> Ask:
+        """Nothing is asked for that only we need: a gateway's stream cannot be carried on by us."""
+        return ask
+
     def _send_decode(self, worker: Worker, reference: bytes | None) -> None:
         worker.began()
         self._leg_worker = worker
-        self._gateway.picked([worker, *self._alternatives(worker)], decode_body(self._ask, reference))
+        self.sent_at = self._context.clock()
+        self._gateway.picked([worker, *self._fallbacks(worker)], decode_body(self._ask, reference))
 
-    def _alternatives(self, worker: Worker) -> list[Worker]:
+    def _fallbacks(self, worker: Worker) -> list[Worker]:
         """Workers to which the same KV could go, the idlest first."""
         table, now = self._context.table, self._context.clock()
         found = [
@@ -67,19 +75,32 @@ class Picked(Flow):
 
     def served(self, address: str, status: int) -> None:
         """The answer begins; `address`: who answers, empty when the gateway does not say."""
-        worker = self._leg_worker
+        worker, now = self._leg_worker, self._context.clock()
         if worker is not None and address and address_of(worker) != address:
             other = next((one for one in self._context.table.by_role["decode"] if address_of(one) == address), None)
             if other is not None:
-                self._blame(worker, f"the gateway could not reach it: {other.endpoint.name} answered")
+                self._blame(worker, f"the gateway could not reach it: {other.endpoint.name} answered", gone=True)
                 worker.ended()
                 other.began()
                 worker = self._leg_worker = other
-        if worker is not None and status < 500:
-            worker.breaker.succeeded()
+        if worker is not None and status < FAILED:
+            worker.answers(self.sent_at, now)
         elif worker is not None:
+            if self._giver:
+                self._context.table.transfer_failed(self._giver, worker.uid, now)
             self._blame(worker, f"decode answered {status}")
         self.head(status, [])
+
+    def silent(self) -> None:
+        """What the gateway was told cannot be taken back."""
+        if self._leg_worker is None or self._leg_worker.role == "prefill":
+            super().silent()
+
+    def _fault(self, why: str) -> None:
+        """The gateway's answer goes on as it is; we count no more of it."""
+        if self._leg_worker is not None:
+            self._blame(self._leg_worker, why)
+        self._break(why)
 
 
 def address_of(worker: Worker) -> str:

@@ -39,7 +39,8 @@ class EndpointPicker:
 
     def __init__(self, context: Context, not_ready: Callable[[], str], failure_mode: FailureMode) -> None:
         self._context, self._not_ready, self._failure_mode = context, not_ready, failure_mode
-        self._exchanges: set[Exchange] = set()
+        self.exchanges: set[Exchange] = set()
+        """Requests that gateways proxy now."""
         self._server: Any = None
 
     async def start(self, host: str, port: int) -> int:
@@ -82,11 +83,8 @@ class EndpointPicker:
 
     def sweep(self, now: float) -> None:
         """Twice a second: deadlines."""
-        for exchange in list(self._exchanges):
+        for exchange in list(self.exchanges):
             exchange.sweep(now)
-
-    def __len__(self) -> int:
-        return len(self._exchanges)
 
     async def _process(self, messages: AsyncIterator[Any], call: Any) -> AsyncIterator[Any]:
         if why := self._not_ready():
@@ -95,12 +93,12 @@ class EndpointPicker:
             yield refused(RequestError(503, why, code="not_ready"), b"", "")
             return
         exchange = Exchange(self._context)
-        self._exchanges.add(exchange)
+        self.exchanges.add(exchange)
         try:
             async for said in exchange.answers(messages):
                 yield said
         finally:
-            self._exchanges.discard(exchange)
+            self.exchanges.discard(exchange)
             exchange.gone()
 
     async def _check(self, request: Any, _call: Any) -> Any:
