@@ -17,6 +17,7 @@ from fleet_router.metrics import Metrics
 from fleet_router.workers import WorkerTable
 
 if TYPE_CHECKING:
+    from fleet_router.gathering import Gather
     from fleet_router.knowledge import Knowledge
 
 
@@ -59,5 +60,7 @@ class Context:
     draining: bool = False
     knowledge: Knowledge | None = None
     """Precise knowledge of the workers' caches, where the fleet asks for it."""
+    gather: Gather | None = None
+    """Where several processes share the port: asks all of them."""
     wanted: frozenset[bytes] = frozenset()
     """Headers that routing goes by, by lower-case name."""

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import secrets
 import signal
-import socket
+import ssl
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Coroutine, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -24,6 +23,7 @@ from fleet_router.context import Context
 from fleet_router.desk import Desk
 from fleet_router.explain.journal import Journal
 from fleet_router.explain.recorder import Recorder
+from fleet_router.explain.route import PATH as DECISIONS
 from fleet_router.exposition import exposition
 from fleet_router.follow.capacity import follow_capacity
 from fleet_router.follow.directory import follow_directory
@@ -31,11 +31,17 @@ from fleet_router.follow.documents import Documents
 from fleet_router.follow.identity import follow_identity
 from fleet_router.follow.kube import api_server, follow_kube
 from fleet_router.follow.tenants import follow_tenants
+from fleet_router.gathering import decisions_here, gathered, held_by_all, held_here
 from fleet_router.gossip.link import GossipError, GossipSettings, Link
 from fleet_router.gossip.share import Share
 from fleet_router.hints import wanted_headers
+from fleet_router.listening import PATH as HELD
+from fleet_router.listening import wait_of
+from fleet_router.members import Answer, Member, serve
 from fleet_router.metrics import Metrics
+from fleet_router.port import Port
 from fleet_router.server import ClientConnection
+from fleet_router.tls import TlsError, TlsFiles, context_of, follow_tls, stamp_of
 from fleet_router.watching import watch
 from fleet_router.workers import WorkerTable, slots_of
 
@@ -46,7 +52,6 @@ SWEEP_S = 0.5
 TICK_S = 0.05
 DRAIN_S = 30.0
 DRAIN_STEP_S = 0.05
-BACKLOG = 1_024
 GOSSIP_AGAIN_S = 5.0
 MOST_PROBLEMS = 8
 EMPTY_KEPT_S = 60.0
@@ -64,6 +69,12 @@ class Settings:
     """The tenants file; None: everybody may ask."""
     gossip: GossipSettings | None = None
     """What this router tells others and hears of them; None: it goes by its own requests alone."""
+    member: Member = field(default_factory=Member)
+    """Which of several processes behind the port."""
+    tls: TlsFiles | None = None
+    """None: plain HTTP."""
+    admin_port: int = 0
+    """Plain HTTP for probes and scrapes, with TLS alone; 0: none."""
     ext_proc_port: int | None = None
     """Where gateways ask which endpoint to use; None: nowhere."""
     failure_mode: Literal["FailOpen", "FailClose"] = "FailClose"
@@ -86,6 +97,11 @@ class Router:
         self._picker: EndpointPicker | None = None
         self._followed_at: float | None = None
         self._last_problem = ""
+        shared = settings.member.size > 1
+        self._ports = [Port(settings.host, settings.port, self.connection, shared=shared)]
+        if settings.tls is not None and settings.admin_port:
+            self._ports.append(Port(settings.host, settings.admin_port, self.admin_connection, shared=shared))
+        self._context.gather = self.gather if shared else None
         self._documents: Documents | None = None
         """Those in force."""
         self._emptied: Documents | None = None
@@ -109,6 +125,8 @@ class Router:
         self._recorder.follow(config.explain, config.traces, config.fleet)
         self._know_caches(config)
         self._share.follow(table.workers, self._desk.accounts, table.routing, self._clock())
+        if self._link is not None:
+            self._link.follow(documents.endpoints.routers)
         self._followed_at = self._clock()
         self._last_problem = ""
         self._journal.say("endpoints", workers=len(self._context.table.workers), policy=documents.config.policy)
@@ -209,33 +227,21 @@ class Router:
     async def run(self) -> int:
         """Serve until SIGTERM; 0 after a drain, 1 when the address is taken."""
         loop = asyncio.get_running_loop()
-        try:
-            server = await loop.create_server(
-                self.connection,
-                self._settings.host, self._settings.port, backlog=BACKLOG,
-            )  # fmt: skip
-        except OSError as error:
-            print(
-                f"AddressInUse: {self._settings.host}:{self._settings.port} cannot be bound: {error}", file=sys.stderr, flush=True
-            )
+        if not await self._open():
             return 1
         if self._settings.ext_proc_port is not None and not await self._pick_for_gateways(self._settings.ext_proc_port):
-            server.close()
             return 1
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
         self._journal.say("listening", host=self._settings.host, port=self._settings.port)
-        works = (self._follow(), self._sweep(), self._tick(), self._measure(), self._identify())
-        tasks = [asyncio.create_task(task) for task in works]
-        if self._settings.tenants is not None:
-            tasks.append(asyncio.create_task(follow_tenants(self._settings.tenants, self.know, self.failed)))
-        if self._link is not None:
-            tasks.append(asyncio.create_task(self._gossip(self._link)))
+        tasks = [asyncio.create_task(task) for task in self._tasks()]
         stopping = asyncio.create_task(stop.wait())
         try:
             await asyncio.wait({stopping, *tasks}, return_when=asyncio.FIRST_COMPLETED)
-            await self._close_listener(server)
+            self._context.draining = True
+            for port in self._ports:
+                await port.close()
             self._context.holding.stop()
             await asyncio.gather(self._drain(), *([self._picker.stop(DRAIN_S)] if self._picker is not None else []))
         finally:
@@ -247,6 +253,21 @@ class Router:
             await asyncio.to_thread(self._recorder.stop)
         return self._exit_code(ended)
 
+    async def _open(self) -> bool:
+        """Listen; False, and a reason on stderr, when that cannot be."""
+        wanted = self._settings
+        try:
+            context = None if wanted.tls is None else context_of(wanted.tls)
+            for port in self._ports:
+                await port.open(context if port is self._ports[0] else None)
+        except TlsError as error:
+            print(f"TlsFailed: {error}", file=sys.stderr, flush=True)
+            return False
+        except OSError as error:
+            print(f"AddressInUse: {wanted.host}:{wanted.port} cannot be bound: {error}", file=sys.stderr, flush=True)
+            return False
+        return True
+
     async def _pick_for_gateways(self, port: int) -> bool:
         """Serve ext_proc too; False, and a reason on stderr, when that cannot be."""
         try:
@@ -256,7 +277,11 @@ class Router:
             return False
         self._picker = EndpointPicker(self._context, self._undecided, self._settings.failure_mode)
         try:
-            bound = await self._picker.start(self._settings.host, port)
+            wanted = self._settings
+            bound = await self._picker.start(wanted.host, port, wanted.tls, shared=wanted.member.size > 1)
+        except TlsError as error:
+            print(f"TlsFailed: {error}", file=sys.stderr, flush=True)
+            return False
         except OSError as error:
             print(f"AddressInUse: {self._settings.host}:{port} cannot be bound: {error}", file=sys.stderr, flush=True)
             return False
@@ -269,24 +294,50 @@ class Router:
             return "no endpoints are known yet"
         return "" if self._desk.ready else "no tenants are known yet"
 
-    async def _close_listener(self, server: asyncio.Server) -> None:
-        """Stop listening. Connections that the kernel has accepted for us already are served: closing the listener alone would
-        reset them."""
-        self._context.draining = True
-        loop = asyncio.get_running_loop()
-        listeners = [socket.socket(fileno=os.dup(listener.fileno())) for listener in server.sockets]
-        server.close()
-        for listener in listeners:
-            listener.setblocking(False)
-            with contextlib.suppress(OSError), listener:
-                while True:
-                    accepted, _ = listener.accept()
-                    accepted.setblocking(False)
-                    await loop.connect_accepted_socket(self.connection, accepted)
+    def _tasks(self) -> Iterator[Coroutine[Any, Any, None]]:
+        """Everything that runs beside the connections."""
+        wanted = self._settings
+        yield from (self._follow(), self._sweep(), self._tick(), self._measure(), self._identify())
+        if wanted.tenants is not None:
+            yield follow_tenants(wanted.tenants, self.know, self.failed)
+        if self._link is not None:
+            yield self._gossip(self._link)
+        if wanted.member.size > 1:
+            yield serve(wanted.member, self.answer)
+        if wanted.tls is not None:
+            yield follow_tls(wanted.tls, stamp_of(wanted.tls), self.secure, self.failed)
 
+    def secure(self, context: ssl.SSLContext) -> None:
+        """New certificates: for connections from now on."""
+        self._swap = asyncio.get_running_loop().create_task(self._ports[0].serve(context))
+        self._last_problem = ""
+        self._journal.say("tls")
+
+    # -- other processes of the same port ---------------------------------------------------------------------------
+    async def answer(self, url: bytes) -> Answer:
+        """Of this process alone, to a sibling."""
+        path = url.partition(b"?")[0]
+        if path == HELD:
+            return 200, b"%d\n" % await held_here(self._context.holding, wait_of(url))
+        if path == DECISIONS:
+            return decisions_here(self._recorder, url, self._clock())
+        status, _, body = self.plain(url)
+        return status, body
+
+    async def gather(self, url: bytes) -> Answer:
+        """Of all of them, to a client."""
+        if url.partition(b"?")[0] == HELD:
+            return await held_by_all(self._settings.member, self._context.holding, url)
+        return await gathered(self._settings.member, url, self.answer)
+
+    # -- connections ------------------------------------------------------------------------------------------------
     def connection(self) -> ClientConnection:
         """A protocol for one more client."""
         return ClientConnection(self._context, self._connections, self.plain)
+
+    def admin_connection(self) -> ClientConnection:
+        """A protocol for one more probe or scrape."""
+        return ClientConnection(self._context, self._connections, self.plain, admin=True)
 
     @staticmethod
     def _exit_code(ended: Sequence[object]) -> int:

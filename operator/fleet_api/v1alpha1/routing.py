@@ -8,6 +8,7 @@ from pydantic import Field
 
 from fleet_api.quantities import parse_duration, parse_quantity
 from fleet_api.v1alpha1.base import DNS_LABEL, TIER_NAME_MAX, ApiModel, DurationText, QuantityText
+from fleet_api.v1alpha1.port import GossipSpec, TlsSpec
 
 Tokens = Annotated[int, Field(ge=1, le=1_048_576)]
 HeaderName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]*$", max_length=64)]
@@ -115,6 +116,15 @@ class RoutingSpec(ApiModel):
         "routers then tokenise prompts, read events and get the tokenizer from the workers' agents. Default: approximate.",
     )
     replicas: Annotated[int, Field(ge=1, le=32)] = Field(default=1, description="Router pods. Default: 1.")
+    processes: Annotated[int, Field(ge=1, le=64)] = Field(
+        default=1,
+        description="Router processes of a pod, which share its port: as many as it may use cores. They gossip among themselves. "
+        "Default: 1.",
+    )
+    tls: TlsSpec | None = Field(default=None, description="TLS at the router's port. Default: plain HTTP.")
+    gossip: GossipSpec | None = Field(
+        default=None, description="Router pods tell each other what they send. Default: each goes by its own requests alone."
+    )
     explain: ExplainSpec = Field(default=ExplainSpec(), description="What routers remember of their decisions.")
     endpoint_picker: EndpointPickerSpec | None = Field(
         default=None, description="Serve gateways too (Envoy and others that speak ext_proc). Default: no."

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fleet_api.v1alpha1 import InferenceFleet, SloClassSpec, TenantsSpec
-from fleet_api.v1alpha1.routing import EndpointPickerSpec, ExplainSpec, TierRuleSpec, TracesSpec
+from fleet_api.v1alpha1.routing import ExplainSpec, RoutingSpec, TierRuleSpec, TracesSpec
 from fleet_operator.cluster.interface import Object
 from fleet_operator.names import FLEET, PLANNED, REVISION, ROLE, ROUTER_ROLE, SIZE, TIER, labels, owner_reference, router_name
 from fleet_operator.render.network import PORTS, port_of
+from fleet_operator.render.port import add_port, requests, routers_of
 from fleet_operator.render.template import security
 from fleet_operator.settings import Platform
 from fleet_planner.reconcile import Plan
@@ -28,9 +29,6 @@ ROUTER_LEAVING_S = 5
 """A stopping router closes its port at once: first the cluster's proxies must have learned that it goes."""
 ROUTER_STARTUP_FAILURES = 60
 ROUTER_LIVENESS_FAILURES = 10
-ROUTER_REQUESTS = {"cpu": "250m", "memory": "256Mi"}
-"""In the API server's own spelling, else every pass would see a difference. No limits: what the prefix index holds follows the
-workers' caches, and a router that is killed ends every stream of the fleet."""
 ROUTER_MOUNT = "/etc/fleet"
 TENANTS_MOUNT = "/etc/fleet-tenants"
 TENANTS_FILE = "tenants.json"
@@ -74,7 +72,9 @@ def render_documents(fleet: InferenceFleet, plan: Plan, owner: Object, live: Map
     splits = tuple(Split(tier=split.tier, revision=split.revision, percent=split.percent) for split in plan.splits)
     at_zero = tuple(AtZero(tier=zero.tier, limited=zero.limited) for zero in plan.zero)
     name, namespace = fleet.metadata.name, fleet.metadata.namespace
-    document = Endpoints(fleet=name, namespace=namespace, workers=workers, splits=splits, at_zero=at_zero)
+    document = Endpoints(
+        fleet=name, namespace=namespace, workers=workers, splits=splits, at_zero=at_zero, routers=routers_of(fleet, live)
+    )
     data = {ROUTER_CONFIG_KEY: router_config.encode(_router_config(fleet)), ENDPOINTS_KEY: wire.encode(document).decode()}
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": _meta(fleet, owner), "data": data}
 
@@ -161,7 +161,7 @@ def render_router(fleet: InferenceFleet, owner: Object, platform: Platform) -> l
         "spec": {
             "type": "ClusterIP",
             "selector": selector,
-            "ports": _service_ports(fleet.spec.routing.endpoint_picker),
+            "ports": _service_ports(fleet.spec.routing),
         },
     }
     budget = {
@@ -173,11 +173,11 @@ def render_router(fleet: InferenceFleet, owner: Object, platform: Platform) -> l
     return [account, role, binding, service, budget, _deployment(fleet, owner, platform, selector)]
 
 
-def _service_ports(picker: EndpointPickerSpec | None) -> list[Object]:
+def _service_ports(routing: RoutingSpec) -> list[Object]:
     ports: list[Object] = [{"name": "http", "port": ROUTER_PORT, "targetPort": "http", "protocol": "TCP"}]
-    if picker is not None:  # kubernetes.io/h2c: gateways speak HTTP/2 to it without TLS
+    if routing.endpoint_picker is not None:
         port = {"name": "grpc-ext-proc", "port": PICKER_PORT, "targetPort": "grpc-ext-proc", "protocol": "TCP"}
-        ports.append({**port, "appProtocol": "kubernetes.io/h2c"})
+        ports.append({**port, "appProtocol": "kubernetes.io/h2c" if routing.tls is None else "https"})
     return ports
 
 
@@ -238,7 +238,7 @@ def _router_pod(fleet: InferenceFleet, platform: Platform) -> Object:
         "startupProbe": _probe(platform, "/health", failures=ROUTER_STARTUP_FAILURES),
         "readinessProbe": _probe(platform, "/ready", failures=1),
         "livenessProbe": _probe(platform, "/health", failures=ROUTER_LIVENESS_FAILURES),
-        "resources": {"requests": ROUTER_REQUESTS},
+        "resources": {"requests": requests(fleet.spec.routing.processes)},
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": {
             "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]},
@@ -271,6 +271,7 @@ def _router_pod(fleet: InferenceFleet, platform: Platform) -> Object:
         container["ports"].append({"name": "grpc-ext-proc", "containerPort": PICKER_PORT, "protocol": "TCP"})
     if fleet.spec.tenants is not None:
         _mount_tenants(fleet.spec.tenants, container, spec)
+    add_port(fleet, platform, container, spec)
     return spec
 
 
