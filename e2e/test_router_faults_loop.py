@@ -22,7 +22,7 @@ REQUESTS = int(os.environ.get("FLEET_LOOP_REQUESTS", "600"))
 SEED = int(os.environ.get("FLEET_FAULT_SEED", "20261121"))
 KILL_EVERY_S = 5.0
 BACK_AFTER_S = 1.5
-CLIENTS = 16
+CLIENTS = 32
 pytestmark = pytest.mark.timeout(300 + REQUESTS)
 
 

@@ -106,9 +106,17 @@ def main() -> int:
     if given.member.size > 1:
         end_with_parent()
     settings = Settings(
-        given.follow, given.host, given.port, given.tenants, gossip_of(given), given.member, tls_of(given), given.admin_port,
-        given.ext_proc_port, given.failure_mode,
-    )  # fmt: skip
+        given.follow,
+        given.host,
+        given.port,
+        given.tenants,
+        gossip_of(given),
+        given.ext_proc_port,
+        given.failure_mode,
+        given.member,
+        tls_of(given),
+        given.admin_port,
+    )
     return uvloop.run(Router(settings).run())
 
 

@@ -25,7 +25,7 @@ from fleet_router.health.sent import CHUNK_END, Sent
 from fleet_router.hints import NO_HINTS, Hints
 from fleet_router.metrics import Served
 from fleet_router.policy.trip import Trip
-from fleet_router.request import Ask, with_fields
+from fleet_router.request import Ask, is_object, with_fields
 from fleet_router.upstream import Upstream
 from fleet_router.workers import Worker
 
@@ -38,6 +38,8 @@ FRAMING = {b"content-length", b"transfer-encoding"}
 HEAD_END = b"\r\n\r\n"
 CLOSE = b"\r\nconnection: close"
 EVENT_END = b"\n\n"
+SOUND_ENDS = (b"}\n\n\r\n", b"data: [DONE]\n\n\r\n", b"\r\n0\r\n\r\n")
+"""Of reads of a stream; what ends in another way is looked at."""
 BIG_READ_BYTES = 1_024
 """A read of so much is progress, too: of an answer that comes as a whole."""
 UNENDED_MOST_BYTES = 8 * 1024 * 1024
@@ -59,8 +61,8 @@ class Answering:
 
     __slots__ = (
         "_again", "_ask", "_asked", "_before", "_client", "_connection", "_context", "_counted", "_decode_failures", "_events",
-        "_excluded", "_first", "_gaps", "_giver", "_handed_over", "_head_bytes", "_held", "_keys", "_last", "_lease", "_leg",
-        "_leg_worker", "_local", "_metered", "_moved", "_outcome", "_path", "_paused", "_prefill_failures", "_resumes",
+        "_excluded", "_first", "_gaps", "_giver", "_handed_over", "_head_bytes", "_heard", "_held", "_keys", "_last", "_lease",
+        "_leg", "_leg_worker", "_local", "_metered", "_moved", "_outcome", "_path", "_paused", "_prefill_failures", "_resumes",
         "_runaway", "_sent", "_served", "_tail", "_ticket", "_translation", "_trip", "_unended", "config", "deadline", "done",
         "hints", "last_byte_at", "record", "sent_at", "started", "started_at",
     )  # fmt: skip
@@ -76,7 +78,8 @@ class Answering:
         self._ask = self._asked = self._with_ids(ask, context.config)
         """What is asked of workers, and what the client asked: a stream that is carried on asks for its rest."""
         self._sent: Sent | None = None
-        """What the client has of a stream that could be carried on."""
+        self._heard: Sent | None = None
+        """What the client has of a stream that could be carried on; of one in another dialect what its worker said."""
         self._again: Again | None = None
         self._ticket = ticket
         self._runaway = context.desk.detector(ticket, ask)
@@ -113,11 +116,9 @@ class Answering:
         """The answer's head, waiting for the first bytes of its body: one write for both."""
         self._outcome: Outcome = "left"
         """How it ends if it ends now, unless we refuse it."""
-        self.started = False
-        """The first byte has gone to the client."""
-        self.done = False
-        self.sent_at = self.started_at = context.clock()
-        self.last_byte_at = self.started_at
+        self.started = self.done = False
+        """The first byte has gone to the client; it is over."""
+        self.sent_at = self.started_at = self.last_byte_at = context.clock()
         self.deadline = inf if ticket.waiting else self.started_at + self.config.first_token_deadline_s
 
     @staticmethod
@@ -172,8 +173,19 @@ class Answering:
                 context.knowledge.answered(worker.uid, self._counted)
 
     def _keep_what_is_sent(self, headers: list[tuple[bytes, bytes]]) -> None:
-        if self._translation is None and self.config.resume != "off" and determined(self._ask.fields) and chunked(headers):
+        if self.config.resume == "off" or not determined(self._ask.fields) or not chunked(headers):
+            return
+        if self._translation is None:
             self._sent = Sent(self._context.room)
+        else:
+            self._heard = Sent(self._context.room)
+
+    def hear(self, data: bytes) -> None:
+        """Bytes of a body, of which the client gets something else."""
+        if self._heard is not None:
+            self._heard.keep(data)
+            if self._heard.full:
+                self._keep_no_more()
 
     def send_head(self) -> None:
         """The head goes out alone."""
@@ -192,12 +204,12 @@ class Answering:
         self.last_byte_at = now
         if EVENT_END in data:
             self.deadline, self._unended = now + self.config.inter_token_deadline_s, 0
+            if not data.endswith(SOUND_ENDS) and not self._sound(data):
+                return
         elif not self._goes_on(data, now):
             return
         if self._sent is not None:
-            data = self._sent.whole(data)
-            if self._sent.full:
-                data += self._keep_no_more()
+            data = self._sent.whole(data) if not self._sent.full else self._keep_no_more() + data
         told = data if shown is None else shown
         if self._head_bytes and told:
             head, self._head_bytes = self._head_bytes, b""
@@ -217,6 +229,17 @@ class Answering:
             self._trip.first_token(now)
         self._served.ttft.observe(now - self.started_at)
 
+    def _sound(self, data: bytes) -> bool:
+        """A read that ends with an event that is no JSON object by its looks: half of one must not go to a client as a whole."""
+        if not data.endswith(CHUNK_END) or not self._ask.stream:
+            return True
+        event = data.removesuffix(CHUNK_END).rpartition(EVENT_END)[2]
+        at = event.find(b"data: ")
+        if at < 0 or is_object(event[at + 6 :]):
+            return True
+        self._fault("the worker's event is not JSON")
+        return False
+
     def _goes_on(self, data: bytes, now: float) -> bool:
         """Bytes without the end of an event: of a long one, or of an answer that comes as a whole. A byte now and then is no
         progress, and neither is there an end to wait for."""
@@ -230,6 +253,9 @@ class Answering:
 
     def _keep_no_more(self) -> bytes:
         """The stream grew too long to be carried on; returns what was held back."""
+        if self._heard is not None:
+            self._heard.forget()
+            self._heard = None
         sent, self._sent = self._sent, None
         if sent is None:
             return b""

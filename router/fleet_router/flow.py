@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from fleet_router.answering import OK, Answering
-from fleet_router.ending import CHAT_PATH, unframed
+from fleet_router.answering import EVENT_END, OK, Answering
+from fleet_router.ending import CHAT_PATH, END, framed, unframed
 from fleet_router.errors import RequestError
 from fleet_router.health.resume import Again, Said, Start, continued, said_of, start_of
 from fleet_router.health.silence import Waits
@@ -50,7 +50,8 @@ class Flow(Answering):
         ask, now, seed, hints = self._ask, context.clock(), self._ticket.lane.seed, self.hints
         if context.knowledge is not None and not seed:
             if self._counted is None:
-                self._counted = context.knowledge.count(ask, self._path == CHAT_PATH, self._was_counted)
+                chat = self._path == CHAT_PATH and ask is self._asked
+                self._counted = context.knowledge.count(ask, chat, self._was_counted)
                 if self._counted is None:
                     return
             hints = context.knowledge.hints(self._counted, hints)
@@ -152,7 +153,8 @@ class Flow(Answering):
     def prefilled(self, prefill: Worker, decode: Worker, body: bytes) -> None:
         """The prefill leg answered 200."""
         self.end_leg()
-        if not is_object(body):
+        reference = reference_of(body)
+        if reference is None and not is_object(body):
             self.give_back(prefill)
             self.leg_failed(prefill, "prefill answered something that is not JSON")
             return
@@ -166,7 +168,6 @@ class Flow(Answering):
             self._context.knowledge.answered(prefill.uid, self._counted)
         if (tokens := prompt_tokens_of(body)) > 0:
             self._context.table.routing.bytes_per_token.observe(len(self._ask.prompt) / tokens)
-        reference = reference_of(body)
         if reference is not None and (lease := lease_of(reference)) is not None:
             self._lease = (prefill, lease)
         self._giver = prefill.uid
@@ -204,12 +205,14 @@ class Flow(Answering):
         self._context.metrics.requests[OK] -= 1
         self._head_bytes, self.started, self._first, self._outcome = b"", False, True, "left"
         self._keep_no_more()
+        if self._translation is not None:
+            self._translation.forget_partial()
         return True
 
     # -- after the first byte ------------------------------------------------------------------------------------------
     def _resume(self, failed: Worker, why: str) -> None:
         """The stream broke: another worker carries it on, exactly, or the client is told."""
-        said = said_of(unframed(self._sent.kept())) if self._sent is not None else None
+        said = self._said()
         self._trip_over()
         if said is None or self._resumes >= RESUMES_MOST or not self._may_retry(free=False):
             self._cannot_resume("refused", why)
@@ -225,6 +228,15 @@ class Flow(Answering):
             self._count_prompt(said, start, why)
         else:
             self._carry_on(said, start, [])
+
+    def _said(self) -> Said | None:
+        """What the client has; None when it cannot be known."""
+        if self._sent is not None:
+            return said_of(unframed(self._sent.kept()))
+        if self._heard is None or self._translation is None:
+            return None
+        self._translation.forget_partial()
+        return said_of(self._heard.kept().rpartition(EVENT_END)[0])
 
     def _count_prompt(self, said: Said, start: Start, why: str) -> None:
         """The prompt as token ids, from some worker; without them the whole answer is asked for again."""
@@ -257,8 +269,18 @@ class Flow(Answering):
         self._context.metrics.resumed[outcome] += 1
         self._break(why)
 
+    def more(self, new: bytes, *, last: bool) -> None:
+        """An event of the other worker, as far as it is new."""
+        if self._translation is None:
+            self.raw(framed(new) + (END if last else b""))
+        else:
+            self.hear(new)
+            self.raw(framed(new), framed(self._translation.feed(new)))
+
     def carried(self) -> None:
         """The other worker has said all."""
+        if self._translation is not None:
+            self.raw(b"", framed(self._translation.end()) + END)
         self._context.metrics.resumed["done"] += 1
         self.end()
 
@@ -327,8 +349,10 @@ class Flow(Answering):
     def silent(self) -> None:
         """The worker of this leg says nothing to anybody: before the first byte, once, somebody else is asked."""
         worker = self._leg_worker
-        if worker is None or self.done or self.started or self._moved or not self._others(worker):
+        if worker is None or self.done or self.started or self._moved:
             return
+        if worker.role == "decode" and not self._others(worker):
+            return  # to wait on is all that is left
         self._moved = True
         self._abandon_leg()
         self.end_leg()

@@ -187,6 +187,7 @@ class TranslatedLeg(DecodeLeg):
                 self._answer += data
             return
         try:
+            self._flow.hear(data)
             self._out += self._translation.feed(data)
         except RequestError as error:
             self._flow.cut(error)
@@ -209,7 +210,10 @@ class TranslatedLeg(DecodeLeg):
             self._finish()
 
     def on_lost(self, reason: str) -> None:
-        self._translation.collected.clear()  # whoever is asked next answers from the beginning
+        if self._out:  # read, but not handed on because what came with it was no HTTP
+            self.on_raw(b"")
+        if not self._translation.stream:
+            self._translation.collected.clear()  # whoever is asked next answers from the beginning
         super().on_lost(reason)
 
     def _finish(self) -> None:
@@ -260,7 +264,7 @@ class ResumedLeg(DecodeLeg):
             for payload in self._events.feed(data):
                 new = self._again.feed(payload)
                 if new:
-                    self._flow.raw(framed(new) + (END if self._again.done else b""))
+                    self._flow.more(new, last=self._again.done)
         except (DiffersError, RequestError) as error:
             self._flow.cannot_resume(str(error))
 

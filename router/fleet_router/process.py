@@ -69,16 +69,16 @@ class Settings:
     """The tenants file; None: everybody may ask."""
     gossip: GossipSettings | None = None
     """What this router tells others and hears of them; None: it goes by its own requests alone."""
+    ext_proc_port: int | None = None
+    """Where gateways ask which endpoint to use; None: nowhere."""
+    failure_mode: Literal["FailOpen", "FailClose"] = "FailClose"
+    """What they are told while nothing can be decided."""
     member: Member = field(default_factory=Member)
     """Which of several processes behind the port."""
     tls: TlsFiles | None = None
     """None: plain HTTP."""
     admin_port: int = 0
     """Plain HTTP for probes and scrapes, with TLS alone; 0: none."""
-    ext_proc_port: int | None = None
-    """Where gateways ask which endpoint to use; None: nowhere."""
-    failure_mode: Literal["FailOpen", "FailClose"] = "FailClose"
-    """What they are told while nothing can be decided."""
 
 
 class Router:
@@ -230,6 +230,8 @@ class Router:
         if not await self._open():
             return 1
         if self._settings.ext_proc_port is not None and not await self._pick_for_gateways(self._settings.ext_proc_port):
+            for port in self._ports:
+                await port.close()
             return 1
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -252,21 +254,6 @@ class Router:
                 await asyncio.to_thread(self._context.knowledge.stop)
             await asyncio.to_thread(self._recorder.stop)
         return self._exit_code(ended)
-
-    async def _open(self) -> bool:
-        """Listen; False, and a reason on stderr, when that cannot be."""
-        wanted = self._settings
-        try:
-            context = None if wanted.tls is None else context_of(wanted.tls)
-            for port in self._ports:
-                await port.open(context if port is self._ports[0] else None)
-        except TlsError as error:
-            print(f"TlsFailed: {error}", file=sys.stderr, flush=True)
-            return False
-        except OSError as error:
-            print(f"AddressInUse: {wanted.host}:{wanted.port} cannot be bound: {error}", file=sys.stderr, flush=True)
-            return False
-        return True
 
     async def _pick_for_gateways(self, port: int) -> bool:
         """Serve ext_proc too; False, and a reason on stderr, when that cannot be."""
@@ -293,6 +280,21 @@ class Router:
         if self._followed_at is None:
             return "no endpoints are known yet"
         return "" if self._desk.ready else "no tenants are known yet"
+
+    async def _open(self) -> bool:
+        """Listen; False, and a reason on stderr, when that cannot be."""
+        wanted = self._settings
+        try:
+            context = None if wanted.tls is None else context_of(wanted.tls)
+            for port in self._ports:
+                await port.open(context if port is self._ports[0] else None)
+        except TlsError as error:
+            print(f"TlsFailed: {error}", file=sys.stderr, flush=True)
+            return False
+        except OSError as error:
+            print(f"AddressInUse: {wanted.host}:{wanted.port} cannot be bound: {error}", file=sys.stderr, flush=True)
+            return False
+        return True
 
     def _tasks(self) -> Iterator[Coroutine[Any, Any, None]]:
         """Everything that runs beside the connections."""

@@ -116,6 +116,10 @@ class RoutingSpec(ApiModel):
         "routers then tokenise prompts, read events and get the tokenizer from the workers' agents. Default: approximate.",
     )
     replicas: Annotated[int, Field(ge=1, le=32)] = Field(default=1, description="Router pods. Default: 1.")
+    explain: ExplainSpec = Field(default=ExplainSpec(), description="What routers remember of their decisions.")
+    endpoint_picker: EndpointPickerSpec | None = Field(
+        default=None, description="Serve gateways too (Envoy and others that speak ext_proc). Default: no."
+    )
     processes: Annotated[int, Field(ge=1, le=64)] = Field(
         default=1,
         description="Router processes of a pod, which share its port: as many as it may use cores. They gossip among themselves. "
@@ -124,10 +128,6 @@ class RoutingSpec(ApiModel):
     tls: TlsSpec | None = Field(default=None, description="TLS at the router's port. Default: plain HTTP.")
     gossip: GossipSpec | None = Field(
         default=None, description="Router pods tell each other what they send. Default: each goes by its own requests alone."
-    )
-    explain: ExplainSpec = Field(default=ExplainSpec(), description="What routers remember of their decisions.")
-    endpoint_picker: EndpointPickerSpec | None = Field(
-        default=None, description="Serve gateways too (Envoy and others that speak ext_proc). Default: no."
     )
 
     @property

@@ -251,15 +251,14 @@ def _router_pod(fleet: InferenceFleet, platform: Platform) -> Object:
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": ROUTER_GRACE_S,
         "securityContext": security(None, shared_group=False),
-    }
-    if fleet.spec.routing.replicas > 1:
-        spread = {"matchLabels": {FLEET: fleet.metadata.name, ROLE: ROUTER_ROLE}}
-        spec["topologySpreadConstraints"] = [
+        # for one router as well: another number of them must not change the template, and restart those that are there
+        "topologySpreadConstraints": [
             {
                 "maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway",
-                "labelSelector": spread,
+                "labelSelector": {"matchLabels": {FLEET: fleet.metadata.name, ROLE: ROUTER_ROLE}},
             }
-        ]  # fmt: skip
+        ],
+    }  # fmt: skip
     if in_cluster:
         container["lifecycle"] = {"preStop": {"sleep": {"seconds": ROUTER_LEAVING_S}}}
     else:  # in a cluster nothing reads the files, and a router must start though its ConfigMap was just deleted

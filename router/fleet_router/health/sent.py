@@ -49,6 +49,13 @@ class Sent:
             self._take()
         return data
 
+    def keep(self, data: bytes) -> None:
+        """One more read whose framing is gone, and of which something else goes out."""
+        self._kept.append(data)
+        self._size += len(data)
+        if self._size > self._taken:
+            self._take()
+
     def _up_to_an_end(self, data: bytes) -> bytes:
         at = len(data) if data.endswith(ENDS) else data.rfind(CHUNK_END) + len(CHUNK_END)
         if at < len(CHUNK_END):

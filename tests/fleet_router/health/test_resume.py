@@ -197,11 +197,12 @@ def generator(*, dies_after: int | None = None, differs: bool = False, chat: boo
     async def behave(body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
         if body.get("kv_transfer_params", {}).get("do_remote_decode"):
             return False
-        if "choices" not in body and "max_tokens" not in body:  # /tokenize
+        limit = body.get("max_tokens") or body.get("max_completion_tokens")
+        if not limit:  # /tokenize
             answer(writer, 200, {"tokens": [5, 6, 7]})
             return True
         prompt = body["prompt"] if isinstance(body.get("prompt"), list) else [5, 6, 7]
-        ids = tokens(prompt, body["max_tokens"])
+        ids = tokens(prompt, limit)
         ids = [(token + 1) % 997 for token in ids] if differs else ids
         made = events(ids, chat="messages" in body, with_ids=bool(body.get("return_token_ids")))
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
@@ -253,6 +254,70 @@ def test_a_stream_goes_on_elsewhere_with_the_same_tokens(resume: str, more: dict
             assert max(len(one["prompt"]) for one in seen if "prompt" in one) >= 3 + 20 - 2 * OVERLAP_TOKENS
 
     run(go, prefill=0, decode=2, config=PREFILLING if resume == "prefill" else CONFIG)
+
+
+@pytest.mark.parametrize("resume", ["replay", "prefill"])
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+@pytest.mark.parametrize("dies_after", [1, 3, 20])
+def test_a_stream_in_another_dialect_goes_on_elsewhere(path: str, resume: str, dies_after: int):
+    async def go(rig: Rig) -> None:
+        async def first(asked: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+            for worker in rig.decode:
+                worker.behave = generator()
+            return await generator(dies_after=dies_after)(asked, writer)
+
+        rig.decode[0].behave = rig.decode[1].behave = first
+        body: dict[str, Any] = {"model": "m", "stream": True, "temperature": 0}
+        if path == "/v1/messages":
+            body |= {"max_tokens": 40, "messages": [{"role": "user", "content": "hi"}]}
+        else:
+            body |= {"max_output_tokens": 40, "input": "hi"}
+        status, got = await rig.post(body, path)
+        told = [json.loads(line[6:]) for line in unframed(got).split(b"\n") if line.startswith(b"data: ")]
+        kinds = [one["type"] for one in told]
+        text = "".join(
+            one["delta"] if path == "/v1/responses" else one["delta"]["text"]
+            for one in told
+            if one["type"] in ("response.output_text.delta", "content_block_delta")
+        )
+        assert (status, text) == (200, "".join(map(word, tokens([5, 6, 7], 40))))
+        assert "error" not in kinds
+        assert kinds[-1] in ("message_stop", "response.completed", "response.incomplete")
+        assert got.endswith(b"0\r\n\r\n")
+        assert rig.context.metrics.resumed == {"done": 1}
+
+    run(go, prefill=0, decode=2, config=PREFILLING if resume == "prefill" else CONFIG)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
+def test_what_came_together_with_nonsense_is_neither_lost_nor_said_twice(path: str):
+    """Whole events and broken framing in one read."""
+
+    async def go(rig: Rig) -> None:
+        async def first(body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+            for worker in rig.decode:
+                worker.behave = generator()
+            made = b"".join(map(framed, events(tokens([5, 6, 7], 40)[:4], chat="messages" in body, with_ids=False, finish=False)))
+            head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+            writer.write(head + made + b"zz\r\nwhat?\r\n")
+            await writer.drain()
+            return True
+
+        rig.decode[0].behave = rig.decode[1].behave = first
+        body = {"model": "m", "max_tokens": 40, "temperature": 0, "stream": True}
+        if path == "/v1/messages":
+            body["messages"] = [{"role": "user", "content": "hi"}]
+        else:
+            body["prompt"] = [5, 6, 7]
+        status, got = await rig.post(body, path)
+        told = [json.loads(line[6:]) for line in unframed(got).split(b"\n") if line.startswith(b"data: {")]
+        if path == "/v1/messages":
+            text = "".join(one["delta"]["text"] for one in told if one["type"] == "content_block_delta")
+        else:
+            text = "".join(one["choices"][0]["text"] for one in told)
+        assert (status, text) == (200, "".join(map(word, tokens([5, 6, 7], 40))))
+
+    run(go, prefill=0, decode=2)
 
 
 @pytest.mark.parametrize("more", [{"temperature": 1}, {"temperature": 0, "user_field": 1}, {"temperature": 0, "n": 2}])
