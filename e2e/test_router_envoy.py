@@ -432,3 +432,43 @@ def test_health_says_when_decisions_can_be_made(tmp_path: Path):
         done = subprocess.run([*argv, "--ext-proc-port", str(port)], capture_output=True, text=True, check=False, timeout=20)
         assert done.returncode == 1
         assert "AddressInUse" in done.stderr
+
+
+def test_gateways_can_be_asked_for_a_certificate_and_files_may_change(tmp_path: Path):
+    """mTLS by the files of the router: nobody without a certificate is answered, a new one holds from the next connection on."""
+    import grpc
+
+    from e2e.certs import Authority
+    from fleet_router.epp.messages import HEALTH, SERVING, HealthCheckRequest, HealthCheckResponse
+
+    http, port, admin = free_ports(3)
+    servers, clients = Authority(tmp_path, "servers"), Authority(tmp_path, "clients")
+    cert, key = servers.leaf("router", "127.0.0.1")
+    pair = clients.leaf("gateway")
+    write_documents(tmp_path / "documents", [], [1])
+    argv = [sys.executable, "-m", "fleet_router", "--follow", f"dir:{tmp_path / 'documents'}", "--host", "127.0.0.1"]
+    argv += ["--port", str(http), "--admin-port", str(admin), "--ext-proc-port", str(port), "--tls-cert", str(cert)]
+    argv += ["--tls-key", str(key), "--tls-client-ca", str(clients.file)]
+
+    def said(authority: Authority, *files: Path) -> int:
+        chain, secret = (files[0].read_bytes(), files[1].read_bytes()) if files else (None, None)
+        trusted = grpc.ssl_channel_credentials(authority.file.read_bytes(), secret, chain)
+        with grpc.secure_channel(f"127.0.0.1:{port}", trusted) as channel:
+            check = channel.unary_unary(
+                f"/{HEALTH}/Check", request_serializer=HealthCheckRequest.SerializeToString,
+                response_deserializer=HealthCheckResponse.FromString,
+            )  # fmt: skip
+            return check(HealthCheckRequest(service="readiness"), timeout=5).status
+
+    with process(argv, tmp_path / "log") as running:
+        wait_for(f"http://127.0.0.1:{admin}/ready", running, tmp_path / "log")
+        assert said(servers, *pair) == SERVING
+        with pytest.raises(grpc.RpcError):
+            said(servers)
+        cert.write_text("half of it")  # the last good pair stays in force
+        assert said(servers, *pair) == SERVING
+        others = Authority(tmp_path, "others")
+        others.leaf("router", "127.0.0.1")
+        assert said(others, *pair) == SERVING
+        with pytest.raises(grpc.RpcError):
+            said(servers, *pair)
