@@ -143,7 +143,7 @@ def bare(lab: Lab) -> dict[str, Any]:
     for found in objects.values():
         for tier in (found.get("status") or {}).get("tiers", []):
             tier.pop("rollout", None)
-    pods = [found for (kind, _), found in objects.items() if kind == "Pod" and ORDINAL in found["metadata"]["annotations"]]
+    pods = [pod for (kind, _), pod in objects.items() if kind == "Pod" and ORDINAL in pod["metadata"].get("annotations", {})]
     places: Counter[str] = Counter()
     for pod in sorted(pods, key=lambda pod: int(pod["metadata"]["annotations"][ORDINAL])):
         pool, notes = pod["metadata"]["labels"]["inferencefleet.io/pool"], pod["metadata"]["annotations"]
