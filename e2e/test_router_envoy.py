@@ -278,7 +278,8 @@ def test_envoy_falls_back_to_the_next_worker_and_we_learn_who_served(tmp_path: P
         await at.idle()
         told = await at.decisions()
         blamed = [one["tries"][0] for one in told if one["tries"][0].get("why")]
-        assert {(one["decode"], one["why"]) for one in blamed} == {
+        # none at all when the router had asked the worker who it is before the first request, and found nobody
+        assert {(one["decode"], one["why"]) for one in blamed} <= {
             ("decode-1", "the gateway could not reach it: decode-2 answered")
         }
         assert len(blamed) < 12  # after the first ones it is avoided
