@@ -112,6 +112,8 @@ class Inbound:
         self.error: RequestError | None = None
         """What is wrong with `current`: the answer after those of `requests`, and the last one."""
         self.in_body = False
+        self._head_bytes = 0
+        """Of the head of `current` so far; -1 in the packet in which it begins."""
         self.owes_continue = False
         """The client of `current` waits for 100 Continue before it sends the body."""
 
