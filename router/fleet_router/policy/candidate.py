@@ -64,6 +64,8 @@ class Candidate:
     """When the last prefill was done."""
     crowd: float = 0.0
     """Half of the prefills per second that come here: work of S seconds makes those wait crowd x S² that come meanwhile."""
+    heat: float = 0.0
+    """Tokens that it was sent to compute lately."""
     drag_s: float = 0.0
     """What one more stream costs here per stream that runs: output tokens x seconds that each of them comes later."""
     share: float = 1.0
@@ -113,6 +115,9 @@ def prefill_sent(worker: Candidate, tokens: float, now: float) -> Prefilling:
     an engine computes many short prompts in one step."""
     begins = max(worker.free_at, now)
     worker.free_at = begins + worker.token_s * tokens
+    worker.heat += tokens
+    if worker.home is not None:
+        worker.home.heat += tokens
     worker.pending += 1
     worker.crowd += 0.5 / CROWD_S
     return Prefilling(worker, tokens, now, begins - worker.late_s, worker.free_at + worker.base_s - worker.late_s)

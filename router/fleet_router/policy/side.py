@@ -19,6 +19,14 @@ IDLE = 5
 RING_POINTS = 256
 """So many points of the ring are tried for the prompt's own worker."""
 
+HEAT_S = 60.0
+"""Prefill work is remembered about this long."""
+HEAT_LEAST = 4.0
+"""Below so many requests like the one at hand per worker it tells nothing."""
+HEAT_WORTH = 1.5
+"""A worker that had twice the prefill work of the others is taken to be that much slower once more: work and new blocks are
+spread, and a cache that is filled no faster than the others keeps as long as they do."""
+
 Usable = Callable[[Candidate], bool]
 Steps = Sequence[tuple[float, int]]
 """(tokens, workers as bits), most tokens first: who holds how much of a prompt. A worker is in one step at most."""
@@ -27,13 +35,15 @@ Steps = Sequence[tuple[float, int]]
 class Side:
     """Workers of one role in one group. `inflight` is the sum of theirs."""
 
-    __slots__ = ("_by_index", "_by_name", "bits", "inflight", "levels", "members", "ramping", "ring")
+    __slots__ = ("_by_index", "_by_name", "bits", "heat", "inflight", "levels", "members", "ramping", "ring")
 
     def __init__(self) -> None:
         self.members: list[Candidate] = []
         self.levels: list[dict[str, Candidate]] = [{}]
         """By requests in flight; the last one is not empty unless it is the first."""
         self.inflight = 0
+        self.heat = 0.0
+        """Tokens that they were sent to compute lately."""
         self.ramping = False
         """Some worker is in its slow start."""
         self.bits = 0
@@ -49,7 +59,7 @@ class Side:
         self.members = [worker for worker, _ in workers]
         self._by_index = {bit.bit_length(): worker for worker, bit in workers}
         self._by_name = {worker.uid: worker for worker in self.members}
-        self.bits, self.inflight = 0, 0
+        self.bits, self.inflight, self.heat = 0, 0, sum(worker.heat for worker, _ in workers)
         self.levels = [{} for _ in range(max((w.inflight for w in self.members), default=0) + 1)]
         for worker, bit in workers:
             self.bits |= bit
@@ -73,6 +83,16 @@ class Side:
         if not levels[-1]:
             levels.pop()
         self.inflight += by
+
+    def heat_weight(self, tokens: float) -> float:
+        """What a token of a worker's `heat` adds to each second of work that it is sent, for a request of so many tokens."""
+        return HEAT_WORTH / max(HEAT_LEAST * tokens, self.heat / max(1, len(self.members)))
+
+    def cool(self, keep: float) -> None:
+        """Time passes."""
+        for worker in self.members:
+            worker.heat *= keep
+        self.heat = sum(worker.heat for worker in self.members)
 
     def look(self, steps: Steps, key: int, bound: float, usable: Usable | None) -> list[Candidate]:
         """Who is worth a look: usable workers below their bound; any usable one when all are at it."""
