@@ -266,8 +266,8 @@ def test_work_is_spread_over_workers_that_cost_the_same():
     everybody = sum(worker.bit for worker in workers)
     rng = random.Random(5)
     for number in range(400):
-        asked = ask(tokens=rng.choice([500.0, 3000.0, 20_000.0]), now=10.0 * number)
-        for step in range(20):
+        asked = ask(tokens=rng.choice([500.0, 3000.0, 20_000.0]), now=3.0 * number)
+        for step in range(6):
             routing.tick(asked.now + 0.5 * step, 0.0)
         offer = routing.decide(asked, [(300.0, everybody)])
         trip = Trip(routing.groups[GROUP], offer, asked.now, stream=True)
