@@ -34,6 +34,9 @@ SPEEDS = {8: 24.0, 64: 8.0}
 """How much faster than the clock a fleet of this size lives: fleets of 8 see 83 requests per second, those of 64 220."""
 CONFIG = RouterConfig(fleet="bench", served_name="tiny", max_input_tokens=200_000, bounds=HttpBounds(body_bytes=16 * 1024 * 1024))
 OURS = "ours"
+LATE_S = 0.5
+AGAIN = 2
+"""A run whose requests left later than LATE_S (p99) tells how busy this machine was with other things: it is repeated so often."""
 
 
 @dataclass
@@ -54,6 +57,11 @@ class Run:
     @property
     def p99_s(self) -> float:
         return p99(self.seen.ttft_s)
+
+    @property
+    def late_s(self) -> float:
+        """How late requests left, p99."""
+        return p99(self.seen.lag_s)
 
 
 Start = Callable[[str, Sequence[str], Path], AbstractContextManager[Proxy]]
@@ -85,6 +93,17 @@ def one_run(start: Start, trace: Sequence[Arrival], workers: int, speed: float, 
     return Run(seen, hit, max(computed) / statistics.mean(computed), cpu_us, len(trace))
 
 
+def undisturbed(start: Start, trace: Sequence[Arrival], workers: int, net: int) -> Run:
+    """One run in which the client kept its times, if there is one among a few."""
+    found = one_run(start, trace, workers, SPEEDS[workers], net)
+    for _ in range(AGAIN):
+        if found.late_s <= LATE_S:
+            break
+        other = one_run(start, trace, workers, SPEEDS[workers], net)
+        found = min(found, other, key=lambda run: run.late_s)
+    return found
+
+
 async def _drive(address: str, speed: float, trace: Sequence[Arrival]) -> Seen:
     return await Load(address, speed).run(trace)
 
@@ -101,6 +120,7 @@ def figures(runs: dict[str, list[Run]]) -> dict[str, object]:
     return {
         "ttft_mean_vs_best_peer": ratio(lambda run: run.mean_s, best_mean), "best_peer": best_mean,
         "ttft_p99_vs_best_peer": ratio(lambda run: run.p99_s, best_p99), "best_peer_p99": best_p99,
+        "disturbed": [name for name, found in runs.items() if max(run.late_s for run in found) > LATE_S],
         "load_max_over_mean": round(statistics.median(run.load for run in runs[OURS]), 3), "bound": CONFIG.load_bound,
         "errors": sum(len(run.seen.errors) for run in runs[OURS]),
         "peer_errors": {name: sum(len(run.seen.errors) for run in runs[name]) for name in peers},
@@ -113,7 +133,7 @@ def row(title: str, runs: Sequence[Run]) -> tuple[object, ...]:
     return (
         title, median(run.mean_s for run in runs), median(median(run.seen.ttft_s) for run in runs),
         median(run.p99_s for run in runs), f"{median(run.hit for run in runs):.3f}", f"{median(run.load for run in runs):.2f}",
-        median(run.cpu_us for run in runs), f"{max(p99(run.seen.lag_s) for run in runs):.3f}",
+        median(run.cpu_us for run in runs), f"{max(run.late_s for run in runs):.3f}",
         sum(len(run.seen.errors) for run in runs),
     )  # fmt: skip
 
@@ -135,7 +155,7 @@ def main() -> int:
                 trace = faster(TRACES[name](number), workers / 8)
                 for router in given.routers if number % 2 == 0 else reversed(given.routers):
                     net = 90 + (net - 89) % 40
-                    runs[router].append(one_run(ROUTERS[router], trace, workers, SPEEDS[workers], net))
+                    runs[router].append(undisturbed(ROUTERS[router], trace, workers, net))
             rows += [row(f"{name}, {workers} workers: {router}", done) for router, done in runs.items()]
             result[f"{name}_{workers}"] = figures(runs)
             for router, done in runs.items():

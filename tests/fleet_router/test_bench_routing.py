@@ -113,8 +113,9 @@ def test_a_cache_is_no_larger_than_it_says():
 
 def test_ratios_are_against_the_best_peer_of_each_figure():
     def runs(*means: float) -> list[Run]:
-        return [Run(Seen(ttft_s=[mean] * 99 + [mean * 10]), 0.5, 1.2, 100.0, 100) for mean in means]
+        return [Run(Seen(ttft_s=[mean] * 99 + [mean * 10], lag_s=[mean / 2]), 0.5, 1.2, 100.0, 100) for mean in means]
 
     found = figures({"ours": runs(1.0, 2.0), "a": runs(2.0, 2.0), "b": runs(4.0, 4.0)})
     assert (found["best_peer"], found["ttft_mean_vs_best_peer"], found["errors"]) == ("a", 0.75, 0)
+    assert found["disturbed"] == ["ours", "a", "b"]
     assert figures({"ours": runs(1.0)})["ttft_mean_vs_best_peer"] == 1.0

@@ -19,12 +19,13 @@ heat adds nothing to its costs: prompts with the same beginning find each other.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 
 import msgspec
 
 from fleet_router.policy.candidate import Candidate
 from fleet_router.policy.group import Group
-from fleet_router.policy.side import HEAT_WORTH, Side, Steps, Usable
+from fleet_router.policy.side import HEAT_LEAST, HEAT_WORTH, Side, Steps, Usable
 
 EPSILON_S = 0.0005
 EPSILON_SHARE = 0.1
@@ -83,7 +84,8 @@ def cheapest(ask: CostAsk, group: Group, steps: Steps, usable: Usable | None) ->
     prefills = [] if ask.local else group.prefill.look(steps, ask.ring_key, ask.bound, usable)
     looked = len(decodes) + len(prefills)
     share = 0.0 if steps else EPSILON_SHARE
-    local, remote, missing = _decode_costs(ask, group, decodes, steps)
+    depths = _two_of(steps)
+    local, remote, missing = _decode_costs(ask, group, decodes, depths)
     if prefills and not ask.by_cost:
         local = remote
     if not prefills or min(missing) < ask.min_uncached:
@@ -91,10 +93,10 @@ def cheapest(ask: CostAsk, group: Group, steps: Steps, usable: Usable | None) ->
         if not prefills or missing[at] < ask.min_uncached:
             why = "few uncached tokens" if prefills else _WHY_ALONE[ask.local]
             return Offer(local[at], None, decodes[at], missing[at], 0.0, why, looked)
-    costs, lacks = _prefill_costs(ask, group.prefill, prefills, steps)
+    costs = _prefill_costs(ask, group.prefill, prefills, depths)
     best = None
     if not ask.by_cost or min(local) > min(costs) + min(remote):
-        best = _remote(ask, group, prefills, decodes, costs, remote, lacks, missing, share)
+        best = _remote(ask, group, prefills, decodes, costs, remote, missing, depths)
         best.looked += looked
     if best is None or (ask.by_cost and min(local) <= best.cost_s):
         at = _settle(local, decodes, side, ask, share)
@@ -103,7 +105,8 @@ def cheapest(ask: CostAsk, group: Group, steps: Steps, usable: Usable | None) ->
         i = _settle(costs, prefills, group.prefill, ask, share)
         kept = costs[i] + KEEP_SHARE * ask.others * group.output.value * group.gap.base
         if kept < best.cost_s:
-            return Offer(kept, None, prefills[i], lacks[i], 0.0, "decode workers are full: kept on prefill", best.looked)
+            lacks = _lacks(ask, prefills[i], depths)
+            return Offer(kept, None, prefills[i], lacks, 0.0, "decode workers are full: kept on prefill", best.looked)
     return best
 
 
@@ -112,26 +115,30 @@ _WHY_ALONE = {True: "local after a failure", False: "no compatible prefill worke
 
 def _remote(
     ask: CostAsk, group: Group, prefills: Sequence[Candidate], decodes: Sequence[Candidate], costs: list[float],
-    remote: list[float], lacks: list[float], missing: list[float], share: float,
+    remote: list[float], missing: list[float], depths: Depths,
 ) -> Offer:  # fmt: skip
     """The best pair; `looked`: those pairs that were compared."""
+    share = 0.0 if depths[0] else EPSILON_SHARE
     i = _settle(costs, prefills, group.prefill, ask, share)
     j = _settle(remote, decodes, group.decode, ask, share)
     above, tried = _above(group, prefills[i], decodes[j], missing[j]), 0
     if above > EPSILON_S + share * (costs[i] + remote[j]):
+        costs = _prefill_costs(ask, group.prefill, prefills, depths, all_of_them=True)
         i, j, above, tried = _try_pairs(group, prefills, decodes, costs, remote, missing)
-    return Offer(costs[i] + remote[j] + above, prefills[i], decodes[j], lacks[i], missing[j], "remote prefill", tried)
+    lacks = _lacks(ask, prefills[i], depths)
+    return Offer(costs[i] + remote[j] + above, prefills[i], decodes[j], lacks, missing[j], "remote prefill", tried)
 
 
 def _decode_costs(
-    ask: CostAsk, group: Group, workers: Sequence[Candidate], steps: Steps
+    ask: CostAsk, group: Group, workers: Sequence[Candidate], depths: Depths
 ) -> tuple[list[float], list[float], list[float]]:
-    """(local prefill, waiting for KV from elsewhere without the pair's own part, missing tokens) of each decode worker."""
+    """(local prefill, waiting for KV from elsewhere without the pair's own part, missing tokens) of each decode worker. Local
+    prefill behind a queue that is too long in any case is `inf`."""
     tokens, now, others = ask.tokens, ask.now, ask.others
-    base, slope, stall = group.pairs.least_base, group.pairs.least_slope, STALL * others
-    weight, spared = group.decode.heat_weight(tokens) * others * (not ask.session), 0.0 if steps else HEAT_WORTH * others
-    held, mask, less, wider, more = _two_of(steps)
-    late = _more_late(ask, group, workers)
+    base, slope = group.pairs.least_base, group.pairs.least_slope
+    weight, spared = _heat(ask, group.decode, depths[0])
+    held, mask, less, wider, more = depths
+    waits, limit = _waits(ask, group, workers), inf
     local, remote, missing = list[float](), list[float](), list[float]()
     for worker in workers:
         bit, streams = worker.bit, worker.inflight
@@ -139,39 +146,81 @@ def _decode_costs(
         if more and not known:
             known = next((fewer for fewer, holders in more if bit & holders), 0.0)
         lacks = tokens - known if known < tokens else 1.0
-        cost = streams * worker.drag_s * others
-        if late is not None:
-            cost += late[len(missing)]
-        work, queue, heat = lacks * worker.token_s, worker.free_at - now, worker.heat * weight - spared
+        drag, queue = streams * worker.drag_s, worker.free_at - now
         missing.append(lacks)
-        remote.append(cost + base + lacks * slope)
-        cost += worker.base_s + work * (1.0 + stall * streams + work * worker.crowd * others + (heat if heat > 0.0 else 0.0))
-        local.append(cost + queue if queue > 0.0 else cost)
+        remote.append(drag * others + base + lacks * slope)
+        if queue > limit:
+            local.append(inf)
+            continue
+        work, heat = lacks * worker.token_s, worker.heat
+        stalls = streams * STALL + work * worker.crowd
+        if heat > spared:
+            stalls += heat * weight - spared * weight
+        cost = worker.base_s + work + (drag + work * stalls) * others
+        if queue > 0.0:
+            cost += queue
+        local.append(cost)
+        if cost < limit and waits is None:
+            limit = cost + EPSILON_S + EPSILON_SHARE * cost
+    if waits is not None:
+        local = [cost + wait_s for cost, wait_s in zip(local, waits, strict=True)]
+        remote = [cost + wait_s for cost, wait_s in zip(remote, waits, strict=True)]
     return local, remote, missing
 
 
-def _prefill_costs(ask: CostAsk, side: Side, workers: Sequence[Candidate], steps: Steps) -> tuple[list[float], list[float]]:
-    """(queue + prefill and what others lose by it, missing tokens) of each prefill worker."""
+def _prefill_costs(
+    ask: CostAsk, side: Side, workers: Sequence[Candidate], depths: Depths, *, all_of_them: bool = False
+) -> list[float]:
+    """Queue + prefill, and what others lose by it, of each prefill worker; `inf` behind a queue that is too long in any case."""
     tokens, now, others = ask.tokens, ask.now, ask.others
-    weight, spared = side.heat_weight(tokens) * others * (not ask.session), 0.0 if steps else HEAT_WORTH * others
-    held, mask, less, wider, more = _two_of(steps)
-    costs, missing = list[float](), list[float]()
+    weight, spared = _heat(ask, side, depths[0])
+    held, mask, less, wider, more = depths
+    costs, limit = list[float](), inf
+    all_of_them = all_of_them or bool(ask.adapter)
     for worker in workers:
+        queue = worker.free_at - now
+        if queue > limit:
+            costs.append(inf)
+            continue
         bit = worker.bit
         known = held if bit & mask else less if bit & wider else 0.0
         if more and not known:
             known = next((fewer for fewer, holders in more if bit & holders), 0.0)
-        lacks = tokens - known if known < tokens else 1.0
-        work, queue, heat = lacks * worker.token_s, worker.free_at - now, worker.heat * weight - spared
-        missing.append(lacks)
-        cost = worker.base_s + work * (1.0 + work * worker.crowd * others + (heat if heat > 0.0 else 0.0))
-        costs.append(cost + queue if queue > 0.0 else cost)
+        work, heat = (tokens - known if known < tokens else 1.0) * worker.token_s, worker.heat
+        stalls = work * worker.crowd
+        if heat > spared:
+            stalls += heat * weight - spared * weight
+        cost = worker.base_s + work + work * stalls * others
+        if queue > 0.0:
+            cost += queue
+        costs.append(cost)
+        if cost < limit and not all_of_them:
+            limit = cost + EPSILON_S + EPSILON_SHARE * cost
     if ask.adapter:
         costs = [cost + (ask.adapter not in w.adapters) * ADAPTER_S for cost, w in zip(costs, workers, strict=True)]
-    return costs, missing
+    return costs
 
 
-def _two_of(steps: Steps) -> tuple[float, int, float, int, Steps]:
+def _lacks(ask: CostAsk, worker: Candidate, depths: Depths) -> float:
+    """Tokens of the prompt that it has not cached."""
+    held, mask, less, wider, more = depths
+    known = held if worker.bit & mask else less if worker.bit & wider else 0.0
+    known = known or next((fewer for fewer, holders in more if worker.bit & holders), 0.0)
+    return ask.tokens - known if known < ask.tokens else 1.0
+
+
+def _heat(ask: CostAsk, side: Side, held: float) -> tuple[float, float]:
+    """(what a token of heat adds to each second of work, tokens of it that add nothing)."""
+    if ask.session:
+        return 0.0, inf
+    mean = max(HEAT_LEAST * ask.tokens, side.heat / max(1, len(side.members)))
+    return HEAT_WORTH / mean, 0.0 if held else mean
+
+
+Depths = tuple[float, int, float, int, Steps]
+
+
+def _two_of(steps: Steps) -> Depths:
     """The first two steps apart: one or two depths are what most prompts have."""
     if len(steps) == 2:
         (held, mask), (less, wider) = steps
@@ -182,8 +231,8 @@ def _two_of(steps: Steps) -> tuple[float, int, float, int, Steps]:
     return *steps[0], *steps[1], steps[2:]
 
 
-def _more_late(ask: CostAsk, group: Group, workers: Sequence[Candidate]) -> list[float] | None:
-    """What a stream waits on each decode worker besides the others' tokens: for a slot, for its adapter. None: nothing."""
+def _waits(ask: CostAsk, group: Group, workers: Sequence[Candidate]) -> list[float] | None:
+    """What a stream waits on each decode worker for a slot and for its adapter. None: nothing."""
     found = None
     if 0 < workers[0].slots < len(group.decode.levels):  # somebody is full
         turn_s = group.answer.value

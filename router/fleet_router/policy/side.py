@@ -14,8 +14,9 @@ from fleet_router.policy.ring import Ring, cap_of
 
 WHOLE = 16
 """Sides up to this size are looked at whole."""
-HOLDERS = 5
-IDLE = 5
+HOLDERS = 4
+IDLE = 4
+IDLE_LOOKED = 24
 RING_POINTS = 256
 """So many points of the ring are tried for the prompt's own worker."""
 
@@ -84,10 +85,6 @@ class Side:
             levels.pop()
         self.inflight += by
 
-    def heat_weight(self, tokens: float) -> float:
-        """What a token of a worker's `heat` adds to each second of work that it is sent, for a request of so many tokens."""
-        return HEAT_WORTH / max(HEAT_LEAST * tokens, self.heat / max(1, len(self.members)))
-
     def cool(self, keep: float) -> None:
         """Time passes."""
         for worker in self.members:
@@ -108,10 +105,38 @@ class Side:
 
     def _few(self, steps: Steps, key: int, cap: int) -> list[Candidate]:
         """Of all workers, without a filter."""
+        found, seen = self._holders(steps, cap) if steps else ([], 0)
+        own = self._own(key, cap)
+        if own.inflight < cap and not seen & own.bit:
+            seen |= own.bit
+            found.append(own)
+        return found + self._idle(seen)
+
+    def _idle(self, seen: int) -> list[Candidate]:
+        """Some of the others with the fewest requests, of the first few of these those that were sent less than most."""
+        cool, hot, mean, left = list[Candidate](), list[Candidate](), self.heat / len(self.members), IDLE_LOOKED
+        for level in self.levels:
+            for worker in level.values():
+                if not seen & worker.bit:
+                    if worker.heat <= mean:
+                        cool.append(worker)
+                        if len(cool) == IDLE:
+                            return cool
+                    else:
+                        hot.append(worker)
+                    left -= 1
+                    if not left:
+                        return cool + hot[: IDLE - len(cool)]
+        return cool + hot[: IDLE - len(cool)]
+
+    def _holders(self, steps: Steps, cap: int) -> tuple[list[Candidate], int]:
+        """(some of those that hold most, they as bits)."""
         found: list[Candidate] = []
-        seen, left, by_index = 0, HOLDERS, self._by_index
+        seen, left, by_index, most = 0, HOLDERS, self._by_index, len(self.members) // 2
         for _, mask in steps:
             holders = mask & self.bits
+            if holders.bit_count() > most:
+                break  # what most of them hold, the others that are looked at hold as well
             while holders and left:
                 low = holders & -holders
                 holders ^= low
@@ -120,20 +145,7 @@ class Side:
                 if worker.inflight < cap:
                     seen |= low
                     found.append(worker)
-            if not left:
-                break
-        own = self._own(key, cap)
-        if own.inflight < cap and not seen & own.bit:
-            seen |= own.bit
-            found.append(own)
-        most = len(found) + IDLE
-        for level in self.levels:
-            for worker in level.values():
-                if not seen & worker.bit:
-                    found.append(worker)
-                    if len(found) == most:
-                        return found
-        return found
+        return found, seen
 
     def _own(self, key: int, cap: int) -> Candidate:
         """The prompt's own worker: the first on the ring that is below its bound."""
