@@ -36,7 +36,7 @@ CONFIG = RouterConfig(fleet="bench", served_name="tiny", max_input_tokens=200_00
 OURS = "ours"
 LATE_S = 0.5
 AGAIN = 2
-"""A run whose requests left later than LATE_S (p99) tells how busy this machine was with other things: it is repeated so often."""
+"""A run whose requests left later than LATE_S (p99) says that this machine had other things to do: it is repeated so often."""
 
 
 @dataclass
