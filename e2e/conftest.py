@@ -52,7 +52,7 @@ def namespace(control_plane: ControlPlane) -> Iterator[str]:
     account = f"/api/v1/namespaces/{name}/serviceaccounts/default"
     control_plane.wait("its service account", lambda: control_plane.exists(account))
     yield name
-    control_plane.kubectl("delete", "namespace", name, "--wait=false")
+    control_plane.kubectl("delete", "namespace", name, "--wait=false", "--ignore-not-found")  # a test may have deleted it
 
 
 def vllm_environment() -> dict[str, str]:

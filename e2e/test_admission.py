@@ -13,6 +13,8 @@ from typing import Any
 import httpx
 import pytest
 import yaml
+from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from e2e.kube.service import free_ports
 from e2e.operators import SYSTEM, Plane, fleet, operator, plane
@@ -21,7 +23,7 @@ from fleet_operator.certs.keeper import Keeper, Place
 from fleet_operator.certs.plan import Lifetimes
 from fleet_operator.cluster.kube import KubeCluster
 from fleet_operator.webhook.manifests import configurations
-from fleet_operator.webhook.server import Limits, admission_app, admission_server
+from fleet_operator.webhook.server import admission_app, admission_server
 
 pytestmark = pytest.mark.timeout(300)
 BAD = {"engine": {"type": "vllm", "args": ["--config", "/etc/vllm.yaml"]}}
@@ -110,19 +112,14 @@ def with_the_webhook(served: Plane) -> None:
         *someone, "annotate", "--overwrite", "ifleet", "good", "-n", "adm", f"{CHANGED_BY}=root"
     )  # nobody can forge it
     assert get(served, "adm", "good")["metadata"]["annotations"][CHANGED_BY] == "admin"
-    served.kubectl(
-        *someone, "patch", "ifleet", "good", "-n", "adm", "--type=merge", "-p", '{"spec":{"limits":{"maxOutputTokens":9}}}'
-    )
+    served.kubectl(*someone, "patch", "ifleet", "good", "-n", "adm", "--type=merge", "-p", '{"spec":{"routing":{"replicas":2}}}')
     assert get(served, "adm", "good")["metadata"]["annotations"][CHANGED_BY] == "bob"
     assert get(served, "adm", "good")["metadata"]["generation"] == 2
     assert version
 
-    served.wait("pools", lambda: pools(served) >= 2, 30)
-    pool = next(
-        p["metadata"]["name"]
-        for p in served.get("/apis/inferencefleet.io/v1alpha1/namespaces/adm/workerpools")["items"]
-        if p["spec"]["fleet"] == "good" and p["spec"]["role"] == "decode"
-    )
+    served.wait("pools", lambda: pools(served) == 4, 30)
+    found = served.get("/apis/inferencefleet.io/v1alpha1/namespaces/adm/workerpools")["items"]
+    (pool,) = [p["metadata"]["name"] for p in found if p["spec"]["fleet"] == "good" and p["spec"]["role"] == "decode"]
     done = served.kubectl("scale", "wpool", pool, "-n", "adm", "--replicas=99", check=False)
     assert done.returncode != 0
     assert "between 1 (minReplicas) and 4 (maxReplicas) workers" in done.stderr
@@ -146,7 +143,7 @@ LIFE = Lifetimes(authority_s=30.0, serving_s=12.0, settle_s=1.2)
 
 def test_certificates_are_rotated_under_load_without_one_failure(served: Plane, monkeypatch: pytest.MonkeyPatch):
     """failurePolicy Fail: one handshake that is not trusted is one failed apply. Authorities of 30 s, certificates of 12 s, and
-    connections that the server closes after a second, so that the API server shakes hands again and again."""
+    every review on a connection of its own, so that the API server shakes hands again and again."""
     served.kubectl("create", "namespace", "rot")
     served.kubectl("delete", "mutatingwebhookconfiguration,validatingwebhookconfiguration", "--all")
     served.kubectl("create", "secret", "generic", "rotated", "-n", SYSTEM)
@@ -161,6 +158,13 @@ def test_certificates_are_rotated_under_load_without_one_failure(served: Plane, 
     assert steps.count("serving") >= 3, steps
 
 
+@web.middleware
+async def last_of_its_connection(request: web.Request, handler: Handler) -> web.StreamResponse:
+    response = await handler(request)
+    response.force_close()
+    return response
+
+
 async def rotate(served: Plane, failures: list[str]) -> int:
     (port,) = free_ports(1)
     cluster = await KubeCluster.connect(served.kubeconfig)
@@ -168,10 +172,11 @@ async def rotate(served: Plane, failures: list[str]) -> int:
     keeper = Keeper(cluster, place)
     await asyncio.to_thread(install, served, port, "Ignore")
     keeping = asyncio.create_task(keeper.run())
-    limits = Limits(idle_s=1.0)
+    app = admission_app(cluster)
+    app.middlewares.append(last_of_its_connection)
     try:
         await keeper.ready.wait()
-        async with admission_server(admission_app(cluster), keeper.context, port, "127.0.0.1", limits):
+        async with admission_server(app, keeper.context, port, "127.0.0.1"):
             await asyncio.to_thread(served.wait, "the webhook", lambda: refuses_in(served, "rot"), 30)
             await asyncio.to_thread(fail_closed, served)
             return await load(served, failures, seconds=55.0)

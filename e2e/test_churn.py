@@ -119,12 +119,18 @@ def workers(fleet: Fleet) -> dict[str, dict[str, Any]]:
     return {pod["metadata"]["uid"]: pod for role in ("prefill", "decode") for pod in fleet.pods(role)}
 
 
+def said_by_routers(nodes: Path) -> str:
+    """The end of every router's log, for whoever must find out why a request failed."""
+    logs = sorted(nodes.glob("*/logs/*router*/*.log"))
+    return "\n".join(f"{path.relative_to(nodes)}: {path.read_text()[-2000:]}" for path in logs)
+
+
 def settled(fleet: Fleet, gone: set[str], size: tuple[int, int]) -> bool:
     """Nothing of `gone` is left, and so many serve."""
     return gone.isdisjoint(workers(fleet)) and fleet.serving() == size and fleet.condition("RollingOut")["reason"] == "Complete"
 
 
-def test_full_churn_under_load_loses_nothing(fleet: Fleet, tmp_path: Path):
+def test_full_churn_under_load_loses_nothing(fleet: Fleet, gpu_nodes: Path, tmp_path: Path):
     requests = read_trace()[:60]
     expected = single_process_answers(requests, tmp_path)
     made: dict[str, Any] = wish(fleet.namespace)
@@ -164,7 +170,9 @@ def test_full_churn_under_load_loses_nothing(fleet: Fleet, tmp_path: Path):
         fleet.wait("put back", lambda: settled(fleet, {victim["uid"]}, fleet.desired()), 60)
 
     print(json.dumps({"requests": len(ledger.tokens), "rounds": ledger.rounds, "documents": len(recorder.counts)}))
-    assert ledger.errors == {}
+    assert ledger.errors == {}, said_by_routers(gpu_nodes)
+    restarts = [container["restartCount"] for pod in fleet.pods("router") for container in pod["status"]["containerStatuses"]]
+    assert set(restarts) == {0}, said_by_routers(gpu_nodes)
     assert ledger.tokens == {number: expected.tokens[number] for number in ledger.tokens}
     assert len(ledger.tokens) == len(requests)
     assert len(recorder.counts) >= 8

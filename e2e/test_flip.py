@@ -82,7 +82,8 @@ def test_a_lost_prefill_worker_is_replaced_by_a_flip_before_a_cold_start_is_over
     victim = fleet.pods("prefill")[0]["metadata"]["name"]
     begun = time.monotonic()
     fleet.kubectl("delete", "pod", victim, "--grace-period=0", "--force")
-    fleet.wait("a prefill worker again", lambda: fleet.serving()[0] == 1 and uids(fleet, "prefill") != lost, 60)
+    # in this order: for a moment the status still counts the lost one
+    fleet.wait("a prefill worker again", lambda: bool(uids(fleet, "prefill") - lost) and fleet.serving()[0] == 1, 60)
     flip_s = time.monotonic() - begun
     assert fleet.serving() == (1, 2), "the cold start of the same moment is not over"
     assert uids(fleet, "prefill") <= decodes, "it was a decode worker"

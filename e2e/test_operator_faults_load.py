@@ -3,64 +3,23 @@ and answered so. Stage two: nobody leaves though the scale-down window is long o
 
 from __future__ import annotations
 
-import json
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 
 from e2e.faultproxy.fixtures import FAMILY, Played
 from e2e.faultproxy.lab import Lab, fleet_manifest
+from e2e.faultproxy.prometheus import Prometheus, Series, prometheus
 
 pytestmark = FAMILY
 HIGH, LOW = 60.0, 1.0
 HOUR_S = 3_600.0
 WINDOW_S = 3
 HELD_S = 8.0
-Series = list[dict[str, Any]]
-
-
-@dataclass
-class Prometheus:
-    """Answers about the pods of one lab as it is told."""
-
-    lab: Lab
-    decode: float = HIGH
-    spoil: Callable[[Series], Any] = lambda series: series
-    status: int = 200
-    asked: int = 0
-    url: str = ""
-    now: Callable[[], float] = time.time
-    stop: threading.Event = field(default_factory=threading.Event)
-
-    def answer(self) -> bytes:
-        self.asked += 1
-        found = self.spoil([one for pod in self.lab.pods() for one in self._series(pod)])
-        if not isinstance(found, list):
-            return str(found).encode()
-        return json.dumps({"status": "success", "data": {"resultType": "matrix", "result": found}}).encode()
-
-    def _series(self, pod: dict[str, Any]) -> Series:
-        labels = pod["metadata"]["labels"]
-        role, name = labels["inferencefleet.io/role"], pod["metadata"]["name"]
-        target = {"namespace": self.lab.namespace, "pod": name, "inferencefleet_io_fleet": "f", "job": "j", "instance": name}
-        if role == "router":
-            sent = {"prefill": 1.0, "decode": self.decode}
-            return [self._one("fleet_router_inflight", value, **target, role=r, tier="t") for r, value in sent.items()]
-        each = 1.0 if role == "prefill" else self.decode / max(1, len(self.lab.pods("decode")))
-        moved = [self._one("vllm:nixl_xfer_time_seconds_count", 1_000.0, **target)]
-        running = self._one("vllm:num_requests_running", each, **target)
-        return [running, self._one("vllm:num_requests_waiting", 0.0, **target), *moved]
-
-    def _one(self, name: str, value: float, **labels: str) -> dict[str, Any]:
-        at = self.now()
-        return {"metric": {"__name__": name, **labels}, "values": [[at - 1, str(value)], [at, str(value)]]}
 
 
 def valued(text: str) -> Callable[[Series], Series]:
@@ -111,34 +70,6 @@ BAD = {
 }  # fmt: skip
 
 
-@contextmanager
-def serving(lab: Lab) -> Iterator[Prometheus]:
-    source = Prometheus(lab)
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            body = source.answer()
-            self.send_response(source.status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: Any) -> None:
-            """Nothing."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    source.url = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield source
-    finally:
-        server.shutdown()
-        server.server_close()
-
-
 def start(lab: Lab, source: Prometheus) -> None:
     """Load has made four decode workers."""
     lab.start()
@@ -162,7 +93,7 @@ def shrinks(lab: Lab, source: Prometheus) -> None:
 
 
 def held(lab: Lab, row: Row) -> None:
-    with serving(lab) as source:
+    with prometheus(lab, HIGH) as source:
         start(lab, source)
         pods, asked = lab.uids(), source.asked
         source.decode, source.spoil, source.status = LOW, row.spoil, row.status
@@ -177,7 +108,7 @@ def held(lab: Lab, row: Row) -> None:
 
 def reset(lab: Lab) -> None:
     """Counters that begin anew are no news about load."""
-    with serving(lab) as source:
+    with prometheus(lab, HIGH) as source:
         start(lab, source)
         pods = lab.uids()
         source.spoil = lambda series: [

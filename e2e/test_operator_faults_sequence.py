@@ -11,6 +11,7 @@ import pytest
 
 from e2e.faultproxy.fixtures import FAMILY, Played
 from e2e.faultproxy.lab import Lab, fleet_manifest, path_of, removed, running
+from e2e.faultproxy.prometheus import prometheus
 from e2e.faultproxy.state import comparable, differences
 from fleet_operator.cluster.interface import FLEET
 
@@ -91,10 +92,38 @@ def the_long_way(lab: Lab, path: str) -> None:
     spec(lab)
     PATHS[path](lab)
     in_order(lab)
+    no_difference(direct, lab)
+
+
+def no_difference(direct: dict[str, Any], lab: Lab) -> None:
     end = time.monotonic() + 20
     while wrong := differences(direct, bare(lab)):
         assert time.monotonic() < end, "\n".join(wrong[:10])
         time.sleep(0.2)
+
+
+def to_zero_and_back(lab: Lab) -> None:
+    """0 -> n -> 0: a fleet that somebody woke rests like one that nobody ever asked."""
+    with prometheus(lab, decode=0.0, prefill=0.0) as source:
+        wish = {"scaling": {"toZero": {"enabled": True, "idle": "5s"}},
+                "telemetry": {"interval": "1s", "prometheus": {"url": source.url}}}  # fmt: skip
+        lab.start()
+        lab.apply(fleet_manifest(lab.namespace, **wish))
+        lab.until("at rest for the first time", lambda: at_zero(lab), 60)
+        lab.at_rest()
+        lab.honest()
+        direct = bare(lab)
+        source.held = 1.0
+        lab.until("somebody asks", lambda: lab.condition("Ready")["reason"] == "AllGood", 60)
+        source.held = 0.0
+        lab.until("at rest again", lambda: at_zero(lab), 60)
+        lab.at_rest()
+        lab.honest()
+        no_difference(direct, lab)
+
+
+def at_zero(lab: Lab) -> bool:
+    return lab.serving(0, 0) and lab.condition("Ready")["reason"] == "AtZero"
 
 
 def in_order(lab: Lab) -> None:
@@ -156,11 +185,12 @@ def nothing_is_left(lab: Lab, how: Callable[[Lab], None]) -> None:
 DELETIONS = (in_mid_rollout, with_its_namespace, without_an_operator, while_the_operator_is_killed)
 PLAYS = {
     **{path: partial(the_long_way, path=path) for path in PATHS},
+    "to-zero-and-back": to_zero_and_back,
     **{how.__name__: partial(nothing_is_left, how=how) for how in DELETIONS},
 }
 
 
-@pytest.mark.parametrize("row", list(PATHS))
+@pytest.mark.parametrize("row", [*PATHS, "to-zero-and-back"])
 def test_the_way_to_a_spec_does_not_show(played: Played, row: str):
     played[row].result()
 

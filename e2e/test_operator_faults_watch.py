@@ -10,18 +10,22 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import pytest
 
+from e2e.faultproxy import machines
 from e2e.faultproxy.faults import EventFault
 from e2e.faultproxy.fixtures import FAMILY, Played
 from e2e.faultproxy.lab import Lab, fleet_manifest, path_of
 from fleet_operator.cluster.interface import (
+    CLAIM_TEMPLATE,
     CONFIG_MAP,
     CONTROLLER_REVISION,
     DEPLOYMENT,
     FLEET,
     NETWORK_POLICY,
+    NODE,
     PDB,
     POD,
     POOL,
@@ -51,6 +55,8 @@ class Row:
     right: Callable[[Lab], bool]
     within_s: float = MISSED_S
     smoke: bool = False
+    before: Callable[[Lab], None] = lambda lab: None
+    spec: Callable[[Lab], dict[str, Any]] = lambda lab: {}
 
 
 def drop(kind: Kind, *types: str, count: int = 1_000) -> Callable[[Lab], None]:
@@ -90,6 +96,7 @@ def there(kind: Kind, name: str = "f-router") -> Callable[[Lab], bool]:
 def whole(lab: Lab) -> bool:
     """One prefill and two decode workers, all serving, the endpoints are theirs, and the status says so."""
     pods = [pod for pod in lab.pods() if "deletionTimestamp" not in pod["metadata"]]
+    pods = [pod for pod in pods if pod["metadata"]["labels"]["inferencefleet.io/role"] != "fetch"]
     roles = sorted(pod["metadata"]["labels"]["inferencefleet.io/role"] for pod in pods)
     documents = lab.get(CONFIG_MAP, "f-router") or {"data": {}}
     uids = [pod["metadata"]["uid"] for pod in pods if pod["metadata"]["labels"]["inferencefleet.io/role"] != "router"]
@@ -154,6 +161,72 @@ def children_dropped() -> Iterator[Row]:
     )  # fmt: skip
 
 
+def another_node_and_cordon(lab: Lab) -> None:
+    machines.add_node(lab, "b")
+    machines.cordon(lab, "a")
+
+
+def moved_over(lab: Lab) -> bool:
+    """All workers serve on the second node."""
+    workers = [pod for role in ("prefill", "decode") for pod in lab.pods(role)]
+    return lab.serving(1, 2) and {pod["spec"].get("nodeName") for pod in workers} == {machines.node_name(lab, "b")}
+
+
+def fetching_on(*letters: str) -> Callable[[Lab], bool]:
+    """These nodes fetch the model or have it, and the status counts no other."""
+
+    def right(lab: Lab) -> bool:
+        nodes = {pod["metadata"]["annotations"]["inferencefleet.io/fetch-node"] for pod in lab.pods("fetch")}
+        told = lab.condition("ModelCached").get("message", "")
+        return nodes == {machines.node_name(lab, letter) for letter in letters} and f"of {len(letters)} nodes" in told
+
+    return right
+
+
+def two_nodes_the_second_for_one_pod(lab: Lab) -> None:
+    machines.add_node(lab, "a")
+    machines.add_node(lab, "b", pods=1)
+
+
+def nodes_dropped() -> Iterator[Row]:
+    def one(lab: Lab) -> None:
+        machines.add_node(lab, "a")
+
+    yield Row(
+        "dropped-Node-MODIFIED", drop(NODE, "MODIFIED"), another_node_and_cordon, dropped(NODE, "MODIFIED"), moved_over,
+        before=one, spec=machines.on_own_nodes,
+    )  # fmt: skip
+    yield Row(
+        "dropped-Node-ADDED", drop(NODE, "ADDED", "MODIFIED"), lambda lab: machines.add_node(lab, "b"), dropped(NODE, "ADDED"),
+        fetching_on("a", "b"), before=one, spec=machines.fetched_ahead,
+    )  # fmt: skip
+    yield Row(
+        "dropped-Node-DELETED", drop(NODE, "DELETED", "MODIFIED"), lambda lab: machines.remove_node(lab, "b"),
+        dropped(NODE, "DELETED"), fetching_on("a"), before=two_nodes_the_second_for_one_pod, spec=machines.fetched_ahead,
+    )  # fmt: skip
+
+
+def lose_the_claims(lab: Lab) -> None:
+    """A new worker's claims are held up by a quota, meanwhile their template is deleted."""
+    claims = f"/apis/resource.k8s.io/v1/namespaces/{lab.namespace}/resourceclaims"
+    quotas, hard = f"/api/v1/namespaces/{lab.namespace}/resourcequotas", {"count/resourceclaims.resource.k8s.io": "3"}
+    lab.until("a claim for each worker", lambda: len(lab.admin.get(claims)["items"]) == 3)
+    quota = {"metadata": {"name": "claims"}, "spec": {"hard": hard}}
+    lab.admin("POST", quotas, quota).raise_for_status()
+    lab.until("a quota that holds", lambda: lab.admin.get(f"{quotas}/claims").get("status", {}).get("used") == hard)
+    lab.scale("decode", 3)
+    lab.until("a third decode worker", lambda: len(lab.pods("decode")) == 3)
+    (template,) = [pod["spec"]["resourceClaims"][0]["resourceClaimTemplateName"] for pod in lab.pods("decode")[:1]]
+    delete(CLAIM_TEMPLATE, template)(lab)
+    lab.admin("DELETE", f"{quotas}/claims").raise_for_status()
+
+
+def nobody_watches_claims(lab: Lab) -> bool:
+    """Of this kind no event can be lost: a worker waited for a template that nobody told the operator of."""
+    watched = {event.kind for event in lab.proxy.ledger.events}
+    return NODE.plural in watched and CLAIM_TEMPLATE.plural not in watched
+
+
 def freeze(lab: Lab) -> None:
     lab.proxy.freeze()
 
@@ -194,6 +267,9 @@ ROWS = {
     row.name: row
     for row in (
         *children_dropped(),
+        *nodes_dropped(),
+        Row("unseen-ResourceClaimTemplate-DELETED", act_nothing, lose_the_claims, nobody_watches_claims, serving(1, 3),
+            before=machines.add_devices, spec=machines.with_claims),
         Row("dropped-Pod-DELETED", drop(POD, "DELETED", "MODIFIED"), delete_a_decode_worker, dropped(POD, "DELETED"), whole,
             smoke=True),
         Row("dropped-Pod-ADDED-DELETED", drop(POD, "ADDED", "DELETED"), delete_a_decode_worker, dropped(POD, "DELETED"), whole),
@@ -221,8 +297,9 @@ ROWS = {
 
 def play(lab: Lab, row: Row) -> str:
     """What happened, in words."""
+    row.before(lab)
     lab.start()
-    lab.apply(fleet_manifest(lab.namespace))
+    lab.apply(fleet_manifest(lab.namespace, **row.spec(lab)))
     lab.until("a running fleet", lambda: lab.ready() and whole(lab), 60)
     time.sleep(0.5)
     lives = len(lab.lives)

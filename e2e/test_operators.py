@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.error import HTTPError
 
 import pytest
 
@@ -42,7 +43,12 @@ def children(audited: Plane, namespace: str, name: str) -> bool:
 
 def holder(audited: Plane) -> str:
     path = f"/apis/coordination.k8s.io/v1/namespaces/{SYSTEM}/leases/inferencefleet-operator"
-    return audited.get(path)["spec"].get("holderIdentity", "") if audited.exists(path) else ""
+    try:
+        return audited.get(path)["spec"].get("holderIdentity", "")
+    except HTTPError as error:  # a claim that is given back is deleted
+        if error.code != 404:
+            raise
+        return ""
 
 
 def test_one_writer_at_a_time(audited: Plane, accounts: dict[str, Path]):
@@ -106,7 +112,6 @@ def healthy(first: Operator, second: Operator) -> None:
     """What each says about itself."""
     for one in (first, second):
         assert one.get("/healthz").text == "ok"
-    assert first.metric('fleet_operator_fleets{ready="False"}') == 1
     assert first.metric('fleet_operator_api_writes_total{kind="Deployment",outcome="ok",verb="apply"}') == 1
     assert first.metric('fleet_operator_reconciles_total{outcome="ok"}') >= 1
     assert first.metric("fleet_operator_queue_depth") == 0
@@ -160,4 +165,9 @@ def test_labels_of_namespaces_decide_and_may_change(audited: Plane, accounts: di
 
 def claim(audited: Plane, namespace: str) -> str:
     path = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases/inferencefleet-owner"
-    return audited.get(path)["spec"].get("holderIdentity", "") if audited.exists(path) else ""
+    try:
+        return audited.get(path)["spec"].get("holderIdentity", "")
+    except HTTPError as error:  # a claim that is given back is deleted
+        if error.code != 404:
+            raise
+        return ""

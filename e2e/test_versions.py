@@ -95,7 +95,7 @@ def test_a_new_version_and_the_way_back(served: Plane):
         # a fleet of the new version is served like any other
         two = json.loads(fleet("v", "two")) | {"apiVersion": "inferencefleet.io/v1beta1"}
         served.kubectl("apply", "-f", "-", stdin=json.dumps(two))
-        served.wait("its workers", lambda: sum(name.startswith("Pod/two-") for name in objects(served)) == 3, 60)
+        served.wait("its workers", lambda: sum(name.startswith("Pod/two-t-") for name in objects(served)) == 3, 60)
         assert {name: objects(served)[name] for name in before} == before
     # the operator restarts: still nothing to do, and the unknown word is still there
     before = rests(served, 24)

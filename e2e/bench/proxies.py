@@ -83,8 +83,9 @@ def ours(
     folder: Path,
     config: RouterConfig = PLAIN,
     tenants: Path | None = None,
+    extra: Sequence[str] = (),
 ) -> Iterator[Proxy]:
-    """fleet-router as the operator runs it, following a folder."""
+    """fleet-router as the operator runs it, following a folder; `extra` arguments."""
     documents = folder / address.replace(":", "-")
     log = documents.with_suffix(".log")
     documents.mkdir()
@@ -100,7 +101,7 @@ def ours(
     (documents / ENDPOINTS_KEY).write_bytes(encode_endpoints(Endpoints(fleet="bench", namespace="default", workers=found)))
     host, port = address.split(":")
     argv = [sys.executable, "-m", "fleet_router", "--follow", f"dir:{documents}", "--host", host, "--port", port]
-    argv += ["--tenants", str(tenants)] if tenants is not None else []
+    argv += [*(["--tenants", str(tenants)] if tenants is not None else []), *extra]
     with process(argv, log) as running:
         wait_for(f"http://{address}/ready", running, log)
         yield Proxy(name, address, running.pid)

@@ -1,5 +1,6 @@
 """A kubelet without containers: `python -m e2e.faultproxy.kubelet KUBECONFIG` registers a node, and every pod that the scheduler
-binds to it is Running and Ready at once; a deleted one is gone at once. Addresses are of 127.200.0.0/16, where nobody answers.
+binds to it, or to a node whose name begins like its, is Running and Ready at once; a deleted one is gone at once. Addresses are
+of 127.200.0.0/16, where nobody answers.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ async def run(kubeconfig: Path) -> None:
 
 async def _one(cluster: KubeCluster, pod: dict[str, Any], done: dict[str, str]) -> None:
     meta, spec = pod["metadata"], pod["spec"]
-    if spec.get("nodeName") != NAME:
+    if not (spec.get("nodeName") or "").startswith(NAME):
         return
     if "deletionTimestamp" in meta:
         await cluster.delete(POD, meta["namespace"], meta["name"], uid=meta["uid"], grace_s=0)

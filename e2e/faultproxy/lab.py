@@ -244,7 +244,8 @@ def dishonesty(objects: Objects, fleet: str) -> list[str]:
                 wrong.append(f"{tier['name']}/{role}: serving {tier[role]['serving']}, counted {serving}")
         counted = f"{tier['prefill']['serving']}:{tier['decode']['serving']}"
         told = {c["type"]: c["status"] for c in status.get("conditions", [])}
-        able = all(tier[role]["serving"] > 0 for role in ("prefill", "decode"))
+        at_zero = (tier.get("zero") or {}).get("state") == "AtZero"
+        able = at_zero or all(tier[role]["serving"] > 0 for role in ("prefill", "decode"))
         if told.get("Ready") == "True" and not able:
             wrong.append(f"Ready with {counted}")
     return wrong

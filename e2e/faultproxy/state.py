@@ -29,6 +29,7 @@ TIMES = frozenset(
         "observedGeneration",
         "progressSince",
         "stepSince",
+        "since",
     }
 )
 

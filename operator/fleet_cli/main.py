@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from fleet_cli.errors import EXIT_KILLED, EXIT_OK, EXIT_UNREAD, CliError
+from fleet_cli.explain.command import add_explain
 from fleet_cli.rollout.command import add_rollout
 from fleet_cli.streams import complain, emit, open_streams, silence
 
@@ -60,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     validate.add_argument("files", nargs="+", metavar="FILE", help="manifest of an InferenceFleet; - is standard input")
     validate.set_defaults(run=_validate)
     add_rollout(commands)
+    add_explain(commands)
     crds = commands.add_parser("crds", help="print the CustomResourceDefinitions, for kubectl apply --server-side -f -")
     crds.set_defaults(run=_crds)
     return parser

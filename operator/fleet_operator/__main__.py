@@ -4,18 +4,25 @@ the lease and must begin anew."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import sys
+
+YOUNG, MIDDLE, OLD = 10_000, 50, 50
+"""Thresholds of the garbage collector: its usual 700 young objects are three watch events, and none of what they hold is cyclic."""
 
 
 def main() -> int:
     """Reconcile until told to stop."""
+    import uvloop
+
     from fleet_operator.options import parse_options
 
     options = parse_options(sys.argv[1:])
     from fleet_operator.health.logs import set_up_logs
 
     set_up_logs(options.log_format)
+    gc.set_threshold(YOUNG, MIDDLE, OLD)
     if options.kubeconfig is not None:
         os.environ["KUBECONFIG"] = str(options.kubeconfig.absolute())  # kopf reads it from there
     from fleet_operator.cluster.interface import ClusterError
@@ -23,7 +30,8 @@ def main() -> int:
     from fleet_operator.process import run
 
     try:
-        asyncio.run(run(options))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # TLS in C: half of what a request costs otherwise
+            runner.run(run(options))
     except ClusterError as error:
         print(f"{error.reason}: {error}", file=sys.stderr, flush=True)
         return 2

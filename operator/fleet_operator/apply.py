@@ -9,6 +9,7 @@ from typing import Literal
 
 from fleet_api.parse import known_status
 from fleet_api.v1alpha1 import InferenceFleet
+from fleet_operator.claims import short_of_claims
 from fleet_operator.cluster.interface import (
     CONFIG_MAP,
     CONTROLLER_REVISION,
@@ -149,6 +150,10 @@ class Applier:
             made = await self._create(render_pod(work.fleet, wanted, revision, owner, leader), work)
             if made is not None and wanted.member == 0:
                 leaders[leader_of(wanted)] = made
+        for short in short_of_claims(work.live):
+            revision, owner = stored.get((short.tier, short.revision)), pools.get(short.pool)
+            if owner is not None and revision is not None:
+                await self._claims(short, revision, owner, work)
 
     async def _group_names(self, work: _Pass) -> None:
         """The Service of workers over several nodes, or none."""

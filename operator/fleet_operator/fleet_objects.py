@@ -55,9 +55,9 @@ class FleetObjects:
         newer than the list is left alone: the list is the older picture then. `within`: namespaces that were listed, () for all.
         """
         known = {key: found for key, found in self._of(kind) if not within or key[0] in within}
-        changed = [key for key, version in listed.versions.items() if key not in known or _later(version, _version(known[key]))]
+        changed = [key for key, version in listed.versions.items() if key not in known or later(version, _version(known[key]))]
         gone = [
-            found for key, found in known.items() if key not in listed.versions and not _later(_version(found), listed.version)
+            found for key, found in known.items() if key not in listed.versions and not later(_version(found), listed.version)
         ]
         return changed, gone
 
@@ -107,12 +107,13 @@ def _newer(news: Object, known: Object) -> bool:
     mine, others = news["metadata"], known["metadata"]
     if mine.get("uid") != others.get("uid"):
         return True
-    return _later(_version(news), _version(known))
+    return later(_version(news), _version(known))
 
 
 def _version(obj: Object) -> str:
     return str(obj["metadata"].get("resourceVersion"))
 
 
-def _later(new: str, old: str) -> bool:
+def later(new: str, old: str) -> bool:
+    """Whether a version comes after another one; of versions that are no numbers, whether they differ."""
     return int(new) > int(old) if new.isdigit() and old.isdigit() else new != old

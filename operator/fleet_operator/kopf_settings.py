@@ -7,7 +7,7 @@ changed since it last wrote its own annotation (measured: 0.9 ms per pod event, 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import chain, repeat
 from typing import Any
 
@@ -69,8 +69,8 @@ class NoProgress(kopf.ProgressStorage):  # type: ignore[misc]
         return essence
 
 
-def configure(settings: kopf.OperatorSettings, selectors: Mapping[tuple[str, str, str], str]) -> None:
-    """Into `settings`; `selectors` are label selectors by (group, version, plural), for the server to filter by."""
+def configure(settings: kopf.OperatorSettings) -> None:
+    """Into `settings`."""
     logging.getLogger("kopf.objects").setLevel(logging.WARNING)  # else a line per event says that our handler was called
     settings.posting.enabled = False
     settings.persistence.finalizer = "inferencefleet.io/never-added"
@@ -82,8 +82,6 @@ def configure(settings: kopf.OperatorSettings, selectors: Mapping[tuple[str, str
     settings.watching.inactivity_timeout = INACTIVITY_S
     settings.watching.reconnect_backoff = RECONNECT_S
     settings.watching.chunk_size = PAGE
-    for (group, version, plural), selector in selectors.items():
-        settings.watching.label_selectors[group, version, plural] = selector
     settings.networking.error_backoffs = Patience()
     settings.networking.request_timeout = REQUEST_TIMEOUT_S
     settings.scanning.disabled = True  # our CRDs are there before the operator, and it may not list all CRDs

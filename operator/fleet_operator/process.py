@@ -54,8 +54,8 @@ class _Parts:
 
 async def run(options: Options) -> None:
     """Until told to stop; ClusterError, LeadershipLostError, OSError (a port is taken)."""
-    kube = await KubeCluster.connect(options.kubeconfig)
     pulse = Pulse()
+    kube = await KubeCluster.connect(options.kubeconfig, trace=pulse.trace())
     parts = _Parts(options, kube, Fence(), pulse, Meters(pulse), Readiness())
     try:
         async with AsyncExitStack() as stack:

@@ -9,14 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Coroutine, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Collection
 
 from fleet_api.conditions import rfc3339, set_condition
 from fleet_api.parse import ManifestError
-from fleet_api.v1alpha1 import InferenceFleet
 from fleet_operator.adapters.follow import AdapterFollower
-from fleet_operator.adapters.memory import AdapterMemory
 from fleet_operator.apply import Applier
 from fleet_operator.cluster.interface import (
     CONFIG_MAP,
@@ -46,22 +43,14 @@ from fleet_operator.fleet_objects import FleetObjects
 from fleet_operator.fleet_state import FleetState, is_restless
 from fleet_operator.flip.follow import FlipFollower
 from fleet_operator.health.passes import Passes, Unmeasured
-from fleet_operator.hearing import Hearing
 from fleet_operator.known_fleet import parse_again
-from fleet_operator.names import MANAGED_BY, MANAGER, ROUTER_ROLE, router_name
-from fleet_operator.names import ROLE as ROLE_LABEL
-from fleet_operator.nodes import NodeView, changed_nodes, going_away, observe_node, places, sick_nodes
-from fleet_operator.observe import (
-    Surroundings,
-    observe_fetching,
-    observe_pods,
-    observe_pools,
-    observe_published,
-    observe_router,
-    observe_serving,
-)
+from fleet_operator.known_nodes import KnownNodes
+from fleet_operator.names import MANAGED_BY, MANAGER
+from fleet_operator.nodes import changed_nodes, going_away
 from fleet_operator.outcome import Outcome
 from fleet_operator.pace import ASKED_MOST_S
+from fleet_operator.picture import Places, picture
+from fleet_operator.reading import Known, Reader, Sources, Telemetry
 from fleet_operator.recorder import Recorder, present_status
 from fleet_operator.render.prefetch import fetches_ahead
 from fleet_operator.render.revision import observe_revisions, template_of
@@ -70,15 +59,9 @@ from fleet_operator.status_pace import StatusPace
 from fleet_operator.work_queue import Key, WorkQueue
 from fleet_operator.write_through import WriteThrough
 from fleet_planner.events import sizing_of
-from fleet_planner.prefetch import model_key
 from fleet_planner.reconcile import Plan, reconcile
 from fleet_planner.types import (
-    Demand,
-    Observed,
-    ObservedPod,
     Problem,
-    Template,
-    TierTelemetry,
 )
 
 CHILDREN: tuple[Kind, ...] = (
@@ -105,18 +88,6 @@ PATIENCE = 3
 LOG = logging.getLogger("fleet.operator")
 
 
-class Telemetry(Protocol):
-    """Reads the load of one fleet's tiers."""
-
-    async def collect(self, fleet: InferenceFleet, pods: list[Object], routers: list[str]) -> dict[str, TierTelemetry]:
-        """By tier; a tier that cannot be read is absent."""
-        ...
-
-    async def listen(self, routers: list[str]) -> Demand | None:
-        """See `Listen`."""
-        ...
-
-
 class Reconciler:
     """Reconciles every fleet that its watches show."""
 
@@ -138,27 +109,30 @@ class Reconciler:
         self._passes = passes or Unmeasured()
         self._cluster = cluster
         self._platform = platform
-        self._telemetry = telemetry
         self._namespace = namespace
         self._now = now
         self._objects = FleetObjects()
         self._writer = WriteThrough(cluster, self._written, self._asked_to_go)
-        self._hearing = Hearing(telemetry.listen, self._router_urls, now)
         self._pace = StatusPace(now, platform.counters_s)
-        self._flips = flips or FlipFollower()
-        self._adapters = adapters or AdapterFollower()
         self._applier = Applier(self._writer, platform, self._pace)
         self._recorder = Recorder(cluster, now)
         self._states: dict[Key, FleetState] = {}
-        self._nodes: dict[str, NodeView] = {}
+        self._nodes = KnownNodes(platform)
         self._leaving: dict[str, str] = {}
         self._queue = WorkQueue(time.monotonic)
         self._later_at: dict[Key, float] = {}
         """When a fleet must be looked at though nothing happens."""
         self._unlisted = {kind.kind for kind in (FLEET, *CHILDREN)}
         self._complete = asyncio.Event()
+        known = Known(self._objects, self._states, self._places, self._is_ours, self.touch)
+        sources = Sources(telemetry, flips or FlipFollower(), adapters or AdapterFollower())
+        self.reader = Reader(known, sources, platform, now)
 
     # -- feeding ----------------------------------------------------------------------------------------------------
+    def expect(self, kinds: Collection[Kind]) -> None:
+        """Nothing is done before these, too, were listed once."""
+        self._unlisted |= {kind.kind for kind in kinds}
+
     def feed(self, kind: Kind, event: WatchEvent) -> None:
         """One change, from whichever watch: kopf's, or ours."""
         if event.type == "SYNCED":
@@ -167,7 +141,8 @@ class Reconciler:
                 self._complete.set()
             return
         if kind == NODE:
-            self._feed_node(event.object["metadata"]["name"], event)
+            if self._nodes.take(event):
+                self._nodes_changed()
             return
         key = self._objects.take(kind, event)
         if key is None:
@@ -178,11 +153,13 @@ class Reconciler:
             self._later_at.pop(key, None)
             self._recorder.forget(event.object["metadata"]["uid"])
             self._pace.forget(event.object["metadata"]["uid"])
-            self._hearing.forget(key)
+            self.reader.hearing.forget(key)
         self.touch(key)
 
     def missed(self, kind: Kind, listed: Listed, within: Collection[str] = ()) -> tuple[list[Key], list[Object]]:
         """See `FleetObjects.missed`."""
+        if kind == NODE:
+            return self._nodes.missed(listed)
         return self._objects.missed(kind, listed, within)
 
     def _written(self, kind: Kind, made: Object) -> None:
@@ -193,16 +170,9 @@ class Reconciler:
         if key is not None:
             self.touch(key)
 
-    def _feed_node(self, name: str, event: WatchEvent) -> None:
+    def _nodes_changed(self) -> None:
         """Nodes change all the time; a fleet is looked at again only when one of its own begins or ceases to go away."""
-        view = None if event.type == "DELETED" else observe_node(event.object, self._platform)
-        if view == self._nodes.get(name):
-            return
-        if view is None:
-            del self._nodes[name]
-        else:
-            self._nodes[name] = view
-        before, self._leaving = self._leaving, going_away(self._nodes)
+        before, self._leaving = self._leaving, going_away(self._nodes.views)
         touched = self._objects.fleets_on(set(changed_nodes(before, self._leaving)))
         for key in [*touched, *(key for key, raw in self._objects.fleets.items() if fetches_ahead(raw))]:
             self.touch(key)
@@ -221,6 +191,10 @@ class Reconciler:
     def synced(self) -> bool:
         """Whether every kind was listed once."""
         return not self._unlisted
+
+    async def wait_synced(self) -> None:
+        """Until every kind was listed once."""
+        await self._complete.wait()
 
     def backlog(self) -> tuple[int, float]:
         """Fleets that wait for a pass, and for how long the one that waits longest has waited, seconds."""
@@ -242,7 +216,7 @@ class Reconciler:
             for kind in (FLEET, *CHILDREN, NODE):
                 group.create_task(self._watch(kind), name=f"watch-{kind.plural}")
             group.create_task(self.work(), name="reconcile")
-            group.create_task(self.read_telemetry(), name="telemetry")
+            group.create_task(self.reader.run(), name="telemetry")
 
     async def _watch(self, kind: Kind) -> None:
         selector = None if kind in (FLEET, NODE) else {MANAGED_BY: MANAGER}
@@ -252,7 +226,7 @@ class Reconciler:
     async def work(self) -> None:
         """Reconcile fleets that changed for ever, every fleet at least each RESYNC_S. Nothing is done before every kind was
         listed once: an empty cache must not look like an empty cluster."""
-        await self._complete.wait()
+        await self.wait_synced()
         async with asyncio.TaskGroup() as group:
             for number in range(AT_ONCE):
                 group.create_task(self._work_on(), name=f"reconcile-{number}")
@@ -351,50 +325,15 @@ class Reconciler:
         fleet, live = state.known.fleet, self._objects.children(key)
         stored = observe_revisions(obj for (kind, _), obj in live.items() if kind == "ControllerRevision")
         templates = {t.name: template_of(fleet, t, stored.get(t.name, {}), self._platform) for t in fleet.spec.tiers}
-        observed = self._observed(fleet, state, templates, stored, live)
+        heard = self.reader.hearing.heard(key)
+        observed = picture(fleet, state, live, self._places(), templates, stored, heard)
         state.changing = any(pod.flipping is not None for pod in observed.pods)
         plan: Plan = reconcile(fleet, observed, self._now())
         state.memory, state.rest, state.restless = plan.memory, plan.rest, is_restless(plan.status)
-        self._hearing.follow(key, plan.status)
+        self.reader.hearing.follow(key, plan.status)
         outcome = await self._applier.apply(fleet, raw, plan, templates, live)
         await self._recorder.record(raw, plan.status, outcome, sizing_of(fleet, plan.reasons))
         return outcome
-
-    def _observed(
-        self,
-        fleet: InferenceFleet,
-        state: FleetState,
-        templates: dict[str, Template],
-        stored: dict[str, dict[str, Template]],
-        live: Mapping[tuple[str, str], Object],
-    ) -> Observed:
-        pods = [obj for (kind, _), obj in live.items() if kind == "Pod"]
-        routers = [pod for pod in pods if pod["metadata"]["labels"].get(ROLE_LABEL) == ROUTER_ROLE]
-        return Observed(
-            pods=self._workers(fleet, state, live),
-            flips=state.flips,
-            nodes=places(self._nodes) if model_key(fleet) is not None else None,
-            fetching=observe_fetching(pods),
-            adapters={**observe_published(live.get(("ConfigMap", router_name(fleet.metadata.name)))), **state.adapters.seen},
-            pools=observe_pools(obj for (kind, _), obj in live.items() if kind == "WorkerPool"),
-            router=observe_router(live.get(("Deployment", router_name(fleet.metadata.name))), routers),
-            templates=templates,
-            stored=stored,
-            telemetry=state.telemetry,
-            telemetry_read=state.telemetry_read,
-            memory=state.memory,
-            rest=state.rest,
-            heard=self._hearing.heard((fleet.metadata.namespace, fleet.metadata.name)),
-            problems=state.problems,
-        )
-
-    def _workers(
-        self, fleet: InferenceFleet, state: FleetState, live: Mapping[tuple[str, str], Object]
-    ) -> tuple[ObservedPod, ...]:
-        serving = observe_serving(live.get(("ConfigMap", router_name(fleet.metadata.name))))
-        busy = {name: load for tier in state.telemetry.values() for name, load in tier.busy.items()}
-        around = Surroundings(serving, self._leaving, sick_nodes(self._nodes), busy)
-        return observe_pods((obj for (kind, _), obj in live.items() if kind == "Pod"), around)
 
     async def _not_accepted(self, key: Key, raw: Object, error: ManifestError) -> Outcome:
         """An invalid spec that got past the API server: say so, leave what runs alone."""
@@ -412,70 +351,9 @@ class Reconciler:
         await self._recorder.record(raw, after, outcome, {})
         return outcome
 
-    # -- telemetry --------------------------------------------------------------------------------------------------
-    async def read_telemetry(self) -> None:
-        """Read each fleet's load on its interval, for ever; a source that hangs costs its own fleet only."""
-        async with asyncio.TaskGroup() as group:
-            while True:
-                await asyncio.sleep(0.5)
-                for reading in (*self._due(), *self._hearing.due(self._is_ours, self.touch)):
-                    group.create_task(reading)
-
-    async def read_due(self) -> None:
-        """Read the load of every fleet whose interval is over, and wait for it."""
-        await asyncio.gather(*self._due())
+    def _places(self) -> Places:
+        return Places(self._nodes.views, self._leaving)
 
     def _is_ours(self, key: Key) -> bool:
         raw = self._objects.fleets.get(key)
         return raw is not None and "deletionTimestamp" not in raw["metadata"] and self._owns(key[0])
-
-    def _due(self) -> list[Coroutine[Any, Any, None]]:
-        """One reading per fleet whose interval is over and that is not being read already; and one look at workers that change
-        their role."""
-        found, now = [], self._now()
-        for key, state in self._states.items():
-            if state.known is None or not self._is_ours(key):
-                continue
-            if not state.reading and now - state.read_at >= state.known.fleet.spec.telemetry.interval_s:
-                state.reading, state.read_at = True, now
-                found.append(self._read(key, state.known.fleet, state))
-            if state.changing and not state.following:
-                state.following = True
-                found.append(self._follow(key, state.known.fleet, state))
-            if state.adapters.due(state.known.fleet, now):
-                found.append(self._adapt(key, state.known.fleet, state.adapters))
-        return found
-
-    async def _follow(self, key: Key, fleet: InferenceFleet, state: FleetState) -> None:
-        """Tell and hear the workers of one fleet that change their role."""
-        try:
-            live = self._objects.children(key)
-            known = await self._flips.follow(fleet, self._workers(fleet, state, live), live, state.flips)
-            if known != state.flips:
-                state.flips = known
-                self.touch(key)
-        finally:
-            state.following = False
-
-    async def _adapt(self, key: Key, fleet: InferenceFleet, memory: AdapterMemory) -> None:
-        """Tell and hear the workers of one fleet about their adapters."""
-        if await memory.look(self._adapters, fleet, self._objects.children(key), self._now):
-            self.touch(key)
-
-    async def _read(self, key: Key, fleet: InferenceFleet, state: FleetState) -> None:
-        try:
-            pods = [obj for (kind, _), obj in self._objects.children(key).items() if kind == "Pod"]
-            found = await self._telemetry.collect(fleet, pods, self._router_urls(key))
-            # what stays unknown is no news; that it grows old is seen at the next resync
-            if found != state.telemetry or not state.telemetry_read or state.restless:
-                state.telemetry, state.telemetry_read = found, True
-                self.touch(key)
-        finally:
-            state.reading = False
-
-    def _router_urls(self, key: Key) -> list[str]:
-        host, port = self._platform.router_host, self._platform.router_port
-        pods = [obj for (kind, _), obj in self._objects.children(key).items() if kind == "Pod"]
-        routers = [pod for pod in pods if pod["metadata"]["labels"].get(ROLE_LABEL) == ROUTER_ROLE]
-        addresses = [ip for pod in routers if (ip := (pod.get("status") or {}).get("podIP"))]
-        return [f"http://{host or address}:{port}" for address in addresses]

@@ -8,6 +8,7 @@ import hashlib
 import logging
 import socket
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Final
@@ -16,7 +17,7 @@ from pydantic import ValidationError
 
 from fleet_api.parse import known_status
 from fleet_api.v1alpha1.status import FleetStatus
-from fleet_operator.cluster.interface import EVENT, Cluster, ClusterError, Object
+from fleet_operator.cluster.interface import EVENT, Cluster, ClusterError, ConflictError, Object
 from fleet_operator.outcome import Outcome
 from fleet_planner.events import Event, Pass, events_of
 from fleet_planner.telling import Told, admit, news
@@ -65,7 +66,8 @@ class Recorder:
         try:
             async with asyncio.timeout(WRITING_S):
                 for event in events:
-                    await self._cluster.apply(render_event(raw, event, now, self._instance))
+                    with suppress(ConflictError):  # a write that was tried again had arrived
+                        await self._cluster.create(render_event(raw, event, now, self._instance))
         except (ClusterError, TimeoutError) as error:
             LOG.warning("fleet=%s/%s events not written: %s", meta["namespace"], meta["name"], error or "no answer in time")
 

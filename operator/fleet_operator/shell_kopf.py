@@ -1,8 +1,9 @@
-"""The kopf shell: kopf watches, we decide. Every handler is `on.event`, level-based: it only feeds the reconciler's cache.
+"""The kopf shell: kopf follows the fleets, we decide. Its handler is `on.event`, level-based: it only feeds the reconciler's
+cache, as the watches of the children do (`follow_children`).
 
-kopf is set up to write nothing itself: no finalizers, no annotations, no events. Its watches begin with a list whose events
-carry no type; because a cache must be complete before anything is decided, each kind is listed once more at start. What its
-watches do not tell comes from `audit`, and when it gives up (it does so on an ERROR event other than 410) it is started again:
+kopf is set up to write nothing itself: no finalizers, no annotations, no events. Its watch begins with a list whose events
+carry no type; because a cache must be complete before anything is decided, fleets are listed once more at start. What
+watches do not tell comes from `audit`, and when kopf gives up (it does so on an ERROR event other than 410) it is started again:
 the process, with all that it knows, lives on.
 """
 
@@ -22,16 +23,15 @@ import kopf
 
 from fleet_operator.audit import audit
 from fleet_operator.cluster.account import service_account
-from fleet_operator.cluster.interface import FLEET, NODE, Cluster, ClusterError, ForbiddenError, Kind, Object, WatchEvent
+from fleet_operator.cluster.interface import FLEET, NODE, Cluster, ClusterError, ForbiddenError, Kind, WatchEvent
+from fleet_operator.follow_children import follow_children, may_read_nodes
 from fleet_operator.kopf_settings import RECONNECT_S, configure
-from fleet_operator.names import MANAGED_BY, MANAGER
 from fleet_operator.reconciler import CHILDREN, Reconciler
 from fleet_operator.together import until_first_ends
 
 LIST_RETRY_MOST_S = 5.0
 RESTART_S = 2.0
 """Pause before kopf is started again."""
-_SELECTOR = f"{MANAGED_BY}={MANAGER}"
 LOG = logging.getLogger("fleet.operator")
 Work = Callable[[], Awaitable[None]]
 
@@ -53,9 +53,9 @@ class Wiring:
 
 
 def build_registry(
-    reconciler: Reconciler, kubeconfig: Path | None, kinds: Sequence[Kind], trace: aiohttp.TraceConfig | None = None
+    reconciler: Reconciler, kubeconfig: Path | None, trace: aiohttp.TraceConfig | None = None
 ) -> kopf.OperatorRegistry:
-    """Handlers for changes of these kinds."""
+    """Handlers for changes of fleets."""
     registry = kopf.OperatorRegistry()
 
     @kopf.on.login(registry=registry)
@@ -67,10 +67,12 @@ def build_registry(
 
     @kopf.on.startup(registry=registry)
     def set_up(settings: kopf.OperatorSettings, **_: Any) -> None:
-        configure(settings, {_address(kind): _SELECTOR for kind in CHILDREN})
+        configure(settings)
 
-    for kind in kinds:
-        _follow(registry, reconciler, kind)
+    @kopf.on.event(*_address(FLEET), registry=registry, id="follow-fleets")
+    async def changed(event: Any, **_: Any) -> None:
+        reconciler.feed(FLEET, WatchEvent(event["type"] or "ADDED", event["object"]))
+
     return registry
 
 
@@ -94,35 +96,23 @@ def _address(kind: Kind) -> tuple[str, str, str]:
     return group, version, kind.plural
 
 
-def _follow(registry: kopf.OperatorRegistry, reconciler: Reconciler, kind: Kind) -> None:
-    @kopf.on.event(*_address(kind), registry=registry, id=f"follow-{kind.plural}")
-    async def changed(event: Any, **_: Any) -> None:
-        reconciler.feed(kind, WatchEvent(event["type"] or "ADDED", event["object"]))
-
-
-async def _listed(cluster: Cluster, kind: Kind, namespace: str | None) -> list[Object]:
-    """All objects of a kind; waits out an API server that cannot answer yet (a CRD that was just installed, a restart)."""
+async def _list_fleets(cluster: Cluster, reconciler: Reconciler, namespaces: Sequence[str]) -> None:
+    """All fleets into the cache; waits out an API server that cannot answer yet (a CRD that was just installed, a restart)."""
     delay_s = RECONNECT_S
     while True:
         try:
-            return await cluster.list(kind, namespace, None if kind in (FLEET, NODE) else {MANAGED_BY: MANAGER})
+            for namespace in namespaces or (None,):
+                for found in await cluster.list(FLEET, namespace):
+                    reconciler.feed(FLEET, WatchEvent("ADDED", found))
         except ClusterError as error:
             if not error.retry or isinstance(error, ForbiddenError):
                 raise
-            LOG.warning("listing %s: %s; again in %s s", kind.plural, error, delay_s)
+            LOG.warning("listing %s: %s; again in %s s", FLEET.plural, error, delay_s)
             await asyncio.sleep(delay_s)
             delay_s = min(LIST_RETRY_MOST_S, delay_s * 2)
-
-
-async def _kinds(cluster: Cluster, reconciler: Reconciler) -> tuple[Kind, ...]:
-    """What is watched: nodes only where the operator may, because a namespaced installation has no right to them."""
-    try:
-        for found in await _listed(cluster, NODE, None):
-            reconciler.feed(NODE, WatchEvent("ADDED", found))
-    except ForbiddenError:
-        LOG.warning("nodes cannot be read: workers on cordoned, failing or lost nodes are replaced only after they are gone")
-        return (FLEET, *CHILDREN)
-    return (FLEET, *CHILDREN, NODE)
+        else:
+            reconciler.feed(FLEET, WatchEvent("SYNCED", {}))
+            return
 
 
 async def run_in_cluster(
@@ -133,21 +123,15 @@ async def run_in_cluster(
     wiring: Wiring = Wiring(),
 ) -> None:
     """List everything once, then follow until cancelled or told to stop by a signal. No namespaces: all of them."""
-    for kind in (FLEET, *CHILDREN):
-        for namespace in namespaces or (None,):
-            for found in await _listed(cluster, kind, namespace):
-                reconciler.feed(kind, WatchEvent("ADDED", found))
-        reconciler.feed(kind, WatchEvent("SYNCED", {}))
-    kinds = await _kinds(cluster, reconciler)
-    wiring.listed()
     stop = asyncio.Event()
 
     async def follow() -> None:
         """Until kopf ends without an error: somebody told the process to stop."""
+        await _list_fleets(cluster, reconciler, namespaces)
         while True:
             try:
                 await kopf.operator(
-                    registry=build_registry(reconciler, kubeconfig, kinds, wiring.trace),
+                    registry=build_registry(reconciler, kubeconfig, wiring.trace),
                     standalone=True,
                     clusterwide=not namespaces,
                     namespaces=tuple(namespaces),
@@ -162,12 +146,17 @@ async def run_in_cluster(
                 return
 
     async def work() -> None:
-        await until_first_ends(reconciler.work(), reconciler.read_telemetry())
+        await until_first_ends(reconciler.work(), reconciler.reader.run())
 
     async def lead() -> None:
         try:
+            await reconciler.wait_synced()
+            wiring.listed()
             await wiring.lead(work)
         finally:
             stop.set()
 
-    await until_first_ends(follow(), lead(), audit(cluster, reconciler, namespaces))
+    kinds = (FLEET, *CHILDREN, NODE) if await may_read_nodes(cluster) else (FLEET, *CHILDREN)
+    reconciler.expect(kinds)
+    children = follow_children(cluster, reconciler.feed, kinds[1:], namespaces)
+    await until_first_ends(follow(), lead(), children, audit(cluster, reconciler, kinds, namespaces))

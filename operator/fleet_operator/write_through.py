@@ -44,9 +44,7 @@ class WriteThrough:
     async def apply(self, obj: Object) -> Object:
         """See `Cluster.apply`."""
         made = await self._cluster.apply(obj)
-        kind = kind_of(obj)
-        if kind != EVENT:
-            self._written(kind, made)
+        self._written(kind_of(obj), made)
         return made
 
     async def patch(self, kind: Kind, namespace: str | None, name: str, patch: Object) -> Object:
@@ -58,7 +56,9 @@ class WriteThrough:
     async def create(self, obj: Object) -> Object:
         """See `Cluster.create`."""
         made = await self._cluster.create(obj)
-        self._written(kind_of(obj), made)
+        kind = kind_of(obj)
+        if kind != EVENT:
+            self._written(kind, made)
         return made
 
     async def delete(

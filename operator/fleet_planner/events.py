@@ -35,7 +35,9 @@ IN_ORDER = frozenset({"Progressing", "Paused", "Prefetching", "Waking"})
 """Reasons of states that are neither good nor bad."""
 NAME_CONFLICT = "NameConflict"
 """A problem and a condition's reason: an object of somebody else has the name of one of ours."""
-TOLD_ELSEWHERE = frozenset({"ApplyFailed", NAME_CONFLICT, "Creating", "NotProvisioned", "AdapterFailed", "Loading"})
+UNTOLD = frozenset({"Creating", "NotProvisioned"})
+"""Reasons of a beginning: nobody was told that it is not well, and nobody has to be told that it is now."""
+TOLD_ELSEWHERE = frozenset({"ApplyFailed", NAME_CONFLICT, "AdapterFailed", "Loading"}) | UNTOLD
 """Reasons whose causes have events of their own: the problems, the workers that were created."""
 
 
@@ -109,10 +111,12 @@ def events_of(before: FleetStatus, after: FleetStatus, done: Pass) -> tuple[Even
 
 
 def _transitions(before: FleetStatus, after: FleetStatus) -> Iterable[Event]:
-    for condition in after.conditions:
-        event = _transition(before.condition(condition.type), condition)
-        if event is not None:
-            yield event
+    """When Ready turns good, that is the news: nothing else that turns good with it is told."""
+    told = {now.type: event for now in after.conditions if (event := _transition(before.condition(now.type), now)) is not None}
+    ready = after.condition("Ready")
+    if ready is None or "Ready" not in told or not _good(ready):
+        return tuple(told.values())
+    return tuple(told[now.type] for now in after.conditions if now.type in told and (now.type == "Ready" or not _good(now)))
 
 
 def _transition(before: Condition | None, after: Condition) -> Event | None:
@@ -121,7 +125,8 @@ def _transition(before: Condition | None, after: Condition) -> Event | None:
         return None
     was_good = before is not None and _good(before)
     if _good(after):
-        return None if before is None or was_good else Event("Normal", after.reason, after.message, "Reconcile")
+        news = before is not None and not was_good and (before.reason not in UNTOLD or after.type == "Ready")
+        return Event("Normal", after.reason, after.message, "Reconcile") if news else None
     silent = (after.status == "Unknown" and after.type != "TelemetryFresh") or after.reason in TOLD_ELSEWHERE
     if silent or (after.type in ("Ready", "TelemetryFresh") and not was_good):
         return None

@@ -8,6 +8,10 @@ import re
 import sys
 from pathlib import Path
 
+from fleet_router.gossip.link import GossipSettings
+
+GOSSIP_PORT = 8082
+PEER = re.compile(r"^([A-Za-z0-9._-]+|\[[0-9a-fA-F:.]+\]):(\d{1,5})$")
 FOLLOW = re.compile(r"^(kube:[a-z0-9.-]+/[a-z0-9.-]+|dir:.+)$")
 
 
@@ -20,10 +24,39 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--tenants", type=Path, help="file with tenants and the hashes of their API keys; without it everybody may ask"
     )
+    parser.add_argument(
+        "--gossip-key",
+        type=Path,
+        help="file with the key that the fleet's routers share, one a line: the first signs, all are read",
+    )
+    parser.add_argument("--gossip-port", type=int, default=GOSSIP_PORT, help="UDP port of gossip")
+    parser.add_argument(
+        "--gossip-peers", type=peers, default=(), help="NAME:PORT,...: other routers, all addresses of a name; ours does no harm"
+    )  # fmt: skip
     given = parser.parse_args(argv)
     if not FOLLOW.match(given.follow):
         parser.error(f"--follow {given.follow}: expected kube:NAMESPACE/NAME or dir:PATH")
+    if given.gossip_peers and given.gossip_key is None:
+        parser.error("--gossip-peers: --gossip-key is needed as well, or anybody could speak for a router")
     return given
+
+
+def peers(text: str) -> tuple[tuple[str, int], ...]:
+    """NAME:PORT,... as pairs; ArgumentTypeError for anything else."""
+    found = []
+    for one in text.split(","):
+        matched = PEER.match(one)
+        if matched is None or int(matched[2]) > 65_535:
+            raise argparse.ArgumentTypeError(f"{one!r} is not NAME:PORT")
+        found.append((matched[1].strip("[]"), int(matched[2])))
+    return tuple(found)
+
+
+def gossip_of(given: argparse.Namespace) -> GossipSettings | None:
+    """None without a key: no gossip."""
+    if given.gossip_key is None:
+        return None
+    return GossipSettings(given.gossip_key, given.host, given.gossip_port, given.gossip_peers)
 
 
 def main() -> int:
@@ -33,7 +66,7 @@ def main() -> int:
     from fleet_router.process import Router, Settings
 
     given = arguments(sys.argv[1:])
-    return uvloop.run(Router(Settings(given.follow, given.host, given.port, given.tenants)).run())
+    return uvloop.run(Router(Settings(given.follow, given.host, given.port, given.tenants, gossip_of(given))).run())
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ the reliability notes (64 KiB headers, 100 header fields, 4 MiB body).
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -66,6 +66,33 @@ class HoldBounds(msgspec.Struct, frozen=True, kw_only=True):
     """Longest wait of one."""
 
 
+class ExplainBounds(msgspec.Struct, frozen=True, kw_only=True):
+    """What is remembered and logged of requests."""
+
+    records: Annotated[int, msgspec.Meta(ge=0, le=100_000)] = 1_024
+    """Requests that were answered at the first attempt; some KiB each."""
+    troubled: Annotated[int, msgspec.Meta(ge=0, le=100_000)] = 512
+    """All others that got as far as a decision."""
+    refused: Annotated[int, msgspec.Meta(ge=0, le=100_000)] = 256
+    """Those that were turned away before one."""
+    log: Literal["none", "troubled", "all"] = "troubled"
+    """Which of them get a log line when they end."""
+    log_lines_per_s: Annotated[int, msgspec.Meta(ge=1, le=100_000)] = 20
+
+
+class TraceConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """OpenTelemetry spans."""
+
+    endpoint: Annotated[str, msgspec.Meta(pattern=r"^(https?://[^/\s@]+(/[^\s@]*)?)?$")] = ""
+    """Base URL of an OTLP/HTTP collector; empty: no spans."""
+    sample: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.01
+    """Share of the requests without a trace context; others are sampled as their context says."""
+    per_second: Annotated[int, msgspec.Meta(ge=1, le=100_000)] = 100
+    """Requests with spans, at most: a client cannot make us trace everything."""
+    queue: Annotated[int, msgspec.Meta(ge=1, le=100_000)] = 4_096
+    """Ended requests that wait to be sent; more are dropped and counted."""
+
+
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What the fleet's spec says about routing. Fields that are not known are passed over: while an operator is upgraded, routers
     are older than it, and one that refused its configuration would keep the last one for ever."""
@@ -102,6 +129,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Of requests of the class `default`, unless `classes` has one of that name."""
     classes: tuple[SloClass, ...] = ()
     runaway: bool = False
+    explain: ExplainBounds = ExplainBounds()
+    traces: TraceConfig = TraceConfig()
     """End streams that loop, do not stop or speak in control tokens."""
 
 

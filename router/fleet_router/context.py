@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from fleet_router.config import RouterConfig
 from fleet_router.desk import Desk
 from fleet_router.errors import RequestError
+from fleet_router.explain.recorder import Recorder
 from fleet_router.holding import Holding
 from fleet_router.metrics import Metrics
 from fleet_router.workers import WorkerTable
@@ -49,6 +50,7 @@ class Context:
     metrics: Metrics
     clock: Callable[[], float]
     desk: Desk
+    recorder: Recorder
     holding: Holding = field(default_factory=Holding)
     draining: bool = False
     knowledge: Knowledge | None = None

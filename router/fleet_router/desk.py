@@ -38,7 +38,10 @@ class Waits(Protocol):
 class Worker(Protocol):
     """A worker that left."""
 
-    inflight: int
+    @property
+    def own(self) -> int:
+        """Requests of ours that still run there."""
+        ...
 
 
 class Desk:
@@ -233,8 +236,8 @@ class Desk:
         histogram.observe(now - ticket.entered_at)
 
     def _count_strays(self) -> None:
-        self._gone = [worker for worker in self._gone if worker.inflight > 0]
-        self.gate.strays = sum(worker.inflight for worker in self._gone)
+        self._gone = [worker for worker in self._gone if worker.own > 0]
+        self.gate.strays = sum(worker.own for worker in self._gone)
 
     def _now_ns(self) -> int:
         return int(self._clock() * 1e9)

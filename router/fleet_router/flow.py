@@ -19,6 +19,7 @@ from fleet_router.context import Client, Context
 from fleet_router.dialect.translation import Translation
 from fleet_router.ending import CHAT_PATH, END, framed, last_event
 from fleet_router.errors import PHRASES, RequestError
+from fleet_router.explain.shown import header as decision_header
 from fleet_router.hints import NO_HINTS, Hints
 from fleet_router.legs import DecodeLeg, Ignored, PrefillLeg, TranslatedLeg
 from fleet_router.metrics import Served
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 OK = 200
 HOP_HEADERS = {b"connection", b"keep-alive", b"proxy-connection", b"upgrade", b"server", b"date", b"x-request-id"}
 FRAMING = {b"content-length", b"transfer-encoding"}
-HEAD = b"POST %b HTTP/1.1\r\nhost: %b\r\ncontent-type: application/json\r\nx-request-id: %b\r\ncontent-length: %d\r\n\r\n"
+HEAD = b"POST %b HTTP/1.1\r\nhost: %b\r\ncontent-type: application/json\r\nx-request-id: %b\r\ncontent-length: %d\r\n%b\r\n"
 RELEASE_PATH = b"/kv/release"
 HEAD_END = b"\r\n\r\n"
 CLOSE = b"\r\nconnection: close"
@@ -55,7 +56,7 @@ class Flow:
         "_ask", "_before", "_client", "_connection", "_context", "_counted", "_decode_failures", "_events", "_excluded",
         "_first", "_gaps", "_handed_over", "_head_bytes", "_held", "_keys", "_last", "_lease", "_leg_worker", "_local",
         "_metered", "_outcome", "_path", "_paused", "_prefill_failures", "_runaway", "_served", "_tail", "_ticket",
-        "_translation", "_trip", "config", "deadline", "done", "hints", "last_byte_at", "started", "started_at",
+        "_translation", "_trip", "config", "deadline", "done", "hints", "last_byte_at", "record", "started", "started_at",
     )  # fmt: skip
 
     def __init__(
@@ -75,6 +76,7 @@ class Flow:
         """The last two reads of the answer: its usage stands there."""
         self._translation = translation
         self.config = context.config  # a reload does not change a running request
+        self.record = context.recorder.open((client.request_id, client.leg_id), path, ask, ticket, hints.headers)
         self._excluded: frozenset[str] = frozenset()
         self._prefill_failures = self._decode_failures = 0
         self._local = ask.alone
@@ -129,6 +131,7 @@ class Flow:
             hints = context.knowledge.hints(self._counted, hints)
         found, keys = context.table.choose(ask.prompt, self.config, now, self._excluded, seed, ask.adapter, hints)
         if not isinstance(found, Choice):
+            self.record.tried(now, 0.0, found, None, None)
             self._hold(found.reason, "adapter_not_loaded" if ask.adapter else "no_worker")
             return
         if self._held:
@@ -137,15 +140,16 @@ class Flow:
         if not self._ask.alone:
             self._trip = context.table.depart(found, now, ask.adapter, stream=ask.stream)
         decode = context.table.workers[found.decode]
+        prefill = context.table.workers[found.prefill] if found.prefill is not None else None
+        context.recorder.decided(self.record, now, found, prefill, decode)
         self._keys = [] if self._ask.alone else keys
         self._handed_over = ""
         self._served = context.metrics.of(decode.endpoint.tier, decode.endpoint.revision)
         self._served.requests += 1
-        if found.prefill is None:
+        if prefill is None or found.prefill is None:
             context.metrics.local_prefills += not self._ask.alone
             self._send_decode(decode, None)
             return
-        prefill = context.table.workers[found.prefill]
         context.table.routing.index.add(keys, found.prefill)
         context.metrics.remote_prefills += 1
         context.metrics.prefill_tokens += int(len(self._ask.prompt) / BYTES_PER_TOKEN)
@@ -203,7 +207,7 @@ class Flow:
         return True
 
     def _head(self, worker: Worker, path: bytes, length: int) -> bytes:
-        return HEAD % (path, worker.pool.authority, self._client.leg_id.encode(), length)
+        return HEAD % (path, worker.pool.authority, self._client.leg_id.encode(), length, self.record.onward)
 
     def end_leg(self) -> None:
         """A leg is over, however it ended."""
@@ -216,8 +220,10 @@ class Flow:
         """The prefill leg answered 200."""
         self.end_leg()
         prefill.succeeded()
+        now = self._context.clock()
+        self.record.prefilled(now)
         if self._trip is not None:
-            self._trip.prefilled(self._context.clock())
+            self._trip.prefilled(now)
         if self._counted is not None and self._context.knowledge is not None:
             self._context.knowledge.answered(prefill.uid, self._counted)
         if (tokens := prompt_tokens_of(body)) > 0:
@@ -231,7 +237,7 @@ class Flow:
     def leg_failed(self, worker: Worker, why: str) -> None:
         """A leg broke before the first byte to the client: once more, elsewhere. Prefill that failed twice is done by the decode
         worker; decode that failed twice is 502."""
-        self._blame(worker)
+        self._blame(worker, why)
         self._release_lease()
         if self.started:
             self._break(why)
@@ -251,15 +257,18 @@ class Flow:
             self._excluded = self._excluded | {worker.uid}
         self.begin()
 
-    def _blame(self, worker: Worker) -> None:
+    def _blame(self, worker: Worker, why: str) -> None:
         """It failed: others are preferred for a while, and its revision's errors count."""
-        worker.failed(self._context.clock())
+        now = self._context.clock()
+        worker.failed(now)
+        self.record.went_wrong(now, why)
         self._context.metrics.of(worker.endpoint.tier, worker.endpoint.revision).errors += 1
 
     def transfer_failed(self, worker: Worker) -> None:
         """Decode could not prove the KV: nothing is wrong with decoding there, so prefill again, locally."""
         self.end_leg()
         self._release_lease()
+        self.record.went_wrong(self._context.clock(), "the KV transfer failed")
         self._context.metrics.of(worker.endpoint.tier, worker.endpoint.revision).errors += 1
         if self._local:
             self._refuse(RequestError(503, "the KV transfer failed twice", code="kv_transfer"))
@@ -279,6 +288,7 @@ class Flow:
         wrong with the worker; the others may have it."""
         self.end_leg()
         self._release_lease()
+        self.record.went_wrong(self._context.clock(), "the worker has no such adapter")
         self._context.metrics.retries += 1
         self._excluded = self._excluded | {worker.uid}
         self.begin()
@@ -290,6 +300,7 @@ class Flow:
         self.started = True
         self.last_byte_at = now
         self._context.metrics.requests[status] += 1
+        self.record.status = status
         self._outcome = "answered" if status == OK else "refused"
         if status == OK:
             self._lease = None  # the decode worker has taken it
@@ -307,6 +318,8 @@ class Flow:
             if name.lower() not in HOP_HEADERS:
                 lines += (b"\r\n", name, b": ", value)
         lines.append(self._ticket.lane.account.headers(int(now * 1e9)))
+        if self.record.shown:
+            lines.append(decision_header(self.record))
         if self._client.last_answer:
             self._last = True
             lines.append(CLOSE)
@@ -324,6 +337,7 @@ class Flow:
         now = self._context.clock()
         if self._first:
             self._first = False
+            self.record.first_at = now
             if self._trip is not None:
                 self._trip.first_token(now)
             if self._served is not None:
@@ -374,6 +388,7 @@ class Flow:
             self._trip = None
 
     def _refuse(self, error: RequestError) -> None:
+        self.record.error = error
         self._trip_over()
         self.end_leg()
         self.done = True
@@ -392,6 +407,7 @@ class Flow:
 
     def _break(self, why: str) -> None:
         self.send_head()
+        self.record.error = RequestError(502, why)
         self._trip_over()
         self.end_leg()
         self.done = True
@@ -405,6 +421,7 @@ class Flow:
         if self.done:
             return
         self.done = True
+        self.record.went_wrong(self._context.clock(), "the client left")
         self._context.holding.drop(self, "left")
         self._context.metrics.client_left += 1
         self._abandon_leg()
@@ -418,6 +435,7 @@ class Flow:
         used = None
         if self._metered and outcome == "answered":
             used = used_tokens(self._before, self._tail, self._events, self._ticket.charged)
+        self._context.recorder.close(self.record, outcome, self.last_byte_at, self._gaps + (not self._first))
         self._context.desk.leave(self._ticket, outcome, used)
 
     def expire(self) -> None:
@@ -430,7 +448,7 @@ class Flow:
             self._refuse(error)
             return
         if self._leg_worker is not None:
-            self._blame(self._leg_worker)
+            self._blame(self._leg_worker, "no token within the deadline")
         seconds = self.config.first_token_deadline_s
         self.cut(RequestError(504, "no token within the deadline" if self.started else f"no token within {seconds} s"))
 

@@ -10,6 +10,8 @@ from fleet_router.config import RouterConfig, SloClass
 from fleet_router.policy.side import Steps
 
 MOST_PATIENCE = 30.0
+ALWAYS = frozenset({b"traceparent", b"tracestate", b"x-fleet-explain", b"x-forwarded-for", b"forwarded", b"via"})
+"""Headers that are kept for tracing and for who asks to see decisions."""
 
 
 class Hints(msgspec.Struct, frozen=True):
@@ -35,9 +37,9 @@ NO_HINTS = Hints()
 
 
 def wanted_headers(config: RouterConfig) -> frozenset[bytes]:
-    """Headers that routing goes by, by lower-case name."""
+    """Headers to keep, by lower-case name."""
     names = {name for rule in config.tier_rules for name in rule.headers}
-    return frozenset(name.encode() for name in (*names, config.session_header) if name)
+    return ALWAYS | {name.encode() for name in (*names, config.session_header) if name}
 
 
 def hints_of(config: RouterConfig, slo_class: SloClass, kept: Mapping[bytes, bytes]) -> Hints:

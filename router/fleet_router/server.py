@@ -11,6 +11,8 @@ import socket
 from collections.abc import Callable
 from typing import cast
 
+from fleet_router.admission.lanes import Entry
+from fleet_router.admission.tenants import Decisions
 from fleet_router.config import RouterConfig
 from fleet_router.context import Context
 from fleet_router.desk import usable
@@ -18,6 +20,10 @@ from fleet_router.dialect.routes import ALONE, TRANSLATED, error_body, translati
 from fleet_router.dialect.translation import Translation
 from fleet_router.ending import END, framed
 from fleet_router.errors import PHRASES, RETRY_AFTER_S, RequestError
+from fleet_router.explain.route import ASKED as EXPLAIN
+from fleet_router.explain.route import PATH as DECISIONS
+from fleet_router.explain.route import answer as decisions
+from fleet_router.explain.route import rights_of
 from fleet_router.flow import Flow
 from fleet_router.hints import hints_of
 from fleet_router.inbound import Inbound, Incoming
@@ -30,6 +36,7 @@ CHAT = b"/v1/chat/completions"
 GENERATE = {COMPLETIONS: False, CHAT: True}
 MODELS = b"/v1/models"
 PLAIN = {MODELS, b"/health", b"/ready", b"/metrics"}
+KNOWN = {*GENERATE, *TRANSLATED, *ALONE, *PLAIN, HELD, DECISIONS}
 WAITING_BYTES = 65_536
 """Above this nothing more is read from a client whose request is running."""
 HIGH_WATER_BYTES = 256 * 1024
@@ -188,6 +195,9 @@ class ClientConnection(asyncio.Protocol):
             elif path == HELD:
                 self._need(method, b"GET")
                 self._listen(wait_of(request.url))
+            elif path == DECISIONS:
+                self._need(method, b"GET")
+                self._tell_decisions(request)
             elif path in PLAIN:
                 self._need(method, b"GET", b"HEAD")
                 entry = self._context.desk.entry(request.key) if path == MODELS else None
@@ -198,7 +208,18 @@ class ClientConnection(asyncio.Protocol):
             else:
                 raise RequestError(404, f"no such path: {path[:200].decode('latin-1')}")
         except RequestError as error:
+            self._context.recorder.refused(request.request_id, path if path in KNOWN else b"", "", error)
             self._answer_error(error, keep_alive=True)
+
+    def _tell_decisions(self, request: Incoming) -> None:
+        entry = self._context.desk.entry(request.key)
+        rights = self._rights(entry, request)
+        told = decisions(self._context.recorder, request.url, rights, entry.account.name, self._context.clock())
+        self._write_answer(200, told, b"application/json")
+
+    def _rights(self, entry: Entry, request: Incoming) -> Decisions:
+        peer = self._transport.get_extra_info("peername") if self._transport is not None else None
+        return rights_of(self._context.desk.tenants_needed, entry.decisions, peer, request.kept)
 
     @staticmethod
     def _need(method: bytes, *allowed: bytes) -> None:
@@ -218,6 +239,8 @@ class ClientConnection(asyncio.Protocol):
         ask, ticket = desk.admit(lane, ask, request.slo_ttft_ms)
         hints = hints_of(self._context.config, lane.slo_class, request.kept)
         self.flow = flow = Flow(self._context, self, path, ask, ticket, translation, hints)
+        if EXPLAIN in request.kept:
+            flow.record.shown = self._rights(desk.entry(request.key), request) != "none"
         desk.start(ticket, flow)
 
     @staticmethod

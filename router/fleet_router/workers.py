@@ -173,7 +173,7 @@ class WorkerTable:
             offer = routing.decide(ask, steps, tier=tier, usable=usable)
             if offer is None:
                 return NO_DECODE, keys
-            return Choice(offer.prefill.uid if offer.prefill else None, offer.decode.uid, offer.reason, offer), keys
+            return Choice(offer.prefill.uid if offer.prefill else None, offer.decode.uid, offer.reason, offer, ask), keys
         sides = allowed.sides if allowed is not None else self.candidates(now, excluded)
         candidates = self._sides(_of_tier(sides, tier), steps)
         plain = simple.Ask(key, tokens, math.inf if hints.local else config.min_uncached_tokens, self.turn)

@@ -68,6 +68,17 @@ def test_a_condition_is_told_when_it_changes(kind: ConditionType, before: State 
     assert told(second, second) == []
 
 
+def test_a_fleet_that_comes_up_is_told_once():
+    before = status(
+        Ready=("False", "NotProvisioned"), Provisioned=("False", "Creating"), Available=("False", "WorkersStarting"),
+        CapacityLimited=("True", "Unschedulable"),
+    )  # fmt: skip
+    limited, good = ("True", "Stuck"), {"Provisioned": ("True", "AllCreated"), "Available": ("True", "Serving")}
+    after = status(Ready=("True", "AllGood"), **good, CapacityLimited=limited)
+    assert told(before, after) == ["Normal AllGood: Ready", "Warning Stuck: CapacityLimited"]
+    assert told(before, status(Ready=("False", "NotProvisioned"), **good)) == ["Normal Serving: Available"]
+
+
 def test_a_spec_that_is_refused_for_another_reason_is_told_again():
     one = status(Accepted=("False", "Invalid"))
     other = FleetStatus(conditions=(one.conditions[0].model_copy(update={"message": "spec.tiers is empty"}),))

@@ -202,7 +202,7 @@ def test_a_pass_stops_where_the_api_stops_answering():
         world.api.refuse = away
         for _ in range(3):
             await world.step()
-        assert len([attempt for attempt in tried if attempt != "apply Event"]) <= 3 * 2
+        assert len([attempt for attempt in tried if attempt != "create Event"]) <= 3 * 2
         world.api.refuse = lambda verb, kind, name: None
         world.now += MOST_S
         await world.settle()

@@ -1,4 +1,4 @@
-"""kopf as we set it up: it writes nothing, and the server filters."""
+"""kopf as we set it up: it follows fleets and writes nothing."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from kopf._core.engines.indexing import OperatorIndexers
 from kopf._core.reactor.inventory import ResourceMemories
 from kopf._core.reactor.processing import process_resource_event
 
-from fleet_operator.cluster.interface import FLEET, NODE, POD, Kind, WatchEvent
-from fleet_operator.reconciler import CHILDREN
+from fleet_operator.cluster.interface import FLEET, Kind, WatchEvent
 from fleet_operator.shell_kopf import build_registry
 
 
@@ -35,25 +34,17 @@ def resource(kind: Kind) -> Resource:
 
 def set_up() -> tuple[kopf.OperatorRegistry, kopf.OperatorSettings, Fed]:
     fed, settings = Fed(), kopf.OperatorSettings()
-    registry = build_registry(fed, Path("unused"), (FLEET, *CHILDREN, NODE))
+    registry = build_registry(fed, Path("unused"))
     for handler in registry._activities.get_all_handlers():
         if "set_up" in handler.id:
             handler.fn(settings=settings)
     return registry, settings, fed
 
 
-def test_the_server_sends_only_our_objects_of_each_kind_but_every_fleet():
-    _, settings, _ = set_up()
-    found = {kind.kind: list(settings.watching.label_selectors.collect(resource(kind))) for kind in (FLEET, NODE, *CHILDREN)}
-    assert found == {"InferenceFleet": [], "Node": []} | {
-        kind.kind: ["app.kubernetes.io/managed-by=inferencefleet"] for kind in CHILDREN
-    }
-
-
 def test_an_event_is_fed_once_and_nothing_is_written():
     """A write would need a connection, which is not there."""
     registry, settings, fed = set_up()
-    pod: dict[str, Any] = {"metadata": {"name": "p", "namespace": "ml", "uid": "u"}, "spec": {"containers": [{"name": "c"}]}}
+    fleet: dict[str, Any] = {"metadata": {"name": "f", "namespace": "ml", "uid": "u"}, "spec": {"tiers": [{"name": "t"}]}}
 
     async def go(kind: str | None) -> None:
         await process_resource_event(
@@ -63,12 +54,12 @@ def test_an_event_is_fed_once_and_nothing_is_written():
             settings=settings,
             memories=ResourceMemories(),
             memobase=kopf.Memo(),
-            resource=resource(POD),
-            raw_event={"type": kind, "object": pod},
+            resource=resource(FLEET),
+            raw_event={"type": kind, "object": fleet},
             event_queue=asyncio.Queue(),
         )
 
     for kind in (None, "MODIFIED", "DELETED"):
         asyncio.run(go(kind))
-    assert [(kind, event.type) for kind, event in fed.events] == [(POD, "ADDED"), (POD, "MODIFIED"), (POD, "DELETED")]
-    assert all(event.object == pod for _, event in fed.events)
+    assert [(kind, event.type) for kind, event in fed.events] == [(FLEET, "ADDED"), (FLEET, "MODIFIED"), (FLEET, "DELETED")]
+    assert all(event.object == fleet for _, event in fed.events)

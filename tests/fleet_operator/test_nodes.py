@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from fleet_operator.cluster.interface import NODE, PDB, POD, WatchEvent
+from fleet_operator.audit import audit_kind
+from fleet_operator.cluster.interface import NODE, PDB, POD, Listed, WatchEvent
+from fleet_operator.known_nodes import KnownNodes
 from fleet_operator.nodes import NodeView, going_away, observe_node, sick_nodes
 from fleet_operator.settings import Platform
 from tests.fleet_operator.world import NAMESPACE, World, manifest
@@ -77,6 +79,44 @@ def test_a_cordoned_nodes_workers_are_replaced_before_they_go_and_evictions_wait
         assert {pod["spec"]["nodeName"] for pod in after.values()} == {"other"}
 
     asyncio.run(scenario())
+
+
+def test_an_audit_tells_what_no_watch_told_of_nodes():
+    async def scenario() -> None:
+        world = World()
+        await world.user.apply({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "node"}})
+        await world.user.apply(manifest())
+        await world.settle()
+        assert await audit_kind(world.store, world.operator, NODE, None) == 1  # a node that nobody told of
+        await world.user.patch(NODE, None, "node", {"spec": {"unschedulable": True}})
+        assert await audit_kind(world.store, world.operator, NODE, None) == 1
+        assert await audit_kind(world.store, world.operator, NODE, None) == 0
+        await world.operator.drain()
+        assert len(await world.store.list(POD, NAMESPACE)) == 6  # three workers on the cordoned node, three in their place
+        await world.user.delete(NODE, None, "node")
+        assert await audit_kind(world.store, world.operator, NODE, None) == 1
+        assert await audit_kind(world.store, world.operator, NODE, None) == 0
+
+    asyncio.run(scenario())
+
+
+def test_old_news_of_a_node_and_of_its_namesake_changes_nothing():
+    def told(version: str, uid: str = "u", *, cordoned: bool = False) -> dict[str, Any]:
+        found = node(cordoned=cordoned)
+        found["metadata"] |= {"uid": uid, "resourceVersion": version}
+        return found
+
+    nodes = KnownNodes(Platform())
+    assert nodes.take(WatchEvent("ADDED", told("9", cordoned=True)))
+    assert not nodes.take(WatchEvent("MODIFIED", told("8")))  # a replayed event
+    assert nodes.views["n"].leaving
+    assert not nodes.take(WatchEvent("DELETED", told("7", "another")))
+    assert nodes.missed(Listed({}, "8")) == ([], [])  # a list from before
+    assert nodes.missed(Listed({("", "n"): "11"}, "12")) == ([("", "n")], [])
+    assert nodes.take(WatchEvent("MODIFIED", told("2", "another")))
+    assert not nodes.views["n"].leaving
+    assert nodes.take(WatchEvent("DELETED", told("2", "another")))
+    assert nodes.views == {}
 
 
 def test_the_budgets_of_a_tier_that_is_gone_go_with_it():

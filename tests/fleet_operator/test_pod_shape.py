@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 from typing import Any
@@ -155,6 +156,35 @@ def test_claims_belong_to_their_pool_and_go_with_it():
         assert not after & named
 
     play(scenario, tiers=tiers(kvTransfer=dra))
+
+
+def test_deleted_claims_are_put_back_while_a_pod_waits_for_them_and_only_then():
+    dra = {"via": "dra", "dra": {"gpu": "gpu.nvidia.com", "nic": "mrdma.google.com"}}
+
+    async def scenario() -> None:
+        world = World()
+
+        async def again() -> tuple[int, int]:
+            """Templates before and after a pass, all of them deleted before."""
+            for template in await world.store.list(CLAIM_TEMPLATE, NAMESPACE):
+                await world.user.delete(CLAIM_TEMPLATE, NAMESPACE, template["metadata"]["name"])
+            before = len(await world.store.list(CLAIM_TEMPLATE, NAMESPACE))
+            world.operator.touch((NAMESPACE, "f"))
+            await world.look()
+            await world.operator.drain()
+            return before, len(await world.store.list(CLAIM_TEMPLATE, NAMESPACE))
+
+        await world.user.apply(manifest(tiers=tiers(kvTransfer=dra)))
+        for _ in range(4):
+            await world.look()
+            await world.operator.drain()  # no kubelet: every pod waits
+        assert await again() == (0, 2)
+        for pod in await world.store.list(POD, NAMESPACE):
+            made = [{"name": claim["name"], "resourceClaimName": "c"} for claim in pod["spec"].get("resourceClaims") or []]
+            await world.user.patch_status(POD, NAMESPACE, pod["metadata"]["name"], {"resourceClaimStatuses": made})
+        assert await again() == (0, 0)
+
+    asyncio.run(scenario())
 
 
 def test_no_secret_is_anywhere_but_by_reference():

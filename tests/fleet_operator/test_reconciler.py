@@ -273,18 +273,18 @@ def test_a_telemetry_source_that_hangs_costs_its_own_fleet_only(monkeypatch: pyt
 
         monkeypatch.setattr(world, "collect", collect)
         world.now += 60
-        first = asyncio.ensure_future(world.operator.read_due())
+        first = asyncio.ensure_future(world.operator.reader.read_due())
         for _ in range(5):  # turns of the loop until both have begun
             await asyncio.sleep(0)
         assert sorted(asked) == ["f", "other"]
         for _ in range(2):
             world.now += 60
-            await world.operator.read_due()
+            await world.operator.reader.read_due()
         assert sorted(asked) == ["f", "other", "other", "other"]
         hang.set()
         await first
         world.now += 60
-        await world.operator.read_due()
+        await world.operator.reader.read_due()
         assert asked.count("f") == 2
 
     play(scenario)

@@ -35,7 +35,7 @@ class Sleeper:
 
     async def hear(self) -> None:
         operator = self.world.operator
-        await asyncio.gather(*operator._hearing.due(operator._is_ours, operator.touch))
+        await asyncio.gather(*operator.reader.listen_due())
 
 
 async def document(world: World) -> endpoints.Endpoints:

@@ -133,7 +133,7 @@ class World:
         self.now += 1
         self.api.writes.clear()
         await self.look()
-        await self.operator.read_due()
+        await self.operator.reader.read_due()
         await self.operator.drain()
         written = list(self.api.writes)
         await self.kubelet()

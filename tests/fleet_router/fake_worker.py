@@ -17,6 +17,8 @@ class FakeWorker:
         self.seen: list[dict[str, Any]] = []
         self.released: list[str] = []
         self.request_ids: list[str] = []
+        self.headers: list[dict[str, str]] = []
+        """Of each request, by lower-case name."""
         self.closed_early = 0
         self.behave: Callable[[dict[str, Any], asyncio.StreamWriter], Any] | None = None
         self._server: asyncio.Server | None = None
@@ -39,8 +41,9 @@ class FakeWorker:
                     next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length")).split(b":")[1]
                 )
                 body = json.loads(await reader.readexactly(length))
-                named = next(line for line in head.split(b"\r\n") if line.lower().startswith(b"x-request-id:"))
-                self.request_ids.append(named.split(b":")[1].strip().decode())
+                lines = (line.split(": ", 1) for line in head.decode().split("\r\n")[1:] if line)
+                self.headers.append({name.lower(): value for name, value in lines})
+                self.request_ids.append(self.headers[-1]["x-request-id"])
                 if b"/kv/release" in head:
                     self.released.append(body.get("lease_id") or body["request_id"])
                     answer(writer, 200, {"released": True})

@@ -462,6 +462,6 @@ def test_a_stopping_router_keeps_no_listener():
 def test_the_exposition_reads_as_prometheus_text():
     async def go(rig: Rig) -> None:
         text = rig.router.plain(b"/metrics")[2].decode()
-        assert all(re.match(r"^(# TYPE \S+ \S+|[a-z_:]+(\{[^{}]*\})? [-+.0-9a-zInf]+)$", line) for line in text.splitlines())
+        assert all(re.match(r"^(# TYPE \S+ \S+|[a-z0-9_:]+(\{[^{}]*\})? [-+.0-9a-zInf]+)$", line) for line in text.splitlines())
 
     run(go)

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from fleet_router.config import HttpBounds, RouterConfig, SloClass, TierRule
-from fleet_router.hints import NO_HINTS, hints_of, wanted_headers
+from fleet_router.hints import ALWAYS, NO_HINTS, hints_of, wanted_headers
 from fleet_router.policy.tiers import tier_of
 from fleet_router.workers import WorkerTable
 from fleet_wire.endpoints import Endpoint, Endpoints
@@ -103,8 +103,8 @@ def test_tier_rules_bind_every_policy_and_a_tier_that_is_not_there_binds_nobody(
 
 
 def test_headers_are_kept_only_when_routing_goes_by_them():
-    assert wanted_headers(BASE) == frozenset()
-    assert wanted_headers(config(session_header="x-s", tier_rules=RULES)) == {b"x-s", b"x-tier"}
+    assert wanted_headers(BASE) == ALWAYS
+    assert wanted_headers(config(session_header="x-s", tier_rules=RULES)) == {b"x-s", b"x-tier"} | ALWAYS
     assert hints_of(BASE, SloClass(name="default"), {}) is NO_HINTS
     hints = hints_of(config(session_header="x-s"), SloClass(name="default"), {b"x-s": b"alice"})
     assert (hints.session, hints.others) == (b"alice", 1.0)

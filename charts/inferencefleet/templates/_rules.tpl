@@ -40,7 +40,7 @@
 {{- end }}
 - {apiGroups: [rbac.authorization.k8s.io], resources: [roles, rolebindings], verbs: [list, watch, create, patch]}
 # events are written and never read back; server-side apply needs both verbs
-- {apiGroups: [events.k8s.io], resources: [events], verbs: [create, patch]}
+- {apiGroups: [events.k8s.io], resources: [events], verbs: [create]}
 {{- end -}}
 
 {{/* What no namespaced Role can give. */}}

@@ -10,9 +10,12 @@ from contextlib import aclosing
 from pathlib import Path
 from urllib.parse import quote
 
+import aiohttp
+import msgspec
+
 from fleet_operator.cluster.interface import FIELD_MANAGER, ClusterError, Kind, Listed, NotFoundError, Object, WatchEvent
 from fleet_operator.cluster.kinds import key_of, kind_of
-from fleet_operator.cluster.kube_http import Backoff, GoneError, KubeHttp, KubeLimits, configuration_from, error_of
+from fleet_operator.cluster.kube_http import Backoff, GoneError, KubeHttp, KubeLimits, configuration_from, decoded, error_of
 from fleet_operator.cluster.watchers import Seen
 
 logger = logging.getLogger(__name__)
@@ -20,6 +23,28 @@ _DEFAULTS = KubeLimits()
 _APPLY = "application/apply-patch+yaml;charset=utf-8"  # with a parameter the REST layer sends the bytes that we encoded
 _MERGE = "application/merge-patch+json"
 _METADATA = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
+
+
+class _Meta(msgspec.Struct, gc=False):
+    """What a list of versions needs: thousands of objects are read only for these words."""
+
+    resourceVersion: str
+    name: str = ""
+    namespace: str = ""
+    more: str = msgspec.field(name="continue", default="")
+
+
+class _Item(msgspec.Struct, gc=False):
+    metadata: _Meta
+
+
+class _Page(msgspec.Struct):
+    metadata: _Meta
+    items: builtins.list[_Item] | None = None
+    """The API server writes null when there are none."""
+
+
+_VERSIONS = msgspec.json.Decoder(_Page)
 
 
 class KubeCluster:
@@ -32,10 +57,17 @@ class KubeCluster:
 
     @classmethod
     async def connect(
-        cls, kubeconfig: Path | None, *, limits: KubeLimits = _DEFAULTS, manager: str = FIELD_MANAGER, context: str | None = None
+        cls,
+        kubeconfig: Path | None,
+        *,
+        limits: KubeLimits = _DEFAULTS,
+        manager: str = FIELD_MANAGER,
+        context: str | None = None,
+        trace: aiohttp.TraceConfig | None = None,
     ) -> KubeCluster:
-        """Credentials from `kubeconfig`, or from the pod's service account when None. Nothing is sent yet."""
-        return cls(KubeHttp(await configuration_from(kubeconfig, context), limits), limits, manager)
+        """Credentials from `kubeconfig`, or from the pod's service account when None; `trace` sees the connections. Nothing is
+        sent yet."""
+        return cls(KubeHttp(await configuration_from(kubeconfig, context), limits, trace), limits, manager)
 
     def writer(self, manager: str) -> KubeCluster:
         """A handle with the same connections that writes as another field manager."""
@@ -57,8 +89,16 @@ class KubeCluster:
 
     async def list(self, kind: Kind, namespace: str | None = None, labels: Mapping[str, str] | None = None) -> list[Object]:
         """See `Cluster.list`."""
-        objects, _ = await self._list(kind, namespace, labels)
-        return sorted(objects, key=key_of)
+        while True:
+            objects: dict[tuple[str, str], Object] = {}
+            try:
+                async for page, _ in self._pages(kind, namespace, labels):
+                    objects |= {key_of(found): found for found in page}
+            except GoneError:
+                if not objects:
+                    raise
+                continue  # the list took longer than its version is kept
+            return [objects[key] for key in sorted(objects)]
 
     def watch(
         self, kind: Kind, namespace: str | None = None, labels: Mapping[str, str] | None = None
@@ -111,42 +151,32 @@ class KubeCluster:
         found: dict[tuple[str, str], str] = {}
         query = _selector(labels) | {"limit": self._limits.page}
         while True:
-            page = await self._http.request("GET", _path(kind, namespace), query, accept=_METADATA)
-            for item in page.get("items") or []:
-                found[key_of(item)] = item["metadata"]["resourceVersion"]
-            if not page["metadata"].get("continue"):
-                return Listed(found, page["metadata"]["resourceVersion"])
-            query = {**query, "continue": page["metadata"]["continue"]}
+            page = decoded(_VERSIONS, await self._http.body("GET", _path(kind, namespace), query, accept=_METADATA))
+            found.update({(of.namespace, of.name): of.resourceVersion for of in (item.metadata for item in page.items or ())})
+            if not page.metadata.more:
+                return Listed(found, page.metadata.resourceVersion)
+            query = {**query, "continue": page.metadata.more}
 
-    async def _list(
+    async def _pages(
         self, kind: Kind, namespace: str | None, labels: Mapping[str, str] | None
-    ) -> tuple[builtins.list[Object], str]:
-        """All objects and the version to watch from; starts again when the continue token expires half way."""
+    ) -> AsyncGenerator[tuple[builtins.list[Object], str], None]:
+        """All objects page by page, each with the version of the list; GoneError when the continue token expires half way."""
         path, query = _path(kind, namespace), _selector(labels) | {"limit": self._limits.page}
-        objects: builtins.list[Object] = []
         while True:
-            try:
-                page = await self._http.request("GET", path, query)
-            except GoneError:
-                if "continue" not in query:
-                    raise
-                objects, query = [], _selector(labels) | {"limit": self._limits.page}
-                continue
-            objects += [_slim(item, kind) for item in page.get("items") or []]
+            page = await self._http.request("GET", path, query)
+            yield [_slim(item, kind) for item in page.get("items") or []], page["metadata"]["resourceVersion"]
             if not page["metadata"].get("continue"):
-                return objects, page["metadata"]["resourceVersion"]
+                return
             query = {**query, "continue": page["metadata"]["continue"]}
 
     async def _watch(self, kind: Kind, namespace: str | None, labels: Mapping[str, str] | None) -> AsyncIterator[WatchEvent]:
-        seen, backoff, version, synced = Seen(), Backoff(self._limits), "", False
+        seen, backoff, version, synced = Seen(kind), Backoff(self._limits), "", False
         while True:
             try:
                 if not version:
-                    objects, version = await self._list(kind, namespace, labels)
-                    for event in seen.catch_up(objects):
-                        yield event
-                    if not synced:
-                        yield WatchEvent("SYNCED", {})
+                    async for event, version in self._caught_up(kind, namespace, labels, seen):  # noqa: B007
+                        if event.type != "SYNCED" or not synced:
+                            yield event
                     synced = True
                 async with aclosing(self._changes(kind, namespace, labels, version)) as changes:
                     async for change, obj in changes:
@@ -164,6 +194,21 @@ class KubeCluster:
                 logger.warning("watch of %s interrupted: %s", kind.plural, error)
                 version = "" if isinstance(error, NotFoundError) else version
                 await backoff.pause(error)
+
+    async def _caught_up(
+        self, kind: Kind, namespace: str | None, labels: Mapping[str, str] | None, seen: Seen
+    ) -> AsyncGenerator[tuple[WatchEvent, str], None]:
+        """The events that turn what was told into what is there, at last SYNCED with the version of the list. Page by page: ten
+        thousand pods are not to be in memory at once."""
+        listed: set[tuple[str, str]] = set()
+        began = ""
+        async for page, began in self._pages(kind, namespace, labels):  # noqa: B007 - of any page
+            listed |= {key_of(obj) for obj in page}
+            for event in [event for obj in page for event in seen.events(obj, present=True)]:
+                yield event, ""
+        for event in seen.rest(listed):
+            yield event, ""
+        yield WatchEvent("SYNCED", {}), began
 
     async def _changes(
         self, kind: Kind, namespace: str | None, labels: Mapping[str, str] | None, version: str

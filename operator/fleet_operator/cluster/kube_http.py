@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import urlencode
 
 import aiohttp
@@ -47,8 +48,10 @@ class KubeLimits:
     """One request with its answer."""
     watch_s: int = 240
     """The server ends a watch after this; we go on from the last version."""
-    silence_s: float = 300.0
-    """No byte for this long on a watch means a dead connection: longer than `watch_s`, as a quiet watch is normal."""
+    silence_s: float = 70.0
+    """No byte for this long on a watch means a dead connection: the API server sends a bookmark each minute."""
+    line_bytes: int = 16 << 20
+    """One object of a watch at most; etcd itself refuses values above 1.5 MiB."""
     page: int = 500
     """Objects per page of a list, the API's usual chunk."""
     backoff_base_s: float = 0.2
@@ -86,6 +89,18 @@ def error_of(status: int, body: bytes, retry_after: str | None = None) -> Cluste
     return error
 
 
+T = TypeVar("T")
+_ANYTHING: msgspec.json.Decoder[Object] = msgspec.json.Decoder()
+
+
+def decoded(decoder: msgspec.json.Decoder[T], answer: bytes) -> T:
+    """What an answer says; UnavailableError when it is not what was asked for (a proxy's page)."""
+    try:
+        return decoder.decode(answer)
+    except msgspec.DecodeError as error:
+        raise UnavailableError(f"not an answer of an API server: {error}") from error
+
+
 async def configuration_from(kubeconfig: Path | None, context: str | None = None) -> Configuration:
     """From a kubeconfig file, or from the pod's service account when `kubeconfig` is None; NotInClusterError."""
     configuration = Configuration()
@@ -118,10 +133,10 @@ garbage collector (aiohttp documentation, "Graceful Shutdown")."""
 class KubeHttp:
     """Requests with the credentials of one configuration."""
 
-    def __init__(self, configuration: Configuration, limits: KubeLimits) -> None:
+    def __init__(self, configuration: Configuration, limits: KubeLimits, trace: aiohttp.TraceConfig | None = None) -> None:
         configuration.connection_pool_maxsize = limits.connections
         # else aiohttp looks for proxies and reads a netrc file at every request: a third of what a write costs
-        configuration.client_session_kwargs = {"trust_env": False}
+        configuration.client_session_kwargs = {"trust_env": False, "trace_configs": [trace] if trace is not None else None}
         self.configuration = configuration
         self._limits = limits
         self._rest = RESTClientObject(configuration)
@@ -136,16 +151,27 @@ class KubeHttp:
         accept: str = "application/json",
     ) -> Object:
         """The answer's JSON; the named errors, never aiohttp's."""
+        return decoded(_ANYTHING, await self.body(method, path, query, body, content_type, accept))
+
+    async def body(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str | int] | None = None,
+        body: Object | None = None,
+        content_type: str = "application/json",
+        accept: str = "application/json",
+    ) -> bytes:
+        """The answer as it came; the named errors."""
         timeout = aiohttp.ClientTimeout(total=self._limits.request_s)
         async with self._answer(method, path, query or {}, body, (content_type, accept), timeout) as answer:
-            parsed: Object = msgspec.json.decode(await answer.read())
-            return parsed
+            return await answer.read()
 
     async def lines(self, path: str, query: Mapping[str, str | int]) -> AsyncGenerator[Object, None]:
         """The JSON lines of a watch, until the server ends it or it fails."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._limits.request_s, sock_read=self._limits.silence_s)
         async with self._answer("GET", path, query, None, ("application/json", "application/json"), timeout) as answer:
-            while line := await answer.content.readline():
+            async for line in split_lines(answer.content.iter_any(), self._limits.line_bytes):
                 yield msgspec.json.decode(line)
 
     async def close(self) -> None:
@@ -179,6 +205,21 @@ class KubeHttp:
             raise UnavailableError(f"no answer from the API server at {self.configuration.host} in time") from error
         except (aiohttp.ClientError, OSError, ssl.SSLError, ValueError) as error:
             raise UnavailableError(f"{type(error).__name__}: {error}") from error
+
+
+async def split_lines(chunks: AsyncIterator[bytes], most_bytes: int) -> AsyncIterator[bytes]:
+    """Lines without their ends, out of chunks of any size, but not a last one that was cut off; ValueError above `most_bytes`."""
+    rest: list[bytes] = []
+    held_bytes = 0
+    async for chunk in chunks:
+        *whole, tail = chunk.split(b"\n")
+        for part in whole:
+            yield b"".join((*rest, part))
+            rest, held_bytes = [], 0
+        rest.append(tail)
+        held_bytes += len(tail)
+        if held_bytes > most_bytes:
+            raise ValueError(f"a line of a watch is longer than {most_bytes} bytes")
 
 
 class Backoff:

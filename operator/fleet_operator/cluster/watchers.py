@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Set
+from sys import intern
+from typing import NamedTuple
 
 from fleet_operator.cluster.interface import Kind, Object, WatchEvent
 from fleet_operator.cluster.kinds import key_of, selects
@@ -13,11 +14,27 @@ from fleet_operator.cluster.kinds import key_of, selects
 Key = tuple[str, str]
 
 
-@dataclass(slots=True)
-class Seen:
-    """What one watcher was told about: key to (uid, resourceVersion, last object)."""
+class _Told(NamedTuple):
+    """What a watcher keeps of an object: enough to report its deletion, small enough for tens of thousands."""
 
-    objects: dict[Key, Object] = field(default_factory=dict)
+    uid: str | None
+    version: str | None
+    labels: Mapping[str, str]
+
+    def gone(self, key: Key, like: Kind) -> Object:
+        """The object, as far as anybody may still ask about it."""
+        namespace, name = key
+        metadata = {"name": name, "uid": self.uid, "resourceVersion": self.version, "labels": dict(self.labels)}
+        place = {"namespace": namespace} if namespace else {}
+        return {"apiVersion": like.api_version, "kind": like.kind, "metadata": {**metadata, **place}}
+
+
+class Seen:
+    """What one watcher was told about."""
+
+    def __init__(self, kind: Kind) -> None:
+        self._kind = kind
+        self._told: dict[Key, _Told] = {}
 
     def events(self, obj: Object, *, present: bool) -> list[WatchEvent]:
         """What to tell the watcher about `obj`; nothing for news that it has already heard.
@@ -25,37 +42,34 @@ class Seen:
         An object that was deleted and made again while nobody listened is told as DELETED, then ADDED.
         """
         key = key_of(obj)
-        known = self.objects.get(key)
+        known = self._told.get(key)
         if not present:
-            self.objects.pop(key, None)
+            self._told.pop(key, None)
             return [WatchEvent("DELETED", obj)] if known is not None else []
-        self.objects[key] = remembered(obj)
+        self._told[key] = now = _told(obj)
         if known is None:
             return [WatchEvent("ADDED", obj)]
-        if known["metadata"].get("uid") != obj["metadata"].get("uid"):
-            return [WatchEvent("DELETED", known), WatchEvent("ADDED", obj)]
-        same = known["metadata"].get("resourceVersion") == obj["metadata"].get("resourceVersion")
-        return [] if same else [WatchEvent("MODIFIED", obj)]
+        if known.uid != now.uid:
+            return [WatchEvent("DELETED", known.gone(key, self._kind)), WatchEvent("ADDED", obj)]
+        return [] if known.version == now.version else [WatchEvent("MODIFIED", obj)]
+
+    def rest(self, listed: Set[Key]) -> list[WatchEvent]:
+        """What is gone, because a complete list does not have it."""
+        return [WatchEvent("DELETED", self._told.pop(key).gone(key, self._kind)) for key in sorted(self._told.keys() - listed)]
 
     def catch_up(self, objects: Iterable[Object]) -> list[WatchEvent]:
         """The events that turn what the watcher knows into `objects`, a complete list."""
-        listed = list(objects)
-        gone = self.objects.keys() - {key_of(obj) for obj in listed}
-        events = [WatchEvent("DELETED", self.objects.pop(key)) for key in sorted(gone)]
-        for obj in listed:
+        listed = {key_of(obj): obj for obj in objects}
+        events = self.rest(listed.keys())
+        for obj in listed.values():
             events += self.events(obj, present=True)
         return events
 
 
-def remembered(obj: Object) -> Object:
-    """The part of an object that a watcher keeps: enough to report its deletion, small enough for thousands."""
-    metadata = obj["metadata"]
-    wanted = ("name", "namespace", "uid", "resourceVersion", "labels", "ownerReferences")
-    return {
-        "apiVersion": obj.get("apiVersion"),
-        "kind": obj.get("kind"),
-        "metadata": {name: metadata[name] for name in wanted if name in metadata},
-    }
+def _told(obj: Object) -> _Told:
+    meta = obj["metadata"]
+    labels = {intern(name): intern(value) for name, value in (meta.get("labels") or {}).items()}
+    return _Told(meta.get("uid"), meta.get("resourceVersion"), labels)
 
 
 class Watcher:
@@ -89,7 +103,7 @@ class Watcher:
 
     async def events(self, listing: Callable[[], list[Object]]) -> AsyncIterator[WatchEvent]:
         """ADDED for what is there, SYNCED, then changes until closed."""
-        seen = Seen()
+        seen = Seen(self.kind)
         for event in seen.catch_up(listing()):
             yield event
         yield WatchEvent("SYNCED", {})

@@ -29,8 +29,8 @@ class Limits:
     review_s: float = 4.0
     """One review from its first to its last byte; less than the timeout in the webhook configuration (5 s)."""
     handshake_s: float = 5.0
-    idle_s: float = 90.0
-    """A connection without a request; the API server keeps its own for 90 s."""
+    idle_s: float = 120.0
+    """A connection without a request. The API server drops its own after 90 s: if we were first, a review could be on its way."""
 
 
 Judge = Callable[[Request], Awaitable[Verdict]]

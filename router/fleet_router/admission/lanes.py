@@ -10,7 +10,7 @@ import msgspec
 
 from fleet_router.admission.keys import KeyTable
 from fleet_router.admission.quota import Account
-from fleet_router.admission.tenants import Tenant, Tenants
+from fleet_router.admission.tenants import Decisions, Tenant, Tenants
 from fleet_router.config import RouterConfig, SloClass
 
 DEFAULT: Final = "default"
@@ -46,10 +46,12 @@ class Lane:
 class Entry:
     """One tenant's lanes by class."""
 
-    __slots__ = ("account", "lanes", "named")
+    __slots__ = ("account", "decisions", "lanes", "named")
 
-    def __init__(self, account: Account, default: Lane, named: dict[str, Lane]) -> None:
+    def __init__(self, account: Account, default: Lane, named: dict[str, Lane], decisions: Decisions = "none") -> None:
         self.account = account
+        self.decisions = decisions
+        """Whose decision records its keys may read."""
         self.named = default
         """The lane of requests that name no class."""
         self.lanes = named
@@ -81,7 +83,7 @@ def tenant_entries(
         problems += [f"tenant {tenant.name}: no class {name} in this fleet" for name in names if name not in known]
         lanes = {name: _lane(known[name], config, account, tenant, tenants.salt) for name in names if name in known}
         first = lanes.get(names[0]) or _lane(known[DEFAULT], config, account, tenant, tenants.salt)
-        rows += [(key, Entry(account, first, lanes)) for key in tenant.keys]
+        rows += [(key, Entry(account, first, lanes, tenant.decisions)) for key in tenant.keys]
     return KeyTable(rows), problems
 
 

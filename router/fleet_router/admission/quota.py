@@ -42,8 +42,8 @@ class Over(msgspec.Struct, frozen=True):
 class Account:
     """One tenant's quotas and counts; the time comes in as nanoseconds of any clock that never goes back."""
 
-    __slots__ = ("_head", "concurrency", "counts", "inflight", "input_tokens", "name", "output_tokens", "requests", "tokens",
-                 "waiting")  # fmt: skip
+    __slots__ = ("_head", "concurrency", "counts", "elsewhere", "inflight", "input_tokens", "name", "output_tokens", "requests",
+                 "tokens", "waiting")  # fmt: skip
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -52,6 +52,8 @@ class Account:
         self.concurrency: int | None = None
         self.inflight = 0
         """Waiting or running."""
+        self.elsewhere = 0
+        """The same at other routers, as far as they say."""
         self.waiting = 0
         self.counts = dict.fromkeys((*REASONS, *OUTCOMES), 0)
         self.input_tokens = self.output_tokens = 0
@@ -73,8 +75,8 @@ class Account:
 
     def charge(self, tokens: int, now_ns: int) -> Over | None:
         """Take one request and its tokens, or say why not and take nothing."""
-        if self.concurrency is not None and self.inflight >= self.concurrency:
-            return self._over("concurrency", f"{self.inflight} requests at the same time", BUSY_RETRY_S)
+        if self.concurrency is not None and self.inflight + self.elsewhere >= self.concurrency:
+            return self._over("concurrency", f"{self.inflight + self.elsewhere} requests at the same time", BUSY_RETRY_S)
         requests, budget = self.requests, self.tokens
         if requests is not None and (wait_ns := requests.wait_ns(1, now_ns)) > 0:
             return self._over("requests_per_second", "requests per second", ceil(wait_ns / SECOND_NS))
@@ -101,6 +103,15 @@ class Account:
             self.tokens.give(charged)
         if outcome == "failed" and self.requests is not None:
             self.requests.give(1)
+
+    def used_elsewhere(self, inflight: int, requests: int, tokens: int, routers: int, now_ns: int) -> None:
+        """Of the same quotas: what other routers run now, and what they charged since they said it last. One of `routers` others
+        can have taken no more than a whole bucket before it heard of it."""
+        self.elsewhere = inflight
+        if requests and (bucket := self.requests) is not None:
+            bucket.drain(requests, routers * bucket.size, now_ns)
+        if tokens and (bucket := self.tokens) is not None:
+            bucket.drain(tokens, routers * bucket.size, now_ns)
 
     def headers(self, now_ns: int) -> bytes:
         """OpenAI's x-ratelimit-* header lines, each with its line break before it; empty for a tenant without limits."""

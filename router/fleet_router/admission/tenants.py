@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 import msgspec
 
@@ -21,6 +21,7 @@ Name = Annotated[str, msgspec.Meta(pattern=NAME)]
 KeyHash = Annotated[str, msgspec.Meta(pattern=KEY_HASH)]
 Model = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Tokens = Annotated[int, msgspec.Meta(ge=1, le=1_048_576)]
+Decisions = Literal["none", "own", "all"]
 
 
 class TenantsError(ValueError):
@@ -50,6 +51,8 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Requests that wait or run at the same time."""
     max_input_tokens: Tokens | None = None
     max_output_tokens: Tokens | None = None
+    decisions: Decisions = "none"
+    """Whose decision records its keys may read: nobody's, its own requests', everybody's."""
 
 
 class Tenants(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename="camel"):

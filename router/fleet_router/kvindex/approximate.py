@@ -35,6 +35,7 @@ GENERATIONS = 8
 GENERATIONS_MOST = 32
 """Where the same prompts come again and again: the oldest two become one."""
 LEAST_KEYS = 64
+MOST_NEWS = 256
 
 
 def key_chain(prompt: bytes, seed: int = 0) -> list[int]:
@@ -154,6 +155,8 @@ class ApproximateIndex:
         self._capacity = capacity
         self._masks: dict[int, int] = {}
         self._held: dict[str, _Held] = {}
+        self.news: dict[tuple[str, int], Sequence[int]] | None = None
+        """What was sent, by worker and last key, for other routers; None when there are none. Whoever tells them empties it."""
 
     def __len__(self) -> int:
         return len(self._masks)
@@ -193,6 +196,12 @@ class ApproximateIndex:
 
     def add(self, keys: Sequence[int], worker: str) -> None:
         """This worker is being sent a prompt with these keys."""
+        if (news := self.news) is not None and keys and len(news) < MOST_NEWS:
+            news[worker, keys[-1]] = keys
+        self.learn(keys, worker)
+
+    def learn(self, keys: Sequence[int], worker: str) -> None:
+        """This worker was sent a prompt with these keys, by whomever."""
         held = self._held.get(worker)
         if held is None or not keys:
             return

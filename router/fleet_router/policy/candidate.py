@@ -1,6 +1,7 @@
 """A worker as routing sees it: its load, its queue and its speed, learnt from the answers that pass through this router.
 
-Every router learns from its own requests alone. Work that others send shows up as a slower worker, which is what it is.
+Every router learns from its own requests alone. Of the work that others send it counts what they tell (see `gossip`); what
+they do not tell shows up as a slower worker, which is what it is.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ PREFILL_PER_TOKEN_S = 1e-4
 GAP_BASE_S = 0.02
 GAP_PER_STREAM_S = 2e-4
 """Prior of the time between two tokens, over the streams that run."""
+MOST_LATE_S = 30.0
 TOKENS_SCALE = 1000.0
 STREAMS_SCALE = 8.0
 CROWD_S = 20.0
@@ -46,7 +48,7 @@ class Candidate:
     group: tuple[str, str]
     """(tier, compatibility hash): KV moves only inside a group."""
     inflight: int
-    """Legs that run here. Changed by `began` and `ended` alone."""
+    """Legs that run here, those of other routers as far as they say. Changed by `began`, `ended` and `elsewhere` alone."""
     slots: int = 0
     """Requests that its engine runs at once; 0: not known."""
     prefill: Line = field(default_factory=prefill_line)
@@ -75,6 +77,18 @@ class Candidate:
     home: Side | None = None
     bit: int = 0
     """Its place in `side.Steps`."""
+    others: int = 0
+    """Legs of other routers; part of `inflight`."""
+    others_pending: int = 0
+    """Their prefills that are not seen done."""
+    sent_prefills: int = 0
+    sent_tokens: float = 0.0
+    """What this router ever sent here: prefills and their uncached tokens."""
+
+    @property
+    def own(self) -> int:
+        """Legs of this router."""
+        return self.inflight - self.others
 
     def began(self) -> None:
         """A leg begins here."""
@@ -87,6 +101,24 @@ class Candidate:
         if self.home is not None:
             self.home.moved(self, -1)
         self.inflight -= 1
+
+    def elsewhere(self, inflight: int, pending: int, now: float) -> None:
+        """What other routers have here now."""
+        by, self.others, self.others_pending = inflight - self.others, inflight, pending
+        if by:
+            if self.home is not None:
+                self.home.shifted(self, by)
+            self.inflight += by
+        if not pending and self.pending <= 0:
+            self.free_at = min(self.free_at, now)
+
+    def sent_elsewhere(self, prefills: int, tokens: int, now: float) -> None:
+        """Others have sent so much since they said it last: it waits in the same queue, bounded because nobody sees it done."""
+        self.crowd += prefills * 0.5 / CROWD_S
+        self.heat += tokens
+        if self.home is not None:
+            self.home.heat += tokens
+        self.free_at = min(max(self.free_at, now) + self.token_s * tokens, max(self.free_at, now + MOST_LATE_S))
 
     def note_speed(self) -> None:
         """After `prefill` has learnt."""
@@ -107,9 +139,6 @@ class Prefilling:
     """When its first token was expected."""
 
 
-MOST_LATE_S = 30.0
-
-
 def prefill_sent(worker: Candidate, tokens: float, now: float) -> Prefilling:
     """A prefill of `tokens` uncached tokens goes to this worker. Its tokens join the queue; the fixed part of its time does not:
     an engine computes many short prompts in one step."""
@@ -119,6 +148,8 @@ def prefill_sent(worker: Candidate, tokens: float, now: float) -> Prefilling:
     if worker.home is not None:
         worker.home.heat += tokens
     worker.pending += 1
+    worker.sent_prefills += 1
+    worker.sent_tokens += tokens
     worker.crowd += 0.5 / CROWD_S
     return Prefilling(worker, tokens, now, begins - worker.late_s, worker.free_at + worker.base_s - worker.late_s)
 
@@ -139,6 +170,6 @@ def prefill_done(one: Prefilling, now: float, *, learn: bool) -> float | None:
         late = min(MOST_LATE_S, now - (one.due + worker.late_s))
         worker.late_s += late
         worker.free_at += late
-    if worker.pending <= 0:
+    if worker.pending + worker.others_pending <= 0:
         worker.free_at = now
     return took_s

@@ -8,7 +8,7 @@ import msgspec
 
 from fleet_router.config import Policy
 from fleet_router.policy.candidate import Candidate
-from fleet_router.policy.cost import Offer
+from fleet_router.policy.cost import CostAsk, Offer
 from fleet_router.policy.ring import Ring, load_cap
 from fleet_router.policy.side import Steps
 
@@ -31,6 +31,8 @@ class Choice(msgspec.Struct, frozen=True):
     reason: str
     offer: Offer | None = None
     """kvAware: what it was chosen for."""
+    ask: CostAsk | None = None
+    """kvAware: what was asked, and who was compared."""
 
 
 class Refusal(msgspec.Struct, frozen=True):

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf
+from typing import NamedTuple
 
 import msgspec
 
@@ -37,6 +38,28 @@ KEEP_SHARE = 0.2
 TRIED = 3
 ADAPTER_S = 0.25
 """Loading an adapter that a worker was not sent lately."""
+
+
+Depths = tuple[float, int, float, int, Steps]
+"""(tokens, workers as bits) of the deepest step and of the next one, and the other steps."""
+
+
+class Weighed(NamedTuple):
+    """One side of one group, as a decision saw it: costs by worker, in seconds."""
+
+    group: tuple[str, str]
+    workers: Sequence[Candidate]
+    tokens: float
+    depths: Depths
+    costs: Sequence[float]
+    """Prefill: queue and prefill, `inf` behind a queue that is too long in any case. Decode: lateness and the least transfer, for
+    a prefill elsewhere."""
+    local: Sequence[float] | None = None
+    """Decode: when it prefills itself, `inf` as above; of prefill workers None."""
+
+    def missing(self, at: int) -> float:
+        """Tokens of the prompt that one of them has not cached."""
+        return _lacks(self.tokens, self.workers[at], self.depths)
 
 
 class CostAsk(msgspec.Struct, frozen=True):
@@ -58,6 +81,8 @@ class CostAsk(msgspec.Struct, frozen=True):
     adapter: str = ""
     session: bool = False
     """`ring_key` is that of a session, which stays where it is as long as the load allows it."""
+    seen: list[Weighed] = msgspec.field(default_factory=list)
+    """Whoever decides adds what was compared: references alone, so that a record of the decision costs next to nothing."""
 
 
 class Offer(msgspec.Struct):
@@ -86,6 +111,7 @@ def cheapest(ask: CostAsk, group: Group, steps: Steps, usable: Usable | None) ->
     share = 0.0 if steps else EPSILON_SHARE
     depths = _two_of(steps)
     local, remote, missing = _decode_costs(ask, group, decodes, depths)
+    ask.seen.append(Weighed(group.key, decodes, ask.tokens, depths, remote, local))
     if prefills and not ask.by_cost:
         local = remote
     if not prefills or min(missing) < ask.min_uncached:
@@ -94,6 +120,7 @@ def cheapest(ask: CostAsk, group: Group, steps: Steps, usable: Usable | None) ->
             why = "few uncached tokens" if prefills else _WHY_ALONE[ask.local]
             return Offer(local[at], None, decodes[at], missing[at], 0.0, why, looked)
     costs = _prefill_costs(ask, group.prefill, prefills, depths)
+    ask.seen.append(Weighed(group.key, prefills, ask.tokens, depths, costs))
     best = None
     if not ask.by_cost or min(local) > min(costs) + min(remote):
         best = _remote(ask, group, prefills, decodes, costs, remote, missing, depths)
@@ -105,7 +132,7 @@ def cheapest(ask: CostAsk, group: Group, steps: Steps, usable: Usable | None) ->
         i = _settle(costs, prefills, group.prefill, ask, share)
         kept = costs[i] + KEEP_SHARE * ask.others * group.output.value * group.gap.base
         if kept < best.cost_s:
-            lacks = _lacks(ask, prefills[i], depths)
+            lacks = _lacks(ask.tokens, prefills[i], depths)
             return Offer(kept, None, prefills[i], lacks, 0.0, "decode workers are full: kept on prefill", best.looked)
     return best
 
@@ -124,8 +151,9 @@ def _remote(
     above, tried = _above(group, prefills[i], decodes[j], missing[j]), 0
     if above > EPSILON_S + share * (costs[i] + remote[j]):
         costs = _prefill_costs(ask, group.prefill, prefills, depths, all_of_them=True)
+        ask.seen[-1] = Weighed(group.key, prefills, ask.tokens, depths, costs)
         i, j, above, tried = _try_pairs(group, prefills, decodes, costs, remote, missing)
-    lacks = _lacks(ask, prefills[i], depths)
+    lacks = _lacks(ask.tokens, prefills[i], depths)
     return Offer(costs[i] + remote[j] + above, prefills[i], decodes[j], lacks, missing[j], "remote prefill", tried)
 
 
@@ -201,12 +229,12 @@ def _prefill_costs(
     return costs
 
 
-def _lacks(ask: CostAsk, worker: Candidate, depths: Depths) -> float:
+def _lacks(tokens: float, worker: Candidate, depths: Depths) -> float:
     """Tokens of the prompt that it has not cached."""
     held, mask, less, wider, more = depths
     known = held if worker.bit & mask else less if worker.bit & wider else 0.0
     known = known or next((fewer for fewer, holders in more if worker.bit & holders), 0.0)
-    return ask.tokens - known if known < ask.tokens else 1.0
+    return tokens - known if known < tokens else 1.0
 
 
 def _heat(ask: CostAsk, side: Side, held: float) -> tuple[float, float]:
@@ -215,9 +243,6 @@ def _heat(ask: CostAsk, side: Side, held: float) -> tuple[float, float]:
         return 0.0, inf
     mean = max(HEAT_LEAST * ask.tokens, side.heat / max(1, len(side.members)))
     return HEAT_WORTH / mean, 0.0 if held else mean
-
-
-Depths = tuple[float, int, float, int, Steps]
 
 
 def _two_of(steps: Steps) -> Depths:

@@ -91,6 +91,16 @@ class Side:
             worker.heat *= keep
         self.heat = sum(worker.heat for worker in self.members)
 
+    def shifted(self, worker: Candidate, by: int) -> None:
+        """The same for any number: other routers say what they have there."""
+        levels, before = self.levels, worker.inflight
+        del levels[before][worker.uid]
+        levels.extend({} for _ in range(before + by + 1 - len(levels)))
+        levels[before + by][worker.uid] = worker
+        while len(levels) > 1 and not levels[-1]:
+            levels.pop()
+        self.inflight += by
+
     def look(self, steps: Steps, key: int, bound: float, usable: Usable | None) -> list[Candidate]:
         """Who is worth a look: usable workers below their bound; any usable one when all are at it."""
         cap = cap_of(self.inflight, len(self.members), bound)

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 from fleet_operator.adapters.follow import AdapterFollower
@@ -48,10 +49,15 @@ def with_adapters(*names: str, **more: Any) -> dict[str, Any]:
     return manifest(model={"source": "file:///m", "adapters": [{"name": n, "source": f"file:///m/{n}"} for n in names], **more})
 
 
+def listen_with(world: World, follower: AdapterFollower) -> None:
+    """From now on the operator asks workers through this one."""
+    world.operator.reader.sources = replace(world.operator.reader.sources, adapters=follower)
+
+
 def play(scenario: Callable[[World, Agents], Awaitable[None]], first: dict[str, Any]) -> None:
     async def go() -> None:
         world, agents = World(), Agents()
-        world.operator._adapters = AdapterFollower(agents.connect)
+        listen_with(world, AdapterFollower(agents.connect))
         await world.user.apply(first)
         await world.settle(20)
         await scenario(world, agents)
@@ -130,7 +136,7 @@ def test_an_operator_that_starts_again_takes_nothing_away():
 
             yield ask
 
-        world.operator._adapters = AdapterFollower(silent)
+        listen_with(world, AdapterFollower(silent))
         await several(world)
         assert await document(world, ENDPOINTS_KEY) == published
 
@@ -142,7 +148,7 @@ def test_what_was_removed_while_no_operator_ran_is_still_unloaded():
         await several(world)
         await world.user.apply(manifest())
         world.operator = world.new_operator()
-        world.operator._adapters = AdapterFollower(agents.connect)
+        listen_with(world, AdapterFollower(agents.connect))
         await several(world, 40)
         assert set(map(len, agents.wished.values())) == {0}
 
@@ -159,7 +165,7 @@ def test_a_fleet_without_adapters_asks_nobody():
             async with agents.connect() as ask:
                 yield ask
 
-        world.operator._adapters = AdapterFollower(listening)
+        listen_with(world, AdapterFollower(listening))
         await several(world, 40)
         assert asked == []
 

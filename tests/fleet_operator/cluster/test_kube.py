@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+from collections.abc import AsyncIterator
 
 import pytest
 from aiohttp import web
@@ -17,7 +18,7 @@ from fleet_operator.cluster.interface import (
     UnavailableError,
 )
 from fleet_operator.cluster.kube import KubeCluster
-from fleet_operator.cluster.kube_http import GoneError, KubeHttp, KubeLimits, error_of
+from fleet_operator.cluster.kube_http import GoneError, KubeHttp, KubeLimits, error_of, split_lines
 
 FAST = KubeLimits(backoff_base_s=0.001, backoff_cap_s=0.01, page=2, silence_s=5)
 
@@ -100,6 +101,33 @@ def test_a_list_reads_page_by_page():
     assert script.queries == [{"limit": "2"}, {"limit": "2", "continue": "next"}]
 
 
+def test_versions_of_no_objects():
+    script = Script(page(None, 5))  # so does kube-apiserver write an empty list of metadata
+
+    async def run():
+        async with talking_to(script) as cluster:
+            return await cluster.versions(CONFIG_MAP)
+
+    found = asyncio.run(run())
+    assert (found.versions, found.version) == ({}, "5")
+
+
+@pytest.mark.parametrize("ask", ["versions", "list"])
+def test_an_answer_that_is_none_is_tried_again(ask):
+    async def handle(request):
+        return web.Response(text="<html>the way in is over there</html>")
+
+    script = Script()
+    script.handle = handle
+
+    async def run():
+        async with talking_to(script) as cluster:
+            with pytest.raises(UnavailableError, match="not an answer of an API server"):
+                await getattr(cluster, ask)(CONFIG_MAP)
+
+    asyncio.run(run())
+
+
 def test_a_list_whose_continue_token_expired_starts_again():
     script = Script(page([item("old", 1)], 5, "next"), 410, page([item("new", 7)], 8))
 
@@ -129,8 +157,7 @@ def test_a_version_that_is_gone_lists_again_and_tells_only_the_difference():
     )
     told = scenario(script, 7)
     assert told[:3] == [("ADDED", "kept"), ("ADDED", "gone"), ("SYNCED", "")]
-    assert told[3] == ("DELETED", "gone")
-    assert sorted(told[4:6]) == [("ADDED", "again"), ("ADDED", "made")]
+    assert sorted(told[3:6]) == [("ADDED", "again"), ("ADDED", "made"), ("DELETED", "gone")]
     assert told[6] == ("DELETED", "kept")
 
 
@@ -202,3 +229,35 @@ def test_nobody_listening_is_unavailable():
 
     with pytest.raises(UnavailableError, match="ClientConnectorError"):
         asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        [b'{"a":1}\n{"b":2}\n'],
+        [b'{"a"', b":1}", b'\n{"b":2}', b"\n"],
+        [b'{"a":1}\n{"b":2}\n{"c":'],
+        [bytes([byte]) for byte in b'{"a":1}\n{"b":2}\n'],
+    ],
+)
+def test_lines_of_a_watch_come_whole_out_of_any_chunks(chunks):
+    async def arriving() -> AsyncIterator[bytes]:
+        for chunk in chunks:
+            yield chunk
+
+    async def go():
+        return [line async for line in split_lines(arriving(), 100)]
+
+    assert asyncio.run(go()) == [b'{"a":1}', b'{"b":2}']
+
+
+def test_a_line_of_a_watch_has_a_bound():
+    async def endless() -> AsyncIterator[bytes]:
+        while True:
+            yield b"x" * 30
+
+    async def go():
+        return [line async for line in split_lines(endless(), 100)]
+
+    with pytest.raises(ValueError, match="longer than 100 bytes"):
+        asyncio.run(go())

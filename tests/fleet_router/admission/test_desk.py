@@ -216,7 +216,7 @@ def test_flows_that_end_as_they_begin_do_not_recurse():
 
 def test_workers_that_left_give_their_slots_back_while_their_requests_end():
     class Gone:
-        inflight = 1
+        own = 1
 
     desk, worker = desk_with(Clock(), 1, acme={}), Gone()
     come(desk)
@@ -225,7 +225,7 @@ def test_workers_that_left_give_their_slots_back_while_their_requests_end():
     assert waits.begun == 1
     waits2, _, _ = come(desk)
     assert waits2.begun == 0
-    worker.inflight = 0
+    worker.own = 0
     desk.tick()
     assert (waits2.begun, desk.gate.strays) == (0, 0)
 

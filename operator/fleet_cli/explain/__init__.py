@@ -1,0 +1,1 @@
+"""`fleet explain`: why a request went where it went."""

@@ -1,0 +1,101 @@
+"""The shell of `fleet explain`: asks every router that it is told of, prints the record of whoever has one."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from fleet_cli.errors import EXIT_OK, InputError, RunError
+from fleet_cli.explain.told import told
+from fleet_cli.streams import emit
+
+DEFAULT_URL = "http://127.0.0.1:8080"
+KEY_VARIABLE = "FLEET_API_KEY"
+TIMEOUT_S = 10.0
+LAST = 10
+
+
+def add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """`fleet explain [REQUEST_ID]`."""
+    explain = commands.add_parser(
+        "explain",
+        help="say why a request went where it went",
+        description="Show what routers remember of a request: candidates, costs, choice and reason, attempts and times. "
+        "A fleet with tenants needs a key with the right to read decisions; one without answers its own host alone.",
+    )
+    explain.add_argument(
+        "request", nargs="?", metavar="REQUEST_ID", help="x-request-id of the answer; without it the latest ones"
+    )
+    explain.add_argument("--url", action="append", metavar="URL", help=f"a router, may be repeated (default {DEFAULT_URL})")
+    explain.add_argument("--fleet", metavar="NAME", help="all routers of this fleet in a cluster, by kubectl port-forward")
+    explain.add_argument("-n", "--namespace", help="of the fleet; default: the kubeconfig's")
+    explain.add_argument("--kubeconfig", metavar="FILE", help="default: $KUBECONFIG or ~/.kube/config")
+    explain.add_argument("--context", help="default: the current one")
+    explain.add_argument(
+        "--key-file", metavar="FILE", help=f"file with an API key, - for standard input (default ${KEY_VARIABLE})"
+    )
+    explain.add_argument("--json", action="store_true", help="print the records as they are")
+    explain.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    key = _key(options.key_file)
+    with _urls(options) as urls:
+        records = [record for url in urls for record in ask(url, options.request, key)]
+    if not records:
+        what = f"request {options.request}" if options.request else "any request"
+        raise RunError(f"no router has a record of {what}: old ones are forgotten, see the router's limits in its README")
+    records.sort(key=lambda record: float(record["at"]), reverse=True)
+    emit(json.dumps(records, indent=2) + "\n" if options.json else "\n".join(told(record) for record in records))
+    return EXIT_OK
+
+
+@contextmanager
+def _urls(options: argparse.Namespace) -> Iterator[Sequence[str]]:
+    if options.fleet is None:
+        yield options.url or [DEFAULT_URL]
+        return
+    if options.url:
+        raise InputError("--url and --fleet exclude each other")
+    from fleet_cli.explain.forward import router_urls
+
+    given = {"--namespace": options.namespace, "--kubeconfig": options.kubeconfig, "--context": options.context}
+    with router_urls(options.fleet, [part for name, value in given.items() if value for part in (name, value)]) as urls:
+        yield urls
+
+
+def _key(file: str | None) -> str:
+    """An argument would be seen by everybody on the machine."""
+    if file is None:
+        return os.environ.get(KEY_VARIABLE, "").strip()
+    try:
+        return (sys.stdin.read() if file == "-" else Path(file).read_text()).strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--key-file {file}: {getattr(error, 'strerror', None) or 'not text'}") from error
+
+
+def ask(url: str, request: str | None, key: str) -> list[dict[str, Any]]:
+    """Records of one router; none when it knows nothing of the request."""
+    import httpx
+
+    query: dict[str, str | int] = {"id": request} if request else {"limit": LAST}
+    headers = {"x-api-key": key} if key else {}
+    try:
+        answer = httpx.get(
+            f"{url.rstrip('/')}/debug/decisions", params=query, headers=headers, timeout=TIMEOUT_S, trust_env=False
+        )
+        said = answer.json()
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        raise RunError(f"{url}: no answer of a router ({type(error).__name__})") from error
+    if answer.status_code == 200:
+        found: list[dict[str, Any]] = said["decisions"]
+        return found
+    if answer.status_code == 404 and said.get("error", {}).get("code") == "no_record":
+        return []
+    raise RunError(f"{url}: {said.get('error', {}).get('message', answer.status_code)}")

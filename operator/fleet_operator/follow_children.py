@@ -1,0 +1,58 @@
+"""Watches of what the operator makes, and of nodes: one connection per kind and namespace.
+
+kopf follows the fleets themselves. Their children change two hundred times as often, and kopf keeps a queue and a task per object
+to call a handler for each: measured as 1 ms of CPU per event, where a decoded line that goes straight into the cache is 0.1 ms.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Final
+
+from fleet_operator.cluster.interface import NODE, Cluster, ForbiddenError, Kind, UnavailableError, WatchEvent
+from fleet_operator.names import MANAGED_BY, MANAGER
+from fleet_operator.together import until_first_ends
+
+OURS: Final = {MANAGED_BY: MANAGER}
+PROBE: Final = "inferencefleet-may-list"
+"""No object has this name."""
+LOG = logging.getLogger("fleet.operator")
+Feed = Callable[[Kind, WatchEvent], None]
+
+
+async def follow_children(cluster: Cluster, feed: Feed, kinds: Sequence[Kind], namespaces: Sequence[str] = ()) -> None:
+    """For ever: what the watches of these kinds tell goes to `feed`; SYNCED once for a kind, when all its namespaces were listed.
+
+    ClusterError when the first list is refused for good. No namespaces: all of them."""
+    where = {kind: tuple(namespaces) if namespaces and kind.namespaced else (None,) for kind in kinds}
+    waiting: dict[Kind, set[str | None]] = {kind: set(found) for kind, found in where.items()}
+    places = [(kind, namespace) for kind, found in where.items() for namespace in found]
+    await until_first_ends(*(_follow(cluster, feed, kind, namespace, waiting[kind]) for kind, namespace in places))
+
+
+async def _follow(cluster: Cluster, feed: Feed, kind: Kind, namespace: str | None, waiting: set[str | None]) -> None:
+    await _allowed(cluster, kind, namespace)
+    async for event in cluster.watch(kind, namespace, None if kind == NODE else OURS):
+        if event.type == "SYNCED":
+            waiting.discard(namespace)
+            if waiting:
+                continue
+        feed(kind, event)
+
+
+async def _allowed(cluster: Cluster, kind: Kind, namespace: str | None) -> None:
+    """ForbiddenError when we may not list the kind: a watch would wait for the right for ever, and say so only in its log."""
+    with suppress(UnavailableError):  # the watch waits that out
+        await cluster.find(kind, namespace, PROBE)
+
+
+async def may_read_nodes(cluster: Cluster) -> bool:
+    """A namespaced installation has no right to them."""
+    try:
+        await _allowed(cluster, NODE, None)
+    except ForbiddenError:
+        LOG.warning("nodes cannot be read: workers on cordoned, failing or lost nodes are replaced only after they are gone")
+        return False
+    return True

@@ -1,0 +1,90 @@
+"""One fleet as the planner sees it, out of the cache and what is remembered of it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fleet_api.v1alpha1 import InferenceFleet
+from fleet_operator.cluster.interface import Object
+from fleet_operator.fleet_state import FleetState
+from fleet_operator.names import ROLE, ROUTER_ROLE, router_name
+from fleet_operator.nodes import NodeView, places, sick_nodes
+from fleet_operator.observe import (
+    Surroundings,
+    observe_fetching,
+    observe_pods,
+    observe_pools,
+    observe_published,
+    observe_router,
+    observe_serving,
+)
+from fleet_operator.settings import Platform
+from fleet_planner.prefetch import model_key
+from fleet_planner.types import Demand, Observed, ObservedPod, Template
+
+Live = Mapping[tuple[str, str], Object]
+"""(kind, name) → object, of one fleet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """The cluster's nodes."""
+
+    views: Mapping[str, NodeView]
+    leaving: Mapping[str, str]
+    """Node name → why it goes away."""
+
+
+def picture(
+    fleet: InferenceFleet,
+    state: FleetState,
+    live: Live,
+    where: Places,
+    templates: dict[str, Template],
+    stored: dict[str, dict[str, Template]],
+    heard: Demand | None,
+) -> Observed:
+    """Everything that a plan follows from; `templates` are the wanted ones by tier, `stored` all by tier and revision."""
+    documents = live.get(("ConfigMap", router_name(fleet.metadata.name)))
+    pods = pods_of(live)
+    return Observed(
+        pods=workers(fleet, state, live, where),
+        flips=state.flips,
+        nodes=places(where.views) if model_key(fleet) is not None else None,
+        fetching=observe_fetching(pods),
+        adapters={**observe_published(documents), **state.adapters.seen},
+        pools=observe_pools(obj for (kind, _), obj in live.items() if kind == "WorkerPool"),
+        router=observe_router(live.get(("Deployment", router_name(fleet.metadata.name))), _routers(pods)),
+        templates=templates,
+        stored=stored,
+        telemetry=state.telemetry,
+        telemetry_read=state.telemetry_read,
+        memory=state.memory,
+        rest=state.rest,
+        heard=heard,
+        problems=state.problems,
+    )
+
+
+def workers(fleet: InferenceFleet, state: FleetState, live: Live, where: Places) -> tuple[ObservedPod, ...]:
+    """Its worker pods, in name order."""
+    serving = observe_serving(live.get(("ConfigMap", router_name(fleet.metadata.name))))
+    busy = {name: load for tier in state.telemetry.values() for name, load in tier.busy.items()}
+    return observe_pods(pods_of(live), Surroundings(serving, where.leaving, sick_nodes(where.views), busy))
+
+
+def router_urls(live: Live, platform: Platform) -> list[str]:
+    """Base URLs of its routers that have an address."""
+    host, port = platform.router_host, platform.router_port
+    addresses = [ip for pod in _routers(pods_of(live)) if (ip := (pod.get("status") or {}).get("podIP"))]
+    return [f"http://{host or address}:{port}" for address in addresses]
+
+
+def pods_of(live: Live) -> list[Object]:
+    """All of its pods: workers, routers, those that fetch a model."""
+    return [obj for (kind, _), obj in live.items() if kind == "Pod"]
+
+
+def _routers(pods: list[Object]) -> list[Object]:
+    return [pod for pod in pods if pod["metadata"]["labels"].get(ROLE) == ROUTER_ROLE]

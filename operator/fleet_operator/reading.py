@@ -1,0 +1,132 @@
+"""What is read beside the passes: the load of tiers, workers that change their role, adapters, routers at zero. A fleet of which
+something new was read is looked at again; a source that hangs costs its own fleet only."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from fleet_api.v1alpha1 import InferenceFleet
+from fleet_operator.adapters.follow import AdapterFollower
+from fleet_operator.adapters.memory import AdapterMemory
+from fleet_operator.cluster.interface import Object
+from fleet_operator.fleet_objects import FleetObjects
+from fleet_operator.fleet_state import FleetState
+from fleet_operator.flip.follow import FlipFollower
+from fleet_operator.hearing import Hearing
+from fleet_operator.picture import Places, pods_of, router_urls, workers
+from fleet_operator.settings import Platform
+from fleet_operator.work_queue import Key
+from fleet_planner.types import Demand, TierTelemetry
+
+LOOK_S = 0.5
+"""How often it is asked what is due."""
+
+
+class Telemetry(Protocol):
+    """Reads the load of one fleet's tiers."""
+
+    async def collect(self, fleet: InferenceFleet, pods: list[Object], routers: list[str]) -> dict[str, TierTelemetry]:
+        """By tier; a tier that cannot be read is absent."""
+        ...
+
+    async def listen(self, routers: list[str]) -> Demand | None:
+        """See `Listen`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Who is asked."""
+
+    telemetry: Telemetry
+    flips: FlipFollower
+    adapters: AdapterFollower
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What the reconciler knows, as it changes."""
+
+    objects: FleetObjects
+    states: Mapping[Key, FleetState]
+    places: Callable[[], Places]
+    is_ours: Callable[[Key], bool]
+    touch: Callable[[Key], None]
+
+
+class Reader:
+    """Reads for every fleet, one reading of a kind at a time per fleet."""
+
+    def __init__(self, known: Known, sources: Sources, platform: Platform, now: Callable[[], float]) -> None:
+        self._known = known
+        self.sources = sources
+        self._platform = platform
+        self._now = now
+        self.hearing = Hearing(sources.telemetry.listen, self._router_urls, now)
+
+    async def run(self) -> None:
+        """Read each fleet's load on its interval, for ever."""
+        async with asyncio.TaskGroup() as group:
+            while True:
+                await asyncio.sleep(LOOK_S)
+                for reading in (*self._due(), *self.listen_due()):
+                    group.create_task(reading)
+
+    async def read_due(self) -> None:
+        """Read the load of every fleet whose interval is over, and wait for it."""
+        await asyncio.gather(*self._due())
+
+    def listen_due(self) -> list[Coroutine[Any, Any, None]]:
+        """One question per fleet at zero that is not asked already."""
+        return self.hearing.due(self._known.is_ours, self._known.touch)
+
+    def _due(self) -> list[Coroutine[Any, Any, None]]:
+        """One reading per fleet whose interval is over and that is not being read already; and one look at workers that change
+        their role."""
+        found, now = [], self._now()
+        for key, state in self._known.states.items():
+            if state.known is None or not self._known.is_ours(key):
+                continue
+            if not state.reading and now - state.read_at >= state.known.fleet.spec.telemetry.interval_s:
+                state.reading, state.read_at = True, now
+                found.append(self._read(key, state.known.fleet, state))
+            if state.changing and not state.following:
+                state.following = True
+                found.append(self._follow(key, state.known.fleet, state))
+            if state.adapters.due(state.known.fleet, now):
+                found.append(self._adapt(key, state.known.fleet, state.adapters))
+        return found
+
+    async def _follow(self, key: Key, fleet: InferenceFleet, state: FleetState) -> None:
+        """Tell and hear the workers of one fleet that change their role."""
+        try:
+            live = self._known.objects.children(key)
+            there = workers(fleet, state, live, self._known.places())
+            known = await self.sources.flips.follow(fleet, there, live, state.flips)
+            if known != state.flips:
+                state.flips = known
+                self._known.touch(key)
+        finally:
+            state.following = False
+
+    async def _adapt(self, key: Key, fleet: InferenceFleet, memory: AdapterMemory) -> None:
+        """Tell and hear the workers of one fleet about their adapters."""
+        if await memory.look(self.sources.adapters, fleet, self._known.objects.children(key), self._now):
+            self._known.touch(key)
+
+    async def _read(self, key: Key, fleet: InferenceFleet, state: FleetState) -> None:
+        try:
+            live = self._known.objects.children(key)
+            found = await self.sources.telemetry.collect(fleet, pods_of(live), router_urls(live, self._platform))
+            # what stays unknown is no news; that it grows old is seen at the next resync
+            if found != state.telemetry or not state.telemetry_read or state.restless:
+                state.telemetry, state.telemetry_read = found, True
+                self._known.touch(key)
+        finally:
+            state.reading = False
+
+    def _router_urls(self, key: Key) -> list[str]:
+        return router_urls(self._known.objects.children(key), self._platform)

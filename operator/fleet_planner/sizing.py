@@ -1,0 +1,105 @@
+"""The size of one tier: /scale by somebody, else load, inside bounds and ratio, then what nodes, quotas and the budget allow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from fleet_api.v1alpha1 import InferenceFleet
+from fleet_api.v1alpha1.tier import TierSpec
+from fleet_planner.capacity import Fitted, fit_budget, fit_cluster
+from fleet_planner.gang import as_pods
+from fleet_planner.ratio import Bounds, bounds_of, project
+from fleet_planner.replicas import Replica
+from fleet_planner.scale import ScaleDecision, ScaleInputs, want
+from fleet_planner.types import ROLES, Observed, Role, ScaleMemory
+
+
+def fit(
+    fleet: InferenceFleet,
+    tier: TierSpec,
+    decision: ScaleDecision,
+    observed: Observed,
+    workers: Sequence[Replica],
+    left: int | None,
+    now: float,
+) -> ScaleDecision:
+    """The decision as nodes, quotas and the `left` devices of the budget allow it."""
+    before = observed.memory.get(tier.name, ScaleMemory())
+    memory = replace(decision.memory, cap=before.cap, cap_until=before.cap_until, cap_reason=before.cap_reason)
+    wait_s = fleet.spec.scaling.capacity_wait_s
+    pods = as_pods(workers, before.gangs, wait_s, now)
+    if len({pod.revision for pod in pods}) > 1:  # a rollout has its own answer to a lack of room
+        placed = Fitted((decision.prefill, decision.decode), "", memory)
+    else:
+        want_now = decision.prefill, decision.decode
+        placed = fit_cluster(tier, want_now, pods, tuple(map(str, observed.problems)), memory, wait_s, now)
+    size, unpaid = fit_budget(tier, placed.size, observed.templates[tier.name].gpus, left)
+    limited = "; ".join(words for words in (placed.limited, unpaid) if words)
+    reason = f"{decision.reason}; {limited}" if limited else decision.reason
+    return replace(decision, prefill=size[0], decode=size[1], reason=reason, memory=placed.memory, limited=limited)
+
+
+def size_tier(fleet: InferenceFleet, tier: TierSpec, observed: Observed, now: float) -> ScaleDecision:
+    """Sizes of a tier: somebody's /scale first, then load, always inside bounds and ratio."""
+    revision, bounds = observed.templates[tier.name].revision, bounds_of(tier)
+    current = current_size(tier, observed)
+    scaled = scaled_by_others(tier.name, revision, observed)
+    memory = observed.memory.get(tier.name, ScaleMemory())
+    if scaled:
+        wish = (scaled.get("prefill", current[0]), scaled.get("decode", current[1]))
+        sizes = _follow(wish, scaled, bounds)
+        held = ScaleMemory(((now, *sizes),))  # the wish counts like a need of this moment, for one window
+        return ScaleDecision(*sizes, f"scaled by a user to {wish[0]} prefill and {wish[1]} decode workers", held)
+    if fleet.spec.scaling.mode == "manual":
+        return ScaleDecision(*project(*current, bounds), "scaling.mode is manual", memory)
+    inputs = ScaleInputs(tier, fleet.spec.slo, fleet.spec.scaling, fleet.spec.telemetry.interval_s, current)
+    decision = want(inputs, observed.telemetry.get(tier.name), memory, now)
+    sizes = project(decision.prefill, decision.decode, bounds)  # bounds may have changed while holding
+    return ScaleDecision(*sizes, decision.reason, decision.memory, decision.held)
+
+
+def _follow(wish: tuple[int, int], scaled: dict[Role, int], bounds: Bounds) -> tuple[int, int]:
+    """The pair nearest to the wish that keeps the scaled role where the user put it, if the other role's bounds allow."""
+    pinned = Bounds(
+        prefill_min=_clamp(wish[0], bounds.prefill_min, bounds.prefill_max) if "prefill" in scaled else bounds.prefill_min,
+        prefill_max=_clamp(wish[0], bounds.prefill_min, bounds.prefill_max) if "prefill" in scaled else bounds.prefill_max,
+        decode_min=_clamp(wish[1], bounds.decode_min, bounds.decode_max) if "decode" in scaled else bounds.decode_min,
+        decode_max=_clamp(wish[1], bounds.decode_min, bounds.decode_max) if "decode" in scaled else bounds.decode_max,
+        low=bounds.low,
+        high=bounds.high,
+    )
+    try:
+        return project(*wish, pinned)
+    except ValueError:
+        return project(*wish, bounds)
+
+
+def _clamp(value: int, low: int, high: int) -> int:
+    return max(low, min(value, high))
+
+
+def current_size(tier: TierSpec, observed: Observed) -> tuple[int, int]:
+    """What was planned last; the spec's initial size before that."""
+    revision = observed.templates[tier.name].revision
+    found: dict[Role, int] = {}
+    for role in ROLES:
+        pools = [pool for pool in observed.pools if pool.tier == tier.name and pool.role == role and pool.size is not None]
+        newest = next((pool for pool in pools if pool.revision == revision), pools[0] if pools else None)
+        if newest is not None and newest.size is not None:
+            found[role] = newest.size
+    initial = tier.initial
+    return found.get("prefill", initial[0]), found.get("decode", initial[1])
+
+
+def scaled_by_others(tier: str, revision: str, observed: Observed) -> dict[Role, int]:
+    """Wanted size of each role whose pool's spec.replicas is not what the operator wrote: while two revisions share a role, what
+    was added to one pool or taken from it counts for the role. Before the wanted revision has a pool the ones before it count: a
+    user may scale and change the template while the operator is away."""
+    pools = [pool for pool in observed.pools if pool.tier == tier]
+    newest = {pool.role for pool in pools if pool.revision == revision}
+    return {
+        pool.role: max(0, (pool.size or pool.planned) + pool.replicas - pool.planned)
+        for pool in pools
+        if (pool.revision == revision or pool.role not in newest) and pool.planned is not None and pool.replicas != pool.planned
+    }

@@ -1,0 +1,78 @@
+"""Log lines: one JSON object each, on standard error. Never a prompt, a key or what a client wrote: ids, names and numbers.
+
+Lines about requests are bounded per second; how many were left out is said by the next one.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+
+from fleet_router.admission.bucket import Bucket
+from fleet_router.config import ExplainBounds
+from fleet_router.explain.record import Record
+
+_ENCODER = msgspec.json.Encoder(enc_hook=str)
+
+
+def write(line: str) -> None:
+    """To standard error; a reader that is gone is no reason to fail."""
+    print(line, file=sys.stderr, flush=True)
+
+
+class Journal:
+    """One per process."""
+
+    def __init__(self, out: Callable[[str], None] = write) -> None:
+        self._out = out
+        self._left_out = 0
+        self._bucket = Bucket(1.0, 1)
+        self.requests = "none"
+
+    def follow(self, bounds: ExplainBounds) -> None:
+        """Which requests get a line, and how many of them in a second."""
+        self.requests = bounds.log
+        self._bucket = Bucket(bounds.log_lines_per_s, bounds.log_lines_per_s)
+
+    def say(self, event: str, **fields: object) -> None:
+        """One line."""
+        at = datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="milliseconds")
+        self._out(_ENCODER.encode({"time": at, "event": event, **fields}).decode())
+
+    def request(self, record: Record, now: float) -> None:
+        """A request ended."""
+        if not self._bucket.take_if(1, int(now * 1e9)):
+            self._left_out += 1
+            return
+        fields = _fields(record)
+        if self._left_out:
+            fields["left_out"], self._left_out = self._left_out, 0
+        self.say("request", **fields)
+
+
+def _fields(record: Record) -> dict[str, Any]:
+    last = record.tries[-1] if record.tries else None
+    found = {
+        "request_id": record.request_id,
+        "path": record.path.decode("latin-1"),
+        "tenant": record.lane.account.name,
+        "class": record.lane.slo_class.name,
+        "adapter": record.adapter,
+        "ended": record.ended,
+        "status": record.status or (record.error.status if record.error is not None else 0),
+        "code": record.error.code if record.error is not None else "",
+        "tries": len(record.tries),
+        "reason": last.found.reason if last is not None else "",
+        "prefill": last.prefill.endpoint.name if last is not None and last.prefill is not None else "",
+        "decode": last.decode.endpoint.name if last is not None and last.decode is not None else "",
+        "why": next((one.why for one in reversed(record.tries) if one.why), ""),
+        "first_byte_s": round(record.first_at - record.came_at, 6) if record.first_at else "",
+        "took_s": round(record.ended_at - record.came_at, 6),
+        "trace_id": record.trace.trace_id if record.trace is not None else "",
+    }
+    return {name: value for name, value in found.items() if value != ""}

@@ -1,0 +1,109 @@
+"""What is remembered of one request: references and times, filled in by its flow. Text is made when somebody asks for it.
+
+Never a prompt, a key or a body: sizes and names only, so that whoever may read records learns nothing that was said.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from fleet_router.admission.lanes import Lane
+    from fleet_router.errors import RequestError
+    from fleet_router.explain.trace import Trace
+    from fleet_router.policy.choose import Choice, Refusal
+    from fleet_router.workers import Worker
+
+Ended = Literal["", "answered", "refused", "failed", "left"]
+"""Empty: it runs. `left`: the client did not wait for the first byte."""
+
+
+class Try:
+    """One attempt: what was decided, and when its legs were sent and over. Times are on the router's clock, 0: not so far."""
+
+    __slots__ = ("at", "decided_s", "decode", "found", "prefill", "prefilled_at", "why", "wrong_at")
+
+    def __init__(
+        self, at: float, decided_s: float, found: Choice | Refusal, prefill: Worker | None, decode: Worker | None
+    ) -> None:
+        self.at = at
+        """When the first leg was sent."""
+        self.decided_s = decided_s
+        self.found = found
+        self.prefill = prefill
+        """None: the decode worker prefills; both None: nobody was found."""
+        self.decode = decode
+        self.prefilled_at = 0.0
+        """When the KV was ready and the decode leg was sent."""
+        self.wrong_at = 0.0
+        self.why = ""
+        """What went wrong, in our words."""
+
+
+class Record:
+    """One request. `trace` is set while its spans are wanted; `onward` are header lines for workers."""
+
+    __slots__ = (
+        "adapter", "begun_at", "came_at", "ended", "ended_at", "error", "first_at", "lane", "last_at", "leg_id", "onward", "path",
+        "prompt_bytes", "request_id", "shown", "status", "stream", "trace", "tries", "waited", "writes",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        ids: tuple[str, str],
+        path: bytes,
+        lane: Lane,
+        adapter: str,
+        prompt_bytes: int,
+        came_at: float,
+        *,
+        stream: bool,
+    ) -> None:
+        self.request_id, self.leg_id = ids
+        self.path, self.lane = path, lane
+        self.adapter, self.prompt_bytes, self.stream = adapter, prompt_bytes, stream
+        self.came_at = came_at
+        self.begun_at = 0.0
+        """When a slot was free and the first decision was begun."""
+        self.waited = False
+        """For a slot, or for workers."""
+        self.tries: list[Try] = []
+        self.first_at = self.last_at = self.ended_at = 0.0
+        self.writes = 0
+        """Times that the answer's bytes came."""
+        self.status = 0
+        """Of the answer; 0: none was begun."""
+        self.ended: Ended = ""
+        self.error: RequestError | None = None
+        """What the client was told instead of an answer, or at its end."""
+        self.shown = False
+        """The answer's head tells of the decision."""
+        self.trace: Trace | None = None
+        self.onward = b""
+
+    def tried(self, at: float, decided_s: float, found: Choice | Refusal, prefill: Worker | None, decode: Worker | None) -> None:
+        """A decision was made; both workers None: nobody can answer now."""
+        if self.tries and self.tries[-1].decode is None:
+            self.tries.pop()  # it waited for workers: how often it looked says nothing
+            self.waited = True
+        if not self.tries:
+            self.begun_at = at - decided_s
+        self.tries.append(Try(at, decided_s, found, prefill, decode))
+        if self.trace is not None:
+            self.onward = self.trace.to_leg(2 * len(self.tries) - 1)
+
+    def prefilled(self, at: float) -> None:
+        """The prefill leg is done, the decode leg is sent."""
+        self.tries[-1].prefilled_at = at
+        if self.trace is not None:
+            self.onward = self.trace.to_leg(2 * len(self.tries))
+
+    def went_wrong(self, at: float, why: str) -> None:
+        """The last attempt failed; there may be another."""
+        if self.tries:
+            self.tries[-1].wrong_at, self.tries[-1].why = at, why
+
+    @property
+    def smooth(self) -> bool:
+        """Answered, at the first attempt."""
+        return self.ended == "answered" and self.error is None and len(self.tries) == 1 and not self.tries[0].why

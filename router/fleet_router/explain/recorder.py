@@ -1,0 +1,158 @@
+"""The bounded memory of decisions of one process, and who is told when a request is over.
+
+Three rings, so that what went wrong is not pushed out by what went well, and neither by a flood of refusals.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+from fleet_router.admission.bucket import Bucket
+from fleet_router.admission.gate import Ticket
+from fleet_router.config import ExplainBounds, RouterConfig, TraceConfig
+from fleet_router.errors import RequestError
+from fleet_router.explain.export import Exporter
+from fleet_router.explain.inference_metrics import Counts
+from fleet_router.explain.journal import Journal
+from fleet_router.explain.record import Ended, Record
+from fleet_router.explain.trace import PARENT, STATE, Trace, passed_on, read
+from fleet_router.policy.choose import Choice
+from fleet_router.request import Ask
+from fleet_router.workers import Worker
+
+ENDED: Mapping[str, Ended] = {"answered": "answered", "refused": "refused", "failed": "failed", "left": "left"}
+STOP_S = 5.0
+
+
+class Refused(NamedTuple):
+    """A request that was turned away before anything was decided."""
+
+    at: float
+    request_id: str
+    path: bytes
+    tenant: str
+    error: RequestError
+
+
+class Recorder:
+    """One per process."""
+
+    def __init__(self, clock: Callable[[], float], journal: Journal) -> None:
+        self._clock = clock
+        self._random = random.Random()  # noqa: S311 - ids of traces are no secrets
+        self._bounds = ExplainBounds()
+        self._traces = TraceConfig()
+        self._rate = Bucket(1.0, 1)
+        self._journal = journal
+        self.counts = Counts()
+        self.exporter: Exporter | None = None
+        self.running: set[Record] = set()
+        self.smooth: deque[Record] = deque(maxlen=self._bounds.records)
+        self.troubled: deque[Record] = deque(maxlen=self._bounds.troubled)
+        self.refusals: deque[Refused] = deque(maxlen=self._bounds.refused)
+
+    def follow(self, bounds: ExplainBounds, traces: TraceConfig, service: str) -> None:
+        """New sizes, another collector; what is remembered stays as far as it fits."""
+        if bounds != self._bounds:
+            self._bounds = bounds
+            self.smooth = deque(self.smooth, bounds.records)
+            self.troubled = deque(self.troubled, bounds.troubled)
+            self.refusals = deque(self.refusals, bounds.refused)
+        self._journal.follow(bounds)
+        if traces != self._traces:
+            self._traces = traces
+            self._rate = Bucket(traces.per_second, traces.per_second)
+            if self.exporter is not None:
+                self.exporter.stop()
+            self.exporter = Exporter(traces, service, self._clock) if traces.endpoint else None
+            if self.exporter is not None:
+                self.exporter.start()
+
+    def stop(self) -> None:
+        """Send what is left; takes some seconds at most."""
+        if self.exporter is not None:
+            self.exporter.stop()
+            self.exporter.join(STOP_S)
+
+    # -- one request ------------------------------------------------------------------------------------------------
+    def open(self, ids: tuple[str, str], path: bytes, ask: Ask, ticket: Ticket, kept: Mapping[bytes, bytes]) -> Record:
+        """A request was admitted, or waits to be. `ids`: the client's name of it and the workers'; `kept`: its headers."""
+        record = Record(ids, path, ticket.lane, ask.adapter, len(ask.prompt), self._clock(), stream=ask.stream)
+        if kept or self.exporter is not None:
+            self._trace(record, kept.get(PARENT, b""), kept.get(STATE, b""))
+        record.waited = ticket.waiting
+        self.running.add(record)
+        return record
+
+    def _trace(self, record: Record, parent: bytes, state: bytes) -> None:
+        """Is it one whose spans we make? Who sends a context decides that, within our rate."""
+        found = read(parent, state) if parent else None
+        wanted = self.exporter is not None and (found[2] if found is not None else self._random.random() < self._traces.sample)
+        if not (wanted and self._rate.take_if(1, self._now_ns())):
+            record.onward = passed_on(parent, state) if found is not None else b""
+            return
+        trace_id, span = (found[0], found[1]) if found is not None else (f"{self._random.getrandbits(128) or 1:032x}", "")
+        record.trace = Trace(trace_id, span, self._random.getrandbits(64), found[3] if found is not None else b"")
+
+    def decided(self, record: Record, at: float, found: Choice, prefill: Worker | None, decode: Worker) -> None:
+        """An attempt begins; the decision began `at`."""
+        now = self._clock()
+        record.tried(now, now - at, found, prefill, decode)
+        if found.offer is not None and found.ask is not None:
+            self.counts.decided(now - at, found.ask.tokens, found.offer.missing)
+        else:
+            self.counts.decisions.observe(now - at)
+
+    def close(self, record: Record, outcome: str, last_at: float, writes: int) -> None:
+        """It ended, however; once."""
+        record.ended_at = self._clock()
+        record.last_at, record.writes = last_at, writes
+        record.ended = ENDED[outcome]
+        self.running.discard(record)
+        smooth = record.smooth
+        (self.smooth if smooth else self.troubled).append(record)
+        self.counts.ended(record)
+        if record.trace is not None and self.exporter is not None:
+            self.exporter.put(record)
+        if self._journal.requests == "all" or (self._journal.requests == "troubled" and not smooth):
+            self._journal.request(record, record.ended_at)
+
+    def refused(self, request_id: str, path: bytes, tenant: str, error: RequestError) -> None:
+        """It was turned away at the door."""
+        self.refusals.append(Refused(self._clock(), request_id, path, tenant, error))
+
+    # -- what is known ----------------------------------------------------------------------------------------------
+    def records(self) -> Iterator[Record]:
+        """Newest first within each kind; what runs comes first."""
+        yield from self.running
+        yield from reversed(self.troubled)
+        yield from reversed(self.smooth)
+
+    def lines(self, config: RouterConfig, ready: int, index_keys: int, waiting: int) -> list[str]:
+        """Prometheus text."""
+        kept = {
+            "running": len(self.running),
+            "answered": len(self.smooth),
+            "troubled": len(self.troubled),
+            "refused": len(self.refusals),
+        }
+        out = ["# TYPE fleet_router_records gauge"]
+        out += [f'fleet_router_records{{kind="{kind}"}} {count}' for kind, count in kept.items()]
+        out.append("# TYPE fleet_router_traced_requests_total counter")
+        out += [f'fleet_router_traced_requests_total{{result="{result}"}} {count}' for result, count in self._traced().items()]
+        running = (record.adapter for record in self.running)
+        return out + self.counts.lines(config.served_name, config.fleet, running, ready, index_keys, waiting)
+
+    def _traced(self) -> dict[str, int]:
+        one = self.exporter
+        return (
+            {"sent": 0, "dropped": 0, "failed": 0}
+            if one is None
+            else {"sent": one.sent, "dropped": one.dropped, "failed": one.failed}
+        )
+
+    def _now_ns(self) -> int:
+        return int(self._clock() * 1e9)

@@ -1,0 +1,134 @@
+"""A record as people and programs read it. Pure; seconds are rounded to microseconds, offsets are from the request's arrival."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+from typing import Any
+
+from fleet_router.explain.record import Record, Try
+from fleet_router.explain.recorder import Refused
+from fleet_router.policy.choose import Choice
+from fleet_router.policy.cost import Offer, Weighed
+from fleet_router.workers import Worker
+
+Shown = dict[str, Any]
+
+
+def shown(record: Record, epoch_s: float) -> Shown:
+    """`epoch_s`: what the router's clock plus it makes Unix time."""
+    begun = record.came_at
+    return _given({
+        "request_id": record.request_id,
+        "worker_request_id": record.leg_id,
+        "at": round(begun + epoch_s, 6),
+        "state": record.ended or "running",
+        "status": record.status or (record.error.status if record.error is not None else None),
+        "error": _error(record),
+        "path": record.path.decode("latin-1"),
+        "tenant": record.lane.account.name,
+        "class": record.lane.slo_class.name,
+        "adapter": record.adapter,
+        "stream": record.stream,
+        "prompt_bytes": record.prompt_bytes,
+        "waited_s": _since(record.begun_at, begun),
+        "first_byte_s": _since(record.first_at, begun),
+        "last_byte_s": _since(record.last_at, begun) if record.first_at else None,
+        "ended_s": _since(record.ended_at, begun),
+        "writes": record.writes,
+        "trace_id": record.trace.trace_id if record.trace is not None else None,
+        "tries": [_try(one, begun) for one in record.tries],
+    })  # fmt: skip
+
+
+def refused(one: Refused, epoch_s: float) -> Shown:
+    """One that nothing was decided for."""
+    said = {"status": one.error.status, "code": one.error.code, "reason": one.error.reason}
+    return _given({
+        "request_id": one.request_id, "at": round(one.at + epoch_s, 6), "state": "refused", "status": one.error.status,
+        "error": _given(said), "path": one.path.decode("latin-1"), "tenant": one.tenant, "tries": [],
+    })  # fmt: skip
+
+
+def header(record: Record) -> bytes:
+    """The decision in a line of the answer's head; empty before there is one."""
+    if not record.tries:
+        return b""
+    one = record.tries[-1]
+    found = _try(one, record.came_at)
+    names = ("reason", "prefill", "decode", "cost_s", "prompt_tokens", "missing_tokens", "compared")
+    given = {name: found[name] for name in names if name in found}
+    said = [f'{name}="{value}"' if isinstance(value, str) else f"{name}={value}" for name, value in given.items()]
+    return ("\r\nx-fleet-decision: " + "; ".join([*said, f"tries={len(record.tries)}"])).encode("latin-1", "replace")
+
+
+def _error(record: Record) -> Shown | None:
+    error = record.error
+    return None if error is None else _given({"status": error.status, "code": error.code, "reason": error.reason})
+
+
+def _try(one: Try, begun: float) -> Shown:
+    said: Shown = {
+        "at_s": _since(one.at, begun),
+        "decided_s": round(one.decided_s, 6),
+        "reason": one.found.reason,
+        "prefill": _name(one.prefill),
+        "decode": _name(one.decode),
+        "prefilled_s": _since(one.prefilled_at, begun),
+        "failed_s": _since(one.wrong_at, begun),
+        "why": one.why,
+    }
+    if isinstance(one.found, Choice):
+        said |= _cost(one.found)
+    return _given(said)
+
+
+def _cost(found: Choice) -> Shown:
+    """What the policy by cost knew; the others have no costs."""
+    if found.offer is None or found.ask is None:
+        return {}
+    offer, sides = found.offer, found.ask.seen
+    return {
+        "cost_s": round(offer.cost_s, 6), "prompt_tokens": round(found.ask.tokens), "missing_tokens": round(offer.missing),
+        "moved_tokens": round(offer.moved), "compared": offer.looked,
+        "pair_s": _pair_s(offer, sides), "candidates": [row for side in sides for row in _side(side, found.ask.by_cost)],
+    }  # fmt: skip
+
+
+def _pair_s(offer: Offer, sides: Sequence[Weighed]) -> float | None:
+    """What the chosen pair costs above the least of all pairs; None without a transfer."""
+    if offer.prefill is None:
+        return None
+    found = {worker.uid: side.costs[i] for side in sides for i, worker in enumerate(side.workers)}
+    return round(offer.cost_s - found[offer.prefill.uid] - found[offer.decode.uid], 6)
+
+
+def _side(side: Weighed, by_cost: bool) -> list[Shown]:
+    """The candidates of one side of one group, cheapest first. `by_cost`: prefilling on a decode worker was weighed too."""
+    rows = [
+        {
+            "worker": _name(worker), "role": "prefill" if side.local is None else "decode", "tier": side.group[0],
+            "missing_tokens": round(side.missing(i)), "cost_s": _seconds(side.costs[i]),
+            **({} if side.local is None or not by_cost else {"local_s": _seconds(side.local[i])}),
+        }
+        for i, worker in enumerate(side.workers)
+    ]  # fmt: skip
+    return sorted(rows, key=lambda row: inf if row["cost_s"] is None else row["cost_s"])
+
+
+def _seconds(cost_s: float) -> float | None:
+    """None: its queue alone was longer than what others cost."""
+    return None if cost_s == inf else round(cost_s, 6)
+
+
+def _name(worker: object) -> str | None:
+    return worker.endpoint.name if isinstance(worker, Worker) else None
+
+
+def _since(at: float, begun: float) -> float | None:
+    return round(at - begun, 6) if at else None
+
+
+def _given(said: Shown) -> Shown:
+    """Without what is not known."""
+    return {name: value for name, value in said.items() if value not in (None, "")}

@@ -1,0 +1,114 @@
+"""What to say next: rows that changed, everything once a second, new prefixes. Datagrams of bounded size and number. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Final
+
+import msgspec
+
+from fleet_router.gossip.message import DATAGRAM_BYTES, MAC_BYTES, MOST_KEYS, Hint, Load, Message, Use
+
+REFRESH_S: Final = 1.0
+HINT_AGAIN_S: Final = 5.0
+"""The same prefix at the same worker is not told again sooner."""
+MOST_HINTS_KNOWN: Final = 16_384
+MOST_DATAGRAMS: Final = 24
+"""In one round. What does not fit waits for the next one, and hints are dropped."""
+LOAD_BYTES: Final = 9 + 5 + 5 + 9 + 9 + 1
+USE_BYTES: Final = 9 + 5 + 9 + 9 + 1
+KEY_BYTES: Final = 9
+HEAD_BYTES: Final = MAC_BYTES + 1 + 1 + 4 * 9 + 3 * 3
+
+Row = Load | Use | Hint
+Said = Mapping[int, tuple[Load, float]] | Mapping[int, tuple[Use, float]]
+
+
+class Report:
+    """Remembers what was said. `sender`: this process's number, unlike any other's."""
+
+    def __init__(self, sender: int, began: float) -> None:
+        self.sender = sender
+        self._began = began
+        self._number = 0
+        self._loads: dict[int, tuple[Load, float]] = {}
+        self._uses: dict[int, tuple[Use, float]] = {}
+        self._hints: dict[tuple[int, int], float] = {}
+        """(worker, last key) → when it was told; the oldest first."""
+        self._spoke_at = -REFRESH_S
+
+    def next(self, loads: Iterable[Load], uses: Iterable[Use], hints: Iterable[Hint], now: float, stamp_ms: int) -> list[Message]:
+        """The datagrams of this round; none when there is nothing new, but one a second anyhow."""
+        said: list[Row] = [row for row in loads if self._is_news(self._loads, row.worker, row, now)]
+        said += [row for row in uses if self._is_news(self._uses, row.tenant, row, now)]
+        said += [hint for hint in hints if self._is_new_hint(hint, now)]
+        if not said and now - self._spoke_at < REFRESH_S:
+            return []
+        self._spoke_at = now
+        out = []
+        for part in list(_packed(said))[:MOST_DATAGRAMS]:
+            self._note(part, now)
+            out.append(self._message(part, now, stamp_ms))
+        return out
+
+    @staticmethod
+    def _is_news(known: Said, name: int, row: Load | Use, now: float) -> bool:
+        before = known.get(name)
+        if before is None:
+            return any(msgspec.structs.astuple(row)[1:])
+        return before[0] != row or now - before[1] >= REFRESH_S
+
+    def _is_new_hint(self, hint: Hint, now: float) -> bool:
+        told_at = self._hints.get((hint.worker, hint.keys[-1]))
+        return told_at is None or now - told_at >= HINT_AGAIN_S
+
+    def _note(self, part: list[Row], now: float) -> None:
+        for row in part:
+            if isinstance(row, Load):
+                self._loads[row.worker] = (row, now)
+            elif isinstance(row, Use):
+                self._uses[row.tenant] = (row, now)
+            else:
+                self._hints.pop((row.worker, row.keys[-1]), None)
+                self._hints[row.worker, row.keys[-1]] = now
+                if len(self._hints) > MOST_HINTS_KNOWN:
+                    del self._hints[next(iter(self._hints))]
+
+    def _message(self, part: list[Row], now: float, stamp_ms: int) -> Message:
+        self._number += 1
+        return Message(
+            1, self.sender, self._number, stamp_ms, int((now - self._began) * 1000),
+            tuple(row for row in part if isinstance(row, Load)),
+            tuple(row for row in part if isinstance(row, Use)),
+            tuple(row for row in part if isinstance(row, Hint)),
+        )  # fmt: skip
+
+    def forget(self, workers: set[int], tenants: set[int]) -> None:
+        """Only these exist still."""
+        self._loads = {name: row for name, row in self._loads.items() if name in workers}
+        self._uses = {name: row for name, row in self._uses.items() if name in tenants}
+
+
+def hint_of(worker: int, keys: Sequence[int]) -> Hint:
+    """As much of a prompt as one datagram takes."""
+    return Hint(worker, tuple(keys[:MOST_KEYS]))
+
+
+def _bytes_of(row: Row) -> int:
+    if isinstance(row, Hint):
+        return KEY_BYTES * (len(row.keys) + 1) + 4
+    return LOAD_BYTES if isinstance(row, Load) else USE_BYTES
+
+
+def _packed(rows: list[Row]) -> Iterator[list[Row]]:
+    """In order, as many into each datagram as surely fit; one that is empty when there is nothing."""
+    part: list[Row] = []
+    left = DATAGRAM_BYTES - HEAD_BYTES
+    for row in rows:
+        size = _bytes_of(row)
+        if size > left and part:
+            yield part
+            part, left = [], DATAGRAM_BYTES - HEAD_BYTES
+        part.append(row)
+        left -= size
+    yield part

@@ -1,0 +1,129 @@
+"""`fleet explain`: records of a real router in words, asked over HTTP; what happens when nobody has one or one may not ask."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fleet_cli.explain.told import told
+from fleet_cli.main import main
+from tests.fleet_router.rig import Rig, ask, http, run
+
+
+def explained(rig: Rig, *arguments: str) -> Any:
+    return asyncio.to_thread(main, ["explain", *arguments, "--url", f"http://127.0.0.1:{rig.port}"])
+
+
+def test_a_request_is_explained_in_words(capsys: pytest.CaptureFixture[str]):
+    async def go(rig: Rig) -> None:
+        await rig.raw(http(ask(stream=True), "connection: close", "x-request-id: mine"))
+        assert await explained(rig, "mine") == 0
+
+    run(go, prefill=2)
+    text = capsys.readouterr().out
+    assert text.startswith("request   mine, ")
+    assert "prompt 2002 bytes, stream" in text
+    assert "answered  status 200, decided after 0." in text
+    assert "decision  remote prefill, prefill-" in text
+    assert "about 667 tokens, 667 not cached, 667 to move" in text
+    assert text.count("<- chosen") == 2
+    assert text.count("prefill  prefill-") == 2
+
+
+def test_records_as_they_are_and_the_latest_ones(capsys: pytest.CaptureFixture[str]):
+    async def go(rig: Rig) -> None:
+        for _ in range(3):
+            await rig.post(ask(prompt="short"))
+        assert await explained(rig, "--json") == 0
+
+    run(go)
+    found = json.loads(capsys.readouterr().out)
+    assert [one["state"] for one in found] == ["answered"] * 3
+    assert found[0]["at"] > found[2]["at"]
+
+
+def test_an_unknown_request_is_exit_code_1(capsys: pytest.CaptureFixture[str]):
+    async def go(rig: Rig) -> None:
+        assert await explained(rig, "nobody") == 1
+
+    run(go)
+    assert "no router has a record of request nobody" in capsys.readouterr().err
+
+
+def test_a_right_is_needed_and_the_key_is_never_an_argument(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from tests.fleet_router.test_explain import KEYS, parse_tenants, tenants
+
+    async def go(rig: Rig) -> None:
+        rig.router._desk.tenants_needed = True
+        rig.router.know(parse_tenants(tenants()))
+        await rig.raw(http(ask(prompt="short"), f"authorization: Bearer {KEYS['none']}", "connection: close"))
+        assert await explained(rig) == 1
+        monkeypatch.setenv("FLEET_API_KEY", KEYS["none"])
+        assert await explained(rig) == 1
+        (tmp_path / "key").write_text(KEYS["all"] + "\n")
+        assert await explained(rig, "--key-file", str(tmp_path / "key")) == 0
+
+    run(go)
+    said = capsys.readouterr()
+    assert "API key" in said.err
+    assert "need a key with that right" in said.err
+    assert "tenant t-none" in said.out
+    assert not any(key in said.out + said.err for key in KEYS.values())
+
+
+def test_nobody_there_is_one_line(capsys: pytest.CaptureFixture[str]):
+    assert main(["explain", "x", "--url", "http://127.0.0.1:9"]) == 1
+    assert capsys.readouterr().err == "fleet: http://127.0.0.1:9: no answer of a router (ConnectError)\n"
+
+
+KUBECTL = """#!/bin/sh
+echo "$@" >> {log}
+case "$*" in
+  *get*pods*) echo '{{"items": [{{"metadata": {{"name": "r-1"}}, "status": {{"phase": "Running"}}}},
+                               {{"metadata": {{"name": "r-2"}}, "status": {{"phase": "Pending"}}}}]}}' ;;
+  *port-forward*) echo "Forwarding from 127.0.0.1:{port} -> 8080"; exec sleep 60 ;;
+esac
+"""
+
+
+def test_a_fleet_in_a_cluster_is_asked_by_port_forward(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """kubectl is a stand-in here: no kubelet runs in unit tests."""
+
+    async def go(rig: Rig) -> None:
+        script = tmp_path / "kubectl"
+        script.write_text(KUBECTL.format(log=tmp_path / "log", port=rig.port))
+        script.chmod(script.stat().st_mode | stat.S_IXUSR)
+        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+        await rig.raw(http(ask(), "connection: close", "x-request-id: mine"))
+        assert await asyncio.to_thread(main, ["explain", "mine", "--fleet", "llama", "-n", "ml"]) == 0
+
+    run(go)
+    asked = (tmp_path / "log").read_text().splitlines()
+    assert asked[0].startswith("--namespace ml get pods -l inferencefleet.io/fleet=llama,inferencefleet.io/role=router")
+    assert [line for line in asked if "port-forward" in line] == ["--namespace ml port-forward pod/r-1 :8080 --address 127.0.0.1"]
+    assert "remote prefill" in capsys.readouterr().out
+
+
+def test_a_refused_request_has_no_decision_to_tell():
+    said = told(
+        {"request_id": "r", "at": 0.0, "state": "refused", "status": 429, "error": {"code": "c", "reason": "r"}, "tries": []}
+    )
+    assert said == "request   r, 1970-01-01T00:00:00.000+00:00\nrefused   status 429, error c, reason r\n"
+
+
+def test_many_candidates_are_counted():
+    rows = [{"role": "decode", "worker": f"d-{i}", "cost_s": 0.1, "missing_tokens": 1, "local_s": 0.2} for i in range(11)]
+    one = {"reason": "local prefill costs less", "decode": "d-9", "decided_s": 0.00002, "candidates": rows}
+    said = told({"request_id": "r", "at": 0.0, "state": "running", "tries": [one]})
+    assert "and 2 more" in said
+    assert "with its own prefill  <- chosen" in said
+    assert "decided in 20 us" in said

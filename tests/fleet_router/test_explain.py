@@ -1,0 +1,252 @@
+"""Decision records: what they say, who may read them, how many there are."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from fleet_router.admission.tenants import parse_tenants
+from fleet_router.config import ExplainBounds
+from fleet_router.explain.journal import Journal
+from fleet_router.explain.route import rights_of
+from tests.fleet_router.fake_worker import answer
+from tests.fleet_router.rig import CONFIG, Rig, answer_of, ask, http, run, until
+
+KEYS = {"own": "sk-own-key", "all": "sk-all-key", "none": "sk-none-key"}
+
+
+def tenants() -> bytes:
+    rows = [
+        {"name": f"t-{name}", "keys": ["sha256:" + hashlib.sha256(key.encode()).hexdigest()], "decisions": name}
+        for name, key in KEYS.items()
+    ]
+    return json.dumps({"salt": "s" * 32, "tenants": rows}).encode()
+
+
+async def said(rig: Rig, query: str = "", *headers: str) -> tuple[int, Any]:
+    got = await rig.raw(http(b"", "connection: close", *headers, path=f"/debug/decisions{query}", method="GET"))
+    head, _, body = got.partition(b"\r\n\r\n")
+    return int(head.split(b" ")[1]), json.loads(body)
+
+
+def test_a_record_names_candidates_costs_choice_and_reason():
+    async def go(rig: Rig) -> None:
+        await rig.raw(http(ask(), "connection: close", "x-request-id: mine"))
+        status, found = await said(rig, "?id=mine")
+        assert status == 200
+        (one,) = found["decisions"]
+        assert (one["state"], one["status"], one["prompt_bytes"], one["class"]) == ("answered", 200, 2002, "default")
+        (first,) = one["tries"]
+        assert (first["reason"], first["prefill"]) == ("remote prefill", f"prefill-{rig.prefill[0].port}")
+        assert 0 < first["at_s"] <= first["prefilled_s"] <= one["first_byte_s"] <= one["ended_s"]
+        sides = {(row["role"], row["worker"]) for row in first["candidates"]}
+        assert sides == {("prefill", first["prefill"]), *(("decode", f"decode-{w.port}") for w in rig.decode)}
+        assert all(row["cost_s"] >= 0 and row["missing_tokens"] > 0 for row in first["candidates"])
+        cost_s = {row["worker"]: row["cost_s"] for row in first["candidates"]}
+        parts_s = cost_s[first["prefill"]] + cost_s[first["decode"]] + first["pair_s"]
+        assert (first["cost_s"], first["pair_s"] > 0) == (pytest.approx(parts_s, abs=1e-5), True)  # a pair that never met
+        assert (await said(rig, f"?id={one['worker_request_id']}"))[0] == 200
+
+    run(go, decode=2)  # fmt: skip
+
+
+def test_no_record_holds_what_a_client_wrote():
+    async def go(rig: Rig) -> None:
+        await rig.post(ask(prompt="CANARY " * 200, user="CANARY"))
+        await rig.post({"model": "CANARY", "prompt": "CANARY"})
+        await rig.raw(http(b"", "connection: close", path="/CANARY?CANARY", method="GET"))
+        _, found = await said(rig)
+        assert len(found["decisions"]) == 3
+        assert "CANARY" not in json.dumps(found)
+
+    run(go)
+
+
+def test_a_failed_attempt_and_the_next_one_are_both_told():
+    async def go(rig: Rig) -> None:
+        async def break_once(_: Any, writer: asyncio.StreamWriter) -> bool:
+            rig.decode[0].behave = rig.decode[1].behave = None
+            answer(writer, 500, {})
+            return True
+
+        rig.decode[0].behave = rig.decode[1].behave = break_once
+        await rig.post(ask(prompt="short"))
+        _, found = await said(rig)
+        first, second = found["decisions"][0]["tries"]
+        assert (first["why"], "why" in second) == ("decode answered 500", False)
+        assert first["decode"] != second["decode"]
+        assert len(rig.context.recorder.troubled) == 1
+
+    run(go, decode=2)
+
+
+def test_what_runs_is_there_already_and_who_left_is_told_apart():
+    async def go(rig: Rig) -> None:
+        async def hang(_: Any, writer: asyncio.StreamWriter) -> bool:
+            await over.wait()
+            answer(writer, 200, {})
+            return True
+
+        over = asyncio.Event()
+        rig.decode[0].behave = hang
+        _, writer, connection = await rig.connect()
+        writer.write(http(ask(prompt="short")))
+        await until(lambda: connection.flow is not None)
+        assert [one["state"] for one in (await said(rig))[1]["decisions"]] == ["running"]
+        writer.transport.abort()
+        await until(lambda: rig.sweep() is None and not rig.context.recorder.running)
+        (one,) = (await said(rig))[1]["decisions"]
+        assert (one["state"], one["tries"][0]["why"]) == ("left", "the client left")
+        over.set()
+
+    run(go)
+
+
+def test_without_a_worker_the_reason_is_told():
+    async def go(rig: Rig) -> None:
+        rig.apply(rig.prefill, [])
+        assert (await rig.post(ask()))[0] == 503
+        (one,) = (await said(rig))[1]["decisions"]
+        assert (one["state"], one["error"]["code"], one["tries"][0]["reason"]) == (
+            "failed", "no_worker", "no decode worker is serving",
+        )  # fmt: skip
+
+    run(go)
+
+
+def test_rings_are_bounded_and_trouble_is_not_pushed_out():
+    bounds = ExplainBounds(records=3, troubled=2, refused=2, log="none")
+
+    async def go(rig: Rig) -> None:
+        for _ in range(4):
+            await rig.post({"model": "m"})  # refused before any decision
+        rig.apply(rig.prefill, [], msgspec.structs.replace(CONFIG, explain=bounds))
+        for _ in range(4):
+            await rig.post(ask())
+        rig.apply(rig.prefill, rig.decode, msgspec.structs.replace(CONFIG, explain=bounds))
+        for _ in range(5):
+            await rig.post(ask(prompt="short"))
+        recorder = rig.context.recorder
+        assert (len(recorder.smooth), len(recorder.troubled), len(recorder.refusals)) == (3, 2, 2)
+        text = rig.router.plain(b"/metrics")[2].decode()
+        assert 'fleet_router_records{kind="troubled"} 2' in text
+        assert len((await said(rig, "?limit=5"))[1]["decisions"]) == 5
+        rig.apply(rig.prefill, rig.decode, msgspec.structs.replace(CONFIG, explain=ExplainBounds(records=0)))
+        assert len(recorder.smooth) == 0
+
+    run(go)
+
+
+@pytest.mark.parametrize(
+    ("key", "status", "seen"), [("own", 200, {"t-own"}), ("all", 200, {"t-own", "t-all", "t-none"}), ("none", 403, None)]
+)
+def test_a_key_reads_what_its_tenant_may(key: str, status: int, seen: set[str] | None):
+    async def go(rig: Rig) -> None:
+        rig.router._desk.tenants_needed = True
+        rig.router.know(parse_tenants(tenants()))
+        for value in KEYS.values():
+            await rig.raw(http(ask(prompt="short"), f"authorization: Bearer {value}", "connection: close"))
+        assert (await said(rig))[0] == 401
+        got, found = await said(rig, "", f"x-api-key: {KEYS[key]}")
+        assert got == status
+        if seen is not None:
+            assert {one["tenant"] for one in found["decisions"] if one["tries"]} == seen
+            assert all(one.get("tenant") == "t-own" for one in found["decisions"]) == (key == "own")
+        else:
+            assert found["error"]["code"] == "decisions_not_allowed"
+
+    run(go)
+
+
+@pytest.mark.parametrize(
+    ("peer", "headers", "rights"),
+    [
+        (("127.0.0.1", 1), {}, "all"),
+        (("::1", 1, 0, 0), {}, "all"),
+        (("10.0.0.7", 1), {}, "none"),
+        (("127.0.0.1", 1), {b"x-forwarded-for": b"10.0.0.7"}, "none"),
+        (None, {}, "none"),
+        ("", {}, "none"),
+    ],
+)
+def test_without_tenants_only_the_routers_own_host_reads(peer: object, headers: dict[bytes, bytes], rights: str):
+    assert rights_of(False, "none", peer, headers) == rights
+    assert rights_of(True, "none", peer, headers) == "none"
+
+
+@pytest.mark.parametrize(("query", "status"), [("?id=nobody", 404), ("?limit=0", 400), ("?limit=x", 400), ("?limit=201", 400)])
+def test_bad_questions_get_an_error(query: str, status: int):
+    async def go(rig: Rig) -> None:
+        await rig.post(ask(prompt="short"))
+        assert (await said(rig, query))[0] == status
+
+    run(go)
+
+
+def test_the_answers_head_tells_the_decision_to_who_may_and_asks():
+    async def go(rig: Rig) -> None:
+        async def headers(*more: str) -> dict[str, str]:
+            reader, writer, _ = await rig.connect()
+            writer.write(http(ask(prompt=f"{len(rig.writers)}" * 2000), *more))
+            return (await answer_of(reader))[1]
+
+        assert "x-fleet-decision" not in await headers()
+        told = (await headers("x-fleet-explain: 1"))["x-fleet-decision"]
+        assert told.startswith(f'reason="remote prefill"; prefill="prefill-{rig.prefill[0].port}"; decode="decode-')
+        assert told.endswith("tries=1")
+        assert "x-fleet-decision" not in await headers("x-fleet-explain: 1", "x-forwarded-for: 10.0.0.1")
+        assert not rig.decode[0].headers or "x-fleet-explain" not in rig.decode[0].headers[-1]
+
+    run(go)
+
+
+def test_ended_requests_are_lines_of_json_and_bounded():
+    lines: list[dict[str, Any]] = []
+    journal = Journal(lambda line: lines.append(json.loads(line)))
+
+    async def go(rig: Rig) -> None:
+        recorder = rig.context.recorder
+        recorder._journal = journal
+        config = msgspec.structs.replace(CONFIG, explain=ExplainBounds(log="troubled", log_lines_per_s=1))
+        rig.apply(rig.prefill, rig.decode, config)
+        await rig.post(ask(prompt="short CANARY"))
+        assert lines == []
+        rig.apply(rig.prefill, [], config)
+        for _ in range(3):
+            await rig.post(ask(prompt="CANARY"))
+        (one,) = lines
+        assert (one["event"], one["ended"], one["status"], one["code"]) == ("request", "failed", 503, "no_worker")
+        recorder._clock = lambda: rig.context.clock() + 10
+        await rig.post(ask(prompt="CANARY"))
+        assert lines[1]["left_out"] == 2
+        assert "CANARY" not in json.dumps(lines)
+
+    run(go)
+
+
+def test_metrics_have_the_names_of_the_gateway_api_extension():
+    async def go(rig: Rig) -> None:
+        for _ in range(3):
+            await rig.post(ask())
+        rig.apply(rig.prefill, [])
+        await rig.post(ask())
+        text = rig.router.plain(b"/metrics")[2].decode()
+        for line in (
+            'inference_objective_request_total{model_name="m",target_model_name="m"} 4',
+            'inference_objective_request_error_total{model_name="m",target_model_name="m",error_code="no_worker"} 1',
+            'inference_objective_request_duration_seconds_count{model_name="m",target_model_name="m"} 3',
+            'inference_objective_request_sizes_bucket{model_name="m",target_model_name="m",le="2048.0"} 4',
+            'inference_objective_running_requests{model_name="m"} 0',
+            'inference_pool_ready_pods{name="f"} 0',
+            'inference_extension_scheduler_e2e_duration_seconds_count{name="f"} 3',
+            'inference_extension_prefix_indexer_hit_ratio_bucket{name="f",le="0.0"} 1',
+            'inference_extension_flow_control_queue_size{inference_pool="f"} 0',
+        ):
+            assert line in text, line
+
+    run(go)
