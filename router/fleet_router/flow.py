@@ -20,6 +20,7 @@ from fleet_router.dialect.translation import Translation
 from fleet_router.ending import CHAT_PATH, END, framed, last_event
 from fleet_router.errors import PHRASES, RequestError
 from fleet_router.explain.shown import header as decision_header
+from fleet_router.heads import STATUS_LINES, add_kept, status_line
 from fleet_router.hints import NO_HINTS, Hints
 from fleet_router.legs import DecodeLeg, Ignored, PrefillLeg, TranslatedLeg
 from fleet_router.metrics import Served
@@ -33,20 +34,11 @@ if TYPE_CHECKING:
     from fleet_router.knowledge import Counted
 
 OK = 200
-HOP_HEADERS = {b"connection", b"keep-alive", b"proxy-connection", b"upgrade", b"server", b"date", b"x-request-id"}
 FRAMING = {b"content-length", b"transfer-encoding"}
 HEAD = b"POST %b HTTP/1.1\r\nhost: %b\r\ncontent-type: application/json\r\nx-request-id: %b\r\ncontent-length: %d\r\n%b\r\n"
 RELEASE_PATH = b"/kv/release"
 HEAD_END = b"\r\n\r\n"
 CLOSE = b"\r\nconnection: close"
-
-
-def status_line(status: int) -> bytes:
-    """Up to where the request id follows."""
-    return f"HTTP/1.1 {status} {PHRASES.get(status, 'Status')}\r\nx-request-id: ".encode()
-
-
-STATUS_LINES = {status: status_line(status) for status in PHRASES}
 
 
 class Flow:
@@ -314,9 +306,7 @@ class Flow:
                 self._context.knowledge.answered(self._leg_worker.uid, self._counted)
         self.deadline = now + self.config.inter_token_deadline_s
         lines = [STATUS_LINES.get(status) or status_line(status), self._client.request_id.encode()]
-        for name, value in headers:
-            if name.lower() not in HOP_HEADERS:
-                lines += (b"\r\n", name, b": ", value)
+        add_kept(lines, headers)
         lines.append(self._ticket.lane.account.headers(int(now * 1e9)))
         if self.record.shown:
             lines.append(decision_header(self.record))
