@@ -18,7 +18,7 @@ from fleet_router.admission.usage import EVENT, used_tokens
 from fleet_router.context import Client, Context
 from fleet_router.dialect.translation import Translation
 from fleet_router.ending import CHAT_PATH, END, framed, last_event
-from fleet_router.errors import PHRASES, RequestError
+from fleet_router.errors import RequestError
 from fleet_router.explain.shown import header as decision_header
 from fleet_router.heads import STATUS_LINES, add_kept, status_line
 from fleet_router.hints import NO_HINTS, Hints
