@@ -115,9 +115,9 @@ class Flow:
         context = self._context
         self._trip_over()
         ask, now, seed, hints = self._ask, context.clock(), self._ticket.lane.seed, self.hints
-        if context.knowledge is not None and not seed:
+        if context.knowledge is not None:
             if self._counted is None:
-                self._counted = context.knowledge.count(ask, self._path == CHAT_PATH, self._was_counted)
+                self._counted = context.knowledge.count(ask, self._path == CHAT_PATH, self._was_counted, self._ticket.lane.salt)
                 if self._counted is None:
                     return
             hints = context.knowledge.hints(self._counted, hints)
