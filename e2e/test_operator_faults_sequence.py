@@ -35,7 +35,8 @@ def tiers(*names: str) -> list[dict[str, Any]]:
 def broken_then_good(lab: Lab) -> None:
     lab.apply(fleet_manifest(lab.namespace, engine={"image": "example.com/worker:broken"}))
     lab.until("a rollout that cannot go on", lambda: any(broken(pod) for pod in lab.pods()), 30)
-    assert lab.ready(), "the old revision must go on serving"
+    assert lab.condition("Ready")["status"] == "True", "the old revision must go on serving"
+    lab.until("the status is of the new spec", lab.ready, 10)
     spec(lab)
 
 

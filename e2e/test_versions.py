@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from e2e.operators import Plane, fleet, operator, plane
 pytestmark = pytest.mark.timeout(300)
 ROOT = Path(__file__).resolve().parents[1]
 GROUP = "/apis/inferencefleet.io"
+QUIET_S = 4.0
 KINDS = (
     "pods,workerpools,deployments,services,configmaps,poddisruptionbudgets,roles,rolebindings,serviceaccounts,controllerrevisions"
 )
@@ -65,15 +67,18 @@ def accepted(served: Plane, name: str) -> str:
 
 
 def rests(served: Plane, expected: int) -> dict[str, str]:
-    """The same objects twice in a row."""
-    seen: list[dict[str, str]] = [{}]
+    """The objects, once nobody has written any of them for a while."""
+    seen: dict[str, str] = {}
+    since = time.monotonic()
 
-    def same() -> bool:
-        seen.append(objects(served))
-        return len(seen[-1]) >= expected and seen[-1] == seen[-2]
+    def still() -> bool:
+        nonlocal seen, since
+        if (now := objects(served)) != seen:
+            seen, since = now, time.monotonic()
+        return len(seen) >= expected and time.monotonic() - since >= QUIET_S
 
-    served.wait("rest", same, 60)
-    return seen[-1]
+    served.wait("rest", still, 60)
+    return seen
 
 
 def test_a_new_version_and_the_way_back(served: Plane):

@@ -84,8 +84,9 @@ def ours(
     config: RouterConfig = PLAIN,
     tenants: Path | None = None,
     extra: Sequence[str] = (),
+    ready: str = "",
 ) -> Iterator[Proxy]:
-    """fleet-router as the operator runs it, following a folder; `extra` arguments."""
+    """fleet-router as the operator runs it, following a folder; `ready`: where it says so, if not at its port."""
     documents = folder / address.replace(":", "-")
     log = documents.with_suffix(".log")
     documents.mkdir()
@@ -103,7 +104,7 @@ def ours(
     argv = [sys.executable, "-m", "fleet_router", "--follow", f"dir:{documents}", "--host", host, "--port", port]
     argv += [*(["--tenants", str(tenants)] if tenants is not None else []), *extra]
     with process(argv, log) as running:
-        wait_for(f"http://{address}/ready", running, log)
+        wait_for(ready or f"http://{address}/ready", running, log)
         yield Proxy(name, address, running.pid)
 
 

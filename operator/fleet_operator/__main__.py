@@ -9,7 +9,7 @@ import os
 import sys
 
 YOUNG, MIDDLE, OLD = 10_000, 50, 50
-"""Thresholds of the garbage collector: its usual 700 young objects are three watch events, and none of what they hold is cyclic."""
+"""Thresholds of the garbage collector: its usual 700 young objects are three watch events."""
 
 
 def main() -> int:

@@ -19,6 +19,8 @@ from fleet_operator.observe import (
     observe_router,
     observe_serving,
 )
+from fleet_operator.render.network import port_of
+from fleet_operator.render.port import ADMIN_PORT
 from fleet_operator.settings import Platform
 from fleet_planner.prefetch import model_key
 from fleet_planner.types import Demand, Observed, ObservedPod, Template
@@ -75,10 +77,10 @@ def workers(fleet: InferenceFleet, state: FleetState, live: Live, where: Places)
 
 
 def router_urls(live: Live, platform: Platform) -> list[str]:
-    """Base URLs of its routers that have an address."""
+    """Base URLs for scrapes of its routers that have an address: the plain port also where the other one speaks TLS."""
     host, port = platform.router_host, platform.router_port
-    addresses = [ip for pod in _routers(pods_of(live)) if (ip := (pod.get("status") or {}).get("podIP"))]
-    return [f"http://{host or address}:{port}" for address in addresses]
+    found = [(pod, ip) for pod in _routers(pods_of(live)) if (ip := (pod.get("status") or {}).get("podIP"))]
+    return [f"http://{host or ip}:{port_of(pod, ADMIN_PORT, port)}" for pod, ip in found]
 
 
 def pods_of(live: Live) -> list[Object]:

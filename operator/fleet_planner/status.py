@@ -71,7 +71,7 @@ def plan_status(
     name, namespace = fleet.metadata.name, fleet.metadata.namespace
     return FleetStatus(
         observed_generation=fleet.metadata.generation,
-        endpoint=f"http://{name}-router.{namespace}.svc:8080",
+        endpoint=f"{_scheme(fleet)}://{name}-router.{namespace}.svc:8080",
         authentication="open" if fleet.spec.tenants is None else "keys",
         tiers=tiers,
         adapters=adapters,
@@ -166,8 +166,16 @@ def _available(fleet: InferenceFleet, tiers: Sequence[TierStatus], observed: Obs
         message = observed.router.message if observed.router is not None else ""
         return "False", "NoRouter", f"no router pod is ready{': ' + message if message else ''}"
     if all(_rests(tier) for tier in tiers):
-        return "True", AT_ZERO, f"no workers; the first request to http://{fleet.metadata.name}-router is held and wakes them"
-    return "True", "Serving", f"http://{fleet.metadata.name}-router answers"
+        return (
+            "True",
+            AT_ZERO,
+            f"no workers; the first request to {_scheme(fleet)}://{fleet.metadata.name}-router is held and wakes them",
+        )
+    return "True", "Serving", f"{_scheme(fleet)}://{fleet.metadata.name}-router answers"
+
+
+def _scheme(fleet: InferenceFleet) -> str:
+    return "http" if fleet.spec.routing.tls is None else "https"
 
 
 def _rests(tier: TierStatus) -> bool:

@@ -10,8 +10,12 @@ import sys
 from pathlib import Path
 
 from fleet_router.gossip.link import GossipSettings
+from fleet_router.members import Member
+from fleet_router.tls import TlsFiles
 
+ADMIN_PORT = 8081
 GOSSIP_PORT = 8082
+MOST_PROCESSES = 64
 PEER = re.compile(r"^([A-Za-z0-9._-]+|\[[0-9a-fA-F:.]+\]):(\d{1,5})$")
 FOLLOW = re.compile(r"^(kube:[a-z0-9.-]+/[a-z0-9.-]+|dir:.+)$")
 
@@ -26,19 +30,36 @@ def arguments(argv: list[str]) -> argparse.Namespace:
         "--tenants", type=Path, help="file with tenants and the hashes of their API keys; without it everybody may ask"
     )
     parser.add_argument(
+        "--ext-proc-port", type=int, help="also serve gateways as an Endpoint Picker (Envoy's ext_proc, gRPC) on this port"
+    )
+    parser.add_argument(
+        "--failure-mode", choices=("FailOpen", "FailClose"), default="FailClose",
+        help="what gateways are told while no endpoints are known: 503, or a failed call (they send requests anywhere)",
+    )  # fmt: skip
+    parser.add_argument(
         "--gossip-key",
         type=Path,
         help="file with the key that the fleet's routers share, one a line: the first signs, all are read",
     )
-    parser.add_argument("--gossip-port", type=int, default=GOSSIP_PORT, help="UDP port of gossip")
+    parser.add_argument("--gossip-port", type=int, help="UDP port of gossip; process i of several has the i-th one behind it")
     parser.add_argument(
         "--gossip-peers", type=peers, default=(), help="NAME:PORT,...: other routers, all addresses of a name; ours does no harm"
     )  # fmt: skip
+    parser.add_argument("--processes", type=int, default=1, help="routers that share the port, 1 to 64")
+    parser.add_argument("--member", type=Member.parse, default=Member(), help=argparse.SUPPRESS)
+    parser.add_argument("--tls-cert", type=Path, help="PEM file: TLS instead of plain HTTP; read again when it changes")
+    parser.add_argument("--tls-key", type=Path, help="its key")
+    parser.add_argument("--tls-client-ca", type=Path, help="clients need a certificate of this CA")
+    parser.add_argument("--admin-port", type=int, default=ADMIN_PORT, help="with TLS: plain HTTP for probes and scrapes; 0: none")
     given = parser.parse_args(argv)
     if not FOLLOW.match(given.follow):
         parser.error(f"--follow {given.follow}: expected kube:NAMESPACE/NAME or dir:PATH")
     if given.gossip_peers and given.gossip_key is None:
         parser.error("--gossip-peers: --gossip-key is needed as well, or anybody could speak for a router")
+    if (given.tls_cert is None) != (given.tls_key is None) or (given.tls_client_ca is not None and given.tls_cert is None):
+        parser.error("--tls-cert, --tls-key: both or none; --tls-client-ca needs them")
+    if not 1 <= given.processes <= MOST_PROCESSES:
+        parser.error(f"--processes {given.processes}: 1 to {MOST_PROCESSES}")
     return given
 
 
@@ -54,10 +75,22 @@ def peers(text: str) -> tuple[tuple[str, int], ...]:
 
 
 def gossip_of(given: argparse.Namespace) -> GossipSettings | None:
-    """None without a key: no gossip."""
+    """None without a key: no gossip. Process i of several has the i-th port; siblings need none."""
     if given.gossip_key is None:
         return None
-    return GossipSettings(given.gossip_key, given.host, given.gossip_port, given.gossip_peers)
+    member: Member = given.member
+    peers = tuple((name, port + i) for name, port in given.gossip_peers for i in range(member.size))
+    first = given.gossip_port or (GOSSIP_PORT if given.gossip_peers else 0)
+    unix = member.name("gossip") if member.size > 1 else b""
+    return GossipSettings(
+        given.gossip_key, given.host, first + member.index if first else 0, peers, first, member.size, unix,
+        member.siblings("gossip"),
+    )  # fmt: skip
+
+
+def tls_of(given: argparse.Namespace) -> TlsFiles | None:
+    """None: plain HTTP."""
+    return None if given.tls_cert is None else TlsFiles(given.tls_cert, given.tls_key, given.tls_client_ca)
 
 
 GC_OBJECTS = (20_000, 20, 50)
@@ -69,11 +102,29 @@ def main() -> int:
     import uvloop
 
     from fleet_router.process import Router, Settings
+    from fleet_router.supervisor import Supervisor, end_with_parent
 
     given = arguments(sys.argv[1:])
+    if given.processes > 1 and given.member.size == 1:
+        supervisor = Supervisor(sys.argv[1:], given.host, given.port, given.processes)
+        return uvloop.run(supervisor.run(own_key=given.gossip_key is None))
+    if given.member.size > 1:
+        end_with_parent()
+    settings = Settings(
+        given.follow,
+        given.host,
+        given.port,
+        given.tenants,
+        gossip_of(given),
+        given.ext_proc_port,
+        given.failure_mode,
+        given.member,
+        tls_of(given),
+        given.admin_port,
+    )
     gc.freeze()
     gc.set_threshold(*GC_OBJECTS)
-    return uvloop.run(Router(Settings(given.follow, given.host, given.port, given.tenants, gossip_of(given))).run())
+    return uvloop.run(Router(settings).run())
 
 
 if __name__ == "__main__":

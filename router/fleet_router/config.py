@@ -14,6 +14,7 @@ TTFT_BUDGET_S = 60.0
 """Time to the first token of requests whose class says nothing."""
 Policy = Literal["kvAware", "prefixHash", "leastLoad", "roundRobin"]
 Decide = Literal["threshold", "cost"]
+ResumeKind = Literal["off", "replay", "prefill"]
 PrefixIndexKind = Literal["approximate", "precise"]
 
 
@@ -119,6 +120,12 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_output_tokens: int = 4096
     first_token_deadline_s: float = 60.0
     inter_token_deadline_s: float = 30.0
+    resume: ResumeKind = "replay"
+    """Streams that break and whose tokens are determined (greedy or seeded): ask another worker from the beginning and leave out
+    what was sent (replay), or prefill prompt and sent tokens (prefill: for engines whose draws depend on seed and position alone;
+    streams then carry token ids)."""
+    silent_s: float = 15.0
+    """A worker that has said nothing to anybody for so long, although somebody waits, is put out; who waits is moved once."""
     bounds: HttpBounds = HttpBounds()
     hold: HoldBounds = HoldBounds()
     worker_slots: int = 0

@@ -10,11 +10,14 @@ from fleet_router.config import RouterConfig
 from fleet_router.desk import Desk
 from fleet_router.errors import RequestError
 from fleet_router.explain.recorder import Recorder
+from fleet_router.health.budget import RetryBudget
+from fleet_router.health.sent import Room
 from fleet_router.holding import Holding
 from fleet_router.metrics import Metrics
 from fleet_router.workers import WorkerTable
 
 if TYPE_CHECKING:
+    from fleet_router.gathering import Gather
     from fleet_router.knowledge import Knowledge
 
 
@@ -52,8 +55,12 @@ class Context:
     desk: Desk
     recorder: Recorder
     holding: Holding = field(default_factory=Holding)
+    budget: RetryBudget = field(default_factory=RetryBudget)
+    room: Room = field(default_factory=Room)
     draining: bool = False
     knowledge: Knowledge | None = None
     """Precise knowledge of the workers' caches, where the fleet asks for it."""
+    gather: Gather | None = None
+    """Where several processes share the port: asks all of them."""
     wanted: frozenset[bytes] = frozenset()
     """Headers that routing goes by, by lower-case name."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Final
 
 import msgspec
@@ -15,6 +16,27 @@ END: Final = b"0\r\n\r\n"
 def framed(data: bytes) -> bytes:
     """As a chunk of a body (RFC 9112, 7.1)."""
     return b"%x\r\n%b\r\n" % (len(data), data) if data else b""
+
+
+def chunked(headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    """The body comes in chunks."""
+    return any(name.lower() == b"transfer-encoding" and b"chunked" in value.lower() for name, value in headers)
+
+
+def unframed(data: bytes) -> bytes:
+    """Contents of those chunks that are whole."""
+    out, at = [], 0
+    while (line := data.find(b"\r\n", at)) >= 0:
+        try:
+            size = int(data[at:line].split(b";")[0], 16)
+        except ValueError:
+            break
+        end = line + 2 + size
+        if size <= 0 or end + 2 > len(data):
+            break
+        out.append(data[line + 2 : end])
+        at = end + 2
+    return b"".join(out)
 
 
 def last_event(why: Why, chat: bool, request_id: str, model: str) -> bytes:

@@ -1,108 +1,41 @@
 """One request end to end: choose, prefill leg, decode leg, one retry before the first byte, cancellation.
 
 No task per request: the flow is a small state machine that legs and timers call. What is sent to the client goes through
-`client`, see `Client`.
+`answering`.
 """
 
 from __future__ import annotations
 
-from math import inf
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from fleet_router.admission.gate import Ticket
-from fleet_router.admission.quota import Outcome
-from fleet_router.admission.runaway import Why
-from fleet_router.admission.usage import EVENT, used_tokens
-from fleet_router.context import Client, Context
-from fleet_router.dialect.translation import Translation
-from fleet_router.ending import CHAT_PATH, END, framed, last_event
+from fleet_router.answering import EVENT_END, OK, Answering
+from fleet_router.ending import CHAT_PATH, END, framed, unframed
 from fleet_router.errors import RequestError
-from fleet_router.explain.shown import header as decision_header
-from fleet_router.heads import STATUS_LINES, add_kept, status_line
-from fleet_router.hints import NO_HINTS, Hints
-from fleet_router.legs import DecodeLeg, Ignored, PrefillLeg, TranslatedLeg
-from fleet_router.metrics import Served
+from fleet_router.health.resume import Again, Said, Start, continued, said_of, start_of
+from fleet_router.health.silence import Waits
+from fleet_router.legs import DecodeLeg, PrefillLeg, Release, ResumedLeg, TokenizeLeg, TranslatedLeg
 from fleet_router.policy.choose import Choice
-from fleet_router.policy.trip import Trip
-from fleet_router.request import BYTES_PER_TOKEN, Ask, decode_body, lease_of, prefill_body, prompt_tokens_of, reference_of
+from fleet_router.request import BYTES_PER_TOKEN, decode_body, is_object, lease_of, prefill_body, prompt_tokens_of, reference_of
 from fleet_router.upstream import Upstream
 from fleet_router.workers import Worker
 
 if TYPE_CHECKING:
     from fleet_router.knowledge import Counted
 
-OK = 200
-FRAMING = {b"content-length", b"transfer-encoding"}
 HEAD = b"POST %b HTTP/1.1\r\nhost: %b\r\ncontent-type: application/json\r\nx-request-id: %b\r\ncontent-length: %d\r\n%b\r\n"
 RELEASE_PATH = b"/kv/release"
-HEAD_END = b"\r\n\r\n"
-CLOSE = b"\r\nconnection: close"
+COMPLETIONS_PATH = b"/v1/completions"
+TOKENIZE_PATH = b"/tokenize"
+RESUMES_MOST = 3
+"""Of one stream."""
 
 
-class Flow:
-    """State of one request."""
+class Flow(Answering):
+    """One request: its legs."""
 
-    __slots__ = (
-        "_ask", "_before", "_client", "_connection", "_context", "_counted", "_decode_failures", "_events", "_excluded",
-        "_first", "_gaps", "_handed_over", "_head_bytes", "_held", "_keys", "_last", "_lease", "_leg_worker", "_local",
-        "_metered", "_outcome", "_path", "_paused", "_prefill_failures", "_runaway", "_served", "_tail", "_ticket",
-        "_translation", "_trip", "config", "deadline", "done", "hints", "last_byte_at", "record", "started", "started_at",
-    )  # fmt: skip
-
-    def __init__(
-        self, context: Context, client: Client, path: bytes, ask: Ask, ticket: Ticket, translation: Translation | None = None,
-        hints: Hints = NO_HINTS,
-    ) -> None:  # fmt: skip
-        self._context = context
-        context.metrics.arrivals += 1
-        self._client = client
-        self._path = path
-        self._ask = ask
-        self._ticket = ticket
-        self._runaway = context.desk.detector(ticket, ask)
-        self._metered = context.desk.tenants_needed
-        self._events = 0
-        self._before = self._tail = b""
-        """The last two reads of the answer: its usage stands there."""
-        self._translation = translation
-        self.config = context.config  # a reload does not change a running request
-        self.record = context.recorder.open((client.request_id, client.leg_id), path, ask, ticket, hints.headers)
-        self._excluded: frozenset[str] = frozenset()
-        self._prefill_failures = self._decode_failures = 0
-        self._local = ask.alone
-        """The KV is not to come from a prefill worker, or not any more."""
-        self._last = False
-        """The answer's head says that the connection closes after it."""
-        self._paused = False
-        self._connection: Upstream | None = None
-        self._leg_worker: Worker | None = None
-        self._lease: tuple[Worker, str] | None = None
-        self._keys: list[int] = []
-        self._handed_over = ""
-        """Tier of the decode leg when another worker prefilled the prompt."""
-        self._served: Served | None = None
-        self.hints = msgspec.structs.replace(hints, local=True) if ask.alone else hints
-        self._trip: Trip | None = None
-        """What was expected of the legs; None before the first and after the last."""
-        self._counted: Counted | None = None
-        """The prompt as blocks; None: not asked yet."""
-        self._gaps = 0
-        """Writes of the answer after the first."""
-        self._first = True
-        self._held = False
-        """It waits for workers."""
-        self._head_bytes = b""
-        """The answer's head, waiting for the first bytes of its body: one write for both."""
-        self._outcome: Outcome = "left"
-        """How it ends if it ends now, unless we refuse it."""
-        self.started = False
-        """The first byte has gone to the client."""
-        self.done = False
-        self.started_at = context.clock()
-        self.last_byte_at = self.started_at
-        self.deadline = inf if ticket.waiting else self.started_at + self.config.first_token_deadline_s
+    __slots__ = ()
 
     # -- legs -------------------------------------------------------------------------------------------------------
     def admitted(self) -> None:
@@ -117,7 +50,8 @@ class Flow:
         ask, now, seed, hints = self._ask, context.clock(), self._ticket.lane.seed, self.hints
         if context.knowledge is not None:
             if self._counted is None:
-                self._counted = context.knowledge.count(ask, self._path == CHAT_PATH, self._was_counted, self._ticket.lane.salt)
+                chat = self._path == CHAT_PATH and ask is self._asked
+                self._counted = context.knowledge.count(ask, chat, self._was_counted, self._ticket.lane.salt)
                 if self._counted is None:
                     return
             hints = context.knowledge.hints(self._counted, hints)
@@ -135,7 +69,7 @@ class Flow:
         prefill = context.table.workers[found.prefill] if found.prefill is not None else None
         context.recorder.decided(self.record, now, found, prefill, decode)
         self._keys = [] if self._ask.alone else keys
-        self._handed_over = ""
+        self._handed_over = self._giver = ""
         self._served = context.metrics.of(decode.endpoint.tier, decode.endpoint.revision)
         self._served.requests += 1
         if prefill is None or found.prefill is None:
@@ -164,29 +98,37 @@ class Flow:
             self._held = True
 
     def _send_decode(self, worker: Worker, reference: bytes | None) -> None:
-        translation = self._translation
-        leg = DecodeLeg(self, worker) if translation is None else TranslatedLeg(self, worker, translation)
+        leg: DecodeLeg
+        if self._again is not None:
+            leg = ResumedLeg(self, worker, self._again)
+        elif self._translation is not None:
+            leg = TranslatedLeg(self, worker, self._translation)
+        else:
+            leg = DecodeLeg(self, worker)
         self._send(worker, decode_body(self._ask, reference), leg)
 
-    def _send(self, worker: Worker, body: bytes, leg: PrefillLeg | DecodeLeg, *, fresh: bool = False) -> None:
-        payload = self._head(worker, self._path, len(body)) + body
-        pool = worker.pool if self._translation is None else worker.reading()
+    def _send(self, worker: Worker, body: bytes, leg: PrefillLeg | DecodeLeg, *, fresh: bool = False, path: bytes = b"") -> None:
+        path = path or (self._path if self._ask is self._asked else COMPLETIONS_PATH)
+        payload = self._head(worker, path, len(body)) + body
+        reads = self._translation is not None or self._again is not None or path == TOKENIZE_PATH
+        pool = worker.reading() if reads else worker.pool
         worker.began()
-        self._leg_worker = worker
+        self._leg_worker, self._leg = worker, leg
+        self.sent_at = self._context.clock()
 
         def connected(connection: Upstream | None, why: str) -> None:
-            if self.done:
+            if self.done or self._leg is not leg:
                 if connection is not None:
                     pool.put(connection)
                 return
             if connection is None:
                 self.end_leg()
-                self.leg_failed(worker, why)
+                self.leg_failed(worker, why, gone=True)
                 return
             self._connection = connection
             connection.send(leg, payload)
 
-        leg.body = body
+        leg.body, leg.path = body, path
         pool.take(connected, fresh=fresh)
 
     def resend(self, worker: Worker, leg: PrefillLeg | DecodeLeg) -> bool:
@@ -195,7 +137,7 @@ class Flow:
         if connection is None or not connection.used or connection.got_bytes:
             return False
         self.end_leg()
-        self._send(worker, leg.body, leg, fresh=True)
+        self._send(worker, leg.body, leg, fresh=True, path=leg.path)
         return True
 
     def _head(self, worker: Worker, path: bytes, length: int) -> bytes:
@@ -206,13 +148,19 @@ class Flow:
         if self._leg_worker is not None:
             self._leg_worker.ended()
             self._leg_worker = None
-        self._connection = None
+        self._connection = self._leg = None
 
     def prefilled(self, prefill: Worker, decode: Worker, body: bytes) -> None:
         """The prefill leg answered 200."""
         self.end_leg()
-        prefill.succeeded()
+        reference = reference_of(body)
+        if reference is None and not is_object(body):
+            self.give_back(prefill)
+            self.leg_failed(prefill, "prefill answered something that is not JSON")
+            return
         now = self._context.clock()
+        prefill.answers(self.sent_at, now)
+        prefill.breaker.succeeded()
         self.record.prefilled(now)
         if self._trip is not None:
             self._trip.prefilled(now)
@@ -220,190 +168,225 @@ class Flow:
             self._context.knowledge.answered(prefill.uid, self._counted)
         if (tokens := prompt_tokens_of(body)) > 0:
             self._context.table.routing.bytes_per_token.observe(len(self._ask.prompt) / tokens)
-        reference = reference_of(body)
         if reference is not None and (lease := lease_of(reference)) is not None:
             self._lease = (prefill, lease)
+        self._giver = prefill.uid
         self._handed_over = decode.endpoint.tier  # also without a reference: an engine that gives none is what must be noticed
         self._send_decode(decode, reference)
 
-    def leg_failed(self, worker: Worker, why: str) -> None:
-        """A leg broke before the first byte to the client: once more, elsewhere. Prefill that failed twice is done by the decode
-        worker; decode that failed twice is 502."""
-        self._blame(worker, why)
+    def leg_failed(self, worker: Worker, why: str, *, gone: bool = False) -> None:
+        """A leg broke. Before the first byte to the client: once more, elsewhere, if the budget has it. Prefill that failed twice
+        is done by the decode worker; decode that failed twice is 502. `gone`: the worker could not be connected to."""
+        self._blame(worker, why, gone=gone)
         self._release_lease()
-        if self.started:
-            self._break(why)
+        if self.started and not self._nothing_told():
+            self._resume(worker, why)
             return
-        others = any(w.role == worker.role and uid != worker.uid for uid, w in self._context.table.workers.items())
-        if worker.role == "prefill":
-            self._prefill_failures += 1
-            self._local = not others or self._prefill_failures > 1
-            self.hints = msgspec.structs.replace(self.hints, local=self._local)
-        else:
-            self._decode_failures += 1
-        if self._decode_failures > 1:
-            self._refuse(RequestError(502, f"two workers failed; the last one was {worker.endpoint.name}: {why}"))
+        prefill = worker.role == "prefill"
+        self._prefill_failures += prefill
+        self._decode_failures += not prefill
+        others = self._others(worker, even_out=gone)
+        if prefill and (not others or self._prefill_failures > 1):
+            self._prefill_locally()
+        elif not prefill and ((not others and not self._context.holding.at_zero) or self._decode_failures > 1):
+            self._refuse(self._failure(worker, why, gone=gone))
             return
-        self._context.metrics.retries += 1
-        if others or worker.role == "decode":
+        if not self._may_retry(free=gone):
+            self._refuse(RequestError(503, f"{worker.endpoint.name}: {why}; no retry is left", code="no_retry_left"))
+            return
+        if others or not prefill:
             self._excluded = self._excluded | {worker.uid}
         self.begin()
 
-    def _blame(self, worker: Worker, why: str) -> None:
+    def _nothing_told(self) -> bool:
+        """A head came, and the client has not seen it: as if it had not come."""
+        if not self._head_bytes:
+            return False
+        self._context.metrics.requests[OK] -= 1
+        self._head_bytes, self.started, self._first, self._outcome = b"", False, True, "left"
+        self._keep_no_more()
+        if self._translation is not None:
+            self._translation.forget_partial()
+        return True
+
+    # -- after the first byte ------------------------------------------------------------------------------------------
+    def _resume(self, failed: Worker, why: str) -> None:
+        """The stream broke: another worker carries it on, exactly, or the client is told."""
+        said = self._said()
+        self._trip_over()
+        if said is None or self._resumes >= RESUMES_MOST or not self._may_retry(free=False):
+            self._cannot_resume("refused", why)
+            return
+        self._resumes += 1
+        self._excluded, self._moved, self._counted = self._excluded | {failed.uid}, False, None
+        self.deadline = self._context.clock() + self.config.first_token_deadline_s
+        start = start_of(self._asked, said) if self.config.resume == "prefill" else Start()
+        prompt = self._asked.prompt
+        if start.tokens and prompt[:1] == b"[" and self._path != CHAT_PATH:
+            self._carry_on(said, start, msgspec.json.decode(prompt, type=list[int]))
+        elif start.tokens:
+            self._count_prompt(said, start, why)
+        else:
+            self._carry_on(said, start, [])
+
+    def _said(self) -> Said | None:
+        """What the client has; None when it cannot be known."""
+        if self._sent is not None:
+            return said_of(unframed(self._sent.kept()))
+        if self._heard is None or self._translation is None:
+            return None
+        self._translation.forget_partial()
+        return said_of(self._heard.kept().rpartition(EVENT_END)[0])
+
+    def _count_prompt(self, said: Said, start: Start, why: str) -> None:
+        """The prompt as token ids, from some worker; without them the whole answer is asked for again."""
+        found, _ = self._context.table.choose(
+            self._asked.prompt, self.config, self._context.clock(), self._excluded, self._ticket.lane.seed, self._ask.adapter
+        )
+        if not isinstance(found, Choice):
+            self._cannot_resume("refused", why)
+            return
+        worker = self._context.table.workers[found.decode]
+        field = b"messages" if self._path == CHAT_PATH else b"prompt"
+        leg = TokenizeLeg(self, worker, lambda ids: self._carry_on(said, start if ids else Start(), ids))
+        self._send(worker, b'{"' + field + b'":' + self._asked.prompt + b"}", leg, path=TOKENIZE_PATH)
+
+    def _carry_on(self, said: Said, start: Start, prompt: list[int]) -> None:
+        self._ask = continued(self._asked, said, start, prompt) if start.tokens else self._asked
+        self._again = Again(said, start, as_chat=start.tokens > 0 and self._path == CHAT_PATH)
+        self.begin()
+
+    def resumed(self) -> None:
+        """The other worker answers."""
+        self._taken(self._leg_worker)
+
+    def cannot_resume(self, why: str) -> None:
+        """What the other worker says is not what the first one said: nobody is to be believed."""
+        self._abandon_leg()
+        self._cannot_resume("differs", why)
+
+    def _cannot_resume(self, outcome: str, why: str) -> None:
+        self._context.metrics.resumed[outcome] += 1
+        self._break(why)
+
+    def more(self, new: bytes, *, last: bool) -> None:
+        """An event of the other worker, as far as it is new."""
+        if self._translation is None:
+            self.raw(framed(new) + (END if last else b""))
+        else:
+            self.hear(new)
+            self.raw(framed(new), framed(self._translation.feed(new)))
+
+    def carried(self) -> None:
+        """The other worker has said all."""
+        if self._translation is not None:
+            self.raw(b"", framed(self._translation.end()) + END)
+        self._context.metrics.resumed["done"] += 1
+        self.end()
+
+    def _fault(self, why: str) -> None:
+        worker = self._leg_worker
+        self._abandon_leg()
+        self.end_leg()
+        if worker is not None:
+            self.leg_failed(worker, why)
+
+    def _others(self, worker: Worker, *, even_out: bool = False) -> bool:
+        """Somebody else of this role could be asked, with nothing against him; `even_out`: or with."""
+        now, table = self._context.clock(), self._context.table
+        return any(
+            other is not worker and other.uid not in self._excluded and (even_out or other.breaker.until <= now)
+            for other in table.by_role[worker.role]
+        )
+
+    def _failure(self, worker: Worker, why: str, *, gone: bool) -> RequestError:
+        """What a client is told when decoding failed for good."""
+        if gone:
+            return RequestError(503, f"no worker can be reached; the last one was {worker.endpoint.name}: {why}")
+        if self._decode_failures > 1:
+            return RequestError(502, f"two workers failed; the last one was {worker.endpoint.name}: {why}")
+        return RequestError(503, f"{worker.endpoint.name} failed and there is no other: {why}")
+
+    def _may_retry(self, *, free: bool) -> bool:
+        """One more attempt; `free`: nothing ran in the one before."""
+        if not (free or self._context.budget.take(self._context.clock())):
+            return False
+        self._context.metrics.retries += 1
+        return True
+
+    def _prefill_locally(self) -> None:
+        self._local = True
+        self.hints = msgspec.structs.replace(self.hints, local=True)
+
+    def _blame(self, worker: Worker, why: str, *, gone: bool = False) -> None:
         """It failed: others are preferred for a while, and its revision's errors count."""
         now = self._context.clock()
-        worker.failed(now)
+        worker.failed(now, gone=gone)
         self.record.went_wrong(now, why)
         self._context.metrics.of(worker.endpoint.tier, worker.endpoint.revision).errors += 1
+
+    def decode_failed(self, worker: Worker, why: str) -> None:
+        """A 5xx of the decode leg. With KV from elsewhere the pair may be to blame: it is put out before the worker is."""
+        self.end_leg()
+        if self._giver:
+            self._context.table.transfer_failed(self._giver, worker.uid, self._context.clock())
+        self.leg_failed(worker, why)
 
     def transfer_failed(self, worker: Worker) -> None:
         """Decode could not prove the KV: nothing is wrong with decoding there, so prefill again, locally."""
         self.end_leg()
         self._release_lease()
-        self.record.went_wrong(self._context.clock(), "the KV transfer failed")
+        now = self._context.clock()
+        self._context.table.transfer_failed(self._giver, worker.uid, now)
+        self.record.went_wrong(now, "the KV transfer failed")
         self._context.metrics.of(worker.endpoint.tier, worker.endpoint.revision).errors += 1
-        if self._local:
-            self._refuse(RequestError(503, "the KV transfer failed twice", code="kv_transfer"))
+        if self._local or not self._may_retry(free=False):
+            self._refuse(RequestError(503, "the KV transfer failed", code="kv_transfer"))
             return
-        self._local = True
-        self.hints = msgspec.structs.replace(self.hints, local=True)
-        self._context.metrics.retries += 1
+        self._prefill_locally()
         self.begin()
 
-    @property
-    def adapter(self) -> str:
-        """Of the request; empty: the base model."""
-        return self._ask.adapter
+    def silent(self) -> None:
+        """The worker of this leg says nothing to anybody: before the first byte, once, somebody else is asked."""
+        worker = self._leg_worker
+        if worker is None or self.done or self.started or self._moved:
+            return
+        if worker.role == "decode" and not self._others(worker):
+            return  # to wait on is all that is left
+        self._moved = True
+        self._abandon_leg()
+        self.end_leg()
+        self.leg_failed(worker, "it has said nothing for too long")
 
-    def adapter_missing(self, worker: Worker) -> None:
-        """It answers that it has no such model: it was told to unload it, or has begun anew, since we heard of it. Nothing is
-        wrong with the worker; the others may have it."""
+    def leg(self) -> Waits | None:
+        """The leg that is under way, for those who look for silent workers; None while the client is what is waited for."""
+        worker = self._leg_worker
+        if worker is None or self._paused:
+            return None
+        heard_at = self.last_byte_at if self.started else self.sent_at
+        return Waits(worker.uid, self.sent_at, max(heard_at, self.sent_at))
+
+    def names_no_model(self, body: bytes) -> bool:
+        """A 404 that says that there is no such model; under an adapter any 404 does."""
+        return bool(self._ask.adapter) or b"NotFoundError" in body or b"model_not_found" in body
+
+    def clock(self) -> float:
+        """The process's time."""
+        return self._context.clock()
+
+    def model_missing(self, worker: Worker) -> None:
+        """It answers that it has no such model. An adapter: it was told to unload it, or has begun anew, since we heard of it.
+        Nothing is wrong with the worker, and others may have it. The model itself: this is not the worker that it was."""
         self.end_leg()
         self._release_lease()
+        if not self._ask.adapter:
+            worker.put_out(self._context.clock())
+            self.leg_failed(worker, f"it does not serve {self.config.served_name}")
+            return
         self.record.went_wrong(self._context.clock(), "the worker has no such adapter")
         self._context.metrics.retries += 1
         self._excluded = self._excluded | {worker.uid}
         self.begin()
-
-    # -- to the client ----------------------------------------------------------------------------------------------
-    def head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        """The answer begins: from now on no retry."""
-        now = self._context.clock()
-        self.started = True
-        self.last_byte_at = now
-        self._context.metrics.requests[status] += 1
-        self.record.status = status
-        self._outcome = "answered" if status == OK else "refused"
-        if status == OK:
-            self._lease = None  # the decode worker has taken it
-            if self._handed_over:
-                self._context.metrics.handed_over[self._handed_over] += 1
-        else:
-            self._release_lease()
-        if status == OK and self._leg_worker is not None and self._leg_worker.endpoint.uid in self._context.table.workers:
-            self._context.table.routing.index.add(self._keys, self._leg_worker.endpoint.uid)  # now it holds the prompt's KV
-            if self._counted is not None and self._context.knowledge is not None:
-                self._context.knowledge.answered(self._leg_worker.uid, self._counted)
-        self.deadline = now + self.config.inter_token_deadline_s
-        lines = [STATUS_LINES.get(status) or status_line(status), self._client.request_id.encode()]
-        add_kept(lines, headers)
-        lines.append(self._ticket.lane.account.headers(int(now * 1e9)))
-        if self.record.shown:
-            lines.append(decision_header(self.record))
-        if self._client.last_answer:
-            self._last = True
-            lines.append(CLOSE)
-        lines.append(HEAD_END)
-        self._head_bytes = b"".join(lines)
-
-    def send_head(self) -> None:
-        """The head goes out alone."""
-        head, self._head_bytes = self._head_bytes, b""
-        if head:
-            self._client.write(head)
-
-    def raw(self, data: bytes, shown: bytes | None = None) -> None:
-        """Bytes of the answer, spliced; `shown`: what the client gets for them in its own dialect."""
-        now = self._context.clock()
-        if self._first:
-            self._first = False
-            self.record.first_at = now
-            if self._trip is not None:
-                self._trip.first_token(now)
-            if self._served is not None:
-                self._served.ttft.observe(now - self.started_at)
-        elif self._served is not None:
-            self._gaps += 1
-            self._served.itl.observe(now - self.last_byte_at)
-        self.last_byte_at = now
-        self.deadline = now + self.config.inter_token_deadline_s
-        told = data if shown is None else shown
-        if self._head_bytes:
-            head, self._head_bytes = self._head_bytes, b""
-            told = head + told
-        if told:
-            self._client.write(told)
-        if self._metered and data:
-            self._before, self._tail = self._tail, data
-            self._events += data.count(EVENT)
-        if self._runaway is not None and (why := self._runaway.saw(data)) is not None:
-            self._end_runaway(why)
-
-    def _end_runaway(self, why: Why) -> None:
-        """The stream is at the end of an event: ours is the last one. The worker sees a client that left, and stops."""
-        self._context.desk.runaways[why] += 1
-        if self._connection is not None:
-            self._connection.abort()
-        event = last_event(why, self._path == CHAT_PATH, self._client.request_id, self._ask.adapter or self.config.served_name)
-        if self._translation is not None:
-            event = self._translation.feed(event)
-        self._client.write(framed(event) + END)
-        self.end()
-
-    def end(self) -> None:
-        """The answer is complete."""
-        self.send_head()  # an answer without a body
-        if self._trip is not None:
-            self._trip.ended(self.last_byte_at, self._gaps + 1)
-            self._trip_over()
-        self.end_leg()
-        self.done = True
-        self._leave(self._outcome)
-        self._client.finish(last=self._last)
-
-    def _trip_over(self) -> None:
-        """This attempt waits in no queue any more."""
-        if self._trip is not None:
-            self._trip.over(self._context.clock())
-            self._trip = None
-
-    def _refuse(self, error: RequestError) -> None:
-        self.record.error = error
-        self._trip_over()
-        self.end_leg()
-        self.done = True
-        self._leave("failed" if error.status >= 500 else "refused")
-        self._context.metrics.requests[error.status] += 1
-        self._client.refuse(error)
-
-    def refuse_with(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
-        """A worker's own refusal (4xx) goes to the client as it is."""
-        self._release_lease()
-        kept = [(name, value) for name, value in headers if name.lower() not in FRAMING]
-        self.head(status, [*kept, (b"content-length", str(len(body)).encode())])
-        self.send_head()
-        self._client.write(body)
-        self.end()
-
-    def _break(self, why: str) -> None:
-        self.send_head()
-        self.record.error = RequestError(502, why)
-        self._trip_over()
-        self.end_leg()
-        self.done = True
-        self._leave(self._outcome)
-        self._context.metrics.streams_broken += 1
-        self._client.break_off(why, stream=self._ask.stream)
 
     # -- ends from outside ------------------------------------------------------------------------------------------
     def cancel(self) -> None:
@@ -420,14 +403,6 @@ class Flow:
         self._release_lease()
         self._leave("failed" if self._ticket.waiting or self._held else self._outcome)
 
-    def _leave(self, outcome: Outcome) -> None:
-        """Give the slot back and settle; once, whatever ended the request."""
-        used = None
-        if self._metered and outcome == "answered":
-            used = used_tokens(self._before, self._tail, self._events, self._ticket.charged)
-        self._context.recorder.close(self.record, outcome, self.last_byte_at, self._gaps + (not self._first))
-        self._context.desk.leave(self._ticket, outcome, used)
-
     def expire(self) -> None:
         """The deadline for the next byte has passed: the worker's fault, unless the client takes nothing."""
         if self._paused:
@@ -437,10 +412,13 @@ class Flow:
         if (error := self._context.holding.expired(self)) is not None:
             self._refuse(error)
             return
+        if self.started and self._leg_worker is not None:
+            self._fault("no token within the deadline")
+            return
         if self._leg_worker is not None:
             self._blame(self._leg_worker, "no token within the deadline")
         seconds = self.config.first_token_deadline_s
-        self.cut(RequestError(504, "no token within the deadline" if self.started else f"no token within {seconds} s"))
+        self.cut(RequestError(504, f"no token within {seconds} s"))
 
     def cut(self, error: RequestError) -> None:
         """End it now; the client is told why."""
@@ -457,7 +435,7 @@ class Flow:
         if self._connection is not None:
             self._connection.abort()
         if worker is not None and worker.role == "prefill":
-            self._give_back(worker, b'{"request_id":"' + self._client.leg_id.encode() + b'"}')
+            self.give_back(worker)
 
     def pause(self) -> None:
         """The client is slower than the worker: nothing is read from it, so that its silence means nothing."""
@@ -480,6 +458,10 @@ class Flow:
         (worker, lease), self._lease = self._lease, None
         self._give_back(worker, b'{"lease_id":"' + lease.encode() + b'"}')
 
+    def give_back(self, worker: Worker) -> None:
+        """A prefill leg ended without telling of a lease, which may be there all the same."""
+        self._give_back(worker, b'{"request_id":"' + self._client.leg_id.encode() + b'"}')
+
     def _give_back(self, worker: Worker, body: bytes) -> None:
-        payload = self._head(worker, RELEASE_PATH, len(body)) + body
-        worker.pool.take(lambda connection, _: connection.send(Ignored(), payload) if connection is not None else None)
+        """By itself from here on: whatever becomes of the request, this is sent."""
+        Release(worker.pool, self._head(worker, RELEASE_PATH, len(body)) + body).send()

@@ -69,8 +69,8 @@ class Incoming:
         """The client needs its first token within so many ms; 0: it does not say."""
 
 
-def _asked_by(request: Incoming, name: bytes, value: bytes) -> None:
-    """RequestError for what could be read in two ways."""
+def asked_by(request: Incoming, name: bytes, value: bytes) -> None:
+    """A header of ASKED_BY. RequestError for what could be read in two ways."""
     if name == b"x-slo-class":
         request.slo_class = value
     elif name == b"x-slo-ttft-ms":
@@ -175,7 +175,7 @@ class Inbound:
             self.owes_continue = True
         elif lower in ASKED_BY:
             if self.current is not None:
-                _asked_by(self.current, lower, value)
+                asked_by(self.current, lower, value)
         else:
             self._framing += check_framing(lower, value, bounds.body_bytes)
 

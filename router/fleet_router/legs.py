@@ -2,43 +2,69 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from fleet_router.dialect.chat import worker_error
-from fleet_router.ending import END, framed
+from fleet_router.dialect.chat import Events, worker_error
+from fleet_router.ending import END, chunked, framed, unframed
 from fleet_router.errors import RequestError
+from fleet_router.health.resume import Again, DiffersError
+from fleet_router.request import tokens_of
 
 if TYPE_CHECKING:
     from fleet_router.dialect.translation import Translation
     from fleet_router.flow import Flow
+    from fleet_router.upstream import Pool, Upstream
     from fleet_router.workers import Worker
 
 MAX_PREFILL_ANSWER_BYTES = 8 * 1024 * 1024
+OK = 200
 NOT_FOUND = 404
 MAX_ERROR_BYTES = 64 * 1024
 
 
-class Ignored:
-    """An answer that nobody waits for."""
+class Release:
+    """Gives KV back that nobody will read. It depends on no request; a pooled connection that turns out to be closed is no
+    reason to leave the KV pinned: once more on a fresh one. A worker that cannot be reached has its leases run out."""
 
-    def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None: ...
+    __slots__ = ("_again", "_payload", "_pool")
+
+    def __init__(self, pool: Pool, payload: bytes) -> None:
+        self._pool, self._payload, self._again = pool, payload, True
+
+    def send(self, *, fresh: bool = False) -> None:
+        """On a connection of the pool."""
+        self._pool.take(self._connected, fresh=fresh)
+
+    def _connected(self, connection: Upstream | None, _: str) -> None:
+        if connection is not None:
+            connection.send(self, self._payload)
+
+    def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        """Any answer will do."""
+
     def on_head_alone(self) -> None: ...
     def on_raw(self, data: bytes) -> None: ...
     def on_body(self, data: bytes) -> None: ...
     def on_end(self) -> None: ...
-    def on_lost(self, reason: str) -> None: ...
+
+    def on_lost(self, reason: str) -> None:
+        """The connection broke before an answer."""
+        if self._again:
+            self._again = False
+            self.send(fresh=True)
 
 
 class PrefillLeg:
     """Collects the prefill answer."""
 
-    __slots__ = ("_answer", "_decode", "_flow", "_headers", "_status", "_worker", "body")
+    __slots__ = ("_answer", "_decode", "_flow", "_headers", "_status", "_worker", "body", "path")
 
     def __init__(self, flow: Flow, worker: Worker, decode: Worker) -> None:
         self._flow, self._worker, self._decode = flow, worker, decode
         self._status, self._headers, self._answer = 0, list[tuple[bytes, bytes]](), bytearray()
-        self.body = b""
-        """What is sent, for a second time on a fresh connection."""
+        self.body = self.path = b""
+        """What is sent and where to, for a second time on a fresh connection."""
 
     def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self._status, self._headers = status, headers
@@ -56,8 +82,8 @@ class PrefillLeg:
     def on_end(self) -> None:
         if self._status == 200:
             self._flow.prefilled(self._worker, self._decode, bytes(self._answer))
-        elif self._status == NOT_FOUND and self._flow.adapter:
-            self._flow.adapter_missing(self._worker)
+        elif self._status == NOT_FOUND and self._flow.names_no_model(bytes(self._answer)):
+            self._flow.model_missing(self._worker)
         elif 400 <= self._status < 500:
             self._flow.refuse_with(self._status, self._headers, bytes(self._answer))
         else:
@@ -67,30 +93,32 @@ class PrefillLeg:
     def on_lost(self, reason: str) -> None:
         if not self._flow.resend(self._worker, self):
             self._flow.end_leg()
+            self._flow.give_back(self._worker)
             self._flow.leg_failed(self._worker, reason)
 
 
 class DecodeLeg:
     """Hands the decode answer on; a 5xx before the first byte is kept back and retried."""
 
-    __slots__ = ("_answer", "_flow", "_held", "_worker", "body")
+    __slots__ = ("_answer", "_flow", "_headers", "_held", "_worker", "body", "path")
 
     def __init__(self, flow: Flow, worker: Worker) -> None:
         self._flow, self._worker = flow, worker
         self._held = 0
+        self._headers: list[tuple[bytes, bytes]] = []
         self._answer = bytearray()
-        self.body = b""
-        """What is sent, for a second time on a fresh connection."""
+        self.body = self.path = b""
+        """What is sent and where to, for a second time on a fresh connection."""
 
     def _kept_back(self, status: int) -> bool:
         """An answer that the client need not see: another worker may have a better one."""
-        return status >= 500 or (status == NOT_FOUND and bool(self._flow.adapter))
+        return status >= 500 or status == NOT_FOUND
 
     def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         if self._kept_back(status):
-            self._held = status
+            self._held, self._headers = status, headers
             return
-        self._worker.succeeded()
+        self._worker.answers(self._flow.sent_at, self._flow.clock())
         self._flow.head(status, headers)
 
     def on_head_alone(self) -> None:
@@ -103,19 +131,24 @@ class DecodeLeg:
         elif len(self._answer) < MAX_ERROR_BYTES:
             self._answer += data
 
+    def _whole(self) -> bytes:
+        """What was kept back, without its framing."""
+        return unframed(bytes(self._answer)) if chunked(self._headers) else bytes(self._answer)
+
     def on_body(self, data: bytes) -> None:
         """Nothing here depends on the framing."""
 
     def on_end(self) -> None:
         if not self._held:
             self._flow.end()
+        elif self._held == NOT_FOUND and self._flow.names_no_model(bytes(self._answer)):
+            self._flow.model_missing(self._worker)
         elif self._held == NOT_FOUND:
-            self._flow.adapter_missing(self._worker)
+            self._flow.refuse_with(NOT_FOUND, self._headers, self._whole())
         elif b"KvTransferError" in self._answer:
             self._flow.transfer_failed(self._worker)
         else:
-            self._flow.end_leg()
-            self._flow.leg_failed(self._worker, f"decode answered {self._held}")
+            self._flow.decode_failed(self._worker, f"decode answered {self._held}")
 
     def on_lost(self, reason: str) -> None:
         if not self._flow.resend(self._worker, self):
@@ -136,10 +169,11 @@ class TranslatedLeg(DecodeLeg):
 
     def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         if status >= 400:
+            self._headers = [(b"content-length", b"")]  # `on_body` collects: no framing
             self._held = status if self._kept_back(status) else 0
             self._refused = 0 if self._held else status
             return
-        self._worker.succeeded()
+        self._worker.answers(self._flow.sent_at, self._flow.clock())
         if self._translation.stream:
             self._flow.head(status, [(b"content-type", b"text/event-stream"), (b"transfer-encoding", b"chunked")])
 
@@ -153,6 +187,7 @@ class TranslatedLeg(DecodeLeg):
                 self._answer += data
             return
         try:
+            self._flow.hear(data)
             self._out += self._translation.feed(data)
         except RequestError as error:
             self._flow.cut(error)
@@ -175,7 +210,10 @@ class TranslatedLeg(DecodeLeg):
             self._finish()
 
     def on_lost(self, reason: str) -> None:
-        self._translation.collected.clear()  # whoever is asked next answers from the beginning
+        if self._out:  # read, but not handed on because what came with it was no HTTP
+            self.on_raw(b"")
+        if not self._translation.stream:
+            self._translation.collected.clear()  # whoever is asked next answers from the beginning
         super().on_lost(reason)
 
     def _finish(self) -> None:
@@ -191,3 +229,81 @@ class TranslatedLeg(DecodeLeg):
             self._flow.head(200, [(b"content-type", b"application/json"), (b"content-length", length)])
             self._flow.raw(bytes(self._translation.collected), rest)
         self._flow.end()
+
+
+class ResumedLeg(DecodeLeg):
+    """Carries a stream on that broke on another worker: compares what the client has, hands on what is new."""
+
+    __slots__ = ("_again", "_events")
+
+    def __init__(self, flow: Flow, worker: Worker, again: Again) -> None:
+        super().__init__(flow, worker)
+        self._again, self._events = again, Events()
+
+    def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        """The client has its head."""
+        if status != OK:
+            self._held, self._headers = status, headers
+            return
+        self._worker.answers(self._flow.sent_at, self._flow.clock())
+        self._flow.resumed()
+
+    def on_head_alone(self) -> None:
+        """The client sees nothing of it."""
+
+    def on_raw(self, data: bytes) -> None:
+        """The framing is ours."""
+        if self._held and len(self._answer) < MAX_ERROR_BYTES:
+            self._answer += data
+
+    def on_body(self, data: bytes) -> None:
+        """Events."""
+        if self._held or self._flow.done:
+            return
+        try:
+            for payload in self._events.feed(data):
+                new = self._again.feed(payload)
+                if new:
+                    self._flow.more(new, last=self._again.done)
+        except (DiffersError, RequestError) as error:
+            self._flow.cannot_resume(str(error))
+
+    def on_end(self) -> None:
+        if self._flow.done:
+            return
+        if self._again.done:
+            self._flow.carried()
+        elif self._held == NOT_FOUND and self._flow.names_no_model(bytes(self._answer)):
+            self._flow.model_missing(self._worker)
+        elif b"KvTransferError" in self._answer:
+            self._flow.transfer_failed(self._worker)
+        else:
+            self._flow.decode_failed(self._worker, f"decode answered {self._held}" if self._held else "the stream ended early")
+
+
+class TokenizeLeg(DecodeLeg):
+    """Asks for the token ids of a prompt; `then` gets them, or nothing when there are none to be had."""
+
+    __slots__ = ("_then",)
+
+    def __init__(self, flow: Flow, worker: Worker, then: Callable[[list[int]], None]) -> None:
+        super().__init__(flow, worker)
+        self._then = then
+
+    def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self._held = status
+
+    def on_head_alone(self) -> None:
+        """The client sees nothing of it."""
+
+    def on_raw(self, data: bytes) -> None:
+        """The framing does not matter."""
+
+    def on_body(self, data: bytes) -> None:
+        """As long as any prompt may be."""
+        if len(self._answer) < MAX_PREFILL_ANSWER_BYTES:
+            self._answer += data
+
+    def on_end(self) -> None:
+        self._flow.end_leg()
+        self._then(tokens_of(bytes(self._answer)) if self._held == OK else [])

@@ -71,6 +71,8 @@ class Metrics:
     handed_over: Counter[str] = field(default_factory=Counter)
     """Answers whose prompt was prefilled by another worker, by tier: as many times must KV have moved."""
     retries: int = 0
+    resumed: Counter[str] = field(default_factory=Counter)
+    """Streams that broke: done (carried on to the end), differs, refused (not determined, or nothing left to try with)."""
     client_left: int = 0
     streams_broken: int = 0
     prefill_tokens: int = 0
@@ -101,6 +103,8 @@ class Metrics:
         out.append("# TYPE fleet_router_handed_over_total counter")
         tiers = {tier for _, _, tier, _ in rows} | set(self.handed_over)
         out += [f'fleet_router_handed_over_total{{tier="{tier}"}} {self.handed_over[tier]}' for tier in sorted(tiers)]
+        out.append("# TYPE fleet_router_resumed_total counter")
+        out += [f'fleet_router_resumed_total{{outcome="{name}"}} {count}' for name, count in sorted(self.resumed.items())]
         out += self._loads(rows)
         out += self._revisions()
         out += ["# TYPE fleet_router_endpoints_age_seconds gauge", f"fleet_router_endpoints_age_seconds {endpoints_age_s:.3f}"]

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import secrets
 import signal
-import socket
+import ssl
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Coroutine, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -23,26 +23,39 @@ from fleet_router.context import Context
 from fleet_router.desk import Desk
 from fleet_router.explain.journal import Journal
 from fleet_router.explain.recorder import Recorder
+from fleet_router.explain.route import PATH as DECISIONS
 from fleet_router.exposition import exposition
 from fleet_router.follow.capacity import follow_capacity
 from fleet_router.follow.directory import follow_directory
 from fleet_router.follow.documents import Documents
+from fleet_router.follow.identity import follow_identity
 from fleet_router.follow.kube import api_server, follow_kube
 from fleet_router.follow.tenants import follow_tenants
+from fleet_router.gathering import decisions_here, gathered, held_by_all, held_here
 from fleet_router.gossip.link import GossipError, GossipSettings, Link
 from fleet_router.gossip.share import Share
 from fleet_router.hints import wanted_headers
+from fleet_router.listening import PATH as HELD
+from fleet_router.listening import wait_of
+from fleet_router.members import Answer, Member, serve
 from fleet_router.metrics import Metrics
+from fleet_router.port import Port
 from fleet_router.server import ClientConnection
+from fleet_router.tls import TlsError, TlsFiles, context_of, follow_tls, stamp_of
+from fleet_router.watching import watch
 from fleet_router.workers import WorkerTable, slots_of
+
+if TYPE_CHECKING:
+    from fleet_router.epp.server import EndpointPicker
 
 SWEEP_S = 0.5
 TICK_S = 0.05
 DRAIN_S = 30.0
 DRAIN_STEP_S = 0.05
-BACKLOG = 1_024
 GOSSIP_AGAIN_S = 5.0
 MOST_PROBLEMS = 8
+EMPTY_KEPT_S = 60.0
+"""How long endpoints without a worker are taken for a mistake of whoever wrote them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +69,16 @@ class Settings:
     """The tenants file; None: everybody may ask."""
     gossip: GossipSettings | None = None
     """What this router tells others and hears of them; None: it goes by its own requests alone."""
+    ext_proc_port: int | None = None
+    """Where gateways ask which endpoint to use; None: nowhere."""
+    failure_mode: Literal["FailOpen", "FailClose"] = "FailClose"
+    """What they are told while nothing can be decided."""
+    member: Member = field(default_factory=Member)
+    """Which of several processes behind the port."""
+    tls: TlsFiles | None = None
+    """None: plain HTTP."""
+    admin_port: int = 0
+    """Plain HTTP for probes and scrapes, with TLS alone; 0: none."""
 
 
 class Router:
@@ -71,14 +94,28 @@ class Router:
         nothing = RouterConfig(fleet="", served_name="")
         self._context = Context(WorkerTable(), nothing, Metrics(), self._clock, self._desk, self._recorder)
         self._connections: set[ClientConnection] = set()
+        self._picker: EndpointPicker | None = None
         self._followed_at: float | None = None
         self._last_problem = ""
+        shared = settings.member.size > 1
+        self._ports = [Port(settings.host, settings.port, self.connection, shared=shared)]
+        if settings.tls is not None and settings.admin_port:
+            self._ports.append(Port(settings.host, settings.admin_port, self.admin_connection, shared=shared))
+        self._context.gather = self.gather if shared else None
+        self._documents: Documents | None = None
+        """Those in force."""
+        self._emptied: Documents | None = None
+        self._emptied_at: float | None = None
+        """When the endpoints began to name nobody."""
         self._share = Share(secrets.randbits(64), self._clock())
         self._link = None if settings.gossip is None else Link(settings.gossip, self._share, self._clock, self._journal.say)
 
     # -- documents --------------------------------------------------------------------------------------------------
     def apply(self, documents: Documents) -> None:
         """New endpoints or configuration; running requests keep what they began with."""
+        if self._keeps(documents):
+            return
+        self._documents = documents
         config, table, before = documents.config, self._context.table, dict(self._context.table.workers)
         self._context.config, self._context.wanted = config, wanted_headers(config)
         table.update(documents.endpoints, self._clock(), config)
@@ -88,9 +125,25 @@ class Router:
         self._recorder.follow(config.explain, config.traces, config.fleet)
         self._know_caches(config)
         self._share.follow(table.workers, self._desk.accounts, table.routing, self._clock())
+        if self._link is not None:
+            self._link.follow(documents.endpoints.routers)
         self._followed_at = self._clock()
         self._last_problem = ""
         self._journal.say("endpoints", workers=len(self._context.table.workers), policy=documents.config.policy)
+
+    def _keeps(self, documents: Documents) -> bool:
+        """A document without any worker, where workers serve and no tier rests, is taken for a mistake for a while. When the
+        workers are gone indeed, requests find out at once."""
+        found, now = documents.endpoints, self._clock()
+        if found.workers or found.at_zero or not self._context.table.workers:
+            self._emptied_at = None
+            return False
+        self._emptied_at, self._emptied = now if self._emptied_at is None else self._emptied_at, documents
+        if now - self._emptied_at > EMPTY_KEPT_S:
+            self._emptied_at = self._emptied = None
+            return False
+        self.failed(f"the endpoints name no worker: the last ones are kept for {EMPTY_KEPT_S:g} s")
+        return True
 
     def _know_caches(self, config: RouterConfig) -> None:
         """Start, feed or end the reading of KV events."""
@@ -134,7 +187,7 @@ class Router:
             rows = [(w.endpoint.name, w.endpoint.role, w.endpoint.tier, w.own) for w in context.table.workers.values()]
             age_s = -1.0 if self._followed_at is None else self._clock() - self._followed_at
             text = context.metrics.exposition(rows, age_s, len(context.table.routing.index))
-            text += "".join(f"{line}\n" for line in context.holding.lines())
+            text += "".join(f"{line}\n" for line in (*context.holding.lines(), *context.table.lines(self._clock())))
             if self._link is not None:
                 text += "".join(f"{line}\n" for line in self._link.lines())
             if context.knowledge is not None:
@@ -174,31 +227,25 @@ class Router:
     async def run(self) -> int:
         """Serve until SIGTERM; 0 after a drain, 1 when the address is taken."""
         loop = asyncio.get_running_loop()
-        try:
-            server = await loop.create_server(
-                self.connection,
-                self._settings.host, self._settings.port, backlog=BACKLOG,
-            )  # fmt: skip
-        except OSError as error:
-            print(
-                f"AddressInUse: {self._settings.host}:{self._settings.port} cannot be bound: {error}", file=sys.stderr, flush=True
-            )
+        if not await self._open():
+            return 1
+        if self._settings.ext_proc_port is not None and not await self._pick_for_gateways(self._settings.ext_proc_port):
+            for port in self._ports:
+                await port.close()
             return 1
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
         self._journal.say("listening", host=self._settings.host, port=self._settings.port)
-        tasks = [asyncio.create_task(task) for task in (self._follow(), self._sweep(), self._tick(), self._measure())]
-        if self._settings.tenants is not None:
-            tasks.append(asyncio.create_task(follow_tenants(self._settings.tenants, self.know, self.failed)))
-        if self._link is not None:
-            tasks.append(asyncio.create_task(self._gossip(self._link)))
+        tasks = [asyncio.create_task(task) for task in self._tasks()]
         stopping = asyncio.create_task(stop.wait())
         try:
             await asyncio.wait({stopping, *tasks}, return_when=asyncio.FIRST_COMPLETED)
-            await self._close_listener(server)
+            self._context.draining = True
+            for port in self._ports:
+                await port.close()
             self._context.holding.stop()
-            await self._drain()
+            await asyncio.gather(self._drain(), *([self._picker.stop(DRAIN_S)] if self._picker is not None else []))
         finally:
             for task in (stopping, *tasks):
                 task.cancel()
@@ -208,24 +255,87 @@ class Router:
             await asyncio.to_thread(self._recorder.stop)
         return self._exit_code(ended)
 
-    async def _close_listener(self, server: asyncio.Server) -> None:
-        """Stop listening. Connections that the kernel has accepted for us already are served: closing the listener alone would
-        reset them."""
-        self._context.draining = True
-        loop = asyncio.get_running_loop()
-        listeners = [socket.socket(fileno=os.dup(listener.fileno())) for listener in server.sockets]
-        server.close()
-        for listener in listeners:
-            listener.setblocking(False)
-            with contextlib.suppress(OSError), listener:
-                while True:
-                    accepted, _ = listener.accept()
-                    accepted.setblocking(False)
-                    await loop.connect_accepted_socket(self.connection, accepted)
+    async def _pick_for_gateways(self, port: int) -> bool:
+        """Serve ext_proc too; False, and a reason on stderr, when that cannot be."""
+        try:
+            from fleet_router.epp.server import EndpointPicker  # gRPC: only who needs it pays for it
+        except ImportError as error:
+            print(f"NotInstalled: --ext-proc-port needs inferencefleet[epp]: {error}", file=sys.stderr, flush=True)
+            return False
+        self._picker = EndpointPicker(self._context, self._undecided, self._settings.failure_mode)
+        try:
+            bound = await self._picker.start(self._settings.host, port)
+        except OSError as error:
+            print(f"AddressInUse: {self._settings.host}:{port} cannot be bound: {error}", file=sys.stderr, flush=True)
+            return False
+        self._journal.say("ext-proc", host=self._settings.host, port=bound)
+        return True
 
+    def _undecided(self) -> str:
+        """Why nothing can be decided yet; empty when it can."""
+        if self._followed_at is None:
+            return "no endpoints are known yet"
+        return "" if self._desk.ready else "no tenants are known yet"
+
+    async def _open(self) -> bool:
+        """Listen; False, and a reason on stderr, when that cannot be."""
+        wanted = self._settings
+        try:
+            context = None if wanted.tls is None else context_of(wanted.tls)
+            for port in self._ports:
+                await port.open(context if port is self._ports[0] else None)
+        except TlsError as error:
+            print(f"TlsFailed: {error}", file=sys.stderr, flush=True)
+            return False
+        except OSError as error:
+            print(f"AddressInUse: {wanted.host}:{wanted.port} cannot be bound: {error}", file=sys.stderr, flush=True)
+            return False
+        return True
+
+    def _tasks(self) -> Iterator[Coroutine[Any, Any, None]]:
+        """Everything that runs beside the connections."""
+        wanted = self._settings
+        yield from (self._follow(), self._sweep(), self._tick(), self._measure(), self._identify())
+        if wanted.tenants is not None:
+            yield follow_tenants(wanted.tenants, self.know, self.failed)
+        if self._link is not None:
+            yield self._gossip(self._link)
+        if wanted.member.size > 1:
+            yield serve(wanted.member, self.answer)
+        if wanted.tls is not None:
+            yield follow_tls(wanted.tls, stamp_of(wanted.tls), self.secure, self.failed)
+
+    def secure(self, context: ssl.SSLContext) -> None:
+        """New certificates: for connections from now on."""
+        self._swap = asyncio.get_running_loop().create_task(self._ports[0].serve(context))
+        self._last_problem = ""
+        self._journal.say("tls")
+
+    # -- other processes of the same port ---------------------------------------------------------------------------
+    async def answer(self, url: bytes) -> Answer:
+        """Of this process alone, to a sibling."""
+        path = url.partition(b"?")[0]
+        if path == HELD:
+            return 200, b"%d\n" % await held_here(self._context.holding, wait_of(url))
+        if path == DECISIONS:
+            return decisions_here(self._recorder, url, self._clock())
+        status, _, body = self.plain(url)
+        return status, body
+
+    async def gather(self, url: bytes) -> Answer:
+        """Of all of them, to a client."""
+        if url.partition(b"?")[0] == HELD:
+            return await held_by_all(self._settings.member, self._context.holding, url)
+        return await gathered(self._settings.member, url, self.answer)
+
+    # -- connections ------------------------------------------------------------------------------------------------
     def connection(self) -> ClientConnection:
         """A protocol for one more client."""
         return ClientConnection(self._context, self._connections, self.plain)
+
+    def admin_connection(self) -> ClientConnection:
+        """A protocol for one more probe or scrape."""
+        return ClientConnection(self._context, self._connections, self.plain, admin=True)
 
     @staticmethod
     def _exit_code(ended: Sequence[object]) -> int:
@@ -251,15 +361,31 @@ class Router:
 
         await follow_capacity(lambda: {uid: worker.endpoint for uid, worker in table.workers.items()}, know)
 
+    async def _identify(self) -> None:
+        await follow_identity(self._context.table.suspects, self.stranger)
+
+    def stranger(self, uid: str) -> None:
+        """Somebody else answers where this worker should be."""
+        self._journal.say("stranger", worker=uid)
+        self._context.table.strangers.add(uid)
+        if self._documents is not None:
+            self.apply(self._documents)
+
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_S)
             now = self._clock()
+            if self._emptied_at is not None and self._emptied is not None and now - self._emptied_at > EMPTY_KEPT_S:
+                self.apply(self._emptied)
             if self._context.knowledge is not None:
                 self._context.knowledge.tick(now)
             self._context.table.routing.tick(now, self._context.config.slow_start_s)
+            exchanges = self._picker.exchanges if self._picker is not None else ()
+            watch(self._context, [*self._connections, *exchanges], now)
             for connection in list(self._connections):
                 connection.sweep(now)
+            if self._picker is not None:
+                self._picker.sweep(now)
 
     async def _tick(self) -> None:
         """Requests that wait for a slot must not wait for the sweep to be told that they waited too long."""

@@ -238,6 +238,30 @@ def reference_of(body: bytes) -> bytes | None:
     return None if raw is None or bytes(raw) == b"null" else bytes(raw)
 
 
+class _Tokenised(msgspec.Struct):
+    tokens: list[int] = []
+
+
+_TOKENISED: Final = msgspec.json.Decoder(_Tokenised)
+
+
+def tokens_of(body: bytes) -> list[int]:
+    """Token ids in a worker's answer to /tokenize; empty when there are none."""
+    try:
+        return _TOKENISED.decode(body).tokens
+    except msgspec.DecodeError:
+        return []
+
+
+def is_object(body: bytes) -> bool:
+    """It is a JSON object, whatever is in it."""
+    try:
+        _PREFILLED.decode(body)
+    except msgspec.DecodeError:
+        return False
+    return True
+
+
 def prompt_tokens_of(body: bytes) -> int:
     """How long the prompt was, as a prefill answer says; 0 when it does not."""
     found = _PROMPT_TOKENS.search(body)

@@ -25,6 +25,7 @@ from fleet_router.explain.route import PATH as DECISIONS
 from fleet_router.explain.route import answer as decisions
 from fleet_router.explain.route import rights_of
 from fleet_router.flow import Flow
+from fleet_router.gathering import WITHIN_S, Gathering
 from fleet_router.hints import hints_of
 from fleet_router.inbound import Inbound, Incoming
 from fleet_router.listening import PATH as HELD
@@ -36,6 +37,10 @@ CHAT = b"/v1/chat/completions"
 GENERATE = {COMPLETIONS: False, CHAT: True}
 MODELS = b"/v1/models"
 PLAIN = {MODELS, b"/health", b"/ready", b"/metrics"}
+OF_ALL = {b"/ready", b"/metrics"}
+"""Where several processes share the port, the answer is theirs together."""
+ADMIN = {*PLAIN, HELD, DECISIONS} - {MODELS}
+KINDS = {b"/metrics": b"text/plain; version=0.0.4", DECISIONS: b"application/json"}
 KNOWN = {*GENERATE, *TRANSLATED, *ALONE, *PLAIN, HELD, DECISIONS}
 WAITING_BYTES = 65_536
 """Above this nothing more is read from a client whose request is running."""
@@ -53,9 +58,16 @@ class ClientConnection(asyncio.Protocol):
     """One client connection."""
 
     def __init__(
-        self, context: Context, connections: set[ClientConnection], plain: Callable[[bytes], tuple[int, bytes, bytes]]
+        self,
+        context: Context,
+        connections: set[ClientConnection],
+        plain: Callable[[bytes], tuple[int, bytes, bytes]],
+        *,
+        admin: bool = False,
     ) -> None:
         self._context = context
+        self._admin = admin
+        """Of the port for probes and scrapes, where the other one speaks TLS: it answers no requests for tokens."""
         self._connections = connections
         self._plain = plain
         self._transport: asyncio.Transport | None = None
@@ -73,7 +85,7 @@ class ClientConnection(asyncio.Protocol):
         """The client does not take our answers: no new one is made."""
         self._closed_at: float | None = None
         """When we closed; what is left to send may still be on its way."""
-        self.flow: Flow | Listening | None = None
+        self.flow: Flow | Listening | Gathering | None = None
         self.begun_at: float | None = None
         """When the request that is being received began; None between requests."""
         self.idle_since = context.clock()
@@ -114,6 +126,8 @@ class ClientConnection(asyncio.Protocol):
         """The client sends no more: it left, or only closed its half and still reads. 100 Continue finds out which: a client
         that left resets the connection, others pass over it (RFC 9110, 15.2). Answers that are owed are given."""
         self._half_closed = True
+        if self._transport is not None and self._transport.get_extra_info("sslcontext") is not None:
+            return False  # TLS has no half: the transport closes, and what runs ends with it
         if self._transport is None or (self.flow is None and not self._inbound.requests):
             return False
         if self.flow is not None and not self.flow.started:
@@ -189,17 +203,22 @@ class ClientConnection(asyncio.Protocol):
     def _dispatch(self, request: Incoming) -> None:
         method, path = request.method, request.url.split(b"?", 1)[0]
         try:
+            if self._admin and path not in ADMIN:
+                raise RequestError(404, "this port is for probes and scrapes: requests go to the one that speaks TLS")
             if path in GENERATE or path in TRANSLATED or path in ALONE:
                 self._need(method, b"POST")
                 self._generate(request, path)
             elif path == HELD:
                 self._need(method, b"GET")
-                self._listen(wait_of(request.url))
+                self._listen(request.url, wait_of(request.url))
             elif path == DECISIONS:
                 self._need(method, b"GET")
                 self._tell_decisions(request)
             elif path in PLAIN:
                 self._need(method, b"GET", b"HEAD")
+                if path in OF_ALL and self._context.gather is not None:
+                    self._gather(path)
+                    return
                 entry = self._context.desk.entry(request.key) if path == MODELS else None
                 status, kind, body = self._plain(path)
                 if entry is not None and entry.named.models is not None:
@@ -214,6 +233,9 @@ class ClientConnection(asyncio.Protocol):
     def _tell_decisions(self, request: Incoming) -> None:
         entry = self._context.desk.entry(request.key)
         rights = self._rights(entry, request)
+        if self._context.gather is not None:
+            self._gather(b"%b %b %b" % (request.url, rights.encode(), entry.account.name.encode()))
+            return
         told = decisions(self._context.recorder, request.url, rights, entry.account.name, self._context.clock())
         self._write_answer(200, told, b"application/json")
 
@@ -252,13 +274,20 @@ class ClientConnection(asyncio.Protocol):
         except RequestError as error:
             raise translation.renamed(error) from error
 
-    def _listen(self, wait_s: float) -> None:
+    def _gather(self, url: bytes, wait_s: float = 0.0) -> None:
+        if self._context.gather is not None:
+            self.flow = Gathering(self, self._context.gather(url), self._context.clock() + wait_s + WITHIN_S)
+
+    def _listen(self, url: bytes, wait_s: float) -> None:
+        if self._context.gather is not None:
+            self._gather(url, wait_s)
+            return
         self.flow = listening = Listening(self._context.holding, self, self._context.clock, wait_s)
         listening.begin(wait_s)
 
-    def tell(self, body: bytes) -> None:
+    def tell(self, body: bytes, status: int = 200) -> None:
         """A short answer that was waited for."""
-        self._write_answer(200, body, b"text/plain")
+        self._write_answer(status, body, KINDS.get(self._request.url.partition(b"?")[0], b"text/plain"))
         self._answer_next()
 
     def _answer_error(self, error: RequestError, *, keep_alive: bool = False) -> None:

@@ -197,6 +197,8 @@ class Pool:
         self.authority = f"{address}:{port}".encode()
         self._idle: list[Upstream] = []
         self._retired = False
+        self.closed_by_peer = 0
+        """Connections that the worker, or its end, closed."""
         self._connecting: set[asyncio.Task[None]] = set()
 
     def take(self, then: OnConnection, *, fresh: bool = False) -> None:
@@ -230,6 +232,7 @@ class Pool:
     def forget(self, connection: Upstream) -> None:
         """A connection that closed."""
         if connection in self._idle:
+            self.closed_by_peer += 1
             self._idle.remove(connection)
 
     def retire(self) -> None:

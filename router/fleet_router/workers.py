@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from fleet_router.config import RouterConfig
+from fleet_router.health.breaker import Breaker
+from fleet_router.health.pairs import PairHealth
+from fleet_router.health.panic import askable
 from fleet_router.hints import NO_HINTS, Hints
 from fleet_router.kvindex.approximate import adapter_seed, key_chain, ring_key
 from fleet_router.policy import choose as simple
@@ -23,15 +28,16 @@ from fleet_router.policy.trip import Trip
 from fleet_router.upstream import CollectingUpstream, Pool, Upstream
 from fleet_wire.endpoints import Endpoint, Endpoints, Split
 
-AVOID_FIRST_S = 1.0
-AVOID_MOST_S = 30.0
+PAIRS_TRIED = 4
+"""Pairs that are put out and were passed over for one request; then the decode worker prefills."""
 
 
 @dataclass(slots=True)
 class Trouble:
-    """Until when somebody is to be avoided: before that every worker is asked, after it none."""
+    """How many workers of the table have a breaker that is not closed: with 0 nobody has to be looked at."""
 
-    until: float = 0.0
+    out: int = 0
+    ejections: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -41,9 +47,13 @@ class Worker(Candidate):
     endpoint: Endpoint = field(kw_only=True)
     pool: Pool = field(kw_only=True)
     trouble: Trouble = field(kw_only=True, default_factory=Trouble)
-    failures: int = 0
-    """In a row."""
-    avoid_until: float = 0.0
+    breaker: Breaker = field(default_factory=Breaker)
+    heard_at: float = 0.0
+    """When an answer of it began last."""
+    closed_before: int = 0
+    """Of `pool.closed_by_peer`, when it was looked at last."""
+    unproven: bool = True
+    """It has not been asked who it is since it joined, failed or closed a connection."""
     _reading: Pool | None = None
 
     def reading(self) -> Pool:
@@ -56,6 +66,8 @@ class Worker(Candidate):
 
     def retire(self) -> None:
         """It left: its connections end."""
+        self.trouble.out -= not self.breaker.closed
+        self.trouble = Trouble()  # requests that hold it may still tell of it
         self.pool.retire()
         if self._reading is not None:
             self._reading.retire()
@@ -66,16 +78,28 @@ class Worker(Candidate):
         self.role = endpoint.role
         self.group = (endpoint.tier, endpoint.compat)
 
-    def failed(self, now: float) -> None:
-        """A connect error, a broken answer or a 5xx: stay away for 1, 2, 4 … 30 s."""
-        self.failures += 1
-        self.avoid_until = now + min(AVOID_MOST_S, AVOID_FIRST_S * 2 ** (self.failures - 1))
-        self.trouble.until = max(self.trouble.until, self.avoid_until)
+    def failed(self, now: float, *, gone: bool = False) -> None:
+        """A connect error (`gone`), a broken answer or a 5xx."""
+        self.unproven = True
+        before = self.breaker.closed
+        if self.breaker.failed(now, gone=gone):
+            self._put_out(before)
 
-    def succeeded(self) -> None:
-        """An answer came: forget the failures."""
-        self.failures = 0
-        self.avoid_until = 0.0
+    def put_out(self, now: float) -> None:
+        """It is to be left alone for a while, whatever it answered so far."""
+        before = self.breaker.closed
+        self.breaker.open(now)
+        self._put_out(before)
+
+    def _put_out(self, closed_before: bool) -> None:
+        self.trouble.out += closed_before
+        self.trouble.ejections += 1
+
+    def answers(self, sent_at: float, now: float) -> None:
+        """An answer begins to what was sent then."""
+        self.heard_at = now
+        if self.breaker.answers(sent_at):
+            self.trouble.out -= 1
 
 
 def new_worker(endpoint: Endpoint, trouble: Trouble) -> Worker:
@@ -117,10 +141,14 @@ class WorkerTable:
     shares: dict[Split, Share] = field(default_factory=dict)
     """What each canary got so far."""
     trouble: Trouble = field(default_factory=Trouble)
+    pairs: PairHealth = field(default_factory=PairHealth)
+    strangers: set[str] = field(default_factory=set)
+    """Uids at whose address somebody else answers."""
 
     def update(self, document: Endpoints, now: float = 0.0, config: RouterConfig = NO_CONFIG) -> None:
         """Follow the operator: new workers in, missing ones out; a worker that drains gets nothing new."""
-        wanted = {endpoint.uid: endpoint for endpoint in document.workers if endpoint.state == "serving"}
+        self.strangers &= {endpoint.uid for endpoint in document.workers}
+        wanted = {e.uid: e for e in document.workers if e.state == "serving" and e.uid not in self.strangers}
         # one that changed its role is another worker: its connections read answers in another way, and its cache is not counted
         stays = {uid for uid, worker in self.workers.items() if uid in wanted and wanted[uid].role == worker.role}
         for uid in self.workers.keys() - stays:
@@ -135,6 +163,7 @@ class WorkerTable:
         for worker in self.workers.values():
             worker.slots = config.worker_slots
         self.routing.update(list(self.workers.values()), now, config.slow_start_s)
+        self.pairs.keep(frozenset(self.workers))
         for role, ring in self.rings.items():
             self.by_role[role] = [worker for worker in self.workers.values() if worker.role == role]
             self.rings[role] = Ring([worker.uid for worker in self.by_role[role]], ring)
@@ -171,13 +200,48 @@ class WorkerTable:
                 hints.others, adapter, bool(hints.session),
             )  # fmt: skip
             offer = routing.decide(ask, steps, tier=tier, usable=usable)
+            if offer is not None and self.pairs and self._blocked(offer, now):
+                offer = self._around(ask, steps, tier, usable, offer)
             if offer is None:
                 return NO_DECODE, keys
             return Choice(offer.prefill.uid if offer.prefill else None, offer.decode.uid, offer.reason, offer, ask), keys
         sides = allowed.sides if allowed is not None else self.candidates(now, excluded)
         candidates = self._sides(_of_tier(sides, tier), steps)
         plain = simple.Ask(key, tokens, math.inf if hints.local else config.min_uncached_tokens, self.turn)
-        return simple.choose(plain, candidates, steps, self.rings, config.policy, config.load_bound), keys
+        choice = simple.choose(plain, candidates, steps, self.rings, config.policy, config.load_bound)
+        if self.pairs and isinstance(choice, Choice) and choice.prefill and self.pairs.blocks(choice.prefill, choice.decode, now):
+            choice = Choice(None, choice.decode, "the pair is put out")
+        return choice, keys
+
+    def _blocked(self, offer: Offer, now: float) -> bool:
+        return offer.prefill is not None and self.pairs.blocks(offer.prefill.uid, offer.decode.uid, now)
+
+    def _around(self, ask: CostAsk, steps: Steps, tier: str, usable: Usable | None, offer: Offer) -> Offer | None:
+        """The cheapest offer whose pair is not put out: without either of the two, and in the end without a prefill worker."""
+        left_out: frozenset[str] = frozenset()
+        for _ in range(PAIRS_TRIED):
+            if not self._blocked(offer, ask.now) or offer.prefill is None:
+                return offer
+            found = [
+                (not ask.by_cost and other.prefill is None, other.cost_s, without, other)
+                for without in (left_out | {offer.prefill.uid}, left_out | {offer.decode.uid})
+                if (other := self.routing.decide(ask, steps, tier=tier, usable=_without(without, usable))) is not None
+            ]
+            if not found:
+                break
+            *_, left_out, offer = min(found, key=lambda one: (self._blocked(one[3], ask.now), one[:2]))
+        if not self._blocked(offer, ask.now):
+            return offer
+        return self.routing.decide(msgspec.structs.replace(ask, local=True), steps, tier=tier, usable=usable)
+
+    def transfer_failed(self, prefill: str, decode: str, now: float) -> None:
+        """KV did not move between these two."""
+        worker, partner = self.workers.get(prefill), self.workers.get(decode)
+        if worker is None or partner is None or not self.pairs.failed(prefill, decode, now):
+            return
+        decodes = sum(other.group == worker.group for other in self.by_role["decode"])
+        if worker.breaker.allows(now, 0) and self.pairs.condemns(prefill, decodes, now):
+            worker.put_out(now)
 
     def depart(self, choice: Choice, now: float, adapter: str, *, stream: bool) -> Trip | None:
         """The first leg is sent; None for policies that learn nothing."""
@@ -189,7 +253,7 @@ class WorkerTable:
 
     def _allowed(self, now: float, excluded: frozenset[str], adapter: str) -> _Allowed | None:
         """Who may be chosen, and the adapter's version; None: everybody."""
-        if not excluded and not adapter and self.trouble.until <= now and not self.shares:
+        if not excluded and not adapter and not self.trouble.out and not self.shares:
             return None
         found = self.candidates(now, excluded)
         return _Allowed(*under(adapter, found)) if adapter else _Allowed(found, "")
@@ -218,16 +282,41 @@ class WorkerTable:
         return {role: [worker for worker in workers if stays(worker)] for role, workers in candidates.items()}
 
     def candidates(self, now: float, excluded: frozenset[str]) -> dict[str, list[Worker]]:
-        """Serving workers by role; those to be avoided only when a role has nobody else (panic), excluded ones never."""
+        """Serving workers by role; those that are put out only in a panic, excluded ones never."""
         found = {}
         for role, workers in self.by_role.items():
             allowed = [worker for worker in workers if worker.uid not in excluded] if excluded else workers
-            found[role] = [worker for worker in allowed if worker.avoid_until <= now] or allowed
+            found[role] = askable(allowed, now) if self.trouble.out else allowed
         return found
+
+    def suspects(self) -> list[Worker]:
+        """Those who have to say who they are."""
+        for worker in self.workers.values():
+            if worker.pool.closed_by_peer != worker.closed_before:
+                worker.closed_before, worker.unproven = worker.pool.closed_by_peer, True
+        return [worker for worker in self.workers.values() if worker.unproven]
+
+    def lines(self, now: float) -> Iterable[str]:
+        """Prometheus text: who is put out."""
+        yield "# TYPE fleet_router_workers_out gauge"
+        for role, workers in self.by_role.items():
+            yield f'fleet_router_workers_out{{role="{role}"}} {sum(not w.breaker.allows(now, 0) for w in workers)}'
+        yield "# TYPE fleet_router_ejections_total counter"
+        yield f"fleet_router_ejections_total {self.trouble.ejections}"
+        yield "# TYPE fleet_router_workers_strange gauge"
+        yield f"fleet_router_workers_strange {len(self.strangers)}"
+        yield "# TYPE fleet_router_pairs_out gauge"
+        yield f"fleet_router_pairs_out {len(self.pairs.out(now))}"
+        yield "# TYPE fleet_router_pair_ejections_total counter"
+        yield f"fleet_router_pair_ejections_total {self.pairs.opened}"
 
     def ready(self) -> bool:
         """At least one worker can answer a whole request."""
         return bool(self.by_role["decode"])
+
+
+def _without(uids: frozenset[str], usable: Usable | None) -> Usable:
+    return lambda worker: worker.uid not in uids and (usable is None or usable(worker))
 
 
 def _only(sides: dict[str, list[Worker]]) -> Usable:

@@ -31,7 +31,10 @@ FLEETS: dict[str, dict[str, Any]] = {
         model={"source": "file:///models/llama-70b", "servedName": "llama-3.1-70b"},
         engine={"type": "vllm", "image": "registry.example/vllm:1", "args": ["--dtype", "auto"], "maxModelLen": 32768,
                 "cacheSize": "40Gi"},
-        routing={"replicas": 2},
+        routing={
+            "replicas": 2, "processes": 4, "gossip": {"keySecretRef": {"name": "gossip"}},
+            "tls": {"secretRef": {"name": "llama-tls"}, "clientCaSecretRef": {"name": "clients"}},
+        },
         tiers=[
             {"name": "h100", "accelerator": {"type": "h100-sxm", "count": 4}, "kvTransfer": {"transport": "rdma"}, **ONE_EACH},
             {"name": "l40s", "accelerator": {"type": "l40s", "resource": "example.com/l40s"},

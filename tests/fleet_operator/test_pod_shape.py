@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fleet_api.parse import parse_fleet
-from fleet_operator.cluster.interface import CLAIM_TEMPLATE, CONFIG_MAP, FLEET, NETWORK_POLICY, POD
+from fleet_operator.cluster.interface import CLAIM_TEMPLATE, CONFIG_MAP, DEPLOYMENT, FLEET, NETWORK_POLICY, POD
 from fleet_operator.names import ROLE
 from fleet_operator.render.network import PORTS, render_policy, worker_ports
 from fleet_operator.render.revision import template_of
@@ -230,3 +230,17 @@ def test_the_template_follows_and_never_replaces():
              "decode": {"podTemplate": WHOLE_TEMPLATE}},
         ],
     )  # fmt: skip
+
+
+def test_another_number_of_routers_restarts_none_of_them():
+    async def scenario(world: World) -> None:
+        async def pod_of_a_router() -> Any:
+            return (await world.store.get(DEPLOYMENT, NAMESPACE, "f-router"))["spec"]["template"]
+
+        one = await pod_of_a_router()
+        await world.user.patch(FLEET, NAMESPACE, "f", {"spec": {"routing": {"replicas": 3}}})
+        await world.settle()
+        assert (await world.store.get(DEPLOYMENT, NAMESPACE, "f-router"))["spec"]["replicas"] == 3
+        assert await pod_of_a_router() == one
+
+    play(scenario)

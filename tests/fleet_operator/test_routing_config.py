@@ -6,7 +6,7 @@ import pytest
 
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.validate import validate
-from fleet_operator.render.fleet import _router_config
+from fleet_operator.render.fleet import _router_config, render_router
 from fleet_operator.render.network import PORTS, render_policy
 from fleet_operator.settings import Platform
 from fleet_router.config import TierRule
@@ -71,3 +71,48 @@ def test_what_makes_no_sense_is_refused_by_name(routing: dict, words: str):
 
 def test_what_makes_sense_is_accepted():
     assert validate(manifest(**ROUTING)) == []
+
+
+def test_explain_and_traces_reach_the_router():
+    found = _router_config(InferenceFleet.model_validate(manifest(explain={"records": 100, "log": "all"})))
+    assert (found.explain.records, found.explain.troubled, found.explain.refused, found.explain.log) == (100, 50, 25, "all")
+    assert found.traces.endpoint == ""
+    wish = manifest()
+    wish["spec"]["telemetry"] = {"traces": {"endpoint": "http://collector:4318", "sample": 0.5}}
+    traces = _router_config(InferenceFleet.model_validate(wish)).traces
+    assert (traces.endpoint, traces.sample) == ("http://collector:4318", 0.5)
+
+
+@pytest.mark.parametrize("endpoint", ["collector:4318", "http://user:secret@collector", "ftp://x", "http://"])
+def test_a_collector_is_a_url_without_credentials(endpoint: str):
+    wish = manifest()
+    wish["spec"]["telemetry"] = {"traces": {"endpoint": endpoint}}
+    assert any("telemetry.traces.endpoint" in str(problem) for problem in validate(wish))
+
+
+def test_an_endpoint_picker_is_a_port_of_the_router_and_of_its_service():
+    def rendered(**routing: object) -> tuple[dict, dict]:
+        found = render_router(InferenceFleet.model_validate(manifest(**routing)), OWNER, Platform())
+        by_kind = {one["kind"]: one for one in found}
+        return by_kind["Service"], by_kind["Deployment"]["spec"]["template"]["spec"]["containers"][0]
+
+    service, container = rendered()
+    assert [port["name"] for port in service["spec"]["ports"]] == ["http"]
+    assert "--ext-proc-port" not in container["command"]
+    service, container = rendered(endpointPicker={"failureMode": "FailOpen"})
+    assert service["spec"]["ports"][1] == {
+        "name": "grpc-ext-proc", "port": 9002, "targetPort": "grpc-ext-proc", "protocol": "TCP",
+        "appProtocol": "kubernetes.io/h2c",
+    }  # fmt: skip
+    assert container["command"][-4:] == ["--ext-proc-port", "9002", "--failure-mode", "FailOpen"]
+    assert container["ports"][1]["containerPort"] == 9002
+
+
+@pytest.mark.parametrize(("given", "names"), [({}, ["n"]), ({"gatewayNamespaces": ["b", "a"]}, ["a", "b"])])
+def test_only_gateways_reach_workers_past_the_routers(given: dict, names: list[str]):
+    def rules(**routing: object) -> list[dict]:
+        return render_policy(InferenceFleet.model_validate(manifest(**routing)), OWNER, Platform())["spec"]["ingress"]
+
+    added = [rule for rule in rules(endpointPicker=given) if rule not in rules()]
+    allowed = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": name}}} for name in names]
+    assert added == [{"from": allowed, "ports": [{"protocol": "TCP", "port": PORTS.http}]}]

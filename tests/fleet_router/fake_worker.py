@@ -33,17 +33,22 @@ class FakeWorker:
         if self._server is not None:
             self._server.close()
 
+    def asked(self) -> list[dict[str, str]]:
+        """Headers of requests that have an id: the router's own questions (metrics) have none."""
+        return [headers for headers in self.headers if "x-request-id" in headers]
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
-                length = int(
-                    next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length")).split(b":")[1]
-                )
-                body = json.loads(await reader.readexactly(length))
-                lines = (line.split(": ", 1) for line in head.decode().split("\r\n")[1:] if line)
-                self.headers.append({name.lower(): value for name, value in lines})
-                self.request_ids.append(self.headers[-1]["x-request-id"])
+                lines = (line.partition(":") for line in head.decode().split("\r\n")[1:] if line)
+                self.headers.append({name.lower(): value.strip() for name, _, value in lines})
+                self.request_ids.append(self.headers[-1].get("x-request-id", ""))
+                raw = await received(reader, self.headers[-1])
+                if not raw:
+                    answer(writer, 404, {})
+                    continue
+                body = json.loads(raw)
                 if b"/kv/release" in head:
                     self.released.append(body.get("lease_id") or body["request_id"])
                     answer(writer, 200, {"released": True})
@@ -62,6 +67,17 @@ class FakeWorker:
             self.closed_early += 1
         finally:
             writer.close()
+
+
+async def received(reader: asyncio.StreamReader, headers: dict[str, str]) -> bytes:
+    """The body, whose length was said or that comes in chunks."""
+    if "transfer-encoding" not in headers:
+        return await reader.readexactly(int(headers.get("content-length", "0")))
+    out = b""
+    while size := int(await reader.readuntil(b"\r\n"), 16):
+        out += (await reader.readexactly(size + 2))[:-2]
+    await reader.readuntil(b"\r\n")
+    return out
 
 
 def answer(writer: asyncio.StreamWriter, status: int, body: Any) -> None:

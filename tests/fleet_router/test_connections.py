@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from fleet_router.port import Port
 from fleet_router.server import DRAIN_IDLE_S, WAITING_BYTES
 from tests.fleet_router.fake_worker import answer, stream
 from tests.fleet_router.rig import BOUNDS, CONFIG, Rig, answer_of, ask, http, run, until
@@ -221,7 +222,7 @@ def test_a_client_that_reads_late_is_no_fault_of_the_worker():
         while not got.endswith(b"0\r\n\r\n"):
             got += await reader.read(1 << 20)
         assert b"[DONE]" in got
-        assert [w.failures for w in rig.context.table.workers.values()] == [0, 0]
+        assert [w.breaker.failures for w in rig.context.table.workers.values()] == [0, 0]
 
     run(go, config=msgspec.structs.replace(CONFIG, bounds=msgspec.structs.replace(BOUNDS, stalled_client_s=100.0)))
 
@@ -232,7 +233,7 @@ def test_a_client_that_never_reads_is_dropped_and_nobody_blamed():
         _, _, connection = await stalled(rig)
         rig.sweep(BOUNDS.stalled_client_s + 1)
         await until(lambda: connection not in rig.connections)
-        assert [w.failures for w in rig.context.table.workers.values()] == [0, 0]
+        assert [w.breaker.failures for w in rig.context.table.workers.values()] == [0, 0]
         assert rig.context.metrics.client_left == 1
 
     run(go)
@@ -332,16 +333,16 @@ def test_who_is_still_there_when_the_drain_is_over_is_told():
 
 def test_connections_that_the_kernel_took_before_the_listener_closed_are_served():
     async def go(rig: Rig) -> None:
-        loop = asyncio.get_running_loop()
-        server = await loop.create_server(rig.router.connection, "127.0.0.1", 0)
-        address = server.sockets[0].getsockname()
+        port = Port("127.0.0.1", 0, rig.router.connection)
+        await port.open(None)
+        (address,) = port.addresses
         clients = []
         for _ in range(20):  # nothing is accepted before the loop runs again
             client = socket.create_connection(address)
             client.sendall(HEALTH)
             client.setblocking(False)
             clients.append(client)
-        await rig.router._close_listener(server)
+        await port.close()
         for client in clients:
             reader, writer = await asyncio.open_connection(sock=client)
             rig.writers.append(writer)

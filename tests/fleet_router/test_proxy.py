@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from fleet_router.health.breaker import Breaker
 from tests.fleet_router.fake_worker import answer, stream
 from tests.fleet_router.rig import BOUNDS, CONFIG, Rig, ask, run, until
 
@@ -65,7 +66,7 @@ def test_a_failing_prefill_worker_is_replaced_once(status: int):
         assert "kv_transfer_params" not in rig.decode[0].seen[0]
         rig.prefill[1].behave = None
         for worker in rig.context.table.workers.values():
-            worker.succeeded()
+            worker.breaker = Breaker()
         assert (await rig.post(ask()))[0] == 200
 
     run(go, prefill=2)

@@ -69,6 +69,8 @@ class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
     workers: tuple[Endpoint, ...] = ()
     splits: tuple[Split, ...] = ()
     at_zero: tuple[AtZero, ...] = ()
+    routers: tuple[str, ...] = ()
+    """Addresses of the fleet's router pods, for gossip; empty where they do not."""
 
 
 def encode(document: Endpoints) -> bytes:

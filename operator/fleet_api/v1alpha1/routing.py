@@ -8,6 +8,7 @@ from pydantic import Field
 
 from fleet_api.quantities import parse_duration, parse_quantity
 from fleet_api.v1alpha1.base import DNS_LABEL, TIER_NAME_MAX, ApiModel, DurationText, QuantityText
+from fleet_api.v1alpha1.port import GossipSpec, TlsSpec
 
 Tokens = Annotated[int, Field(ge=1, le=1_048_576)]
 HeaderName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]*$", max_length=64)]
@@ -58,6 +59,38 @@ class TierRuleSpec(ApiModel):
     tier: Annotated[str, Field(pattern=DNS_LABEL, max_length=TIER_NAME_MAX)] = Field(description="A tier of this fleet.")
 
 
+class ExplainSpec(ApiModel):
+    """What every router pod remembers and logs of requests; never a prompt. Read with `fleet explain`."""
+
+    records: Annotated[int, Field(ge=0, le=100_000)] = Field(
+        default=1024,
+        description="Requests that went well and are remembered, some KiB each; half as many that did not, and a quarter as many "
+        "that were refused, are remembered beside them. 0: none. Default: 1024.",
+    )
+    log: Literal["none", "troubled", "all"] = Field(
+        default="troubled",
+        description="Which requests get a log line when they end, at most 20 a second: those that were not answered at the first "
+        "attempt, all, or none. Default: troubled.",
+    )
+
+
+class EndpointPickerSpec(ApiModel):
+    """The routers as Endpoint Picker of a Gateway API InferencePool: ext_proc, gRPC, on port 9002 of the router's Service."""
+
+    failure_mode: Literal["FailOpen", "FailClose"] = Field(
+        default="FailClose",
+        description="What gateways are told while a router knows no endpoints yet. FailClose: 503. FailOpen: the call "
+        "fails, and a gateway that may sends the request to any endpoint. Use the InferencePool's own. Default: FailClose.",
+    )
+    gateway_namespaces: Annotated[tuple[Annotated[str, Field(pattern=DNS_LABEL, max_length=63)], ...], Field(max_length=16)] = (
+        Field(
+            default=(),
+            description="Namespaces of the gateways: the NetworkPolicy lets their pods reach the workers' HTTP port, past the "
+            "routers' keys and limits unless the gateway asks the picker. Default: the fleet's own namespace.",
+        )
+    )
+
+
 class RoutingSpec(ApiModel):
     """How the router chooses workers."""
 
@@ -83,6 +116,19 @@ class RoutingSpec(ApiModel):
         "routers then tokenise prompts, read events and get the tokenizer from the workers' agents. Default: approximate.",
     )
     replicas: Annotated[int, Field(ge=1, le=32)] = Field(default=1, description="Router pods. Default: 1.")
+    explain: ExplainSpec = Field(default=ExplainSpec(), description="What routers remember of their decisions.")
+    endpoint_picker: EndpointPickerSpec | None = Field(
+        default=None, description="Serve gateways too (Envoy and others that speak ext_proc). Default: no."
+    )
+    processes: Annotated[int, Field(ge=1, le=64)] = Field(
+        default=1,
+        description="Router processes of a pod, which share its port: as many as it may use cores. They gossip among themselves. "
+        "Default: 1.",
+    )
+    tls: TlsSpec | None = Field(default=None, description="TLS at the router's port. Default: plain HTTP.")
+    gossip: GossipSpec | None = Field(
+        default=None, description="Router pods tell each other what they send. Default: each goes by its own requests alone."
+    )
 
     @property
     def slow_start_s(self) -> float:
@@ -229,13 +275,28 @@ class PrometheusSpec(ApiModel):
     )
 
 
+class TracesSpec(ApiModel):
+    """OpenTelemetry spans of requests, from the routers."""
+
+    endpoint: Annotated[str, Field(pattern=r"^https?://[^/\s@]+(/[^\s@]*)?$", max_length=2048)] = Field(
+        description="OTLP/HTTP collector, e.g. http://collector.monitoring:4318; without credentials, because everybody can read "
+        "them here."
+    )
+    sample: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
+        default=0.01,
+        description="Share of the requests without a trace context that get spans; others are sampled as their context says. At "
+        "most 100 requests a second per router. Default: 0.01.",
+    )
+
+
 class TelemetrySpec(ApiModel):
-    """Where load and latency come from."""
+    """Where load and latency come from, and where spans go."""
 
     prometheus: PrometheusSpec | None = Field(
         default=None, description="Read from Prometheus. Default: the operator scrapes workers and routers itself."
     )
     interval: DurationText = Field(default="5s", description="Time between two readings, 1s to 5m. Default: 5s.")
+    traces: TracesSpec | None = Field(default=None, description="Send spans to a collector. Default: none are made.")
 
     @property
     def interval_s(self) -> float:

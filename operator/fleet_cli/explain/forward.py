@@ -7,11 +7,14 @@ import re
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 from fleet_cli.errors import InputError, RunError
 from fleet_operator.names import FLEET, ROLE, ROUTER_ROLE
 
 ROUTER_PORT = 8080
+ADMIN = "admin"
+"""Port of a router that speaks TLS at the other one."""
 FORWARDING = re.compile(r"Forwarding from 127\.0\.0\.1:(\d+) ")
 KUBECTL_S = 30
 
@@ -23,10 +26,10 @@ def router_urls(fleet: str, where: Sequence[str]) -> Iterator[list[str]]:
     if not pods:
         raise InputError(f"no router of a fleet {fleet} runs there")
     with ExitStack() as stack:
-        yield [stack.enter_context(_forwarded(pod, where)) for pod in pods]
+        yield [stack.enter_context(_forwarded(pod, port, where)) for pod, port in pods]
 
 
-def _pods(fleet: str, where: Sequence[str]) -> list[str]:
+def _pods(fleet: str, where: Sequence[str]) -> list[tuple[str, int]]:
     argv = ["kubectl", *where, "get", "pods", "-l", f"{FLEET}={fleet},{ROLE}={ROUTER_ROLE}", "-o", "json"]
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=KUBECTL_S, check=False)
@@ -37,12 +40,17 @@ def _pods(fleet: str, where: Sequence[str]) -> list[str]:
     if done.returncode:
         raise RunError(f"kubectl: {done.stderr.strip()[-500:]}")
     items = json.loads(done.stdout)["items"]
-    return [item["metadata"]["name"] for item in items if item.get("status", {}).get("phase") == "Running"]
+    return [(item["metadata"]["name"], _port(item)) for item in items if item.get("status", {}).get("phase") == "Running"]
+
+
+def _port(pod: dict[str, Any]) -> int:
+    ports = [port for one in pod["spec"]["containers"] for port in one.get("ports", [])]
+    return next((int(port["containerPort"]) for port in ports if port.get("name") == ADMIN), ROUTER_PORT)
 
 
 @contextmanager
-def _forwarded(pod: str, where: Sequence[str]) -> Iterator[str]:
-    argv = ["kubectl", *where, "port-forward", f"pod/{pod}", f":{ROUTER_PORT}", "--address", "127.0.0.1"]
+def _forwarded(pod: str, port: int, where: Sequence[str]) -> Iterator[str]:
+    argv = ["kubectl", *where, "port-forward", f"pod/{pod}", f":{port}", "--address", "127.0.0.1"]
     running = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True)
     try:
         line = running.stdout.readline() if running.stdout is not None else ""

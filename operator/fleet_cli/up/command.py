@@ -18,6 +18,7 @@ from fleet_cli.up.client import Client
 from fleet_cli.up.local import LocalFleet
 from fleet_cli.up.preflight import check_engine, check_model, check_port
 from fleet_cli.up.proof import Ground, prove
+from fleet_cli.up.routerport import router_secrets
 from fleet_cli.up.screen import Screen, open_screen
 from fleet_cli.up.state import state_folder
 from fleet_cli.up.stops import Stops, until
@@ -53,7 +54,7 @@ def up(options: UpOptions) -> int:
         check_model(fleet, options.claims)
         check_engine(fleet, vllm_program())
         tenants = local_tenants(fleet, options.tenants)
-        secrets = [tenants.secret] if tenants is not None else []
+        secrets = [*([tenants.secret] if tenants is not None else []), *router_secrets(fleet)]
         with state_folder(options.state) as folder:
             local = LocalFleet(manifest=manifest, state_dir=folder, port=options.port, claims=options.claims, secrets=secrets)
             key = tenants.key if tenants is not None else ""

@@ -5,30 +5,30 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fleet_api.v1alpha1 import InferenceFleet, SloClassSpec, TenantsSpec
-from fleet_api.v1alpha1.routing import TierRuleSpec
+from fleet_api.v1alpha1.routing import EndpointPickerSpec, ExplainSpec, TierRuleSpec, TracesSpec
 from fleet_operator.cluster.interface import Object
 from fleet_operator.names import FLEET, PLANNED, REVISION, ROLE, ROUTER_ROLE, SIZE, TIER, labels, owner_reference, router_name
 from fleet_operator.render.network import PORTS, port_of
+from fleet_operator.render.port import add_port, requests, routers_of
 from fleet_operator.render.template import security
 from fleet_operator.settings import Platform
 from fleet_planner.reconcile import Plan
 from fleet_planner.types import PoolWanted, Target
 from fleet_router import config as router_config
-from fleet_router.config import TTFT_BUDGET_S, HoldBounds, RouterConfig, SloClass, TierRule
+from fleet_router.config import TTFT_BUDGET_S, ExplainBounds, HoldBounds, RouterConfig, SloClass, TierRule, TraceConfig
 from fleet_wire import endpoints as wire
 from fleet_wire.endpoints import ENDPOINTS_KEY, ROUTER_CONFIG_KEY, AtZero, Endpoint, Endpoints, Split
 
 API_VERSION = "inferencefleet.io/v1alpha1"
 ROUTER_PORT = 8080
+PICKER_PORT = 9002
+"""Where the inference extension's own picker listens."""
 ROUTER_GRACE_S = 40
 """The pause below, 30 s of draining, and slack."""
 ROUTER_LEAVING_S = 5
 """A stopping router closes its port at once: first the cluster's proxies must have learned that it goes."""
 ROUTER_STARTUP_FAILURES = 60
 ROUTER_LIVENESS_FAILURES = 10
-ROUTER_REQUESTS = {"cpu": "250m", "memory": "256Mi"}
-"""In the API server's own spelling, else every pass would see a difference. No limits: what the prefix index holds follows the
-workers' caches, and a router that is killed ends every stream of the fleet."""
 ROUTER_MOUNT = "/etc/fleet"
 TENANTS_MOUNT = "/etc/fleet-tenants"
 TENANTS_FILE = "tenants.json"
@@ -72,7 +72,9 @@ def render_documents(fleet: InferenceFleet, plan: Plan, owner: Object, live: Map
     splits = tuple(Split(tier=split.tier, revision=split.revision, percent=split.percent) for split in plan.splits)
     at_zero = tuple(AtZero(tier=zero.tier, limited=zero.limited) for zero in plan.zero)
     name, namespace = fleet.metadata.name, fleet.metadata.namespace
-    document = Endpoints(fleet=name, namespace=namespace, workers=workers, splits=splits, at_zero=at_zero)
+    document = Endpoints(
+        fleet=name, namespace=namespace, workers=workers, splits=splits, at_zero=at_zero, routers=routers_of(fleet, live)
+    )
     data = {ROUTER_CONFIG_KEY: router_config.encode(_router_config(fleet)), ENDPOINTS_KEY: wire.encode(document).decode()}
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": _meta(fleet, owner), "data": data}
 
@@ -100,7 +102,19 @@ def _router_config(fleet: InferenceFleet) -> RouterConfig:
         classes=tuple(_slo_class(one, budget_s) for one in spec.classes),
         hold=HoldBounds(requests=spec.limits.hold.requests, bytes=spec.limits.hold.size_bytes, time_s=spec.limits.hold.time_s),
         runaway=spec.limits.runaway_patterns != "none",
+        explain=_explain(spec.routing.explain),
+        traces=_traces(spec.telemetry.traces),
+        # vLLM's seeded draws depend on how many were made before: its streams are only carried on from their beginning
+        resume="prefill" if spec.engine.type == "torch" else "replay",
     )
+
+
+def _explain(spec: ExplainSpec) -> ExplainBounds:
+    return ExplainBounds(records=spec.records, troubled=spec.records // 2, refused=spec.records // 4, log=spec.log)
+
+
+def _traces(spec: TracesSpec | None) -> TraceConfig:
+    return TraceConfig() if spec is None else TraceConfig(endpoint=spec.endpoint, sample=spec.sample)
 
 
 def _slo_class(spec: SloClassSpec, budget_s: float) -> SloClass:
@@ -147,7 +161,7 @@ def render_router(fleet: InferenceFleet, owner: Object, platform: Platform) -> l
         "spec": {
             "type": "ClusterIP",
             "selector": selector,
-            "ports": [{"name": "http", "port": ROUTER_PORT, "targetPort": "http", "protocol": "TCP"}],
+            "ports": _service_ports(fleet.spec.routing.endpoint_picker),
         },
     }
     budget = {
@@ -157,6 +171,14 @@ def render_router(fleet: InferenceFleet, owner: Object, platform: Platform) -> l
         "spec": {"maxUnavailable": 1, "selector": {"matchLabels": selector}},
     }
     return [account, role, binding, service, budget, _deployment(fleet, owner, platform, selector)]
+
+
+def _service_ports(picker: EndpointPickerSpec | None) -> list[Object]:
+    ports: list[Object] = [{"name": "http", "port": ROUTER_PORT, "targetPort": "http", "protocol": "TCP"}]
+    if picker is not None:  # kubernetes.io/h2c: gateways speak HTTP/2 to it without TLS
+        port = {"name": "grpc-ext-proc", "port": PICKER_PORT, "targetPort": "grpc-ext-proc", "protocol": "TCP"}
+        ports.append({**port, "appProtocol": "kubernetes.io/h2c"})
+    return ports
 
 
 def render_budgets(fleet: InferenceFleet, plan: Plan, owner: Object) -> list[Object]:
@@ -216,7 +238,7 @@ def _router_pod(fleet: InferenceFleet, platform: Platform) -> Object:
         "startupProbe": _probe(platform, "/health", failures=ROUTER_STARTUP_FAILURES),
         "readinessProbe": _probe(platform, "/ready", failures=1),
         "livenessProbe": _probe(platform, "/health", failures=ROUTER_LIVENESS_FAILURES),
-        "resources": {"requests": ROUTER_REQUESTS},
+        "resources": {"requests": requests(fleet.spec.routing.processes)},
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": {
             "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]},
@@ -229,22 +251,26 @@ def _router_pod(fleet: InferenceFleet, platform: Platform) -> Object:
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": ROUTER_GRACE_S,
         "securityContext": security(None, shared_group=False),
-    }
-    if fleet.spec.routing.replicas > 1:
-        spread = {"matchLabels": {FLEET: fleet.metadata.name, ROLE: ROUTER_ROLE}}
-        spec["topologySpreadConstraints"] = [
+        # for one router as well: another number of them must not change the template, and restart those that are there
+        "topologySpreadConstraints": [
             {
                 "maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway",
-                "labelSelector": spread,
+                "labelSelector": {"matchLabels": {FLEET: fleet.metadata.name, ROLE: ROUTER_ROLE}},
             }
-        ]  # fmt: skip
+        ],
+    }  # fmt: skip
     if in_cluster:
         container["lifecycle"] = {"preStop": {"sleep": {"seconds": ROUTER_LEAVING_S}}}
     else:  # in a cluster nothing reads the files, and a router must start though its ConfigMap was just deleted
         container["volumeMounts"] = [{"name": "documents", "mountPath": ROUTER_MOUNT, "readOnly": True}]
         spec["volumes"] = [{"name": "documents", "configMap": {"name": name}}]
+    if fleet.spec.routing.endpoint_picker is not None:
+        mode = fleet.spec.routing.endpoint_picker.failure_mode
+        container["command"] += ["--ext-proc-port", str(PICKER_PORT), "--failure-mode", mode]
+        container["ports"].append({"name": "grpc-ext-proc", "containerPort": PICKER_PORT, "protocol": "TCP"})
     if fleet.spec.tenants is not None:
         _mount_tenants(fleet.spec.tenants, container, spec)
+    add_port(fleet, platform, container, spec)
     return spec
 
 

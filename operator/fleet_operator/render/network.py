@@ -84,9 +84,20 @@ def render_policy(fleet: InferenceFleet, owner: Object, platform: Platform) -> O
                     "ports": [_port(PORTS.http), _port(PORTS.kv_events), _port(PORTS.kv_replay), *tokenizer],
                 },
                 agents,
+                *_gateways(fleet),
             ],
         },
     }
+
+
+def _gateways(fleet: InferenceFleet) -> list[Object]:
+    """Where routers are an Endpoint Picker, it is a gateway that sends requests to workers."""
+    picker = fleet.spec.routing.endpoint_picker
+    if picker is None:
+        return []
+    names = sorted(set(picker.gateway_namespaces) or {fleet.metadata.namespace})
+    allowed = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": name}}} for name in names]
+    return [{"from": allowed, "ports": [_port(PORTS.http)]}]
 
 
 def _between_workers(fleet: InferenceFleet) -> Object:

@@ -59,6 +59,10 @@ class Translation(ABC):
             raise RequestError(502, f"the worker's answer is longer than {MOST_ANSWER_BYTES} bytes")
         return b""
 
+    def forget_partial(self) -> None:
+        """Half of an event came from a worker that is gone; another one sends it whole."""
+        self.collected.clear()
+
     @abstractmethod
     def end(self) -> bytes:
         """What is still owed when the worker's answer is complete; RequestError 502 when that cannot be read."""
@@ -97,6 +101,10 @@ class ChatTranslation(Translation):
         if not self.stream:
             return super().feed(data)
         return b"".join(self._told(payload) for payload in self._events.feed(data))
+
+    def forget_partial(self) -> None:
+        """See `Translation`."""
+        self._events = Events()
 
     def _told(self, payload: bytes) -> bytes:
         if self._ended:

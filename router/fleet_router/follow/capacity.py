@@ -42,20 +42,25 @@ async def follow_capacity(workers: Callable[[], Mapping[str, Endpoint]], know: C
 
 async def kv_tokens(address: str, port: int) -> int:
     """Tokens that the engine's KV cache holds; 0 when it does not say."""
+    return tokens_in(await fetched(address, port, "/metrics"))
+
+
+async def fetched(address: str, port: int, path: str) -> bytes:
+    """A worker's answer to a GET, head included; empty when there is none."""
     try:
         async with asyncio.timeout(TIMEOUT_S):
             reader, writer = await asyncio.open_connection(address, port)
             try:
                 host = f"[{address}]" if ":" in address else address
-                writer.write(f"GET /metrics HTTP/1.1\r\nhost: {host}:{port}\r\nconnection: close\r\n\r\n".encode())
+                writer.write(f"GET {path} HTTP/1.1\r\nhost: {host}:{port}\r\nconnection: close\r\n\r\n".encode())
                 body = b""
                 while (piece := await reader.read(65_536)) and len(body) < MOST_BYTES:
                     body += piece
             finally:
                 writer.close()
     except (OSError, TimeoutError, ValueError):
-        return 0
-    return tokens_in(body)
+        return b""
+    return body
 
 
 def tokens_in(exposition: bytes) -> int:

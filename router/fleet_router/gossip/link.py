@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 
 from fleet_router.gossip.message import DATAGRAM_BYTES, REASONS, Refused, parse_keys, seal, unseal
@@ -40,6 +41,10 @@ class GossipSettings:
     port: int = 0
     peers: tuple[tuple[str, int], ...] = ()
     """(name or address, port); all addresses of a name are peers, our own does no harm."""
+    first_port: int = 0
+    """UDP port of the first process of every router that the endpoints document names."""
+    processes: int = 1
+    """Of each of these."""
     unix: bytes = b""
     """Abstract socket of this process."""
     siblings: tuple[bytes, ...] = ()
@@ -68,6 +73,7 @@ class Link:
         self._stamp: object = None
         self._sockets: list[tuple[socket.socket, Sequence[Address]]] = []
         self._udp: socket.socket | None = None
+        self._routers: tuple[str, ...] = ()
         self.counts = Counts()
 
     async def run(self) -> None:
@@ -87,6 +93,10 @@ class Link:
             for opened, _ in self._sockets:
                 loop.remove_reader(opened)
                 opened.close()
+
+    def follow(self, routers: tuple[str, ...]) -> None:
+        """Addresses of routers that the endpoints document names, besides those of the command line."""
+        self._routers = routers
 
     def _open(self) -> None:
         wanted = self._settings
@@ -150,7 +160,8 @@ class Link:
         while udp is not None:
             found: dict[tuple[str, int], None] = {}
             failed = False
-            for name, port in self._settings.peers:
+            ports = range(self._settings.first_port, self._settings.first_port + self._settings.processes)
+            for name, port in (*self._settings.peers, *product(self._routers, ports)):
                 try:
                     rows = await asyncio.get_running_loop().getaddrinfo(name, port, family=udp.family, type=socket.SOCK_DGRAM)
                 except OSError:

@@ -1,0 +1,310 @@
+"""`python -m e2e.emulated.worker HOST PORT UID`: one worker process. vLLM's dialect on PORT, agent and control on PORT+1.
+
+KV moves: a prefill leg pins a lease here; the decode leg reads it over TCP from the address in the reference and answers 503
+KvTransferError when it cannot. The control port takes POST /fault (JSON, see `Faults`), GET /stats and GET /state.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sys
+import time
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+import uvloop
+
+from e2e.emulated.tokens import after, said, state_of, token_of, word
+
+LEASE_S = 30.0
+STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+HUGE_BYTES = 100 * 1024 * 1024
+
+
+@dataclass
+class Faults:
+    """What is wrong with this worker."""
+
+    mode: str = ""
+    """errors, hang, drip, reset, half_close, bad_json, truncated_json, extra, huge, not_http, wrong: see `Broken`."""
+    after_tokens: int = 3
+    """Streams break after so many."""
+    flap_s: float = 0.0
+    """So long up, then as long without a listener and without connections."""
+    cut: list[str] = field(default_factory=list)
+    """Uids of decode workers that cannot read KV here: their connections are reset."""
+    tick_s: float = 0.002
+    weights: int = 0
+    model: str = "tiny"
+
+
+@dataclass
+class Stats:
+    asked: int = 0
+    """Requests for tokens, prefill legs included."""
+    finished: int = 0
+    faulty: int = 0
+    """Times that the fault was shown to somebody."""
+    reads: int = 0
+    cut_reads: int = 0
+    released: int = 0
+    flaps: int = 0
+
+
+class Worker:
+    def __init__(self, host: str, port: int, uid: str) -> None:
+        self.host, self.port, self.uid = host, port, uid
+        self.faults, self.stats = Faults(), Stats()
+        self.leases: dict[str, float] = {}
+        self.by_request: dict[str, str] = {}
+        self.open: set[asyncio.StreamWriter] = set()
+        self.running = 0
+        self.numbers = random.SystemRandom()
+
+    async def serve(self) -> None:
+        await asyncio.start_server(self.control, self.host, self.port + 1)
+        server = await self.listen()
+        print("ready", flush=True)
+        while True:
+            await asyncio.sleep(self.faults.flap_s or 0.05)
+            if self.faults.flap_s:
+                self.stats.flaps += 1
+                server.close()
+                for writer in list(self.open):
+                    writer.transport.abort()
+                await asyncio.sleep(self.faults.flap_s)
+                server = await self.listen()
+
+    async def listen(self) -> asyncio.Server:
+        return await asyncio.start_server(self.connection, self.host, self.port, backlog=1024)
+
+    async def connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.open.add(writer)
+        try:
+            while True:
+                method, path, headers, body = await received(reader)
+                await self.route(method, path, headers, body, writer)
+                await writer.drain()
+        except (asyncio.IncompleteReadError, ConnectionError, asyncio.LimitOverrunError, asyncio.CancelledError):
+            pass
+        finally:
+            self.open.discard(writer)
+            writer.close()
+
+    async def route(
+        self, method: str, path: str, headers: dict[str, str], body: dict[str, Any], writer: asyncio.StreamWriter
+    ) -> None:
+        if path == "/kv/release":
+            lease = body.get("lease_id") or self.by_request.get(body.get("request_id", ""), "")
+            self.stats.released += self.leases.pop(lease, None) is not None
+            answer(writer, 200, {"released": True})
+        elif path.startswith("/kv/read/"):
+            self.read_by(path.split("/")[3:], writer)
+        elif path == "/tokenize":
+            answer(writer, 200, {"tokens": ids_of(body)})
+        elif method == "POST":
+            self.stats.asked += 1
+            self.running += 1
+            try:
+                await self.generate(headers.get("x-request-id", ""), body, writer)
+                self.stats.finished += 1
+            finally:
+                self.running -= 1
+        else:
+            answer(writer, 200, {"data": []})
+
+    def read_by(self, named: list[str], writer: asyncio.StreamWriter) -> None:
+        """A decode worker pulls: the lease is over when it has."""
+        lease, reader = named
+        if reader in self.faults.cut:
+            self.stats.cut_reads += 1
+            writer.transport.abort()
+            return
+        self.stats.reads += 1
+        granted = self.leases.pop(lease, 0.0)
+        answer(writer, 200 if granted > time.monotonic() else 404, {"uid": self.uid, "weights": self.faults.weights})
+
+    async def generate(self, request_id: str, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        if body.get("model") != self.faults.model:
+            answer(writer, 404, {"error": {"message": "The model does not exist.", "type": "NotFoundError"}})
+            return
+        params = body.get("kv_transfer_params") or {}
+        if self.faults.mode and await self.broken(body, writer):
+            return
+        if params.get("do_remote_decode"):
+            await asyncio.sleep(self.faults.tick_s)
+            answer(writer, 200, self.prefilled(request_id, body))
+            return
+        if params.get("do_remote_prefill") and not await self.pull(params):
+            answer(writer, 503, {"error": {"message": "the KV could not be read", "type": "KvTransferError"}})
+            return
+        prompt, seed, nonce = ids_of(body), self.seed(body), []
+        if seed < 0:  # not determined: the first token says which of its lives this one is
+            seed, nonce = 0, [self.numbers.randrange(1_000, 2_000)]
+        if body.get("stream"):
+            await self.stream(body, prompt, seed, nonce, writer)
+            return
+        await asyncio.sleep(self.faults.tick_s * body["max_tokens"])
+        ids = nonce + said([*prompt, *nonce], body["max_tokens"] - len(nonce), weights=self.faults.weights, seed=seed)
+        choice = {"index": 0, "text": "".join(map(word, ids)), "finish_reason": "length", "token_ids": ids}
+        answer(writer, 200, {"id": "c", "created": 1, "choices": [choice], "usage": usage(prompt, len(ids))})
+
+    @staticmethod
+    def seed(body: dict[str, Any]) -> int:
+        if body.get("seed") is not None:
+            return int(body["seed"])
+        return 0 if body.get("temperature") == 0 else -1
+
+    def prefilled(self, request_id: str, body: dict[str, Any]) -> dict[str, Any]:
+        lease = f"{self.uid}-{self.numbers.getrandbits(64):x}"
+        self.leases[lease] = time.monotonic() + LEASE_S
+        self.by_request[request_id] = lease
+        while len(self.by_request) > 1_000:
+            self.by_request.pop(next(iter(self.by_request)))
+        reference = {"do_remote_prefill": True, "lease_id": lease, "remote_host": self.host, "remote_port": self.port}
+        return {
+            "choices": [],
+            "usage": usage(ids_of(body), 1),
+            "kv_transfer_params": {**reference, "weights": self.faults.weights},
+        }
+
+    async def pull(self, params: dict[str, Any]) -> bool:
+        """Read what was prefilled elsewhere; False when it could not be proven."""
+        try:
+            async with asyncio.timeout(2.0):
+                reader, writer = await asyncio.open_connection(params["remote_host"], params["remote_port"])
+                writer.write(f"GET /kv/read/{params['lease_id']}/{self.uid} HTTP/1.1\r\nhost: h\r\n\r\n".encode())
+                head = await reader.readuntil(b"\r\n\r\n")
+                body = await reader.readexactly(length_of(head))
+                writer.close()
+        except (OSError, TimeoutError, asyncio.IncompleteReadError):
+            return False
+        return b" 200 " in head[:16] and json.loads(body)["weights"] == self.faults.weights
+
+    async def stream(
+        self, body: dict[str, Any], prompt: list[int], seed: int, nonce: list[int], writer: asyncio.StreamWriter
+    ) -> None:
+        writer.write(STREAM)
+        state, count = state_of([*prompt, *nonce], self.faults.weights, seed), body["max_tokens"]
+        for i in range(count):
+            token = nonce[i] if i < len(nonce) else token_of(state)
+            state = state if i < len(nonce) else after(state, token)
+            writer.write(chunk(event(body, token, last=i == count - 1)))
+            await writer.drain()
+            if writer.is_closing():
+                raise ConnectionResetError
+            if self.faults.mode and i + 1 == self.faults.after_tokens and await self.broken_stream(body, writer):
+                return
+            await asyncio.sleep(self.faults.tick_s)
+        if (body.get("stream_options") or {}).get("include_usage"):
+            writer.write(chunk(b"data: " + json.dumps({"choices": [], "usage": usage(prompt, count)}).encode() + b"\n\n"))
+        writer.write(chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
+
+    # -- faults -----------------------------------------------------------------------------------------------------
+    async def broken(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+        """Faults before the first byte; True when this was the answer."""
+        mode = self.faults.mode
+        self.stats.faulty += mode in ("errors", "hang", "not_http", "bad_json")
+        if mode == "errors":
+            await asyncio.sleep(0.001)
+            answer(writer, 500, {"error": {"message": "out of order"}})
+        elif mode == "hang":
+            await asyncio.sleep(3600)
+        elif mode == "not_http":
+            writer.write(b"\x00\x01 this is no HTTP\r\n\r\n")
+        elif mode == "bad_json" and not body.get("stream"):
+            raw = b'{"choices": [{"text": '
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(raw) + raw)
+        else:
+            return False
+        return True
+
+    async def broken_stream(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+        """Faults inside a stream; True when it is over by that."""
+        mode, one = self.faults.mode, chunk(event(body, 1, last=False))
+        if mode not in ("drip", "reset", "half_close", "bad_json", "extra", "huge"):
+            return False
+        self.stats.faulty += 1
+        if mode == "drip":
+            for i in range(len(one) * 100):
+                writer.write(one[i % len(one) : i % len(one) + 1])
+                await writer.drain()
+                await asyncio.sleep(1.0)
+        elif mode == "reset":
+            writer.write(one[: len(one) // 2])
+            await writer.drain()
+            writer.transport.abort()
+        elif mode == "half_close":
+            writer.write_eof()
+            await asyncio.sleep(30)
+        elif mode == "bad_json":
+            writer.write(chunk(b'data: {"choices": [{"text": "\n\n'))
+        elif mode == "extra":  # an event behind the end of the answer
+            writer.write(chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n" + one)
+        else:
+            writer.write(b"%x\r\n" % HUGE_BYTES)
+            for _ in range(HUGE_BYTES // 65_536):
+                writer.write(b"x" * 65_536)
+                await writer.drain()
+            writer.write(b"\r\n")
+        await writer.drain()
+        return True
+
+    # -- control ----------------------------------------------------------------------------------------------------
+    async def control(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        _, path, _, body = await received(reader)
+        if path == "/fault":
+            self.faults = Faults(
+                **{**asdict(Faults()), **{one.name: body[one.name] for one in fields(Faults) if one.name in body}}
+            )
+        now = time.monotonic()
+        pinned = sum(until > now for until in self.leases.values())
+        answer(writer, 200, {**asdict(self.stats), "pinned": pinned, "running": self.running, "uid": self.uid})
+        await writer.drain()
+        writer.close()
+
+
+async def received(reader: asyncio.StreamReader) -> tuple[str, str, dict[str, str], dict[str, Any]]:
+    head = (await reader.readuntil(b"\r\n\r\n")).decode()
+    first, *lines = head.strip().split("\r\n")
+    headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
+    raw = await reader.readexactly(int(headers.get("content-length", "0")))
+    method, path, _ = first.split(" ")
+    return method, path, headers, json.loads(raw) if raw else {}
+
+
+def length_of(head: bytes) -> int:
+    return int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+
+
+def ids_of(body: dict[str, Any]) -> list[int]:
+    """Of a prompt of ids; text and messages are ids by their bytes."""
+    prompt = body.get("prompt", body.get("messages"))
+    return prompt if isinstance(prompt, list) and prompt and isinstance(prompt[0], int) else list(json.dumps(prompt).encode())
+
+
+def usage(prompt: list[int], count: int) -> dict[str, int]:
+    return {"prompt_tokens": len(prompt), "completion_tokens": count, "total_tokens": len(prompt) + count}
+
+
+def event(body: dict[str, Any], token: int, *, last: bool) -> bytes:
+    choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": "length" if last else None}
+    choice |= {"delta": {"content": word(token)}} if "messages" in body else {"text": word(token)}
+    choice |= {"token_ids": [token]} if body.get("return_token_ids") else {}
+    return b"data: " + json.dumps({"id": "c", "created": 1, "choices": [choice]}).encode() + b"\n\n"
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+def answer(writer: asyncio.StreamWriter, status: int, body: dict[str, Any]) -> None:
+    raw = json.dumps(body).encode()
+    head = f"HTTP/1.1 {status} Status\r\ncontent-type: application/json\r\ncontent-length: {len(raw)}\r\n\r\n"
+    writer.write(head.encode() + raw)
+
+
+if __name__ == "__main__":
+    uvloop.run(Worker(sys.argv[1], int(sys.argv[2]), sys.argv[3]).serve())

@@ -1,0 +1,179 @@
+"""R1, R2, R3, R7 and R9 of the reliability list: workers that die, flap, answer errors at once, or answer nonsense.
+
+Real router process, real worker processes (emulated engines whose tokens a test can compute). Each row has two stages: the
+workers' own counters prove that the fault happened, then every request's end is judged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from e2e.emulated.asking import Ask, Ledger, ask, closed_loop
+from e2e.emulated.fleet import Emulated, until
+from fleet_router.health.breaker import FAILURES_MOST
+from fleet_router.health.budget import FIRST
+
+pytestmark = pytest.mark.timeout(300)
+OUTAGE_S = float(os.environ.get("FLEET_R7_S", "8"))
+"""The list says 30."""
+
+
+def asks(count: int, *, first: int = 0, mixed: bool = False, size: int = 8, max_tokens: int = 24) -> list[Ask]:
+    """Short prompts, each another one; `mixed`: streams and whole answers, greedy and seeded, ids and none, chat."""
+    found = []
+    for i in range(first, first + count):
+        prompt = tuple((i * 31 + k) % 9_000 for k in range(size))
+        one = Ask(prompt, max_tokens)
+        if mixed:
+            chat, seeded = i % 7 == 0, i % 3 == 0
+            stream = chat or i % 2 == 0
+            one = Ask(prompt, max_tokens, stream, not seeded, i + 1 if seeded else None, ids=i % 4 < 2, chat=chat)
+        found.append(one)
+    return found
+
+
+def loop(fleet: Emulated, sent: list[Ask], clients: int = 8) -> Ledger:
+    ledger = Ledger()
+    asyncio.run(closed_loop(fleet.address, sent, clients, ledger))
+    print(dict(ledger.ends), f"slowest {ledger.slowest_s:.2f} s", ledger.odd[:5])
+    return ledger
+
+
+def test_r1_all_workers_gone_then_back(tmp_path: Path):
+    with Emulated(tmp_path, 101, 1, 2) as fleet:
+        assert loop(fleet, asks(20)).right == 20
+        assert [worker.kill() for worker in fleet.decode] == [-9, -9]
+        ledger = loop(fleet, asks(20, first=20), clients=1)
+        assert set(ledger.ends) == {"error 503 no_worker"}
+        assert ledger.slowest_s <= 1.0
+        for worker in fleet.decode:  # the same addresses; the operator says nothing meanwhile
+            worker.life -= 1
+            worker.start()
+        back = until("a worker answers", lambda: any(worker._answers() for worker in fleet.decode), 30)
+        after = Ledger()
+
+        async def serving() -> float:
+            begun = time.monotonic()
+            for i in range(10_000):
+                if await ask(fleet.address, Ask((1, 2, i)), after) == "right":
+                    return time.monotonic() - begun
+                await asyncio.sleep(0.05)
+            raise AssertionError(after.ends)
+
+        took_s = asyncio.run(serving())
+        print(f"listening again after {back:.1f} s, serving {took_s:.2f} s later: {dict(after.ends)}")
+        assert took_s <= 5.0
+        fleet.quiet()
+
+
+def test_r2_one_of_three_flaps(tmp_path: Path):
+    with Emulated(tmp_path, 102, 0, 3) as fleet:
+        fleet.decode[0].fault(flap_s=0.5)
+        end, sent, ledger, out = time.monotonic() + 12, 0, Ledger(), 0.0
+        while time.monotonic() < end:
+            asyncio.run(closed_loop(fleet.address, asks(100, first=sent, mixed=True, max_tokens=8), 8, ledger))
+            sent += 100
+            out = max(out, fleet.metric("workers_out", "decode"))
+        stats = fleet.decode[0].stats()
+        print(dict(ledger.ends), ledger.odd, stats, f"at most {out:g} out")
+        assert stats["flaps"] >= 5
+        assert fleet.metric("ejections_total") >= 1
+        assert out <= 1
+        assert ledger.right >= 0.999 * ledger.all
+        assert ledger.ends["wrong"] == ledger.ends["hung"] == 0
+        fleet.decode[0].fault()
+        fleet.quiet()
+
+
+@pytest.mark.parametrize("hot", [False, True], ids=["idle", "hot-prefix"])
+def test_r3_a_worker_that_answers_errors_in_a_millisecond(tmp_path: Path, hot: bool):
+    """It looks idle for ever; or it is the one that has the prefix which everybody asks for."""
+    count, shared = 300, tuple(range(400)) if hot else ()
+    sent = [Ask((*shared, i), 8) for i in range(count)]
+    with Emulated(tmp_path, 103, 0, 3) as fleet:
+        loop(fleet, [Ask((*shared, 9_999), 8)] * 3, clients=1)
+        bad = max(fleet.decode, key=lambda worker: worker.stats()["asked"])
+        before = bad.stats()["asked"]
+        bad.fault(mode="errors")
+        ledger = loop(fleet, sent)
+        stats = bad.stats()
+        print(stats)
+        assert stats["faulty"] >= 1
+        assert ledger.right == count
+        assert stats["asked"] - before <= FAILURES_MOST + 8 + count / 3 / 10  # eight clients were under way when it was put out
+        assert fleet.metric("workers_out", "decode") == 1
+        bad.fault()
+        until("it serves again", lambda: loop(fleet, asks(30, first=7_000)).right == 30 and fleet.metric("workers_out") == 0, 30)
+
+
+def test_r3_a_worker_that_says_nothing(tmp_path: Path):
+    with Emulated(tmp_path, 104, 0, 3) as fleet:
+        fleet.decode[0].fault(mode="hang")
+        ledger = loop(fleet, asks(120, max_tokens=8), clients=12)
+        stats = fleet.decode[0].stats()
+        assert stats["faulty"] >= 1
+        assert ledger.right == 120
+        assert stats["asked"] <= 120 / 3
+        assert ledger.slowest_s < fleet.config.first_token_deadline_s
+        assert fleet.metric("workers_out", "decode") == 1
+
+
+def test_r7_everything_fails_at_twice_the_load(tmp_path: Path):
+    with Emulated(tmp_path, 105, 0, 3) as fleet:
+        assert loop(fleet, asks(100), clients=6).right == 100
+        for worker in fleet.decode:
+            worker.fault(mode="errors")
+        before = sum(worker.stats()["asked"] for worker in fleet.decode)
+        end, ledger = time.monotonic() + OUTAGE_S, Ledger()
+
+        async def client(number: int) -> None:
+            i = number * 100_000
+            while time.monotonic() < end:
+                i += 1
+                await ask(fleet.address, Ask((number, i)), ledger)
+                await asyncio.sleep(0.02)
+
+        async def outage() -> None:
+            await asyncio.gather(*(client(number) for number in range(12)))
+
+        asyncio.run(outage())
+        attempts = sum(worker.stats()["asked"] for worker in fleet.decode) - before
+        print(f"{ledger.all} requests, {attempts} attempts: {dict(ledger.ends)}")
+        assert sum(worker.stats()["faulty"] for worker in fleet.decode) == attempts
+        assert ledger.right == 0
+        assert set(ledger.ends) <= {"error 502 bad_gateway", "error 503 no_worker", "error 503 no_retry_left"}
+        assert ledger.all >= 200
+        assert attempts <= 1.2 * ledger.all + FIRST
+        for worker in fleet.decode:
+            worker.fault()
+        again = loop(fleet, asks(200, first=1_000), clients=12)
+        after = sum(worker.stats()["asked"] for worker in fleet.decode) - before - attempts
+        print(f"after it: {after} attempts for {again.all}")
+        assert again.right >= 199
+        assert after <= 1.2 * again.all
+        fleet.quiet()
+
+
+MODES = ["drip", "reset", "half_close", "bad_json", "extra", "huge", "not_http", "errors"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_r9_a_worker_that_answers_nonsense(tmp_path: Path, mode: str):
+    """One of two workers; determined streams go on at the other one, others end with an error. Nothing hangs."""
+    with Emulated(tmp_path, 106, 0, 2) as fleet:
+        fleet.decode[0].fault(mode=mode)
+        sent = [Ask((i, 5), 12, greedy=i % 4 != 3) for i in range(24)]
+        ledger = loop(fleet, sent, clients=4)
+        assert fleet.decode[0].stats()["faulty"] >= 1
+        assert ledger.ends["wrong"] == ledger.ends["hung"] == 0
+        assert ledger.right + ledger.ends["event"] + ledger.ends["cut"] == ledger.all
+        assert ledger.right >= 18  # all that are greedy
+        assert fleet.metric("workers_out", "decode") == 1 or fleet.decode[0].stats()["faulty"] < FAILURES_MOST
+        assert fleet.rss_mb() < 200
+        fleet.decode[0].fault()
+        until("nothing runs", lambda: fleet.metric("inflight") == 0, 10)

@@ -1,0 +1,82 @@
+"""What TLS, gossip and several processes add to the router's pod. Secrets come as folders that the kubelet keeps current: nobody
+needs the right to read them, and one that is missing keeps new routers from starting."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from fleet_api.v1alpha1 import InferenceFleet
+from fleet_operator.cluster.interface import Object
+from fleet_operator.names import FLEET, ROLE, ROUTER_ROLE
+from fleet_operator.settings import Platform
+
+TLS_MOUNT: Final = "/etc/fleet-tls"
+CLIENT_CA_MOUNT: Final = "/etc/fleet-client-ca"
+GOSSIP_MOUNT: Final = "/etc/fleet-gossip"
+ADMIN_PORT: Final = "admin"
+"""Name of the port for probes and scrapes, beside TLS."""
+REQUEST_MILLICPU: Final = 250
+REQUEST_MI: Final = 256
+
+
+def admin_port(platform: Platform) -> int:
+    """Plain HTTP beside TLS."""
+    return platform.router_port + 1
+
+
+def gossip_port(platform: Platform) -> int:
+    """UDP, of the first process."""
+    return platform.router_port + 2
+
+
+def requests(processes: int) -> dict[str, str]:
+    """CPU and memory in the API server's own spelling, else every pass would see a difference. No limits: what the prefix index
+    holds follows the workers' caches, and a router that is killed ends every stream of the fleet."""
+    milli, mi = REQUEST_MILLICPU * processes, REQUEST_MI * processes
+    return {
+        "cpu": f"{milli}m" if milli % 1000 else f"{milli // 1000}",
+        "memory": f"{mi}Mi" if mi % 1024 else f"{mi // 1024}Gi",
+    }
+
+
+def routers_of(fleet: InferenceFleet, live: Mapping[tuple[str, str], Object]) -> tuple[str, ...]:
+    """Addresses of the router pods, for gossip; empty without it."""
+    if fleet.spec.routing.gossip is None:
+        return ()
+    wanted = {FLEET: fleet.metadata.name, ROLE: ROUTER_ROLE}.items()
+    pods = [pod for (kind, _), pod in live.items() if kind == "Pod" and wanted <= pod["metadata"].get("labels", {}).items()]
+    return tuple(sorted({ip for pod in pods if (ip := (pod.get("status") or {}).get("podIP"))}))
+
+
+def add_port(fleet: InferenceFleet, platform: Platform, container: Object, spec: Object) -> None:
+    """Arguments, ports, mounts and volumes."""
+    routing = fleet.spec.routing
+    if routing.processes > 1:
+        container["command"] += ["--processes", str(routing.processes)]
+    if routing.tls is not None:
+        container["command"] += ["--tls-cert", f"{TLS_MOUNT}/tls.crt", "--tls-key", f"{TLS_MOUNT}/tls.key"]
+        container["command"] += ["--admin-port", str(admin_port(platform))]
+        container["ports"].append({"name": ADMIN_PORT, "containerPort": admin_port(platform), "protocol": "TCP"})
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+            container[probe]["httpGet"]["port"] = ADMIN_PORT
+        _mount(container, spec, "tls", TLS_MOUNT, routing.tls.secret_ref.name)
+        if (ca := routing.tls.client_ca_secret_ref) is not None:
+            container["command"] += ["--tls-client-ca", f"{CLIENT_CA_MOUNT}/ca.crt"]
+            _mount(container, spec, "client-ca", CLIENT_CA_MOUNT, ca.name, {ca.key: "ca.crt"})
+    if routing.gossip is not None:
+        key = routing.gossip.key_secret_ref
+        container["command"] += ["--gossip-key", f"{GOSSIP_MOUNT}/key", "--gossip-port", str(gossip_port(platform))]
+        container["ports"].append({"name": "gossip", "containerPort": gossip_port(platform), "protocol": "UDP"})
+        _mount(container, spec, "gossip", GOSSIP_MOUNT, key.name, {key.key: "key"})
+
+
+def _mount(
+    container: Object, spec: Object, name: str, path: str, secret: str, items: Mapping[str, str] | None = None
+) -> None:  # fmt: skip
+    mount = {"name": name, "mountPath": path, "readOnly": True}
+    container["volumeMounts"] = [*container.get("volumeMounts", []), mount]
+    source: Object = {"secretName": secret, "defaultMode": 0o444}
+    if items is not None:
+        source["items"] = [{"key": key, "path": file} for key, file in items.items()]
+    spec["volumes"] = [*spec.get("volumes", []), {"name": name, "secret": source}]

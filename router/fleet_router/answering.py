@@ -1,0 +1,342 @@
+"""What the client gets of one request: head, bytes, the end, a refusal, an error event. And what is counted of it.
+
+The legs (flow.py) call it; nothing here chooses or retries.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from fleet_router.admission.gate import Ticket
+from fleet_router.admission.quota import Outcome
+from fleet_router.admission.runaway import Why
+from fleet_router.admission.usage import EVENT, used_tokens
+from fleet_router.config import RouterConfig
+from fleet_router.context import Client, Context
+from fleet_router.dialect.translation import Translation
+from fleet_router.ending import CHAT_PATH, END, chunked, framed, last_event
+from fleet_router.errors import RequestError
+from fleet_router.explain.shown import header as decision_header
+from fleet_router.heads import STATUS_LINES, add_kept, status_line
+from fleet_router.health.resume import Again, determined
+from fleet_router.health.sent import CHUNK_END, Sent
+from fleet_router.hints import NO_HINTS, Hints
+from fleet_router.metrics import Served
+from fleet_router.policy.trip import Trip
+from fleet_router.request import Ask, is_object, with_fields
+from fleet_router.upstream import Upstream
+from fleet_router.workers import Worker
+
+if TYPE_CHECKING:
+    from fleet_router.knowledge import Counted
+
+OK = 200
+FRAMING = {b"content-length", b"transfer-encoding"}
+HEAD_END = b"\r\n\r\n"
+CLOSE = b"\r\nconnection: close"
+EVENT_END = b"\n\n"
+SOUND_ENDS = (b"}\n\n\r\n", b"data: [DONE]\n\n\r\n", b"\r\n0\r\n\r\n")
+"""Of reads of a stream; what ends in another way is looked at."""
+BIG_READ_BYTES = 1_024
+"""A read of so much is progress, too: of an answer that comes as a whole."""
+UNENDED_MOST_BYTES = 8 * 1024 * 1024
+"""Longest event, and longest answer that comes as a whole."""
+
+
+NOBODY = Served()
+"""Before a worker is chosen."""
+
+
+class Answering:
+    """State of one request, and its client's side."""
+
+    __slots__ = (
+        "_again", "_ask", "_asked", "_before", "_client", "_connection", "_context", "_counted", "_decode_failures", "_events",
+        "_excluded", "_first", "_gaps", "_giver", "_handed_over", "_head_bytes", "_heard", "_held", "_keys", "_last", "_lease",
+        "_leg", "_leg_worker", "_local", "_metered", "_moved", "_outcome", "_path", "_paused", "_prefill_failures", "_resumes",
+        "_runaway", "_sent", "_served", "_tail", "_ticket", "_translation", "_trip", "_unended", "config", "deadline", "done",
+        "hints", "last_byte_at", "record", "sent_at", "started", "started_at",
+    )  # fmt: skip
+
+    def __init__(
+        self, context: Context, client: Client, path: bytes, ask: Ask, ticket: Ticket, translation: Translation | None = None,
+        hints: Hints = NO_HINTS,
+    ) -> None:  # fmt: skip
+        self._context = context
+        context.metrics.arrivals += 1
+        context.budget.asked()
+        self._client, self._path = client, path
+        self._ask = self._asked = self._with_ids(ask, context.config)
+        """What is asked of workers, and what the client asked: a stream that is carried on asks for its rest."""
+        self._sent: Sent | None = None
+        self._heard: Sent | None = None
+        """What the client has of a stream that could be carried on; of one in another dialect what its worker said."""
+        self._again: Again | None = None
+        self._ticket = ticket
+        self._runaway = context.desk.detector(ticket, ask)
+        self._metered = context.desk.tenants_needed
+        self._events = self._gaps = self._unended = self._resumes = self._prefill_failures = self._decode_failures = 0
+        """Of the answer so far: events, writes after the first, bytes since the last whole event; and of its legs."""
+        self._before = self._tail = b""
+        """The last two reads of the answer: its usage stands there."""
+        self._translation = translation
+        self.config = context.config  # a reload does not change a running request
+        self.record = context.recorder.open((client.request_id, client.leg_id), path, ask, ticket, hints.headers)
+        self._excluded: frozenset[str] = frozenset()
+        self._local = ask.alone
+        """The KV is not to come from a prefill worker, or not any more."""
+        self._last = self._paused = self._moved = False
+        """The answer's head says that the connection closes after it; the client does not read; a silent worker had it."""
+        self._connection: Upstream | None = None
+        self._leg: object = None  # PrefillLeg or DecodeLeg
+        self._leg_worker: Worker | None = None
+        self._lease: tuple[Worker, str] | None = None
+        self._keys: list[int] = []
+        self._handed_over = self._giver = ""
+        """Tier of the decode leg when another worker prefilled the prompt, and that worker while the KV is its own."""
+        self._served = NOBODY
+        self.hints = msgspec.structs.replace(hints, local=True) if ask.alone else hints
+        self._trip: Trip | None = None
+        """What was expected of the legs; None before the first and after the last."""
+        self._counted: Counted | None = None
+        """The prompt as blocks; None: not asked yet."""
+        self._first = True
+        self._held = False
+        """It waits for workers."""
+        self._head_bytes = b""
+        """The answer's head, waiting for the first bytes of its body: one write for both."""
+        self._outcome: Outcome = "left"
+        """How it ends if it ends now, unless we refuse it."""
+        self.started = self.done = False
+        """The first byte has gone to the client; it is over."""
+        self.sent_at = self.started_at = self.last_byte_at = context.clock()
+        self.deadline = inf if ticket.waiting else self.started_at + self.config.first_token_deadline_s
+
+    @staticmethod
+    def _with_ids(ask: Ask, config: RouterConfig) -> Ask:
+        """Token ids in the stream, where it can be carried on by them."""
+        if config.resume != "prefill" or not ask.stream or not determined(ask.fields):
+            return ask
+        return with_fields(ask, {"return_token_ids": msgspec.Raw(b"true")}, b',"return_token_ids":true}')
+
+    def head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        """The answer begins: from now on no retry."""
+        now = self._context.clock()
+        self.started = True
+        self.last_byte_at = now
+        self._context.metrics.requests[status] += 1
+        self.record.status = status
+        self.deadline = now + self.config.inter_token_deadline_s
+        if status == OK:
+            self._outcome = "answered"
+            self._taken(self._leg_worker)
+            if self._ask.stream:
+                self._keep_what_is_sent(headers)
+        else:
+            self._outcome = "refused"
+            self._release_lease()
+        lines = [STATUS_LINES.get(status) or status_line(status), self._client.request_id.encode()]
+        add_kept(lines, headers)
+        lines.append(self._ticket.lane.account.headers(int(now * 1e9)))
+        if self.record.shown:
+            lines.append(decision_header(self.record))
+        if self._client.last_answer:
+            self._last = True
+            lines.append(CLOSE)
+        lines.append(HEAD_END)
+        self._head_bytes = b"".join(lines)
+
+    def _taken(self, worker: Worker | None) -> None:
+        """The decode worker answers: it has the KV."""
+        context = self._context
+        self._lease = None
+        if self._handed_over:
+            context.metrics.handed_over[self._handed_over] += 1
+        if worker is None:
+            return
+        if self._giver and context.table.pairs:
+            context.table.pairs.succeeded(self._giver, worker.uid, self.sent_at)
+        if worker.uid in context.table.workers:
+            context.table.routing.index.add(self._keys, worker.uid)  # now it holds the prompt's KV
+            if self._counted is not None and context.knowledge is not None:
+                context.knowledge.answered(worker.uid, self._counted)
+
+    def _keep_what_is_sent(self, headers: list[tuple[bytes, bytes]]) -> None:
+        if self.config.resume == "off" or not determined(self._ask.fields) or not chunked(headers):
+            return
+        if self._translation is None:
+            self._sent = Sent(self._context.room)
+        else:
+            self._heard = Sent(self._context.room)
+
+    def hear(self, data: bytes) -> None:
+        """Bytes of a body, of which the client gets something else."""
+        if self._heard is not None:
+            self._heard.keep(data)
+            if self._heard.full:
+                self._keep_no_more()
+
+    def send_head(self) -> None:
+        """The head goes out alone."""
+        head, self._head_bytes = self._head_bytes, b""
+        if head:
+            self._client.write(head)
+
+    def raw(self, data: bytes, shown: bytes | None = None) -> None:
+        """Bytes of the answer, spliced; `shown`: what the client gets for them in its own dialect."""
+        now = self._context.clock()
+        if self._first:
+            self._first_bytes(now)
+        else:
+            self._gaps += 1
+            self._served.itl.observe(now - self.last_byte_at)
+        self.last_byte_at = now
+        if EVENT_END in data:
+            self.deadline, self._unended = now + self.config.inter_token_deadline_s, 0
+            if not data.endswith(SOUND_ENDS) and not self._sound(data):
+                return
+        elif not self._goes_on(data, now):
+            return
+        if self._sent is not None:
+            data = self._sent.whole(data) if not self._sent.full else self._keep_no_more() + data
+        told = data if shown is None else shown
+        if self._head_bytes and told:
+            head, self._head_bytes = self._head_bytes, b""
+            told = head + told
+        if told:
+            self._client.write(told)
+        if data:
+            self._before, self._tail = self._tail, data
+            self._events += data.count(EVENT) if self._metered else 0
+        if self._runaway is not None and (why := self._runaway.saw(data)) is not None:
+            self._end_runaway(why)
+
+    def _first_bytes(self, now: float) -> None:
+        self._first = False
+        self.record.first_at = now
+        if self._trip is not None:
+            self._trip.first_token(now)
+        self._served.ttft.observe(now - self.started_at)
+
+    def _sound(self, data: bytes) -> bool:
+        """A read that ends with an event that is no JSON object by its looks: half of one must not go to a client as a whole."""
+        if not data.endswith(CHUNK_END) or not self._ask.stream:
+            return True
+        event = data.removesuffix(CHUNK_END).rpartition(EVENT_END)[2]
+        at = event.find(b"data: ")
+        if at < 0 or is_object(event[at + 6 :]):
+            return True
+        self._fault("the worker's event is not JSON")
+        return False
+
+    def _goes_on(self, data: bytes, now: float) -> bool:
+        """Bytes without the end of an event: of a long one, or of an answer that comes as a whole. A byte now and then is no
+        progress, and neither is there an end to wait for."""
+        self._unended += len(data)
+        if len(data) > BIG_READ_BYTES:
+            self.deadline = now + self.config.inter_token_deadline_s
+        if self._unended <= UNENDED_MOST_BYTES:
+            return True
+        self._fault(f"the worker sent {self._unended} bytes without an end")
+        return False
+
+    def _keep_no_more(self) -> bytes:
+        """The stream grew too long to be carried on; returns what was held back."""
+        if self._heard is not None:
+            self._heard.forget()
+            self._heard = None
+        sent, self._sent = self._sent, None
+        if sent is None:
+            return b""
+        sent.forget()
+        return sent.rest()
+
+    def _fault(self, why: str) -> None:
+        """The worker's answer is not to be gone on with."""
+        raise NotImplementedError
+
+    def _end_runaway(self, why: Why) -> None:
+        """The stream is at the end of an event: ours is the last one. The worker sees a client that left, and stops."""
+        self._context.desk.runaways[why] += 1
+        if self._connection is not None:
+            self._connection.abort()
+        event = last_event(why, self._path == CHAT_PATH, self._client.request_id, self._ask.adapter or self.config.served_name)
+        if self._translation is not None:
+            event = self._translation.feed(event)
+        self._client.write(framed(event) + END)
+        self.end()
+
+    def end(self) -> None:
+        """The answer is complete."""
+        if (rest := self._keep_no_more()) and self._again is None:
+            self._client.write(self._head_bytes + rest)
+            self._head_bytes = b""
+        self.send_head()  # an answer without a body
+        if self._trip is not None:
+            self._trip.ended(self.last_byte_at, self._gaps + 1)
+            self._trip_over()
+        if self._leg_worker is not None:
+            self._leg_worker.breaker.succeeded()
+        self.end_leg()
+        self.done = True
+        self._leave(self._outcome)
+        self._client.finish(last=self._last)
+
+    def _trip_over(self) -> None:
+        """This attempt waits in no queue any more."""
+        if self._trip is not None:
+            self._trip.over(self._context.clock())
+            self._trip = None
+
+    def _refuse(self, error: RequestError) -> None:
+        if self.started:
+            self._break(str(error))
+            return
+        self.record.error = error
+        self._trip_over()
+        self.end_leg()
+        self.done = True
+        self._leave("failed" if error.status >= 500 else "refused")
+        self._context.metrics.requests[error.status] += 1
+        self._client.refuse(error)
+
+    def refuse_with(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
+        """A worker's own refusal (4xx) goes to the client as it is."""
+        self._release_lease()
+        kept = [(name, value) for name, value in headers if name.lower() not in FRAMING]
+        self.head(status, [*kept, (b"content-length", str(len(body)).encode())])
+        self.send_head()
+        self._client.write(body)
+        self.end()
+
+    def _break(self, why: str) -> None:
+        self.send_head()
+        self.record.error = RequestError(502, why)
+        self._trip_over()
+        self.end_leg()
+        self.done = True
+        self._leave(self._outcome)
+        self._keep_no_more()
+        self._context.metrics.streams_broken += 1
+        # inside a chunk an error event would be taken for its contents
+        whole = self._translation is not None or not self._tail or self._tail.endswith(CHUNK_END)
+        self._client.break_off(why, stream=self._ask.stream and whole)
+
+    def _leave(self, outcome: Outcome) -> None:
+        """Give the slot back and settle; once, whatever ended the request."""
+        used = None
+        if self._metered and outcome == "answered":
+            used = used_tokens(self._before, self._tail, self._events, self._ticket.charged)
+        self._context.recorder.close(self.record, outcome, self.last_byte_at, self._gaps + (not self._first))
+        self._context.desk.leave(self._ticket, outcome, used)
+
+    def end_leg(self) -> None:
+        """A leg is over, however it ended."""
+        raise NotImplementedError
+
+    def _release_lease(self) -> None:
+        """Nobody will read the KV."""
+        raise NotImplementedError

@@ -1,0 +1,257 @@
+"""One HTTP exchange as ext_proc shows it: request in, decision out, answer passed on while its bytes are counted.
+
+A gateway sends headers and body of a request and waits; in the protocol's own mode (FULL_DUPLEX_STREAMED) headers and body go on
+together when the decision is made, in BUFFERED the headers go first and the decision comes with the body. What the gateway does
+not show of the answer cannot be learnt from: without its body no token times, and a request counts as over when its head came.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+from fleet_router.context import Context
+from fleet_router.dialect.routes import ALONE, TRANSLATED
+from fleet_router.epp import answers
+from fleet_router.epp.messages import BUFFERED, FULL_DUPLEX, NONE, STREAMED
+from fleet_router.epp.picked import Picked, address_of
+from fleet_router.errors import RequestError
+from fleet_router.explain.route import ASKED
+from fleet_router.explain.shown import header as decision_header
+from fleet_router.hints import hints_of
+from fleet_router.inbound import ASKED_BY, KEPT_BYTES, REQUEST_ID, Incoming, asked_by
+from fleet_router.request import parse_alone, parse_body
+from fleet_router.workers import Worker
+
+GENERATE = {b"/v1/completions": False, b"/v1/chat/completions": True}
+SUBSET, SUBSET_KEY = "envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset"
+SERVED_KEY = "x-gateway-destination-endpoint-served"
+
+
+class Exchange:
+    """The gateway's side of one request. `failed`: there is no decision, the gateway is to do as it is configured to."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._request = Incoming()
+        self._body: list[bytes] = []
+        self._body_bytes = 0
+        self._modes = (FULL_DUPLEX, FULL_DUPLEX)
+        self._subset: frozenset[str] | None = None
+        self._decided: asyncio.Future[tuple[list[Worker], bytes] | RequestError] = asyncio.get_running_loop().create_future()
+        self.flow: Picked | None = None
+
+    # -- Client, Gateway ------------------------------------------------------------------------------------------------
+    @property
+    def request_id(self) -> str:
+        """What the client calls the request."""
+        return self._request.request_id
+
+    @property
+    def leg_id(self) -> str:
+        """What workers call it."""
+        return self._request.leg_id
+
+    @property
+    def last_answer(self) -> bool:
+        """Connections are the gateway's."""
+        return False
+
+    def picked(self, workers: list[Worker], body: bytes) -> None:
+        """The decision."""
+        if not self._decided.done():
+            self._decided.set_result((workers, body))
+
+    def refuse(self, error: RequestError) -> None:
+        """There will be none."""
+        if not self._decided.done():
+            self._decided.set_result(error)
+
+    def write(self, data: bytes) -> None:
+        """The answer's bytes are the gateway's."""
+
+    def finish(self, *, last: bool) -> None:
+        """The answer is whole."""
+
+    def break_off(self, message: str, *, stream: bool) -> None:
+        """The gateway sees for itself that the worker broke."""
+
+    def abort(self) -> None:
+        """The gateway has its own bounds for clients that do not read."""
+
+    # -- ext_proc -------------------------------------------------------------------------------------------------------
+    async def answers(self, messages: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        """What to say to each message."""
+        async for message in messages:
+            kind = message.WhichOneof("request")
+            match kind:
+                case "request_headers":
+                    async for said in self._headers(message):
+                        yield said
+                case "request_body":
+                    async for said in self._piece(message.request_body):
+                        yield said
+                case "response_headers":
+                    yield self._answer_head(message)
+                case "response_body":
+                    yield self._answer_piece(message.response_body)
+                case "request_trailers" | "response_trailers":
+                    yield answers.passed(kind)
+                case _:
+                    return
+
+    async def _headers(self, message: Any) -> AsyncIterator[Any]:
+        try:
+            self._read(message)
+        except RequestError as error:
+            yield self._refused(error)
+            return
+        if message.request_headers.end_of_stream:
+            yield self._pick_any()
+        elif self._modes[0] == BUFFERED:
+            yield answers.passed("request_headers")
+
+    def _read(self, message: Any) -> None:
+        """RequestError for what is not served here."""
+        request, wanted = self._request, self._context.wanted
+        if message.HasField("protocol_config"):
+            self._modes = (message.protocol_config.request_body_mode, message.protocol_config.response_body_mode)
+        for one in message.request_headers.headers.headers:
+            name, value = one.key.lower().encode(), one.raw_value or one.value.encode()
+            if name == b":path":
+                request.url = value
+            elif name == b":method":
+                request.method = value
+            elif name == b"x-request-id" and REQUEST_ID.match(value):
+                request.request_id = value.decode()
+                request.leg_id = f"{request.leg_id}.{request.request_id}"
+            elif name in ASKED_BY:
+                asked_by(request, name, value)
+            elif name in wanted and len(value) <= KEPT_BYTES:
+                request.kept = {**request.kept, name: value}
+        self._subset = _subset(message)
+        if self._modes[0] not in (FULL_DUPLEX, BUFFERED) and not message.request_headers.end_of_stream:
+            raise RequestError(500, "the gateway must send request bodies FULL_DUPLEX_STREAMED or BUFFERED", code="gateway_mode")
+
+    def _pick_any(self) -> Any:
+        """A request without a body (GET /v1/models): any worker that decodes."""
+        try:
+            self._context.desk.entry(self._request.key)
+            found = self._context.table.candidates(self._context.clock(), frozenset())["decode"]
+            usable = [worker for worker in found if self._subset is None or address_of(worker) in self._subset]
+            if not usable:
+                raise RequestError(503, "no decode worker is serving")
+        except RequestError as error:
+            return self._refused(error)
+        return answers.picked(address_of(min(usable, key=lambda worker: worker.inflight)), [])
+
+    async def _piece(self, piece: Any) -> AsyncIterator[Any]:
+        self._body_bytes += len(piece.body)
+        most = self._context.config.bounds.body_bytes
+        if self._body_bytes > most:
+            yield self._refused(RequestError(413, f"the body is larger than {most} bytes"))
+            return
+        self._body.append(piece.body)
+        if not piece.end_of_stream:
+            return
+        body, self._body = b"".join(self._body), []
+        try:
+            self._begin(body)
+        except RequestError as error:
+            yield self._refused(error)
+            return
+        found = await self._decided
+        for said in [self._refused(found)] if isinstance(found, RequestError) else self._told(*found):
+            yield said
+
+    def _begin(self, body: bytes) -> None:
+        context, request = self._context, self._request
+        path = request.url.split(b"?", 1)[0]
+        if request.method != b"POST" or path not in {*GENERATE, *ALONE}:
+            other = " (the router itself speaks it)" if path in TRANSLATED else ""
+            raise RequestError(404, f"not served behind a gateway{other}")
+        lane = context.desk.lane(request.key, request.slo_class)
+        ask = parse_alone(body, lane.config) if path in ALONE else parse_body(body, GENERATE[path], lane.config)
+        ask, ticket = context.desk.admit(lane, ask, request.slo_ttft_ms)
+        hints = hints_of(context.config, lane.slo_class, request.kept)
+        self.flow = flow = Picked(context, self, path, ask, ticket, hints, self._subset)
+        flow.record.shown = ASKED in request.kept and context.desk.entry(request.key).decisions != "none"
+        context.desk.start(ticket, flow)
+
+    def _told(self, workers: list[Worker], body: bytes) -> Iterator[Any]:
+        onward = self.flow.record.onward if self.flow is not None else b""
+        headers = [("x-request-id", self.leg_id.encode()), ("content-length", b"%d" % len(body)), *answers.lines_of(onward)]
+        destinations = ",".join(address_of(worker) for worker in workers)
+        if self._modes[0] == BUFFERED:
+            yield answers.picked(destinations, headers, buffered=body)
+            return
+        yield answers.picked(destinations, headers)
+        yield from answers.pieces(body)
+
+    def _refused(self, error: RequestError) -> Any:
+        if self.flow is None:  # else its record tells
+            path = self._request.url.split(b"?", 1)[0]
+            self._context.metrics.requests[error.status] += 1
+            known = path if path in {*GENERATE, *ALONE, *TRANSLATED} else b""
+            self._context.recorder.refused(self.request_id, known, "", error)
+        return answers.refused(error, self._request.url, self.request_id)
+
+    # -- the answer -----------------------------------------------------------------------------------------------------
+    def _answer_head(self, message: Any) -> Any:
+        flow, headers = self.flow, list[answers.Header]()
+        if flow is not None and not flow.done:
+            found = {one.key: one.raw_value or one.value.encode() for one in message.response_headers.headers.headers}
+            status = int(found.get(":status", b"0"))
+            flow.served(_served(message), status)
+            now_ns = int(self._context.clock() * 1e9)
+            headers = answers.lines_of(flow.lane.account.headers(now_ns))
+            headers.append(("x-request-id", self.request_id.encode()))
+            if flow.record.shown:
+                headers += answers.lines_of(decision_header(flow.record))
+            if message.response_headers.end_of_stream:
+                flow.end()
+        return answers.answer_head(headers)
+
+    def _answer_piece(self, piece: Any) -> Any:
+        flow = self.flow
+        if flow is not None and not flow.done:
+            if piece.body:
+                flow.raw(piece.body)
+            if piece.end_of_stream:
+                flow.end()
+        if self._modes[1] in (BUFFERED, STREAMED):
+            return answers.passed("response_body")
+        return answers.answer_piece(piece.body, end=piece.end_of_stream)
+
+    # -- ends -----------------------------------------------------------------------------------------------------------
+    def sweep(self, now: float) -> None:
+        """Twice a second."""
+        if self.flow is not None and not self.flow.done and now > self.flow.deadline:
+            self.flow.expire()
+
+    def gone(self) -> None:
+        """The gateway has ended the exchange."""
+        flow = self.flow
+        if flow is None or flow.done:
+            return
+        if flow.started and self._modes[1] == NONE:
+            flow.end()  # it shows us no more of it
+        else:
+            flow.cancel()
+
+
+def _subset(message: Any) -> frozenset[str] | None:
+    """Endpoints that may be picked; None: all."""
+    found = message.metadata_context.filter_metadata
+    if SUBSET not in found or SUBSET_KEY not in found[SUBSET].fields:
+        return None
+    given = found[SUBSET].fields[SUBSET_KEY]
+    values = [value.string_value for value in given.list_value.values] or given.string_value.split(",")
+    return frozenset(value.strip() for value in values if value.strip())
+
+
+def _served(message: Any) -> str:
+    """Who answered, where the gateway says so."""
+    found = message.metadata_context.filter_metadata
+    return str(found[answers.NAMESPACE].fields[SERVED_KEY].string_value) if answers.NAMESPACE in found else ""

@@ -1,0 +1,109 @@
+"""A request that a gateway proxies: admission, decision, prefill leg, records and learning are those of `Flow`; the decode leg is
+not sent but told to the gateway, with the body to send there.
+
+So prefill and decode are apart behind any data plane that speaks ext_proc, without a sidecar in the workers' pods: the prefill
+leg is ours, and what the gateway sends to the decode worker has the reference to the KV in it.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from fleet_router.admission.gate import Ticket
+from fleet_router.config import RouterConfig
+from fleet_router.context import Client, Context
+from fleet_router.flow import Flow
+from fleet_router.hints import Hints
+from fleet_router.request import Ask, decode_body
+from fleet_router.workers import Worker
+
+FAILED = 500
+FALLBACKS = 2
+"""Workers besides the chosen one that a gateway may try when it cannot be reached."""
+
+
+class Gateway(Client, Protocol):
+    """The gateway's side of one request."""
+
+    def picked(self, workers: list[Worker], body: bytes) -> None:
+        """Send this body to the first of these that can be reached."""
+        ...
+
+
+class Picked(Flow):
+    """One request behind a gateway."""
+
+    __slots__ = ("_gateway", "lane")
+
+    def __init__(
+        self,
+        context: Context,
+        gateway: Gateway,
+        path: bytes,
+        ask: Ask,
+        ticket: Ticket,
+        hints: Hints,
+        subset: frozenset[str] | None,
+    ) -> None:
+        super().__init__(context, gateway, path, ask, ticket, None, hints)
+        self._gateway = gateway
+        self._runaway = None  # a gateway's stream cannot be ended by us with an event of ours
+        self.lane = ticket.lane
+        if subset is not None:
+            decodes = context.table.by_role["decode"]
+            self._excluded = frozenset(worker.uid for worker in decodes if address_of(worker) not in subset)
+
+    @staticmethod
+    def _with_ids(ask: Ask, config: RouterConfig) -> Ask:
+        """Nothing is asked for that only we need: a gateway's stream cannot be carried on by us."""
+        return ask
+
+    def _send_decode(self, worker: Worker, reference: bytes | None) -> None:
+        worker.began()
+        self._leg_worker = worker
+        self.sent_at = self._context.clock()
+        self._gateway.picked([worker, *self._fallbacks(worker)], decode_body(self._ask, reference))
+
+    def _fallbacks(self, worker: Worker) -> list[Worker]:
+        """Workers to which the same KV could go, the idlest first."""
+        table, now = self._context.table, self._context.clock()
+        found = [
+            other for other in table.candidates(now, self._excluded)["decode"]
+            if other is not worker and other.group == worker.group and self._ask.adapter in ("", *other.endpoint.adapters)
+        ]  # fmt: skip
+        return sorted(found, key=lambda other: other.inflight)[:FALLBACKS]
+
+    def served(self, address: str, status: int) -> None:
+        """The answer begins; `address`: who answers, empty when the gateway does not say."""
+        worker, now = self._leg_worker, self._context.clock()
+        if worker is not None and address and address_of(worker) != address:
+            other = next((one for one in self._context.table.by_role["decode"] if address_of(one) == address), None)
+            if other is not None:
+                self._blame(worker, f"the gateway could not reach it: {other.endpoint.name} answered", gone=True)
+                worker.ended()
+                other.began()
+                worker = self._leg_worker = other
+        if worker is not None and status < FAILED:
+            worker.answers(self.sent_at, now)
+        elif worker is not None:
+            if self._giver:
+                self._context.table.transfer_failed(self._giver, worker.uid, now)
+            self._blame(worker, f"decode answered {status}")
+        self.head(status, [])
+
+    def silent(self) -> None:
+        """What the gateway was told cannot be taken back."""
+        if self._leg_worker is None or self._leg_worker.role == "prefill":
+            super().silent()
+
+    def _fault(self, why: str) -> None:
+        """The gateway's answer goes on as it is; we count no more of it."""
+        if self._leg_worker is not None:
+            self._blame(self._leg_worker, why)
+        self._break(why)
+
+
+def address_of(worker: Worker) -> str:
+    """As the Endpoint Picker protocol has it."""
+    at = worker.endpoint
+    return f"[{at.address}]:{at.http_port}" if ":" in at.address else f"{at.address}:{at.http_port}"

@@ -1,0 +1,109 @@
+"""The gRPC server of the Endpoint Picker: ext_proc streams and health checks, in the router's own process and loop.
+
+What the gateway is told when there is nothing to decide from (no endpoints document was read yet) is the failure mode's:
+FailClose answers 503, FailOpen fails the stream, and a gateway that is configured so (failure_mode_allow) sends it anywhere.
+Known and empty is another thing: then there is no endpoint to send it to, and the protocol asks for 503 in either mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Final, Literal
+
+import grpc
+
+from fleet_router.context import Context
+from fleet_router.epp.answers import refused
+from fleet_router.epp.exchange import Exchange
+from fleet_router.epp.messages import (
+    HEALTH,
+    NOT_SERVING,
+    SERVICE,
+    SERVING,
+    UNKNOWN,
+    HealthCheckRequest,
+    HealthCheckResponse,
+    ProcessingRequest,
+    ProcessingResponse,
+)
+from fleet_router.errors import RequestError
+
+FailureMode = Literal["FailOpen", "FailClose"]
+STREAMS_MOST: Final = 2_048
+MESSAGE_BYTES_MOST: Final = 16 * 1024 * 1024
+"""Above what a gateway that buffers may send as one body; the body's own bound is the router's."""
+
+
+class EndpointPicker:
+    """One per process. `not_ready`: why nothing can be decided yet, empty when it can."""
+
+    def __init__(self, context: Context, not_ready: Callable[[], str], failure_mode: FailureMode) -> None:
+        self._context, self._not_ready, self._failure_mode = context, not_ready, failure_mode
+        self.exchanges: set[Exchange] = set()
+        """Requests that gateways proxy now."""
+        self._server: Any = None
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen; the port. OSError when the address is taken."""
+        import grpc.aio
+
+        server = grpc.aio.server(
+            options=[
+                ("grpc.max_concurrent_streams", STREAMS_MOST),
+                ("grpc.max_receive_message_length", MESSAGE_BYTES_MOST),
+                ("grpc.so_reuseport", 0),
+            ]
+        )
+        process = grpc.stream_stream_rpc_method_handler(
+            self._process, request_deserializer=ProcessingRequest.FromString,
+            response_serializer=ProcessingResponse.SerializeToString,
+        )  # fmt: skip
+        check = grpc.unary_unary_rpc_method_handler(
+            self._check, request_deserializer=HealthCheckRequest.FromString,
+            response_serializer=HealthCheckResponse.SerializeToString,
+        )  # fmt: skip
+        server.add_generic_rpc_handlers(
+            (
+                grpc.method_handlers_generic_handler(SERVICE, {"Process": process}),
+                grpc.method_handlers_generic_handler(HEALTH, {"Check": check}),
+            )
+        )
+        try:
+            bound: int = server.add_insecure_port(f"{host}:{port}")
+        except RuntimeError as error:
+            raise OSError(str(error)) from error
+        await server.start()
+        self._server = server
+        return bound
+
+    async def stop(self, grace_s: float) -> None:
+        """No new streams; what runs may end within `grace_s`."""
+        if self._server is not None:
+            await self._server.stop(grace_s)
+
+    def sweep(self, now: float) -> None:
+        """Twice a second: deadlines."""
+        for exchange in list(self.exchanges):
+            exchange.sweep(now)
+
+    async def _process(self, messages: AsyncIterator[Any], call: Any) -> AsyncIterator[Any]:
+        if why := self._not_ready():
+            if self._failure_mode == "FailOpen":
+                await call.abort(grpc.StatusCode.UNAVAILABLE, why)
+            yield refused(RequestError(503, why, code="not_ready"), b"", "")
+            return
+        exchange = Exchange(self._context)
+        self.exchanges.add(exchange)
+        try:
+            async for said in exchange.answers(messages):
+                yield said
+        finally:
+            self.exchanges.discard(exchange)
+            exchange.gone()
+
+    async def _check(self, request: Any, _call: Any) -> Any:
+        if request.service == "liveness":
+            return HealthCheckResponse(status=SERVING)
+        if request.service not in ("", "readiness", SERVICE):
+            return HealthCheckResponse(status=UNKNOWN)
+        return HealthCheckResponse(status=NOT_SERVING if self._not_ready() else SERVING)

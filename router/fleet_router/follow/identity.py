@@ -1,0 +1,66 @@
+"""Is the worker at an address the one that the operator means? Its agent says its uid at /state.
+
+An address can go to another pod before this router hears of it, and that pod may answer under the same model name. So who joins,
+who failed and whose connections closed is asked; one that says another uid is left out until the operator's document changes. Who
+does not answer stays in: not every worker has an agent, and one that is down cannot be asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+import msgspec
+
+from fleet_router.follow.capacity import fetched
+from fleet_wire.endpoints import Endpoint
+
+EVERY_S = 0.25
+AGAIN_S = 1.0
+"""Who did not answer is asked again after so long."""
+HEAD_END = b"\r\n\r\n"
+
+
+class Suspect(Protocol):
+    """A worker of which it is not known whether it is the one that was meant."""
+
+    endpoint: Endpoint
+    unproven: bool
+
+
+class _State(msgspec.Struct):
+    uid: str = ""
+
+
+_STATE = msgspec.json.Decoder(_State)
+
+
+async def follow_identity(suspects: Callable[[], Iterable[Suspect]], stranger: Callable[[str], None]) -> None:
+    """Ask suspects who they are; call `stranger` with the uid of one who is somebody else; for ever."""
+    asked: dict[str, float] = {}
+    clock = asyncio.get_running_loop().time
+    while True:
+        now = clock()
+        asked = {uid: at for uid, at in asked.items() if now - at < AGAIN_S}
+        found = [one for one in suspects() if one.endpoint.uid not in asked]
+        asked |= {one.endpoint.uid: now for one in found}
+        for one, answer in zip(found, await asyncio.gather(*map(_ask, found)), strict=True):
+            uid = uid_in(answer)
+            if uid == one.endpoint.uid:
+                one.unproven = False
+            elif uid:
+                stranger(one.endpoint.uid)
+        await asyncio.sleep(EVERY_S)
+
+
+async def _ask(one: Suspect) -> bytes:
+    return await fetched(one.endpoint.address, one.endpoint.agent_port, "/state")
+
+
+def uid_in(answer: bytes) -> str:
+    """The uid that an agent's answer names; empty when it names none."""
+    try:
+        return _STATE.decode(answer.partition(HEAD_END)[2]).uid
+    except msgspec.DecodeError:
+        return ""

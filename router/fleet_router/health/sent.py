@@ -1,0 +1,86 @@
+"""What a client has of a stream, kept while it runs so that another worker can carry it on; bounded per stream and in all.
+
+Only whole events go out meanwhile: half of one could not be taken back. Engines write one event per chunk, so that a read nearly
+always ends with an event and is handed on as it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+CHUNK_END: Final = b"\n\n\r\n"
+"""The end of a chunk that ends with an event. Inside JSON a line break is escaped."""
+ENDS: Final = (CHUNK_END, b"\r\n0\r\n\r\n")
+"""Ends of a read after which something else may follow."""
+STREAM_MOST_BYTES: Final = 1024 * 1024
+ROOM_BYTES: Final = 32 * 1024 * 1024
+STEP_BYTES: Final = 16 * 1024
+"""Room is taken in steps of so much."""
+
+
+@dataclass(slots=True)
+class Room:
+    """What all streams of a process may keep together."""
+
+    left: int = ROOM_BYTES
+
+
+class Sent:
+    """Of one stream. Reads are kept as they came, framing included."""
+
+    __slots__ = ("_kept", "_rest", "_room", "_size", "_taken", "full")
+
+    def __init__(self, room: Room) -> None:
+        self._room = room
+        self._kept: list[bytes] = []
+        self._size = self._taken = 0
+        self._rest = b""
+        self.full = False
+        """It can be kept no longer."""
+
+    def whole(self, data: bytes) -> bytes:
+        """One more read; what may go out: up to the end of its last event."""
+        if self._rest or not data.endswith(ENDS):
+            data = self._up_to_an_end(self._rest + data)
+        self._kept.append(data)
+        self._size += len(data)
+        if self._size > self._taken:
+            self._take()
+        return data
+
+    def keep(self, data: bytes) -> None:
+        """One more read whose framing is gone, and of which something else goes out."""
+        self._kept.append(data)
+        self._size += len(data)
+        if self._size > self._taken:
+            self._take()
+
+    def _up_to_an_end(self, data: bytes) -> bytes:
+        at = len(data) if data.endswith(ENDS) else data.rfind(CHUNK_END) + len(CHUNK_END)
+        if at < len(CHUNK_END):
+            at = 0
+        self._rest = data[at:]
+        self.full = self.full or len(self._rest) > STREAM_MOST_BYTES
+        return data[:at]
+
+    def _take(self) -> None:
+        step = -(-(self._size - self._taken) // STEP_BYTES) * STEP_BYTES
+        self._taken += step
+        self._room.left -= step
+        self.full = self.full or self._taken > STREAM_MOST_BYTES or self._room.left < 0
+
+    def rest(self) -> bytes:
+        """What was held back, when no more comes."""
+        found, self._rest = self._rest, b""
+        return found
+
+    def kept(self) -> bytes:
+        """All that the client has. What was held back is dropped: its sender is gone."""
+        self._rest = b""
+        return b"".join(self._kept)
+
+    def forget(self) -> None:
+        """The stream is over."""
+        self._room.left += self._taken
+        self._kept, self._size, self._taken = [], 0, 0

@@ -1,0 +1,113 @@
+"""TLS, gossip and processes of a fleet's routers: what becomes of the fields in pods, documents, status and scrapes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fleet_api.v1alpha1 import InferenceFleet
+from fleet_api.validate import validate
+from fleet_cli.errors import InputError
+from fleet_cli.up.routerport import router_secrets
+from fleet_operator.names import FLEET, ROLE, ROUTER_ROLE
+from fleet_operator.picture import router_urls
+from fleet_operator.render.fleet import render_router
+from fleet_operator.render.port import requests, routers_of
+from fleet_operator.settings import Platform
+from fleet_router.__main__ import arguments, gossip_of, tls_of
+from tests.fleet_operator.test_routing_config import OWNER, manifest
+
+TLS = {"secretRef": {"name": "web"}, "clientCaSecretRef": {"name": "clients", "key": "roots.pem"}}
+GOSSIP = {"keySecretRef": {"name": "gossip"}}
+
+
+def fleet(**routing: object) -> InferenceFleet:
+    return InferenceFleet.model_validate(manifest(**routing))
+
+
+def pod(**routing: object) -> dict[str, Any]:
+    spec: dict[str, Any] = render_router(fleet(**routing), OWNER, Platform())[-1]["spec"]["template"]["spec"]
+    return spec
+
+
+def test_the_router_takes_the_arguments_that_it_is_given():
+    command = pod(tls=TLS, gossip=GOSSIP, processes=3)["containers"][0]["command"]
+    given = arguments(command[1:])
+    tls, gossip = tls_of(given), gossip_of(given)
+    assert tls is not None
+    assert gossip is not None
+    assert (str(tls.cert), str(tls.key), str(tls.client_ca)) == (
+        "/etc/fleet-tls/tls.crt", "/etc/fleet-tls/tls.key", "/etc/fleet-client-ca/ca.crt",
+    )  # fmt: skip
+    assert (str(gossip.key), gossip.port, gossip.first_port, given.processes) == ("/etc/fleet-gossip/key", 8082, 8082, 3)
+    assert given.admin_port == 8081
+
+
+def test_secrets_are_mounted_and_probes_go_where_no_certificate_is_needed():
+    spec = pod(tls=TLS, gossip=GOSSIP)
+    container = spec["containers"][0]
+    volumes = {volume["name"]: volume["secret"] for volume in spec["volumes"]}
+    assert volumes["tls"] == {"secretName": "web", "defaultMode": 0o444}
+    assert volumes["client-ca"]["items"] == [{"key": "roots.pem", "path": "ca.crt"}]
+    assert volumes["gossip"]["items"] == [{"key": "gossip.key", "path": "key"}]
+    assert {mount["name"] for mount in container["volumeMounts"]} == set(volumes)
+    assert all(mount["readOnly"] for mount in container["volumeMounts"])
+    assert {container[probe]["httpGet"]["port"] for probe in ("startupProbe", "readinessProbe", "livenessProbe")} == {"admin"}
+    assert [(p["name"], p["containerPort"], p["protocol"]) for p in container["ports"]] == [
+        ("http", 8080, "TCP"), ("admin", 8081, "TCP"), ("gossip", 8082, "UDP"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("routing", "port"), [({}, 8080), ({"tls": TLS}, 8081)])
+def test_the_operator_scrapes_where_no_certificate_is_needed(routing: dict[str, object], port: int):
+    live = {("Pod", "r"): {"metadata": {"labels": {ROLE: ROUTER_ROLE}}, "spec": pod(**routing), "status": {"podIP": "10.0.0.1"}}}
+    assert router_urls(live, Platform()) == [f"http://10.0.0.1:{port}"]
+
+
+def test_without_any_of_it_nothing_is_there():
+    spec = pod()
+    assert "volumes" not in spec
+    assert [p["name"] for p in spec["containers"][0]["ports"]] == ["http"]
+    assert spec["containers"][0]["command"][3:] == []
+
+
+@pytest.mark.parametrize(
+    ("processes", "wanted"),
+    [(1, ("250m", "256Mi")), (3, ("750m", "768Mi")), (4, ("1", "1Gi")), (6, ("1500m", "1536Mi")), (64, ("16", "16Gi"))],
+)
+def test_requests_are_spelt_as_the_api_server_does(processes: int, wanted: tuple[str, str]):
+    assert tuple(requests(processes).values()) == wanted
+
+
+def test_routers_are_told_of_each_other_where_they_gossip():
+    def router(name: str, ip: str | None, **labels: str) -> tuple[tuple[str, str], dict[str, Any]]:
+        found = {"metadata": {"labels": {FLEET: "f", ROLE: ROUTER_ROLE, **labels}}, "status": {"podIP": ip} if ip else {}}
+        return ("Pod", name), found
+
+    live = dict([
+        router("a", "10.0.0.2"), router("b", "10.0.0.1"), router("c", None), router("d", "10.0.0.9", **{ROLE: "decode"}),
+        router("e", "10.0.0.8", **{FLEET: "other"}),
+    ])  # fmt: skip
+    assert routers_of(fleet(gossip=GOSSIP), live) == ("10.0.0.1", "10.0.0.2")
+    assert routers_of(fleet(), live) == ()
+
+
+@pytest.mark.parametrize(
+    ("routing", "words"),
+    [
+        ({"processes": 0}, "processes"), ({"processes": 65}, "processes"), ({"tls": {}}, "secretRef"),
+        ({"tls": {"secretRef": {"name": "Not_A_Name"}}}, "name"), ({"gossip": {}}, "keySecretRef"),
+        ({"gossip": {"keySecretRef": {"name": "a", "key": "../b"}}}, "key"),
+    ],
+)  # fmt: skip
+def test_what_makes_no_sense_is_refused_by_name(routing: dict[str, object], words: str):
+    assert any(words in str(problem) for problem in validate(manifest(**routing)))
+
+
+def test_fleet_up_makes_a_gossip_key_and_refuses_tls():
+    (secret,) = router_secrets(fleet(gossip=GOSSIP))
+    assert (secret["metadata"]["name"], list(secret["data"])) == ("gossip", ["gossip.key"])
+    assert router_secrets(fleet()) == []
+    with pytest.raises(InputError, match=r"spec\.routing\.tls"):
+        router_secrets(fleet(tls=TLS))

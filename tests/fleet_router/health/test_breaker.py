@@ -1,0 +1,208 @@
+"""Breakers, panic, pairs, budget and silence on a clock of the test's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fleet_router.health.breaker import FAILURES_MOST, OPEN_FIRST_S, OPEN_MOST_S, Breaker
+from fleet_router.health.budget import FIRST, FREE, FREE_AGAIN_S, SAVED_MOST, SHARE, RetryBudget
+from fleet_router.health.pairs import PAIRS_MOST, PairHealth
+from fleet_router.health.panic import askable
+from fleet_router.health.silence import Waits, silent
+
+
+@dataclass
+class One:
+    name: str
+    breaker: Breaker = field(default_factory=Breaker)
+    own: int = 0
+
+
+def opened(at: float = 0.0, *, gone: bool = False) -> Breaker:
+    breaker = Breaker()
+    breaker.open(at, gone=gone)
+    return breaker
+
+
+def test_five_failures_in_a_row_or_one_refused_connect_open_it():
+    breaker = Breaker()
+    assert [breaker.failed(1.0) for _ in range(FAILURES_MOST)] == [False] * (FAILURES_MOST - 1) + [True]
+    refused = Breaker()
+    assert refused.failed(1.0, gone=True)
+    assert (breaker.gone, refused.gone) == (False, True)
+    assert not breaker.allows(1.0 + OPEN_FIRST_S - 0.1, 0)
+
+
+def test_a_success_between_failures_begins_anew():
+    breaker = Breaker()
+    for _ in range(FAILURES_MOST - 1):
+        breaker.failed(0.0)
+    breaker.succeeded()
+    assert not breaker.failed(0.0)
+
+
+def test_a_worker_that_fails_every_second_request_is_an_outlier():
+    breaker, now = Breaker(), 0.0
+    for i in range(64):
+        now += 0.1
+        if breaker.failed(now) if i % 2 else breaker.succeeded():
+            break
+    else:
+        pytest.fail("never put out")
+    assert not breaker.closed
+
+
+def test_one_in_ten_is_no_outlier():
+    breaker = Breaker()
+    for i in range(1000):
+        if i % 10 == 0:
+            assert not breaker.failed(i)
+        else:
+            breaker.succeeded()
+
+
+def test_on_trial_one_request_at_a_time_and_the_next_time_is_longer():
+    breaker, now, times = Breaker(), 0.0, []
+    for _ in range(6):
+        assert breaker.failed(now, gone=True)
+        times.append(breaker.until - now)
+        now = breaker.until
+        assert (breaker.allows(now - 0.1, 0), breaker.allows(now, 0), breaker.allows(now, 1)) == (False, True, False)
+    assert times == [5.0, 10.0, 20.0, 40.0, OPEN_MOST_S, OPEN_MOST_S]
+    assert breaker.answers(now)
+    assert breaker.allows(now, 7)
+    breaker.failed(now + 1, gone=True)  # it flaps: not forgiven yet
+    assert breaker.until - now - 1 == OPEN_MOST_S
+    breaker.answers(now + 2)
+    breaker.failed(now + 300, gone=True)
+    assert breaker.until - now - 300 == OPEN_FIRST_S
+
+
+def test_an_answer_to_what_was_sent_before_it_opened_does_not_close_it():
+    breaker = opened(10.0)
+    assert not breaker.answers(9.9)
+    assert not breaker.closed
+    assert breaker.answers(10.1)
+
+
+def test_heads_of_answers_that_never_end_forget_nothing():
+    breaker = Breaker()
+    for i in range(FAILURES_MOST):
+        breaker.answers(i)
+        assert breaker.failed(i) == (i == FAILURES_MOST - 1)
+    assert breaker.answers(20.0)
+    assert breaker.failed(20.0)  # on probation until an answer is whole
+
+
+def test_what_was_under_way_when_it_opened_does_not_lengthen_it():
+    breaker = opened(10.0)
+    until = breaker.until
+    assert not any(breaker.failed(10.5) for _ in range(20))
+    assert breaker.until == until
+
+
+@pytest.mark.parametrize(
+    ("states", "expected"),
+    [
+        ("...", "abc"), ("x..", "bc"), ("xx.", "abc"), ("xxx", "abc"), ("g..", "bc"), ("gg.", "c"), ("ggg", "abc"), ("gx.", "bc"),
+        ("gxx", "bc"), ("x.", "b"), ("g.", "b"), ("x", "a"), ("", ""),
+    ],
+)  # fmt: skip
+def test_panic_asks_those_that_fail_but_not_those_that_are_gone(states: str, expected: str):
+    """`x` fails, `g` does not listen."""
+    workers = [
+        One(name, Breaker() if state == "." else opened(gone=state == "g")) for name, state in zip("abc", states, strict=False)
+    ]
+    assert "".join(one.name for one in askable(workers, 1.0)) == expected
+
+
+@given(st.lists(st.tuples(st.booleans(), st.booleans(), st.integers(0, 3)), max_size=9), st.floats(0, 20))
+def test_somebody_can_always_be_asked_and_never_less_than_half_in_good_health(made: list[tuple[bool, bool, int]], now: float):
+    workers = [One(str(i), opened(gone=gone) if out else Breaker(), n) for i, (out, gone, n) in enumerate(made)]
+    found = askable(workers, now)
+    assert bool(found) == bool(workers)
+    assert all(one in found for one in workers if one.breaker.closed)
+    listening = [one for one in workers if not one.breaker.gone]
+    assert not listening or 2 * len(found) >= len(listening)
+
+
+def test_a_pair_is_put_out_before_its_workers():
+    pairs = PairHealth()
+    assert [pairs.failed("p1", "d1", 1.0) for _ in range(3)] == [False, False, True]
+    assert pairs.blocks("p1", "d1", 2.0)
+    assert not pairs.blocks("p1", "d2", 2.0)
+    assert not pairs.blocks("p2", "d1", 2.0)
+    assert not pairs.condemns("p1", 2, 2.0)
+    for _ in range(3):
+        pairs.failed("p1", "d2", 2.0)
+    assert pairs.condemns("p1", 2, 2.5)
+    assert pairs.condemns("p1", 4, 2.5)
+    assert not pairs.condemns("p1", 5, 2.5)
+    assert pairs.out(2.5) == [("p1", "d1"), ("p1", "d2")]
+
+
+def test_a_pair_on_trial_is_forgotten_when_kv_moves_and_out_for_longer_when_not():
+    pairs = PairHealth()
+    for _ in range(3):
+        pairs.failed("p", "d", 0.0)
+    assert not pairs.blocks("p", "d", 5.0)
+    pairs.failed("p", "d", 5.0)
+    assert pairs.blocks("p", "d", 14.9)
+    pairs.succeeded("p", "d", 1.0)  # that was sent before
+    assert pairs.blocks("p", "d", 14.9)
+    pairs.succeeded("p", "d", 16.0)
+    assert not pairs
+
+
+def test_pairs_are_bounded_and_leave_with_their_workers():
+    pairs = PairHealth()
+    for i in range(PAIRS_MOST + 10):
+        pairs.failed(f"p{i}", "d", 0.0)
+    assert len(pairs._breakers) == PAIRS_MOST
+    pairs.keep(frozenset({"p20", "d"}))
+    assert list(pairs._breakers) == [("p20", "d")]
+
+
+@given(st.lists(st.tuples(st.booleans(), st.floats(0, 0.5)), max_size=400))
+def test_retries_are_a_share_of_requests(steps: list[tuple[bool, float]]):
+    budget, now, requests, retries = RetryBudget(), 0.0, 0, 0
+    for asks, dt in steps:
+        now += dt
+        if asks:
+            budget.asked()
+            requests += 1
+        else:
+            retries += budget.take(now)
+    assert retries <= SHARE * requests + FIRST + now * FREE / FREE_AGAIN_S + 1e-6
+
+
+def test_what_is_saved_is_bounded_and_a_quiet_router_has_a_few():
+    budget = RetryBudget()
+    for _ in range(10_000):
+        budget.asked()
+    assert budget.saved <= SAVED_MOST + SHARE
+    while budget.take(0.0):
+        pass
+    assert budget.refused == 1
+    assert not budget.take(1.0)
+    assert budget.take(5.0)
+
+
+@pytest.mark.parametrize(
+    ("legs", "before", "found"),
+    [
+        pytest.param([("a", 0, 0)], {"a": 0}, {"a"}, id="it never answered"),
+        pytest.param([("a", 0, 0), ("a", 99, 99)], {"a": 0}, {"a"}, id="a new request is no sign of life"),
+        pytest.param([("a", 0, 0), ("a", 50, 99)], {"a": 0}, set(), id="somebody hears it"),
+        pytest.param([("a", 0, 0)], {"a": 95}, set(), id="it answered lately, or has much to do"),
+        pytest.param([("a", 95, 95)], {"a": 0}, set(), id="nobody waited long"),
+        pytest.param([("a", 0, 80), ("b", 0, 99)], {"a": 0, "b": 0}, {"a"}, id="a stream that stands still"),
+        pytest.param([("a", 0, 0)], {}, set(), id="it has left"),
+    ],
+)
+def test_silence(legs: list[tuple[str, float, float]], before: dict[str, float], found: set[str]):
+    assert silent([Waits(*leg) for leg in legs], before, 100.0, 10.0) == found

@@ -1,0 +1,94 @@
+"""Who answers at an address, and endpoints that name nobody."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import pytest
+
+from fleet_router.follow.identity import follow_identity, uid_in
+from fleet_router.process import EMPTY_KEPT_S
+from fleet_wire.endpoints import Endpoint
+from tests.fleet_router.rig import Rig, ask, run, until
+
+
+@dataclass
+class Suspected:
+    endpoint: Endpoint
+    unproven: bool = True
+
+
+@pytest.mark.parametrize(
+    ("answer", "uid"),
+    [
+        (b'HTTP/1.1 200 OK\r\n\r\n{"uid": "a", "phase": "Ready"}', "a"),
+        (b'HTTP/1.1 200 OK\r\n\r\n{"phase": "Ready"}', ""),
+        (b"HTTP/1.1 404 Not Found\r\n\r\nnothing", ""),
+        (b"", ""),
+    ],
+)
+def test_what_an_agent_says(answer: bytes, uid: str):
+    assert uid_in(answer) == uid
+
+
+def test_r11_who_says_another_uid_is_a_stranger_and_who_says_nothing_is_asked_again():
+    async def go() -> None:
+        async def agent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            asked = await reader.readuntil(b"\r\n\r\n")
+            assert asked.startswith(b"GET /state ")
+            writer.write(b'HTTP/1.1 200 OK\r\n\r\n{"uid": "mine"}')
+            writer.close()
+
+        server = await asyncio.start_server(agent, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+
+        def suspected(uid: str, agent_port: int) -> Suspected:
+            return Suspected(
+                Endpoint(
+                    name=uid, uid=uid, address="127.0.0.1", http_port=1, agent_port=agent_port, role="decode", tier="t",
+                    revision="r", compat="c",
+                )
+            )  # fmt: skip
+
+        mine, other, dumb = suspected("mine", port), suspected("theirs", port), suspected("dumb", 1)
+        strangers: list[str] = []
+        following = asyncio.create_task(
+            follow_identity(lambda: [one for one in (mine, other, dumb) if one.unproven], strangers.append)
+        )
+        await until(lambda: not mine.unproven and bool(strangers))
+        following.cancel()
+        server.close()
+        assert (set(strangers), dumb.unproven) == ({"theirs"}, True)
+
+    asyncio.run(go())
+
+
+def test_r11_a_stranger_is_left_out_until_the_document_changes():
+    async def go(rig: Rig) -> None:
+        bad = rig.context.table.by_role["decode"][0]
+        rig.router.stranger(bad.uid)
+        for i in range(6):
+            assert (await rig.post(ask(prompt=f"{i} short")))[0] == 200
+        assert [worker.uid for worker in rig.context.table.by_role["decode"]] == [f"u{rig.decode[1].port}"]
+        assert rig.decode[0].seen == []
+        rig.apply([], rig.decode[1:])
+        assert rig.context.table.strangers == set()
+
+    run(go, prefill=0, decode=2)
+
+
+def test_r10_endpoints_that_name_nobody_are_believed_after_a_while():
+    async def go(rig: Rig) -> None:
+        now = rig.context.clock()
+        rig.router._clock = lambda: now
+        rig.apply([], [])
+        assert (await rig.post(ask(prompt="short")))[0] == 200
+        assert rig.context.metrics.follow_errors == 1
+        rig.router._clock = lambda: now + EMPTY_KEPT_S + 1
+        rig.apply([], [])
+        assert (await rig.post(ask(prompt="short")))[0] == 503
+        rig.apply([], rig.decode)
+        assert (await rig.post(ask(prompt="short")))[0] == 200
+
+    run(go, prefill=0, decode=1)
