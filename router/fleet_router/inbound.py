@@ -105,6 +105,7 @@ class Inbound:
 
     def __init__(self) -> None:
         self._parser: httptools.HttpRequestParser | None = None
+        self._head_bytes = -1
         self.requests: deque[Incoming] = deque()
         """Whole requests that nobody has taken yet; they came in one packet."""
         self.current: Incoming | None = None
