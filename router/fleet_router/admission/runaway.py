@@ -14,7 +14,8 @@ MOST_PERIOD: Final = 256
 LEAST_EVENTS: Final = 256
 LEAST_TURNS: Final = 8
 """A loop is so many events in a row that equal those one period before, and so many periods: tables and code repeat, too."""
-KEPT_PLACES: Final = 512
+KEPT_PLACES: Final = 1024
+CONTEXT: Final = 16
 CONTROL_MOST: Final = 8
 """A text about chat templates has a few of them."""
 SLACK: Final = 64
@@ -45,7 +46,7 @@ class Runaway:
         self._symbols = array("q", bytes(8 * MOST_PERIOD))
         """Hashes of the last events, in a ring."""
         self._places: dict[int, int] = {}
-        """Three events → where they ended last, as far as a loop was looked for there."""
+        """Some events in a row → where they ended last, as far as a loop was looked for there."""
         self._period = 0
         self._run = 0
         """Events in a row that equal those one period before."""
@@ -73,8 +74,9 @@ class Runaway:
         return "control_tokens" if self._control > CONTROL_MOST else None
 
     def _loops(self, symbol: int) -> bool:
-        """One more event. Where the period at hand is wrong, the next one tried is the distance to the last place where these
-        three events made one wrong, too: in a loop that is soon the loop's length."""
+        """One more event. Where the period at hand is wrong, the next one tried is the distance to the last place where the same
+        events made one wrong, too: in a loop that is soon the loop's length, or a multiple of it. Sixteen events tell places of a
+        loop apart that three cannot (aaaabaab), and three find a short loop sooner."""
         at, symbols, period = self._events, self._symbols, self._period
         self._events = at + 1
         matches = period and symbols[(at - period) % MOST_PERIOD] == symbol
@@ -82,11 +84,13 @@ class Runaway:
         if matches:
             self._run += 1
             return self._run >= LEAST_EVENTS and self._run >= LEAST_TURNS * period
-        key = hash((symbols[(at - 2) % MOST_PERIOD], symbols[(at - 1) % MOST_PERIOD], symbol))
-        last = self._places.get(key)
-        if len(self._places) >= KEPT_PLACES:
-            self._places = {known: place for known, place in self._places.items() if place > at - MOST_PERIOD}
-        self._places[key] = at
+        places, end = self._places, at % MOST_PERIOD + 1
+        wide = symbols[end - CONTEXT : end] if end >= CONTEXT else symbols[end - CONTEXT :] + symbols[:end]
+        near, far = hash((symbols[(at - 2) % MOST_PERIOD], symbols[(at - 1) % MOST_PERIOD], symbol)), hash(wide.tobytes())
+        last = places.get(far) or places.get(near)
+        if len(places) >= KEPT_PLACES:
+            self._places = places = {known: place for known, place in places.items() if place > at - MOST_PERIOD}
+        places[near] = places[far] = at
         self._run = 0
         self._period = at - last if last is not None and at - last <= MOST_PERIOD else 0
         return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 
@@ -45,6 +46,13 @@ def test_a_loop_is_found_after_a_long_beginning():
 @given(st.lists(st.sampled_from("abcdefgh"), min_size=1, max_size=12), st.integers(0, 30))
 def test_whatever_the_loop_is_made_of(words: list[str], noise: int):
     assert fed([f"n{i}" for i in range(noise)] + words * 600)[0] == "repetition"
+
+
+@pytest.mark.parametrize("length", range(1, 8))
+def test_every_loop_of_two_words_is_found(length: int):
+    """"aaaabaab" was not: three events in a row stand at two places of it."""
+    loops = ["".join(word) for word in itertools.product("ab", repeat=length)] + ["aaaabaab", "babbabbbb"]
+    assert [loop for loop in loops if fed(list(loop) * 400)[0] != "repetition"] == []
 
 
 def test_tables_and_lists_are_no_loops():
