@@ -16,7 +16,7 @@ export DO_NOT_TRACK := 1
 # Every worker is a process of its own that imports torch: without bytecode files each start costs 2.5 s more (vLLM: 40 s).
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup up test lint unit conformance smoke e2e e2e-loop e2e-operator e2e-router e2e-vllm e2e-helm e2e-kind e2e-kind-smoke kube kwok vllm crds chart images kind-images bench-kv bench-router bench-admission bench-many bench-operator bench-decision bench-choose clean
+.PHONY: help setup up test lint unit conformance smoke e2e e2e-loop e2e-operator e2e-router e2e-vllm e2e-helm e2e-kind e2e-kind-smoke kube kwok vllm crds chart images kind-images bench-kv bench-router bench-routing bench-admission bench-many bench-operator bench-decision bench-choose clean
 
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -119,6 +119,10 @@ bench-kv: setup ## KV hand-off between two torch workers against raw NIXL
 bench-router: $(UV) ## router CPU per request and chunk against sglang-router and Envoy
 	@$(UV) sync --frozen --quiet --inexact --group bench
 	@$(UV) run --frozen --quiet --group bench python -m e2e.bench.router
+
+bench-routing: $(UV) ## TTFT and load on two traces against sglang-router, smg and vllm-router (ARGS="--workers 8 --routers ours smg")
+	@$(UV) sync --frozen --quiet --inexact --group bench
+	@$(UV) run --frozen --quiet --group bench python -m e2e.bench.routing $(ARGS)
 
 bench-admission: setup ## what keys, quotas, classes and runaway detection cost per request and chunk
 	@$(RUN) python -m e2e.bench.admission

@@ -13,6 +13,8 @@ from e2e.faultproxy.sweep import Scenario, sweep
 from fleet_operator.cluster.interface import FLEET
 
 pytestmark = FAMILY
+KEEP_ALL = {"historyLimit": 100}
+"""A sweep has more rollouts than a history keeps: one that forgets deletes what the undisturbed first rollout did not."""
 
 
 def nobody(lab: Lab) -> None:
@@ -26,7 +28,7 @@ def running_fleet(lab: Lab) -> None:
     if not lab.lives or lab.operator.poll() is not None:
         lab.start()
     if lab.get(FLEET, "f") is None:
-        lab.apply(fleet_manifest(lab.namespace))
+        lab.apply(fleet_manifest(lab.namespace, rollout=KEEP_ALL))
     lab.until("a running fleet", lambda: rolled_out(lab), 60)
 
 
@@ -35,7 +37,7 @@ def create(lab: Lab, number: int) -> None:
 
 
 def new_image(lab: Lab, number: int) -> None:
-    lab.apply(fleet_manifest(lab.namespace, engine={"image": f"example.com/worker:{number:04}"}))
+    lab.apply(fleet_manifest(lab.namespace, rollout=KEEP_ALL, engine={"image": f"example.com/worker:{number:04}"}))
 
 
 def rolled_out(lab: Lab) -> bool:

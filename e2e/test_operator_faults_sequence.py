@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from e2e.faultproxy.state import comparable, differences
 from fleet_operator.cluster.interface import FLEET
 
 pytestmark = FAMILY
+ORDINAL = "inferencefleet.io/ordinal"
 
 
 def spec(lab: Lab, **change: Any) -> None:
@@ -134,12 +136,21 @@ def in_order(lab: Lab) -> None:
 
 
 def bare(lab: Lab) -> dict[str, Any]:
-    """Without the history of revisions, which is there to remember."""
+    """Without the history of revisions, which is there to remember, and with the workers of a pool numbered from 0: each takes
+    the lowest name that is free, and for a moment names are those of the fleet that was there before."""
     objects = {key: found for key, found in lab.objects().items() if key[0] != "ControllerRevision"}
+    swaps = {lab.namespace: "NAMESPACE"}
     for found in objects.values():
         for tier in (found.get("status") or {}).get("tiers", []):
             tier.pop("rollout", None)
-    return comparable(objects, {lab.namespace: "NAMESPACE"})
+    pods = [pod for (kind, _), pod in objects.items() if kind == "Pod" and ORDINAL in pod["metadata"].get("annotations", {})]
+    places: Counter[str] = Counter()
+    for pod in sorted(pods, key=lambda pod: int(pod["metadata"]["annotations"][ORDINAL])):
+        pool, notes = pod["metadata"]["labels"]["inferencefleet.io/pool"], pod["metadata"]["annotations"]
+        swaps[pod["metadata"]["name"]] = f"{pool}-number-{places[pool]}"
+        notes[ORDINAL] = str(places[pool])
+        places[pool] += 1
+    return comparable(objects, swaps)
 
 
 # -- O12: deletions at the wrong moment -----------------------------------------------------------------------------------

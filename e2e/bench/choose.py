@@ -43,6 +43,8 @@ def group_of(size: int) -> Group:
         for _ in range(rng.randrange(4)):
             worker.began()
         worker.free_at = rng.random()
+        worker.heat = 20_000 * rng.random()
+    group.update([(worker, worker.bit) for worker in made])  # heat is counted per side, too
     for prefill in group.prefill.members[:64]:
         for decode in group.decode.members[:192]:
             group.pairs.observe(prefill.uid, decode.uid, 1000.0, 0.02)

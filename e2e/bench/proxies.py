@@ -1,4 +1,4 @@
-"""Starts what is compared: our router, sglang-router and Envoy, each in front of the same workers."""
+"""Starts what is compared: our router, the gateways of SGLang and vLLM, and Envoy, each in front of the same workers."""
 
 from __future__ import annotations
 
@@ -111,16 +111,36 @@ def ours(
 @contextmanager
 def sglang(address: str, backends: Sequence[str], folder: Path) -> Iterator[Proxy]:
     """sglang-router with the policy that is nearest to ours; health checks off, so that only requests cost CPU."""
+    with _gateway("sglang-router", ["sglang_router", "launch", "--disable-health-check"], address, backends, folder) as proxy:
+        yield proxy
+
+
+@contextmanager
+def smg(address: str, backends: Sequence[str], folder: Path) -> Iterator[Proxy]:
+    """The same gateway under its new name, some versions on."""
+    with _gateway("smg", ["smg", "launch", "--disable-health-check"], address, backends, folder) as proxy:
+        yield proxy
+
+
+@contextmanager
+def vllm_router(address: str, backends: Sequence[str], folder: Path) -> Iterator[Proxy]:
+    """vLLM's branch of it."""
+    with _gateway("vllm-router", ["vllm_router.launch_router"], address, backends, folder) as proxy:
+        yield proxy
+
+
+@contextmanager
+def _gateway(name: str, module: Sequence[str], address: str, backends: Sequence[str], folder: Path) -> Iterator[Proxy]:
     host, port = address.split(":")
-    log = folder / "sglang.log"
+    log = folder / f"{name}-{port}.log"
     argv = [
-        sys.executable, "-m", "sglang_router", "launch", "--host", host, "--port", port, "--policy", "cache_aware",
-        "--log-level", "error", "--prometheus-host", host, "--prometheus-port", "29000", "--disable-health-check",
+        sys.executable, "-m", *module, "--host", host, "--port", port, "--policy", "cache_aware",
+        "--log-level", "error", "--prometheus-host", host, "--prometheus-port", "29000",
         "--worker-urls", *(f"http://{backend}" for backend in backends),
     ]  # fmt: skip
     with process(argv, log) as running:
         wait_for(f"http://{address}/v1/models", running, log)
-        yield Proxy("sglang-router cache_aware", address, running.pid)
+        yield Proxy(f"{name} cache_aware", address, running.pid)
 
 
 @contextmanager

@@ -25,6 +25,8 @@ KINDS = (FLEET, *CHILDREN)
 FLEET_LABEL = "inferencefleet.io/fleet"
 CONVERGED_S = 30.0
 MERGE = "application/merge-patch+json"
+BUSY_MOST = 10
+"""Attempts of the administrator."""
 
 
 class Admin:
@@ -40,8 +42,14 @@ class Admin:
         self._client.close()
 
     def __call__(self, method: str, path: str, body: Any = None, kind: str = "application/json", **params: str) -> httpx.Response:
+        """An API server that has too much to do is asked again when it says so, as kubectl does."""
         content = json.dumps(body) if body is not None else None
-        return self._client.request(method, path, content=content, headers={"Content-Type": kind}, params=params)
+        for _ in range(BUSY_MOST):
+            answer = self._client.request(method, path, content=content, headers={"Content-Type": kind}, params=params)
+            if answer.status_code != 429:
+                break
+            time.sleep(float(answer.headers.get("Retry-After", "1")))
+        return answer
 
     def get(self, path: str) -> Any:
         """Parsed; HTTPStatusError."""

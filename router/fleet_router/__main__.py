@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import re
 import sys
@@ -92,6 +93,10 @@ def tls_of(given: argparse.Namespace) -> TlsFiles | None:
     return None if given.tls_cert is None else TlsFiles(given.tls_cert, given.tls_key, given.tls_client_ca)
 
 
+GC_OBJECTS = (20_000, 20, 50)
+"""Requests leave no cycles behind, only connections do: to look for them as often as Python does costs 4 % of the CPU."""
+
+
 def main() -> int:
     """Serve until told to stop."""
     import uvloop
@@ -117,6 +122,8 @@ def main() -> int:
         tls_of(given),
         given.admin_port,
     )
+    gc.freeze()
+    gc.set_threshold(*GC_OBJECTS)
     return uvloop.run(Router(settings).run())
 
 

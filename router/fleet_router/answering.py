@@ -18,8 +18,9 @@ from fleet_router.config import RouterConfig
 from fleet_router.context import Client, Context
 from fleet_router.dialect.translation import Translation
 from fleet_router.ending import CHAT_PATH, END, chunked, framed, last_event
-from fleet_router.errors import PHRASES, RequestError
+from fleet_router.errors import RequestError
 from fleet_router.explain.shown import header as decision_header
+from fleet_router.heads import STATUS_LINES, add_kept, status_line
 from fleet_router.health.resume import Again, determined
 from fleet_router.health.sent import CHUNK_END, Sent
 from fleet_router.hints import NO_HINTS, Hints
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from fleet_router.knowledge import Counted
 
 OK = 200
-HOP_HEADERS = {b"connection", b"keep-alive", b"proxy-connection", b"upgrade", b"server", b"date", b"x-request-id"}
 FRAMING = {b"content-length", b"transfer-encoding"}
 HEAD_END = b"\r\n\r\n"
 CLOSE = b"\r\nconnection: close"
@@ -46,12 +46,6 @@ UNENDED_MOST_BYTES = 8 * 1024 * 1024
 """Longest event, and longest answer that comes as a whole."""
 
 
-def status_line(status: int) -> bytes:
-    """Up to where the request id follows."""
-    return f"HTTP/1.1 {status} {PHRASES.get(status, 'Status')}\r\nx-request-id: ".encode()
-
-
-STATUS_LINES = {status: status_line(status) for status in PHRASES}
 NOBODY = Served()
 """Before a worker is chosen."""
 
@@ -145,9 +139,7 @@ class Answering:
             self._outcome = "refused"
             self._release_lease()
         lines = [STATUS_LINES.get(status) or status_line(status), self._client.request_id.encode()]
-        for name, value in headers:
-            if name.lower() not in HOP_HEADERS:
-                lines += (b"\r\n", name, b": ", value)
+        add_kept(lines, headers)
         lines.append(self._ticket.lane.account.headers(int(now * 1e9)))
         if self.record.shown:
             lines.append(decision_header(self.record))

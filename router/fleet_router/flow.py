@@ -48,10 +48,10 @@ class Flow(Answering):
         context = self._context
         self._trip_over()
         ask, now, seed, hints = self._ask, context.clock(), self._ticket.lane.seed, self.hints
-        if context.knowledge is not None and not seed:
+        if context.knowledge is not None:
             if self._counted is None:
                 chat = self._path == CHAT_PATH and ask is self._asked
-                self._counted = context.knowledge.count(ask, chat, self._was_counted)
+                self._counted = context.knowledge.count(ask, chat, self._was_counted, self._ticket.lane.salt)
                 if self._counted is None:
                     return
             hints = context.knowledge.hints(self._counted, hints)

@@ -1,8 +1,8 @@
 """Precise knowledge of the workers' caches: their events in, prompts as block names, hints for routing out.
 
 Runs beside the requests: a prompt whose tokens are known costs look-ups, a little new text is encoded at once, more of it in a
-thread while the request waits. What cannot be known (no tokenizer yet, a template that refuses, too much at once, a tenant whose
-cache is salted) leaves the request to the approximate index.
+thread while the request waits. What cannot be known (no tokenizer yet, a template that refuses, too much at once, a tenant's
+prompt under an adapter) leaves the request to the approximate index.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fleet_router.kvindex.believed import Believed
 from fleet_router.kvindex.tokenised import Reading, TokenisedPrefixes, keys_of_ids
 from fleet_router.request import Ask
 from fleet_router.tokeniser import Tokeniser, UnreadableError, fetch
-from fleet_wire.blocks import root_hash
+from fleet_wire.blocks import root_hash, tenant_root
 from fleet_wire.endpoints import Endpoint
 
 BLOCKS_MOST = 200_000
@@ -44,6 +44,8 @@ class Counted:
 
     tokens: int
     keys: dict[tuple[str, int], list[int]]
+    salted: bool = False
+    """Its blocks are a tenant's own."""
 
 
 NOT_KNOWN = Counted(0, {})
@@ -139,16 +141,16 @@ class Knowledge:
             self._reader.replay(worker, first)
 
     # -- prompts ----------------------------------------------------------------------------------------------------
-    def count(self, ask: Ask, chat: bool, then: Callable[[Counted], None]) -> Counted | None:
-        """The prompt as blocks, now; or None, and `then` is called with it a little later."""
-        tokeniser, prompt = self._tokeniser, ask.prompt
-        if len(prompt) > PROMPT_BYTES_MOST or ask.alone:
+    def count(self, ask: Ask, chat: bool, then: Callable[[Counted], None], salt: str = "") -> Counted | None:
+        """The prompt as blocks, now; or None, and `then` is called with it a little later. `salt`: the tenant's `cache_salt`."""
+        tokeniser, prompt, under = self._tokeniser, ask.prompt, _Under(ask.adapter, salt)
+        if len(prompt) > PROMPT_BYTES_MOST or ask.alone or (salt and ask.adapter):
             return NOT_KNOWN
         try:
             if not chat and prompt[:1] == b"[":
                 ids = msgspec.json.decode(prompt, type=list[int])
                 layouts = self._layouts()
-                return Counted(len(ids), {one: keys_of_ids(ids, _root(one, ask.adapter), one[1]) for one in layouts})
+                return Counted(len(ids), {one: keys_of_ids(ids, under.root(one), one[1]) for one in layouts}, bool(salt))
             if tokeniser is None or (chat and not OURS_ALONE.isdisjoint(ask.fields)):
                 return NOT_KNOWN
             text = tokeniser.render(prompt) if chat else msgspec.json.decode(prompt, type=str)
@@ -157,10 +159,10 @@ class Knowledge:
         lead = () if chat else tokeniser.lead
         reading = self.prefixes.read(text, lead)
         if reading.missing_chars <= INLINE_CHARS:
-            return self._learn(reading, tokeniser.encode([reading.segments[i] for i in reading.missing]), lead, ask.adapter)
+            return self._learn(reading, tokeniser.encode([reading.segments[i] for i in reading.missing]), lead, under)
         if self._waiting >= WAITING_MOST:
             return NOT_KNOWN
-        self._later(reading, tokeniser, lambda ids: then(self._learn(reading, ids, lead, ask.adapter) if ids else NOT_KNOWN))
+        self._later(reading, tokeniser, lambda ids: then(self._learn(reading, ids, lead, under) if ids else NOT_KNOWN))
         return None
 
     def _later(self, reading: Reading, tokeniser: Tokeniser, then: Callable[[Sequence[Sequence[int]]], None]) -> None:
@@ -174,13 +176,13 @@ class Knowledge:
 
         encoding.add_done_callback(encoded)
 
-    def _learn(self, reading: Reading, encoded: Sequence[Sequence[int]], lead: Sequence[int], adapter: str) -> Counted:
+    def _learn(self, reading: Reading, encoded: Sequence[Sequence[int]], lead: Sequence[int], under: _Under) -> Counted:
         prefixes = self.prefixes
         prefixes.learn(reading, encoded, lead)
         if not prefixes.knows(reading):  # forgotten meanwhile
             return NOT_KNOWN
-        keys = {layout: prefixes.keys(reading, _root(layout, adapter), layout[1]) for layout in self._layouts()}
-        return Counted(prefixes.count(reading), keys)
+        keys = {layout: prefixes.keys(reading, under.root(layout), layout[1]) for layout in self._layouts()}
+        return Counted(prefixes.count(reading), keys, bool(under.salt))
 
     def _layouts(self) -> set[tuple[str, int]]:
         return self.believed.index.layouts()
@@ -193,13 +195,13 @@ class Knowledge:
         for (_, block_tokens), keys in counted.keys.items():
             blocks += [(held * block_tokens, mask) for held, mask in index.depths(keys)]
         blocks.sort(reverse=True)
-        trusted = self.believed.trusted
+        trusted = self.believed.trusted & (index.named() if counted.salted else -1)
         return msgspec.structs.replace(hints, tokens=float(counted.tokens), blocks=tuple(blocks), precise=trusted)
 
     def answered(self, worker: str, counted: Counted) -> None:
         """This worker has computed the prompt: it owes us events."""
         endpoint = self._endpoints.get(worker)
-        if endpoint is None:
+        if endpoint is None or (counted.salted and not self.believed.index.named_by(worker)):
             return
         now = self._clock()
         for (compat, _), keys in counted.keys.items():
@@ -230,6 +232,14 @@ def _moved(known: Endpoint, now: Endpoint) -> bool:
     )  # fmt: skip
 
 
-def _root(layout: tuple[str, int], adapter: str) -> bytes:
-    """As `precise.Holding.root` has it: blocks under an adapter are known by its name."""
-    return root_hash(layout[0], layout[1], adapter)
+@dataclass(frozen=True, slots=True)
+class _Under:
+    """Whose KV a prompt's is."""
+
+    adapter: str
+    salt: str
+
+    def root(self, layout: tuple[str, int]) -> bytes:
+        """Parent of its first blocks. As `precise.Holding.root` has it: blocks under an adapter are known by its name."""
+        root = root_hash(layout[0], layout[1], self.adapter)
+        return tenant_root(root, self.salt) if self.salt else root

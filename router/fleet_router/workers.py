@@ -197,7 +197,7 @@ class WorkerTable:
             usable = _only(self._sides(allowed.sides, steps)) if allowed is not None else None
             ask = CostAsk(
                 tokens, key, now, config.load_bound, config.min_uncached_tokens, config.decide == "cost", hints.local,
-                hints.others, adapter,
+                hints.others, adapter, bool(hints.session),
             )  # fmt: skip
             offer = routing.decide(ask, steps, tier=tier, usable=usable)
             if offer is not None and self.pairs and self._blocked(offer, now):

@@ -18,6 +18,7 @@ from fleet_router.request import parse_body
 from fleet_router.tokeniser import Tokeniser, fetch
 from fleet_wire.blocks import chain, root_hash
 from fleet_wire.endpoints import Endpoint
+from fleet_wire.events import BlockStored
 from fleet_worker.config import KvSettings, WorkerConfig
 from fleet_worker.engine.assemble import build_core
 from fleet_worker.engine.blocks import CacheEvent
@@ -102,10 +103,10 @@ def run(host: str, folder: Path, test: Callable[[Knowledge, Publisher], Awaitabl
     asyncio.run(go())
 
 
-async def counted(knowledge: Knowledge, body: dict, *, chat: bool = False) -> Counted:
+async def counted(knowledge: Knowledge, body: dict, *, chat: bool = False, salt: str = "") -> Counted:
     ask = parse_body(msgspec.json.encode({"model": "m", **body}), chat, CONFIG)
     later: asyncio.Future[Counted] = asyncio.get_running_loop().create_future()
-    return knowledge.count(ask, chat, later.set_result) or await asyncio.wait_for(later, 10)
+    return knowledge.count(ask, chat, later.set_result, salt) or await asyncio.wait_for(later, 10)
 
 
 def ready(knowledge: Knowledge) -> bool:
@@ -276,9 +277,10 @@ def engine(folder: Path) -> EngineCore:
     return build_core(config, llama, architecture.eos_ids)[0]
 
 
-def compute(core: EngineCore, publisher: Publisher, ids: list[int], number: int) -> None:
+def compute(core: EngineCore, publisher: Publisher, ids: list[int], number: int, salt: str = "") -> None:
     """One request from start to end; what the cache does is published."""
-    core.add(Sequence(f"r{number}", tuple(ids), Sampling(max_tokens=3, temperature=0.0), 1, 0.0, False, None))
+    sampling = Sampling(max_tokens=3, temperature=0.0)
+    core.add(Sequence(f"r{number}", tuple(ids), sampling, 1, 0.0, False, None, cache_salt=salt))
     while core.has_work():
         core.step()
         publisher.engine.publish(core.take_cache_events())
@@ -305,3 +307,46 @@ def test_what_the_torch_engine_computes_and_evicts_is_what_the_router_knows(fold
         assert 0 < evicted < len(prompts)  # the pool holds some of them, not all
 
     run("127.84.0.6", folder, go)
+
+
+def test_a_tenant_is_told_of_its_own_blocks_and_of_nobody_elses(folder: Path):
+    """The real engine computes one prompt for two tenants and one for nobody: each finds its own."""
+    text = Text(folder)
+
+    async def go(knowledge: Knowledge, publisher: Publisher) -> None:
+        core, ids = engine(folder), text.encode(PROMPT)
+        compute(core, publisher, ids[: 3 * SIZE + 1], 1, "a" * 32)
+        compute(core, publisher, ids[: 5 * SIZE + 1], 2, "b" * 32)
+        await publisher.settle(lambda: ready(knowledge) and len(knowledge.believed.index) == 8, knowledge)
+        for salt, blocks in (("a" * 32, 3), ("b" * 32, 5), ("c" * 32, 0), ("", 0)):
+            for prompt in (PROMPT, ids):
+                asked = await counted(knowledge, {"prompt": prompt}, salt=salt)
+                found = knowledge.hints(asked, NO_HINTS)
+                assert (found.blocks, found.precise) == (((blocks * SIZE, 1),) if blocks else (), 1)
+        adapted = msgspec.structs.replace(CONFIG, adapters=("billing",))
+        ask = parse_body(msgspec.json.encode({"model": "billing", "prompt": PROMPT}), False, adapted)
+        assert knowledge.count(ask, False, lambda _: None, "a" * 32) is NOT_KNOWN
+
+    run("127.84.0.9", folder, go)
+
+
+def test_a_worker_whose_names_do_not_tell_tenants_apart_is_left_to_the_approximate_index(folder: Path):
+    """vLLM's events: hashes of its own, tokens, no salt."""
+
+    async def go(knowledge: Knowledge, publisher: Publisher) -> None:
+        ids = Text(folder).encode(PROMPT)
+        publisher.store(ids)
+        await publisher.settle(lambda: ready(knowledge) and len(knowledge.believed.index) > 3, knowledge)
+        index, now = knowledge.believed.index, time.monotonic()
+        index.clear("w")
+        index.apply("w", [BlockStored([1001], None, ids[:SIZE], SIZE, None, "GPU", None)])
+        salted, plain = await counted(knowledge, {"prompt": PROMPT}, salt="a" * 32), await counted(knowledge, {"prompt": PROMPT})
+        assert knowledge.hints(plain, NO_HINTS).blocks == ((SIZE, 1),)
+        found = knowledge.hints(salted, NO_HINTS)
+        assert (found.blocks, found.precise) == ((), 0)
+        for second in range(30):  # it owes a tenant's prompt no event that we would know
+            knowledge.answered("w", salted)
+            knowledge.believed.check(now + second)
+        assert knowledge.believed.trusted == 1
+
+    run("127.84.0.10", folder, go)

@@ -242,4 +242,4 @@ class Container:
 
 
 def _action(probe: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: probe[name] for name in ("httpGet", "tcpSocket", "exec") if name in probe}
+    return {name: probe[name] for name in ("httpGet", "tcpSocket", "exec", "sleep") if name in probe}

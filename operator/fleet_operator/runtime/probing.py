@@ -1,4 +1,4 @@
-"""Probe and hook actions: one HTTP GET, TCP connect or command, bounded in time and size. True means success."""
+"""Probe and hook actions: one HTTP GET, TCP connect, command or sleep, bounded in time and size. True means success."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def named_ports(container: Mapping[str, Any]) -> dict[str, int]:
 
 
 async def act(action: Mapping[str, Any], target: Target, timeout_s: float) -> tuple[bool, str]:
-    """Whether `action` (httpGet, tcpSocket or exec) succeeded in time, and the reason when it did not."""
+    """Whether `action` (httpGet, tcpSocket, exec, or a hook's sleep) succeeded in time, and the reason when it did not."""
     try:
         async with asyncio.timeout(timeout_s):
             return await _act(action, target, timeout_s)
@@ -56,6 +56,9 @@ async def _act(action: Mapping[str, Any], target: Target, timeout_s: float) -> t
     if "exec" in action:
         code = await target.run(action["exec"]["command"], timeout_s)
         return code == 0, f"command exited with {code}"
+    if "sleep" in action:  # hooks only: an API server takes no such probe
+        await asyncio.sleep(action["sleep"]["seconds"])
+        return True, ""
     return False, f"unknown action {', '.join(action) or '(none)'}"
 
 

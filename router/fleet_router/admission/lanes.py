@@ -41,6 +41,8 @@ class Lane:
     """Most output tokens, where that is less than the fleet's limit."""
     seed: int = 0
     """Where prefix keys begin: equal prompts of two tenants have nothing in common."""
+    salt: str = ""
+    """The `cache_salt` of its requests; empty where nobody is told apart."""
 
 
 class Entry:
@@ -99,7 +101,7 @@ def _lane(slo_class: SloClass, config: RouterConfig, account: Account, tenant: T
     models = None if tenant.models is None else frozenset(tenant.models)
     salted = {"cache_salt": b'"%b"' % salt.encode()}
     added, limited = _added(salted), _added(salted | fields)
-    return Lane(account, slo_class, own, tenant.weight, models, added, limited, limit, int(salt[:16], 16))
+    return Lane(account, slo_class, own, tenant.weight, models, added, limited, limit, int(salt[:16], 16), salt)
 
 
 def _added(fields: dict[str, bytes]) -> Added:

@@ -14,6 +14,10 @@ TAIL_BYTES: Final = 4096
 EVENT: Final = b"\ndata: "
 """Of a stream. Inside JSON a line break is escaped, so that text cannot look like an event."""
 _SPACED: Final = re.compile(rb"\s*:\s*(\d{1,9})(?!\d)")
+_USUAL: Final = re.compile(
+    rb'"usage":\s?\{"prompt_tokens":\s?(\d{1,9}),\s?"total_tokens":\s?\d{1,9},\s?"completion_tokens":\s?(\d{1,9})[,}]'
+)
+"""As vLLM writes it: found at once."""
 _OBJECT: Final = re.compile(rb"\s*:\s*\{")
 
 
@@ -28,7 +32,11 @@ def usage_of(tail: bytes) -> tuple[int, int] | None:
     """(input, output) tokens of the last `usage` in these bytes; None when there is none (usage: null counts as none). A model's
     own text is no usage: its quotes are escaped."""
     at = tail.rfind(b'"usage"', -TAIL_BYTES)
-    if at < 0 or tail[at - 1 : at] == b"\\" or _OBJECT.match(tail, at + 7) is None:
+    if at < 0 or tail[at - 1 : at] == b"\\":
+        return None
+    if (usual := _USUAL.match(tail, at)) is not None:
+        return int(usual[1]), int(usual[2])
+    if _OBJECT.match(tail, at + 7) is None:
         return None
     prompt = _number(tail, b'"prompt_tokens"', at)
     return None if prompt is None else (prompt, _number(tail, b'"completion_tokens"', at) or 0)

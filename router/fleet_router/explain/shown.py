@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from typing import Any
 
 from fleet_router.explain.record import Record, Try
@@ -107,12 +108,17 @@ def _side(side: Weighed, by_cost: bool) -> list[Shown]:
     rows = [
         {
             "worker": _name(worker), "role": "prefill" if side.local is None else "decode", "tier": side.group[0],
-            "missing_tokens": round(side.missing[i]), "cost_s": round(side.costs[i], 6),
-            **({} if side.local is None or not by_cost else {"local_s": round(side.local[i], 6)}),
+            "missing_tokens": round(side.missing(i)), "cost_s": _seconds(side.costs[i]),
+            **({} if side.local is None or not by_cost else {"local_s": _seconds(side.local[i])}),
         }
         for i, worker in enumerate(side.workers)
     ]  # fmt: skip
-    return sorted(rows, key=lambda row: row["cost_s"])
+    return sorted(rows, key=lambda row: inf if row["cost_s"] is None else row["cost_s"])
+
+
+def _seconds(cost_s: float) -> float | None:
+    """None: its queue alone was longer than what others cost."""
+    return None if cost_s == inf else round(cost_s, 6)
 
 
 def _name(worker: object) -> str | None:

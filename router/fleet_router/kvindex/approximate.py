@@ -1,14 +1,15 @@
 """The approximate prefix index: what this router sent where, forgotten as the worker forgets it.
 
 A prompt's bytes are cut into pieces; key i is xxh3-64 of piece i seeded with key i-1, so that equal keys mean equal prefixes.
-Per worker the keys are kept in four generations: what is used moves to the youngest, and when a quarter of the worker's capacity
-was touched the oldest generation goes, and with it what nobody used since: least recently used out first, a quarter at a time,
-for the price of one dictionary update per request. All keys of a prompt are touched together, so that no key is ever older than
-the ones behind it, which `masks.depths` relies on.
+Per worker each key has the number of the generation in which it was last used. A generation ends when an eighth of the worker's
+capacity was used in it; when a worker has been sent more than it holds, what was last used in its oldest generation goes: least
+recently used out first, an eighth at a time, for the price of one dictionary update per request. All keys of a prompt are used
+together, so that no key is ever older than the ones behind it, which `masks.depths` relies on.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import xxhash
@@ -16,15 +17,23 @@ import xxhash
 from fleet_router.kvindex.masks import add_bit, depths, drop_bit
 
 PIECE_BYTES = 256
-FINE_PIECES = 256
-COARSE_BYTES = 1024
-MAX_PIECES = 768
-"""64 KiB in pieces of 256 bytes, then 512 KiB in pieces of 1 KiB; what is behind that counts as new."""
+FINE_PIECES = 32
+MEDIUM_BYTES = 1024
+MEDIUM_PIECES = 56
+COARSE_BYTES = 2048
+MAX_PIECES = 344
+"""8 KiB in pieces of 256 bytes, up to 64 KiB in pieces of 1 KiB, then 512 KiB in pieces of 2 KiB; what is behind that counts as
+new. From 8 KiB on a piece is at most an eighth of what is before it: what two long prompts share is known well enough."""
 FINE_BYTES = PIECE_BYTES * FINE_PIECES
-MOST_BYTES = FINE_BYTES + COARSE_BYTES * (MAX_PIECES - FINE_PIECES)
+LONG_BYTES = FINE_BYTES + MEDIUM_BYTES * MEDIUM_PIECES
+LONG_PIECES = FINE_PIECES + MEDIUM_PIECES
+MOST_BYTES = LONG_BYTES + COARSE_BYTES * (MAX_PIECES - LONG_PIECES)
 RING_PIECES = 4
 """Ring key: the first KiB of the prompt."""
-GENERATIONS = 4
+GENERATIONS = 8
+"""In a worker's capacity."""
+GENERATIONS_MOST = 32
+"""Where the same prompts come again and again: the oldest two become one."""
 LEAST_KEYS = 64
 MOST_NEWS = 256
 
@@ -36,8 +45,11 @@ def key_chain(prompt: bytes, seed: int = 0) -> list[int]:
         return [digest(prompt, seed)]
     fine = range(0, min(size, FINE_BYTES) - PIECE_BYTES + 1, PIECE_BYTES)
     keys = [seed := digest(prompt[at : at + PIECE_BYTES], seed) for at in fine]
-    if size >= FINE_BYTES + COARSE_BYTES:
-        coarse = range(FINE_BYTES, min(size, MOST_BYTES) - COARSE_BYTES + 1, COARSE_BYTES)
+    if size >= FINE_BYTES + MEDIUM_BYTES:
+        medium = range(FINE_BYTES, min(size, LONG_BYTES) - MEDIUM_BYTES + 1, MEDIUM_BYTES)
+        keys += [seed := digest(prompt[at : at + MEDIUM_BYTES], seed) for at in medium]
+    if size >= LONG_BYTES + COARSE_BYTES:
+        coarse = range(LONG_BYTES, min(size, MOST_BYTES) - COARSE_BYTES + 1, COARSE_BYTES)
         keys += [seed := digest(prompt[at : at + COARSE_BYTES], seed) for at in coarse]
     return keys
 
@@ -49,7 +61,25 @@ def adapter_seed(seed: int, version: str) -> int:
 
 def bytes_of(pieces: int) -> int:
     """Prompt bytes that so many keys stand for."""
-    return pieces * PIECE_BYTES if pieces <= FINE_PIECES else FINE_BYTES + (pieces - FINE_PIECES) * COARSE_BYTES
+    if pieces <= FINE_PIECES:
+        return pieces * PIECE_BYTES
+    if pieces <= LONG_PIECES:
+        return FINE_BYTES + (pieces - FINE_PIECES) * MEDIUM_BYTES
+    return LONG_BYTES + (pieces - LONG_PIECES) * COARSE_BYTES
+
+
+def pieces_in(size: int) -> int:
+    """Whole pieces of so many bytes."""
+    if size <= FINE_BYTES:
+        return size // PIECE_BYTES
+    if size <= LONG_BYTES:
+        return FINE_PIECES + (size - FINE_BYTES) // MEDIUM_BYTES
+    return LONG_PIECES + (size - LONG_BYTES) // COARSE_BYTES
+
+
+def piece_after(pieces: int) -> int:
+    """Bytes of the piece behind so many."""
+    return PIECE_BYTES if pieces < FINE_PIECES else MEDIUM_BYTES if pieces < LONG_PIECES else COARSE_BYTES
 
 
 def ring_key(keys: Sequence[int]) -> int:
@@ -58,14 +88,64 @@ def ring_key(keys: Sequence[int]) -> int:
 
 
 class _Held:
-    """What one worker was sent, by generation, the youngest first."""
+    """What one worker was sent."""
 
-    __slots__ = ("bit", "generations", "limit")
+    __slots__ = ("bit", "bytes", "last_used", "limit", "most_bytes", "number", "older", "young", "young_bytes", "young_keys")
 
-    def __init__(self, bit: int, limit: int) -> None:
+    def __init__(self, bit: int) -> None:
         self.bit = bit
-        self.limit = limit
-        self.generations: list[dict[int, None]] = [{} for _ in range(GENERATIONS)]
+        self.limit = 0
+        """Keys, for the sake of our memory."""
+        self.most_bytes = 0
+        """Of prompts, as the worker's own cache holds them; 0: not known."""
+        self.last_used: dict[int, int] = {}
+        """Key → the generation of its last use."""
+        self.bytes = 0
+        """What these keys stand for."""
+        self.number = 0
+        """Of the youngest generation."""
+        self.young: list[Sequence[int]] = []
+        """The prompts that were used in it, as keys."""
+        self.young_keys = self.young_bytes = 0
+        self.older: deque[tuple[int, list[Sequence[int]]]] = deque()
+        """(number, prompts) of the others, the oldest first."""
+
+    @property
+    def longest(self) -> int:
+        """Keys of one prompt that are kept."""
+        return min(self.limit, pieces_in(self.most_bytes)) if self.most_bytes else self.limit
+
+    @property
+    def is_over(self) -> bool:
+        """It was sent more than it holds."""
+        return len(self.last_used) > self.limit or 0 < self.most_bytes < self.bytes
+
+    def turn(self, keys: int, size: int) -> None:
+        """Begin a generation if this prompt does not fit into the present one."""
+        room_bytes = (self.most_bytes or bytes_of(MAX_PIECES) * self.limit) // GENERATIONS
+        if not self.young or (self.young_keys + keys <= self.limit // GENERATIONS and self.young_bytes + size <= room_bytes):
+            return
+        self.older.append((self.number, self.young))
+        self.number, self.young, self.young_keys, self.young_bytes = self.number + 1, [], 0, 0
+        if len(self.older) > GENERATIONS_MOST:
+            (_, oldest), (number, next_oldest) = self.older.popleft(), self.older.popleft()
+            used_last = self.last_used
+            kept = [prompt for prompt in oldest + next_oldest if used_last.get(prompt[-1], number + 1) <= number]
+            self.older.appendleft((number, kept))
+
+    def forget_oldest(self, masks: dict[int, int]) -> None:
+        """What was not used since. A prompt's beginning may have been, its end then not: from the end on."""
+        number, prompts = self.older.popleft()
+        last_used = self.last_used
+        for prompt in prompts:
+            for at in range(len(prompt) - 1, -1, -1):
+                key = prompt[at]
+                if (used := last_used.get(key)) is not None:
+                    if used > number:
+                        break
+                    del last_used[key]
+                    self.bytes -= bytes_of(at + 1) - bytes_of(at)
+                    drop_bit(masks, key, self.bit)
 
 
 class ApproximateIndex:
@@ -75,7 +155,6 @@ class ApproximateIndex:
         self._capacity = capacity
         self._masks: dict[int, int] = {}
         self._held: dict[str, _Held] = {}
-        self._asked: dict[str, int] = {}
         self.news: dict[tuple[str, int], Sequence[int]] | None = None
         """What was sent, by worker and last key, for other routers; None when there are none. Whoever tells them empties it."""
 
@@ -84,35 +163,32 @@ class ApproximateIndex:
 
     @property
     def entries(self) -> int:
-        """Keys at workers, at most; a key that is in two generations counts twice."""
-        return sum(len(generation) for held in self._held.values() for generation in held.generations)
+        """Keys at workers."""
+        return sum(len(held.last_used) for held in self._held.values())
 
     def join(self, worker: str, bit: int) -> None:
         """A worker that may be sent something."""
-        self._held[worker] = _Held(bit, 0)
+        self._held[worker] = _Held(bit)
         self._share_out()
 
     def remove(self, worker: str) -> None:
         """The worker is gone: nobody may be matched to it again, nor to whoever gets its bit."""
         held = self._held.pop(worker, None)
-        self._asked.pop(worker, None)
         if held is not None:
-            while any(held.generations):
-                self._age(held)
+            for key in held.last_used:
+                drop_bit(self._masks, key, held.bit)
             self._share_out()
 
     def resize(self, worker: str, prompt_bytes: int) -> None:
         """The worker's KV cache holds about so many bytes of prompts: what does not fit is forgotten here as well."""
-        pieces = max(LEAST_KEYS, prompt_bytes // PIECE_BYTES)
-        if worker in self._held and self._asked.get(worker) != pieces:
-            self._asked[worker] = pieces
-            self._share_out()
+        if (held := self._held.get(worker)) is not None:
+            held.most_bytes = max(LEAST_KEYS * PIECE_BYTES, prompt_bytes)
 
     def _share_out(self) -> None:
-        """Everybody gets what it asked for, but no more than an equal part of what there is."""
-        part = self._capacity // max(1, len(self._held))
-        for worker, held in self._held.items():
-            held.limit = max(LEAST_KEYS, min(part, self._asked.get(worker, part)))
+        """Everybody gets an equal part of what there is."""
+        part = max(LEAST_KEYS, self._capacity // max(1, len(self._held)))
+        for held in self._held.values():
+            held.limit = part
 
     def depths(self, keys: Sequence[int], among: int = -1) -> list[tuple[int, int]]:
         """(pieces, workers as bits), the deepest first."""
@@ -129,21 +205,21 @@ class ApproximateIndex:
         held = self._held.get(worker)
         if held is None or not keys:
             return
-        generation = held.limit // GENERATIONS
-        if len(keys) > generation:
-            keys = keys[:generation]
-        young = held.generations[0]
-        if len(young) + len(keys) > generation and len(young) + sum(key not in young for key in keys) > generation:
-            self._age(held)
-        held.generations[0].update(dict.fromkeys(keys))
-        masks, bit = self._masks, held.bit
-        if not masks.get(keys[-1], 0) & bit:  # whoever holds the last one holds all of them
-            add_bit(masks, keys, bit)
-
-    def _age(self, held: _Held) -> None:
-        oldest = held.generations.pop()
-        held.generations.insert(0, {})
-        younger, masks, bit = held.generations, self._masks, held.bit
-        for key in oldest:
-            if not any(key in generation for generation in younger):
-                drop_bit(masks, key, bit)
+        if len(keys) > held.longest:
+            keys = keys[: held.longest]
+        last_used, known = held.last_used, len(keys)
+        if last_used.get(keys[-1], -1) == held.number:
+            return  # used in this generation already, and with it all before it
+        while known and keys[known - 1] not in last_used:
+            known -= 1
+        size = bytes_of(len(keys))
+        held.turn(len(keys), size)
+        last_used.update(dict.fromkeys(keys, held.number))
+        held.young.append(keys)
+        held.young_keys += len(keys)
+        held.young_bytes += size
+        if known < len(keys):
+            held.bytes += size - bytes_of(known)
+            add_bit(self._masks, keys[known:], held.bit)
+            while held.is_over and held.older:
+                held.forget_oldest(self._masks)

@@ -2,13 +2,15 @@
 
 A block's name here is the hash chain of fleet_wire over its tokens. Workers that name blocks so (16 bytes) are believed by name;
 of all others (vLLM's own hashes, blocks under an adapter) the tokens in the event are hashed, and their name is only remembered
-for its removal. Blocks in
+for its removal. vLLM's events do not say with whose salt a block was computed: of a tenant's prompts only those workers are
+believed whose names do. Blocks in
 a slower medium than the worker's own (offloaded to memory or disk) count for SLOW_WORTH: they are copied, not computed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeGuard
 
 from fleet_router.kvindex.masks import depths, drop_bit
 from fleet_wire.blocks import HASH_BYTES, block_hash, root_hash
@@ -26,7 +28,7 @@ def key_of(digest: bytes) -> int:
 class Holding:
     """What one worker holds."""
 
-    __slots__ = ("bit", "block_tokens", "compat", "dropped", "media", "roots")
+    __slots__ = ("bit", "block_tokens", "compat", "dropped", "media", "named", "roots")
 
     def __init__(self, bit: int, compat: str) -> None:
         self.bit = bit
@@ -36,6 +38,8 @@ class Holding:
         self.media: dict[str, dict[Name, bytes]] = {}
         """Medium → the worker's name → our hash. The first medium is its fastest."""
         self.roots: dict[str, bytes] = {}
+        self.named = False
+        """It names blocks by the hash chain of fleet_wire: what others salt is told by the names as well."""
         self.dropped = 0
         """Blocks that found no room here: the worker seems to hold less than it does."""
 
@@ -50,6 +54,10 @@ class Holding:
                 self.roots.clear()
             known = self.roots[salt] = root_hash(self.compat, self.block_tokens, salt)
         return known
+
+
+def _is_chain(name: Name) -> TypeGuard[bytes]:
+    return isinstance(name, bytes) and len(name) == HASH_BYTES
 
 
 class PreciseIndex:
@@ -95,6 +103,19 @@ class PreciseIndex:
         holding = self._holdings.get(worker)
         return holding is not None and bool((self._fast.get(key, 0) | self._slow.get(key, 0)) & holding.bit)
 
+    def named(self) -> int:
+        """Workers, as bits, whose names tell the blocks of one tenant from those of another."""
+        found = 0
+        for holding in self._holdings.values():
+            if holding.named:
+                found |= holding.bit
+        return found
+
+    def named_by(self, worker: str) -> bool:
+        """This worker's names do."""
+        holding = self._holdings.get(worker)
+        return holding is not None and holding.named
+
     def apply(self, worker: str, events: Sequence[BlockStored | BlockRemoved | AllBlocksCleared]) -> None:
         """Events of one worker, in order."""
         holding = self._holdings.get(worker)
@@ -116,6 +137,7 @@ class PreciseIndex:
         fast = next(iter(holding.media)) == (event.medium or "")
         room = self._capacity // max(1, len(self._holdings)) - len(holding)
         parent = event.parent_block_hash
+        holding.named = _is_chain(event.block_hashes[0]) if event.block_hashes else holding.named
         for i, name in enumerate(event.block_hashes):
             tokens = event.token_ids[i * event.block_size : (i + 1) * event.block_size]
             digest = self._digest(holding, name, parent, tokens, event.lora_name or "")
@@ -138,7 +160,7 @@ class PreciseIndex:
     @staticmethod
     def _digest(holding: Holding, name: Name, parent: Name | None, tokens: Sequence[int], salt: str) -> bytes | None:
         """Our hash of a block; None when its parent is not known here, or its tokens are not whole."""
-        if not salt and isinstance(name, bytes) and len(name) == HASH_BYTES:
+        if not salt and _is_chain(name):
             return name
         if len(tokens) != holding.block_tokens:
             return None

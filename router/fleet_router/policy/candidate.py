@@ -66,6 +66,8 @@ class Candidate:
     """When the last prefill was done."""
     crowd: float = 0.0
     """Half of the prefills per second that come here: work of S seconds makes those wait crowd x S² that come meanwhile."""
+    heat: float = 0.0
+    """Tokens that it was sent to compute lately."""
     drag_s: float = 0.0
     """What one more stream costs here per stream that runs: output tokens x seconds that each of them comes later."""
     share: float = 1.0
@@ -113,6 +115,9 @@ class Candidate:
     def sent_elsewhere(self, prefills: int, tokens: int, now: float) -> None:
         """Others have sent so much since they said it last: it waits in the same queue, bounded because nobody sees it done."""
         self.crowd += prefills * 0.5 / CROWD_S
+        self.heat += tokens
+        if self.home is not None:
+            self.home.heat += tokens
         self.free_at = min(max(self.free_at, now) + self.token_s * tokens, max(self.free_at, now + MOST_LATE_S))
 
     def note_speed(self) -> None:
@@ -139,6 +144,9 @@ def prefill_sent(worker: Candidate, tokens: float, now: float) -> Prefilling:
     an engine computes many short prompts in one step."""
     begins = max(worker.free_at, now)
     worker.free_at = begins + worker.token_s * tokens
+    worker.heat += tokens
+    if worker.home is not None:
+        worker.home.heat += tokens
     worker.pending += 1
     worker.sent_prefills += 1
     worker.sent_tokens += tokens

@@ -4,26 +4,29 @@
     local    queue_D + prefill_D(uncached by D) · (1 + STALL · streams of D)          +  late_D
     keep     queue_P + prefill_P(uncached by P)  +  what decoding there takes from P's prefills, when D is full
 
-late_D is what D's streams and this one lose to each other, and the wait for a slot when D has none. A sum of a part of P and a
-part of D has its minimum at the best P and the best D, found apart: O(P + D). Only the pair's own part is not a sum. It is never
-less than `Pairs.least_s`, which is added to D's part; what the best two pay above that is compared with what it could save:
-when it is within epsilon nothing can be better by more, else the three best of each are tried with each other.
+A prefill counts for more where it keeps others waiting (work x arrivals), and where it meets heat: a worker that was sent much to
+compute lately is spared, which spreads work and new blocks alike. late_D is what D's streams and this one lose to each other, and
+the wait for a slot when D has none. A sum of a part of P and a part of D has its minimum at the best P and the best D, found
+apart: O(P + D). Only the pair's own part is not a sum. It is never less than `Pairs.least_s`, which is added to D's part; what
+the best two pay above that is compared with what it could save: when it is within epsilon nothing can be better by more, else the
+three best of each are tried with each other.
 
-Near-equal costs count as equal: there the ring decides, so that routers agree without talking. Near means within EPSILON_S of the
-least, and for a prompt that nobody knows also within EPSILON_SHARE of it: prompts with the same beginning find each other.
+Near-equal costs count as equal: there the ring decides, so that routers agree without talking, among those whose heat is below
+`bound` x mean. Near means within EPSILON_S of the least. Of a prompt that nobody knows it means within EPSILON_SHARE as well, and
+heat adds nothing to its costs: prompts with the same beginning find each other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from typing import NamedTuple
 
 import msgspec
 
 from fleet_router.policy.candidate import Candidate
 from fleet_router.policy.group import Group
-from fleet_router.policy.ring import Ring
-from fleet_router.policy.side import Steps, Usable
+from fleet_router.policy.side import HEAT_LEAST, HEAT_WORTH, Side, Steps, Usable
 
 EPSILON_S = 0.0005
 EPSILON_SHARE = 0.1
@@ -37,17 +40,26 @@ ADAPTER_S = 0.25
 """Loading an adapter that a worker was not sent lately."""
 
 
+Depths = tuple[float, int, float, int, Steps]
+"""(tokens, workers as bits) of the deepest step and of the next one, and the other steps."""
+
+
 class Weighed(NamedTuple):
     """One side of one group, as a decision saw it: costs by worker, in seconds."""
 
     group: tuple[str, str]
     workers: Sequence[Candidate]
-    missing: Sequence[float]
-    """Tokens of the prompt that each has not cached."""
+    tokens: float
+    depths: Depths
     costs: Sequence[float]
-    """Prefill: queue and prefill. Decode: lateness and the least transfer, for a prefill elsewhere."""
+    """Prefill: queue and prefill, `inf` behind a queue that is too long in any case. Decode: lateness and the least transfer, for
+    a prefill elsewhere."""
     local: Sequence[float] | None = None
-    """Decode: when it prefills itself; of prefill workers None."""
+    """Decode: when it prefills itself, `inf` as above; of prefill workers None."""
+
+    def missing(self, at: int) -> float:
+        """Tokens of the prompt that one of them has not cached."""
+        return _lacks(self.tokens, self.workers[at], self.depths)
 
 
 class CostAsk(msgspec.Struct, frozen=True):
@@ -67,6 +79,8 @@ class CostAsk(msgspec.Struct, frozen=True):
     others: float = 1.0
     """How much the seconds of others count against one's own: above 1 for classes that can wait."""
     adapter: str = ""
+    session: bool = False
+    """`ring_key` is that of a session, which stays where it is as long as the load allows it."""
     seen: list[Weighed] = msgspec.field(default_factory=list)
     """Whoever decides adds what was compared: references alone, so that a record of the decision costs next to nothing."""
 
@@ -88,103 +102,170 @@ class Offer(msgspec.Struct):
 
 def cheapest(ask: CostAsk, group: Group, steps: Steps, usable: Usable | None) -> Offer | None:
     """The best offer of this group; None when nobody there decodes."""
-    decodes = group.decode.look(steps, ask.ring_key, ask.bound, usable)
+    side = group.decode
+    decodes = side.look(steps, ask.ring_key, ask.bound, usable)
     if not decodes:
         return None
     prefills = [] if ask.local else group.prefill.look(steps, ask.ring_key, ask.bound, usable)
     looked = len(decodes) + len(prefills)
-    late, remote, missing = _decode_parts(ask, group, decodes, steps)
-    by_cost, share = ask.by_cost or not prefills, 0.0 if steps else EPSILON_SHARE
-    local = _local_parts(ask, decodes, late, missing) if by_cost else late
-    ask.seen.append(Weighed(group.key, decodes, missing, remote, local))
-    at = _settle(local if by_cost else remote, decodes, group.decode.ring, ask.ring_key, share)
-    if not prefills:
-        why = "local after a failure" if ask.local else "no compatible prefill worker"
-        return Offer(local[at], None, decodes[at], missing[at], 0.0, why, looked)
-    if missing[at] < ask.min_uncached:
-        return Offer(local[at], None, decodes[at], missing[at], 0.0, "few uncached tokens", looked)
-    costs, lacks = _prefill_parts(ask, prefills, steps)
-    ask.seen.append(Weighed(group.key, prefills, lacks, costs))
-    i = _settle(costs, prefills, group.prefill.ring, ask.ring_key, share)
-    if by_cost and local[at] <= costs[i] + min(remote):
-        best = Offer(local[at], None, decodes[at], missing[at], 0.0, "local prefill costs less", looked)
-    else:
-        j = _settle(remote, decodes, group.decode.ring, ask.ring_key, share) if by_cost else at
-        above = _above(group, prefills[i], decodes[j], missing[j])
-        first = i
-        if above > EPSILON_S + share * (costs[i] + remote[j]):
-            i, j, above, tried = _try_pairs(group, prefills, decodes, costs, remote, missing)
-            looked += tried
-        cost = costs[i] + remote[j] + above
-        if by_cost and local[at] <= cost:
-            best = Offer(local[at], None, decodes[at], missing[at], 0.0, "local prefill costs less", looked)
-        else:
-            best = Offer(cost, prefills[i], decodes[j], lacks[i], missing[j], "remote prefill", looked)
-        i = first
-    if by_cost and 0 < best.decode.slots <= best.decode.inflight:
+    share = 0.0 if steps else EPSILON_SHARE
+    depths = _two_of(steps)
+    local, remote, missing = _decode_costs(ask, group, decodes, depths)
+    ask.seen.append(Weighed(group.key, decodes, ask.tokens, depths, remote, local))
+    if prefills and not ask.by_cost:
+        local = remote
+    if not prefills or min(missing) < ask.min_uncached:
+        at = _settle(local, decodes, side, ask, share)
+        if not prefills or missing[at] < ask.min_uncached:
+            why = "few uncached tokens" if prefills else _WHY_ALONE[ask.local]
+            return Offer(local[at], None, decodes[at], missing[at], 0.0, why, looked)
+    costs = _prefill_costs(ask, group.prefill, prefills, depths)
+    ask.seen.append(Weighed(group.key, prefills, ask.tokens, depths, costs))
+    best = None
+    if not ask.by_cost or min(local) > min(costs) + min(remote):
+        best = _remote(ask, group, prefills, decodes, costs, remote, missing, depths)
+        best.looked += looked
+    if best is None or (ask.by_cost and min(local) <= best.cost_s):
+        at = _settle(local, decodes, side, ask, share)
+        best = Offer(local[at], None, decodes[at], missing[at], 0.0, "local prefill costs less", best.looked if best else looked)
+    if ask.by_cost and 0 < best.decode.slots <= best.decode.inflight:
+        i = _settle(costs, prefills, group.prefill, ask, share)
         kept = costs[i] + KEEP_SHARE * ask.others * group.output.value * group.gap.base
         if kept < best.cost_s:
-            return Offer(kept, None, prefills[i], lacks[i], 0.0, "decode workers are full: kept on prefill", looked)
+            lacks = _lacks(ask.tokens, prefills[i], depths)
+            return Offer(kept, None, prefills[i], lacks, 0.0, "decode workers are full: kept on prefill", best.looked)
     return best
 
 
-def _decode_parts(
-    ask: CostAsk, group: Group, workers: Sequence[Candidate], steps: Steps
+_WHY_ALONE = {True: "local after a failure", False: "no compatible prefill worker"}
+
+
+def _remote(
+    ask: CostAsk, group: Group, prefills: Sequence[Candidate], decodes: Sequence[Candidate], costs: list[float],
+    remote: list[float], missing: list[float], depths: Depths,
+) -> Offer:  # fmt: skip
+    """The best pair; `looked`: those pairs that were compared."""
+    share = 0.0 if depths[0] else EPSILON_SHARE
+    i = _settle(costs, prefills, group.prefill, ask, share)
+    j = _settle(remote, decodes, group.decode, ask, share)
+    above, tried = _above(group, prefills[i], decodes[j], missing[j]), 0
+    if above > EPSILON_S + share * (costs[i] + remote[j]):
+        costs = _prefill_costs(ask, group.prefill, prefills, depths, all_of_them=True)
+        ask.seen[-1] = Weighed(group.key, prefills, ask.tokens, depths, costs)
+        i, j, above, tried = _try_pairs(group, prefills, decodes, costs, remote, missing)
+    lacks = _lacks(ask.tokens, prefills[i], depths)
+    return Offer(costs[i] + remote[j] + above, prefills[i], decodes[j], lacks, missing[j], "remote prefill", tried)
+
+
+def _decode_costs(
+    ask: CostAsk, group: Group, workers: Sequence[Candidate], depths: Depths
 ) -> tuple[list[float], list[float], list[float]]:
-    """(late, late + least transfer, missing tokens) of each decode worker."""
-    tokens, others = ask.tokens, ask.others
-    missing = [tokens - held if held < tokens else 1.0 for held in _held(workers, steps)]
-    late = [worker.inflight * worker.drag_s * others for worker in workers]
-    if 0 < workers[0].slots < len(group.decode.levels):  # somebody is full
-        turn_s = group.answer.value
-        late = [
-            cost + max(0, worker.inflight - worker.slots + 1) * turn_s / max(1, worker.slots)
-            for cost, worker in zip(late, workers, strict=True)
-        ]
-    if ask.adapter:
-        late = [cost + (ask.adapter not in w.adapters) * ADAPTER_S for cost, w in zip(late, workers, strict=True)]
-    base, slope = group.pairs.least_base, group.pairs.least_slope
-    return late, [cost + base + lacks * slope for cost, lacks in zip(late, missing, strict=True)], missing
-
-
-def _local_parts(ask: CostAsk, workers: Sequence[Candidate], late: list[float], missing: list[float]) -> list[float]:
-    """Late + queue + prefill of each decode worker, and what others lose by it."""
-    now, others, stall = ask.now, ask.others, STALL * ask.others
-    return [
-        cost
-        + worker.base_s
-        + (work := lacks * worker.token_s) * (1.0 + stall * worker.inflight + work * worker.crowd * others)
-        + (worker.free_at - now if worker.free_at > now else 0.0)
-        for cost, worker, lacks in zip(late, workers, missing, strict=True)
-    ]
-
-
-def _prefill_parts(ask: CostAsk, workers: Sequence[Candidate], steps: Steps) -> tuple[list[float], list[float]]:
-    """(queue + prefill, missing tokens) of each prefill worker."""
+    """(local prefill, waiting for KV from elsewhere without the pair's own part, missing tokens) of each decode worker. Local
+    prefill behind a queue that is too long in any case is `inf`."""
     tokens, now, others = ask.tokens, ask.now, ask.others
-    missing = [tokens - held if held < tokens else 1.0 for held in _held(workers, steps)]
-    costs = [
-        worker.base_s
-        + (work := lacks * worker.token_s) * (1.0 + work * worker.crowd * others)
-        + (worker.free_at - now if worker.free_at > now else 0.0)
-        for worker, lacks in zip(workers, missing, strict=True)
-    ]
+    base, slope = group.pairs.least_base, group.pairs.least_slope
+    weight, spared = _heat(ask, group.decode, depths[0])
+    held, mask, less, wider, more = depths
+    waits, limit = _waits(ask, group, workers), inf
+    local, remote, missing = list[float](), list[float](), list[float]()
+    for worker in workers:
+        bit, streams = worker.bit, worker.inflight
+        known = held if bit & mask else less if bit & wider else 0.0
+        if more and not known:
+            known = next((fewer for fewer, holders in more if bit & holders), 0.0)
+        lacks = tokens - known if known < tokens else 1.0
+        drag, queue = streams * worker.drag_s, worker.free_at - now
+        missing.append(lacks)
+        remote.append(drag * others + base + lacks * slope)
+        if queue > limit:
+            local.append(inf)
+            continue
+        work, heat = lacks * worker.token_s, worker.heat
+        stalls = streams * STALL + work * worker.crowd
+        if heat > spared:
+            stalls += heat * weight - spared * weight
+        cost = worker.base_s + work + (drag + work * stalls) * others
+        if queue > 0.0:
+            cost += queue
+        local.append(cost)
+        if cost < limit and waits is None:
+            limit = cost + EPSILON_S + EPSILON_SHARE * cost
+    if waits is not None:
+        local = [cost + wait_s for cost, wait_s in zip(local, waits, strict=True)]
+        remote = [cost + wait_s for cost, wait_s in zip(remote, waits, strict=True)]
+    return local, remote, missing
+
+
+def _prefill_costs(
+    ask: CostAsk, side: Side, workers: Sequence[Candidate], depths: Depths, *, all_of_them: bool = False
+) -> list[float]:
+    """Queue + prefill, and what others lose by it, of each prefill worker; `inf` behind a queue that is too long in any case."""
+    tokens, now, others = ask.tokens, ask.now, ask.others
+    weight, spared = _heat(ask, side, depths[0])
+    held, mask, less, wider, more = depths
+    costs, limit = list[float](), inf
+    all_of_them = all_of_them or bool(ask.adapter)
+    for worker in workers:
+        queue = worker.free_at - now
+        if queue > limit:
+            costs.append(inf)
+            continue
+        bit = worker.bit
+        known = held if bit & mask else less if bit & wider else 0.0
+        if more and not known:
+            known = next((fewer for fewer, holders in more if bit & holders), 0.0)
+        work, heat = (tokens - known if known < tokens else 1.0) * worker.token_s, worker.heat
+        stalls = work * worker.crowd
+        if heat > spared:
+            stalls += heat * weight - spared * weight
+        cost = worker.base_s + work + work * stalls * others
+        if queue > 0.0:
+            cost += queue
+        costs.append(cost)
+        if cost < limit and not all_of_them:
+            limit = cost + EPSILON_S + EPSILON_SHARE * cost
     if ask.adapter:
         costs = [cost + (ask.adapter not in w.adapters) * ADAPTER_S for cost, w in zip(costs, workers, strict=True)]
-    return costs, missing
+    return costs
 
 
-def _held(workers: Sequence[Candidate], steps: Steps) -> list[float]:
-    """Tokens of the prompt that each worker holds. One or two depths are what most prompts have."""
-    if len(steps) == 1:
-        ((held, mask),) = steps
-        return [held if worker.bit & mask else 0.0 for worker in workers]
+def _lacks(tokens: float, worker: Candidate, depths: Depths) -> float:
+    """Tokens of the prompt that it has not cached."""
+    held, mask, less, wider, more = depths
+    known = held if worker.bit & mask else less if worker.bit & wider else 0.0
+    known = known or next((fewer for fewer, holders in more if worker.bit & holders), 0.0)
+    return tokens - known if known < tokens else 1.0
+
+
+def _heat(ask: CostAsk, side: Side, held: float) -> tuple[float, float]:
+    """(what a token of heat adds to each second of work, tokens of it that add nothing)."""
+    if ask.session:
+        return 0.0, inf
+    mean = max(HEAT_LEAST * ask.tokens, side.heat / max(1, len(side.members)))
+    return HEAT_WORTH / mean, 0.0 if held else mean
+
+
+def _two_of(steps: Steps) -> Depths:
+    """The first two steps apart: one or two depths are what most prompts have."""
     if len(steps) == 2:
-        (held, mask), (less, others) = steps
-        return [held if (bit := worker.bit) & mask else less if bit & others else 0.0 for worker in workers]
-    return (
-        [next((held for held, mask in steps if worker.bit & mask), 0.0) for worker in workers] if steps else [0.0] * len(workers)
-    )
+        (held, mask), (less, wider) = steps
+        return held, mask, less, wider, ()
+    if len(steps) < 2:
+        held, mask = steps[0] if steps else (0.0, 0)
+        return held, mask, 0.0, 0, ()
+    return *steps[0], *steps[1], steps[2:]
+
+
+def _waits(ask: CostAsk, group: Group, workers: Sequence[Candidate]) -> list[float] | None:
+    """What a stream waits on each decode worker for a slot and for its adapter. None: nothing."""
+    found = None
+    if 0 < workers[0].slots < len(group.decode.levels):  # somebody is full
+        turn_s = group.answer.value
+        found = [max(0, w.inflight - w.slots + 1) * turn_s / max(1, w.slots) for w in workers]
+    if ask.adapter:
+        loads = [(ask.adapter not in w.adapters) * ADAPTER_S for w in workers]
+        found = loads if found is None else [a + b for a, b in zip(found, loads, strict=True)]
+    return found
 
 
 def _above(group: Group, prefill: Candidate, decode: Candidate, tokens: float) -> float:
@@ -216,11 +297,14 @@ def _few_best(costs: list[float]) -> list[int]:
     return sorted(range(len(costs)), key=costs.__getitem__)[:TRIED]
 
 
-def _settle(costs: list[float], workers: Sequence[Candidate], ring: Ring, key: int, share: float) -> int:
-    """Which of the near-equal cheapest: the one that comes first on the ring."""
-    if len(costs) == 1:
-        return 0
+def _settle(costs: list[float], workers: Sequence[Candidate], side: Side, ask: CostAsk, share: float) -> int:
+    """Which of the near-equal cheapest: the one that comes first on the ring, of those with their share of the prefill work."""
     least = min(costs)
     most = least + EPSILON_S + share * least
     near = [i for i, cost in enumerate(costs) if cost <= most]
-    return near[0] if len(near) == 1 else near[ring.nearest(key, [workers[i].uid for i in near])]
+    if len(near) == 1:
+        return near[0]
+    if not ask.session:
+        fair = ask.bound * side.heat / len(side.members) + ask.tokens
+        near = [i for i in near if workers[i].heat <= fair] or near
+    return near[0] if len(near) == 1 else near[side.ring.nearest(ask.ring_key, [workers[i].uid for i in near])]

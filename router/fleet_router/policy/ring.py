@@ -10,7 +10,7 @@ from collections.abc import Container, Iterator, Sequence
 import xxhash
 
 VIRTUAL_NODES = 64
-LOAD_FLOOR = 2
+LOAD_FLOOR = 4
 """Requests that any worker may have whatever the mean is: without it one request in flight would already exceed the bound."""
 SPACE = 2**64
 

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from fleet_router.kvindex.approximate import PIECE_BYTES, ApproximateIndex, bytes_of
+from fleet_router.kvindex.approximate import ApproximateIndex, bytes_of, piece_after
 from fleet_router.kvindex.masks import Bits
 from fleet_router.policy.candidate import CROWD_S, Candidate
 from fleet_router.policy.cost import CostAsk, Offer, cheapest
 from fleet_router.policy.estimate import Mean
 from fleet_router.policy.group import Group
-from fleet_router.policy.side import Steps, Usable
+from fleet_router.policy.side import HEAT_S, Steps, Usable
 
-INDEX_ENTRIES = 200_000
-BYTES_PER_TOKEN = 3.0
+INDEX_ENTRIES = 500_000
+"""About 45 MB."""
+BYTES_PER_TOKEN = 4.0
 """Prior of prompt bytes per token, JSON and chat template included."""
 RELAX_KEEP = 0.9
 TICK_S = 0.5
 CROWD_KEEP = 1.0 - TICK_S / CROWD_S
+HEAT_KEEP = 1.0 - TICK_S / HEAT_S
 RELAX_PARTS = 20
 """With a tick of half a second: a tenth is forgotten every ten seconds."""
 LEAST_SHARE = 0.05
@@ -79,12 +81,15 @@ class Routing:
             worker.crowd *= CROWD_KEEP
         for group in self.groups.values():
             group.relax(RELAX_KEEP, self._part, RELAX_PARTS)
+            group.prefill.cool(HEAT_KEEP)
+            group.decode.cool(HEAT_KEEP)
         self._part = (self._part + 1) % RELAX_PARTS
 
     def known(self, keys: Sequence[int], size: int, tokens: float, among: int = -1) -> list[tuple[float, int]]:
         """What the approximate index knows of a prompt of `size` bytes and about so many tokens: (tokens, workers as bits), most
-        first. The tail behind the last full piece, less than a hundred tokens, goes with the piece before it."""
-        whole = len(keys) if size - bytes_of(len(keys)) < PIECE_BYTES else 0
+        first. The tail behind the last full piece goes with the piece before it: less than a hundred tokens, of long prompts less
+        than an eighth."""
+        whole = len(keys) if size - bytes_of(len(keys)) < piece_after(len(keys)) else 0
         share = tokens / size
         return [
             (tokens if pieces == whole else bytes_of(pieces) * share, mask) for pieces, mask in self.index.depths(keys, among)

@@ -14,10 +14,19 @@ from fleet_router.policy.ring import Ring, cap_of
 
 WHOLE = 16
 """Sides up to this size are looked at whole."""
-HOLDERS = 5
-IDLE = 5
+HOLDERS = 4
+IDLE = 4
+IDLE_LOOKED = 24
 RING_POINTS = 256
 """So many points of the ring are tried for the prompt's own worker."""
+
+HEAT_S = 60.0
+"""Prefill work is remembered about this long."""
+HEAT_LEAST = 4.0
+"""Below so many requests like the one at hand per worker it tells nothing."""
+HEAT_WORTH = 1.5
+"""A worker that had twice the prefill work of the others is taken to be that much slower once more: work and new blocks are
+spread, and a cache that is filled no faster than the others keeps as long as they do."""
 
 Usable = Callable[[Candidate], bool]
 Steps = Sequence[tuple[float, int]]
@@ -27,13 +36,15 @@ Steps = Sequence[tuple[float, int]]
 class Side:
     """Workers of one role in one group. `inflight` is the sum of theirs."""
 
-    __slots__ = ("_by_index", "_by_name", "bits", "inflight", "levels", "members", "ramping", "ring")
+    __slots__ = ("_by_index", "_by_name", "bits", "heat", "inflight", "levels", "members", "ramping", "ring")
 
     def __init__(self) -> None:
         self.members: list[Candidate] = []
         self.levels: list[dict[str, Candidate]] = [{}]
         """By requests in flight; the last one is not empty unless it is the first."""
         self.inflight = 0
+        self.heat = 0.0
+        """Tokens that they were sent to compute lately."""
         self.ramping = False
         """Some worker is in its slow start."""
         self.bits = 0
@@ -49,7 +60,7 @@ class Side:
         self.members = [worker for worker, _ in workers]
         self._by_index = {bit.bit_length(): worker for worker, bit in workers}
         self._by_name = {worker.uid: worker for worker in self.members}
-        self.bits, self.inflight = 0, 0
+        self.bits, self.inflight, self.heat = 0, 0, sum(worker.heat for worker, _ in workers)
         self.levels = [{} for _ in range(max((w.inflight for w in self.members), default=0) + 1)]
         for worker, bit in workers:
             self.bits |= bit
@@ -73,6 +84,12 @@ class Side:
         if not levels[-1]:
             levels.pop()
         self.inflight += by
+
+    def cool(self, keep: float) -> None:
+        """Time passes."""
+        for worker in self.members:
+            worker.heat *= keep
+        self.heat = sum(worker.heat for worker in self.members)
 
     def shifted(self, worker: Candidate, by: int) -> None:
         """The same for any number: other routers say what they have there."""
@@ -98,10 +115,38 @@ class Side:
 
     def _few(self, steps: Steps, key: int, cap: int) -> list[Candidate]:
         """Of all workers, without a filter."""
+        found, seen = self._holders(steps, cap) if steps else ([], 0)
+        own = self._own(key, cap)
+        if own.inflight < cap and not seen & own.bit:
+            seen |= own.bit
+            found.append(own)
+        return found + self._idle(seen)
+
+    def _idle(self, seen: int) -> list[Candidate]:
+        """Some of the others with the fewest requests, of the first few of these those that were sent less than most."""
+        cool, hot, mean, left = list[Candidate](), list[Candidate](), self.heat / len(self.members), IDLE_LOOKED
+        for level in self.levels:
+            for worker in level.values():
+                if not seen & worker.bit:
+                    if worker.heat <= mean:
+                        cool.append(worker)
+                        if len(cool) == IDLE:
+                            return cool
+                    else:
+                        hot.append(worker)
+                    left -= 1
+                    if not left:
+                        return cool + hot[: IDLE - len(cool)]
+        return cool + hot[: IDLE - len(cool)]
+
+    def _holders(self, steps: Steps, cap: int) -> tuple[list[Candidate], int]:
+        """(some of those that hold most, they as bits)."""
         found: list[Candidate] = []
-        seen, left, by_index = 0, HOLDERS, self._by_index
+        seen, left, by_index, most = 0, HOLDERS, self._by_index, len(self.members) // 2
         for _, mask in steps:
             holders = mask & self.bits
+            if holders.bit_count() > most:
+                break  # what most of them hold, the others that are looked at hold as well
             while holders and left:
                 low = holders & -holders
                 holders ^= low
@@ -110,20 +155,7 @@ class Side:
                 if worker.inflight < cap:
                     seen |= low
                     found.append(worker)
-            if not left:
-                break
-        own = self._own(key, cap)
-        if own.inflight < cap and not seen & own.bit:
-            seen |= own.bit
-            found.append(own)
-        most = len(found) + IDLE
-        for level in self.levels:
-            for worker in level.values():
-                if not seen & worker.bit:
-                    found.append(worker)
-                    if len(found) == most:
-                        return found
-        return found
+        return found, seen
 
     def _own(self, key: int, cap: int) -> Candidate:
         """The prompt's own worker: the first on the ring that is below its bound."""

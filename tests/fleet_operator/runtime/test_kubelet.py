@@ -168,6 +168,25 @@ def test_the_life_of_a_server_pod(tmp_path):
     run(scenario)
 
 
+def test_a_server_goes_on_while_its_hook_sleeps(tmp_path):
+    trace = tmp_path / "trace"
+
+    async def scenario():
+        async with Local(tmp_path / "state").running() as local:
+            env = [{"name": "TRACE", "value": str(trace)}]
+            ports = [{"name": "http", "containerPort": 8000}]
+            probe = {"tcpSocket": {"port": "http"}, "periodSeconds": 0.05}
+            hook = {"preStop": {"sleep": {"seconds": 1}}}
+            await local.apply("server", python(SERVE, env=env, ports=ports, readinessProbe=probe, lifecycle=hook))
+            ip = (await local.until("server", is_ready))["status"]["podIP"]
+            await local.cluster.delete(POD, "default", "server")
+            assert await asyncio.to_thread(fetch, ip, "/still-there") == ip
+            await local.gone("server")
+            assert [line for line in trace.read_text().splitlines() if line != "/gate"] == ["/still-there", "SIGTERM"]
+
+    run(scenario)
+
+
 def test_a_process_that_ignores_sigterm_is_killed_with_its_children(tmp_path):
     stubborn = (
         "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"

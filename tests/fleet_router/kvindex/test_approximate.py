@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet_router.kvindex.approximate import FINE_BYTES, GENERATIONS, LEAST_KEYS, ApproximateIndex, bytes_of, key_chain, ring_key
+from fleet_router.kvindex.approximate import (
+    FINE_BYTES,
+    GENERATIONS,
+    GENERATIONS_MOST,
+    LEAST_KEYS,
+    LONG_BYTES,
+    MAX_PIECES,
+    MOST_BYTES,
+    PIECE_BYTES,
+    ApproximateIndex,
+    bytes_of,
+    key_chain,
+    piece_after,
+    pieces_in,
+    ring_key,
+)
 from fleet_router.kvindex.masks import STEPS_MOST, Bits, depths
 
 
@@ -31,7 +48,9 @@ def test_equal_keys_mean_equal_prefixes(shared: bytes, left: bytes, right: bytes
     assert (shared + left)[: common * 256] == (shared + right)[: common * 256]
 
 
-@pytest.mark.parametrize("size", [0, 1, 255, 256, 5000, FINE_BYTES - 1, FINE_BYTES, FINE_BYTES + 5000, 5_000_000])
+@pytest.mark.parametrize(
+    "size", [0, 1, 255, 256, 5000, FINE_BYTES - 1, FINE_BYTES, FINE_BYTES + 5000, LONG_BYTES, LONG_BYTES + 2048, 5_000_000]
+)
 def test_a_chain_covers_what_it_says(size: int):
     prompt = bytes(i * 7 % 251 for i in range(min(size, 1000))) * (size // 1000 + 1)
     keys = key_chain(prompt[:size])
@@ -45,6 +64,15 @@ def test_a_chain_covers_what_it_says(size: int):
         assert key_chain(bytes(changed))[:-1] == keys[:-1]
     assert key_chain(prompt[:size], seed=5) != keys
     assert ring_key(keys) in keys
+
+
+def test_pieces_and_bytes_agree_and_a_piece_is_small_beside_what_is_before_it():
+    for pieces in range(1, MAX_PIECES + 1):
+        size = bytes_of(pieces)
+        assert len(key_chain(bytes(size))) == pieces_in(size) == pieces_in(size + piece_after(pieces) - 1) == pieces
+        if pieces < MAX_PIECES:
+            assert bytes_of(pieces + 1) - size == piece_after(pieces) <= max(PIECE_BYTES, size / 8)
+    assert bytes_of(MAX_PIECES) == MOST_BYTES
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 3), st.integers(1, 6), st.booleans()), max_size=40))
@@ -99,10 +127,58 @@ def test_a_small_cache_forgets_sooner_and_nobody_gets_more_than_its_part():
     first, last = list(range(10)), [1490 + j for j in range(10)]
     assert (held(index, first, 1), held(index, last, 1)) == (0, 10)
     assert (held(index, first, 2), held(index, last, 2)) == (10, 10)
-    small = set().union(*index._held["small"].generations)
-    assert 400 * (GENERATIONS - 1) / GENERATIONS - 10 <= len(small) <= 400
+    assert 400 * (GENERATIONS - 1) / GENERATIONS - 10 <= len(index._held["small"].last_used) <= 400
     index.join("third", 4)
     assert index._held["large"].limit == 4000 // 3
+
+
+def test_a_cache_is_counted_in_bytes_whatever_the_size_of_the_pieces():
+    index = joined("w", capacity=100_000)
+    index.resize("w", 1024 * 1024)
+    rng = random.Random(3)
+    prompts = [key_chain(rng.randbytes(40_000)) for _ in range(40)]
+    for keys in prompts:
+        index.add(keys, "w")
+        index.add(keys, "w")  # again: no more room for it
+    known = [held(index, keys, 1) == len(keys) for keys in prompts]
+    assert known == sorted(known)
+    assert 0.7 * 1024 * 1024 < sum(known) * 40_000 <= 1024 * 1024
+    index.resize("w", 30_000)  # a prompt longer than the cache is known as far as it fits
+    index.add(whole := key_chain(rng.randbytes(60_000)), "w")
+    assert 20_000 < bytes_of(held(index, whole, 1)) <= 30_000
+    assert index.entries == len(index) == held(index, whole, 1)
+
+
+@given(st.lists(st.tuples(st.integers(0, 25), st.integers(1, 30)), max_size=300))
+def test_it_forgets_as_a_cache_does_that_evicts_what_was_used_least_lately(sent: list[tuple[int, int]]):
+    """Against a plain model: all that was used within 7/8 of a capacity is known, and no more than a capacity in all."""
+    capacity = 160
+    index, used = joined("w", capacity=capacity), dict[int, None]()
+    for topic, depth in sent:
+        keys = [topic * 100 + i for i in range(depth)]
+        index.add(keys, "w")
+        for key in keys[::-1]:
+            used.pop(key, None)
+            used[key] = None
+        known = set(index._held["w"].last_used)
+        assert known == set(index._masks)
+        assert len(known) <= capacity
+        lately = list(used)[-(capacity - capacity // GENERATIONS - 30) :]
+        assert known.issuperset(lately)
+        assert index._held["w"].bytes == sum(bytes_of(key % 100 + 1) - bytes_of(key % 100) for key in known)
+
+
+def test_prompts_that_come_again_and_again_cost_no_memory():
+    index = joined("w", capacity=8_000)
+    prompts = [[topic * 1000 + i for i in range(100)] for topic in range(40)]
+    for turn in range(200):
+        for keys in prompts:
+            index.add(keys, "w")
+        kept = index._held["w"]
+        assert len(kept.older) <= GENERATIONS_MOST
+        assert sum(len(old) for _, old in kept.older) <= (GENERATIONS_MOST + 1) * 10, turn
+    assert index.entries == 4_000
+    assert all(held(index, keys, 1) == 100 for keys in prompts)
 
 
 def test_a_worker_that_left_leaves_nothing():

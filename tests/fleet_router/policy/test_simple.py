@@ -104,6 +104,6 @@ def test_nearest_is_first(key: int, wanted: set[str]):
     assert next(name for name in along if name in wanted) == ring.first(key, wanted)
 
 
-@pytest.mark.parametrize(("loads", "cap"), [([], 0), ([0, 0], 2), ([10, 10], 14), ([0], 2), ([7], 10)])
+@pytest.mark.parametrize(("loads", "cap"), [([], 0), ([0, 0], 4), ([10, 10], 14), ([0], 4), ([7], 10)])
 def test_load_cap(loads: list[int], cap: int):
     assert load_cap(loads, 1.25) == cap

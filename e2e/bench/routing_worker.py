@@ -1,0 +1,216 @@
+"""Emulated engines for `make bench-routing`: many workers in one process, each with a port, queue and prefix cache.
+
+What they do is what a routing decision changes. Prefill: first come first served, a fixed rate, of what the cache does not hold
+when its turn comes. Cache: blocks of BLOCK_TOKENS by the hash of everything before them, least recently used out first, the end
+of a prompt before its beginning. Decode: a step for all streams together, longer the more there are; a few writes.
+Time runs `speed` times faster than the clock. Timers are up to a millisecond late: what follows is computed from the exact
+times, and the first event says how late it left (`late_us`), so that clients can take that off.
+
+Run as `python -m e2e.bench.routing_worker SPEED ADDRESS...`; `GET /stats` of any of them tells of all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import cast
+
+import httptools
+import msgspec
+import uvloop
+
+from e2e.bench.routing_trace import BLOCK_CHARS, BLOCK_TOKENS, CHARS_PER_TOKEN
+
+PREFILL_TOKENS_PER_S = 20_000.0
+PREFILL_BASE_S = 0.005
+CACHE_BLOCKS = 2_048
+STEP_S = 0.008
+STEP_PER_STREAM_S = 0.0001
+WRITES = 4
+"""Of one answer's tokens."""
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+EVENT = (
+    b'data: {"id":"c","object":"text_completion","created":1,"model":"tiny","late_us":%d,'
+    b'"choices":[{"index":0,"text":" words","finish_reason":null}]}\n\n'
+)
+END = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
+CAPACITY = f'vllm:cache_config_info{{block_size="{BLOCK_TOKENS}",num_gpu_blocks="{CACHE_BLOCKS}"}} 1\n'
+
+
+class Body(msgspec.Struct):
+    """What an engine needs of a request."""
+
+    prompt: str
+    max_tokens: int
+
+
+@dataclass(eq=False)
+class Job:
+    """A request in an engine; `write` gets (microseconds that this is late, whether it is the end)."""
+
+    keys: list[int]
+    tokens: int
+    output: int
+    write: Callable[[int, bool], None]
+
+
+def keys_of(prompt: str) -> list[int]:
+    """A key for each whole block, which stands for everything before it as well."""
+    seed, found = 0, []
+    for at in range(0, len(prompt) - BLOCK_CHARS + 1, BLOCK_CHARS):
+        seed = hash((seed, prompt[at : at + BLOCK_CHARS]))
+        found.append(seed)
+    return found
+
+
+class Cache:
+    """Blocks, the least recently used first."""
+
+    def __init__(self, blocks: int) -> None:
+        self._blocks = blocks
+        self._held: OrderedDict[int, None] = OrderedDict()
+
+    def hit(self, keys: list[int]) -> int:
+        """Blocks of this prompt that need not be computed."""
+        return next((at for at, key in enumerate(keys) if key not in self._held), len(keys))
+
+    def store(self, keys: list[int]) -> None:
+        """Used just now; the end is forgotten before the beginning."""
+        for key in reversed(keys[: self._blocks]):
+            self._held[key] = None
+            self._held.move_to_end(key)
+        while len(self._held) > self._blocks:
+            self._held.popitem(last=False)
+
+
+@dataclass
+class Engine:
+    """One worker. Times are virtual."""
+
+    at: Callable[[float, Callable[[], None]], None]
+    """Call something at a virtual time, or a little later."""
+    now: Callable[[], float]
+    cache: Cache = field(default_factory=lambda: Cache(CACHE_BLOCKS))
+    queue: deque[tuple[float, Job]] = field(default_factory=deque)
+    free_at: float = 0.0
+    busy: bool = False
+    streams: int = 0
+    requests: int = 0
+    asked_tokens: int = 0
+    computed_tokens: int = 0
+
+    def submit(self, job: Job) -> None:
+        """It came just now."""
+        self.requests += 1
+        self.asked_tokens += job.tokens
+        self.queue.append((self.now(), job))
+        if not self.busy:
+            self._next()
+
+    def _next(self) -> None:
+        """Prefill the first of the queue."""
+        if not self.queue:
+            self.busy = False
+            return
+        self.busy = True
+        came_at, job = self.queue.popleft()
+        left = max(1, job.tokens - self.cache.hit(job.keys) * BLOCK_TOKENS)
+        self.computed_tokens += left
+        self.free_at = due = max(came_at, self.free_at) + PREFILL_BASE_S + left / PREFILL_TOKENS_PER_S
+        self.at(due, lambda: self._prefilled(job, due))
+
+    def _prefilled(self, job: Job, due: float) -> None:
+        self.cache.store(job.keys)
+        self._next()
+        self.streams += 1
+        self._decode(job, due, WRITES if job.output > WRITES else 1)
+
+    def _decode(self, job: Job, due: float, writes_left: int) -> None:
+        """A write that was due, and when the next one is."""
+        late_us = max(0, int((self.now() - due) * 1e6))
+        job.write(late_us, writes_left == 0)
+        if writes_left == 0:
+            self.streams -= 1
+            return
+        step_s = STEP_S + STEP_PER_STREAM_S * self.streams
+        then = due + step_s * job.output / WRITES
+        self.at(then, lambda: self._decode(job, then, writes_left - 1))
+
+
+class Connection(asyncio.Protocol):
+    """One connection of a router."""
+
+    def __init__(self, engine: Engine, told: Callable[[], bytes], speed: float) -> None:
+        self.engine, self.told, self.speed = engine, told, speed
+        self.parser = httptools.HttpRequestParser(self)
+        self.url, self.body = b"", bytearray()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass of asyncio's
+
+    def data_received(self, data: bytes) -> None:
+        self.parser.feed_data(data)
+
+    def on_message_begin(self) -> None:
+        self.url = b""
+        self.body.clear()
+
+    def on_url(self, url: bytes) -> None:
+        self.url += url
+
+    def on_body(self, data: bytes) -> None:
+        self.body += data
+
+    def on_message_complete(self) -> None:
+        if self.parser.get_method() == b"POST":
+            self._serve(msgspec.json.decode(self.body, type=Body))
+            return
+        answers = {b"/stats": self.told, b"/metrics": CAPACITY.encode}
+        body = answers.get(self.url.split(b"?")[0], lambda: INFO)()
+        close = b"" if self.parser.should_keep_alive() else b"connection: close\r\n"
+        self.transport.write(b"HTTP/1.1 200 OK\r\n%bcontent-length: %d\r\n\r\n%b" % (close, len(body), body))
+        if close:
+            self.transport.close()
+
+    def _serve(self, asked: Body) -> None:
+        first = [True]
+
+        def write(late_us: int, last: bool) -> None:
+            if self.transport.is_closing():
+                return
+            event = EVENT % int(late_us / self.speed)
+            chunk = b"%x\r\n%b\r\n" % (len(event), event)
+            head = HEAD if first[0] else b""
+            first[0] = False
+            self.transport.write(head + chunk + (END if last else b""))
+
+        tokens = len(asked.prompt) // CHARS_PER_TOKEN
+        self.engine.submit(Job(keys_of(asked.prompt), tokens, asked.max_tokens, write))
+
+
+INFO = b'{"model_path":"tiny","status":"ready","object":"list","data":[{"id":"tiny","object":"model"}]}'
+
+
+async def serve(speed: float, addresses: list[str]) -> None:
+    """Until killed."""
+    loop = asyncio.get_running_loop()
+
+    def at(then: float, what: Callable[[], None]) -> None:
+        loop.call_at(then / speed, what)
+
+    engines = [Engine(at, lambda: loop.time() * speed) for _ in addresses]
+
+    def told() -> bytes:
+        return msgspec.json.encode([[e.requests, e.asked_tokens, e.computed_tokens] for e in engines])
+
+    for engine, address in zip(engines, addresses, strict=True):
+        host, _, port = address.rpartition(":")
+        await loop.create_server(lambda engine=engine: Connection(engine, told, speed), host, int(port))
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    uvloop.run(serve(float(sys.argv[1]), sys.argv[2:]))

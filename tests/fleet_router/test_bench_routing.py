@@ -1,0 +1,121 @@
+"""The routing benchmark's own parts: its traces, its engines, its figures."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import statistics
+from collections.abc import Callable
+
+import pytest
+
+from e2e.bench.routing import Run, figures
+from e2e.bench.routing_client import Seen
+from e2e.bench.routing_trace import BLOCK_CHARS, Arrival, conversation, faster, repeated_share, synthetic
+from e2e.bench.routing_worker import (
+    CACHE_BLOCKS,
+    PREFILL_BASE_S,
+    PREFILL_TOKENS_PER_S,
+    STEP_PER_STREAM_S,
+    STEP_S,
+    Cache,
+    Engine,
+    Job,
+    keys_of,
+)
+
+
+class Time:
+    """Virtual."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._number = itertools.count()
+
+    def at(self, when: float, what: Callable[[], None]) -> None:
+        heapq.heappush(self._due, (when, next(self._number), what))
+
+    def run(self) -> None:
+        while self._due:
+            self.now, _, what = heapq.heappop(self._due)
+            what()
+
+
+@pytest.mark.parametrize(
+    ("made", "requests", "mean", "share"), [(conversation, 3100, 11_635, 0.30), (synthetic, 3100, 15_300, 0.66)]
+)
+def test_traces_have_the_published_shape(made: Callable[[int], list[Arrival]], requests: int, mean: int, share: float):
+    trace = made(0)
+    assert len(trace) == pytest.approx(requests, rel=0.05)
+    assert statistics.mean(one.tokens for one in trace) == pytest.approx(mean, rel=0.05)
+    assert repeated_share(trace) == pytest.approx(share, abs=0.03)
+    assert made(0) == trace != made(1)
+    assert [one.at_s for one in trace] == sorted(one.at_s for one in trace)
+    assert faster(trace, 8)[-1].at_s == trace[-1].at_s / 8
+
+
+def test_equal_blocks_are_equal_text_and_others_differ_from_the_first_characters_on():
+    one, other = Arrival(0, 1500, 1, (1, 2, 3)), Arrival(0, 1200, 1, (1, 2, 4))
+    assert len(one.prompt) == 1500 * 4
+    assert one.prompt[: 2 * BLOCK_CHARS] == other.prompt[: 2 * BLOCK_CHARS]
+    assert one.prompt[2 * BLOCK_CHARS :][:16] != other.prompt[2 * BLOCK_CHARS :][:16]
+    assert keys_of(one.prompt)[:2] == keys_of(other.prompt)
+    assert len(keys_of(one.prompt)) == 2  # the third block is not whole
+
+
+def test_a_cache_forgets_what_was_used_least_lately_and_the_end_of_a_prompt_first():
+    cache = Cache(4)
+    cache.store([1, 2, 3])
+    cache.store([7, 8])
+    assert (cache.hit([1, 2, 3]), cache.hit([7, 8])) == (2, 2)
+    cache.store([1, 2])
+    cache.store([9])
+    assert (cache.hit([1, 2]), cache.hit([7, 8]), cache.hit([9])) == (2, 1, 1)
+
+
+def test_an_engine_prefills_in_order_and_only_what_it_does_not_hold():
+    time, wrote = Time(), list[tuple[str, float, int, bool]]()
+    engine = Engine(time.at, lambda: time.now)
+
+    def job(name: str, keys: list[int], output: int) -> Job:
+        return Job(keys, 1024, output, lambda late, last: wrote.append((name, time.now, late, last)))
+
+    engine.submit(job("a", [1, 2], 1))
+    engine.submit(job("b", [1, 2], 400))
+    time.run()
+    first = PREFILL_BASE_S + 1024 / PREFILL_TOKENS_PER_S
+    second = first + PREFILL_BASE_S + 1 / PREFILL_TOKENS_PER_S  # all cached: the last token is computed for its logits
+    firsts = {name: at for name, at, _, _ in reversed(wrote)}
+    assert firsts == {"a": pytest.approx(first), "b": pytest.approx(second)}
+    assert [late for _, _, late, _ in wrote] == [0] * len(wrote)
+    assert [(name, last) for name, _, _, last in wrote if last] == [("a", True), ("b", True)]
+    ended = {name: at for name, at, _, last in wrote if last}["b"]
+    assert ended - second == pytest.approx(400 * (STEP_S + STEP_PER_STREAM_S), rel=1e-3)
+    assert (engine.requests, engine.computed_tokens, engine.streams) == (2, 1025, 0)
+
+
+def test_lateness_of_timers_is_told_and_does_not_add_up():
+    time, late = Time(), list[int]()
+    engine = Engine(lambda when, what: time.at(when + 0.25, what), lambda: time.now)
+    for _ in range(3):
+        engine.submit(Job([], 512, 1, lambda us, last: late.append(us)))
+    time.run()
+    assert late == pytest.approx([250_000] * len(late), abs=1)
+    assert engine.free_at == pytest.approx(3 * (PREFILL_BASE_S + 512 / PREFILL_TOKENS_PER_S))
+
+
+def test_a_cache_is_no_larger_than_it_says():
+    cache = Cache(CACHE_BLOCKS)
+    cache.store(list(range(CACHE_BLOCKS + 10)))
+    assert cache.hit(list(range(CACHE_BLOCKS + 10))) == CACHE_BLOCKS
+
+
+def test_ratios_are_against_the_best_peer_of_each_figure():
+    def runs(*means: float) -> list[Run]:
+        return [Run(Seen(ttft_s=[mean] * 99 + [mean * 10], lag_s=[mean / 2]), 0.5, 1.2, 100.0, 100) for mean in means]
+
+    found = figures({"ours": runs(1.0, 2.0), "a": runs(2.0, 2.0), "b": runs(4.0, 4.0)})
+    assert (found["best_peer"], found["ttft_mean_vs_best_peer"], found["errors"]) == ("a", 0.75, 0)
+    assert found["disturbed"] == ["ours", "a", "b"]
+    assert figures({"ours": runs(1.0)})["ttft_mean_vs_best_peer"] == 1.0
