@@ -194,10 +194,8 @@ class Answering:
             self._gaps += 1
             self._served.itl.observe(now - self.last_byte_at)
         self.last_byte_at = now
-        if EVENT_END in data:
+        if data.endswith(SOUND_ENDS):
             self.deadline, self._unended = now + self.config.inter_token_deadline_s, 0
-            if not data.endswith(SOUND_ENDS) and not self._sound(data):
-                return
         elif not self._goes_on(data, now):
             return
         if self._sent is not None:
@@ -233,8 +231,11 @@ class Answering:
         return False
 
     def _goes_on(self, data: bytes, now: float) -> bool:
-        """Bytes without the end of an event: of a long one, or of an answer that comes as a whole. A byte now and then is no
+        """Bytes that do not end with an event: of a long one, or of an answer that comes as a whole. A byte now and then is no
         progress, and neither is there an end to wait for."""
+        if EVENT_END in data:
+            self.deadline, self._unended = now + self.config.inter_token_deadline_s, 0
+            return self._sound(data)
         self._unended += len(data)
         if len(data) > BIG_READ_BYTES:
             self.deadline = now + self.config.inter_token_deadline_s
