@@ -50,7 +50,7 @@ def test_whatever_the_loop_is_made_of(words: list[str], noise: int):
 
 @pytest.mark.parametrize("length", range(1, 8))
 def test_every_loop_of_two_words_is_found(length: int):
-    """"aaaabaab" was not: three events in a row stand at two places of it."""
+    """ "aaaabaab" was not: three events in a row stand at two places of it."""
     loops = ["".join(word) for word in itertools.product("ab", repeat=length)] + ["aaaabaab", "babbabbbb"]
     assert [loop for loop in loops if fed(list(loop) * 400)[0] != "repetition"] == []
 
