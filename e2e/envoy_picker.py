@@ -72,9 +72,9 @@ def config(
 def _external(body: str, *, fail_open: bool) -> dict[str, Any]:
     return {
         "@type": f"{TYPES}.filters.http.ext_proc.v3.ExternalProcessor",
-        "grpc_service": {"envoy_grpc": {"cluster_name": "picker"}, "timeout": "10s"},
+        "grpc_service": {"envoy_grpc": {"cluster_name": "picker"}, "timeout": "60s"},
         "failure_mode_allow": fail_open,
-        "message_timeout": "10s",
+        "message_timeout": "60s",
         "processing_mode": {
             "request_header_mode": "SEND", "request_body_mode": body, "request_trailer_mode": "SEND",
             "response_header_mode": "SEND", "response_body_mode": "FULL_DUPLEX_STREAMED", "response_trailer_mode": "SEND",

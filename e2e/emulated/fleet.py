@@ -22,7 +22,7 @@ from fleet_router.config import encode as encode_config
 from fleet_wire.endpoints import ENDPOINTS_KEY, ROUTER_CONFIG_KEY, Endpoint, Endpoints
 from fleet_wire.endpoints import encode as encode_endpoints
 
-START_S = 60.0
+START_S = 180.0
 PORT = 8000
 CONFIG = RouterConfig(
     fleet="emulated", served_name="tiny", resume="prefill", slow_start_s=0.0, first_token_deadline_s=20.0,

@@ -90,6 +90,7 @@ class Inbound:
         "_body_bytes",
         "_bounds",
         "_framing",
+        "_head_bytes",
         "_header_bytes",
         "_header_count",
         "_hosts",
@@ -122,6 +123,8 @@ class Inbound:
             self._parser = httptools.HttpRequestParser(self)
         try:
             self._parser.feed_data(data)
+            if self.current is not None and not self.in_body:
+                self._count_head(len(data))
         except httptools.HttpParserUpgrade:
             # The parser took the request for whole, without its body.
             self.current = self.requests.pop() if self.requests else None
@@ -131,6 +134,16 @@ class Inbound:
             self._fail(cause if isinstance(cause, RequestError) else RequestError(400, "malformed request"))
         except httptools.HttpParserError as error:
             self._fail(RequestError(400, f"malformed HTTP request: {error}"))
+
+    def _count_head(self, size: int) -> None:
+        """The parser keeps a field until it is whole, however long it grows: what comes in packets after the one in which the
+        request began is counted."""
+        if self._head_bytes >= 0:
+            self._head_bytes += size
+            if self._head_bytes > self._bounds.header_bytes + self._bounds.url_bytes:
+                self._fail(RequestError(431, f"more than {self._bounds.header_bytes} bytes of header fields"))
+        else:
+            self._head_bytes = 0
 
     def _fail(self, error: RequestError) -> None:
         self.error = error
@@ -143,6 +156,7 @@ class Inbound:
         self.current = Incoming()
         self._hosts = self._framing = self._header_count = self._header_bytes = self._body_bytes = 0
         self.in_body = self.owes_continue = False
+        self._head_bytes = -1
 
     def on_url(self, url: bytes) -> None:
         """A piece of the target."""

@@ -264,7 +264,11 @@ class Router:
             return False
         self._picker = EndpointPicker(self._context, self._undecided, self._settings.failure_mode)
         try:
-            bound = await self._picker.start(self._settings.host, port)
+            wanted = self._settings
+            bound = await self._picker.start(wanted.host, port, wanted.tls, shared=wanted.member.size > 1)
+        except TlsError as error:
+            print(f"TlsFailed: {error}", file=sys.stderr, flush=True)
+            return False
         except OSError as error:
             print(f"AddressInUse: {self._settings.host}:{port} cannot be bound: {error}", file=sys.stderr, flush=True)
             return False

@@ -11,9 +11,13 @@ import msgspec
 
 from fleet_router.config import RouterConfig
 from fleet_router.errors import RequestError
+from fleet_router.urls import check_urls
 
-STRIPPED: Final = frozenset({"kv_transfer_params", "cache_salt", "priority", "request_id", "data_parallel_rank"})
-"""Fields that only we may set: a client that could would read other requests' KV or jump the queue."""
+STRIPPED: Final = frozenset({
+    "kv_transfer_params", "cache_salt", "priority", "request_id", "data_parallel_rank", "chat_template",
+})  # fmt: skip
+"""Fields that only we may set: a client that could would read other requests' KV, jump the queue, or run a template of its own in
+the engine."""
 
 LIMITS: Final = ("max_tokens", "max_completion_tokens")
 PREFILL_PARAMS: Final = b'{"do_remote_decode":true,"do_remote_prefill":false'
@@ -65,6 +69,7 @@ def parse_alone(body: bytes, config: RouterConfig) -> Ask:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(400, f"the body is not a JSON object: {error}", code="invalid_json") from error
     adapter = _adapter_of(_typed(fields, "model", _STR) or config.served_name, config)
+    check_urls(body, "messages")
     return _without_ours(Ask(fields, b"", False, body, True, adapter))
 
 
@@ -86,6 +91,8 @@ def parse_body(body: bytes, chat: bool, config: RouterConfig) -> Ask:
     if found is not fields[name]:
         fields[name], original = found, None
     prompt = bytes(found)
+    if chat:
+        check_urls(prompt, name)
     _check_limits(fields, config)
     stream = _typed(fields, "stream", _BOOL) or False
     if _typed(fields, "stream_options", _OBJECT) is not None and not stream:

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from fleet_router.inbound import Inbound
 from fleet_router.port import Port
 from fleet_router.server import DRAIN_IDLE_S, WAITING_BYTES
 from tests.fleet_router.fake_worker import answer, stream
@@ -349,3 +350,16 @@ def test_connections_that_the_kernel_took_before_the_listener_closed_are_served(
             assert (await answer_of(reader))[2] == b"ok\n"
 
     run(go)
+
+
+@pytest.mark.parametrize("head", [b"GET /health HTTP/1.1\r\nhost: h\r\nx: ", b"GET /health HTTP/1.1\r\nx"])
+def test_h1_a_field_that_does_not_end_is_not_kept_for_ever(head: bytes):
+    """The parser tells of a field when it is whole: until then its bytes are counted as they come."""
+    inbound = Inbound()
+    inbound.feed(head, BOUNDS)
+    pieces = 0
+    while inbound.error is None:
+        inbound.feed(b"a" * 10_000, BOUNDS)
+        pieces += 1
+    assert inbound.error.status == 431
+    assert pieces * 10_000 <= BOUNDS.header_bytes + BOUNDS.url_bytes + 20_000

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fleet_api.v1alpha1 import InferenceFleet, SloClassSpec, TenantsSpec
-from fleet_api.v1alpha1.routing import EndpointPickerSpec, ExplainSpec, TierRuleSpec, TracesSpec
+from fleet_api.v1alpha1.routing import ExplainSpec, RoutingSpec, TierRuleSpec, TracesSpec
 from fleet_operator.cluster.interface import Object
 from fleet_operator.names import FLEET, PLANNED, REVISION, ROLE, ROUTER_ROLE, SIZE, TIER, labels, owner_reference, router_name
 from fleet_operator.render.network import PORTS, port_of
@@ -161,7 +161,7 @@ def render_router(fleet: InferenceFleet, owner: Object, platform: Platform) -> l
         "spec": {
             "type": "ClusterIP",
             "selector": selector,
-            "ports": _service_ports(fleet.spec.routing.endpoint_picker),
+            "ports": _service_ports(fleet.spec.routing),
         },
     }
     budget = {
@@ -173,11 +173,11 @@ def render_router(fleet: InferenceFleet, owner: Object, platform: Platform) -> l
     return [account, role, binding, service, budget, _deployment(fleet, owner, platform, selector)]
 
 
-def _service_ports(picker: EndpointPickerSpec | None) -> list[Object]:
+def _service_ports(routing: RoutingSpec) -> list[Object]:
     ports: list[Object] = [{"name": "http", "port": ROUTER_PORT, "targetPort": "http", "protocol": "TCP"}]
-    if picker is not None:  # kubernetes.io/h2c: gateways speak HTTP/2 to it without TLS
+    if routing.endpoint_picker is not None:
         port = {"name": "grpc-ext-proc", "port": PICKER_PORT, "targetPort": "grpc-ext-proc", "protocol": "TCP"}
-        ports.append({**port, "appProtocol": "kubernetes.io/h2c"})
+        ports.append({**port, "appProtocol": "kubernetes.io/h2c" if routing.tls is None else "https"})
     return ports
 
 

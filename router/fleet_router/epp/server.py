@@ -26,7 +26,9 @@ from fleet_router.epp.messages import (
     ProcessingRequest,
     ProcessingResponse,
 )
+from fleet_router.epp.secure import credentials
 from fleet_router.errors import RequestError
+from fleet_router.tls import TlsFiles
 
 FailureMode = Literal["FailOpen", "FailClose"]
 STREAMS_MOST: Final = 2_048
@@ -43,15 +45,15 @@ class EndpointPicker:
         """Requests that gateways proxy now."""
         self._server: Any = None
 
-    async def start(self, host: str, port: int) -> int:
-        """Listen; the port. OSError when the address is taken."""
+    async def start(self, host: str, port: int, tls: TlsFiles | None = None, *, shared: bool = False) -> int:
+        """Listen; the port. OSError when the address is taken, TlsError. `shared`: with other processes of ours."""
         import grpc.aio
 
         server = grpc.aio.server(
             options=[
                 ("grpc.max_concurrent_streams", STREAMS_MOST),
                 ("grpc.max_receive_message_length", MESSAGE_BYTES_MOST),
-                ("grpc.so_reuseport", 0),
+                ("grpc.so_reuseport", int(shared)),
             ]
         )
         process = grpc.stream_stream_rpc_method_handler(
@@ -69,7 +71,8 @@ class EndpointPicker:
             )
         )
         try:
-            bound: int = server.add_insecure_port(f"{host}:{port}")
+            at = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+            bound: int = server.add_insecure_port(at) if tls is None else server.add_secure_port(at, credentials(tls))
         except RuntimeError as error:
             raise OSError(str(error)) from error
         await server.start()

@@ -1,0 +1,195 @@
+"""S1, S3 and R6 of the reliability list on real router processes: keys, noise at every port, a router that dies in mid-stream."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import pickle
+import re
+import signal
+import socket
+import statistics
+import time
+from pathlib import Path
+
+import pytest
+
+from e2e.bench.proxies import Proxy, ours
+from e2e.certs import Authority
+from e2e.emulated.fleet import Emulated, get, until
+from e2e.test_router_admission import key_of, tenants_file
+from e2e.test_router_faults_http import CONFIG, GOOD, HOST, PORT, URL, WORKER, connect, router, status
+
+pytestmark = pytest.mark.timeout(200)
+TRIES = 4_000
+"""Of each kind; the list's 10^5 take five minutes."""
+
+
+def test_s1_a_wrong_key_is_refused_as_fast_however_near_it_is(tmp_path: Path):
+    """Tries in turn on one connection: a key that shares all but the last character with a real one, and one that shares nothing.
+    The medians may differ by noise alone; without a key, and with a right one at a path that needs it, the answers are right."""
+    real = key_of("acme")
+    near, far = real[:-1] + ("0" if real[-1] != "0" else "1"), "sk-" + "z" * (len(real) - 3)
+    with router(tmp_path, tenants=tenants_file(tmp_path / "tenants.json", acme={})) as target, connect() as opened:
+
+        def tried(key: str) -> float:
+            begun = time.perf_counter()
+            opened.sendall(f"GET /v1/models HTTP/1.1\r\nhost: h\r\nauthorization: Bearer {key}\r\n\r\n".encode())
+            got = opened.recv(65_536)
+            took = time.perf_counter() - begun
+            assert status(got) == (200 if key == real else 401)
+            return took
+
+        took: dict[str, list[float]] = {near: [], far: []}
+        for turn in range(TRIES):
+            for key in (near, far) if turn % 2 else (far, near):
+                took[key].append(tried(key))
+        tried(real)
+        ratio = statistics.median(took[near]) / statistics.median(took[far])
+        print(f"near / far {ratio:.4f}")
+        assert 0.95 < ratio < 1.05
+        for header in (b"", b"authorization: Basic abc\r\n", b"authorization: Bearer \r\n", b"x-api-key: \r\n"):
+            opened.sendall(GOOD.replace(b"host", header + b"host", 1))
+            assert status(opened.recv(65_536)) == 401, header
+        assert target.recorder.seen == []
+
+
+def listening(pid: int) -> set[tuple[str, int]]:
+    """(protocol, port) of every socket of a process that takes something from elsewhere."""
+    inodes = set()
+    for one in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            inodes |= set(re.findall(r"^socket:\[(\d+)\]$", str(one.readlink())))
+    found = set()
+    for protocol, state in (("tcp", "0A"), ("tcp6", "0A"), ("udp", "07"), ("udp6", "07")):
+        for line in Path(f"/proc/{pid}/net/{protocol}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[9] in inodes and fields[3] == state:
+                found.add((protocol, int(fields[1].rpartition(":")[2], 16)))
+    return found
+
+
+class Bomb:
+    """Unpickled, it leaves a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, (f"touch {self.path}",)
+
+
+def test_s3_noise_at_every_port_and_no_port_that_is_not_documented(tmp_path: Path):
+    """Random bytes, a pickle that would leave a file, frames that are too long, a TLS hello."""
+    authority, mark = Authority(tmp_path, "ca"), tmp_path / "executed"
+    cert, key = authority.leaf("router", HOST)
+    (tmp_path / "gossip.key").write_text("g" * 40)
+    files = [
+        "--tls-cert",
+        str(cert),
+        "--tls-key",
+        str(key),
+        "--gossip-key",
+        str(tmp_path / "gossip.key"),
+        "--gossip-port",
+        "8082",
+    ]
+    bomb = pickle.dumps(Bomb(mark))
+    noises = [
+        os.urandom(100),
+        os.urandom(200_000),
+        bomb,
+        bomb * 10_000,
+        b"\xff" * 70_000,
+        b"\x16\x03\x01\x40\x00\x01" + os.urandom(500),
+    ]
+    with ours(
+        "ours",
+        f"{HOST}:{PORT}",
+        [],
+        [WORKER],
+        tmp_path,
+        CONFIG,
+        extra=files,
+        ready=f"http://{HOST}:8081/health",
+    ) as proxy:
+        assert proxy.pid is not None
+        assert listening(proxy.pid) == {("tcp", 8080), ("tcp", 8081), ("udp", 8082)}
+        for port in (8080, 8081):
+            for noise in noises:
+                with socket.create_connection((HOST, port), timeout=15) as opened:
+                    with contextlib.suppress(OSError):
+                        opened.sendall(noise)
+                        opened.shutdown(socket.SHUT_WR)
+                    got = b""
+                    with contextlib.suppress(ConnectionResetError):
+                        while piece := opened.recv(65_536):
+                            got += piece
+                    assert status(got) in (0, 400, 408, 414, 431), (port, noise[:20], got[:100])
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as opened:
+            for noise in noises:
+                opened.sendto(noise[:60_000], (HOST, 8082))
+        until("all datagrams are refused", lambda: refused(proxy) == len(noises), 5)
+        assert not mark.exists()
+        assert get(f"http://{HOST}:8081/health") == b"ok\n"
+
+
+def refused(proxy: Proxy) -> int:
+    text = get(f"http://{HOST}:8081/metrics").decode()
+    return sum(int(n) for n in re.findall(r"^fleet_router_gossip_refused_total\{.*\} (\d+)$", text, re.M))
+
+
+def test_s3_a_plain_router_has_one_port(tmp_path: Path):
+    with router(tmp_path) as target:
+        assert listening(target.pid) == {("tcp", PORT)}
+        assert get(f"{URL}/health") == b"ok\n"
+
+
+async def stream(address: str, seed: int, begun: asyncio.Semaphore) -> bytes:
+    """Everything of one stream."""
+    host, _, port = address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    body = json.dumps(
+        {"model": "tiny", "prompt": [seed, 1, 2, 3], "max_tokens": 1_500, "stream": True, "temperature": 0}
+    ).encode()
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: h\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+    got = await reader.readuntil(b"data: ")
+    begun.release()
+    with contextlib.suppress(ConnectionResetError):
+        while b"data: [DONE]" not in got[-200:] and (piece := await reader.read(65_536)):
+            got += piece
+    writer.close()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()
+    return got
+
+
+def test_r6_a_router_that_is_killed_in_mid_stream(tmp_path: Path):
+    """Two routers, ten streams each. Clients of the one that dies see a cut stream, never [DONE]; its work ends within 2 s; the
+    other's streams come whole."""
+    with Emulated(tmp_path, 102, 0, 2) as fleet:
+        other = f"127.102.0.2:{PORT}"
+        rows = [f"{worker.host}:8000" for worker in fleet.decode]
+        with ours("other", other, [], rows, tmp_path, fleet.config):
+
+            def running() -> int:
+                return sum(int(worker.stats()["running"]) for worker in fleet.decode)
+
+            async def go() -> tuple[list[bytes], list[bytes], float]:
+                begun = asyncio.Semaphore(0)
+                cut = [asyncio.create_task(stream(fleet.address, i, begun)) for i in range(10)]
+                whole = [asyncio.create_task(stream(other, 100 + i, begun)) for i in range(10)]
+                for _ in range(20):
+                    await begun.acquire()
+                assert await asyncio.to_thread(running) == 20
+                assert await asyncio.to_thread(fleet.kill_router) == -signal.SIGKILL
+                freed = await asyncio.to_thread(until, "its work ends", lambda: running() <= 10, 2.0)
+                return await asyncio.gather(*cut), await asyncio.gather(*whole), freed
+
+            cut, whole, freed = asyncio.run(go())
+            print(f"freed after {freed:.2f} s")
+            assert not any(b"[DONE]" in got for got in cut)
+            assert all(b"data: [DONE]" in got for got in whole)
+            until("nothing runs", lambda: running() == 0, 5)
