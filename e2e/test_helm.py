@@ -220,7 +220,7 @@ def the_policy_goes_when_it_is_switched_off(fleet: Fleet) -> None:
 def workers_are_told_of_adapters(fleet: Fleet) -> None:
     """An annotation of every worker says which it should have: this one is nowhere, so it is told and then taken back."""
     wish = pvc_fleet()
-    wish["spec"]["model"]["adapters"] = [{"name": "nowhere", "source": "file:///nowhere"}]
+    wish["spec"]["model"]["adapters"] = [{"name": "nowhere", "source": f"{wish['spec']['model']['source']}/nowhere"}]
     fleet.apply(wish)
     fleet.wait("told", lambda: all("nowhere" in text for text in told_adapters(fleet)), 30)
     fleet.apply(pvc_fleet())
