@@ -146,7 +146,7 @@ def test_a_conversation_is_rendered_as_the_engine_does(folder: Path):
         found = await counted(knowledge, {"messages": messages}, chat=True)
         assert (found.tokens, knowledge.hints(found, NO_HINTS).blocks) == (len(ids), ((len(ids) // SIZE * SIZE, 1),))
         assert await counted(knowledge, {"messages": messages, "tools": []}, chat=True) == NOT_KNOWN
-        picture = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+        picture = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}]}]
         assert await counted(knowledge, {"messages": picture}, chat=True) == NOT_KNOWN
 
     run("127.84.0.2", folder, go)
