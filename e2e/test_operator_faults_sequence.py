@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -139,7 +140,7 @@ def bare(lab: Lab) -> dict[str, Any]:
     """Without the history of revisions, which is there to remember, and with the workers of a pool numbered from 0: each takes
     the lowest name that is free, and for a moment names are those of the fleet that was there before."""
     objects = {key: found for key, found in lab.objects().items() if key[0] != "ControllerRevision"}
-    swaps = {lab.namespace: "NAMESPACE"}
+    names: dict[str, str] = {}
     for found in objects.values():
         for tier in (found.get("status") or {}).get("tiers", []):
             tier.pop("rollout", None)
@@ -147,10 +148,14 @@ def bare(lab: Lab) -> dict[str, Any]:
     places: Counter[str] = Counter()
     for pod in sorted(pods, key=lambda pod: int(pod["metadata"]["annotations"][ORDINAL])):
         pool, notes = pod["metadata"]["labels"]["inferencefleet.io/pool"], pod["metadata"]["annotations"]
-        swaps[pod["metadata"]["name"]] = f"{pool}-number-{places[pool]}"
+        names[pod["metadata"]["name"]] = f"{pool}-number-{places[pool]}"
         notes[ORDINAL] = str(places[pool])
         places[pool] += 1
-    return comparable(objects, swaps)
+    text = json.dumps([[*key, found] for key, found in objects.items()])
+    for name in sorted(names, key=len, reverse=True):
+        text = text.replace(name, names[name])
+    renamed = {(kind, name): found for kind, name, found in json.loads(text)}
+    return comparable(renamed, {lab.namespace: "NAMESPACE"})
 
 
 # -- O12: deletions at the wrong moment -----------------------------------------------------------------------------------
