@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Protocol, cast
 
 import httptools
@@ -185,12 +185,15 @@ class CollectingUpstream(Upstream):
 
 
 OnConnection = Callable[[Upstream | None, str], None]
+Proven = Callable[[], Awaitable[bool]]
 
 
 class Pool:
     """Connections to one worker."""
 
-    def __init__(self, address: str, port: int, kind: type[Upstream] = CollectingUpstream) -> None:
+    def __init__(self, address: str, port: int, kind: type[Upstream] = CollectingUpstream, proven: Proven | None = None) -> None:
+        """`proven` is asked after each connect: whether the worker that was meant is the one that answers at the address."""
+        self._proven = proven
         self.address = address
         self.port = port
         self._kind = kind
@@ -219,6 +222,10 @@ class Pool:
                 _, connection = await loop.create_connection(lambda: self._kind(self), self.address, self.port)
         except (OSError, TimeoutError) as error:
             then(None, f"cannot connect: {error or 'timeout'}")
+            return
+        if self._proven is not None and not await self._proven():
+            connection.abort()
+            then(None, "another pod has its address")
             return
         then(connection, "")
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from fleet_router.config import RouterConfig
+from fleet_router.follow.identity import Identity
 from fleet_router.health.breaker import Breaker
 from fleet_router.health.pairs import PairHealth
 from fleet_router.health.panic import askable
@@ -61,7 +62,7 @@ class Worker(Candidate):
         if self.role == "prefill":
             return self.pool
         if self._reading is None:
-            self._reading = Pool(self.endpoint.address, self.endpoint.http_port, CollectingUpstream)
+            self._reading = _pool(self.endpoint, CollectingUpstream)
         return self._reading
 
     def retire(self) -> None:
@@ -102,10 +103,13 @@ class Worker(Candidate):
             self.trouble.out -= 1
 
 
+def _pool(endpoint: Endpoint, kind: type[Upstream]) -> Pool:
+    return Pool(endpoint.address, endpoint.http_port, kind, Identity(endpoint).proven)
+
+
 def new_worker(endpoint: Endpoint, trouble: Trouble) -> Worker:
     """Only a prefill worker's answers are read; a decode worker's are handed on."""
-    kind = CollectingUpstream if endpoint.role == "prefill" else Upstream
-    pool = Pool(endpoint.address, endpoint.http_port, kind)
+    pool = _pool(endpoint, CollectingUpstream if endpoint.role == "prefill" else Upstream)
     group = (endpoint.tier, endpoint.compat)
     return Worker(endpoint.uid, endpoint.role, group, 0, endpoint=endpoint, pool=pool, trouble=trouble)
 

@@ -45,10 +45,10 @@ async def kv_tokens(address: str, port: int) -> int:
     return tokens_in(await fetched(address, port, "/metrics"))
 
 
-async def fetched(address: str, port: int, path: str) -> bytes:
+async def fetched(address: str, port: int, path: str, timeout_s: float = TIMEOUT_S) -> bytes:
     """A worker's answer to a GET, head included; empty when there is none."""
     try:
-        async with asyncio.timeout(TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             reader, writer = await asyncio.open_connection(address, port)
             try:
                 host = f"[{address}]" if ":" in address else address

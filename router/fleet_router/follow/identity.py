@@ -1,8 +1,9 @@
 """Is the worker at an address the one that the operator means? Its agent says its uid at /state.
 
-An address can go to another pod before this router hears of it, and that pod may answer under the same model name. So who joins,
-who failed and whose connections closed is asked; one that says another uid is left out until the operator's document changes. Who
-does not answer stays in: not every worker has an agent, and one that is down cannot be asked.
+An address can go to another pod before this router hears of it, and that pod may answer under the same model name. So nothing is
+sent on a new connection before the agent was asked, and who joins, who failed and whose connections closed is asked, too; one that
+says another uid is left out until the operator's document changes. Who does not answer stays in: not every worker has an agent, and
+one that is down cannot be asked.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from fleet_router.follow.capacity import fetched
 from fleet_wire.endpoints import Endpoint
 
 EVERY_S = 0.25
+PROOF_S = 1.0
+"""Longest that a new connection waits for an agent that does not answer."""
 AGAIN_S = 1.0
 """Who did not answer is asked again after so long."""
 HEAD_END = b"\r\n\r\n"
@@ -34,6 +37,29 @@ class _State(msgspec.Struct):
 
 
 _STATE = msgspec.json.Decoder(_State)
+
+
+class Identity:
+    """Asks one worker who it is, for connections that were just made: between the death of a pod and the next one at its address
+    no event needs to reach us. Connects that come while it is asked share the question that follows theirs."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self._asking: asyncio.Task[bool] | None = None
+
+    async def proven(self) -> bool:
+        """Nobody else answers there; True, too, when no agent answers at all."""
+        before = self._asking
+        if before is not None:
+            await asyncio.wait({before})  # it may have begun before our connect
+        asking = self._asking
+        if asking is None or asking is before:
+            self._asking = asking = asyncio.get_running_loop().create_task(self._ask())
+        return await asyncio.shield(asking)
+
+    async def _ask(self) -> bool:
+        one = self._endpoint
+        return uid_in(await fetched(one.address, one.agent_port, "/state", PROOF_S)) in ("", one.uid)
 
 
 async def follow_identity(suspects: Callable[[], Iterable[Suspect]], stranger: Callable[[str], None]) -> None:

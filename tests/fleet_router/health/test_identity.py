@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
+import msgspec
 import pytest
 
-from fleet_router.follow.identity import follow_identity, uid_in
+from fleet_router.follow.identity import Identity, follow_identity, uid_in
 from fleet_router.process import EMPTY_KEPT_S
+from fleet_router.upstream import Pool, Upstream
 from fleet_wire.endpoints import Endpoint
 from tests.fleet_router.rig import Rig, ask, run, until
 
@@ -62,6 +64,39 @@ def test_r11_who_says_another_uid_is_a_stranger_and_who_says_nothing_is_asked_ag
         assert (set(strangers), dumb.unproven) == ({"theirs"}, True)
 
     asyncio.run(go())
+
+
+def test_r11_nothing_is_sent_on_a_new_connection_before_the_agent_was_asked():
+    """A pod died and another one had its address between two looks: fifteen answers of other weights, HTTP 200."""
+
+    async def go(rig: Rig) -> None:
+        says, asked = "somebody else", 0
+
+        async def agent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal asked
+            asked += 1
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b'HTTP/1.1 200 OK\r\n\r\n{"uid": "%s"}' % says.encode())
+            writer.close()
+
+        server = await asyncio.start_server(agent, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        endpoint = msgspec.structs.replace(rig.context.table.by_role["decode"][0].endpoint, agent_port=port)
+        pool = Pool(endpoint.address, endpoint.http_port, Upstream, Identity(endpoint).proven)
+
+        async def taken() -> tuple[bool, str]:
+            got: asyncio.Future[tuple[bool, str]] = asyncio.get_running_loop().create_future()
+            pool.take(lambda connection, why: got.set_result((connection is not None, why)), fresh=True)
+            return await got
+
+        assert await asyncio.gather(*(taken() for _ in range(20))) == [(False, "another pod has its address")] * 20
+        assert asked <= 3, "connections that come together share a question"
+        says = endpoint.uid
+        assert await taken() == (True, "")
+        server.close()
+        assert await taken() == (True, ""), "no agent answers"
+
+    run(go)
 
 
 def test_r11_a_stranger_is_left_out_until_the_document_changes():
