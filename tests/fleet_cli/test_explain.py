@@ -30,7 +30,7 @@ def test_a_request_is_explained_in_words(capsys: pytest.CaptureFixture[str]):
     assert "prompt 2002 bytes, stream" in text
     assert "answered  status 200, decided after 0." in text
     assert "decision  remote prefill, prefill-" in text
-    assert "about 667 tokens, 667 not cached, 667 to move" in text
+    assert "about 500 tokens, 500 not cached, 500 to move" in text
     assert text.count("<- chosen") == 2
     assert text.count("prefill  prefill-") == 2
 
@@ -86,7 +86,7 @@ def test_nobody_there_is_one_line(capsys: pytest.CaptureFixture[str]):
 KUBECTL = """#!/bin/sh
 echo "$@" >> {log}
 case "$*" in
-  *get*pods*) echo '{{"items": [{{"metadata": {{"name": "r-1"}}, "status": {{"phase": "Running"}}}},
+  *get*pods*) echo '{{"items": [{{"metadata": {{"name": "r-1"}}, "spec": {{"containers": []}}, "status": {{"phase": "Running"}}}},
                                {{"metadata": {{"name": "r-2"}}, "status": {{"phase": "Pending"}}}}]}}' ;;
   *port-forward*) echo "Forwarding from 127.0.0.1:{port} -> 8080"; exec sleep 60 ;;
 esac

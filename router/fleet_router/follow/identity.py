@@ -1,9 +1,8 @@
 """Is the worker at an address the one that the operator means? Its agent says its uid at /state.
 
 An address can go to another pod before this router hears of it, and that pod may answer under the same model name. So nothing is
-sent on a new connection before the agent was asked, and who joins, who failed and whose connections closed is asked, too; one that
-says another uid is left out until the operator's document changes. Who does not answer stays in: not every worker has an agent, and
-one that is down cannot be asked.
+sent on a new connection before the agent was asked; who joins, who failed and whose connections closed is asked, too. One that
+says another uid is left out until the operator's document changes. Who does not answer stays in: not every worker has an agent.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from fleet_worker.transfer.base import KvTransferError
 from tests.adapters import make_adapter
 
 FOLDER = tiny_model()
+RUNNING = re.compile(r"^vllm:num_requests_running\S* [1-9]", re.M)
 ARCHITECTURE = read_config(FOLDER)
 LLAMA = Llama(ARCHITECTURE, load_weights(FOLDER, ARCHITECTURE), 16)
 TEXT = Text(FOLDER)
@@ -130,6 +132,17 @@ def test_what_is_refused_says_why_and_leaves_the_rest_alone(tmp_path: Path):
     serve(scenario)
 
 
+async def begun(client: httpx.AsyncClient, adapter: str) -> asyncio.Task[httpx.Response]:
+    """A long request that the engine runs, and no other."""
+    async with asyncio.timeout(10):
+        while RUNNING.search((await client.get("/metrics")).text):  # noqa: ASYNC110 - another process would be asked so, too
+            await asyncio.sleep(0.001)
+        request = asyncio.create_task(tokens(client, adapter, 200))
+        while not RUNNING.search((await client.get("/metrics")).text):  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    return request
+
+
 def test_running_requests_keep_what_they_began_with(tmp_path: Path, monkeypatch: Any):
     """Replaced and unloaded under a running request: its tokens are those of the adapter that it began with."""
     first, second = make_adapter(tmp_path / "1", 1), make_adapter(tmp_path / "2", 2)
@@ -137,21 +150,18 @@ def test_running_requests_keep_what_they_began_with(tmp_path: Path, monkeypatch:
     async def scenario(client: httpx.AsyncClient) -> None:
         await load(client, "a", first)
         expected = ids(await tokens(client, "a", 200))
-        before = asyncio.create_task(tokens(client, "a", 200))
-        await asyncio.sleep(0.05)
+        before = await begun(client, "a")
         assert (await load(client, "a", second, load_inplace=True)).status_code == 200
         after = ids(await tokens(client, "a", 200))
         assert (await before, after != expected)[1]
         assert ids(await before) == expected
-        running = asyncio.create_task(tokens(client, "a", 200))
-        await asyncio.sleep(0.05)
+        running = await begun(client, "a")
         answer = await client.post("/v1/unload_lora_adapter", json={"lora_name": "a"}, headers=AGENT)
         assert (answer.status_code, running.done() or "running" in answer.text) == (200, True), "unloading waits"
         assert ids(await running) == after
         monkeypatch.setattr(module, "UNLOAD_WAIT_S", 0.01)
         await load(client, "a", first)
-        running = asyncio.create_task(tokens(client, "a", 200))
-        await asyncio.sleep(0.05)
+        running = await begun(client, "a")
         answer = await client.post("/v1/unload_lora_adapter", json={"lora_name": "a"}, headers=AGENT)
         assert "1 running requests end under it" in answer.text, "for a bounded time"
         assert ids(await running) == expected
