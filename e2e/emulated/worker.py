@@ -206,7 +206,8 @@ class Worker:
     async def broken(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
         """Faults before the first byte; True when this was the answer."""
         mode = self.faults.mode
-        self.stats.faulty += mode in ("errors", "hang", "not_http", "bad_json")
+        whole = mode == "bad_json" and not body.get("stream")  # a stream of it breaks later, and is counted there
+        self.stats.faulty += whole or mode in ("errors", "hang", "not_http")
         if mode == "errors":
             await asyncio.sleep(0.001)
             answer(writer, 500, {"error": {"message": "out of order"}})
@@ -214,7 +215,7 @@ class Worker:
             await asyncio.sleep(3600)
         elif mode == "not_http":
             writer.write(b"\x00\x01 this is no HTTP\r\n\r\n")
-        elif mode == "bad_json" and not body.get("stream"):
+        elif whole:
             raw = b'{"choices": [{"text": '
             writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(raw) + raw)
         else:
