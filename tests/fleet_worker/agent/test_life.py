@@ -45,6 +45,12 @@ def test_drain_is_not_undone_by_a_healthy_engine_and_begins_once():
     assert not rules.is_ready(rules.engine_checked(draining, True, now=10.0))
 
 
+def test_with_an_engine_that_is_gone_there_is_nothing_to_drain():
+    """The preStop hook came between the engine's death and the agent's: it waited for a dead engine until its time was up."""
+    gone = rules.failed(serving(), "engine ended: killed by SIGKILL")
+    assert rules.drain_asked(gone, 5.0) == gone
+
+
 @pytest.mark.parametrize(
     ("load", "idle_for_s", "counter", "prefill", "done"),
     [

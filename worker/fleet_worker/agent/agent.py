@@ -141,7 +141,7 @@ class Agent:
     async def _drain(self) -> dict[str, object]:
         config, begun = self._config, time.monotonic()
         self._life = rules.drain_asked(self._life, begun)
-        emptied = await self._emptied(begun)
+        emptied = self._life.phase == "Failed" or await self._emptied(begun)
         if self._group is not None:
             self._group.release()
         if emptied:

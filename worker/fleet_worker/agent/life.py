@@ -52,8 +52,8 @@ def engine_checked(life: Life, healthy: bool, now: float) -> Life:
 
 
 def drain_asked(life: Life, now: float) -> Life:
-    """Drain begins once; asking again changes nothing."""
-    if life.phase == "Draining":
+    """Drain begins once; asking again changes nothing. With an engine that is gone there is nothing to wait for."""
+    if life.phase in ("Draining", "Failed"):
         return life
     return replace(life, phase="Draining", draining_since=now, detail="waiting for requests and leases")
 
