@@ -9,7 +9,7 @@ import os
 import sys
 
 YOUNG, MIDDLE, OLD = 10_000, 50, 50
-"""Thresholds of the garbage collector: its usual 700 young objects are three watch events."""
+"""Thresholds of the garbage collector: its usual 700 young objects are a few watch events."""
 
 
 def main() -> int:
@@ -30,7 +30,7 @@ def main() -> int:
     from fleet_operator.process import run
 
     try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # TLS in C: half of what a request costs otherwise
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # TLS in C: a tenth off each request
             runner.run(run(options))
     except ClusterError as error:
         print(f"{error.reason}: {error}", file=sys.stderr, flush=True)

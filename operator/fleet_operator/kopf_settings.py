@@ -23,7 +23,7 @@ RETRY_MOST_S = 5.0
 PAGE = 500
 """Objects per page of a list, the API's usual chunk."""
 WORKER_IDLE_S = 0.1
-"""kopf keeps a task and a queue per object for this long after its last event: twenty thousand of them after the first list."""
+"""kopf keeps a task and a queue per object for this long after its last event."""
 
 
 class Patience:
