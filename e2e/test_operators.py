@@ -41,14 +41,18 @@ def children(audited: Plane, namespace: str, name: str) -> bool:
     return audited.exists(f"/apis/apps/v1/namespaces/{namespace}/deployments/{name}-router")
 
 
-def holder(audited: Plane) -> str:
-    path = f"/apis/coordination.k8s.io/v1/namespaces/{SYSTEM}/leases/inferencefleet-operator"
+def lease_holder(audited: Plane, namespace: str, lease: str) -> str:
+    path = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases/{lease}"
     try:
         return audited.get(path)["spec"].get("holderIdentity", "")
     except HTTPError as error:  # a claim that is given back is deleted
         if error.code != 404:
             raise
         return ""
+
+
+def holder(audited: Plane) -> str:
+    return lease_holder(audited, SYSTEM, "inferencefleet-operator")
 
 
 def test_one_writer_at_a_time(audited: Plane, accounts: dict[str, Path]):
@@ -164,10 +168,4 @@ def test_labels_of_namespaces_decide_and_may_change(audited: Plane, accounts: di
 
 
 def claim(audited: Plane, namespace: str) -> str:
-    path = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases/inferencefleet-owner"
-    try:
-        return audited.get(path)["spec"].get("holderIdentity", "")
-    except HTTPError as error:  # a claim that is given back is deleted
-        if error.code != 404:
-            raise
-        return ""
+    return lease_holder(audited, namespace, "inferencefleet-owner")

@@ -1,8 +1,8 @@
 """Watches of what the operator makes, and of nodes: one connection per kind and namespace.
 
 kopf follows the fleets themselves. Their children change far more often, and kopf keeps a queue and a task per object to call a
-handler for each; a decoded line goes straight into the cache. With uvloop that took `make bench-operator` from 5.6 to 4.6 ms of CPU
-per pod event.
+handler for each; a decoded line goes straight into the cache. With uvloop that took `make bench-operator` from 5.6 to 4.6 ms of
+CPU per pod event.
 """
 
 from __future__ import annotations

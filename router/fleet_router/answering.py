@@ -5,6 +5,7 @@ The legs (flow.py) call it; nothing here chooses or retries.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -50,7 +51,7 @@ NOBODY = Served()
 """Before a worker is chosen."""
 
 
-class Answering:
+class Answering(ABC):
     """State of one request, and its client's side."""
 
     __slots__ = (
@@ -255,9 +256,9 @@ class Answering:
         sent.forget()
         return sent.rest()
 
+    @abstractmethod
     def _fault(self, why: str) -> None:
         """The worker's answer is not to be gone on with."""
-        raise NotImplementedError
 
     def _end_runaway(self, why: Why) -> None:
         """The stream is at the end of an event: ours is the last one. The worker sees a client that left, and stops."""
@@ -334,10 +335,10 @@ class Answering:
         self._context.recorder.close(self.record, outcome, self.last_byte_at, self._gaps + (not self._first))
         self._context.desk.leave(self._ticket, outcome, used)
 
+    @abstractmethod
     def end_leg(self) -> None:
         """A leg is over, however it ended."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _release_lease(self) -> None:
         """Nobody will read the KV."""
-        raise NotImplementedError

@@ -15,7 +15,7 @@ import msgspec
 
 from fleet_operator.cluster.interface import FIELD_MANAGER, ClusterError, Kind, Listed, NotFoundError, Object, WatchEvent
 from fleet_operator.cluster.kinds import key_of, kind_of
-from fleet_operator.cluster.kube_http import Backoff, GoneError, KubeHttp, KubeLimits, configuration_from, decoded, error_of
+from fleet_operator.cluster.kube_http import Backoff, GoneError, KubeHttp, KubeLimits, configuration_from, error_of
 from fleet_operator.cluster.watchers import Seen
 
 logger = logging.getLogger(__name__)
@@ -151,7 +151,7 @@ class KubeCluster:
         found: dict[tuple[str, str], str] = {}
         query = _selector(labels) | {"limit": self._limits.page}
         while True:
-            page = decoded(_VERSIONS, await self._http.body("GET", _path(kind, namespace), query, accept=_METADATA))
+            page: _Page = await self._http.request("GET", _path(kind, namespace), query, accept=_METADATA, decoder=_VERSIONS)
             found.update({(of.namespace, of.name): of.resourceVersion for of in (item.metadata for item in page.items or ())})
             if not page.metadata.more:
                 return Listed(found, page.metadata.resourceVersion)

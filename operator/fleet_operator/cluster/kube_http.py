@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlencode
 
 import aiohttp
@@ -149,23 +149,12 @@ class KubeHttp:
         body: Object | None = None,
         content_type: str = "application/json",
         accept: str = "application/json",
-    ) -> Object:
-        """The answer's JSON; the named errors, never aiohttp's."""
-        return decoded(_ANYTHING, await self.body(method, path, query, body, content_type, accept))
-
-    async def body(
-        self,
-        method: str,
-        path: str,
-        query: Mapping[str, str | int] | None = None,
-        body: Object | None = None,
-        content_type: str = "application/json",
-        accept: str = "application/json",
-    ) -> bytes:
-        """The answer as it came; the named errors."""
+        decoder: msgspec.json.Decoder[Any] = _ANYTHING,
+    ) -> Any:
+        """The answer's JSON, as `decoder` reads it; the named errors, never aiohttp's."""
         timeout = aiohttp.ClientTimeout(total=self._limits.request_s)
         async with self._answer(method, path, query or {}, body, (content_type, accept), timeout) as answer:
-            return await answer.read()
+            return decoded(decoder, await answer.read())
 
     async def lines(self, path: str, query: Mapping[str, str | int]) -> AsyncGenerator[Object, None]:
         """The JSON lines of a watch, until the server ends it or it fails."""
