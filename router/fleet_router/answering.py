@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from fleet_router.knowledge import Counted
 
 OK = 200
+OK_LINE = STATUS_LINES[OK]
 FRAMING = {b"content-length", b"transfer-encoding"}
 HEAD_END = b"\r\n\r\n"
 CLOSE = b"\r\nconnection: close"
@@ -141,6 +142,11 @@ class Answering(ABC):
             self._release_lease()
         lines = [STATUS_LINES.get(status) or status_line(status), self._client.request_id.encode()]
         add_kept(lines, headers)
+        self._end_head(lines, now)
+        self._head_bytes = b"".join(lines)
+
+    def _end_head(self, lines: list[bytes], now: float) -> None:
+        """Header lines of our own."""
         lines.append(self._ticket.lane.account.headers(int(now * 1e9)))
         if self.record.shown:
             lines.append(decision_header(self.record))
@@ -148,7 +154,22 @@ class Answering(ABC):
             self._last = True
             lines.append(CLOSE)
         lines.append(HEAD_END)
-        self._head_bytes = b"".join(lines)
+
+    def whole(self, kept: tuple[bytes, bytes, bytes], body: bytes) -> None:
+        """An answer that came in one piece (200): what `head`, `raw` and `end` do, in one write. `kept`: its header lines."""
+        now, context = self._context.clock(), self._context
+        self.started, self._outcome, self.last_byte_at = True, "answered", now
+        context.metrics.requests[OK] += 1
+        self.record.status = OK
+        self._taken(self._leg_worker)
+        self._first_bytes(now)
+        self._tail = body
+        lines = [OK_LINE, self._client.request_id.encode(), *kept]
+        self._end_head(lines, now)
+        lines.append(body)
+        self._over()
+        self._client.write(b"".join(lines))
+        self._client.finish(last=self._last)
 
     def _taken(self, worker: Worker | None) -> None:
         """The decode worker answers: it has the KV."""
@@ -279,13 +300,17 @@ class Answering(ABC):
         self.send_head()  # an answer without a body
         if self._trip is not None:
             self._trip.ended(self.last_byte_at, self._gaps + 1)
-            self._trip_over()
+        self._over()
+        self._client.finish(last=self._last)
+
+    def _over(self) -> None:
+        """The worker has answered, and nothing runs any more."""
+        self._trip_over()
         if self._leg_worker is not None:
             self._leg_worker.breaker.succeeded()
         self.end_leg()
         self.done = True
         self._leave(self._outcome)
-        self._client.finish(last=self._last)
 
     def _trip_over(self) -> None:
         """This attempt waits in no queue any more."""
