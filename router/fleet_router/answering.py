@@ -71,14 +71,14 @@ class Answering(ABC):
         context.metrics.arrivals += 1
         context.budget.asked()
         self._client, self._path = client, path
-        self._ask = self._asked = self._with_ids(ask, context.config)
+        self._ask = self._asked = self._with_ids(ask, context.config) if ask.stream else ask
         """What is asked of workers, and what the client asked: a stream that is carried on asks for its rest."""
         self._sent: Sent | None = None
         self._heard: Sent | None = None
         """What the client has of a stream that could be carried on; of one in another dialect what its worker said."""
         self._again: Again | None = None
         self._ticket = ticket
-        self._runaway = context.desk.detector(ticket, ask)
+        self._runaway = context.desk.detector(ticket, ask) if ask.stream else None
         self._metered = context.desk.tenants_needed
         self._events = self._gaps = self._unended = self._resumes = self._prefill_failures = self._decode_failures = 0
         """Of the answer so far: events, writes after the first, bytes since the last whole event; and of its legs."""
@@ -120,7 +120,7 @@ class Answering(ABC):
     @staticmethod
     def _with_ids(ask: Ask, config: RouterConfig) -> Ask:
         """Token ids in the stream, where it can be carried on by them."""
-        if config.resume != "prefill" or not ask.stream or not determined(ask.fields):
+        if config.resume != "prefill" or not determined(ask.fields):
             return ask
         return with_fields(ask, {"return_token_ids": msgspec.Raw(b"true")}, b',"return_token_ids":true}')
 

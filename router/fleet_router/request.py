@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Annotated, Final, TypeVar
 
 import msgspec
@@ -20,6 +21,7 @@ STRIPPED: Final = frozenset({
 the engine."""
 
 LIMITS: Final = ("max_tokens", "max_completion_tokens")
+_LIMITED: Final = frozenset({*LIMITS, "min_tokens"})
 PREFILL_PARAMS: Final = b'{"do_remote_decode":true,"do_remote_prefill":false'
 BYTES_PER_TOKEN: Final = 3.0
 """Rough size of a token in prompt bytes; only thresholds use it, exact checks are the worker's."""
@@ -79,25 +81,37 @@ def parse_body(body: bytes, chat: bool, config: RouterConfig) -> Ask:
         fields = _TOP.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(400, f"the body is not a JSON object: {error}", code="invalid_json") from error
-    model = _typed(fields, "model", _STR)
-    if model is None:
-        raise RequestError(400, "model is required", param="model")
-    adapter = _adapter_of(model, config)
+    adapter = "" if fields.get("model") == _quoted(config.served_name) else _other_model(fields, config)
     name = "messages" if chat else "prompt"
-    if fields.get(name, _NULL) == _NULL:
+    asked = fields.get(name, _NULL)
+    if asked == _NULL:
         raise RequestError(400, f"{name} is required", param=name)
-    found = _check_messages(fields[name], name) if chat else _check_prompt(fields[name], config)
+    found = _check_messages(asked, name) if chat else _check_prompt(asked, config)
     original: bytes | None = body
-    if found is not fields[name]:
+    if found is not asked:
         fields[name], original = found, None
     prompt = bytes(found)
     if chat:
         check_urls(prompt, name)
-    _check_limits(fields, config)
-    stream = _typed(fields, "stream", _BOOL) or False
-    if _typed(fields, "stream_options", _OBJECT) is not None and not stream:
+    if not _LIMITED.isdisjoint(fields):
+        _check_limits(fields, config)
+    stream = ("stream" in fields and _typed(fields, "stream", _BOOL)) or False
+    if "stream_options" in fields and _typed(fields, "stream_options", _OBJECT) is not None and not stream:
         raise RequestError(400, "stream_options is only allowed when stream is true", param="stream_options")
     return _without_ours(Ask(fields, prompt, stream, original, False, adapter))
+
+
+@lru_cache(64)
+def _quoted(name: str) -> msgspec.Raw:
+    """A name as nearly everybody writes it in JSON."""
+    return msgspec.Raw(msgspec.json.encode(name))
+
+
+def _other_model(fields: dict[str, msgspec.Raw], config: RouterConfig) -> str:
+    model = _typed(fields, "model", _STR)
+    if model is None:
+        raise RequestError(400, "model is required", param="model")
+    return _adapter_of(model, config)
 
 
 def _without_ours(ask: Ask) -> Ask:
@@ -149,8 +163,7 @@ def _check_limits(fields: dict[str, msgspec.Raw], config: RouterConfig) -> None:
     """What a decode worker would refuse after the prompt was prefilled."""
     given = []
     for limit in LIMITS:
-        asked = _typed(fields, limit, _INT) if limit in fields else None
-        if asked is None:
+        if limit not in fields or (asked := _typed(fields, limit, _INT)) is None:
             continue
         if not 1 <= asked <= config.max_output_tokens:
             raise RequestError(400, f"{limit} is {asked}; allowed are 1 to {config.max_output_tokens}", param=limit)

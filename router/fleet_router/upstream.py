@@ -28,7 +28,7 @@ OK = 200
 
 
 class KnownAnswer(Repeated):
-    """The head of a 200 that a worker gave before. `lines`: its header lines as a client gets them, before and after the length."""
+    """The head of a 200 that a worker gave before. `lines`: its header lines as a client gets them, around the length."""
 
     __slots__ = ("lines",)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from fleet_router.kvindex.approximate import ApproximateIndex, bytes_of, piece_after
+from fleet_router.kvindex.approximate import BYTES_OF, ApproximateIndex, piece_after
 from fleet_router.kvindex.masks import Bits
 from fleet_router.policy.candidate import CROWD_S, Candidate
 from fleet_router.policy.cost import CostAsk, Offer, cheapest
@@ -89,11 +89,10 @@ class Routing:
         """What the approximate index knows of a prompt of `size` bytes and about so many tokens: (tokens, workers as bits), most
         first. The tail behind the last full piece goes with the piece before it: less than a hundred tokens, of long prompts less
         than an eighth."""
-        whole = len(keys) if size - bytes_of(len(keys)) < piece_after(len(keys)) else 0
+        count = len(keys)
+        whole = count if size - BYTES_OF[count] < piece_after(count) else 0
         share = tokens / size
-        return [
-            (tokens if pieces == whole else bytes_of(pieces) * share, mask) for pieces, mask in self.index.depths(keys, among)
-        ]
+        return [(tokens if n == whole else BYTES_OF[n] * share, mask) for n, mask in self.index.depths(keys, among)]
 
     def decide(self, ask: CostAsk, steps: Steps, *, tier: str = "", usable: Usable | None = None) -> Offer | None:
         """The cheapest offer of all groups, of this tier if it can serve at all; None when nobody decodes."""
