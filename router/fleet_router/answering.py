@@ -140,7 +140,7 @@ class Answering(ABC):
         else:
             self._outcome = "refused"
             self._release_lease()
-        lines = [STATUS_LINES.get(status) or status_line(status), self._client.request_id.encode()]
+        lines = [STATUS_LINES.get(status) or status_line(status), self.record.request_id.encode()]
         add_kept(lines, headers)
         self._end_head(lines, now)
         self._head_bytes = b"".join(lines)
@@ -155,16 +155,17 @@ class Answering(ABC):
             lines.append(CLOSE)
         lines.append(HEAD_END)
 
-    def whole(self, kept: tuple[bytes, bytes, bytes], body: bytes) -> None:
+    def whole(self, worker: Worker, kept: tuple[bytes, bytes, bytes], body: bytes) -> None:
         """An answer that came in one piece (200): what `head`, `raw` and `end` do, in one write. `kept`: its header lines."""
         now, context = self._context.clock(), self._context
+        worker.answers(self.sent_at, now)
         self.started, self._outcome, self.last_byte_at = True, "answered", now
         context.metrics.requests[OK] += 1
         self.record.status = OK
         self._taken(self._leg_worker)
         self._first_bytes(now)
         self._tail = body
-        lines = [OK_LINE, self._client.request_id.encode(), *kept]
+        lines = [OK_LINE, self.record.request_id.encode(), *kept]
         self._end_head(lines, now)
         lines.append(body)
         self._over()
@@ -179,7 +180,7 @@ class Answering(ABC):
             context.metrics.handed_over[self._handed_over] += 1
         if worker is None:
             return
-        if self._giver and context.table.pairs:
+        if self._giver and context.table.pairs.breakers:
             context.table.pairs.succeeded(self._giver, worker.uid, self.sent_at)
         if worker.uid in context.table.workers:
             context.table.routing.index.add(self._keys, worker.uid)  # now it holds the prompt's KV
@@ -305,7 +306,8 @@ class Answering(ABC):
 
     def _over(self) -> None:
         """The worker has answered, and nothing runs any more."""
-        self._trip_over()
+        if self._trip is not None:
+            self._trip_over()
         if self._leg_worker is not None:
             self._leg_worker.breaker.succeeded()
         self.end_leg()

@@ -46,7 +46,8 @@ class Flow(Answering):
     def begin(self) -> None:
         """Choose and send the first leg."""
         context = self._context
-        self._trip_over()
+        if self._trip is not None:
+            self._trip_over()
         ask, now, seed, hints = self._ask, context.clock(), self._ticket.lane.seed, self.hints
         if context.knowledge is not None:
             if self._counted is None:
@@ -146,7 +147,7 @@ class Flow(Answering):
         return True
 
     def _head(self, worker: Worker, path: bytes, length: int) -> bytes:
-        return HEAD % (path, worker.pool.authority, self._client.leg_id.encode(), length, self.record.onward)
+        return HEAD % (path, worker.pool.authority, self.record.leg_id.encode(), length, self.record.onward)
 
     def end_leg(self) -> None:
         """A leg is over, however it ended."""

@@ -120,9 +120,8 @@ class DecodeLeg:
 
     def on_whole(self, known: KnownAnswer, data: bytes, body_at: int) -> None:
         """A 200 to be handed on."""
-        self._worker.answers(self._flow.sent_at, self._flow.clock())
         before, after = known.lines
-        self._flow.whole((before, known.length_of(data, body_at), after), data[body_at:])
+        self._flow.whole(self._worker, (before, known.length_of(data, body_at), after), data[body_at:])
 
     def _kept_back(self, status: int) -> bool:
         """An answer that the client need not see: another worker may have a better one."""

@@ -22,7 +22,8 @@ the engine."""
 
 LIMITS: Final = ("max_tokens", "max_completion_tokens")
 _LIMITED: Final = frozenset({*LIMITS, "min_tokens"})
-PREFILL_PARAMS: Final = b'{"do_remote_decode":true,"do_remote_prefill":false'
+PREFILL_PARAMS: Final = b'"max_tokens":1,"stream":false,"kv_transfer_params":{"do_remote_decode":true,"do_remote_prefill":false'
+_NOT_PREFILLED: Final = frozenset({"max_tokens", "stream", "stream_options", "min_tokens", "max_completion_tokens"})
 BYTES_PER_TOKEN: Final = 3.0
 """Rough size of a token in prompt bytes; only thresholds use it, exact checks are the worker's."""
 SAFE_BYTES_PER_TOKEN: Final = 16.0
@@ -231,31 +232,53 @@ def join(fields: dict[str, msgspec.Raw] | dict[str, bytes]) -> bytes:
 def prefill_body(ask: Ask) -> bytes:
     """The prefill leg: one token, not streamed, blocks kept for whoever decodes. The decode leg's limits go along, so that the
     prefill worker, which counts tokens, refuses what decode could not serve; engines that do not know them pass over them."""
-    fields: dict[str, bytes] = {key: bytes(value) for key, value in ask.fields.items()}
-    for name in ("stream", "stream_options", "min_tokens", "max_completion_tokens"):
-        fields.pop(name, None)
-    params = PREFILL_PARAMS
+    pieces: list[bytes | msgspec.Raw] = [b"{"]
+    for name, value in ask.fields.items():
+        if name not in _NOT_PREFILLED:
+            pieces += (_key(name), value, b",")
+    pieces.append(PREFILL_PARAMS)
     for name in ("max_tokens", "max_completion_tokens", "min_tokens"):
         if (limit := ask.fields.get(name)) is not None and limit != _NULL:
-            params += b',"%b":%b' % (name.encode(), bytes(limit))
-    fields |= {"max_tokens": b"1", "stream": b"false", "kv_transfer_params": params + b"}"}
-    return join(fields)
+            pieces += (b",", _key(name), limit)
+    pieces.append(b"}}")
+    return b"".join(pieces)
+
+
+@lru_cache(256)
+def _key(name: str) -> bytes:
+    return msgspec.json.encode(name) + b":"
 
 
 def decode_body(ask: Ask, kv: bytes | None) -> bytes:
     """The decode leg: the client's request, and the reference when the KV comes from elsewhere."""
     if kv is None:
         return ask.original if ask.original is not None else join(ask.fields)
+    if ask.original is not None and ask.fields:  # it holds no `kv_transfer_params`, or it would not be what is sent
+        return b"".join((memoryview(ask.original.rstrip())[:-1], b',"kv_transfer_params":', kv, b"}"))
     return join({**{key: bytes(value) for key, value in ask.fields.items()}, "kv_transfer_params": kv})
+
+
+class _Prefilled(msgspec.Struct):
+    kv_transfer_params: msgspec.Raw = _NULL
+
+
+_ANSWER: Final = msgspec.json.Decoder(_Prefilled)
 
 
 def reference_of(body: bytes) -> bytes | None:
     """`kv_transfer_params` of a prefill answer, None when it has none."""
     try:
-        raw = _PREFILLED.decode(body).get("kv_transfer_params")
+        raw = _ANSWER.decode(body).kv_transfer_params
     except msgspec.DecodeError:
         return None
-    return None if raw is None or bytes(raw) == b"null" else bytes(raw)
+    return None if raw == _NULL else bytes(raw)
+
+
+class _Leased(msgspec.Struct):
+    lease_id: str = ""
+
+
+_LEASE: Final = msgspec.json.Decoder(_Leased)
 
 
 class _Tokenised(msgspec.Struct):
@@ -291,6 +314,6 @@ def prompt_tokens_of(body: bytes) -> int:
 def lease_of(reference: bytes) -> str | None:
     """Lease id inside a reference, None for engines without leases of ours."""
     try:
-        return _STR.decode(_PREFILLED.decode(reference).get("lease_id", msgspec.Raw(b'""'))) or None
+        return _LEASE.decode(reference).lease_id or None
     except msgspec.DecodeError:
         return None

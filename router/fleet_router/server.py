@@ -206,7 +206,8 @@ class ClientConnection(asyncio.Protocol):
             if self._admin and path not in ADMIN:
                 raise RequestError(404, "this port is for probes and scrapes: requests go to the one that speaks TLS")
             if path in GENERATE or path in TRANSLATED or path in ALONE:
-                self._need(method, b"POST")
+                if method != b"POST":
+                    self._need(method, b"POST")
                 self._generate(request, path)
             elif path == HELD:
                 self._need(method, b"GET")
@@ -338,7 +339,9 @@ class ClientConnection(asyncio.Protocol):
     def finish(self, *, last: bool) -> None:
         """The answer is complete; `last`: its head said that it is this connection's last one."""
         self._answered(not last)
-        self._answer_next()
+        inbound = self._inbound
+        if self._waiting or inbound.requests or inbound.current or inbound.error or self._half_closed:
+            self._answer_next()
 
     def refuse(self, error: RequestError) -> None:
         """No answer: tell why."""

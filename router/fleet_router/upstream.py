@@ -71,7 +71,7 @@ class Upstream(asyncio.Protocol):
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._transport: asyncio.Transport | None = None
+        self.transport: asyncio.Transport | None = None
         self._parser: httptools.HttpResponseParser | None = None
         self._leg: Leg | None = None
         self._headers: list[tuple[bytes, bytes]] = []
@@ -88,7 +88,7 @@ class Upstream(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """TCP_NODELAY: without it a first token waits 40 ms for an acknowledgement."""
         transport = cast("asyncio.Transport", transport)  # uvloop has a class of its own
-        self._transport = transport
+        self.transport = transport
         made = transport.get_extra_info("socket")
         if made is not None:
             made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -197,30 +197,30 @@ class Upstream(asyncio.Protocol):
         self._head, self._in_head, self._ended, self.got_bytes = b"", True, False, False
         if self._parser is None:  # one per connection: it only ever carries on after an answer that was whole
             self._parser = httptools.HttpResponseParser(self)
-        if self._transport is not None:
-            self._transport.write(payload)
+        if self.transport is not None:
+            self.transport.write(payload)
 
     def is_open(self) -> bool:
         """May be written to."""
-        return self._transport is not None and not self._transport.is_closing()
+        return self.transport is not None and not self.transport.is_closing()
 
     def pause(self) -> None:
         """Back-pressure: the client reads slower than the worker writes."""
-        if self._transport is not None and self.is_open():
+        if self.transport is not None and self.is_open():
             self._paused = True
-            self._transport.pause_reading()
+            self.transport.pause_reading()
 
     def resume(self) -> None:
         """The client caught up."""
-        if self._transport is not None and self.is_open():
+        if self.transport is not None and self.is_open():
             self._paused = False
-            self._transport.resume_reading()
+            self.transport.resume_reading()
 
     def abort(self) -> None:
         """Close at once; the worker sees a client that left. The leg hears nothing more."""
         self._leg = None
-        if self._transport is not None:
-            self._transport.abort()
+        if self.transport is not None:
+            self.transport.abort()
 
 
 class CollectingUpstream(Upstream):
@@ -270,7 +270,8 @@ class Pool:
         """A connection that can be used at once."""
         while self._idle:
             connection = self._idle.pop()
-            if connection.is_open():
+            transport = connection.transport
+            if transport is not None and not transport.is_closing():
                 return connection
         return None
 

@@ -15,7 +15,7 @@ from struct import Struct
 
 import xxhash
 
-from fleet_router.kvindex.masks import add_bit, depths, drop_bit
+from fleet_router.kvindex.masks import depths, drop_bit
 
 PIECE_BYTES = 256
 FINE_PIECES = 32
@@ -164,13 +164,14 @@ class ApproximateIndex:
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._masks: dict[int, int] = {}
+        self.masks: dict[int, int] = {}
+        """Key → workers as bits."""
         self._held: dict[str, _Held] = {}
         self.news: dict[tuple[str, int], Sequence[int]] | None = None
         """What was sent, by worker and last key, for other routers; None when there are none. Whoever tells them empties it."""
 
     def __len__(self) -> int:
-        return len(self._masks)
+        return len(self.masks)
 
     @property
     def entries(self) -> int:
@@ -187,7 +188,7 @@ class ApproximateIndex:
         held = self._held.pop(worker, None)
         if held is not None:
             for key in held.last_used:
-                drop_bit(self._masks, key, held.bit)
+                drop_bit(self.masks, key, held.bit)
             self._share_out()
 
     def resize(self, worker: str, prompt_bytes: int) -> None:
@@ -203,7 +204,7 @@ class ApproximateIndex:
 
     def depths(self, keys: Sequence[int], among: int = -1) -> list[tuple[int, int]]:
         """(pieces, workers as bits), the deepest first."""
-        return depths(self._masks, keys, among)
+        return depths(self.masks, keys, among)
 
     def add(self, keys: Sequence[int], worker: str) -> None:
         """This worker is being sent a prompt with these keys."""
@@ -218,19 +219,25 @@ class ApproximateIndex:
             return
         if len(keys) > held.longest:
             keys = keys[: held.longest]
-        last_used, count, size = held.last_used, len(keys), BYTES_OF[len(keys)]
-        if last_used.get(keys[-1], -1) == held.number:
+        last_used, number, count, size = held.last_used, held.number, len(keys), BYTES_OF[len(keys)]
+        if last_used.get(keys[-1], -1) == number:
             return  # used in this generation already, and with it all before it
-        known = count
-        while known and keys[known - 1] not in last_used:
-            known -= 1
         if held.young and (held.young_keys + count > held.room_keys or held.young_bytes + size > held.room_bytes):
             held.turn()
-        last_used.update(dict.fromkeys(keys, held.number))
+            number = held.number
         held.young.append(keys)
         held.young_keys += count
         held.young_bytes += size
+        masks, bit, known = self.masks, held.bit, count
+        for at in range(count - 1, -1, -1):
+            key = keys[at]
+            used = last_used.get(key)
+            if used is None:
+                masks[key] = masks.get(key, 0) | bit
+                known = at
+            elif used == number:
+                break  # and with it all before it
+            last_used[key] = number
         if known < count:
             held.bytes += size - BYTES_OF[known]
-            add_bit(self._masks, keys[known:], held.bit)
-            held.make_room(self._masks)
+            held.make_room(masks)

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf
-from typing import NamedTuple
 
 import msgspec
 
@@ -44,7 +43,7 @@ Depths = tuple[float, int, float, int, Steps]
 """(tokens, workers as bits) of the deepest step and of the next one, and the other steps."""
 
 
-class Weighed(NamedTuple):
+class Weighed(msgspec.Struct, frozen=True):
     """One side of one group, as a decision saw it: costs by worker, in seconds."""
 
     group: tuple[str, str]
