@@ -21,16 +21,22 @@ class Histogram:
     """Cumulative buckets in seconds. Values are only put down when they are seen, and counted when `fold_all` or a scrape asks:
     sorting many at once costs a quarter of finding the bucket of each."""
 
-    __slots__ = ("__weakref__", "_counts", "_seen", "bounds", "observe", "total_s")
+    __slots__ = ("__weakref__", "_counts", "_seen", "_total", "bounds", "observe")
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
         self._seen: list[float] = []
-        self.total_s = 0.0
+        self._total = 0.0
         self.observe: Callable[[float], None] = self._seen.append
         """Add one value. A list's own method: no call of Python for each token of a stream."""
         _ALIVE.add(self)
+
+    @property
+    def total_s(self) -> float:
+        """All values together."""
+        self.fold()
+        return self._total
 
     def fold(self) -> list[int]:
         """Count what was seen; the counts by bucket."""
@@ -42,7 +48,7 @@ class Histogram:
                 counts[i] += upto - at
                 at = upto
             counts[-1] += len(seen) - at
-            self.total_s += sum(seen)
+            self._total += sum(seen)
             seen.clear()
         return counts
 
