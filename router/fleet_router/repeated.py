@@ -22,21 +22,32 @@ _LENGTH: Final = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]{1,%d})\r\n" % LEN
 class Repeated:
     """One head, around the digits of its length."""
 
-    __slots__ = ("_at", "_until", "after", "before")
+    __slots__ = ("_at", "_digits", "_end", "_size", "_until", "after", "before")
 
     def __init__(self, before: bytes, after: bytes) -> None:
         self.before, self.after = before, after
         self._at = len(before)
         self._until = len(before) + LENGTH_DIGITS + len(after)
+        self._digits = self._end = self._size = 0
+        """Of the message that was seen last: digits of its length, where they end, and where its head does."""
 
     def body_at(self, data: bytes) -> int:
         """Where the body begins when this is the same head with all of its body and no more; else 0."""
         if not data.startswith(self.before):
             return 0
+        length = b"%d" % (len(data) - self._size)
+        if len(length) == self._digits and data.startswith(length, self._at) and data.startswith(self.after, self._end):
+            return self._size
+        return self._other_size(data)
+
+    def _other_size(self, data: bytes) -> int:
+        """The length may have more or fewer digits than the last one."""
         end = data.find(self.after, self._at, self._until)
         digits = data[self._at : end]
-        at = end + len(self.after)
-        return at if end >= 0 and digits.isdigit() and len(data) - at == int(digits) else 0
+        if end < 0 or not digits.isdigit() or len(data) - end - len(self.after) != int(digits):
+            return 0
+        self._digits, self._end, self._size = len(digits), end, end + len(self.after)
+        return self._size
 
     def length_of(self, data: bytes, body_at: int) -> bytes:
         """The digits, as `data` has them."""

@@ -228,16 +228,16 @@ class ApproximateIndex:
         held.young.append(keys)
         held.young_keys += count
         held.young_bytes += size
-        masks, bit, known = self.masks, held.bit, count
-        for at in range(count - 1, -1, -1):
-            key = keys[at]
-            used = last_used.get(key)
+        masks, bit, fresh, used_in = self.masks, held.bit, 0, last_used.get
+        for key in reversed(keys):
+            used = used_in(key)
             if used is None:
                 masks[key] = masks.get(key, 0) | bit
-                known = at
+                fresh += 1
             elif used == number:
                 break  # and with it all before it
             last_used[key] = number
-        if known < count:
-            held.bytes += size - BYTES_OF[known]
-            held.make_room(masks)
+        if fresh:
+            held.bytes += size - BYTES_OF[count - fresh]
+            if len(last_used) > held.limit or 0 < held.most_bytes < held.bytes:
+                held.make_room(masks)

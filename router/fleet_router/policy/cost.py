@@ -279,6 +279,7 @@ def _try_pairs(
 ) -> tuple[int, int, float, int]:  # fmt: skip
     """(prefill, decode, above, pairs tried) of the few best of each. A pair that cannot win any more is not tried."""
     few_p, few_d = _few_best(costs), _few_best(remote)
+    above_s = group.pairs.above_s
     found, least, tried = (few_p[0], few_d[0], 0.0), float("inf"), 0
     for i in few_p:
         for j in few_d:
@@ -286,13 +287,15 @@ def _try_pairs(
             if at_least >= least:
                 break  # the next ones of this row cost more
             tried += 1
-            above = _above(group, prefills[i], decodes[j], missing[j])
+            above = above_s(prefills[i].uid, decodes[j].uid, missing[j])
             if at_least + above < least:
                 found, least = (i, j, above), at_least + above
     return (*found, tried)
 
 
-def _few_best(costs: list[float]) -> list[int]:
+def _few_best(costs: list[float]) -> Sequence[int]:
+    if len(costs) == 2:  # the smallest fleet that has a choice is the most common one
+        return (0, 1) if costs[0] <= costs[1] else (1, 0)
     return sorted(range(len(costs)), key=costs.__getitem__)[:TRIED]
 
 
