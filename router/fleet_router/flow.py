@@ -120,7 +120,7 @@ class Flow(Answering):
         connection = None if fresh else pool.idle()
         if connection is not None:
             self._connection = connection
-            connection.send(leg, payload)
+            connection.send(leg, payload, self._context.outbox)
             return
 
         def connected(connection: Upstream | None, why: str) -> None:
@@ -133,7 +133,7 @@ class Flow(Answering):
                 self.leg_failed(worker, why, gone=True)
                 return
             self._connection = connection
-            connection.send(leg, payload)
+            connection.send(leg, payload, self._context.outbox)
 
         pool.take(connected, fresh=True)
 

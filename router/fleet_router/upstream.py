@@ -14,6 +14,7 @@ from typing import Protocol, cast
 import httptools
 
 from fleet_router.heads import kept_lines
+from fleet_router.outbox import Outbox
 from fleet_router.repeated import Repeated, around_length, worth_learning
 
 IDLE_CONNECTIONS = 128
@@ -190,14 +191,18 @@ class Upstream(asyncio.Protocol):
         self._keep_alive = self._parser is not None and self._parser.should_keep_alive()  # known only inside this callback
 
     # -- use --------------------------------------------------------------------------------------------------------
-    def send(self, leg: Leg, payload: bytes) -> None:
-        """Write one request; `leg` hears the answer."""
+    def send(self, leg: Leg, payload: bytes, outbox: Outbox | None = None) -> None:
+        """Write one request; `leg` hears the answer. `outbox` None: at once."""
         self._leg = leg
         self._headers = []
         self._head, self._in_head, self._ended, self.got_bytes = b"", True, False, False
         if self._parser is None:  # one per connection: it only ever carries on after an answer that was whole
             self._parser = httptools.HttpResponseParser(self)
-        if self.transport is not None:
+        if self.transport is None:
+            return
+        if outbox is not None:
+            outbox.write(self.transport, payload)
+        else:
             self.transport.write(payload)
 
     def is_open(self) -> bool:
