@@ -28,6 +28,17 @@ class Ask:
     """The client asks for token ids."""
     chat: bool = False
 
+    @property
+    def determined(self) -> bool:
+        """A worker can carry on what another one began."""
+        return self.greedy or self.seed is not None
+
+    @property
+    def kind(self) -> str:
+        """For people."""
+        drawn = "greedy" if self.greedy else "free" if self.seed is None else "seeded"
+        return f"{drawn} {'chat ' * self.chat}{'stream' if self.stream else 'whole'} of {self.max_tokens}"
+
     def body(self) -> bytes:
         told: dict[str, Any] = {"model": "tiny", "max_tokens": self.max_tokens, "stream": self.stream}
         told |= {"messages": [{"role": "user", "content": self.text()}]} if self.chat else {"prompt": list(self.prompt)}
@@ -44,7 +55,7 @@ class Ask:
         prompt = list(self.prompt)
         if self.chat:
             prompt = list(json.dumps([{"role": "user", "content": self.text()}]).encode())
-        if self.greedy or self.seed is not None:
+        if self.determined:
             return text == "".join(map(word, said(prompt, self.max_tokens, seed=self.seed or 0)))
         words = text.split()
         first = int(words[0], 16)
@@ -57,6 +68,8 @@ class Ledger:
 
     ends: Counter[str] = field(default_factory=Counter)
     """right, error STATUS CODE, event (an error event and no [DONE]), cut (nothing was said), wrong, hung."""
+    lost: int = 0
+    """Requests whose tokens are determined (greedy or seeded) and that did not end right, whatever they were told."""
     slowest_s: float = 0.0
     odd: list[str] = field(default_factory=list)
 
@@ -85,7 +98,8 @@ async def ask(address: str, one: Ask, ledger: Ledger, timeout_s: float = TIMEOUT
         end, what = "hung", f"after {timeout_s} s"
     except (OSError, asyncio.IncompleteReadError, ValueError) as error:
         end, what = "cut", repr(error)
-    ledger.note(end, time.monotonic() - begun, "" if end == "right" else what[:300])
+    ledger.note(end, time.monotonic() - begun, "" if end == "right" else f"{what[:300]} ({one.kind})")
+    ledger.lost += end != "right" and one.determined
     return end
 
 
