@@ -46,8 +46,12 @@ def test_streams_are_spliced_to_the_end():
 
 def test_h7_clients_cannot_set_internal_fields():
     async def go(rig: Rig) -> None:
-        await rig.post(ask(prompt="short", kv_transfer_params={"do_remote_prefill": True}, priority=9, cache_salt="x"))
-        assert not {"kv_transfer_params", "priority", "cache_salt"} & rig.decode[0].seen[0].keys()
+        ours: dict[str, Any] = {
+            "kv_transfer_params": {"do_remote_prefill": True}, "priority": 9, "cache_salt": "x", "session_id": "s",
+            "ec_transfer_params": {}, "vllm_xargs": {"kv_transfer_params": "x"},
+        }  # fmt: skip
+        await rig.post(ask(prompt="short", **ours))
+        assert not ours.keys() & rig.decode[0].seen[0].keys()
 
     run(go)
 
@@ -299,7 +303,7 @@ def test_a_reload_changes_new_requests_only():
         (b'{"model":"m","prompt":[[]]}', 400, "prompt is empty"),
         (b'{"model":"m","prompt":[1.5]}', 400, "prompt must be text or a list of token ids"),
         (b'{"model":"m","prompt":[-1]}', 400, "prompt must be text or a list of token ids"),
-        (b'{"model":"m","prompt":["a","b"]}', 400, "prompt holds 2 prompts; one per request is served"),
+        (b'{"model":"m","prompt":["a","b"]}', 400, "prompt holds several prompts; one per request is served"),
         (b'{"model":"m","prompt":"a","min_tokens":9,"max_tokens":8}', 400, "min_tokens is 9; allowed are 0 to max_tokens"),
         (b'{"model":"m","prompt":"a","min_tokens":-1}', 400, "min_tokens is -1"),
         (b'{"model":"m","prompt":"a","stream_options":{}}', 400, "stream_options is only allowed when stream is true"),
