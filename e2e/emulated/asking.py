@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from e2e.emulated.chat import flat
 from e2e.emulated.tokens import said, word
 
 TIMEOUT_S = 60.0
@@ -54,7 +55,7 @@ class Ask:
         """The answer's text is that of the right tokens."""
         prompt = list(self.prompt)
         if self.chat:
-            prompt = list(json.dumps([{"role": "user", "content": self.text()}]).encode())
+            prompt = list(flat([{"role": "user", "content": self.text()}]).encode())
         if self.determined:
             return text == "".join(map(word, said(prompt, self.max_tokens, seed=self.seed or 0)))
         words = text.split()
@@ -70,6 +71,8 @@ class Ledger:
     """right, error STATUS CODE, event (an error event and no [DONE]), cut (nothing was said), wrong, hung."""
     lost: int = 0
     """Requests whose tokens are determined (greedy or seeded) and that did not end right, whatever they were told."""
+    retry_after_s: set[int] = field(default_factory=set)
+    """What refusals said."""
     slowest_s: float = 0.0
     odd: list[str] = field(default_factory=list)
 
@@ -93,7 +96,7 @@ async def ask(address: str, one: Ask, ledger: Ledger, timeout_s: float = TIMEOUT
     begun = time.monotonic()
     try:
         async with asyncio.timeout(timeout_s):
-            end, what = await _ended(address, one)
+            end, what = await _ended(address, one, ledger)
     except TimeoutError:
         end, what = "hung", f"after {timeout_s} s"
     except (OSError, asyncio.IncompleteReadError, ValueError) as error:
@@ -103,7 +106,7 @@ async def ask(address: str, one: Ask, ledger: Ledger, timeout_s: float = TIMEOUT
     return end
 
 
-async def _ended(address: str, one: Ask) -> tuple[str, str]:
+async def _ended(address: str, one: Ask, ledger: Ledger) -> tuple[str, str]:
     host, port = address.split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     try:
@@ -119,6 +122,8 @@ async def _ended(address: str, one: Ask) -> tuple[str, str]:
     if status != 200:
         error = json.loads(rest)["error"]
         assert error["request_id"], "an error without a request id"
+        if b"\r\nretry-after: " in (lower := first.lower()):
+            ledger.retry_after_s.add(int(lower.split(b"\r\nretry-after: ")[1].split(b"\r\n")[0]))
         return f"error {status} {error['code']}", str(error["message"])
     return streamed(one, rest) if one.stream else whole(one, first, rest)
 

@@ -17,18 +17,10 @@ from fleet_router.dialect.routes import error_body, translation_of
 from fleet_router.dialect.translation import CHAT
 from fleet_router.errors import RequestError
 from fleet_router.request import STRIPPED, decode_body, parse_alone, parse_body, prefill_body
+from tests.fleet_router.bombs import BODY_MOST, BOMBS, PATHS, with_bomb
 
 CONFIG = RouterConfig(fleet="f", served_name="m")
 STALL_S = 0.05
-BODY_MOST = CONFIG.bounds.body_bytes
-PATHS = {
-    b"/v1/completions": {"model": "m", "prompt": "p"},
-    b"/v1/chat/completions": {"model": "m", "messages": [{"role": "user", "content": "p"}]},
-    b"/v1/embeddings": {"model": "m", "input": "p"},
-    b"/v1/messages": {"model": "m", "max_tokens": 4, "messages": [{"role": "user", "content": "p"}]},
-    b"/v1/messages/count_tokens": {"model": "m", "messages": [{"role": "user", "content": "p"}]},
-    b"/v1/responses": {"model": "m", "input": "p"},
-}  # fmt: skip
 FIELDS = [
     "model", "prompt", "messages", "input", "max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens", "stream",
     "stream_options", "n", "best_of", "stop", "stop_sequences", "logit_bias", "logprobs", "top_logprobs", "temperature", "seed",
@@ -112,24 +104,6 @@ def test_h5_any_bytes(path: bytes, raw: bytes):
     judged(path, raw)
 
 
-def deep(opening: bytes, closing: bytes, depth: int) -> bytes:
-    return opening * depth + b"1" + closing * depth
-
-
-BOMBS = {
-    "depth": deep(b"[", b"]", 10_000), "objects": deep(b'{"a":', b"}", 10_000), "mib-of-depth": b"[" * (BODY_MOST - 100),
-    "nan": b"NaN", "infinity": b"-Infinity", "1e400": b"1e400", "long-number": b"1" * 1_000_000,
-    "float": b"1." + b"1" * 1_000_000, "surrogate": b'"\\ud800"', "null-letter": b'"\\u0000"', "half-utf8": b'"\xc3"',
-    "overlong": b'"\xc0\x80"', "bom": b"\xef\xbb\xbf1",
-    "mib-of-text": b'"' + b"a" * (BODY_MOST - 200) + b'"', "mib-of-escapes": b'"' + b"\\u0041" * 690_000 + b'"',
-    "ids": b"[" + b"1," * 1_000_000 + b"1]", "texts": b"[" + b'"a",' * 1_000_000 + b'"a"]',
-    "objects-many": b"[" + b'{"role":"user"},' * 250_000 + b'{"role":"user"}]',
-    "names": b"{" + b",".join(b'"%d":1' % i for i in range(350_000)) + b"}", "same-name": b"{" + b'"a":1,' * 600_000 + b'"a":1}',
-    "escapes-before-a-url": b'[{"role":"user","content":[{"type":"text","text":"\\u0041' + b"a" * 3_000_000 + b'_url"}]}]',
-    "regex": b'"' + b"(a+)+" * 500_000 + b'"',
-}  # fmt: skip
-
-
 @pytest.mark.parametrize("name", BOMBS)
 @pytest.mark.parametrize("path", PATHS)
 def test_h5_bombs_in_every_field(path: bytes, name: str):
@@ -138,8 +112,7 @@ def test_h5_bombs_in_every_field(path: bytes, name: str):
     for field in (
         FIELDS if len(BOMBS[name]) < 100_000 else ("prompt", "messages", "input", "stop", "logit_bias", "guided_regex", "x")
     ):
-        rest = json.dumps({key: value for key, value in PATHS[path].items() if key != field}).encode()
-        body = rest[:-1] + b',"' + field.encode() + b'":' + BOMBS[name] + b"}"
+        body = with_bomb(path, field, BOMBS[name])
         assert len(body) <= BODY_MOST
         judged(path, body)
 
