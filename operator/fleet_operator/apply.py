@@ -9,6 +9,7 @@ from typing import Literal
 
 from fleet_api.parse import known_status
 from fleet_api.v1alpha1 import InferenceFleet
+from fleet_operator.budgets import budgets_due
 from fleet_operator.claims import short_of_claims
 from fleet_operator.cluster.interface import (
     CONFIG_MAP,
@@ -30,12 +31,13 @@ from fleet_operator.cluster.interface import (
     Kind,
     NotFoundError,
     Object,
+    UnavailableError,
 )
 from fleet_operator.compare import contains, difference, merge_patch, satisfied, stamped
 from fleet_operator.flip import marks
 from fleet_operator.fresh import Fresh
 from fleet_operator.gangs import count_workers, drop_pod_groups, put_pod_group, spans_nodes
-from fleet_operator.names import ADAPTERS, APPLIED, GROUP_OF, MEMBER, group_service, policy_name, router_name
+from fleet_operator.names import ADAPTERS, APPLIED, GROUP_OF, MEMBER, group_service, policy_name
 from fleet_operator.names import REVISION as REVISION_LABEL
 from fleet_operator.names import ROLE as ROLE_LABEL
 from fleet_operator.names import TIER as TIER_LABEL
@@ -76,6 +78,12 @@ BY_KIND: dict[str, Kind] = {
 
 NO_ADAPTERS = "[]"
 MADE_ANEW = frozenset({"Service"})
+MADE_AT_ONCE = frozenset(
+    kind.kind
+    for kind in (SERVICE_ACCOUNT, ROLE, ROLE_BINDING, SERVICE, DEPLOYMENT, PDB, NETWORK_POLICY, CONTROLLER_REVISION, POOL)
+)
+"""Made without a look whether somebody else has one of this name: the API refuses to make it then. Not the routers' documents:
+they change in every fleet's first minute, and an object that was created is taken over before its first change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +127,7 @@ class Applier:
             await self._put(wish, work)
         await self._policy(work)
         await self._group_names(work)
-        for budget in render_budgets(work.fleet, work.plan, work.raw):
-            await self._put(budget, work)
+        await self._budgets(work)
         pools: dict[str, Object] = {}
         for pool in work.plan.pools:
             made = await self._put(render_pool(work.fleet, pool, work.raw), work)
@@ -133,7 +140,6 @@ class Applier:
         for fetch in work.plan.fetch:
             await self._create(render_fetch(work.fleet, fetch, work.raw, self._platform), work)
         await self._creations(work, stored, pools)
-        await self._prune_budgets(work)
         await self._pool_status(work)
 
     async def _creations(self, work: _Pass, stored: Mapping[tuple[str, str], Object], pools: Mapping[str, Object]) -> None:
@@ -218,6 +224,8 @@ class Applier:
         if found is None or not _owned(found, work.raw):  # not there, or not ours, as far as the cache knows
             if not await self._true(work, sizes=kind == POOL.kind):
                 return None
+            if found is None and kind in MADE_AT_ONCE and (made := await self._made(wish, outcome)) is not None:
+                return made
             found = await self._there(wish, outcome)
             outcome.read += [found] if found is not None else []
         if found is not None and not _owned(found, work.raw):
@@ -228,7 +236,7 @@ class Applier:
         if kind == POOL.kind and not await self._true(work):
             return None
         try:
-            made = await self._cluster.apply(_planned_from(wish, found))
+            made = await self._cluster.apply(_planned_from(wish, found), created=found is not None and kind in MADE_AT_ONCE)
         except InvalidError as error:
             outcome.vain += 1
             await self._make_way(wish, found, str(error), outcome)
@@ -243,6 +251,21 @@ class Applier:
         undid = _undid(wish, found)
         outcome.vain += bool(undid)
         outcome.done.append(Deed(verb, kind, name, made["metadata"]["uid"], undid=undid))
+        return made
+
+    async def _made(self, wish: Object, outcome: Outcome) -> Object | None:
+        """The object, made by one request where a look and an apply are two; None when that needs a look: there is one of this
+        name, or it was refused."""
+        kind, name = wish["kind"], wish["metadata"]["name"]
+        try:
+            made = await self._cluster.create(wish)
+        except UnavailableError as error:
+            outcome.fail(f"{kind} {name}", error)
+            return None
+        except ClusterError:
+            return None
+        outcome.writes += 1
+        outcome.done.append(Deed("created", kind, name, made["metadata"]["uid"]))
         return made
 
     async def _there(self, wish: Object, outcome: Outcome) -> Object | None:
@@ -356,14 +379,16 @@ class Applier:
         outcome.writes += 1
         outcome.done.append(Deed("deleted", kind.kind, name, uid, *_worker(pod), why=reason, member=_member(pod)))
 
-    async def _prune_budgets(self, work: _Pass) -> None:
-        """Budgets of tiers that are gone would hold up node drains for ever."""
-        wanted = {budget["metadata"]["name"] for budget in render_budgets(work.fleet, work.plan, work.raw)}
-        kept, namespace = wanted | {router_name(work.fleet.metadata.name)}, work.fleet.metadata.namespace
+    async def _budgets(self, work: _Pass) -> None:
+        """Those that are due. Budgets of tiers that are gone would hold up node drains for ever."""
+        wanted, namespace = render_budgets(work.fleet, work.plan, work.raw), work.fleet.metadata.namespace
+        for budget in budgets_due(wanted, work.plan, work.live):
+            await self._put(budget, work)
+        kept = {budget["metadata"]["name"] for budget in wanted}
         for (kind, name), found in list(work.live.items()):  # watches feed the cache while a deletion is awaited
             if kind == PDB.kind and name not in kept and _owned(found, work.raw) and await self._true(work):
                 uid = found["metadata"]["uid"]
-                await self._delete(PDB, namespace, name, uid, "its tier is not in the spec", work.outcome)
+                await self._delete(PDB, namespace, name, uid, "nothing of the spec needs it", work.outcome)
 
     async def _pool_status(self, work: _Pass) -> None:
         for pool in work.plan.pools:

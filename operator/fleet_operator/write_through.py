@@ -41,9 +41,9 @@ class WriteThrough:
         """See `Cluster.watch`."""
         return self._cluster.watch(kind, namespace, labels)
 
-    async def apply(self, obj: Object) -> Object:
+    async def apply(self, obj: Object, *, created: bool = False) -> Object:
         """See `Cluster.apply`."""
-        made = await self._cluster.apply(obj)
+        made = await self._cluster.apply(obj, created=created)
         self._written(kind_of(obj), made)
         return made
 

@@ -128,6 +128,6 @@ def test_the_budgets_of_a_tier_that_is_gone_go_with_it():
         await world.user.apply(manifest(tiers=two[:1]))
         await world.settle()
         names = {pdb["metadata"]["name"] for pdb in await world.store.list(PDB, NAMESPACE)}
-        assert names == {"f-router", "f-t-prefill", "f-t-decode"}
+        assert names == {"f-t-prefill", "f-t-decode"}
 
     asyncio.run(scenario())

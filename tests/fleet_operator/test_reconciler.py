@@ -15,7 +15,6 @@ from fleet_operator.cluster.interface import (
     DEPLOYMENT,
     EVENT,
     FLEET,
-    PDB,
     POD,
     POOL,
     ROLE,
@@ -37,7 +36,7 @@ def test_a_new_fleet_is_ready_and_then_nothing_is_written():
     async def scenario(world: World) -> None:
         assert await world.workers() == {"prefill": 1, "decode": 2}
         assert (await world.condition("Ready"))["status"] == "True"
-        for kind in (CONFIG_MAP, DEPLOYMENT, PDB, ROLE, ROLE_BINDING, SERVICE, SERVICE_ACCOUNT):
+        for kind in (CONFIG_MAP, DEPLOYMENT, ROLE, ROLE_BINDING, SERVICE, SERVICE_ACCOUNT):
             assert await world.exists(kind, "f-router"), kind.kind
         told = await world.events()
         assert await world.touch() == []

@@ -156,7 +156,7 @@ def test_a_namespace_is_let_go_of_only_after_the_last_write():
             def __getattr__(self, name: str):
                 return getattr(store, name)
 
-            async def apply(self, obj: dict) -> dict:
+            async def apply(self, obj: dict, *, created: bool = False) -> dict:
                 await gate.wait()
                 return await store.apply(obj)
 

@@ -50,9 +50,9 @@ class Api:
             raise error
         self.writes.append((verb, kind.kind, name))
 
-    async def apply(self, obj: dict[str, Any]) -> dict[str, Any]:
+    async def apply(self, obj: dict[str, Any], *, created: bool = False) -> dict[str, Any]:
         self._write("apply", kind_of(obj), obj["metadata"]["name"])
-        return await self._store.apply(obj)
+        return await self._store.apply(obj, created=created)
 
     async def create(self, obj: dict[str, Any]) -> dict[str, Any]:
         self._write("create", kind_of(obj), obj["metadata"]["name"])

@@ -60,9 +60,10 @@ class GuardedCluster:
         """See `Cluster.watch`."""
         return self._cluster.watch(kind, namespace, labels)
 
-    async def apply(self, obj: Object) -> Object:
+    async def apply(self, obj: Object, *, created: bool = False) -> Object:
         """See `Cluster.apply`, and what the guards raise."""
-        made: Object = await self._passed(Write("apply", kind_of(obj), *key_of(obj)), lambda: self._cluster.apply(obj))
+        write = Write("apply", kind_of(obj), *key_of(obj))
+        made: Object = await self._passed(write, lambda: self._cluster.apply(obj, created=created))
         return made
 
     async def patch(self, kind: Kind, namespace: str | None, name: str, patch: Object) -> Object:

@@ -126,8 +126,10 @@ class Cluster(Protocol):
         """Current objects as ADDED, one SYNCED, then changes for ever; reconnects and re-lists by itself (410, cuts)."""
         ...
 
-    async def apply(self, obj: Object) -> Object:
-        """Server-side apply under FIELD_MANAGER, force; creates when absent. Equal content writes nothing new."""
+    async def apply(self, obj: Object, *, created: bool = False) -> Object:
+        """Server-side apply under FIELD_MANAGER, force; creates when absent. Equal content writes nothing new. What was applied
+        before and is not in `obj` goes; with `created`, so does what this manager made by `create`: for an object that may have
+        been made so and that `obj` names the version of."""
         ...
 
     async def patch(self, kind: Kind, namespace: str | None, name: str, patch: Object) -> Object:

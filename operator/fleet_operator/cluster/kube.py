@@ -13,6 +13,7 @@ from urllib.parse import quote
 import aiohttp
 import msgspec
 
+from fleet_operator.cluster.field_owners import taken_over
 from fleet_operator.cluster.interface import FIELD_MANAGER, ClusterError, Kind, Listed, NotFoundError, Object, WatchEvent
 from fleet_operator.cluster.kinds import key_of, kind_of
 from fleet_operator.cluster.kube_http import Backoff, GoneError, KubeHttp, KubeLimits, configuration_from, error_of
@@ -20,8 +21,9 @@ from fleet_operator.cluster.watchers import Seen
 
 logger = logging.getLogger(__name__)
 _DEFAULTS = KubeLimits()
-_APPLY = "application/apply-patch+yaml;charset=utf-8"  # with a parameter the REST layer sends the bytes that we encoded
+_APPLY = "application/apply-patch+yaml"  # JSON is YAML
 _MERGE = "application/merge-patch+json"
+_JSON = "application/json-patch+json"
 _METADATA = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 
 
@@ -106,12 +108,31 @@ class KubeCluster:
         """See `Cluster.watch`. An error of the first list that trying again cannot help is raised."""
         return self._watch(kind, namespace, labels)
 
-    async def apply(self, obj: Object) -> Object:
+    async def apply(self, obj: Object, *, created: bool = False) -> Object:
         """See `Cluster.apply`."""
         kind = kind_of(obj)
         query = {"fieldManager": self._manager, "force": "true", "fieldValidation": "Strict"}
         namespace, name = key_of(obj)
+        if created:
+            obj = await self._taken_over(kind, obj)
         return _slim(await self._http.request("PATCH", _path(kind, namespace, name), query, obj, _APPLY), kind)
+
+    async def _taken_over(self, kind: Kind, wish: Object) -> Object:
+        """The wish with the version that its object has when all that we ever wrote of it belongs to our applies."""
+        namespace, name = key_of(wish)
+        query = {"fieldSelector": f"metadata.name={name}"}
+        page = await self._http.request("GET", _path(kind, namespace), query, accept=_METADATA)
+        meta: Object = next((item["metadata"] for item in page.get("items") or []), {})
+        owners = taken_over(meta.get("managedFields") or [], self._manager)
+        if owners is None or meta["resourceVersion"] != wish["metadata"]["resourceVersion"]:
+            return wish  # nothing to take over, or somebody was faster: the apply will be refused
+        patch = [
+            {"op": "replace", "path": "/metadata/managedFields", "value": owners},
+            {"op": "replace", "path": "/metadata/resourceVersion", "value": meta["resourceVersion"]},
+        ]
+        query = {"fieldManager": self._manager}
+        made = await self._http.request("PATCH", _path(kind, namespace, name), query, patch, _JSON)
+        return {**wish, "metadata": {**wish["metadata"], "resourceVersion": made["metadata"]["resourceVersion"]}}
 
     async def create(self, obj: Object) -> Object:
         """See `Cluster.create`."""

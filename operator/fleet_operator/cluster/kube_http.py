@@ -1,4 +1,4 @@
-"""HTTP to the API server: raw dicts through the REST layer of the `kubernetes` package, errors as the named ones.
+"""HTTP to the API server: raw dicts over the connections of the `kubernetes` package, errors as the named ones.
 
 The generated clients and models stay unloaded (they cost more memory than the operator itself).
 """
@@ -130,6 +130,20 @@ TLS_CLOSE_S = 0.25
 garbage collector (aiohttp documentation, "Graceful Shutdown")."""
 
 
+class _Rest(RESTClientObject):  # type: ignore[misc]
+    """TLS, client certificates and proxies as the package configures them. Its `request` is not used: it encodes bodies with the
+    standard library's json."""
+
+    pool_manager: aiohttp.ClientSession | None
+
+    def session(self) -> aiohttp.ClientSession:
+        """The pool of connections, made when a loop runs."""
+        pool: aiohttp.ClientSession | None = self.pool_manager
+        if pool is None:
+            pool = self.pool_manager = self._create_pool_manager()
+        return pool
+
+
 class KubeHttp:
     """Requests with the credentials of one configuration."""
 
@@ -139,14 +153,14 @@ class KubeHttp:
         configuration.client_session_kwargs = {"trust_env": False, "trace_configs": [trace] if trace is not None else None}
         self.configuration = configuration
         self._limits = limits
-        self._rest = RESTClientObject(configuration)
+        self._rest = _Rest(configuration)
 
     async def request(
         self,
         method: str,
         path: str,
         query: Mapping[str, str | int] | None = None,
-        body: Object | None = None,
+        body: Object | list[Object] | None = None,
         content_type: str = "application/json",
         accept: str = "application/json",
         decoder: msgspec.json.Decoder[Any] = _ANYTHING,
@@ -174,7 +188,7 @@ class KubeHttp:
         method: str,
         path: str,
         query: Mapping[str, str | int],
-        body: Object | None,
+        body: Object | list[Object] | None,
         types: tuple[str, str],
         timeout: aiohttp.ClientTimeout,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
@@ -184,9 +198,9 @@ class KubeHttp:
         if token:
             headers["Authorization"] = token
         try:
-            data = body if body is None or "json" in types[0] else msgspec.json.encode(body)
-            sent = await self._rest.request(method, url, headers=headers, body=data, _request_timeout=timeout)
-            async with sent.response as answer:
+            data = None if body is None else msgspec.json.encode(body)
+            proxy = {"proxy": self._rest.proxy, "proxy_headers": self._rest.proxy_headers} if self._rest.proxy else {}
+            async with self._rest.session().request(method, url, headers=headers, data=data, timeout=timeout, **proxy) as answer:
                 if answer.status >= 400:
                     raise error_of(answer.status, await answer.read(), answer.headers.get("Retry-After"))
                 yield answer

@@ -102,8 +102,8 @@ class MemoryCluster:
         """See `Cluster.watch`."""
         return self._watch(kind, namespace, labels)
 
-    async def apply(self, obj: Object) -> Object:
-        """See `Cluster.apply`."""
+    async def apply(self, obj: Object, *, created: bool = False) -> Object:
+        """See `Cluster.apply`; what was created is owned like what was applied."""
         kind, key = kind_of(obj), _key(kind_of(obj), obj)
         entry = self._table(kind).get(key)
         check_preconditions(obj, entry.obj if entry else None)

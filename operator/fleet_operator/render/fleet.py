@@ -138,7 +138,7 @@ def _tier_rule(rule: TierRuleSpec) -> TierRule:
 
 
 def render_router(fleet: InferenceFleet, owner: Object, platform: Platform) -> list[Object]:
-    """Rights, Service, disruption budget and Deployment of the router."""
+    """Rights, Service and Deployment of the router."""
     name, selector = router_name(fleet.metadata.name), {FLEET: fleet.metadata.name, ROLE: ROUTER_ROLE}
     account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": _meta(fleet, owner)}
     role = {
@@ -164,13 +164,7 @@ def render_router(fleet: InferenceFleet, owner: Object, platform: Platform) -> l
             "ports": _service_ports(fleet.spec.routing),
         },
     }
-    budget = {
-        "apiVersion": "policy/v1",
-        "kind": "PodDisruptionBudget",
-        "metadata": _meta(fleet, owner),
-        "spec": {"maxUnavailable": 1, "selector": {"matchLabels": selector}},
-    }
-    return [account, role, binding, service, budget, _deployment(fleet, owner, platform, selector)]
+    return [account, role, binding, service, _deployment(fleet, owner, platform, selector)]
 
 
 def _service_ports(routing: RoutingSpec) -> list[Object]:
@@ -182,9 +176,9 @@ def _service_ports(routing: RoutingSpec) -> list[Object]:
 
 
 def render_budgets(fleet: InferenceFleet, plan: Plan, owner: Object) -> list[Object]:
-    """One disruption budget per tier and role: an eviction is allowed when the worker's replacement is ready, never before. So a
-    node drain waits for the operator, which sees the cordoned node and starts the replacement at once. One eviction ends a worker
-    of several pods, so of a replacement's pods all but one count as needed."""
+    """One disruption budget per tier and role, and one of the routers when there are several. An eviction is allowed when the
+    worker's replacement is ready, never before, so a node drain waits for the operator, which sees the cordoned node and starts
+    the replacement at once. One eviction ends a worker of several pods: of a replacement's pods all but one count as needed."""
     sizes = {(pool.tier, pool.role): pool.size * pool.nodes + pool.nodes - 1 for pool in plan.pools}
     budgets = []
     for (tier, role), size in sizes.items():
@@ -192,6 +186,11 @@ def render_budgets(fleet: InferenceFleet, plan: Plan, owner: Object) -> list[Obj
         meta["labels"] = labels(fleet.metadata.name, **{TIER: tier, ROLE: role})
         selector = {FLEET: fleet.metadata.name, TIER: tier, ROLE: role}
         spec = {"minAvailable": size, "selector": {"matchLabels": selector}}
+        budgets.append({"apiVersion": "policy/v1", "kind": "PodDisruptionBudget", "metadata": meta, "spec": spec})
+    if fleet.spec.routing.replicas > 1:  # "at most one of one" would guard nothing
+        selector = {FLEET: fleet.metadata.name, ROLE: ROUTER_ROLE}
+        spec = {"maxUnavailable": 1, "selector": {"matchLabels": selector}}
+        meta = _meta(fleet, owner)
         budgets.append({"apiVersion": "policy/v1", "kind": "PodDisruptionBudget", "metadata": meta, "spec": spec})
     return budgets
 

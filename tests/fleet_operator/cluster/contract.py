@@ -22,7 +22,7 @@ from fleet_operator.cluster.interface import (
     NotFoundError,
     WatchEvent,
 )
-from fleet_operator.cluster.kinds import LEASE
+from fleet_operator.cluster.kinds import LEASE, kind_of
 from fleet_operator.leader.elector import Candidate, Elector
 from fleet_operator.leader.fence import Fence
 from fleet_operator.recorder import render_event
@@ -442,6 +442,38 @@ async def create_makes_what_is_not_there_and_nothing_else(store: Store) -> None:
         await store.other.create(pod(store, "made", terminationGracePeriodSeconds=1))
     assert (await store.cluster.get(POD, store.namespace, "made"))["spec"] == made["spec"]
     await store.cluster.delete(POD, store.namespace, "made", grace_s=0)
+
+
+@promise
+async def what_was_created_and_is_not_applied_goes(store: Store) -> None:
+    wish = deployment(store, "taken", env=[{"name": "A", "value": "1"}, {"name": "B", "value": "2"}])
+    wish["metadata"]["annotations"] = {"one": "1", "two": "2"}
+    made = await store.cluster.create(wish)
+    await store.other.patch(DEPLOYMENT, store.namespace, "taken", {"metadata": {"annotations": {"theirs": "3"}}})
+    less = deployment(store, "taken", env=[{"name": "A", "value": "1"}])
+    less["metadata"]["annotations"] = {"one": "1"}
+    for _ in range(2):  # the second time nothing is left to take over
+        after = await _changed(store, less)
+        [container] = after["spec"]["template"]["spec"]["containers"]
+        assert [variable["name"] for variable in container["env"]] == ["A"]
+        kept = {name: after["metadata"]["annotations"].get(name) for name in ("one", "two", "theirs")}
+        assert kept == {"one": "1", "two": None, "theirs": "3"}
+    assert after["metadata"]["uid"] == made["metadata"]["uid"]
+    less["metadata"]["resourceVersion"] = made["metadata"]["resourceVersion"]
+    with pytest.raises(ConflictError):  # planned from what was there before
+        await store.cluster.apply({**less, "spec": {**less["spec"], "paused": True}}, created=True)
+
+
+async def _changed(store: Store, wish: dict[str, Any]) -> dict[str, Any]:
+    """Applied to the version that is there; again when a controller was faster."""
+    for _ in range(20):
+        now = await store.cluster.get(kind_of(wish), store.namespace, wish["metadata"]["name"])
+        planned = {**wish["metadata"], "resourceVersion": now["metadata"]["resourceVersion"]}
+        with contextlib.suppress(ConflictError):
+            changed: dict[str, Any] = await store.cluster.apply({**wish, "metadata": planned}, created=True)
+            return changed
+        await asyncio.sleep(store.pause_s)
+    raise AssertionError("every apply came too late")
 
 
 @promise

@@ -38,11 +38,11 @@ class Wire:
             raise UnavailableError("lost")
         return await self._store.get(*where)
 
-    async def apply(self, obj: dict[str, Any]) -> Any:
+    async def apply(self, obj: dict[str, Any], *, created: bool = False) -> Any:
         if self.loses == "request":
             raise UnavailableError("lost")
         self.applies += 1
-        made = await self._store.apply(obj)
+        made = await self._store.apply(obj, created=created)
         if self.loses == "answer":
             raise UnavailableError("lost")
         return made

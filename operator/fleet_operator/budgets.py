@@ -1,0 +1,30 @@
+"""Which disruption budgets a fleet has to have now. Pure.
+
+A role's budget is made when its first worker is ready: before, there is nothing that an eviction could take from anybody, and the
+disruption controller writes a budget's status again for every pod that comes. One that is there stays, whatever becomes of its
+workers, until its tier leaves the spec.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fleet_operator.cluster.interface import PDB, Object
+from fleet_operator.names import ROLE, TIER
+from fleet_planner.reconcile import Plan
+
+
+def budgets_due(budgets: list[Object], plan: Plan, live: Mapping[tuple[str, str], Object]) -> list[Object]:
+    """Of all that the fleet may have (`render_budgets`), those to be put now; `live` is (kind, name) → object."""
+    ready = {(tier.name, role) for tier in plan.status.tiers for role in ("prefill", "decode") if getattr(tier, role).ready > 0}
+    return [
+        budget
+        for budget in budgets
+        if (PDB.kind, budget["metadata"]["name"]) in live or _guards(budget) is None or _guards(budget) in ready
+    ]
+
+
+def _guards(budget: Object) -> tuple[str, str] | None:
+    """Tier and role of workers; None for routers, which are there at once."""
+    labels = budget["spec"]["selector"]["matchLabels"]
+    return (labels[TIER], labels[ROLE]) if TIER in labels else None
