@@ -16,7 +16,7 @@ export DO_NOT_TRACK := 1
 # Every worker is a process of its own that imports torch: without bytecode files each start costs 2.5 s more (vLLM: 40 s).
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup up test lint unit conformance smoke e2e e2e-loop e2e-operator e2e-router e2e-vllm e2e-helm e2e-kind e2e-kind-smoke kube kwok vllm crds chart images kind-images bench-kv bench-router bench-routing bench-admission bench-many bench-operator bench-decision bench-choose clean
+.PHONY: help setup up test lint unit conformance smoke e2e e2e-loop e2e-operator e2e-router e2e-clients e2e-vllm e2e-helm e2e-kind e2e-kind-smoke kube kwok vllm clients crds chart images kind-images bench-kv bench-router bench-routing bench-admission bench-many bench-operator bench-decision bench-choose clean
 
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -51,17 +51,20 @@ conformance: setup ## the engine conformance suite on the torch engine (a prefil
 smoke: setup kube ## the fast core of e2e on a real control plane
 	$(RUN) pytest e2e -m smoke
 
-e2e: setup kube vllm ## all of e2e on a real control plane, vLLM included
+e2e: setup kube vllm clients ## all of e2e on a real control plane, vLLM and clients included
 	$(RUN) pytest e2e -m "not kind"
 
-e2e-loop: setup kube ## e2e without vLLM
+e2e-loop: setup kube clients ## e2e without vLLM
 	$(RUN) pytest e2e -m "not vllm and not kind"
 
 e2e-operator: setup kube kwok ## faults between operator and API server, bad input, other hands (FLEET_FAULT_SEED=n repeats a run)
 	$(RUN) pytest e2e/test_operator_*.py
 
-e2e-router: setup ## faults of workers, network and discovery, overload, bad input at the router (FLEET_LOOP_REQUESTS=10000 for the full loop)
-	$(RUN) pytest e2e/test_router_*.py
+e2e-router: setup kube kwok clients ## faults of workers, network and discovery, overload, bad input at the router (FLEET_LOOP_REQUESTS=10000 for the full loop)
+	$(RUN) pytest e2e/test_router_*.py -m "not vllm"
+
+e2e-clients: setup clients ## OpenAI's SDKs (Python, JavaScript), LangChain, LiteLLM, curl and aiperf against a real router
+	$(RUN) pytest e2e/test_router_clients.py
 
 e2e-vllm: setup kube vllm ## the vLLM part of e2e
 	$(RUN) pytest e2e -m vllm
@@ -83,6 +86,9 @@ kwok: ## kwok (fake nodes and pods for scale) into the cache
 
 vllm: $(UV) ## the vLLM environment into the cache
 	@echo "vLLM in $$(UV=$(UV) e2e/vllm/get-vllm)"
+
+clients: $(UV) ## LangChain, LiteLLM, aiperf and OpenAI's SDK for JavaScript into the cache
+	@echo "clients in $$(UV=$(UV) e2e/clients/get-clients)"
 
 crds: setup ## generate crds/ from the models, and what charts/ has of them
 	$(RUN) python -m fleet_api.crd

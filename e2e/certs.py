@@ -18,6 +18,13 @@ def _name(text: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
 
 
+def _general(address: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(address))
+    except ValueError:
+        return x509.DNSName(address)
+
+
 def _write(path: Path, data: bytes) -> Path:
     """As a kubelet does it: nobody reads half of it."""
     fresh = path.with_suffix(".new")
@@ -57,9 +64,9 @@ class Authority:
         )  # fmt: skip
 
     def leaf(self, name: str, *addresses: str, to: str = "") -> tuple[Path, Path]:
-        """(certificate, key) files; `to`: another file name than `name`."""
+        """(certificate, key) files for IP addresses and DNS names; `to`: another file name than `name`."""
         key = ec.generate_private_key(ec.SECP256R1())
-        names = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(address)) for address in addresses])
+        names = x509.SubjectAlternativeName([_general(address) for address in addresses])
         builder = self._builder(_name(name), key.public_key()).add_extension(
             x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(self._ski), critical=False
         )

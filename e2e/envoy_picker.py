@@ -35,8 +35,11 @@ def config(
     fail_open: bool,
     body: str,
     subset: Sequence[str] | None = None,
+    ca: Path | None = None,
+    picker_name: str = "",
 ) -> dict[str, Any]:
-    """As a gateway renders an InferencePool: ext_proc, and a pool whose endpoint the picker's header overrides."""
+    """As a gateway renders an InferencePool: ext_proc, and a pool whose endpoint the picker's header overrides. `ca`: the picker
+    speaks TLS, with a certificate of this CA for `picker_name`."""
     filters = [
         {"name": "envoy.filters.http.ext_proc", "typed_config": _external(body, fail_open=fail_open)},
         {"name": "envoy.filters.http.router", "typed_config": {"@type": f"{TYPES}.filters.http.router.v3.Router"}},
@@ -61,12 +64,24 @@ def config(
     }
     clusters = [
         _cluster("workers", workers, load_balancing_policy=_overridden()),
-        _cluster("picker", [picker], typed_extension_protocol_options=http2),
+        _cluster("picker", [picker], typed_extension_protocol_options=http2, **_tls(ca, picker_name)),
     ]
     return {
         "admin": _at(admin),
         "static_resources": {"listeners": [{**_at(address), "name": "gateway", "filter_chains": [chain]}], "clusters": clusters},
     }
+
+
+def _tls(ca: Path | None, name: str) -> dict[str, Any]:
+    if ca is None:
+        return {}
+    names = [{"san_type": "DNS", "matcher": {"exact": name}}]
+    context = {"trusted_ca": {"filename": str(ca)}, "match_typed_subject_alt_names": names}
+    config = {
+        "@type": f"{TYPES}.transport_sockets.tls.v3.UpstreamTlsContext", "sni": name,
+        "common_tls_context": {"validation_context": context, "alpn_protocols": ["h2"]},
+    }  # fmt: skip
+    return {"transport_socket": {"name": "envoy.transport_sockets.tls", "typed_config": config}}
 
 
 def _external(body: str, *, fail_open: bool) -> dict[str, Any]:

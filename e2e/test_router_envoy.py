@@ -160,7 +160,8 @@ def test_prefill_and_decode_are_apart_behind_envoy(tmp_path: Path, body: str):
     async def go(at: Gateway) -> None:
         async with at.client() as client:
             given = {"model": "m", "prompt": LONG, "max_tokens": 7, "priority": 9}
-            headers = {"x-request-id": "mine", "x-gateway-destination-endpoint": "10.0.0.1:1", "authorization": "Bearer secret"}
+            headers = {"x-request-id": "mine", "x-gateway-destination-endpoint": "10.0.0.1:1", "authorization": "Bearer secret",
+                       "x-vllm-priority": "-9", "x-session-id": "s", "x-data-parallel-rank": "1"}  # fmt: skip
             got = await client.post("/v1/completions", json=given, headers=headers)
             assert (got.status_code, got.json(), got.headers["x-request-id"]) == (200, {"choices": [{"text": "hello"}]}, "mine")
             first = at.prefill[0].seen[0]
@@ -169,7 +170,7 @@ def test_prefill_and_decode_are_apart_behind_envoy(tmp_path: Path, body: str):
             second, sent = served.seen[0], served.asked()[0]
             assert (second["max_tokens"], second["kv_transfer_params"]["lease_id"], "priority" in second) == (7, "lease-1", False)
             assert second["prompt"] == LONG
-            assert "authorization" not in sent
+            assert not {"authorization", "x-vllm-priority", "x-session-id", "x-data-parallel-rank"} & sent.keys()
             assert sent["x-request-id"] == at.prefill[0].asked()[0]["x-request-id"] != "mine"
             # the same prefix goes where its KV is, without a prefill worker
             for _ in range(3):

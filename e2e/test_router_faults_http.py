@@ -322,10 +322,11 @@ def test_h7_what_only_we_may_say_does_not_reach_a_worker(tmp_path: Path):
     ours_alone = {
         "kv_transfer_params": {"do_remote_prefill": True, "remote_block_ids": [1], "remote_host": "127.88.0.9"},
         "cache_salt": "another tenant's", "priority": -1_000, "request_id": "r", "data_parallel_rank": 1,
-        "chat_template": "{{ ''.__class__ }}",
+        "chat_template": "{{ ''.__class__ }}", "ec_transfer_params": {"a": 1}, "session_id": "s",
+        "vllm_xargs": {"kv_transfer_params": "what is in here reaches vLLM's scheduler"},
     }  # fmt: skip
     headers = b"x-data-parallel-rank: 1\r\nx-kv-transfer: a\r\nx-forwarded-for: 1.2.3.4\r\n"
-    headers += b"x-fleet-tenant: a\r\nauthorization: Bearer k\r\n"
+    headers += b"x-fleet-tenant: a\r\nauthorization: Bearer k\r\nx-vllm-priority: -9\r\nx-session-id: s\r\n"
     with router(tmp_path) as target:
         for path, body in (
             (b"/v1/completions", {"model": "tiny", "prompt": "p", "max_tokens": 1, "user": "kept", **ours_alone}),
@@ -343,9 +344,8 @@ def test_h7_what_only_we_may_say_does_not_reach_a_worker(tmp_path: Path):
             assert found["user"] == "kept"
             assert not ours_alone.keys() & found.keys()
         seen = target.recorder.bytes_seen().lower()
-        assert not [
-            name for name in (b"x-data-parallel", b"x-kv", b"x-forwarded", b"x-fleet-tenant", b"bearer k") if name in seen
-        ]
+        names = (b"x-data-parallel", b"x-kv", b"x-forwarded", b"x-fleet-tenant", b"bearer k", b"x-vllm", b"x-session")
+        assert not [name for name in names if name in seen]
 
 
 def test_l2_two_thousand_connections_in_a_second(tmp_path: Path):

@@ -1,7 +1,7 @@
 """The closed loop: requests of all kinds while a worker is killed every five seconds and comes back as another one.
 
-Every request ends with tokens that are proven, or with an explicit error. 600 requests by default; `FLEET_LOOP_REQUESTS=10000` is
-the full form (`FLEET_LOOP_REQUESTS=10000 make e2e-router`).
+Every request ends with tokens that are proven, or with an explicit error; errors are for streams that nobody can carry on. 600
+requests by default; `FLEET_LOOP_REQUESTS=10000` is the full form (`FLEET_LOOP_REQUESTS=10000 make e2e-router`: 84 s).
 """
 
 from __future__ import annotations
@@ -87,6 +87,7 @@ def test_every_request_ends_with_proven_tokens_or_an_error(tmp_path: Path):
         assert ledger.ends["wrong"] == ledger.ends["hung"] == 0
         explicit = sum(count for end, count in ledger.ends.items() if end == "event" or end.startswith("error 50"))
         assert ledger.right + explicit == REQUESTS
-        assert ledger.right >= 0.97 * REQUESTS  # streams of requests that are not determined cannot be carried on
+        assert ledger.lost == 0  # only streams whose tokens nobody can know again may end with an error
+        assert ledger.right >= 0.97 * REQUESTS
         assert resumed["differs"] == 0
         fleet.quiet()

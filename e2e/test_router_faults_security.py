@@ -21,9 +21,9 @@ from e2e.emulated.fleet import Emulated, get, until
 from e2e.test_router_admission import key_of, tenants_file
 from e2e.test_router_faults_http import CONFIG, GOOD, HOST, PORT, URL, WORKER, connect, router, status
 
-pytestmark = pytest.mark.timeout(200)
-TRIES = 4_000
-"""Of each kind; the list's 10^5 take five minutes."""
+pytestmark = pytest.mark.timeout(900)
+TRIES = int(os.environ.get("FLEET_S1_TRIES", "4000"))
+"""Of each kind; the list's 10^5 are `FLEET_S1_TRIES=50000`."""
 
 
 def test_s1_a_wrong_key_is_refused_as_fast_however_near_it_is(tmp_path: Path):

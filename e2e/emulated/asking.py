@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from e2e.emulated.chat import flat
 from e2e.emulated.tokens import said, word
 
 TIMEOUT_S = 60.0
@@ -28,6 +29,17 @@ class Ask:
     """The client asks for token ids."""
     chat: bool = False
 
+    @property
+    def determined(self) -> bool:
+        """A worker can carry on what another one began."""
+        return self.greedy or self.seed is not None
+
+    @property
+    def kind(self) -> str:
+        """For people."""
+        drawn = "greedy" if self.greedy else "free" if self.seed is None else "seeded"
+        return f"{drawn} {'chat ' * self.chat}{'stream' if self.stream else 'whole'} of {self.max_tokens}"
+
     def body(self) -> bytes:
         told: dict[str, Any] = {"model": "tiny", "max_tokens": self.max_tokens, "stream": self.stream}
         told |= {"messages": [{"role": "user", "content": self.text()}]} if self.chat else {"prompt": list(self.prompt)}
@@ -43,8 +55,8 @@ class Ask:
         """The answer's text is that of the right tokens."""
         prompt = list(self.prompt)
         if self.chat:
-            prompt = list(json.dumps([{"role": "user", "content": self.text()}]).encode())
-        if self.greedy or self.seed is not None:
+            prompt = list(flat([{"role": "user", "content": self.text()}]).encode())
+        if self.determined:
             return text == "".join(map(word, said(prompt, self.max_tokens, seed=self.seed or 0)))
         words = text.split()
         first = int(words[0], 16)
@@ -57,6 +69,10 @@ class Ledger:
 
     ends: Counter[str] = field(default_factory=Counter)
     """right, error STATUS CODE, event (an error event and no [DONE]), cut (nothing was said), wrong, hung."""
+    lost: int = 0
+    """Requests whose tokens are determined (greedy or seeded) and that did not end right, whatever they were told."""
+    retry_after_s: set[int] = field(default_factory=set)
+    """What refusals said."""
     slowest_s: float = 0.0
     odd: list[str] = field(default_factory=list)
 
@@ -80,16 +96,17 @@ async def ask(address: str, one: Ask, ledger: Ledger, timeout_s: float = TIMEOUT
     begun = time.monotonic()
     try:
         async with asyncio.timeout(timeout_s):
-            end, what = await _ended(address, one)
+            end, what = await _ended(address, one, ledger)
     except TimeoutError:
         end, what = "hung", f"after {timeout_s} s"
     except (OSError, asyncio.IncompleteReadError, ValueError) as error:
         end, what = "cut", repr(error)
-    ledger.note(end, time.monotonic() - begun, "" if end == "right" else what[:300])
+    ledger.note(end, time.monotonic() - begun, "" if end == "right" else f"{what[:300]} ({one.kind})")
+    ledger.lost += end != "right" and one.determined
     return end
 
 
-async def _ended(address: str, one: Ask) -> tuple[str, str]:
+async def _ended(address: str, one: Ask, ledger: Ledger) -> tuple[str, str]:
     host, port = address.split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     try:
@@ -105,6 +122,8 @@ async def _ended(address: str, one: Ask) -> tuple[str, str]:
     if status != 200:
         error = json.loads(rest)["error"]
         assert error["request_id"], "an error without a request id"
+        if b"\r\nretry-after: " in (lower := first.lower()):
+            ledger.retry_after_s.add(int(lower.split(b"\r\nretry-after: ")[1].split(b"\r\n")[0]))
         return f"error {status} {error['code']}", str(error["message"])
     return streamed(one, rest) if one.stream else whole(one, first, rest)
 

@@ -97,8 +97,10 @@ class Worker:
 class Emulated:
     """Workers and a router; a context manager. Loopback addresses 127.NET.x.y, so that tests do not meet."""
 
-    def __init__(self, folder: Path, net: int, prefill: int, decode: int, config: RouterConfig = CONFIG) -> None:
-        self.folder, self.config = folder, config
+    def __init__(
+        self, folder: Path, net: int, prefill: int, decode: int, config: RouterConfig = CONFIG, extra: Sequence[str] = ()
+    ) -> None:
+        self.folder, self.config, self.extra = folder, config, extra
         self.prefill = [Worker("prefill", i, net, folder) for i in range(prefill)]
         self.decode = [Worker("decode", i, net, folder) for i in range(decode)]
         self.address = f"127.{net}.0.1:8080"
@@ -144,6 +146,7 @@ class Emulated:
     def start_router(self) -> None:
         host, port = self.address.split(":")
         argv = [sys.executable, "-m", "fleet_router", "--follow", f"dir:{self.documents}", "--host", host, "--port", port]
+        argv += self.extra
         with (self.folder / "router.log").open("ab") as log:
             self._router = subprocess.Popen(argv, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
         until("the router is ready", self._ready, START_S)

@@ -16,6 +16,7 @@ from typing import Any
 
 import uvloop
 
+from e2e.emulated.chat import call_of, choice, deltas, envelope, flat
 from e2e.emulated.tokens import after, said, state_of, token_of, word
 
 LEASE_S = 30.0
@@ -28,7 +29,7 @@ class Faults:
     """What is wrong with this worker."""
 
     mode: str = ""
-    """errors, hang, drip, reset, half_close, bad_json, truncated_json, extra, huge, not_http, wrong: see `Broken`."""
+    """errors, hang, not_http: instead of an answer; drip, reset, half_close, bad_json, extra, huge: inside a stream."""
     after_tokens: int = 3
     """Streams break after so many."""
     flap_s: float = 0.0
@@ -143,13 +144,31 @@ class Worker:
         prompt, seed, nonce = ids_of(body), self.seed(body), []
         if seed < 0:  # not determined: the first token says which of its lives this one is
             seed, nonce = 0, [self.numbers.randrange(1_000, 2_000)]
+        if (call := call_of(body)) is not None:
+            await self.called(body, call, len(prompt), writer)
+            return
         if body.get("stream"):
             await self.stream(body, prompt, seed, nonce, writer)
             return
-        await asyncio.sleep(self.faults.tick_s * body["max_tokens"])
-        ids = nonce + said([*prompt, *nonce], body["max_tokens"] - len(nonce), weights=self.faults.weights, seed=seed)
-        choice = {"index": 0, "text": "".join(map(word, ids)), "finish_reason": "length", "token_ids": ids}
-        answer(writer, 200, {"id": "c", "created": 1, "choices": [choice], "usage": usage(prompt, len(ids))})
+        await asyncio.sleep(self.faults.tick_s * limit_of(body))
+        ids = nonce + said([*prompt, *nonce], limit_of(body) - len(nonce), weights=self.faults.weights, seed=seed)
+        said_it = choice(body, "".join(map(word, ids)), finish="length", streamed=False) | {"token_ids": ids}
+        answer(writer, 200, envelope(body, [said_it], streamed=False) | {"usage": usage(len(prompt), len(ids))})
+
+    async def called(self, body: dict[str, Any], call: dict[str, Any], prompt: int, writer: asyncio.StreamWriter) -> None:
+        """The answer is a call of a function."""
+        told = usage(prompt, 4)
+        if not body.get("stream"):
+            message = {"role": "assistant", "content": None, "tool_calls": [call]}
+            found = {"index": 0, "message": message, "finish_reason": "tool_calls"}
+            answer(writer, 200, envelope(body, [found], streamed=False) | {"usage": told})
+            return
+        writer.write(STREAM)
+        for delta in [*deltas(call), {}]:
+            one = {"index": 0, "delta": delta, "finish_reason": None if delta else "tool_calls"}
+            writer.write(chunk(data_of(envelope(body, [one], streamed=True))))
+            await asyncio.sleep(self.faults.tick_s)
+        self.end(body, told, writer)
 
     @staticmethod
     def seed(body: dict[str, Any]) -> int:
@@ -166,7 +185,7 @@ class Worker:
         reference = {"do_remote_prefill": True, "lease_id": lease, "remote_host": self.host, "remote_port": self.port}
         return {
             "choices": [],
-            "usage": usage(ids_of(body), 1),
+            "usage": usage(len(ids_of(body)), 1),
             "kv_transfer_params": {**reference, "weights": self.faults.weights},
         }
 
@@ -187,7 +206,7 @@ class Worker:
         self, body: dict[str, Any], prompt: list[int], seed: int, nonce: list[int], writer: asyncio.StreamWriter
     ) -> None:
         writer.write(STREAM)
-        state, count = state_of([*prompt, *nonce], self.faults.weights, seed), body["max_tokens"]
+        state, count = state_of([*prompt, *nonce], self.faults.weights, seed), limit_of(body)
         for i in range(count):
             token = nonce[i] if i < len(nonce) else token_of(state)
             state = state if i < len(nonce) else after(state, token)
@@ -198,8 +217,13 @@ class Worker:
             if self.faults.mode and i + 1 == self.faults.after_tokens and await self.broken_stream(body, writer):
                 return
             await asyncio.sleep(self.faults.tick_s)
+        self.end(body, usage(len(prompt), count), writer)
+
+    @staticmethod
+    def end(body: dict[str, Any], told: dict[str, int], writer: asyncio.StreamWriter) -> None:
+        """Of a stream that is whole."""
         if (body.get("stream_options") or {}).get("include_usage"):
-            writer.write(chunk(b"data: " + json.dumps({"choices": [], "usage": usage(prompt, count)}).encode() + b"\n\n"))
+            writer.write(chunk(data_of(envelope(body, [], streamed=True) | {"usage": told})))
         writer.write(chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
 
     # -- faults -----------------------------------------------------------------------------------------------------
@@ -281,20 +305,30 @@ def length_of(head: bytes) -> int:
 
 
 def ids_of(body: dict[str, Any]) -> list[int]:
-    """Of a prompt of ids; text and messages are ids by their bytes."""
-    prompt = body.get("prompt", body.get("messages"))
-    return prompt if isinstance(prompt, list) and prompt and isinstance(prompt[0], int) else list(json.dumps(prompt).encode())
+    """Of a prompt of ids; text and conversations are ids by their bytes."""
+    if "messages" in body:
+        return list(flat(body["messages"]).encode())
+    prompt = body["prompt"]
+    return prompt if isinstance(prompt, list) else list(prompt.encode())
 
 
-def usage(prompt: list[int], count: int) -> dict[str, int]:
-    return {"prompt_tokens": len(prompt), "completion_tokens": count, "total_tokens": len(prompt) + count}
+def limit_of(body: dict[str, Any]) -> int:
+    """Tokens to make; chat has two names for it."""
+    return int(body.get("max_completion_tokens") or body.get("max_tokens") or 16)
+
+
+def usage(prompt: int, count: int) -> dict[str, int]:
+    return {"prompt_tokens": prompt, "completion_tokens": count, "total_tokens": prompt + count}
 
 
 def event(body: dict[str, Any], token: int, *, last: bool) -> bytes:
-    choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": "length" if last else None}
-    choice |= {"delta": {"content": word(token)}} if "messages" in body else {"text": word(token)}
-    choice |= {"token_ids": [token]} if body.get("return_token_ids") else {}
-    return b"data: " + json.dumps({"id": "c", "created": 1, "choices": [choice]}).encode() + b"\n\n"
+    one = choice(body, word(token), finish="length" if last else None, streamed=True)
+    one |= {"token_ids": [token]} if body.get("return_token_ids") else {}
+    return data_of(envelope(body, [one], streamed=True))
+
+
+def data_of(event: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(event).encode() + b"\n\n"
 
 
 def chunk(data: bytes) -> bytes:

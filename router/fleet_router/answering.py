@@ -23,7 +23,7 @@ from fleet_router.errors import RequestError
 from fleet_router.explain.shown import header as decision_header
 from fleet_router.heads import STATUS_LINES, add_kept, status_line
 from fleet_router.health.resume import Again, determined
-from fleet_router.health.sent import CHUNK_END, Sent
+from fleet_router.health.sent import CHUNK_END, Halves, Sent
 from fleet_router.hints import NO_HINTS, Hints
 from fleet_router.metrics import Served
 from fleet_router.policy.trip import Trip
@@ -59,8 +59,8 @@ class Answering(ABC):
         "_again", "_ask", "_asked", "_before", "_client", "_connection", "_context", "_counted", "_decode_failures", "_events",
         "_excluded", "_first", "_gaps", "_giver", "_handed_over", "_head_bytes", "_heard", "_held", "_keys", "_last", "_lease",
         "_leg", "_leg_worker", "_local", "_metered", "_moved", "_outcome", "_path", "_paused", "_prefill_failures", "_resumes",
-        "_runaway", "_sent", "_served", "_tail", "_ticket", "_translation", "_trip", "_unended", "config", "deadline", "done",
-        "hints", "last_byte_at", "record", "sent_at", "started", "started_at",
+        "_runaway", "_sent", "_served", "_splits", "_tail", "_ticket", "_translation", "_trip", "_unended", "config", "deadline",
+        "done", "hints", "last_byte_at", "record", "sent_at", "started", "started_at",
     )  # fmt: skip
 
     def __init__(
@@ -112,8 +112,8 @@ class Answering(ABC):
         """The answer's head, waiting for the first bytes of its body: one write for both."""
         self._outcome: Outcome = "left"
         """How it ends if it ends now, unless we refuse it."""
-        self.started = self.done = False
-        """The first byte has gone to the client; it is over."""
+        self.started = self.done = self._splits = False
+        """The first byte has gone to the client; it is over; events come in chunks and are handed on as they are."""
         self.sent_at = self.started_at = self.last_byte_at = context.clock()
         self.deadline = inf if ticket.waiting else self.started_at + self.config.first_token_deadline_s
 
@@ -188,6 +188,7 @@ class Answering(ABC):
                 context.knowledge.answered(worker.uid, self._counted)
 
     def _keep_what_is_sent(self, headers: list[tuple[bytes, bytes]]) -> None:
+        self._splits = chunked(headers) and self._translation is None
         if self.config.resume == "off" or not determined(self._ask.fields) or not chunked(headers):
             return
         if self._translation is None:
@@ -221,6 +222,8 @@ class Answering(ABC):
             self.deadline, self._unended = now + self.config.inter_token_deadline_s, 0
         elif not self._goes_on(data, now):
             return
+        elif self._splits and self._sent is None and (EVENT_END in data or self._tail.endswith(CHUNK_END)):
+            self._sent = Halves(self._context.room)
         if self._sent is not None:
             data = self._sent.whole(data) if not self._sent.full else self._keep_no_more() + data
         told = data if shown is None else shown

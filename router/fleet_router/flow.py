@@ -237,7 +237,7 @@ class Flow(Answering):
 
     def _said(self) -> Said | None:
         """What the client has; None when it cannot be known."""
-        if self._sent is not None:
+        if self._sent is not None and self._sent.carries:
             return said_of(unframed(self._sent.kept()))
         if self._heard is None or self._translation is None:
             return None

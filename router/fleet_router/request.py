@@ -11,14 +11,17 @@ from typing import Annotated, Final, TypeVar
 import msgspec
 
 from fleet_router.config import RouterConfig
+from fleet_router.costly import COSTLY, check_costly
 from fleet_router.errors import RequestError
+from fleet_router.fields import LARGE_BYTES, fields_of
 from fleet_router.urls import check_urls
 
 STRIPPED: Final = frozenset({
-    "kv_transfer_params", "cache_salt", "priority", "request_id", "data_parallel_rank", "chat_template",
+    "kv_transfer_params", "ec_transfer_params", "vllm_xargs", "cache_salt", "priority", "request_id", "session_id",
+    "data_parallel_rank", "chat_template",
 })  # fmt: skip
 """Fields that only we may set: a client that could would read other requests' KV, jump the queue, or run a template of its own in
-the engine."""
+the engine. What is in `vllm_xargs` reaches vLLM's scheduler as if we had said it, `kv_transfer_params` among it."""
 
 LIMITS: Final = ("max_tokens", "max_completion_tokens")
 _LIMITED: Final = frozenset({*LIMITS, "min_tokens"})
@@ -29,18 +32,26 @@ BYTES_PER_TOKEN: Final = 3.0
 SAFE_BYTES_PER_TOKEN: Final = 16.0
 """No tokenizer makes fewer tokens than this of plain text: above it a prompt is surely too long."""
 
+MESSAGES_MOST: Final = 65_536
 PROMPT_KINDS: Final = "prompt must be text or a list of token ids"
 
 V = TypeVar("V")
-_TOP: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+class _Message(msgspec.Struct, gc=False):
+    """Of a conversation; its template is the engine's, but all know a role."""
+
+    role: msgspec.Raw = msgspec.Raw()
+
+
 _INT: Final = msgspec.json.Decoder(int)
 _BOOL: Final = msgspec.json.Decoder(bool)
 _STR: Final = msgspec.json.Decoder(str)
-_LIST: Final = msgspec.json.Decoder(list[msgspec.Raw])
+_ONLY: Final = msgspec.json.Decoder(tuple[msgspec.Raw])
 _HOLDS_PROMPTS: Final = re.compile(rb"\[\s*[\"\[]")
 _IDS: Final = msgspec.json.Decoder(list[Annotated[int, msgspec.Meta(ge=0)]])
 _OBJECT: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_MESSAGES: Final = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
+_MESSAGES: Final = msgspec.json.Decoder(list[_Message])
 _NULL: Final = msgspec.Raw(b"null")
 _PROMPT_TOKENS: Final = re.compile(rb'"prompt_tokens"\s*:\s*(\d{1,9})\b')
 _PREFILLED: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -67,10 +78,7 @@ class Ask(msgspec.Struct, frozen=True):
 
 def parse_alone(body: bytes, config: RouterConfig) -> Ask:
     """A request that a worker answers by itself (embeddings, tokenising): only whose model it is matters here."""
-    try:
-        fields = _TOP.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError(400, f"the body is not a JSON object: {error}", code="invalid_json") from error
+    fields = fields_of(body)
     adapter = _adapter_of(_typed(fields, "model", _STR) or config.served_name, config)
     check_urls(body, "messages")
     return _without_ours(Ask(fields, b"", False, body, True, adapter))
@@ -78,10 +86,7 @@ def parse_alone(body: bytes, config: RouterConfig) -> Ask:
 
 def parse_body(body: bytes, chat: bool, config: RouterConfig) -> Ask:
     """Check what the router must know; RequestError names the field."""
-    try:
-        fields = _TOP.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError(400, f"the body is not a JSON object: {error}", code="invalid_json") from error
+    fields = fields_of(body)
     adapter = "" if fields.get("model") == _quoted(config.served_name) else _other_model(fields, config)
     name = "messages" if chat else "prompt"
     asked = fields.get(name, _NULL)
@@ -96,6 +101,8 @@ def parse_body(body: bytes, chat: bool, config: RouterConfig) -> Ask:
         check_urls(prompt, name)
     if not _LIMITED.isdisjoint(fields):
         _check_limits(fields, config)
+    if not COSTLY.isdisjoint(fields):
+        check_costly(fields)
     stream = ("stream" in fields and _typed(fields, "stream", _BOOL)) or False
     if "stream_options" in fields and _typed(fields, "stream_options", _OBJECT) is not None and not stream:
         raise RequestError(400, "stream_options is only allowed when stream is true", param="stream_options")
@@ -186,10 +193,11 @@ def _check_prompt(value: msgspec.Raw, config: RouterConfig, *, inner: bool = Fal
     if not raw.startswith(b"["):
         raise RequestError(400, PROMPT_KINDS, param="prompt")
     if _HOLDS_PROMPTS.match(raw) and not inner:
-        prompts = _LIST.decode(value)
-        if len(prompts) > 1:
-            raise RequestError(400, f"prompt holds {len(prompts)} prompts; one per request is served", param="prompt")
-        return _check_prompt(prompts[0], config, inner=True)
+        try:
+            (only,) = _ONLY.decode(value)
+        except msgspec.DecodeError as error:
+            raise RequestError(400, "prompt holds several prompts; one per request is served", param="prompt") from error
+        return _check_prompt(only, config, inner=True)
     try:
         found = _IDS.decode(value)
     except msgspec.DecodeError as error:
@@ -202,6 +210,8 @@ def _check_prompt(value: msgspec.Raw, config: RouterConfig, *, inner: bool = Fal
 
 
 def _check_messages(value: msgspec.Raw, name: str) -> msgspec.Raw:
+    if memoryview(value).nbytes > LARGE_BYTES and (many := bytes(value).count(b'"role"')) > MESSAGES_MOST:
+        raise RequestError(400, f"{name} holds {many} messages; allowed are {MESSAGES_MOST}", param=name)
     try:
         found = _MESSAGES.decode(value)
     except msgspec.DecodeError as error:
@@ -209,7 +219,7 @@ def _check_messages(value: msgspec.Raw, name: str) -> msgspec.Raw:
     if not found:
         raise RequestError(400, f"{name} is empty", param=name)
     for i, message in enumerate(found):
-        if "role" not in message:
+        if not memoryview(message.role).nbytes:
             raise RequestError(400, f"messages[{i}].role is required", param=name)
     return value
 

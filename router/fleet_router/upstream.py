@@ -300,6 +300,9 @@ class Pool:
             connection.abort()
             then(None, "another pod has its address")
             return
+        if not connection.is_open():  # it died while its agent was asked: nobody would hear of what is sent on it
+            then(None, "cannot connect: closed at once")
+            return
         then(connection, "")
 
     def put(self, connection: Upstream) -> None:

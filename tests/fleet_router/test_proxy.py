@@ -46,8 +46,12 @@ def test_streams_are_spliced_to_the_end():
 
 def test_h7_clients_cannot_set_internal_fields():
     async def go(rig: Rig) -> None:
-        await rig.post(ask(prompt="short", kv_transfer_params={"do_remote_prefill": True}, priority=9, cache_salt="x"))
-        assert not {"kv_transfer_params", "priority", "cache_salt"} & rig.decode[0].seen[0].keys()
+        ours: dict[str, Any] = {
+            "kv_transfer_params": {"do_remote_prefill": True}, "priority": 9, "cache_salt": "x", "session_id": "s",
+            "ec_transfer_params": {}, "vllm_xargs": {"kv_transfer_params": "x"},
+        }  # fmt: skip
+        await rig.post(ask(prompt="short", **ours))
+        assert not ours.keys() & rig.decode[0].seen[0].keys()
 
     run(go)
 
@@ -149,10 +153,15 @@ def test_kv_that_cannot_be_proven_is_prefilled_again_where_it_is_decoded():
     run(go)
 
 
-def test_a_stream_that_breaks_ends_with_an_error_event_and_no_done():
+@pytest.mark.parametrize("half", [b"", b'1f\r\ndata: {"choices"', b"1", b"1f\r\n"])
+def test_a_stream_that_breaks_ends_with_an_error_event_and_no_done(half: bytes):
+    """Also when it breaks inside an event: half of it goes to nobody."""
+
     async def go(rig: Rig) -> None:
         async def breaks(_: Any, writer: asyncio.StreamWriter) -> bool:
             await stream(writer, ["a", "b"], end=False)
+            writer.write(half)
+            await writer.drain()
             writer.close()
             return True
 
@@ -161,6 +170,29 @@ def test_a_stream_that_breaks_ends_with_an_error_event_and_no_done():
         assert b'"code":"bad_gateway"' in body
         assert b"[DONE]" not in body
         assert body.endswith(b"0\r\n\r\n")
+        assert body.count(b'"choices"') == 2
+
+    run(go)
+
+
+def test_an_event_that_comes_in_pieces_goes_out_whole():
+    """What is held back is neither lost nor said twice, whatever the pieces are."""
+    event = b'data: {"choices":[{"text":"a"}]}\n\n'
+    whole = b"%x\r\n%b\r\n" % (len(event), event) * 3 + b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
+
+    async def go(rig: Rig) -> None:
+        for step in (1, 7, 40, 41, 42, 80):
+
+            async def pieces(_: Any, writer: asyncio.StreamWriter, step: int = step) -> bool:
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+                for at in range(0, len(whole), step):
+                    writer.write(whole[at : at + step])
+                    await writer.drain()
+                    await asyncio.sleep(0.001)
+                return True
+
+            rig.decode[0].behave = pieces
+            assert (await rig.post(ask(prompt="short", stream=True)))[1] == whole
 
     run(go)
 
@@ -299,7 +331,7 @@ def test_a_reload_changes_new_requests_only():
         (b'{"model":"m","prompt":[[]]}', 400, "prompt is empty"),
         (b'{"model":"m","prompt":[1.5]}', 400, "prompt must be text or a list of token ids"),
         (b'{"model":"m","prompt":[-1]}', 400, "prompt must be text or a list of token ids"),
-        (b'{"model":"m","prompt":["a","b"]}', 400, "prompt holds 2 prompts; one per request is served"),
+        (b'{"model":"m","prompt":["a","b"]}', 400, "prompt holds several prompts; one per request is served"),
         (b'{"model":"m","prompt":"a","min_tokens":9,"max_tokens":8}', 400, "min_tokens is 9; allowed are 0 to max_tokens"),
         (b'{"model":"m","prompt":"a","min_tokens":-1}', 400, "min_tokens is -1"),
         (b'{"model":"m","prompt":"a","stream_options":{}}', 400, "stream_options is only allowed when stream is true"),

@@ -8,7 +8,8 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 
-from fleet_operator.cluster.interface import CONFIG_MAP, POD, Cluster, ClusterError, Object, WatchEvent
+from fleet_operator.cluster.interface import CONFIG_MAP, POD, Cluster, ClusterError, Kind, Object, WatchEvent
+from fleet_operator.cluster.kinds import SECRET
 from fleet_operator.runtime.addresses import Addresses
 from fleet_operator.runtime.hosts import Hosts
 from fleet_operator.runtime.launch import PodLauncher
@@ -65,7 +66,8 @@ class ProcessKubelet:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._heart.beat())
                 group.create_task(self._follow_pods())
-                group.create_task(self._follow_config_maps())
+                group.create_task(self._follow_files(CONFIG_MAP, "configMap"))
+                group.create_task(self._follow_files(SECRET, "secret"))
         finally:
             await self._end()
 
@@ -132,15 +134,14 @@ class ProcessKubelet:
             self._tasks.pop(runner.uid, None)
             self._addresses.give_back(runner.ip)
 
-    async def _follow_config_maps(self) -> None:
-        """Keep the files of configMap volumes current."""
-        async for event in self._cluster.watch(CONFIG_MAP):
+    async def _follow_files(self, kind: Kind, source: str) -> None:
+        """Keep the files of volumes current whose contents come from objects of a kind."""
+        async for event in self._cluster.watch(kind):
             if event.type in ("ADDED", "MODIFIED"):
-                await self._refresh(event.object)
+                await self._refresh(source, event.object["metadata"])
 
-    async def _refresh(self, config_map: Object) -> None:
-        metadata = config_map["metadata"]
+    async def _refresh(self, source: str, metadata: Object) -> None:
         for runner in list(self._runners.values()):
-            if metadata["namespace"] == runner.namespace and metadata["name"] in runner.volumes.config_maps:
+            if metadata["namespace"] == runner.namespace and (source, metadata["name"]) in runner.volumes.files_from:
                 with contextlib.suppress(MountError, ClusterError):
                     await runner.volumes.refresh()

@@ -52,13 +52,14 @@ class PodVolumes:
         self.directories: dict[str, Path] = {}
 
     @property
-    def config_maps(self) -> set[str]:
-        """Names of the configMaps that files of this pod come from."""
-        names = set()
+    def files_from(self) -> set[tuple[str, str]]:
+        """("configMap" or "secret", name) of each object that files of this pod come from."""
+        found = set()
         for volume in self._pod["spec"].get("volumes") or []:
-            parts = [volume, *(volume.get("projected", {}).get("sources") or [])]
-            names |= {part["configMap"].get("name", "") for part in parts if "configMap" in part}
-        return names
+            for part in [volume, *(volume.get("projected", {}).get("sources") or [])]:
+                found |= {("configMap", part["configMap"].get("name", ""))} if "configMap" in part else set()
+                found |= {("secret", _secret_name(part["secret"]))} if "secret" in part else set()
+        return found
 
     @property
     def has_tokens(self) -> bool:
@@ -102,7 +103,7 @@ class PodVolumes:
             return _selected(source["configMap"], {key: text.encode() for key, text in (found.get("data") or {}).items()})
         if "secret" in source:
             secret = source["secret"]
-            found = await self._object(volume, secret, "secret", secret.get("secretName") or secret.get("name", ""))
+            found = await self._object(volume, secret, "secret", _secret_name(secret))
             return _selected(secret, {key: base64.b64decode(text) for key, text in (found.get("data") or {}).items()})
         if "serviceAccountToken" in source:
             return await self._token(source["serviceAccountToken"])
@@ -180,6 +181,11 @@ def field_of(pod: Object, path: str, ip: str = "") -> str:
         "status.hostIP": lambda: "127.0.0.1",
     }
     return known[path]()
+
+
+def _secret_name(secret: Mapping[str, Any]) -> str:
+    """Volumes and projected sources have different names for it."""
+    return str(secret.get("secretName") or secret.get("name", ""))
 
 
 def _selected(source: Mapping[str, Any], data: Mapping[str, bytes]) -> dict[str, bytes]:

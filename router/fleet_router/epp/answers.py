@@ -11,7 +11,10 @@ from fleet_router.errors import RETRY_AFTER_S, RequestError
 
 DESTINATION: Final = "x-gateway-destination-endpoint"
 NAMESPACE: Final = "envoy.lb"
-KEPT_BACK: Final = ("authorization", "x-api-key", "x-slo-class", "x-slo-ttft-ms", "x-fleet-explain", "content-encoding")
+KEPT_BACK: Final = (
+    "authorization", "x-api-key", "x-slo-class", "x-slo-ttft-ms", "x-fleet-explain", "content-encoding",
+    "x-vllm-priority", "x-session-id", "x-data-parallel-rank",
+)  # fmt: skip
 """Headers of a request that no worker is to see."""
 PIECE: Final = 60_000
 """Of a body in one message: gateways take 64 KiB."""

@@ -30,6 +30,8 @@ class Sent:
     """Of one stream. Reads are kept as they came, framing included."""
 
     __slots__ = ("_kept", "_rest", "_room", "_size", "_taken", "full")
+    carries = True
+    """Another worker can go on with it."""
 
     def __init__(self, room: Room) -> None:
         self._room = room
@@ -84,3 +86,15 @@ class Sent:
         """The stream is over."""
         self._room.left += self._taken
         self._kept, self._size, self._taken = [], 0, 0
+
+
+class Halves(Sent):
+    """Of a stream that nobody can carry on nothing is kept but the half of an event, until its rest is there: a client that has
+    half of one could not be told what became of the stream."""
+
+    __slots__ = ()
+    carries = False
+
+    def whole(self, data: bytes) -> bytes:
+        """See `Sent`."""
+        return self._up_to_an_end(self._rest + data) if self._rest or not data.endswith(ENDS) else data

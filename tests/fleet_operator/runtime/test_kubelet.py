@@ -1,6 +1,7 @@
 """The process runtime with real small processes on the in-memory store."""
 
 import asyncio
+import base64
 import contextlib
 import json
 import os
@@ -345,6 +346,29 @@ def test_config_map_files_follow_the_config_map(tmp_path):
             pod = await local.until("follower", phase("Failed"))
             assert state(pod)["terminated"]["message"] == "saw two"
             await local.cluster.delete(CONFIG_MAP, "default", "settings")
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("projected", [False, True])
+def test_secret_files_follow_the_secret(tmp_path, projected):
+    """A certificate that is renewed reaches a pod that runs."""
+    follow = "import sys, time\nwhile open('/etc/tls/tls.crt').read() != 'two': time.sleep(0.02)\nsys.exit('saw two')"
+    container = python(follow, volumeMounts=[{"name": "tls", "mountPath": "/etc/tls"}])
+    volume = {"projected": {"sources": [{"secret": {"name": "web"}}]}} if projected else {"secret": {"secretName": "web"}}
+
+    def secret(text):
+        data = {"tls.crt": base64.b64encode(text.encode()).decode()}
+        return {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "web", "namespace": "default"}, "data": data}
+
+    async def scenario():
+        async with Local(tmp_path).running() as local:
+            await local.cluster.apply(secret("one"))
+            await local.apply("follower", container, volumes=[{"name": "tls", **volume}], restartPolicy="Never")
+            await local.until("follower", lambda pod: "running" in state(pod))
+            await local.cluster.apply(secret("two"))
+            pod = await local.until("follower", phase("Failed"))
+            assert state(pod)["terminated"]["message"] == "saw two"
 
     run(scenario)
 

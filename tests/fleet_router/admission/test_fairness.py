@@ -11,26 +11,39 @@ from __future__ import annotations
 import heapq
 import random
 from collections import Counter
+from collections.abc import Mapping
 
 import pytest
 
+from fleet_router.admission.bound import BUDGET_SHARE
 from fleet_router.errors import RequestError
-from tests.fleet_router.admission.made import Clock, Remembers, ask_of, desk_with, key_of
+from tests.fleet_router.admission.made import CLASSES, Clock, Remembers, ask_of, desk_with, key_of
 
 SLOTS = 8
 SECONDS = 120.0
 FACTOR = 1.5
 
 
+def tenant_of(name: str) -> str:
+    """Of requests that are called TENANT or TENANT-KIND."""
+    return name.partition("-")[0]
+
+
 class World:
     """A desk, workers that only take time, and who asks when."""
 
-    def __init__(self, rates: dict[str, float]) -> None:
+    def __init__(
+        self, rates: dict[str, float], durations_s: Mapping[str, tuple[float, float]] | None = None, slo_class: str = "batch"
+    ) -> None:
+        self.durations_s = durations_s or {}
+        self.waits: dict[str, list[float]] = {name: [] for name in rates}
+        """Until a slot was there, or until it was turned away."""
         self.clock, self.rng = Clock(), random.Random(7)
-        self.desk = desk_with(self.clock, SLOTS, **{name: {"class": "batch"} for name in rates})
+        self.desk = desk_with(self.clock, SLOTS, **{tenant_of(name): {"class": slo_class} for name in rates})
         self.events: list[tuple[float, int, str | Flow]] = []
         self.times: dict[str, list[float]] = {name: [] for name in rates}
         self.refused: Counter[str] = Counter()
+        self.came = 0
         start = self.clock.now
         for name, rate in rates.items():
             at = start + self.rng.expovariate(rate)
@@ -52,9 +65,10 @@ class World:
             self.desk.tick()
 
     def arrive(self, name: str) -> None:
+        self.came += 1
         flow = Flow(self, name)
         try:
-            _, flow.ticket = self.desk.admit(self.desk.lane(key_of(name).encode(), b""), ask_of())
+            _, flow.ticket = self.desk.admit(self.desk.lane(key_of(tenant_of(name)).encode(), b""), ask_of())
         except RequestError:
             self.refused[name] += 1
         else:
@@ -69,11 +83,14 @@ class Flow(Remembers):
         self.world, self.name, self.came = world, name, world.clock.now
 
     def begin(self) -> None:
-        self.world.later(self.world.clock.now + self.world.rng.uniform(0.5, 1.5), self)
+        self.world.waits[self.name].append(self.world.clock.now - self.came)
+        seconds = self.world.rng.uniform(*self.world.durations_s.get(self.name, (0.5, 1.5)))
+        self.world.later(self.world.clock.now + seconds, self)
 
     admitted = begin
 
     def cut(self, error: RequestError) -> None:
+        self.world.waits[self.name].append(self.world.clock.now - self.came)
         self.world.refused[self.name] += 1
 
 
@@ -94,3 +111,18 @@ def test_a_flood_is_not_noticed_by_others(light: int):
     assert p99(now) <= FACTOR * p99(before)
     assert sum(now) / len(now) <= 1.25 * sum(before) / len(before)
     assert len(beside.times["flood"]) > 0.7 * SLOTS * SECONDS  # and no slot was kept idle for anybody
+
+
+@pytest.mark.parametrize("tenants", [("one", "one"), ("longs", "shorts")], ids=["one-tenant", "two-tenants"])
+def test_l5_long_requests_among_short_ones_wait_no_longer_than_the_bound(tenants: tuple[str, str]):
+    """Requests that hold a slot for ten seconds, five times as much load of short ones, half as much again as fits. Nobody who
+    was let in waits for ever, nobody is forgotten, and neither kind keeps the other out."""
+    long, short = (f"{tenant}-{kind}" for tenant, kind in zip(tenants, ("long", "short"), strict=True))
+    world = World({long: 0.24 * SLOTS / 10, short: 1.26 * SLOTS / 0.3}, {long: (8.0, 12.0), short: (0.2, 0.4)}, "interactive")
+    world.run()
+    most_s = BUDGET_SHARE * CLASSES[0].ttft_budget_s
+    for name in (long, short):
+        assert len(world.times[name]) > 0.3 * len(world.waits[name]) > 0
+        assert max(world.waits[name]) <= most_s + 0.2  # looked at whenever anything happens
+    assert world.refused[long] + world.refused[short] > 0
+    assert sum(len(times) for times in world.times.values()) + sum(world.refused.values()) == world.came

@@ -99,6 +99,31 @@ def test_r11_nothing_is_sent_on_a_new_connection_before_the_agent_was_asked():
     run(go)
 
 
+def test_a_worker_that_dies_while_its_agent_is_asked_is_not_waited_for():
+    """Else the request is written to nobody, and hears nothing until its deadline: one in 10,000 of the closed loop."""
+
+    async def go() -> None:
+        lost = asyncio.Event()
+
+        class Watched(Upstream):
+            def connection_lost(self, exc: Exception | None) -> None:
+                super().connection_lost(exc)
+                lost.set()
+
+        async def proven() -> bool:
+            await lost.wait()
+            return True  # no agent answers
+
+        server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+        pool = Pool("127.0.0.1", server.sockets[0].getsockname()[1], Watched, proven)
+        got: asyncio.Future[tuple[object, str]] = asyncio.get_running_loop().create_future()
+        pool.take(lambda connection, why: got.set_result((connection, why)))
+        assert await got == (None, "cannot connect: closed at once")
+        server.close()
+
+    asyncio.run(go())
+
+
 def test_r11_a_stranger_is_left_out_until_the_document_changes():
     async def go(rig: Rig) -> None:
         bad = rig.context.table.by_role["decode"][0]

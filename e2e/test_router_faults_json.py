@@ -1,0 +1,70 @@
+"""H5 of the reliability list on a real router process, and H1's answers: bodies that are meant to hurt, one after the other.
+
+Whether the loop stood still is told by the process's own CPU time, whatever else this machine does.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from e2e.emulated.fleet import get
+from e2e.test_router_faults_http import BOUNDS, HOST, URL, Router, router, send, status
+from fleet_router.config import HttpBounds, RouterConfig
+from tests.fleet_router.bombs import BOMBS, PATHS, with_bomb
+
+pytestmark = pytest.mark.timeout(300)
+STALL_S = 0.05
+CONFIG = RouterConfig(
+    fleet="bench", served_name="m", bounds=HttpBounds(header_deadline_s=BOUNDS.header_deadline_s, body_deadline_s=20.0)
+)
+FIELDS = ("prompt", "messages", "input", "model", "max_tokens", "n", "stop", "logit_bias", "temperature", "guided_regex", "x")
+
+
+def cpu_s(target: Router) -> float:
+    """Time that the process has run, to a nanosecond."""
+    return int(Path(f"/proc/{target.pid}/schedstat").read_text().split()[0]) / 1e9
+
+
+@pytest.mark.parametrize("path", [path for path in PATHS if not path.endswith(b"count_tokens")])  # the worker here cannot count
+def test_h5_no_body_holds_the_loop_up(tmp_path: Path, path: bytes):
+    """Every bomb is answered: refused by name, or handed on to a worker, whose own bounds hold for what we know nothing of."""
+    with router(tmp_path, CONFIG) as target:
+        slowest = (0.0, "")
+        for name, bomb in BOMBS.items():
+            for field in FIELDS if len(bomb) < 100_000 else FIELDS[:3]:
+                body = with_bomb(path, field, bomb)
+                head = b"POST %b HTTP/1.1\r\nhost: h\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % (path, len(body))
+                before, begun = cpu_s(target), time.monotonic()
+                answer = send(head + body)
+                slowest = max(slowest, (cpu_s(target) - before, f"{name} in {field}, {time.monotonic() - begun:.2f} s"))
+                assert status(answer) in (200, 400, 404), (name, field, answer[:300])
+                if status(answer) != 200:
+                    error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+                    assert error["message"]
+                    assert len(answer) < 10_000, "what a client wrote is not said again"
+        print(f"at most {slowest[0] * 1e3:.0f} ms: {slowest[1]}")
+        assert slowest[0] < STALL_S, slowest
+        assert get(f"{URL}/health") == b"ok\n"
+        assert "Traceback" not in "".join(file.read_text() for file in tmp_path.glob("*.log"))
+
+
+@pytest.mark.parametrize(
+    ("head", "wanted"),
+    [
+        (b"GET /health HTTP/1.1\r\nhost: h\r\nx: " + b"a" * 70_000 + b"\r\n\r\n", 431),
+        (b"GET /health HTTP/1.1\r\nhost: h\r\n" + b"a: b\r\n" * 120 + b"\r\n", 431),
+        (b"GET /" + b"a" * 10_000 + b" HTTP/1.1\r\nhost: h\r\n\r\n", 414),
+        (b"POST /v1/completions HTTP/1.1\r\nhost: h\r\ncontent-length: 4194305\r\n\r\n", 413),
+    ],
+    ids=["h1-header", "h1-headers", "h1-url", "h3-length"],
+)
+def test_h1_what_is_a_little_too_large_is_told_so(tmp_path: Path, head: bytes, wanted: int):
+    """The answer to a client that stops there; `test_router_faults_http.py` has those that go on for 200 MB."""
+    with router(tmp_path, CONFIG) as target:
+        answer = send(head)
+        assert status(answer) == wanted, (HOST, answer[:200])
+        assert target.recorder.seen == []

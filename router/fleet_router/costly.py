@@ -1,0 +1,101 @@
+"""Fields of a request whose price at an engine grows with what a client writes: bounded before any worker sees them.
+
+Engines bound some of them late or not at all (vLLM takes 16,384 choices; CVE-2026-34756 and others). What they mean is theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+import msgspec
+
+from fleet_router.errors import RequestError
+
+CHOICES_MOST: Final = 8
+STOPS_MOST: Final = 64
+STOP_BYTES_MOST: Final = 8_192
+"""Of all stop strings together."""
+IDS_MOST: Final = 1_024
+"""Token ids of a list, tokens with a bias."""
+LIST_BYTES_MOST: Final = 65_536
+LOGPROBS_MOST: Final = 20
+GRAMMAR_BYTES_MOST: Final = 65_536
+"""Of a schema, a regular expression, a grammar: engines compile them."""
+TOOLS_BYTES_MOST: Final = 262_144
+
+_NUMBER: Final = msgspec.json.Decoder(int | bool | None)
+_STOPS: Final = msgspec.json.Decoder(str | list[str] | None)
+_LIST: Final = msgspec.json.Decoder(list[msgspec.Raw] | None)
+_BIASES: Final = msgspec.json.Decoder(dict[str, float] | None)
+
+
+def _number(most: int) -> Callable[[str, msgspec.Raw], None]:
+    def check(name: str, raw: msgspec.Raw) -> None:
+        found = _NUMBER.decode(raw)
+        if found is not None and found > most:
+            raise _too_much(name, f"is {found}; allowed are up to {most}")
+
+    return check
+
+
+def _stops(name: str, raw: msgspec.Raw) -> None:
+    _bytes(STOP_BYTES_MOST)(name, raw)
+    found = _STOPS.decode(raw)
+    if isinstance(found, list) and len(found) > STOPS_MOST:
+        raise _too_much(name, f"has {len(found)} strings; allowed are {STOPS_MOST}")
+
+
+def _ids(name: str, raw: msgspec.Raw) -> None:
+    _bytes(LIST_BYTES_MOST)(name, raw)
+    found = _LIST.decode(raw)
+    if found is not None and len(found) > IDS_MOST:
+        raise _too_much(name, f"has {len(found)} items; allowed are {IDS_MOST}")
+
+
+def _biases(name: str, raw: msgspec.Raw) -> None:
+    _bytes(LIST_BYTES_MOST)(name, raw)
+    found = _BIASES.decode(raw)
+    if found is not None and len(found) > IDS_MOST:
+        raise _too_much(name, f"has {len(found)} tokens; allowed are {IDS_MOST}")
+
+
+def _bytes(most: int) -> Callable[[str, msgspec.Raw], None]:
+    def check(name: str, raw: msgspec.Raw) -> None:
+        if (size := memoryview(raw).nbytes) > most:
+            raise _too_much(name, f"has {size} bytes; allowed are {most}")
+
+    return check
+
+
+def _never(name: str, raw: msgspec.Raw) -> None:
+    if bytes(raw) != b"null":
+        raise _too_much(name, "is not served: tensors of clients are loaded by nobody")
+
+
+def _too_much(name: str, what: str) -> RequestError:
+    return RequestError(400, f"{name} {what}", param=name)
+
+
+_CHECKS: Final[Mapping[str, Callable[[str, msgspec.Raw], None]]] = {
+    "n": _number(CHOICES_MOST), "best_of": _number(CHOICES_MOST), "stop": _stops, "bad_words": _stops,
+    "stop_token_ids": _ids, "allowed_token_ids": _ids, "logprob_token_ids": _ids, "logit_bias": _biases,
+    "logprobs": _number(LOGPROBS_MOST), "top_logprobs": _number(LOGPROBS_MOST), "prompt_logprobs": _number(LOGPROBS_MOST),
+    "prompt_embeds": _never, "tools": _bytes(TOOLS_BYTES_MOST), "functions": _bytes(TOOLS_BYTES_MOST),
+    **dict.fromkeys(
+        ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+        _bytes(GRAMMAR_BYTES_MOST),
+    ),
+}  # fmt: skip
+COSTLY: Final = frozenset(_CHECKS)
+
+
+def check_costly(fields: Mapping[str, msgspec.Raw]) -> None:
+    """RequestError 400 names the first field that asks for too much, or that is of a type of which nobody could say how much."""
+    for name, raw in fields.items():
+        if (check := _CHECKS.get(name)) is None:
+            continue
+        try:
+            check(name, raw)
+        except msgspec.DecodeError as error:
+            raise RequestError(400, f"{name}: {error}", param=name) from error

@@ -1,0 +1,81 @@
+"""Fields whose price grows with what a client writes (H5): what is over its bound is refused by name and reaches nobody."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from fleet_router.config import RouterConfig
+from fleet_router.costly import COSTLY
+from fleet_router.errors import RequestError
+from fleet_router.request import parse_body
+from tests.fleet_router.rig import Rig, ask, run
+
+CONFIG = RouterConfig(fleet="f", served_name="m")
+GOOD: list[dict[str, Any]] = [
+    {"n": 8}, {"n": None}, {"best_of": 8}, {"stop": ["a"] * 64}, {"stop": "x" * 1000}, {"stop": None}, {"bad_words": []},
+    {"stop_token_ids": [1] * 1024}, {"allowed_token_ids": None}, {"logprob_token_ids": [1]},
+    {"logit_bias": {str(i): 1.5 for i in range(1024)}}, {"logprobs": 20}, {"logprobs": True}, {"top_logprobs": 20},
+    {"prompt_logprobs": 0}, {"prompt_embeds": None}, {"tools": [{"a": "b" * 200_000}]}, {"functions": []},
+    {"response_format": {"type": "json_object"}}, {"structured_outputs": {}}, {"guided_json": {}}, {"guided_regex": "a" * 60_000},
+    {"guided_choice": ["a"]}, {"guided_grammar": "x"},
+]  # fmt: skip
+BAD: list[dict[str, Any]] = [
+    {"n": 9}, {"n": 10**9}, {"n": 10**40}, {"n": "8"}, {"n": [8]}, {"n": 1.5}, {"best_of": 9}, {"stop": ["a"] * 10_000},
+    {"stop": ["a" * 9_000]}, {"stop": "a" * 9_000}, {"stop": [1]}, {"stop": {"a": 1}}, {"bad_words": ["a"] * 65},
+    {"stop_token_ids": [1] * 1025}, {"stop_token_ids": 7}, {"allowed_token_ids": list(range(2_000))},
+    {"logprob_token_ids": [1] * 2_000}, {"logit_bias": {str(i): 1 for i in range(100_000)}}, {"logit_bias": [1]},
+    {"logit_bias": {"1": "x"}}, {"logprobs": 21}, {"logprobs": "many"}, {"top_logprobs": 10**9}, {"prompt_logprobs": 21},
+    {"prompt_embeds": "AAAA"}, {"tools": [{"a": "b" * 300_000}]}, {"functions": ["b" * 300_000]},
+    {"response_format": {"type": "json_schema", "json_schema": {"a": ["b"] * 40_000}}}, {"structured_outputs": "x" * 70_000},
+    {"guided_json": "x" * 70_000}, {"guided_regex": "(a+)+" * 20_000}, {"guided_choice": ["abc"] * 20_000},
+    {"guided_grammar": "x" * 70_000},
+]  # fmt: skip
+
+
+def body(given: dict[str, Any]) -> bytes:
+    return json.dumps({"model": "m", "prompt": "p", **given}).encode()
+
+
+@pytest.mark.parametrize("given", GOOD, ids=lambda one: next(iter(one)))
+def test_within_its_bound_a_field_goes_on_as_it_came(given: dict[str, Any]):
+    assert parse_body(body(given), False, CONFIG).original == body(given)
+
+
+@pytest.mark.parametrize("given", BAD, ids=lambda one: next(iter(one)))
+def test_above_it_the_field_is_named(given: dict[str, Any]):
+    (name,) = given
+    with pytest.raises(RequestError, match=name) as caught:
+        parse_body(body(given), False, CONFIG)
+    assert (caught.value.status, caught.value.param) == (400, name)
+
+
+def test_every_costly_field_has_both():
+    assert {name for one in GOOD for name in one} == COSTLY == {name for one in BAD for name in one}
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "param"),
+    [
+        ("/v1/completions", {"prompt": "p", "n": 10**9}, "n"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "p"}], "stop": ["a"] * 10_000}, "stop"),
+        (
+            "/v1/messages",
+            {"max_tokens": 1, "messages": [{"role": "user", "content": "p"}], "stop_sequences": ["a"] * 1_000},
+            "stop_sequences",
+        ),
+        ("/v1/responses", {"input": "p", "text": {"format": {"type": "json_schema", "name": "a", "schema": {"a": "b" * 70_000}}}},
+         "response_format"),
+    ],
+)  # fmt: skip
+def test_no_dialect_passes_by(path: str, more: dict[str, Any], param: str):
+    async def go(rig: Rig) -> None:
+        status, answered = await rig.post({"model": "m", **more}, path)
+        assert status == 400
+        assert param in json.loads(answered)["error"]["message"]
+        assert rig.decode[0].seen == rig.prefill[0].seen == []
+        assert (await rig.post(ask()))[0] == 200
+
+    run(go, config=RouterConfig(fleet="f", served_name="m"))
