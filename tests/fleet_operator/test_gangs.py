@@ -138,7 +138,7 @@ def test_a_pod_group_comes_before_its_pods_and_goes_with_them():
 
 
 def test_pods_of_a_queued_worker_are_one_group_that_kueue_lets_go():
-    """Without managed and pod-suspending-parent its finalizer would keep deleted pods: v0.19.2, pod_webhook.go and pod_controller.go."""
+    """Without managed and pod-suspending-parent its finalizer would keep deleted pods (v0.19.2, pod_webhook.go)."""
 
     async def scenario() -> None:
         world = World()
