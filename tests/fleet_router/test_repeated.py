@@ -36,8 +36,17 @@ def fed(*packets: bytes, inbound: Inbound | None = None) -> Inbound:
     inbound = inbound or Inbound()
     for packet in packets:
         inbound.requests.clear()
-        inbound.feed(packet, BOUNDS, WANTED)
+        give(inbound, packet)
     return inbound
+
+
+def give(inbound: Inbound, packet: bytes, bounds: HttpBounds = BOUNDS) -> None:
+    """As a connection does."""
+    request = inbound.again(packet, bounds, WANTED)
+    if request is not None:
+        inbound.requests.append(request)
+    else:
+        inbound.feed(packet, bounds, WANTED)
 
 
 def test_the_same_head_is_not_parsed_again(monkeypatch: pytest.MonkeyPatch):
@@ -80,7 +89,7 @@ def test_whatever_comes_is_read_as_by_a_parser_that_knows_nothing(first: bytes, 
 def test_new_bounds_hold_for_heads_that_are_known(bounds: HttpBounds):
     inbound = fed(message(b"x" * 50))
     inbound.requests.clear()
-    inbound.feed(message(b"y" * 50), bounds, WANTED)
+    give(inbound, message(b"y" * 50), bounds)
     assert inbound.error is not None
     assert inbound.error.status in (413, 431)
 

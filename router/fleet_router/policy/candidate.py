@@ -92,14 +92,18 @@ class Candidate:
 
     def began(self) -> None:
         """A leg begins here."""
-        if self.home is not None:
-            self.home.moved(self, 1)
+        if (home := self.home) is not None:
+            home.inflight += 1
+            if home.large:
+                home.moved(self, 1)
         self.inflight += 1
 
     def ended(self) -> None:
         """A leg is over."""
-        if self.home is not None:
-            self.home.moved(self, -1)
+        if (home := self.home) is not None:
+            home.inflight -= 1
+            if home.large:
+                home.moved(self, -1)
         self.inflight -= 1
 
     def elsewhere(self, inflight: int, pending: int, now: float) -> None:
@@ -107,7 +111,9 @@ class Candidate:
         by, self.others, self.others_pending = inflight - self.others, inflight, pending
         if by:
             if self.home is not None:
-                self.home.shifted(self, by)
+                self.home.inflight += by
+                if self.home.large:
+                    self.home.shifted(self, by)
             self.inflight += by
         if not pending and self.pending <= 0:
             self.free_at = min(self.free_at, now)

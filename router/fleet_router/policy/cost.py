@@ -259,7 +259,7 @@ def _two_of(steps: Steps) -> Depths:
 def _waits(ask: CostAsk, group: Group, workers: Sequence[Candidate]) -> list[float] | None:
     """What a stream waits on each decode worker for a slot and for its adapter. None: nothing."""
     found = None
-    if 0 < workers[0].slots < len(group.decode.levels):  # somebody is full
+    if workers[0].slots > 0 and group.decode.reaches(workers[0].slots):
         turn_s = group.answer.value
         found = [max(0, w.inflight - w.slots + 1) * turn_s / max(1, w.slots) for w in workers]
     if ask.adapter:
