@@ -169,7 +169,8 @@ def asked_tokens(ask: Ask) -> int:
 
 def _check_limits(fields: dict[str, msgspec.Raw], config: RouterConfig) -> None:
     """What a decode worker would refuse after the prompt was prefilled."""
-    given, most = list[int](), config.max_output_tokens
+    given: list[int] = []
+    most = config.max_output_tokens
     for limit in LIMITS:
         if limit in fields and (asked := _typed(fields, limit, _INT)) is not None:
             if not 1 <= asked <= most:

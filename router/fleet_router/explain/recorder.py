@@ -103,7 +103,8 @@ class Recorder:
         record.tried(now, now - at, found, prefill, decode)
         counts.decisions.observe(now - at)
         if found.offer is not None and ask is not None and ask.tokens > 0:
-            counts.hits.observe(max(0.0, 1.0 - found.offer.missing / ask.tokens))
+            cached = 1.0 - found.offer.missing / ask.tokens
+            counts.hits.observe(cached if cached > 0.0 else 0.0)
 
     def close(self, record: Record, outcome: str, last_at: float, writes: int) -> None:
         """It ended, however; once."""

@@ -46,7 +46,7 @@ def key_chain(prompt: bytes, seed: int = 0) -> list[int]:
     if size < PIECE_BYTES:
         return [digest(prompt, seed)]
     keys: list[int] = []
-    end = min(size, FINE_BYTES)
+    end = size if size < FINE_BYTES else FINE_BYTES
     for (piece,) in _FINE(prompt[: end - end % PIECE_BYTES]):  # a third less than slicing
         seed = digest(piece, seed)
         keys.append(seed)
@@ -93,7 +93,7 @@ def piece_after(pieces: int) -> int:
 
 def ring_key(keys: Sequence[int]) -> int:
     """The key that the ring goes by."""
-    return keys[min(len(keys), RING_PIECES) - 1]
+    return keys[RING_PIECES - 1] if len(keys) >= RING_PIECES else keys[-1]
 
 
 class _Held:

@@ -148,7 +148,7 @@ class Prefilling:
 def prefill_sent(worker: Candidate, tokens: float, now: float) -> Prefilling:
     """A prefill of `tokens` uncached tokens goes to this worker. Its tokens join the queue; the fixed part of its time does not:
     an engine computes many short prompts in one step."""
-    begins = max(worker.free_at, now)
+    begins = worker.free_at if worker.free_at > now else now
     worker.free_at = begins + worker.token_s * tokens
     worker.heat += tokens
     if worker.home is not None:

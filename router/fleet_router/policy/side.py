@@ -122,7 +122,7 @@ class Side:
         """Of a small side, all of whom may be used: `look`."""
         members = self.members
         cap = bound * (self.inflight + 1) / len(members) if members else 0.0
-        cap = max(cap, LOAD_FLOOR)
+        cap = cap if cap > LOAD_FLOOR else LOAD_FLOOR
         found = [worker for worker in members if worker.inflight < cap]
         return found if found and len(found) < len(members) else members
 
@@ -137,7 +137,9 @@ class Side:
 
     def _idle(self, seen: int) -> list[Candidate]:
         """Some of the others with the fewest requests, of the first few of these those that were sent less than most."""
-        cool, hot, mean, left = list[Candidate](), list[Candidate](), self.heat / len(self.members), IDLE_LOOKED
+        cool: list[Candidate] = []
+        hot: list[Candidate] = []
+        mean, left = self.heat / len(self.members), IDLE_LOOKED
         for level in self.levels:
             for worker in level.values():
                 if not seen & worker.bit:
