@@ -168,12 +168,15 @@ def prefill_done(one: Prefilling, now: float, *, learn: bool) -> float | None:
     took_s = None
     if learn:
         # it began when those before it were done: as expected, but surely when the last one was seen done
-        began = max(one.sent_at, min(one.begins + worker.late_s, worker.done_at))
-        took_s = max(0.0, now - began)
+        began = one.begins + worker.late_s
+        began = began if began < worker.done_at else worker.done_at
+        began = began if began > one.sent_at else one.sent_at
+        took_s = now - began if now > began else 0.0
         worker.prefill.observe(one.tokens, took_s)
         worker.note_speed()
         worker.done_at = now
-        late = min(MOST_LATE_S, now - (one.due + worker.late_s))
+        late = now - (one.due + worker.late_s)
+        late = late if late < MOST_LATE_S else MOST_LATE_S
         worker.late_s += late
         worker.free_at += late
     if worker.pending + worker.others_pending <= 0:
