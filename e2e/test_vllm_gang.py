@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -114,9 +115,29 @@ def test_two_nodes_give_the_tokens_of_one_model_and_end_together(group: list[Pod
     with pytest.raises(httpx.HTTPError):  # a follower answers no requests
         httpx.get(f"http://{follower.ip}:8000/health", timeout=5)
 
+    sessions = [engine_session(pod) for pod in group]
+    assert all(map(processes, sessions))
     follower.process.kill()
     assert leader.process.wait(60) == 1
     assert "GroupLost: pod 1 of this worker is lost" in leader.log.read_text()
+    wait(group, "nothing of vLLM is left", lambda: not any(map(processes, sessions)), 30)
+
+
+def engine_session(pod: Pod) -> int:
+    """vLLM's first process leads it."""
+    pid: int = httpx.get(f"http://{pod.ip}:9000/state", timeout=5).json()["engine_pid"]
+    return pid
+
+
+def processes(session: int) -> list[str]:
+    """What lives in it."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, _, its_session = path.read_text().rpartition(")")[2].split()[:4]
+            if state != "Z" and int(its_session) == session:
+                found.append(path.parent.name)
+    return found
 
 
 def alone() -> list[int]:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from fleet_router.knowledge import Counted
 
 OK = 200
+OK_LINE = STATUS_LINES[OK]
 FRAMING = {b"content-length", b"transfer-encoding"}
 HEAD_END = b"\r\n\r\n"
 CLOSE = b"\r\nconnection: close"
@@ -70,14 +71,14 @@ class Answering(ABC):
         context.metrics.arrivals += 1
         context.budget.asked()
         self._client, self._path = client, path
-        self._ask = self._asked = self._with_ids(ask, context.config)
+        self._ask = self._asked = self._with_ids(ask, context.config) if ask.stream else ask
         """What is asked of workers, and what the client asked: a stream that is carried on asks for its rest."""
         self._sent: Sent | None = None
         self._heard: Sent | None = None
         """What the client has of a stream that could be carried on; of one in another dialect what its worker said."""
         self._again: Again | None = None
         self._ticket = ticket
-        self._runaway = context.desk.detector(ticket, ask)
+        self._runaway = context.desk.detector(ticket, ask) if ask.stream else None
         self._metered = context.desk.tenants_needed
         self._events = self._gaps = self._unended = self._resumes = self._prefill_failures = self._decode_failures = 0
         """Of the answer so far: events, writes after the first, bytes since the last whole event; and of its legs."""
@@ -119,7 +120,7 @@ class Answering(ABC):
     @staticmethod
     def _with_ids(ask: Ask, config: RouterConfig) -> Ask:
         """Token ids in the stream, where it can be carried on by them."""
-        if config.resume != "prefill" or not ask.stream or not determined(ask.fields):
+        if config.resume != "prefill" or not determined(ask.fields):
             return ask
         return with_fields(ask, {"return_token_ids": msgspec.Raw(b"true")}, b',"return_token_ids":true}')
 
@@ -139,8 +140,13 @@ class Answering(ABC):
         else:
             self._outcome = "refused"
             self._release_lease()
-        lines = [STATUS_LINES.get(status) or status_line(status), self._client.request_id.encode()]
+        lines = [STATUS_LINES.get(status) or status_line(status), self.record.request_id.encode()]
         add_kept(lines, headers)
+        self._end_head(lines, now)
+        self._head_bytes = b"".join(lines)
+
+    def _end_head(self, lines: list[bytes], now: float) -> None:
+        """Header lines of our own."""
         lines.append(self._ticket.lane.account.headers(int(now * 1e9)))
         if self.record.shown:
             lines.append(decision_header(self.record))
@@ -148,7 +154,23 @@ class Answering(ABC):
             self._last = True
             lines.append(CLOSE)
         lines.append(HEAD_END)
-        self._head_bytes = b"".join(lines)
+
+    def whole(self, worker: Worker, kept: tuple[bytes, bytes, bytes], body: bytes) -> None:
+        """An answer that came in one piece (200): what `head`, `raw` and `end` do, in one write. `kept`: its header lines."""
+        now, context = self._context.clock(), self._context
+        worker.answers(self.sent_at, now)
+        self.started, self._outcome, self.last_byte_at = True, "answered", now
+        context.metrics.requests[OK] += 1
+        self.record.status = OK
+        self._taken(self._leg_worker)
+        self._first_bytes(now)
+        self._tail = body
+        lines = [OK_LINE, self.record.request_id.encode(), *kept]
+        self._end_head(lines, now)
+        lines.append(body)
+        self._over()
+        self._client.write(b"".join(lines))
+        self._client.finish(last=self._last)
 
     def _taken(self, worker: Worker | None) -> None:
         """The decode worker answers: it has the KV."""
@@ -158,7 +180,7 @@ class Answering(ABC):
             context.metrics.handed_over[self._handed_over] += 1
         if worker is None:
             return
-        if self._giver and context.table.pairs:
+        if self._giver and context.table.pairs.breakers:
             context.table.pairs.succeeded(self._giver, worker.uid, self.sent_at)
         if worker.uid in context.table.workers:
             context.table.routing.index.add(self._keys, worker.uid)  # now it holds the prompt's KV
@@ -282,13 +304,18 @@ class Answering(ABC):
         self.send_head()  # an answer without a body
         if self._trip is not None:
             self._trip.ended(self.last_byte_at, self._gaps + 1)
+        self._over()
+        self._client.finish(last=self._last)
+
+    def _over(self) -> None:
+        """The worker has answered, and nothing runs any more."""
+        if self._trip is not None:
             self._trip_over()
         if self._leg_worker is not None:
             self._leg_worker.breaker.succeeded()
         self.end_leg()
         self.done = True
         self._leave(self._outcome)
-        self._client.finish(last=self._last)
 
     def _trip_over(self) -> None:
         """This attempt waits in no queue any more."""

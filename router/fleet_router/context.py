@@ -14,6 +14,7 @@ from fleet_router.health.budget import RetryBudget
 from fleet_router.health.sent import Room
 from fleet_router.holding import Holding
 from fleet_router.metrics import Metrics
+from fleet_router.outbox import Outbox
 from fleet_router.workers import WorkerTable
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class Context:
     holding: Holding = field(default_factory=Holding)
     budget: RetryBudget = field(default_factory=RetryBudget)
     room: Room = field(default_factory=Room)
+    outbox: Outbox = field(default_factory=Outbox)
     draining: bool = False
     knowledge: Knowledge | None = None
     """Precise knowledge of the workers' caches, where the fleet asks for it."""

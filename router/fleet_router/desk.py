@@ -121,7 +121,7 @@ class Desk:
 
     def lane(self, key: bytes, slo_class: bytes) -> Lane:
         """Tenant and class; RequestError 401, 403, 400."""
-        entry = self.entry(key)
+        entry = self.entry(key) if self.tenants_needed else self._open
         if not slo_class:
             return entry.named
         name = slo_class.decode("latin-1")
@@ -187,8 +187,8 @@ class Desk:
         return _turned_away(429, over.reason, over.message, over.retry_after_s, told and told + "\r\n")
 
     def detector(self, ticket: Ticket, ask: Ask) -> Runaway | None:
-        """Who looks at the stream for signs of running away; None when nobody has to."""
-        if not (self._config.runaway and ask.stream):
+        """Who looks at a stream for signs of running away; None when nobody has to."""
+        if not self._config.runaway:
             return None
         return Runaway(ticket.lane.config.max_output_tokens * choices_of(ask))
 

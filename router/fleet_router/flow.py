@@ -46,7 +46,8 @@ class Flow(Answering):
     def begin(self) -> None:
         """Choose and send the first leg."""
         context = self._context
-        self._trip_over()
+        if self._trip is not None:
+            self._trip_over()
         ask, now, seed, hints = self._ask, context.clock(), self._ticket.lane.seed, self.hints
         if context.knowledge is not None:
             if self._counted is None:
@@ -104,17 +105,23 @@ class Flow(Answering):
         elif self._translation is not None:
             leg = TranslatedLeg(self, worker, self._translation)
         else:
-            leg = DecodeLeg(self, worker)
+            leg = DecodeLeg(self, worker, whole=not self._ask.stream)
         self._send(worker, decode_body(self._ask, reference), leg)
 
     def _send(self, worker: Worker, body: bytes, leg: PrefillLeg | DecodeLeg, *, fresh: bool = False, path: bytes = b"") -> None:
         path = path or (self._path if self._ask is self._asked else COMPLETIONS_PATH)
-        payload = self._head(worker, path, len(body)) + body
         reads = self._translation is not None or self._again is not None or path == TOKENIZE_PATH
         pool = worker.reading() if reads else worker.pool
         worker.began()
         self._leg_worker, self._leg = worker, leg
         self.sent_at = self._context.clock()
+        leg.body, leg.path = body, path
+        payload = self._head(worker, path, len(body)) + body
+        connection = None if fresh else pool.idle()
+        if connection is not None:
+            self._connection = connection
+            connection.send(leg, payload, self._context.outbox)
+            return
 
         def connected(connection: Upstream | None, why: str) -> None:
             if self.done or self._leg is not leg:
@@ -126,10 +133,9 @@ class Flow(Answering):
                 self.leg_failed(worker, why, gone=True)
                 return
             self._connection = connection
-            connection.send(leg, payload)
+            connection.send(leg, payload, self._context.outbox)
 
-        leg.body, leg.path = body, path
-        pool.take(connected, fresh=fresh)
+        pool.take(connected, fresh=True)
 
     def resend(self, worker: Worker, leg: PrefillLeg | DecodeLeg) -> bool:
         """A pooled connection that the worker had closed meanwhile: once more on a fresh one. Not a retry: nothing ran."""
@@ -141,7 +147,7 @@ class Flow(Answering):
         return True
 
     def _head(self, worker: Worker, path: bytes, length: int) -> bytes:
-        return HEAD % (path, worker.pool.authority, self._client.leg_id.encode(), length, self.record.onward)
+        return HEAD % (path, worker.pool.authority, self.record.leg_id.encode(), length, self.record.onward)
 
     def end_leg(self) -> None:
         """A leg is over, however it ended."""

@@ -34,6 +34,13 @@ def add_kept(lines: list[bytes], headers: Sequence[tuple[bytes, bytes]]) -> None
             lines.append(value)
 
 
+def kept_lines(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
+    """The same, joined."""
+    lines: list[bytes] = []
+    add_kept(lines, headers)
+    return b"".join(lines)
+
+
 def _before(name: bytes) -> bytes:
     before = b"" if name.lower() in HOP_HEADERS else b"\r\n%b: " % name
     if len(_BEFORE) < NAMES_MOST:

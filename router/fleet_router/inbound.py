@@ -16,6 +16,7 @@ import httptools
 from fleet_router.admission.keys import bearer
 from fleet_router.config import HttpBounds
 from fleet_router.errors import RequestError
+from fleet_router.repeated import Repeated, around_length, worth_learning
 
 HOST = re.compile(rb"^[A-Za-z0-9._\-]+(:\d{1,5})?$|^\[[0-9a-fA-F:.]+\](:\d{1,5})?$")
 REQUEST_ID = re.compile(rb"^[A-Za-z0-9._\-]{1,128}$")
@@ -83,6 +84,16 @@ def asked_by(request: Incoming, name: bytes, value: bytes) -> None:
         request.key = key
 
 
+class Known(Repeated):
+    """The head of a request that was read, and what it says. The request is used again: the one before it is over."""
+
+    __slots__ = ("bounds", "request", "wanted")
+
+    def __init__(self, around: tuple[bytes, bytes], request: Incoming, bounds: HttpBounds, wanted: frozenset[bytes]) -> None:
+        super().__init__(*around)
+        self.request, self.bounds, self.wanted = request, bounds, wanted
+
+
 class Inbound:
     """The parser of one connection and what it has read."""
 
@@ -94,6 +105,8 @@ class Inbound:
         "_header_bytes",
         "_header_count",
         "_hosts",
+        "_known",
+        "_misses",
         "_parser",
         "_wanted",
         "current",
@@ -105,7 +118,10 @@ class Inbound:
 
     def __init__(self) -> None:
         self._parser: httptools.HttpRequestParser | None = None
-        self._head_bytes = -1
+        self._known: Known | None = None
+        self._misses = 0
+        self._bounds, self._wanted = HttpBounds(), frozenset[bytes]()
+        self._framing = self._hosts = 0
         self.requests: deque[Incoming] = deque()
         """Whole requests that nobody has taken yet; they came in one packet."""
         self.current: Incoming | None = None
@@ -120,8 +136,36 @@ class Inbound:
 
     def feed(self, data: bytes, bounds: HttpBounds, wanted: frozenset[bytes] = frozenset()) -> None:
         """Read; never raises. `wanted`: headers to keep, by lower-case name."""
-        if self.current is None:
+        begins = self.current is None
+        if begins:
+            if self._known is not None and not self.requests and self._again(self._known, data, bounds, wanted):
+                return
             self._bounds, self._wanted = bounds, wanted  # those that hold when a request begins hold to its end
+        self._parse(data)
+        if begins and len(self.requests) == 1 and self.current is None and self.error is None:
+            self._learn(data, self.requests[0])
+
+    def _again(self, known: Known, data: bytes, bounds: HttpBounds, wanted: frozenset[bytes]) -> bool:
+        """The same head as before, with its whole body: there is nothing to parse."""
+        at = known.body_at(data)
+        if not at or known.bounds is not bounds or known.wanted is not wanted or len(data) - at > bounds.body_bytes:
+            return False
+        request = known.request
+        request.request_id = request.leg_id = new_request_id()
+        request.body = [data[at:]]
+        self.requests.append(request)
+        self._misses = 0
+        return True
+
+    def _learn(self, data: bytes, request: Incoming) -> None:
+        """A request that came in one packet. One that has a name of its own is not repeated."""
+        self._misses += 1
+        if not worth_learning(self._misses):
+            return
+        around = around_length(data) if self._framing == 1 and request.leg_id == request.request_id else None
+        self._known = Known(around, request, self._bounds, self._wanted) if around is not None and request.keep_alive else None
+
+    def _parse(self, data: bytes) -> None:
         if self._parser is None:
             self._parser = httptools.HttpRequestParser(self)
         try:

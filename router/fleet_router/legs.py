@@ -14,7 +14,7 @@ from fleet_router.request import tokens_of
 if TYPE_CHECKING:
     from fleet_router.dialect.translation import Translation
     from fleet_router.flow import Flow
-    from fleet_router.upstream import Pool, Upstream
+    from fleet_router.upstream import KnownAnswer, Pool, Upstream
     from fleet_router.workers import Worker
 
 MAX_PREFILL_ANSWER_BYTES = 8 * 1024 * 1024
@@ -28,6 +28,7 @@ class Release:
     reason to leave the KV pinned: once more on a fresh one. A worker that cannot be reached has its leases run out."""
 
     __slots__ = ("_again", "_payload", "_pool")
+    takes_whole = False
 
     def __init__(self, pool: Pool, payload: bytes) -> None:
         self._pool, self._payload, self._again = pool, payload, True
@@ -43,6 +44,7 @@ class Release:
     def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         """Any answer will do."""
 
+    def on_whole(self, known: KnownAnswer, data: bytes, body_at: int) -> None: ...
     def on_head_alone(self) -> None: ...
     def on_raw(self, data: bytes) -> None: ...
     def on_body(self, data: bytes) -> None: ...
@@ -59,12 +61,16 @@ class PrefillLeg:
     """Collects the prefill answer."""
 
     __slots__ = ("_answer", "_decode", "_flow", "_headers", "_status", "_worker", "body", "path")
+    takes_whole = True
 
     def __init__(self, flow: Flow, worker: Worker, decode: Worker) -> None:
         self._flow, self._worker, self._decode = flow, worker, decode
         self._status, self._headers, self._answer = 0, list[tuple[bytes, bytes]](), bytearray()
         self.body = self.path = b""
         """What is sent and where to, for a second time on a fresh connection."""
+
+    def on_whole(self, known: KnownAnswer, data: bytes, body_at: int) -> None:
+        self._flow.prefilled(self._worker, self._decode, data[body_at:])
 
     def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self._status, self._headers = status, headers
@@ -100,15 +106,22 @@ class PrefillLeg:
 class DecodeLeg:
     """Hands the decode answer on; a 5xx before the first byte is kept back and retried."""
 
-    __slots__ = ("_answer", "_flow", "_headers", "_held", "_worker", "body", "path")
+    __slots__ = ("_answer", "_flow", "_headers", "_held", "_worker", "body", "path", "takes_whole")
 
-    def __init__(self, flow: Flow, worker: Worker) -> None:
+    def __init__(self, flow: Flow, worker: Worker, *, whole: bool = False) -> None:
+        """`whole`: an answer that comes in one piece is all that is expected."""
         self._flow, self._worker = flow, worker
+        self.takes_whole = whole
         self._held = 0
         self._headers: list[tuple[bytes, bytes]] = []
         self._answer = bytearray()
         self.body = self.path = b""
         """What is sent and where to, for a second time on a fresh connection."""
+
+    def on_whole(self, known: KnownAnswer, data: bytes, body_at: int) -> None:
+        """A 200 to be handed on."""
+        before, after = known.lines
+        self._flow.whole(self._worker, (before, known.length_of(data, body_at), after), data[body_at:])
 
     def _kept_back(self, status: int) -> bool:
         """An answer that the client need not see: another worker may have a better one."""

@@ -38,7 +38,7 @@ from fleet_router.hints import wanted_headers
 from fleet_router.listening import PATH as HELD
 from fleet_router.listening import wait_of
 from fleet_router.members import Answer, Member, serve
-from fleet_router.metrics import Metrics
+from fleet_router.metrics import Metrics, fold_all
 from fleet_router.port import Port
 from fleet_router.server import ClientConnection
 from fleet_router.tls import TlsError, TlsFiles, context_of, follow_tls, stamp_of
@@ -379,6 +379,7 @@ class Router:
         while True:
             await asyncio.sleep(SWEEP_S)
             now = self._clock()
+            fold_all()
             if self._emptied_at is not None and self._emptied is not None and now - self._emptied_at > EMPTY_KEPT_S:
                 self.apply(self._emptied)
             if self._context.knowledge is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Annotated, Final, TypeVar
 
 import msgspec
@@ -23,7 +24,9 @@ STRIPPED: Final = frozenset({
 the engine. What is in `vllm_xargs` reaches vLLM's scheduler as if we had said it, `kv_transfer_params` among it."""
 
 LIMITS: Final = ("max_tokens", "max_completion_tokens")
-PREFILL_PARAMS: Final = b'{"do_remote_decode":true,"do_remote_prefill":false'
+_LIMITED: Final = frozenset({*LIMITS, "min_tokens"})
+PREFILL_PARAMS: Final = b'"max_tokens":1,"stream":false,"kv_transfer_params":{"do_remote_decode":true,"do_remote_prefill":false'
+_NOT_PREFILLED: Final = frozenset({"max_tokens", "stream", "stream_options", "min_tokens", "max_completion_tokens"})
 BYTES_PER_TOKEN: Final = 3.0
 """Rough size of a token in prompt bytes; only thresholds use it, exact checks are the worker's."""
 SAFE_BYTES_PER_TOKEN: Final = 16.0
@@ -84,27 +87,39 @@ def parse_alone(body: bytes, config: RouterConfig) -> Ask:
 def parse_body(body: bytes, chat: bool, config: RouterConfig) -> Ask:
     """Check what the router must know; RequestError names the field."""
     fields = fields_of(body)
-    model = _typed(fields, "model", _STR)
-    if model is None:
-        raise RequestError(400, "model is required", param="model")
-    adapter = _adapter_of(model, config)
+    adapter = "" if fields.get("model") == _quoted(config.served_name) else _other_model(fields, config)
     name = "messages" if chat else "prompt"
-    if fields.get(name, _NULL) == _NULL:
+    asked = fields.get(name, _NULL)
+    if asked == _NULL:
         raise RequestError(400, f"{name} is required", param=name)
-    found = _check_messages(fields[name], name) if chat else _check_prompt(fields[name], config)
+    found = _check_messages(asked, name) if chat else _check_prompt(asked, config)
     original: bytes | None = body
-    if found is not fields[name]:
+    if found is not asked:
         fields[name], original = found, None
     prompt = bytes(found)
     if chat:
         check_urls(prompt, name)
-    _check_limits(fields, config)
+    if not _LIMITED.isdisjoint(fields):
+        _check_limits(fields, config)
     if not COSTLY.isdisjoint(fields):
         check_costly(fields)
-    stream = _typed(fields, "stream", _BOOL) or False
-    if _typed(fields, "stream_options", _OBJECT) is not None and not stream:
+    stream = ("stream" in fields and _typed(fields, "stream", _BOOL)) or False
+    if "stream_options" in fields and _typed(fields, "stream_options", _OBJECT) is not None and not stream:
         raise RequestError(400, "stream_options is only allowed when stream is true", param="stream_options")
     return _without_ours(Ask(fields, prompt, stream, original, False, adapter))
+
+
+@lru_cache(64)
+def _quoted(name: str) -> msgspec.Raw:
+    """A name as nearly everybody writes it in JSON."""
+    return msgspec.Raw(msgspec.json.encode(name))
+
+
+def _other_model(fields: dict[str, msgspec.Raw], config: RouterConfig) -> str:
+    model = _typed(fields, "model", _STR)
+    if model is None:
+        raise RequestError(400, "model is required", param="model")
+    return _adapter_of(model, config)
 
 
 def _without_ours(ask: Ask) -> Ask:
@@ -156,8 +171,7 @@ def _check_limits(fields: dict[str, msgspec.Raw], config: RouterConfig) -> None:
     """What a decode worker would refuse after the prompt was prefilled."""
     given = []
     for limit in LIMITS:
-        asked = _typed(fields, limit, _INT) if limit in fields else None
-        if asked is None:
+        if limit not in fields or (asked := _typed(fields, limit, _INT)) is None:
             continue
         if not 1 <= asked <= config.max_output_tokens:
             raise RequestError(400, f"{limit} is {asked}; allowed are 1 to {config.max_output_tokens}", param=limit)
@@ -228,31 +242,53 @@ def join(fields: dict[str, msgspec.Raw] | dict[str, bytes]) -> bytes:
 def prefill_body(ask: Ask) -> bytes:
     """The prefill leg: one token, not streamed, blocks kept for whoever decodes. The decode leg's limits go along, so that the
     prefill worker, which counts tokens, refuses what decode could not serve; engines that do not know them pass over them."""
-    fields: dict[str, bytes] = {key: bytes(value) for key, value in ask.fields.items()}
-    for name in ("stream", "stream_options", "min_tokens", "max_completion_tokens"):
-        fields.pop(name, None)
-    params = PREFILL_PARAMS
+    pieces: list[bytes | msgspec.Raw] = [b"{"]
+    for name, value in ask.fields.items():
+        if name not in _NOT_PREFILLED:
+            pieces += (_key(name), value, b",")
+    pieces.append(PREFILL_PARAMS)
     for name in ("max_tokens", "max_completion_tokens", "min_tokens"):
         if (limit := ask.fields.get(name)) is not None and limit != _NULL:
-            params += b',"%b":%b' % (name.encode(), bytes(limit))
-    fields |= {"max_tokens": b"1", "stream": b"false", "kv_transfer_params": params + b"}"}
-    return join(fields)
+            pieces += (b",", _key(name), limit)
+    pieces.append(b"}}")
+    return b"".join(pieces)
+
+
+@lru_cache(256)
+def _key(name: str) -> bytes:
+    return msgspec.json.encode(name) + b":"
 
 
 def decode_body(ask: Ask, kv: bytes | None) -> bytes:
     """The decode leg: the client's request, and the reference when the KV comes from elsewhere."""
     if kv is None:
         return ask.original if ask.original is not None else join(ask.fields)
+    if ask.original is not None and ask.fields:  # it holds no `kv_transfer_params`, or it would not be what is sent
+        return b"".join((memoryview(ask.original.rstrip())[:-1], b',"kv_transfer_params":', kv, b"}"))
     return join({**{key: bytes(value) for key, value in ask.fields.items()}, "kv_transfer_params": kv})
+
+
+class _Prefilled(msgspec.Struct):
+    kv_transfer_params: msgspec.Raw = _NULL
+
+
+_ANSWER: Final = msgspec.json.Decoder(_Prefilled)
 
 
 def reference_of(body: bytes) -> bytes | None:
     """`kv_transfer_params` of a prefill answer, None when it has none."""
     try:
-        raw = _PREFILLED.decode(body).get("kv_transfer_params")
+        raw = _ANSWER.decode(body).kv_transfer_params
     except msgspec.DecodeError:
         return None
-    return None if raw is None or bytes(raw) == b"null" else bytes(raw)
+    return None if raw == _NULL else bytes(raw)
+
+
+class _Leased(msgspec.Struct):
+    lease_id: str = ""
+
+
+_LEASE: Final = msgspec.json.Decoder(_Leased)
 
 
 class _Tokenised(msgspec.Struct):
@@ -288,6 +324,6 @@ def prompt_tokens_of(body: bytes) -> int:
 def lease_of(reference: bytes) -> str | None:
     """Lease id inside a reference, None for engines without leases of ours."""
     try:
-        return _STR.decode(_PREFILLED.decode(reference).get("lease_id", msgspec.Raw(b'""'))) or None
+        return _LEASE.decode(reference).lease_id or None
     except msgspec.DecodeError:
         return None

@@ -126,12 +126,13 @@ class ClientConnection(asyncio.Protocol):
         """The client sends no more: it left, or only closed its half and still reads. 100 Continue finds out which: a client
         that left resets the connection, others pass over it (RFC 9110, 15.2). Answers that are owed are given."""
         self._half_closed = True
+        self._context.outbox.flush()  # whoever closes behind us must not overtake an answer
         if self._transport is not None and self._transport.get_extra_info("sslcontext") is not None:
             return False  # TLS has no half: the transport closes, and what runs ends with it
         if self._transport is None or (self.flow is None and not self._inbound.requests):
             return False
         if self.flow is not None and not self.flow.started:
-            self._transport.write(CONTINUE)
+            self.write(CONTINUE)
         return True
 
     def pause_writing(self) -> None:
@@ -198,7 +199,7 @@ class ClientConnection(asyncio.Protocol):
                 self.begun_at = self._context.clock()
             if self._inbound.owes_continue and self._transport is not None:
                 self._inbound.owes_continue = False
-                self._transport.write(CONTINUE)
+                self.write(CONTINUE)
 
     def _dispatch(self, request: Incoming) -> None:
         method, path = request.method, request.url.split(b"?", 1)[0]
@@ -206,7 +207,8 @@ class ClientConnection(asyncio.Protocol):
             if self._admin and path not in ADMIN:
                 raise RequestError(404, "this port is for probes and scrapes: requests go to the one that speaks TLS")
             if path in GENERATE or path in TRANSLATED or path in ALONE:
-                self._need(method, b"POST")
+                if method != b"POST":
+                    self._need(method, b"POST")
                 self._generate(request, path)
             elif path == HELD:
                 self._need(method, b"GET")
@@ -296,8 +298,7 @@ class ClientConnection(asyncio.Protocol):
         self._write_answer(error.status, body, b"application/json", keep_alive=keep_alive, headers=error.headers)
 
     def _write_answer(self, status: int, body: bytes, kind: bytes, *, keep_alive: bool = True, headers: str = "") -> None:
-        transport = self._transport
-        if transport is None:
+        if self._transport is None:
             return
         keep_alive = keep_alive and self._request.keep_alive and not self._context.draining
         head = f"HTTP/1.1 {status} {PHRASES.get(status, 'Status')}\r\nx-request-id: {self.request_id}\r\n"
@@ -307,7 +308,7 @@ class ClientConnection(asyncio.Protocol):
         if not keep_alive:
             head += "connection: close\r\n"
         head_only = self._request.method == b"HEAD"
-        transport.write(head.encode() + b"content-type: " + kind + b"\r\n\r\n" + (b"" if head_only else body))
+        self.write(head.encode() + b"content-type: " + kind + b"\r\n\r\n" + (b"" if head_only else body))
         self._answered(keep_alive)
 
     def _answered(self, keep_alive: bool) -> None:
@@ -322,6 +323,7 @@ class ClientConnection(asyncio.Protocol):
         """What was written still goes out; nothing more is read."""
         self._closed_at = self._context.clock()
         if self._transport is not None:
+            self._context.outbox.flush()
             self._transport.close()
 
     # -- the flow's side ------------------------------------------------------------------------------------------------
@@ -333,12 +335,14 @@ class ClientConnection(asyncio.Protocol):
     def write(self, data: bytes) -> None:
         """Bytes of an answer: our head, then the body as the worker framed it."""
         if self._transport is not None:
-            self._transport.write(data)
+            self._context.outbox.write(self._transport, data)
 
     def finish(self, *, last: bool) -> None:
         """The answer is complete; `last`: its head said that it is this connection's last one."""
         self._answered(not last)
-        self._answer_next()
+        inbound = self._inbound
+        if self._waiting or inbound.requests or inbound.current or inbound.error or self._half_closed:
+            self._answer_next()
 
     def refuse(self, error: RequestError) -> None:
         """No answer: tell why."""
@@ -349,13 +353,12 @@ class ClientConnection(asyncio.Protocol):
     def break_off(self, message: str, *, stream: bool) -> None:
         """The answer broke after its first byte: a stream gets an error event and no [DONE]; the connection closes."""
         self.flow = None
-        transport = self._transport
-        if transport is None:
+        if self._transport is None:
             return
         if stream:
             error, translation = RequestError(502, message), self._translation
             data = b"data: " + error_body(self._request.url, error, self.request_id) + b"\n\n"
-            transport.write(framed(data if translation is None else translation.failed(error)) + END)
+            self.write(framed(data if translation is None else translation.failed(error)) + END)
             self._close()
         else:
             self.abort()  # a shorter body than announced must not look like an end

@@ -13,14 +13,40 @@ from typing import Protocol, cast
 
 import httptools
 
+from fleet_router.heads import kept_lines
+from fleet_router.outbox import Outbox
+from fleet_router.repeated import Repeated, around_length, worth_learning
+
 IDLE_CONNECTIONS = 128
 CONNECT_TIMEOUT_S = 3.0
 MAX_HEAD_BYTES = 65_536
 HEAD_END = b"\r\n\r\n"
+LENGTH = b"content-length"
+FRAMING = {LENGTH, b"transfer-encoding"}
+
+
+OK = 200
+
+
+class KnownAnswer(Repeated):
+    """The head of a 200 that a worker gave before. `lines`: its header lines as a client gets them, around the length."""
+
+    __slots__ = ("lines",)
+
+    def __init__(self, around: tuple[bytes, bytes], headers: list[tuple[bytes, bytes]]) -> None:
+        super().__init__(*around)
+        at = next(i for i, (name, _) in enumerate(headers) if name.lower() == LENGTH)
+        self.lines = (kept_lines([*headers[:at], (headers[at][0], b"")]), kept_lines(headers[at + 1 :]))
 
 
 class Leg(Protocol):
     """Who waits for a worker's answer."""
+
+    takes_whole: bool
+    """`on_whole` may be called instead of all others."""
+
+    def on_whole(self, known: KnownAnswer, data: bytes, body_at: int) -> None:
+        """The whole answer, with a head that came before."""
 
     def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         """Status and headers are complete."""
@@ -46,7 +72,7 @@ class Upstream(asyncio.Protocol):
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._transport: asyncio.Transport | None = None
+        self.transport: asyncio.Transport | None = None
         self._parser: httptools.HttpResponseParser | None = None
         self._leg: Leg | None = None
         self._headers: list[tuple[bytes, bytes]] = []
@@ -54,6 +80,7 @@ class Upstream(asyncio.Protocol):
         self._in_head = True
         self._ended = False
         self._keep_alive = False
+        self._paused = False
         self.used = False
         """Has answered before: the worker may have closed it meanwhile."""
         self.got_bytes = False
@@ -62,7 +89,7 @@ class Upstream(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """TCP_NODELAY: without it a first token waits 40 ms for an acknowledgement."""
         transport = cast("asyncio.Transport", transport)  # uvloop has a class of its own
-        self._transport = transport
+        self.transport = transport
         made = transport.get_extra_info("socket")
         if made is not None:
             made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -81,6 +108,17 @@ class Upstream(asyncio.Protocol):
             self.abort()  # a worker that speaks unasked is not to be trusted
             return
         self.got_bytes = True
+        if self._in_head and not self._head:
+            known = self._pool.known if leg.takes_whole else None
+            if known is not None and 0 < (at := known.body_at(data)) < len(data):
+                self._pool.misses = 0
+                self._let_go()
+                leg.on_whole(known, data, at)
+                return
+        self._parse(leg, parser, data)
+
+    def _parse(self, leg: Leg, parser: httptools.HttpResponseParser, data: bytes) -> None:
+        read, first = data, self._in_head and not self._head
         try:
             if self._in_head:
                 data = self._feed_head(data, parser)
@@ -96,6 +134,8 @@ class Upstream(asyncio.Protocol):
         elif not self._ended:
             leg.on_head_alone()
         if self._ended:
+            if first and self._keep_alive and parser.get_status_code() == OK:
+                self._pool.learn(read, self._headers)
             self._finish()
 
     def _feed_head(self, data: bytes, parser: httptools.HttpResponseParser) -> bytes:
@@ -113,14 +153,21 @@ class Upstream(asyncio.Protocol):
         return head[at + 4 :]
 
     def _finish(self) -> None:
-        leg, self._leg = self._leg, None
+        leg = self._leg
         if self._keep_alive:
-            self.used = True
-            self._pool.put(self)
+            self._let_go()
         else:
             self.abort()
         if leg is not None:
             leg.on_end()
+
+    def _let_go(self) -> None:
+        """The answer is whole, and another one may follow it."""
+        self._leg = None
+        self.used = True
+        if self._paused:  # the client may not have read it all yet, but whoever is next must hear the worker
+            self.resume()
+        self._pool.put(self)
 
     def _fail(self, reason: str) -> None:
         leg, self._leg = self._leg, None
@@ -144,35 +191,41 @@ class Upstream(asyncio.Protocol):
         self._keep_alive = self._parser is not None and self._parser.should_keep_alive()  # known only inside this callback
 
     # -- use --------------------------------------------------------------------------------------------------------
-    def send(self, leg: Leg, payload: bytes) -> None:
-        """Write one request; `leg` hears the answer."""
+    def send(self, leg: Leg, payload: bytes, outbox: Outbox | None = None) -> None:
+        """Write one request; `leg` hears the answer. `outbox` None: at once."""
         self._leg = leg
         self._headers = []
         self._head, self._in_head, self._ended, self.got_bytes = b"", True, False, False
         if self._parser is None:  # one per connection: it only ever carries on after an answer that was whole
             self._parser = httptools.HttpResponseParser(self)
-        if self._transport is not None:
-            self._transport.write(payload)
+        if self.transport is None:
+            return
+        if outbox is not None:
+            outbox.write(self.transport, payload)
+        else:
+            self.transport.write(payload)
 
     def is_open(self) -> bool:
         """May be written to."""
-        return self._transport is not None and not self._transport.is_closing()
+        return self.transport is not None and not self.transport.is_closing()
 
     def pause(self) -> None:
         """Back-pressure: the client reads slower than the worker writes."""
-        if self._transport is not None and self.is_open():
-            self._transport.pause_reading()
+        if self.transport is not None and self.is_open():
+            self._paused = True
+            self.transport.pause_reading()
 
     def resume(self) -> None:
         """The client caught up."""
-        if self._transport is not None and self.is_open():
-            self._transport.resume_reading()
+        if self.transport is not None and self.is_open():
+            self._paused = False
+            self.transport.resume_reading()
 
     def abort(self) -> None:
         """Close at once; the worker sees a client that left. The leg hears nothing more."""
         self._leg = None
-        if self._transport is not None:
-            self._transport.abort()
+        if self.transport is not None:
+            self.transport.abort()
 
 
 class CollectingUpstream(Upstream):
@@ -200,20 +253,40 @@ class Pool:
         self.authority = f"{address}:{port}".encode()
         self._idle: list[Upstream] = []
         self._retired = False
+        self.known: KnownAnswer | None = None
+        """The head that the worker gave last, to compare with."""
+        self.misses = 0
+        """Answers in a row that had another one."""
         self.closed_by_peer = 0
         """Connections that the worker, or its end, closed."""
         self._connecting: set[asyncio.Task[None]] = set()
 
     def take(self, then: OnConnection, *, fresh: bool = False) -> None:
         """An idle connection at once, or a new one later; `then` gets (connection, "") or (None, why)."""
-        while self._idle and not fresh:
-            connection = self._idle.pop()
-            if connection.is_open():
-                then(connection, "")
-                return
+        connection = None if fresh else self.idle()
+        if connection is not None:
+            then(connection, "")
+            return
         task = asyncio.get_running_loop().create_task(self._connect(then))
         self._connecting.add(task)
         task.add_done_callback(self._connecting.discard)
+
+    def idle(self) -> Upstream | None:
+        """A connection that can be used at once."""
+        while self._idle:
+            connection = self._idle.pop()
+            transport = connection.transport
+            if transport is not None and not transport.is_closing():
+                return connection
+        return None
+
+    def learn(self, answer: bytes, headers: list[tuple[bytes, bytes]]) -> None:
+        """A 200 that came in one piece: the next one may have the same head."""
+        self.misses += 1
+        if worth_learning(self.misses):
+            framing = [name for name, _ in headers if name.lower() in FRAMING]
+            around = around_length(answer) if len(framing) == 1 else None
+            self.known = KnownAnswer(around, headers) if around is not None else None
 
     async def _connect(self, then: OnConnection) -> None:
         loop = asyncio.get_running_loop()

@@ -99,7 +99,7 @@ class Worker(Candidate):
     def answers(self, sent_at: float, now: float) -> None:
         """An answer begins to what was sent then."""
         self.heard_at = now
-        if self.breaker.answers(sent_at):
+        if self.breaker.until and self.breaker.answers(sent_at):
             self.trouble.out -= 1
 
 
@@ -184,7 +184,8 @@ class WorkerTable:
     ) -> tuple[Choice | Refusal, list[int]]:
         """A pair for this prompt, and its prefix keys, which begin with the tenant's `seed` and the adapter's version."""
         routing = self.routing
-        allowed = self._allowed(now, excluded, adapter)
+        free = not (excluded or adapter or self.trouble.out or self.shares)
+        allowed = None if free else self._allowed(now, excluded, adapter)
         if allowed is not None and not allowed.sides["decode"]:
             return (Refusal(f"adapter {adapter} is on no decode worker now") if adapter else NO_DECODE), []
         keys = key_chain(prompt, adapter_seed(seed, allowed.version) if allowed is not None else seed)
@@ -204,7 +205,7 @@ class WorkerTable:
                 hints.others, adapter, bool(hints.session),
             )  # fmt: skip
             offer = routing.decide(ask, steps, tier=tier, usable=usable)
-            if offer is not None and self.pairs and self._blocked(offer, now):
+            if offer is not None and self.pairs.breakers and self._blocked(offer, now):
                 offer = self._around(ask, steps, tier, usable, offer)
             if offer is None:
                 return NO_DECODE, keys
@@ -213,7 +214,7 @@ class WorkerTable:
         candidates = self._sides(_of_tier(sides, tier), steps)
         plain = simple.Ask(key, tokens, math.inf if hints.local else config.min_uncached_tokens, self.turn)
         choice = simple.choose(plain, candidates, steps, self.rings, config.policy, config.load_bound)
-        if self.pairs and isinstance(choice, Choice) and choice.prefill and self.pairs.blocks(choice.prefill, choice.decode, now):
+        if isinstance(choice, Choice) and choice.prefill and self.pairs.blocks(choice.prefill, choice.decode, now):
             choice = Choice(None, choice.decode, "the pair is put out")
         return choice, keys
 
@@ -255,10 +256,8 @@ class WorkerTable:
         group = self.routing.groups[offer.decode.group]
         return Trip(group, offer, now, stream=stream, adapter=adapter)
 
-    def _allowed(self, now: float, excluded: frozenset[str], adapter: str) -> _Allowed | None:
-        """Who may be chosen, and the adapter's version; None: everybody."""
-        if not excluded and not adapter and not self.trouble.out and not self.shares:
-            return None
+    def _allowed(self, now: float, excluded: frozenset[str], adapter: str) -> _Allowed:
+        """Who may be chosen, and the adapter's version."""
         found = self.candidates(now, excluded)
         return _Allowed(*under(adapter, found)) if adapter else _Allowed(found, "")
 

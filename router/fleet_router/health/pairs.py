@@ -20,45 +20,43 @@ PARTNERS_LEAST: Final = 2
 class PairHealth:
     """Breakers of those pairs that failed and have not answered since."""
 
-    _breakers: dict[tuple[str, str], Breaker] = field(default_factory=dict)
+    breakers: dict[tuple[str, str], Breaker] = field(default_factory=dict)
+    """By (prefill, decode); empty while nothing is wrong."""
     opened: int = 0
     """Times that a pair was put out."""
-
-    def __bool__(self) -> bool:
-        return bool(self._breakers)
 
     def failed(self, prefill: str, decode: str, now: float) -> bool:
         """KV did not move between them; True when the pair is put out by it."""
         pair = (prefill, decode)
-        breaker = self._breakers.get(pair)
+        breaker = self.breakers.get(pair)
         if breaker is None:
-            if len(self._breakers) >= PAIRS_MOST:
-                self._breakers.pop(next(iter(self._breakers)))
-            breaker = self._breakers[pair] = Breaker(PAIR_FAILURES_MOST)
+            if len(self.breakers) >= PAIRS_MOST:
+                self.breakers.pop(next(iter(self.breakers)))
+            breaker = self.breakers[pair] = Breaker(PAIR_FAILURES_MOST)
         opens = breaker.failed(now)
         self.opened += opens
         return opens
 
     def succeeded(self, prefill: str, decode: str, sent_at: float) -> None:
-        """KV moved. Call it only while `self` is not empty."""
-        breaker = self._breakers.get((prefill, decode))
+        """KV moved."""
+        breaker = self.breakers.get((prefill, decode))
         if breaker is not None and (breaker.answers(sent_at) or breaker.closed):
-            del self._breakers[prefill, decode]
+            del self.breakers[prefill, decode]
 
     def blocks(self, prefill: str, decode: str, now: float) -> bool:
         """This pair is not to be used now. When its time is over it is on trial: one more failure puts it out for longer."""
-        breaker = self._breakers.get((prefill, decode))
+        breaker = self.breakers.get((prefill, decode))
         return breaker is not None and now < breaker.until
 
     def condemns(self, prefill: str, decodes: int, now: float) -> bool:
         """So many pairs of this prefill worker are put out that it is no pair's fault any more. `decodes`: its partners."""
-        out = sum(p == prefill and now < breaker.until for (p, _), breaker in self._breakers.items())
+        out = sum(p == prefill and now < breaker.until for (p, _), breaker in self.breakers.items())
         return out >= PARTNERS_LEAST and 2 * out >= decodes
 
     def out(self, now: float) -> list[tuple[str, str]]:
         """Pairs that are put out."""
-        return [pair for pair, breaker in self._breakers.items() if now < breaker.until]
+        return [pair for pair, breaker in self.breakers.items() if now < breaker.until]
 
     def keep(self, workers: frozenset[str]) -> None:
         """Only these workers are left."""
-        self._breakers = {pair: breaker for pair, breaker in self._breakers.items() if workers.issuperset(pair)}
+        self.breakers = {pair: breaker for pair, breaker in self.breakers.items() if workers.issuperset(pair)}

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from struct import Struct
 
 import xxhash
 
-from fleet_router.kvindex.masks import add_bit, depths, drop_bit
+from fleet_router.kvindex.masks import depths, drop_bit
 
 PIECE_BYTES = 256
 FINE_PIECES = 32
@@ -36,6 +37,7 @@ GENERATIONS_MOST = 32
 """Where the same prompts come again and again: the oldest two become one."""
 LEAST_KEYS = 64
 MOST_NEWS = 256
+_FINE = Struct(f"{PIECE_BYTES}s").iter_unpack
 
 
 def key_chain(prompt: bytes, seed: int = 0) -> list[int]:
@@ -43,8 +45,11 @@ def key_chain(prompt: bytes, seed: int = 0) -> list[int]:
     digest, size = xxhash.xxh3_64_intdigest, len(prompt)
     if size < PIECE_BYTES:
         return [digest(prompt, seed)]
-    fine = range(0, min(size, FINE_BYTES) - PIECE_BYTES + 1, PIECE_BYTES)
-    keys = [seed := digest(prompt[at : at + PIECE_BYTES], seed) for at in fine]
+    keys: list[int] = []
+    end = min(size, FINE_BYTES)
+    for (piece,) in _FINE(prompt[: end - end % PIECE_BYTES]):  # a third less than slicing
+        seed = digest(piece, seed)
+        keys.append(seed)
     if size >= FINE_BYTES + MEDIUM_BYTES:
         medium = range(FINE_BYTES, min(size, LONG_BYTES) - MEDIUM_BYTES + 1, MEDIUM_BYTES)
         keys += [seed := digest(prompt[at : at + MEDIUM_BYTES], seed) for at in medium]
@@ -66,6 +71,10 @@ def bytes_of(pieces: int) -> int:
     if pieces <= LONG_PIECES:
         return FINE_BYTES + (pieces - FINE_PIECES) * MEDIUM_BYTES
     return LONG_BYTES + (pieces - LONG_PIECES) * COARSE_BYTES
+
+
+BYTES_OF = tuple(bytes_of(pieces) for pieces in range(MAX_PIECES + 1))
+"""The same as a table, for every request."""
 
 
 def pieces_in(size: int) -> int:
@@ -90,14 +99,17 @@ def ring_key(keys: Sequence[int]) -> int:
 class _Held:
     """What one worker was sent."""
 
-    __slots__ = ("bit", "bytes", "last_used", "limit", "most_bytes", "number", "older", "young", "young_bytes", "young_keys")
+    __slots__ = (
+        "bit", "bytes", "last_used", "limit", "longest", "most_bytes", "number", "older", "room_bytes", "room_keys", "young",
+        "young_bytes", "young_keys",
+    )  # fmt: skip
 
     def __init__(self, bit: int) -> None:
         self.bit = bit
-        self.limit = 0
-        """Keys, for the sake of our memory."""
-        self.most_bytes = 0
-        """Of prompts, as the worker's own cache holds them; 0: not known."""
+        self.limit = self.most_bytes = 0
+        """Keys, for the sake of our memory; bytes of prompts, as the worker's own cache holds them, 0: not known."""
+        self.longest = self.room_keys = self.room_bytes = 0
+        """Keys of one prompt that are kept; keys and bytes of a generation."""
         self.last_used: dict[int, int] = {}
         """Key → the generation of its last use."""
         self.bytes = 0
@@ -110,21 +122,15 @@ class _Held:
         self.older: deque[tuple[int, list[Sequence[int]]]] = deque()
         """(number, prompts) of the others, the oldest first."""
 
-    @property
-    def longest(self) -> int:
-        """Keys of one prompt that are kept."""
-        return min(self.limit, pieces_in(self.most_bytes)) if self.most_bytes else self.limit
+    def size(self, limit: int, most_bytes: int) -> None:
+        """How much is kept."""
+        self.limit, self.most_bytes = limit, most_bytes
+        self.longest = min(limit, MAX_PIECES, pieces_in(most_bytes) if most_bytes else MAX_PIECES)
+        self.room_keys = limit // GENERATIONS
+        self.room_bytes = (most_bytes or bytes_of(MAX_PIECES) * limit) // GENERATIONS
 
-    @property
-    def is_over(self) -> bool:
-        """It was sent more than it holds."""
-        return len(self.last_used) > self.limit or 0 < self.most_bytes < self.bytes
-
-    def turn(self, keys: int, size: int) -> None:
-        """Begin a generation if this prompt does not fit into the present one."""
-        room_bytes = (self.most_bytes or bytes_of(MAX_PIECES) * self.limit) // GENERATIONS
-        if not self.young or (self.young_keys + keys <= self.limit // GENERATIONS and self.young_bytes + size <= room_bytes):
-            return
+    def turn(self) -> None:
+        """Begin a generation: the next prompt does not fit into the present one."""
         self.older.append((self.number, self.young))
         self.number, self.young, self.young_keys, self.young_bytes = self.number + 1, [], 0, 0
         if len(self.older) > GENERATIONS_MOST:
@@ -132,6 +138,11 @@ class _Held:
             used_last = self.last_used
             kept = [prompt for prompt in oldest + next_oldest if used_last.get(prompt[-1], number + 1) <= number]
             self.older.appendleft((number, kept))
+
+    def make_room(self, masks: dict[int, int]) -> None:
+        """As long as it was sent more than it holds."""
+        while self.older and (len(self.last_used) > self.limit or 0 < self.most_bytes < self.bytes):
+            self.forget_oldest(masks)
 
     def forget_oldest(self, masks: dict[int, int]) -> None:
         """What was not used since. A prompt's beginning may have been, its end then not: from the end on."""
@@ -153,13 +164,14 @@ class ApproximateIndex:
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._masks: dict[int, int] = {}
+        self.masks: dict[int, int] = {}
+        """Key → workers as bits."""
         self._held: dict[str, _Held] = {}
         self.news: dict[tuple[str, int], Sequence[int]] | None = None
         """What was sent, by worker and last key, for other routers; None when there are none. Whoever tells them empties it."""
 
     def __len__(self) -> int:
-        return len(self._masks)
+        return len(self.masks)
 
     @property
     def entries(self) -> int:
@@ -176,23 +188,23 @@ class ApproximateIndex:
         held = self._held.pop(worker, None)
         if held is not None:
             for key in held.last_used:
-                drop_bit(self._masks, key, held.bit)
+                drop_bit(self.masks, key, held.bit)
             self._share_out()
 
     def resize(self, worker: str, prompt_bytes: int) -> None:
         """The worker's KV cache holds about so many bytes of prompts: what does not fit is forgotten here as well."""
         if (held := self._held.get(worker)) is not None:
-            held.most_bytes = max(LEAST_KEYS * PIECE_BYTES, prompt_bytes)
+            held.size(held.limit, max(LEAST_KEYS * PIECE_BYTES, prompt_bytes))
 
     def _share_out(self) -> None:
         """Everybody gets an equal part of what there is."""
         part = max(LEAST_KEYS, self._capacity // max(1, len(self._held)))
         for held in self._held.values():
-            held.limit = part
+            held.size(part, held.most_bytes)
 
     def depths(self, keys: Sequence[int], among: int = -1) -> list[tuple[int, int]]:
         """(pieces, workers as bits), the deepest first."""
-        return depths(self._masks, keys, among)
+        return depths(self.masks, keys, among)
 
     def add(self, keys: Sequence[int], worker: str) -> None:
         """This worker is being sent a prompt with these keys."""
@@ -207,19 +219,25 @@ class ApproximateIndex:
             return
         if len(keys) > held.longest:
             keys = keys[: held.longest]
-        last_used, known = held.last_used, len(keys)
-        if last_used.get(keys[-1], -1) == held.number:
+        last_used, number, count, size = held.last_used, held.number, len(keys), BYTES_OF[len(keys)]
+        if last_used.get(keys[-1], -1) == number:
             return  # used in this generation already, and with it all before it
-        while known and keys[known - 1] not in last_used:
-            known -= 1
-        size = bytes_of(len(keys))
-        held.turn(len(keys), size)
-        last_used.update(dict.fromkeys(keys, held.number))
+        if held.young and (held.young_keys + count > held.room_keys or held.young_bytes + size > held.room_bytes):
+            held.turn()
+            number = held.number
         held.young.append(keys)
-        held.young_keys += len(keys)
+        held.young_keys += count
         held.young_bytes += size
-        if known < len(keys):
-            held.bytes += size - bytes_of(known)
-            add_bit(self._masks, keys[known:], held.bit)
-            while held.is_over and held.older:
-                held.forget_oldest(self._masks)
+        masks, bit, fresh, used_in = self.masks, held.bit, 0, last_used.get
+        for key in reversed(keys):
+            used = used_in(key)
+            if used is None:
+                masks[key] = masks.get(key, 0) | bit
+                fresh += 1
+            elif used == number:
+                break  # and with it all before it
+            last_used[key] = number
+        if fresh:
+            held.bytes += size - BYTES_OF[count - fresh]
+            if len(last_used) > held.limit or 0 < held.most_bytes < held.bytes:
+                held.make_room(masks)

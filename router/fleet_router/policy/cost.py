@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf
-from typing import NamedTuple
 
 import msgspec
 
@@ -44,7 +43,7 @@ Depths = tuple[float, int, float, int, Steps]
 """(tokens, workers as bits) of the deepest step and of the next one, and the other steps."""
 
 
-class Weighed(NamedTuple):
+class Weighed(msgspec.Struct, frozen=True):
     """One side of one group, as a decision saw it: costs by worker, in seconds."""
 
     group: tuple[str, str]
@@ -106,14 +105,14 @@ def cheapest(ask: CostAsk, group: Group, steps: Steps, usable: Usable | None) ->
     decodes = side.look(steps, ask.ring_key, ask.bound, usable)
     if not decodes:
         return None
-    prefills = [] if ask.local else group.prefill.look(steps, ask.ring_key, ask.bound, usable)
-    looked = len(decodes) + len(prefills)
-    share = 0.0 if steps else EPSILON_SHARE
-    depths = _two_of(steps)
-    local, remote, missing = _decode_costs(ask, group, decodes, depths)
-    ask.seen.append(Weighed(group.key, decodes, ask.tokens, depths, remote, local))
-    if prefills and not ask.by_cost:
-        local = remote
+    sources = group.prefill
+    prefills = sources.look(steps, ask.ring_key, ask.bound, usable) if sources.members and not ask.local else []
+    looked, share, depths = len(decodes) + len(prefills), 0.0 if steps else EPSILON_SHARE, _two_of(steps)
+    missing = _missing(ask.tokens, decodes, depths)
+    waits = _waits(ask, group, decodes)
+    remote = _remote_costs(ask, group, decodes, missing, waits) if prefills else []
+    local = _local_costs(ask, group, decodes, missing, waits, depths[0]) if ask.by_cost or not prefills else remote
+    ask.seen.append(Weighed(group.key, decodes, ask.tokens, depths, remote or local, local))
     if not prefills or min(missing) < ask.min_uncached:
         at = _settle(local, decodes, side, ask, share)
         if not prefills or missing[at] < ask.min_uncached:
@@ -150,74 +149,75 @@ def _remote(
     j = _settle(remote, decodes, group.decode, ask, share)
     above, tried = _above(group, prefills[i], decodes[j], missing[j]), 0
     if above > EPSILON_S + share * (costs[i] + remote[j]):
-        costs = _prefill_costs(ask, group.prefill, prefills, depths, all_of_them=True)
-        ask.seen[-1] = Weighed(group.key, prefills, ask.tokens, depths, costs)
+        if inf in costs:
+            costs = _prefill_costs(ask, group.prefill, prefills, depths, all_of_them=True)
+            ask.seen[-1] = Weighed(group.key, prefills, ask.tokens, depths, costs)
         i, j, above, tried = _try_pairs(group, prefills, decodes, costs, remote, missing)
     lacks = _lacks(ask.tokens, prefills[i], depths)
     return Offer(costs[i] + remote[j] + above, prefills[i], decodes[j], lacks, missing[j], "remote prefill", tried)
 
 
-def _decode_costs(
-    ask: CostAsk, group: Group, workers: Sequence[Candidate], depths: Depths
-) -> tuple[list[float], list[float], list[float]]:
-    """(local prefill, waiting for KV from elsewhere without the pair's own part, missing tokens) of each decode worker. Local
-    prefill behind a queue that is too long in any case is `inf`."""
-    tokens, now, others = ask.tokens, ask.now, ask.others
-    base, slope = group.pairs.least_base, group.pairs.least_slope
-    weight, spared = _heat(ask, group.decode, depths[0])
+def _missing(tokens: float, workers: Sequence[Candidate], depths: Depths) -> list[float]:
+    """Tokens of the prompt that each of them has not cached."""
     held, mask, less, wider, more = depths
-    waits, limit = _waits(ask, group, workers), inf
-    local, remote, missing = list[float](), list[float](), list[float]()
-    for worker in workers:
-        bit, streams = worker.bit, worker.inflight
-        known = held if bit & mask else less if bit & wider else 0.0
-        if more and not known:
-            known = next((fewer for fewer, holders in more if bit & holders), 0.0)
-        lacks = tokens - known if known < tokens else 1.0
-        drag, queue = streams * worker.drag_s, worker.free_at - now
-        missing.append(lacks)
-        remote.append(drag * others + base + lacks * slope)
+    if more:
+        return [_lacks(tokens, worker, depths) for worker in workers]
+    few, some = tokens - held if held < tokens else 1.0, tokens - less if less < tokens else 1.0
+    none = tokens if tokens > 0.0 else 1.0
+    return [few if (bit := worker.bit) & mask else some if bit & wider else none for worker in workers]
+
+
+def _remote_costs(
+    ask: CostAsk, group: Group, workers: Sequence[Candidate], missing: Sequence[float], waits: Sequence[float] | None
+) -> list[float]:
+    """Waiting for KV from elsewhere on each decode worker, without the pair's own part."""
+    others, base, slope = ask.others, group.pairs.least_base, group.pairs.least_slope
+    costs = [w.inflight * w.drag_s * others + base + lacks * slope for w, lacks in zip(workers, missing, strict=True)]
+    return costs if waits is None else [cost + wait_s for cost, wait_s in zip(costs, waits, strict=True)]
+
+
+def _local_costs(
+    ask: CostAsk, group: Group, workers: Sequence[Candidate], missing: Sequence[float], waits: Sequence[float] | None, held: float
+) -> list[float]:
+    """Prefilling on each decode worker itself; `inf` behind a queue that is too long in any case."""
+    now, others = ask.now, ask.others
+    weight, spared = _heat(ask, group.decode, held)
+    costs, limit = list[float](), inf
+    for worker, lacks in zip(workers, missing, strict=True):
+        queue = worker.free_at - now
         if queue > limit:
-            local.append(inf)
+            costs.append(inf)
             continue
-        work, heat = lacks * worker.token_s, worker.heat
+        streams, heat, work = worker.inflight, worker.heat, lacks * worker.token_s
         stalls = streams * STALL + work * worker.crowd
         if heat > spared:
-            stalls += heat * weight - spared * weight
-        cost = worker.base_s + work + (drag + work * stalls) * others
+            stalls += (heat - spared) * weight
+        cost = worker.base_s + work + (streams * worker.drag_s + work * stalls) * others
         if queue > 0.0:
             cost += queue
-        local.append(cost)
+        costs.append(cost)
         if cost < limit and waits is None:
             limit = cost + EPSILON_S + EPSILON_SHARE * cost
-    if waits is not None:
-        local = [cost + wait_s for cost, wait_s in zip(local, waits, strict=True)]
-        remote = [cost + wait_s for cost, wait_s in zip(remote, waits, strict=True)]
-    return local, remote, missing
+    return costs if waits is None else [cost + wait_s for cost, wait_s in zip(costs, waits, strict=True)]
 
 
 def _prefill_costs(
     ask: CostAsk, side: Side, workers: Sequence[Candidate], depths: Depths, *, all_of_them: bool = False
 ) -> list[float]:
     """Queue + prefill, and what others lose by it, of each prefill worker; `inf` behind a queue that is too long in any case."""
-    tokens, now, others = ask.tokens, ask.now, ask.others
+    now, others = ask.now, ask.others
     weight, spared = _heat(ask, side, depths[0])
-    held, mask, less, wider, more = depths
     costs, limit = list[float](), inf
     all_of_them = all_of_them or bool(ask.adapter)
-    for worker in workers:
+    for worker, lacks in zip(workers, _missing(ask.tokens, workers, depths), strict=True):
         queue = worker.free_at - now
         if queue > limit:
             costs.append(inf)
             continue
-        bit = worker.bit
-        known = held if bit & mask else less if bit & wider else 0.0
-        if more and not known:
-            known = next((fewer for fewer, holders in more if bit & holders), 0.0)
-        work, heat = (tokens - known if known < tokens else 1.0) * worker.token_s, worker.heat
+        heat, work = worker.heat, lacks * worker.token_s
         stalls = work * worker.crowd
         if heat > spared:
-            stalls += heat * weight - spared * weight
+            stalls += (heat - spared) * weight
         cost = worker.base_s + work + work * stalls * others
         if queue > 0.0:
             cost += queue
@@ -270,8 +270,7 @@ def _waits(ask: CostAsk, group: Group, workers: Sequence[Candidate]) -> list[flo
 
 def _above(group: Group, prefill: Candidate, decode: Candidate, tokens: float) -> float:
     """What this pair costs above the least of all pairs."""
-    pairs = group.pairs
-    return pairs.cost_s(prefill.uid, decode.uid, tokens) - pairs.least_s(tokens)
+    return group.pairs.above_s(prefill.uid, decode.uid, tokens)
 
 
 def _try_pairs(
@@ -280,6 +279,7 @@ def _try_pairs(
 ) -> tuple[int, int, float, int]:  # fmt: skip
     """(prefill, decode, above, pairs tried) of the few best of each. A pair that cannot win any more is not tried."""
     few_p, few_d = _few_best(costs), _few_best(remote)
+    above_s = group.pairs.above_s
     found, least, tried = (few_p[0], few_d[0], 0.0), float("inf"), 0
     for i in few_p:
         for j in few_d:
@@ -287,13 +287,15 @@ def _try_pairs(
             if at_least >= least:
                 break  # the next ones of this row cost more
             tried += 1
-            above = _above(group, prefills[i], decodes[j], missing[j])
+            above = above_s(prefills[i].uid, decodes[j].uid, missing[j])
             if at_least + above < least:
                 found, least = (i, j, above), at_least + above
     return (*found, tried)
 
 
-def _few_best(costs: list[float]) -> list[int]:
+def _few_best(costs: list[float]) -> Sequence[int]:
+    if len(costs) == 2:  # the smallest fleet that has a choice is the most common one
+        return (0, 1) if costs[0] <= costs[1] else (1, 0)
     return sorted(range(len(costs)), key=costs.__getitem__)[:TRIED]
 
 

@@ -40,6 +40,13 @@ class Pairs:
             return self.common.at(tokens) + self.handshake.value
         return line.base + line.slope * tokens
 
+    def above_s(self, prefill: str, decode: str, tokens: float) -> float:
+        """What it costs above the least of all pairs."""
+        line = self._lines.get((prefill, decode))
+        if line is None:
+            return self.cost_s(prefill, decode, tokens) - self.least_s(tokens)
+        return line.base - self.least_base + (line.slope - self.least_slope) * tokens
+
     def least_s(self, tokens: float) -> float:
         """No pair is cheaper than this."""
         return self.least_base + self.least_slope * tokens

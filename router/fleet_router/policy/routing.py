@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from fleet_router.kvindex.approximate import ApproximateIndex, bytes_of, piece_after
-from fleet_router.kvindex.masks import Bits
+from fleet_router.kvindex.approximate import BYTES_OF, ApproximateIndex, piece_after
+from fleet_router.kvindex.masks import Bits, depths
 from fleet_router.policy.candidate import CROWD_S, Candidate
 from fleet_router.policy.cost import CostAsk, Offer, cheapest
 from fleet_router.policy.estimate import Mean
@@ -89,15 +89,17 @@ class Routing:
         """What the approximate index knows of a prompt of `size` bytes and about so many tokens: (tokens, workers as bits), most
         first. The tail behind the last full piece goes with the piece before it: less than a hundred tokens, of long prompts less
         than an eighth."""
-        whole = len(keys) if size - bytes_of(len(keys)) < piece_after(len(keys)) else 0
+        count = len(keys)
+        whole = count if size - BYTES_OF[count] < piece_after(count) else 0
         share = tokens / size
-        return [
-            (tokens if pieces == whole else bytes_of(pieces) * share, mask) for pieces, mask in self.index.depths(keys, among)
-        ]
+        return [(tokens if n == whole else BYTES_OF[n] * share, mask) for n, mask in depths(self.index.masks, keys, among)]
 
     def decide(self, ask: CostAsk, steps: Steps, *, tier: str = "", usable: Usable | None = None) -> Offer | None:
         """The cheapest offer of all groups, of this tier if it can serve at all; None when nobody decodes."""
         groups = self.groups.values()
+        if len(groups) == 1:
+            (group,) = groups
+            return cheapest(ask, group, steps, usable)
         if tier:
             found = _best([group for key, group in self.groups.items() if key[0] == tier], ask, steps, usable)
             if found is not None:
@@ -106,8 +108,6 @@ class Routing:
 
 
 def _best(groups: Collection[Group], ask: CostAsk, steps: Steps, usable: Usable | None) -> Offer | None:
-    if len(groups) == 1:
-        return cheapest(ask, next(iter(groups)), steps, usable)
     best: Offer | None = None
     for group in groups:
         found = cheapest(ask, group, steps, usable)

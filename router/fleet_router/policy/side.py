@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
 from fleet_router.policy.candidate import Candidate
-from fleet_router.policy.ring import Ring, cap_of
+from fleet_router.policy.ring import LOAD_FLOOR, Ring, cap_of
 
 WHOLE = 16
 """Sides up to this size are looked at whole."""
@@ -103,15 +103,20 @@ class Side:
 
     def look(self, steps: Steps, key: int, bound: float, usable: Usable | None) -> list[Candidate]:
         """Who is worth a look: usable workers below their bound; any usable one when all are at it."""
-        cap = cap_of(self.inflight, len(self.members), bound)
         free = usable is None and not self.ramping
+        if free and len(self.members) <= WHOLE and self._all_below(bound):
+            return self.members
+        cap = cap_of(self.inflight, len(self.members), bound)
         if len(self.members) > WHOLE:
             found = self._few(steps, key, cap) if free else self._few_of_some(steps, key, cap, usable)
-        elif free and len(self.levels) <= cap:
-            return self.members
         else:
             found = [w for w in self.members if w.inflight < cap * w.share and (usable is None or usable(w))]
         return found or [w for w in self.members if usable is None or usable(w)][:WHOLE]
+
+    def _all_below(self, bound: float) -> bool:
+        """Nobody is at its bound."""
+        most = len(self.levels) - 1
+        return most < LOAD_FLOOR or most * len(self.members) < bound * (self.inflight + 1)
 
     def _few(self, steps: Steps, key: int, cap: int) -> list[Candidate]:
         """Of all workers, without a filter."""

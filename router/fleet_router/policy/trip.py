@@ -19,7 +19,7 @@ class Trip:
         first = offer.prefill or offer.decode
         self._prefilling: Prefilling | None = prefill_sent(first, offer.missing, now)
         self._sent_at, self._first_at = now, 0.0
-        self._full = _full(offer.decode)
+        self._full = stream and _full(offer.decode)
         if adapter:
             for worker in {first, offer.decode}:
                 worker.adapters.pop(adapter, None)
@@ -31,7 +31,7 @@ class Trip:
         """The prefill leg answered, and the decode leg is sent."""
         self._prefill_over(now, learn=True)
         self._sent_at = now
-        self._full = _full(self._offer.decode)
+        self._full = self._stream and _full(self._offer.decode)
 
     def first_token(self, now: float) -> None:
         """The first bytes of the answer."""

@@ -245,7 +245,7 @@ def test_a_crashing_container_restarts_with_back_off(tmp_path):
 def test_a_failing_liveness_probe_restarts_the_container(tmp_path):
     async def scenario():
         async with Local(tmp_path).running() as local:
-            never = {"exec": {"command": ["false"]}, "periodSeconds": 0.05, "failureThreshold": 2}
+            never = {"exec": {"command": ["false"]}, "periodSeconds": 0.05, "failureThreshold": 2, "timeoutSeconds": 15}
             await local.apply("wedged", python("import time; time.sleep(600)", livenessProbe=never))
             pod = await local.until("wedged", lambda p: p.get("status", {}).get("containerStatuses", [{}])[0].get("restartCount"))
             ended = pod["status"]["containerStatuses"][0]["lastState"]["terminated"]

@@ -21,9 +21,9 @@ open(sys.argv[1], "w").write(str(core.pid))
 time.sleep(600)
 """
 AGENT = f"""
-import subprocess, sys, time
-from fleet_worker.agent.supervise import _die_with_parent
-subprocess.Popen([sys.executable, "-c", {SERVER!r}, sys.argv[1]], start_new_session=True, preexec_fn=_die_with_parent)
+import os, subprocess, sys, time
+from fleet_worker.agent.supervise import _die_with
+subprocess.Popen([sys.executable, "-c", {SERVER!r}, sys.argv[1]], start_new_session=True, preexec_fn=_die_with(os.getpid()))
 time.sleep(600)
 """
 

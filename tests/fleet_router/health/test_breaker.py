@@ -155,16 +155,16 @@ def test_a_pair_on_trial_is_forgotten_when_kv_moves_and_out_for_longer_when_not(
     pairs.succeeded("p", "d", 1.0)  # that was sent before
     assert pairs.blocks("p", "d", 14.9)
     pairs.succeeded("p", "d", 16.0)
-    assert not pairs
+    assert not pairs.breakers
 
 
 def test_pairs_are_bounded_and_leave_with_their_workers():
     pairs = PairHealth()
     for i in range(PAIRS_MOST + 10):
         pairs.failed(f"p{i}", "d", 0.0)
-    assert len(pairs._breakers) == PAIRS_MOST
+    assert len(pairs.breakers) == PAIRS_MOST
     pairs.keep(frozenset({"p20", "d"}))
-    assert list(pairs._breakers) == [("p20", "d")]
+    assert list(pairs.breakers) == [("p20", "d")]
 
 
 @given(st.lists(st.tuples(st.booleans(), st.floats(0, 0.5)), max_size=400))

@@ -101,7 +101,7 @@ def test_a_worker_never_knows_the_end_of_a_prompt_without_its_beginning(sent: li
     for topic, depth in sent:
         index.add([topic * 100 + i for i in range(depth)], "w")
         for asked in range(31):
-            known = [bool(index._masks.get(asked * 100 + i, 0)) for i in range(12)]
+            known = [bool(index.masks.get(asked * 100 + i, 0)) for i in range(12)]
             assert known == sorted(known, reverse=True)
     assert len(index) <= LEAST_KEYS
 
@@ -161,7 +161,7 @@ def test_it_forgets_as_a_cache_does_that_evicts_what_was_used_least_lately(sent:
             used.pop(key, None)
             used[key] = None
         known = set(index._held["w"].last_used)
-        assert known == set(index._masks)
+        assert known == set(index.masks)
         assert len(known) <= capacity
         lately = list(used)[-(capacity - capacity // GENERATIONS - 30) :]
         assert known.issuperset(lately)

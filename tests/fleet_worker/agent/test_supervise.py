@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import select
+import signal
+import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from fleet_worker.agent.command import EngineCommand
-from fleet_worker.agent.supervise import EngineProcess, watch_children
+from fleet_worker.agent.supervise import EngineProcess, start_guard, watch_children
 
 WRITE = "import os, pathlib; pathlib.Path(os.environ['OUT']).write_text(os.environ['KNOB'])"
 
@@ -61,26 +65,68 @@ def test_a_child_that_stays_is_killed(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("OUT", str(tmp_path / "seen"))
     monkeypatch.setattr("fleet_worker.agent.supervise.LEFTOVERS_S", 0.2)
     asyncio.run(stopped(STUBBORN_CHILD))
-    assert ends((tmp_path / "seen").read_text())
+    pid = int((tmp_path / "seen").read_text())
+    assert not Path(f"/proc/{pid}").exists(), "stop returned before it was gone"
 
 
-def ends(pid: str) -> bool:
-    """A killed process needs a moment to go, and is a zombie until somebody reaps it."""
-    for _ in range(1_000):
+AGENT = """
+import asyncio, sys, time
+from fleet_worker.agent.command import EngineCommand
+from fleet_worker.agent.supervise import EngineProcess, start_guard, watch_children
+
+async def main():
+    engine = EngineProcess(EngineCommand((sys.executable, *sys.argv[1:])))
+    watch_children(asyncio.get_running_loop(), engine.reap)
+    engine.start()
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+def test_a_child_that_looks_after_no_parent_ends_with_a_killed_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As vLLM's engine core, and its workers until they are loaded. No container ends here: this agent is not PID 1."""
+    os.mkfifo(tmp_path / "seen")
+    monkeypatch.setenv("OUT", str(tmp_path / "seen"))
+    argv = [sys.executable, "-c", AGENT, "-c", ENGINE_WITH_A_CHILD, STUBBORN_CHILD]
+    with subprocess.Popen(argv, stderr=subprocess.DEVNULL) as agent:
+        child = os.pidfd_open(int((tmp_path / "seen").read_text()))
         try:
-            if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
-                return True
-        except OSError:
-            return True
-        time.sleep(0.01)
-    return False
+            agent.kill()
+            assert select.select([child], [], [], 10)[0], "the child outlives its agent"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(child, signal.SIGKILL)
+            os.close(child)
+
+
+def test_an_agent_that_is_pid_1_needs_no_guard(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    assert start_guard() is None
+
+
+async def stopped_as_it_died() -> int:
+    engine = EngineProcess(EngineCommand((sys.executable, "-c", "raise SystemExit(7)")))
+    watch_children(asyncio.get_running_loop(), engine.reap)
+    pid = engine.start()
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # noqa: ASYNC222 - it ends while the loop is busy: nobody has heard of it
+    await asyncio.wait_for(engine.stop(0.1), 10)
+    return engine.exited.result()
+
+
+def test_an_engine_that_ends_as_it_is_stopped_is_noticed():
+    """Popen collects a dead child before it sends a signal: nobody else ever sees it then."""
+    assert asyncio.run(stopped_as_it_died()) == 7
 
 
 async def ended(command: EngineCommand) -> int:
     engine = EngineProcess(command)
     watch_children(asyncio.get_running_loop(), engine.reap)
     engine.start()
-    return await asyncio.wait_for(engine.exited, 10)
+    try:
+        return await asyncio.wait_for(engine.exited, 10)
+    finally:
+        await engine.stop(0.0)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
-"""The engine process: started so that it cannot outlive the agent, watched, stopped within a bound.
+"""The engine process: started so that neither it nor a child of it can outlive the agent, watched, stopped within a bound.
 
 The agent is PID 1 of its container, so it also reaps every orphan; it peeks at dead children first (WNOWAIT), so that the
-engine's own exit status is never taken by the reaper.
+engine's own exit status is never taken by the reaper. Where it is not PID 1, `guard.py` does what the kernel does there.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import IO
 
+from fleet_worker.agent import guard
 from fleet_worker.agent.command import EngineCommand
 from fleet_worker.transfer.ucxlog import UcxReport
 
@@ -28,13 +29,30 @@ TAIL_LINES = 40
 MAX_LINE = 4_096
 LEFTOVERS_S = 5.0
 """Seconds that the engine's children have after it to end by themselves."""
+KILLED_S = 5.0
+"""Seconds in which killed processes are gone, as a rule."""
 GROUP_POLL_S = 0.05
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-def _die_with_parent() -> None:
+def _die_with(parent: int) -> Callable[[], None]:
     """Runs in the child before exec: the kernel kills it when the agent dies, whatever killed the agent."""
-    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    def ask() -> None:
+        _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # the agent died between fork and prctl
+            os._exit(128 + signal.SIGKILL)
+
+    return ask
+
+
+def start_guard() -> subprocess.Popen[bytes] | None:
+    """It wants the engine's session on its stdin; None where the kernel ends everything with us. No mark of a container is on it:
+    a container runtime may end the agent, and leave the guard to its work."""
+    if os.getpid() == 1:
+        return None
+    argv = [sys.executable, "-I", "-S", guard.__file__]
+    return subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env={}, start_new_session=True)
 
 
 class EngineProcess:
@@ -43,6 +61,7 @@ class EngineProcess:
     def __init__(self, command: EngineCommand) -> None:
         self._command = command
         self._process: subprocess.Popen[bytes] | None = None
+        self._guard: subprocess.Popen[bytes] | None = None
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self.ucx = UcxReport()
         """By which transport the engine reads, in UCX's own words."""
@@ -51,11 +70,16 @@ class EngineProcess:
     def start(self) -> int:
         """Start it in a session of its own; returns its pid. OSError when it cannot be executed."""
         env = {**self._command.defaults, **os.environ, **self._command.env}
+        self._guard = start_guard()
         process = subprocess.Popen(
             self._command.argv, env=env, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE,
-            start_new_session=True, preexec_fn=_die_with_parent,  # noqa: PLW1509 - prctl is async-signal-safe
+            start_new_session=True, preexec_fn=_die_with(os.getpid()),  # noqa: PLW1509 - prctl is async-signal-safe
         )  # fmt: skip
         self._process = process
+        if self._guard is not None and self._guard.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):  # somebody killed it already
+                self._guard.stdin.write(b"%d\n" % process.pid)
+                self._guard.stdin.flush()
         if process.stderr is not None:
             threading.Thread(target=self._pump, args=(process.stderr,), name="engine-stderr", daemon=True).start()
         return process.pid
@@ -72,35 +96,42 @@ class EngineProcess:
 
     def reap(self) -> None:
         """Collect every dead child; resolves `exited` when the engine is among them. Call on SIGCHLD."""
-        while True:
-            try:
-                dead = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            except ChildProcessError:
-                return
-            if dead is None:
-                return
-            if self._process is not None and dead.si_pid == self._process.pid:
-                code = self._process.wait()
-                if not self.exited.done():
-                    self.exited.set_result(code)
+        while (dead := _dead_child()) is not None:
+            if self._process is not None and dead == self._process.pid:
+                self._process.wait()
             else:
-                os.waitpid(dead.si_pid, 0)
+                with contextlib.suppress(ChildProcessError):  # whoever started it was quicker
+                    os.waitpid(dead, 0)
+        # not only when it was among them: Popen looks, too, before it sends a signal
+        if self._process is not None and self._process.returncode is not None and not self.exited.done():
+            self.exited.set_result(self._process.returncode)
 
     async def stop(self, grace_s: float) -> None:
-        """SIGTERM to the engine, which ends its own children in its order; SIGKILL to whatever of its group is left at the end.
+        """SIGTERM to the engine, which ends its own children in its order; SIGKILL to whatever of it is left at the end.
 
         Its last child may be Python's resource tracker, which removes the shared memory that the others left.
         """
-        if self._process is None:
-            return
-        if not self.exited.done():
-            self._process.terminate()
-            await asyncio.wait({self.exited}, timeout=grace_s)
-        if self.exited.done():
-            await self._group_gone(LEFTOVERS_S)
-        with contextlib.suppress(ProcessLookupError):  # nobody is left: the usual case
-            os.killpg(self._process.pid, signal.SIGKILL)
-        await self.exited
+        process = self._process
+        if process is not None:
+            if not self.exited.done():
+                process.terminate()
+                self.reap()
+                await asyncio.wait({self.exited}, timeout=grace_s)
+            if self.exited.done():
+                await self._group_gone(LEFTOVERS_S)
+            guard.kill_session(process.pid)
+            await self.exited
+            await self._group_gone(KILLED_S)
+        self._end_guard()
+        # a loop that is closed with a handler in place cannot take the signal of a late child
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGCHLD)
+
+    def _end_guard(self) -> None:
+        if self._guard is not None:
+            self._guard.kill()
+            if self._guard.stdin is not None:
+                self._guard.stdin.close()
+            self._guard.wait()
 
     async def _group_gone(self, within_s: float) -> None:
         """Until no process of the engine's group is left, or the time is up."""
@@ -115,6 +146,15 @@ class EngineProcess:
     def last_words(self) -> str:
         """The most telling of the last stderr lines: the last one that is not part of a traceback's frames."""
         return pick_cause(list(self._tail))
+
+
+def _dead_child() -> int | None:
+    """A child that ended and that nobody has waited for; it stays so."""
+    try:
+        dead = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return None
+    return None if dead is None else dead.si_pid
 
 
 def pick_cause(lines: list[str]) -> str:
