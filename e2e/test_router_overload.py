@@ -100,7 +100,7 @@ async def open_loop(address: str, per_s: float, seconds: float, ticks: int, seed
 async def longest_queue(address: str, stop: asyncio.Event) -> int:
     """As the metrics say it, five times a second."""
     most = 0
-    async with httpx.AsyncClient(trust_env=False) as client:
+    async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
         while not stop.is_set():
             text = (await client.get(f"http://{address}/metrics")).text
             most = max(most, sum(int(n) for n in re.findall(r"^fleet_router_queue_length\{.*\} (\d+)", text, re.M)))
