@@ -212,6 +212,11 @@ class Upstream(asyncio.Protocol):
         else:
             self.transport.write(payload)
 
+    @property
+    def ended(self) -> bool:
+        """The answer is whole: there is nothing behind the bytes that were handed on last."""
+        return self._ended
+
     def is_open(self) -> bool:
         """May be written to."""
         return self.transport is not None and not self.transport.is_closing()
