@@ -16,7 +16,7 @@ export DO_NOT_TRACK := 1
 # Every worker is a process of its own that imports torch: without bytecode files each start costs 2.5 s more (vLLM: 40 s).
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup up test lint unit conformance smoke e2e e2e-loop e2e-operator e2e-router e2e-clients e2e-vllm e2e-helm e2e-kind e2e-kind-smoke kube kwok vllm clients crds chart images kind-images bench-kv bench-router bench-routing bench-admission bench-many bench-operator bench-decision bench-choose clean
+.PHONY: help setup up test lint unit conformance smoke e2e e2e-loop e2e-operator e2e-router e2e-clients e2e-vllm e2e-helm e2e-kind e2e-kind-smoke e2e-kueue kube kwok kueue vllm clients crds chart images kind-images bench-kv bench-router bench-routing bench-admission bench-many bench-operator bench-decision bench-choose clean
 
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -78,11 +78,17 @@ e2e-kind: setup kind-images ## a three-node kind cluster with docker: images, ch
 e2e-kind-smoke: setup kind-images ## its first part: install, a fleet, tokens through the Service, uninstall
 	UV=$(UV) $(RUN) pytest e2e/test_kind.py -k smoke
 
+e2e-kueue: setup kube kueue ## fleets in a queue of a real Kueue: admitted by quota, whole workers, over quota, deleted
+	$(RUN) pytest e2e/test_kueue.py
+
 kube: ## kube-apiserver, controller-manager, scheduler, etcd, kubectl into the cache
 	@echo "control plane in $$(e2e/kube/get-control-plane)"
 
 kwok: ## kwok (fake nodes and pods for scale) into the cache
 	@echo "kwok in $$(e2e/kube/get-kwok)"
+
+kueue: ## Kueue's manager and its manifests into the cache
+	@echo "Kueue in $$(e2e/kube/get-kueue)"
 
 vllm: $(UV) ## the vLLM environment into the cache
 	@echo "vLLM in $$(UV=$(UV) e2e/vllm/get-vllm)"
