@@ -65,7 +65,9 @@ class PrefillLeg:
 
     def __init__(self, flow: Flow, worker: Worker, decode: Worker) -> None:
         self._flow, self._worker, self._decode = flow, worker, decode
-        self._status, self._headers, self._answer = 0, list[tuple[bytes, bytes]](), bytearray()
+        self._status = 0
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._answer = bytearray()
         self.body = self.path = b""
         """What is sent and where to, for a second time on a fresh connection."""
 

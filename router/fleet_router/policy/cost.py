@@ -182,7 +182,8 @@ def _local_costs(
     """Prefilling on each decode worker itself; `inf` behind a queue that is too long in any case."""
     now, others = ask.now, ask.others
     weight, spared = _heat(ask, group.decode, held)
-    costs, limit = list[float](), inf
+    costs: list[float] = []  # list[float]() would raise and swallow an AttributeError inside: 1 us
+    limit = inf
     for worker, lacks in zip(workers, missing, strict=True):
         queue = worker.free_at - now
         if queue > limit:
@@ -207,7 +208,8 @@ def _prefill_costs(
     """Queue + prefill, and what others lose by it, of each prefill worker; `inf` behind a queue that is too long in any case."""
     now, others = ask.now, ask.others
     weight, spared = _heat(ask, side, depths[0])
-    costs, limit = list[float](), inf
+    costs: list[float] = []
+    limit = inf
     all_of_them = all_of_them or bool(ask.adapter)
     for worker, lacks in zip(workers, _missing(ask.tokens, workers, depths), strict=True):
         queue = worker.free_at - now
@@ -241,7 +243,8 @@ def _heat(ask: CostAsk, side: Side, held: float) -> tuple[float, float]:
     """(what a token of heat adds to each second of work, tokens of it that add nothing)."""
     if ask.session:
         return 0.0, inf
-    mean = max(HEAT_LEAST * ask.tokens, side.heat / max(1, len(side.members)))
+    least, mean = HEAT_LEAST * ask.tokens, side.heat / len(side.members)
+    mean = mean if mean > least else least  # a call of max costs more than the rest of the line
     return HEAT_WORTH / mean, 0.0 if held else mean
 
 
@@ -259,7 +262,7 @@ def _two_of(steps: Steps) -> Depths:
 def _waits(ask: CostAsk, group: Group, workers: Sequence[Candidate]) -> list[float] | None:
     """What a stream waits on each decode worker for a slot and for its adapter. None: nothing."""
     found = None
-    if 0 < workers[0].slots < len(group.decode.levels):  # somebody is full
+    if workers[0].slots > 0 and group.decode.reaches(workers[0].slots):
         turn_s = group.answer.value
         found = [max(0, w.inflight - w.slots + 1) * turn_s / max(1, w.slots) for w in workers]
     if ask.adapter:
