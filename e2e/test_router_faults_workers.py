@@ -197,7 +197,8 @@ def test_r9_a_worker_that_answers_nonsense(tmp_path: Path, mode: str):
         explicit = sum(count for end, count in ledger.ends.items() if end == "event" or end.startswith("error 502"))
         assert ledger.right + explicit == ledger.all  # nothing wrong, nothing that hangs, nothing that ends without a word
         assert ledger.lost == 0
-        assert fleet.metric("workers_out", "decode") == 1 or fleet.decode[0].stats()["faulty"] < FAILURES_MOST
+        # some faults are in streams alone: a whole answer may have brought it back since
+        assert fleet.metric("ejections_total") >= 1 or fleet.decode[0].stats()["faulty"] < FAILURES_MOST
         assert fleet.rss_mb() < 200
         fleet.decode[0].fault()
         until("nothing runs", lambda: fleet.metric("inflight") == 0, 10)
