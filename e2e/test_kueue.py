@@ -228,7 +228,7 @@ def a_lost_pod_comes_back_with_its_worker(fleet: Fleet) -> None:
     fleet.wait("both pods are new", lambda: before.isdisjoint(uids(fleet)), 60)
     fleet.wait("all four run", lambda: [runs(pod) for pod in workers(fleet)] == [True] * 4, 60)
     fleet.wait_serving(1, 1, 60)
-    assert used(fleet) == 4
+    fleet.wait("both workers are counted again", lambda: used(fleet) == 4, 60)
 
 
 def a_drained_queue_takes_workers_whole_and_gives_them_back(fleet: Fleet) -> None:
