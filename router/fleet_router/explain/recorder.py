@@ -80,10 +80,11 @@ class Recorder:
     # -- one request ------------------------------------------------------------------------------------------------
     def open(self, ids: tuple[str, str], path: bytes, ask: Ask, ticket: Ticket, kept: Mapping[bytes, bytes]) -> Record:
         """A request was admitted, or waits to be. `ids`: the client's name of it and the workers'; `kept`: its headers."""
-        record = Record(ids, path, ticket.lane, ask.adapter, len(ask.prompt), self._clock(), stream=ask.stream)
+        record = Record(
+            *ids, path, ticket.lane, ask.adapter, len(ask.prompt), self._clock(), ask.stream, ticket.waiting
+        )  # fmt: skip
         if kept or self.exporter is not None:
             self._trace(record, kept.get(PARENT, b""), kept.get(STATE, b""))
-        record.waited = ticket.waiting
         self.running.add(record)
         return record
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from fleet_router.policy.estimate import Line
 
 if TYPE_CHECKING:
@@ -131,8 +133,7 @@ class Candidate:
         self.base_s, self.token_s = self.prefill.base, self.prefill.slope
 
 
-@dataclass(slots=True)
-class Prefilling:
+class Prefilling(msgspec.Struct, frozen=True):
     """One prefill that a worker was sent: what was expected, so that what comes can be compared. Both expectations are less the
     lateness of the worker when it was sent."""
 
