@@ -57,8 +57,8 @@ class Weighed(msgspec.Struct, frozen=True):
     tokens: float
     depths: Depths
     costs: Sequence[float]
-    """Prefill: queue and prefill, `inf` behind a queue that is too long in any case, or at the bound. Decode: lateness and the
-    least transfer, for a prefill elsewhere."""
+    """Prefill: queue and prefill, `inf` where they alone are more than the least, or at the bound. Decode: lateness and the least
+    transfer, for a prefill elsewhere."""
     local: Sequence[float] | None = None
     """Decode: when it prefills itself, `inf` as above; of prefill workers None."""
 
@@ -168,9 +168,13 @@ def _missing(tokens: float, workers: Sequence[Candidate], depths: Depths) -> lis
     held, mask, less, wider, more = depths
     if more:
         return [_lacks(tokens, worker, depths) for worker in workers]
-    few, some = tokens - held if held < tokens else 1.0, tokens - less if less < tokens else 1.0
-    none = tokens if tokens > 0.0 else 1.0
+    few, some, none = _lacking(tokens, held, less)
     return [few if (bit := worker.bit) & mask else some if bit & wider else none for worker in workers]
+
+
+def _lacking(tokens: float, held: float, less: float) -> tuple[float, float, float]:
+    """Tokens that somebody lacks who holds so much, less, nothing; at least one has to be computed."""
+    return tokens - held if held < tokens else 1.0, tokens - less if less < tokens else 1.0, tokens if tokens > 0.0 else 1.0
 
 
 def _remote_costs(
@@ -186,26 +190,30 @@ def _local_costs(
     ask: CostAsk, group: Group, workers: Sequence[Candidate], missing: Sequence[float], waits: Sequence[float] | None,
     held: float, cap: float = 0.0,
 ) -> list[float]:  # fmt: skip
-    """Prefilling on each decode worker itself; `inf` behind a queue that is too long in any case, or above the cap of heat."""
-    now, others, tokens, little = ask.now, ask.others, ask.tokens, EPSILON_SHARE * ask.tokens
+    """Prefilling on each decode worker itself; `inf` where that cannot be the least, or is above the cap of heat."""
+    now, others, tokens, prune = ask.now, ask.others, ask.tokens, waits is None
     weight, spared, usual = _heat(ask, group.decode, held)
-    cap, costs, limit = cap or usual, list[float](), inf
+    cap, little, costs, least, limit = cap or usual, EPSILON_SHARE * tokens, list[float](), inf, inf
     for worker, lacks in zip(workers, missing, strict=True):
-        queue, heat = worker.free_at - now, worker.heat
-        if queue > limit or (heat + lacks > cap and heat > HEAT_LEAST * (tokens - lacks) + little):
+        work = lacks * worker.token_s
+        cost, queue = worker.base_s + work, worker.free_at - now
+        if queue > 0.0:
+            cost += queue
+        heat = worker.heat
+        if cost > limit or (heat + lacks > cap and heat > HEAT_LEAST * (tokens - lacks) + little):
             costs.append(inf)
             continue
-        streams, work = worker.inflight, lacks * worker.token_s
+        streams = worker.inflight
         stalls = streams * STALL + work * worker.crowd
         if heat > spared:
             stalls += (heat - spared) * weight
-        cost = worker.base_s + work + (streams * worker.drag_s + work * stalls) * others
-        if queue > 0.0:
-            cost += queue
+        cost += (streams * worker.drag_s + work * stalls) * others
         costs.append(cost)
-        if cost < limit and waits is None:
-            limit = cost + EPSILON_S + EPSILON_SHARE * cost
-    if min(costs) == inf:
+        if cost < least:
+            least = cost
+            if prune:
+                limit = cost + EPSILON_S + EPSILON_SHARE * cost
+    if least == inf:
         return _local_costs(ask, group, workers, missing, waits, held, _coolest(tokens, group.decode, workers))
     return costs if waits is None else [cost + wait_s for cost, wait_s in zip(costs, waits, strict=True)]
 
@@ -215,26 +223,32 @@ def _prefill_costs(
 ) -> list[float]:
     """Queue + prefill, and what others lose by it, of each prefill worker; `inf` behind a queue that is too long in any case, or
     above the cap of heat."""
-    now, others, tokens, little = ask.now, ask.others, ask.tokens, EPSILON_SHARE * ask.tokens
-    weight, spared, usual = _heat(ask, side, depths[0])
-    cap, costs, limit = cap or usual, list[float](), inf
-    all_of_them = all_of_them or bool(ask.adapter)
-    for worker, lacks in zip(workers, _missing(tokens, workers, depths), strict=True):
-        queue, heat = worker.free_at - now, worker.heat
-        if queue > limit or (heat + lacks > cap and heat > HEAT_LEAST * (tokens - lacks) + little):
+    now, others, tokens, prune = ask.now, ask.others, ask.tokens, not (all_of_them or ask.adapter)
+    held, mask, less, wider, more = depths
+    few, some, none = _lacking(tokens, held, less)
+    weight, spared, usual = _heat(ask, side, held)
+    cap, little, costs, least, limit = cap or usual, EPSILON_SHARE * tokens, list[float](), inf, inf
+    for worker in workers:
+        bit = worker.bit
+        lacks = few if bit & mask else some if bit & wider else _lacks(tokens, worker, depths) if more else none
+        work = lacks * worker.token_s
+        cost, queue = worker.base_s + work, worker.free_at - now
+        if queue > 0.0:
+            cost += queue
+        heat = worker.heat
+        if cost > limit or (heat + lacks > cap and heat > HEAT_LEAST * (tokens - lacks) + little):
             costs.append(inf)
             continue
-        work = lacks * worker.token_s
         stalls = work * worker.crowd
         if heat > spared:
             stalls += (heat - spared) * weight
-        cost = worker.base_s + work + work * stalls * others
-        if queue > 0.0:
-            cost += queue
+        cost += work * stalls * others
         costs.append(cost)
-        if cost < limit and not all_of_them:
-            limit = cost + EPSILON_S + EPSILON_SHARE * cost
-    if min(costs) == inf:
+        if cost < least:
+            least = cost
+            if prune:
+                limit = cost + EPSILON_S + EPSILON_SHARE * cost
+    if least == inf:
         return _prefill_costs(ask, side, workers, depths, all_of_them=all_of_them, cap=_coolest(tokens, side, workers))
     if ask.adapter:
         costs = [cost + (ask.adapter not in w.adapters) * ADAPTER_S for cost, w in zip(costs, workers, strict=True)]
@@ -251,12 +265,13 @@ def _lacks(tokens: float, worker: Candidate, depths: Depths) -> float:
 
 def _heat(ask: CostAsk, side: Side, held: float) -> tuple[float, float, float]:
     """(what a token of heat adds to each second of work, tokens of it that add nothing, tokens that nobody is brought above)."""
-    mean, lump = side.heat / len(side.members), side.lump
-    floor = COLD_LEAST * lump if lump else HEAT_LEAST * ask.tokens
+    heat, tokens = side.heat, ask.tokens
+    mean = heat / len(side.members)
+    floor = COLD_LEAST * side.squares / heat if heat > 1.0 and side.squares else HEAT_LEAST * tokens
     cap = max(ask.bound * mean, floor)
     if ask.session:
         return 0.0, inf, cap
-    usual = max(HEAT_LEAST * ask.tokens if held else floor, mean)
+    usual = max(HEAT_LEAST * tokens if held else floor, mean)
     return HEAT_WORTH / usual, 0.0 if held else usual, cap
 
 
