@@ -51,6 +51,7 @@ def test_r1_all_workers_gone_then_back(tmp_path: Path):
         ledger = loop(fleet, asks(20, first=20), clients=1)
         assert set(ledger.ends) == {"error 503 no_worker"}
         assert ledger.slowest_s <= 1.0
+        assert ledger.retry_after_s == {1}
         for worker in fleet.decode:  # the same addresses; the operator says nothing meanwhile
             worker.life -= 1
             worker.start()
@@ -68,6 +69,29 @@ def test_r1_all_workers_gone_then_back(tmp_path: Path):
         took_s = asyncio.run(serving())
         print(f"listening again after {back:.1f} s, serving {took_s:.2f} s later: {dict(after.ends)}")
         assert took_s <= 5.0
+        fleet.quiet()
+
+
+def test_r1_all_prefill_workers_gone_then_back(tmp_path: Path):
+    """Decode workers prefill meanwhile: nobody notices. The router hears of nothing."""
+    with Emulated(tmp_path, 109, 2, 2) as fleet:
+        assert loop(fleet, asks(20, size=120)).right == 20
+        assert [worker.kill() for worker in fleet.prefill] == [-9, -9]
+        ledger = loop(fleet, asks(60, first=20, size=120))
+        assert ledger.right == 60
+        assert fleet.metric("local_prefill_total") >= 60
+        for worker in fleet.prefill:
+            worker.life -= 1
+            worker.start().wait()
+        legs = Ledger()
+
+        def prefilled() -> bool:
+            asyncio.run(closed_loop(fleet.address, asks(4, first=1_000 + legs.all, size=120), 4, legs))
+            return sum(worker.stats()["reads"] for worker in fleet.prefill) > 0
+
+        took_s = until("prefill workers prefill again", prefilled, 30)
+        print(f"{took_s:.1f} s after they were back")
+        assert legs.right == legs.all
         fleet.quiet()
 
 
@@ -167,13 +191,14 @@ def test_r9_a_worker_that_answers_nonsense(tmp_path: Path, mode: str):
     """One of two workers; determined streams go on at the other one, others end with an error. Nothing hangs."""
     with Emulated(tmp_path, 106, 0, 2) as fleet:
         fleet.decode[0].fault(mode=mode)
-        sent = [Ask((i, 5), 12, greedy=i % 4 != 3) for i in range(24)]
+        sent = [Ask((i, 5), 12, stream=i % 6 != 5, greedy=i % 4 != 3) for i in range(36)]
         ledger = loop(fleet, sent, clients=4)
         assert fleet.decode[0].stats()["faulty"] >= 1
-        assert ledger.ends["wrong"] == ledger.ends["hung"] == 0
-        assert ledger.right + ledger.ends["event"] + ledger.ends["cut"] == ledger.all
-        assert ledger.right >= 18  # all that are greedy
-        assert fleet.metric("workers_out", "decode") == 1 or fleet.decode[0].stats()["faulty"] < FAILURES_MOST
+        explicit = sum(count for end, count in ledger.ends.items() if end == "event" or end.startswith("error 502"))
+        assert ledger.right + explicit == ledger.all  # nothing wrong, nothing that hangs, nothing that ends without a word
+        assert ledger.lost == 0
+        # some faults are in streams alone: a whole answer may have brought it back since
+        assert fleet.metric("ejections_total") >= 1 or fleet.decode[0].stats()["faulty"] < FAILURES_MOST
         assert fleet.rss_mb() < 200
         fleet.decode[0].fault()
         until("nothing runs", lambda: fleet.metric("inflight") == 0, 10)

@@ -286,7 +286,7 @@ class Applier:
             outcome.problems.append(Problem("Refused", f"{kind} {name}: {why}"))
             return
         namespace, uid = wish["metadata"]["namespace"], found["metadata"]["uid"]
-        await self._delete(BY_KIND[kind], namespace, name, uid, f"made anew: {why}", outcome)
+        await self._delete(BY_KIND[kind], namespace, name, uid, f"to be made anew: {why}", outcome)
 
     async def _policy(self, work: _Pass) -> None:
         """The fleet's NetworkPolicy, or none."""

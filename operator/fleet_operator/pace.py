@@ -34,7 +34,8 @@ class Pace:
         delay_s = self._delay(troubled, asked_s)
         self._vain = max(0.0, self._vain - max(0.0, now - self._vain_at) * VAIN_PER_S) + vain
         self._vain_at = now
-        rest_s = max(0.0, self._vain - VAIN_BURST) / VAIN_PER_S
+        # another pass like this one must find room within the burst, or wait until there is: a pass is not cut short
+        rest_s = max(0.0, min(self._vain, self._vain + vain - VAIN_BURST)) / VAIN_PER_S
         held_s = max(min(delay_s, HELD_MOST_S), min(asked_s or 0.0, ASKED_MOST_S)) if stopped else 0.0
         self.not_before = now + max(rest_s, held_s)
         return max(delay_s, rest_s) if troubled else None

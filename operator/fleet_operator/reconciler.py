@@ -120,6 +120,8 @@ class Reconciler:
         self._nodes = KnownNodes(platform)
         self._leaving: dict[str, str] = {}
         self._queue = WorkQueue(time.monotonic)
+        self._turn = asyncio.Lock()
+        """Whose pass begins next."""
         self._later_at: dict[Key, float] = {}
         """When a fleet must be looked at though nothing happens."""
         self._unlisted = {kind.kind for kind in (FLEET, *CHILDREN)}
@@ -237,8 +239,13 @@ class Reconciler:
                     self.touch(key)
 
     async def _work_on(self) -> None:
+        """At most one pass begins per turn of the loop: one that writes nothing never waits, and a thousand of those in a row
+        would keep the answers that others wait for."""
         while True:
-            await self._pass(await self._queue.take())
+            async with self._turn:
+                await asyncio.sleep(0)
+                key = await self._queue.take()
+            await self._pass(key)
 
     async def drain(self) -> None:
         """Reconcile one after the other until no fleet is to be looked at."""

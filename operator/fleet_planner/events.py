@@ -224,16 +224,25 @@ def _adapters(before: FleetStatus, after: FleetStatus) -> Iterable[Event]:
 
 
 def _put_back(before: FleetStatus, deeds: Sequence[Deed]) -> Iterable[Event]:
-    """Edited children always; created ones only when everything existed before. A new WorkerPool is a new revision."""
+    """Edited children always; created ones only when everything existed before."""
     provisioned = before.condition("Provisioned")
     complete = provisioned is not None and provisioned.status == "True"
     for deed in deeds:
         if deed.verb == "changed" and deed.undid:
             yield Event("Normal", "PutBack", f"{deed.kind} {deed.name}: undid somebody else's edit of {deed.undid}", "PutBack")
         elif deed.verb == "deleted" and not deed.role and deed.kind != "WorkerPool":
-            yield Event("Normal", "PutBack", f"{deed.kind} {deed.name} is {deed.why}", "PutBack")
-        elif deed.verb == "created" and complete and not deed.role and deed.kind != "WorkerPool":
+            yield Event("Normal", "PutBack", f"{deed.kind} {deed.name}: deleted, {deed.why}", "PutBack")
+        elif deed.verb == "created" and complete and not deed.role and _was_due(before, deed):
             yield Event("Normal", "PutBack", f"{deed.kind} {deed.name} was missing", "PutBack")
+
+
+def _was_due(before: FleetStatus, deed: Deed) -> bool:
+    """Whether a child that was created should have been there already. A new WorkerPool is a new revision; a disruption budget
+    comes with the first ready worker of its role, or with a second router."""
+    if deed.kind != "PodDisruptionBudget":
+        return deed.kind != "WorkerPool"
+    roles = ((tier.name, role, getattr(tier, role).ready) for tier in before.tiers for role in ROLES)
+    return any(ready and deed.name.endswith(f"-{tier}-{role}") for tier, role, ready in roles)
 
 
 def _problems(problems: Sequence[Problem]) -> Iterable[Event]:

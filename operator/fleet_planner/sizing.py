@@ -26,7 +26,9 @@ def fit(
 ) -> ScaleDecision:
     """The decision as nodes, quotas and the `left` devices of the budget allow it."""
     before = observed.memory.get(tier.name, ScaleMemory())
-    memory = replace(decision.memory, cap=before.cap, cap_until=before.cap_until, cap_reason=before.cap_reason)
+    memory = replace(
+        decision.memory, cap=before.cap, cap_until=before.cap_until, cap_reason=before.cap_reason, gated=before.gated
+    )
     wait_s = fleet.spec.scaling.capacity_wait_s
     pods = as_pods(workers, before.gangs, wait_s, now)
     if len({pod.revision for pod in pods}) > 1:  # a rollout has its own answer to a lack of room

@@ -269,6 +269,8 @@ class ScaleMemory:
     """What the cluster could hold when it last refused more; None: nothing was refused."""
     cap_until: float = 0.0
     cap_reason: str = ""
+    gated: tuple[tuple[str, float], ...] = ()
+    """(uid, when it was last seen in a queue) of pods that Kueue held: only since then can a node have been looked for."""
     flip: FlipStatus | None = None
     """The last role flip that failed: the status that says so may be read late."""
     reached: tuple[int, int] = (0, 0)

@@ -262,13 +262,21 @@ class Answering(ABC):
         if EVENT_END in data:
             self.deadline, self._unended = now + self.config.inter_token_deadline_s, 0
             return self._sound(data)
+        if not self._ask.stream and self._broken_off(data):
+            self._fault("the worker's answer is not JSON")
+            return False
         self._unended += len(data)
         if len(data) > BIG_READ_BYTES:
             self.deadline = now + self.config.inter_token_deadline_s
-        if self._unended <= UNENDED_MOST_BYTES:
+        if self._unended <= (UNENDED_MOST_BYTES if self._sent is None else self._sent.event_most_bytes):
             return True
         self._fault(f"the worker sent {self._unended} bytes without an end")
         return False
+
+    def _broken_off(self, data: bytes) -> bool:
+        """The last bytes of an answer in one piece are not the end of a JSON object."""
+        over = self._connection is not None and self._connection.ended and self._outcome == "answered"
+        return over and not data.rstrip().endswith(b"}")
 
     def _keep_no_more(self) -> bytes:
         """The stream grew too long to be carried on; returns what was held back."""

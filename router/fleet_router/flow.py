@@ -18,7 +18,7 @@ from fleet_router.health.silence import Waits
 from fleet_router.legs import DecodeLeg, PrefillLeg, Release, ResumedLeg, TokenizeLeg, TranslatedLeg
 from fleet_router.policy.choose import Choice
 from fleet_router.request import BYTES_PER_TOKEN, decode_body, is_object, lease_of, prefill_body, prompt_tokens_of, reference_of
-from fleet_router.upstream import Upstream
+from fleet_router.upstream import Pool, Upstream
 from fleet_router.workers import Worker
 
 if TYPE_CHECKING:
@@ -116,12 +116,16 @@ class Flow(Answering):
         self._leg_worker, self._leg = worker, leg
         self.sent_at = self._context.clock()
         leg.body, leg.path = body, path
-        payload = self._head(worker, path, len(body)) + body
+        payload = HEAD % (path, worker.pool.authority, self.record.leg_id.encode(), len(body), self.record.onward) + body
         connection = None if fresh else pool.idle()
         if connection is not None:
             self._connection = connection
             connection.send(leg, payload, self._context.outbox)
-            return
+        else:
+            self._connect(pool, worker, leg, payload)
+
+    def _connect(self, pool: Pool, worker: Worker, leg: PrefillLeg | DecodeLeg, payload: bytes) -> None:
+        """Send it on a new connection."""
 
         def connected(connection: Upstream | None, why: str) -> None:
             if self.done or self._leg is not leg:
@@ -145,9 +149,6 @@ class Flow(Answering):
         self.end_leg()
         self._send(worker, leg.body, leg, fresh=True, path=leg.path)
         return True
-
-    def _head(self, worker: Worker, path: bytes, length: int) -> bytes:
-        return HEAD % (path, worker.pool.authority, self.record.leg_id.encode(), length, self.record.onward)
 
     def end_leg(self) -> None:
         """A leg is over, however it ended."""
@@ -470,4 +471,5 @@ class Flow(Answering):
 
     def _give_back(self, worker: Worker, body: bytes) -> None:
         """By itself from here on: whatever becomes of the request, this is sent."""
-        Release(worker.pool, self._head(worker, RELEASE_PATH, len(body)) + body).send()
+        head = HEAD % (RELEASE_PATH, worker.pool.authority, self.record.leg_id.encode(), len(body), self.record.onward)
+        Release(worker.pool, head + body).send()

@@ -105,20 +105,21 @@ class Inbound:
         "_header_bytes",
         "_header_count",
         "_hosts",
-        "_known",
         "_misses",
         "_parser",
         "_wanted",
         "current",
         "error",
         "in_body",
+        "known",
         "owes_continue",
         "requests",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self._parser: httptools.HttpRequestParser | None = None
-        self._known: Known | None = None
+        self.known: Known | None = None
+        """The head that came last, where it may come again."""
         self._misses = 0
         self._bounds, self._wanted = HttpBounds(), frozenset[bytes]()
         self._framing = self._hosts = 0
@@ -138,24 +139,25 @@ class Inbound:
         """Read; never raises. `wanted`: headers to keep, by lower-case name."""
         begins = self.current is None
         if begins:
-            if self._known is not None and not self.requests and self._again(self._known, data, bounds, wanted):
-                return
             self._bounds, self._wanted = bounds, wanted  # those that hold when a request begins hold to its end
         self._parse(data)
         if begins and len(self.requests) == 1 and self.current is None and self.error is None:
             self._learn(data, self.requests[0])
 
-    def _again(self, known: Known, data: bytes, bounds: HttpBounds, wanted: frozenset[bytes]) -> bool:
-        """The same head as before, with its whole body: there is nothing to parse."""
+    def again(self, data: bytes, bounds: HttpBounds, wanted: frozenset[bytes]) -> Incoming | None:
+        """The request in `data` where it has the same head as the one before and its whole body: nothing is to be parsed. None
+        for all others; `feed` is for these."""
+        known = self.known
+        if known is None or self.current is not None or self.requests or self.error is not None:
+            return None
         at = known.body_at(data)
         if not at or known.bounds is not bounds or known.wanted is not wanted or len(data) - at > bounds.body_bytes:
-            return False
+            return None
         request = known.request
         request.request_id = request.leg_id = new_request_id()
         request.body = [data[at:]]
-        self.requests.append(request)
         self._misses = 0
-        return True
+        return request
 
     def _learn(self, data: bytes, request: Incoming) -> None:
         """A request that came in one packet. One that has a name of its own is not repeated."""
@@ -163,7 +165,7 @@ class Inbound:
         if not worth_learning(self._misses):
             return
         around = around_length(data) if self._framing == 1 and request.leg_id == request.request_id else None
-        self._known = Known(around, request, self._bounds, self._wanted) if around is not None and request.keep_alive else None
+        self.known = Known(around, request, self._bounds, self._wanted) if around is not None and request.keep_alive else None
 
     def _parse(self, data: bytes) -> None:
         if self._parser is None:

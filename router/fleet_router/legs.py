@@ -9,7 +9,7 @@ from fleet_router.dialect.chat import Events, worker_error
 from fleet_router.ending import END, chunked, framed, unframed
 from fleet_router.errors import RequestError
 from fleet_router.health.resume import Again, DiffersError
-from fleet_router.request import tokens_of
+from fleet_router.request import is_object, tokens_of
 
 if TYPE_CHECKING:
     from fleet_router.dialect.translation import Translation
@@ -65,7 +65,9 @@ class PrefillLeg:
 
     def __init__(self, flow: Flow, worker: Worker, decode: Worker) -> None:
         self._flow, self._worker, self._decode = flow, worker, decode
-        self._status, self._headers, self._answer = 0, list[tuple[bytes, bytes]](), bytearray()
+        self._status = 0
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._answer = bytearray()
         self.body = self.path = b""
         """What is sent and where to, for a second time on a fresh connection."""
 
@@ -120,6 +122,10 @@ class DecodeLeg:
 
     def on_whole(self, known: KnownAnswer, data: bytes, body_at: int) -> None:
         """A 200 to be handed on."""
+        if not data.endswith(b"}") and not is_object(data[body_at:]):
+            self._flow.end_leg()
+            self._flow.leg_failed(self._worker, "the worker's answer is not JSON")
+            return
         before, after = known.lines
         self._flow.whole(self._worker, (before, known.length_of(data, body_at), after), data[body_at:])
 

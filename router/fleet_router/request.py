@@ -169,15 +169,17 @@ def asked_tokens(ask: Ask) -> int:
 
 def _check_limits(fields: dict[str, msgspec.Raw], config: RouterConfig) -> None:
     """What a decode worker would refuse after the prompt was prefilled."""
-    given = []
+    given: list[int] = []
+    most = config.max_output_tokens
     for limit in LIMITS:
-        if limit not in fields or (asked := _typed(fields, limit, _INT)) is None:
-            continue
-        if not 1 <= asked <= config.max_output_tokens:
-            raise RequestError(400, f"{limit} is {asked}; allowed are 1 to {config.max_output_tokens}", param=limit)
-        given.append(asked)
-    least = _typed(fields, "min_tokens", _INT) if "min_tokens" in fields else None
-    if least is not None and not 0 <= least <= max(given, default=config.max_output_tokens):
+        if limit in fields and (asked := _typed(fields, limit, _INT)) is not None:
+            if not 1 <= asked <= most:
+                raise RequestError(400, f"{limit} is {asked}; allowed are 1 to {most}", param=limit)
+            given.append(asked)
+    if "min_tokens" not in fields:
+        return
+    least = _typed(fields, "min_tokens", _INT)
+    if least is not None and not 0 <= least <= max(given, default=most):
         raise RequestError(400, f"min_tokens is {least}; allowed are 0 to max_tokens", param="min_tokens")
 
 

@@ -158,10 +158,26 @@ class ClientConnection(asyncio.Protocol):
             if len(self._waiting) > WAITING_BYTES and self._transport is not None:
                 self._transport.pause_reading()
             return
-        self._inbound.feed(data, self._context.config.bounds, self._context.wanted)
-        self._answer_next()
+        inbound, context = self._inbound, self._context
+        request = inbound.again(data, context.config.bounds, context.wanted) if inbound.known is not None else None
+        if request is not None:
+            self._answer(request)
+        else:
+            inbound.feed(data, context.config.bounds, context.wanted)
+            self._answer_next()
 
     # -- requests ---------------------------------------------------------------------------------------------------
+    def _answer(self, request: Incoming) -> None:
+        """One that came alone."""
+        self._answering = True
+        try:
+            self._request = request
+            self._dispatch(request)
+        finally:
+            self._answering = False
+        if self.flow is None:
+            self._answer_next()
+
     def _answer_next(self) -> None:
         """Answer what was received, in order, until something runs or nothing is whole."""
         if self._answering:
@@ -255,11 +271,14 @@ class ClientConnection(asyncio.Protocol):
         body, request.body = request.body[0] if len(request.body) == 1 else b"".join(request.body), []
         desk = self._context.desk
         lane = desk.lane(request.key, request.slo_class)
-        self._translation = translation = translation_of(path, body, request.request_id)
-        if translation is not None:
+        translation = None
+        if path in GENERATE:
+            ask = parse_body(body, GENERATE[path], lane.config)
+        elif (translation := translation_of(path, body, request.request_id)) is not None:
             path, ask = translation.path, self._translated(translation, lane.config)
         else:
-            ask = parse_alone(body, lane.config) if path in ALONE else parse_body(body, GENERATE[path], lane.config)
+            ask = parse_alone(body, lane.config)
+        self._translation = translation
         ask, ticket = desk.admit(lane, ask, request.slo_ttft_ms)
         hints = hints_of(self._context.config, lane.slo_class, request.kept)
         self.flow = flow = Flow(self._context, self, path, ask, ticket, translation, hints)

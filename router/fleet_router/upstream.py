@@ -26,6 +26,7 @@ FRAMING = {LENGTH, b"transfer-encoding"}
 
 
 OK = 200
+NOT_HTTP = "the worker's answer is not HTTP: {}"
 
 
 class KnownAnswer(Repeated):
@@ -107,35 +108,41 @@ class Upstream(asyncio.Protocol):
         if leg is None or parser is None:
             self.abort()  # a worker that speaks unasked is not to be trusted
             return
-        self.got_bytes = True
-        if self._in_head and not self._head:
-            known = self._pool.known if leg.takes_whole else None
-            if known is not None and 0 < (at := known.body_at(data)) < len(data):
-                self._pool.misses = 0
-                self._let_go()
-                leg.on_whole(known, data, at)
-                return
-        self._parse(leg, parser, data)
-
-    def _parse(self, leg: Leg, parser: httptools.HttpResponseParser, data: bytes) -> None:
-        read, first = data, self._in_head and not self._head
+        if self._in_head:
+            self._begins(leg, parser, data)
+            return
         try:
-            if self._in_head:
-                data = self._feed_head(data, parser)
-            elif data:
-                parser.feed_data(data)
+            parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self._fail(f"the worker's answer is not HTTP: {error}")
+            self._fail(NOT_HTTP.format(error))
+            return
+        leg.on_raw(data)
+        if self._ended:
+            self._finish()
+
+    def _begins(self, leg: Leg, parser: httptools.HttpResponseParser, data: bytes) -> None:
+        """The head, or a part of it."""
+        first, self.got_bytes = not self.got_bytes, True
+        known = self._pool.known if first and leg.takes_whole else None
+        if known is not None and 0 < (at := known.body_at(data)) < len(data):
+            self._pool.misses = 0
+            self._let_go()
+            leg.on_whole(known, data, at)
+            return
+        try:
+            body = self._feed_head(data, parser)
+        except httptools.HttpParserError as error:
+            self._fail(NOT_HTTP.format(error))
             return
         if self._in_head:
             return
-        if data:
-            leg.on_raw(data)
+        if body:
+            leg.on_raw(body)
         elif not self._ended:
             leg.on_head_alone()
         if self._ended:
             if first and self._keep_alive and parser.get_status_code() == OK:
-                self._pool.learn(read, self._headers)
+                self._pool.learn(data, self._headers)
             self._finish()
 
     def _feed_head(self, data: bytes, parser: httptools.HttpResponseParser) -> bytes:
@@ -204,6 +211,11 @@ class Upstream(asyncio.Protocol):
             outbox.write(self.transport, payload)
         else:
             self.transport.write(payload)
+
+    @property
+    def ended(self) -> bool:
+        """The answer is whole: there is nothing behind the bytes that were handed on last."""
+        return self._ended
 
     def is_open(self) -> bool:
         """May be written to."""

@@ -191,7 +191,7 @@ class WorkerTable:
         keys = key_chain(prompt, adapter_seed(seed, allowed.version) if allowed is not None else seed)
         self.turn += 1
         is_ids = prompt[:1] == b"[" and prompt[1:2].isdigit()
-        size = max(1, len(prompt))
+        size = len(prompt) or 1
         tokens = hints.tokens or (prompt.count(b",") + 1.0 if is_ids else size / routing.bytes_per_token.value)
         steps: Steps = routing.known(keys, size, tokens, ~hints.precise)
         if hints.blocks:

@@ -47,5 +47,6 @@ def test_routers_have_a_budget_while_there_are_several():
             await world.user.apply(manifest(routing={"replicas": replicas}))
             await world.settle()
             assert ("f-router" in await _budgets(world)) is has
+        assert not [line for line in await world.events() if "was missing" in line]
 
     asyncio.run(scenario())

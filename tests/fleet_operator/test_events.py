@@ -129,12 +129,19 @@ def test_a_worker_lost_and_made_in_one_pass_was_replaced():
         ("False", Deed("created", "ConfigMap", "c"), None),
         ("True", Deed("created", "WorkerPool", "w"), None),
         ("True", Deed("deleted", "WorkerPool", "w", why="its revision is no longer wanted"), None),
-        ("True", Deed("deleted", "Service", "s", why="made anew: somebody's port"), "Service s is made anew: somebody's port"),
+        ("True", Deed("deleted", "Service", "s", why="to be made anew: a port"), "Service s: deleted, to be made anew: a port"),
+        ("True", Deed("created", "PodDisruptionBudget", "f-t-decode"), "PodDisruptionBudget f-t-decode was missing"),
+        ("True", Deed("created", "PodDisruptionBudget", "f-t-prefill"), None),
+        ("True", Deed("created", "PodDisruptionBudget", "f-router"), None),
     ],
-    ids=["edited", "our-wish-changed", "deleted", "first-creation", "new-revision", "old-revision", "made-anew"],
-)
+    ids=[
+        "edited", "our-wish-changed", "deleted", "first-creation", "new-revision", "old-revision", "made-anew", "budget-gone",
+        "first-ready", "second-router",
+    ],
+)  # fmt: skip
 def test_a_child_put_back_is_told(provisioned: Any, deed: Deed, expected: str | None):
-    before = status(Provisioned=(provisioned, "X"))
+    some = TierStatus(name="t", decode=RoleStatus(desired=2, ready=1))
+    before = status((some,), Provisioned=(provisioned, "X"))
     assert told(before, before, deeds=[deed]) == ([f"Normal PutBack: {expected}"] if expected else [])
 
 

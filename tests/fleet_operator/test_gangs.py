@@ -137,6 +137,29 @@ def test_a_pod_group_comes_before_its_pods_and_goes_with_them():
     play(scenario, placement={"podGroup": "coscheduling"})
 
 
+def test_pods_of_a_queued_worker_are_one_group_that_kueue_lets_go():
+    """Without managed and pod-suspending-parent its finalizer would keep deleted pods (v0.19.2, pod_webhook.go)."""
+
+    async def scenario() -> None:
+        world = World()
+        await world.user.apply(manifest(tiers=[{**TIER, "placement": {"queue": "gpus"}}]))
+        await world.settle()
+        for pod in await pods(world):
+            meta, spec = pod["metadata"], pod["spec"]
+            found = {**meta["labels"], **meta["annotations"]}
+            assert {key.removeprefix("kueue.x-k8s.io/"): value for key, value in found.items() if key.startswith("kueue")} == {
+                "queue-name": "gpus",
+                "pod-group-name": (await pods(world))[0]["metadata"]["name"],
+                "pod-group-total-count": "2",
+                "pod-group-serving": "true",
+                "managed": "true",
+                "pod-suspending-parent": "inferencefleet.io/inferencefleet",
+            }
+            assert spec["schedulingGates"] == [{"name": "kueue.x-k8s.io/admission"}]
+
+    asyncio.run(scenario())
+
+
 def test_without_its_pod_group_no_pod_is_made_and_the_reason_is_told():
     async def scenario() -> None:
         world = World()

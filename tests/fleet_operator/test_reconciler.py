@@ -27,7 +27,9 @@ from fleet_operator.cluster.interface import (
     WatchEvent,
 )
 from fleet_operator.cluster.memory import MemoryCluster
-from fleet_operator.reconciler import CHILDREN, is_restless
+from fleet_operator.health.passes import Unmeasured
+from fleet_operator.reconciler import CHILDREN, Reconciler, is_restless
+from fleet_operator.settings import Platform
 from fleet_planner.types import KvProof
 from tests.fleet_operator.world import NAMESPACE, World, manifest, play
 
@@ -103,6 +105,49 @@ def test_nothing_is_done_before_every_kind_was_listed():
         await scenario(world)
 
     asyncio.run(fresh())
+
+
+class Turns(Unmeasured):
+    """In which turn of the loop each pass began."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        self.began_at: list[int] = []
+
+    def began(self) -> int:
+        self.began_at.append(self.now)
+        return 0
+
+    async def count(self) -> None:
+        while True:
+            await asyncio.sleep(0)
+            self.now += 1
+
+
+def test_many_fleets_without_work_leave_the_loop_to_others():
+    """A pass that writes nothing never waits: a thousand of them would hold up every answer that another fleet waits for."""
+
+    async def scenario() -> None:
+        world, turns = World(), Turns()
+        operator = Reconciler(world.api, Platform(), world, passes=turns)
+        for number in range(50):
+            await world.user.apply(manifest(f"f{number}"))
+        for fleet in await world.store.list(FLEET, NAMESPACE):
+            operator.feed(FLEET, WatchEvent("ADDED", fleet))
+        for kind in (FLEET, *CHILDREN):
+            operator.feed(kind, WatchEvent("SYNCED", {}))
+        counting, working = asyncio.create_task(turns.count()), asyncio.create_task(operator.work())
+        for _ in range(1_000):
+            await asyncio.sleep(0)
+            if len(turns.began_at) >= 50:
+                break
+        counting.cancel()
+        working.cancel()
+        await asyncio.gather(counting, working, return_exceptions=True)
+        assert len(turns.began_at) >= 50
+        assert len(set(turns.began_at)) == len(turns.began_at)
+
+    asyncio.run(scenario())
 
 
 def test_a_deleted_pod_comes_back():

@@ -48,6 +48,18 @@ def test_it_is_tried_again_after_as_long():
     assert (again.size, again.limited, again.memory.cap) == ((2, 4), "", None)
 
 
+def test_time_in_a_queue_is_no_time_in_which_a_node_was_looked_for():
+    """A pod that Kueue held for an hour may find no node for a moment after it was let in: an autoscaler is bringing one."""
+    have = pods(1, 8, stuck={"prefill": 1})
+    queued = [replace(one, unschedulable=False, gated=one.unschedulable) for one in have]
+    memory = fitted((2, 8), queued, now=12 * WAIT_S).memory
+    another = pods(0, 0, stuck={"prefill": 2})[-1]  # its own time is over
+    assert fitted((3, 8), [*queued, another], memory, now=12 * WAIT_S).limited
+    early = fitted((2, 8), have, memory, now=13 * WAIT_S - 1)
+    assert (early.size, early.limited) == ((2, 8), "")
+    assert fitted((2, 8), have, early.memory, now=13 * WAIT_S).size == (1, 4)
+
+
 def test_a_quota_backs_out_at_once_and_names_itself():
     words = 'Pod x: pods "x" is forbidden: exceeded quota: gpus'
     found = fitted((2, 4), pods(1, 4), problems=[words], now=0.0)

@@ -11,7 +11,7 @@ import pytest
 
 from fleet_router.health.breaker import Breaker
 from tests.fleet_router.fake_worker import answer, stream
-from tests.fleet_router.rig import BOUNDS, CONFIG, Rig, ask, run, until
+from tests.fleet_router.rig import CONFIG, Rig, ask, run, until
 
 
 def test_a_long_prompt_takes_two_legs_and_unknown_fields_pass_through():
@@ -153,50 +153,6 @@ def test_kv_that_cannot_be_proven_is_prefilled_again_where_it_is_decoded():
     run(go)
 
 
-@pytest.mark.parametrize("half", [b"", b'1f\r\ndata: {"choices"', b"1", b"1f\r\n"])
-def test_a_stream_that_breaks_ends_with_an_error_event_and_no_done(half: bytes):
-    """Also when it breaks inside an event: half of it goes to nobody."""
-
-    async def go(rig: Rig) -> None:
-        async def breaks(_: Any, writer: asyncio.StreamWriter) -> bool:
-            await stream(writer, ["a", "b"], end=False)
-            writer.write(half)
-            await writer.drain()
-            writer.close()
-            return True
-
-        rig.decode[0].behave = breaks
-        _, body = await rig.post(ask(prompt="short", stream=True))
-        assert b'"code":"bad_gateway"' in body
-        assert b"[DONE]" not in body
-        assert body.endswith(b"0\r\n\r\n")
-        assert body.count(b'"choices"') == 2
-
-    run(go)
-
-
-def test_an_event_that_comes_in_pieces_goes_out_whole():
-    """What is held back is neither lost nor said twice, whatever the pieces are."""
-    event = b'data: {"choices":[{"text":"a"}]}\n\n'
-    whole = b"%x\r\n%b\r\n" % (len(event), event) * 3 + b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
-
-    async def go(rig: Rig) -> None:
-        for step in (1, 7, 40, 41, 42, 80):
-
-            async def pieces(_: Any, writer: asyncio.StreamWriter, step: int = step) -> bool:
-                writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
-                for at in range(0, len(whole), step):
-                    writer.write(whole[at : at + step])
-                    await writer.drain()
-                    await asyncio.sleep(0.001)
-                return True
-
-            rig.decode[0].behave = pieces
-            assert (await rig.post(ask(prompt="short", stream=True)))[1] == whole
-
-    run(go)
-
-
 def test_a_workers_refusal_reaches_the_client_as_it_is():
     async def go(rig: Rig) -> None:
         async def too_long(_: Any, writer: asyncio.StreamWriter) -> bool:
@@ -308,123 +264,6 @@ def test_a_reload_changes_new_requests_only():
         rig.apply(rig.prefill, rig.decode, msgspec.structs.replace(CONFIG, max_output_tokens=3))
         status, body = await rig.post(ask(max_tokens=4))
         assert (status, b"allowed are 1 to 3" in body) == (400, True)
-
-    run(go)
-
-
-@pytest.mark.parametrize(
-    ("body", "status", "words"),
-    [
-        (b"{", 400, "not a JSON object"),
-        (b"[]", 400, "not a JSON object"),
-        (b'{"model":"m"}', 400, "prompt is required"),
-        (b'{"model":"x","prompt":"a"}', 404, "The model `x` does not exist."),
-        (b'{"model":7,"prompt":"a"}', 400, "model: Expected `str`, got `int`"),
-        (b'{"model":"m","prompt":null}', 400, "prompt is required"),
-        (b'{"prompt":"a"}', 400, "model is required"),
-        (b'{"model":null,"prompt":"a"}', 400, "model is required"),
-        (b'{"model":"m","prompt":{}}', 400, "prompt must be text or a list of token ids"),
-        (b'{"model":"m","prompt":7}', 400, "prompt must be text or a list of token ids"),
-        (b'{"model":"m","prompt":[1,"a"]}', 400, "prompt must be text or a list of token ids"),
-        (b'{"model":"m","prompt":[["a"]]}', 400, "prompt must be text or a list of token ids"),
-        (b'{"model":"m","prompt":[[[1]]]}', 400, "prompt must be text or a list of token ids"),
-        (b'{"model":"m","prompt":[[]]}', 400, "prompt is empty"),
-        (b'{"model":"m","prompt":[1.5]}', 400, "prompt must be text or a list of token ids"),
-        (b'{"model":"m","prompt":[-1]}', 400, "prompt must be text or a list of token ids"),
-        (b'{"model":"m","prompt":["a","b"]}', 400, "prompt holds several prompts; one per request is served"),
-        (b'{"model":"m","prompt":"a","min_tokens":9,"max_tokens":8}', 400, "min_tokens is 9; allowed are 0 to max_tokens"),
-        (b'{"model":"m","prompt":"a","min_tokens":-1}', 400, "min_tokens is -1"),
-        (b'{"model":"m","prompt":"a","stream_options":{}}', 400, "stream_options is only allowed when stream is true"),
-        (b'{"model":"m","prompt":"a","stream":true,"stream_options":7}', 400, "stream_options: Expected `object`, got `int`"),
-        (b'{"model":"m","prompt":[]}', 400, "prompt is empty"),
-        (b'{"model":"m","prompt":"a","max_tokens":0}', 400, "max_tokens is 0; allowed are 1 to 4096"),
-        (b'{"model":"m","prompt":"a","stream":"yes"}', 400, "stream: Expected `bool`, got `str`"),
-        (b'{"model":"m","prompt":' + b"[" * 5000 + b"]" * 5000 + b"}", 400, ""),
-        (b'{"model":"m","prompt":"' + b"a" * 30_000 + b'"}', 413, "larger than 20000 bytes"),
-        (json.dumps({"model": "m", "prompt": [1] * 3000}).encode(), 400, "prompt has 3000 tokens; allowed are 2048"),
-        (b'\xff\xfe{"model"', 400, ""),
-    ],
-    ids=lambda value: "" if isinstance(value, bytes) else None,
-)
-def test_h5_bad_bodies_are_told_what_is_wrong(body: bytes, status: int, words: str):
-    async def go(rig: Rig) -> None:
-        found, answered = await rig.post(body)
-        error = json.loads(answered)["error"]
-        assert (found, words in error["message"]) == (status, True), error
-        assert error["request_id"]
-        assert (await rig.post(ask()))[0] == 200
-
-    run(go)
-
-
-SIMPLE = b"GET /health HTTP/1.1\r\nhost: h\r\n\r\n"
-CLOSING = b"GET /health HTTP/1.1\r\nhost: h\r\nconnection: close\r\n\r\n"
-
-
-@pytest.mark.parametrize(
-    ("request_bytes", "status"),
-    [
-        pytest.param(
-            b"POST /v1/completions HTTP/1.1\r\nhost: h\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\n", 400, id="both"
-        ),
-        pytest.param(
-            b"POST /v1/completions HTTP/1.1\r\nhost: h\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\n", 400, id="two-lengths"
-        ),
-        pytest.param(b"GET /health HTTP/1.1\r\n\r\n", 400, id="no-host"),
-        pytest.param(b"GET /health HTTP/1.1\r\nhost: a\r\nhost: b\r\n\r\n", 400, id="two-hosts"),
-        pytest.param(b"GET /health HTTP/1.1\r\nhost: a/b?c=\r\n\r\n", 400, id="host-with-a-path"),
-        pytest.param(b"GET /health HTTP/1.1\r\nhost: h\r\n folded: x\r\n\r\n", 400, id="obs-fold"),
-        pytest.param(b"GET /health HTTP/1.1\r\nhost: h\r\ntransfer-encoding: gzip, chunked\r\n\r\n", 400, id="odd-encoding"),
-        pytest.param(b"GET /health HTTP/1.0\r\nhost: h\r\n\r\n", 505, id="http-1.0"),
-        pytest.param(b"GET /" + b"a" * 9000 + b" HTTP/1.1\r\nhost: h\r\n\r\n", 414, id="long-url"),
-        pytest.param(b"GET /health HTTP/1.1\r\nhost: h\r\n" + b"a: b\r\n" * 10_000 + b"\r\n", 431, id="h1-ten-thousand-headers"),
-        pytest.param(b"GET /health HTTP/1.1\r\nhost: h\r\nx: " + b"a" * 70_000 + b"\r\n\r\n", 431, id="h1-long-header"),
-        pytest.param(b"POST /v1/completions HTTP/1.1\r\nhost: h\r\ncontent-length: 200000000\r\n\r\n", 413, id="h3-lying-length"),
-        pytest.param(b"GET /v1/completions HTTP/1.1\r\nhost: h\r\n\r\n", 405, id="method"),
-        pytest.param(b"GET //v1/models HTTP/1.1\r\nhost: h\r\n\r\n", 404, id="double-slash"),
-        pytest.param(b"CONNECT h:1 HTTP/1.1\r\nhost: h\r\n\r\n", 400, id="connect"),
-        pytest.param(b"GET /health HTTP/1.1\r\nhost: h\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n", 400, id="upgrade"),
-        pytest.param(
-            b"POST /v1/completions HTTP/1.1\r\nhost: h\r\nconnection: upgrade\r\nupgrade: h2c\r\ncontent-length: 26\r\n\r\n"
-            b'{"model":"m","prompt":"a"}',
-            400,
-            id="upgrade-with-a-body",
-        ),
-        pytest.param(b"\x16\x03\x01\x00\xa5\x01\x00", 400, id="tls-hello"),
-        pytest.param(CLOSING, 200, id="a-good-one"),
-    ],
-)
-def test_h4_requests_that_could_be_read_in_two_ways_are_refused(request_bytes: bytes, status: int):
-    async def go(rig: Rig) -> None:
-        got = await rig.raw(request_bytes, 2.0)
-        assert got.startswith(b"HTTP/1.1 %d " % status), got[:200]
-        assert (await rig.raw(CLOSING)).startswith(b"HTTP/1.1 200")
-
-    run(go)
-
-
-def test_h3_endless_chunks_are_cut_at_the_bound():
-    async def go(rig: Rig) -> None:
-        head = b"POST /v1/completions HTTP/1.1\r\nhost: h\r\ntransfer-encoding: chunked\r\n\r\n"
-        got = await rig.raw(
-            head + b"1000\r\n" + (b"a" * 4096) + b"\r\n" + b"1000\r\n" * 1 + (b"b" * 4096 + b"\r\n1000\r\n") * 5, 1.0
-        )
-        assert got.startswith(b"HTTP/1.1 413 ")
-
-    run(go)
-
-
-def test_h2_a_slow_request_is_closed_at_its_deadline():
-    async def go(rig: Rig) -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", rig.port)
-        writer.write(b"GET /health HTTP/1.1\r\nho")
-        await until(lambda: len(rig.connections) == 1)
-        await asyncio.sleep(0.05)
-        connection = next(iter(rig.connections))
-        connection.sweep(rig.context.clock() + BOUNDS.header_deadline_s - 1)
-        connection.sweep(rig.context.clock() + BOUNDS.header_deadline_s + 1)
-        assert (await reader.read(100)).startswith(b"HTTP/1.1 408 ")
-        writer.close()
 
     run(go)
 

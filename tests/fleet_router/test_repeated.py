@@ -12,6 +12,8 @@ from fleet_router.config import HttpBounds
 from fleet_router.inbound import Inbound, Incoming
 from fleet_router.repeated import HEAD_MOST_BYTES, Repeated, around_length, worth_learning
 from fleet_router.upstream import CollectingUpstream, KnownAnswer, Pool, Upstream
+from tests.fleet_router.rig import Rig, answer_of, http, run
+from tests.fleet_router.rig import ask as ask_for
 
 BOUNDS = HttpBounds(body_bytes=2_000)
 WANTED = frozenset({b"x-session"})
@@ -36,8 +38,17 @@ def fed(*packets: bytes, inbound: Inbound | None = None) -> Inbound:
     inbound = inbound or Inbound()
     for packet in packets:
         inbound.requests.clear()
-        inbound.feed(packet, BOUNDS, WANTED)
+        give(inbound, packet)
     return inbound
+
+
+def give(inbound: Inbound, packet: bytes, bounds: HttpBounds = BOUNDS) -> None:
+    """As a connection does."""
+    request = inbound.again(packet, bounds, WANTED)
+    if request is not None:
+        inbound.requests.append(request)
+    else:
+        inbound.feed(packet, bounds, WANTED)
 
 
 def test_the_same_head_is_not_parsed_again(monkeypatch: pytest.MonkeyPatch):
@@ -80,7 +91,7 @@ def test_whatever_comes_is_read_as_by_a_parser_that_knows_nothing(first: bytes, 
 def test_new_bounds_hold_for_heads_that_are_known(bounds: HttpBounds):
     inbound = fed(message(b"x" * 50))
     inbound.requests.clear()
-    inbound.feed(message(b"y" * 50), bounds, WANTED)
+    give(inbound, message(b"y" * 50), bounds)
     assert inbound.error is not None
     assert inbound.error.status in (413, 431)
 
@@ -240,3 +251,35 @@ def test_requests_with_their_own_name_keep_it():
     request: Incoming = inbound.requests[0]
     assert request.request_id == "mine"
     assert request.leg_id.endswith(".mine")
+
+
+# -- all of it ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("prefill", [0, 1])
+def test_requests_of_one_connection_are_answered_counted_and_remembered_alike(prefill: int, monkeypatch: pytest.MonkeyPatch):
+    """The first one is parsed, the others are known: from then on no parser of HTTP is asked anything."""
+
+    async def go(rig: Rig) -> None:
+        reader, writer, _ = await rig.connect()
+        answers = []
+        for number in range(4):
+            writer.write(http(ask_for(prompt=str(number) * 2_000, user="u" * 2 * number)))
+            answers.append(await answer_of(reader))
+            if number == 1:
+                monkeypatch.setattr(Inbound, "feed", lambda *_: pytest.fail("parsed again"))
+                monkeypatch.setattr(Upstream, "_feed_head", lambda *_: pytest.fail("parsed again"))
+        ids = [headers.pop("x-request-id") for _, headers, _ in answers]
+        assert len(set(ids)) == 4
+        assert answers[1:] == answers[:3]
+        records = list(rig.context.recorder.smooth)
+        assert [(r.request_id, r.status, r.writes, r.ended) for r in records] == [(id_, 200, 1, "answered") for id_ in ids]
+        assert all(r.came_at <= r.first_at <= r.last_at <= r.ended_at for r in records)
+        assert [bool(r.tries[0].prefilled_at) for r in records] == [bool(prefill)] * 4
+        metrics = rig.context.metrics
+        assert (metrics.requests[200], sum(metrics.handed_over.values())) == (4, 4 * prefill)
+        (served,) = metrics.served.values()
+        assert (served.requests, sum(served.ttft.fold()), served.errors) == (4, 4, 0)
+        assert [body["user"] for body in rig.decode[0].seen] == ["u" * 2 * number for number in range(4)]
+        assert all(("kv_transfer_params" in body) == bool(prefill) for body in rig.decode[0].seen)
+        assert all(worker.released == [] for worker in rig.prefill)
+
+    run(go, prefill=prefill)

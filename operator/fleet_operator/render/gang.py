@@ -36,6 +36,9 @@ QUEUE_GATE: Final = "kueue.x-k8s.io/admission"
 QUEUE_GROUP: Final = "kueue.x-k8s.io/pod-group-name"
 QUEUE_COUNT: Final = "kueue.x-k8s.io/pod-group-total-count"
 QUEUE_SERVING: Final = "kueue.x-k8s.io/pod-group-serving"
+QUEUE_MANAGED: Final = "kueue.x-k8s.io/managed"
+QUEUE_PARENT: Final = "kueue.x-k8s.io/pod-suspending-parent"
+QUEUE_PARENT_NAME: Final = "inferencefleet.io/inferencefleet"
 COSCHEDULING_LABEL: Final = "scheduling.x-k8s.io/pod-group"
 VOLCANO_ANNOTATION: Final = "scheduling.k8s.io/group-name"
 NAMESPACE_NAME: Final = "kubernetes.io/metadata.name"
@@ -123,8 +126,10 @@ def _admitted(pod: Object, group: str, nodes: int, gang: Object) -> None:
     """Labels by which queues and schedulers know the group."""
     meta, spec = pod["metadata"], pod["spec"]
     if gang.get("queue"):
-        meta["labels"][QUEUE_GROUP] = group
-        meta["annotations"] |= {QUEUE_COUNT: str(nodes), QUEUE_SERVING: "true"}
+        # With a parent Kueue puts no finalizer on the pods. It keeps its finalizer on pods of a group until others are in their
+        # place: ours come back under the same names, and pods of a deleted fleet never do, so both would wait for ever.
+        meta["labels"] |= {QUEUE_GROUP: group, QUEUE_MANAGED: "true"}
+        meta["annotations"] |= {QUEUE_COUNT: str(nodes), QUEUE_SERVING: "true", QUEUE_PARENT: QUEUE_PARENT_NAME}
     kind = gang.get("podGroup")
     if kind == "coscheduling":
         meta["labels"][COSCHEDULING_LABEL] = group

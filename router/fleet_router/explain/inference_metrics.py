@@ -40,6 +40,7 @@ class Counts:
     """By adapter; empty: the model."""
     decisions: Histogram = field(default_factory=lambda: Histogram(DECISION_S))
     hits: Histogram = field(default_factory=lambda: Histogram(RATIO))
+    """Of the prompts whose way was decided: the share that whoever was chosen has cached."""
 
     def ended(self, record: Record) -> None:
         """A request is over."""
@@ -54,12 +55,6 @@ class Counts:
             model.durations.observe(record.ended_at - record.came_at)
         if record.error is not None:
             model.errors[record.error.code] += 1
-
-    def decided(self, took_s: float, tokens: float, missing: float) -> None:
-        """Where a prompt goes was decided; `missing`: tokens of it that nobody who was chosen has cached."""
-        self.decisions.observe(took_s)
-        if tokens > 0:
-            self.hits.observe(max(0.0, 1.0 - missing / tokens))
 
     def lines(self, served_name: str, fleet: str, running: Iterable[str], ready: int, index_keys: int, waiting: int) -> list[str]:
         """Prometheus text. `running`: the adapter of each request that runs; `ready`: workers that serve."""

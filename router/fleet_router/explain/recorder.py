@@ -80,10 +80,11 @@ class Recorder:
     # -- one request ------------------------------------------------------------------------------------------------
     def open(self, ids: tuple[str, str], path: bytes, ask: Ask, ticket: Ticket, kept: Mapping[bytes, bytes]) -> Record:
         """A request was admitted, or waits to be. `ids`: the client's name of it and the workers'; `kept`: its headers."""
-        record = Record(ids, path, ticket.lane, ask.adapter, len(ask.prompt), self._clock(), stream=ask.stream)
+        record = Record(
+            *ids, path, ticket.lane, ask.adapter, len(ask.prompt), self._clock(), ask.stream, ticket.waiting
+        )  # fmt: skip
         if kept or self.exporter is not None:
             self._trace(record, kept.get(PARENT, b""), kept.get(STATE, b""))
-        record.waited = ticket.waiting
         self.running.add(record)
         return record
 
@@ -99,12 +100,12 @@ class Recorder:
 
     def decided(self, record: Record, at: float, found: Choice, prefill: Worker | None, decode: Worker) -> None:
         """An attempt begins; the decision began `at`."""
-        now = self._clock()
+        now, counts, ask = self._clock(), self.counts, found.ask
         record.tried(now, now - at, found, prefill, decode)
-        if found.offer is not None and found.ask is not None:
-            self.counts.decided(now - at, found.ask.tokens, found.offer.missing)
-        else:
-            self.counts.decisions.observe(now - at)
+        counts.decisions.observe(now - at)
+        if found.offer is not None and ask is not None and ask.tokens > 0:
+            cached = 1.0 - found.offer.missing / ask.tokens
+            counts.hits.observe(cached if cached > 0.0 else 0.0)
 
     def close(self, record: Record, outcome: str, last_at: float, writes: int) -> None:
         """It ended, however; once."""

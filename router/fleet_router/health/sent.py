@@ -32,6 +32,8 @@ class Sent:
     __slots__ = ("_kept", "_rest", "_room", "_size", "_taken", "full")
     carries = True
     """Another worker can go on with it."""
+    event_most_bytes = STREAM_MOST_BYTES // 2
+    """An event without an end at that size is none: it goes to nobody."""
 
     def __init__(self, room: Room) -> None:
         self._room = room
@@ -63,7 +65,6 @@ class Sent:
         if at < len(CHUNK_END):
             at = 0
         self._rest = data[at:]
-        self.full = self.full or len(self._rest) > STREAM_MOST_BYTES
         return data[:at]
 
     def _take(self) -> None:
@@ -94,6 +95,7 @@ class Halves(Sent):
 
     __slots__ = ()
     carries = False
+    event_most_bytes = 2 * STREAM_MOST_BYTES
 
     def whole(self, data: bytes) -> bytes:
         """See `Sent`."""

@@ -51,17 +51,16 @@ def depths(masks: Mapping[int, int], keys: Sequence[int], among: int) -> list[tu
         if len(found) == STEPS_MOST:
             found.append((1, alive))
             break
-        low, top = 1, high
-        while low < top:
-            middle = (low + top + 1) // 2
-            if get(keys[middle - 1], 0) & alive:
-                low = middle
+        low, top, here = 0, high, alive
+        while top - low > 1:  # they hold the key at `low`; not the one at `top`
+            middle = low + top >> 1
+            if held := get(keys[middle], 0) & alive:
+                low, here = middle, held
             else:
-                top = middle - 1
-        here = get(keys[low - 1], 0) & alive
-        found.append((low, here))
+                top = middle
+        found.append((low + 1, here))
         alive &= ~here
-        high = max(1, low - 1)
+        high = max(1, low)
     return found
 
 

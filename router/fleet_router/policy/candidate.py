@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from fleet_router.policy.estimate import Line
 
 if TYPE_CHECKING:
@@ -92,14 +94,18 @@ class Candidate:
 
     def began(self) -> None:
         """A leg begins here."""
-        if self.home is not None:
-            self.home.moved(self, 1)
+        if (home := self.home) is not None:
+            home.inflight += 1
+            if home.large:
+                home.moved(self, 1)
         self.inflight += 1
 
     def ended(self) -> None:
         """A leg is over."""
-        if self.home is not None:
-            self.home.moved(self, -1)
+        if (home := self.home) is not None:
+            home.inflight -= 1
+            if home.large:
+                home.moved(self, -1)
         self.inflight -= 1
 
     def elsewhere(self, inflight: int, pending: int, now: float) -> None:
@@ -107,7 +113,9 @@ class Candidate:
         by, self.others, self.others_pending = inflight - self.others, inflight, pending
         if by:
             if self.home is not None:
-                self.home.shifted(self, by)
+                self.home.inflight += by
+                if self.home.large:
+                    self.home.shifted(self, by)
             self.inflight += by
         if not pending and self.pending <= 0:
             self.free_at = min(self.free_at, now)
@@ -126,8 +134,7 @@ class Candidate:
         self.base_s, self.token_s = self.prefill.base, self.prefill.slope
 
 
-@dataclass(slots=True)
-class Prefilling:
+class Prefilling(msgspec.Struct, frozen=True):
     """One prefill that a worker was sent: what was expected, so that what comes can be compared. Both expectations are less the
     lateness of the worker when it was sent."""
 
@@ -143,7 +150,7 @@ class Prefilling:
 def prefill_sent(worker: Candidate, tokens: float, now: float) -> Prefilling:
     """A prefill of `tokens` uncached tokens goes to this worker. Its tokens join the queue; the fixed part of its time does not:
     an engine computes many short prompts in one step."""
-    begins = max(worker.free_at, now)
+    begins = worker.free_at if worker.free_at > now else now
     worker.free_at = begins + worker.token_s * tokens
     worker.heat += tokens
     if worker.home is not None:
@@ -164,12 +171,15 @@ def prefill_done(one: Prefilling, now: float, *, learn: bool) -> float | None:
     took_s = None
     if learn:
         # it began when those before it were done: as expected, but surely when the last one was seen done
-        began = max(one.sent_at, min(one.begins + worker.late_s, worker.done_at))
-        took_s = max(0.0, now - began)
+        began = one.begins + worker.late_s
+        began = began if began < worker.done_at else worker.done_at
+        began = began if began > one.sent_at else one.sent_at
+        took_s = now - began if now > began else 0.0
         worker.prefill.observe(one.tokens, took_s)
         worker.note_speed()
         worker.done_at = now
-        late = min(MOST_LATE_S, now - (one.due + worker.late_s))
+        late = now - (one.due + worker.late_s)
+        late = late if late < MOST_LATE_S else MOST_LATE_S
         worker.late_s += late
         worker.free_at += late
     if worker.pending + worker.others_pending <= 0:

@@ -193,7 +193,8 @@ def _local_costs(
     """Prefilling on each decode worker itself; `inf` where that cannot be the least, or is above the cap of heat."""
     now, others, tokens, prune = ask.now, ask.others, ask.tokens, waits is None
     weight, spared, usual = _heat(ask, group.decode, held)
-    cap, little, costs, least, limit = cap or usual, EPSILON_SHARE * tokens, list[float](), inf, inf
+    costs: list[float] = []  # list[float]() would raise and swallow an AttributeError inside: 1 us
+    cap, little, least, limit = cap or usual, EPSILON_SHARE * tokens, inf, inf
     for worker, lacks in zip(workers, missing, strict=True):
         work = lacks * worker.token_s
         cost, queue = worker.base_s + work, worker.free_at - now
@@ -227,7 +228,8 @@ def _prefill_costs(
     held, mask, less, wider, more = depths
     few, some, none = _lacking(tokens, held, less)
     weight, spared, usual = _heat(ask, side, held)
-    cap, little, costs, least, limit = cap or usual, EPSILON_SHARE * tokens, list[float](), inf, inf
+    costs: list[float] = []
+    cap, little, least, limit = cap or usual, EPSILON_SHARE * tokens, inf, inf
     for worker in workers:
         bit = worker.bit
         lacks = few if bit & mask else some if bit & wider else _lacks(tokens, worker, depths) if more else none
@@ -265,13 +267,14 @@ def _lacks(tokens: float, worker: Candidate, depths: Depths) -> float:
 
 def _heat(ask: CostAsk, side: Side, held: float) -> tuple[float, float, float]:
     """(what a token of heat adds to each second of work, tokens of it that add nothing, tokens that nobody is brought above)."""
-    heat, tokens = side.heat, ask.tokens
-    mean = heat / len(side.members)
-    floor = COLD_LEAST * side.squares / heat if heat > 1.0 and side.squares else HEAT_LEAST * tokens
-    cap = max(ask.bound * mean, floor)
+    tokens, lump, mean = ask.tokens, side.lump, side.heat / len(side.members)
+    floor = COLD_LEAST * lump if lump else HEAT_LEAST * tokens
+    cap = ask.bound * mean
+    cap = cap if cap > floor else floor  # a call of max costs more than the rest of the line
     if ask.session:
         return 0.0, inf, cap
-    usual = max(HEAT_LEAST * tokens if held else floor, mean)
+    usual = HEAT_LEAST * tokens if held else floor
+    usual = mean if mean > usual else usual
     return HEAT_WORTH / usual, 0.0 if held else usual, cap
 
 
@@ -294,7 +297,7 @@ def _two_of(steps: Steps) -> Depths:
 def _waits(ask: CostAsk, group: Group, workers: Sequence[Candidate]) -> list[float] | None:
     """What a stream waits on each decode worker for a slot and for its adapter. None: nothing."""
     found = None
-    if 0 < workers[0].slots < len(group.decode.levels):  # somebody is full
+    if workers[0].slots > 0 and group.decode.reaches(workers[0].slots):
         turn_s = group.answer.value
         found = [max(0, w.inflight - w.slots + 1) * turn_s / max(1, w.slots) for w in workers]
     if ask.adapter:

@@ -38,7 +38,8 @@ class Line:
 
     def observe(self, x: float, y: float) -> None:
         """It took `y` seconds for `x`."""
-        y = min(y, WILD * self.at(x))
+        most = WILD * (self.base + self.slope * x)
+        y = y if y < most else most
         x /= self._scale
         self._n = self._n * KEEP + 1.0
         self._sx = self._sx * KEEP + x
@@ -69,7 +70,8 @@ class Line:
             base, slope = 0.0, sxy / sxx
         elif slope < 0.0:
             base, slope = sy / n, 0.0
-        self.base, self.slope = base, max(slope / self._scale, self._least_slope)
+        slope, least = slope / self._scale, self._least_slope
+        self.base, self.slope = base, slope if slope > least else least
 
 
 class Mean:
@@ -82,7 +84,8 @@ class Mean:
 
     def observe(self, value: float) -> None:
         """One more."""
-        value = min(value, 16.0 * self.value + 1.0)
+        most = 16.0 * self.value + 1.0
+        value = value if value < most else most
         self._n = self._n * KEEP + 1.0
         self._sum = self._sum * KEEP + value
         self.value = self._sum / self._n

@@ -43,9 +43,9 @@ class Pairs:
     def above_s(self, prefill: str, decode: str, tokens: float) -> float:
         """What it costs above the least of all pairs."""
         line = self._lines.get((prefill, decode))
-        if line is None:
-            return self.cost_s(prefill, decode, tokens) - self.least_s(tokens)
-        return line.base - self.least_base + (line.slope - self.least_slope) * tokens
+        first_s = 0.0 if line is not None else self.handshake.value
+        line = line or self.common
+        return first_s + line.base - self.least_base + (line.slope - self.least_slope) * tokens
 
     def least_s(self, tokens: float) -> float:
         """No pair is cheaper than this."""

@@ -92,8 +92,10 @@ class Routing:
         than an eighth."""
         count = len(keys)
         whole = count if size - BYTES_OF[count] < piece_after(count) else 0
-        share = tokens / size
-        return [(tokens if n == whole else BYTES_OF[n] * share, mask) for n, mask in depths(self.index.masks, keys, among)]
+        share, found = tokens / size, []
+        for pieces, mask in depths(self.index.masks, keys, among):
+            found.append((tokens if pieces == whole else BYTES_OF[pieces] * share, mask))
+        return found
 
     def decide(self, ask: CostAsk, steps: Steps, *, tier: str = "", usable: Usable | None = None) -> Offer | None:
         """The cheapest offer of all groups, of this tier if it can serve at all; None when nobody decodes."""

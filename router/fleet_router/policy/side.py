@@ -37,12 +37,14 @@ Steps = Sequence[tuple[float, int]]
 class Side:
     """Workers of one role in one group. `inflight` is the sum of theirs."""
 
-    __slots__ = ("_by_index", "_by_name", "bits", "heat", "inflight", "levels", "members", "ramping", "ring", "squares")
+    __slots__ = ("_by_index", "_by_name", "bits", "heat", "inflight", "large", "levels", "members", "ramping", "ring", "squares")
 
     def __init__(self) -> None:
         self.members: list[Candidate] = []
         self.levels: list[dict[str, Candidate]] = [{}]
-        """By requests in flight; the last one is not empty unless it is the first."""
+        """Of a large side, by requests in flight; the last one is not empty unless it is the first."""
+        self.large = False
+        """Not looked at whole."""
         self.inflight = 0
         self.heat = 0.0
         """Tokens that they were sent to compute lately."""
@@ -64,6 +66,7 @@ class Side:
         self._by_index = {bit.bit_length(): worker for worker, bit in workers}
         self._by_name = {worker.uid: worker for worker in self.members}
         self.bits, self.inflight, self.heat = 0, 0, sum(worker.heat for worker, _ in workers)
+        self.large = len(self.members) > WHOLE
         self.levels = [{} for _ in range(max((w.inflight for w in self.members), default=0) + 1)]
         for worker, bit in workers:
             self.bits |= bit
@@ -78,7 +81,7 @@ class Side:
         self.ramping = any(worker.share < 1.0 for worker in self.members)
 
     def moved(self, worker: Candidate, by: int) -> None:
-        """The worker is about to have `by` (1 or -1) more requests."""
+        """On a large side: the worker is about to have `by` (1 or -1) more requests."""
         levels, before = self.levels, worker.inflight
         del levels[before][worker.uid]
         if before + by == len(levels):
@@ -86,7 +89,10 @@ class Side:
         levels[before + by][worker.uid] = worker
         if not levels[-1]:
             levels.pop()
-        self.inflight += by
+
+    def reaches(self, inflight: int) -> bool:
+        """Somebody has so many requests."""
+        return len(self.levels) > inflight if self.large else any(w.inflight >= inflight for w in self.members)
 
     def cool(self, keep: float) -> None:
         """Time passes."""
@@ -108,26 +114,28 @@ class Side:
         levels[before + by][worker.uid] = worker
         while len(levels) > 1 and not levels[-1]:
             levels.pop()
-        self.inflight += by
 
     def look(self, steps: Steps, key: int, bound: float, usable: Usable | None, tokens: float = 0.0) -> list[Candidate]:
         """Who is worth a look at a prompt of so many tokens: usable workers below their bound of requests; any usable one
         when all are at it."""
         free = usable is None and not self.ramping
-        if free and len(self.members) <= WHOLE and self._all_below(bound):
-            return self.members
+        if free and not self.large:
+            return self._below(bound)
         cap = cap_of(self.inflight, len(self.members), bound)
-        if len(self.members) > WHOLE:
+        if self.large:
             room = bound * self.heat / len(self.members) - tokens
             found = self._few(steps, key, cap, room) if free else self._few_of_some(steps, key, cap, usable)
         else:
             found = [w for w in self.members if w.inflight < cap * w.share and (usable is None or usable(w))]
         return found or [w for w in self.members if usable is None or usable(w)][:WHOLE]
 
-    def _all_below(self, bound: float) -> bool:
-        """Nobody is at its bound."""
-        most = len(self.levels) - 1
-        return most < LOAD_FLOOR or most * len(self.members) < bound * (self.inflight + 1)
+    def _below(self, bound: float) -> list[Candidate]:
+        """Of a small side, all of whom may be used: `look`."""
+        members = self.members
+        cap = bound * (self.inflight + 1) / len(members) if members else 0.0
+        cap = cap if cap > LOAD_FLOOR else LOAD_FLOOR
+        found = [worker for worker in members if worker.inflight < cap]
+        return found if found and len(found) < len(members) else members
 
     def _few(self, steps: Steps, key: int, cap: int, room: float) -> list[Candidate]:
         """Of all workers, without a filter."""
@@ -141,7 +149,10 @@ class Side:
     def _idle(self, seen: int, room: float) -> list[Candidate]:
         """Some of the others with the fewest requests: of the first few of these those with less heat than most, and than `room`,
         then the coolest."""
-        cool, hot, most, left = list[Candidate](), list[Candidate](), min(room, self.heat / len(self.members)), IDLE_LOOKED
+        cool: list[Candidate] = []
+        hot: list[Candidate] = []
+        mean, left = self.heat / len(self.members), IDLE_LOOKED
+        most = mean if mean < room else room
         for level in self.levels:
             for worker in level.values():
                 if not seen & worker.bit:

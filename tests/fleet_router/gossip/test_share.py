@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +17,7 @@ from fleet_router.kvindex.approximate import key_chain
 from fleet_router.policy.candidate import Candidate, prefill_done, prefill_sent
 from fleet_router.policy.cost import CostAsk
 from fleet_router.policy.routing import Routing
+from fleet_router.policy.side import WHOLE
 
 TENANT = Tenant(name="acme", requests_per_second=10.0, requests_burst=10, tokens_per_minute=6_000, concurrency=4)
 
@@ -41,14 +43,15 @@ def exchange(routers: list[One], now: float) -> None:
                 other.share.hear(message, now)
 
 
-def met(count: int) -> list[One]:
-    routers = [One(i + 1) for i in range(count)]
+def met(count: int, workers: int = 3) -> list[One]:
+    routers = [One(i + 1, workers) for i in range(count)]
     exchange(routers, 0.0)
     return routers
 
 
-def test_the_load_of_others_counts_in_every_level_and_goes_again():
-    a, b, c = met(3)
+@pytest.mark.parametrize("workers", [3, WHOLE + 1])
+def test_the_load_of_others_counts_in_every_level_and_goes_again(workers: int):
+    a, b, c = met(3, workers)
     for _ in range(5):
         a.workers["w0"].began()
     b.workers["w0"].began()
@@ -57,12 +60,14 @@ def test_the_load_of_others_counts_in_every_level_and_goes_again():
         worker = one.workers["w0"]
         assert (worker.inflight, worker.own, worker.others) == (6, own, 6 - own)
         side = one.routing.groups["t", "c"].decode
-        assert (side.inflight, side.levels[6]) == (6, {"w0": worker})
+        assert (side.inflight, side.reaches(6), side.reaches(7)) == (6, True, False)
+        assert not side.large or side.levels[6] == {"w0": worker}
     a.share.tick(ROW_S + 0.2)
     assert (a.workers["w0"].inflight, a.workers["w0"].own) == (5, 5)  # nobody repeats it: it is over
     for _ in range(5):
         a.workers["w0"].ended()
-    assert a.routing.groups["t", "c"].decode.levels == [a.workers]
+    side = a.routing.groups["t", "c"].decode
+    assert (side.inflight, side.reaches(1), side.levels) == (0, False, [a.workers])
 
 
 def test_a_worker_that_joins_or_leaves_has_what_others_have_there():
