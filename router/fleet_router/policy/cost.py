@@ -8,7 +8,7 @@ A prefill counts for more where it keeps others waiting (work x arrivals), and w
 compute lately is spared, which spreads work and new blocks alike. That is a matter of degree up to `bound` x mean: nobody is sent
 what would bring it above, as long as somebody is found for whom it would not. Workers that hold a prompt may go on with it up to
 HEAT_LEAST times what they save by it: one conversation alone is no reason to leave its KV. Heat that is little to the prompt is
-none.
+none. Sessions stay where they are: the bound of requests in flight alone moves them.
 
 late_D is what D's streams and this one lose to each other, and the wait for a slot when D has none. A sum of a part of P and a
 part of D has its minimum at the best P and the best D, found apart: O(P + D). Only the pair's own part is not a sum. It is never
@@ -267,12 +267,12 @@ def _lacks(tokens: float, worker: Candidate, depths: Depths) -> float:
 
 def _heat(ask: CostAsk, side: Side, held: float) -> tuple[float, float, float]:
     """(what a token of heat adds to each second of work, tokens of it that add nothing, tokens that nobody is brought above)."""
+    if ask.session:
+        return 0.0, inf, inf
     tokens, lump, mean = ask.tokens, side.lump, side.heat / len(side.members)
     floor = COLD_LEAST * lump if lump else HEAT_LEAST * tokens
     cap = ask.bound * mean
     cap = cap if cap > floor else floor  # a call of max costs more than the rest of the line
-    if ask.session:
-        return 0.0, inf, cap
     usual = HEAT_LEAST * tokens if held else floor
     usual = mean if mean > usual else usual
     return HEAT_WORTH / usual, 0.0 if held else usual, cap
