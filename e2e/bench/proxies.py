@@ -74,6 +74,21 @@ def workers(addresses: Sequence[str], folder: Path) -> Iterator[None]:
         yield
 
 
+def serve_from(documents: Path, prefill: Sequence[str], decode: Sequence[str]) -> None:
+    """Tell the router that follows this folder who its workers are, from now on."""
+    rows = [*(("prefill", worker) for worker in prefill), *(("decode", worker) for worker in decode)]
+    found = tuple(
+        Endpoint(
+            name=f"{role}-{i}", uid=str(i), address=worker.split(":")[0], http_port=int(worker.split(":")[1]), agent_port=9000,
+            role="prefill" if role == "prefill" else "decode", tier="t", revision="r", compat="c",
+        )
+        for i, (role, worker) in enumerate(rows)
+    )  # fmt: skip
+    fresh = documents / ".fresh"
+    fresh.write_bytes(encode_endpoints(Endpoints(fleet="bench", namespace="default", workers=found)))
+    fresh.replace(documents / ENDPOINTS_KEY)
+
+
 @contextmanager
 def ours(
     name: str,
@@ -90,16 +105,8 @@ def ours(
     documents = folder / address.replace(":", "-")
     log = documents.with_suffix(".log")
     documents.mkdir()
-    rows = [*(("prefill", worker) for worker in prefill), *(("decode", worker) for worker in decode)]
-    found = tuple(
-        Endpoint(
-            name=f"{role}-{i}", uid=str(i), address=worker.split(":")[0], http_port=int(worker.split(":")[1]), agent_port=9000,
-            role="prefill" if role == "prefill" else "decode", tier="t", revision="r", compat="c",
-        )
-        for i, (role, worker) in enumerate(rows)
-    )  # fmt: skip
     (documents / ROUTER_CONFIG_KEY).write_text(encode_config(config))
-    (documents / ENDPOINTS_KEY).write_bytes(encode_endpoints(Endpoints(fleet="bench", namespace="default", workers=found)))
+    serve_from(documents, prefill, decode)
     host, port = address.split(":")
     argv = [sys.executable, "-m", "fleet_router", "--follow", f"dir:{documents}", "--host", host, "--port", port]
     argv += [*(["--tenants", str(tenants)] if tenants is not None else []), *extra]

@@ -11,7 +11,7 @@ from typing import cast
 
 from e2e.bench.routing_trace import Arrival
 
-LATE = re.compile(rb'"late_us":(\d+)')
+LATE = re.compile(rb'"late_us":(\d+),"worker":(\d+)')
 STREAM_END = b"0\r\n\r\n"
 HEAD_END = b"\r\n\r\n"
 LONGEST_S = 120.0
@@ -24,6 +24,8 @@ class Seen:
     ttft_s: list[float] = field(default_factory=list)
     lag_s: list[float] = field(default_factory=list)
     """How late requests left."""
+    landed: list[tuple[float, int]] = field(default_factory=list)
+    """When each answered request was due, and its worker, in the order of `ttft_s`."""
     errors: list[str] = field(default_factory=list)
 
 
@@ -33,7 +35,7 @@ class Connection(asyncio.Protocol):
     def __init__(self, load: Load) -> None:
         self.load = load
         self.got = bytearray()
-        self.sent_at = 0.0
+        self.sent_at = self.due_s = 0.0
         self.first_at = 0.0
         self.running = False
 
@@ -46,7 +48,7 @@ class Connection(asyncio.Protocol):
         head = b"POST /v1/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
         self.got.clear()
         self.first_at, self.running = 0.0, True
-        self.sent_at = time.perf_counter()
+        self.sent_at, self.due_s = time.perf_counter(), one.at_s
         self.transport.write(head % len(body) + body)
 
     def data_received(self, data: bytes) -> None:
@@ -64,6 +66,7 @@ class Connection(asyncio.Protocol):
             self.transport.close()
             return
         self.load.idle.append(self)
+        self.load.seen.landed.append((self.due_s, int(late[2])))
         self.load.ended(self.first_at - self.sent_at - int(late[1]) / 1e6)
 
     def connection_lost(self, exc: Exception | None) -> None:

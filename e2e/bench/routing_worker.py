@@ -33,7 +33,7 @@ WRITES = 4
 """Of one answer's tokens."""
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 EVENT = (
-    b'data: {"id":"c","object":"text_completion","created":1,"model":"tiny","late_us":%d,'
+    b'data: {"id":"c","object":"text_completion","created":1,"model":"tiny","late_us":%d,"worker":%d,'
     b'"choices":[{"index":0,"text":" words","finish_reason":null}]}\n\n'
 )
 END = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
@@ -93,6 +93,9 @@ class Engine:
     at: Callable[[float, Callable[[], None]], None]
     """Call something at a virtual time, or a little later."""
     now: Callable[[], float]
+    number: int = 0
+    prompts: list[int] = field(default_factory=list)
+    """Tokens that each prompt had to be computed, in the order of their turns; all engines may share one list."""
     cache: Cache = field(default_factory=lambda: Cache(CACHE_BLOCKS))
     queue: deque[tuple[float, Job]] = field(default_factory=deque)
     free_at: float = 0.0
@@ -119,6 +122,7 @@ class Engine:
         came_at, job = self.queue.popleft()
         left = max(1, job.tokens - self.cache.hit(job.keys) * BLOCK_TOKENS)
         self.computed_tokens += left
+        self.prompts.append(left)
         self.free_at = due = max(came_at, self.free_at) + PREFILL_BASE_S + left / PREFILL_TOKENS_PER_S
         self.at(due, lambda: self._prefilled(job, due))
 
@@ -181,7 +185,7 @@ class Connection(asyncio.Protocol):
         def write(late_us: int, last: bool) -> None:
             if self.transport.is_closing():
                 return
-            event = EVENT % int(late_us / self.speed)
+            event = EVENT % (int(late_us / self.speed), self.engine.number)
             chunk = b"%x\r\n%b\r\n" % (len(event), event)
             head = HEAD if first[0] else b""
             first[0] = False
@@ -201,10 +205,12 @@ async def serve(speed: float, addresses: list[str]) -> None:
     def at(then: float, what: Callable[[], None]) -> None:
         loop.call_at(then / speed, what)
 
-    engines = [Engine(at, lambda: loop.time() * speed) for _ in addresses]
+    prompts = list[int]()
+    engines = [Engine(at, lambda: loop.time() * speed, number, prompts) for number in range(len(addresses))]
 
     def told() -> bytes:
-        return msgspec.json.encode([[e.requests, e.asked_tokens, e.computed_tokens] for e in engines])
+        rows = [[e.requests, e.asked_tokens, e.computed_tokens] for e in engines]
+        return msgspec.json.encode({"workers": rows, "prompts": prompts})
 
     for engine, address in zip(engines, addresses, strict=True):
         host, _, port = address.rpartition(":")

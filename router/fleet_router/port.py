@@ -9,7 +9,7 @@ import socket
 import ssl
 from collections.abc import Callable
 
-BACKLOG = 1_024
+BACKLOG = 4_096
 HANDSHAKE_S = 10.0
 LAST_HANDSHAKE_S = 2.0
 """Of those that came while we went."""

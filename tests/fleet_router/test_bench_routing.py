@@ -9,8 +9,9 @@ from collections.abc import Callable
 
 import pytest
 
-from e2e.bench.routing import Run, figures
+from e2e.bench.routing import Run, figures, greedy
 from e2e.bench.routing_client import Seen
+from e2e.bench.routing_scale_out import split
 from e2e.bench.routing_trace import BLOCK_CHARS, Arrival, conversation, faster, repeated_share, synthetic
 from e2e.bench.routing_worker import (
     CACHE_BLOCKS,
@@ -113,9 +114,20 @@ def test_a_cache_is_no_larger_than_it_says():
 
 def test_ratios_are_against_the_best_peer_of_each_figure():
     def runs(*means: float) -> list[Run]:
-        return [Run(Seen(ttft_s=[mean] * 99 + [mean * 10], lag_s=[mean / 2]), 0.5, 1.2, 100.0, 100) for mean in means]
+        return [Run(Seen(ttft_s=[mean] * 99 + [mean * 10], lag_s=[mean / 2]), 0.5, 1.2, 1.1, 100.0, 100) for mean in means]
 
     found = figures({"ours": runs(1.0, 2.0), "a": runs(2.0, 2.0), "b": runs(4.0, 4.0)})
     assert (found["best_peer"], found["ttft_mean_vs_best_peer"], found["errors"]) == ("a", 0.75, 0)
     assert found["disturbed"] == ["ours", "a", "b"]
     assert figures({"ours": runs(1.0)})["ttft_mean_vs_best_peer"] == 1.0
+
+
+def test_least_work_first_is_the_yardstick_of_the_load():
+    assert greedy([5, 5, 5, 5], 2) == 1.0
+    assert greedy([1, 1, 10], 2) == 11 / 6  # the largest comes last: who cannot see it coming has spread the others evenly
+    assert greedy([10, 1, 1], 2) == 10 / 6
+
+
+def test_requests_are_told_apart_by_where_and_when_they_landed():
+    landed = [(5.0, 0), (20.0, 1), (41.0, 2), (41.0, 64), (90.0, 71), (101.0, 64)]
+    assert split(Seen(ttft_s=[1.0, 2.0, 3.0, 4.0, 5.0, 6.0], landed=landed)) == ([4.0, 5.0], [2.0])

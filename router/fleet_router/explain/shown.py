@@ -117,7 +117,7 @@ def _side(side: Weighed, by_cost: bool) -> list[Shown]:
 
 
 def _seconds(cost_s: float) -> float | None:
-    """None: its queue alone was longer than what others cost."""
+    """None: its queue and prefill alone were more than what others cost, or its share of the work was used up."""
     return None if cost_s == inf else round(cost_s, 6)
 
 

@@ -126,6 +126,7 @@ class Candidate:
         self.heat += tokens
         if self.home is not None:
             self.home.heat += tokens
+            self.home.squares += tokens * tokens / max(1, prefills)
         self.free_at = min(max(self.free_at, now) + self.token_s * tokens, max(self.free_at, now + MOST_LATE_S))
 
     def note_speed(self) -> None:
@@ -154,6 +155,7 @@ def prefill_sent(worker: Candidate, tokens: float, now: float) -> Prefilling:
     worker.heat += tokens
     if worker.home is not None:
         worker.home.heat += tokens
+        worker.home.squares += tokens * tokens
     worker.pending += 1
     worker.sent_prefills += 1
     worker.sent_tokens += tokens

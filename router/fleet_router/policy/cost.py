@@ -5,15 +5,19 @@
     keep     queue_P + prefill_P(uncached by P)  +  what decoding there takes from P's prefills, when D is full
 
 A prefill counts for more where it keeps others waiting (work x arrivals), and where it meets heat: a worker that was sent much to
-compute lately is spared, which spreads work and new blocks alike. late_D is what D's streams and this one lose to each other, and
-the wait for a slot when D has none. A sum of a part of P and a part of D has its minimum at the best P and the best D, found
-apart: O(P + D). Only the pair's own part is not a sum. It is never less than `Pairs.least_s`, which is added to D's part; what
-the best two pay above that is compared with what it could save: when it is within epsilon nothing can be better by more, else the
-three best of each are tried with each other.
+compute lately is spared, which spreads work and new blocks alike. That is a matter of degree up to `bound` x mean: nobody is sent
+what would bring it above, as long as somebody is found for whom it would not. Workers that hold a prompt may go on with it up to
+HEAT_LEAST times what they save by it: one conversation alone is no reason to leave its KV. Heat that is little to the prompt is
+none. Sessions stay where they are: the bound of requests in flight alone moves them.
 
-Near-equal costs count as equal: there the ring decides, so that routers agree without talking, among those whose heat is below
-`bound` x mean. Near means within EPSILON_S of the least. Of a prompt that nobody knows it means within EPSILON_SHARE as well, and
-heat adds nothing to its costs: prompts with the same beginning find each other.
+late_D is what D's streams and this one lose to each other, and the wait for a slot when D has none. A sum of a part of P and a
+part of D has its minimum at the best P and the best D, found apart: O(P + D). Only the pair's own part is not a sum. It is never
+less than `Pairs.least_s`, which is added to D's part; what the best two pay above that is compared with what it could save:
+when it is within epsilon nothing can be better by more, else the three best of each are tried with each other.
+
+Near-equal costs count as equal: there the ring decides, so that routers agree without talking. Near means within EPSILON_S of the
+least. Of a prompt that nobody knows it means within EPSILON_SHARE as well, and heat up to the mean adds nothing to its costs:
+prompts with the same beginning find each other.
 """
 
 from __future__ import annotations
@@ -35,6 +39,8 @@ no stream stands still."""
 KEEP_SHARE = 0.2
 """Part of a prefill worker's speed that one running decode takes."""
 TRIED = 3
+COLD_LEAST = 2.0
+"""Below so many prompts of usual size per worker heat tells nothing of a prompt that nobody knows."""
 ADAPTER_S = 0.25
 """Loading an adapter that a worker was not sent lately."""
 
@@ -51,8 +57,8 @@ class Weighed(msgspec.Struct, frozen=True):
     tokens: float
     depths: Depths
     costs: Sequence[float]
-    """Prefill: queue and prefill, `inf` behind a queue that is too long in any case. Decode: lateness and the least transfer, for
-    a prefill elsewhere."""
+    """Prefill: queue and prefill, `inf` where they alone are more than the least, or at the bound. Decode: lateness and the least
+    transfer, for a prefill elsewhere."""
     local: Sequence[float] | None = None
     """Decode: when it prefills itself, `inf` as above; of prefill workers None."""
 
@@ -102,11 +108,11 @@ class Offer(msgspec.Struct):
 def cheapest(ask: CostAsk, group: Group, steps: Steps, usable: Usable | None) -> Offer | None:
     """The best offer of this group; None when nobody there decodes."""
     side = group.decode
-    decodes = side.look(steps, ask.ring_key, ask.bound, usable)
+    decodes = side.look(steps, ask.ring_key, ask.bound, usable, ask.tokens)
     if not decodes:
         return None
     sources = group.prefill
-    prefills = sources.look(steps, ask.ring_key, ask.bound, usable) if sources.members and not ask.local else []
+    prefills = sources.look(steps, ask.ring_key, ask.bound, usable, ask.tokens) if sources.members and not ask.local else []
     looked, share, depths = len(decodes) + len(prefills), 0.0 if steps else EPSILON_SHARE, _two_of(steps)
     missing = _missing(ask.tokens, decodes, depths)
     waits = _waits(ask, group, decodes)
@@ -162,9 +168,13 @@ def _missing(tokens: float, workers: Sequence[Candidate], depths: Depths) -> lis
     held, mask, less, wider, more = depths
     if more:
         return [_lacks(tokens, worker, depths) for worker in workers]
-    few, some = tokens - held if held < tokens else 1.0, tokens - less if less < tokens else 1.0
-    none = tokens if tokens > 0.0 else 1.0
+    few, some, none = _lacking(tokens, held, less)
     return [few if (bit := worker.bit) & mask else some if bit & wider else none for worker in workers]
+
+
+def _lacking(tokens: float, held: float, less: float) -> tuple[float, float, float]:
+    """Tokens that somebody lacks who holds so much, less, nothing; at least one has to be computed."""
+    return tokens - held if held < tokens else 1.0, tokens - less if less < tokens else 1.0, tokens if tokens > 0.0 else 1.0
 
 
 def _remote_costs(
@@ -177,55 +187,71 @@ def _remote_costs(
 
 
 def _local_costs(
-    ask: CostAsk, group: Group, workers: Sequence[Candidate], missing: Sequence[float], waits: Sequence[float] | None, held: float
-) -> list[float]:
-    """Prefilling on each decode worker itself; `inf` behind a queue that is too long in any case."""
-    now, others = ask.now, ask.others
-    weight, spared = _heat(ask, group.decode, held)
+    ask: CostAsk, group: Group, workers: Sequence[Candidate], missing: Sequence[float], waits: Sequence[float] | None,
+    held: float, cap: float = 0.0,
+) -> list[float]:  # fmt: skip
+    """Prefilling on each decode worker itself; `inf` where that cannot be the least, or is above the cap of heat."""
+    now, others, tokens, prune = ask.now, ask.others, ask.tokens, waits is None
+    weight, spared, usual = _heat(ask, group.decode, held)
     costs: list[float] = []  # list[float]() would raise and swallow an AttributeError inside: 1 us
-    limit = inf
+    cap, little, least, limit = cap or usual, EPSILON_SHARE * tokens, inf, inf
     for worker, lacks in zip(workers, missing, strict=True):
-        queue = worker.free_at - now
-        if queue > limit:
+        work = lacks * worker.token_s
+        cost, queue = worker.base_s + work, worker.free_at - now
+        if queue > 0.0:
+            cost += queue
+        heat = worker.heat
+        if cost > limit or (heat + lacks > cap and heat > HEAT_LEAST * (tokens - lacks) + little):
             costs.append(inf)
             continue
-        streams, heat, work = worker.inflight, worker.heat, lacks * worker.token_s
+        streams = worker.inflight
         stalls = streams * STALL + work * worker.crowd
         if heat > spared:
             stalls += (heat - spared) * weight
-        cost = worker.base_s + work + (streams * worker.drag_s + work * stalls) * others
-        if queue > 0.0:
-            cost += queue
+        cost += (streams * worker.drag_s + work * stalls) * others
         costs.append(cost)
-        if cost < limit and waits is None:
-            limit = cost + EPSILON_S + EPSILON_SHARE * cost
+        if cost < least:
+            least = cost
+            if prune:
+                limit = cost + EPSILON_S + EPSILON_SHARE * cost
+    if least == inf:
+        return _local_costs(ask, group, workers, missing, waits, held, _coolest(tokens, group.decode, workers))
     return costs if waits is None else [cost + wait_s for cost, wait_s in zip(costs, waits, strict=True)]
 
 
 def _prefill_costs(
-    ask: CostAsk, side: Side, workers: Sequence[Candidate], depths: Depths, *, all_of_them: bool = False
+    ask: CostAsk, side: Side, workers: Sequence[Candidate], depths: Depths, *, all_of_them: bool = False, cap: float = 0.0
 ) -> list[float]:
-    """Queue + prefill, and what others lose by it, of each prefill worker; `inf` behind a queue that is too long in any case."""
-    now, others = ask.now, ask.others
-    weight, spared = _heat(ask, side, depths[0])
+    """Queue + prefill, and what others lose by it, of each prefill worker; `inf` behind a queue that is too long in any case, or
+    above the cap of heat."""
+    now, others, tokens, prune = ask.now, ask.others, ask.tokens, not (all_of_them or ask.adapter)
+    held, mask, less, wider, more = depths
+    few, some, none = _lacking(tokens, held, less)
+    weight, spared, usual = _heat(ask, side, held)
     costs: list[float] = []
-    limit = inf
-    all_of_them = all_of_them or bool(ask.adapter)
-    for worker, lacks in zip(workers, _missing(ask.tokens, workers, depths), strict=True):
-        queue = worker.free_at - now
-        if queue > limit:
+    cap, little, least, limit = cap or usual, EPSILON_SHARE * tokens, inf, inf
+    for worker in workers:
+        bit = worker.bit
+        lacks = few if bit & mask else some if bit & wider else _lacks(tokens, worker, depths) if more else none
+        work = lacks * worker.token_s
+        cost, queue = worker.base_s + work, worker.free_at - now
+        if queue > 0.0:
+            cost += queue
+        heat = worker.heat
+        if cost > limit or (heat + lacks > cap and heat > HEAT_LEAST * (tokens - lacks) + little):
             costs.append(inf)
             continue
-        heat, work = worker.heat, lacks * worker.token_s
         stalls = work * worker.crowd
         if heat > spared:
             stalls += (heat - spared) * weight
-        cost = worker.base_s + work + work * stalls * others
-        if queue > 0.0:
-            cost += queue
+        cost += work * stalls * others
         costs.append(cost)
-        if cost < limit and not all_of_them:
-            limit = cost + EPSILON_S + EPSILON_SHARE * cost
+        if cost < least:
+            least = cost
+            if prune:
+                limit = cost + EPSILON_S + EPSILON_SHARE * cost
+    if least == inf:
+        return _prefill_costs(ask, side, workers, depths, all_of_them=all_of_them, cap=_coolest(tokens, side, workers))
     if ask.adapter:
         costs = [cost + (ask.adapter not in w.adapters) * ADAPTER_S for cost, w in zip(costs, workers, strict=True)]
     return costs
@@ -239,13 +265,22 @@ def _lacks(tokens: float, worker: Candidate, depths: Depths) -> float:
     return tokens - known if known < tokens else 1.0
 
 
-def _heat(ask: CostAsk, side: Side, held: float) -> tuple[float, float]:
-    """(what a token of heat adds to each second of work, tokens of it that add nothing)."""
+def _heat(ask: CostAsk, side: Side, held: float) -> tuple[float, float, float]:
+    """(what a token of heat adds to each second of work, tokens of it that add nothing, tokens that nobody is brought above)."""
     if ask.session:
-        return 0.0, inf
-    least, mean = HEAT_LEAST * ask.tokens, side.heat / len(side.members)
-    mean = mean if mean > least else least  # a call of max costs more than the rest of the line
-    return HEAT_WORTH / mean, 0.0 if held else mean
+        return 0.0, inf, inf
+    tokens, lump, mean = ask.tokens, side.lump, side.heat / len(side.members)
+    floor = COLD_LEAST * lump if lump else HEAT_LEAST * tokens
+    cap = ask.bound * mean
+    cap = cap if cap > floor else floor  # a call of max costs more than the rest of the line
+    usual = HEAT_LEAST * tokens if held else floor
+    usual = mean if mean > usual else usual
+    return HEAT_WORTH / usual, 0.0 if held else usual, cap
+
+
+def _coolest(tokens: float, side: Side, workers: Sequence[Candidate]) -> float:
+    """The cap where nobody is below the usual one: about the mean, or the least of these."""
+    return max(side.heat / len(side.members), min([worker.heat for worker in workers])) + tokens * (1.0 + EPSILON_SHARE) + 1.0
 
 
 def _two_of(steps: Steps) -> Depths:
@@ -303,13 +338,8 @@ def _few_best(costs: list[float]) -> Sequence[int]:
 
 
 def _settle(costs: list[float], workers: Sequence[Candidate], side: Side, ask: CostAsk, share: float) -> int:
-    """Which of the near-equal cheapest: the one that comes first on the ring, of those with their share of the prefill work."""
+    """Which of the near-equal cheapest: the one that comes first on the ring."""
     least = min(costs)
     most = least + EPSILON_S + share * least
     near = [i for i, cost in enumerate(costs) if cost <= most]
-    if len(near) == 1:
-        return near[0]
-    if not ask.session:
-        fair = ask.bound * side.heat / len(side.members) + ask.tokens
-        near = [i for i in near if workers[i].heat <= fair] or near
     return near[0] if len(near) == 1 else near[side.ring.nearest(ask.ring_key, [workers[i].uid for i in near])]

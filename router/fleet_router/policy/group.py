@@ -41,6 +41,12 @@ class Group:
         worker.note_speed()
         self.note_drag(worker)
 
+    def heat_of(self, role: str) -> float:
+        """Heat of a worker of this role in the mean. A new one begins with as much: it owes nothing, or every prompt that nobody
+        knows, and those whose workers are at their bound, would go to where nothing is cached."""
+        side = self.prefill if role == "prefill" else self.decode
+        return side.heat / len(side.members) if side.members else 0.0
+
     def note_drag(self, worker: Candidate) -> None:
         """After the time between tokens, or their number, has changed."""
         worker.drag_s = min(OUTPUT_MOST, self.output.value) * worker.gap.slope

@@ -56,6 +56,7 @@ class Routing:
                 if before and slow_start_s > 0:
                     self._joined[worker.uid] = now
                     worker.share = LEAST_SHARE
+                    worker.heat = self.groups[worker.group].heat_of(worker.role)
         for key, members in groups.items():
             self.groups[key].update(members)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
+from operator import attrgetter
 
 from fleet_router.policy.candidate import Candidate
 from fleet_router.policy.ring import LOAD_FLOOR, Ring, cap_of
@@ -36,7 +37,7 @@ Steps = Sequence[tuple[float, int]]
 class Side:
     """Workers of one role in one group. `inflight` is the sum of theirs."""
 
-    __slots__ = ("_by_index", "_by_name", "bits", "heat", "inflight", "large", "levels", "members", "ramping", "ring")
+    __slots__ = ("_by_index", "_by_name", "bits", "heat", "inflight", "large", "levels", "members", "ramping", "ring", "squares")
 
     def __init__(self) -> None:
         self.members: list[Candidate] = []
@@ -47,6 +48,8 @@ class Side:
         self.inflight = 0
         self.heat = 0.0
         """Tokens that they were sent to compute lately."""
+        self.squares = 0.0
+        """The same of their squares, prompt by prompt."""
         self.ramping = False
         """Some worker is in its slow start."""
         self.bits = 0
@@ -96,6 +99,12 @@ class Side:
         for worker in self.members:
             worker.heat *= keep
         self.heat = sum(worker.heat for worker in self.members)
+        self.squares *= keep
+
+    @property
+    def lump(self) -> float:
+        """Tokens of the prompt to which a token of heat belongs in the mean; 0: not known."""
+        return self.squares / self.heat if self.heat > 1.0 else 0.0
 
     def shifted(self, worker: Candidate, by: int) -> None:
         """The same for any number: other routers say what they have there."""
@@ -106,14 +115,16 @@ class Side:
         while len(levels) > 1 and not levels[-1]:
             levels.pop()
 
-    def look(self, steps: Steps, key: int, bound: float, usable: Usable | None) -> list[Candidate]:
-        """Who is worth a look: usable workers below their bound; any usable one when all are at it."""
+    def look(self, steps: Steps, key: int, bound: float, usable: Usable | None, tokens: float = 0.0) -> list[Candidate]:
+        """Who is worth a look at a prompt of so many tokens: usable workers below their bound of requests; any usable one
+        when all are at it."""
         free = usable is None and not self.ramping
         if free and not self.large:
             return self._below(bound)
         cap = cap_of(self.inflight, len(self.members), bound)
         if self.large:
-            found = self._few(steps, key, cap) if free else self._few_of_some(steps, key, cap, usable)
+            room = bound * self.heat / len(self.members) - tokens
+            found = self._few(steps, key, cap, room) if free else self._few_of_some(steps, key, cap, usable)
         else:
             found = [w for w in self.members if w.inflight < cap * w.share and (usable is None or usable(w))]
         return found or [w for w in self.members if usable is None or usable(w)][:WHOLE]
@@ -126,24 +137,26 @@ class Side:
         found = [worker for worker in members if worker.inflight < cap]
         return found if found and len(found) < len(members) else members
 
-    def _few(self, steps: Steps, key: int, cap: int) -> list[Candidate]:
+    def _few(self, steps: Steps, key: int, cap: int, room: float) -> list[Candidate]:
         """Of all workers, without a filter."""
         found, seen = self._holders(steps, cap) if steps else ([], 0)
         own = self._own(key, cap)
         if own.inflight < cap and not seen & own.bit:
             seen |= own.bit
             found.append(own)
-        return found + self._idle(seen)
+        return found + self._idle(seen, room)
 
-    def _idle(self, seen: int) -> list[Candidate]:
-        """Some of the others with the fewest requests, of the first few of these those that were sent less than most."""
+    def _idle(self, seen: int, room: float) -> list[Candidate]:
+        """Some of the others with the fewest requests: of the first few of these those with less heat than most, and than `room`,
+        then the coolest."""
         cool: list[Candidate] = []
         hot: list[Candidate] = []
         mean, left = self.heat / len(self.members), IDLE_LOOKED
+        most = mean if mean < room else room
         for level in self.levels:
             for worker in level.values():
                 if not seen & worker.bit:
-                    if worker.heat <= mean:
+                    if worker.heat <= most:
                         cool.append(worker)
                         if len(cool) == IDLE:
                             return cool
@@ -151,7 +164,10 @@ class Side:
                         hot.append(worker)
                     left -= 1
                     if not left:
-                        return cool + hot[: IDLE - len(cool)]
+                        break
+            if not left:
+                break
+        hot.sort(key=attrgetter("heat"))
         return cool + hot[: IDLE - len(cool)]
 
     def _holders(self, steps: Steps, cap: int) -> tuple[list[Candidate], int]:

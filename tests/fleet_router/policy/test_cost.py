@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from fleet_router.policy.candidate import Candidate, prefill_done, prefill_sent
 from fleet_router.policy.cost import (
+    COLD_LEAST,
     EPSILON_S,
     EPSILON_SHARE,
     STALL,
@@ -208,6 +209,64 @@ def test_no_worker_exceeds_the_bound_whatever_it_holds(size: int, asked: list[tu
         assert workers[decode].inflight <= max(LOAD_FLOOR, cap_of(total, size, 1.25))
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.integers(2, WHOLE), st.booleans(), st.randoms(use_true_random=False))
+def test_nobody_is_sent_more_prefill_work_than_the_bound_while_others_have_room(size: int, remote: bool, rng: random.Random):
+    """Prompts of any size, known here and there. Above the bound only: who holds what it costs, who is coolest, and a floor."""
+    group, _ = fleet(size if remote else 0, 1 if remote else size)
+    side = group.prefill if remote else group.decode
+    for number in range(150):
+        tokens = max(10.0, min(120_000.0, rng.lognormvariate(8.5, 1.4)))
+        steps = rng.choice([(), [(tokens * rng.random(), rng.getrandbits(size))]])
+        mean, floor = side.heat / size, COLD_LEAST * side.lump or HEAT_LEAST * tokens
+        before = {one.uid: one.heat for one in side.members}
+        offer = cheapest(ask(tokens, now=10.0 * number, by_cost=False, ring_key=rng.getrandbits(64)), group, steps, None)
+        worker = offer.prefill or offer.decode
+        if not remote or offer.prefill is not None:
+            prefill_done(prefill_sent(worker, offer.missing, 10.0 * number), 10.0 * number, learn=False)
+            after = before[worker.uid] + offer.missing
+            saved = before[worker.uid] <= HEAT_LEAST * (tokens - offer.missing) + EPSILON_SHARE * tokens
+            coolest = before[worker.uid] <= max(mean, min(before.values())) + EPSILON_SHARE * tokens + 1 + tokens - offer.missing
+            room = min(before.values()) + tokens <= max(1.25 * mean, floor)
+            assert after <= max(1.25 * mean, floor) or saved or (coolest and not room)
+
+
+def test_a_large_prompt_goes_where_there_is_room_and_not_where_its_hash_is():
+    group, workers = fleet(0, 64)
+    for number, worker in enumerate(workers.values()):
+        for _ in range(10 if number % 8 else 6):
+            prefill_sent(worker, 10_000.0, 0.0)
+        worker.free_at = worker.crowd = 0.0
+    cool = {worker.uid for worker in workers.values() if worker.heat < 100_000.0}
+    sent = [chosen(cheapest(ask(50_000.0, ring_key=key), group, (), None))[1] for key in range(0, 2**64, 2**64 // 60)]
+    assert set(sent) <= cool
+    assert len(set(sent)) > 1
+
+
+def test_a_conversation_stays_though_its_worker_alone_has_work():
+    group, workers = fleet(0, 8)
+    prefill_sent(workers["d3"], 100_000.0, 0.0)
+    for turn in range(1, 20):
+        tokens = 100_000.0 + 500 * turn
+        found = cheapest(ask(tokens, now=100.0 * turn), group, [(tokens - 500, workers["d3"].bit)], None)
+        assert chosen(found) == (None, "d3")
+        prefill_done(prefill_sent(workers["d3"], found.missing, 100.0 * turn), 100.0 * turn, learn=False)
+
+
+def test_a_worker_that_joins_owes_no_work_and_those_that_hold_a_prompt_go_on_with_it():
+    routing = Routing()
+    old = [Candidate(f"d{i}", "decode", GROUP, 0) for i in range(3)]
+    routing.update(old, 0.0, 60.0)
+    for worker in old:
+        prefill_sent(worker, 90_000.0, 0.0)
+        worker.free_at = 0.0
+    fresh = [Candidate(f"n{i}", "decode", GROUP, 0) for i in range(6)]
+    routing.update([*old, *fresh], 10.0, 60.0)
+    assert [worker.heat for worker in fresh] == [90_000.0] * 6
+    offer = routing.decide(ask(10_000.0), [(9_000.0, old[1].bit)])
+    assert offer.decode is old[1]
+
+
 def plain_costs(asked: CostAsk, group: Group, steps: list[tuple[float, int]]) -> list[float]:
     """Every way to serve the request, told slowly: all pairs, and all decode workers alone."""
 
@@ -217,7 +276,9 @@ def plain_costs(asked: CostAsk, group: Group, steps: list[tuple[float, int]]) ->
         return asked.tokens - held if held < asked.tokens else 1.0
 
     def prefill(worker: Candidate, members: list[Candidate], streams: int) -> float:
-        mean = max(HEAT_LEAST * asked.tokens, sum(one.heat for one in members) / len(members))
+        side = group.decode if members is group.decode.members else group.prefill
+        floor = COLD_LEAST * side.lump or HEAT_LEAST * asked.tokens
+        mean = max(HEAT_LEAST * asked.tokens if steps else floor, sum(one.heat for one in members) / len(members))
         work = lacks(worker) * worker.token_s
         hot = max(0.0, worker.heat / mean - (0.0 if steps else 1.0))
         meeting = STALL * streams + work * worker.crowd + HEAT_WORTH * hot
@@ -250,7 +311,7 @@ def test_the_best_of_all_ways_is_found_but_for_epsilon(rng: random.Random, prefi
     for tokens in (2500.0, 2000.0, 900.0, 500.0)[:depths]:
         mask = rng.getrandbits(prefill + decode) & left
         steps, left = [*steps, (tokens, mask)], left & ~mask
-    asked = ask(by_cost=by_cost, bound=10.0, min_uncached=0.0, others=rng.choice([0.3, 1.0, 4.0]))
+    asked = ask(by_cost=by_cost, bound=1e9, min_uncached=0.0, others=rng.choice([0.3, 1.0, 4.0]))
     found = cheapest(asked, group, steps, None)
     best = min(plain_costs(asked, group, steps))
     slack = 3 * EPSILON_S + 2 * EPSILON_SHARE * (best + 1)

@@ -1,0 +1,135 @@
+"""R4 of the reliability list on real torch workers: KV events that are lost, swapped or said twice, a replay that says nothing.
+
+Two real routers follow the same workers: one through a proxy that does it, and a witness that hears everything. After each fault
+the first one's index is the witness's again, replays are few, and every request is answered meanwhile.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from e2e.bench.proxies import process, wait_for
+from e2e.emulated.events import Events, Mode, Replays
+from e2e.emulated.fleet import get, until
+from e2e.test_prefix_index import ask
+from fleet_cli.up.bundled import tiny_model
+from fleet_router.config import RouterConfig, encode
+from fleet_wire.endpoints import ENDPOINTS_KEY, ROUTER_CONFIG_KEY, Endpoint, Endpoints
+from fleet_wire.endpoints import encode as encode_endpoints
+from tests.conformance.workers import Worker, spawn, stop, wait_ready, worker_config
+
+IPS = ("127.91.0.1", "127.91.0.2")
+SUBJECT, WITNESS = "127.91.1.1:8080", "127.91.1.2:8080"
+EVENTS, REPLAY = 15557, 15558
+CONFIG = RouterConfig(fleet="suite", served_name="tiny", prefix_index="precise", max_input_tokens=1024, slow_start_s=0.0)
+WORDS = "what a worker holds is said by the worker itself and by nobody else, and a router that missed it asks again "
+pytestmark = pytest.mark.timeout(400)
+
+
+@contextmanager
+def router(address: str, workers: list[Worker], folder: Path, proxied: str = "") -> Iterator[None]:
+    """fleet-router over these workers; of the one at `proxied` it hears through the proxies."""
+    found = tuple(
+        Endpoint(
+            name=worker.ip, uid=f"uid-{worker.ip}", address=worker.ip, http_port=8000, agent_port=9000, role="decode", tier="t",
+            revision="r1", compat="suite", events_port=5557, replay_port=5558,
+        )
+        for worker in workers
+    )  # fmt: skip
+    found = tuple(
+        msgspec.structs.replace(one, events_port=EVENTS, replay_port=REPLAY) if one.address == proxied else one for one in found
+    )
+    documents = folder / address.replace(":", "-")
+    documents.mkdir()
+    (documents / ROUTER_CONFIG_KEY).write_text(encode(CONFIG))
+    (documents / ENDPOINTS_KEY).write_bytes(encode_endpoints(Endpoints(fleet="suite", namespace="default", workers=found)))
+    host, port = address.split(":")
+    argv = [sys.executable, "-m", "fleet_router", "--follow", f"dir:{documents}", "--host", host, "--port", port]
+    log = folder / f"router-{host}.log"
+    with process(argv, log) as running:
+        wait_for(f"http://{address}/ready", running, log)
+        until("it has the tokenizer", lambda: "usable=True" in log.read_text(), 30)
+        yield
+
+
+def metric(address: str, name: str) -> float:
+    found = re.search(rf"^fleet_router_{re.escape(name)} (\S+)$", get(f"http://{address}/metrics").decode(), re.M)
+    return float(found[1]) if found else 0.0
+
+
+def blocks() -> tuple[float, float]:
+    """What both routers believe."""
+    return metric(SUBJECT, "kv_blocks"), metric(WITNESS, "kv_blocks")
+
+
+def live(address: str) -> bool:
+    return metric(address, 'kv_streams{state="live"}') == len(IPS)
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Worker]]:
+    folder = tmp_path_factory.mktemp("workers")
+    made = [spawn(worker_config("decode", tiny_model()), ip, folder) for ip in IPS]
+    try:
+        for worker in made:
+            wait_ready(worker)
+        yield made
+    finally:
+        for worker in made:
+            stop(worker)
+
+
+@pytest.mark.parametrize("mode", ["lose", "swap", "twice"])
+def test_r4_batches_that_are_lost_swapped_or_said_twice(tmp_path: Path, workers: list[Worker], mode: Mode):
+    with ExitStack() as stack:
+        events = stack.enter_context(Events(f"{IPS[0]}:5557", f"{IPS[0]}:{EVENTS}"))
+        replays = stack.enter_context(Replays(f"{IPS[0]}:5558", f"{IPS[0]}:{REPLAY}"))
+        for address, proxied in ((SUBJECT, IPS[0]), (WITNESS, "")):
+            stack.enter_context(router(address, workers, tmp_path, proxied))
+        until("both hear all", lambda: live(SUBJECT) and live(WITNESS), 30, blocks)
+        before, asked = blocks(), replays.asked
+        events.mode = mode
+        for i in range(8):
+            ask(f"{IPS[0]}:8000", f"{mode} {i} {WORDS * 5}")  # behind the routers' backs
+        until("the witness heard it", lambda: blocks()[1] > before[1] + 100, 20, blocks)
+        assert events.changed >= 4  # stage one
+        events.mode = "pass"
+        ask(f"{IPS[0]}:8000", f"{mode} and no more {WORDS * 5}")  # the next number shows that others are missing
+        until("both believe the same", lambda: blocks()[0] == blocks()[1] and live(SUBJECT), 20, blocks)
+        print(f"{events.changed} batches, {replays.asked - asked} replays, {blocks()}")
+        assert replays.asked - asked <= (0 if mode == "twice" else 8)
+        hits = workers[0].metric("vllm:prefix_cache_hits_total")
+        ask(SUBJECT, f"{mode} 3 {WORDS * 5} and then some")  # what was lost is known: it goes where it is
+        assert workers[0].metric("vllm:prefix_cache_hits_total") > hits + 50
+
+
+def test_r4_a_replay_that_says_nothing_is_no_loop(tmp_path: Path, workers: list[Worker]):
+    with ExitStack() as stack:
+        events = stack.enter_context(Events(f"{IPS[0]}:5557", f"{IPS[0]}:{EVENTS}"))
+        replays = stack.enter_context(Replays(f"{IPS[0]}:5558", f"{IPS[0]}:{REPLAY}"))
+        for address, proxied in ((SUBJECT, IPS[0]), (WITNESS, "")):
+            stack.enter_context(router(address, workers, tmp_path, proxied))
+        until("both hear all", lambda: live(SUBJECT) and live(WITNESS), 30, blocks)
+        replays.silent, events.mode = True, "lose"
+        for i in range(4):
+            ask(f"{IPS[0]}:8000", f"silent {i} {WORDS * 5}")
+        events.mode = "pass"
+        before = replays.asked
+        for i in range(20):
+            ask(SUBJECT, f"through the router {i} {WORDS * 5}")
+            time.sleep(0.5)
+        asked = replays.asked - before
+        print(f"{asked} replays in ten seconds, {blocks()}")
+        assert events.changed >= 2
+        assert not live(SUBJECT)
+        assert 1 <= asked <= 6  # once in five seconds, and what ZMQ tries to connect anew
+        replays.silent = False
+        until("both believe the same", lambda: blocks()[0] == blocks()[1] and live(SUBJECT), 40, blocks)
