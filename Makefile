@@ -51,10 +51,10 @@ conformance: setup ## the engine conformance suite on the torch engine (a prefil
 smoke: setup kube ## the fast core of e2e on a real control plane
 	$(RUN) pytest e2e -m smoke
 
-e2e: setup kube vllm clients ## all of e2e on a real control plane, vLLM and clients included
+e2e: setup kube vllm clients kueue ## all of e2e on a real control plane, vLLM and clients included
 	$(RUN) pytest e2e -m "not kind"
 
-e2e-loop: setup kube clients ## e2e without vLLM
+e2e-loop: setup kube clients kueue ## e2e without vLLM
 	$(RUN) pytest e2e -m "not vllm and not kind"
 
 e2e-operator: setup kube kwok ## faults between operator and API server, bad input, other hands (FLEET_FAULT_SEED=n repeats a run)
