@@ -263,6 +263,7 @@ class Applier:
             outcome.fail(f"{kind} {name}", error)
             return None
         except ClusterError:
+            outcome.vain += 1  # what follows counts by itself
             return None
         outcome.writes += 1
         outcome.done.append(Deed("created", kind, name, made["metadata"]["uid"]))

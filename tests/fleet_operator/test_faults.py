@@ -11,16 +11,20 @@ import pytest
 from fleet_operator.audit import audit_kind
 from fleet_operator.cluster.interface import (
     CONFIG_MAP,
+    EVENT,
     FLEET,
     POD,
     POOL,
     SERVICE,
+    ClusterError,
     ConflictError,
+    Kind,
     Listed,
     UnavailableError,
     WatchEvent,
 )
 from fleet_operator.fleet_objects import FleetObjects
+from fleet_operator.fleet_state import FleetState
 from fleet_operator.pace import ASKED_MOST_S, HELD_MOST_S, MOST_S, VAIN_BURST, VAIN_PER_S, Pace
 from tests.fleet_operator.world import NAMESPACE, World, manifest, play
 
@@ -310,6 +314,29 @@ def test_writes_in_vain_are_bounded_at_any_time(each: int):
             assert written <= now * VAIN_PER_S + max(VAIN_BURST, each) + 1e-6
         now += max(0.01, wait_s)
     assert written >= 100 * VAIN_PER_S * 0.9
+
+
+def test_every_refused_request_counts_as_one_in_vain():
+    """An object that is made at once and refused is looked at and applied: two requests."""
+
+    async def scenario() -> None:
+        world, refused = World(), []
+
+        def refuse(verb: str, kind: Kind, name: str) -> ClusterError | None:
+            if verb == "status" or kind == EVENT:
+                return None
+            refused.append((verb, kind.kind, name))
+            return ConflictError("not now")
+
+        await world.user.apply(manifest())
+        await world.look()
+        world.api.refuse = refuse
+        (raw,) = await world.store.list(FLEET, NAMESPACE)
+        outcome = await world.operator.reconcile_once((NAMESPACE, "f"), raw, FleetState())
+        assert {verb for verb, _, _ in refused} == {"create", "apply"}
+        assert outcome.vain == len(refused)
+
+    asyncio.run(scenario())
 
 
 def test_a_clock_that_jumped_back_holds_nobody_up():
