@@ -177,7 +177,7 @@ def happened(lab: Lab, row: Bad, mark: int) -> None:
 
 
 def few(row: Bad, tried: list[Request]) -> None:
-    if row.answer is not None:
+    if row.answer is not None and row.answer.probability < 1:
         tried = [request for request in tried if request.fault]  # what succeeds is progress, and may go fast
     assert len(tried) <= WRITES_PER_S * row.for_s + BURST, list(map(str, tried))
     if row.answer is not None and row.answer.status == 429:

@@ -31,7 +31,6 @@ from fleet_operator.cluster.interface import (
     Kind,
     NotFoundError,
     Object,
-    UnavailableError,
 )
 from fleet_operator.compare import contains, difference, merge_patch, satisfied, stamped
 from fleet_operator.flip import marks
@@ -224,10 +223,15 @@ class Applier:
         if found is None or not _owned(found, work.raw):  # not there, or not ours, as far as the cache knows
             if not await self._true(work, sizes=kind == POOL.kind):
                 return None
-            if found is None and kind in MADE_AT_ONCE and (made := await self._made(wish, outcome)) is not None:
-                return made
+            if found is None and kind in MADE_AT_ONCE:
+                return await self._made(wish, work)
             found = await self._there(wish, outcome)
             outcome.read += [found] if found is not None else []
+        return await self._as_wished(wish, found, work)
+
+    async def _as_wished(self, wish: Object, found: Object | None, work: _Pass) -> Object | None:
+        """What was found, if anything, made what the wish says."""
+        kind, name, outcome = wish["kind"], wish["metadata"]["name"], work.outcome
         if found is not None and not _owned(found, work.raw):
             outcome.problems.append(_name_conflict(kind, name))
             return None
@@ -253,17 +257,26 @@ class Applier:
         outcome.done.append(Deed(verb, kind, name, made["metadata"]["uid"], undid=undid))
         return made
 
-    async def _made(self, wish: Object, outcome: Outcome) -> Object | None:
-        """The object, made by one request where a look and an apply are two; None when that needs a look: there is one of this
-        name, or it was refused."""
-        kind, name = wish["kind"], wish["metadata"]["name"]
+    async def _made(self, wish: Object, work: _Pass) -> Object | None:
+        """The object, made by one request where a look and an apply are two; None when it could not be. Only where there is one
+        of this name is it looked at."""
+        kind, name, outcome = wish["kind"], wish["metadata"]["name"], work.outcome
         try:
             made = await self._cluster.create(wish)
-        except UnavailableError as error:
-            outcome.fail(f"{kind} {name}", error)
+        except ConflictError as error:
+            found = await self._there(wish, outcome)
+            if found is None:  # gone again, or another conflict: the next pass sees which
+                outcome.fail(f"{kind} {name}", error)
+                return None
+            outcome.vain += 1
+            outcome.read.append(found)
+            return await self._as_wished(wish, found, work)
+        except InvalidError as error:
+            outcome.vain += 1
+            await self._make_way(wish, None, str(error), outcome)
             return None
-        except ClusterError:
-            outcome.vain += 1  # what follows counts by itself
+        except ClusterError as error:
+            outcome.fail(f"{kind} {name}", error)
             return None
         outcome.writes += 1
         outcome.done.append(Deed("created", kind, name, made["metadata"]["uid"]))
