@@ -348,10 +348,20 @@ def test_h7_what_only_we_may_say_does_not_reach_a_worker(tmp_path: Path):
         assert not [name for name in names if name in seen]
 
 
+def at_rest(target: Router) -> int:
+    """Descriptors once its start is over: probes of readiness are closed a moment after they were answered."""
+    least, since = target.fds(), time.monotonic()
+    while time.monotonic() - since < 0.5:
+        if (now := target.fds()) != least:
+            least, since = now, time.monotonic()
+        time.sleep(0.05)
+    return least
+
+
 def test_l2_two_thousand_connections_in_a_second(tmp_path: Path):
     """A herd comes, is there, goes and comes again. Health is asked on fresh connections all the while."""
     with router(tmp_path) as target:
-        before = target.fds()
+        before = at_rest(target)
         for _ in range(2):
             herd, begun = [], time.monotonic()
             for _ in range(2_000):
