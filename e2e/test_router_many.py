@@ -6,6 +6,7 @@ Real router processes; emulated workers. Datagrams of gossip are real as well, t
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -18,9 +19,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from e2e.bench.backend import HOLD
 from e2e.bench.many import KEY, measured, routers
 from e2e.bench.proxies import Proxy, workers
-from e2e.test_router_admission import Asker, tenants_file
+from e2e.test_router_admission import key_of, tenants_file
 from fleet_router.gossip.message import Load, Message, Use, name_of, parse_keys, seal
 
 pytestmark = pytest.mark.timeout(300)
@@ -50,10 +52,19 @@ def all_met(proxies: Sequence[Proxy]) -> None:
 
 
 async def ask(proxy: Proxy, ticks: int, after_s: float = 0.0) -> int:
-    """Status of one request of the tenant that has a limit."""
+    """Status of one request of the tenant that has a limit; it holds a slot for so many ticks."""
     await asyncio.sleep(after_s)
-    async with Asker(f"http://{proxy.address}", "acme") as asker:
-        return await asker.ask(ticks)
+    body = json.dumps({"model": "tiny", "prompt": f"{HOLD} acme", "max_tokens": ticks})
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: h\r\nauthorization: Bearer {key_of('acme')}\r\nconnection: close\r\n"
+    host, _, port = proxy.address.partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        writer.write(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())
+        status = int((await reader.readuntil(b"\r\n")).split(b" ")[1])
+        await reader.read()
+        return status
+    finally:
+        writer.close()
 
 
 def in_turn(proxies: Sequence[Proxy], count: int, ticks: int) -> list[int]:
