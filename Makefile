@@ -41,6 +41,7 @@ lint: setup ## format, lint, types, import rules, generated files
 	$(RUN) mypy
 	$(RUN) lint-imports
 	$(RUN) python -m fleet_api.crd --check
+	$(RUN) pytest e2e --collect-only -q > /dev/null # every e2e module imports: most of them run too seldom to tell
 
 unit: setup ## unit, property, golden, contract and architecture tests; no cluster
 	$(RUN) pytest tests --ignore tests/conformance
