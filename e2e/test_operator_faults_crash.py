@@ -57,7 +57,7 @@ def gone(lab: Lab) -> bool:
 SCENARIOS = {
     scenario.name: scenario
     for scenario in (
-        Scenario("create", nobody, create, rolled_out, writes_least=20),
+        Scenario("create", nobody, create, rolled_out, writes_least=18),
         Scenario("rollout", running_fleet, new_image, rolled_out, writes_least=20,
                  swaps=lambda number: {f"worker:{number:04}": "worker:NEW"}),
         Scenario("delete", running_fleet, remove, gone, writes_least=0),

@@ -28,10 +28,12 @@ pytestmark = FAMILY
 ROUTERS = (CONFIG_MAP, DEPLOYMENT, PDB, ROLE, ROLE_BINDING, SERVICE, SERVICE_ACCOUNT)
 ABSENT: dict[str, Any] = {
     "metadata": {},
-    "spec": {"ports": [], "replicas": 0, "maxUnavailable": 0},
+    "spec": {"ports": [], "replicas": 0, "minAvailable": 0},
     "data": {"endpoints.json": ""},
 }
 """While a Service is made anew there is none."""
+NAMED = {PDB.kind: "f-t-decode"}
+"""A child of each kind that every fleet has: one router needs no budget."""
 KINDS = ("Pod", "WorkerPool", *(kind.kind for kind in ROUTERS))
 
 
@@ -39,7 +41,12 @@ def child_names(lab: Lab) -> dict[str, tuple[Kind, str]]:
     """Of a fleet `f` that runs elsewhere: kind to (kind, name)."""
     found = {"Pod": POD, "WorkerPool": POOL}
     names = {kind: min(name for k, name in lab.objects() if k == kind and "router" not in name) for kind in found}
-    return {kind: (found[kind], name) for kind, name in names.items()} | {kind.kind: (kind, "f-router") for kind in ROUTERS}
+    return {kind: (found[kind], name) for kind, name in names.items()} | {kind.kind: (kind, named(kind)) for kind in ROUTERS}
+
+
+def named(kind: Kind) -> str:
+    """The child of this kind that is taken or edited."""
+    return NAMED.get(kind.kind, "f-router")
 
 
 def stranger(model: dict[str, Any], kind: Kind, name: str, namespace: str) -> dict[str, Any]:
@@ -89,7 +96,7 @@ EDITS: dict[str, tuple[Kind, dict[str, Any], Callable[[dict[str, Any]], bool]]] 
                      lambda o: [p["port"] for p in o["spec"]["ports"]] == [8080]),
     "router-replicas": (DEPLOYMENT, {"spec": {"replicas": 5}}, lambda o: o["spec"]["replicas"] == 1),
     "endpoints": (CONFIG_MAP, {"data": {"endpoints.json": "{}"}}, lambda o: len(o["data"]["endpoints.json"]) > 100),
-    "budget": (PDB, {"spec": {"maxUnavailable": 9}}, lambda o: o["spec"]["maxUnavailable"] == 1),
+    "budget": (PDB, {"spec": {"minAvailable": 9}}, lambda o: o["spec"]["minAvailable"] == 2),
     "role": (ROLE, {"rules": []}, lambda o: len(o.get("rules") or []) == 1),
     "labels": (CONFIG_MAP, {"metadata": {"labels": None}}, lambda o: "fleet" in str(o["metadata"].get("labels"))),
     "owner": (SERVICE, {"metadata": {"ownerReferences": None}}, lambda o: bool(o["metadata"].get("ownerReferences"))),
@@ -100,18 +107,18 @@ def edited(lab: Lab, edit: str) -> None:
     kind, patch, ours = EDITS[edit]
     running(lab)
     theirs = {"metadata": {"annotations": {"example.com/note": "theirs"}, "labels": {"example.com/team": "x"}}}
-    path = path_of(kind, lab.namespace, "f-router")
+    path = path_of(kind, lab.namespace, named(kind))
     lab.admin.merge(path, theirs)
     lab.admin.merge(path, patch)
     if edit == "owner":
         lab.until("said that it is nobody's", lambda: lab.condition("Provisioned")["reason"] == "NameConflict")
         return  # without an owner it is not ours any more: told, not taken
-    took_s = lab.until(f"{edit} as we wish it", lambda: ours(lab.get(kind, "f-router") or ABSENT), 60)
+    took_s = lab.until(f"{edit} as we wish it", lambda: ours(lab.get(kind, named(kind)) or ABSENT), 60)
     assert took_s <= 30 or edit == "labels"  # without labels no watch shows it: the audit does
     lab.until("ready", lab.ready)
     time.sleep(1)
     lab.at_rest()
-    found = lab.get(kind, "f-router") or {}
+    found = lab.get(kind, named(kind)) or {}
     if edit == "service-port":
         return  # a Service that cannot be put right is made anew, with nobody's notes
     assert found["metadata"]["annotations"]["example.com/note"] == "theirs"
@@ -138,12 +145,12 @@ def never_at_rest(lab: Lab) -> None:
     mark, end, edits = lab.proxy.ledger.mark(), time.monotonic() + 8, 0
     while time.monotonic() < end:
         edits += 1
-        lab.admin.merge(path_of(PDB, lab.namespace, "f-router"), {"spec": {"maxUnavailable": 2 + edits % 2}})
+        lab.admin.merge(path_of(PDB, lab.namespace, named(PDB)), {"spec": {"minAvailable": edits % 2}})
         time.sleep(0.02)
     answered = [request for request in lab.proxy.ledger.writes(mark) if request.kind == "poddisruptionbudgets"]
     assert edits > 100
     assert 5 <= len(answered) <= 5 * 8 + 12, len(answered)
-    lab.until("ours in the end", lambda: (lab.get(PDB, "f-router") or {})["spec"]["maxUnavailable"] == 1)
+    lab.until("ours in the end", lambda: (lab.get(PDB, named(PDB)) or {})["spec"]["minAvailable"] == 2)
     time.sleep(1)
     lab.at_rest()
 
