@@ -31,7 +31,7 @@ from e2e.helm.world import (
     pvc_fleet,
     running_nodes,
 )
-from fleet_operator.names import ADAPTERS
+from fleet_operator.names import ADAPTERS, APPLIED
 
 UNSEEN: frozenset[Right] = frozenset(
     {
@@ -134,10 +134,17 @@ def a_second_apply_would_change_nothing(plane: AuditedControlPlane, tmp_path: Pa
 
 
 def what_is_taken_away_comes_back(fleet: Fleet) -> None:
-    """Each child deleted, and one made unusable: the operator needs its rights to mend them."""
+    """Each child edited, then deleted, and one made unusable: the operator needs its rights to mend them."""
+    for kind in ("serviceaccount", "role", "rolebinding", "deployment", "networkpolicy"):
+        name = "loop-workers" if kind == "networkpolicy" else "loop-router"
+        plural = kind.replace("policy", "policie") + "s"
+        fleet.kubectl("annotate", kind, name, "--overwrite", f"{APPLIED}=edited")
+        fleet.wait(f"the {kind} as it was", lambda p=plural: all(applied(o) != "edited" for o in fleet.objects(p)), 30)
+    budget = fleet.objects("poddisruptionbudgets")[0]["metadata"]["name"]
+    fleet.kubectl("delete", "poddisruptionbudget", budget, "--wait=false")
     service = '{"spec":{"ports":[{"name":"http","port":9999}]}}'
     fleet.kubectl("patch", "service", "loop-router", "--type=merge", "-p", service)
-    for kind in ("configmap", "serviceaccount", "role", "rolebinding", "poddisruptionbudget", "deployment"):
+    for kind in ("configmap", "serviceaccount", "role", "rolebinding", "deployment"):
         fleet.kubectl("delete", kind, "loop-router", "--wait=false")
     pool = next(p for p in fleet.objects("workerpools") if p["spec"]["role"] == "decode")
     fleet.kubectl("scale", "wpool", pool["metadata"]["name"], "--replicas=3")
@@ -145,6 +152,11 @@ def what_is_taken_away_comes_back(fleet: Fleet) -> None:
     fleet.kubectl("scale", "wpool", pool["metadata"]["name"], "--replicas=2")
     fleet.wait_serving(1, 2)
     fleet.wait("the Service as it was", lambda: service_ports(fleet) == [8080], 30)
+
+
+def applied(found: dict[str, Any]) -> str:
+    """The hash of the wish that an object was made from."""
+    return str((found["metadata"].get("annotations") or {}).get(APPLIED))
 
 
 def a_lost_claim_is_made_again(plane: AuditedControlPlane, operator: OperatorPods) -> None:

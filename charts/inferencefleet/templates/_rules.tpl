@@ -26,7 +26,7 @@
 - {apiGroups: [""], resources: [serviceaccounts], verbs: [list, watch, create, patch]}
 - {apiGroups: [""], resources: [services], verbs: [list, watch, create, patch, delete]}
 - {apiGroups: [apps], resources: [deployments], verbs: [list, watch, create, patch]}
-- {apiGroups: [apps], resources: [controllerrevisions], verbs: [list, watch, create, patch, delete]}
+- {apiGroups: [apps], resources: [controllerrevisions], verbs: [list, watch, create, delete]}
 - {apiGroups: [policy], resources: [poddisruptionbudgets], verbs: [list, watch, create, patch, delete]}
 - {apiGroups: [networking.k8s.io], resources: [networkpolicies], verbs: [list, watch, create, patch, delete]}
 # one per pool of a tier with kvTransfer.via dra; written before its pods, gone with the pool, never watched
