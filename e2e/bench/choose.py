@@ -16,8 +16,9 @@ from collections.abc import Callable
 
 from e2e.bench.table import report
 from fleet_router.policy.candidate import Candidate
-from fleet_router.policy.cost import CostAsk, cheapest
+from fleet_router.policy.cost import cheapest
 from fleet_router.policy.group import Group
+from fleet_router.policy.terms import CostAsk
 
 SIZES = (16, 64, 256, 1024)
 ROUNDS = 7

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -15,6 +15,7 @@ from fleet_router.admission.gate import Ticket
 from fleet_router.admission.quota import Outcome
 from fleet_router.admission.runaway import Why
 from fleet_router.admission.usage import EVENT, used_tokens
+from fleet_router.asked import Ask
 from fleet_router.config import RouterConfig
 from fleet_router.context import Client, Context
 from fleet_router.dialect.translation import Translation
@@ -27,28 +28,28 @@ from fleet_router.health.sent import CHUNK_END, Halves, Sent
 from fleet_router.hints import NO_HINTS, Hints
 from fleet_router.metrics import Served
 from fleet_router.policy.trip import Trip
-from fleet_router.request import Ask, is_object, with_fields
+from fleet_router.request import is_object, with_fields
 from fleet_router.upstream import Upstream
 from fleet_router.workers import Worker
 
 if TYPE_CHECKING:
     from fleet_router.knowledge import Counted
 
-OK = 200
-OK_LINE = STATUS_LINES[OK]
-FRAMING = {b"content-length", b"transfer-encoding"}
-HEAD_END = b"\r\n\r\n"
-CLOSE = b"\r\nconnection: close"
-EVENT_END = b"\n\n"
-SOUND_ENDS = (b"}\n\n\r\n", b"data: [DONE]\n\n\r\n", b"\r\n0\r\n\r\n")
+OK: Final = 200
+OK_LINE: Final = STATUS_LINES[OK]
+FRAMING: Final = {b"content-length", b"transfer-encoding"}
+HEAD_END: Final = b"\r\n\r\n"
+CLOSE: Final = b"\r\nconnection: close"
+EVENT_END: Final = b"\n\n"
+SOUND_ENDS: Final[tuple[bytes, ...]] = (b"}\n\n\r\n", b"data: [DONE]\n\n\r\n", b"\r\n0\r\n\r\n")
 """Of reads of a stream; what ends in another way is looked at."""
-BIG_READ_BYTES = 1_024
+BIG_READ_BYTES: Final = 1_024
 """A read of so much is progress, too: of an answer that comes as a whole."""
-UNENDED_MOST_BYTES = 8 * 1024 * 1024
+UNENDED_MOST_BYTES: Final = 8 * 1024 * 1024
 """Longest event, and longest answer that comes as a whole."""
 
 
-NOBODY = Served()
+NOBODY: Final = Served()
 """Before a worker is chosen."""
 
 

@@ -45,7 +45,7 @@ class Client(Protocol):
     def abort(self) -> None: ...
 
 
-@dataclass(slots=True)
+@dataclass
 class Context:
     """What every flow of a process shares."""
 

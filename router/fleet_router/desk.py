@@ -6,24 +6,27 @@ Begun flows may end at once and free their slot, so that starting the next one i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 import msgspec
 
-from fleet_router.admission.gate import Full, Gate, Ticket
+from fleet_router.admission.gate import Gate, Ticket
 from fleet_router.admission.keys import KeyTable
 from fleet_router.admission.lanes import Entry, Lane, classes_of, open_entry, tenant_entries
-from fleet_router.admission.quota import Account, Outcome, Over
+from fleet_router.admission.quota import Account, Outcome
+from fleet_router.admission.refused import Full, Over
 from fleet_router.admission.runaway import FINISH, Runaway, Why
 from fleet_router.admission.tenants import Tenants
 from fleet_router.admission.usage import estimated
+from fleet_router.asked import Ask
 from fleet_router.config import RouterConfig
 from fleet_router.errors import RequestError
-from fleet_router.metrics import WAIT_BUCKETS_S, Histogram
-from fleet_router.request import Ask, asked_about, asked_tokens, choices_of, with_fields
+from fleet_router.histogram import Histogram
+from fleet_router.metrics import WAIT_BUCKETS_S
+from fleet_router.request import asked_about, asked_tokens, choices_of, with_fields
 
-CLASS_HEADER = "x-slo-class"
-USUAL_OUTPUT_TOKENS = 256
+CLASS_HEADER: Final = "x-slo-class"
+USUAL_OUTPUT_TOKENS: Final = 256
 """Cost of an answer in the fair queue when the client says no limit."""
 
 

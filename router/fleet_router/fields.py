@@ -7,6 +7,7 @@ from typing import Final
 
 import msgspec
 
+from fleet_router.asked import MayBeLarge
 from fleet_router.errors import RequestError
 
 LARGE_BYTES: Final = 262_144
@@ -14,23 +15,9 @@ LARGE_BYTES: Final = 262_144
 OTHERS_BYTES_MOST: Final = 262_144
 """Of a large body, all that is neither prompt nor tools: 100,000 small fields cost 40 ms."""
 _TOP: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_NOTHING: Final = msgspec.Raw()
 
 
-class _Large(msgspec.Struct, gc=False):
-    """What may be long, or has a bound of its own that names it; anything else is passed over, which costs next to nothing."""
-
-    prompt: msgspec.Raw = _NOTHING
-    messages: msgspec.Raw = _NOTHING
-    input: msgspec.Raw = _NOTHING
-    tools: msgspec.Raw = _NOTHING
-    functions: msgspec.Raw = _NOTHING
-    logit_bias: msgspec.Raw = _NOTHING
-    stop: msgspec.Raw = _NOTHING
-    response_format: msgspec.Raw = _NOTHING
-
-
-_LARGE: Final = msgspec.json.Decoder(_Large)
+_LARGE: Final = msgspec.json.Decoder(MayBeLarge)
 
 
 def fields_of(body: bytes) -> dict[str, msgspec.Raw]:
@@ -47,6 +34,6 @@ def fields_of(body: bytes) -> dict[str, msgspec.Raw]:
 
 def _check_large(body: bytes) -> None:
     found = _LARGE.decode(body)
-    others = len(body) - sum(memoryview(getattr(found, name)).nbytes for name in _Large.__struct_fields__)
+    others = len(body) - sum(memoryview(getattr(found, name)).nbytes for name in MayBeLarge.__struct_fields__)
     if others > OTHERS_BYTES_MOST:
         raise RequestError(400, f"all but prompt and tools has {others} bytes; allowed are {OTHERS_BYTES_MOST}")

@@ -6,7 +6,7 @@ No task per request: the flow is a small state machine that legs and timers call
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -16,7 +16,7 @@ from fleet_router.errors import RequestError
 from fleet_router.health.resume import Again, Said, Start, continued, said_of, start_of
 from fleet_router.health.silence import Waits
 from fleet_router.legs import DecodeLeg, PrefillLeg, Release, ResumedLeg, TokenizeLeg, TranslatedLeg
-from fleet_router.policy.choose import Choice
+from fleet_router.policy.chosen import Choice
 from fleet_router.request import BYTES_PER_TOKEN, decode_body, is_object, lease_of, prefill_body, prompt_tokens_of, reference_of
 from fleet_router.upstream import Pool, Upstream
 from fleet_router.workers import Worker
@@ -24,11 +24,13 @@ from fleet_router.workers import Worker
 if TYPE_CHECKING:
     from fleet_router.knowledge import Counted
 
-HEAD = b"POST %b HTTP/1.1\r\nhost: %b\r\ncontent-type: application/json\r\nx-request-id: %b\r\ncontent-length: %d\r\n%b\r\n"
-RELEASE_PATH = b"/kv/release"
-COMPLETIONS_PATH = b"/v1/completions"
-TOKENIZE_PATH = b"/tokenize"
-RESUMES_MOST = 3
+HEAD: Final = (
+    b"POST %b HTTP/1.1\r\nhost: %b\r\ncontent-type: application/json\r\nx-request-id: %b\r\ncontent-length: %d\r\n%b\r\n"
+)
+RELEASE_PATH: Final = b"/kv/release"
+COMPLETIONS_PATH: Final = b"/v1/completions"
+TOKENIZE_PATH: Final = b"/tokenize"
+RESUMES_MOST: Final = 3
 """Of one stream."""
 
 

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from fleet_router.config import HoldBounds
 from fleet_router.errors import RequestError
-from fleet_router.metrics import Histogram
+from fleet_router.histogram import Histogram
 from fleet_wire.endpoints import AtZero
 
 HELD_BUCKETS_S = (0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 900.0, 3600.0)
@@ -47,14 +47,14 @@ class Listener(Protocol):
         ...
 
 
-@dataclass(slots=True)
+@dataclass
 class _Place:
     size_bytes: int
     since: float
     until: float
 
 
-@dataclass(slots=True)
+@dataclass
 class Holding:
     """What one process holds."""
 

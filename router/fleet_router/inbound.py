@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import deque
+from typing import Final
 from uuid import uuid4
 
 import httptools
@@ -18,17 +19,17 @@ from fleet_router.config import HttpBounds
 from fleet_router.errors import RequestError
 from fleet_router.repeated import Repeated, around_length, worth_learning
 
-HOST = re.compile(rb"^[A-Za-z0-9._\-]+(:\d{1,5})?$|^\[[0-9a-fA-F:.]+\](:\d{1,5})?$")
-REQUEST_ID = re.compile(rb"^[A-Za-z0-9._\-]{1,128}$")
-LOOKED_AT = frozenset({b"host", b"content-length", b"transfer-encoding", b"x-request-id", b"content-encoding", b"expect"})
-ASKED_BY: frozenset[bytes] = frozenset({b"authorization", b"x-api-key", b"x-slo-class", b"x-slo-ttft-ms"})
+HOST: Final = re.compile(rb"^[A-Za-z0-9._\-]+(:\d{1,5})?$|^\[[0-9a-fA-F:.]+\](:\d{1,5})?$")
+REQUEST_ID: Final = re.compile(rb"^[A-Za-z0-9._\-]{1,128}$")
+LOOKED_AT: Final = frozenset({b"host", b"content-length", b"transfer-encoding", b"x-request-id", b"content-encoding", b"expect"})
+ASKED_BY: Final[frozenset[bytes]] = frozenset({b"authorization", b"x-api-key", b"x-slo-class", b"x-slo-ttft-ms"})
 """Headers that say who asks and how urgently; none of them goes to a worker."""
-KEPT = LOOKED_AT | ASKED_BY
-KEPT_BYTES = 256
+KEPT: Final = LOOKED_AT | ASKED_BY
+KEPT_BYTES: Final = 256
 """Longer values of headers that routing goes by are passed over."""
-NOTHING_KEPT: dict[bytes, bytes] = {}
-_PROCESS = uuid4().hex[:16]
-_NUMBERS = itertools.count(1)
+NOTHING_KEPT: Final[dict[bytes, bytes]] = {}
+_PROCESS: Final = uuid4().hex[:16]
+_NUMBERS: Final = itertools.count(1)
 
 
 def new_request_id() -> str:
@@ -90,7 +91,7 @@ class Known(Repeated):
     __slots__ = ("bounds", "request", "wanted")
 
     def __init__(self, around: tuple[bytes, bytes], request: Incoming, bounds: HttpBounds, wanted: frozenset[bytes]) -> None:
-        super().__init__(*around)
+        super().__init__(around[0], around[1])
         self.request, self.bounds, self.wanted = request, bounds, wanted
 
 

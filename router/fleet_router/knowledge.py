@@ -13,32 +13,33 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Final
 
 import msgspec
 
+from fleet_router.asked import Ask
 from fleet_router.follow.kvevents import Connected, EventReader, Live, Lost, Message
 from fleet_router.hints import Hints
 from fleet_router.kvindex.believed import Believed
 from fleet_router.kvindex.tokenised import Reading, TokenisedPrefixes, keys_of_ids
-from fleet_router.request import Ask
 from fleet_router.tokeniser import Tokeniser, UnreadableError, fetch
 from fleet_wire.blocks import root_hash, tenant_root
 from fleet_wire.endpoints import Endpoint
 
-BLOCKS_MOST = 200_000
-TOKENS_MOST = 2_000_000
-INLINE_CHARS = 2_048
+BLOCKS_MOST: Final = 200_000
+TOKENS_MOST: Final = 2_000_000
+INLINE_CHARS: Final = 2_048
 """So much is encoded on the loop: about a millisecond."""
-PROMPT_BYTES_MOST = 1024 * 1024
-WAITING_MOST = 64
+PROMPT_BYTES_MOST: Final = 1024 * 1024
+WAITING_MOST: Final = 64
 """Prompts that wait for the encoding thread; more go by the approximate index."""
-TAKEN_S = 5.0
-AGAIN_S = 5.0
-OURS_ALONE = frozenset({"tools", "documents", "chat_template", "chat_template_kwargs", "add_generation_prompt"})
+TAKEN_S: Final = 5.0
+AGAIN_S: Final = 5.0
+OURS_ALONE: Final = frozenset({"tools", "documents", "chat_template", "chat_template_kwargs", "add_generation_prompt"})
 """With one of these fields an engine renders a conversation in its own way."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Counted:
     """A prompt as tokens: how many, and its blocks for every layout that some worker has."""
 
@@ -48,7 +49,7 @@ class Counted:
     """Its blocks are a tenant's own."""
 
 
-NOT_KNOWN = Counted(0, {})
+NOT_KNOWN: Final = Counted(0, {})
 
 
 class Knowledge:
@@ -232,7 +233,7 @@ def _moved(known: Endpoint, now: Endpoint) -> bool:
     )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Under:
     """Whose KV a prompt's is."""
 

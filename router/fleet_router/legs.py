@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from fleet_router.dialect.chat import Events, worker_error
 from fleet_router.ending import END, chunked, framed, unframed
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from fleet_router.upstream import KnownAnswer, Pool, Upstream
     from fleet_router.workers import Worker
 
-MAX_PREFILL_ANSWER_BYTES = 8 * 1024 * 1024
-OK = 200
-NOT_FOUND = 404
-MAX_ERROR_BYTES = 64 * 1024
+MAX_PREFILL_ANSWER_BYTES: Final = 8 * 1024 * 1024
+OK: Final = 200
+NOT_FOUND: Final = 404
+MAX_ERROR_BYTES: Final = 64 * 1024
 
 
 class Release:

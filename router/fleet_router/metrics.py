@@ -5,77 +5,24 @@ from __future__ import annotations
 import os
 import resource
 import time
-from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from weakref import WeakSet
+from typing import Final
 
-TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-WAIT_BUCKETS_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+from fleet_router.histogram import Histogram
 
-
-class Histogram:
-    """Cumulative buckets in seconds. Values are only put down when they are seen, and counted when `fold_all` or a scrape asks:
-    sorting many at once costs a quarter of finding the bucket of each."""
-
-    __slots__ = ("__weakref__", "_counts", "_seen", "_total", "bounds", "observe")
-
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self.bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._seen: list[float] = []
-        self._total = 0.0
-        self.observe: Callable[[float], None] = self._seen.append
-        """Add one value. A list's own method: no call of Python for each token of a stream."""
-        _ALIVE.add(self)
-
-    @property
-    def total_s(self) -> float:
-        """All values together."""
-        self.fold()
-        return self._total
-
-    def fold(self) -> list[int]:
-        """Count what was seen; the counts by bucket."""
-        seen, counts, at = self._seen, self._counts, 0
-        if seen:
-            seen.sort()
-            for i, bound in enumerate(self.bounds):
-                upto = bisect_right(seen, bound, at)
-                counts[i] += upto - at
-                at = upto
-            counts[-1] += len(seen) - at
-            self._total += sum(seen)
-            seen.clear()
-        return counts
-
-    def lines(self, name: str, labels: str) -> Iterable[str]:
-        """Prometheus text of one label set."""
-        seen = 0
-        for bound, count in zip((*self.bounds, float("inf")), self.fold(), strict=True):
-            seen += count
-            yield f'{name}_bucket{{{labels},le="{"+Inf" if bound == float("inf") else bound}"}} {seen}'
-        yield f"{name}_sum{{{labels}}} {self.total_s}"
-        yield f"{name}_count{{{labels}}} {seen}"
+TTFT_BUCKETS_S: Final[tuple[float, ...]] = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+WAIT_BUCKETS_S: Final[tuple[float, ...]] = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+ITL_BUCKETS_S: Final[tuple[float, ...]] = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 
 
-_ALIVE: WeakSet[Histogram] = WeakSet()
-
-
-def fold_all() -> None:
-    """Called twice a second: what is put down meanwhile is bounded by what a process can see in half a second."""
-    for histogram in _ALIVE:
-        histogram.fold()
-
-
-REVISIONS_MOST = 32
+REVISIONS_MOST: Final = 32
 """Revisions that are counted apart; the one that was first seen is forgotten for the next."""
 
 
-@dataclass(slots=True)
+@dataclass
 class Served:
     """What clients got from the workers of one revision of a tier: what a canary is judged by."""
 
@@ -87,7 +34,7 @@ class Served:
     itl: Histogram = field(default_factory=lambda: Histogram(ITL_BUCKETS_S))
 
 
-@dataclass(slots=True)
+@dataclass
 class Metrics:
     """Everything that is counted."""
 
@@ -168,7 +115,9 @@ class Metrics:
         return out
 
 
-_STARTED = time.time()
+_STARTED: Final = time.time()
+COMPILED: Final = not __file__.endswith(".py")
+"""The data path runs as an extension module (`router/compile.py`)."""
 
 
 def process_lines() -> list[str]:
@@ -178,5 +127,6 @@ def process_lines() -> list[str]:
     return [
         "# TYPE process_cpu_seconds_total counter", f"process_cpu_seconds_total {usage.ru_utime + usage.ru_stime:.3f}",
         "# TYPE process_resident_memory_bytes gauge", f"process_resident_memory_bytes {pages * os.sysconf('SC_PAGE_SIZE')}",
+        "# TYPE fleet_router_build_info gauge", f'fleet_router_build_info{{compiled="{str(COMPILED).lower()}"}} 1',
         "# TYPE process_start_time_seconds gauge", f"process_start_time_seconds {_STARTED:.3f}",
     ]  # fmt: skip

@@ -7,8 +7,9 @@ writes follow each other he is awake already: a quarter of the CPU time of a req
 from __future__ import annotations
 
 import asyncio
+from typing import Final
 
-MOST = 16
+MOST: Final = 16
 """So many wait at most, so that the first one does not wait for a whole crowd."""
 
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import msgspec
 
@@ -35,10 +35,11 @@ from fleet_router.gathering import decisions_here, gathered, held_by_all, held_h
 from fleet_router.gossip.link import GossipError, GossipSettings, Link
 from fleet_router.gossip.share import Share
 from fleet_router.hints import wanted_headers
+from fleet_router.histogram import fold_all
 from fleet_router.listening import PATH as HELD
 from fleet_router.listening import wait_of
 from fleet_router.members import Answer, Member, serve
-from fleet_router.metrics import Metrics, fold_all
+from fleet_router.metrics import COMPILED, Metrics
 from fleet_router.port import Port
 from fleet_router.server import ClientConnection
 from fleet_router.tls import TlsError, TlsFiles, context_of, follow_tls, stamp_of
@@ -236,7 +237,7 @@ class Router:
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
-        self._journal.say("listening", host=self._settings.host, port=self._settings.port)
+        self._journal.say("listening", host=self._settings.host, port=self._settings.port, compiled=COMPILED)
         tasks = [asyncio.create_task(task) for task in self._tasks()]
         stopping = asyncio.create_task(stop.wait())
         try:
@@ -333,13 +334,13 @@ class Router:
         return await gathered(self._settings.member, url, self.answer)
 
     # -- connections ------------------------------------------------------------------------------------------------
-    def connection(self) -> ClientConnection:
+    def connection(self) -> asyncio.Protocol:
         """A protocol for one more client."""
-        return ClientConnection(self._context, self._connections, self.plain)
+        return cast("asyncio.Protocol", ClientConnection(self._context, self._connections, self.plain))
 
-    def admin_connection(self) -> ClientConnection:
+    def admin_connection(self) -> asyncio.Protocol:
         """A protocol for one more probe or scrape."""
-        return ClientConnection(self._context, self._connections, self.plain, admin=True)
+        return cast("asyncio.Protocol", ClientConnection(self._context, self._connections, self.plain, admin=True))
 
     @staticmethod
     def _exit_code(ended: Sequence[object]) -> int:

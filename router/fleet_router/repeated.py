@@ -43,8 +43,10 @@ class Repeated:
     def _other_size(self, data: bytes) -> int:
         """The length may have more or fewer digits than the last one."""
         end = data.find(self.after, self._at, self._until)
+        if end < 0:
+            return 0
         digits = data[self._at : end]
-        if end < 0 or not digits.isdigit() or len(data) - end - len(self.after) != int(digits):
+        if not digits.isdigit() or len(data) - end - len(self.after) != int(digits):
             return 0
         self._digits, self._end, self._size = len(digits), end, end + len(self.after)
         return self._size

@@ -6,10 +6,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Annotated, Final, TypeVar
+from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 
 import msgspec
 
+from fleet_router.asked import Ask, Leased, Prefilled, SaidBy, Tokenised
 from fleet_router.config import RouterConfig
 from fleet_router.costly import COSTLY, check_costly
 from fleet_router.errors import RequestError
@@ -23,7 +24,7 @@ STRIPPED: Final = frozenset({
 """Fields that only we may set: a client that could would read other requests' KV, jump the queue, or run a template of its own in
 the engine. What is in `vllm_xargs` reaches vLLM's scheduler as if we had said it, `kv_transfer_params` among it."""
 
-LIMITS: Final = ("max_tokens", "max_completion_tokens")
+LIMITS: Final[tuple[str, ...]] = ("max_tokens", "max_completion_tokens")
 _LIMITED: Final = frozenset({*LIMITS, "min_tokens"})
 PREFILL_PARAMS: Final = b'"max_tokens":1,"stream":false,"kv_transfer_params":{"do_remote_decode":true,"do_remote_prefill":false'
 _NOT_PREFILLED: Final = frozenset({"max_tokens", "stream", "stream_options", "min_tokens", "max_completion_tokens"})
@@ -37,11 +38,8 @@ PROMPT_KINDS: Final = "prompt must be text or a list of token ids"
 
 V = TypeVar("V")
 
-
-class _Message(msgspec.Struct, gc=False):
-    """Of a conversation; its template is the engine's, but all know a role."""
-
-    role: msgspec.Raw = msgspec.Raw()
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 
 _INT: Final = msgspec.json.Decoder(int)
@@ -51,29 +49,10 @@ _ONLY: Final = msgspec.json.Decoder(tuple[msgspec.Raw])
 _HOLDS_PROMPTS: Final = re.compile(rb"\[\s*[\"\[]")
 _IDS: Final = msgspec.json.Decoder(list[Annotated[int, msgspec.Meta(ge=0)]])
 _OBJECT: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_MESSAGES: Final = msgspec.json.Decoder(list[_Message])
+_MESSAGES: Final = msgspec.json.Decoder(list[SaidBy])
 _NULL: Final = msgspec.Raw(b"null")
 _PROMPT_TOKENS: Final = re.compile(rb'"prompt_tokens"\s*:\s*(\d{1,9})\b')
 _PREFILLED: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
-
-
-class Ask(msgspec.Struct, frozen=True):
-    """A parsed request: its fields as raw JSON, and what routing and limits need."""
-
-    fields: dict[str, msgspec.Raw]
-    prompt: bytes
-    stream: bool
-    original: bytes | None
-    """The body as it came when nothing had to be stripped."""
-    alone: bool = False
-    """One worker serves it without any KV from elsewhere: nothing is generated."""
-    adapter: str = ""
-    """The adapter that `model` names; empty: the base model."""
-
-    @property
-    def size_bytes(self) -> int:
-        """Roughly what keeping it costs: its values and the prompt."""
-        return sum(memoryview(value).nbytes for value in self.fields.values()) + len(self.prompt)
 
 
 def parse_alone(body: bytes, config: RouterConfig) -> Ask:
@@ -125,8 +104,8 @@ def _other_model(fields: dict[str, msgspec.Raw], config: RouterConfig) -> str:
 def _without_ours(ask: Ask) -> Ask:
     if STRIPPED.isdisjoint(ask.fields):
         return ask
-    for field in STRIPPED & ask.fields.keys():
-        del ask.fields[field]
+    for field in STRIPPED:
+        ask.fields.pop(field, None)
     return msgspec.structs.replace(ask, original=None)
 
 
@@ -158,7 +137,9 @@ def asked_about(ask: Ask) -> bytes:
 
 def choices_of(ask: Ask) -> int:
     """Answers that are asked for, 1 when `n` is nothing that we understand: it is the worker's to refuse."""
-    raw = bytes(ask.fields.get("n", b"1"))
+    if (asked := ask.fields.get("n")) is None:
+        return 1
+    raw = bytes(asked)
     return max(1, int(raw)) if raw.isdigit() and len(raw) < 6 else 1
 
 
@@ -236,15 +217,18 @@ def _typed(fields: dict[str, msgspec.Raw], name: str, decoder: msgspec.json.Deco
         raise RequestError(400, f"{name}: {error}", param=name) from error
 
 
-def join(fields: dict[str, msgspec.Raw] | dict[str, bytes]) -> bytes:
-    """Raw values back into one JSON object."""
-    return b"{" + b",".join(msgspec.json.encode(key) + b":" + bytes(value) for key, value in fields.items()) + b"}"
+def join(fields: Mapping[str, msgspec.Raw], kv: bytes | None = None) -> bytes:
+    """Raw values back into one JSON object, `kv` as its last one."""
+    pieces = [_key(name) + bytes(value) for name, value in fields.items() if kv is None or name != "kv_transfer_params"]
+    if kv is not None:
+        pieces.append(b'"kv_transfer_params":' + kv)
+    return b"{" + b",".join(pieces) + b"}"
 
 
 def prefill_body(ask: Ask) -> bytes:
     """The prefill leg: one token, not streamed, blocks kept for whoever decodes. The decode leg's limits go along, so that the
     prefill worker, which counts tokens, refuses what decode could not serve; engines that do not know them pass over them."""
-    pieces: list[bytes | msgspec.Raw] = [b"{"]
+    pieces: list[ReadableBuffer] = [b"{"]
     for name, value in ask.fields.items():
         if name not in _NOT_PREFILLED:
             pieces += (_key(name), value, b",")
@@ -267,14 +251,10 @@ def decode_body(ask: Ask, kv: bytes | None) -> bytes:
         return ask.original if ask.original is not None else join(ask.fields)
     if ask.original is not None and ask.fields:  # it holds no `kv_transfer_params`, or it would not be what is sent
         return b"".join((memoryview(ask.original.rstrip())[:-1], b',"kv_transfer_params":', kv, b"}"))
-    return join({**{key: bytes(value) for key, value in ask.fields.items()}, "kv_transfer_params": kv})
+    return join(ask.fields, kv)
 
 
-class _Prefilled(msgspec.Struct):
-    kv_transfer_params: msgspec.Raw = _NULL
-
-
-_ANSWER: Final = msgspec.json.Decoder(_Prefilled)
+_ANSWER: Final = msgspec.json.Decoder(Prefilled)
 
 
 def reference_of(body: bytes) -> bytes | None:
@@ -286,18 +266,10 @@ def reference_of(body: bytes) -> bytes | None:
     return None if raw == _NULL else bytes(raw)
 
 
-class _Leased(msgspec.Struct):
-    lease_id: str = ""
+_LEASE: Final = msgspec.json.Decoder(Leased)
 
 
-_LEASE: Final = msgspec.json.Decoder(_Leased)
-
-
-class _Tokenised(msgspec.Struct):
-    tokens: list[int] = []
-
-
-_TOKENISED: Final = msgspec.json.Decoder(_Tokenised)
+_TOKENISED: Final = msgspec.json.Decoder(Tokenised)
 
 
 def tokens_of(body: bytes) -> list[int]:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable
-from typing import cast
+from typing import Final, cast
 
 from fleet_router.admission.lanes import Entry
 from fleet_router.admission.tenants import Decisions
+from fleet_router.asked import Ask
 from fleet_router.config import RouterConfig
 from fleet_router.context import Context
 from fleet_router.desk import usable
@@ -30,32 +31,32 @@ from fleet_router.hints import hints_of
 from fleet_router.inbound import Inbound, Incoming
 from fleet_router.listening import PATH as HELD
 from fleet_router.listening import Listening, wait_of
-from fleet_router.request import Ask, parse_alone, parse_body
+from fleet_router.request import parse_alone, parse_body
 
-COMPLETIONS = b"/v1/completions"
-CHAT = b"/v1/chat/completions"
-GENERATE = {COMPLETIONS: False, CHAT: True}
-MODELS = b"/v1/models"
-PLAIN = {MODELS, b"/health", b"/ready", b"/metrics"}
-OF_ALL = {b"/ready", b"/metrics"}
+COMPLETIONS: Final = b"/v1/completions"
+CHAT: Final = b"/v1/chat/completions"
+GENERATE: Final = {COMPLETIONS: False, CHAT: True}
+MODELS: Final = b"/v1/models"
+PLAIN: Final = {MODELS, b"/health", b"/ready", b"/metrics"}
+OF_ALL: Final = {b"/ready", b"/metrics"}
 """Where several processes share the port, the answer is theirs together."""
-ADMIN = {*PLAIN, HELD, DECISIONS} - {MODELS}
-KINDS = {b"/metrics": b"text/plain; version=0.0.4", DECISIONS: b"application/json"}
-KNOWN = {*GENERATE, *TRANSLATED, *ALONE, *PLAIN, HELD, DECISIONS}
-WAITING_BYTES = 65_536
+ADMIN: Final = {*PLAIN, HELD, DECISIONS} - {MODELS}
+KINDS: Final = {b"/metrics": b"text/plain; version=0.0.4", DECISIONS: b"application/json"}
+KNOWN: Final = {*GENERATE, *TRANSLATED, *ALONE, *PLAIN, HELD, DECISIONS}
+WAITING_BYTES: Final = 65_536
 """Above this nothing more is read from a client whose request is running."""
-HIGH_WATER_BYTES = 256 * 1024
-DRAIN_IDLE_S = 1.0
+HIGH_WATER_BYTES: Final = 256 * 1024
+DRAIN_IDLE_S: Final = 1.0
 """How long an idle connection is kept while the router drains: a request may be on its way."""
-CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-TCP_CLOSE = 7
+CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
+TCP_CLOSE: Final = 7
 """TCP_INFO's first byte once the peer has answered with a reset."""
-NOBODY = Incoming()
+NOBODY: Final = Incoming()
 """Stands for the request of a connection that has none."""
 
 
-class ClientConnection(asyncio.Protocol):
-    """One client connection."""
+class ClientConnection:
+    """One client connection: an asyncio.Protocol, but not by name, so that it compiles to a plain struct."""
 
     def __init__(
         self,

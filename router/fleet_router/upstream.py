@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable
-from typing import Protocol, cast
+from typing import Final, Protocol, cast
 
 import httptools
 
@@ -17,16 +17,16 @@ from fleet_router.heads import kept_lines
 from fleet_router.outbox import Outbox
 from fleet_router.repeated import Repeated, around_length, worth_learning
 
-IDLE_CONNECTIONS = 128
-CONNECT_TIMEOUT_S = 3.0
-MAX_HEAD_BYTES = 65_536
-HEAD_END = b"\r\n\r\n"
-LENGTH = b"content-length"
-FRAMING = {LENGTH, b"transfer-encoding"}
+IDLE_CONNECTIONS: Final = 128
+CONNECT_TIMEOUT_S: Final = 3.0
+MAX_HEAD_BYTES: Final = 65_536
+HEAD_END: Final = b"\r\n\r\n"
+LENGTH: Final = b"content-length"
+FRAMING: Final = {LENGTH, b"transfer-encoding"}
 
 
-OK = 200
-NOT_HTTP = "the worker's answer is not HTTP: {}"
+OK: Final = 200
+NOT_HTTP: Final = "the worker's answer is not HTTP: {}"
 
 
 class KnownAnswer(Repeated):
@@ -35,7 +35,7 @@ class KnownAnswer(Repeated):
     __slots__ = ("lines",)
 
     def __init__(self, around: tuple[bytes, bytes], headers: list[tuple[bytes, bytes]]) -> None:
-        super().__init__(*around)
+        super().__init__(around[0], around[1])
         at = next(i for i, (name, _) in enumerate(headers) if name.lower() == LENGTH)
         self.lines = (kept_lines([*headers[:at], (headers[at][0], b"")]), kept_lines(headers[at + 1 :]))
 
@@ -68,8 +68,8 @@ class Leg(Protocol):
         """The connection broke before that."""
 
 
-class Upstream(asyncio.Protocol):
-    """One connection to one worker."""
+class Upstream:
+    """One connection to one worker: an asyncio.Protocol, but not by name, so that it compiles to a plain struct."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
@@ -101,6 +101,16 @@ class Upstream(asyncio.Protocol):
         leg, self._leg = self._leg, None
         if leg is not None:
             leg.on_lost(f"the worker closed the connection ({exc or 'end of stream'})")
+
+    def eof_received(self) -> bool:
+        """The worker closed its half: so do we."""
+        return False
+
+    def pause_writing(self) -> None:
+        """A request is small next to what a socket takes: nothing is held back."""
+
+    def resume_writing(self) -> None:
+        """See `pause_writing`."""
 
     def data_received(self, data: bytes) -> None:
         """Bytes from the worker."""
@@ -301,10 +311,10 @@ class Pool:
             self.known = KnownAnswer(around, headers) if around is not None else None
 
     async def _connect(self, then: OnConnection) -> None:
-        loop = asyncio.get_running_loop()
+        loop, connection = asyncio.get_running_loop(), self._kind(self)
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                _, connection = await loop.create_connection(lambda: self._kind(self), self.address, self.port)
+                await loop.create_connection(lambda: cast("asyncio.Protocol", connection), self.address, self.port)
         except (OSError, TimeoutError) as error:
             then(None, f"cannot connect: {error or 'timeout'}")
             return

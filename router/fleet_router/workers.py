@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-
-import msgspec
+from typing import Final
 
 from fleet_router.config import RouterConfig
 from fleet_router.follow.identity import Identity
@@ -18,22 +17,23 @@ from fleet_router.kvindex.approximate import adapter_seed, key_chain, ring_key
 from fleet_router.policy import choose as simple
 from fleet_router.policy.adapters import version_of
 from fleet_router.policy.candidate import Candidate
-from fleet_router.policy.choose import NO_DECODE, Choice, Refusal
-from fleet_router.policy.cost import CostAsk, Offer
+from fleet_router.policy.choose import NO_DECODE
+from fleet_router.policy.chosen import Ask, Choice, Refusal
 from fleet_router.policy.ring import Ring
 from fleet_router.policy.routing import Routing
 from fleet_router.policy.side import Steps, Usable
 from fleet_router.policy.split import to_canary
+from fleet_router.policy.terms import CostAsk, Offer
 from fleet_router.policy.tiers import tier_of
 from fleet_router.policy.trip import Trip
 from fleet_router.upstream import CollectingUpstream, Pool, Upstream
 from fleet_wire.endpoints import Endpoint, Endpoints, Split
 
-PAIRS_TRIED = 4
+PAIRS_TRIED: Final = 4
 """Pairs that are put out and were passed over for one request; then the decode worker prefills."""
 
 
-@dataclass(slots=True)
+@dataclass
 class Trouble:
     """How many workers of the table have a breaker that is not closed: with 0 nobody has to be looked at."""
 
@@ -41,7 +41,7 @@ class Trouble:
     ejections: int = 0
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Worker(Candidate):
     """One worker that may receive requests, and what we know of it."""
 
@@ -114,7 +114,7 @@ def new_worker(endpoint: Endpoint, trouble: Trouble) -> Worker:
     return Worker(endpoint.uid, endpoint.role, group, 0, endpoint=endpoint, pool=pool, trouble=trouble)
 
 
-@dataclass(slots=True)
+@dataclass
 class Share:
     """Requests since a split began."""
 
@@ -122,17 +122,17 @@ class Share:
     taken: int = 0
 
 
-NO_CONFIG = RouterConfig(fleet="", served_name="", slow_start_s=0.0)
+NO_CONFIG: Final = RouterConfig(fleet="", served_name="", slow_start_s=0.0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Allowed:
     sides: dict[str, list[Worker]]
     version: str
     """Of the adapter; empty without one."""
 
 
-@dataclass(slots=True)
+@dataclass
 class WorkerTable:
     """Workers by uid; rings are rebuilt when the set changes. Running requests keep the Worker that they hold."""
 
@@ -212,7 +212,7 @@ class WorkerTable:
             return Choice(offer.prefill.uid if offer.prefill else None, offer.decode.uid, offer.reason, offer, ask), keys
         sides = allowed.sides if allowed is not None else self.candidates(now, excluded)
         candidates = self._sides(_of_tier(sides, tier), steps)
-        plain = simple.Ask(key, tokens, math.inf if hints.local else config.min_uncached_tokens, self.turn)
+        plain = Ask(key, tokens, math.inf if hints.local else config.min_uncached_tokens, self.turn)
         choice = simple.choose(plain, candidates, steps, self.rings, config.policy, config.load_bound)
         if isinstance(choice, Choice) and choice.prefill and self.pairs.blocks(choice.prefill, choice.decode, now):
             choice = Choice(None, choice.decode, "the pair is put out")
@@ -237,7 +237,7 @@ class WorkerTable:
             *_, left_out, offer = min(found, key=lambda one: (self._blocked(one[3], ask.now), one[:2]))
         if not self._blocked(offer, ask.now):
             return offer
-        return self.routing.decide(msgspec.structs.replace(ask, local=True), steps, tier=tier, usable=usable)
+        return self.routing.decide(ask.without_prefill(), steps, tier=tier, usable=usable)
 
     def transfer_failed(self, prefill: str, decode: str, now: float) -> None:
         """KV did not move between these two."""

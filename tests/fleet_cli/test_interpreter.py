@@ -63,7 +63,9 @@ def test_what_cannot_run_us_is_passed_over(why, script, tmp_path):
 
 
 def test_it_stands_alone_and_prints_one_that_runs():
-    said = subprocess.run([sys.executable, "-I", "-S", interpreter.__file__], capture_output=True, text=True, check=True, timeout=120)
+    said = subprocess.run(
+        [sys.executable, "-I", "-S", interpreter.__file__], capture_output=True, text=True, check=True, timeout=120
+    )
     path = said.stdout.strip()
     assert Path(path).is_file()
     assert timed(path) is not None

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fleet_router.config import RouterConfig
 from fleet_router.metrics import Metrics
-from fleet_router.policy.choose import Choice
+from fleet_router.policy.chosen import Choice
 from fleet_router.policy.split import to_canary
 from fleet_router.workers import WorkerTable
 from fleet_wire.endpoints import Endpoint, Endpoints, Role, Split

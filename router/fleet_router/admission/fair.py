@@ -11,9 +11,9 @@ Every operation costs O(log n); what left the queue early, and places in the ord
 from __future__ import annotations
 
 from heapq import heapify, heappop, heappush
-from typing import Generic, Protocol, TypeVar
+from typing import Final, Generic, Protocol, TypeVar
 
-COMPACT_LEAST = 16
+COMPACT_LEAST: Final = 16
 """Entries that left early are kept up to this many, or up to the number of those that wait."""
 
 

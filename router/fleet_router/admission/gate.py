@@ -14,12 +14,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final, Literal
 
-import msgspec
-
 from fleet_router.admission.bound import BUDGET_SHARE, RateMeter, queue_bound, retry_after_s
 from fleet_router.admission.fair import FairQueue, last_of
 from fleet_router.admission.lanes import Lane
 from fleet_router.admission.quota import Account
+from fleet_router.admission.refused import Full
 from fleet_router.config import SloClass
 
 STARVED: Final = 8
@@ -59,13 +58,6 @@ class Ticket:
         self.cost, self.size = work / self.weight, size
         self.entered_at, self.deadline = now, now + BUDGET_SHARE * budget_s
         self.state, self.waiting = "waiting", True
-
-
-class Full(msgspec.Struct, frozen=True):
-    """The queue has no place for the request."""
-
-    reason: Literal["overloaded", "queue_share"]
-    retry_after_s: int
 
 
 class Gate:

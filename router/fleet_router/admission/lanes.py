@@ -22,7 +22,7 @@ Added = tuple[dict[str, msgspec.Raw], bytes]
 NOTHING: Final[Added] = ({}, b"}")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Lane:
     """One tenant in one class."""
 

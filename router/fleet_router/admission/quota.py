@@ -15,9 +15,8 @@ from __future__ import annotations
 from math import ceil
 from typing import Final, Literal
 
-import msgspec
-
 from fleet_router.admission.bucket import SECOND_NS, Bucket
+from fleet_router.admission.refused import Over
 from fleet_router.admission.tenants import Tenant
 
 MINUTE_S: Final = 60
@@ -28,15 +27,6 @@ BUSY_RETRY_S: Final = 1
 Outcome = Literal["answered", "refused", "left", "failed"]
 """How a request ended; see the module. Not an Enum: its values would be looked up on every request."""
 OUTCOMES: Final[tuple[Outcome, ...]] = ("answered", "refused", "left", "failed")
-
-
-class Over(msgspec.Struct, frozen=True):
-    """A quota is used up."""
-
-    reason: str
-    message: str
-    retry_after_s: int | None
-    """Whole seconds after which it passes; None: never."""
 
 
 class Account:
@@ -126,8 +116,10 @@ class Account:
         return Over(reason, f"tenant {self.name} is over its quota: {what}", retry_after_s)
 
 
-REASONS: Final = ("concurrency", "requests_per_second", "tokens_per_minute", "request_too_large", "queue_share", "overloaded",
-                  "queue_timeout", "model", "class")  # fmt: skip
+REASONS: Final[tuple[str, ...]] = (
+    "concurrency", "requests_per_second", "tokens_per_minute", "request_too_large", "queue_share", "overloaded", "queue_timeout",
+    "model", "class",
+)  # fmt: skip
 """Why a request was refused by admission; each is a count per tenant, and `code` in the answer."""
 
 

@@ -14,6 +14,7 @@ TAIL_BYTES: Final = 4096
 EVENT: Final = b"\ndata: "
 """Of a stream. Inside JSON a line break is escaped, so that text cannot look like an event."""
 _SPACED: Final = re.compile(rb"\s*:\s*(\d{1,9})(?!\d)")
+_BACKSLASH: Final = ord("\\")
 _USUAL: Final = re.compile(
     rb'"usage":\s?\{"prompt_tokens":\s?(\d{1,9}),\s?"total_tokens":\s?\d{1,9},\s?"completion_tokens":\s?(\d{1,9})[,}]'
 )
@@ -32,7 +33,7 @@ def usage_of(tail: bytes) -> tuple[int, int] | None:
     """(input, output) tokens of the last `usage` in these bytes; None when there is none (usage: null counts as none). A model's
     own text is no usage: its quotes are escaped."""
     at = tail.rfind(b'"usage"', -TAIL_BYTES)
-    if at < 0 or tail[at - 1 : at] == b"\\":
+    if at < 0 or (at > 0 and tail[at - 1] == _BACKSLASH):
         return None
     if (usual := _USUAL.match(tail, at)) is not None:
         return int(usual[1]), int(usual[2])

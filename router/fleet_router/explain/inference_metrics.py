@@ -7,22 +7,37 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Final
 
 from fleet_router.explain.record import Record
-from fleet_router.metrics import Histogram
+from fleet_router.histogram import Histogram
 
-DURATION_S = (
+DURATION_S: Final[tuple[float, ...]] = (
     0.005, 0.025, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 15.0, 20.0, 30.0, 45.0, 60.0,
     120.0, 180.0, 240.0, 300.0, 360.0, 480.0, 600.0, 900.0, 1200.0, 1800.0, 2700.0, 3600.0,
 )  # fmt: skip
-SIZE_BYTES = tuple(float(2**n) for n in range(6, 24))
-DECISION_S = (0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
+SIZE_BYTES: Final = tuple(float(2**n) for n in range(6, 24))
+DECISION_S: Final[tuple[float, ...]] = (
+    0.00001,
+    0.00002,
+    0.00005,
+    0.0001,
+    0.0002,
+    0.0005,
+    0.001,
+    0.002,
+    0.005,
+    0.01,
+    0.02,
+    0.05,
+    0.1,
+)
 """The extension's, and finer ones below: a decision here takes some 10 µs."""
-RATIO = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
-MODELS_MOST = 256
+RATIO: Final[tuple[float, ...]] = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+MODELS_MOST: Final = 256
 
 
-@dataclass(slots=True)
+@dataclass
 class _Model:
     """Of one adapter, or of the model itself."""
 
@@ -32,7 +47,7 @@ class _Model:
     sizes: Histogram = field(default_factory=lambda: Histogram(SIZE_BYTES))
 
 
-@dataclass(slots=True)
+@dataclass
 class Counts:
     """Everything that requests add to."""
 

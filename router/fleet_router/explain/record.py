@@ -7,68 +7,70 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-import msgspec
-
 if TYPE_CHECKING:
     from fleet_router.admission.lanes import Lane
+    from fleet_router.asked import Ask
     from fleet_router.errors import RequestError
     from fleet_router.explain.trace import Trace
-    from fleet_router.policy.choose import Choice, Refusal
+    from fleet_router.policy.chosen import Choice, Refusal
     from fleet_router.workers import Worker
 
 Ended = Literal["", "answered", "refused", "failed", "left"]
 """Empty: it runs. `left`: the client did not wait for the first byte."""
 
 
-class Try(msgspec.Struct, eq=False):
+class Try:
     """One attempt: what was decided, and when its legs were sent and over. Times are on the router's clock, 0: not so far."""
 
-    at: float
-    """When the first leg was sent."""
-    decided_s: float
-    found: Choice | Refusal
-    prefill: Worker | None
-    """None: the decode worker prefills; both None: nobody was found."""
-    decode: Worker | None
-    prefilled_at: float = 0.0
-    """When the KV was ready and the decode leg was sent."""
-    wrong_at: float = 0.0
-    why: str = ""
-    """What went wrong, in our words."""
+    __slots__ = ("at", "decided_s", "decode", "found", "prefill", "prefilled_at", "why", "wrong_at")
+
+    def __init__(
+        self, at: float, decided_s: float, found: Choice | Refusal, prefill: Worker | None, decode: Worker | None
+    ) -> None:
+        self.at = at
+        """When the first leg was sent."""
+        self.decided_s = decided_s
+        self.found = found
+        self.prefill, self.decode = prefill, decode
+        """Prefill None: the decode worker prefills; both None: nobody was found."""
+        self.prefilled_at = 0.0
+        """When the KV was ready and the decode leg was sent."""
+        self.wrong_at = 0.0
+        self.why = ""
+        """What went wrong, in our words."""
 
 
-class Record(msgspec.Struct, eq=False):
-    """One request. A Struct, like `Try`, because it is made for every one of them: its fields are set in C."""
+class Record:
+    """One request."""
 
-    request_id: str
-    leg_id: str
-    path: bytes
-    lane: Lane
-    adapter: str
-    prompt_bytes: int
-    came_at: float
-    stream: bool
-    waited: bool
-    """For a slot, or for workers."""
-    begun_at: float = 0.0
-    """When a slot was free and the first decision was begun."""
-    tries: list[Try] = []
-    first_at: float = 0.0
-    last_at: float = 0.0
-    ended_at: float = 0.0
-    writes: int = 0
-    """Times that the answer's bytes came."""
-    status: int = 0
-    """Of the answer; 0: none was begun."""
-    ended: Ended = ""
-    error: RequestError | None = None
-    """What the client was told instead of an answer, or at its end."""
-    shown: bool = False
-    """The answer's head tells of the decision."""
-    trace: Trace | None = None
-    """Set while its spans are wanted."""
-    onward: bytes = b""
-    """Header lines for workers."""
+    __slots__ = (
+        "adapter", "begun_at", "came_at", "ended", "ended_at", "error", "first_at", "lane", "last_at", "leg_id", "onward", "path",
+        "prompt_bytes", "request_id", "shown", "status", "stream", "trace", "tries", "waited", "writes",
+    )  # fmt: skip
+
+    def __init__(self, ids: tuple[str, str], path: bytes, ask: Ask, lane: Lane, came_at: float, waited: bool) -> None:
+        self.request_id, self.leg_id = ids
+        self.path, self.lane, self.adapter, self.prompt_bytes = path, lane, ask.adapter, len(ask.prompt)
+        self.came_at, self.stream = came_at, ask.stream
+        self.waited = waited
+        """For a slot, or for workers."""
+        self.begun_at = 0.0
+        """When a slot was free and the first decision was begun."""
+        self.tries: list[Try] = []
+        self.first_at = self.last_at = self.ended_at = 0.0
+        self.writes = 0
+        """Times that the answer's bytes came."""
+        self.status = 0
+        """Of the answer; 0: none was begun."""
+        self.ended: Ended = ""
+        self.error: RequestError | None = None
+        """What the client was told instead of an answer, or at its end."""
+        self.shown = False
+        """The answer's head tells of the decision."""
+        self.trace: Trace | None = None
+        """Set while its spans are wanted."""
+        self.onward = b""
+        """Header lines for workers."""
 
     def tried(self, at: float, decided_s: float, found: Choice | Refusal, prefill: Worker | None, decode: Worker | None) -> None:
         """A decision was made; both workers None: nobody can answer now."""

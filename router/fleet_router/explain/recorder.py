@@ -8,10 +8,11 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from fleet_router.admission.bucket import Bucket
 from fleet_router.admission.gate import Ticket
+from fleet_router.asked import Ask
 from fleet_router.config import ExplainBounds, RouterConfig, TraceConfig
 from fleet_router.errors import RequestError
 from fleet_router.explain.export import Exporter
@@ -19,12 +20,11 @@ from fleet_router.explain.inference_metrics import Counts
 from fleet_router.explain.journal import Journal
 from fleet_router.explain.record import Ended, Record
 from fleet_router.explain.trace import PARENT, STATE, Trace, passed_on, read
-from fleet_router.policy.choose import Choice
-from fleet_router.request import Ask
+from fleet_router.policy.chosen import Choice
 from fleet_router.workers import Worker
 
-ENDED: Mapping[str, Ended] = {"answered": "answered", "refused": "refused", "failed": "failed", "left": "left"}
-STOP_S = 5.0
+ENDED: Final[Mapping[str, Ended]] = {"answered": "answered", "refused": "refused", "failed": "failed", "left": "left"}
+STOP_S: Final = 5.0
 
 
 class Refused(NamedTuple):
@@ -80,9 +80,7 @@ class Recorder:
     # -- one request ------------------------------------------------------------------------------------------------
     def open(self, ids: tuple[str, str], path: bytes, ask: Ask, ticket: Ticket, kept: Mapping[bytes, bytes]) -> Record:
         """A request was admitted, or waits to be. `ids`: the client's name of it and the workers'; `kept`: its headers."""
-        record = Record(
-            *ids, path, ticket.lane, ask.adapter, len(ask.prompt), self._clock(), ask.stream, ticket.waiting
-        )  # fmt: skip
+        record = Record(ids, path, ask, ticket.lane, self._clock(), ticket.waiting)
         if kept or self.exporter is not None:
             self._trace(record, kept.get(PARENT, b""), kept.get(STATE, b""))
         self.running.add(record)

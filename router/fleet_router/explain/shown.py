@@ -8,8 +8,9 @@ from typing import Any
 
 from fleet_router.explain.record import Record, Try
 from fleet_router.explain.recorder import Refused
-from fleet_router.policy.choose import Choice
-from fleet_router.policy.cost import Offer, Weighed
+from fleet_router.policy.chosen import Choice
+from fleet_router.policy.cost import missing_of
+from fleet_router.policy.terms import Offer, Weighed
 from fleet_router.workers import Worker
 
 Shown = dict[str, Any]
@@ -108,7 +109,7 @@ def _side(side: Weighed, by_cost: bool) -> list[Shown]:
     rows = [
         {
             "worker": _name(worker), "role": "prefill" if side.local is None else "decode", "tier": side.group[0],
-            "missing_tokens": round(side.missing(i)), "cost_s": _seconds(side.costs[i]),
+            "missing_tokens": round(missing_of(side, i)), "cost_s": _seconds(side.costs[i]),
             **({} if side.local is None or not by_cost else {"local_s": _seconds(side.local[i])}),
         }
         for i, worker in enumerate(side.workers)

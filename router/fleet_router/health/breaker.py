@@ -20,7 +20,7 @@ OUTLIER_SHARE: Final = 0.4
 OUTLIER_OVER: Final = 16
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Breaker:
     """State of one worker, or of one pair. A success costs two comparisons as long as nothing is wrong."""
 

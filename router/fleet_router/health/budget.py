@@ -19,7 +19,7 @@ SAVED_MOST: Final = 50.0
 """A worker that dies takes many requests with it at once."""
 
 
-@dataclass(slots=True)
+@dataclass
 class RetryBudget:
     """Of one router process."""
 

@@ -16,7 +16,7 @@ PAIRS_MOST: Final = 4_096
 PARTNERS_LEAST: Final = 2
 
 
-@dataclass(slots=True)
+@dataclass
 class PairHealth:
     """Breakers of those pairs that failed and have not answered since."""
 

@@ -7,11 +7,11 @@ always ends with an event and is handed on as it is.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import ClassVar, Final
 
 CHUNK_END: Final = b"\n\n\r\n"
 """The end of a chunk that ends with an event. Inside JSON a line break is escaped."""
-ENDS: Final = (CHUNK_END, b"\r\n0\r\n\r\n")
+ENDS: Final[tuple[bytes, ...]] = (CHUNK_END, b"\r\n0\r\n\r\n")
 """Ends of a read after which something else may follow."""
 STREAM_MOST_BYTES: Final = 1024 * 1024
 ROOM_BYTES: Final = 32 * 1024 * 1024
@@ -19,7 +19,7 @@ STEP_BYTES: Final = 16 * 1024
 """Room is taken in steps of so much."""
 
 
-@dataclass(slots=True)
+@dataclass
 class Room:
     """What all streams of a process may keep together."""
 
@@ -30,9 +30,9 @@ class Sent:
     """Of one stream. Reads are kept as they came, framing included."""
 
     __slots__ = ("_kept", "_rest", "_room", "_size", "_taken", "full")
-    carries = True
+    carries: ClassVar[bool] = True
     """Another worker can go on with it."""
-    event_most_bytes = STREAM_MOST_BYTES // 2
+    event_most_bytes: ClassVar[int] = STREAM_MOST_BYTES // 2
     """An event without an end at that size is none: it goes to nobody."""
 
     def __init__(self, room: Room) -> None:
@@ -94,8 +94,8 @@ class Halves(Sent):
     half of one could not be told what became of the stream."""
 
     __slots__ = ()
-    carries = False
-    event_most_bytes = 2 * STREAM_MOST_BYTES
+    carries: ClassVar[bool] = False
+    event_most_bytes: ClassVar[int] = 2 * STREAM_MOST_BYTES
 
     def whole(self, data: bytes) -> bytes:
         """See `Sent`."""

@@ -12,32 +12,33 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from struct import Struct
+from typing import Final
 
 import xxhash
 
 from fleet_router.kvindex.masks import depths, drop_bit
 
-PIECE_BYTES = 256
-FINE_PIECES = 32
-MEDIUM_BYTES = 1024
-MEDIUM_PIECES = 56
-COARSE_BYTES = 2048
-MAX_PIECES = 344
+PIECE_BYTES: Final = 256
+FINE_PIECES: Final = 32
+MEDIUM_BYTES: Final = 1024
+MEDIUM_PIECES: Final = 56
+COARSE_BYTES: Final = 2048
+MAX_PIECES: Final = 344
 """8 KiB in pieces of 256 bytes, up to 64 KiB in pieces of 1 KiB, then 512 KiB in pieces of 2 KiB; what is behind that counts as
 new. From 8 KiB on a piece is at most an eighth of what is before it: what two long prompts share is known well enough."""
-FINE_BYTES = PIECE_BYTES * FINE_PIECES
-LONG_BYTES = FINE_BYTES + MEDIUM_BYTES * MEDIUM_PIECES
-LONG_PIECES = FINE_PIECES + MEDIUM_PIECES
-MOST_BYTES = LONG_BYTES + COARSE_BYTES * (MAX_PIECES - LONG_PIECES)
-RING_PIECES = 4
+FINE_BYTES: Final = PIECE_BYTES * FINE_PIECES
+LONG_BYTES: Final = FINE_BYTES + MEDIUM_BYTES * MEDIUM_PIECES
+LONG_PIECES: Final = FINE_PIECES + MEDIUM_PIECES
+MOST_BYTES: Final = LONG_BYTES + COARSE_BYTES * (MAX_PIECES - LONG_PIECES)
+RING_PIECES: Final = 4
 """Ring key: the first KiB of the prompt."""
-GENERATIONS = 8
+GENERATIONS: Final = 8
 """In a worker's capacity."""
-GENERATIONS_MOST = 32
+GENERATIONS_MOST: Final = 32
 """Where the same prompts come again and again: the oldest two become one."""
-LEAST_KEYS = 64
-MOST_NEWS = 256
-_FINE = Struct(f"{PIECE_BYTES}s").iter_unpack
+LEAST_KEYS: Final = 64
+MOST_NEWS: Final = 256
+_FINE: Final = Struct(f"{PIECE_BYTES}s").iter_unpack
 
 
 def key_chain(prompt: bytes, seed: int = 0) -> list[int]:
@@ -79,7 +80,7 @@ def bytes_of(pieces: int) -> int:
     return LONG_BYTES + (pieces - LONG_PIECES) * COARSE_BYTES
 
 
-BYTES_OF = tuple(bytes_of(pieces) for pieces in range(MAX_PIECES + 1))
+BYTES_OF: Final = tuple(bytes_of(pieces) for pieces in range(MAX_PIECES + 1))
 """The same as a table, for every request."""
 
 
@@ -234,9 +235,9 @@ class ApproximateIndex:
         held.young.append(keys)
         held.young_keys += count
         held.young_bytes += size
-        masks, bit, fresh, used_in = self.masks, held.bit, 0, last_used.get
+        masks, bit, fresh = self.masks, held.bit, 0
         for key in reversed(keys):
-            used = used_in(key)
+            used = last_used.get(key)
             if used is None:
                 masks[key] = masks.get(key, 0) | bit
                 fresh += 1

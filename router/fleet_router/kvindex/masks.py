@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import Final
 
-STEPS_MOST = 8
+STEPS_MOST: Final = 8
 """So many different depths are told apart; who holds less counts as holding the first key alone."""
 
 
@@ -36,15 +37,14 @@ class Bits:
             self._free.append(bit)
 
 
-def depths(masks: Mapping[int, int], keys: Sequence[int], among: int) -> list[tuple[int, int]]:
+def depths(masks: dict[int, int], keys: Sequence[int], among: int) -> list[tuple[int, int]]:
     """(keys held, workers), the deepest first, of those in `among`.
 
     Whoever holds a key is taken to hold all before it, so that a depth is found by bisection: a prompt of a thousand keys costs
     ten look-ups for each different depth. Caches evict the end of a prompt before its beginning; where one does not, the hint
     is wrong.
     """
-    get = masks.get
-    alive = get(keys[0], 0) & among if keys else 0
+    alive = masks.get(keys[0], 0) & among if keys else 0
     found: list[tuple[int, int]] = []
     high = len(keys)
     while alive:
@@ -54,7 +54,7 @@ def depths(masks: Mapping[int, int], keys: Sequence[int], among: int) -> list[tu
         low, top, here = 0, high, alive
         while top - low > 1:  # they hold the key at `low`; not the one at `top`
             middle = low + top >> 1
-            if held := get(keys[middle], 0) & alive:
+            if held := masks.get(keys[middle], 0) & alive:
                 low, here = middle, held
             else:
                 top = middle
@@ -66,9 +66,8 @@ def depths(masks: Mapping[int, int], keys: Sequence[int], among: int) -> list[tu
 
 def add_bit(masks: dict[int, int], keys: Sequence[int], bit: int) -> None:
     """The worker with this bit holds these."""
-    get = masks.get
     for key in keys:
-        masks[key] = get(key, 0) | bit
+        masks[key] = masks.get(key, 0) | bit
 
 
 def drop_bit(masks: dict[int, int], key: int, bit: int) -> None:

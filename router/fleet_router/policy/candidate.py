@@ -7,27 +7,26 @@ they do not tell shows up as a slower worker, which is what it is.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-import msgspec
+from typing import TYPE_CHECKING, Final
 
 from fleet_router.policy.estimate import Line
+from fleet_router.policy.terms import Prefilling
 
 if TYPE_CHECKING:
     from fleet_router.policy.side import Side
 
-PREFILL_BASE_S = 0.01
-PREFILL_PER_TOKEN_S = 1e-4
+PREFILL_BASE_S: Final = 0.01
+PREFILL_PER_TOKEN_S: Final = 1e-4
 """Prior of a worker's prefill: 10,000 tokens/s, between a small GPU and the CPU engine; a few answers replace it."""
-GAP_BASE_S = 0.02
-GAP_PER_STREAM_S = 2e-4
+GAP_BASE_S: Final = 0.02
+GAP_PER_STREAM_S: Final = 2e-4
 """Prior of the time between two tokens, over the streams that run."""
-MOST_LATE_S = 30.0
-TOKENS_SCALE = 1000.0
-STREAMS_SCALE = 8.0
-CROWD_S = 20.0
+MOST_LATE_S: Final = 30.0
+TOKENS_SCALE: Final = 1000.0
+STREAMS_SCALE: Final = 8.0
+CROWD_S: Final = 20.0
 """Arrivals are counted over about this long."""
-OUTPUT_TOKENS = 128.0
+OUTPUT_TOKENS: Final = 128.0
 """Prior of the length of an answer."""
 
 
@@ -41,7 +40,7 @@ def gap_line() -> Line:
     return Line(GAP_BASE_S, GAP_PER_STREAM_S, STREAMS_SCALE)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Candidate:
     """One worker. `free_at`, and every time here, is on the clock that the caller passes."""
 
@@ -132,19 +131,6 @@ class Candidate:
     def note_speed(self) -> None:
         """After `prefill` has learnt."""
         self.base_s, self.token_s = self.prefill.base, self.prefill.slope
-
-
-class Prefilling(msgspec.Struct, frozen=True):
-    """One prefill that a worker was sent: what was expected, so that what comes can be compared. Both expectations are less the
-    lateness of the worker when it was sent."""
-
-    worker: Candidate
-    tokens: float
-    sent_at: float
-    begins: float
-    """When the tokens before it were expected to be done."""
-    due: float
-    """When its first token was expected."""
 
 
 def prefill_sent(worker: Candidate, tokens: float, now: float) -> Prefilling:

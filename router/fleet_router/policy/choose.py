@@ -3,45 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-
-import msgspec
+from typing import Final
 
 from fleet_router.config import Policy
 from fleet_router.policy.candidate import Candidate
-from fleet_router.policy.cost import CostAsk, Offer
+from fleet_router.policy.chosen import Ask, Choice, Refusal
 from fleet_router.policy.ring import Ring, load_cap
 from fleet_router.policy.side import Steps
 
-
-class Ask(msgspec.Struct, frozen=True):
-    """What these policies need to know about a request."""
-
-    ring_key: int
-    tokens: float
-    min_uncached: float
-    """Prompts that miss fewer tokens on the decode worker are prefilled there."""
-    turn: int
-
-
-class Choice(msgspec.Struct, frozen=True):
-    """`prefill` None: the decode worker prefills itself."""
-
-    prefill: str | None
-    decode: str
-    reason: str
-    offer: Offer | None = None
-    """kvAware: what it was chosen for."""
-    ask: CostAsk | None = None
-    """kvAware: what was asked, and who was compared."""
-
-
-class Refusal(msgspec.Struct, frozen=True):
-    """No worker; `reason` is for the answer and the metric."""
-
-    reason: str
-
-
-NO_DECODE = Refusal("no decode worker is serving")
+NO_DECODE: Final = Refusal("no decode worker is serving")
 
 
 def choose(

@@ -24,85 +24,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf
-
-import msgspec
+from typing import Final
 
 from fleet_router.policy.candidate import Candidate
 from fleet_router.policy.group import Group
-from fleet_router.policy.side import HEAT_LEAST, HEAT_WORTH, Side, Steps, Usable
+from fleet_router.policy.side import HEAT_LEAST, HEAT_WORTH, Depths, Side, Steps, Usable
+from fleet_router.policy.terms import CostAsk, Offer, Weighed
 
-EPSILON_S = 0.0005
-EPSILON_SHARE = 0.1
-STALL = 0.01
+EPSILON_S: Final = 0.0005
+EPSILON_SHARE: Final = 0.1
+STALL: Final = 0.01
 """How much a second of prefill on a decode worker counts for each of its streams: with chunked prefill a step grows longer, but
 no stream stands still."""
-KEEP_SHARE = 0.2
+KEEP_SHARE: Final = 0.2
 """Part of a prefill worker's speed that one running decode takes."""
-TRIED = 3
-COLD_LEAST = 2.0
+TRIED: Final = 3
+COLD_LEAST: Final = 2.0
 """Below so many prompts of usual size per worker heat tells nothing of a prompt that nobody knows."""
-ADAPTER_S = 0.25
+ADAPTER_S: Final = 0.25
 """Loading an adapter that a worker was not sent lately."""
 
 
-Depths = tuple[float, int, float, int, Steps]
-"""(tokens, workers as bits) of the deepest step and of the next one, and the other steps."""
-
-
-class Weighed(msgspec.Struct, frozen=True):
-    """One side of one group, as a decision saw it: costs by worker, in seconds."""
-
-    group: tuple[str, str]
-    workers: Sequence[Candidate]
-    tokens: float
-    depths: Depths
-    costs: Sequence[float]
-    """Prefill: queue and prefill, `inf` where they alone are more than the least, or at the bound. Decode: lateness and the least
-    transfer, for a prefill elsewhere."""
-    local: Sequence[float] | None = None
-    """Decode: when it prefills itself, `inf` as above; of prefill workers None."""
-
-    def missing(self, at: int) -> float:
-        """Tokens of the prompt that one of them has not cached."""
-        return _lacks(self.tokens, self.workers[at], self.depths)
-
-
-class CostAsk(msgspec.Struct, frozen=True):
-    """What the cost depends on besides the workers."""
-
-    tokens: float
-    """Of the prompt."""
-    ring_key: int
-    now: float
-    bound: float
-    min_uncached: float
-    """Prompts that miss fewer tokens on the decode worker are prefilled there."""
-    by_cost: bool = True
-    """False: all other prompts are prefilled by a prefill worker, whatever it costs."""
-    local: bool = False
-    """Prefill workers have failed this request: none takes part."""
-    others: float = 1.0
-    """How much the seconds of others count against one's own: above 1 for classes that can wait."""
-    adapter: str = ""
-    session: bool = False
-    """`ring_key` is that of a session, which stays where it is as long as the load allows it."""
-    seen: list[Weighed] = msgspec.field(default_factory=list)
-    """Whoever decides adds what was compared: references alone, so that a record of the decision costs next to nothing."""
-
-
-class Offer(msgspec.Struct):
-    """The best way in one group. `prefill` None: the decode worker prefills."""
-
-    cost_s: float
-    prefill: Candidate | None
-    decode: Candidate
-    missing: float
-    """Tokens that whoever prefills has not cached."""
-    moved: float
-    """Tokens whose KV moves to the decode worker."""
-    reason: str
-    looked: int
-    """Candidates and pairs that were compared."""
+def missing_of(weighed: Weighed, at: int) -> float:
+    """Tokens of the prompt that one of the workers has not cached."""
+    return _lacks(weighed.tokens, weighed.workers[at], weighed.depths)
 
 
 def cheapest(ask: CostAsk, group: Group, steps: Steps, usable: Usable | None) -> Offer | None:
@@ -142,7 +87,7 @@ def cheapest(ask: CostAsk, group: Group, steps: Steps, usable: Usable | None) ->
     return best
 
 
-_WHY_ALONE = {True: "local after a failure", False: "no compatible prefill worker"}
+_WHY_ALONE: Final = {True: "local after a failure", False: "no compatible prefill worker"}
 
 
 def _remote(

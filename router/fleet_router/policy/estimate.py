@@ -7,10 +7,12 @@ times the prediction counts as four times the prediction; what stays there is be
 
 from __future__ import annotations
 
-KEEP = 0.98
+from typing import Final
+
+KEEP: Final = 0.98
 """Weight that is left of the past at each observation."""
-WILD = 4.0
-LEAST_SHARE = 1e-3
+WILD: Final = 4.0
+LEAST_SHARE: Final = 1e-3
 """Neither part falls below this share of its first prior: a cost of nothing would draw everything to one worker."""
 
 

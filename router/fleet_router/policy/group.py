@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from fleet_router.policy.candidate import OUTPUT_TOKENS, Candidate, gap_line, prefill_line
 from fleet_router.policy.estimate import Line, Mean
 from fleet_router.policy.pairs import Pairs
 from fleet_router.policy.side import Side
 
-ANSWER_S = 4.0
+ANSWER_S: Final = 4.0
 """Prior of how long an answer is being written."""
-OUTPUT_MOST = 512.0
+OUTPUT_MOST: Final = 512.0
 
 
 class Group:

@@ -7,14 +7,16 @@ for the next, and is then a new pair again.
 
 from __future__ import annotations
 
+from typing import Final
+
 from fleet_router.policy.estimate import Line, Mean
 
-HAND_OFF_S = 0.01
-PER_TOKEN_S = 1e-5
+HAND_OFF_S: Final = 0.01
+PER_TOKEN_S: Final = 1e-5
 """Prior: 128 KiB a token at 13 GB/s."""
-HANDSHAKE_S = 0.1
-TOKENS_SCALE = 1000.0
-PAIRS_MOST = 16_384
+HANDSHAKE_S: Final = 0.1
+TOKENS_SCALE: Final = 1000.0
+PAIRS_MOST: Final = 16_384
 
 
 class Pairs:

@@ -6,13 +6,14 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Container, Iterator, Sequence
+from typing import Final
 
 import xxhash
 
-VIRTUAL_NODES = 64
-LOAD_FLOOR = 4
+VIRTUAL_NODES: Final = 64
+LOAD_FLOOR: Final = 4
 """Requests that any worker may have whatever the mean is: without it one request in flight would already exceed the bound."""
-SPACE = 2**64
+SPACE: Final = 2**64
 
 
 class Ring:

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Final
 
 from fleet_router.kvindex.approximate import BYTES_OF, ApproximateIndex, piece_after
 from fleet_router.kvindex.masks import Bits, depths
 from fleet_router.policy.candidate import CROWD_S, Candidate
-from fleet_router.policy.cost import CostAsk, Offer, cheapest
+from fleet_router.policy.cost import cheapest
 from fleet_router.policy.estimate import Mean
 from fleet_router.policy.group import Group
 from fleet_router.policy.side import HEAT_S, Steps, Usable
+from fleet_router.policy.terms import CostAsk, Offer
 
-INDEX_ENTRIES = 500_000
+INDEX_ENTRIES: Final = 500_000
 """About 45 MB."""
-BYTES_PER_TOKEN = 4.0
+BYTES_PER_TOKEN: Final = 4.0
 """Prior of prompt bytes per token, JSON and chat template included."""
-RELAX_KEEP = 0.9
-TICK_S = 0.5
-CROWD_KEEP = 1.0 - TICK_S / CROWD_S
-HEAT_KEEP = 1.0 - TICK_S / HEAT_S
-RELAX_PARTS = 20
+RELAX_KEEP: Final = 0.9
+TICK_S: Final = 0.5
+CROWD_KEEP: Final = 1.0 - TICK_S / CROWD_S
+HEAT_KEEP: Final = 1.0 - TICK_S / HEAT_S
+RELAX_PARTS: Final = 20
 """With a tick of half a second: a tenth is forgotten every ten seconds."""
-LEAST_SHARE = 0.05
+LEAST_SHARE: Final = 0.05
 
 
 class Routing:

@@ -9,29 +9,32 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from operator import attrgetter
+from typing import Final
 
 from fleet_router.policy.candidate import Candidate
 from fleet_router.policy.ring import LOAD_FLOOR, Ring, cap_of
 
-WHOLE = 16
+WHOLE: Final = 16
 """Sides up to this size are looked at whole."""
-HOLDERS = 4
-IDLE = 4
-IDLE_LOOKED = 24
-RING_POINTS = 256
+HOLDERS: Final = 4
+IDLE: Final = 4
+IDLE_LOOKED: Final = 24
+RING_POINTS: Final = 256
 """So many points of the ring are tried for the prompt's own worker."""
 
-HEAT_S = 60.0
+HEAT_S: Final = 60.0
 """Prefill work is remembered about this long."""
-HEAT_LEAST = 4.0
+HEAT_LEAST: Final = 4.0
 """Below so many requests like the one at hand per worker it tells nothing."""
-HEAT_WORTH = 1.5
+HEAT_WORTH: Final = 1.5
 """A worker that had twice the prefill work of the others is taken to be that much slower once more: work and new blocks are
 spread, and a cache that is filled no faster than the others keeps as long as they do."""
 
 Usable = Callable[[Candidate], bool]
 Steps = Sequence[tuple[float, int]]
 """(tokens, workers as bits), most tokens first: who holds how much of a prompt. A worker is in one step at most."""
+Depths = tuple[float, int, float, int, Steps]
+"""(tokens, workers as bits) of the deepest step and of the next one, and the other steps."""
 
 
 class Side:

@@ -7,7 +7,9 @@ the canary.
 
 from __future__ import annotations
 
-SLACK = 0.5
+from typing import Final
+
+SLACK: Final = 0.5
 """How far the share of one side may fall behind or run ahead before KV no longer decides."""
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from fleet_router.policy.candidate import Candidate, Prefilling, prefill_done, prefill_sent
-from fleet_router.policy.cost import Offer
-from fleet_router.policy.group import Group
+from typing import Final
 
-ADAPTERS_MOST = 16
+from fleet_router.policy.candidate import Candidate, prefill_done, prefill_sent
+from fleet_router.policy.group import Group
+from fleet_router.policy.terms import Offer, Prefilling
+
+ADAPTERS_MOST: Final = 16
 
 
 class Trip:

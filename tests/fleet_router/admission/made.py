@@ -11,10 +11,11 @@ import msgspec
 from fleet_router.admission.lanes import Lane
 from fleet_router.admission.quota import Account
 from fleet_router.admission.tenants import Tenants, parse_tenants
+from fleet_router.asked import Ask
 from fleet_router.config import RouterConfig, SloClass
 from fleet_router.desk import Desk
 from fleet_router.errors import RequestError
-from fleet_router.request import Ask, parse_body
+from fleet_router.request import parse_body
 
 SALT = "0123456789abcdef" * 3
 CLASSES = (

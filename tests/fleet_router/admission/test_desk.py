@@ -7,10 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from fleet_router.asked import Ask
 from fleet_router.config import SloClass
 from fleet_router.desk import Desk
 from fleet_router.errors import RequestError
-from fleet_router.request import Ask, decode_body, prefill_body
+from fleet_router.request import decode_body, prefill_body
 from tests.fleet_router.admission.made import CONFIG, Clock, Remembers, ask_of, desk_with, key_of, parsed
 
 KEY = key_of("acme").encode()

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from fleet_router.admission.bound import LEAST
-from fleet_router.admission.gate import QUEUE_BYTES, STARVED, Full, Gate, Ticket
+from fleet_router.admission.gate import QUEUE_BYTES, STARVED, Gate, Ticket
+from fleet_router.admission.refused import Full
 from fleet_router.config import SloClass
 from tests.fleet_router.admission.made import CLASSES, lane_of
 

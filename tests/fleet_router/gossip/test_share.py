@@ -15,9 +15,9 @@ from fleet_router.gossip.merge import ROW_S
 from fleet_router.gossip.share import Share
 from fleet_router.kvindex.approximate import key_chain
 from fleet_router.policy.candidate import Candidate, prefill_done, prefill_sent
-from fleet_router.policy.cost import CostAsk
 from fleet_router.policy.routing import Routing
 from fleet_router.policy.side import WHOLE
+from fleet_router.policy.terms import CostAsk
 
 TENANT = Tenant(name="acme", requests_per_second=10.0, requests_burst=10, tokens_per_minute=6_000, concurrency=4)
 

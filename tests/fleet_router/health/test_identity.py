@@ -103,19 +103,19 @@ def test_a_worker_that_dies_while_its_agent_is_asked_is_not_waited_for():
     """Else the request is written to nobody, and hears nothing until its deadline: one in 10,000 of the closed loop."""
 
     async def go() -> None:
-        lost = asyncio.Event()
+        made: list[Upstream] = []
 
-        class Watched(Upstream):
-            def connection_lost(self, exc: Exception | None) -> None:
-                super().connection_lost(exc)
-                lost.set()
+        def watched(pool: Pool) -> Upstream:
+            made.append(Upstream(pool))
+            return made[-1]
 
         async def proven() -> bool:
-            await lost.wait()
+            while made[0].is_open():  # noqa: ASYNC110 - a connection has no event for whoever waits
+                await asyncio.sleep(0)
             return True  # no agent answers
 
         server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
-        pool = Pool("127.0.0.1", server.sockets[0].getsockname()[1], Watched, proven)
+        pool = Pool("127.0.0.1", server.sockets[0].getsockname()[1], watched, proven)
         got: asyncio.Future[tuple[object, str]] = asyncio.get_running_loop().create_future()
         pool.take(lambda connection, why: got.set_result((connection, why)))
         assert await got == (None, "cannot connect: closed at once")

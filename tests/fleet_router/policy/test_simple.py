@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleet_router.policy.candidate import Candidate
-from fleet_router.policy.choose import Ask, Choice, Refusal, choose
+from fleet_router.policy.choose import choose
+from fleet_router.policy.chosen import Ask, Choice, Refusal
 from fleet_router.policy.ring import LOAD_FLOOR, Ring, load_cap
 
 GROUP = ("t", "c")

@@ -1,0 +1,70 @@
+"""A request as it is handed from module to module, and the few JSON documents of workers that are read.
+
+The Structs that the compiled modules pass around. They are apart because the compiler (mypyc) does not hand a class's keywords to
+msgspec: what is declared frozen here would not be there.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+_NULL: Final = msgspec.Raw(b"null")
+_NOTHING: Final = msgspec.Raw()
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """A parsed request: its fields as raw JSON, and what routing and limits need."""
+
+    fields: dict[str, msgspec.Raw]
+    prompt: bytes
+    stream: bool
+    original: bytes | None
+    """The body as it came when nothing had to be stripped."""
+    alone: bool = False
+    """One worker serves it without any KV from elsewhere: nothing is generated."""
+    adapter: str = ""
+    """The adapter that `model` names; empty: the base model."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Roughly what keeping it costs: its values and the prompt."""
+        return sum(memoryview(value).nbytes for value in self.fields.values()) + len(self.prompt)
+
+
+class SaidBy(msgspec.Struct, gc=False):
+    """Of a conversation; its template is the engine's, but all know a role."""
+
+    role: msgspec.Raw = msgspec.Raw()
+
+
+class Prefilled(msgspec.Struct):
+    """A prefill answer."""
+
+    kv_transfer_params: msgspec.Raw = _NULL
+
+
+class Leased(msgspec.Struct):
+    """A reference to KV that our worker gave."""
+
+    lease_id: str = ""
+
+
+class Tokenised(msgspec.Struct):
+    """An answer to /tokenize."""
+
+    tokens: list[int] = []
+
+
+class MayBeLarge(msgspec.Struct, gc=False):
+    """What may be long, or has a bound of its own that names it; anything else is passed over, which costs next to nothing."""
+
+    prompt: msgspec.Raw = _NOTHING
+    messages: msgspec.Raw = _NOTHING
+    input: msgspec.Raw = _NOTHING
+    tools: msgspec.Raw = _NOTHING
+    functions: msgspec.Raw = _NOTHING
+    logit_bias: msgspec.Raw = _NOTHING
+    stop: msgspec.Raw = _NOTHING
+    response_format: msgspec.Raw = _NOTHING
