@@ -16,7 +16,10 @@ export DO_NOT_TRACK := 1
 # Every worker is a process of its own that imports torch: without bytecode files each start costs 2.5 s more (vLLM: 40 s).
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup up test lint unit conformance smoke e2e e2e-loop e2e-operator e2e-router e2e-clients e2e-vllm e2e-helm e2e-kind e2e-kind-smoke e2e-kueue kube kwok kueue vllm clients crds chart images kind-images bench-kv bench-router bench-routing bench-admission bench-many bench-operator bench-decision bench-choose clean
+# In a recipe: the router of this checkout as images have it, compiled once per change of its sources.
+COMPILED_ROUTER = export PYTHONPATH=$$($(RUN) python router/compile.py)
+
+.PHONY: help setup up test lint unit compiled conformance smoke e2e e2e-loop e2e-operator e2e-router e2e-clients e2e-vllm e2e-helm e2e-kind e2e-kind-smoke e2e-kueue kube kwok kueue vllm clients crds chart images kind-images bench-kv bench-router bench-routing bench-admission bench-many bench-operator bench-decision bench-choose clean
 
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -37,7 +40,7 @@ setup: $(UV) ## install the project and its dependencies into .venv
 up: setup ## README command 1: a fleet on this machine, no cluster, no GPU (FILE=fleet.yaml for your own)
 	@HF_HUB_OFFLINE=0 $(RUN) fleet up $(FILE)
 
-test: lint unit conformance smoke ## README command 2, what CI runs
+test: lint unit compiled conformance smoke ## README command 2, what CI runs
 
 lint: setup ## format, lint, types, import rules, generated files
 	$(RUN) ruff format --check .
@@ -50,14 +53,19 @@ lint: setup ## format, lint, types, import rules, generated files
 unit: setup ## unit, property, golden, contract and architecture tests; no cluster
 	$(RUN) pytest tests --ignore tests/conformance
 
+compiled: setup ## the router's tests on its compiled data path: what images ship
+	@if compiled=$$($(RUN) python router/compile.py); then export PYTHONPATH=$$compiled; \
+	  $(RUN) python -c 'from fleet_router.metrics import COMPILED; assert COMPILED' && $(RUN) pytest tests/fleet_router; \
+	else echo "THE COMPILED ROUTER WAS NOT TESTED: it could not be made here, see above"; fi
+
 conformance: setup ## the engine conformance suite on the torch engine (a prefill and a decode process)
 	$(RUN) pytest tests/conformance
 
 smoke: setup kube ## the fast core of e2e on a real control plane
-	$(RUN) pytest e2e -m smoke
+	@$(COMPILED_ROUTER); $(RUN) pytest e2e -m smoke
 
 e2e: setup kube vllm clients kueue ## all of e2e on a real control plane, vLLM and clients included
-	$(RUN) pytest e2e -m "not kind"
+	@$(COMPILED_ROUTER); $(RUN) pytest e2e -m "not kind"
 
 e2e-loop: setup kube clients kueue ## e2e without vLLM
 	$(RUN) pytest e2e -m "not vllm and not kind"
@@ -66,7 +74,7 @@ e2e-operator: setup kube kwok ## faults between operator and API server, bad inp
 	$(RUN) pytest e2e/test_operator_*.py
 
 e2e-router: setup kube kwok clients ## faults of workers, network and discovery, overload, bad input at the router (FLEET_LOOP_REQUESTS=10000 for the full loop)
-	$(RUN) pytest e2e/test_router_*.py -m "not vllm"
+	@$(COMPILED_ROUTER); $(RUN) pytest e2e/test_router_*.py -m "not vllm"
 
 e2e-clients: setup clients ## OpenAI's SDKs (Python, JavaScript), LangChain, LiteLLM, curl and aiperf against a real router
 	$(RUN) pytest e2e/test_router_clients.py
@@ -116,12 +124,14 @@ TAG ?= $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml | head -1)
 BASE ?= python:3.11-slim-bookworm
 # worker: with the torch engine and its CUDA libraries; vllm: the agent alone, for a BASE that has the engine
 WORKER_EXTRA ?= worker
+# router: with its data path compiled (yes; auto: where the builder gets a C compiler; no)
+COMPILED ?= auto
 BUILDER ?= $(or $(shell command -v docker 2>/dev/null),$(shell command -v podman 2>/dev/null))
 
 images: ## container images with docker or podman (TAG=, IMAGES="operator router worker", BASE=, WORKER_EXTRA=vllm)
 	@[ -n "$(BUILDER)" ] || { echo "images are not built: neither docker nor podman is here" >&2; exit 1; }
 	@for image in $(IMAGES); do \
-	  extra=$$([ $$image = worker ] && echo "--build-arg EXTRA=$(WORKER_EXTRA)" || true); \
+	  extra=$$(case $$image in worker) echo "--build-arg EXTRA=$(WORKER_EXTRA)";; router) echo "--build-arg COMPILED=$(COMPILED)";; esac); \
 	  tar --exclude=__pycache__ -c $(IMAGE_SOURCES) | \
 	    $(BUILDER) build --quiet --build-arg BASE=$(BASE) $$extra -f $$image/Dockerfile -t $(IMAGE_PREFIX)/$$image:$(TAG) - > /dev/null; \
 	  echo "built $(IMAGE_PREFIX)/$$image:$(TAG)"; \
@@ -135,23 +145,23 @@ bench-kv: setup ## KV hand-off between two torch workers against raw NIXL
 
 bench-router: $(UV) ## router CPU per request and chunk against sglang-router and Envoy
 	@$(UV) sync --frozen --quiet --inexact --group bench
-	@$(UV) run --frozen --quiet --group bench python -m e2e.bench.router
+	@$(COMPILED_ROUTER); $(UV) run --frozen --quiet --group bench python -m e2e.bench.router
 
 bench-routing: $(UV) ## TTFT and load on two traces against sglang-router, smg and vllm-router (ARGS="--workers 8 --routers ours smg", or "--scale-out": workers that join)
 	@$(UV) sync --frozen --quiet --inexact --group bench
-	@$(UV) run --frozen --quiet --group bench python -m e2e.bench.routing $(ARGS)
+	@$(COMPILED_ROUTER); $(UV) run --frozen --quiet --group bench python -m e2e.bench.routing $(ARGS)
 
 bench-admission: setup ## what keys, quotas, classes and runaway detection cost per request and chunk
-	@$(RUN) python -m e2e.bench.admission
+	@$(COMPILED_ROUTER); $(RUN) python -m e2e.bench.admission
 
 bench-many: setup ## load imbalance of three routers that gossip, and of three that do not, against one
-	@$(RUN) python -m e2e.bench.many
+	@$(COMPILED_ROUTER); $(RUN) python -m e2e.bench.many
 
 bench-decision: setup ## prefill remotely or not: the learnt cost against static thresholds on three mixes, in virtual time
 	@$(RUN) python -m e2e.bench.decision
 
 bench-choose: setup ## microseconds and candidates per routing decision, 16 to 1,024 workers; memory of the indexes
-	@$(RUN) python -m e2e.bench.choose
+	@$(COMPILED_ROUTER); $(RUN) python -m e2e.bench.choose
 
 bench-operator: setup kube kwok ## 1,000 fleets of 8 pods from apply to Ready against Kubernetes' own Deployments (SCALE=0.1 for a tenth)
 	@$(RUN) python -m e2e.bench.operator

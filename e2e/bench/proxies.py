@@ -137,17 +137,37 @@ def vllm_router(address: str, backends: Sequence[str], folder: Path) -> Iterator
 
 
 @contextmanager
+def vllm_router_pd(address: str, prefill: Sequence[str], decode: Sequence[str], folder: Path) -> Iterator[Proxy]:
+    """The same with a prefill and a decode leg, as ours."""
+    found = ["--vllm-pd-disaggregation", "--kv-connector", "nixl"]
+    found += [
+        word
+        for role, these in (("prefill", prefill), ("decode", decode))
+        for one in these
+        for word in (f"--{role}", f"http://{one}")
+    ]
+    with _routing("vllm-router P/D", ["vllm_router.launch_router"], address, found, folder) as proxy:
+        yield proxy
+
+
+@contextmanager
 def _gateway(name: str, module: Sequence[str], address: str, backends: Sequence[str], folder: Path) -> Iterator[Proxy]:
+    urls = ["--worker-urls", *(f"http://{backend}" for backend in backends)]
+    with _routing(f"{name} cache_aware", module, address, urls, folder) as proxy:
+        yield proxy
+
+
+@contextmanager
+def _routing(name: str, module: Sequence[str], address: str, workers_: Sequence[str], folder: Path) -> Iterator[Proxy]:
     host, port = address.split(":")
-    log = folder / f"{name}-{port}.log"
+    log = folder / f"{module[0]}-{port}.log"
     argv = [
         sys.executable, "-m", *module, "--host", host, "--port", port, "--policy", "cache_aware",
-        "--log-level", "error", "--prometheus-host", host, "--prometheus-port", "29000",
-        "--worker-urls", *(f"http://{backend}" for backend in backends),
+        "--log-level", "error", "--prometheus-host", host, "--prometheus-port", "29000", *workers_,
     ]  # fmt: skip
     with process(argv, log) as running:
         wait_for(f"http://{address}/v1/models", running, log)
-        yield Proxy(f"{name} cache_aware", address, running.pid)
+        yield Proxy(name, address, running.pid)
 
 
 @contextmanager

@@ -1,5 +1,5 @@
-"""`make bench-router`: what our router costs per request and per streamed chunk, against sglang-router (cache_aware) and plain
-Envoy in front of the same workers in the same run.
+"""`make bench-router`: what our router costs per request and per streamed chunk, against sglang-router (cache_aware), vllm-router
+(P/D) and plain Envoy in front of the same workers in the same run.
 
 CPU is user and system time of the router's processes. A chunk's cost is the slope between short and long streams, twice: flooded
 (the worker writes all events at once: what handling an event costs) and paced (an event per stream every 5 ms: on top of it one
@@ -24,8 +24,9 @@ import uvloop
 from e2e.bench.backend import FLOOD, TICK_S
 from e2e.bench.client import Outcome, drive
 from e2e.bench.cpu import cpu_s, rss_mb
-from e2e.bench.proxies import Proxy, envoy, ours, sglang, workers
+from e2e.bench.proxies import Proxy, envoy, ours, sglang, vllm_router_pd, workers
 from e2e.bench.table import report
+from fleet_router.metrics import COMPILED
 
 ROUNDS = 9
 CONNECTIONS = 32
@@ -121,7 +122,7 @@ def ratio(mine: list[float], theirs: list[float]) -> float:
     return round(statistics.median(a / b for a, b in zip(mine, theirs, strict=True)), 3)
 
 
-def summary(found: dict[str, Figures]) -> dict[str, float | int]:
+def summary(found: dict[str, Figures]) -> dict[str, float | int | bool]:
     """The last line."""
     mine, disaggregated, direct = found["ours"], found["ours P/D"], found["no proxy"]
     peer, plain = found["sglang-router cache_aware"], found["envoy"]
@@ -132,12 +133,15 @@ def summary(found: dict[str, Figures]) -> dict[str, float | int]:
         "us_per_chunk": round(median(mine.chunk_us), 2), "us_per_chunk_paced": round(median(mine.paced_us), 2),
         "ttft_added_p99_ms": round(median(added), 2),
         "rss_mb": round(max(mine.rss_mb, disaggregated.rss_mb), 1),
+        "pd_vs_vllm_router_pd": ratio(disaggregated.request_us, found["vllm-router P/D"].request_us),
+        "pd_vs_sglang_cache_aware": ratio(disaggregated.request_us, peer.request_us),
+        "pd_vs_envoy": ratio(disaggregated.request_us, plain.request_us),
         "vs_sglang_cache_aware": ratio(mine.request_us, peer.request_us), "vs_envoy": ratio(mine.request_us, plain.request_us),
         "chunk_vs_sglang": ratio(mine.chunk_us, peer.chunk_us), "chunk_vs_envoy": ratio(mine.chunk_us, plain.chunk_us),
         "chunk_paced_vs_sglang": ratio(mine.paced_us, peer.paced_us),
         "chunk_paced_vs_envoy": ratio(mine.paced_us, plain.paced_us),
         "ttft_vs_envoy": ratio(mine.ttft_p99_ms, plain.ttft_p99_ms),
-        "rounds": len(mine.request_us), "errors": sum(len(figures.errors) for figures in found.values()),
+        "compiled": COMPILED, "rounds": len(mine.request_us), "errors": sum(len(figures.errors) for figures in found.values()),
     }  # fmt: skip
 
 
@@ -152,6 +156,7 @@ def measure(rounds: int) -> dict[str, Figures]:
             stack.enter_context(sglang("127.83.1.2:8080", WORKERS, folder)),
             stack.enter_context(envoy("127.83.1.3:8080", WORKERS, folder)),
             stack.enter_context(ours("ours P/D", "127.83.1.4:8080", WORKERS[:2], WORKERS[2:], folder)),
+            stack.enter_context(vllm_router_pd("127.83.1.5:8080", WORKERS[:2], WORKERS[2:], folder)),
         ]
         found = {proxy.name: Figures() for proxy in proxies}
         for number in range(rounds + 1):
