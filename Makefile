@@ -138,7 +138,7 @@ images: ## container images with docker or podman (TAG=, IMAGES="operator router
 	done
 
 kind-images:
-	@$(MAKE) --no-print-directory images TAG=e2e WORKER_EXTRA=vllm
+	@$(MAKE) --no-print-directory images TAG=e2e WORKER_EXTRA=vllm COMPILED=yes
 
 bench-kv: setup ## KV hand-off between two torch workers against raw NIXL
 	@$(RUN) python -m e2e.bench.kv

@@ -196,6 +196,11 @@ def test_smoke_images_run_as_nobody_on_a_read_only_root():
         assert "usage: fleet-" in done.stdout or "FLEET_WORKER_CONFIG: not set" in done.stderr, f"{image}: {done.stderr}"
         config = json.loads(subprocess.run(["docker", "image", "inspect", image], capture_output=True, check=True).stdout)[0]
         assert config["Config"]["User"] == "65532:65532"
+    ask = ["docker", "run", "--rm", "--entrypoint=python", next(image for image in IMAGES if "router" in image), "-c"]
+    said = subprocess.run(
+        [*ask, "from fleet_router.metrics import COMPILED; print(COMPILED)"], capture_output=True, text=True, check=False
+    )
+    assert said.stdout == "True\n", said.stderr
 
 
 def test_smoke_tokens_through_the_service(cluster: KindCluster, fleet: Fleet):
