@@ -15,7 +15,7 @@ from fleet_router.admission.gate import Ticket
 from fleet_router.admission.quota import Outcome
 from fleet_router.admission.runaway import Why
 from fleet_router.admission.usage import EVENT, used_tokens
-from fleet_router.asked import Ask
+from fleet_router.asked import Ask, Hints
 from fleet_router.config import RouterConfig
 from fleet_router.context import Client, Context
 from fleet_router.dialect.translation import Translation
@@ -25,7 +25,7 @@ from fleet_router.explain.shown import header as decision_header
 from fleet_router.heads import STATUS_LINES, add_kept, status_line
 from fleet_router.health.resume import Again, determined
 from fleet_router.health.sent import CHUNK_END, Halves, Sent
-from fleet_router.hints import NO_HINTS, Hints
+from fleet_router.hints import NO_HINTS
 from fleet_router.metrics import Served
 from fleet_router.policy.trip import Trip
 from fleet_router.request import is_object, with_fields

@@ -6,9 +6,13 @@ msgspec: what is declared frozen here would not be there.
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final
 
 import msgspec
+
+if TYPE_CHECKING:
+    from fleet_router.policy.side import Steps
 
 _NULL: Final = msgspec.Raw(b"null")
 _NOTHING: Final = msgspec.Raw()
@@ -68,3 +72,22 @@ class MayBeLarge(msgspec.Struct, gc=False):
     logit_bias: msgspec.Raw = _NOTHING
     stop: msgspec.Raw = _NOTHING
     response_format: msgspec.Raw = _NOTHING
+
+
+class Hints(msgspec.Struct, frozen=True):
+    """Nothing of it is needed."""
+
+    session: bytes = b""
+    """Value of the session header."""
+    headers: Mapping[bytes, bytes] = {}
+    """Those that tier rules look at, by lower-case name."""
+    others: float = 1.0
+    """How much the seconds of others count against this request's own."""
+    local: bool = False
+    """No prefill worker is to take part: they failed it, or it has nothing to hand over."""
+    tokens: float = 0.0
+    """Of the prompt, when they were counted; 0: estimate them."""
+    blocks: Steps = ()
+    """What the precise index knows of the prompt."""
+    precise: int = 0
+    """Workers, as bits, of which it knows all."""

@@ -3,37 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Final
 
-import msgspec
-
+from fleet_router.asked import Hints
 from fleet_router.config import RouterConfig, SloClass
-from fleet_router.policy.side import Steps
 
-MOST_PATIENCE = 30.0
-ALWAYS = frozenset({b"traceparent", b"tracestate", b"x-fleet-explain", b"x-forwarded-for", b"forwarded", b"via"})
+MOST_PATIENCE: Final = 30.0
+ALWAYS: Final = frozenset({b"traceparent", b"tracestate", b"x-fleet-explain", b"x-forwarded-for", b"forwarded", b"via"})
 """Headers that are kept for tracing and for who asks to see decisions."""
 
 
-class Hints(msgspec.Struct, frozen=True):
-    """Nothing of it is needed."""
-
-    session: bytes = b""
-    """Value of the session header."""
-    headers: Mapping[bytes, bytes] = {}
-    """Those that tier rules look at, by lower-case name."""
-    others: float = 1.0
-    """How much the seconds of others count against this request's own."""
-    local: bool = False
-    """No prefill worker is to take part: they failed it, or it has nothing to hand over."""
-    tokens: float = 0.0
-    """Of the prompt, when they were counted; 0: estimate them."""
-    blocks: Steps = ()
-    """What the precise index knows of the prompt."""
-    precise: int = 0
-    """Workers, as bits, of which it knows all."""
-
-
-NO_HINTS = Hints()
+NO_HINTS: Final = Hints()
 
 
 def wanted_headers(config: RouterConfig) -> frozenset[bytes]:

@@ -17,9 +17,8 @@ from typing import Final
 
 import msgspec
 
-from fleet_router.asked import Ask
+from fleet_router.asked import Ask, Hints
 from fleet_router.follow.kvevents import Connected, EventReader, Live, Lost, Message
-from fleet_router.hints import Hints
 from fleet_router.kvindex.believed import Believed
 from fleet_router.kvindex.tokenised import Reading, TokenisedPrefixes, keys_of_ids
 from fleet_router.tokeniser import Tokeniser, UnreadableError, fetch

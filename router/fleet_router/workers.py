@@ -7,12 +7,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from fleet_router.asked import Hints
 from fleet_router.config import RouterConfig
 from fleet_router.follow.identity import Identity
 from fleet_router.health.breaker import Breaker
 from fleet_router.health.pairs import PairHealth
 from fleet_router.health.panic import askable
-from fleet_router.hints import NO_HINTS, Hints
+from fleet_router.hints import NO_HINTS
 from fleet_router.kvindex.approximate import adapter_seed, key_chain, ring_key
 from fleet_router.policy import choose as simple
 from fleet_router.policy.adapters import version_of

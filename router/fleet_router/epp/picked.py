@@ -10,11 +10,10 @@ from __future__ import annotations
 from typing import Protocol
 
 from fleet_router.admission.gate import Ticket
-from fleet_router.asked import Ask
+from fleet_router.asked import Ask, Hints
 from fleet_router.config import RouterConfig
 from fleet_router.context import Client, Context
 from fleet_router.flow import Flow
-from fleet_router.hints import Hints
 from fleet_router.request import decode_body
 from fleet_router.workers import Worker
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet_router.admission.keys import KeyTable, bearer
+from fleet_router.admission.keys import MET_MOST, KeyTable, bearer
 from fleet_router.admission.lanes import salt_of
 from fleet_router.admission.tenants import TenantsError, parse_tenants
 from tests.fleet_router.admission.made import SALT, hash_of, key_of, parsed, tenants_file
@@ -110,3 +110,13 @@ def test_a_file_that_is_too_large_is_not_parsed():
 def test_salts_differ_by_tenant_and_by_secret():
     assert len({salt_of(secret, tenant) for secret in (SALT, SALT + "x") for tenant in ("a", "b")}) == 4
     assert salt_of(SALT, "a") == salt_of(SALT, "a")
+
+
+def test_keys_are_remembered_up_to_a_bound_and_nobodys_never():
+    table = KeyTable([(hash_of(f"key-{i}"), i) for i in range(MET_MOST + 5)])
+    for _ in range(2):
+        for i in range(MET_MOST + 5):
+            assert table.find(f"key-{i}".encode()) == i
+            assert table.find(f"nobody-{i}".encode()) is None
+            assert len(table._met) <= MET_MOST
+    assert not any(key.startswith(b"nobody") for key in table._met)
