@@ -7,7 +7,6 @@ CPU is user and system time of the router's process; a chunk's cost is the slope
 
 from __future__ import annotations
 
-import hashlib
 import json
 import statistics
 import sys
@@ -19,33 +18,12 @@ import msgspec
 import uvloop
 
 from e2e.bench.proxies import Proxy, ours, workers
-from e2e.bench.router import FLOODS, SHORT, WHOLE_REQUESTS, requests, run, slope
+from e2e.bench.router import FLOOD_LONG, FLOODS, SHORT, WHOLE_REQUESTS, requests, run, slope
 from e2e.bench.table import report
-from fleet_router.config import RouterConfig, SloClass
+from e2e.bench.tenants import ON, TENANTS, keyed
 
 ROUNDS = 9
-FLOOD_LONG = 244
-"""The workers say the same word again and again: at 256 it would be a loop."""
 WORKERS = [f"127.84.0.{i}:8000" for i in range(1, 5)]
-KEY = "sk-bench-" + "0123456789abcdef" * 3
-CLASSES = (SloClass(name="interactive", priority=100, ttft_budget_s=1.0), SloClass(name="batch", priority=-10))
-ON = RouterConfig(fleet="bench", served_name="tiny", worker_slots=256, classes=CLASSES)
-TENANTS = {
-    "salt": "s" * 48,
-    "tenants": [
-        {
-            "name": f"tenant-{i}", "keys": ["sha256:" + hashlib.sha256(KEY.encode() if i == 7 else b"%d" % i).hexdigest()],
-            "class": "interactive", "classes": ["batch"], "models": ["tiny"], "requestsPerSecond": 1_000_000,
-            "requestsBurst": 1_000_000, "tokensPerMinute": 1_000_000_000, "concurrency": 1_000,
-        }
-        for i in range(100)
-    ],
-}  # fmt: skip
-
-
-def keyed(sent: list[bytes]) -> list[bytes]:
-    """The same requests, with a key."""
-    return [one.replace(b"\r\nhost: bench", b"\r\nhost: bench\r\nauthorization: Bearer " + KEY.encode(), 1) for one in sent]
 
 
 def one_round(proxy: Proxy, number: int) -> tuple[float, float, list[str]]:

@@ -19,6 +19,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import uvloop
 
 from e2e.bench.backend import FLOOD, TICK_S
@@ -26,6 +27,8 @@ from e2e.bench.client import Outcome, drive
 from e2e.bench.cpu import cpu_s, rss_mb
 from e2e.bench.proxies import Proxy, envoy, ours, sglang, vllm_router_pd, workers
 from e2e.bench.table import report
+from e2e.bench.tenants import ON, TENANTS, keyed
+from fleet_router.config import TraceConfig
 from fleet_router.metrics import COMPILED
 
 ROUNDS = 9
@@ -34,9 +37,12 @@ WHOLE_REQUESTS = 2_000
 STREAMS = 224
 SHORT, LONG = 4, 44
 FLOODS = 192
-FLOOD_LONG = 404
+FLOOD_LONG = 244
+"""The workers say the same word again and again: at 256 it would be a loop, which one of the routers looks for."""
 PREFIXES = 50
 WORKERS = [f"127.83.0.{i}:8000" for i in range(1, 5)]
+EVERYTHING = "ours, everything on"
+"""Keys, quotas, classes, salt, runaway detection, and spans of every request that the rate allows."""
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\n"
 WORDS = ["router", "moves", "blocks", "of", "keys", "and", "values", "between", "two", "workers", "before", "noon", "again"]
 
@@ -73,6 +79,7 @@ def requests(count: int, seed: int, chunks: int | None, *, flood: bool = False) 
 
 def run(proxy: Proxy, sent: list[bytes], chunks: int | None) -> tuple[float, Outcome]:
     """(CPU microseconds per request, outcome)."""
+    sent = keyed(sent) if proxy.name == EVERYTHING else sent
     before = cpu_s(proxy.pid) if proxy.pid else 0.0
     outcome = asyncio.run(drive(proxy.address, sent, CONNECTIONS, chunks))
     after = cpu_s(proxy.pid) if proxy.pid else 0.0
@@ -124,7 +131,7 @@ def ratio(mine: list[float], theirs: list[float]) -> float:
 
 def summary(found: dict[str, Figures]) -> dict[str, float | int | bool]:
     """The last line."""
-    mine, disaggregated, direct = found["ours"], found["ours P/D"], found["no proxy"]
+    mine, disaggregated, direct, everything = found["ours"], found["ours P/D"], found["no proxy"], found[EVERYTHING]
     peer, plain = found["sglang-router cache_aware"], found["envoy"]
     median = statistics.median
     added = [a - b for a, b in zip(mine.ttft_p99_ms, direct.ttft_p99_ms, strict=True)]
@@ -136,6 +143,9 @@ def summary(found: dict[str, Figures]) -> dict[str, float | int | bool]:
         "pd_vs_vllm_router_pd": ratio(disaggregated.request_us, found["vllm-router P/D"].request_us),
         "pd_vs_sglang_cache_aware": ratio(disaggregated.request_us, peer.request_us),
         "pd_vs_envoy": ratio(disaggregated.request_us, plain.request_us),
+        "everything_vs_sglang_cache_aware": ratio(everything.request_us, peer.request_us),
+        "everything_vs_envoy": ratio(everything.request_us, plain.request_us),
+        "everything_chunk_vs_envoy": ratio(everything.chunk_us, plain.chunk_us),
         "vs_sglang_cache_aware": ratio(mine.request_us, peer.request_us), "vs_envoy": ratio(mine.request_us, plain.request_us),
         "chunk_vs_sglang": ratio(mine.chunk_us, peer.chunk_us), "chunk_vs_envoy": ratio(mine.chunk_us, plain.chunk_us),
         "chunk_paced_vs_sglang": ratio(mine.paced_us, peer.paced_us),
@@ -150,12 +160,17 @@ def measure(rounds: int) -> dict[str, Figures]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-router-")))
         stack.enter_context(workers(WORKERS, folder))
+        tenants = folder / "tenants.json"
+        tenants.write_text(json.dumps(TENANTS))
+        traces = TraceConfig(endpoint=f"http://{WORKERS[0]}", sample=1.0)
+        everything = msgspec.structs.replace(ON, runaway=True, traces=traces)
         proxies = [
             Proxy("no proxy", WORKERS[0], None),
             stack.enter_context(ours("ours", "127.83.1.1:8080", [], WORKERS, folder)),
             stack.enter_context(sglang("127.83.1.2:8080", WORKERS, folder)),
             stack.enter_context(envoy("127.83.1.3:8080", WORKERS, folder)),
             stack.enter_context(ours("ours P/D", "127.83.1.4:8080", WORKERS[:2], WORKERS[2:], folder)),
+            stack.enter_context(ours(EVERYTHING, "127.83.1.6:8080", [], WORKERS, folder, everything, tenants)),
             stack.enter_context(vllm_router_pd("127.83.1.5:8080", WORKERS[:2], WORKERS[2:], folder)),
         ]
         found = {proxy.name: Figures() for proxy in proxies}

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 ROUTER = Path(__file__).resolve().parents[2] / "router"
+INTERPRETED = {"Client"}  # a Protocol
 CROSS_NEVER = {
     # (module, slice): its ends cannot cross
     ("repeated", "data[self._at:end]"),  # `end` is found from `_at` on
@@ -66,6 +67,22 @@ def test_ends_of_slices_do_not_cross(module: str):
     known = [all(isinstance(end, ast.Constant) for end in (node.slice.lower, node.slice.upper)) for node in both]
     computed = [ast.unparse(node) for node, constant in zip(both, known, strict=True) if not constant]
     assert [one for one in computed if (module, one) not in CROSS_NEVER] == []
+
+
+def test_nothing_interpreted_inherits_from_what_is_compiled():
+    """mypyc refuses it, and only when the class is made."""
+    compiled = {f"fleet_router.{module.replace('/', '.')}" for module in MODULES}
+    found = []
+    for path in sorted((ROUTER / "fleet_router").rglob("*.py")):
+        name = str(path.relative_to(ROUTER / "fleet_router").with_suffix(""))
+        if name in MODULES:
+            continue
+        tree = ast.parse(path.read_text())
+        imports = (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module in compiled)
+        names = {one.asname or one.name for node in imports for one in node.names}
+        classes = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+        found += [f"{name}.{one.name}" for one in classes if names & {ast.unparse(base) for base in one.bases} - INTERPRETED]
+    assert found == []
 
 
 def test_without_a_compiler_it_says_what_is_missing(tmp_path: Path):

@@ -66,10 +66,10 @@ class Picked(Flow):
 
     def _fallbacks(self, worker: Worker) -> list[Worker]:
         """Workers to which the same KV could go, the idlest first."""
-        table, now = self._context.table, self._context.clock()
+        table, now, adapter = self._context.table, self._context.clock(), self._ask.adapter
         found = [
             other for other in table.candidates(now, self._excluded)["decode"]
-            if other is not worker and other.group == worker.group and self._ask.adapter in ("", *other.endpoint.adapters)
+            if other is not worker and other.group == worker.group and (not adapter or adapter in other.endpoint.adapters)
         ]  # fmt: skip
         return sorted(found, key=lambda other: other.inflight)[:FALLBACKS]
 
