@@ -12,7 +12,7 @@ from pathlib import Path
 from fleet_cli.errors import EXIT_KILLED, EXIT_OK, EXIT_UNREAD, CliError
 from fleet_cli.explain.command import add_explain
 from fleet_cli.rollout.command import add_rollout
-from fleet_cli.streams import complain, emit, open_streams, silence
+from fleet_cli.streams import complain, emit, open_streams, silence, unwritten
 
 DEFAULT_PORT = 8080
 
@@ -46,6 +46,10 @@ def _run(arguments: Sequence[str] | None) -> int:
         if ended.code:
             raise
         return EXIT_OK
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # argparse up to Python 3.11.3 does not expect that --help cannot be written
+        raise unwritten(error) from error
     code: int = options.run(options)
     return code
 

@@ -31,7 +31,12 @@ def emit(text: str) -> None:
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise RunError(f"cannot write to standard output: {error.strerror}") from error
+        raise unwritten(error) from error
+
+
+def unwritten(error: OSError) -> RunError:
+    """Standard output does not take what was to be written."""
+    return RunError(f"cannot write to standard output: {error.strerror}")
 
 
 def complain(text: str) -> None:
