@@ -1,7 +1,8 @@
 """Prints the CPython on this machine that runs us fastest; `make setup` makes `.venv` from it.
 
 Interpreters differ more than versions do: one built without profile-guided and link-time optimisation (what pyenv builds unless
-told otherwise) takes 1.5 times the CPU time of a distribution's for plain bytecode, and our operator and workers run on it. A build's flags do not tell (Debian's say nothing of its profile), so each is timed for a quarter of a second.
+told otherwise) takes 1.5 times the CPU time of a distribution's for plain bytecode. A build's flags do not tell (Debian's say
+nothing of its profile), so each is timed for a quarter of a second.
 
 Stands alone: it runs before anything is installed, by whatever `python3` is.
 """
