@@ -19,9 +19,9 @@ import pytest
 from fleet_cli.up.bundled import tiny_model
 from fleet_router.config import RouterConfig
 from fleet_router.config import encode as encode_config
-from fleet_wire.endpoints import ENDPOINTS_KEY, ROUTER_CONFIG_KEY, Endpoint, Endpoints
+from fleet_wire.endpoints import ENDPOINTS_KEY, ROUTER_CONFIG_KEY, Endpoints
 from fleet_wire.endpoints import encode as encode_endpoints
-from tests.conformance.workers import Worker, spawn, stop, wait_ready, worker_config
+from tests.conformance.workers import Worker, endpoint_of, spawn, stop, wait_ready, worker_config
 
 IPS = ("127.85.0.1", "127.85.0.2", "127.85.0.3")
 ROUTER = "127.85.0.9:8080"
@@ -31,13 +31,7 @@ WORDS = "the router knows which worker holds the blocks of this long prompt beca
 @contextlib.contextmanager
 def router(workers: list[Worker], folder: Path, config: RouterConfig) -> Iterator[None]:
     """fleet-router over decode workers alone, following a folder."""
-    found = tuple(
-        Endpoint(
-            name=worker.ip, uid=f"uid-{worker.ip}", address=worker.ip, http_port=8000, agent_port=9000, role="decode", tier="t",
-            revision="r1", compat="suite", events_port=5557, replay_port=5558,
-        )
-        for worker in workers
-    )  # fmt: skip
+    found = tuple(endpoint_of(worker) for worker in workers)
     (folder / ROUTER_CONFIG_KEY).write_text(encode_config(config))
     (folder / ENDPOINTS_KEY).write_bytes(encode_endpoints(Endpoints(fleet="suite", namespace="default", workers=found)))
     host, port = ROUTER.split(":")

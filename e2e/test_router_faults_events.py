@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from e2e.bench.proxies import process, wait_for
@@ -22,9 +21,9 @@ from e2e.emulated.fleet import get, until
 from e2e.test_prefix_index import ask
 from fleet_cli.up.bundled import tiny_model
 from fleet_router.config import RouterConfig, encode
-from fleet_wire.endpoints import ENDPOINTS_KEY, ROUTER_CONFIG_KEY, Endpoint, Endpoints
+from fleet_wire.endpoints import ENDPOINTS_KEY, ROUTER_CONFIG_KEY, Endpoints
 from fleet_wire.endpoints import encode as encode_endpoints
-from tests.conformance.workers import Worker, spawn, stop, wait_ready, worker_config
+from tests.conformance.workers import Worker, endpoint_of, spawn, stop, wait_ready, worker_config
 
 IPS = ("127.91.0.1", "127.91.0.2")
 SUBJECT, WITNESS = "127.91.1.1:8080", "127.91.1.2:8080"
@@ -37,16 +36,7 @@ pytestmark = pytest.mark.timeout(400)
 @contextmanager
 def router(address: str, workers: list[Worker], folder: Path, proxied: str = "") -> Iterator[None]:
     """fleet-router over these workers; of the one at `proxied` it hears through the proxies."""
-    found = tuple(
-        Endpoint(
-            name=worker.ip, uid=f"uid-{worker.ip}", address=worker.ip, http_port=8000, agent_port=9000, role="decode", tier="t",
-            revision="r1", compat="suite", events_port=5557, replay_port=5558,
-        )
-        for worker in workers
-    )  # fmt: skip
-    found = tuple(
-        msgspec.structs.replace(one, events_port=EVENTS, replay_port=REPLAY) if one.address == proxied else one for one in found
-    )
+    found = tuple(endpoint_of(worker, *((EVENTS, REPLAY) if worker.ip == proxied else ())) for worker in workers)
     documents = folder / address.replace(":", "-")
     documents.mkdir()
     (documents / ROUTER_CONFIG_KEY).write_text(encode(CONFIG))
@@ -87,14 +77,21 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Worker]]:
             stop(worker)
 
 
-@pytest.mark.parametrize("mode", ["lose", "swap", "twice"])
-def test_r4_batches_that_are_lost_swapped_or_said_twice(tmp_path: Path, workers: list[Worker], mode: Mode):
+@contextmanager
+def proxied_events(workers: list[Worker], folder: Path) -> Iterator[tuple[Events, Replays]]:
+    """Two routers that hear all: one of them hears the first worker through these."""
     with ExitStack() as stack:
         events = stack.enter_context(Events(f"{IPS[0]}:5557", f"{IPS[0]}:{EVENTS}"))
         replays = stack.enter_context(Replays(f"{IPS[0]}:5558", f"{IPS[0]}:{REPLAY}"))
         for address, proxied in ((SUBJECT, IPS[0]), (WITNESS, "")):
-            stack.enter_context(router(address, workers, tmp_path, proxied))
+            stack.enter_context(router(address, workers, folder, proxied))
         until("both hear all", lambda: live(SUBJECT) and live(WITNESS), 30, blocks)
+        yield events, replays
+
+
+@pytest.mark.parametrize("mode", ["lose", "swap", "twice"])
+def test_r4_batches_that_are_lost_swapped_or_said_twice(tmp_path: Path, workers: list[Worker], mode: Mode):
+    with proxied_events(workers, tmp_path) as (events, replays):
         before, asked = blocks(), replays.asked
         events.mode = mode
         for i in range(8):
@@ -112,12 +109,7 @@ def test_r4_batches_that_are_lost_swapped_or_said_twice(tmp_path: Path, workers:
 
 
 def test_r4_a_replay_that_says_nothing_is_no_loop(tmp_path: Path, workers: list[Worker]):
-    with ExitStack() as stack:
-        events = stack.enter_context(Events(f"{IPS[0]}:5557", f"{IPS[0]}:{EVENTS}"))
-        replays = stack.enter_context(Replays(f"{IPS[0]}:5558", f"{IPS[0]}:{REPLAY}"))
-        for address, proxied in ((SUBJECT, IPS[0]), (WITNESS, "")):
-            stack.enter_context(router(address, workers, tmp_path, proxied))
-        until("both hear all", lambda: live(SUBJECT) and live(WITNESS), 30, blocks)
+    with proxied_events(workers, tmp_path) as (events, replays):
         replays.silent, events.mode = True, "lose"
         for i in range(4):
             ask(f"{IPS[0]}:8000", f"silent {i} {WORDS * 5}")

@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 
+from fleet_wire.endpoints import Endpoint
 from fleet_worker.config import KvSettings, WorkerConfig, encode
 
 READY_S = 240.0
@@ -113,3 +114,11 @@ def running(config: WorkerConfig, ip: str, folder: Path, **env: str) -> Iterator
     finally:
         if worker.process.poll() is None:
             stop(worker)
+
+
+def endpoint_of(worker: Worker, events_port: int = 5557, replay_port: int = 5558) -> Endpoint:
+    """The worker as a router that hears its events is told of it."""
+    return Endpoint(
+        name=worker.ip, uid=f"uid-{worker.ip}", address=worker.ip, http_port=8000, agent_port=9000, role="decode", tier="t",
+        revision="r1", compat="suite", events_port=events_port, replay_port=replay_port,
+    )  # fmt: skip
