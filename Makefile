@@ -19,7 +19,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # In a recipe: the router of this checkout as images have it, compiled once per change of its sources.
 COMPILED_ROUTER = compiled=$$($(RUN) python router/compile.py) || [ $$? = 1 ]; export PYTHONPATH=$$compiled
 
-.PHONY: help setup up test lint unit compiled conformance smoke e2e e2e-loop e2e-operator e2e-router e2e-clients e2e-vllm e2e-helm e2e-kind e2e-kind-smoke e2e-kueue kube kwok kueue vllm clients crds chart images kind-images bench-kv bench-router bench-routing bench-admission bench-many bench-operator bench-decision bench-choose clean
+.PHONY: help setup up test lint unit compiled conformance smoke e2e e2e-loop e2e-operator e2e-router e2e-clients e2e-vllm e2e-helm e2e-kind e2e-kind-smoke e2e-kueue helm kube kwok kueue sim vllm clients crds chart images kind-images bench-kv bench-router bench-routing bench-admission bench-many bench-operator bench-decision bench-choose clean
 
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -50,7 +50,7 @@ lint: setup ## format, lint, types, import rules, generated files
 	$(RUN) python -m fleet_api.crd --check
 	$(RUN) pytest e2e --collect-only -q > /dev/null # every e2e module imports: most of them run too seldom to tell
 
-unit: setup ## unit, property, golden, contract and architecture tests; no cluster
+unit: setup helm ## unit, property, golden, contract and architecture tests; no cluster
 	$(RUN) pytest tests --ignore tests/conformance
 
 compiled: setup ## the router's tests on its compiled data path: what images ship
@@ -65,16 +65,16 @@ conformance: setup ## the engine conformance suite on the torch engine (a prefil
 smoke: setup kube ## the fast core of e2e on a real control plane
 	@$(COMPILED_ROUTER); $(RUN) pytest e2e -m smoke
 
-e2e: setup kube vllm clients kueue ## all of e2e on a real control plane, vLLM and clients included
+e2e: setup kube vllm clients kueue sim ## all of e2e on a real control plane, vLLM and clients included
 	@$(COMPILED_ROUTER); $(RUN) pytest e2e -m "not kind"
 
-e2e-loop: setup kube clients kueue ## e2e without vLLM
+e2e-loop: setup kube clients kueue sim ## e2e without vLLM
 	$(RUN) pytest e2e -m "not vllm and not kind"
 
 e2e-operator: setup kube kwok ## faults between operator and API server, bad input, other hands (FLEET_FAULT_SEED=n repeats a run)
 	$(RUN) pytest e2e/test_operator_*.py
 
-e2e-router: setup kube kwok clients ## faults of workers, network and discovery, overload, bad input at the router (FLEET_LOOP_REQUESTS=10000 for the full loop)
+e2e-router: setup kube kwok clients sim ## faults of workers, network and discovery, overload, bad input at the router (FLEET_LOOP_REQUESTS=10000 for the full loop)
 	@$(COMPILED_ROUTER); $(RUN) pytest e2e/test_router_*.py -m "not vllm"
 
 e2e-clients: setup clients ## OpenAI's SDKs (Python, JavaScript), LangChain, LiteLLM, curl and aiperf against a real router
@@ -95,6 +95,9 @@ e2e-kind-smoke: setup kind-images ## its first part: install, a fleet, tokens th
 e2e-kueue: setup kube kueue ## fleets in a queue of a real Kueue: admitted by quota, whole workers, over quota, deleted
 	$(RUN) pytest e2e/test_kueue.py
 
+helm: ## a real helm, in the cache
+	@e2e/helm/get-helm > /dev/null
+
 kube: ## kube-apiserver, controller-manager, scheduler, etcd, kubectl into the cache
 	@echo "control plane in $$(e2e/kube/get-control-plane)"
 
@@ -103,6 +106,9 @@ kwok: ## kwok (fake nodes and pods for scale) into the cache
 
 kueue: ## Kueue's manager and its manifests into the cache
 	@echo "Kueue in $$(e2e/kube/get-kueue)"
+
+sim: ## llm-d-inference-sim, somebody else's stand-in for vLLM, into the cache
+	@echo "llm-d-inference-sim in $$(e2e/sim/get-sim)"
 
 vllm: $(UV) ## the vLLM environment into the cache
 	@echo "vLLM in $$(UV=$(UV) e2e/vllm/get-vllm)"

@@ -5,12 +5,12 @@ import asyncio
 import pytest
 
 from fleet_operator.cluster.kube import KubeCluster
-from tests.fleet_operator.cluster import contract
+from tests.fleet_operator.cluster import contract, contract_status
 
 pytestmark = pytest.mark.smoke
 
 
-@pytest.mark.parametrize("promise", contract.PROMISES, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("promise", [*contract.PROMISES, *contract_status.PROMISES], ids=lambda check: check.__name__)
 def test_contract(promise, control_plane, namespace):
     async def scenario() -> None:
         cluster = await KubeCluster.connect(control_plane.kubeconfig)

@@ -41,9 +41,11 @@ def new_image(lab: Lab, number: int) -> None:
 
 
 def rolled_out(lab: Lab) -> bool:
-    """All workers that are there are of the present revision, and serve."""
+    """All workers that are there are of the present revision, and serve; and it is the present spec that this is said of."""
     told = {condition["type"]: condition["reason"] for condition in lab.status().get("conditions") or []}
-    return lab.serving(1, 2) and told.get("RollingOut") == "Complete" and len(lab.revisions()) == 1
+    fleet = lab.get(FLEET, "f") or {"metadata": {"generation": "none"}}
+    seen = lab.status().get("observedGeneration") == fleet["metadata"]["generation"]
+    return seen and lab.serving(1, 2) and told.get("RollingOut") == "Complete" and len(lab.revisions()) == 1
 
 
 def remove(lab: Lab, number: int) -> None:

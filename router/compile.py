@@ -34,6 +34,7 @@ MODULES = (
     "request", "server", "upstream", "workers",
     "admission/bound", "admission/bucket", "admission/fair", "admission/gate", "admission/keys", "admission/lanes",
     "admission/quota", "admission/runaway", "admission/usage",
+    "cascade/climb", "cascade/draft",
     "epp/picked",
     "explain/inference_metrics", "explain/record", "explain/recorder",
     "health/breaker", "health/budget", "health/pairs", "health/panic", "health/sent", "health/silence",

@@ -1,10 +1,11 @@
-"""`make bench-operator`: fleets from apply to Ready by the real operator process, against Kubernetes' own Deployments for the
-same worker pods on a control plane with the same settings, in the same run. SCALE=0.1 runs a tenth, ROUNDS=5 five alternating
-rounds.
+"""`make bench-operator`: fleets from apply to Ready by the real operator process, against Kubernetes' own Deployments of as many
+pods (workers and routers) on a control plane with the same settings, in the same run. SCALE=0.1 runs a tenth, ROUNDS=5 five
+alternating rounds.
 
 Nodes and pods are kwok's; everything else is real. Writes are counted in the API server's audit log, pod events by etcd's
-versions of the pods' keys, CPU and memory in /proc. CPU per event is all that the operator process used from the first apply
-until all fleets were Ready, creating included, divided by the pod events of that time.
+versions of the pods' keys, CPU and memory in /proc. CPU per event is measured twice: all that the operator process used from
+the first apply until all fleets were Ready, making every object included, divided by the pod events of that time; and what an
+event of a Ready fleet costs, a whole pass that finds nothing to write.
 """
 
 from __future__ import annotations
@@ -22,7 +23,11 @@ from typing import Any
 
 from e2e.bench.cpu import cpu_s
 from e2e.bench.operator_load import (
+    APPLIED_AT_ONCE,
+    DECODE,
     FLEETS,
+    PODS_PER_FLEET,
+    PREFILL,
     apply_until_ready,
     deployment,
     deployment_is_ready,
@@ -41,11 +46,11 @@ from fleet_operator.cluster.kube import KubeCluster
 
 SYSTEM = "inferencefleet-system"
 NODES = 100
+WORKERS = PREFILL + DECODE
 IDLE_S = 60.0
 QUIET_S, QUIET_SHARE = 3.0, 0.1
 """At rest: less than this share of a core over this long."""
 SETTLE_MOST_S = 120.0
-PODS_PER_FLEET = 8
 
 
 @dataclass
@@ -59,6 +64,8 @@ class Ours:
     writes_per_change: float = 0.0
     idle_writes: int = 0
     idle_cpu: float = 0.0
+    ready_event_ms: float = 0.0
+    ready_event_writes: int = 0
     restart_s: float = 0.0
     restart_writes: int = 0
     rss_mb: float = 0.0
@@ -120,6 +127,7 @@ async def ours(fleets: int) -> tuple[Ours, Object]:
         everything = writes_of(plane.audited())  # etcd's counts have no beginning but the object's
         found.writes_per_change = everything.total / sum(changes(plane, everything).values())
         await idle(plane, operator, found)
+        await restarts(plane, cluster, operator, found)
         found.rss_mb = peak_rss_mb(operator.pid)
         await restart(plane, cluster, operator, kubeconfig, found)
         found.errors += complaints(plane, fleets)
@@ -171,6 +179,30 @@ async def idle(plane: KwokPlane, operator: Service, into: Ours) -> None:
     into.idle_writes = writes_of(plane.audited(mark)).total
 
 
+async def restarts(plane: KwokPlane, cluster: KubeCluster, operator: Service, into: Ours) -> None:
+    """One container of every worker says that it restarted, the first worker of each fleet, then the second: every event is news
+    to a fleet that rests, and leads to a pass."""
+    pods = await cluster.list(POD, None, {"inferencefleet.io/tier": "gpu"})
+    order: dict[tuple[str, str], list[Object]] = {}
+    for pod in pods:
+        order.setdefault((pod["metadata"]["namespace"], pod["metadata"]["labels"]["inferencefleet.io/fleet"]), []).append(pod)
+    gate = asyncio.Semaphore(APPLIED_AT_ONCE)
+
+    async def one(pod: Object) -> None:
+        containers = [{**found, "restartCount": 1} for found in pod["status"]["containerStatuses"]]
+        async with gate:
+            namespace, name = pod["metadata"]["namespace"], pod["metadata"]["name"]
+            await cluster.patch_status(POD, namespace, name, {"containerStatuses": containers})
+
+    mark, cpu, begun, events = plane.audit_size(), cpu_s(operator.pid), time.monotonic(), pod_events(plane)
+    for turn in zip(*order.values(), strict=True):
+        await asyncio.gather(*map(one, turn))
+    await at_rest(operator, into.errors)
+    spent = cpu_s(operator.pid) - cpu - into.idle_cpu * (time.monotonic() - begun)
+    into.ready_event_ms = spent * 1e3 / (pod_events(plane) - events)
+    into.ready_event_writes = writes_of(plane.audited(mark)).total
+
+
 async def restart(plane: KwokPlane, cluster: KubeCluster, operator: Service, kubeconfig: Path, into: Ours) -> None:
     """Stop it, delete one worker while nobody looks, start it: until that fleet is whole again and the process is at rest."""
     operator.stop()
@@ -198,13 +230,13 @@ async def _replaced(cluster: KubeCluster, victim: Object) -> bool:
         if any(c["type"] == "Ready" and c["status"] == "True" for c in (pod.get("status") or {}).get("conditions") or [])
         and "inferencefleet.io/tier" in pod["metadata"]["labels"]
     ]  # fmt: skip
-    return len(ready) == PODS_PER_FLEET
+    return len(ready) == WORKERS
 
 
 def complaints(plane: KwokPlane, fleets: int) -> list[str]:
     """What went wrong: wrong number of pods, tracebacks in the operator's log."""
     count = sum("-gpu-" in key for key in plane.versions("pods/bench-"))
-    wanted = PODS_PER_FLEET * (fleets + 1)
+    wanted = WORKERS * (fleets + 1)
     wrong = [] if count == wanted else [f"{count} worker pods, expected {wanted}"]
     log = (plane.dir / "operator.log").read_text(errors="replace")
     return wrong + [f"operator: {line}" for line in log.splitlines() if "Traceback" in line or " ERROR " in line][:5]
@@ -250,6 +282,8 @@ def summary(fleets: int, mine: list[Ours], theirs: list[float]) -> dict[str, Any
         "writes_per_fleet": middle([one.writes.total / fleets for one in mine]),
         "idle_writes_per_min": middle([one.idle_writes * 60 / IDLE_S for one in mine]),
         "idle_cpu_percent": middle([one.idle_cpu * 100 for one in mine]),
+        "ready_ms_per_event": middle([one.ready_event_ms for one in mine], 3),
+        "ready_event_writes": middle([float(one.ready_event_writes) for one in mine]),
         "reconcile_ms_per_event": middle([one.cpu_s * 1e3 / one.pod_events for one in mine], 3),
         "restart_s": middle([one.restart_s for one in mine]),
         "restart_writes": middle([float(one.restart_writes) for one in mine]),
@@ -262,7 +296,7 @@ def rows(figures: dict[str, Any], theirs: list[float]) -> list[tuple[str, Any, s
     """For people."""
     return [
         ("fleets", figures["fleets"], ""),
-        ("worker pods", figures["pods"], ""),
+        ("pods, routers included", figures["pods"], ""),
         ("Deployments Ready s", figures["deployments_ready_s"], ""),
         ("fleets Ready s", figures["ready_s"], f"<= {1.2 * statistics.median(theirs):.0f}"),
         ("÷ Deployments", figures["vs_deployments"], "<= 1.2"),
@@ -271,7 +305,9 @@ def rows(figures: dict[str, Any], theirs: list[float]) -> list[tuple[str, Any, s
         ("writes per fleet", figures["writes_per_fleet"], ""),
         ("writes per minute at rest", figures["idle_writes_per_min"], "0"),
         ("CPU % at rest", figures["idle_cpu_percent"], ""),
-        ("CPU ms per pod event", figures["reconcile_ms_per_event"], "<= 1"),
+        ("CPU ms per pod event, making included", figures["reconcile_ms_per_event"], "<= 1"),
+        ("CPU ms per pod event, Ready fleet", figures["ready_ms_per_event"], "<= 1"),
+        ("writes for those", figures["ready_event_writes"], "0"),
         ("restart to steady s", figures["restart_s"], "< 30"),
         ("writes after restart", figures["restart_writes"], ""),
         ("errors", figures["errors"], "0"),

@@ -11,7 +11,9 @@ from fleet_operator.cluster.interface import DEPLOYMENT, FLEET, Kind, Object
 from fleet_operator.cluster.kube import KubeCluster
 
 FLEETS = 1_000
-PREFILL, DECODE = 4, 4
+PREFILL, DECODE = 3, 4
+PODS_PER_FLEET = PREFILL + DECODE + 1
+"""With the router's: as many as two Deployments have."""
 PODS_PER_DEPLOYMENT = 4
 FLEETS_PER_NAMESPACE = 10
 """Kubernetes' own controllers look at every Service and every budget of a namespace for each pod event."""
@@ -25,11 +27,11 @@ def namespace_of(fleet: int) -> str:
 
 
 def fleet(number: int) -> Object:
-    """One fleet of 8 worker pods; telemetry and scaling as by default."""
+    """One fleet of 7 worker pods and a router; telemetry and scaling as by default."""
     tier = {
         "name": "gpu",
         "accelerator": {"type": "h100-sxm"},
-        "ratio": {"prefill": 1, "decode": 1},
+        "ratio": {"prefill": PREFILL, "decode": DECODE},
         "prefill": {"replicas": PREFILL},
         "decode": {"replicas": DECODE},
     }

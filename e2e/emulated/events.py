@@ -14,9 +14,10 @@ Mode = Literal["pass", "lose", "swap", "twice"]
 
 
 class Events(threading.Thread):
-    """Publishes what it hears at `source` on `at`, changed as `mode` says; a context manager."""
+    """Publishes what it hears at `source` on `at`, changed as `mode` says; a context manager. `listens`: whoever publishes to
+    `source` connects to it."""
 
-    def __init__(self, source: str, at: str) -> None:
+    def __init__(self, source: str, at: str, *, listens: bool = False) -> None:
         super().__init__(daemon=True)
         self.mode: Mode = "pass"
         self.changed = 0
@@ -25,7 +26,7 @@ class Events(threading.Thread):
         self._context = zmq.Context()
         self._in, self._out = self._context.socket(zmq.SUB), self._context.socket(zmq.PUB)
         self._in.setsockopt(zmq.SUBSCRIBE, b"")
-        self._in.connect(f"tcp://{source}")
+        (self._in.bind if listens else self._in.connect)(f"tcp://{source}")
         self._out.bind(f"tcp://{at}")
 
     def __enter__(self) -> Events:

@@ -18,6 +18,9 @@ VOLATILE_META = frozenset({
 NUDGE = "example.com/nudge"
 """A note on a fleet that means nothing."""
 VOLATILE_NOTES = frozenset({"inferencefleet.io/applied", NUDGE})
+HASH = "pod-template-hash"
+"""Of a router's pods: another one for the same template when a ReplicaSet of a Deployment of the same name is still being
+collected (the controller's collisionCount). The Deployment, with its template, is compared itself."""
 VOLATILE_SPEC = frozenset({"clusterIP", "clusterIPs", "ipFamilies", "nodeName"})
 TIMES = frozenset(
     {
@@ -43,6 +46,8 @@ def comparable(objects: Objects, also: Mapping[str, str] | None = None) -> dict[
             swaps[address] = f"address-of-{_stable_name(found)}"
         if "generateName" in found["metadata"]:
             swaps[name] = _stable_name(found)
+        if template := (found["metadata"].get("labels") or {}).get(HASH):
+            swaps[template] = "TEMPLATE"
     bare = [(f"{kind}/{_stable_name(o)}", _bare(o)) for (kind, _), o in objects.items()]
     twice = Counter(key for key, _ in bare)
     text = json.dumps({**dict(bare), **{f"{key} twice": count for key, count in twice.items() if count > 1}}, sort_keys=True)

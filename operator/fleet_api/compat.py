@@ -147,13 +147,20 @@ def _moving(spec: Raw) -> Iterator[str]:
             f"spec.engine.image: {image} may change: a worker that starts later may run another engine version, and KV of "
             "two versions does not fit"
         )
-    model = spec["model"]
-    revision = str(model.get("revision") or "")
-    if model["source"].startswith("hf://") and not re.fullmatch(r"[0-9a-f]{7,64}|v?[0-9]+(\.[0-9]+)*", revision):
-        yield (
-            f"spec.model.revision: {revision or 'main'} may change: a worker that starts later may load other weights than its "
-            "peers; a commit id does not"
-        )
+    for field, model in _models(spec):
+        revision = str(model.get("revision") or "")
+        if model["source"].startswith("hf://") and not re.fullmatch(r"[0-9a-f]{7,64}|v?[0-9]+(\.[0-9]+)*", revision):
+            yield (
+                f"{field}.revision: {revision or 'main'} may change: a worker that starts later may load other weights than its "
+                "peers; a commit id does not"
+            )
+
+
+def _models(spec: Raw) -> Iterator[tuple[str, Raw]]:
+    """(field, model) of every model that workers load."""
+    if any(not tier.get("model") for tier in spec["tiers"]):
+        yield "spec.model", spec["model"]
+    yield from ((f"spec.tiers[{index}].model", tier["model"]) for index, tier in enumerate(spec["tiers"]) if tier.get("model"))
 
 
 def _lengths(spec: Raw) -> Iterator[str]:

@@ -24,6 +24,7 @@ from fleet_api.rule import Raw, Rule
 from fleet_api.rule import dig as _dig
 from fleet_api.rule import either as _or
 from fleet_api.rules_adapters import ADAPTER_RULES
+from fleet_api.rules_model import MODEL_RULES
 from fleet_api.rules_pod import POD_RULES
 from fleet_api.structure import go_match
 from fleet_api.v1alpha1.model import EngineSpec
@@ -230,20 +231,7 @@ FLEET_RULES: tuple[Rule, ...] = (
         holds=lambda raw: bool(_dig(raw, "limits.maxInputTokens", 1) <= _dig(raw, "engine.maxModelLen", MODEL_LEN)),
         field=".limits.maxInputTokens",
     ),
-    Rule(
-        path="spec.model",
-        cel="!has(self.revision) || self.source.startsWith('hf://')",
-        message="revision applies to an hf:// source only",
-        holds=lambda raw: "revision" not in raw or raw["source"].startswith("hf://"),
-        field=".revision",
-    ),
-    Rule(
-        path="spec.model",
-        cel="!self.source.split('/').exists(part, part == '..' || part == '.')",
-        message="source must not contain . or .. as a path element",
-        holds=lambda raw: not {".", ".."} & set(raw["source"].split("/")),
-        field=".source",
-    ),
+    *MODEL_RULES,
     Rule(
         path="spec.engine",
         cel="!has(self.args) || size(self.args) == 0 || (has(self.type) && self.type == 'vllm')",
@@ -294,6 +282,7 @@ FLEET_RULES: tuple[Rule, ...] = (
     _duration_between("spec.scaling.toZero", "idle", "5s", "24h"),
     _duration_between("spec.limits.hold", "time", "1s", "1h"),
     _quantity_between("spec.limits.hold", "size", "4Mi", "16Gi"),
+    _quantity_between("spec.routing.cascade", "heldSize", "1Ki", "4Mi"),
     Rule(
         path="spec.scaling",
         cel="!has(self.toZero) || !has(self.toZero.enabled) || !self.toZero.enabled || !has(self.mode) || self.mode != 'manual'",

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from fleet_api.rule import Raw, Rule, dig
+from fleet_api.rules_model import NO_STEPS, plain_path, source_rules
 from fleet_api.v1alpha1.model import ADAPTER_SLOTS
-
-NO_STEPS = "must not contain . or .. as a path element"
 
 
 def _slots(raw: Raw) -> int:
@@ -21,10 +20,6 @@ def _names_free(raw: Raw) -> bool:
 def _inside(raw: Raw) -> bool:
     root = raw.get("adapterRoot", raw["source"])
     return all(a["source"].startswith("hf://") or a["source"].startswith(f"{root}/") for a in raw.get("adapters", ()))
-
-
-def _plain_path(source: str) -> bool:
-    return not {".", ".."} & set(source.split("/"))
 
 
 ADAPTER_RULES: tuple[Rule, ...] = (
@@ -59,28 +54,15 @@ ADAPTER_RULES: tuple[Rule, ...] = (
         path="spec.model",
         cel="!has(self.adapterRoot) || !self.adapterRoot.split('/').exists(part, part == '..' || part == '.')",
         message=f"adapterRoot {NO_STEPS}",
-        holds=lambda raw: _plain_path(raw.get("adapterRoot", "")),
+        holds=lambda raw: plain_path(raw.get("adapterRoot", "")),
         field=".adapterRoot",
     ),
-    Rule(
-        path="spec.model.adapters[]",
-        cel="!self.source.split('/').exists(part, part == '..' || part == '.')",
-        message=f"source {NO_STEPS}",
-        holds=lambda raw: _plain_path(raw["source"]),
-        field=".source",
-    ),
+    *source_rules("spec.model.adapters[]"),
     Rule(
         path="spec.model.cache",
         cel="!has(self.prefetch) || (has(self.type) && self.type == 'nodeLocal')",
         message="prefetch applies to type nodeLocal only",
         holds=lambda raw: "prefetch" not in raw or raw.get("type") == "nodeLocal",
         field=".prefetch",
-    ),
-    Rule(
-        path="spec.model.adapters[]",
-        cel="!has(self.revision) || self.source.startsWith('hf://')",
-        message="revision applies to an hf:// source only",
-        holds=lambda raw: "revision" not in raw or raw["source"].startswith("hf://"),
-        field=".revision",
     ),
 )

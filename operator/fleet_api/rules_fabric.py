@@ -137,23 +137,6 @@ FABRIC_RULES: tuple[Rule, ...] = (
         holds=lambda raw: "kvCacheDtype" not in raw or raw.get("type", "torch") == "vllm",
         field=".kvCacheDtype",
     ),
-    Rule(
-        path="spec.model",
-        cel="!has(self.tokenSecretRef) || self.source.startsWith('hf://') || "
-        "(has(self.adapters) && self.adapters.exists(a, a.source.startsWith('hf://')))",
-        message="tokenSecretRef applies to an hf:// source only, the model's or an adapter's",
-        holds=lambda raw: (
-            "tokenSecretRef" not in raw or any(part["source"].startswith("hf://") for part in (raw, *raw.get("adapters", ())))
-        ),
-        field=".tokenSecretRef",
-    ),
-    Rule(
-        path="spec.model",
-        cel="!has(self.cache) || self.source.startsWith('hf://')",
-        message="cache applies to an hf:// source only",
-        holds=lambda raw: "cache" not in raw or raw["source"].startswith("hf://"),
-        field=".cache",
-    ),
     _only_with("spec.model.cache", "path", "type", "nodeLocal"),
     _only_with("spec.model.cache", "claim", "type", "pvc"),
 )

@@ -7,7 +7,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
-from fleet_api.parse import known_status
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_operator.budgets import budgets_due
 from fleet_operator.claims import short_of_claims
@@ -15,7 +14,6 @@ from fleet_operator.cluster.interface import (
     CONFIG_MAP,
     CONTROLLER_REVISION,
     DEPLOYMENT,
-    FLEET,
     NETWORK_POLICY,
     PDB,
     POD,
@@ -32,15 +30,17 @@ from fleet_operator.cluster.interface import (
     NotFoundError,
     Object,
 )
-from fleet_operator.compare import contains, difference, merge_patch, satisfied, stamped
+from fleet_operator.compare import contains, data_patch, difference, satisfied, stamped
+from fleet_operator.fleet_telling import FleetTelling
 from fleet_operator.flip import marks
 from fleet_operator.fresh import Fresh
-from fleet_operator.gangs import count_workers, drop_pod_groups, put_pod_group, spans_nodes
-from fleet_operator.names import ADAPTERS, APPLIED, GROUP_OF, MEMBER, group_service, policy_name
+from fleet_operator.gangs import drop_pod_groups, put_pod_group, spans_nodes
+from fleet_operator.names import ADAPTERS, APPLIED, MEMBER, group_service, policy_name
 from fleet_operator.names import REVISION as REVISION_LABEL
 from fleet_operator.names import ROLE as ROLE_LABEL
 from fleet_operator.names import TIER as TIER_LABEL
 from fleet_operator.outcome import Outcome, StopError
+from fleet_operator.pool_status import pool_status
 from fleet_operator.render.fabric import render_claims
 from fleet_operator.render.fleet import render_budgets, render_documents, render_pool, render_router
 from fleet_operator.render.gang import leader_of, render_group_service
@@ -53,7 +53,7 @@ from fleet_operator.status_pace import StatusPace
 from fleet_planner.events import NAME_CONFLICT, Deed
 from fleet_planner.flip import other
 from fleet_planner.reconcile import Plan
-from fleet_planner.types import ROLES, PodWanted, PoolWanted, Problem, Template
+from fleet_planner.types import ROLES, PodWanted, Problem, Template
 
 Live = Mapping[tuple[str, str], Object]
 """(kind, name) → object, of the fleet's namespace."""
@@ -81,8 +81,10 @@ MADE_AT_ONCE = frozenset(
     kind.kind
     for kind in (SERVICE_ACCOUNT, ROLE, ROLE_BINDING, SERVICE, DEPLOYMENT, PDB, NETWORK_POLICY, CONTROLLER_REVISION, POOL)
 )
-"""Made without a look whether somebody else has one of this name: the API refuses to make it then. Not the routers' documents:
-they change in every fleet's first minute, and an object that was created is taken over before its first change."""
+"""Made without a look whether somebody else has one of this name (the API refuses to make it then), and taken over before the
+first change."""
+EDITED = frozenset({CONFIG_MAP.kind})
+"""Made so too, and changed by merge patches: the routers' documents change in every fleet's first minute, and often after."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +111,13 @@ class Applier:
         """Endpoints first (nobody may be sent to a worker that is about to go), then objects, deletions, creations, status.
 
         When the API cannot answer the pass stops there; only the status, which tells why, is still tried."""
-        work = _Pass(fleet, raw, plan, live, Fresh(self._cluster, raw, live), Outcome())
+        telling = FleetTelling(self._cluster, self._pace, raw, plan.status)
+        work = _Pass(fleet, raw, plan, live, Fresh(self._cluster, raw, live, telling), Outcome())
         with suppress(StopError):
             await self._objects(work, templates)
         if work.outcome.retry_after_s is None and not work.fresh.gone:  # whoever asks for time gets it
             with suppress(StopError):
-                await self._status(work)
+                await telling.at_last(work.outcome)
         work.outcome.read += work.fresh.read
         work.outcome.gone |= work.fresh.gone
         return work.outcome
@@ -221,9 +224,9 @@ class Applier:
         kind, name, outcome = wish["kind"], wish["metadata"]["name"], work.outcome
         wish, found = stamped(wish), work.live.get((kind, name))
         if found is None or not _owned(found, work.raw):  # not there, or not ours, as far as the cache knows
-            if not await self._true(work, sizes=kind == POOL.kind):
+            if not await self._true(work, sizes=kind == POOL.kind and not work.fresh.is_first):
                 return None
-            if found is None and kind in MADE_AT_ONCE:
+            if found is None and kind in MADE_AT_ONCE | EDITED:
                 return await self._made(wish, work)
             found = await self._there(wish, outcome)
             outcome.read += [found] if found is not None else []
@@ -240,7 +243,7 @@ class Applier:
         if kind == POOL.kind and not await self._true(work):
             return None
         try:
-            made = await self._cluster.apply(_planned_from(wish, found), created=found is not None and kind in MADE_AT_ONCE)
+            made = await self._write(wish, found)
         except InvalidError as error:
             outcome.vain += 1
             await self._make_way(wish, found, str(error), outcome)
@@ -257,6 +260,17 @@ class Applier:
         outcome.done.append(Deed(verb, kind, name, made["metadata"]["uid"], undid=undid))
         return made
 
+    async def _write(self, wish: Object, found: Object | None) -> Object:
+        """The object as the API has it now; ConflictError when it is not any more what was found."""
+        kind = wish["kind"]
+        if found is None or kind not in EDITED:
+            return await self._cluster.apply(_planned_from(wish, found), created=found is not None and kind in MADE_AT_ONCE)
+        meta = wish["metadata"]
+        try:
+            return await self._cluster.patch(BY_KIND[kind], meta["namespace"], meta["name"], data_patch(wish, found))
+        except NotFoundError as error:
+            raise ConflictError(str(error)) from error
+
     async def _made(self, wish: Object, work: _Pass) -> Object | None:
         """The object, made by one request where a look and an apply are two; None when it could not be. Only where there is one
         of this name is it looked at."""
@@ -264,6 +278,8 @@ class Applier:
         try:
             made = await self._cluster.create(wish)
         except ConflictError as error:
+            if kind == POOL.kind:
+                work.fresh.made_pool(was_there=True)
             found = await self._there(wish, outcome)
             if found is None:  # gone again, or another conflict: the next pass sees which
                 outcome.fail(f"{kind} {name}", error)
@@ -278,6 +294,8 @@ class Applier:
         except ClusterError as error:
             outcome.fail(f"{kind} {name}", error)
             return None
+        if kind == POOL.kind:
+            work.fresh.made_pool(was_there=False)
         outcome.writes += 1
         outcome.done.append(Deed("created", kind, name, made["metadata"]["uid"]))
         return made
@@ -412,39 +430,16 @@ class Applier:
             pods = [o for (kind, _), o in work.live.items() if kind == "Pod" and _owned(o, found)]
             wish = pool_status(pods, work.fleet.metadata.name, pool)
             if found.get("status") != wish:
-                await self._patch(POOL, work.fleet.metadata.namespace, pool.name, wish, work.outcome)
+                await self._pool_told(work.fleet.metadata.namespace, pool.name, wish, work.outcome)
 
-    async def _status(self, work: _Pass) -> None:
-        wish, uid, present = work.plan.status.to_dict(), work.raw["metadata"]["uid"], work.raw.get("status")
-        known = present if present in (None, wish) else known_status(work.raw)
-        if self._pace.is_due(uid, known, wish):
-            patch = merge_patch(known or {}, wish)
-            await self._patch(FLEET, work.fleet.metadata.namespace, work.fleet.metadata.name, patch, work.outcome)
-            self._pace.written(uid)
-
-    async def _patch(self, kind: Kind, namespace: str, name: str, status: Object, outcome: Outcome) -> None:
+    async def _pool_told(self, namespace: str, name: str, status: Object, outcome: Outcome) -> None:
         try:
-            await self._cluster.patch_status(kind, namespace, name, status)
+            await self._cluster.patch_status(POOL, namespace, name, status)
             outcome.writes += 1
         except NotFoundError:
-            outcome.gone |= kind == FLEET
+            return
         except ClusterError as error:
-            outcome.fail(f"status of {kind.kind} {name}", error)
-
-
-def pool_status(pods: list[Object], fleet: str, pool: PoolWanted) -> Object:
-    """Counts of one pool's workers, and the selector of their (leading) pods that autoscalers read."""
-    groups = {pod["metadata"]["name"]: (pod["metadata"].get("labels") or {}).get(GROUP_OF) for pod in pods}
-    alive, ready, leaving = count_workers(pods, {name: group for name, group in groups.items() if group is not None})
-    base = "inferencefleet.io"
-    selector = f"{base}/fleet={fleet},{base}/tier={pool.tier},{base}/role={pool.role},{base}/revision={pool.revision}"
-    return {
-        "replicas": alive,
-        "readyReplicas": ready,
-        "servingReplicas": ready,
-        "terminatingReplicas": leaving,
-        "selector": selector if pool.nodes == 1 else f"{selector},{MEMBER}=0",
-    }
+            outcome.fail(f"status of {POOL.kind} {name}", error)
 
 
 def _member(pod: Object | None) -> int:

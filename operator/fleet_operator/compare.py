@@ -62,3 +62,10 @@ def merge_patch(present: Object, wish: Object) -> Object:
         inside = isinstance(value, dict) and isinstance(present.get(key), dict)
         gone[key] = merge_patch(present[key], value) if inside else value
     return gone
+
+
+def data_patch(wish: Object, found: Object) -> Object:
+    """The merge patch that makes `wish` of the ConfigMap found, on top of its version: our marks on it, and no data but ours."""
+    ours = {key: value for key, value in wish["metadata"].items() if key not in {"name", "namespace"}}
+    version = found["metadata"]["resourceVersion"]
+    return {"metadata": {**ours, "resourceVersion": version}, "data": merge_patch(found.get("data") or {}, wish["data"])}

@@ -20,7 +20,8 @@ class FleetObjects:
     def __init__(self) -> None:
         self.fleets: dict[Key, Object] = {}
         self._children: dict[Key, dict[tuple[str, str], Object]] = {}
-        self._gone: OrderedDict[str, None] = OrderedDict()
+        self._gone: OrderedDict[str, str] = OrderedDict()
+        """Their versions at the end."""
 
     def children(self, key: Key) -> dict[tuple[str, str], Object]:
         """(kind, name) → object, of one fleet. A pass takes it as it is at its beginning."""
@@ -45,7 +46,7 @@ class FleetObjects:
         known = holder.get(at)
         if event.type == "DELETED":
             return key if self._take_deleted(key, holder, at, known, event.object) else None
-        if event.object["metadata"].get("uid") in self._gone or (known is not None and not _newer(event.object, known)):
+        if self._is_gone(event.object) or (known is not None and not _newer(event.object, known)):
             return None
         holder[at] = kept = cached(kind, event.object)
         return None if known is not None and same(kept, known) else key
@@ -78,6 +79,11 @@ class FleetObjects:
                 return key
         return None
 
+    def _is_gone(self, news: Object) -> bool:
+        """Nothing newer than its end. A watch tells the end of an object that lost our labels, too: of that one there is news."""
+        ended = self._gone.get(news["metadata"].get("uid", ""))
+        return ended is not None and not later(_version(news), ended)
+
     def _place(self, kind: Kind, key: Key, name: str) -> tuple[dict[Key, Object], Key]:
         if kind == FLEET:
             return self.fleets, key
@@ -85,7 +91,7 @@ class FleetObjects:
 
     def _take_deleted(self, key: Key, holder: dict[Key, Object], at: Key, known: Object | None, gone: Object) -> bool:
         uid = gone["metadata"].get("uid")
-        self._gone[uid] = None
+        self._gone[uid] = _version(gone)
         if len(self._gone) > GONE_MOST:
             self._gone.popitem(last=False)
         if known is None or known["metadata"].get("uid") != uid:

@@ -22,7 +22,7 @@ from fleet_operator.observe import (
 from fleet_operator.render.network import port_of
 from fleet_operator.render.port import ADMIN_PORT
 from fleet_operator.settings import Platform
-from fleet_planner.prefetch import model_key
+from fleet_planner.prefetch import model_keys
 from fleet_planner.types import Demand, Observed, ObservedPod, Template
 
 Live = Mapping[tuple[str, str], Object]
@@ -53,7 +53,7 @@ def picture(
     return Observed(
         pods=workers(fleet, state, live, where),
         flips=state.flips,
-        nodes=places(where.views) if model_key(fleet) is not None else None,
+        nodes=places(where.views) if model_keys(fleet) else None,
         fetching=observe_fetching(pods),
         adapters={**observe_published(documents), **state.adapters.seen},
         pools=observe_pools(obj for (kind, _), obj in live.items() if kind == "WorkerPool"),

@@ -68,9 +68,11 @@ class WriteThrough:
         await self._cluster.delete(kind, namespace, name, uid=uid, grace_s=grace_s)
         self._leaving(kind, namespace, name)
 
-    async def patch_status(self, kind: Kind, namespace: str | None, name: str, status: Object) -> Object:
+    async def patch_status(
+        self, kind: Kind, namespace: str | None, name: str, status: Object, *, version: str | None = None
+    ) -> Object:
         """See `Cluster.patch_status`."""
-        made = await self._cluster.patch_status(kind, namespace, name, status)
+        made = await self._cluster.patch_status(kind, namespace, name, status, version=version)
         self._written(kind, made)
         return made
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final, Literal
 
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.status import Condition, FleetStatus, TierStatus
@@ -39,6 +39,8 @@ UNTOLD = frozenset({"Creating", "NotProvisioned"})
 """Reasons of a beginning: nobody was told that it is not well, and nobody has to be told that it is now."""
 TOLD_ELSEWHERE = frozenset({"ApplyFailed", NAME_CONFLICT, "AdapterFailed", "Loading"}) | UNTOLD
 """Reasons whose causes have events of their own: the problems, the workers that were created."""
+AT_FIRST: Final = "WorkersStarting"
+"""What every new fleet is: the workers that are created say so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +130,7 @@ def _transition(before: Condition | None, after: Condition) -> Event | None:
         news = before is not None and not was_good and (before.reason not in UNTOLD or after.type == "Ready")
         return Event("Normal", after.reason, after.message, "Reconcile") if news else None
     silent = (after.status == "Unknown" and after.type != "TelemetryFresh") or after.reason in TOLD_ELSEWHERE
+    silent |= before is None and after.reason == AT_FIRST
     if silent or (after.type in ("Ready", "TelemetryFresh") and not was_good):
         return None
     bad = after.reason in SEVERE or (was_good and after.reason not in IN_ORDER)

@@ -1,19 +1,19 @@
-"""Which nodes fetch the model before workers start there, and when new workers wait for that. Pure.
+"""Which nodes fetch the models of their tiers before workers start there, and when new workers wait for that. Pure.
 
-Fetching is done by a pod per node; one that succeeded is the record that its node has this model. Nodes fetch as soon as they can
-get workers, not when somebody scales up, so that most scale-ups find them ready. Repairs never wait, scale-ups and rollouts wait
-for a bounded time: a worker fetches by itself what is missing.
+Fetching is done by a pod per node and model; one that succeeded is the record that its node has this model. Nodes fetch as soon
+as they can get workers, not when somebody scales up, so that most scale-ups find them ready. Repairs never wait, scale-ups and
+rollouts wait for a bounded time: a worker fetches by itself what is missing.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from datetime import datetime
 
 from fleet_api.v1alpha1 import InferenceFleet
-from fleet_api.v1alpha1.model import HubSource, PrefetchSpec
+from fleet_api.v1alpha1.model import HubSource, ModelSpec, PrefetchSpec
 from fleet_api.v1alpha1.podtemplate import Toleration
 from fleet_api.v1alpha1.tier import TierSpec
 from fleet_planner.types import (
@@ -32,6 +32,8 @@ from fleet_planner.types import (
 RETRY_S = 120.0
 """A node that could not fetch tries again after this long; so does one whose pod found no place."""
 MESSAGE_MOST = 300
+At = tuple[str, str]
+"""(key of a model, node)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +46,13 @@ class Prefetch:
     verdict: Verdict | None = None
 
 
-def model_key(fleet: InferenceFleet) -> str | None:
+def model_keys(fleet: InferenceFleet) -> dict[str, str]:
+    """By tier, what names its model; tiers whose model is not fetched ahead are not there."""
+    return {tier.name: key for tier in fleet.spec.tiers if (key := model_key(fleet.model_of(tier))) is not None}
+
+
+def model_key(model: ModelSpec) -> str | None:
     """Names what nodes fetch; None: nothing is fetched ahead (the cache is not the nodes', or there is none)."""
-    model = fleet.spec.model
     source, cache = model.location, model.cache
     if cache is None or cache.type != "nodeLocal" or not isinstance(source, HubSource):
         return None
@@ -60,28 +66,46 @@ def fetch_name(fleet: str, key: str, node: str) -> str:
 
 def plan_prefetch(fleet: InferenceFleet, observed: Observed, now: float) -> Prefetch:
     """Without nodes that can be read nothing is fetched ahead, and nobody waits."""
-    key, nodes, fetching = model_key(fleet), observed.nodes, observed.fetching
-    if key is None:
+    keys, nodes, fetching = model_keys(fleet), observed.nodes, observed.fetching
+    if not keys:
         return Prefetch(delete=tuple(_gone(pod, "nothing is fetched ahead any more") for pod in fetching if not pod.terminating))
     if nodes is None:
         return Prefetch(verdict=("Unknown", "NodesUnknown", "the operator may not read nodes: workers fetch by themselves"))
     spec = (fleet.spec.model.cache.prefetch if fleet.spec.model.cache is not None else None) or PrefetchSpec()
-    eligible = {tier.name: frozenset(node.name for node in nodes if suits(tier, node)) for tier in fleet.spec.tiers}
-    everywhere = frozenset().union(*eligible.values())
-    mine = {pod.node: pod for pod in fetching if pod.key == key and not pod.terminating and pod.node in everywhere}
-    has_worker = {p.node for p in observed.pods if p.ready and p.node and p.revision == _revision(p.tier, observed.templates)}
-    cached = everywhere & ({node for node, pod in mine.items() if pod.phase == "Succeeded"} | has_worker)
-    failed = {node: pod for node, pod in mine.items() if _failed(pod, now) and node not in cached}
-    pending = everywhere - cached - failed.keys()
-    busy = sum(pod.phase in ("Pending", "Running") for node, pod in mine.items() if node not in failed)
-    free = sorted(pending - mine.keys())[: max(0, spec.parallel - busy)]
-    since = _since(fleet, now)
+    wanted = _wanted(fleet, keys, nodes)
+    mine = {(pod.key, pod.node): pod for pod in fetching if (pod.key, pod.node) in wanted and not pod.terminating}
+    fetched = {at for at, pod in mine.items() if pod.phase == "Succeeded"} | _loaded(keys, observed)
+    failed = {at: pod for at, pod in mine.items() if _failed(pod, now) and at not in fetched}
+    pending = wanted.keys() - fetched - failed.keys()
+    busy = sum(pod.phase in ("Pending", "Running") for at, pod in mine.items() if at not in failed)
+    free = [at for at in wanted if at in pending and at not in mine][: max(0, spec.parallel - busy)]
+    in_time = now - _since(fleet, now) < spec.wait_s
     return Prefetch(
-        create=tuple(FetchWanted(fetch_name(fleet.metadata.name, key, n), n, key, _tier_of(n, eligible)) for n in free),
-        delete=(*_stale(fetching, key, {node.name for node in nodes}), *_again(failed.values(), now)),
-        waiting=frozenset(name for name, found in eligible.items() if found & pending and now - since < spec.wait_s),
-        verdict=_verdict(cached, failed, everywhere),
+        create=tuple(FetchWanted(fetch_name(fleet.metadata.name, *at), at[1], at[0], wanted[at][0]) for at in free),
+        delete=(*_stale(fetching, set(keys.values()), {node.name for node in nodes}), *_again(failed.values(), now)),
+        waiting=frozenset(name for at in pending for name in wanted[at] if in_time),
+        verdict=_verdict(wanted.keys() - fetched, failed, wanted.keys()),
     )
+
+
+def _wanted(fleet: InferenceFleet, keys: Mapping[str, str], nodes: Sequence[ObservedNode]) -> dict[At, list[str]]:
+    """What each node should have, and the tiers that this is for: the first tiers' models first."""
+    found: dict[At, list[str]] = {}
+    for key in dict.fromkeys(keys.values()):
+        tiers = [tier for tier in fleet.spec.tiers if keys.get(tier.name) == key]
+        for node in sorted(nodes, key=lambda node: node.name):
+            if names := [tier.name for tier in tiers if suits(tier, node)]:
+                found[key, node.name] = names
+    return found
+
+
+def _loaded(keys: Mapping[str, str], observed: Observed) -> set[At]:
+    """Where a ready worker of the wanted revision has the model of its tier."""
+    return {
+        (keys[pod.tier], pod.node)
+        for pod in observed.pods
+        if pod.ready and pod.node and pod.tier in keys and pod.revision == _revision(pod.tier, observed.templates)
+    }
 
 
 def suits(tier: TierSpec, node: ObservedNode) -> bool:
@@ -117,20 +141,16 @@ def _revision(tier: str, templates: Mapping[str, Template]) -> str | None:
     return templates[tier].revision if tier in templates else None
 
 
-def _tier_of(node: str, eligible: Mapping[str, frozenset[str]]) -> str:
-    return next(name for name, found in eligible.items() if node in found)
-
-
 def _failed(pod: FetchPod, now: float) -> bool:
     """It ended badly, or no place was found for it."""
     return pod.phase == "Failed" or (pod.phase == "Pending" and now - pod.created_at >= RETRY_S)
 
 
-def _stale(fetching: Iterable[FetchPod], key: str, names: set[str]) -> list[PodGone]:
+def _stale(fetching: Iterable[FetchPod], keys: set[str], names: set[str]) -> list[PodGone]:
     """Records of another model, and of nodes that are gone."""
     found = [pod for pod in fetching if not pod.terminating]
-    other = [_gone(pod, "another model is served") for pod in found if pod.key != key]
-    return other + [_gone(pod, "its node is gone") for pod in found if pod.key == key and pod.node not in names]
+    other = [_gone(pod, "another model is served") for pod in found if pod.key not in keys]
+    return other + [_gone(pod, "its node is gone") for pod in found if pod.key in keys and pod.node not in names]
 
 
 def _again(failed: Iterable[FetchPod], now: float) -> list[PodGone]:
@@ -152,16 +172,20 @@ def _since(fleet: InferenceFleet, now: float) -> float:
         return now
 
 
-def _verdict(cached: frozenset[str], failed: Mapping[str, FetchPod], everywhere: frozenset[str]) -> Verdict:
+def _verdict(lacking: Set[At], failed: Mapping[At, FetchPod], everywhere: Set[At]) -> Verdict:
+    """A node counts when it has the models of all tiers that may get workers there."""
     if not everywhere:
         return "Unknown", "NoNodes", "no node can get workers now"
-    count = f"{len(cached)} of {len(everywhere)} nodes have the model"
+    nodes, without = {node for _, node in everywhere}, {node for _, node in lacking}
+    what = "the model" if len({key for key, _ in everywhere}) == 1 else "the models of their tiers"
+    count = f"{len(nodes) - len(without)} of {len(nodes)} nodes have {what}"
     if failed:
-        node, pod = min(failed.items())
+        by_node = {pod.node: pod for _, pod in sorted(failed.items(), reverse=True)}
+        node, pod = min(by_node.items())
         why = pod.message or ("no place was found for its pod" if pod.phase == "Pending" else "its pod failed")
-        more = f" and {len(failed) - 1} more" if len(failed) > 1 else ""
+        more = f" and {len(by_node) - 1} more" if len(by_node) > 1 else ""
         return "False", "PrefetchFailed", f"{count}; node {node}{more}: {why}"[:MESSAGE_MOST]
-    if len(cached) < len(everywhere):
+    if lacking:
         return "False", "Prefetching", count
     return "True", "Cached", count
 

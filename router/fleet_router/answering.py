@@ -130,7 +130,7 @@ class Answering(ABC):
         now = self._context.clock()
         self.started = True
         self.last_byte_at = now
-        self._context.metrics.requests[status] += 1
+        self._count(status)
         self.record.status = status
         self.deadline = now + self.config.inter_token_deadline_s
         if status == OK:
@@ -149,6 +149,8 @@ class Answering(ABC):
     def _end_head(self, lines: list[bytes], now: float) -> None:
         """Header lines of our own."""
         lines.append(self._ticket.lane.account.headers(int(now * 1e9)))
+        if self.hints.tier:
+            lines.append(b"\r\nx-fleet-tier: " + self.hints.tier.encode())
         if self.record.shown:
             lines.append(decision_header(self.record))
         if self._client.last_answer:
@@ -158,10 +160,10 @@ class Answering(ABC):
 
     def whole(self, worker: Worker, kept: tuple[bytes, bytes, bytes], body: bytes) -> None:
         """An answer that came in one piece (200): what `head`, `raw` and `end` do, in one write. `kept`: its header lines."""
-        now, context = self._context.clock(), self._context
+        now = self._context.clock()
         worker.answers(self.sent_at, now)
         self.started, self._outcome, self.last_byte_at = True, "answered", now
-        context.metrics.requests[OK] += 1
+        self._count(OK)
         self.record.status = OK
         self._taken(self._leg_worker)
         self._first_bytes(now)
@@ -341,7 +343,7 @@ class Answering(ABC):
         self.end_leg()
         self.done = True
         self._leave("failed" if error.status >= 500 else "refused")
-        self._context.metrics.requests[error.status] += 1
+        self._count(error.status)
         self._client.refuse(error)
 
     def refuse_with(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
@@ -361,10 +363,22 @@ class Answering(ABC):
         self.done = True
         self._leave(self._outcome)
         self._keep_no_more()
-        self._context.metrics.streams_broken += 1
+        self._count_broken()
         # inside a chunk an error event would be taken for its contents
         whole = self._translation is not None or not self._tail or self._tail.endswith(CHUNK_END)
         self._client.break_off(why, stream=self._ask.stream and whole)
+
+    def _count(self, status: int) -> None:
+        """The client is told so."""
+        self._context.metrics.requests[status] += 1
+
+    def _uncount(self) -> None:
+        """A 200 that it was not told after all."""
+        self._context.metrics.requests[OK] -= 1
+
+    def _count_broken(self) -> None:
+        """Its answer broke off."""
+        self._context.metrics.streams_broken += 1
 
     def _leave(self, outcome: Outcome) -> None:
         """Give the slot back and settle; once, whatever ended the request."""

@@ -91,3 +91,5 @@ class Hints(msgspec.Struct, frozen=True):
     """What the precise index knows of the prompt."""
     precise: int = 0
     """Workers, as bits, of which it knows all."""
+    tier: str = ""
+    """Only this tier may answer, the others have another model; empty: any may."""

@@ -29,6 +29,30 @@ class TierRule(msgspec.Struct, frozen=True, kw_only=True):
     """Lower-case name → the exact value."""
 
 
+class AnswerCheck(msgspec.Struct, frozen=True, kw_only=True):
+    """What makes a draft's answer not good enough. An empty one never is, nor one that was to be JSON and is not."""
+
+    finish_reasons: tuple[str, ...] = ()
+    """Reasons for its end that count against it. `length` is no such reason where clients set limits of their own."""
+    phrases: tuple[str, ...] = ()
+    """What it must not say, in any case of letters."""
+    least_mean_logprob: float | None = None
+    """Mean log-probability of its tokens, at least; asked of the engine, and kept from a client that did not ask. None: any."""
+
+
+class Cascade(msgspec.Struct, frozen=True, kw_only=True):
+    """Small models first: a tier's answer is held until it was checked, and the next tier is asked when it is not good enough.
+    The last tier's answer goes out as it comes. Requests that a tier rule fits go to that rule's tier and nowhere else."""
+
+    tiers: Annotated[tuple[str, ...], msgspec.Meta(min_length=2, max_length=4)]
+    """From small to large."""
+    check: AnswerCheck = AnswerCheck()
+    held_bytes: Annotated[int, msgspec.Meta(ge=1)] = 1024 * 1024
+    """Of one draft; a longer one counts as not good enough."""
+    all_held_bytes: Annotated[int, msgspec.Meta(ge=1)] = 256 * 1024 * 1024
+    """Of all drafts of this process; when they are taken, requests go to the last tier."""
+
+
 class HttpBounds(msgspec.Struct, frozen=True, kw_only=True):
     """Bounds of one client connection."""
 
@@ -114,6 +138,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     session_header: str = ""
     """Lower-case name of a header whose value takes the prompt's place on the ring; empty: none."""
     tier_rules: tuple[TierRule, ...] = ()
+    cascade: Cascade | None = None
+    """The tiers have models of their own; None: they are all alike, and any may answer."""
     prefix_index: PrefixIndexKind = "approximate"
     """precise: believe the workers' KV events; costs the tokenising of every prompt here."""
     max_input_tokens: int = 2048
@@ -136,9 +162,9 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Of requests of the class `default`, unless `classes` has one of that name."""
     classes: tuple[SloClass, ...] = ()
     runaway: bool = False
+    """End streams that loop, do not stop or speak in control tokens."""
     explain: ExplainBounds = ExplainBounds()
     traces: TraceConfig = TraceConfig()
-    """End streams that loop, do not stop or speak in control tokens."""
 
 
 def encode(config: RouterConfig) -> str:

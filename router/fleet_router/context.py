@@ -46,6 +46,13 @@ class Client(Protocol):
 
 
 @dataclass
+class Drafts:
+    """Answers of small models that are held until they were judged."""
+
+    bytes: int = 0
+
+
+@dataclass
 class Context:
     """What every flow of a process shares."""
 
@@ -58,6 +65,7 @@ class Context:
     holding: Holding = field(default_factory=Holding)
     budget: RetryBudget = field(default_factory=RetryBudget)
     room: Room = field(default_factory=Room)
+    drafts: Drafts = field(default_factory=Drafts)
     outbox: Outbox = field(default_factory=Outbox)
     draining: bool = False
     knowledge: Knowledge | None = None

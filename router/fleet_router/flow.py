@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from fleet_router.answering import EVENT_END, OK, Answering
+from fleet_router.answering import EVENT_END, Answering
 from fleet_router.ending import CHAT_PATH, END, framed, unframed
 from fleet_router.errors import RequestError
 from fleet_router.health.resume import Again, Said, Start, continued, said_of, start_of
@@ -211,7 +211,7 @@ class Flow(Answering):
         """A head came, and the client has not seen it: as if it had not come."""
         if not self._head_bytes:
             return False
-        self._context.metrics.requests[OK] -= 1
+        self._uncount()
         self._head_bytes, self.started, self._first, self._outcome = b"", False, True, "left"
         self._keep_no_more()
         if self._translation is not None:
@@ -250,8 +250,9 @@ class Flow(Answering):
     def _count_prompt(self, said: Said, start: Start, why: str) -> None:
         """The prompt as token ids, from some worker; without them the whole answer is asked for again."""
         found, _ = self._context.table.choose(
-            self._asked.prompt, self.config, self._context.clock(), self._excluded, self._ticket.lane.seed, self._ask.adapter
-        )
+            self._asked.prompt, self.config, self._context.clock(), self._excluded, self._ticket.lane.seed, self._ask.adapter,
+            self.hints,
+        )  # fmt: skip
         if not isinstance(found, Choice):
             self._cannot_resume("refused", why)
             return
@@ -302,10 +303,11 @@ class Flow(Answering):
 
     def _others(self, worker: Worker, *, even_out: bool = False) -> bool:
         """Somebody else of this role could be asked, with nothing against him; `even_out`: or with."""
-        now, table = self._context.clock(), self._context.table
+        now, table, tier = self._context.clock(), self._context.table, self.hints.tier
         return any(
             other is not worker and other.uid not in self._excluded and (even_out or other.breaker.until <= now)
             for other in table.by_role[worker.role]
+            if not tier or other.group[0] == tier
         )
 
     def _failure(self, worker: Worker, why: str, *, gone: bool) -> RequestError:

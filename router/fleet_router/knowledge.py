@@ -18,7 +18,7 @@ from typing import Final
 import msgspec
 
 from fleet_router.asked import Ask, Hints
-from fleet_router.follow.kvevents import Connected, EventReader, Live, Lost, Message
+from fleet_router.follow.kvevents import Connected, EventReader, Live, Lost, Message, NoReplay
 from fleet_router.kvindex.believed import Believed
 from fleet_router.kvindex.tokenised import Reading, TokenisedPrefixes, keys_of_ids
 from fleet_router.tokeniser import Tokeniser, UnreadableError, fetch
@@ -129,6 +129,8 @@ class Knowledge:
                 believed.connected(message.worker, now)
             elif isinstance(message, Lost):
                 believed.lost(message.worker)
+            elif isinstance(message, NoReplay):
+                believed.not_replayed(message.worker)
             else:
                 believed.replayed(
                     message.worker, message.asked_from, message.batches, now, last=message.last, whole=message.whole

@@ -21,6 +21,8 @@ MAX_PREFILL_ANSWER_BYTES: Final = 8 * 1024 * 1024
 OK: Final = 200
 NOT_FOUND: Final = 404
 MAX_ERROR_BYTES: Final = 64 * 1024
+NOT_THE_CLIENT: Final = frozenset({401, 403, 407, 408, 425, 429})
+"""What a worker says of us or of itself: clients have their keys and limits here, and did nothing wrong."""
 
 
 class Release:
@@ -92,7 +94,7 @@ class PrefillLeg:
             self._flow.prefilled(self._worker, self._decode, bytes(self._answer))
         elif self._status == NOT_FOUND and self._flow.names_no_model(bytes(self._answer)):
             self._flow.model_missing(self._worker)
-        elif 400 <= self._status < 500:
+        elif 400 <= self._status < 500 and self._status not in NOT_THE_CLIENT:
             self._flow.refuse_with(self._status, self._headers, bytes(self._answer))
         else:
             self._flow.end_leg()
@@ -131,7 +133,7 @@ class DecodeLeg:
 
     def _kept_back(self, status: int) -> bool:
         """An answer that the client need not see: another worker may have a better one."""
-        return status >= 500 or status == NOT_FOUND
+        return status >= 500 or status == NOT_FOUND or status in NOT_THE_CLIENT
 
     def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         if self._kept_back(status):

@@ -49,6 +49,8 @@ class Metrics:
     retries: int = 0
     resumed: Counter[str] = field(default_factory=Counter)
     """Streams that broke: done (carried on to the end), differs, refused (not determined, or nothing left to try with)."""
+    drafts: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Of a cascade, by tier and outcome: kept, or why the next tier was asked."""
     client_left: int = 0
     streams_broken: int = 0
     prefill_tokens: int = 0
@@ -81,6 +83,11 @@ class Metrics:
         out += [f'fleet_router_handed_over_total{{tier="{tier}"}} {self.handed_over[tier]}' for tier in sorted(tiers)]
         out.append("# TYPE fleet_router_resumed_total counter")
         out += [f'fleet_router_resumed_total{{outcome="{name}"}} {count}' for name, count in sorted(self.resumed.items())]
+        out.append("# TYPE fleet_router_drafts_total counter")
+        out += [
+            f'fleet_router_drafts_total{{tier="{tier}",outcome="{name}"}} {count}'
+            for (tier, name), count in sorted(self.drafts.items())
+        ]
         out += self._loads(rows)
         out += self._revisions()
         out += ["# TYPE fleet_router_endpoints_age_seconds gauge", f"fleet_router_endpoints_age_seconds {endpoints_age_s:.3f}"]

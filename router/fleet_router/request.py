@@ -58,7 +58,8 @@ _PREFILLED: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 def parse_alone(body: bytes, config: RouterConfig) -> Ask:
     """A request that a worker answers by itself (embeddings, tokenising): only whose model it is matters here."""
     fields = fields_of(body)
-    adapter = _adapter_of(_typed(fields, "model", _STR) or config.served_name, config)
+    model = _typed(fields, "model", _STR)
+    adapter = "" if model is None else _adapter_of(model, config)
     check_urls(body, "messages")
     return _without_ours(Ask(fields, b"", False, body, True, adapter))
 

@@ -11,9 +11,13 @@ import socket
 from collections.abc import Callable
 from typing import Final, cast
 
+import msgspec
+
+from fleet_router.admission.gate import Ticket
 from fleet_router.admission.lanes import Entry
 from fleet_router.admission.tenants import Decisions
-from fleet_router.asked import Ask
+from fleet_router.asked import Ask, Hints
+from fleet_router.cascade.climb import Climb, tier_of_all
 from fleet_router.config import RouterConfig
 from fleet_router.context import Context
 from fleet_router.desk import usable
@@ -86,7 +90,7 @@ class ClientConnection:
         """The client does not take our answers: no new one is made."""
         self._closed_at: float | None = None
         """When we closed; what is left to send may still be on its way."""
-        self.flow: Flow | Listening | Gathering | None = None
+        self.flow: Flow | Climb | Listening | Gathering | None = None
         self.begun_at: float | None = None
         """When the request that is being received began; None between requests."""
         self.idle_since = context.clock()
@@ -282,10 +286,20 @@ class ClientConnection:
         self._translation = translation
         ask, ticket = desk.admit(lane, ask, request.slo_ttft_ms)
         hints = hints_of(self._context.config, lane.slo_class, request.kept)
-        self.flow = flow = Flow(self._context, self, path, ask, ticket, translation, hints)
+        self.flow = flow = self._flow_of(path, ask, ticket, hints)
         if EXPLAIN in request.kept:
             flow.record.shown = self._rights(desk.entry(request.key), request) != "none"
         desk.start(ticket, flow)
+
+    def _flow_of(self, path: bytes, ask: Ask, ticket: Ticket, hints: Hints) -> Flow | Climb:
+        context, translation = self._context, self._translation
+        cascade = context.config.cascade
+        if cascade is None:
+            return Flow(context, self, path, ask, ticket, translation, hints)
+        tier = tier_of_all(context.config, cascade, ask, context.table.tokens_of(ask.prompt), hints)
+        if not tier:
+            return Climb(context, self, path, ask, ticket, translation, hints, cascade)
+        return Flow(context, self, path, ask, ticket, translation, msgspec.structs.replace(hints, tier=tier))
 
     @staticmethod
     def _translated(translation: Translation, config: RouterConfig) -> Ask:

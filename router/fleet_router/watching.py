@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
+from fleet_router.cascade.climb import Climb
 from fleet_router.context import Context
 from fleet_router.flow import Flow
 from fleet_router.health.silence import Waits, silent
@@ -22,6 +23,8 @@ def watch(context: Context, connections: Iterable[Connection], now: float) -> No
     flows: list[tuple[Flow, Waits]] = []
     for connection in connections:
         flow = connection.flow
+        if isinstance(flow, Climb):
+            flow = flow.flow
         if isinstance(flow, Flow) and (leg := flow.leg()) is not None:
             flows.append((flow, leg))
     if not flows:

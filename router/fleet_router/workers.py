@@ -191,16 +191,17 @@ class WorkerTable:
             return (Refusal(f"adapter {adapter} is on no decode worker now") if adapter else NO_DECODE), []
         keys = key_chain(prompt, adapter_seed(seed, allowed.version) if allowed is not None else seed)
         self.turn += 1
-        is_ids = prompt[:1] == b"[" and prompt[1:2].isdigit()
         size = len(prompt) or 1
-        tokens = hints.tokens or (prompt.count(b",") + 1.0 if is_ids else size / routing.bytes_per_token.value)
+        tokens = hints.tokens or self.tokens_of(prompt)
         steps: Steps = routing.known(keys, size, tokens, ~hints.precise)
         if hints.blocks:
             steps = sorted([*steps, *hints.blocks], reverse=True)
         key = key_chain(hints.session)[0] if hints.session else ring_key(keys)
-        tier = tier_of(config.tier_rules, tokens, hints.headers) if config.tier_rules else ""
+        tier = hints.tier or (tier_of(config.tier_rules, tokens, hints.headers) if config.tier_rules else "")
         if config.policy == "kvAware":
             usable = _only(self._sides(allowed.sides, steps)) if allowed is not None else None
+            if hints.tier:
+                usable = _within(hints.tier, usable)
             ask = CostAsk(
                 tokens, key, now, config.load_bound, config.min_uncached_tokens, config.decide == "cost", hints.local,
                 hints.others, adapter, bool(hints.session),
@@ -212,12 +213,18 @@ class WorkerTable:
                 return NO_DECODE, keys
             return Choice(offer.prefill.uid if offer.prefill else None, offer.decode.uid, offer.reason, offer, ask), keys
         sides = allowed.sides if allowed is not None else self.candidates(now, excluded)
-        candidates = self._sides(_of_tier(sides, tier), steps)
+        candidates = self._sides(_of_tier(sides, tier, strict=bool(hints.tier)), steps)
         plain = Ask(key, tokens, math.inf if hints.local else config.min_uncached_tokens, self.turn)
         choice = simple.choose(plain, candidates, steps, self.rings, config.policy, config.load_bound)
         if isinstance(choice, Choice) and choice.prefill and self.pairs.blocks(choice.prefill, choice.decode, now):
             choice = Choice(None, choice.decode, "the pair is put out")
         return choice, keys
+
+    def tokens_of(self, prompt: bytes) -> float:
+        """About how many it has: counted where it comes as ids."""
+        if prompt[:1] == b"[" and prompt[1:2].isdigit():
+            return prompt.count(b",") + 1.0
+        return (len(prompt) or 1) / self.routing.bytes_per_token.value
 
     def _blocked(self, offer: Offer, now: float) -> bool:
         return offer.prefill is not None and self.pairs.blocks(offer.prefill.uid, offer.decode.uid, now)
@@ -323,14 +330,18 @@ def _without(uids: frozenset[str], usable: Usable | None) -> Usable:
     return lambda worker: worker.uid not in uids and (usable is None or usable(worker))
 
 
+def _within(tier: str, usable: Usable | None) -> Usable:
+    return lambda worker: worker.group[0] == tier and (usable is None or usable(worker))
+
+
 def _only(sides: dict[str, list[Worker]]) -> Usable:
     uids = {worker.uid for workers in sides.values() for worker in workers}
     return lambda worker: worker.uid in uids
 
 
-def _of_tier(sides: dict[str, list[Worker]], tier: str) -> dict[str, list[Worker]]:
-    """Of this tier, if it serves."""
-    if not any(worker.endpoint.tier == tier for worker in sides["decode"]):
+def _of_tier(sides: dict[str, list[Worker]], tier: str, *, strict: bool) -> dict[str, list[Worker]]:
+    """Of this tier, if it serves; `strict`: or nobody."""
+    if not strict and not any(worker.endpoint.tier == tier for worker in sides["decode"]):
         return sides
     return {role: [worker for worker in workers if worker.endpoint.tier == tier] for role, workers in sides.items()}
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from tests.fleet_api.cascades import BAD_CASCADES, GOOD_CASCADES
+
 DELETE = object()
 GOOD: dict[str, Any] = {
     "apiVersion": "inferencefleet.io/v1alpha1",
@@ -289,6 +291,7 @@ BAD: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = (
     ("a rank of our own", (VLLM, (f"{TIER}.decode", {"args": ["--node-rank=1"]}))),
     ("metrics from too many", (("spec.networkPolicy", {"metricsFrom": ["n"] * 9}),)),
     *((f"template: {what}", ((f"{TIER}.decode", {"podTemplate": template}),)) for what, template in BAD_TEMPLATES),
+    *BAD_CASCADES,
     ("three things at once", (("spec.engine", {"type": "x", "maxBatch": 0}), ("spec.routing", {"replicas": 99}))),
     ("structure and a rule at once", (("spec.engine", {"maxBatch": 0}), ("spec.model.revision", "main"))),
 )
@@ -431,6 +434,7 @@ GOOD_CHANGES: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = (
     ),
     ("a queue for workers of one node", ((f"{TIER}.placement", {"queue": "gpus"}),)),
     ("a whole template", ((f"{TIER}.decode", {"podTemplate": WHOLE_TEMPLATE}),)),
+    *GOOD_CASCADES,
     ("label and annotation", (("metadata.labels", {"team": "ml"}), ("metadata.annotations", {"note": "x y"}))),
 )
 

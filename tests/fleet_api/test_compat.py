@@ -98,6 +98,14 @@ def test_what_the_operator_sets_cannot_be_set(name: str):
 
 
 HUB = "hf://meta-llama/Llama-3.1-8B-Instruct"
+
+
+def two_models(own: dict[str, Any], *, every: bool = False, **more: Any) -> dict[str, Any]:
+    """Tier b has a model of its own; with `every`, a has it, too."""
+    tiers = [{"name": name, "accelerator": {"type": "cpu"}, **({"model": own} if every or name == "b" else {})} for name in "ab"]
+    return spec(tiers=tiers, routing={"cascade": {"tiers": ["a", "b"]}}, **more)
+
+
 RISKS = [
     ("a tag that moves", spec(engine={"image": "vllm/vllm-openai:latest"}), "spec.engine.image"),
     ("no tag", spec(engine={"image": "registry:5000/vllm"}), "spec.engine.image"),
@@ -106,6 +114,9 @@ RISKS = [
     ("a branch", spec(model={"source": HUB}), "spec.model.revision: main may change"),
     ("a commit", spec(model={"source": HUB, "revision": "0e9e39f249a16976918f6564b8830bc894c89659"}), ""),
     ("a version", spec(model={"source": HUB, "revision": "v1.2"}), ""),
+    ("a tier's branch", two_models({"source": HUB}), "spec.tiers[1].model.revision: main may change"),
+    ("a tier's version", two_models({"source": HUB, "revision": "v1.2"}), ""),
+    ("a branch that no tier loads", two_models({"source": HUB, "revision": "v1.2"}, model={"source": HUB}, every=True), ""),
     ("more than fits", spec(engine={"maxModelLen": 4096}, limits={"maxInputTokens": 4000, "maxOutputTokens": 4000}), "8000"),
     ("what fits", spec(engine={"maxModelLen": 4096}, limits={"maxInputTokens": 2000, "maxOutputTokens": 2000}), ""),
     ("code of strangers", spec(args=["--trust-remote-code"]), "spec.engine.args[0]: --trust-remote-code"),

@@ -16,7 +16,9 @@ from fleet_api.parse import ManifestError, parse_fleet, parse_pool
 from fleet_api.v1alpha1 import ClaimSource, FileSource, FleetStatus, HubSource, RoleStatus, TierStatus
 
 sys.path.insert(0, str(Path(__file__).parent))
-from bad_manifests import GOOD, TIER, manifest
+from bad_manifests import GOOD, HUB, TIER, manifest
+
+from tests.fleet_api.cascades import LARGE, cascade
 
 names = st.from_regex(r"[a-z]([-a-z0-9]{0,8}[a-z0-9])?", fullmatch=True)
 durations = st.builds("{}s".format, st.integers(5, 300))
@@ -104,6 +106,43 @@ def test_defaults():
 def test_source_is_parsed(source, revision, location):
     model = {"source": source} | ({"revision": revision} if revision else {})
     assert fleet_of(**{"spec.model": model}).spec.model.location == location
+
+
+TOKEN, CACHE = {"name": "hf"}, {"type": "nodeLocal", "path": "/c"}
+FROM_HUB = {"source": "hf://org/name", "revision": "v1", "tokenSecretRef": TOKEN, "cache": CACHE}
+
+
+@pytest.mark.parametrize(
+    ("model", "own", "expected"),
+    [
+        ({"source": "file:///m"}, None, {"source": "file:///m"}),
+        (FROM_HUB, None, FROM_HUB),
+        (FROM_HUB, {"source": "hf://org/large"}, {"source": "hf://org/large", "tokenSecretRef": TOKEN, "cache": CACHE}),
+        (FROM_HUB, {"source": "hf://org/large", "revision": "v2"}, {**FROM_HUB, "source": "hf://org/large", "revision": "v2"}),
+        (FROM_HUB, LARGE, LARGE),
+    ],
+)
+def test_the_model_of_a_tier_has_its_own_source_and_revision_and_what_else_the_fleets_says(model, own, expected):
+    fleet = parse_fleet(manifest(cascade(("spec.model", {**model, "servedName": "x"}), ("spec.tiers.1.model", own))))
+    first, second = (fleet.model_of(tier) for tier in fleet.spec.tiers)
+    assert second.model_dump(mode="json", by_alias=True, exclude_unset=True, exclude_none=True) | {"cache": None} == {
+        **expected, "servedName": "x", "cache": None,
+    }  # fmt: skip
+    assert (second.cache is None) == ("cache" not in expected)
+    assert first.location == fleet.spec.model.location
+
+
+def test_what_a_tiers_model_and_a_cascade_leave_open_is_resolved():
+    fleet = parse_fleet(manifest(cascade(HUB, ("spec.tiers.1.model", {"source": "hf://org/large"}))))
+    resolved = fleet.resolved()
+    assert [tier.get("model") for tier in resolved["tiers"]] == [None, {"source": "hf://org/large", "revision": "main"}]
+    assert resolved["routing"]["cascade"] == {
+        "tiers": ["a", "b"], "check": {"finishReasons": [], "phrases": []}, "heldSize": "1Mi",
+    }  # fmt: skip
+    again = parse_fleet({**GOOD, "spec": resolved})
+    assert again.resolved() == resolved
+    on_disk = parse_fleet(manifest(cascade(HUB))).resolved()
+    assert on_disk["tiers"][1]["model"] == LARGE, "only a hub has revisions"
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from fleet_api.parse import parse_fleet
+from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.validate import validate
 from fleet_cli.errors import InputError, RunError
 from fleet_cli.up import bundled
@@ -70,6 +71,25 @@ def test_model_path(tmp_path):
         check_model(fleet("pvc://claim/sub"), {})
     with pytest.raises(InputError, match="does not exist"):
         check_model(fleet("pvc://claim/other"), {"claim": tmp_path})
+
+
+def test_the_path_of_every_tiers_model(tmp_path):
+    def two(own: dict) -> InferenceFleet:
+        tiers = [{"name": name, "accelerator": {"type": "cpu"}} for name in ("a", "b")]
+        return InferenceFleet.model_validate(
+            {"metadata": {"name": "f"}, "spec": {"model": {"source": f"file://{tmp_path}"}, "tiers": [tiers[0], tiers[1] | own]}}
+        )
+
+    check_model(two({}), {})
+    check_model(two({"model": {"source": "hf://org/name"}}), {})
+    with pytest.raises(InputError, match=r"^spec\.tiers\[1\]\.model\.source: model path .*/none does not exist"):
+        check_model(two({"model": {"source": f"file://{tmp_path}/none"}}), {})
+    with pytest.raises(InputError, match=r"^spec\.tiers\[1\]\.model\.source: claim c has no folder"):
+        check_model(two({"model": {"source": "pvc://c/m"}}), {})
+    gone = two({"model": {"source": f"file://{tmp_path}"}})
+    tmp_path.rmdir()
+    with pytest.raises(InputError, match=r"^spec\.model\.source: model path .* does not exist"):
+        check_model(gone, {})
 
 
 def test_vllm_comes_from_the_environment_the_cache_or_the_path(monkeypatch, tmp_path):

@@ -316,9 +316,10 @@ def test_writes_in_vain_are_bounded_at_any_time(each: int):
     assert written >= 100 * VAIN_PER_S * 0.9
 
 
-def test_every_refused_request_counts_as_one_in_vain():
-    """An object that is made at once and refused is looked at and applied: two requests."""
-
+@pytest.mark.parametrize(
+    ("settled", "verbs"), [(False, {"create"}), (True, {"create", "patch", "apply"})], ids=["new", "changed"]
+)
+def test_every_refused_request_counts_as_one_in_vain(settled: bool, verbs: set[str]):
     async def scenario() -> None:
         world, refused = World(), []
 
@@ -329,11 +330,15 @@ def test_every_refused_request_counts_as_one_in_vain():
             return ConflictError("not now")
 
         await world.user.apply(manifest())
+        if settled:
+            await world.settle()
+            limits = {"limits": {"maxOutputTokens": 7}, "routing": {"replicas": 2}}
+            await world.user.patch(FLEET, NAMESPACE, "f", {"spec": limits})
         await world.look()
         world.api.refuse = refuse
         (raw,) = await world.store.list(FLEET, NAMESPACE)
         outcome = await world.operator.reconcile_once((NAMESPACE, "f"), raw, FleetState())
-        assert {verb for verb, _, _ in refused} == {"create", "apply"}
+        assert {verb for verb, _, _ in refused} == verbs
         assert outcome.vain == len(refused)
 
     asyncio.run(scenario())

@@ -108,6 +108,18 @@ FLEETS: dict[str, dict[str, Any]] = {
                 "ratio": {"decode": 1, "min": "1:1"}, "prefill": {"maxReplicas": 1}, "decode": {"maxReplicas": 1},
                 "kvTransfer": {"transport": "rdma", "via": "dra", "dra": {"gpu": "gpu.nvidia.com", "nic": "mrdma.google.com"}}}],
     ),
+    "two-models": manifest(
+        "cascade",
+        model={"source": "hf://org/small", "servedName": "assistant", "tokenSecretRef": {"name": "hf-token"},
+               "cache": {"type": "nodeLocal", "path": "/mnt/nvme/models"}},
+        engine={"type": "vllm"},
+        routing={"cascade": {"tiers": ["small", "large"], "check": {"phrases": ["I don't know"], "minMeanLogprob": -0.8}}},
+        tiers=[
+            {"name": "small", "accelerator": {"type": "l40s"}, **ONE_EACH},
+            {"name": "large", "accelerator": {"type": "h200"}, "model": {"source": "pvc://models/large"},
+             "parallelism": {"tensor": 4}, **ONE_EACH},
+        ],
+    ),
     "multus-template": manifest(
         "roce",
         networkPolicy={"enabled": False},

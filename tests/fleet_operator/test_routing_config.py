@@ -9,7 +9,7 @@ from fleet_api.validate import validate
 from fleet_operator.render.fleet import _router_config, render_router
 from fleet_operator.render.network import PORTS, render_policy
 from fleet_operator.settings import Platform
-from fleet_router.config import TierRule
+from fleet_router.config import AnswerCheck, Cascade, TierRule, decode, encode
 
 OWNER = {"apiVersion": "inferencefleet.io/v1alpha1", "kind": "InferenceFleet", "metadata": {"name": "f", "uid": "u"}}
 ROUTING = {
@@ -46,6 +46,35 @@ def test_every_field_reaches_the_router():
 def test_defaults_keep_the_threshold():
     found = _router_config(InferenceFleet.model_validate(manifest()))
     assert (found.decide, found.slow_start_s, found.prefix_index, found.tier_rules) == ("threshold", 60.0, "approximate", ())
+
+
+CHECK = {"finishReasons": ["length", "content_filter"], "phrases": ["I am not sure"], "minMeanLogprob": -0.5}
+
+
+@pytest.mark.parametrize(
+    ("routing", "expected"),
+    [
+        ({}, None),
+        ({"cascade": {"tiers": ["small", "large"]}}, Cascade(tiers=("small", "large"))),
+        (
+            {"cascade": {"tiers": ["small", "large"], "heldSize": "2Ki", "check": CHECK}},
+            Cascade(
+                tiers=("small", "large"),
+                held_bytes=2048,
+                check=AnswerCheck(
+                    finish_reasons=("length", "content_filter"), phrases=("I am not sure",), least_mean_logprob=-0.5
+                ),
+            ),
+        ),
+    ],
+)
+def test_a_cascade_reaches_the_router(routing: dict, expected: Cascade | None):
+    made = manifest(**routing)
+    made["spec"]["engine"] = {"type": "vllm"}
+    assert validate(made) == []
+    found = _router_config(InferenceFleet.model_validate(made))
+    assert found.cascade == expected
+    assert decode(encode(found)) == found
 
 
 @pytest.mark.parametrize(("kind", "agents"), [("precise", True), ("approximate", False)])

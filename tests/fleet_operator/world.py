@@ -40,6 +40,8 @@ class Api:
         self._store = store
         self.refuse: Refusal = lambda verb, kind, name: None
         self.writes: list[tuple[str, str, str]] = []
+        self.looks: list[tuple[str, str]] = []
+        """Reads that are no watch: (verb, kind)."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
@@ -50,6 +52,14 @@ class Api:
             raise error
         self.writes.append((verb, kind.kind, name))
 
+    async def find(self, kind: Kind, namespace: str, name: str) -> dict[str, Any] | None:
+        self.looks.append(("find", kind.kind))
+        return await self._store.find(kind, namespace, name)
+
+    async def list(self, kind: Kind, *where: Any) -> list[dict[str, Any]]:
+        self.looks.append(("list", kind.kind))
+        return await self._store.list(kind, *where)
+
     async def apply(self, obj: dict[str, Any], *, created: bool = False) -> dict[str, Any]:
         self._write("apply", kind_of(obj), obj["metadata"]["name"])
         return await self._store.apply(obj, created=created)
@@ -58,13 +68,19 @@ class Api:
         self._write("create", kind_of(obj), obj["metadata"]["name"])
         return await self._store.create(obj)
 
+    async def patch(self, kind: Kind, namespace: str, name: str, patch: dict[str, Any]) -> dict[str, Any]:
+        self._write("patch", kind, name)
+        return await self._store.patch(kind, namespace, name, patch)
+
     async def delete(self, kind: Kind, namespace: str, name: str, **options: Any) -> None:
         self._write("delete", kind, name)
         await self._store.delete(kind, namespace, name, **options)
 
-    async def patch_status(self, kind: Kind, namespace: str, name: str, status: dict[str, Any]) -> dict[str, Any]:
+    async def patch_status(
+        self, kind: Kind, namespace: str, name: str, status: dict[str, Any], *, version: str | None = None
+    ) -> dict[str, Any]:
         self._write("status", kind, name)
-        return await self._store.patch_status(kind, namespace, name, status)
+        return await self._store.patch_status(kind, namespace, name, status, version=version)
 
 
 class World:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.podtemplate import Toleration
 from fleet_api.v1alpha1.status import Condition, FleetStatus, RolloutStatus, TierStatus
-from fleet_planner.prefetch import RETRY_S, fetch_name, held_back, model_key, plan_prefetch, suits, tolerated
+from fleet_planner.prefetch import RETRY_S, fetch_name, held_back, model_keys, plan_prefetch, suits, tolerated
 from fleet_planner.reconcile import reconcile
 from fleet_planner.types import FetchPod, Observed, ObservedNode, ObservedPod, ScaleMemory, Template
 from tests.fleet_planner.test_adapters import pod
@@ -39,7 +39,7 @@ def node(name: str, **changes: Any) -> ObservedNode:
     return replace(ObservedNode(name, devices=frozenset({GPU})), **changes)
 
 
-KEY = str(model_key(fleet()))
+KEY = model_keys(fleet())["t"]
 
 
 def fetching(where: str, phase: str = "Running", **changes: Any) -> FetchPod:
@@ -95,9 +95,9 @@ def test_kubernetes_rule_of_tolerations(taint: tuple[str, str, str], toleration:
 
 # -- what -----------------------------------------------------------------------------------------------------------------
 def test_only_a_nodes_own_cache_of_a_hub_model_is_filled_ahead():
-    assert model_key(fleet(cache={"type": "none"})) is None
-    assert model_key(fleet(cache={"type": "pvc", "claim": "c"})) is None
-    assert model_key(fleet(revision="v2")) != KEY
+    assert model_keys(fleet(cache={"type": "none"})) == {}
+    assert model_keys(fleet(cache={"type": "pvc", "claim": "c"})) == {}
+    assert model_keys(fleet(revision="v2"))["t"] != KEY
     found = plan_prefetch(fleet(cache={"type": "none"}), seen("n1", fetching=(fetching("n1"),)), NOW)
     assert ([gone.name for gone in found.delete], found.create, found.verdict) == ([fetch_name("f", KEY, "n1")], (), None)
 
@@ -150,6 +150,97 @@ def test_records_of_other_models_and_lost_nodes_go():
     old, gone = fetching("n1", "Succeeded", key="0ld", name="old"), fetching("lost", "Succeeded")
     found = plan_prefetch(fleet(), seen("n1", fetching=(old, gone, fetching("n1", "Succeeded"))), NOW)
     assert {one.name: one.reason for one in found.delete} == {"old": "another model is served", gone.name: "its node is gone"}
+
+
+# -- tiers with models of their own ---------------------------------------------------------------------------------------
+def two(own: dict[str, Any], **more: Any) -> InferenceFleet:
+    """Tier t as ever, and `large` with a model of its own, on nodes of zone b."""
+    wish = fleet(**more).model_dump(mode="json", by_alias=True, exclude_none=True)
+    device = {"type": "h200", "nodeSelector": {"zone": "b"}}
+    wish["spec"]["tiers"].append({"name": "large", "accelerator": device, "model": own})
+    return InferenceFleet.model_validate(wish)
+
+
+LARGE = {"source": "hf://org/large"}
+ZONES = (node("n1", labels={"zone": "a"}), node("n2", labels={"zone": "b"}))
+
+
+def of_two(fetching: tuple[FetchPod, ...] = (), **more: Any) -> Observed:
+    templates = {"t": Template("aaaaaaaa", "c", gpus=(1, 1)), "large": Template("bbbbbbbb", "d", gpus=(1, 1))}
+    return Observed(templates=templates, nodes=ZONES, fetching=fetching, **more)
+
+
+def record(key: str, where: str, phase: str = "Succeeded", **changes: Any) -> FetchPod:
+    return fetching(where, phase, key=key, name=fetch_name("f", key, where), **changes)
+
+
+def test_each_tiers_nodes_fetch_its_model_and_the_first_tiers_goes_first():
+    wish = two(LARGE)
+    keys = model_keys(wish)
+    assert (keys["t"], keys["large"] != KEY) == (KEY, True)
+    found = plan_prefetch(wish, of_two(), NOW)
+    assert [(one.key, one.node, one.tier) for one in found.create] == [
+        (KEY, "n1", "t"), (KEY, "n2", "t"), (keys["large"], "n2", "large"),
+    ]  # fmt: skip
+    assert len({one.name for one in found.create}) == 3
+    assert (found.waiting, found.verdict) == (
+        {"t", "large"}, ("False", "Prefetching", "0 of 2 nodes have the models of their tiers"),
+    )  # fmt: skip
+
+
+def test_so_many_at_once_of_all_models_together():
+    wish = two(LARGE, prefetch={"parallel": 2})
+    assert [one.node for one in plan_prefetch(wish, of_two(), NOW).create] == ["n1", "n2"]
+    running = plan_prefetch(wish, of_two((record(KEY, "n1", "Running"),)), NOW)
+    assert [(one.key, one.node) for one in running.create] == [(KEY, "n2")]
+
+
+def test_a_tier_waits_for_its_own_model_only():
+    wish = two(LARGE)
+    large = model_keys(wish)["large"]
+    done = (record(KEY, "n1"), record(KEY, "n2"))
+    found = plan_prefetch(wish, of_two(done), NOW)
+    assert ([one.key for one in found.create], found.delete, found.waiting) == ([large], (), {"large"})
+    assert found.verdict == ("False", "Prefetching", "1 of 2 nodes have the models of their tiers")
+    found = plan_prefetch(wish, of_two((*done, record(large, "n2"))), NOW)
+    assert (found.waiting, found.verdict) == (
+        frozenset(), ("True", "Cached", "2 of 2 nodes have the models of their tiers"),
+    )  # fmt: skip
+
+
+def test_a_worker_has_the_model_of_its_own_tier_only():
+    worker = pod("w", tier="t", node="n2", revision="aaaaaaaa")
+    found = plan_prefetch(two(LARGE), of_two(pods=(worker,)), NOW)
+    assert [(one.key == KEY, one.node) for one in found.create] == [(True, "n1"), (False, "n2")]
+    worker = pod("w", tier="large", node="n2", revision="bbbbbbbb")
+    found = plan_prefetch(two(LARGE), of_two(pods=(worker,)), NOW)
+    assert [(one.key, one.node) for one in found.create] == [(KEY, "n1"), (KEY, "n2")]
+
+
+def test_what_one_model_failed_with_says_its_node_once():
+    wish = two(LARGE)
+    failed = tuple(record(key, "n2", "Failed", message="the disk is too small") for key in model_keys(wish).values())
+    found = plan_prefetch(wish, of_two((*failed, record(KEY, "n1"))), NOW)
+    assert found.verdict == (
+        "False", "PrefetchFailed", "1 of 2 nodes have the models of their tiers; node n2: the disk is too small",
+    )  # fmt: skip
+
+
+def test_a_model_that_no_tier_has_any_more_is_forgotten_and_one_from_a_folder_is_not_fetched():
+    before = model_keys(two(LARGE))["large"]
+    wish = two({"source": "file:///models/large"})
+    assert model_keys(wish) == {"t": KEY}
+    found = plan_prefetch(wish, of_two((record(KEY, "n1"), record(KEY, "n2"), record(before, "n2"))), NOW)
+    assert [(gone.name, gone.reason) for gone in found.delete] == [(fetch_name("f", before, "n2"), "another model is served")]
+    assert (found.create, found.waiting) == ((), frozenset())
+    assert found.verdict == ("True", "Cached", "2 of 2 nodes have the model")
+
+
+def test_tiers_of_one_model_share_what_nodes_fetched():
+    same = two({"source": "hf://org/name"})
+    assert set(model_keys(same).values()) == {KEY}
+    found = plan_prefetch(same, of_two(), NOW)
+    assert [(one.node, one.tier) for one in found.create] == [("n1", "t"), ("n2", "t")]
 
 
 def lacking(since: float, wish: InferenceFleet) -> InferenceFleet:

@@ -23,6 +23,7 @@ class FakeWorker:
         self.behave: Callable[[dict[str, Any], asyncio.StreamWriter], Any] | None = None
         self._server: asyncio.Server | None = None
         self.port = 0
+        self.tier = "t"
 
     async def start(self) -> FakeWorker:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)

@@ -36,7 +36,7 @@ class Rig:
         found = tuple(
             Endpoint(
                 name=f"{role}-{w.port}", uid=f"u{w.port}", address="127.0.0.1", http_port=w.port, agent_port=1, role=role,
-                tier="t",                revision="r", compat="c",
+                tier=w.tier, revision="r", compat=f"c-{w.tier}",
             )
             for role, w in rows
         )  # fmt: skip

@@ -125,3 +125,23 @@ def test_h2_a_slow_request_is_closed_at_its_deadline():
         writer.close()
 
     run(go)
+
+
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [
+        ("/tokenize", {"prompt": "hi"}),
+        ("/v1/embeddings", {"input": "hi"}),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "hi"}]}),
+    ],
+)
+def test_a_model_without_a_name_is_nobodys_fault_but_the_clients(path: str, more: dict):
+    """A worker that was asked for it would say that it does not know the model, and be put out for everybody."""
+
+    async def go(rig: Rig) -> None:
+        for model in ("", " ", "x"):
+            status, body = await rig.post({"model": model, **more}, path)
+            assert (status, json.loads(body)["error"].get("type")) in {(404, "invalid_request_error"), (404, "not_found_error")}
+        assert sum(len(worker.seen) for worker in rig.decode) == 0
+
+    run(go)

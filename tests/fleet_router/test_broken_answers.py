@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.fleet_router.fake_worker import stream
-from tests.fleet_router.rig import CONFIG, Rig, ask, run
+from tests.fleet_router.fake_worker import answer, stream
+from tests.fleet_router.rig import CONFIG, LONG, Rig, ask, run
 
 
 @pytest.mark.parametrize("half", [b"", b'1f\r\ndata: {"choices"', b"1", b"1f\r\n"])
@@ -101,3 +101,29 @@ def test_an_event_that_comes_in_pieces_goes_out_whole():
             assert (await rig.post(ask(prompt="short", stream=True)))[1] == whole
 
     run(go)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("prefill", [False, True], ids=["decode", "prefill"])
+@pytest.mark.parametrize("code", [401, 403, 429])
+def test_a_worker_that_refuses_us_is_not_quoted(code: int, prefill: bool, stream: bool):
+    """The client's key and its share are the router's business: a worker that says 401 or 429 fails, and another one is asked."""
+
+    async def go(rig: Rig) -> None:
+        async def refuses(_: Any, writer: asyncio.StreamWriter) -> bool:
+            answer(writer, code, {"error": {"message": "not you", "code": "invalid_api_key"}})
+            return True
+
+        first, second = rig.prefill if prefill else rig.decode
+        first.behave = refuses
+        for i in range(6):
+            status, body = await rig.post(ask(prompt=f"{i}" + (LONG if prefill else " short"), stream=stream))
+            assert (status, b"not you" in body) == (200, False)
+        assert 1 <= len(first.seen) < 6  # it is left alone soon
+        if not prefill:
+            second.behave = refuses
+            status, body = await rig.post(ask(prompt="nobody takes it", stream=stream))
+            assert (status in {502, 503}, b"not you" in body) == (True, False)
+
+    config = msgspec.structs.replace(CONFIG, policy="roundRobin")
+    run(go, prefill=2 if prefill else 0, decode=1 if prefill else 2, config=config)

@@ -81,19 +81,19 @@ async def agent(host: str, folder: Path) -> asyncio.Server:
     return await asyncio.start_server(serve, host, 9000)
 
 
-def endpoint(host: str, uid: str = "w") -> Endpoint:
+def endpoint(host: str, uid: str = "w", replay_port: int = 5558) -> Endpoint:
     return Endpoint(
         name=uid, uid=uid, address=host, http_port=1, agent_port=9000, role="decode", tier="t", revision="r", compat="c",
-        events_port=5557, replay_port=5558,
+        events_port=5557, replay_port=replay_port,
     )  # fmt: skip
 
 
-def run(host: str, folder: Path, test: Callable[[Knowledge, Publisher], Awaitable[None]]) -> None:
+def run(host: str, folder: Path, test: Callable[[Knowledge, Publisher], Awaitable[None]], replay_port: int = 5558) -> None:
     async def go() -> None:
         server, publisher, said = await agent(host, folder), Publisher(host, root_hash("c", SIZE)), []
         knowledge = Knowledge(time.monotonic, said.append)
         try:
-            knowledge.follow([(endpoint(host), 1)])
+            knowledge.follow([(endpoint(host, replay_port=replay_port), 1)])
             await test(knowledge, publisher)
         finally:
             await asyncio.to_thread(knowledge.stop)
@@ -132,6 +132,20 @@ def test_a_prompt_is_known_where_the_engine_said_so(folder: Path):
         assert knowledge.hints(NOT_KNOWN, NO_HINTS) is NO_HINTS
 
     run("127.84.0.1", folder, go)
+
+
+def test_a_worker_without_a_replay_port_is_believed_in_what_it_says(folder: Path):
+    """vLLM's default, and all that other engines have: none of its events was ever believed."""
+
+    async def go(knowledge: Knowledge, publisher: Publisher) -> None:
+        await publisher.settle(lambda: knowledge.believed.state("w") == "partial", knowledge)
+        ids = list(range(64))
+        publisher.store(ids)
+        await publisher.settle(lambda: len(knowledge.believed.index) == 4, knowledge, deadline_s=4.0)
+        hints = knowledge.hints(await counted(knowledge, {"prompt": ids}), NO_HINTS)
+        assert (hints.blocks, hints.precise) == (((64, 1),), 0)
+
+    run("127.84.0.19", folder, go, replay_port=0)
 
 
 def test_a_conversation_is_rendered_as_the_engine_does(folder: Path):

@@ -1,5 +1,5 @@
 """KV events in vLLM's msgpack layout (vllm.distributed.kv_events 0.32): a batch is an array, an event a map with its `type`;
-fields that we do not know are ignored.
+fields that we do not know are ignored, and what may be null may be left out (llm-d-inference-sim does).
 
 Frames on the PUB socket: topic, sequence number as 8 bytes big-endian, KVEventBatch. A subscriber that sees a gap asks the
 replay ROUTER with ("", first missing number in 8 bytes) and gets ("", topic, number, payload) per batch, then ("", "", -1, "").
@@ -13,23 +13,23 @@ TOPIC = b"kv-events"
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 
 
-class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, frozen=True):
+class BlockStored(msgspec.Struct, tag=True, frozen=True):
     """Blocks became findable."""
 
     block_hashes: list[bytes | int]
     parent_block_hash: bytes | int | None
     token_ids: list[int]
     block_size: int
-    lora_id: int | None
-    medium: str | None
-    lora_name: str | None
+    lora_id: int | None = None
+    medium: str | None = None
+    lora_name: str | None = None
 
 
-class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, frozen=True):
+class BlockRemoved(msgspec.Struct, tag=True, frozen=True):
     """Blocks were evicted."""
 
     block_hashes: list[bytes | int]
-    medium: str | None
+    medium: str | None = None
 
 
 class AllBlocksCleared(msgspec.Struct, tag=True, omit_defaults=True, frozen=True):

@@ -9,7 +9,9 @@ from fleet_api.v1alpha1.model import ClaimSource, EngineSpec, FileSource, HubSou
 from fleet_api.v1alpha1.pool import PoolSpec, WorkerPool
 from fleet_api.v1alpha1.rollout import AnalysisSpec, CanarySpec, RolloutSpec
 from fleet_api.v1alpha1.routing import (
+    AnswerCheckSpec,
     BudgetSpec,
+    CascadeSpec,
     LatencySpec,
     LimitsSpec,
     LoadSpec,
@@ -31,7 +33,7 @@ from fleet_api.v1alpha1.status import (
     RolloutStatus,
     TierStatus,
 )
-from fleet_api.v1alpha1.tier import RatioSpec, Role, RoleSpec, TierSpec
+from fleet_api.v1alpha1.tier import RatioSpec, Role, RoleSpec, TierModelSpec, TierSpec
 
 __all__ = [
     "API_VERSION",
@@ -39,8 +41,10 @@ __all__ = [
     "VERSION",
     "AcceleratorSpec",
     "AnalysisSpec",
+    "AnswerCheckSpec",
     "BudgetSpec",
     "CanarySpec",
+    "CascadeSpec",
     "ClaimSource",
     "Condition",
     "EngineSpec",
@@ -76,6 +80,7 @@ __all__ = [
     "TargetInflightSpec",
     "TelemetrySpec",
     "TenantsSpec",
+    "TierModelSpec",
     "TierSpec",
     "TierStatus",
     "WorkerPool",

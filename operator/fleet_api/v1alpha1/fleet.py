@@ -80,6 +80,16 @@ class InferenceFleet(ApiModel):
                 return tier
         raise KeyError(name)
 
+    def model_of(self, tier: TierSpec) -> ModelSpec:
+        """The model that the workers of `tier` load: spec.model, with the source and the revision of the tier's own if it has
+        one. What fetches from the hub (token, cache) is left out where nothing comes from there."""
+        found = self.spec.model
+        if tier.model is not None:
+            found = found.model_copy(update={"source": tier.model.source, "revision": tier.model.revision})
+        if isinstance(found.location, HubSource) or found.adapters:  # adapters may come from the hub, too
+            return found
+        return found.model_copy(update={"token_secret_ref": None, "cache": None})
+
     def resolved(self) -> dict[str, Any]:
         """The spec with every default filled in, for status.resolved; never written back to spec."""
         spec = self.spec.to_dict()
@@ -92,6 +102,8 @@ class InferenceFleet(ApiModel):
         spec["limits"]["maxInputTokens"] = self.spec.max_input_tokens
         for tier, model in zip(spec["tiers"], self.spec.tiers, strict=True):
             tier["prefill"]["replicas"], tier["decode"]["replicas"] = model.initial
+            if "model" in tier and isinstance(self.model_of(model).location, HubSource):
+                tier["model"].setdefault("revision", DEFAULT_REVISION)
             _resolve_tier(tier, model, vllm=self.spec.engine.type == "vllm")
         return spec
 

@@ -53,7 +53,7 @@ class TierConditionSpec(ApiModel):
 
 
 class TierRuleSpec(ApiModel):
-    """Requests that fit go to one tier, as long as it serves."""
+    """Requests that fit go to one tier, as long as it serves; with a cascade, to that tier and nowhere else."""
 
     when: TierConditionSpec = Field(description="Which requests.")
     tier: Annotated[str, Field(pattern=DNS_LABEL, max_length=TIER_NAME_MAX)] = Field(description="A tier of this fleet.")
@@ -91,6 +91,43 @@ class EndpointPickerSpec(ApiModel):
     )
 
 
+class AnswerCheckSpec(ApiModel):
+    """What makes a draft not good enough. One without text never is, nor one that was to be JSON and is not."""
+
+    finish_reasons: Annotated[tuple[Annotated[str, Field(pattern=r"^[a-z_]+$", max_length=32)], ...], Field(max_length=8)] = (
+        Field(
+            default=(),
+            description="Reasons for its end that count against it, e.g. length where clients set no limits of their own. "
+            "Default: none.",
+        )
+    )
+    phrases: Annotated[tuple[Annotated[str, Field(min_length=1, max_length=128)], ...], Field(max_length=32)] = Field(
+        default=(), description="What it must not say, in any case of letters, e.g. I don't know. Default: none."
+    )
+    min_mean_logprob: Annotated[float, Field(le=0.0)] | None = Field(
+        default=None,
+        description="Least mean log-probability of its tokens, at most 0, e.g. -0.8; engine vllm only. Default: any.",
+    )
+
+
+class CascadeSpec(ApiModel):
+    """Ask a small model first and a larger one when the answer is not good enough: a draft is held until it was checked, so its
+    first token comes when it is whole."""
+
+    tiers: Annotated[
+        tuple[Annotated[str, Field(pattern=DNS_LABEL, max_length=TIER_NAME_MAX)], ...], Field(min_length=2, max_length=4)
+    ] = Field(description="All tiers of this fleet, from small to large; the last one's answer is not checked, nor held.")
+    check: AnswerCheckSpec = Field(default=AnswerCheckSpec(), description="What makes a draft not good enough.")
+    held_size: QuantityText = Field(
+        default="1Mi", description="Most bytes of one draft, 1Ki to 4Mi; a longer one is not good enough. Default: 1Mi."
+    )
+
+    @property
+    def held_bytes(self) -> int:
+        """One draft in bytes."""
+        return parse_quantity(self.held_size)
+
+
 class RoutingSpec(ApiModel):
     """How the router chooses workers."""
 
@@ -109,6 +146,11 @@ class RoutingSpec(ApiModel):
     )
     tier_rules: Annotated[tuple[TierRuleSpec, ...], Field(max_length=16)] = Field(
         default=(), description="Which tier a request goes to: the first rule that fits. Default: whichever costs least."
+    )
+    cascade: CascadeSpec | None = Field(
+        default=None,
+        description="Ask a small model first and a larger one when the answer is not good enough: a draft is held until it was "
+        "checked, so its first token comes when it is whole. Default: any tier may answer.",
     )
     prefix_index: Literal["approximate", "precise"] = Field(
         default="approximate",

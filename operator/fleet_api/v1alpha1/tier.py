@@ -10,6 +10,7 @@ from fleet_api.quantities import Ratio, parse_quantity, parse_ratio
 from fleet_api.v1alpha1.accelerator import CPU, DEFAULT_RESOURCE, AcceleratorSpec, ParallelismSpec
 from fleet_api.v1alpha1.base import DNS_LABEL, TIER_NAME_MAX, ApiModel, QuantityText, RatioText
 from fleet_api.v1alpha1.fabric import KvTransferSpec
+from fleet_api.v1alpha1.model import REVISION_PATTERN, SOURCE_PATTERN
 from fleet_api.v1alpha1.placement import PlacementSpec
 from fleet_api.v1alpha1.podtemplate import PodTemplateSpec
 
@@ -69,6 +70,17 @@ class RoleSpec(ApiModel):
     pod_template: PodTemplateSpec | None = Field(default=None, description="Additions to the pods of this role.")
 
 
+class TierModelSpec(ApiModel):
+    """A model of the tier's own. Clients ask for it by the fleet's name, and what else spec.model says holds for it, too."""
+
+    source: Annotated[str, Field(pattern=SOURCE_PATTERN, max_length=1024)] = Field(
+        description="Where the checkpoint is, as in spec.model.source."
+    )
+    revision: Annotated[str, Field(pattern=REVISION_PATTERN, max_length=128)] | None = Field(
+        default=None, description="Branch, tag or commit of an hf:// source, whatever spec.model.revision says. Default: main."
+    )
+
+
 class TierSpec(ApiModel):
     """Prefill and decode workers on one accelerator type."""
 
@@ -76,6 +88,11 @@ class TierSpec(ApiModel):
         description="Name of the tier, unique in the fleet; part of the names of its workers."
     )
     accelerator: AcceleratorSpec = Field(description="The device of one worker.")
+    model: TierModelSpec | None = Field(
+        default=None,
+        description="A model of this tier's own, smaller or larger than other tiers'; needs routing.cascade. Default: "
+        "spec.model's.",
+    )
     parallelism: ParallelismSpec | None = Field(
         default=None, description="How one worker spreads over its devices; a role may have its own. Default: all sizes 1."
     )

@@ -7,25 +7,31 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-from fleet_api.v1alpha1 import ClaimSource, FileSource, InferenceFleet
+from fleet_api.v1alpha1 import ClaimSource, FileSource, InferenceFleet, Source
 from fleet_cli.errors import InputError, RunError
 
 
 def check_model(fleet: InferenceFleet, claims: Mapping[str, Path]) -> None:
-    """InputError when the model's folder is not on this machine; what is inside is the worker's business."""
-    match fleet.spec.model.location:
+    """InputError when the folder of a tier's model is not on this machine; what is inside is the worker's business."""
+    for index, tier in enumerate(fleet.spec.tiers):
+        field = "spec.model.source" if tier.model is None else f"spec.tiers[{index}].model.source"
+        _check_source(field, fleet.model_of(tier).location, claims)
+
+
+def _check_source(field: str, source: Source, claims: Mapping[str, Path]) -> None:
+    match source:
         case FileSource(path=path):
             folder = Path(path)
         case ClaimSource(claim=claim, path=path):
             if claim not in claims:
-                raise InputError(f"spec.model.source: claim {claim} has no folder on this machine: give --pvc {claim}=DIR")
+                raise InputError(f"{field}: claim {claim} has no folder on this machine: give --pvc {claim}=DIR")
             folder = claims[claim] / path
         case _:
             return
     if not folder.exists():
-        raise InputError(f"spec.model.source: model path {folder} does not exist")
+        raise InputError(f"{field}: model path {folder} does not exist")
     if not folder.is_dir():
-        raise InputError(f"spec.model.source: model path {folder} is not a folder")
+        raise InputError(f"{field}: model path {folder} is not a folder")
 
 
 def check_engine(fleet: InferenceFleet, vllm: str | None) -> None:

@@ -84,10 +84,12 @@ class GuardedCluster:
         write = Write("delete", kind, namespace or "", name)
         await self._passed(write, lambda: self._cluster.delete(kind, namespace, name, uid=uid, grace_s=grace_s))
 
-    async def patch_status(self, kind: Kind, namespace: str | None, name: str, status: Object) -> Object:
+    async def patch_status(
+        self, kind: Kind, namespace: str | None, name: str, status: Object, *, version: str | None = None
+    ) -> Object:
         """See `Cluster.patch_status`, and what the guards raise."""
-        write = Write("patch_status", kind, namespace or "", name)
-        made: Object = await self._passed(write, lambda: self._cluster.patch_status(kind, namespace, name, status))
+        write, cluster = Write("patch_status", kind, namespace or "", name), self._cluster
+        made: Object = await self._passed(write, lambda: cluster.patch_status(kind, namespace, name, status, version=version))
         return made
 
     async def close(self) -> None:

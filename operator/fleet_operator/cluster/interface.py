@@ -133,7 +133,7 @@ class Cluster(Protocol):
         ...
 
     async def patch(self, kind: Kind, namespace: str | None, name: str, patch: Object) -> Object:
-        """Merge-patch everything but the status; a uid in the patch that is another object's is refused."""
+        """Merge-patch everything but the status; a uid or version in the patch that the object has not (any more) is refused."""
         ...
 
     async def create(self, obj: Object) -> Object:
@@ -146,8 +146,10 @@ class Cluster(Protocol):
         """Delete; NotFoundError when absent, ConflictError when `uid` differs. Pods leave after their grace period."""
         ...
 
-    async def patch_status(self, kind: Kind, namespace: str | None, name: str, status: Object) -> Object:
-        """Merge-patch the status subresource."""
+    async def patch_status(
+        self, kind: Kind, namespace: str | None, name: str, status: Object, *, version: str | None = None
+    ) -> Object:
+        """Merge-patch the status subresource; ConflictError when the object has another version than this one."""
         ...
 
     async def close(self) -> None:

@@ -146,11 +146,14 @@ class KubeCluster:
         query = {"fieldManager": self._manager}
         return _slim(await self._http.request("PATCH", _path(kind, namespace, name), query, patch, _MERGE), kind)
 
-    async def patch_status(self, kind: Kind, namespace: str | None, name: str, status: Object) -> Object:
+    async def patch_status(
+        self, kind: Kind, namespace: str | None, name: str, status: Object, *, version: str | None = None
+    ) -> Object:
         """See `Cluster.patch_status`."""
         query = {"fieldManager": self._manager}
         path = f"{_path(kind, namespace, name)}/status"
-        return _slim(await self._http.request("PATCH", path, query, {"status": status}, _MERGE), kind)
+        patch: Object = {"status": status} if version is None else {"metadata": {"resourceVersion": version}, "status": status}
+        return _slim(await self._http.request("PATCH", path, query, patch, _MERGE), kind)
 
     async def delete(
         self, kind: Kind, namespace: str | None, name: str, *, uid: str | None = None, grace_s: int | None = None

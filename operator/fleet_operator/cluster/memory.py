@@ -136,11 +136,15 @@ class MemoryCluster:
         self._finish_when_free(kind, entry)
         return _copy(entry.obj)
 
-    async def patch_status(self, kind: Kind, namespace: str | None, name: str, status: Object) -> Object:
+    async def patch_status(
+        self, kind: Kind, namespace: str | None, name: str, status: Object, *, version: str | None = None
+    ) -> Object:
         """See `Cluster.patch_status`."""
         if kind.kind in _NO_STATUS:
             raise NotFoundError("the server could not find the requested resource")
         entry = self._entry(kind, namespace, name)
+        if version is not None:
+            check_preconditions({**entry.obj, "metadata": {**entry.obj["metadata"], "resourceVersion": version}}, entry.obj)
         patched = {**entry.obj, "status": merge.merge_patch(entry.obj.get("status", {}), status)}
         self._write(kind, entry, patched)
         return _copy(entry.obj)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fleet_api.v1alpha1 import InferenceFleet, SloClassSpec, TenantsSpec
-from fleet_api.v1alpha1.routing import ExplainSpec, RoutingSpec, TierRuleSpec, TracesSpec
+from fleet_api.v1alpha1.routing import CascadeSpec, ExplainSpec, RoutingSpec, TierRuleSpec, TracesSpec
 from fleet_operator.cluster.interface import Object
 from fleet_operator.names import FLEET, PLANNED, REVISION, ROLE, ROUTER_ROLE, SIZE, TIER, labels, owner_reference, router_name
 from fleet_operator.render.network import PORTS, port_of
@@ -15,7 +15,17 @@ from fleet_operator.settings import Platform
 from fleet_planner.reconcile import Plan
 from fleet_planner.types import PoolWanted, Target
 from fleet_router import config as router_config
-from fleet_router.config import TTFT_BUDGET_S, ExplainBounds, HoldBounds, RouterConfig, SloClass, TierRule, TraceConfig
+from fleet_router.config import (
+    TTFT_BUDGET_S,
+    AnswerCheck,
+    Cascade,
+    ExplainBounds,
+    HoldBounds,
+    RouterConfig,
+    SloClass,
+    TierRule,
+    TraceConfig,
+)
 from fleet_wire import endpoints as wire
 from fleet_wire.endpoints import ENDPOINTS_KEY, ROUTER_CONFIG_KEY, AtZero, Endpoint, Endpoints, Split
 
@@ -93,6 +103,7 @@ def _router_config(fleet: InferenceFleet) -> RouterConfig:
         slow_start_s=spec.routing.slow_start_s,
         session_header=spec.routing.session_header or "",
         tier_rules=tuple(_tier_rule(rule) for rule in spec.routing.tier_rules),
+        cascade=_cascade(spec.routing.cascade),
         prefix_index=spec.routing.prefix_index,
         max_input_tokens=spec.max_input_tokens,
         max_output_tokens=spec.limits.max_output_tokens,
@@ -107,6 +118,17 @@ def _router_config(fleet: InferenceFleet) -> RouterConfig:
         # vLLM's seeded draws depend on how many were made before: its streams are only carried on from their beginning
         resume="prefill" if spec.engine.type == "torch" else "replay",
     )
+
+
+def _cascade(spec: CascadeSpec | None) -> Cascade | None:
+    if spec is None:
+        return None
+    check = AnswerCheck(
+        finish_reasons=spec.check.finish_reasons,
+        phrases=spec.check.phrases,
+        least_mean_logprob=spec.check.min_mean_logprob,
+    )
+    return Cascade(tiers=spec.tiers, check=check, held_bytes=spec.held_bytes)
 
 
 def _explain(spec: ExplainSpec) -> ExplainBounds:

@@ -1,4 +1,4 @@
-"""Pods that fetch the model into a node's cache: the worker's image, volume, user, token and tolerations, no device, no port."""
+"""Pods that fetch a tier's model into a node's cache: the worker's image, volume, user, token, tolerations; no device or port."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def render_fetch(fleet: InferenceFleet, wanted: FetchWanted, owner: Object, plat
     tier = fleet.tier(wanted.tier)
     added = [template for role in ROLES if (template := tier.role(role).pod_template) is not None]
     template = added[0] if added else PodTemplateSpec()
-    volumes, mounts, source = model_volumes(fleet)
+    model = fleet.model_of(tier)
+    volumes, mounts, source = model_volumes(model)
     device = tier.device_request("prefill") or tier.device_request("decode")
     spec: Object = {
         "containers": [
@@ -36,7 +37,7 @@ def render_fetch(fleet: InferenceFleet, wanted: FetchWanted, owner: Object, plat
                 "env": [
                     {"name": FETCH_ENV, "value": source},
                     {"name": "HOME", "value": "/tmp"},  # noqa: S108 - the one writable folder of a read-only root
-                    *token_env(fleet),
+                    *token_env(model),
                     *(rendered(variable) for variable in template.env),
                 ],
                 "terminationMessagePolicy": "FallbackToLogsOnError",

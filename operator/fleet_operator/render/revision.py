@@ -35,8 +35,9 @@ SIZING: Final = frozenset({"replicas", "minReplicas", "maxReplicas", "warm"})
 ROLE_FREE_ENGINES: Final = frozenset({"torch"})
 """Engines that do both roles without a new start; vLLM 0.32 is told its role when it starts."""
 MARKS: Final = frozenset({"labels", "annotations"})
-NOT_OF_PODS: Final = frozenset({"ratio"})
-"""Fields of a tier that change no pod; whatever is not named here makes a new revision."""
+NOT_OF_PODS: Final = frozenset({"ratio", "model"})
+"""Fields of a tier that change no pod; whatever is not named here makes a new revision. The tier's model is in `model`: one that
+says what spec.model says changes nothing."""
 
 
 def revision_inputs(fleet: InferenceFleet, tier: TierSpec) -> dict[str, Any]:
@@ -44,6 +45,7 @@ def revision_inputs(fleet: InferenceFleet, tier: TierSpec) -> dict[str, Any]:
     spec = fleet.spec.model_dump(mode="json", by_alias=True, exclude_defaults=True)
     mine = tier.model_dump(mode="json", by_alias=True, exclude_defaults=True)
     shape = {key: value for key, value in mine.items() if key not in NOT_OF_PODS}
+    spec["model"] = fleet.model_of(tier).model_dump(mode="json", by_alias=True, exclude_defaults=True)
     spec["model"].pop("adapters", None)  # they come and go while workers run
     spec["model"].get("cache", {}).pop("prefetch", None)
     for role in ("prefill", "decode"):
@@ -97,11 +99,12 @@ def _without_role(spec: Object) -> Object:
 
 def compat_of(fleet: InferenceFleet, tier: TierSpec, platform: Platform) -> str:
     """Equal on both sides of a hand-off, or no KV moves."""
+    model = fleet.model_of(tier)
     agreed = {
         "engine": fleet.spec.engine.type,
         "image": fleet.spec.engine.image or platform.worker_image,
-        "model": fleet.spec.model.source,
-        "revision": fleet.spec.model.revision,
+        "model": model.source,
+        "revision": model.revision,
         "block_tokens": fleet.spec.engine.block_tokens,
         "kv_cache_dtype": fleet.spec.engine.kv_cache_dtype,
         "quantization": tier.quantization,

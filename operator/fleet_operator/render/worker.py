@@ -9,7 +9,7 @@ from typing import Final
 import msgspec
 
 from fleet_api.v1alpha1 import InferenceFleet
-from fleet_api.v1alpha1.model import ClaimSource, FileSource, HubSource, ModelCacheSpec, Source
+from fleet_api.v1alpha1.model import ClaimSource, FileSource, HubSource, ModelCacheSpec, ModelSpec, Source
 from fleet_api.v1alpha1.podtemplate import PodTemplateSpec
 from fleet_api.v1alpha1.tier import TierSpec
 from fleet_operator.cluster.interface import Object
@@ -83,7 +83,8 @@ def adapters_told(fleet: InferenceFleet) -> str:
 
 def pod_spec(fleet: InferenceFleet, tier: TierSpec, role: Role, template: Template, platform: Platform) -> Object:
     """Everything of a worker pod that its revision fixes, for ordinal 0."""
-    volumes, mounts, path = model_volumes(fleet)
+    model = fleet.model_of(tier)
+    volumes, mounts, path = model_volumes(model)
     ports, added = worker_ports(_first_port(tier), role, 0), tier.role(role).pod_template
     config = worker_config(fleet, tier, role, template, platform, path, ports)
     container = {
@@ -91,7 +92,7 @@ def pod_spec(fleet: InferenceFleet, tier: TierSpec, role: Role, template: Templa
         "image": fleet.spec.engine.image or platform.worker_image,
         "imagePullPolicy": "IfNotPresent",
         "command": ["fleet-worker"],
-        "env": _env(fleet, config) + environment(config.nodes) + fabric.environment(tier, role),
+        "env": _env(model, config) + environment(config.nodes) + fabric.environment(tier, role),
         "ports": container_ports(ports, on_host=tier.kv_transfer.via == "hostNetwork", nodes=config.nodes),
         "startupProbe": _probe(ports, "/started", failures=STARTUP_FAILURES),
         "readinessProbe": _probe(ports, "/ready", failures=1),
@@ -116,7 +117,7 @@ def pod_spec(fleet: InferenceFleet, tier: TierSpec, role: Role, template: Templa
         "terminationGracePeriodSeconds": round(drain_timeout_s(fleet, tier, platform)) + GRACE_SLACK_S,
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        "securityContext": security(added, shared_group=_writes_claim(fleet)),
+        "securityContext": security(added, shared_group=_writes_claim(model)),
         **fabric.host_network(tier),
     }
     if (device := tier.device_request(role)) is not None:
@@ -194,21 +195,20 @@ def worker_config(
             block_tokens=spec.engine.block_tokens,
             cache_bytes=spec.engine.cache_bytes,
         ),
-        adapters=_adapter_settings(fleet, path),
+        adapters=_adapter_settings(fleet.model_of(tier), spec.engine.type, path),
     )
 
 
-def _adapter_settings(fleet: InferenceFleet, path: str) -> AdapterSettings:
+def _adapter_settings(model: ModelSpec, engine: str, path: str) -> AdapterSettings:
     """`path`: of the model inside the container; adapters lie below it where no root is named."""
-    model = fleet.spec.model
     folder = model.adapter_folder
     root = None
     if folder is not None:
         root = path if model.adapter_root is None else _in_container(folder, ADAPTER_MOUNT)
-    return AdapterSettings(most=model.adapter_slots(fleet.spec.engine.type), max_rank=model.max_adapter_rank, root=root)
+    return AdapterSettings(most=model.adapter_slots(engine), max_rank=model.max_adapter_rank, root=root)
 
 
-def _env(fleet: InferenceFleet, config: WorkerConfig) -> list[Object]:
+def _env(model: ModelSpec, config: WorkerConfig) -> list[Object]:
     def field(name: str, path: str) -> Object:
         return {"name": name, "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": path}}}
 
@@ -222,13 +222,13 @@ def _env(fleet: InferenceFleet, config: WorkerConfig) -> list[Object]:
         field("VLLM_NIXL_SIDE_CHANNEL_HOST", "status.podIP"),
         {"name": SIDE_CHANNEL_ENV, "value": str(config.ports.side_channel)},
         {"name": "HOME", "value": "/tmp"},  # noqa: S108 - the one writable folder of a read-only root
-        *token_env(fleet),
+        *token_env(model),
     ]
 
 
-def token_env(fleet: InferenceFleet) -> list[Object]:
+def token_env(model: ModelSpec) -> list[Object]:
     """What fetches from the hub: the token, and where files are kept."""
-    token, hub = fleet.spec.model.token_secret_ref, isinstance(fleet.spec.model.location, HubSource)
+    token, hub = model.token_secret_ref, isinstance(model.location, HubSource)
     secret = [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": token.to_dict()}}] if token is not None else []
     return [*secret, *([{"name": "FLEET_MODEL_CACHE", "value": HUB_MOUNT}] if hub else [])]
 
@@ -252,12 +252,12 @@ def _resources(fleet: InferenceFleet, tier: TierSpec, role: Role) -> Object:
     return found
 
 
-def model_volumes(fleet: InferenceFleet) -> tuple[list[Object], list[Object], str]:
+def model_volumes(model: ModelSpec) -> tuple[list[Object], list[Object], str]:
     """(volumes, mounts, model path inside the container): the model, and the adapters where they have a root of their own."""
-    source = fleet.spec.model.location
-    root = fleet.spec.model.adapter_folder if fleet.spec.model.adapter_root is not None else None
+    source = model.location
+    root = model.adapter_folder if model.adapter_root is not None else None
     if isinstance(source, HubSource):
-        volume, mount, path = _hub(source, fleet.spec.model.cache)
+        volume, mount, path = _hub(source, model.cache)
     else:
         folder = source.claim if isinstance(source, ClaimSource) else PurePosixPath(source.path).name
         volume, mount, path = _folder("model", source, f"{MODELS}/{folder}")
@@ -290,6 +290,5 @@ def _hub(source: HubSource, cache: ModelCacheSpec | None) -> tuple[Object, Objec
     return volume, {"name": "model", "mountPath": HUB_MOUNT}, f"hf://{source.repository}@{source.revision}"
 
 
-def _writes_claim(fleet: InferenceFleet) -> bool:
-    cache = fleet.spec.model.cache
-    return cache is not None and cache.type == "pvc"
+def _writes_claim(model: ModelSpec) -> bool:
+    return model.cache is not None and model.cache.type == "pvc"

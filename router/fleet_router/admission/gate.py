@@ -127,7 +127,7 @@ class Gate:
             if lowest is None:
                 return self._push_out(ticket, self._queue(mine), rate)
             fullest = lowest.fullest()
-            return [self._out(last_of(fullest))] if fullest is not None else []
+            return self._instead_of(last_of(fullest), ticket, rate) if fullest is not None else []
         return []
 
     def _push_out(self, ticket: Ticket, queue: FairQueue[Ticket], rate: float | None) -> Full | list[Ticket]:
@@ -135,9 +135,15 @@ class Gate:
         fullest, mine = queue.fullest(), queue.backlogs.get(ticket.tenant)
         after = ((mine.live if mine is not None else 0) + 1) / ticket.weight
         if fullest is not None and fullest.share > after:
-            return [self._out(last_of(fullest))]
+            return self._instead_of(last_of(fullest), ticket, rate)
         alone = all(not other.live or other is mine for other in queue.backlogs.values())
         return Full("overloaded" if alone else "queue_share", retry_after_s(self.waiting, rate))
+
+    def _instead_of(self, other: Ticket, ticket: Ticket, rate: float | None) -> Full | list[Ticket]:
+        """The place of one that waits, unless it is too small for the newcomer's bytes."""
+        if self.waiting_bytes - other.size + ticket.size > QUEUE_BYTES:
+            return Full("overloaded", retry_after_s(self.waiting, rate))
+        return [self._out(other)]
 
     def _out(self, ticket: Ticket) -> Ticket:
         """Take one out of the queue; it is the caller's to answer and to settle."""

@@ -98,7 +98,7 @@ def completion(data: bytes) -> Completion:
     """RequestError 502 when a worker's answer is none."""
     try:
         return _COMPLETION.decode(data)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise RequestError(502, f"the worker's answer is not a chat completion: {error}") from error
 
 

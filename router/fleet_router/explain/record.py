@@ -45,7 +45,7 @@ class Record:
 
     __slots__ = (
         "adapter", "begun_at", "came_at", "ended", "ended_at", "error", "first_at", "lane", "last_at", "leg_id", "onward", "path",
-        "prompt_bytes", "request_id", "shown", "status", "stream", "trace", "tries", "waited", "writes",
+        "prompt_bytes", "replaced", "request_id", "shown", "status", "stream", "trace", "tries", "waited", "writes",
     )  # fmt: skip
 
     def __init__(self, ids: tuple[str, str], path: bytes, ask: Ask, lane: Lane, came_at: float, waited: bool) -> None:
@@ -65,6 +65,8 @@ class Record:
         self.ended: Ended = ""
         self.error: RequestError | None = None
         """What the client was told instead of an answer, or at its end."""
+        self.replaced = False
+        """A draft that was not good enough: the request has another record, of what its client got."""
         self.shown = False
         """The answer's head tells of the decision."""
         self.trace: Trace | None = None

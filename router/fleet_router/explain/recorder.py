@@ -111,9 +111,10 @@ class Recorder:
         record.last_at, record.writes = last_at, writes
         record.ended = ENDED[outcome]
         self.running.discard(record)
-        smooth = record.smooth
+        smooth = record.smooth or record.replaced
         (self.smooth if smooth else self.troubled).append(record)
-        self.counts.ended(record)
+        if not record.replaced:
+            self.counts.ended(record)
         if record.trace is not None and self.exporter is not None:
             self.exporter.put(record)
         if self._journal.requests == "all" or (self._journal.requests == "troubled" and not smooth):

@@ -62,7 +62,14 @@ class Replayed:
     whole: bool = True
 
 
-Message = Live | Connected | Lost | Replayed
+@dataclass(frozen=True, slots=True)
+class NoReplay:
+    """A replay was asked for, and this worker gives none (vLLM's own default)."""
+
+    worker: str
+
+
+Message = Live | Connected | Lost | Replayed | NoReplay
 
 
 @dataclass(slots=True)
@@ -199,7 +206,7 @@ class EventReader:
         if source is None:
             return
         if not source.replay_at:
-            self._out.append(Replayed(worker, first, [], last=True, whole=False))
+            self._out.append(NoReplay(worker))
             return
         asked = self._context.socket(zmq.DEALER)
         asked.setsockopt(zmq.LINGER, 0)

@@ -108,6 +108,21 @@ class Believed:
             self.live(worker, number, batch, now)
         self._retrust()
 
+    def not_replayed(self, worker: str) -> None:
+        """It replays nothing. Among what was missed may be removals: what it held before is not believed any more."""
+        source = self._sources.get(worker)
+        if source is None or source.stream.asked_at is None:
+            return
+        stream, held, source.held = source.stream, source.held, []
+        stream.not_replayed()
+        for number, batch in held:
+            if stream.expected is not None and number < stream.expected and batch.ts <= stream.last_ts:
+                continue  # heard twice
+            if number != stream.expected:
+                self.index.clear(worker)
+            self._apply(worker, source, number, batch)
+        self._retrust()
+
     def answered(self, worker: str, keys: Sequence[int], now: float) -> None:
         """It has just computed a prompt with these blocks."""
         source = self._sources.get(worker)

@@ -1,8 +1,9 @@
 """One worker's KV events in order: sequence numbers, gaps, replays, restarts and silence. Pure: says what to do, does nothing.
 
 The index of a worker is trusted while it is `live`: everything since its first event was applied. A gap makes it `behind` until
-a replay has filled it. A replay that begins too late leaves it `partial`: what it says is true, but not all of it. It is `stale`
-when the worker answered prompts and said nothing of them. In all states but `live` the approximate index is believed as well.
+a replay has filled it. A replay that begins too late, or none at all, leaves it `partial`: what it says is true, but not all of
+it. It is `stale` when the worker answered prompts and said nothing of them. In all states but `live` the approximate index is
+believed as well.
 """
 
 from __future__ import annotations
@@ -85,6 +86,10 @@ class EventStream:
             self.state = "partial" if self.state == "partial" else "live"
         else:
             self.state = "partial"
+
+    def not_replayed(self) -> None:
+        """No replay is to be had: what was missed is not known, and what is heard from now on is true."""
+        self.asked_at, self.state = None, "partial"
 
     def answered(self, now: float) -> None:
         """The worker computed a block that is not in the index: it owes an event."""

@@ -204,21 +204,6 @@ async def generation_follows_the_spec_only(store: Store) -> None:
 
 
 @promise
-async def status_is_a_subresource(store: Store) -> None:
-    made = await store.cluster.apply({**pod(store, "status"), "status": {"message": "smuggled"}})
-    assert "message" not in made.get("status", {})
-    condition = {"type": "Ready", "status": "True", "lastTransitionTime": "2026-01-01T00:00:00Z"}
-    status = {"phase": "Running", "podIP": "127.0.0.9", "podIPs": [{"ip": "127.0.0.9"}], "conditions": [condition]}
-    written = await store.cluster.patch_status(POD, store.namespace, "status", status)
-    assert written["metadata"].get("generation") == made["metadata"].get("generation")
-    again = await store.cluster.patch_status(POD, store.namespace, "status", {"phase": "Running"})
-    assert again["status"]["podIP"] == "127.0.0.9"
-    assert again["metadata"]["resourceVersion"] == written["metadata"]["resourceVersion"]
-    kept = await store.cluster.apply(pod(store, "status"))
-    assert kept["status"]["phase"] == "Running"
-
-
-@promise
 async def a_running_pods_command_cannot_be_edited(store: Store) -> None:
     await store.cluster.apply(pod(store, "fixed"))
     edited = pod(store, "fixed", containers=[{"name": "main", "image": "none", "command": ["false"]}])

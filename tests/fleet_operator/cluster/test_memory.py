@@ -6,7 +6,7 @@ import pytest
 
 from fleet_operator.cluster.interface import CONFIG_MAP, EVENT, POD, ConflictError
 from fleet_operator.cluster.memory import MemoryCluster, MemoryLimits
-from tests.fleet_operator.cluster import contract
+from tests.fleet_operator.cluster import contract, contract_status
 
 
 def store(**options) -> contract.Store:
@@ -14,7 +14,7 @@ def store(**options) -> contract.Store:
     return contract.Store(cluster, cluster.writer("somebody-else"), "default", 0)
 
 
-@pytest.mark.parametrize("promise", contract.PROMISES, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("promise", [*contract.PROMISES, *contract_status.PROMISES], ids=lambda check: check.__name__)
 def test_contract(promise):
     asyncio.run(promise(store()))
 

@@ -169,6 +169,19 @@ def test_a_class_that_is_gone_is_served_to_its_end():
     assert set(gate.lengths()) == {"default"}
 
 
+def test_bytes_stay_within_their_bound_whoever_gives_way():
+    """Found by the machine below: a newcomer took the place of a smaller request, and its bytes as well."""
+    gate = gate_of(3)
+    for size in (0, 0, 0, 0, 0):
+        come(gate, slo_class=HIGH, size=size)
+    low, _ = come(gate, slo_class=LOW, size=0)
+    come(gate, slo_class=HIGH, size=QUEUE_BYTES)
+    assert gate.waiting_bytes == QUEUE_BYTES
+    _, told = come(gate, slo_class=HIGH, size=1)
+    assert isinstance(told, Full)
+    assert (gate.waiting_bytes, low.state) == (QUEUE_BYTES, "waiting")
+
+
 class Machine(RuleBasedStateMachine):
     """Requests come, wait, start, leave, expire; slots come and go."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +11,7 @@ from fleet_router.kvindex.believed import Believed
 from fleet_router.kvindex.precise import SLOW_WORTH, PreciseIndex, key_of
 from fleet_router.kvindex.stream import REPLAY_AGAIN_S, STALE_AFTER_S
 from fleet_wire.blocks import chain, chain_packed, root_hash
-from fleet_wire.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+from fleet_wire.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch, decode, encode
 
 SIZE = 4
 ROOT = root_hash("c", SIZE)
@@ -191,6 +192,42 @@ def test_a_replay_that_begins_too_late_is_half_believed():
     rig.worker.store(9)
     rig.publish()
     assert (rig.believed.state("w"), rig.known()) == ("partial", 9)
+
+
+def test_a_worker_that_gives_no_replay_is_believed_in_what_it_says():
+    """vLLM's default: no replay port. What was missed is not known; after a gap nothing of before is believed."""
+    rig = Rig()
+    rig.worker.store(2)
+    rig.sent = 1  # before anybody listened
+    rig.believed.connected("w", 0.0)
+    rig.worker.store(5)
+    rig.publish()  # heard before it is known that there is no replay
+    rig.believed.not_replayed("w")
+    assert (rig.believed.state("w"), rig.believed.trusted, rig.known()) == ("partial", 0, 5)
+    rig.worker.store(7)
+    rig.publish()
+    assert (rig.known(), rig.believed.index.holds("w", KEYS[6])) == (7, True)
+    rig.worker.evict(1)
+    rig.publish(lose=True)
+    rig.worker.store(4)
+    rig.publish()
+    rig.believed.not_replayed("w")
+    assert (rig.believed.state("w"), rig.known()) == ("partial", 4)
+    rig.believed.live("w", 0, batch(stored(NAMES[:9]), ts=0.0), rig.now)  # an old one once more
+    assert rig.known() == 4
+    rig.settle()
+    assert (rig.believed.state("w"), rig.known()) == ("partial", 4)
+
+
+def test_what_may_be_null_in_an_event_may_be_left_out():
+    """llm-d-inference-sim leaves it out; vLLM, and we, write it."""
+    bare = [0.5, [{"type": "BlockStored", "block_hashes": [7], "parent_block_hash": None, "token_ids": [1], "block_size": 1},
+                  {"type": "BlockRemoved", "block_hashes": [7]}]]  # fmt: skip
+    found = decode(msgspec.msgpack.encode(bare))
+    assert found.events == [BlockStored([7], None, [1], 1), BlockRemoved([7])]
+    written = msgspec.msgpack.decode(encode(found))[1]
+    assert written[0] | {"lora_id": None, "medium": None, "lora_name": None} == written[0]
+    assert written[1] | {"medium": None} == written[1]
 
 
 def test_a_replay_that_breaks_off_is_asked_for_again():

@@ -1,0 +1,66 @@
+"""What one pass says of its fleet: the status, written at most once.
+
+Either at the end, or, when the pass is about to do what cannot be taken back, before it, on top of the version that the plan was
+made from. The API server refuses that write when anybody has changed the fleet since, so its success is worth a look. A status
+that says that all is well is written at the end in any case: whoever reads it finds every object there.
+"""
+
+from __future__ import annotations
+
+from fleet_api.parse import known_status
+from fleet_api.v1alpha1.status import FleetStatus
+from fleet_operator.cluster.interface import FLEET, Cluster, ClusterError, ConflictError, NotFoundError, Object
+from fleet_operator.compare import merge_patch
+from fleet_operator.outcome import Outcome
+from fleet_operator.status_pace import StatusPace
+
+
+class FleetTelling:
+    """One pass's."""
+
+    def __init__(self, cluster: Cluster, pace: StatusPace, raw: Object, status: FleetStatus) -> None:
+        self._cluster = cluster
+        self._pace = pace
+        self._raw = raw
+        self._wish = status.to_dict()
+        ready = status.condition("Ready")
+        self._is_good = ready is not None and ready.status == "True"
+        self._written = False
+        self._refused: ClusterError | None = None
+
+    async def at_once(self) -> bool:
+        """Write it on top of the version that the pass saw, when it is due. True: written, so the fleet was as the pass saw it.
+        False says nothing about the fleet."""
+        if self._written or self._refused is not None or self._is_good:
+            return False
+        try:
+            return await self._write(str(self._raw["metadata"]["resourceVersion"]))
+        except (ConflictError, NotFoundError):
+            return False
+        except ClusterError as error:
+            self._refused = error
+            return False
+
+    async def at_last(self, outcome: Outcome) -> None:
+        """Write it when it is due and was not written; StopError when the API cannot answer."""
+        try:
+            if self._refused is not None:
+                raise self._refused
+            if not self._written:
+                await self._write(None)
+        except NotFoundError:
+            outcome.gone = True
+        except ClusterError as error:
+            outcome.fail(f"status of {FLEET.kind} {self._raw['metadata']['name']}", error)
+        outcome.writes += self._written
+
+    async def _write(self, version: str | None) -> bool:
+        meta, present = self._raw["metadata"], self._raw.get("status")
+        known = present if present in (None, self._wish) else known_status(self._raw)
+        if not self._pace.is_due(meta["uid"], known, self._wish):
+            return False
+        patch = merge_patch(known or {}, self._wish)
+        await self._cluster.patch_status(FLEET, meta["namespace"], meta["name"], patch, version=version)
+        self._pace.written(meta["uid"])
+        self._written = True
+        return True

@@ -1,0 +1,124 @@
+"""A draft: the flow of an answer whose client is us, until it was judged."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fleet_router.admission.gate import Ticket
+from fleet_router.admission.quota import Outcome
+from fleet_router.admission.usage import used_tokens
+from fleet_router.asked import Ask, Hints
+from fleet_router.context import Client, Context
+from fleet_router.errors import RequestError
+from fleet_router.flow import Flow
+
+if TYPE_CHECKING:
+    from fleet_router.cascade.climb import Climb
+
+
+class Held:
+    """Takes the client's place: keeps what the flow says, and tells the climb when it has said all."""
+
+    def __init__(self, climb: Climb, client: Client, most_bytes: int) -> None:
+        self._climb, self._client, self._most_bytes = climb, client, most_bytes
+        self.parts: list[bytes] = []
+        self.size_bytes = 0
+        self.last = False
+        """The answer's head says that the connection closes after it."""
+
+    @property
+    def request_id(self) -> str:
+        """The client's."""
+        return self._client.request_id
+
+    @property
+    def leg_id(self) -> str:
+        """The client's: drafts of one request follow each other."""
+        return self._client.leg_id
+
+    @property
+    def last_answer(self) -> bool:
+        """The client's."""
+        return self._client.last_answer
+
+    def write(self, data: bytes) -> None:
+        """A piece of the answer."""
+        self.parts.append(data)
+        self.size_bytes += len(data)
+        self._climb.grew(self, len(data), over=self.size_bytes > self._most_bytes)
+
+    def finish(self, *, last: bool) -> None:
+        """The answer is complete."""
+        self.last = last
+        self._climb.drafted()
+
+    def refuse(self, error: RequestError) -> None:
+        """There is none."""
+        self._climb.undrafted(error)
+
+    def break_off(self, message: str, *, stream: bool) -> None:
+        """It broke in the middle."""
+        self._climb.undrafted(RequestError(502, message))
+
+    def abort(self) -> None:
+        """Nobody waits for us to read."""
+
+
+class Draft(Flow):
+    """One held answer. It has no ticket to give back: that is the climb's."""
+
+    __slots__ = ("ended", "used")
+
+    def __init__(self, context: Context, held: Held, path: bytes, ask: Ask, ticket: Ticket, hints: Hints) -> None:
+        super().__init__(context, held, path, ask, ticket, None, hints)
+        self.ended: Outcome = "left"
+        self.used: tuple[int, int] | None = None
+        """Tokens (input, output), where they are counted."""
+
+    def _count(self, status: int) -> None:
+        """The climb counts what the client is told."""
+
+    def _uncount(self) -> None:
+        """Nothing was counted."""
+
+    def _count_broken(self) -> None:
+        """No client saw it."""
+
+    def silent(self) -> None:
+        """Where nobody else of the tier can be asked, the next tier can."""
+        worker = self._leg_worker
+        if worker is None or self.done or self.started or worker.role == "prefill" or self._others(worker):
+            super().silent()
+            return
+        self._abandon_leg()
+        self.end_leg()
+        self._release_lease()
+        self._refuse(RequestError(503, f"{worker.endpoint.name} has said nothing for too long"))
+
+    def _leave(self, outcome: Outcome) -> None:
+        self.ended = outcome
+        if self._metered and outcome == "answered":
+            self.used = used_tokens(self._before, self._tail, self._events, self._ticket.charged)
+
+    def _hold(self, why: str, code: str) -> None:
+        """A draft waits for no worker: the next tier is asked."""
+        self._refuse(RequestError(503, why, code=code))
+
+    def judged(self, outcome: Outcome, why: str = "") -> None:
+        """Close its record; `why` it is not what the client gets, empty: it is."""
+        if why:
+            self.record.replaced, self.record.status, self.record.first_at = True, 0, 0.0  # no client saw anything of it
+            self.record.went_wrong(self._context.clock(), why)
+        self._context.recorder.close(self.record, outcome, self.last_byte_at, self._gaps + (not self._first))
+
+    def drop(self) -> None:
+        """Stop it: the worker sees a client that left. Nothing of it is told to anybody."""
+        if self.done:
+            return
+        self.done = True
+        self._abandon_leg()
+        self._trip_over()
+        self.end_leg()
+        self._release_lease()
+        self._keep_no_more()
+        self._leave("left")

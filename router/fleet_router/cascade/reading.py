@@ -1,0 +1,109 @@
+"""Reads an engine's answer to a chat or text completion, whole or streamed, and takes log-probabilities out of it that the client
+did not ask for. Pure: bytes in, bytes out."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+
+from fleet_router.asked import Ask
+from fleet_router.cascade.judge import Answer
+from fleet_router.dialect.chat import DONE, Events, Message
+from fleet_router.request import with_fields
+
+JSON_KINDS: Final = frozenset({"json_object", "json_schema"})
+_FIELDS: Final = {True: (msgspec.Raw(b"true"), b',"logprobs":true}'), False: (msgspec.Raw(b"1"), b',"logprobs":1}')}
+"""How log-probabilities are asked for: of chats, and of text completions."""
+
+
+class _Format(msgspec.Struct):
+    type: str = ""
+
+
+class _Told(msgspec.Struct):
+    logprob: float | None = None
+
+
+class _Logprobs(msgspec.Struct):
+    """Of chats, and of text completions, where the first may be null."""
+
+    content: list[_Told] | None = None
+    token_logprobs: list[float | None] | None = None
+
+    @property
+    def values(self) -> list[float]:
+        told = [one.logprob for one in self.content or ()] or self.token_logprobs or ()
+        return [value for value in told if value is not None]
+
+
+class _Choice(msgspec.Struct):
+    message: Message | None = None
+    delta: Message | None = None
+    text: str | None = None
+    finish_reason: str | None = None
+    logprobs: _Logprobs | None = None
+
+
+class _Answer(msgspec.Struct):
+    choices: list[_Choice] = []
+
+
+_ANSWER: Final = msgspec.json.Decoder(_Answer)
+
+
+def wants_json(ask: Ask) -> bool:
+    """The client asked for JSON."""
+    raw = ask.fields.get("response_format")
+    if raw is None:
+        return False
+    try:
+        return msgspec.json.decode(raw, type=_Format).type in JSON_KINDS
+    except msgspec.DecodeError:
+        return False  # the worker's to refuse
+
+
+def with_logprobs(ask: Ask, *, chat: bool) -> tuple[Ask, bool]:
+    """The request with its tokens' log-probabilities asked for; whether that was us. `ask` stays as it is."""
+    copy = msgspec.structs.replace(ask, fields=dict(ask.fields))
+    raw = ask.fields.get("logprobs")
+    if raw is not None and bytes(raw) not in (b"null", b"false"):
+        return copy, False
+    value, spliced = _FIELDS[chat]
+    return with_fields(copy, {"logprobs": value}, spliced), True
+
+
+def payloads_of(body: bytes, *, stream: bool) -> list[bytes]:
+    """The JSON texts of an answer: one, or one per event."""
+    return [part for part in Events().feed(body) if part != DONE] if stream else [body]
+
+
+def answer_of(payloads: list[bytes]) -> Answer:
+    """Its first choice, more are never asked for; msgspec.DecodeError for what is no answer."""
+    found = Answer()
+    texts: list[str] = []
+    for payload in payloads:
+        for choice in _ANSWER.decode(payload).choices:
+            said = choice.message or choice.delta or Message()
+            texts.append(said.content or choice.text or "")
+            found.calls |= bool(said.tool_calls)
+            found.finish_reason = choice.finish_reason or found.finish_reason
+            found.logprobs += choice.logprobs.values if choice.logprobs is not None else []
+    found.text = "".join(texts)
+    return found
+
+
+def without_logprobs(payloads: list[bytes], *, stream: bool) -> bytes:
+    """The answer put together again, as if nobody had asked for log-probabilities. `answer_of` could read it."""
+    said = [_bare(payload) for payload in payloads]
+    if not stream:
+        return said[0]
+    return b"".join(b"data: %b\n\n" % payload for payload in said) + b"data: [DONE]\n\n"
+
+
+def _bare(payload: bytes) -> bytes:
+    found: dict[str, Any] = msgspec.json.decode(payload)
+    for choice in found.get("choices") or ():
+        if "logprobs" in choice:
+            choice["logprobs"] = None
+    return msgspec.json.encode(found)
