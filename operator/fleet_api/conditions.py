@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Literal
+from typing import Final, Literal
 
 from fleet_api.v1alpha1.status import Condition, ConditionStatus
 
@@ -35,6 +35,7 @@ CONDITION_TYPES: tuple[ConditionType, ...] = (
     "AdaptersLoaded",
     "Ready",
 )
+_RANKS: Final[dict[str, int]] = {kind: rank for rank, kind in enumerate(CONDITION_TYPES)}
 
 
 def rfc3339(now: float) -> str:
@@ -54,6 +55,9 @@ def set_condition(
 ) -> tuple[Condition, ...]:
     """`conditions` with one changed; lastTransitionTime moves only when `status` does. Known types come first, in their order."""
     before = next((condition for condition in conditions if condition.type == kind), None)
+    told = (status, reason, message[:4096], generation)
+    if before is not None and (before.status, before.reason, before.message, before.observed_generation) == told:
+        return tuple(sorted(conditions, key=_rank))
     since = before.last_transition_time if before is not None and before.status == status else rfc3339(now)
     changed = Condition(
         type=kind,
@@ -68,5 +72,4 @@ def set_condition(
 
 
 def _rank(condition: Condition) -> tuple[int, str]:
-    known: tuple[str, ...] = CONDITION_TYPES
-    return (known.index(condition.type) if condition.type in known else len(known), condition.type)
+    return _RANKS.get(condition.type, len(_RANKS)), condition.type

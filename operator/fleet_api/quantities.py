@@ -6,7 +6,11 @@ import re
 from dataclasses import dataclass
 from decimal import ROUND_CEILING, Decimal
 from fractions import Fraction
+from functools import lru_cache
+from typing import Final
 
+TEXTS_KEPT: Final = 1_024
+"""Texts whose value is remembered: every pass over a fleet asks for the same few again."""
 DURATION_PATTERN = r"^[0-9]{1,6}(ms|s|m|h)$"
 """Six digits: 999999h still fits the 64 bits of nanoseconds in which the API server's CEL counts."""
 QUANTITY_PATTERN = r"^[0-9]{1,15}(\.[0-9]{1,3})?(Ki|Mi|Gi|Ti|k|M|G|T)?$"
@@ -51,6 +55,7 @@ class Ratio:
         return f"{self.prefill}:{self.decode}"
 
 
+@lru_cache(TEXTS_KEPT)
 def parse_duration(text: str) -> float:
     """Seconds of "250ms", "30s", "2m" or "1h"; ValueError for anything else."""
     if not re.fullmatch(DURATION_PATTERN[1:-1], text):
@@ -59,6 +64,7 @@ def parse_duration(text: str) -> float:
     return float(int(text.removesuffix(unit)) * _SECONDS[unit])
 
 
+@lru_cache(TEXTS_KEPT)
 def parse_quantity(text: str) -> int:
     """Bytes of a Kubernetes quantity such as "64Mi" or "1.5G", rounded up as Kubernetes does; ValueError for anything else."""
     if not re.fullmatch(QUANTITY_PATTERN[1:-1], text):
@@ -68,6 +74,7 @@ def parse_quantity(text: str) -> int:
     return int(exact.to_integral_value(rounding=ROUND_CEILING))
 
 
+@lru_cache(TEXTS_KEPT)
 def parse_ratio(text: str) -> Ratio:
     """The Ratio of "1:4" (prefill:decode); ValueError for anything else."""
     if not re.fullmatch(RATIO_PATTERN[1:-1], text):

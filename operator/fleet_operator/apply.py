@@ -49,6 +49,7 @@ from fleet_operator.render.prefetch import render_fetch
 from fleet_operator.render.revision import render_revision
 from fleet_operator.render.worker import adapters_told, render_pod
 from fleet_operator.settings import Platform
+from fleet_operator.settled import Settled, digest_of
 from fleet_operator.status_pace import StatusPace
 from fleet_planner.events import NAME_CONFLICT, Deed
 from fleet_planner.flip import other
@@ -97,6 +98,7 @@ class _Pass:
     live: Live
     fresh: Fresh
     outcome: Outcome
+    settled: Settled
 
 
 class Applier:
@@ -107,12 +109,14 @@ class Applier:
         self._platform = platform
         self._pace = pace
 
-    async def apply(self, fleet: InferenceFleet, raw: Object, plan: Plan, templates: dict[str, Template], live: Live) -> Outcome:
+    async def apply(
+        self, fleet: InferenceFleet, raw: Object, plan: Plan, templates: dict[str, Template], live: Live, settled: Settled
+    ) -> Outcome:
         """Endpoints first (nobody may be sent to a worker that is about to go), then objects, deletions, creations, status.
 
         When the API cannot answer the pass stops there; only the status, which tells why, is still tried."""
         telling = FleetTelling(self._cluster, self._pace, raw, plan.status)
-        work = _Pass(fleet, raw, plan, live, Fresh(self._cluster, raw, live, telling), Outcome())
+        work = _Pass(fleet, raw, plan, live, Fresh(self._cluster, raw, live, telling), Outcome(), settled)
         with suppress(StopError):
             await self._objects(work, templates)
         if work.outcome.retry_after_s is None and not work.fresh.gone:  # whoever asks for time gets it
@@ -120,6 +124,7 @@ class Applier:
                 await telling.at_last(work.outcome)
         work.outcome.read += work.fresh.read
         work.outcome.gone |= work.fresh.gone
+        settled.keep(live)
         return work.outcome
 
     async def _objects(self, work: _Pass, templates: dict[str, Template]) -> None:
@@ -222,7 +227,10 @@ class Applier:
     async def _put(self, wish: Object, work: _Pass) -> Object | None:
         """The object as wished, written where it differs; None when it could not be."""
         kind, name, outcome = wish["kind"], wish["metadata"]["name"], work.outcome
-        wish, found = stamped(wish), work.live.get((kind, name))
+        digest, seen = digest_of(wish), work.live.get((kind, name))
+        if work.settled.holds(digest, (kind, name), seen):
+            return seen
+        wish, found = stamped(wish), seen
         if found is None or not _owned(found, work.raw):  # not there, or not ours, as far as the cache knows
             if not await self._true(work, sizes=kind == POOL.kind and not work.fresh.is_first):
                 return None
@@ -230,7 +238,10 @@ class Applier:
                 return await self._made(wish, work)
             found = await self._there(wish, outcome)
             outcome.read += [found] if found is not None else []
-        return await self._as_wished(wish, found, work)
+        made = await self._as_wished(wish, found, work)
+        if made is not None and made is seen:  # as the cache shows it
+            work.settled.remember(digest, (kind, name), seen)
+        return made
 
     async def _as_wished(self, wish: Object, found: Object | None, work: _Pass) -> Object | None:
         """What was found, if anything, made what the wish says."""

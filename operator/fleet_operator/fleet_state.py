@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from fleet_api.v1alpha1.status import FleetStatus
 from fleet_operator.adapters.memory import AdapterMemory
 from fleet_operator.known_fleet import KnownFleet
+from fleet_operator.observe import PodsSeen
 from fleet_operator.pace import Pace
+from fleet_operator.settled import Settled
 from fleet_planner.types import FlipReport, Problem, RestMemory, ScaleMemory, TierTelemetry
 
 
@@ -31,6 +33,8 @@ class FleetState:
     adapters: AdapterMemory = field(default_factory=AdapterMemory)
     known: KnownFleet | None = None
     restless: bool = False
+    pods: PodsSeen = field(default_factory=dict)
+    settled: Settled = field(default_factory=Settled)
 
 
 def is_restless(status: FleetStatus) -> bool:

@@ -9,6 +9,7 @@ from fleet_api.parse import parse_fleet
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_operator.cluster.interface import Object
 from fleet_operator.recorder import present_status
+from fleet_operator.render.revision import revision_of
 
 OF_STATUS = ("resourceVersion", "managedFields")
 """Fields of the metadata that a write to the status changes."""
@@ -20,6 +21,8 @@ class KnownFleet:
 
     raw: Object
     fleet: InferenceFleet
+    revisions: dict[str, str]
+    """By tier, the one that the spec asks for."""
 
 
 def parse_again(known: KnownFleet | None, raw: Object) -> KnownFleet:
@@ -27,9 +30,11 @@ def parse_again(known: KnownFleet | None, raw: Object) -> KnownFleet:
     if known is not None and known.raw is raw:
         return known
     if known is None or not _same_wish(known.raw, raw):
-        return KnownFleet(raw, parse_fleet(raw))
+        fleet = parse_fleet(raw)
+        return KnownFleet(raw, fleet, {tier.name: revision_of(fleet, tier) for tier in fleet.spec.tiers})
     metadata = known.fleet.metadata.model_copy(update={"resource_version": raw["metadata"].get("resourceVersion", "")})
-    return KnownFleet(raw, known.fleet.model_copy(update={"metadata": metadata, "status": present_status(raw)}))
+    fleet = known.fleet.model_copy(update={"metadata": metadata, "status": present_status(raw)})
+    return KnownFleet(raw, fleet, known.revisions)
 
 
 def _same_wish(before: Object, after: Object) -> bool:

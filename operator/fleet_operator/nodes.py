@@ -85,9 +85,9 @@ def going_away(nodes: Mapping[str, NodeView]) -> dict[str, str]:
     return {name: word for name, word in words.items() if word}
 
 
-def sick_nodes(nodes: Mapping[str, NodeView]) -> dict[str, str]:
-    """Node name → what is wrong with its devices."""
-    return {name: view.sick for name, view in nodes.items() if view.sick}
+def sick_nodes(nodes: Mapping[str, NodeView], among: Iterable[str | None]) -> dict[str, str]:
+    """Node name → what is wrong with its devices; of these nodes."""
+    return {name: view.sick for name in among if name and (view := nodes.get(name)) is not None and view.sick}
 
 
 def changed_nodes(before: Mapping[str, str], after: Mapping[str, str]) -> Iterable[str]:

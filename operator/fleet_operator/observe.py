@@ -48,10 +48,30 @@ class Surroundings:
     """Pod name → requests that it runs."""
 
 
-def observe_pods(pods: Iterable[Object], around: Surroundings = Surroundings()) -> tuple[ObservedPod, ...]:
-    """Worker pods (by their labels), in name order."""
-    found = [_pod(pod, around) for pod in pods if pod["metadata"].get("labels", {}).get(ROLE) in ROLES]
-    return tuple(sorted(found, key=lambda pod: pod.name))
+Near = tuple[str, str, bool, float | None]
+"""What `Surroundings` say of one pod: why its node goes away, what is wrong with it, whether it serves, its load."""
+PodsSeen = dict[str, tuple[Object, Near, ObservedPod]]
+"""By name: what pods were last seen as, and from what. The objects of the cache never change in place."""
+
+
+def observe_pods(
+    pods: Iterable[Object], around: Surroundings = Surroundings(), before: PodsSeen | None = None
+) -> tuple[ObservedPod, ...]:
+    """Worker pods (by their labels), in name order. `before` is used where nothing changed, and then says what is seen now."""
+    mine = [pod for pod in pods if pod["metadata"].get("labels", {}).get(ROLE) in ROLES]
+    seen = {pod["metadata"]["name"]: _seen(pod, around, before or {}) for pod in mine}
+    if before is not None:
+        before.clear()
+        before.update(seen)
+    return tuple([found for _, (_, _, found) in sorted(seen.items())])
+
+
+def _seen(pod: Object, around: Surroundings, before: PodsSeen) -> tuple[Object, Near, ObservedPod]:
+    meta, node = pod["metadata"], pod["spec"].get("nodeName") or ""
+    name, uid = meta["name"], meta["uid"]
+    near = around.leaving.get(node, ""), around.sick.get(node, ""), uid in around.serving, around.busy.get(name)
+    known = before.get(name)
+    return known if known is not None and known[0] is pod and known[1] == near else (pod, near, _pod(pod, *near))
 
 
 def observe_serving(documents: Object | None) -> frozenset[str]:
@@ -97,7 +117,7 @@ def observe_published(documents: Object | None) -> dict[str, tuple[AdapterSeen, 
     return {w.uid: tuple(AdapterSeen(name, digest=digest) for name, digest in w.adapters.items()) for w in workers if w.adapters}
 
 
-def _pod(pod: Object, around: Surroundings) -> ObservedPod:
+def _pod(pod: Object, leaving: str, sick: str, serving: bool, busy: float | None) -> ObservedPod:
     meta, status = pod["metadata"], pod.get("status") or {}
     labels, notes = meta["labels"], meta.get("annotations") or {}
     conditions = {c["type"]: c for c in status.get("conditions") or []}
@@ -128,10 +148,10 @@ def _pod(pod: Object, around: Surroundings) -> ObservedPod:
         group=notes.get(GROUP_UID, ""),
         scheduled_at=timestamp(scheduled.get("lastTransitionTime")) if scheduled.get("status") == "True" else None,
         deletion_cost=_whole(notes.get(DELETION_COST)),
-        leaving=around.leaving.get(node or "", ""),
-        sick=around.sick.get(node or "", ""),
-        serving=meta["uid"] in around.serving,
-        busy=around.busy.get(meta["name"]),
+        leaving=leaving,
+        sick=sick,
+        serving=serving,
+        busy=busy,
         flipping=_flipping(notes),
         flip_since=_time(notes.get(FLIP_SINCE)) or 0.0,
         flipped=FLIPPED_AT in notes,

@@ -73,7 +73,9 @@ def workers(fleet: InferenceFleet, state: FleetState, live: Live, where: Places)
     """Its worker pods, in name order."""
     serving = observe_serving(live.get(("ConfigMap", router_name(fleet.metadata.name))))
     busy = {name: load for tier in state.telemetry.values() for name, load in tier.busy.items()}
-    return observe_pods(pods_of(live), Surroundings(serving, where.leaving, sick_nodes(where.views), busy))
+    pods = pods_of(live)
+    sick = sick_nodes(where.views, {pod["spec"].get("nodeName") for pod in pods})
+    return observe_pods(pods, Surroundings(serving, where.leaving, sick, busy), state.pods)
 
 
 def router_urls(live: Live, platform: Platform) -> list[str]:

@@ -331,14 +331,17 @@ class Reconciler:
             return await self._not_accepted(key, raw, error)
         fleet, live = state.known.fleet, self._objects.children(key)
         stored = observe_revisions(obj for (kind, _), obj in live.items() if kind == "ControllerRevision")
-        templates = {t.name: template_of(fleet, t, stored.get(t.name, {}), self._platform) for t in fleet.spec.tiers}
+        wanted = state.known.revisions
+        templates = {
+            t.name: template_of(fleet, t, stored.get(t.name, {}), self._platform, wanted[t.name]) for t in fleet.spec.tiers
+        }
         heard = self.reader.hearing.heard(key)
         observed = picture(fleet, state, live, self._places(), templates, stored, heard)
         state.changing = any(pod.flipping is not None for pod in observed.pods)
         plan: Plan = reconcile(fleet, observed, self._now())
         state.memory, state.rest, state.restless = plan.memory, plan.rest, is_restless(plan.status)
         self.reader.hearing.follow(key, plan.status)
-        outcome = await self._applier.apply(fleet, raw, plan, templates, live)
+        outcome = await self._applier.apply(fleet, raw, plan, templates, live, state.settled)
         await self._recorder.record(raw, plan.status, outcome, sizing_of(fleet, plan.reasons))
         return outcome
 

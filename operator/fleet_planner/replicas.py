@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fleet_planner.types import ObservedPod, PodGone, PodWanted, PoolWanted, Role
 
@@ -17,6 +17,25 @@ class Replica:
 
     pods: tuple[ObservedPod, ...]
     size: int = 1
+    # worked out once: every one of these is asked many times in every pass
+    broken: bool = field(init=False, repr=False, compare=False)
+    """It can never be whole again: a pod ended, is missing, or follows a leader that is gone."""
+    terminating: bool = field(init=False, repr=False, compare=False)
+    """It goes: a worker that loses one pod has lost all."""
+    alive: bool = field(init=False, repr=False, compare=False)
+    """It serves or may still come to serve."""
+    ready: bool = field(init=False, repr=False, compare=False)
+    """It could serve now."""
+
+    def __post_init__(self) -> None:
+        pods, leader, put = self.pods, self.pods[0], object.__setattr__
+        stray = any([pod.group and pod.group != leader.uid for pod in pods]) and (len(pods), self.size) != (1, 1)
+        broken = stray or len(pods) < self.size or any([pod.phase in ENDED for pod in pods])
+        terminating = any([pod.terminating for pod in pods])
+        put(self, "broken", broken)
+        put(self, "terminating", terminating)
+        put(self, "alive", not broken and not terminating)
+        put(self, "ready", self.alive and all([pod.ready for pod in pods]) and leader.ip is not None)
 
     @property
     def leader(self) -> ObservedPod:
@@ -29,32 +48,9 @@ class Replica:
         return self.leader.role
 
     @property
-    def broken(self) -> bool:
-        """It can never be whole again: a pod ended, is missing, or follows a leader that is gone."""
-        if self.size == 1 and len(self.pods) == 1:  # asked many times in every pass
-            return self.pods[0].phase in ENDED
-        stray = any(pod.group and pod.group != self.leader.uid for pod in self.pods)
-        return stray or len(self.pods) < self.size or any(pod.phase in ENDED for pod in self.pods)
-
-    @property
     def placed(self) -> int:
         """Pods that have a node."""
         return sum(pod.node is not None for pod in self.pods)
-
-    @property
-    def terminating(self) -> bool:
-        """It goes: a worker that loses one pod has lost all."""
-        return any(pod.terminating for pod in self.pods)
-
-    @property
-    def alive(self) -> bool:
-        """It serves or may still come to serve."""
-        return not self.broken and not self.terminating
-
-    @property
-    def ready(self) -> bool:
-        """It could serve now."""
-        return self.alive and all(pod.ready for pod in self.pods) and self.leader.ip is not None
 
     @property
     def leaving(self) -> str:

@@ -44,7 +44,7 @@ def node(name: str = "n", *, taints: tuple[str, ...] = (), cordoned: bool = Fals
 def test_what_a_node_says(found: dict[str, Any], leaving: str, sick: str):
     views = {"n": observe_node(found, Platform())}
     assert going_away(views) == ({"n": leaving} if leaving else {})
-    assert sick_nodes(views) == ({"n": sick} if sick else {})
+    assert sick_nodes(views, views) == ({"n": sick} if sick else {})
 
 
 @pytest.mark.parametrize(("lost", "believed"), [(1, True), (2, True), (3, False), (4, False)])

@@ -7,7 +7,6 @@ the spec that was stored when the revision first appeared, also when a rollout g
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 from collections.abc import Iterable
@@ -19,6 +18,7 @@ import msgspec
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.tier import TierSpec
 from fleet_operator.cluster.interface import Object
+from fleet_operator.cluster.merge import clone
 from fleet_operator.names import GROUP, REVISION, TIER, labels, owner_reference
 from fleet_operator.render import fabric
 from fleet_operator.render.gang import gang_of
@@ -67,9 +67,17 @@ def _without_marks(role: dict[str, Any]) -> dict[str, Any]:
     return {**rest, "podTemplate": template} if template else rest
 
 
-def template_of(fleet: InferenceFleet, tier: TierSpec, stored: dict[str, Template], platform: Platform) -> Template:
-    """The template that the spec asks for: the stored one when this revision existed before."""
-    revision = _digest(revision_inputs(fleet, tier))[:8]
+def revision_of(fleet: InferenceFleet, tier: TierSpec) -> str:
+    """Name of the revision that the spec asks for."""
+    return _digest(revision_inputs(fleet, tier))[:8]
+
+
+def template_of(
+    fleet: InferenceFleet, tier: TierSpec, stored: dict[str, Template], platform: Platform, revision: str = ""
+) -> Template:
+    """The template that the spec asks for: the stored one when this revision existed before. `revision`: its name, where the
+    caller knows `revision_of` already."""
+    revision = revision or revision_of(fleet, tier)
     if revision in stored:
         return stored[revision]
     prefill, decode = (device[1] if (device := tier.device_request(role)) is not None else 0 for role in ROLES)
@@ -89,7 +97,7 @@ def _flippable(fleet: InferenceFleet, tier: TierSpec, template: Template, platfo
 
 def _without_role(spec: Object) -> Object:
     """A worker pod's spec, its configuration as that of a prefill worker."""
-    plain: Object = copy.deepcopy(spec)
+    plain: Object = clone(spec)
     for container in plain["containers"]:
         for item in container.get("env", ()):
             if item["name"] == CONFIG_ENV:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import PurePosixPath
 from typing import Final
 
@@ -13,6 +12,7 @@ from fleet_api.v1alpha1.model import ClaimSource, FileSource, HubSource, ModelCa
 from fleet_api.v1alpha1.podtemplate import PodTemplateSpec
 from fleet_api.v1alpha1.tier import TierSpec
 from fleet_operator.cluster.interface import Object
+from fleet_operator.cluster.merge import clone
 from fleet_operator.names import ADAPTERS, COMPAT, MEMBER, ORDINAL, POOL, REVISION, ROLE, TIER, labels, owner_reference
 from fleet_operator.render import fabric
 from fleet_operator.render.gang import environment, join_gang
@@ -69,7 +69,7 @@ def render_pod(fleet: InferenceFleet, wanted: PodWanted, stored: Object, owner: 
             "annotations": {**added.annotations, **data.get("networks", {}), **own},
             "ownerReferences": [owner_reference(owner)],
         },
-        "spec": at_ordinal(copy.deepcopy(data["pods"][wanted.role]), wanted.role, wanted.ordinal, data.get("hostPorts")),
+        "spec": at_ordinal(clone(data["pods"][wanted.role]), wanted.role, wanted.ordinal, data.get("hostPorts")),
     }
     join_gang(pod, wanted, data.get("gangs", {}).get(wanted.role, {}), leader_uid)
     return pod
