@@ -146,13 +146,24 @@ class Answering(ABC):
         self._end_head(lines, now)
         self._head_bytes = b"".join(lines)
 
-    def _end_head(self, lines: list[bytes], now: float) -> None:
-        """Header lines of our own."""
+    def _add_told(self, lines: list[bytes], now: float) -> None:
+        """What we tell of an answer, each with its line break before it."""
         lines.append(self._ticket.lane.account.headers(int(now * 1e9)))
         if self.hints.tier:
             lines.append(b"\r\nx-fleet-tier: " + self.hints.tier.encode())
         if self.record.shown:
             lines.append(decision_header(self.record))
+
+    def told_with_refusals(self) -> str:
+        """The same as an error has it: each with its line break behind it."""
+        lines: list[bytes] = []
+        self._add_told(lines, self._context.clock())
+        told = b"".join(lines).removeprefix(b"\r\n").decode("latin-1")
+        return told + "\r\n" if told else ""
+
+    def _end_head(self, lines: list[bytes], now: float) -> None:
+        """Header lines of our own."""
+        self._add_told(lines, now)
         if self._client.last_answer:
             self._last = True
             lines.append(CLOSE)
@@ -347,8 +358,15 @@ class Answering(ABC):
         self._client.refuse(error)
 
     def refuse_with(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
-        """A worker's own refusal (4xx) goes to the client as it is."""
+        """A worker's own refusal (4xx) goes to the client as it is, or in its own dialect."""
         self._release_lease()
+        if self._translation is not None:
+            error = self._translation.refused(status, body, self.told_with_refusals())
+            self._outcome, self.record.status = "refused", status
+            self._count(status)
+            self._over()
+            self._client.refuse(error)
+            return
         kept = [(name, value) for name, value in headers if name.lower() not in FRAMING]
         self.head(status, [*kept, (b"content-length", str(len(body)).encode())])
         self.send_head()

@@ -20,7 +20,6 @@ from fleet_router.cascade.judge import objection
 from fleet_router.cascade.reading import answer_of, payloads_of, wants_json, with_logprobs, without_logprobs
 from fleet_router.config import Cascade, RouterConfig
 from fleet_router.context import Client, Context
-from fleet_router.dialect.chat import worker_error
 from fleet_router.dialect.translation import Translation
 from fleet_router.ending import CHAT_PATH, END, framed, unframed
 from fleet_router.errors import RequestError
@@ -168,8 +167,10 @@ class Climb:
         if self._translation is None:
             self._tell(draft, head + HEAD_END + body, "refused", last=last)
             return
+        body = unframed(body) if CHUNKED in head.lower() else body
+        error = self._translation.refused(draft.record.status, body, draft.told_with_refusals())
         self._end(draft, "refused", "refused")
-        self._refuse(RequestError(draft.record.status, worker_error(body)))
+        self._refuse(error)
 
     def _tell_anew(self, draft: Draft, head: bytes, plain: bytes, *, last: bool) -> None:
         """In the client's dialect, or without what it did not ask for."""
