@@ -17,7 +17,7 @@ from fleet_router.admission.quota import Outcome
 from fleet_router.asked import Ask, Hints
 from fleet_router.cascade.draft import Draft, Held
 from fleet_router.cascade.judge import objection
-from fleet_router.cascade.reading import answer_of, payloads_of, wants_json, with_logprobs, without_logprobs
+from fleet_router.cascade.reading import answer_of, json_kinds_of, payloads_of, with_logprobs, without_logprobs
 from fleet_router.config import Cascade, RouterConfig
 from fleet_router.context import Client, Context
 from fleet_router.dialect.translation import Translation
@@ -123,7 +123,7 @@ class Climb:
         """The answer without what is not the client's, and what is against it."""
         try:
             payloads = payloads_of(plain, stream=self._ask.stream)
-            why = objection(answer_of(payloads), self._cascade.check, wants_json=wants_json(self._ask))
+            why = objection(answer_of(payloads), self._cascade.check, json_kinds=json_kinds_of(self._ask))
             if self._asked_logprobs and not why:
                 plain = without_logprobs(payloads, stream=self._ask.stream)
         except (msgspec.DecodeError, RequestError, RecursionError):

@@ -138,7 +138,9 @@ def test_a_draft_is_judged_by_its_log_probabilities(logprob: float, asks: bool, 
 def test_an_answer_that_was_to_be_json_is():
     async def go(ladder: Ladder) -> None:
         shape = {"response_format": {"type": "json_object"}}
-        assert (await ladder.talk(**shape))[1] == "large"
+        for said in ("small", "7", '[{"a": 1}]'):
+            ladder.behave("small", says([{"content": said}]))
+            assert (await ladder.talk(**shape))[1] == "large"
         ladder.behave("small", says([{"content": '{"a": 1}'}]))
         assert (await ladder.talk(**shape))[1] == "small"
 
