@@ -21,6 +21,7 @@ from fleet_router.context import Client, Context
 from fleet_router.dialect.translation import Translation
 from fleet_router.ending import CHAT_PATH, END, chunked, framed, last_event
 from fleet_router.errors import RequestError
+from fleet_router.explain.record import Record
 from fleet_router.explain.shown import header as decision_header
 from fleet_router.heads import STATUS_LINES, add_kept, status_line
 from fleet_router.health.resume import Again, determined
@@ -66,12 +67,12 @@ class Answering(ABC):
 
     def __init__(
         self, context: Context, client: Client, path: bytes, ask: Ask, ticket: Ticket, translation: Translation | None = None,
-        hints: Hints = NO_HINTS,
+        hints: Hints = NO_HINTS, record: Record | None = None,
     ) -> None:  # fmt: skip
+        """`record`: of a request that has come before, and whose answer this one is to be instead of another."""
         self._context = context
-        context.metrics.arrivals += 1
-        context.budget.asked()
         self._client, self._path = client, path
+        self.record = self._opened(ask, ticket, hints) if record is None else record
         self._ask = self._asked = self._with_ids(ask, context.config) if ask.stream else ask
         """What is asked of workers, and what the client asked: a stream that is carried on asks for its rest."""
         self._sent: Sent | None = None
@@ -87,7 +88,6 @@ class Answering(ABC):
         """The last two reads of the answer: its usage stands there."""
         self._translation = translation
         self.config = context.config  # a reload does not change a running request
-        self.record = context.recorder.open((client.request_id, client.leg_id), path, ask, ticket, hints.headers)
         self._excluded: frozenset[str] = frozenset()
         self._local = ask.alone
         """The KV is not to come from a prefill worker, or not any more."""
@@ -117,6 +117,13 @@ class Answering(ABC):
         """The first byte has gone to the client; it is over; events come in chunks and are handed on as they are."""
         self.sent_at = self.started_at = self.last_byte_at = context.clock()
         self.deadline = inf if ticket.waiting else self.started_at + self.config.first_token_deadline_s
+
+    def _opened(self, ask: Ask, ticket: Ticket, hints: Hints) -> Record:
+        """The request has come: what is counted once, however many answers are made for it."""
+        context, client = self._context, self._client
+        context.metrics.arrivals += 1
+        context.budget.asked()
+        return context.recorder.open((client.request_id, client.leg_id), self._path, ask, ticket, hints.headers)
 
     @staticmethod
     def _with_ids(ask: Ask, config: RouterConfig) -> Ask:
