@@ -14,6 +14,7 @@ TEXTS_KEPT: Final = 1_024
 DURATION_PATTERN = r"^[0-9]{1,6}(ms|s|m|h)$"
 """Six digits: 999999h still fits the 64 bits of nanoseconds in which the API server's CEL counts."""
 QUANTITY_PATTERN = r"^[0-9]{1,15}(\.[0-9]{1,3})?(Ki|Mi|Gi|Ti|k|M|G|T)?$"
+CPU_PATTERN = r"^[0-9]{1,6}(\.[0-9]{1,3}|m)?$"
 RATIO_PATTERN = r"^[1-9][0-9]?:[1-9][0-9]?$"
 
 _SECONDS = {"ms": Fraction(1, 1000), "s": Fraction(1), "m": Fraction(60), "h": Fraction(3600)}
@@ -69,9 +70,14 @@ def parse_quantity(text: str) -> int:
     """Bytes of a Kubernetes quantity such as "64Mi" or "1.5G", rounded up as Kubernetes does; ValueError for anything else."""
     if not re.fullmatch(QUANTITY_PATTERN[1:-1], text):
         raise ValueError(f"{text!r} is not a quantity such as 64Mi or 1.5G")
+    return int(exact_quantity(text).to_integral_value(rounding=ROUND_CEILING))
+
+
+def exact_quantity(text: str) -> Decimal:
+    """Bytes or cores of text that QUANTITY_PATTERN or CPU_PATTERN fits."""
     unit = text.lstrip("0123456789.")
-    exact = Decimal(text.removesuffix(unit)) * _BYTES[unit]
-    return int(exact.to_integral_value(rounding=ROUND_CEILING))
+    number = Decimal(text.removesuffix(unit))
+    return number / 1000 if unit == "m" else number * _BYTES[unit]
 
 
 @lru_cache(TEXTS_KEPT)

@@ -26,6 +26,7 @@ from fleet_api.rule import either as _or
 from fleet_api.rules_adapters import ADAPTER_RULES
 from fleet_api.rules_model import MODEL_RULES
 from fleet_api.rules_pod import POD_RULES
+from fleet_api.rules_ranges import RANGE_RULES
 from fleet_api.structure import go_match
 from fleet_api.v1alpha1.model import EngineSpec
 from fleet_api.v1alpha1.routing import LimitsSpec
@@ -249,6 +250,7 @@ FLEET_RULES: tuple[Rule, ...] = (
     _quantity_between("spec.engine", "cacheSize", "1Mi", "16Ti"),
     *ADAPTER_RULES,
     *POD_RULES,
+    *RANGE_RULES,
     *_ratio_rules("spec.tiers[].ratio"),
     *_role_rules("spec.tiers[].prefill"),
     *_role_rules("spec.tiers[].decode"),

@@ -21,6 +21,7 @@ from fleet_router.context import Client, Context
 from fleet_router.dialect.translation import Translation
 from fleet_router.ending import CHAT_PATH, END, chunked, framed, last_event
 from fleet_router.errors import RequestError
+from fleet_router.explain.record import Record
 from fleet_router.explain.shown import header as decision_header
 from fleet_router.heads import STATUS_LINES, add_kept, status_line
 from fleet_router.health.resume import Again, determined
@@ -66,12 +67,12 @@ class Answering(ABC):
 
     def __init__(
         self, context: Context, client: Client, path: bytes, ask: Ask, ticket: Ticket, translation: Translation | None = None,
-        hints: Hints = NO_HINTS,
+        hints: Hints = NO_HINTS, record: Record | None = None,
     ) -> None:  # fmt: skip
+        """`record`: of a request that has come before, and whose answer this one is to be instead of another."""
         self._context = context
-        context.metrics.arrivals += 1
-        context.budget.asked()
         self._client, self._path = client, path
+        self.record = self._opened(ask, ticket, hints) if record is None else record
         self._ask = self._asked = self._with_ids(ask, context.config) if ask.stream else ask
         """What is asked of workers, and what the client asked: a stream that is carried on asks for its rest."""
         self._sent: Sent | None = None
@@ -87,7 +88,6 @@ class Answering(ABC):
         """The last two reads of the answer: its usage stands there."""
         self._translation = translation
         self.config = context.config  # a reload does not change a running request
-        self.record = context.recorder.open((client.request_id, client.leg_id), path, ask, ticket, hints.headers)
         self._excluded: frozenset[str] = frozenset()
         self._local = ask.alone
         """The KV is not to come from a prefill worker, or not any more."""
@@ -118,6 +118,13 @@ class Answering(ABC):
         self.sent_at = self.started_at = self.last_byte_at = context.clock()
         self.deadline = inf if ticket.waiting else self.started_at + self.config.first_token_deadline_s
 
+    def _opened(self, ask: Ask, ticket: Ticket, hints: Hints) -> Record:
+        """The request has come: what is counted once, however many answers are made for it."""
+        context, client = self._context, self._client
+        context.metrics.arrivals += 1
+        context.budget.asked()
+        return context.recorder.open((client.request_id, client.leg_id), self._path, ask, ticket, hints.headers)
+
     @staticmethod
     def _with_ids(ask: Ask, config: RouterConfig) -> Ask:
         """Token ids in the stream, where it can be carried on by them."""
@@ -146,13 +153,24 @@ class Answering(ABC):
         self._end_head(lines, now)
         self._head_bytes = b"".join(lines)
 
-    def _end_head(self, lines: list[bytes], now: float) -> None:
-        """Header lines of our own."""
+    def _add_told(self, lines: list[bytes], now: float) -> None:
+        """What we tell of an answer, each with its line break before it."""
         lines.append(self._ticket.lane.account.headers(int(now * 1e9)))
         if self.hints.tier:
             lines.append(b"\r\nx-fleet-tier: " + self.hints.tier.encode())
         if self.record.shown:
             lines.append(decision_header(self.record))
+
+    def told_with_refusals(self) -> str:
+        """The same as an error has it: each with its line break behind it."""
+        lines: list[bytes] = []
+        self._add_told(lines, self._context.clock())
+        told = b"".join(lines).removeprefix(b"\r\n").decode("latin-1")
+        return told + "\r\n" if told else ""
+
+    def _end_head(self, lines: list[bytes], now: float) -> None:
+        """Header lines of our own."""
+        self._add_told(lines, now)
         if self._client.last_answer:
             self._last = True
             lines.append(CLOSE)
@@ -347,8 +365,15 @@ class Answering(ABC):
         self._client.refuse(error)
 
     def refuse_with(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
-        """A worker's own refusal (4xx) goes to the client as it is."""
+        """A worker's own refusal (4xx) goes to the client as it is, or in its own dialect."""
         self._release_lease()
+        if self._translation is not None:
+            error = self._translation.refused(status, body, self.told_with_refusals())
+            self._outcome, self.record.status = "refused", status
+            self._count(status)
+            self._over()
+            self._client.refuse(error)
+            return
         kept = [(name, value) for name, value in headers if name.lower() not in FRAMING]
         self.head(status, [*kept, (b"content-length", str(len(body)).encode())])
         self.send_head()

@@ -20,6 +20,7 @@ from fleet_router.errors import RequestError
 from fleet_router.repeated import Repeated, around_length, worth_learning
 
 HOST: Final = re.compile(rb"^[A-Za-z0-9._\-]+(:\d{1,5})?$|^\[[0-9a-fA-F:.]+\](:\d{1,5})?$")
+ABSOLUTE: Final = re.compile(rb"https?://([^/?#]*)(.*)", re.IGNORECASE | re.DOTALL)
 REQUEST_ID: Final = re.compile(rb"^[A-Za-z0-9._\-]{1,128}$")
 LOOKED_AT: Final = frozenset({b"host", b"content-length", b"transfer-encoding", b"x-request-id", b"content-encoding", b"expect"})
 ASKED_BY: Final[frozenset[bytes]] = frozenset({b"authorization", b"x-api-key", b"x-slo-class", b"x-slo-ttft-ms"})
@@ -48,6 +49,18 @@ def check_framing(name: bytes, value: bytes, most_bytes: int) -> int:
     if name == b"transfer-encoding" and value.strip().lower() != b"chunked":
         raise RequestError(400, "the only transfer encoding that is read is chunked")
     return 1
+
+
+def origin_form(target: bytes) -> bytes:
+    """Path and query of a target that may be written with scheme and host before them (RFC 9112, 3.2.2); other targets as they
+    are. That host takes the place of Host, which must be there all the same and counts for nothing. RequestError for no host."""
+    found = ABSOLUTE.fullmatch(target)
+    if found is None:
+        return target
+    if not HOST.match(found[1]):
+        raise RequestError(400, "what the target names before its path is not a host")
+    rest: bytes = found[2]
+    return rest if rest.startswith(b"/") else b"/" + rest
 
 
 class Incoming:
@@ -219,11 +232,7 @@ class Inbound:
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """One header field; counted and checked, only a few are kept."""
-        bounds = self._bounds
-        self._header_count += 1
-        self._header_bytes += len(name) + len(value) + 4
-        if self._header_count > bounds.header_count or self._header_bytes > bounds.header_bytes:
-            raise RequestError(431, f"more than {bounds.header_count} header fields or {bounds.header_bytes} bytes of them")
+        self._count_field(len(name) + len(value) + 4)
         lower = name.lower()
         if lower not in KEPT:
             if lower in self._wanted and self.current is not None and len(value) <= KEPT_BYTES:
@@ -241,7 +250,17 @@ class Inbound:
             if self.current is not None:
                 asked_by(self.current, lower, value)
         else:
-            self._framing += check_framing(lower, value, bounds.body_bytes)
+            self._framing += check_framing(lower, value, self._bounds.body_bytes)
+
+    def _count_field(self, size: int) -> None:
+        """The first one tells that the target is whole."""
+        bounds = self._bounds
+        self._header_count += 1
+        self._header_bytes += size
+        if self._header_count > bounds.header_count or self._header_bytes > bounds.header_bytes:
+            raise RequestError(431, f"more than {bounds.header_count} header fields or {bounds.header_bytes} bytes of them")
+        if self._header_count == 1 and self.current is not None and not self.current.url.startswith(b"/"):
+            self.current.url = origin_form(self.current.url)
 
     def _name(self, value: bytes) -> None:
         current = self.current

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from fleet_router.dialect.chat import Events, worker_error
+from fleet_router.dialect.chat import Events
 from fleet_router.ending import END, chunked, framed, unframed
 from fleet_router.errors import RequestError
 from fleet_router.health.resume import Again, DiffersError
@@ -226,7 +226,7 @@ class TranslatedLeg(DecodeLeg):
         if self._held:
             super().on_end()
         elif self._refused:
-            self._flow.cut(RequestError(self._refused, worker_error(bytes(self._answer))))
+            self._flow.refuse_with(self._refused, [], bytes(self._answer))
         else:
             self._finish()
 

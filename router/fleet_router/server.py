@@ -129,16 +129,17 @@ class ClientConnection:
 
     def eof_received(self) -> bool:
         """The client sends no more: it left, or only closed its half and still reads. 100 Continue finds out which: a client
-        that left resets the connection, others pass over it (RFC 9110, 15.2). Answers that are owed are given."""
+        that left resets the connection, others pass over it (RFC 9110, 15.2). Answers that are owed are given; half a request is
+        told so, also to a client that does not hear it any more."""
         self._half_closed = True
         self._context.outbox.flush()  # whoever closes behind us must not overtake an answer
         if self._transport is not None and self._transport.get_extra_info("sslcontext") is not None:
             return False  # TLS has no half: the transport closes, and what runs ends with it
-        if self._transport is None or (self.flow is None and not self._inbound.requests):
-            return False
-        if self.flow is not None and not self.flow.started:
+        if self.flow is None:
+            self._answer_next()
+        elif not self.flow.started:
             self.write(CONTINUE)
-        return True
+        return self._transport is not None and self._closed_at is None
 
     def pause_writing(self) -> None:
         """The client reads slower than the worker writes."""
@@ -213,7 +214,10 @@ class ClientConnection:
 
     def _wait_for_more(self) -> None:
         """Nothing is whole."""
-        if self._half_closed:
+        if self._half_closed and self._inbound.current is not None:
+            self._request = self._inbound.current
+            self._answer_error(RequestError(400, "the request ended early: the client sends no more", reason="ended_early"))
+        elif self._half_closed:
             self._close()
         elif self._inbound.current is not None:
             if self.begun_at is None:

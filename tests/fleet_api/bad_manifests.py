@@ -31,6 +31,10 @@ def adapters(*wished: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
     return (("spec.model.adapters", list(wished)),)
 
 
+def tier_rules(*lengths: dict[str, int]) -> tuple[tuple[str, Any], ...]:
+    return (("spec.routing", {"tierRules": [{"tier": "a", "when": {"inputTokens": length}} for length in lengths]}),)
+
+
 EMPTY = {"name": "v", "emptyDir": {}}
 BAD_TEMPLATES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("a label of ours", {"labels": {"inferencefleet.io/role": "decode"}}),
@@ -56,6 +60,17 @@ BAD_TEMPLATES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("a mount at the root", {"volumes": [EMPTY], "volumeMounts": [{"name": "v", "mountPath": "/"}]}),
     ("a relative mount", {"volumes": [EMPTY], "volumeMounts": [{"name": "v", "mountPath": "v"}]}),
     ("devices", {"resources": {"limits": {"nvidia.com/gpu": 8}}}),
+    ("more memory than its limit", {"resources": {"requests": {"memory": "2Gi"}, "limits": {"memory": "2147483647.999"}}}),
+    ("more cores than their limit", {"resources": {"requests": {"cpu": "1001m"}, "limits": {"cpu": "1"}}}),
+    (
+        "more disk than its limit",
+        {"resources": {"requests": {"ephemeral-storage": "1Ti"}, "limits": {"ephemeral-storage": "1T"}}},
+    ),
+    (
+        "more huge pages than their limit",
+        {"resources": {"requests": {"hugepages-2Mi": "4Mi"}, "limits": {"hugepages-2Mi": "2Mi"}}},
+    ),
+    ("a wrong unit and a limit below it", {"resources": {"requests": {"memory": "2GB"}, "limits": {"memory": "1G"}}}),
     ("a command", {"command": ["sh"]}),
     ("host network", {"hostNetwork": True}),
     ("a security context", {"securityContext": {"privileged": True}}),
@@ -160,6 +175,8 @@ BAD: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = (
     ("objective without a percentile", (("spec.slo", {"ttft": {}}),)),
     ("objective of zero", (("spec.slo", {"itl": {"p99": "0ms"}}),)),
     ("policy", (("spec.routing", {"policy": "random"}),)),
+    ("a tier rule that no prompt fits", tier_rules({"ge": 10, "lt": 5})),
+    ("a tier rule for no length at all", tier_rules({"ge": 5, "lt": 6}, {"lt": 1}, {"ge": 5, "lt": 5})),
     ("load bound below one", (("spec.routing", {"load": {"bound": 0.5}}),)),
     ("load bound as text", (("spec.routing", {"load": {"bound": "1.25"}}),)),
     ("no router", (("spec.routing", {"replicas": 0}),)),
@@ -296,6 +313,8 @@ BAD: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = (
     ("structure and a rule at once", (("spec.engine", {"maxBatch": 0}), ("spec.model.revision", "main"))),
 )
 TERM = {"labelSelector": {"matchLabels": {"a": "b"}}, "topologyKey": "kubernetes.io/hostname"}
+FULL = {"cpu": "1500m", "memory": "1.5Gi", "ephemeral-storage": "0.001k", "hugepages-2Mi": "2Mi"}
+LIMITS = {"cpu": "1.5", "memory": "1536Mi", "ephemeral-storage": "1", "hugepages-2Mi": "2048Ki"}
 WHOLE_TEMPLATE: dict[str, Any] = {
     "labels": {"team": "ml", "example.com/x": ""},
     "annotations": {"prometheus.io/scrape": "true"},
@@ -343,6 +362,7 @@ WHOLE_TEMPLATE: dict[str, Any] = {
 GOOD_CHANGES: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = (
     ("the least", ()),
     ("null is absent", (("spec.engine", {"maxModelLen": None}), (f"{TIER}.decode", {"replicas": None}))),
+    ("tier rules by length", tier_rules({"ge": 5, "lt": 6}, {"ge": 1}, {"lt": 1}, {})),
     ("load bound as a whole number", (("spec.routing", {"load": {"bound": 2}}),)),
     ("hub with revision", (("spec.model", {"source": "hf://org/name", "revision": "v1"}),)),
     ("claim", (("spec.model", {"source": "pvc://models/llama/70b", "servedName": "llama-70b"}),)),
@@ -433,6 +453,7 @@ GOOD_CHANGES: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = (
         ),
     ),
     ("a queue for workers of one node", ((f"{TIER}.placement", {"queue": "gpus"}),)),
+    ("as much as its limits", ((f"{TIER}.prefill", {"podTemplate": {"resources": {"requests": FULL, "limits": LIMITS}}}),)),
     ("a whole template", ((f"{TIER}.decode", {"podTemplate": WHOLE_TEMPLATE}),)),
     *GOOD_CASCADES,
     ("label and annotation", (("metadata.labels", {"team": "ml"}), ("metadata.annotations", {"note": "x y"}))),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
 from fractions import Fraction
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet_api.quantities import Ratio, format_ratio, parse_duration, parse_quantity, parse_ratio
+from fleet_api.quantities import Ratio, exact_quantity, format_ratio, parse_duration, parse_quantity, parse_ratio
 
 
 @pytest.mark.parametrize(
@@ -34,6 +35,14 @@ def test_not_a_duration(text):
 )  # fmt: skip
 def test_quantity_rounds_up_as_kubernetes_does(text, size):
     assert parse_quantity(text) == size
+
+
+@pytest.mark.parametrize(
+    ("text", "amount"),
+    [("1500m", "1.5"), ("1m", "0.001"), ("1.25", "1.25"), ("0.001Ki", "1.024"), ("0.001k", "1"), ("2T", "2E12")],
+)
+def test_an_amount_is_exact(text, amount):
+    assert exact_quantity(text) == Decimal(amount)
 
 
 @pytest.mark.parametrize("text", ["", "64MB", "64 Mi", "-1", "1e3", ".5Gi", "1.Gi", "1.0001Gi", "Mi", "1mi", "1Mi\n"])

@@ -89,6 +89,11 @@ CLOSING = b"GET /health HTTP/1.1\r\nhost: h\r\nconnection: close\r\n\r\n"
             id="upgrade-with-a-body",
         ),
         pytest.param(b"\x16\x03\x01\x00\xa5\x01\x00", 400, id="tls-hello"),
+        pytest.param(b"GET http:///health HTTP/1.1\r\nhost: h\r\n\r\n", 400, id="absolute-without-a-host"),
+        pytest.param(b"GET http://u:p@h/health HTTP/1.1\r\nhost: h\r\n\r\n", 400, id="absolute-with-a-user"),
+        pytest.param(b"GET http://h/health HTTP/1.1\r\n\r\n", 400, id="absolute-and-no-host"),
+        pytest.param(b"GET http://h/health HTTP/1.1\r\nhost: a\r\nhost: b\r\n\r\n", 400, id="absolute-and-two-hosts"),
+        pytest.param(b"GET ftp://h/health HTTP/1.1\r\nhost: h\r\n\r\n", 404, id="absolute-of-another-scheme"),
         pytest.param(CLOSING, 200, id="a-good-one"),
     ],
 )

@@ -158,6 +158,47 @@ def test_head_has_no_body_and_405_says_what_is_allowed(line: str, status: int, a
     run(go)
 
 
+# -- targets in absolute form (RFC 9112, 3.2.2) ------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("target", "status", "words"),
+    [
+        ("http://other/v1/models", 200, b'"id":"m"'),
+        ("HTTPS://other:8443/v1/models?a=b", 200, b'"id":"m"'),
+        ("http://[::1]:80/v1/models", 200, b'"id":"m"'),
+        ("http://other/debug/decisions?limit=x", 400, b"limit must be a number"),
+        ("http://other", 404, b"no such path: /"),
+        ("http://other?a=/v1/models", 404, b"no such path: /"),
+    ],
+)
+def test_a_target_may_name_the_host_before_its_path(target: str, status: int, words: bytes):
+    async def go(rig: Rig) -> None:
+        reader, writer, _ = await rig.connect()
+        for size in (10_000, 3):  # in one packet, and cut within the target
+            sent = f"GET {target} HTTP/1.1\r\nhost: h\r\n\r\n".encode()
+            for at in range(0, len(sent), size):
+                writer.write(sent[at : at + size])
+                await writer.drain()
+                await asyncio.sleep(0)
+            found, _, body = await answer_of(reader)
+            assert (found, words in body) == (status, True), body
+
+    run(go)
+
+
+def test_an_absolute_target_generates_again_and_again_and_its_errors_are_its_dialects():
+    async def go(rig: Rig) -> None:
+        reader, writer, _ = await rig.connect()
+        for _ in range(3):  # the second time its head is not parsed
+            writer.write(http(SHORT, path="http://other/v1/completions"))
+            assert (await answer_of(reader))[0] == 200
+        writer.write(http({"model": "m"}, path="http://other/v1/messages"))
+        assert json.loads((await answer_of(reader))[2])["type"] == "error"
+        writer.write(http({}, "content-encoding: gzip", path="http://other/v1/messages"))
+        assert json.loads((await answer_of(reader))[2])["type"] == "error"
+
+    run(go)
+
+
 # -- half-closed ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_client_that_sends_no_more_gets_its_answers(streamed: bool):
@@ -172,6 +213,87 @@ def test_a_client_that_sends_no_more_gets_its_answers(streamed: bool):
         gate.open.set()
         got = await closed(reader)
         assert (b"late" in got, got.endswith(b"ok\n")) == (True, True)
+
+    run(go)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_an_answer_that_has_begun_is_whole_for_a_client_that_sends_no_more(streamed: bool):
+    async def go(rig: Rig) -> None:
+        going, go_on = asyncio.Event(), asyncio.Event()
+
+        async def slowly(_: Any, writer: asyncio.StreamWriter) -> bool:
+            kind = b"text/event-stream" if streamed else b"application/json"
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: %b\r\ntransfer-encoding: chunked\r\n\r\n" % kind)
+            parts = [b'data: {"n":%d}\n\n' % n for n in range(3)] if streamed else [b'{"n":[0', b",1", b",2]}"]
+            for part in parts:
+                writer.write(b"%x\r\n%b\r\n" % (len(part), part))
+                going.set()
+                await go_on.wait()
+            writer.write(b"0\r\n\r\n")
+            return True
+
+        rig.decode[0].behave = slowly
+        reader, writer, connection = await rig.connect()
+        writer.write(http({**SHORT, "stream": streamed}))
+        await going.wait()
+        writer.write_eof()
+        await until(lambda: connection._half_closed)
+        rig.sweep()
+        go_on.set()
+        got = await closed(reader)
+        assert got.count(b"HTTP/1.1 200 ") == 1
+        assert (b"0" in got, b"1" in got, b"2" in got, got.endswith(b"\r\n0\r\n\r\n")) == (True, True, True, True)
+
+    run(go)
+
+
+WHOLE = http(SHORT)
+
+
+@pytest.mark.parametrize(
+    ("sent", "statuses", "kind"),
+    [
+        (b"GE", [400], "openai"),
+        (HEALTH[:-2], [400], "openai"),
+        (WHOLE[:-5], [400], "openai"),
+        (b"POST /v1/messages HTTP/1.1\r\nhost: h\r\ntransfer-encoding: chunked\r\n\r\n5\r\n{", [400], "anthropic"),
+        (HEALTH + WHOLE[:-5], [200, 400], "openai"),
+        (WHOLE + HEALTH[:-2], [200, 400], "openai"),
+        (WHOLE, [200], ""),
+        (HEALTH, [200], ""),
+        (b"", [], ""),
+    ],
+    ids=["method", "head", "body", "chunks", "behind-a-short-one", "behind-one-that-runs", "whole", "short", "nothing"],
+)
+def test_half_a_request_is_told_that_it_ended_early(sent: bytes, statuses: list[int], kind: str):
+    async def go(rig: Rig) -> None:
+        reader, writer, _ = await rig.connect()
+        writer.write(sent)
+        writer.write_eof()
+        for status in statuses:
+            found, headers, body = await answer_of(reader)
+            assert found == status
+            if status == 400:
+                error = json.loads(body)["error"]
+                assert (headers["connection"], "ended early" in error["message"]) == ("close", True)
+                assert error.get("reason") == ("ended_early" if kind == "openai" else None)
+        assert await closed(reader) == b""
+
+    run(go)
+
+
+def test_what_a_client_sent_before_it_closed_its_half_is_answered_when_it_reads_on():
+    async def go(rig: Rig) -> None:
+        reader, writer, connection = await rig.connect()
+        connection.pause_writing()
+        writer.write(HEALTH + HEALTH[:-2])
+        writer.write_eof()
+        await until(lambda: connection._half_closed)
+        rig.sweep()
+        connection.resume_writing()
+        assert [(await answer_of(reader))[0] for _ in range(2)] == [200, 400]
+        assert await closed(reader) == b""
 
     run(go)
 

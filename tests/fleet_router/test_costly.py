@@ -67,7 +67,7 @@ def test_every_costly_field_has_both():
             "stop_sequences",
         ),
         ("/v1/responses", {"input": "p", "text": {"format": {"type": "json_schema", "name": "a", "schema": {"a": "b" * 70_000}}}},
-         "response_format"),
+         "text.format"),
     ],
 )  # fmt: skip
 def test_no_dialect_passes_by(path: str, more: dict[str, Any], param: str):

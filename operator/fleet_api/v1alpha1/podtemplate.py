@@ -10,12 +10,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from fleet_api.quantities import CPU_PATTERN
 from fleet_api.v1alpha1.affinity import AffinitySpec
 from fleet_api.v1alpha1.base import DNS_LABEL, DNS_SUBDOMAIN, ApiModel, LabelMap, QuantityText
 
 ObjectName = Annotated[str, Field(pattern=DNS_SUBDOMAIN, max_length=253)]
 KeyName = Annotated[str, Field(pattern=r"^[-._a-zA-Z0-9]+$", max_length=253)]
-CpuText = Annotated[str, Field(pattern=r"^[0-9]{1,6}(\.[0-9]{1,3}|m)?$", max_length=11)]
+CpuText = Annotated[str, Field(pattern=CPU_PATTERN, max_length=11)]
 
 
 class KeyRef(ApiModel):
@@ -111,7 +112,9 @@ class ResourceAmounts(ApiModel):
 class ResourcesSpec(ApiModel):
     """Requests and limits of the worker container, devices excepted."""
 
-    requests: ResourceAmounts = Field(default=ResourceAmounts(), description="Reserved. Default: what the engine needs to start.")
+    requests: ResourceAmounts = Field(
+        default=ResourceAmounts(), description="Reserved, at most limits. Default: what the engine needs to start."
+    )
     limits: ResourceAmounts = Field(default=ResourceAmounts(), description="Never more. Default: none.")
 
 

@@ -40,7 +40,7 @@ class InputTokensSpec(ApiModel):
     """Length of the prompt, as the router estimates it."""
 
     lt: Tokens | None = Field(default=None, description="Fewer tokens than this.")
-    ge: Tokens | None = Field(default=None, description="At least so many tokens.")
+    ge: Tokens | None = Field(default=None, description="At least so many tokens; less than lt.")
 
 
 class TierConditionSpec(ApiModel):

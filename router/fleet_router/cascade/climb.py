@@ -1,7 +1,7 @@
 """One request's way through the tiers: a draft of each, until one is good enough or the last tier is asked.
 
 It is what the connection and the desk see of such a request, in place of a flow; the flow of the moment does the work. There is
-one ticket for all drafts: a request counts once, however many models it took.
+one ticket and one record for all drafts: a request counts once, however many models it took.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from fleet_router.admission.quota import Outcome
 from fleet_router.asked import Ask, Hints
 from fleet_router.cascade.draft import Draft, Held
 from fleet_router.cascade.judge import objection
-from fleet_router.cascade.reading import answer_of, payloads_of, wants_json, with_logprobs, without_logprobs
+from fleet_router.cascade.reading import answer_of, json_kinds_of, payloads_of, with_logprobs, without_logprobs
 from fleet_router.config import Cascade, RouterConfig
 from fleet_router.context import Client, Context
-from fleet_router.dialect.chat import worker_error
 from fleet_router.dialect.translation import Translation
 from fleet_router.ending import CHAT_PATH, END, framed, unframed
 from fleet_router.errors import RequestError
@@ -58,23 +57,24 @@ class Climb:
         """Log-probabilities are ours to take out; it ended; the next tier is being asked."""
         self._held: Held | None = None
         self._draft: Draft | None = None
-        self.flow: Flow = self._flow_of_step()
+        self.flow: Flow = self._flow_of_step(None)
 
     # -- the steps --------------------------------------------------------------------------------------------------
-    def _flow_of_step(self) -> Flow:
+    def _flow_of_step(self, record: Record | None) -> Flow:
+        """`record`: of the drafts before it."""
         cascade = self._cascade
         if self._context.drafts.bytes >= cascade.all_held_bytes:
             self._step = len(cascade.tiers) - 1
         hints = msgspec.structs.replace(self._hints, tier=self._tier)
         if self._step == len(cascade.tiers) - 1:
             self._draft = self._held = None
-            return Flow(self._context, self._client, self._path, self._ask, self._ticket, self._translation, hints)
+            return Flow(self._context, self._client, self._path, self._ask, self._ticket, self._translation, hints, record)
         if cascade.check.least_mean_logprob is None:
             ask = msgspec.structs.replace(self._ask, fields=dict(self._ask.fields))
         else:
             ask, self._asked_logprobs = with_logprobs(self._ask, chat=self._path == CHAT_PATH)
         self._held = Held(self, self._client, cascade.held_bytes)
-        self._draft = draft = Draft(self._context, self._held, self._path, ask, self._ticket, hints)
+        self._draft = draft = Draft(self._context, self._held, self._path, ask, self._ticket, hints, record)
         return draft
 
     def begin(self) -> None:
@@ -124,7 +124,7 @@ class Climb:
         """The answer without what is not the client's, and what is against it."""
         try:
             payloads = payloads_of(plain, stream=self._ask.stream)
-            why = objection(answer_of(payloads), self._cascade.check, wants_json=wants_json(self._ask))
+            why = objection(answer_of(payloads), self._cascade.check, json_kinds=json_kinds_of(self._ask))
             if self._asked_logprobs and not why:
                 plain = without_logprobs(payloads, stream=self._ask.stream)
         except (msgspec.DecodeError, RequestError, RecursionError):
@@ -141,21 +141,16 @@ class Climb:
             self._end(draft, "refused", "refused")
             self._refuse(error)
             return
-        draft.record.error = None
         self._climb("failed")
 
     def _climb(self, why: str) -> None:
         """The next tier's turn."""
         self._forget()
-        draft = self._draft
-        if draft is not None:
-            draft.judged("left", f"the draft of tier {self._tier} is not what the client gets: {why}")
+        told = f"the draft of tier {self._tier} is not what the client gets: {why}"
+        self.record.draft_replaced(self._context.clock(), told)
         self._context.metrics.drafts[self._tier, why] += 1
-        shown, came_at = self.flow.record.shown, self.flow.record.came_at
         self._step += 1
-        self._context.metrics.arrivals -= 1  # it came once
-        self.flow = self._flow_of_step()
-        self.flow.record.shown, self.flow.record.came_at = shown, came_at  # the client has waited since
+        self.flow = self._flow_of_step(self.record)
         self.flow.begin()
 
     @property
@@ -168,8 +163,10 @@ class Climb:
         if self._translation is None:
             self._tell(draft, head + HEAD_END + body, "refused", last=last)
             return
+        body = unframed(body) if CHUNKED in head.lower() else body
+        error = self._translation.refused(draft.record.status, body, draft.told_with_refusals())
         self._end(draft, "refused", "refused")
-        self._refuse(RequestError(draft.record.status, worker_error(body)))
+        self._refuse(error)
 
     def _tell_anew(self, draft: Draft, head: bytes, plain: bytes, *, last: bool) -> None:
         """In the client's dialect, or without what it did not ask for."""
@@ -201,7 +198,7 @@ class Climb:
         self._over = True
         self._forget()
         self._context.metrics.drafts[self._tier, outcome] += 1
-        draft.judged(ended)
+        draft.close(ended)
         self._context.desk.leave(self._ticket, ended, draft.used)
 
     def _forget(self) -> None:
@@ -213,7 +210,7 @@ class Climb:
     # -- from outside ---------------------------------------------------------------------------------------------------
     @property
     def record(self) -> Record:
-        """Of the flow of the moment."""
+        """Of the request, whichever flow is at work."""
         return self.flow.record
 
     @property

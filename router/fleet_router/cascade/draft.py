@@ -10,6 +10,7 @@ from fleet_router.admission.usage import used_tokens
 from fleet_router.asked import Ask, Hints
 from fleet_router.context import Client, Context
 from fleet_router.errors import RequestError
+from fleet_router.explain.record import Record
 from fleet_router.flow import Flow
 
 if TYPE_CHECKING:
@@ -69,8 +70,10 @@ class Draft(Flow):
 
     __slots__ = ("ended", "used")
 
-    def __init__(self, context: Context, held: Held, path: bytes, ask: Ask, ticket: Ticket, hints: Hints) -> None:
-        super().__init__(context, held, path, ask, ticket, None, hints)
+    def __init__(
+        self, context: Context, held: Held, path: bytes, ask: Ask, ticket: Ticket, hints: Hints, record: Record | None
+    ) -> None:  # fmt: skip
+        super().__init__(context, held, path, ask, ticket, None, hints, record)
         self.ended: Outcome = "left"
         self.used: tuple[int, int] | None = None
         """Tokens (input, output), where they are counted."""
@@ -104,11 +107,8 @@ class Draft(Flow):
         """A draft waits for no worker: the next tier is asked."""
         self._refuse(RequestError(503, why, code=code))
 
-    def judged(self, outcome: Outcome, why: str = "") -> None:
-        """Close its record; `why` it is not what the client gets, empty: it is."""
-        if why:
-            self.record.replaced, self.record.status, self.record.first_at = True, 0, 0.0  # no client saw anything of it
-            self.record.went_wrong(self._context.clock(), why)
+    def close(self, outcome: Outcome) -> None:
+        """It was the last: close the request's record."""
         self._context.recorder.close(self.record, outcome, self.last_byte_at, self._gaps + (not self._first))
 
     def drop(self) -> None:

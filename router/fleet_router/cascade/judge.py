@@ -7,10 +7,14 @@ log-probability of an answer's tokens as the signal: arXiv:2404.10136). Nothing 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final
 
 import msgspec
 
 from fleet_router.config import AnswerCheck
+
+ANY_JSON: Final = frozenset({"object", "array", "string", "number", "integer", "boolean", "null"})
+"""What JSON can be at its top, in JSON Schema's words."""
 
 
 @dataclass(slots=True)
@@ -26,15 +30,16 @@ class Answer:
     """Of its tokens, where the engine told them."""
 
 
-def objection(answer: Answer, check: AnswerCheck, *, wants_json: bool) -> str:
-    """Why a larger model should be asked, in one word for counters; empty when the answer is good enough."""
+def objection(answer: Answer, check: AnswerCheck, *, json_kinds: frozenset[str] | None) -> str:
+    """Why a larger model should be asked, in one word for counters; empty when the answer is good enough. `json_kinds`: it was to
+    be JSON that is one of these at its top; None: anything."""
     if not answer.finish_reason:
         return "unended"
     if answer.finish_reason in check.finish_reasons:
         return f"finish_{answer.finish_reason}"
     if not answer.calls and not answer.text.strip():
         return "empty"
-    if wants_json and not answer.calls and not _is_json(answer.text):
+    if json_kinds is not None and not answer.calls and json_kinds.isdisjoint(_kinds(answer.text)):
         return "not_json"
     said = answer.text.casefold()
     if any(phrase.casefold() in said for phrase in check.phrases):
@@ -50,9 +55,15 @@ def _doubt(answer: Answer, least: float | None) -> str:
     return "logprob" if sum(answer.logprobs) / len(answer.logprobs) < least else ""
 
 
-def _is_json(text: str) -> bool:
+def _kinds(text: str) -> frozenset[str]:
+    """What it is as JSON; empty for what is none."""
     try:
-        msgspec.json.decode(text.encode())
+        found = msgspec.json.decode(text.encode())
     except (msgspec.DecodeError, RecursionError):
-        return False
-    return True
+        return frozenset()
+    if isinstance(found, bool):
+        return frozenset({"boolean"})
+    if isinstance(found, int) or (isinstance(found, float) and found.is_integer()):
+        return frozenset({"number", "integer"})
+    names = {dict: "object", list: "array", str: "string", float: "number"}
+    return frozenset({names.get(type(found), "null")})

@@ -8,17 +8,17 @@ from typing import Any, Final
 import msgspec
 
 from fleet_router.asked import Ask
-from fleet_router.cascade.judge import Answer
+from fleet_router.cascade.judge import ANY_JSON, Answer
 from fleet_router.dialect.chat import DONE, Events, Message
 from fleet_router.request import with_fields
 
-JSON_KINDS: Final = frozenset({"json_object", "json_schema"})
 _FIELDS: Final = {True: (msgspec.Raw(b"true"), b',"logprobs":true}'), False: (msgspec.Raw(b"1"), b',"logprobs":1}')}
 """How log-probabilities are asked for: of chats, and of text completions."""
 
 
 class _Format(msgspec.Struct):
     type: str = ""
+    json_schema: Any = None
 
 
 class _Told(msgspec.Struct):
@@ -52,15 +52,29 @@ class _Answer(msgspec.Struct):
 _ANSWER: Final = msgspec.json.Decoder(_Answer)
 
 
-def wants_json(ask: Ask) -> bool:
-    """The client asked for JSON."""
+def json_kinds_of(ask: Ask) -> frozenset[str] | None:
+    """What the JSON that the client asked for may be at its top; None: it asked for none."""
     raw = ask.fields.get("response_format")
     if raw is None:
-        return False
+        return None
     try:
-        return msgspec.json.decode(raw, type=_Format).type in JSON_KINDS
+        found = msgspec.json.decode(raw, type=_Format)
     except msgspec.DecodeError:
-        return False  # the worker's to refuse
+        return None  # the worker's to refuse
+    if found.type == "json_object":
+        return frozenset({"object"})
+    return _kinds_of_schema(found.json_schema) if found.type == "json_schema" else None
+
+
+def _kinds_of_schema(named: Any) -> frozenset[str]:
+    """By the `type` at the schema's top; a schema that has none there, or that nobody could follow, says nothing."""
+    schema = named.get("schema") if isinstance(named, dict) else None
+    kinds = schema.get("type") if isinstance(schema, dict) else None
+    if isinstance(kinds, str):
+        kinds = [kinds]
+    if not isinstance(kinds, list) or not kinds or not all(isinstance(kind, str) and kind in ANY_JSON for kind in kinds):
+        return ANY_JSON
+    return frozenset(kinds)
 
 
 def with_logprobs(ask: Ask, *, chat: bool) -> tuple[Ask, bool]:

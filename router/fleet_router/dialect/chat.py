@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -87,6 +87,7 @@ class Completion(msgspec.Struct, frozen=True):
 
 class _Refusal(msgspec.Struct, frozen=True):
     message: str = ""
+    param: Any = None
     error: msgspec.Raw = msgspec.Raw(b"{}")
 
 
@@ -102,14 +103,18 @@ def completion(data: bytes) -> Completion:
         raise RequestError(502, f"the worker's answer is not a chat completion: {error}") from error
 
 
-def worker_error(body: bytes) -> str:
-    """What a worker said with a 4xx: OpenAI's error object, or vLLM's older one without the outer level."""
+def worker_error(status: int, body: bytes, headers: str = "") -> RequestError:
+    """What a worker said with a 4xx: OpenAI's error object, or vLLM's older one without the outer level. `headers`: of ours, for
+    the answer."""
+    inner = said = _Refusal()
     try:
         said = _REFUSAL.decode(body)
-        inner = _REFUSAL.decode(said.error).message
-    except msgspec.DecodeError:
-        return body[:500].decode(errors="replace")
-    return inner or said.message or body[:500].decode(errors="replace")
+        inner = _REFUSAL.decode(said.error)
+    except (msgspec.DecodeError, RecursionError):
+        pass  # no such object: its first bytes are all that can be said
+    message = inner.message or said.message or body[:500].decode(errors="replace")
+    param = inner.param or said.param
+    return RequestError(status, message, param=param if isinstance(param, str) else None, headers=headers)
 
 
 class Events:

@@ -29,7 +29,9 @@ def error_object(error: RequestError, request_id: str) -> dict[str, Any]:
 class Messages(ChatTranslation):
     """One call of /v1/messages."""
 
-    names: ClassVar = {"stop": "stop_sequences"}
+    names: ClassVar = {
+        "stop": "stop_sequences", "prompt": "messages", "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+    }  # fmt: skip
 
     def __init__(self, body: bytes, request_id: str) -> None:
         super().__init__(request_id)

@@ -15,7 +15,10 @@ from fleet_router.errors import RequestError
 class Responses(ChatTranslation):
     """One call of /v1/responses."""
 
-    names: ClassVar = {"max_completion_tokens": "max_output_tokens", "messages": "input"}
+    names: ClassVar = {
+        "max_completion_tokens": "max_output_tokens", "max_tokens": "max_output_tokens", "messages": "input", "prompt": "input",
+        "response_format": "text.format", "reasoning_effort": "reasoning.effort",
+    }  # fmt: skip
 
     def __init__(self, body: bytes, request_id: str) -> None:
         super().__init__(request_id)

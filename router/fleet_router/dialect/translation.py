@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, Final, TypeVar
 
 import msgspec
 
-from fleet_router.dialect.chat import DONE, Completion, Events, completion
+from fleet_router.dialect.chat import DONE, Completion, Events, completion, worker_error
 from fleet_router.errors import RequestError, error_json
 
 CHAT: Final = b"/v1/chat/completions"
@@ -80,7 +81,12 @@ class Translation(ABC):
         other = self.names.get(error.param or "")
         if other is None or error.param is None:
             return error
-        return RequestError(error.status, str(error).replace(error.param, other, 1), code=error.code, param=other)
+        words = re.sub(rf"^{re.escape(error.param)}\b", other, str(error))
+        return RequestError(error.status, words, code=error.code, param=other, headers=error.headers, reason=error.reason)
+
+    def refused(self, status: int, body: bytes, headers: str) -> RequestError:
+        """A worker's 4xx in this dialect's words; `headers`: of ours, for the answer."""
+        return self.renamed(worker_error(status, body, headers))
 
 
 class ChatTranslation(Translation):

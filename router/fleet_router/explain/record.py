@@ -22,7 +22,7 @@ Ended = Literal["", "answered", "refused", "failed", "left"]
 class Try:
     """One attempt: what was decided, and when its legs were sent and over. Times are on the router's clock, 0: not so far."""
 
-    __slots__ = ("at", "decided_s", "decode", "found", "prefill", "prefilled_at", "why", "wrong_at")
+    __slots__ = ("at", "decided_s", "decode", "found", "prefill", "prefilled_at", "replaced", "why", "wrong_at")
 
     def __init__(
         self, at: float, decided_s: float, found: Choice | Refusal, prefill: Worker | None, decode: Worker | None
@@ -38,6 +38,8 @@ class Try:
         self.wrong_at = 0.0
         self.why = ""
         """What went wrong, in our words."""
+        self.replaced = False
+        """Nothing did, but its answer was a draft that was not good enough: another tier was asked."""
 
 
 class Record:
@@ -45,7 +47,7 @@ class Record:
 
     __slots__ = (
         "adapter", "begun_at", "came_at", "ended", "ended_at", "error", "first_at", "lane", "last_at", "leg_id", "onward", "path",
-        "prompt_bytes", "replaced", "request_id", "shown", "status", "stream", "trace", "tries", "waited", "writes",
+        "prompt_bytes", "request_id", "shown", "status", "stream", "trace", "tries", "waited", "writes",
     )  # fmt: skip
 
     def __init__(self, ids: tuple[str, str], path: bytes, ask: Ask, lane: Lane, came_at: float, waited: bool) -> None:
@@ -65,8 +67,6 @@ class Record:
         self.ended: Ended = ""
         self.error: RequestError | None = None
         """What the client was told instead of an answer, or at its end."""
-        self.replaced = False
-        """A draft that was not good enough: the request has another record, of what its client got."""
         self.shown = False
         """The answer's head tells of the decision."""
         self.trace: Trace | None = None
@@ -76,7 +76,7 @@ class Record:
 
     def tried(self, at: float, decided_s: float, found: Choice | Refusal, prefill: Worker | None, decode: Worker | None) -> None:
         """A decision was made; both workers None: nobody can answer now."""
-        if self.tries and self.tries[-1].decode is None:
+        if self.tries and self.tries[-1].decode is None and not self.tries[-1].why:
             self.tries.pop()  # it waited for workers: how often it looked says nothing
             self.waited = True
         if not self.tries:
@@ -96,7 +96,17 @@ class Record:
         if self.tries:
             self.tries[-1].wrong_at, self.tries[-1].why = at, why
 
+    def draft_replaced(self, at: float, why: str) -> None:
+        """The last attempt's answer was a draft, and no client sees anything of it."""
+        self.status, self.first_at, self.error = 0, 0.0, None
+        if self.tries:
+            one = self.tries[-1]
+            one.replaced = not one.why
+            self.went_wrong(one.wrong_at or at, f"{one.why}; {why}" if one.why else why)
+
     @property
     def smooth(self) -> bool:
-        """Answered, at the first attempt."""
-        return self.ended == "answered" and self.error is None and len(self.tries) == 1 and not self.tries[0].why
+        """Answered, at the first attempt of the tier that answered, and without any trouble in those before it."""
+        if self.ended != "answered" or self.error is not None or not self.tries or self.tries[-1].why:
+            return False
+        return all(one.replaced for one in self.tries[:-1])

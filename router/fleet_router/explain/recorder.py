@@ -111,10 +111,9 @@ class Recorder:
         record.last_at, record.writes = last_at, writes
         record.ended = ENDED[outcome]
         self.running.discard(record)
-        smooth = record.smooth or record.replaced
+        smooth = record.smooth
         (self.smooth if smooth else self.troubled).append(record)
-        if not record.replaced:
-            self.counts.ended(record)
+        self.counts.ended(record)
         if record.trace is not None and self.exporter is not None:
             self.exporter.put(record)
         if self._journal.requests == "all" or (self._journal.requests == "troubled" and not smooth):

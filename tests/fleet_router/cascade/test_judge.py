@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from fleet_router.cascade.judge import Answer, objection
+from fleet_router.cascade.judge import ANY_JSON, Answer, objection
 from fleet_router.config import AnswerCheck
 
 GOOD = {"text": "Bonn.", "finish_reason": "stop"}
 
 
-def judged(said: dict[str, Any], *, wants_json: bool = False, **check: Any) -> str:
-    return objection(Answer(**said), AnswerCheck(**check), wants_json=wants_json)
+def judged(said: dict[str, Any], *, json_kinds: frozenset[str] | None = None, **check: Any) -> str:
+    return objection(Answer(**said), AnswerCheck(**check), json_kinds=json_kinds)
 
 
 @pytest.mark.parametrize(
@@ -50,6 +50,25 @@ def test_a_draft_is_judged_by_what_it_says(said: dict[str, Any], check: dict[str
     ],
 )
 def test_what_was_to_be_json_is(text: str, expected: str):
-    assert judged({**GOOD, "text": text}, wants_json=True) == expected
+    assert judged({**GOOD, "text": text}, json_kinds=ANY_JSON) == expected
     assert judged({**GOOD, "text": text}) == ""
-    assert judged({"text": text, "finish_reason": "tool_calls", "calls": True}, wants_json=True) == ""
+    assert judged({"text": text, "finish_reason": "tool_calls", "calls": True}, json_kinds=ANY_JSON) == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "kinds"),
+    [
+        ('{"a": 1}', {"object"}),
+        ("[1]", {"array"}),
+        ('"a"', {"string"}),
+        ("7", {"number", "integer"}),
+        ("7.0", {"number", "integer"}),
+        ("7.5", {"number"}),
+        ("true", {"boolean"}),
+        ("null", {"null"}),
+    ],
+)
+def test_json_is_of_the_kind_that_was_asked_for(text: str, kinds: set[str]):
+    for kind in ANY_JSON:
+        assert judged({**GOOD, "text": text}, json_kinds=frozenset({kind})) == ("" if kind in kinds else "not_json")
+    assert judged({**GOOD, "text": text}, json_kinds=ANY_JSON) == ""

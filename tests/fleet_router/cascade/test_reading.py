@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from fleet_router.cascade.judge import Answer
-from fleet_router.cascade.reading import answer_of, payloads_of, wants_json, with_logprobs, without_logprobs
+from fleet_router.cascade.judge import ANY_JSON, Answer
+from fleet_router.cascade.reading import answer_of, json_kinds_of, payloads_of, with_logprobs, without_logprobs
 from fleet_router.config import RouterConfig
 from fleet_router.request import decode_body, parse_body
 
@@ -99,17 +99,31 @@ def test_log_probabilities_nobody_asked_for_are_taken_out():
     assert out.endswith(b"data: [DONE]\n\n")
 
 
+def schema(schema: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}}
+
+
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({}, False),
-        ({"response_format": {"type": "text"}}, False),
-        ({"response_format": {"type": "json_object"}}, True),
-        ({"response_format": {"type": "json_schema", "json_schema": {}}}, True),
-        ({"response_format": "json"}, False),
-        ({"response_format": None}, False),
+        ({}, None),
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, {"object"}),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, ANY_JSON),
+        ({"response_format": {"type": "json_schema", "json_schema": 7}}, ANY_JSON),
+        (schema({"type": "object"}), {"object"}),
+        (schema({"type": ["array", "null"]}), {"array", "null"}),
+        (schema({"anyOf": [{"type": "object"}]}), ANY_JSON),
+        (schema({"type": "objekt"}), ANY_JSON),
+        (schema({"type": ["object", "objekt"]}), ANY_JSON),
+        (schema({"type": []}), ANY_JSON),
+        (schema({"type": [7]}), ANY_JSON),
+        (schema({"type": [{}]}), ANY_JSON),
+        (schema(True), ANY_JSON),
+        ({"response_format": "json"}, None),
+        ({"response_format": None}, None),
     ],
 )
-def test_who_wants_json(fields: dict[str, Any], expected: bool):
+def test_who_wants_which_json(fields: dict[str, Any], expected: set[str] | None):
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}], **fields}
-    assert wants_json(parse_body(json.dumps(body).encode(), True, CONFIG)) == expected
+    assert json_kinds_of(parse_body(json.dumps(body).encode(), True, CONFIG)) == expected

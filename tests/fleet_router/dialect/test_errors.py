@@ -1,0 +1,124 @@
+"""Errors of translated requests: in the dialect's shape, and naming fields as the client wrote them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from fleet_router.config import HttpBounds
+from tests.fleet_router.fake_worker import answer
+from tests.fleet_router.rig import CONFIG, LONG, Rig, run
+
+MESSAGES, RESPONSES, COUNT = "/v1/messages", "/v1/responses", "/v1/messages/count_tokens"
+SCHEMA = {"format": {"type": "json_schema", "name": "n", "schema": {"a": "x" * 70_000}}}
+
+
+def asked(path: str, text: str = "short", /, **more: Any) -> dict[str, Any]:
+    turns = {"messages": [{"role": "user", "content": text}]}
+    said = {RESPONSES: {"input": text}, MESSAGES: {**turns, "max_tokens": 9}, COUNT: turns}[path]
+    return {"model": "m", **said, **more}
+
+
+def refusing(param: Any, message: str, *, chunked: bool = False, status: int = 400) -> Any:
+    """A worker that answers with OpenAI's error object."""
+
+    async def behave(_: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+        body = {"error": {"message": message, "type": "BadRequestError", "param": param, "code": 400}}
+        if not chunked:
+            answer(writer, status, body)
+            return True
+        raw = json.dumps(body).encode()
+        writer.write(b"HTTP/1.1 400 X\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n")
+        writer.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(raw), raw))
+        return True
+
+    return behave
+
+
+def told(path: str, body: bytes) -> tuple[str, Any]:
+    """(message, param) in the shape that the path's clients read; Anthropic's has no param."""
+    said = json.loads(body)
+    if path != RESPONSES:
+        assert (said["type"], said["error"]["type"]) in {("error", "invalid_request_error"), ("error", "not_found_error")}
+    return said["error"]["message"], said["error"].get("param")
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "message", "param"),
+    [
+        (RESPONSES, {"text": SCHEMA}, "text.format has 70067 bytes", "text.format"),
+        (RESPONSES, {"text": {"format": {"type": "json_schema"}}}, "text.format: json_schema needs", "text.format"),
+        (RESPONSES, {"text": {"format": {"type": "xml"}}}, "text.format.type: Invalid", "text.format.type"),
+        (RESPONSES, {"max_output_tokens": 0}, "max_output_tokens is 0", "max_output_tokens"),
+        (RESPONSES, {"input": []}, "input is empty", "input"),
+        (RESPONSES, {"input": [{"type": "reasoning"}]}, "input is empty", "input"),
+        (MESSAGES, {"max_tokens": 0}, "max_tokens is 0", None),
+        (MESSAGES, {"messages": []}, "messages is empty", None),
+        (MESSAGES, {"stop_sequences": ["x"] * 70}, "stop_sequences has 70 strings", None),
+    ],
+)
+def test_what_the_router_refuses_it_names_as_the_client_wrote_it(
+    path: str, more: dict[str, Any], message: str, param: str | None
+):
+    async def go(rig: Rig) -> None:
+        status, body = await rig.post(asked(path, **more), path)
+        found, named = told(path, body)
+        assert (status, named) == (400, param)
+        assert found.startswith(message), found
+
+    run(go, config=msgspec.structs.replace(CONFIG, bounds=HttpBounds(body_bytes=200_000)))
+
+
+@pytest.mark.parametrize("text", ["short", LONG], ids=["decode", "prefill"])
+@pytest.mark.parametrize("chunked", [False, True], ids=["length", "chunked"])
+@pytest.mark.parametrize(
+    ("path", "worker", "expected"),
+    [
+        (RESPONSES, ("response_format", "response_format is not supported"), ("text.format is not supported", "text.format")),
+        (RESPONSES, ("response_format", "response_format.type: no"), ("text.format.type: no", "text.format")),
+        (RESPONSES, ("max_tokens", "max_tokens is 9"), ("max_output_tokens is 9", "max_output_tokens")),
+        (RESPONSES, ("max_completion_tokens", "too many"), ("too many", "max_output_tokens")),
+        (RESPONSES, ("reasoning_effort", "reasoning_effort: no"), ("reasoning.effort: no", "reasoning.effort")),
+        (RESPONSES, ("messages", "messages[0]: no"), ("input[0]: no", "input")),
+        (RESPONSES, ("prompt", "your prompt is long"), ("your prompt is long", "input")),
+        (RESPONSES, ("tools", "tools: no"), ("tools: no", "tools")),
+        (RESPONSES, ("temperature", "temperature is 9"), ("temperature is 9", "temperature")),
+        (RESPONSES, (None, "no"), ("no", None)),
+        (RESPONSES, (7, "no"), ("no", None)),
+        (MESSAGES, ("stop", "stop takes 4"), ("stop_sequences takes 4", None)),
+        (MESSAGES, ("stop", "stopped: no"), ("stopped: no", None)),
+        (MESSAGES, ("prompt", "prompt holds 9"), ("messages holds 9", None)),
+        (
+            MESSAGES,
+            ("parallel_tool_calls", "parallel_tool_calls is not supported"),
+            ("tool_choice.disable_parallel_tool_use is not supported", None),
+        ),
+    ],
+)
+def test_what_a_worker_refuses_is_told_in_the_clients_words(
+    path: str, worker: tuple[Any, str], expected: tuple[str, str | None], chunked: bool, text: str
+):
+    async def go(rig: Rig) -> None:
+        rig.decode[0].behave = rig.prefill[0].behave = refusing(*worker, chunked=chunked)
+        for stream in (False, True):
+            status, body = await rig.post(asked(path, text, stream=stream), path)
+            assert (status, told(path, body)) == (400, expected)
+        assert len(rig.prefill[0].seen) == (2 if text == LONG else 0)
+        assert [worker.breaker.failures for worker in rig.context.table.workers.values()] == [0, 0]
+
+    run(go)
+
+
+@pytest.mark.parametrize("path", [MESSAGES, RESPONSES, COUNT])
+@pytest.mark.parametrize("status", [400, 404])
+def test_a_workers_refusal_has_the_shape_of_the_dialect(path: str, status: int):
+    async def go(rig: Rig) -> None:
+        rig.decode[0].behave = refusing("tools", "tools: no", status=status)
+        found, body = await rig.post(asked(path), path)
+        assert (found, told(path, body)[0]) == (status, "tools: no")
+
+    run(go)
