@@ -40,6 +40,8 @@ def usable(wished: Iterable[tuple[str, str]], seen: Iterable[AdapterSeen]) -> tu
 def fitted(targets: Iterable[Target], fleet: InferenceFleet, seen: Seen) -> list[Target]:
     """Targets with the adapters that they can answer for."""
     wished = wishes(fleet)
+    if not wished:
+        return list(targets)
     return [replace(target, adapters=usable(wished, seen.get(target.uid, ()))) for target in targets]
 
 

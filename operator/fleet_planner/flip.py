@@ -76,7 +76,7 @@ class Settled:
 
 def settle(pods: Iterable[ObservedPod], reports: Mapping[str, FlipReport], now: float) -> Settled:
     """Judge every worker on its way by what it reports. `pods` as they are observed."""
-    found = Settled(())
+    found, counted = Settled(()), []
     for one in pods:
         pod = on_its_way(one)
         report = reports.get(pod.uid, FlipReport())
@@ -92,8 +92,8 @@ def settle(pods: Iterable[ObservedPod], reports: Mapping[str, FlipReport], now: 
             pod = replace(pod, terminating=True)
         elif moving and report.proof and report.role == pod.role:
             found = replace(found, proven=(*found.proven, (pod, report.proof)))
-        found = replace(found, pods=(*found.pods, pod))
-    return found
+        counted.append(pod)
+    return replace(found, pods=tuple(counted))
 
 
 def _overdue(pod: ObservedPod, report: FlipReport, now: float) -> str:
