@@ -146,6 +146,7 @@ def summary(found: dict[str, Figures]) -> dict[str, float | int | bool]:
         "everything_vs_sglang_cache_aware": ratio(everything.request_us, peer.request_us),
         "everything_vs_envoy": ratio(everything.request_us, plain.request_us),
         "everything_chunk_vs_envoy": ratio(everything.chunk_us, plain.chunk_us),
+        "everything_chunk_paced_vs_envoy": ratio(everything.paced_us, plain.paced_us),
         "vs_sglang_cache_aware": ratio(mine.request_us, peer.request_us), "vs_envoy": ratio(mine.request_us, plain.request_us),
         "chunk_vs_sglang": ratio(mine.chunk_us, peer.chunk_us), "chunk_vs_envoy": ratio(mine.chunk_us, plain.chunk_us),
         "chunk_paced_vs_sglang": ratio(mine.paced_us, peer.paced_us),

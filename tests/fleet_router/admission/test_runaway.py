@@ -10,7 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet_router.admission.runaway import CONTROL_MOST, LEAST_EVENTS, LEAST_TURNS, MOST_PERIOD, SLACK, Runaway, Why
+from fleet_router.admission.runaway import (
+    CONTROL_MOST,
+    JUDGED_READS,
+    LEAST_EVENTS,
+    LEAST_TURNS,
+    MOST_PERIOD,
+    SLACK,
+    Runaway,
+    Why,
+)
 
 
 def event(text: str) -> bytes:
@@ -33,7 +42,7 @@ def test_a_loop_is_found_when_it_has_turned_often_enough(period: int):
     why, events = fed(words * 3000)
     least = max(LEAST_EVENTS, LEAST_TURNS * period)
     assert why == "repetition"
-    assert least < events <= least + 6 * period + 2
+    assert least < events <= least + period + JUDGED_READS
 
 
 def test_a_loop_is_found_after_a_long_beginning():
@@ -75,7 +84,7 @@ def test_how_the_bytes_are_cut_into_reads_changes_nothing(cuts: list[int]):
 
 def test_it_ends_only_behind_a_whole_event():
     detector, data = Runaway(100_000), event("x")
-    for _ in range(LEAST_EVENTS + 5):
+    for _ in range(LEAST_EVENTS + JUDGED_READS):
         assert detector.saw(data[:-5]) is None
         if (why := detector.saw(data[-5:])) is not None:
             break
@@ -84,13 +93,17 @@ def test_it_ends_only_behind_a_whole_event():
 
 def test_no_stop():
     words = [f"w{i}" for i in range(1000)]
-    assert fed(words, most=100) == ("no_stop", 100 + SLACK + 1)
+    why, events = fed(words, most=100)
+    assert why == "no_stop"
+    assert 100 + SLACK < events <= 100 + SLACK + JUDGED_READS
     assert fed(words, most=1000)[0] is None
 
 
 def test_control_tokens_as_text():
     words = [f"w{i}" if i % 3 else "<|im_start|>" for i in range(200)]
-    assert fed(words) == ("control_tokens", 3 * CONTROL_MOST + 1)
+    why, events = fed(words)
+    assert why == "control_tokens"
+    assert 3 * CONTROL_MOST < events <= 3 * CONTROL_MOST + JUDGED_READS
     assert fed(["the token <|im_start|> begins a turn"] + [f"w{i} < [x]" for i in range(300)])[0] is None
 
 
