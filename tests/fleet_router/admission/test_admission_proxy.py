@@ -322,7 +322,7 @@ def test_a_stream_that_loops_is_ended_with_a_reason_and_its_worker_freed(path: s
         events = [line[6:] for line in body.replace(b"\r\n", b"\n").split(b"\n") if line.startswith(b"data: {")]
         last = json.loads(events[-1])["choices"][0]
         assert (last["finish_reason"], last["stop_reason"]) == ("repetition", "repetition_detected")
-        assert 256 <= len(events) <= 300
+        assert 256 <= len(events) <= 512  # the worker floods: some two hundred of these come before the next look
         await until(lambda: rig.decode[0].closed_early == 1)  # the worker sees that nobody listens
         assert rig.context.desk.runaways["repetition"] == 1
         rig.decode[0].behave = None
