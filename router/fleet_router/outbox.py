@@ -14,19 +14,23 @@ MOST: Final = 16
 
 
 class Outbox:
-    """One per process. Who closes a transport flushes before; what was meant for one that is closed is dropped."""
+    """One per process and its loop. Who closes a transport flushes before; what was meant for one that is closed is dropped."""
 
-    __slots__ = ("_waiting",)
+    __slots__ = ("_loop", "_waiting")
 
     def __init__(self) -> None:
         self._waiting: list[tuple[asyncio.WriteTransport, bytes]] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """asyncio asks the kernel for the process id whenever somebody asks it for the running loop."""
 
     def write(self, transport: asyncio.WriteTransport, data: bytes) -> None:
         """At the end of this turn, in the order of the calls."""
         waiting = self._waiting
         waiting.append((transport, data))
         if len(waiting) == 1:
-            asyncio.get_running_loop().call_soon(self.flush)
+            if self._loop is None:
+                self._loop = asyncio.get_running_loop()
+            self._loop.call_soon(self.flush)
         elif len(waiting) == MOST:
             self.flush()
 
