@@ -1,6 +1,6 @@
-"""A kubelet without containers: `python -m e2e.faultproxy.kubelet KUBECONFIG` registers a node, and every pod that the scheduler
-binds to it, or to a node whose name begins like its, is Running and Ready at once; a deleted one is gone at once. Addresses are
-of 127.200.0.0/16, where nobody answers.
+"""A kubelet without containers: `python -m e2e.faultproxy.kubelet KUBECONFIG [NETWORK]` registers a node, and every pod that the
+scheduler binds to it, or to a node whose name begins like its, is Running and Ready at once; a deleted one is gone at once.
+Addresses are of 127.200.0.0/16, where nobody answers, or NETWORK.0.0/16: an EndpointSlice takes no loopback address.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from fleet_operator.cluster.kube import KubeCluster
 NAME = "paper"
 CAPACITY = {"cpu": "10000", "memory": "100Ti", "pods": "10000", "nvidia.com/gpu": "10000"}
 ADDRESSES = count(1)
+NETWORK = "127.200"
 BROKEN, CRASHING = ":broken", ":crashing"
 """Pods whose image ends like this are never ready, or end again and again."""
 RESTARTS = 5
 
 
-async def run(kubeconfig: Path) -> None:
+async def run(kubeconfig: Path, network: str = NETWORK) -> None:
     """Until cancelled."""
     refuse_strangers(kubeconfig)
     cluster = await KubeCluster.connect(kubeconfig, manager="paper-kubelet")
@@ -41,7 +42,7 @@ async def run(kubeconfig: Path) -> None:
             if event.type in ("SYNCED", "DELETED"):
                 continue
             try:
-                await _one(cluster, event.object, done)
+                await _one(cluster, event.object, done, network)
             except (NotFoundError, ConflictError):
                 continue
             except ClusterError as error:
@@ -50,7 +51,7 @@ async def run(kubeconfig: Path) -> None:
         await cluster.close()
 
 
-async def _one(cluster: KubeCluster, pod: dict[str, Any], done: dict[str, str]) -> None:
+async def _one(cluster: KubeCluster, pod: dict[str, Any], done: dict[str, str], network: str) -> None:
     meta, spec = pod["metadata"], pod["spec"]
     if not (spec.get("nodeName") or "").startswith(NAME):
         return
@@ -61,12 +62,12 @@ async def _one(cluster: KubeCluster, pod: dict[str, Any], done: dict[str, str]) 
     if done.get(meta["uid"]) == wish:
         return
     done[meta["uid"]] = wish
-    await cluster.patch_status(POD, meta["namespace"], meta["name"], _status(pod, wish))
+    await cluster.patch_status(POD, meta["namespace"], meta["name"], _status(pod, wish, network))
 
 
-def _status(pod: dict[str, Any], ready: str) -> dict[str, Any]:
+def _status(pod: dict[str, Any], ready: str, network: str) -> dict[str, Any]:
     number = next(ADDRESSES)
-    address = f"127.200.{number // 250 % 250}.{number % 250 + 1}"
+    address = f"{network}.{number // 250 % 250}.{number % 250 + 1}"
     kinds = ("PodScheduled", "Initialized", "ContainersReady", "Ready")
     container = {"name": pod["spec"]["containers"][0]["name"], "ready": ready == "True", "started": True, "restartCount": 0,
                  "image": "", "imageID": "", "state": {"running": {"startedAt": _now()}}}  # fmt: skip
@@ -94,4 +95,4 @@ def _now() -> str:
 
 if __name__ == "__main__":
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(run(Path(sys.argv[1])))
+        asyncio.run(run(Path(sys.argv[1]), *sys.argv[2:]))

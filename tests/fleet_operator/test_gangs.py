@@ -9,7 +9,7 @@ from typing import Any
 from fleet_operator.cluster.interface import CONFIG_MAP, FLEET, PDB, POD, POOL, SERVICE, ForbiddenError, Kind, NotFoundError
 from fleet_operator.cluster.kinds import POD_GROUP_KINDS
 from fleet_operator.gangs import count_workers
-from fleet_operator.names import GROUP_OF, GROUP_UID, MEMBER, ROLE
+from fleet_operator.names import GROUP_KEY, GROUP_OF, GROUP_UID, LEADER, MEMBER, ROLE
 from fleet_operator.observe import observe_pods
 from fleet_operator.render.gang import pod_group_of
 from fleet_operator.telemetry.scrape import is_running_worker
@@ -51,6 +51,8 @@ def test_a_worker_is_two_pods_and_one_endpoint():
         service = await world.store.get(SERVICE, NAMESPACE, "f-workers")
         assert service["spec"]["publishNotReadyAddresses"]
         assert follower["spec"]["subdomain"] == "f-workers"
+        assert follower["spec"]["hostname"] == f"{leader['spec']['hostname']}-1"  # LeaderWorkerSet's form (e2e/lws_contract.py)
+        assert follower["metadata"]["annotations"][LEADER] == f"{leader['spec']['hostname']}.f-workers.{NAMESPACE}"
         assert [is_running_worker(pod) for pod in (leader, follower)] == [True, False]
 
     play(scenario)
@@ -204,3 +206,20 @@ def test_a_scaled_pool_gets_whole_workers():
         assert [pod["metadata"]["labels"][MEMBER] for pod in await pods(world)] == ["0", "1"]
 
     play(scenario)
+
+
+def test_an_exclusive_worker_is_told_from_all_others_by_one_label():
+    """A namespaceSelector with NotIn would mean every namespace in kube-scheduler 1.34 to 1.36: followers stayed Pending."""
+
+    async def scenario(world: World) -> None:
+        keys = set()
+        for role in ("prefill", "decode"):
+            (key,) = {pod["metadata"]["labels"][GROUP_KEY] for pod in await pods(world, role)}
+            keys.add(key)
+            for pod in await pods(world, role):
+                (term,) = pod["spec"]["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+                assert term["namespaceSelector"] == {}
+                assert term["labelSelector"]["matchExpressions"][1] == {"key": GROUP_KEY, "operator": "NotIn", "values": [key]}
+        assert len(keys) == 2
+
+    play(scenario, placement={"gang": {"topologyKey": "rack", "policy": "exclusive"}})

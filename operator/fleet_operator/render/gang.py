@@ -7,6 +7,7 @@ joins another life of its group. Environment and addresses are those of LeaderWo
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any, Final
 
 from fleet_api.v1alpha1 import InferenceFleet
@@ -16,6 +17,7 @@ from fleet_operator.cluster.kinds import POD_GROUP_KINDS
 from fleet_operator.names import (
     FLEET,
     GANG,
+    GROUP_KEY,
     GROUP_OF,
     GROUP_UID,
     LEADER,
@@ -41,7 +43,6 @@ QUEUE_PARENT: Final = "kueue.x-k8s.io/pod-suspending-parent"
 QUEUE_PARENT_NAME: Final = "inferencefleet.io/inferencefleet"
 COSCHEDULING_LABEL: Final = "scheduling.x-k8s.io/pod-group"
 VOLCANO_ANNOTATION: Final = "scheduling.k8s.io/group-name"
-NAMESPACE_NAME: Final = "kubernetes.io/metadata.name"
 
 
 def gang_of(tier: TierSpec, role: Role) -> Object:
@@ -70,8 +71,10 @@ def environment(nodes: int) -> list[Object]:
 
 
 def hostname(wanted: PodWanted, member: int) -> str:
-    """Of a pod inside the fleet's Service: 46 characters at most, while a pod's name may have more than the 63 of a host."""
-    return f"{wanted.tier}-{wanted.role}-{wanted.revision}-{wanted.ordinal}-{member}"
+    """Of a pod inside the fleet's Service: 46 characters at most, while a pod's name may have more than the 63 of a host. As with
+    LeaderWorkerSet a follower's is its leader's and its place: scripts make the one from the other."""
+    leader = f"{wanted.tier}-{wanted.role}-{wanted.revision}-{wanted.ordinal}"
+    return leader if member == 0 else f"{leader}-{member}"
 
 
 def leader_of(wanted: PodWanted) -> str:
@@ -94,13 +97,13 @@ def join_gang(pod: Object, wanted: PodWanted, gang: Object, leader_uid: str | No
     if leader_uid is not None:
         meta["annotations"][GROUP_UID] = leader_uid
     spec |= {"hostname": hostname(wanted, wanted.member), "subdomain": service}
-    _together(spec, meta["namespace"], name, gang)
+    _together(pod, name, gang)
     _admitted(pod, name, nodes, gang)
 
 
-def _together(spec: Object, namespace: str, group: str, gang: Object) -> None:
-    """Affinity between the pods of one worker; exclusive: and away from all other workers."""
-    key = gang.get("topologyKey")
+def _together(pod: Object, group: str, gang: Object) -> None:
+    """Affinity between the pods of one worker; exclusive: and away from all other workers, of whatever namespace."""
+    meta, spec, key = pod["metadata"], pod["spec"], gang.get("topologyKey")
     if key is None:
         return
     near = {"labelSelector": {"matchLabels": {GROUP_OF: group}}, "topologyKey": key}
@@ -109,12 +112,13 @@ def _together(spec: Object, namespace: str, group: str, gang: Object) -> None:
         return
     _add(spec, "podAffinity", REQUIRED, near)
     if gang["policy"] == "exclusive":
-        worker = {"key": TIER, "operator": "Exists"}
-        mine = {"matchExpressions": [worker, {"key": GROUP_OF, "operator": "NotIn", "values": [group]}]}
-        elsewhere = {"matchExpressions": [{"key": NAMESPACE_NAME, "operator": "NotIn", "values": [namespace]}]}
-        _add(spec, "podAntiAffinity", REQUIRED, {"labelSelector": mine, "topologyKey": key})
-        every = {"labelSelector": {"matchExpressions": [worker]}, "namespaceSelector": elsewhere, "topologyKey": key}
-        _add(spec, "podAntiAffinity", REQUIRED, every)
+        # One term for all namespaces: kube-scheduler 1.34 to 1.36 takes a namespaceSelector with NotIn for one that means every
+        # namespace (kubernetes#141526), and followers would be kept away from their own leader.
+        unique = hashlib.sha256(f"{meta['namespace']}/{group}".encode()).hexdigest()[:16]
+        meta["labels"][GROUP_KEY] = unique
+        others = [{"key": TIER, "operator": "Exists"}, {"key": GROUP_KEY, "operator": "NotIn", "values": [unique]}]
+        term = {"labelSelector": {"matchExpressions": others}, "namespaceSelector": {}, "topologyKey": key}
+        _add(spec, "podAntiAffinity", REQUIRED, term)
 
 
 def _add(spec: Object, kind: str, strength: str, term: Object) -> None:
