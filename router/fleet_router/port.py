@@ -90,7 +90,7 @@ class Port:
 
 def listening(family: int, address: object, *, shared: bool) -> socket.socket:
     """A bound socket; OSError when the address is taken."""
-    opened = socket.socket(family, socket.SOCK_STREAM)
+    opened = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # asyncio sets TCP_NODELAY where this is said
     try:
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:

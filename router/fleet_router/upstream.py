@@ -7,7 +7,6 @@ the leg as they arrived, framing included, so that a streamed chunk costs one pa
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Awaitable, Callable
 from typing import Final, Protocol, cast
 
@@ -88,12 +87,8 @@ class Upstream:
 
     # -- asyncio ----------------------------------------------------------------------------------------------------
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """TCP_NODELAY: without it a first token waits 40 ms for an acknowledgement."""
-        transport = cast("asyncio.Transport", transport)  # uvloop has a class of its own
-        self.transport = transport
-        made = transport.get_extra_info("socket")
-        if made is not None:
-            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        """Loops set TCP_NODELAY themselves: without it a first token would wait 40 ms for an acknowledgement."""
+        self.transport = cast("asyncio.Transport", transport)  # uvloop has a class of its own
 
     def connection_lost(self, exc: Exception | None) -> None:
         """An unfinished leg hears of it; an idle connection just leaves the pool."""
