@@ -44,6 +44,8 @@ class Outcome:
     errors: list[str] = field(default_factory=list)
     ttft_s: list[float] = field(default_factory=list)
     """Seconds from sending to the first byte of a stream's body."""
+    ttft_kept_s: list[float] = field(default_factory=list)
+    """Those of them whose connection had had an answer before: as clients with a pool of connections have it."""
     fastest_stream_s: float = float("inf")
     """Seconds from sending to the end of the quickest stream: how the worker was pacing it."""
 
@@ -59,6 +61,7 @@ class Connection(asyncio.Protocol):
         self.got = bytearray()
         self.sent_at = 0.0
         self.first_seen = False
+        self.kept = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass of asyncio's
@@ -81,11 +84,15 @@ class Connection(asyncio.Protocol):
             return
         if self.chunks is not None and not self.first_seen and len(self.got) > head + 4:
             self.first_seen = True
-            self.outcome.ttft_s.append(time.perf_counter() - self.sent_at)
+            took_s = time.perf_counter() - self.sent_at
+            self.outcome.ttft_s.append(took_s)
+            if self.kept:
+                self.outcome.ttft_kept_s.append(took_s)
         if self.is_complete(head):
             if self.chunks is not None:
                 self.outcome.fastest_stream_s = min(self.outcome.fastest_stream_s, time.perf_counter() - self.sent_at)
             self.check(head)
+            self.kept = True
             self.next()
 
     def is_complete(self, head: int) -> bool:
