@@ -6,6 +6,8 @@ from typing import Any, Final
 
 GROUP: Final = "inferencefleet.io"
 FLEET: Final = f"{GROUP}/fleet"
+NAMESPACE: Final = f"{GROUP}/namespace"
+"""Label of a worker pod: fleets of two namespaces may have one name, and an affinity term cannot tell them apart otherwise."""
 TIER: Final = f"{GROUP}/tier"
 ROLE: Final = f"{GROUP}/role"
 REVISION: Final = f"{GROUP}/revision"

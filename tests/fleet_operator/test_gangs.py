@@ -6,6 +6,7 @@ import asyncio
 import json
 from typing import Any
 
+from fleet_operator import names
 from fleet_operator.cluster.interface import CONFIG_MAP, FLEET, PDB, POD, POOL, SERVICE, ForbiddenError, Kind, NotFoundError
 from fleet_operator.cluster.kinds import POD_GROUP_KINDS
 from fleet_operator.gangs import count_workers
@@ -206,6 +207,30 @@ def test_a_scaled_pool_gets_whole_workers():
         assert [pod["metadata"]["labels"][MEMBER] for pod in await pods(world)] == ["0", "1"]
 
     play(scenario)
+
+
+def test_an_exclusive_tier_keeps_away_from_a_fleet_of_its_name_in_another_namespace():
+    """They have every other label in common."""
+
+    async def scenario(world: World) -> None:
+        pod = (await pods(world, "prefill"))[0]
+        mine = pod["metadata"]["labels"]
+        terms = pod["spec"]["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+        older = {key: value for key, value in mine.items() if key != names.NAMESPACE}
+        assert [any(meets(term, who) for term in terms) for who in (mine, older, {**mine, names.NAMESPACE: "another"})] == [
+            False, False, True,
+        ]  # fmt: skip
+
+    play(scenario, placement={"topologyKey": "rack", "exclusive": True})
+
+
+def meets(term: dict[str, Any], labels: dict[str, str]) -> bool:
+    """Whether an affinity term without a bound to namespaces is about a pod with these labels."""
+    selector = term["labelSelector"]
+    wanted = {"Exists": lambda key, _: key in labels, "NotIn": lambda key, values: labels.get(key) not in values}
+    return selector.get("matchLabels", {}).items() <= labels.items() and all(
+        wanted[one["operator"]](one["key"], one.get("values")) for one in selector.get("matchExpressions", ())
+    )
 
 
 def test_an_exclusive_worker_is_told_from_all_others_by_one_label():

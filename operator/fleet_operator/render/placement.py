@@ -5,7 +5,7 @@ from __future__ import annotations
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.tier import Role, TierSpec
 from fleet_operator.cluster.interface import Object
-from fleet_operator.names import FLEET, TIER
+from fleet_operator.names import FLEET, NAMESPACE, TIER
 
 WEIGHT = 100
 REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
@@ -36,7 +36,8 @@ def _placed(fleet: InferenceFleet, tier: TierSpec) -> Object:
         "podAffinity": {REQUIRED: [near]} if required else {PREFERRED: [{"weight": WEIGHT, "podAffinityTerm": near}]}
     }
     if wanted.exclusive:
-        found["podAntiAffinity"] = {REQUIRED: [_other_fleets(name, key), _other_tiers(name, tier.name, key)]}
+        namesakes = _namesakes(name, fleet.metadata.namespace, key)
+        found["podAntiAffinity"] = {REQUIRED: [_other_fleets(name, key), namesakes, _other_tiers(name, tier.name, key)]}
     return found
 
 
@@ -44,6 +45,14 @@ def _other_fleets(fleet: str, key: str) -> Object:
     """Workers of other fleets, in this and in every other namespace."""
     others = [{"key": TIER, "operator": "Exists"}, {"key": FLEET, "operator": "NotIn", "values": [fleet]}]
     return {"labelSelector": {"matchExpressions": others}, "namespaceSelector": {}, "topologyKey": key}
+
+
+def _namesakes(fleet: str, namespace: str, key: str) -> Object:
+    """Workers of fleets of this name in other namespaces: by a label of theirs, for kube-scheduler 1.34 to 1.36 misreads a
+    namespaceSelector with NotIn (kubernetes#141526). Those that were made before there was such a label are not met."""
+    others = [{"key": NAMESPACE, "operator": "Exists"}, {"key": NAMESPACE, "operator": "NotIn", "values": [namespace]}]
+    namesakes = {"matchLabels": {FLEET: fleet}, "matchExpressions": others}
+    return {"labelSelector": namesakes, "namespaceSelector": {}, "topologyKey": key}
 
 
 def _other_tiers(fleet: str, tier: str, key: str) -> Object:

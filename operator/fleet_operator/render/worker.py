@@ -13,7 +13,7 @@ from fleet_api.v1alpha1.podtemplate import PodTemplateSpec
 from fleet_api.v1alpha1.tier import TierSpec
 from fleet_operator.cluster.interface import Object
 from fleet_operator.cluster.merge import clone
-from fleet_operator.names import ADAPTERS, COMPAT, MEMBER, ORDINAL, POOL, REVISION, ROLE, TIER, labels, owner_reference
+from fleet_operator.names import ADAPTERS, COMPAT, MEMBER, NAMESPACE, ORDINAL, POOL, REVISION, ROLE, TIER, labels, owner_reference
 from fleet_operator.render import fabric
 from fleet_operator.render.gang import environment, join_gang
 from fleet_operator.render.network import container_ports, worker_ports
@@ -55,6 +55,7 @@ def render_pod(fleet: InferenceFleet, wanted: PodWanted, stored: Object, owner: 
     """One worker pod of a stored revision (its ControllerRevision), owned by its WorkerPool. Labels and annotations of a
     podTemplate are those of today: they belong to no revision. `leader_uid`: whom it follows."""
     marks = {TIER: wanted.tier, ROLE: wanted.role, REVISION: wanted.revision, POOL: wanted.pool}
+    marks[NAMESPACE] = fleet.metadata.namespace
     added = fleet.tier(wanted.tier).role(wanted.role).pod_template or PodTemplateSpec()
     data = stored["data"]
     told = adapters_told(fleet)
