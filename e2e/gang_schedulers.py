@@ -176,6 +176,8 @@ def a_worker_without_all_of_its_nodes_has_none(fleet: GangFleet) -> None:
     fleet.wait("the scheduler found no place for any of them", lambda: fleet.refused(3))
     fleet.wait("the fleet says so", lambda: fleet.capacity() == ("True", "Unschedulable"), 60)
     assert fleet.bound() == [0]
+    ((name, _),) = fleet.workers().items()
+    assert f"{name} has 0 of its 3 nodes" in fleet.condition("CapacityLimited")["message"]
     before = fleet.uids()
     assert fleet.condition("Ready")["status"] == "False"
 
@@ -206,7 +208,7 @@ def two_workers_that_need_what_the_other_holds_do_not_deadlock(one: GangFleet, o
 
 
 def a_worker_that_is_backed_out_of_leaves_no_group(fleet: GangFleet) -> None:
-    """One more than there are nodes for goes after capacityWait, and comes again when there are some."""
+    """One more than there are nodes for goes after capacityWait."""
     fleet.start(nodes=2)
     for number in range(3):
         fleet.add_node(number)
@@ -214,9 +216,10 @@ def a_worker_that_is_backed_out_of_leaves_no_group(fleet: GangFleet) -> None:
     first = set(fleet.groups())
     fleet.grow()
     fleet.wait("the second waits", lambda: fleet.bound() == [0, 2] and len(fleet.groups()) == 2, 60)
-    fleet.wait("it is backed out of", lambda: fleet.capacity() == ("True", "BackedOut"), 90)
-    fleet.wait("with its PodGroup", lambda: set(fleet.workers()) == first == set(fleet.groups()), 60)
+    fleet.wait("it goes, and its PodGroup", lambda: set(fleet.workers()) == first == set(fleet.groups()), 90)
+    assert fleet.serving() == (1, 1)
     fleet.add_node(3)
+    fleet.grow()
     fleet.wait_serving(1, 2)
     assert fleet.bound() == [2, 2]
     fleet.delete_and_leave_no_group()
@@ -238,7 +241,7 @@ def a_group_that_is_deleted_under_a_running_worker_does_not_matter(fleet: GangFl
     fleet.kubectl("delete", "pod", f"{name}-1", "--force", "--grace-period=0")
     fleet.wait("both of its pods are new", lambda: len(fleet.uids()) == 4 and before.isdisjoint(fleet.uids()), 60)
     fleet.wait("all have a node", lambda: fleet.bound() == [2, 2], 60)
-    assert name in fleet.groups()
+    assert set(fleet.groups()) == set(fleet.workers())
     fleet.wait_serving(1, 2)
     fleet.delete_and_leave_no_group()
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
+from fleet_api.conditions import rfc3339
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_operator.cluster.interface import POD, Cluster, ClusterError, NotFoundError, Object
 from fleet_operator.cluster.kinds import POD_GROUP_KINDS
-from fleet_operator.names import POOL, REVISION, ROLE, TIER
+from fleet_operator.names import ASKED_AGAIN, POOL, REVISION, ROLE, TIER
 from fleet_operator.outcome import Outcome
 from fleet_operator.render.gang import pod_group_of, render_pod_group
 from fleet_planner.reconcile import Plan
@@ -16,6 +17,9 @@ from fleet_planner.types import PodWanted
 
 AGAIN_S: Final = 20.0
 """A PodGroup of a worker that waits is written again this often at most; each pass does it that comes later."""
+DEAF: Final = frozenset({"coscheduling"})
+"""Schedulers that may not hear of a new node: scheduler-plugins (0.34.7, `EventsToRegister` of coscheduling) tries pods that it
+refused because of their group again when a pod is made or a PodGroup changes, else after five minutes."""
 
 
 def spans_nodes(plan: Plan) -> bool:
@@ -31,12 +35,17 @@ class PodGroups:
         self._put_at: dict[tuple[str, str], float] = {}
         """(namespace, name), of those that were put less than AGAIN_S ago."""
 
-    async def put(self, fleet: InferenceFleet, wanted: PodWanted, stored: Object, owner: Object, outcome: Outcome) -> bool:
+    async def put(
+        self, fleet: InferenceFleet, wanted: PodWanted, stored: Object, owner: Object, outcome: Outcome, *, again: bool = False
+    ) -> bool:
         """The worker's PodGroup, before any of its pods: a scheduler that does not know the group would place them one by one.
         False: it could not be written, and no pod may be made."""
-        wish = render_pod_group(fleet, wanted, stored["data"].get("gangs", {}).get(wanted.role, {}), owner)
+        gang = stored["data"].get("gangs", {}).get(wanted.role, {})
+        wish = render_pod_group(fleet, wanted, gang, owner)
         if wish is None or wanted.member > 0:
             return True
+        if again and gang["podGroup"] in DEAF:
+            wish["metadata"]["annotations"] = {ASKED_AGAIN: rfc3339(self._now())}
         try:
             await self._cluster.apply(wish)
         except ClusterError as error:
@@ -53,15 +62,15 @@ class PodGroups:
         pools: Mapping[str, Object],
         outcome: Outcome,
     ) -> None:
-        """Of workers that wait for nodes, each now and then: if somebody deleted one, no node would ever be found. `stored`: by
-        (tier, revision); `pools`: by name."""
+        """Of workers that wait for nodes, each now and then: if somebody deleted one, no node would ever be found, and some
+        schedulers look again only when it changes. `stored`: by (tier, revision); `pools`: by name."""
         now = self._now()
         self._put_at = {key: at for key, at in self._put_at.items() if now - AGAIN_S < at <= now}
         for wanted in waiting_leaders(live):
             revision, owner = stored.get((wanted.tier, wanted.revision)), pools.get(wanted.pool)
             known = (fleet.metadata.namespace, wanted.name) in self._put_at
             if revision is not None and owner is not None and not known:
-                await self.put(fleet, wanted, revision, owner, outcome)
+                await self.put(fleet, wanted, revision, owner, outcome, again=True)
 
     async def drop(self, namespace: str, pods: Iterable[Object | None], outcome: Outcome) -> None:
         """Of workers that were told to go."""

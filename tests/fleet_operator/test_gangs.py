@@ -6,10 +6,11 @@ import asyncio
 import json
 from typing import Any
 
+from fleet_api.conditions import rfc3339
 from fleet_operator.cluster.interface import CONFIG_MAP, FLEET, PDB, POD, POOL, SERVICE, ForbiddenError, Kind, NotFoundError
 from fleet_operator.cluster.kinds import POD_GROUP_KINDS
 from fleet_operator.gangs import AGAIN_S, count_workers, waiting_leaders
-from fleet_operator.names import GROUP_KEY, GROUP_OF, GROUP_UID, LEADER, MEMBER, REVISION, ROLE
+from fleet_operator.names import ASKED_AGAIN, GROUP_KEY, GROUP_OF, GROUP_UID, LEADER, MEMBER, REVISION, ROLE
 from fleet_operator.names import POOL as POOL_LABEL
 from fleet_operator.names import TIER as TIER_LABEL
 from fleet_operator.observe import observe_pods
@@ -165,7 +166,12 @@ def test_a_pod_group_that_somebody_deleted_is_written_again_while_its_worker_wai
         assert ("apply", "PodGroup", name) not in await world.touch()  # it was written a moment ago
         world.now += AGAIN_S
         assert ("apply", "PodGroup", name) in await world.touch()
-        assert (await world.store.get(kind, NAMESPACE, name))["spec"] == {"minMember": 2}
+        group = await world.store.get(kind, NAMESPACE, name)
+        assert group["spec"] == {"minMember": 2}
+        # a change, each time: scheduler-plugins hear of that, and not of a new node
+        assert group["metadata"]["annotations"] == {ASKED_AGAIN: rfc3339(world.now)}
+        told = await world.condition("CapacityLimited")
+        assert told["message"] == f"2 pods cannot be scheduled: {name} has 0 of its 2 nodes; no node"
         assert ("apply", "PodGroup", name) not in await world.touch()
         for pod in (leader, follower):
             await world.user.bind(NAMESPACE, pod["metadata"]["name"], "node")
