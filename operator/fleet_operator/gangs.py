@@ -84,15 +84,16 @@ class PodGroups:
 
 
 def waiting_leaders(live: Mapping[tuple[str, str], Object]) -> list[PodWanted]:
-    """One per worker with a PodGroup that has a pod without a node, and none that goes. `live`: (kind, name) → object."""
+    """One per worker with a PodGroup that has a pod without a node, and none that goes or that no scheduler may see yet.
+    `live`: (kind, name) → object."""
     workers: dict[str, list[Object]] = {}
     for (kind, _), pod in live.items():
         if kind == POD.kind and (found := pod_group_of(pod)) is not None:
             workers.setdefault(found[1], []).append(pod)
     leaders = []
     for name, pods in sorted(workers.items()):
-        going = any("deletionTimestamp" in pod["metadata"] for pod in pods)
-        if not going and not all(pod["spec"].get("nodeName") for pod in pods):
+        elsewhere = any("deletionTimestamp" in pod["metadata"] or pod["spec"].get("schedulingGates") for pod in pods)
+        if not elsewhere and not all(pod["spec"].get("nodeName") for pod in pods):
             of = pods[0]["metadata"]["labels"]
             leaders.append(PodWanted(name, of[POOL], of[TIER], of[ROLE], of[REVISION], int(name.rpartition("-")[2])))
     return leaders

@@ -191,6 +191,7 @@ def test_only_workers_that_wait_and_stay_need_their_pod_group_again():
         pod("p-0", 0, nodeName="n"), pod("p-0", 1, nodeName="n"),
         pod("p-1", 0, nodeName="n"), pod("p-1", 1),
         pod("p-2", 0), pod("p-2", 1, metadata={"deletionTimestamp": "now"}),
+        pod("p-3", 0, schedulingGates=[{"name": "g"}]), pod("p-3", 1, schedulingGates=[{"name": "g"}]),
         (("Pod", "loose"), {"metadata": {"labels": {}}, "spec": {}}),
     ])  # fmt: skip
     assert waiting_leaders(live) == [PodWanted("p-1", "p", "t", "decode", "r", 1)]
