@@ -184,7 +184,7 @@ def test_a_pod_group_that_somebody_deleted_is_written_again_while_its_worker_wai
 
 def test_only_workers_that_wait_and_stay_need_their_pod_group_again():
     def pod(worker: str, member: int, **spec: Any) -> tuple[tuple[str, str], dict[str, Any]]:
-        of = {COSCHEDULING_LABEL: worker, POOL_LABEL: "p", TIER_LABEL: "t", ROLE: "decode", REVISION: "r"}
+        of = {COSCHEDULING_LABEL: worker, GROUP_OF: worker, POOL_LABEL: "p", TIER_LABEL: "t", ROLE: "decode", REVISION: "r"}
         return ("Pod", f"{worker}-{member}"), {"metadata": {"labels": of, **spec.pop("metadata", {})}, "spec": spec}
 
     live = dict([
@@ -195,6 +195,23 @@ def test_only_workers_that_wait_and_stay_need_their_pod_group_again():
         (("Pod", "loose"), {"metadata": {"labels": {}}, "spec": {}}),
     ])  # fmt: skip
     assert waiting_leaders(live) == [PodWanted("p-1", "p", "t", "decode", "r", 1)]
+
+
+def test_a_pod_group_that_a_pod_template_names_is_not_ours():
+    """It would be deleted with the first worker that goes."""
+
+    async def scenario(world: World) -> None:
+        kind = POD_GROUP_KINDS["coscheduling"]
+        for role in ("prefill", "decode"):
+            for pod in await pods(world, role):
+                assert pod["metadata"]["labels"][COSCHEDULING_LABEL] == "theirs"
+                assert pod_group_of(pod) is None
+        await world.user.delete(POD, NAMESPACE, (await pods(world))[1]["metadata"]["name"], grace_s=0)
+        touched = [write for _ in range(3) for write in await world.step() if write[1] == kind.kind]
+        assert touched == []
+
+    template = {"podTemplate": {"labels": {COSCHEDULING_LABEL: "theirs"}}}
+    play(scenario, prefill=template, decode=template)
 
 
 def test_pods_of_a_queued_worker_are_one_group_that_kueue_lets_go():
