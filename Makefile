@@ -19,7 +19,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # In a recipe: the router of this checkout as images have it, compiled once per change of its sources.
 COMPILED_ROUTER = compiled=$$($(RUN) python router/compile.py) || [ $$? = 1 ]; export PYTHONPATH=$$compiled
 
-.PHONY: help setup up test lint unit compiled conformance smoke e2e e2e-loop e2e-operator e2e-router e2e-clients e2e-vllm e2e-helm e2e-kind e2e-kind-smoke e2e-kueue e2e-lws helm kube kwok kueue lws sim vllm clients crds chart images kind-images bench-kv bench-router bench-routing bench-admission bench-many bench-operator bench-decision bench-choose clean
+.PHONY: help setup up test lint unit compiled conformance smoke e2e e2e-loop e2e-operator e2e-router e2e-clients e2e-vllm e2e-helm e2e-kind e2e-kind-smoke e2e-kueue e2e-lws e2e-cosched e2e-volcano helm kube kwok kueue lws sched-plugins volcano sim vllm clients crds chart images kind-images bench-kv bench-router bench-routing bench-admission bench-many bench-operator bench-decision bench-choose clean
 
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -65,10 +65,10 @@ conformance: setup ## the engine conformance suite on the torch engine (a prefil
 smoke: setup kube ## the fast core of e2e on a real control plane
 	@$(COMPILED_ROUTER); $(RUN) pytest e2e -m smoke
 
-e2e: setup kube vllm clients kueue lws sim ## all of e2e on a real control plane, vLLM and clients included
+e2e: setup kube vllm clients kueue lws sched-plugins volcano sim ## all of e2e on a real control plane, vLLM and clients included
 	@$(COMPILED_ROUTER); $(RUN) pytest e2e -m "not kind"
 
-e2e-loop: setup kube clients kueue lws sim ## e2e without vLLM
+e2e-loop: setup kube clients kueue lws sched-plugins volcano sim ## e2e without vLLM
 	$(RUN) pytest e2e -m "not vllm and not kind"
 
 e2e-operator: setup kube kwok ## faults between operator and API server, bad input, other hands (FLEET_FAULT_SEED=n repeats a run)
@@ -98,6 +98,12 @@ e2e-kueue: setup kube kueue ## fleets in a queue of a real Kueue: admitted by qu
 e2e-lws: setup kube lws ## workers over several nodes beside a real LeaderWorkerSet: its form row by row, no hands on each other
 	$(RUN) pytest e2e/test_lws.py
 
+e2e-cosched: setup kube helm sched-plugins ## workers over several nodes placed by a real scheduler of scheduler-plugins: all pods or none
+	$(RUN) pytest e2e/test_coscheduling.py
+
+e2e-volcano: setup kube helm volcano ## the same by a real Volcano
+	$(RUN) pytest e2e/test_volcano.py
+
 helm: ## a real helm, in the cache
 	@e2e/helm/get-helm > /dev/null
 
@@ -112,6 +118,12 @@ kueue: ## Kueue's manager and its manifests into the cache
 
 lws: ## LeaderWorkerSet's manager and its manifests into the cache
 	@echo "LeaderWorkerSet in $$(e2e/kube/get-lws)"
+
+sched-plugins: ## scheduler-plugins' kube-scheduler (coscheduling), its PodGroup controller and their manifests into the cache
+	@echo "scheduler-plugins in $$(e2e/kube/get-sched-plugins)"
+
+volcano: ## Volcano's scheduler, its controllers and its manifest into the cache
+	@echo "Volcano in $$(e2e/kube/get-volcano)"
 
 sim: ## llm-d-inference-sim, somebody else's stand-in for vLLM, into the cache
 	@echo "llm-d-inference-sim in $$(e2e/sim/get-sim)"

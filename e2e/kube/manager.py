@@ -68,7 +68,7 @@ def running(plane: ControlPlane, manager: Manager) -> Iterator[Service]:
     plane.services.append(service)
     try:
         plane.wait(f"the certificate of {manager.name}", lambda: _mounted(plane, manager), START_S)
-        plane.wait(f"{manager.name} ready", lambda: _answers(f"http://127.0.0.1:{health}/readyz"), START_S)
+        plane.wait(f"{manager.name} ready", lambda: answers(f"http://127.0.0.1:{health}/readyz"), START_S)
         yield service
     finally:
         plane.services.remove(service)
@@ -121,7 +121,8 @@ def _mounted(plane: ControlPlane, manager: Manager) -> bool:
     return True
 
 
-def _answers(url: str) -> bool:
+def answers(url: str) -> bool:
+    """Whether it says 200."""
     try:
         with urllib.request.urlopen(url, timeout=5) as answer:
             return bool(answer.status == 200)

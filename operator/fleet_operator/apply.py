@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
@@ -34,7 +34,7 @@ from fleet_operator.compare import contains, data_patch, difference, satisfied, 
 from fleet_operator.fleet_telling import FleetTelling
 from fleet_operator.flip import marks
 from fleet_operator.fresh import Fresh
-from fleet_operator.gangs import drop_pod_groups, put_pod_group, spans_nodes
+from fleet_operator.gangs import PodGroups, spans_nodes
 from fleet_operator.names import ADAPTERS, APPLIED, MEMBER, group_service, policy_name
 from fleet_operator.names import REVISION as REVISION_LABEL
 from fleet_operator.names import ROLE as ROLE_LABEL
@@ -104,10 +104,11 @@ class _Pass:
 class Applier:
     """Applies plans of one cluster."""
 
-    def __init__(self, cluster: Cluster, platform: Platform, pace: StatusPace) -> None:
+    def __init__(self, cluster: Cluster, platform: Platform, pace: StatusPace, now: Callable[[], float]) -> None:
         self._cluster = cluster
         self._platform = platform
         self._pace = pace
+        self._groups = PodGroups(cluster, now)
 
     async def apply(
         self, fleet: InferenceFleet, raw: Object, plan: Plan, templates: dict[str, Template], live: Live, settled: Settled
@@ -158,11 +159,12 @@ class Applier:
             if owner is None or revision is None or (wanted.member > 0 and leader is None) or not await self._true(work):
                 continue
             await self._claims(wanted, revision, owner, work)
-            if not await put_pod_group(self._cluster, work.fleet, wanted, revision, owner, work.outcome):
+            if not await self._groups.put(work.fleet, wanted, revision, owner, work.outcome):
                 continue
             made = await self._create(render_pod(work.fleet, wanted, revision, owner, leader), work)
             if made is not None and wanted.member == 0:
                 leaders[leader_of(wanted)] = made
+        await self._groups.again(work.fleet, work.live, stored, pools, work.outcome)
         for short in short_of_claims(work.live):
             revision, owner = stored.get((short.tier, short.revision)), pools.get(short.pool)
             if owner is not None and revision is not None:
@@ -186,7 +188,7 @@ class Applier:
                 pod = work.live.get(("Pod", gone.name))
                 await self._delete(POD, namespace, gone.name, gone.uid, gone.reason, work.outcome, pod)
         leaving = (work.live.get(("Pod", gone.name)) for gone in work.plan.delete)
-        await drop_pod_groups(self._cluster, namespace, leaving, work.outcome)
+        await self._groups.drop(namespace, leaving, work.outcome)
         for left in work.plan.pools_gone:
             if await self._true(work):
                 await self._delete(POOL, namespace, left.name, left.uid, "its revision is no longer wanted", work.outcome)

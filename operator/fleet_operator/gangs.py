@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final
 
+from fleet_api.conditions import rfc3339
 from fleet_api.v1alpha1 import InferenceFleet
-from fleet_operator.cluster.interface import Cluster, ClusterError, NotFoundError, Object
+from fleet_operator.cluster.interface import POD, Cluster, ClusterError, NotFoundError, Object
 from fleet_operator.cluster.kinds import POD_GROUP_KINDS
+from fleet_operator.names import ASKED_AGAIN, POOL, REVISION, ROLE, TIER
 from fleet_operator.outcome import Outcome
 from fleet_operator.render.gang import pod_group_of, render_pod_group
 from fleet_planner.reconcile import Plan
 from fleet_planner.types import PodWanted
+
+AGAIN_S: Final = 20.0
+"""A PodGroup of a worker that waits is written again this often at most; each pass does it that comes later."""
+DEAF: Final = frozenset({"coscheduling"})
+"""Schedulers that may not hear of a new node: scheduler-plugins (0.34.7, `EventsToRegister` of coscheduling) tries pods that it
+refused because of their group again when a pod is made or a PodGroup changes, else after five minutes."""
 
 
 def spans_nodes(plan: Plan) -> bool:
@@ -18,31 +27,76 @@ def spans_nodes(plan: Plan) -> bool:
     return any(pool.nodes > 1 for pool in plan.pools)
 
 
-async def put_pod_group(
-    cluster: Cluster, fleet: InferenceFleet, wanted: PodWanted, stored: Object, owner: Object, outcome: Outcome
-) -> bool:
-    """The worker's PodGroup, before any of its pods: a scheduler that does not know the group would place them one by one. False:
-    it could not be written, and no pod may be made. It is not watched, because most clusters have no such kind."""
-    wish = render_pod_group(fleet, wanted, stored["data"].get("gangs", {}).get(wanted.role, {}), owner)
-    if wish is None or wanted.member > 0:
-        return True
-    try:
-        await cluster.apply(wish)
-    except ClusterError as error:
-        outcome.fail(f"PodGroup {wish['metadata']['name']}", error)
-        return False
-    return True
+class PodGroups:
+    """Those of one cluster. They are not watched, because most clusters have no such kind."""
 
+    def __init__(self, cluster: Cluster, now: Callable[[], float]) -> None:
+        self._cluster, self._now = cluster, now
+        self._put_at: dict[tuple[str, str], float] = {}
+        """(namespace, name), of those that were put less than AGAIN_S ago."""
 
-async def drop_pod_groups(cluster: Cluster, namespace: str, pods: Iterable[Object | None], outcome: Outcome) -> None:
-    """PodGroups of workers that were told to go."""
-    for kind, name in sorted({found for pod in pods if pod is not None and (found := pod_group_of(pod)) is not None}):
+    async def put(
+        self, fleet: InferenceFleet, wanted: PodWanted, stored: Object, owner: Object, outcome: Outcome, *, again: bool = False
+    ) -> bool:
+        """The worker's PodGroup, before any of its pods: a scheduler that does not know the group would place them one by one.
+        False: it could not be written, and no pod may be made."""
+        gang = stored["data"].get("gangs", {}).get(wanted.role, {})
+        wish = render_pod_group(fleet, wanted, gang, owner)
+        if wish is None or wanted.member > 0:
+            return True
+        if again and gang["podGroup"] in DEAF:
+            wish["metadata"]["annotations"] = {ASKED_AGAIN: rfc3339(self._now())}
         try:
-            await cluster.delete(POD_GROUP_KINDS[kind], namespace, name)
-        except NotFoundError:
-            continue
+            await self._cluster.apply(wish)
         except ClusterError as error:
-            outcome.fail(f"deleting PodGroup {name}", error)
+            outcome.fail(f"PodGroup {wish['metadata']['name']}", error)
+            return False
+        self._put_at[fleet.metadata.namespace, wish["metadata"]["name"]] = self._now()
+        return True
+
+    async def again(
+        self,
+        fleet: InferenceFleet,
+        live: Mapping[tuple[str, str], Object],
+        stored: Mapping[tuple[str, str], Object],
+        pools: Mapping[str, Object],
+        outcome: Outcome,
+    ) -> None:
+        """Of workers that wait for nodes, each now and then: if somebody deleted one, no node would ever be found, and some
+        schedulers look again only when it changes. `stored`: by (tier, revision); `pools`: by name."""
+        now = self._now()
+        self._put_at = {key: at for key, at in self._put_at.items() if now - AGAIN_S < at <= now}
+        for wanted in waiting_leaders(live):
+            revision, owner = stored.get((wanted.tier, wanted.revision)), pools.get(wanted.pool)
+            known = (fleet.metadata.namespace, wanted.name) in self._put_at
+            if revision is not None and owner is not None and not known:
+                await self.put(fleet, wanted, revision, owner, outcome, again=True)
+
+    async def drop(self, namespace: str, pods: Iterable[Object | None], outcome: Outcome) -> None:
+        """Of workers that were told to go."""
+        for kind, name in sorted({found for pod in pods if pod is not None and (found := pod_group_of(pod)) is not None}):
+            try:
+                await self._cluster.delete(POD_GROUP_KINDS[kind], namespace, name)
+            except NotFoundError:
+                continue
+            except ClusterError as error:
+                outcome.fail(f"deleting PodGroup {name}", error)
+
+
+def waiting_leaders(live: Mapping[tuple[str, str], Object]) -> list[PodWanted]:
+    """One per worker with a PodGroup that has a pod without a node, and none that goes or that no scheduler may see yet.
+    `live`: (kind, name) → object."""
+    workers: dict[str, list[Object]] = {}
+    for (kind, _), pod in live.items():
+        if kind == POD.kind and (found := pod_group_of(pod)) is not None:
+            workers.setdefault(found[1], []).append(pod)
+    leaders = []
+    for name, pods in sorted(workers.items()):
+        elsewhere = any("deletionTimestamp" in pod["metadata"] or pod["spec"].get("schedulingGates") for pod in pods)
+        if not elsewhere and not all(pod["spec"].get("nodeName") for pod in pods):
+            of = pods[0]["metadata"]["labels"]
+            leaders.append(PodWanted(name, of[POOL], of[TIER], of[ROLE], of[REVISION], int(name.rpartition("-")[2])))
+    return leaders
 
 
 def count_workers(pods: Iterable[Object], of: Mapping[str, str]) -> tuple[int, int, int]:

@@ -114,7 +114,7 @@ class Reconciler:
         self._objects = FleetObjects()
         self._writer = WriteThrough(cluster, self._written, self._asked_to_go)
         self._pace = StatusPace(now, platform.counters_s)
-        self._applier = Applier(self._writer, platform, self._pace)
+        self._applier = Applier(self._writer, platform, self._pace, now)
         self._recorder = Recorder(cluster, now)
         self._states: dict[Key, FleetState] = {}
         self._nodes = KnownNodes(platform)

@@ -19,7 +19,7 @@ from fleet_planner.ratio import within
 from fleet_planner.replicas import Replica
 from fleet_planner.revisions import TierPlan
 from fleet_planner.scale import ScaleDecision, unusable
-from fleet_planner.types import ROLES, Observed, Role, Verdict
+from fleet_planner.types import ROLES, Observed, ObservedPod, Role, Verdict
 
 MAX_CAUSES = 3
 FAILING_RESTARTS = 1
@@ -225,11 +225,19 @@ def _capacity(views: Sequence[TierView], observed: Observed) -> Verdict:
         return "True", "QuotaExceeded", refused[0]
     stuck = [pod for pod in observed.pods if pod.unschedulable]
     if stuck:
-        return "True", "Unschedulable", f"{len(stuck)} pods cannot be scheduled: {stuck[0].message}"
+        return "True", "Unschedulable", f"{len(stuck)} pods cannot be scheduled: {_missing(views, stuck)}"
     queued = [words for view in views if (words := _queued(view, observed))]
     if queued:
         return "True", "Queued", "; ".join(queued)
     return "False", "Sufficient", "every pod found a node"
+
+
+def _missing(views: Sequence[TierView], stuck: Sequence[ObservedPod]) -> str:
+    """Workers that lack nodes, and every reason once: of a group that is refused as one, most pods only say that."""
+    workers = [worker for view in views for worker in view.workers if worker.size > 1 and worker.alive and worker.unschedulable]
+    groups = [f"{worker.leader.name} has {worker.placed} of its {worker.size} nodes" for worker in workers]
+    reasons = dict.fromkeys(pod.message for pod in stuck)
+    return "; ".join([*groups[:MAX_CAUSES], *list(reasons)[:MAX_CAUSES]])
 
 
 def _queued(view: TierView, observed: Observed) -> str:

@@ -6,14 +6,18 @@ import asyncio
 import json
 from typing import Any
 
+from fleet_api.conditions import rfc3339
 from fleet_operator import names
 from fleet_operator.cluster.interface import CONFIG_MAP, FLEET, PDB, POD, POOL, SERVICE, ForbiddenError, Kind, NotFoundError
 from fleet_operator.cluster.kinds import POD_GROUP_KINDS
-from fleet_operator.gangs import count_workers
-from fleet_operator.names import GROUP_KEY, GROUP_OF, GROUP_UID, LEADER, MEMBER, ROLE
+from fleet_operator.gangs import AGAIN_S, count_workers, waiting_leaders
+from fleet_operator.names import ASKED_AGAIN, GROUP_KEY, GROUP_OF, GROUP_UID, LEADER, MEMBER, REVISION, ROLE
+from fleet_operator.names import POOL as POOL_LABEL
+from fleet_operator.names import TIER as TIER_LABEL
 from fleet_operator.observe import observe_pods
-from fleet_operator.render.gang import pod_group_of
+from fleet_operator.render.gang import COSCHEDULING_LABEL, pod_group_of
 from fleet_operator.telemetry.scrape import is_running_worker
+from fleet_planner.types import PodWanted
 from tests.fleet_operator.world import NAMESPACE, Scenario, World, manifest
 
 TIER = {"name": "t", "accelerator": {"type": "cpu"}, "parallelism": {"nodes": 2}, "ratio": {"decode": 1, "min": "1:2"}}
@@ -138,6 +142,77 @@ def test_a_pod_group_comes_before_its_pods_and_goes_with_them():
         assert left == {pod["metadata"]["labels"][GROUP_OF] for role in ("prefill", "decode") for pod in await pods(world, role)}
 
     play(scenario, placement={"podGroup": "coscheduling"})
+
+
+class NoNodes(World):
+    """The scheduler finds none for decode workers."""
+
+    async def kubelet(self) -> None:
+        for pod in await self.store.list(POD, NAMESPACE):
+            name, waits = pod["metadata"]["name"], not pod["spec"].get("nodeName")
+            if waits and pod["metadata"]["labels"][ROLE] == "decode":
+                told = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "no node"}
+                await self.user.patch_status(POD, NAMESPACE, name, {"phase": "Pending", "conditions": [told]})
+
+
+def test_a_pod_group_that_somebody_deleted_is_written_again_while_its_worker_waits():
+    async def scenario() -> None:
+        world, kind = NoNodes(), POD_GROUP_KINDS["coscheduling"]
+        await world.user.apply(manifest(tiers=[{**TIER, "placement": {"podGroup": "coscheduling"}}]))
+        for _ in range(3):
+            await world.step()
+        leader, follower = await pods(world)
+        name = leader["metadata"]["name"]
+        await world.user.delete(kind, NAMESPACE, name)
+        assert ("apply", "PodGroup", name) not in await world.touch()  # it was written a moment ago
+        world.now += AGAIN_S
+        assert ("apply", "PodGroup", name) in await world.touch()
+        group = await world.store.get(kind, NAMESPACE, name)
+        assert group["spec"] == {"minMember": 2}
+        # a change, each time: scheduler-plugins hear of that, and not of a new node
+        assert group["metadata"]["annotations"] == {ASKED_AGAIN: rfc3339(world.now)}
+        told = await world.condition("CapacityLimited")
+        assert told["message"] == f"2 pods cannot be scheduled: {name} has 0 of its 2 nodes; no node"
+        assert ("apply", "PodGroup", name) not in await world.touch()
+        for pod in (leader, follower):
+            await world.user.bind(NAMESPACE, pod["metadata"]["name"], "node")
+        await world.user.delete(kind, NAMESPACE, name)
+        world.now += AGAIN_S
+        assert ("apply", "PodGroup", name) not in await world.touch()  # it has its nodes
+
+    asyncio.run(scenario())
+
+
+def test_only_workers_that_wait_and_stay_need_their_pod_group_again():
+    def pod(worker: str, member: int, **spec: Any) -> tuple[tuple[str, str], dict[str, Any]]:
+        of = {COSCHEDULING_LABEL: worker, GROUP_OF: worker, POOL_LABEL: "p", TIER_LABEL: "t", ROLE: "decode", REVISION: "r"}
+        return ("Pod", f"{worker}-{member}"), {"metadata": {"labels": of, **spec.pop("metadata", {})}, "spec": spec}
+
+    live = dict([
+        pod("p-0", 0, nodeName="n"), pod("p-0", 1, nodeName="n"),
+        pod("p-1", 0, nodeName="n"), pod("p-1", 1),
+        pod("p-2", 0), pod("p-2", 1, metadata={"deletionTimestamp": "now"}),
+        pod("p-3", 0, schedulingGates=[{"name": "g"}]), pod("p-3", 1, schedulingGates=[{"name": "g"}]),
+        (("Pod", "loose"), {"metadata": {"labels": {}}, "spec": {}}),
+    ])  # fmt: skip
+    assert waiting_leaders(live) == [PodWanted("p-1", "p", "t", "decode", "r", 1)]
+
+
+def test_a_pod_group_that_a_pod_template_names_is_not_ours():
+    """It would be deleted with the first worker that goes."""
+
+    async def scenario(world: World) -> None:
+        kind = POD_GROUP_KINDS["coscheduling"]
+        for role in ("prefill", "decode"):
+            for pod in await pods(world, role):
+                assert pod["metadata"]["labels"][COSCHEDULING_LABEL] == "theirs"
+                assert pod_group_of(pod) is None
+        await world.user.delete(POD, NAMESPACE, (await pods(world))[1]["metadata"]["name"], grace_s=0)
+        touched = [write for _ in range(3) for write in await world.step() if write[1] == kind.kind]
+        assert touched == []
+
+    template = {"podTemplate": {"labels": {COSCHEDULING_LABEL: "theirs"}}}
+    play(scenario, prefill=template, decode=template)
 
 
 def test_pods_of_a_queued_worker_are_one_group_that_kueue_lets_go():

@@ -165,15 +165,16 @@ def render_pod_group(fleet: InferenceFleet, wanted: PodWanted, gang: Object, own
 
 
 def pod_group_of(pod: Object) -> tuple[str, str] | None:
-    """(placement.podGroup, name) of the PodGroup that a pod belongs to."""
+    """(placement.podGroup, name) of the PodGroup that we made for a pod. It has its worker's name: one that a podTemplate
+    names is somebody else's."""
     meta, spec = pod["metadata"], pod.get("spec") or {}
-    if group := (meta.get("labels") or {}).get(COSCHEDULING_LABEL):
-        return "coscheduling", group
-    if group := (meta.get("annotations") or {}).get(VOLCANO_ANNOTATION):
-        return "volcano", group
-    if group := (spec.get("schedulingGroup") or {}).get("podGroupName"):
-        return "kubernetes", group
-    return None
+    own = (meta.get("labels") or {}).get(GROUP_OF)
+    named = (
+        ("coscheduling", (meta.get("labels") or {}).get(COSCHEDULING_LABEL)),
+        ("volcano", (meta.get("annotations") or {}).get(VOLCANO_ANNOTATION)),
+        ("kubernetes", (spec.get("schedulingGroup") or {}).get("podGroupName")),
+    )
+    return next(((kind, own) for kind, name in named if own is not None and name == own), None)
 
 
 def render_group_service(fleet: InferenceFleet, owner: Object) -> Object:
