@@ -78,7 +78,7 @@ class Runaway:
         self._events += len(events)
         symbols = [hash(event[event.find(b"data: ") :]) for event in events]
         for at in range(0, len(symbols), JUDGED_READS):  # one read may be hundreds of events, and its end no loop any more
-            self._symbols.extend(symbols[at : at + JUDGED_READS])
+            self._symbols.extend(symbols[at:][:JUDGED_READS])
             if self._loops():
                 return "repetition"
         if self._events > self._most:
@@ -103,6 +103,6 @@ class Runaway:
                 return False
             shift = size - CONTEXT * SYMBOL_BYTES - at
             run = max(LEAST_EVENTS * SYMBOL_BYTES, LEAST_TURNS * shift)
-            if shift % SYMBOL_BYTES == 0 and run + shift <= size and symbols[-run:] == symbols[-run - shift : -shift]:
+            if shift % SYMBOL_BYTES == 0 and run + shift <= size and symbols[-run:] == symbols[-run - shift :][:run]:
                 return True
             at += len(end) - 1  # the next match ends before this one
