@@ -262,6 +262,8 @@ class Answering(ABC):
     def _first_bytes(self, now: float) -> None:
         self._first = False
         self.record.first_at = now
+        if self.record.status != OK:
+            return  # a refusal is no first token: tiers are sized and revisions judged by these
         if self._trip is not None:
             self._trip.first_token(now)
         self._served.ttft.observe(now - self.started_at)

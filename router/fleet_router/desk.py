@@ -251,6 +251,14 @@ def _turned_away(status: int, reason: str, message: str, retry_after_s: int, hea
     return RequestError(status, message, code=code, reason=reason, headers=f"retry-after: {retry_after_s}\r\n{headers}")
 
 
+def one_of(models: bytes, name: str) -> bytes:
+    """The answer of /v1/models/NAME out of the one of /v1/models; RequestError when it is not there."""
+    for found in msgspec.json.decode(models)["data"]:
+        if found["id"] == name:
+            return msgspec.json.encode(found)
+    raise RequestError(404, f"the model {name[:200]!r} does not exist", code="model_not_found", param="model")
+
+
 def usable(models: bytes, names: frozenset[str]) -> bytes:
     """The answer of /v1/models with those that a key may ask for."""
     found = msgspec.json.decode(models)

@@ -227,7 +227,7 @@ class Flow(Answering):
             self._cannot_resume("refused", why)
             return
         self._resumes += 1
-        self._excluded, self._moved, self._counted = self._excluded | {failed.uid}, False, None
+        self._excluded, self._moved, self._counted = self._others_than(failed), False, None
         self.deadline = self._context.clock() + self.config.first_token_deadline_s
         start = start_of(self._asked, said) if self.config.resume == "prefill" else Start()
         prompt = self._asked.prompt
@@ -237,6 +237,15 @@ class Flow(Answering):
             self._count_prompt(said, start, why)
         else:
             self._carry_on(said, start, [])
+
+    def _others_than(self, failed: Worker) -> frozenset[str]:
+        """Whom the rest is not asked of. Workers that failed before are asked again when nobody else is left: a container that
+        started anew keeps its pod's uid."""
+        tried = self._excluded | {failed.uid}
+        found, _ = self._context.table.choose(
+            self._asked.prompt, self.config, self._context.clock(), tried, self._ticket.lane.seed, self._ask.adapter, self.hints
+        )
+        return tried if isinstance(found, Choice) else frozenset({failed.uid})
 
     def _said(self) -> Said | None:
         """What the client has; None when it cannot be known."""

@@ -21,6 +21,9 @@ from fleet_router.repeated import Repeated, around_length, worth_learning
 
 HOST: Final = re.compile(rb"^[A-Za-z0-9._\-]+(:\d{1,5})?$|^\[[0-9a-fA-F:.]+\](:\d{1,5})?$")
 ABSOLUTE: Final = re.compile(rb"https?://([^/?#]*)(.*)", re.IGNORECASE | re.DOTALL)
+OFFER: Final = re.compile(rb"(?<=\r\n)upgrade(?=[ \t]*:)", re.IGNORECASE)
+NO_OFFER: Final = b"x-offer"
+"""As long as what it replaces."""
 REQUEST_ID: Final = re.compile(rb"^[A-Za-z0-9._\-]{1,128}$")
 LOOKED_AT: Final = frozenset({b"host", b"content-length", b"transfer-encoding", b"x-request-id", b"content-encoding", b"expect"})
 ASKED_BY: Final[frozenset[bytes]] = frozenset({b"authorization", b"x-api-key", b"x-slo-class", b"x-slo-ttft-ms"})
@@ -61,6 +64,16 @@ def origin_form(target: bytes) -> bytes:
         raise RequestError(400, "what the target names before its path is not a host")
     rest: bytes = found[2]
     return rest if rest.startswith(b"/") else b"/" + rest
+
+
+def _without_offer(data: bytes) -> bytes:
+    """Whoever offers another protocol is answered in this one (RFC 9110, 7.8; Java's client offers h2c with every request): the
+    field gets another name, for the parser would stop behind the head. Only in a head that begins with these bytes and is whole;
+    after the offer of one that is not, and of a second request in one packet, the connection ends with an error."""
+    end = data.find(b"\r\n\r\n")
+    if end < 0 or OFFER.search(data, 0, end) is None:
+        return data
+    return OFFER.sub(NO_OFFER, data[:end]) + data[end:]
 
 
 class Incoming:
@@ -154,7 +167,7 @@ class Inbound:
         begins = self.current is None
         if begins:
             self._bounds, self._wanted = bounds, wanted  # those that hold when a request begins hold to its end
-        self._parse(data)
+        self._parse(_without_offer(data) if begins else data)
         if begins and len(self.requests) == 1 and self.current is None and self.error is None:
             self._learn(data, self.requests[0])
 

@@ -10,6 +10,7 @@ import asyncio
 import socket
 from collections.abc import Callable
 from typing import Final, cast
+from urllib.parse import unquote
 
 import msgspec
 
@@ -20,7 +21,7 @@ from fleet_router.asked import Ask, Hints
 from fleet_router.cascade.climb import Climb, tier_of_all
 from fleet_router.config import RouterConfig
 from fleet_router.context import Context
-from fleet_router.desk import usable
+from fleet_router.desk import one_of, usable
 from fleet_router.dialect.routes import ALONE, TRANSLATED, error_body, translation_of
 from fleet_router.dialect.translation import Translation
 from fleet_router.ending import END, framed
@@ -41,6 +42,7 @@ COMPLETIONS: Final = b"/v1/completions"
 CHAT: Final = b"/v1/chat/completions"
 GENERATE: Final = {COMPLETIONS: False, CHAT: True}
 MODELS: Final = b"/v1/models"
+ONE_MODEL: Final = b"/v1/models/"
 PLAIN: Final = {MODELS, b"/health", b"/ready", b"/metrics"}
 OF_ALL: Final = {b"/ready", b"/metrics"}
 """Where several processes share the port, the answer is theirs together."""
@@ -244,16 +246,22 @@ class ClientConnection:
                 if path in OF_ALL and self._context.gather is not None:
                     self._gather(path)
                     return
-                entry = self._context.desk.entry(request.key) if path == MODELS else None
                 status, kind, body = self._plain(path)
-                if entry is not None and entry.named.models is not None:
-                    body = usable(body, entry.named.models)
-                self._write_answer(status, body, kind)
+                self._write_answer(status, self._usable(request, body) if path == MODELS else body, kind)
+            elif path.startswith(ONE_MODEL):
+                self._need(method, b"GET", b"HEAD")
+                models = self._usable(request, self._plain(MODELS)[2])
+                self._write_answer(200, one_of(models, unquote(path[len(ONE_MODEL) :].decode("latin-1"))), b"application/json")
             else:
                 raise RequestError(404, f"no such path: {path[:200].decode('latin-1')}")
         except RequestError as error:
             self._context.recorder.refused(request.request_id, path if path in KNOWN else b"", "", error)
             self._answer_error(error, keep_alive=True)
+
+    def _usable(self, request: Incoming, models: bytes) -> bytes:
+        """Those that the key may ask for; RequestError for a key that nobody has."""
+        names = self._context.desk.entry(request.key).named.models
+        return models if names is None else usable(models, names)
 
     def _tell_decisions(self, request: Incoming) -> None:
         entry = self._context.desk.entry(request.key)

@@ -105,9 +105,11 @@ def test_what_makes_no_sense_is_refused_by_name(routing: dict[str, object], word
     assert any(words in str(problem) for problem in validate(manifest(**routing)))
 
 
-def test_fleet_up_makes_a_gossip_key_and_refuses_tls():
+def test_fleet_up_makes_a_gossip_key_and_refuses_tls_and_several_routers():
     (secret,) = router_secrets(fleet(gossip=GOSSIP))
     assert (secret["metadata"]["name"], list(secret["data"])) == ("gossip", ["gossip.key"])
     assert router_secrets(fleet()) == []
     with pytest.raises(InputError, match=r"spec\.routing\.tls"):
         router_secrets(fleet(tls=TLS))
+    with pytest.raises(InputError, match=r"spec\.routing\.replicas"):
+        router_secrets(fleet(replicas=2))

@@ -81,12 +81,12 @@ CLOSING = b"GET /health HTTP/1.1\r\nhost: h\r\nconnection: close\r\n\r\n"
         pytest.param(b"GET /v1/completions HTTP/1.1\r\nhost: h\r\n\r\n", 405, id="method"),
         pytest.param(b"GET //v1/models HTTP/1.1\r\nhost: h\r\n\r\n", 404, id="double-slash"),
         pytest.param(b"CONNECT h:1 HTTP/1.1\r\nhost: h\r\n\r\n", 400, id="connect"),
-        pytest.param(b"GET /health HTTP/1.1\r\nhost: h\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n", 400, id="upgrade"),
         pytest.param(
-            b"POST /v1/completions HTTP/1.1\r\nhost: h\r\nconnection: upgrade\r\nupgrade: h2c\r\ncontent-length: 26\r\n\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nhost: h\r\nconnection: upgrade\r\nupgrade: h2c\r\ncontent-length: 26\r\n"
+            b"transfer-encoding: chunked\r\n\r\n"
             b'{"model":"m","prompt":"a"}',
             400,
-            id="upgrade-with-a-body",
+            id="upgrade-with-two-lengths",
         ),
         pytest.param(b"\x16\x03\x01\x00\xa5\x01\x00", 400, id="tls-hello"),
         pytest.param(b"GET http:///health HTTP/1.1\r\nhost: h\r\n\r\n", 400, id="absolute-without-a-host"),

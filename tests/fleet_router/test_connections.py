@@ -158,6 +158,37 @@ def test_head_has_no_body_and_405_says_what_is_allowed(line: str, status: int, a
     run(go)
 
 
+# -- offers of another protocol (RFC 9110, 7.8) -------------------------------------------------------------------------
+@pytest.mark.parametrize("offer", ["h2c", "websocket", "HTTP/3.0, foo"])
+def test_an_offer_of_another_protocol_is_passed_over(offer: str):
+    """As Java's client and `curl --http2` make one with every request."""
+    more = f"Connection: Upgrade, HTTP2-Settings\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\nUPGRADE : {offer}".replace(" :", ":")
+
+    async def go(rig: Rig) -> None:
+        reader, writer, _ = await rig.connect()
+        for _ in range(3):  # the second time its head is not parsed
+            writer.write(http({**SHORT, "prompt": "\r\nupgrade: x\r\n"}, *more.split("\r\n")))
+            assert (await answer_of(reader))[0] == 200
+        assert json.loads(json.dumps(rig.decode[0].seen[-1]["prompt"])) == "\r\nupgrade: x\r\n"
+        writer.write(f"GET /v1/models HTTP/1.1\r\nhost: h\r\n{more}\r\n\r\n".encode() + HEALTH)
+        assert b'"id":"m"' in (await answer_of(reader))[2]
+        assert (await answer_of(reader))[2] == b"ok\n"
+
+    run(go, prefill=0)
+
+
+@pytest.mark.parametrize(("path", "status"), [("m", 200), ("%6d", 200), ("other", 404), ("", 404)])
+def test_one_model_is_told_by_its_name(path: str, status: int):
+    async def go(rig: Rig) -> None:
+        reader, writer, _ = await rig.connect()
+        writer.write(f"GET /v1/models/{path} HTTP/1.1\r\nhost: h\r\n\r\n".encode())
+        found, _, body = await answer_of(reader)
+        assert found == status
+        assert json.loads(body)["id"] == "m" if status == 200 else json.loads(body)["error"]["code"] == "model_not_found"
+
+    run(go)
+
+
 # -- targets in absolute form (RFC 9112, 3.2.2) ------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("target", "status", "words"),

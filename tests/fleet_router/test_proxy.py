@@ -178,6 +178,7 @@ def test_a_decode_workers_refusal_gives_the_prefilled_kv_back(status: int):
         rig.decode[0].behave = refuse
         assert (await rig.post(ask()))[0] == status
         await until(lambda: rig.prefill[0].released == ["lease-1"])
+        assert sum(rig.context.metrics.of("t", "r").ttft.fold()) == 0  # a refusal is no first token
 
     run(go)
 

@@ -86,7 +86,8 @@ class LocalFleet:
         await self._cluster.close()
         if self._log is not None:
             logging.getLogger().removeHandler(self._log)
-            self._log.close()
+            with contextlib.suppress(OSError):  # a full disk: what it said last is lost, and no reason to end otherwise
+                self._log.close()
 
     def raise_if_dead(self) -> None:
         """RunError when a part of the control plane ended; none of them ends by itself."""
@@ -143,6 +144,7 @@ def _environment() -> dict[str, str]:
     """What pods inherit: the user's environment, with threads that leave room for the other processes of the fleet."""
     environment = dict(os.environ)
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // 3)))
+    environment.setdefault("UCX_NET_DEVICES", "lo")  # else workers open a port on every network of this machine
     if (vllm := vllm_program()) is not None:
         environment[VLLM_ENV] = vllm
     return environment

@@ -11,11 +11,16 @@ from fleet_cli.errors import InputError
 
 
 def router_secrets(fleet: InferenceFleet) -> list[dict[str, Any]]:
-    """A gossip key of this run alone, where the fleet asks for one; InputError when it asks for TLS."""
+    """A gossip key of this run alone, where the fleet asks for one; InputError when it asks for TLS or for several
+    routers."""
     routing = fleet.spec.routing
     if routing.tls is not None:
         raise InputError("spec.routing.tls: fleet up speaks plain HTTP on this machine's loopback; its certificates are a Secret "
                          "of a cluster")  # fmt: skip
+    if routing.replicas > 1:
+        raise InputError(
+            "spec.routing.replicas: fleet up has one port of this machine and runs one router on it: leave it out or 1"
+        )
     if routing.gossip is None:
         return []
     wanted = routing.gossip.key_secret_ref

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Mapping
 from pathlib import Path
 
-from fleet_operator.cluster.interface import CONFIG_MAP, POD, Cluster, ClusterError, Kind, Object, WatchEvent
+from fleet_operator.cluster.interface import CONFIG_MAP, POD, Cluster, Kind, Object, WatchEvent
 from fleet_operator.cluster.kinds import SECRET
 from fleet_operator.runtime.addresses import Addresses
 from fleet_operator.runtime.hosts import Hosts
@@ -17,7 +16,7 @@ from fleet_operator.runtime.leftovers import kill_leftovers, kill_marked, kill_o
 from fleet_operator.runtime.node import NodeHeart
 from fleet_operator.runtime.pod import PodRunner
 from fleet_operator.runtime.settings import RuntimeSettings
-from fleet_operator.runtime.volumes import ApiAccess, MountError, PodVolumes, VolumeSources
+from fleet_operator.runtime.volumes import ApiAccess, PodVolumes, VolumeSources
 from fleet_worker.config import HOSTS_ENV
 
 logger = logging.getLogger(__name__)
@@ -143,5 +142,4 @@ class ProcessKubelet:
     async def _refresh(self, source: str, metadata: Object) -> None:
         for runner in list(self._runners.values()):
             if metadata["namespace"] == runner.namespace and (source, metadata["name"]) in runner.volumes.files_from:
-                with contextlib.suppress(MountError, ClusterError):
-                    await runner.volumes.refresh()
+                await runner.refresh()

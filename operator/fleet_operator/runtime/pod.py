@@ -38,6 +38,8 @@ class PodRunner:
         self._dirty = asyncio.Event()
         self._deletion = asyncio.Event()
         self._grace_s = 0.0
+        self._stale = asyncio.Event()
+        """Files could not be written."""
         self._waiting: dict[str, Any] | None = None
         self._init = [self._container(spec, "OnFailure") for spec in pod["spec"].get("initContainers") or []]
         self._containers = [self._container(spec) for spec in pod["spec"]["containers"]]
@@ -46,6 +48,7 @@ class PodRunner:
         """Run the pod; returns after its deletion was completed. Cancelling kills its processes and leaves the object."""
         writer = asyncio.create_task(self._write_statuses(), name=f"status {self._name}")
         work = asyncio.create_task(self._work(), name=f"pod {self._name}")
+        again = asyncio.create_task(self._refresh_again(), name=f"files {self._name}")
         try:
             self._changed()
             await self._deletion.wait()
@@ -55,8 +58,8 @@ class PodRunner:
             await self._write_status()
             await self._finish_deletion()
         finally:
-            await _end(work)
-            await _end(writer)
+            for task in (work, writer, again):
+                await _end(task)
             self.volumes.remove()
 
     def terminate(self, grace_s: float) -> None:
@@ -103,8 +106,24 @@ class PodRunner:
     async def _renew_tokens(self) -> None:
         while True:
             await asyncio.sleep(self._settings.token_s * 0.8)
-            with contextlib.suppress(MountError, ClusterError):
+            await self.refresh()
+
+    async def refresh(self) -> None:
+        """Files of its volumes as their sources are now. What cannot be written (a full disk) stays as it was, and is tried
+        again."""
+        with contextlib.suppress(MountError, ClusterError):
+            try:
                 await self.volumes.refresh()
+            except OSError as error:
+                logger.warning("pod=%s/%s files=%s not refreshed: %s", self.namespace, self._name, error.filename, error.strerror)
+                self._stale.set()
+
+    async def _refresh_again(self) -> None:
+        while True:
+            await self._stale.wait()
+            await asyncio.sleep(self._settings.retry_cap_s)
+            self._stale.clear()
+            await self.refresh()
 
     async def _stop(self, grace_s: float) -> None:
         results = await asyncio.gather(*(c.stop(grace_s) for c in [*self._init, *self._containers]), return_exceptions=True)

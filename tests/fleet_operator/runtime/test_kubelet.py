@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import contextlib
+import errno
 import json
 import os
 import select
@@ -22,8 +23,9 @@ from fleet_operator.runtime.kubelet import ProcessKubelet
 from fleet_operator.runtime.leftovers import MARK, kill_leftovers, mark_of
 from fleet_operator.runtime.scheduler import MemoryScheduler
 from fleet_operator.runtime.settings import RuntimeSettings
+from fleet_operator.runtime.volumes import PodVolumes
 
-FAST = RuntimeSettings(restart_base_s=0.05, restart_cap_s=0.1, retry_s=0.05)
+FAST = RuntimeSettings(restart_base_s=0.05, restart_cap_s=0.1, retry_s=0.05, retry_cap_s=0.1)
 SERVE = """
 import http.server, os, signal, sys
 class H(http.server.BaseHTTPRequestHandler):
@@ -346,6 +348,32 @@ def test_config_map_files_follow_the_config_map(tmp_path):
             pod = await local.until("follower", phase("Failed"))
             assert state(pod)["terminated"]["message"] == "saw two"
             await local.cluster.delete(CONFIG_MAP, "default", "settings")
+
+    run(scenario)
+
+
+def test_files_that_cannot_be_written_are_written_later_and_end_nothing(tmp_path, monkeypatch):
+    """A full disk: the kubelet ended, and with it every pod of the node."""
+    follow = "import sys, time\nwhile open('/etc/conf/a.json').read() != 'two': time.sleep(0.02)\nsys.exit('saw two')"
+    container = python(follow, volumeMounts=[{"name": "conf", "mountPath": "/etc/conf"}])
+    full, refresh = [OSError(errno.ENOSPC, "No space left on device", "a.json")] * 2, PodVolumes.refresh
+
+    async def refuse(volumes):
+        if full:
+            raise full.pop()
+        await refresh(volumes)
+
+    async def scenario():
+        async with Local(tmp_path).running() as local:
+            await local.cluster.apply(config_map("one"))
+            volumes = [{"name": "conf", "configMap": {"name": "settings"}}]
+            await local.apply("follower", container, volumes=volumes, restartPolicy="Never")
+            await local.until("follower", lambda pod: "running" in state(pod))
+            monkeypatch.setattr(PodVolumes, "refresh", refuse)
+            await local.cluster.apply(config_map("two"))
+            pod = await local.until("follower", phase("Failed"))
+            assert state(pod)["terminated"]["message"] == "saw two"
+            assert full == []
 
     run(scenario)
 

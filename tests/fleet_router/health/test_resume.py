@@ -352,6 +352,26 @@ def test_another_workers_other_tokens_never_reach_a_client():
     run(go, prefill=0, decode=2)
 
 
+def test_a_worker_that_failed_before_carries_on_when_it_is_the_only_one_left():
+    """Two workers: the second dies when the first one runs again, under the uid of its pod."""
+
+    async def go(rig: Rig) -> None:
+        left = [12, 6, None]
+
+        async def dying(body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+            return await generator(dies_after=left.pop(0))(body, writer)
+
+        rig.decode[0].behave = rig.decode[1].behave = dying
+        _, got = await rig.post(GREEDY)
+        said = said_of(unframed(got))
+        assert said is not None
+        assert said.text == "".join(map(word, tokens([5, 6, 7], 40)))
+        assert got.count(b"[DONE]") == 1
+        assert [sum("max_tokens" in one for one in worker.seen) for worker in rig.decode] in ([2, 1], [1, 2])
+
+    run(go, prefill=0, decode=2, config=CONFIG)
+
+
 def test_a_stream_that_breaks_again_and_again_ends_with_an_error():
     async def go(rig: Rig) -> None:
         for worker in rig.decode:
