@@ -75,7 +75,7 @@ def test_what_does_not_open(headers: list[str], status: int):
         ("/v1/embeddings", "POST", 401), ("/v1/messages", "POST", 401), ("/v1/responses", "POST", 401),
         ("/tokenize", "POST", 401), ("/detokenize", "POST", 401),
         ("/health", "GET", 200), ("/ready", "GET", 200), ("/metrics", "GET", 200),
-        ("//v1/models", "GET", 404), ("/v1/models/", "GET", 404), ("/V1/models", "GET", 404), ("/v1/%6dodels", "GET", 404),
+        ("//v1/models", "GET", 404), ("/v1/models/", "GET", 401), ("/v1/models/m", "GET", 401), ("/V1/models", "GET", 404), ("/v1/%6dodels", "GET", 404),
     ],
 )  # fmt: skip
 def test_every_path_that_tells_or_does_something_needs_a_key(path: str, method: str, status: int):
@@ -95,6 +95,9 @@ def test_models_are_listed_as_far_as_they_may_be_used():
         with_tenants(rig, acme={"models": ["m"]}, other={"models": ["x"]})
         for name, models in (("acme", ["m"]), ("other", [])):
             key = f"authorization: Bearer {key_of(name)}"
+            one, other = await rig.connect(), http(b"", key, path="/v1/models/m", method="GET")
+            one[1].write(other)
+            assert (await answer_of(one[0]))[0] == (200 if models else 404)
             _, _, body = await send(rig, key, path="/v1/models", method="GET")
             assert [one["id"] for one in json.loads(body)["data"]] == models
         status, _, body = await send(rig, f"authorization: Bearer {key_of('other')}")
