@@ -75,7 +75,8 @@ def test_what_does_not_open(headers: list[str], status: int):
         ("/v1/embeddings", "POST", 401), ("/v1/messages", "POST", 401), ("/v1/responses", "POST", 401),
         ("/tokenize", "POST", 401), ("/detokenize", "POST", 401),
         ("/health", "GET", 200), ("/ready", "GET", 200), ("/metrics", "GET", 200),
-        ("//v1/models", "GET", 404), ("/v1/models/", "GET", 401), ("/v1/models/m", "GET", 401), ("/V1/models", "GET", 404), ("/v1/%6dodels", "GET", 404),
+        ("//v1/models", "GET", 404), ("/v1/models/", "GET", 401), ("/v1/models/m", "GET", 401),
+        ("/V1/models", "GET", 404), ("/v1/%6dodels", "GET", 404),
     ],
 )  # fmt: skip
 def test_every_path_that_tells_or_does_something_needs_a_key(path: str, method: str, status: int):
