@@ -73,6 +73,21 @@ def test_model_path(tmp_path):
         check_model(fleet("pvc://claim/other"), {"claim": tmp_path})
 
 
+def test_the_path_of_every_adapter(tmp_path):
+    """A broken one would be told in a worker's log alone, and clients to try again."""
+    (tmp_path / "a").mkdir()
+
+    def with_adapters(*sources: str) -> InferenceFleet:
+        adapters = [{"name": f"a{i}", "source": source} for i, source in enumerate(sources)]
+        model = {"source": f"file://{tmp_path}", "adapters": adapters}
+        tiers = [{"name": "t", "accelerator": {"type": "cpu"}}]
+        return InferenceFleet.model_validate({"metadata": {"name": "f"}, "spec": {"model": model, "tiers": tiers}})
+
+    check_model(with_adapters(f"file://{tmp_path}/a", "hf://org/name"), {})
+    with pytest.raises(InputError, match=r"^spec\.model\.adapters\[1\]\.source: adapter path .*/b does not exist"):
+        check_model(with_adapters(f"file://{tmp_path}/a", f"file://{tmp_path}/b"), {})
+
+
 def test_the_path_of_every_tiers_model(tmp_path):
     def two(own: dict) -> InferenceFleet:
         tiers = [{"name": name, "accelerator": {"type": "cpu"}} for name in ("a", "b")]

@@ -143,7 +143,11 @@ def test_a_failed_leg_is_a_span_that_says_so():
             await asyncio.to_thread(flush, rig)
             failed, second = (span for span in at.spans if span.name in ("prefill", "decode"))
             assert (failed.status.code, failed.status.message) == (2, "prefill answered 500")
-            assert (second.name, second.status.code, attributes(second)["fleet.reason"]) == ("decode", 0, "local after a failure")
+            assert (second.name, second.status.code, attributes(second)["fleet.reason"]) == (
+                "decode",
+                0,
+                "local: nothing to hand over, or after a failure",
+            )
             assert not any(span.name == "kv transfer" for span in at.spans)
 
         run(go, config=traced(at, sample=1.0))

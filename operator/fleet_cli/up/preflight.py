@@ -8,17 +8,22 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from fleet_api.v1alpha1 import ClaimSource, FileSource, InferenceFleet, Source
+from fleet_api.v1alpha1.model import located
 from fleet_cli.errors import InputError, RunError
 
 
 def check_model(fleet: InferenceFleet, claims: Mapping[str, Path]) -> None:
-    """InputError when the folder of a tier's model is not on this machine; what is inside is the worker's business."""
+    """InputError when the folder of a tier's model, or of an adapter, is not on this machine; what is inside is the worker's
+    business."""
     for index, tier in enumerate(fleet.spec.tiers):
         field = "spec.model.source" if tier.model is None else f"spec.tiers[{index}].model.source"
-        _check_source(field, fleet.model_of(tier).location, claims)
+        _check_source(field, "model", fleet.model_of(tier).location, claims)
+    for index, adapter in enumerate(fleet.spec.model.adapters):
+        where = located(adapter.source, adapter.revision)
+        _check_source(f"spec.model.adapters[{index}].source", "adapter", where, claims)
 
 
-def _check_source(field: str, source: Source, claims: Mapping[str, Path]) -> None:
+def _check_source(field: str, what: str, source: Source, claims: Mapping[str, Path]) -> None:
     match source:
         case FileSource(path=path):
             folder = Path(path)
@@ -29,9 +34,9 @@ def _check_source(field: str, source: Source, claims: Mapping[str, Path]) -> Non
         case _:
             return
     if not folder.exists():
-        raise InputError(f"{field}: model path {folder} does not exist")
+        raise InputError(f"{field}: {what} path {folder} does not exist")
     if not folder.is_dir():
-        raise InputError(f"{field}: model path {folder} is not a folder")
+        raise InputError(f"{field}: {what} path {folder} is not a folder")
 
 
 def check_engine(fleet: InferenceFleet, vllm: str | None) -> None:

@@ -87,7 +87,7 @@ def cheapest(ask: CostAsk, group: Group, steps: Steps, usable: Usable | None) ->
     return best
 
 
-_WHY_ALONE: Final = {True: "local after a failure", False: "no compatible prefill worker"}
+_WHY_ALONE: Final = {True: "local: nothing to hand over, or after a failure", False: "no compatible prefill worker"}
 
 
 def _remote(
