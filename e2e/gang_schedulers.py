@@ -190,12 +190,13 @@ def a_worker_without_all_of_its_nodes_has_none(fleet: GangFleet) -> None:
 
 
 def two_workers_that_need_what_the_other_holds_do_not_deadlock(one: GangFleet, other: GangFleet) -> None:
-    """Placed pod by pod they would have two nodes each, and wait for each other."""
-    for number in range(4):
-        one.add_node(number)
+    """Both wait when nodes come for one of them. Placed pod by pod the other would hold a node, too, or each two of them."""
     fleets = (one, other)
     for fleet in fleets:
-        fleet.start(nodes=3, block=one.block)
+        fleet.start(nodes=3, block=one.namespace)
+    one.wait("neither has a place", lambda: all(fleet.refused(3) for fleet in fleets))
+    for number in range(4):
+        one.add_node(number)
     one.wait("one has all of its nodes", lambda: sorted(fleet.bound() for fleet in fleets) == [[0], [3]])
     winner, loser = sorted(fleets, key=GangFleet.bound, reverse=True)
     winner.wait_serving(1, 1)
