@@ -110,7 +110,7 @@ class ClientConnection:
     # -- asyncio ----------------------------------------------------------------------------------------------------
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Refuse above the connection bound. Small writes are not delayed: loops set TCP_NODELAY themselves, and asking for the
-        socket to set it again took a third of what a new connection costs."""
+        socket to set it again took a tenth of what a new connection costs."""
         transport = cast("asyncio.Transport", transport)  # uvloop has a class of its own
         self._transport = transport
         transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
