@@ -134,6 +134,8 @@ class Api:
         self.tasks.add(asyncio.current_task())
         try:
             await self.answer(reader, writer)
+        except asyncio.IncompleteReadError:
+            pass  # connected, and left without a request
         finally:
             writer.close()
 
