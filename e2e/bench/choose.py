@@ -89,6 +89,7 @@ def ns_per_step() -> float:
 def fill(kind: str) -> None:
     """One index with ENTRIES entries, as real prompts make them."""
     from fleet_router.kvindex.approximate import ApproximateIndex, key_chain
+    from fleet_router.kvindex.masks import LOWEST_BIT
     from fleet_router.kvindex.precise import PreciseIndex
     from fleet_wire.blocks import chain_packed, root_hash
     from fleet_wire.events import BlockStored
@@ -97,7 +98,7 @@ def fill(kind: str) -> None:
     if kind == "approximate":
         index = ApproximateIndex(ENTRIES)
         for i in range(workers):
-            index.join(str(i), 1 << i)
+            index.join(str(i), LOWEST_BIT << i)
         for number in range(ENTRIES // 12 + workers * 200):
             index.add(key_chain(rng.randbytes(12 * 256)), str(number % workers))
         assert index.entries > 0.7 * ENTRIES

@@ -60,7 +60,7 @@ class Flow(Answering):
             hints = context.knowledge.hints(self._counted, hints)
         found, keys = context.table.choose(ask.prompt, self.config, now, self._excluded, seed, ask.adapter, hints)
         if not isinstance(found, Choice):
-            self.record.tried(now, 0.0, found, None, None)
+            self.record.tried(now, 0.0, found.reason, None, None)
             self._hold(found.reason, "adapter_not_loaded" if ask.adapter else "no_worker")
             return
         if self._held:

@@ -119,15 +119,17 @@ def _adapter_of(model: str, config: RouterConfig) -> str:
     return model
 
 
-def with_fields(ask: Ask, added: Mapping[str, msgspec.Raw], spliced: bytes) -> Ask:
+def with_fields(ask: Ask, added: dict[str, msgspec.Raw], spliced: bytes) -> Ask:
     """With fields of ours; `spliced` is the same as text, with a comma before and the object's end behind it, so that a body that
     goes on as it came is not put together anew."""
     fields, original = ask.fields, ask.original
-    anew = not fields or not fields.keys().isdisjoint(added)
-    fields.update(added)
+    anew = not fields
+    for name, value in added.items():
+        anew = anew or name in fields
+        fields[name] = value
     if original is None:
         return ask
-    whole = None if anew else b"".join((memoryview(original.rstrip())[:-1], spliced))
+    whole = None if anew else original.rstrip()[:-1] + spliced
     return Ask(fields, ask.prompt, ask.stream, whole, ask.alone, ask.adapter)
 
 

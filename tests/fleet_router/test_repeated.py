@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleet_router.config import HttpBounds
-from fleet_router.inbound import Inbound, Incoming
+from fleet_router.inbound import Inbound, Incoming, new_request_id
 from fleet_router.repeated import HEAD_MOST_BYTES, Repeated, around_length, worth_learning
 from fleet_router.upstream import CollectingUpstream, KnownAnswer, Pool, Upstream
 from tests.fleet_router.rig import Rig, answer_of, http, run
@@ -283,3 +283,11 @@ def test_requests_of_one_connection_are_answered_counted_and_remembered_alike(pr
         assert all(worker.released == [] for worker in rig.prefill)
 
     run(go, prefill=prefill)
+
+
+def test_request_ids_are_32_digits_and_none_comes_twice():
+    ids = [new_request_id() for _ in range(2 * 65_536 + 2)]
+    assert len(set(ids)) == len(ids)
+    assert {len(one) for one in ids} == {32}
+    numbers = [int(one, 16) for one in ids]
+    assert numbers == list(range(numbers[0], numbers[0] + len(ids)))

@@ -67,7 +67,7 @@ def _fields(record: Record) -> dict[str, Any]:
         "status": record.status or (record.error.status if record.error is not None else 0),
         "code": record.error.code if record.error is not None else "",
         "tries": len(record.tries),
-        "reason": last.found.reason if last is not None else "",
+        "reason": last.reason if last is not None else "",
         "prefill": last.prefill.endpoint.name if last is not None and last.prefill is not None else "",
         "decode": last.decode.endpoint.name if last is not None and last.decode is not None else "",
         "why": next((one.why for one in reversed(record.tries) if one.why), ""),

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from fleet_router.asked import Ask
     from fleet_router.errors import RequestError
     from fleet_router.explain.trace import Trace
-    from fleet_router.policy.chosen import Choice, Refusal
+    from fleet_router.policy.terms import CostAsk, Offer, Weighed
     from fleet_router.workers import Worker
 
 Ended = Literal["", "answered", "refused", "failed", "left"]
@@ -20,19 +20,29 @@ Ended = Literal["", "answered", "refused", "failed", "left"]
 
 
 class Try:
-    """One attempt: what was decided, and when its legs were sent and over. Times are on the router's clock, 0: not so far."""
+    """One attempt: what was decided, and when its legs were sent and over. Times are on the router's clock, 0: not so far.
 
-    __slots__ = ("at", "decided_s", "decode", "found", "prefill", "prefilled_at", "replaced", "why", "wrong_at")
+    Numbers are copied out of the decision: a thousand decisions of thirty objects each would fill a core's cache, and every
+    request would wait for memory when the oldest one is given up (a tenth of its CPU time).
+    """
 
-    def __init__(
-        self, at: float, decided_s: float, found: Choice | Refusal, prefill: Worker | None, decode: Worker | None
-    ) -> None:
+    __slots__ = (
+        "at", "by_cost", "compared", "cost_s", "decided_s", "decode", "missing_tokens", "moved_tokens", "prefill", "prefilled_at",
+        "prompt_tokens", "reason", "replaced", "sides", "why", "wrong_at",
+    )  # fmt: skip
+
+    def __init__(self, at: float, decided_s: float, reason: str, prefill: Worker | None, decode: Worker | None) -> None:
         self.at = at
         """When the first leg was sent."""
         self.decided_s = decided_s
-        self.found = found
+        self.reason = reason
         self.prefill, self.decode = prefill, decode
         """Prefill None: the decode worker prefills; both None: nobody was found."""
+        self.sides: list[Weighed] | None = None
+        """Who was compared; None: the policy knows no costs, and what follows is 0."""
+        self.by_cost = False
+        self.compared = 0
+        self.cost_s = self.prompt_tokens = self.missing_tokens = self.moved_tokens = 0.0
         self.prefilled_at = 0.0
         """When the KV was ready and the decode leg was sent."""
         self.wrong_at = 0.0
@@ -40,6 +50,14 @@ class Try:
         """What went wrong, in our words."""
         self.replaced = False
         """Nothing did, but its answer was a draft that was not good enough: another tier was asked."""
+
+    def weighed(self, offer: Offer, ask: CostAsk) -> None:
+        """It was decided by cost. The decision is over: what was compared is the record's from here on."""
+        for side in ask.seen:
+            side.pack()
+        self.sides, self.by_cost, self.compared = ask.seen, ask.by_cost, offer.looked
+        self.cost_s, self.prompt_tokens = offer.cost_s, ask.tokens
+        self.missing_tokens, self.moved_tokens = offer.missing, offer.moved
 
 
 class Record:
@@ -74,16 +92,18 @@ class Record:
         self.onward = b""
         """Header lines for workers."""
 
-    def tried(self, at: float, decided_s: float, found: Choice | Refusal, prefill: Worker | None, decode: Worker | None) -> None:
+    def tried(self, at: float, decided_s: float, reason: str, prefill: Worker | None, decode: Worker | None) -> Try:
         """A decision was made; both workers None: nobody can answer now."""
         if self.tries and self.tries[-1].decode is None and not self.tries[-1].why:
             self.tries.pop()  # it waited for workers: how often it looked says nothing
             self.waited = True
         if not self.tries:
             self.begun_at = at - decided_s
-        self.tries.append(Try(at, decided_s, found, prefill, decode))
+        one = Try(at, decided_s, reason, prefill, decode)
+        self.tries.append(one)
         if self.trace is not None:
             self.onward = self.trace.to_leg(2 * len(self.tries) - 1)
+        return one
 
     def prefilled(self, at: float) -> None:
         """The prefill leg is done, the decode leg is sent."""

@@ -99,9 +99,12 @@ class Recorder:
     def decided(self, record: Record, at: float, found: Choice, prefill: Worker | None, decode: Worker) -> None:
         """An attempt begins; the decision began `at`."""
         now, counts, ask = self._clock(), self.counts, found.ask
-        record.tried(now, now - at, found, prefill, decode)
+        one = record.tried(now, now - at, found.reason, prefill, decode)
         counts.decisions.observe(now - at)
-        if found.offer is not None and ask is not None and ask.tokens > 0:
+        if found.offer is None or ask is None:
+            return
+        one.weighed(found.offer, ask)
+        if ask.tokens > 0:
             cached = 1.0 - found.offer.missing / ask.tokens
             counts.hits.observe(cached if cached > 0.0 else 0.0)
 

@@ -8,9 +8,8 @@ from typing import Any
 
 from fleet_router.explain.record import Record, Try
 from fleet_router.explain.recorder import Refused
-from fleet_router.policy.chosen import Choice
 from fleet_router.policy.cost import missing_of
-from fleet_router.policy.terms import Offer, Weighed
+from fleet_router.policy.terms import Weighed
 from fleet_router.workers import Worker
 
 Shown = dict[str, Any]
@@ -72,36 +71,33 @@ def _try(one: Try, begun: float) -> Shown:
     said: Shown = {
         "at_s": _since(one.at, begun),
         "decided_s": round(one.decided_s, 6),
-        "reason": one.found.reason,
+        "reason": one.reason,
         "prefill": _name(one.prefill),
         "decode": _name(one.decode),
         "prefilled_s": _since(one.prefilled_at, begun),
         "failed_s": _since(one.wrong_at, begun),
         "why": one.why,
     }
-    if isinstance(one.found, Choice):
-        said |= _cost(one.found)
+    if one.sides is not None:
+        said |= _cost(one, one.sides)
     return _given(said)
 
 
-def _cost(found: Choice) -> Shown:
+def _cost(one: Try, sides: Sequence[Weighed]) -> Shown:
     """What the policy by cost knew; the others have no costs."""
-    if found.offer is None or found.ask is None:
-        return {}
-    offer, sides = found.offer, found.ask.seen
     return {
-        "cost_s": round(offer.cost_s, 6), "prompt_tokens": round(found.ask.tokens), "missing_tokens": round(offer.missing),
-        "moved_tokens": round(offer.moved), "compared": offer.looked,
-        "pair_s": _pair_s(offer, sides), "candidates": [row for side in sides for row in _side(side, found.ask.by_cost)],
+        "cost_s": round(one.cost_s, 6), "prompt_tokens": round(one.prompt_tokens), "missing_tokens": round(one.missing_tokens),
+        "moved_tokens": round(one.moved_tokens), "compared": one.compared,
+        "pair_s": _pair_s(one, sides), "candidates": [row for side in sides for row in _side(side, one.by_cost)],
     }  # fmt: skip
 
 
-def _pair_s(offer: Offer, sides: Sequence[Weighed]) -> float | None:
+def _pair_s(one: Try, sides: Sequence[Weighed]) -> float | None:
     """What the chosen pair costs above the least of all pairs; None without a transfer."""
-    if offer.prefill is None:
+    if one.prefill is None or one.decode is None:
         return None
     found = {worker.uid: side.costs[i] for side in sides for i, worker in enumerate(side.workers)}
-    return round(offer.cost_s - found[offer.prefill.uid] - found[offer.decode.uid], 6)
+    return round(one.cost_s - found[one.prefill.uid] - found[one.decode.uid], 6)
 
 
 def _side(side: Weighed, by_cost: bool) -> list[Shown]:

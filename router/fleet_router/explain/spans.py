@@ -80,7 +80,7 @@ def _legs(make: _Maker, record: Record, one: Try, number: int, *, last: bool) ->
         return []
     over = record.ended_at if last and not one.wrong_at else one.wrong_at
     found, first = [], 2 * number + 1
-    decided = {"fleet.reason": one.found.reason, "fleet.decided_us": round(one.decided_s * 1e6)}
+    decided = {"fleet.reason": one.reason, "fleet.decided_us": round(one.decided_s * 1e6)}
     if one.prefill is not None:
         done = one.prefilled_at or over
         found.append(make.span(first, "prefill", CLIENT, one.at, done, decided | _worker(one.prefill)))

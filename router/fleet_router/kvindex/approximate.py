@@ -1,10 +1,14 @@
 """The approximate prefix index: what this router sent where, forgotten as the worker forgets it.
 
 A prompt's bytes are cut into pieces; key i is xxh3-64 of piece i seeded with key i-1, so that equal keys mean equal prefixes.
-Per worker each key has the number of the generation in which it was last used. A generation ends when an eighth of the worker's
+Per worker each key belongs to the generation in which it was last used. A generation ends when an eighth of the worker's
 capacity was used in it; when a worker has been sent more than it holds, what was last used in its oldest generation goes: least
-recently used out first, an eighth at a time, for the price of one dictionary update per request. All keys of a prompt are used
-together, so that no key is ever older than the ones behind it, which `masks.depths` relies on.
+recently used out first, an eighth at a time. All keys of a prompt are used together, so that no key is ever older than the ones
+behind it, which `masks.depths` relies on.
+
+A new key costs one place in one dictionary: a second one would be a second line of memory that no cache holds, the dearest part
+of a decision. The value is the workers as bits, and below them the generation of the only one; keys that several workers have,
+which are few, have their generations by worker.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from typing import Final
 
 import xxhash
 
-from fleet_router.kvindex.masks import depths, drop_bit
+from fleet_router.kvindex.masks import LOWEST_BIT, depths
 
 PIECE_BYTES: Final = 256
 FINE_PIECES: Final = 32
@@ -36,6 +40,10 @@ GENERATIONS: Final = 8
 """In a worker's capacity."""
 GENERATIONS_MOST: Final = 32
 """Where the same prompts come again and again: the oldest two become one."""
+GENERATION: Final = LOWEST_BIT - 1
+"""The part of a value that says in which generation; the rest are workers."""
+SHARED: Final = GENERATION
+"""Of a key that more than one worker had: each has its own, in `_Held.shared`."""
 LEAST_KEYS: Final = 64
 MOST_NEWS: Final = 256
 _FINE: Final = Struct(f"{PIECE_BYTES}s").iter_unpack
@@ -107,8 +115,8 @@ class _Held:
     """What one worker was sent."""
 
     __slots__ = (
-        "bit", "bytes", "last_used", "limit", "longest", "most_bytes", "number", "older", "room_bytes", "room_keys", "young",
-        "young_bytes", "young_keys",
+        "bit", "bytes", "free", "keys", "limit", "longest", "most_bytes", "older", "room_bytes", "room_keys", "shared", "young",
+        "young_bytes", "young_keys", "youngest",
     )  # fmt: skip
 
     def __init__(self, bit: int) -> None:
@@ -117,12 +125,13 @@ class _Held:
         """Keys, for the sake of our memory; bytes of prompts, as the worker's own cache holds them, 0: not known."""
         self.longest = self.room_keys = self.room_bytes = 0
         """Keys of one prompt that are kept; keys and bytes of a generation."""
-        self.last_used: dict[int, int] = {}
-        """Key → the generation of its last use."""
-        self.bytes = 0
-        """What these keys stand for."""
-        self.number = 0
-        """Of the youngest generation."""
+        self.keys = self.bytes = 0
+        """How many it has, and what they stand for."""
+        self.shared: dict[int, int] = {}
+        """Key → its generation, of keys that others have as well."""
+        self.free = list(range(1, SHARED))
+        self.youngest = 0
+        """Generations have numbers for as long as they are there."""
         self.young: list[Sequence[int]] = []
         """The prompts that were used in it, as keys."""
         self.young_keys = self.young_bytes = 0
@@ -136,34 +145,74 @@ class _Held:
         self.room_keys = limit // GENERATIONS
         self.room_bytes = (most_bytes or bytes_of(MAX_PIECES) * limit) // GENERATIONS
 
-    def turn(self) -> None:
+    def generation(self, masks: dict[int, int], key: int) -> int:
+        """In which this worker last used it; -1: it has not got it."""
+        value = masks.get(key, 0)
+        if not value & self.bit:
+            return -1
+        at = value & GENERATION
+        return self.shared[key] if at == SHARED else at
+
+    def turn(self, masks: dict[int, int]) -> None:
         """Begin a generation: the next prompt does not fit into the present one."""
-        self.older.append((self.number, self.young))
-        self.number, self.young, self.young_keys, self.young_bytes = self.number + 1, [], 0, 0
+        self.older.append((self.youngest, self.young))
         if len(self.older) > GENERATIONS_MOST:
-            (_, oldest), (number, next_oldest) = self.older.popleft(), self.older.popleft()
-            used_last = self.last_used
-            kept = [prompt for prompt in oldest + next_oldest if used_last.get(prompt[-1], number + 1) <= number]
-            self.older.appendleft((number, kept))
+            self._unite_oldest(masks)
+        self.youngest, self.young, self.young_keys, self.young_bytes = self.free.pop(), [], 0, 0
+
+    def _unite_oldest(self, masks: dict[int, int]) -> None:
+        """The oldest two generations, as the older one."""
+        (oldest, prompts), (next_oldest, more) = self.older.popleft(), self.older.popleft()
+        for prompt in more:
+            for key in prompt:
+                if self.generation(masks, key) == next_oldest:
+                    self._put(masks, key, oldest)
+        self.free.append(next_oldest)
+        kept = [prompt for prompt in prompts + more if self.generation(masks, prompt[-1]) == oldest]
+        self.older.appendleft((oldest, kept))
+
+    def _put(self, masks: dict[int, int], key: int, number: int) -> None:
+        """One that it has belongs to this generation."""
+        if masks[key] & GENERATION == SHARED:
+            self.shared[key] = number
+        else:
+            masks[key] = self.bit | number
 
     def make_room(self, masks: dict[int, int]) -> None:
         """As long as it was sent more than it holds."""
-        while self.older and (len(self.last_used) > self.limit or 0 < self.most_bytes < self.bytes):
+        while self.older and (self.keys > self.limit or 0 < self.most_bytes < self.bytes):
             self.forget_oldest(masks)
 
     def forget_oldest(self, masks: dict[int, int]) -> None:
         """What was not used since. A prompt's beginning may have been, its end then not: from the end on."""
         number, prompts = self.older.popleft()
-        last_used = self.last_used
         for prompt in prompts:
             for at in range(len(prompt) - 1, -1, -1):
-                key = prompt[at]
-                if (used := last_used.get(key)) is not None:
-                    if used > number:
-                        break
-                    del last_used[key]
+                used = self.generation(masks, key := prompt[at])
+                if used >= 0:
+                    if used != number:
+                        break  # later
+                    self.drop(masks, key)
                     self.bytes -= bytes_of(at + 1) - bytes_of(at)
-                    drop_bit(masks, key, self.bit)
+        self.free.append(number)
+
+    def drop(self, masks: dict[int, int], key: int) -> None:
+        """It has not got this one any more, which it had."""
+        self.keys -= 1
+        self.shared.pop(key, None)
+        left = masks[key] & ~self.bit
+        if left > GENERATION:
+            masks[key] = left
+        else:
+            del masks[key]
+
+    def leave(self, masks: dict[int, int]) -> None:
+        """It has nothing any more. Every key is in a prompt of its generation."""
+        for _, prompts in [*self.older, (self.youngest, self.young)]:
+            for prompt in prompts:
+                for key in prompt:
+                    if masks.get(key, 0) & self.bit:
+                        self.drop(masks, key)
 
 
 class ApproximateIndex:
@@ -172,8 +221,9 @@ class ApproximateIndex:
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self.masks: dict[int, int] = {}
-        """Key → workers as bits."""
+        """Key → workers as bits, and GENERATION."""
         self._held: dict[str, _Held] = {}
+        self._by_bit: dict[int, _Held] = {}
         self.news: dict[tuple[str, int], Sequence[int]] | None = None
         """What was sent, by worker and last key, for other routers; None when there are none. Whoever tells them empties it."""
 
@@ -183,19 +233,19 @@ class ApproximateIndex:
     @property
     def entries(self) -> int:
         """Keys at workers."""
-        return sum(len(held.last_used) for held in self._held.values())
+        return sum(held.keys for held in self._held.values())
 
     def join(self, worker: str, bit: int) -> None:
-        """A worker that may be sent something."""
-        self._held[worker] = _Held(bit)
+        """A worker that may be sent something; `bit` as of `Bits`."""
+        self._held[worker] = self._by_bit[bit] = _Held(bit)
         self._share_out()
 
     def remove(self, worker: str) -> None:
         """The worker is gone: nobody may be matched to it again, nor to whoever gets its bit."""
         held = self._held.pop(worker, None)
         if held is not None:
-            for key in held.last_used:
-                drop_bit(self.masks, key, held.bit)
+            held.leave(self.masks)
+            del self._by_bit[held.bit]
             self._share_out()
 
     def resize(self, worker: str, prompt_bytes: int) -> None:
@@ -211,7 +261,7 @@ class ApproximateIndex:
 
     def depths(self, keys: Sequence[int], among: int = -1) -> list[tuple[int, int]]:
         """(pieces, workers as bits), the deepest first."""
-        return depths(self.masks, keys, among)
+        return depths(self.masks, keys, among & ~GENERATION)
 
     def add(self, keys: Sequence[int], worker: str) -> None:
         """This worker is being sent a prompt with these keys."""
@@ -226,25 +276,43 @@ class ApproximateIndex:
             return
         if len(keys) > held.longest:
             keys = keys[: held.longest]
-        last_used, number, count, size = held.last_used, held.number, len(keys), BYTES_OF[len(keys)]
-        if last_used.get(keys[-1], -1) == number:
+        masks, count, size = self.masks, len(keys), BYTES_OF[len(keys)]
+        if held.generation(masks, keys[-1]) == held.youngest:
             return  # used in this generation already, and with it all before it
         if held.young and (held.young_keys + count > held.room_keys or held.young_bytes + size > held.room_bytes):
-            held.turn()
-            number = held.number
+            held.turn(masks)
         held.young.append(keys)
         held.young_keys += count
         held.young_bytes += size
-        masks, bit, fresh = self.masks, held.bit, 0
-        for key in reversed(keys):
-            used = last_used.get(key)
-            if used is None:
-                masks[key] = masks.get(key, 0) | bit
-                fresh += 1
-            elif used == number:
-                break  # and with it all before it
-            last_used[key] = number
-        if fresh:
+        if fresh := self._use(keys, held):
+            held.keys += fresh
             held.bytes += size - BYTES_OF[count - fresh]
-            if len(last_used) > held.limit or 0 < held.most_bytes < held.bytes:
+            if held.keys > held.limit or 0 < held.most_bytes < held.bytes:
                 held.make_room(masks)
+
+    def _use(self, keys: Sequence[int], held: _Held) -> int:
+        """All of them are used by this worker in its youngest generation; how many it had not got."""
+        masks, bit, fresh, mine = self.masks, held.bit, 0, held.bit | held.youngest
+        for key in reversed(keys):
+            value = masks.get(key, 0)
+            if value == mine:
+                break  # and with it all before it
+            if not value:
+                masks[key] = mine
+                fresh += 1
+            elif value & GENERATION == SHARED:
+                used = held.shared.get(key, -1)
+                if used == held.youngest:
+                    break
+                if used < 0:
+                    masks[key] = value | bit
+                    fresh += 1
+                held.shared[key] = held.youngest
+            elif value & bit:
+                masks[key] = mine
+            else:
+                self._by_bit[value & ~GENERATION].shared[key] = value & GENERATION
+                held.shared[key] = held.youngest
+                masks[key] = value | bit | SHARED
+                fresh += 1
+        return fresh

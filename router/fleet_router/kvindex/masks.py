@@ -9,6 +9,10 @@ STEPS_MOST: Final = 8
 """So many different depths are told apart; who holds less counts as holding the first key alone."""
 
 
+LOWEST_BIT: Final = 1 << 6
+"""Of a worker. What is below is the approximate index's own."""
+
+
 class Bits:
     """A bit for each worker, given again only after everybody has forgotten its last owner."""
 
@@ -26,7 +30,7 @@ class Bits:
             if self._free:
                 bit = self._free.pop()
             else:
-                bit, self._used = 1 << self._used, self._used + 1
+                bit, self._used = LOWEST_BIT << self._used, self._used + 1
             self._bits[worker] = bit
         return bit
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import Final
 
 from fleet_router.kvindex.approximate import BYTES_OF, ApproximateIndex, piece_after
-from fleet_router.kvindex.masks import Bits, depths
+from fleet_router.kvindex.masks import Bits
 from fleet_router.policy.candidate import CROWD_S, Candidate
 from fleet_router.policy.cost import cheapest
 from fleet_router.policy.estimate import Mean
@@ -95,7 +95,7 @@ class Routing:
         count = len(keys)
         whole = count if size - BYTES_OF[count] < piece_after(count) else 0
         share, found = tokens / size, []
-        for pieces, mask in depths(self.index.masks, keys, among):
+        for pieces, mask in self.index.depths(keys, among):
             found.append((tokens if pieces == whole else BYTES_OF[pieces] * share, mask))
         return found
 

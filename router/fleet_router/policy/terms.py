@@ -3,6 +3,7 @@ compiler makes as cheap as C's."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,13 @@ class Weighed:
         least transfer, for a prefill elsewhere."""
         self.local = local
         """Decode: when it prefills itself, `inf` as above; of prefill workers None."""
+
+    def pack(self) -> None:
+        """To be kept: eight bytes for each cost instead of an object."""
+        costs, local = self.costs, self.local
+        self.costs = array("d", costs)
+        if local is not None:
+            self.local = self.costs if local is costs else array("d", local)
 
 
 class CostAsk:

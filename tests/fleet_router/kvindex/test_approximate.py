@@ -24,18 +24,23 @@ from fleet_router.kvindex.approximate import (
     pieces_in,
     ring_key,
 )
-from fleet_router.kvindex.masks import STEPS_MOST, Bits, depths
+from fleet_router.kvindex.masks import LOWEST_BIT, STEPS_MOST, Bits, depths
 
 
 def joined(*workers: str, capacity: int = 100_000) -> ApproximateIndex:
     index = ApproximateIndex(capacity)
     for i, worker in enumerate(workers):
-        index.join(worker, 1 << i)
+        index.join(worker, LOWEST_BIT << i)
     return index
 
 
-def held(index: ApproximateIndex, keys: list[int], worker_bit: int) -> int:
-    return next((depth for depth, mask in index.depths(keys) if mask & worker_bit), 0)
+def held(index: ApproximateIndex, keys: list[int], worker: int) -> int:
+    """`worker`: 1, 2, 4, ..."""
+    return next((depth for depth, mask in index.depths(keys) if mask & LOWEST_BIT * worker), 0)
+
+
+def keys_of(index: ApproximateIndex, worker: str) -> set[int]:
+    return {key for key, value in index.masks.items() if value & index._held[worker].bit}
 
 
 @given(st.binary(max_size=2000), st.binary(max_size=600), st.binary(max_size=600))
@@ -83,7 +88,7 @@ def test_the_index_equals_a_plain_model(steps: list[tuple[str, int, int, bool]])
         keys = [topic * 100 + i for i in range(depth)]
         if removed:
             index.remove(worker)
-            index.join(worker, bits[worker])
+            index.join(worker, LOWEST_BIT * bits[worker])
             model[worker].clear()
         else:
             index.add(keys, worker)
@@ -127,8 +132,8 @@ def test_a_small_cache_forgets_sooner_and_nobody_gets_more_than_its_part():
     first, last = list(range(10)), [1490 + j for j in range(10)]
     assert (held(index, first, 1), held(index, last, 1)) == (0, 10)
     assert (held(index, first, 2), held(index, last, 2)) == (10, 10)
-    assert 400 * (GENERATIONS - 1) / GENERATIONS - 10 <= len(index._held["small"].last_used) <= 400
-    index.join("third", 4)
+    assert 400 * (GENERATIONS - 1) / GENERATIONS - 10 <= index._held["small"].keys <= 400
+    index.join("third", LOWEST_BIT << 2)
     assert index._held["large"].limit == 4000 // 3
 
 
@@ -160,12 +165,81 @@ def test_it_forgets_as_a_cache_does_that_evicts_what_was_used_least_lately(sent:
         for key in keys[::-1]:
             used.pop(key, None)
             used[key] = None
-        known = set(index._held["w"].last_used)
+        known = keys_of(index, "w")
         assert known == set(index.masks)
-        assert len(known) <= capacity
+        assert len(known) == index.entries <= capacity
         lately = list(used)[-(capacity - capacity // GENERATIONS - 30) :]
         assert known.issuperset(lately)
         assert index._held["w"].bytes == sum(bytes_of(key % 100 + 1) - bytes_of(key % 100) for key in known)
+
+
+class Plain:
+    """What one worker was sent, in the plainest way: key → number of the generation of its last use."""
+
+    def __init__(self, room: int) -> None:
+        self.room, self.number, self.young = room, 0, 0
+        self.older: list[int] = []
+        self.used: dict[int, int] = {}
+
+    def add(self, keys: list[int]) -> None:
+        if self.used.get(keys[-1]) == self.number:
+            return
+        if self.young and self.young + len(keys) > self.room // GENERATIONS:
+            self.older.append(self.number)
+            if len(self.older) > GENERATIONS_MOST:
+                first, second = self.older[0], self.older.pop(1)
+                self.used = {key: first if number == second else number for key, number in self.used.items()}
+            self.number, self.young = self.number + 1, 0
+        self.young += len(keys)
+        self.used |= dict.fromkeys(keys, self.number)
+        while self.older and len(self.used) > self.room:
+            oldest = self.older.pop(0)
+            self.used = {key: number for key, number in self.used.items() if number != oldest}
+
+
+SENT = st.tuples(st.sampled_from("abc"), st.integers(0, 12), st.integers(1, 9))
+
+
+def drawn(seed: int) -> list[tuple[str, int, int] | tuple[str]]:
+    """A long life: topics that come again and again and such that come rarely, now and then a worker that begins anew."""
+    rng = random.Random(seed)
+    topics = rng.choice([3, 8, 30])
+    return [
+        (rng.choice("abc"),) if rng.random() < 0.004 else (rng.choice("aabc"), int(topics * rng.random() ** 2), rng.randint(1, 9))
+        for _ in range(800)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_workers_that_share_prompts_forget_each_for_itself(seed: int):
+    """A key that only one worker has keeps its generation in another place than one that several have."""
+    check_beside_plain(drawn(seed))
+
+
+@given(st.lists(st.one_of(SENT, SENT, SENT, SENT, st.tuples(st.sampled_from("abc"))), max_size=300))
+def test_whatever_workers_are_sent_they_know_what_the_plain_ones_know(steps: list[tuple[str, int, int] | tuple[str]]):
+    check_beside_plain(steps)
+
+
+def check_beside_plain(steps: list[tuple[str, int, int] | tuple[str]]) -> None:
+    index, plain = joined(*"abc", capacity=3 * LEAST_KEYS), {worker: Plain(LEAST_KEYS) for worker in "abc"}
+    for step in steps:
+        if len(step) == 1:  # it comes back, with nothing
+            bit = index._held[step[0]].bit
+            index.remove(step[0])
+            assert not any(value & bit for value in index.masks.values())
+            index.join(step[0], bit)
+            plain[step[0]] = Plain(LEAST_KEYS)
+        else:
+            worker, topic, depth = step
+            keys = [topic * 100 + i for i in range(depth)]
+            index.add(keys, worker)
+            plain[worker].add(keys)
+        for worker, known in plain.items():
+            assert keys_of(index, worker) == known.used.keys()
+            assert index._held[worker].keys == len(known.used)
+            assert index._held[worker].bytes == sum(bytes_of(key % 100 + 1) - bytes_of(key % 100) for key in known.used)
+            assert index._held[worker].shared.keys() <= known.used.keys()
 
 
 def test_prompts_that_come_again_and_again_cost_no_memory():
@@ -186,7 +260,7 @@ def test_a_worker_that_left_leaves_nothing():
     index.add([1, 2, 3], "a")
     index.add([1, 2], "b")
     index.remove("a")
-    assert index.depths([1, 2, 3]) == [(2, 2)]
+    assert index.depths([1, 2, 3]) == [(2, LOWEST_BIT << 1)]
     index.remove("b")
     assert len(index) == 0
     index.add([1, 2], "gone")
@@ -196,9 +270,9 @@ def test_a_worker_that_left_leaves_nothing():
 
 def test_a_bit_is_given_again_only_after_its_release():
     bits = Bits()
-    assert [bits.of(name) for name in "aba"] == [1, 2, 1]
+    assert [bits.of(name) for name in "aba"] == [LOWEST_BIT, LOWEST_BIT << 1, LOWEST_BIT]
     bits.release("a")
-    assert (bits.of("c"), bits.of("d")) == (1, 4)
+    assert (bits.of("c"), bits.of("d")) == (LOWEST_BIT, LOWEST_BIT << 2)
 
 
 class Counted(dict):
