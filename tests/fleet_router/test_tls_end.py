@@ -1,4 +1,4 @@
-"""A client that ends its side of a TLS connection in mid-request is told so, as over plain HTTP: if it says so by close_notify."""
+"""A client that ends its side of a TLS connection in mid-request is told so, as over plain HTTP, if it sends close_notify."""
 
 from __future__ import annotations
 
