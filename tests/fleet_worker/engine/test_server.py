@@ -14,11 +14,12 @@ from starlette.requests import ClientDisconnect
 from fleet_cli.up.bundled import tiny_model
 from fleet_worker.config import KvSettings, WorkerConfig
 from fleet_worker.engine.assemble import build_core
+from fleet_worker.engine.errors import BadRequestError
 from fleet_worker.engine.llama import Llama
 from fleet_worker.engine.loop import EngineLoop
 from fleet_worker.engine.metrics import EngineMetrics
 from fleet_worker.engine.modelconfig import read_config
-from fleet_worker.engine.protocol import MAX_BODY_BYTES
+from fleet_worker.engine.protocol import MAX_BODY_BYTES, ChatMessage, text_messages
 from fleet_worker.engine.server import EngineServer
 from fleet_worker.engine.text import Text
 from fleet_worker.engine.weights import load_weights
@@ -145,6 +146,24 @@ def refused(change: dict[str, Any], headers: dict[str, str] | None = None) -> di
 )
 def test_refusals_say_what_is_wrong_in_the_users_words(change: dict[str, Any], words: str):
     assert words in refused(change)["message"]
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ({"type": "image_url", "image_url": {"url": "data:,"}}, "messages[1].content[2].type is 'image_url'; served: 'text'"),
+        ({"text": "no type"}, "messages[1].content[2].type is None; served: 'text'"),
+        ({"type": "text", "text": 5}, "messages[1].content[2].text must be text"),
+        ({"type": "text"}, "messages[1].content[2].text must be text"),
+    ],
+)
+def test_a_content_part_is_named_by_its_path(part: dict[str, Any], words: str):
+    said = [{"type": "text", "text": "a"}] * 2
+    messages = [ChatMessage("system", "b"), ChatMessage("user", [*said, part])]
+    with pytest.raises(BadRequestError) as told:
+        text_messages(messages)
+    assert (str(told.value), told.value.param) == (words, "messages")
+    assert text_messages([messages[0], ChatMessage("user", said)])[1] == {"role": "user", "content": "aa"}
 
 
 @pytest.mark.parametrize(
