@@ -41,7 +41,7 @@ def exposition(desk: Desk, now: float) -> str:
 
 
 def _tenants(accounts: Iterable[Account], *, metered: bool) -> list[str]:
-    """`metered`: tokens are counted, which is for quotas: nobody does it where access is open, and what nobody counts is not 0."""
+    """`metered`: tokens are counted, for quotas. Where access is open nobody does it, and what nobody counts is not 0."""
     requests: Counter[tuple[str, str]] = Counter()
     tokens: Counter[tuple[str, str]] = Counter()
     inflight: Counter[str] = Counter()

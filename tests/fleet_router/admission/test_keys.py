@@ -50,7 +50,10 @@ BAD = {
     "burst": ({"a": {"requestsBurst": "5"}}, "requestsBurst"),
     "class": ({"a": {"class": "With Spaces"}}, "class"),
     "decisions": ({"a": {"decisions": key_of("a")}}, "must be one of none, own, all - at `$.tenants[0].decisions`"),
-    "decisions with lines": ({"a": {"decisions": f"{key_of('a')}' - at `\n{key_of('a')}"}}, "must be one of none, own, all - at `$"),
+    "decisions with lines": (
+        {"a": {"decisions": f"{key_of('a')}' - at `\n{key_of('a')}"}},
+        "must be one of none, own, all - at `$",
+    ),
 }
 
 

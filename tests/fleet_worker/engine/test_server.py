@@ -167,6 +167,30 @@ def test_a_content_part_is_named_by_its_path(part: dict[str, Any], words: str):
 
 
 @pytest.mark.parametrize(
+    ("method", "path", "status", "words"),
+    [
+        ("POST", "/v1/embeddings", 400, "embeddings are not served: this fleet's engine is torch, which generates text only"),
+        ("POST", "/v1/rerank", 404, "POST /v1/rerank: no such route"),
+        ("GET", "/v1/completions", 405, "GET /v1/completions: no such route"),
+    ],
+)
+def test_what_the_engine_does_not_have_is_told_in_openais_form(method: str, path: str, status: int, words: str):
+    async def scenario(client: httpx.AsyncClient, _: EngineLoop) -> None:
+        answer = await client.request(method, path, json={"model": "tiny", "input": "a"}, headers={"x-request-id": "mine"})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["message"], error["request_id"]) == (status, words, "mine")
+        assert (error["type"], error["code"], error["param"], error["retryable"]) == (
+            "BadRequestError",
+            "invalid_request",
+            None,
+            False,
+        )
+        assert (answer.headers.get("allow") == "POST") == (status == 405)
+
+    assert serve(scenario) == []
+
+
+@pytest.mark.parametrize(
     ("sent", "told"), [("mine", "mine"), ("0123456789abcdef" * 2 + ".mine.7", "mine.7"), ("a" * 200, "a" * 128)]
 )
 def test_an_error_names_the_request_as_its_client_does(sent: str, told: str):
