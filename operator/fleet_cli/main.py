@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from fleet_cli.errors import EXIT_KILLED, EXIT_OK, EXIT_UNREAD, CliError
+from fleet_cli.errors import EXIT_KILLED, EXIT_OK, EXIT_UNREAD, CliError, InputError
 from fleet_cli.explain.command import add_explain
 from fleet_cli.rollout.command import add_rollout
 from fleet_cli.streams import complain, emit, open_streams, silence, unwritten
@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"inferencefleet {version('inferencefleet')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_up(commands)
-    validate = commands.add_parser("validate", help="say what the API server would say about a manifest")
+    validate = commands.add_parser("validate", help="say what the API server would say about manifests")
     validate.add_argument("files", nargs="+", metavar="FILE", help="manifest of an InferenceFleet; - is standard input")
     validate.set_defaults(run=_validate)
     add_rollout(commands)
@@ -104,12 +104,20 @@ def _up(options: argparse.Namespace) -> int:
 
 
 def _validate(options: argparse.Namespace) -> int:
+    """Every file is judged, whatever is wrong with those before it."""
     from fleet_cli.manifest import read_manifest
 
+    code = EXIT_OK
     for file in options.files:
-        manifest = read_manifest(file)
-        emit(f"{file}: inferencefleet.inferencefleet.io/{manifest['metadata']['name']} is valid\n")
-    return EXIT_OK
+        try:
+            manifest = read_manifest(file)
+        except InputError as error:
+            of_file = "" if len(options.files) == 1 or str(error).startswith((file, f"cannot read {file}:")) else f"{file}: "
+            complain(f"fleet: {of_file}{error}")
+            code = error.exit_code
+        else:
+            emit(f"{file}: inferencefleet.inferencefleet.io/{manifest['metadata']['name']} is valid\n")
+    return code
 
 
 def _crds(_options: argparse.Namespace) -> int:

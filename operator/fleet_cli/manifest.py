@@ -32,7 +32,8 @@ def check(manifest: dict[str, Any]) -> None:
 
     kind, version = manifest.get("kind"), manifest.get("apiVersion")
     if (kind, version) != ("InferenceFleet", API_VERSION):
-        raise InputError(f'no matches for kind "{kind or ""}" in version "{version or ""}"')
+        found = f'no matches for kind "{kind or ""}" in version "{version or ""}"'
+        raise InputError(f'{found}: only kind "InferenceFleet" in version "{API_VERSION}" is read from files')
     errors = validate(manifest) or refusals(manifest)
     if not errors:
         return

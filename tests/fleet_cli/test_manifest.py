@@ -57,7 +57,12 @@ BOMB = "\n".join(['a0: &a0 ["x", "x"]', *(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]" 
         ("a: " + "[" * 5_000 + "]" * 5_000, "is nested too deeply"),
         (b"\xff\xfe\x00", "cannot read"),
         ("#" * (MAX_MANIFEST_BYTES + 1), "is larger than"),
-        ("kind: Pod\napiVersion: v1\n", 'no matches for kind "Pod" in version "v1"'),
+        (
+            "kind: Pod\napiVersion: v1\n",
+            'no matches for kind "Pod" in version "v1": '
+            'only kind "InferenceFleet" in version "inferencefleet.io/v1alpha1" is read from files',
+        ),
+        (yaml.safe_dump({**GOOD, "kind": "WorkerPool"}), 'only kind "InferenceFleet" in version'),
         ("kind: InferenceFleet\n", 'no matches for kind "InferenceFleet" in version ""'),
         (yaml.safe_dump({**GOOD, "metadata": "good"}), "metadata must be an object"),
         (
@@ -92,6 +97,27 @@ def test_validate_says_so_when_all_is_well(written, capsys):
     path = written(yaml.safe_dump(GOOD))
     assert main(["validate", path]) == 0
     assert capsys.readouterr().out == f"{path}: inferencefleet.inferencefleet.io/good is valid\n"
+
+
+def test_validate_judges_every_file(tmp_path, capsys):
+    files = {
+        "pod": "kind: Pod\napiVersion: v1\n",
+        "good": yaml.safe_dump(GOOD),
+        "empty": "",
+        "bad": yaml.safe_dump({**GOOD, "spek": {}}),
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    paths = [str(tmp_path / name) for name in (*files, "none")]
+    assert main(["validate", *paths]) == 2
+    said = capsys.readouterr()
+    assert said.out == f"{paths[1]}: inferencefleet.inferencefleet.io/good is valid\n"
+    pod, empty, bad, none = said.err.splitlines()
+    assert pod.startswith(f'fleet: {paths[0]}: no matches for kind "Pod"')
+    assert empty == f"fleet: {paths[2]} holds 0 documents; one InferenceFleet is needed"
+    assert bad.startswith(f"fleet: {paths[3]}: InferenceFleet in version")
+    assert none == f"fleet: cannot read {paths[4]}: No such file or directory"
+    assert main(["validate", paths[1], paths[1]]) == 0
 
 
 def test_crds_prints_what_kubectl_takes(capsys):
