@@ -104,19 +104,23 @@ def _up(options: argparse.Namespace) -> int:
 
 
 def _validate(options: argparse.Namespace) -> int:
-    """Every file is judged, whatever is wrong with those before it."""
+    """Every file is judged, whatever is wrong with those before it. Warnings are those of the webhook, as kubectl prints them."""
+    from fleet_api.compat import risks
+    from fleet_api.structure import normalised
     from fleet_cli.manifest import read_manifest
 
-    code = EXIT_OK
+    code, several = EXIT_OK, len(options.files) > 1
     for file in options.files:
         try:
             manifest = read_manifest(file)
         except InputError as error:
-            of_file = "" if len(options.files) == 1 or str(error).startswith((file, f"cannot read {file}:")) else f"{file}: "
-            complain(f"fleet: {of_file}{error}")
+            named = str(error).startswith((file, f"cannot read {file}:"))
+            complain(f"fleet: {file}: {error}" if several and not named else f"fleet: {error}")
             code = error.exit_code
-        else:
-            emit(f"{file}: inferencefleet.inferencefleet.io/{manifest['metadata']['name']} is valid\n")
+            continue
+        for risk in risks(normalised(manifest)):
+            complain(f"Warning: {file}: {risk}" if several else f"Warning: {risk}")
+        emit(f"{file}: inferencefleet.inferencefleet.io/{manifest['metadata']['name']} is valid\n")
     return code
 
 

@@ -120,6 +120,23 @@ def test_validate_judges_every_file(tmp_path, capsys):
     assert main(["validate", paths[1], paths[1]]) == 0
 
 
+def test_validate_warns_of_what_is_legal_and_a_mistake(written, capsys):
+    rule = {"when": {"inputTokens": {"ge": 9999}}, "tier": "a"}
+    path = written(yaml.safe_dump({**GOOD, "spec": {**GOOD["spec"], "routing": {"tierRules": [rule]}}}))
+    words = "spec.routing.tierRules[0].when.inputTokens.ge: 9999 is more than engine.maxModelLen 2048"
+    assert main(["validate", path]) == 0
+    assert capsys.readouterr().err.startswith(f"Warning: {words}")
+    assert main(["validate", path, path]) == 0
+    assert capsys.readouterr().err.startswith(f"Warning: {path}: {words}")
+
+
+def test_validate_reads_null_as_absent(written, capsys):
+    tier = {"parallelism": {"nodes": None, "tensor": None}, "ratio": {"min": None}, "prefill": {"maxReplicas": 1, "args": None}}
+    tiers = [{**GOOD["spec"]["tiers"][0], **tier, "decode": {"maxReplicas": 1}}]
+    path = written(yaml.safe_dump({**GOOD, "spec": {**GOOD["spec"], "engine": {"type": "vllm", "args": None}, "tiers": tiers}}))
+    assert main(["validate", path]) == 0, capsys.readouterr().err
+
+
 def test_crds_prints_what_kubectl_takes(capsys):
     assert main(["crds"]) == 0
     names = [document["metadata"]["name"] for document in yaml.safe_load_all(capsys.readouterr().out)]
