@@ -1,7 +1,8 @@
 """What CEL cannot judge: specs that every schema accepts and that then serve wrongly, slowly or not at all.
 
-`refusals` are specs whose prefill and decode workers could never hand a KV block over, or that take from the operator what it
-must set; the sources are named at each rule (NIXL compatibility: vLLM 0.32, `distributed/kv_transfer/kv_connector/v1/nixl`).
+`refusals` are specs whose prefill and decode workers could never hand a KV block over or whose pods could never be made, or that
+take from the operator what it must set; the sources are named at each rule (NIXL compatibility: vLLM 0.32,
+`distributed/kv_transfer/kv_connector/v1/nixl`).
 `risks` are legal and often a mistake. Both read the manifest as the user wrote it, and skip what is absent.
 """
 
@@ -13,7 +14,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fleet_api.arguments import Argument, of_role, parse_arguments
-from fleet_api.quantities import Ratio, parse_duration, parse_ratio
+from fleet_api.host import host_requests
+from fleet_api.quantities import Ratio, exact_quantity, parse_duration, parse_quantity, parse_ratio
+from fleet_api.structure import quoted
+from fleet_api.v1alpha1.accelerator import CPU
+from fleet_api.v1alpha1.model import EngineSpec
 
 Raw = Mapping[str, Any]
 ROLES = ("prefill", "decode")
@@ -53,6 +58,8 @@ def refusals(manifest: Raw) -> list[str]:
     """Why a fleet that passed `validate` can still not serve, each with the field to blame; empty when it can."""
     spec = manifest["spec"]
     found = list(_owned(spec))
+    for index in range(len(spec["tiers"])):
+        found += _host(spec, index)
     if _vllm(spec):
         for index in range(len(spec["tiers"])):
             found += [*_unlike(spec, index), *_unlike_env(spec, index), *_drafters(spec, index), *_blocks(spec, index)]
@@ -63,7 +70,7 @@ def refusals(manifest: Raw) -> list[str]:
 def risks(manifest: Raw) -> list[str]:
     """What is legal and often a mistake, each with the field; empty when nothing is."""
     spec = manifest["spec"]
-    found = [*_moving(spec), *_lengths(spec), *_switches(spec)]
+    found = [*_moving(spec), *_lengths(spec), *_long_rules(spec), *_switches(spec)]
     for index, tier in enumerate(spec["tiers"]):
         found += [*_transfer(spec, tier, index), *_asymmetric(tier, index), *_unreachable(tier, index)]
     return list(dict.fromkeys(found))
@@ -139,6 +146,25 @@ def _spread(spec: Raw, index: int) -> Iterator[str]:
             yield f"{backend.field}: Invalid value: --distributed-executor-backend must be mp for workers on several nodes"
 
 
+def _host(spec: Raw, index: int) -> Iterator[str]:
+    """A limit below what the operator requests where the user requests nothing: the API server would refuse every pod."""
+    tier, engine = spec["tiers"][index], spec.get("engine") or {}
+    cache = parse_quantity(str(engine.get("cacheSize") or EngineSpec().cache_size))
+    for role in ROLES:
+        own = tier.get(role) or {}
+        on_cpu = (own.get("accelerator") or tier["accelerator"])["type"] == CPU
+        resources = (own.get("podTemplate") or {}).get("resources") or {}
+        requests, limits = resources.get("requests") or {}, resources.get("limits") or {}
+        for name, least in host_requests(engine.get("type") or EngineSpec().type, cache, on_cpu=on_cpu).items():
+            limit = limits.get(name)
+            if limit is None or requests.get(name) is not None or exact_quantity(str(limit)) >= exact_quantity(least):
+                continue
+            yield (
+                f"spec.tiers[{index}].{role}.podTemplate.resources.limits.{name}: Invalid value: {quoted(limit)}: less than the "
+                f"{least} that are requested unless requests.{name} says otherwise: no pod can be made"
+            )
+
+
 def _moving(spec: Raw) -> Iterator[str]:
     image = str((spec.get("engine") or {}).get("image") or "")
     tag = image.rpartition("/")[2].partition(":")[2]
@@ -171,6 +197,20 @@ def _lengths(spec: Raw) -> Iterator[str]:
             f"spec.limits: maxInputTokens + maxOutputTokens is {prompt + answer}, more than engine.maxModelLen {longest}: "
             "requests that use both are refused by the engine"
         )
+
+
+def _long_rules(spec: Raw) -> Iterator[str]:
+    """Tier rules for prompts longer than any that is served."""
+    own = (spec.get("limits") or {}).get("maxInputTokens")
+    most = own or (spec.get("engine") or {}).get("maxModelLen") or EngineSpec().max_model_len
+    for index, rule in enumerate((spec.get("routing") or {}).get("tierRules") or ()):
+        least = (rule["when"].get("inputTokens") or {}).get("ge") or 0
+        if least > most:
+            bound = "limits.maxInputTokens" if own else "engine.maxModelLen"
+            yield (
+                f"spec.routing.tierRules[{index}].when.inputTokens.ge: {least} is more than {bound} {most}: no prompt that is "
+                "served is so long"
+            )
 
 
 def _switches(spec: Raw) -> Iterator[str]:

@@ -102,14 +102,14 @@ def _class_limit(field: str, above: str, default: int) -> Rule:
 
 def _quantity_between(path: str, field: str, low: str, high: str) -> Rule:
     def holds(raw: Raw) -> bool:
-        if not go_match(QUANTITY_PATTERN, raw.get(field, "")):
+        if not go_match(QUANTITY_PATTERN, text := str(raw.get(field, ""))):
             return True
-        return parse_quantity(low) <= parse_quantity(raw[field]) <= parse_quantity(high)
+        return parse_quantity(low) <= parse_quantity(text) <= parse_quantity(high)
 
-    text = f"self.{field}"
+    text = f"string(self.{field})"  # of an integer, too
     return Rule(
         path=path,
-        cel=f"!has({text}) || !{text}.matches(r'{QUANTITY_PATTERN}') || "
+        cel=f"!has(self.{field}) || !{text}.matches(r'{QUANTITY_PATTERN}') || "
         f"(quantity({text}).compareTo(quantity('{low}')) >= 0 && "
         f"quantity({text}).compareTo(quantity('{high}')) <= 0)",
         message=f"{field} must be between {low} and {high}",

@@ -14,17 +14,17 @@ AMOUNTS = {
 def _within(raw: Raw, name: str, pattern: str) -> bool:
     """Of one amount; text that is none is what the structure already reports."""
     least, most = (dig(raw, f"{kind}.{name}", None) for kind in ("requests", "limits"))
-    if least is None or most is None or not (go_match(pattern, least) and go_match(pattern, most)):
+    if least is None or most is None or not (go_match(pattern, str(least)) and go_match(pattern, str(most))):
         return True
-    return exact_quantity(least) <= exact_quantity(most)
+    return exact_quantity(str(least)) <= exact_quantity(str(most))
 
 
 def _within_cel(name: str, pattern: str) -> str:
     escaped = name.replace("-", "__dash__")  # as CEL spells it
     least, most = f"self.requests.{escaped}", f"self.limits.{escaped}"
     return (
-        f"(!has({least}) || !has({most}) || !{least}.matches(r'{pattern}') || !{most}.matches(r'{pattern}') || "
-        f"quantity({least}).compareTo(quantity({most})) <= 0)"
+        f"(!has({least}) || !has({most}) || !string({least}).matches(r'{pattern}') || !string({most}).matches(r'{pattern}') || "
+        f"quantity(string({least})).compareTo(quantity(string({most}))) <= 0)"
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fleet_api.rule import Rule
+from fleet_api.structure import INT_OR_STRING
 from fleet_api.v1alpha1.base import ApiModel
 
 Schema = dict[str, Any]
@@ -22,6 +23,7 @@ _KEPT = (
     "minItems",
     "maxItems",
     "maxProperties",
+    INT_OR_STRING,
 )
 
 
@@ -34,6 +36,8 @@ def structural(model: type[ApiModel], *, output: bool = False) -> Schema:
 def _convert(node: Mapping[str, Any], definitions: Mapping[str, Any], output: bool) -> Schema:
     node = _resolve(node, definitions)
     result: Schema = {key: node[key] for key in _KEPT if key in node}
+    if node.get(INT_OR_STRING):
+        del result["type"]  # it says both
     if "const" in node:
         result["enum"] = [node["const"]]
     if node.get("additionalProperties") is True:

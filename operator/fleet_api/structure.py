@@ -21,6 +21,9 @@ OBJECT_META = frozenset(
         "managedFields",
     }
 )  # fmt: skip
+INT_OR_STRING = "x-kubernetes-int-or-string"
+AMOUNT = "integer,string"
+"""As the API server calls what may be written with or without quotes."""
 _SUBDOMAIN = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*"
 _PYTHON_TYPES = {"object": Mapping, "array": list, "string": str, "boolean": bool}
 _GO_ESCAPES = {"\a": r"\a", "\b": r"\b", "\f": r"\f", "\n": r"\n", "\r": r"\r", "\t": r"\t", "\v": r"\v", '"': r"\"", "\\": r"\\"}
@@ -97,7 +100,7 @@ def name_findings(name: Any) -> Iterator[Finding]:
 
 def findings(value: Any, schema: Schema, path: str = "") -> Iterator[Finding]:
     """Structural problems of `value`, children included."""
-    kind = schema.get("type")
+    kind = AMOUNT if schema.get(INT_OR_STRING) else schema.get("type")
     fits = _is_a(value, kind)
     if not fits:
         yield Finding(
@@ -207,6 +210,8 @@ def _go_char(char: str) -> str:
 
 
 def _is_a(value: Any, kind: Any) -> bool:
+    if kind == AMOUNT:
+        return isinstance(value, int | str) and not isinstance(value, bool)
     if kind in ("integer", "number"):
         return isinstance(value, int if kind == "integer" else int | float) and not isinstance(value, bool)
     return kind is None or isinstance(value, _PYTHON_TYPES[kind])

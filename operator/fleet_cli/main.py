@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from fleet_cli.errors import EXIT_KILLED, EXIT_OK, EXIT_UNREAD, CliError
+from fleet_cli.errors import EXIT_KILLED, EXIT_OK, EXIT_UNREAD, CliError, InputError
 from fleet_cli.explain.command import add_explain
 from fleet_cli.rollout.command import add_rollout
 from fleet_cli.streams import complain, emit, open_streams, silence, unwritten
@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"inferencefleet {version('inferencefleet')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_up(commands)
-    validate = commands.add_parser("validate", help="say what the API server would say about a manifest")
+    validate = commands.add_parser("validate", help="say what the API server would say about manifests")
     validate.add_argument("files", nargs="+", metavar="FILE", help="manifest of an InferenceFleet; - is standard input")
     validate.set_defaults(run=_validate)
     add_rollout(commands)
@@ -104,12 +104,24 @@ def _up(options: argparse.Namespace) -> int:
 
 
 def _validate(options: argparse.Namespace) -> int:
+    """Every file is judged, whatever is wrong with those before it. Warnings are those of the webhook, as kubectl prints them."""
+    from fleet_api.compat import risks
+    from fleet_api.structure import normalised
     from fleet_cli.manifest import read_manifest
 
+    code, several = EXIT_OK, len(options.files) > 1
     for file in options.files:
-        manifest = read_manifest(file)
+        try:
+            manifest = read_manifest(file)
+        except InputError as error:
+            named = str(error).startswith((file, f"cannot read {file}:"))
+            complain(f"fleet: {file}: {error}" if several and not named else f"fleet: {error}")
+            code = error.exit_code
+            continue
+        for risk in risks(normalised(manifest)):
+            complain(f"Warning: {file}: {risk}" if several else f"Warning: {risk}")
         emit(f"{file}: inferencefleet.inferencefleet.io/{manifest['metadata']['name']} is valid\n")
-    return EXIT_OK
+    return code
 
 
 def _crds(_options: argparse.Namespace) -> int:

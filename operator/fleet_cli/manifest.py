@@ -27,13 +27,15 @@ def read_manifest(path: str) -> dict[str, Any]:
 def check(manifest: dict[str, Any]) -> None:
     """InputError in the words of the API server (and of kubectl around them) when it would refuse the manifest."""
     from fleet_api.compat import refusals
+    from fleet_api.structure import normalised
     from fleet_api.v1alpha1 import API_VERSION
     from fleet_api.validate import STRICT, refusal, validate
 
     kind, version = manifest.get("kind"), manifest.get("apiVersion")
     if (kind, version) != ("InferenceFleet", API_VERSION):
-        raise InputError(f'no matches for kind "{kind or ""}" in version "{version or ""}"')
-    errors = validate(manifest) or refusals(manifest)
+        found = f'no matches for kind "{kind or ""}" in version "{version or ""}"'
+        raise InputError(f'{found}: only kind "InferenceFleet" in version "{API_VERSION}" is read from files')
+    errors = validate(manifest) or refusals(normalised(manifest))
     if not errors:
         return
     if errors[0].startswith(STRICT):

@@ -37,10 +37,11 @@ def exposition(desk: Desk, now: float) -> str:
         out += waits.lines("fleet_router_queue_wait_seconds", f'class="{name}"')
     out += ["# TYPE fleet_router_runaways_total counter"]
     out += [f'fleet_router_runaways_total{{pattern="{why}"}} {count}' for why, count in desk.runaways.items()]
-    return "\n".join([*out, *_tenants(desk.all_accounts())]) + "\n"
+    return "\n".join([*out, *_tenants(desk.all_accounts(), metered=desk.tenants_needed)]) + "\n"
 
 
-def _tenants(accounts: Iterable[Account]) -> list[str]:
+def _tenants(accounts: Iterable[Account], *, metered: bool) -> list[str]:
+    """`metered`: tokens are counted, for quotas. Where access is open nobody does it, and what nobody counts is not 0."""
     requests: Counter[tuple[str, str]] = Counter()
     tokens: Counter[tuple[str, str]] = Counter()
     inflight: Counter[str] = Counter()
@@ -54,7 +55,8 @@ def _tenants(accounts: Iterable[Account]) -> list[str]:
                 requests[label, result] += count
     out = ["# TYPE fleet_router_tenant_requests_total counter"]
     out += [f'fleet_router_tenant_requests_total{{tenant="{t}",result="{result}"}} {n}' for (t, result), n in requests.items()]
-    out += ["# TYPE fleet_router_tenant_tokens_total counter"]
-    out += [f'fleet_router_tenant_tokens_total{{tenant="{t}",direction="{way}"}} {n}' for (t, way), n in tokens.items()]
+    if metered:
+        out += ["# TYPE fleet_router_tenant_tokens_total counter"]
+        out += [f'fleet_router_tenant_tokens_total{{tenant="{t}",direction="{way}"}} {n}' for (t, way), n in tokens.items()]
     out += ["# TYPE fleet_router_tenant_inflight gauge"]
     return out + [f'fleet_router_tenant_inflight{{tenant="{tenant}"}} {n}' for tenant, n in inflight.items()]

@@ -125,8 +125,8 @@ def asked_by(request: Incoming, name: bytes, value: bytes) -> None:
     if name == b"x-slo-class":
         request.slo_class = value
     elif name == b"x-slo-ttft-ms":
-        if not (value.isdigit() and 0 < int(value[:10]) < 10**9 and len(value) < 10):
-            raise RequestError(400, "not a number of milliseconds", param="x-slo-ttft-ms")
+        if not (value.isdigit() and len(value) < 10 and int(value) > 0):
+            raise RequestError(400, f"x-slo-ttft-ms must be a number of milliseconds, 1 to {10**9 - 1}", param="x-slo-ttft-ms")
         request.slo_ttft_ms = int(value)
     elif key := bearer(value) if name == b"authorization" else value:
         if request.key not in (b"", key):
@@ -315,8 +315,8 @@ class Inbound:
             raise RequestError(400, "exactly one Host header is needed")
         if self._framing > 1:
             raise RequestError(400, "the body's length is given more than once")
-        if parser.get_http_version() != "1.1":
-            raise RequestError(505, "HTTP/1.1 is spoken here")
+        if (version := parser.get_http_version()) != "1.1":
+            raise RequestError(505, f"HTTP/{version} is not served: send HTTP/1.1 (in nginx: proxy_http_version 1.1)")
 
     def on_body(self, body: bytes) -> None:
         """A piece of body, without framing."""

@@ -133,12 +133,16 @@ class ClientConnection:
         told so, also to a client that does not hear it any more."""
         self._half_closed = True
         self._context.outbox.flush()  # whoever closes behind us must not overtake an answer
-        if self._transport is not None and self._transport.get_extra_info("sslcontext") is not None:
-            return False  # TLS has no half: the transport closes, and what runs ends with it
+        secure = self._transport is not None and self._transport.get_extra_info("sslcontext") is not None
         if self.flow is None:
             self._answer_next()
-        elif not self.flow.started:
+        elif not secure and not self.flow.started:
             self.write(CONTINUE)
+        if secure:
+            # TLS has no half here: loops close its transport behind us, and what runs ends with it. That is after the client's
+            # close_notify; where the connection ends without one, they close it and do not ask us, so that nothing can be told.
+            self._context.outbox.flush()
+            return False
         return self._transport is not None and self._closed_at is None
 
     def pause_writing(self) -> None:

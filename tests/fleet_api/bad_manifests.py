@@ -81,7 +81,17 @@ BAD_TEMPLATES: tuple[tuple[str, dict[str, Any]], ...] = (
     ),
     ("unknown affinity", {"affinity": {"podAffinity": {"required": []}}}),
     ("a user below zero", {"runAsUser": -1}),
-    ("cores as a number", {"resources": {"requests": {"cpu": 4}}}),
+    ("half a core as a number", {"resources": {"requests": {"cpu": 0.5}}}),
+    ("cores as a truth", {"resources": {"requests": {"cpu": True}}}),
+    ("cores as a list", {"resources": {"requests": {"cpu": [4]}}}),
+    ("cores as an object", {"resources": {"requests": {"cpu": {}}}}),
+    ("fewer cores than none", {"resources": {"requests": {"cpu": -1}}}),
+    ("a million cores", {"resources": {"limits": {"cpu": 1_000_000}}}),
+    ("cores of a wrong unit", {"resources": {"requests": {"cpu": "4k"}}}),
+    ("a long text for cores", {"resources": {"requests": {"cpu": "4" * 12}}}),
+    ("more cores than their limit, as numbers", {"resources": {"requests": {"cpu": 2}, "limits": {"cpu": 1}}}),
+    ("more memory than its limit, as a number", {"resources": {"requests": {"memory": 1025}, "limits": {"memory": "1Ki"}}}),
+    ("a folder's size below none", {"volumes": [{"name": "v", "emptyDir": {"sizeLimit": -5}}]}),
 )
 BAD: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = (
     ("no spec", (("spec", DELETE),)),
@@ -141,6 +151,7 @@ BAD: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = (
     ("max batch too large", (("spec.engine", {"maxBatch": 1025}),)),
     ("cache size with a wrong unit", (("spec.engine", {"cacheSize": "64MB"}),)),
     ("cache size is a number", (("spec.engine", {"cacheSize": 64}),)),
+    ("cache size is negative", (("spec.engine", {"cacheSize": -64}),)),
     ("cache size too small", (("spec.engine", {"cacheSize": "1k"}),)),
     ("cache size too large", (("spec.engine", {"cacheSize": "17Ti"}),)),
     ("cpu with a device", ((f"{TIER}.accelerator", {"type": "cpu", "resource": "nvidia.com/gpu"}),)),
@@ -359,6 +370,13 @@ WHOLE_TEMPLATE: dict[str, Any] = {
         "limits": {"memory": "64Gi", "hugepages-2Mi": "5Gi"},
     },
 }
+NUMBERS = {
+    "resources": {
+        "requests": {"cpu": 4, "memory": 8_589_934_592, "ephemeral-storage": 0, "hugepages-2Mi": "2Mi"},
+        "limits": {"cpu": 4, "memory": "8Gi", "ephemeral-storage": "1", "hugepages-2Mi": 2_097_152},
+    },
+    "volumes": [{"name": "v", "emptyDir": {"sizeLimit": 1_073_741_824}}],
+}
 GOOD_CHANGES: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = (
     ("the least", ()),
     ("null is absent", (("spec.engine", {"maxModelLen": None}), (f"{TIER}.decode", {"replicas": None}))),
@@ -375,6 +393,8 @@ GOOD_CHANGES: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = (
     ("no zero by hand", (("spec.scaling", {"mode": "manual", "toZero": {"enabled": False}}),)),
     ("cache at the edge", (("spec.engine", {"cacheSize": "16Ti"}),)),
     ("cache in bytes", (("spec.engine", {"cacheSize": "1048576"}),)),
+    ("cache as a number", (("spec.engine", {"cacheSize": 1_048_576}),)),
+    ("amounts as numbers", ((f"{TIER}.decode", {"podTemplate": NUMBERS}), (f"{TIER}.sharedMemory", 1_048_576))),
     ("objectives", (("spec.slo", {"ttft": {"p99": "2s"}, "itl": {"p99": "50ms"}}),)),
     (
         "classes and tenants",

@@ -31,6 +31,16 @@ def env(value: str) -> dict[str, Any]:
     return {"podTemplate": {"env": [{"name": "PYTHONHASHSEED", "value": value}]}}
 
 
+def limited(limits: dict[str, Any], requests: dict[str, Any] | None = None, **tier: Any) -> dict[str, Any]:
+    resources = {"limits": limits, **({} if requests is None else {"requests": requests})}
+    return roles({}, {"podTemplate": {"resources": resources}}, **tier)
+
+
+def on_torch(manifest: dict[str, Any], **engine: Any) -> dict[str, Any]:
+    return {**manifest, "spec": {**manifest["spec"], "engine": engine}}
+
+
+LIMITS = "spec.tiers[0].decode.podTemplate.resources.limits"
 NIXL_BOTH = '{"kv_connector":"NixlConnector","kv_role":"kv_both"}'
 SET_BY_FIELDS = "must not set what other fields set"
 BAD = [
@@ -63,6 +73,22 @@ BAD = [
         roles({"args": ["--block-size=128"]}, {"args": ["--block-size=16"]}, accelerator={"type": "cpu"}),
         "--block-size must be the same",
     ),
+    # what the operator requests where nobody says anything else, and a limit below it
+    (
+        "less memory than is requested by default",
+        limited({"memory": "4095Mi"}),
+        f'{LIMITS}.memory: Invalid value: "4095Mi": less than the 4096Mi that are requested unless requests.memory',
+    ),
+    ("fewer cores than are requested by default", limited({"cpu": "1999m"}), f"{LIMITS}.cpu: Invalid value"),
+    ("a core, as a number", limited({"cpu": 1}), f"{LIMITS}.cpu: Invalid value: 1: less than the 2 that"),
+    ("a request of the other amount", limited({"cpu": 1, "memory": "8Gi"}, {"memory": "1Gi"}), f"{LIMITS}.cpu: Invalid value"),
+    ("no request of it", limited({"cpu": "1", "memory": "8Gi"}, {}), f"{LIMITS}.cpu: Invalid value"),
+    ("torch's memory", on_torch(limited({"memory": "1023Mi"})), f"{LIMITS}.memory: Invalid value"),
+    (
+        "torch's cache on a cpu tier",
+        on_torch(limited({"memory": "1535Mi"}, accelerator={"type": "cpu"}), cacheSize="512Mi"),
+        "less than the 1536Mi that are requested",
+    ),
 ]  # fmt: skip
 GOOD = [
     ("no arguments", spec()),
@@ -72,6 +98,15 @@ GOOD = [
     ("n-gram speculation where tokens are made", roles({}, {"args": ['--speculative-config={"method":"ngram"}']})),
     ("block sizes between devices", roles({"args": ["--block-size=64"]}, {"args": ["--block-size=16"]})),
     ("one hash seed", roles(env("0"), env("0"))),
+    ("limits at what is requested by default", limited({"cpu": "2", "memory": "4Gi"})),
+    ("limits and requests below the default", limited({"cpu": 1, "memory": "1Gi"}, {"cpu": "500m", "memory": "1Gi"})),
+    ("a limit of the disk", limited({"ephemeral-storage": "1Ki"})),
+    ("torch's limits", on_torch(limited({"cpu": "1", "memory": "1Gi"}))),
+    (
+        "torch's cache beside a device",
+        on_torch(limited({"memory": "1Gi"}), cacheSize="512Mi"),
+    ),
+    ("torch's default cache", on_torch(limited({"memory": "1088Mi"}, accelerator={"type": "cpu"}))),
     ("another engine has no such arguments", spec(engine={"type": "torch"})),
 ]
 
@@ -106,6 +141,12 @@ def two_models(own: dict[str, Any], *, every: bool = False, **more: Any) -> dict
     return spec(tiers=tiers, routing={"cascade": {"tiers": ["a", "b"]}}, **more)
 
 
+def ruled(least: int, **more: Any) -> dict[str, Any]:
+    """With a rule for prompts from `least` tokens on, behind one without a length."""
+    rules = [{"when": {"header": {"x-a": "b"}}, "tier": "t"}, {"when": {"inputTokens": {"ge": least}}, "tier": "t"}]
+    return spec(routing={"tierRules": rules}, **more)
+
+
 RISKS = [
     ("a tag that moves", spec(engine={"image": "vllm/vllm-openai:latest"}), "spec.engine.image"),
     ("no tag", spec(engine={"image": "registry:5000/vllm"}), "spec.engine.image"),
@@ -119,6 +160,14 @@ RISKS = [
     ("a branch that no tier loads", two_models({"source": HUB, "revision": "v1.2"}, model={"source": HUB}, every=True), ""),
     ("more than fits", spec(engine={"maxModelLen": 4096}, limits={"maxInputTokens": 4000, "maxOutputTokens": 4000}), "8000"),
     ("what fits", spec(engine={"maxModelLen": 4096}, limits={"maxInputTokens": 2000, "maxOutputTokens": 2000}), ""),
+    ("a rule for longer prompts", ruled(5000, limits={"maxInputTokens": 2000}), "5000 is more than limits.maxInputTokens"),
+    ("a rule for the longest prompts", ruled(2000, limits={"maxInputTokens": 2000}), ""),
+    (
+        "a rule beyond the model",
+        ruled(4097, engine={"maxModelLen": 4096}),
+        "spec.routing.tierRules[1].when.inputTokens.ge: 4097 is more than engine.maxModelLen 4096: no prompt",
+    ),
+    ("a rule beyond the default length", ruled(2049), "2049 is more than engine.maxModelLen 2048"),
     ("code of strangers", spec(args=["--trust-remote-code"]), "spec.engine.args[0]: --trust-remote-code"),
     ("no prefix cache", spec(args=["--no-enable-prefix-caching"]), "finds nothing"),
     ("shared memory", spec(tier={"kvTransfer": {"transport": "shm"}}), "only between workers of one node"),

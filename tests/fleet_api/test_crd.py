@@ -31,6 +31,10 @@ def test_every_field_is_explained_bounded_and_without_default(schema):
             assert node.get("description", "").endswith("."), path
         if not path.startswith(".spec"):
             continue
+        if node.get("x-kubernetes-int-or-string"):
+            assert {"minimum", "maximum", "maxLength", "pattern"} <= set(node), path
+            assert "type" not in node, path
+            continue
         if node["type"] == "string":
             assert "maxLength" in node or "enum" in node or node.get("pattern", "").endswith("{8}$"), path
         if node["type"] == "integer":

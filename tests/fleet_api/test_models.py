@@ -172,6 +172,29 @@ def test_initial_workers_follow_the_shape(prefill, decode, initial):
     assert fleet_of(**{f"{TIER}.prefill": prefill, f"{TIER}.decode": decode}).spec.tiers[0].initial == initial
 
 
+def test_amounts_without_quotes_are_the_same_amounts():
+    """YAML makes integers of them, and Kubernetes takes both."""
+    amounts = {"cpu": 4, "memory": 1_073_741_824, "ephemeral-storage": 0}
+    found = [
+        parse_fleet(
+            manifest(
+                (
+                    ("spec.engine", {"cacheSize": written(2_097_152)}),
+                    (f"{TIER}.sharedMemory", written(4096)),
+                    (f"{TIER}.decode", {"podTemplate": {"resources": {"limits": {k: written(v) for k, v in amounts.items()}}}}),
+                )
+            )
+        )
+        for written in (int, str)
+    ]
+    assert found[0] == found[1]
+    assert found[0].spec.engine.cache_bytes == 2_097_152
+    assert found[0].spec.tiers[0].shared_memory_bytes == 4096
+    template = found[0].spec.tiers[0].decode.pod_template
+    assert template is not None
+    assert template.resources.limits.to_dict() == {"cpu": "4", "memory": "1073741824", "ephemeral-storage": "0"}
+
+
 def test_models_are_frozen_and_closed():
     fleet = fleet_of()
     with pytest.raises(ValidationError, match="frozen"):

@@ -57,7 +57,12 @@ BOMB = "\n".join(['a0: &a0 ["x", "x"]', *(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]" 
         ("a: " + "[" * 5_000 + "]" * 5_000, "is nested too deeply"),
         (b"\xff\xfe\x00", "cannot read"),
         ("#" * (MAX_MANIFEST_BYTES + 1), "is larger than"),
-        ("kind: Pod\napiVersion: v1\n", 'no matches for kind "Pod" in version "v1"'),
+        (
+            "kind: Pod\napiVersion: v1\n",
+            'no matches for kind "Pod" in version "v1": '
+            'only kind "InferenceFleet" in version "inferencefleet.io/v1alpha1" is read from files',
+        ),
+        (yaml.safe_dump({**GOOD, "kind": "WorkerPool"}), 'only kind "InferenceFleet" in version'),
         ("kind: InferenceFleet\n", 'no matches for kind "InferenceFleet" in version ""'),
         (yaml.safe_dump({**GOOD, "metadata": "good"}), "metadata must be an object"),
         (
@@ -92,6 +97,44 @@ def test_validate_says_so_when_all_is_well(written, capsys):
     path = written(yaml.safe_dump(GOOD))
     assert main(["validate", path]) == 0
     assert capsys.readouterr().out == f"{path}: inferencefleet.inferencefleet.io/good is valid\n"
+
+
+def test_validate_judges_every_file(tmp_path, capsys):
+    files = {
+        "pod": "kind: Pod\napiVersion: v1\n",
+        "good": yaml.safe_dump(GOOD),
+        "empty": "",
+        "bad": yaml.safe_dump({**GOOD, "spek": {}}),
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    paths = [str(tmp_path / name) for name in (*files, "none")]
+    assert main(["validate", *paths]) == 2
+    said = capsys.readouterr()
+    assert said.out == f"{paths[1]}: inferencefleet.inferencefleet.io/good is valid\n"
+    pod, empty, bad, none = said.err.splitlines()
+    assert pod.startswith(f'fleet: {paths[0]}: no matches for kind "Pod"')
+    assert empty == f"fleet: {paths[2]} holds 0 documents; one InferenceFleet is needed"
+    assert bad.startswith(f"fleet: {paths[3]}: InferenceFleet in version")
+    assert none == f"fleet: cannot read {paths[4]}: No such file or directory"
+    assert main(["validate", paths[1], paths[1]]) == 0
+
+
+def test_validate_warns_of_what_is_legal_and_a_mistake(written, capsys):
+    rule = {"when": {"inputTokens": {"ge": 9999}}, "tier": "a"}
+    path = written(yaml.safe_dump({**GOOD, "spec": {**GOOD["spec"], "routing": {"tierRules": [rule]}}}))
+    words = "spec.routing.tierRules[0].when.inputTokens.ge: 9999 is more than engine.maxModelLen 2048"
+    assert main(["validate", path]) == 0
+    assert capsys.readouterr().err.startswith(f"Warning: {words}")
+    assert main(["validate", path, path]) == 0
+    assert capsys.readouterr().err.startswith(f"Warning: {path}: {words}")
+
+
+def test_validate_reads_null_as_absent(written, capsys):
+    tier = {"parallelism": {"nodes": None, "tensor": None}, "ratio": {"min": None}, "prefill": {"maxReplicas": 1, "args": None}}
+    tiers = [{**GOOD["spec"]["tiers"][0], **tier, "decode": {"maxReplicas": 1}}]
+    path = written(yaml.safe_dump({**GOOD, "spec": {**GOOD["spec"], "engine": {"type": "vllm", "args": None}, "tiers": tiers}}))
+    assert main(["validate", path]) == 0, capsys.readouterr().err
 
 
 def test_crds_prints_what_kubectl_takes(capsys):

@@ -10,8 +10,8 @@ import pytest
 
 from fleet_api.v1alpha1 import FleetStatus, KvStatus
 from fleet_cli.errors import InputError, RunError
-from fleet_cli.up.screen import PlainScreen, open_screen
-from fleet_cli.up.view import curl_line, fatal, kv_line, kv_total, role_lines, size, snapshot
+from fleet_cli.up.screen import LiveScreen, PlainScreen, open_screen
+from fleet_cli.up.view import adapter_lines, curl_line, fatal, kv_line, kv_total, role_lines, size, snapshot
 
 
 def pod(name="p-0", *, role="decode", ready=False, container=None, deleted=False, phase="Running", conditions=()):
@@ -148,3 +148,41 @@ def test_plain_output_says_each_change_once_and_has_no_control_codes():
         "KV moved: nothing yet (no request needed a remote prefill)",
         "pod p-0: gone",
     ]
+
+
+BROKEN = {"name": "b", "desired": 3, "reason": "BadAdapter", "message": "p-0 and 1 more: adapter_model.safetensors: no header"}
+
+
+def with_adapters(*adapters):
+    return {**status_of(2, ready="True"), "adapters": list(adapters)}
+
+
+def test_an_adapter_is_shown_when_all_workers_have_it_and_when_one_cannot():
+    status = with_adapters({"name": "a", "desired": 3, "loaded": 3}, {"name": "c", "desired": 3, "loaded": 2}, BROKEN)
+    assert adapter_lines(FleetStatus.model_validate(status)) == {
+        "a": "on 3 of 3 workers",
+        "b": "on 0 of 3 workers; BadAdapter: p-0 and 1 more: adapter_model.safetensors: no header",
+    }
+    assert adapter_lines(FleetStatus.model_validate(with_adapters({"name": "a"}))) == {}
+
+
+def test_a_broken_adapter_is_said_once_and_again_when_it_is_mended():
+    out = io.StringIO()
+    with PlainScreen(out, lambda: 0.0) as screen:
+        for row in (BROKEN, BROKEN, {**BROKEN, "reason": ""}, {"name": "b", "desired": 3, "loaded": 3}):
+            screen.show(snapshot([], with_adapters(row)))
+        screen.show(snapshot([], with_adapters(BROKEN), stopping=True))
+    told = [line.partition("] ")[2] for line in out.getvalue().splitlines() if "adapter" in line]
+    assert told == [
+        "adapter b: on 0 of 3 workers; BadAdapter: p-0 and 1 more: adapter_model.safetensors: no header",
+        "adapter b: on 3 of 3 workers",
+    ]
+
+
+@pytest.mark.parametrize("stopping", [False, True])
+def test_the_panel_shows_adapters(stopping):
+    out = io.StringIO()
+    screen = LiveScreen(out, lambda: 0.0)
+    screen.show(snapshot([], with_adapters(BROKEN), stopping=stopping))
+    screen._console.print(screen._panel())
+    assert ("adapter b: on 0 of 3 workers; BadAdapter" in out.getvalue()) is not stopping

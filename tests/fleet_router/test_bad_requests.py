@@ -106,6 +106,18 @@ def test_h4_requests_that_could_be_read_in_two_ways_are_refused(request_bytes: b
     run(go)
 
 
+@pytest.mark.parametrize("version", ["0.9", "1.0"])
+def test_who_speaks_an_older_http_is_told_what_to_do(version: str):
+    async def go(rig: Rig) -> None:
+        head, _, body = (await rig.raw(f"GET /health HTTP/{version}\r\nhost: h\r\n\r\n".encode(), 2.0)).partition(b"\r\n\r\n")
+        assert b"connection: close" in head
+        error = json.loads(body)["error"]
+        assert (error["code"], error["retryable"]) == ("http_version", False)
+        assert error["message"] == f"HTTP/{version} is not served: send HTTP/1.1 (in nginx: proxy_http_version 1.1)"
+
+    run(go)
+
+
 def test_h3_endless_chunks_are_cut_at_the_bound():
     async def go(rig: Rig) -> None:
         head = b"POST /v1/completions HTTP/1.1\r\nhost: h\r\ntransfer-encoding: chunked\r\n\r\n"

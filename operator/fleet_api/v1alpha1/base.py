@@ -4,18 +4,34 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.alias_generators import to_camel
 
-from fleet_api.quantities import DURATION_PATTERN, QUANTITY_PATTERN, RATIO_PATTERN
+from fleet_api.quantities import CPU_PATTERN, DURATION_PATTERN, QUANTITY_PATTERN, RATIO_PATTERN
 
 TIER_NAME_MAX = 20
 GROUP = "inferencefleet.io"
 VERSION = "v1alpha1"
 API_VERSION = f"{GROUP}/{VERSION}"
 
+
+def amount_text(value: Any) -> Any:
+    """An amount that was written without quotes is an integer in YAML and in JSON; Kubernetes takes both, and so do we."""
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def int_or_string(digits: int) -> dict[str, Any]:
+    """What the schema says beside the pattern, which holds for text alone."""
+    return {"x-kubernetes-int-or-string": True, "minimum": 0, "maximum": 10**digits - 1}
+
+
 DurationText = Annotated[str, Field(pattern=DURATION_PATTERN, max_length=8)]
-QuantityText = Annotated[str, Field(pattern=QUANTITY_PATTERN, max_length=21)]
+QuantityText = Annotated[
+    str, Field(pattern=QUANTITY_PATTERN, max_length=21, json_schema_extra=int_or_string(15)), BeforeValidator(amount_text)
+]
+CpuText = Annotated[
+    str, Field(pattern=CPU_PATTERN, max_length=11, json_schema_extra=int_or_string(6)), BeforeValidator(amount_text)
+]
 RatioText = Annotated[str, Field(pattern=RATIO_PATTERN, max_length=5)]
 
 DNS_LABEL = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"

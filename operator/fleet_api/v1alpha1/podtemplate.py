@@ -10,13 +10,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from fleet_api.quantities import CPU_PATTERN
 from fleet_api.v1alpha1.affinity import AffinitySpec
-from fleet_api.v1alpha1.base import DNS_LABEL, DNS_SUBDOMAIN, ApiModel, LabelMap, QuantityText
+from fleet_api.v1alpha1.base import DNS_LABEL, DNS_SUBDOMAIN, ApiModel, CpuText, LabelMap, QuantityText
 
 ObjectName = Annotated[str, Field(pattern=DNS_SUBDOMAIN, max_length=253)]
 KeyName = Annotated[str, Field(pattern=r"^[-._a-zA-Z0-9]+$", max_length=253)]
-CpuText = Annotated[str, Field(pattern=CPU_PATTERN, max_length=11)]
 
 
 class KeyRef(ApiModel):

@@ -24,6 +24,7 @@ from fleet_cli.up.state import state_folder
 from fleet_cli.up.stops import Stops, until
 from fleet_cli.up.tenants import local_tenants
 from fleet_cli.up.view import SAMPLE_PROMPT, Snapshot, curl_line, fatal, kv_line, kv_total, snapshot
+from fleet_operator.runtime.settings import RuntimeSettings
 
 POLL_S = 0.25
 READY_TIMEOUT_ONCE_S = 600.0
@@ -56,7 +57,14 @@ def up(options: UpOptions) -> int:
         tenants = local_tenants(fleet, options.tenants)
         secrets = [*([tenants.secret] if tenants is not None else []), *router_secrets(fleet)]
         with state_folder(options.state) as folder:
-            local = LocalFleet(manifest=manifest, state_dir=folder, port=options.port, claims=options.claims, secrets=secrets)
+            local = LocalFleet(
+                manifest=manifest,
+                state_dir=folder,
+                port=options.port,
+                claims=options.claims,
+                secrets=secrets,
+                settings=RuntimeSettings(alone=True),
+            )
             key = tenants.key if tenants is not None else ""
             return asyncio.run(_Session(options, fleet, local, screen, begun, key).run())
 

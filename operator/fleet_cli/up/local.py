@@ -22,6 +22,7 @@ from fleet_operator.reconciler import Reconciler
 from fleet_operator.runtime.deployments import DeploymentController
 from fleet_operator.runtime.kubelet import ProcessKubelet
 from fleet_operator.runtime.scheduler import MemoryScheduler
+from fleet_operator.runtime.settings import RuntimeSettings
 from fleet_operator.settings import Platform
 from fleet_operator.telemetry.collect import open_telemetry
 
@@ -30,6 +31,7 @@ DEVICES = "1024"
 """A machine without a GPU pretends to have plenty: CPU engines stand in for devices."""
 LOG_BYTES = 8 * 1024 * 1024
 ENGINE_PORT = 8000
+_DEFAULTS = RuntimeSettings()
 
 
 class LocalFleet:
@@ -43,6 +45,7 @@ class LocalFleet:
         port: int,
         claims: Mapping[str, Path],
         secrets: Sequence[Object] = (),
+        settings: RuntimeSettings = _DEFAULTS,
     ) -> None:
         self._manifest = manifest
         self._secrets = secrets
@@ -53,7 +56,9 @@ class LocalFleet:
         self._cluster = MemoryCluster()
         self._user = self._cluster.writer("fleet-up")
         capacity = _capacity(manifest)
-        self._kubelet = ProcessKubelet(self._cluster, NODE, capacity, state_dir, _environment(), pvc_dirs=claims)
+        self._kubelet = ProcessKubelet(
+            self._cluster, NODE, capacity, state_dir, _environment(), pvc_dirs=claims, settings=settings
+        )
         self._scheduler = MemoryScheduler(self._cluster, {NODE: capacity})
         self._deployments = DeploymentController(self._cluster)
         self._tasks: list[asyncio.Task[None]] = []

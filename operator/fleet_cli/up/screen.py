@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol, TextIO
 
 from fleet_cli.errors import RunError
 from fleet_cli.streams import silence
-from fleet_cli.up.view import PodLine, Snapshot, kv_line, kv_total, role_lines
+from fleet_cli.up.view import PodLine, Snapshot, adapter_lines, kv_line, kv_total, role_lines
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -55,6 +55,7 @@ class PlainScreen:
         self.lost = ""
         """Why something could not be written, once that happened."""
         self._states: dict[str, str] = {}
+        self._adapters: dict[str, str] = {}
         self._lines: list[str] = []
 
     def say(self, text: str) -> None:
@@ -72,11 +73,15 @@ class PlainScreen:
         for name in [*states, *(name for name in self._states if name not in states)]:
             if self._states.get(name) != states.get(name):
                 self.say(f"pod {name}: {states.get(name, 'gone')}")
+        adapters = self._adapters if snapshot.stopping else adapter_lines(snapshot.status)
+        for name in adapters:
+            if self._adapters.get(name) != adapters[name]:
+                self.say(f"adapter {name}: {adapters[name]}")
         lines = [*role_lines(snapshot.status), kv_line(kv_total(snapshot.status))]
         if snapshot.ready and not snapshot.stopping and lines != self._lines:
             self.say("; ".join(lines))
             self._lines = lines
-        self._states = states
+        self._states, self._adapters = states, adapters
 
     def _write(self, text: str) -> None:
         """A fleet that runs is worth more than its log: what a full disk does not take is lost, and said at the end."""
@@ -152,9 +157,13 @@ class LiveScreen:
         head: RenderableType = Spinner("dots", text=f"{'stopping' if self._snapshot.stopping else 'warming up'}  {seconds}")
         if self._snapshot.complete and not self._snapshot.stopping:
             head = Text("Ready", style="bold green")
-        lines = [] if self._snapshot.stopping else role_lines(self._snapshot.status)
+        lines = [] if self._snapshot.stopping else [*role_lines(self._snapshot.status), *_adapters(self._snapshot)]
         lines.append(kv_line(kv_total(self._snapshot.status)))
         return Group(head, table, Text("\n".join(lines)))
+
+
+def _adapters(snapshot: Snapshot) -> list[str]:
+    return [f"adapter {name}: {said}" for name, said in adapter_lines(snapshot.status).items()]
 
 
 def _describe(pod: PodLine) -> str:

@@ -85,6 +85,18 @@ def role_lines(status: FleetStatus) -> list[str]:
     return lines
 
 
+def adapter_lines(status: FleetStatus) -> dict[str, str]:
+    """By name: that all workers have it, or why one does not. Those that are being loaded are left out."""
+    lines = {}
+    for one in status.adapters:
+        on = f"on {one.loaded} of {one.desired} workers"
+        if one.reason:
+            lines[one.name] = f"{on}; {one.reason}: {one.message}"
+        elif one.loaded >= one.desired > 0:
+            lines[one.name] = on
+    return lines
+
+
 def kv_total(status: FleetStatus) -> KvStatus:
     """KV counters of all tiers together."""
     known = [tier.kv for tier in status.tiers if tier.kv is not None]

@@ -7,6 +7,7 @@ from typing import Final
 
 import msgspec
 
+from fleet_api.host import host_requests
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.model import ClaimSource, FileSource, HubSource, ModelCacheSpec, ModelSpec, Source
 from fleet_api.v1alpha1.podtemplate import PodTemplateSpec
@@ -42,10 +43,6 @@ HUB_MOUNT = "/models/hf"
 ADAPTER_MOUNT = "/adapters"
 GRACE_SLACK_S = 15
 """Seconds after the drain for the engine to stop."""
-MIB: Final = 1024 * 1024
-HOST_REQUESTS: Final = {"torch": (1, 1024 * MIB), "vllm": (2, 4096 * MIB)}
-"""Cores and bytes of the host that an engine needs beside devices, cache and weights. Without any request a worker, and the GPU
-that it holds, is the first that a node in need of memory evicts. No limits: the weights' size is not known here."""
 SIDE_CHANNEL_ENV: Final = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 STARTUP_FAILURES = 1_800
 """One-second startup probes: large models take half an hour to load."""
@@ -242,10 +239,9 @@ def _probe(ports: Ports, path: str, *, failures: int) -> Object:
 
 
 def _resources(fleet: InferenceFleet, tier: TierSpec, role: Role) -> Object:
-    """The devices, and what the engine needs of the host; on a CPU tier the KV cache lies in the host's memory."""
-    cores, memory = HOST_REQUESTS[fleet.spec.engine.type]
-    memory += fleet.spec.engine.cache_bytes if tier.device_request(role) is None else 0
-    found: Object = {"requests": {"cpu": str(cores), "memory": f"{-(-memory // MIB)}Mi"}}
+    """The devices, and what the engine needs of the host."""
+    engine = fleet.spec.engine
+    found: Object = {"requests": host_requests(engine.type, engine.cache_bytes, on_cpu=tier.device_request(role) is None)}
     if devices := fabric.devices(tier, role):
         found = {"limits": devices, "requests": {**found["requests"], **devices}}
     if names := fabric.claim_names(tier, role):

@@ -80,7 +80,7 @@ class ProcessKubelet:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         kill_marked(mark_of(self.state_dir))
-        kill_orphans()
+        kill_orphans(self.state_dir / "pids" if self._settings.alone else None)
         self._addresses.close()
         await self._heart.leave()
 

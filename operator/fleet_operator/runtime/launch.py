@@ -75,6 +75,7 @@ class PodLauncher:
                 message_bytes=self._settings.message_bytes,
                 mark=mark_of(self._state_dir, uid, name),
                 pids=self._state_dir / "pids",
+                alone=self._settings.alone,
             )
         except OSError as error:
             log.close()
@@ -189,6 +190,7 @@ class PodLauncher:
             message_bytes=self._settings.message_bytes,
             mark=mark,
             pids=self._state_dir / "pids",
+            alone=self._settings.alone,
         )
         try:
             with contextlib.suppress(TimeoutError):

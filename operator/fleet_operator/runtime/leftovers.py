@@ -50,13 +50,15 @@ def adopt_orphans() -> None:
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def kill_orphans() -> int:
+def kill_orphans(pids: Path | None = None) -> int:
     """Kill and reap what containers left to us by `adopt_orphans`; returns how many.
 
     A child that we started lives in our session or leads its own; one that does neither lost its container's first process.
+    Engines and their guards lead sessions of their own, too. What tells those from children of ours is `pids`, the records of
+    the containers that run, where these are all the children that we start; None where there are others.
     """
     killed = 0
-    while orphans := {pid for pid in _processes() if _orphaned(pid)}:
+    while orphans := {pid for pid in _processes() if _orphaned(pid, pids)}:
         killed += len(orphans)
         for pid in orphans | _descendants(orphans):
             _kill(pid)
@@ -66,9 +68,11 @@ def kill_orphans() -> int:
     return killed
 
 
-def _orphaned(pid: int) -> bool:
+def _orphaned(pid: int, pids: Path | None) -> bool:
     fields = _stat(pid)
-    return bool(fields) and int(fields[1]) == os.getpid() and int(fields[3]) not in (pid, os.getsid(0))
+    if not fields or int(fields[1]) != os.getpid() or (session := int(fields[3])) == os.getsid(0):
+        return False
+    return session != pid or (pids is not None and not (pids / str(pid)).exists())
 
 
 def kill_leftovers(state_dir: Path) -> int:

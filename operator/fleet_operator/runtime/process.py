@@ -24,11 +24,14 @@ ORPHANS_S: Final = 0.5
 class ContainerProcess:
     """A started process; `wait` for its end, `close` when done with it."""
 
-    def __init__(self, popen: subprocess.Popen[bytes], log: ContainerLog, message_bytes: int, mark: str, pids: Path) -> None:
+    def __init__(
+        self, popen: subprocess.Popen[bytes], log: ContainerLog, message_bytes: int, mark: str, pids: Path, *, alone: bool
+    ) -> None:
         self.pid = popen.pid
         self._popen = popen
         self._log = log
         self._mark = mark
+        self._others = pids if alone else None
         self._record = record(pids, popen.pid)
         self._pidfd = os.pidfd_open(popen.pid)
         self._loop = asyncio.get_running_loop()
@@ -106,7 +109,7 @@ class ContainerProcess:
         # As the end of PID 1 ends its namespace: nothing of the container outlives its first process.
         kill_marked(self._mark, self.pid)
         # what the dead one's children had for children comes to us when those have died too
-        self._loop.call_later(ORPHANS_S, kill_orphans)
+        self._loop.call_later(ORPHANS_S, kill_orphans, self._others)
         self._record.unlink(missing_ok=True)
         for pipe in list(self._pipes):
             self._read(pipe)
@@ -122,8 +125,10 @@ def start(
     message_bytes: int,
     mark: str,
     pids: Path,
+    alone: bool = False,
 ) -> ContainerProcess:
-    """Start `argv`; OSError when it cannot be executed. Must run on the event loop's thread: the child dies with it."""
+    """Start `argv`; OSError when it cannot be executed. Must run on the event loop's thread: the child dies with it. `alone`:
+    see RuntimeSettings."""
     adopt_orphans()
     popen = subprocess.Popen(
         list(argv),
@@ -136,7 +141,7 @@ def start(
         preexec_fn=die_with(os.getpid()),  # noqa: PLW1509 - one prctl call, prepared before the fork
     )
     try:
-        return ContainerProcess(popen, log, message_bytes, mark, pids)
+        return ContainerProcess(popen, log, message_bytes, mark, pids, alone=alone)
     except BaseException:  # its record cannot be written, no descriptor is left: nobody would look after it
         with contextlib.suppress(ProcessLookupError):
             os.killpg(popen.pid, signal.SIGKILL)

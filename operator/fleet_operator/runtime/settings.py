@@ -27,5 +27,7 @@ class RuntimeSettings:
     """Lifetime asked for service account tokens."""
     kill_wait_s: float = 5.0
     """After SIGKILL, before we say that a process cannot be killed."""
+    alone: bool = False
+    """The runtime's process has no children but containers (`fleet up`): all others that come to it are orphans of theirs."""
     body_bytes: int = 10 * 1024
     """What a probe reads of an answer; the kubelet's bound."""

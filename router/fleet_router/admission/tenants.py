@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, get_args
 
 import msgspec
 
@@ -87,5 +87,8 @@ def parse_tenants(raw: bytes) -> Tenants:
 
 
 def _worded(message: str) -> str:
-    """msgspec's words; an unknown field may be a secret in the wrong place, so that its name is not repeated."""
-    return re.sub(r"unknown field `[^`]*`", "an unknown field", message)
+    """msgspec's words; an unknown field and an unknown value may be a secret in the wrong place, so that neither is repeated."""
+    known = re.sub(
+        r"^Invalid enum value .*(?= - at `)", f"must be one of {', '.join(get_args(Decisions))}", message, flags=re.DOTALL
+    )
+    return re.sub(r"unknown field `[^`]*`", "an unknown field", known)

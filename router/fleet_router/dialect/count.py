@@ -23,6 +23,7 @@ class CountTokens(Translation):
     """One call of /v1/messages/count_tokens."""
 
     path: ClassVar = b"/tokenize"
+    image: ClassVar = "image"
     names: ClassVar = {"prompt": "messages"}
 
     def __init__(self, body: bytes, request_id: str) -> None:

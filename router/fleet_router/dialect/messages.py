@@ -29,6 +29,7 @@ def error_object(error: RequestError, request_id: str) -> dict[str, Any]:
 class Messages(ChatTranslation):
     """One call of /v1/messages."""
 
+    image: ClassVar = "image"
     names: ClassVar = {
         "stop": "stop_sequences", "prompt": "messages", "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
     }  # fmt: skip

@@ -15,6 +15,7 @@ from fleet_router.errors import RequestError
 class Responses(ChatTranslation):
     """One call of /v1/responses."""
 
+    image: ClassVar = "input_image"
     names: ClassVar = {
         "max_completion_tokens": "max_output_tokens", "max_tokens": "max_output_tokens", "messages": "input", "prompt": "input",
         "response_format": "text.format", "reasoning_effort": "reasoning.effort",

@@ -8,10 +8,13 @@ from typing import Any, ClassVar, Final, TypeVar
 
 import msgspec
 
+from fleet_router.allowed import with_allowed
 from fleet_router.dialect.chat import DONE, Completion, Events, completion, worker_error
 from fleet_router.errors import RequestError, error_json
 
 CHAT: Final = b"/v1/chat/completions"
+PLACE: Final = re.compile(r"^messages\[\d+\]\.content\[\d+\]")
+"""Of a content part, counted in the chat request: a dialect's client has sent other lists."""
 MOST_ANSWER_BYTES: Final = 8 * 1024 * 1024
 T = TypeVar("T")
 
@@ -23,6 +26,7 @@ def parsed(body: bytes, kind: type[T]) -> T:
     except msgspec.ValidationError as error:
         what, _, where = str(error).partition(" - at `$")
         field = where.rstrip("`").lstrip(".") or None
+        what = with_allowed(what, kind, field or "")
         raise RequestError(400, f"{field}: {what}" if field else what, param=field) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(400, f"the body is not a JSON object: {error}", code="invalid_json") from error
@@ -38,6 +42,8 @@ class Translation(ABC):
 
     names: ClassVar[dict[str, str]] = {}
     """Fields of the worker's request that have another name here, for error messages."""
+    image: ClassVar[str] = "image_url"
+    """Type of an image's content part."""
     path: ClassVar[bytes] = CHAT
     """Where it goes at a worker; another one than chat's is served by one worker alone."""
     stream: bool = False
@@ -78,10 +84,11 @@ class Translation(ABC):
 
     def renamed(self, error: RequestError) -> RequestError:
         """An error of the worker's request in this dialect's words."""
-        other = self.names.get(error.param or "")
-        if other is None or error.param is None:
+        if error.param is None:
             return error
-        words = re.sub(rf"^{re.escape(error.param)}\b", other, str(error))
+        other = self.names.get(error.param, error.param)
+        words = PLACE.sub("messages[].content[]", str(error)).replace("'image_url'", f"'{self.image}'")
+        words = re.sub(rf"^{re.escape(error.param)}\b", other, words)
         return RequestError(error.status, words, code=error.code, param=other, headers=error.headers, reason=error.reason)
 
     def refused(self, status: int, body: bytes, headers: str) -> RequestError:

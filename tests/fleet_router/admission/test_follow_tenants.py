@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from fleet_router.follow.tenants import read_again
 from fleet_router.process import Router, Settings
-from tests.fleet_router.admission.made import key_of, tenants_file
+from tests.fleet_router.admission.made import key_of, parsed, tenants_file
 
 
 def test_a_file_is_read_when_it_changes_and_not_otherwise(tmp_path: Path):
@@ -65,3 +67,18 @@ def test_metrics_of_many_tenants_are_bounded():
     mine = [line for line in lines if line.startswith("fleet_router_tenant_requests_total{")]
     assert len(mine) == 101
     assert 'fleet_router_tenant_requests_total{tenant="_others",result="answered"} 400' in mine
+
+
+@pytest.mark.parametrize("tenants", [None, Path("/none")], ids=["open", "keys"])
+def test_tokens_are_shown_where_they_are_counted(tenants: Path | None):
+    router = Router(Settings("dir:/none", "127.0.0.1", 0, tenants))
+    if tenants is not None:
+        router.know(parsed(acme={}))
+    for account in router._desk.all_accounts():
+        account.inflight = 1
+        account.settle(7, "answered", (7, 5), 0)
+    text = router.plain(b"/metrics")[2].decode()
+    name = "" if tenants is None else "acme"
+    assert f'fleet_router_tenant_requests_total{{tenant="{name}",result="answered"}} 1' in text
+    assert (f'fleet_router_tenant_tokens_total{{tenant="{name}",direction="output"}} 5' in text) == (tenants is not None)
+    assert ("fleet_router_tenant_tokens_total" in text) == (tenants is not None)

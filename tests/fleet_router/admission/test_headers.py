@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -34,3 +35,12 @@ def test_a_budget_is_a_number_of_milliseconds(milliseconds: int):
     inbound = Inbound()
     inbound.feed(b"GET / HTTP/1.1\r\nhost: h\r\nx-slo-ttft-ms: %d\r\n\r\n" % milliseconds, HttpBounds())
     assert inbound.requests[0].slo_ttft_ms == milliseconds
+
+
+@pytest.mark.parametrize("said", [b"soon", b"0", b"1000000000", b"-5", b"1.5", b"", b"000"])
+def test_what_is_no_budget_is_told_the_bounds(said: bytes):
+    inbound = Inbound()
+    inbound.feed(b"GET / HTTP/1.1\r\nhost: h\r\nx-slo-ttft-ms: " + said + b"\r\n\r\n", HttpBounds())
+    assert inbound.error is not None
+    assert (inbound.error.status, inbound.error.param) == (400, "x-slo-ttft-ms")
+    assert str(inbound.error) == "x-slo-ttft-ms must be a number of milliseconds, 1 to 999999999"

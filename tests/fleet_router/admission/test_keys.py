@@ -49,6 +49,11 @@ BAD = {
     "weight": ({"a": {"weight": 0}}, "weight"),
     "burst": ({"a": {"requestsBurst": "5"}}, "requestsBurst"),
     "class": ({"a": {"class": "With Spaces"}}, "class"),
+    "decisions": ({"a": {"decisions": key_of("a")}}, "must be one of none, own, all - at `$.tenants[0].decisions`"),
+    "decisions with lines": (
+        {"a": {"decisions": f"{key_of('a')}' - at `\n{key_of('a')}"}},
+        "must be one of none, own, all - at `$",
+    ),
 }
 
 

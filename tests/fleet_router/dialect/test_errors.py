@@ -17,6 +17,10 @@ MESSAGES, RESPONSES, COUNT = "/v1/messages", "/v1/responses", "/v1/messages/coun
 SCHEMA = {"format": {"type": "json_schema", "name": "n", "schema": {"a": "x" * 70_000}}}
 
 
+IMAGE = "messages[3].content[12].type is 'image_url'; served: 'text'"
+"""Of the torch engine, about the chat request that was made of a dialect's."""
+
+
 def asked(path: str, text: str = "short", /, **more: Any) -> dict[str, Any]:
     turns = {"messages": [{"role": "user", "content": text}]}
     said = {RESPONSES: {"input": text}, MESSAGES: {**turns, "max_tokens": 9}, COUNT: turns}[path]
@@ -91,6 +95,8 @@ def test_what_the_router_refuses_it_names_as_the_client_wrote_it(
         (RESPONSES, (7, "no"), ("no", None)),
         (MESSAGES, ("stop", "stop takes 4"), ("stop_sequences takes 4", None)),
         (MESSAGES, ("stop", "stopped: no"), ("stopped: no", None)),
+        (MESSAGES, ("messages", IMAGE), ("messages[].content[].type is 'image'; served: 'text'", None)),
+        (RESPONSES, ("messages", IMAGE), ("input[].content[].type is 'input_image'; served: 'text'", "input")),
         (MESSAGES, ("prompt", "prompt holds 9"), ("messages holds 9", None)),
         (
             MESSAGES,
@@ -120,5 +126,45 @@ def test_a_workers_refusal_has_the_shape_of_the_dialect(path: str, status: int):
         rig.decode[0].behave = refusing("tools", "tools: no", status=status)
         found, body = await rig.post(asked(path), path)
         assert (found, told(path, body)[0]) == (status, "tools: no")
+
+    run(go)
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "message"),
+    [
+        (
+            MESSAGES,
+            {"messages": [{"role": "x", "content": ""}]},
+            "messages[0].role: Invalid enum value 'x'; allowed are assistant, system, user",
+        ),
+        (
+            MESSAGES,
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "video"}]}]},
+            "messages[0].content[1].type: Invalid value 'video'; allowed are image, text, thinking, tool_result, tool_use",
+        ),
+        (
+            MESSAGES,
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": 5}]}]},
+            "messages[0].content[1].text: Expected `str`, got `int`",
+        ),
+        (
+            COUNT,
+            {"messages": [{"role": "x", "content": ""}]},
+            "messages[0].role: Invalid enum value 'x'; allowed are assistant, system, user",
+        ),
+        (RESPONSES, {"tool_choice": "x"}, "tool_choice: Invalid enum value 'x'; allowed are auto, none, required"),
+        (RESPONSES, {"background": True}, "background: Invalid enum value True; allowed are false"),
+        (
+            RESPONSES,
+            {"input": [{"type": "x"}]},
+            "input[0].type: Invalid enum value 'x'; allowed are function_call, function_call_output, message, reasoning",
+        ),
+    ],
+)
+def test_a_refusal_names_the_field_by_its_path_and_lists_what_it_may_say(path: str, more: dict[str, Any], message: str):
+    async def go(rig: Rig) -> None:
+        status, body = await rig.post(asked(path, **more), path)
+        assert (status, told(path, body)[0]) == (400, message)
 
     run(go)

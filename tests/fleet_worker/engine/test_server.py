@@ -14,11 +14,12 @@ from starlette.requests import ClientDisconnect
 from fleet_cli.up.bundled import tiny_model
 from fleet_worker.config import KvSettings, WorkerConfig
 from fleet_worker.engine.assemble import build_core
+from fleet_worker.engine.errors import BadRequestError
 from fleet_worker.engine.llama import Llama
 from fleet_worker.engine.loop import EngineLoop
 from fleet_worker.engine.metrics import EngineMetrics
 from fleet_worker.engine.modelconfig import read_config
-from fleet_worker.engine.protocol import MAX_BODY_BYTES
+from fleet_worker.engine.protocol import MAX_BODY_BYTES, ChatMessage, text_messages
 from fleet_worker.engine.server import EngineServer
 from fleet_worker.engine.text import Text
 from fleet_worker.engine.weights import load_weights
@@ -145,6 +146,48 @@ def refused(change: dict[str, Any], headers: dict[str, str] | None = None) -> di
 )
 def test_refusals_say_what_is_wrong_in_the_users_words(change: dict[str, Any], words: str):
     assert words in refused(change)["message"]
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ({"type": "image_url", "image_url": {"url": "data:,"}}, "messages[1].content[2].type is 'image_url'; served: 'text'"),
+        ({"text": "no type"}, "messages[1].content[2].type is None; served: 'text'"),
+        ({"type": "text", "text": 5}, "messages[1].content[2].text must be text"),
+        ({"type": "text"}, "messages[1].content[2].text must be text"),
+    ],
+)
+def test_a_content_part_is_named_by_its_path(part: dict[str, Any], words: str):
+    said = [{"type": "text", "text": "a"}] * 2
+    messages = [ChatMessage("system", "b"), ChatMessage("user", [*said, part])]
+    with pytest.raises(BadRequestError) as told:
+        text_messages(messages)
+    assert (str(told.value), told.value.param) == (words, "messages")
+    assert text_messages([messages[0], ChatMessage("user", said)])[1] == {"role": "user", "content": "aa"}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "words"),
+    [
+        ("POST", "/v1/embeddings", 400, "embeddings are not served: this fleet's engine is torch, which generates text only"),
+        ("POST", "/v1/rerank", 404, "POST /v1/rerank: no such route"),
+        ("GET", "/v1/completions", 405, "GET /v1/completions: no such route"),
+    ],
+)
+def test_what_the_engine_does_not_have_is_told_in_openais_form(method: str, path: str, status: int, words: str):
+    async def scenario(client: httpx.AsyncClient, _: EngineLoop) -> None:
+        answer = await client.request(method, path, json={"model": "tiny", "input": "a"}, headers={"x-request-id": "mine"})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["message"], error["request_id"]) == (status, words, "mine")
+        assert (error["type"], error["code"], error["param"], error["retryable"]) == (
+            "BadRequestError",
+            "invalid_request",
+            None,
+            False,
+        )
+        assert (answer.headers.get("allow") == "POST") == (status == 405)
+
+    assert serve(scenario) == []
 
 
 @pytest.mark.parametrize(

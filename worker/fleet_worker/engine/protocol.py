@@ -171,18 +171,26 @@ def decode_leg_of(request: Request, params: KvParams) -> Request:
 
 def text_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
     """Messages with text content; anything but text is refused, nothing is ever fetched."""
-    return [{"role": message.role, "content": _text(message.content)} for message in messages]
+    return [
+        {"role": message.role, "content": _text(message.content, f"messages[{number}].content")}
+        for number, message in enumerate(messages)
+    ]
 
 
-def _text(content: str | list[dict[str, Any]] | None) -> str:
+def _text(content: str | list[dict[str, Any]] | None, where: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
-    parts = []
-    for part in content:
-        if part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise BadRequestError(f"content part of type {part.get('type')!r} is not supported; supported: text", "messages")
-        parts.append(part["text"])
-    return "".join(parts)
+    return "".join(_part(part, f"{where}[{number}]") for number, part in enumerate(content))
+
+
+def _part(part: dict[str, Any], where: str) -> str:
+    """Text of a content part."""
+    if (kind := part.get("type")) != "text":
+        raise BadRequestError(f"{where}.type is {kind!r}; served: 'text'", "messages")
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise BadRequestError(f"{where}.text must be text", "messages")
+    return text
 
 
 def usage(prompt_tokens: int, output_tokens: int, cached_tokens: int) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -71,7 +72,9 @@ class EngineServer:
                 Route("/detokenize", self.detokenize, methods=["POST"]),
                 Route("/kv/leases", self.leases),
                 Route("/kv/release", self.release, methods=["POST"]),
-            ]
+                Route("/v1/embeddings", self.embeddings, methods=["POST"]),
+            ],
+            exception_handlers={HTTPException: _refused},
         )
 
     # -- small routes -----------------------------------------------------------------------------------------------
@@ -157,6 +160,11 @@ class EngineServer:
         except EngineError as error:
             return failure(error, request_id_of(request))
         return JSONResponse(found)
+
+    async def embeddings(self, request: HttpRequest) -> Response:
+        """POST /v1/embeddings: routers pass it on to every engine, and not every engine has them."""
+        words = "embeddings are not served: this fleet's engine is torch, which generates text only"
+        return failure(BadRequestError(words), request_id_of(request))
 
     # -- generation -------------------------------------------------------------------------------------------------
     async def completions(self, request: HttpRequest) -> Response:
@@ -294,6 +302,14 @@ class TokenStream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._end()
+
+
+async def _refused(request: HttpRequest, error: Exception) -> Response:
+    """No such path or method; starlette would say so in plain text, which clients of OpenAI's API do not read."""
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    body = wire.error_body(f"{request.method} {request.url.path[:200]}: no such route", "BadRequestError", status)
+    body["error"]["request_id"] = request_id_of(request)
+    return JSONResponse(body, status_code=status, headers=getattr(error, "headers", None))
 
 
 def _resolve(done: asyncio.Future[None]) -> None:
