@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from fleet_api.rules import FLEET_RULES, POOL_RULES
-from fleet_api.schema import Schema, add_rules, list_map, structural
+from fleet_api.schema import Schema, add_rules, atomic, list_map, structural
 from fleet_api.v1alpha1 import GROUP, VERSION, FleetSpec, FleetStatus, InferenceFleet, PoolSpec, PoolStatus, WorkerPool
 from fleet_api.v1alpha1.base import ApiModel
 
@@ -39,9 +39,9 @@ def fleet_schema() -> Schema:
         template = f"spec.tiers[].{role}.podTemplate"
         for name, key in (("env", "name"), ("volumes", "name"), ("volumeMounts", "mountPath"), ("imagePullSecrets", "name")):
             list_map(schema, f"{template}.{name}", key)
-    list_map(schema, "status.tiers", "name")
-    list_map(schema, "status.adapters", "name")
     list_map(schema, "status.conditions", "type")
+    for path in ("status.tiers", "status.adapters", "status.resolved", "status.summary"):
+        atomic(schema, path)
     add_rules(schema, FLEET_RULES)
     return schema
 

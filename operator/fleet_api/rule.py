@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -33,6 +33,15 @@ def dig(raw: Raw, path: str, default: Any) -> Any:
 def either(path: str, default: Any) -> str:
     """CEL of `dig`. Optional chains (self.?a.?b) would be shorter, but the API server cannot bound their cost."""
     literal = f"'{default}'" if isinstance(default, str) else str(default)
+    return f"({_there(path)} ? self.{path} : {literal})"
+
+
+def unless_absent(paths: Sequence[str], cel: str) -> str:
+    """CEL that looks no further when none of these is there, which must satisfy `cel`. The API server evaluates every rule at
+    every write of an object, also of its status, and each field that a rule reads costs it a copy of the list of its fields."""
+    return f"({' && '.join(f'!({_there(path)})' for path in paths)}) || ({cel})"
+
+
+def _there(path: str) -> str:
     steps = path.split(".")
-    present = " && ".join(f"has(self.{'.'.join(steps[: end + 1])})" for end in range(len(steps)))
-    return f"({present} ? self.{path} : {literal})"
+    return " && ".join(f"has(self.{'.'.join(steps[: end + 1])})" for end in range(len(steps)))

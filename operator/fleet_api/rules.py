@@ -20,7 +20,7 @@ from fleet_api.quantities import (
     parse_quantity,
     parse_ratio,
 )
-from fleet_api.rule import Raw, Rule
+from fleet_api.rule import Raw, Rule, unless_absent
 from fleet_api.rule import dig as _dig
 from fleet_api.rule import either as _or
 from fleet_api.rules_adapters import ADAPTER_RULES
@@ -167,7 +167,7 @@ def _ratio_rules(path: str) -> list[Rule]:
     return [
         Rule(
             path=path,
-            cel=f"{_malformed('')} || {low_p} * {high_d} <= {high_p} * {low_d}",
+            cel=unless_absent(("min", "max"), f"{_malformed('')} || {low_p} * {high_d} <= {high_p} * {low_d}"),
             message=f"min (default {RATIO_MIN}) must not be more than max (default {RATIO_MAX}); a ratio is prefill/decode",
             holds=_ordered,
             field=".min",
@@ -201,6 +201,13 @@ def _satisfiable(raw: Raw) -> bool:
     )
 
 
+_BOUNDS = (
+    "ratio.min",
+    "ratio.max",
+    *(f"{role}.{most}" for role in ("prefill", "decode") for most in ("minReplicas", "maxReplicas")),
+)
+
+
 def _satisfiable_cel() -> str:
     a, b = _part("ratio.min", RATIO_MIN, 0), _part("ratio.min", RATIO_MIN, 1)
     c, e = _part("ratio.max", RATIO_MAX, 0), _part("ratio.max", RATIO_MAX, 1)
@@ -208,11 +215,12 @@ def _satisfiable_cel() -> str:
     d_min, d_max = _or("decode.minReplicas", MIN_REPLICAS), _or("decode.maxReplicas", MAX_REPLICAS)
     digits = "[0,1,2,3,4,5,6,7,8,9]"
     # [x].exists(name, ...) binds a name: CEL in a CRD has no let.
-    return (
+    return unless_absent(
+        _BOUNDS,
         f"{_malformed('ratio.')} || [{a}].exists(a, [{b}].exists(b, [{c}].exists(c, [{e}].exists(e, "
         f"[[{d_min}, ({p_min} * e + c - 1) / c].max()].exists(low, [[{d_max}, {p_max} * b / a].min()].exists(high, "
         f"{digits}.exists(i, {digits}.exists(j, low + 10 * i + j <= high && "
-        "((low + 10 * i + j) * a + b - 1) / b <= (low + 10 * i + j) * c / e))))))))"
+        "((low + 10 * i + j) * a + b - 1) / b <= (low + 10 * i + j) * c / e))))))))",
     )
 
 

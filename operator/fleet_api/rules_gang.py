@@ -6,7 +6,7 @@ from collections.abc import Callable
 from math import prod
 from typing import Any
 
-from fleet_api.rule import Raw, Rule, dig
+from fleet_api.rule import Raw, Rule, dig, unless_absent
 
 Of = Callable[[Raw, str, str, str, Any], Any]
 OfCel = Callable[[str, str, str, int], str]
@@ -52,7 +52,10 @@ def _devices(role: str, of_role: Of, of_role_cel: OfCel) -> Rule:
 
     return Rule(
         path="spec.tiers[]",
-        cel=f"[{nodes}].exists(n, n < 2 || {device} == 'cpu' || [{count}].exists(c, (c > 0 ? c : {ranks}) % n == 0))",
+        cel=unless_absent(
+            ("parallelism", f"{role}.parallelism"),
+            f"[{nodes}].exists(n, n < 2 || {device} == 'cpu' || [{count}].exists(c, (c > 0 ? c : {ranks}) % n == 0))",
+        ),
         message=f"parallelism.nodes of {role} workers must divide their devices: accelerator.count, or tensor x pipeline x data",
         holds=holds,
         field=f".{role}",
@@ -76,8 +79,11 @@ def _ranks(role: str, of_role: Of, of_role_cel: OfCel) -> Rule:
 
     return Rule(
         path="spec.tiers[]",
-        cel=f"[{nodes}].exists(n, [{data}].exists(d, [{ranks}].exists(all, n < 2 || d < 1 || all == 1 || "
-        "(all % n == 0 && (d % n == 0 || n % d == 0)))))",
+        cel=unless_absent(
+            ("parallelism", f"{role}.parallelism"),
+            f"[{nodes}].exists(n, [{data}].exists(d, [{ranks}].exists(all, n < 2 || d < 1 || all == 1 || "
+            "(all % n == 0 && (d % n == 0 || n % d == 0)))))",
+        ),
         message=f"parallelism of {role} workers: nodes must divide tensor x pipeline x data, and of nodes and data one the other",
         holds=holds,
         field=f".{role}",

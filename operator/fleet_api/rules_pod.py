@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from fleet_api.rule import Raw, Rule, dig
+from fleet_api.rule import Raw, Rule, dig, unless_absent
 from fleet_api.rules_fabric import FABRIC_RULES
 from fleet_api.rules_gang import gang_rules
 
@@ -80,7 +80,10 @@ def _count_rule(role: str) -> Rule:
     ranks = " * ".join(of_role_cel(role, "parallelism", key, 1) for key in ("tensor", "pipeline", "data"))
     return Rule(
         path="spec.tiers[]",
-        cel=f"[{count}].exists(count, [{ranks}].exists(ranks, count == 0 || ranks == 1 || count == ranks))",
+        cel=unless_absent(
+            ("parallelism", f"{role}.parallelism"),
+            f"[{count}].exists(count, [{ranks}].exists(ranks, count == 0 || ranks == 1 || count == ranks))",
+        ),
         message=f"accelerator.count of {role} workers must be tensor x pipeline x data of their parallelism, or left out",
         holds=lambda raw: of_role(raw, role, "accelerator", "count", 0) in (0, _ranks(raw, role)) or _ranks(raw, role) == 1,
         field=f".{role}",
@@ -202,8 +205,11 @@ POD_RULES: tuple[Rule, ...] = (
     *_parallelism_rules("spec.tiers[].parallelism"),
     Rule(
         path="spec.tiers[]",
-        cel=f"[{of_role_cel('prefill', 'parallelism', 'tensor', 1)}].exists(p, "
-        f"[{of_role_cel('decode', 'parallelism', 'tensor', 1)}].exists(d, p < 1 || d < 1 || p % d == 0 || d % p == 0))",
+        cel=unless_absent(
+            ("parallelism", "prefill.parallelism", "decode.parallelism"),
+            f"[{of_role_cel('prefill', 'parallelism', 'tensor', 1)}].exists(p, "
+            f"[{of_role_cel('decode', 'parallelism', 'tensor', 1)}].exists(d, p < 1 || d < 1 || p % d == 0 || d % p == 0))",
+        ),
         message="of the tensor parallel sizes of prefill and decode one must divide the other: KV heads are handed over in whole",
         holds=_divides,
         field=".parallelism",

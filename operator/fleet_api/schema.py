@@ -73,6 +73,16 @@ def list_map(schema: Schema, path: str, key: str) -> None:
     found["items"] = {**found["items"], "required": sorted(required)}
 
 
+def atomic(schema: Schema, path: str) -> None:
+    """What stands at `path` is written as a whole, by one writer: the API server keeps no note of who owns which leaf of it,
+    which for a status costs as much at every write as checking the whole object."""
+    found = at(schema, path)
+    if found["type"] == "array":
+        found["x-kubernetes-list-type"] = "atomic"
+    else:
+        found["x-kubernetes-map-type"] = "atomic"
+
+
 def at(schema: Schema, path: str) -> Schema:
     """The sub-schema at a path such as "spec.tiers[].ratio"."""
     for step in filter(None, path.split(".")):

@@ -51,6 +51,16 @@ def test_lists_that_apply_merges_by_key():
     assert at(schema, "status.conditions")["x-kubernetes-list-map-keys"] == ["type"]
 
 
+def test_a_status_is_written_whole_but_for_its_conditions():
+    """Else the API server keeps a note of every leaf of it, and reads and writes them all at every write."""
+    status = at(crd.fleet_schema(), "status")["properties"]
+    kinds = {name: node.get("x-kubernetes-map-type") or node.get("x-kubernetes-list-type") for name, node in status.items()}
+    assert kinds.pop("conditions") == "map"
+    assert {name for name, kind in kinds.items() if kind != "atomic"} == {
+        name for name, node in status.items() if node["type"] not in ("object", "array")
+    }
+
+
 def test_scale_and_names():
     version = crd.pool_crd()["spec"]["versions"][0]
     assert version["subresources"]["scale"]["specReplicasPath"] == ".spec.replicas"

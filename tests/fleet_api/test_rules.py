@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -37,3 +38,21 @@ def test_messages_are_one_line_and_unique_per_place():
     seen = [(rule.path, rule.field, rule.message) for rule in FLEET_RULES]
     assert len(seen) == len(set(seen))
     assert all("\n" not in rule.message and len(rule.message) <= 200 for rule in FLEET_RULES)
+
+
+GUARDED = [rule for rule in FLEET_RULES if rule.cel.startswith("(!(has(")]
+
+
+@pytest.mark.parametrize("rule", GUARDED, ids=lambda rule: f"{rule.path}{rule.field}")
+@pytest.mark.parametrize("count", [None, 1, 8])
+@pytest.mark.parametrize("type_", ["cpu", "h100-sxm"])
+@pytest.mark.parametrize("shape", [{}, {"prefill": 1, "decode": 4}])
+def test_a_rule_that_looks_no_further_holds_for_what_it_did_not_look_at(rule, count, type_, shape):
+    device = {"type": type_} if count is None else {"type": type_, "count": count}
+    tier = {"name": "t", "accelerator": device, "ratio": shape, "prefill": {"accelerator": device}, "decode": {"replicas": 3}}
+    assert rule.holds({"spec.tiers[]": tier, "spec.tiers[].ratio": shape}[rule.path])
+
+
+def test_rules_of_what_few_fleets_have_look_no_further_without_it():
+    assert len(GUARDED) == 9
+    assert {rule.path for rule in GUARDED} == {"spec.tiers[]", "spec.tiers[].ratio"}
