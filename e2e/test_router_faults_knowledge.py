@@ -13,7 +13,7 @@ from e2e.emulated.asking import Ask, Ledger, closed_loop
 from e2e.emulated.fleet import CONFIG, Emulated, until
 from e2e.test_router_faults_workers import asks, loop
 from fleet_router.health.breaker import PAIR_FAILURES_MOST
-from fleet_router.kvindex.approximate import MAX_PIECES, PIECE_BYTES
+from fleet_router.kvindex.pieces import MAX_PIECES, PIECE_BYTES
 from fleet_router.policy.routing import INDEX_ENTRIES
 from fleet_wire.endpoints import ENDPOINTS_KEY, ROUTER_CONFIG_KEY
 

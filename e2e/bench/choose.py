@@ -88,8 +88,9 @@ def ns_per_step() -> float:
 
 def fill(kind: str) -> None:
     """One index with ENTRIES entries, as real prompts make them."""
-    from fleet_router.kvindex.approximate import ApproximateIndex, key_chain
+    from fleet_router.kvindex.approximate import ApproximateIndex
     from fleet_router.kvindex.masks import LOWEST_BIT
+    from fleet_router.kvindex.pieces import key_chain
     from fleet_router.kvindex.precise import PreciseIndex
     from fleet_wire.blocks import chain_packed, root_hash
     from fleet_wire.events import BlockStored

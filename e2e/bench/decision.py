@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from e2e.bench.decision_engine import SLOTS, Engine, Job, Time
 from e2e.bench.table import report
-from fleet_router.kvindex.approximate import bytes_of, key_chain, ring_key
+from fleet_router.kvindex.pieces import bytes_of, key_chain, ring_key
 from fleet_router.policy.candidate import Candidate
 from fleet_router.policy.routing import Routing
 from fleet_router.policy.terms import CostAsk

@@ -14,7 +14,7 @@ from fleet_router.health.breaker import Breaker
 from fleet_router.health.pairs import PairHealth
 from fleet_router.health.panic import askable
 from fleet_router.hints import NO_HINTS
-from fleet_router.kvindex.approximate import adapter_seed, key_chain, ring_key
+from fleet_router.kvindex.pieces import adapter_seed, key_chain, ring_key
 from fleet_router.policy import choose as simple
 from fleet_router.policy.adapters import version_of
 from fleet_router.policy.candidate import Candidate
@@ -189,7 +189,7 @@ class WorkerTable:
         allowed = None if free else self._allowed(now, excluded, adapter)
         if allowed is not None and not allowed.sides["decode"]:
             return (Refusal(f"adapter {adapter} is on no decode worker now") if adapter else NO_DECODE), []
-        keys = key_chain(prompt, adapter_seed(seed, allowed.version) if allowed is not None else seed)
+        keys = routing.beginnings.key_chain(prompt, adapter_seed(seed, allowed.version) if allowed is not None else seed)
         self.turn += 1
         size = len(prompt) or 1
         tokens = hints.tokens or self.tokens_of(prompt)

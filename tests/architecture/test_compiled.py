@@ -18,8 +18,9 @@ CROSS_NEVER = {
     ("repeated", "data[self._at:end]"),  # `end` is found from `_at` on
     ("repeated", "data[self._at:body_at - len(self.after)]"),  # the head was recognised: digits stand between
     ("repeated", "message[found.end(1):end]"),  # the match ends before `end`
-    ("kvindex/approximate", "prompt[at:at + MEDIUM_BYTES]"),
-    ("kvindex/approximate", "prompt[at:at + COARSE_BYTES]"),
+    ("kvindex/pieces", "prompt[at:at + MEDIUM_BYTES]"),
+    ("kvindex/pieces", "prompt[at:at + COARSE_BYTES]"),
+    ("kvindex/pieces", "prompt[start:end - end % PIECE_BYTES]"),  # as many pieces as there are keys lie before `end`
     ("admission/runaway", "symbols[end - CONTEXT:end]"),  # where `end` is at least CONTEXT
 }
 

@@ -12,7 +12,7 @@ import pytest
 
 from fleet_router.config import RouterConfig
 from fleet_router.follow.documents import Documents
-from fleet_router.kvindex.approximate import adapter_seed, key_chain
+from fleet_router.kvindex.pieces import adapter_seed, key_chain
 from fleet_router.policy.adapters import version_of
 from fleet_router.policy.chosen import Choice, Refusal
 from fleet_router.workers import WorkerTable

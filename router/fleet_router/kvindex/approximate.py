@@ -1,10 +1,9 @@
 """The approximate prefix index: what this router sent where, forgotten as the worker forgets it.
 
-A prompt's bytes are cut into pieces; key i is xxh3-64 of piece i seeded with key i-1, so that equal keys mean equal prefixes.
-Per worker each key belongs to the generation in which it was last used. A generation ends when an eighth of the worker's
-capacity was used in it; when a worker has been sent more than it holds, what was last used in its oldest generation goes: least
-recently used out first, an eighth at a time. All keys of a prompt are used together, so that no key is ever older than the ones
-behind it, which `masks.depths` relies on.
+Prompts come as the keys of their pieces (`pieces`). Per worker each key belongs to the generation in which it was last used. A
+generation ends when an eighth of the worker's capacity was used in it; when a worker has been sent more than it holds, what was
+last used in its oldest generation goes: least recently used out first, an eighth at a time. All keys of a prompt are used
+together, so that no key is ever older than the ones behind it, which `masks.depths` relies on.
 
 A new key costs one place in one dictionary: a second one would be a second line of memory that no cache holds, the dearest part
 of a decision. The value is the workers as bits, and below them the generation of the only one; keys that several workers have,
@@ -15,27 +14,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from struct import Struct
 from typing import Final
 
-import xxhash
-
 from fleet_router.kvindex.masks import LOWEST_BIT, depths
+from fleet_router.kvindex.pieces import BYTES_OF, MAX_PIECES, PIECE_BYTES, bytes_of, pieces_in
 
-PIECE_BYTES: Final = 256
-FINE_PIECES: Final = 32
-MEDIUM_BYTES: Final = 1024
-MEDIUM_PIECES: Final = 56
-COARSE_BYTES: Final = 2048
-MAX_PIECES: Final = 344
-"""8 KiB in pieces of 256 bytes, up to 64 KiB in pieces of 1 KiB, then 512 KiB in pieces of 2 KiB; what is behind that counts as
-new. From 8 KiB on a piece is at most an eighth of what is before it: what two long prompts share is known well enough."""
-FINE_BYTES: Final = PIECE_BYTES * FINE_PIECES
-LONG_BYTES: Final = FINE_BYTES + MEDIUM_BYTES * MEDIUM_PIECES
-LONG_PIECES: Final = FINE_PIECES + MEDIUM_PIECES
-MOST_BYTES: Final = LONG_BYTES + COARSE_BYTES * (MAX_PIECES - LONG_PIECES)
-RING_PIECES: Final = 4
-"""Ring key: the first KiB of the prompt."""
 GENERATIONS: Final = 8
 """In a worker's capacity."""
 GENERATIONS_MOST: Final = 32
@@ -46,69 +29,6 @@ SHARED: Final = GENERATION
 """Of a key that more than one worker had: each has its own, in `_Held.shared`."""
 LEAST_KEYS: Final = 64
 MOST_NEWS: Final = 256
-_FINE: Final = Struct(f"{PIECE_BYTES}s").iter_unpack
-
-
-def key_chain(prompt: bytes, seed: int = 0) -> list[int]:
-    """Keys of all full pieces (of all there is when the prompt is shorter than one). `seed` separates tenants and adapters."""
-    digest, size = xxhash.xxh3_64_intdigest, len(prompt)
-    if size < PIECE_BYTES:
-        return [digest(prompt, seed)]
-    keys: list[int] = []
-    end = size if size < FINE_BYTES else FINE_BYTES
-    for (piece,) in _FINE(prompt[: end - end % PIECE_BYTES]):  # a third less than slicing
-        seed = digest(piece, seed)
-        keys.append(seed)
-    if size >= FINE_BYTES + MEDIUM_BYTES:
-        _add_coarser(keys, prompt, seed)
-    return keys
-
-
-def _add_coarser(keys: list[int], prompt: bytes, seed: int) -> None:
-    """Apart from the fine pieces: their loop would be slower beside these comprehensions, which share its variables."""
-    digest, size = xxhash.xxh3_64_intdigest, len(prompt)
-    medium = range(FINE_BYTES, min(size, LONG_BYTES) - MEDIUM_BYTES + 1, MEDIUM_BYTES)
-    keys += [seed := digest(prompt[at : at + MEDIUM_BYTES], seed) for at in medium]
-    if size >= LONG_BYTES + COARSE_BYTES:
-        coarse = range(LONG_BYTES, min(size, MOST_BYTES) - COARSE_BYTES + 1, COARSE_BYTES)
-        keys += [seed := digest(prompt[at : at + COARSE_BYTES], seed) for at in coarse]
-
-
-def adapter_seed(seed: int, version: str) -> int:
-    """Seed of the keys of prompts under one version of an adapter; `version` empty: the base model, which has `seed` itself."""
-    return xxhash.xxh3_64_intdigest(version.encode(), seed) if version else seed
-
-
-def bytes_of(pieces: int) -> int:
-    """Prompt bytes that so many keys stand for."""
-    if pieces <= FINE_PIECES:
-        return pieces * PIECE_BYTES
-    if pieces <= LONG_PIECES:
-        return FINE_BYTES + (pieces - FINE_PIECES) * MEDIUM_BYTES
-    return LONG_BYTES + (pieces - LONG_PIECES) * COARSE_BYTES
-
-
-BYTES_OF: Final = tuple(bytes_of(pieces) for pieces in range(MAX_PIECES + 1))
-"""The same as a table, for every request."""
-
-
-def pieces_in(size: int) -> int:
-    """Whole pieces of so many bytes."""
-    if size <= FINE_BYTES:
-        return size // PIECE_BYTES
-    if size <= LONG_BYTES:
-        return FINE_PIECES + (size - FINE_BYTES) // MEDIUM_BYTES
-    return LONG_PIECES + (size - LONG_BYTES) // COARSE_BYTES
-
-
-def piece_after(pieces: int) -> int:
-    """Bytes of the piece behind so many."""
-    return PIECE_BYTES if pieces < FINE_PIECES else MEDIUM_BYTES if pieces < LONG_PIECES else COARSE_BYTES
-
-
-def ring_key(keys: Sequence[int]) -> int:
-    """The key that the ring goes by."""
-    return keys[RING_PIECES - 1] if len(keys) >= RING_PIECES else keys[-1]
 
 
 class _Held:

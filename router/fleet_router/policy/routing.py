@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Final
 
-from fleet_router.kvindex.approximate import BYTES_OF, ApproximateIndex, piece_after
+from fleet_router.kvindex.approximate import ApproximateIndex
 from fleet_router.kvindex.masks import Bits
+from fleet_router.kvindex.pieces import BYTES_OF, Beginnings, piece_after
 from fleet_router.policy.candidate import CROWD_S, Candidate
 from fleet_router.policy.cost import cheapest
 from fleet_router.policy.estimate import Mean
@@ -34,6 +35,7 @@ class Routing:
         self.groups: dict[tuple[str, str], Group] = {}
         self.bits = Bits()
         self.index = ApproximateIndex(entries)
+        self.beginnings = Beginnings()
         self.bytes_per_token = Mean(BYTES_PER_TOKEN)
         self._members: dict[str, Candidate] = {}
         self._joined: dict[str, float] = {}

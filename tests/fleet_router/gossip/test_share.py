@@ -13,7 +13,7 @@ from fleet_router.admission.quota import Account
 from fleet_router.admission.tenants import Tenant
 from fleet_router.gossip.merge import ROW_S
 from fleet_router.gossip.share import Share
-from fleet_router.kvindex.approximate import key_chain
+from fleet_router.kvindex.pieces import key_chain
 from fleet_router.policy.candidate import Candidate, prefill_done, prefill_sent
 from fleet_router.policy.routing import Routing
 from fleet_router.policy.side import WHOLE

@@ -8,23 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet_router.kvindex.approximate import (
-    FINE_BYTES,
-    GENERATIONS,
-    GENERATIONS_MOST,
-    LEAST_KEYS,
-    LONG_BYTES,
-    MAX_PIECES,
-    MOST_BYTES,
-    PIECE_BYTES,
-    ApproximateIndex,
-    bytes_of,
-    key_chain,
-    piece_after,
-    pieces_in,
-    ring_key,
-)
+from fleet_router.kvindex.approximate import GENERATIONS, GENERATIONS_MOST, LEAST_KEYS, ApproximateIndex
 from fleet_router.kvindex.masks import LOWEST_BIT, STEPS_MOST, Bits, depths
+from fleet_router.kvindex.pieces import bytes_of, key_chain
 
 
 def joined(*workers: str, capacity: int = 100_000) -> ApproximateIndex:
@@ -41,43 +27,6 @@ def held(index: ApproximateIndex, keys: list[int], worker: int) -> int:
 
 def keys_of(index: ApproximateIndex, worker: str) -> set[int]:
     return {key for key, value in index.masks.items() if value & index._held[worker].bit}
-
-
-@given(st.binary(max_size=2000), st.binary(max_size=600), st.binary(max_size=600))
-def test_equal_keys_mean_equal_prefixes(shared: bytes, left: bytes, right: bytes):
-    a, b = key_chain(shared + left), key_chain(shared + right)
-    common = 0
-    while common < min(len(a), len(b)) and a[common] == b[common]:
-        common += 1
-    assert common >= min(len(shared) // 256, len(a), len(b))
-    assert (shared + left)[: common * 256] == (shared + right)[: common * 256]
-
-
-@pytest.mark.parametrize(
-    "size", [0, 1, 255, 256, 5000, FINE_BYTES - 1, FINE_BYTES, FINE_BYTES + 5000, LONG_BYTES, LONG_BYTES + 2048, 5_000_000]
-)
-def test_a_chain_covers_what_it_says(size: int):
-    prompt = bytes(i * 7 % 251 for i in range(min(size, 1000))) * (size // 1000 + 1)
-    keys = key_chain(prompt[:size])
-    assert len(set(keys)) == len(keys)
-    covered = bytes_of(len(keys))
-    assert covered <= max(size, 256)
-    changed = bytearray(prompt[:size])
-    if covered <= size and size:
-        changed[covered - 1] ^= 1
-        assert key_chain(bytes(changed))[-1] != keys[-1]
-        assert key_chain(bytes(changed))[:-1] == keys[:-1]
-    assert key_chain(prompt[:size], seed=5) != keys
-    assert ring_key(keys) in keys
-
-
-def test_pieces_and_bytes_agree_and_a_piece_is_small_beside_what_is_before_it():
-    for pieces in range(1, MAX_PIECES + 1):
-        size = bytes_of(pieces)
-        assert len(key_chain(bytes(size))) == pieces_in(size) == pieces_in(size + piece_after(pieces) - 1) == pieces
-        if pieces < MAX_PIECES:
-            assert bytes_of(pieces + 1) - size == piece_after(pieces) <= max(PIECE_BYTES, size / 8)
-    assert bytes_of(MAX_PIECES) == MOST_BYTES
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 3), st.integers(1, 6), st.booleans()), max_size=40))
