@@ -72,13 +72,15 @@ def parse_body(body: bytes, chat: bool, config: RouterConfig) -> Ask:
     asked = fields.get(name, _NULL)
     if asked == _NULL:
         raise RequestError(400, f"{name} is required", param=name)
-    found = _check_messages(asked, name) if chat else _check_prompt(asked, config)
     original: bytes | None = body
-    if found is not asked:
-        fields[name], original = found, None
-    prompt = bytes(found)
     if chat:
+        _check_messages(asked, name)
+        prompt = bytes(asked)
         check_urls(prompt, name)
+    else:
+        found, prompt = _check_prompt(asked, config)
+        if found is not asked:
+            fields[name], original = found, None
     if not _LIMITED.isdisjoint(fields):
         _check_limits(fields, config)
     if not COSTLY.isdisjoint(fields):
@@ -167,15 +169,15 @@ def _check_limits(fields: dict[str, msgspec.Raw], config: RouterConfig) -> None:
         raise RequestError(400, f"min_tokens is {least}; allowed are 0 to max_tokens", param="min_tokens")
 
 
-def _check_prompt(value: msgspec.Raw, config: RouterConfig, *, inner: bool = False) -> msgspec.Raw:
-    """The one prompt of a completion: text or token ids, also as the only item of a list."""
+def _check_prompt(value: msgspec.Raw, config: RouterConfig, *, inner: bool = False) -> tuple[msgspec.Raw, bytes]:
+    """The one prompt of a completion, and its bytes: text or token ids, also as the only item of a list."""
     raw, most = bytes(value), config.max_input_tokens
     if raw.startswith(b'"'):  # a JSON string: the whole body was checked to be valid JSON
         if len(raw) > most * SAFE_BYTES_PER_TOKEN:
             raise RequestError(
                 400, f"prompt has {len(raw)} bytes: longer than {most} tokens whatever the tokenizer", param="prompt"
             )
-        return value
+        return value, raw
     if not raw.startswith(b"["):
         raise RequestError(400, PROMPT_KINDS, param="prompt")
     if _HOLDS_PROMPTS.match(raw) and not inner:
@@ -192,10 +194,10 @@ def _check_prompt(value: msgspec.Raw, config: RouterConfig, *, inner: bool = Fal
         raise RequestError(400, "prompt is empty", param="prompt")
     if len(found) > most:
         raise RequestError(400, f"prompt has {len(found)} tokens; allowed are {most}", param="prompt")
-    return value
+    return value, raw
 
 
-def _check_messages(value: msgspec.Raw, name: str) -> msgspec.Raw:
+def _check_messages(value: msgspec.Raw, name: str) -> None:
     if memoryview(value).nbytes > LARGE_BYTES and (many := bytes(value).count(b'"role"')) > MESSAGES_MOST:
         raise RequestError(400, f"{name} holds {many} messages; allowed are {MESSAGES_MOST}", param=name)
     try:
@@ -207,7 +209,6 @@ def _check_messages(value: msgspec.Raw, name: str) -> msgspec.Raw:
     for i, message in enumerate(found):
         if not memoryview(message.role).nbytes:
             raise RequestError(400, f"messages[{i}].role is required", param=name)
-    return value
 
 
 def _typed(fields: dict[str, msgspec.Raw], name: str, decoder: msgspec.json.Decoder[V]) -> V | None:
