@@ -13,6 +13,7 @@ from fleet_router.explain.recorder import Recorder
 from fleet_router.health.budget import RetryBudget
 from fleet_router.health.sent import Room
 from fleet_router.holding import Holding
+from fleet_router.inbound import Heads
 from fleet_router.metrics import Metrics
 from fleet_router.outbox import Outbox
 from fleet_router.workers import WorkerTable
@@ -67,6 +68,7 @@ class Context:
     room: Room = field(default_factory=Room)
     drafts: Drafts = field(default_factory=Drafts)
     outbox: Outbox = field(default_factory=Outbox)
+    heads: Heads = field(default_factory=Heads)
     draining: bool = False
     knowledge: Knowledge | None = None
     """Precise knowledge of the workers' caches, where the fleet asks for it."""

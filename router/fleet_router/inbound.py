@@ -31,6 +31,8 @@ KEPT: Final = LOOKED_AT | ASKED_BY
 KEPT_BYTES: Final = 256
 """Longer values of headers that routing goes by are passed over."""
 NOTHING_KEPT: Final[dict[bytes, bytes]] = {}
+HEADS_MOST: Final = 256
+"""Of connections' first requests; 2 MB at most."""
 _PROCESS: Final = uuid4().hex[:16]
 _BYTES: Final = [f"{byte:02x}" for byte in range(256)]
 
@@ -144,6 +146,42 @@ class Known(Repeated):
         self.request, self.bounds, self.wanted = request, bounds, wanted
 
 
+class Heads:
+    """What connections of this process began with lately: who makes a connection for each request sends the same head each time.
+
+    They are found by Python's hash of bytes, which is keyed with a secret of the process, and compared only where all 64 bits are
+    the same: how long it takes tells nobody how another client's key begins. Heads of other bounds are forgotten.
+    """
+
+    __slots__ = ("_bounds", "_requests", "_wanted")
+
+    def __init__(self) -> None:
+        self._bounds, self._wanted = HttpBounds(), frozenset[bytes]()
+        self._requests: dict[tuple[bytes, bytes], Incoming] = {}
+
+    def find(self, data: bytes, bounds: HttpBounds, wanted: frozenset[bytes]) -> Known | None:
+        """The head of a connection's first packet, ready to be compared with."""
+        if not self._requests or self._bounds is not bounds or self._wanted is not wanted:
+            return None
+        around = around_length(data)
+        request = self._requests.get(around) if around is not None else None
+        return None if request is None or around is None else Known(around, same_head(request), bounds, wanted)
+
+    def put(self, known: Known, around: tuple[bytes, bytes]) -> None:
+        """A connection's first head was read."""
+        if self._bounds is not known.bounds or self._wanted is not known.wanted or len(self._requests) >= HEADS_MOST:
+            self._bounds, self._wanted, self._requests = known.bounds, known.wanted, {}
+        self._requests[around] = same_head(known.request)
+
+
+def same_head(request: Incoming) -> Incoming:
+    """Another request with this head and no body."""
+    same = Incoming()
+    same.method, same.url, same.keep_alive, same.key = request.method, request.url, request.keep_alive, request.key
+    same.slo_class, same.slo_ttft_ms, same.kept = request.slo_class, request.slo_ttft_ms, request.kept
+    return same
+
+
 class Inbound:
     """The parser of one connection and what it has read."""
 
@@ -154,6 +192,7 @@ class Inbound:
         "_head_bytes",
         "_header_bytes",
         "_header_count",
+        "_heads",
         "_hosts",
         "_misses",
         "_parser",
@@ -166,7 +205,9 @@ class Inbound:
         "requests",
     )  # fmt: skip
 
-    def __init__(self) -> None:
+    def __init__(self, heads: Heads | None = None) -> None:
+        self._heads = heads
+        """Of the process."""
         self._parser: httptools.HttpRequestParser | None = None
         self.known: Known | None = None
         """The head that came last, where it may come again."""
@@ -195,9 +236,11 @@ class Inbound:
             self._learn(data, self.requests[0])
 
     def again(self, data: bytes, bounds: HttpBounds, wanted: frozenset[bytes]) -> Incoming | None:
-        """The request in `data` where it has the same head as the one before and its whole body: nothing is to be parsed. None
-        for all others; `feed` is for these."""
+        """The request in `data` where it has the same head as the one before, or as others of the process began with, and its
+        whole body: nothing is to be parsed. None for all others; `feed` is for these."""
         known = self.known
+        if known is None and self._parser is None and self._heads is not None:
+            known = self.known = self._heads.find(data, bounds, wanted)
         if known is None or self.current is not None or self.requests or self.error is not None:
             return None
         at = known.body_at(data)
@@ -215,7 +258,11 @@ class Inbound:
         if not worth_learning(self._misses):
             return
         around = around_length(data) if self._framing == 1 and request.leg_id == request.request_id else None
-        self.known = Known(around, request, self._bounds, self._wanted) if around is not None and request.keep_alive else None
+        self.known = None
+        if around is not None and request.keep_alive:
+            self.known = Known(around, request, self._bounds, self._wanted)
+            if self._misses == 1 and self._heads is not None:
+                self._heads.put(self.known, around)
 
     def _parse(self, data: bytes) -> None:
         if self._parser is None:

@@ -78,7 +78,7 @@ class ClientConnection:
         self._connections = connections
         self._plain = plain
         self._transport: asyncio.Transport | None = None
-        self._inbound = Inbound()
+        self._inbound = Inbound(context.heads)
         self._request = NOBODY
         """The one that is being answered, or was last."""
         self._waiting = bytearray()
@@ -169,7 +169,7 @@ class ClientConnection:
                 self._transport.pause_reading()
             return
         inbound, context = self._inbound, self._context
-        request = inbound.again(data, context.config.bounds, context.wanted) if inbound.known is not None else None
+        request = inbound.again(data, context.config.bounds, context.wanted)
         if request is not None:
             self._answer(request)
         else:

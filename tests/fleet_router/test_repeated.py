@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleet_router.config import HttpBounds
-from fleet_router.inbound import Inbound, Incoming, new_request_id
+from fleet_router.inbound import HEADS_MOST, Heads, Inbound, Incoming, new_request_id
 from fleet_router.repeated import HEAD_MOST_BYTES, Repeated, around_length, worth_learning
 from fleet_router.upstream import CollectingUpstream, KnownAnswer, Pool, Upstream
 from tests.fleet_router.rig import Rig, answer_of, http, run
@@ -85,6 +85,46 @@ def test_whatever_comes_is_read_as_by_a_parser_that_knows_nothing(first: bytes, 
         sent = packet[: len(packet) - cut] if cut < len(packet) else packet
         fed(sent, inbound=inbound)
         assert told(inbound) == told_fresh(sent)
+
+
+def test_a_connection_that_begins_as_another_did_parses_nothing(monkeypatch: pytest.MonkeyPatch):
+    heads = Heads()
+    before = fed(message(b"one"), inbound=Inbound(heads)).requests[0]
+    monkeypatch.setattr(Inbound, "_parse", lambda *_: pytest.fail("parsed again"))
+    inbound = fed(message(b"another one"), inbound=Inbound(heads))
+    monkeypatch.undo()
+    assert told(inbound) == told_fresh(message(b"another one"))
+    assert inbound.requests[0] is not before
+    assert inbound.requests[0].request_id == inbound.requests[0].leg_id != before.request_id
+    assert b"".join(before.body) == b"one"
+
+
+@given(st.lists(st.tuples(PACKETS, CUT, st.sampled_from([BOUNDS, HttpBounds(body_bytes=2_000)])), max_size=6))
+def test_whatever_connections_begin_with_is_read_as_by_a_process_that_knows_nothing(packets: list[tuple[bytes, int, HttpBounds]]):
+    heads = Heads()
+    for packet, cut, bounds in packets:
+        sent = packet[: len(packet) - cut] if cut < len(packet) else packet
+        inbound = Inbound(heads)
+        give(inbound, sent, bounds)
+        assert told(inbound) == told_fresh(sent)
+        give(inbound, packet, bounds)  # and so goes what comes after it
+        alone = Inbound()
+        give(alone, sent, bounds)
+        give(alone, packet, bounds)
+        assert told(inbound) == told(alone)
+
+
+def test_heads_of_connections_are_bounded_and_those_of_other_bounds_forgotten():
+    heads, others = Heads(), HttpBounds(body_bytes=10)
+    for number in range(3 * HEADS_MOST):
+        fed(message(b"x", b"a: %d" % number), inbound=Inbound(heads))
+        assert len(heads._requests) <= HEADS_MOST
+    assert heads.find(message(b"x", b"a: %d" % number), BOUNDS, WANTED) is not None
+    assert heads.find(message(b"x", b"a: %d" % number), others, WANTED) is None
+    inbound = Inbound(heads)
+    give(inbound, message(b"y" * 50, b"a: %d" % number), others)
+    assert inbound.error is not None
+    assert inbound.error.status == 413
 
 
 @pytest.mark.parametrize("bounds", [HttpBounds(body_bytes=10), HttpBounds(header_count=2)])
