@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import hashlib
 import json
+from types import ModuleType
 from typing import Any
 
 import msgspec
 import pytest
 
+from fleet_router.admission.lanes import Lane
 from fleet_router.admission.tenants import parse_tenants
 from fleet_router.config import ExplainBounds
 from fleet_router.explain.journal import Journal
 from fleet_router.explain.route import rights_of
+from fleet_router.workers import Worker
 from tests.fleet_router.fake_worker import answer
 from tests.fleet_router.rig import CONFIG, Rig, answer_of, ask, http, run, until
 
@@ -53,6 +57,31 @@ def test_a_record_names_candidates_costs_choice_and_reason():
         assert (await said(rig, f"?id={one['worker_request_id']}"))[0] == 200
 
     run(go, decode=2)  # fmt: skip
+
+
+def reached(record: Any) -> set[str]:
+    """Classes of what a record alone keeps alive: not through what lives as long as its workers and its tenant."""
+    seen, found, ahead = {id(record)}, set(), [record]
+    while ahead:
+        for one in gc.get_referents(ahead.pop()):
+            if id(one) not in seen and not isinstance(one, type | Worker | Lane | ModuleType):
+                seen.add(id(one))
+                found.add(type(one).__name__)
+                ahead.append(one)
+    return found
+
+
+def test_a_record_keeps_the_numbers_of_a_decision_and_none_of_its_objects():
+    """A thousand decisions of thirty objects each would fill a core's cache."""
+
+    async def go(rig: Rig) -> None:
+        await rig.post(ask())
+        (record,) = rig.context.recorder.smooth
+        kept = reached(record)
+        assert {"Try", "Weighed", "array"} <= kept
+        assert not kept & {"Choice", "Offer", "CostAsk", "Ask", "Flow", "Ticket", "Incoming"}
+
+    run(go, decode=2)
 
 
 def test_no_record_holds_what_a_client_wrote():
