@@ -16,7 +16,7 @@ from fleet_router.policy.side import HEAT_S, Steps, Usable
 from fleet_router.policy.terms import CostAsk, Offer
 
 INDEX_ENTRIES: Final = 500_000
-"""About 45 MB."""
+"""About 75 MB when it is full."""
 BYTES_PER_TOKEN: Final = 4.0
 """Prior of prompt bytes per token, JSON and chat template included."""
 RELAX_KEEP: Final = 0.9
