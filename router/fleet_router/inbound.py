@@ -39,7 +39,7 @@ _BYTES: Final = [f"{byte:02x}" for byte in range(256)]
 
 class _Numbers:
     """Request ids: random once, then counted, for a random number per request costs a system call. Formatted two bytes at a time:
-    Python's own formatting costs as much as choosing between four workers."""
+    Python's own formatting takes four times as long."""
 
     __slots__ = ("_before", "_next")
 

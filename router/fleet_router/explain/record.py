@@ -23,7 +23,7 @@ class Try:
     """One attempt: what was decided, and when its legs were sent and over. Times are on the router's clock, 0: not so far.
 
     Numbers are copied out of the decision: a thousand decisions of thirty objects each would fill a core's cache, and every
-    request would wait for memory when the oldest one is given up (a tenth of its CPU time).
+    request would wait for memory when the oldest one is given up (a twentieth of its CPU time).
     """
 
     __slots__ = (

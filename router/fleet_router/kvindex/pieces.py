@@ -40,7 +40,7 @@ def key_chain(prompt: bytes, seed: int = 0) -> list[int]:
 
 class Beginnings:
     """Keys of what prompts begin with: many share a system prompt or the turns before, whose pieces are looked up together here
-    instead of hashed one by one, two thirds of the time of a prompt of 3 KB."""
+    instead of hashed one by one. A prompt of 3 KB takes a third less so, and half as much more where nobody began like it."""
 
     __slots__ = ("_known",)
 
