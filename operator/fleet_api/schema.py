@@ -74,8 +74,8 @@ def list_map(schema: Schema, path: str, key: str) -> None:
 
 
 def atomic(schema: Schema, path: str) -> None:
-    """What stands at `path` is written as a whole, by one writer: the API server keeps no note of who owns which leaf of it,
-    which for a status costs as much at every write as checking the whole object."""
+    """What stands at `path` is written as a whole, by one writer: the API server keeps no note of who owns which leaf of it, and
+    neither reads nor writes one at every write of the object."""
     found = at(schema, path)
     if found["type"] == "array":
         found["x-kubernetes-list-type"] = "atomic"
