@@ -99,8 +99,12 @@ class _Held:
             masks[key] = self.bit | number
 
     def make_room(self, masks: dict[int, int]) -> None:
-        """As long as it was sent more than it holds."""
-        while self.older and (self.keys > self.limit or 0 < self.most_bytes < self.bytes):
+        """As long as it was sent more than it holds. The youngest generation alone is never more: when nothing else is left, keys
+        were made to collide, so that those before them were passed over, and all of it goes."""
+        while self.keys > self.limit or 0 < self.most_bytes < self.bytes:
+            if not self.older:
+                self.forget_all(masks)
+                return
             self.forget_oldest(masks)
 
     def forget_oldest(self, masks: dict[int, int]) -> None:
@@ -126,13 +130,19 @@ class _Held:
         else:
             del masks[key]
 
-    def leave(self, masks: dict[int, int]) -> None:
-        """It has nothing any more. Every key is in a prompt of its generation."""
+    def forget_all(self, masks: dict[int, int]) -> None:
+        """It has nothing any more. Every key is in a prompt of its generation, but for those that were made to collide."""
         for _, prompts in [*self.older, (self.youngest, self.young)]:
             for prompt in prompts:
                 for key in prompt:
                     if masks.get(key, 0) & self.bit:
                         self.drop(masks, key)
+        if self.keys:
+            for key in [key for key, value in masks.items() if value & self.bit]:
+                self.drop(masks, key)
+        self.free, self.youngest, self.bytes = list(range(1, SHARED)), 0, 0
+        self.older.clear()
+        self.young, self.young_keys, self.young_bytes = [], 0, 0
 
 
 class ApproximateIndex:
@@ -164,7 +174,7 @@ class ApproximateIndex:
         """The worker is gone: nobody may be matched to it again, nor to whoever gets its bit."""
         held = self._held.pop(worker, None)
         if held is not None:
-            held.leave(self.masks)
+            held.forget_all(self.masks)
             del self._by_bit[held.bit]
             self._share_out()
 

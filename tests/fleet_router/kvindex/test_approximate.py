@@ -191,6 +191,29 @@ def check_beside_plain(steps: list[tuple[str, int, int] | tuple[str]]) -> None:
             assert index._held[worker].shared.keys() <= known.used.keys()
 
 
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("capacity", [LEAST_KEYS, 400])
+def test_keys_that_are_no_chains_leak_nothing(seed: int, capacity: int):
+    """The hash is no secret where access is open: who makes pieces collide breaks `all keys before it`. That may cost hints."""
+    rng, bound = random.Random(seed), max(LEAST_KEYS, capacity // 2)
+    index = joined(*"ab", capacity=capacity)
+    index.resize("b", 80 * 256)
+    for number in range(3_000):
+        collide = [rng.randrange(8)]  # at the end, where the rest is new, or in the middle
+        index.add(
+            [*(1_000 * number + i for i in range(rng.randint(1, 9))), *collide, *([5_000_000 + number] * (number % 3 == 0))],
+            rng.choice("ab"),
+        )
+        for worker in "ab":
+            assert len(keys_of(index, worker)) == index._held[worker].keys <= bound
+            assert index._held[worker].shared.keys() <= keys_of(index, worker)
+    for worker in "ab":
+        index.remove(worker)
+        index.join(worker, LOWEST_BIT << "ab".index(worker))
+        assert not keys_of(index, worker)
+    assert not index.masks
+
+
 def test_prompts_that_come_again_and_again_cost_no_memory():
     index = joined("w", capacity=8_000)
     prompts = [[topic * 1000 + i for i in range(100)] for topic in range(40)]
