@@ -99,10 +99,10 @@ e2e-lws: setup kube lws ## workers over several nodes beside a real LeaderWorker
 	$(RUN) pytest e2e/test_lws.py
 
 e2e-cosched: setup kube helm sched-plugins ## workers over several nodes placed by a real scheduler of scheduler-plugins: all pods or none
-	$(RUN) pytest e2e/test_coscheduling.py
+	$(RUN) pytest e2e/test_gang_schedulers.py -k coscheduling
 
 e2e-volcano: setup kube helm volcano ## the same by a real Volcano
-	$(RUN) pytest e2e/test_volcano.py
+	$(RUN) pytest e2e/test_gang_schedulers.py -k volcano
 
 helm: ## a real helm, in the cache
 	@e2e/helm/get-helm > /dev/null
