@@ -239,7 +239,7 @@ class Answering(ABC):
             self._gaps += 1
             self._served.itl.observe(now - self.last_byte_at)
         self.last_byte_at = now
-        if data.endswith(SOUND_ENDS):
+        if sound := data.endswith(SOUND_ENDS):
             self.deadline, self._unended = now + self.config.inter_token_deadline_s, 0
         elif not self._goes_on(data, now):
             return
@@ -255,9 +255,22 @@ class Answering(ABC):
             self._client.write(told)
         if data:
             self._before, self._tail = self._tail, data
-            self._events += data.count(EVENT) if self._metered else 0
+            self._count_events(data, sound)
         if self._runaway is not None and (why := self._runaway.saw(data)) is not None:
             self._end_runaway(why)
+
+    def _count_events(self, data: bytes, sound: bool) -> None:
+        """Where nobody else does."""
+        if self._metered and (self._runaway is None or not sound):
+            self._events += data.count(EVENT)
+
+    def _used(self) -> tuple[int, int]:
+        """Tokens (input, output) of the answer; its events are counted once: by the detector of loops, where that finds any."""
+        events = 0 if self._runaway is None else self._runaway.events
+        if not events:
+            missed = self._runaway is not None and self._tail.endswith(SOUND_ENDS)
+            events = self._events + (self._tail.count(EVENT) if missed else 0)
+        return used_tokens(self._before, self._tail, events, self._ticket.charged)
 
     def _first_bytes(self, now: float) -> None:
         self._first = False
@@ -411,7 +424,7 @@ class Answering(ABC):
         """Give the slot back and settle; once, whatever ended the request."""
         used = None
         if self._metered and outcome == "answered":
-            used = used_tokens(self._before, self._tail, self._events, self._ticket.charged)
+            used = self._used()
         self._context.recorder.close(self.record, outcome, self.last_byte_at, self._gaps + (not self._first))
         self._context.desk.leave(self._ticket, outcome, used)
 

@@ -26,6 +26,8 @@ CONTROL_MOST: Final = 8
 SLACK: Final = 64
 """Events above the limit of output tokens: role, usage, finish and [DONE] are events without a token."""
 EVENT_BYTES: Final = 65_536
+EVENT_END: Final = b"\n\n"
+LINE_END: Final = b"\r\n"
 CHUNK_END: Final = b"\n\n\r\n"
 """A read that ends so ends a chunk after a whole event: the only place where something else may follow."""
 CONTROL: Final = re.compile(
@@ -43,17 +45,26 @@ FINISH: Final[dict[Why, tuple[str, str]]] = {
 
 SYMBOL_BYTES: Final = 8
 KEPT_SYMBOLS: Final = (LEAST_TURNS + 1) * MOST_PERIOD
+SPARE_SYMBOLS: Final = 256
+"""More than are looked at, so that few looks move all of them."""
+NEAR_SYMBOLS: Final = MOST_PERIOD + CONTEXT
+"""The last ones, in which the end of a loop stands once more."""
+_LESS_THAN: Final = ord("<")
+_CAPITAL_I: Final = ord("I")
 
 
 class Runaway:
     """The detector of one stream: some ten KB, and of most reads only that they are kept for the next look."""
 
-    __slots__ = ("_control", "_events", "_held", "_held_bytes", "_most", "_symbols", "_why")
+    __slots__ = ("_control", "_events", "_held", "_held_bytes", "_most", "_regular", "_symbols", "_why")
 
     def __init__(self, max_output_tokens: int) -> None:
         self._most = max_output_tokens + SLACK
         self._symbols = array("q")
         """Hashes of the last events."""
+        self._regular = True
+        """As far as was seen, every event stands in a chunk of its own, or none in any: then it is hashed with its framing, which
+        is the same for the same event."""
         self._events = 0
         self._control = 0
         self._why: Why | None = None
@@ -61,48 +72,73 @@ class Runaway:
         """Reads that nobody has looked at yet, after the beginning of an event that has not ended."""
         self._held_bytes = 0
 
+    @property
+    def events(self) -> int:
+        """Events that have ended, to the last byte seen."""
+        return self._events + b"".join(self._held).count(EVENT_END)
+
     def saw(self, data: bytes) -> Why | None:
         """More bytes of the stream, with their transfer framing; why it should end right behind them, if it should."""
-        if self._why is None:
-            self._held.append(data)
-            self._held_bytes += len(data)
-            if self._held_bytes >= JUDGED_BYTES or len(self._held) >= JUDGED_READS:
-                self._why = self._judge()
+        self._held.append(data)
+        self._held_bytes += len(data)
+        if self._held_bytes >= JUDGED_BYTES or len(self._held) >= JUDGED_READS:
+            why = self._judge()
+            self._why = self._why or why
         return self._why if self._why is not None and data.endswith(CHUNK_END) else None
 
     def _judge(self) -> Why | None:
         data = b"".join(self._held)
-        events = data.split(b"\n\n")
+        events = data.split(EVENT_END)
         rest = events.pop()
         self._held, self._held_bytes = [rest[-EVENT_BYTES:]], 0
+        if not events:
+            return None
+        first = not self._events
         self._events += len(events)
-        symbols = [hash(event[event.find(b"data: ") :]) for event in events]
-        for at in range(0, len(symbols), JUDGED_READS):  # one read may be hundreds of events, and its end no loop any more
-            self._symbols.extend(symbols[at:][:JUDGED_READS])
-            if self._loops():
-                return "repetition"
+        if self._repeats(self._symbols_of(events, first)):
+            return "repetition"
         if self._events > self._most:
             return "no_stop"
-        if b"<" in data or b"INST]" in data:  # every event of JSON has a [: the pattern would take longer than all the rest
+        if _LESS_THAN in data or (_CAPITAL_I in data and data.find(b"INST]") >= 0):  # the pattern takes longer than all the rest
             self._control += len(CONTROL.findall(data, 0, len(data) - len(rest)))
         return "control_tokens" if self._control > CONTROL_MOST else None
+
+    def _symbols_of(self, events: list[bytes], first: bool) -> list[int]:
+        """A hash of each. Whether chunks are cut in the same way everywhere is looked at by two of them, another place each time:
+        once they are not, loops are looked for anew, in the events without their framing."""
+        if self._regular:
+            some = events[self._events % len(events)]
+            self._regular = first or some.startswith(LINE_END) == events[-1].startswith(LINE_END)
+        if self._regular:
+            return list(map(hash, events))
+        return [hash(event[event.find(b"data: ") :]) for event in events]
+
+    def _repeats(self, symbols: list[int]) -> bool:
+        """Whether these, which are new, or some of them end a loop: one read may be hundreds of events, and its end none."""
+        for at in range(0, len(symbols), JUDGED_READS):
+            self._symbols.extend(array("q", symbols[at:][:JUDGED_READS]))  # a list as it is would take twice as long
+            if self._loops():
+                return True
+        return False
 
     def _loops(self) -> bool:
         """Whether the stream ends in a loop, of whatever period: each that the last few events allow is tried, the shortest
         first, by comparing bytes with themselves one period before."""
-        del self._symbols[:-KEPT_SYMBOLS]
-        symbols = self._symbols.tobytes()
-        size = len(symbols)
-        if size < (LEAST_EVENTS + 1) * SYMBOL_BYTES:
+        if len(self._symbols) > KEPT_SYMBOLS + SPARE_SYMBOLS:
+            del self._symbols[:-KEPT_SYMBOLS]
+        if len(self._symbols) <= LEAST_EVENTS:
             return False
-        end, at = symbols[-CONTEXT * SYMBOL_BYTES :], size - SYMBOL_BYTES
-        least = size - (MOST_PERIOD + CONTEXT) * SYMBOL_BYTES
+        near = self._symbols[-NEAR_SYMBOLS:].tobytes()
+        end, size = near[-CONTEXT * SYMBOL_BYTES :], len(near)
+        at, all_of_them = size - SYMBOL_BYTES, b""
         while True:
-            at = symbols.rfind(end, max(0, least), at)
+            at = near.rfind(end, 0, at)
             if at < 0:
                 return False
             shift = size - CONTEXT * SYMBOL_BYTES - at
-            run = max(LEAST_EVENTS * SYMBOL_BYTES, LEAST_TURNS * shift)
-            if shift % SYMBOL_BYTES == 0 and run + shift <= size and symbols[-run:] == symbols[-run - shift :][:run]:
-                return True
+            if shift % SYMBOL_BYTES == 0:
+                all_of_them = all_of_them or self._symbols.tobytes()
+                run = max(LEAST_EVENTS * SYMBOL_BYTES, LEAST_TURNS * shift)
+                if run + shift <= len(all_of_them) and all_of_them[-run:] == all_of_them[-run - shift :][:run]:
+                    return True
             at += len(end) - 1  # the next match ends before this one

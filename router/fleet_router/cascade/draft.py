@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from fleet_router.admission.gate import Ticket
 from fleet_router.admission.quota import Outcome
-from fleet_router.admission.usage import used_tokens
 from fleet_router.asked import Ask, Hints
 from fleet_router.context import Client, Context
 from fleet_router.errors import RequestError
@@ -101,7 +100,7 @@ class Draft(Flow):
     def _leave(self, outcome: Outcome) -> None:
         self.ended = outcome
         if self._metered and outcome == "answered":
-            self.used = used_tokens(self._before, self._tail, self._events, self._ticket.charged)
+            self.used = self._used()
 
     def _hold(self, why: str, code: str) -> None:
         """A draft waits for no worker: the next tier is asked."""

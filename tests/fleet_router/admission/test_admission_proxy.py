@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from fleet_router.config import SloClass
+from fleet_router.config import RouterConfig, SloClass
 from tests.fleet_router.admission.made import key_of, parsed
 from tests.fleet_router.fake_worker import stream
 from tests.fleet_router.rig import CONFIG, Rig, answer_of, ask, http, run, until
@@ -185,6 +185,31 @@ def test_usage_settles_the_estimate_and_a_failure_refunds_it():
         assert account.counts["failed"] == 1
 
     run(go)
+
+
+@pytest.mark.parametrize("config", [CONFIG, WATCHED], ids=["unwatched", "watched"])
+@pytest.mark.parametrize("events", [1, 40, 300])
+@pytest.mark.parametrize("separator", ["\n\n", "\r\n\r\n"], ids=["lf", "crlf"])
+def test_a_stream_that_tells_no_usage_is_charged_by_its_events(config: RouterConfig, events: int, separator: str):
+    """The detector of loops counts them where it runs, and finds none in a stream with other line breaks."""
+
+    async def go(rig: Rig) -> None:
+        with_tenants(rig, acme={"tokensPerMinute": 100_000})
+
+        async def says(_: Any, writer: asyncio.StreamWriter) -> bool:
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+            for number in range(events):
+                event = f'event: x\ndata: {{"choices":[{{"text":"w{number}"}}]}}{separator}'.encode()
+                writer.write(b"%x\r\n%b\r\n" % (len(event), event))
+            event = f"event: x\ndata: [DONE]{separator}".encode()
+            writer.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(event), event))
+            return True
+
+        rig.decode[0].behave = says
+        await rig.raw(http(ask(prompt="short", stream=True), KEY, "connection: close"))
+        assert rig.context.desk.accounts["acme"].output_tokens == events
+
+    run(go, prefill=0, config=config)
 
 
 def test_requests_wait_for_a_slot_and_begin_in_order():

@@ -82,6 +82,50 @@ def test_how_the_bytes_are_cut_into_reads_changes_nothing(cuts: list[int]):
     assert found - {None} == {"repetition"}
 
 
+def framed(words: list[str], sizes: list[int], separator: bytes = b"\n\n") -> list[bytes]:
+    """Reads of a chunk each, of so many events in turn; 0: events without chunks."""
+    chunks, at, turn = [], 0, 0
+    while at < len(words):
+        size = sizes[turn % len(sizes)]
+        events = [event(word).split(b"\r\n")[1].replace(b"\n\n", separator) for word in words[at : at + max(1, size)]]
+        data = b"".join(events)
+        chunks.append(b"%x\r\n%b\r\n" % (len(data), data) if size else data)
+        at, turn = at + max(1, size), turn + 1
+    return chunks
+
+
+FRAMINGS = {"one": [1], "none": [0], "two": [2], "five": [5], "mixed": [1, 1, 2, 1, 3], "seldom": [1] * 61 + [2]}
+
+
+@pytest.mark.parametrize("sizes", FRAMINGS.values(), ids=FRAMINGS)
+@pytest.mark.parametrize("period", [1, 3, 50])
+def test_however_events_stand_in_chunks(sizes: list[int], period: int):
+    detector, words = Runaway(100_000), [f"w{i}" for i in range(period)] * (6000 // period)
+    for chunk in framed(words, sizes):
+        detector.saw(chunk)
+    assert detector.saw(b"data: x\n\n\r\n") == "repetition"
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_chunks_of_any_size(seed: int):
+    """As behind a proxy that cuts by its own reads: found later, but found."""
+    rng = random.Random(seed)
+    chunks = framed(["a", "b", "c"] * 2000, [rng.choice([1, 1, 1, 2, 3]) for _ in range(997)])
+    detector = Runaway(100_000)
+    at = next(at for at, chunk in enumerate(chunks) if detector.saw(chunk))
+    assert at < 3 * LEAST_EVENTS
+
+
+@pytest.mark.parametrize("sizes", FRAMINGS.values(), ids=FRAMINGS)
+@given(data=st.data())
+def test_events_are_counted(sizes: list[int], data: st.DataObject):
+    count = data.draw(st.integers(0, 700))
+    detector = Runaway(100_000)
+    for chunk in framed([f"w{i}" for i in range(count)], sizes):
+        detector.saw(chunk)
+    assert detector.events == count
+
+
 def test_it_ends_only_behind_a_whole_event():
     detector, data = Runaway(100_000), event("x")
     for _ in range(LEAST_EVENTS + JUDGED_READS):
