@@ -15,7 +15,7 @@ from e2e.faultproxy.fixtures import fault_world, new_lab, played  # noqa: F401 -
 from e2e.fleet import Fleet
 from e2e.kube.controlplane import ControlPlane
 from e2e.kube.nodes import NODES
-from e2e.kube.service import Service
+from e2e.kube.service import Service, free_ports
 from fleet_cli.up.bundled import cache_folder
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -71,12 +71,19 @@ def ready_nodes(plane: ControlPlane) -> set[str]:
 
 
 @pytest.fixture(scope="session")
-def operator(control_plane: ControlPlane) -> Iterator[Service]:
+def operator_port() -> int:
+    """Of the operator's /metrics."""
+    (port,) = free_ports(1)
+    return port
+
+
+@pytest.fixture(scope="session")
+def operator(control_plane: ControlPlane, operator_port: int) -> Iterator[Service]:
     """The operator under the rights of charts/rbac/operator.yaml and no others."""
     control_plane.kubectl("create", "namespace", "inferencefleet-system")
     control_plane.kubectl("apply", "-f", str(ROOT / "charts/rbac/operator.yaml"))
     kubeconfig = control_plane.service_account_kubeconfig("inferencefleet-system", "inferencefleet-operator")
-    flags = ["--drain-timeout", "10", "--health-port", "0"]
+    flags = ["--drain-timeout", "10", "--health-port", str(operator_port)]
     argv = [sys.executable, "-m", "fleet_operator", "--kubeconfig", str(kubeconfig), *flags]
     service = Service("operator", argv, control_plane.dir / "operator.log", dict(os.environ))
     yield service
