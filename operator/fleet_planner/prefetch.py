@@ -16,6 +16,7 @@ from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.model import HubSource, ModelSpec, PrefetchSpec
 from fleet_api.v1alpha1.podtemplate import Toleration
 from fleet_api.v1alpha1.tier import TierSpec
+from fleet_planner.replicas import Replica
 from fleet_planner.types import (
     ROLES,
     FetchPod,
@@ -23,8 +24,8 @@ from fleet_planner.types import (
     Observed,
     ObservedNode,
     PodGone,
+    PodWanted,
     Role,
-    ScaleMemory,
     Template,
     Verdict,
 )
@@ -201,16 +202,33 @@ def held_back(tier: TierSpec, observed: Observed, waiting: frozenset[str], fleet
 
 
 def _stable(tier: TierSpec, fleet: InferenceFleet, observed: Observed) -> Template | None:
-    """The revision that has workers and was last rolled out to its end."""
-    found = next((status for status in fleet.status.tiers if status.name == tier.name), None)
-    if found is None or found.rollout is None or not any(pod.revision == found.rollout.stable for pod in observed.pods):
+    """The revision that has workers and was last rolled out to its end. None also when the wanted one was rolled back: nobody goes
+    there, and a plan that does not see that it is wanted would forget that it failed."""
+    found = next((status.rollout for status in fleet.status.tiers if status.name == tier.name), None)
+    if found is None or found.failed == observed.templates[tier.name].revision:
         return None
-    return observed.stored.get(tier.name, {}).get(found.rollout.stable)
+    if not any(pod.tier == tier.name and pod.revision == found.stable for pod in observed.pods):
+        return None
+    return observed.stored.get(tier.name, {}).get(found.stable)
 
 
-def reached(tier: TierSpec, size: tuple[int, int], observed: Observed) -> tuple[int, int]:
-    """Workers that were there at once, up to the present size."""
-    before = observed.memory.get(tier.name, ScaleMemory()).reached
+def repairs(
+    create: Sequence[PodWanted], gone: Set[str], workers: Iterable[Replica], size: tuple[int, int], whole: tuple[int, int]
+) -> tuple[PodWanted, ...]:
+    """Of the pods to create, in their order, those that do not wait: they replace workers that were there, or belong to a rollout
+    that has begun. `gone`: uids that are deleted now; `whole`: workers that were there at once, of the `size` that is wanted."""
+    staying = [one.role for one in workers if one.alive and not one.leaving and gone.isdisjoint(pod.uid for pod in one.pods)]
+    made: set[str] = set()
+    for role, wanted, there in zip(ROLES, size, whole, strict=True):
+        names = [pod.name for pod in create if pod.role == role and pod.member == 0]
+        made.update(names[: max(0, there - staying.count(role), len(names) - (wanted - there))])
+    return tuple(pod for pod in create if (pod.name if pod.member == 0 else pod.name.rpartition("-")[0]) in made)
+
+
+def reached(tier: TierSpec, size: tuple[int, int], observed: Observed, fleet: InferenceFleet) -> tuple[int, int]:
+    """Workers that were there at once, up to the present size; an operator that has just started knows those that were ready."""
+    ready = next(((known.prefill.ready, known.decode.ready) for known in fleet.status.tiers if known.name == tier.name), (0, 0))
+    before = observed.memory[tier.name].reached if tier.name in observed.memory else ready
     alive = [
         sum(p.tier == tier.name and p.role == role and not p.terminating and not p.member for p in observed.pods)
         for role in ROLES

@@ -11,7 +11,7 @@ from fleet_api.v1alpha1.tier import TierSpec
 from fleet_planner.adapters import fitted
 from fleet_planner.capacity import QUOTA_WORDS
 from fleet_planner.gang import settled, workers_of
-from fleet_planner.prefetch import Prefetch, held_back, plan_prefetch, reached
+from fleet_planner.prefetch import Prefetch, held_back, plan_prefetch, reached, repairs
 from fleet_planner.revisions import TierPlan, plan_tier
 from fleet_planner.scale import ScaleDecision
 from fleet_planner.sizing import current_size, fit, scaled_by_others, size_tier
@@ -134,9 +134,9 @@ def _plan_tier(
             decision = replace(decision, reason=f"woken: {rest.reason or 'scaling.toZero is off'}")
     size = decision.prefill, decision.decode
     plan = plan_tier(fleet, tier, size, observed, now)
-    gangs, whole = settled(plan.gangs, plan.delete, workers, now), reached(tier, size, seen)
-    if tier.name in prefetch.waiting and size != whole:
-        plan = replace(plan, create=())  # growth waits for the model; a repair never does
+    gangs, whole = settled(plan.gangs, plan.delete, workers, now), reached(tier, size, seen, fleet)
+    if tier.name in prefetch.waiting and size != whole:  # growth waits for the model; a repair never does
+        plan = replace(plan, create=repairs(plan.create, {pod.uid for pod in plan.delete}, workers, size, whole))
     memory = replace(decision.memory, flip=plan.flip, gangs=gangs, reached=whole)
     gpus = observed.templates[tier.name].gpus
     view = TierView(tier, decision, plan, workers, rest.zero.get(tier.name))
