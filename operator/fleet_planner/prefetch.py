@@ -202,8 +202,8 @@ def held_back(tier: TierSpec, observed: Observed, waiting: frozenset[str], fleet
 
 
 def _stable(tier: TierSpec, fleet: InferenceFleet, observed: Observed) -> Template | None:
-    """The revision that has workers and was last rolled out to its end. None also when the wanted one was rolled back: nobody goes
-    there, and a plan that does not see that it is wanted would forget that it failed."""
+    """The revision that has workers and was last rolled out to its end. None also when the wanted one was rolled back: nobody
+    goes there, and a plan that does not see that it is wanted would forget that it failed."""
     found = next((status.rollout for status in fleet.status.tiers if status.name == tier.name), None)
     if found is None or found.failed == observed.templates[tier.name].revision:
         return None

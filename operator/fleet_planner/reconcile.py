@@ -127,13 +127,14 @@ def _plan_tier(
     observed = held_back(tier, seen, prefetch.waiting, fleet)
     workers = workers_of(observed, tier.name)
     if tier.name in rest.asleep:
-        decision = ScaleDecision(*NOTHING, rest.reason, ScaleMemory())
+        wished = decision = ScaleDecision(*NOTHING, rest.reason, ScaleMemory())
     else:
-        decision = fit(fleet, tier, size_tier(fleet, tier, observed, now), observed, workers, left, now)
+        wished = size_tier(fleet, tier, observed, now)
+        decision = fit(fleet, tier, wished, observed, workers, left, now)
         if before == NOTHING:
             decision = replace(decision, reason=f"woken: {rest.reason or 'scaling.toZero is off'}")
     size = decision.prefill, decision.decode
-    plan = plan_tier(fleet, tier, size, observed, now)
+    plan = _with_wish(plan_tier(fleet, tier, size, observed, now), wished)
     gangs, whole = settled(plan.gangs, plan.delete, workers, now), reached(tier, size, seen, fleet)
     if tier.name in prefetch.waiting and size != whole:  # growth waits for the model; a repair never does
         plan = replace(plan, create=repairs(plan.create, {pod.uid for pod in plan.delete}, workers, size, whole))
@@ -141,6 +142,13 @@ def _plan_tier(
     gpus = observed.templates[tier.name].gpus
     view = TierView(tier, decision, plan, workers, rest.zero.get(tier.name))
     return _Planned(plan, view, memory, size[0] * gpus[0] + size[1] * gpus[1])
+
+
+def _with_wish(plan: TierPlan, wished: ScaleDecision) -> TierPlan:
+    """Its pools say what was asked for where that is more than they get: what is capped now is wished for all the same."""
+    asked = {"prefill": wished.prefill, "decode": wished.decode}
+    pools = (replace(pool, wish=asked[pool.role] if asked[pool.role] != pool.size else None) for pool in plan.pools)
+    return replace(plan, pools=tuple(pools))
 
 
 def _zero_tier(view: TierView, observed: Observed) -> ZeroTier:

@@ -12,7 +12,7 @@ from fleet_planner.gang import as_pods
 from fleet_planner.ratio import Bounds, bounds_of, project
 from fleet_planner.replicas import Replica
 from fleet_planner.scale import ScaleDecision, ScaleInputs, want
-from fleet_planner.types import ROLES, Observed, Role, ScaleMemory
+from fleet_planner.types import ROLES, Observed, ObservedPool, Role, ScaleMemory
 
 
 def fit(
@@ -45,19 +45,20 @@ def fit(
 def size_tier(fleet: InferenceFleet, tier: TierSpec, observed: Observed, now: float) -> ScaleDecision:
     """Sizes of a tier: somebody's /scale first, then load, always inside bounds and ratio."""
     revision, bounds = observed.templates[tier.name].revision, bounds_of(tier)
-    current = current_size(tier, observed)
+    current, wished = current_size(tier, observed), wished_size(tier, observed)
     scaled = scaled_by_others(tier.name, revision, observed)
     memory = observed.memory.get(tier.name, ScaleMemory())
     if scaled:
-        wish = (scaled.get("prefill", current[0]), scaled.get("decode", current[1]))
+        wish = (scaled.get("prefill", wished[0]), scaled.get("decode", wished[1]))
         sizes = _follow(wish, scaled, bounds)
         held = ScaleMemory(((now, *sizes),))  # the wish counts like a need of this moment, for one window
         return ScaleDecision(*sizes, f"scaled by a user to {wish[0]} prefill and {wish[1]} decode workers", held)
     if fleet.spec.scaling.mode == "manual":
-        return ScaleDecision(*project(*current, bounds), "scaling.mode is manual", memory)
+        return ScaleDecision(*project(*wished, bounds), "scaling.mode is manual", memory)
     inputs = ScaleInputs(tier, fleet.spec.slo, fleet.spec.scaling, fleet.spec.telemetry.interval_s, current)
     decision = want(inputs, observed.telemetry.get(tier.name), memory, now)
-    sizes = project(decision.prefill, decision.decode, bounds)  # bounds may have changed while holding
+    size = wished if decision.held else (decision.prefill, decision.decode)
+    sizes = project(*size, bounds)  # bounds may have changed while holding
     return ScaleDecision(*sizes, decision.reason, decision.memory, decision.held)
 
 
@@ -83,15 +84,26 @@ def _clamp(value: int, low: int, high: int) -> int:
 
 def current_size(tier: TierSpec, observed: Observed) -> tuple[int, int]:
     """What was planned last; the spec's initial size before that."""
+    found = {role: pool.size for role, pool in _sized(tier, observed).items() if pool.size is not None}
+    return found.get("prefill", tier.initial[0]), found.get("decode", tier.initial[1])
+
+
+def wished_size(tier: TierSpec, observed: Observed) -> tuple[int, int]:
+    """What was asked for last, whatever of it was there: it stays wished while a part is backed out of, also by an operator that
+    has just started."""
+    sizes, pools = current_size(tier, observed), _sized(tier, observed)
+    prefill, decode = (pool.wish if (pool := pools.get(role)) is not None else None for role in ROLES)
+    return sizes[0] if prefill is None else prefill, sizes[1] if decode is None else decode
+
+
+def _sized(tier: TierSpec, observed: Observed) -> dict[Role, ObservedPool]:
+    """The pool of each role that says how large the role is: the wanted revision's, if there is one."""
     revision = observed.templates[tier.name].revision
-    found: dict[Role, int] = {}
-    for role in ROLES:
-        pools = [pool for pool in observed.pools if pool.tier == tier.name and pool.role == role and pool.size is not None]
-        newest = next((pool for pool in pools if pool.revision == revision), pools[0] if pools else None)
-        if newest is not None and newest.size is not None:
-            found[role] = newest.size
-    initial = tier.initial
-    return found.get("prefill", initial[0]), found.get("decode", initial[1])
+    found: dict[Role, ObservedPool] = {}
+    for pool in observed.pools:
+        if pool.tier == tier.name and pool.size is not None and (pool.role not in found or pool.revision == revision):
+            found[pool.role] = pool
+    return found
 
 
 def scaled_by_others(tier: str, revision: str, observed: Observed) -> dict[Role, int]:

@@ -148,6 +148,8 @@ class ObservedPool:
     """What the operator last wrote (annotation inferencefleet.io/planned)."""
     size: int | None = None
     """Workers that the whole role should have, all revisions together (annotation inferencefleet.io/size)."""
+    wish: int | None = None
+    """Workers that a user or load asks for, where nodes, quota or budget allow less (annotation inferencefleet.io/wish)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,6 +367,8 @@ class PoolWanted:
     """Pods of one worker."""
     most: int | None = None
     """No worker is made beyond so many now, whatever `replicas` says."""
+    wish: int | None = None
+    """What `size` was before it was backed out of; None: it is all of it."""
 
 
 @dataclass(frozen=True, slots=True)

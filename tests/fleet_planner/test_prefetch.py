@@ -314,7 +314,7 @@ LOSSES: dict[str, tuple[tuple[ObservedPod, ...], list[str]]] = {
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_workers_that_were_there_come_back_while_more_wait(name: str):
-    """Growth from 2 to 4 decode workers waits for n2's model (up to 5 min); nothing was repaired meanwhile, not even all of it."""
+    """Growth from 2 to 4 decode workers waits for n2's model (up to 5 min); nothing was repaired meanwhile."""
     left, made = LOSSES[name]
     memory = {"t": ScaleMemory(reached=(1, 2))}
     observed = replace(seen("n1", "n2", fetching=(fetching("n1", "Succeeded"), fetching("n2"))), memory=memory)
