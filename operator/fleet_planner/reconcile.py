@@ -9,7 +9,7 @@ from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.status import FleetStatus
 from fleet_api.v1alpha1.tier import TierSpec
 from fleet_planner.adapters import fitted
-from fleet_planner.capacity import QUOTA_WORDS
+from fleet_planner.capacity import refusals
 from fleet_planner.gang import settled, workers_of
 from fleet_planner.prefetch import Prefetch, held_back, plan_prefetch, reached, repairs
 from fleet_planner.revisions import TierPlan, plan_tier
@@ -94,7 +94,7 @@ def reconcile(fleet: InferenceFleet, observed: Observed, now: float) -> Plan:
         keep=tuple((name, observed.templates[name].revision) for name in planned),
         forget=_forgotten(fleet, {name: one.plan for name, one in planned.items()}, observed),
         status=plan_status(fleet, views, observed, now, prefetch.verdict),
-        zero=tuple(_zero_tier(view, observed) for view in views if view.zero is not None),
+        zero=tuple(_zero_tier(fleet, view, observed) for view in views if view.zero is not None),
         memory={name: one.memory for name, one in planned.items()},
         rest=rest.memory,
         reasons=tuple(f"{view.tier.name}: {view.decision.reason}" for view in views),
@@ -151,9 +151,9 @@ def _with_wish(plan: TierPlan, wished: ScaleDecision) -> TierPlan:
     return replace(plan, pools=tuple(pools))
 
 
-def _zero_tier(view: TierView, observed: Observed) -> ZeroTier:
+def _zero_tier(fleet: InferenceFleet, view: TierView, observed: Observed) -> ZeroTier:
     stuck = any(pod.unschedulable and not pod.terminating for pod in observed.pods if pod.tier == view.tier.name)
-    refused = any(QUOTA_WORDS in problem.message for problem in observed.problems)
+    refused = bool(refusals(fleet.metadata.name, view.tier.name, map(str, observed.problems)))
     return ZeroTier(view.tier.name, limited=bool(view.decision.limited) or stuck or refused)
 
 

@@ -7,12 +7,13 @@ from dataclasses import replace
 
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.tier import TierSpec
-from fleet_planner.capacity import Fitted, fit_budget, fit_cluster
+from fleet_planner.capacity import fit_budget, fit_cluster, refusals
 from fleet_planner.gang import as_pods
 from fleet_planner.ratio import Bounds, bounds_of, project
 from fleet_planner.replicas import Replica
 from fleet_planner.scale import ScaleDecision, ScaleInputs, want
 from fleet_planner.types import ROLES, Observed, ObservedPool, Role, ScaleMemory
+from fleet_planner.zero import rolls
 
 
 def fit(
@@ -25,21 +26,28 @@ def fit(
     now: float,
 ) -> ScaleDecision:
     """The decision as nodes, quotas and the `left` devices of the budget allow it."""
+    wait_s, moves = fleet.spec.scaling.capacity_wait_s, rolls(fleet, tier, observed)
     before = observed.memory.get(tier.name, ScaleMemory())
-    memory = replace(
-        decision.memory, cap=before.cap, cap_until=before.cap_until, cap_reason=before.cap_reason, gated=before.gated
-    )
-    wait_s = fleet.spec.scaling.capacity_wait_s
-    pods = as_pods(workers, before.gangs, wait_s, now)
-    if len({pod.revision for pod in pods}) > 1:  # a rollout has its own answer to a lack of room
-        placed = Fitted((decision.prefill, decision.decode), "", memory)
-    else:
-        want_now = decision.prefill, decision.decode
-        placed = fit_cluster(tier, want_now, pods, tuple(map(str, observed.problems)), memory, wait_s, now)
+    if moves and tier.name not in observed.memory:
+        before = _as_found(tier, observed, now + wait_s)
+    memory = replace(before, wants=decision.memory.wants)
+    placed = fit_cluster(
+        tier, (decision.prefill, decision.decode), as_pods(workers, before.gangs, wait_s, now),
+        refusals(fleet.metadata.name, tier.name, map(str, observed.problems)), memory, wait_s, now,
+        rolls=moves, paused=fleet.spec.rollout.paused,
+    )  # fmt: skip
     size, unpaid = fit_budget(tier, placed.size, observed.templates[tier.name].gpus, left)
     limited = "; ".join(words for words in (placed.limited, unpaid) if words)
     reason = f"{decision.reason}; {limited}" if limited else decision.reason
     return replace(decision, prefill=size[0], decode=size[1], reason=reason, memory=placed.memory, limited=limited)
+
+
+def _as_found(tier: TierSpec, observed: Observed, until: float) -> ScaleMemory:
+    """The cap of an operator that has just started, in the middle of a rollout: the size that its pools say."""
+    size = current_size(tier, observed)
+    if size == wished_size(tier, observed):
+        return ScaleMemory()
+    return ScaleMemory(cap=size, cap_until=until, cap_reason="more had no room before the operator started")
 
 
 def size_tier(fleet: InferenceFleet, tier: TierSpec, observed: Observed, now: float) -> ScaleDecision:

@@ -271,6 +271,8 @@ class ScaleMemory:
     """What the cluster could hold when it last refused more; None: nothing was refused."""
     cap_until: float = 0.0
     cap_reason: str = ""
+    placed: tuple[int, int] | None = None
+    """Most workers that had a node at once since the tier last had one revision; None: not known."""
     gated: tuple[tuple[str, float], ...] = ()
     """(uid, when it was last seen in a queue) of pods that Kueue held: only since then can a node have been looked for."""
     flip: FlipStatus | None = None

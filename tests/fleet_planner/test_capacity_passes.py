@@ -122,7 +122,7 @@ def test_who_scales_a_capped_pool_is_followed(scaled: int, size: Pair):
     assert nodes.run(5 * STEP_S) == {size}
     nodes.room = 100
     nodes.run(2 * WAIT_S)
-    assert nodes.size == (2, scaled) if scaled > 4 else size
+    assert nodes.size == (2, scaled)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -135,3 +135,55 @@ def test_a_budget_that_grows_gives_back_what_it_took(mode: str):
     nodes.fleet = of({"scaling": {**spec, "budget": {"gpus": 10}}}).model_copy(update={"status": nodes.fleet.status})
     nodes.run(2 * STEP_S)
     assert (nodes.size, nodes.verdict("CapacityLimited")[0]) == ((2, 8), "Sufficient")
+
+
+def capped(nodes: Nodes) -> None:
+    """Until the tier was just backed out, to 1 prefill and 4 decode workers."""
+    while nodes.size != (1, 4) or nodes.observed.memory["t"].cap_until < nodes.now + WAIT_S - 2 * STEP_S:
+        nodes.step()
+        assert nodes.now < NOW + 10 * WAIT_S
+
+
+ROLLING = {"rollout": {"maxUnavailable": 3}}
+TIER: dict[str, Any] = {"prefill": {"minReplicas": 1, "replicas": 2}, "decode": {"minReplicas": 1, "replicas": 8}}
+
+
+@pytest.mark.parametrize("memory", ["kept", "lost"])
+@pytest.mark.parametrize("later_s", [0.0, 50.0, WAIT_S - 20.0])
+def test_a_cap_holds_through_a_rollout(later_s: float, memory: str):
+    """A rollout in a full cluster forgot the cap: the old revision grew again, and it was stuck for good."""
+    nodes = Nodes(of(ROLLING, **TIER), room=6, load=(2, 8))
+    capped(nodes)
+    nodes.run(later_s)
+    nodes.rollout()
+    least, passes = 9, 0
+    while counts(nodes.observed, NEW) == {"prefill": 0, "decode": 0} or any(counts(nodes.observed, OLD).values()):
+        before = counts(nodes.observed, OLD)
+        nodes.step()
+        if memory == "lost" and any(counts(nodes.observed, NEW).values()):
+            nodes.restart()
+        after, passes = counts(nodes.observed, OLD), passes + 1
+        assert all(after[role] <= before[role] for role in after) or nodes.verdict("RollingOut")[0] == "Complete"
+        assert nodes.verdict("RollingOut")[0] != "Stuck"
+        least = min(least, sum(pod.ready for pod in nodes.observed.pods))
+        assert passes < WAIT_S
+    assert least >= 2, "maxUnavailable of what there is"
+    nodes.room = 100
+    nodes.run(3 * WAIT_S)
+    assert (nodes.size, nodes.verdict("CapacityLimited")[0]) == ((2, 8), "Sufficient")
+
+
+def test_load_that_grows_beyond_the_nodes_in_a_rollout_does_not_end_it():
+    """Nothing was capped while two revisions had workers: what no node could hold counted as what must stay."""
+    nodes = Nodes(of(ROLLING, **TIER), room=6, load=(1, 4))
+    nodes.fleet = nodes.fleet.model_copy(
+        update={"spec": nodes.fleet.spec.model_validate({**nodes.fleet.spec.to_dict(), "scaling": {"scaleDownWindow": "1m"}})}
+    )
+    nodes.run(WAIT_S)
+    assert nodes.size == (1, 4)
+    nodes.rollout()
+    nodes.step()
+    nodes.load = (2, 8)
+    nodes.run(2 * WAIT_S)
+    assert counts(nodes.observed, OLD) == {"prefill": 0, "decode": 0}
+    assert nodes.verdict("RollingOut")[0] == "Complete"
