@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 
 from fleet_api.v1alpha1 import InferenceFleet
@@ -39,11 +39,13 @@ At = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Prefetch:
-    """What should be. `waiting`: tiers with nodes that still fetch, while the time for that is not over."""
+    """What should be. `waiting`: tiers with nodes that still fetch, while the time for that is not over. `lacking`: by tier, the
+    key of its model and since when a node lacks it, to be remembered."""
 
     create: tuple[FetchWanted, ...] = ()
     delete: tuple[PodGone, ...] = ()
     waiting: frozenset[str] = frozenset()
+    lacking: Mapping[str, tuple[str, float]] = field(default_factory=dict)
     verdict: Verdict | None = None
 
 
@@ -80,11 +82,13 @@ def plan_prefetch(fleet: InferenceFleet, observed: Observed, now: float) -> Pref
     pending = wanted.keys() - fetched - failed.keys()
     busy = sum(pod.phase in ("Pending", "Running") for at, pod in mine.items() if at not in failed)
     free = [at for at in wanted if at in pending and at not in mine][: max(0, spec.parallel - busy)]
-    in_time = now - _since(fleet, now) < spec.wait_s
+    lacking = _lacking(fleet, keys, {name for at in wanted.keys() - fetched for name in wanted[at]}, observed, now)
+    in_time = {name for name, (_, since) in lacking.items() if now - since < spec.wait_s}
     return Prefetch(
         create=tuple(FetchWanted(fetch_name(fleet.metadata.name, *at), at[1], at[0], wanted[at][0]) for at in free),
         delete=(*_stale(fetching, set(keys.values()), {node.name for node in nodes}), *_again(failed.values(), now)),
-        waiting=frozenset(name for at in pending for name in wanted[at] if in_time),
+        waiting=frozenset(name for at in pending for name in wanted[at] if name in in_time),
+        lacking=lacking,
         verdict=_verdict(wanted.keys() - fetched, failed, wanted.keys()),
     )
 
@@ -162,10 +166,23 @@ def _gone(pod: FetchPod, why: str) -> PodGone:
     return PodGone(pod.name, pod.uid, why)
 
 
-def _since(fleet: InferenceFleet, now: float) -> float:
-    """When nodes began to lack the model."""
+def _lacking(
+    fleet: InferenceFleet, keys: Mapping[str, str], names: Set[str], observed: Observed, now: float
+) -> dict[str, tuple[str, float]]:
+    """By tier, of the tiers `names`: each model has its own time, from when it was first wanted. A node that can never fetch one
+    leaves nothing of that one's time, and all of the next one's."""
+    found: dict[str, tuple[str, float]] = {}
+    for name in names:
+        before = observed.memory[name].lacking if name in observed.memory else (keys[name], _told(fleet, now))
+        known = before is not None and before[0] == keys[name]
+        found[name] = keys[name], min(before[1], now) if before is not None and known else now
+    return found
+
+
+def _told(fleet: InferenceFleet, now: float) -> float:
+    """For an operator that has just started: when nodes began to lack a model of this same spec, as the status says."""
     found = fleet.status.condition("ModelCached")
-    if found is None or found.status != "False":
+    if found is None or found.status != "False" or found.observed_generation != fleet.metadata.generation:
         return now
     try:
         return datetime.fromisoformat(found.last_transition_time.replace("Z", "+00:00")).timestamp()

@@ -138,7 +138,7 @@ def _plan_tier(
     gangs, whole = settled(plan.gangs, plan.delete, workers, now), reached(tier, size, seen, fleet)
     if tier.name in prefetch.waiting and size != whole:  # growth waits for the model; a repair never does
         plan = replace(plan, create=repairs(plan.create, {pod.uid for pod in plan.delete}, workers, size, whole))
-    memory = replace(decision.memory, flip=plan.flip, gangs=gangs, reached=whole)
+    memory = replace(decision.memory, flip=plan.flip, gangs=gangs, reached=whole, lacking=prefetch.lacking.get(tier.name))
     gpus = observed.templates[tier.name].gpus
     view = TierView(tier, decision, plan, workers, rest.zero.get(tier.name))
     return _Planned(plan, view, memory, size[0] * gpus[0] + size[1] * gpus[1])

@@ -256,6 +256,47 @@ def test_waiting_has_an_end(waited_s: float, waits: bool):
     assert bool(plan_prefetch(wish, seen("n1"), NOW).waiting) is waits
 
 
+def test_a_node_that_can_never_fetch_takes_no_time_from_the_next_model():
+    """Its failure kept ModelCached False, and the waiting for every later model was counted from there."""
+    broken, wish, now = fetching("n3", "Failed", message="BadModel"), fleet(), NOW
+    observed = seen("n1", "n3", fetching=(fetching("n1", "Succeeded"), broken))
+    first = reconcile(wish, observed, now)
+    now += 86_400
+    wish = fleet(revision="v2").model_copy(update={"status": first.status})
+    rows = [(0, {"t"}), (299, {"t"}), (300, set())]
+    for later_s, waits in rows:
+        observed = replace(observed, memory=first.memory if later_s == 0 else observed.memory)
+        assert plan_prefetch(wish, observed, now + later_s).waiting == waits
+        plan = reconcile(wish, observed, now + later_s)
+        wish = wish.model_copy(update={"status": plan.status})
+        observed = replace(observed, memory=plan.memory)
+
+
+def test_a_model_that_every_node_had_is_waited_for_again_when_a_node_joins():
+    done = (fetching("n1", "Succeeded"),)
+    memory = reconcile(fleet(), seen("n1", fetching=done), NOW).memory
+    assert memory["t"].lacking is None
+    for later_s, waits in ((1e6, {"t"}), (1e6 + 299, {"t"}), (1e6 + 300, set())):
+        observed = seen("n1", "n2", fetching=done, memory=memory)
+        assert plan_prefetch(fleet(), observed, NOW + later_s).waiting == waits
+        memory = reconcile(fleet(), observed, NOW + later_s).memory
+
+
+@pytest.mark.parametrize(("generation", "waits"), [(0, False), (1, True)])
+def test_an_operator_that_starts_goes_on_waiting_for_the_same_spec_only(generation: int, waits: bool):
+    wish = lacking(NOW - 400, fleet())
+    wish = wish.model_copy(update={"metadata": wish.metadata.model_copy(update={"generation": generation})})
+    assert bool(plan_prefetch(wish, seen("n1"), NOW).waiting) is waits
+
+
+def test_a_clock_that_was_set_back_does_not_lengthen_the_waiting():
+    memory = {"t": ScaleMemory(lacking=(KEY, NOW + 3600))}
+    for later_s, waits in ((0, True), (299, True), (300, False)):
+        observed = seen("n1", memory=memory)
+        assert bool(plan_prefetch(fleet(), observed, NOW + later_s).waiting) is waits
+        memory = reconcile(fleet(), observed, NOW + later_s).memory
+
+
 # -- in the plan ------------------------------------------------------------------------------------------------------------
 def test_growth_waits_and_repairs_do_not():
     wish = fleet({"ratio": {"prefill": 1, "decode": 2}})
