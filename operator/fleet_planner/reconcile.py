@@ -10,6 +10,7 @@ from fleet_api.v1alpha1.status import FleetStatus
 from fleet_api.v1alpha1.tier import TierSpec
 from fleet_planner.adapters import fitted
 from fleet_planner.capacity import refusals
+from fleet_planner.clock import steady
 from fleet_planner.gang import settled, workers_of
 from fleet_planner.prefetch import Prefetch, held_back, plan_prefetch, reached, repairs
 from fleet_planner.revisions import TierPlan, plan_tier
@@ -17,6 +18,7 @@ from fleet_planner.scale import ScaleDecision
 from fleet_planner.sizing import current_size, fit, scaled_by_others, size_tier
 from fleet_planner.status import TierView, plan_status
 from fleet_planner.types import (
+    ClockMemory,
     FetchWanted,
     FlipWanted,
     Observed,
@@ -55,6 +57,7 @@ class Plan:
     zero: tuple[ZeroTier, ...] = ()
     """Tiers for which routers hold requests."""
     rest: RestMemory = field(default_factory=RestMemory)
+    clock: ClockMemory = field(default_factory=ClockMemory)
     memory: dict[str, ScaleMemory] = field(default_factory=dict)
     reasons: tuple[str, ...] = ()
 
@@ -71,7 +74,8 @@ class _Planned:
 
 
 def reconcile(fleet: InferenceFleet, observed: Observed, now: float) -> Plan:
-    """The plan. Only `observed` and `now` decide; nothing is remembered but what comes back in `memory`."""
+    """The plan. Only `observed` and `now` decide; nothing is remembered but what comes back in `memory`, `rest` and `clock`."""
+    fleet, observed, clock = steady(fleet, observed, now)
     prefetch = plan_prefetch(fleet, observed, now)
     sizes = {tier.name: current_size(tier, observed) for tier in fleet.spec.tiers}
     scaled = any(scaled_by_others(tier.name, observed.templates[tier.name].revision, observed) for tier in fleet.spec.tiers)
@@ -97,6 +101,7 @@ def reconcile(fleet: InferenceFleet, observed: Observed, now: float) -> Plan:
         zero=tuple(_zero_tier(fleet, view, observed) for view in views if view.zero is not None),
         memory={name: one.memory for name, one in planned.items()},
         rest=rest.memory,
+        clock=clock,
         reasons=tuple(f"{view.tier.name}: {view.decision.reason}" for view in views),
     )
 

@@ -285,6 +285,18 @@ class ScaleMemory:
 
 
 @dataclass(frozen=True, slots=True)
+class ClockMemory:
+    """What is remembered of the operator's clock, so that times of before count as if it had never been set."""
+
+    ahead_s: float = 0.0
+    """By how much it was set in all since the operator started."""
+    pods: tuple[tuple[str, float], ...] = ()
+    """(uid, or uid and the time of a role flip; seconds by which its times are moved)."""
+    stamps: tuple[tuple[str, str], ...] = ()
+    """(time as the status has it, time that it counts as)."""
+
+
+@dataclass(frozen=True, slots=True)
 class RestMemory:
     """What scaling to zero must remember between passes; all of it may be lost: then the fleet counts as just used."""
 
@@ -345,6 +357,9 @@ class Observed:
     flips: dict[str, FlipReport] = field(default_factory=dict)
     """By uid: workers that are to change their role."""
     rest: RestMemory = RestMemory()
+    clock: ClockMemory = ClockMemory()
+    clock_set_s: float = 0.0
+    """By how much the operator's clock was set since the last pass."""
     heard: Demand | None = None
     """What routers of a fleet at zero said between two readings of its telemetry."""
     nodes: tuple[ObservedNode, ...] | None = None
