@@ -11,7 +11,7 @@ import pytest
 from fleet_planner.capacity import fit_budget, fit_cluster, refusals
 from fleet_planner.ratio import bounds_of
 from fleet_planner.reconcile import reconcile
-from fleet_planner.types import Observed, ObservedPod, Role, ScaleMemory, Template
+from fleet_planner.types import Observed, ObservedPod, ObservedPool, Problem, Role, ScaleMemory, Template
 from tests.fleet_planner.test_reconcile import NOW, carry_out, fleet, pod, start
 
 TIER = fleet(prefill={"maxReplicas": 4}, decode={"maxReplicas": 8}).spec.tiers[0]
@@ -173,3 +173,20 @@ def test_a_fleet_that_backed_out_rests_and_says_why():
     after = carry_out(plan, observed)
     again = reconcile(fleet(), after, NOW + WAIT_S + 1)
     assert (again.create, again.delete) == ((), ())
+
+
+@pytest.mark.parametrize("refused", ["f-a-decode-aaaaaaaa-9", "f-b-decode-aaaaaaaa-9"])
+def test_a_tier_that_waits_for_a_node_is_not_capped_by_another_tiers_quota(refused: str):
+    """Its worker had seconds of its five minutes: any `exceeded quota` of the fleet took it away."""
+    tiers = [{"name": name, "accelerator": {"type": "cpu"}} for name in ("a", "b")]
+    wish = fleet().model_copy(update={"spec": fleet().spec.model_validate({"model": {"source": "file:///m"}, "tiers": tiers})})
+    observed = Observed(templates={name: Template("aaaaaaaa", "c") for name in ("a", "b")})
+    plan = reconcile(wish, observed, NOW)
+    made = [pod(w.name, w.role, w.ordinal, tier=w.tier, created_at=NOW) for w in plan.create]
+    late = [replace(p, ready=False, unschedulable=True) if p.name == "f-b-decode-aaaaaaaa-1" else p for p in made]
+    problem = Problem("Forbidden", f'Pod {refused}: pods "{refused}" is forbidden: exceeded quota: gpus')
+    pools = tuple(ObservedPool(p.name, p.name, p.role, p.tier, p.revision, p.replicas, p.replicas, p.size) for p in plan.pools)
+    after = reconcile(wish, replace(observed, pods=tuple(late), pools=pools, problems=(problem,)), NOW + 5)
+    sizes = {(pool.tier, pool.role): pool.replicas for pool in after.pools}
+    assert sizes["a", "decode"] == 2
+    assert sizes["b", "decode"] == (2 if refused.startswith("f-a") else 1)
