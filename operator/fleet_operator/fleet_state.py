@@ -10,7 +10,9 @@ from fleet_operator.known_fleet import KnownFleet
 from fleet_operator.observe import PodsSeen
 from fleet_operator.pace import Pace
 from fleet_operator.settled import Settled
-from fleet_planner.types import FlipReport, Problem, RestMemory, ScaleMemory, TierTelemetry
+from fleet_planner.types import ClockMemory, FlipReport, Problem, RestMemory, ScaleMemory, TierTelemetry
+
+SET_LEAST_S = 5.0
 
 
 @dataclass(slots=True)
@@ -21,6 +23,9 @@ class FleetState:
     telemetry_read: bool = False
     memory: dict[str, ScaleMemory] = field(default_factory=dict)
     rest: RestMemory = field(default_factory=RestMemory)
+    clock: ClockMemory = field(default_factory=ClockMemory)
+    ahead_s: float | None = None
+    """The wall clock less the monotonic one, when the last plan was made."""
     problems: tuple[Problem, ...] = ()
     pace: Pace = field(default_factory=Pace)
     read_at: float = float("-inf")
@@ -35,6 +40,13 @@ class FleetState:
     restless: bool = False
     pods: PodsSeen = field(default_factory=dict)
     settled: Settled = field(default_factory=Settled)
+
+
+def clock_set_s(before_s: float | None, ahead_s: float) -> float:
+    """By how much the wall clock was set between two plans: `ahead_s` is how far it is ahead of the monotonic one. What a time
+    service corrects little by little is nothing."""
+    set_s = 0.0 if before_s is None else ahead_s - before_s
+    return set_s if abs(set_s) >= SET_LEAST_S else 0.0
 
 
 def is_restless(status: FleetStatus) -> bool:

@@ -25,6 +25,7 @@ from fleet_operator.names import (
     ROLE,
     SIZE,
     TIER,
+    WISH,
 )
 from fleet_operator.render.worker import GRACE_SLACK_S
 from fleet_planner.types import ROLES, AdapterSeen, FetchPod, ObservedPod, ObservedPool, Role, RouterView
@@ -211,6 +212,7 @@ def observe_pools(pools: Iterable[Object]) -> tuple[ObservedPool, ...]:
                 replicas=spec.get("replicas", 0),
                 planned=_count(notes.get(PLANNED)),
                 size=_count(notes.get(SIZE)),
+                wish=_count(notes.get(WISH)),
             )
         )
     return tuple(sorted(found, key=lambda pool: pool.name))

@@ -90,7 +90,7 @@ class Reader:
         for key, state in self._known.states.items():
             if state.known is None or not self._known.is_ours(key):
                 continue
-            if not state.reading and now - state.read_at >= state.known.fleet.spec.telemetry.interval_s:
+            if not state.reading and not 0 <= now - state.read_at < state.known.fleet.spec.telemetry.interval_s:
                 state.reading, state.read_at = True, now
                 found.append(self._read(key, state.known.fleet, state))
             if state.changing and not state.following:

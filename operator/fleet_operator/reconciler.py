@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection
+from dataclasses import replace
 
 from fleet_api.conditions import rfc3339, set_condition
 from fleet_api.parse import ManifestError
@@ -40,7 +41,7 @@ from fleet_operator.cluster.interface import (
 from fleet_operator.cluster.kinds import kind_of
 from fleet_operator.compare import contains
 from fleet_operator.fleet_objects import FleetObjects
-from fleet_operator.fleet_state import FleetState, is_restless
+from fleet_operator.fleet_state import FleetState, clock_set_s, is_restless
 from fleet_operator.flip.follow import FlipFollower
 from fleet_operator.health.passes import Passes, Unmeasured
 from fleet_operator.known_fleet import parse_again
@@ -99,6 +100,7 @@ class Reconciler:
         *,
         namespace: str | None = None,
         now: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
         owns: Callable[[str], bool] = lambda namespace: True,
         passes: Passes | None = None,
         flips: FlipFollower | None = None,
@@ -111,6 +113,7 @@ class Reconciler:
         self._platform = platform
         self._namespace = namespace
         self._now = now
+        self._monotonic = monotonic
         self._objects = FleetObjects()
         self._writer = WriteThrough(cluster, self._written, self._asked_to_go)
         self._pace = StatusPace(now, platform.counters_s)
@@ -338,7 +341,11 @@ class Reconciler:
         heard = self.reader.hearing.heard(key)
         observed = picture(fleet, state, live, self._places(), templates, stored, heard)
         state.changing = any(pod.flipping is not None for pod in observed.pods)
-        plan: Plan = reconcile(fleet, observed, self._now())
+        now = self._now()
+        ahead_s = now - self._monotonic()
+        observed = replace(observed, clock=state.clock, clock_set_s=clock_set_s(state.ahead_s, ahead_s))
+        plan: Plan = reconcile(fleet, observed, now)
+        state.ahead_s, state.clock = ahead_s, plan.clock
         state.memory, state.rest, state.restless = plan.memory, plan.rest, is_restless(plan.status)
         self.reader.hearing.follow(key, plan.status)
         outcome = await self._applier.apply(fleet, raw, plan, templates, live, state.settled)

@@ -3,16 +3,22 @@
 A worker that finds no node within `scaling.capacityWait` (a cluster autoscaler had that long to bring one; time in a queue does
 not count), or that a quota refuses, caps its tier at what exists; for as long again nothing is tried, then once more. A budget of
 devices caps all tiers of a fleet together, in the order of the spec.
+
+A rollout has its own answer to a lack of room (rollout.py), and it counts from the size that there is: a cap holds for as long as
+a rollout moves. One is only made meanwhile when more is wanted than had nodes ever since it began: what it takes away itself to
+make room is no lack of nodes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from fleet_api.conditions import rfc3339
 from fleet_api.v1alpha1.tier import TierSpec
 from fleet_planner.ratio import Bounds, Pair, bounds_of, grown, largest, smallest
+from fleet_planner.rollout import covers, larger, smaller
 from fleet_planner.types import ObservedPod, ScaleMemory
 
 QUOTA_WORDS = "exceeded quota"
@@ -35,24 +41,38 @@ def fit_cluster(
     memory: ScaleMemory,
     wait_s: float,
     now: float,
+    *,
+    rolls: bool = False,
+    paused: bool = False,
 ) -> Fitted:
-    """`want`, or what the nodes and quotas leave of it. `pods`: the tier's, of the revision that it goes to."""
+    """`want`, or what the nodes and quotas leave of it. `pods`: the tier's, of all revisions; `rolls`: one replaces another."""
     bounds = bounds_of(tier)
     refused = [problem for problem in problems if QUOTA_WORDS in problem]
     gated = _last_gated(pods, dict(memory.gated), now)
     memory = replace(memory, gated=tuple(gated.items()))
     looked_for = [pod for pod in pods if pod.unschedulable and not pod.terminating]
     stuck = [pod for pod in looked_for if now - max(pod.created_at, gated.get(pod.uid, 0.0)) >= wait_s]
-    have = _placed(pods, "prefill"), _placed(pods, "decode")
-    if (stuck or refused) and not _covers(have, want):
+    have: Pair | None = (_count(pods, "prefill"), _count(pods, "decode"))
+    if rolls:
+        have = larger(memory.placed, have) if memory.placed is not None and have is not None else None
+    memory = replace(memory, placed=have)
+    if (stuck or refused) and have is not None and not covers(have, want):
         words = refused[0] if refused else f"no node for {stuck[0].name}: {stuck[0].message}"
-        memory = ScaleMemory(memory.wants, have, now + wait_s, words, memory.gated)
-    if memory.cap is None or now >= memory.cap_until:
-        return Fitted(want, "", ScaleMemory(memory.wants, gated=memory.gated))
-    capped = _inside((min(want[0], memory.cap[0]), min(want[1], memory.cap[1])), bounds)
+        memory = replace(memory, cap=have, cap_until=now + wait_s, cap_reason=words)
+    moves = rolls and not paused
+    if memory.cap is None or not (moves or now < memory.cap_until <= now + wait_s):  # later than that: the clock was set back
+        return Fitted(want, "", replace(memory, cap=None, cap_until=0.0, cap_reason=""))
+    capped = _inside(smaller(want, memory.cap), bounds)
     if capped == want:
         return Fitted(want, "", memory)
-    return Fitted(capped, f"{memory.cap_reason}; tried again at {rfc3339(memory.cap_until)}", memory)
+    when = "when the rollout is over" if moves else f"at {rfc3339(memory.cap_until)}"
+    return Fitted(capped, f"{memory.cap_reason}; tried again {when}", memory)
+
+
+def refusals(fleet: str, tier: str, problems: Iterable[str]) -> tuple[str, ...]:
+    """What a quota said of this tier's pods; another tier's, or another kind of object, is no reason to have fewer of them."""
+    mine = re.compile(rf"Pod {re.escape(fleet)}-{re.escape(tier)}-(prefill|decode)-[^- ]+-[0-9]+(-[0-9]+)?: ")
+    return tuple(words for words in problems if QUOTA_WORDS in words and mine.match(words))
 
 
 def fit_budget(tier: TierSpec, want: Pair, gpus: Pair, left: int | None) -> tuple[Pair, str]:
@@ -73,12 +93,9 @@ def _last_gated(pods: Sequence[ObservedPod], before: dict[str, float], now: floa
     return {pod.uid: now if pod.gated else before[pod.uid] for pod in pods if pod.gated or pod.uid in before}
 
 
-def _placed(pods: Sequence[ObservedPod], role: str) -> int:
+def _count(pods: Sequence[ObservedPod], role: str) -> int:
+    """Workers that have a node, or may still get one."""
     return sum(pod.role == role and not pod.unschedulable and not pod.terminating for pod in pods)
-
-
-def _covers(have: Pair, want: Pair) -> bool:
-    return have[0] >= want[0] and have[1] >= want[1]
 
 
 def _at_least(pair: Pair, bounds: Bounds) -> Pair:

@@ -81,7 +81,8 @@ def is_partial(worker: Replica) -> bool:
 
 
 def _calm(workers: Iterable[Replica], memory: GangMemory, now: float) -> bool:
-    return now >= memory.settle_until and not any(worker.size > 1 and worker.terminating for worker in workers)
+    settling = now < memory.settle_until <= now + SETTLE_S  # later than that: the clock was set back
+    return not settling and not any(worker.size > 1 and worker.terminating for worker in workers)
 
 
 def _since(worker: Replica) -> float:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.model import HubSource, ModelSpec, PrefetchSpec
 from fleet_api.v1alpha1.podtemplate import Toleration
 from fleet_api.v1alpha1.tier import TierSpec
+from fleet_planner.replicas import Replica
 from fleet_planner.types import (
     ROLES,
     FetchPod,
@@ -23,8 +24,8 @@ from fleet_planner.types import (
     Observed,
     ObservedNode,
     PodGone,
+    PodWanted,
     Role,
-    ScaleMemory,
     Template,
     Verdict,
 )
@@ -38,11 +39,13 @@ At = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Prefetch:
-    """What should be. `waiting`: tiers with nodes that still fetch, while the time for that is not over."""
+    """What should be. `waiting`: tiers with nodes that still fetch, while the time for that is not over. `lacking`: by tier, the
+    key of its model and since when a node lacks it, to be remembered."""
 
     create: tuple[FetchWanted, ...] = ()
     delete: tuple[PodGone, ...] = ()
     waiting: frozenset[str] = frozenset()
+    lacking: Mapping[str, tuple[str, float]] = field(default_factory=dict)
     verdict: Verdict | None = None
 
 
@@ -79,11 +82,13 @@ def plan_prefetch(fleet: InferenceFleet, observed: Observed, now: float) -> Pref
     pending = wanted.keys() - fetched - failed.keys()
     busy = sum(pod.phase in ("Pending", "Running") for at, pod in mine.items() if at not in failed)
     free = [at for at in wanted if at in pending and at not in mine][: max(0, spec.parallel - busy)]
-    in_time = now - _since(fleet, now) < spec.wait_s
+    lacking = _lacking(fleet, keys, {name for at in wanted.keys() - fetched for name in wanted[at]}, observed, now)
+    in_time = {name for name, (_, since) in lacking.items() if now - since < spec.wait_s}
     return Prefetch(
         create=tuple(FetchWanted(fetch_name(fleet.metadata.name, *at), at[1], at[0], wanted[at][0]) for at in free),
         delete=(*_stale(fetching, set(keys.values()), {node.name for node in nodes}), *_again(failed.values(), now)),
-        waiting=frozenset(name for at in pending for name in wanted[at] if in_time),
+        waiting=frozenset(name for at in pending for name in wanted[at] if name in in_time),
+        lacking=lacking,
         verdict=_verdict(wanted.keys() - fetched, failed, wanted.keys()),
     )
 
@@ -161,10 +166,23 @@ def _gone(pod: FetchPod, why: str) -> PodGone:
     return PodGone(pod.name, pod.uid, why)
 
 
-def _since(fleet: InferenceFleet, now: float) -> float:
-    """When nodes began to lack the model."""
+def _lacking(
+    fleet: InferenceFleet, keys: Mapping[str, str], names: Set[str], observed: Observed, now: float
+) -> dict[str, tuple[str, float]]:
+    """By tier, of the tiers `names`: each model has its own time, from when it was first wanted. A node that can never fetch one
+    leaves nothing of that one's time, and all of the next one's."""
+    found: dict[str, tuple[str, float]] = {}
+    for name in names:
+        before = observed.memory[name].lacking if name in observed.memory else (keys[name], _told(fleet, now))
+        known = before is not None and before[0] == keys[name]
+        found[name] = keys[name], min(before[1], now) if before is not None and known else now
+    return found
+
+
+def _told(fleet: InferenceFleet, now: float) -> float:
+    """For an operator that has just started: when nodes began to lack a model of this same spec, as the status says."""
     found = fleet.status.condition("ModelCached")
-    if found is None or found.status != "False":
+    if found is None or found.status != "False" or found.observed_generation != fleet.metadata.generation:
         return now
     try:
         return datetime.fromisoformat(found.last_transition_time.replace("Z", "+00:00")).timestamp()
@@ -201,16 +219,33 @@ def held_back(tier: TierSpec, observed: Observed, waiting: frozenset[str], fleet
 
 
 def _stable(tier: TierSpec, fleet: InferenceFleet, observed: Observed) -> Template | None:
-    """The revision that has workers and was last rolled out to its end."""
-    found = next((status for status in fleet.status.tiers if status.name == tier.name), None)
-    if found is None or found.rollout is None or not any(pod.revision == found.rollout.stable for pod in observed.pods):
+    """The revision that has workers and was last rolled out to its end. None also when the wanted one was rolled back: nobody
+    goes there, and a plan that does not see that it is wanted would forget that it failed."""
+    found = next((status.rollout for status in fleet.status.tiers if status.name == tier.name), None)
+    if found is None or found.failed == observed.templates[tier.name].revision:
         return None
-    return observed.stored.get(tier.name, {}).get(found.rollout.stable)
+    if not any(pod.tier == tier.name and pod.revision == found.stable for pod in observed.pods):
+        return None
+    return observed.stored.get(tier.name, {}).get(found.stable)
 
 
-def reached(tier: TierSpec, size: tuple[int, int], observed: Observed) -> tuple[int, int]:
-    """Workers that were there at once, up to the present size."""
-    before = observed.memory.get(tier.name, ScaleMemory()).reached
+def repairs(
+    create: Sequence[PodWanted], gone: Set[str], workers: Iterable[Replica], size: tuple[int, int], whole: tuple[int, int]
+) -> tuple[PodWanted, ...]:
+    """Of the pods to create, in their order, those that do not wait: they replace workers that were there, or belong to a rollout
+    that has begun. `gone`: uids that are deleted now; `whole`: workers that were there at once, of the `size` that is wanted."""
+    staying = [one.role for one in workers if one.alive and not one.leaving and gone.isdisjoint(pod.uid for pod in one.pods)]
+    made: set[str] = set()
+    for role, wanted, there in zip(ROLES, size, whole, strict=True):
+        names = [pod.name for pod in create if pod.role == role and pod.member == 0]
+        made.update(names[: max(0, there - staying.count(role), len(names) - (wanted - there))])
+    return tuple(pod for pod in create if (pod.name if pod.member == 0 else pod.name.rpartition("-")[0]) in made)
+
+
+def reached(tier: TierSpec, size: tuple[int, int], observed: Observed, fleet: InferenceFleet) -> tuple[int, int]:
+    """Workers that were there at once, up to the present size; an operator that has just started knows those that were ready."""
+    ready = next(((known.prefill.ready, known.decode.ready) for known in fleet.status.tiers if known.name == tier.name), (0, 0))
+    before = observed.memory[tier.name].reached if tier.name in observed.memory else ready
     alive = [
         sum(p.tier == tier.name and p.role == role and not p.terminating and not p.member for p in observed.pods)
         for role in ROLES

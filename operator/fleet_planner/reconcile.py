@@ -9,14 +9,16 @@ from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.status import FleetStatus
 from fleet_api.v1alpha1.tier import TierSpec
 from fleet_planner.adapters import fitted
-from fleet_planner.capacity import QUOTA_WORDS
+from fleet_planner.capacity import refusals
+from fleet_planner.clock import steady
 from fleet_planner.gang import settled, workers_of
-from fleet_planner.prefetch import Prefetch, held_back, plan_prefetch, reached
+from fleet_planner.prefetch import Prefetch, held_back, plan_prefetch, reached, repairs
 from fleet_planner.revisions import TierPlan, plan_tier
 from fleet_planner.scale import ScaleDecision
 from fleet_planner.sizing import current_size, fit, scaled_by_others, size_tier
 from fleet_planner.status import TierView, plan_status
 from fleet_planner.types import (
+    ClockMemory,
     FetchWanted,
     FlipWanted,
     Observed,
@@ -55,6 +57,7 @@ class Plan:
     zero: tuple[ZeroTier, ...] = ()
     """Tiers for which routers hold requests."""
     rest: RestMemory = field(default_factory=RestMemory)
+    clock: ClockMemory = field(default_factory=ClockMemory)
     memory: dict[str, ScaleMemory] = field(default_factory=dict)
     reasons: tuple[str, ...] = ()
 
@@ -71,7 +74,8 @@ class _Planned:
 
 
 def reconcile(fleet: InferenceFleet, observed: Observed, now: float) -> Plan:
-    """The plan. Only `observed` and `now` decide; nothing is remembered but what comes back in `memory`."""
+    """The plan. Only `observed` and `now` decide; nothing is remembered but what comes back in `memory`, `rest` and `clock`."""
+    fleet, observed, clock = steady(fleet, observed, now)
     prefetch = plan_prefetch(fleet, observed, now)
     sizes = {tier.name: current_size(tier, observed) for tier in fleet.spec.tiers}
     scaled = any(scaled_by_others(tier.name, observed.templates[tier.name].revision, observed) for tier in fleet.spec.tiers)
@@ -94,9 +98,10 @@ def reconcile(fleet: InferenceFleet, observed: Observed, now: float) -> Plan:
         keep=tuple((name, observed.templates[name].revision) for name in planned),
         forget=_forgotten(fleet, {name: one.plan for name, one in planned.items()}, observed),
         status=plan_status(fleet, views, observed, now, prefetch.verdict),
-        zero=tuple(_zero_tier(view, observed) for view in views if view.zero is not None),
+        zero=tuple(_zero_tier(fleet, view, observed) for view in views if view.zero is not None),
         memory={name: one.memory for name, one in planned.items()},
         rest=rest.memory,
+        clock=clock,
         reasons=tuple(f"{view.tier.name}: {view.decision.reason}" for view in views),
     )
 
@@ -127,25 +132,33 @@ def _plan_tier(
     observed = held_back(tier, seen, prefetch.waiting, fleet)
     workers = workers_of(observed, tier.name)
     if tier.name in rest.asleep:
-        decision = ScaleDecision(*NOTHING, rest.reason, ScaleMemory())
+        wished = decision = ScaleDecision(*NOTHING, rest.reason, ScaleMemory())
     else:
-        decision = fit(fleet, tier, size_tier(fleet, tier, observed, now), observed, workers, left, now)
+        wished = size_tier(fleet, tier, observed, now)
+        decision = fit(fleet, tier, wished, observed, workers, left, now)
         if before == NOTHING:
             decision = replace(decision, reason=f"woken: {rest.reason or 'scaling.toZero is off'}")
     size = decision.prefill, decision.decode
-    plan = plan_tier(fleet, tier, size, observed, now)
-    gangs, whole = settled(plan.gangs, plan.delete, workers, now), reached(tier, size, seen)
-    if tier.name in prefetch.waiting and size != whole:
-        plan = replace(plan, create=())  # growth waits for the model; a repair never does
-    memory = replace(decision.memory, flip=plan.flip, gangs=gangs, reached=whole)
+    plan = _with_wish(plan_tier(fleet, tier, size, observed, now), wished)
+    gangs, whole = settled(plan.gangs, plan.delete, workers, now), reached(tier, size, seen, fleet)
+    if tier.name in prefetch.waiting and size != whole:  # growth waits for the model; a repair never does
+        plan = replace(plan, create=repairs(plan.create, {pod.uid for pod in plan.delete}, workers, size, whole))
+    memory = replace(decision.memory, flip=plan.flip, gangs=gangs, reached=whole, lacking=prefetch.lacking.get(tier.name))
     gpus = observed.templates[tier.name].gpus
     view = TierView(tier, decision, plan, workers, rest.zero.get(tier.name))
     return _Planned(plan, view, memory, size[0] * gpus[0] + size[1] * gpus[1])
 
 
-def _zero_tier(view: TierView, observed: Observed) -> ZeroTier:
+def _with_wish(plan: TierPlan, wished: ScaleDecision) -> TierPlan:
+    """Its pools say what was asked for where that is more than they get: what is capped now is wished for all the same."""
+    asked = {"prefill": wished.prefill, "decode": wished.decode}
+    pools = (replace(pool, wish=asked[pool.role] if asked[pool.role] != pool.size else None) for pool in plan.pools)
+    return replace(plan, pools=tuple(pools))
+
+
+def _zero_tier(fleet: InferenceFleet, view: TierView, observed: Observed) -> ZeroTier:
     stuck = any(pod.unschedulable and not pod.terminating for pod in observed.pods if pod.tier == view.tier.name)
-    refused = any(QUOTA_WORDS in problem.message for problem in observed.problems)
+    refused = bool(refusals(fleet.metadata.name, view.tier.name, map(str, observed.problems)))
     return ZeroTier(view.tier.name, limited=bool(view.decision.limited) or stuck or refused)
 
 

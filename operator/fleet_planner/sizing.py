@@ -7,12 +7,13 @@ from dataclasses import replace
 
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.tier import TierSpec
-from fleet_planner.capacity import Fitted, fit_budget, fit_cluster
+from fleet_planner.capacity import fit_budget, fit_cluster, refusals
 from fleet_planner.gang import as_pods
 from fleet_planner.ratio import Bounds, bounds_of, project
 from fleet_planner.replicas import Replica
 from fleet_planner.scale import ScaleDecision, ScaleInputs, want
-from fleet_planner.types import ROLES, Observed, Role, ScaleMemory
+from fleet_planner.types import ROLES, Observed, ObservedPool, Role, ScaleMemory
+from fleet_planner.zero import rolls
 
 
 def fit(
@@ -25,39 +26,47 @@ def fit(
     now: float,
 ) -> ScaleDecision:
     """The decision as nodes, quotas and the `left` devices of the budget allow it."""
+    wait_s, moves = fleet.spec.scaling.capacity_wait_s, rolls(fleet, tier, observed)
     before = observed.memory.get(tier.name, ScaleMemory())
-    memory = replace(
-        decision.memory, cap=before.cap, cap_until=before.cap_until, cap_reason=before.cap_reason, gated=before.gated
-    )
-    wait_s = fleet.spec.scaling.capacity_wait_s
-    pods = as_pods(workers, before.gangs, wait_s, now)
-    if len({pod.revision for pod in pods}) > 1:  # a rollout has its own answer to a lack of room
-        placed = Fitted((decision.prefill, decision.decode), "", memory)
-    else:
-        want_now = decision.prefill, decision.decode
-        placed = fit_cluster(tier, want_now, pods, tuple(map(str, observed.problems)), memory, wait_s, now)
+    if moves and tier.name not in observed.memory:
+        before = _as_found(tier, observed, now + wait_s)
+    memory = replace(before, wants=decision.memory.wants)
+    placed = fit_cluster(
+        tier, (decision.prefill, decision.decode), as_pods(workers, before.gangs, wait_s, now),
+        refusals(fleet.metadata.name, tier.name, map(str, observed.problems)), memory, wait_s, now,
+        rolls=moves, paused=fleet.spec.rollout.paused,
+    )  # fmt: skip
     size, unpaid = fit_budget(tier, placed.size, observed.templates[tier.name].gpus, left)
     limited = "; ".join(words for words in (placed.limited, unpaid) if words)
     reason = f"{decision.reason}; {limited}" if limited else decision.reason
     return replace(decision, prefill=size[0], decode=size[1], reason=reason, memory=placed.memory, limited=limited)
 
 
+def _as_found(tier: TierSpec, observed: Observed, until: float) -> ScaleMemory:
+    """The cap of an operator that has just started, in the middle of a rollout: the size that its pools say."""
+    size = current_size(tier, observed)
+    if size == wished_size(tier, observed):
+        return ScaleMemory()
+    return ScaleMemory(cap=size, cap_until=until, cap_reason="more had no room before the operator started")
+
+
 def size_tier(fleet: InferenceFleet, tier: TierSpec, observed: Observed, now: float) -> ScaleDecision:
     """Sizes of a tier: somebody's /scale first, then load, always inside bounds and ratio."""
     revision, bounds = observed.templates[tier.name].revision, bounds_of(tier)
-    current = current_size(tier, observed)
+    current, wished = current_size(tier, observed), wished_size(tier, observed)
     scaled = scaled_by_others(tier.name, revision, observed)
     memory = observed.memory.get(tier.name, ScaleMemory())
     if scaled:
-        wish = (scaled.get("prefill", current[0]), scaled.get("decode", current[1]))
+        wish = (scaled.get("prefill", wished[0]), scaled.get("decode", wished[1]))
         sizes = _follow(wish, scaled, bounds)
         held = ScaleMemory(((now, *sizes),))  # the wish counts like a need of this moment, for one window
         return ScaleDecision(*sizes, f"scaled by a user to {wish[0]} prefill and {wish[1]} decode workers", held)
     if fleet.spec.scaling.mode == "manual":
-        return ScaleDecision(*project(*current, bounds), "scaling.mode is manual", memory)
+        return ScaleDecision(*project(*wished, bounds), "scaling.mode is manual", memory)
     inputs = ScaleInputs(tier, fleet.spec.slo, fleet.spec.scaling, fleet.spec.telemetry.interval_s, current)
     decision = want(inputs, observed.telemetry.get(tier.name), memory, now)
-    sizes = project(decision.prefill, decision.decode, bounds)  # bounds may have changed while holding
+    size = wished if decision.held else (decision.prefill, decision.decode)
+    sizes = project(*size, bounds)  # bounds may have changed while holding
     return ScaleDecision(*sizes, decision.reason, decision.memory, decision.held)
 
 
@@ -83,15 +92,26 @@ def _clamp(value: int, low: int, high: int) -> int:
 
 def current_size(tier: TierSpec, observed: Observed) -> tuple[int, int]:
     """What was planned last; the spec's initial size before that."""
+    found = {role: pool.size for role, pool in _sized(tier, observed).items() if pool.size is not None}
+    return found.get("prefill", tier.initial[0]), found.get("decode", tier.initial[1])
+
+
+def wished_size(tier: TierSpec, observed: Observed) -> tuple[int, int]:
+    """What was asked for last, whatever of it was there: it stays wished while a part is backed out of, also by an operator that
+    has just started."""
+    sizes, pools = current_size(tier, observed), _sized(tier, observed)
+    prefill, decode = (pool.wish if (pool := pools.get(role)) is not None else None for role in ROLES)
+    return sizes[0] if prefill is None else prefill, sizes[1] if decode is None else decode
+
+
+def _sized(tier: TierSpec, observed: Observed) -> dict[Role, ObservedPool]:
+    """The pool of each role that says how large the role is: the wanted revision's, if there is one."""
     revision = observed.templates[tier.name].revision
-    found: dict[Role, int] = {}
-    for role in ROLES:
-        pools = [pool for pool in observed.pools if pool.tier == tier.name and pool.role == role and pool.size is not None]
-        newest = next((pool for pool in pools if pool.revision == revision), pools[0] if pools else None)
-        if newest is not None and newest.size is not None:
-            found[role] = newest.size
-    initial = tier.initial
-    return found.get("prefill", initial[0]), found.get("decode", initial[1])
+    found: dict[Role, ObservedPool] = {}
+    for pool in observed.pools:
+        if pool.tier == tier.name and pool.size is not None and (pool.role not in found or pool.revision == revision):
+            found[pool.role] = pool
+    return found
 
 
 def scaled_by_others(tier: str, revision: str, observed: Observed) -> dict[Role, int]:

@@ -148,6 +148,8 @@ class ObservedPool:
     """What the operator last wrote (annotation inferencefleet.io/planned)."""
     size: int | None = None
     """Workers that the whole role should have, all revisions together (annotation inferencefleet.io/size)."""
+    wish: int | None = None
+    """Workers that a user or load asks for, where nodes, quota or budget allow less (annotation inferencefleet.io/wish)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,6 +271,8 @@ class ScaleMemory:
     """What the cluster could hold when it last refused more; None: nothing was refused."""
     cap_until: float = 0.0
     cap_reason: str = ""
+    placed: tuple[int, int] | None = None
+    """Most workers that had a node at once since the tier last had one revision; None: not known."""
     gated: tuple[tuple[str, float], ...] = ()
     """(uid, when it was last seen in a queue) of pods that Kueue held: only since then can a node have been looked for."""
     flip: FlipStatus | None = None
@@ -276,6 +280,20 @@ class ScaleMemory:
     reached: tuple[int, int] = (0, 0)
     """Workers that were there at once, up to the present size: making one of so many again is a repair, more is growth."""
     gangs: GangMemory = GangMemory()
+    lacking: tuple[str, float] | None = None
+    """(key of its model, since when a node lacks it); None: every node has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClockMemory:
+    """What is remembered of the operator's clock, so that times of before count as if it had never been set."""
+
+    ahead_s: float = 0.0
+    """By how much it was set in all since the operator started."""
+    pods: tuple[tuple[str, float], ...] = ()
+    """(uid, or uid and the time of a role flip; seconds by which its times are moved)."""
+    stamps: tuple[tuple[str, str], ...] = ()
+    """(time as the status has it, time that it counts as)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,6 +357,9 @@ class Observed:
     flips: dict[str, FlipReport] = field(default_factory=dict)
     """By uid: workers that are to change their role."""
     rest: RestMemory = RestMemory()
+    clock: ClockMemory = ClockMemory()
+    clock_set_s: float = 0.0
+    """By how much the operator's clock was set since the last pass."""
     heard: Demand | None = None
     """What routers of a fleet at zero said between two readings of its telemetry."""
     nodes: tuple[ObservedNode, ...] | None = None
@@ -365,6 +386,8 @@ class PoolWanted:
     """Pods of one worker."""
     most: int | None = None
     """No worker is made beyond so many now, whatever `replicas` says."""
+    wish: int | None = None
+    """What `size` was before it was backed out of; None: it is all of it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,10 +107,10 @@ def _keeps(fleet: InferenceFleet, observed: Observed, demand: Demand | None, now
         return True
     interval_s = fleet.spec.telemetry.interval_s
     unknown = any(unusable(observed.telemetry.get(tier.name), interval_s, now) for tier in fleet.spec.tiers)
-    return unknown or any(_rolls(fleet, tier, observed) for tier in fleet.spec.tiers)
+    return unknown or any(rolls(fleet, tier, observed) for tier in fleet.spec.tiers)
 
 
-def _rolls(fleet: InferenceFleet, tier: TierSpec, observed: Observed) -> bool:
+def rolls(fleet: InferenceFleet, tier: TierSpec, observed: Observed) -> bool:
     """It has workers of two revisions, or of one that is about to be replaced. What was rolled back stays so, and what is paused
     begins nothing."""
     found = {pod.revision for pod in observed.pods if pod.tier == tier.name and not pod.terminating}

@@ -88,11 +88,14 @@ class World:
 
     def __init__(self) -> None:
         self.now = 1_000_000.0
+        """What the operator's clock says."""
+        self.set_s = 0.0
+        """By how much that one was set: the API server's is right."""
         self.node = "node"
         self.addresses = (f"10.0.{number // 250}.{number % 250 + 1}" for number in count())
         self.flips: FlipFollower | None = None
         uids = (f"00000000-0000-4000-8000-{number:012d}" for number in count(1))
-        self.store = MemoryCluster(now=lambda: self.now, new_uid=lambda: next(uids))
+        self.store = MemoryCluster(now=lambda: self.now - self.set_s, new_uid=lambda: next(uids))
         self.user = self.store.writer("somebody-else")
         self.api = Api(self.store)
         self.load: dict[str, TierTelemetry] = {}
@@ -101,7 +104,15 @@ class World:
     def new_operator(self) -> Reconciler:
         """As after a restart: nothing is remembered."""
         self._seen: dict[tuple[str, str, str], dict[str, Any]] = {}
-        return Reconciler(self.api, Platform(), self, namespace=NAMESPACE, now=lambda: self.now, flips=self.flips)
+        return Reconciler(
+            self.api, Platform(), self, namespace=NAMESPACE, now=lambda: self.now, monotonic=lambda: self.now - self.set_s,
+            flips=self.flips,
+        )  # fmt: skip
+
+    def set_clock(self, by_s: float) -> None:
+        """The operator's clock only."""
+        self.now += by_s
+        self.set_s += by_s
 
     async def collect(self, *_: Any) -> dict[str, TierTelemetry]:
         return self.load
@@ -137,7 +148,7 @@ class World:
                 await self.user.delete(POD, NAMESPACE, name, grace_s=0)
             elif not pod["spec"].get("nodeName"):
                 await self.user.bind(NAMESPACE, name, self.node)
-                ready = {"type": "Ready", "status": "True", "lastTransitionTime": rfc3339(self.now)}
+                ready = {"type": "Ready", "status": "True", "lastTransitionTime": rfc3339(self.now - self.set_s)}
                 status = {"phase": "Running", "podIP": next(self.addresses), "conditions": [ready]}
                 await self.user.patch_status(POD, NAMESPACE, name, status)
         for deployment in await self.store.list(DEPLOYMENT, NAMESPACE):

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from fleet_planner.capacity import fit_budget, fit_cluster
+from fleet_planner.capacity import fit_budget, fit_cluster, refusals
 from fleet_planner.ratio import bounds_of
 from fleet_planner.reconcile import reconcile
-from fleet_planner.types import Observed, ObservedPod, Role, ScaleMemory, Template
+from fleet_planner.types import Observed, ObservedPod, ObservedPool, Problem, Role, ScaleMemory, Template
 from tests.fleet_planner.test_reconcile import NOW, carry_out, fleet, pod, start
 
 TIER = fleet(prefill={"maxReplicas": 4}, decode={"maxReplicas": 8}).spec.tiers[0]
@@ -46,6 +46,55 @@ def test_it_is_tried_again_after_as_long():
     assert fitted((2, 4), calm, memory, now=2 * WAIT_S - 1).size == (1, 4)
     again = fitted((2, 4), calm, memory, now=2 * WAIT_S)
     assert (again.size, again.limited, again.memory.cap) == ((2, 4), "", None)
+
+
+def test_a_clock_that_was_set_back_ends_the_wait():
+    """The tier stayed capped until the clock had caught up."""
+    memory = fitted((2, 8), pods(1, 8, stuck={"prefill": 1}), now=3600.0 + WAIT_S).memory
+    assert fitted((2, 8), pods(1, 4), memory, now=WAIT_S).size == (2, 8)
+    assert fitted((2, 8), pods(1, 4), memory, now=3600.0 + WAIT_S).size == (1, 4), "the longest that it may last"
+
+
+ROLLS: dict[str, tuple[tuple[int, int] | None, tuple[int, int]]] = {
+    "what it had before": ((2, 8), (2, 8)),
+    "less than is wanted now": ((1, 4), (1, 4)),
+    "not known: the operator has just started": (None, (2, 8)),
+}
+
+
+@pytest.mark.parametrize("name", ROLLS)
+def test_a_rollout_that_takes_workers_away_is_no_lack_of_nodes(name: str):
+    placed, size = ROLLS[name]
+    have = pods(1, 3, stuck={"decode": 2})
+    found = fit_cluster(TIER, (2, 8), have, (), ScaleMemory(placed=placed), WAIT_S, WAIT_S, rolls=True)
+    assert (found.size, found.memory.placed) == (size, placed)
+
+
+@pytest.mark.parametrize(("paused", "size"), [(False, (1, 4)), (True, (2, 8))])
+def test_a_cap_holds_as_long_as_a_rollout_moves(paused: bool, size: tuple[int, int]):
+    memory = ScaleMemory(cap=(1, 4), cap_until=WAIT_S, cap_reason="no node", placed=(1, 4))
+    found = fit_cluster(TIER, (2, 8), pods(1, 4), (), memory, WAIT_S, 9 * WAIT_S, rolls=True, paused=paused)
+    assert found.size == size
+    assert ("tried again when the rollout is over" in found.limited) is not paused
+
+
+QUOTA = "is forbidden: exceeded quota: gpus"
+REFUSED: dict[str, tuple[str, bool]] = {
+    "a pod of it": (f'Pod f-t-decode-aaaaaaaa-3: pods "f-t-decode-aaaaaaaa-3" {QUOTA}', True),
+    "a pod of a group": (f"Pod f-t-prefill-aaaaaaaa-0-1: pods {QUOTA}", True),
+    "another tier's": (f"Pod f-t2-decode-aaaaaaaa-3: pods {QUOTA}", False),
+    "a tier whose name goes on": (f"Pod f-t-decode-decode-aaaaaaaa-3: pods {QUOTA}", False),
+    "a pod that fetches": (f"Pod f-fetch-aaaaaaaa-bbbbbbbb: pods {QUOTA}", False),
+    "another kind": (f'Service f-router: services "f-router" {QUOTA}', False),
+    "another problem": ("Pod f-t-decode-aaaaaaaa-3: pods is forbidden: no such ServiceAccount", False),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_quota_caps_whose_pods_it_refused(name: str):
+    """One tier's refused pod, or a refused Service, capped every tier of the fleet."""
+    words, mine = REFUSED[name]
+    assert bool(refusals("f", "t", [words])) is mine
 
 
 def test_time_in_a_queue_is_no_time_in_which_a_node_was_looked_for():
@@ -124,3 +173,20 @@ def test_a_fleet_that_backed_out_rests_and_says_why():
     after = carry_out(plan, observed)
     again = reconcile(fleet(), after, NOW + WAIT_S + 1)
     assert (again.create, again.delete) == ((), ())
+
+
+@pytest.mark.parametrize("refused", ["f-a-decode-aaaaaaaa-9", "f-b-decode-aaaaaaaa-9"])
+def test_a_tier_that_waits_for_a_node_is_not_capped_by_another_tiers_quota(refused: str):
+    """Its worker had seconds of its five minutes: any `exceeded quota` of the fleet took it away."""
+    tiers = [{"name": name, "accelerator": {"type": "cpu"}} for name in ("a", "b")]
+    wish = fleet().model_copy(update={"spec": fleet().spec.model_validate({"model": {"source": "file:///m"}, "tiers": tiers})})
+    observed = Observed(templates={name: Template("aaaaaaaa", "c") for name in ("a", "b")})
+    plan = reconcile(wish, observed, NOW)
+    made = [pod(w.name, w.role, w.ordinal, tier=w.tier, created_at=NOW) for w in plan.create]
+    late = [replace(p, ready=False, unschedulable=True) if p.name == "f-b-decode-aaaaaaaa-1" else p for p in made]
+    problem = Problem("Forbidden", f'Pod {refused}: pods "{refused}" is forbidden: exceeded quota: gpus')
+    pools = tuple(ObservedPool(p.name, p.name, p.role, p.tier, p.revision, p.replicas, p.replicas, p.size) for p in plan.pools)
+    after = reconcile(wish, replace(observed, pods=tuple(late), pools=pools, problems=(problem,)), NOW + 5)
+    sizes = {(pool.tier, pool.role): pool.replicas for pool in after.pools}
+    assert sizes["a", "decode"] == 2
+    assert sizes["b", "decode"] == (2 if refused.startswith("f-a") else 1)

@@ -189,8 +189,16 @@ def test_capacity_counts_workers_and_what_halves_would_make_whole():
     seen = as_pods(some, GangMemory(), WAIT_S, 10 * WAIT_S)
     assert [(one.name, one.unschedulable) for one in seen] == [("a", False), ("b", False), ("c", True)]
     assert "1 of its 2 pods have one: 0/4 nodes: no gpu" in seen[2].message
-    quiet = as_pods(some, GangMemory(settle_until=11 * WAIT_S), WAIT_S, 10 * WAIT_S)
+    quiet = as_pods(some, GangMemory(settle_until=10 * WAIT_S + SETTLE_S), WAIT_S, 10 * WAIT_S)
     assert not any(one.unschedulable for one in quiet)
+
+
+def test_a_clock_that_was_set_back_lets_halves_be_given_back():
+    """For an hour none was, and none was told to find no node."""
+    half, now = workers(gang("d", placed=1)), 10 * WAIT_S
+    memory = GangMemory(settle_until=now + 3600.0)
+    assert len(offered(half, memory, now).gone) == 2
+    assert [one.unschedulable for one in as_pods(half, memory, WAIT_S, now)] == [True]
 
 
 def test_workers_differ_in_their_patience():

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.podtemplate import Toleration
-from fleet_api.v1alpha1.status import Condition, FleetStatus, RolloutStatus, TierStatus
+from fleet_api.v1alpha1.status import Condition, FleetStatus, RoleStatus, RolloutStatus, TierStatus
 from fleet_planner.prefetch import RETRY_S, fetch_name, held_back, model_keys, plan_prefetch, suits, tolerated
 from fleet_planner.reconcile import reconcile
-from fleet_planner.types import FetchPod, Observed, ObservedNode, ObservedPod, ScaleMemory, Template
+from fleet_planner.types import FetchPod, Observed, ObservedNode, ObservedPod, ObservedPool, ScaleMemory, Template
 from tests.fleet_planner.test_adapters import pod
 
 GPU = "nvidia.com/gpu"
@@ -256,6 +256,47 @@ def test_waiting_has_an_end(waited_s: float, waits: bool):
     assert bool(plan_prefetch(wish, seen("n1"), NOW).waiting) is waits
 
 
+def test_a_node_that_can_never_fetch_takes_no_time_from_the_next_model():
+    """Its failure kept ModelCached False, and the waiting for every later model was counted from there."""
+    broken, wish, now = fetching("n3", "Failed", message="BadModel"), fleet(), NOW
+    observed = seen("n1", "n3", fetching=(fetching("n1", "Succeeded"), broken))
+    first = reconcile(wish, observed, now)
+    now += 86_400
+    wish = fleet(revision="v2").model_copy(update={"status": first.status})
+    rows = [(0, {"t"}), (299, {"t"}), (300, set())]
+    for later_s, waits in rows:
+        observed = replace(observed, memory=first.memory if later_s == 0 else observed.memory)
+        assert plan_prefetch(wish, observed, now + later_s).waiting == waits
+        plan = reconcile(wish, observed, now + later_s)
+        wish = wish.model_copy(update={"status": plan.status})
+        observed = replace(observed, memory=plan.memory)
+
+
+def test_a_model_that_every_node_had_is_waited_for_again_when_a_node_joins():
+    done = (fetching("n1", "Succeeded"),)
+    memory = reconcile(fleet(), seen("n1", fetching=done), NOW).memory
+    assert memory["t"].lacking is None
+    for later_s, waits in ((1e6, {"t"}), (1e6 + 299, {"t"}), (1e6 + 300, set())):
+        observed = seen("n1", "n2", fetching=done, memory=memory)
+        assert plan_prefetch(fleet(), observed, NOW + later_s).waiting == waits
+        memory = reconcile(fleet(), observed, NOW + later_s).memory
+
+
+@pytest.mark.parametrize(("generation", "waits"), [(0, False), (1, True)])
+def test_an_operator_that_starts_goes_on_waiting_for_the_same_spec_only(generation: int, waits: bool):
+    wish = lacking(NOW - 400, fleet())
+    wish = wish.model_copy(update={"metadata": wish.metadata.model_copy(update={"generation": generation})})
+    assert bool(plan_prefetch(wish, seen("n1"), NOW).waiting) is waits
+
+
+def test_a_clock_that_was_set_back_does_not_lengthen_the_waiting():
+    memory = {"t": ScaleMemory(lacking=(KEY, NOW + 3600))}
+    for later_s, waits in ((0, True), (299, True), (300, False)):
+        observed = seen("n1", memory=memory)
+        assert bool(plan_prefetch(fleet(), observed, NOW + later_s).waiting) is waits
+        memory = reconcile(fleet(), observed, NOW + later_s).memory
+
+
 # -- in the plan ------------------------------------------------------------------------------------------------------------
 def test_growth_waits_and_repairs_do_not():
     wish = fleet({"ratio": {"prefill": 1, "decode": 2}})
@@ -271,8 +312,98 @@ def test_growth_waits_and_repairs_do_not():
     repaired = reconcile(wish, seen("n1", "n2", pods=workers, memory=grown), NOW)
     assert [one.role for one in repaired.create] == ["decode"], "n2 still fetches, but a lost worker is replaced at once"
     assert repaired.memory["t"].reached == (1, 2)
+    both = reconcile(wish, seen("n1", "n2", pods=workers, memory=grown, pools=pools(1, 2, scaled=4)), NOW)
+    assert [pool.replicas for pool in both.pools] == [1, 4], "it grows, and that waits"
+    assert [one.role for one in both.create] == ["decode"], "the lost one of the 2 that were there does not"
     first = reconcile(wish, seen("n1", "n2", pods=workers), NOW)
     assert (first.create, first.memory["t"].reached) == ((), (1, 1))
+
+
+OLD, NEW = "aaaaaaaa", "bbbbbbbb"
+
+
+def running(*counts: tuple[str, int], revision: str = OLD, **more: Any) -> tuple[ObservedPod, ...]:
+    names = [(f"f-t-{role}-{revision}-{number}", role) for role, count in counts for number in range(count)]
+    return tuple(pod(name, uid=name, role=role, node="n1", revision=revision, **more) for name, role in names)
+
+
+def pools(prefill: int, decode: int, *, scaled: int | None = None) -> tuple[ObservedPool, ...]:
+    """As planned, and what somebody made of the decode pool's size since."""
+    return tuple(
+        ObservedPool(
+            f"f-t-{role}-{OLD}", role, role, "t", OLD, size if scaled is None or role == "prefill" else scaled, size, size
+        )
+        for role, size in (("prefill", prefill), ("decode", decode))
+    )
+
+
+BOTH = (("prefill", 1), ("decode", 2))
+LOSSES: dict[str, tuple[tuple[ObservedPod, ...], list[str]]] = {
+    "nobody": (running(*BOTH), []),
+    "one": (running(*BOTH)[:-1], [f"f-t-decode-{OLD}-1"]),
+    "the-only-prefill": (running(*BOTH)[1:], [f"f-t-prefill-{OLD}-0"]),
+    "all": ((), [f"f-t-decode-{OLD}-0", f"f-t-decode-{OLD}-1", f"f-t-prefill-{OLD}-0"]),
+    "one-ended": (
+        (*running(*BOTH)[:-1], replace(running(*BOTH)[-1], phase="Failed", ready=False)), [f"f-t-decode-{OLD}-2"],
+    ),
+    "one-still-terminates": (
+        (*running(*BOTH)[:-1], replace(running(*BOTH)[-1], terminating=True, ready=False)), [f"f-t-decode-{OLD}-2"],
+    ),
+    "a-drained-node": ((*running(*BOTH)[:-1], replace(running(*BOTH)[-1], leaving="cordoned")), [f"f-t-decode-{OLD}-2"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_workers_that_were_there_come_back_while_more_wait(name: str):
+    """Growth from 2 to 4 decode workers waits for n2's model (up to 5 min); nothing was repaired meanwhile."""
+    left, made = LOSSES[name]
+    memory = {"t": ScaleMemory(reached=(1, 2))}
+    observed = replace(seen("n1", "n2", fetching=(fetching("n1", "Succeeded"), fetching("n2"))), memory=memory)
+    plan = reconcile(fleet(), replace(observed, pods=left, pools=pools(1, 2, scaled=4)), NOW)
+    assert {pool.role: pool.replicas for pool in plan.pools} == {"prefill": 1, "decode": 4}
+    assert sorted(one.name for one in plan.create) == made
+
+
+def test_an_operator_that_starts_after_everything_was_lost_makes_it_anew_at_once():
+    roles = [RoleStatus(desired=count, ready=count) for count in (1, 2)]
+    before = FleetStatus(tiers=(TierStatus(name="t", prefill=roles[0], decode=roles[1]),))
+    wish = fleet().model_copy(update={"status": before})
+    assert len(reconcile(wish, seen("n1", "n2", pools=pools(1, 2, scaled=4)), NOW).create) == 3
+
+
+def test_a_worker_over_several_nodes_comes_back_with_all_of_its_pods_while_more_wait():
+    template = Template(OLD, "c", gpus=(1, 2), nodes=(1, 2))
+    observed = replace(
+        seen("n1", "n2"), pods=running(("prefill", 1)), pools=pools(1, 1, scaled=3), templates={"t": template},
+        memory={"t": ScaleMemory(reached=(1, 1))},
+    )  # fmt: skip
+    made = [one.name for one in reconcile(fleet(), observed, NOW).create]
+    assert made == [f"f-t-decode-{OLD}-0", f"f-t-decode-{OLD}-0-1"]
+
+
+def rolled_back() -> InferenceFleet:
+    rollout = RolloutStatus(stable=OLD, failed=NEW, message="rolled back: errors")
+    return fleet().model_copy(update={"status": FleetStatus(tiers=(TierStatus(name="t", rollout=rollout),))})
+
+
+def test_a_revision_that_was_rolled_back_is_not_tried_again_when_a_node_joins():
+    wish, records = rolled_back(), (fetching("n1", "Succeeded"),)
+    old, new = Template(OLD, "c", gpus=(1, 1), number=1), Template(NEW, "c", gpus=(1, 1), number=2)
+    observed = replace(
+        seen("n1", "n2"), pods=running(*BOTH, serving=True), pools=pools(1, 2), templates={"t": new},
+        stored={"t": {OLD: old, NEW: new}},
+    )  # fmt: skip
+    for nodes in (("n1",), ("n1", "n2"), ("n1", "n2")):
+        here = tuple(node(name) for name in nodes)
+        plan = reconcile(wish, replace(observed, nodes=here, fetching=records, memory={}), NOW)
+        wish = wish.model_copy(update={"status": plan.status})
+        rollout, verdict = plan.status.tiers[0].rollout, plan.status.condition("RollingOut")
+        assert rollout is not None
+        assert verdict is not None
+        assert (rollout.failed, rollout.message, verdict.reason) == (NEW, "rolled back: errors", "RolledBack")
+        assert (plan.create, plan.delete) == ((), ())
+        if len(nodes) == 2:
+            records = (*records, fetching("n2", "Succeeded"))
 
 
 def test_a_rollout_begins_when_the_model_is_there():

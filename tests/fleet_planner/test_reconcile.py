@@ -43,7 +43,7 @@ def carry_out(plan: Plan, observed: Observed, ready: bool = True) -> Observed:
     pods = [replace(p, serving=p.uid in serving) for p in observed.pods if p.uid not in gone]
     pods += [pod(w.name, w.role, w.ordinal, revision=w.revision, ready=ready) for w in plan.create]
     pools = tuple(
-        ObservedPool(p.name, f"u{p.name}", p.role, p.tier, p.revision, p.replicas, p.replicas, p.size) for p in plan.pools
+        ObservedPool(p.name, f"u{p.name}", p.role, p.tier, p.revision, p.replicas, p.replicas, p.size, p.wish) for p in plan.pools
     )
     stored = {tier: {**observed.stored.get(tier, {}), t.revision: t} for tier, t in observed.templates.items()}
     for tier, revision in plan.forget:

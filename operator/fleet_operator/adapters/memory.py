@@ -25,7 +25,7 @@ class AdapterMemory:
 
     def due(self, fleet: InferenceFleet, now: float) -> bool:
         """Whether to look now; then `look` must be called. What the spec newly asks for is told at once."""
-        if self.busy or (now < self.again_at and fleet.spec.model.adapters == self.told):
+        if self.busy or (0 < self.again_at - now <= UNCONCERNED_S and fleet.spec.model.adapters == self.told):
             return False
         self.busy = True
         return True

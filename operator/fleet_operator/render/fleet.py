@@ -7,7 +7,19 @@ from collections.abc import Mapping
 from fleet_api.v1alpha1 import InferenceFleet, SloClassSpec, TenantsSpec
 from fleet_api.v1alpha1.routing import CascadeSpec, ExplainSpec, RoutingSpec, TierRuleSpec, TracesSpec
 from fleet_operator.cluster.interface import Object
-from fleet_operator.names import FLEET, PLANNED, REVISION, ROLE, ROUTER_ROLE, SIZE, TIER, labels, owner_reference, router_name
+from fleet_operator.names import (
+    FLEET,
+    PLANNED,
+    REVISION,
+    ROLE,
+    ROUTER_ROLE,
+    SIZE,
+    TIER,
+    WISH,
+    labels,
+    owner_reference,
+    router_name,
+)
 from fleet_operator.render.network import PORTS, port_of
 from fleet_operator.render.port import add_port, requests, routers_of
 from fleet_operator.render.template import security
@@ -45,7 +57,8 @@ TENANTS_FILE = "tenants.json"
 
 
 def render_pool(fleet: InferenceFleet, pool: PoolWanted, owner: Object) -> Object:
-    """One WorkerPool; the annotation lets the operator see when somebody else changed replicas."""
+    """One WorkerPool; the annotations let the operator see when somebody else changed replicas, and what it backed out of."""
+    backed_out = {WISH: str(pool.wish)} if pool.wish is not None else {}
     return {
         "apiVersion": API_VERSION,
         "kind": "WorkerPool",
@@ -53,7 +66,7 @@ def render_pool(fleet: InferenceFleet, pool: PoolWanted, owner: Object) -> Objec
             "name": pool.name,
             "namespace": fleet.metadata.namespace,
             "labels": labels(fleet.metadata.name, **{TIER: pool.tier, ROLE: pool.role, REVISION: pool.revision}),
-            "annotations": {PLANNED: str(pool.replicas), SIZE: str(pool.size)},
+            "annotations": {PLANNED: str(pool.replicas), SIZE: str(pool.size), **backed_out},
             "ownerReferences": [owner_reference(owner)],
         },
         "spec": {

@@ -1,0 +1,110 @@
+"""The operator's clock is set by an hour: nothing is rolled back, no busy worker goes, and what waits does not wait longer."""
+
+from __future__ import annotations
+
+import pytest
+
+from fleet_operator.adapters.memory import AdapterMemory
+from fleet_operator.cluster.interface import FLEET, POD
+from fleet_operator.fleet_state import SET_LEAST_S, clock_set_s
+from fleet_operator.names import REVISION
+from tests.fleet_operator.test_capacity import MANUAL, WAIT_S, Quota, play, scale
+from tests.fleet_operator.test_zero import Sleeper
+from tests.fleet_operator.world import NAMESPACE, World
+from tests.fleet_planner.test_prefetch import fleet
+
+
+@pytest.mark.parametrize(
+    ("before_s", "ahead_s", "set_s"),
+    [(None, 3600.0, 0.0), (0.0, 0.5, 0.0), (0.0, SET_LEAST_S, SET_LEAST_S), (10.0, -3590.0, -3600.0)],
+)
+def test_by_how_much_a_clock_was_set(before_s: float | None, ahead_s: float, set_s: float):
+    assert clock_set_s(before_s, ahead_s) == set_s
+
+
+@pytest.mark.parametrize("set_s", [3600.0, -3600.0])
+def test_a_clock_that_is_set_while_a_tier_is_capped(set_s: float):
+    async def go(world: World, quota: Quota) -> None:
+        quota.limit = 6
+        await scale(world, 8)
+        await quota.seconds(5)
+        kept = {pod["metadata"]["uid"] for pod in await world.store.list(POD, NAMESPACE)}
+        world.set_clock(set_s)
+        quota.tried.clear()
+        assert await quota.seconds(WAIT_S - 7) == {(1, 4)}
+        assert quota.tried == []
+        quota.limit = None
+        await quota.seconds(10)
+        assert await world.workers() == {"prefill": 2, "decode": 8}
+        assert kept <= {pod["metadata"]["uid"] for pod in await world.store.list(POD, NAMESPACE)}
+
+    play(go, scaling=MANUAL)
+
+
+@pytest.mark.parametrize("set_s", [3600.0, -3600.0])
+def test_a_clock_that_is_set_takes_no_busy_worker(set_s: float):
+    """An hour later every need of the last window was old news, and half of the workers went in one pass."""
+
+    async def go(world: World, quota: Quota) -> None:
+        quota.load = (2 * 4.0, 8 * 16.0)
+        await quota.seconds(10)
+        assert await world.workers() == {"prefill": 2, "decode": 8}
+        quota.load = (4.0, 4 * 16.0)
+        await quota.seconds(20)
+        kept = {pod["metadata"]["uid"] for pod in await world.store.list(POD, NAMESPACE)}
+        world.set_clock(set_s)
+        await quota.seconds(20)
+        assert {pod["metadata"]["uid"] for pod in await world.store.list(POD, NAMESPACE)} == kept
+        await quota.seconds(45)
+        assert await world.workers() == {"prefill": 1, "decode": 4}, "the window ends when it would have ended"
+
+    play(go, scaling={"scaleDownWindow": "1m"})
+
+
+@pytest.mark.parametrize("set_s", [3600.0, -3600.0])
+def test_a_clock_that_is_set_while_a_canary_comes_up_rolls_nothing_back(set_s: float):
+    async def go(world: World, quota: Quota) -> None:
+        kubelet = world.kubelet
+
+        async def nobody() -> None:
+            """New pods stay as they are made."""
+
+        world.kubelet = nobody  # type: ignore[method-assign]
+        old = {pod["metadata"]["uid"] for pod in await world.store.list(POD, NAMESPACE)}
+        await world.user.patch(FLEET, NAMESPACE, "f", {"spec": {"engine": {"maxBatch": 8}}})
+        await quota.seconds(30)
+        world.set_clock(set_s)
+        await quota.seconds(20)
+        status = (await world.store.get(FLEET, NAMESPACE, "f"))["status"]["tiers"][0]["rollout"]
+        assert not status.get("failed")
+        assert status["target"]
+        pods = {pod["metadata"]["uid"]: pod for pod in await world.store.list(POD, NAMESPACE)}
+        assert old < pods.keys()
+        assert not any("deletionTimestamp" in pod["metadata"] for pod in pods.values())
+        assert len({pod["metadata"]["labels"][REVISION] for pod in pods.values() if REVISION in pod["metadata"]["labels"]}) == 2
+        await quota.seconds(20)  # the deadline is over now, and holds
+        status = (await world.store.get(FLEET, NAMESPACE, "f"))["status"]["tiers"][0]["rollout"]
+        assert "no progress for 1m" in status["message"]
+        world.kubelet = kubelet  # type: ignore[method-assign]
+
+    canary = {"steps": [20], "interval": "1m"}
+    play(go, rollout={"canary": canary, "progressDeadline": "1m"})
+
+
+@pytest.mark.parametrize("set_s", [3600.0, -3600.0])
+def test_a_clock_that_is_set_is_no_time_in_which_nobody_asked(set_s: float):
+    async def go(world: World, _: Quota) -> None:
+        sleeper = Sleeper(world)
+        await sleeper.seconds(20)
+        world.set_clock(set_s)
+        await sleeper.seconds(20)
+        assert await world.workers() == {"prefill": 1, "decode": 2}
+        await sleeper.seconds(30)
+        assert await world.workers() == {"prefill": 0, "decode": 0}
+
+    play(go, scaling={"toZero": {"enabled": True, "idle": "1m"}})
+
+
+def test_a_clock_that_was_set_back_keeps_nobody_from_asking_for_adapters():
+    memory = AdapterMemory(again_at=3_605.0)
+    assert memory.due(fleet(), 5.0)
