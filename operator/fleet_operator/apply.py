@@ -35,7 +35,7 @@ from fleet_operator.fleet_telling import FleetTelling
 from fleet_operator.flip import marks
 from fleet_operator.fresh import Fresh
 from fleet_operator.gangs import PodGroups, spans_nodes
-from fleet_operator.names import ADAPTERS, APPLIED, MEMBER, group_service, policy_name
+from fleet_operator.names import ADAPTERS, APPLIED, MEMBER, group_service, policy_name, router_name
 from fleet_operator.names import REVISION as REVISION_LABEL
 from fleet_operator.names import ROLE as ROLE_LABEL
 from fleet_operator.names import TIER as TIER_LABEL
@@ -48,6 +48,7 @@ from fleet_operator.render.network import render_policy
 from fleet_operator.render.prefetch import render_fetch
 from fleet_operator.render.revision import render_revision
 from fleet_operator.render.worker import adapters_told, render_pod
+from fleet_operator.router_first import kept_words, may_go
 from fleet_operator.settings import Platform
 from fleet_operator.settled import Settled, digest_of
 from fleet_operator.status_pace import StatusPace
@@ -144,7 +145,7 @@ class Applier:
         if routers_told is not None:
             await self._flips(work.plan, work.fleet.metadata.namespace, pools, work.outcome)
         await self._adapters(work)
-        await self._deletions(work)
+        await self._deletions(work, routers_told)
         for fetch in work.plan.fetch:
             await self._create(render_fetch(work.fleet, fetch, work.raw, self._platform), work)
         await self._creations(work, stored, pools)
@@ -181,13 +182,17 @@ class Applier:
             why = "no worker spans several nodes"
             await self._delete(SERVICE, work.fleet.metadata.namespace, name, uid, why, work.outcome)
 
-    async def _deletions(self, work: _Pass) -> None:
-        namespace = work.fleet.metadata.namespace
-        for gone in work.plan.delete:
+    async def _deletions(self, work: _Pass, told: Object | None) -> None:
+        """`told`: the routers' documents as they are now; None when they could not be written."""
+        namespace, document = work.fleet.metadata.namespace, router_name(work.fleet.metadata.name)
+        going = may_go(work.plan.delete, work.live, told, work.live.get((CONFIG_MAP.kind, document)))
+        kept = kept_words(work.plan.delete, going, document)
+        (work.outcome.problems if work.outcome.problems else work.outcome.conflicts).extend(kept)
+        for gone in going:
             if await self._true(work):
                 pod = work.live.get(("Pod", gone.name))
                 await self._delete(POD, namespace, gone.name, gone.uid, gone.reason, work.outcome, pod)
-        leaving = (work.live.get(("Pod", gone.name)) for gone in work.plan.delete)
+        leaving = (work.live.get(("Pod", gone.name)) for gone in going)
         await self._groups.drop(namespace, leaving, work.outcome)
         for left in work.plan.pools_gone:
             if await self._true(work):
