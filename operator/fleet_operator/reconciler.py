@@ -146,6 +146,8 @@ class Reconciler:
             if self._nodes.take(event):
                 self._nodes_changed()
             return
+        if (before := self._objects.lost(kind, event)) is not None:
+            self.touch(before)
         key = self._objects.take(kind, event)
         if key is None:
             return
