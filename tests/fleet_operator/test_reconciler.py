@@ -212,8 +212,34 @@ def test_an_invalid_spec_leaves_what_runs_alone_and_says_so():
         assert await world.store.list(POD, NAMESPACE) == pods
         assert [line for line in await world.events() if line.startswith("Warning Invalid spec.tiers")]
         assert await world.touch() == []
+        fleet = await world.store.get(FLEET, NAMESPACE, "f")
+        ready = await world.condition("Ready")
+        generation = fleet["metadata"]["generation"]
+        assert (ready["status"], ready["reason"], ready["observedGeneration"]) == ("False", "NotAccepted", generation)
+        assert ready["message"].startswith("spec refused, what runs goes on unattended: spec.tiers")
+        assert fleet["status"]["observedGeneration"] == generation
+        _smuggle(world.store, "f", {"tiers": manifest()["spec"]["tiers"]})
+        await world.settle()
+        ready = await world.condition("Ready")
+        assert (ready["status"], ready["observedGeneration"]) == ("True", generation + 1)
+        assert await world.store.list(POD, NAMESPACE) == pods
+        warnings = [line.split()[1] for line in await world.events() if line.startswith("Warning")]
+        assert warnings == ["Invalid"]  # once, by the condition that has the cause
 
     play(scenario)
+
+
+def test_a_fleet_that_was_never_accepted_says_that_it_is_not_ready():
+    async def scenario() -> None:
+        world = World()
+        await world.user.apply(manifest())
+        _smuggle(world.store, "f", {"tiers": []})
+        await world.settle()
+        ready = await world.condition("Ready")
+        assert (ready["status"], ready["reason"]) == ("False", "NotAccepted")
+        assert await world.store.list(POD, NAMESPACE) == []
+
+    asyncio.run(scenario())
 
 
 def _smuggle(store: MemoryCluster, name: str, spec: dict[str, Any]) -> None:
