@@ -443,33 +443,6 @@ def test_what_was_written_is_not_written_again_while_the_watch_lags():
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize(
-    ("costs", "gone"),
-    [
-        pytest.param({}, {"2"}, id="equal-the-last-made"),
-        pytest.param({"0": "-100"}, {"0"}, id="the-cheapest"),
-        pytest.param({"2": "1"}, {"0"}, id="the-dear-one-stays"),
-        pytest.param({"0": "-5", "1": "-9"}, {"1"}, id="the-cheaper-of-two"),
-        pytest.param({"0": "none of it"}, {"2"}, id="a-word-costs-nothing"),
-    ],
-)
-def test_of_workers_that_may_go_the_one_with_the_lowest_deletion_cost_goes(costs: dict[str, str], gone: set[str]):
-    async def scenario(world: World) -> None:
-        pool = (await world.pool("decode"))["metadata"]["name"]
-        await world.user.patch(POOL, NAMESPACE, pool, {"spec": {"replicas": 3}})
-        await world.settle()
-        for place, cost in costs.items():
-            notes = {"controller.kubernetes.io/pod-deletion-cost": cost}
-            await world.user.patch(POD, NAMESPACE, f"{pool}-{place}", {"metadata": {"annotations": notes}})
-        await world.settle()
-        await world.user.patch(POOL, NAMESPACE, pool, {"spec": {"replicas": 2}})
-        await world.settle()
-        left = {pod["metadata"]["name"] for pod in await world.store.list(POD, NAMESPACE)}
-        assert {f"{pool}-{place}" for place in "012"} - left == {f"{pool}-{place}" for place in gone}
-
-    play(scenario, scaling={"mode": "manual"})
-
-
 def test_a_worker_is_told_to_go_once_while_the_watch_lags():
     async def scenario(world: World) -> None:
         await world.user.apply(manifest(tiers=[{"name": "other", "accelerator": {"type": "cpu"}}]))
