@@ -296,9 +296,9 @@ class Applier:
         try:
             made = await self._cluster.create(wish)
         except ConflictError as error:
-            if kind == POOL.kind:
-                work.fresh.made_pool(was_there=True)
             found = await self._there(wish, outcome)
+            if kind == POOL.kind and (found is None or taken(found, wish) is None):  # without our label no watch will show it
+                work.fresh.made_pool(was_there=True)
             if found is None:  # gone again, or another conflict: the next pass sees which
                 outcome.fail(f"{kind} {name}", error)
                 return None

@@ -20,6 +20,7 @@ from fleet_operator.cluster.interface import (
     PDB,
     POD,
     POOL,
+    SERVICE,
     InvalidError,
     Kind,
     WatchEvent,
@@ -254,6 +255,25 @@ def test_a_pod_that_lost_the_labels_it_is_found_by_is_told(key: str, value: str 
         assert (told["status"], told["reason"]) == ("False", "NameConflict")
         assert f"Pod {name} is this fleet's without its label {key}=" in told["message"]
         assert "set it again, or delete the Pod" in told["message"]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("kind", [POOL, CONTROLLER_REVISION, CONFIG_MAP, DEPLOYMENT, PDB, SERVICE], ids=lambda kind: kind.kind)
+def test_whatever_else_lost_its_label_gets_it_again(kind: Kind):
+    """A pool did not: that the API has one where none is seen was taken for news that had not come yet, for ever."""
+
+    async def scenario() -> None:
+        world = World()
+        await world.user.apply(manifest(scaling={"mode": "manual"}))
+        await world.settle()
+        workers = {pod["metadata"]["uid"] for pod in await world.store.list(POD, NAMESPACE)}
+        name = await edit(world, kind, 0, ("labels", {names.FLEET: None}))
+        await go_on(world, 12)
+        found = await world.store.get(kind, NAMESPACE, name)
+        assert found["metadata"]["labels"][names.FLEET] == "f"
+        assert {pod["metadata"]["uid"] for pod in await world.store.list(POD, NAMESPACE)} == workers
+        assert (await world.condition("Ready"))["status"] == "True"
 
     asyncio.run(scenario())
 
