@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fleet_api.v1alpha1 import InferenceFleet
-from fleet_operator.budgets import budgets_due
+from fleet_operator.budgets import budgets_due, still_guards
 from fleet_operator.claims import short_of_claims
 from fleet_operator.cluster.interface import (
     CONFIG_MAP,
@@ -437,7 +437,8 @@ class Applier:
             await self._put(budget, work)
         kept = {budget["metadata"]["name"] for budget in wanted}
         for (kind, name), found in list(work.live.items()):  # watches feed the cache while a deletion is awaited
-            if kind == PDB.kind and name not in kept and owned(found, work.raw) and await self._true(work):
+            stale = kind == PDB.kind and name not in kept and owned(found, work.raw) and not still_guards(found, work.live)
+            if stale and await self._true(work):
                 uid = found["metadata"]["uid"]
                 await self._delete(PDB, namespace, name, uid, "nothing of the spec needs it", work.outcome)
 

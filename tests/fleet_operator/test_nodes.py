@@ -161,6 +161,27 @@ def test_old_news_of_a_node_and_of_its_namesake_changes_nothing():
     assert nodes.views == {}
 
 
+def test_the_budgets_of_a_renamed_tier_guard_its_workers_until_their_successors_serve():
+    async def scenario() -> None:
+        world = World()
+        await world.user.apply(manifest())
+        await world.settle()
+        await world.user.apply(manifest(tiers=[{"name": "u", "accelerator": {"type": "cpu"}}]))
+        seen: list[tuple[bool, bool]] = []
+        for _ in range(8):
+            await world.step()
+            pods = [pod["metadata"] for pod in await world.store.list(POD, NAMESPACE)]
+            old = any(meta["name"].startswith("f-t-") and "deletionTimestamp" not in meta for meta in pods)
+            seen.append((old, "f-t-decode" in {pdb["metadata"]["name"] for pdb in await world.store.list(PDB, NAMESPACE)}))
+        assert (True, True) in seen
+        assert (True, False) not in seen
+        assert seen[-1] == (False, False)
+        names = {pdb["metadata"]["name"] for pdb in await world.store.list(PDB, NAMESPACE)}
+        assert names == {"f-u-prefill", "f-u-decode"}
+
+    asyncio.run(scenario())
+
+
 def test_the_budgets_of_a_tier_that_is_gone_go_with_it():
     async def scenario() -> None:
         world, two = World(), [{"name": name, "accelerator": {"type": "cpu"}} for name in ("t", "u")]
