@@ -71,8 +71,8 @@ e2e: setup kube vllm clients kueue lws sched-plugins volcano sim ## all of e2e o
 e2e-loop: setup kube clients kueue lws sched-plugins volcano sim ## e2e without vLLM
 	$(RUN) pytest e2e -m "not vllm and not kind"
 
-e2e-operator: setup kube kwok ## faults between operator and API server, bad input, other hands (FLEET_FAULT_SEED=n repeats a run)
-	$(RUN) pytest e2e/test_operator_*.py
+e2e-operator: setup kube kwok ## faults between operator and API server, bad input, other hands, churn, rollouts, flips, gangs, deletion, zero (FLEET_FAULT_SEED=n repeats a run)
+	$(RUN) pytest e2e/test_operator_*.py $(foreach name,churn rollout flip gang delete zero,e2e/test_$(name).py)
 
 e2e-router: setup kube kwok clients sim ## faults of workers, network and discovery, overload, bad input at the router (FLEET_LOOP_REQUESTS=10000 for the full loop)
 	@$(COMPILED_ROUTER); $(RUN) pytest e2e/test_router_*.py -m "not vllm"
@@ -146,6 +146,8 @@ IMAGE_SOURCES := pyproject.toml uv.lock README.md LICENSE operator router worker
 IMAGES ?= operator router worker
 IMAGE_PREFIX ?= inferencefleet
 TAG ?= $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml | head -1)
+# A tag, not a digest: which digest it has today only the registry can say, and a wrong one builds nothing. A release pins it:
+# make images BASE=python@sha256:DIGEST (docker buildx imagetools inspect python:3.11-slim-bookworm tells it).
 BASE ?= python:3.11-slim-bookworm
 # worker: with the torch engine and its CUDA libraries; vllm: the agent alone, for a BASE that has the engine
 WORKER_EXTRA ?= worker

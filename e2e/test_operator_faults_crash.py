@@ -48,6 +48,17 @@ def rolled_out(lab: Lab) -> bool:
     return seen and lab.serving(1, 2) and told.get("RollingOut") == "Complete" and len(lab.revisions()) == 1
 
 
+def four_to_decode(lab: Lab) -> None:
+    """One prefill and four decode workers."""
+    running_fleet(lab)
+    lab.scale("decode", 4)
+    lab.until("four decode workers", lambda: lab.serving(1, 4), 60)
+
+
+def fewer(lab: Lab, number: int) -> None:
+    lab.scale("decode", 2)
+
+
 def remove(lab: Lab, number: int) -> None:
     lab.admin("DELETE", path_of(FLEET, lab.namespace, "f")).raise_for_status()
 
@@ -62,6 +73,9 @@ SCENARIOS = {
         Scenario("create", nobody, create, rolled_out, writes_least=18),
         Scenario("rollout", running_fleet, new_image, rolled_out, writes_least=20,
                  swaps=lambda number: {f"worker:{number:04}": "worker:NEW"}),
+        # the documents, the pool, two deletions, the status: workers go only after the routers were told
+        Scenario("shrink", four_to_decode, fewer, rolled_out, writes_least=5),
+        # children go by garbage collection: there is no write to die at
         Scenario("delete", running_fleet, remove, gone, writes_least=0),
     )
 }  # fmt: skip

@@ -128,7 +128,7 @@ def said_no(lab: Lab, name: str) -> bool:
 def test_an_invalid_spec_that_was_stored_leaves_the_running_fleet_alone(new_lab: Callable[[], Lab]):
     lab = new_lab()
     running(lab)
-    before = comparable(lab.objects())
+    before, uids = comparable(lab.objects()), lab.uids()
     good = fleet_manifest(lab.namespace)["spec"]
     with no_admission(lab.admin):
         lab.admin.merge(path_of(FLEET, lab.namespace, "f"), {"spec": {"tiers": [], "model": {"source": "ftp://x"}}})
@@ -140,7 +140,10 @@ def test_an_invalid_spec_that_was_stored_leaves_the_running_fleet_alone(new_lab:
         after = comparable(lab.objects())
         children = [key for key in before if not key.startswith("InferenceFleet")]
         assert {key: after[key] for key in children} == {key: before[key] for key in children}
-        assert lab.uids() == lab.uids()
+        assert lab.uids() == uids
+        ready = lab.condition("Ready")
+        assert (ready["status"], ready["reason"]) == ("False", "NotAccepted")
     lab.admin.merge(path_of(FLEET, lab.namespace, "f"), {"spec": good})
     lab.until("accepted again", lambda: lab.condition("Accepted")["status"] == "True" and lab.serving(1, 2))
+    assert lab.uids() == uids
     lab.at_rest()

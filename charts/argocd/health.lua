@@ -4,16 +4,29 @@ local function health(status, message)
   return { status = status, message = message }
 end
 
+local ROLLOUT_FAILED = { Stuck = true, ProgressDeadlineExceeded = true, RolledBack = true }
+
 local function fleet_health()
   local found = {}
   for _, condition in ipairs(obj.status.conditions or {}) do
     found[condition.type] = condition
   end
-  local ready = found.Ready
-  if ready == nil or (obj.status.observedGeneration or 0) < (obj.metadata.generation or 0) then
+  if (obj.status.observedGeneration or 0) < (obj.metadata.generation or 0) then
     return health("Progressing", "waiting for the operator to look at this generation")
   end
-  local rolling = found.RollingOut
+  -- before Ready: it may be older than the spec that was refused
+  local accepted = found.Accepted
+  if accepted ~= nil and accepted.status == "False" then
+    return health("Degraded", accepted.reason .. ": " .. accepted.message)
+  end
+  local ready, rolling = found.Ready, found.RollingOut
+  if ready == nil then
+    return health("Progressing", "waiting for the operator to look at this generation")
+  end
+  -- a rollout that ended badly is no success, though the revision before it serves
+  if rolling ~= nil and ROLLOUT_FAILED[rolling.reason] then
+    return health("Degraded", rolling.reason .. ": " .. rolling.message)
+  end
   if rolling ~= nil and rolling.reason == "Paused" then
     return health("Suspended", rolling.message)
   end

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fleet_api.v1alpha1 import InferenceFleet
-from fleet_operator.budgets import budgets_due
+from fleet_operator.budgets import budgets_due, still_guards
 from fleet_operator.claims import short_of_claims
 from fleet_operator.cluster.interface import (
     CONFIG_MAP,
@@ -35,23 +35,24 @@ from fleet_operator.fleet_telling import FleetTelling
 from fleet_operator.flip import marks
 from fleet_operator.fresh import Fresh
 from fleet_operator.gangs import PodGroups, spans_nodes
-from fleet_operator.names import ADAPTERS, APPLIED, MEMBER, group_service, policy_name
-from fleet_operator.names import REVISION as REVISION_LABEL
+from fleet_operator.names import ADAPTERS, APPLIED, MEMBER, group_service, policy_name, router_name
 from fleet_operator.names import ROLE as ROLE_LABEL
 from fleet_operator.names import TIER as TIER_LABEL
 from fleet_operator.outcome import Outcome, StopError
+from fleet_operator.ownership import name_conflict, owned, taken
 from fleet_operator.pool_status import pool_status
 from fleet_operator.render.fabric import render_claims
 from fleet_operator.render.fleet import render_budgets, render_documents, render_pool, render_router
 from fleet_operator.render.gang import leader_of, render_group_service
 from fleet_operator.render.network import render_policy
 from fleet_operator.render.prefetch import render_fetch
-from fleet_operator.render.revision import render_revision
+from fleet_operator.render.revision import place_of, render_revision
 from fleet_operator.render.worker import adapters_told, render_pod
+from fleet_operator.router_first import kept_words, may_go
 from fleet_operator.settings import Platform
 from fleet_operator.settled import Settled, digest_of
 from fleet_operator.status_pace import StatusPace
-from fleet_planner.events import NAME_CONFLICT, Deed
+from fleet_planner.events import Deed
 from fleet_planner.flip import other
 from fleet_planner.reconcile import Plan
 from fleet_planner.types import ROLES, PodWanted, Problem, Template
@@ -144,7 +145,7 @@ class Applier:
         if routers_told is not None:
             await self._flips(work.plan, work.fleet.metadata.namespace, pools, work.outcome)
         await self._adapters(work)
-        await self._deletions(work)
+        await self._deletions(work, routers_told)
         for fetch in work.plan.fetch:
             await self._create(render_fetch(work.fleet, fetch, work.raw, self._platform), work)
         await self._creations(work, stored, pools)
@@ -176,18 +177,22 @@ class Applier:
             await self._put(render_group_service(work.fleet, work.raw), work)
             return
         found = work.live.get((SERVICE.kind, group_service(work.fleet.metadata.name)))
-        if found is not None and _owned(found, work.raw) and await self._true(work, sizes=False):
+        if found is not None and owned(found, work.raw) and await self._true(work, sizes=False):
             name, uid = found["metadata"]["name"], found["metadata"]["uid"]
             why = "no worker spans several nodes"
             await self._delete(SERVICE, work.fleet.metadata.namespace, name, uid, why, work.outcome)
 
-    async def _deletions(self, work: _Pass) -> None:
-        namespace = work.fleet.metadata.namespace
-        for gone in work.plan.delete:
+    async def _deletions(self, work: _Pass, told: Object | None) -> None:
+        """`told`: the routers' documents as they are now; None when they could not be written."""
+        namespace, document = work.fleet.metadata.namespace, router_name(work.fleet.metadata.name)
+        going = may_go(work.plan.delete, work.live, told, work.live.get((CONFIG_MAP.kind, document)))
+        kept = kept_words(work.plan.delete, going, document)
+        (work.outcome.problems if work.outcome.problems else work.outcome.conflicts).extend(kept)
+        for gone in going:
             if await self._true(work):
                 pod = work.live.get(("Pod", gone.name))
                 await self._delete(POD, namespace, gone.name, gone.uid, gone.reason, work.outcome, pod)
-        leaving = (work.live.get(("Pod", gone.name)) for gone in work.plan.delete)
+        leaving = (work.live.get(("Pod", gone.name)) for gone in going)
         await self._groups.drop(namespace, leaving, work.outcome)
         for left in work.plan.pools_gone:
             if await self._true(work):
@@ -208,9 +213,9 @@ class Applier:
     async def _revisions(self, work: _Pass, templates: dict[str, Template]) -> dict[tuple[str, str], Object]:
         """Stored templates by (tier, revision), the wanted ones among them: no pod is made before its template is kept."""
         found = {
-            (obj["metadata"]["labels"][TIER_LABEL], obj["metadata"]["labels"][REVISION_LABEL]): obj
+            at: obj
             for (kind, _), obj in work.live.items()
-            if kind == "ControllerRevision" and _owned(obj, work.raw)
+            if kind == "ControllerRevision" and owned(obj, work.raw) and (at := place_of(obj)) is not None
         }
         for tier, revision in work.plan.keep:
             if (tier, revision) not in found:
@@ -233,7 +238,7 @@ class Applier:
         if work.settled.holds(digest, (kind, name), seen):
             return seen
         wish, found = stamped(wish), seen
-        if found is None or not _owned(found, work.raw):  # not there, or not ours, as far as the cache knows
+        if found is None or not owned(found, work.raw):  # not there, or not ours, as far as the cache knows
             if not await self._true(work, sizes=kind == POOL.kind and not work.fresh.is_first):
                 return None
             if found is None and kind in MADE_AT_ONCE | EDITED:
@@ -248,8 +253,8 @@ class Applier:
     async def _as_wished(self, wish: Object, found: Object | None, work: _Pass) -> Object | None:
         """What was found, if anything, made what the wish says."""
         kind, name, outcome = wish["kind"], wish["metadata"]["name"], work.outcome
-        if found is not None and not _owned(found, work.raw):
-            outcome.problems.append(_name_conflict(kind, name))
+        if found is not None and not owned(found, work.raw):
+            outcome.problems.append(name_conflict(kind, name))
             return None
         if satisfied(wish, found):
             return found
@@ -291,9 +296,9 @@ class Applier:
         try:
             made = await self._cluster.create(wish)
         except ConflictError as error:
-            if kind == POOL.kind:
-                work.fresh.made_pool(was_there=True)
             found = await self._there(wish, outcome)
+            if kind == POOL.kind and (found is None or taken(found, wish) is None):  # without our label no watch will show it
+                work.fresh.made_pool(was_there=True)
             if found is None:  # gone again, or another conflict: the next pass sees which
                 outcome.fail(f"{kind} {name}", error)
                 return None
@@ -339,7 +344,7 @@ class Applier:
             await self._put(render_policy(work.fleet, work.raw, self._platform), work)
             return
         found = work.live.get((NETWORK_POLICY.kind, policy_name(work.fleet.metadata.name)))
-        if found is not None and _owned(found, work.raw) and await self._true(work, sizes=False):
+        if found is not None and owned(found, work.raw) and await self._true(work, sizes=False):
             name, uid = found["metadata"]["name"], found["metadata"]["uid"]
             why, namespace = "spec.networkPolicy.enabled is false", work.fleet.metadata.namespace
             await self._delete(NETWORK_POLICY, namespace, name, uid, why, work.outcome)
@@ -364,10 +369,11 @@ class Applier:
             made = await self._cluster.create(pod)
         except ConflictError as error:
             there = await self._there(pod, outcome)
-            if there is None or _same_owner(there, pod):
-                outcome.fail(f"Pod {name}", error)  # ours of a life before: the watch will show it
+            conflict = taken(there, pod) if there is not None else None
+            if conflict:
+                outcome.problems.append(conflict)
             else:
-                outcome.problems.append(_name_conflict("Pod", name))
+                outcome.fail(f"Pod {name}", error)  # ours of a life before: the watch will show it
             return None
         except ClusterError as error:
             outcome.fail(f"Pod {name}", error)
@@ -431,7 +437,8 @@ class Applier:
             await self._put(budget, work)
         kept = {budget["metadata"]["name"] for budget in wanted}
         for (kind, name), found in list(work.live.items()):  # watches feed the cache while a deletion is awaited
-            if kind == PDB.kind and name not in kept and _owned(found, work.raw) and await self._true(work):
+            stale = kind == PDB.kind and name not in kept and owned(found, work.raw) and not still_guards(found, work.live)
+            if stale and await self._true(work):
                 uid = found["metadata"]["uid"]
                 await self._delete(PDB, namespace, name, uid, "nothing of the spec needs it", work.outcome)
 
@@ -440,7 +447,7 @@ class Applier:
             found = work.live.get(("WorkerPool", pool.name))
             if found is None:
                 continue
-            pods = [o for (kind, _), o in work.live.items() if kind == "Pod" and _owned(o, found)]
+            pods = [o for (kind, _), o in work.live.items() if kind == "Pod" and owned(o, found)]
             wish = pool_status(pods, work.fleet.metadata.name, pool)
             if found.get("status") != wish:
                 await self._pool_told(work.fleet.metadata.namespace, pool.name, wish, work.outcome)
@@ -456,8 +463,9 @@ class Applier:
 
 
 def _member(pod: Object | None) -> int:
-    """Place of a pod in its worker."""
-    return int((pod["metadata"].get("labels") or {}).get(MEMBER, 0)) if pod is not None else 0
+    """Place of a pod in its worker; what somebody else wrote there counts as the first."""
+    text = (pod["metadata"].get("labels") or {}).get(MEMBER, "") if pod is not None else ""
+    return int(text) if text.isascii() and text.isdigit() else 0
 
 
 def _worker(pod: Object | None) -> tuple[str, str]:
@@ -472,22 +480,8 @@ def _undid(wish: Object, found: Object | None) -> str:
     return difference(found, wish) if applied == wish["metadata"]["annotations"][APPLIED] else ""
 
 
-def _owned(found: Object, owner: Object) -> bool:
-    references = found["metadata"].get("ownerReferences") or []
-    return any(reference.get("uid") == owner["metadata"]["uid"] for reference in references)
-
-
-def _same_owner(there: Object, wish: Object) -> bool:
-    """Whether `there` belongs to whom `wish` would belong."""
-    return any(_owned(there, {"metadata": reference}) for reference in wish["metadata"]["ownerReferences"])
-
-
 def _planned_from(wish: Object, found: Object | None) -> Object:
     """The wish with the version that it was planned from: refused when the object has changed since."""
     if found is None:
         return wish
     return {**wish, "metadata": {**wish["metadata"], "resourceVersion": found["metadata"]["resourceVersion"]}}
-
-
-def _name_conflict(kind: str, name: str) -> Problem:
-    return Problem(NAME_CONFLICT, f"{kind} {name} exists and belongs to somebody else")

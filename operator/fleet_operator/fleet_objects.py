@@ -22,6 +22,8 @@ class FleetObjects:
         self._children: dict[Key, dict[tuple[str, str], Object]] = {}
         self._gone: OrderedDict[str, str] = OrderedDict()
         """Their versions at the end."""
+        self._where: dict[str, Key] = {}
+        """Fleets of children, by uid."""
 
     def children(self, key: Key) -> dict[tuple[str, str], Object]:
         """(kind, name) → object, of one fleet. A pass takes it as it is at its beginning."""
@@ -49,7 +51,24 @@ class FleetObjects:
         if self._is_gone(event.object) or (known is not None and not _newer(event.object, known)):
             return None
         holder[at] = kept = cached(kind, event.object)
+        if kind != FLEET:
+            self._where.pop(known["metadata"]["uid"] if known is not None else "", None)
+            self._where[event.object["metadata"]["uid"]] = key
         return None if known is not None and same(kept, known) else key
+
+    def lost(self, kind: Kind, event: WatchEvent) -> Key | None:
+        """The fleet that this object belonged to, when somebody took its label or gave it another one: it is of that fleet no
+        longer. None: nothing of the kind. To be asked before `take`."""
+        meta = event.object["metadata"]
+        before = self._where.get(meta.get("uid", "")) if kind != FLEET else None
+        if before is None or before == _fleet_of(kind, event.object):
+            return None
+        known = self._children[before][kind.kind, meta["name"]]
+        if event.type != "DELETED" and not _newer(event.object, known):
+            return None
+        self._ended(meta["uid"], _version(event.object))
+        self._drop(before, (kind.kind, meta["name"]), meta["uid"])
+        return before
 
     def missed(self, kind: Kind, listed: Listed, within: Collection[str] = ()) -> tuple[list[Key], list[Object]]:
         """What a list shows that nobody told: (namespace, name) of objects to read again, and objects that are gone. What is
@@ -91,15 +110,26 @@ class FleetObjects:
 
     def _take_deleted(self, key: Key, holder: dict[Key, Object], at: Key, known: Object | None, gone: Object) -> bool:
         uid = gone["metadata"].get("uid")
-        self._gone[uid] = _version(gone)
-        if len(self._gone) > GONE_MOST:
-            self._gone.popitem(last=False)
+        self._ended(uid, _version(gone))
         if known is None or known["metadata"].get("uid") != uid:
             return False
-        del holder[at]
-        if not self._children.get(key, True):
-            del self._children[key]
+        if holder is self.fleets:
+            del holder[at]
+        else:
+            self._drop(key, at, uid)
         return True
+
+    def _ended(self, uid: str, version: str) -> None:
+        self._gone[uid] = version
+        if len(self._gone) > GONE_MOST:
+            self._gone.popitem(last=False)
+
+    def _drop(self, key: Key, at: tuple[str, str], uid: str) -> None:
+        """A child is no longer of this fleet."""
+        self._where.pop(uid, None)
+        del self._children[key][at]
+        if not self._children[key]:
+            del self._children[key]
 
 
 def _fleet_of(kind: Kind, obj: Object) -> Key | None:

@@ -7,6 +7,7 @@ from typing import Final
 
 from fleet_api.conditions import rfc3339
 from fleet_api.v1alpha1 import InferenceFleet
+from fleet_operator.claims import MARKS
 from fleet_operator.cluster.interface import POD, Cluster, ClusterError, NotFoundError, Object
 from fleet_operator.cluster.kinds import POD_GROUP_KINDS
 from fleet_operator.names import ASKED_AGAIN, POOL, REVISION, ROLE, TIER
@@ -93,9 +94,10 @@ def waiting_leaders(live: Mapping[tuple[str, str], Object]) -> list[PodWanted]:
     leaders = []
     for name, pods in sorted(workers.items()):
         elsewhere = any("deletionTimestamp" in pod["metadata"] or pod["spec"].get("schedulingGates") for pod in pods)
-        if not elsewhere and not all(pod["spec"].get("nodeName") for pod in pods):
-            of = pods[0]["metadata"]["labels"]
-            leaders.append(PodWanted(name, of[POOL], of[TIER], of[ROLE], of[REVISION], int(name.rpartition("-")[2])))
+        of, place = pods[0]["metadata"]["labels"], name.rpartition("-")[2]
+        ours = of.keys() >= MARKS and place.isascii() and place.isdigit()  # else somebody edited its labels
+        if ours and not elsewhere and not all(pod["spec"].get("nodeName") for pod in pods):
+            leaders.append(PodWanted(name, of[POOL], of[TIER], of[ROLE], of[REVISION], int(place)))
     return leaders
 
 
@@ -110,4 +112,4 @@ def count_workers(pods: Iterable[Object], of: Mapping[str, str]) -> tuple[int, i
 
 def _is_ready(pod: Object) -> bool:
     conditions = (pod.get("status") or {}).get("conditions") or []
-    return any(condition["type"] == "Ready" and condition["status"] == "True" for condition in conditions)
+    return any(condition.get("type") == "Ready" and condition.get("status") == "True" for condition in conditions)

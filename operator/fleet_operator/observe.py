@@ -32,6 +32,7 @@ from fleet_planner.types import ROLES, AdapterSeen, FetchPod, ObservedPod, Obser
 from fleet_wire import endpoints
 from fleet_wire.endpoints import ENDPOINTS_KEY
 
+COUNT_DIGITS = 6
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 
 
@@ -99,7 +100,7 @@ def observe_fetching(pods: Iterable[Object]) -> tuple[FetchPod, ...]:
                     node=(meta.get("annotations") or {}).get(FETCH_NODE, ""),
                     key=key,
                     phase=status.get("phase", "Pending"),
-                    created_at=timestamp(meta.get("creationTimestamp")) or 0.0,
+                    created_at=_time(meta.get("creationTimestamp")) or 0.0,
                     message=str(status.get("message") or _message(status.get("containerStatuses") or [], {})),
                     terminating="deletionTimestamp" in meta,
                 )
@@ -121,7 +122,7 @@ def observe_published(documents: Object | None) -> dict[str, tuple[AdapterSeen, 
 def _pod(pod: Object, leaving: str, sick: str, serving: bool, busy: float | None) -> ObservedPod:
     meta, status = pod["metadata"], pod.get("status") or {}
     labels, notes = meta["labels"], meta.get("annotations") or {}
-    conditions = {c["type"]: c for c in status.get("conditions") or []}
+    conditions = {c.get("type"): c for c in status.get("conditions") or []}
     ready = conditions.get("Ready", {})
     scheduled = conditions.get("PodScheduled", {})
     containers = status.get("containerStatuses") or []
@@ -132,22 +133,22 @@ def _pod(pod: Object, leaving: str, sick: str, serving: bool, busy: float | None
         role=labels[ROLE],
         tier=labels.get(TIER, ""),
         revision=labels.get(REVISION, ""),
-        ordinal=int(notes.get(ORDINAL, meta["name"].rsplit("-", 1)[-1])),
+        ordinal=_ordinal(notes.get(ORDINAL), meta["name"]),
         ip=status.get("podIP"),
         node=node,
         phase=status.get("phase", "Pending"),
         ready=ready.get("status") == "True" and "deletionTimestamp" not in meta,
         terminating="deletionTimestamp" in meta,
-        created_at=timestamp(meta.get("creationTimestamp")) or 0.0,
-        ready_since=timestamp(ready.get("lastTransitionTime")) if ready.get("status") == "True" else None,
+        created_at=_time(meta.get("creationTimestamp")) or 0.0,
+        ready_since=_time(ready.get("lastTransitionTime")) if ready.get("status") == "True" else None,
         message=_message(containers, scheduled),
         unschedulable=scheduled.get("status") == "False" and scheduled.get("reason") == "Unschedulable",
         gated=scheduled.get("status") == "False" and scheduled.get("reason") == "SchedulingGated",
         restarts=sum(container.get("restartCount", 0) for container in containers),
         compat=notes.get(COMPAT, ""),
-        member=_whole(notes.get(MEMBER)),
+        member=member_of(notes, meta["name"]),
         group=notes.get(GROUP_UID, ""),
-        scheduled_at=timestamp(scheduled.get("lastTransitionTime")) if scheduled.get("status") == "True" else None,
+        scheduled_at=_time(scheduled.get("lastTransitionTime")) if scheduled.get("status") == "True" else None,
         deletion_cost=_whole(notes.get(DELETION_COST)),
         leaving=leaving,
         sick=sick,
@@ -170,7 +171,7 @@ def _time(text: str | None) -> float | None:
     """A time that a user may have edited."""
     try:
         return timestamp(text)
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
 
 
@@ -180,6 +181,19 @@ def _whole(text: str | None) -> int:
         return int(text or 0)
     except ValueError:
         return 0
+
+
+def _ordinal(text: str | None, name: str) -> int:
+    """A worker's place in its pool. Where somebody edited the annotation the name has it; a name without one comes first."""
+    found = (_count(part) for part in (text, name.rpartition("-")[2]))
+    return next((place for place in found if place is not None), 0)
+
+
+def member_of(notes: Mapping[str, str], name: str) -> int:
+    """A pod's place in its worker. Only those that were made to follow a leader have one, and it ends their names: a pod to which
+    somebody wrote another is a worker as before."""
+    place = _count(notes.get(MEMBER)) or 0
+    return place if notes.get(GROUP_UID) and name.endswith(f"-{place}") else 0
 
 
 def _message(containers: list[Any], scheduled: dict[str, Any]) -> str:
@@ -219,7 +233,8 @@ def observe_pools(pools: Iterable[Object]) -> tuple[ObservedPool, ...]:
 
 
 def _count(text: str | None) -> int | None:
-    return int(text) if text is not None and text.isdigit() else None
+    """A count that a user may have edited; None when it is none, or more than any fleet has."""
+    return int(text) if text is not None and text.isascii() and text.isdigit() and len(text) <= COUNT_DIGITS else None
 
 
 def observe_router(deployment: Object | None, pods: Iterable[Object]) -> RouterView | None:

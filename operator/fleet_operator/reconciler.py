@@ -149,6 +149,8 @@ class Reconciler:
             if self._nodes.take(event):
                 self._nodes_changed()
             return
+        if (before := self._objects.lost(kind, event)) is not None:
+            self.touch(before)
         key = self._objects.take(kind, event)
         if key is None:
             return
@@ -353,16 +355,16 @@ class Reconciler:
         return outcome
 
     async def _not_accepted(self, key: Key, raw: Object, error: ManifestError) -> Outcome:
-        """An invalid spec that got past the API server: say so, leave what runs alone."""
-        status = dict(raw.get("status") or {})
-        generation = raw["metadata"].get("generation", 0)
+        """An invalid spec that got past the API server: say so, leave what runs alone. Nobody repairs or scales it meanwhile:
+        it is not Ready, whatever it was."""
+        generation, now, words = raw["metadata"].get("generation", 0), self._now(), "; ".join(error.errors)
         present = present_status(raw)
-        conditions = set_condition(
-            present.conditions, "Accepted", "False", "Invalid", "; ".join(error.errors), generation=generation, now=self._now()
-        )
+        found = set_condition(present.conditions, "Accepted", "False", "Invalid", words, generation=generation, now=now)
+        unready = f"spec refused, what runs goes on unattended: {words}"
+        conditions = set_condition(found, "Ready", "False", "NotAccepted", unready, generation=generation, now=now)
         after = present.model_copy(update={"conditions": conditions, "observed_generation": generation})
         outcome = Outcome()
-        if not contains(status, after.to_dict()):
+        if not contains(raw.get("status") or {}, after.to_dict()):
             await self._writer.patch_status(FLEET, *key, after.to_dict())
             outcome.writes += 1
         await self._recorder.record(raw, after, outcome, {})

@@ -18,27 +18,35 @@ from fleet_planner.types import ROLES, Problem
 NOTE_MOST_BYTES = 1_000
 """events.k8s.io/v1 refuses notes of more than 1 kB."""
 NAMES_MOST = 3
-SEVERE = frozenset(
+SEVERE: Final = frozenset(
     {
+        "BackedOut",
         "Invalid",
-        "WorkersFailing",
         "KvFailing",
-        "Unschedulable",
-        "Stuck",
-        "ProgressDeadlineExceeded",
-        "RolledBack",
+        "KvNotMoving",
+        "Mismatch",
+        "NoRouter",
+        "OutOfRatio",
         "PrefetchFailed",
+        "ProgressDeadlineExceeded",
+        "QuotaExceeded",
+        "RolledBack",
+        "SourceFailed",
+        "Stuck",
+        "TcpFallback",
+        "Unschedulable",
+        "WorkersFailing",
     }
 )
-"""Reasons that warn even when the fleet was never well."""
-IN_ORDER = frozenset({"Progressing", "Paused", "Prefetching", "Waking"})
+"""Reasons that warn even when the fleet was never well: somebody has to do something."""
+IN_ORDER: Final = frozenset({"Progressing", "Paused", "Prefetching", "Queued", "Waking"})
 """Reasons of states that are neither good nor bad."""
 NAME_CONFLICT = "NameConflict"
 """A problem and a condition's reason: an object of somebody else has the name of one of ours."""
 UNTOLD = frozenset({"Creating", "NotProvisioned"})
 """Reasons of a beginning: nobody was told that it is not well, and nobody has to be told that it is now."""
-TOLD_ELSEWHERE = frozenset({"ApplyFailed", NAME_CONFLICT, "AdapterFailed", "Loading"}) | UNTOLD
-"""Reasons whose causes have events of their own: the problems, the workers that were created."""
+TOLD_ELSEWHERE = frozenset({"ApplyFailed", NAME_CONFLICT, "AdapterFailed", "Loading", "NotAccepted"}) | UNTOLD
+"""Reasons whose causes have events of their own: the problems, the workers that were created, the spec that was refused."""
 AT_FIRST: Final = "WorkersStarting"
 """What every new fleet is: the workers that are created say so."""
 
@@ -131,9 +139,10 @@ def _transition(before: Condition | None, after: Condition) -> Event | None:
         return Event("Normal", after.reason, after.message, "Reconcile") if news else None
     silent = (after.status == "Unknown" and after.type != "TelemetryFresh") or after.reason in TOLD_ELSEWHERE
     silent |= before is None and after.reason == AT_FIRST
-    if silent or (after.type in ("Ready", "TelemetryFresh") and not was_good):
+    severe = after.reason in SEVERE
+    if silent or (after.type in ("Ready", "TelemetryFresh") and not was_good and not severe):
         return None
-    bad = after.reason in SEVERE or (was_good and after.reason not in IN_ORDER)
+    bad = severe or (was_good and after.reason not in IN_ORDER)
     severity: Literal["Normal", "Warning"] = "Warning" if bad else "Normal"
     return Event(severity, after.reason, after.message, "Reconcile")
 

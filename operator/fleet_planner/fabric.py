@@ -55,7 +55,18 @@ def _words(tier: TierSpec, wrong: Sequence[TransportSeen], workers: int) -> str:
     used = ", ".join(sorted({"no transport that works" if w.transport == "none" else w.transport for w in wrong}))
     serving = "; they do not serve, because it is required" if tier.kv_transfer.required else ""
     more = " and others" if len(wrong) > MAX_PODS else ""
-    return f"tier {tier.name} asks for {asked}, but {len(wrong)} of {workers} workers use {used}: {names}{more}{serving}"
+    words = f"tier {tier.name} asks for {asked}, but {len(wrong)} of {workers} workers use {used}: {names}{more}{serving}"
+    return words + (_locked(wrong) if asked == "rdma" else "")
+
+
+def _locked(wrong: Sequence[TransportSeen]) -> str:
+    """What a NIC lacks most often, in words: it reads memory that is locked."""
+    limited = [worker for worker in wrong if worker.memlock_bytes is not None]
+    if not limited:
+        return ""
+    least = min(worker.memlock_bytes or 0 for worker in limited)
+    advice = "set LimitMEMLOCK=infinity for the container runtime, or podTemplate.runAsUser: 0"
+    return f"; {len(limited)} of them may lock {least} bytes only and have no IPC_LOCK in effect: {advice}"
 
 
 def _used(tier: TierSpec, seen: Sequence[TransportSeen]) -> str:

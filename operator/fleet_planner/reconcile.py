@@ -12,6 +12,7 @@ from fleet_planner.adapters import fitted
 from fleet_planner.capacity import refusals
 from fleet_planner.clock import steady
 from fleet_planner.gang import settled, workers_of
+from fleet_planner.orphans import TierNow, plan_orphans
 from fleet_planner.prefetch import Prefetch, held_back, plan_prefetch, reached, repairs
 from fleet_planner.revisions import TierPlan, plan_tier
 from fleet_planner.scale import ScaleDecision
@@ -83,13 +84,14 @@ def reconcile(fleet: InferenceFleet, observed: Observed, now: float) -> Plan:
     planned = _plan_tiers(fleet, observed, sizes, prefetch, rest, now)
     tiers, views = [one.plan for one in planned.values()], [one.view for one in planned.values()]
     names = {pool.name for plan in tiers for pool in plan.pools}
-    targets = fitted((target for plan in tiers for target in plan.targets), fleet, observed.adapters)
+    left = plan_orphans(fleet, observed, {name: _tier_now(one) for name, one in planned.items()}, now)
+    targets = fitted([*(target for plan in tiers for target in plan.targets), *left.targets], fleet, observed.adapters)
     deleted = (pod for plan in tiers for pod in plan.delete)
     return Plan(
         pools=tuple(pool for plan in tiers for pool in plan.pools),
         pools_gone=tuple(pool for pool in observed.pools if pool.name not in names and not _has_pods(pool, observed)),
         create=tuple(pod for plan in tiers for pod in plan.create),
-        delete=(*deleted, *_orphans(fleet, observed), *prefetch.delete),
+        delete=(*deleted, *left.gone, *prefetch.delete),
         fetch=prefetch.create,
         flips=tuple(flip for plan in tiers for flip in plan.flips),
         relabels=tuple(relabel for plan in tiers for relabel in plan.relabels),
@@ -156,6 +158,11 @@ def _with_wish(plan: TierPlan, wished: ScaleDecision) -> TierPlan:
     return replace(plan, pools=tuple(pools))
 
 
+def _tier_now(one: _Planned) -> TierNow:
+    decision = one.view.decision
+    return TierNow((decision.prefill, decision.decode), one.plan.serving, one.devices, decision.limited or one.plan.limited)
+
+
 def _zero_tier(fleet: InferenceFleet, view: TierView, observed: Observed) -> ZeroTier:
     stuck = any(pod.unschedulable and not pod.terminating for pod in observed.pods if pod.tier == view.tier.name)
     refused = bool(refusals(fleet.metadata.name, view.tier.name, map(str, observed.problems)))
@@ -172,12 +179,6 @@ def _forgotten(fleet: InferenceFleet, plans: dict[str, TierPlan], observed: Obse
         limit = fleet.spec.rollout.history_limit if tier in plans or has_pods else 0
         found += [(tier, template.revision) for template in rest[limit:]]
     return tuple(found)
-
-
-def _orphans(fleet: InferenceFleet, observed: Observed) -> list[PodGone]:
-    known = {tier.name for tier in fleet.spec.tiers}
-    left = [pod for pod in observed.pods if pod.tier not in known and not pod.terminating]
-    return [PodGone(pod.name, pod.uid, "its tier is not in the spec") for pod in left]
 
 
 def _has_pods(pool: ObservedPool, observed: Observed) -> bool:

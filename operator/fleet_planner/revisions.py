@@ -176,7 +176,7 @@ def _carried_out(
     everything = [replica for found in drafted.replicas.values() for replica in found]
     staying = [replica for replica in everything if gone_uids.isdisjoint(pod.uid for pod in replica.pods)]
     serving = choose_serving(staying, scene.limits.low, scene.limits.high)
-    targets = tuple(target for replica in everything if (target := _target(replica, serving, gone_uids)) is not None)
+    targets = tuple(target for replica in everything if (target := target_of(replica, serving, gone_uids)) is not None)
     percent = course.status.percent
     return TierPlan(
         pools=tuple(pools),
@@ -239,7 +239,7 @@ def _scarce_first(create: Sequence[PodWanted], scene: Scene) -> list[PodWanted]:
     return sorted(create, key=lambda pod: (share[pod.role], pod.role, pod.ordinal, pod.member))
 
 
-def _target(replica: Replica, serving: frozenset[str], gone: set[str]) -> Target | None:
+def target_of(replica: Replica, serving: frozenset[str], gone: set[str]) -> Target | None:
     """Ready workers serve or are held; one that goes is told as draining until it is gone, one that changes its role until it has
     changed; others are not told at all. Of several nodes only the leader is told."""
     pod = replica.leader

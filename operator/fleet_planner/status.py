@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -55,7 +56,7 @@ def plan_status(
         "WithinRatio": _within_ratio(views, tiers),
         "TelemetryFresh": _telemetry(fleet, observed, now),
         "CapacityLimited": _capacity(views, observed),
-        "RollingOut": _rolling(fleet, views, now),
+        "RollingOut": _rolling(fleet, views, observed, now),
     }
     if not observed.telemetry_read:
         verdicts |= {c.type: (c.status, c.reason, c.message) for c in fleet.status.conditions if c.type in FROM_TELEMETRY}
@@ -113,7 +114,7 @@ def _tier_status(view: TierView, observed: Observed, present: FleetStatus) -> Ti
     )  # fmt: skip
 
 
-def _rolling(fleet: InferenceFleet, views: Sequence[TierView], now: float) -> Verdict:
+def _rolling(fleet: InferenceFleet, views: Sequence[TierView], observed: Observed, now: float) -> Verdict:
     """Stuck and rolled back before rolling, rolling before done."""
     stuck = [f"tier {view.tier.name}: {view.plan.stuck}" for view in views if view.plan.stuck]
     if stuck:
@@ -127,11 +128,19 @@ def _rolling(fleet: InferenceFleet, views: Sequence[TierView], now: float) -> Ve
     if failed:
         return "False", "RolledBack", "; ".join(failed)
     rolling = [f"tier {view.tier.name}: {_moving(view.plan.rollout)}" for view in views if view.plan.rolling]
+    rolling += _left({view.tier.name for view in views}, observed)
     if rolling and fleet.spec.rollout.paused:
         return "True", "Paused", "; ".join(rolling)
     return (
         ("True", "Progressing", "; ".join(rolling)) if rolling else ("False", "Complete", "every worker has the wanted revision")
     )
+
+
+def _left(names: set[str], observed: Observed) -> list[str]:
+    """Tiers that are not in the spec any more and still have workers, in words."""
+    counts = Counter(pod.tier for pod in observed.pods if pod.tier not in names and not pod.terminating and pod.member == 0)
+    words = "left the spec; its workers go when the tiers of the spec serve in their place, or need their room"
+    return [f"tier {name}: {words}: {count} left" for name, count in sorted(counts.items())]
 
 
 def _moving(rollout: RolloutStatus) -> str:

@@ -186,6 +186,8 @@ class TransportSeen:
     transport: str
     gbps: float | None = None
     """Of the probe at its start."""
+    memlock_bytes: int | None = None
+    """How much memory it may lock for a NIC; None: nothing limits it, or it does not matter."""
 
 
 @dataclass(frozen=True, slots=True)

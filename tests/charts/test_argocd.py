@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from lupa import lua51
+
+from fleet_planner import status
 
 SCRIPT = (Path(__file__).resolve().parents[2] / "charts/argocd/health.lua").read_text()
 
@@ -52,6 +56,17 @@ WAITING = ("Progressing", "waiting for the operator to look at this generation")
         (fleet({"Ready": ("False", "NotProvisioned", "quota")}), ("Degraded", "quota")),
         (fleet(NOT_AVAILABLE | {"Available": ("False", "WorkersFailing", "OOM")}), ("Degraded", "OOM")),
         (fleet(NOT_AVAILABLE | {"Available": ("False", "WorkersStarting", "")}), ("Progressing", "0 prefill")),
+        (fleet(READY | {"RollingOut": ("False", "Stuck", "no node")}), ("Degraded", "Stuck: no node")),
+        (
+            fleet(READY | {"RollingOut": ("False", "ProgressDeadlineExceeded", "tier t: late")}),
+            ("Degraded", "ProgressDeadlineExceeded: tier t: late"),
+        ),
+        (fleet(READY | {"RollingOut": ("False", "RolledBack", "errors")}), ("Degraded", "RolledBack: errors")),
+        (fleet(NOT_AVAILABLE | {"RollingOut": ("False", "RolledBack", "errors")}), ("Degraded", "RolledBack: errors")),
+        (fleet(READY | {"Accepted": ("False", "Invalid", "spec.x: bad")}), ("Degraded", "Invalid: spec.x: bad")),
+        (fleet({"Accepted": ("False", "Invalid", "spec.x: bad")}), ("Degraded", "Invalid: spec.x: bad")),
+        (fleet({"Accepted": ("False", "Invalid", "spec.x: bad")}, observed=2), WAITING),
+        (fleet(READY | {"Accepted": ("True", "Valid", "")}), ("Healthy", "the fleet serves")),
         (pool(2, replicas=2, readyReplicas=2), ("Healthy", "2 of 2 workers are ready")),
         (pool(2, replicas=3, readyReplicas=3), ("Progressing", "3 of 2 workers are ready")),
         (pool(2, replicas=2, readyReplicas=1), ("Progressing", "1 of 2 workers are ready")),
@@ -67,3 +82,21 @@ def test_what_leaves_is_progressing(kind):
     leaving = fleet(READY) | {"kind": kind}
     leaving["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
     assert health(leaving) == ("Progressing", "draining and leaving")
+
+
+def test_every_reason_of_a_rollout_is_judged():
+    """b12: Stuck, ProgressDeadlineExceeded and RolledBack were Healthy. A new reason has to be decided here."""
+    source = inspect.getsource(status._rolling)
+    reasons = set(re.findall(r'"(?:True|False|Unknown)", "(\w+)"', source))
+    expected = {
+        "Stuck": "Degraded",
+        "ProgressDeadlineExceeded": "Degraded",
+        "RolledBack": "Degraded",
+        "Paused": "Suspended",
+        "Progressing": "Progressing",
+        "Complete": "Healthy",
+    }
+    assert reasons == expected.keys()
+    of = {"Paused": "True", "Progressing": "True"}
+    found = {reason: health(fleet(READY | {"RollingOut": (of.get(reason, "False"), reason, "m")}))[0] for reason in reasons}
+    assert found == expected

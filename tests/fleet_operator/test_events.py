@@ -16,8 +16,8 @@ from fleet_operator.cluster.memory import MemoryCluster, MemoryLimits
 from fleet_operator.recorder import CONTROLLER, Recorder
 from fleet_planner.events import NOTE_MOST_BYTES, Deed, Event, Pass, events_of
 from fleet_planner.telling import AGAIN_S, RATE_MOST, RATE_S, Told, admit, news
-from fleet_planner.types import Problem
-from tests.fleet_operator.world import Api, manifest
+from fleet_planner.types import Problem, TierTelemetry
+from tests.fleet_operator.world import Api, World, manifest
 
 State = tuple[Literal["True", "False", "Unknown"], str]
 NOW = 1_000_000.0
@@ -253,3 +253,22 @@ def test_an_event_that_cannot_be_written_fails_nothing(caplog: pytest.LogCapture
 
 def test_events_of_a_long_life_stay_bounded_in_the_store():
     assert len(recorded(kept=5, passes=50)) == 5
+
+
+def test_a_source_that_never_answered_is_told_and_a_healthy_start_warns_of_nothing():
+    async def scenario() -> None:
+        world = World()
+        await world.user.apply(manifest())
+        await world.settle()
+        assert [line for line in await world.events() if line.startswith("Warning")] == []
+        world = World()
+        world.load = {"t": TierTelemetry(problem="http://prometheus:9090: ConnectionError")}
+        await world.user.apply(manifest())
+        for _ in range(20):
+            await world.step()
+        (told,) = [line for line in await world.events() if line.startswith("Warning")]
+        assert told.startswith(
+            "Warning SourceFailed load is unknown, sizes are held; tier t: http://prometheus:9090: ConnectionErr"
+        )
+
+    asyncio.run(scenario())

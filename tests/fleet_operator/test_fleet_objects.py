@@ -56,6 +56,24 @@ def test_a_deleted_object_is_gone_in_whatever_order_its_story_is_told(story: lis
     assert versions(cache) == []
 
 
+@pytest.mark.parametrize("label", [None, "g"])
+@pytest.mark.parametrize("ending", ["MODIFIED", "DELETED"])
+def test_what_lost_the_fleets_label_is_no_longer_of_the_fleet(ending: Any, label: str | None):
+    """It stayed for ever: no later event was about this fleet, not even its end."""
+    cache, taken = FleetObjects(), obj(2)
+    cache.take(POD, WatchEvent("ADDED", obj(1)))
+    taken["metadata"]["labels"] = {FLEET_LABEL: label} if label else {}
+    assert cache.lost(POD, WatchEvent("MODIFIED", obj(1))) is None  # still of its fleet
+    old = obj(0) | {"metadata": {**taken["metadata"], "resourceVersion": "0"}}
+    assert cache.lost(POD, WatchEvent("MODIFIED", old)) is None  # old news
+    assert cache.lost(POD, WatchEvent(ending, taken)) == KEY
+    assert cache.lost(POD, WatchEvent(ending, taken)) is None
+    cache.take(POD, WatchEvent("MODIFIED", obj(1)))
+    assert versions(cache) == []  # and old news bring it back no more
+    cache.take(POD, WatchEvent("MODIFIED", obj(3)))
+    assert versions(cache) == ["3"]  # its label was given back
+
+
 def test_objects_of_no_fleet_are_not_kept():
     cache, stranger = FleetObjects(), obj(1)
     del stranger["metadata"]["labels"]

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from fleet_operator.audit import audit_kind
-from fleet_operator.cluster.interface import NODE, PDB, POD, Listed, WatchEvent
+from fleet_operator.cluster.interface import CONFIG_MAP, NODE, PDB, POD, POOL, Listed, WatchEvent
 from fleet_operator.known_nodes import KnownNodes
 from fleet_operator.nodes import NodeView, going_away, observe_node, sick_nodes
 from fleet_operator.settings import Platform
+from fleet_wire import endpoints
 from tests.fleet_operator.world import NAMESPACE, World, manifest
 
 
@@ -81,6 +82,47 @@ def test_a_cordoned_nodes_workers_are_replaced_before_they_go_and_evictions_wait
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize(
+    "sick",
+    [node("bad", GPUXIDError="True"), node("bad", AcceleratedHardwareReady="False"), node("bad", taints=("nvidia.com/gpu-xid",))],
+    ids=["condition", "negative-condition", "taint"],
+)
+def test_a_worker_on_failing_devices_gets_no_new_request_from_the_next_pass_on(sick: dict[str, Any]):
+    """Requests are paired with others before any pod goes: its replacement takes minutes."""
+
+    async def scenario() -> None:
+        world = World()
+        await world.user.apply(manifest(scaling={"mode": "manual"}))
+        await world.settle()
+        world.node = "bad"
+        pool = await world.pool("decode")
+        await world.user.patch(POOL, NAMESPACE, pool["metadata"]["name"], {"spec": {"replicas": 3}})
+        await world.settle()
+        pods = await world.store.list(POD, NAMESPACE)
+        (on_it,) = [pod["metadata"]["name"] for pod in pods if pod["spec"]["nodeName"] == "bad"]
+        assert set((await told(world)).values()) == {"serving"}
+        world.operator.feed(NODE, WatchEvent("MODIFIED", sick))
+        await world.look()
+        await world.operator.drain()
+        states = await told(world)
+        assert states.pop(on_it) == "held"
+        assert set(states.values()) == {"serving"}
+        there = {pod["metadata"]["name"]: pod["metadata"] for pod in await world.store.list(POD, NAMESPACE)}
+        assert "deletionTimestamp" not in there[on_it]
+        world.node = "node"
+        await world.settle()
+        assert on_it not in await told(world)
+        assert set((await told(world)).values()) == {"serving"}
+
+    asyncio.run(scenario())
+
+
+async def told(world: World) -> dict[str, str]:
+    """What routers read: pod name → state."""
+    documents = await world.store.get(CONFIG_MAP, NAMESPACE, "f-router")
+    return {worker.name: worker.state for worker in endpoints.decode(documents["data"][endpoints.ENDPOINTS_KEY]).workers}
+
+
 def test_an_audit_tells_what_no_watch_told_of_nodes():
     async def scenario() -> None:
         world = World()
@@ -117,6 +159,27 @@ def test_old_news_of_a_node_and_of_its_namesake_changes_nothing():
     assert not nodes.views["n"].leaving
     assert nodes.take(WatchEvent("DELETED", told("2", "another")))
     assert nodes.views == {}
+
+
+def test_the_budgets_of_a_renamed_tier_guard_its_workers_until_their_successors_serve():
+    async def scenario() -> None:
+        world = World()
+        await world.user.apply(manifest())
+        await world.settle()
+        await world.user.apply(manifest(tiers=[{"name": "u", "accelerator": {"type": "cpu"}}]))
+        seen: list[tuple[bool, bool]] = []
+        for _ in range(8):
+            await world.step()
+            pods = [pod["metadata"] for pod in await world.store.list(POD, NAMESPACE)]
+            old = any(meta["name"].startswith("f-t-") and "deletionTimestamp" not in meta for meta in pods)
+            seen.append((old, "f-t-decode" in {pdb["metadata"]["name"] for pdb in await world.store.list(PDB, NAMESPACE)}))
+        assert (True, True) in seen
+        assert (True, False) not in seen
+        assert seen[-1] == (False, False)
+        names = {pdb["metadata"]["name"] for pdb in await world.store.list(PDB, NAMESPACE)}
+        assert names == {"f-u-prefill", "f-u-decode"}
+
+    asyncio.run(scenario())
 
 
 def test_the_budgets_of_a_tier_that_is_gone_go_with_it():

@@ -212,8 +212,34 @@ def test_an_invalid_spec_leaves_what_runs_alone_and_says_so():
         assert await world.store.list(POD, NAMESPACE) == pods
         assert [line for line in await world.events() if line.startswith("Warning Invalid spec.tiers")]
         assert await world.touch() == []
+        fleet = await world.store.get(FLEET, NAMESPACE, "f")
+        ready = await world.condition("Ready")
+        generation = fleet["metadata"]["generation"]
+        assert (ready["status"], ready["reason"], ready["observedGeneration"]) == ("False", "NotAccepted", generation)
+        assert ready["message"].startswith("spec refused, what runs goes on unattended: spec.tiers")
+        assert fleet["status"]["observedGeneration"] == generation
+        _smuggle(world.store, "f", {"tiers": manifest()["spec"]["tiers"]})
+        await world.settle()
+        ready = await world.condition("Ready")
+        assert (ready["status"], ready["observedGeneration"]) == ("True", generation + 1)
+        assert await world.store.list(POD, NAMESPACE) == pods
+        warnings = [line.split()[1] for line in await world.events() if line.startswith("Warning")]
+        assert warnings == ["Invalid"]  # once, by the condition that has the cause
 
     play(scenario)
+
+
+def test_a_fleet_that_was_never_accepted_says_that_it_is_not_ready():
+    async def scenario() -> None:
+        world = World()
+        await world.user.apply(manifest())
+        _smuggle(world.store, "f", {"tiers": []})
+        await world.settle()
+        ready = await world.condition("Ready")
+        assert (ready["status"], ready["reason"]) == ("False", "NotAccepted")
+        assert await world.store.list(POD, NAMESPACE) == []
+
+    asyncio.run(scenario())
 
 
 def _smuggle(store: MemoryCluster, name: str, spec: dict[str, Any]) -> None:
@@ -420,9 +446,10 @@ def test_what_was_written_is_not_written_again_while_the_watch_lags():
 def test_a_worker_is_told_to_go_once_while_the_watch_lags():
     async def scenario(world: World) -> None:
         await world.user.apply(manifest(tiers=[{"name": "other", "accelerator": {"type": "cpu"}}]))
-        world.api.writes.clear()
-        await world.look()
-        await world.operator.drain()
+        while not [write for write in world.api.writes if write[:2] == ("delete", "Pod")]:
+            await world.kubelet()  # its successors are ready, and the watch shows them
+            await world.look()
+            await world.operator.drain()
         for _ in range(3):
             world.operator.touch((NAMESPACE, "f"))
             await world.operator.drain()

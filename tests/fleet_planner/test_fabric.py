@@ -48,6 +48,23 @@ def test_the_words_name_tier_workers_and_what_required_means():
     assert transport_verified([(tier(**RDMA), seen("rdma"))])[2] == "tier t: 1 workers use rdma, 10 Gb/s or more inside a pod"
 
 
+@pytest.mark.parametrize(
+    ("asked", "limits", "words"),
+    [
+        (RDMA, (None, None), ""),
+        (RDMA, (65_536, None), "; 1 of them may lock 65536 bytes only and have no IPC_LOCK in effect: set LimitMEMLOCK=infinity"),
+        (RDMA, (65_536, 4_096), "; 2 of them may lock 4096 bytes only and have no IPC_LOCK in effect: set LimitMEMLOCK=infinity"),
+        ({"transport": "shm"}, (65_536, 65_536), ""),
+    ],
+)
+def test_a_memlock_limit_is_named_where_rdma_is_asked_for(asked: dict[str, Any], limits: tuple[int | None, ...], words: str):
+    told = TierTelemetry(transports=tuple(TransportSeen(f"p{n}", "tcp", None, limit) for n, limit in enumerate(limits)))
+    message = transport_verified([(tier(**asked), told)])[2]
+    assert ("may lock" in message) == bool(words)
+    assert words in message
+    assert transport_verified([(tier(**RDMA), TierTelemetry(transports=(TransportSeen("p", "rdma", 1.0, 65_536),)))])[0] == "True"
+
+
 def test_one_silent_tier_leaves_it_unknown_but_a_wrong_one_is_told():
     assert transport_verified([(tier(**RDMA), seen("rdma")), (tier(), None)])[:2] == ("Unknown", "NoData")
     assert transport_verified([(tier(), None), (tier(**RDMA), seen("tcp"))])[:2] == ("False", "TcpFallback")

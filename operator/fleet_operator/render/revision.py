@@ -34,6 +34,8 @@ SPEC_PARTS: Final = ("model", "engine")
 SIZING: Final = frozenset({"replicas", "minReplicas", "maxReplicas", "warm"})
 ROLE_FREE_ENGINES: Final = frozenset({"torch"})
 """Engines that do both roles without a new start; vLLM 0.32 is told its role when it starts."""
+KEPT: Final = frozenset({"pods", "compat", "gpus", "nodes"})
+"""Every stored template has these; its data cannot be edited (the API server refuses that)."""
 MARKS: Final = frozenset({"labels", "annotations"})
 NOT_OF_PODS: Final = frozenset({"ratio", "model"})
 """Fields of a tier that change no pod; whatever is not named here makes a new revision. The tier's model is in `model`: one that
@@ -169,11 +171,18 @@ def observe_revisions(objects: Iterable[Object]) -> dict[str, dict[str, Template
     """By tier and revision; an object that is not one of ours is passed over."""
     found: dict[str, dict[str, Template]] = {}
     for obj in objects:
-        marks, data = obj["metadata"].get("labels") or {}, obj.get("data") or {}
-        if TIER in marks and REVISION in marks and "pods" in data:
+        at, data = place_of(obj), obj.get("data") or {}
+        if at is not None:
             template = Template(
-                marks[REVISION], data["compat"], tuple(data["gpus"]), tuple(data["nodes"]), int(obj.get("revision", 0)),
+                at[1], data["compat"], tuple(data["gpus"]), tuple(data["nodes"]), int(obj.get("revision", 0)),
                 data.get("flippable") is True,  # workers of older operators cannot
             )  # fmt: skip
-            found.setdefault(marks[TIER], {})[marks[REVISION]] = template
+            found.setdefault(at[0], {})[at[1]] = template
     return found
+
+
+def place_of(stored: Object) -> tuple[str, str] | None:
+    """(tier, revision) of a stored template; None: somebody took its labels, or it is none of ours."""
+    marks, data = stored["metadata"].get("labels") or {}, stored.get("data") or {}
+    ours = TIER in marks and REVISION in marks and data.keys() >= KEPT
+    return (marks[TIER], marks[REVISION]) if ours else None

@@ -24,11 +24,12 @@ FAILED = "vllm:nixl_num_failed_transfers_total"
 HANDED = "fleet_router_handed_over_total"
 TRANSPORT = "fleet_agent_transport_info"
 GBPS = "fleet_agent_probe_gbps"
+MEMLOCK = "fleet_agent_memlock_bytes"
 HELD = "fleet_router_held"
 ARRIVALS = "fleet_router_arrivals_total"
 METRICS = frozenset(
     {f"{TTFT}_bucket", f"{ITL}_bucket", SENT, REQUESTS, ERRORS, RUNNING, WAITING, TRANSFERS, BLOCKS, BYTES, FAILED, HANDED}
-    | {TRANSPORT, GBPS, HELD, ARRIVALS}
+    | {TRANSPORT, GBPS, MEMLOCK, HELD, ARRIVALS}
 )
 """Every metric that anything here reads."""
 UNWATCHED = KvWatch()
@@ -114,7 +115,11 @@ def _transport(worker: WorkerReading) -> TransportSeen | None:
         return None
     told = {sample.labels.get("transport") for sample in worker.reading.samples if sample.name == TRANSPORT and sample.value == 1}
     name = next((name for name in SLOWEST_FIRST if name in told), None)
-    return TransportSeen(worker.pod, name, total(worker.reading.samples, GBPS)) if name is not None else None
+    if name is None:
+        return None
+    memlock = total(worker.reading.samples, MEMLOCK)
+    locked = round(memlock) if memlock is not None and 0 <= memlock < COUNT_LIMIT else None
+    return TransportSeen(worker.pod, name, total(worker.reading.samples, GBPS), locked)
 
 
 def _load(

@@ -16,7 +16,8 @@ import httpx
 
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_operator.cluster.interface import Object
-from fleet_operator.names import MEMBER, ROLE, TIER
+from fleet_operator.names import ROLE, TIER
+from fleet_operator.observe import member_of
 from fleet_operator.render.network import port_of
 from fleet_operator.telemetry.aggregate import Reading, WorkerReading, decode_counts, tier_telemetry, watch_tier
 from fleet_operator.telemetry.kvwatch import KvWatch
@@ -196,7 +197,7 @@ def _read_from(pod: Object, reading: Reading | None) -> WorkerReading:
 
 def is_running_worker(pod: Object) -> bool:
     """A worker with an address that is not on its way out; of one over several nodes its leader, which speaks for it."""
-    leads = (pod["metadata"].get("annotations") or {}).get(MEMBER, "0") == "0"
+    leads = member_of(pod["metadata"].get("annotations") or {}, pod["metadata"]["name"]) == 0
     return leads and pod["metadata"].get("labels", {}).get(ROLE) in ROLES and is_running(pod)
 
 

@@ -80,6 +80,13 @@ def test_a_word_that_is_no_transport_costs_only_the_transport(word: str):
     assert (found.prefill.inflight, found.transport) == (4, None)
 
 
+@pytest.mark.parametrize(("text", "limit"), [("65536", 65_536), ("-1", None), ("NaN", None), ("1e300", None)])
+def test_a_workers_memlock_limit_is_read_beside_its_transport(text: str, limit: int | None):
+    words = f'{LOAD}\nfleet_agent_transport_info{{transport="tcp"}} 1\nfleet_agent_memlock_bytes {text}\n'
+    (seen,) = scraped(lambda handler: reply(handler, words)).transports
+    assert (seen.transport, seen.memlock_bytes) == ("tcp", limit)
+
+
 def test_a_worker_on_the_hosts_network_is_asked_at_its_own_port():
     other = pod("p", "prefill", "127.87.0.2")
     other["spec"] = {"containers": [{"ports": [{"name": "agent", "containerPort": 20_001}]}]}

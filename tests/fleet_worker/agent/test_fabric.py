@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import resource
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fleet_worker.agent import fabric
 from fleet_worker.agent.agent import Agent
-from fleet_worker.agent.fabric import Fabric, found, probe, probe_environment, problem, told
+from fleet_worker.agent.fabric import Fabric, found, lockable_bytes, probe, probe_environment, problem, told
 from fleet_worker.agent.identity import Identity
 from fleet_worker.config import KvSettings, WorkerConfig, ucx_transports
 from fleet_worker.transfer.transport import has_rdma_device
@@ -90,6 +92,61 @@ def test_tcp_is_no_fallback_for_required_rdma_and_never_missing_for_shm():
     assert "tcp" in str(ucx_transports("shm", required=True)).split(",")
     assert ucx_transports("tcp", memory="cuda") == "tcp,self,cuda_copy,cuda_ipc,gdr_copy"
     assert ucx_transports("auto", required=True) is None
+
+
+EFFECTIVE = {"root-with-it": "0000000000004000", "everything": "000001ffffffffff"}
+WITHOUT = {"none": "0000000000000000", "all-but-it": "000001ffffffbfff"}
+SMALL = 65_536
+
+
+def limited(monkeypatch: pytest.MonkeyPatch, folder: Path, mask: str | None, soft: int) -> Path:
+    """A process with this RLIMIT_MEMLOCK and these capabilities in effect; None: /proc cannot be read."""
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: {resource.RLIMIT_MEMLOCK: (soft, resource.RLIM_INFINITY)}[kind])
+    if mask is not None:
+        (folder / "status").write_text(f"Name:\tpython\nCapPrm:\t{'f' * 16}\nCapEff:\t{mask}\nCapBnd:\t{'f' * 16}\n")
+    return folder / "status"
+
+
+@pytest.mark.parametrize(
+    ("mask", "soft", "lockable"),
+    [
+        *[pytest.param(mask, SMALL, None, id=name) for name, mask in EFFECTIVE.items()],
+        *[pytest.param(mask, SMALL, SMALL, id=name) for name, mask in WITHOUT.items()],
+        pytest.param(WITHOUT["none"], resource.RLIM_INFINITY, None, id="unlimited"),
+        pytest.param(None, SMALL, SMALL, id="no-proc"),
+    ],
+)
+def test_the_memlock_limit_counts_unless_ipc_lock_is_in_effect(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mask: str | None, soft: int, lockable: int | None
+):
+    assert lockable_bytes(limited(monkeypatch, tmp_path, mask, soft)) == lockable
+
+
+@pytest.mark.parametrize(("mask", "told_of"), [(WITHOUT["none"], True), (EFFECTIVE["everything"], False)])
+@pytest.mark.parametrize("transport", ["rdma", "tcp"])
+def test_a_small_memlock_limit_is_told_where_rdma_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, transport: Any, mask: str, told_of: bool
+):
+    status = limited(monkeypatch, tmp_path, mask, SMALL)
+    monkeypatch.setattr(fabric, "lockable_bytes", lambda: lockable_bytes(status))
+    words = problem(KvSettings(transport=transport), Fabric("tcp" if transport == "rdma" else "shm", 1.0)) or ""
+    limit = f"lockable memory is {SMALL} bytes and IPC_LOCK is not in effect: set LimitMEMLOCK=infinity"
+    assert (limit in words) == (told_of and transport == "rdma")
+    config = WorkerConfig(
+        fleet="f", namespace="n", tier="t", role="decode", revision="r", compat="c", model="/none", served_name="m",
+        kv=KvSettings(transport=transport),
+    )  # fmt: skip
+
+    async def go() -> tuple[dict[str, object], str]:
+        agent = Agent(config, Identity("p", "u", "127.88.0.1"))
+        state, metrics = agent.state(), await agent.metrics()
+        await agent._client.close()
+        agent._scratch.cleanup()
+        return state, metrics
+
+    state, metrics = asyncio.run(go())
+    assert state["memlock_bytes"] == (SMALL if told_of and transport == "rdma" else None)
+    assert (f"fleet_agent_memlock_bytes {SMALL}\n" in metrics) == (told_of and transport == "rdma")
 
 
 @pytest.mark.parametrize("required", [True, False])

@@ -92,6 +92,7 @@ class Agent:
             "pod": self._identity.pod_name, "uid": self._identity.pod_uid, "engine_pid": life.engine_pid,
             "running": load.running, "waiting": load.waiting, "leases": load.leases,
             "draining": life.phase == "Draining", "transport": self._transport(), "probe_gbps": self._fabric.gbps,
+            "memlock_bytes": self._memlock_bytes(),
             "epoch": life.epoch, "changing_to": self._changing_to, "flip_problem": life.flip_problem,
             "adapters": self._adapters.report(),
         }  # fmt: skip
@@ -99,6 +100,10 @@ class Agent:
     def _transport(self) -> str | None:
         engine = self._engine.ucx.transport if self._engine is not None else None
         return fabric.told(self._config.kv.transport, self._fabric, engine)
+
+    def _memlock_bytes(self) -> int | None:
+        """Where it matters: RDMA is asked for, and something limits it."""
+        return fabric.lockable_bytes() if self._config.kv.transport == "rdma" else None
 
     async def metrics(self) -> str:
         """The engine's exposition, then the agent's own."""
@@ -120,6 +125,8 @@ class Agent:
             own += ["# TYPE fleet_agent_transport_info gauge", f'fleet_agent_transport_info{{transport="{transport}"}} 1']
         if self._fabric.gbps is not None:
             own += ["# TYPE fleet_agent_probe_gbps gauge", f"fleet_agent_probe_gbps {self._fabric.gbps}"]
+        if (memlock := self._memlock_bytes()) is not None:
+            own += ["# TYPE fleet_agent_memlock_bytes gauge", f"fleet_agent_memlock_bytes {memlock}"]
         return (engine or "").rstrip("\n") + "\n" + "\n".join(own) + "\n"
 
     def tokenizer(self) -> dict[str, str] | None:

@@ -9,6 +9,7 @@ import resource
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from fleet_worker.config import KvSettings, ucx_transports
 from fleet_worker.transfer.transport import has_rdma_device
@@ -16,6 +17,9 @@ from fleet_worker.transfer.ucxlog import Transport, UcxReport
 
 PROBE = (sys.executable, "-m", "fleet_worker.transfer.probe")
 PROBE_TIMEOUT_S = 45.0
+OWN_STATUS = Path("/proc/self/status")
+IPC_LOCK = 14
+"""Bit of CAP_IPC_LOCK (linux/capability.h)."""
 AGAIN_S = 15.0
 """A required transport that is not there is looked for again: a NIC may come up late."""
 
@@ -93,7 +97,26 @@ def problem(settings: KvSettings, fabric: Fabric) -> str | None:
 
 def rdma_hint() -> str:
     """What keeps UCX from RDMA most often."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft} bytes"
     device = "an RDMA device is visible" if has_rdma_device() else "no RDMA device is visible"
-    return f"{device}, lockable memory is {limit}"
+    lockable = lockable_bytes()
+    if lockable is None:
+        return f"{device}, lockable memory is unlimited"
+    advice = "set LimitMEMLOCK=infinity for the container runtime, or podTemplate.runAsUser: 0"
+    return f"{device}, lockable memory is {lockable} bytes and IPC_LOCK is not in effect: {advice}"
+
+
+def lockable_bytes(status: Path = OWN_STATUS) -> int | None:
+    """How much memory this process may lock for a NIC, bytes (RLIMIT_MEMLOCK); None when nothing limits it, because the limit is
+    infinite or the process has IPC_LOCK in effect (getrlimit(2), capabilities(7)). `status` is that of /proc."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY or _may_lock(status) else soft
+
+
+def _may_lock(status: Path) -> bool:
+    """Added capabilities are in effect for root only; a file that cannot be read shows none."""
+    try:
+        lines = status.read_text().splitlines()
+    except OSError:
+        return False
+    mask = next((line.partition(":")[2].strip() for line in lines if line.startswith("CapEff:")), "0")
+    return bool(int(mask, 16) >> IPC_LOCK & 1)

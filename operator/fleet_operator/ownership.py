@@ -1,0 +1,31 @@
+"""Whose is an object that has the name of one of ours? Pure."""
+
+from __future__ import annotations
+
+from fleet_operator.cluster.interface import Object
+from fleet_operator.names import FLEET, MANAGED_BY
+from fleet_planner.events import NAME_CONFLICT
+from fleet_planner.types import Problem
+
+
+def owned(found: Object, owner: Object) -> bool:
+    """Whether it belongs to `owner`, by its references."""
+    references = found["metadata"].get("ownerReferences") or []
+    return any(reference.get("uid") == owner["metadata"]["uid"] for reference in references)
+
+
+def name_conflict(kind: str, name: str) -> Problem:
+    """An object of somebody else has this name."""
+    return Problem(NAME_CONFLICT, f"{kind} {name} exists and belongs to somebody else")
+
+
+def taken(there: Object, wish: Object) -> Problem | None:
+    """Why the name of `wish` is taken for good: by somebody else, or by one of ours of which somebody took a label away by which
+    we find it. None: it is ours of a life before, and the watch will show it."""
+    kind, name = wish["kind"], wish["metadata"]["name"]
+    if not any(owned(there, {"metadata": reference}) for reference in wish["metadata"]["ownerReferences"]):
+        return name_conflict(kind, name)
+    has, wanted = there["metadata"].get("labels") or {}, wish["metadata"]["labels"]
+    lost = [f"{key}={wanted[key]}" for key in (FLEET, MANAGED_BY) if has.get(key) != wanted[key]]
+    words = f"{kind} {name} is this fleet's without its label {', '.join(lost)}: set it again, or delete the {kind}"
+    return Problem(NAME_CONFLICT, words) if lost else None
