@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fleet_api.v1alpha1 import InferenceFleet
@@ -13,9 +13,9 @@ from fleet_planner.draft import draft_pods
 from fleet_planner.flip import Settled, Terms, cold_start_s, flip_s, other, remember, settle
 from fleet_planner.gang import GivenBack, give_back
 from fleet_planner.ratio import Pair
-from fleet_planner.replicas import Replica, replicas_of
+from fleet_planner.replicas import ENDED, Replica, replicas_of
 from fleet_planner.rollout import Canary, Group, Limits, Step, plan_step, why_stuck
-from fleet_planner.serving import choose_serving
+from fleet_planner.serving import choose_serving, could_serve, still_needed
 from fleet_planner.types import (
     ROLES,
     FlipWanted,
@@ -70,8 +70,9 @@ def plan_tier(fleet: InferenceFleet, tier: TierSpec, want: Pair, observed: Obser
     settled = settle((pod for pod in observed.pods if pod.tier == tier.name), observed.flips, now)
     pods = settled.pods
     replicas = {revision: _replicas(pods, revision, templates) for revision in {*templates, *(pod.revision for pod in pods)}}
-    groups = {revision: group_of(revision, found) for revision, found in replicas.items() if found or revision in templates}
     limits = _limits(fleet, tier, templates[observed.templates[tier.name].revision])
+    able = could_serve([replica for found in replicas.values() for replica in found], limits.low, limits.high)
+    groups = {revision: group_of(revision, found, able) for revision, found in replicas.items() if found or revision in templates}
     telemetry = observed.telemetry.get(tier.name, TierTelemetry())
     scene = Scene(observed.templates[tier.name].revision, groups, telemetry.revisions, want, limits, now)
     course = plot_course(fleet.spec.rollout, _before(fleet, tier).rollout, scene)
@@ -87,17 +88,18 @@ def plan_tier(fleet: InferenceFleet, tier: TierSpec, want: Pair, observed: Obser
     return _carried_out(fleet, tier, course, step, replicas, scene, templates, changing, given)
 
 
-def group_of(revision: str, replicas: Sequence[Replica]) -> Group:
-    """The counts of one revision."""
-
-    def count(which: str, role: str) -> int:
-        found = [replica for replica in replicas if replica.role == role and replica.alive]
-        return sum(replica.ready if which == "ready" else not replica.leaving for replica in found)
-
-    alive = count("alive", "prefill"), count("alive", "decode")
-    ready = count("ready", "prefill"), count("ready", "decode")
-    stuck = any(replica.unschedulable for replica in replicas if replica.alive and not replica.leaving)
-    return Group(revision, alive, ready, stuck)
+def group_of(revision: str, replicas: Sequence[Replica], able: Collection[str]) -> Group:
+    """The counts of one revision. `able`: uids of the leaders that could serve."""
+    alive = [replica for replica in replicas if replica.alive]
+    ready = [replica for replica in alive if replica.leader.uid in able]
+    return Group(
+        revision,
+        alive=_counts([replica for replica in alive if not replica.leaving]),
+        ready=_counts(ready),
+        unschedulable=any(replica.unschedulable for replica in alive if not replica.leaving),
+        leaving=_counts([replica for replica in ready if replica.leaving]),
+        terminating=any(replica.terminating for replica in replicas),
+    )
 
 
 def _replicas(pods: Sequence[ObservedPod], revision: str, templates: Mapping[str, Template]) -> list[Replica]:
@@ -150,8 +152,10 @@ def _step(
 
 
 def _leaving(replicas: Mapping[str, Sequence[Replica]], limits: Limits) -> int:
-    """Devices of workers that terminate; those of a node that goes away are nobody's to count."""
-    going = [r for found in replicas.values() for r in found if r.terminating and not r.leaving]
+    """Devices of workers that go: they terminate, or are to because they can never be whole again, and not all of their pods have
+    ended. Those of a node that goes away are nobody's to count."""
+    everything = [replica for found in replicas.values() for replica in found]
+    going = [r for r in everything if not r.alive and not r.leaving and any(pod.phase not in ENDED for pod in r.pods)]
     return sum(limits.gpus[0] if replica.role == "prefill" else limits.gpus[1] for replica in going)
 
 
@@ -170,10 +174,13 @@ def _carried_out(
     pools = [replace(pool, most=given.most.get((pool.revision, pool.role))) for pool in pools]
     drafted = draft_pods(pools, replicas, templates.keys(), course.target, changing.terms, scene.now)
     settled = changing.settled
-    drafted_gone = {pod.uid for pod in drafted.draft.delete}
-    delete = (*settled.gone, *drafted.draft.delete, *(pod for pod in given.gone if pod.uid not in drafted_gone))
-    gone_uids = {pod.uid for pod in delete}
     everything = [replica for found in drafted.replicas.values() for replica in found]
+    floor = scene.want[0] - scene.limits.unavailable, scene.want[1] - scene.limits.unavailable
+    needed = still_needed(everything, {pod.uid for pod in drafted.draft.delete}, scene.want, floor, scene.limits.ratio)
+    drafted_gone = [pod for pod in drafted.draft.delete if pod.uid not in needed]
+    drafted_uids = {pod.uid for pod in drafted_gone}
+    delete = (*settled.gone, *drafted_gone, *(pod for pod in given.gone if pod.uid not in drafted_uids))
+    gone_uids = {pod.uid for pod in delete}
     staying = [replica for replica in everything if gone_uids.isdisjoint(pod.uid for pod in replica.pods)]
     serving = choose_serving(staying, scene.limits.low, scene.limits.high)
     targets = tuple(target for replica in everything if (target := _target(replica, serving, gone_uids)) is not None)
