@@ -109,7 +109,7 @@ def plan_step(
         most = _left(want, _serving(firm, size, limits), limits)
     spare = _spare(want, (new, *olds), limits, canary) - leaving_gpus
     sizes = _share(olds, most, _floor(want, new, size, limits), limits, spare)
-    resting = leaving_gpus == 0 and not any(_coming(old) for old in olds)
+    resting = leaving_gpus == surplus_gpus == 0 and not any(_coming(old) for old in olds)
     stuck = blocked and resting and all(sizes.get(old.revision, (0, 0)) == old.alive for old in olds)
     paired = larger(largest(have, *limits.ratio), smaller(have, _serving(new, have, limits)))
     if stuck and size == have != paired and not new.unschedulable:
