@@ -9,7 +9,7 @@ from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.status import FlipStatus, RolloutStatus, TierStatus
 from fleet_api.v1alpha1.tier import TierSpec
 from fleet_planner.canary import Course, Scene, plot_course
-from fleet_planner.draft import draft_pods
+from fleet_planner.draft import draft_pods, scarce_first
 from fleet_planner.flip import Settled, Terms, cold_start_s, flip_s, other, remember, settle
 from fleet_planner.gang import GivenBack, give_back
 from fleet_planner.ratio import Pair
@@ -187,7 +187,7 @@ def _carried_out(
     percent = course.status.percent
     return TierPlan(
         pools=tuple(pools),
-        create=tuple(_scarce_first(drafted.draft.create, scene)),
+        create=tuple(scarce_first(drafted.draft.create, scene.groups, step.sizes, course.target)),
         delete=delete,
         flips=(*settled.given_back, *drafted.flips),
         relabels=tuple(_relabel(fleet, pod, proof, scene.now) for pod, proof in settled.proven if pod.uid not in gone_uids),
@@ -237,13 +237,6 @@ def pool_name(fleet: InferenceFleet, tier: str, role: Role, revision: str) -> st
 def _relabel(fleet: InferenceFleet, pod: ObservedPod, proof: str, now: float) -> Relabel:
     pool = pool_name(fleet, pod.tier, pod.role, pod.revision)
     return Relabel(pod.name, pod.uid, pool, pod.tier, pod.role, now, max(0.0, now - pod.flip_since), proof)
-
-
-def _scarce_first(create: Sequence[PodWanted], scene: Scene) -> list[PodWanted]:
-    """The role that is further from its wanted size first: after a loss it is what the other role waits for."""
-    ready = [sum(group.ready[role] for group in scene.groups.values()) for role in (0, 1)]
-    share = {role: ready[index] / max(1, scene.want[index]) for index, role in enumerate(ROLES)}
-    return sorted(create, key=lambda pod: (share[pod.role], pod.role, pod.ordinal, pod.member))
 
 
 def _target(replica: Replica, serving: frozenset[str], gone: set[str]) -> Target | None:
