@@ -60,8 +60,8 @@ def _draft(pools: Sequence[PoolWanted], replicas: Replicas, makeable: Collection
 def scarce_first(
     create: Sequence[PodWanted], groups: Mapping[str, Group], sizes: Mapping[str, Pair], target: str
 ) -> list[PodWanted]:
-    """In the order in which they are made: any first part of them may be all that finds a place, so each worker is of the role that
-    is further from its size when those before it are there. Repairs of older revisions come before growth of the `target`."""
+    """In the order in which they are made: any first part of them may be all that finds a place, so each worker is of the role
+    that is further from its size when those before it are there. Repairs of older revisions come before the `target`."""
     found: list[PodWanted] = []
     for revision in sorted({pod.revision for pod in create}, key=lambda revision: (revision == target, revision)):
         size = sizes.get(revision, (0, 0))

@@ -9,12 +9,13 @@ from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.status import FlipStatus, RolloutStatus, TierStatus
 from fleet_api.v1alpha1.tier import TierSpec
 from fleet_planner.canary import Course, Scene, plot_course
+from fleet_planner.capacity import QUOTA_WORDS
 from fleet_planner.draft import draft_pods, scarce_first
 from fleet_planner.flip import Settled, Terms, cold_start_s, flip_s, other, remember, settle
 from fleet_planner.gang import GivenBack, give_back
 from fleet_planner.ratio import Pair
 from fleet_planner.replicas import ENDED, Replica, replicas_of
-from fleet_planner.rollout import Canary, Group, Limits, Step, plan_step, why_stuck
+from fleet_planner.rollout import Group, Limits, Step, hold_step, plan_step, why_stuck
 from fleet_planner.serving import choose_serving, could_serve, still_needed
 from fleet_planner.types import (
     ROLES,
@@ -22,9 +23,11 @@ from fleet_planner.types import (
     GangMemory,
     Observed,
     ObservedPod,
+    ObservedPool,
     PodGone,
     PodWanted,
     PoolWanted,
+    Problem,
     Relabel,
     Role,
     ScaleMemory,
@@ -73,10 +76,12 @@ def plan_tier(fleet: InferenceFleet, tier: TierSpec, want: Pair, observed: Obser
     limits = _limits(fleet, tier, templates[observed.templates[tier.name].revision])
     able = could_serve([replica for found in replicas.values() for replica in found], limits.low, limits.high)
     groups = {revision: group_of(revision, found, able) for revision, found in replicas.items() if found or revision in templates}
+    refused = _refused(fleet, tier, groups, observed.problems)
+    groups = {name: replace(group, refused=name in refused) for name, group in groups.items()}
     telemetry = observed.telemetry.get(tier.name, TierTelemetry())
     scene = Scene(observed.templates[tier.name].revision, groups, telemetry.revisions, want, limits, now)
     course = plot_course(fleet.spec.rollout, _before(fleet, tier).rollout, scene)
-    step = _step(fleet, course, groups, want, limits, replicas)
+    step = _step(fleet, tier, course, groups, want, limits, replicas, observed.pools)
     failures = [_before(fleet, tier).flip, observed.memory.get(tier.name, ScaleMemory()).flip]
     remembered = remember(failures, settled.failure, now)
     template = templates.get(course.target)
@@ -100,6 +105,13 @@ def group_of(revision: str, replicas: Sequence[Replica], able: Collection[str]) 
         leaving=_counts([replica for replica in ready if replica.leaving]),
         terminating=any(replica.terminating for replica in replicas),
     )
+
+
+def _refused(fleet: InferenceFleet, tier: TierSpec, revisions: Collection[str], problems: Sequence[Problem]) -> set[str]:
+    """Revisions of which a quota refused a pod: the message has its name."""
+    words = [problem.message for problem in problems if QUOTA_WORDS in problem.message]
+    pools = {revision: [pool_name(fleet, tier.name, role, revision) for role in ROLES] for revision in revisions}
+    return {name for name, found in pools.items() if any(f"{pool}-" in message for pool in found for message in words)}
 
 
 def _replicas(pods: Sequence[ObservedPod], revision: str, templates: Mapping[str, Template]) -> list[Replica]:
@@ -139,16 +151,36 @@ def _terms(fleet: InferenceFleet, tier: TierSpec, limits: Limits, telemetry: Tie
 
 def _step(
     fleet: InferenceFleet,
+    tier: TierSpec,
     course: Course,
     groups: Mapping[str, Group],
     want: Pair,
     limits: Limits,
     replicas: Mapping[str, Sequence[Replica]],
+    pools: Sequence[ObservedPool],
 ) -> Step:
+    """A pause holds a rollout, but not the way back from a bad revision."""
     new = groups.get(course.target, Group(course.target))
     olds = [group for revision, group in groups.items() if revision != course.target]
-    canary = Canary(new.alive) if fleet.spec.rollout.paused and any(any(old.alive) for old in olds) else course.canary
-    return plan_step(want, new, olds, limits, leaving_gpus=_leaving(replicas, limits), canary=canary)
+    if fleet.spec.rollout.paused and not course.status.failed and any(any(old.alive) for old in olds):
+        mine = {(pool.revision, pool.role): pool for pool in pools if pool.tier == tier.name}
+        resized = any(pool.size not in (None, whole) for role, whole in zip(ROLES, want, strict=True) for pool in _of(mine, role))
+        return hold_step(want, new, olds, _planned(mine), limits, resized=resized)
+    return plan_step(want, new, olds, limits, leaving_gpus=_leaving(replicas, limits), canary=course.canary)
+
+
+def _of(pools: Mapping[tuple[str, Role], ObservedPool], role: Role) -> list[ObservedPool]:
+    return [pool for (_, its), pool in pools.items() if its == role]
+
+
+def _planned(pools: Mapping[tuple[str, Role], ObservedPool]) -> dict[str, Pair]:
+    """Sizes that were planned last, by revision; one whose pools do not say both is absent."""
+    found: dict[str, Pair] = {}
+    for revision in {revision for revision, _ in pools}:
+        prefill, decode = (pools[revision, role].planned if (revision, role) in pools else 0 for role in ROLES)
+        if prefill is not None and decode is not None:
+            found[revision] = prefill, decode
+    return found
 
 
 def _leaving(replicas: Mapping[str, Sequence[Replica]], limits: Limits) -> int:

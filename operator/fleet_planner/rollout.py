@@ -17,7 +17,7 @@ Rule 6 is what makes surge and unavailability one mechanism: with room nothing i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -42,6 +42,13 @@ class Group:
     """Those of the ready ones whose nodes go away."""
     terminating: bool = False
     """Some worker of it terminates."""
+    refused: bool = False
+    """A quota refuses some worker."""
+
+    @property
+    def roomless(self) -> bool:
+        """The cluster has no room for all of it."""
+        return self.unschedulable or self.refused
 
     @property
     def firm(self) -> Pair:
@@ -100,7 +107,7 @@ def plan_step(
     held = _share(olds, want, _floor(want, new, have, limits), limits)
     surplus_gpus = devices(new.alive, limits.gpus) - devices(have, limits.gpus)
     size = _grow(have, full, _room(want, olds, held, limits, canary) - leaving_gpus - surplus_gpus, limits)
-    blocked = (size == have != full and whole) or new.unschedulable
+    blocked = (size == have != full and whole) or new.roomless
     firm = replace(new, ready=new.firm, leaving=(0, 0))
     most = want
     if blocked:
@@ -112,11 +119,22 @@ def plan_step(
     resting = leaving_gpus == surplus_gpus == 0 and not any(_coming(old) for old in olds)
     stuck = blocked and resting and all(sizes.get(old.revision, (0, 0)) == old.alive for old in olds)
     paired = larger(largest(have, *limits.ratio), smaller(have, _serving(new, have, limits)))
-    if stuck and size == have != paired and not new.unschedulable:
+    if stuck and size == have != paired and not new.roomless:
         size, stuck = paired, False  # what lost its partners gives its devices back, else it may hold those that partners need
-    elif stuck and limits.surge_gpus is None and not new.unschedulable:
+    elif stuck and limits.surge_gpus is None and not new.roomless:
         size, stuck = _next(have, full, limits), False
     return Step({new.revision: size, **sizes}, rolling=True, stuck=stuck)
+
+
+def hold_step(want: Pair, new: Group, olds: Sequence[Group], kept: Mapping[str, Pair], limits: Limits, *, resized: bool) -> Step:
+    """A paused rollout: every group keeps the size that it had (`kept`), and so gets back what it lost; surge counts only when
+    sizes change. `resized`: those sizes were made for another `want`; the old groups follow it, the new one does not."""
+    had = {group.revision: smaller(kept.get(group.revision, group.alive), want) for group in (new, *olds)}
+    if resized:
+        need = _left(want, _serving(new, had[new.revision], limits), limits)
+        spare = _most(want, limits, None) - sum(devices(size, limits.gpus) for size in had.values())
+        had |= _share([replace(old, alive=had[old.revision]) for old in olds], need, need, limits, spare)
+    return Step(had, rolling=True)
 
 
 def devices(pair: Pair, gpus: Pair) -> int:
@@ -223,6 +241,8 @@ def why_stuck(want: Pair, new: Group, limits: Limits) -> str:
     """What to change so that a stuck rollout goes on."""
     if new.unschedulable:
         return "the new workers find no node, and rollout.maxUnavailable lets no old one go first"
+    if new.refused:
+        return "a quota refuses the new workers, and rollout.maxUnavailable lets no old one go first"
     needed = auto_surge(want, limits, None)
     return (
         f"rollout.maxSurgeGpus is {limits.surge_gpus}, but inside the ratio the next step needs {needed} more devices "
