@@ -35,12 +35,16 @@ class DisruptedModel(Model):
         self.surge = surge
         self.checked: Counter[str] = Counter()
         super().__init__(*ratio)
-        spec = self.wish.spec.to_dict() | {"rollout": {"maxSurgeGpus": surge, "maxUnavailable": unavailable}}
-        self.wish = self.wish.model_copy(update={"spec": self.wish.spec.model_validate(spec)})
+        self.pause(False)
         self.observed = replace(self.observed, templates={"t": replace(self.observed.templates["t"], flippable=False)})
         for _ in range(4):
             self.all_ready()
             self.plan_once()
+
+    def pause(self, paused: bool) -> None:
+        rollout = {"maxSurgeGpus": self.surge, "maxUnavailable": self.unavailable, "paused": paused}
+        spec = self.wish.spec.to_dict() | {"rollout": rollout}
+        self.wish = self.wish.model_copy(update={"spec": self.wish.spec.model_validate(spec)})
 
     def all_ready(self) -> None:
         pods = [replace(p, ready=not p.terminating) for p in self.observed.pods]
@@ -50,6 +54,8 @@ class DisruptedModel(Model):
         super().happen(event, number)
         if event == "template":
             self.observed = replace(self.observed, templates={"t": replace(self.observed.templates["t"], flippable=False)})
+        elif event == "pause":
+            self.pause(number % 2 == 0)
         elif event == "not ready" and self.observed.pods:
             self._change(number, leaving="node n is not ready", ready=False)
         elif event == "sick" and self.observed.pods:
@@ -72,7 +78,7 @@ class DisruptedModel(Model):
         could, serving = could_serve(self.workers(list(before.pods)), self.bounds), told(plan)
         floor = [min(have, want - self.unavailable) for have, want in zip(could, self.want, strict=True)]
         assert all(have >= least for have, least in zip(serving, floor, strict=True)), (serving, could, show(before, plan))
-        if len({p.revision for p in before.pods if p.phase == "Running"}) > 1:
+        if len({p.revision for p in before.pods if p.phase == "Running"}) > 1 and not self.wish.spec.rollout.paused:
             self.checked["rolling"] += 1
             limits = Limits(*self.bounds, surge_gpus=self.surge, unavailable=self.unavailable)
             surge = auto_surge(self.want, limits, None) if self.surge is None else self.surge
@@ -82,6 +88,7 @@ class DisruptedModel(Model):
 
     def calm_down(self) -> None:
         """No more events: what is on its way arrives."""
+        self.pause(False)
         for _ in range(200):
             healed = [
                 replace(p, ready=True, leaving="", sick="", phase="Running") for p in self.observed.pods if not p.terminating
@@ -124,7 +131,7 @@ def show(observed: Observed, plan: Plan) -> str:
 EVENTS = st.tuples(
     st.sampled_from(
         ["ready"] * 4 + ["gone", "gone", "lose", "fail", "unready", "cordon", "cordon", "uncordon", "not ready", "sick"]
-        + ["template", "pass"]
+        + ["template", "pass", "pause"]
     ),
     st.integers(0, 11),
 )  # fmt: skip
