@@ -3,7 +3,8 @@ status that the last pass wrote, and goes out the same way.
 
 A canary step lasts at least `interval` from the moment at which its workers serve, and until enough requests were answered; no
 data never passes a step. Every reading is judged: the first breach rolls back, at once. A revision that was rolled back is not
-tried again; any other revision is.
+tried again; any other revision is. The deadline for progress runs while workers are on their way: it begins anew when a step was
+passed and when a paused rollout goes on.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from datetime import datetime
 from fleet_api.conditions import rfc3339
 from fleet_api.v1alpha1.rollout import AnalysisSpec, CanarySpec, RolloutSpec, parse_factor
 from fleet_api.v1alpha1.status import RolloutStatus
-from fleet_planner.ratio import Pair, smallest
+from fleet_planner.ratio import Pair, largest, smallest
 from fleet_planner.rollout import Canary, Group, Limits, covers, smaller
 from fleet_planner.types import RevisionLoad
 
@@ -53,11 +54,12 @@ def plot_course(spec: RolloutSpec, before: RolloutStatus | None, scene: Scene) -
     failed = known.failed if scene.wanted == known.failed else ""
     others = [group for name, group in scene.groups.items() if name != target and any(larger_of(group))]
     if not others:
-        # at zero nothing is wanted, and a revision of which nothing ever ran was not rolled out to its end
-        whole = any(scene.want) and covers(scene.groups.get(target, Group(target)).ready, scene.want)
-        stable = target if whole or not known.stable else known.stable
+        # at zero nothing is wanted, and a revision of which nothing ever ran was not rolled out to its end; one that serves alone
+        # is what to return to, whole or not: it may lack nodes for as long as it lives
+        serves = any(scene.want) and any(largest(scene.groups.get(target, Group(target)).ready, *scene.limits.ratio))
+        stable = target if serves or not known.stable else known.stable
         return Course(target, None, RolloutStatus(stable=stable, failed=failed, message=known.message if failed else ""))
-    status = _progress(known if known.target == target else _begun(known, target), scene, target, failed)
+    status = _progress(known if known.target == target else _begun(known, target), scene, target, failed, paused=spec.paused)
     if spec.canary is None or target == known.stable:
         return Course(target, None, status.model_copy(update={"percent": None}))
     return _judged(spec, spec.canary, status, scene)
@@ -88,12 +90,14 @@ def _begun(known: RolloutStatus, target: str) -> RolloutStatus:
     return RolloutStatus(stable=known.stable, target=target)
 
 
-def _progress(status: RolloutStatus, scene: Scene, target: str, failed: str) -> RolloutStatus:
+def _progress(status: RolloutStatus, scene: Scene, target: str, failed: str, *, paused: bool = False) -> RolloutStatus:
+    """The counts, and since when they are so: while it is paused nothing is late, and its deadline begins when it goes on."""
     new = scene.groups.get(target, Group(target))
     old = [group.alive for name, group in scene.groups.items() if name != target]
     left = sum(pair[0] for pair in old), sum(pair[1] for pair in old)
     text = f"new {new.ready[0]}+{new.ready[1]} ready of {scene.want[0]}+{scene.want[1]}, old {left[0]}+{left[1]}"
-    since = status.progress_since if text == status.progress else rfc3339(scene.now)
+    since = status.progress_since if text == status.progress and status.progress_since else rfc3339(scene.now)
+    since = "" if paused else since
     message = status.message if failed else ""
     return status.model_copy(update={"progress": text, "progress_since": since, "failed": failed, "message": message})
 
@@ -120,7 +124,8 @@ def _judged(spec: RolloutSpec, canary: CanarySpec, status: RolloutStatus, scene:
         seen = 0 if new is None else round(new.total_requests)
         text = f"{seen} of {canary.analysis.min_requests} requests were answered"
         return Course(status.target, Canary(size), _waiting(status, canary, text, since))
-    return _judged(spec, canary, status.model_copy(update={"step": status.step + 1, "step_since": ""}), scene)
+    passed = {"step": status.step + 1, "step_since": "", "progress_since": rfc3339(scene.now)}
+    return _judged(spec, canary, status.model_copy(update=passed), scene)
 
 
 def _waiting(status: RolloutStatus, canary: CanarySpec, text: str, since: str) -> RolloutStatus:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fleet_planner.flip import Draft, Terms, choose, other, waiting
+from fleet_planner.ratio import Pair
 from fleet_planner.replicas import Replica, plan_replicas
-from fleet_planner.types import FlipWanted, PoolWanted
+from fleet_planner.rollout import Group
+from fleet_planner.types import ROLES, FlipWanted, PodWanted, PoolWanted, Role
 
 Replicas = Mapping[str, Sequence[Replica]]
 """By revision."""
@@ -52,3 +55,30 @@ def _draft(pools: Sequence[PoolWanted], replicas: Replicas, makeable: Collection
         new, gone = plan_replicas(pool, mine, taken)
         draft = Draft([*draft.create, *(new if pool.revision in makeable else [])], [*draft.delete, *gone])
     return draft
+
+
+def scarce_first(
+    create: Sequence[PodWanted], groups: Mapping[str, Group], sizes: Mapping[str, Pair], target: str
+) -> list[PodWanted]:
+    """In the order in which they are made: any first part of them may be all that finds a place, so each worker is of the role
+    that is further from its size when those before it are there. Repairs of older revisions come before the `target`."""
+    found: list[PodWanted] = []
+    for revision in sorted({pod.revision for pod in create}, key=lambda revision: (revision == target, revision)):
+        size = sizes.get(revision, (0, 0))
+        workers = tuple(_workers(create, revision, role) for role in ROLES)
+        have = list(groups.get(revision, Group(revision)).alive)
+        while any(workers):
+            behind = have[0] * size[1] <= have[1] * size[0]
+            index = 0 if workers[0] and (behind or not workers[1]) else 1
+            found += workers[index].popleft()
+            have[index] += 1
+    return found
+
+
+def _workers(create: Sequence[PodWanted], revision: str, role: Role) -> deque[list[PodWanted]]:
+    """The pods of each worker, by ordinal; the leader first."""
+    found: dict[int, list[PodWanted]] = defaultdict(list)
+    for pod in sorted(create, key=lambda pod: (pod.ordinal, pod.member)):
+        if (pod.revision, pod.role) == (revision, role):
+            found[pod.ordinal].append(pod)
+    return deque(found.values())

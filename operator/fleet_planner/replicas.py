@@ -102,12 +102,13 @@ def plan_replicas(
     return created, [pod for group in gone for pod in group]
 
 
-def _first_to_go(replica: Replica) -> tuple[bool, bool, int, int, float, float, str]:
-    """Smallest goes first: not ready, not serving, furthest from whole, cheap, idle, young. An unknown load counts as busy."""
+def _first_to_go(replica: Replica) -> tuple[bool, bool, bool, int, int, float, float, str]:
+    """Smallest goes first: not ready, on failing devices, not serving, furthest from whole, cheap, idle, young. An unknown load
+    counts as busy."""
     leader = replica.leader
     busy = leader.busy if leader.busy is not None else float("inf")
     missing = replica.placed - replica.size if replica.size > 1 else 0
-    return replica.ready, replica.serving, missing, leader.deletion_cost, busy, -leader.created_at, leader.name
+    return replica.ready, not replica.sick, replica.serving, missing, leader.deletion_cost, busy, -leader.created_at, leader.name
 
 
 def _created(pool: PoolWanted, taken: Collection[str], missing: int) -> list[PodWanted]:

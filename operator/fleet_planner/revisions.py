@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.status import FlipStatus, RolloutStatus, TierStatus
 from fleet_api.v1alpha1.tier import TierSpec
 from fleet_planner.canary import Course, Scene, plot_course
-from fleet_planner.draft import draft_pods
+from fleet_planner.capacity import QUOTA_WORDS
+from fleet_planner.draft import draft_pods, scarce_first
 from fleet_planner.flip import Settled, Terms, cold_start_s, flip_s, other, remember, settle
 from fleet_planner.gang import GivenBack, give_back
 from fleet_planner.ratio import Pair
-from fleet_planner.replicas import Replica, replicas_of
-from fleet_planner.rollout import Canary, Group, Limits, Step, plan_step, why_stuck
-from fleet_planner.serving import choose_serving
+from fleet_planner.replicas import ENDED, Replica, replicas_of
+from fleet_planner.rollout import Group, Limits, Step, hold_step, plan_step, why_stuck
+from fleet_planner.serving import choose_serving, could_serve, still_needed
 from fleet_planner.types import (
     ROLES,
     FlipWanted,
     GangMemory,
     Observed,
     ObservedPod,
+    ObservedPool,
     PodGone,
     PodWanted,
     PoolWanted,
+    Problem,
     Relabel,
     Role,
     ScaleMemory,
@@ -70,12 +73,15 @@ def plan_tier(fleet: InferenceFleet, tier: TierSpec, want: Pair, observed: Obser
     settled = settle((pod for pod in observed.pods if pod.tier == tier.name), observed.flips, now)
     pods = settled.pods
     replicas = {revision: _replicas(pods, revision, templates) for revision in {*templates, *(pod.revision for pod in pods)}}
-    groups = {revision: group_of(revision, found) for revision, found in replicas.items() if found or revision in templates}
     limits = _limits(fleet, tier, templates[observed.templates[tier.name].revision])
+    able = could_serve([replica for found in replicas.values() for replica in found], limits.low, limits.high)
+    groups = {revision: group_of(revision, found, able) for revision, found in replicas.items() if found or revision in templates}
+    refused = _refused(fleet, tier, groups, observed.problems)
+    groups = {name: replace(group, refused=name in refused) for name, group in groups.items()}
     telemetry = observed.telemetry.get(tier.name, TierTelemetry())
     scene = Scene(observed.templates[tier.name].revision, groups, telemetry.revisions, want, limits, now)
     course = plot_course(fleet.spec.rollout, _before(fleet, tier).rollout, scene)
-    step = _step(fleet, course, groups, want, limits, replicas)
+    step = _step(fleet, tier, course, groups, want, limits, replicas, observed.pools)
     failures = [_before(fleet, tier).flip, observed.memory.get(tier.name, ScaleMemory()).flip]
     remembered = remember(failures, settled.failure, now)
     template = templates.get(course.target)
@@ -87,17 +93,25 @@ def plan_tier(fleet: InferenceFleet, tier: TierSpec, want: Pair, observed: Obser
     return _carried_out(fleet, tier, course, step, replicas, scene, templates, changing, given)
 
 
-def group_of(revision: str, replicas: Sequence[Replica]) -> Group:
-    """The counts of one revision."""
+def group_of(revision: str, replicas: Sequence[Replica], able: Collection[str]) -> Group:
+    """The counts of one revision. `able`: uids of the leaders that could serve."""
+    alive = [replica for replica in replicas if replica.alive]
+    ready = [replica for replica in alive if replica.leader.uid in able]
+    return Group(
+        revision,
+        alive=_counts([replica for replica in alive if not replica.leaving]),
+        ready=_counts(ready),
+        unschedulable=any(replica.unschedulable for replica in alive if not replica.leaving),
+        leaving=_counts([replica for replica in ready if replica.leaving]),
+        terminating=any(replica.terminating for replica in replicas),
+    )
 
-    def count(which: str, role: str) -> int:
-        found = [replica for replica in replicas if replica.role == role and replica.alive]
-        return sum(replica.ready if which == "ready" else not replica.leaving for replica in found)
 
-    alive = count("alive", "prefill"), count("alive", "decode")
-    ready = count("ready", "prefill"), count("ready", "decode")
-    stuck = any(replica.unschedulable for replica in replicas if replica.alive and not replica.leaving)
-    return Group(revision, alive, ready, stuck)
+def _refused(fleet: InferenceFleet, tier: TierSpec, revisions: Collection[str], problems: Sequence[Problem]) -> set[str]:
+    """Revisions of which a quota refused a pod: the message has its name."""
+    words = [problem.message for problem in problems if QUOTA_WORDS in problem.message]
+    pools = {revision: [pool_name(fleet, tier.name, role, revision) for role in ROLES] for revision in revisions}
+    return {name for name, found in pools.items() if any(f"{pool}-" in message for pool in found for message in words)}
 
 
 def _replicas(pods: Sequence[ObservedPod], revision: str, templates: Mapping[str, Template]) -> list[Replica]:
@@ -137,21 +151,43 @@ def _terms(fleet: InferenceFleet, tier: TierSpec, limits: Limits, telemetry: Tie
 
 def _step(
     fleet: InferenceFleet,
+    tier: TierSpec,
     course: Course,
     groups: Mapping[str, Group],
     want: Pair,
     limits: Limits,
     replicas: Mapping[str, Sequence[Replica]],
+    pools: Sequence[ObservedPool],
 ) -> Step:
+    """A pause holds a rollout, but not the way back from a bad revision."""
     new = groups.get(course.target, Group(course.target))
     olds = [group for revision, group in groups.items() if revision != course.target]
-    canary = Canary(new.alive) if fleet.spec.rollout.paused and any(any(old.alive) for old in olds) else course.canary
-    return plan_step(want, new, olds, limits, leaving_gpus=_leaving(replicas, limits), canary=canary)
+    if fleet.spec.rollout.paused and not course.status.failed and any(any(old.alive) for old in olds):
+        mine = {(pool.revision, pool.role): pool for pool in pools if pool.tier == tier.name}
+        resized = any(pool.size not in (None, whole) for role, whole in zip(ROLES, want, strict=True) for pool in _of(mine, role))
+        return hold_step(want, new, olds, _planned(mine), limits, resized=resized)
+    return plan_step(want, new, olds, limits, leaving_gpus=_leaving(replicas, limits), canary=course.canary)
+
+
+def _of(pools: Mapping[tuple[str, Role], ObservedPool], role: Role) -> list[ObservedPool]:
+    return [pool for (_, its), pool in pools.items() if its == role]
+
+
+def _planned(pools: Mapping[tuple[str, Role], ObservedPool]) -> dict[str, Pair]:
+    """Sizes that were planned last, by revision; one whose pools do not say both is absent."""
+    found: dict[str, Pair] = {}
+    for revision in {revision for revision, _ in pools}:
+        prefill, decode = (pools[revision, role].planned if (revision, role) in pools else 0 for role in ROLES)
+        if prefill is not None and decode is not None:
+            found[revision] = prefill, decode
+    return found
 
 
 def _leaving(replicas: Mapping[str, Sequence[Replica]], limits: Limits) -> int:
-    """Devices of workers that terminate; those of a node that goes away are nobody's to count."""
-    going = [r for found in replicas.values() for r in found if r.terminating and not r.leaving]
+    """Devices of workers that go: they terminate, or are to because they can never be whole again, and not all of their pods have
+    ended. Those of a node that goes away are nobody's to count."""
+    everything = [replica for found in replicas.values() for replica in found]
+    going = [r for r in everything if not r.alive and not r.leaving and any(pod.phase not in ENDED for pod in r.pods)]
     return sum(limits.gpus[0] if replica.role == "prefill" else limits.gpus[1] for replica in going)
 
 
@@ -170,17 +206,20 @@ def _carried_out(
     pools = [replace(pool, most=given.most.get((pool.revision, pool.role))) for pool in pools]
     drafted = draft_pods(pools, replicas, templates.keys(), course.target, changing.terms, scene.now)
     settled = changing.settled
-    drafted_gone = {pod.uid for pod in drafted.draft.delete}
-    delete = (*settled.gone, *drafted.draft.delete, *(pod for pod in given.gone if pod.uid not in drafted_gone))
-    gone_uids = {pod.uid for pod in delete}
     everything = [replica for found in drafted.replicas.values() for replica in found]
+    floor = scene.want[0] - scene.limits.unavailable, scene.want[1] - scene.limits.unavailable
+    needed = still_needed(everything, {pod.uid for pod in drafted.draft.delete}, scene.want, floor, scene.limits.ratio)
+    drafted_gone = [pod for pod in drafted.draft.delete if pod.uid not in needed]
+    drafted_uids = {pod.uid for pod in drafted_gone}
+    delete = (*settled.gone, *drafted_gone, *(pod for pod in given.gone if pod.uid not in drafted_uids))
+    gone_uids = {pod.uid for pod in delete}
     staying = [replica for replica in everything if gone_uids.isdisjoint(pod.uid for pod in replica.pods)]
     serving = choose_serving(staying, scene.limits.low, scene.limits.high)
     targets = tuple(target for replica in everything if (target := target_of(replica, serving, gone_uids)) is not None)
     percent = course.status.percent
     return TierPlan(
         pools=tuple(pools),
-        create=tuple(_scarce_first(drafted.draft.create, scene)),
+        create=tuple(scarce_first(drafted.draft.create, scene.groups, step.sizes, course.target)),
         delete=delete,
         flips=(*settled.given_back, *drafted.flips),
         relabels=tuple(_relabel(fleet, pod, proof, scene.now) for pod, proof in settled.proven if pod.uid not in gone_uids),
@@ -230,13 +269,6 @@ def pool_name(fleet: InferenceFleet, tier: str, role: Role, revision: str) -> st
 def _relabel(fleet: InferenceFleet, pod: ObservedPod, proof: str, now: float) -> Relabel:
     pool = pool_name(fleet, pod.tier, pod.role, pod.revision)
     return Relabel(pod.name, pod.uid, pool, pod.tier, pod.role, now, max(0.0, now - pod.flip_since), proof)
-
-
-def _scarce_first(create: Sequence[PodWanted], scene: Scene) -> list[PodWanted]:
-    """The role that is further from its wanted size first: after a loss it is what the other role waits for."""
-    ready = [sum(group.ready[role] for group in scene.groups.values()) for role in (0, 1)]
-    share = {role: ready[index] / max(1, scene.want[index]) for index, role in enumerate(ROLES)}
-    return sorted(create, key=lambda pod: (share[pod.role], pod.role, pod.ordinal, pod.member))
 
 
 def target_of(replica: Replica, serving: frozenset[str], gone: set[str]) -> Target | None:

@@ -4,10 +4,12 @@ A revision is a group of prefill and decode workers that hand KV to each other; 
 rules, from which every state of a rollout follows:
 
 1. Every group is sized inside the ratio, so that it can serve alone; the sum of groups inside the ratio is inside it, too.
-2. All workers together hold at most the wanted devices plus `surge_gpus`; workers that are still leaving count.
+2. All workers together hold at most the wanted devices plus `surge_gpus`; workers that terminate count, those on nodes that go
+   away do not. What events take is brought back inside this bound, too.
 3. At least `want - unavailable` workers of each role serve. The old group keeps what the new one does not serve yet.
 4. The new group grows as far as rule 2 lets it, both roles in step; it is never shrunk for the sake of rule 2.
 5. The old group gives way when all that was started of the new one is ready: so the path does not depend on who is ready first.
+   A worker on a node that goes away serves, but nobody gives way to it.
 6. Only when the new group cannot grow (no room) does the old one go below `want`, down to what rule 3 leaves it.
 
 Rule 6 is what makes surge and unavailability one mechanism: with room nothing is ever taken away early.
@@ -15,7 +17,7 @@ Rule 6 is what makes surge and unavailability one mechanism: with room nothing i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -36,6 +38,22 @@ class Group:
     """Workers that could serve now, those on nodes that go away included."""
     unschedulable: bool = False
     """Some worker finds no node."""
+    leaving: Pair = (0, 0)
+    """Those of the ready ones whose nodes go away."""
+    terminating: bool = False
+    """Some worker of it terminates."""
+    refused: bool = False
+    """A quota refuses some worker."""
+
+    @property
+    def roomless(self) -> bool:
+        """The cluster has no room for all of it."""
+        return self.unschedulable or self.refused
+
+    @property
+    def firm(self) -> Pair:
+        """Ready workers that stay."""
+        return self.ready[0] - self.leaving[0], self.ready[1] - self.leaving[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,27 +96,45 @@ def plan_step(
     want: Pair, new: Group, olds: Sequence[Group], limits: Limits, *, leaving_gpus: int = 0, canary: Canary | None = None
 ) -> Step:
     """The sizes that follow from what exists. `leaving_gpus`: devices that terminating workers still hold."""
+    ending = leaving_gpus > 0 and any(old.terminating for old in olds)
     olds = [old for old in olds if any(old.alive) or any(old.ready)]
     if not olds:
-        return Step({new.revision: want})
+        have, spare = smaller(new.alive, want), _spare(want, (new,), limits, canary) - leaving_gpus
+        return Step({new.revision: _repaired(have, want, spare, limits) if ending else want})
     full = want if canary is None else smaller(canary.size, want)
     have = smaller(new.alive, full)
-    whole = covers(new.ready, have)
-    served = largest(smaller(new.ready, want), limits.low, limits.high)
-    least = _left((want[0] - limits.unavailable, want[1] - limits.unavailable), served, limits)
-    held = _share(olds, want, least, limits)
-    size = _grow(have, full, _room(want, olds, held, limits, canary) - leaving_gpus, limits)
-    blocked = (size == have != full and whole) or new.unschedulable
-    most = _left(want, served, limits) if whole and canary is None else want
-    sizes = _share(olds, least if blocked else most, least, limits)
-    if leaving_gpus or any(not covers(sizes[old.revision], old.alive) for old in olds):
-        spare = _spare(want, (new, *olds), limits, canary) - leaving_gpus
-        sizes = _share(olds, least if blocked else most, least, limits, spare)
-    resting = leaving_gpus == 0 and not any(_coming(old) for old in olds)
+    whole = covers(new.firm, have)
+    held = _share(olds, want, _floor(want, new, have, limits), limits)
+    surplus_gpus = devices(new.alive, limits.gpus) - devices(have, limits.gpus)
+    size = _grow(have, full, _room(want, olds, held, limits, canary) - leaving_gpus - surplus_gpus, limits)
+    blocked = (size == have != full and whole) or new.roomless
+    firm = replace(new, ready=new.firm, leaving=(0, 0))
+    most = want
+    if blocked:
+        most = _floor(want, firm, size, limits)
+    elif whole and canary is None:
+        most = _left(want, _serving(firm, size, limits), limits)
+    spare = _spare(want, (new, *olds), limits, canary) - leaving_gpus
+    sizes = _share(olds, most, _floor(want, new, size, limits), limits, spare)
+    resting = leaving_gpus == surplus_gpus == 0 and not any(_coming(old) for old in olds)
     stuck = blocked and resting and all(sizes.get(old.revision, (0, 0)) == old.alive for old in olds)
-    if stuck and limits.surge_gpus is None and not new.unschedulable:
+    paired = larger(largest(have, *limits.ratio), smaller(have, _serving(new, have, limits)))
+    if stuck and size == have != paired and not new.roomless:
+        size, stuck = paired, False  # what lost its partners gives its devices back, else it may hold those that partners need
+    elif stuck and limits.surge_gpus is None and not new.roomless:
         size, stuck = _next(have, full, limits), False
     return Step({new.revision: size, **sizes}, rolling=True, stuck=stuck)
+
+
+def hold_step(want: Pair, new: Group, olds: Sequence[Group], kept: Mapping[str, Pair], limits: Limits, *, resized: bool) -> Step:
+    """A paused rollout: every group keeps the size that it had (`kept`), and so gets back what it lost; surge counts only when
+    sizes change. `resized`: those sizes were made for another `want`; the old groups follow it, the new one does not."""
+    had = {group.revision: smaller(kept.get(group.revision, group.alive), want) for group in (new, *olds)}
+    if resized:
+        need = _left(want, _serving(new, had[new.revision], limits), limits)
+        spare = _most(want, limits, None) - sum(devices(size, limits.gpus) for size in had.values())
+        had |= _share([replace(old, alive=had[old.revision]) for old in olds], need, need, limits, spare)
+    return Step(had, rolling=True)
 
 
 def devices(pair: Pair, gpus: Pair) -> int:
@@ -148,6 +184,17 @@ def _spare(want: Pair, groups: Sequence[Group], limits: Limits, canary: Canary |
     return _most(want, limits, canary) - sum(devices(group.alive, limits.gpus) for group in groups)
 
 
+def _floor(want: Pair, new: Group, size: Pair, limits: Limits) -> Pair:
+    """What the old groups must have by rule 3 when `size` workers of the new one stay."""
+    return _left((want[0] - limits.unavailable, want[1] - limits.unavailable), _serving(new, size, limits), limits)
+
+
+def _serving(new: Group, size: Pair, limits: Limits) -> Pair:
+    """What serves of the new group when no more than `size` of it stay; those on nodes that go away are kept while needed."""
+    staying = smaller(new.firm, size)
+    return largest((staying[0] + new.leaving[0], staying[1] + new.leaving[1]), *limits.ratio)
+
+
 def _left(want: Pair, served: Pair, limits: Limits) -> Pair:
     """What the old groups must have so that `want` workers serve: inside the ratio, and nothing when nothing is missing."""
     missing = max(0, want[0] - served[0]), max(0, want[1] - served[1])
@@ -165,20 +212,37 @@ def _share(olds: Sequence[Group], most: Pair, least: Pair, limits: Limits, spare
     sizes: dict[str, Pair] = {}
     unserved = most
     for index, old in enumerate(sorted(olds, key=lambda old: (-min(old.ready), -sum(old.alive), old.revision))):
-        size = larger(smaller(old.alive, most), largest(smaller(old.ready, unserved), limits.low, limits.high))
+        kept = largest(smaller(smaller(old.ready, old.alive), unserved), *limits.ratio)
+        size = larger(smaller(old.alive, most), kept)
         if index == 0:
             whole = larger(size, smaller(least, most))
-            size = whole if spare is None else grown(size, whole, limits.gpus, devices(size, limits.gpus) + spare, *limits.ratio)
+            size = whole if spare is None else _repaired(size, whole, spare, limits)
         sizes[old.revision] = size
         most, least = _left(most, size, limits), _left(least, size, limits)
         unserved = _left(unserved, largest(smaller(old.ready, size), limits.low, limits.high), limits)
     return sizes
 
 
+def _repaired(size: Pair, whole: Pair, spare: int, limits: Limits) -> Pair:
+    """On the way from `size` to `whole`, with so many devices: inside the ratio, or else the role that lags behind first."""
+    room = devices(size, limits.gpus) + spare
+    if devices(whole, limits.gpus) <= room:
+        return whole
+    best = grown(size, whole, limits.gpus, room, *limits.ratio)
+    if best != size or covers(size, whole):
+        return best
+    behind = size[0] * whole[1] <= size[1] * whole[0]
+    role = 0 if size[1] >= whole[1] or (behind and size[0] < whole[0]) else 1
+    count = min(whole[role] - size[role], max(0, spare) // max(1, limits.gpus[role]))
+    return (size[0] + count, size[1]) if role == 0 else (size[0], size[1] + count)
+
+
 def why_stuck(want: Pair, new: Group, limits: Limits) -> str:
     """What to change so that a stuck rollout goes on."""
     if new.unschedulable:
         return "the new workers find no node, and rollout.maxUnavailable lets no old one go first"
+    if new.refused:
+        return "a quota refuses the new workers, and rollout.maxUnavailable lets no old one go first"
     needed = auto_surge(want, limits, None)
     return (
         f"rollout.maxSurgeGpus is {limits.surge_gpus}, but inside the ratio the next step needs {needed} more devices "

@@ -12,10 +12,10 @@ prefill by itself), and the status says that the ratio is lost.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from fleet_api.quantities import Ratio
-from fleet_planner.ratio import largest
+from fleet_planner.ratio import Pair, largest
 from fleet_planner.replicas import Replica
 
 
@@ -26,6 +26,41 @@ def choose_serving(replicas: Sequence[Replica], low: Ratio, high: Ratio) -> froz
     if not chosen and any(replica.serving for replica in ready):
         chosen = ready
     return frozenset(replica.leader.uid for replica in chosen)
+
+
+def could_serve(replicas: Sequence[Replica], low: Ratio, high: Ratio) -> frozenset[str]:
+    """Uids of the leaders that are ready, without those on failing devices as long as others can serve."""
+    ready = [replica for replica in replicas if replica.ready]
+    well = [replica for replica in ready if not replica.sick]
+    return frozenset(replica.leader.uid for replica in (well if _grouped(well, low, high) else ready))
+
+
+def still_needed(
+    replicas: Sequence[Replica], gone: Collection[str], want: Pair, floor: Pair, ratio: tuple[Ratio, Ratio]
+) -> frozenset[str]:
+    """Uids of the pods among `gone` that must not go yet: without them fewer workers would serve than now and than `floor`. Those
+    on nodes that go away stay even up to `want`: they hold devices that nobody counts, so that it costs nothing. One role of one
+    revision goes as a whole or not at all."""
+    classes: dict[tuple[bool, bool, str, str], list[Replica]] = defaultdict(list)
+    for replica in replicas:
+        if replica.ready and replica.leader.uid in gone:
+            classes[bool(replica.leaving), not replica.sick, replica.leader.revision, replica.role].append(replica)
+    staying = [replica for replica in replicas if replica.leader.uid not in gone]
+    kept = dict(classes)
+    serves = _served(replicas, ratio) if classes else (0, 0)
+    for key in sorted(classes):  # those on nodes that go away after the others, as these may leave less than `want`
+        rest = [*staying, *(one for name, found in kept.items() if name != key for one in found)]
+        without, enough = _served(rest, ratio), want if key[0] else floor
+        if all(left >= min(now, least) for left, now, least in zip(without, serves, enough, strict=True)):
+            kept.pop(key)
+            serves = without
+    return frozenset(pod.uid for found in kept.values() for one in found for pod in one.pods)
+
+
+def _served(replicas: Sequence[Replica], ratio: tuple[Ratio, Ratio]) -> Pair:
+    chosen = choose_serving(replicas, *ratio)
+    roles = [replica.role for replica in replicas if replica.leader.uid in chosen]
+    return roles.count("prefill"), roles.count("decode")
 
 
 def _grouped(ready: Sequence[Replica], low: Ratio, high: Ratio) -> list[Replica]:

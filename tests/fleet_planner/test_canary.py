@@ -139,3 +139,59 @@ def test_planning_again_changes_nothing():
     for one in (scene(), scene((1, 1), loads), scene((1, 1), {NEW: replace(GOOD, errors=50), OLD: GOOD})):
         course = plot_course(spec(), STABLE, one)
         assert plot_course(spec(), course.status, one).status == course.status
+
+
+def test_a_step_longer_than_the_deadline_is_passed_and_not_rolled_back():
+    """Incident: a healthy canary with `interval` above `progressDeadline` went back in the pass in which it passed its step."""
+    slow, loads = spec(canary={"steps": [10, 50], "interval": "15m"}), {OLD: GOOD, NEW: GOOD}
+    looks = [scene(), scene((1, 1), loads, NOW + 5), scene((1, 1), loads, NOW + 700), scene((1, 1), loads, NOW + 906)]
+    passed = follow(slow, *looks)
+    assert (passed.target, passed.status.step, passed.rolled_back) == (NEW, 1, "")
+    assert follow(slow, *looks, scene((1, 1), loads, NOW + 906 + 599)).rolled_back == ""  # passing it was progress
+    assert "no progress for 10m" in follow(slow, *looks, scene((1, 1), loads, NOW + 906 + 601)).rolled_back
+
+
+def test_a_step_that_waits_for_requests_longer_than_the_deadline_is_passed():
+    """Incident: the twentieth request came after `progressDeadline`, and the revision that had answered all of them went back."""
+    few, enough = {OLD: GOOD, NEW: RevisionLoad(3, 0, 19, 0)}, {OLD: GOOD, NEW: RevisionLoad(3, 0, 20, 0)}
+    late = [scene((1, 1), loads, NOW + at) for loads, at in ((few, 5), (few, 1_000), (enough, 1_060))]
+    passed = follow(spec(), scene(), *late)
+    assert (passed.target, passed.status.step, passed.rolled_back) == (NEW, 1, "")
+    last = [scene((2, 4), enough, NOW + at) for at in (1_070, 2_000)]
+    promoted = follow(spec(), scene(), *late, *last)
+    assert (promoted.status.step, promoted.canary, promoted.rolled_back) == (2, None, "")
+
+
+@pytest.mark.parametrize("canary", [True, False])
+def test_a_pause_stops_the_clock_of_the_deadline(canary: bool):
+    """Incident: a rollout that was paused for longer than `progressDeadline` went back as soon as it was resumed."""
+    more: dict[str, Any] = {} if canary else {"canary": None}
+    half = scene((3, 6), {OLD: GOOD, NEW: GOOD})
+    running, paused = spec(**more), spec(**more, paused=True)
+    status = plot_course(running, RolloutStatus(stable=OLD, target=NEW, step=2), half).status
+    for at in (60, 3_600):
+        status = plot_course(paused, status, replace(half, now=NOW + at)).status
+        assert not overdue(paused, status, NOW + at)
+    resumed = plot_course(running, status, replace(half, now=NOW + 3_601))
+    assert (resumed.target, resumed.rolled_back) == (NEW, "")
+    later = [plot_course(running, resumed.status, replace(half, now=NOW + 3_601 + more_s)) for more_s in (599, 601)]
+    assert [bool(course.rolled_back) for course in later] == [False, canary]
+    assert [overdue(running, resumed.status, NOW + 3_601 + more_s) for more_s in (599, 601)] == [False, True]
+
+
+def test_a_paused_rollout_writes_the_same_status_again():
+    half = scene((3, 6), {OLD: GOOD, NEW: GOOD})
+    status = plot_course(spec(paused=True), RolloutStatus(stable=OLD, target=NEW, step=2), half).status
+    assert plot_course(spec(paused=True), status, replace(half, now=NOW + 3_600)).status == status
+
+
+def test_what_serves_alone_is_what_to_return_to_even_if_it_never_was_whole():
+    """Incident: with `maxUnavailable` and too few nodes B ended its rollout without being whole, and a breach of C went to A."""
+    ended = scene(wanted=NEW, groups={OLD: Group(OLD), NEW: Group(NEW, WANT, (3, 7))})
+    status = plot_course(spec(), RolloutStatus(stable=OLD, target=NEW, step=2), ended).status
+    assert status.stable == NEW
+    groups = {OLD: Group(OLD), NEW: Group(NEW, WANT, (3, 7)), "cccccccc": Group("cccccccc", (1, 1), (1, 1))}
+    third = scene(wanted="cccccccc", groups=groups, loads={NEW: GOOD, "cccccccc": replace(GOOD, errors=50)})
+    assert plot_course(spec(), status, third).target == NEW
+    starting = scene(wanted=NEW, groups={OLD: Group(OLD), NEW: Group(NEW, WANT, (0, 7))})
+    assert plot_course(spec(), STABLE, starting).status.stable == OLD  # nothing that could serve: it proved nothing

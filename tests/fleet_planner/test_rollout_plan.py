@@ -1,0 +1,192 @@
+"""Rollouts as the whole plan carries them out: paused in the middle, refused by a quota, rolled back while paused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fleet_api.v1alpha1 import InferenceFleet
+from fleet_planner.reconcile import Plan, reconcile
+from fleet_planner.rollout import Group, Limits, hold_step
+from fleet_planner.types import Observed, Problem, RevisionLoad, Role, Template, TierTelemetry
+from tests.fleet_planner.test_reconcile import NOW, carry_out, counts, fleet, start
+from tests.fleet_planner.test_rollout import WIDE
+
+OLD, NEW = "aaaaaaaa", "bbbbbbbb"
+CANARY = {"steps": [25], "interval": "1m"}
+
+
+class World:
+    """A fleet of 2 prefill and 4 decode workers that is given a new template; `quota`: pods that may exist."""
+
+    def __init__(self, **rollout: Any) -> None:
+        self.fleet: InferenceFleet = fleet(
+            ratio={"prefill": 2, "decode": 4}, prefill={"replicas": 2}, decode={"replicas": 4, "maxReplicas": 20}
+        )
+        self.observed: Observed = start()
+        self.now, self.quota = NOW, 100
+        self.configure(**rollout)
+        self.steps(3)
+        self.observed = replace(self.observed, templates={"t": Template(NEW, "c", number=2)})
+
+    def configure(self, **rollout: Any) -> None:
+        spec = self.fleet.spec.to_dict() | {"rollout": rollout}
+        self.fleet = self.fleet.model_copy(update={"spec": self.fleet.spec.model_validate(spec)})
+
+    def steps(self, count: int) -> Plan:
+        for _ in range(count):
+            self.now += 1
+            plan = reconcile(self.fleet, self.observed, self.now)
+            self.fleet = self.fleet.model_copy(update={"status": plan.status})
+            gone = {one.uid for one in plan.delete}
+            room = self.quota - sum(p.uid not in gone for p in self.observed.pods)
+            made, refused = plan.create[: max(0, room)], plan.create[max(0, room) :]
+            message = 'Pod {0}: pods "{0}" is forbidden: exceeded quota: gpus'
+            problems = tuple(Problem("Forbidden", message.format(one.name)) for one in refused)
+            self.observed = replace(carry_out(replace(plan, create=made), self.observed), problems=problems)
+        return plan
+
+    def sizes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return tuple(counts(self.observed, OLD).values()), tuple(counts(self.observed, NEW).values())
+
+    def lose(self, revision: str, role: Role) -> None:
+        victim = next(p for p in self.observed.pods if (p.revision, p.role) == (revision, role))
+        self.observed = replace(self.observed, pods=tuple(p for p in self.observed.pods if p is not victim))
+
+    def scale(self, decode: int) -> None:
+        """Somebody's /scale on the pool of the new revision."""
+        pools = [
+            replace(p, replicas=p.replicas + decode) if (p.revision, p.role) == (NEW, "decode") else p
+            for p in self.observed.pools
+        ]
+        self.observed = replace(self.observed, pools=tuple(pools))
+
+    def rolling(self, plan: Plan) -> tuple[str, str]:
+        condition = plan.status.condition("RollingOut")
+        assert condition is not None
+        return condition.reason, condition.message
+
+
+def paused_in_the_middle(**rollout: Any) -> World:
+    world = World(**rollout)
+    world.steps(2)
+    assert all(sum(size) > 1 for size in world.sizes())
+    world.configure(**rollout, paused=True)
+    return world
+
+
+def test_a_pause_in_the_middle_keeps_both_groups_and_resuming_goes_on():
+    world = paused_in_the_middle()
+    plan = world.steps(6)
+    assert (world.sizes(), world.rolling(plan)[0]) == (((1, 3), (1, 1)), "Paused")
+    assert (plan.create, plan.delete) == ((), ())
+    world.configure()
+    world.steps(10)
+    assert world.sizes() == ((0, 0), (2, 4))
+
+
+@pytest.mark.parametrize("unavailable", [0, 2])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("revision", [OLD, NEW])
+def test_what_a_paused_rollout_loses_comes_back_where_it_was(revision: str, role: Role, unavailable: int):
+    """Incident: a lost worker of the new group did not come back; its partner held a device and could never serve."""
+    world = paused_in_the_middle(maxUnavailable=unavailable, maxSurgeGpus=2)
+    world.steps(1)
+    had = world.sizes()
+    world.lose(revision, role)
+    world.steps(4)
+    assert world.sizes() == had == (((1, 1), (1, 1)) if unavailable else ((1, 3), (1, 1)))
+    assert all(p.serving for p in world.observed.pods)
+
+
+def test_workers_that_find_no_node_take_nothing_from_the_old_ones_while_paused():
+    world = paused_in_the_middle()
+    world.configure(paused=True, maxUnavailable=2)
+    stuck = [replace(p, ready=False, unschedulable=True) if p.revision == NEW else p for p in world.observed.pods]
+    world.observed = replace(world.observed, pods=tuple(stuck))
+    world.steps(3)
+    assert world.sizes() == ((1, 3), (1, 1))
+
+
+def test_scaling_works_while_a_rollout_is_paused_and_the_new_revision_does_not_grow():
+    world = paused_in_the_middle()
+    world.steps(1)
+    world.scale(4)
+    world.steps(3)
+    assert world.sizes() == ((2, 7), (1, 1))  # of 2 and 8; 7 decode workers need 2 prefill workers
+    world.scale(-4)
+    world.steps(3)
+    assert world.sizes() == ((1, 3), (1, 1))
+
+
+def test_a_node_that_goes_away_is_left_while_a_rollout_is_paused():
+    world = paused_in_the_middle()
+    world.steps(1)
+    moved = next(p for p in world.observed.pods if (p.revision, p.role) == (NEW, "decode"))
+    pods = [replace(p, leaving="node n is cordoned") if p is moved else p for p in world.observed.pods]
+    world.observed = replace(world.observed, pods=tuple(pods))
+    world.steps(3)
+    assert world.sizes() == ((1, 3), (1, 1))
+    assert moved.uid not in {p.uid for p in world.observed.pods}
+
+
+def test_a_breach_rolls_back_while_paused():
+    """Else the bad revision went on with an even share of the requests: the canary's own share ends with it."""
+    world = World(canary=CANARY)
+    world.steps(3)
+    assert world.sizes() == ((2, 4), (1, 1))
+    world.configure(canary=CANARY, paused=True)
+    loads = {OLD: RevisionLoad(100, 0, 100, 0), NEW: RevisionLoad(100, 50, 100, 50)}
+    world.observed = replace(world.observed, telemetry={"t": TierTelemetry(revisions=loads)})
+    plan = world.steps(3)
+    assert (world.sizes(), world.rolling(plan)[0]) == (((2, 4), (0, 0)), "RolledBack")
+
+
+def test_sizes_of_a_held_rollout():
+    limits, new = Limits(*WIDE, surge_gpus=2), Group(NEW, (1, 1), (1, 1))
+    lost, kept = Group(OLD, (1, 2), (1, 2)), {OLD: (1, 3), NEW: (1, 1)}
+    assert hold_step((2, 4), new, [lost], kept, limits, resized=False).sizes == kept
+    unplanned = hold_step((2, 4), new, [lost], {}, limits, resized=False)
+    assert unplanned.sizes == {OLD: (1, 2), NEW: (1, 1)}
+    grown = hold_step((4, 8), new, [lost], kept, limits, resized=True).sizes
+    assert grown == {OLD: (3, 7), NEW: (1, 1)}
+    starting = replace(new, ready=(0, 0))
+    assert hold_step((4, 8), starting, [lost], kept, limits, resized=True).sizes == {OLD: (4, 8), NEW: (1, 1)}
+    tight = replace(limits, surge_gpus=0)
+    assert hold_step((4, 8), starting, [lost], kept, tight, resized=True).sizes == {OLD: (4, 6), NEW: (1, 1)}
+    assert hold_step((1, 1), new, [lost], kept, limits, resized=True).sizes == {OLD: (0, 0), NEW: (1, 1)}
+
+
+def test_a_quota_without_room_for_surge_lets_old_workers_go_first_when_they_may_be_missing():
+    """Incident: with 6 pods of quota and `maxUnavailable: 2` the rollout of 2 and 4 workers never began."""
+    world = World(maxUnavailable=2, maxSurgeGpus=3)
+    world.quota = 6
+    for _ in range(12):
+        plan = world.steps(1)
+        served = [target.role for target in plan.targets if target.state == "serving"]
+        assert served.count("decode") >= 2
+    assert world.sizes() == ((0, 0), (2, 4))
+
+
+def test_a_quota_that_blocks_a_rollout_is_named():
+    world = World(maxSurgeGpus=3)
+    world.quota = 6
+    plan = world.steps(5)
+    assert world.sizes() == ((2, 4), (0, 0))
+    assert world.rolling(plan) == (
+        "Stuck", "tier t: a quota refuses the new workers, and rollout.maxUnavailable lets no old one go first"
+    )  # fmt: skip
+    world.quota = 9
+    world.steps(10)
+    assert world.sizes() == ((0, 0), (2, 4))
+
+
+def test_what_a_quota_refuses_to_others_is_not_this_rollouts():
+    """The message names the pod."""
+    world = World(maxUnavailable=2, maxSurgeGpus=3)
+    foreign = (Problem("Forbidden", 'Pod f-other-decode-bbbbbbbb-0: pods "x" is forbidden: exceeded quota: gpus'),)
+    world.observed = replace(world.observed, problems=foreign)
+    world.steps(1)
+    assert world.sizes()[0] == (2, 4)
