@@ -60,9 +60,9 @@ class Answering(ABC):
     __slots__ = (
         "_again", "_ask", "_asked", "_before", "_client", "_connection", "_context", "_counted", "_decode_failures", "_events",
         "_excluded", "_first", "_gaps", "_giver", "_handed_over", "_head_bytes", "_heard", "_held", "_keys", "_last", "_lease",
-        "_leg", "_leg_worker", "_local", "_metered", "_moved", "_outcome", "_path", "_paused", "_prefill_failures", "_resumes",
-        "_runaway", "_sent", "_served", "_splits", "_tail", "_ticket", "_translation", "_trip", "_unended", "config", "deadline",
-        "done", "hints", "last_byte_at", "record", "sent_at", "started", "started_at",
+        "_leg", "_leg_worker", "_local", "_measured", "_metered", "_moved", "_outcome", "_path", "_paused", "_prefill_failures",
+        "_resumes", "_runaway", "_sent", "_served", "_splits", "_tail", "_ticket", "_translation", "_trip", "_unended",
+        "config", "deadline", "done", "hints", "last_byte_at", "record", "sent_at", "started", "started_at",
     )  # fmt: skip
 
     def __init__(
@@ -91,8 +91,9 @@ class Answering(ABC):
         self._excluded: frozenset[str] = frozenset()
         self._local = ask.alone
         """The KV is not to come from a prefill worker, or not any more."""
-        self._last = self._paused = self._moved = False
-        """The answer's head says that the connection closes after it; the client does not read; a silent worker had it."""
+        self._last = self._paused = self._moved = self._measured = False
+        """The answer's head says that the connection closes after it; the client does not read; a silent worker had it; whether
+        its prompt is too long was looked at."""
         self._connection: Upstream | None = None
         self._leg: object = None  # PrefillLeg or DecodeLeg
         self._leg_worker: Worker | None = None

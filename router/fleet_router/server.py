@@ -22,7 +22,7 @@ from fleet_router.cascade.climb import Climb, tier_of_all
 from fleet_router.config import RouterConfig
 from fleet_router.context import Context
 from fleet_router.desk import one_of, usable
-from fleet_router.dialect.routes import ALONE, TRANSLATED, error_body, translation_of
+from fleet_router.dialect.routes import ALONE, COUNTING, TRANSLATED, error_body, translation_of
 from fleet_router.dialect.translation import Translation
 from fleet_router.ending import END, framed
 from fleet_router.errors import PHRASES, RETRY_AFTER_S, RequestError
@@ -296,7 +296,7 @@ class ClientConnection:
         elif (translation := translation_of(path, body, request.request_id)) is not None:
             path, ask = translation.path, self._translated(translation, lane.config)
         else:
-            ask = parse_alone(body, lane.config)
+            ask = parse_alone(body, lane.config, counts=path in COUNTING)
         self._translation = translation
         ask, ticket = desk.admit(lane, ask, request.slo_ttft_ms)
         hints = hints_of(self._context.config, lane.slo_class, request.kept)
@@ -320,7 +320,7 @@ class ClientConnection:
         try:
             if translation.path == CHAT:
                 return parse_body(translation.body(), True, config)
-            return parse_alone(translation.body(), config)
+            return parse_alone(translation.body(), config, counts=translation.path in COUNTING)
         except RequestError as error:
             raise translation.renamed(error) from error
 

@@ -370,6 +370,6 @@ def test_a_class_limit_is_given_to_the_engine_where_the_client_gives_none():
         await send(rig)
         status, _, body = await send(rig, "x-slo-class: small", max_tokens=10)
         assert (status, json.loads(body)["error"]["param"]) == (400, "max_tokens")
-        assert [body.get("max_tokens") for body in rig.decode[0].seen] == [9, None]
+        assert [body.get("max_tokens") for body in rig.decode[0].seen] == [9, 16]
 
     run(go, prefill=0, config=config)
