@@ -280,9 +280,10 @@ def reference_of(body: bytes) -> bytes | None:
 
 
 RENDERED: Final[tuple[str, ...]] = (
-    "model", "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message", "add_special_tokens",
+    "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message", "add_special_tokens",
 )  # fmt: skip
-"""Fields that change what a prompt is in tokens."""
+"""Fields that change what a prompt is in tokens. Not `model`: an adapter has its model's tokenizer, and its name may be unknown
+there."""
 
 
 def tokenize_body(ask: Ask, *, chat: bool) -> bytes:

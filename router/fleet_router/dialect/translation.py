@@ -52,6 +52,8 @@ class Translation(ABC):
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
+        self.used: tuple[int, int] | None = None
+        """Tokens (input, output), as soon as the worker has told them."""
         self.collected = bytearray()
         """A whole answer, as far as it came."""
 
@@ -130,12 +132,19 @@ class ChatTranslation(Translation):
             self._ended = True
             words = bytes(chunk.error)[:500].decode(errors="replace")
             return self.failed(RequestError(502, f"the worker broke the stream off: {words}"))
+        self._know(chunk)
         return self.chunk(chunk)
+
+    def _know(self, answer: Completion) -> None:
+        if (usage := answer.usage) is not None:
+            self.used = (usage.prompt_tokens, usage.completion_tokens)
 
     def end(self) -> bytes:
         """The whole answer; for a stream without its end an error event."""
         if not self.stream:
-            return self.whole(completion(bytes(self.collected)))
+            answer = completion(bytes(self.collected))
+            self._know(answer)
+            return self.whole(answer)
         return b"" if self._ended else self.failed(RequestError(502, "the worker's stream ended early"))
 
     @abstractmethod
