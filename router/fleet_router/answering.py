@@ -364,9 +364,12 @@ class Answering(ABC):
         self._context.desk.runaways[why] += 1
         if self._connection is not None:
             self._connection.abort()
-        event = last_event(why, self._path == CHAT_PATH, self._client.request_id, self._ask.adapter or self.config.served_name)
         if self._translation is not None:
-            event = self._translation.feed(event)
+            event = self._translation.cut_short(why, self._used())
+        else:
+            model = self._ask.adapter or self.config.served_name
+            event = last_event(why, self._path == CHAT_PATH, self._client.request_id, model)
+        self._keep_no_more()  # half of an event that came behind is nobody's
         self._client.write(framed(event) + END)
         self.end()
 

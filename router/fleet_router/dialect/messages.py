@@ -9,10 +9,14 @@ import msgspec
 
 from fleet_router.dialect.chat import Choice, Completion, Message, ToolCall, Usage
 from fleet_router.dialect.messages_request import MessagesRequest, chat_request
-from fleet_router.dialect.translation import ChatTranslation, event, parsed
+from fleet_router.dialect.translation import ENDED, ChatTranslation, event, parsed
 from fleet_router.errors import RequestError
 
-REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
+REASONS: Final = {
+    "stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal",
+    **dict.fromkeys(ENDED, "refusal"),
+}  # fmt: skip
+"""An answer that was ended for what it was is a refusal: its reader must not go on with it, nor ask for more of it."""
 KINDS: Final = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error", 529: "overloaded_error", 504: "timeout_error",
@@ -103,7 +107,7 @@ class Messages(ChatTranslation):
         reason, stop = reason_of(self._choice)
         ending = {
             "type": "message_delta",
-            "delta": {"stop_reason": reason, "stop_sequence": stop},
+            "delta": {"stop_reason": reason, "stop_sequence": stop, **details_of(self._choice)},
             "usage": usage_of(self._usage),
         }
         return told + self._close() + event("message_delta", ending) + event("message_stop", {"type": "message_stop"})
@@ -130,6 +134,7 @@ class Messages(ChatTranslation):
         return {
             "id": f"msg_{self.request_id}", "type": "message", "role": "assistant", "model": self._model,
             "content": content, "stop_reason": reason, "stop_sequence": stop, "usage": usage_of(self._usage),
+            **details_of(choice),
         }  # fmt: skip
 
 
@@ -156,6 +161,12 @@ def reason_of(choice: Choice) -> tuple[str, str | None]:
     if choice.finish_reason == "stop" and isinstance(choice.stop_reason, str):
         return "stop_sequence", choice.stop_reason
     return REASONS.get(choice.finish_reason or "", "end_turn"), None
+
+
+def details_of(choice: Choice) -> dict[str, Any]:
+    """`stop_details` of an answer that was ended for what it was."""
+    why = ENDED.get(choice.finish_reason or "")
+    return {} if why is None else {"stop_details": {"type": "refusal", "category": None, "explanation": why}}
 
 
 def usage_of(usage: Usage) -> dict[str, int]:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import msgspec
 
 from fleet_router.dialect.chat import Completion, Message, ToolCall, Usage
 from fleet_router.dialect.responses_request import ResponsesRequest, chat_request
-from fleet_router.dialect.translation import ChatTranslation, event, parsed
+from fleet_router.dialect.translation import ENDED, ChatTranslation, event, parsed
 from fleet_router.errors import RequestError
+
+INCOMPLETE: Final = {
+    "length": {"reason": "max_output_tokens"}, "content_filter": {"reason": "content_filter"},
+    **{reason: {"reason": "content_filter", "message": words} for reason, words in ENDED.items()},
+}  # fmt: skip
+"""`incomplete_details` by finish_reason. OpenAI has two reasons; an answer that was ended for what it was has the second, and
+words of ours beside it."""
 
 
 class Responses(ChatTranslation):
@@ -107,7 +114,7 @@ class Responses(ChatTranslation):
         if not kind:
             return b""
         item = self._output[-1]
-        item["status"] = "incomplete" if self._reason == "length" else "completed"
+        item["status"] = status_of(self._reason)
         told = b""
         if kind == "text":
             part = item["content"][0]
@@ -158,7 +165,7 @@ class Responses(ChatTranslation):
         asked, usage = self._asked, self._usage if status != "in_progress" else None
         return {
             "id": f"resp_{self.request_id}", "object": "response", "created_at": self._created, "status": status, "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "incomplete_details": INCOMPLETE.get(self._reason or "") if status == "incomplete" else None,
             "instructions": asked.instructions, "max_output_tokens": asked.max_output_tokens, "model": asked.model,
             "output": output, "parallel_tool_calls": asked.parallel_tool_calls is not False, "previous_response_id": None,
             "reasoning": {"effort": asked.reasoning.effort if asked.reasoning else None, "summary": None}, "store": False,
@@ -197,7 +204,7 @@ def call_item(name: str, call: ToolCall) -> dict[str, Any]:
 
 def status_of(reason: str | None) -> str:
     """Of a response whose last choice ended so."""
-    return "incomplete" if reason == "length" else "completed"
+    return "incomplete" if reason in INCOMPLETE else "completed"
 
 
 def usage_of(usage: Usage) -> dict[str, Any]:

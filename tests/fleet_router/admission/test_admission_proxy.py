@@ -362,6 +362,27 @@ def test_a_stream_that_loops_is_ended_with_a_reason_and_its_worker_freed(path: s
     run(go, prefill=0, config=WATCHED)
 
 
+def test_behind_the_end_of_a_runaway_stream_nothing_follows():
+    """The worker's next event had begun in the same read: half of it came after the body's end, into the next answer."""
+
+    async def go(rig: Rig) -> None:
+        event = b'data: {"choices":[{"text":"again"}]}\n\n'
+        chunk = b"%x\r\n%b\r\n" % (len(event), event)
+
+        async def loops(_: Any, writer: asyncio.StreamWriter) -> bool:
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n" + chunk)
+            await writer.drain()
+            await asyncio.sleep(0.02)
+            writer.write(chunk * 600 + chunk[:20])
+            return True
+
+        rig.decode[0].behave = loops
+        got = await rig.raw(http(ask(prompt="short", stream=True), "connection: close"))
+        assert got.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+
+    run(go, prefill=0, config=WATCHED)
+
+
 def test_a_class_limit_is_given_to_the_engine_where_the_client_gives_none():
     config = msgspec.structs.replace(CONFIG, classes=(SloClass(name="small", max_output_tokens=9),))
 
