@@ -22,8 +22,8 @@ STRIPPED: Final = frozenset({
     "kv_transfer_params", "ec_transfer_params", "vllm_xargs", "cache_salt", "priority", "request_id", "session_id",
     "data_parallel_rank",
 })  # fmt: skip
-"""Fields that only we may set: a client that could would read other requests' KV or jump the queue. What is in `vllm_xargs` reaches
-vLLM's scheduler as if we had said it, `kv_transfer_params` among it."""
+"""Fields that only we may set: a client that could would read other requests' KV or jump the queue. What is in `vllm_xargs`
+reaches vLLM's scheduler as if we had said it, `kv_transfer_params` among it."""
 
 LIMITS: Final[tuple[str, ...]] = ("max_tokens", "max_completion_tokens")
 _LIMITED: Final = frozenset({*LIMITS, "min_tokens"})

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Final
 
 import msgspec
 
+from fleet_router.dialect.calls import Calls
 from fleet_router.dialect.chat import Choice, Completion, Message, ToolCall, Usage
 from fleet_router.dialect.messages_request import MessagesRequest, chat_request
 from fleet_router.dialect.translation import ENDED, ChatTranslation, event, parsed
@@ -47,6 +48,7 @@ class Messages(ChatTranslation):
         self._usage = Usage()
         self._choice = Choice()
         self._begun = False
+        self._calls = Calls()
         self._open = ""
         """Kind and index of the block that is being sent; empty when none is."""
         self._index = -1
@@ -62,15 +64,15 @@ class Messages(ChatTranslation):
         if choice.finish_reason is not None:
             self._choice = choice
         delta = choice.delta
+        if delta.thought or delta.content:
+            told += self._other_calls()
         if delta.thought:
             told += self._block("thinking", {"type": "thinking", "thinking": "", "signature": ""})
             told += self._delta({"type": "thinking_delta", "thinking": delta.thought})
         if delta.content:
             told += self._block("text", {"type": "text", "text": ""})
             told += self._delta({"type": "text_delta", "text": delta.content})
-        for call in delta.tool_calls or ():
-            told += self._tool(call)
-        return told
+        return told + b"".join(self._tool(piece) for call in delta.tool_calls or () for piece in self._calls.feed(call))
 
     def _tool(self, call: ToolCall) -> bytes:
         start = {"type": "tool_use", "id": call.id or "", "name": call.function.name or "", "input": {}}
@@ -78,6 +80,9 @@ class Messages(ChatTranslation):
         if call.function.arguments:
             told += self._delta({"type": "input_json_delta", "partial_json": call.function.arguments})
         return told
+
+    def _other_calls(self) -> bytes:
+        return b"".join(map(self._tool, self._calls.rest()))
 
     def _begin(self) -> bytes:
         self._begun = True
@@ -103,7 +108,7 @@ class Messages(ChatTranslation):
 
     def finished(self) -> bytes:
         """The message's reason and usage, then its end."""
-        told = b"" if self._begun else self._begin()
+        told = (b"" if self._begun else self._begin()) + self._other_calls()
         reason, stop = reason_of(self._choice)
         ending = {
             "type": "message_delta",

@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Final
 
 import msgspec
 
+from fleet_router.dialect.calls import Calls
 from fleet_router.dialect.chat import Completion, Message, ToolCall, Usage
 from fleet_router.dialect.responses_request import ResponsesRequest, chat_request
 from fleet_router.dialect.translation import ENDED, ChatTranslation, event, parsed
@@ -41,6 +42,7 @@ class Responses(ChatTranslation):
         self._output: list[dict[str, Any]] = []
         """Items; the last one is being sent while `_open` says which kind it is."""
         self._open = ""
+        self._calls = Calls()
 
     # -- streamed ---------------------------------------------------------------------------------------------------
     def chunk(self, chunk: Completion) -> bytes:
@@ -52,13 +54,13 @@ class Responses(ChatTranslation):
             return told
         self._reason = choice.finish_reason or self._reason
         delta = choice.delta
+        if delta.thought or delta.content:
+            told += self._other_calls()
         if delta.thought:
             told += self._thought(delta.thought)
         if delta.content:
             told += self._text(delta.content)
-        for call in delta.tool_calls or ():
-            told += self._call(call)
-        return told
+        return told + b"".join(self._call(piece) for call in delta.tool_calls or () for piece in self._calls.feed(call))
 
     def _begin(self, created: int) -> bytes:
         self._created = created or 1
@@ -109,6 +111,9 @@ class Responses(ChatTranslation):
             told += self._tell("response.function_call_arguments.delta", **self._at, delta=call.function.arguments)
         return told
 
+    def _other_calls(self) -> bytes:
+        return b"".join(map(self._call, self._calls.rest()))
+
     def _close(self) -> bytes:
         kind, self._open = self._open, ""
         if not kind:
@@ -130,7 +135,7 @@ class Responses(ChatTranslation):
     def finished(self) -> bytes:
         """The last item's end and the whole response."""
         told = b"" if self._created else self._begin(0)
-        told += self._close()
+        told += self._other_calls() + self._close()
         status = status_of(self._reason)
         return told + self._tell(f"response.{status}", response=self._response(status, self._output))
 
