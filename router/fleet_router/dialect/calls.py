@@ -51,7 +51,7 @@ class Calls:
             self._say(call)
             return [call, *(self._next() if self._waiting else ())]
         waiting = self._waiting.get(call.index)
-        if waiting is None and call.id is None and not (call.function.arguments or "").strip():
+        if waiting is None and not (call.id or call.function.name or (call.function.arguments or "").strip()):
             return []  # space behind one that was whole
         if waiting is None:
             waiting = self._waiting[call.index] = _Waiting(call)

@@ -91,6 +91,44 @@ def test_every_path_that_tells_or_does_something_needs_a_key(path: str, method: 
     run(go)
 
 
+FAR = "x-forwarded-for: 10.1.2.3"
+"""It comes from another host."""
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/held?wait_s=0"])
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [([], 200), ([FAR], 401), ([FAR, KEY], 403), ([FAR, f"authorization: Bearer {key_of('sees')}"], 200),
+     ([FAR, "x-api-key: wrong"], 401)],
+)  # fmt: skip
+def test_who_names_every_tenant_needs_a_right_where_clients_ask(path: str, headers: list[str], status: int):
+    """Tenants' names and tokens were told to everybody who reached the port."""
+
+    async def go(rig: Rig) -> None:
+        with_tenants(rig, acme={"decisions": "own"}, sees={"decisions": "all"})
+        found, _, body = await send(rig, *headers, path=path, method="GET")
+        assert (found, b'tenant="acme"' in body) == (status, status == 200 and path == "/metrics")
+        for open_to_all in ("/health", "/ready"):
+            assert (await send(rig, FAR, path=open_to_all, method="GET"))[0] == 200
+        rig.context.desk.tenants_needed = False
+        assert (await send(rig, FAR, path=path, method="GET"))[0] == 200
+
+    run(go)
+
+
+def test_the_port_for_scrapes_tells_them():
+    async def go(rig: Rig) -> None:
+        with_tenants(rig, acme={})
+        loop = asyncio.get_running_loop()
+        admin = await loop.create_server(rig.router.admin_connection, "127.0.0.1", 0)
+        async with admin:
+            rig.port = admin.sockets[0].getsockname()[1]
+            assert [(await send(rig, FAR, path=path, method="GET"))[0] for path in ("/metrics", "/held?wait_s=0")] == [200, 200]
+            assert (await send(rig, FAR, KEY))[0] == 404
+
+    run(go)
+
+
 def test_models_are_listed_as_far_as_they_may_be_used():
     async def go(rig: Rig) -> None:
         with_tenants(rig, acme={"models": ["m"]}, other={"models": ["x"]})

@@ -263,6 +263,31 @@ def test_what_generates_nothing_goes_to_one_worker_as_it_is(path: str):
     run(go)
 
 
+@pytest.mark.parametrize(
+    ("content", "error", "said"),
+    [
+        ("boom", True, "The tool call failed.\nboom"),
+        ("boom", False, "boom"),
+        ("", True, "The tool call failed."),
+        ("", False, ""),
+        ([{"type": "text", "text": "a"}], True, "The tool call failed.\na"),
+    ],
+)
+def test_a_model_is_told_that_a_call_failed(content: Any, error: bool, said: str):
+    """`is_error` was dropped."""
+
+    async def go(rig: Rig) -> None:
+        rig.decode[0].behave = says(TEXT)
+        used = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
+        result = {"type": "tool_result", "tool_use_id": "a", "content": content, "is_error": error}
+        turns: list[Any] = [*TURNS, {"role": "assistant", "content": [used]}, {"role": "user", "content": [result]}]
+        async with claude(rig) as client:
+            await client.messages.create(model="m", max_tokens=8, messages=turns)
+        assert rig.decode[0].seen[0]["messages"][-1] == {"role": "tool", "tool_call_id": "a", "content": said}
+
+    run(go)
+
+
 def loops(text: str) -> Any:
     """A worker that does not stop saying this; `%d` in it is another number each time."""
 
