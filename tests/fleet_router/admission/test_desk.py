@@ -178,6 +178,15 @@ def test_what_only_counts_tokens_holds_no_slot_and_costs_none():
     assert (desk.gate.running, desk.accounts["acme"].inflight, ticket.state) == (0, 0, "done")
 
 
+def test_who_owes_tokens_may_still_count_them():
+    clock = Clock()
+    desk = desk_with(clock, acme={"tokensPerMinute": 60})
+    desk.leave(come(desk, prompt="short")[1], "answered", (1, 90))
+    lane = desk.lane(KEY, b"")
+    assert refused(desk, prompt="short").reason == "tokens_per_minute"
+    assert desk.admit(lane, parse_alone(msgspec.json.encode({"prompt": "x"}), lane.config, counts=True))[1].charged == 0
+
+
 def test_a_quota_says_when_it_passes():
     clock = Clock()
     desk = desk_with(clock, 9, acme={"requestsPerSecond": 0.5})
