@@ -322,7 +322,7 @@ def test_h7_what_only_we_may_say_does_not_reach_a_worker(tmp_path: Path):
     ours_alone = {
         "kv_transfer_params": {"do_remote_prefill": True, "remote_block_ids": [1], "remote_host": "127.88.0.9"},
         "cache_salt": "another tenant's", "priority": -1_000, "request_id": "r", "data_parallel_rank": 1,
-        "chat_template": "{{ ''.__class__ }}", "ec_transfer_params": {"a": 1}, "session_id": "s",
+        "ec_transfer_params": {"a": 1}, "session_id": "s",
         "vllm_xargs": {"kv_transfer_params": "what is in here reaches vLLM's scheduler"},
     }  # fmt: skip
     headers = b"x-data-parallel-rank: 1\r\nx-kv-transfer: a\r\nx-forwarded-for: 1.2.3.4\r\n"
@@ -343,6 +343,13 @@ def test_h7_what_only_we_may_say_does_not_reach_a_worker(tmp_path: Path):
         for found in bodies:
             assert found["user"] == "kept"
             assert not ours_alone.keys() & found.keys()
+        for refused in (
+            {"chat_template": "{{ ''.__class__ }}"}, {"chat_template_kwargs": {"chat_template": "{{ ''.__class__ }}"}},
+            {"chat_template_kwargs": {"tokenize": True}}, {"use_beam_search": True}, {"mm_processor_kwargs": {"a": 1}},
+        ):  # fmt: skip
+            raw = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "p"}], **refused}).encode()
+            head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: h\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(raw)
+            assert (status(send(head + raw)), len(target.recorder.bodies())) == (400, 2)
         seen = target.recorder.bytes_seen().lower()
         names = (b"x-data-parallel", b"x-kv", b"x-forwarded", b"x-fleet-tenant", b"bearer k", b"x-vllm", b"x-session")
         assert not [name for name in names if name in seen]

@@ -50,7 +50,9 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--tls-cert", type=Path, help="PEM file: TLS instead of plain HTTP; read again when it changes")
     parser.add_argument("--tls-key", type=Path, help="its key")
     parser.add_argument("--tls-client-ca", type=Path, help="clients need a certificate of this CA")
-    parser.add_argument("--admin-port", type=int, default=ADMIN_PORT, help="with TLS: plain HTTP for probes and scrapes; 0: none")
+    parser.add_argument(
+        "--admin-port", type=int, help=f"plain HTTP for probes and scrapes; 0: none; default: with TLS {ADMIN_PORT}, else none"
+    )
     given = parser.parse_args(argv)
     if not FOLLOW.match(given.follow):
         parser.error(f"--follow {given.follow}: expected kube:NAMESPACE/NAME or dir:PATH")
@@ -93,6 +95,12 @@ def tls_of(given: argparse.Namespace) -> TlsFiles | None:
     return None if given.tls_cert is None else TlsFiles(given.tls_cert, given.tls_key, given.tls_client_ca)
 
 
+def admin_port_of(given: argparse.Namespace) -> int:
+    """0: none."""
+    asked: int | None = given.admin_port
+    return asked if asked is not None else ADMIN_PORT if given.tls_cert is not None else 0
+
+
 GC_OBJECTS = (20_000, 20, 50)
 """Requests leave no cycles behind, only connections do: to look for them as often as Python does costs 4 % of the CPU."""
 
@@ -120,7 +128,7 @@ def main() -> int:
         given.failure_mode,
         given.member,
         tls_of(given),
-        given.admin_port,
+        admin_port_of(given),
     )
     gc.freeze()
     gc.set_threshold(*GC_OBJECTS)

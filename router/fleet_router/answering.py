@@ -14,12 +14,12 @@ import msgspec
 from fleet_router.admission.gate import Ticket
 from fleet_router.admission.quota import Outcome
 from fleet_router.admission.runaway import Why
-from fleet_router.admission.usage import EVENT, used_tokens
+from fleet_router.admission.usage import EVENT, SHORT_BYTES, SPLIT_BYTES, TOLD, usage_in, used_tokens, with_usage
 from fleet_router.asked import Ask, Hints
 from fleet_router.config import RouterConfig
 from fleet_router.context import Client, Context
 from fleet_router.dialect.translation import Translation
-from fleet_router.ending import CHAT_PATH, END, chunked, framed, last_event
+from fleet_router.ending import CHAT_PATH, END, chunked, framed, last_event, without_usage
 from fleet_router.errors import RequestError
 from fleet_router.explain.record import Record
 from fleet_router.explain.shown import header as decision_header
@@ -59,10 +59,11 @@ class Answering(ABC):
 
     __slots__ = (
         "_again", "_ask", "_asked", "_before", "_client", "_connection", "_context", "_counted", "_decode_failures", "_events",
-        "_excluded", "_first", "_gaps", "_giver", "_handed_over", "_head_bytes", "_heard", "_held", "_keys", "_last", "_lease",
-        "_leg", "_leg_worker", "_local", "_metered", "_moved", "_outcome", "_path", "_paused", "_prefill_failures", "_resumes",
-        "_runaway", "_sent", "_served", "_splits", "_tail", "_ticket", "_translation", "_trip", "_unended", "config", "deadline",
-        "done", "hints", "last_byte_at", "record", "sent_at", "started", "started_at",
+        "_excluded", "_first", "_gaps", "_giver", "_handed_over", "_head_bytes", "_heard", "_held", "_hides", "_keys", "_last",
+        "_lease", "_leg", "_leg_worker", "_local", "_measured", "_metered", "_moved", "_outcome", "_path", "_paused",
+        "_prefill_failures", "_resumes", "_runaway", "_sent", "_served", "_splits", "_tail", "_ticket", "_told", "_translation",
+        "_trip", "_unended", "config", "deadline", "done", "hints", "last_byte_at", "record", "sent_at", "started",
+        "started_at",
     )  # fmt: skip
 
     def __init__(
@@ -73,7 +74,13 @@ class Answering(ABC):
         self._context = context
         self._client, self._path = client, path
         self.record = self._opened(ask, ticket, hints) if record is None else record
-        self._ask = self._asked = self._with_ids(ask, context.config) if ask.stream else ask
+        self._told: tuple[int, int] | None = None
+        """Tokens (input, output) of an answer in one piece, or of a stream that tells them to us alone, once they were seen."""
+        self._last = self._paused = self._moved = self._measured = self._hides = False
+        """The answer's head says that the connection closes after it; the client does not read; a silent worker had it; whether
+        its prompt is too long was looked at; the stream tells its usage, for which its client did not ask."""
+        self._metered = context.desk.tenants_needed
+        self._ask = self._asked = self._with_usage(self._with_ids(ask, context.config)) if ask.stream else ask
         """What is asked of workers, and what the client asked: a stream that is carried on asks for its rest."""
         self._sent: Sent | None = None
         self._heard: Sent | None = None
@@ -81,18 +88,15 @@ class Answering(ABC):
         self._again: Again | None = None
         self._ticket = ticket
         self._runaway = context.desk.detector(ticket, ask) if ask.stream else None
-        self._metered = context.desk.tenants_needed
         self._events = self._gaps = self._unended = self._resumes = self._prefill_failures = self._decode_failures = 0
         """Of the answer so far: events, writes after the first, bytes since the last whole event; and of its legs."""
         self._before = self._tail = b""
-        """The last two reads of the answer: its usage stands there."""
+        """The last two reads of the answer, but for short ones before the last: its usage stands there."""
         self._translation = translation
         self.config = context.config  # a reload does not change a running request
         self._excluded: frozenset[str] = frozenset()
         self._local = ask.alone
         """The KV is not to come from a prefill worker, or not any more."""
-        self._last = self._paused = self._moved = False
-        """The answer's head says that the connection closes after it; the client does not read; a silent worker had it."""
         self._connection: Upstream | None = None
         self._leg: object = None  # PrefillLeg or DecodeLeg
         self._leg_worker: Worker | None = None
@@ -131,6 +135,12 @@ class Answering(ABC):
         if config.resume != "prefill" or not determined(ask.fields):
             return ask
         return with_fields(ask, {"return_token_ids": msgspec.Raw(b"true")}, b',"return_token_ids":true}')
+
+    def _with_usage(self, ask: Ask) -> Ask:
+        """With the engine's own count at the stream's end, where tokens are counted."""
+        if self._metered:
+            ask, self._hides = with_usage(ask)
+        return ask
 
     def head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         """The answer begins: from now on no retry."""
@@ -247,25 +257,45 @@ class Answering(ABC):
             self._sent = Halves(self._context.room)
         if self._sent is not None:
             data = self._sent.whole(data) if not self._sent.full else self._keep_no_more() + data
-        told = data if shown is None else shown
+        told = (self._without_usage(data) if self._hides else data) if shown is None else shown
         if self._head_bytes and told:
             head, self._head_bytes = self._head_bytes, b""
             told = head + told
         if told:
             self._client.write(told)
-        if data:
-            self._before, self._tail = self._tail, data
-            self._count_events(data, sound)
+        self._count_tokens(data, sound)
         if self._runaway is not None and (why := self._runaway.saw(data)) is not None:
             self._end_runaway(why)
 
-    def _count_events(self, data: bytes, sound: bool) -> None:
-        """Where nobody else does."""
-        if self._metered and (self._runaway is None or not sound):
-            self._events += data.count(EVENT)
+    def _without_usage(self, data: bytes) -> bytes:
+        """What the client asked for; the rest is what we asked for."""
+        if TOLD not in data:
+            return data
+        shown, told = without_usage(data)
+        self._told = told or self._told
+        return shown
+
+    def _count_tokens(self, data: bytes, sound: bool) -> None:
+        """Keep where the usage stands, and count events where nobody else does. An answer in one piece may tell it anywhere."""
+        if not data:
+            return
+        if self._ask.stream:
+            if len(self._tail) > SHORT_BYTES:
+                self._before = self._tail
+            if self._metered and (self._runaway is None or not sound):
+                self._events += data.count(EVENT)
+        elif self._metered:
+            joined = self._before + data
+            self._told, self._before = usage_in(joined) or self._told, joined[-SPLIT_BYTES:]
+        self._tail = data
 
     def _used(self) -> tuple[int, int]:
         """Tokens (input, output) of the answer; its events are counted once: by the detector of loops, where that finds any."""
+        told = self._told if self._translation is None else self._translation.used
+        if told is None and not self._ask.stream:
+            told = usage_in(self._tail)
+        if told is not None:
+            return told
         events = 0 if self._runaway is None else self._runaway.events
         if not events:
             missed = self._runaway is not None and self._tail.endswith(SOUND_ENDS)
@@ -334,9 +364,12 @@ class Answering(ABC):
         self._context.desk.runaways[why] += 1
         if self._connection is not None:
             self._connection.abort()
-        event = last_event(why, self._path == CHAT_PATH, self._client.request_id, self._ask.adapter or self.config.served_name)
         if self._translation is not None:
-            event = self._translation.feed(event)
+            event = self._translation.cut_short(why, self._used())
+        else:
+            model = self._ask.adapter or self.config.served_name
+            event = last_event(why, self._path == CHAT_PATH, self._client.request_id, model)
+        self._keep_no_more()  # half of an event that came behind is nobody's
         self._client.write(framed(event) + END)
         self.end()
 

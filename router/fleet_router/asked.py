@@ -30,6 +30,8 @@ class Ask(msgspec.Struct, frozen=True):
     """One worker serves it without any KV from elsewhere: nothing is generated."""
     adapter: str = ""
     """The adapter that `model` names; empty: the base model."""
+    counts: bool = False
+    """Alone, and it is tokenised and no more: no slot is needed for it."""
 
     @property
     def size_bytes(self) -> int:

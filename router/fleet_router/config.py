@@ -143,7 +143,11 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefix_index: PrefixIndexKind = "approximate"
     """precise: believe the workers' KV events; costs the tokenising of every prompt here."""
     max_input_tokens: int = 2048
+    """Longest prompt; see `lengths` for who counts."""
     max_output_tokens: int = 4096
+    """Of one sequence; given to the engine with every request that asks for no less."""
+    max_model_len: int = 0
+    """Prompt and answer together, at the engine, which refuses longer prompts itself. 0: not known."""
     first_token_deadline_s: float = 60.0
     inter_token_deadline_s: float = 30.0
     resume: ResumeKind = "replay"

@@ -1,4 +1,6 @@
-"""Fields of a request whose price at an engine grows with what a client writes: bounded before any worker sees them.
+"""Fields of a request whose price at an engine grows with what a client writes: bounded before any worker sees them; and those
+that have an engine run something of the client's or answer in another way than we can follow: refused by name, never left out,
+because an answer to something else than was asked is worse than none.
 
 Engines bound some of them late or not at all (vLLM takes 16,384 choices; CVE-2026-34756 and others). What they mean is theirs.
 """
@@ -23,10 +25,19 @@ LOGPROBS_MOST: Final = 20
 GRAMMAR_BYTES_MOST: Final = 65_536
 """Of a schema, a regular expression, a grammar: engines compile them."""
 TOOLS_BYTES_MOST: Final = 262_144
+TEMPLATE_BYTES_MOST: Final = 65_536
+NOT_A_TEMPLATES: Final = frozenset({
+    "chat_template", "tokenize", "conversation", "padding", "truncation", "max_length", "return_tensors", "return_dict",
+    "return_assistant_tokens_mask", "tokenizer_kwargs", "tokenizer", "model_config",
+})  # fmt: skip
+"""Arguments of transformers' apply_chat_template: with one of these in `chat_template_kwargs` a client's own template runs, or
+the tokenizer in the engine's loop (CVE-2025-61620, CVE-2025-62426)."""
 
 _NUMBER: Final = msgspec.json.Decoder(int | bool | None)
 _STOPS: Final = msgspec.json.Decoder(str | list[str] | None)
 _LIST: Final = msgspec.json.Decoder(list[msgspec.Raw] | None)
+_FLAG: Final = msgspec.json.Decoder(bool | None)
+_ARGUMENTS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw] | None)
 _BIASES: Final = msgspec.json.Decoder(dict[str, float] | None)
 
 
@@ -68,9 +79,25 @@ def _bytes(most: int) -> Callable[[str, msgspec.Raw], None]:
     return check
 
 
-def _never(name: str, raw: msgspec.Raw) -> None:
-    if bytes(raw) != b"null":
-        raise _too_much(name, "is not served: tensors of clients are loaded by nobody")
+def _never(why: str) -> Callable[[str, msgspec.Raw], None]:
+    def check(name: str, raw: msgspec.Raw) -> None:
+        if bytes(raw) != b"null":
+            raise _too_much(name, f"is not served: {why}")
+
+    return check
+
+
+def _beam(name: str, raw: msgspec.Raw) -> None:
+    if _FLAG.decode(raw):
+        raise _too_much(name, "is not served: beams are not sampled, and their number has no bound at the engine")
+
+
+def _template_arguments(name: str, raw: msgspec.Raw) -> None:
+    """What a template reads is the client's; what engines hand on to the tokenizer beside it is not."""
+    _bytes(TEMPLATE_BYTES_MOST)(name, raw)
+    for argument in _ARGUMENTS.decode(raw) or ():
+        if argument in NOT_A_TEMPLATES:
+            raise RequestError(400, f"{name}.{argument} is not served: only what the model's template reads is", param=name)
 
 
 def _too_much(name: str, what: str) -> RequestError:
@@ -81,7 +108,12 @@ _CHECKS: Final[Mapping[str, Callable[[str, msgspec.Raw], None]]] = {
     "n": _number(CHOICES_MOST), "best_of": _number(CHOICES_MOST), "stop": _stops, "bad_words": _stops,
     "stop_token_ids": _ids, "allowed_token_ids": _ids, "logprob_token_ids": _ids, "logit_bias": _biases,
     "logprobs": _number(LOGPROBS_MOST), "top_logprobs": _number(LOGPROBS_MOST), "prompt_logprobs": _number(LOGPROBS_MOST),
-    "prompt_embeds": _never, "tools": _bytes(TOOLS_BYTES_MOST), "functions": _bytes(TOOLS_BYTES_MOST),
+    "prompt_embeds": _never("tensors of clients are loaded by nobody"),
+    "chat_template": _never("a conversation is rendered by the model's own template"),
+    "media_io_kwargs": _never("how media are read is the engine's to decide"),
+    "mm_processor_kwargs": _never("how media are read is the engine's to decide"),
+    "use_beam_search": _beam, "chat_template_kwargs": _template_arguments,
+    "tools": _bytes(TOOLS_BYTES_MOST), "functions": _bytes(TOOLS_BYTES_MOST),
     **dict.fromkeys(
         ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
         _bytes(GRAMMAR_BYTES_MOST),

@@ -142,20 +142,22 @@ class Desk:
         if lane.models is not None and (ask.adapter or lane.config.served_name) not in lane.models:
             account.counts["model"] += 1
             raise RequestError(403, "this key may not use that model", code="model_not_allowed", param="model")
-        tokens = estimated(ask.prompt or asked_about(ask))
+        tokens = 0 if ask.counts else estimated(ask.prompt or asked_about(ask))
         if (over := account.charge(tokens, int(now * 1e9))) is not None:
             raise self._quota(account, over, now)
-        if lane.max_tokens is not None and not ask.alone and not asked_tokens(ask):
-            ask = with_fields(ask, *lane.limited)
-        elif lane.added[0]:
-            ask = with_fields(ask, *lane.added)
+        wanted = 0 if ask.alone else asked_tokens(ask)
+        added = lane.added if ask.alone or wanted else lane.limit_for(ask)
+        if added[0]:
+            ask = with_fields(ask, *added)
         ticket = Ticket(lane, tokens)
-        if not self.gate.start():
-            self._queue(ticket, ask, now, ttft_ms)
+        if ask.counts:
+            ticket.state = "free"
+        elif not self.gate.start():
+            self._queue(ticket, ask, now, ttft_ms, wanted or min(USUAL_OUTPUT_TOKENS, lane.config.max_output_tokens))
         return ask, ticket
 
-    def _queue(self, ticket: Ticket, ask: Ask, now: float, ttft_ms: int) -> None:
-        """No slot is free, or others wait for it."""
+    def _queue(self, ticket: Ticket, ask: Ask, now: float, ttft_ms: int, wanted: int) -> None:
+        """No slot is free, or others wait for it. `wanted`: tokens of the answer."""
         if self._gone:
             self._count_strays()
             if self.gate.start():
@@ -163,8 +165,7 @@ class Desk:
         lane = ticket.lane
         budget_s = lane.slo_class.ttft_budget_s
         budget_s = min(budget_s, ttft_ms / 1000) if ttft_ms else budget_s
-        work = ticket.charged + (asked_tokens(ask) or USUAL_OUTPUT_TOKENS)
-        ticket.waits(work, len(ask.prompt), now, budget_s)
+        ticket.waits(ticket.charged + wanted, len(ask.prompt), now, budget_s)
         told = self.gate.queue(ticket, now)
         if isinstance(told, Full):
             lane.account.counts[told.reason] += 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
+from itertools import zip_longest
 from typing import Any, Final
 
 import msgspec
@@ -11,6 +13,17 @@ from fleet_router.admission.runaway import FINISH, Why
 
 CHAT_PATH: Final = b"/v1/chat/completions"
 END: Final = b"0\r\n\r\n"
+_EVENT_END: Final = re.compile(rb"(\r?\n\r?\n)")
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int = 0
+
+
+class _TellsUsage(msgspec.Struct):
+    choices: list[msgspec.Raw] | None = None
+    usage: _Usage | None = None
 
 
 def framed(data: bytes) -> bytes:
@@ -25,6 +38,11 @@ def chunked(headers: Iterable[tuple[bytes, bytes]]) -> bool:
 
 def unframed(data: bytes) -> bytes:
     """Contents of those chunks that are whole."""
+    return whole_chunks(data)[0]
+
+
+def whole_chunks(data: bytes) -> tuple[bytes, bytes]:
+    """(contents of those chunks that are whole, what is behind them)."""
     out, at = [], 0
     while (line := data.find(b"\r\n", at)) >= 0:
         try:
@@ -36,7 +54,31 @@ def unframed(data: bytes) -> bytes:
             break
         out.append(data[line + 2 : end])
         at = end + 2
-    return b"".join(out)
+    return b"".join(out), data[at:]
+
+
+def without_usage(read: bytes) -> tuple[bytes, tuple[int, int] | None]:
+    """A read of a stream without the event that only tells what was used, and that: (input, output) tokens. As it is where its
+    framing is not understood."""
+    contents, rest = whole_chunks(read)
+    if rest not in (b"", END):
+        return read, None
+    kept, told = [], None
+    parts = _EVENT_END.split(contents)
+    for event, end in zip_longest(parts[::2], parts[1::2], fillvalue=b""):
+        if (usage := _usage_of(event)) is None:
+            kept += [event, end]
+        else:
+            told = (usage.prompt_tokens, usage.completion_tokens)
+    return (framed(b"".join(kept)) + rest, told) if told is not None else (read, None)
+
+
+def _usage_of(event: bytes) -> _Usage | None:
+    try:
+        found = msgspec.json.decode(event.removeprefix(b"data: "), type=_TellsUsage)
+    except msgspec.DecodeError:
+        return None
+    return found.usage if found.choices == [] else None
 
 
 def last_event(why: Why, chat: bool, request_id: str, model: str) -> bytes:

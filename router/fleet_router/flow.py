@@ -6,16 +6,18 @@ No task per request: the flow is a small state machine that legs and timers call
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from fleet_router.answering import EVENT_END, Answering
+from fleet_router.answering import EVENT_END
 from fleet_router.ending import CHAT_PATH, END, framed, unframed
 from fleet_router.errors import RequestError
 from fleet_router.health.resume import Again, Said, Start, continued, said_of, start_of
 from fleet_router.health.silence import Waits
 from fleet_router.legs import DecodeLeg, PrefillLeg, Release, ResumedLeg, TokenizeLeg, TranslatedLeg
+from fleet_router.measuring import Measuring
 from fleet_router.policy.chosen import Choice
 from fleet_router.request import BYTES_PER_TOKEN, decode_body, is_object, lease_of, prefill_body, prompt_tokens_of, reference_of
 from fleet_router.upstream import Pool, Upstream
@@ -34,7 +36,7 @@ RESUMES_MOST: Final = 3
 """Of one stream."""
 
 
-class Flow(Answering):
+class Flow(Measuring):
     """One request: its legs."""
 
     __slots__ = ()
@@ -58,6 +60,8 @@ class Flow(Answering):
                 if self._counted is None:
                     return
             hints = context.knowledge.hints(self._counted, hints)
+        if not self._measured and self._too_long(int(hints.tokens)):
+            return
         found, keys = context.table.choose(ask.prompt, self.config, now, self._excluded, seed, ask.adapter, hints)
         if not isinstance(found, Choice):
             self.record.tried(now, 0.0, found.reason, None, None)
@@ -179,6 +183,8 @@ class Flow(Answering):
             self._context.table.routing.bytes_per_token.observe(len(self._ask.prompt) / tokens)
         if reference is not None and (lease := lease_of(reference)) is not None:
             self._lease = (prefill, lease)
+        if self._ask is self._asked and not self._fits(tokens):
+            return
         self._giver = prefill.uid
         self._handed_over = decode.endpoint.tier  # also without a reference: an engine that gives none is what must be noticed
         self._send_decode(decode, reference)
@@ -242,10 +248,7 @@ class Flow(Answering):
         """Whom the rest is not asked of. Workers that failed before are asked again when nobody else is left: a container that
         started anew keeps its pod's uid."""
         tried = self._excluded | {failed.uid}
-        found, _ = self._context.table.choose(
-            self._asked.prompt, self.config, self._context.clock(), tried, self._ticket.lane.seed, self._ask.adapter, self.hints
-        )
-        return tried if isinstance(found, Choice) else frozenset({failed.uid})
+        return tried if isinstance(self._pick(tried), Choice) else frozenset({failed.uid})
 
     def _said(self) -> Said | None:
         """What the client has; None when it cannot be known."""
@@ -258,17 +261,16 @@ class Flow(Answering):
 
     def _count_prompt(self, said: Said, start: Start, why: str) -> None:
         """The prompt as token ids, from some worker; without them the whole answer is asked for again."""
-        found, _ = self._context.table.choose(
-            self._asked.prompt, self.config, self._context.clock(), self._excluded, self._ticket.lane.seed, self._ask.adapter,
-            self.hints,
-        )  # fmt: skip
-        if not isinstance(found, Choice):
+        if not self._ask_ids(lambda ids: self._carry_on(said, start if ids else Start(), ids)):
             self._cannot_resume("refused", why)
-            return
-        worker = self._context.table.workers[found.decode]
-        field = b"messages" if self._path == CHAT_PATH else b"prompt"
-        leg = TokenizeLeg(self, worker, lambda ids: self._carry_on(said, start if ids else Start(), ids))
-        self._send(worker, b'{"' + field + b'":' + self._asked.prompt + b"}", leg, path=TOKENIZE_PATH)
+
+    def _ask_ids(self, then: Callable[[list[int]], object]) -> bool:
+        """False: there is nobody to ask. `then` gets none where there are none to be had."""
+        found = self._pick(self._excluded)
+        if isinstance(found, Choice):
+            worker = self._context.table.workers[found.decode]
+            self._send(worker, self._tokenize_body(), TokenizeLeg(self, worker, then), path=TOKENIZE_PATH)
+        return isinstance(found, Choice)
 
     def _carry_on(self, said: Said, start: Start, prompt: list[int]) -> None:
         self._ask = continued(self._asked, said, start, prompt) if start.tokens else self._asked

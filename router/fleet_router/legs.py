@@ -307,7 +307,7 @@ class TokenizeLeg(DecodeLeg):
 
     __slots__ = ("_then",)
 
-    def __init__(self, flow: Flow, worker: Worker, then: Callable[[list[int]], None]) -> None:
+    def __init__(self, flow: Flow, worker: Worker, then: Callable[[list[int]], object]) -> None:
         super().__init__(flow, worker)
         self._then = then
 

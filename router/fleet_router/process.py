@@ -79,7 +79,7 @@ class Settings:
     tls: TlsFiles | None = None
     """None: plain HTTP."""
     admin_port: int = 0
-    """Plain HTTP for probes and scrapes, with TLS alone; 0: none."""
+    """Plain HTTP for probes and scrapes; 0: none."""
 
 
 class Router:
@@ -100,7 +100,7 @@ class Router:
         self._last_problem = ""
         shared = settings.member.size > 1
         self._ports = [Port(settings.host, settings.port, self.connection, shared=shared)]
-        if settings.tls is not None and settings.admin_port:
+        if settings.admin_port:
             self._ports.append(Port(settings.host, settings.admin_port, self.admin_connection, shared=shared))
         self._context.gather = self.gather if shared else None
         self._documents: Documents | None = None

@@ -15,14 +15,15 @@ from fleet_router.config import RouterConfig
 from fleet_router.costly import COSTLY, check_costly
 from fleet_router.errors import RequestError
 from fleet_router.fields import LARGE_BYTES, fields_of
+from fleet_router.lengths import check_input, check_messages, check_text, too_many
 from fleet_router.urls import check_urls
 
 STRIPPED: Final = frozenset({
     "kv_transfer_params", "ec_transfer_params", "vllm_xargs", "cache_salt", "priority", "request_id", "session_id",
-    "data_parallel_rank", "chat_template",
+    "data_parallel_rank",
 })  # fmt: skip
-"""Fields that only we may set: a client that could would read other requests' KV, jump the queue, or run a template of its own in
-the engine. What is in `vllm_xargs` reaches vLLM's scheduler as if we had said it, `kv_transfer_params` among it."""
+"""Fields that only we may set: a client that could would read other requests' KV or jump the queue. What is in `vllm_xargs`
+reaches vLLM's scheduler as if we had said it, `kv_transfer_params` among it."""
 
 LIMITS: Final[tuple[str, ...]] = ("max_tokens", "max_completion_tokens")
 _LIMITED: Final = frozenset({*LIMITS, "min_tokens"})
@@ -30,9 +31,6 @@ PREFILL_PARAMS: Final = b'"max_tokens":1,"stream":false,"kv_transfer_params":{"d
 _NOT_PREFILLED: Final = frozenset({"max_tokens", "stream", "stream_options", "min_tokens", "max_completion_tokens"})
 BYTES_PER_TOKEN: Final = 3.0
 """Rough size of a token in prompt bytes; only thresholds use it, exact checks are the worker's."""
-SAFE_BYTES_PER_TOKEN: Final = 16.0
-"""No tokenizer makes fewer tokens than this of plain text: above it a prompt is surely too long."""
-
 MESSAGES_MOST: Final = 65_536
 PROMPT_KINDS: Final = "prompt must be text or a list of token ids"
 
@@ -55,13 +53,26 @@ _PROMPT_TOKENS: Final = re.compile(rb'"prompt_tokens"\s*:\s*(\d{1,9})\b')
 _PREFILLED: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-def parse_alone(body: bytes, config: RouterConfig) -> Ask:
-    """A request that a worker answers by itself (embeddings, tokenising): only whose model it is matters here."""
+def parse_alone(body: bytes, config: RouterConfig, *, counts: bool = False) -> Ask:
+    """A request that a worker answers by itself: only whose model it is and how long matters here. `counts`: it is tokenised and
+    no more, of whatever length it is."""
     fields = fields_of(body)
     model = _typed(fields, "model", _STR)
     adapter = "" if model is None else _adapter_of(model, config)
     check_urls(body, "messages")
-    return _without_ours(Ask(fields, b"", False, body, True, adapter))
+    if not COSTLY.isdisjoint(fields):
+        check_costly(fields)
+    if not counts:
+        _check_embedded(fields, config.max_input_tokens)
+    return _without_ours(Ask(fields, b"", False, body, True, adapter, counts))
+
+
+def _check_embedded(fields: dict[str, msgspec.Raw], most: int) -> None:
+    """Texts, token ids or (vLLM) a conversation."""
+    if (given := fields.get("input")) is not None:
+        check_input(bytes(given), most, "input")
+    if (given := fields.get("messages")) is not None and given != _NULL:
+        _check_messages(given, "messages", most)
 
 
 def parse_body(body: bytes, chat: bool, config: RouterConfig) -> Ask:
@@ -74,7 +85,7 @@ def parse_body(body: bytes, chat: bool, config: RouterConfig) -> Ask:
         raise RequestError(400, f"{name} is required", param=name)
     original: bytes | None = body
     if chat:
-        _check_messages(asked, name)
+        _check_messages(asked, name, config.max_input_tokens)
         prompt = bytes(asked)
         check_urls(prompt, name)
     else:
@@ -132,7 +143,7 @@ def with_fields(ask: Ask, added: dict[str, msgspec.Raw], spliced: bytes) -> Ask:
     if original is None:
         return ask
     whole = None if anew else original.rstrip()[:-1] + spliced
-    return Ask(fields, ask.prompt, ask.stream, whole, ask.alone, ask.adapter)
+    return Ask(fields, ask.prompt, ask.stream, whole, ask.alone, ask.adapter, ask.counts)
 
 
 def asked_about(ask: Ask) -> bytes:
@@ -173,10 +184,7 @@ def _check_prompt(value: msgspec.Raw, config: RouterConfig, *, inner: bool = Fal
     """The one prompt of a completion, and its bytes: text or token ids, also as the only item of a list."""
     raw, most = bytes(value), config.max_input_tokens
     if raw.startswith(b'"'):  # a JSON string: the whole body was checked to be valid JSON
-        if len(raw) > most * SAFE_BYTES_PER_TOKEN:
-            raise RequestError(
-                400, f"prompt has {len(raw)} bytes: longer than {most} tokens whatever the tokenizer", param="prompt"
-            )
+        check_text(len(raw) - 2, most, "prompt")
         return value, raw
     if not raw.startswith(b"["):
         raise RequestError(400, PROMPT_KINDS, param="prompt")
@@ -193,11 +201,11 @@ def _check_prompt(value: msgspec.Raw, config: RouterConfig, *, inner: bool = Fal
     if not found:
         raise RequestError(400, "prompt is empty", param="prompt")
     if len(found) > most:
-        raise RequestError(400, f"prompt has {len(found)} tokens; allowed are {most}", param="prompt")
+        raise too_many(len(found), most, "prompt")
     return value, raw
 
 
-def _check_messages(value: msgspec.Raw, name: str) -> None:
+def _check_messages(value: msgspec.Raw, name: str, most: int) -> None:
     if memoryview(value).nbytes > LARGE_BYTES and (many := bytes(value).count(b'"role"')) > MESSAGES_MOST:
         raise RequestError(400, f"{name} holds {many} messages; allowed are {MESSAGES_MOST}", param=name)
     try:
@@ -209,6 +217,7 @@ def _check_messages(value: msgspec.Raw, name: str) -> None:
     for i, message in enumerate(found):
         if not memoryview(message.role).nbytes:
             raise RequestError(400, f"messages[{i}].role is required", param=name)
+    check_messages(value, most, name)
 
 
 def _typed(fields: dict[str, msgspec.Raw], name: str, decoder: msgspec.json.Decoder[V]) -> V | None:
@@ -270,9 +279,20 @@ def reference_of(body: bytes) -> bytes | None:
     return None if raw == _NULL else bytes(raw)
 
 
+RENDERED: Final[tuple[str, ...]] = (
+    "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message", "add_special_tokens",
+)  # fmt: skip
+"""Fields that change what a prompt is in tokens. Not `model`: an adapter has its model's tokenizer, and its name may be unknown
+there."""
+
+
+def tokenize_body(ask: Ask, *, chat: bool) -> bytes:
+    """Asks for the prompt's token ids."""
+    fields = {name: ask.fields[name] for name in RENDERED if name in ask.fields}
+    return join({**fields, "messages" if chat else "prompt": msgspec.Raw(ask.prompt)})
+
+
 _LEASE: Final = msgspec.json.Decoder(Leased)
-
-
 _TOKENISED: Final = msgspec.json.Decoder(Tokenised)
 
 

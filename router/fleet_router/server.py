@@ -22,7 +22,7 @@ from fleet_router.cascade.climb import Climb, tier_of_all
 from fleet_router.config import RouterConfig
 from fleet_router.context import Context
 from fleet_router.desk import one_of, usable
-from fleet_router.dialect.routes import ALONE, TRANSLATED, error_body, translation_of
+from fleet_router.dialect.routes import ALONE, COUNTING, TRANSLATED, error_body, translation_of
 from fleet_router.dialect.translation import Translation
 from fleet_router.ending import END, framed
 from fleet_router.errors import PHRASES, RETRY_AFTER_S, RequestError
@@ -44,9 +44,14 @@ GENERATE: Final = {COMPLETIONS: False, CHAT: True}
 MODELS: Final = b"/v1/models"
 ONE_MODEL: Final = b"/v1/models/"
 PLAIN: Final = {MODELS, b"/health", b"/ready", b"/metrics"}
+WATCHED: Final = {b"/metrics", HELD}
+"""What names tenants, and what wakes when they come."""
 OF_ALL: Final = {b"/ready", b"/metrics"}
 """Where several processes share the port, the answer is theirs together."""
 ADMIN: Final = {*PLAIN, HELD, DECISIONS} - {MODELS}
+NOT_WATCHED: Final = (
+    "metrics name every tenant: they are on the admin port, or for keys with the right to see all (decisions: all)"
+)
 KINDS: Final = {b"/metrics": b"text/plain; version=0.0.4", DECISIONS: b"application/json"}
 KNOWN: Final = {*GENERATE, *TRANSLATED, *ALONE, *PLAIN, HELD, DECISIONS}
 WAITING_BYTES: Final = 65_536
@@ -74,7 +79,7 @@ class ClientConnection:
     ) -> None:
         self._context = context
         self._admin = admin
-        """Of the port for probes and scrapes, where the other one speaks TLS: it answers no requests for tokens."""
+        """Of the port for probes and scrapes: it answers no requests for tokens."""
         self._connections = connections
         self._plain = plain
         self._transport: asyncio.Transport | None = None
@@ -234,19 +239,21 @@ class ClientConnection:
         method, path = request.method, request.url.split(b"?", 1)[0]
         try:
             if self._admin and path not in ADMIN:
-                raise RequestError(404, "this port is for probes and scrapes: requests go to the one that speaks TLS")
+                raise RequestError(404, "this port is for probes and scrapes: requests go to the other one")
             if path in GENERATE or path in TRANSLATED or path in ALONE:
                 if method != b"POST":
                     self._need(method, b"POST")
                 self._generate(request, path)
             elif path == HELD:
                 self._need(method, b"GET")
+                self._check_may_watch(request)
                 self._listen(request.url, wait_of(request.url))
             elif path == DECISIONS:
                 self._need(method, b"GET")
                 self._tell_decisions(request)
             elif path in PLAIN:
                 self._need(method, b"GET", b"HEAD")
+                self._check_may_watch(request, path)
                 if path in OF_ALL and self._context.gather is not None:
                     self._gather(path)
                     return
@@ -267,6 +274,17 @@ class ClientConnection:
         names = self._context.desk.entry(request.key).named.models
         return models if names is None else usable(models, names)
 
+    def _check_may_watch(self, request: Incoming, path: bytes = HELD) -> None:
+        """With tenants, only who may see all of them, and the router's own host; RequestError 401, 403."""
+        if path not in WATCHED or self._admin or not self._context.desk.tenants_needed:
+            return
+        own_host = rights_of(False, "none", self._peer(), request.kept) == "all"
+        if not own_host and self._context.desk.entry(request.key).decisions != "all":
+            raise RequestError(403, NOT_WATCHED, code="metrics_not_allowed")
+
+    def _peer(self) -> object:
+        return self._transport.get_extra_info("peername") if self._transport is not None else None
+
     def _tell_decisions(self, request: Incoming) -> None:
         entry = self._context.desk.entry(request.key)
         rights = self._rights(entry, request)
@@ -277,8 +295,7 @@ class ClientConnection:
         self._write_answer(200, told, b"application/json")
 
     def _rights(self, entry: Entry, request: Incoming) -> Decisions:
-        peer = self._transport.get_extra_info("peername") if self._transport is not None else None
-        return rights_of(self._context.desk.tenants_needed, entry.decisions, peer, request.kept)
+        return rights_of(self._context.desk.tenants_needed, entry.decisions, self._peer(), request.kept)
 
     @staticmethod
     def _need(method: bytes, *allowed: bytes) -> None:
@@ -296,7 +313,7 @@ class ClientConnection:
         elif (translation := translation_of(path, body, request.request_id)) is not None:
             path, ask = translation.path, self._translated(translation, lane.config)
         else:
-            ask = parse_alone(body, lane.config)
+            ask = parse_alone(body, lane.config, counts=path in COUNTING)
         self._translation = translation
         ask, ticket = desk.admit(lane, ask, request.slo_ttft_ms)
         hints = hints_of(self._context.config, lane.slo_class, request.kept)
@@ -320,7 +337,7 @@ class ClientConnection:
         try:
             if translation.path == CHAT:
                 return parse_body(translation.body(), True, config)
-            return parse_alone(translation.body(), config)
+            return parse_alone(translation.body(), config, counts=translation.path in COUNTING)
         except RequestError as error:
             raise translation.renamed(error) from error
 

@@ -20,7 +20,9 @@ GOOD: list[dict[str, Any]] = [
     {"logit_bias": {str(i): 1.5 for i in range(1024)}}, {"logprobs": 20}, {"logprobs": True}, {"top_logprobs": 20},
     {"prompt_logprobs": 0}, {"prompt_embeds": None}, {"tools": [{"a": "b" * 200_000}]}, {"functions": []},
     {"response_format": {"type": "json_object"}}, {"structured_outputs": {}}, {"guided_json": {}}, {"guided_regex": "a" * 60_000},
-    {"guided_choice": ["a"]}, {"guided_grammar": "x"},
+    {"guided_choice": ["a"]}, {"guided_grammar": "x"}, {"chat_template": None}, {"media_io_kwargs": None},
+    {"mm_processor_kwargs": None}, {"use_beam_search": False}, {"use_beam_search": None}, {"chat_template_kwargs": None},
+    {"chat_template_kwargs": {"enable_thinking": False, "add_generation_prompt": True, "x": {"tokenize": True}}},
 ]  # fmt: skip
 BAD: list[dict[str, Any]] = [
     {"n": 9}, {"n": 10**9}, {"n": 10**40}, {"n": "8"}, {"n": [8]}, {"n": 1.5}, {"best_of": 9}, {"stop": ["a"] * 10_000},
@@ -31,7 +33,10 @@ BAD: list[dict[str, Any]] = [
     {"prompt_embeds": "AAAA"}, {"tools": [{"a": "b" * 300_000}]}, {"functions": ["b" * 300_000]},
     {"response_format": {"type": "json_schema", "json_schema": {"a": ["b"] * 40_000}}}, {"structured_outputs": "x" * 70_000},
     {"guided_json": "x" * 70_000}, {"guided_regex": "(a+)+" * 20_000}, {"guided_choice": ["abc"] * 20_000},
-    {"guided_grammar": "x" * 70_000},
+    {"guided_grammar": "x" * 70_000}, {"chat_template": "{{ a }}"}, {"chat_template": ""}, {"media_io_kwargs": {"video": {}}},
+    {"mm_processor_kwargs": {}}, {"use_beam_search": True}, {"use_beam_search": 1}, {"chat_template_kwargs": {"tokenize": True}},
+    {"chat_template_kwargs": {"chat_template": "{% for i in range(10**9) %}{% endfor %}"}}, {"chat_template_kwargs": [1]},
+    {"chat_template_kwargs": {"a": 1, "tokenizer_kwargs": {}}}, {"chat_template_kwargs": {"a": "b" * 70_000}},
 ]  # fmt: skip
 
 
@@ -50,6 +55,23 @@ def test_above_it_the_field_is_named(given: dict[str, Any]):
     with pytest.raises(RequestError, match=name) as caught:
         parse_body(body(given), False, CONFIG)
     assert (caught.value.status, caught.value.param) == (400, name)
+
+
+def test_h7_templates_of_clients_run_nowhere():
+    """`chat_template` was left out, and `chat_template_kwargs.chat_template` reached the engine (CVE-2025-61620)."""
+
+    async def go(rig: Rig) -> None:
+        said = {"messages": [{"role": "user", "content": "x"}]}
+        for path in ("/v1/chat/completions", "/tokenize", "/v1/embeddings"):
+            for more in ({"chat_template": "{{ a }}"}, {"chat_template_kwargs": {"chat_templat\u0065": "{{ a }}"}}):
+                raw = json.dumps({"model": "m", **said, **more}).replace("templat\\\\u0065", "templat\\u0065").encode()
+                status, body = await rig.post(raw, path)
+                error = json.loads(body)["error"]
+                assert (status, error["param"]) == (400, next(iter(more))), error
+                assert "is not served" in error["message"]
+        assert rig.decode[0].seen == []
+
+    run(go, prefill=0)
 
 
 def test_every_costly_field_has_both():

@@ -214,9 +214,16 @@ class LimitsSpec(ApiModel):
     """What one request may ask for, and how many may wait."""
 
     max_input_tokens: Tokens | None = Field(
-        default=None, description="Longest prompt in tokens, at most engine.maxModelLen. Default: engine.maxModelLen."
+        default=None,
+        description="Longest prompt in tokens, of every generating path and of each text to embed, at most engine.maxModelLen. "
+        "Text above 16 bytes a token is refused as it is; what bytes do not settle is counted by a worker before it is computed. "
+        "Default: engine.maxModelLen.",
     )
-    max_output_tokens: Tokens = Field(default=4096, description="Most tokens that one request may generate. Default: 4096.")
+    max_output_tokens: Tokens = Field(
+        default=4096,
+        description="Most tokens that one request may generate, for each of its choices, also when it names no limit. "
+        "Default: 4096.",
+    )
     queue: QueueSpec = Field(default=QueueSpec(), description="Requests that wait for a worker.")
     runaway_patterns: Literal["none", "default"] = Field(
         default="none",

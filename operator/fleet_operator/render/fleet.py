@@ -120,6 +120,7 @@ def _router_config(fleet: InferenceFleet) -> RouterConfig:
         prefix_index=spec.routing.prefix_index,
         max_input_tokens=spec.max_input_tokens,
         max_output_tokens=spec.limits.max_output_tokens,
+        max_model_len=spec.engine.max_model_len,
         worker_slots=spec.engine.max_batch,
         queue_per_slot=spec.limits.queue.per_slot,
         ttft_budget_s=budget_s,

@@ -15,13 +15,13 @@ TLS_MOUNT: Final = "/etc/fleet-tls"
 CLIENT_CA_MOUNT: Final = "/etc/fleet-client-ca"
 GOSSIP_MOUNT: Final = "/etc/fleet-gossip"
 ADMIN_PORT: Final = "admin"
-"""Name of the port for probes and scrapes, beside TLS."""
+"""Name of the port for probes and scrapes, beside one with TLS or tenants."""
 REQUEST_MILLICPU: Final = 250
 REQUEST_MI: Final = 256
 
 
 def admin_port(platform: Platform) -> int:
-    """Plain HTTP beside TLS."""
+    """Plain HTTP for probes and scrapes."""
     return platform.router_port + 1
 
 
@@ -56,19 +56,27 @@ def add_port(fleet: InferenceFleet, platform: Platform, container: Object, spec:
         container["command"] += ["--processes", str(routing.processes)]
     if routing.tls is not None:
         container["command"] += ["--tls-cert", f"{TLS_MOUNT}/tls.crt", "--tls-key", f"{TLS_MOUNT}/tls.key"]
-        container["command"] += ["--admin-port", str(admin_port(platform))]
-        container["ports"].append({"name": ADMIN_PORT, "containerPort": admin_port(platform), "protocol": "TCP"})
-        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-            container[probe]["httpGet"]["port"] = ADMIN_PORT
+        _add_admin_port(platform, container)
         _mount(container, spec, "tls", TLS_MOUNT, routing.tls.secret_ref.name)
         if (ca := routing.tls.client_ca_secret_ref) is not None:
             container["command"] += ["--tls-client-ca", f"{CLIENT_CA_MOUNT}/ca.crt"]
             _mount(container, spec, "client-ca", CLIENT_CA_MOUNT, ca.name, {ca.key: "ca.crt"})
+    elif fleet.spec.tenants is not None and platform.router_host is None:
+        _add_admin_port(platform, container)
     if routing.gossip is not None:
         key = routing.gossip.key_secret_ref
         container["command"] += ["--gossip-key", f"{GOSSIP_MOUNT}/key", "--gossip-port", str(gossip_port(platform))]
         container["ports"].append({"name": "gossip", "containerPort": gossip_port(platform), "protocol": "UDP"})
         _mount(container, spec, "gossip", GOSSIP_MOUNT, key.name, {key.key: "key"})
+
+
+def _add_admin_port(platform: Platform, container: Object) -> None:
+    """For the kubelet and for whoever scrapes: the other one speaks TLS, or tells nobody without a key of tenants. `fleet up`
+    needs none: it scrapes from the router's own host."""
+    container["command"] += ["--admin-port", str(admin_port(platform))]
+    container["ports"].append({"name": ADMIN_PORT, "containerPort": admin_port(platform), "protocol": "TCP"})
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        container[probe]["httpGet"]["port"] = ADMIN_PORT
 
 
 def _mount(

@@ -25,7 +25,8 @@ STARVED: Final = 8
 QUEUE_BYTES: Final = 256 * 1024 * 1024
 """Bodies of all requests that wait."""
 
-State = Literal["waiting", "running", "done"]
+State = Literal["waiting", "running", "free", "done"]
+"""free: it runs, and needs no slot."""
 
 
 class Ticket:
@@ -162,6 +163,8 @@ class Gate:
             self.running -= 1
             if self.waiting:
                 self._holds_other(ticket)
+        elif ticket.state == "free":
+            ticket.state = "done"
         elif ticket.state == "waiting":
             self._out(ticket)
         else:

@@ -11,7 +11,9 @@ import msgspec
 from fleet_router.admission.keys import KeyTable
 from fleet_router.admission.quota import Account
 from fleet_router.admission.tenants import Decisions, Tenant, Tenants
+from fleet_router.asked import Ask
 from fleet_router.config import RouterConfig, SloClass
+from fleet_router.lengths import TEMPLATE_TOKENS, upper_bound
 
 DEFAULT: Final = "default"
 """Class of requests that name none; it exists without being listed."""
@@ -20,6 +22,8 @@ DEFAULT: Final = "default"
 Added = tuple[dict[str, msgspec.Raw], bytes]
 """Fields, and the same as text that ends a JSON object."""
 NOTHING: Final[Added] = ({}, b"}")
+COMPLETION_TOKENS: Final = 16
+"""What a completion without a limit gets, at OpenAI, vLLM and our engine."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,13 +40,25 @@ class Lane:
     added: Added = NOTHING
     """Fields for the engine: the cache salt."""
     limited: Added = NOTHING
-    """The same and max_tokens, for requests that give none."""
-    max_tokens: int | None = None
-    """Most output tokens, where that is less than the fleet's limit."""
+    """The same and max_tokens, for chats that give none."""
+    limited_completion: Added = NOTHING
+    """For completions that give none."""
+    own_limit: bool = False
+    """Class or tenant may have fewer output tokens than the fleet."""
     seed: int = 0
     """Where prefix keys begin: equal prompts of two tenants have nothing in common."""
     salt: str = ""
     """The `cache_salt` of its requests; empty where nobody is told apart."""
+
+    def limit_for(self, ask: Ask) -> Added:
+        """Fields of a request that gives no limit of output tokens. The fleet's own limit is left out where prompt and answer
+        might not fit together: engines would refuse what they can answer with less, and they know that limit themselves."""
+        longest = self.config.max_model_len
+        if longest and not self.own_limit:
+            prompt = upper_bound(ask.fields, ask.prompt)
+            if prompt is None or prompt + TEMPLATE_TOKENS + self.config.max_output_tokens > longest:
+                return self.added
+        return self.limited if "messages" in ask.fields else self.limited_completion
 
 
 class Entry:
@@ -93,15 +109,17 @@ def _lane(slo_class: SloClass, config: RouterConfig, account: Account, tenant: T
     most_in = _least(config.max_input_tokens, slo_class.max_input_tokens, tenant.max_input_tokens if tenant else None)
     most_out = _least(config.max_output_tokens, slo_class.max_output_tokens, tenant.max_output_tokens if tenant else None)
     own = msgspec.structs.replace(config, max_input_tokens=most_in, max_output_tokens=most_out)
-    limit = most_out if most_out < config.max_output_tokens else None
-    fields = {} if limit is None else {"max_tokens": b"%d" % limit}
+    less = most_out < config.max_output_tokens
+    chat, completion = (
+        {"max_tokens": b"%d" % most} for most in (most_out, most_out if less else min(COMPLETION_TOKENS, most_out))
+    )
     if tenant is None:
-        return Lane(account, slo_class, own, limited=_added(fields), max_tokens=limit)
+        return Lane(account, slo_class, own, limited=_added(chat), limited_completion=_added(completion), own_limit=less)
     salt = salt_of(secret, tenant.name)
     models = None if tenant.models is None else frozenset(tenant.models)
     salted = {"cache_salt": b'"%b"' % salt.encode()}
-    added, limited = _added(salted), _added(salted | fields)
-    return Lane(account, slo_class, own, tenant.weight, models, added, limited, limit, int(salt[:16], 16), salt)
+    added, limited, completed = _added(salted), _added(salted | chat), _added(salted | completion)
+    return Lane(account, slo_class, own, tenant.weight, models, added, limited, completed, less, int(salt[:16], 16), salt)
 
 
 def _added(fields: dict[str, bytes]) -> Added:

@@ -70,7 +70,7 @@ class Account:
         requests, budget = self.requests, self.tokens
         if requests is not None and (wait_ns := requests.wait_ns(1, now_ns)) > 0:
             return self._over("requests_per_second", "requests per second", ceil(wait_ns / SECOND_NS))
-        if budget is not None and not budget.take_if(tokens, now_ns):
+        if budget is not None and tokens and not budget.take_if(tokens, now_ns):
             if tokens > budget.size:
                 return self._over("request_too_large", f"about {tokens} prompt tokens of {budget.size} tokens per minute", None)
             return self._over("tokens_per_minute", "tokens per minute", ceil(budget.wait_ns(tokens, now_ns) / SECOND_NS))

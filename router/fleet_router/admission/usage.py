@@ -1,16 +1,27 @@
 """Tokens of a request: an estimate before it runs, the engine's own count from the last bytes of its answer.
 
-Nothing here parses JSON: an answer's `usage` is looked for in its last bytes, a stream that has none is counted by its events.
+No answer is parsed here: its `usage` is looked for in the bytes. Streams are asked for one where tokens are counted; one that has
+none after all is counted by its events.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Final
+from typing import Any, Final
 
-from fleet_router.request import BYTES_PER_TOKEN
+import msgspec
+
+from fleet_router.asked import Ask
+from fleet_router.request import BYTES_PER_TOKEN, with_fields
 
 TAIL_BYTES: Final = 4096
+SPLIT_BYTES: Final = 256
+"""Of the read before: `usage` may be cut in two."""
+SHORT_BYTES: Final = 32
+"""A read of [DONE] or of a body's end; no `usage` is so short."""
+TOLD: Final = b'"prompt_tokens"'
+"""In an event that tells it."""
+OPTIONS: Final = "stream_options"
 EVENT: Final = b"\ndata: "
 """Of a stream. Inside JSON a line break is escaped, so that text cannot look like an event."""
 _SPACED: Final = re.compile(rb"\s*:\s*(\d{1,9})(?!\d)")
@@ -33,7 +44,21 @@ def usage_of(tail: bytes) -> tuple[int, int] | None:
     """(input, output) tokens of the last `usage` in these bytes; None when there is none (usage: null counts as none). A model's
     own text is no usage: its quotes are escaped."""
     at = tail.rfind(b'"usage"', -TAIL_BYTES)
-    if at < 0 or (at > 0 and tail[at - 1] == _BACKSLASH):
+    return _usage_at(tail, at) if at >= 0 else None
+
+
+def usage_in(body: bytes) -> tuple[int, int] | None:
+    """The same of an answer in one piece, wherever in it: vLLM puts prompt_logprobs and prompt_token_ids behind it."""
+    at = body.rfind(b'"usage"')
+    while at >= 0:
+        if (found := _usage_at(body, at)) is not None:
+            return found
+        at = body.rfind(b'"usage"', 0, at)
+    return None
+
+
+def _usage_at(tail: bytes, at: int) -> tuple[int, int] | None:
+    if at > 0 and tail[at - 1] == _BACKSLASH:
         return None
     if (usual := _USUAL.match(tail, at)) is not None:
         return int(usual[1]), int(usual[2])
@@ -50,6 +75,20 @@ def _number(tail: bytes, name: bytes, start: int) -> int | None:
 
 
 def used_tokens(before: bytes, tail: bytes, events: int, charged: int) -> tuple[int, int]:
-    """(input, output) tokens of an answer: the engine's own count in its last two reads, else an estimate with a token per event
-    ([DONE] is an event, too)."""
+    """(input, output) tokens of a stream: the engine's own count in its last two reads of some length, else an estimate with a
+    token per event ([DONE] is an event, too)."""
     return usage_of(tail) or (before and usage_of(before[-TAIL_BYTES:] + tail)) or (charged, events - 1 if events > 1 else 0)
+
+
+def with_usage(ask: Ask) -> tuple[Ask, bool]:
+    """The stream with its usage asked for, and whether that was us: events are no tokens where an engine puts several into one
+    (speculative decoding, stream intervals). The client gets none of it."""
+    raw = ask.fields.get(OPTIONS)
+    given: dict[str, Any] = (msgspec.json.decode(raw) if raw is not None else None) or {}
+    if given.get("include_usage"):
+        return ask, False
+    wanted = given | {"include_usage": True}
+    if "continuous_usage_stats" in given:
+        wanted["continuous_usage_stats"] = False  # it means nothing without the other, which the client did not ask for
+    value = msgspec.json.encode(wanted)
+    return with_fields(ask, {OPTIONS: msgspec.Raw(value)}, b',"stream_options":' + value + b"}"), True

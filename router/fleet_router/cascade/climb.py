@@ -139,7 +139,7 @@ class Climb:
             return
         if error.status in REFUSED:
             self._end(draft, "refused", "refused")
-            self._refuse(error)
+            self._refuse(error if self._translation is None else self._translation.renamed(error))
             return
         self._climb("failed")
 

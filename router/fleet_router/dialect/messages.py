@@ -7,12 +7,17 @@ from typing import Any, ClassVar, Final
 
 import msgspec
 
+from fleet_router.dialect.calls import Calls
 from fleet_router.dialect.chat import Choice, Completion, Message, ToolCall, Usage
 from fleet_router.dialect.messages_request import MessagesRequest, chat_request
-from fleet_router.dialect.translation import ChatTranslation, event, parsed
+from fleet_router.dialect.translation import ENDED, ChatTranslation, event, parsed
 from fleet_router.errors import RequestError
 
-REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
+REASONS: Final = {
+    "stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal",
+    **dict.fromkeys(ENDED, "refusal"),
+}  # fmt: skip
+"""An answer that was ended for what it was is a refusal: its reader must not go on with it, nor ask for more of it."""
 KINDS: Final = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error", 529: "overloaded_error", 504: "timeout_error",
@@ -43,6 +48,7 @@ class Messages(ChatTranslation):
         self._usage = Usage()
         self._choice = Choice()
         self._begun = False
+        self._calls = Calls()
         self._open = ""
         """Kind and index of the block that is being sent; empty when none is."""
         self._index = -1
@@ -58,15 +64,15 @@ class Messages(ChatTranslation):
         if choice.finish_reason is not None:
             self._choice = choice
         delta = choice.delta
+        if delta.thought or delta.content:
+            told += self._other_calls()
         if delta.thought:
             told += self._block("thinking", {"type": "thinking", "thinking": "", "signature": ""})
             told += self._delta({"type": "thinking_delta", "thinking": delta.thought})
         if delta.content:
             told += self._block("text", {"type": "text", "text": ""})
             told += self._delta({"type": "text_delta", "text": delta.content})
-        for call in delta.tool_calls or ():
-            told += self._tool(call)
-        return told
+        return told + b"".join(self._tool(piece) for call in delta.tool_calls or () for piece in self._calls.feed(call))
 
     def _tool(self, call: ToolCall) -> bytes:
         start = {"type": "tool_use", "id": call.id or "", "name": call.function.name or "", "input": {}}
@@ -74,6 +80,9 @@ class Messages(ChatTranslation):
         if call.function.arguments:
             told += self._delta({"type": "input_json_delta", "partial_json": call.function.arguments})
         return told
+
+    def _other_calls(self) -> bytes:
+        return b"".join(map(self._tool, self._calls.rest()))
 
     def _begin(self) -> bytes:
         self._begun = True
@@ -99,11 +108,11 @@ class Messages(ChatTranslation):
 
     def finished(self) -> bytes:
         """The message's reason and usage, then its end."""
-        told = b"" if self._begun else self._begin()
+        told = (b"" if self._begun else self._begin()) + self._other_calls()
         reason, stop = reason_of(self._choice)
         ending = {
             "type": "message_delta",
-            "delta": {"stop_reason": reason, "stop_sequence": stop},
+            "delta": {"stop_reason": reason, "stop_sequence": stop, **details_of(self._choice)},
             "usage": usage_of(self._usage),
         }
         return told + self._close() + event("message_delta", ending) + event("message_stop", {"type": "message_stop"})
@@ -130,6 +139,7 @@ class Messages(ChatTranslation):
         return {
             "id": f"msg_{self.request_id}", "type": "message", "role": "assistant", "model": self._model,
             "content": content, "stop_reason": reason, "stop_sequence": stop, "usage": usage_of(self._usage),
+            **details_of(choice),
         }  # fmt: skip
 
 
@@ -156,6 +166,12 @@ def reason_of(choice: Choice) -> tuple[str, str | None]:
     if choice.finish_reason == "stop" and isinstance(choice.stop_reason, str):
         return "stop_sequence", choice.stop_reason
     return REASONS.get(choice.finish_reason or "", "end_turn"), None
+
+
+def details_of(choice: Choice) -> dict[str, Any]:
+    """`stop_details` of an answer that was ended for what it was."""
+    why = ENDED.get(choice.finish_reason or "")
+    return {} if why is None else {"stop_details": {"type": "refusal", "category": None, "explanation": why}}
 
 
 def usage_of(usage: Usage) -> dict[str, int]:

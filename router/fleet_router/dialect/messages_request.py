@@ -13,6 +13,8 @@ import msgspec
 from fleet_router.dialect.translation import given
 from fleet_router.errors import RequestError
 
+FAILED: Final = "The tool call failed."
+"""A chat's tool message has no field for it; without words the model takes an error's text for a result."""
 Passed = msgspec.Raw
 NOTHING: Final = msgspec.Raw()
 
@@ -182,7 +184,8 @@ def _turn(turn: Turn, number: int) -> list[dict[str, Any]]:
             arguments = msgspec.json.encode(block.input).decode()
             calls.append({"id": block.id, "type": "function", "function": {"name": block.name, "arguments": arguments}})
         elif isinstance(block, ToolResult):
-            results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": _content(_parts(block.content))})
+            parts_of_it = [*([Text(FAILED)] if block.is_error else ()), *_parts(block.content)]
+            results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": _content(parts_of_it)})
     if calls and turn.role != "assistant":
         raise RequestError(400, f"messages[{number}]: tool_use belongs to the assistant", param="messages")
     if results and turn.role != "user":
@@ -193,7 +196,7 @@ def _turn(turn: Turn, number: int) -> list[dict[str, Any]]:
 
 
 def _parts(content: str | list[Text | Image]) -> list[Text | Image]:
-    return [Text(content)] if isinstance(content, str) else content
+    return ([Text(content)] if content else []) if isinstance(content, str) else content
 
 
 def _content(parts: list[Text | Image]) -> Any:

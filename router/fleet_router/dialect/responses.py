@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import msgspec
 
+from fleet_router.dialect.calls import Calls
 from fleet_router.dialect.chat import Completion, Message, ToolCall, Usage
 from fleet_router.dialect.responses_request import ResponsesRequest, chat_request
-from fleet_router.dialect.translation import ChatTranslation, event, parsed
+from fleet_router.dialect.translation import ENDED, ChatTranslation, event, parsed
 from fleet_router.errors import RequestError
+
+INCOMPLETE: Final = {
+    "length": {"reason": "max_output_tokens"}, "content_filter": {"reason": "content_filter"},
+    **{reason: {"reason": "content_filter", "message": words} for reason, words in ENDED.items()},
+}  # fmt: skip
+"""`incomplete_details` by finish_reason. OpenAI has two reasons; an answer that was ended for what it was has the second, and
+words of ours beside it."""
 
 
 class Responses(ChatTranslation):
@@ -34,6 +42,7 @@ class Responses(ChatTranslation):
         self._output: list[dict[str, Any]] = []
         """Items; the last one is being sent while `_open` says which kind it is."""
         self._open = ""
+        self._calls = Calls()
 
     # -- streamed ---------------------------------------------------------------------------------------------------
     def chunk(self, chunk: Completion) -> bytes:
@@ -45,13 +54,13 @@ class Responses(ChatTranslation):
             return told
         self._reason = choice.finish_reason or self._reason
         delta = choice.delta
+        if delta.thought or delta.content:
+            told += self._other_calls()
         if delta.thought:
             told += self._thought(delta.thought)
         if delta.content:
             told += self._text(delta.content)
-        for call in delta.tool_calls or ():
-            told += self._call(call)
-        return told
+        return told + b"".join(self._call(piece) for call in delta.tool_calls or () for piece in self._calls.feed(call))
 
     def _begin(self, created: int) -> bytes:
         self._created = created or 1
@@ -102,12 +111,15 @@ class Responses(ChatTranslation):
             told += self._tell("response.function_call_arguments.delta", **self._at, delta=call.function.arguments)
         return told
 
+    def _other_calls(self) -> bytes:
+        return b"".join(map(self._call, self._calls.rest()))
+
     def _close(self) -> bytes:
         kind, self._open = self._open, ""
         if not kind:
             return b""
         item = self._output[-1]
-        item["status"] = "incomplete" if self._reason == "length" else "completed"
+        item["status"] = status_of(self._reason)
         told = b""
         if kind == "text":
             part = item["content"][0]
@@ -123,7 +135,7 @@ class Responses(ChatTranslation):
     def finished(self) -> bytes:
         """The last item's end and the whole response."""
         told = b"" if self._created else self._begin(0)
-        told += self._close()
+        told += self._other_calls() + self._close()
         status = status_of(self._reason)
         return told + self._tell(f"response.{status}", response=self._response(status, self._output))
 
@@ -158,7 +170,7 @@ class Responses(ChatTranslation):
         asked, usage = self._asked, self._usage if status != "in_progress" else None
         return {
             "id": f"resp_{self.request_id}", "object": "response", "created_at": self._created, "status": status, "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "incomplete_details": INCOMPLETE.get(self._reason or "") if status == "incomplete" else None,
             "instructions": asked.instructions, "max_output_tokens": asked.max_output_tokens, "model": asked.model,
             "output": output, "parallel_tool_calls": asked.parallel_tool_calls is not False, "previous_response_id": None,
             "reasoning": {"effort": asked.reasoning.effort if asked.reasoning else None, "summary": None}, "store": False,
@@ -197,7 +209,7 @@ def call_item(name: str, call: ToolCall) -> dict[str, Any]:
 
 def status_of(reason: str | None) -> str:
     """Of a response whose last choice ended so."""
-    return "incomplete" if reason == "length" else "completed"
+    return "incomplete" if reason in INCOMPLETE else "completed"
 
 
 def usage_of(usage: Usage) -> dict[str, Any]:

@@ -19,6 +19,8 @@ TRANSLATED: Final[Mapping[bytes, type[Messages] | type[Responses] | type[CountTo
 }  # fmt: skip
 ALONE: Final = frozenset({b"/tokenize", b"/detokenize", b"/v1/embeddings"})
 """Answered by one worker as they are."""
+COUNTING: Final = frozenset({b"/tokenize", b"/detokenize"})
+"""Of these: nothing runs on the model."""
 
 
 def translation_of(path: bytes, body: bytes, request_id: str) -> Translation | None:

@@ -8,13 +8,19 @@ from typing import Any, ClassVar, Final, TypeVar
 
 import msgspec
 
+from fleet_router.admission.runaway import FINISH, Why
 from fleet_router.allowed import with_allowed
-from fleet_router.dialect.chat import DONE, Completion, Events, completion, worker_error
+from fleet_router.dialect.chat import DONE, Choice, Completion, Events, Usage, completion, worker_error
 from fleet_router.errors import RequestError, error_json
 
 CHAT: Final = b"/v1/chat/completions"
 PLACE: Final = re.compile(r"^messages\[\d+\]\.content\[\d+\]")
 """Of a content part, counted in the chat request: a dialect's client has sent other lists."""
+ENDED: Final[dict[str, str]] = {
+    "repetition": "repetition_detected: the answer repeated itself and was ended",
+    "control_tokens": "control_tokens: the answer held control tokens as text and was ended",
+}
+"""Why an answer ended that neither its model nor a limit ended, by `finish_reason`."""
 MOST_ANSWER_BYTES: Final = 8 * 1024 * 1024
 T = TypeVar("T")
 
@@ -52,6 +58,8 @@ class Translation(ABC):
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
+        self.used: tuple[int, int] | None = None
+        """Tokens (input, output), as soon as the worker has told them."""
         self.collected = bytearray()
         """A whole answer, as far as it came."""
 
@@ -69,6 +77,10 @@ class Translation(ABC):
     def forget_partial(self) -> None:
         """Half of an event came from a worker that is gone; another one sends it whole."""
         self.collected.clear()
+
+    def cut_short(self, why: Why, used: tuple[int, int]) -> bytes:
+        """We end the stream: its last events. `used`: tokens (input, output) as we counted them."""
+        raise NotImplementedError(f"{why}, {used}: only streams of chats are cut short")
 
     @abstractmethod
     def end(self) -> bytes:
@@ -130,12 +142,26 @@ class ChatTranslation(Translation):
             self._ended = True
             words = bytes(chunk.error)[:500].decode(errors="replace")
             return self.failed(RequestError(502, f"the worker broke the stream off: {words}"))
+        self._know(chunk)
         return self.chunk(chunk)
+
+    def cut_short(self, why: Why, used: tuple[int, int]) -> bytes:
+        """See `Translation`. A finish_reason of its own, because `stop` would be an end that the model wished."""
+        self._ended = True
+        choice = Choice(finish_reason=FINISH[why][0] if why == "no_stop" else why, stop_reason=FINISH[why][1])
+        usage = None if self.used is not None else Usage(prompt_tokens=used[0], completion_tokens=used[1])
+        return self.chunk(Completion(choices=[choice], usage=usage)) + self.finished()
+
+    def _know(self, answer: Completion) -> None:
+        if (usage := answer.usage) is not None:
+            self.used = (usage.prompt_tokens, usage.completion_tokens)
 
     def end(self) -> bytes:
         """The whole answer; for a stream without its end an error event."""
         if not self.stream:
-            return self.whole(completion(bytes(self.collected)))
+            answer = completion(bytes(self.collected))
+            self._know(answer)
+            return self.whole(answer)
         return b"" if self._ended else self.failed(RequestError(502, "the worker's stream ended early"))
 
     @abstractmethod

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from fleet_router.context import Context
-from fleet_router.dialect.routes import ALONE, TRANSLATED
+from fleet_router.dialect.routes import ALONE, COUNTING, TRANSLATED
 from fleet_router.epp import answers
 from fleet_router.epp.messages import BUFFERED, FULL_DUPLEX, NONE, STREAMED
 from fleet_router.epp.picked import Picked, address_of
@@ -172,7 +172,10 @@ class Exchange:
             other = " (the router itself speaks it)" if path in TRANSLATED else ""
             raise RequestError(404, f"not served behind a gateway{other}")
         lane = context.desk.lane(request.key, request.slo_class)
-        ask = parse_alone(body, lane.config) if path in ALONE else parse_body(body, GENERATE[path], lane.config)
+        if path in ALONE:
+            ask = parse_alone(body, lane.config, counts=path in COUNTING)
+        else:
+            ask = parse_body(body, GENERATE[path], lane.config)
         ask, ticket = context.desk.admit(lane, ask, request.slo_ttft_ms)
         hints = hints_of(context.config, lane.slo_class, request.kept)
         self.flow = flow = Picked(context, self, path, ask, ticket, hints, self._subset)

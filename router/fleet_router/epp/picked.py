@@ -58,6 +58,10 @@ class Picked(Flow):
         """Nothing is asked for that only we need: a gateway's stream cannot be carried on by us."""
         return ask
 
+    def _with_usage(self, ask: Ask) -> Ask:
+        """The same: nothing of a gateway's stream can be kept from its client."""
+        return ask
+
     def _send_decode(self, worker: Worker, reference: bytes | None) -> None:
         worker.began()
         self._leg_worker = worker

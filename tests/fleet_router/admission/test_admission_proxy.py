@@ -91,6 +91,44 @@ def test_every_path_that_tells_or_does_something_needs_a_key(path: str, method: 
     run(go)
 
 
+FAR = "x-forwarded-for: 10.1.2.3"
+"""It comes from another host."""
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/held?wait_s=0"])
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [([], 200), ([FAR], 401), ([FAR, KEY], 403), ([FAR, f"authorization: Bearer {key_of('sees')}"], 200),
+     ([FAR, "x-api-key: wrong"], 401)],
+)  # fmt: skip
+def test_who_names_every_tenant_needs_a_right_where_clients_ask(path: str, headers: list[str], status: int):
+    """Tenants' names and tokens were told to everybody who reached the port."""
+
+    async def go(rig: Rig) -> None:
+        with_tenants(rig, acme={"decisions": "own"}, sees={"decisions": "all"})
+        found, _, body = await send(rig, *headers, path=path, method="GET")
+        assert (found, b'tenant="acme"' in body) == (status, status == 200 and path == "/metrics")
+        for open_to_all in ("/health", "/ready"):
+            assert (await send(rig, FAR, path=open_to_all, method="GET"))[0] == 200
+        rig.context.desk.tenants_needed = False
+        assert (await send(rig, FAR, path=path, method="GET"))[0] == 200
+
+    run(go)
+
+
+def test_the_port_for_scrapes_tells_them():
+    async def go(rig: Rig) -> None:
+        with_tenants(rig, acme={})
+        loop = asyncio.get_running_loop()
+        admin = await loop.create_server(rig.router.admin_connection, "127.0.0.1", 0)
+        async with admin:
+            rig.port = admin.sockets[0].getsockname()[1]
+            assert [(await send(rig, FAR, path=path, method="GET"))[0] for path in ("/metrics", "/held?wait_s=0")] == [200, 200]
+            assert (await send(rig, FAR, KEY))[0] == 404
+
+    run(go)
+
+
 def test_models_are_listed_as_far_as_they_may_be_used():
     async def go(rig: Rig) -> None:
         with_tenants(rig, acme={"models": ["m"]}, other={"models": ["x"]})
@@ -362,6 +400,27 @@ def test_a_stream_that_loops_is_ended_with_a_reason_and_its_worker_freed(path: s
     run(go, prefill=0, config=WATCHED)
 
 
+def test_behind_the_end_of_a_runaway_stream_nothing_follows():
+    """The worker's next event had begun in the same read: half of it came after the body's end, into the next answer."""
+
+    async def go(rig: Rig) -> None:
+        event = b'data: {"choices":[{"text":"again"}]}\n\n'
+        chunk = b"%x\r\n%b\r\n" % (len(event), event)
+
+        async def loops(_: Any, writer: asyncio.StreamWriter) -> bool:
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n" + chunk)
+            await writer.drain()
+            await asyncio.sleep(0.02)
+            writer.write(chunk * 600 + chunk[:20])
+            return True
+
+        rig.decode[0].behave = loops
+        got = await rig.raw(http(ask(prompt="short", stream=True), "connection: close"))
+        assert got.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+
+    run(go, prefill=0, config=WATCHED)
+
+
 def test_a_class_limit_is_given_to_the_engine_where_the_client_gives_none():
     config = msgspec.structs.replace(CONFIG, classes=(SloClass(name="small", max_output_tokens=9),))
 
@@ -370,6 +429,6 @@ def test_a_class_limit_is_given_to_the_engine_where_the_client_gives_none():
         await send(rig)
         status, _, body = await send(rig, "x-slo-class: small", max_tokens=10)
         assert (status, json.loads(body)["error"]["param"]) == (400, "max_tokens")
-        assert [body.get("max_tokens") for body in rig.decode[0].seen] == [9, None]
+        assert [body.get("max_tokens") for body in rig.decode[0].seen] == [9, 16]
 
     run(go, prefill=0, config=config)

@@ -11,7 +11,7 @@ from fleet_router.asked import Ask
 from fleet_router.config import SloClass
 from fleet_router.desk import Desk
 from fleet_router.errors import RequestError
-from fleet_router.request import decode_body, prefill_body
+from fleet_router.request import decode_body, parse_alone, parse_body, prefill_body
 from tests.fleet_router.admission.made import CONFIG, Clock, Remembers, ask_of, desk_with, key_of, parsed
 
 KEY = key_of("acme").encode()
@@ -37,9 +37,11 @@ def refused(desk: Desk, *args: Any, **more: Any) -> RequestError:
     return told.value
 
 
-def test_without_tenants_everybody_may_ask_and_nothing_is_added():
+def test_without_tenants_everybody_may_ask_and_nothing_is_added_but_the_limit():
     flow, _, ask = come(desk_with(Clock()), b"")
-    assert (flow.begun, body_of(ask)) == (1, {"model": "m", "prompt": "x" * 300})
+    assert (flow.begun, body_of(ask)) == (1, {"model": "m", "prompt": "x" * 300, "max_tokens": 16})
+    _, _, ask = come(desk_with(Clock()), b"", max_completion_tokens=7)
+    assert body_of(ask) == {"model": "m", "prompt": "x" * 300, "max_completion_tokens": 7}
 
 
 def test_with_tenants_nobody_is_anybody_without_a_key():
@@ -113,7 +115,76 @@ def test_limits_of_class_and_tenant():
     assert body_of(come(desk, key_of("other").encode())[2])["max_tokens"] == 50
     assert refused(desk, prompt="short", max_tokens=21).param == "max_tokens"
     assert refused(desk, prompt=list(range(11))).param == "prompt"
-    assert "max_tokens" not in body_of(come(desk_with(Clock()), b"")[2])
+
+
+CHAT = [{"role": "user", "content": "x" * 300}]
+
+
+def chat_limit(desk: Desk, messages: list[dict[str, Any]] = CHAT, key: bytes = b"", **more: Any) -> Any:
+    """What the engine is told of a chat that names no limit; None: nothing."""
+    lane = desk.lane(key, b"")
+    ask = parse_body(msgspec.json.encode({"model": "m", "messages": messages, **more}), True, lane.config)
+    return body_of(desk.admit(lane, ask)[0]).get("max_tokens")
+
+
+def test_the_fleets_limit_reaches_the_engine_where_a_client_names_none():
+    """vLLM generated to the end of its context: 300 tokens at a limit of 16."""
+    small = msgspec.structs.replace(CONFIG, max_output_tokens=8)
+    assert body_of(come(desk_with(Clock(), 9, small), b"")[2])["max_tokens"] == 8
+    assert body_of(come(desk_with(Clock(), 9, small), b"", max_tokens=None, n=3)[2])["max_tokens"] == 8
+    assert body_of(come(desk_with(Clock()), b"")[2])["max_tokens"] == 16  # OpenAI's default of completions stays
+    assert (chat_limit(desk_with(Clock())), chat_limit(desk_with(Clock(), 9, small))) == (4096, 8)
+
+
+@pytest.mark.parametrize(
+    ("longest", "messages", "tools", "limit"),
+    [
+        (8192, CHAT, None, 4096),
+        (5200, CHAT, None, None),  # the engine gives what is left of its context, and knows the limit itself
+        (8192, CHAT, [{"x": "y" * 3000}], None),
+        (1_000_000, [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:x"}}]}], None, None),
+        (0, CHAT * 100, None, 4096),
+    ],
+)
+def test_a_limit_of_ours_never_makes_a_request_too_long(longest: int, messages: Any, tools: Any, limit: int | None):
+    """Engines refuse prompt + max_tokens above their context, and the client asked for no such thing."""
+    config = msgspec.structs.replace(CONFIG, max_model_len=longest, max_input_tokens=100_000)
+    more = {} if tools is None else {"tools": tools}
+    assert chat_limit(desk_with(Clock(), 9, config), messages, **more) == limit
+    desk = desk_with(Clock(), 9, config, acme={"maxOutputTokens": 20})
+    assert chat_limit(desk, messages, KEY, **more) == 20  # the engine knows nothing of tenants
+
+
+def test_a_limit_of_ours_is_no_wish_to_the_fair_queue():
+    clock = Clock()
+    desk = desk_with(clock, 1, acme={"maxOutputTokens": 20})
+    come(desk)
+    assert [come(desk, **more)[1].cost for more in ({}, {"max_tokens": 5})] == [120, 105]
+    desk = desk_with(clock, 1)
+    come(desk, b"")
+    assert come(desk, b"")[1].cost == 100 + 256
+
+
+def test_what_only_counts_tokens_holds_no_slot_and_costs_none():
+    desk = desk_with(Clock(), 1, acme={"requestsPerSecond": 2, "tokensPerMinute": 50})
+    lane = desk.lane(KEY, b"")
+    ask, ticket = desk.admit(lane, parse_alone(msgspec.json.encode({"prompt": "x" * 600}), lane.config, counts=True))
+    assert (ask.counts, ticket.state, ticket.charged, desk.gate.running) == (True, "free", 0, 0)
+    other = come(desk, prompt="short")[1]  # the only slot is free
+    assert (other.state, desk.gate.running) == ("running", 1)
+    assert refused(desk, prompt="short").reason == "requests_per_second"  # it was a request
+    for one in (ticket, ticket, other):
+        desk.leave(one, "answered", (0, 0))
+    assert (desk.gate.running, desk.accounts["acme"].inflight, ticket.state) == (0, 0, "done")
+
+
+def test_who_owes_tokens_may_still_count_them():
+    clock = Clock()
+    desk = desk_with(clock, acme={"tokensPerMinute": 60})
+    desk.leave(come(desk, prompt="short")[1], "answered", (1, 90))
+    lane = desk.lane(KEY, b"")
+    assert refused(desk, prompt="short").reason == "tokens_per_minute"
+    assert desk.admit(lane, parse_alone(msgspec.json.encode({"prompt": "x"}), lane.config, counts=True))[1].charged == 0
 
 
 def test_a_quota_says_when_it_passes():

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
 import anthropic
+import msgspec
 import openai
 import pytest
 
+from fleet_router.config import RouterConfig
 from tests.fleet_router.chat_worker import CALLS, TEXT, THOUGHT, says
 from tests.fleet_router.fake_worker import answer
-from tests.fleet_router.rig import LONG, Rig, run
+from tests.fleet_router.rig import CONFIG, LONG, Rig, run
 
 TURNS: list[Any] = [{"role": "user", "content": LONG}]
 
@@ -256,5 +259,111 @@ def test_what_generates_nothing_goes_to_one_worker_as_it_is(path: str):
         assert rig.context.metrics.local_prefills == 0
         assert (await rig.post({"model": "other"}, path))[0] == 404
         assert (await rig.post(b"[]", path))[0] == 400
+
+    run(go)
+
+
+@pytest.mark.parametrize(
+    ("content", "error", "said"),
+    [
+        ("boom", True, "The tool call failed.\nboom"),
+        ("boom", False, "boom"),
+        ("", True, "The tool call failed."),
+        ("", False, ""),
+        ([{"type": "text", "text": "a"}], True, "The tool call failed.\na"),
+    ],
+)
+def test_a_model_is_told_that_a_call_failed(content: Any, error: bool, said: str):
+    """`is_error` was dropped."""
+
+    async def go(rig: Rig) -> None:
+        rig.decode[0].behave = says(TEXT)
+        used = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
+        result = {"type": "tool_result", "tool_use_id": "a", "content": content, "is_error": error}
+        turns: list[Any] = [*TURNS, {"role": "assistant", "content": [used]}, {"role": "user", "content": [result]}]
+        async with claude(rig) as client:
+            await client.messages.create(model="m", max_tokens=8, messages=turns)
+        assert rig.decode[0].seen[0]["messages"][-1] == {"role": "tool", "tool_call_id": "a", "content": said}
+
+    run(go)
+
+
+def loops(text: str) -> Any:
+    """A worker that does not stop saying this; `%d` in it is another number each time."""
+
+    async def behave(_: Any, writer: asyncio.StreamWriter) -> bool:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+        for number in range(20_000):
+            delta = {"content": text.replace("%d", str(number))}
+            event = (
+                b"data: " + json.dumps({"id": "c", "created": 1, "choices": [{"index": 0, "delta": delta}]}).encode() + b"\n\n"
+            )
+            writer.write(b"%x\r\n%b\r\n" % (len(event), event))
+            await writer.drain()
+            if writer.is_closing():
+                break
+        return True
+
+    return behave
+
+
+RUNAWAYS: list[Any] = [
+    pytest.param("la ", "refusal", "content_filter", "repetition_detected", id="repetition"),
+    pytest.param("%d <|im_start|>", "refusal", "content_filter", "control_tokens", id="control-tokens"),
+    pytest.param("%d ", "max_tokens", "max_output_tokens", "", id="no-stop"),
+]
+
+
+def watched(words: str) -> RouterConfig:
+    return msgspec.structs.replace(CONFIG, runaway=True, max_output_tokens=4096 if words else 300)
+
+
+@pytest.mark.parametrize(("text", "stop", "_incomplete", "words"), RUNAWAYS)
+def test_anthropic_is_told_why_a_stream_was_ended(text: str, stop: str, _incomplete: str, words: str):
+    """It read `end_turn` of a loop, and a stop sequence "control_tokens" that nobody had asked for."""
+
+    async def go(rig: Rig) -> None:
+        rig.decode[0].behave = loops(text)
+        async with claude(rig) as client, client.messages.stream(model="m", max_tokens=300, messages=TURNS) as stream:
+            message = await stream.get_final_message()
+        assert (message.stop_reason, message.stop_sequence) == (stop, None)
+        assert message.usage.output_tokens > 8  # counted by us: the engine had no time to
+        assert message.usage.input_tokens > 100
+        told = getattr(message, "stop_details", None)
+        assert (told is None) == (not words)
+        if told is not None:
+            assert (told.type, told.explanation.startswith(words)) == ("refusal", True)
+
+    run(go, prefill=0, config=watched(words))
+
+
+@pytest.mark.parametrize(("text", "_stop", "incomplete", "words"), RUNAWAYS)
+def test_responses_are_incomplete_when_a_stream_was_ended(text: str, _stop: str, incomplete: str, words: str):
+    """They said `completed`, and nothing of usage."""
+
+    async def go(rig: Rig) -> None:
+        rig.decode[0].behave = loops(text)
+        async with gpt(rig) as client, client.responses.stream(model="m", input=LONG) as stream:
+            kinds = [event.type async for event in stream]
+            response = (await stream.get_final_response()) if "response.completed" in kinds else None
+        assert (response, kinds[-1]) == (None, "response.incomplete")
+        status, body = await rig.post({"model": "m", "input": LONG, "stream": True}, "/v1/responses")
+        last = json.loads(body.split(b"data: ")[-1].split(b"\n\n")[0])["response"]
+        assert (status, last["status"], last["incomplete_details"]["reason"]) == (200, "incomplete", incomplete)
+        assert last["incomplete_details"].get("message", "").startswith(words)
+        assert last["usage"]["output_tokens"] > 8
+        assert last["output"][0]["status"] == "incomplete"
+
+    run(go, prefill=0, config=watched(words))
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_filter_of_the_engine_is_no_completed_response(streamed: bool):
+    async def go(rig: Rig) -> None:
+        rig.decode[0].behave = says(TEXT, "content_filter")
+        status, body = await rig.post({"model": "m", "input": "x", "stream": streamed}, "/v1/responses")
+        last = json.loads(body.split(b"data: ")[-1].split(b"\n\n")[0] if streamed else body)
+        found = last["response"] if streamed else last
+        assert (status, found["status"], found["incomplete_details"]) == (200, "incomplete", {"reason": "content_filter"})
 
     run(go)

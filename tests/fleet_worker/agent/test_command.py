@@ -48,6 +48,14 @@ def test_vllm_gets_its_kv_role_lease_and_addresses(role: str, has_gpu: bool):
     assert command.argv[-2:] == ("--dtype", "float32")
 
 
+def test_vllm_knows_the_fleets_limit_of_output_tokens():
+    """It is the limit of every request there: a chat that named none ran to the end of the context."""
+    given = config(engine="vllm", max_output_tokens=77, engine_args=("--override-generation-config", "{}"))
+    argv = engine_command(given, Place("/m", "127.1.2.3", "/v/vllm", "/scratch", True)).argv
+    assert json.loads(option(argv, "--override-generation-config")) == {"max_new_tokens": 77}
+    assert argv[-2:] == ("--override-generation-config", "{}")  # the user's own comes last and wins
+
+
 def test_vllm_is_told_its_shape():
     shape = {"parallel": Parallel(tensor=2, pipeline=2, data=4, expert=8), "quantization": "fp8", "kv_cache_dtype": "fp8_e4m3"}
     given = config(engine="vllm", **shape, ports=Ports(dp_rpc=7000))

@@ -64,7 +64,8 @@ def torch_command(config: WorkerConfig, place: Place) -> EngineCommand:
 
 
 def vllm_command(config: WorkerConfig, place: Place) -> EngineCommand:
-    """`vllm serve` with the NIXL connector in the worker's role; the user's own arguments come last and win."""
+    """`vllm serve` with the NIXL connector in the worker's role; the user's own arguments come last and win. `max_new_tokens` is
+    vLLM's limit for every request, of which it takes what its context leaves: without it a chat runs to the context's end."""
     argv = [
         place.vllm, "serve", place.model_path,
         "--host", place.pod_ip,
@@ -72,6 +73,7 @@ def vllm_command(config: WorkerConfig, place: Place) -> EngineCommand:
         "--served-model-name", config.served_name,
         "--max-model-len", str(config.max_model_len),
         "--max-num-seqs", str(config.max_batch),
+        "--override-generation-config", json.dumps({"max_new_tokens": config.max_output_tokens}),
         "--kv-transfer-config", json.dumps(vllm_transfer(config, place.has_gpu), sort_keys=True),
         "--kv-events-config", json.dumps(vllm_events(config, place), sort_keys=True),
     ]  # fmt: skip

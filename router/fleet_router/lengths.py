@@ -1,0 +1,103 @@
+"""How long a prompt is, as far as its bytes tell: what is too long whatever the tokenizer is refused here, what surely fits is
+asked of nobody. Between the two only a tokenizer can tell: the precise index, a worker's /tokenize or its prefill answer.
+
+Text counts by its own bytes: the JSON around it, and pictures inside it, say nothing of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+import msgspec
+
+from fleet_router.errors import RequestError
+from fleet_router.fields import LARGE_BYTES
+
+SAFE_BYTES_PER_TOKEN: Final = 16.0
+"""No tokenizer makes fewer tokens than this of plain text (English has 4 to 5 bytes a token, Chinese written as \\uXXXX up to
+12): above it a prompt is surely too long."""
+TEMPLATE_TOKENS: Final = 1_024
+"""What a chat template may add of its own, where it matters that prompt and answer surely fit together."""
+INPUTS_MOST: Final = 131_072
+"""Quotes and brackets of a large list of inputs; with more of them inputs are not looked at one by one."""
+NOT_TEXT: Final = (b"_url", b"input_audio")
+"""Parts of messages whose bytes say nothing of their tokens."""
+
+
+class _Said(msgspec.Struct, gc=False):
+    content: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class _Part(msgspec.Struct, gc=False):
+    text: msgspec.Raw = msgspec.Raw(b"null")
+
+
+_SAID: Final = msgspec.json.Decoder(list[_Said])
+_PARTS: Final = msgspec.json.Decoder(list[_Part])
+_LIST: Final = msgspec.json.Decoder(list[msgspec.Raw])
+
+
+def check_text(size_bytes: int, most: int, name: str) -> None:
+    """RequestError 400 for text that has more than `most` tokens whatever the tokenizer."""
+    if size_bytes > most * SAFE_BYTES_PER_TOKEN:
+        raise RequestError(400, f"{name} has {size_bytes} bytes: longer than {most} tokens whatever the tokenizer", param=name)
+
+
+def too_many(tokens: int, most: int, name: str) -> RequestError:
+    """Somebody who knows has counted."""
+    return RequestError(400, f"{name} has {tokens} tokens; allowed are {most}", param=name)
+
+
+def check_messages(raw: msgspec.Raw, most: int, name: str) -> None:
+    """The same of a conversation, by the text in it. `raw`: its JSON, whose roles were read already."""
+    if memoryview(raw).nbytes > most * SAFE_BYTES_PER_TOKEN:
+        check_text(sum(_text_bytes(said.content) for said in _SAID.decode(raw)), most, name)
+
+
+def _text_bytes(content: msgspec.Raw) -> int:
+    raw = bytes(content)
+    if raw.startswith(b'"'):
+        return len(raw) - 2
+    if not raw.startswith(b"["):
+        return 0
+    try:
+        return sum(_text_bytes(part.text) for part in _PARTS.decode(content))
+    except msgspec.DecodeError:
+        return 0  # the engine's to refuse
+
+
+def check_input(raw: bytes, most: int, name: str) -> None:
+    """Of an embedding: text, token ids, or a list of either; each input has the limit for itself."""
+    if len(raw) <= 2 * most:  # so many bytes are not more token ids, either
+        return
+    if raw.startswith(b'"'):
+        check_text(len(raw) - 2, most, name)
+    elif raw.startswith(b"["):
+        if raw[1:].lstrip()[:1].isdigit():
+            if (tokens := raw.count(b",") + 1) > most:
+                raise too_many(tokens, most, name)
+            return
+        if len(raw) > LARGE_BYTES and raw.count(b'"') + raw.count(b"[") > INPUTS_MOST:
+            return  # to look at each would hold everybody up: engines refuse what is longer than their context
+        for one in _LIST.decode(raw):
+            if memoryview(one).nbytes > 2 * most:
+                check_input(bytes(one), most, name)
+
+
+def upper_bound(fields: Mapping[str, msgspec.Raw], prompt: bytes) -> int | None:
+    """Tokens that a prompt has at most: no token stands for less than a byte; None where bytes say nothing. The tokens that a
+    conversation's template adds are fewer than the bytes of JSON around each message; the template's own text is not in it."""
+    if any(mark in prompt for mark in NOT_TEXT):
+        return None
+    tools = fields.get("tools")
+    return len(prompt) + (memoryview(tools).nbytes if tools is not None else 0)
+
+
+def uncertain(fields: Mapping[str, msgspec.Raw], prompt: bytes, most: int, longest: int) -> bool:
+    """A prompt may have more than `most` tokens, and nobody would notice: an engine refuses by itself what is longer than its
+    context (`longest`; 0: not known)."""
+    if longest and most >= longest:
+        return False
+    bound = upper_bound(fields, prompt)
+    return bound is None or bound > most

@@ -1,0 +1,68 @@
+"""Whether a prompt is longer than its tenant, class or fleet allows: by whoever can count it, before decoding begins.
+
+Bytes settle most of it (`lengths`). Where they do not, the precise index knows, or a worker is asked for the prompt's tokens
+before anything is computed of it; a worker that cannot say leaves it to the prefill leg, which does.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+
+from fleet_router.answering import Answering
+from fleet_router.ending import CHAT_PATH
+from fleet_router.lengths import too_many, uncertain
+from fleet_router.request import tokenize_body
+
+
+class Measuring(Answering):
+    """One request, as far as its prompt's length goes."""
+
+    __slots__ = ()
+
+    def _too_long(self, tokens: int) -> bool:
+        """True: it is, or a worker was asked and `begin` comes again. `tokens`: as the precise index has it; 0: not known."""
+        ask, most = self._ask, self._ticket.lane.config.max_input_tokens
+        longest = self.config.max_model_len or self.config.max_input_tokens
+        if not tokens and not ask.alone and uncertain(ask.fields, ask.prompt, most, longest):
+            self._measured = self._ask_ids(self._was_measured)
+            return self._measured
+        self._measured = True
+        return not self._fits(tokens)
+
+    def _was_measured(self, ids: list[int]) -> None:
+        if self._fits(len(ids)):
+            self.begin()
+
+    def _fits(self, tokens: int) -> bool:
+        """The prompt may have so many; else its client is told that it may not, and nobody reads its KV."""
+        most = self._ticket.lane.config.max_input_tokens
+        if tokens > most:
+            error = too_many(tokens, most, "messages" if self._path == CHAT_PATH else "prompt")
+            self._release_lease()
+            self._refuse(error if self._translation is None else self._translation.renamed(error))
+        return tokens <= most
+
+    def _tokenize_body(self) -> bytes:
+        """What `_ask_ids` asks."""
+        return tokenize_body(self._asked, chat=self._path == CHAT_PATH)
+
+    def _pick(self, excluded: frozenset[str]) -> object:
+        """Whom the table would choose now."""
+        return self._context.table.choose(
+            self._asked.prompt,
+            self.config,
+            self._context.clock(),
+            excluded,
+            self._ticket.lane.seed,
+            self._ask.adapter,
+            self.hints,
+        )[0]
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Choose and send the first leg."""
+
+    @abstractmethod
+    def _ask_ids(self, then: Callable[[list[int]], object]) -> bool:
+        """Ask a worker for the prompt's tokens; False: there is nobody to ask."""

@@ -1,0 +1,182 @@
+"""Input limits: every path that computes a prompt has them, exactly where somebody can count; nobody is refused by a guess."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from fleet_router.config import RouterConfig
+from fleet_router.errors import RequestError
+from fleet_router.lengths import check_input, check_messages, uncertain, upper_bound
+from tests.fleet_router.admission.made import key_of, parsed
+from tests.fleet_router.chat_worker import TEXT, Behave, whole
+from tests.fleet_router.fake_worker import REFERENCE, answer
+from tests.fleet_router.rig import BOUNDS, Rig, ask, http, run, until
+
+BODIES = msgspec.structs.replace(BOUNDS, body_bytes=4_000_000)
+SMALL = RouterConfig(fleet="f", served_name="m", max_input_tokens=100, max_model_len=8192, bounds=BODIES)
+KEY = f"authorization: Bearer {key_of('acme')}"
+LONG = "word " * 4_000
+SOME = "word " * 60
+"""Neither surely too long nor surely not."""
+
+
+def said(text: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": text}]
+
+
+def part(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+PATHS: list[Any] = [
+    pytest.param("/v1/completions", "prompt", lambda text: {"prompt": text}, id="completion"),
+    pytest.param("/v1/chat/completions", "messages", lambda text: {"messages": said(text)}, id="chat"),
+    pytest.param(
+        "/v1/chat/completions", "messages", lambda text: {"messages": said([{"type": "text", "text": text}])}, id="parts"
+    ),
+    pytest.param("/v1/messages", "messages", lambda text: {"max_tokens": 5, "messages": said(text)}, id="messages"),
+    pytest.param("/v1/responses", "input", lambda text: {"input": text}, id="responses"),
+]
+
+
+def tokenises(tokens: int, status: int = 200) -> Behave:
+    """A worker that counts so many, and answers all else with a chat."""
+
+    async def behave(body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+        if "max_tokens" not in body and "max_completion_tokens" not in body:
+            answer(writer, status, {"count": tokens, "max_model_len": 8192, "tokens": list(range(tokens))})
+            return True
+        if "do_remote_decode" in body.get("kv_transfer_params", {}):
+            return False
+        answer(writer, 200, whole(TEXT))
+        return True
+
+    return behave
+
+
+@pytest.mark.parametrize(("path", "param", "made"), PATHS)
+@pytest.mark.parametrize("times", [1, 150])
+def test_text_that_is_too_long_whatever_the_tokenizer_reaches_nobody(path: str, param: str, made: Any, times: int):
+    """20 kB and 3 MB reached the worker on every path but completions, at a limit of ten tokens."""
+
+    async def go(rig: Rig) -> None:
+        status, body = await rig.post({"model": "m", **made(LONG * times)}, path)
+        assert (status, rig.decode[0].seen, rig.prefill[0].seen) == (400, [], [])
+        message = json.loads(body)["error"]["message"]
+        assert message == f"{param} has {len(LONG) * times} bytes: longer than 100 tokens whatever the tokenizer"
+
+    run(go, config=SMALL)
+
+
+@pytest.mark.parametrize(("path", "param", "made"), PATHS)
+@pytest.mark.parametrize("tokens", [100, 101])
+def test_between_the_two_a_worker_counts_before_anything_is_computed(path: str, param: str, made: Any, tokens: int):
+    async def go(rig: Rig) -> None:
+        rig.decode[0].behave = tokenises(tokens)
+        status, body = await rig.post({"model": "m", **made(SOME)}, path)
+        assert status == (200 if tokens == 100 else 400), body
+        counted, *answered = rig.decode[0].seen
+        assert set(counted) == {"prompt" if param == "prompt" else "messages"}
+        assert (len(answered), len(rig.prefill[0].seen)) == ((1, 1) if tokens == 100 else (0, 0))
+        if tokens == 101:
+            assert json.loads(body)["error"]["message"] == f"{param} has 101 tokens; allowed are 100"
+
+    run(go, config=SMALL)
+
+
+def test_what_a_template_makes_of_tools_is_counted_too():
+    async def go(rig: Rig) -> None:
+        rig.decode[0].behave = tokenises(101)
+        more = {"tools": [{"type": "function", "function": {"name": "f", "description": SOME}}], "temperature": 0}
+        status, _ = await rig.post({"model": "m", "messages": said("hi"), **more}, "/v1/chat/completions")
+        assert (status, [set(one) for one in rig.decode[0].seen]) == (400, [{"messages", "tools"}])
+
+    run(go, prefill=0, config=SMALL)
+
+
+@pytest.mark.parametrize("status", [200, 404, 500], ids=["no-tokens", "no-such-path", "broken"])
+def test_a_worker_that_cannot_count_leaves_it_to_the_prefill_leg_and_the_kv_is_given_back(status: int):
+    async def go(rig: Rig) -> None:
+        rig.decode[0].behave = tokenises(0, status)
+
+        async def prefills(body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+            usage = {"prompt_tokens": 100 + len(rig.prefill[0].seen), "completion_tokens": 1}
+            answer(writer, 200, {"choices": [], "usage": usage, "kv_transfer_params": REFERENCE})
+            return True
+
+        rig.prefill[0].behave = prefills
+        got, body = await rig.post(ask(prompt=SOME, max_tokens=4))
+        assert (got, "prompt has 101 tokens" in json.loads(body)["error"]["message"]) == (400, True)
+        assert all("kv_transfer_params" not in one for one in rig.decode[0].seen)
+        await until(lambda: rig.prefill[0].released == ["lease-1"])
+
+    run(go, config=SMALL)
+
+
+def test_nobody_counts_what_surely_fits_or_what_the_engine_refuses_itself():
+    async def go(rig: Rig) -> None:
+        await rig.post(ask(prompt="x" * 90))
+        rig.apply(rig.prefill, rig.decode, msgspec.structs.replace(SMALL, max_model_len=100))
+        await rig.post(ask(prompt="x" * 900))
+        rig.apply(rig.prefill, rig.decode, msgspec.structs.replace(SMALL, max_model_len=0))  # an operator of before
+        await rig.post(ask(prompt="x" * 900))
+        assert [len(body["prompt"]) for body in rig.decode[0].seen] == [90, 900, 900]
+
+    run(go, prefill=0, config=SMALL)
+
+
+def test_a_tenants_limit_counts_where_the_fleets_would_not():
+    async def go(rig: Rig) -> None:
+        rig.context.desk.tenants_needed = True
+        rig.context.desk.know(parsed(acme={"maxInputTokens": 10}))
+        rig.decode[0].behave = tokenises(11)
+        got = await rig.raw(http(ask(prompt="word " * 30), KEY, "connection: close"))
+        assert got.startswith(b"HTTP/1.1 400 ")
+        assert b"prompt has 11 tokens; allowed are 10" in got
+        assert (len(rig.decode[0].seen), rig.context.desk.accounts["acme"].counts["refused"]) == (1, 1)
+
+    run(go, prefill=0, config=msgspec.structs.replace(SMALL, max_input_tokens=8192))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("x" * 1600, ""), ("x" * 1601, "input has 1601 bytes"), (["x" * 1600] * 9, ""),
+        (["a", "x" * 1601], "input has 1601 bytes"), ([1] * 100, ""), ([1] * 101, "input has 101 tokens"),
+        ([[1] * 100] * 9, ""), ([[1], [1] * 101], "input has 101 tokens"),
+        ([100_000] * 100, ""), ([], ""), (7, ""), ({"a": "x" * 9_000}, ""),
+    ],
+)  # fmt: skip
+def test_each_text_to_embed_has_the_limit_for_itself(given: Any, words: str):
+    raw = json.dumps(given).encode()
+    if not words:
+        check_input(raw, 100, "input")
+        return
+    with pytest.raises(RequestError, match=words):
+        check_input(raw, 100, "input")
+
+
+def test_embeddings_of_too_much_reach_nobody_and_counting_has_no_limit():
+    async def go(rig: Rig) -> None:
+        for more in ({"input": LONG}, {"messages": said(LONG)}):
+            assert (await rig.post({"model": "m", **more}, "/v1/embeddings"))[0] == 400
+        assert rig.decode[0].seen == []
+        for path in ("/tokenize", "/v1/messages/count_tokens"):
+            await rig.post({"model": "m", "messages": said(LONG)}, path)  # who wants to know how long it is may ask
+        assert len(rig.decode[0].seen) == 2
+
+    run(go, config=SMALL)
+
+
+def test_a_picture_is_not_text():
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 100_000}}
+    raw = msgspec.Raw(json.dumps(said([picture, {"type": "text", "text": "what is it?"}])).encode())
+    check_messages(raw, 100, "messages")
+    assert upper_bound({}, bytes(raw)) is None
+    assert uncertain({}, bytes(raw), 100, 8192)
+    assert not uncertain({}, bytes(raw), 100, 100)
