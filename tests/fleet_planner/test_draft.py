@@ -33,7 +33,7 @@ def test_the_first_pods_of_a_new_fleet_are_of_both_roles():
     """Incident: of 2 prefill and 8 decode workers all decode workers were made first; 6 devices held only decode."""
     wish = fleet(ratio={"prefill": 2, "decode": 8}, prefill={"replicas": 2}, decode={"replicas": 8})
     roles = "".join(one.role[0] for one in reconcile(wish, start(), NOW).create)
-    assert roles == "pddddpdddd"
+    assert roles == "dpdddpdddd"
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
@@ -77,14 +77,14 @@ def test_after_a_loss_the_scarcer_role_is_repaired_first(lost: dict[Role, int], 
 def test_pods_of_a_worker_over_several_nodes_stay_together_the_leader_first():
     create = [*reversed(wanted("decode", 2, nodes=2)), *wanted("prefill", 1, nodes=2)]
     names = [one.name for one in scarce_first(create, {}, {OLD: (1, 2)}, OLD)]
-    assert names == ["p-prefill-0-0", "p-prefill-0-1", "p-decode-0-0", "p-decode-0-1", "p-decode-1-0", "p-decode-1-1"]
+    assert names == ["p-decode-0-0", "p-decode-0-1", "p-prefill-0-0", "p-prefill-0-1", "p-decode-1-0", "p-decode-1-1"]
 
 
 def test_what_serves_is_repaired_before_a_new_revision_grows():
     create = [*wanted("prefill", 1, OLD), *wanted("decode", 1, NEW), *wanted("prefill", 1, NEW), *wanted("decode", 1, OLD)]
     groups = {NEW: Group(NEW), OLD: Group(OLD, (1, 3), (1, 3))}
     made = scarce_first(create, groups, {NEW: (1, 1), OLD: (2, 4)}, NEW)
-    assert [(one.revision, one.role) for one in made] == [(OLD, "prefill"), (OLD, "decode"), (NEW, "prefill"), (NEW, "decode")]
+    assert [(one.revision, one.role) for one in made] == [(OLD, "prefill"), (OLD, "decode"), (NEW, "decode"), (NEW, "prefill")]
 
 
 @pytest.mark.parametrize(
