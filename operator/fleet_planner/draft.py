@@ -68,7 +68,7 @@ def scarce_first(
         workers = tuple(_workers(create, revision, role) for role in ROLES)
         have = list(groups.get(revision, Group(revision)).alive)
         while any(workers):
-            behind = have[0] * size[1] < have[1] * size[0]  # of equals decode: alone it serves, prefill alone does not
+            behind = any(have) and have[0] * size[1] <= have[1] * size[0]  # the very first is decode: prefill waits for it
             index = 0 if workers[0] and (behind or not workers[1]) else 1
             found += workers[index].popleft()
             have[index] += 1

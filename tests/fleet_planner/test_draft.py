@@ -33,7 +33,7 @@ def test_the_first_pods_of_a_new_fleet_are_of_both_roles():
     """Incident: of 2 prefill and 8 decode workers all decode workers were made first; 6 devices held only decode."""
     wish = fleet(ratio={"prefill": 2, "decode": 8}, prefill={"replicas": 2}, decode={"replicas": 8})
     roles = "".join(one.role[0] for one in reconcile(wish, start(), NOW).create)
-    assert roles == "dpddddpddd"
+    assert roles == "dpdddpdddd"
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
@@ -62,7 +62,7 @@ def test_any_first_part_of_the_creations_serves_as_well_as_so_many_workers_can(r
     ("lost", "order"),
     [
         pytest.param({"prefill": 1, "decode": 2}, "pdd", id="half-of-the-prefill-a-quarter-of-the-decode"),
-        pytest.param({"prefill": 1, "decode": 6}, "dddpddd", id="three-quarters-of-the-decode"),
+        pytest.param({"prefill": 1, "decode": 6}, "ddpdddd", id="three-quarters-of-the-decode"),
         pytest.param({"prefill": 0, "decode": 2}, "dd", id="one-role-only"),
     ],
 )
