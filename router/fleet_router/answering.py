@@ -139,7 +139,7 @@ class Answering(ABC):
         self.last_byte_at = now
         self._count(status)
         self.record.status = status
-        self.deadline = now + self.config.inter_token_deadline_s
+        self._goes_on_until(now)
         if status == OK:
             self._outcome = "answered"
             self._taken(self._leg_worker)
@@ -303,11 +303,16 @@ class Answering(ABC):
             return False
         self._unended += len(data)
         if len(data) > BIG_READ_BYTES:
-            self.deadline = now + self.config.inter_token_deadline_s
+            self._goes_on_until(now)
         if self._unended <= (UNENDED_MOST_BYTES if self._sent is None else self._sent.event_most_bytes):
             return True
         self._fault(f"the worker sent {self._unended} bytes without an end")
         return False
+
+    def _goes_on_until(self, now: float) -> None:
+        """Something came. Of an answer that comes as a whole the head may come early: its tokens are still to be made."""
+        next_s = now + self.config.inter_token_deadline_s
+        self.deadline = next_s if self._ask.stream else max(next_s, self.deadline)
 
     def _broken_off(self, data: bytes) -> bool:
         """The last bytes of an answer in one piece are not the end of a JSON object."""

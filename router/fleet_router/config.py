@@ -150,8 +150,12 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Streams that break and whose tokens are determined (greedy or seeded): ask another worker from the beginning and leave out
     what was sent (replay), or prefill prompt and sent tokens (prefill: for engines whose draws depend on seed and position alone;
     streams then carry token ids)."""
+    whole_answer_most_s: float = 600.0
+    """Longest wait for an answer that is not streamed, all attempts together; each gets what its tokens may take up to it
+    (health/patience.py). OpenAI's clients wait as long."""
     silent_s: float = 15.0
-    """A worker that has said nothing to anybody for so long, although somebody waits, is put out; who waits is moved once."""
+    """A worker that has said nothing to anybody for so long, although somebody waits, is put out; who waits is moved once. Where
+    answers come as a whole it is first asked whether it is there."""
     bounds: HttpBounds = HttpBounds()
     hold: HoldBounds = HoldBounds()
     worker_slots: int = 0

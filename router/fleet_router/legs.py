@@ -1,4 +1,4 @@
-"""Who listens to a worker's answer: the two legs of a request, and nobody."""
+"""Who listens to a worker's answer: the legs of a request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fleet_router.request import is_object, tokens_of
 if TYPE_CHECKING:
     from fleet_router.dialect.translation import Translation
     from fleet_router.flow import Flow
-    from fleet_router.upstream import KnownAnswer, Pool, Upstream
+    from fleet_router.upstream import KnownAnswer
     from fleet_router.workers import Worker
 
 MAX_PREFILL_ANSWER_BYTES: Final = 8 * 1024 * 1024
@@ -23,40 +23,6 @@ NOT_FOUND: Final = 404
 MAX_ERROR_BYTES: Final = 64 * 1024
 NOT_THE_CLIENT: Final = frozenset({401, 403, 407, 408, 425, 429})
 """What a worker says of us or of itself: clients have their keys and limits here, and did nothing wrong."""
-
-
-class Release:
-    """Gives KV back that nobody will read. It depends on no request; a pooled connection that turns out to be closed is no
-    reason to leave the KV pinned: once more on a fresh one. A worker that cannot be reached has its leases run out."""
-
-    __slots__ = ("_again", "_payload", "_pool")
-    takes_whole = False
-
-    def __init__(self, pool: Pool, payload: bytes) -> None:
-        self._pool, self._payload, self._again = pool, payload, True
-
-    def send(self, *, fresh: bool = False) -> None:
-        """On a connection of the pool."""
-        self._pool.take(self._connected, fresh=fresh)
-
-    def _connected(self, connection: Upstream | None, _: str) -> None:
-        if connection is not None:
-            connection.send(self, self._payload)
-
-    def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        """Any answer will do."""
-
-    def on_whole(self, known: KnownAnswer, data: bytes, body_at: int) -> None: ...
-    def on_head_alone(self) -> None: ...
-    def on_raw(self, data: bytes) -> None: ...
-    def on_body(self, data: bytes) -> None: ...
-    def on_end(self) -> None: ...
-
-    def on_lost(self, reason: str) -> None:
-        """The connection broke before an answer."""
-        if self._again:
-            self._again = False
-            self.send(fresh=True)
 
 
 class PrefillLeg:

@@ -46,6 +46,8 @@ class Metrics:
     local_prefills: int = 0
     handed_over: Counter[str] = field(default_factory=Counter)
     """Answers whose prompt was prefilled by another worker, by tier: as many times must KV have moved."""
+    releases: Counter[str] = field(default_factory=Counter)
+    """Of KV that nobody will read: done (200), refused, lost, late, unreachable, dropped (too many are unanswered)."""
     retries: int = 0
     resumed: Counter[str] = field(default_factory=Counter)
     """Streams that broke: done (carried on to the end), differs, refused (not determined, or nothing left to try with)."""
@@ -83,6 +85,8 @@ class Metrics:
         out += [f'fleet_router_handed_over_total{{tier="{tier}"}} {self.handed_over[tier]}' for tier in sorted(tiers)]
         out.append("# TYPE fleet_router_resumed_total counter")
         out += [f'fleet_router_resumed_total{{outcome="{name}"}} {count}' for name, count in sorted(self.resumed.items())]
+        out.append("# TYPE fleet_router_kv_releases_total counter")
+        out += [f'fleet_router_kv_releases_total{{outcome="{name}"}} {count}' for name, count in sorted(self.releases.items())]
         out.append("# TYPE fleet_router_drafts_total counter")
         out += [
             f'fleet_router_drafts_total{{tier="{tier}",outcome="{name}"}} {count}'

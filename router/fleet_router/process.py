@@ -43,7 +43,7 @@ from fleet_router.metrics import COMPILED, Metrics
 from fleet_router.port import Port
 from fleet_router.server import ClientConnection
 from fleet_router.tls import TlsError, TlsFiles, context_of, follow_tls, stamp_of
-from fleet_router.watching import watch
+from fleet_router.watching import Connection, Probes, watch
 from fleet_router.workers import WorkerTable, slots_of
 
 if TYPE_CHECKING:
@@ -96,6 +96,7 @@ class Router:
         self._context = Context(WorkerTable(), nothing, Metrics(), self._clock, self._desk, self._recorder)
         self._connections: set[ClientConnection] = set()
         self._picker: EndpointPicker | None = None
+        self._probes = Probes(self._context, self._asking)
         self._followed_at: float | None = None
         self._last_problem = ""
         shared = settings.member.size > 1
@@ -385,13 +386,17 @@ class Router:
                 self.apply(self._emptied)
             if self._context.knowledge is not None:
                 self._context.knowledge.tick(now)
+            self._context.releases.sweep(now)
             self._context.table.routing.tick(now, self._context.config.slow_start_s)
-            exchanges = self._picker.exchanges if self._picker is not None else ()
-            watch(self._context, [*self._connections, *exchanges], now)
+            self._probes.ask(watch(self._context, self._asking(), now))
             for connection in list(self._connections):
                 connection.sweep(now)
             if self._picker is not None:
                 self._picker.sweep(now)
+
+    def _asking(self) -> list[Connection]:
+        """Whoever may wait for a worker."""
+        return [*self._connections, *(self._picker.exchanges if self._picker is not None else ())]
 
     async def _tick(self) -> None:
         """Requests that wait for a slot must not wait for the sweep to be told that they waited too long."""

@@ -52,6 +52,8 @@ class Worker(Candidate):
     breaker: Breaker = field(default_factory=Breaker)
     heard_at: float = 0.0
     """When an answer of it began last."""
+    alive_at: float = 0.0
+    """When it last answered the question whether it is there."""
     closed_before: int = 0
     """Of `pool.closed_by_peer`, when it was looked at last."""
     unproven: bool = True

@@ -276,7 +276,7 @@ def test_k12_a_worker_that_sends_no_token_is_given_up_at_the_deadline():
             return True
 
         rig.decode[0].behave = hang
-        posted = asyncio.create_task(rig.post(ask(prompt="short")))
+        posted = asyncio.create_task(rig.post(ask(prompt="short", stream=True)))
         await until(lambda: len(rig.decode[0].seen) == 1)
         for connection in list(rig.connections):
             connection.sweep(rig.context.clock() + CONFIG.first_token_deadline_s + 1)

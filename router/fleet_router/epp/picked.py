@@ -59,6 +59,7 @@ class Picked(Flow):
         return ask
 
     def _send_decode(self, worker: Worker, reference: bytes | None) -> None:
+        self._waits_for(worker)
         worker.began()
         self._leg_worker = worker
         self.sent_at = self._context.clock()
