@@ -151,10 +151,14 @@ class Flow(Carrying):
         pool.take(connected, fresh=True)
 
     def resend(self, worker: Worker, leg: PrefillLeg | DecodeLeg) -> bool:
-        """A pooled connection that the worker had closed meanwhile: once more on a fresh one. Not a retry: nothing ran."""
-        connection = self._connection
+        """A pooled connection that the worker had closed while this was on its way: once more on a fresh one. Not a retry:
+        nothing ran. One that it closes later has failed: it had the request."""
+        connection, now = self._connection, self._context.clock()
         if connection is None or not connection.used or connection.got_bytes:
             return False
+        if now - self.sent_at > self.config.reused_close_s:
+            return False
+        self._context.metrics.resends += 1
         self.end_leg()
         self._send(worker, leg.body, leg, fresh=True, path=leg.path)
         return True
@@ -279,6 +283,11 @@ class Flow(Carrying):
         now = self._context.clock()
         worker.failed(now, gone=gone)
         self.record.went_wrong(now, why)
+        self._context.metrics.of(worker.endpoint.tier, worker.endpoint.revision).errors += 1
+
+    def spoke_on(self, worker: Worker) -> None:
+        """More came of it than its answer, which is whole: it counts as a failure of the worker and of nothing else."""
+        worker.failed(self._context.clock())
         self._context.metrics.of(worker.endpoint.tier, worker.endpoint.revision).errors += 1
 
     def decode_failed(self, worker: Worker, why: str) -> None:

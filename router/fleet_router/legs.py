@@ -66,6 +66,9 @@ class PrefillLeg:
             self._flow.end_leg()
             self._flow.leg_failed(self._worker, f"prefill answered {self._status}")
 
+    def on_surplus(self) -> None:
+        self._flow.spoke_on(self._worker)
+
     def on_lost(self, reason: str) -> None:
         if not self._flow.resend(self._worker, self):
             self._flow.end_leg()
@@ -136,6 +139,9 @@ class DecodeLeg:
             self._flow.transfer_failed(self._worker)
         else:
             self._flow.decode_failed(self._worker, f"decode answered {self._held}")
+
+    def on_surplus(self) -> None:
+        self._flow.spoke_on(self._worker)
 
     def on_lost(self, reason: str) -> None:
         if not self._flow.resend(self._worker, self):

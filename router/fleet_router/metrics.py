@@ -49,6 +49,8 @@ class Metrics:
     releases: Counter[str] = field(default_factory=Counter)
     """Of KV that nobody will read: done (200), refused, lost, late, unreachable, dropped (too many are unanswered)."""
     retries: int = 0
+    resends: int = 0
+    """Requests that were sent again because the worker had just closed the pooled connection: nothing ran, nobody is to blame."""
     resumed: Counter[str] = field(default_factory=Counter)
     """Streams that broke: done (carried on to the end), differs, refused (not determined, or nothing left to try with)."""
     drafts: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -78,6 +80,7 @@ class Metrics:
             ("arrivals", self.arrivals), ("remote_prefill", self.remote_prefills), ("local_prefill", self.local_prefills),
             ("retries", self.retries), ("client_left", self.client_left), ("streams_broken", self.streams_broken),
             ("prefill_tokens", self.prefill_tokens), ("follow_errors", self.follow_errors),
+            ("resends", self.resends),
         ):  # fmt: skip
             out += [f"# TYPE fleet_router_{name}_total counter", f"fleet_router_{name}_total {value}"]
         out.append("# TYPE fleet_router_handed_over_total counter")

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 
 SWEEP_S = 0.5
 TICK_S = 0.05
+IDLE_STEP_S = 5.0
 DRAIN_S = 30.0
 DRAIN_STEP_S = 0.05
 GOSSIP_AGAIN_S = 5.0
@@ -301,7 +302,7 @@ class Router:
     def _tasks(self) -> Iterator[Coroutine[Any, Any, None]]:
         """Everything that runs beside the connections."""
         wanted = self._settings
-        yield from (self._follow(), self._sweep(), self._tick(), self._measure(), self._identify())
+        yield from (self._follow(), self._sweep(), self._tick(), self._measure(), self._identify(), self._close_idle())
         if wanted.tenants is not None:
             yield follow_tenants(wanted.tenants, self.know, self.failed)
         if self._link is not None:
@@ -397,6 +398,11 @@ class Router:
     def _asking(self) -> list[Connection]:
         """Whoever may wait for a worker."""
         return [*self._connections, *(self._picker.exchanges if self._picker is not None else ())]
+
+    async def _close_idle(self) -> None:
+        while True:
+            await asyncio.sleep(IDLE_STEP_S)
+            self._context.table.expire_idle(self._clock(), self._context.config.upstream_idle_s)
 
     async def _tick(self) -> None:
         """Requests that wait for a slot must not wait for the sweep to be told that they waited too long."""

@@ -63,6 +63,8 @@ class Release:
     def on_end(self) -> None:
         self._ends("done" if self._status == OK else "refused")
 
+    def on_surplus(self) -> None: ...
+
     def on_lost(self, reason: str) -> None:
         """The connection broke before an answer."""
         if self._again:
