@@ -24,6 +24,7 @@ from fleet_router.errors import RequestError
 from fleet_router.explain.record import Record
 from fleet_router.explain.shown import header as decision_header
 from fleet_router.heads import STATUS_LINES, add_kept, status_line
+from fleet_router.health.inband import HINT, error_in
 from fleet_router.health.resume import Again, determined
 from fleet_router.health.sent import CHUNK_END, Halves, Sent
 from fleet_router.hints import NO_HINTS
@@ -247,17 +248,37 @@ class Answering(ABC):
             self._sent = Halves(self._context.room)
         if self._sent is not None:
             data = self._sent.whole(data) if not self._sent.full else self._keep_no_more() + data
-        told = data if shown is None else shown
-        if self._head_bytes and told:
-            head, self._head_bytes = self._head_bytes, b""
-            told = head + told
-        if told:
-            self._client.write(told)
+        broke = ""
+        if shown is None and HINT in data:
+            data, broke = self._up_to_an_error(data)
+        self._tell(data if shown is None else shown)
         if data:
             self._before, self._tail = self._tail, data
             self._count_events(data, sound)
-        if self._runaway is not None and (why := self._runaway.saw(data)) is not None:
+        if broke:
+            self._fault(f"the worker broke the stream off: {broke}")
+        elif self._runaway is not None and (why := self._runaway.saw(data)) is not None:
             self._end_runaway(why)
+
+    def _tell(self, data: bytes) -> None:
+        """To the client; the head goes out with the first bytes."""
+        if self._head_bytes and data:
+            head, self._head_bytes = self._head_bytes, b""
+            data = head + data
+        if data:
+            self._client.write(data)
+
+    def _up_to_an_error(self, data: bytes) -> tuple[bytes, str]:
+        """The chunks before one that tells of an error, of which nobody gets anything, and its words; all when there is none."""
+        found = error_in(data)
+        if found is None:
+            return data, ""
+        mark = CHUNK_END if self._splits else EVENT_END
+        end = data.rfind(mark, 0, found[0] + 1) + len(mark)
+        good = data[:end] if end >= len(mark) else b""
+        if self._sent is not None:
+            self._sent.take_back(len(data) - len(good))
+        return good, found[1]
 
     def _count_events(self, data: bytes, sound: bool) -> None:
         """Where nobody else does."""

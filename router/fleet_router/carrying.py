@@ -9,6 +9,7 @@ import msgspec
 
 from fleet_router.answering import EVENT_END, Answering
 from fleet_router.ending import CHAT_PATH, END, framed, unframed
+from fleet_router.health.inband import error_in
 from fleet_router.health.resume import Again, Said, Start, continued, said_of, start_of
 from fleet_router.policy.chosen import Choice
 
@@ -59,7 +60,10 @@ class Carrying(Answering):
         if self._heard is None or self._translation is None:
             return None
         self._translation.forget_partial()
-        return said_of(self._heard.kept().rpartition(EVENT_END)[0])
+        heard = self._heard.kept()
+        if (found := error_in(heard)) is not None:
+            heard = heard[: found[0] + 1]  # nobody was told of it, nor of what came behind it
+        return said_of(heard.rpartition(EVENT_END)[0])
 
     def _carry_on(self, said: Said, start: Start, prompt: list[int]) -> None:
         self._ask = continued(self._asked, said, start, prompt) if start.tokens else self._asked
@@ -93,6 +97,11 @@ class Carrying(Answering):
             self.raw(b"", framed(self._translation.end()) + END)
         self._context.metrics.resumed["done"] += 1
         self.end()
+
+    def broke_off(self, words: str) -> None:
+        """The worker told of an error inside its stream, in these words."""
+        if not self.done:
+            self._fault(f"the worker broke the stream off: {words}")
 
     @abstractmethod
     def begin(self) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 from fleet_router.dialect.chat import Events
 from fleet_router.ending import END, chunked, framed, unframed
 from fleet_router.errors import RequestError
+from fleet_router.health.inband import HINT, error_in
 from fleet_router.health.resume import Again, DiffersError
 from fleet_router.request import is_object, tokens_of
 
@@ -191,6 +192,8 @@ class TranslatedLeg(DecodeLeg):
             shown, self._out = framed(self._out), b""
             if self._translation.stream:
                 self._flow.raw(data, shown)
+                if self._translation.broke:
+                    self._flow.broke_off(self._translation.broke)
 
     def on_end(self) -> None:
         if self._flow.done:
@@ -255,6 +258,9 @@ class ResumedLeg(DecodeLeg):
             return
         try:
             for payload in self._events.feed(data):
+                if HINT in payload and (found := error_in(b"data: " + payload)) is not None:
+                    self._flow.broke_off(found[1])
+                    return
                 new = self._again.feed(payload)
                 if new:
                     self._flow.more(new, last=self._again.done)

@@ -163,7 +163,7 @@ class Upstream:
             return
         try:
             body = self._feed_head(data, parser)
-        except httptools.HttpParserError as error:
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._fail(NOT_HTTP.format(error))
             return
         if body is None:
@@ -217,15 +217,21 @@ class Upstream:
             if left < 0:
                 self._before = data if len(data) >= BEFORE_BYTES else (self._before + data)[-BEFORE_BYTES:]
             leg.on_raw(data)
-            return
-        if left < 0:
+        else:
+            self._ends(leg, data, surplus, came)
+
+    def _ends(self, leg: Leg, data: bytes, surplus: bool, came: bytes) -> None:
+        """The last bytes of the body. `surplus`: others behind them were cut off."""
+        if self._left < 0:
             end = chunks_end(self._before, data, followed=self._more)
             if end < 0:
                 self._fail(NOT_HTTP.format("something stands behind its end"))
                 return
             data, surplus = data[:end], end < len(data)
         leg.on_raw(data)
-        if came and not surplus and self._keep_alive and parser.get_status_code() == OK:
+        if self._leg is None:
+            return  # what it read made it give the connection up
+        if came and not surplus and self._keep_alive and self._parser is not None and self._parser.get_status_code() == OK:
             self._pool.learn(came, self._headers)
         self._finish(surplus=surplus)
 

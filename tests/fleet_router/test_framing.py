@@ -119,8 +119,9 @@ def test_b3_interim_answers_are_passed_over(kind: type[Upstream], answer: bytes,
         (b"HTTP/1.1 103 Early Hints\r\n\r\n" * 3000 + WHOLE, "head longer"),
         (b"HTTP/1.1 103 Early Hints\r\n\r\n" + b"x" * 70_000, "head longer"),
         (b"HTTP/1.1 099 What\r\n\r\n", "not HTTP"),
+        (b"\r\nHTTP/1.1 101 S\r\nupgrade: x\r\nconnection: upgrade\r\n\r\n", "not HTTP"),
     ],
-    ids=["101", "long", "endless", "no-end", "odd"],
+    ids=["101", "long", "endless", "no-end", "odd", "101-behind-a-break"],
 )
 def test_b3_what_is_no_interim_answer_is_a_fault(head: bytes, why: str):
     leg, wire, pool = heard([head])

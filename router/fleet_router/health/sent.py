@@ -53,6 +53,13 @@ class Sent:
             self._take()
         return data
 
+    def take_back(self, size: int) -> None:
+        """So much of the end of the last read did not go out after all."""
+        if size and self._kept:
+            last = self._kept.pop()
+            self._kept.append(last[: len(last) - size])
+            self._size -= size
+
     def keep(self, data: bytes) -> None:
         """One more read whose framing is gone, and of which something else goes out."""
         self._kept.append(data)
