@@ -62,8 +62,8 @@ class Answering(ABC):
         "_again", "_ask", "_asked", "_before", "_client", "_connection", "_context", "_counted", "_decode_failures", "_events",
         "_excluded", "_first", "_gaps", "_giver", "_handed_over", "_head_bytes", "_heard", "_held", "_keys", "_last", "_lease",
         "_leg", "_leg_worker", "_local", "_metered", "_moved", "_outcome", "_path", "_paused", "_prefill_failures", "_resumes",
-        "_runaway", "_sent", "_served", "_splits", "_tail", "_ticket", "_translation", "_trip", "_unended", "config", "deadline",
-        "done", "hints", "last_byte_at", "record", "sent_at", "started", "started_at",
+        "_runaway", "_sent", "_served", "_splits", "_streams", "_tail", "_ticket", "_translation", "_trip", "_unended", "config",
+        "deadline", "done", "hints", "last_byte_at", "record", "sent_at", "started", "started_at",
     )  # fmt: skip
 
     def __init__(
@@ -76,6 +76,7 @@ class Answering(ABC):
         self.record = self._opened(ask, ticket, hints) if record is None else record
         self._ask = self._asked = self._with_ids(ask, context.config) if ask.stream else ask
         """What is asked of workers, and what the client asked: a stream that is carried on asks for its rest."""
+        self._streams = ask.stream
         self._sent: Sent | None = None
         self._heard: Sent | None = None
         """What the client has of a stream that could be carried on; of one in another dialect what its worker said."""
@@ -237,8 +238,7 @@ class Answering(ABC):
         if self._first:
             self._first_bytes(now)
         else:
-            self._gaps += 1
-            self._served.itl.observe(now - self.last_byte_at)
+            self._more_bytes(now)
         self.last_byte_at = now
         if sound := data.endswith(SOUND_ENDS):
             self.deadline, self._unended = now + self.config.inter_token_deadline_s, 0
@@ -293,6 +293,11 @@ class Answering(ABC):
             events = self._events + (self._tail.count(EVENT) if missed else 0)
         return used_tokens(self._before, self._tail, events, self._ticket.charged)
 
+    def _more_bytes(self, now: float) -> None:
+        self._gaps += 1
+        if self._streams:
+            self._served.itl.observe(now - self.last_byte_at)
+
     def _first_bytes(self, now: float) -> None:
         self._first = False
         self.record.first_at = now
@@ -300,7 +305,8 @@ class Answering(ABC):
             return  # a refusal is no first token: tiers are sized and revisions judged by these
         if self._trip is not None:
             self._trip.first_token(now)
-        self._served.ttft.observe(now - self.started_at)
+        if self._streams:  # the first bytes of any other answer are its last token, and no tier is to be sized by them
+            self._served.ttft.observe(now - self.started_at)
 
     def _sound(self, data: bytes) -> bool:
         """A read that ends with an event that is no JSON object by its looks: half of one must not go to a client as a whole."""
@@ -336,9 +342,10 @@ class Answering(ABC):
         self.deadline = next_s if self._ask.stream else max(next_s, self.deadline)
 
     def _broken_off(self, data: bytes) -> bool:
-        """The last bytes of an answer in one piece are not the end of a JSON object."""
-        over = self._connection is not None and self._connection.ended and self._outcome == "answered"
-        return over and not data.rstrip().endswith(b"}")
+        """The last bytes of an answer in one piece are not the end of a JSON object. Chunks say themselves where they end."""
+        one = self._connection
+        over = one is not None and one.ended and one.sized and self._outcome == "answered"
+        return over and not (self._tail + data).rstrip().endswith(b"}")
 
     def _keep_no_more(self) -> bytes:
         """The stream grew too long to be carried on; returns what was held back."""
@@ -379,6 +386,8 @@ class Answering(ABC):
 
     def _over(self) -> None:
         """The worker has answered, and nothing runs any more."""
+        if not self._streams and not self._asked.alone and self.record.status == OK:
+            self._served.whole.observe(self.last_byte_at - self.started_at)
         if self._trip is not None:
             self._trip_over()
         if self._leg_worker is not None:

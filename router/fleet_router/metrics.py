@@ -15,6 +15,7 @@ from fleet_router.histogram import Histogram
 
 TTFT_BUCKETS_S: Final[tuple[float, ...]] = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 WAIT_BUCKETS_S: Final[tuple[float, ...]] = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+WHOLE_BUCKETS_S: Final[tuple[float, ...]] = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 ITL_BUCKETS_S: Final[tuple[float, ...]] = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 
 
@@ -31,7 +32,10 @@ class Served:
     errors: int = 0
     """Legs, transfers and streams that failed on its workers, also where a retry saved the request."""
     ttft: Histogram = field(default_factory=lambda: Histogram(TTFT_BUCKETS_S))
+    """Of streams alone."""
     itl: Histogram = field(default_factory=lambda: Histogram(ITL_BUCKETS_S))
+    whole: Histogram = field(default_factory=lambda: Histogram(WHOLE_BUCKETS_S))
+    """Answers that were not streamed: queue, prompt and all tokens."""
 
 
 @dataclass
@@ -109,6 +113,10 @@ class Metrics:
         out += [f"fleet_router_revision_errors_total{{{marks[key]}}} {one.errors}" for key, one in self.served.items()]
         out += ["# TYPE fleet_router_ttft_seconds histogram"]
         out += [line for key, one in self.served.items() for line in one.ttft.lines("fleet_router_ttft_seconds", marks[key])]
+        out += ["# TYPE fleet_router_whole_answer_seconds histogram"]
+        out += [
+            line for key, one in self.served.items() for line in one.whole.lines("fleet_router_whole_answer_seconds", marks[key])
+        ]
         out += ["# TYPE fleet_router_itl_seconds histogram"]
         out += [line for key, one in self.served.items() for line in one.itl.lines("fleet_router_itl_seconds", marks[key])]
         return out

@@ -302,6 +302,11 @@ class Upstream:
         """The answer is whole: there is nothing behind the bytes that were handed on last."""
         return self._ended
 
+    @property
+    def sized(self) -> bool:
+        """The head says how long the body is."""
+        return self._left >= 0
+
     def is_open(self) -> bool:
         """May be written to."""
         return self.transport is not None and not self.transport.is_closing()

@@ -215,6 +215,36 @@ def test_a_head_that_comes_early_is_no_first_token_of_an_answer_as_a_whole():
     run(go, prefill=0)
 
 
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_b12_only_streams_have_first_tokens_and_gaps(chunks: int, streamed: bool):
+    """Incident: a tier was sized by "first tokens" of 40 s that were whole answers."""
+
+    async def go(rig: Rig) -> None:
+        async def pieces(_: Any, writer: asyncio.StreamWriter) -> bool:
+            events = [b'data: {"choices":[]}\n\n'] * chunks if streamed else [b'{"a":[', b"1,", b"1]}"] if chunks > 1 else [b"{}"]
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: x/y\r\ntransfer-encoding: chunked\r\n\r\n")
+            for event in events:
+                writer.write(b"%x\r\n%b\r\n" % (len(event), event))
+                await writer.drain()
+                await asyncio.sleep(0.005)
+            writer.write(b"0\r\n\r\n")
+            return True
+
+        rig.decode[0].behave = pieces
+        assert (await rig.post(ask(prompt="short", stream=streamed)))[0] == 200
+        served = rig.context.metrics.of("t", "r")
+        found = (
+            sum(served.ttft.fold()),
+            sum(served.itl.fold()) >= chunks - 1 and bool(sum(served.itl.fold())),
+            sum(served.whole.fold()),
+        )
+        assert found == ((1, True, 0) if streamed else (0, False, 1))
+        assert "fleet_router_whole_answer_seconds_count" in rig.router.plain(b"/metrics")[2].decode()
+
+    run(go, prefill=0)
+
+
 @pytest.mark.parametrize(
     ("line", "found"),
     [
