@@ -404,7 +404,7 @@ class Answering(ABC):
 
     def _refuse(self, error: RequestError) -> None:
         if self.started:
-            self._break(str(error))
+            self._break(error)
             return
         self.record.error = error
         self._trip_over()
@@ -430,9 +430,9 @@ class Answering(ABC):
         self._client.write(body)
         self.end()
 
-    def _break(self, why: str) -> None:
+    def _break(self, error: RequestError) -> None:
         self.send_head()
-        self.record.error = RequestError(502, why)
+        self.record.error = error
         self._trip_over()
         self.end_leg()
         self.done = True
@@ -441,7 +441,7 @@ class Answering(ABC):
         self._count_broken()
         # inside a chunk an error event would be taken for its contents
         whole = self._translation is not None or not self._tail or self._tail.endswith(CHUNK_END)
-        self._client.break_off(why, stream=self._ask.stream and whole)
+        self._client.break_off(error, stream=self._ask.stream and whole)
 
     def _count(self, status: int) -> None:
         """The client is told so."""

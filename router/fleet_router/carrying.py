@@ -9,6 +9,7 @@ import msgspec
 
 from fleet_router.answering import EVENT_END, Answering
 from fleet_router.ending import CHAT_PATH, END, framed, unframed
+from fleet_router.errors import RequestError
 from fleet_router.health.inband import error_in
 from fleet_router.health.resume import Again, Said, Start, continued, said_of, start_of
 from fleet_router.policy.chosen import Choice
@@ -81,7 +82,7 @@ class Carrying(Answering):
 
     def _cannot_resume(self, outcome: str, why: str) -> None:
         self._context.metrics.resumed[outcome] += 1
-        self._break(why)
+        self._break(RequestError(502, why))
 
     def more(self, new: bytes, *, last: bool) -> None:
         """An event of the other worker, as far as it is new."""

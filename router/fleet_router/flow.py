@@ -401,7 +401,7 @@ class Flow(Carrying):
         self._abandon_leg()
         self._release_lease()
         if self.started:
-            self._break(str(error))
+            self._break(error)
         else:
             self._refuse(error)
 

@@ -51,8 +51,8 @@ if TYPE_CHECKING:
 
 SWEEP_S = 0.5
 TICK_S = 0.05
-IDLE_STEP_S = 5.0
 DRAIN_S = 30.0
+IDLE_STEP_S = 5.0
 DRAIN_STEP_S = 0.05
 GOSSIP_AGAIN_S = 5.0
 MOST_PROBLEMS = 8
@@ -81,6 +81,9 @@ class Settings:
     """None: plain HTTP."""
     admin_port: int = 0
     """Plain HTTP for probes and scrapes, with TLS alone; 0: none."""
+    drain_s: float = DRAIN_S
+    """Longest wait, after SIGTERM, for answers that are under way. Not part of the documents: it belongs to the pod's grace
+    period, which does not change while the pod lives."""
 
 
 class Router:
@@ -248,7 +251,9 @@ class Router:
             for port in self._ports:
                 await port.close()
             self._context.holding.stop()
-            await asyncio.gather(self._drain(), *([self._picker.stop(DRAIN_S)] if self._picker is not None else []))
+            await asyncio.gather(
+                self._drain(), *([self._picker.stop(self._settings.drain_s)] if self._picker is not None else [])
+            )
         finally:
             for task in (stopping, *tasks):
                 task.cancel()
@@ -413,7 +418,7 @@ class Router:
     async def _drain(self) -> None:
         """Answer what came, then go; what is left when the time is over gets an error."""
         since = self._clock()
-        while self._connections and self._clock() - since < DRAIN_S:
+        while self._connections and self._clock() - since < self._settings.drain_s:
             self.drain_step(since)
             await asyncio.sleep(DRAIN_STEP_S)
         self._journal.say("drained", left=len(self._connections))
