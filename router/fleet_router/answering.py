@@ -26,7 +26,7 @@ from fleet_router.explain.shown import header as decision_header
 from fleet_router.heads import STATUS_LINES, add_kept, status_line
 from fleet_router.health.inband import HINT, error_in
 from fleet_router.health.resume import Again, determined
-from fleet_router.health.sent import CHUNK_END, Halves, Sent
+from fleet_router.health.sent import CHUNK_END, CHUNK_ENDS, CRLF_END, Halves, Sent, events_end
 from fleet_router.hints import NO_HINTS
 from fleet_router.metrics import Served
 from fleet_router.policy.trip import Trip
@@ -43,6 +43,10 @@ FRAMING: Final = {b"content-length", b"transfer-encoding"}
 HEAD_END: Final = b"\r\n\r\n"
 CLOSE: Final = b"\r\nconnection: close"
 EVENT_END: Final = b"\n\n"
+CRLF_EVENT_END: Final = b"\r\n\r\n"
+CRLF_SOUND_ENDS: Final[tuple[bytes, ...]] = (b"}" + CRLF_END, b"]" + CRLF_END)
+"""Of reads of a stream whose lines end with CRLF: a line break alone may be half of an event's end."""
+DONE: Final = b"[DONE]"
 SOUND_ENDS: Final[tuple[bytes, ...]] = (b"}\n\n\r\n", b"data: [DONE]\n\n\r\n", b"\r\n0\r\n\r\n")
 """Of reads of a stream; what ends in another way is looked at."""
 BIG_READ_BYTES: Final = 1_024
@@ -244,7 +248,7 @@ class Answering(ABC):
             self.deadline, self._unended = now + self.config.inter_token_deadline_s, 0
         elif not self._goes_on(data, now):
             return
-        elif self._splits and self._sent is None and (EVENT_END in data or self._tail.endswith(CHUNK_END)):
+        elif self._splits and self._sent is None and self._begins_an_event(data):
             self._sent = Halves(self._context.room)
         if self._sent is not None:
             data = self._sent.whole(data) if not self._sent.full else self._keep_no_more() + data
@@ -260,6 +264,10 @@ class Answering(ABC):
         elif self._runaway is not None and (why := self._runaway.saw(data)) is not None:
             self._end_runaway(why)
 
+    def _begins_an_event(self, data: bytes) -> bool:
+        """Its end has not come: what the client has ends with a whole one, or with the one that ended in this read."""
+        return not self._tail or EVENT_END in data or CRLF_EVENT_END in data or self._tail.endswith(CHUNK_ENDS)
+
     def _tell(self, data: bytes) -> None:
         """To the client; the head goes out with the first bytes."""
         if self._head_bytes and data:
@@ -273,9 +281,8 @@ class Answering(ABC):
         found = error_in(data)
         if found is None:
             return data, ""
-        mark = CHUNK_END if self._splits else EVENT_END
-        end = data.rfind(mark, 0, found[0] + 1) + len(mark)
-        good = data[:end] if end >= len(mark) else b""
+        end = events_end(data, found[0] + 1) if self._splits else data.rfind(EVENT_END, 0, found[0] + 1) + len(EVENT_END)
+        good = data[:end] if end >= len(EVENT_END) else b""
         if self._sent is not None:
             self._sent.take_back(len(data) - len(good))
         return good, found[1]
@@ -310,11 +317,14 @@ class Answering(ABC):
 
     def _sound(self, data: bytes) -> bool:
         """A read that ends with an event that is no JSON object by its looks: half of one must not go to a client as a whole."""
-        if not data.endswith(CHUNK_END) or not self._ask.stream:
+        if not data.endswith(CHUNK_ENDS) or not self._ask.stream:
             return True
-        event = data.removesuffix(CHUNK_END).rpartition(EVENT_END)[2]
+        if data.endswith(CHUNK_END):
+            event = data.removesuffix(CHUNK_END).rpartition(EVENT_END)[2]
+        else:
+            event = data.removesuffix(CRLF_END).rpartition(CRLF_EVENT_END)[2]
         at = event.find(b"data: ")
-        if at < 0 or is_object(event[at + 6 :]):
+        if at < 0 or (payload := event[at + 6 :]) == DONE or is_object(payload):
             return True
         self._fault("the worker's event is not JSON")
         return False
@@ -322,7 +332,7 @@ class Answering(ABC):
     def _goes_on(self, data: bytes, now: float) -> bool:
         """Bytes that do not end with an event: of a long one, or of an answer that comes as a whole. A byte now and then is no
         progress, and neither is there an end to wait for."""
-        if EVENT_END in data:
+        if EVENT_END in data or data.endswith(CRLF_SOUND_ENDS) or CRLF_EVENT_END + b"data:" in data:
             self.deadline, self._unended = now + self.config.inter_token_deadline_s, 0
             return self._sound(data)
         if not self._ask.stream and self._broken_off(data):
@@ -440,7 +450,7 @@ class Answering(ABC):
         self._keep_no_more()
         self._count_broken()
         # inside a chunk an error event would be taken for its contents
-        whole = self._translation is not None or not self._tail or self._tail.endswith(CHUNK_END)
+        whole = self._translation is not None or not self._tail or self._tail.endswith(CHUNK_ENDS)
         self._client.break_off(error, stream=self._ask.stream and whole)
 
     def _count(self, status: int) -> None:

@@ -61,7 +61,7 @@ class Carrying(Answering):
         if self._heard is None or self._translation is None:
             return None
         self._translation.forget_partial()
-        heard = self._heard.kept()
+        heard = self._heard.kept().replace(b"\r\n", b"\n")
         if (found := error_in(heard)) is not None:
             heard = heard[: found[0] + 1]  # nobody was told of it, nor of what came behind it
         return said_of(heard.rpartition(EVENT_END)[0])

@@ -128,10 +128,16 @@ class Flow(Carrying):
         payload = HEAD % (path, worker.pool.authority, self.record.leg_id.encode(), len(body), self.record.onward) + body
         connection = None if fresh else pool.idle()
         if connection is not None:
-            self._connection = connection
-            connection.send(leg, payload, self._context.outbox)
+            self._put_on(connection, leg, payload)
         else:
             self._connect(pool, worker, leg, payload)
+
+    def _put_on(self, connection: Upstream, leg: PrefillLeg | DecodeLeg, payload: bytes) -> None:
+        """A client that does not read now is not read for: its answer waits at the worker, and not here."""
+        self._connection = connection
+        connection.send(leg, payload, self._context.outbox)
+        if self._paused and not isinstance(leg, PrefillLeg):  # that one's answer is small, and we read it for ourselves
+            connection.pause()
 
     def _connect(self, pool: Pool, worker: Worker, leg: PrefillLeg | DecodeLeg, payload: bytes) -> None:
         """Send it on a new connection."""
@@ -145,8 +151,7 @@ class Flow(Carrying):
                 self.end_leg()
                 self.leg_failed(worker, why, gone=True)
                 return
-            self._connection = connection
-            connection.send(leg, payload, self._context.outbox)
+            self._put_on(connection, leg, payload)
 
         pool.take(connected, fresh=True)
 
