@@ -30,8 +30,8 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 PACKAGE = "fleet_router"
 MODULES = (
-    "answering", "context", "desk", "fields", "flow", "hints", "inbound", "knowledge", "legs", "measuring", "metrics", "outbox",
-    "repeated", "request", "server", "upstream", "workers",
+    "answering", "carrying", "context", "desk", "fields", "flow", "hints", "inbound", "knowledge", "legs", "measuring",
+    "metering", "metrics", "outbox", "release", "repeated", "request", "server", "upstream", "workers",
     "admission/bound", "admission/bucket", "admission/fair", "admission/gate", "admission/keys", "admission/lanes",
     "admission/quota", "admission/runaway", "admission/usage",
     "cascade/climb", "cascade/draft",

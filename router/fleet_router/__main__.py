@@ -16,6 +16,7 @@ from fleet_router.tls import TlsFiles
 ADMIN_PORT = 8081
 GOSSIP_PORT = 8082
 MOST_PROCESSES = 64
+DAY_S = 86_400
 PEER = re.compile(r"^([A-Za-z0-9._-]+|\[[0-9a-fA-F:.]+\]):(\d{1,5})$")
 FOLLOW = re.compile(r"^(kube:[a-z0-9.-]+/[a-z0-9.-]+|dir:.+)$")
 
@@ -53,6 +54,10 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--admin-port", type=int, help=f"plain HTTP for probes and scrapes; 0: none; default: with TLS {ADMIN_PORT}, else none"
     )
+    parser.add_argument(
+        "--drain-timeout", type=seconds, default=os.environ.get("FLEET_DRAIN_TIMEOUT_S", "30"), metavar="SECONDS",
+        help="longest wait, after SIGTERM, for answers that are under way; the pod's grace period must be longer",
+    )  # fmt: skip
     given = parser.parse_args(argv)
     if not FOLLOW.match(given.follow):
         parser.error(f"--follow {given.follow}: expected kube:NAMESPACE/NAME or dir:PATH")
@@ -74,6 +79,17 @@ def peers(text: str) -> tuple[tuple[str, int], ...]:
             raise argparse.ArgumentTypeError(f"{one!r} is not NAME:PORT")
         found.append((matched[1].strip("[]"), int(matched[2])))
     return tuple(found)
+
+
+def seconds(text: str) -> float:
+    """0 to a day; ArgumentTypeError for anything else."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = -1.0
+    if not 0 <= found <= DAY_S:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds, 0 to {DAY_S}")
+    return found
 
 
 def gossip_of(given: argparse.Namespace) -> GossipSettings | None:
@@ -129,6 +145,7 @@ def main() -> int:
         given.member,
         tls_of(given),
         admin_port_of(given),
+        given.drain_timeout,
     )
     gc.freeze()
     gc.set_threshold(*GC_OBJECTS)

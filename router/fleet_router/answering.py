@@ -5,7 +5,7 @@ The legs (flow.py) call it; nothing here chooses or retries.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from math import inf
 from typing import TYPE_CHECKING, Final
 
@@ -14,19 +14,20 @@ import msgspec
 from fleet_router.admission.gate import Ticket
 from fleet_router.admission.quota import Outcome
 from fleet_router.admission.runaway import Why
-from fleet_router.admission.usage import EVENT, SHORT_BYTES, SPLIT_BYTES, TOLD, usage_in, used_tokens, with_usage
 from fleet_router.asked import Ask, Hints
 from fleet_router.config import RouterConfig
 from fleet_router.context import Client, Context
 from fleet_router.dialect.translation import Translation
-from fleet_router.ending import CHAT_PATH, END, chunked, framed, last_event, without_usage
+from fleet_router.ending import CHAT_PATH, END, chunked, framed, last_event
 from fleet_router.errors import RequestError
 from fleet_router.explain.record import Record
 from fleet_router.explain.shown import header as decision_header
 from fleet_router.heads import STATUS_LINES, add_kept, status_line
+from fleet_router.health.inband import HINT, error_in
 from fleet_router.health.resume import Again, determined
-from fleet_router.health.sent import CHUNK_END, Halves, Sent
+from fleet_router.health.sent import CHUNK_END, CHUNK_ENDS, CRLF_END, Halves, Sent, events_end
 from fleet_router.hints import NO_HINTS
+from fleet_router.metering import SOUND_ENDS, Metering
 from fleet_router.metrics import Served
 from fleet_router.policy.trip import Trip
 from fleet_router.request import is_object, with_fields
@@ -42,7 +43,10 @@ FRAMING: Final = {b"content-length", b"transfer-encoding"}
 HEAD_END: Final = b"\r\n\r\n"
 CLOSE: Final = b"\r\nconnection: close"
 EVENT_END: Final = b"\n\n"
-SOUND_ENDS: Final[tuple[bytes, ...]] = (b"}\n\n\r\n", b"data: [DONE]\n\n\r\n", b"\r\n0\r\n\r\n")
+CRLF_EVENT_END: Final = b"\r\n\r\n"
+CRLF_SOUND_ENDS: Final[tuple[bytes, ...]] = (b"}" + CRLF_END, b"]" + CRLF_END)
+"""Of reads of a stream whose lines end with CRLF: a line break alone may be half of an event's end."""
+DONE: Final = b"[DONE]"
 """Of reads of a stream; what ends in another way is looked at."""
 BIG_READ_BYTES: Final = 1_024
 """A read of so much is progress, too: of an answer that comes as a whole."""
@@ -54,16 +58,16 @@ NOBODY: Final = Served()
 """Before a worker is chosen."""
 
 
-class Answering(ABC):
+class Answering(Metering):
     """State of one request, and its client's side."""
 
     __slots__ = (
-        "_again", "_ask", "_asked", "_before", "_client", "_connection", "_context", "_counted", "_decode_failures", "_events",
-        "_excluded", "_first", "_gaps", "_giver", "_handed_over", "_head_bytes", "_heard", "_held", "_hides", "_keys", "_last",
-        "_lease", "_leg", "_leg_worker", "_local", "_measured", "_metered", "_moved", "_outcome", "_path", "_paused",
-        "_prefill_failures", "_resumes", "_runaway", "_sent", "_served", "_splits", "_tail", "_ticket", "_told", "_translation",
-        "_trip", "_unended", "config", "deadline", "done", "hints", "last_byte_at", "record", "sent_at", "started",
-        "started_at",
+        "_again", "_asked", "_client", "_connection", "_context", "_counted", "_decode_failures", 
+        "_excluded", "_first", "_gaps", "_giver", "_handed_over", "_head_bytes", "_heard", "_held", "_keys", "_last",
+        "_lease", "_leg", "_leg_worker", "_local", "_measured", "_moved", "_outcome", "_path", "_paused",
+        "_prefill_failures", "_resumes", "_sent", "_served", "_splits", "_streams", 
+        "_trip", "_unended", "config", "deadline", "done", "hints", "last_byte_at", "record", "sent_at",
+        "started", "started_at",
     )  # fmt: skip
 
     def __init__(
@@ -74,25 +78,19 @@ class Answering(ABC):
         self._context = context
         self._client, self._path = client, path
         self.record = self._opened(ask, ticket, hints) if record is None else record
-        self._told: tuple[int, int] | None = None
-        """Tokens (input, output) of an answer in one piece, or of a stream that tells them to us alone, once they were seen."""
-        self._last = self._paused = self._moved = self._measured = self._hides = False
+        super().__init__(context.desk, self._with_ids(ask, context.config) if ask.stream else ask, ticket, translation)
+        self._last = self._paused = self._moved = self._measured = False
         """The answer's head says that the connection closes after it; the client does not read; a silent worker had it; whether
-        its prompt is too long was looked at; the stream tells its usage, for which its client did not ask."""
-        self._metered = context.desk.tenants_needed
-        self._ask = self._asked = self._with_usage(self._with_ids(ask, context.config)) if ask.stream else ask
-        """What is asked of workers, and what the client asked: a stream that is carried on asks for its rest."""
+        its prompt is too long was looked at."""
+        self._asked = self._ask
+        """What the client asked: a stream that is carried on asks for its rest."""
+        self._streams = ask.stream
         self._sent: Sent | None = None
         self._heard: Sent | None = None
         """What the client has of a stream that could be carried on; of one in another dialect what its worker said."""
         self._again: Again | None = None
-        self._ticket = ticket
-        self._runaway = context.desk.detector(ticket, ask) if ask.stream else None
-        self._events = self._gaps = self._unended = self._resumes = self._prefill_failures = self._decode_failures = 0
-        """Of the answer so far: events, writes after the first, bytes since the last whole event; and of its legs."""
-        self._before = self._tail = b""
-        """The last two reads of the answer, but for short ones before the last: its usage stands there."""
-        self._translation = translation
+        self._gaps = self._unended = self._resumes = self._prefill_failures = self._decode_failures = 0
+        """Of the answer so far: writes after the first, bytes since the last whole event; and of its legs."""
         self.config = context.config  # a reload does not change a running request
         self._excluded: frozenset[str] = frozenset()
         self._local = ask.alone
@@ -136,12 +134,6 @@ class Answering(ABC):
             return ask
         return with_fields(ask, {"return_token_ids": msgspec.Raw(b"true")}, b',"return_token_ids":true}')
 
-    def _with_usage(self, ask: Ask) -> Ask:
-        """With the engine's own count at the stream's end, where tokens are counted."""
-        if self._metered:
-            ask, self._hides = with_usage(ask)
-        return ask
-
     def head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         """The answer begins: from now on no retry."""
         now = self._context.clock()
@@ -149,7 +141,7 @@ class Answering(ABC):
         self.last_byte_at = now
         self._count(status)
         self.record.status = status
-        self.deadline = now + self.config.inter_token_deadline_s
+        self._goes_on_until(now)
         if status == OK:
             self._outcome = "answered"
             self._taken(self._leg_worker)
@@ -246,61 +238,53 @@ class Answering(ABC):
         if self._first:
             self._first_bytes(now)
         else:
-            self._gaps += 1
-            self._served.itl.observe(now - self.last_byte_at)
+            self._more_bytes(now)
         self.last_byte_at = now
         if sound := data.endswith(SOUND_ENDS):
             self.deadline, self._unended = now + self.config.inter_token_deadline_s, 0
         elif not self._goes_on(data, now):
             return
-        elif self._splits and self._sent is None and (EVENT_END in data or self._tail.endswith(CHUNK_END)):
+        elif self._splits and self._sent is None and self._begins_an_event(data):
             self._sent = Halves(self._context.room)
         if self._sent is not None:
             data = self._sent.whole(data) if not self._sent.full else self._keep_no_more() + data
-        told = (self._without_usage(data) if self._hides else data) if shown is None else shown
-        if self._head_bytes and told:
-            head, self._head_bytes = self._head_bytes, b""
-            told = head + told
-        if told:
-            self._client.write(told)
+        broke = ""
+        if shown is None and data.find(HINT) >= 0:  # `in` raises and catches an error first
+            data, broke = self._up_to_an_error(data)
+        self._tell((self._without_usage(data) if self._hides else data) if shown is None else shown)
         self._count_tokens(data, sound)
-        if self._runaway is not None and (why := self._runaway.saw(data)) is not None:
+        if broke:
+            self._fault(f"the worker broke the stream off: {broke}")
+        elif self._runaway is not None and (why := self._runaway.saw(data)) is not None:
             self._end_runaway(why)
 
-    def _without_usage(self, data: bytes) -> bytes:
-        """What the client asked for; the rest is what we asked for."""
-        if TOLD not in data:
-            return data
-        shown, told = without_usage(data)
-        self._told = told or self._told
-        return shown
+    def _begins_an_event(self, data: bytes) -> bool:
+        """Its end has not come: what the client has ends with a whole one, or with the one that ended in this read."""
+        return not self._tail or data.find(EVENT_END) >= 0 or CRLF_EVENT_END in data or self._tail.endswith(CHUNK_ENDS)
 
-    def _count_tokens(self, data: bytes, sound: bool) -> None:
-        """Keep where the usage stands, and count events where nobody else does. An answer in one piece may tell it anywhere."""
-        if not data:
-            return
-        if self._ask.stream:
-            if len(self._tail) > SHORT_BYTES:
-                self._before = self._tail
-            if self._metered and (self._runaway is None or not sound):
-                self._events += data.count(EVENT)
-        elif self._metered:
-            joined = self._before + data
-            self._told, self._before = usage_in(joined) or self._told, joined[-SPLIT_BYTES:]
-        self._tail = data
+    def _tell(self, data: bytes) -> None:
+        """To the client; the head goes out with the first bytes."""
+        if self._head_bytes and data:
+            head, self._head_bytes = self._head_bytes, b""
+            data = head + data
+        if data:
+            self._client.write(data)
 
-    def _used(self) -> tuple[int, int]:
-        """Tokens (input, output) of the answer; its events are counted once: by the detector of loops, where that finds any."""
-        told = self._told if self._translation is None else self._translation.used
-        if told is None and not self._ask.stream:
-            told = usage_in(self._tail)
-        if told is not None:
-            return told
-        events = 0 if self._runaway is None else self._runaway.events
-        if not events:
-            missed = self._runaway is not None and self._tail.endswith(SOUND_ENDS)
-            events = self._events + (self._tail.count(EVENT) if missed else 0)
-        return used_tokens(self._before, self._tail, events, self._ticket.charged)
+    def _up_to_an_error(self, data: bytes) -> tuple[bytes, str]:
+        """The chunks before one that tells of an error, of which nobody gets anything, and its words; all when there is none."""
+        found = error_in(data)
+        if found is None:
+            return data, ""
+        end = events_end(data, found[0] + 1) if self._splits else data.rfind(EVENT_END, 0, found[0] + 1) + len(EVENT_END)
+        good = data[:end] if end >= len(EVENT_END) else b""
+        if self._sent is not None:
+            self._sent.take_back(len(data) - len(good))
+        return good, found[1]
+
+    def _more_bytes(self, now: float) -> None:
+        self._gaps += 1
+        if self._streams:
+            self._served.itl.observe(now - self.last_byte_at)
 
     def _first_bytes(self, now: float) -> None:
         self._first = False
@@ -309,15 +293,19 @@ class Answering(ABC):
             return  # a refusal is no first token: tiers are sized and revisions judged by these
         if self._trip is not None:
             self._trip.first_token(now)
-        self._served.ttft.observe(now - self.started_at)
+        if self._streams:  # the first bytes of any other answer are its last token, and no tier is to be sized by them
+            self._served.ttft.observe(now - self.started_at)
 
     def _sound(self, data: bytes) -> bool:
         """A read that ends with an event that is no JSON object by its looks: half of one must not go to a client as a whole."""
-        if not data.endswith(CHUNK_END) or not self._ask.stream:
+        if not data.endswith(CHUNK_ENDS) or not self._ask.stream:
             return True
-        event = data.removesuffix(CHUNK_END).rpartition(EVENT_END)[2]
+        if data.endswith(CHUNK_END):
+            event = data.removesuffix(CHUNK_END).rpartition(EVENT_END)[2]
+        else:
+            event = data.removesuffix(CRLF_END).rpartition(CRLF_EVENT_END)[2]
         at = event.find(b"data: ")
-        if at < 0 or is_object(event[at + 6 :]):
+        if at < 0 or (payload := event[at + 6 :]) == DONE or is_object(payload):
             return True
         self._fault("the worker's event is not JSON")
         return False
@@ -325,7 +313,7 @@ class Answering(ABC):
     def _goes_on(self, data: bytes, now: float) -> bool:
         """Bytes that do not end with an event: of a long one, or of an answer that comes as a whole. A byte now and then is no
         progress, and neither is there an end to wait for."""
-        if EVENT_END in data:
+        if EVENT_END in data or data.endswith(CRLF_SOUND_ENDS) or CRLF_EVENT_END + b"data:" in data:
             self.deadline, self._unended = now + self.config.inter_token_deadline_s, 0
             return self._sound(data)
         if not self._ask.stream and self._broken_off(data):
@@ -333,16 +321,22 @@ class Answering(ABC):
             return False
         self._unended += len(data)
         if len(data) > BIG_READ_BYTES:
-            self.deadline = now + self.config.inter_token_deadline_s
+            self._goes_on_until(now)
         if self._unended <= (UNENDED_MOST_BYTES if self._sent is None else self._sent.event_most_bytes):
             return True
         self._fault(f"the worker sent {self._unended} bytes without an end")
         return False
 
+    def _goes_on_until(self, now: float) -> None:
+        """Something came. Of an answer that comes as a whole the head may come early: its tokens are still to be made."""
+        next_s = now + self.config.inter_token_deadline_s
+        self.deadline = next_s if self._ask.stream else max(next_s, self.deadline)
+
     def _broken_off(self, data: bytes) -> bool:
-        """The last bytes of an answer in one piece are not the end of a JSON object."""
-        over = self._connection is not None and self._connection.ended and self._outcome == "answered"
-        return over and not data.rstrip().endswith(b"}")
+        """The last bytes of an answer in one piece are not the end of a JSON object. Chunks say themselves where they end."""
+        one = self._connection
+        over = one is not None and one.ended and one.sized and self._outcome == "answered"
+        return over and not (self._tail + data).rstrip().endswith(b"}")
 
     def _keep_no_more(self) -> bytes:
         """The stream grew too long to be carried on; returns what was held back."""
@@ -386,6 +380,8 @@ class Answering(ABC):
 
     def _over(self) -> None:
         """The worker has answered, and nothing runs any more."""
+        if not self._streams and not self._asked.alone and self.record.status == OK:
+            self._served.whole.observe(self.last_byte_at - self.started_at)
         if self._trip is not None:
             self._trip_over()
         if self._leg_worker is not None:
@@ -402,7 +398,7 @@ class Answering(ABC):
 
     def _refuse(self, error: RequestError) -> None:
         if self.started:
-            self._break(str(error))
+            self._break(error)
             return
         self.record.error = error
         self._trip_over()
@@ -428,9 +424,9 @@ class Answering(ABC):
         self._client.write(body)
         self.end()
 
-    def _break(self, why: str) -> None:
+    def _break(self, error: RequestError) -> None:
         self.send_head()
-        self.record.error = RequestError(502, why)
+        self.record.error = error
         self._trip_over()
         self.end_leg()
         self.done = True
@@ -438,8 +434,8 @@ class Answering(ABC):
         self._keep_no_more()
         self._count_broken()
         # inside a chunk an error event would be taken for its contents
-        whole = self._translation is not None or not self._tail or self._tail.endswith(CHUNK_END)
-        self._client.break_off(why, stream=self._ask.stream and whole)
+        whole = self._translation is not None or not self._tail or self._tail.endswith(CHUNK_ENDS)
+        self._client.break_off(error, stream=self._ask.stream and whole)
 
     def _count(self, status: int) -> None:
         """The client is told so."""

@@ -154,8 +154,17 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Streams that break and whose tokens are determined (greedy or seeded): ask another worker from the beginning and leave out
     what was sent (replay), or prefill prompt and sent tokens (prefill: for engines whose draws depend on seed and position alone;
     streams then carry token ids)."""
+    whole_answer_most_s: float = 600.0
+    """Longest wait for an answer that is not streamed, all attempts together; each gets what its tokens may take up to it
+    (health/patience.py). OpenAI's clients wait as long."""
     silent_s: float = 15.0
-    """A worker that has said nothing to anybody for so long, although somebody waits, is put out; who waits is moved once."""
+    """A worker that has said nothing to anybody for so long, although somebody waits, is put out; who waits is moved once. Where
+    answers come as a whole it is first asked whether it is there."""
+    reused_close_s: float = 0.1
+    """A pooled connection that closes within so long of a request, without a byte, was closed before the worker had it: a round
+    trip and the loop's delay. The request is sent again; later than that it is a failure of the worker."""
+    upstream_idle_s: float = 55.0
+    """Idle connections to workers are closed after about so long, before what stands between forgets them (often after 60 s)."""
     bounds: HttpBounds = HttpBounds()
     hold: HoldBounds = HoldBounds()
     worker_slots: int = 0

@@ -16,6 +16,7 @@ from fleet_router.holding import Holding
 from fleet_router.inbound import Heads
 from fleet_router.metrics import Metrics
 from fleet_router.outbox import Outbox
+from fleet_router.release import Releases
 from fleet_router.workers import WorkerTable
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class Client(Protocol):
     def write(self, data: bytes) -> None: ...
     def finish(self, *, last: bool) -> None: ...
     def refuse(self, error: RequestError) -> None: ...
-    def break_off(self, message: str, *, stream: bool) -> None: ...
+    def break_off(self, error: RequestError, *, stream: bool) -> None: ...
     def abort(self) -> None: ...
 
 
@@ -67,6 +68,7 @@ class Context:
     budget: RetryBudget = field(default_factory=RetryBudget)
     room: Room = field(default_factory=Room)
     drafts: Drafts = field(default_factory=Drafts)
+    releases: Releases = field(init=False)
     outbox: Outbox = field(default_factory=Outbox)
     heads: Heads = field(default_factory=Heads)
     draining: bool = False
@@ -76,3 +78,6 @@ class Context:
     """Where several processes share the port: asks all of them."""
     wanted: frozenset[bytes] = frozenset()
     """Headers that routing goes by, by lower-case name."""
+
+    def __post_init__(self) -> None:
+        self.releases = Releases(self.metrics)

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from fleet_router.answering import EVENT_END
-from fleet_router.ending import CHAT_PATH, END, framed, unframed
+from fleet_router.carrying import Carrying
+from fleet_router.ending import CHAT_PATH
 from fleet_router.errors import RequestError
-from fleet_router.health.resume import Again, Said, Start, continued, said_of, start_of
+from fleet_router.health.patience import budget_s
+from fleet_router.health.resume import Said, Start
 from fleet_router.health.silence import Waits
-from fleet_router.legs import DecodeLeg, PrefillLeg, Release, ResumedLeg, TokenizeLeg, TranslatedLeg
-from fleet_router.measuring import Measuring
+from fleet_router.legs import DecodeLeg, PrefillLeg, ResumedLeg, TokenizeLeg, TranslatedLeg
 from fleet_router.policy.chosen import Choice
 from fleet_router.request import BYTES_PER_TOKEN, decode_body, is_object, lease_of, prefill_body, prompt_tokens_of, reference_of
 from fleet_router.upstream import Pool, Upstream
@@ -32,11 +32,9 @@ HEAD: Final = (
 RELEASE_PATH: Final = b"/kv/release"
 COMPLETIONS_PATH: Final = b"/v1/completions"
 TOKENIZE_PATH: Final = b"/tokenize"
-RESUMES_MOST: Final = 3
-"""Of one stream."""
 
 
-class Flow(Measuring):
+class Flow(Carrying):
     """One request: its legs."""
 
     __slots__ = ()
@@ -104,8 +102,16 @@ class Flow(Measuring):
         else:
             self._held = True
 
+    def _waits_for(self, worker: Worker) -> None:
+        """An answer that comes as a whole may take as long as its tokens; the first byte of a stream may not."""
+        if not self._ask.stream:
+            now = self._context.clock()
+            last = self.started_at + self.config.whole_answer_most_s
+            self.deadline = min(now + budget_s(self._ask, self.config, worker, now), last)
+
     def _send_decode(self, worker: Worker, reference: bytes | None) -> None:
         leg: DecodeLeg
+        self._waits_for(worker)
         if self._again is not None:
             leg = ResumedLeg(self, worker, self._again)
         elif self._translation is not None:
@@ -125,10 +131,16 @@ class Flow(Measuring):
         payload = HEAD % (path, worker.pool.authority, self.record.leg_id.encode(), len(body), self.record.onward) + body
         connection = None if fresh else pool.idle()
         if connection is not None:
-            self._connection = connection
-            connection.send(leg, payload, self._context.outbox)
+            self._put_on(connection, leg, payload)
         else:
             self._connect(pool, worker, leg, payload)
+
+    def _put_on(self, connection: Upstream, leg: PrefillLeg | DecodeLeg, payload: bytes) -> None:
+        """A client that does not read now is not read for: its answer waits at the worker, and not here."""
+        self._connection = connection
+        connection.send(leg, payload, self._context.outbox)
+        if self._paused and not isinstance(leg, PrefillLeg):  # that one's answer is small, and we read it for ourselves
+            connection.pause()
 
     def _connect(self, pool: Pool, worker: Worker, leg: PrefillLeg | DecodeLeg, payload: bytes) -> None:
         """Send it on a new connection."""
@@ -142,16 +154,19 @@ class Flow(Measuring):
                 self.end_leg()
                 self.leg_failed(worker, why, gone=True)
                 return
-            self._connection = connection
-            connection.send(leg, payload, self._context.outbox)
+            self._put_on(connection, leg, payload)
 
         pool.take(connected, fresh=True)
 
     def resend(self, worker: Worker, leg: PrefillLeg | DecodeLeg) -> bool:
-        """A pooled connection that the worker had closed meanwhile: once more on a fresh one. Not a retry: nothing ran."""
-        connection = self._connection
+        """A pooled connection that the worker had closed while this was on its way: once more on a fresh one. Not a retry:
+        nothing ran. One that it closes later has failed: it had the request."""
+        connection, now = self._connection, self._context.clock()
         if connection is None or not connection.used or connection.got_bytes:
             return False
+        if now - self.sent_at > self.config.reused_close_s:
+            return False
+        self._context.metrics.resends += 1
         self.end_leg()
         self._send(worker, leg.body, leg, fresh=True, path=leg.path)
         return True
@@ -224,41 +239,6 @@ class Flow(Measuring):
             self._translation.forget_partial()
         return True
 
-    # -- after the first byte ------------------------------------------------------------------------------------------
-    def _resume(self, failed: Worker, why: str) -> None:
-        """The stream broke: another worker carries it on, exactly, or the client is told."""
-        said = self._said()
-        self._trip_over()
-        if said is None or self._resumes >= RESUMES_MOST or not self._may_retry(free=False):
-            self._cannot_resume("refused", why)
-            return
-        self._resumes += 1
-        self._excluded, self._moved, self._counted = self._others_than(failed), False, None
-        self.deadline = self._context.clock() + self.config.first_token_deadline_s
-        start = start_of(self._asked, said) if self.config.resume == "prefill" else Start()
-        prompt = self._asked.prompt
-        if start.tokens and prompt[:1] == b"[" and self._path != CHAT_PATH:
-            self._carry_on(said, start, msgspec.json.decode(prompt, type=list[int]))
-        elif start.tokens:
-            self._count_prompt(said, start, why)
-        else:
-            self._carry_on(said, start, [])
-
-    def _others_than(self, failed: Worker) -> frozenset[str]:
-        """Whom the rest is not asked of. Workers that failed before are asked again when nobody else is left: a container that
-        started anew keeps its pod's uid."""
-        tried = self._excluded | {failed.uid}
-        return tried if isinstance(self._pick(tried), Choice) else frozenset({failed.uid})
-
-    def _said(self) -> Said | None:
-        """What the client has; None when it cannot be known."""
-        if self._sent is not None and self._sent.carries:
-            return said_of(unframed(self._sent.kept()))
-        if self._heard is None or self._translation is None:
-            return None
-        self._translation.forget_partial()
-        return said_of(self._heard.kept().rpartition(EVENT_END)[0])
-
     def _count_prompt(self, said: Said, start: Start, why: str) -> None:
         """The prompt as token ids, from some worker; without them the whole answer is asked for again."""
         if not self._ask_ids(lambda ids: self._carry_on(said, start if ids else Start(), ids)):
@@ -271,39 +251,6 @@ class Flow(Measuring):
             worker = self._context.table.workers[found.decode]
             self._send(worker, self._tokenize_body(), TokenizeLeg(self, worker, then), path=TOKENIZE_PATH)
         return isinstance(found, Choice)
-
-    def _carry_on(self, said: Said, start: Start, prompt: list[int]) -> None:
-        self._ask = continued(self._asked, said, start, prompt) if start.tokens else self._asked
-        self._again = Again(said, start, as_chat=start.tokens > 0 and self._path == CHAT_PATH)
-        self.begin()
-
-    def resumed(self) -> None:
-        """The other worker answers."""
-        self._taken(self._leg_worker)
-
-    def cannot_resume(self, why: str) -> None:
-        """What the other worker says is not what the first one said: nobody is to be believed."""
-        self._abandon_leg()
-        self._cannot_resume("differs", why)
-
-    def _cannot_resume(self, outcome: str, why: str) -> None:
-        self._context.metrics.resumed[outcome] += 1
-        self._break(why)
-
-    def more(self, new: bytes, *, last: bool) -> None:
-        """An event of the other worker, as far as it is new."""
-        if self._translation is None:
-            self.raw(framed(new) + (END if last else b""))
-        else:
-            self.hear(new)
-            self.raw(framed(new), framed(self._translation.feed(new)))
-
-    def carried(self) -> None:
-        """The other worker has said all."""
-        if self._translation is not None:
-            self.raw(b"", framed(self._translation.end()) + END)
-        self._context.metrics.resumed["done"] += 1
-        self.end()
 
     def _fault(self, why: str) -> None:
         worker = self._leg_worker
@@ -347,6 +294,11 @@ class Flow(Measuring):
         self.record.went_wrong(now, why)
         self._context.metrics.of(worker.endpoint.tier, worker.endpoint.revision).errors += 1
 
+    def spoke_on(self, worker: Worker) -> None:
+        """More came of it than its answer, which is whole: it counts as a failure of the worker and of nothing else."""
+        worker.failed(self._context.clock())
+        self._context.metrics.of(worker.endpoint.tier, worker.endpoint.revision).errors += 1
+
     def decode_failed(self, worker: Worker, why: str) -> None:
         """A 5xx of the decode leg. With KV from elsewhere the pair may be to blame: it is put out before the worker is."""
         self.end_leg()
@@ -386,7 +338,11 @@ class Flow(Measuring):
         if worker is None or self._paused:
             return None
         heard_at = self.last_byte_at if self.started else self.sent_at
-        return Waits(worker.uid, self.sent_at, max(heard_at, self.sent_at))
+        return Waits(worker.uid, self.sent_at, max(heard_at, self.sent_at), self._comes_whole(worker))
+
+    def _comes_whole(self, worker: Worker) -> bool:
+        """Nothing is heard of this leg before its end, and its end is not near: a prefill's is."""
+        return not self._ask.stream and worker.role == "decode"
 
     def names_no_model(self, body: bytes) -> bool:
         """A 404 that says that there is no such model; under an adapter any 404 does."""
@@ -437,17 +393,24 @@ class Flow(Measuring):
         if self.started and self._leg_worker is not None:
             self._fault("no token within the deadline")
             return
-        if self._leg_worker is not None:
-            self._blame(self._leg_worker, "no token within the deadline")
-        seconds = self.config.first_token_deadline_s
-        self.cut(RequestError(504, f"no token within {seconds} s"))
+        worker, now = self._leg_worker, self._context.clock()
+        whole = worker is not None and self._comes_whole(worker)
+        if worker is not None:
+            if whole and worker.heard_at < self.sent_at:
+                worker.put_out(now)  # in all that time it has said nothing to anybody
+            self._blame(worker, "no token within the deadline")
+        if whole:
+            told = f"no answer within {now - self.started_at:.0f} s: ask for fewer tokens (max_tokens), or with stream: true"
+        else:
+            told = f"no token within {self.config.first_token_deadline_s} s"
+        self.cut(RequestError(504, told))
 
     def cut(self, error: RequestError) -> None:
         """End it now; the client is told why."""
         self._abandon_leg()
         self._release_lease()
         if self.started:
-            self._break(str(error))
+            self._break(error)
         else:
             self._refuse(error)
 
@@ -487,4 +450,4 @@ class Flow(Measuring):
     def _give_back(self, worker: Worker, body: bytes) -> None:
         """By itself from here on: whatever becomes of the request, this is sent."""
         head = HEAD % (RELEASE_PATH, worker.pool.authority, self.record.leg_id.encode(), len(body), self.record.onward)
-        Release(worker.pool, head + body).send()
+        self._context.releases.send(worker.pool, head + body, self._context.clock())

@@ -1,4 +1,4 @@
-"""Who listens to a worker's answer: the two legs of a request, and nobody."""
+"""Who listens to a worker's answer: the legs of a request."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Final
 from fleet_router.dialect.chat import Events
 from fleet_router.ending import END, chunked, framed, unframed
 from fleet_router.errors import RequestError
+from fleet_router.health.inband import HINT, error_in
 from fleet_router.health.resume import Again, DiffersError
 from fleet_router.request import is_object, tokens_of
 
 if TYPE_CHECKING:
     from fleet_router.dialect.translation import Translation
     from fleet_router.flow import Flow
-    from fleet_router.upstream import KnownAnswer, Pool, Upstream
+    from fleet_router.upstream import KnownAnswer
     from fleet_router.workers import Worker
 
 MAX_PREFILL_ANSWER_BYTES: Final = 8 * 1024 * 1024
@@ -23,40 +24,6 @@ NOT_FOUND: Final = 404
 MAX_ERROR_BYTES: Final = 64 * 1024
 NOT_THE_CLIENT: Final = frozenset({401, 403, 407, 408, 425, 429})
 """What a worker says of us or of itself: clients have their keys and limits here, and did nothing wrong."""
-
-
-class Release:
-    """Gives KV back that nobody will read. It depends on no request; a pooled connection that turns out to be closed is no
-    reason to leave the KV pinned: once more on a fresh one. A worker that cannot be reached has its leases run out."""
-
-    __slots__ = ("_again", "_payload", "_pool")
-    takes_whole = False
-
-    def __init__(self, pool: Pool, payload: bytes) -> None:
-        self._pool, self._payload, self._again = pool, payload, True
-
-    def send(self, *, fresh: bool = False) -> None:
-        """On a connection of the pool."""
-        self._pool.take(self._connected, fresh=fresh)
-
-    def _connected(self, connection: Upstream | None, _: str) -> None:
-        if connection is not None:
-            connection.send(self, self._payload)
-
-    def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        """Any answer will do."""
-
-    def on_whole(self, known: KnownAnswer, data: bytes, body_at: int) -> None: ...
-    def on_head_alone(self) -> None: ...
-    def on_raw(self, data: bytes) -> None: ...
-    def on_body(self, data: bytes) -> None: ...
-    def on_end(self) -> None: ...
-
-    def on_lost(self, reason: str) -> None:
-        """The connection broke before an answer."""
-        if self._again:
-            self._again = False
-            self.send(fresh=True)
 
 
 class PrefillLeg:
@@ -99,6 +66,9 @@ class PrefillLeg:
         else:
             self._flow.end_leg()
             self._flow.leg_failed(self._worker, f"prefill answered {self._status}")
+
+    def on_surplus(self) -> None:
+        self._flow.spoke_on(self._worker)
 
     def on_lost(self, reason: str) -> None:
         if not self._flow.resend(self._worker, self):
@@ -171,6 +141,9 @@ class DecodeLeg:
         else:
             self._flow.decode_failed(self._worker, f"decode answered {self._held}")
 
+    def on_surplus(self) -> None:
+        self._flow.spoke_on(self._worker)
+
     def on_lost(self, reason: str) -> None:
         if not self._flow.resend(self._worker, self):
             self._flow.end_leg()
@@ -219,6 +192,8 @@ class TranslatedLeg(DecodeLeg):
             shown, self._out = framed(self._out), b""
             if self._translation.stream:
                 self._flow.raw(data, shown)
+                if self._translation.broke:
+                    self._flow.broke_off(self._translation.broke)
 
     def on_end(self) -> None:
         if self._flow.done:
@@ -283,6 +258,9 @@ class ResumedLeg(DecodeLeg):
             return
         try:
             for payload in self._events.feed(data):
+                if HINT in payload and (found := error_in(b"data: " + payload)) is not None:
+                    self._flow.broke_off(found[1])
+                    return
                 new = self._again.feed(payload)
                 if new:
                     self._flow.more(new, last=self._again.done)

@@ -15,6 +15,7 @@ from fleet_router.histogram import Histogram
 
 TTFT_BUCKETS_S: Final[tuple[float, ...]] = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 WAIT_BUCKETS_S: Final[tuple[float, ...]] = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+WHOLE_BUCKETS_S: Final[tuple[float, ...]] = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 ITL_BUCKETS_S: Final[tuple[float, ...]] = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 
 
@@ -31,7 +32,10 @@ class Served:
     errors: int = 0
     """Legs, transfers and streams that failed on its workers, also where a retry saved the request."""
     ttft: Histogram = field(default_factory=lambda: Histogram(TTFT_BUCKETS_S))
+    """Of streams alone."""
     itl: Histogram = field(default_factory=lambda: Histogram(ITL_BUCKETS_S))
+    whole: Histogram = field(default_factory=lambda: Histogram(WHOLE_BUCKETS_S))
+    """Answers that were not streamed: queue, prompt and all tokens."""
 
 
 @dataclass
@@ -46,7 +50,11 @@ class Metrics:
     local_prefills: int = 0
     handed_over: Counter[str] = field(default_factory=Counter)
     """Answers whose prompt was prefilled by another worker, by tier: as many times must KV have moved."""
+    releases: Counter[str] = field(default_factory=Counter)
+    """Of KV that nobody will read: done (200), refused, lost, late, unreachable, dropped (too many are unanswered)."""
     retries: int = 0
+    resends: int = 0
+    """Requests that were sent again because the worker had just closed the pooled connection: nothing ran, nobody is to blame."""
     resumed: Counter[str] = field(default_factory=Counter)
     """Streams that broke: done (carried on to the end), differs, refused (not determined, or nothing left to try with)."""
     drafts: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -76,6 +84,7 @@ class Metrics:
             ("arrivals", self.arrivals), ("remote_prefill", self.remote_prefills), ("local_prefill", self.local_prefills),
             ("retries", self.retries), ("client_left", self.client_left), ("streams_broken", self.streams_broken),
             ("prefill_tokens", self.prefill_tokens), ("follow_errors", self.follow_errors),
+            ("resends", self.resends),
         ):  # fmt: skip
             out += [f"# TYPE fleet_router_{name}_total counter", f"fleet_router_{name}_total {value}"]
         out.append("# TYPE fleet_router_handed_over_total counter")
@@ -83,6 +92,8 @@ class Metrics:
         out += [f'fleet_router_handed_over_total{{tier="{tier}"}} {self.handed_over[tier]}' for tier in sorted(tiers)]
         out.append("# TYPE fleet_router_resumed_total counter")
         out += [f'fleet_router_resumed_total{{outcome="{name}"}} {count}' for name, count in sorted(self.resumed.items())]
+        out.append("# TYPE fleet_router_kv_releases_total counter")
+        out += [f'fleet_router_kv_releases_total{{outcome="{name}"}} {count}' for name, count in sorted(self.releases.items())]
         out.append("# TYPE fleet_router_drafts_total counter")
         out += [
             f'fleet_router_drafts_total{{tier="{tier}",outcome="{name}"}} {count}'
@@ -102,6 +113,10 @@ class Metrics:
         out += [f"fleet_router_revision_errors_total{{{marks[key]}}} {one.errors}" for key, one in self.served.items()]
         out += ["# TYPE fleet_router_ttft_seconds histogram"]
         out += [line for key, one in self.served.items() for line in one.ttft.lines("fleet_router_ttft_seconds", marks[key])]
+        out += ["# TYPE fleet_router_whole_answer_seconds histogram"]
+        out += [
+            line for key, one in self.served.items() for line in one.whole.lines("fleet_router_whole_answer_seconds", marks[key])
+        ]
         out += ["# TYPE fleet_router_itl_seconds histogram"]
         out += [line for key, one in self.served.items() for line in one.itl.lines("fleet_router_itl_seconds", marks[key])]
         return out

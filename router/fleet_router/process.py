@@ -43,7 +43,7 @@ from fleet_router.metrics import COMPILED, Metrics
 from fleet_router.port import Port
 from fleet_router.server import ClientConnection
 from fleet_router.tls import TlsError, TlsFiles, context_of, follow_tls, stamp_of
-from fleet_router.watching import watch
+from fleet_router.watching import Connection, Probes, watch
 from fleet_router.workers import WorkerTable, slots_of
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 SWEEP_S = 0.5
 TICK_S = 0.05
 DRAIN_S = 30.0
+IDLE_STEP_S = 5.0
 DRAIN_STEP_S = 0.05
 GOSSIP_AGAIN_S = 5.0
 MOST_PROBLEMS = 8
@@ -80,6 +81,9 @@ class Settings:
     """None: plain HTTP."""
     admin_port: int = 0
     """Plain HTTP for probes and scrapes; 0: none."""
+    drain_s: float = DRAIN_S
+    """Longest wait, after SIGTERM, for answers that are under way. Not part of the documents: it belongs to the pod's grace
+    period, which does not change while the pod lives."""
 
 
 class Router:
@@ -96,6 +100,7 @@ class Router:
         self._context = Context(WorkerTable(), nothing, Metrics(), self._clock, self._desk, self._recorder)
         self._connections: set[ClientConnection] = set()
         self._picker: EndpointPicker | None = None
+        self._probes = Probes(self._context, self._asking)
         self._followed_at: float | None = None
         self._last_problem = ""
         shared = settings.member.size > 1
@@ -246,7 +251,9 @@ class Router:
             for port in self._ports:
                 await port.close()
             self._context.holding.stop()
-            await asyncio.gather(self._drain(), *([self._picker.stop(DRAIN_S)] if self._picker is not None else []))
+            await asyncio.gather(
+                self._drain(), *([self._picker.stop(self._settings.drain_s)] if self._picker is not None else [])
+            )
         finally:
             for task in (stopping, *tasks):
                 task.cancel()
@@ -300,7 +307,7 @@ class Router:
     def _tasks(self) -> Iterator[Coroutine[Any, Any, None]]:
         """Everything that runs beside the connections."""
         wanted = self._settings
-        yield from (self._follow(), self._sweep(), self._tick(), self._measure(), self._identify())
+        yield from (self._follow(), self._sweep(), self._tick(), self._measure(), self._identify(), self._close_idle())
         if wanted.tenants is not None:
             yield follow_tenants(wanted.tenants, self.know, self.failed)
         if self._link is not None:
@@ -385,13 +392,22 @@ class Router:
                 self.apply(self._emptied)
             if self._context.knowledge is not None:
                 self._context.knowledge.tick(now)
+            self._context.releases.sweep(now)
             self._context.table.routing.tick(now, self._context.config.slow_start_s)
-            exchanges = self._picker.exchanges if self._picker is not None else ()
-            watch(self._context, [*self._connections, *exchanges], now)
+            self._probes.ask(watch(self._context, self._asking(), now))
             for connection in list(self._connections):
                 connection.sweep(now)
             if self._picker is not None:
                 self._picker.sweep(now)
+
+    def _asking(self) -> list[Connection]:
+        """Whoever may wait for a worker."""
+        return [*self._connections, *(self._picker.exchanges if self._picker is not None else ())]
+
+    async def _close_idle(self) -> None:
+        while True:
+            await asyncio.sleep(IDLE_STEP_S)
+            self._context.table.expire_idle(self._clock(), self._context.config.upstream_idle_s)
 
     async def _tick(self) -> None:
         """Requests that wait for a slot must not wait for the sweep to be told that they waited too long."""
@@ -402,7 +418,7 @@ class Router:
     async def _drain(self) -> None:
         """Answer what came, then go; what is left when the time is over gets an error."""
         since = self._clock()
-        while self._connections and self._clock() - since < DRAIN_S:
+        while self._connections and self._clock() - since < self._settings.drain_s:
             self.drain_step(since)
             await asyncio.sleep(DRAIN_STEP_S)
         self._journal.say("drained", left=len(self._connections))

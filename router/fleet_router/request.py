@@ -28,7 +28,10 @@ reaches vLLM's scheduler as if we had said it, `kv_transfer_params` among it."""
 LIMITS: Final[tuple[str, ...]] = ("max_tokens", "max_completion_tokens")
 _LIMITED: Final = frozenset({*LIMITS, "min_tokens"})
 PREFILL_PARAMS: Final = b'"max_tokens":1,"stream":false,"kv_transfer_params":{"do_remote_decode":true,"do_remote_prefill":false'
-_NOT_PREFILLED: Final = frozenset({"max_tokens", "stream", "stream_options", "min_tokens", "max_completion_tokens"})
+_NOT_PREFILLED: Final = frozenset({
+    "max_tokens", "stream", "stream_options", "min_tokens", "max_completion_tokens",
+    "n", "best_of", "use_beam_search", "prompt_logprobs", "echo",  # more sequences would pin more KV; the answer goes to nobody
+})  # fmt: skip
 BYTES_PER_TOKEN: Final = 3.0
 """Rough size of a token in prompt bytes; only thresholds use it, exact checks are the worker's."""
 MESSAGES_MOST: Final = 65_536

@@ -415,13 +415,13 @@ class ClientConnection:
         self._write_answer(error.status, body, b"application/json", headers=error.headers)
         self._answer_next()
 
-    def break_off(self, message: str, *, stream: bool) -> None:
+    def break_off(self, error: RequestError, *, stream: bool) -> None:
         """The answer broke after its first byte: a stream gets an error event and no [DONE]; the connection closes."""
         self.flow = None
         if self._transport is None:
             return
         if stream:
-            error, translation = RequestError(502, message), self._translation
+            translation = self._translation
             data = b"data: " + error_body(self._request.url, error, self.request_id) + b"\n\n"
             self.write(framed(data if translation is None else translation.failed(error)) + END)
             self._close()

@@ -7,6 +7,7 @@ the leg as they arrived, framing included, so that a streamed chunk costs one pa
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable
 from typing import Final, Protocol, cast
 
@@ -24,8 +25,30 @@ LENGTH: Final = b"content-length"
 FRAMING: Final = {LENGTH, b"transfer-encoding"}
 
 
+INTERIM_AFTER: Final = (b"HTTP/1.1 ", b"HTTP/1.0 ")
+SWITCHING: Final = b"101"
+UNKNOWN: Final = -1
+BEFORE_BYTES: Final = 64
+CHUNKS_END: Final = re.compile(rb"(?:^|\r\n)0+[ \t]*(?:;[^\r\n]*)?\r\n(?:[^\r\n]+\r\n)*\r\n")
 OK: Final = 200
 NOT_HTTP: Final = "the worker's answer is not HTTP: {}"
+
+
+def chunks_end(before: bytes, data: bytes, *, followed: bool) -> int:
+    """Where in this read a chunked body ends that ends in it; -1 when that cannot be told. `before`: bytes before the read;
+    `followed`: something stands behind the end that is more than line breaks."""
+    breaks = len(data) - len(data.rstrip(b"\r\n"))
+    if not followed and breaks == len(HEAD_END) < len(data):
+        return len(data)
+    whole = before + data
+    if not followed:
+        return len(data) - max(0, len(whole) - len(whole.rstrip(b"\r\n")) - len(HEAD_END))
+    at, least = 0, len(before)
+    while (found := CHUNKS_END.search(whole, at)) is not None:
+        if found.end() > least:
+            return found.end() - least
+        at = found.start() + 1
+    return -1
 
 
 class KnownAnswer(Repeated):
@@ -63,6 +86,9 @@ class Leg(Protocol):
     def on_end(self) -> None:
         """The answer is complete."""
 
+    def on_surplus(self) -> None:
+        """After `on_end`: something stood behind the answer's end. Nobody gets it, and the connection is closed."""
+
     def on_lost(self, reason: str) -> None:
         """The connection broke before that."""
 
@@ -78,12 +104,21 @@ class Upstream:
         self._headers: list[tuple[bytes, bytes]] = []
         self._head = b""
         self._in_head = True
-        self._ended = False
+        self._ended = self._more = False
+        """The answer is whole; another message began behind it."""
+        self._interim = 0
+        """Bytes of interim answers before it."""
+        self._left = UNKNOWN
+        """Bytes of the body to come, where the head says how many."""
+        self._before = b""
+        """The last bytes before this read: the end of a body may have begun there."""
         self._keep_alive = False
         self._paused = False
         self.used = False
         """Has answered before: the worker may have closed it meanwhile."""
         self.got_bytes = False
+        self.idle_since = 0.0
+        """When it was first seen idle since its last use; 0: not yet."""
 
     # -- asyncio ----------------------------------------------------------------------------------------------------
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -112,18 +147,10 @@ class Upstream:
         leg, parser = self._leg, self._parser
         if leg is None or parser is None:
             self.abort()  # a worker that speaks unasked is not to be trusted
-            return
-        if self._in_head:
+        elif self._in_head:
             self._begins(leg, parser, data)
-            return
-        try:
-            parser.feed_data(data)
-        except httptools.HttpParserError as error:
-            self._fail(NOT_HTTP.format(error))
-            return
-        leg.on_raw(data)
-        if self._ended:
-            self._finish()
+        else:
+            self._goes_on(leg, parser, data)
 
     def _begins(self, leg: Leg, parser: httptools.HttpResponseParser, data: bytes) -> None:
         """The head, or a part of it."""
@@ -136,46 +163,94 @@ class Upstream:
             return
         try:
             body = self._feed_head(data, parser)
-        except httptools.HttpParserError as error:
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._fail(NOT_HTTP.format(error))
             return
-        if self._in_head:
+        if body is None:
             return
-        if body:
-            leg.on_raw(body)
-        elif not self._ended:
-            leg.on_head_alone()
+        leg.on_head(parser.get_status_code(), self._headers)
         if self._ended:
-            if first and self._keep_alive and parser.get_status_code() == OK:
-                self._pool.learn(data, self._headers)
-            self._finish()
+            self._finish(surplus=bool(body))
+        elif body:
+            self._goes_on(leg, parser, body, data if first and not self._interim else b"")
+        else:
+            leg.on_head_alone()
 
-    def _feed_head(self, data: bytes, parser: httptools.HttpResponseParser) -> bytes:
-        """Collect the head, feed it at once; returns the body bytes behind it."""
+    def _feed_head(self, data: bytes, parser: httptools.HttpResponseParser) -> bytes | None:
+        """Collect the head and parse it; returns the body bytes behind it, None: it is not whole yet. Interim answers (RFC 9110,
+        15.2) are passed over: we asked for nothing that they could tell us."""
         head = self._head + data if self._head else data
-        at = head.find(HEAD_END)
+        while (at := head.find(HEAD_END)) >= 0 and head[:9] in INTERIM_AFTER and head[9:10] == b"1":
+            if head[9:12] == SWITCHING:
+                raise httptools.HttpParserError("it switches protocols, and nobody asked it to")
+            self._interim += at + 4
+            head = head[at + 4 :]
+        if self._interim + (len(head) if at < 0 else 0) > MAX_HEAD_BYTES:
+            raise httptools.HttpParserError(f"head longer than {MAX_HEAD_BYTES} bytes")
         if at < 0:
-            if len(head) > MAX_HEAD_BYTES:
-                raise httptools.HttpParserError(f"head longer than {MAX_HEAD_BYTES} bytes")
             self._head = head
-            return b""
-        self._head = b""
-        parser.feed_data(head)
-        self._in_head = False
+            return None
+        self._head, self._in_head = b"", False
+        parser.feed_data(head[: at + 4])
+        if parser.get_status_code() < OK:
+            raise httptools.HttpParserError("its status line is odd")
+        for name, value in self._headers:
+            if name.lower() == LENGTH:
+                self._left = int(value)
         return head[at + 4 :]
 
-    def _finish(self) -> None:
+    def _goes_on(self, leg: Leg, parser: httptools.HttpResponseParser, data: bytes, came: bytes = b"") -> None:
+        """Bytes of the body. `came`: the read that they are of, when it began with a head that may be learnt."""
+        left, surplus = self._left, False
+        if left >= 0:
+            if len(data) > left:
+                data, surplus = data[:left], True
+            self._left = left - len(data)
+        try:
+            parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            if not self._ended:
+                self._fail(NOT_HTTP.format(error))
+                return
+            self._more = True
+        if not self._ended:
+            if left < 0:
+                self._before = data if len(data) >= BEFORE_BYTES else (self._before + data)[-BEFORE_BYTES:]
+            leg.on_raw(data)
+        else:
+            self._ends(leg, data, surplus, came)
+
+    def _ends(self, leg: Leg, data: bytes, surplus: bool, came: bytes) -> None:
+        """The last bytes of the body. `surplus`: others behind them were cut off."""
+        if self._left < 0:
+            end = chunks_end(self._before, data, followed=self._more)
+            if end < 0:
+                self._fail(NOT_HTTP.format("something stands behind its end"))
+                return
+            data, surplus = data[:end], end < len(data)
+        leg.on_raw(data)
+        if self._leg is None:
+            return  # what it read made it give the connection up
+        if came and not surplus and self._keep_alive and self._parser is not None and self._parser.get_status_code() == OK:
+            self._pool.learn(came, self._headers)
+        self._finish(surplus=surplus)
+
+    def _finish(self, *, surplus: bool) -> None:
+        """`surplus`: something came behind the end. It goes to nobody, and who knows what the next answer would be."""
         leg = self._leg
-        if self._keep_alive:
+        if self._keep_alive and not surplus:
             self._let_go()
         else:
             self.abort()
         if leg is not None:
             leg.on_end()
+            if surplus:
+                leg.on_surplus()
 
     def _let_go(self) -> None:
         """The answer is whole, and another one may follow it."""
         self._leg = None
+        self._before = b""
         self.used = True
         if self._paused:  # the client may not have read it all yet, but whoever is next must hear the worker
             self.resume()
@@ -190,15 +265,17 @@ class Upstream:
     # -- httptools --------------------------------------------------------------------------------------------------
     def on_header(self, name: bytes, value: bytes) -> None:
         """One header of the answer."""
-        self._headers.append((name, value))
+        if not self._ended:
+            self._headers.append((name, value))
 
-    def on_headers_complete(self) -> None:
-        """Head parsed."""
-        if self._leg is not None and self._parser is not None:
-            self._leg.on_head(self._parser.get_status_code(), self._headers)
+    def on_message_begin(self) -> None:
+        """Also of one that stands behind the answer."""
+        self._more = self._ended
 
     def on_message_complete(self) -> None:
         """The answer is whole."""
+        if self._ended:
+            return  # of another message behind it
         self._ended = True
         self._keep_alive = self._parser is not None and self._parser.should_keep_alive()  # known only inside this callback
 
@@ -207,7 +284,10 @@ class Upstream:
         """Write one request; `leg` hears the answer. `outbox` None: at once."""
         self._leg = leg
         self._headers = []
-        self._head, self._in_head, self._ended, self.got_bytes = b"", True, False, False
+        self._head = self._before = b""
+        self._in_head, self._ended, self._more, self.got_bytes = True, False, False, False
+        self._left, self._interim = UNKNOWN, 0
+        self.idle_since = 0.0
         if self._parser is None:  # one per connection: it only ever carries on after an answer that was whole
             self._parser = httptools.HttpResponseParser(self)
         if self.transport is None:
@@ -221,6 +301,11 @@ class Upstream:
     def ended(self) -> bool:
         """The answer is whole: there is nothing behind the bytes that were handed on last."""
         return self._ended
+
+    @property
+    def sized(self) -> bool:
+        """The head says how long the body is."""
+        return self._left >= 0
 
     def is_open(self) -> bool:
         """May be written to."""
@@ -250,7 +335,7 @@ class CollectingUpstream(Upstream):
 
     def on_body(self, body: bytes) -> None:
         """A piece of body without framing."""
-        if self._leg is not None:
+        if self._leg is not None and not self._ended:
             self._leg.on_body(body)
 
 
@@ -328,6 +413,16 @@ class Pool:
             connection.abort()
         else:
             self._idle.append(connection)
+
+    def expire(self, now: float, idle_s: float) -> None:
+        """Called now and then: close what has been idle for so long. Its other end, or what stands between, would some day, and
+        the first request after that would find out."""
+        for connection in list(self._idle):
+            if not connection.idle_since:
+                connection.idle_since = now
+            elif now - connection.idle_since > idle_s:
+                self._idle.remove(connection)
+                connection.abort()
 
     def forget(self, connection: Upstream) -> None:
         """A connection that closed."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Protocol
 
 from fleet_router.cascade.climb import Climb
 from fleet_router.context import Context
 from fleet_router.flow import Flow
+from fleet_router.follow.liveness import alive
 from fleet_router.health.silence import Waits, silent
+from fleet_router.workers import Worker
+from fleet_wire.endpoints import Endpoint
 
 
 class Connection(Protocol):
@@ -18,23 +22,73 @@ class Connection(Protocol):
     def flow(self) -> object: ...
 
 
-def watch(context: Context, connections: Iterable[Connection], now: float) -> None:
-    """Put silent workers out, and move those requests of theirs that no client has seen a byte of."""
-    flows: list[tuple[Flow, Waits]] = []
+def watch(context: Context, connections: Iterable[Connection], now: float) -> list[Worker]:
+    """Put silent workers out, and move those requests of theirs that no client has seen a byte of. Returns those that must be
+    asked whether they are there: they may be silent, or at work on answers that come as a whole."""
+    flows = _waiting(connections)
+    if not flows:
+        return []
+    workers, silent_s = context.table.workers, context.config.silent_s
+    heard = {uid: max(worker.heard_at, worker.free_at) for uid, worker in workers.items()}
+    legs = [leg for _, leg in flows]
+    found = silent(legs, heard, now, silent_s)
+    heard |= {uid: max(heard[uid], workers[uid].alive_at) for uid in {leg.worker for leg in legs} & heard.keys()}
+    unheard = silent(legs, heard, now, silent_s, whole=True) - found
+    _leave_alone(context, found, flows, now)
+    return [workers[uid] for uid in unheard]
+
+
+def not_there(context: Context, connections: Iterable[Connection], worker: Worker, asked_at: float, now: float) -> None:
+    """It was asked, and has neither answered nor said anything to anybody since."""
+    flows = _waiting(connections)
+    heard = max([worker.heard_at, *(leg.heard_at for _, leg in flows if leg.worker == worker.uid and leg.heard_at > leg.sent_at)])
+    if heard < asked_at and context.table.workers.get(worker.uid) is worker:
+        _leave_alone(context, {worker.uid}, flows, now)
+
+
+def _waiting(connections: Iterable[Connection]) -> list[tuple[Flow, Waits]]:
+    found: list[tuple[Flow, Waits]] = []
     for connection in connections:
         flow = connection.flow
         if isinstance(flow, Climb):
             flow = flow.flow
         if isinstance(flow, Flow) and (leg := flow.leg()) is not None:
-            flows.append((flow, leg))
-    if not flows:
-        return
-    workers, silent_s = context.table.workers, context.config.silent_s
-    heard = {uid: max(worker.heard_at, worker.free_at) for uid, worker in workers.items()}
-    found = silent((leg for _, leg in flows), heard, now, silent_s)
+            found.append((flow, leg))
+    return found
+
+
+def _leave_alone(context: Context, found: set[str], flows: list[tuple[Flow, Waits]], now: float) -> None:
+    workers = context.table.workers
     for uid in found:
         if workers[uid].breaker.allows(now, 0):
             workers[uid].put_out(now)
     for flow, leg in flows:
-        if leg.worker in found and now - leg.heard_at > silent_s:
+        if leg.worker in found and now - leg.heard_at > context.config.silent_s:
             flow.silent()
+
+
+class Probes:
+    """Asks workers whether they are there: each by one question at a time, and so seldom that no bound is needed but theirs."""
+
+    def __init__(self, context: Context, connections: Callable[[], Iterable[Connection]]) -> None:
+        self._context, self._connections = context, connections
+        self._asked: dict[str, asyncio.Task[None]] = {}
+
+    def ask(self, workers: Iterable[Worker], probe: Callable[[Endpoint], Awaitable[bool]] = alive) -> None:
+        """Those who are not being asked already."""
+        for worker in workers:
+            if worker.uid not in self._asked:
+                task = asyncio.get_running_loop().create_task(self._one(worker, probe))
+                self._asked[worker.uid] = task
+
+    async def _one(self, worker: Worker, probe: Callable[[Endpoint], Awaitable[bool]]) -> None:
+        asked_at = self._context.clock()
+        try:
+            there = await probe(worker.endpoint)
+        finally:
+            del self._asked[worker.uid]
+        now = self._context.clock()
+        if there:
+            worker.alive_at = now
+        else:
+            not_there(self._context, self._connections(), worker, asked_at, now)

@@ -52,6 +52,8 @@ class Worker(Candidate):
     breaker: Breaker = field(default_factory=Breaker)
     heard_at: float = 0.0
     """When an answer of it began last."""
+    alive_at: float = 0.0
+    """When it last answered the question whether it is there."""
     closed_before: int = 0
     """Of `pool.closed_by_peer`, when it was looked at last."""
     unproven: bool = True
@@ -73,6 +75,12 @@ class Worker(Candidate):
         self.pool.retire()
         if self._reading is not None:
             self._reading.retire()
+
+    def expire_idle(self, now: float, idle_s: float) -> None:
+        """Close connections that nobody has used for so long."""
+        self.pool.expire(now, idle_s)
+        if self._reading is not None:
+            self._reading.expire(now, idle_s)
 
     def follow(self, endpoint: Endpoint) -> None:
         """The operator says something new of it."""
@@ -306,6 +314,11 @@ class WorkerTable:
             if worker.pool.closed_by_peer != worker.closed_before:
                 worker.closed_before, worker.unproven = worker.pool.closed_by_peer, True
         return [worker for worker in self.workers.values() if worker.unproven]
+
+    def expire_idle(self, now: float, idle_s: float) -> None:
+        """Close connections that nobody has used for so long."""
+        for worker in self.workers.values():
+            worker.expire_idle(now, idle_s)
 
     def lines(self, now: float) -> Iterable[str]:
         """Prometheus text: who is put out."""

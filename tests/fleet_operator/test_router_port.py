@@ -113,3 +113,25 @@ def test_fleet_up_makes_a_gossip_key_and_refuses_tls_and_several_routers():
         router_secrets(fleet(tls=TLS))
     with pytest.raises(InputError, match=r"spec\.routing\.replicas"):
         router_secrets(fleet(replicas=2))
+
+
+@pytest.mark.parametrize(
+    ("spec", "most_s", "drain_s"),
+    [
+        ({}, 3600.0, 235),  # 30 s of lease and 50 ms for each of 4096 tokens, as for workers
+        ({"limits": {"maxOutputTokens": 512}}, 3600.0, 56),
+        ({"limits": {"maxOutputTokens": 1_000_000}}, 3600.0, 600),
+        ({"rollout": {"drainTimeout": "90s"}}, 3600.0, 90),
+        ({"rollout": {"drainTimeout": "90s"}}, 20.0, 20),
+    ],
+)
+def test_b14_routers_may_drain_as_long_as_an_answer_takes(spec: dict[str, Any], most_s: float, drain_s: int):
+    """Part of the pod, like its grace period: a router learns neither from documents that may change while it lives."""
+    wish = manifest()
+    wish["spec"] |= spec
+    found = InferenceFleet.model_validate(wish)
+    pod = render_router(found, OWNER, Platform(drain_most_s=most_s))[-1]["spec"]["template"]["spec"]
+    env = {one["name"]: one.get("value") for one in pod["containers"][0]["env"]}
+    assert env["FLEET_DRAIN_TIMEOUT_S"] == str(drain_s)
+    leaving_s = pod["containers"][0]["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert pod["terminationGracePeriodSeconds"] == leaving_s + drain_s + 5

@@ -24,6 +24,8 @@ class FakeWorker:
         self._server: asyncio.Server | None = None
         self.port = 0
         self.tier = "t"
+        self.hold_releases: asyncio.Event | None = None
+        """/kv/release is answered once it is set."""
 
     async def start(self) -> FakeWorker:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
@@ -52,6 +54,8 @@ class FakeWorker:
                 body = json.loads(raw)
                 if b"/kv/release" in head:
                     self.released.append(body.get("lease_id") or body["request_id"])
+                    if self.hold_releases is not None:
+                        await self.hold_releases.wait()
                     answer(writer, 200, {"released": True})
                     continue
                 self.seen.append(body)

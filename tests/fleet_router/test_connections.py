@@ -261,7 +261,7 @@ def test_a_half_closed_client_is_bounded_by_the_deadlines_of_any_request():
     async def go(rig: Rig) -> None:
         rig.decode[0].behave = gate = Gate()
         reader, writer, connection = await rig.connect()
-        writer.write(http(SHORT))
+        writer.write(http({**SHORT, "stream": True}))
         writer.write_eof()
         await gate.started.wait()
         await until(lambda: connection._half_closed)

@@ -276,7 +276,7 @@ def test_k12_a_worker_that_sends_no_token_is_given_up_at_the_deadline():
             return True
 
         rig.decode[0].behave = hang
-        posted = asyncio.create_task(rig.post(ask(prompt="short")))
+        posted = asyncio.create_task(rig.post(ask(prompt="short", stream=True)))
         await until(lambda: len(rig.decode[0].seen) == 1)
         for connection in list(rig.connections):
             connection.sweep(rig.context.clock() + CONFIG.first_token_deadline_s + 1)
@@ -305,5 +305,19 @@ def test_metrics_and_models_and_ready():
         assert 'fleet_router_inflight{role="decode",tier="t"} 0' in text
         assert b'"id":"m"' in await rig.raw(b"GET /v1/models HTTP/1.1\r\nhost: h\r\nconnection: close\r\n\r\n")
         assert (await rig.raw(b"GET /ready HTTP/1.1\r\nhost: h\r\nconnection: close\r\n\r\n")).startswith(b"HTTP/1.1 200")
+
+    run(go)
+
+
+def test_a_prefill_leg_asks_for_one_sequence_and_its_decode_leg_for_all():
+    """Every other one would pin KV on the prefill worker that nobody reads."""
+    more = {"n": 4, "best_of": 4, "use_beam_search": False, "prompt_logprobs": 1, "echo": True}
+
+    async def go(rig: Rig) -> None:
+        assert (await rig.post(ask(**more, temperature=0.5)))[0] == 200
+        (prefill,), (decode,) = rig.prefill[0].seen, rig.decode[0].seen
+        assert not more.keys() & prefill.keys()
+        assert prefill["temperature"] == 0.5
+        assert more.items() <= decode.items()
 
     run(go)

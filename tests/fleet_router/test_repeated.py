@@ -317,7 +317,7 @@ def test_requests_of_one_connection_are_answered_counted_and_remembered_alike(pr
         metrics = rig.context.metrics
         assert (metrics.requests[200], sum(metrics.handed_over.values())) == (4, 4 * prefill)
         (served,) = metrics.served.values()
-        assert (served.requests, sum(served.ttft.fold()), served.errors) == (4, 4, 0)
+        assert (served.requests, sum(served.whole.fold()), sum(served.ttft.fold()), served.errors) == (4, 4, 0, 0)
         assert [body["user"] for body in rig.decode[0].seen] == ["u" * 2 * number for number in range(4)]
         assert all(("kv_transfer_params" in body) == bool(prefill) for body in rig.decode[0].seen)
         assert all(worker.released == [] for worker in rig.prefill)

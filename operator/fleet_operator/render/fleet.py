@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from fleet_api.v1alpha1 import InferenceFleet, SloClassSpec, TenantsSpec
@@ -23,6 +24,7 @@ from fleet_operator.names import (
 from fleet_operator.render.network import PORTS, port_of
 from fleet_operator.render.port import add_port, requests, routers_of
 from fleet_operator.render.template import security
+from fleet_operator.render.worker import drain_timeout_s
 from fleet_operator.settings import Platform
 from fleet_planner.reconcile import Plan
 from fleet_planner.types import PoolWanted, Target
@@ -45,8 +47,8 @@ API_VERSION = "inferencefleet.io/v1alpha1"
 ROUTER_PORT = 8080
 PICKER_PORT = 9002
 """Where the inference extension's own picker listens."""
-ROUTER_GRACE_S = 40
-"""The pause below, 30 s of draining, and slack."""
+ROUTER_SLACK_S = 5
+"""From the end of a router's drain to its kill: what it then cut has to go out."""
 ROUTER_LEAVING_S = 5
 """A stopping router closes its port at once: first the cluster's proxies must have learned that it goes."""
 ROUTER_STARTUP_FAILURES = 60
@@ -257,10 +259,16 @@ def _deployment(fleet: InferenceFleet, owner: Object, platform: Platform, select
     }
 
 
+def _router_drain_s(fleet: InferenceFleet, platform: Platform) -> int:
+    """Longest wait of a stopping router for its streams: what the longest answer of any tier takes, as for workers."""
+    return math.ceil(max(drain_timeout_s(fleet, tier, platform) for tier in fleet.spec.tiers))
+
+
 def _router_pod(fleet: InferenceFleet, platform: Platform) -> Object:
     name, in_cluster = router_name(fleet.metadata.name), platform.follow == "kube"
     follow = f"kube:{fleet.metadata.namespace}/{name}" if in_cluster else f"dir:{ROUTER_MOUNT}"
-    env = [{"name": "FLEET_PORT", "value": str(platform.router_port)}]
+    drain_s = _router_drain_s(fleet, platform)
+    env = [{"name": "FLEET_PORT", "value": str(platform.router_port)}, {"name": "FLEET_DRAIN_TIMEOUT_S", "value": str(drain_s)}]
     if platform.router_host is not None:
         env.append({"name": "FLEET_BIND_HOST", "value": platform.router_host})
     container: Object = {
@@ -284,7 +292,7 @@ def _router_pod(fleet: InferenceFleet, platform: Platform) -> Object:
         "serviceAccountName": name,
         "automountServiceAccountToken": in_cluster,
         "enableServiceLinks": False,
-        "terminationGracePeriodSeconds": ROUTER_GRACE_S,
+        "terminationGracePeriodSeconds": ROUTER_LEAVING_S + drain_s + ROUTER_SLACK_S,
         "securityContext": security(None, shared_group=False),
         # for one router as well: another number of them must not change the template, and restart those that are there
         "topologySpreadConstraints": [

@@ -56,9 +56,9 @@ class Held:
         """There is none."""
         self._climb.undrafted(error)
 
-    def break_off(self, message: str, *, stream: bool) -> None:
+    def break_off(self, error: RequestError, *, stream: bool) -> None:
         """It broke in the middle."""
-        self._climb.undrafted(RequestError(502, message))
+        self._climb.undrafted(error)
 
     def abort(self) -> None:
         """Nobody waits for us to read."""

@@ -12,6 +12,7 @@ from fleet_router.admission.runaway import FINISH, Why
 from fleet_router.allowed import with_allowed
 from fleet_router.dialect.chat import DONE, Choice, Completion, Events, Usage, completion, worker_error
 from fleet_router.errors import RequestError, error_json
+from fleet_router.health.inband import words_of
 
 CHAT: Final = b"/v1/chat/completions"
 PLACE: Final = re.compile(r"^messages\[\d+\]\.content\[\d+\]")
@@ -62,6 +63,8 @@ class Translation(ABC):
         """Tokens (input, output), as soon as the worker has told them."""
         self.collected = bytearray()
         """A whole answer, as far as it came."""
+        self.broke = ""
+        """The worker's words, when its stream told of an error: nothing behind it is read."""
 
     def body(self) -> bytes:
         """The worker's request."""
@@ -129,16 +132,19 @@ class ChatTranslation(Translation):
 
     def forget_partial(self) -> None:
         """See `Translation`."""
-        self._events = Events()
+        self._events, self.broke = Events(), ""
 
     def _told(self, payload: bytes) -> bytes:
-        if self._ended:
+        if self._ended or self.broke:
             return b""
         if payload == DONE:
             self._ended = True
             return self.finished()
         chunk = completion(payload)
         if chunk.error:
+            self.broke = words_of(payload) or ""
+            if self.broke:
+                return b""  # another worker may carry the stream on
             self._ended = True
             words = bytes(chunk.error)[:500].decode(errors="replace")
             return self.failed(RequestError(502, f"the worker broke the stream off: {words}"))
@@ -162,7 +168,8 @@ class ChatTranslation(Translation):
             answer = completion(bytes(self.collected))
             self._know(answer)
             return self.whole(answer)
-        return b"" if self._ended else self.failed(RequestError(502, "the worker's stream ended early"))
+        why = f"the worker broke the stream off: {self.broke}" if self.broke else "the worker's stream ended early"
+        return b"" if self._ended else self.failed(RequestError(502, why))
 
     @abstractmethod
     def chunk(self, chunk: Completion) -> bytes:

@@ -13,6 +13,7 @@ from fleet_router.admission.gate import Ticket
 from fleet_router.asked import Ask, Hints
 from fleet_router.config import RouterConfig
 from fleet_router.context import Client, Context
+from fleet_router.errors import RequestError
 from fleet_router.flow import Flow
 from fleet_router.request import decode_body
 from fleet_router.workers import Worker
@@ -63,6 +64,7 @@ class Picked(Flow):
         return ask
 
     def _send_decode(self, worker: Worker, reference: bytes | None) -> None:
+        self._waits_for(worker)
         worker.began()
         self._leg_worker = worker
         self.sent_at = self._context.clock()
@@ -104,7 +106,7 @@ class Picked(Flow):
         """The gateway's answer goes on as it is; we count no more of it."""
         if self._leg_worker is not None:
             self._blame(self._leg_worker, why)
-        self._break(why)
+        self._break(RequestError(502, why))
 
 
 def address_of(worker: Worker) -> str:

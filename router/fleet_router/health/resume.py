@@ -74,7 +74,7 @@ def _below(raw: msgspec.Raw, bound: float) -> bool:
 def said_of(events: bytes) -> Said | None:
     """Of whole events; None when something is among them that cannot be compared."""
     said = Said()
-    for payload in events.split(b"\n\n"):
+    for payload in events.replace(b"\r\n", b"\n").split(b"\n\n"):
         if not payload.startswith(b"data: ") or payload == b"data: [DONE]":
             continue
         try:

@@ -11,12 +11,20 @@ from typing import ClassVar, Final
 
 CHUNK_END: Final = b"\n\n\r\n"
 """The end of a chunk that ends with an event. Inside JSON a line break is escaped."""
-ENDS: Final[tuple[bytes, ...]] = (CHUNK_END, b"\r\n0\r\n\r\n")
+CRLF_END: Final = b"\r\n\r\n\r\n"
+"""The same of a server whose events end with CRLF."""
+CHUNK_ENDS: Final[tuple[bytes, ...]] = (CHUNK_END, CRLF_END)
+ENDS: Final[tuple[bytes, ...]] = (CHUNK_END, b"\r\n0\r\n\r\n", CRLF_END)
 """Ends of a read after which something else may follow."""
 STREAM_MOST_BYTES: Final = 1024 * 1024
 ROOM_BYTES: Final = 32 * 1024 * 1024
 STEP_BYTES: Final = 16 * 1024
 """Room is taken in steps of so much."""
+
+
+def events_end(data: bytes, until: int) -> int:
+    """Where the last chunk before `until` ends that ends with an event; 0: there is none."""
+    return max(at + len(end) if (at := data.rfind(end, 0, until)) >= 0 else 0 for end in CHUNK_ENDS)
 
 
 @dataclass
@@ -53,6 +61,13 @@ class Sent:
             self._take()
         return data
 
+    def take_back(self, size: int) -> None:
+        """So much of the end of the last read did not go out after all."""
+        if size and self._kept:
+            last = self._kept.pop()
+            self._kept.append(last[: len(last) - size])
+            self._size -= size
+
     def keep(self, data: bytes) -> None:
         """One more read whose framing is gone, and of which something else goes out."""
         self._kept.append(data)
@@ -61,9 +76,7 @@ class Sent:
             self._take()
 
     def _up_to_an_end(self, data: bytes) -> bytes:
-        at = len(data) if data.endswith(ENDS) else data.rfind(CHUNK_END) + len(CHUNK_END)
-        if at < len(CHUNK_END):
-            at = 0
+        at = len(data) if data.endswith(ENDS) else events_end(data, len(data))
         self._rest = data[at:]
         return data[:at]
 

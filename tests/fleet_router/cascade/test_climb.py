@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fleet_router.config import AnswerCheck, TierRule
-from fleet_router.watching import watch
+from fleet_router.watching import not_there, watch
 from tests.fleet_router.cascade.ladder import CHAT, SMALL, TALK, Ladder, climbing, config, text_of
 from tests.fleet_router.chat_worker import says
 from tests.fleet_router.fake_worker import answer
@@ -196,17 +196,22 @@ def test_an_answer_that_cannot_be_put_together_again_is_no_answer():
     climbing(go, config(check=AnswerCheck(least_mean_logprob=-1.0)))
 
 
-def test_a_tier_that_falls_silent_is_passed_over_as_soon_as_a_worker_is_put_out():
+@pytest.mark.parametrize("streamed", [True, False])
+def test_a_tier_that_falls_silent_is_passed_over_as_soon_as_a_worker_is_put_out(streamed: bool):
+    """Where the draft comes as a whole, once it does not answer either that it is there."""
+
     async def go(ladder: Ladder) -> None:
         async def silent(body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
             await until(lambda: ladder.asked["large"] > 0)
             return True
 
         ladder.behave("small", silent)
-        asking = asyncio.create_task(ladder.talk())
+        asking = asyncio.create_task(ladder.talk(stream=streamed))
         await until(lambda: ladder.asked["small"] == 1)
         context = ladder.rig.context
-        watch(context, ladder.rig.connections, context.clock() + context.config.silent_s + 1)
+        now = context.clock() + context.config.silent_s + 1
+        for worker in watch(context, ladder.rig.connections, now):
+            not_there(context, ladder.rig.connections, worker, now, now)
         assert (await asking)[:2] == (200, "large")
 
     climbing(go, config())
@@ -256,7 +261,7 @@ def test_a_draft_that_does_not_come_in_time_is_the_next_tiers_turn():
         ladder.behave("small", silent)
         asking = asyncio.create_task(ladder.talk())
         await until(lambda: ladder.asked["small"] == 1)
-        ladder.rig.sweep(later_s=61.0)
+        ladder.rig.sweep(later_s=ladder.rig.context.config.whole_answer_most_s + 1)
         assert (await asking)[:2] == (200, "large")
 
     climbing(go, config())

@@ -8,9 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from fleet_router.follow.liveness import TIMEOUT_S
 from fleet_router.health.breaker import FAILURES_MOST, PAIR_FAILURES_MOST
 from fleet_router.health.budget import FIRST, SHARE
-from fleet_router.watching import watch
+from fleet_router.watching import not_there, watch
 from tests.fleet_router.fake_worker import FakeWorker, answer, stream
 from tests.fleet_router.rig import CONFIG, LONG, Rig, ask, run, until
 
@@ -160,20 +161,27 @@ def test_r7_when_all_fail_the_retries_are_a_share_of_the_requests():
     run(go, prefill=0, decode=4)
 
 
-def test_a_worker_that_says_nothing_is_put_out_and_who_waits_is_moved():
+@pytest.mark.parametrize("streamed", [True, False])
+def test_a_worker_that_says_nothing_is_put_out_and_who_waits_is_moved(streamed: bool):
+    """Where answers come as a whole, once it does not answer either that it is there."""
+
     async def go(rig: Rig) -> None:
         async def hang(_: Any, writer: asyncio.StreamWriter) -> bool:
             await asyncio.sleep(30)
             return True
 
         rig.decode[0].behave = hang
-        posts = [asyncio.create_task(rig.post(ask(prompt=f"{i} short"))) for i in range(8)]
+        posts = [asyncio.create_task(rig.post(ask(prompt=f"{i} short", stream=streamed))) for i in range(8)]
         await until(lambda: len(rig.decode[0].seen) > 0 and sum(seen(rig.decode)) == 8)
         waiting = len(rig.decode[0].seen)
         await until(lambda: sum(post.done() for post in posts) == 8 - waiting)
         watch(rig.context, rig.connections, rig.context.clock() + CONFIG.silent_s - 1)
         assert rig.context.metrics.retries == 0
-        watch(rig.context, rig.connections, rig.context.clock() + CONFIG.silent_s + 1)
+        unheard = watch(rig.context, rig.connections, rig.context.clock() + CONFIG.silent_s + 1)
+        assert [worker.endpoint.http_port for worker in unheard] == ([] if streamed else [rig.decode[0].port])
+        for worker in unheard:
+            asked_at = rig.context.clock() + CONFIG.silent_s + 1
+            not_there(rig.context, rig.connections, worker, asked_at, asked_at + TIMEOUT_S)
         assert [status for status, _ in await asyncio.gather(*posts)] == [200] * 8
         assert rig.context.metrics.retries == waiting
         assert (await rig.post(ask(prompt="short")))[0] == 200

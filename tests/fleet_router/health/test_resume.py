@@ -21,7 +21,7 @@ from fleet_router.health.resume import OVERLAP_TOKENS, Again, DiffersError, Star
 from fleet_router.health.sent import STREAM_MOST_BYTES, Room, Sent
 from fleet_router.request import parse_body
 from tests.fleet_router.fake_worker import answer
-from tests.fleet_router.rig import CONFIG, Rig, run
+from tests.fleet_router.rig import CONFIG, Rig, run, until
 
 PREFILLING = msgspec.structs.replace(CONFIG, resume="prefill")
 GREEDY = {"model": "m", "prompt": [5, 6, 7], "max_tokens": 40, "temperature": 0, "stream": True}
@@ -345,7 +345,7 @@ def test_another_workers_other_tokens_never_reach_a_client():
         assert b'"code":"bad_gateway"' in got
         body, _, _ = unframed(got).rpartition(b'data: {"error"')
         said = said_of(body)
-        assert said is not None
+        assert said is not None, got
         assert said.ids == tokens([5, 6, 7], 12)
         assert rig.context.metrics.resumed == {"differs": 1}
 
@@ -364,7 +364,7 @@ def test_a_worker_that_failed_before_carries_on_when_it_is_the_only_one_left():
         rig.decode[0].behave = rig.decode[1].behave = dying
         _, got = await rig.post(GREEDY)
         said = said_of(unframed(got))
-        assert said is not None
+        assert said is not None, got
         assert said.text == "".join(map(word, tokens([5, 6, 7], 40)))
         assert got.count(b"[DONE]") == 1
         assert [sum("max_tokens" in one for one in worker.seen) for worker in rig.decode] in ([2, 1], [1, 2])
@@ -381,3 +381,46 @@ def test_a_stream_that_breaks_again_and_again_ends_with_an_error():
         assert rig.context.metrics.resumed == {"refused": 1}
 
     run(go, prefill=0, decode=6)
+
+
+def test_a_leg_that_begins_while_the_client_does_not_read_is_not_read_either():
+    """Else a stream that is carried on is kept here whole, for a client that takes nothing of it."""
+
+    async def go(rig: Rig) -> None:
+        die = asyncio.Event()
+
+        async def first(body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+            for worker in rig.decode:
+                worker.behave = generator()
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+            for made in events(tokens([5, 6, 7], 40)[:12], with_ids=False, finish=False):
+                writer.write(framed(made))
+            await die.wait()
+            writer.close()
+            return True
+
+        rig.decode[0].behave = rig.decode[1].behave = first
+        posted = asyncio.create_task(rig.post(GREEDY))
+        await until(lambda: any(c.flow is not None and c.flow.started for c in rig.connections))
+        (connection,) = rig.connections
+
+        async def meanwhile() -> bool:
+            connection.pause_writing()
+            return True
+
+        for worker in rig.context.table.by_role["decode"]:
+            worker.reading()._proven = meanwhile
+        flow, before = connection.flow, connection.flow._connection
+        die.set()
+        await until(lambda: connection._unread and flow._connection is not None and flow._connection is not before)
+        assert flow._connection._paused
+        for _ in range(20):
+            await asyncio.sleep(0.001)
+        assert not flow._connection.got_bytes
+        connection.resume_writing()
+        _, got = await posted
+        said = said_of(unframed(got))
+        assert said is not None, got
+        assert said.text == "".join(map(word, tokens([5, 6, 7], 40)))
+
+    run(go, prefill=0, decode=2)

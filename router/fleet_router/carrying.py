@@ -1,0 +1,115 @@
+"""A stream that broke after its first byte: carried on by another worker, or ended with an error (health/resume.py says when)."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from fleet_router.answering import EVENT_END
+from fleet_router.ending import CHAT_PATH, END, framed, unframed
+from fleet_router.errors import RequestError
+from fleet_router.health.inband import error_in
+from fleet_router.health.resume import Again, Said, Start, continued, said_of, start_of
+from fleet_router.measuring import Measuring
+from fleet_router.policy.chosen import Choice
+
+if TYPE_CHECKING:
+    from fleet_router.workers import Worker
+
+RESUMES_MOST: Final = 3
+"""Of one stream."""
+
+
+class Carrying(Measuring):
+    """What is done after the first byte; the legs are the flow's."""
+
+    __slots__ = ()
+
+    def _resume(self, failed: Worker, why: str) -> None:
+        """The stream broke: another worker carries it on, exactly, or the client is told."""
+        said = self._said()
+        self._trip_over()
+        if said is None or self._resumes >= RESUMES_MOST or not self._may_retry(free=False):
+            self._cannot_resume("refused", why)
+            return
+        self._resumes += 1
+        self._excluded, self._moved, self._counted = self._others_than(failed), False, None
+        self.deadline = self._context.clock() + self.config.first_token_deadline_s
+        start = start_of(self._asked, said) if self.config.resume == "prefill" else Start()
+        prompt = self._asked.prompt
+        if start.tokens and prompt[:1] == b"[" and self._path != CHAT_PATH:
+            self._carry_on(said, start, msgspec.json.decode(prompt, type=list[int]))
+        elif start.tokens:
+            self._count_prompt(said, start, why)
+        else:
+            self._carry_on(said, start, [])
+
+    def _others_than(self, failed: Worker) -> frozenset[str]:
+        """Whom the rest is not asked of. Workers that failed before are asked again when nobody else is left: a container that
+        started anew keeps its pod's uid."""
+        tried = self._excluded | {failed.uid}
+        return tried if isinstance(self._pick(tried), Choice) else frozenset({failed.uid})
+
+    def _said(self) -> Said | None:
+        """What the client has; None when it cannot be known."""
+        if self._sent is not None and self._sent.carries:
+            return said_of(unframed(self._sent.kept()))
+        if self._heard is None or self._translation is None:
+            return None
+        self._translation.forget_partial()
+        heard = self._heard.kept().replace(b"\r\n", b"\n")
+        if (found := error_in(heard)) is not None:
+            heard = heard[: found[0] + 1]  # nobody was told of it, nor of what came behind it
+        return said_of(heard.rpartition(EVENT_END)[0])
+
+    def _carry_on(self, said: Said, start: Start, prompt: list[int]) -> None:
+        self._ask = continued(self._asked, said, start, prompt) if start.tokens else self._asked
+        self._again = Again(said, start, as_chat=start.tokens > 0 and self._path == CHAT_PATH)
+        self.begin()
+
+    def resumed(self) -> None:
+        """The other worker answers."""
+        self._taken(self._leg_worker)
+
+    def cannot_resume(self, why: str) -> None:
+        """What the other worker says is not what the first one said: nobody is to be believed."""
+        self._abandon_leg()
+        self._cannot_resume("differs", why)
+
+    def _cannot_resume(self, outcome: str, why: str) -> None:
+        self._context.metrics.resumed[outcome] += 1
+        self._break(RequestError(502, why))
+
+    def more(self, new: bytes, *, last: bool) -> None:
+        """An event of the other worker, as far as it is new."""
+        if self._translation is None:
+            self.raw(framed(new) + (END if last else b""))
+        else:
+            self.hear(new)
+            self.raw(framed(new), framed(self._translation.feed(new)))
+
+    def carried(self) -> None:
+        """The other worker has said all."""
+        if self._translation is not None:
+            self.raw(b"", framed(self._translation.end()) + END)
+        self._context.metrics.resumed["done"] += 1
+        self.end()
+
+    def broke_off(self, words: str) -> None:
+        """The worker told of an error inside its stream, in these words."""
+        if not self.done:
+            self._fault(f"the worker broke the stream off: {words}")
+
+    @abstractmethod
+    def _may_retry(self, *, free: bool) -> bool:
+        """One more attempt; `free`: nothing ran in the one before."""
+
+    @abstractmethod
+    def _count_prompt(self, said: Said, start: Start, why: str) -> None:
+        """The prompt as token ids, from some worker; without them the whole answer is asked for again."""
+
+    @abstractmethod
+    def _abandon_leg(self) -> None:
+        """Close the leg's connection."""

@@ -1,0 +1,193 @@
+"""Errors inside a stream whose head said 200. Incident: vLLM's EngineDeadError went to clients as the end of a good answer, with
+[DONE], and its worker was asked again and again."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from fleet_router.ending import framed, unframed
+from fleet_router.health.inband import error_in
+from fleet_router.health.resume import said_of
+from tests.fleet_router.fake_worker import FakeWorker
+from tests.fleet_router.health.test_resume import GREEDY, events, generator, tokens, word
+from tests.fleet_router.rig import CONFIG, Rig, run
+
+SAID = json.dumps({"error": {"message": "EngineCore died.", "type": "InternalServerError", "param": None, "code": 500}}).encode()
+SHAPES = {
+    "vllm": b"data: " + SAID + b"\n\n",
+    "compact": b'data: {"error":{"message":"EngineCore died.","code":500}}\n\n',
+    "text": b'data: {"error": "EngineCore died."}\n\n',
+    "object": b'data: {"object": "error", "message": "EngineCore died.", "code": 500}\n\n',
+    "event": b"event: error\ndata: " + SAID + b"\n\n",
+}
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+DONE = b"data: [DONE]\n\n"
+ALL = "".join(map(word, tokens([5, 6, 7], 40)))
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": GREEDY,
+    "/v1/chat/completions": {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 40, "stream": True},
+    "/v1/messages": {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 40, "stream": True},
+    "/v1/responses": {"model": "m", "input": "hi", "max_output_tokens": 40, "stream": True},
+}
+
+
+def reads(body: dict[str, Any], error: bytes, after: int, cut: str) -> list[bytes]:
+    """A stream that tells of an error after so many tokens, as it comes."""
+    made = events(tokens([5, 6, 7], 40)[:after], chat="messages" in body, with_ids=False, finish=False)
+    chunks = [framed(one) for one in [*made, error, DONE]]
+    if cut == "one chunk":
+        chunks = [framed(b"".join([*made, error, DONE]))]
+    whole = b"".join([HEAD, *chunks, b"0\r\n\r\n"])
+    if cut == "pieces":
+        return [whole[at : at + 23] for at in range(0, len(whole), 23)]
+    return [HEAD, *chunks, b"0\r\n\r\n"] if cut == "by chunk" else [whole]
+
+
+def dies(rig: Rig, error: bytes, after: int, cut: str) -> list[FakeWorker]:
+    """Who is asked first tells of an error, then all are sound. Returns who was."""
+    found: list[FakeWorker] = []
+
+    def behaviour(worker: FakeWorker) -> Any:
+        async def behave(body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+            if found:
+                return bool(await generator()(body, writer))
+            found.append(worker)
+            for read in reads(body, error, after, cut):
+                writer.write(read)
+                await writer.drain()
+                await asyncio.sleep(0.001)
+            return True
+
+        return behave
+
+    for worker in rig.decode:
+        worker.behave = behaviour(worker)
+    return found
+
+
+def text_of(path: str, got: bytes) -> str:
+    told = [json.loads(line[6:]) for line in unframed(got).split(b"\n") if line.startswith(b"data: {")]
+    if path == "/v1/messages":
+        return "".join(one["delta"]["text"] for one in told if one.get("type") == "content_block_delta")
+    if path == "/v1/responses":
+        return "".join(one["delta"] for one in told if one.get("type") == "response.output_text.delta")
+    said = said_of(b"".join(b"data: " + json.dumps(one).encode() + b"\n\n" for one in told if "error" not in one))
+    assert said is not None
+    return said.text
+
+
+@pytest.mark.parametrize("path", list(BODIES))
+@pytest.mark.parametrize("cut", ["by chunk", "one read", "one chunk", "pieces"])
+@pytest.mark.parametrize("after", [0, 5])
+def test_b7_a_determined_stream_goes_on_elsewhere(path: str, cut: str, after: int):
+    async def go(rig: Rig) -> None:
+        dies(rig, SHAPES["vllm"], after, cut)
+        status, got = await rig.post({**BODIES[path], "temperature": 0}, path)
+        assert (status, text_of(path, got)) == (200, ALL), got
+        assert b"EngineCore" not in got
+        assert got.endswith(b"0\r\n\r\n")
+        metrics = rig.context.metrics
+        assert metrics.resumed["done"] + metrics.retries >= 1
+        assert metrics.of("t", "r").errors == 1
+        assert metrics.streams_broken == 0
+
+    run(go, prefill=0, decode=2)
+
+
+@pytest.mark.parametrize("path", list(BODIES))
+@pytest.mark.parametrize("cut", ["by chunk", "one read", "pieces"])
+def test_b7_any_other_stream_ends_with_an_error_and_no_done(path: str, cut: str):
+    async def go(rig: Rig) -> None:
+        (*_, first) = [dies(rig, SHAPES["vllm"], 5, cut)]
+        status, got = await rig.post(BODIES[path] | {"temperature": 1}, path)
+        assert (status, b"[DONE]" in got) == (200, False)
+        assert b"the worker broke the stream off: EngineCore died." in got
+        assert got.count(b"EngineCore") == 1
+        assert got.endswith(b"0\r\n\r\n")
+        assert text_of(path, got) == "".join(map(word, tokens([5, 6, 7], 40)[:5]))
+        assert not any(kind in got for kind in (b"message_stop", b"response.completed"))
+        worker = next(w for w in rig.context.table.by_role["decode"] if w.endpoint.http_port == first[0].port)
+        assert (worker.breaker.failures, worker.pool._idle, rig.context.metrics.streams_broken) == (1, [], 1)
+
+    run(go, prefill=0, decode=2)
+
+
+@pytest.mark.parametrize("shape", list(SHAPES))
+def test_b7_however_an_engine_says_it(shape: str):
+    async def go(rig: Rig) -> None:
+        dies(rig, SHAPES[shape], 5, "by chunk")
+        _, got = await rig.post(GREEDY)
+        assert (text_of("", got), b"EngineCore" in got, got.count(b"[DONE]")) == (ALL, False, 1)
+        assert rig.context.metrics.resumed == {"done": 1}
+
+    run(go, prefill=0, decode=2)
+
+
+def test_b7_an_engine_that_dies_every_time_is_put_out():
+    async def go(rig: Rig) -> None:
+        async def always(body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+            for read in reads(body, SHAPES["vllm"], 3, "by chunk"):
+                writer.write(read)
+                await writer.drain()
+            return True
+
+        for worker in rig.decode:
+            worker.behave = always
+        for _ in range(8):
+            _, got = await rig.post({**GREEDY, "temperature": 1})
+            assert b"[DONE]" not in got
+        assert rig.context.table.trouble.ejections >= 1
+
+    run(go, prefill=0, decode=2, config=msgspec.structs.replace(CONFIG, resume="off"))
+
+
+def test_b7_a_resumed_stream_may_break_in_the_same_way():
+    async def go(rig: Rig) -> None:
+        left = [12, 6]
+
+        async def behave(body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+            if not left:
+                return bool(await generator()(body, writer))
+            for read in reads(body, SHAPES["vllm"], left.pop(0), "by chunk"):
+                writer.write(read)
+                await writer.drain()
+            return True
+
+        for worker in rig.decode:
+            worker.behave = behave
+        _, got = await rig.post(GREEDY)
+        assert (text_of("", got), rig.context.metrics.resumed) == (ALL, {"done": 1})
+
+    run(go, prefill=0, decode=3)
+
+
+def test_what_is_the_clients_fault_is_the_clients_to_read():
+    """Else one bad request would put every worker out."""
+
+    async def go(rig: Rig) -> None:
+        error = b'data: {"error": {"message": "no such token", "type": "BadRequestError", "code": 400}}\n\n'
+        dies(rig, error, 3, "by chunk")
+        _, got = await rig.post(GREEDY)
+        assert (b"no such token" in got, rig.context.metrics.retries) == (True, 0)
+        assert all(worker.breaker.failures == 0 for worker in rig.context.table.by_role["decode"])
+
+    run(go, prefill=0, decode=2)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b'data: {"choices":[{"text":"error"}]}\n\n',
+        b'data: {"choices":[{"text":"\\ndata: {\\"error\\": {}}"}]}\n\n',
+        b'data: {"error":null,"choices":[]}\n\n',
+        b'data: {"id":"error","choices":[]}\n\n',
+        b"event: errands\ndata: {}\n\n",
+    ],
+)
+def test_text_about_errors_is_no_error(data: bytes):
+    assert error_in(b"20\r\n" + data + b"\r\n") is None

@@ -1,0 +1,85 @@
+"""A router that is told to go: it waits for its streams as long as it may, and who is cut is told why."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from typing import Any
+
+import pytest
+
+from fleet_router.__main__ import arguments
+from fleet_router.process import DRAIN_STEP_S
+from tests.fleet_router.fake_worker import stream
+from tests.fleet_router.rig import Rig, run, until
+
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "short"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
+    "/v1/messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4},
+    "/v1/responses": {"input": "hi"},
+}
+
+
+@pytest.mark.parametrize("path", list(BODIES))
+@pytest.mark.parametrize("ends", [True, False], ids=["ends-in-time", "is-cut"])
+def test_b14_streams_are_waited_for_and_those_that_are_cut_say_why(path: str, ends: bool):
+    """Incident: every stream of more than 30 s was cut when a router was replaced, as if its worker had failed."""
+
+    async def go(rig: Rig) -> None:
+        going, over = asyncio.Event(), asyncio.Event()
+
+        async def slow(_: Any, writer: asyncio.StreamWriter) -> bool:
+            await stream(writer, ["a"], end=False)
+            going.set()
+            await over.wait()
+            writer.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
+            return True
+
+        rig.decode[0].behave = slow
+        router, later_s, now = rig.router, 0.0, rig.router._clock()
+        router._settings = dataclasses.replace(router._settings, drain_s=235.0)
+        router._clock = lambda: now + later_s
+        posted = asyncio.create_task(rig.post({"model": "m", "stream": True, **BODIES[path]}, path))
+        await going.wait()
+        await until(lambda: any(c.flow is not None and c.flow.started for c in rig.connections))
+        rig.context.draining = True
+        draining = asyncio.create_task(router._drain())
+        await asyncio.sleep(0)  # it has begun
+        later_s = 234.0
+        await asyncio.sleep(3 * DRAIN_STEP_S)
+        assert not posted.done()
+        if ends:
+            over.set()
+        else:
+            later_s = 236.0
+        _, got = await posted
+        await draining
+        if path in ("/v1/completions", "/v1/chat/completions"):  # the other dialects have codes of their own
+            assert (b'"code":"shutting_down"' in got) is not ends
+        assert (b"the router is shutting down" in got) is not ends
+        assert got.endswith(b"0\r\n\r\n")
+        over.set()
+
+    run(go, prefill=0)
+
+
+@pytest.mark.parametrize(
+    ("argv", "env", "found"),
+    [
+        ([], None, 30.0),
+        ([], "235", 235.0),
+        (["--drain-timeout", "5"], "235", 5.0),
+        ([], "soon", None),
+        (["--drain-timeout=-1"], None, None),
+    ],
+)
+def test_how_long_a_router_drains(argv: list[str], env: str | None, found: float | None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("FLEET_DRAIN_TIMEOUT_S", raising=False)
+    if env is not None:
+        monkeypatch.setenv("FLEET_DRAIN_TIMEOUT_S", env)
+    if found is None:
+        with pytest.raises(SystemExit):
+            arguments(["--follow", "dir:/x", *argv])
+    else:
+        assert arguments(["--follow", "dir:/x", *argv]).drain_timeout == found

@@ -1,0 +1,103 @@
+"""KV that is given back: in bounded time, in bounded number, and counted. Incident: every release that a worker did not answer
+kept one connection for ever."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from fleet_router.release import PER_WORKER_MOST, RELEASE_S
+from tests.fleet_router.fake_worker import answer
+from tests.fleet_router.rig import LONG, Rig, ask, run, until
+
+
+async def refuses(_: Any, writer: asyncio.StreamWriter) -> bool:
+    answer(writer, 400, {"error": {"message": "no"}})
+    return True
+
+
+def counted(rig: Rig) -> dict[str, int]:
+    """After a sweep."""
+    rig.context.releases.sweep(rig.context.clock())
+    text = rig.router.plain(b"/metrics")[2].decode()
+    lines = [line.split("} ") for line in text.splitlines() if line.startswith("fleet_router_kv_releases_total{")]
+    return {name.split('"')[1]: int(count) for name, count in lines}
+
+
+def held_connections(rig: Rig) -> int:
+    return sum(len(found) for found in rig.context.releases._by_pool.values())
+
+
+def test_b8_releases_that_nobody_answers_end_and_leave_no_connection():
+    async def go(rig: Rig) -> None:
+        over, open_now = asyncio.Event(), 0
+        serve = rig.prefill[0]._serve
+
+        async def counting(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal open_now
+            open_now += 1
+            await serve(reader, writer)
+            open_now -= 1
+
+        await rig.prefill[0].stop()
+        rig.prefill[0].hold_releases = over
+        rig.prefill[0]._server = await asyncio.start_server(counting, "127.0.0.1", rig.prefill[0].port)
+        rig.decode[0].behave = refuses
+        for i in range(5):
+            assert (await rig.post(ask(prompt=f"{i}{LONG}")))[0] == 400
+        await until(lambda: len(rig.prefill[0].released) == 5)
+        assert open_now >= 5
+        rig.context.releases.sweep(rig.context.clock() + RELEASE_S - 1)
+        assert open_now >= 5
+        rig.context.releases.sweep(rig.context.clock() + RELEASE_S + 1)
+        over.set()
+        await until(lambda: open_now <= 1)
+        assert counted(rig) == {"late": 5}
+        assert rig.context.releases._by_pool == {}
+
+    run(go)
+
+
+def test_b8_no_more_than_a_few_wait_for_one_worker():
+    async def go(rig: Rig) -> None:
+        rig.prefill[0].hold_releases = over = asyncio.Event()
+        pool = rig.context.table.by_role["prefill"][0].pool
+        more = 7
+        head = b"POST /kv/release HTTP/1.1\r\nhost: h\r\ncontent-length: 16\r\n\r\n"
+        for _ in range(PER_WORKER_MOST + more):
+            rig.context.releases.send(pool, head + b'{"lease_id":"l"}', rig.context.clock())
+        assert held_connections(rig) == PER_WORKER_MOST
+        assert rig.context.metrics.releases == {"dropped": more}
+        await until(lambda: len(rig.prefill[0].released) == PER_WORKER_MOST)
+        over.set()
+        await until(lambda: counted(rig).get("done") == PER_WORKER_MOST)
+        assert held_connections(rig) == 0
+
+    run(go)
+
+
+@pytest.mark.parametrize(
+    ("how", "outcome"), [("answers", "done"), ("refuses", "refused"), ("closes", "lost"), ("gone", "unreachable")]
+)
+def test_b8_what_became_of_a_release_is_counted(how: str, outcome: str):
+    async def go(rig: Rig) -> None:
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            await reader.readexactly(16)
+            if how != "closes":
+                answer(writer, 200 if how == "answers" else 404, {})
+                await writer.drain()
+            writer.close()
+
+        worker = rig.prefill[0]
+        await worker.stop()
+        if how != "gone":
+            worker._server = await asyncio.start_server(serve, "127.0.0.1", worker.port)
+        pool = rig.context.table.by_role["prefill"][0].pool
+        payload = b'POST /kv/release HTTP/1.1\r\nhost: h\r\ncontent-length: 16\r\n\r\n{"lease_id":"l"}'
+        rig.context.releases.send(pool, payload, rig.context.clock())
+        await until(lambda: counted(rig) == {outcome: 1})
+
+    run(go)
