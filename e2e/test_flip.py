@@ -4,13 +4,16 @@ and as the repair of a lost prefill worker, before the cold start of the same mo
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from e2e.fleet import Fleet, manifest
+from e2e.fleet import Fleet, manifest, worker_processes
 from e2e.test_churn import load, recording, say
 from e2e.test_traffic import single_process_answers
 from e2e.traffic import read_trace
@@ -75,6 +78,18 @@ def test_a_tier_of_a_fixed_size_gets_its_second_prefill_worker_by_a_flip_under_l
     fleet.delete_and_leave_nothing()
 
 
+def cold_start(fleet: Fleet, before: set[str]) -> list[int]:
+    """Processes of decode workers that were not there before."""
+    names = {pod["metadata"]["name"] for pod in fleet.pods("decode") if pod["metadata"]["uid"] not in before}
+    return [pid for pid, name in worker_processes(fleet.namespace).items() if name in names]
+
+
+def signal_all(pids: list[int], which: signal.Signals) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, which)
+
+
 def test_a_lost_prefill_worker_is_replaced_by_a_flip_before_a_cold_start_is_over(fleet: Fleet):
     fleet.apply(wish(fleet.namespace))
     fleet.wait_serving(1, 3)
@@ -82,11 +97,14 @@ def test_a_lost_prefill_worker_is_replaced_by_a_flip_before_a_cold_start_is_over
     victim = fleet.pods("prefill")[0]["metadata"]["name"]
     begun = time.monotonic()
     fleet.kubectl("delete", "pod", victim, "--grace-period=0", "--force")
+    fleet.wait("a cold start", lambda: bool(cold_start(fleet, decodes)), 30)
+    signal_all(cold_start(fleet, decodes), signal.SIGSTOP)  # as a model of a real size would: this one loads in 3 s
     # in this order: for a moment the status still counts the lost one
     fleet.wait("a prefill worker again", lambda: bool(uids(fleet, "prefill") - lost) and fleet.serving()[0] == 1, 60)
     flip_s = time.monotonic() - begun
     assert fleet.serving() == (1, 2), "the cold start of the same moment is not over"
     assert uids(fleet, "prefill") <= decodes, "it was a decode worker"
+    signal_all(cold_start(fleet, decodes), signal.SIGCONT)
     fleet.wait("whole again", lambda: fleet.serving() == (1, 3), 60)
     cold_s = time.monotonic() - begun
     print(json.dumps({"flip_s": round(flip_s, 1), "cold_s": round(cold_s, 1), "told": told(fleet, "Flipped")}))
