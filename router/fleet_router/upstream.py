@@ -224,7 +224,7 @@ class Upstream:
         """The last bytes of the body. `surplus`: others behind them were cut off."""
         if self._left < 0:
             end = chunks_end(self._before, data, followed=self._more)
-            if end < 0:
+            if end < 0 or self._more:  # who goes on behind the end of a stream may have ended it too early: it is carried on
                 self._fail(NOT_HTTP.format("something stands behind its end"))
                 return
             data, surplus = data[:end], end < len(data)

@@ -120,4 +120,4 @@ def test_the_fleets_limit_holds_for_each_choice_and_the_detector_expects_all_of_
         assert (status, body.count(b"data: "), rig.decode[0].seen[0]["max_tokens"]) == (200, 10, 2)
         assert not any(rig.context.desk.runaways.values())
 
-    run(go, prefill=0, config=msgspec.structs.replace(CONFIG, max_output_tokens=2, runaway=True))
+    run(go, prefill=0, config=msgspec.structs.replace(CONFIG, max_output_tokens=2, max_model_len=100_000, runaway=True))

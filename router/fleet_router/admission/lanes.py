@@ -52,11 +52,11 @@ class Lane:
 
     def limit_for(self, ask: Ask) -> Added:
         """Fields of a request that gives no limit of output tokens. The fleet's own limit is left out where prompt and answer
-        might not fit together: engines would refuse what they can answer with less, and they know that limit themselves."""
-        longest = self.config.max_model_len
-        if longest and not self.own_limit:
-            prompt = upper_bound(ask.fields, ask.prompt)
-            if prompt is None or prompt + TEMPLATE_TOKENS + self.config.max_output_tokens > longest:
+        might not fit together, or nobody said what fits: engines would refuse what they can answer with less, and they know that
+        limit themselves."""
+        if not self.own_limit:
+            prompt, most = upper_bound(ask.fields, ask.prompt), self.config.max_model_len - TEMPLATE_TOKENS
+            if prompt is None or prompt + self.config.max_output_tokens > most:
                 return self.added
         return self.limited if "messages" in ask.fields else self.limited_completion
 

@@ -422,7 +422,7 @@ def test_behind_the_end_of_a_runaway_stream_nothing_follows():
 
 
 def test_a_class_limit_is_given_to_the_engine_where_the_client_gives_none():
-    config = msgspec.structs.replace(CONFIG, classes=(SloClass(name="small", max_output_tokens=9),))
+    config = msgspec.structs.replace(CONFIG, classes=(SloClass(name="small", max_output_tokens=9),), max_model_len=100_000)
 
     async def go(rig: Rig) -> None:
         await send(rig, "x-slo-class: small")

@@ -37,10 +37,14 @@ def refused(desk: Desk, *args: Any, **more: Any) -> RequestError:
     return told.value
 
 
+LONG = msgspec.structs.replace(CONFIG, max_model_len=100_000)
+"""Where prompt and answer fit together for sure."""
+
+
 def test_without_tenants_everybody_may_ask_and_nothing_is_added_but_the_limit():
-    flow, _, ask = come(desk_with(Clock()), b"")
+    flow, _, ask = come(desk_with(Clock(), 9, LONG), b"")
     assert (flow.begun, body_of(ask)) == (1, {"model": "m", "prompt": "x" * 300, "max_tokens": 16})
-    _, _, ask = come(desk_with(Clock()), b"", max_completion_tokens=7)
+    _, _, ask = come(desk_with(Clock(), 9, LONG), b"", max_completion_tokens=7)
     assert body_of(ask) == {"model": "m", "prompt": "x" * 300, "max_completion_tokens": 7}
 
 
@@ -129,11 +133,11 @@ def chat_limit(desk: Desk, messages: list[dict[str, Any]] = CHAT, key: bytes = b
 
 def test_the_fleets_limit_reaches_the_engine_where_a_client_names_none():
     """vLLM generated to the end of its context: 300 tokens at a limit of 16."""
-    small = msgspec.structs.replace(CONFIG, max_output_tokens=8)
+    small = msgspec.structs.replace(LONG, max_output_tokens=8)
     assert body_of(come(desk_with(Clock(), 9, small), b"")[2])["max_tokens"] == 8
     assert body_of(come(desk_with(Clock(), 9, small), b"", max_tokens=None, n=3)[2])["max_tokens"] == 8
-    assert body_of(come(desk_with(Clock()), b"")[2])["max_tokens"] == 16  # OpenAI's default of completions stays
-    assert (chat_limit(desk_with(Clock())), chat_limit(desk_with(Clock(), 9, small))) == (4096, 8)
+    assert body_of(come(desk_with(Clock(), 9, LONG), b"")[2])["max_tokens"] == 16  # OpenAI's default of completions stays
+    assert (chat_limit(desk_with(Clock(), 9, LONG)), chat_limit(desk_with(Clock(), 9, small))) == (4096, 8)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +147,7 @@ def test_the_fleets_limit_reaches_the_engine_where_a_client_names_none():
         (5200, CHAT, None, None),  # the engine gives what is left of its context, and knows the limit itself
         (8192, CHAT, [{"x": "y" * 3000}], None),
         (1_000_000, [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:x"}}]}], None, None),
-        (0, CHAT * 100, None, 4096),
+        (0, CHAT, None, None),  # nobody said how long that is: an engine of 1,024 refused every chat
     ],
 )
 def test_a_limit_of_ours_never_makes_a_request_too_long(longest: int, messages: Any, tools: Any, limit: int | None):
