@@ -33,7 +33,10 @@ class KvReference(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     remote_num_tokens: int = 0
     """Prompt tokens whose KV the blocks hold."""
     lease_id: str = ""
-    """Lease on the prefill worker; empty for engines without leases of ours (vLLM)."""
+    """Lease on the prefill worker; empty for engines without leases of ours (vLLM). It ends with `.` and a
+    hash over the prompt's name and `digest` (fleet_wire.blocks: prompt_name, sealed): the owner's word for the lease is its
+    word for both, and no edited reference passes another prompt's KV off as this one's. One without it (an older prefill
+    worker) is refused as a failed transfer: prefill anew."""
     lease_generation: int = 0
     """Bumped whenever the owner reuses the lease's blocks; checked again after the read."""
     remote_epoch: str = ""

@@ -8,7 +8,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from fleet_wire.blocks import root_hash
+from fleet_wire.blocks import adapter_salt, prompt_name, root_hash, sealed
 from fleet_wire.kv import KvReference
 from fleet_worker.engine.blocks import BlockAllocator
 from fleet_worker.engine.core import EngineCore, Limits
@@ -35,9 +35,9 @@ class ScriptedConnector:
         self.granted: list[str] = []
         self.cancelled: list[str] = []
 
-    def grant(self, request_id: str, block_ids: Blocks[int], num_tokens: int) -> KvReference:
+    def grant(self, request_id: str, block_ids: Blocks[int], num_tokens: int, prompt: str) -> KvReference:
         self.granted.append(request_id)
-        return reference(num_tokens, tuple(block_ids))
+        return reference(num_tokens, tuple(block_ids), prompt)
 
     def fetch(self, request_id: str, ref: KvReference, skip: int, into: Blocks[int]) -> None:
         self.fetched.append((request_id, skip, list(into)))
@@ -69,11 +69,12 @@ class ScriptedConnector:
         return None
 
 
-def reference(tokens: int, blocks: tuple[int, ...] | None = None) -> KvReference:
+def reference(tokens: int, blocks: tuple[int, ...] | None = None, prompt: str | None = None) -> KvReference:
+    name = prompt_name(PROMPT[:tokens]) if prompt is None else prompt
     return KvReference(
         do_remote_prefill=True, remote_block_ids=tuple(range(-(-tokens // BLOCK))) if blocks is None else blocks,
         remote_engine_id="e", remote_request_id="r", remote_host="127.0.0.1", remote_port=5600, remote_num_tokens=tokens,
-        lease_id="lease", remote_epoch="epoch", digest="d",
+        lease_id="lease." + sealed(name, "d"), remote_epoch="epoch", digest="d",
     )  # fmt: skip
 
 
@@ -248,6 +249,53 @@ def test_a_reference_that_cannot_be_proven_or_reached_is_refused_before_it_holds
     assert caught.value.reason == reason
     assert not core.sequences
     assert core.scheduler.blocks.used == 0
+
+
+OTHER = tuple(range(205, 255))
+NAMED = {
+    "another-prompt": (prompt_name(OTHER), {}, "prompt"),
+    "another-last-token": (prompt_name((*PROMPT[:-1], 9)), {}, "prompt"),
+    "another-salt": (prompt_name(PROMPT, "", "a"), {}, "prompt"),
+    "salted-and-not": (prompt_name(PROMPT), {"cache_salt": "a"}, "prompt"),
+    "salt-as-adapter": (prompt_name(PROMPT, "a"), {"cache_salt": "a"}, "prompt"),
+    "fewer-tokens": (prompt_name(PROMPT[:49]), {}, "prompt"),
+}
+
+
+@pytest.mark.parametrize(("name", "change", "reason"), NAMED.values(), ids=NAMED)
+def test_a_reference_to_the_kv_of_another_prompt_is_refused(llama: Llama, name: str, change: dict[str, str], reason: str):
+    """Incident: a real, unread reference given with another prompt of the same length was answered with 200 and wrong tokens, and
+    its blocks were registered under the wrong prompt's names."""
+    core = engine(llama)
+    with pytest.raises(KvReferenceError) as caught:
+        core.add(replace(ask("d", ref=reference(50, prompt=name)), **change))
+    assert caught.value.reason == reason
+    assert not core.sequences
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ({"digest": "e"}, KvReferenceError),  # the blocks of another lease under this one
+        ({"lease_id": "epoch-1"}, KvTransferError),  # an older prefill worker: no fault of the client's, prefill anew
+        ({"adapter": adapter_salt("a", "1")}, KvTransferError),
+    ],
+    ids=["other-blocks", "older-owner", "adapter"],
+)
+def test_a_lease_is_of_these_bytes_and_says_so(llama: Llama, given: dict[str, str], error: type[Exception]):
+    core = engine(llama)
+    with pytest.raises(error):
+        core.add(ask("d", ref=msgspec.structs.replace(reference(50), **given)))
+
+
+@pytest.mark.parametrize("length", [16, 50])
+def test_what_a_prefill_leg_answers_is_taken_with_its_own_request(llama: Llama, length: int):
+    core, other = engine(llama), engine(llama)
+    core.add(replace(ask("p", PROMPT[:length], max_tokens=1, keep=True), cache_salt="mine"))
+    given = next(output.reference for output in steps(core) if output.finish)
+    other.add(replace(ask("d", PROMPT[:length], ref=given), cache_salt="mine"))
+    with pytest.raises(KvReferenceError, match="another prompt, or of another cache_salt"):
+        other.add(replace(ask("e", PROMPT[:length], ref=given), cache_salt="theirs"))
 
 
 @pytest.mark.parametrize(

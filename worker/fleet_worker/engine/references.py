@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import re
 
+from fleet_wire.blocks import sealed
 from fleet_wire.kv import MAX_KV_BLOCKS, KvReference
+from fleet_worker.engine.sequence import Sequence
 from fleet_worker.transfer.base import KvReferenceError, KvTransferError
 
 HOST = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9.-]{0,251}[A-Za-z0-9])?|\[[0-9A-Fa-f:.]{2,45}\]")
 """DNS name, IPv4 address or IPv6 address in brackets: what a zmq tcp:// address may hold."""
 
 
-def check_reference(reference: KvReference, prompt_tokens: int, block_tokens: int, adapter: str = "") -> None:
-    """Raise KvReferenceError unless the reference is provable and fits a prompt of `prompt_tokens` tokens; KvTransferError when
-    the KV was computed under another adapter, or another version of it, than `adapter`: a prefill here is right then."""
+def check_reference(reference: KvReference, sequence: Sequence, block_tokens: int) -> None:
+    """Raise KvReferenceError unless the reference is provable and is of the sequence's own prompt; KvTransferError when the KV
+    was computed under another adapter or version of it, or by a worker that does not name prompts: a prefill here is right."""
     if not reference.lease_id or not reference.remote_epoch or not reference.digest:
         raise KvReferenceError("unprovable", "kv_transfer_params carry no lease, epoch or digest: the read could not be proven")
-    blocks, tokens = reference.remote_block_ids, reference.remote_num_tokens
+    blocks, tokens, prompt_tokens = reference.remote_block_ids, reference.remote_num_tokens, len(sequence.prompt)
     if len(blocks) > MAX_KV_BLOCKS or any(not isinstance(block, int) for block in blocks):
         raise KvReferenceError(
             "layout", f"kv_transfer_params.remote_block_ids must be one list of at most {MAX_KV_BLOCKS} integers"
@@ -29,8 +31,22 @@ def check_reference(reference: KvReference, prompt_tokens: int, block_tokens: in
         )
     if not HOST.fullmatch(reference.remote_host) or not 0 < reference.remote_port < 65_536:
         raise KvReferenceError("address", "kv_transfer_params.remote_host and remote_port are not a TCP address")
+    _check_content(reference, sequence)
+
+
+def _check_content(reference: KvReference, sequence: Sequence) -> None:
+    """Whose KV it is. Blocks and digests only say that what was leased is what arrived."""
+    adapter = sequence.salt
     if reference.adapter != adapter:
         raise KvTransferError(
             "adapter", f"the KV was computed under {reference.adapter or 'the base model'}, the request runs under "
             f"{adapter or 'the base model'}"
+        )  # fmt: skip
+    _, named, seal = reference.lease_id.rpartition(".")
+    if not named:
+        raise KvTransferError("unnamed", "the KV's lease does not say of which prompt it is")
+    if seal != sealed(sequence.prompt_name(reference.remote_num_tokens), reference.digest):
+        raise KvReferenceError(
+            "prompt", "kv_transfer_params are of another prompt, or of another cache_salt; give them with the request that was "
+            "prefilled, or leave them out"
         )  # fmt: skip

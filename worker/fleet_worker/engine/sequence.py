@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from fleet_wire.blocks import prompt_name
 from fleet_wire.kv import KvReference
 from fleet_worker.engine.lora import Adapter
 
@@ -64,6 +65,10 @@ class Sequence:
     def salt(self) -> str:
         """What its KV depends on beside tokens and model."""
         return self.adapter.salt if self.adapter is not None else ""
+
+    def prompt_name(self, tokens: int) -> str:
+        """Name of its first `tokens` prompt tokens and all else that their KV depends on."""
+        return prompt_name(self.prompt[:tokens], self.salt, self.cache_salt)
 
     @property
     def length(self) -> int:

@@ -63,8 +63,8 @@ class Connector(Protocol):
     transport: str
     """"shm", "tcp" or "rdma": what is in use, never what was asked for."""
 
-    def grant(self, request_id: str, block_ids: Sequence[int], num_tokens: int) -> KvReference:
-        """Prefill: put finished blocks under a lease."""
+    def grant(self, request_id: str, block_ids: Sequence[int], num_tokens: int, prompt: str = "") -> KvReference:
+        """Prefill: put finished blocks under a lease that names the prompt (fleet_wire.blocks.prompt_name)."""
         ...
 
     def release(self, lease_id: str) -> bool:

@@ -73,9 +73,9 @@ class NixlConnector:
         return server
 
     # -- engine thread ----------------------------------------------------------------------------------------------
-    def grant(self, request_id: str, block_ids: Sequence[int], num_tokens: int) -> KvReference:
+    def grant(self, request_id: str, block_ids: Sequence[int], num_tokens: int, prompt: str = "") -> KvReference:
         """Lease finished blocks."""
-        return self._owner.grant(request_id, block_ids, num_tokens)
+        return self._owner.grant(request_id, block_ids, num_tokens, prompt)
 
     def release(self, lease_id: str) -> bool:
         """End a lease that nobody will read."""

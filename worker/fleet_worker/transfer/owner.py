@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from uuid import uuid4
 
+from fleet_wire.blocks import sealed
 from fleet_wire.kv import KvReference
 from fleet_wire.lease import LeaseTable
 from fleet_wire.sidechannel import PROTOCOL_VERSION, Confirm, Granted, Hello, Message, Refused, Renew, Welcome
@@ -55,11 +56,11 @@ class Owner:
         self._released: deque[tuple[str, ReleaseReason]] = deque()
 
     # -- engine thread ----------------------------------------------------------------------------------------------
-    def grant(self, request_id: str, block_ids: Sequence[int], num_tokens: int) -> KvReference:
+    def grant(self, request_id: str, block_ids: Sequence[int], num_tokens: int, prompt: str = "") -> KvReference:
         """Lease finished blocks; the digest is taken now, while nobody writes them."""
         digest = pool_digest(self._memory, self._pool.block_bytes, block_ids)
         with self._lock:
-            lease = self._leases.grant(request_id, block_ids, time.monotonic())
+            lease = self._leases.grant(request_id, block_ids, time.monotonic(), sealed(prompt, digest))
         return KvReference(
             do_remote_prefill=True,
             do_remote_decode=False,
