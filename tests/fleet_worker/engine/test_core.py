@@ -306,8 +306,9 @@ def test_what_a_prefill_leg_answers_is_taken_with_its_own_request(llama: Llama, 
         (ask("a", prompt=(1024,)), "prompt holds token ids outside 0..1023"),
         (ask("a", prompt=(-1,)), "prompt holds token ids outside 0..1023"),
         (ask("a", min_tokens=1, stop_token_ids=(99_999,)), "stop_token_ids holds token ids outside 0..1023"),
+        (ask("a", min_tokens=1, stop_token_ids=(0, 1, *range(3, 1024))), "the end tokens are the whole vocabulary"),
     ],
-    ids=["empty", "too-long", "token-too-big", "token-negative", "stop-token-too-big"],
+    ids=["empty", "too-long", "token-too-big", "token-negative", "stop-token-too-big", "no-token-left"],
 )
 def test_a_bad_request_is_refused_and_its_neighbour_is_answered(llama: Llama, request_: Sequence, words: str):
     core = engine(llama)
@@ -315,6 +316,51 @@ def test_a_bad_request_is_refused_and_its_neighbour_is_answered(llama: Llama, re
     with pytest.raises(BadRequestError, match=words.replace("..", r"\.\.")):
         core.add(request_)
     assert len(ended(steps(core))["good"]) == 8
+
+
+def test_the_whole_vocabulary_may_stop_an_answer_that_has_no_least_length(llama: Llama):
+    core = engine(llama)
+    core.add(ask("a", stop_token_ids=tuple(range(1024))))
+    core.add(ask("b", min_tokens=1, stop_token_ids=tuple(range(1, 1024))))  # 0 is left
+    answers = ended(steps(core))
+    assert (len(answers["a"]), answers["b"][0]) == (1, 0)
+
+
+class Spoiling:
+    """The model, whose numbers for sequences of one first prompt token are not finite from position `since` on."""
+
+    def __init__(self, model: Llama, first: int, since: int) -> None:
+        self._model, self._first, self._since = model, first, since
+        self.config, self.block_tokens, self.spoilt = model.config, model.block_tokens, set()
+
+    def forward(self, tokens, chunks, pool):
+        logits, at = self._model.forward(tokens, chunks, pool), 0
+        for row, chunk in enumerate(chunks):
+            if chunk.start == 0 and tokens[at] == self._first:
+                self.spoilt.add(chunk.table[0])
+            if chunk.table[0] in self.spoilt and chunk.start + chunk.count > self._since:
+                logits[row] = float("nan")
+            at += chunk.count
+        return logits
+
+
+@pytest.mark.parametrize("since", [0, 52], ids=["first-token", "third-token"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_request_whose_numbers_are_not_finite_fails_alone_and_its_kv_is_found_by_nobody(llama, since: int, temperature: float):
+    """Incident: one request that could not be sampled ended the engine, and with it everybody's request."""
+    core = engine(llama)
+    core._model = Spoiling(llama, 900, since)
+    core.add(ask("bad", prompt=(900, *PROMPT[1:]), temperature=temperature))
+    core.add(ask("good"))
+    outputs = steps(core)
+    assert [output.sequence.request_id for output in outputs if output.error] == ["bad"]
+    assert ended(outputs) == {"good": ended_alone(llama)}
+    assert core.counters.finished == {"error": 1, "length": 1}
+    core.check_integrity()
+    stored = {event.name: event for event in core.take_cache_events() if event.stored}
+    spoilt = {name for name, event in stored.items() if event.tokens and event.tokens[0] == 900}
+    assert spoilt
+    assert not any(core.scheduler.blocks.find([name]) for name in spoilt)
 
 
 def test_a_prompt_that_the_pool_can_never_hold_is_refused_with_the_numbers(llama: Llama):

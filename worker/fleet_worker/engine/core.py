@@ -18,9 +18,9 @@ from fleet_worker.engine.errors import BadRequestError, EngineError, OverloadedE
 from fleet_worker.engine.llama import Chunk, Llama
 from fleet_worker.engine.lora import Adapter
 from fleet_worker.engine.references import check_reference
-from fleet_worker.engine.sampler import sample
+from fleet_worker.engine.sampler import end_tokens, sample
 from fleet_worker.engine.scheduler import Scheduler, Work
-from fleet_worker.engine.sequence import FinishReason, Sequence, finish_reason
+from fleet_worker.engine.sequence import FinishReason, Sampling, Sequence, finish_reason
 from fleet_worker.transfer.base import Connector, FetchResult, KvError
 
 
@@ -102,6 +102,7 @@ class EngineCore:
         """Admit or raise EngineError; nothing is held when it raises."""
         self.check_fits(len(sequence.prompt), sequence.sampling.max_tokens)
         self._check_tokens(sequence)
+        self.check_can_sample(sequence.sampling)
         if len(self.scheduler.waiting) >= self.limits.max_waiting:
             raise OverloadedError(f"{self.limits.max_waiting} requests are waiting already")
         if sequence.request_id in self.sequences:
@@ -134,6 +135,14 @@ class EngineCore:
         for param, ids in (("prompt", sequence.prompt), ("stop_token_ids", sequence.sampling.stop_token_ids)):
             if any(not 0 <= token < self.vocab_size for token in ids):
                 raise BadRequestError(f"{param} holds token ids outside 0..{self.vocab_size - 1}", param)
+
+    def check_can_sample(self, sampling: Sampling) -> None:
+        """Prove that there is always a token to choose; BadRequestError."""
+        if sampling.min_tokens and len(end_tokens(sampling, self._eos)) >= self.vocab_size:
+            raise BadRequestError(
+                "stop_token_ids and the end tokens are the whole vocabulary: with min_tokens no token could be chosen",
+                "stop_token_ids",
+            )
 
     def _check_reference(self, sequence: Sequence) -> None:
         reference = sequence.reference
@@ -179,7 +188,14 @@ class EngineCore:
         chosen = sample(logits[rows], sequences, self._eos)
         return [self._accept(sequence, token) for sequence, token in zip(sequences, chosen, strict=True)]
 
-    def _accept(self, sequence: Sequence, token: int) -> Output:
+    def _spoilt(self, sequence: Sequence) -> Output:
+        """The model's numbers for this request are not finite: it ends alone, and nobody finds its KV, which may hold them."""
+        self.scheduler.blocks.forget(sequence.table)
+        return self._fail(sequence, EngineError("the model produced numbers that are not finite for this request"))
+
+    def _accept(self, sequence: Sequence, token: int | None) -> Output:
+        if token is None:
+            return self._spoilt(sequence)
         sequence.output.append(token)
         self.counters.generated_tokens += 1
         finish = finish_reason(sequence, token, self._eos)
@@ -300,7 +316,7 @@ class EngineCore:
         return None
 
     def _fail(self, sequence: Sequence, error: Exception) -> Output:
-        """A pull that ended without proof: the request ends with the error and its blocks come back."""
+        """A pull that ended without proof, or a step without a token: the request ends with the error, its blocks come back."""
         del self.sequences[sequence.request_id]
         self.scheduler.remove(sequence)
         self.scheduler.release(sequence)
