@@ -34,10 +34,17 @@ class ScriptedConnector:
         self.fetched: list[tuple[str, int, list[int]]] = []
         self.granted: list[str] = []
         self.cancelled: list[str] = []
+        self.held: list[str] = []
 
     def grant(self, request_id: str, block_ids: Blocks[int], num_tokens: int, prompt: str) -> KvReference:
         self.granted.append(request_id)
         return reference(num_tokens, tuple(block_ids), prompt)
+
+    def hold(self, request_id: str, ref: KvReference) -> None:
+        self.held.append(request_id)
+
+    def dropped_frames(self) -> int:
+        return 0
 
     def fetch(self, request_id: str, ref: KvReference, skip: int, into: Blocks[int]) -> None:
         self.fetched.append((request_id, skip, list(into)))
@@ -211,6 +218,29 @@ def test_a_decode_leg_behind_a_plain_request_is_pulled_not_computed(llama: Llama
     assert core.scheduler.pulling.keys() == {"d"}
 
 
+@pytest.mark.parametrize("leaves", ["waiting", "pulling", "failed", "running"])
+def test_a_lease_is_held_from_the_moment_that_its_decode_leg_is_taken_until_it_ends(llama: Llama, leaves: str):
+    """Incident: nobody renewed while a decode leg waited for a place; its lease expired, and the prefill was for nothing."""
+    core = engine(llama, batch=1)
+    if leaves == "waiting":
+        core.add(ask("long", prompt=(300, 301), max_tokens=400, ignore_eos=True))
+        core.step()
+    core.add(ask("d", ref=reference(50)))
+    assert core.connector.held == ["d"]
+    core.step()
+    assert core.sequences["d"].stage == ("waiting" if leaves == "waiting" else "pulling")
+    assert core.connector.cancelled == []
+    if leaves == "failed":
+        core.connector.finish("d", KvTransferError("digest", "wrong bytes"))
+        core.step()
+    elif leaves == "running":
+        core.connector.finish("d")
+        steps(core)
+    else:
+        core.abort("d")
+    assert core.connector.cancelled == ([] if leaves == "running" else ["d"])
+
+
 def test_a_reference_shorter_than_the_local_cache_changes_no_token_and_no_counter_falls(llama: Llama):
     core, metrics = engine(llama), EngineMetrics("tiny")
     core.add(ask("first"))
@@ -240,12 +270,29 @@ def test_a_reference_shorter_than_the_local_cache_changes_no_token_and_no_counte
         ({"remote_host": "a b"}, "address"),
         ({"remote_host": ""}, "address"),
         ({"remote_host": "x" * 300}, "address"),
+        ({"remote_host": "12345"}, None),
+        ({"remote_host": "fd00::1"}, None),
+        ({"remote_host": "[fd00::1]"}, None),
+        ({"lease_generation": 2**64}, "bounds"),
+        ({"lease_generation": -1}, "bounds"),
+        ({"lease_generation": 2**63 - 1}, None),
+        ({"lease_id": "x" * 257}, "bounds"),
+        ({"lease_id": "a b"}, "bounds"),
+        ({"remote_epoch": "x" * 257}, "bounds"),
+        ({"remote_engine_id": "\n"}, "bounds"),
+        ({"remote_engine_id": ""}, "bounds"),
     ],
 )
-def test_a_reference_that_cannot_be_proven_or_reached_is_refused_before_it_holds_anything(llama: Llama, change, reason: str):
+def test_a_reference_that_cannot_be_proven_or_reached_is_refused_before_it_holds_anything(
+    llama: Llama, change, reason: str | None
+):
     core = engine(llama)
+    asked = ask("d", ref=msgspec.structs.replace(reference(50), **change))
+    if reason is None:
+        core.add(asked)
+        return
     with pytest.raises(KvReferenceError) as caught:
-        core.add(ask("d", ref=msgspec.structs.replace(reference(50), **change)))
+        core.add(asked)
     assert caught.value.reason == reason
     assert not core.sequences
     assert core.scheduler.blocks.used == 0

@@ -144,6 +144,59 @@ def test_a_dead_owner_is_a_timeout_and_a_restarted_one_is_found_again(pair: tupl
         reborn.connector.close()
 
 
+def test_a_stale_reference_beside_healthy_pulls_fails_alone(pair: tuple[Side, Side]):
+    owner, reader = pair
+    reader.connector.fetch("warm", owner.grant("warm", [1], 16), 0, [1])
+    assert reader.finished().error is None
+    stale = msgspec.structs.replace(owner.grant("s", [3], 16), remote_epoch="before-the-restart")
+    for number in range(10):
+        reader.connector.fetch(f"g{number}", owner.grant(f"g{number}", list(range(40)), 640), 0, list(range(40)))
+        reader.connector.fetch(f"s{number}", stale, 0, [50])
+        found = wait(reader.connector.finished)
+        if len(found) < 2:
+            found += wait(reader.connector.finished)
+        assert {result.request_id[0]: result.error and result.error.reason for result in found} == {"g": None, "s": "epoch"}
+
+
+def test_an_owner_whose_metadata_nixl_does_not_take_is_refused_and_another_one_is_read(pair: tuple[Side, Side]):
+    owner, reader = pair
+    broken = Side("127.77.0.7")
+    try:
+        broken.connector._owner._metadata = broken.connector._owner._metadata[:40]
+        reader.connector.fetch("b", broken.grant("b", [3], 16), 0, [1])
+        assert error_reason(reader.finished()) == "peer"
+        reader.connector.fetch("g", owner.grant("g", [3], 16), 0, [1])
+        assert reader.finished().error is None
+    finally:
+        broken.connector.close()
+
+
+def test_a_lease_of_a_waiting_request_outlives_its_duration_until_it_is_let_go(pair: tuple[Side, Side]):
+    owner, _ = pair  # leases of 1 s
+    reader = Side("127.77.0.8", lease_s=1.0)
+    try:
+        given = owner.grant("r", [3], 16)
+        reader.connector.hold("d", given)
+        end = time.monotonic() + 1.8
+        while time.monotonic() < end:
+            assert owner.connector.released() == []
+            time.sleep(0.05)
+        reader.connector.cancel("d")
+        assert wait(owner.connector.released, 3.0) == [("r", "expired")]
+    finally:
+        reader.connector.close()
+
+
+def test_blocks_are_read_from_an_owner_on_an_ipv6_address(pair: tuple[Side, Side]):
+    owner = Side("::1")
+    try:
+        pair[1].connector.fetch("r", owner.grant("r", [3], 16), 0, [1])
+        assert pair[1].finished().error is None
+        assert torch.equal(pair[1].memory[1], owner.memory[3])
+    finally:
+        owner.connector.close()
+
+
 def test_a_read_that_never_ends_is_cancelled_and_its_request_fails(monkeypatch: pytest.MonkeyPatch):
     """Over TCP the owner must take part in a read; here it stops doing so after it was greeted."""
     monkeypatch.setenv("UCX_TLS", "tcp,self")

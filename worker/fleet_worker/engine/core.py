@@ -110,6 +110,8 @@ class EngineCore:
         self._check_reference(sequence)
         self.sequences[sequence.request_id] = sequence
         self.scheduler.add(sequence)
+        if sequence.reference is not None and self.connector is not None:
+            self.connector.hold(sequence.request_id, sequence.reference)
         self.counters.prompt_tokens += len(sequence.prompt)
 
     def check_fits(self, prompt_tokens: int, max_tokens: int) -> None:
@@ -214,8 +216,8 @@ class EngineCore:
         self.counters.finished[reason] += 1
         was_pulling = sequence.stage == "pulling"
         self.scheduler.remove(sequence)
-        if was_pulling and self.connector is not None:
-            self.connector.cancel(sequence.request_id)
+        self._let_go(sequence)
+        if was_pulling:
             self._cancelled_pulls[sequence.request_id] = sequence.table
             sequence.table = []
             return None
@@ -224,6 +226,11 @@ class EngineCore:
             reference = self._lease(sequence, self.connector)
         self.scheduler.release(sequence)
         return reference
+
+    def _let_go(self, sequence: Sequence) -> None:
+        """The lease of an ended decode leg is renewed no more, and no further block of it is read."""
+        if sequence.reference is not None and self.connector is not None:
+            self.connector.cancel(sequence.request_id)
 
     def _lease(self, sequence: Sequence, connector: Connector) -> KvReference:
         blocks = sequence.table[: self.scheduler.blocks_for(len(sequence.prompt))]
@@ -318,6 +325,7 @@ class EngineCore:
     def _fail(self, sequence: Sequence, error: Exception) -> Output:
         """A pull that ended without proof, or a step without a token: the request ends with the error, its blocks come back."""
         del self.sequences[sequence.request_id]
+        self._let_go(sequence)
         self.scheduler.remove(sequence)
         self.scheduler.release(sequence)
         self.counters.finished["error"] += 1

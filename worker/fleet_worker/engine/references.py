@@ -9,8 +9,11 @@ from fleet_wire.kv import MAX_KV_BLOCKS, KvReference
 from fleet_worker.engine.sequence import Sequence
 from fleet_worker.transfer.base import KvReferenceError, KvTransferError
 
-HOST = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9.-]{0,251}[A-Za-z0-9])?|\[[0-9A-Fa-f:.]{2,45}\]")
-"""DNS name, IPv4 address or IPv6 address in brackets: what a zmq tcp:// address may hold."""
+HOST = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9.-]{0,251}[A-Za-z0-9])?|\[[0-9A-Fa-f:.]{2,45}\]|(?=[^:]*:)[0-9A-Fa-f:.]{2,45}")
+"""DNS name, IPv4 address or IPv6 address, with or without brackets: what a zmq tcp:// address may hold."""
+OPAQUE = re.compile(r"[!-~]{1,256}")
+"""What we or another worker made up: it goes over the side channel, whose messages are bounded."""
+MAX_GENERATION = 2**63 - 1
 
 
 def check_reference(reference: KvReference, sequence: Sequence, block_tokens: int) -> None:
@@ -18,6 +21,11 @@ def check_reference(reference: KvReference, sequence: Sequence, block_tokens: in
     was computed under another adapter or version of it, or by a worker that does not name prompts: a prefill here is right."""
     if not reference.lease_id or not reference.remote_epoch or not reference.digest:
         raise KvReferenceError("unprovable", "kv_transfer_params carry no lease, epoch or digest: the read could not be proven")
+    for name in ("lease_id", "remote_epoch", "remote_engine_id"):
+        if not OPAQUE.fullmatch(getattr(reference, name)):
+            raise KvReferenceError("bounds", f"kv_transfer_params.{name} must be 1 to 256 printable ASCII characters")
+    if not 0 <= reference.lease_generation <= MAX_GENERATION:
+        raise KvReferenceError("bounds", f"kv_transfer_params.lease_generation must be between 0 and {MAX_GENERATION}")
     blocks, tokens, prompt_tokens = reference.remote_block_ids, reference.remote_num_tokens, len(sequence.prompt)
     if len(blocks) > MAX_KV_BLOCKS or any(not isinstance(block, int) for block in blocks):
         raise KvReferenceError(

@@ -75,6 +75,10 @@ class Connector(Protocol):
         """Request ids whose leases ended since the last call."""
         ...
 
+    def hold(self, request_id: str, reference: KvReference) -> None:
+        """Decode: the request waits for a place; its lease is renewed until `fetch` or `cancel`."""
+        ...
+
     def fetch(self, request_id: str, reference: KvReference, skip: int, into: Sequence[int]) -> None:
         """Decode: pull the reference's blocks from index `skip` on into local blocks `into`; KvReferenceError at once."""
         ...
@@ -85,6 +89,10 @@ class Connector(Protocol):
 
     def finished(self) -> list[FetchResult]:
         """Pulls that ended since the last call."""
+        ...
+
+    def dropped_frames(self) -> int:
+        """What others sent and could not be used."""
         ...
 
     def open_leases(self) -> int:
