@@ -45,6 +45,34 @@ def test_a_config_that_cannot_be_run_exactly_is_refused_by_name(tmp_path: Path, 
         read_config(with_config(tmp_path, **change))
 
 
+@pytest.mark.parametrize(
+    ("config", "generation", "ids"),
+    [
+        (2, None, (2,)),
+        (2, {}, (2,)),
+        (2, {"eos_token_id": None}, (2,)),  # incident: null hid config.json's, and answers never ended
+        (2, {"eos_token_id": [5, 6]}, (5, 6)),
+        ([2, 3], {"eos_token_id": 7}, (7,)),
+        (None, {"eos_token_id": None}, ()),
+        (None, None, ()),
+        (2, {"eos_token_id": []}, ()),
+    ],
+)
+def test_end_tokens_are_generation_configs_unless_it_says_nothing(
+    tmp_path: Path, config: Any, generation: Any, ids: tuple[int, ...]
+):
+    with_config(tmp_path, eos_token_id=config)
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert read_config(tmp_path).eos_ids == ids
+
+
+@pytest.mark.parametrize("given", ["2", [2, True], [2.5], True, {"a": 1}])
+def test_end_tokens_that_are_no_ids_are_refused(tmp_path: Path, given: Any):
+    with pytest.raises(ModelFilesError, match="eos_token_id"):
+        read_config(with_config(tmp_path, eos_token_id=given))
+
+
 @pytest.mark.parametrize("raw", [b"", b"[]", b"{", b"\xff\xfe"])
 def test_a_config_that_is_no_object_names_the_file(tmp_path: Path, raw: bytes):
     (tmp_path / "config.json").write_bytes(raw)
