@@ -56,12 +56,12 @@ def tenant_root(root: bytes, cache_salt: str) -> bytes:
     return xxhash.xxh3_128_digest(root + b"\0cache_salt\0" + cache_salt.encode())
 
 
-def prompt_name(tokens: Sequence[int], adapter: str = "", cache_salt: str = "") -> str:
-    """Name of what these tokens' KV depends on beside the model, partly filled block and all; 32 hex digits. Cryptographic,
-    unlike the names of blocks: a hand-off is proven by it, and nobody may find a second prompt with the name of the first.
-    Model, weights and layout are not in it: two workers compare those when they first meet."""
+def prompt_name(tokens: Sequence[int], adapter: str = "", cache_salt: str = "", weights: str = "") -> str:
+    """Name of what these tokens' KV depends on, partly filled block and all; 32 hex digits. Cryptographic, unlike the names of
+    blocks: a hand-off is proven by it, and nobody may find a second prompt with the name of the first. The layout is not in it:
+    two workers compare that when they first meet."""
     found = hashlib.blake2b(digest_size=16, person=b"kv-reference")
-    for text in (adapter, cache_salt):
+    for text in (adapter, cache_salt, weights):
         raw = text.encode()
         found.update(struct.pack("<Q", len(raw)) + raw)
     found.update(struct.pack(f"<{len(tokens)}I", *tokens))

@@ -45,3 +45,6 @@ class KvReference(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """xxh3-128 over the blocks' bytes in order, hex; empty when the engine gives none."""
     adapter: str = ""
     """Adapter and version of it that the KV was computed under (fleet_wire.blocks.adapter_salt); empty: the base model."""
+    weights: str = ""
+    """Digest of the model's weights and architecture. A compatibility hash names a source, and what is behind a branch or in a
+    folder may have changed between two starts; empty: not told."""

@@ -178,7 +178,7 @@ def test_kv_of_another_adapter_or_of_another_version_is_refused():
         return KvReference(
             do_remote_prefill=True, remote_block_ids=(0,), remote_engine_id="e", remote_request_id="r",
             remote_host="127.0.0.1", remote_port=5600, remote_num_tokens=9, remote_epoch="e", digest="d",
-            adapter=adapter, lease_id="l." + sealed(prompt_name(range(9), adapter), "d"),
+            adapter=adapter, weights="w", lease_id="l." + sealed(prompt_name(range(9), adapter, "", "w"), "d"),
         )  # fmt: skip
 
     def asks(adapter: str) -> Sequence:
@@ -188,7 +188,7 @@ def test_kv_of_another_adapter_or_of_another_version_is_refused():
 
     for made, asked in (("", "a@1"), ("a@1", ""), ("a@1", "a@2"), ("a@1", "b@1")):
         with pytest.raises(KvTransferError) as refused:
-            check_reference(reference(made), asks(asked), 16)
+            check_reference(reference(made), asks(asked), 16, "w")
         assert refused.value.reason == "adapter"
-    check_reference(reference("a@1"), asks("a@1"), 16)
-    check_reference(reference(""), asks(""), 16)
+    check_reference(reference("a@1"), asks("a@1"), 16, "w")
+    check_reference(reference(""), asks(""), 16, "w")

@@ -8,6 +8,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from fleet_cli.up.bundled import tiny_model
 from fleet_wire.blocks import adapter_salt, prompt_name, root_hash, sealed
 from fleet_wire.kv import KvReference
 from fleet_worker.engine.blocks import BlockAllocator
@@ -15,10 +16,13 @@ from fleet_worker.engine.core import EngineCore, Limits
 from fleet_worker.engine.errors import BadRequestError, OverloadedError
 from fleet_worker.engine.llama import Llama
 from fleet_worker.engine.metrics import EngineMetrics
+from fleet_worker.engine.modelconfig import read_config
 from fleet_worker.engine.sequence import Sampling, Sequence
+from fleet_worker.engine.weights import load_weights, weights_digest
 from fleet_worker.transfer.base import FetchResult, KvReferenceError, KvTransferError
 
 BLOCK = 16
+WEIGHTS = weights_digest(read_config(tiny_model()), load_weights(tiny_model(), read_config(tiny_model())))
 PROMPT = tuple(range(5, 55))  # 4 blocks, the last one partly filled
 
 
@@ -77,11 +81,11 @@ class ScriptedConnector:
 
 
 def reference(tokens: int, blocks: tuple[int, ...] | None = None, prompt: str | None = None) -> KvReference:
-    name = prompt_name(PROMPT[:tokens]) if prompt is None else prompt
+    name = prompt_name(PROMPT[:tokens], weights=WEIGHTS) if prompt is None else prompt
     return KvReference(
         do_remote_prefill=True, remote_block_ids=tuple(range(-(-tokens // BLOCK))) if blocks is None else blocks,
         remote_engine_id="e", remote_request_id="r", remote_host="127.0.0.1", remote_port=5600, remote_num_tokens=tokens,
-        lease_id="lease." + sealed(name, "d"), remote_epoch="epoch", digest="d",
+        lease_id="lease." + sealed(name, "d"), remote_epoch="epoch", digest="d", weights=WEIGHTS,
     )  # fmt: skip
 
 
@@ -300,12 +304,13 @@ def test_a_reference_that_cannot_be_proven_or_reached_is_refused_before_it_holds
 
 OTHER = tuple(range(205, 255))
 NAMED = {
-    "another-prompt": (prompt_name(OTHER), {}, "prompt"),
-    "another-last-token": (prompt_name((*PROMPT[:-1], 9)), {}, "prompt"),
-    "another-salt": (prompt_name(PROMPT, "", "a"), {}, "prompt"),
-    "salted-and-not": (prompt_name(PROMPT), {"cache_salt": "a"}, "prompt"),
-    "salt-as-adapter": (prompt_name(PROMPT, "a"), {"cache_salt": "a"}, "prompt"),
-    "fewer-tokens": (prompt_name(PROMPT[:49]), {}, "prompt"),
+    "another-prompt": (prompt_name(OTHER, weights=WEIGHTS), {}, "prompt"),
+    "another-last-token": (prompt_name((*PROMPT[:-1], 9), weights=WEIGHTS), {}, "prompt"),
+    "another-salt": (prompt_name(PROMPT, "", "a", WEIGHTS), {}, "prompt"),
+    "salted-and-not": (prompt_name(PROMPT, weights=WEIGHTS), {"cache_salt": "a"}, "prompt"),
+    "salt-as-adapter": (prompt_name(PROMPT, "a", "", WEIGHTS), {"cache_salt": "a"}, "prompt"),
+    "fewer-tokens": (prompt_name(PROMPT[:49], weights=WEIGHTS), {}, "prompt"),
+    "sealed-by-other-weights": (prompt_name(PROMPT, weights="other"), {}, "prompt"),
 }
 
 
@@ -326,8 +331,10 @@ def test_a_reference_to_the_kv_of_another_prompt_is_refused(llama: Llama, name: 
         ({"digest": "e"}, KvReferenceError),  # the blocks of another lease under this one
         ({"lease_id": "epoch-1"}, KvTransferError),  # an older prefill worker: no fault of the client's, prefill anew
         ({"adapter": adapter_salt("a", "1")}, KvTransferError),
+        ({"weights": "other"}, KvTransferError),  # a branch that moved between two starts: prefill anew
+        ({"weights": ""}, KvTransferError),
     ],
-    ids=["other-blocks", "older-owner", "adapter"],
+    ids=["other-blocks", "older-owner", "adapter", "other-weights", "weights-not-told"],
 )
 def test_a_lease_is_of_these_bytes_and_says_so(llama: Llama, given: dict[str, str], error: type[Exception]):
     core = engine(llama)
@@ -378,7 +385,8 @@ class Spoiling:
 
     def __init__(self, model: Llama, first: int, since: int) -> None:
         self._model, self._first, self._since = model, first, since
-        self.config, self.block_tokens, self.spoilt = model.config, model.block_tokens, set()
+        self.config, self.block_tokens, self.weights_digest = model.config, model.block_tokens, model.weights_digest
+        self.spoilt: set[int] = set()
 
     def forward(self, tokens, chunks, pool):
         logits, at = self._model.forward(tokens, chunks, pool), 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from fleet_worker.engine.errors import ModelFilesError
 from fleet_worker.engine.llama import Chunk, Llama
 from fleet_worker.engine.modelconfig import read_config
-from fleet_worker.engine.weights import load_weights
+from fleet_worker.engine.weights import load_weights, weights_digest
 from fleet_worker.tinymodel import CONFIG
 
 
@@ -115,6 +116,36 @@ def test_an_index_cannot_name_files_elsewhere(tiny: Path, tmp_path: Path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../secret.safetensors"}}))
     with pytest.raises(ModelFilesError, match="outside the model folder"):
         load_weights(tmp_path, read_config(tiny))
+
+
+@pytest.mark.parametrize("change", ["one-bit", "name", "shape", "dtype", "architecture"])
+def test_the_digest_of_weights_tells_what_kv_depends_on(tiny: Path, change: str):
+    """Incident: workers of one compatibility hash whose branch had moved between two starts handed KV over."""
+    config = read_config(tiny)
+    weights = load_weights(tiny, config)
+    before = weights_digest(config, weights)
+    name = "model.layers.2.mlp.up_proj.weight"
+    changed = {**weights, name: weights[name].clone()}
+    assert weights_digest(replace(config, eos_ids=(5,)), changed) == before
+    if change == "one-bit":
+        changed[name].view(torch.uint8)[-1, -1] ^= 1
+    elif change == "name":
+        changed["another"] = changed.pop(name)
+    elif change == "shape":
+        changed[name] = changed[name].reshape(-1)
+    elif change == "dtype":
+        changed[name] = changed[name].view(torch.int32)
+    else:
+        config = replace(config, rope_theta=config.rope_theta + 1)
+    assert weights_digest(config, changed) != before
+
+
+def test_weights_of_half_precision_have_a_digest(tiny: Path):
+    config = read_config(tiny)
+    weights = {name: tensor.to(torch.bfloat16) for name, tensor in load_weights(tiny, config).items()}
+    assert weights_digest(config, weights) != weights_digest(
+        config, {name: tensor.to(torch.float16) for name, tensor in weights.items()}
+    )
 
 
 VARIANTS: dict[str, dict[str, Any]] = {

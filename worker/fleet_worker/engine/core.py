@@ -153,7 +153,7 @@ class EngineCore:
         if self.connector is None:
             raise BadRequestError("this engine has no KV connector", "kv_transfer_params")
         if reference is not None:
-            check_reference(reference, sequence, self._model.block_tokens)
+            check_reference(reference, sequence, self._model.block_tokens, self._model.weights_digest)
 
     def abort(self, request_id: str) -> Sequence | None:
         """End a request now; blocks come back at once, except those that a transfer may still write."""
@@ -236,9 +236,10 @@ class EngineCore:
         blocks = sequence.table[: self.scheduler.blocks_for(len(sequence.prompt))]
         self.scheduler.blocks.share(blocks)
         self._leased[sequence.request_id] = blocks
-        reference = connector.grant(sequence.request_id, blocks, len(sequence.prompt), sequence.prompt_name(len(sequence.prompt)))
+        name = sequence.prompt_name(len(sequence.prompt), self._model.weights_digest)
+        reference = connector.grant(sequence.request_id, blocks, len(sequence.prompt), name)
         self._lease_ids[sequence.request_id] = reference.lease_id
-        return msgspec.structs.replace(reference, adapter=sequence.salt)
+        return msgspec.structs.replace(reference, adapter=sequence.salt, weights=self._model.weights_digest)
 
     def release_lease_of(self, request_id: str) -> None:
         """Nobody heard of the lease of this ended request: it ends with the next step."""

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from fleet_worker.engine.lora import Adapter, add_deltas, group_rows
 from fleet_worker.engine.modelconfig import ModelConfig, RopeScaling
+from fleet_worker.engine.weights import weights_digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,7 @@ class Llama:
     def __init__(self, config: ModelConfig, weights: dict[str, torch.Tensor], block_tokens: int) -> None:
         self.config = config
         self.block_tokens = block_tokens
+        self.weights_digest = weights_digest(config, weights)
         self.dtype = weights["model.embed_tokens.weight"].dtype
         self._embed = weights["model.embed_tokens.weight"]
         self._head = self._embed if config.tied else weights["lm_head.weight"]

@@ -16,9 +16,10 @@ OPAQUE = re.compile(r"[!-~]{1,256}")
 MAX_GENERATION = 2**63 - 1
 
 
-def check_reference(reference: KvReference, sequence: Sequence, block_tokens: int) -> None:
+def check_reference(reference: KvReference, sequence: Sequence, block_tokens: int, weights: str) -> None:
     """Raise KvReferenceError unless the reference is provable and is of the sequence's own prompt; KvTransferError when the KV
-    was computed under another adapter or version of it, or by a worker that does not name prompts: a prefill here is right."""
+    was computed by other weights, under another adapter or version of it, or by a worker that does not name prompts: a prefill
+    here is right then."""
     if not reference.lease_id or not reference.remote_epoch or not reference.digest:
         raise KvReferenceError("unprovable", "kv_transfer_params carry no lease, epoch or digest: the read could not be proven")
     for name in ("lease_id", "remote_epoch", "remote_engine_id"):
@@ -39,10 +40,10 @@ def check_reference(reference: KvReference, sequence: Sequence, block_tokens: in
         )
     if not HOST.fullmatch(reference.remote_host) or not 0 < reference.remote_port < 65_536:
         raise KvReferenceError("address", "kv_transfer_params.remote_host and remote_port are not a TCP address")
-    _check_content(reference, sequence)
+    _check_content(reference, sequence, weights)
 
 
-def _check_content(reference: KvReference, sequence: Sequence) -> None:
+def _check_content(reference: KvReference, sequence: Sequence, weights: str) -> None:
     """Whose KV it is. Blocks and digests only say that what was leased is what arrived."""
     adapter = sequence.salt
     if reference.adapter != adapter:
@@ -50,10 +51,15 @@ def _check_content(reference: KvReference, sequence: Sequence) -> None:
             "adapter", f"the KV was computed under {reference.adapter or 'the base model'}, the request runs under "
             f"{adapter or 'the base model'}"
         )  # fmt: skip
+    if reference.weights != weights:
+        raise KvTransferError(
+            "weights", f"the KV was computed by other weights ({reference.weights or 'not told which'}) than this worker has "
+            f"({weights}): the model's source changed between two starts; name a revision that does not move"
+        )  # fmt: skip
     _, named, seal = reference.lease_id.rpartition(".")
     if not named:
         raise KvTransferError("unnamed", "the KV's lease does not say of which prompt it is")
-    if seal != sealed(sequence.prompt_name(reference.remote_num_tokens), reference.digest):
+    if seal != sealed(sequence.prompt_name(reference.remote_num_tokens, weights), reference.digest):
         raise KvReferenceError(
             "prompt", "kv_transfer_params are of another prompt, or of another cache_salt; give them with the request that was "
             "prefilled, or leave them out"

@@ -66,9 +66,9 @@ class Sequence:
         """What its KV depends on beside tokens and model."""
         return self.adapter.salt if self.adapter is not None else ""
 
-    def prompt_name(self, tokens: int) -> str:
+    def prompt_name(self, tokens: int, weights: str) -> str:
         """Name of its first `tokens` prompt tokens and all else that their KV depends on."""
-        return prompt_name(self.prompt[:tokens], self.salt, self.cache_salt)
+        return prompt_name(self.prompt[:tokens], self.salt, self.cache_salt, weights)
 
     @property
     def length(self) -> int:
