@@ -205,10 +205,14 @@ class EngineCore:
             return Output(sequence, token)
         return Output(sequence, token, finish, self._end(sequence, finish))
 
-    def finish(self, request_id: str, reason: FinishReason) -> KvReference | None:
-        """End a request from outside (a stop string was met)."""
+    def finish(self, request_id: str, reason: FinishReason) -> None:
+        """End a request from outside (a stop string was met): its answer is out, so that nobody would hear of a lease."""
         sequence = self.sequences.get(request_id)
-        return self._end(sequence, reason) if sequence else None
+        if sequence is None:
+            self.release_lease_of(request_id)
+        else:
+            sequence.keep_for_remote = False
+            self._end(sequence, reason)
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> KvReference | None:
         del self.sequences[sequence.request_id]

@@ -60,6 +60,8 @@ class Sequence:
     first_token_at: float | None = None
     last_token_at: float | None = None
     cached_tokens: int = 0
+    """Prompt tokens whose KV was there when it was first given its blocks."""
+    was_preempted: bool = False
 
     @property
     def salt(self) -> str:
