@@ -9,7 +9,8 @@ import pytest
 from fleet_worker.engine.core import EngineCore
 from fleet_worker.engine.llama import Llama
 from fleet_worker.engine.loop import EngineLoop
-from tests.fleet_worker.engine.test_core import ask, engine, steps
+from fleet_worker.transfer.base import KvTransferError
+from tests.fleet_worker.engine.test_core import ask, engine, reference, steps
 
 
 def released(core: EngineCore) -> list[str]:
@@ -61,6 +62,17 @@ def test_a_prefill_leg_that_ends_by_a_stop_string_keeps_no_lease(llama: Llama, e
         assert core.counters.finished == {"length" if engine_knows else "stop": 1}
 
     asyncio.run(scenario())
+
+
+def test_a_pull_takes_a_place_in_the_batch(llama: Llama):
+    core = engine(llama, batch=2)
+    for name in "abc":
+        core.add(ask(name, ref=reference(50)))
+    core.step()
+    assert core.scheduler.pulling.keys() == {"a", "b"}
+    core.connector.finish("a", KvTransferError("read", "gone"))  # type: ignore[union-attr]
+    core.step()
+    assert core.scheduler.pulling.keys() == {"b", "c"}
 
 
 def test_what_was_computed_again_after_a_preemption_counts_as_no_hit(llama: Llama):

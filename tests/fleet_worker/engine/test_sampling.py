@@ -15,7 +15,7 @@ from fleet_wire.blocks import root_hash
 from fleet_worker.engine.blocks import BlockAllocator
 from fleet_worker.engine.core import EngineCore, Limits
 from fleet_worker.engine.sampler import draw, sample
-from fleet_worker.engine.sequence import Sampling, Sequence
+from fleet_worker.engine.sequence import Sampling, Sequence, finish_reason
 
 LOGITS = torch.tensor([2.0, 0.0, 1.0, -1.0, 3.0, -2.0, 0.5, -40.0])
 DRAWS = 4_000
@@ -149,3 +149,9 @@ ENDS: dict[str, tuple[dict[str, Any], list[int], str]] = {
 @pytest.mark.parametrize(("params", "tokens", "finish"), ENDS.values(), ids=ENDS)
 def test_an_answer_ends_where_its_parameters_say(params: dict[str, Any], tokens: list[int], finish: str):
     assert answer(**params) == (tokens, finish)
+
+
+@pytest.mark.parametrize(("tokens", "finish"), [(1, None), (3, None), (4, "stop"), (5, "stop")])
+def test_an_end_token_inside_the_least_length_ends_nothing(tokens: int, finish: str | None):
+    sequence = Sequence("s", (1,), Sampling(max_tokens=9, min_tokens=3, stop_token_ids=(STOP,)), 0, 0.0, output=[STOP] * tokens)
+    assert finish_reason(sequence, STOP, (EOS,)) == finish
