@@ -64,6 +64,20 @@ def test_a_prefill_leg_that_ends_by_a_stop_string_keeps_no_lease(llama: Llama, e
     asyncio.run(scenario())
 
 
+def test_more_leases_than_there_may_be_end_nothing(llama: Llama):
+    core = engine(llama)
+
+    def full(*_: object) -> None:
+        raise OverflowError("65536 leases are open")
+
+    core.connector.grant = full  # type: ignore[method-assign,union-attr,assignment]
+    core.add(ask("p", max_tokens=1, keep=True))
+    (output,) = steps(core)
+    assert (output.finish, output.reference, core.leased_requests()) == ("length", None, [])
+    assert core.scheduler.blocks.used == 0
+    core.check_integrity()
+
+
 def test_a_pull_takes_a_place_in_the_batch(llama: Llama):
     core = engine(llama, batch=2)
     for name in "abc":

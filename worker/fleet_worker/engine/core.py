@@ -236,12 +236,16 @@ class EngineCore:
         if sequence.reference is not None and self.connector is not None:
             self.connector.cancel(sequence.request_id)
 
-    def _lease(self, sequence: Sequence, connector: Connector) -> KvReference:
+    def _lease(self, sequence: Sequence, connector: Connector) -> KvReference | None:
+        """None when so many leases are open that the answer goes without: whoever decodes computes the prompt itself."""
         blocks = sequence.table[: self.scheduler.blocks_for(len(sequence.prompt))]
+        name = sequence.prompt_name(len(sequence.prompt), self._model.weights_digest)
+        try:
+            reference = connector.grant(sequence.request_id, blocks, len(sequence.prompt), name)
+        except OverflowError:
+            return None
         self.scheduler.blocks.share(blocks)
         self._leased[sequence.request_id] = blocks
-        name = sequence.prompt_name(len(sequence.prompt), self._model.weights_digest)
-        reference = connector.grant(sequence.request_id, blocks, len(sequence.prompt), name)
         self._lease_ids[sequence.request_id] = reference.lease_id
         return msgspec.structs.replace(reference, adapter=sequence.salt, weights=self._model.weights_digest)
 
