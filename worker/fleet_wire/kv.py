@@ -46,5 +46,5 @@ class KvReference(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     adapter: str = ""
     """Adapter and version of it that the KV was computed under (fleet_wire.blocks.adapter_salt); empty: the base model."""
     weights: str = ""
-    """Digest of the model's weights and architecture. A compatibility hash names a source, and what is behind a branch or in a
-    folder may have changed between two starts; empty: not told."""
+    """Digest of the model's weights, architecture, tokenizer and template. A compatibility hash names a source, and what is
+    behind a branch or in a folder may have changed between two starts; empty: not told."""

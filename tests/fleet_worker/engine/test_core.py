@@ -333,8 +333,9 @@ def test_a_reference_to_the_kv_of_another_prompt_is_refused(llama: Llama, name: 
         ({"adapter": adapter_salt("a", "1")}, KvTransferError),
         ({"weights": "other"}, KvTransferError),  # a branch that moved between two starts: prefill anew
         ({"weights": ""}, KvTransferError),
+        ({"weights": "other", "remote_num_tokens": 99}, KvTransferError),  # its tokenizer may be another, too
     ],
-    ids=["other-blocks", "older-owner", "adapter", "other-weights", "weights-not-told"],
+    ids=["other-blocks", "older-owner", "adapter", "other-weights", "weights-not-told", "other-weights-and-tokens"],
 )
 def test_a_lease_is_of_these_bytes_and_says_so(llama: Llama, given: dict[str, str], error: type[Exception]):
     core = engine(llama)

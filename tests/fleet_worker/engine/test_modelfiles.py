@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from fleet_worker.engine.assemble import load_llama
 from fleet_worker.engine.errors import ModelFilesError
 from fleet_worker.engine.llama import Chunk, Llama
 from fleet_worker.engine.modelconfig import read_config
-from fleet_worker.engine.weights import load_weights, weights_digest
+from fleet_worker.engine.weights import load_weights, text_digest, weights_digest
 from fleet_worker.tinymodel import CONFIG
 
 
@@ -138,6 +140,21 @@ def test_the_digest_of_weights_tells_what_kv_depends_on(tiny: Path, change: str)
     else:
         config = replace(config, rope_theta=config.rope_theta + 1)
     assert weights_digest(config, changed) != before
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_another_tokenizer_or_template_is_another_version_of_the_model(tiny: Path, tmp_path: Path, name: str):
+    """It makes another prompt of the same request: KV of one is no KV of the other."""
+    found = [text_digest(tmp_path)]
+    for raw in (b"", b"a", b"b"):
+        (tmp_path / name).write_bytes(raw)
+        found.append(text_digest(tmp_path))
+    assert len(set(found)) == 3  # absent and empty say the same
+    folder = tmp_path / "model"
+    shutil.copytree(tiny, folder)
+    before = load_llama(folder, read_config(folder), 16).weights_digest
+    (folder / name).write_bytes(b"{}")
+    assert load_llama(folder, read_config(folder), 16).weights_digest != before
 
 
 def test_weights_of_half_precision_have_a_digest(tiny: Path):
