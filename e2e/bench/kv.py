@@ -50,7 +50,7 @@ def owner(pipe: Connection) -> None:
             asked = pipe.recv()
             if asked is None:
                 break
-            pipe.send(msgspec.json.encode(connector.grant("bench", list(range(BLOCKS)), BLOCKS * 16)))
+            pipe.send(msgspec.json.encode(connector.grant("bench", list(range(BLOCKS)), BLOCKS * 16, "bench")))
         connector.released()
         bare.get_new_notifs()
     connector.close()

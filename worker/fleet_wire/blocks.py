@@ -7,6 +7,7 @@ fleet; tenants are kept apart by a secret salt in the root.
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from collections.abc import Iterable, Sequence
 
@@ -53,3 +54,20 @@ def tenant_root(root: bytes, cache_salt: str) -> bytes:
     """Parent of the first blocks of requests with a `cache_salt` (the router gives each tenant its own); 16 bytes. Nobody finds
     KV of another tenant, nor learns from the time of an answer what others asked."""
     return xxhash.xxh3_128_digest(root + b"\0cache_salt\0" + cache_salt.encode())
+
+
+def prompt_name(tokens: Sequence[int], adapter: str = "", cache_salt: str = "", weights: str = "") -> str:
+    """Name of what these tokens' KV depends on, partly filled block and all; 32 hex digits. Cryptographic, unlike the names of
+    blocks: a hand-off is proven by it, and nobody may find a second prompt with the name of the first. The layout is not in it:
+    two workers compare that when they first meet."""
+    found = hashlib.blake2b(digest_size=16, person=b"kv-reference")
+    for text in (adapter, cache_salt, weights):
+        raw = text.encode()
+        found.update(struct.pack("<Q", len(raw)) + raw)
+    found.update(struct.pack(f"<{len(tokens)}I", *tokens))
+    return found.hexdigest()
+
+
+def sealed(prompt: str, digest: str) -> str:
+    """How the lease of KV of this prompt (its name) with these bytes (KvReference.digest) ends; 32 hex digits."""
+    return hashlib.blake2b(f"{prompt}.{digest}".encode(), digest_size=16, person=b"kv-lease").hexdigest()

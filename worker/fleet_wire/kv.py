@@ -33,7 +33,10 @@ class KvReference(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     remote_num_tokens: int = 0
     """Prompt tokens whose KV the blocks hold."""
     lease_id: str = ""
-    """Lease on the prefill worker; empty for engines without leases of ours (vLLM)."""
+    """Lease on the prefill worker; empty for engines without leases of ours (vLLM). It ends with `.` and a
+    hash over the prompt's name and `digest` (fleet_wire.blocks: prompt_name, sealed): the owner's word for the lease is its
+    word for both, and no edited reference passes another prompt's KV off as this one's. One without it (an older prefill
+    worker) is refused as a failed transfer: prefill anew."""
     lease_generation: int = 0
     """Bumped whenever the owner reuses the lease's blocks; checked again after the read."""
     remote_epoch: str = ""
@@ -42,3 +45,6 @@ class KvReference(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """xxh3-128 over the blocks' bytes in order, hex; empty when the engine gives none."""
     adapter: str = ""
     """Adapter and version of it that the KV was computed under (fleet_wire.blocks.adapter_salt); empty: the base model."""
+    weights: str = ""
+    """Digest of the model's weights, architecture, tokenizer and template. A compatibility hash names a source, and what is
+    behind a branch or in a folder may have changed between two starts; empty: not told."""

@@ -42,12 +42,13 @@ class LeaseTable:
     def __len__(self) -> int:
         return len(self._leases)
 
-    def grant(self, owner: str, blocks: Sequence[int], now: float) -> Lease:
-        """Open a lease; OverflowError at capacity."""
+    def grant(self, owner: str, blocks: Sequence[int], now: float, seal: str = "") -> Lease:
+        """Open a lease whose id ends with `seal`, its word on the KV (fleet_wire.blocks.sealed). OverflowError at capacity."""
         if len(self._leases) >= self.capacity:
             raise OverflowError(f"{self.capacity} leases are open")
         self._generation += 1
-        lease = Lease(f"{self.epoch}-{self._generation}", owner, tuple(blocks), self._generation, now + self.duration_s)
+        name = f"{self.epoch}-{self._generation}" + (f".{seal}" if seal else "")
+        lease = Lease(name, owner, tuple(blocks), self._generation, now + self.duration_s)
         self._leases[lease.lease_id] = lease
         heapq.heappush(self._deadlines, (lease.deadline, lease.lease_id))
         return lease

@@ -73,8 +73,15 @@ def encode(message: Message) -> bytes:
     return _ENCODER.encode(message)
 
 
+class BadFrameError(ValueError):
+    """Bytes that are no message."""
+
+
 def decode(frame: bytes) -> Message:
-    """Parse one frame; msgspec.ValidationError / DecodeError on anything else, ValueError when too long."""
+    """Parse one frame; BadFrameError on whatever else it is: too long, no msgpack, nested too deeply, text that is no UTF-8."""
     if len(frame) > MAX_MESSAGE_BYTES:
-        raise ValueError(f"a side-channel message of {len(frame)} bytes, at most {MAX_MESSAGE_BYTES} are read")
-    return _DECODER.decode(frame)
+        raise BadFrameError(f"a side-channel message of {len(frame)} bytes, at most {MAX_MESSAGE_BYTES} are read")
+    try:
+        return _DECODER.decode(frame)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadFrameError(f"a side-channel message that cannot be read: {error}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -189,6 +190,44 @@ def test_a_disk_that_is_too_small_is_said_before_the_first_byte(hub: Hub, tmp_pa
 
 def test_without_the_hub_what_is_there_is_enough(hub: Hub, tmp_path: Path):
     assert ended(fetch(hub.server_address[1], tmp_path))[0] == 0
+    assert ended(fetch(1, tmp_path))[0] == 0
+
+
+@pytest.mark.parametrize("missing", ["tokenizer.json", "model.safetensors"])
+def test_without_the_hub_a_part_of_a_model_is_refused(hub: Hub, tmp_path: Path, missing: str):
+    """Incident: a download that was cut, then a hub that was away: the part was served, and even marked as compared."""
+    port = hub.server_address[1]
+    hub.lies.add(missing)
+    hub.repositories = {"acme/tiny": {name: body for name, body in FILES.items() if name != missing}}
+    assert ended(fetch(port, tmp_path))[0] == (0 if missing == "tokenizer.json" else 2)
+    for list_of_files in [*(tmp_path / ".inferencefleet").glob("*.files"), *tmp_path.glob("models--*/trees")]:
+        shutil.rmtree(list_of_files, ignore_errors=True) if list_of_files.is_dir() else list_of_files.unlink()
+    code, words = ended(fetch(1, tmp_path))
+    assert code == 2
+    assert "the hub cannot be reached, and" in words
+    assert "was never fetched whole" in words
+
+
+def test_without_the_hub_a_file_that_went_missing_is_named(hub: Hub, tmp_path: Path):
+    assert ended(fetch(hub.server_address[1], tmp_path))[0] == 0
+    (lost,) = tmp_path.glob("models--acme--tiny/snapshots/*/tokenizer.json")
+    lost.unlink()
+    code, words = ended(fetch(1, tmp_path))
+    assert code == 2
+    assert "tokenizer.json" in words
+
+
+def test_a_list_of_files_belongs_to_its_commit(hub: Hub, tmp_path: Path):
+    """A branch that moved, and a download of its new commit that was cut: the old commit's list says nothing of it."""
+    port = hub.server_address[1]
+    assert ended(fetch(port, tmp_path))[0] == 0
+    hub.commit = "d" * 40
+    hub.lies.add("model.safetensors")
+    hub.repositories = {"acme/tiny": {**FILES, "model.safetensors": b"other weights", "extra.json": b"{}"}}
+    assert ended(fetch(port, tmp_path))[0] == 2
+    assert ended(fetch(1, tmp_path))[0] == 2
+    hub.lies.clear()
+    assert ended(fetch(port, tmp_path))[0] == 0
     assert ended(fetch(1, tmp_path))[0] == 0
 
 

@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from fleet_cli.up.bundled import tiny_model
+from fleet_wire.blocks import prompt_name, sealed
 from fleet_wire.kv import KvReference
 from fleet_worker.config import ENGINE_TOKEN_HEADER as TOKEN_HEADER
 from fleet_worker.config import AdapterSettings, KvSettings, WorkerConfig
@@ -19,9 +20,11 @@ from fleet_worker.engine import adapters as module
 from fleet_worker.engine.assemble import build_core
 from fleet_worker.engine.llama import Llama
 from fleet_worker.engine.loop import EngineLoop
+from fleet_worker.engine.lora import Adapter
 from fleet_worker.engine.metrics import EngineMetrics
 from fleet_worker.engine.modelconfig import read_config
 from fleet_worker.engine.references import check_reference
+from fleet_worker.engine.sequence import Sampling, Sequence
 from fleet_worker.engine.server import EngineServer
 from fleet_worker.engine.text import Text
 from fleet_worker.engine.weights import load_weights
@@ -174,13 +177,18 @@ def test_kv_of_another_adapter_or_of_another_version_is_refused():
     def reference(adapter: str) -> KvReference:
         return KvReference(
             do_remote_prefill=True, remote_block_ids=(0,), remote_engine_id="e", remote_request_id="r",
-            remote_host="127.0.0.1", remote_port=5600, remote_num_tokens=9, lease_id="l", remote_epoch="e", digest="d",
-            adapter=adapter,
+            remote_host="127.0.0.1", remote_port=5600, remote_num_tokens=9, remote_epoch="e", digest="d",
+            adapter=adapter, weights="w", lease_id="l." + sealed(prompt_name(range(9), adapter, "", "w"), "d"),
         )  # fmt: skip
+
+    def asks(adapter: str) -> Sequence:
+        name, _, digest = adapter.partition("@")
+        under = Adapter(name, digest, "", 1, {}) if adapter else None
+        return Sequence("s", tuple(range(9)), Sampling(), 0, 0.0, adapter=under)
 
     for made, asked in (("", "a@1"), ("a@1", ""), ("a@1", "a@2"), ("a@1", "b@1")):
         with pytest.raises(KvTransferError) as refused:
-            check_reference(reference(made), 9, 16, asked)
+            check_reference(reference(made), asks(asked), 16, "w")
         assert refused.value.reason == "adapter"
-    check_reference(reference("a@1"), 9, 16, "a@1")
-    check_reference(reference(""), 9, 16)
+    check_reference(reference("a@1"), asks("a@1"), 16, "w")
+    check_reference(reference(""), asks(""), 16, "w")

@@ -44,6 +44,11 @@ class Allocator(RuleBasedStateMachine):
         self.held.append(found)
 
     @rule(which=st.integers(0, 9))
+    def forget(self, which: int) -> None:
+        if self.held:
+            self.blocks.forget(self.held[which % len(self.held)])
+
+    @rule(which=st.integers(0, 9))
     def free(self, which: int) -> None:
         if self.held:
             self.blocks.free(self.held.pop(which % len(self.held)))

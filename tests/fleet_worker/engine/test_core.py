@@ -8,17 +8,21 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from fleet_wire.blocks import root_hash
+from fleet_cli.up.bundled import tiny_model
+from fleet_wire.blocks import adapter_salt, prompt_name, root_hash, sealed
 from fleet_wire.kv import KvReference
 from fleet_worker.engine.blocks import BlockAllocator
 from fleet_worker.engine.core import EngineCore, Limits
 from fleet_worker.engine.errors import BadRequestError, OverloadedError
 from fleet_worker.engine.llama import Llama
 from fleet_worker.engine.metrics import EngineMetrics
+from fleet_worker.engine.modelconfig import read_config
 from fleet_worker.engine.sequence import Sampling, Sequence
+from fleet_worker.engine.weights import load_weights, weights_digest
 from fleet_worker.transfer.base import FetchResult, KvReferenceError, KvTransferError
 
 BLOCK = 16
+WEIGHTS = weights_digest(read_config(tiny_model()), load_weights(tiny_model(), read_config(tiny_model())))
 PROMPT = tuple(range(5, 55))  # 4 blocks, the last one partly filled
 
 
@@ -34,10 +38,17 @@ class ScriptedConnector:
         self.fetched: list[tuple[str, int, list[int]]] = []
         self.granted: list[str] = []
         self.cancelled: list[str] = []
+        self.held: list[str] = []
 
-    def grant(self, request_id: str, block_ids: Blocks[int], num_tokens: int) -> KvReference:
+    def grant(self, request_id: str, block_ids: Blocks[int], num_tokens: int, prompt: str) -> KvReference:
         self.granted.append(request_id)
-        return reference(num_tokens, tuple(block_ids))
+        return reference(num_tokens, tuple(block_ids), prompt)
+
+    def hold(self, request_id: str, ref: KvReference) -> None:
+        self.held.append(request_id)
+
+    def dropped_frames(self) -> int:
+        return 0
 
     def fetch(self, request_id: str, ref: KvReference, skip: int, into: Blocks[int]) -> None:
         self.fetched.append((request_id, skip, list(into)))
@@ -69,11 +80,12 @@ class ScriptedConnector:
         return None
 
 
-def reference(tokens: int, blocks: tuple[int, ...] | None = None) -> KvReference:
+def reference(tokens: int, blocks: tuple[int, ...] | None = None, prompt: str | None = None) -> KvReference:
+    name = prompt_name(PROMPT[:tokens], weights=WEIGHTS) if prompt is None else prompt
     return KvReference(
         do_remote_prefill=True, remote_block_ids=tuple(range(-(-tokens // BLOCK))) if blocks is None else blocks,
         remote_engine_id="e", remote_request_id="r", remote_host="127.0.0.1", remote_port=5600, remote_num_tokens=tokens,
-        lease_id="lease", remote_epoch="epoch", digest="d",
+        lease_id="lease." + sealed(name, "d"), remote_epoch="epoch", digest="d", weights=WEIGHTS,
     )  # fmt: skip
 
 
@@ -210,6 +222,29 @@ def test_a_decode_leg_behind_a_plain_request_is_pulled_not_computed(llama: Llama
     assert core.scheduler.pulling.keys() == {"d"}
 
 
+@pytest.mark.parametrize("leaves", ["waiting", "pulling", "failed", "running"])
+def test_a_lease_is_held_from_the_moment_that_its_decode_leg_is_taken_until_it_ends(llama: Llama, leaves: str):
+    """Incident: nobody renewed while a decode leg waited for a place; its lease expired, and the prefill was for nothing."""
+    core = engine(llama, batch=1)
+    if leaves == "waiting":
+        core.add(ask("long", prompt=(300, 301), max_tokens=400, ignore_eos=True))
+        core.step()
+    core.add(ask("d", ref=reference(50)))
+    assert core.connector.held == ["d"]
+    core.step()
+    assert core.sequences["d"].stage == ("waiting" if leaves == "waiting" else "pulling")
+    assert core.connector.cancelled == []
+    if leaves == "failed":
+        core.connector.finish("d", KvTransferError("digest", "wrong bytes"))
+        core.step()
+    elif leaves == "running":
+        core.connector.finish("d")
+        steps(core)
+    else:
+        core.abort("d")
+    assert core.connector.cancelled == ([] if leaves == "running" else ["d"])
+
+
 def test_a_reference_shorter_than_the_local_cache_changes_no_token_and_no_counter_falls(llama: Llama):
     core, metrics = engine(llama), EngineMetrics("tiny")
     core.add(ask("first"))
@@ -239,15 +274,83 @@ def test_a_reference_shorter_than_the_local_cache_changes_no_token_and_no_counte
         ({"remote_host": "a b"}, "address"),
         ({"remote_host": ""}, "address"),
         ({"remote_host": "x" * 300}, "address"),
+        ({"remote_host": "12345"}, None),
+        ({"remote_host": "fd00::1"}, None),
+        ({"remote_host": "[fd00::1]"}, None),
+        ({"lease_generation": 2**64}, "bounds"),
+        ({"lease_generation": -1}, "bounds"),
+        ({"lease_generation": 2**63 - 1}, None),
+        ({"lease_id": "x" * 257}, "bounds"),
+        ({"lease_id": "a b"}, "bounds"),
+        ({"remote_epoch": "x" * 257}, "bounds"),
+        ({"remote_engine_id": "\n"}, "bounds"),
+        ({"remote_engine_id": ""}, "bounds"),
     ],
 )
-def test_a_reference_that_cannot_be_proven_or_reached_is_refused_before_it_holds_anything(llama: Llama, change, reason: str):
+def test_a_reference_that_cannot_be_proven_or_reached_is_refused_before_it_holds_anything(
+    llama: Llama, change, reason: str | None
+):
     core = engine(llama)
+    asked = ask("d", ref=msgspec.structs.replace(reference(50), **change))
+    if reason is None:
+        core.add(asked)
+        return
     with pytest.raises(KvReferenceError) as caught:
-        core.add(ask("d", ref=msgspec.structs.replace(reference(50), **change)))
+        core.add(asked)
     assert caught.value.reason == reason
     assert not core.sequences
     assert core.scheduler.blocks.used == 0
+
+
+OTHER = tuple(range(205, 255))
+NAMED = {
+    "another-prompt": (prompt_name(OTHER, weights=WEIGHTS), {}, "prompt"),
+    "another-last-token": (prompt_name((*PROMPT[:-1], 9), weights=WEIGHTS), {}, "prompt"),
+    "another-salt": (prompt_name(PROMPT, "", "a", WEIGHTS), {}, "prompt"),
+    "salted-and-not": (prompt_name(PROMPT, weights=WEIGHTS), {"cache_salt": "a"}, "prompt"),
+    "salt-as-adapter": (prompt_name(PROMPT, "a", "", WEIGHTS), {"cache_salt": "a"}, "prompt"),
+    "fewer-tokens": (prompt_name(PROMPT[:49], weights=WEIGHTS), {}, "prompt"),
+    "sealed-by-other-weights": (prompt_name(PROMPT, weights="other"), {}, "prompt"),
+}
+
+
+@pytest.mark.parametrize(("name", "change", "reason"), NAMED.values(), ids=NAMED)
+def test_a_reference_to_the_kv_of_another_prompt_is_refused(llama: Llama, name: str, change: dict[str, str], reason: str):
+    """Incident: a real, unread reference given with another prompt of the same length was answered with 200 and wrong tokens, and
+    its blocks were registered under the wrong prompt's names."""
+    core = engine(llama)
+    with pytest.raises(KvReferenceError) as caught:
+        core.add(replace(ask("d", ref=reference(50, prompt=name)), **change))
+    assert caught.value.reason == reason
+    assert not core.sequences
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ({"digest": "e"}, KvReferenceError),  # the blocks of another lease under this one
+        ({"lease_id": "epoch-1"}, KvTransferError),  # an older prefill worker: no fault of the client's, prefill anew
+        ({"adapter": adapter_salt("a", "1")}, KvTransferError),
+        ({"weights": "other"}, KvTransferError),  # a branch that moved between two starts: prefill anew
+        ({"weights": ""}, KvTransferError),
+        ({"weights": "other", "remote_num_tokens": 99}, KvTransferError),  # its tokenizer may be another, too
+    ],
+    ids=["other-blocks", "older-owner", "adapter", "other-weights", "weights-not-told", "other-weights-and-tokens"],
+)
+def test_a_lease_is_of_these_bytes_and_says_so(llama: Llama, given: dict[str, str], error: type[Exception]):
+    core = engine(llama)
+    with pytest.raises(error):
+        core.add(ask("d", ref=msgspec.structs.replace(reference(50), **given)))
+
+
+@pytest.mark.parametrize("length", [16, 50])
+def test_what_a_prefill_leg_answers_is_taken_with_its_own_request(llama: Llama, length: int):
+    core, other = engine(llama), engine(llama)
+    core.add(replace(ask("p", PROMPT[:length], max_tokens=1, keep=True), cache_salt="mine"))
+    given = next(output.reference for output in steps(core) if output.finish)
+    other.add(replace(ask("d", PROMPT[:length], ref=given), cache_salt="mine"))
+    with pytest.raises(KvReferenceError, match="another prompt, or of another cache_salt"):
+        other.add(replace(ask("e", PROMPT[:length], ref=given), cache_salt="theirs"))
 
 
 @pytest.mark.parametrize(
@@ -258,8 +361,9 @@ def test_a_reference_that_cannot_be_proven_or_reached_is_refused_before_it_holds
         (ask("a", prompt=(1024,)), "prompt holds token ids outside 0..1023"),
         (ask("a", prompt=(-1,)), "prompt holds token ids outside 0..1023"),
         (ask("a", min_tokens=1, stop_token_ids=(99_999,)), "stop_token_ids holds token ids outside 0..1023"),
+        (ask("a", min_tokens=1, stop_token_ids=(0, 1, *range(3, 1024))), "the end tokens are the whole vocabulary"),
     ],
-    ids=["empty", "too-long", "token-too-big", "token-negative", "stop-token-too-big"],
+    ids=["empty", "too-long", "token-too-big", "token-negative", "stop-token-too-big", "no-token-left"],
 )
 def test_a_bad_request_is_refused_and_its_neighbour_is_answered(llama: Llama, request_: Sequence, words: str):
     core = engine(llama)
@@ -267,6 +371,52 @@ def test_a_bad_request_is_refused_and_its_neighbour_is_answered(llama: Llama, re
     with pytest.raises(BadRequestError, match=words.replace("..", r"\.\.")):
         core.add(request_)
     assert len(ended(steps(core))["good"]) == 8
+
+
+def test_the_whole_vocabulary_may_stop_an_answer_that_has_no_least_length(llama: Llama):
+    core = engine(llama)
+    core.add(ask("a", stop_token_ids=tuple(range(1024))))
+    core.add(ask("b", min_tokens=1, stop_token_ids=tuple(range(1, 1024))))  # 0 is left
+    answers = ended(steps(core))
+    assert (len(answers["a"]), answers["b"][0]) == (1, 0)
+
+
+class Spoiling:
+    """The model, whose numbers for sequences of one first prompt token are not finite from position `since` on."""
+
+    def __init__(self, model: Llama, first: int, since: int) -> None:
+        self._model, self._first, self._since = model, first, since
+        self.config, self.block_tokens, self.weights_digest = model.config, model.block_tokens, model.weights_digest
+        self.spoilt: set[int] = set()
+
+    def forward(self, tokens, chunks, pool):
+        logits, at = self._model.forward(tokens, chunks, pool), 0
+        for row, chunk in enumerate(chunks):
+            if chunk.start == 0 and tokens[at] == self._first:
+                self.spoilt.add(chunk.table[0])
+            if chunk.table[0] in self.spoilt and chunk.start + chunk.count > self._since:
+                logits[row] = float("nan")
+            at += chunk.count
+        return logits
+
+
+@pytest.mark.parametrize("since", [0, 52], ids=["first-token", "third-token"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_request_whose_numbers_are_not_finite_fails_alone_and_its_kv_is_found_by_nobody(llama, since: int, temperature: float):
+    """Incident: one request that could not be sampled ended the engine, and with it everybody's request."""
+    core = engine(llama)
+    core._model = Spoiling(llama, 900, since)
+    core.add(ask("bad", prompt=(900, *PROMPT[1:]), temperature=temperature))
+    core.add(ask("good"))
+    outputs = steps(core)
+    assert [output.sequence.request_id for output in outputs if output.error] == ["bad"]
+    assert ended(outputs) == {"good": ended_alone(llama)}
+    assert core.counters.finished == {"error": 1, "length": 1}
+    core.check_integrity()
+    stored = {event.name: event for event in core.take_cache_events() if event.stored}
+    spoilt = {name for name, event in stored.items() if event.tokens and event.tokens[0] == 900}
+    assert spoilt
+    assert not any(core.scheduler.blocks.find([name]) for name in spoilt)
 
 
 def test_a_prompt_that_the_pool_can_never_hold_is_refused_with_the_numbers(llama: Llama):

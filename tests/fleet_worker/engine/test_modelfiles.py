@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from fleet_worker.engine.assemble import load_llama
 from fleet_worker.engine.errors import ModelFilesError
 from fleet_worker.engine.llama import Chunk, Llama
 from fleet_worker.engine.modelconfig import read_config
-from fleet_worker.engine.weights import load_weights
+from fleet_worker.engine.weights import load_weights, text_digest, weights_digest
 from fleet_worker.tinymodel import CONFIG
 
 
@@ -43,6 +46,34 @@ def with_config(folder: Path, **change: Any) -> Path:
 def test_a_config_that_cannot_be_run_exactly_is_refused_by_name(tmp_path: Path, change: dict[str, Any], words: str):
     with pytest.raises(ModelFilesError, match=words):
         read_config(with_config(tmp_path, **change))
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "ids"),
+    [
+        (2, None, (2,)),
+        (2, {}, (2,)),
+        (2, {"eos_token_id": None}, (2,)),  # incident: null hid config.json's, and answers never ended
+        (2, {"eos_token_id": [5, 6]}, (5, 6)),
+        ([2, 3], {"eos_token_id": 7}, (7,)),
+        (None, {"eos_token_id": None}, ()),
+        (None, None, ()),
+        (2, {"eos_token_id": []}, ()),
+    ],
+)
+def test_end_tokens_are_generation_configs_unless_it_says_nothing(
+    tmp_path: Path, config: Any, generation: Any, ids: tuple[int, ...]
+):
+    with_config(tmp_path, eos_token_id=config)
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert read_config(tmp_path).eos_ids == ids
+
+
+@pytest.mark.parametrize("given", ["2", [2, True], [2.5], True, {"a": 1}])
+def test_end_tokens_that_are_no_ids_are_refused(tmp_path: Path, given: Any):
+    with pytest.raises(ModelFilesError, match="eos_token_id"):
+        read_config(with_config(tmp_path, eos_token_id=given))
 
 
 @pytest.mark.parametrize("raw", [b"", b"[]", b"{", b"\xff\xfe"])
@@ -87,6 +118,51 @@ def test_an_index_cannot_name_files_elsewhere(tiny: Path, tmp_path: Path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../secret.safetensors"}}))
     with pytest.raises(ModelFilesError, match="outside the model folder"):
         load_weights(tmp_path, read_config(tiny))
+
+
+@pytest.mark.parametrize("change", ["one-bit", "name", "shape", "dtype", "architecture"])
+def test_the_digest_of_weights_tells_what_kv_depends_on(tiny: Path, change: str):
+    """Incident: workers of one compatibility hash whose branch had moved between two starts handed KV over."""
+    config = read_config(tiny)
+    weights = load_weights(tiny, config)
+    before = weights_digest(config, weights)
+    name = "model.layers.2.mlp.up_proj.weight"
+    changed = {**weights, name: weights[name].clone()}
+    assert weights_digest(replace(config, eos_ids=(5,)), changed) == before
+    if change == "one-bit":
+        changed[name].view(torch.uint8)[-1, -1] ^= 1
+    elif change == "name":
+        changed["another"] = changed.pop(name)
+    elif change == "shape":
+        changed[name] = changed[name].reshape(-1)
+    elif change == "dtype":
+        changed[name] = changed[name].view(torch.int32)
+    else:
+        config = replace(config, rope_theta=config.rope_theta + 1)
+    assert weights_digest(config, changed) != before
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_another_tokenizer_or_template_is_another_version_of_the_model(tiny: Path, tmp_path: Path, name: str):
+    """It makes another prompt of the same request: KV of one is no KV of the other."""
+    found = [text_digest(tmp_path)]
+    for raw in (b"", b"a", b"b"):
+        (tmp_path / name).write_bytes(raw)
+        found.append(text_digest(tmp_path))
+    assert len(set(found)) == 3  # absent and empty say the same
+    folder = tmp_path / "model"
+    shutil.copytree(tiny, folder)
+    before = load_llama(folder, read_config(folder), 16).weights_digest
+    (folder / name).write_bytes(b"{}")
+    assert load_llama(folder, read_config(folder), 16).weights_digest != before
+
+
+def test_weights_of_half_precision_have_a_digest(tiny: Path):
+    config = read_config(tiny)
+    weights = {name: tensor.to(torch.bfloat16) for name, tensor in load_weights(tiny, config).items()}
+    assert weights_digest(config, weights) != weights_digest(
+        config, {name: tensor.to(torch.float16) for name, tensor in weights.items()}
+    )
 
 
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -93,6 +93,11 @@ BAD: dict[str, tuple[dict[str, Any], str | None]] = {
     "min-over-max": ({"min_tokens": 9}, "min_tokens"),
     "stop-empty": ({"stop": [""]}, "stop"),
     "stop-many": ({"stop": ["a"] * 17}, "stop"),
+    "all-banned": ({"stop_token_ids": list(range(1024)), "min_tokens": 1}, "stop_token_ids"),
+    "all-banned-later": (
+        {"stop_token_ids": list(range(1024)), "kv_transfer_params": {"do_remote_decode": True, "min_tokens": 1, "max_tokens": 9}},
+        "stop_token_ids",
+    ),
     "stop-token-unknown": ({"stop_token_ids": [99_999], "min_tokens": 1}, "stop_token_ids"),
     "prompt-object": ({"prompt": {}}, "prompt"),
     "prompt-empty": ({"prompt": []}, "prompt"),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
 import torch
 
+from fleet_wire.kv import KvReference
 from fleet_worker.transfer.base import FetchResult, KvPool, KvReferenceError
 from fleet_worker.transfer.descriptors import Run, merge_runs, split_chunks
 from fleet_worker.transfer.nixl import NixlConnector
@@ -26,6 +28,9 @@ class Side:
         self.memory = torch.randint(0, 255, (BLOCKS, BLOCK_BYTES), dtype=torch.uint8)
         pool = KvPool(self.memory.data_ptr(), BLOCK_BYTES, BLOCKS, 16)
         self.connector = NixlConnector(TransferSettings(host, 5600, compat, "auto", False, lease_s, 1.0, read_timeout_s), pool)
+
+    def grant(self, request_id: str, blocks: list[int], tokens: int) -> KvReference:
+        return self.connector.grant(request_id, blocks, tokens, "prompt")
 
     def finished(self, deadline_s: float = 10.0) -> FetchResult:
         return wait(self.connector.finished, deadline_s)[0]
@@ -51,7 +56,7 @@ def pair() -> Iterator[tuple[Side, Side]]:
 
 def test_blocks_arrive_in_order_and_the_lease_ends_as_read(pair: tuple[Side, Side]):
     owner, reader = pair
-    reference = owner.connector.grant("r", [3, 4, 9], 48)
+    reference = owner.grant("r", [3, 4, 9], 48)
     assert owner.connector.open_leases() == 1
     reader.connector.fetch("r", reference, 0, [10, 11, 20])
     result = reader.finished()
@@ -63,14 +68,14 @@ def test_blocks_arrive_in_order_and_the_lease_ends_as_read(pair: tuple[Side, Sid
 
 def test_a_reader_that_has_the_first_blocks_pulls_and_proves_the_rest(pair: tuple[Side, Side]):
     owner, reader = pair
-    reader.connector.fetch("r", owner.connector.grant("r", [3, 4, 9], 48), 2, [20])
+    reader.connector.fetch("r", owner.grant("r", [3, 4, 9], 48), 2, [20])
     assert reader.finished().error is None
     assert torch.equal(reader.memory[20], owner.memory[9])
 
 
 def test_k5_a_flipped_byte_is_caught_by_the_digest(pair: tuple[Side, Side]):
     owner, reader = pair
-    reference = owner.connector.grant("r", [3, 4], 32)
+    reference = owner.grant("r", [3, 4], 32)
     owner.memory[4, 100] ^= 1
     reader.connector.fetch("r", reference, 0, [1, 2])
     assert error_reason(reader.finished()) == "digest"
@@ -78,7 +83,7 @@ def test_k5_a_flipped_byte_is_caught_by_the_digest(pair: tuple[Side, Side]):
 
 def test_k3_a_read_after_the_lease_is_refused(pair: tuple[Side, Side]):
     owner, reader = pair
-    reference = owner.connector.grant("r", [3], 16)
+    reference = owner.grant("r", [3], 16)
     assert wait(owner.connector.released, 3.0) == [("r", "expired")]
     reader.connector.fetch("r", reference, 0, [1])
     assert error_reason(reader.finished()) == "lease-unknown"
@@ -97,14 +102,14 @@ def test_k3_a_read_after_the_lease_is_refused(pair: tuple[Side, Side]):
 )
 def test_k4_a_forged_reference_is_refused(pair: tuple[Side, Side], change: dict[str, object], reason: str):
     owner, reader = pair
-    reference = msgspec.structs.replace(owner.connector.grant("r", [3], 16), **change)
+    reference = msgspec.structs.replace(owner.grant("r", [3], 16), **change)
     reader.connector.fetch("r", reference, 0, [1])
     assert error_reason(reader.finished()) == reason
 
 
 def test_a_reference_with_a_short_digest_is_refused_at_once(pair: tuple[Side, Side]):
     owner, reader = pair
-    reference = msgspec.structs.replace(owner.connector.grant("r", [3], 16), digest="00")
+    reference = msgspec.structs.replace(owner.grant("r", [3], 16), digest="00")
     with pytest.raises(KvReferenceError):
         reader.connector.fetch("r", reference, 0, [1])
 
@@ -112,7 +117,7 @@ def test_a_reference_with_a_short_digest_is_refused_at_once(pair: tuple[Side, Si
 def test_k15_workers_of_different_layout_never_pair(pair: tuple[Side, Side]):
     stranger = Side("127.77.0.3", compat="another-model")
     try:
-        stranger.connector.fetch("r", pair[0].connector.grant("r", [3], 16), 0, [1])
+        stranger.connector.fetch("r", pair[0].grant("r", [3], 16), 0, [1])
         result = stranger.finished()
         assert isinstance(result.error, KvReferenceError)
         assert "compatibility hash: prefill has same, decode has another-model" in str(result.error)
@@ -123,9 +128,9 @@ def test_k15_workers_of_different_layout_never_pair(pair: tuple[Side, Side]):
 def test_a_dead_owner_is_a_timeout_and_a_restarted_one_is_found_again(pair: tuple[Side, Side]):
     _, reader = pair
     owner = Side("127.77.0.4")
-    reader.connector.fetch("a", owner.connector.grant("a", [3], 16), 0, [1])
+    reader.connector.fetch("a", owner.grant("a", [3], 16), 0, [1])
     assert reader.finished().error is None
-    stale = owner.connector.grant("b", [3], 16)
+    stale = owner.grant("b", [3], 16)
     owner.connector.close()
     reader.connector.fetch("b", stale, 0, [1])
     assert reader.finished().error is not None
@@ -133,11 +138,65 @@ def test_a_dead_owner_is_a_timeout_and_a_restarted_one_is_found_again(pair: tupl
     try:
         reader.connector.fetch("c", stale, 0, [1])
         assert error_reason(reader.finished()) == "epoch"
-        reader.connector.fetch("d", reborn.connector.grant("d", [5], 16), 0, [2])
+        reader.connector.fetch("d", reborn.grant("d", [5], 16), 0, [2])
         assert reader.finished().error is None
         assert torch.equal(reader.memory[2], reborn.memory[5])
     finally:
         reborn.connector.close()
+
+
+def test_a_stale_reference_beside_healthy_pulls_fails_alone(pair: tuple[Side, Side]):
+    owner, reader = pair
+    reader.connector.fetch("warm", owner.grant("warm", [1], 16), 0, [1])
+    assert reader.finished().error is None
+    stale = msgspec.structs.replace(owner.grant("s", [3], 16), remote_epoch="before-the-restart")
+    for number in range(10):
+        reader.connector.fetch(f"g{number}", owner.grant(f"g{number}", list(range(40)), 640), 0, list(range(40)))
+        reader.connector.fetch(f"s{number}", stale, 0, [50])
+        found = wait(reader.connector.finished)
+        if len(found) < 2:
+            found += wait(reader.connector.finished)
+        assert {result.request_id[0]: result.error and result.error.reason for result in found} == {"g": None, "s": "epoch"}
+
+
+def test_an_owner_whose_metadata_nixl_does_not_take_is_refused_and_another_one_is_read(pair: tuple[Side, Side]):
+    owner, reader = pair
+    broken = Side("127.77.0.7")
+    try:
+        broken.connector._owner._metadata = broken.connector._owner._metadata[:40]
+        reader.connector.fetch("b", broken.grant("b", [3], 16), 0, [1])
+        assert error_reason(reader.finished()) == "peer"
+        reader.connector.fetch("g", owner.grant("g", [3], 16), 0, [1])
+        assert reader.finished().error is None
+    finally:
+        broken.connector.close()
+
+
+def test_a_lease_of_a_waiting_request_outlives_its_duration_until_it_is_let_go(pair: tuple[Side, Side]):
+    owner, _ = pair  # leases of 1 s
+    reader = Side("127.77.0.8", lease_s=1.0)
+    try:
+        given = owner.grant("r", [3], 16)
+        reader.connector.hold("d", given)
+        end = time.monotonic() + 1.8
+        while time.monotonic() < end:
+            assert owner.connector.released() == []
+            time.sleep(0.05)
+        reader.connector.cancel("d")
+        assert wait(owner.connector.released, 3.0) == [("r", "expired")]
+    finally:
+        reader.connector.close()
+
+
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="this machine has no IPv6")
+def test_blocks_are_read_from_an_owner_on_an_ipv6_address(pair: tuple[Side, Side]):
+    owner = Side("::1")
+    try:
+        pair[1].connector.fetch("r", owner.grant("r", [3], 16), 0, [1])
+        assert pair[1].finished().error is None
+        assert torch.equal(pair[1].memory[1], owner.memory[3])
+    finally:
+        owner.connector.close()
 
 
 def test_a_read_that_never_ends_is_cancelled_and_its_request_fails(monkeypatch: pytest.MonkeyPatch):
@@ -145,13 +204,13 @@ def test_a_read_that_never_ends_is_cancelled_and_its_request_fails(monkeypatch: 
     monkeypatch.setenv("UCX_TLS", "tcp,self")
     owner, reader = Side("127.77.0.5"), Side("127.77.0.6", read_timeout_s=0.5)
     try:
-        reader.connector.fetch("a", owner.connector.grant("a", [3], 16), 0, [1])
+        reader.connector.fetch("a", owner.grant("a", [3], 16), 0, [1])
         assert reader.finished().error is None
-        reference = owner.connector.grant("b", [4], 16)
+        reference = owner.grant("b", [4], 16)
         with owner.connector._owner._lock:  # its transfer thread waits here
             reader.connector.fetch("b", reference, 0, [2])
             assert error_reason(reader.finished()) == "timeout"
-        reader.connector.fetch("c", owner.connector.grant("c", [5], 16), 0, [2])
+        reader.connector.fetch("c", owner.grant("c", [5], 16), 0, [2])
         assert reader.finished().error is None  # greeted anew
         assert torch.equal(reader.memory[2], owner.memory[5])
     finally:
@@ -165,7 +224,7 @@ def test_when_the_transfer_thread_ends_no_pull_waits_for_ever(pair: tuple[Side, 
     def broken(now: float) -> None:
         raise ValueError("a bug")
 
-    reference = owner.connector.grant("r", [3], 16)
+    reference = owner.grant("r", [3], 16)
     monkeypatch.setattr(reader.connector._peers, "expire", broken)
     reader.connector.fetch("r", reference, 0, [1])
     assert error_reason(reader.finished()) == "stopped"
@@ -175,7 +234,7 @@ def test_when_the_transfer_thread_ends_no_pull_waits_for_ever(pair: tuple[Side, 
 
 def test_release_ends_a_lease_once(pair: tuple[Side, Side]):
     owner, _ = pair
-    reference = owner.connector.grant("r", [3], 16)
+    reference = owner.grant("r", [3], 16)
     assert owner.connector.release(reference.lease_id)
     assert not owner.connector.release(reference.lease_id)
     assert owner.connector.released() == [("r", "released")]

@@ -2,12 +2,14 @@
 
 huggingface_hub downloads each file beside its place and renames it when it is whole. Around that: one process at a time per
 repository (a prefetch and a worker may meet), a look at the free space before the first byte, and afterwards a comparison of each
-file with the hash that is its name in the cache. A repository that was compared once has a mark and is not read again.
+file with the hash that is its name in the cache. A repository that was compared once has a mark and is not read again. The hub's
+list of files is kept once all of them are there: while the hub is away, what is in the cache counts only when it holds that list.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -25,6 +27,8 @@ OURS: Final = ".inferencefleet"
 """Folder of our locks and marks in the cache."""
 SPARE_BYTES: Final = 64 * 1024 * 1024
 """Kept free on the cache's disk."""
+Listed = dict[str, list[str]]
+"""Commit → names of its files."""
 LOCK_TELL_S: Final = 10.0
 PIECE: Final = 4 * 1024 * 1024
 SHA256, GIT_SHA1 = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{40}")
@@ -71,8 +75,11 @@ def _fetched(
 
     progress(f"fetching {source}")
     try:
-        _check_space(source, name, revision, cache, patterns)
+        listed = _check_space(source, name, revision, cache, patterns)
         found = snapshot_download(name, revision=revision, cache_dir=cache, allow_patterns=list(patterns), max_workers=4)
+        folder = Path(found)
+        if folder.name not in listed:  # the hub came back, or the branch moved, since we asked
+            listed = _listed(name, revision, cache, patterns)[0]
     except HFValidationError as error:
         raise ModelError(f"{source}: not a repository name: {error}") from error
     except HfHubHTTPError as error:
@@ -81,14 +88,26 @@ def _fetched(
         raise
     except (LocalEntryNotFoundError, OSError) as error:
         raise ModelError(f"{source}: the hub cannot be reached: {_in_short(error)}") from error
-    folder = Path(found)
+    about = hashlib.sha256(json.dumps(list(patterns)).encode()).hexdigest()[:8]
+    _check_whole(
+        source, folder, listed.get(folder.name), cache / OURS / f"{folder.parent.parent.name[:150]}-{folder.name}-{about}.files"
+    )
     progress(f"comparing {source}")
     _compare(source, folder, cache / OURS / f"{folder.parent.parent.name[:150]}-{folder.name}.compared")
     return folder
 
 
-def _check_space(source: str, name: str, revision: str | None, cache: Path, patterns: Sequence[str]) -> None:
-    """ModelError when what is missing does not fit. A hub that cannot be asked is no reason: all may be there already."""
+def _check_space(source: str, name: str, revision: str | None, cache: Path, patterns: Sequence[str]) -> Listed:
+    """The hub's list; ModelError when what is missing does not fit. A hub that cannot be asked is no reason: all may be there."""
+    listed, needed = _listed(name, revision, cache, patterns)
+    free = shutil.disk_usage(cache).free
+    if needed + SPARE_BYTES > free and needed:
+        raise ModelError(f"{source}: {needed} bytes are missing, and {cache} has {free} free: the disk is too small")
+    return listed
+
+
+def _listed(name: str, revision: str | None, cache: Path, patterns: Sequence[str]) -> tuple[Listed, int]:
+    """(names of the files that the hub has, under their commit, and bytes that are missing here); ({}, 0) when it is away."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -97,11 +116,30 @@ def _check_space(source: str, name: str, revision: str | None, cache: Path, patt
     except (LocalEntryNotFoundError, OSError) as error:
         if type(error).__name__.endswith(("NotFoundError", "HTTPError")) and not isinstance(error, LocalEntryNotFoundError):
             raise
-        return
-    needed = sum(file.file_size or 0 for file in files if not isinstance(file, str) and file.will_download)
-    free = shutil.disk_usage(cache).free
-    if needed + SPARE_BYTES > free:
-        raise ModelError(f"{source}: {needed} bytes are missing, and {cache} has {free} free: the disk is too small")
+        return {}, 0
+    listed: Listed = {}
+    for file in files:
+        listed.setdefault(file.commit_hash, []).append(file.filename)
+    return listed, sum(file.file_size or 0 for file in files if file.will_download)
+
+
+def _check_whole(source: str, folder: Path, names: list[str] | None, mark: Path) -> None:
+    """ModelError unless every file of the hub's list is there; the list is remembered for when the hub (names: None) is away."""
+    if names is None:
+        if not mark.is_file():
+            raise ModelError(
+                f"{source}: the hub cannot be reached, and {folder} was never fetched whole: what is there may be a part of it; "
+                "let it be fetched once, or give the folder's path as the source"
+            )
+        names = json.loads(mark.read_text())
+    missing = sorted(name for name in names if not (folder / name).is_file())
+    if missing:
+        raise ModelError(f"{source}: {len(missing)} files of {len(names)} are missing in {folder}, the first is {missing[0]}")
+    text = json.dumps(sorted(names))
+    if not mark.is_file() or mark.read_text() != text:
+        written = mark.with_suffix(".part")
+        written.write_text(text)
+        written.replace(mark)  # a list that is cut off would say that little is enough
 
 
 def _compare(source: str, folder: Path, mark: Path) -> None:

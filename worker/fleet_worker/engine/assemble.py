@@ -24,10 +24,10 @@ from fleet_worker.engine.kvevents import KvEventPublisher
 from fleet_worker.engine.llama import Llama
 from fleet_worker.engine.loop import EngineLoop
 from fleet_worker.engine.metrics import EngineMetrics
-from fleet_worker.engine.modelconfig import read_config
+from fleet_worker.engine.modelconfig import ModelConfig, read_config
 from fleet_worker.engine.server import EngineServer
 from fleet_worker.engine.text import Text
-from fleet_worker.engine.weights import load_weights
+from fleet_worker.engine.weights import load_weights, text_digest
 from fleet_worker.transfer.base import KvPool
 from fleet_worker.transfer.nixl import NixlConnector
 from fleet_worker.transfer.owner import TransferSettings
@@ -112,7 +112,7 @@ def assemble(config: WorkerConfig, folder: Path, host: str) -> EngineProcess:
             f"maxModelLen is {config.max_model_len}, the model was made for {architecture.max_positions} positions"
         )
     text = Text(folder)
-    llama = Llama(architecture, load_weights(folder, architecture), config.kv.block_tokens)
+    llama = load_llama(folder, architecture, config.kv.block_tokens)
     core, pool = build_core(config, llama, architecture.eos_ids)
     settings = TransferSettings(
         host=host,
@@ -125,6 +125,11 @@ def assemble(config: WorkerConfig, folder: Path, host: str) -> EngineProcess:
     core.connector = NixlConnector(settings, pool)
     events = KvEventPublisher(host, config.ports.kv_events, config.ports.kv_replay, config.kv.block_tokens)
     return EngineProcess(config, host, core, text, events)
+
+
+def load_llama(folder: Path, architecture: ModelConfig, block_tokens: int) -> Llama:
+    """The model of a folder, which knows what its KV depends on; ModelFilesError."""
+    return Llama(architecture, load_weights(folder, architecture), block_tokens, text_digest(folder))
 
 
 def build_core(config: WorkerConfig, llama: Llama, eos_ids: tuple[int, ...]) -> tuple[EngineCore, KvPool]:

@@ -88,6 +88,11 @@ class BlockAllocator:
         self._blocks[block].owners = 1
         return block
 
+    def forget(self, blocks: Iterable[int]) -> None:
+        """Nobody finds the content of these used blocks any more."""
+        for block in blocks:
+            self._forget(block)
+
     def _forget(self, block: int) -> None:
         name = self._blocks[block].name
         if name is not None:

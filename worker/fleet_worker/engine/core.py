@@ -18,9 +18,9 @@ from fleet_worker.engine.errors import BadRequestError, EngineError, OverloadedE
 from fleet_worker.engine.llama import Chunk, Llama
 from fleet_worker.engine.lora import Adapter
 from fleet_worker.engine.references import check_reference
-from fleet_worker.engine.sampler import sample
+from fleet_worker.engine.sampler import end_tokens, sample
 from fleet_worker.engine.scheduler import Scheduler, Work
-from fleet_worker.engine.sequence import FinishReason, Sequence, finish_reason
+from fleet_worker.engine.sequence import FinishReason, Sampling, Sequence, finish_reason
 from fleet_worker.transfer.base import Connector, FetchResult, KvError
 
 
@@ -102,6 +102,7 @@ class EngineCore:
         """Admit or raise EngineError; nothing is held when it raises."""
         self.check_fits(len(sequence.prompt), sequence.sampling.max_tokens)
         self._check_tokens(sequence)
+        self.check_can_sample(sequence.sampling)
         if len(self.scheduler.waiting) >= self.limits.max_waiting:
             raise OverloadedError(f"{self.limits.max_waiting} requests are waiting already")
         if sequence.request_id in self.sequences:
@@ -109,6 +110,8 @@ class EngineCore:
         self._check_reference(sequence)
         self.sequences[sequence.request_id] = sequence
         self.scheduler.add(sequence)
+        if sequence.reference is not None and self.connector is not None:
+            self.connector.hold(sequence.request_id, sequence.reference)
         self.counters.prompt_tokens += len(sequence.prompt)
 
     def check_fits(self, prompt_tokens: int, max_tokens: int) -> None:
@@ -135,6 +138,14 @@ class EngineCore:
             if any(not 0 <= token < self.vocab_size for token in ids):
                 raise BadRequestError(f"{param} holds token ids outside 0..{self.vocab_size - 1}", param)
 
+    def check_can_sample(self, sampling: Sampling) -> None:
+        """Prove that there is always a token to choose; BadRequestError."""
+        if sampling.min_tokens and len(end_tokens(sampling, self._eos)) >= self.vocab_size:
+            raise BadRequestError(
+                "stop_token_ids and the end tokens are the whole vocabulary: with min_tokens no token could be chosen",
+                "stop_token_ids",
+            )
+
     def _check_reference(self, sequence: Sequence) -> None:
         reference = sequence.reference
         if reference is None and not sequence.keep_for_remote:
@@ -142,7 +153,7 @@ class EngineCore:
         if self.connector is None:
             raise BadRequestError("this engine has no KV connector", "kv_transfer_params")
         if reference is not None:
-            check_reference(reference, len(sequence.prompt), self._model.block_tokens, sequence.salt)
+            check_reference(reference, sequence, self._model.block_tokens, self._model.weights_digest)
 
     def abort(self, request_id: str) -> Sequence | None:
         """End a request now; blocks come back at once, except those that a transfer may still write."""
@@ -179,7 +190,14 @@ class EngineCore:
         chosen = sample(logits[rows], sequences, self._eos)
         return [self._accept(sequence, token) for sequence, token in zip(sequences, chosen, strict=True)]
 
-    def _accept(self, sequence: Sequence, token: int) -> Output:
+    def _spoilt(self, sequence: Sequence) -> Output:
+        """The model's numbers for this request are not finite: it ends alone, and nobody finds its KV, which may hold them."""
+        self.scheduler.blocks.forget(sequence.table)
+        return self._fail(sequence, EngineError("the model produced numbers that are not finite for this request"))
+
+    def _accept(self, sequence: Sequence, token: int | None) -> Output:
+        if token is None:
+            return self._spoilt(sequence)
         sequence.output.append(token)
         self.counters.generated_tokens += 1
         finish = finish_reason(sequence, token, self._eos)
@@ -187,10 +205,14 @@ class EngineCore:
             return Output(sequence, token)
         return Output(sequence, token, finish, self._end(sequence, finish))
 
-    def finish(self, request_id: str, reason: FinishReason) -> KvReference | None:
-        """End a request from outside (a stop string was met)."""
+    def finish(self, request_id: str, reason: FinishReason) -> None:
+        """End a request from outside (a stop string was met): its answer is out, so that nobody would hear of a lease."""
         sequence = self.sequences.get(request_id)
-        return self._end(sequence, reason) if sequence else None
+        if sequence is None:
+            self.release_lease_of(request_id)
+        else:
+            sequence.keep_for_remote = False
+            self._end(sequence, reason)
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> KvReference | None:
         del self.sequences[sequence.request_id]
@@ -198,8 +220,8 @@ class EngineCore:
         self.counters.finished[reason] += 1
         was_pulling = sequence.stage == "pulling"
         self.scheduler.remove(sequence)
-        if was_pulling and self.connector is not None:
-            self.connector.cancel(sequence.request_id)
+        self._let_go(sequence)
+        if was_pulling:
             self._cancelled_pulls[sequence.request_id] = sequence.table
             sequence.table = []
             return None
@@ -209,13 +231,23 @@ class EngineCore:
         self.scheduler.release(sequence)
         return reference
 
-    def _lease(self, sequence: Sequence, connector: Connector) -> KvReference:
+    def _let_go(self, sequence: Sequence) -> None:
+        """The lease of an ended decode leg is renewed no more, and no further block of it is read."""
+        if sequence.reference is not None and self.connector is not None:
+            self.connector.cancel(sequence.request_id)
+
+    def _lease(self, sequence: Sequence, connector: Connector) -> KvReference | None:
+        """None when so many leases are open that the answer goes without: whoever decodes computes the prompt itself."""
         blocks = sequence.table[: self.scheduler.blocks_for(len(sequence.prompt))]
+        name = sequence.prompt_name(len(sequence.prompt), self._model.weights_digest)
+        try:
+            reference = connector.grant(sequence.request_id, blocks, len(sequence.prompt), name)
+        except OverflowError:
+            return None
         self.scheduler.blocks.share(blocks)
         self._leased[sequence.request_id] = blocks
-        reference = connector.grant(sequence.request_id, blocks, len(sequence.prompt))
         self._lease_ids[sequence.request_id] = reference.lease_id
-        return msgspec.structs.replace(reference, adapter=sequence.salt)
+        return msgspec.structs.replace(reference, adapter=sequence.salt, weights=self._model.weights_digest)
 
     def release_lease_of(self, request_id: str) -> None:
         """Nobody heard of the lease of this ended request: it ends with the next step."""
@@ -300,8 +332,9 @@ class EngineCore:
         return None
 
     def _fail(self, sequence: Sequence, error: Exception) -> Output:
-        """A pull that ended without proof: the request ends with the error and its blocks come back."""
+        """A pull that ended without proof, or a step without a token: the request ends with the error, its blocks come back."""
         del self.sequences[sequence.request_id]
+        self._let_go(sequence)
         self.scheduler.remove(sequence)
         self.scheduler.release(sequence)
         self.counters.finished["error"] += 1

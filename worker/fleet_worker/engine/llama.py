@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from fleet_worker.engine.lora import Adapter, add_deltas, group_rows
 from fleet_worker.engine.modelconfig import ModelConfig, RopeScaling
+from fleet_worker.engine.weights import weights_digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +66,11 @@ class _Prefill:
 class Llama:
     """Weights, rotary tables and the forward pass. Not thread safe; one engine thread owns it."""
 
-    def __init__(self, config: ModelConfig, weights: dict[str, torch.Tensor], block_tokens: int) -> None:
+    def __init__(self, config: ModelConfig, weights: dict[str, torch.Tensor], block_tokens: int, text: str = "") -> None:
+        """`text`: digest of what makes tokens of a request (weights.text_digest)."""
         self.config = config
         self.block_tokens = block_tokens
+        self.weights_digest = weights_digest(config, weights, text)
         self.dtype = weights["model.embed_tokens.weight"].dtype
         self._embed = weights["model.embed_tokens.weight"]
         self._head = self._embed if config.tied else weights["lm_head.weight"]

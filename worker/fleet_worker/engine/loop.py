@@ -64,7 +64,7 @@ class EngineLoop:
         return sink
 
     def cancel(self, request_id: str) -> None:
-        """End a request; its queue gets nothing more."""
+        """End a request; its queue gets nothing more. A lease that it got meanwhile ends, too: nobody heard of it."""
         if self._sinks.pop(request_id, None) is not None:
             self._post(request_id)
 
@@ -123,7 +123,8 @@ class EngineLoop:
         while self._inbox:
             item = self._inbox.popleft()
             if isinstance(item, str):
-                self.core.abort(item)
+                if self.core.abort(item) is None:  # it ended meanwhile
+                    self.core.release_lease_of(item)
             elif isinstance(item, Sequence):
                 try:
                     self.core.add(item)

@@ -102,6 +102,8 @@ class EngineMetrics:
         self._counter("vllm:external_prefix_cache_hits", "Prompt tokens whose KV was pulled and proven.", counters.external_hits)
         self._counter("vllm:nixl_num_failed_transfers", "Pulls that failed or could not be proven.", counters.failed_transfers)
         self._counter("vllm:nixl_num_kv_expired_reqs", "Leases that expired unread.", counters.expired_leases)
+        dropped = core.connector.dropped_frames() if core.connector else 0
+        self._counter("fleet:kv_frames_dropped", "What came over the KV side channel and could not be used.", dropped)
         self._counter("fleet:kv_blocks_received", "KV blocks pulled and proven.", counters.blocks_received)
         for reason, total in counters.finished.items():
             self._reason_counter.labels(**self._labels, finished_reason=reason).inc(total - self._reasons.get(reason, 0))

@@ -137,7 +137,12 @@ def _rope_scaling(raw: dict[str, Any]) -> RopeScaling | None:
 
 def _eos_ids(raw: dict[str, Any], folder: Path) -> tuple[int, ...]:
     path = folder / "generation_config.json"
-    found = (_read_json(path) if path.is_file() else {}).get("eos_token_id", raw.get("eos_token_id"))
+    found = (_read_json(path) if path.is_file() else {}).get("eos_token_id")
+    if found is None:  # null there says as little as nothing
+        found = raw.get("eos_token_id")
     if found is None:
         return ()
-    return tuple(found) if isinstance(found, list) else (int(found),)
+    ids = found if isinstance(found, list) else [found]
+    if any(type(token) is not int for token in ids):
+        raise ValueError(f"eos_token_id {found!r} is neither a token id nor a list of them")
+    return tuple(ids)

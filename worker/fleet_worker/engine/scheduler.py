@@ -92,9 +92,10 @@ class Scheduler:
         sequence.names = names[: len(found)]
         sequence.registered = len(found)
         sequence.computed = len(found) * self.block_tokens
-        sequence.cached_tokens = sequence.computed
-        self.prefix_queries += sequence.length
-        self.prefix_hits += sequence.computed
+        if not sequence.was_preempted:  # else it finds what it computed itself
+            sequence.cached_tokens = sequence.computed
+            self.prefix_queries += sequence.length
+            self.prefix_hits += sequence.computed
         return True
 
     def root_of(self, sequence: Sequence) -> bytes:
@@ -123,7 +124,7 @@ class Scheduler:
     def _preempt(self, victim: Sequence) -> None:
         self.running.remove(victim)
         self.release(victim)
-        victim.stage = "waiting"
+        victim.stage, victim.was_preempted = "waiting", True
         self.preemptions += 1
         self.waiting.appendleft(victim)
 

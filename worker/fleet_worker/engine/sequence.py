@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from fleet_wire.blocks import prompt_name
 from fleet_wire.kv import KvReference
 from fleet_worker.engine.lora import Adapter
 
@@ -59,11 +60,17 @@ class Sequence:
     first_token_at: float | None = None
     last_token_at: float | None = None
     cached_tokens: int = 0
+    """Prompt tokens whose KV was there when it was first given its blocks."""
+    was_preempted: bool = False
 
     @property
     def salt(self) -> str:
         """What its KV depends on beside tokens and model."""
         return self.adapter.salt if self.adapter is not None else ""
+
+    def prompt_name(self, tokens: int, weights: str) -> str:
+        """Name of its first `tokens` prompt tokens and all else that their KV depends on."""
+        return prompt_name(self.prompt[:tokens], self.salt, self.cache_salt, weights)
 
     @property
     def length(self) -> int:

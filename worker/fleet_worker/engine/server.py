@@ -211,6 +211,7 @@ class EngineServer:
         if kv.do_remote_decode:
             decoded = wire.sampling_of(wire.decode_leg_of(asked, kv), room, self._config.max_output_tokens)
             self._loop.core.check_fits(len(prompt), decoded.max_tokens)
+            self._loop.core.check_can_sample(decoded)
         self._loop.core.check_fits(len(prompt), sampling.max_tokens)
         chosen = f"{(request_id or 'req')[:MAX_REQUEST_ID]}-{self._random.getrandbits(64):016x}"
         seed = sampling.seed if sampling.seed is not None else self._random.getrandbits(48)

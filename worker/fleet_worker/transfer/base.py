@@ -63,8 +63,8 @@ class Connector(Protocol):
     transport: str
     """"shm", "tcp" or "rdma": what is in use, never what was asked for."""
 
-    def grant(self, request_id: str, block_ids: Sequence[int], num_tokens: int) -> KvReference:
-        """Prefill: put finished blocks under a lease."""
+    def grant(self, request_id: str, block_ids: Sequence[int], num_tokens: int, prompt: str = "") -> KvReference:
+        """Prefill: put finished blocks under a lease that names the prompt (fleet_wire.blocks.prompt_name)."""
         ...
 
     def release(self, lease_id: str) -> bool:
@@ -73,6 +73,10 @@ class Connector(Protocol):
 
     def released(self) -> list[tuple[str, ReleaseReason]]:
         """Request ids whose leases ended since the last call."""
+        ...
+
+    def hold(self, request_id: str, reference: KvReference) -> None:
+        """Decode: the request waits for a place; its lease is renewed until `fetch` or `cancel`."""
         ...
 
     def fetch(self, request_id: str, reference: KvReference, skip: int, into: Sequence[int]) -> None:
@@ -85,6 +89,10 @@ class Connector(Protocol):
 
     def finished(self) -> list[FetchResult]:
         """Pulls that ended since the last call."""
+        ...
+
+    def dropped_frames(self) -> int:
+        """What others sent and could not be used."""
         ...
 
     def open_leases(self) -> int:

@@ -15,13 +15,14 @@ from collections import deque
 from collections.abc import Sequence
 from uuid import uuid4
 
-import msgspec
 import zmq
 
 from fleet_wire.kv import KvReference
-from fleet_wire.sidechannel import decode, encode
+from fleet_wire.sidechannel import BadFrameError, decode, encode
+from fleet_worker.transfer.address import tcp_address
 from fleet_worker.transfer.base import FetchResult, KvPool, KvReferenceError, KvTransferError, ReleaseReason
 from fleet_worker.transfer.digest import HEX_PER_BLOCK
+from fleet_worker.transfer.faults import Faults
 from fleet_worker.transfer.owner import Owner, TransferSettings
 from fleet_worker.transfer.peers import Peers
 from fleet_worker.transfer.proving import Prover
@@ -31,6 +32,9 @@ from fleet_worker.transfer.transport import check_asked, in_use
 IDLE_POLL_MS = 50
 SERVING_POLL_MS = 1
 MAX_MESSAGE_BYTES = 1024 * 1024
+MAX_SOCKETS = 4_096
+FRAMES_PER_TURN = 256
+"""Questions that are answered before the reads are looked at again."""
 LOG = logging.getLogger("fleet.worker.transfer")
 
 
@@ -47,13 +51,15 @@ class NixlConnector:
         self._registered = self._agent.register_memory([(pool.base_address, pool.total_bytes, 0, "kv")], "DRAM")
         self._owner = Owner(settings, pool, self.engine_id, self._agent.get_agent_metadata())
         self._finished: deque[FetchResult] = deque()
-        self._commands: deque[Pull | str] = deque()
+        self._commands: deque[Pull | str | tuple[str, KvReference]] = deque()
+        self._faults = Faults()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self._server = self._bind(settings)
         self._wake_in, self._wake_out = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._prover = Prover(pool, self._wake)
-        self._peers = Peers(self._context, settings.call_timeout_s)
-        self._reader = Reader(settings, pool, self._agent, self._peers, self._prover, self._finished.append)
+        self._peers = Peers(self._context, settings.call_timeout_s, self._faults)
+        self._reader = Reader(settings, pool, self._agent, self._peers, self._prover, self._finished.append, self._faults)
         self._stopping = False
         self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
@@ -63,8 +69,9 @@ class NixlConnector:
         server = self._context.socket(zmq.ROUTER)
         server.setsockopt(zmq.LINGER, 0)
         server.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        server.setsockopt(zmq.IPV6, 1)
         try:
-            server.bind(f"tcp://{settings.host}:{settings.port}")
+            server.bind(tcp_address(settings.host, settings.port))
         except zmq.ZMQError as error:
             server.close()
             self._context.term()
@@ -73,9 +80,9 @@ class NixlConnector:
         return server
 
     # -- engine thread ----------------------------------------------------------------------------------------------
-    def grant(self, request_id: str, block_ids: Sequence[int], num_tokens: int) -> KvReference:
+    def grant(self, request_id: str, block_ids: Sequence[int], num_tokens: int, prompt: str = "") -> KvReference:
         """Lease finished blocks."""
-        return self._owner.grant(request_id, block_ids, num_tokens)
+        return self._owner.grant(request_id, block_ids, num_tokens, prompt)
 
     def release(self, lease_id: str) -> bool:
         """End a lease that nobody will read."""
@@ -88,6 +95,14 @@ class NixlConnector:
     def open_leases(self) -> int:
         """Leases granted and not ended."""
         return self._owner.open_leases()
+
+    def dropped_frames(self) -> int:
+        """What came over the side channel and could not be used."""
+        return self._faults.total
+
+    def hold(self, request_id: str, reference: KvReference) -> None:
+        """Renew the lease until `fetch` or `cancel` of the request."""
+        self._send((request_id, reference))
 
     def fetch(self, request_id: str, reference: KvReference, skip: int, into: Sequence[int]) -> None:
         """Start a pull of the reference's blocks from index `skip` on."""
@@ -120,7 +135,7 @@ class NixlConnector:
         for descriptor in (self._wake_in, self._wake_out):
             os.close(descriptor)
 
-    def _send(self, command: Pull | str) -> None:
+    def _send(self, command: Pull | str | tuple[str, KvReference]) -> None:
         self._commands.append(command)
         self._wake()
 
@@ -145,11 +160,11 @@ class NixlConnector:
         self._context.term()
 
     def _turn(self, now: float) -> None:
-        self._take_commands()
+        self._take_commands(now)
         self._serve(now)
         self._peers.receive()
         self._peers.expire(now)
-        if now < self._owner.serve_until:
+        if self._owner.drives_until(now) > now:
             self._agent.get_new_notifs()  # drives UCX for whoever reads from us
         self._reader.advance(now)
         self._owner.expire()
@@ -168,28 +183,37 @@ class NixlConnector:
     def _poll_ms(self) -> int:
         if self._reader.is_reading:
             return 0
-        if time.monotonic() < self._owner.serve_until:
-            return 0 if self.transport == "tcp" else SERVING_POLL_MS
+        now = time.monotonic()
+        if now < self._owner.serve_until and self.transport == "tcp":
+            return 0
+        if self._owner.drives_until(now) > now:
+            return SERVING_POLL_MS
         return IDLE_POLL_MS
 
-    def _take_commands(self) -> None:
+    def _take_commands(self, now: float) -> None:
         while self._commands:
             command = self._commands.popleft()
             if isinstance(command, Pull):
                 self._reader.begin(command)
+            elif isinstance(command, tuple):
+                self._reader.holder.hold(*command, now)
             else:
                 self._reader.cancel(command)
 
     def _serve(self, now: float) -> None:
-        while True:
+        for _ in range(FRAMES_PER_TURN):
             try:
                 frames = self._server.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:
                 return
-            if len(frames) != 2:
-                continue
             try:
-                asked = decode(frames[1])
-            except (msgspec.DecodeError, ValueError):
-                continue  # random bytes: nothing to answer
-            self._server.send_multipart([frames[0], encode(self._owner.reply(asked, now))], zmq.DONTWAIT)
+                self._reply(frames, now)
+            except BadFrameError as error:
+                self._faults.count("a question on the side channel", error)  # random bytes: nothing to answer
+            except Exception as error:  # whatever anybody sends: it is not answered, and nothing else happens
+                self._faults.count("a question on the side channel", error, unexpected=True)
+
+    def _reply(self, frames: list[bytes], now: float) -> None:
+        if len(frames) != 2:
+            raise BadFrameError(f"{len(frames)} frames, expected 2")
+        self._server.send_multipart([frames[0], encode(self._owner.reply(decode(frames[1]), now))], zmq.DONTWAIT)

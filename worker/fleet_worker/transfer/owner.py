@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from uuid import uuid4
 
+from fleet_wire.blocks import sealed
 from fleet_wire.kv import KvReference
 from fleet_wire.lease import LeaseTable
 from fleet_wire.sidechannel import PROTOCOL_VERSION, Confirm, Granted, Hello, Message, Refused, Renew, Welcome
@@ -20,8 +21,9 @@ from fleet_worker.transfer.digest import memory_of, pool_digest
 from fleet_worker.transfer.peers import Answer
 
 SERVING_WINDOW_S = 1.0
-"""After a reader announced itself the owner drives UCX for this long: connections are made, and TCP reads are answered, only
-while it does. NIXL's own progress thread is off: it spins on a whole core, busy or not."""
+"""After a word from a reader the owner drives UCX at full speed for this long: connections are made, and TCP reads are answered,
+only while it does. While leases are open it goes on at a slower pace, for a reader may have paused in mid-read. NIXL's own
+progress thread is off: it spins on a whole core, busy or not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +57,11 @@ class Owner:
         self._released: deque[tuple[str, ReleaseReason]] = deque()
 
     # -- engine thread ----------------------------------------------------------------------------------------------
-    def grant(self, request_id: str, block_ids: Sequence[int], num_tokens: int) -> KvReference:
+    def grant(self, request_id: str, block_ids: Sequence[int], num_tokens: int, prompt: str = "") -> KvReference:
         """Lease finished blocks; the digest is taken now, while nobody writes them."""
         digest = pool_digest(self._memory, self._pool.block_bytes, block_ids)
         with self._lock:
-            lease = self._leases.grant(request_id, block_ids, time.monotonic())
+            lease = self._leases.grant(request_id, block_ids, time.monotonic(), sealed(prompt, digest))
         return KvReference(
             do_remote_prefill=True,
             do_remote_decode=False,
@@ -104,6 +106,10 @@ class Owner:
     def _expire(self) -> None:
         for lease in self._leases.expire(time.monotonic()):
             self._released.append((lease.owner, "expired"))
+
+    def drives_until(self, now: float) -> float:
+        """How long UCX must be driven as far as is known `now`: somebody reads, or may begin to."""
+        return max(self.serve_until, now + SERVING_WINDOW_S) if len(self._leases) else self.serve_until
 
     def reply(self, asked: Message, now: float) -> Answer:
         """The answer to one question of a reader."""

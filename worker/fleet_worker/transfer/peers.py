@@ -1,16 +1,25 @@
-"""The side channel's client half: one DEALER socket per owner, calls matched to answers, each with a deadline."""
+"""The side channel's client half: one DEALER socket per owner, calls matched to answers, each with a deadline.
+
+Owners come and go for as long as a reader lives: one that was not used for a while is forgotten, and the least recently used one
+makes room when there are too many. What one owner sends or is fails its own calls only.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-import msgspec
 import zmq
 
-from fleet_wire.sidechannel import Confirm, Granted, Hello, Message, Refused, Renew, Welcome, decode, encode
+from fleet_wire.sidechannel import BadFrameError, Confirm, Granted, Hello, Message, Refused, Renew, Welcome, decode, encode
+from fleet_worker.transfer.address import tcp_address
 from fleet_worker.transfer.base import KvTransferError
+from fleet_worker.transfer.faults import Faults
 
+MAX_PEERS = 256
+"""Owners at a time: each takes a socket and about two file descriptors."""
+IDLE_S = 900.0
+"""An owner that was not used for so long is forgotten."""
 Answer = Welcome | Granted | Refused
 OnAnswer = Callable[[Answer | KvTransferError], None]
 
@@ -31,6 +40,7 @@ class Peer:
     welcome: Welcome | None = None
     agent_name: str = ""
     greeting: bool = False
+    used_at: float = 0.0
     waiting_for_welcome: list[OnAnswer] = field(default_factory=list)
     calls: dict[int, _Call] = field(default_factory=dict)
 
@@ -38,22 +48,53 @@ class Peer:
 class Peers:
     """All owners that this reader talks to; used by the transfer thread only."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], timeout_s: float) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], timeout_s: float, faults: Faults, most: int = MAX_PEERS) -> None:
         self._context = context
         self._timeout_s = timeout_s
+        self._faults = faults
+        self._most = most
         self._peers: dict[tuple[str, int], Peer] = {}
         self._next_call = 0
 
-    def get(self, host: str, port: int) -> Peer:
-        """The peer at this address, connected on first use."""
+    def get(self, host: str, port: int, now: float) -> Peer:
+        """The peer at this address, connected on first use; KvTransferError when there is no room or no such address."""
         peer = self._peers.get((host, port))
         if peer is None:
+            if len(self._peers) >= self._most:
+                raise KvTransferError("peers", f"{self._most} prefill workers are in use: no room for one more")
+            peer = self._peers[host, port] = Peer(host, port, self._connected(host, port))
+        peer.used_at = now
+        return peer
+
+    def _connected(self, host: str, port: int) -> zmq.Socket[bytes]:
+        try:
             socket = self._context.socket(zmq.DEALER)
+        except zmq.ZMQError as error:
+            raise KvTransferError("peers", f"no socket for the prefill worker at {host}:{port}: {error.strerror}") from error
+        try:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.SNDHWM, 1_000)
-            socket.connect(f"tcp://{host}:{port}")
-            peer = self._peers[host, port] = Peer(host, port, socket)
-        return peer
+            socket.setsockopt(zmq.IPV6, 1)
+            socket.connect(tcp_address(host, port))
+        except zmq.ZMQError as error:
+            socket.close()
+            raise KvTransferError("peer", f"the prefill worker at {host}:{port} cannot be reached: {error.strerror}") from error
+        return socket
+
+    def superfluous(self, host: str, port: int, now: float, busy: Collection[int]) -> list[Peer]:
+        """Whom to forget before this address is used for the first time: who was idle for long, and who was used least recently
+        when there is no room. Never one whose id() is in `busy` or that has not answered yet."""
+        if (host, port) in self._peers:
+            return []
+        free = [peer for peer in self._peers.values() if id(peer) not in busy and not peer.calls]
+        idle = [peer for peer in free if now - peer.used_at >= IDLE_S]
+        if idle or len(self._peers) < self._most:
+            return idle
+        return sorted(free, key=lambda peer: peer.used_at)[:1]
+
+    def shares_agent(self, peer: Peer) -> bool:
+        """Another address leads to the same NIXL agent."""
+        return any(other is not peer and other.agent_name == peer.agent_name for other in self._peers.values())
 
     def drop(self, peer: Peer) -> None:
         """Forget a peer; open calls fail. The next use connects and greets again."""
@@ -61,7 +102,7 @@ class Peers:
         gone = KvTransferError("peer", f"the prefill worker at {peer.host}:{peer.port} is gone or restarted")
         calls, peer.calls = list(peer.calls.values()), {}
         for call in calls:
-            call.on_answer(gone)
+            self._tell(call, gone)
         peer.socket.close()
 
     def sockets(self) -> list[zmq.Socket[bytes]]:
@@ -71,11 +112,14 @@ class Peers:
     def call(self, peer: Peer, make: Callable[[int], Hello | Renew | Confirm], now: float, on_answer: OnAnswer) -> None:
         """Send one request; `on_answer` is called exactly once."""
         self._next_call += 1
-        peer.calls[self._next_call] = _Call(now + self._timeout_s, on_answer)
+        number, peer.used_at = self._next_call, now
+        peer.calls[number] = _Call(now + self._timeout_s, on_answer)
         try:
-            peer.socket.send(encode(make(self._next_call)), zmq.DONTWAIT)
+            peer.socket.send(encode(make(number)), zmq.DONTWAIT)
         except zmq.Again:
-            peer.calls.pop(self._next_call).on_answer(KvTransferError("peer", f"the side channel to {peer.host} is full"))
+            self._tell(peer.calls.pop(number), KvTransferError("peer", f"the side channel to {peer.host} is full"))
+        except zmq.ZMQError as error:
+            self._tell(peer.calls.pop(number), KvTransferError("peer", f"the side channel to {peer.host}: {error.strerror}"))
 
     def receive(self) -> None:
         """Hand every answer that has arrived to its call."""
@@ -83,28 +127,38 @@ class Peers:
             while not peer.socket.closed:  # an answer may drop its own peer
                 try:
                     frame = peer.socket.recv(zmq.DONTWAIT)
-                except zmq.Again:
+                except zmq.ZMQError:  # Again: nothing there
                     break
                 self._answer(peer, frame)
 
     def _answer(self, peer: Peer, frame: bytes) -> None:
         try:
             message: Message = decode(frame)
-        except (msgspec.DecodeError, ValueError):
-            return  # its call runs into its deadline
+        except BadFrameError as error:
+            self._faults.count(f"an answer of {peer.host}:{peer.port}", error)  # its call runs into its deadline
+            return
+        if not isinstance(message, Welcome | Granted | Refused):
+            return
         call = peer.calls.pop(message.call, None)
-        if call is not None and isinstance(message, Welcome | Granted | Refused):
-            call.on_answer(message)
+        if call is not None:
+            self._tell(call, message)
+
+    def _tell(self, call: _Call, answer: Answer | KvTransferError) -> None:
+        """Nothing that one owner answers ends the thread."""
+        try:
+            call.on_answer(answer)
+        except Exception as error:
+            self._faults.count("an answer was not expected", error, unexpected=True)
 
     def expire(self, now: float) -> None:
         """Fail the calls whose deadline has come; a peer that does not answer is greeted again next time."""
         for peer in list(self._peers.values()):
             late = [number for number, call in peer.calls.items() if call.deadline <= now]
             for number in late:
-                call = peer.calls.pop(number)
-                call.on_answer(
-                    KvTransferError("timeout", f"the prefill worker at {peer.host}:{peer.port} did not answer in time")
-                )
+                call = peer.calls.pop(number, None)
+                if call is not None:  # the one before may have dropped its peer, and with it all its calls
+                    words = f"the prefill worker at {peer.host}:{peer.port} did not answer in time"
+                    self._tell(call, KvTransferError("timeout", words))
 
     def close(self) -> None:
         """Close every socket."""

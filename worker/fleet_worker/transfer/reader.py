@@ -14,11 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fleet_wire.kv import KvReference
-from fleet_wire.sidechannel import PROTOCOL_VERSION, Confirm, Hello, Refused, Renew, Welcome
+from fleet_wire.sidechannel import PROTOCOL_VERSION, Confirm, Hello, Refused, Welcome
 from fleet_worker.transfer.base import FetchResult, KvError, KvPool, KvReferenceError, KvTransferError
 from fleet_worker.transfer.descriptors import merge_runs, split_chunks
 from fleet_worker.transfer.digest import HEX_PER_BLOCK
-from fleet_worker.transfer.owner import TransferSettings
+from fleet_worker.transfer.faults import Faults
+from fleet_worker.transfer.holding import Holder, renewal
+from fleet_worker.transfer.owner import SERVING_WINDOW_S, TransferSettings
 from fleet_worker.transfer.peers import Answer, Peer, Peers
 from fleet_worker.transfer.proving import Proof, Prover
 
@@ -65,6 +67,7 @@ class Reader:
         peers: Peers,
         prover: Prover,
         done: Callable[[FetchResult], None],
+        faults: Faults,
     ) -> None:
         self._settings = settings
         self._pool = pool
@@ -72,6 +75,8 @@ class Reader:
         self._peers = peers
         self._prover = prover
         self._done = done
+        self._faults = faults
+        self.holder = Holder(settings.lease_s, peers, self._reach)
         self._pulls: dict[str, Pull] = {}
         self._by_id: dict[int, Pull] = {}
         self._ids = itertools.count(1)
@@ -85,11 +90,13 @@ class Reader:
         """Greet the owner if that has not been done, then read."""
         pull.pull_id = next(self._ids)
         pull.renew_at = pull.begun + self._settings.lease_s / 3
+        self.holder.let_go(pull.request_id)
         self._pulls[pull.request_id] = self._by_id[pull.pull_id] = pull
-        self._greet(pull)
+        self._guarded(pull, self._greet)
 
     def cancel(self, request_id: str) -> None:
-        """No further chunk is read; the pull still ends through `done`."""
+        """No further chunk is read; a pull that has begun still ends through `done`."""
+        self.holder.let_go(request_id)
         if request_id in self._pulls:
             self._pulls[request_id].cancelled = True
 
@@ -97,11 +104,27 @@ class Reader:
         """Take proofs, renew leases, look at each read."""
         for proof in self._prover.proofs():
             self._proven(proof)
+        self.holder.advance(now)
         for pull in list(self._pulls.values()):
-            if now >= pull.renew_at and pull.peer is not None and not pull.confirmed:
-                self._renew(pull, pull.peer, now)
-            if pull.reading is not None:
-                self._look(pull, now)
+            self._guarded(pull, lambda one: self._advance(one, now))
+
+    def _advance(self, pull: Pull, now: float) -> None:
+        if now >= pull.renew_at and pull.peer is not None and not pull.confirmed:
+            self._renew(pull, pull.peer, now)
+        if pull.reading is not None:
+            self._look(pull, now)
+
+    def _guarded(self, pull: Pull, step: Callable[[Pull], None]) -> None:
+        """Whatever one owner is or says fails its own pulls only; but nobody may have blocks that NIXL may still write."""
+        try:
+            step(pull)
+        except KvError as error:
+            self._end(pull, error)
+        except Exception as error:
+            if pull.handle is not None:
+                raise
+            self._faults.count(f"a pull from {pull.reference.remote_host}", error, unexpected=True)
+            self._end(pull, KvTransferError("peer", f"the prefill worker cannot be read from: {error}"))
 
     def fail_all(self, error: KvTransferError) -> None:
         """Every pull ends with this error: the thread that drives them is about to end."""
@@ -109,16 +132,20 @@ class Reader:
             self._end(pull, error)
 
     # -- greeting ---------------------------------------------------------------------------------------------------
+    def _reach(self, host: str, port: int, now: float) -> Peer:
+        """The peer at an address; others make room."""
+        busy = {id(pull.peer) for pull in self._pulls.values()}
+        for superfluous in self._peers.superfluous(host, port, now, busy):
+            self._forget(superfluous)
+        return self._peers.get(host, port, now)
+
     def _greet(self, pull: Pull) -> None:
-        peer = self._peers.get(pull.reference.remote_host, pull.reference.remote_port)
-        if peer.welcome is not None and peer.welcome.epoch != pull.reference.remote_epoch:
-            self._forget(peer)  # the owner restarted on the same address
-            peer = self._peers.get(pull.reference.remote_host, pull.reference.remote_port)
-        pull.peer = peer
-        if peer.welcome is not None:
+        """Of an owner whose life is not the reference's one of both is over: it says which. The pulls from it go on meanwhile."""
+        peer = pull.peer = self._reach(pull.reference.remote_host, pull.reference.remote_port, time.monotonic())
+        if peer.welcome is not None and peer.welcome.epoch == pull.reference.remote_epoch:
             self._start(pull, peer.welcome)
             return
-        peer.waiting_for_welcome.append(lambda answer: self._greeted(pull, peer, answer))
+        peer.waiting_for_welcome.append(lambda answer: self._guarded(pull, lambda one: self._greeted(one, peer, answer)))
         if not peer.greeting:
             peer.greeting = True
             self._peers.call(peer, self._hello, time.monotonic(), lambda answer: self._welcomed(peer, answer))
@@ -131,22 +158,38 @@ class Reader:
 
     def _welcomed(self, peer: Peer, answer: Answer | KvTransferError) -> None:
         peer.greeting = False
-        if isinstance(answer, Welcome):
-            found = self._agent.add_remote_agent(answer.agent)
-            peer.agent_name = found.decode() if isinstance(found, bytes) else found
-            peer.welcome = answer
+        if isinstance(answer, Welcome) and peer.welcome is None:
+            answer = self._met(peer, answer)
+        elif isinstance(answer, Welcome) and peer.welcome is not None and answer.epoch != peer.welcome.epoch:
+            self._forget(peer)  # the owner restarted on the same address: who waits greets it anew
         waiting, peer.waiting_for_welcome = peer.waiting_for_welcome, []
         for tell in waiting:
             tell(answer)
         if isinstance(answer, KvTransferError):
             self._forget(peer)
 
+    def _met(self, peer: Peer, welcome: Welcome) -> Welcome | KvTransferError:
+        """Let NIXL know the owner; an error when it cannot be read from. NIXL raises many binding types."""
+        try:
+            found = self._agent.add_remote_agent(welcome.agent)
+            peer.agent_name = found.decode() if isinstance(found, bytes) else found
+        except Exception as error:
+            return KvTransferError("peer", f"NIXL does not take what the prefill worker at {peer.host} says of itself: {error}")
+        if peer.agent_name != welcome.engine_id:
+            return KvTransferError(
+                "peer", f"the prefill worker at {peer.host} calls itself {welcome.engine_id} and another to NIXL"
+            )
+        peer.welcome = welcome
+        return welcome
+
     def _greeted(self, pull: Pull, peer: Peer, answer: Answer | KvTransferError) -> None:
         if isinstance(answer, KvTransferError):
             self._end(pull, answer)
         elif isinstance(answer, Refused):
             self._end(pull, KvReferenceError(answer.reason, f"the prefill worker refused the pairing: {answer.message}"))
-        elif peer.welcome is not None:
+        elif peer.welcome is None:
+            self._greet(pull)
+        else:
             self._start(pull, peer.welcome)
 
     # -- reading ----------------------------------------------------------------------------------------------------
@@ -240,14 +283,11 @@ class Reader:
         self._end_if_complete(pull)
 
     def _renew(self, pull: Pull, peer: Peer, now: float) -> None:
-        pull.renew_at = now + self._settings.lease_s / 3
-        lease = pull.reference
-        self._peers.call(
-            peer,
-            lambda call: Renew(call=call, lease_id=lease.lease_id, epoch=lease.remote_epoch, generation=lease.lease_generation),
-            now,
-            lambda _: None,  # what counts is the confirmation after the read
-        )
+        """Also while it reads the owner is told: over TCP it takes part in a read only for a while after each word from us."""
+        every_s = self._settings.lease_s / 3
+        pull.renew_at = now + (min(every_s, SERVING_WINDOW_S / 2) if pull.reading is not None or pull.chunks else every_s)
+        answered = lambda _: None  # noqa: E731 - what counts is the confirmation after the read
+        self._peers.call(peer, lambda call: renewal(pull.reference, call), now, answered)
 
     def _confirm(self, pull: Pull, peer: Peer) -> None:
         lease = pull.reference
@@ -255,7 +295,7 @@ class Reader:
             peer,
             lambda call: Confirm(call=call, lease_id=lease.lease_id, epoch=lease.remote_epoch, generation=lease.lease_generation),
             time.monotonic(),
-            lambda answer: self._confirmed(pull, answer),
+            lambda answer: self._guarded(pull, lambda one: self._confirmed(one, answer)),
         )
 
     def _confirmed(self, pull: Pull, answer: Answer | KvTransferError) -> None:
@@ -280,13 +320,14 @@ class Reader:
             with contextlib.suppress(Exception):  # in flight only when the whole worker is about to end
                 self._agent.release_xfer_handle(pull.handle)
         moved = 0 if error is not None else len(pull.local) * self._pool.block_bytes
-        if error is not None and error.reason in ("read", "epoch", "timeout") and pull.peer is not None:
+        if error is not None and error.reason in ("read", "timeout") and pull.peer is not None:
             self._forget(pull.peer)  # greet again: the peer may have come back with new memory
         self._done(FetchResult(pull.request_id, error, moved, time.monotonic() - pull.begun, pull.descriptors))
 
     def _forget(self, peer: Peer) -> None:
-        if peer.agent_name:
-            name, peer.agent_name = peer.agent_name, ""
+        shared = self._peers.shares_agent(peer)
+        name, peer.agent_name = peer.agent_name, ""
+        if name and not shared:
             with contextlib.suppress(Exception):  # NIXL may have dropped it already when the peer died; forgetting is the goal
                 self._agent.remove_remote_agent(name)
         peer.welcome = None

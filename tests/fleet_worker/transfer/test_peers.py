@@ -1,0 +1,311 @@
+"""One bad or forgotten owner of KV fails its own pulls only; a lease is renewed for as long as somebody waits for its blocks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import zmq
+
+from fleet_wire.kv import KvReference
+from fleet_wire.sidechannel import Confirm, Granted, Hello, Message, Refused, Renew, Welcome
+from fleet_worker.transfer.base import FetchResult, KvPool, KvTransferError
+from fleet_worker.transfer.faults import Faults
+from fleet_worker.transfer.holding import Holder
+from fleet_worker.transfer.owner import SERVING_WINDOW_S, Owner, TransferSettings
+from fleet_worker.transfer.peers import IDLE_S, Peer, Peers
+from fleet_worker.transfer.reader import Pull, Reader
+
+LEASE_S = 30.0
+MEMORY = torch.zeros((64, 4096), dtype=torch.uint8)
+POOL = KvPool(MEMORY.data_ptr(), 4096, 64, 16)
+SETTINGS = TransferSettings("127.0.0.1", 5600, "same", lease_s=LEASE_S, read_timeout_s=1000.0)
+
+
+def reference(host: str = "10.0.0.1", epoch: str = "now", **change: Any) -> KvReference:
+    made = KvReference(
+        do_remote_prefill=True, remote_block_ids=(3,), remote_engine_id="engine", remote_request_id="r", remote_host=host,
+        remote_port=5600, remote_num_tokens=16, lease_id=f"lease-{host}", lease_generation=7, remote_epoch=epoch, digest="0" * 16,
+    )  # fmt: skip
+    return msgspec.structs.replace(made, **change)
+
+
+def welcome(call: int, epoch: str = "now", agent: bytes = b"engine") -> Welcome:
+    return Welcome(call=call, engine_id="engine", epoch=epoch, agent=agent, base_address=0, block_bytes=4096, num_blocks=64)
+
+
+class Agent:
+    """NIXL, whose reads never end."""
+
+    def __init__(self) -> None:
+        self.known: list[str] = []
+
+    def add_remote_agent(self, metadata: bytes) -> bytes:
+        if metadata == b"broken":
+            raise RuntimeError("NIXL_ERR_MISMATCH")
+        name = metadata.decode()
+        self.known += [] if name in self.known else [name]
+        return metadata
+
+    def remove_remote_agent(self, name: str) -> None:
+        self.known.remove(name)
+
+    def get_xfer_descs(self, descriptors: list[Any], _: str) -> list[Any]:
+        return descriptors
+
+    def initialize_xfer(self, *_: Any) -> object:
+        return object()
+
+    def transfer(self, _: object) -> str:
+        return "PROC"
+
+    def check_xfer_state(self, _: object) -> str:
+        return "PROC"
+
+    def release_xfer_handle(self, _: object) -> None:
+        return None
+
+
+class NoProver:
+    def proofs(self) -> list[Any]:
+        return []
+
+
+class SaidPeers(Peers):
+    """Peers whose questions the test answers."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], most: int = 8) -> None:
+        super().__init__(context, 5.0, Faults(), most)
+        self.asked: list[tuple[float, Peer, Message]] = []
+
+    def call(self, peer: Peer, make: Callable[[int], Any], now: float, on_answer: Any) -> None:
+        super().call(peer, make, now, on_answer)
+        self.asked.append((now, peer, make(self._next_call)))
+
+    def told(self, kind: type[Message]) -> list[tuple[float, Any]]:
+        return [(now, message) for now, _, message in self.asked if isinstance(message, kind)]
+
+    def answer(self, make: Callable[[int], Message]) -> None:
+        """Answer the last question."""
+        _, peer, message = self.asked[-1]
+        self._tell(peer.calls.pop(message.call), make(message.call))  # type: ignore[arg-type]
+
+
+class Rig:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], most: int = 8) -> None:
+        self.peers, self.agent, self.done = SaidPeers(context, most), Agent(), list[FetchResult]()
+        self.faults = Faults()
+        self.reader = Reader(SETTINGS, POOL, self.agent, self.peers, NoProver(), self.done.append, self.faults)  # type: ignore[arg-type]
+
+    def pull(self, name: str, ref: KvReference) -> None:
+        self.reader.begin(Pull(name, ref, [3], [1], ref.digest, time.monotonic()))
+
+    def ended(self) -> dict[str, str]:
+        return {result.request_id: result.error.reason if result.error else "" for result in self.done}
+
+
+class Kept(zmq.Context):  # type: ignore[type-arg]
+    """Holds its sockets until the test is over."""
+
+    def socket(self, *args: Any, **more: Any) -> Any:
+        made = super().socket(*args, **more)
+        self.__dict__.setdefault("kept", []).append(made)
+        return made
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
+    made = Kept()
+    yield made
+    made.destroy(linger=0)
+
+
+@pytest.fixture
+def rig(context: zmq.Context[zmq.Socket[bytes]]) -> Rig:
+    return Rig(context)
+
+
+# -- what an owner says of itself -------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("agent", [b"broken", b"another", b"\xff"], ids=["not-nixls", "another-name", "no-text"])
+def test_an_owner_that_nixl_does_not_take_fails_its_own_pulls_only(rig: Rig, agent: bytes):
+    """Incident: the metadata of one broken pod ended the transfer thread, and with it the engine."""
+    rig.pull("good", reference())
+    rig.peers.answer(welcome)
+    rig.pull("bad", reference("10.0.0.2"))
+    rig.pull("bad-too", reference("10.0.0.2"))
+    rig.peers.answer(lambda call: welcome(call, agent=agent))
+    assert rig.ended() == {"bad": "peer", "bad-too": "peer"}
+    assert rig.agent.known == ["engine"]
+    rig.reader.advance(time.monotonic())
+    assert rig.reader.is_reading
+
+
+def test_a_reference_that_cannot_be_said_fails_alone(rig: Rig):
+    """lease_generation 2**70 cannot be encoded; the engine refuses such references, and this is the second line."""
+    rig.pull("good", reference())
+    rig.peers.answer(welcome)
+    rig.pull("huge", reference(lease_generation=2**70))
+    assert rig.ended() == {"huge": "peer"}
+    assert (rig.reader.is_reading, rig.faults.total) == (True, 1)
+
+
+def test_a_bug_while_nixl_may_write_still_ends_the_thread(rig: Rig):
+    rig.pull("r", reference())
+    rig.peers.answer(welcome)
+    rig.reader._look = None  # type: ignore[assignment,method-assign]
+    with pytest.raises(TypeError):
+        rig.reader.advance(time.monotonic())
+    assert rig.ended() == {}
+
+
+# -- epochs -----------------------------------------------------------------------------------------------------------------
+def test_a_reference_of_an_owners_former_life_fails_alone(rig: Rig):
+    """Incident: it made the reader forget the owner, and all pulls from its present life failed."""
+    rig.pull("good", reference())
+    rig.peers.answer(welcome)
+    rig.pull("stale", reference(epoch="before"))
+    rig.pull("stale-too", reference(epoch="long-before"))
+    rig.peers.answer(welcome)
+    assert rig.ended() == {"stale": "epoch", "stale-too": "epoch"}
+    rig.pull("later", reference())
+    assert len(rig.peers.told(Hello)) == 2
+    assert (rig.reader.is_reading, rig.agent.known) == (True, ["engine"])
+
+
+def test_an_owner_that_restarted_is_greeted_anew_and_read(rig: Rig):
+    rig.pull("old", reference())
+    rig.peers.answer(welcome)
+    rig.pull("new", reference(epoch="next"))
+    rig.peers.answer(lambda call: welcome(call, "next"))  # over the old connection: it is closed
+    rig.peers.answer(lambda call: welcome(call, "next"))
+    assert "new" not in rig.ended()
+    assert rig.reader._pulls["new"].reading is not None
+    assert rig.agent.known == ["engine"]
+
+
+def test_on_the_first_greeting_another_life_is_told_as_such(rig: Rig):
+    rig.pull("stale", reference(epoch="before"))
+    rig.peers.answer(welcome)
+    assert rig.ended() == {"stale": "epoch"}
+    rig.pull("other", reference(remote_engine_id="somebody"))
+    assert rig.ended() == {"stale": "epoch", "other": "epoch"}
+
+
+# -- how many ---------------------------------------------------------------------------------------------------------------
+def test_the_least_recently_used_owner_makes_room(context: zmq.Context[zmq.Socket[bytes]]):
+    """Incident: after 1,023 prefill pods a decode worker had no socket left, and its engine ended."""
+    peers = Peers(context, 5.0, Faults(), most=3)
+    first, second, third = (peers.get(f"10.0.0.{n}", 5600, float(n)) for n in (1, 2, 3))
+    peers.get("10.0.0.1", 5600, 4.0)
+    assert peers.superfluous("10.0.0.1", 5600, 5.0, ()) == []
+    assert peers.superfluous("10.0.0.9", 5600, 5.0, ()) == [second]
+    assert peers.superfluous("10.0.0.9", 5600, 5.0, {id(second)}) == [third]
+    assert peers.superfluous("10.0.0.9", 5600, 4.0 + IDLE_S, ()) == [first, second, third]
+    assert peers.superfluous("10.0.0.9", 5600, 3.0 + IDLE_S, {id(third)}) == [second]
+    with pytest.raises(KvTransferError, match="3 prefill workers are in use"):
+        peers.get("10.0.0.9", 5600, 5.0)
+    peers.drop(second)
+    assert second.socket.closed
+    peers.get("10.0.0.9", 5600, 5.0)
+    peers.close()
+
+
+def test_a_reader_goes_through_any_number_of_owners(context: zmq.Context[zmq.Socket[bytes]]):
+    rig = Rig(context, most=4)
+    for number in range(40):
+        rig.pull(f"r{number}", reference(f"10.0.1.{number}"))
+        rig.peers.answer(lambda call: Refused(call=call, reason="incompatible"))
+    assert set(rig.ended().values()) == {"incompatible"}
+    assert len(rig.peers.sockets()) == 4
+    for number in range(4):
+        rig.pull(f"busy{number}", reference(f"10.0.2.{number}"))
+    rig.pull("one-more", reference("10.0.2.9"))
+    assert rig.ended()["one-more"] == "peers"
+
+
+def test_an_agent_that_two_addresses_lead_to_is_forgotten_with_the_last_of_them(context: zmq.Context[zmq.Socket[bytes]]):
+    rig = Rig(context)
+    for host in ("10.0.0.1", "10.0.0.2"):
+        rig.pull(host, reference(host))
+        rig.peers.answer(welcome)
+    rig.reader._forget(rig.peers.get("10.0.0.1", 5600, 0.0))
+    assert rig.agent.known == ["engine"]
+    rig.reader._forget(rig.peers.get("10.0.0.2", 5600, 0.0))
+    assert rig.agent.known == []
+
+
+@pytest.mark.parametrize("host", ["10.0.0.1", "fd00::1", "[fd00::1]", "a.name"])
+def test_an_owner_is_reached_by_address_or_name(context: zmq.Context[zmq.Socket[bytes]], host: str):
+    peers = Peers(context, 5.0, Faults())
+    assert not peers.get(host, 5600, 0.0).socket.closed
+    peers.close()
+
+
+def test_no_such_address_is_an_error_of_the_pull(rig: Rig):
+    rig.pull("r", reference("a b"))
+    assert rig.ended() == {"r": "peer"}
+    assert rig.peers.sockets() == []
+
+
+# -- renewing ---------------------------------------------------------------------------------------------------------------
+def test_a_waiting_request_renews_at_once_and_at_every_third_of_the_lease(context: zmq.Context[zmq.Socket[bytes]]):
+    """Incident: nobody renewed while a decode leg waited for a place: the prefill was wasted and the request failed."""
+    peers = SaidPeers(context)
+    holder = Holder(LEASE_S, peers, peers.get)
+    holder.hold("a", reference(), 100.0)
+    holder.hold("b", reference("10.0.0.2"), 104.0)
+    for now in range(100, 131):
+        holder.advance(float(now))
+    times = {
+        lease: [now for now, said in peers.told(Renew) if said.lease_id == lease]
+        for lease in ("lease-10.0.0.1", "lease-10.0.0.2")
+    }
+    assert times == {"lease-10.0.0.1": [100.0, 110.0, 120.0, 130.0], "lease-10.0.0.2": [104.0, 114.0, 124.0]}
+    holder.let_go("a")
+    holder.advance(134.0)
+    holder.let_go("b")
+    holder.advance(200.0)
+    assert [now for now, _ in peers.told(Renew)][-1] == 134.0
+    assert len(holder) == 0
+
+
+def test_a_pull_renews_for_as_long_as_it_lasts_and_keeps_the_owner_awake(rig: Rig):
+    rig.reader.holder.hold("r", reference(), time.monotonic())
+    rig.pull("r", reference())
+    assert len(rig.reader.holder) == 0
+    rig.peers.answer(welcome)
+    begun = time.monotonic()
+    for tenth in range(1, 600):
+        rig.reader.advance(begun + tenth / 10)
+    times = [now - begun for now, _ in rig.peers.told(Renew)]
+    assert times[-1] > 58
+    assert max(later - earlier for earlier, later in pairwise(times)) < SERVING_WINDOW_S
+    (renewed,) = {(message.lease_id, message.epoch, message.generation) for _, message in rig.peers.told(Renew)}
+    assert renewed == ("lease-10.0.0.1", "now", 7)
+
+
+def test_a_pull_that_waits_for_its_owners_greeting_renews_at_every_third(rig: Rig):
+    rig.pull("r", reference())
+    begun = time.monotonic()
+    for second in range(31):
+        rig.reader.advance(begun + second)
+    assert [round(now - begun) for now, _ in rig.peers.told(Renew)] == [10, 20, 30]
+
+
+def test_an_owner_drives_while_a_lease_is_open_or_a_reader_spoke():
+    """Incident: a reader that paused in mid-read over TCP waited 10 s for 0.75 s of work."""
+    owner = Owner(SETTINGS, POOL, "engine", b"")
+    assert owner.drives_until(100.0) <= 100.0
+    owner.reply(Hello(call=1, version=1, compat="x", block_bytes=1, block_tokens=1), 100.0)
+    assert owner.drives_until(100.5) == 101.0
+    assert owner.drives_until(102.0) < 102.0
+    given = owner.grant("r", [3], 16)
+    assert owner.drives_until(102.0) > 102.0
+    confirm = Confirm(call=2, lease_id=given.lease_id, epoch=given.remote_epoch, generation=given.lease_generation)
+    assert owner.reply(confirm, time.monotonic()) == Granted(call=2)
+    assert owner.drives_until(102.0) < 102.0

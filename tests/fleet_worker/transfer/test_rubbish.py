@@ -1,0 +1,131 @@
+"""No bytes from the network end the transfer thread: neither what anybody sends to an owner, nor what an owner answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+import zmq
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fleet_wire.sidechannel import BadFrameError, Hello, Renew, Welcome, decode, encode
+from fleet_worker.transfer.base import KvTransferError
+from fleet_worker.transfer.faults import Faults
+from fleet_worker.transfer.peers import Answer, Peers
+from tests.fleet_worker.transfer.test_nixl import Side
+
+DEEP = b"\x82\xa1x" + b"\x91" * 200_000 + b"\xc0" + b"\xa4type\xa5hello"
+"""Incident: one such frame, from anybody, was a RecursionError that ended the engine."""
+GOOD = [
+    encode(Hello(call=1, version=1, compat="same", block_bytes=4096, block_tokens=16)),
+    encode(Renew(call=2**64 - 1, lease_id="x", epoch="y", generation=2**64 - 1)),
+    encode(Welcome(call=1, engine_id="e", epoch="e", agent=b"", base_address=0, block_bytes=1, num_blocks=1)),
+]
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=8) | st.binary(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=8,
+)
+NAMES = st.sampled_from(["type", "call", "version", "compat", "lease_id", "epoch", "generation", "agent", "reason", "engine_id"])
+KINDS = st.sampled_from(["hello", "welcome", "renew", "confirm", "granted", "refused"])
+
+
+def cut(frame: bytes, at: int, byte: int) -> bytes:
+    at %= len(frame)
+    return frame[:at] + bytes([byte]) + frame[at + 1 :]
+
+
+FRAMES = st.one_of(
+    st.binary(max_size=200),
+    VALUES.map(msgspec.msgpack.encode),
+    st.dictionaries(NAMES, VALUES | KINDS, max_size=8).map(msgspec.msgpack.encode),
+    st.builds(cut, st.sampled_from(GOOD), st.integers(0, 500), st.integers(0, 255)),
+    st.builds(lambda frame, size: frame[:size], st.sampled_from(GOOD), st.integers(0, 100)),
+    st.just(DEEP),
+    st.sampled_from([b"\x81\xa4type\xa1\xff", b"\xdd\xff\xff\xff\xff", b"\xc1", b"\xdb\xff\xff\xff\xff"]),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(frame=FRAMES)
+def test_a_frame_is_a_message_or_a_bad_frame(frame: bytes):
+    try:
+        decode(frame)
+    except BadFrameError:
+        return
+
+
+@pytest.fixture(scope="module")
+def owner() -> Iterator[Side]:
+    made = Side("127.77.3.1")
+    yield made
+    made.connector.close()
+
+
+@settings(max_examples=60, deadline=None)
+@given(messages=st.lists(st.lists(FRAMES, min_size=1, max_size=3), max_size=6))
+def test_whatever_anybody_sends_to_an_owner_the_next_reader_is_answered(owner: Side, messages: list[list[bytes]]):
+    with zmq.Context() as context, context.socket(zmq.DEALER) as asking:
+        asking.setsockopt(zmq.LINGER, 0)
+        asking.setsockopt(zmq.RCVTIMEO, 10_000)
+        asking.connect("tcp://127.77.3.1:5600")
+        for frames in messages:
+            asking.send_multipart(frames)
+        asking.send(encode(Hello(call=77, version=-5, compat="", block_bytes=0, block_tokens=0)))
+        while decode(asking.recv()).call != 77:
+            continue
+    owner.connector.finished()  # raises when the thread is gone
+
+
+def test_what_is_dropped_is_counted_and_not_all_of_it_written_down(owner: Side, caplog: pytest.LogCaptureFixture):
+    before = owner.connector.dropped_frames()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as asking:
+        asking.setsockopt(zmq.RCVTIMEO, 10_000)
+        asking.connect("tcp://127.77.3.1:5600")
+        for _ in range(1000):
+            asking.send(b"\xc1")
+        asking.send(GOOD[0])
+        asking.recv()
+        asking.close(linger=0)
+    assert owner.connector.dropped_frames() == before + 1000
+    assert 0 < len([line for line in caplog.records if "side channel" in line.message]) < 20
+
+
+def test_a_bug_in_an_answer_is_counted_and_the_next_question_answered(owner: Side, monkeypatch: pytest.MonkeyPatch):
+    before, reply = owner.connector.dropped_frames(), owner.connector._owner.reply
+    monkeypatch.setattr(owner.connector._owner, "reply", lambda asked, now: reply(asked, now) if asked.call == 1 else 1 / 0)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as asking:
+        asking.setsockopt(zmq.RCVTIMEO, 10_000)
+        asking.connect("tcp://127.77.3.1:5600")
+        asking.send(GOOD[1])
+        asking.send(GOOD[0])
+        assert decode(asking.recv()).call == 1
+        asking.close(linger=0)
+    assert owner.connector.dropped_frames() == before + 1
+
+
+@pytest.fixture
+def peers() -> Iterator[Peers]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    made = Peers(context, 5.0, Faults())
+    yield made
+    made.close()
+    context.term()
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(frames=st.lists(FRAMES, max_size=6))
+def test_whatever_an_owner_answers_its_question_gets_one_answer(peers: Peers, frames: list[bytes]):
+    peer, told = peers.get("127.77.3.9", 5600, 0.0), list[Answer | KvTransferError]()
+
+    def asked(call: int) -> Renew:
+        return Renew(call=call, lease_id="l", epoch="e", generation=1)
+
+    peers.call(peer, asked, 0.0, told.append)
+    for frame in frames:
+        peers._answer(peer, frame)
+    peers.expire(10.0)
+    assert len(told) == 1
+    assert not peer.calls
