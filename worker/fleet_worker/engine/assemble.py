@@ -16,7 +16,7 @@ import torch
 import uvicorn
 
 from fleet_wire.blocks import root_hash
-from fleet_worker.config import ENGINE_TOKEN_ENV, WorkerConfig
+from fleet_worker.config import ENGINE_TOKEN_ENV, WorkerConfig, step_timeout_s
 from fleet_worker.engine.blocks import BlockAllocator
 from fleet_worker.engine.core import EngineCore, Limits
 from fleet_worker.engine.errors import ModelFilesError
@@ -66,7 +66,8 @@ class EngineProcess:
     async def run(self) -> int:
         """Serve until SIGTERM (0) or until the engine thread fails (1)."""
         bound = bind(self._host, self._config.ports.http)
-        app = EngineServer(self._config, self._loop, self._text, self._metrics, os.environ.get(ENGINE_TOKEN_ENV, "")).app()
+        token, step_s = os.environ.get(ENGINE_TOKEN_ENV, ""), step_timeout_s(os.environ)
+        app = EngineServer(self._config, self._loop, self._text, self._metrics, token, step_s).app()
         server = self._server = _Server(
             uvicorn.Config(
                 app, http="h11", loop="asyncio", lifespan="off", log_level="warning", access_log=False,

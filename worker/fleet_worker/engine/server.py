@@ -14,17 +14,18 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from fleet_worker.config import WorkerConfig
+from fleet_worker.config import STEP_TIMEOUT_ENV, STEP_TIMEOUT_S, WorkerConfig
 from fleet_worker.engine import protocol as wire
 from fleet_worker.engine import tokens
 from fleet_worker.engine.adapters import Adapters
 from fleet_worker.engine.answer import Answer
 from fleet_worker.engine.core import EngineCore, Output
 from fleet_worker.engine.errors import BadRequestError, EngineError, TooLargeError, UnknownModelError
+from fleet_worker.engine.inflight import InFlight
 from fleet_worker.engine.loop import EngineLoop, Item
 from fleet_worker.engine.metrics import EngineMetrics
 from fleet_worker.engine.sequence import Sequence
@@ -48,17 +49,27 @@ class Release(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class EngineServer:
     """Handlers; one instance per process."""
 
-    def __init__(self, config: WorkerConfig, loop: EngineLoop, text: Text, metrics: EngineMetrics, token: str = "") -> None:
-        """`token`: who shows it may load and unload adapters; empty: nobody."""
+    def __init__(
+        self, config: WorkerConfig, loop: EngineLoop, text: Text, metrics: EngineMetrics, token: str = "",
+        step_timeout_s: float = STEP_TIMEOUT_S,
+    ) -> None:  # fmt: skip
+        """`token`: who shows it may load and unload adapters; empty: nobody. A step longer than `step_timeout_s` is stuck."""
         self._config = config
         self._adapters = Adapters(config.served_name, config.adapters.most, config.adapters.max_rank, token)
         self._loop = loop
         self._text = text
         self._metrics = metrics
+        self._step_timeout_s = step_timeout_s
         self._random = random.SystemRandom()
+        self._inflight = InFlight(self._routes())
+        self._collected: asyncio.Future[None] | None = None
+        """What the engine was asked to collect, for everybody who asks meanwhile."""
 
-    def app(self) -> Starlette:
+    def app(self) -> ASGIApp:
         """All routes."""
+        return self._inflight
+
+    def _routes(self) -> Starlette:
         return Starlette(
             routes=[
                 Route("/health", self.health),
@@ -79,12 +90,21 @@ class EngineServer:
 
     # -- small routes -----------------------------------------------------------------------------------------------
     async def health(self, _: HttpRequest) -> Response:
-        """200 while the engine thread lives."""
-        return Response(status_code=200 if self._loop.failure is None else 503)
+        """200 while the engine thread lives and comes to the end of its steps."""
+        if self._loop.failure is not None:
+            return Response(status_code=503)
+        if (lasts_s := self._loop.step_s()) > self._step_timeout_s:
+            words = f"a step of the engine lasts {lasts_s:.0f} s; {STEP_TIMEOUT_ENV} allows {self._step_timeout_s:g} s\n"
+            return PlainTextResponse(words, status_code=503)
+        return Response(status_code=200)
 
     async def metrics(self, _: HttpRequest) -> Response:
-        """Totals are collected between two steps."""
-        await self._on_engine(self._metrics.collect)
+        """Totals are collected between two steps; how many requests and leases are open is known at any time."""
+        told = await self._collect()
+        requests_open = self._inflight.open
+        if not told:
+            self._metrics.collect_overdue(self._loop.core, requests_open)
+        self._metrics.collect_outside(requests_open, self._leases_open())
         return Response(self._metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def models(self, _: HttpRequest) -> Response:
@@ -114,8 +134,11 @@ class EngineServer:
 
     async def leases(self, _: HttpRequest) -> Response:
         """Open leases, counted."""
+        return JSONResponse({"open": self._leases_open()})
+
+    def _leases_open(self) -> int:
         connector = self._loop.core.connector
-        return JSONResponse({"open": connector.open_leases() if connector else 0})
+        return connector.open_leases() if connector else 0
 
     async def release(self, request: HttpRequest) -> Response:
         """Give back what nobody will read: one lease by its id, or all that was asked for under one x-request-id."""
@@ -130,19 +153,19 @@ class EngineServer:
             return JSONResponse({"released": True})
         return JSONResponse({"released": bool(connector and connector.release(given.lease_id))})
 
-    async def _on_engine(self, function: Any) -> None:
-        done = asyncio.get_running_loop().create_future()
-        loop = asyncio.get_running_loop()
+    async def _collect(self) -> bool:
+        """False: the engine is in a step that lasts, or has stopped; its totals are those of before."""
+        if self._collected is None or self._collected.done():
+            loop = asyncio.get_running_loop()
+            done = self._collected = loop.create_future()
 
-        def run(core: EngineCore) -> None:
-            function(core)
-            loop.call_soon_threadsafe(_resolve, done)
+            def run(core: EngineCore) -> None:
+                self._metrics.collect(core)
+                loop.call_soon_threadsafe(_resolve, done)
 
-        self._loop.call(run)
-        try:
-            await asyncio.wait_for(done, METRICS_TIMEOUT_S)
-        except TimeoutError:
-            return  # a dead engine still shows its last numbers
+            self._loop.call(run)
+        answered, _ = await asyncio.wait({self._collected}, timeout=METRICS_TIMEOUT_S)
+        return bool(answered)
 
     async def tokenize(self, request: HttpRequest) -> Response:
         """POST /tokenize."""
