@@ -65,6 +65,8 @@ class Agent:
         self._stop = asyncio.Event()
         self._engine_answers = asyncio.Event()
         self._drained: asyncio.Task[dict[str, object]] | None = None
+        self._ending: asyncio.Task[None] | None = None
+        """Since the first SIGTERM."""
         self._group: Leader | None = None
         """Of a worker over several nodes."""
         self._changing_to: Role | None = None
@@ -141,14 +143,33 @@ class Agent:
 
     async def drain(self) -> dict[str, object]:
         """Answers /drain: red at once; returns when nothing is left or the time is up. All callers wait for one drain."""
+        return await asyncio.shield(self._begin_drain())
+
+    def _begin_drain(self) -> asyncio.Task[dict[str, object]]:
         if self._drained is None:
             self._drained = asyncio.create_task(self._drain())
-        return await asyncio.shield(self._drained)
+        return self._drained
+
+    def ask_to_stop(self) -> None:
+        """SIGTERM: drain, then end. Without preStop (its hook failed, or nobody knows of it) this is the only notice that streams
+        get; after preStop it waits for the same drain, which is over, or has what is left of its time. A second one ends now."""
+        if self._ending is not None or not rules.is_started(self._life):
+            self._stop.set()
+            return
+
+        async def end() -> None:
+            try:
+                await self._begin_drain()
+            finally:
+                self._stop.set()
+
+        self._ending = asyncio.create_task(end())
 
     async def _drain(self) -> dict[str, object]:
         config, begun = self._config, time.monotonic()
+        nothing_came = not rules.is_started(self._life)
         self._life = rules.drain_asked(self._life, begun)
-        emptied = self._life.phase == "Failed" or await self._emptied(begun)
+        emptied = nothing_came or await self._emptied(begun)
         if self._group is not None:
             self._group.release()
         if emptied:
@@ -207,10 +228,10 @@ class Agent:
 
     # -- life -------------------------------------------------------------------------------------------------------
     async def run(self) -> int:
-        """Serve until SIGTERM (0) or until the engine ends (EngineDiedError)."""
+        """Serve until SIGTERM, drain (0); or until the engine ends (EngineDiedError)."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop.set)
+            loop.add_signal_handler(number, self.ask_to_stop)
         server = build_server(build_app(self), self._identity.pod_ip, self._config.ports.agent)
         serving = asyncio.create_task(self._serve(server))
         working = asyncio.create_task(self._prepare_and_watch())
@@ -220,9 +241,9 @@ class Agent:
                 task.result()
             return 0
         finally:
-            ending = [working, *([self._change] if self._change is not None else [])]
-            for task in ending:
-                task.cancel()
+            ending = [task for task in (working, self._change, self._drained, self._ending) if task is not None]
+            for one in ending:
+                one.cancel()
             await asyncio.gather(*ending, return_exceptions=True)
             if self._engine is not None:
                 await self._engine.stop(ENGINE_STOP_S)
@@ -308,8 +329,7 @@ class Agent:
     def _is_left(self, member: int) -> None:
         """A follower was told to go: it waits until nothing runs here."""
         print(f"GroupLeaving: pod {member} of this worker goes; draining", file=sys.stderr, flush=True)
-        if self._drained is None:
-            self._drained = asyncio.create_task(self._drain())
+        self._begin_drain()
 
     async def _end_without_group(self, why: str) -> None:
         """The torch engine lost no part of itself with a follower: what it runs is right, and may end."""

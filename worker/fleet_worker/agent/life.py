@@ -37,7 +37,9 @@ def noted(life: Life, detail: str) -> Life:
 
 
 def engine_started(life: Life, pid: int | None) -> Life:
-    """The engine process exists, but does not answer yet. None: this pod has none."""
+    """The engine process exists, but does not answer yet. None: this pod has none. A drain that was asked for before stays."""
+    if life.phase == "Draining":
+        return replace(life, engine_pid=pid)
     return replace(life, phase="Warming", engine_pid=pid, detail="engine starting")
 
 
@@ -81,7 +83,7 @@ def failed(life: Life, detail: str) -> Life:
 
 
 def is_started(life: Life) -> bool:
-    """startupProbe: the engine answered at least once."""
+    """startupProbe: the engine answered at least once. Before, no request came: there is nothing to drain."""
     return life.phase in ("Serving", "FlippingRole", "Draining")
 
 
