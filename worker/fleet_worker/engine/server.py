@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -215,11 +216,14 @@ class EngineServer:
 
     async def _body(self, request: HttpRequest) -> bytes:
         parts, size = [], 0
-        async for part in request.stream():
-            size += len(part)
-            if size > wire.MAX_BODY_BYTES:
-                raise TooLargeError(f"the body is larger than {wire.MAX_BODY_BYTES} bytes")
-            parts.append(part)
+        try:
+            async for part in request.stream():
+                size += len(part)
+                if size > wire.MAX_BODY_BYTES:
+                    raise TooLargeError(f"the body is larger than {wire.MAX_BODY_BYTES} bytes")
+                parts.append(part)
+        except ClientDisconnect as error:
+            raise BadRequestError("the client left") from error
         return b"".join(parts)
 
     def _sequence(self, asked: wire.Request, request_id: str | None) -> Sequence:
