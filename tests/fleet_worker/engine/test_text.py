@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -71,6 +73,18 @@ def test_a_stop_string_before_min_tokens_is_plain_text():
     pieces = [detokenizer.add(token, may_stop=False) for token in TEXT.encode(text)]
     assert "".join(piece for piece, _ in pieces) + detokenizer.finish() == text
     assert {stop for _, stop in pieces} == {None}
+
+
+def test_other_threads_go_on_while_a_long_text_is_tokenised():
+    """A thread of its own was no help: Tokenizer.encode stops them all, and with them the loop that streams answers."""
+    text, longest_s = "the router sends " * 60_000, 0.0
+    encoding = threading.Thread(target=TEXT.encode, args=(text,))
+    begun = last = time.perf_counter()
+    encoding.start()
+    while encoding.is_alive():
+        encoding.join(0.001)
+        longest_s, last = max(longest_s, time.perf_counter() - last), time.perf_counter()
+    assert longest_s < 0.7 * (last - begun)
 
 
 def template(tmp_path: Path, source: str) -> Text:

@@ -32,8 +32,8 @@ class Text:
         self._template = _compile(source.read_text() if source.is_file() else settings.get("chat_template"))
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
-        """Token ids of `text`."""
-        return list(self.tokenizer.encode(text, add_special_tokens=add_special).ids)
+        """Token ids of `text`. Other threads go on meanwhile: of this library's calls only those for batches let them."""
+        return list(self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special)[0].ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids` without special tokens."""
