@@ -209,8 +209,8 @@ class Agent:
         return verdict.status, said | ({"reason": verdict.reason} if verdict.reason else {})
 
     async def _take_role(self, asked: Role) -> None:
-        """Empty as for a drain, a first token again, then the new role."""
-        emptied = await self._emptied(time.monotonic())
+        """Empty as for a drain, a first token again, then the new role. To keep its own nothing has to end."""
+        emptied = asked == self._config.role or await self._emptied(time.monotonic())
         if self._life.phase != "FlippingRole":
             return  # it drains for good
         if not emptied:
@@ -220,9 +220,10 @@ class Agent:
         if problem is not None:
             self._life = rules.flip_failed(self._life, f"no first token: {problem}")
             return
+        stays = asked == self._config.role
         self._config = msgspec.structs.replace(self._config, role=asked)
         self._changing_to = None
-        self._life = rules.flipped(self._life)
+        self._life = rules.returned(self._life) if stays else rules.flipped(self._life)
 
     def take_adapters(self, wished: Sequence[AdapterWish]) -> dict[str, object]:
         """Answers POST /adapters: the whole set that should be there. What comes of it is in /state."""

@@ -67,13 +67,16 @@ def flip_asked(life: Life) -> Life:
 
 def flipped(life: Life) -> Life:
     """It has the other role, and serves; unless it drains by now."""
-    if life.phase != "FlippingRole":
-        return life
-    return replace(life, phase="Serving", detail="", epoch=life.epoch + 1)
+    return replace(returned(life), epoch=life.epoch + 1) if life.phase == "FlippingRole" else life
+
+
+def returned(life: Life) -> Life:
+    """It keeps its role after a change that failed, and serves; unless it drains by now."""
+    return replace(life, phase="Serving", detail="") if life.phase == "FlippingRole" else life
 
 
 def flip_failed(life: Life, problem: str) -> Life:
-    """It stays as it is, not ready: whoever asked decides."""
+    """It stays as it is, not ready: whoever asked decides. Asking again, for either role, begins anew."""
     return replace(life, detail=problem, flip_problem=problem)
 
 
