@@ -68,6 +68,7 @@ def build_app(probes: Probes) -> Starlette:
             Route("/started", _async(probe(probes.started))),
             Route("/ready", _async(probe(probes.ready))),
             Route("/state", state),
+            # it changes something and should be POST alone, but a pod's preStop httpGet can only GET
             Route("/drain", drain, methods=["GET", "POST"]),
             Route("/role", _posted(MAX_BODY_BYTES, role), methods=["POST"]),
             Route("/adapters", _posted(MAX_ADAPTERS_BYTES, adapters), methods=["POST"]),

@@ -69,6 +69,8 @@ class Agent:
         """Since the first SIGTERM."""
         self._group: Leader | None = None
         """Of a worker over several nodes."""
+        self._fault = ""
+        """The last one of our own that was told."""
         self._changing_to: Role | None = None
         self._change: asyncio.Task[None] | None = None
 
@@ -369,12 +371,18 @@ class Agent:
 
     async def _check_for_ever(self) -> None:
         while True:
-            await self._observe()
-            healthy = await self._client.healthy()
-            if healthy and self._life.phase == "Warming":
-                healthy = await self._warmed_up()
+            try:
+                healthy = await self._checked()
+            except Exception as error:  # whatever it is: readiness that nobody looks after any more must not stay green
+                self._told_fault("checking the engine", error)
+                healthy = False
             self._life = rules.engine_checked(self._life, healthy, time.monotonic())
             await asyncio.sleep(CHECK_EVERY_S)
+
+    async def _checked(self) -> bool:
+        await self._observe()
+        healthy = await self._client.healthy()
+        return await self._warmed_up() if healthy and self._life.phase == "Warming" else healthy
 
     async def _warmed_up(self) -> bool:
         """Ready means that a token came out, not that a port is open."""
@@ -390,7 +398,19 @@ class Agent:
 
     async def _keep_adapters(self) -> None:
         await self._engine_answers.wait()
-        await self._adapters.run()
+        while True:
+            try:
+                await self._adapters.run()
+            except Exception as error:  # it plans from what is there: beginning again loses nothing
+                self._told_fault("keeping adapters", error)
+            await asyncio.sleep(CHECK_EVERY_S)
+
+    def _told_fault(self, what: str, error: Exception) -> None:
+        """Once per fault, not per try."""
+        said = f"AgentFault: {what}: {type(error).__name__}: {error}"[:500]
+        if said != self._fault:
+            self._fault = said
+            print(said, file=sys.stderr, flush=True)
 
     async def _observe(self) -> None:
         self._load = await self._client.load()

@@ -101,7 +101,10 @@ def parse_load(text: str) -> Load:
 
 def _total(text: str, name: str) -> int | None:
     values = re.findall(rf"^{re.escape(name)}(?:\{{[^}}]*\}})? ([0-9.eE+-]+)", text, re.MULTILINE)
-    return round(sum(float(value) for value in values)) if values else None
+    try:
+        return round(sum(float(value) for value in values)) if values else None
+    except (ValueError, OverflowError):
+        return None  # no number: it did not say
 
 
 def _words(answer: httpx.Response) -> str:
