@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import socket
+import time
 
 import httpx
 import pytest
@@ -57,6 +58,22 @@ def test_after_preStop_nothing_is_waited_for_again(monkeypatch: pytest.MonkeyPat
         assert agent._stop.is_set()
 
     play(scenario, monkeypatch, drain_timeout_s=0.001)
+
+
+@pytest.mark.parametrize("silent_s", [rules.ENGINE_SILENCE_S - 5, rules.ENGINE_SILENCE_S + 5])
+def test_a_stuck_engine_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, silent_s: float):
+    """The kubelet restarts such a worker: its drain would take the whole of drainTimeout, an hour maybe, for nothing."""
+
+    async def scenario(agent: Agent, engine: FakeEngine, _: httpx.AsyncClient) -> None:
+        engine.held = Load(1, 0, 0)
+        agent._life = rules.engine_checked(agent._life, False, time.monotonic() - silent_s)
+        agent.ask_to_stop()
+        await some_steps()
+        assert agent._stop.is_set() is (silent_s > rules.ENGINE_SILENCE_S)
+        engine.held = Load(0, 0, 0)
+        await until(agent._stop.is_set)
+
+    play(scenario, monkeypatch)
 
 
 def test_a_second_sigterm_ends_now(monkeypatch: pytest.MonkeyPatch):

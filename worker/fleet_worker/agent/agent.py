@@ -171,7 +171,7 @@ class Agent:
         self._ending = asyncio.create_task(end())
 
     async def _drain(self) -> dict[str, object]:
-        config, begun = self._config, time.monotonic()
+        begun = time.monotonic()
         nothing_came = not rules.is_started(self._life)
         self._life = rules.drain_asked(self._life, begun)
         emptied = nothing_came or await self._emptied(begun)
@@ -180,12 +180,14 @@ class Agent:
         if emptied:
             return {"drained": True, "waited_s": round(time.monotonic() - begun, 3)}
         load = self._load
-        return {"drained": False, "waited_s": config.drain_timeout_s, "running": load.running, "leases": load.leases}
+        waited_s = round(time.monotonic() - begun, 3)
+        return {"drained": False, "waited_s": waited_s, "running": load.running, "leases": load.leases}
 
     async def _emptied(self, begun: float) -> bool:
-        """Wait until nothing is left; False when the time is up, or the phase is another one by then."""
+        """Wait until nothing is left; False when the time is up, the phase is another one by then, or the engine is stuck: what
+        it holds comes to no end, and a worker that the kubelet restarts for that must not wait for it."""
         config, phase = self._config, self._life.phase
-        while (waited_s := time.monotonic() - begun) < config.drain_timeout_s and self._life.phase == phase:
+        while (waited_s := time.monotonic() - begun) < config.drain_timeout_s and self._life.phase == phase and self.live():
             await self._observe()
             done = rules.drain_done(
                 self._load,
@@ -216,7 +218,8 @@ class Agent:
         if self._life.phase != "FlippingRole":
             return  # it drains for good
         if not emptied:
-            self._life = rules.flip_failed(self._life, f"not empty within {self._config.drain_timeout_s} s")
+            why = f"not empty within {self._config.drain_timeout_s} s" if self.live() else "its engine does not answer"
+            self._life = rules.flip_failed(self._life, why)
             return
         problem = await self._client.first_token(self._config.served_name)
         if problem is not None:
