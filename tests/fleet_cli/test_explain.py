@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import http.server
 import json
 import stat
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +16,8 @@ import pytest
 
 from fleet_cli.explain.told import told
 from fleet_cli.main import main
-from tests.fleet_router.rig import Rig, ask, http, run
+from tests.fleet_router.rig import Rig, ask, run
+from tests.fleet_router.rig import http as http_request
 
 
 def explained(rig: Rig, *arguments: str) -> Any:
@@ -21,7 +26,7 @@ def explained(rig: Rig, *arguments: str) -> Any:
 
 def test_a_request_is_explained_in_words(capsys: pytest.CaptureFixture[str]):
     async def go(rig: Rig) -> None:
-        await rig.raw(http(ask(stream=True), "connection: close", "x-request-id: mine"))
+        await rig.raw(http_request(ask(stream=True), "connection: close", "x-request-id: mine"))
         assert await explained(rig, "mine") == 0
 
     run(go, prefill=2)
@@ -63,7 +68,7 @@ def test_a_right_is_needed_and_the_key_is_never_an_argument(
     async def go(rig: Rig) -> None:
         rig.router._desk.tenants_needed = True
         rig.router.know(parse_tenants(tenants()))
-        await rig.raw(http(ask(prompt="short"), f"authorization: Bearer {KEYS['none']}", "connection: close"))
+        await rig.raw(http_request(ask(prompt="short"), f"authorization: Bearer {KEYS['none']}", "connection: close"))
         assert await explained(rig) == 1
         monkeypatch.setenv("FLEET_API_KEY", KEYS["none"])
         assert await explained(rig) == 1
@@ -103,7 +108,7 @@ def test_a_fleet_in_a_cluster_is_asked_by_port_forward(
         script.write_text(KUBECTL.format(log=tmp_path / "log", port=rig.port))
         script.chmod(script.stat().st_mode | stat.S_IXUSR)
         monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-        await rig.raw(http(ask(), "connection: close", "x-request-id: mine"))
+        await rig.raw(http_request(ask(), "connection: close", "x-request-id: mine"))
         assert await asyncio.to_thread(main, ["explain", "mine", "--fleet", "llama", "-n", "ml"]) == 0
 
     run(go)
@@ -127,3 +132,89 @@ def test_many_candidates_are_counted():
     assert "and 2 more" in said
     assert "with its own prefill  <- chosen" in said
     assert "decided in 20 us" in said
+
+
+class Answers(http.server.BaseHTTPRequestHandler):
+    """A port that is no router's, or one."""
+
+    answer: tuple[int, object] = (200, {})
+
+    def do_GET(self) -> None:
+        body = json.dumps(self.answer[1]).encode()
+        self.send_response(self.answer[0])
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@contextlib.contextmanager
+def answering(status: int, body: object) -> Iterator[str]:
+    kind = type("Answering", (Answers,), {"answer": (status, body)})
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), kind) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+RECORD = {"at": 1.0, "request_id": "r1", "state": "answered"}
+DEAD = "http://127.0.0.1:9"
+
+
+@pytest.mark.parametrize("dead_first", [True, False])
+def test_a_dead_router_does_not_hide_anothers_record(capsys: pytest.CaptureFixture[str], dead_first: bool):
+    with answering(200, {"decisions": [RECORD]}) as alive:
+        urls = [DEAD, alive] if dead_first else [alive, DEAD]
+        assert main(["explain", "r1", *(part for url in urls for part in ("--url", url))]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("request   r1, ")
+    assert said.err == f"fleet: {DEAD}: no answer of a router (ConnectError); its records are missing here\n"
+
+
+def test_without_any_record_a_dead_router_is_the_answer(capsys: pytest.CaptureFixture[str]):
+    """It may have been the one that had it."""
+    with answering(404, {"error": {"code": "no_record"}}) as alive:
+        assert main(["explain", "r1", "--url", alive, "--url", DEAD]) == 1
+    assert capsys.readouterr().err == f"fleet: {DEAD}: no answer of a router (ConnectError)\n"
+
+
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [
+        (404, ["not", "ours"]), (404, {"error": "none"}), (200, {"decisions": None}), (200, []), (200, {"decisions": [1]}),
+        (200, {"decisions": [{"at": "noon"}]}), (500, None),
+    ],
+)  # fmt: skip
+def test_what_no_router_says_is_one_line(capsys: pytest.CaptureFixture[str], status: int, body: object):
+    with answering(status, body) as url:
+        assert main(["explain", "r1", "--url", url]) == 1
+        assert capsys.readouterr().err == f"fleet: {url}: no answer of a router (status {status})\n"
+
+
+SILENT_KUBECTL = """#!/bin/sh
+case "$*" in
+  *get*pods*) echo '{{"items": [{{"metadata": {{"name": "r-1"}}, "spec": {{"containers": []}}, "status": {{"phase": "Running"}}}},
+      {{"metadata": {{"name": "r-2"}}, "spec": {{"containers": []}}, "status": {{"phase": "Running"}}}},
+      {{"metadata": {{"name": "r-3"}}, "spec": {{"containers": []}}, "status": {{"phase": "Running"}}}}]}}' ;;
+  *r-1*) exec sleep 60 ;;
+  *r-2*) echo "error: pod r-2 is gone"; exit 1 ;;
+  *r-3*) echo "a warning"; echo "Forwarding from 127.0.0.1:{port} -> 8080"; exec sleep 60 ;;
+esac
+"""
+
+
+def test_a_kubectl_that_says_nothing_is_not_waited_for_for_ever(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("fleet_cli.explain.forward.FORWARD_S", 0.5)
+    with answering(200, {"decisions": [RECORD]}) as url:
+        script = tmp_path / "kubectl"
+        script.write_text(SILENT_KUBECTL.format(port=url.rpartition(":")[2]))
+        script.chmod(script.stat().st_mode | stat.S_IXUSR)
+        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+        assert main(["explain", "r1", "--fleet", "llama"]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("request   r1, ")
+    assert "port-forward pod/r-1: it said nothing within 0.5 s; its records" in said.err
+    assert "port-forward pod/r-2: error: pod r-2 is gone; its records" in said.err

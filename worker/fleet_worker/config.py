@@ -6,7 +6,8 @@ API). Secrets never travel here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Literal
 
 import msgspec
@@ -26,6 +27,10 @@ ENGINE_TOKEN_HEADER = "x-fleet-agent"  # noqa: S105 - the name of a header
 """What the agent gives its torch engine at start, and shows when it changes adapters: nobody else may."""
 ADAPTERS_ENV = "FLEET_ADAPTERS"
 """The adapters that the pod's annotation names: a container that starts again loads what it had."""
+STEP_TIMEOUT_ENV = "ENGINE_STEP_TIMEOUT_S"
+STEP_TIMEOUT_S = 120.0
+"""Torch engine: a step that lasts longer is taken for stuck, and the worker restarts. A pod template's env may say otherwise,
+therefore no name of ours: 256 tokens of a large model on few CPUs may take a minute."""
 MEMBER_ENV = "LWS_WORKER_INDEX"
 LEADER_ENV = "LWS_LEADER_ADDRESS"
 GROUP_SIZE_ENV = "LWS_GROUP_SIZE"
@@ -161,6 +166,18 @@ def encode(config: WorkerConfig) -> str:
 def decode(raw: str | bytes) -> WorkerConfig:
     """Parse; raises `msgspec.ValidationError` naming the field."""
     return msgspec.json.decode(raw, type=WorkerConfig)
+
+
+def step_timeout_s(env: Mapping[str, str]) -> float:
+    """STEP_TIMEOUT_ENV in seconds, or its default; ValueError names it."""
+    given = env.get(STEP_TIMEOUT_ENV) or str(STEP_TIMEOUT_S)
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"{STEP_TIMEOUT_ENV}: {given!r} is no number of seconds above 0")
+    return seconds
 
 
 def encode_adapters(wishes: Iterable[AdapterWish]) -> str:

@@ -45,9 +45,18 @@ def add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def _run(options: argparse.Namespace) -> int:
-    key = _key(options.key_file)
-    with _urls(options) as urls:
-        records = [record for url in urls for record in ask(url, options.request, key)]
+    key, problems = _key(options.key_file), list[str]()
+    records: list[dict[str, Any]] = []
+    with _urls(options, problems) as urls:
+        for url in urls:
+            try:
+                records += ask(url, options.request, key)
+            except RunError as error:  # another router may have the record
+                problems.append(str(error))
+    if problems and not records:
+        raise RunError("\n".join(problems))
+    for problem in problems:
+        print(f"fleet: {problem}; its records are missing here", file=sys.stderr)
     if not records:
         what = f"request {options.request}" if options.request else "any request"
         raise RunError(f"no router has a record of {what}: old ones are forgotten, see the router's limits in its README")
@@ -57,7 +66,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _urls(options: argparse.Namespace) -> Iterator[Sequence[str]]:
+def _urls(options: argparse.Namespace, problems: list[str]) -> Iterator[Sequence[str]]:
     if options.fleet is None:
         yield options.url or [DEFAULT_URL]
         return
@@ -66,7 +75,7 @@ def _urls(options: argparse.Namespace) -> Iterator[Sequence[str]]:
     from fleet_cli.explain.forward import router_urls
 
     given = {"--namespace": options.namespace, "--kubeconfig": options.kubeconfig, "--context": options.context}
-    with router_urls(options.fleet, [part for name, value in given.items() if value for part in (name, value)]) as urls:
+    with router_urls(options.fleet, [part for name, value in given.items() if value for part in (name, value)], problems) as urls:
         yield urls
 
 
@@ -81,7 +90,7 @@ def _key(file: str | None) -> str:
 
 
 def ask(url: str, request: str | None, key: str) -> list[dict[str, Any]]:
-    """Records of one router; none when it knows nothing of the request."""
+    """Records of one router; none when it knows nothing of the request. RunError says why there is no answer."""
     import httpx
 
     query: dict[str, str | int] = {"id": request} if request else {"limit": LAST}
@@ -93,9 +102,16 @@ def ask(url: str, request: str | None, key: str) -> list[dict[str, Any]]:
         said = answer.json()
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         raise RunError(f"{url}: no answer of a router ({type(error).__name__})") from error
-    if answer.status_code == 200:
-        found: list[dict[str, Any]] = said["decisions"]
+    fields: dict[str, Any] = said if isinstance(said, dict) else {}
+    found, refusal = fields.get("decisions"), fields.get("error")
+    if answer.status_code == 200 and isinstance(found, list) and all(_is_record(one) for one in found):
         return found
-    if answer.status_code == 404 and said.get("error", {}).get("code") == "no_record":
+    refused: dict[str, Any] = refusal if isinstance(refusal, dict) else {}
+    if answer.status_code == 404 and refused.get("code") == "no_record":
         return []
-    raise RunError(f"{url}: {said.get('error', {}).get('message', answer.status_code)}")
+    raise RunError(f"{url}: {refused.get('message') or f'no answer of a router (status {answer.status_code})'}")
+
+
+def _is_record(one: object) -> bool:
+    """What every record has."""
+    return isinstance(one, dict) and isinstance(one.get("at"), int | float) and {"request_id", "state"} <= one.keys()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import select
 import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -17,16 +20,26 @@ ADMIN = "admin"
 """Port of a router that speaks TLS at the other one."""
 FORWARDING = re.compile(r"Forwarding from 127\.0\.0\.1:(\d+) ")
 KUBECTL_S = 30
+FORWARD_S = 15.0
+"""Seconds in which a way to a pod is open."""
+MAX_SAID = 65_536
 
 
 @contextmanager
-def router_urls(fleet: str, where: Sequence[str]) -> Iterator[list[str]]:
-    """URLs of every running router pod while the block runs. `where`: options for kubectl (-n, --context, --kubeconfig)."""
+def router_urls(fleet: str, where: Sequence[str], problems: list[str]) -> Iterator[list[str]]:
+    """URLs of every running router pod while the block runs; why there is none of a pod goes to `problems`. `where`: options for
+    kubectl (-n, --context, --kubeconfig)."""
     pods = _pods(fleet, where)
     if not pods:
         raise InputError(f"no router of a fleet {fleet} runs there")
     with ExitStack() as stack:
-        yield [stack.enter_context(_forwarded(pod, port, where)) for pod, port in pods]
+        urls: list[str] = []
+        for pod, port in pods:
+            try:
+                urls.append(stack.enter_context(_forwarded(pod, port, where)))
+            except RunError as error:
+                problems.append(str(error))
+        yield urls
 
 
 def _pods(fleet: str, where: Sequence[str]) -> list[tuple[str, int]]:
@@ -51,15 +64,32 @@ def _port(pod: dict[str, Any]) -> int:
 @contextmanager
 def _forwarded(pod: str, port: int, where: Sequence[str]) -> Iterator[str]:
     argv = ["kubectl", *where, "port-forward", f"pod/{pod}", f":{port}", "--address", "127.0.0.1"]
-    running = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True)
+    running = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
     try:
-        line = running.stdout.readline() if running.stdout is not None else ""
-        found = FORWARDING.search(line)
+        said = _said(running)
+        found = FORWARDING.search(said)
         if found is None:
-            raise RunError(f"kubectl port-forward pod/{pod}: {line.strip()[-500:] or 'it said nothing'}")
+            raise RunError(f"kubectl port-forward pod/{pod}: {said.strip()[-500:] or f'it said nothing within {FORWARD_S:g} s'}")
         yield f"http://127.0.0.1:{found[1]}"
     finally:
         running.terminate()
-        running.wait(KUBECTL_S)
+        try:
+            running.wait(KUBECTL_S)
+        except subprocess.TimeoutExpired:
+            running.kill()
+            running.wait()
         if running.stdout is not None:
             running.stdout.close()
+
+
+def _said(running: subprocess.Popen[bytes]) -> str:
+    """What it says until it forwards, ends, or the time is up."""
+    said, end = b"", time.monotonic() + FORWARD_S
+    while running.stdout is not None and len(said) < MAX_SAID and FORWARDING.search(said.decode(errors="replace")) is None:
+        if not select.select([running.stdout], [], [], max(0.0, end - time.monotonic()))[0]:
+            break
+        part = os.read(running.stdout.fileno(), 4_096)
+        if not part:
+            break
+        said += part
+    return said.decode(errors="replace")

@@ -23,6 +23,7 @@ from tests.fleet_worker.agent.test_life import serving
 
 WARMING = rules.engine_started(Life(), 1)
 FLIPPING = rules.flip_asked(serving())
+FLIP_FAILED = rules.flip_failed(FLIPPING, "not empty within 30 s")
 DRAINING = rules.drain_asked(serving(), 1.0)
 
 
@@ -33,6 +34,8 @@ DRAINING = rules.drain_asked(serving(), 1.0)
         pytest.param(serving(), None, "decode", Verdict(202, begin=True), id="begins"),
         pytest.param(FLIPPING, "decode", "decode", Verdict(202), id="asked-again"),
         pytest.param(FLIPPING, "decode", "prefill", Verdict(409, "FlippingRole"), id="back-half-way"),
+        pytest.param(FLIP_FAILED, "decode", "decode", Verdict(202, begin=True), id="failed-and-tried-again"),
+        pytest.param(FLIP_FAILED, "decode", "prefill", Verdict(202, begin=True), id="failed-and-back"),
         pytest.param(WARMING, None, "decode", Verdict(409, "NotServing"), id="too-early"),
         pytest.param(WARMING, None, "prefill", Verdict(200), id="will-have-it"),
         pytest.param(DRAINING, None, "decode", Verdict(409, "Draining"), id="too-late"),
@@ -161,6 +164,26 @@ def test_a_change_that_cannot_be_made_is_told_and_the_worker_stays_out(
         assert (state["role"], state["phase"], agent.ready()) == ("prefill", "FlippingRole", False)
 
     play(scenario, monkeypatch, drain_timeout_s=0.001)
+
+
+@pytest.mark.parametrize(("asked", "epoch"), [("decode", 1), ("prefill", 0)], ids=["tried-again", "back"])
+def test_after_a_change_that_failed_either_role_can_be_had(monkeypatch: pytest.MonkeyPatch, asked: Role, epoch: int):
+    """It answered 202 for ever with nothing under way, and 409 to its old role."""
+
+    async def scenario(agent: Agent, engine: FakeEngine, http: httpx.AsyncClient) -> None:
+        engine.problem = "HTTP 500"
+        await http.post("/role", json={"role": "decode"})
+        await until(lambda: bool(agent.state()["flip_problem"]))
+        engine.problem = None
+        if asked == "prefill":
+            engine.held = Load(1, 0, 1)  # what runs may go on
+        assert (await http.post("/role", json={"role": asked})).status_code == 202
+        await until(agent.ready)
+        state = await state_of(http)
+        assert (state["role"], state["epoch"], state["changing_to"], state["flip_problem"]) == (asked, epoch, None, "")
+        assert engine.first_tokens == 2, "nobody depends on an engine that gave none"
+
+    play(scenario, monkeypatch)
 
 
 def test_a_drain_ends_a_change_and_is_for_good(monkeypatch: pytest.MonkeyPatch):

@@ -119,6 +119,53 @@ def test_an_engine_that_ends_as_it_is_stopped_is_noticed():
     assert asyncio.run(stopped_as_it_died()) == 7
 
 
+CHATTY = """
+import os, pathlib, sys, time
+for number in range(4000):
+    print("x" * 100, file=sys.stderr)
+pathlib.Path(os.environ["OUT"]).write_text("got past")
+print("last", file=sys.stderr, flush=True)
+"""
+
+
+@pytest.mark.parametrize("collector", ["full-disk", "does-not-read", "gone"])
+def test_a_log_that_cannot_be_written_does_not_hold_up_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, collector: str
+):
+    """The reader ended with the first OSError, and the engine blocked on its full stderr for ever."""
+    monkeypatch.setenv("OUT", str(tmp_path / "seen"))
+    monkeypatch.setattr("fleet_worker.agent.supervise.LOG_S", 0.1)
+    reading, writing = os.pipe()
+    if collector == "full-disk":
+        os.close(writing)
+        writing = os.open("/dev/full", os.O_WRONLY)
+    if collector != "does-not-read":
+        os.close(reading)
+
+    async def run() -> EngineProcess:
+        engine = EngineProcess(EngineCommand((sys.executable, "-c", CHATTY)), log_fd=writing)
+        watch_children(asyncio.get_running_loop(), engine.reap)
+        engine.start()
+        try:
+            assert await asyncio.wait_for(engine.exited, 20) == 0
+        finally:
+            await engine.stop(0.0)
+        return engine
+
+    engine = asyncio.run(run())
+    assert (tmp_path / "seen").read_text() == "got past"
+    assert engine.last_words() == "last"
+    assert engine.log.dropped > 1_000
+    if collector == "does-not-read":  # it reads again: what was dropped is told, and the rest comes
+        found = b""
+        while b"last\n" not in found:
+            found += os.read(reading, 65_536)
+        assert b"LogDropped: " in found
+        os.close(reading)
+    engine.log.finish(10)
+    os.close(writing)
+
+
 async def ended(command: EngineCommand) -> int:
     engine = EngineProcess(command)
     watch_children(asyncio.get_running_loop(), engine.reap)

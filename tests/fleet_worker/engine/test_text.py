@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -73,6 +75,18 @@ def test_a_stop_string_before_min_tokens_is_plain_text():
     assert {stop for _, stop in pieces} == {None}
 
 
+def test_other_threads_go_on_while_a_long_text_is_tokenised():
+    """A thread of its own was no help: Tokenizer.encode stops them all, and with them the loop that streams answers."""
+    text, longest_s = "the router sends " * 60_000, 0.0
+    encoding = threading.Thread(target=TEXT.encode, args=(text,))
+    begun = last = time.perf_counter()
+    encoding.start()
+    while encoding.is_alive():
+        encoding.join(0.001)
+        longest_s, last = max(longest_s, time.perf_counter() - last), time.perf_counter()
+    assert longest_s < 0.7 * (last - begun)
+
+
 def template(tmp_path: Path, source: str) -> Text:
     (tmp_path / "tokenizer.json").write_bytes((tiny_model() / "tokenizer.json").read_bytes())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": source}))
@@ -96,3 +110,44 @@ def test_a_template_that_misbehaves_is_a_bad_request(tmp_path: Path, source: str
 def test_a_template_that_does_not_compile_is_named(tmp_path: Path):
     with pytest.raises(ModelFilesError, match="chat template does not compile"):
         template(tmp_path, "{% for %}")
+
+
+FAILING = {
+    "{{ 1 / (messages|length - 1) }}": "ZeroDivisionError: division by zero",
+    "{{ messages[0].content.index('zzz') }}": "ValueError: substring not found",
+    "{{ messages[0].content.encode('ascii') }}": "UnicodeEncodeError: ",
+    "{{ messages[0].content.split('') }}": "ValueError: empty separator",
+    "{{ messages[0].content.nothing.more }}": "has no attribute 'nothing'",
+    "{{ raise_exception('roles must alternate') }}": "messages: roles must alternate",
+}
+
+
+@pytest.mark.parametrize("source", FAILING)
+def test_a_template_that_fails_in_any_way_refuses_the_messages(tmp_path: Path, source: str):
+    """It was a 500 without a word."""
+    with pytest.raises(BadRequestError) as told:
+        template(tmp_path, source).render_chat([{"role": "user", "content": "é"}])
+    assert FAILING[source] in str(told.value)
+    assert told.value.param == "messages"
+
+
+class Letters:
+    """Tokens that are letters, or several."""
+
+    def decode(self, ids: list[str]) -> str:
+        return "".join(ids)
+
+
+@pytest.mark.parametrize(
+    ("stops", "text", "before", "met"),
+    [
+        (("b", "a"), "xaxb", "x", "a"),
+        (("a", "b"), "xaxb", "x", "a"),
+        (("ax", "a"), "xaxb", "x", "ax"),
+        (("zz", "b"), "xaxb", "xax", "b"),
+    ],
+)
+def test_of_several_stop_strings_in_one_token_the_first_in_the_text_ends_it(
+    stops: tuple[str, ...], text: str, before: str, met: str
+):
+    assert Detokenizer(Letters(), stops).add(text) == (before, met)  # type: ignore[arg-type]

@@ -10,15 +10,17 @@ from typing import Protocol
 import msgspec
 import uvicorn
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from fleet_worker.agent.role import MAX_BODY_BYTES, parse_role
 from fleet_worker.config import AdapterWish, Role, decode_adapters
+from fleet_worker.connections import Bounds, bounded
 
 KEEP_ALIVE_S = 75
-MAX_CONNECTIONS = 64
+BOUNDS = Bounds(receive_s=10.0, most=256, most_of_peer=32, may_cut=True)
+"""May cut: a probe that is refused may end the pod, /drain that is cut goes on, and everything else can be asked again."""
 MAX_ADAPTERS_BYTES = 256 * 1024
 
 
@@ -66,6 +68,7 @@ def build_app(probes: Probes) -> Starlette:
             Route("/started", _async(probe(probes.started))),
             Route("/ready", _async(probe(probes.ready))),
             Route("/state", state),
+            # it changes something and should be POST alone, but a pod's preStop httpGet can only GET
             Route("/drain", drain, methods=["GET", "POST"]),
             Route("/role", _posted(MAX_BODY_BYTES, role), methods=["POST"]),
             Route("/adapters", _posted(MAX_ADAPTERS_BYTES, adapters), methods=["POST"]),
@@ -88,12 +91,14 @@ def _posted(most: int, act: Callable[[bytes], tuple[int, dict[str, object]]]) ->
 
     async def endpoint(request: Request) -> Response:
         body = b""
-        async for part in request.stream():
-            body += part
-            if len(body) > most:
-                return JSONResponse({"reason": "BodyTooLarge"}, status_code=413)
         try:
+            async for part in request.stream():
+                body += part
+                if len(body) > most:
+                    return JSONResponse({"reason": "BodyTooLarge"}, status_code=413)
             status, said = act(body)
+        except ClientDisconnect:
+            return Response(status_code=400)  # nobody reads it
         except msgspec.DecodeError as error:
             return JSONResponse({"reason": "BadRequest", "message": str(error)}, status_code=400)
         return JSONResponse(said, status_code=status)
@@ -117,10 +122,10 @@ class AdminServer(uvicorn.Server):
 
 
 def build_server(app: Starlette, host: str, port: int) -> AdminServer:
-    """h11 for its header bound; probes keep their connections open between periods."""
+    """h11 for its header bound; probes keep their connections open between periods, and are never refused for others' sake."""
     return AdminServer(
         uvicorn.Config(
-            app, host=host, port=port, http="h11", loop="asyncio", lifespan="off", log_level="warning",
-            access_log=False, timeout_keep_alive=KEEP_ALIVE_S, limit_concurrency=MAX_CONNECTIONS,
+            app, host=host, port=port, http=bounded(BOUNDS), ws="none", loop="asyncio", lifespan="off", log_level="warning",
+            access_log=False, timeout_keep_alive=KEEP_ALIVE_S,
         )
     )  # fmt: skip

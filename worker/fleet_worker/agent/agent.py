@@ -65,8 +65,12 @@ class Agent:
         self._stop = asyncio.Event()
         self._engine_answers = asyncio.Event()
         self._drained: asyncio.Task[dict[str, object]] | None = None
+        self._ending: asyncio.Task[None] | None = None
+        """Since the first SIGTERM."""
         self._group: Leader | None = None
         """Of a worker over several nodes."""
+        self._fault = ""
+        """The last one of our own that was told."""
         self._changing_to: Role | None = None
         self._change: asyncio.Task[None] | None = None
 
@@ -121,6 +125,9 @@ class Agent:
             "# TYPE fleet_agent_role_epoch gauge",
             f'fleet_agent_role_epoch{{role="{self._config.role}"}} {life.epoch}',
         ]
+        if self._engine is not None:
+            dropped = self._engine.log.dropped
+            own += ["# TYPE fleet_agent_log_dropped_total counter", f"fleet_agent_log_dropped_total {dropped}"]
         if (transport := self._transport()) is not None:
             own += ["# TYPE fleet_agent_transport_info gauge", f'fleet_agent_transport_info{{transport="{transport}"}} 1']
         if self._fabric.gbps is not None:
@@ -141,25 +148,46 @@ class Agent:
 
     async def drain(self) -> dict[str, object]:
         """Answers /drain: red at once; returns when nothing is left or the time is up. All callers wait for one drain."""
+        return await asyncio.shield(self._begin_drain())
+
+    def _begin_drain(self) -> asyncio.Task[dict[str, object]]:
         if self._drained is None:
             self._drained = asyncio.create_task(self._drain())
-        return await asyncio.shield(self._drained)
+        return self._drained
+
+    def ask_to_stop(self) -> None:
+        """SIGTERM: drain, then end. Without preStop (its hook failed, or nobody knows of it) this is the only notice that streams
+        get; after preStop it waits for the same drain, which is over, or has what is left of its time. A second one ends now."""
+        if self._ending is not None or not rules.is_started(self._life):
+            self._stop.set()
+            return
+
+        async def end() -> None:
+            try:
+                await self._begin_drain()
+            finally:
+                self._stop.set()
+
+        self._ending = asyncio.create_task(end())
 
     async def _drain(self) -> dict[str, object]:
-        config, begun = self._config, time.monotonic()
+        begun = time.monotonic()
+        nothing_came = not rules.is_started(self._life)
         self._life = rules.drain_asked(self._life, begun)
-        emptied = self._life.phase == "Failed" or await self._emptied(begun)
+        emptied = nothing_came or await self._emptied(begun)
         if self._group is not None:
             self._group.release()
         if emptied:
             return {"drained": True, "waited_s": round(time.monotonic() - begun, 3)}
         load = self._load
-        return {"drained": False, "waited_s": config.drain_timeout_s, "running": load.running, "leases": load.leases}
+        waited_s = round(time.monotonic() - begun, 3)
+        return {"drained": False, "waited_s": waited_s, "running": load.running, "leases": load.leases}
 
     async def _emptied(self, begun: float) -> bool:
-        """Wait until nothing is left; False when the time is up, or the phase is another one by then."""
+        """Wait until nothing is left; False when the time is up, the phase is another one by then, or the engine is stuck: what
+        it holds comes to no end, and a worker that the kubelet restarts for that must not wait for it."""
         config, phase = self._config, self._life.phase
-        while (waited_s := time.monotonic() - begun) < config.drain_timeout_s and self._life.phase == phase:
+        while (waited_s := time.monotonic() - begun) < config.drain_timeout_s and self._life.phase == phase and self.live():
             await self._observe()
             done = rules.drain_done(
                 self._load,
@@ -185,20 +213,22 @@ class Agent:
         return verdict.status, said | ({"reason": verdict.reason} if verdict.reason else {})
 
     async def _take_role(self, asked: Role) -> None:
-        """Empty as for a drain, a first token again, then the new role."""
-        emptied = await self._emptied(time.monotonic())
+        """Empty as for a drain, a first token again, then the new role. To keep its own nothing has to end."""
+        emptied = asked == self._config.role or await self._emptied(time.monotonic())
         if self._life.phase != "FlippingRole":
             return  # it drains for good
         if not emptied:
-            self._life = rules.flip_failed(self._life, f"not empty within {self._config.drain_timeout_s} s")
+            why = f"not empty within {self._config.drain_timeout_s} s" if self.live() else "its engine does not answer"
+            self._life = rules.flip_failed(self._life, why)
             return
         problem = await self._client.first_token(self._config.served_name)
         if problem is not None:
             self._life = rules.flip_failed(self._life, f"no first token: {problem}")
             return
+        stays = asked == self._config.role
         self._config = msgspec.structs.replace(self._config, role=asked)
         self._changing_to = None
-        self._life = rules.flipped(self._life)
+        self._life = rules.returned(self._life) if stays else rules.flipped(self._life)
 
     def take_adapters(self, wished: Sequence[AdapterWish]) -> dict[str, object]:
         """Answers POST /adapters: the whole set that should be there. What comes of it is in /state."""
@@ -207,10 +237,10 @@ class Agent:
 
     # -- life -------------------------------------------------------------------------------------------------------
     async def run(self) -> int:
-        """Serve until SIGTERM (0) or until the engine ends (EngineDiedError)."""
+        """Serve until SIGTERM, drain (0); or until the engine ends (EngineDiedError)."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop.set)
+            loop.add_signal_handler(number, self.ask_to_stop)
         server = build_server(build_app(self), self._identity.pod_ip, self._config.ports.agent)
         serving = asyncio.create_task(self._serve(server))
         working = asyncio.create_task(self._prepare_and_watch())
@@ -220,9 +250,9 @@ class Agent:
                 task.result()
             return 0
         finally:
-            ending = [working, *([self._change] if self._change is not None else [])]
-            for task in ending:
-                task.cancel()
+            ending = [task for task in (working, self._change, self._drained, self._ending) if task is not None]
+            for one in ending:
+                one.cancel()
             await asyncio.gather(*ending, return_exceptions=True)
             if self._engine is not None:
                 await self._engine.stop(ENGINE_STOP_S)
@@ -308,8 +338,7 @@ class Agent:
     def _is_left(self, member: int) -> None:
         """A follower was told to go: it waits until nothing runs here."""
         print(f"GroupLeaving: pod {member} of this worker goes; draining", file=sys.stderr, flush=True)
-        if self._drained is None:
-            self._drained = asyncio.create_task(self._drain())
+        self._begin_drain()
 
     async def _end_without_group(self, why: str) -> None:
         """The torch engine lost no part of itself with a follower: what it runs is right, and may end."""
@@ -345,12 +374,18 @@ class Agent:
 
     async def _check_for_ever(self) -> None:
         while True:
-            await self._observe()
-            healthy = await self._client.healthy()
-            if healthy and self._life.phase == "Warming":
-                healthy = await self._warmed_up()
+            try:
+                healthy = await self._checked()
+            except Exception as error:  # whatever it is: readiness that nobody looks after any more must not stay green
+                self._told_fault("checking the engine", error)
+                healthy = False
             self._life = rules.engine_checked(self._life, healthy, time.monotonic())
             await asyncio.sleep(CHECK_EVERY_S)
+
+    async def _checked(self) -> bool:
+        await self._observe()
+        healthy = await self._client.healthy()
+        return await self._warmed_up() if healthy and self._life.phase == "Warming" else healthy
 
     async def _warmed_up(self) -> bool:
         """Ready means that a token came out, not that a port is open."""
@@ -366,7 +401,19 @@ class Agent:
 
     async def _keep_adapters(self) -> None:
         await self._engine_answers.wait()
-        await self._adapters.run()
+        while True:
+            try:
+                await self._adapters.run()
+            except Exception as error:  # it plans from what is there: beginning again loses nothing
+                self._told_fault("keeping adapters", error)
+            await asyncio.sleep(CHECK_EVERY_S)
+
+    def _told_fault(self, what: str, error: Exception) -> None:
+        """Once per fault, not per try."""
+        said = f"AgentFault: {what}: {type(error).__name__}: {error}"[:500]
+        if said != self._fault:
+            self._fault = said
+            print(said, file=sys.stderr, flush=True)
 
     async def _observe(self) -> None:
         self._load = await self._client.load()

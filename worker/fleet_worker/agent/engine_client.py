@@ -13,6 +13,8 @@ from fleet_worker.config import ENGINE_TOKEN_HEADER
 RUNNING = "vllm:num_requests_running"
 WAITING = "vllm:num_requests_waiting"
 LEASES = "fleet:kv_leases_open"
+OPEN = "fleet:requests_open"
+"""Torch engine only: what came in and is not answered to the end, wherever it is."""
 MAX_METRICS_BYTES = 4 * 1024 * 1024
 HEALTH_TIMEOUT_S = 3.0
 FIRST_TOKEN_TIMEOUT_S = 300.0
@@ -89,13 +91,20 @@ class EngineClient:
 
 
 def parse_load(text: str) -> Load:
-    """Sum each gauge over its label sets; a metric that is absent is None."""
-    return Load(_total(text, RUNNING), _total(text, WAITING), _total(text, LEASES))
+    """Sum each gauge over its label sets; a metric that is absent is None. What is open but does not wait, runs: it may be on its
+    way to the engine, or its answer on the way to a client that reads slowly."""
+    running, waiting, came = (_total(text, name) for name in (RUNNING, WAITING, OPEN))
+    if running is not None and waiting is not None and came is not None:
+        running = max(running, came - waiting)
+    return Load(running, waiting, _total(text, LEASES))
 
 
 def _total(text: str, name: str) -> int | None:
     values = re.findall(rf"^{re.escape(name)}(?:\{{[^}}]*\}})? ([0-9.eE+-]+)", text, re.MULTILINE)
-    return round(sum(float(value) for value in values)) if values else None
+    try:
+        return round(sum(float(value) for value in values)) if values else None
+    except (ValueError, OverflowError):
+        return None  # no number: it did not say
 
 
 def _words(answer: httpx.Response) -> str:

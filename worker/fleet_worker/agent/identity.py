@@ -21,6 +21,7 @@ from fleet_worker.config import (
     Role,
     WorkerConfig,
     decode,
+    step_timeout_s,
 )  # fmt: skip
 
 
@@ -50,6 +51,10 @@ def read_identity(env: Mapping[str, str]) -> tuple[WorkerConfig, Identity]:
         raise ConfigError(f"{POD_IP_ENV}: {error}") from error
     if config.engine == "torch" and config.engine_args:
         raise ConfigError(f"{CONFIG_ENV}: engine_args: the torch engine takes none, got {list(config.engine_args)}")
+    try:
+        step_timeout_s(env)  # the engine reads it: said here, it is a problem of the configuration and not of an engine
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     return msgspec.structs.replace(config, role=_role(env, config.role)), identity
 
 

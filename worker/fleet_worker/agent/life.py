@@ -37,7 +37,9 @@ def noted(life: Life, detail: str) -> Life:
 
 
 def engine_started(life: Life, pid: int | None) -> Life:
-    """The engine process exists, but does not answer yet. None: this pod has none."""
+    """The engine process exists, but does not answer yet. None: this pod has none. A drain that was asked for before stays."""
+    if life.phase == "Draining":
+        return replace(life, engine_pid=pid)
     return replace(life, phase="Warming", engine_pid=pid, detail="engine starting")
 
 
@@ -65,13 +67,16 @@ def flip_asked(life: Life) -> Life:
 
 def flipped(life: Life) -> Life:
     """It has the other role, and serves; unless it drains by now."""
-    if life.phase != "FlippingRole":
-        return life
-    return replace(life, phase="Serving", detail="", epoch=life.epoch + 1)
+    return replace(returned(life), epoch=life.epoch + 1) if life.phase == "FlippingRole" else life
+
+
+def returned(life: Life) -> Life:
+    """It keeps its role after a change that failed, and serves; unless it drains by now."""
+    return replace(life, phase="Serving", detail="") if life.phase == "FlippingRole" else life
 
 
 def flip_failed(life: Life, problem: str) -> Life:
-    """It stays as it is, not ready: whoever asked decides."""
+    """It stays as it is, not ready: whoever asked decides. Asking again, for either role, begins anew."""
     return replace(life, detail=problem, flip_problem=problem)
 
 
@@ -81,7 +86,7 @@ def failed(life: Life, detail: str) -> Life:
 
 
 def is_started(life: Life) -> bool:
-    """startupProbe: the engine answered at least once."""
+    """startupProbe: the engine answered at least once. Before, no request came: there is nothing to drain."""
     return life.phase in ("Serving", "FlippingRole", "Draining")
 
 

@@ -37,9 +37,13 @@ def parse_role(body: bytes) -> Role:
 
 
 def judge(life: Life, role: Role, changing_to: Role | None, asked: Role) -> Verdict:
-    """200: it has the role; 202: it is on its way; 409: not now (NotServing: ask again), or never (Draining, Failed)."""
+    """200: it has the role; 202: it is on its way; 409: not now (NotServing: ask again), or never (Draining, Failed). After a
+    change that failed either role can be asked for: the other one is tried again, and with its own the worker serves again once a
+    first token came."""
     if life.phase in ("Draining", "Failed"):
         return Verdict(409, life.phase)
+    if life.phase == "FlippingRole" and life.flip_problem:
+        return Verdict(202, begin=True)
     if life.phase == "FlippingRole":
         return Verdict(202) if asked == changing_to else Verdict(409, "FlippingRole")
     if asked == role:

@@ -13,22 +13,22 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import IO
 
 from fleet_worker.agent import guard
 from fleet_worker.agent.command import EngineCommand
+from fleet_worker.agent.logpump import STDERR, LogPump
 from fleet_worker.transfer.ucxlog import UcxReport
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 TAIL_LINES = 40
-MAX_LINE = 4_096
 LEFTOVERS_S = 5.0
 """Seconds that the engine's children have after it to end by themselves."""
+LOG_S = 1.0
+"""Seconds in which the engine's last lines are written, as a rule."""
 KILLED_S = 5.0
 """Seconds in which killed processes are gone, as a rule."""
 GROUP_POLL_S = 0.05
@@ -58,13 +58,14 @@ def start_guard() -> subprocess.Popen[bytes] | None:
 class EngineProcess:
     """One engine child: `exited` is set with its return code."""
 
-    def __init__(self, command: EngineCommand) -> None:
+    def __init__(self, command: EngineCommand, log_fd: int = STDERR) -> None:
         self._command = command
         self._process: subprocess.Popen[bytes] | None = None
         self._guard: subprocess.Popen[bytes] | None = None
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self.ucx = UcxReport()
         """By which transport the engine reads, in UCX's own words."""
+        self.log = LogPump(self._heard, log_fd)
         self.exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     def start(self) -> int:
@@ -81,18 +82,15 @@ class EngineProcess:
                 self._guard.stdin.write(b"%d\n" % process.pid)
                 self._guard.stdin.flush()
         if process.stderr is not None:
-            threading.Thread(target=self._pump, args=(process.stderr,), name="engine-stderr", daemon=True).start()
+            self.log.start(process.stderr)
         return process.pid
 
-    def _pump(self, stream: IO[bytes]) -> None:
-        """Engine's stderr goes to ours, but for UCX's tables; the last lines are kept for the cause of death."""
-        while line := stream.readline(MAX_LINE):
-            if self.ucx.feed(line.decode(errors="replace")):
-                continue
-            sys.stderr.buffer.write(line)
-            sys.stderr.buffer.flush()
-            self._tail.append(line.decode(errors="replace").rstrip())
-        stream.close()
+    def _heard(self, line: str) -> bool:
+        """All but UCX's tables is for our stderr; the last lines are kept for the cause of death."""
+        if self.ucx.feed(line):
+            return False
+        self._tail.append(line.rstrip())
+        return True
 
     def reap(self) -> None:
         """Collect every dead child; resolves `exited` when the engine is among them. Call on SIGCHLD."""
@@ -122,6 +120,7 @@ class EngineProcess:
             guard.kill_session(process.pid)
             await self.exited
             await self._group_gone(KILLED_S)
+            await asyncio.to_thread(self.log.finish, LOG_S)
         self._end_guard()
         # a loop that is closed with a handler in place cannot take the signal of a late child
         asyncio.get_running_loop().remove_signal_handler(signal.SIGCHLD)

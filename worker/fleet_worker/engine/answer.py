@@ -29,7 +29,8 @@ class Answer:
         self._new: list[int] = []
         self._ids: list[int] = []  # what this answer holds: the engine thread may be tokens ahead of it
         self._finish: str | None = None
-        self._stop_text: str | None = None
+        self._stop: str | int | None = None
+        """What ended it, if the request named that: a string, or the id of a token, as vLLM tells; None: the model itself."""
         self._kv: Any = None
 
     def add(self, output: Output) -> bool:
@@ -45,11 +46,13 @@ class Answer:
         else:
             self._piece, stop = self._detokenizer.add(token, may_stop=len(self._ids) >= sequence.sampling.min_tokens)
         if stop is not None:
-            self._finish, self._stop_text = "stop", stop
+            self._finish, self._stop = "stop", stop
             return True
         if output.finish is not None:
             self._piece += self._detokenizer.finish()
             self._finish = output.finish
+            if is_end and token in sequence.sampling.stop_token_ids:
+                self._stop = token
             return True
         return False
 
@@ -65,7 +68,7 @@ class Answer:
             "index": 0,
             "logprobs": None,
             "finish_reason": self._finish,
-            "stop_reason": self._stop_text,
+            "stop_reason": self._stop,
         }
         sent = self._detokenizer.sent
         choice |= {"message": {"role": "assistant", "content": sent}} if self.is_chat else {"text": sent}
@@ -89,7 +92,7 @@ class Answer:
         choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": self._finish if ended else None}
         choice |= {"delta": {"content": self._piece}} if self.is_chat else {"text": self._piece}
         if ended:
-            choice["stop_reason"] = self._stop_text
+            choice["stop_reason"] = self._stop
         if self._asked.return_token_ids:
             choice["token_ids"] = self._new
         chunk = self._head("chat.completion.chunk" if self.is_chat else "text_completion") | {"choices": [choice]}

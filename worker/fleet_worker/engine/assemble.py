@@ -16,7 +16,8 @@ import torch
 import uvicorn
 
 from fleet_wire.blocks import root_hash
-from fleet_worker.config import ENGINE_TOKEN_ENV, WorkerConfig
+from fleet_worker.config import ENGINE_TOKEN_ENV, WorkerConfig, step_timeout_s
+from fleet_worker.connections import Bounds, bounded, files_for_connections
 from fleet_worker.engine.blocks import BlockAllocator
 from fleet_worker.engine.core import EngineCore, Limits
 from fleet_worker.engine.errors import ModelFilesError
@@ -36,6 +37,10 @@ STEP_TOKENS = 256
 MAX_WAITING = 1_024
 KEEP_ALIVE_S = 75  # longer than the router's pool keeps a connection, so that the worker never closes first
 SHUTDOWN_S = 5
+RECEIVE_S = 60.0
+"""For the whole of a body, of 4 MB at most, also by a client that asks without a router and has a slow line."""
+MAX_CONNECTIONS = 2_048
+"""More than the engine takes requests; routers keep some idle."""
 
 
 class _Server(uvicorn.Server):
@@ -66,11 +71,13 @@ class EngineProcess:
     async def run(self) -> int:
         """Serve until SIGTERM (0) or until the engine thread fails (1)."""
         bound = bind(self._host, self._config.ports.http)
-        app = EngineServer(self._config, self._loop, self._text, self._metrics, os.environ.get(ENGINE_TOKEN_ENV, "")).app()
+        token, step_s = os.environ.get(ENGINE_TOKEN_ENV, ""), step_timeout_s(os.environ)
+        app = EngineServer(self._config, self._loop, self._text, self._metrics, token, step_s).app()
         server = self._server = _Server(
             uvicorn.Config(
-                app, http="h11", loop="asyncio", lifespan="off", log_level="warning", access_log=False,
-                timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=SHUTDOWN_S, h11_max_incomplete_event_size=65_536,
+                app, http=bounded(bounds_for(self._host)), ws="none", loop="asyncio", lifespan="off", log_level="warning",
+                access_log=False, timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=SHUTDOWN_S,
+                h11_max_incomplete_event_size=65_536,
             )
         )  # fmt: skip
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -87,6 +94,12 @@ class EngineProcess:
         if failure is not None:
             print(f"EngineFailed: {type(failure).__name__}: {failure}", file=sys.stderr, flush=True)
         return 0 if failure is None else 1
+
+
+def bounds_for(host: str) -> Bounds:
+    """A stream is never cut for another one: who comes last is refused. `host`: the agent asks for its health from there."""
+    most = min(MAX_CONNECTIONS, files_for_connections())
+    return Bounds(RECEIVE_S, most=most, most_of_peer=most, may_cut=False, spared=frozenset({host}))
 
 
 def bind(host: str, port: int) -> socket.socket:

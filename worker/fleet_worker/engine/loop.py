@@ -39,6 +39,8 @@ class EngineLoop:
         self._server_loop: asyncio.AbstractEventLoop | None = None
         self._stopping = False
         self.failure: BaseException | None = None
+        self._begun_at: float | None = None
+        """When the step that lasts now began; None between steps."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -51,6 +53,11 @@ class EngineLoop:
         self._stopping = True
         self._wake.set()
         self._thread.join(timeout=10)
+
+    def step_s(self) -> float:
+        """Seconds that the step has lasted which the engine thread is in now; 0 when it is in none. Any thread."""
+        begun_at = self._begun_at
+        return 0.0 if begun_at is None else time.monotonic() - begun_at
 
     def submit(self, sequence: Sequence) -> asyncio.Queue[Item]:
         """Hand a request over; its outputs (or one exception) arrive in the queue, which its max_tokens bounds."""
@@ -103,6 +110,7 @@ class EngineLoop:
         checked_at = time.monotonic()
         try:
             while not self._stopping:
+                self._begun_at = time.monotonic()
                 self._take()
                 outputs = self.core.step()
                 if outputs:
@@ -113,10 +121,12 @@ class EngineLoop:
                     if not self.core.sequences and now - checked_at >= INTEGRITY_EVERY_S:
                         self.core.check_integrity()
                         checked_at = now
+                    self._begun_at = None
                     self._wake.wait(PULL_WAIT_S if self.core.scheduler.pulling else IDLE_WAIT_S)
                     self._wake.clear()
         except BaseException as error:
             self.failure = error
+            self._begun_at = None
             self._fail_all(error)
 
     def _take(self) -> None:

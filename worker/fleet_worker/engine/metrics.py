@@ -72,12 +72,7 @@ class EngineMetrics:
         """Copy the core's state; called by the engine thread, so that nothing is read half changed."""
         scheduler, counters = core.scheduler, core.counters
         blocks = scheduler.blocks
-        self._gauge(
-            "vllm:num_requests_running",
-            "Requests being computed or pulled.",
-            len(scheduler.running) + len(scheduler.pulling),
-        )
-        self._gauge("vllm:num_requests_waiting", "Requests that wait for blocks or a place in the batch.", len(scheduler.waiting))
+        self._requests(len(scheduler.running) + len(scheduler.pulling), len(scheduler.waiting))
         self._gauge("vllm:kv_cache_usage_perc", "Used share of the KV pool, 1 = all.", blocks.used / blocks.total)
         self._gauge("fleet:kv_blocks_free", "KV blocks that an allocation may take.", blocks.available)
         if self._cache_info is None:
@@ -88,9 +83,6 @@ class EngineMetrics:
             shape = {"block_size": str(core.scheduler.block_tokens), "num_gpu_blocks": str(blocks.total)}
             self._cache_info.labels(**self._labels, **shape).set(1)
         self._gauge("fleet:kv_blocks_total", "KV blocks of the pool.", blocks.total)
-        self._gauge(
-            "fleet:kv_leases_open", "KV leases granted and not ended.", core.connector.open_leases() if core.connector else 0
-        )
         self._counter("vllm:prompt_tokens", "Prompt tokens admitted.", counters.prompt_tokens)
         self._counter("vllm:generation_tokens", "Tokens generated.", counters.generated_tokens)
         self._counter("vllm:num_preemptions", "Sequences computed again for lack of blocks.", scheduler.preemptions)
@@ -113,6 +105,22 @@ class EngineMetrics:
             self._transfer.observe(fetch.seconds)
             self._bytes.observe(fetch.transferred_bytes)
             self._descriptors.observe(fetch.descriptors)
+
+    def collect_outside(self, requests_open: int, leases_open: int) -> None:
+        """What the server knows without its engine. A lease is granted before its request's end is told here, so that these two
+        numbers, read together, never miss one that is between them."""
+        self._gauge("fleet:requests_open", "Requests for tokens that came in and are not answered to the end.", requests_open)
+        self._gauge("fleet:kv_leases_open", "KV leases granted and not ended.", leases_open)
+
+    def collect_overdue(self, core: EngineCore, requests_open: int) -> None:
+        """The engine is in a long step, or stuck in one: what it last said of its requests may be from before they came. Lengths
+        can be read from any thread; what came in and is not running waits."""
+        running = min(requests_open, len(core.scheduler.running) + len(core.scheduler.pulling))
+        self._requests(running, requests_open - running)
+
+    def _requests(self, running: int, waiting: int) -> None:
+        self._gauge("vllm:num_requests_running", "Requests being computed or pulled.", running)
+        self._gauge("vllm:num_requests_waiting", "Requests that wait for blocks or a place in the batch.", waiting)
 
     def finished(self, sequence: Sequence, now: float | None = None) -> None:
         """A request ended with an answer."""

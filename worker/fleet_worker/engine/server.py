@@ -3,37 +3,43 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import re
 import time
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from fleet_worker.config import WorkerConfig
+from fleet_worker.config import STEP_TIMEOUT_ENV, STEP_TIMEOUT_S, WorkerConfig
 from fleet_worker.engine import protocol as wire
 from fleet_worker.engine import tokens
 from fleet_worker.engine.adapters import Adapters
 from fleet_worker.engine.answer import Answer
 from fleet_worker.engine.core import EngineCore, Output
 from fleet_worker.engine.errors import BadRequestError, EngineError, TooLargeError, UnknownModelError
+from fleet_worker.engine.inflight import InFlight
 from fleet_worker.engine.loop import EngineLoop, Item
+from fleet_worker.engine.lora import Adapter
 from fleet_worker.engine.metrics import EngineMetrics
 from fleet_worker.engine.sequence import Sequence
 from fleet_worker.engine.text import Text
 from fleet_worker.transfer.base import KvError, KvReferenceError
 
 METRICS_TIMEOUT_S = 2.0
-DISCONNECT_POLL_S = 0.1
+SMALL_BYTES = 4_096
+"""Parsed and tokenised within about 2 ms; a thread costs a tenth of that."""
 MAX_REQUEST_ID = 128
+T = TypeVar("T")
 ROUTED = re.compile(r"^[0-9a-f]{32}\.")
 """How a router's name for a request begins when the client has a name of its own for it."""
 
@@ -48,17 +54,27 @@ class Release(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class EngineServer:
     """Handlers; one instance per process."""
 
-    def __init__(self, config: WorkerConfig, loop: EngineLoop, text: Text, metrics: EngineMetrics, token: str = "") -> None:
-        """`token`: who shows it may load and unload adapters; empty: nobody."""
+    def __init__(
+        self, config: WorkerConfig, loop: EngineLoop, text: Text, metrics: EngineMetrics, token: str = "",
+        step_timeout_s: float = STEP_TIMEOUT_S,
+    ) -> None:  # fmt: skip
+        """`token`: who shows it may load and unload adapters; empty: nobody. A step longer than `step_timeout_s` is stuck."""
         self._config = config
         self._adapters = Adapters(config.served_name, config.adapters.most, config.adapters.max_rank, token)
         self._loop = loop
         self._text = text
         self._metrics = metrics
+        self._step_timeout_s = step_timeout_s
         self._random = random.SystemRandom()
+        self._inflight = InFlight(self._routes())
+        self._collected: asyncio.Future[None] | None = None
+        """What the engine was asked to collect, for everybody who asks meanwhile."""
 
-    def app(self) -> Starlette:
+    def app(self) -> ASGIApp:
         """All routes."""
+        return self._inflight
+
+    def _routes(self) -> Starlette:
         return Starlette(
             routes=[
                 Route("/health", self.health),
@@ -79,12 +95,21 @@ class EngineServer:
 
     # -- small routes -----------------------------------------------------------------------------------------------
     async def health(self, _: HttpRequest) -> Response:
-        """200 while the engine thread lives."""
-        return Response(status_code=200 if self._loop.failure is None else 503)
+        """200 while the engine thread lives and comes to the end of its steps."""
+        if self._loop.failure is not None:
+            return Response(status_code=503)
+        if (lasts_s := self._loop.step_s()) > self._step_timeout_s:
+            words = f"a step of the engine lasts {lasts_s:.0f} s; {STEP_TIMEOUT_ENV} allows {self._step_timeout_s:g} s\n"
+            return PlainTextResponse(words, status_code=503)
+        return Response(status_code=200)
 
     async def metrics(self, _: HttpRequest) -> Response:
-        """Totals are collected between two steps."""
-        await self._on_engine(self._metrics.collect)
+        """Totals are collected between two steps; how many requests and leases are open is known at any time."""
+        told = await self._collect()
+        requests_open = self._inflight.open
+        if not told:
+            self._metrics.collect_overdue(self._loop.core, requests_open)
+        self._metrics.collect_outside(requests_open, self._leases_open())
         return Response(self._metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def models(self, _: HttpRequest) -> Response:
@@ -114,8 +139,11 @@ class EngineServer:
 
     async def leases(self, _: HttpRequest) -> Response:
         """Open leases, counted."""
+        return JSONResponse({"open": self._leases_open()})
+
+    def _leases_open(self) -> int:
         connector = self._loop.core.connector
-        return JSONResponse({"open": connector.open_leases() if connector else 0})
+        return connector.open_leases() if connector else 0
 
     async def release(self, request: HttpRequest) -> Response:
         """Give back what nobody will read: one lease by its id, or all that was asked for under one x-request-id."""
@@ -130,19 +158,19 @@ class EngineServer:
             return JSONResponse({"released": True})
         return JSONResponse({"released": bool(connector and connector.release(given.lease_id))})
 
-    async def _on_engine(self, function: Any) -> None:
-        done = asyncio.get_running_loop().create_future()
-        loop = asyncio.get_running_loop()
+    async def _collect(self) -> bool:
+        """False: the engine is in a step that lasts, or has stopped; its totals are those of before."""
+        if self._collected is None or self._collected.done():
+            loop = asyncio.get_running_loop()
+            done = self._collected = loop.create_future()
 
-        def run(core: EngineCore) -> None:
-            function(core)
-            loop.call_soon_threadsafe(_resolve, done)
+            def run(core: EngineCore) -> None:
+                self._metrics.collect(core)
+                loop.call_soon_threadsafe(_resolve, done)
 
-        self._loop.call(run)
-        try:
-            await asyncio.wait_for(done, METRICS_TIMEOUT_S)
-        except TimeoutError:
-            return  # a dead engine still shows its last numbers
+            self._loop.call(run)
+        answered, _ = await asyncio.wait({self._collected}, timeout=METRICS_TIMEOUT_S)
+        return bool(answered)
 
     async def tokenize(self, request: HttpRequest) -> Response:
         """POST /tokenize."""
@@ -177,34 +205,36 @@ class EngineServer:
 
     async def _generate(self, http: HttpRequest, kind: type[wire.CompletionRequest] | type[wire.ChatRequest]) -> Response:
         try:
-            asked: wire.Request = wire.parse(await self._body(http), kind)
-            sequence = self._sequence(asked, http.headers.get("x-request-id"))
+            raw = await self._body(http)
+            asked: wire.Request = await _beside(len(raw), wire.parse, raw, kind)
+            sequence = await self._sequence(asked, len(raw), http.headers.get("x-request-id"))
             sink = self._loop.submit(sequence)
-            first = await self._first(http, sequence, sink)
+            answer = Answer(asked, sequence, self._text, asked.model)
+            async with self._ends_with(http, sequence, sink):
+                first = await self._next(sequence, sink)
+                if not asked.stream:
+                    return await self._whole(answer, sink, first)
         except (EngineError, KvError) as error:
             return failure(error, request_id_of(http))
-        answer = Answer(asked, sequence, self._text, asked.model)
-        if asked.stream:
-            return TokenStream(
-                self._stream(answer, sink, first, request_id_of(http)), lambda: self._loop.cancel(sequence.request_id)
-            )
-        return await self._whole(http, answer, sink, first)
+        return TokenStream(self._stream(answer, sink, first, request_id_of(http)), lambda: self._loop.cancel(sequence.request_id))
 
     async def _body(self, request: HttpRequest) -> bytes:
         parts, size = [], 0
-        async for part in request.stream():
-            size += len(part)
-            if size > wire.MAX_BODY_BYTES:
-                raise TooLargeError(f"the body is larger than {wire.MAX_BODY_BYTES} bytes")
-            parts.append(part)
+        try:
+            async for part in request.stream():
+                size += len(part)
+                if size > wire.MAX_BODY_BYTES:
+                    raise TooLargeError(f"the body is larger than {wire.MAX_BODY_BYTES} bytes")
+                parts.append(part)
+        except ClientDisconnect as error:
+            raise BadRequestError("the client left") from error
         return b"".join(parts)
 
-    def _sequence(self, asked: wire.Request, request_id: str | None) -> Sequence:
-        adapter = self._adapters.find(asked.model)
-        if adapter is None and asked.model != self._config.served_name:
-            raise UnknownModelError(f"The model `{asked.model}` does not exist.", "model")
+    async def _sequence(self, asked: wire.Request, size: int, request_id: str | None) -> Sequence:
+        self._adapter(asked.model)  # who asks for another model is told before anything is tokenised
         kv, reference = wire.kv_of(asked)
-        prompt = self._prompt(asked)
+        prompt = await _beside(size, self._prompt, asked)
+        adapter = self._adapter(asked.model)  # it may have been unloaded meanwhile; from here on nothing waits
         limits = self._loop.core.limits
         room = max(1, limits.max_model_len - len(prompt))
         sampling = wire.sampling_of(asked, room, self._config.max_output_tokens)
@@ -218,6 +248,12 @@ class EngineServer:
         salt = asked.cache_salt or ""
         return Sequence(chosen, tuple(prompt), sampling, seed, time.monotonic(), kv.do_remote_decode, reference, adapter, salt)
 
+    def _adapter(self, model: str) -> Adapter | None:
+        adapter = self._adapters.find(model)
+        if adapter is None and model != self._config.served_name:
+            raise UnknownModelError(f"The model `{model}` does not exist.", "model")
+        return adapter
+
     def _prompt(self, asked: wire.Request) -> list[int]:
         if isinstance(asked, wire.ChatRequest):
             return self._text.encode(self._text.render_chat(wire.text_messages(asked.messages)), add_special=False)
@@ -228,22 +264,29 @@ class EngineServer:
             raise BadRequestError(f"prompt holds token ids outside 0..{vocabulary - 1}", "prompt")
         return list(asked.prompt)
 
-    async def _first(self, http: HttpRequest, sequence: Sequence, sink: asyncio.Queue[Item]) -> Output:
-        """The first token, so that errors before it still get their status. A client that leaves ends the request."""
-        return await self._next(http, sequence, sink)
+    @contextlib.asynccontextmanager
+    async def _ends_with(self, http: HttpRequest, sequence: Sequence, sink: asyncio.Queue[Item]) -> AsyncIterator[None]:
+        """A client that leaves ends its request: one task listens for that beside the tokens, which cost nothing more by it. A
+        TokenStream listens for itself."""
 
-    async def _next(self, http: HttpRequest, sequence: Sequence, sink: asyncio.Queue[Item]) -> Output:
+        async def listen() -> None:
+            message = await http.receive()
+            while message["type"] != "http.disconnect":
+                await asyncio.sleep(0)  # a server that has always something to say must not stop everybody else
+                message = await http.receive()
+            self._loop.cancel(sequence.request_id)
+            sink.put_nowait(BadRequestError("the client left"))
+
+        listening = asyncio.create_task(listen())
         try:
-            while True:
-                if not sink.empty():
-                    item = sink.get_nowait()
-                    break
-                try:
-                    item = await asyncio.wait_for(sink.get(), DISCONNECT_POLL_S)
-                    break
-                except TimeoutError:
-                    if await http.is_disconnected():
-                        raise BadRequestError("the client left") from None
+            yield
+        finally:
+            listening.cancel()
+
+    async def _next(self, sequence: Sequence, sink: asyncio.Queue[Item]) -> Output:
+        """The next token, or what there is instead: errors before the first one still get their status."""
+        try:
+            item = await sink.get()
         except BaseException:
             self._loop.cancel(sequence.request_id)
             raise
@@ -251,13 +294,10 @@ class EngineServer:
             raise item
         return item
 
-    async def _whole(self, http: HttpRequest, answer: Answer, sink: asyncio.Queue[Item], first: Output) -> Response:
+    async def _whole(self, answer: Answer, sink: asyncio.Queue[Item], first: Output) -> Response:
         output = first
-        try:
-            while not self._take(answer, output):
-                output = await self._next(http, answer.sequence, sink)
-        except (EngineError, KvError) as error:
-            return failure(error, request_id_of(http))
+        while not self._take(answer, output):
+            output = await self._next(answer.sequence, sink)
         return JSONResponse(answer.body())
 
     async def _stream(self, answer: Answer, sink: asyncio.Queue[Item], first: Output, request_id: str) -> AsyncIterator[bytes]:
@@ -311,6 +351,12 @@ async def _refused(request: HttpRequest, error: Exception) -> Response:
     body = wire.error_body(f"{request.method} {request.url.path[:200]}: no such route", "BadRequestError", status)
     body["error"]["request_id"] = request_id_of(request)
     return JSONResponse(body, status_code=status, headers=getattr(error, "headers", None))
+
+
+async def _beside(size: int, function: Callable[..., T], *given: Any) -> T:
+    """The result of work that takes as long as `size` bytes do: small ones here, others in a thread, because this loop streams
+    everybody's answers."""
+    return function(*given) if size <= SMALL_BYTES else await asyncio.to_thread(function, *given)
 
 
 def _resolve(done: asyncio.Future[None]) -> None:

@@ -32,8 +32,8 @@ class Text:
         self._template = _compile(source.read_text() if source.is_file() else settings.get("chat_template"))
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
-        """Token ids of `text`."""
-        return list(self.tokenizer.encode(text, add_special_tokens=add_special).ids)
+        """Token ids of `text`. Other threads go on meanwhile: of this library's calls only those for batches let them."""
+        return list(self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special)[0].ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids` without special tokens."""
@@ -45,8 +45,14 @@ class Text:
             raise BadRequestError("the model has no chat template: use /v1/completions", "messages")
         try:
             return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **self._special)
-        except (jinja2.TemplateError, TypeError, KeyError) as error:
-            raise BadRequestError(f"the chat template refused the messages: {error}", "messages") from error
+        except Exception as error:  # a template is a program: it can fail in any way
+            raise BadRequestError(f"the chat template refused the messages: {_said(error)}", "messages") from error
+
+
+def _said(error: Exception) -> str:
+    """A template's own words alone; of Python's errors also which one it is."""
+    words = str(error)[:500]
+    return words if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {words}"
 
 
 def _compile(source: Any) -> jinja2.Template | None:
@@ -116,12 +122,12 @@ class Detokenizer:
 
     def _emit(self, piece: str, stops: tuple[str, ...]) -> tuple[str, str | None]:
         pending = self._held + piece
-        for stop in stops:
-            at = pending.find(stop)
-            if at >= 0:
-                self._held = ""
-                self.sent += pending[:at]
-                return pending[:at], stop
+        met = [(at, number) for number, stop in enumerate(stops) if (at := pending.find(stop)) >= 0]
+        if met:  # several may be met by one token: the text ends where the first of them begins
+            at, number = min(met)
+            self._held = ""
+            self.sent += pending[:at]
+            return pending[:at], stops[number]
         keep = max((_overlap(pending, stop) for stop in stops), default=0)
         out, self._held = pending[: len(pending) - keep], pending[len(pending) - keep :]
         self.sent += out

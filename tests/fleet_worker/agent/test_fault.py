@@ -1,0 +1,79 @@
+"""A fault of the agent's own: it is told, turns the worker unready, and what looks after the engine goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import httpx
+import pytest
+
+from fleet_worker.agent import agent as agent_module
+from fleet_worker.agent.agent import Agent
+from fleet_worker.agent.engine_client import parse_load
+from fleet_worker.agent.life import Load
+from tests.fleet_worker.agent.test_role import FakeEngine, play, until
+
+
+async def beside(work: Coroutine[Any, Any, None], check: Callable[[], bool]) -> None:
+    task = asyncio.create_task(work)
+    try:
+        await until(check)
+        assert not task.done()
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def test_a_check_that_fails_in_an_unknown_way_turns_the_worker_unready(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """The task ended, nobody noticed, and /ready said for ever what it had said last."""
+    monkeypatch.setattr(agent_module, "CHECK_EVERY_S", 0.0)
+
+    async def scenario(agent: Agent, engine: FakeEngine, _: httpx.AsyncClient) -> None:
+        faults = iter([ZeroDivisionError("a"), ZeroDivisionError("a"), KeyError("b")])
+        checked = 0
+
+        async def healthy() -> bool:
+            nonlocal checked
+            checked += 1
+            if (fault := next(faults, None)) is not None:
+                raise fault
+            return True
+
+        engine.healthy = healthy  # type: ignore[attr-defined]
+        assert agent.ready()
+        await beside(agent._check_for_ever(), lambda: not agent.ready())
+        await beside(agent._check_for_ever(), lambda: checked > 3 and agent.ready())
+
+    play(scenario, monkeypatch)
+    said = capsys.readouterr().err.splitlines()
+    assert said == ["AgentFault: checking the engine: ZeroDivisionError: a", "AgentFault: checking the engine: KeyError: 'b'"]
+
+
+def test_the_keeper_of_adapters_begins_again(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(agent_module, "CHECK_EVERY_S", 0.0)
+
+    async def scenario(agent: Agent, _: FakeEngine, __: httpx.AsyncClient) -> None:
+        runs = 0
+
+        async def run() -> None:
+            nonlocal runs
+            runs += 1
+            if runs < 3:
+                raise RuntimeError("odd")
+            await asyncio.Event().wait()
+
+        agent._adapters.run = run  # type: ignore[method-assign]
+        agent._engine_answers.set()
+        await beside(agent._keep_adapters(), lambda: runs == 3)
+
+    play(scenario, monkeypatch)
+    assert capsys.readouterr().err == "AgentFault: keeping adapters: RuntimeError: odd\n"
+
+
+@pytest.mark.parametrize("value", ["e", "1e999", "--"])
+def test_a_gauge_that_is_no_number_says_nothing(value: str):
+    assert parse_load(f"vllm:num_requests_running {value}\nvllm:num_requests_waiting 1\n") == Load(None, 1, None)

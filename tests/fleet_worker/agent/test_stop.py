@@ -1,0 +1,140 @@
+"""SIGTERM: what runs is drained within its bound, once, whether or not preStop came before it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import time
+
+import httpx
+import pytest
+
+from fleet_worker.agent import agent as agent_module
+from fleet_worker.agent import life as rules
+from fleet_worker.agent.agent import Agent
+from fleet_worker.agent.identity import Identity
+from fleet_worker.agent.life import Life, Load
+from fleet_worker.config import Ports
+from tests.fleet_worker.agent.test_command import config
+from tests.fleet_worker.agent.test_role import FakeEngine, play, until
+
+
+async def some_steps() -> None:
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("prestop", [False, True], ids=["no-preStop", "preStop-still-waits"])
+def test_a_stream_is_not_cut_by_sigterm(monkeypatch: pytest.MonkeyPatch, prestop: bool):
+    """The hook got a 503, and SIGTERM cut every stream."""
+
+    async def scenario(agent: Agent, engine: FakeEngine, http: httpx.AsyncClient) -> None:
+        engine.held = Load(1, 0, 0)
+        hook = asyncio.create_task(http.get("/drain")) if prestop else None
+        await some_steps()
+        agent.ask_to_stop()
+        await some_steps()
+        assert (agent.state()["phase"], agent.ready(), agent._stop.is_set()) == ("Draining", False, False)
+        drained = agent._drained
+        engine.held = Load(0, 0, 0)
+        await until(agent._stop.is_set)
+        assert agent._drained is drained, "drained twice"
+        if hook is not None:
+            assert (await hook).json()["drained"] is True
+
+    play(scenario, monkeypatch)
+
+
+def test_after_preStop_nothing_is_waited_for_again(monkeypatch: pytest.MonkeyPatch):
+    """Its time counts in the grace period, and is used up."""
+
+    async def scenario(agent: Agent, engine: FakeEngine, http: httpx.AsyncClient) -> None:
+        engine.held = Load(1, 0, 0)
+        assert (await http.get("/drain")).json()["drained"] is False
+        agent.ask_to_stop()
+        await some_steps()
+        assert agent._stop.is_set()
+
+    play(scenario, monkeypatch, drain_timeout_s=0.001)
+
+
+@pytest.mark.parametrize("silent_s", [rules.ENGINE_SILENCE_S - 5, rules.ENGINE_SILENCE_S + 5])
+def test_a_stuck_engine_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, silent_s: float):
+    """The kubelet restarts such a worker: its drain would take the whole of drainTimeout, an hour maybe, for nothing."""
+
+    async def scenario(agent: Agent, engine: FakeEngine, _: httpx.AsyncClient) -> None:
+        engine.held = Load(1, 0, 0)
+        agent._life = rules.engine_checked(agent._life, False, time.monotonic() - silent_s)
+        agent.ask_to_stop()
+        await some_steps()
+        assert agent._stop.is_set() is (silent_s > rules.ENGINE_SILENCE_S)
+        engine.held = Load(0, 0, 0)
+        await until(agent._stop.is_set)
+
+    play(scenario, monkeypatch)
+
+
+def test_a_second_sigterm_ends_now(monkeypatch: pytest.MonkeyPatch):
+    async def scenario(agent: Agent, engine: FakeEngine, _: httpx.AsyncClient) -> None:
+        engine.held = Load(1, 0, 0)
+        agent.ask_to_stop()
+        await some_steps()
+        assert not agent._stop.is_set()
+        agent.ask_to_stop()
+        assert agent._stop.is_set()
+        for task in (agent._ending, agent._drained):
+            assert task is not None
+            task.cancel()
+        await asyncio.gather(agent._ending, agent._drained, return_exceptions=True)  # type: ignore[arg-type]
+
+    play(scenario, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "life", [Life(), rules.engine_started(Life(), 7), rules.failed(Life(), "gone")], ids=lambda life: life.phase
+)
+def test_before_the_first_request_there_is_nothing_to_wait_for(monkeypatch: pytest.MonkeyPatch, life: Life):
+    """A pod that was deleted while its model was fetched stayed for the whole time of a drain: no engine said it was empty."""
+
+    async def scenario(agent: Agent, engine: FakeEngine, http: httpx.AsyncClient) -> None:
+        engine.held = Load(None, None, None)
+        agent._life = life
+        agent.ask_to_stop()
+        assert agent._stop.is_set()
+        assert (await asyncio.wait_for(http.get("/drain"), 10)).json()["drained"] is True
+
+    play(scenario, monkeypatch)
+
+
+def test_a_drain_before_the_engine_is_there_stays_one():
+    draining = rules.engine_started(rules.drain_asked(Life(), 1.0), 42)
+    assert not rules.is_ready(rules.engine_checked(draining, True, 2.0))
+    assert (draining.phase, draining.engine_pid) == ("Draining", 42)
+
+
+def test_the_signal_means_that(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(rules, "NOTICE_S", 0.0)
+    monkeypatch.setattr(agent_module, "DRAIN_POLL_S", 0.0)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    async def whole() -> int:
+        agent, engine = Agent(config(ports=Ports(agent=port)), Identity("p", "u", "127.0.0.1")), FakeEngine()
+        await agent._client.close()
+        agent._client = engine  # type: ignore[assignment]
+        agent._life = rules.engine_checked(rules.engine_started(Life(), 1), True, 0.0)
+        agent._prepare_and_watch = agent._stop.wait  # type: ignore[method-assign, assignment]
+        engine.held = Load(1, 0, 0)
+        running = asyncio.create_task(agent.run())
+        await some_steps()
+        os.kill(os.getpid(), signal.SIGTERM)
+        await until(lambda: agent.state()["phase"] == "Draining")
+        await some_steps()
+        assert not running.done()
+        engine.held = Load(0, 0, 0)
+        return await asyncio.wait_for(running, 10)
+
+    assert asyncio.run(whole()) == 0

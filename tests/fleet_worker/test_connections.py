@@ -1,0 +1,194 @@
+"""Ports of a worker over real sockets: who is silent is let go, and nobody's many connections keep a probe from its answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+
+import pytest
+import uvicorn
+from starlette.types import ASGIApp
+
+from fleet_worker.agent import admin
+from fleet_worker.agent.admin import AdminServer, build_app, build_server
+from fleet_worker.connections import Bounds, bounded, files_for_connections
+from fleet_worker.engine import assemble
+
+HOST = "127.79.3.1"
+Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+class Probes:
+    """An agent that is fine; its drain waits until it is told."""
+
+    def __init__(self) -> None:
+        self.empty = asyncio.Event()
+        self.drains = 0
+
+    def live(self) -> bool:
+        return True
+
+    started = ready = live
+
+    def state(self) -> dict[str, object]:
+        return {"phase": "Serving"}
+
+    async def drain(self) -> dict[str, object]:
+        self.drains += 1
+        await self.empty.wait()
+        return {"drained": True}
+
+    def take_role(self, asked: object) -> tuple[int, dict[str, object]]:
+        return 200, {}
+
+
+class Port:
+    """A served port, and who is connected to it."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.held: list[Stream] = []
+
+    async def connect(self, sent: bytes = b"") -> Stream:
+        reader, writer = await asyncio.open_connection(HOST, self.number)
+        writer.write(sent)
+        await writer.drain()
+        self.held.append((reader, writer))
+        return reader, writer
+
+    async def status(self, path: str) -> int:
+        reader, _ = await self.connect(f"GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
+        return int((await reader.read()).split()[1])
+
+
+@contextlib.asynccontextmanager
+async def serving(server: uvicorn.Server) -> AsyncIterator[Port]:
+    task = asyncio.create_task(server.serve())
+    while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
+        await asyncio.sleep(0.005)
+    port = Port(server.servers[0].sockets[0].getsockname()[1])
+    try:
+        yield port
+    finally:
+        for _, writer in port.held:
+            writer.close()
+        server.should_exit = True
+        server.force_exit = True
+        await task
+
+
+def play_agent(scenario: Callable[[Port, Probes], Awaitable[None]]) -> None:
+    async def main() -> None:
+        probes = Probes()
+        async with serving(build_server(build_app(probes), HOST, 0)) as port:  # type: ignore[arg-type]
+            await asyncio.wait_for(scenario(port, probes), 20)
+            probes.empty.set()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /live HTT", b"POST /role HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{"])
+def test_probes_and_drain_are_answered_whoever_holds_connections(sent: bytes):
+    """64 idle ones turned every probe to 503, and preStop's /drain with them."""
+
+    async def scenario(port: Port, probes: Probes) -> None:
+        for _ in range(300):
+            await port.connect(sent)
+        assert [await port.status(path) for path in ("/live", "/ready", "/started")] == [200] * 3
+        probes.empty.set()
+        assert await port.status("/drain") == 200
+
+    play_agent(scenario)
+
+
+def test_probes_are_answered_when_all_others_wait_for_a_drain():
+    async def scenario(port: Port, probes: Probes) -> None:
+        for _ in range(admin.BOUNDS.most_of_peer + 5):
+            await port.connect(b"GET /drain HTTP/1.1\r\nhost: x\r\n\r\n")
+        for _ in range(3):
+            assert await port.status("/live") == 200
+        assert probes.drains > 0
+
+    play_agent(scenario)
+
+
+@pytest.mark.parametrize(
+    ("sent", "stays"),
+    [
+        pytest.param(b"", False, id="silent"),
+        pytest.param(b"GET /live HTT", False, id="half-a-head"),
+        pytest.param(b"POST /role HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{", False, id="half-a-body"),
+        pytest.param(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\nGET /li", False, id="half-a-second-head"),
+        pytest.param(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n", True, id="kept-alive-between-two-probes"),
+        pytest.param(b"GET /drain HTTP/1.1\r\nhost: x\r\n\r\n", True, id="waits-for-an-answer"),
+    ],
+)
+def test_who_owes_a_request_too_long_is_let_go(monkeypatch: pytest.MonkeyPatch, sent: bytes, stays: bool):
+    monkeypatch.setattr(admin, "BOUNDS", replace(admin.BOUNDS, receive_s=0.1))
+
+    async def scenario(port: Port, _: Probes) -> None:
+        reader, _ = await port.connect(sent)
+        begun = time.monotonic()
+        with contextlib.suppress(TimeoutError, ConnectionResetError):
+            await asyncio.wait_for(reader.read(), 0.5 if stays else 10)
+        assert (time.monotonic() - begun > 0.45) is stays
+
+    play_agent(scenario)
+
+
+async def streams(scope: object, receive: object, send: Callable[[dict[str, object]], Awaitable[None]]) -> None:
+    """An application that never comes to its end."""
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"first", "more_body": True})
+    await asyncio.Event().wait()
+
+
+def play_engine(bounds: Bounds, scenario: Callable[[Port], Awaitable[None]]) -> None:
+    async def main() -> None:
+        app: ASGIApp = streams  # type: ignore[assignment]
+        config = uvicorn.Config(app, host=HOST, port=0, http=bounded(bounds), ws="none", lifespan="off", log_level="critical")
+        async with serving(AdminServer(config)) as port:
+            await asyncio.wait_for(scenario(port), 20)
+
+    asyncio.run(main())
+
+
+ASKED = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+
+
+def test_an_engines_stream_is_never_cut_for_another_connection():
+    async def scenario(port: Port) -> None:
+        streams = [await port.connect(ASKED) for _ in range(3)]
+        for reader, _ in streams:
+            await reader.readuntil(b"first\r\n")
+        idle, _ = await port.connect()
+        late, _ = await port.connect(ASKED)  # the idle one goes for it
+        assert b"first" in await late.readuntil(b"first\r\n")
+        with contextlib.suppress(ConnectionResetError):
+            assert await idle.read() == b""
+        refused, _ = await port.connect(ASKED)  # nobody is idle
+        with contextlib.suppress(ConnectionResetError):
+            assert await refused.read() == b""
+        for reader, _ in [*streams, (late, None)]:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(reader.read(100), 0.02)
+
+    play_engine(Bounds(receive_s=60, most=4, most_of_peer=4, may_cut=False), scenario)
+
+
+def test_the_agents_own_checks_are_not_counted():
+    async def scenario(port: Port) -> None:
+        for _ in range(4):
+            reader, _ = await port.connect(ASKED)
+            await reader.readuntil(b"first\r\n")
+
+    play_engine(Bounds(receive_s=60, most=1, most_of_peer=1, may_cut=False, spared=frozenset({"127.0.0.1"})), scenario)
+
+
+def test_the_engines_bounds():
+    bounds = assemble.bounds_for("10.1.2.3")
+    assert (bounds.may_cut, bounds.spared) == (False, {"10.1.2.3"})
+    assert 0 < bounds.most <= min(assemble.MAX_CONNECTIONS, files_for_connections())

@@ -1,0 +1,134 @@
+"""HTTP connections within bounds: a peer that is silent, or speaks too slowly, keeps no connection, and one that opens many keeps
+nobody else from being answered. uvicorn has neither; its limit_concurrency answers 503 to whoever comes late, probes included."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from dataclasses import dataclass
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Of one port."""
+
+    receive_s: float
+    """A request is here whole, head and body, so long after its connection, or its own first byte when others came before."""
+    most: int
+    most_of_peer: int
+    may_cut: bool
+    """When too many are open and none is idle: True ends the one that is open longest, False the one that came last."""
+    spared: frozenset[str] = frozenset()
+    """Addresses whose connections are neither counted nor ended."""
+
+
+def files_for_connections() -> int:
+    """Most connections that leave some of this process's files for everything else."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] * 3 // 4
+
+
+class Gate:
+    """Who is connected to one port."""
+
+    def __init__(self, bounds: Bounds) -> None:
+        self.bounds = bounds
+        self._peers: dict[str, dict[BoundedProtocol, None]] = {}
+        self._open = 0
+
+    def enter(self, connection: BoundedProtocol) -> BoundedProtocol | None:
+        """Who has to go for it, if anybody: of its own peer when that one has its share, else of the peer that has most. Idle
+        connections go first, the oldest of them."""
+        if connection.peer in self.bounds.spared:
+            return None
+        own = self._peers.setdefault(connection.peer, {})
+        own[connection] = None
+        self._open += 1
+        if len(own) > self.bounds.most_of_peer:
+            return self._leaver(own, connection)
+        if self._open > self.bounds.most:
+            return self._leaver(max(self._peers.values(), key=len), connection)
+        return None
+
+    def _leaver(self, among: dict[BoundedProtocol, None], newest: BoundedProtocol) -> BoundedProtocol:
+        others = [one for one in among if one is not newest]
+        idle = next((one for one in others if not one.is_answering()), None)
+        if idle is not None:
+            return idle
+        return others[0] if others and self.bounds.may_cut else newest
+
+    def leave(self, connection: BoundedProtocol) -> None:
+        """It is closed; once is enough."""
+        own = self._peers.get(connection.peer, {})
+        if connection in own:
+            del own[connection]
+            self._open -= 1
+            if not own:
+                del self._peers[connection.peer]
+
+
+class BoundedProtocol(H11Protocol):
+    """A connection that ends when its request does not come; `bounded` makes the class of a port."""
+
+    gate: Gate
+    peer = ""
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """It counts from now on."""
+        super().connection_made(transport)
+        self.peer = self.client[0] if self.client is not None else ""
+        leaver = self.gate.enter(self)
+        if leaver is not None:
+            leaver.end()
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        """A part of a request."""
+        super().data_received(data)
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        """The next request may be here already."""
+        super().on_response_complete()
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Gone."""
+        self.gate.leave(self)
+        if self._late is not None:
+            self._late.cancel()
+        super().connection_lost(exc)
+
+    def is_answering(self) -> bool:
+        """A request came, and its answer is not told to the end."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def end(self) -> None:
+        """Now, whatever is on its way; it counts no more."""
+        self.gate.leave(self)
+        self.transport.abort()
+
+    def _watch(self) -> None:
+        if self._is_owed() and not self.transport.is_closing():
+            if self._late is None:
+                self._late = self.loop.call_later(self.gate.bounds.receive_s, self.end)
+        elif self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    def _is_owed(self) -> bool:
+        """A request, or the rest of one. Between two requests uvicorn's keep-alive timer runs."""
+        state = self.conn.their_state
+        return self.cycle is None or state is h11.SEND_BODY or (state is h11.IDLE and bool(self.conn.trailing_data[0]))
+
+
+def bounded(bounds: Bounds) -> type[BoundedProtocol]:
+    """For uvicorn.Config(http=...)."""
+
+    class OfOnePort(BoundedProtocol):
+        gate = Gate(bounds)
+
+    return OfOnePort
