@@ -37,7 +37,7 @@ MODULES = (
     "cascade/climb", "cascade/draft",
     "epp/picked",
     "explain/inference_metrics", "explain/record", "explain/recorder",
-    "health/breaker", "health/budget", "health/pairs", "health/panic", "health/sent", "health/silence",
+    "health/breaker", "health/budget", "health/pairs", "health/panic", "health/patience", "health/sent", "health/silence",
     "kvindex/approximate", "kvindex/masks", "kvindex/pieces",
     "policy/adapters", "policy/candidate", "policy/choose", "policy/cost", "policy/estimate", "policy/group", "policy/pairs",
     "policy/ring", "policy/routing", "policy/side", "policy/split", "policy/terms", "policy/tiers", "policy/trip",
