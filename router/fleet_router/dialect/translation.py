@@ -82,8 +82,9 @@ class Translation(ABC):
         self.collected.clear()
 
     def cut_short(self, why: Why, used: tuple[int, int]) -> bytes:
-        """We end the stream: its last events. `used`: tokens (input, output) as we counted them."""
-        raise NotImplementedError(f"{why}, {used}: only streams of chats are cut short")
+        """We end the stream: its last events. `used`: tokens (input, output) as we counted them. Of a dialect without a word for
+        it: an error."""
+        return self.failed(RequestError(502, f"the stream was ended for {why} after {used[1]} tokens"))
 
     @abstractmethod
     def end(self) -> bytes:

@@ -10,6 +10,7 @@ import asyncio
 import re
 from collections.abc import Callable, Mapping
 
+from fleet_router.follow.asking import answer_to
 from fleet_wire.endpoints import Endpoint
 
 EVERY_S = 1.0
@@ -49,15 +50,10 @@ async def fetched(address: str, port: int, path: str, timeout_s: float = TIMEOUT
     """A worker's answer to a GET, head included; empty when there is none."""
     try:
         async with asyncio.timeout(timeout_s):
-            reader, writer = await asyncio.open_connection(address, port)
-            try:
-                host = f"[{address}]" if ":" in address else address
-                writer.write(f"GET {path} HTTP/1.1\r\nhost: {host}:{port}\r\nconnection: close\r\n\r\n".encode())
+            async with answer_to(address, port, path) as reader:
                 body = b""
                 while (piece := await reader.read(65_536)) and len(body) < MOST_BYTES:
                     body += piece
-            finally:
-                writer.close()
     except (OSError, TimeoutError, ValueError):
         return b""
     return body

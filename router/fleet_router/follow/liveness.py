@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 
+from fleet_router.follow.asking import answer_to
 from fleet_wire.endpoints import Endpoint
 
 TIMEOUT_S = 5.0
@@ -13,16 +14,10 @@ FAILED = b"5"
 
 async def alive(endpoint: Endpoint, timeout_s: float = TIMEOUT_S) -> bool:
     """Its server takes a connection and answers GET /health with anything but a 5xx (vLLM: 503 when its engine has died)."""
-    address, port = endpoint.address, endpoint.http_port
     try:
         async with asyncio.timeout(timeout_s):
-            reader, writer = await asyncio.open_connection(address, port)
-            try:
-                host = f"[{address}]" if ":" in address else address
-                writer.write(f"GET /health HTTP/1.1\r\nhost: {host}:{port}\r\nconnection: close\r\n\r\n".encode())
+            async with answer_to(endpoint.address, endpoint.http_port, "/health") as reader:
                 line = await reader.readuntil(b"\r\n")
-            finally:
-                writer.close()
     except (OSError, TimeoutError, ValueError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
         return False
     return line.startswith(b"HTTP/1.") and line[9:10] != FAILED
