@@ -78,12 +78,16 @@ def _seen(pod: Object, around: Surroundings, before: PodsSeen) -> tuple[Object, 
 
 def observe_serving(documents: Object | None) -> frozenset[str]:
     """Uids of the workers that the routers' ConfigMap lets serve; none when it cannot be read."""
+    return frozenset(worker.uid for worker in workers_told(documents) or () if worker.state == "serving")
+
+
+def workers_told(documents: Object | None) -> tuple[endpoints.Endpoint, ...] | None:
+    """What the routers' ConfigMap says; None when it is missing or cannot be read: an edit, which is about to be undone."""
     text = ((documents or {}).get("data") or {}).get(ENDPOINTS_KEY)
     try:
-        workers = endpoints.decode(text).workers if text else ()
+        return tuple(endpoints.decode(text).workers) if text else None
     except msgspec.MsgspecError:
-        return frozenset()  # somebody's edit: it is about to be undone
-    return frozenset(worker.uid for worker in workers if worker.state == "serving")
+        return None
 
 
 def observe_fetching(pods: Iterable[Object]) -> tuple[FetchPod, ...]:
@@ -111,12 +115,11 @@ def observe_fetching(pods: Iterable[Object]) -> tuple[FetchPod, ...]:
 def observe_published(documents: Object | None) -> dict[str, tuple[AdapterSeen, ...]]:
     """By uid: adapters that the routers were told of. It holds until the workers themselves have been heard: an operator that
     starts again takes nothing away."""
-    text = ((documents or {}).get("data") or {}).get(ENDPOINTS_KEY)
-    try:
-        workers = endpoints.decode(text).workers if text else ()
-    except msgspec.MsgspecError:
-        return {}
-    return {w.uid: tuple(AdapterSeen(name, digest=digest) for name, digest in w.adapters.items()) for w in workers if w.adapters}
+    return {
+        w.uid: tuple(AdapterSeen(name, digest=digest) for name, digest in w.adapters.items())
+        for w in workers_told(documents) or ()
+        if w.adapters
+    }
 
 
 def _pod(pod: Object, leaving: str, sick: str, serving: bool, busy: float | None) -> ObservedPod:

@@ -9,13 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import msgspec
-
 from fleet_operator.cluster.interface import POD, Object
 from fleet_operator.names import GROUP_UID, ROLE
+from fleet_operator.observe import workers_told
 from fleet_planner.types import ROLES, PodGone, Problem
-from fleet_wire import endpoints
-from fleet_wire.endpoints import ENDPOINTS_KEY
 
 NAMES_MOST = 3
 
@@ -44,11 +41,7 @@ def kept_words(gone: Sequence[PodGone], going: Sequence[PodGone], document: str)
 
 def _named(documents: Object | None) -> frozenset[str] | None:
     """Uids that the routers are told to use or to hold; None when the document is missing or no document at all."""
-    text = ((documents or {}).get("data") or {}).get(ENDPOINTS_KEY)
-    try:
-        workers = endpoints.decode(text).workers if text else None
-    except msgspec.MsgspecError:
-        return None
+    workers = workers_told(documents)
     return None if workers is None else frozenset(worker.uid for worker in workers if worker.state != "draining")
 
 
