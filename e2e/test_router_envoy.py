@@ -389,7 +389,7 @@ def test_keys_and_quotas_hold_behind_envoy(tmp_path: Path):
 
     async def go(at: Gateway) -> None:
         async with at.client() as client:
-            given = {"model": "m", "prompt": "short"}
+            given = {"model": "m", "prompt": "short", "stream": True}
             assert (await client.post("/v1/completions", json=given)).status_code == 401
             headers = {"authorization": f"Bearer {KEY}", "x-fleet-explain": "1"}
             got = await client.post("/v1/completions", json=given, headers=headers)
@@ -400,6 +400,7 @@ def test_keys_and_quotas_hold_behind_envoy(tmp_path: Path):
             assert (refused.status_code, refused.json()["error"]["reason"]) == (429, "requests_per_second")
             (served,) = [worker for worker in at.decode if worker.seen]
             assert (served.asked()[0].get("authorization"), "cache_salt" in served.seen[0]) == (None, True)
+            assert "stream_options" not in served.seen[0]  # its client would get a usage that nobody can cut out there
         assert not any(KEY in log.read_text() for log in at.logs)
 
     behind(go, tmp_path, tenants=tenants)

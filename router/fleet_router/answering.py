@@ -330,7 +330,7 @@ class Answering(Metering):
     def _goes_on_until(self, now: float) -> None:
         """Something came. Of an answer that comes as a whole the head may come early: its tokens are still to be made."""
         next_s = now + self.config.inter_token_deadline_s
-        self.deadline = next_s if self._ask.stream else max(next_s, self.deadline)
+        self.deadline = next_s if self._ask.stream else max(next_s, self._until_whole())
 
     def _broken_off(self, data: bytes) -> bool:
         """The last bytes of an answer in one piece are not the end of a JSON object. Chunks say themselves where they end."""
@@ -348,6 +348,10 @@ class Answering(Metering):
             return b""
         sent.forget()
         return sent.rest()
+
+    @abstractmethod
+    def _until_whole(self) -> float:
+        """When an answer that comes as a whole is to be there."""
 
     @abstractmethod
     def _fault(self, why: str) -> None:

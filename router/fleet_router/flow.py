@@ -102,16 +102,31 @@ class Flow(Carrying):
         else:
             self._held = True
 
-    def _waits_for(self, worker: Worker) -> None:
-        """An answer that comes as a whole may take as long as its tokens; the first byte of a stream may not."""
+    def _waits_for(self) -> None:
+        """What a worker decodes is waited for: of an answer that comes as a whole longer yet, see `_until_whole`."""
         if not self._ask.stream:
-            now = self._context.clock()
             last = self.started_at + self.config.whole_answer_most_s
-            self.deadline = min(now + budget_s(self._ask, self.config, worker, now), last)
+            self.deadline = min(self._context.clock() + self.config.first_token_deadline_s, last)
+
+    def _until_whole(self) -> float:
+        """When an answer that comes as a whole is to be there: it may take as long as its tokens; the first byte of a stream may
+        not. Computed when the time of a first token has passed: most answers are there before."""
+        worker, first_at = self._leg_worker, self.sent_at + self.config.first_token_deadline_s
+        if worker is None or self._ask.stream or self.deadline > first_at:
+            return self.deadline
+        last = self.started_at + self.config.whole_answer_most_s
+        return min(self.sent_at + budget_s(self._ask, self.config, worker, self.sent_at), last)
+
+    def _has_more_time(self, now: float) -> bool:
+        """The deadline is of a first token, and what is waited for is more."""
+        worker = self._leg_worker
+        if worker is not None and self._comes_whole(worker):
+            self.deadline = self._until_whole()
+        return now <= self.deadline
 
     def _send_decode(self, worker: Worker, reference: bytes | None) -> None:
         leg: DecodeLeg
-        self._waits_for(worker)
+        self._waits_for()
         if self._again is not None:
             leg = ResumedLeg(self, worker, self._again)
         elif self._translation is not None:
@@ -381,7 +396,7 @@ class Flow(Carrying):
         self._release_lease()
         self._leave("failed" if self._ticket.waiting or self._held else self._outcome)
 
-    def expire(self) -> None:
+    def expire(self, now: float) -> None:
         """The deadline for the next byte has passed: the worker's fault, unless the client takes nothing."""
         if self._paused:
             self.cancel()
@@ -393,7 +408,9 @@ class Flow(Carrying):
         if self.started and self._leg_worker is not None:
             self._fault("no token within the deadline")
             return
-        worker, now = self._leg_worker, self._context.clock()
+        if self._has_more_time(now):
+            return
+        worker = self._leg_worker
         whole = worker is not None and self._comes_whole(worker)
         if worker is not None:
             if whole and worker.heard_at < self.sent_at:

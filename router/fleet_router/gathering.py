@@ -49,7 +49,7 @@ class Gathering:
         status, body = task.result()
         self._asker.tell(body, status)
 
-    def expire(self) -> None:
+    def expire(self, _now: float) -> None:
         """Somebody is too slow."""
         self.cut(RequestError(503, "the processes of this router do not answer"))
 
@@ -90,7 +90,7 @@ async def held_here(holding: Holding, wait_s: float) -> int:
     ear, loop = _Ear(), asyncio.get_running_loop()
     listening = Listening(holding, ear, loop.time, wait_s)
     listening.begin(wait_s)
-    timer = loop.call_later(wait_s, listening.expire)
+    timer = loop.call_later(wait_s, listening.expire, loop.time() + wait_s)
     try:
         return await ear.heard
     finally:

@@ -62,7 +62,7 @@ class Listening:
         if self._end():
             self._asker.tell(b"%d\n" % held)
 
-    def expire(self) -> None:
+    def expire(self, _now: float) -> None:
         """Nothing came."""
         self.hear(len(self._holding))
 

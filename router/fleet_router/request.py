@@ -164,7 +164,12 @@ def choices_of(ask: Ask) -> int:
 
 def asked_tokens(ask: Ask) -> int:
     """The client's limit of output tokens, 0 when it gave none."""
-    return max([0, *(_INT.decode(raw) for name in LIMITS if (raw := ask.fields.get(name)) is not None and raw != _NULL)])
+    most = 0
+    for name in LIMITS:
+        raw = ask.fields.get(name)
+        if raw is not None and raw != _NULL and (asked := _INT.decode(raw)) > most:
+            most = asked
+    return most
 
 
 def _check_limits(fields: dict[str, msgspec.Raw], config: RouterConfig) -> None:

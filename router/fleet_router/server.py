@@ -445,7 +445,7 @@ class ClientConnection:
             if self._half_closed and self._reset_by_client():
                 self.abort()
             elif now > self.flow.deadline:
-                self.flow.expire()
+                self.flow.expire(now)
         elif self.begun_at is not None:
             limit = bounds.body_deadline_s if self._inbound.in_body else bounds.header_deadline_s
             if now - self.begun_at > limit:

@@ -22,6 +22,8 @@ SHORT_BYTES: Final = 32
 TOLD: Final = b'"prompt_tokens"'
 """In an event that tells it."""
 OPTIONS: Final = "stream_options"
+USAGE: Final = b'{"include_usage":true}'
+ASKED: Final = b',"stream_options":' + USAGE + b"}"
 EVENT: Final = b"\ndata: "
 """Of a stream. Inside JSON a line break is escaped, so that text cannot look like an event."""
 _SPACED: Final = re.compile(rb"\s*:\s*(\d{1,9})(?!\d)")
@@ -84,7 +86,9 @@ def with_usage(ask: Ask) -> tuple[Ask, bool]:
     """The stream with its usage asked for, and whether that was us: events are no tokens where an engine puts several into one
     (speculative decoding, stream intervals). The client gets none of it."""
     raw = ask.fields.get(OPTIONS)
-    given: dict[str, Any] = (msgspec.json.decode(raw) if raw is not None else None) or {}
+    if raw is None:
+        return with_fields(ask, {OPTIONS: msgspec.Raw(USAGE)}, ASKED), True
+    given: dict[str, Any] = msgspec.json.decode(raw) or {}
     if given.get("include_usage"):
         return ask, False
     wanted = given | {"include_usage": True}

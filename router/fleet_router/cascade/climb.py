@@ -223,9 +223,9 @@ class Climb:
         """The client has seen something."""
         return self._draft is None and self.flow.started
 
-    def expire(self) -> None:
+    def expire(self, now: float) -> None:
         """The deadline has passed; a draft's is the next tier's turn."""
-        self.flow.expire()
+        self.flow.expire(now)
 
     def pause(self) -> None:
         """The client is slow."""

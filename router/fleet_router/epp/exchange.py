@@ -231,7 +231,7 @@ class Exchange:
     def sweep(self, now: float) -> None:
         """Twice a second."""
         if self.flow is not None and not self.flow.done and now > self.flow.deadline:
-            self.flow.expire()
+            self.flow.expire(now)
 
     def gone(self) -> None:
         """The gateway has ended the exchange."""

@@ -114,6 +114,21 @@ def test_b1_an_answer_may_take_what_its_tokens_take_and_no_more(path: str, body:
     run(go, prefill=0)
 
 
+def test_what_a_whole_answer_may_take_is_settled_once():
+    async def go(rig: Rig) -> None:
+        busy = slow(rig)
+        posted = asyncio.create_task(rig.post(ask(prompt="short", max_tokens=4000)))
+        await until(lambda: busy.asked == 1)
+        rig.sweep(200)
+        (worker,) = rig.context.table.by_role["decode"]
+        worker.free_at = rig.context.clock() + 500  # others came after it
+        rig.sweep(270)
+        assert (await posted)[0] == 504
+        busy.go.set()
+
+    run(go, prefill=0)
+
+
 def test_b1_one_that_said_nothing_in_all_that_time_is_put_out():
     async def go(rig: Rig) -> None:
         busy = slow(rig)
