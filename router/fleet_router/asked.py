@@ -45,6 +45,18 @@ class SaidBy(msgspec.Struct, gc=False):
     role: msgspec.Raw = msgspec.Raw()
 
 
+class Said(msgspec.Struct, gc=False):
+    """The same, for its length."""
+
+    content: msgspec.Raw = _NULL
+
+
+class Part(msgspec.Struct, gc=False):
+    """Of a message: all but text has a length of its own."""
+
+    text: msgspec.Raw = _NULL
+
+
 class Prefilled(msgspec.Struct):
     """A prefill answer."""
 

@@ -11,6 +11,7 @@ from typing import Final
 
 import msgspec
 
+from fleet_router.asked import Part, Said
 from fleet_router.errors import RequestError
 from fleet_router.fields import LARGE_BYTES
 
@@ -26,16 +27,8 @@ SOUND: Final = b"input_audio"
 """In messages: parts whose bytes say nothing of their tokens."""
 
 
-class _Said(msgspec.Struct, gc=False):
-    content: msgspec.Raw = msgspec.Raw(b"null")
-
-
-class _Part(msgspec.Struct, gc=False):
-    text: msgspec.Raw = msgspec.Raw(b"null")
-
-
-_SAID: Final = msgspec.json.Decoder(list[_Said])
-_PARTS: Final = msgspec.json.Decoder(list[_Part])
+_SAID: Final = msgspec.json.Decoder(list[Said])
+_PARTS: Final = msgspec.json.Decoder(list[Part])
 _LIST: Final = msgspec.json.Decoder(list[msgspec.Raw])
 
 
