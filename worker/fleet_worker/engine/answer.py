@@ -19,6 +19,8 @@ class Answer:
     def __init__(self, asked: wire.Request, sequence: Sequence, text: Text, model: str) -> None:
         self.sequence = sequence
         self.is_chat = isinstance(asked, wire.ChatRequest)
+        self.is_told = False
+        """A stream of it was handed over to its end."""
         self.wants_usage = bool(asked.stream_options and asked.stream_options.include_usage)
         self._asked = asked
         self._detokenizer = Detokenizer(text, sequence.sampling.stop)
