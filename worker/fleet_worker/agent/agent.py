@@ -126,7 +126,7 @@ class Agent:
             f'fleet_agent_role_epoch{{role="{self._config.role}"}} {life.epoch}',
         ]
         if self._engine is not None:
-            dropped = self._engine.log.dropped
+            dropped = self._engine.log_dropped
             own += ["# TYPE fleet_agent_log_dropped_total counter", f"fleet_agent_log_dropped_total {dropped}"]
         if (transport := self._transport()) is not None:
             own += ["# TYPE fleet_agent_transport_info gauge", f'fleet_agent_transport_info{{transport="{transport}"}} 1']

@@ -294,8 +294,8 @@ class Reader:
         self._peers.call(peer, lambda call: renewal(pull.reference, call), now, lambda answer: self._renewed(pull, answer))
 
     def _renewed(self, pull: Pull, answer: Answer | KvTransferError) -> None:
-        """What counts is the confirmation after the read; but a frozen owner takes part in none, and would have the blocks and the
-        place for all of the read's time."""
+        """What counts is the confirmation after the read; but a frozen owner takes part in none, and would have the blocks and
+        the place for all of the read's time."""
         if isinstance(answer, KvTransferError) and answer.reason == "timeout":
             pull.silence = answer
 
