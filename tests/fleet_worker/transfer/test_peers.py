@@ -344,6 +344,23 @@ def test_a_read_that_cannot_be_cancelled_yet_keeps_its_blocks(rig: Rig, monkeypa
     assert rig.ended() == {"r": "timeout"}
 
 
+def test_a_read_that_nixl_lost_track_of_keeps_its_blocks_until_it_lets_go(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+    """Another pull's end makes NIXL forget the owner: what is asked about a read then says nothing of whether it still writes."""
+
+    def raising(_: object) -> str:
+        raise RuntimeError("NIXL_ERR_NOT_FOUND")
+
+    rig.pull("r", reference())
+    rig.peers.answer(welcome)
+    monkeypatch.setattr(rig.agent, "check_xfer_state", raising)
+    with monkeypatch.context() as busy:
+        busy.setattr(rig.agent, "release_xfer_handle", raising)
+        rig.reader.advance(time.monotonic())
+    assert rig.ended() == {}
+    rig.reader.advance(time.monotonic())
+    assert rig.ended() == {"r": "read"}
+
+
 def test_a_pull_that_waits_for_its_owners_greeting_renews_at_every_third(rig: Rig):
     rig.pull("r", reference())
     begun = time.monotonic()

@@ -53,8 +53,8 @@ class Pull:
     descriptors: int = 0
     unproven: int = 0
     confirmed: bool = False
-    silence: KvTransferError | None = None
-    """What became of a renewal that the owner did not answer."""
+    given_up: KvTransferError | None = None
+    """Why its read will not come to an end: it ends as soon as NIXL lets go of the blocks."""
     error: KvError | None = None
 
 
@@ -243,8 +243,9 @@ class Reader:
         """One look at the chunk that is being read."""
         try:
             state = self._agent.check_xfer_state(pull.handle)
-        except Exception as error:  # as above
-            self._end(pull, KvTransferError("read", f"NIXL lost the read: {error}"))
+        except Exception as error:  # as above; it says nothing of whether the read still writes
+            pull.given_up = KvTransferError("read", f"NIXL lost the read: {error}")
+            self._check_time(pull, now)
             return
         chunk = pull.reading
         if state == "PROC" or chunk is None:
@@ -261,9 +262,9 @@ class Reader:
         self._post_next(pull)  # moves while the one before is compared
 
     def _check_time(self, pull: Pull, now: float) -> None:
-        """Cancel a read whose time is up, or whose owner is silent. Its blocks stay the pull's until NIXL let go of them."""
+        """Cancel a read whose time is up, or that was given up. Its blocks stay the pull's until NIXL let go of them."""
         late_s = now - pull.begun - self._settings.read_timeout_s
-        if late_s < 0 and pull.silence is None:
+        if late_s < 0 and pull.given_up is None:
             return
         host, limit_s = pull.reference.remote_host, self._settings.read_timeout_s
         try:
@@ -274,7 +275,7 @@ class Reader:
             return
         pull.handle = None
         late = KvTransferError("timeout", f"the read from {host} took longer than {limit_s} s")
-        self._end(pull, pull.silence or late)
+        self._end(pull, pull.given_up or late)
 
     # -- proving ----------------------------------------------------------------------------------------------------
     def _proven(self, proof: Proof) -> None:
@@ -297,7 +298,7 @@ class Reader:
         """What counts is the confirmation after the read; but a frozen owner takes part in none, and would have the blocks and
         the place for all of the read's time."""
         if isinstance(answer, KvTransferError) and answer.reason == "timeout":
-            pull.silence = answer
+            pull.given_up = answer
 
     def _confirm(self, pull: Pull, peer: Peer) -> None:
         lease = pull.reference
