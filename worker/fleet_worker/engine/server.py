@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from fleet_worker.config import STEP_TIMEOUT_ENV, STEP_TIMEOUT_S, WorkerConfig
+from fleet_worker.config import STEP_TIMEOUT_ENV, STEP_TIMEOUT_S, UNREADABLE, WorkerConfig
 from fleet_worker.engine import protocol as wire
 from fleet_worker.engine import tokens
 from fleet_worker.engine.adapters import Adapters
@@ -150,7 +150,7 @@ class EngineServer:
         connector = self._loop.core.connector
         try:
             given = msgspec.json.decode(await self._body(request), type=Release)
-        except (msgspec.DecodeError, EngineError) as error:
+        except (*UNREADABLE, EngineError) as error:
             return failure(BadRequestError(f"lease_id or request_id: {error}", "lease_id"), request_id_of(request))
         if given.request_id:
             asked = given.request_id[:MAX_REQUEST_ID]
