@@ -39,6 +39,26 @@ def test_pieces_add_up_to_the_text_and_hold_whole_characters(text: str):
         assert all(REPLACEMENT not in piece for piece in pieces)
 
 
+PARTS = sorted(set(TEXT.encode("𝕳𝖊𝖑🇩🇪日é", add_special=False)))
+"""Tokens that are parts of characters."""
+WHOLE = TEXT.encode("𝖊𝖑", add_special=False)
+
+
+@settings(max_examples=300)
+@given(st.lists(st.sampled_from(PARTS), max_size=12))
+def test_a_character_after_bytes_that_are_none_is_not_lost(parts: list[int]):
+    """Incident: after eight tokens everything was told, the begin of a character too, and its rest was told as nothing."""
+    ids = [*parts, *WHOLE]
+    assert "".join(told(ids)[0]) == TEXT.decode(ids)
+
+
+def test_a_character_that_begins_in_the_eighth_pending_token_is_not_lost():
+    lone = WHOLE[1]
+    for before in range(4, 9):
+        ids = [lone] * before + WHOLE
+        assert "".join(told(ids)[0]) == TEXT.decode(ids)
+
+
 @pytest.mark.parametrize("text", ["naïve café", "日本語のトークン", "👩‍👩‍👧 family", "mixed é日👍 end"])
 def test_characters_of_several_bytes_arrive_whole(text: str):
     pieces, _ = told(TEXT.encode(text))
