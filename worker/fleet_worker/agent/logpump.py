@@ -10,6 +10,7 @@ import os
 import queue
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from typing import IO
@@ -134,5 +135,6 @@ def unheld(out_fd: int = STDOUT, err_fd: int = STDERR, end_s: float = END_S) -> 
         for writer, stream in zip(writers, said, strict=True):
             stream.end()
             writer.hold(None)
+        end = time.monotonic() + end_s
         for writer in writers:
-            writer.finish(end_s)
+            writer.finish(max(0.0, end - time.monotonic()))
