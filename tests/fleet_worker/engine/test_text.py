@@ -26,7 +26,8 @@ def told(ids: list[int], *stops: str) -> tuple[list[str], str | None]:
         pieces.append(piece)
         if stop is not None:
             return pieces, stop
-    return [*pieces, detokenizer.finish()], None
+    rest, stop = detokenizer.finish()
+    return [*pieces, rest], stop
 
 
 @settings(max_examples=60, deadline=None)
@@ -91,7 +92,7 @@ def test_the_beginning_of_a_stop_string_is_told_after_all_when_the_rest_does_not
 def test_a_stop_string_before_min_tokens_is_plain_text():
     text, detokenizer = "the router keeps a block", Detokenizer(TEXT, ("keeps",))
     pieces = [detokenizer.add(token, may_stop=False) for token in TEXT.encode(text)]
-    assert "".join(piece for piece, _ in pieces) + detokenizer.finish() == text
+    assert "".join(piece for piece, _ in pieces) + detokenizer.finish()[0] == text
     assert {stop for _, stop in pieces} == {None}
 
 
@@ -171,3 +172,14 @@ def test_of_several_stop_strings_in_one_token_the_first_in_the_text_ends_it(
     stops: tuple[str, ...], text: str, before: str, met: str
 ):
     assert Detokenizer(Letters(), stops).add(text) == (before, met)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("may_stop", "told", "met"), [(True, "x", "a"), (False, "xa" + REPLACEMENT, None)], ids=["may-stop", "before-min-tokens"]
+)
+def test_a_stop_string_that_is_held_with_a_part_of_a_character_ends_the_text(may_stop: bool, told: str, met: str | None):
+    """Incident: a last token such as " \\xe2\\x80" was told whole, though the space in it was a stop string."""
+    detokenizer = Detokenizer(Letters(), ("a",))  # type: ignore[arg-type]
+    assert detokenizer.add("xa" + REPLACEMENT, may_stop=may_stop) == ("", None)  # type: ignore[arg-type]
+    assert detokenizer.finish(may_stop=may_stop) == (told, met)
+    assert detokenizer.sent == told

@@ -128,13 +128,14 @@ class Detokenizer:
                 return count
         return 0
 
-    def finish(self) -> str:
-        """What was held back: sent when the sequence ends without a stop string."""
+    def finish(self, *, may_stop: bool = True) -> tuple[str, str | None]:
+        """(what was held back, stop string that it holds all the same), when the sequence ends."""
         rest, before = self.text.decode(self.ids[self._from :]), self.text.decode(self.ids[self._from : self._read])
-        out = self._held + rest[len(before) :]
-        self._held, self._from, self._read = "", len(self.ids), len(self.ids)
-        self.sent += out
-        return out
+        self._from = self._read = len(self.ids)
+        out, met = self._emit(rest[len(before) :], self.stop if may_stop else ())
+        held, self._held = self._held, ""
+        self.sent += held
+        return out + held, met
 
     def _emit(self, piece: str, stops: tuple[str, ...]) -> tuple[str, str | None]:
         pending = self._held + piece
