@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from collections.abc import Callable
 
 
 def main() -> int:
@@ -16,21 +17,26 @@ def main() -> int:
     from fleet_worker.agent.errors import WorkerError
     from fleet_worker.agent.follower import Follower
     from fleet_worker.agent.identity import read_identity
+    from fleet_worker.agent.logpump import unheld
 
     async def run() -> int:
         config, identity = read_identity(os.environ)
         return await (Follower if identity.member > 0 else Agent)(config, identity).run()
 
-    try:
-        if sys.argv[1:] == ["fetch"]:
-            from fleet_worker.agent.fetching import fetch_model
+    def ended(work: Callable[[], int]) -> int:
+        try:
+            return work()
+        except WorkerError as error:
+            sys.stdout.flush()
+            print(f"{error.reason}: {error}", file=sys.stderr, flush=True)
+            return error.exit_code
 
-            return fetch_model()
-        return asyncio.run(run())
-    except WorkerError as error:
-        sys.stdout.flush()
-        print(f"{error.reason}: {error}", file=sys.stderr, flush=True)
-        return error.exit_code
+    if sys.argv[1:] == ["fetch"]:
+        from fleet_worker.agent.fetching import fetch_model
+
+        return ended(fetch_model)
+    with unheld():
+        return ended(lambda: asyncio.run(run()))
 
 
 if __name__ == "__main__":

@@ -290,3 +290,16 @@ def test_vllm_is_told_its_node_and_only_the_leader_serves():
     alone = vllm_command(config(nodes=1), Place("/m", "10.0.0.1", "/vllm", "/s"))
     assert "--nnodes" not in alone.argv
     assert "VLLM_HOST_IP" not in alone.env
+
+
+@pytest.mark.parametrize("said", [b'{"type":"challenge","nonce":"\xff"}\n', b"\xff\n", b"[" * 1_000 + b"\n", b"\n"])
+def test_what_is_no_message_is_an_error_of_its_line(said: bytes):
+    """Incident: bytes that are no UTF-8 were an error that nobody expected."""
+
+    async def scenario() -> None:
+        reader = asyncio.StreamReader()
+        reader.feed_data(said)
+        with pytest.raises(LineError, match="not understood"):
+            await Line(reader, None).hear()  # type: ignore[arg-type]
+
+    asyncio.run(scenario())

@@ -217,3 +217,15 @@ def test_after_a_restart_the_label_says_the_role():
     assert (given.role, read_identity(GOOD_ENV)[0].role) == ("decode", "prefill")
     with pytest.raises(ConfigError, match="FLEET_ROLE"):
         read_identity({**GOOD_ENV, "FLEET_ROLE": "boss"})
+
+
+@pytest.mark.parametrize("path", ["/role", "/adapters"])
+@pytest.mark.parametrize("body", [b'{"role":"\xff"}', b'[{"name":"\xff","source":"x"}]', b"[" * 10_000, b"\xff"])
+def test_a_body_that_cannot_be_read_is_400(monkeypatch: pytest.MonkeyPatch, path: str, body: bytes):
+    """Incident: bytes that are no UTF-8 were a 500."""
+
+    async def scenario(_: Agent, __: FakeEngine, http: httpx.AsyncClient) -> None:
+        answer = await http.post(path, content=body[:1024])
+        assert (answer.status_code, answer.json()["reason"]) == (400, "BadRequest")
+
+    play(scenario, monkeypatch)

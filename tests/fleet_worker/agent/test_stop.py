@@ -6,17 +6,24 @@ import asyncio
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+from filelock import FileLock
 
 from fleet_worker.agent import agent as agent_module
 from fleet_worker.agent import life as rules
 from fleet_worker.agent.agent import Agent
+from fleet_worker.agent.alone import alone
+from fleet_worker.agent.errors import ModelError
 from fleet_worker.agent.identity import Identity
 from fleet_worker.agent.life import Life, Load
-from fleet_worker.config import Ports
+from fleet_worker.config import CONFIG_ENV, POD_IP_ENV, POD_NAME_ENV, POD_UID_ENV, KvSettings, Ports, encode
 from tests.fleet_worker.agent.test_command import config
 from tests.fleet_worker.agent.test_role import FakeEngine, play, until
 
@@ -138,3 +145,66 @@ def test_the_signal_means_that(monkeypatch: pytest.MonkeyPatch):
         return await asyncio.wait_for(running, 10)
 
     assert asyncio.run(whole()) == 0
+
+
+def preparing(tmp_path: Path, port: int, **change: Any) -> subprocess.Popen[bytes]:
+    """A worker process that does not come to its engine."""
+    made = config(ports=Ports(agent=port), **change)
+    env = {**os.environ, CONFIG_ENV: encode(made), POD_NAME_ENV: "p", POD_UID_ENV: "u", POD_IP_ENV: "127.0.0.1"}
+    env |= {"FLEET_MODEL_CACHE": str(tmp_path), "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    return subprocess.Popen([sys.executable, "-c", WORKER], env=env, stderr=subprocess.DEVNULL)
+
+
+WORKER = """
+import asyncio, sys
+from fleet_worker.agent import fabric, hub
+from fleet_worker.__main__ import main
+hub.LOCK_TELL_S = 0.1
+fabric.PROBE = (sys.executable, "-c", "import time; time.sleep(40)")
+sys.argv = ["fleet-worker"]
+sys.exit(main())
+"""
+
+
+def said(port: int) -> str:
+    try:
+        return str(httpx.get(f"http://127.0.0.1:{port}/state", trust_env=False).json()["detail"])
+    except httpx.HTTPError:
+        return ""
+
+
+@pytest.mark.parametrize(
+    ("change", "busy_with"),
+    [
+        ({"model": "hf://acme/tiny"}, "waiting: another process fetches hf://acme/tiny"),
+        ({"kv": KvSettings(transport="tcp")}, "proving transport tcp"),
+    ],
+    ids=["fetching", "proving"],
+)
+def test_a_worker_that_prepares_ends_when_it_is_told(tmp_path: Path, change: dict[str, Any], busy_with: str):
+    """Incident: the thread that fetched was waited for, and the probe's time too: the pod stayed until it was killed."""
+    (tmp_path / ".inferencefleet").mkdir()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with FileLock(tmp_path / ".inferencefleet" / "acme--tiny.lock"):
+        worker = preparing(tmp_path, port, **change)
+        try:
+            end = time.monotonic() + 60
+            while said(port) != busy_with:
+                assert time.monotonic() < end
+                time.sleep(0.05)
+            worker.terminate()
+            assert worker.wait(15) == 0
+        finally:
+            worker.kill()
+            worker.wait()
+
+
+def test_work_that_is_left_alone_gives_what_it_found():
+    def broken() -> None:
+        raise ModelError("no such folder")
+
+    assert asyncio.run(alone(max, 1, 2)) == 2
+    with pytest.raises(ModelError, match="no such folder"):
+        asyncio.run(alone(broken))

@@ -166,6 +166,34 @@ def test_a_log_that_cannot_be_written_does_not_hold_up_the_engine(
     os.close(writing)
 
 
+def test_an_engine_that_talks_on_its_stdout_is_not_held_up_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """vLLM logs to stdout: it was the agent's own, and nobody read it."""
+    monkeypatch.setenv("OUT", str(tmp_path / "seen"))
+    monkeypatch.setattr("fleet_worker.agent.supervise.LOG_S", 0.1)
+    reading, writing = os.pipe()
+
+    async def run() -> EngineProcess:
+        engine = EngineProcess(EngineCommand((sys.executable, "-c", CHATTY.replace("stderr", "stdout"))), out_fd=writing)
+        watch_children(asyncio.get_running_loop(), engine.reap)
+        engine.start()
+        try:
+            assert await asyncio.wait_for(engine.exited, 20) == 0
+        finally:
+            await engine.stop(0.0)
+        return engine
+
+    engine = asyncio.run(run())
+    assert (tmp_path / "seen").read_text() == "got past"
+    assert engine.log_dropped > 1_000
+    assert engine.last_words() == ""  # a cause of death is said on stderr
+    found = b""
+    while b"last\n" not in found:
+        found += os.read(reading, 65_536)
+    os.close(reading)
+    engine.out.finish(10)
+    os.close(writing)
+
+
 async def ended(command: EngineCommand) -> int:
     engine = EngineProcess(command)
     watch_children(asyncio.get_running_loop(), engine.reap)

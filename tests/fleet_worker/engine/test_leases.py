@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from typing import Any
 
 import pytest
 
 from fleet_worker.engine.core import EngineCore
 from fleet_worker.engine.llama import Llama
 from fleet_worker.engine.loop import EngineLoop
+from fleet_worker.engine.metrics import EngineMetrics
+from fleet_worker.engine.server import EngineServer
 from fleet_worker.transfer.base import KvTransferError
 from tests.fleet_worker.engine.test_core import ask, engine, reference, steps
+from tests.fleet_worker.engine.test_server import CONFIG, TEXT, body, until
 
 
 def released(core: EngineCore) -> list[str]:
@@ -38,6 +43,93 @@ def test_a_client_that_leaves_as_its_prefill_leg_ends_leaves_no_lease(llama: Lla
         loop._take()
         assert core.leased_requests() == ["p"]  # until the connector says that it is over
         assert len(given) == (0 if heard else 1)
+
+    asyncio.run(scenario())
+
+
+class Caller:
+    """One request for a prefill leg, as uvicorn hands it over; `leave` is its connection's end."""
+
+    def __init__(self, **asked: Any) -> None:
+        self._body: bytes | None = json.dumps(body(kv_transfer_params={"do_remote_decode": True}, **asked)).encode()
+        self._left = asyncio.Event()
+        self.scope = {
+            "type": "http", "path": "/v1/completions", "raw_path": b"/v1/completions", "method": "POST", "headers": [],
+            "query_string": b"", "root_path": "", "http_version": "1.1", "scheme": "http", "asgi": {"spec_version": "2.3"},
+        }  # fmt: skip
+        self.heard = b""
+
+    async def receive(self) -> dict[str, Any]:
+        if self._body is not None:
+            given, self._body = self._body, None
+            return {"type": "http.request", "body": given}
+        await self._left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: dict[str, Any]) -> None:
+        self.heard += message.get("body", b"")
+
+    def leave(self) -> None:
+        self._left.set()
+
+
+async def answered(llama: Llama, caller: Caller, leave: str) -> tuple[list[str], EngineCore]:
+    """The leases given back, when all tokens of the request come in one turn of the server's loop."""
+    core = engine(llama)
+    given = released(core)
+    loop = EngineLoop(core, lambda _: None, lambda _: None)
+    loop._server_loop = asyncio.get_running_loop()
+    app = EngineServer(CONFIG, loop, TEXT, EngineMetrics("tiny")).app()
+    serving = asyncio.create_task(app(caller.scope, caller.receive, caller.send))  # type: ignore[arg-type]
+    await until(lambda: bool(loop._inbox))
+    loop._take()
+    outputs = steps(core)
+    if leave == "before":
+        caller.leave()
+    loop._put([(output.sequence.request_id, output) for output in outputs])
+    if leave == "after":
+        caller.leave()
+    await serving
+    loop._take()
+    return given, core
+
+
+@pytest.mark.parametrize("leave", ["before", "after", ""], ids=["leaves-before", "leaves-after", "stays"])
+def test_a_client_that_is_gone_when_its_finished_prefill_is_answered_leaves_no_lease(llama: Llama, leave: str):
+    """Incident: its tokens were queued, nothing was left to cancel, and the lease in the answer waited until it expired."""
+
+    async def scenario() -> None:
+        caller = Caller(max_tokens=1)
+        given, core = await answered(llama, caller, leave)
+        assert len(core.leased_requests()) == 1
+        assert len(given) == bool(leave)
+        assert leave or json.loads(caller.heard)["kv_transfer_params"]["lease_id"]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("leave", ["before", "after", ""], ids=["leaves-before", "leaves-after", "stays"])
+def test_a_stream_that_is_cut_before_its_lease_is_told_leaves_none(llama: Llama, leave: str):
+    async def scenario() -> None:
+        caller = Caller(max_tokens=3, stream=True)
+        given, core = await answered(llama, caller, leave)
+        assert len(core.leased_requests()) == 1
+        assert len(given) == bool(leave)
+        assert leave or b'"lease_id":' in caller.heard
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_a_stop_string_met_when_the_engine_is_at_its_end_already_leaves_no_lease(llama: Llama, stream: bool):
+    """The lease is in the last output, which nobody reads any more."""
+
+    async def scenario() -> None:
+        whole = Caller(max_tokens=8, ignore_eos=True)
+        await answered(llama, whole, "")
+        text = json.loads(whole.heard)["choices"][0]["text"]
+        given, core = await answered(llama, Caller(max_tokens=8, ignore_eos=True, stop=text[0], stream=stream), "")
+        assert len(core.leased_requests()) == len(given) == 1
 
     asyncio.run(scenario())
 

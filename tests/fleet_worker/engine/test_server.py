@@ -260,12 +260,28 @@ def test_a_prefill_leg_is_refused_when_its_decode_leg_would_be(limits: dict[str,
 
 
 @pytest.mark.parametrize(
-    "raw", [b"", b"{", b"[]", b"\xff", b"[" * 100_000, b"null"], ids=["none", "cut", "list", "bytes", "deep", "null"]
+    "raw",
+    [b"", b"{", b"[]", b"\xff", b"[" * 100_000, b"null", b'{"x\xff":1}'],
+    ids=["none", "cut", "list", "bytes", "deep", "null", "no-utf8"],
 )
 def test_a_body_that_is_no_request_is_400(raw: bytes):
     async def scenario(client: httpx.AsyncClient, _: EngineLoop) -> None:
         for path in ("/v1/completions", "/v1/chat/completions", "/kv/release"):
             assert (await client.post(path, content=raw)).status_code == 400, path
+
+    serve(scenario)
+
+
+@pytest.mark.parametrize("value", [b'"\xff"', b"[" * 20_000 + b"]" * 20_000], ids=["no-utf8", "deep"])
+@pytest.mark.parametrize("name", [b"lease_id", b"zz"])
+def test_a_reference_that_is_no_json_is_400(name: bytes, value: bytes):
+    """Incident: bytes that are no UTF-8 were a 500."""
+
+    async def scenario(client: httpx.AsyncClient, _: EngineLoop) -> None:
+        given = b'{"do_remote_prefill":true,"%s":%s}' % (name, value)
+        answer = await client.post("/v1/completions", content=b'{"model":"tiny","prompt":"x","kv_transfer_params":%s}' % given)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["type"] == "BadRequestError"
 
     serve(scenario)
 

@@ -26,7 +26,8 @@ def told(ids: list[int], *stops: str) -> tuple[list[str], str | None]:
         pieces.append(piece)
         if stop is not None:
             return pieces, stop
-    return [*pieces, detokenizer.finish()], None
+    rest, stop = detokenizer.finish()
+    return [*pieces, rest], stop
 
 
 @settings(max_examples=60, deadline=None)
@@ -37,6 +38,26 @@ def test_pieces_add_up_to_the_text_and_hold_whole_characters(text: str):
     assert "".join(pieces) == TEXT.decode(ids)
     if REPLACEMENT not in text:
         assert all(REPLACEMENT not in piece for piece in pieces)
+
+
+PARTS = sorted(set(TEXT.encode("𝕳𝖊𝖑🇩🇪日é", add_special=False)))
+"""Tokens that are parts of characters."""
+WHOLE = TEXT.encode("𝖊𝖑", add_special=False)
+
+
+@settings(max_examples=300)
+@given(st.lists(st.sampled_from(PARTS), max_size=12))
+def test_a_character_after_bytes_that_are_none_is_not_lost(parts: list[int]):
+    """Incident: after eight tokens everything was told, the begin of a character too, and its rest was told as nothing."""
+    ids = [*parts, *WHOLE]
+    assert "".join(told(ids)[0]) == TEXT.decode(ids)
+
+
+def test_a_character_that_begins_in_the_eighth_pending_token_is_not_lost():
+    lone = WHOLE[1]
+    for before in range(4, 9):
+        ids = [lone] * before + WHOLE
+        assert "".join(told(ids)[0]) == TEXT.decode(ids)
 
 
 @pytest.mark.parametrize("text", ["naïve café", "日本語のトークン", "👩‍👩‍👧 family", "mixed é日👍 end"])
@@ -71,7 +92,7 @@ def test_the_beginning_of_a_stop_string_is_told_after_all_when_the_rest_does_not
 def test_a_stop_string_before_min_tokens_is_plain_text():
     text, detokenizer = "the router keeps a block", Detokenizer(TEXT, ("keeps",))
     pieces = [detokenizer.add(token, may_stop=False) for token in TEXT.encode(text)]
-    assert "".join(piece for piece, _ in pieces) + detokenizer.finish() == text
+    assert "".join(piece for piece, _ in pieces) + detokenizer.finish()[0] == text
     assert {stop for _, stop in pieces} == {None}
 
 
@@ -151,3 +172,14 @@ def test_of_several_stop_strings_in_one_token_the_first_in_the_text_ends_it(
     stops: tuple[str, ...], text: str, before: str, met: str
 ):
     assert Detokenizer(Letters(), stops).add(text) == (before, met)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("may_stop", "told", "met"), [(True, "x", "a"), (False, "xa" + REPLACEMENT, None)], ids=["may-stop", "before-min-tokens"]
+)
+def test_a_stop_string_that_is_held_with_a_part_of_a_character_ends_the_text(may_stop: bool, told: str, met: str | None):
+    """Incident: a last token such as " \\xe2\\x80" was told whole, though the space in it was a stop string."""
+    detokenizer = Detokenizer(Letters(), ("a",))  # type: ignore[arg-type]
+    assert detokenizer.add("xa" + REPLACEMENT, may_stop=may_stop) == ("", None)  # type: ignore[arg-type]
+    assert detokenizer.finish(may_stop=may_stop) == (told, met)
+    assert detokenizer.sent == told

@@ -199,10 +199,11 @@ def test_blocks_are_read_from_an_owner_on_an_ipv6_address(pair: tuple[Side, Side
         owner.connector.close()
 
 
-def test_a_read_that_never_ends_is_cancelled_and_its_request_fails(monkeypatch: pytest.MonkeyPatch):
-    """Over TCP the owner must take part in a read; here it stops doing so after it was greeted."""
+@pytest.mark.parametrize("read_timeout_s", [0.5, 60.0], ids=["its-time-is-up", "its-owner-is-silent"])
+def test_a_read_that_never_ends_is_cancelled_and_its_request_fails(monkeypatch: pytest.MonkeyPatch, read_timeout_s: float):
+    """Over TCP the owner must take part in a read; here it stops doing so after it was greeted, and its calls have 1 s."""
     monkeypatch.setenv("UCX_TLS", "tcp,self")
-    owner, reader = Side("127.77.0.5"), Side("127.77.0.6", read_timeout_s=0.5)
+    owner, reader = Side("127.77.0.5"), Side("127.77.0.6", read_timeout_s=read_timeout_s)
     try:
         reader.connector.fetch("a", owner.grant("a", [3], 16), 0, [1])
         assert reader.finished().error is None

@@ -196,6 +196,30 @@ def test_on_the_first_greeting_another_life_is_told_as_such(rig: Rig):
     assert rig.ended() == {"stale": "epoch", "other": "epoch"}
 
 
+def test_a_pull_of_a_forgotten_connection_leaves_its_successor_alone(rig: Rig):
+    """Incident: the late end of a pull made the reader forget the owner's new connection too, which then nobody listened to: the
+    pulls over it waited for ever, blocks and places with them."""
+    for name in ("slow", "lost"):
+        rig.pull(name, reference())
+    rig.peers.answer(welcome)
+    slow, lost = (rig.reader._pulls[name] for name in ("slow", "lost"))
+    rig.reader._end(lost, KvTransferError("timeout", "the owner was silent"))
+    rig.pull("next", reference())
+    rig.peers.answer(welcome)
+    rig.reader._end(slow, KvTransferError("timeout", "the owner was silent"))
+    peer = rig.reader._pulls["next"].peer
+    assert peer is not None
+    assert rig.peers.sockets() == [peer.socket]
+    assert rig.agent.known == ["engine"]
+
+
+def test_an_owner_that_answers_a_greeting_with_something_else_fails_the_pull(rig: Rig):
+    """Incident: it was greeted again, for ever."""
+    rig.pull("r", reference())
+    rig.peers.answer(lambda call: Granted(call=call))
+    assert rig.ended() == {"r": "peer"}
+
+
 # -- how many ---------------------------------------------------------------------------------------------------------------
 def test_the_least_recently_used_owner_makes_room(context: zmq.Context[zmq.Socket[bytes]]):
     """Incident: after 1,023 prefill pods a decode worker had no socket left, and its engine ended."""
@@ -287,6 +311,54 @@ def test_a_pull_renews_for_as_long_as_it_lasts_and_keeps_the_owner_awake(rig: Ri
     assert max(later - earlier for earlier, later in pairwise(times)) < SERVING_WINDOW_S
     (renewed,) = {(message.lease_id, message.epoch, message.generation) for _, message in rig.peers.told(Renew)}
     assert renewed == ("lease-10.0.0.1", "now", 7)
+
+
+def test_a_read_from_an_owner_that_says_nothing_ends_with_its_first_unanswered_renewal(rig: Rig):
+    """Incident: a frozen owner held places and blocks for all of the read's 60 s, though it had been silent for 5 s."""
+    begun = time.monotonic()
+    rig.pull("r", reference())
+    rig.peers.answer(welcome)
+    for second in range(4):
+        rig.peers.expire(begun + second)
+        rig.reader.advance(begun + second)
+    assert rig.ended() == {}
+    rig.peers.expire(begun + 6)
+    rig.reader.advance(begun + 6)
+    assert rig.ended() == {"r": "timeout"}
+    assert rig.agent.known == []
+
+
+def test_a_read_that_cannot_be_cancelled_yet_keeps_its_blocks(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+    def in_flight(_: object) -> None:
+        raise RuntimeError("NIXL_ERR_REPOST_ACTIVE")
+
+    begun = time.monotonic()
+    rig.pull("r", reference())
+    rig.peers.answer(welcome)
+    monkeypatch.setattr(rig.agent, "release_xfer_handle", in_flight)
+    rig.peers.expire(begun + 6)
+    rig.reader.advance(begun + 6)
+    assert rig.ended() == {}
+    monkeypatch.undo()
+    rig.reader.advance(begun + 7)
+    assert rig.ended() == {"r": "timeout"}
+
+
+def test_a_read_that_nixl_lost_track_of_keeps_its_blocks_until_it_lets_go(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+    """Another pull's end makes NIXL forget the owner: what is asked about a read then says nothing of whether it still writes."""
+
+    def raising(_: object) -> str:
+        raise RuntimeError("NIXL_ERR_NOT_FOUND")
+
+    rig.pull("r", reference())
+    rig.peers.answer(welcome)
+    monkeypatch.setattr(rig.agent, "check_xfer_state", raising)
+    with monkeypatch.context() as busy:
+        busy.setattr(rig.agent, "release_xfer_handle", raising)
+        rig.reader.advance(time.monotonic())
+    assert rig.ended() == {}
+    rig.reader.advance(time.monotonic())
+    assert rig.ended() == {"r": "read"}
 
 
 def test_a_pull_that_waits_for_its_owners_greeting_renews_at_every_third(rig: Rig):

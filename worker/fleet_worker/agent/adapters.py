@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fleet_worker.agent.adapterplan import Failure, Held, failed_again, plan, report, settled
+from fleet_worker.agent.alone import alone
 from fleet_worker.agent.errors import AdapterError
 from fleet_worker.agent.stage import Staged, prune, stage
 from fleet_worker.config import AdapterWish, WorkerConfig
@@ -108,7 +109,7 @@ class AdapterKeeper:
                     raise AdapterError(
                         "NotSupported", "a worker over several nodes serves no adapters: only its first pod has them"
                     )
-                staged = await asyncio.to_thread(stage, wish.source, self._settings.root, self._folder)
+                staged = await alone(stage, wish.source, self._settings.root, self._folder)
                 await self._give(wish, staged)
                 self._held[wish.name] = Held(wish.source, staged.digest, str(staged.folder))
                 self._failed.pop(wish.name, None)

@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
-import msgspec
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
@@ -15,7 +14,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from fleet_worker.agent.role import MAX_BODY_BYTES, parse_role
-from fleet_worker.config import AdapterWish, Role, decode_adapters
+from fleet_worker.config import UNREADABLE, AdapterWish, Role, decode_adapters
 from fleet_worker.connections import Bounds, bounded
 
 KEEP_ALIVE_S = 75
@@ -99,7 +98,7 @@ def _posted(most: int, act: Callable[[bytes], tuple[int, dict[str, object]]]) ->
             status, said = act(body)
         except ClientDisconnect:
             return Response(status_code=400)  # nobody reads it
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             return JSONResponse({"reason": "BadRequest", "message": str(error)}, status_code=400)
         return JSONResponse(said, status_code=status)
 

@@ -21,6 +21,7 @@ from fleet_worker.agent import fabric
 from fleet_worker.agent import life as rules
 from fleet_worker.agent.adapters import AdapterKeeper
 from fleet_worker.agent.admin import AdminServer, build_app, build_server
+from fleet_worker.agent.alone import alone
 from fleet_worker.agent.command import Place, engine_command, events_socket
 from fleet_worker.agent.engine_client import EngineClient
 from fleet_worker.agent.errors import ConfigError, EngineDiedError, GroupLostError
@@ -126,7 +127,7 @@ class Agent:
             f'fleet_agent_role_epoch{{role="{self._config.role}"}} {life.epoch}',
         ]
         if self._engine is not None:
-            dropped = self._engine.log.dropped
+            dropped = self._engine.log_dropped
             own += ["# TYPE fleet_agent_log_dropped_total counter", f"fleet_agent_log_dropped_total {dropped}"]
         if (transport := self._transport()) is not None:
             own += ["# TYPE fleet_agent_transport_info gauge", f'fleet_agent_transport_info{{transport="{transport}"}} 1']
@@ -276,7 +277,10 @@ class Agent:
         settings = self._config.kv
         while settings.transport != "auto" and not self._stop.is_set():
             self._note(f"proving transport {settings.transport}")
-            self._fabric = await fabric.probe(settings)
+            probed = await self._unless_stopped(fabric.probe(settings))
+            if probed is None:
+                return
+            self._fabric = probed
             wrong = fabric.problem(settings, self._fabric)
             if wrong is None:
                 return
@@ -291,8 +295,8 @@ class Agent:
         await self._prove_fabric()
         if self._stop.is_set():
             return
-        folder = self._folder = await asyncio.to_thread(prepare_model, self._config.model, self._note)
-        if self._stop.is_set():
+        folder = self._folder = await self._prepared()
+        if folder is None or self._stop.is_set():
             return
         master = await self._unless_stopped(self._gathered())
         if master is None:
@@ -311,6 +315,10 @@ class Agent:
             raise self._death(engine, engine.exited.result())
         if not self._stop.is_set() and self._group is not None:
             await self._end_without_group(self._group.lost.result())
+
+    async def _prepared(self) -> Path | None:
+        """The folder with the model's files; None as soon as the worker is told to stop."""
+        return await self._unless_stopped(alone(prepare_model, self._config.model, self._note))
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
         """The result, or None as soon as the worker is told to stop."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import resource
@@ -42,7 +43,7 @@ def probe_environment(settings: KvSettings, environment: Mapping[str, str]) -> d
 
 
 async def probe(settings: KvSettings) -> Fabric:
-    """Run the probe in a process of its own; it never raises."""
+    """Run the probe in a process of its own, which ends with its caller's patience; it never raises."""
     env = probe_environment(settings, os.environ)
     process = await asyncio.create_subprocess_exec(
         *PROBE, env=env, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
@@ -51,9 +52,12 @@ async def probe(settings: KvSettings) -> Fabric:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
             out, err = await process.communicate()
     except TimeoutError:
-        process.kill()
-        await process.wait()
         return Fabric(error=f"the probe did not end within {PROBE_TIMEOUT_S:.0f} s")
+    finally:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
     return found(out.decode(errors="replace"), err.decode(errors="replace"))
 
 

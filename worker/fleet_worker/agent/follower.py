@@ -16,7 +16,6 @@ from fleet_worker.agent.agent import Agent
 from fleet_worker.agent.errors import GroupLostError
 from fleet_worker.agent.group import Membership
 from fleet_worker.agent.identity import Identity
-from fleet_worker.agent.prepare import prepare_model
 from fleet_worker.config import Role, WorkerConfig
 
 
@@ -52,10 +51,10 @@ class Follower(Agent):
 
     async def _prepare_and_watch(self) -> None:
         await self._prove_fabric()
-        folder = Path()
+        folder: Path | None = Path()
         if self._config.engine == "vllm" and not self._stop.is_set():
-            folder = await asyncio.to_thread(prepare_model, self._config.model, self._note)
-        if self._stop.is_set():
+            folder = await self._prepared()
+        if folder is None or self._stop.is_set():
             return
         try:
             await self._follow(folder)

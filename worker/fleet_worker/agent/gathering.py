@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from fleet_worker.config import HOSTS_ENV
+from fleet_worker.config import HOSTS_ENV, UNREADABLE
 
 MAX_LINE_BYTES = 4_096
 BEAT_S = 1.0
@@ -100,7 +100,7 @@ class Line:
             raise LineError(f"silent for {within_s:g} s") from error
         except (asyncio.IncompleteReadError, OSError) as error:
             raise LineError("the connection ended") from error
-        except (asyncio.LimitOverrunError, msgspec.DecodeError) as error:
+        except (asyncio.LimitOverrunError, *UNREADABLE) as error:
             raise LineError(f"not understood: {error}") from error
 
     def say(self, message: Message) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 from fleet_worker.agent import guard
 from fleet_worker.agent.command import EngineCommand
-from fleet_worker.agent.logpump import STDERR, LogPump
+from fleet_worker.agent.logpump import STDERR, STDOUT, LogPump
 from fleet_worker.transfer.ucxlog import UcxReport
 
 PR_SET_PDEATHSIG = 1
@@ -58,7 +58,7 @@ def start_guard() -> subprocess.Popen[bytes] | None:
 class EngineProcess:
     """One engine child: `exited` is set with its return code."""
 
-    def __init__(self, command: EngineCommand, log_fd: int = STDERR) -> None:
+    def __init__(self, command: EngineCommand, log_fd: int = STDERR, out_fd: int = STDOUT) -> None:
         self._command = command
         self._process: subprocess.Popen[bytes] | None = None
         self._guard: subprocess.Popen[bytes] | None = None
@@ -66,6 +66,8 @@ class EngineProcess:
         self.ucx = UcxReport()
         """By which transport the engine reads, in UCX's own words."""
         self.log = LogPump(self._heard, log_fd)
+        self.out = LogPump(lambda _: True, out_fd)
+        """vLLM logs to its stdout."""
         self.exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     def start(self) -> int:
@@ -73,7 +75,7 @@ class EngineProcess:
         env = {**self._command.defaults, **os.environ, **self._command.env}
         self._guard = start_guard()
         process = subprocess.Popen(
-            self._command.argv, env=env, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE,
+            self._command.argv, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             start_new_session=True, preexec_fn=_die_with(os.getpid()),  # noqa: PLW1509 - prctl is async-signal-safe
         )  # fmt: skip
         self._process = process
@@ -81,9 +83,15 @@ class EngineProcess:
             with contextlib.suppress(BrokenPipeError):  # somebody killed it already
                 self._guard.stdin.write(b"%d\n" % process.pid)
                 self._guard.stdin.flush()
-        if process.stderr is not None:
-            self.log.start(process.stderr)
+        if process.stderr is not None and process.stdout is not None:
+            self.log.follow(process.stderr)
+            self.out.follow(process.stdout)
         return process.pid
+
+    @property
+    def log_dropped(self) -> int:
+        """Lines of the engine that could not be written."""
+        return self.log.dropped + self.out.dropped
 
     def _heard(self, line: str) -> bool:
         """All but UCX's tables is for our stderr; the last lines are kept for the cause of death."""
@@ -120,7 +128,7 @@ class EngineProcess:
             guard.kill_session(process.pid)
             await self.exited
             await self._group_gone(KILLED_S)
-            await asyncio.to_thread(self.log.finish, LOG_S)
+            await asyncio.gather(*(asyncio.to_thread(pump.finish, LOG_S) for pump in (self.out, self.log)))
         self._end_guard()
         # a loop that is closed with a handler in place cannot take the signal of a late child
         asyncio.get_running_loop().remove_signal_handler(signal.SIGCHLD)

@@ -17,7 +17,7 @@ import torch
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from fleet_worker.config import ENGINE_TOKEN_HEADER
+from fleet_worker.config import ENGINE_TOKEN_HEADER, UNREADABLE
 from fleet_worker.engine.adapterfiles import load_adapter
 from fleet_worker.engine.core import EngineCore
 from fleet_worker.engine.errors import BadAdapterError, BadRequestError, NotAllowedError, UnknownAdapterError
@@ -139,5 +139,5 @@ async def _running(loop: EngineLoop, adapter: Adapter) -> int:
 def _parsed(body: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(body, type=kind)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise BadRequestError(str(error), "lora_name") from error

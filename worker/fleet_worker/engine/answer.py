@@ -19,6 +19,8 @@ class Answer:
     def __init__(self, asked: wire.Request, sequence: Sequence, text: Text, model: str) -> None:
         self.sequence = sequence
         self.is_chat = isinstance(asked, wire.ChatRequest)
+        self.is_told = False
+        """A stream of it was handed over to its end."""
         self.wants_usage = bool(asked.stream_options and asked.stream_options.include_usage)
         self._asked = asked
         self._detokenizer = Detokenizer(text, sequence.sampling.stop)
@@ -41,17 +43,19 @@ class Answer:
         self._new = [] if token is None else [token]
         self._ids += self._new
         self._kv = msgspec.to_builtins(output.reference) if output.reference is not None else None
+        may_stop = len(self._ids) >= sequence.sampling.min_tokens
         if token is None or is_end:
             self._piece, stop = "", None
         else:
-            self._piece, stop = self._detokenizer.add(token, may_stop=len(self._ids) >= sequence.sampling.min_tokens)
+            self._piece, stop = self._detokenizer.add(token, may_stop=may_stop)
         if stop is not None:
             self._finish, self._stop = "stop", stop
             return True
         if output.finish is not None:
-            self._piece += self._detokenizer.finish()
-            self._finish = output.finish
-            if is_end and token in sequence.sampling.stop_token_ids:
+            rest, stop = self._detokenizer.finish(may_stop=may_stop)
+            self._piece += rest
+            self._finish, self._stop = (output.finish, None) if stop is None else ("stop", stop)
+            if stop is None and is_end and token in sequence.sampling.stop_token_ids:
                 self._stop = token
             return True
         return False

@@ -75,14 +75,19 @@ class EngineLoop:
         if self._sinks.pop(request_id, None) is not None:
             self._post(request_id)
 
+    def abandon(self, request_id: str) -> None:
+        """As `cancel`, also when its last output was given out: nobody will hear of the lease in it."""
+        self._sinks.pop(request_id, None)
+        self._post(request_id)
+
     def complete(self, request_id: str) -> None:
-        """End a request whose answer is complete before the engine knows (a stop string was met)."""
-        if self._sinks.pop(request_id, None) is not None:
+        """End a request whose answer is complete before its last output was looked at (a stop string was met)."""
+        self._sinks.pop(request_id, None)
 
-            def end(core: EngineCore) -> None:
-                core.finish(request_id, "stop")
+        def end(core: EngineCore) -> None:
+            core.finish(request_id, "stop")
 
-            self._post(end)
+        self._post(end)
 
     def give_back(self, belongs: Callable[[str], bool]) -> None:
         """End every request that belongs, running or leased: whoever asked for it will not read its answer."""

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Final, TypeVar
 import msgspec
 
 from fleet_wire.kv import KvReference
+from fleet_worker.config import UNREADABLE
 from fleet_worker.engine.errors import BadRequestError
 from fleet_worker.engine.neutral import refuse_unsupported
 from fleet_worker.engine.sequence import Sampling
@@ -150,7 +151,7 @@ def kv_of(request: Request) -> tuple[KvParams, KvReference | None]:
     try:
         params = msgspec.json.decode(raw, type=KvParams)
         reference = msgspec.json.decode(raw, type=KvReference) if params.do_remote_prefill else None
-    except msgspec.ValidationError as error:
+    except UNREADABLE as error:
         raise BadRequestError(f"kv_transfer_params: {error}", "kv_transfer_params") from error
     if params.do_remote_decode and params.do_remote_prefill:
         raise BadRequestError(

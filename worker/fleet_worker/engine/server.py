@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from fleet_worker.config import STEP_TIMEOUT_ENV, STEP_TIMEOUT_S, WorkerConfig
+from fleet_worker.config import STEP_TIMEOUT_ENV, STEP_TIMEOUT_S, UNREADABLE, WorkerConfig
 from fleet_worker.engine import protocol as wire
 from fleet_worker.engine import tokens
 from fleet_worker.engine.adapters import Adapters
@@ -150,7 +150,7 @@ class EngineServer:
         connector = self._loop.core.connector
         try:
             given = msgspec.json.decode(await self._body(request), type=Release)
-        except (msgspec.DecodeError, EngineError) as error:
+        except (*UNREADABLE, EngineError) as error:
             return failure(BadRequestError(f"lease_id or request_id: {error}", "lease_id"), request_id_of(request))
         if given.request_id:
             asked = given.request_id[:MAX_REQUEST_ID]
@@ -212,11 +212,17 @@ class EngineServer:
             answer = Answer(asked, sequence, self._text, asked.model)
             async with self._ends_with(http, sequence, sink):
                 first = await self._next(sequence, sink)
-                if not asked.stream:
-                    return await self._whole(answer, sink, first)
+                whole = None if asked.stream else await self._whole(answer, sink, first)
         except (EngineError, KvError) as error:
             return failure(error, request_id_of(http))
-        return TokenStream(self._stream(answer, sink, first, request_id_of(http)), lambda: self._loop.cancel(sequence.request_id))
+        if whole is None:
+            stream = self._stream(answer, sink, first, request_id_of(http))
+            return TokenStream(stream, lambda: None if answer.is_told else self._loop.abandon(sequence.request_id))
+        if sequence.keep_for_remote:
+            await _settled()
+            if await http.is_disconnected():
+                self._loop.abandon(sequence.request_id)
+        return whole
 
     async def _body(self, request: HttpRequest) -> bytes:
         parts, size = [], 0
@@ -316,6 +322,9 @@ class EngineServer:
         if answer.wants_usage:
             yield event(answer.usage_chunk())
         yield b"data: [DONE]\n\n"
+        if answer.sequence.keep_for_remote:
+            await _settled()  # ended here when the client is gone
+        answer.is_told = True
 
     def _take(self, answer: Answer, output: Output) -> bool:
         """Add one output to the answer; True when it was the last."""
@@ -357,6 +366,13 @@ async def _beside(size: int, function: Callable[..., T], *given: Any) -> T:
     """The result of work that takes as long as `size` bytes do: small ones here, others in a thread, because this loop streams
     everybody's answers."""
     return function(*given) if size <= SMALL_BYTES else await asyncio.to_thread(function, *given)
+
+
+async def _settled() -> None:
+    """A client's end that came in the same turn as the last token is known afterwards: the connection hears of it in the next
+    turn, and who listens in the one after."""
+    for _ in range(2):
+        await asyncio.sleep(0)
 
 
 def _resolve(done: asyncio.Future[None]) -> None:

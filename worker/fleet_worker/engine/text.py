@@ -15,6 +15,10 @@ from tokenizers import Tokenizer
 from fleet_worker.engine.errors import BadRequestError, ModelFilesError
 
 REPLACEMENT = "\ufffd"
+MAX_PENDING = 8
+"""Tokens that are held while the last character may be incomplete: longer ones are bytes that never become one."""
+MAX_BEGUN = 3
+"""Bytes of a character that is not complete, and tokens therefore."""
 
 
 class Text:
@@ -107,18 +111,31 @@ class Detokenizer:
         self.ids.append(token)
         before = self.text.decode(self.ids[self._from : self._read])
         now = self.text.decode(self.ids[self._from :])
-        if now.endswith(REPLACEMENT) and len(self.ids) - self._read < 8:  # an incomplete character has at most 4 bytes
-            return "", None
-        self._from, self._read = self._read, len(self.ids)
+        end = len(self.ids)
+        if now.endswith(REPLACEMENT):
+            if end - self._read < MAX_PENDING:
+                return "", None
+            end -= self._begun(now)
+            now = self.text.decode(self.ids[self._from : end])
+        self._from, self._read = self._read, end
         return self._emit(now[len(before) :], self.stop if may_stop else ())
 
-    def finish(self) -> str:
-        """What was held back: sent when the sequence ends without a stop string."""
+    def _begun(self, now: str) -> int:
+        """How many of the last tokens may be the begin of one character, `now` being the text of all since `_from`."""
+        for count in range(MAX_BEGUN, 0, -1):
+            head, tail = self.ids[self._from : -count], self.ids[-count:]
+            if self.text.decode(tail) == REPLACEMENT and self.text.decode(head) + REPLACEMENT == now:
+                return count
+        return 0
+
+    def finish(self, *, may_stop: bool = True) -> tuple[str, str | None]:
+        """(what was held back, stop string that it holds all the same), when the sequence ends."""
         rest, before = self.text.decode(self.ids[self._from :]), self.text.decode(self.ids[self._from : self._read])
-        out = self._held + rest[len(before) :]
-        self._held, self._from, self._read = "", len(self.ids), len(self.ids)
-        self.sent += out
-        return out
+        self._from = self._read = len(self.ids)
+        out, met = self._emit(rest[len(before) :], self.stop if may_stop else ())
+        held, self._held = self._held, ""
+        self.sent += held
+        return out + held, met
 
     def _emit(self, piece: str, stops: tuple[str, ...]) -> tuple[str, str | None]:
         pending = self._held + piece

@@ -97,8 +97,9 @@ class Peers:
         return any(other is not peer and other.agent_name == peer.agent_name for other in self._peers.values())
 
     def drop(self, peer: Peer) -> None:
-        """Forget a peer; open calls fail. The next use connects and greets again."""
-        self._peers.pop((peer.host, peer.port), None)
+        """Forget a peer; open calls fail. The next use connects and greets again: what has its place by then stays."""
+        if self._peers.get((peer.host, peer.port)) is peer:
+            del self._peers[peer.host, peer.port]
         gone = KvTransferError("peer", f"the prefill worker at {peer.host}:{peer.port} is gone or restarted")
         calls, peer.calls = list(peer.calls.values()), {}
         for call in calls:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fleet_wire.kv import KvReference
-from fleet_wire.sidechannel import PROTOCOL_VERSION, Confirm, Hello, Refused, Welcome
+from fleet_wire.sidechannel import PROTOCOL_VERSION, Confirm, Granted, Hello, Refused, Welcome
 from fleet_worker.transfer.base import FetchResult, KvError, KvPool, KvReferenceError, KvTransferError
 from fleet_worker.transfer.descriptors import merge_runs, split_chunks
 from fleet_worker.transfer.digest import HEX_PER_BLOCK
@@ -53,6 +53,8 @@ class Pull:
     descriptors: int = 0
     unproven: int = 0
     confirmed: bool = False
+    given_up: KvTransferError | None = None
+    """Why its read will not come to an end: it ends as soon as NIXL lets go of the blocks."""
     error: KvError | None = None
 
 
@@ -187,6 +189,8 @@ class Reader:
             self._end(pull, answer)
         elif isinstance(answer, Refused):
             self._end(pull, KvReferenceError(answer.reason, f"the prefill worker refused the pairing: {answer.message}"))
+        elif isinstance(answer, Granted):
+            self._end(pull, KvTransferError("peer", f"the prefill worker at {peer.host} answered a greeting with something else"))
         elif peer.welcome is None:
             self._greet(pull)
         else:
@@ -239,8 +243,9 @@ class Reader:
         """One look at the chunk that is being read."""
         try:
             state = self._agent.check_xfer_state(pull.handle)
-        except Exception as error:  # as above
-            self._end(pull, KvTransferError("read", f"NIXL lost the read: {error}"))
+        except Exception as error:  # as above; it says nothing of whether the read still writes
+            pull.given_up = KvTransferError("read", f"NIXL lost the read: {error}")
+            self._check_time(pull, now)
             return
         chunk = pull.reading
         if state == "PROC" or chunk is None:
@@ -257,9 +262,9 @@ class Reader:
         self._post_next(pull)  # moves while the one before is compared
 
     def _check_time(self, pull: Pull, now: float) -> None:
-        """Cancel a read whose time is up. Its blocks stay the pull's until NIXL let go of them."""
+        """Cancel a read whose time is up, or that was given up. Its blocks stay the pull's until NIXL let go of them."""
         late_s = now - pull.begun - self._settings.read_timeout_s
-        if late_s < 0:
+        if late_s < 0 and pull.given_up is None:
             return
         host, limit_s = pull.reference.remote_host, self._settings.read_timeout_s
         try:
@@ -269,7 +274,8 @@ class Reader:
                 raise StuckReadError(f"a read from {host} could not be cancelled: {error}") from error
             return
         pull.handle = None
-        self._end(pull, KvTransferError("timeout", f"the read from {host} took longer than {limit_s} s"))
+        late = KvTransferError("timeout", f"the read from {host} took longer than {limit_s} s")
+        self._end(pull, pull.given_up or late)
 
     # -- proving ----------------------------------------------------------------------------------------------------
     def _proven(self, proof: Proof) -> None:
@@ -286,8 +292,13 @@ class Reader:
         """Also while it reads the owner is told: over TCP it takes part in a read only for a while after each word from us."""
         every_s = self._settings.lease_s / 3
         pull.renew_at = now + (min(every_s, SERVING_WINDOW_S / 2) if pull.reading is not None or pull.chunks else every_s)
-        answered = lambda _: None  # noqa: E731 - what counts is the confirmation after the read
-        self._peers.call(peer, lambda call: renewal(pull.reference, call), now, answered)
+        self._peers.call(peer, lambda call: renewal(pull.reference, call), now, lambda answer: self._renewed(pull, answer))
+
+    def _renewed(self, pull: Pull, answer: Answer | KvTransferError) -> None:
+        """What counts is the confirmation after the read; but a frozen owner takes part in none, and would have the blocks and
+        the place for all of the read's time."""
+        if isinstance(answer, KvTransferError) and answer.reason == "timeout":
+            pull.given_up = answer
 
     def _confirm(self, pull: Pull, peer: Peer) -> None:
         lease = pull.reference
