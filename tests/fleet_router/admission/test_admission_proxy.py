@@ -432,3 +432,26 @@ def test_a_class_limit_is_given_to_the_engine_where_the_client_gives_none():
         assert [body.get("max_tokens") for body in rig.decode[0].seen] == [9, 16]
 
     run(go, prefill=0, config=config)
+
+
+def test_a_request_that_cannot_be_read_after_all_gives_its_slot_back(monkeypatch: pytest.MonkeyPatch):
+    """A number without end in `stream_options` was read behind the gate: each such request held a slot for ever, and a few of
+    them were all of the router's."""
+
+    async def go(rig: Rig) -> None:
+        with_tenants(rig, acme={"concurrency": 1, "requestsPerSecond": 100})
+        bad = b'{"model":"m","prompt":"a","stream":true,"stream_options":{"a":1e999}}'
+        for _ in range(3):
+            assert b" 400 " in (await rig.raw(http(bad, KEY, "connection: close"))).partition(b"\r\n")[0]
+        monkeypatch.setattr("fleet_router.server.Flow", _breaks)
+        for _ in range(3):
+            assert await rig.raw(http(ask(prompt="a"), KEY, "connection: close")) == b""
+        monkeypatch.undo()
+        assert (rig.context.desk.gate.running, rig.context.desk.accounts["acme"].inflight) == (0, 0)
+        assert (await send(rig, KEY))[0] == 200
+
+    run(go)
+
+
+def _breaks(*_: object) -> None:
+    raise ValueError("whatever it is")
