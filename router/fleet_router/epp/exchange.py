@@ -177,8 +177,12 @@ class Exchange:
         else:
             ask = parse_body(body, GENERATE[path], lane.config)
         ask, ticket = context.desk.admit(lane, ask, request.slo_ttft_ms)
-        hints = hints_of(context.config, lane.slo_class, request.kept)
-        self.flow = flow = Picked(context, self, path, ask, ticket, hints, self._subset)
+        try:
+            hints = hints_of(context.config, lane.slo_class, request.kept)
+            self.flow = flow = Picked(context, self, path, ask, ticket, hints, self._subset)
+        except BaseException:
+            context.desk.leave(ticket, "failed", None)  # whatever it was: nobody else would ever give the slot back
+            raise
         flow.record.shown = ASKED in request.kept and context.desk.entry(request.key).decisions != "none"
         context.desk.start(ticket, flow)
 

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import msgspec
+
 from fleet_router.admission.gate import Ticket
+from fleet_router.admission.usage import EVENT
 from fleet_router.asked import Ask, Hints
 from fleet_router.config import RouterConfig
 from fleet_router.context import Client, Context
@@ -46,7 +49,10 @@ class Picked(Flow):
         hints: Hints,
         subset: frozenset[str] | None,
     ) -> None:
+        asked = msgspec.structs.replace(ask, fields=dict(ask.fields))
         super().__init__(context, gateway, path, ask, ticket, None, hints)
+        if self._hides:  # nothing of a gateway's stream can be kept from its client: it is not asked for its usage
+            self._ask, self._asked, self._hides = asked, asked, False
         self._gateway = gateway
         self._runaway = None  # a gateway's stream cannot be ended by us with an event of ours
         self.lane = ticket.lane
@@ -59,9 +65,12 @@ class Picked(Flow):
         """Nothing is asked for that only we need: a gateway's stream cannot be carried on by us."""
         return ask
 
-    def _with_usage(self, ask: Ask) -> Ask:
-        """The same: nothing of a gateway's stream can be kept from its client."""
-        return ask
+    def _count_tokens(self, data: bytes, sound: bool) -> None:
+        """A gateway's pieces have no framing, and are cut anywhere: the line break before an event is in the one before, if in
+        any."""
+        if self._ask.stream and self._metered:
+            self._events += ((self._tail[1 - len(EVENT) :] or EVENT[:1]) + data).count(EVENT) - data.count(EVENT)
+        super()._count_tokens(data, sound)
 
     def _send_decode(self, worker: Worker, reference: bytes | None) -> None:
         self._waits_for(worker)
