@@ -97,6 +97,23 @@ def test_tokens_of_a_stream_without_usage_are_counted_behind_a_gateway(pieces: l
     run(go, prefill=0)
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/v1/models", 0), ("HEAD", "/v1/models", 0), ("POST", "/sleep", 404), ("DELETE", "/v1/models/m", 404)],
+)
+def test_nobody_puts_a_worker_to_sleep_through_a_gateway(method: str, path: str, status: int):
+    """A POST without a body went to a worker, whatever its path was."""
+
+    async def go(rig: Rig) -> None:
+        known(rig)
+        (told,) = await exchanged(rig, head_of(path, method, end=True))
+        assert (told.WhichOneof("response"), told.immediate_response.status.code) == (
+            "immediate_response" if status else "request_headers", status,
+        )  # fmt: skip
+
+    run(go, prefill=0)
+
+
 def test_a_request_behind_a_gateway_that_cannot_be_read_after_all_gives_its_slot_back(monkeypatch: pytest.MonkeyPatch):
     async def go(rig: Rig) -> None:
         known(rig)
