@@ -165,7 +165,7 @@ class Desk:
         lane = ticket.lane
         budget_s = lane.slo_class.ttft_budget_s
         budget_s = min(budget_s, ttft_ms / 1000) if ttft_ms else budget_s
-        ticket.waits(ticket.charged + wanted, len(ask.prompt), now, budget_s)
+        ticket.waits(ticket.charged + wanted, ask.size_bytes, now, budget_s)
         told = self.gate.queue(ticket, now)
         if isinstance(told, Full):
             lane.account.counts[told.reason] += 1

@@ -24,6 +24,11 @@ TOLD: Final = b'"prompt_tokens"'
 OPTIONS: Final = "stream_options"
 EVENT: Final = b"\ndata: "
 """Of a stream. Inside JSON a line break is escaped, so that text cannot look like an event."""
+MEDIUM_TOKENS: Final = 1_024
+"""What a picture or a sound is taken for: its bytes say nothing of its tokens."""
+_MEDIUM_MARK: Final = b'"data'
+_MEDIUM: Final = re.compile(rb'"(?:data:[^",]{0,128},|data"\s*:\s*")[^"]*"')
+"""A data: URL, and the `data` of input_audio."""
 _SPACED: Final = re.compile(rb"\s*:\s*(\d{1,9})(?!\d)")
 _BACKSLASH: Final = ord("\\")
 _USUAL: Final = re.compile(
@@ -35,8 +40,12 @@ _OBJECT: Final = re.compile(rb"\s*:\s*\{")
 
 def estimated(prompt: bytes) -> int:
     """Tokens of a prompt as it stands in the body: exact for a list of token ids, else by its bytes; at least 1."""
-    if prompt[:1] == b"[" and prompt[1:2].isdigit():
-        return prompt.count(b",") + 1
+    if prompt[:1] == b"[":
+        if prompt[1:2].isdigit():
+            return prompt.count(b",") + 1
+        if len(prompt) > MEDIUM_TOKENS and prompt.find(_MEDIUM_MARK) >= 0:
+            text, media = _MEDIUM.subn(b"", prompt)
+            return int(len(text) / BYTES_PER_TOKEN) + media * MEDIUM_TOKENS or 1
     return int(len(prompt) / BYTES_PER_TOKEN) or 1
 
 

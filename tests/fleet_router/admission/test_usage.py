@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -18,6 +19,24 @@ USAGE = {"prompt_tokens": 12, "total_tokens": 19, "completion_tokens": 7}
 )
 def test_estimates(prompt: bytes, tokens: int):
     assert estimated(prompt) == tokens
+
+
+PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 300_000}}
+SOUND = {"type": "input_audio", "input_audio": {"data": "A" * 300_000, "format": "wav"}}
+
+
+@pytest.mark.parametrize(
+    ("content", "least", "most"),
+    [
+        ([PICTURE, {"type": "text", "text": "x" * 3_000}], 2_000, 2_200), ([PICTURE, PICTURE, SOUND], 3_000, 3_300),
+        ("data: " + "x" * 3_000, 1_000, 1_100),
+    ],
+)  # fmt: skip
+def test_a_picture_is_not_charged_by_its_bytes(content: Any, least: int, most: int):
+    """One of 300 KB was 100,000 tokens: more than many tenants have in a minute, and so refused for ever."""
+    for separators in ((",", ":"), (", ", ": ")):
+        raw = json.dumps([{"role": "user", "content": content}], separators=separators).encode()
+        assert least <= estimated(raw) <= most
 
 
 @pytest.mark.parametrize(
