@@ -35,6 +35,8 @@ _USUAL: Final = re.compile(
     rb'"usage":\s?\{"prompt_tokens":\s?(\d{1,9}),\s?"total_tokens":\s?\d{1,9},\s?"completion_tokens":\s?(\d{1,9})[,}]'
 )
 """As vLLM writes it: found at once."""
+_BETWEEN: Final = re.compile(rb"\r\n[0-9a-fA-F]{1,8}(?:;[^\r\n]*)?\r\n")
+"""Between two chunks of a body (RFC 9112, 7.1): proxies cut where they like."""
 _OBJECT: Final = re.compile(rb"\s*:\s*\{")
 
 
@@ -84,9 +86,12 @@ def _number(tail: bytes, name: bytes, start: int) -> int | None:
 
 
 def used_tokens(before: bytes, tail: bytes, events: int, charged: int) -> tuple[int, int]:
-    """(input, output) tokens of a stream: the engine's own count in its last two reads of some length, else an estimate with a
-    token per event ([DONE] is an event, too)."""
-    return usage_of(tail) or (before and usage_of(before[-TAIL_BYTES:] + tail)) or (charged, events - 1 if events > 1 else 0)
+    """(input, output) tokens of a stream: the engine's own count in its last two reads of some length, also where a chunk ends in
+    the middle of it, else an estimate with a token per event ([DONE] is an event, too)."""
+    found = usage_of(_BETWEEN.sub(b"", tail[-TAIL_BYTES:]))  # first of all: the size of a chunk is a number, too
+    if found is None and before:
+        found = usage_of(_BETWEEN.sub(b"", before[-TAIL_BYTES:] + tail))
+    return found or (charged, events - 1 if events > 1 else 0)
 
 
 def with_usage(ask: Ask) -> tuple[Ask, bool]:

@@ -72,3 +72,15 @@ def test_any_bytes_are_usage_or_not(tail: bytes):
 def test_a_stream_without_usage_is_counted_by_its_events():
     assert used_tokens(b"", b"data: [DONE]\n\n", 6, 40) == (40, 5)
     assert used_tokens(b"", b"", 0, 40) == (40, 0)
+
+
+@pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n"])
+@pytest.mark.parametrize("extension", [b"", b";a=b"])
+def test_usage_is_found_wherever_a_proxy_cuts_it_into_chunks(end: bytes, extension: bytes):
+    """Cut inside a name of it a stream of 1,500 tokens was charged as one, cut before a number by the size of the chunk."""
+    told = b"data: " + json.dumps({"choices": [], "usage": USAGE}).encode() + end
+    for at in range(1, len(told)):
+        pieces = [told[:at], told[at:], b"data: [DONE]" + end]
+        chunks = [b"%x%b\r\n%b\r\n" % (len(piece), extension, piece) for piece in pieces] + [b"0\r\n\r\n"]
+        assert used_tokens(b"", b"".join(chunks), 9, 9) == (12, 7)
+        assert used_tokens(chunks[0], b"".join(chunks[1:]), 9, 9) == (12, 7)
