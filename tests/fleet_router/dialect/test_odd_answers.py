@@ -1,4 +1,4 @@
-"""Answers of workers that are valid and odd, or broken: what a dialect's client is told of them."""
+"""Answers of workers that are valid and odd, or broken: what a dialect's client is told of them; and what comes back of them."""
 
 from __future__ import annotations
 
@@ -163,5 +163,19 @@ def test_reasoning_can_be_sent_back_as_it_came(streamed: bool):
         assert (status, [(m["role"], m["content"]) for m in rig.decode[0].seen[-1]["messages"]]) == (
             200, [("user", "a"), ("assistant", "Yes"), ("user", "b")],
         )  # fmt: skip
+
+    run(go, prefill=0)
+
+
+def test_what_only_informs_is_passed_over():
+    """A conversation that began elsewhere was refused for its sealed thoughts, and the whole request's cache_control by name."""
+
+    async def go(rig: Rig) -> None:
+        sealed = [{"type": "redacted_thinking", "data": "abc"}, {"type": "text", "text": "a"}]
+        turns = [{"role": "assistant", "content": sealed}, {"role": "user", "content": "b"}]
+        status, _ = await told(rig, "/v1/messages", says(THOUGHT), messages=turns, cache_control={"type": "ephemeral"})
+        said = rig.decode[0].seen[-1]
+        assert (status, said["messages"]) == (200, [{"role": "assistant", "content": "a"}, turns[1]])
+        assert "cache_control" not in said
 
     run(go, prefill=0)
