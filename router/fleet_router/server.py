@@ -320,7 +320,7 @@ class ClientConnection:
             hints = hints_of(self._context.config, lane.slo_class, request.kept)
             self.flow = flow = self._flow_of(path, ask, ticket, hints)
         except BaseException:
-            desk.leave(ticket, "failed", None)  # whatever it was: nobody else would ever give the slot back
+            desk.forget(ticket)
             raise
         if EXPLAIN in request.kept:
             flow.record.shown = self._rights(desk.entry(request.key), request) != "none"

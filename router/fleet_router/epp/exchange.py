@@ -185,7 +185,7 @@ class Exchange:
             hints = hints_of(context.config, lane.slo_class, request.kept)
             self.flow = flow = Picked(context, self, path, ask, ticket, hints, self._subset)
         except BaseException:
-            context.desk.leave(ticket, "failed", None)  # whatever it was: nobody else would ever give the slot back
+            context.desk.forget(ticket)
             raise
         flow.record.shown = ASKED in request.kept and context.desk.entry(request.key).decisions != "none"
         context.desk.start(ticket, flow)

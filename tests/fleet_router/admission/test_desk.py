@@ -330,3 +330,16 @@ def test_the_queue_counts_all_that_waits_in_it(alone: bool, more: dict[str, Any]
     _, ticket = desk.admit(lane, parse_alone(body, config) if alone else parse_body(body, False, config))
     assert ticket.waiting
     assert size <= desk.gate.waiting_bytes <= size + 1_000
+
+
+def test_a_request_without_a_flow_leaves_nothing_behind_and_nobody_waiting():
+    """Also where it waits, and where another was pushed out of the queue for it."""
+    desk = desk_with(Clock(), 1, msgspec.structs.replace(CONFIG, queue_per_slot=2), acme={}, other={})
+    come(desk)
+    others = [come(desk, key_of("other").encode())[0] for _ in range(2)]
+    _, ticket = desk.admit(desk.lane(KEY, b""), ask_of())
+    assert ticket.waiting
+    desk.forget(ticket)
+    assert [flow.error.status if flow.error else None for flow in others] == [None, 529]
+    assert (desk.gate.waiting, desk.gate.running) == (1, 1)
+    assert [desk.accounts[name].inflight for name in ("acme", "other")] == [1, 1]
