@@ -30,6 +30,7 @@ _MEDIUM_MARK: Final = b'"data'
 _MEDIUM: Final = re.compile(rb'"(?:data:[^",]{0,128},|data"\s*:\s*")[^"]*"')
 """A data: URL, and the `data` of input_audio."""
 _SPACED: Final = re.compile(rb"\s*:\s*(\d{1,9})(?!\d)")
+_BEHIND_NAME: Final = frozenset(b": \t\r\n")
 _BACKSLASH: Final = ord("\\")
 _USUAL: Final = re.compile(
     rb'"usage":\s?\{"prompt_tokens":\s?(\d{1,9}),\s?"total_tokens":\s?\d{1,9},\s?"completion_tokens":\s?(\d{1,9})[,}]'
@@ -73,14 +74,17 @@ def _usage_at(tail: bytes, at: int) -> tuple[int, int] | None:
         return None
     if (usual := _USUAL.match(tail, at)) is not None:
         return int(usual[1]), int(usual[2])
-    if _OBJECT.match(tail, at + 7) is None:
+    if at + 7 >= len(tail) or tail[at + 7] not in _BEHIND_NAME:
         return None
-    prompt = _number(tail, b'"prompt_tokens"', at)
-    return None if prompt is None else (prompt, _number(tail, b'"completion_tokens"', at) or 0)
+    near = _BETWEEN.sub(b"", bytes(memoryview(tail)[at : at + TAIL_BYTES]))  # the size of a chunk is a number, too
+    if _OBJECT.match(near, 7) is None:
+        return None
+    prompt = _number(near, b'"prompt_tokens"')
+    return None if prompt is None else (prompt, _number(near, b'"completion_tokens"') or 0)
 
 
-def _number(tail: bytes, name: bytes, start: int) -> int | None:
-    at = tail.find(name, start)
+def _number(tail: bytes, name: bytes) -> int | None:
+    at = tail.find(name)
     found = _SPACED.match(tail, at + len(name)) if at >= 0 else None
     return int(found[1]) if found is not None else None
 
@@ -88,7 +92,7 @@ def _number(tail: bytes, name: bytes, start: int) -> int | None:
 def used_tokens(before: bytes, tail: bytes, events: int, charged: int) -> tuple[int, int]:
     """(input, output) tokens of a stream: the engine's own count in its last two reads of some length, also where a chunk ends in
     the middle of it, else an estimate with a token per event ([DONE] is an event, too)."""
-    found = usage_of(_BETWEEN.sub(b"", tail[-TAIL_BYTES:]))  # first of all: the size of a chunk is a number, too
+    found = usage_of(_BETWEEN.sub(b"", tail[-TAIL_BYTES:]))
     if found is None and before:
         found = usage_of(_BETWEEN.sub(b"", before[-TAIL_BYTES:] + tail))
     return found or (charged, events - 1 if events > 1 else 0)

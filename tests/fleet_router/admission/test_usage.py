@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet_router.admission.usage import estimated, usage_of, used_tokens
+from fleet_router.admission.usage import estimated, usage_in, usage_of, used_tokens
 
 USAGE = {"prompt_tokens": 12, "total_tokens": 19, "completion_tokens": 7}
 
@@ -84,3 +84,13 @@ def test_usage_is_found_wherever_a_proxy_cuts_it_into_chunks(end: bytes, extensi
         chunks = [b"%x%b\r\n%b\r\n" % (len(piece), extension, piece) for piece in pieces] + [b"0\r\n\r\n"]
         assert used_tokens(b"", b"".join(chunks), 9, 9) == (12, 7)
         assert used_tokens(chunks[0], b"".join(chunks[1:]), 9, 9) == (12, 7)
+
+
+def test_the_size_of_a_chunk_is_no_number_of_tokens():
+    """Nor the first digits of a number: of a whole answer that comes in chunks."""
+    body = json.dumps({"id": "c", "usage": USAGE, "choices": []}).encode()
+    for at in range(1, len(body)):
+        pieces = [body[:at], body[at:]]
+        chunks = b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
+        cut_name = body.index(b'"usage"') < at < body.index(b'"usage"') + 7
+        assert usage_in(chunks) == (None if cut_name else (12, 7))
