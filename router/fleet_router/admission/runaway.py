@@ -33,6 +33,8 @@ CHUNK_END: Final = b"\n\n\r\n"
 CRLF_EVENT_END: Final = b"\r\n\r\n"
 CRLF_CHUNK_END: Final = b"\r\n\r\n\r\n"
 """Of engines whose lines end so (sse-starlette): as their first events have it."""
+BODY_END: Final = b"\r\n0\r\n\r\n"
+"""Looks like the end of such an event."""
 CONTROL: Final = re.compile(
     rb"<\|(?:im_start|im_end|endoftext|eot_id|eom_id|end_of_text|begin_of_text|start_header_id|end_header_id|user|assistant)\|>"
     rb"|<(?:start|end)_of_turn>|\[/?INST\]"
@@ -81,7 +83,8 @@ class Runaway:
     @property
     def events(self) -> int:
         """Events that have ended, to the last byte seen."""
-        return self._events + b"".join(self._held).count(self._event_end)
+        held = b"".join(self._held)
+        return self._events + held.count(self._event_end) - (self._event_end == CRLF_EVENT_END and held.endswith(BODY_END))
 
     def saw(self, data: bytes) -> Why | None:
         """More bytes of the stream, with their transfer framing; why it should end right behind them, if it should."""
@@ -98,6 +101,8 @@ class Runaway:
             self._event_end, self._chunk_end = CRLF_EVENT_END, CRLF_CHUNK_END
         events = data.split(self._event_end)
         rest = events.pop()
+        if self._event_end == CRLF_EVENT_END and data.endswith(BODY_END):
+            events.pop()
         self._held, self._held_bytes = [rest[-EVENT_BYTES:]], 0
         if not events:
             return None

@@ -400,6 +400,24 @@ def test_a_stream_that_loops_is_ended_with_a_reason_and_its_worker_freed(path: s
     run(go, prefill=0, config=WATCHED)
 
 
+def test_a_loop_of_lines_that_end_with_crlf_is_ended():
+    async def go(rig: Rig) -> None:
+        async def loops(_: Any, writer: asyncio.StreamWriter) -> bool:
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+            event = b'data: {"choices": [{"index": 0, "text": "again"}]}\r\n\r\n'
+            while not writer.is_closing():
+                writer.write(b"%x\r\n%b\r\n" % (len(event), event))
+                await writer.drain()
+            return True
+
+        rig.decode[0].behave = loops
+        body = await rig.raw(http(ask(prompt="short", stream=True), "connection: close"))
+        assert body.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+        assert (b'"stop_reason":"repetition_detected"' in body, rig.context.desk.runaways["repetition"]) == (True, 1)
+
+    run(go, prefill=0, config=WATCHED)
+
+
 def test_behind_the_end_of_a_runaway_stream_nothing_follows():
     """The worker's next event had begun in the same read: half of it came after the body's end, into the next answer."""
 

@@ -57,10 +57,12 @@ def test_lines_may_end_as_some_engines_end_them(words: list[str], most: int, exp
     found = fed(words, most, b"\r\n\r\n")
     assert found == fed(words, most)
     assert found[0] == expected
-    detector = Runaway(10_000)
-    for word in words:
-        detector.saw(event(word, b"\r\n\r\n"))
-    assert detector.events == len(words)
+    reads = [event(word, b"\r\n\r\n") for word in words]
+    for last in ([], [b"0\r\n\r\n"], [event("x" * 10_000, b"\r\n\r\n") + b"0\r\n\r\n"]):
+        detector = Runaway(10_000)
+        for read in (*reads, *last):
+            detector.saw(read)
+        assert detector.events == len(words) + sum(len(read) > 5 for read in last)
 
 
 def test_a_loop_is_found_after_a_long_beginning():
