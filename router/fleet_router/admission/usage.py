@@ -76,7 +76,7 @@ def _usage_at(tail: bytes, at: int) -> tuple[int, int] | None:
         return int(usual[1]), int(usual[2])
     if at + 7 >= len(tail) or tail[at + 7] not in _BEHIND_NAME:
         return None
-    near = _BETWEEN.sub(b"", bytes(memoryview(tail)[at : at + TAIL_BYTES]))  # the size of a chunk is a number, too
+    near = _BETWEEN.sub(b"", bytes(memoryview(tail)[at:][:TAIL_BYTES]))  # the size of a chunk is a number, too
     if _OBJECT.match(near, 7) is None:
         return None
     prompt = _number(near, b'"prompt_tokens"')
