@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from fleet_router.config import RouterConfig, SloClass
+from fleet_router.metrics import COMPILED
 from tests.fleet_router.admission.made import key_of, parsed
 from tests.fleet_router.fake_worker import stream
 from tests.fleet_router.rig import CONFIG, Rig, answer_of, ask, http, run, until
@@ -461,10 +462,11 @@ def test_a_request_that_cannot_be_read_after_all_gives_its_slot_back(monkeypatch
         bad = b'{"model":"m","prompt":"a","stream":true,"stream_options":{"a":1e999}}'
         for _ in range(3):
             assert b" 400 " in (await rig.raw(http(bad, KEY, "connection: close"))).partition(b"\r\n")[0]
-        monkeypatch.setattr("fleet_router.server.Flow", _breaks)
-        for _ in range(3):
-            assert await rig.raw(http(ask(prompt="a"), KEY, "connection: close")) == b""
-        monkeypatch.undo()
+        if not COMPILED:  # there a class of another module is no name that could stand for something else
+            monkeypatch.setattr("fleet_router.server.Flow", _breaks)
+            for _ in range(3):
+                assert await rig.raw(http(ask(prompt="a"), KEY, "connection: close")) == b""
+            monkeypatch.undo()
         assert (rig.context.desk.gate.running, rig.context.desk.accounts["acme"].inflight) == (0, 0)
         assert (await send(rig, KEY))[0] == 200
 
