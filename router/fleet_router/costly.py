@@ -44,8 +44,8 @@ _BIASES: Final = msgspec.json.Decoder(dict[str, float] | None)
 def _number(most: int) -> Callable[[str, msgspec.Raw], None]:
     def check(name: str, raw: msgspec.Raw) -> None:
         found = _NUMBER.decode(raw)
-        if found is not None and found > most:
-            raise _too_much(name, f"is {found}; allowed are up to {most}")
+        if found is not None and not 0 <= found <= most:  # -1 is the whole vocabulary (vLLM's logprobs)
+            raise _too_much(name, f"is {found}; allowed are {'0' if found < 0 else 'up'} to {most}")
 
     return check
 

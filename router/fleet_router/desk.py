@@ -165,7 +165,7 @@ class Desk:
         lane = ticket.lane
         budget_s = lane.slo_class.ttft_budget_s
         budget_s = min(budget_s, ttft_ms / 1000) if ttft_ms else budget_s
-        ticket.waits(ticket.charged + wanted, len(ask.prompt), now, budget_s)
+        ticket.waits(ticket.charged + wanted, ask.size_bytes, now, budget_s)
         told = self.gate.queue(ticket, now)
         if isinstance(told, Full):
             lane.account.counts[told.reason] += 1
@@ -180,6 +180,14 @@ class Desk:
             flow.begin()
             return
         self._flows[ticket] = flow
+        self._turn_pushed_away()
+
+    def forget(self, ticket: Ticket) -> None:
+        """Instead of `start`: there is no flow for it after all. Nobody else would ever give back what it holds."""
+        self._turn_pushed_away()
+        self.leave(ticket, "failed", None)
+
+    def _turn_pushed_away(self) -> None:
         pushed, self._pushed = self._pushed, []
         for other in pushed:
             self._turn_away(other, "overloaded", "others wait for a larger share than theirs", status=529)
@@ -202,7 +210,7 @@ class Desk:
         if ticket.state == "done":
             return
         if ticket.waiting:
-            self._flows.pop(ticket)
+            self._flows.pop(ticket, None)
         ticket.lane.account.settle(ticket.charged, outcome, used or (ticket.charged, 0), int(self._clock() * 1e9))
         self.gate.leave(ticket)
         if self.gate.waiting:

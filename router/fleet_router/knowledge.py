@@ -34,7 +34,10 @@ WAITING_MOST: Final = 64
 """Prompts that wait for the encoding thread; more go by the approximate index."""
 TAKEN_S: Final = 5.0
 AGAIN_S: Final = 5.0
-OURS_ALONE: Final = frozenset({"tools", "documents", "chat_template", "chat_template_kwargs", "add_generation_prompt"})
+OURS_ALONE: Final = frozenset({
+    "tools", "documents", "chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message",
+    "add_special_tokens", "reasoning_effort",
+})  # fmt: skip
 """With one of these fields an engine renders a conversation in its own way."""
 
 

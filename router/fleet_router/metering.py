@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC
 from typing import TYPE_CHECKING, Final
 
-from fleet_router.admission.usage import EVENT, SHORT_BYTES, SPLIT_BYTES, TOLD, usage_in, used_tokens, with_usage
+from fleet_router.admission.usage import EVENT, SHORT_BYTES, SPLIT_BYTES, TOLD, TOLD_LAST, usage_in, used_tokens, with_usage
 from fleet_router.ending import without_usage
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Metering(ABC):  # noqa: B024 - what is abstract of an answer comes in its 
 
     def _without_usage(self, data: bytes) -> bytes:
         """What the client asked for; the rest is what we asked for."""
-        if data.find(TOLD) < 0:  # `in` raises and catches an error first
+        if data.find(TOLD) < 0 and data.find(TOLD_LAST) < 0:  # `in` raises and catches an error first; a chunk may end in one
             return data
         shown, told = without_usage(data)
         self._told = told or self._told

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import TYPE_CHECKING, Annotated, Final, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 import msgspec
 
@@ -49,7 +49,8 @@ _STR: Final = msgspec.json.Decoder(str)
 _ONLY: Final = msgspec.json.Decoder(tuple[msgspec.Raw])
 _HOLDS_PROMPTS: Final = re.compile(rb"\[\s*[\"\[]")
 _IDS: Final = msgspec.json.Decoder(list[Annotated[int, msgspec.Meta(ge=0)]])
-_OBJECT: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_OPTIONS: Final = msgspec.json.Decoder(dict[str, Any])
+"""To the bottom: what is asked for of ours is written into it, and it is encoded again."""
 _MESSAGES: Final = msgspec.json.Decoder(list[SaidBy])
 _NULL: Final = msgspec.Raw(b"null")
 _PROMPT_TOKENS: Final = re.compile(rb'"prompt_tokens"\s*:\s*(\d{1,9})\b')
@@ -100,7 +101,7 @@ def parse_body(body: bytes, chat: bool, config: RouterConfig) -> Ask:
     if not COSTLY.isdisjoint(fields):
         check_costly(fields)
     stream = ("stream" in fields and _typed(fields, "stream", _BOOL)) or False
-    if "stream_options" in fields and _typed(fields, "stream_options", _OBJECT) is not None and not stream:
+    if "stream_options" in fields and _typed(fields, "stream_options", _OPTIONS) is not None and not stream:
         raise RequestError(400, "stream_options is only allowed when stream is true", param="stream_options")
     return _without_ours(Ask(fields, prompt, stream, original, False, adapter))
 

@@ -316,8 +316,12 @@ class ClientConnection:
             ask = parse_alone(body, lane.config, counts=path in COUNTING)
         self._translation = translation
         ask, ticket = desk.admit(lane, ask, request.slo_ttft_ms)
-        hints = hints_of(self._context.config, lane.slo_class, request.kept)
-        self.flow = flow = self._flow_of(path, ask, ticket, hints)
+        try:
+            hints = hints_of(self._context.config, lane.slo_class, request.kept)
+            self.flow = flow = self._flow_of(path, ask, ticket, hints)
+        except BaseException:
+            desk.forget(ticket)
+            raise
         if EXPLAIN in request.kept:
             flow.record.shown = self._rights(desk.entry(request.key), request) != "none"
         desk.start(ticket, flow)

@@ -14,6 +14,7 @@ from fleet_router.kvindex.tokenised import cut
 FETCH_TIMEOUT_S = 30.0
 MOST_BYTES = 128 * 1024 * 1024
 SAMPLE = "The quick brown fox jumps over 13 lazy dogs.\nIt's (almost) 42 o'clock: été, naïve, 東京. " * 30
+ROW = ("role", "content")
 SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -55,12 +56,19 @@ class Tokeniser:
         if self._template is None:
             raise UnreadableError("no chat template")
         try:
-            rows = [{"role": m["role"], "content": _content(m.get("content"))} for m in msgspec.json.decode(messages)]
+            rows = [_row(message) for message in msgspec.json.decode(messages)]
             return str(self._template.render(messages=rows, add_generation_prompt=True, **self._special))
         except UnreadableError:
             raise
         except Exception as error:  # a template raises whatever its author liked
             raise UnreadableError(f"{type(error).__name__}: {error}") from error
+
+
+def _row(message: dict[str, Any]) -> dict[str, str]:
+    """Calls of tools, their results' ids, reasoning: templates write them as they like, and engines change them before."""
+    if others := [name for name, value in message.items() if name not in ROW and value is not None]:
+        raise UnreadableError(f"messages with {others[0]}")
+    return {"role": message["role"], "content": _content(message.get("content"))}
 
 
 def _content(raw: object) -> str:

@@ -12,6 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from fleet_router.errors import RequestError
+from fleet_router.fields import check_values
 
 MARK: Final = b"_url"
 ESCAPED: Final = re.compile(rb"\\u00[2-7][0-9a-fA-F]")
@@ -23,6 +24,7 @@ def check_urls(raw: bytes, param: str) -> None:
     """RequestError 400 for a URL that somebody would fetch. `raw`: JSON; a search of bytes for nearly every request."""
     if MARK not in raw and not (b"\\u00" in raw and ESCAPED.search(raw)):
         return
+    check_values(raw, param)
     try:
         _walk(msgspec.json.decode(raw), param)
     except (msgspec.DecodeError, RecursionError) as error:

@@ -34,6 +34,7 @@ from tests.fleet_router.rig import BOUNDS, Rig, ask, run, until
         (b'{"model":"m","prompt":"a","min_tokens":-1}', 400, "min_tokens is -1"),
         (b'{"model":"m","prompt":"a","stream_options":{}}', 400, "stream_options is only allowed when stream is true"),
         (b'{"model":"m","prompt":"a","stream":true,"stream_options":7}', 400, "stream_options: Expected `object`, got `int`"),
+        (b'{"model":"m","prompt":"a","stream":true,"stream_options":{"a":1e999}}', 400, "stream_options: Number out of range"),
         (b'{"model":"m","prompt":[]}', 400, "prompt is empty"),
         (b'{"model":"m","prompt":"a","max_tokens":0}', 400, "max_tokens is 0; allowed are 1 to 4096"),
         (b'{"model":"m","prompt":"a","stream":"yes"}', 400, "stream: Expected `bool`, got `str`"),

@@ -208,7 +208,13 @@ def test_without_tenants_only_the_routers_own_host_reads(peer: object, headers: 
     assert rights_of(True, "none", peer, headers) == "none"
 
 
-@pytest.mark.parametrize(("query", "status"), [("?id=nobody", 404), ("?limit=0", 400), ("?limit=x", 400), ("?limit=201", 400)])
+@pytest.mark.parametrize(
+    ("query", "status"),
+    [
+        ("?id=nobody", 404), ("?limit=0", 400), ("?limit=x", 400), ("?limit=201", 400), ("?limit=00000199999", 400),
+        pytest.param("?" + "a=1&" * 9, 400, id="no answer at all"),
+    ],
+)  # fmt: skip
 def test_bad_questions_get_an_error(query: str, status: int):
     async def go(rig: Rig) -> None:
         await rig.post(ask(prompt="short"))

@@ -15,7 +15,7 @@ from fleet_router.config import RouterConfig
 from fleet_router.hints import NO_HINTS
 from fleet_router.knowledge import INLINE_CHARS, NOT_KNOWN, Counted, Knowledge
 from fleet_router.request import parse_body
-from fleet_router.tokeniser import Tokeniser, fetch
+from fleet_router.tokeniser import Tokeniser, UnreadableError, fetch
 from fleet_wire.blocks import chain, root_hash
 from fleet_wire.endpoints import Endpoint
 from fleet_wire.events import BlockStored
@@ -159,7 +159,8 @@ def test_a_conversation_is_rendered_as_the_engine_does(folder: Path):
         await publisher.settle(lambda: ready(knowledge) and len(knowledge.believed.index) > 3, knowledge)
         found = await counted(knowledge, {"messages": messages}, chat=True)
         assert (found.tokens, knowledge.hints(found, NO_HINTS).blocks) == (len(ids), ((len(ids) // SIZE * SIZE, 1),))
-        assert await counted(knowledge, {"messages": messages, "tools": []}, chat=True) == NOT_KNOWN
+        for field, value in (("tools", []), ("continue_final_message", True), ("reasoning_effort", "low")):
+            assert await counted(knowledge, {"messages": messages, field: value}, chat=True) == NOT_KNOWN
         picture = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}]}]
         assert await counted(knowledge, {"messages": picture}, chat=True) == NOT_KNOWN
 
@@ -230,6 +231,19 @@ def test_a_restarted_worker_begins_anew_and_one_that_left_is_forgotten(folder: P
         assert (len(knowledge.believed.index), knowledge.believed.state("w")) == (0, None)
 
     run("127.84.0.5", folder, go)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "x" * 9_000}}]}, {"reasoning_content": "x" * 9_000}],
+)
+def test_a_conversation_with_more_than_text_is_the_engines_to_count(folder: Path, more: dict[str, object]):
+    """It was counted without its calls of tools: a few tokens, whatever their arguments were, against the limit of input."""
+    files = {name: (folder / name).read_text() for name in ("tokenizer.json", "tokenizer_config.json")}
+    made, said = Tokeniser(files), {"role": "assistant", "content": "a", "name": None}
+    assert made.render(json.dumps([said]).encode())
+    with pytest.raises(UnreadableError):
+        made.render(json.dumps([{**said, **more}]).encode())
 
 
 def test_the_tokenizer_agrees_with_the_engines(folder: Path):

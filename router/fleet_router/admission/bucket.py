@@ -27,9 +27,9 @@ class Bucket:
         """Units that were ever taken here, less those given back."""
 
     def resized(self, per_s: float, size: int, now_ns: int) -> Bucket:
-        """With other limits, and as many units taken: a reload is no way to a full bucket."""
+        """With other limits, and as many units taken or owed: a reload is no way to a full bucket, nor out of debt."""
         other = Bucket(per_s, size)
-        other.full_at_ns = now_ns + max(0, self.size - self.left(now_ns)) * other.each_ns
+        other.full_at_ns = now_ns + max(0, -(-(self.full_at_ns - now_ns) // self.each_ns)) * other.each_ns
         other.taken = self.taken
         return other
 

@@ -41,7 +41,7 @@ class Ticket:
     tenant: str
     holder: Account
     size: int
-    """Bytes of its prompt."""
+    """Bytes that it holds: its fields and its prompt."""
     deadline: float
     """When waiting is over: what is left of the budget is for the prefill."""
     entered_at: float

@@ -30,6 +30,11 @@ EVENT_END: Final = b"\n\n"
 LINE_END: Final = b"\r\n"
 CHUNK_END: Final = b"\n\n\r\n"
 """A read that ends so ends a chunk after a whole event: the only place where something else may follow."""
+CRLF_EVENT_END: Final = b"\r\n\r\n"
+CRLF_CHUNK_END: Final = b"\r\n\r\n\r\n"
+"""Of engines whose lines end so (sse-starlette): as their first events have it."""
+BODY_END: Final = b"\r\n0\r\n\r\n"
+"""Looks like the end of such an event."""
 CONTROL: Final = re.compile(
     rb"<\|(?:im_start|im_end|endoftext|eot_id|eom_id|end_of_text|begin_of_text|start_header_id|end_header_id|user|assistant)\|>"
     rb"|<(?:start|end)_of_turn>|\[/?INST\]"
@@ -56,7 +61,9 @@ _CAPITAL_I: Final = ord("I")
 class Runaway:
     """The detector of one stream: some ten KB, and of most reads only that they are kept for the next look."""
 
-    __slots__ = ("_control", "_events", "_held", "_held_bytes", "_most", "_regular", "_symbols", "_why")
+    __slots__ = (
+        "_chunk_end", "_control", "_event_end", "_events", "_held", "_held_bytes", "_most", "_regular", "_symbols", "_why",
+    )  # fmt: skip
 
     def __init__(self, max_output_tokens: int) -> None:
         self._most = max_output_tokens + SLACK
@@ -66,6 +73,7 @@ class Runaway:
         """As far as was seen, every event stands in a chunk of its own, or none in any: then it is hashed with its framing, which
         is the same for the same event."""
         self._events = 0
+        self._event_end, self._chunk_end = EVENT_END, CHUNK_END
         self._control = 0
         self._why: Why | None = None
         self._held: list[bytes] = []
@@ -75,7 +83,8 @@ class Runaway:
     @property
     def events(self) -> int:
         """Events that have ended, to the last byte seen."""
-        return self._events + b"".join(self._held).count(EVENT_END)
+        held = b"".join(self._held)
+        return self._events + held.count(self._event_end) - (self._event_end == CRLF_EVENT_END and held.endswith(BODY_END))
 
     def saw(self, data: bytes) -> Why | None:
         """More bytes of the stream, with their transfer framing; why it should end right behind them, if it should."""
@@ -84,12 +93,16 @@ class Runaway:
         if self._held_bytes >= JUDGED_BYTES or len(self._held) >= JUDGED_READS:
             why = self._judge()
             self._why = self._why or why
-        return self._why if self._why is not None and data.endswith(CHUNK_END) else None
+        return self._why if self._why is not None and data.endswith(self._chunk_end) else None
 
     def _judge(self) -> Why | None:
         data = b"".join(self._held)
-        events = data.split(EVENT_END)
+        if not self._events and data.find(EVENT_END) < 0 and data.find(CRLF_EVENT_END) >= 0:
+            self._event_end, self._chunk_end = CRLF_EVENT_END, CRLF_CHUNK_END
+        events = data.split(self._event_end)
         rest = events.pop()
+        if self._event_end == CRLF_EVENT_END and data.endswith(BODY_END):
+            events.pop()
         self._held, self._held_bytes = [rest[-EVENT_BYTES:]], 0
         if not events:
             return None

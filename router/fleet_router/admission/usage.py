@@ -20,25 +20,38 @@ SPLIT_BYTES: Final = 256
 SHORT_BYTES: Final = 32
 """A read of [DONE] or of a body's end; no `usage` is so short."""
 TOLD: Final = b'"prompt_tokens"'
+TOLD_LAST: Final = b'"completion_tokens"'
 """In an event that tells it."""
 OPTIONS: Final = "stream_options"
 USAGE: Final = b'{"include_usage":true}'
 ASKED: Final = b',"stream_options":' + USAGE + b"}"
 EVENT: Final = b"\ndata: "
 """Of a stream. Inside JSON a line break is escaped, so that text cannot look like an event."""
+MEDIUM_TOKENS: Final = 1_024
+"""What a picture or a sound is taken for: its bytes say nothing of its tokens."""
+_MEDIUM_MARK: Final = b'"data'
+_MEDIUM: Final = re.compile(rb'"(?:data:[^",]{0,128},|data"\s*:\s*")[^"]*"')
+"""A data: URL, and the `data` of input_audio."""
 _SPACED: Final = re.compile(rb"\s*:\s*(\d{1,9})(?!\d)")
+_BEHIND_NAME: Final = frozenset(b": \t\r\n")
 _BACKSLASH: Final = ord("\\")
 _USUAL: Final = re.compile(
     rb'"usage":\s?\{"prompt_tokens":\s?(\d{1,9}),\s?"total_tokens":\s?\d{1,9},\s?"completion_tokens":\s?(\d{1,9})[,}]'
 )
 """As vLLM writes it: found at once."""
+_BETWEEN: Final = re.compile(rb"\r\n[0-9a-fA-F]{1,8}(?:;[^\r\n]*)?\r\n")
+"""Between two chunks of a body (RFC 9112, 7.1): proxies cut where they like."""
 _OBJECT: Final = re.compile(rb"\s*:\s*\{")
 
 
 def estimated(prompt: bytes) -> int:
     """Tokens of a prompt as it stands in the body: exact for a list of token ids, else by its bytes; at least 1."""
-    if prompt[:1] == b"[" and prompt[1:2].isdigit():
-        return prompt.count(b",") + 1
+    if prompt[:1] == b"[":
+        if prompt[1:2].isdigit():
+            return prompt.count(b",") + 1
+        if len(prompt) > MEDIUM_TOKENS and prompt.find(_MEDIUM_MARK) >= 0:
+            text, media = _MEDIUM.subn(b"", prompt)
+            return int(len(text) / BYTES_PER_TOKEN) + media * MEDIUM_TOKENS or 1
     return int(len(prompt) / BYTES_PER_TOKEN) or 1
 
 
@@ -64,22 +77,28 @@ def _usage_at(tail: bytes, at: int) -> tuple[int, int] | None:
         return None
     if (usual := _USUAL.match(tail, at)) is not None:
         return int(usual[1]), int(usual[2])
-    if _OBJECT.match(tail, at + 7) is None:
+    if at + 7 >= len(tail) or tail[at + 7] not in _BEHIND_NAME:
         return None
-    prompt = _number(tail, b'"prompt_tokens"', at)
-    return None if prompt is None else (prompt, _number(tail, b'"completion_tokens"', at) or 0)
+    near = _BETWEEN.sub(b"", bytes(memoryview(tail)[at:][:TAIL_BYTES]))  # the size of a chunk is a number, too
+    if _OBJECT.match(near, 7) is None:
+        return None
+    prompt = _number(near, b'"prompt_tokens"')
+    return None if prompt is None else (prompt, _number(near, b'"completion_tokens"') or 0)
 
 
-def _number(tail: bytes, name: bytes, start: int) -> int | None:
-    at = tail.find(name, start)
+def _number(tail: bytes, name: bytes) -> int | None:
+    at = tail.find(name)
     found = _SPACED.match(tail, at + len(name)) if at >= 0 else None
     return int(found[1]) if found is not None else None
 
 
 def used_tokens(before: bytes, tail: bytes, events: int, charged: int) -> tuple[int, int]:
-    """(input, output) tokens of a stream: the engine's own count in its last two reads of some length, else an estimate with a
-    token per event ([DONE] is an event, too)."""
-    return usage_of(tail) or (before and usage_of(before[-TAIL_BYTES:] + tail)) or (charged, events - 1 if events > 1 else 0)
+    """(input, output) tokens of a stream: the engine's own count in its last two reads of some length, also where a chunk ends in
+    the middle of it, else an estimate with a token per event ([DONE] is an event, too)."""
+    found = usage_of(_BETWEEN.sub(b"", tail[-TAIL_BYTES:]))
+    if found is None and before:
+        found = usage_of(_BETWEEN.sub(b"", before[-TAIL_BYTES:] + tail))
+    return found or (charged, events - 1 if events > 1 else 0)
 
 
 def with_usage(ask: Ask) -> tuple[Ask, bool]:

@@ -85,6 +85,6 @@ class Calls:
             return False
         try:
             msgspec.json.decode("".join(self._said), type=dict[str, msgspec.Raw])
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, RecursionError):
             return False
         return True

@@ -36,7 +36,7 @@ class CountTokens(Translation):
         """The count."""
         try:
             return msgspec.json.encode({"input_tokens": _TOKENIZED.decode(self.collected).count})
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise RequestError(502, f"the worker's answer has no count: {error}") from error
 
     def error_body(self, error: RequestError) -> bytes:

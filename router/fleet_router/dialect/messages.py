@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, NoReturn
 
 import msgspec
 
 from fleet_router.dialect.calls import Calls
-from fleet_router.dialect.chat import Choice, Completion, Message, ToolCall, Usage
+from fleet_router.dialect.chat import Choice, Completion, ToolCall, Usage
 from fleet_router.dialect.messages_request import MessagesRequest, chat_request
 from fleet_router.dialect.translation import ENDED, ChatTranslation, event, parsed
 from fleet_router.errors import RequestError
@@ -23,6 +23,7 @@ KINDS: Final = {
     413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error", 529: "overloaded_error", 504: "timeout_error",
 }  # fmt: skip
 """docs.anthropic.com, Errors."""
+NO_INPUT: Final = msgspec.Raw(b"{}")
 
 
 def error_object(error: RequestError, request_id: str) -> dict[str, Any]:
@@ -49,6 +50,8 @@ class Messages(ChatTranslation):
         self._choice = Choice()
         self._begun = False
         self._calls = Calls()
+        self._called = False
+        """A block that uses a tool was sent."""
         self._open = ""
         """Kind and index of the block that is being sent; empty when none is."""
         self._index = -1
@@ -76,7 +79,7 @@ class Messages(ChatTranslation):
 
     def _tool(self, call: ToolCall) -> bytes:
         start = {"type": "tool_use", "id": call.id or "", "name": call.function.name or "", "input": {}}
-        told = self._block(f"tool {call.index}", start)
+        told, self._called = self._block(f"tool {call.index}", start), True
         if call.function.arguments:
             told += self._delta({"type": "input_json_delta", "partial_json": call.function.arguments})
         return told
@@ -109,7 +112,7 @@ class Messages(ChatTranslation):
     def finished(self) -> bytes:
         """The message's reason and usage, then its end."""
         told = (b"" if self._begun else self._begin()) + self._other_calls()
-        reason, stop = reason_of(self._choice)
+        reason, stop = reason_of(self._choice, calls=self._called)
         ending = {
             "type": "message_delta",
             "delta": {"stop_reason": reason, "stop_sequence": stop, **details_of(self._choice)},
@@ -132,10 +135,10 @@ class Messages(ChatTranslation):
         if choice is None:
             raise RequestError(502, "the worker's answer has no choice")
         self._usage = answer.usage or Usage()
-        return msgspec.json.encode(self._message(_blocks(choice.message), choice))
+        return msgspec.json.encode(self._message(_blocks(choice), choice))
 
     def _message(self, content: list[dict[str, Any]], choice: Choice) -> dict[str, Any]:
-        reason, stop = reason_of(choice)
+        reason, stop = reason_of(choice, calls=bool(choice.message.tool_calls))
         return {
             "id": f"msg_{self.request_id}", "type": "message", "role": "assistant", "model": self._model,
             "content": content, "stop_reason": reason, "stop_sequence": stop, "usage": usage_of(self._usage),
@@ -143,28 +146,49 @@ class Messages(ChatTranslation):
         }  # fmt: skip
 
 
-def _blocks(message: Message) -> list[dict[str, Any]]:
+def _blocks(choice: Choice) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
+    message = choice.message
     if message.thought:
         found.append({"type": "thinking", "thinking": message.thought, "signature": ""})
     if message.content:
         found.append({"type": "text", "text": message.content})
     for call in message.tool_calls or ():
-        found.append({"type": "tool_use", "id": call.id, "name": call.function.name, "input": _input(call)})
+        found.append({"type": "tool_use", "id": call.id, "name": call.function.name, "input": _input(call, choice.finish_reason)})
     return found
 
 
-def _input(call: ToolCall) -> Any:
+def _input(call: ToolCall, finish: str | None) -> msgspec.Raw:
+    """The arguments as the model wrote them: numbers of any length, half of a surrogate pair. None where the limit cut them: the
+    message says so, and its reader asks with a higher one."""
+    said = (call.function.arguments or "").strip()
+    if said in ("", "null"):
+        return NO_INPUT
+    if _is_object(said):
+        return msgspec.Raw(said.encode())
+    if finish == "length":
+        return NO_INPUT
+    raise RequestError(502, f"the model's arguments for {call.function.name} are not a JSON object")
+
+
+def _is_object(text: str) -> bool:
     try:
-        return json.loads(call.function.arguments or "{}")
-    except ValueError as error:
-        raise RequestError(502, f"the model's arguments for {call.function.name} are not JSON") from error
+        return isinstance(json.loads(text, parse_constant=_no_number), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
-def reason_of(choice: Choice) -> tuple[str, str | None]:
-    """(stop_reason, stop_sequence)."""
+def _no_number(name: str) -> NoReturn:
+    """NaN and infinities, which JSON has not."""
+    raise ValueError(name)
+
+
+def reason_of(choice: Choice, *, calls: bool) -> tuple[str, str | None]:
+    """(stop_reason, stop_sequence). `calls`: of a message that uses tools; engines end the call of a named one with `stop`."""
     if choice.finish_reason == "stop" and isinstance(choice.stop_reason, str):
         return "stop_sequence", choice.stop_reason
+    if calls and choice.finish_reason == "stop":
+        return "tool_use", None
     return REASONS.get(choice.finish_reason or "", "end_turn"), None
 
 

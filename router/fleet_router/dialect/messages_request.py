@@ -68,11 +68,17 @@ class Thinking(msgspec.Struct, frozen=True, tag_field="type", tag="thinking"):
     signature: str = ""
 
 
+class RedactedThinking(msgspec.Struct, frozen=True, tag_field="type", tag="redacted_thinking"):
+    """The same, sealed by another provider."""
+
+    data: Passed = NOTHING
+
+
 class Turn(msgspec.Struct, frozen=True):
     """One message."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | list[Text | Image | ToolUse | ToolResult | Thinking]
+    content: str | list[Text | Image | ToolUse | ToolResult | Thinking | RedactedThinking]
 
 
 class Tool(msgspec.Struct, frozen=True):
@@ -114,6 +120,7 @@ class MessagesRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: ThinkingMode | None = None
+    cache_control: Passed = NOTHING
     metadata: Passed = NOTHING
     service_tier: Passed = NOTHING
 

@@ -22,7 +22,7 @@ STATELESS: Final = "this router stores no responses: send the whole conversation
 class Part(msgspec.Struct, frozen=True):
     """A piece of a message."""
 
-    type: Literal["input_text", "output_text", "text", "input_image", "refusal"]
+    type: Literal["input_text", "output_text", "text", "input_image", "refusal", "reasoning_text"]
     text: str = ""
     refusal: str = ""
     image_url: str | None = None

@@ -12,6 +12,7 @@ from fleet_router.admission.runaway import FINISH, Why
 from fleet_router.allowed import with_allowed
 from fleet_router.dialect.chat import DONE, Choice, Completion, Events, Usage, completion, worker_error
 from fleet_router.errors import RequestError, error_json
+from fleet_router.fields import check_values
 from fleet_router.health.inband import words_of
 
 CHAT: Final = b"/v1/chat/completions"
@@ -28,6 +29,7 @@ T = TypeVar("T")
 
 def parsed(body: bytes, kind: type[T]) -> T:
     """Typed request; RequestError 400 with the field's path."""
+    check_values(body)
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:

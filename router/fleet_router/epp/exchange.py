@@ -25,6 +25,8 @@ from fleet_router.request import parse_alone, parse_body
 from fleet_router.workers import Worker
 
 GENERATE = {b"/v1/completions": False, b"/v1/chat/completions": True}
+BODILESS = frozenset({b"GET", b"HEAD", b"OPTIONS"})
+"""A POST without a body is none of OpenAI's, but engines have some: /sleep, /reset_prefix_cache."""
 SUBSET, SUBSET_KEY = "envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset"
 SERVED_KEY = "x-gateway-destination-endpoint-served"
 
@@ -137,6 +139,8 @@ class Exchange:
     def _pick_any(self) -> Any:
         """A request without a body (GET /v1/models): any worker that decodes."""
         try:
+            if self._request.method not in BODILESS:
+                raise RequestError(404, "not served behind a gateway: a request that changes something has a body")
             self._context.desk.entry(self._request.key)
             found = self._context.table.candidates(self._context.clock(), frozenset())["decode"]
             usable = [worker for worker in found if self._subset is None or address_of(worker) in self._subset]
@@ -177,8 +181,12 @@ class Exchange:
         else:
             ask = parse_body(body, GENERATE[path], lane.config)
         ask, ticket = context.desk.admit(lane, ask, request.slo_ttft_ms)
-        hints = hints_of(context.config, lane.slo_class, request.kept)
-        self.flow = flow = Picked(context, self, path, ask, ticket, hints, self._subset)
+        try:
+            hints = hints_of(context.config, lane.slo_class, request.kept)
+            self.flow = flow = Picked(context, self, path, ask, ticket, hints, self._subset)
+        except BaseException:
+            context.desk.forget(ticket)
+            raise
         flow.record.shown = ASKED in request.kept and context.desk.entry(request.key).decisions != "none"
         context.desk.start(ticket, flow)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from fleet_router.admission.gate import Ticket
+from fleet_router.admission.usage import EVENT
 from fleet_router.asked import Ask, Hints
 from fleet_router.config import RouterConfig
 from fleet_router.context import Client, Context
@@ -63,6 +64,13 @@ class Picked(Flow):
     def _usage_asked(ask: Ask) -> tuple[Ask, bool]:
         """The same: nothing of a gateway's stream can be kept from its client."""
         return ask, False
+
+    def _count_tokens(self, data: bytes, sound: bool) -> None:
+        """A gateway's pieces have no framing, and are cut anywhere: the line break before an event is in the one before, if in
+        any."""
+        if self._ask.stream and self._metered:
+            self._events += ((self._tail[1 - len(EVENT) :] or EVENT[:1]) + data).count(EVENT) - data.count(EVENT)
+        super()._count_tokens(data, sound)
 
     def _send_decode(self, worker: Worker, reference: bytes | None) -> None:
         self._waits_for()

@@ -26,6 +26,7 @@ FORWARDED: Final = (b"x-forwarded-for", b"forwarded", b"via")
 USUAL: Final = 20
 MOST: Final = 200
 ID_MOST: Final = 128
+FIELDS_MOST: Final = 8
 
 
 def rights_of(tenants_needed: bool, given: Decisions, peer: object, kept: Mapping[bytes, bytes]) -> Decisions:
@@ -49,7 +50,10 @@ def answer(recorder: Recorder, url: bytes, rights: Decisions, tenant: str, clock
     if rights == "none":
         message = "records of decisions need a key with that right (tenants file: decisions), or the router's own host"
         raise RequestError(403, message, code="decisions_not_allowed")
-    query = parse_qs(url.partition(b"?")[2].decode("latin-1"), max_num_fields=8)
+    try:
+        query = parse_qs(url.partition(b"?")[2].decode("latin-1"), max_num_fields=FIELDS_MOST)
+    except ValueError as error:
+        raise RequestError(400, f"the query has more than {FIELDS_MOST} fields; there are id and limit") from error
     wanted, limit = query.get("id", [""])[-1][:ID_MOST], _limit(query.get("limit", [str(USUAL)])[-1])
     only = tenant if rights == "own" else None
     found = list(islice(_rows(recorder, wanted, only, time.time() - clock_s), limit))
@@ -70,6 +74,6 @@ def _rows(recorder: Recorder, wanted: str, only: str | None, epoch_s: float) -> 
 
 
 def _limit(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and 1 <= int(text[:6]) <= MOST):
+    if not (text.isascii() and text.isdigit() and len(text) <= len(str(MOST)) and 1 <= int(text) <= MOST):
         raise RequestError(400, f"limit must be a number between 1 and {MOST}", param="limit")
     return int(text)

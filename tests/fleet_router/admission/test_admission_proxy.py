@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from fleet_router.config import RouterConfig, SloClass
+from fleet_router.metrics import COMPILED
 from tests.fleet_router.admission.made import key_of, parsed
 from tests.fleet_router.fake_worker import stream
 from tests.fleet_router.rig import CONFIG, Rig, answer_of, ask, http, run, until
@@ -400,6 +401,24 @@ def test_a_stream_that_loops_is_ended_with_a_reason_and_its_worker_freed(path: s
     run(go, prefill=0, config=WATCHED)
 
 
+def test_a_loop_of_lines_that_end_with_crlf_is_ended():
+    async def go(rig: Rig) -> None:
+        async def loops(_: Any, writer: asyncio.StreamWriter) -> bool:
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+            event = b'data: {"choices": [{"index": 0, "text": "again"}]}\r\n\r\n'
+            while not writer.is_closing():
+                writer.write(b"%x\r\n%b\r\n" % (len(event), event))
+                await writer.drain()
+            return True
+
+        rig.decode[0].behave = loops
+        body = await rig.raw(http(ask(prompt="short", stream=True), "connection: close"))
+        assert body.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+        assert (b'"stop_reason":"repetition_detected"' in body, rig.context.desk.runaways["repetition"]) == (True, 1)
+
+    run(go, prefill=0, config=WATCHED)
+
+
 def test_behind_the_end_of_a_runaway_stream_nothing_follows():
     """The worker's next event had begun in the same read: half of it came after the body's end, into the next answer."""
 
@@ -432,3 +451,27 @@ def test_a_class_limit_is_given_to_the_engine_where_the_client_gives_none():
         assert [body.get("max_tokens") for body in rig.decode[0].seen] == [9, 16]
 
     run(go, prefill=0, config=config)
+
+
+def test_a_request_that_cannot_be_read_after_all_gives_its_slot_back(monkeypatch: pytest.MonkeyPatch):
+    """A number without end in `stream_options` was read behind the gate: each such request held a slot for ever, and a few of
+    them were all of the router's."""
+
+    async def go(rig: Rig) -> None:
+        with_tenants(rig, acme={"concurrency": 1, "requestsPerSecond": 100})
+        bad = b'{"model":"m","prompt":"a","stream":true,"stream_options":{"a":1e999}}'
+        for _ in range(3):
+            assert b" 400 " in (await rig.raw(http(bad, KEY, "connection: close"))).partition(b"\r\n")[0]
+        if not COMPILED:  # there a class of another module is no name that could stand for something else
+            monkeypatch.setattr("fleet_router.server.Flow", _breaks)
+            for _ in range(3):
+                assert await rig.raw(http(ask(prompt="a"), KEY, "connection: close")) == b""
+            monkeypatch.undo()
+        assert (rig.context.desk.gate.running, rig.context.desk.accounts["acme"].inflight) == (0, 0)
+        assert (await send(rig, KEY))[0] == 200
+
+    run(go)
+
+
+def _breaks(*_: object) -> None:
+    raise ValueError("whatever it is")

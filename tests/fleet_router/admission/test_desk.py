@@ -314,3 +314,32 @@ def test_a_reload_keeps_what_was_used():
     desk.follow(msgspec.structs.replace(CONFIG, max_output_tokens=7), {"t": 9}, [])
     assert refused(desk).status == 429
     assert desk.lane(KEY, b"").config.max_output_tokens == 7
+
+
+@pytest.mark.parametrize(
+    ("alone", "more", "size"),
+    [(True, {"input": ["x" * 1_000_000] * 3}, 3_000_000), (False, {"prompt": "x", "tools": ["x" * 200_000]}, 200_000)],
+)
+def test_the_queue_counts_all_that_waits_in_it(alone: bool, more: dict[str, Any], size: int):
+    """Inputs of embeddings counted as nothing: per_slot x slots of them, of 4 MiB each, could wait."""
+    desk = desk_with(Clock(), slots=1, acme={})
+    come(desk)
+    lane = desk.lane(KEY, b"")
+    config = msgspec.structs.replace(lane.config, max_input_tokens=1_000_000)
+    body = msgspec.json.encode({"model": "m", **more})
+    _, ticket = desk.admit(lane, parse_alone(body, config) if alone else parse_body(body, False, config))
+    assert ticket.waiting
+    assert size <= desk.gate.waiting_bytes <= size + 1_000
+
+
+def test_a_request_without_a_flow_leaves_nothing_behind_and_nobody_waiting():
+    """Also where it waits, and where another was pushed out of the queue for it."""
+    desk = desk_with(Clock(), 1, msgspec.structs.replace(CONFIG, queue_per_slot=2), acme={}, other={})
+    come(desk)
+    others = [come(desk, key_of("other").encode())[0] for _ in range(2)]
+    _, ticket = desk.admit(desk.lane(KEY, b""), ask_of())
+    assert ticket.waiting
+    desk.forget(ticket)
+    assert [flow.error.status if flow.error else None for flow in others] == [None, 529]
+    assert (desk.gate.waiting, desk.gate.running) == (1, 1)
+    assert [desk.accounts[name].inflight for name in ("acme", "other")] == [1, 1]

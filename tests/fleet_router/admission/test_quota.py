@@ -141,6 +141,18 @@ def test_a_reload_is_no_way_to_a_full_bucket():
     assert (one.requests, one.headers(NOW)) == (None, b"")
 
 
+def test_a_reload_forgives_no_debt():
+    """Any change of the file, for whichever tenant, gave everybody back what they owed."""
+    mine = account(tokensPerMinute=600)
+    assert mine.charge(100, NOW) is None
+    mine.settle(100, "answered", (100, 5_900), NOW)
+    owed = mine.charge(1, NOW)
+    for limit in (600, 600, 1_200, 600):
+        mine.follow(parsed(a={"tokensPerMinute": limit}).tenants[0], NOW)
+    assert owed is not None
+    assert (mine.charge(1, NOW), owed.retry_after_s) == (owed, 541)
+
+
 def test_headers_are_openais():
     one = account(requestsPerSecond=2, requestsBurst=4, tokensPerMinute=60_000)
     one.charge(1500, NOW)

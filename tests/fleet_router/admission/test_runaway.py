@@ -22,16 +22,16 @@ from fleet_router.admission.runaway import (
 )
 
 
-def event(text: str) -> bytes:
-    raw = b"data: " + json.dumps({"id": "c", "choices": [{"index": 0, "text": text, "finish_reason": None}]}).encode() + b"\n\n"
+def event(text: str, end: bytes = b"\n\n") -> bytes:
+    raw = b"data: " + json.dumps({"id": "c", "choices": [{"index": 0, "text": text, "finish_reason": None}]}).encode() + end
     return b"%x\r\n%b\r\n" % (len(raw), raw)
 
 
-def fed(words: list[str], most: int = 100_000) -> tuple[Why | None, int]:
+def fed(words: list[str], most: int = 100_000, end: bytes = b"\n\n") -> tuple[Why | None, int]:
     """(why, events until then)."""
     detector = Runaway(most)
     for number, word in enumerate(words, 1):
-        if (why := detector.saw(event(word))) is not None:
+        if (why := detector.saw(event(word, end))) is not None:
             return why, number
     return None, len(words)
 
@@ -43,6 +43,26 @@ def test_a_loop_is_found_when_it_has_turned_often_enough(period: int):
     least = max(LEAST_EVENTS, LEAST_TURNS * period)
     assert why == "repetition"
     assert least < events <= least + period + JUDGED_READS
+
+
+@pytest.mark.parametrize(
+    ("words", "most", "expected"),
+    [
+        (["la"] * 400, 10_000, "repetition"), ([f"w{i}" for i in range(400)], 200, "no_stop"),
+        ([f"w{i} <|im_start|>" for i in range(100)], 10_000, "control_tokens"), ([f"w{i}" for i in range(400)], 10_000, None),
+    ],
+)  # fmt: skip
+def test_lines_may_end_as_some_engines_end_them(words: list[str], most: int, expected: Why | None):
+    """None of it was found in streams whose lines end with CRLF."""
+    found = fed(words, most, b"\r\n\r\n")
+    assert found == fed(words, most)
+    assert found[0] == expected
+    reads = [event(word, b"\r\n\r\n") for word in words]
+    for last in ([], [b"0\r\n\r\n"], [event("x" * 10_000, b"\r\n\r\n") + b"0\r\n\r\n"]):
+        detector = Runaway(10_000)
+        for read in (*reads, *last):
+            detector.saw(read)
+        assert detector.events == len(words) + sum(len(read) > 5 for read in last)
 
 
 def test_a_loop_is_found_after_a_long_beginning():

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet_router.admission.usage import estimated, usage_of, used_tokens
+from fleet_router.admission.usage import estimated, usage_in, usage_of, used_tokens
 
 USAGE = {"prompt_tokens": 12, "total_tokens": 19, "completion_tokens": 7}
 
@@ -18,6 +19,24 @@ USAGE = {"prompt_tokens": 12, "total_tokens": 19, "completion_tokens": 7}
 )
 def test_estimates(prompt: bytes, tokens: int):
     assert estimated(prompt) == tokens
+
+
+PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 300_000}}
+SOUND = {"type": "input_audio", "input_audio": {"data": "A" * 300_000, "format": "wav"}}
+
+
+@pytest.mark.parametrize(
+    ("content", "least", "most"),
+    [
+        ([PICTURE, {"type": "text", "text": "x" * 3_000}], 2_000, 2_200), ([PICTURE, PICTURE, SOUND], 3_000, 3_300),
+        ("data: " + "x" * 3_000, 1_000, 1_100),
+    ],
+)  # fmt: skip
+def test_a_picture_is_not_charged_by_its_bytes(content: Any, least: int, most: int):
+    """One of 300 KB was 100,000 tokens: more than many tenants have in a minute, and so refused for ever."""
+    for separators in ((",", ":"), (", ", ": ")):
+        raw = json.dumps([{"role": "user", "content": content}], separators=separators).encode()
+        assert least <= estimated(raw) <= most
 
 
 @pytest.mark.parametrize(
@@ -53,3 +72,25 @@ def test_any_bytes_are_usage_or_not(tail: bytes):
 def test_a_stream_without_usage_is_counted_by_its_events():
     assert used_tokens(b"", b"data: [DONE]\n\n", 6, 40) == (40, 5)
     assert used_tokens(b"", b"", 0, 40) == (40, 0)
+
+
+@pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n"])
+@pytest.mark.parametrize("extension", [b"", b";a=b"])
+def test_usage_is_found_wherever_a_proxy_cuts_it_into_chunks(end: bytes, extension: bytes):
+    """Cut inside a name of it a stream of 1,500 tokens was charged as one, cut before a number by the size of the chunk."""
+    told = b"data: " + json.dumps({"choices": [], "usage": USAGE}).encode() + end
+    for at in range(1, len(told)):
+        pieces = [told[:at], told[at:], b"data: [DONE]" + end]
+        chunks = [b"%x%b\r\n%b\r\n" % (len(piece), extension, piece) for piece in pieces] + [b"0\r\n\r\n"]
+        assert used_tokens(b"", b"".join(chunks), 9, 9) == (12, 7)
+        assert used_tokens(chunks[0], b"".join(chunks[1:]), 9, 9) == (12, 7)
+
+
+def test_the_size_of_a_chunk_is_no_number_of_tokens():
+    """Nor the first digits of a number: of a whole answer that comes in chunks."""
+    body = json.dumps({"id": "c", "usage": USAGE, "choices": []}).encode()
+    for at in range(1, len(body)):
+        pieces = [body[:at], body[at:]]
+        chunks = b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
+        cut_name = body.index(b'"usage"') < at < body.index(b'"usage"') + 7
+        assert usage_in(chunks) == (None if cut_name else (12, 7))

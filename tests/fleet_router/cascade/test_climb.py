@@ -473,3 +473,25 @@ def test_a_stream_that_breaks_is_not_carried_on_by_another_model():
         assert ladder.asked["small"] == 0
 
     climbing(go, config(tier_rules=(TierRule(tier="large", headers={"x-tier": "large"}),)))
+
+
+@BOTH
+def test_a_draft_that_is_no_utf8_is_the_next_tiers_turn(stream: bool):
+    """It was an exception in the worker's connection: the draft was asked for once more, and its worker blamed."""
+
+    async def go(ladder: Ladder) -> None:
+        async def garbled(_: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+            said = {"index": 0, "finish_reason": "stop", "delta" if stream else "message": {"content": "X!"}}
+            body = json.dumps({"choices": [said]}).encode().replace(b"X!", b"\xff")
+            kind, body = (
+                (b"text/event-stream", b"data: " + body + b"\n\ndata: [DONE]\n\n") if stream else (b"application/json", body)
+            )
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: %b\r\ncontent-length: %d\r\n\r\n%b" % (kind, len(body), body))
+            return True
+
+        ladder.behave("small", garbled)
+        status, tier, body = await ladder.talk(stream=stream)
+        assert (status, tier, text_of(body), ladder.asked) == (200, "large", "large", {"small": 1, "large": 1})
+        assert ladder.counted()['fleet_router_drafts_total{tier="small",outcome="unreadable"}'] == 1
+
+    climbing(go, config())

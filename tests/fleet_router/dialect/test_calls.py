@@ -132,3 +132,11 @@ def test_the_end_of_a_call_that_was_whole_is_no_call():
     calls.feed(ToolCall(0, "i", Function("f", "{}")))
     assert [call.index for call in calls.feed(ToolCall(1, "j", Function("g", "{")))] == [1]
     assert calls.feed(ToolCall(0, None, Function(None, "\n"))) == calls.rest() == []
+
+
+def test_arguments_too_deep_to_be_looked_at_let_the_next_call_wait_for_the_end():
+    """It was a RecursionError in the connection of a worker."""
+    calls = Calls()
+    deep = ToolCall(0, "a", Function("f", '{"a": ' + "[" * 5_000 + "]" * 5_000 + "}"))
+    assert (calls.feed(deep), calls.feed(ToolCall(1, "b", Function("g", "{}")))) == ([deep], [])
+    assert [call.id for call in calls.rest()] == ["b"]

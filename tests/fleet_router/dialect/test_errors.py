@@ -141,7 +141,8 @@ def test_a_workers_refusal_has_the_shape_of_the_dialect(path: str, status: int):
         (
             MESSAGES,
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "video"}]}]},
-            "messages[0].content[1].type: Invalid value 'video'; allowed are image, text, thinking, tool_result, tool_use",
+            "messages[0].content[1].type: Invalid value 'video'; "
+            "allowed are image, redacted_thinking, text, thinking, tool_result, tool_use",
         ),
         (
             MESSAGES,

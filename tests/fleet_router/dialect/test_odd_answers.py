@@ -1,0 +1,181 @@
+"""Answers of workers that are valid and odd, or broken: what a dialect's client is told of them; and what comes back of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from tests.fleet_router.chat_worker import CALL, THOUGHT, events, says
+from tests.fleet_router.fake_worker import answer
+from tests.fleet_router.rig import Rig, run
+
+ASKED: dict[str, dict[str, Any]] = {
+    "/v1/messages": {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "short"}]},
+    "/v1/responses": {"model": "m", "input": "short"},
+}
+DEEP = '{"a": ' + "[" * 5_000 + "]" * 5_000 + "}"
+
+
+def called(arguments: str, finish: str = "tool_calls") -> Any:
+    """A whole answer that calls one function."""
+    message = {"role": "assistant", "content": None, "tool_calls": [{**CALL, "function": {"name": "f", "arguments": arguments}}]}
+    return {"created": 5, "choices": [{"index": 0, "message": message, "finish_reason": finish}], "usage": None}
+
+
+def answers(said: Any) -> Any:
+    """A worker that answers so: an object, or bytes of a body."""
+
+    async def behave(_: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+        if not isinstance(said, bytes):
+            answer(writer, 200, said)
+            return True
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(said), said))
+        return True
+
+    return behave
+
+
+async def told(rig: Rig, path: str, behave: Any, **more: Any) -> tuple[int, bytes]:
+    rig.decode[0].behave = behave
+    return await rig.post({**ASKED[path], **more}, path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kept"),
+    [
+        ('{"a": 1}', b'"input":{"a": 1}'),
+        ('{"n": 123456789012345678901234567890}', b'{"n": 123456789012345678901234567890}'),
+        ('{"s": "half a pair \\ud800"}', b'{"s": "half a pair \\ud800"}'),
+        ("", b'"input":{}'),
+        ("null", b'"input":{}'),
+    ],
+)
+def test_arguments_of_a_whole_call_reach_the_client_as_the_model_wrote_them(arguments: str, kept: bytes):
+    """Half of a surrogate pair was an exception in the connection: every worker was asked in turn, and blamed for it."""
+
+    async def go(rig: Rig) -> None:
+        status, body = await told(rig, "/v1/messages", answers(called(arguments)))
+        assert (status, kept in body, json.loads(body)["stop_reason"]) == (200, True, "tool_use")
+        assert len(rig.decode[0].seen) == 1
+
+    run(go, prefill=0)
+
+
+@pytest.mark.parametrize("arguments", ["[1]", '"text"', '{"a": 1', '{"a": NaN}', "7", DEEP], ids=lambda text: text[:9])
+def test_arguments_that_are_no_object_are_an_error_at_once(arguments: str):
+    """Anthropic's `input` is an object; a deep one was an exception in the connection."""
+
+    async def go(rig: Rig) -> None:
+        status, body = await told(rig, "/v1/messages", answers(called(arguments)))
+        assert (status, "arguments for f are not a JSON object" in json.loads(body)["error"]["message"]) == (502, True)
+        assert len(rig.decode[0].seen) == 1
+
+    run(go, prefill=0)
+
+
+def test_a_call_that_the_limit_cut_is_an_answer_that_the_limit_cut():
+    """It was a 502: nothing of the answer, though the client is to ask with a higher limit."""
+
+    async def go(rig: Rig) -> None:
+        status, body = await told(rig, "/v1/messages", answers(called('{"city": "Bo', "length")))
+        message = json.loads(body)
+        assert (status, message["stop_reason"]) == (200, "max_tokens")
+        assert [(block["type"], block["name"], block["input"]) for block in message["content"]] == [("tool_use", "f", {})]
+
+    run(go, prefill=0)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(
+    ("finish", "stop", "reason"),
+    [
+        ("stop", None, "tool_use"),
+        ("tool_calls", None, "tool_use"),
+        ("stop", "END", "stop_sequence"),
+        ("length", None, "max_tokens"),
+    ],
+)
+def test_a_call_of_a_named_tool_is_a_use_of_a_tool(streamed: bool, finish: str, stop: str | None, reason: str):
+    """OpenAI and vLLM end the call of a named tool with `stop`; agents run tools where stop_reason is `tool_use`."""
+
+    async def go(rig: Rig) -> None:
+        behave = says([{"tool_calls": [CALL]}], finish, stop)
+        status, body = await told(rig, "/v1/messages", behave, stream=streamed)
+        data = [json.loads(line[6:]) for line in body.decode().split("\n") if line.startswith("data: ")]
+        said = next(e["delta"] for e in data if e["type"] == "message_delta") if streamed else json.loads(body)
+        assert (status, said["stop_reason"], said["stop_sequence"]) == (200, reason, stop)
+
+    run(go, prefill=0)
+
+
+@pytest.mark.parametrize("path", ASKED)
+@pytest.mark.parametrize("streamed", [False, True])
+def test_an_answer_that_is_no_utf8_is_an_error_at_once(path: str, streamed: bool):
+    """It was an exception in the connection, and the request went from worker to worker."""
+
+    async def go(rig: Rig) -> None:
+        whole = json.dumps(called("{}")).encode().replace(b'"f"', b'"\xff"')
+
+        async def streams(_: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+            for event in events([{"content": "Hel"}, {"content": "X!"}]):
+                said = event.replace(b"X!", b"\xff")
+                writer.write(b"%x\r\n%b\r\n" % (len(said), said))
+            writer.write(b"0\r\n\r\n")
+            return True
+
+        status, body = await told(rig, path, streams if streamed else answers(whole), stream=streamed)
+        assert (status, b"not a chat completion" in body) == (200 if streamed else 502, True)
+        assert len(rig.decode[0].seen) == 1
+
+    run(go, prefill=0)
+
+
+@pytest.mark.parametrize("path", ASKED)
+def test_a_refusal_that_is_no_utf8_is_told_as_far_as_it_can_be_read(path: str):
+    async def go(rig: Rig) -> None:
+        async def refuses(_: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+            said = b'{"error": {"message": "bad \xff word"}}'
+            writer.write(b"HTTP/1.1 400 X\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(said), said))
+            return True
+
+        status, body = await told(rig, path, refuses)
+        assert (status, "bad" in json.loads(body)["error"]["message"]) == (400, True)
+        assert len(rig.decode[0].seen) == 1
+
+    run(go, prefill=0)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_reasoning_can_be_sent_back_as_it_came(streamed: bool):
+    """Nothing is stored, so that clients send `response.output` with the next turn; ours was refused for its reasoning."""
+
+    async def go(rig: Rig) -> None:
+        _, body = await told(rig, "/v1/responses", says(THOUGHT), stream=streamed)
+        last = json.loads(body.split(b"data: ")[-1].split(b"\n\n")[0] if streamed else body)
+        output = last.get("response", last)["output"]
+        assert [item["type"] for item in output] == ["reasoning", "message"]
+        turns = [{"role": "user", "content": "a"}, *output, {"role": "user", "content": "b"}]
+        status, body = await told(rig, "/v1/responses", says(THOUGHT), input=turns)
+        assert (status, [(m["role"], m["content"]) for m in rig.decode[0].seen[-1]["messages"]]) == (
+            200, [("user", "a"), ("assistant", "Yes"), ("user", "b")],
+        )  # fmt: skip
+
+    run(go, prefill=0)
+
+
+def test_what_only_informs_is_passed_over():
+    """A conversation that began elsewhere was refused for its sealed thoughts, and the whole request's cache_control by name."""
+
+    async def go(rig: Rig) -> None:
+        sealed = [{"type": "redacted_thinking", "data": "abc"}, {"type": "text", "text": "a"}]
+        turns = [{"role": "assistant", "content": sealed}, {"role": "user", "content": "b"}]
+        status, _ = await told(rig, "/v1/messages", says(THOUGHT), messages=turns, cache_control={"type": "ephemeral"})
+        said = rig.decode[0].seen[-1]
+        assert (status, said["messages"]) == (200, [{"role": "assistant", "content": "a"}, turns[1]])
+        assert "cache_control" not in said
+
+    run(go, prefill=0)

@@ -1,0 +1,129 @@
+"""The Endpoint Picker's side of a request, message by message, without a gateway."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from fleet_router.epp.exchange import Exchange
+from fleet_router.epp.messages import FULL_DUPLEX, ProcessingRequest
+from tests.fleet_router.admission.made import key_of, parsed
+from tests.fleet_router.rig import Rig, ask, run
+
+EVENTS = [b'data: {"choices": [{"index": 0, "text": "%b"}]}\n\n' % text for text in (b"a", b"b")] + [b"data: [DONE]\n\n"]
+STREAM = b"".join(EVENTS)
+
+
+def head_of(path: str = "/v1/completions", method: str = "POST", *, end: bool = False) -> Any:
+    said = ProcessingRequest()
+    said.protocol_config.request_body_mode = said.protocol_config.response_body_mode = FULL_DUPLEX
+    named = {":path": path, ":method": method, "authorization": f"Bearer {key_of('acme')}"}
+    for name, value in named.items():
+        said.request_headers.headers.headers.add(key=name, raw_value=value.encode())
+    said.request_headers.end_of_stream = end
+    return said
+
+
+def body_of(body: dict[str, Any] | bytes) -> Any:
+    said = ProcessingRequest()
+    said.request_body.body = body if isinstance(body, bytes) else json.dumps(body).encode()
+    said.request_body.end_of_stream = True
+    return said
+
+
+def answer_of(*pieces: bytes) -> list[Any]:
+    found = [ProcessingRequest()]
+    found[0].response_headers.headers.headers.add(key=":status", raw_value=b"200")
+    for piece in pieces:
+        said = ProcessingRequest()
+        said.response_body.body = piece
+        found.append(said)
+    found[-1].response_body.end_of_stream = True
+    return found
+
+
+async def exchanged(rig: Rig, *messages: Any) -> list[Any]:
+    async def come() -> AsyncIterator[Any]:
+        for message in messages:
+            yield message
+
+    exchange = Exchange(rig.context)
+    try:
+        return [said async for said in exchange.answers(come())]
+    finally:
+        exchange.gone()
+
+
+def known(rig: Rig, **more: Any) -> None:
+    rig.context.desk.tenants_needed = True
+    rig.context.desk.know(parsed(acme=more))
+
+
+@pytest.mark.parametrize("extra", [{}, {"stream_options": {"include_usage": False}}, {"user": "u", "priority": 7}])
+def test_a_stream_behind_a_gateway_is_not_asked_for_a_usage_that_its_client_did_not_ask_for(extra: dict[str, Any]):
+    """It was, and the client got an event without a choice: nothing can be taken out of a stream that only the gateway sees."""
+
+    async def go(rig: Rig) -> None:
+        known(rig, tokensPerMinute=10_000)
+        told = await exchanged(rig, head_of(), body_of(ask(prompt="short", stream=True, **extra)), *answer_of(STREAM))
+        sent = json.loads(b"".join(one.request_body.response.body_mutation.streamed_response.body for one in told))
+        assert not (sent.get("stream_options") or {}).get("include_usage")
+        account = rig.context.desk.accounts["acme"]
+        assert (account.output_tokens, account.inflight, rig.context.desk.gate.running) == (2, 0, 0)
+
+    run(go, prefill=0)
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [STREAM],
+        EVENTS,
+        [STREAM[at : at + 50] for at in range(0, len(STREAM), 50)],
+        [EVENTS[0][:-1], STREAM[len(EVENTS[0]) - 1 :]],
+    ],
+)
+def test_tokens_of_a_stream_without_usage_are_counted_behind_a_gateway(pieces: list[bytes]):
+    """None were, where each event came in a piece of its own: it was looked for behind a line break of the framing."""
+
+    async def go(rig: Rig) -> None:
+        known(rig, tokensPerMinute=10_000)
+        await exchanged(rig, head_of(), body_of(ask(prompt="short", stream=True)), *answer_of(*pieces))
+        assert rig.context.desk.accounts["acme"].output_tokens == 2
+
+    run(go, prefill=0)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/v1/models", 0), ("HEAD", "/v1/models", 0), ("POST", "/sleep", 404), ("DELETE", "/v1/models/m", 404)],
+)
+def test_nobody_puts_a_worker_to_sleep_through_a_gateway(method: str, path: str, status: int):
+    """A POST without a body went to a worker, whatever its path was."""
+
+    async def go(rig: Rig) -> None:
+        known(rig)
+        (told,) = await exchanged(rig, head_of(path, method, end=True))
+        assert (told.WhichOneof("response"), told.immediate_response.status.code) == (
+            "immediate_response" if status else "request_headers", status,
+        )  # fmt: skip
+
+    run(go, prefill=0)
+
+
+def test_a_request_behind_a_gateway_that_cannot_be_read_after_all_gives_its_slot_back(monkeypatch: pytest.MonkeyPatch):
+    async def go(rig: Rig) -> None:
+        known(rig)
+        monkeypatch.setattr("fleet_router.epp.exchange.Picked", _breaks)
+        with pytest.raises(ValueError, match="whatever"):
+            await exchanged(rig, head_of(), body_of(ask(prompt="short")))
+        assert (rig.context.desk.accounts["acme"].inflight, rig.context.desk.gate.running) == (0, 0)
+
+    run(go, prefill=0)
+
+
+def _breaks(*_: object) -> None:
+    raise ValueError("whatever it is")
