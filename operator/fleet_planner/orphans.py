@@ -2,8 +2,8 @@
 
 They go as others do: told as draining first, then deleted, with their grace for streams and leases. Those that serve stay until
 the tiers of the spec serve in their place, as in a rollout; not when both do not fit: into the budget, the quota or the cluster.
-Their own spec is gone, so nothing is repaired or sized: what is not ready, or does not serve, goes at once. When no worker is seen
-to serve, somebody took the routers' document away: then all that are ready count as serving.
+Their own spec is gone, so nothing is repaired or sized: what is not ready, or does not serve, goes at once. When none is seen to
+serve, somebody took the routers' document away: then all that are ready count as serving.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ def plan_tier(fleet: InferenceFleet, tier: TierSpec, want: Pair, observed: Obser
 
 
 def group_of(revision: str, replicas: Sequence[Replica], able: Collection[str], late: float) -> Group:
-    """The counts of one revision. `able`: uids of the leaders that could serve; who was last ready before `late` has no hope."""
+    """The counts of one revision. `able`: uids of leaders that could serve; `late`: who was not ready since then is given up."""
     alive = [replica for replica in replicas if replica.alive]
     ready = [replica for replica in alive if replica.leader.uid in able]
     return Group(
@@ -105,8 +105,14 @@ def group_of(revision: str, replicas: Sequence[Replica], able: Collection[str], 
         unschedulable=any(replica.unschedulable for replica in alive if not replica.leaving),
         leaving=_counts([replica for replica in ready if replica.leaving]),
         terminating=any(replica.terminating for replica in replicas),
-        hopeless=bool(alive) and all(replica.unready_since <= late for replica in alive),
+        hopeless=_is_hopeless(alive, late),
     )
+
+
+def _is_hopeless(alive: Sequence[Replica], late: float) -> bool:
+    """Nothing serves, and of one role no worker was ready since: the others have no partner."""
+    since = [[replica.unready_since for replica in alive if replica.role == role] for role in ROLES]
+    return not any(replica.serving for replica in alive) and any(found and max(found) <= late for found in since)
 
 
 def _refused(fleet: InferenceFleet, tier: TierSpec, revisions: Collection[str], problems: Sequence[Problem]) -> set[str]:

@@ -11,8 +11,8 @@ rules, from which every state of a rollout follows:
 5. The old group gives way when all that was started of the new one is ready: so the path does not depend on who is ready first.
    A worker on a node that goes away serves, but nobody gives way to it.
 6. Only when the new group cannot grow (no room) does the old one go below `want`, down to what rule 3 leaves it.
-7. Then old workers of which none was ready for a long time keep nothing: what does not come up serves nobody, and may hold the
-   very room that those need that mend it.
+7. Then old groups of which nothing serves, because a role of them was not ready for a long time, keep nothing: what does not come
+   up may hold the very room that those need that mend it.
 
 Rule 6 is what makes surge and unavailability one mechanism: with room nothing is ever taken away early.
 """
@@ -47,7 +47,7 @@ class Group:
     refused: bool = False
     """A quota refuses some worker."""
     hopeless: bool = False
-    """It has workers, and for a long time none of them was ready."""
+    """Nothing of it serves, and for a long time no worker of one role was ready."""
 
     @property
     def roomless(self) -> bool:

@@ -19,12 +19,13 @@ class Broken(Nodes):
     """Nodes on which the workers of some revisions do not come up; each says since when it is not ready."""
 
     broken: frozenset[str] = frozenset({OLD})
+    roles: frozenset[str] = frozenset({"prefill", "decode"})
 
     def step(self, seconds: float = STEP_S) -> Plan:
         plan = super().step(seconds)
         pods = [
             replace(p, ready=False, unready_since=p.unready_since or self.now)
-            if p.revision in self.broken
+            if p.revision in self.broken and p.role in self.roles
             else replace(p, unready_since=None)
             for p in self.observed.pods
         ]
@@ -44,6 +45,32 @@ def test_a_first_revision_that_never_came_up_gives_its_room_to_the_one_that_mend
         {"prefill": 0, "decode": 0}, {"prefill": 1, "decode": 2},
     )  # fmt: skip
     assert nodes.verdict("RollingOut")[0] == "Complete"
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_one_broken_role_is_enough_when_nothing_serves(role: str):
+    """The workers of the other role are ready and held: without a partner they serve nobody."""
+    nodes = Broken(of(), 3)
+    nodes.roles = frozenset({role})
+    nodes.observed = replace(nodes.observed, pods=tuple(replace(p, unready_since=None) for p in nodes.observed.pods))
+    nodes.run(2 * WAIT_S)
+    nodes.rollout()
+    nodes.run(2 * WAIT_S)
+    assert counts(nodes.observed, NEW) == {"prefill": 1, "decode": 2}
+    assert nodes.verdict("RollingOut")[0] == "Complete"
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_what_serves_without_a_partner_serves_on(role: str):
+    """It served when its partners ceased to be ready, and goes on alone: nothing of it goes, whatever the new ones wait for."""
+    nodes = Broken(of(), 3)
+    nodes.broken = frozenset()
+    nodes.run(WAIT_S)
+    nodes.broken, nodes.roles = frozenset({OLD}), frozenset({role})
+    nodes.rollout()
+    nodes.run(3 * WAIT_S)
+    assert counts(nodes.observed, OLD) == {"prefill": 1, "decode": 2}
+    assert any(target.state == "serving" for target in nodes.plan.targets)
 
 
 def test_workers_that_were_ready_just_now_are_waited_for():
