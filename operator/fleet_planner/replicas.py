@@ -74,6 +74,11 @@ class Replica:
         return min(known, default=float("inf"))
 
     @property
+    def queued_since(self) -> float:
+        """Since when some pod of it waits to be let in; for ever from now when none does."""
+        return min((pod.created_at for pod in self.pods if pod.gated), default=float("inf"))
+
+    @property
     def unschedulable(self) -> bool:
         """Some pod finds no node."""
         return any(pod.unschedulable for pod in self.pods)

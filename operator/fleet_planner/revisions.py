@@ -105,6 +105,7 @@ def group_of(revision: str, replicas: Sequence[Replica], able: Collection[str], 
         unschedulable=any(replica.unschedulable for replica in alive if not replica.leaving),
         leaving=_counts([replica for replica in ready if replica.leaving]),
         terminating=any(replica.terminating for replica in replicas),
+        queued=any(replica.queued_since <= late for replica in alive if not replica.leaving),
         hopeless=_is_hopeless(alive, late),
     )
 

@@ -46,13 +46,15 @@ class Group:
     """Some worker of it terminates."""
     refused: bool = False
     """A quota refuses some worker."""
+    queued: bool = False
+    """Some worker waits in a queue for long: whoever lets them in has no room, either."""
     hopeless: bool = False
     """Nothing of it serves, and for a long time no worker of one role was ready."""
 
     @property
     def roomless(self) -> bool:
         """The cluster has no room for all of it."""
-        return self.unschedulable or self.refused
+        return self.unschedulable or self.refused or self.queued
 
     @property
     def firm(self) -> Pair:
@@ -207,7 +209,7 @@ def _left(want: Pair, served: Pair, limits: Limits) -> Pair:
 
 def _coming(group: Group) -> bool:
     """Workers of it are on their way to be ready."""
-    return not group.unschedulable and not covers(group.ready, group.alive)
+    return not (group.unschedulable or group.queued) and not covers(group.ready, group.alive)
 
 
 def _share(olds: Sequence[Group], most: Pair, least: Pair, limits: Limits, spare: int | None = None) -> dict[str, Pair]:
@@ -247,6 +249,8 @@ def why_stuck(want: Pair, new: Group, limits: Limits) -> str:
         return "the new workers find no node, and rollout.maxUnavailable lets no old one go first"
     if new.refused:
         return "a quota refuses the new workers, and rollout.maxUnavailable lets no old one go first"
+    if new.queued:
+        return "the new workers wait in a queue, and rollout.maxUnavailable lets no old one go first"
     needed = auto_surge(want, limits, None)
     return (
         f"rollout.maxSurgeGpus is {limits.surge_gpus}, but inside the ratio the next step needs {needed} more devices "

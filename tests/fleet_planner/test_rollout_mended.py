@@ -47,6 +47,49 @@ def test_a_first_revision_that_never_came_up_gives_its_room_to_the_one_that_mend
     assert nodes.verdict("RollingOut")[0] == "Complete"
 
 
+class Queue(Broken):
+    """Who finds no room is let in by nobody: a queue whose quota is used up, as Kueue's."""
+
+    def step(self, seconds: float = STEP_S) -> Plan:
+        plan = super().step(seconds)
+        pods = [replace(p, unschedulable=False, gated=p.node is None) for p in self.observed.pods]
+        self.observed = replace(self.observed, pods=tuple(pods))
+        return plan
+
+
+def test_a_queue_that_lets_nobody_in_is_no_room():
+    """Incident: old workers kept the queue's quota, new ones waited in it, and maxUnavailable had no effect."""
+    two_of_each = {"ratio": {"prefill": 2, "decode": 2}, "prefill": {"replicas": 2}, "decode": {"replicas": 2}}
+    nodes = Queue(of({"rollout": {"maxUnavailable": 1, "maxSurgeGpus": 2}}, **two_of_each), 4)
+    nodes.broken = frozenset()
+    nodes.run(WAIT_S)
+    nodes.rollout()
+    nodes.run(WAIT_S - 4 * STEP_S)
+    assert counts(nodes.observed, OLD) == {"prefill": 2, "decode": 2}, "it may let them in yet"
+    nodes.run(3 * WAIT_S)
+    assert nodes.verdict("RollingOut")[0] == "Complete"
+    assert counts(nodes.observed, NEW) == {"prefill": 2, "decode": 2}
+
+
+def test_a_rollout_that_waits_in_a_queue_says_so():
+    nodes = Queue(of(), 3)
+    nodes.broken = frozenset()
+    nodes.run(WAIT_S)
+    nodes.rollout()
+    nodes.run(2 * WAIT_S)
+    words = "the new workers wait in a queue, and rollout.maxUnavailable lets no old one go first"
+    assert nodes.verdict("RollingOut") == ("Stuck", f"tier t: {words}")
+
+
+def test_a_broken_revision_gives_its_place_in_the_queue_to_the_one_that_mends_it():
+    nodes = Queue(of(), 3)
+    nodes.run(WAIT_S)
+    nodes.rollout()
+    nodes.run(3 * WAIT_S)
+    assert counts(nodes.observed, NEW) == {"prefill": 1, "decode": 2}
+    assert nodes.verdict("RollingOut")[0] == "Complete"
+
+
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_one_broken_role_is_enough_when_nothing_serves(role: str):
     """The workers of the other role are ready and held: without a partner they serve nobody."""
