@@ -129,7 +129,7 @@ def _pod(pod: Object, leaving: str, sick: str, serving: bool, busy: float | None
     ready = conditions.get("Ready", {})
     scheduled = conditions.get("PodScheduled", {})
     containers = status.get("containerStatuses") or []
-    node = pod["spec"].get("nodeName")
+    node, made_at = pod["spec"].get("nodeName"), _time(meta.get("creationTimestamp"))
     return ObservedPod(
         name=meta["name"],
         uid=meta["uid"],
@@ -142,8 +142,9 @@ def _pod(pod: Object, leaving: str, sick: str, serving: bool, busy: float | None
         phase=status.get("phase", "Pending"),
         ready=ready.get("status") == "True" and "deletionTimestamp" not in meta,
         terminating="deletionTimestamp" in meta,
-        created_at=_time(meta.get("creationTimestamp")) or 0.0,
+        created_at=made_at or 0.0,
         ready_since=_time(ready.get("lastTransitionTime")) if ready.get("status") == "True" else None,
+        unready_since=None if ready.get("status") == "True" else _time(ready.get("lastTransitionTime")) or made_at,
         message=_message(containers, scheduled),
         unschedulable=scheduled.get("status") == "False" and scheduled.get("reason") == "Unschedulable",
         gated=scheduled.get("status") == "False" and scheduled.get("reason") == "SchedulingGated",

@@ -29,7 +29,8 @@ class StatusPace:
         """Whether `wish` should be written now."""
         if present == wish:
             return False
-        waited = self._now() - self._written_at.get(uid, float("-inf")) >= self._counters_s
+        since_s = self._now() - self._written_at.get(uid, float("-inf"))
+        waited = not 0 <= since_s < self._counters_s  # before 0: the clock was set back
         return waited or present is None or _without_counters(present) != _without_counters(wish)
 
     def written(self, uid: str) -> None:

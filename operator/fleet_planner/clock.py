@@ -94,7 +94,7 @@ def _ahead(fleet: InferenceFleet, observed: Observed, limit: float) -> bool:
     stamps = [flip.failed_at for flip in flips if flip is not None] + [zero.since for zero in zeros if zero is not None]
     stamps += [stamp for rollout in rollouts for stamp in (rollout.progress_since, rollout.step_since)]
     times = [time for one in observed.memory.values() for time in _passed(one)] + [pod.created_at for pod in observed.fetching]
-    times += [max(pod.created_at, pod.ready_since or 0.0, pod.scheduled_at or 0.0, pod.flip_since) for pod in observed.pods]
+    times += [max(*_written(pod), pod.flip_since) for pod in observed.pods]
     return max(stamps, default="") > text or max(times, default=0.0) > limit
 
 
@@ -126,13 +126,22 @@ def _zero(known: ZeroStatus | None, moved: _Moved) -> ZeroStatus | None:
 
 
 def _pod(pod: ObservedPod, moved: _Moved) -> ObservedPod:
-    times = pod.created_at, pod.ready_since, pod.scheduled_at
-    by = moved.by_s(pod.uid, max([at for at in times if at is not None]), own=False)
+    by = moved.by_s(pod.uid, max(_written(pod)), own=False)
     flip = moved.by_s(f"{pod.uid}/{pod.flip_since}", pod.flip_since, own=True) if pod.flipping is not None else 0.0
     if not by and not flip:
         return pod
-    created, ready, scheduled = (at + by if at is not None else None for at in times)
-    return replace(pod, created_at=created or 0.0, ready_since=ready, scheduled_at=scheduled, flip_since=pod.flip_since + flip)
+    ready, unready, scheduled = (
+        at + by if at is not None else None for at in (pod.ready_since, pod.unready_since, pod.scheduled_at)
+    )
+    return replace(
+        pod, created_at=pod.created_at + by, ready_since=ready, unready_since=unready, scheduled_at=scheduled,
+        flip_since=pod.flip_since + flip,
+    )  # fmt: skip
+
+
+def _written(pod: ObservedPod) -> tuple[float, ...]:
+    """Its times that the cluster wrote."""
+    return pod.created_at, pod.ready_since or 0.0, pod.unready_since or 0.0, pod.scheduled_at or 0.0
 
 
 def _scale(known: ScaleMemory, moved: _Moved) -> ScaleMemory:

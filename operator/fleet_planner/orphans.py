@@ -2,7 +2,8 @@
 
 They go as others do: told as draining first, then deleted, with their grace for streams and leases. Those that serve stay until
 the tiers of the spec serve in their place, as in a rollout; not when both do not fit: into the budget, the quota or the cluster.
-Their own spec is gone, so nothing is repaired or sized: what is not ready, or does not serve, goes at once.
+Their own spec is gone, so nothing is repaired or sized: what is not ready, or does not serve, goes at once. When none is seen to
+serve, somebody took the routers' document away: then all that are ready count as serving.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def plan_orphans(fleet: InferenceFleet, observed: Observed, tiers: Mapping[str, 
     """Deletions, and what routers are told of those that are there. `tiers`: those of the spec, by name."""
     names = sorted({pod.tier for pod in observed.pods} - tiers.keys())
     workers = [worker for name in names for worker in workers_of(observed, name)]
-    serving = [worker for worker in workers if _serves(worker)]
+    told = any(pod.serving for pod in observed.pods)
+    serving = [worker for worker in workers if _could_serve(worker) and (worker.serving or not told)]
     if not serving or _replaced(serving, tiers) or not _both_fit(fleet, observed, serving, tiers, now):
         serving = []
     staying = frozenset(worker.leader.uid for worker in serving)
@@ -51,8 +53,8 @@ def plan_orphans(fleet: InferenceFleet, observed: Observed, tiers: Mapping[str, 
     return Orphans(gone, tuple(target for target in targets if target is not None))
 
 
-def _serves(worker: Replica) -> bool:
-    return worker.ready and worker.serving and not worker.sick and worker.leader.flipping is None
+def _could_serve(worker: Replica) -> bool:
+    return worker.ready and not worker.sick and worker.leader.flipping is None
 
 
 def _replaced(serving: Sequence[Replica], tiers: Mapping[str, TierNow]) -> bool:

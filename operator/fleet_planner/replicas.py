@@ -68,6 +68,17 @@ class Replica:
         return self.leader.serving
 
     @property
+    def unready_since(self) -> float:
+        """Since when some pod of it is not ready; for ever from now when all are, or when it is not known."""
+        known = [pod.unready_since for pod in self.pods if pod.unready_since is not None and not pod.ready]
+        return min(known, default=float("inf"))
+
+    @property
+    def queued_since(self) -> float:
+        """Since when some pod of it waits to be let in; for ever from now when none does."""
+        return min((pod.created_at for pod in self.pods if pod.gated), default=float("inf"))
+
+    @property
     def unschedulable(self) -> bool:
         """Some pod finds no node."""
         return any(pod.unschedulable for pod in self.pods)

@@ -75,7 +75,8 @@ def plan_tier(fleet: InferenceFleet, tier: TierSpec, want: Pair, observed: Obser
     replicas = {revision: _replicas(pods, revision, templates) for revision in {*templates, *(pod.revision for pod in pods)}}
     limits = _limits(fleet, tier, templates[observed.templates[tier.name].revision])
     able = could_serve([replica for found in replicas.values() for replica in found], limits.low, limits.high)
-    groups = {revision: group_of(revision, found, able) for revision, found in replicas.items() if found or revision in templates}
+    late = now - fleet.spec.scaling.capacity_wait_s
+    groups = {name: group_of(name, found, able, late) for name, found in replicas.items() if found or name in templates}
     refused = _refused(fleet, tier, groups, observed.problems)
     groups = {name: replace(group, refused=name in refused) for name, group in groups.items()}
     telemetry = observed.telemetry.get(tier.name, TierTelemetry())
@@ -93,8 +94,8 @@ def plan_tier(fleet: InferenceFleet, tier: TierSpec, want: Pair, observed: Obser
     return _carried_out(fleet, tier, course, step, replicas, scene, templates, changing, given)
 
 
-def group_of(revision: str, replicas: Sequence[Replica], able: Collection[str]) -> Group:
-    """The counts of one revision. `able`: uids of the leaders that could serve."""
+def group_of(revision: str, replicas: Sequence[Replica], able: Collection[str], late: float) -> Group:
+    """The counts of one revision. `able`: uids of leaders that could serve; `late`: who was not ready since then is given up."""
     alive = [replica for replica in replicas if replica.alive]
     ready = [replica for replica in alive if replica.leader.uid in able]
     return Group(
@@ -104,7 +105,15 @@ def group_of(revision: str, replicas: Sequence[Replica], able: Collection[str]) 
         unschedulable=any(replica.unschedulable for replica in alive if not replica.leaving),
         leaving=_counts([replica for replica in ready if replica.leaving]),
         terminating=any(replica.terminating for replica in replicas),
+        queued=any(replica.queued_since <= late for replica in alive if not replica.leaving),
+        hopeless=_is_hopeless(alive, late),
     )
+
+
+def _is_hopeless(alive: Sequence[Replica], late: float) -> bool:
+    """Nothing serves, and of one role no worker was ready since: the others have no partner."""
+    since = [[replica.unready_since for replica in alive if replica.role == role] for role in ROLES]
+    return not any(replica.serving for replica in alive) and any(found and max(found) <= late for found in since)
 
 
 def _refused(fleet: InferenceFleet, tier: TierSpec, revisions: Collection[str], problems: Sequence[Problem]) -> set[str]:

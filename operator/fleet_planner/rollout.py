@@ -11,6 +11,8 @@ rules, from which every state of a rollout follows:
 5. The old group gives way when all that was started of the new one is ready: so the path does not depend on who is ready first.
    A worker on a node that goes away serves, but nobody gives way to it.
 6. Only when the new group cannot grow (no room) does the old one go below `want`, down to what rule 3 leaves it.
+7. Then old groups of which nothing serves, because a role of them was not ready for a long time, keep nothing: what does not come
+   up may hold the very room that those need that mend it.
 
 Rule 6 is what makes surge and unavailability one mechanism: with room nothing is ever taken away early.
 """
@@ -44,11 +46,15 @@ class Group:
     """Some worker of it terminates."""
     refused: bool = False
     """A quota refuses some worker."""
+    queued: bool = False
+    """Some worker waits in a queue for long: whoever lets them in has no room, either."""
+    hopeless: bool = False
+    """Nothing of it serves, and for a long time no worker of one role was ready."""
 
     @property
     def roomless(self) -> bool:
         """The cluster has no room for all of it."""
-        return self.unschedulable or self.refused
+        return self.unschedulable or self.refused or self.queued
 
     @property
     def firm(self) -> Pair:
@@ -111,7 +117,7 @@ def plan_step(
     firm = replace(new, ready=new.firm, leaving=(0, 0))
     most = want
     if blocked:
-        most = _floor(want, firm, size, limits)
+        most = (0, 0) if all(old.hopeless for old in olds) else _floor(want, firm, size, limits)
     elif whole and canary is None:
         most = _left(want, _serving(firm, size, limits), limits)
     spare = _spare(want, (new, *olds), limits, canary) - leaving_gpus
@@ -203,7 +209,7 @@ def _left(want: Pair, served: Pair, limits: Limits) -> Pair:
 
 def _coming(group: Group) -> bool:
     """Workers of it are on their way to be ready."""
-    return not group.unschedulable and not covers(group.ready, group.alive)
+    return not (group.unschedulable or group.queued) and not covers(group.ready, group.alive)
 
 
 def _share(olds: Sequence[Group], most: Pair, least: Pair, limits: Limits, spare: int | None = None) -> dict[str, Pair]:
@@ -243,6 +249,8 @@ def why_stuck(want: Pair, new: Group, limits: Limits) -> str:
         return "the new workers find no node, and rollout.maxUnavailable lets no old one go first"
     if new.refused:
         return "a quota refuses the new workers, and rollout.maxUnavailable lets no old one go first"
+    if new.queued:
+        return "the new workers wait in a queue, and rollout.maxUnavailable lets no old one go first"
     needed = auto_surge(want, limits, None)
     return (
         f"rollout.maxSurgeGpus is {limits.surge_gpus}, but inside the ratio the next step needs {needed} more devices "

@@ -128,12 +128,19 @@ def _rolling(fleet: InferenceFleet, views: Sequence[TierView], observed: Observe
     if failed:
         return "False", "RolledBack", "; ".join(failed)
     rolling = [f"tier {view.tier.name}: {_moving(view.plan.rollout)}" for view in views if view.plan.rolling]
-    rolling += _left({view.tier.name for view in views}, observed)
+    rolling += _not_begun(fleet, views, observed) + _left({view.tier.name for view in views}, observed)
     if rolling and fleet.spec.rollout.paused:
         return "True", "Paused", "; ".join(rolling)
     return (
         ("True", "Progressing", "; ".join(rolling)) if rolling else ("False", "Complete", "every worker has the wanted revision")
     )
+
+
+def _not_begun(fleet: InferenceFleet, views: Sequence[TierView], observed: Observed) -> list[str]:
+    """Tiers that go to the revision that they have, though the spec asks for another one, in words."""
+    why = "rollout.paused is false" if fleet.spec.rollout.paused else "nodes have its model"
+    wanted = [(view.tier.name, observed.templates[view.tier.name].revision, view.plan.revision) for view in views]
+    return [f"tier {name}: revision {revision} waits until {why}" for name, revision, goal in wanted if revision != goal]
 
 
 def _left(names: set[str], observed: Observed) -> list[str]:

@@ -35,6 +35,8 @@ class ObservedPod:
     message: str = ""
     """Why it is not ready: waiting or termination message of the container, or the scheduler's words."""
     unschedulable: bool = False
+    unready_since: float | None = None
+    """When it ceased to be ready, or was made; None: it is ready, or that is not known."""
     gated: bool = False
     """The scheduler may not look at it yet: a queue lets it in."""
     restarts: int = 0

@@ -10,6 +10,7 @@ import pytest
 from fleet_api.parse import parse_fleet
 from fleet_operator.cluster import merge
 from fleet_operator.compare import merge_patch, satisfied, stamped
+from fleet_operator.names import ROLE
 from fleet_operator.observe import observe_pods
 from fleet_operator.render.revision import render_revision, template_of
 from fleet_operator.render.worker import render_pod
@@ -123,6 +124,22 @@ def test_a_pods_last_words_are_its_message():
     }
     seen = observe_pods([pod])[0]
     assert (seen.message, seen.restarts, seen.ready) == ("BadModel: model path /x does not exist", 2, False)
+
+
+@pytest.mark.parametrize(
+    ("status", "since"),
+    [
+        ({}, 60.0),
+        ({"status": "False", "lastTransitionTime": "1970-01-01T00:02:00Z"}, 120.0),
+        ({"status": "Unknown", "lastTransitionTime": "1970-01-01T00:02:00Z"}, 120.0),
+        ({"status": "False", "lastTransitionTime": "yesterday"}, 60.0),
+        ({"status": "True", "lastTransitionTime": "1970-01-01T00:02:00Z"}, None),
+    ],
+)
+def test_since_when_a_pod_is_not_ready(status: dict[str, str], since: float | None):
+    meta = {"name": "p", "uid": "u", "labels": {ROLE: "decode"}, "creationTimestamp": "1970-01-01T00:01:00Z"}
+    seen = observe_pods([{"metadata": meta, "spec": {}, "status": {"conditions": [{"type": "Ready", **status}]}}])[0]
+    assert seen.unready_since == since
 
 
 @pytest.mark.parametrize(

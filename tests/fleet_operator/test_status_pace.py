@@ -54,6 +54,16 @@ def test_counters_are_written_when_their_time_is_over():
     assert not pace.is_due("u", status(), status())
 
 
+def test_a_clock_that_was_set_back_holds_no_counters_up():
+    clock = [10_000.0]
+    pace = StatusPace(lambda: clock[0])
+    pace.written("u")
+    clock[0] -= 3_600
+    assert pace.is_due("u", status(), status(transfers=2))
+    pace.written("u")
+    assert not pace.is_due("u", status(), status(transfers=2))
+
+
 def test_a_fleet_that_is_gone_is_forgotten():
     pace = StatusPace(lambda: 1_000.0)
     pace.written("u")

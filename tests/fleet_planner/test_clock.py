@@ -99,6 +99,14 @@ def a_role_flip_that_failed() -> Case:
     return wish.model_copy(update={"status": status}), observed
 
 
+def old_workers_never_came_up() -> Case:
+    """The new ones find no node; what does not come up gives way in time."""
+    unready = {"ready": False, "ready_since": None, "serving": False, "created_at": NOW - 30}
+    old = workers(1, 2, **unready, unready_since=NOW - 20)
+    new = workers(1, 2, NEW, **unready, scheduled_at=None, node=None, unschedulable=True, unready_since=NOW - 20)
+    return of(rolling()), seen((*old, *new), (1, 2), NEW)
+
+
 def half_of_a_gang() -> Case:
     template = Template(OLD, "c", gpus=(1, 2), nodes=(1, 2))
     leader = replace(workers(0, 1)[0], created_at=NOW - 60, scheduled_at=NOW - 60, ready=False, ready_since=None)
@@ -136,6 +144,7 @@ CASES: dict[str, tuple[Callable[[], Case], float]] = {
     "let in by a queue": (let_in_by_a_queue, 300.0),
     "a role flip": (a_role_flip, 62.0),
     "a role flip that failed": (a_role_flip_that_failed, RETRY_S),
+    "old workers never came up": (old_workers_never_came_up, 300.0),
     "half of a gang": (half_of_a_gang, 300.0 * (1 + SPREAD)),
     "a gang was deleted": (a_gang_was_deleted, 300.0 * (1 + SPREAD)),
     "load went down": (load_went_down, 600.0),

@@ -38,6 +38,7 @@ def seen(*pods: ObservedPod, **more: Any) -> Observed:
 
 
 THREE = (old("prefill", 0), old("decode", 0), old("decode", 1))
+NOBODY_TOLD = tuple(replace(one, serving=False) for one in THREE)
 STARTING = TierNow(wanted=(1, 2), serving=(0, 0), devices=5)
 WAITS = {"tier": "u", "serving": False, "ready": False}
 
@@ -69,6 +70,8 @@ WAITS = {"tier": "u", "serving": False, "ready": False}
         pytest.param(seen(*THREE, old("decode", 2, sick="xid")), STARTING, None, 1, id="sick-goes-at-once"),
         pytest.param(seen(*THREE, old("decode", 2, flipping="prefill")), STARTING, None, 1, id="one-that-changes-its-role"),
         pytest.param(seen(*THREE, old("decode", 2, terminating=True, ready=False)), STARTING, None, 0, id="goes-already"),
+        pytest.param(seen(*NOBODY_TOLD), STARTING, None, 0, id="the-routers-document-is-gone"),
+        pytest.param(seen(*NOBODY_TOLD), replace(STARTING, serving=(1, 2)), None, 3, id="it-is-gone-and-they-serve"),
         pytest.param(seen(), STARTING, None, 0, id="none"),
     ],
 )

@@ -416,6 +416,11 @@ def test_a_rollout_begins_when_the_model_is_there():
     tier = wish.spec.tiers[0]
     assert held_back(tier, observed, frozenset({"t"}), wish).templates["t"] == before
     assert held_back(tier, observed, frozenset(), wish).templates["t"] == after
+    waits = reconcile(wish, replace(observed, pools=pools(1, 1)), NOW)
+    rolling = waits.status.condition("RollingOut")
+    assert rolling is not None
+    words = "tier t: revision aaaaaaaa waits until nodes have its model"
+    assert (rolling.reason, rolling.message, waits.create) == ("Progressing", words, ())
     begun = replace(observed, pods=(*workers, pod("w3", revision="aaaaaaaa")))
     assert held_back(tier, begun, frozenset({"t"}), wish).templates["t"] == after, "what has begun goes on"
     assert held_back(tier, replace(observed, stored={}), frozenset({"t"}), wish).templates["t"] == after

@@ -87,6 +87,16 @@ def test_a_pause_in_the_middle_keeps_both_groups_and_resuming_goes_on():
     assert world.sizes() == ((0, 0), (2, 4))
 
 
+def test_a_template_that_changes_while_paused_is_told_as_waiting():
+    """Incident: RollingOut said Complete, "every worker has the wanted revision", and `fleet rollout status` ended with 0."""
+    world = World(paused=True)
+    plan = world.steps(3)
+    assert world.sizes() == ((2, 4), (0, 0))
+    assert world.rolling(plan) == ("Paused", f"tier t: revision {NEW} waits until rollout.paused is false")
+    world.configure()
+    assert world.rolling(world.steps(1))[0] == "Progressing"
+
+
 @pytest.mark.parametrize("unavailable", [0, 2])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize("revision", [OLD, NEW])
