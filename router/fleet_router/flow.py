@@ -379,6 +379,7 @@ class Flow(Carrying):
         self._trip_over()
         self.end_leg()
         self._release_lease()
+        self._keep_no_more()
         self._leave("failed" if self._ticket.waiting or self._held else self._outcome)
 
     def expire(self) -> None:
