@@ -61,7 +61,7 @@ class PrefillLeg:
             self._flow.prefilled(self._worker, self._decode, bytes(self._answer))
         elif self._status == NOT_FOUND and self._flow.names_no_model(bytes(self._answer)):
             self._flow.model_missing(self._worker)
-        elif 400 <= self._status < 500 and self._status not in NOT_THE_CLIENT:
+        elif 400 <= self._status < 500 and self._status not in NOT_THE_CLIENT and not self._flow.started:
             self._flow.refuse_with(self._status, self._headers, bytes(self._answer))
         else:
             self._flow.end_leg()
