@@ -12,6 +12,7 @@ from fleet_router.ending import CHAT_PATH, END, framed, unframed
 from fleet_router.errors import RequestError
 from fleet_router.health.inband import error_in
 from fleet_router.health.resume import Again, Said, Start, continued, said_of, start_of
+from fleet_router.health.sent import CHUNK_END, CRLF_END
 from fleet_router.measuring import Measuring
 from fleet_router.policy.chosen import Choice
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 RESUMES_MOST: Final = 3
 """Of one stream."""
+LAST_EVENTS: Final[tuple[bytes, ...]] = (b"data: [DONE]" + CHUNK_END, b"data: [DONE]" + CRLF_END)
+"""Ends of a read behind which nothing but the end of the body comes."""
 
 
 class Carrying(Measuring):
@@ -82,19 +85,31 @@ class Carrying(Measuring):
         self._context.metrics.resumed[outcome] += 1
         self._break(RequestError(502, why))
 
-    def more(self, new: bytes, *, last: bool) -> None:
+    def more(self, new: bytes) -> None:
         """An event of the other worker, as far as it is new."""
         if self._translation is None:
-            self.raw(framed(new) + (END if last else b""))
+            self.raw(framed(new))
         else:
             self.hear(new)
             self.raw(framed(new), framed(self._translation.feed(new)))
 
     def carried(self) -> None:
         """The other worker has said all."""
-        if self._translation is not None:
-            self.raw(b"", framed(self._translation.end()) + END)
+        rest = b"" if self._translation is None else framed(self._translation.end())
+        self.raw(b"", rest + END)
         self._context.metrics.resumed["done"] += 1
+        self.end()
+
+    def _said_all(self) -> bool:
+        """The client has the stream's last event: only the end of the body is missing, which we can tell as well."""
+        if self._translation is not None:
+            return self._translation.complete
+        return self._tail.endswith(LAST_EVENTS)
+
+    def _end_for(self) -> None:
+        """The worker died behind its last word: there is nothing to carry on, and no error to tell."""
+        self._keep_no_more()  # half of the body's end
+        self._client.write(END)
         self.end()
 
     def broke_off(self, words: str) -> None:

@@ -210,7 +210,10 @@ class Flow(Carrying):
         self._blame(worker, why, gone=gone)
         self._release_lease()
         if self.started and not self._nothing_told():
-            self._resume(worker, why)
+            if self._said_all():
+                self._end_for()
+            else:
+                self._resume(worker, why)
             return
         prefill = worker.role == "prefill"
         self._prefill_failures += prefill

@@ -263,7 +263,9 @@ class ResumedLeg(DecodeLeg):
                     return
                 new = self._again.feed(payload)
                 if new:
-                    self._flow.more(new, last=self._again.done)
+                    self._flow.more(new)
+                if self._flow.done:
+                    return  # we ended it: what came in the same read is nobody's
         except (DiffersError, RequestError) as error:
             self._flow.cannot_resume(str(error))
 

@@ -65,6 +65,8 @@ class Translation(ABC):
         """A whole answer, as far as it came."""
         self.broke = ""
         """The worker's words, when its stream told of an error: nothing behind it is read."""
+        self.complete = False
+        """The client has the last event of a stream."""
 
     def body(self) -> bytes:
         """The worker's request."""
@@ -118,7 +120,6 @@ class ChatTranslation(Translation):
     def __init__(self, request_id: str) -> None:
         super().__init__(request_id)
         self._events = Events()
-        self._ended = False
 
     def body(self) -> bytes:
         """The chat request."""
@@ -136,17 +137,17 @@ class ChatTranslation(Translation):
         self._events, self.broke = Events(), ""
 
     def _told(self, payload: bytes) -> bytes:
-        if self._ended or self.broke:
+        if self.complete or self.broke:
             return b""
         if payload == DONE:
-            self._ended = True
+            self.complete = True
             return self.finished()
         chunk = completion(payload)
         if chunk.error:
             self.broke = words_of(payload) or ""
             if self.broke:
                 return b""  # another worker may carry the stream on
-            self._ended = True
+            self.complete = True
             words = bytes(chunk.error)[:500].decode(errors="replace")
             return self.failed(RequestError(502, f"the worker broke the stream off: {words}"))
         self._know(chunk)
@@ -154,7 +155,7 @@ class ChatTranslation(Translation):
 
     def cut_short(self, why: Why, used: tuple[int, int]) -> bytes:
         """See `Translation`. A finish_reason of its own, because `stop` would be an end that the model wished."""
-        self._ended = True
+        self.complete = True
         choice = Choice(finish_reason=FINISH[why][0] if why == "no_stop" else why, stop_reason=FINISH[why][1])
         usage = None if self.used is not None else Usage(prompt_tokens=used[0], completion_tokens=used[1])
         return self.chunk(Completion(choices=[choice], usage=usage)) + self.finished()
@@ -170,7 +171,7 @@ class ChatTranslation(Translation):
             self._know(answer)
             return self.whole(answer)
         why = f"the worker broke the stream off: {self.broke}" if self.broke else "the worker's stream ended early"
-        return b"" if self._ended else self.failed(RequestError(502, why))
+        return b"" if self.complete else self.failed(RequestError(502, why))
 
     @abstractmethod
     def chunk(self, chunk: Completion) -> bytes:
