@@ -85,13 +85,14 @@ class Carrying(Measuring):
         self._context.metrics.resumed[outcome] += 1
         self._break(RequestError(502, why))
 
-    def more(self, new: bytes) -> None:
-        """An event of the other worker, as far as it is new."""
+    def more(self, new: bytes) -> bool:
+        """An event of the other worker, as far as it is new; False: the stream was ended behind it."""
         if self._translation is None:
             self.raw(framed(new))
         else:
             self.hear(new)
             self.raw(framed(new), framed(self._translation.feed(new)))
+        return not self.done
 
     def carried(self) -> None:
         """The other worker has said all."""

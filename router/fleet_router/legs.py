@@ -262,10 +262,8 @@ class ResumedLeg(DecodeLeg):
                     self._flow.broke_off(found[1])
                     return
                 new = self._again.feed(payload)
-                if new:
-                    self._flow.more(new)
-                if self._flow.done:
-                    return  # we ended it: what came in the same read is nobody's
+                if new and not self._flow.more(new):
+                    return  # what came in the same read is nobody's
         except (DiffersError, RequestError) as error:
             self._flow.cannot_resume(str(error))
 
