@@ -18,7 +18,7 @@ from fleet_router.asked import Ask, Hints
 from fleet_router.config import RouterConfig
 from fleet_router.context import Client, Context
 from fleet_router.dialect.translation import Translation
-from fleet_router.ending import CHAT_PATH, END, chunked, framed, last_event
+from fleet_router.ending import CHAT_PATH, END, chunked, framed, last_event, unframed
 from fleet_router.errors import RequestError
 from fleet_router.explain.record import Record
 from fleet_router.explain.shown import header as decision_header
@@ -335,8 +335,14 @@ class Answering(Metering):
     def _broken_off(self, data: bytes) -> bool:
         """The last bytes of an answer in one piece are not the end of a JSON object. Chunks say themselves where they end."""
         one = self._connection
-        over = one is not None and one.ended and one.sized and self._outcome == "answered"
-        return over and not (self._tail + data).rstrip().endswith(b"}")
+        if one is None or not one.ended or self._outcome != "answered":
+            return False
+        return not (self._tail + data).rstrip().endswith(b"}") if one.sized else not self._tail and data == END
+
+    def said_nothing(self) -> bool:
+        """A 200 without a body, or with one that holds nothing: no request that we take has such an answer."""
+        held = self._sent.held if self._sent is not None else b""
+        return self.record.status == OK and not self._tail and not unframed(held)
 
     def _keep_no_more(self) -> bytes:
         """The stream grew too long to be carried on; returns what was held back."""
@@ -442,8 +448,8 @@ class Answering(Metering):
         self._context.metrics.requests[status] += 1
 
     def _uncount(self) -> None:
-        """A 200 that it was not told after all."""
-        self._context.metrics.requests[OK] -= 1
+        """A status that it was not told after all."""
+        self._context.metrics.requests[self.record.status] -= 1
 
     def _count_broken(self) -> None:
         """Its answer broke off."""

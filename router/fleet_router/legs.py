@@ -130,7 +130,10 @@ class DecodeLeg:
         """Nothing here depends on the framing."""
 
     def on_end(self) -> None:
-        if not self._held:
+        if not self._held and self._flow.said_nothing():
+            self._flow.end_leg()
+            self._flow.leg_failed(self._worker, "the worker's answer is empty")
+        elif not self._held:
             self._flow.end()
         elif self._held == NOT_FOUND and self._flow.names_no_model(bytes(self._answer)):
             self._flow.model_missing(self._worker)

@@ -103,6 +103,61 @@ def test_an_event_that_comes_in_pieces_goes_out_whole():
     run(go)
 
 
+@pytest.mark.parametrize("alone", [False, True], ids=["head-and-end", "head-alone"])
+@pytest.mark.parametrize("body", [b"content-length: 0\r\n\r\n", b"transfer-encoding: chunked\r\n\r\n0\r\n\r\n"])
+@pytest.mark.parametrize(
+    ("more", "path"),
+    [
+        ({}, "/v1/completions"), ({"stream": True}, "/v1/completions"), ({"stream": True, "seed": 1}, "/v1/completions"),
+        ({"input": "a"}, "/v1/embeddings"),
+    ],
+    ids=["whole", "streamed", "determined", "embeddings"],
+)  # fmt: skip
+def test_r9_an_empty_answer_is_asked_for_elsewhere(more: dict[str, Any], path: str, body: bytes, alone: bool):
+    """Incident: a client got 200 and nothing."""
+    head, _, rest = body.partition(b"\r\n\r\n")
+
+    async def go(rig: Rig) -> None:
+        async def empty(_: Any, writer: asyncio.StreamWriter) -> bool:
+            for worker in rig.decode:
+                worker.behave = None
+            writer.write(b"HTTP/1.1 200 OK\r\n" + head + b"\r\n\r\n")
+            if alone:
+                await asyncio.sleep(0.02)
+            writer.write(rest)
+            return True
+
+        for worker in rig.decode:
+            worker.behave = empty
+        status, got = await rig.post(ask(prompt="short", **more), path)
+        assert status == 200
+        if alone and rest and "seed" not in more:  # the client has the head
+            assert b"bad_gateway" in got if "stream" in more else got == b""
+        else:
+            assert b"hello" in got or b"[DONE]" in got
+        assert rig.context.metrics.of("t", "r").errors == 1
+
+    run(go, prefill=0, decode=2)
+
+
+def test_a_refusal_that_was_not_told_is_not_counted():
+    """Incident: the counter of another status went down."""
+
+    async def go(rig: Rig) -> None:
+        async def broken(_: Any, writer: asyncio.StreamWriter) -> bool:
+            for worker in rig.decode:
+                worker.behave = None
+            writer.write(b"HTTP/1.1 422 X\r\ntransfer-encoding: chunked\r\n\r\nthis is no chunk\r\n")
+            return True
+
+        for worker in rig.decode:
+            worker.behave = broken
+        assert (await rig.post(ask(prompt="short")))[0] == 200
+        assert +rig.context.metrics.requests == {200: 1}
+
+    run(go, prefill=0, decode=2)
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("prefill", [False, True], ids=["decode", "prefill"])
 @pytest.mark.parametrize("code", [401, 403, 429])

@@ -86,6 +86,11 @@ class Sent:
         self._room.left -= step
         self.full = self.full or self._taken > STREAM_MOST_BYTES or self._room.left < 0
 
+    @property
+    def held(self) -> bytes:
+        """What is held back."""
+        return self._rest
+
     def rest(self) -> bytes:
         """What was held back, when no more comes."""
         found, self._rest = self._rest, b""
