@@ -64,8 +64,8 @@ class Answering(Metering):
     __slots__ = (
         "_again", "_asked", "_client", "_connection", "_context", "_counted", "_decode_failures", 
         "_excluded", "_first", "_gaps", "_giver", "_handed_over", "_head_bytes", "_heard", "_held", "_keys", "_last",
-        "_lease", "_leg", "_leg_worker", "_local", "_measured", "_moved", "_outcome", "_path", "_paused",
-        "_prefill_failures", "_resumes", "_sent", "_served", "_splits", "_streams", 
+        "_lease", "_left_s", "_leg", "_leg_worker", "_local", "_measured", "_moved", "_outcome", "_path", "_paused",
+        "_prefill_failures", "_resumes", "_sent", "_served", "_splits", "_stalled_at", "_streams", 
         "_trip", "_unended", "config", "deadline", "done", "hints", "last_byte_at", "record", "sent_at",
         "started", "started_at",
     )  # fmt: skip
@@ -117,6 +117,8 @@ class Answering(Metering):
         """How it ends if it ends now, unless we refuse it."""
         self.started = self.done = self._splits = False
         """The first byte has gone to the client; it is over; events come in chunks and are handed on as they are."""
+        self._left_s = self._stalled_at = 0.0
+        """Of a client that does not read: what was left of the deadline, and the one that holds for it."""
         self.sent_at = self.started_at = self.last_byte_at = context.clock()
         self.deadline = inf if ticket.waiting else self.started_at + self.config.first_token_deadline_s
 

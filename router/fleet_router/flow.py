@@ -428,15 +428,22 @@ class Flow(Carrying):
 
     def pause(self) -> None:
         """The client is slower than the worker: nothing is read from it, so that its silence means nothing."""
+        now = self._context.clock()
         self._paused = True
-        self.deadline = self._context.clock() + self.config.bounds.stalled_client_s
+        self._left_s, self._stalled_at = self.deadline - now, now + self.config.bounds.stalled_client_s
+        self.deadline = self._stalled_at
         if self._connection is not None:
             self._connection.pause()
 
     def resume(self) -> None:
-        """The client caught up."""
+        """The client caught up: what it waits for has as much time left as before. Nothing of this answer may have come yet; what
+        it did not read was the one before."""
+        now = self._context.clock()
         self._paused = False
-        self.deadline = self._context.clock() + self.config.inter_token_deadline_s
+        if self.deadline == self._stalled_at:
+            self.deadline = now + self._left_s
+        if self.started:
+            self._goes_on_until(now)
         if self._connection is not None:
             self._connection.resume()
 
