@@ -50,6 +50,14 @@ def _number(most: int) -> Callable[[str, msgspec.Raw], None]:
     return check
 
 
+def _logprobs(name: str, raw: msgspec.Raw) -> None:
+    """vLLM takes -1 for the whole vocabulary."""
+    _number(LOGPROBS_MOST)(name, raw)
+    found = _NUMBER.decode(raw)
+    if found is not None and found < 0:
+        raise _too_much(name, f"is {found}; allowed are 0 to {LOGPROBS_MOST}")
+
+
 def _stops(name: str, raw: msgspec.Raw) -> None:
     _bytes(STOP_BYTES_MOST)(name, raw)
     found = _STOPS.decode(raw)
@@ -107,7 +115,7 @@ def _too_much(name: str, what: str) -> RequestError:
 _CHECKS: Final[Mapping[str, Callable[[str, msgspec.Raw], None]]] = {
     "n": _number(CHOICES_MOST), "best_of": _number(CHOICES_MOST), "stop": _stops, "bad_words": _stops,
     "stop_token_ids": _ids, "allowed_token_ids": _ids, "logprob_token_ids": _ids, "logit_bias": _biases,
-    "logprobs": _number(LOGPROBS_MOST), "top_logprobs": _number(LOGPROBS_MOST), "prompt_logprobs": _number(LOGPROBS_MOST),
+    "logprobs": _logprobs, "top_logprobs": _logprobs, "prompt_logprobs": _logprobs,
     "prompt_embeds": _never("tensors of clients are loaded by nobody"),
     "chat_template": _never("a conversation is rendered by the model's own template"),
     "media_io_kwargs": _never("how media are read is the engine's to decide"),

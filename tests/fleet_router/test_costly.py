@@ -30,6 +30,7 @@ BAD: list[dict[str, Any]] = [
     {"stop_token_ids": [1] * 1025}, {"stop_token_ids": 7}, {"allowed_token_ids": list(range(2_000))},
     {"logprob_token_ids": [1] * 2_000}, {"logit_bias": {str(i): 1 for i in range(100_000)}}, {"logit_bias": [1]},
     {"logit_bias": {"1": "x"}}, {"logprobs": 21}, {"logprobs": "many"}, {"top_logprobs": 10**9}, {"prompt_logprobs": 21},
+    {"logprobs": -1}, {"top_logprobs": -1}, {"prompt_logprobs": -1},
     {"prompt_embeds": "AAAA"}, {"tools": [{"a": "b" * 300_000}]}, {"functions": ["b" * 300_000]},
     {"response_format": {"type": "json_schema", "json_schema": {"a": ["b"] * 40_000}}}, {"structured_outputs": "x" * 70_000},
     {"guided_json": "x" * 70_000}, {"guided_regex": "(a+)+" * 20_000}, {"guided_choice": ["abc"] * 20_000},
