@@ -65,7 +65,9 @@ class Carrying(Measuring):
         heard = self._heard.kept().replace(b"\r\n", b"\n")
         if (found := error_in(heard)) is not None:
             heard = heard[: found[0] + 1]  # nobody was told of it, nor of what came behind it
-        return said_of(heard.rpartition(EVENT_END)[0])
+        whole, end, _ = heard.rpartition(EVENT_END)
+        self._heard.keep_only(whole + end)  # what the next worker says stands behind that, and not behind half an event
+        return said_of(whole)
 
     def _carry_on(self, said: Said, start: Start, prompt: list[int]) -> None:
         self._ask = continued(self._asked, said, start, prompt) if start.tokens else self._asked

@@ -75,6 +75,10 @@ class Sent:
         if self._size > self._taken:
             self._take()
 
+    def keep_only(self, data: bytes) -> None:
+        """This is what the client has, and no more."""
+        self._kept, self._size = [data], len(data)
+
     def _up_to_an_end(self, data: bytes) -> bytes:
         at = len(data) if data.endswith(ENDS) else events_end(data, len(data))
         self._rest = data[at:]

@@ -12,6 +12,7 @@ from fleet_router.ending import framed, unframed
 from fleet_router.health.resume import said_of
 from fleet_router.health.sent import ROOM_BYTES
 from tests.fleet_router.fake_worker import answer
+from tests.fleet_router.health.test_inband import BODIES, text_of
 from tests.fleet_router.health.test_resume import GREEDY, PREFILLING, events, generator, tokens, word
 from tests.fleet_router.rig import CONFIG, Rig, ask, http, run, until
 
@@ -161,3 +162,37 @@ def test_a_loop_in_a_stream_that_is_carried_on_ends_it_once():
         assert rest.count(b"HTTP/1.1") == 1
 
     run(go, prefill=0, decode=2, config=msgspec.structs.replace(CONFIG, runaway=True))
+
+
+ERROR = framed(b'data: {"error": {"message": "x", "code": 500}}\n\n')
+HALVES = [b"", b"99\r\nd", b"99\r\ndata:", b"99\r\ndata: ", b'99\r\ndata: {"id"', ERROR]
+
+
+@pytest.mark.parametrize("path", list(BODIES))
+@pytest.mark.parametrize("last", HALVES)
+def test_a_stream_that_is_carried_on_twice_has_each_token_once(path: str, last: bytes):
+    """Incident: half an event of the first worker, or its error, still counted as the client's when the second one died, and
+    hid what stood behind it: the third worker said that again, and it went out."""
+
+    async def go(rig: Rig) -> None:
+        async def first(body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+            for worker in rig.decode:
+                worker.behave = second
+            made = events(tokens([5, 6, 7], 40)[:4], chat="messages" in body, with_ids=False, finish=False)
+            writer.write(HEAD + b"".join(map(framed, made)) + last)
+            await writer.drain()
+            writer.close()
+            return True
+
+        async def second(body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+            for worker in rig.decode:
+                worker.behave = generator()
+            return await generator(dies_after=20)(body, writer)
+
+        for worker in rig.decode:
+            worker.behave = first
+        _, got = await rig.post({**BODIES[path], "temperature": 0}, path)
+        assert text_of(path, got) == ALL
+        assert rig.context.metrics.resumed == {"done": 1}
+
+    run(go, prefill=0, decode=3)
