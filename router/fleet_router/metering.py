@@ -27,7 +27,7 @@ class Metering(ABC):  # noqa: B024 - what is abstract of an answer comes in its 
         self._hides = False
         """The stream tells its usage, for which its client did not ask."""
         if ask.stream and self._metered:
-            ask, self._hides = with_usage(ask)
+            ask, self._hides = self._with_usage(ask)
         self._ask = ask
         """What is asked of workers."""
         self._ticket = ticket
@@ -38,6 +38,11 @@ class Metering(ABC):  # noqa: B024 - what is abstract of an answer comes in its 
         self._events = 0
         self._before = self._tail = b""
         """The last two reads of the answer, but for short ones before the last: its usage stands there."""
+
+    @staticmethod
+    def _with_usage(ask: Ask) -> tuple[Ask, bool]:
+        """The stream with its usage, and whether its client must not see it."""
+        return with_usage(ask)
 
     def _without_usage(self, data: bytes) -> bytes:
         """What the client asked for; the rest is what we asked for."""

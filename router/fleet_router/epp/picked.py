@@ -59,9 +59,10 @@ class Picked(Flow):
         """Nothing is asked for that only we need: a gateway's stream cannot be carried on by us."""
         return ask
 
-    def _with_usage(self, ask: Ask) -> Ask:
+    @staticmethod
+    def _with_usage(ask: Ask) -> tuple[Ask, bool]:
         """The same: nothing of a gateway's stream can be kept from its client."""
-        return ask
+        return ask, False
 
     def _send_decode(self, worker: Worker, reference: bytes | None) -> None:
         self._waits_for(worker)
