@@ -182,3 +182,49 @@ def test_a_worker_that_refuses_us_is_not_quoted(code: int, prefill: bool, stream
 
     config = msgspec.structs.replace(CONFIG, policy="roundRobin")
     run(go, prefill=2 if prefill else 0, decode=1 if prefill else 2, config=config)
+
+
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+NOT_TEXT = b'data: {"id":"c","choices":[{"index":0,"text":"\xff","delta":{"content":"\xff"}}]}\n\n'
+DEEP = b'data: {"id":"c","choices":[{"index":0,"text":"a","x":' + b"[" * 5_000 + b"]" * 5_000 + b"}]}\n\n"
+SAYS_ERROR = b'data: {"error": "\xff"}\n\n'
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
+@pytest.mark.parametrize("event", [NOT_TEXT, DEEP, SAYS_ERROR], ids=["not-utf-8", "deep", "error-not-utf-8"])
+def test_r9_what_no_decoder_takes_ends_a_stream_with_an_error(event: bytes, path: str):
+    """Incident: the decoder's UnicodeDecodeError went through the connection's callback: the client waited for its deadline, and
+    the sweep that found it there died of the same error, and the router with it."""
+
+    async def go(rig: Rig) -> None:
+        async def breaks(_: Any, writer: asyncio.StreamWriter) -> bool:
+            writer.write(HEAD + b"%x\r\n%b\r\n" % (len(event), event))
+            await writer.drain()
+            await asyncio.sleep(0.02)
+            writer.close()
+            return True
+
+        rig.decode[0].behave = breaks
+        body = {"max_tokens": 4, "temperature": 0, "stream": True, "messages": [{"role": "user", "content": "x"}]}
+        _, got = await rig.post(ask(**body, prompt="short") if path == "/v1/completions" else {"model": "m", **body}, path)
+        assert b'"request_id":"' in got, got[-300:]  # an error of ours
+        assert got.endswith(b"0\r\n\r\n") or got.startswith(b'{"')
+
+    run(go, prefill=0)
+
+
+@pytest.mark.parametrize("raw", [b'{"\xff": 1}', b'{"a":' + b"[" * 5_000 + b"]" * 5_000 + b"}"], ids=["not-utf-8", "deep"])
+@pytest.mark.parametrize("prefill", [False, True])
+def test_r9_nor_does_an_answer_of_it_leave_its_client_alone(raw: bytes, prefill: bool):
+    async def go(rig: Rig) -> None:
+        async def breaks(_: Any, writer: asyncio.StreamWriter) -> bool:
+            head = b"HTTP/1.1 200 X\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+            writer.write(head % (len(raw) + 2) + raw + b" \n")
+            return True
+
+        (rig.prefill if prefill else rig.decode)[0].behave = breaks
+        for _ in range(3):
+            status, _ = await rig.post(ask(stream=False) if prefill else ask(prompt="short"))
+            assert status in {200, 502, 503}
+
+    run(go)

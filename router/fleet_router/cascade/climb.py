@@ -127,7 +127,7 @@ class Climb:
             why = objection(answer_of(payloads), self._cascade.check, json_kinds=json_kinds_of(self._ask))
             if self._asked_logprobs and not why:
                 plain = without_logprobs(payloads, stream=self._ask.stream)
-        except (msgspec.DecodeError, RequestError, RecursionError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RequestError, RecursionError):
             return b"", "unreadable"
         return plain, why
 
