@@ -18,7 +18,7 @@ from fleet_router.asked import Ask, Hints
 from fleet_router.config import RouterConfig
 from fleet_router.context import Client, Context
 from fleet_router.dialect.translation import Translation
-from fleet_router.ending import CHAT_PATH, END, chunked, framed, last_event
+from fleet_router.ending import CHAT_PATH, END, chunked, framed, last_event, unframed
 from fleet_router.errors import RequestError
 from fleet_router.explain.record import Record
 from fleet_router.explain.shown import header as decision_header
@@ -64,8 +64,8 @@ class Answering(Metering):
     __slots__ = (
         "_again", "_asked", "_client", "_connection", "_context", "_counted", "_decode_failures", 
         "_excluded", "_first", "_gaps", "_giver", "_handed_over", "_head_bytes", "_heard", "_held", "_keys", "_last",
-        "_lease", "_leg", "_leg_worker", "_local", "_measured", "_moved", "_outcome", "_path", "_paused",
-        "_prefill_failures", "_resumes", "_sent", "_served", "_splits", "_streams", 
+        "_lease", "_left_s", "_leg", "_leg_worker", "_local", "_measured", "_moved", "_outcome", "_path", "_paused",
+        "_prefill_failures", "_resumes", "_sent", "_served", "_splits", "_stalled_at", "_streams", 
         "_trip", "_unended", "config", "deadline", "done", "hints", "last_byte_at", "record", "sent_at",
         "started", "started_at",
     )  # fmt: skip
@@ -117,6 +117,8 @@ class Answering(Metering):
         """How it ends if it ends now, unless we refuse it."""
         self.started = self.done = self._splits = False
         """The first byte has gone to the client; it is over; events come in chunks and are handed on as they are."""
+        self._left_s = self._stalled_at = 0.0
+        """Of a client that does not read: what was left of the deadline, and the one that holds for it."""
         self.sent_at = self.started_at = self.last_byte_at = context.clock()
         self.deadline = inf if ticket.waiting else self.started_at + self.config.first_token_deadline_s
 
@@ -335,8 +337,14 @@ class Answering(Metering):
     def _broken_off(self, data: bytes) -> bool:
         """The last bytes of an answer in one piece are not the end of a JSON object. Chunks say themselves where they end."""
         one = self._connection
-        over = one is not None and one.ended and one.sized and self._outcome == "answered"
-        return over and not (self._tail + data).rstrip().endswith(b"}")
+        if one is None or not one.ended or self._outcome != "answered":
+            return False
+        return not (self._tail + data).rstrip().endswith(b"}") if one.sized else not self._tail and data == END
+
+    def said_nothing(self) -> bool:
+        """A 200 without a body, or with one that holds nothing: no request that we take has such an answer."""
+        held = self._sent.held if self._sent is not None else b""
+        return self.record.status == OK and not self._tail and not unframed(held)
 
     def _keep_no_more(self) -> bytes:
         """The stream grew too long to be carried on; returns what was held back."""
@@ -446,8 +454,8 @@ class Answering(Metering):
         self._context.metrics.requests[status] += 1
 
     def _uncount(self) -> None:
-        """A 200 that it was not told after all."""
-        self._context.metrics.requests[OK] -= 1
+        """A status that it was not told after all."""
+        self._context.metrics.requests[self.record.status] -= 1
 
     def _count_broken(self) -> None:
         """Its answer broke off."""

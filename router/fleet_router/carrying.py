@@ -12,6 +12,7 @@ from fleet_router.ending import CHAT_PATH, END, framed, unframed
 from fleet_router.errors import RequestError
 from fleet_router.health.inband import error_in
 from fleet_router.health.resume import Again, Said, Start, continued, said_of, start_of
+from fleet_router.health.sent import CHUNK_END, CRLF_END
 from fleet_router.measuring import Measuring
 from fleet_router.policy.chosen import Choice
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 RESUMES_MOST: Final = 3
 """Of one stream."""
+LAST_EVENTS: Final[tuple[bytes, ...]] = (b"data: [DONE]" + CHUNK_END, b"data: [DONE]" + CRLF_END)
+"""Ends of a read behind which nothing but the end of the body comes."""
 
 
 class Carrying(Measuring):
@@ -62,7 +65,9 @@ class Carrying(Measuring):
         heard = self._heard.kept().replace(b"\r\n", b"\n")
         if (found := error_in(heard)) is not None:
             heard = heard[: found[0] + 1]  # nobody was told of it, nor of what came behind it
-        return said_of(heard.rpartition(EVENT_END)[0])
+        whole, end, _ = heard.rpartition(EVENT_END)
+        self._heard.keep_only(whole + end)  # what the next worker says stands behind that, and not behind half an event
+        return said_of(whole)
 
     def _carry_on(self, said: Said, start: Start, prompt: list[int]) -> None:
         self._ask = continued(self._asked, said, start, prompt) if start.tokens else self._asked
@@ -82,19 +87,32 @@ class Carrying(Measuring):
         self._context.metrics.resumed[outcome] += 1
         self._break(RequestError(502, why))
 
-    def more(self, new: bytes, *, last: bool) -> None:
-        """An event of the other worker, as far as it is new."""
+    def more(self, new: bytes) -> bool:
+        """An event of the other worker, as far as it is new; False: the stream was ended behind it."""
         if self._translation is None:
-            self.raw(framed(new) + (END if last else b""))
+            self.raw(framed(new))
         else:
             self.hear(new)
             self.raw(framed(new), framed(self._translation.feed(new)))
+        return not self.done
 
     def carried(self) -> None:
         """The other worker has said all."""
-        if self._translation is not None:
-            self.raw(b"", framed(self._translation.end()) + END)
+        rest = b"" if self._translation is None else framed(self._translation.end())
+        self.raw(b"", rest + END)
         self._context.metrics.resumed["done"] += 1
+        self.end()
+
+    def _said_all(self) -> bool:
+        """The client has the stream's last event: only the end of the body is missing, which we can tell as well."""
+        if self._translation is not None:
+            return self._translation.complete
+        return self._tail.endswith(LAST_EVENTS)
+
+    def _end_for(self) -> None:
+        """The worker died behind its last word: there is nothing to carry on, and no error to tell."""
+        self._keep_no_more()  # half of the body's end
+        self._client.write(END)
         self.end()
 
     def broke_off(self, words: str) -> None:

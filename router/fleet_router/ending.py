@@ -10,6 +10,7 @@ from typing import Any, Final
 import msgspec
 
 from fleet_router.admission.runaway import FINISH, Why
+from fleet_router.errors import UNREADABLE
 
 CHAT_PATH: Final = b"/v1/chat/completions"
 END: Final = b"0\r\n\r\n"
@@ -76,7 +77,7 @@ def without_usage(read: bytes) -> tuple[bytes, tuple[int, int] | None]:
 def _usage_of(event: bytes) -> _Usage | None:
     try:
         found = msgspec.json.decode(event.removeprefix(b"data: "), type=_TellsUsage)
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return None
     return found.usage if found.choices == [] else None
 

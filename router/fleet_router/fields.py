@@ -8,7 +8,7 @@ from typing import Final
 import msgspec
 
 from fleet_router.asked import MayBeLarge
-from fleet_router.errors import RequestError
+from fleet_router.errors import UNREADABLE, RequestError
 
 LARGE_BYTES: Final = 262_144
 """Below it no body holds the loop up for long, whatever is in it."""
@@ -31,7 +31,7 @@ def fields_of(body: bytes) -> dict[str, msgspec.Raw]:
         if len(body) > LARGE_BYTES:
             _check_large(body)
         return _TOP.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise RequestError(400, f"the body is not a JSON object: {error}", code="invalid_json") from error
 
 

@@ -225,7 +225,10 @@ class Flow(Carrying):
         self._blame(worker, why, gone=gone)
         self._release_lease()
         if self.started and not self._nothing_told():
-            self._resume(worker, why)
+            if self._said_all():
+                self._end_for()
+            else:
+                self._resume(worker, why)
             return
         prefill = worker.role == "prefill"
         self._prefill_failures += prefill
@@ -394,6 +397,7 @@ class Flow(Carrying):
         self._trip_over()
         self.end_leg()
         self._release_lease()
+        self._keep_no_more()
         self._leave("failed" if self._ticket.waiting or self._held else self._outcome)
 
     def expire(self, now: float) -> None:
@@ -441,15 +445,22 @@ class Flow(Carrying):
 
     def pause(self) -> None:
         """The client is slower than the worker: nothing is read from it, so that its silence means nothing."""
+        now = self._context.clock()
         self._paused = True
-        self.deadline = self._context.clock() + self.config.bounds.stalled_client_s
+        self._left_s, self._stalled_at = self.deadline - now, now + self.config.bounds.stalled_client_s
+        self.deadline = self._stalled_at
         if self._connection is not None:
             self._connection.pause()
 
     def resume(self) -> None:
-        """The client caught up."""
+        """The client caught up: what it waits for has as much time left as before. Nothing of this answer may have come yet; what
+        it did not read was the one before."""
+        now = self._context.clock()
         self._paused = False
-        self.deadline = self._context.clock() + self.config.inter_token_deadline_s
+        if self.deadline == self._stalled_at:
+            self.deadline = now + self._left_s
+        if self.started:
+            self._goes_on_until(now)
         if self._connection is not None:
             self._connection.resume()
 

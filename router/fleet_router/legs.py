@@ -61,7 +61,7 @@ class PrefillLeg:
             self._flow.prefilled(self._worker, self._decode, bytes(self._answer))
         elif self._status == NOT_FOUND and self._flow.names_no_model(bytes(self._answer)):
             self._flow.model_missing(self._worker)
-        elif 400 <= self._status < 500 and self._status not in NOT_THE_CLIENT:
+        elif 400 <= self._status < 500 and self._status not in NOT_THE_CLIENT and not self._flow.started:
             self._flow.refuse_with(self._status, self._headers, bytes(self._answer))
         else:
             self._flow.end_leg()
@@ -130,7 +130,10 @@ class DecodeLeg:
         """Nothing here depends on the framing."""
 
     def on_end(self) -> None:
-        if not self._held:
+        if not self._held and self._flow.said_nothing():
+            self._flow.end_leg()
+            self._flow.leg_failed(self._worker, "the worker's answer is empty")
+        elif not self._held:
             self._flow.end()
         elif self._held == NOT_FOUND and self._flow.names_no_model(bytes(self._answer)):
             self._flow.model_missing(self._worker)
@@ -262,8 +265,8 @@ class ResumedLeg(DecodeLeg):
                     self._flow.broke_off(found[1])
                     return
                 new = self._again.feed(payload)
-                if new:
-                    self._flow.more(new, last=self._again.done)
+                if new and not self._flow.more(new):
+                    return  # what came in the same read is nobody's
         except (DiffersError, RequestError) as error:
             self._flow.cannot_resume(str(error))
 

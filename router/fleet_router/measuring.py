@@ -49,7 +49,7 @@ class Measuring(Answering):
 
     def _pick(self, excluded: frozenset[str]) -> object:
         """Whom the table would choose now."""
-        return self._context.table.choose(
+        return self._context.table.would_choose(
             self._asked.prompt,
             self.config,
             self._context.clock(),
@@ -57,7 +57,7 @@ class Measuring(Answering):
             self._ticket.lane.seed,
             self._ask.adapter,
             self.hints,
-        )[0]
+        )
 
     @abstractmethod
     def begin(self) -> None:

@@ -13,7 +13,7 @@ import msgspec
 from fleet_router.asked import Ask, Leased, Prefilled, SaidBy, Tokenised
 from fleet_router.config import RouterConfig
 from fleet_router.costly import COSTLY, check_costly
-from fleet_router.errors import RequestError
+from fleet_router.errors import UNREADABLE, RequestError
 from fleet_router.fields import LARGE_BYTES, fields_of
 from fleet_router.lengths import check_input, check_messages, check_text, too_many
 from fleet_router.urls import check_urls
@@ -283,7 +283,7 @@ def reference_of(body: bytes) -> bytes | None:
     """`kv_transfer_params` of a prefill answer, None when it has none."""
     try:
         raw = _ANSWER.decode(body).kv_transfer_params
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return None
     return None if raw == _NULL else bytes(raw)
 
@@ -309,7 +309,7 @@ def tokens_of(body: bytes) -> list[int]:
     """Token ids in a worker's answer to /tokenize; empty when there are none."""
     try:
         return _TOKENISED.decode(body).tokens
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return []
 
 
@@ -317,7 +317,7 @@ def is_object(body: bytes) -> bool:
     """It is a JSON object, whatever is in it."""
     try:
         _PREFILLED.decode(body)
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return False
     return True
 
@@ -332,5 +332,5 @@ def lease_of(reference: bytes) -> str | None:
     """Lease id inside a reference, None for engines without leases of ours."""
     try:
         return _LEASE.decode(reference).lease_id or None
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return None

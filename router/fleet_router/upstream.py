@@ -115,7 +115,7 @@ class Upstream:
         self._keep_alive = False
         self._paused = False
         self.used = False
-        """Has answered before: the worker may have closed it meanwhile."""
+        """Has been in the pool: the worker may have closed it meanwhile."""
         self.got_bytes = False
         self.idle_since = 0.0
         """When it was first seen idle since its last use; 0: not yet."""
@@ -251,7 +251,6 @@ class Upstream:
         """The answer is whole, and another one may follow it."""
         self._leg = None
         self._before = b""
-        self.used = True
         if self._paused:  # the client may not have read it all yet, but whoever is next must hear the worker
             self.resume()
         self._pool.put(self)
@@ -312,8 +311,8 @@ class Upstream:
         return self.transport is not None and not self.transport.is_closing()
 
     def pause(self) -> None:
-        """Back-pressure: the client reads slower than the worker writes."""
-        if self.transport is not None and self.is_open():
+        """Back-pressure: the client reads slower than the worker writes. Once the answer is whole this is nobody's any more."""
+        if self._leg is not None and self.transport is not None and self.is_open():
             self._paused = True
             self.transport.pause_reading()
 
@@ -409,6 +408,7 @@ class Pool:
 
     def put(self, connection: Upstream) -> None:
         """Back into the pool, unless that is full or the worker is gone."""
+        connection.used = True
         if self._retired or len(self._idle) >= IDLE_CONNECTIONS:
             connection.abort()
         else:

@@ -228,6 +228,17 @@ class WorkerTable:
             choice = Choice(None, choice.decode, "the pair is put out")
         return choice, keys
 
+    def would_choose(
+        self, prompt: bytes, config: RouterConfig, now: float, excluded: frozenset[str], seed: int, adapter: str, hints: Hints
+    ) -> Choice | Refusal:
+        """The same for somebody who only asks: it is nobody's turn, and no part of a canary's share."""
+        turn, shares = self.turn, [(share, share.seen, share.taken) for share in self.shares.values()]
+        found, _ = self.choose(prompt, config, now, excluded, seed, adapter, hints)
+        self.turn = turn
+        for share, seen, taken in shares:
+            share.seen, share.taken = seen, taken
+        return found
+
     def tokens_of(self, prompt: bytes) -> float:
         """About how many it has: counted where it comes as ids."""
         if prompt[:1] == b"[" and prompt[1:2].isdigit():

@@ -103,6 +103,61 @@ def test_an_event_that_comes_in_pieces_goes_out_whole():
     run(go)
 
 
+@pytest.mark.parametrize("alone", [False, True], ids=["head-and-end", "head-alone"])
+@pytest.mark.parametrize("body", [b"content-length: 0\r\n\r\n", b"transfer-encoding: chunked\r\n\r\n0\r\n\r\n"])
+@pytest.mark.parametrize(
+    ("more", "path"),
+    [
+        ({}, "/v1/completions"), ({"stream": True}, "/v1/completions"), ({"stream": True, "seed": 1}, "/v1/completions"),
+        ({"input": "a"}, "/v1/embeddings"),
+    ],
+    ids=["whole", "streamed", "determined", "embeddings"],
+)  # fmt: skip
+def test_r9_an_empty_answer_is_asked_for_elsewhere(more: dict[str, Any], path: str, body: bytes, alone: bool):
+    """Incident: a client got 200 and nothing."""
+    head, _, rest = body.partition(b"\r\n\r\n")
+
+    async def go(rig: Rig) -> None:
+        async def empty(_: Any, writer: asyncio.StreamWriter) -> bool:
+            for worker in rig.decode:
+                worker.behave = None
+            writer.write(b"HTTP/1.1 200 OK\r\n" + head + b"\r\n\r\n")
+            if alone:
+                await asyncio.sleep(0.02)
+            writer.write(rest)
+            return True
+
+        for worker in rig.decode:
+            worker.behave = empty
+        status, got = await rig.post(ask(prompt="short", **more), path)
+        assert status == 200
+        if alone and rest and "seed" not in more:  # the client has the head
+            assert b"bad_gateway" in got if "stream" in more else got == b""
+        else:
+            assert b"hello" in got or b"[DONE]" in got
+        assert rig.context.metrics.of("t", "r").errors == 1
+
+    run(go, prefill=0, decode=2)
+
+
+def test_a_refusal_that_was_not_told_is_not_counted():
+    """Incident: the counter of another status went down."""
+
+    async def go(rig: Rig) -> None:
+        async def broken(_: Any, writer: asyncio.StreamWriter) -> bool:
+            for worker in rig.decode:
+                worker.behave = None
+            writer.write(b"HTTP/1.1 422 X\r\ntransfer-encoding: chunked\r\n\r\nthis is no chunk\r\n")
+            return True
+
+        for worker in rig.decode:
+            worker.behave = broken
+        assert (await rig.post(ask(prompt="short")))[0] == 200
+        assert +rig.context.metrics.requests == {200: 1}
+
+    run(go, prefill=0, decode=2)
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("prefill", [False, True], ids=["decode", "prefill"])
 @pytest.mark.parametrize("code", [401, 403, 429])
@@ -127,3 +182,49 @@ def test_a_worker_that_refuses_us_is_not_quoted(code: int, prefill: bool, stream
 
     config = msgspec.structs.replace(CONFIG, policy="roundRobin")
     run(go, prefill=2 if prefill else 0, decode=1 if prefill else 2, config=config)
+
+
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+NOT_TEXT = b'data: {"id":"c","choices":[{"index":0,"text":"\xff","delta":{"content":"\xff"}}]}\n\n'
+DEEP = b'data: {"id":"c","choices":[{"index":0,"text":"a","x":' + b"[" * 5_000 + b"]" * 5_000 + b"}]}\n\n"
+SAYS_ERROR = b'data: {"error": "\xff"}\n\n'
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
+@pytest.mark.parametrize("event", [NOT_TEXT, DEEP, SAYS_ERROR], ids=["not-utf-8", "deep", "error-not-utf-8"])
+def test_r9_what_no_decoder_takes_ends_a_stream_with_an_error(event: bytes, path: str):
+    """Incident: the decoder's UnicodeDecodeError went through the connection's callback: the client waited for its deadline, and
+    the sweep that found it there died of the same error, and the router with it."""
+
+    async def go(rig: Rig) -> None:
+        async def breaks(_: Any, writer: asyncio.StreamWriter) -> bool:
+            writer.write(HEAD + b"%x\r\n%b\r\n" % (len(event), event))
+            await writer.drain()
+            await asyncio.sleep(0.02)
+            writer.close()
+            return True
+
+        rig.decode[0].behave = breaks
+        body = {"max_tokens": 4, "temperature": 0, "stream": True, "messages": [{"role": "user", "content": "x"}]}
+        _, got = await rig.post(ask(**body, prompt="short") if path == "/v1/completions" else {"model": "m", **body}, path)
+        assert b'"request_id":"' in got, got[-300:]  # an error of ours
+        assert got.endswith(b"0\r\n\r\n") or got.startswith(b'{"')
+
+    run(go, prefill=0)
+
+
+@pytest.mark.parametrize("raw", [b'{"\xff": 1}', b'{"a":' + b"[" * 5_000 + b"]" * 5_000 + b"}"], ids=["not-utf-8", "deep"])
+@pytest.mark.parametrize("prefill", [False, True])
+def test_r9_nor_does_an_answer_of_it_leave_its_client_alone(raw: bytes, prefill: bool):
+    async def go(rig: Rig) -> None:
+        async def breaks(_: Any, writer: asyncio.StreamWriter) -> bool:
+            head = b"HTTP/1.1 200 X\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+            writer.write(head % (len(raw) + 2) + raw + b" \n")
+            return True
+
+        (rig.prefill if prefill else rig.decode)[0].behave = breaks
+        for _ in range(3):
+            status, _ = await rig.post(ask(stream=False) if prefill else ask(prompt="short"))
+            assert status in {200, 502, 503}
+
+    run(go)

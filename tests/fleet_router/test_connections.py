@@ -13,6 +13,7 @@ import pytest
 from fleet_router.inbound import Inbound
 from fleet_router.port import Port
 from fleet_router.server import DRAIN_IDLE_S, WAITING_BYTES
+from fleet_wire.endpoints import AtZero, Endpoints
 from tests.fleet_router.fake_worker import answer, stream
 from tests.fleet_router.rig import BOUNDS, CONFIG, Rig, answer_of, ask, http, run, until
 
@@ -319,6 +320,46 @@ def test_a_client_that_never_reads_is_dropped_and_nobody_blamed():
         assert rig.context.metrics.client_left == 1
 
     run(go)
+
+
+@pytest.mark.parametrize("waits", ["for its answer", "for a slot", "for workers"])
+def test_a_client_that_reads_late_shortens_no_deadline_of_its_next_request(waits: str):
+    """Incident: the answer before was still being read when the next request began: it got the deadline of a stream's next token,
+    and a whole answer, a place in the queue or the wait for workers ended with a 504 after 30 s."""
+
+    async def go(rig: Rig) -> None:
+        free = asyncio.Event()
+
+        async def slow(_: Any, writer: asyncio.StreamWriter) -> bool:
+            await free.wait()
+            return False
+
+        rig.decode[0].behave = slow
+        if waits == "for workers":
+            rig.context.holding.at_zero = (AtZero(tier="t"),)
+            rig.context.table.update(Endpoints(fleet="f", namespace="n", workers=()))
+        if waits == "for a slot":
+            _, other, _ = await rig.connect()
+            other.write(http(SHORT))
+            await until(lambda: len(rig.decode[0].seen) == 1)
+        reader, writer, connection = await rig.connect()
+        writer.write(http({**SHORT, "max_tokens": 1000}))
+        await until(lambda: connection.flow is not None)
+        flow = connection.flow
+        if waits == "for its answer":
+            await until(lambda: len(rig.decode[0].seen) == 1)
+        before = flow.deadline
+        connection.pause_writing()
+        assert flow.deadline <= rig.context.clock() + BOUNDS.stalled_client_s
+        connection.resume_writing()
+        assert flow.deadline == before or before <= flow.deadline < before + 1
+        free.set()
+        if waits == "for workers":
+            rig.apply([], rig.decode, config)
+        assert (await answer_of(reader))[0] == 200
+
+    config = msgspec.structs.replace(CONFIG, worker_slots=1)
+    run(go, prefill=0, config=config)
 
 
 # -- drain ------------------------------------------------------------------------------------------------------------------

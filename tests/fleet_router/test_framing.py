@@ -28,11 +28,15 @@ class Wire:
     """A transport that takes everything."""
 
     def __init__(self) -> None:
-        self.closed = False
+        self.closed, self.reading = False, True
 
     def write(self, _: bytes) -> None: ...
-    def pause_reading(self) -> None: ...
-    def resume_reading(self) -> None: ...
+
+    def pause_reading(self) -> None:
+        self.reading = False
+
+    def resume_reading(self) -> None:
+        self.reading = True
 
     def is_closing(self) -> bool:
         return self.closed
@@ -239,6 +243,32 @@ class Clock:
         self.later_s = 0.0
         now = rig.context.clock()
         rig.context.clock = lambda: now + self.later_s
+
+
+def test_a_connection_that_is_back_in_the_pool_is_not_paused():
+    """The last bytes of an answer fill its client's buffer while its flow still knows the connection: nobody would resume it."""
+    _, wire, pool = heard([WHOLE])
+    connection = pool.idle()
+    assert connection is not None
+    connection.pause()
+    assert wire.reading
+    connection.send(Heard(), b"")
+    connection.pause()
+    assert not wire.reading
+    connection.data_received(WHOLE)
+    assert wire.reading
+
+
+@pytest.mark.parametrize("flow_is_there", [True, False])
+def test_a_connection_that_waited_in_the_pool_may_have_been_closed_meanwhile(flow_is_there: bool):
+    """Also one whose client had left before it was made: it has answered nothing yet."""
+    pool = Pool("127.0.0.1", 1)
+    connection = Upstream(pool)
+    connection.connection_made(Wire())  # type: ignore[arg-type]
+    if not flow_is_there:
+        pool.put(connection)
+        assert pool.idle() is connection
+    assert connection.used is not flow_is_there
 
 
 def test_idle_connections_to_workers_expire():

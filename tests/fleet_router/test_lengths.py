@@ -11,7 +11,9 @@ import pytest
 
 from fleet_router.config import RouterConfig
 from fleet_router.errors import RequestError
+from fleet_router.follow.documents import Documents
 from fleet_router.lengths import check_input, check_messages, uncertain, upper_bound
+from fleet_wire.endpoints import Endpoints, Split
 from tests.fleet_router.admission.made import key_of, parsed
 from tests.fleet_router.chat_worker import TEXT, Behave, whole
 from tests.fleet_router.fake_worker import REFERENCE, answer
@@ -116,6 +118,28 @@ def test_a_worker_that_cannot_count_leaves_it_to_the_prefill_leg_and_the_kv_is_g
         await until(lambda: rig.prefill[0].released == ["lease-1"])
 
     run(go, config=SMALL)
+
+
+@pytest.mark.parametrize("percent", [0, 50])
+def test_whoever_counts_takes_no_turn_and_no_part_of_a_canarys_share(percent: int):
+    """Incident: each prompt that had to be counted was two requests for the split: the canary counted, and the old revision
+    answered, every time. Under roundRobin one of two workers counted and the other one answered."""
+
+    async def go(rig: Rig) -> None:
+        if percent:
+            workers = [msgspec.structs.replace(worker.endpoint) for worker in rig.context.table.workers.values()]
+            workers[1] = msgspec.structs.replace(workers[1], revision="new")
+            splits = (Split(tier="t", revision="new", percent=percent),)
+            rig.router.apply(Documents(config, Endpoints(fleet="f", namespace="n", workers=tuple(workers), splits=splits)))
+        for worker in rig.decode:
+            worker.behave = tokenises(50)
+        for i in range(12):
+            assert (await rig.post(ask(prompt=f"{i} {SOME}", max_tokens=4)))[0] == 200
+        answered = [sum("max_tokens" in body for body in worker.seen) for worker in rig.decode]
+        assert (sum(len(worker.seen) for worker in rig.decode), answered) == (24, [6, 6])
+
+    config = msgspec.structs.replace(SMALL, policy="kvAware" if percent else "roundRobin")
+    run(go, prefill=0, decode=2, config=config)
 
 
 def test_nobody_counts_what_surely_fits_or_what_the_engine_refuses_itself():

@@ -53,8 +53,8 @@ class Climb:
         self._context, self._client, self._path, self._ask, self._ticket = context, client, path, ask, ticket
         self._translation, self._hints, self._cascade = translation, hints, cascade
         self._step = 0
-        self._asked_logprobs = self._over = self._moving = False
-        """Log-probabilities are ours to take out; it ended; the next tier is being asked."""
+        self._asked_logprobs = self._over = self._moving = self._paused = False
+        """Log-probabilities are ours to take out; it ended; the next tier is being asked; the client does not read."""
         self._held: Held | None = None
         self._draft: Draft | None = None
         self.flow: Flow = self._flow_of_step(None)
@@ -68,7 +68,10 @@ class Climb:
         hints = msgspec.structs.replace(self._hints, tier=self._tier)
         if self._step == len(cascade.tiers) - 1:
             self._draft = self._held = None
-            return Flow(self._context, self._client, self._path, self._ask, self._ticket, self._translation, hints, record)
+            flow = Flow(self._context, self._client, self._path, self._ask, self._ticket, self._translation, hints, record)
+            if self._paused:
+                flow.pause()
+            return flow
         if cascade.check.least_mean_logprob is None:
             ask = msgspec.structs.replace(self._ask, fields=dict(self._ask.fields))
         else:
@@ -228,12 +231,14 @@ class Climb:
         self.flow.expire(now)
 
     def pause(self) -> None:
-        """The client is slow."""
+        """The client is slow: drafts are made all the same, the last tier's answer is not."""
+        self._paused = True
         if self._draft is None:
             self.flow.pause()
 
     def resume(self) -> None:
         """It caught up."""
+        self._paused = False
         if self._draft is None:
             self.flow.resume()
 

@@ -12,7 +12,7 @@ from typing import Final
 import msgspec
 
 from fleet_router.dialect.chat import Function, ToolCall
-from fleet_router.errors import RequestError
+from fleet_router.errors import UNREADABLE, RequestError
 
 MOST_BYTES: Final = 1024 * 1024
 """Of arguments: of the call that is open, and of all that wait."""
@@ -85,6 +85,6 @@ class Calls:
             return False
         try:
             msgspec.json.decode("".join(self._said), type=dict[str, msgspec.Raw])
-        except (msgspec.DecodeError, RecursionError):
+        except UNREADABLE:
             return False
         return True

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import msgspec
 
-from fleet_router.errors import RequestError
+from fleet_router.errors import UNREADABLE, RequestError
 
 MOST_EVENT_BYTES: Final = 1024 * 1024
 DONE: Final = b"[DONE]"
@@ -99,7 +99,7 @@ def completion(data: bytes) -> Completion:
     """RequestError 502 when a worker's answer is none."""
     try:
         return _COMPLETION.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise RequestError(502, f"the worker's answer is not a chat completion: {error}") from error
 
 
@@ -110,7 +110,7 @@ def worker_error(status: int, body: bytes, headers: str = "") -> RequestError:
     try:
         said = _REFUSAL.decode(body)
         inner = _REFUSAL.decode(said.error)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         pass  # no such object: its first bytes are all that can be said
     message = inner.message or said.message or body[:500].decode(errors="replace")
     param = inner.param or said.param

@@ -9,7 +9,7 @@ import msgspec
 from fleet_router.dialect.messages import error_object
 from fleet_router.dialect.messages_request import CountRequest, chat_messages, chat_tools
 from fleet_router.dialect.translation import Translation, given, parsed
-from fleet_router.errors import RequestError
+from fleet_router.errors import UNREADABLE, RequestError
 
 
 class _Tokenized(msgspec.Struct, frozen=True):
@@ -36,7 +36,7 @@ class CountTokens(Translation):
         """The count."""
         try:
             return msgspec.json.encode({"input_tokens": _TOKENIZED.decode(self.collected).count})
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except UNREADABLE as error:
             raise RequestError(502, f"the worker's answer has no count: {error}") from error
 
     def error_body(self, error: RequestError) -> bytes:

@@ -11,7 +11,7 @@ import msgspec
 from fleet_router.admission.runaway import FINISH, Why
 from fleet_router.allowed import with_allowed
 from fleet_router.dialect.chat import DONE, Choice, Completion, Events, Usage, completion, worker_error
-from fleet_router.errors import RequestError, error_json
+from fleet_router.errors import UNREADABLE, RequestError, error_json
 from fleet_router.fields import check_values
 from fleet_router.health.inband import words_of
 
@@ -37,7 +37,7 @@ def parsed(body: bytes, kind: type[T]) -> T:
         field = where.rstrip("`").lstrip(".") or None
         what = with_allowed(what, kind, field or "")
         raise RequestError(400, f"{field}: {what}" if field else what, param=field) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise RequestError(400, f"the body is not a JSON object: {error}", code="invalid_json") from error
 
 
@@ -67,6 +67,8 @@ class Translation(ABC):
         """A whole answer, as far as it came."""
         self.broke = ""
         """The worker's words, when its stream told of an error: nothing behind it is read."""
+        self.complete = False
+        """The client has the last event of a stream."""
 
     def body(self) -> bytes:
         """The worker's request."""
@@ -120,7 +122,6 @@ class ChatTranslation(Translation):
     def __init__(self, request_id: str) -> None:
         super().__init__(request_id)
         self._events = Events()
-        self._ended = False
 
     def body(self) -> bytes:
         """The chat request."""
@@ -138,17 +139,17 @@ class ChatTranslation(Translation):
         self._events, self.broke = Events(), ""
 
     def _told(self, payload: bytes) -> bytes:
-        if self._ended or self.broke:
+        if self.complete or self.broke:
             return b""
         if payload == DONE:
-            self._ended = True
+            self.complete = True
             return self.finished()
         chunk = completion(payload)
         if chunk.error:
             self.broke = words_of(payload) or ""
             if self.broke:
                 return b""  # another worker may carry the stream on
-            self._ended = True
+            self.complete = True
             words = bytes(chunk.error)[:500].decode(errors="replace")
             return self.failed(RequestError(502, f"the worker broke the stream off: {words}"))
         self._know(chunk)
@@ -156,7 +157,7 @@ class ChatTranslation(Translation):
 
     def cut_short(self, why: Why, used: tuple[int, int]) -> bytes:
         """See `Translation`. A finish_reason of its own, because `stop` would be an end that the model wished."""
-        self._ended = True
+        self.complete = True
         choice = Choice(finish_reason=FINISH[why][0] if why == "no_stop" else why, stop_reason=FINISH[why][1])
         usage = None if self.used is not None else Usage(prompt_tokens=used[0], completion_tokens=used[1])
         return self.chunk(Completion(choices=[choice], usage=usage)) + self.finished()
@@ -172,7 +173,7 @@ class ChatTranslation(Translation):
             self._know(answer)
             return self.whole(answer)
         why = f"the worker broke the stream off: {self.broke}" if self.broke else "the worker's stream ended early"
-        return b"" if self._ended else self.failed(RequestError(502, why))
+        return b"" if self.complete else self.failed(RequestError(502, why))
 
     @abstractmethod
     def chunk(self, chunk: Completion) -> bytes:

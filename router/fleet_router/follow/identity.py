@@ -13,6 +13,7 @@ from typing import Protocol
 
 import msgspec
 
+from fleet_router.errors import UNREADABLE
 from fleet_router.follow.capacity import fetched
 from fleet_wire.endpoints import Endpoint
 
@@ -87,5 +88,5 @@ def uid_in(answer: bytes) -> str:
     """The uid that an agent's answer names; empty when it names none."""
     try:
         return _STATE.decode(answer.partition(HEAD_END)[2]).uid
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return ""

@@ -8,6 +8,8 @@ from typing import Any, Final
 
 import msgspec
 
+from fleet_router.errors import UNREADABLE
+
 HINT: Final = b"error"
 """Without it there is none: one look at each read, and it says no to nearly all."""
 FOUND: Final = re.compile(rb'(?:^|\n)(?:event: ?error[\r\n]|data: ?\{\s*(?:"error"\s*:\s*(?!null)|"object"\s*:\s*"error"))')
@@ -30,7 +32,7 @@ def words_of(payload: bytes) -> str | None:
     """What an event's error says; None: it is about the request, as its code (4xx) says, or it is none."""
     try:
         told: Any = msgspec.json.decode(payload)
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return payload[:WORDS_MOST].decode(errors="replace")
     if not isinstance(told, dict):
         return str(told)[:WORDS_MOST]

@@ -17,6 +17,7 @@ from typing import Any, Final
 import msgspec
 
 from fleet_router.asked import Ask
+from fleet_router.errors import UNREADABLE
 
 KNOWN: Final = frozenset({
     "model", "prompt", "messages", "max_tokens", "max_completion_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p",
@@ -83,7 +84,7 @@ def said_of(events: bytes) -> Said | None:
             said.id, said.created = found.get("id"), found.get("created")
             said.usage = said.usage or (choice is None and bool(found.get("usage")))
             text, ids = ("", []) if choice is None else _step(choice)
-        except (msgspec.DecodeError, KeyError, TypeError, AttributeError, DiffersError):
+        except (*UNREADABLE, KeyError, TypeError, AttributeError, DiffersError):
             return None
         said.text += text
         if ids and said.ids is not None:
@@ -177,7 +178,7 @@ class Again:
             found = msgspec.json.decode(payload)
             choices = found["choices"]
             new = self._usage(found) if not choices else self._new(found, choices[0])
-        except (msgspec.DecodeError, KeyError, TypeError, AttributeError) as error:
+        except (*UNREADABLE, KeyError, TypeError, AttributeError) as error:
             raise DiffersError(f"the other worker's event cannot be read: {error!r}") from error
         if not new:
             return b""

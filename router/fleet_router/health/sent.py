@@ -75,6 +75,10 @@ class Sent:
         if self._size > self._taken:
             self._take()
 
+    def keep_only(self, data: bytes) -> None:
+        """This is what the client has, and no more."""
+        self._kept, self._size = [data], len(data)
+
     def _up_to_an_end(self, data: bytes) -> bytes:
         at = len(data) if data.endswith(ENDS) else events_end(data, len(data))
         self._rest = data[at:]
@@ -85,6 +89,11 @@ class Sent:
         self._taken += step
         self._room.left -= step
         self.full = self.full or self._taken > STREAM_MOST_BYTES or self._room.left < 0
+
+    @property
+    def held(self) -> bytes:
+        """What is held back."""
+        return self._rest
 
     def rest(self) -> bytes:
         """What was held back, when no more comes."""

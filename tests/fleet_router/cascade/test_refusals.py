@@ -1,4 +1,5 @@
-"""What a client is told when a tier's worker refuses its request: which tier that was, in every dialect."""
+"""What a client is told when a tier's worker refuses its request: which tier that was, in every dialect. And one that refuses to
+read."""
 
 from __future__ import annotations
 
@@ -8,8 +9,11 @@ from typing import Any
 
 import pytest
 
+from fleet_router.cascade.climb import Climb
 from fleet_router.config import TierRule
-from tests.fleet_router.cascade.ladder import CHAT, TALK, Ladder, climbing, config
+from tests.fleet_router.cascade.ladder import CHAT, SMALL, TALK, Ladder, climbing, config
+from tests.fleet_router.chat_worker import says
+from tests.fleet_router.rig import http, until
 
 SAID = b'{"error":{"message":"temperature is 9","param":"temperature"}}'
 ASKED: dict[str, dict[str, Any]] = {
@@ -43,3 +47,31 @@ def test_a_refusal_names_the_tier_that_refused(path: str, headers: tuple[str, ..
         assert ladder.counted()['fleet_router_requests_total{code="400"}'] == 1
 
     climbing(go, config(tier_rules=(TierRule(tier="large", headers={"x-tier": "large"}),)))
+
+
+def test_the_last_tier_is_not_read_for_a_client_that_does_not_read():
+    """Incident: the client stopped while a draft was made; the next tier's answer was kept here whole, for however long."""
+
+    async def go(ladder: Ladder) -> None:
+        drafted = asyncio.Event()
+
+        async def slow(body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+            await drafted.wait()
+            return await says(SMALL, "length")(body, writer)
+
+        ladder.behave("small", slow)
+        reader, writer, connection = await ladder.rig.connect()
+        writer.write(http({**TALK, "stream": True}, path=CHAT))
+        await until(lambda: ladder.asked["small"] == 1)
+        connection.pause_writing()
+        drafted.set()
+        await until(lambda: ladder.asked["large"] == 1)
+        for _ in range(20):
+            await asyncio.sleep(0.001)
+        climb = connection.flow
+        assert isinstance(climb, Climb)
+        assert not climb.started
+        connection.resume_writing()
+        assert (await reader.readuntil(b"0\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+
+    climbing(go, config())

@@ -152,3 +152,9 @@ def test_r10_endpoints_that_name_nobody_are_believed_after_a_while():
         assert (await rig.post(ask(prompt="short")))[0] == 200
 
     run(go, prefill=0, decode=1)
+
+
+@pytest.mark.parametrize("raw", [b'{"uid":"\xff"}', b'{"a":' + b"[" * 5_000 + b"]" * 5_000 + b"}", b"{", b"[]", b""])
+def test_whoever_answers_nonsense_says_no_uid(raw: bytes):
+    """Incident: text that is no UTF-8 ended the task that asks, and the router with it."""
+    assert uid_in(b"HTTP/1.1 200 OK\r\n\r\n" + raw) == ""
