@@ -3,6 +3,7 @@ Stage two: the end equals that of a run in which nobody died, with nothing delet
 
 from __future__ import annotations
 
+import json
 from functools import partial
 
 import pytest
@@ -10,7 +11,9 @@ import pytest
 from e2e.faultproxy.fixtures import FAMILY, Played
 from e2e.faultproxy.lab import Lab, fleet_manifest, path_of, removed
 from e2e.faultproxy.sweep import Scenario, sweep
-from fleet_operator.cluster.interface import FLEET
+from fleet_operator.cluster.interface import CONFIG_MAP, FLEET
+from fleet_operator.names import router_name
+from fleet_wire.endpoints import ENDPOINTS_KEY
 
 pytestmark = FAMILY
 KEEP_ALL = {"historyLimit": 100}
@@ -60,8 +63,14 @@ def fewer(lab: Lab, number: int) -> None:
 
 
 def two_left(lab: Lab) -> bool:
-    """Decode workers, and none that is still on its way out."""
-    return rolled_out(lab) and len(lab.pods("decode")) == 2
+    """Decode workers, none that is still on its way out, and all has been told of it: fleet, pool and routers."""
+    if not rolled_out(lab) or len(lab.pods("decode")) != 2:
+        return False
+    documents = (lab.get(CONFIG_MAP, router_name("f")) or {}).get("data") or {}
+    told = [worker["role"] for worker in json.loads(documents.get(ENDPOINTS_KEY, "{}")).get("workers", [])].count("decode")
+    pools = [pool for (kind, name), pool in lab.objects().items() if kind == "WorkerPool" and "decode" in name]
+    counts = [pool["status"].get("replicas") for pool in pools]
+    return (lab.status()["tiers"][0]["decode"].get("ready"), counts, told) == (2, [2], 2)
 
 
 def remove(lab: Lab, number: int) -> None:
