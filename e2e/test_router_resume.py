@@ -46,10 +46,13 @@ def kill_busiest(state: Path) -> None:
     os.kill(max(before, key=lambda pid: cpu_ticks(pid) - before[pid]), signal.SIGKILL)
 
 
-def events(url: str, body: dict[str, Any]) -> Iterator[str]:
-    """The data lines of one stream."""
-    with httpx.stream("POST", f"{url}/v1/completions", json={**body, "stream": True}, timeout=120) as answer:
+def events(url: str, body: dict[str, Any], decision: list[str] | None = None) -> Iterator[str]:
+    """The data lines of one stream; `decision` gets what the router tells of who answers."""
+    asked = {"x-fleet-explain": "1"} if decision is not None else {}
+    with httpx.stream("POST", f"{url}/v1/completions", json={**body, "stream": True}, headers=asked, timeout=120) as answer:
         assert answer.status_code == 200
+        if decision is not None:
+            decision.append(answer.headers["x-fleet-decision"])
         yield from (line[6:] for line in answer.iter_lines() if line.startswith("data: "))
 
 

@@ -47,12 +47,6 @@ class Vllm:
         except OSError:
             return False
 
-    def running(self) -> int:
-        """Requests in it."""
-        with urllib.request.urlopen(f"http://{self.address}/metrics", timeout=5) as answer:
-            lines = answer.read().decode().splitlines()
-        return int(sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("vllm:num_requests_running{")))
-
     def kill(self) -> None:
         """SIGKILL to all of it."""
         assert self.process is not None
