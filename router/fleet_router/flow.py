@@ -94,9 +94,11 @@ class Flow(Carrying):
 
     def _hold(self, why: str, code: str) -> None:
         """Nobody can answer it now: it waits for workers, if any are to come."""
-        holding, now = self._context.holding, self._context.clock()
+        holding, now, lane = self._context.holding, self._context.clock(), self._ticket.lane
         try:
-            self.deadline = holding.hold(self, self._ask.size_bytes, (why, code), now, self.config.hold)
+            self.deadline = holding.hold(
+                self, self._ask.size_bytes, (why, code), now, self.config.hold, lane.account.name, lane.weight
+            )
         except RequestError as error:
             self._refuse(error)
         else:
