@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from fleet_router.admission.usage import estimated_at, only_text
 from fleet_router.asked import Hints
 from fleet_router.config import RouterConfig
 from fleet_router.follow.identity import Identity
@@ -229,10 +230,13 @@ class WorkerTable:
         return choice, keys
 
     def tokens_of(self, prompt: bytes) -> float:
-        """About how many it has: counted where it comes as ids."""
-        if prompt[:1] == b"[" and prompt[1:2].isdigit():
-            return prompt.count(b",") + 1.0
-        return (len(prompt) or 1) / self.routing.bytes_per_token.value
+        """About how many it has: counted where it comes as ids, a picture for what it is charged."""
+        return estimated_at(prompt, self.routing.bytes_per_token.value) or 1.0
+
+    def measured(self, prompt: bytes, tokens: int) -> None:
+        """A worker has counted them."""
+        if only_text(prompt):
+            self.routing.bytes_per_token.observe(len(prompt) / tokens)
 
     def _blocked(self, offer: Offer, now: float) -> bool:
         return offer.prefill is not None and self.pairs.blocks(offer.prefill.uid, offer.decode.uid, now)
