@@ -117,6 +117,11 @@ def _pool(endpoint: Endpoint, kind: type[Upstream]) -> Pool:
     return Pool(endpoint.address, endpoint.http_port, kind, Identity(endpoint).proven)
 
 
+def place_of(endpoint: Endpoint) -> tuple[str, int, int]:
+    """Where it is reached: a pod that was made anew after its node's restart has its old uid and another address."""
+    return (endpoint.address, endpoint.http_port, endpoint.agent_port)
+
+
 def new_worker(endpoint: Endpoint, trouble: Trouble) -> Worker:
     """Only a prefill worker's answers are read; a decode worker's are handed on."""
     pool = _pool(endpoint, CollectingUpstream if endpoint.role == "prefill" else Upstream)
@@ -156,15 +161,20 @@ class WorkerTable:
     """What each canary got so far."""
     trouble: Trouble = field(default_factory=Trouble)
     pairs: PairHealth = field(default_factory=PairHealth)
-    strangers: set[str] = field(default_factory=set)
-    """Uids at whose address somebody else answers."""
+    strangers: dict[str, tuple[str, int, int]] = field(default_factory=dict)
+    """Uids at whose place somebody else answers, and which: the document may name another one later."""
 
     def update(self, document: Endpoints, now: float = 0.0, config: RouterConfig = NO_CONFIG) -> None:
         """Follow the operator: new workers in, missing ones out; a worker that drains gets nothing new."""
-        self.strangers &= {endpoint.uid for endpoint in document.workers}
+        found = {endpoint.uid: place_of(endpoint) for endpoint in document.workers}
+        self.strangers = {uid: place for uid, place in self.strangers.items() if found.get(uid) == place}
         wanted = {e.uid: e for e in document.workers if e.state == "serving" and e.uid not in self.strangers}
-        # one that changed its role is another worker: its connections read answers in another way, and its cache is not counted
-        stays = {uid for uid, worker in self.workers.items() if uid in wanted and wanted[uid].role == worker.role}
+        # one that changed its role or place is another worker: its connections read answers in another way, or go elsewhere, and
+        # its cache is not counted, or gone
+        stays = {
+            uid for uid, worker in self.workers.items()
+            if uid in wanted and wanted[uid].role == worker.role and found[uid] == place_of(worker.endpoint)
+        }  # fmt: skip
         for uid in self.workers.keys() - stays:
             self.workers.pop(uid).retire()
         for uid, endpoint in wanted.items():
