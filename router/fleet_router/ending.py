@@ -76,7 +76,7 @@ def without_usage(read: bytes) -> tuple[bytes, tuple[int, int] | None]:
 def _usage_of(event: bytes) -> _Usage | None:
     try:
         found = msgspec.json.decode(event.removeprefix(b"data: "), type=_TellsUsage)
-    except msgspec.DecodeError:
+    except (ValueError, RecursionError):
         return None
     return found.usage if found.choices == [] else None
 

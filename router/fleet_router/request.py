@@ -294,9 +294,12 @@ def reference_of(body: bytes) -> bytes | None:
     """`kv_transfer_params` of a prefill answer, None when it has none."""
     try:
         raw = _ANSWER.decode(body).kv_transfer_params
-    except msgspec.DecodeError:
+        found = bytes(raw)
+        if not found.isascii():
+            found.decode()  # what is no UTF-8 would make the decode leg's body none
+    except (ValueError, RecursionError):
         return None
-    return None if raw == _NULL else bytes(raw)
+    return None if raw == _NULL else found
 
 
 RENDERED: Final[tuple[str, ...]] = (
@@ -320,7 +323,7 @@ def tokens_of(body: bytes) -> list[int]:
     """Token ids in a worker's answer to /tokenize; empty when there are none."""
     try:
         return _TOKENISED.decode(body).tokens
-    except msgspec.DecodeError:
+    except (ValueError, RecursionError):
         return []
 
 
@@ -328,7 +331,7 @@ def is_object(body: bytes) -> bool:
     """It is a JSON object, whatever is in it."""
     try:
         _PREFILLED.decode(body)
-    except msgspec.DecodeError:
+    except (ValueError, RecursionError):
         return False
     return True
 
@@ -343,5 +346,5 @@ def lease_of(reference: bytes) -> str | None:
     """Lease id inside a reference, None for engines without leases of ours."""
     try:
         return _LEASE.decode(reference).lease_id or None
-    except msgspec.DecodeError:
+    except (ValueError, RecursionError):
         return None

@@ -88,5 +88,5 @@ def uid_in(answer: bytes) -> str:
     """The uid that an agent's answer names; empty when it names none."""
     try:
         return _STATE.decode(answer.partition(HEAD_END)[2]).uid
-    except msgspec.DecodeError:
+    except (ValueError, RecursionError):
         return ""

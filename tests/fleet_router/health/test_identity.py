@@ -28,7 +28,10 @@ class Suspected:
         (b'HTTP/1.1 200 OK\r\n\r\n{"phase": "Ready"}', ""),
         (b"HTTP/1.1 404 Not Found\r\n\r\nnothing", ""),
         (b"", ""),
+        (b'HTTP/1.1 200 OK\r\n\r\n{"uid": "\xff\xfe"}', ""),  # the task ended of it, and the router with the task
+        (b'HTTP/1.1 200 OK\r\n\r\n{"a": ' + b"[" * 5_000 + b"]" * 5_000 + b"}", ""),
     ],
+    ids=["uid", "none", "404", "nothing", "no UTF-8", "deep"],
 )
 def test_what_an_agent_says(answer: bytes, uid: str):
     assert uid_in(answer) == uid
