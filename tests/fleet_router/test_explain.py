@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import hashlib
 import json
+import os
+import sys
 from types import ModuleType
 from typing import Any
 
@@ -285,3 +288,26 @@ def test_metrics_have_the_names_of_the_gateway_api_extension():
             assert line in text, line
 
     run(go)
+
+
+@pytest.mark.parametrize("how", ["gone", "closed"])
+def test_a_log_that_nobody_reads_costs_lines_and_no_requests(how: str, monkeypatch: pytest.MonkeyPatch):
+    """A request whose line could not be written kept its slot for ever."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    broken = os.fdopen(writing, "w")
+    if how == "closed":
+        broken.close()
+
+    async def go(rig: Rig) -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(sys, "stderr", broken)
+            assert (await rig.post(ask(prompt="short")))[0] == 200
+            assert (await rig.post(ask(prompt="short")))[0] == 200
+        assert rig.context.desk.gate.running == 0
+
+    try:
+        run(go, config=msgspec.structs.replace(CONFIG, explain=ExplainBounds(log="all")))
+    finally:
+        with contextlib.suppress(OSError):
+            broken.close()

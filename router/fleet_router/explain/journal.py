@@ -5,6 +5,7 @@ Lines about requests are bounded per second; how many were left out is said by t
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable
@@ -22,7 +23,8 @@ _ENCODER = msgspec.json.Encoder(enc_hook=str)
 
 def write(line: str) -> None:
     """To standard error; a reader that is gone is no reason to fail."""
-    print(line, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError, ValueError):  # a closed file is a ValueError
+        print(line, file=sys.stderr, flush=True)
 
 
 class Journal:

@@ -10,6 +10,7 @@ import pytest
 
 from fleet_router.gossip.link import GossipSettings, Link
 from fleet_router.gossip.share import Share
+from tests.fleet_router.rig import until
 
 
 @pytest.mark.parametrize("name", ["a..b", "x" * 64 + ".y"])
@@ -25,9 +26,7 @@ def test_a_peer_whose_name_is_none_ends_nothing(name: str, tmp_path: Path):
         settings = GossipSettings(key, "127.0.0.1", port, ((name, 1), ("127.0.0.1", 1)))
         link = Link(settings, Share(1, 0.0), asyncio.get_running_loop().time, lambda **_: None)
         running = asyncio.create_task(link.run())
-        async with asyncio.timeout(5):
-            while not link.counts.sent and not running.done():
-                await asyncio.sleep(0.005)
+        await until(lambda: bool(link.counts.sent) or running.done())
         assert not running.done()
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
