@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import sys
+import threading
 from types import ModuleType
 from typing import Any
 
@@ -311,3 +312,29 @@ def test_a_log_that_nobody_reads_costs_lines_and_no_requests(how: str, monkeypat
     finally:
         with contextlib.suppress(OSError):
             broken.close()
+
+
+def test_a_log_that_is_not_read_for_a_while_holds_nobody_up(monkeypatch: pytest.MonkeyPatch):
+    """A full pipe stopped the loop, and every stream with it, until somebody read it."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writing, b"x" * 512)
+    os.set_blocking(writing, True)
+    out, journal, bounds = os.fdopen(writing, "w"), Journal(), ExplainBounds(log="all")
+    journal.follow(bounds)
+    monkeypatch.setattr(sys, "stderr", out)
+    saying = threading.Thread(target=lambda: [journal.say("a"), journal.say("b")], daemon=True)
+    saying.start()
+    saying.join(2)
+    held_up = saying.is_alive()
+    os.read(reading, 1 << 20)
+    saying.join(2)
+    journal.say("c")
+    lines = os.read(reading, 1 << 20)
+    monkeypatch.undo()
+    out.close()
+    os.close(reading)
+    assert not held_up
+    assert (b'"a"' in lines, b'"c"' in lines, journal._left_out) == (False, True, 2)
