@@ -30,7 +30,7 @@ from fleet_router.hints import NO_HINTS
 from fleet_router.metering import SOUND_ENDS, Metering
 from fleet_router.metrics import Served
 from fleet_router.policy.trip import Trip
-from fleet_router.request import is_object, with_fields
+from fleet_router.request import choices_of, is_object, with_fields
 from fleet_router.upstream import Upstream
 from fleet_router.workers import Worker
 
@@ -374,7 +374,7 @@ class Answering(Metering):
             event = self._translation.cut_short(why, self._used())
         else:
             model = self._ask.adapter or self.config.served_name
-            event = last_event(why, self._path == CHAT_PATH, self._client.request_id, model)
+            event = last_event(why, self._path == CHAT_PATH, self._client.request_id, model, choices_of(self._asked))
         self._keep_no_more()  # half of an event that came behind is nobody's
         self._client.write(framed(event) + END)
         self.end()

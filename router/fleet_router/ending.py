@@ -82,11 +82,15 @@ def _usage_of(event: bytes) -> _Usage | None:
     return found.usage if found.choices == [] else None
 
 
-def last_event(why: Why, chat: bool, request_id: str, model: str) -> bytes:
-    """A choice without text, whose finish_reason says why, and [DONE]."""
+def last_event(why: Why, chat: bool, request_id: str, model: str, choices: int = 1) -> bytes:
+    """A choice without text, whose finish_reason says why, of each that was asked for, and [DONE]. Which of several had ended
+    nobody knows: they end once more."""
     finish, stop = FINISH[why]
-    choice: dict[str, Any] = {"index": 0, "delta": {}} if chat else {"index": 0, "text": ""}
-    choice |= {"logprobs": None, "finish_reason": finish, "stop_reason": stop}
     kind = "chat.completion.chunk" if chat else "text_completion"
-    said = {"id": request_id, "object": kind, "created": 0, "model": model, "choices": [choice]}
-    return b"data: " + msgspec.json.encode(said) + b"\n\ndata: [DONE]\n\n"
+    said: dict[str, Any] = {"id": request_id, "object": kind, "created": 0, "model": model}
+    out = []
+    for index in range(choices):
+        choice: dict[str, Any] = {"index": index, "delta": {}} if chat else {"index": index, "text": ""}
+        choice |= {"logprobs": None, "finish_reason": finish, "stop_reason": stop}
+        out.append(b"data: " + msgspec.json.encode(said | {"choices": [choice]}) + b"\n\n")
+    return b"".join(out) + b"data: [DONE]\n\n"

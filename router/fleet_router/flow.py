@@ -19,7 +19,7 @@ from fleet_router.health.resume import Said, Start
 from fleet_router.health.silence import Waits
 from fleet_router.legs import DecodeLeg, PrefillLeg, ResumedLeg, TokenizeLeg, TranslatedLeg
 from fleet_router.policy.chosen import Choice
-from fleet_router.request import BYTES_PER_TOKEN, decode_body, is_object, lease_of, prefill_body, prompt_tokens_of, reference_of
+from fleet_router.request import decode_body, is_object, lease_of, prefill_body, prompt_tokens_of, reference_of
 from fleet_router.upstream import Pool, Upstream
 from fleet_router.workers import Worker
 
@@ -83,7 +83,7 @@ class Flow(Carrying):
             return
         context.table.routing.index.add(keys, found.prefill)
         context.metrics.remote_prefills += 1
-        context.metrics.prefill_tokens += int(len(self._ask.prompt) / BYTES_PER_TOKEN)
+        context.metrics.prefill_tokens += int(hints.tokens or context.table.tokens_of(self._ask.prompt))
         self._send(prefill, prefill_body(self._ask), PrefillLeg(self, prefill, decode))
 
     def _was_counted(self, counted: Counted) -> None:
@@ -94,9 +94,11 @@ class Flow(Carrying):
 
     def _hold(self, why: str, code: str) -> None:
         """Nobody can answer it now: it waits for workers, if any are to come."""
-        holding, now = self._context.holding, self._context.clock()
+        holding, now, lane = self._context.holding, self._context.clock(), self._ticket.lane
         try:
-            self.deadline = holding.hold(self, self._ask.size_bytes, (why, code), now, self.config.hold)
+            self.deadline = holding.hold(
+                self, self._ask.size_bytes, (why, code), now, self.config.hold, lane.account.name, lane.weight
+            )
         except RequestError as error:
             self._refuse(error)
         else:
@@ -210,7 +212,7 @@ class Flow(Carrying):
         if self._counted is not None and self._context.knowledge is not None:
             self._context.knowledge.answered(prefill.uid, self._counted)
         if (tokens := prompt_tokens_of(body)) > 0:
-            self._context.table.routing.bytes_per_token.observe(len(self._ask.prompt) / tokens)
+            self._context.table.measured(self._ask.prompt, tokens)
         if reference is not None and (lease := lease_of(reference)) is not None:
             self._lease = (prefill, lease)
         if self._ask is self._asked and not self._fits(tokens):

@@ -120,15 +120,17 @@ async def held_by_all(member: Member, holding: Holding, url: bytes) -> Answer:
 
 
 async def gathered(member: Member, path: bytes, here: Callable[[bytes], Awaitable[Answer]]) -> Answer:
-    """/metrics: sums; /ready: ready when all are; /debug/decisions: rows of all, those of this process first."""
+    """/metrics: sums, or nothing: without one of them counters would seem to fall, and running requests to have ended; /ready:
+    ready when all are; /debug/decisions: rows of all, those of this process first."""
     mine = await here(path)
     answers = [mine, *await ask_all(member, path)]
     if path.startswith(DECISIONS):
         found = [answer[1] for answer in answers if answer is not None and answer[0] == 200]
         return (200, b'{"decisions":[%b]}' % b",".join(filter(None, map(_rows, found)))) if found else mine
-    if path == b"/ready":
-        silent = (503, b"a process of this router does not answer\n")
-        return next((answer or silent for answer in answers if answer is None or answer[0] != 200), mine)
+    silent = (503, b"a process of this router does not answer\n")
+    wrong = next((answer or silent for answer in answers if answer is None or answer[0] != 200), None)
+    if wrong is not None or path == b"/ready":
+        return wrong or mine
     return mine[0], summed([answer[1].decode() for answer in answers if answer is not None]).encode()
 
 

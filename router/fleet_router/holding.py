@@ -1,8 +1,9 @@
 """Requests that wait in this process until a worker comes, oldest first, and who wants to hear that some wait.
 
 A request is held when nobody can answer it and the operator says that a tier is at zero or wakes from there; bounded in number,
-bytes and time. It goes on when workers come, in the order of arrival; it ends when its client leaves, when its time is up, or
-when the router stops. What the operator reads is the number of those that wait now. No clock and no socket in here.
+bytes and time. Where no place is left, the tenant that holds most of them by weight gives way. It goes on when workers come, in
+the order of arrival; it ends when its client leaves, when its time is up, or when the router stops. What the operator reads is
+the number of those that wait now. No clock and no socket in here.
 """
 
 from __future__ import annotations
@@ -52,6 +53,18 @@ class _Place:
     size_bytes: int
     since: float
     until: float
+    tenant: str
+    weight: float
+
+
+def _shares(places: dict[Waiting, _Place], new: _Place) -> dict[str, list[float]]:
+    """Requests and bytes of each tenant over its weight, with the newcomer's."""
+    held: dict[str, list[float]] = {}
+    for place in (*places.values(), new):
+        share = held.setdefault(place.tenant, [0.0, 0.0])
+        share[0] += 1 / place.weight
+        share[1] += place.size_bytes / place.weight
+    return held
 
 
 @dataclass
@@ -63,7 +76,7 @@ class Holding:
     size_bytes: int = 0
     """Bodies of all requests that wait."""
     outcomes: Counter[str] = field(default_factory=Counter)
-    """released, refused (nothing wakes any more), left, expired, full, stopped."""
+    """released, refused (nothing wakes any more), left, expired, full, pushed (another tenant had less), stopped."""
     waited: Histogram = field(default_factory=lambda: Histogram(HELD_BUCKETS_S))
     """Of those that were tried again."""
     _places: dict[Waiting, _Place] = field(default_factory=dict)
@@ -72,30 +85,74 @@ class Holding:
     _served: bool = False
     """A worker serves: what was held and finds none for itself, because its adapter is still being loaded, waits on."""
     _listeners: set[Listener] = field(default_factory=set)
+    _pushed: list[Waiting] = field(default_factory=list)
+    """Who gave way and was not told yet: telling one may bring its connection's next request here."""
+    _telling: bool = False
     _stopped: bool = False
 
     def __len__(self) -> int:
         return len(self._places)
 
     # -- requests ---------------------------------------------------------------------------------------------------
-    def hold(self, one: Waiting, size_bytes: int, why: tuple[str, str], now: float, bounds: HoldBounds) -> float:
+    def hold(
+        self, one: Waiting, size_bytes: int, why: tuple[str, str], now: float, bounds: HoldBounds, tenant: str = "",
+        weight: float = 1.0,
+    ) -> float:  # fmt: skip
         """Let it wait; returns until when. RequestError when it may not; `why`: words and code for why nobody can
-        answer it."""
+        answer it. `tenant`, of this weight: whose share of the places it takes."""
         if self._stopped:
             raise RequestError(503, "the router is shutting down", code="shutting_down")
         if not self.at_zero and not (self._served and one in self._since):
             raise RequestError(503, why[0], code=why[1])
-        if len(self._places) >= bounds.requests or self.size_bytes + size_bytes > bounds.bytes:
+        since = self._since.get(one, now)
+        place = _Place(size_bytes, since, since + bounds.time_s, tenant, weight)
+        gives_way = self._room_for(place, bounds)
+        if gives_way is None:
             self.outcomes["full"] += 1
             held = f"{len(self._places)} requests with {self.size_bytes} bytes"
             raise self._refusal(f"{held} wait for workers already", "hold_full")
-        since = self._since.get(one, now)
-        self._places[one] = _Place(size_bytes, since, since + bounds.time_s)
+        self._places[one] = place
         self.size_bytes += size_bytes
+        for other in gives_way:
+            self.drop(other, "pushed")
         listeners, self._listeners = self._listeners, set()
         for listener in listeners:
             listener.hear(len(self._places))
-        return since + bounds.time_s
+        self._tell(gives_way)
+        return place.until
+
+    def _room_for(self, place: _Place, bounds: HoldBounds) -> list[Waiting] | None:
+        """Who gives way to it: the newest of the tenant with the largest share, as long as that stays the larger one. None when
+        the newcomer's own is."""
+        requests, size_bytes = len(self._places) + 1, self.size_bytes + place.size_bytes
+        if requests <= bounds.requests and size_bytes <= bounds.bytes:
+            return []
+        gone, held = list[Waiting](), _shares(self._places, place)
+        newest = {tenant: [one for one, other in self._places.items() if other.tenant == tenant] for tenant in held}
+        while requests > bounds.requests or size_bytes > bounds.bytes:
+            by_bytes = requests <= bounds.requests  # of what there is too much of
+            fullest = max(held, key=lambda tenant: held[tenant][by_bytes])
+            if fullest == place.tenant or held[fullest][by_bytes] <= held[place.tenant][by_bytes]:
+                return None
+            gone.append(newest[fullest].pop())
+            found = self._places[gone[-1]]
+            held[fullest][0] -= 1 / found.weight
+            held[fullest][1] -= found.size_bytes / found.weight
+            requests, size_bytes = requests - 1, size_bytes - found.size_bytes
+        return gone
+
+    def _tell(self, gone: list[Waiting]) -> None:
+        """Those that gave way. A loop and never a recursion, however many requests their connections send behind each other."""
+        self._pushed += gone
+        if self._telling:
+            return
+        self._telling = True
+        try:
+            while self._pushed:
+                error = self._refusal("others wait with a smaller share of the places than yours", "hold_share")
+                self._pushed.pop(0).cut(error)
+        finally:
+            self._telling = False
 
     def drop(self, one: Waiting, outcome: str) -> bool:
         """It waits no longer; False when it did not."""

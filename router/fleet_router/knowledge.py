@@ -22,6 +22,7 @@ from fleet_router.follow.kvevents import Connected, EventReader, Live, Lost, Mes
 from fleet_router.kvindex.believed import Believed
 from fleet_router.kvindex.tokenised import Reading, TokenisedPrefixes, keys_of_ids
 from fleet_router.tokeniser import Tokeniser, UnreadableError, fetch
+from fleet_router.workers import place_of
 from fleet_wire.blocks import root_hash, tenant_root
 from fleet_wire.endpoints import Endpoint
 
@@ -232,8 +233,8 @@ class Knowledge:
 
 
 def _moved(known: Endpoint, now: Endpoint) -> bool:
-    return (known.address, known.events_port, known.replay_port, known.role, known.compat) != (
-        now.address, now.events_port, now.replay_port, now.role, now.compat,
+    return (place_of(known), known.events_port, known.replay_port, known.role, known.compat) != (
+        place_of(now), now.events_port, now.replay_port, now.role, now.compat,
     )  # fmt: skip
 
 

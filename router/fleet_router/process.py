@@ -44,10 +44,11 @@ from fleet_router.port import Port
 from fleet_router.server import ClientConnection
 from fleet_router.tls import TlsError, TlsFiles, context_of, follow_tls, stamp_of
 from fleet_router.watching import Connection, Probes, watch
-from fleet_router.workers import WorkerTable, slots_of
+from fleet_router.workers import WorkerTable, place_of, slots_of
 
 if TYPE_CHECKING:
     from fleet_router.epp.server import EndpointPicker
+    from fleet_wire.endpoints import Endpoint
 
 SWEEP_S = 0.5
 TICK_S = 0.05
@@ -371,15 +372,16 @@ class Router:
         def know(worker: str, tokens: int) -> None:
             table.routing.index.resize(worker, int(tokens * table.routing.bytes_per_token.value))
 
-        await follow_capacity(lambda: {uid: worker.endpoint for uid, worker in table.workers.items()}, know)
+        index = table.routing.index
+        await follow_capacity(lambda: {uid: w.endpoint for uid, w in table.workers.items() if not index.measured(uid)}, know)
 
     async def _identify(self) -> None:
         await follow_identity(self._context.table.suspects, self.stranger)
 
-    def stranger(self, uid: str) -> None:
+    def stranger(self, endpoint: Endpoint) -> None:
         """Somebody else answers where this worker should be."""
-        self._journal.say("stranger", worker=uid)
-        self._context.table.strangers.add(uid)
+        self._journal.say("stranger", worker=endpoint.uid)
+        self._context.table.strangers[endpoint.uid] = place_of(endpoint)
         if self._documents is not None:
             self.apply(self._documents)
 

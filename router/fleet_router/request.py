@@ -35,6 +35,8 @@ _NOT_PREFILLED: Final = frozenset({
 BYTES_PER_TOKEN: Final = 3.0
 """Rough size of a token in prompt bytes; only thresholds use it, exact checks are the worker's."""
 MESSAGES_MOST: Final = 65_536
+OPTIONS_BYTES_MOST: Final = 1_024
+"""Of `stream_options`: a few flags."""
 PROMPT_KINDS: Final = "prompt must be text or a list of token ids"
 
 V = TypeVar("V")
@@ -101,8 +103,8 @@ def parse_body(body: bytes, chat: bool, config: RouterConfig) -> Ask:
     if not COSTLY.isdisjoint(fields):
         check_costly(fields)
     stream = ("stream" in fields and _typed(fields, "stream", _BOOL)) or False
-    if "stream_options" in fields and _typed(fields, "stream_options", _OPTIONS) is not None and not stream:
-        raise RequestError(400, "stream_options is only allowed when stream is true", param="stream_options")
+    if "stream_options" in fields:
+        _check_stream_options(fields["stream_options"], fields, stream)
     return _without_ours(Ask(fields, prompt, stream, original, False, adapter))
 
 
@@ -187,6 +189,15 @@ def _check_limits(fields: dict[str, msgspec.Raw], config: RouterConfig) -> None:
     least = _typed(fields, "min_tokens", _INT)
     if least is not None and not 0 <= least <= max(given, default=most):
         raise RequestError(400, f"min_tokens is {least}; allowed are 0 to max_tokens", param="min_tokens")
+
+
+def _check_stream_options(raw: msgspec.Raw, fields: dict[str, msgspec.Raw], stream: bool) -> None:
+    """Short enough that whoever decodes it later, from deeper down, can."""
+    if (given := memoryview(raw).nbytes) > OPTIONS_BYTES_MOST:
+        told = f"stream_options has {given} bytes; allowed are {OPTIONS_BYTES_MOST}"
+        raise RequestError(400, told, param="stream_options")
+    if _typed(fields, "stream_options", _OPTIONS) is not None and not stream:
+        raise RequestError(400, "stream_options is only allowed when stream is true", param="stream_options")
 
 
 def _check_prompt(value: msgspec.Raw, config: RouterConfig, *, inner: bool = False) -> tuple[msgspec.Raw, bytes]:
@@ -283,9 +294,12 @@ def reference_of(body: bytes) -> bytes | None:
     """`kv_transfer_params` of a prefill answer, None when it has none."""
     try:
         raw = _ANSWER.decode(body).kv_transfer_params
+        found = bytes(raw)
+        if not found.isascii():
+            found.decode()  # what is no UTF-8 would make the decode leg's body none
     except UNREADABLE:
         return None
-    return None if raw == _NULL else bytes(raw)
+    return None if raw == _NULL else found
 
 
 RENDERED: Final[tuple[str, ...]] = (

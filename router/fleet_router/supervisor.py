@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from fleet_router.explain.journal import write
 from fleet_router.port import listening
 
 AGAIN_S = 1.0
@@ -56,16 +57,24 @@ class Supervisor:
             began = time.monotonic()
             argv = [sys.executable, "-m", "fleet_router", *self._argv, "--member", member]
             argv += ["--gossip-key", f"/proc/self/fd/{key}"] if key is not None else []
-            child = await asyncio.create_subprocess_exec(*argv, pass_fds=() if key is None else (key,), start_new_session=True)
-            code = await self._wait(child)
+            code = await self._run(argv, key)
             if self._stop.is_set():
                 return max(0, code)
             quick = quick + 1 if time.monotonic() - began < QUICK_S else 0
-            print(f"event=process-died index={index} code={code} quick={quick}", file=sys.stderr, flush=True)
+            write(f"event=process-died index={index} code={code} quick={quick}")
             if quick >= QUICK_MOST:
                 self._stop.set()
                 return 1
             await asyncio.sleep(AGAIN_S)
+
+    async def _run(self, argv: Sequence[str], key: int | None) -> int:
+        """A process from its start to its end; 1 when none can be started now: the others serve on."""
+        try:
+            child = await asyncio.create_subprocess_exec(*argv, pass_fds=() if key is None else (key,), start_new_session=True)
+        except OSError as error:
+            write(f"event=process-not-started problem={error}")
+            return 1
+        return await self._wait(child)
 
     async def _wait(self, child: asyncio.subprocess.Process) -> int:
         """Its end; it is told of ours."""

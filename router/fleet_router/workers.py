@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from fleet_router.admission.usage import estimated_at, only_text
 from fleet_router.asked import Hints
 from fleet_router.config import RouterConfig
 from fleet_router.follow.identity import Identity
@@ -116,6 +117,11 @@ def _pool(endpoint: Endpoint, kind: type[Upstream]) -> Pool:
     return Pool(endpoint.address, endpoint.http_port, kind, Identity(endpoint).proven)
 
 
+def place_of(endpoint: Endpoint) -> tuple[str, int, int]:
+    """Where it is reached: a pod that was made anew after its node's restart has its old uid and another address."""
+    return (endpoint.address, endpoint.http_port, endpoint.agent_port)
+
+
 def new_worker(endpoint: Endpoint, trouble: Trouble) -> Worker:
     """Only a prefill worker's answers are read; a decode worker's are handed on."""
     pool = _pool(endpoint, CollectingUpstream if endpoint.role == "prefill" else Upstream)
@@ -155,15 +161,20 @@ class WorkerTable:
     """What each canary got so far."""
     trouble: Trouble = field(default_factory=Trouble)
     pairs: PairHealth = field(default_factory=PairHealth)
-    strangers: set[str] = field(default_factory=set)
-    """Uids at whose address somebody else answers."""
+    strangers: dict[str, tuple[str, int, int]] = field(default_factory=dict)
+    """Uids at whose place somebody else answers, and which: the document may name another one later."""
 
     def update(self, document: Endpoints, now: float = 0.0, config: RouterConfig = NO_CONFIG) -> None:
         """Follow the operator: new workers in, missing ones out; a worker that drains gets nothing new."""
-        self.strangers &= {endpoint.uid for endpoint in document.workers}
+        found = {endpoint.uid: place_of(endpoint) for endpoint in document.workers}
+        self.strangers = {uid: place for uid, place in self.strangers.items() if found.get(uid) == place}
         wanted = {e.uid: e for e in document.workers if e.state == "serving" and e.uid not in self.strangers}
-        # one that changed its role is another worker: its connections read answers in another way, and its cache is not counted
-        stays = {uid for uid, worker in self.workers.items() if uid in wanted and wanted[uid].role == worker.role}
+        # one that changed its role or place is another worker: its connections read answers in another way, or go elsewhere, and
+        # its cache is not counted, or gone
+        stays = {
+            uid for uid, worker in self.workers.items()
+            if uid in wanted and wanted[uid].role == worker.role and found[uid] == place_of(worker.endpoint)
+        }  # fmt: skip
         for uid in self.workers.keys() - stays:
             self.workers.pop(uid).retire()
         for uid, endpoint in wanted.items():
@@ -240,10 +251,13 @@ class WorkerTable:
         return found
 
     def tokens_of(self, prompt: bytes) -> float:
-        """About how many it has: counted where it comes as ids."""
-        if prompt[:1] == b"[" and prompt[1:2].isdigit():
-            return prompt.count(b",") + 1.0
-        return (len(prompt) or 1) / self.routing.bytes_per_token.value
+        """About how many it has: counted where it comes as ids, a picture for what it is charged."""
+        return estimated_at(prompt, self.routing.bytes_per_token.value) or 1.0
+
+    def measured(self, prompt: bytes, tokens: int) -> None:
+        """A worker has counted them."""
+        if only_text(prompt):
+            self.routing.bytes_per_token.observe(len(prompt) / tokens)
 
     def _blocked(self, offer: Offer, now: float) -> bool:
         return offer.prefill is not None and self.pairs.blocks(offer.prefill.uid, offer.decode.uid, now)

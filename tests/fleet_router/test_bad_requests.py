@@ -7,7 +7,9 @@ import json
 
 import pytest
 
-from tests.fleet_router.rig import BOUNDS, Rig, ask, run, until
+from fleet_router.errors import RequestError
+from fleet_router.request import parse_body
+from tests.fleet_router.rig import BOUNDS, CONFIG, Rig, ask, run, until
 
 
 @pytest.mark.parametrize(
@@ -35,6 +37,11 @@ from tests.fleet_router.rig import BOUNDS, Rig, ask, run, until
         (b'{"model":"m","prompt":"a","stream_options":{}}', 400, "stream_options is only allowed when stream is true"),
         (b'{"model":"m","prompt":"a","stream":true,"stream_options":7}', 400, "stream_options: Expected `object`, got `int`"),
         (b'{"model":"m","prompt":"a","stream":true,"stream_options":{"a":1e999}}', 400, "stream_options: Number out of range"),
+        (
+            b'{"model":"m","prompt":"a","stream":true,"stream_options":' + b'{"a":' * 940 + b"1" + b"}" * 940 + b"}",
+            400,
+            "stream_options has 5641 bytes; allowed are 1024",
+        ),
         (b'{"model":"m","prompt":[]}', 400, "prompt is empty"),
         (b'{"model":"m","prompt":"a","max_tokens":0}', 400, "max_tokens is 0; allowed are 1 to 4096"),
         (b'{"model":"m","prompt":"a","stream":"yes"}', 400, "stream: Expected `bool`, got `str`"),
@@ -54,6 +61,14 @@ def test_h5_bad_bodies_are_told_what_is_wrong(body: bytes, status: int, words: s
         assert (await rig.post(ask()))[0] == 200
 
     run(go)
+
+
+@pytest.mark.parametrize("depth", [450, 900, 979, 980, 981])
+def test_options_that_are_nested_deep_are_refused_before_somebody_reads_them_from_deeper_down(depth: int):
+    """Between 979 and 981 they were read where the request came in, and not where its usage is asked for: no answer at all."""
+    options = b'{"a":' * depth + b"1" + b"}" * depth
+    with pytest.raises(RequestError):
+        parse_body(b'{"model":"m","prompt":"a","stream":true,"stream_options":' + options + b"}", False, CONFIG)
 
 
 SIMPLE = b"GET /health HTTP/1.1\r\nhost: h\r\n\r\n"

@@ -228,3 +228,34 @@ def test_r9_nor_does_an_answer_of_it_leave_its_client_alone(raw: bytes, prefill:
             assert status in {200, 502, 503}
 
     run(go)
+
+
+DEEP_LIST = b"[" * 5_000 + b"]" * 5_000
+
+
+@pytest.mark.parametrize(
+    ("said", "prefills"),
+    [
+        pytest.param(b'{"choices": [], "kv_transfer_params": {"lease_id": "\xff"}}', 1, id="a lease that is no UTF-8"),
+        pytest.param(
+            b'{"choices": %b, "kv_transfer_params": {"lease_id": "l"}}' % DEEP_LIST, 2, id="an answer that is nested deep"
+        ),
+        pytest.param(b'{"choices": [], "kv_transfer_params": {"a": %b}}' % DEEP_LIST, 2, id="a reference that is nested deep"),
+        pytest.param(b'{"\xff": [], "b": 1}', 2, id="names that are no UTF-8"),
+    ],
+)
+def test_a_prefill_answer_that_cannot_be_read_holds_nobody_up(said: bytes, prefills: int):
+    """Its request waited until the deadline of the first token: the leg was over, and nothing went on."""
+
+    async def go(rig: Rig) -> None:
+        async def odd(_: Any, writer: asyncio.StreamWriter) -> bool:
+            writer.write(b"HTTP/1.1 200 X\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(said) + said)
+            return True
+
+        for worker in rig.prefill:
+            worker.behave = odd
+        status, body = await rig.post(ask(prompt=LONG))
+        assert (status, json.loads(body)) == (200, {"choices": [{"text": "hello"}]})
+        assert sum(len(worker.seen) for worker in rig.prefill) == prefills
+
+    run(go, prefill=2)

@@ -121,3 +121,33 @@ def test_the_fleets_limit_holds_for_each_choice_and_the_detector_expects_all_of_
         assert not any(rig.context.desk.runaways.values())
 
     run(go, prefill=0, config=msgspec.structs.replace(CONFIG, max_output_tokens=2, max_model_len=100_000, runaway=True))
+
+
+@pytest.mark.parametrize(("chat", "path"), [(True, "/v1/chat/completions"), (False, "/v1/completions")])
+def test_a_stream_that_ran_away_ends_for_each_of_its_choices(chat: bool, path: str):
+    """Only choice 0 had an end: clients waited for the finish_reason of the others for ever."""
+
+    async def go(rig: Rig) -> None:
+        async def runs_away(_body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+            for number in range(200):
+                said = {"delta": {"content": f"{number}"}} if chat else {"text": f"{number}"}
+                choice = {"index": number % 3, **said, "logprobs": None, "finish_reason": None}
+                event = (
+                    b"data: " + json.dumps({"id": "c", "object": "o", "created": 1, "model": "m", "choices": [choice]}).encode()
+                )
+                writer.write(b"%x\r\n%b\n\n\r\n" % (len(event) + 2, event))
+            await writer.drain()
+            return True
+
+        rig.decode[0].behave = runs_away
+        raw = {"messages": [{"role": "user", "content": "x"}]} if chat else {"prompt": "x"}
+        status, body = await rig.post({"model": "m", "n": 3, "stream": True, **raw}, path)
+        ends = [json.loads(line[6:])["choices"][0] for line in body.splitlines() if b"no_stop" in line]
+        assert status == 200
+        assert [(end["index"], end["finish_reason"], end["stop_reason"]) for end in ends] == [
+            (i, "length", "no_stop") for i in range(3)
+        ]
+        assert body.count(b"[DONE]") == 1
+
+    run(go, prefill=0, config=msgspec.structs.replace(CONFIG, max_output_tokens=2, max_model_len=100_000, runaway=True))

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import hashlib
 import json
+import os
+import sys
+import threading
 from types import ModuleType
 from typing import Any
 
@@ -285,3 +289,52 @@ def test_metrics_have_the_names_of_the_gateway_api_extension():
             assert line in text, line
 
     run(go)
+
+
+@pytest.mark.parametrize("how", ["gone", "closed"])
+def test_a_log_that_nobody_reads_costs_lines_and_no_requests(how: str, monkeypatch: pytest.MonkeyPatch):
+    """A request whose line could not be written kept its slot for ever."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    broken = os.fdopen(writing, "w")
+    if how == "closed":
+        broken.close()
+
+    async def go(rig: Rig) -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(sys, "stderr", broken)
+            assert (await rig.post(ask(prompt="short")))[0] == 200
+            assert (await rig.post(ask(prompt="short")))[0] == 200
+        assert rig.context.desk.gate.running == 0
+
+    try:
+        run(go, config=msgspec.structs.replace(CONFIG, explain=ExplainBounds(log="all")))
+    finally:
+        with contextlib.suppress(OSError):
+            broken.close()
+
+
+def test_a_log_that_is_not_read_for_a_while_holds_nobody_up(monkeypatch: pytest.MonkeyPatch):
+    """A full pipe stopped the loop, and every stream with it, until somebody read it."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writing, b"x" * 512)
+    os.set_blocking(writing, True)
+    out, journal, bounds = os.fdopen(writing, "w"), Journal(), ExplainBounds(log="all")
+    journal.follow(bounds)
+    monkeypatch.setattr(sys, "stderr", out)
+    saying = threading.Thread(target=lambda: [journal.say("a"), journal.say("b")], daemon=True)
+    saying.start()
+    saying.join(2)
+    held_up = saying.is_alive()
+    os.read(reading, 1 << 20)
+    saying.join(2)
+    journal.say("c")
+    lines = os.read(reading, 1 << 20)
+    monkeypatch.undo()
+    out.close()
+    os.close(reading)
+    assert not held_up
+    assert (b'"a"' in lines, b'"c"' in lines, journal._left_out) == (False, True, 2)

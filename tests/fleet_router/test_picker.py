@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fleet_router.epp.exchange import Exchange
-from fleet_router.epp.messages import FULL_DUPLEX, ProcessingRequest
+from fleet_router.epp.messages import BUFFERED, FULL_DUPLEX, ProcessingRequest
 from tests.fleet_router.admission.made import key_of, parsed
 from tests.fleet_router.rig import Rig, ask, run
 
@@ -93,6 +93,48 @@ def test_tokens_of_a_stream_without_usage_are_counted_behind_a_gateway(pieces: l
         known(rig, tokensPerMinute=10_000)
         await exchanged(rig, head_of(), body_of(ask(prompt="short", stream=True)), *answer_of(*pieces))
         assert rig.context.desk.accounts["acme"].output_tokens == 2
+
+    run(go, prefill=0)
+
+
+def trailers(kind: str) -> Any:
+    said = ProcessingRequest()
+    getattr(said, kind).SetInParent()
+    return said
+
+
+@pytest.mark.parametrize("mode", [FULL_DUPLEX, BUFFERED])
+def test_a_request_that_ends_with_trailers_is_decided(mode: int):
+    """No piece of such a body is the last one (with BUFFERED the only one is not): the gateway waited until it gave up."""
+
+    async def go(rig: Rig) -> None:
+        known(rig)
+        head, piece = head_of(), body_of(ask(prompt="p"))
+        head.protocol_config.request_body_mode = mode
+        piece.request_body.end_of_stream = False
+        answered = answer_of(STREAM)
+        answered[-1].response_body.end_of_stream = False
+        messages = [head, piece, trailers("request_trailers"), *answered, trailers("response_trailers")]
+        said = [one for one in await exchanged(rig, *messages) if one.WhichOneof("response") != "response_body"]
+        told = [one.WhichOneof("response") for one in said]
+        duplex = ["request_headers", "request_body", "request_trailers", "response_headers", "response_trailers"]
+        assert told == duplex
+        if mode == FULL_DUPLEX:
+            assert not said[1].request_body.response.body_mutation.streamed_response.end_of_stream  # the trailers are
+        assert rig.context.desk.accounts["acme"].counts["answered"] == 1
+        assert rig.context.metrics.client_left == 0
+
+    run(go, prefill=0)
+
+
+def test_trailers_behind_what_was_refused_decide_nothing():
+    async def go(rig: Rig) -> None:
+        known(rig)
+        piece = body_of(b"{")
+        said = await exchanged(rig, head_of(), piece, trailers("request_trailers"))
+        assert next(one.WhichOneof("response") for one in said) == "immediate_response"
+        assert sum(one.WhichOneof("response") == "immediate_response" for one in said) == 1
+        assert rig.context.metrics.requests[400] == 1
 
     run(go, prefill=0)
 

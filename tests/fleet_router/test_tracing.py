@@ -17,7 +17,7 @@ from google.protobuf import json_format
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from fleet_router.config import RouterConfig, TraceConfig
-from fleet_router.explain.export import headers_of
+from fleet_router.explain.export import Exporter, headers_of
 from fleet_router.explain.trace import Trace, read
 from tests.fleet_router.fake_worker import answer
 from tests.fleet_router.rig import CONFIG, Rig, ask, http, run, until
@@ -210,6 +210,13 @@ def test_a_collector_that_is_gone_costs_spans_and_is_counted():
         assert 'fleet_router_traced_requests_total{result="sent"} 0' in text
 
     run(go, config=msgspec.structs.replace(CONFIG, traces=TraceConfig(endpoint="http://127.0.0.1:9", sample=1.0)))
+
+
+@pytest.mark.parametrize("endpoint", ["http://127.0.0.1:99999", "http://127.0.0.1:x", "http://a..b:1"])
+def test_a_collector_whose_address_is_none_costs_spans_and_is_counted(endpoint: str):
+    """The thread ended of it: nothing was dropped, until the queue was full of what nobody would send."""
+    exporter = Exporter(TraceConfig(endpoint=endpoint), "f", lambda: 0.0)
+    assert exporter._post_once(b"") == 0
 
 
 def test_a_busy_collector_is_asked_again_and_a_full_queue_drops():

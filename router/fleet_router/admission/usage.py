@@ -12,6 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from fleet_router.asked import Ask
+from fleet_router.lengths import PICTURE, SOUND
 from fleet_router.request import BYTES_PER_TOKEN, with_fields
 
 TAIL_BYTES: Final = 4096
@@ -46,13 +47,23 @@ _OBJECT: Final = re.compile(rb"\s*:\s*\{")
 
 def estimated(prompt: bytes) -> int:
     """Tokens of a prompt as it stands in the body: exact for a list of token ids, else by its bytes; at least 1."""
+    return int(estimated_at(prompt, BYTES_PER_TOKEN)) or 1
+
+
+def estimated_at(prompt: bytes, bytes_per_token: float) -> float:
+    """The same, where its text has so many bytes a token."""
     if prompt[:1] == b"[":
         if prompt[1:2].isdigit():
-            return prompt.count(b",") + 1
+            return prompt.count(b",") + 1.0
         if len(prompt) > MEDIUM_TOKENS and prompt.find(_MEDIUM_MARK) >= 0:
             text, media = _MEDIUM.subn(b"", prompt)
-            return int(len(text) / BYTES_PER_TOKEN) + media * MEDIUM_TOKENS or 1
-    return int(len(prompt) / BYTES_PER_TOKEN) or 1
+            return len(text) / bytes_per_token + media * MEDIUM_TOKENS
+    return len(prompt) / bytes_per_token
+
+
+def only_text(prompt: bytes) -> bool:
+    """Its bytes say what a token of text is: no ids, and nothing of which they say nothing."""
+    return not (prompt[:1] == b"[" and prompt[1:2].isdigit()) and prompt.find(PICTURE) < 0 and prompt.find(SOUND) < 0
 
 
 def usage_of(tail: bytes) -> tuple[int, int] | None:

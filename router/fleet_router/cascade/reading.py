@@ -59,7 +59,7 @@ def json_kinds_of(ask: Ask) -> frozenset[str] | None:
         return None
     try:
         found = msgspec.json.decode(raw, type=_Format)
-    except msgspec.DecodeError:
+    except (ValueError, RecursionError):
         return None  # the worker's to refuse
     if found.type == "json_object":
         return frozenset({"object"})

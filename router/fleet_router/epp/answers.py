@@ -46,12 +46,12 @@ def picked(destinations: str, headers: Sequence[Header], *, buffered: bytes | No
     return said
 
 
-def pieces(body: bytes) -> Iterable[Any]:
-    """The body to send, after `picked`."""
+def pieces(body: bytes, *, end: bool = True) -> Iterable[Any]:
+    """The body to send, after `picked`; `end`: no trailers follow."""
     for at in range(0, max(1, len(body)), PIECE):
         said = ProcessingResponse()
         streamed = said.request_body.response.body_mutation.streamed_response
-        streamed.body, streamed.end_of_stream = body[at : at + PIECE], at + PIECE >= len(body)
+        streamed.body, streamed.end_of_stream = body[at : at + PIECE], end and at + PIECE >= len(body)
         yield said
 
 

@@ -39,6 +39,8 @@ class Exchange:
         self._request = Incoming()
         self._body: list[bytes] = []
         self._body_bytes = 0
+        self._comes = True
+        """There is more of the request to come, for all that is known."""
         self._modes = (FULL_DUPLEX, FULL_DUPLEX)
         self._subset: frozenset[str] | None = None
         self._decided: asyncio.Future[tuple[list[Worker], bytes] | RequestError] = asyncio.get_running_loop().create_future()
@@ -99,7 +101,8 @@ class Exchange:
                 case "response_body":
                     yield self._answer_piece(message.response_body)
                 case "request_trailers" | "response_trailers":
-                    yield answers.passed(kind)
+                    async for said in self._trailers(kind):
+                        yield said
                 case _:
                     return
 
@@ -110,6 +113,7 @@ class Exchange:
             yield self._refused(error)
             return
         if message.request_headers.end_of_stream:
+            self._comes = False
             yield self._pick_any()
         elif self._modes[0] == BUFFERED:
             yield answers.passed("request_headers")
@@ -151,14 +155,31 @@ class Exchange:
         return answers.picked(address_of(min(usable, key=lambda worker: worker.inflight)), [])
 
     async def _piece(self, piece: Any) -> AsyncIterator[Any]:
+        if not self._comes:
+            return
         self._body_bytes += len(piece.body)
         most = self._context.config.bounds.body_bytes
         if self._body_bytes > most:
             yield self._refused(RequestError(413, f"the body is larger than {most} bytes"))
             return
         self._body.append(piece.body)
-        if not piece.end_of_stream:
-            return
+        if piece.end_of_stream or self._modes[0] == BUFFERED:  # which comes at once, and trailers only when it was answered
+            async for said in self._decide(end=True):
+                yield said
+
+    async def _trailers(self, kind: str) -> AsyncIterator[Any]:
+        """Where there are any, no piece of a body was the last one."""
+        if kind == "response_trailers":
+            if self.flow is not None and not self.flow.done:
+                self.flow.end()
+        elif self._comes:
+            async for said in self._decide(end=False):
+                yield said
+        yield answers.passed(kind)
+
+    async def _decide(self, *, end: bool) -> AsyncIterator[Any]:
+        """The request is whole; `end`: nothing comes behind its body."""
+        self._comes = False
         body, self._body = b"".join(self._body), []
         try:
             self._begin(body)
@@ -166,7 +187,7 @@ class Exchange:
             yield self._refused(error)
             return
         found = await self._decided
-        for said in [self._refused(found)] if isinstance(found, RequestError) else self._told(*found):
+        for said in [self._refused(found)] if isinstance(found, RequestError) else self._told(*found, end=end):
             yield said
 
     def _begin(self, body: bytes) -> None:
@@ -190,7 +211,7 @@ class Exchange:
         flow.record.shown = ASKED in request.kept and context.desk.entry(request.key).decisions != "none"
         context.desk.start(ticket, flow)
 
-    def _told(self, workers: list[Worker], body: bytes) -> Iterator[Any]:
+    def _told(self, workers: list[Worker], body: bytes, *, end: bool) -> Iterator[Any]:
         onward = self.flow.record.onward if self.flow is not None else b""
         headers = [("x-request-id", self.leg_id.encode()), ("content-length", b"%d" % len(body)), *answers.lines_of(onward)]
         destinations = ",".join(address_of(worker) for worker in workers)
@@ -198,9 +219,10 @@ class Exchange:
             yield answers.picked(destinations, headers, buffered=body)
             return
         yield answers.picked(destinations, headers)
-        yield from answers.pieces(body)
+        yield from answers.pieces(body, end=end)
 
     def _refused(self, error: RequestError) -> Any:
+        self._comes = False
         if self.flow is None:  # else its record tells
             path = self._request.url.split(b"?", 1)[0]
             self._context.metrics.requests[error.status] += 1

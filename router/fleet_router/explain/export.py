@@ -109,9 +109,12 @@ class Exporter:
 
     def _post_once(self, body: bytes) -> int:
         """Status; 0 when nobody answered."""
-        url = urlsplit(self._config.endpoint)
-        kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
-        connection = kind(url.hostname or "", url.port, timeout=TIMEOUT_S)
+        try:
+            url = urlsplit(self._config.endpoint)
+            kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
+            connection = kind(url.hostname or "", url.port, timeout=TIMEOUT_S)
+        except (ValueError, http.client.HTTPException):  # a port that is none
+            return 0
         path = url.path.rstrip("/")
         try:
             connection.request(

@@ -1,15 +1,17 @@
 """Log lines: one JSON object each, on standard error. Never a prompt, a key or what a client wrote: ids, names and numbers.
 
-Lines about requests are bounded per second; how many were left out is said by the next one.
+Lines about requests are bounded per second; how many were left out is said by the next one. Where nobody reads what is written,
+lines are left out, too: a full pipe would hold up the loop, and with it every stream.
 """
 
 from __future__ import annotations
 
+import select
 import sys
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TextIO
 
 import msgspec
 
@@ -20,15 +22,32 @@ from fleet_router.explain.record import Record
 _ENCODER = msgspec.json.Encoder(enc_hook=str)
 
 
-def write(line: str) -> None:
-    """To standard error; a reader that is gone is no reason to fail."""
-    print(line, file=sys.stderr, flush=True)
+def write(line: str) -> bool:
+    """To standard error; False: there is no room, or nobody who reads it. Neither is a reason to fail or to wait."""
+    try:
+        if not _takes(sys.stderr):
+            return False
+        print(line, file=sys.stderr, flush=True)
+    except (OSError, ValueError):  # a closed file is a ValueError
+        return False
+    return True
+
+
+def _takes(out: TextIO) -> bool:
+    """A line can be written without waiting: a pipe says so as long as it has room for PIPE_BUF bytes."""
+    try:
+        number = out.fileno()
+    except (OSError, ValueError):
+        return True  # no file: a test's
+    poll = select.poll()
+    poll.register(number, select.POLLOUT)
+    return bool(poll.poll(0))
 
 
 class Journal:
     """One per process."""
 
-    def __init__(self, out: Callable[[str], None] = write) -> None:
+    def __init__(self, out: Callable[[str], object] = write) -> None:
         self._out = out
         self._left_out = 0
         self._bucket = Bucket(1.0, 1)
@@ -42,7 +61,8 @@ class Journal:
     def say(self, event: str, **fields: object) -> None:
         """One line."""
         at = datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="milliseconds")
-        self._out(_ENCODER.encode({"time": at, "event": event, **fields}).decode())
+        if self._out(_ENCODER.encode({"time": at, "event": event, **fields}).decode()) is False:
+            self._left_out += 1
 
     def request(self, record: Record, now: float) -> None:
         """A request ended."""

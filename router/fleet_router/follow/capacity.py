@@ -22,22 +22,19 @@ LABEL = re.compile(rb'(block_size|num_gpu_blocks)="(\d{1,12})"')
 
 
 async def follow_capacity(workers: Callable[[], Mapping[str, Endpoint]], know: Callable[[str, int], None]) -> None:
-    """Call `know` with (worker, tokens of KV) for every worker, once; for ever."""
-    known: set[str] = set()
+    """Call `know` with (worker, tokens of KV) for each of `workers`, of whom that is not known (any more); for ever."""
     asked: dict[str, float] = {}
     clock = asyncio.get_running_loop().time
     while True:
         now = workers()
-        known &= now.keys()
         asked = {uid: at for uid, at in asked.items() if uid in now}
         for uid, endpoint in now.items():
-            if uid in known or clock() - asked.get(uid, float("-inf")) < AGAIN_S:
+            if clock() - asked.get(uid, float("-inf")) < AGAIN_S:
                 continue
             asked[uid] = clock()
-            tokens = await kv_tokens(endpoint.address, endpoint.http_port)
-            if tokens:
-                known.add(uid)
+            if tokens := await kv_tokens(endpoint.address, endpoint.http_port):
                 know(uid, tokens)
+                del asked[uid]
         await asyncio.sleep(EVERY_S)
 
 

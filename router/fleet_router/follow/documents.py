@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import msgspec
-
 from fleet_router import config as router_config
 from fleet_router.config import RouterConfig
 from fleet_wire import endpoints
@@ -28,9 +26,9 @@ def parse(data: Mapping[str, str | bytes]) -> Documents:
             raise ValueError(f"{key} is missing")
     try:
         config = router_config.decode(data[ROUTER_CONFIG_KEY])
-    except msgspec.DecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{ROUTER_CONFIG_KEY}: {error}") from error
     try:
         return Documents(config, endpoints.decode(data[ENDPOINTS_KEY]))
-    except msgspec.DecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{ENDPOINTS_KEY}: {error}") from error

@@ -62,8 +62,8 @@ class Identity:
         return uid_in(await fetched(one.address, one.agent_port, "/state", PROOF_S)) in ("", one.uid)
 
 
-async def follow_identity(suspects: Callable[[], Iterable[Suspect]], stranger: Callable[[str], None]) -> None:
-    """Ask suspects who they are; call `stranger` with the uid of one who is somebody else; for ever."""
+async def follow_identity(suspects: Callable[[], Iterable[Suspect]], stranger: Callable[[Endpoint], object]) -> None:
+    """Ask suspects who they are; call `stranger` with one who is somebody else, as it was asked; for ever."""
     asked: dict[str, float] = {}
     clock = asyncio.get_running_loop().time
     while True:
@@ -71,17 +71,18 @@ async def follow_identity(suspects: Callable[[], Iterable[Suspect]], stranger: C
         asked = {uid: at for uid, at in asked.items() if now - at < AGAIN_S}
         found = [one for one in suspects() if one.endpoint.uid not in asked]
         asked |= {one.endpoint.uid: now for one in found}
-        for one, answer in zip(found, await asyncio.gather(*map(_ask, found)), strict=True):
+        places = [one.endpoint for one in found]
+        for one, place, answer in zip(found, places, await asyncio.gather(*map(_ask, places)), strict=True):
             uid = uid_in(answer)
-            if uid == one.endpoint.uid:
+            if uid == place.uid:
                 one.unproven = False
             elif uid:
-                stranger(one.endpoint.uid)
+                stranger(place)
         await asyncio.sleep(EVERY_S)
 
 
-async def _ask(one: Suspect) -> bytes:
-    return await fetched(one.endpoint.address, one.endpoint.agent_port, "/state")
+async def _ask(one: Endpoint) -> bytes:
+    return await fetched(one.address, one.agent_port, "/state")
 
 
 def uid_in(answer: bytes) -> str:

@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
@@ -139,12 +138,14 @@ class EventReader:
         self._poller.register(self._woken.fileno(), zmq.POLLIN)
         while not self._stopped:
             for ready, _ in self._poller.poll(500):
-                self._look(ready)
+                with contextlib.suppress(zmq.ZMQError):  # of one worker: the others are read on
+                    self._look(ready)
             with contextlib.suppress(BlockingIOError):
                 while self._woken.recv(4096):
                     pass
             while self._orders:
-                self._orders.popleft()()
+                with contextlib.suppress(zmq.ZMQError):  # an address that is none, no socket left: it is not believed
+                    self._orders.popleft()()
             self._end_late_replays()
             if self._out:
                 out, self._out = self._out, []
@@ -211,7 +212,11 @@ class EventReader:
         asked = self._context.socket(zmq.DEALER)
         asked.setsockopt(zmq.LINGER, 0)
         asked.setsockopt(zmq.IPV6, "[" in source.replay_at)
-        asked.connect(source.replay_at)
+        try:
+            asked.connect(source.replay_at)
+        except zmq.ZMQError:
+            asked.close()
+            raise
         asked.send_multipart([b"", first.to_bytes(8, "big")])
         self._replays[asked] = _Replay(worker, first, time.monotonic() + REPLAY_S)
         self._poller.register(asked, zmq.POLLIN)
@@ -255,5 +260,5 @@ def _batch(number: bytes, payload: bytes) -> tuple[int, KVEventBatch] | None:
         return None
     try:
         return int.from_bytes(number, "big"), decode(payload)
-    except msgspec.DecodeError:
+    except (ValueError, RecursionError):  # text that is no UTF-8, lists without an end
         return None

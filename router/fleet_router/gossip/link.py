@@ -164,7 +164,7 @@ class Link:
             for name, port in (*self._settings.peers, *product(self._routers, ports)):
                 try:
                     rows = await asyncio.get_running_loop().getaddrinfo(name, port, family=udp.family, type=socket.SOCK_DGRAM)
-                except OSError:
+                except (OSError, UnicodeError):  # no name of a host: one that cannot be encoded is no OSError
                     failed = True
                     continue
                 found.update({(str(row[4][0]), int(row[4][1])): None for row in rows})

@@ -166,6 +166,11 @@ class Peers:
         found = self._loads.get(worker)
         return (found.inflight, found.pending) if found is not None else (0, 0)
 
+    def use(self, tenant: int) -> int:
+        """Requests in flight of all others of a tenant that has just become known here."""
+        found = self._uses.get(tenant)
+        return found.inflight if found is not None else 0
+
 
 Total = TypeVar("Total", WorkerLoad, TenantUse)
 

@@ -31,7 +31,10 @@ class Share:
         before = self._workers
         self._names = {uid: self._names.get(uid) or name_of(uid) for uid in workers}
         self._workers = {self._names[uid]: worker for uid, worker in workers.items()}
-        self._accounts = {name_of(name): account for name, account in accounts.items()}
+        known, self._accounts = self._accounts, {name_of(name): account for name, account in accounts.items()}
+        for name, account in self._accounts.items():
+            if known.get(name) is not account:
+                account.elsewhere = self.peers.use(name)
         self._index = routing.index
         for name, worker in self._workers.items():
             if before.get(name) is not worker:

@@ -183,6 +183,11 @@ class ApproximateIndex:
         if (held := self._held.get(worker)) is not None:
             held.size(held.limit, max(LEAST_KEYS * PIECE_BYTES, prompt_bytes))
 
+    def measured(self, worker: str) -> bool:
+        """It is known how much the worker's cache holds."""
+        held = self._held.get(worker)
+        return held is not None and held.most_bytes > 0
+
     def _share_out(self) -> None:
         """Everybody gets an equal part of what there is."""
         part = max(LEAST_KEYS, self._capacity // max(1, len(self._held)))

@@ -23,7 +23,7 @@ class _Source:
         self.bit = bit
         self.stream = EventStream()
         self.first: int | None = None
-        """First number of the replay that is coming in."""
+        """First number of the replay that is coming in, from which on nothing is missing."""
         self.held: list[Numbered] = []
         self.up = False
         """It was heard of since the connection broke."""
@@ -94,6 +94,9 @@ class Believed:
         for number, batch in batches:
             if source.first is None:
                 source.first = number
+            if number > source.stream.replay_from:  # among what is missing may be removals
+                source.first = number
+                self.index.clear(worker)
             if number >= source.stream.replay_from:
                 self._apply(worker, source, number, batch, trust=False)
         if not last:

@@ -9,6 +9,7 @@ a slower medium than the worker's own (offloaded to memory or disk) count for SL
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from typing import TypeGuard
 
@@ -159,15 +160,18 @@ class PreciseIndex:
 
     @staticmethod
     def _digest(holding: Holding, name: Name, parent: Name | None, tokens: Sequence[int], salt: str) -> bytes | None:
-        """Our hash of a block; None when its parent is not known here, or its tokens are not whole."""
+        """Our hash of a block; None when its parent is not known here, or its tokens are not whole, or none."""
         if not salt and _is_chain(name):
             return name
         if len(tokens) != holding.block_tokens:
             return None
-        if parent is None:
-            return block_hash(holding.root(salt), tokens)
-        known = next((names[parent] for names in holding.media.values() if parent in names), None)
-        return None if known is None else block_hash(known, tokens)
+        known = holding.root(salt) if parent is None else None
+        if known is None:
+            known = next((names[parent] for names in holding.media.values() if parent in names), None)
+        try:
+            return None if known is None else block_hash(known, tokens)
+        except struct.error:  # ids that are none: the block cannot be one of a prompt's
+            return None
 
     def _removed(self, holding: Holding, event: BlockRemoved) -> None:
         medium, bit = event.medium or "", holding.bit

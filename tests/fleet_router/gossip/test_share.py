@@ -165,6 +165,25 @@ def test_quotas_hold_over_all_routers_within_the_stated_bound(count: int, pressu
     assert through >= 10 * 3 - count
 
 
+@pytest.mark.parametrize("known", [True, False], ids=["made anew", "known after the others spoke"])
+def test_a_tenant_that_becomes_known_later_has_what_it_runs_elsewhere(known: bool):
+    """Its requests at other routers counted only once one of them came or went: with long streams its concurrency was twice."""
+    a, b = met(2)
+    for _ in range(4):
+        assert b.account.charge(1, 0) is None
+    if not known:
+        a.share.follow(a.workers, {}, a.routing, 0.1)
+    exchange([a, b], 0.2)
+    a.account = Account("acme")
+    a.account.follow(TENANT, 0)
+    a.share.follow(a.workers, {"acme": a.account}, a.routing, 0.3)
+    exchange([a, b], 0.4)
+    assert a.account.elsewhere == 4
+    assert a.account.charge(1, 0) is not None
+    a.share.tick(ROW_S + 0.5)
+    assert a.account.elsewhere == 0
+
+
 def test_without_gossip_a_quota_is_each_routers_own():
     a, b = met(2)
     taken = [one.account.charge(1, 0) for one in (a, b) for _ in range(4)]

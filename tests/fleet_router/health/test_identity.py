@@ -28,7 +28,10 @@ class Suspected:
         (b'HTTP/1.1 200 OK\r\n\r\n{"phase": "Ready"}', ""),
         (b"HTTP/1.1 404 Not Found\r\n\r\nnothing", ""),
         (b"", ""),
+        (b'HTTP/1.1 200 OK\r\n\r\n{"uid": "\xff\xfe"}', ""),  # the task ended of it, and the router with the task
+        (b'HTTP/1.1 200 OK\r\n\r\n{"a": ' + b"[" * 5_000 + b"]" * 5_000 + b"}", ""),
     ],
+    ids=["uid", "none", "404", "nothing", "no UTF-8", "deep"],
 )
 def test_what_an_agent_says(answer: bytes, uid: str):
     assert uid_in(answer) == uid
@@ -54,14 +57,14 @@ def test_r11_who_says_another_uid_is_a_stranger_and_who_says_nothing_is_asked_ag
             )  # fmt: skip
 
         mine, other, dumb = suspected("mine", port), suspected("theirs", port), suspected("dumb", 1)
-        strangers: list[str] = []
+        strangers: list[Endpoint] = []
         following = asyncio.create_task(
             follow_identity(lambda: [one for one in (mine, other, dumb) if one.unproven], strangers.append)
         )
         await until(lambda: not mine.unproven and bool(strangers))
         following.cancel()
         server.close()
-        assert (set(strangers), dumb.unproven) == ({"theirs"}, True)
+        assert ({one.uid for one in strangers}, dumb.unproven) == ({"theirs"}, True)
 
     asyncio.run(go())
 
@@ -127,13 +130,13 @@ def test_a_worker_that_dies_while_its_agent_is_asked_is_not_waited_for():
 def test_r11_a_stranger_is_left_out_until_the_document_changes():
     async def go(rig: Rig) -> None:
         bad = rig.context.table.by_role["decode"][0]
-        rig.router.stranger(bad.uid)
+        rig.router.stranger(bad.endpoint)
         for i in range(6):
             assert (await rig.post(ask(prompt=f"{i} short")))[0] == 200
         assert [worker.uid for worker in rig.context.table.by_role["decode"]] == [f"u{rig.decode[1].port}"]
         assert rig.decode[0].seen == []
         rig.apply([], rig.decode[1:])
-        assert rig.context.table.strangers == set()
+        assert rig.context.table.strangers == {}
 
     run(go, prefill=0, decode=2)
 

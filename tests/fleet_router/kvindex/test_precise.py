@@ -194,6 +194,36 @@ def test_a_replay_that_begins_too_late_is_half_believed():
     assert (rig.believed.state("w"), rig.known()) == ("partial", 9)
 
 
+@pytest.mark.parametrize("missing", [2, 3], ids=["first of the replay", "inside the replay"])
+def test_a_replay_in_which_one_is_missing_is_half_believed(missing: int):
+    """One that cannot be read, or that the worker has thrown away already: it was believed as if nothing were missing, and what
+    was evicted with it for ever."""
+    rig = Rig()
+    rig.believed.connected("w", 0.0)
+    rig.answer()
+    for depth in (8, 9):
+        rig.worker.store(depth)
+    rig.publish()
+    assert (rig.believed.trusted, rig.known()) == (1, 9)
+    for depth in (3, 3):
+        rig.worker.evict(depth)
+    rig.worker.store(2)
+    rig.publish(lose=True)
+    rig.worker.store(1)
+    rig.publish()
+    ((_, first),) = rig.believed.asks
+    rows = [(n, b) for n, b in enumerate(rig.worker.log) if n >= first and n != missing]
+    rig.believed.replayed("w", first, rows, rig.now, last=True, whole=True)
+    assert (rig.believed.state("w"), rig.believed.trusted) == ("partial", 0)
+    assert rig.known() <= 3
+
+
+def test_ids_that_are_none_cost_their_block_and_nothing_else():
+    made = index()
+    made.apply("a", [stored([1, 2], [-1, *TOKENS[1:8]]), stored([3], [2**40, *TOKENS[1:4]]), stored([4], TOKENS[:4])])
+    assert made.depths(KEYS) == [(1, 1)]
+
+
 def test_a_worker_that_gives_no_replay_is_believed_in_what_it_says():
     """vLLM's default: no replay port. What was missed is not known; after a gap nothing of before is believed."""
     rig = Rig()

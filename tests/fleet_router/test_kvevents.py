@@ -1,0 +1,83 @@
+"""The thread that reads KV events: what one worker sends must not end it, or all workers' knowledge stands still, believed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from fleet_router.follow.kvevents import EventReader, Live, Message
+from fleet_wire.events import AllBlocksCleared, KVEventBatch, encode
+
+TS = msgspec.msgpack.encode(1.0)
+
+
+class Heard:
+    """What was delivered."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self._changed = threading.Condition()
+
+    def __call__(self, messages: list[Message]) -> None:
+        with self._changed:
+            self.messages += messages
+            self._changed.notify_all()
+
+    def number(self, wanted: int, within_s: float = 5.0) -> bool:
+        """This live batch came."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: any(isinstance(m, Live) and m.number == wanted for m in self.messages), within_s
+            )
+
+
+def published(heard: Heard, reader: EventReader, *payloads: bytes) -> Any:
+    """A worker that sends these, numbered, until the last one is heard."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    made = context.socket(zmq.PUB)
+    port = made.bind_to_random_port("tcp://127.0.0.1")
+    reader.follow("w", "127.0.0.1", port, 0)
+    end = time.monotonic() + 5
+    while not heard.number(0, 0) and time.monotonic() < end:
+        made.send_multipart([b"", (0).to_bytes(8, "big"), encode(KVEventBatch(1.0, [AllBlocksCleared()]))])
+        time.sleep(0.01)
+    for number, payload in enumerate(payloads, 1):
+        made.send_multipart([b"", number.to_bytes(8, "big"), payload])
+    found = heard.number(len(payloads))
+    context.destroy(linger=0)
+    return found
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        pytest.param(b"\x92" + TS + b"\x91\x81\xa4type\xa2\xff\xfe", id="text that is no UTF-8"),
+        pytest.param(b"\x94" + TS + b"\x90\xc0" + b"\x91" * 5_000 + b"\x01", id="lists in lists"),
+        pytest.param(b"\xc1", id="nothing"), pytest.param(b"", id="empty"),
+    ],
+)  # fmt: skip
+def test_a_batch_that_cannot_be_read_ends_no_thread(payload: bytes):
+    heard = Heard()
+    reader = EventReader(heard)
+    try:
+        assert published(heard, reader, payload, encode(KVEventBatch(2.0, [])))
+    finally:
+        reader.stop()
+
+
+def test_an_address_that_is_none_ends_no_thread():
+    heard = Heard()
+    reader = EventReader(heard)
+    try:
+        reader.follow("bad", "no address", 5557, 5558)
+        reader.replay("bad", 0)
+        assert published(heard, reader, encode(KVEventBatch(2.0, [])))
+        reader.forget("bad")
+        assert reader._thread.is_alive()
+    finally:
+        reader.stop()

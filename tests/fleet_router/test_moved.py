@@ -1,0 +1,101 @@
+"""Discovery documents that say something new of a worker that is known: another place, another role, the same one once more."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+
+from fleet_router.follow.documents import Documents
+from fleet_router.process import Router
+from fleet_wire.endpoints import Endpoint, Endpoints
+from tests.fleet_router.fake_worker import stream
+from tests.fleet_router.rig import CONFIG, Rig, answer_of, ask, http, run, until
+
+
+def told(rig: Rig, *workers: Endpoint) -> None:
+    rig.router.apply(Documents(CONFIG, Endpoints(fleet="f", namespace="n", workers=workers)))
+
+
+def known(rig: Rig) -> Endpoint:
+    return rig.context.table.by_role["decode"][0].endpoint
+
+
+def test_a_pod_with_its_old_uid_and_a_new_address_is_asked_there():
+    """After a node's restart a pod has its uid and another address: the old one was asked for as long as the pod lived."""
+
+    async def go(rig: Rig) -> None:
+        old, new = rig.decode
+
+        async def slow(_body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+            await stream(writer, ["a", "b"], end=False)
+            await goes_on.wait()
+            await stream_end(writer)
+            return True
+
+        goes_on = asyncio.Event()
+        old.behave = slow
+        one = known(rig)
+        told(rig, one)
+        reader, writer, _ = await rig.connect()
+        writer.write(http(ask(prompt="short", stream=True)))
+        await reader.readuntil(b'"b"')
+        told(rig, msgspec.structs.replace(one, http_port=new.port))
+        reader2, writer2, _ = await rig.connect()
+        writer2.write(http(ask(prompt="short")))
+        assert (await answer_of(reader2))[0] == 200
+        assert (len(old.seen), len(new.seen)) == (1, 1)
+        goes_on.set()  # what ran there goes on there
+        assert b"[DONE]" in await reader.readuntil(b"0\r\n\r\n")
+
+    run(go, prefill=0, decode=2)
+
+
+async def stream_end(writer: asyncio.StreamWriter) -> None:
+    writer.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
+    await writer.drain()
+
+
+def test_a_stranger_at_the_old_address_does_not_bar_the_new_one():
+    async def go(rig: Rig) -> None:
+        one = known(rig)
+        rig.router.stranger(one)
+        assert rig.context.table.by_role["decode"] == []
+        told(rig, msgspec.structs.replace(one, adapters={"a": "d"}))
+        assert rig.context.table.by_role["decode"] == []
+        told(rig, msgspec.structs.replace(one, address="127.0.0.2"))
+        assert [worker.uid for worker in rig.context.table.by_role["decode"]] == [one.uid]
+        rig.router.stranger(one)  # the answer of a question that was asked at the old address
+        assert [worker.uid for worker in rig.context.table.by_role["decode"]] == [one.uid]
+
+    run(go, prefill=0, decode=1)
+
+
+@pytest.mark.parametrize("how", ["role", "gone"])
+def test_how_much_a_worker_holds_is_asked_again_when_it_joins_again(how: str, monkeypatch: pytest.MonkeyPatch):
+    """The index forgot it with the worker, and nobody asked a second time: it was never emptied as the worker's cache is."""
+    monkeypatch.setattr("fleet_router.follow.capacity.EVERY_S", 0.005)
+    monkeypatch.setattr("fleet_router.follow.capacity.kv_tokens", tokens)
+
+    async def go(rig: Rig) -> None:
+        one = known(rig)
+        other = msgspec.structs.replace(one, uid="other", name="other")
+        index = rig.context.table.routing.index
+        measuring = asyncio.create_task(Router._measure(rig.router))
+        await until(lambda: index._held[one.uid].most_bytes > 0)
+        if how == "role":
+            told(rig, msgspec.structs.replace(one, role="prefill"), other)
+        else:
+            told(rig, other)
+            told(rig, one, other)
+        assert index._held[one.uid].most_bytes == 0
+        await until(lambda: index._held[one.uid].most_bytes > 0)
+        measuring.cancel()
+
+    run(go, prefill=0, decode=1)
+
+
+async def tokens(_address: str, _port: int) -> int:
+    return 100_000
