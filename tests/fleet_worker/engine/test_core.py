@@ -161,9 +161,9 @@ def test_kv_that_was_pulled_is_kept_under_its_salt(llama: Llama):
     assert cached["a"] > 0 == cached["b"]
 
 
-def ended_alone(llama: Llama) -> list[int]:
+def ended_alone(llama: Llama, **asked) -> list[int]:
     core = engine(llama)
-    core.add(ask("alone"))
+    core.add(ask("alone", **asked))
     return ended(steps(core))["alone"]
 
 
@@ -417,6 +417,59 @@ def test_a_request_whose_numbers_are_not_finite_fails_alone_and_its_kv_is_found_
     spoilt = {name for name, event in stored.items() if event.tokens and event.tokens[0] == 900}
     assert spoilt
     assert not any(core.scheduler.blocks.find([name]) for name in spoilt)
+
+
+@pytest.fixture
+def overflowing(llama: Llama) -> Llama:
+    """The model, of whose token 900 everything that it computes is not a number."""
+    weights = dict(load_weights(tiny_model(), llama.config))
+    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
+    weights["model.embed_tokens.weight"][900] = float("nan")
+    return Llama(llama.config, weights, BLOCK)
+
+
+@pytest.mark.parametrize("length", [50, 200], ids=["one-step", "in-chunks"])
+def test_whoever_has_the_blocks_of_a_spoilt_request_next_is_answered(llama: Llama, overflowing: Llama, length: int):
+    """Incident: one such request failed all who came after it: a block's last places hold what its last owner left, and no number
+    has the weight 0."""
+    core = engine(overflowing, blocks=14)
+    core.add(ask("bad", prompt=(900, *range(length - 1))))
+    core.step()
+    core.abort("bad")  # its client does not wait for the end
+    for name in "abcdefgh":
+        core.add(ask(name, prompt=(7, 8, ord(name)), max_tokens=20))
+    outputs = steps(core)
+    assert not [output.sequence.request_id for output in outputs if output.error]
+    found = ended(outputs)
+    for name in "abcdefgh":
+        assert found[name] == ended_alone(llama, prompt=(7, 8, ord(name)), max_tokens=20)
+    core.check_integrity()
+
+
+def test_a_spoilt_request_fails_nobody_who_shares_its_step(llama: Llama, overflowing: Llama):
+    """Incident: shorter tables of a batch were filled up with block 0, whoever had it."""
+    core = engine(overflowing, blocks=16)
+    core.add(ask("first", prompt=(4, 5), max_tokens=1))  # gives block 0 back
+    core.add(ask("long"))
+    core.add(ask("short", prompt=(7, 8, 9), max_tokens=6))
+    outputs = [*core.step(), *core.step()]
+    core.add(ask("bad", prompt=(900, 4, 5)))
+    outputs += steps(core)
+    assert [output.sequence.request_id for output in outputs if output.error] == ["bad"]
+    assert ended(outputs)["short"] == ended_alone(llama, prompt=(7, 8, 9), max_tokens=6)
+
+
+def test_what_a_failed_pull_wrote_is_nobodys_number(llama: Llama):
+    core = engine(llama, blocks=4)
+    core.add(ask("d", ref=reference(50)))
+    core.step()
+    [(_, _, into)] = core.connector.fetched
+    core._pool[into] = float("nan")
+    core.connector.finish("d", KvTransferError("digest", "other bytes"))
+    core.add(ask("next", prompt=(7, 8, 9), max_tokens=6))
+    outputs = steps(core)
+    assert [output.sequence.request_id for output in outputs if output.error] == ["d"]
+    assert ended(outputs)["next"] == ended_alone(llama, prompt=(7, 8, 9), max_tokens=6)
 
 
 def test_a_prompt_that_the_pool_can_never_hold_is_refused_with_the_numbers(llama: Llama):
