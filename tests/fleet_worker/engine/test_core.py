@@ -76,6 +76,9 @@ class ScriptedConnector:
     def open_leases(self) -> int:
         return 0
 
+    def turn_s(self) -> float:
+        return 0.0
+
     def close(self) -> None:
         return None
 

@@ -18,6 +18,7 @@ from fleet_worker.engine.loop import EngineLoop
 from fleet_worker.engine.metrics import EngineMetrics
 from fleet_worker.engine.server import EngineServer
 from tests.fleet_worker.agent.test_command import GOOD_ENV
+from tests.fleet_worker.engine.test_core import ScriptedConnector
 from tests.fleet_worker.engine.test_server import ARCHITECTURE, CONFIG, LLAMA, TEXT, body, until
 
 Scenario = Callable[[httpx.AsyncClient, EngineLoop, threading.Event], Awaitable[None]]
@@ -135,6 +136,19 @@ def test_a_stuck_engine_is_neither_healthy_nor_idle(monkeypatch: pytest.MonkeyPa
         assert (await asked).status_code == 200
         assert (await client.get("/health")).status_code == 200
         await until(lambda: loop.step_s() == 0)
+
+    held(scenario)
+
+
+def test_an_engine_whose_kv_transfers_are_stuck_is_not_healthy():
+    """Its decode legs waited for ever, with every probe green."""
+
+    async def scenario(client: httpx.AsyncClient, loop: EngineLoop, _: threading.Event) -> None:
+        connector = loop.core.connector = ScriptedConnector(None)  # type: ignore[assignment]
+        assert (await client.get("/health")).status_code == 200
+        connector.turn_s = lambda: 61.0  # type: ignore[attr-defined, union-attr]
+        red = await client.get("/health")
+        assert (red.status_code, red.text) == (503, "a turn of the KV transfers lasts 61 s; ENGINE_STEP_TIMEOUT_S allows 60 s\n")
 
     held(scenario)
 

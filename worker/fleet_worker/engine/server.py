@@ -95,12 +95,16 @@ class EngineServer:
 
     # -- small routes -----------------------------------------------------------------------------------------------
     async def health(self, _: HttpRequest) -> Response:
-        """200 while the engine thread lives and comes to the end of its steps."""
+        """200 while the engine thread lives, and it and the KV transfers come to the end of their steps."""
         if self._loop.failure is not None:
             return Response(status_code=503)
-        if (lasts_s := self._loop.step_s()) > self._step_timeout_s:
-            words = f"a step of the engine lasts {lasts_s:.0f} s; {STEP_TIMEOUT_ENV} allows {self._step_timeout_s:g} s\n"
-            return PlainTextResponse(words, status_code=503)
+        connector = self._loop.core.connector
+        turn_s = connector.turn_s() if connector else 0.0
+        lasting = {"step of the engine": self._loop.step_s(), "turn of the KV transfers": turn_s}
+        for what, lasts_s in lasting.items():
+            if lasts_s > self._step_timeout_s:
+                words = f"a {what} lasts {lasts_s:.0f} s; {STEP_TIMEOUT_ENV} allows {self._step_timeout_s:g} s\n"
+                return PlainTextResponse(words, status_code=503)
         return Response(status_code=200)
 
     async def metrics(self, _: HttpRequest) -> Response:
