@@ -41,6 +41,8 @@ class Peer:
     agent_name: str = ""
     greeting: bool = False
     used_at: float = 0.0
+    read_at: float = float("-inf")
+    """When a chunk last came from it whole."""
     waiting_for_welcome: list[OnAnswer] = field(default_factory=list)
     calls: dict[int, _Call] = field(default_factory=dict)
 
