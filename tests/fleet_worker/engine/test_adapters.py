@@ -91,6 +91,10 @@ def test_load_list_serve_and_unload(tmp_path: Path):
         under = await tokens(client, "a")
         assert under.json()["model"] == "a"
         assert ids(under) != ids(await tokens(client, "tiny"))
+        counted = [await client.post("/tokenize", json={"model": name, "prompt": "one two"}) for name in ("a", "tiny", "b")]
+        assert [answer.status_code for answer in counted] == [200, 200, 404], "as vLLM answers"
+        assert counted[0].json() == counted[1].json()
+        assert (await client.post("/detokenize", json={"model": "a", "tokens": [5]})).status_code == 200
         gone = await client.post("/v1/unload_lora_adapter", json={"lora_name": "a"}, headers=AGENT)
         assert (gone.status_code, gone.text) == (200, "Success: LoRA adapter 'a' removed successfully.")
         assert (await tokens(client, "a")).status_code == 404

@@ -64,6 +64,10 @@ class Adapters:
         """The adapter that a request's `model` names; None when there is none."""
         return self._loaded.get(model)
 
+    def names(self) -> list[str]:
+        """Of all that are loaded."""
+        return list(self._loaded)
+
     def cards(self) -> list[dict[str, Any]]:
         """For GET /v1/models, as vLLM shows them; `digest` is ours."""
         return [

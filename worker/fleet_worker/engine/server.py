@@ -8,7 +8,7 @@ import json
 import random
 import re
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from typing import Any, TypeVar
 
 import msgspec
@@ -184,9 +184,12 @@ class EngineServer:
         """POST /detokenize."""
         return await self._told(request, tokens.detokenize)
 
-    async def _told(self, request: HttpRequest, function: Callable[[bytes, Text, str, int], dict[str, Any]]) -> Response:
+    async def _told(
+        self, request: HttpRequest, function: Callable[[bytes, Text, Collection[str], int], dict[str, Any]]
+    ) -> Response:
         try:
-            body, served = await self._body(request), self._config.served_name
+            body = await self._body(request)
+            served = {self._config.served_name, *self._adapters.names()}
             # a long text takes a while: not on the loop that streams answers
             found = await asyncio.to_thread(function, body, self._text, served, self._loop.core.limits.max_model_len)
         except EngineError as error:
