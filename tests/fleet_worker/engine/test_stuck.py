@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import httpx
 import pytest
@@ -13,6 +16,7 @@ from fleet_worker.agent.engine_client import EngineClient, parse_load
 from fleet_worker.agent.errors import ConfigError
 from fleet_worker.agent.identity import read_identity
 from fleet_worker.agent.life import Load, drain_done
+from fleet_worker.engine import metrics as metrics_module
 from fleet_worker.engine.assemble import build_core
 from fleet_worker.engine.loop import EngineLoop
 from fleet_worker.engine.metrics import EngineMetrics
@@ -158,3 +162,20 @@ def test_the_bound_of_a_step_is_a_number_of_seconds(given: str):
     assert read_identity({**GOOD_ENV, "ENGINE_STEP_TIMEOUT_S": "0.5"})
     with pytest.raises(ConfigError, match="ENGINE_STEP_TIMEOUT_S"):
         read_identity({**GOOD_ENV, "ENGINE_STEP_TIMEOUT_S": given})
+
+
+def test_a_late_engine_and_its_server_may_tell_the_same_number_for_the_first_time(monkeypatch: pytest.MonkeyPatch):
+    """Both made the gauge, the registry took one of them, and the other error ended the engine."""
+    both, gauge = threading.Barrier(2), metrics_module.Gauge
+
+    def made(*given: Any, **more: Any) -> Any:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(0.2)
+        return gauge(*given, **more)
+
+    monkeypatch.setattr(metrics_module, "Gauge", made)
+    told = EngineMetrics("tiny")
+    with ThreadPoolExecutor(2) as threads:
+        for done in [threads.submit(told.collect_outside, 1, 2) for _ in range(2)]:
+            done.result()
+    assert b"fleet:kv_leases_open" in told.exposition()
