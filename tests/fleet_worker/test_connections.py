@@ -7,10 +7,10 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import uvicorn
-from starlette.types import ASGIApp
 
 from fleet_worker.agent import admin
 from fleet_worker.agent.admin import AdminServer, build_app, build_server
@@ -146,14 +146,49 @@ async def streams(scope: object, receive: object, send: Callable[[dict[str, obje
     await asyncio.Event().wait()
 
 
-def play_engine(bounds: Bounds, scenario: Callable[[Port], Awaitable[None]]) -> None:
+def play_engine(bounds: Bounds, scenario: Callable[[Port], Awaitable[None]], app: Any = streams) -> None:
     async def main() -> None:
-        app: ASGIApp = streams  # type: ignore[assignment]
         config = uvicorn.Config(app, host=HOST, port=0, http=bounded(bounds), ws="none", lifespan="off", log_level="critical")
         async with serving(AdminServer(config)) as port:
             await asyncio.wait_for(scenario(port), 20)
 
     asyncio.run(main())
+
+
+async def pours(scope: object, receive: object, send: Callable[[dict[str, object]], Awaitable[None]]) -> None:
+    """An application that has more to say than any buffer holds."""
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    for _ in range(1_000):
+        await send({"type": "http.response.body", "body": bytes(65_536), "more_body": True})
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_who_takes_nothing_of_its_answer_is_let_go_and_who_is_slow_is_not(reads: bool):
+    """Incident: a stream that nobody read was open for ever, and a drain waited for all of its time."""
+    gone = asyncio.Event()
+
+    async def told(scope: object, receive: object, send: Callable[[dict[str, object]], Awaitable[None]]) -> None:
+        answering = asyncio.create_task(pours(scope, receive, send))
+        while (await receive())["type"] != "http.disconnect":  # type: ignore[operator]
+            pass
+        answering.cancel()
+        gone.set()
+
+    async def scenario(port: Port) -> None:
+        reader, _ = await port.connect(ASKED)
+        reader._transport.pause_reading()  # type: ignore[attr-defined]
+        if not reads:
+            await asyncio.wait_for(gone.wait(), 10)
+            return
+        for _ in range(10):
+            reader._transport.resume_reading()  # type: ignore[attr-defined]
+            assert len(await reader.readexactly(500_000))
+            reader._transport.pause_reading()  # type: ignore[attr-defined]
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(gone.wait(), 0.1)
+
+    play_engine(Bounds(receive_s=60, most=4, most_of_peer=4, may_cut=False, stalled_s=0.3), scenario, told)
 
 
 ASKED = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"

@@ -32,8 +32,8 @@ ADAPTERS_ENV = "FLEET_ADAPTERS"
 """The adapters that the pod's annotation names: a container that starts again loads what it had."""
 STEP_TIMEOUT_ENV = "ENGINE_STEP_TIMEOUT_S"
 STEP_TIMEOUT_S = 120.0
-"""Torch engine: a step that lasts longer is taken for stuck, and the worker restarts. A pod template's env may say otherwise,
-therefore no name of ours: 256 tokens of a large model on few CPUs may take a minute."""
+"""Torch engine: a step, or a turn of its KV transfers, that lasts longer is taken for stuck, and the worker restarts. A pod
+template's env may say otherwise, therefore no name of ours: 256 tokens of a large model on few CPUs may take a minute."""
 MEMBER_ENV = "LWS_WORKER_INDEX"
 LEADER_ENV = "LWS_LEADER_ADDRESS"
 GROUP_SIZE_ENV = "LWS_GROUP_SIZE"

@@ -1,14 +1,21 @@
-"""HTTP connections within bounds: a peer that is silent, or speaks too slowly, keeps no connection, and one that opens many keeps
-nobody else from being answered. uvicorn has neither; its limit_concurrency answers 503 to whoever comes late, probes included."""
+"""HTTP connections within bounds: a peer that is silent, speaks too slowly, or takes nothing of its answer keeps no connection,
+and one that opens many keeps nobody else from being answered. uvicorn has neither; its limit_concurrency answers 503 to whoever
+comes late, probes included."""
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import resource
+import struct
+import termios
 from dataclasses import dataclass
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+STALLED_S = 75.0
+"""Longer than a router waits for its own client (HttpBounds.stalled_client_s), of which it can tell more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +29,9 @@ class Bounds:
     may_cut: bool
     """When too many are open and none is idle: True ends the one that is open longest, False the one that came last."""
     spared: frozenset[str] = frozenset()
-    """Addresses whose connections are neither counted nor ended."""
+    """Addresses whose connections are neither counted nor ended for others."""
+    stalled_s: float = STALLED_S
+    """So long a peer may take no byte of its answer while our buffers for it are full."""
 
 
 def files_for_connections() -> int:
@@ -75,6 +84,7 @@ class BoundedProtocol(H11Protocol):
     gate: Gate
     peer = ""
     _late: asyncio.TimerHandle | None = None
+    _stalled: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """It counts from now on."""
@@ -98,9 +108,36 @@ class BoundedProtocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Gone."""
         self.gate.leave(self)
-        if self._late is not None:
-            self._late.cancel()
+        for timer in (self._late, self._stalled):
+            if timer is not None:
+                timer.cancel()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """Our buffer for the peer is full."""
+        super().pause_writing()
+        self._look_again(self._untaken())
+
+    def resume_writing(self) -> None:
+        """It took enough."""
+        super().resume_writing()
+        if self._stalled is not None:
+            self._stalled.cancel()
+
+    def _look_again(self, left: int) -> None:
+        self._stalled = self.loop.call_later(self.gate.bounds.stalled_s, self._is_taking, left)
+
+    def _is_taking(self, before: int) -> None:
+        """An answer that nobody takes would be open, and its worker not empty, for ever."""
+        if (left := self._untaken()) < before:
+            self._look_again(left)
+        else:
+            self.end()
+
+    def _untaken(self) -> int:
+        """Bytes that the peer's system has not taken: ours and the kernel's (tcp(7): SIOCOUTQ, which is TIOCOUTQ)."""
+        queued = fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
+        return self.transport.get_write_buffer_size() + int(struct.unpack("i", queued)[0])
 
     def is_answering(self) -> bool:
         """A request came, and its answer is not told to the end."""

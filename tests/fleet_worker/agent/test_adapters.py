@@ -147,14 +147,20 @@ class Engine:
         self.gate = asyncio.Event()
         self.gate.set()
         self.lies = False
+        self.silent = False
+        """It loads, but not in time for its answer."""
 
     async def load_adapter(self, name: str, path: str, *, inplace: bool) -> str | None:
         self.calls.append(f"{'replace' if inplace else 'load'} {name}")
         await self.gate.wait()
+        if name in self.loaded and not inplace:
+            raise AdapterError("BadAdapter", f"The lora adapter '{name}' has already been loaded.")
         content = await asyncio.to_thread((Path(path) / FILES[1]).read_bytes)
         if content.startswith(b"bad"):
             raise AdapterError("BadAdapter", "it is bad")
         self.loaded[name] = path
+        if self.silent:
+            raise AdapterError("EngineSilent", "no answer")
         return "another digest" if self.lies else None
 
     async def unload_adapter(self, name: str) -> None:
@@ -276,6 +282,29 @@ def test_a_slow_one_holds_up_nobody_but_the_first_readiness(tmp_path: Path, monk
         await until(lambda: states(keeper) == {"a": "Loaded", "b": "Loaded"})
 
     keep(tmp_path, scenario, (wish("a"),))
+
+
+@pytest.mark.parametrize("engine", ["torch", "vllm"])
+@pytest.mark.parametrize("fault", ["silent", "lies"])
+def test_what_the_engine_loaded_without_a_good_answer_is_loaded_again_or_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str, fault: str
+):
+    """Incident: an adapter that took longer to load than its answer was waited for "has already been loaded" for ever after, and
+    stayed in its place when nobody wished for it any more."""
+    folder(tmp_path / "root/one")
+    monkeypatch.setattr("fleet_worker.agent.adapterplan.AGAIN_FIRST_S", 0.05)
+
+    async def scenario(keeper: AdapterKeeper, fake: Engine) -> None:
+        setattr(fake, fault, True)
+        keeper.wish([wish("a"), wish("b")])
+        await until(lambda: states(keeper) == {"a": "Failed", "b": "Failed"})
+        keeper.wish([wish("a")])
+        await until(lambda: "b" not in fake.loaded)
+        setattr(fake, fault, False)
+        await until(lambda: states(keeper) == {"a": "Loaded"})
+        assert fake.loaded.keys() == {"a"}
+
+    keep(tmp_path, scenario, engine=engine)
 
 
 def test_an_engine_that_loaded_other_bytes_is_not_believed(tmp_path: Path):

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +43,47 @@ def test_rdma_is_never_claimed_without_a_device():
     refused = asyncio.run(probe(RDMA))
     assert (refused.transport, refused.gbps) == (None, None)
     assert "no read succeeded" in refused.error
+
+
+def test_nothing_of_a_killed_probe_is_left(tmp_path: Path):
+    """Also while its other process hangs in NIXL, where it does not see that its stdin ended."""
+    (tmp_path / "nixl").mkdir()
+    stub = """
+import os, sys, time
+class nixl_agent:
+    def __init__(self, name, config):
+        if name == "probe-owner":
+            print(os.getpid(), file=open(os.environ["TOLD"], "w"), flush=True)
+            time.sleep(60)
+    def register_memory(self, *given):
+        pass
+nixl_agent_config = dict
+"""
+    (tmp_path / "nixl" / "__init__.py").touch()
+    (tmp_path / "nixl" / "_api.py").write_text(stub)
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    started = subprocess.Popen(fabric.PROBE, env={**os.environ, "PYTHONPATH": path, "TOLD": str(tmp_path / "pid")})
+    try:
+        pid = until(lambda: (tmp_path / "pid").is_file() and (tmp_path / "pid").read_text().strip())
+    finally:
+        started.kill()
+        started.wait()
+    until(lambda: not is_running(pid))
+
+
+def is_running(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def until(found: Callable[[], Any]) -> Any:
+    end = time.monotonic() + 20
+    while not (said := found()):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    return said
 
 
 def test_the_probe_looks_beyond_the_node_when_rdma_is_asked():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -146,6 +147,27 @@ def as_another_user(folder: Path, name: str) -> None:
             check_folder(folder)
     finally:
         os.seteuid(0)
+
+
+def test_a_disk_that_fills_up_on_the_way_is_not_called_an_absent_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def downloads(*_: object, dry_run: bool = False, **__: object) -> list[object]:
+        if dry_run:
+            return []
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/models/hf/blob.incomplete")
+
+    monkeypatch.setenv("FLEET_MODEL_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", downloads)
+    with pytest.raises(ModelError) as caught:
+        prepare_model("hf://acme/tiny", lambda _: None)
+    assert str(caught.value) == "hf://acme/tiny: model cache /models/hf/blob.incomplete: No space left on device"
+
+
+def test_a_cache_that_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Incident: a cache that was mounted read-only ended the worker with a traceback."""
+    (tmp_path / "cache").write_bytes(b"no folder")
+    monkeypatch.setenv("FLEET_MODEL_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(ModelError, match=r"hf://acme/tiny: model cache \S+: (Not a directory|File exists)"):
+        prepare_model("hf://acme/tiny", lambda _: None)
 
 
 # -- the cache --------------------------------------------------------------------------------------------------------------

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import re
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -17,6 +19,7 @@ from fleet_wire.kv import KvReference
 from fleet_worker.config import ENGINE_TOKEN_HEADER as TOKEN_HEADER
 from fleet_worker.config import AdapterSettings, KvSettings, WorkerConfig
 from fleet_worker.engine import adapters as module
+from fleet_worker.engine.adapters import Adapters
 from fleet_worker.engine.assemble import build_core
 from fleet_worker.engine.llama import Llama
 from fleet_worker.engine.loop import EngineLoop
@@ -88,6 +91,10 @@ def test_load_list_serve_and_unload(tmp_path: Path):
         under = await tokens(client, "a")
         assert under.json()["model"] == "a"
         assert ids(under) != ids(await tokens(client, "tiny"))
+        counted = [await client.post("/tokenize", json={"model": name, "prompt": "one two"}) for name in ("a", "tiny", "b")]
+        assert [answer.status_code for answer in counted] == [200, 200, 404], "as vLLM answers"
+        assert counted[0].json() == counted[1].json()
+        assert (await client.post("/detokenize", json={"model": "a", "tokens": [5]})).status_code == 200
         gone = await client.post("/v1/unload_lora_adapter", json={"lora_name": "a"}, headers=AGENT)
         assert (gone.status_code, gone.text) == (200, "Success: LoRA adapter 'a' removed successfully.")
         assert (await tokens(client, "a")).status_code == 404
@@ -163,7 +170,7 @@ def test_running_requests_keep_what_they_began_with(tmp_path: Path, monkeypatch:
         over = not RUNNING.search((await client.get("/metrics")).text)  # its answer may still be on its way to us
         assert (answer.status_code, over or "running" in answer.text) == (200, True), "unloading waits"
         assert ids(await running) == after
-        monkeypatch.setattr(module, "UNLOAD_WAIT_S", 0.01)
+        monkeypatch.setattr(module, "UNLOAD_WAIT_S", 0.1)  # longer than a step on a busy machine
         await load(client, "a", first)
         running = await begun(client, "a")
         answer = await client.post("/v1/unload_lora_adapter", json={"lora_name": "a"}, headers=AGENT)
@@ -192,3 +199,31 @@ def test_kv_of_another_adapter_or_of_another_version_is_refused():
         assert refused.value.reason == "adapter"
     check_reference(reference("a@1"), asks("a@1"), 16, "w")
     check_reference(reference(""), asks(""), 16, "w")
+
+
+def test_an_adapter_that_is_being_loaded_is_unloaded_after_that(monkeypatch: Any):
+    """Whoever waited for the load in vain asks for its end: it was told that there is none, and then there was."""
+    go_on = threading.Event()
+
+    def load(name: str, *_: Any) -> Adapter:
+        go_on.wait(10)
+        return Adapter(name, "digest", "/a", 1, {})
+
+    class Idle:
+        failure = None
+
+        def call(self, count: Any) -> None:
+            count(SimpleNamespace(running_under=lambda _: 0))
+
+    async def main() -> None:
+        adapters = Adapters("tiny", 1, 8, "token")
+        loading = asyncio.create_task(adapters.load(b'{"lora_name":"a","lora_path":"/a"}', None, None))  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        unloading = asyncio.create_task(adapters.unload(b'{"lora_name":"a"}', Idle()))  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        go_on.set()
+        assert [answer.status_code for answer in await asyncio.gather(loading, unloading)] == [200, 200]
+        assert adapters.cards() == []
+
+    monkeypatch.setattr("fleet_worker.engine.adapters.load_adapter", load)
+    asyncio.run(main())

@@ -76,6 +76,9 @@ class ScriptedConnector:
     def open_leases(self) -> int:
         return 0
 
+    def turn_s(self) -> float:
+        return 0.0
+
     def close(self) -> None:
         return None
 
@@ -161,9 +164,9 @@ def test_kv_that_was_pulled_is_kept_under_its_salt(llama: Llama):
     assert cached["a"] > 0 == cached["b"]
 
 
-def ended_alone(llama: Llama) -> list[int]:
+def ended_alone(llama: Llama, **asked) -> list[int]:
     core = engine(llama)
-    core.add(ask("alone"))
+    core.add(ask("alone", **asked))
     return ended(steps(core))["alone"]
 
 
@@ -379,44 +382,6 @@ def test_the_whole_vocabulary_may_stop_an_answer_that_has_no_least_length(llama:
     core.add(ask("b", min_tokens=1, stop_token_ids=tuple(range(1, 1024))))  # 0 is left
     answers = ended(steps(core))
     assert (len(answers["a"]), answers["b"][0]) == (1, 0)
-
-
-class Spoiling:
-    """The model, whose numbers for sequences of one first prompt token are not finite from position `since` on."""
-
-    def __init__(self, model: Llama, first: int, since: int) -> None:
-        self._model, self._first, self._since = model, first, since
-        self.config, self.block_tokens, self.weights_digest = model.config, model.block_tokens, model.weights_digest
-        self.spoilt: set[int] = set()
-
-    def forward(self, tokens, chunks, pool):
-        logits, at = self._model.forward(tokens, chunks, pool), 0
-        for row, chunk in enumerate(chunks):
-            if chunk.start == 0 and tokens[at] == self._first:
-                self.spoilt.add(chunk.table[0])
-            if chunk.table[0] in self.spoilt and chunk.start + chunk.count > self._since:
-                logits[row] = float("nan")
-            at += chunk.count
-        return logits
-
-
-@pytest.mark.parametrize("since", [0, 52], ids=["first-token", "third-token"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_request_whose_numbers_are_not_finite_fails_alone_and_its_kv_is_found_by_nobody(llama, since: int, temperature: float):
-    """Incident: one request that could not be sampled ended the engine, and with it everybody's request."""
-    core = engine(llama)
-    core._model = Spoiling(llama, 900, since)
-    core.add(ask("bad", prompt=(900, *PROMPT[1:]), temperature=temperature))
-    core.add(ask("good"))
-    outputs = steps(core)
-    assert [output.sequence.request_id for output in outputs if output.error] == ["bad"]
-    assert ended(outputs) == {"good": ended_alone(llama)}
-    assert core.counters.finished == {"error": 1, "length": 1}
-    core.check_integrity()
-    stored = {event.name: event for event in core.take_cache_events() if event.stored}
-    spoilt = {name for name, event in stored.items() if event.tokens and event.tokens[0] == 900}
-    assert spoilt
-    assert not any(core.scheduler.blocks.find([name]) for name in spoilt)
 
 
 def test_a_prompt_that_the_pool_can_never_hold_is_refused_with_the_numbers(llama: Llama):

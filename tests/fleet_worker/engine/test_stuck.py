@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import httpx
 import pytest
@@ -13,11 +16,13 @@ from fleet_worker.agent.engine_client import EngineClient, parse_load
 from fleet_worker.agent.errors import ConfigError
 from fleet_worker.agent.identity import read_identity
 from fleet_worker.agent.life import Load, drain_done
+from fleet_worker.engine import metrics as metrics_module
 from fleet_worker.engine.assemble import build_core
 from fleet_worker.engine.loop import EngineLoop
 from fleet_worker.engine.metrics import EngineMetrics
 from fleet_worker.engine.server import EngineServer
 from tests.fleet_worker.agent.test_command import GOOD_ENV
+from tests.fleet_worker.engine.test_core import ScriptedConnector
 from tests.fleet_worker.engine.test_server import ARCHITECTURE, CONFIG, LLAMA, TEXT, body, until
 
 Scenario = Callable[[httpx.AsyncClient, EngineLoop, threading.Event], Awaitable[None]]
@@ -139,8 +144,38 @@ def test_a_stuck_engine_is_neither_healthy_nor_idle(monkeypatch: pytest.MonkeyPa
     held(scenario)
 
 
+def test_an_engine_whose_kv_transfers_are_stuck_is_not_healthy():
+    """Its decode legs waited for ever, with every probe green."""
+
+    async def scenario(client: httpx.AsyncClient, loop: EngineLoop, _: threading.Event) -> None:
+        connector = loop.core.connector = ScriptedConnector(None)  # type: ignore[assignment]
+        assert (await client.get("/health")).status_code == 200
+        connector.turn_s = lambda: 61.0  # type: ignore[attr-defined, union-attr]
+        red = await client.get("/health")
+        assert (red.status_code, red.text) == (503, "a turn of the KV transfers lasts 61 s; ENGINE_STEP_TIMEOUT_S allows 60 s\n")
+
+    held(scenario)
+
+
 @pytest.mark.parametrize("given", ["fast", "0", "-1", "nan", "inf"])
 def test_the_bound_of_a_step_is_a_number_of_seconds(given: str):
     assert read_identity({**GOOD_ENV, "ENGINE_STEP_TIMEOUT_S": "0.5"})
     with pytest.raises(ConfigError, match="ENGINE_STEP_TIMEOUT_S"):
         read_identity({**GOOD_ENV, "ENGINE_STEP_TIMEOUT_S": given})
+
+
+def test_a_late_engine_and_its_server_may_tell_the_same_number_for_the_first_time(monkeypatch: pytest.MonkeyPatch):
+    """Both made the gauge, the registry took one of them, and the other error ended the engine."""
+    both, gauge = threading.Barrier(2), metrics_module.Gauge
+
+    def made(*given: Any, **more: Any) -> Any:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(0.2)
+        return gauge(*given, **more)
+
+    monkeypatch.setattr(metrics_module, "Gauge", made)
+    told = EngineMetrics("tiny")
+    with ThreadPoolExecutor(2) as threads:
+        for done in [threads.submit(told.collect_outside, 1, 2) for _ in range(2)]:
+            done.result()
+    assert b"fleet:kv_leases_open" in told.exposition()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -231,6 +232,16 @@ def test_when_the_transfer_thread_ends_no_pull_waits_for_ever(pair: tuple[Side, 
     assert error_reason(reader.finished()) == "stopped"
     with pytest.raises(RuntimeError, match="the KV transfer thread ended: a bug"):
         wait(reader.connector.finished)
+
+
+def test_a_turn_that_lasts_is_told_and_one_that_waits_is_not(pair: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch):
+    connector, go_on = pair[0].connector, threading.Event()
+    monkeypatch.setattr(connector, "_turn", lambda now: go_on.wait(10))
+    connector._wake()
+    assert wait(lambda: connector.turn_s() > 0.05)
+    monkeypatch.undo()
+    go_on.set()
+    assert wait(lambda: connector.turn_s() == 0)
 
 
 def test_release_ends_a_lease_once(pair: tuple[Side, Side]):

@@ -328,6 +328,27 @@ def test_a_read_from_an_owner_that_says_nothing_ends_with_its_first_unanswered_r
     assert rig.agent.known == []
 
 
+@pytest.mark.parametrize("arrives", [True, False])
+def test_a_read_that_takes_too_long_ends_the_others_of_its_owner_only_when_nothing_arrives(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, arrives: bool
+):
+    """Incident: NIXL forgot the owner when one pull's time was up, and all that others read from it failed at once."""
+    monkeypatch.setattr("fleet_worker.transfer.reader.CHUNK_BYTES", 4096)
+    now, two = time.monotonic(), reference(remote_block_ids=(3, 4), digest="0" * 32)
+    rig.reader.begin(Pull("late", reference(), [3], [1], "0" * 16, now - SETTINGS.read_timeout_s + 60))
+    rig.peers.answer(welcome)
+    rig.reader.begin(Pull("other", two, [3, 4], [2, 3], two.digest, now))
+    rig.reader._prover.ask = lambda *_: None  # type: ignore[method-assign, attr-defined]
+    late = rig.reader._pulls["late"].handle
+    states = iter(["DONE"] if arrives else [])
+    monkeypatch.setattr(rig.agent, "check_xfer_state", lambda handle: "PROC" if handle is late else next(states, "PROC"))
+    rig.reader.advance(now)
+    rig.reader.advance(now + 61)
+    assert rig.ended()["late"] == "timeout"
+    assert rig.agent.known == (["engine"] if arrives else [])
+    assert ("other" in rig.reader._pulls and rig.reader._pulls["other"].peer.welcome is not None) is arrives  # type: ignore[union-attr]
+
+
 def test_a_read_that_cannot_be_cancelled_yet_keeps_its_blocks(rig: Rig, monkeypatch: pytest.MonkeyPatch):
     def in_flight(_: object) -> None:
         raise RuntimeError("NIXL_ERR_REPOST_ACTIVE")

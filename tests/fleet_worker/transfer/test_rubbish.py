@@ -10,7 +10,7 @@ import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fleet_wire.sidechannel import BadFrameError, Hello, Renew, Welcome, decode, encode
+from fleet_wire.sidechannel import MAX_MESSAGE_BYTES, BadFrameError, Hello, Renew, Welcome, decode, encode
 from fleet_worker.transfer.base import KvTransferError
 from fleet_worker.transfer.faults import Faults
 from fleet_worker.transfer.peers import Answer, Peers
@@ -129,3 +129,45 @@ def test_whatever_an_owner_answers_its_question_gets_one_answer(peers: Peers, fr
     peers.expire(10.0)
     assert len(told) == 1
     assert not peer.calls
+
+
+class Talking:
+    """A socket that always has one more frame."""
+
+    closed = False
+
+    def __init__(self) -> None:
+        self.heard = 0
+
+    def recv(self, _: int) -> bytes:
+        self.heard += 1
+        assert self.heard < 100_000
+        return b"rubbish"
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_an_owner_that_never_stops_talking_is_not_listened_to_for_ever(peers: Peers):
+    talking, silent = peers.get("127.77.3.9", 5600, 0.0), peers.get("127.77.3.10", 5600, 0.0)
+    talking.socket.close()
+    talking.socket = Talking()  # type: ignore[assignment]
+    told: list[Answer | KvTransferError] = []
+    peers.call(silent, lambda call: Renew(call=call, lease_id="l", epoch="e", generation=1), 0.0, told.append)
+    peers.receive()
+    peers.expire(10.0)
+    assert len(told) == 1
+
+
+def test_an_answer_that_is_longer_than_any_message_is_not_taken_in(peers: Peers):
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as owner:
+        owner.setsockopt(zmq.LINGER, 0)
+        owner.setsockopt(zmq.RCVTIMEO, 10_000)
+        owner.bind("tcp://127.77.3.11:5600")
+        peer = peers.get("127.77.3.11", 5600, 0.0)
+        peers.call(peer, lambda call: Renew(call=call, lease_id="l", epoch="e", generation=1), 0.0, lambda _: None)
+        client, _ = owner.recv_multipart()
+        owner.send_multipart([client, bytes(MAX_MESSAGE_BYTES)])
+        assert len(peer.socket.recv()) == MAX_MESSAGE_BYTES
+        owner.send_multipart([client, bytes(MAX_MESSAGE_BYTES + 1)])
+        assert peer.socket.poll(500) == 0

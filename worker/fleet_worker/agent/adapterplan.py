@@ -47,8 +47,10 @@ def plan(
     failed: Mapping[str, Failure],
     busy: Collection[str],
     now: float,
+    unsure: Collection[str] = (),
 ) -> Steps:
-    """Level-based: planning again after the steps were done gives none."""
+    """Level-based: planning again after the steps were done gives none. `unsure`: what the engine was told to load and may have,
+    although it did not say so."""
     names = {wish.name for wish in wished}
     missing = [wish for wish in wished if wish.name not in held or held[wish.name].source != wish.source]
     waits = {
@@ -58,7 +60,7 @@ def plan(
     }
     return Steps(
         load=tuple(wish for wish in missing if wish.name not in busy and wish.name not in waits),
-        unload=tuple(sorted(name for name in held if name not in names and name not in busy)),
+        unload=tuple(sorted({*held, *unsure} - names - set(busy))),
         wake_at=min(waits.values(), default=None),
     )
 

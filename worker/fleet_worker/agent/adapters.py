@@ -44,6 +44,8 @@ class AdapterKeeper:
         self._wished = tuple(wished)
         self._held: dict[str, Held] = {}
         self._failed: dict[str, Failure] = {}
+        self._unsure: set[str] = set()
+        """Told to load, and no good answer: an engine that was silent for too long may have it all the same."""
         self._busy: dict[str, asyncio.Task[None]] = {}
         self._slots = asyncio.Semaphore(AT_ONCE)
         self._untidy = False
@@ -73,7 +75,7 @@ class AdapterKeeper:
         try:
             while True:
                 self._wake.clear()
-                steps = plan(self._wished, self._held, self._failed, self._busy, time.monotonic())
+                steps = plan(self._wished, self._held, self._failed, self._busy, time.monotonic(), self._unsure)
                 for wish in steps.load:
                     self._begin(wish.name, self._load(wish))
                 for name in steps.unload:
@@ -123,13 +125,16 @@ class AdapterKeeper:
         before = self._held.get(wish.name)
         if before is not None and before.digest == staged.digest:
             return  # the same content from elsewhere
-        if before is not None and not self._replaces:
+        is_there = before is not None or wish.name in self._unsure
+        if is_there and not self._replaces:
             await self._engine.unload_adapter(wish.name)
-            del self._held[wish.name]
-            before = None
-        digest = await self._engine.load_adapter(wish.name, str(staged.folder), inplace=before is not None)
+            self._held.pop(wish.name, None)
+            is_there = False
+        self._unsure.add(wish.name)
+        digest = await self._engine.load_adapter(wish.name, str(staged.folder), inplace=is_there)
         if digest is not None and digest != staged.digest:
             raise AdapterError("DigestMismatch", f"{wish.source}: the engine loaded other bytes than were copied")
+        self._unsure.discard(wish.name)
 
     async def _unload(self, name: str) -> None:
         try:
@@ -139,6 +144,7 @@ class AdapterKeeper:
             await asyncio.sleep(1.0)  # tried again
             return
         self._held.pop(name, None)
+        self._unsure.discard(name)
         self._untidy = True
 
     async def _tidy(self) -> None:

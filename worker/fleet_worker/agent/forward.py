@@ -11,6 +11,8 @@ import threading
 import zmq
 
 SUBSCRIBER_QUEUE = 100_000
+MAX_SUBSCRIPTION_BYTES = 1_024
+"""All that a subscriber may say: whoever says more is disconnected."""
 
 
 class EventForwarder:
@@ -24,6 +26,7 @@ class EventForwarder:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.SNDHWM, SUBSCRIBER_QUEUE)
         self._subscribers.setsockopt(zmq.IPV6, ":" in host)
+        self._subscribers.setsockopt(zmq.MAXMSGSIZE, MAX_SUBSCRIPTION_BYTES)
         at = f"[{host}]" if ":" in host else host
         try:
             self._subscribers.bind(f"tcp://{at}:{port}")

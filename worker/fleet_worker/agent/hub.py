@@ -8,6 +8,7 @@ list of files is kept once all of them are there: while the hub is away, what is
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -30,6 +31,8 @@ SPARE_BYTES: Final = 64 * 1024 * 1024
 Listed = dict[str, list[str]]
 """Commit → names of its files."""
 LOCK_TELL_S: Final = 10.0
+OF_THE_DISK: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE})
+"""What a cache's disk says; everything else that a download meets is the hub's, or the way's to it."""
 PIECE: Final = 4 * 1024 * 1024
 SHA256, GIT_SHA1 = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{40}")
 
@@ -65,6 +68,8 @@ def fetch(source: str, progress: Callable[[str], None], patterns: Sequence[str])
                 progress(f"waiting: another process fetches {source}")
     except PermissionError as error:
         raise ModelError(f"model cache {error.filename or cache} is not writable by user {os.geteuid()}") from error
+    except OSError as error:  # full, read-only, stale ...: of the hub's own errors _fetched told
+        raise ModelError(f"{source}: model cache {error.filename or cache}: {error.strerror or error}") from error
 
 
 def _fetched(
@@ -87,6 +92,8 @@ def _fetched(
     except PermissionError:
         raise
     except (LocalEntryNotFoundError, OSError) as error:
+        if error.errno in OF_THE_DISK:
+            raise
         raise ModelError(f"{source}: the hub cannot be reached: {_in_short(error)}") from error
     about = hashlib.sha256(json.dumps(list(patterns)).encode()).hexdigest()[:8]
     _check_whole(

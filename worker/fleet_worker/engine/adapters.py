@@ -64,6 +64,10 @@ class Adapters:
         """The adapter that a request's `model` names; None when there is none."""
         return self._loaded.get(model)
 
+    def names(self) -> list[str]:
+        """Of all that are loaded."""
+        return list(self._loaded)
+
     def cards(self) -> list[dict[str, Any]]:
         """For GET /v1/models, as vLLM shows them; `digest` is ours."""
         return [
@@ -99,7 +103,8 @@ class Adapters:
     async def unload(self, body: bytes, loop: EngineLoop) -> Response:
         """No new request may use it from now on; answers when nobody does any more, or after UNLOAD_WAIT_S."""
         name = _parsed(body, UnloadRequest).lora_name
-        adapter = self._loaded.pop(name, None)
+        async with self._changing:  # also one that is being loaded now goes
+            adapter = self._loaded.pop(name, None)
         if adapter is None:
             raise UnknownAdapterError(f"The lora adapter '{name}' cannot be found.", "lora_name")
         left = await _left(loop, adapter)

@@ -184,16 +184,30 @@ class EngineCore:
         logits = self._model.forward(tokens, chunks, self._pool)
         self.scheduler.advance(work)
         rows = [row for row, item in enumerate(work) if item.samples]
+        outputs = self._spoilt_on_the_way(work, logits) if len(rows) < len(work) else []
         if not rows:
-            return []
+            return outputs
         sequences = [work[row].sequence for row in rows]
         chosen = sample(logits[rows], sequences, self._eos)
-        return [self._accept(sequence, token) for sequence, token in zip(sequences, chosen, strict=True)]
+        return outputs + [self._accept(sequence, token) for sequence, token in zip(sequences, chosen, strict=True)]
+
+    def _spoilt_on_the_way(self, work: list[Work], logits: torch.Tensor) -> list[Output]:
+        """A prompt that is not at its end: it may be aborted, or give way, before anybody looks at its numbers again."""
+        rows = [row for row, item in enumerate(work) if not item.samples]
+        usable: list[bool] = torch.isfinite(logits[rows].max(dim=-1).values).tolist()
+        return [self._spoilt(work[row].sequence) for row, fine in zip(rows, usable, strict=True) if not fine]
 
     def _spoilt(self, sequence: Sequence) -> Output:
         """The model's numbers for this request are not finite: it ends alone, and nobody finds its KV, which may hold them."""
         self.scheduler.blocks.forget(sequence.table)
+        self._wipe(sequence.table)
         return self._fail(sequence, EngineError("the model produced numbers that are not finite for this request"))
+
+    def _wipe(self, table: list[int]) -> None:
+        """Of a request that fails, blocks that nobody finds: the next one that holds them finds zeros. Attention gives what lies
+        behind a last token the weight 0, but 0 times a number that is not finite is none either."""
+        if own := [block for block in table if self.scheduler.blocks.owners(block) == 1]:
+            self._pool[own] = 0
 
     def _accept(self, sequence: Sequence, token: int | None) -> Output:
         if token is None:
@@ -317,6 +331,7 @@ class EngineCore:
         sequence = self.scheduler.pulling[result.request_id]
         if result.error is not None:
             self.counters.failed_transfers += 1
+            self._wipe(sequence.table[sequence.registered :])  # whatever bytes came
             return self._fail(sequence, result.error)
         reference = sequence.reference
         if reference is None:

@@ -146,10 +146,11 @@ class Llama:
     def _plan_decode(self, rows: list[int], chunks: list[Chunk]) -> _Decode:
         lengths = torch.tensor([c.start + 1 for c in chunks])
         width = -(-int(lengths.max()) // self.block_tokens)
-        tables = torch.zeros(len(chunks), width, dtype=torch.long)
+        tables = torch.empty(len(chunks), width, dtype=torch.long)
         for i, chunk in enumerate(chunks):
             used = -(-(chunk.start + 1) // self.block_tokens)
             tables[i, :used] = torch.tensor(chunk.table[:used])
+            tables[i, used:] = chunk.table[0]  # its own: another's numbers may not be finite, and 0 times these is none either
         mask = torch.arange(width * self.block_tokens).unsqueeze(0) < lengths.unsqueeze(1)
         return _Decode(torch.tensor(rows), tables, mask[:, None, None, :])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -39,6 +40,7 @@ class EngineMetrics:
         self._bytes = histogram("vllm:nixl_bytes_transferred", "Bytes per pull.", BYTES_BUCKETS)
         self._descriptors = histogram("vllm:nixl_num_descriptors", "Descriptors per pull.", DESCRIPTOR_BUCKETS)
         self._gauges: dict[str, Gauge] = {}
+        self._making = threading.Lock()
         self._cache_info: Gauge | None = None
         self._counters: dict[str, tuple[Counter, dict[str, float]]] = {}
         self._reason_counter = Counter(
@@ -47,8 +49,11 @@ class EngineMetrics:
         self._reasons: dict[str, int] = {}
 
     def _gauge(self, name: str, help_text: str, value: float) -> None:
-        if name not in self._gauges:
-            self._gauges[name] = Gauge(name, help_text, tuple(self._labels), registry=self._registry).labels(**self._labels)
+        """By the engine's thread and by the server's, when that one is late: one of them makes it."""
+        with self._making:
+            if name not in self._gauges:
+                made = Gauge(name, help_text, tuple(self._labels), registry=self._registry)
+                self._gauges[name] = made.labels(**self._labels)
         self._gauges[name].set(value)
 
     def _counter(self, name: str, help_text: str, total: float) -> None:

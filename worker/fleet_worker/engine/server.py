@@ -8,7 +8,7 @@ import json
 import random
 import re
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from typing import Any, TypeVar
 
 import msgspec
@@ -95,12 +95,16 @@ class EngineServer:
 
     # -- small routes -----------------------------------------------------------------------------------------------
     async def health(self, _: HttpRequest) -> Response:
-        """200 while the engine thread lives and comes to the end of its steps."""
+        """200 while the engine thread lives, and it and the KV transfers come to the end of their steps."""
         if self._loop.failure is not None:
             return Response(status_code=503)
-        if (lasts_s := self._loop.step_s()) > self._step_timeout_s:
-            words = f"a step of the engine lasts {lasts_s:.0f} s; {STEP_TIMEOUT_ENV} allows {self._step_timeout_s:g} s\n"
-            return PlainTextResponse(words, status_code=503)
+        connector = self._loop.core.connector
+        turn_s = connector.turn_s() if connector else 0.0
+        lasting = {"step of the engine": self._loop.step_s(), "turn of the KV transfers": turn_s}
+        for what, lasts_s in lasting.items():
+            if lasts_s > self._step_timeout_s:
+                words = f"a {what} lasts {lasts_s:.0f} s; {STEP_TIMEOUT_ENV} allows {self._step_timeout_s:g} s\n"
+                return PlainTextResponse(words, status_code=503)
         return Response(status_code=200)
 
     async def metrics(self, _: HttpRequest) -> Response:
@@ -180,9 +184,12 @@ class EngineServer:
         """POST /detokenize."""
         return await self._told(request, tokens.detokenize)
 
-    async def _told(self, request: HttpRequest, function: Callable[[bytes, Text, str, int], dict[str, Any]]) -> Response:
+    async def _told(
+        self, request: HttpRequest, function: Callable[[bytes, Text, Collection[str], int], dict[str, Any]]
+    ) -> Response:
         try:
-            body, served = await self._body(request), self._config.served_name
+            body = await self._body(request)
+            served = {self._config.served_name, *self._adapters.names()}
             # a long text takes a while: not on the loop that streams answers
             found = await asyncio.to_thread(function, body, self._text, served, self._loop.core.limits.max_model_len)
         except EngineError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -34,10 +35,10 @@ _TOKENIZE: Final = msgspec.json.Decoder(TokenizeRequest)
 _DETOKENIZE: Final = msgspec.json.Decoder(DetokenizeRequest)
 
 
-def tokenize(body: bytes, text: Text, served_name: str, max_model_len: int) -> dict[str, Any]:
+def tokenize(body: bytes, text: Text, served: Collection[str], max_model_len: int) -> dict[str, Any]:
     """count, max_model_len, tokens; BadRequestError, UnknownModelError."""
     asked = _parsed(body, _TOKENIZE)
-    _check_model(asked.model, served_name)
+    _check_model(asked.model, served)
     if (asked.prompt is None) == (asked.messages is None):
         raise BadRequestError("either prompt or messages is needed", "prompt")
     if asked.messages is not None:
@@ -48,18 +49,19 @@ def tokenize(body: bytes, text: Text, served_name: str, max_model_len: int) -> d
     return {"count": len(found), "max_model_len": max_model_len, "tokens": found, "token_strs": None}
 
 
-def detokenize(body: bytes, text: Text, served_name: str, _: int) -> dict[str, Any]:
+def detokenize(body: bytes, text: Text, served: Collection[str], _: int) -> dict[str, Any]:
     """prompt; BadRequestError, UnknownModelError."""
     asked = _parsed(body, _DETOKENIZE)
-    _check_model(asked.model, served_name)
+    _check_model(asked.model, served)
     try:
         return {"prompt": text.decode(asked.tokens)}
     except OverflowError as error:
         raise BadRequestError("tokens holds ids that no vocabulary has", "tokens") from error
 
 
-def _check_model(model: str | None, served_name: str) -> None:
-    if model not in (None, served_name):
+def _check_model(model: str | None, served: Collection[str]) -> None:
+    """An adapter has the tokens of its model."""
+    if model is not None and model not in served:
         raise UnknownModelError(f"The model `{model}` does not exist.", "model")
 
 

@@ -99,6 +99,10 @@ class Connector(Protocol):
         """Leases granted and not ended."""
         ...
 
+    def turn_s(self) -> float:
+        """Seconds that the turn of the transfers has lasted that runs now; 0 between two. Any thread."""
+        ...
+
     def close(self) -> None:
         """Stop; every lease ends."""
         ...

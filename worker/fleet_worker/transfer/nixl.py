@@ -62,6 +62,8 @@ class NixlConnector:
         self._reader = Reader(settings, pool, self._agent, self._peers, self._prover, self._finished.append, self._faults)
         self._stopping = False
         self._failure: Exception | None = None
+        self._begun_at: float | None = None
+        """When the turn that lasts now began; None while the transfer thread waits."""
         self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
         self._thread.start()
 
@@ -125,6 +127,11 @@ class NixlConnector:
             raise RuntimeError(f"the KV transfer thread ended: {self._failure}") from self._failure
         return ended
 
+    def turn_s(self) -> float:
+        """Seconds that the turn has lasted which the transfer thread is in now; 0 when it waits. Any thread."""
+        begun_at = self._begun_at
+        return 0.0 if begun_at is None else time.monotonic() - begun_at
+
     def close(self) -> None:
         """Stop the threads, free NIXL's registration and every socket."""
         self._stopping = True
@@ -149,12 +156,15 @@ class NixlConnector:
     def _run(self) -> None:
         try:
             while not self._stopping:
+                self._begun_at = None
                 self._wait()
-                self._turn(time.monotonic())
+                now = self._begun_at = time.monotonic()
+                self._turn(now)
         except Exception as error:  # whatever it is: requests must end and the engine must know
             LOG.exception("the KV transfer thread ended")
             self._reader.fail_all(KvTransferError("stopped", f"the KV transfer of this worker stopped: {error}"))
             self._failure = error
+        self._begun_at = None
         self._peers.close()
         self._server.close()
         self._context.term()

@@ -11,7 +11,19 @@ from dataclasses import dataclass, field
 
 import zmq
 
-from fleet_wire.sidechannel import BadFrameError, Confirm, Granted, Hello, Message, Refused, Renew, Welcome, decode, encode
+from fleet_wire.sidechannel import (
+    MAX_MESSAGE_BYTES,
+    BadFrameError,
+    Confirm,
+    Granted,
+    Hello,
+    Message,
+    Refused,
+    Renew,
+    Welcome,
+    decode,
+    encode,
+)  # fmt: skip
 from fleet_worker.transfer.address import tcp_address
 from fleet_worker.transfer.base import KvTransferError
 from fleet_worker.transfer.faults import Faults
@@ -20,6 +32,8 @@ MAX_PEERS = 256
 """Owners at a time: each takes a socket and about two file descriptors."""
 IDLE_S = 900.0
 """An owner that was not used for so long is forgotten."""
+ANSWERS_PER_TURN = 256
+"""Of one owner: one that never stops talking keeps nobody else from being heard."""
 Answer = Welcome | Granted | Refused
 OnAnswer = Callable[[Answer | KvTransferError], None]
 
@@ -41,6 +55,8 @@ class Peer:
     agent_name: str = ""
     greeting: bool = False
     used_at: float = 0.0
+    read_at: float = float("-inf")
+    """When a chunk last came from it whole."""
     waiting_for_welcome: list[OnAnswer] = field(default_factory=list)
     calls: dict[int, _Call] = field(default_factory=dict)
 
@@ -74,6 +90,7 @@ class Peers:
         try:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.SNDHWM, 1_000)
+            socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
             socket.setsockopt(zmq.IPV6, 1)
             socket.connect(tcp_address(host, port))
         except zmq.ZMQError as error:
@@ -123,9 +140,11 @@ class Peers:
             self._tell(peer.calls.pop(number), KvTransferError("peer", f"the side channel to {peer.host}: {error.strerror}"))
 
     def receive(self) -> None:
-        """Hand every answer that has arrived to its call."""
+        """Hand the answers that have arrived to their calls; the rest of very many in the next turn."""
         for peer in list(self._peers.values()):
-            while not peer.socket.closed:  # an answer may drop its own peer
+            for _ in range(ANSWERS_PER_TURN):
+                if peer.socket.closed:  # an answer may drop its own peer
+                    break
                 try:
                     frame = peer.socket.recv(zmq.DONTWAIT)
                 except zmq.ZMQError:  # Again: nothing there

@@ -10,6 +10,7 @@ import ctypes
 import json
 import mmap
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -19,6 +20,8 @@ SIZE = 32 * 1024 * 1024
 ROUNDS_S = 0.5
 MOST_S = 15.0
 MARK = "fleet-probe "
+PR_SET_PDEATHSIG = 1
+"""prctl(2)."""
 
 
 def _memory() -> tuple[mmap.mmap, int]:
@@ -32,6 +35,13 @@ def _agent(name: str, address: int) -> Any:
     agent = nixl_agent(name, nixl_agent_config(backends=["UCX"], enable_prog_thread=False))
     agent.register_memory([(address, SIZE, 0, "probe")], "DRAM")
     return agent
+
+
+def end_with(parent: int) -> None:
+    """The kernel kills this process when its parent dies: stdin is not looked at while NIXL starts, and that may hang."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before
+        sys.exit(1)
 
 
 def own() -> None:
@@ -55,7 +65,7 @@ def read() -> float:
     """Gigabits per second of the best of a few reads; raises what NIXL raises."""
     memory, address = _memory()
     agent = _agent("probe-reader", address)
-    command = [sys.executable, "-m", "fleet_worker.transfer.probe", "own"]
+    command = [sys.executable, "-m", "fleet_worker.transfer.probe", "own", str(os.getpid())]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as owner:
         if owner.stdin is None or owner.stdout is None:
             raise RuntimeError("no pipes")
@@ -95,7 +105,8 @@ def _reads(agent: Any, mine: Any, theirs: Any, name: Any) -> float:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["own"]:
+    if sys.argv[1:2] == ["own"]:
+        end_with(int(sys.argv[2]))
         own()
     else:
         print(json.dumps({"gbps": round(read(), 3)}), flush=True)

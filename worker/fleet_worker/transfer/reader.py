@@ -257,6 +257,8 @@ class Reader:
             self._end(pull, KvTransferError("read", f"NIXL ended the read with {state}"))
             return
         pull.unproven += 1
+        if pull.peer is not None:
+            pull.peer.read_at = now
         expected = pull.digest[chunk.start * HEX_PER_BLOCK : chunk.stop * HEX_PER_BLOCK]
         self._prover.ask(pull.pull_id, chunk.start, pull.local[chunk.start : chunk.stop], expected)
         self._post_next(pull)  # moves while the one before is compared
@@ -331,9 +333,15 @@ class Reader:
             with contextlib.suppress(Exception):  # in flight only when the whole worker is about to end
                 self._agent.release_xfer_handle(pull.handle)
         moved = 0 if error is not None else len(pull.local) * self._pool.block_bytes
-        if error is not None and error.reason in ("read", "timeout") and pull.peer is not None:
+        if error is not None and pull.peer is not None and self._is_doubtful(pull.peer, error):
             self._forget(pull.peer)  # greet again: the peer may have come back with new memory
         self._done(FetchResult(pull.request_id, error, moved, time.monotonic() - pull.begun, pull.descriptors))
+
+    def _is_doubtful(self, peer: Peer, error: KvError) -> bool:
+        """The connection may be what failed. Forgetting it fails all that is read over it: not while others' chunks arrive."""
+        if error.reason == "timeout":
+            return time.monotonic() - peer.read_at > self._settings.call_timeout_s
+        return error.reason == "read"
 
     def _forget(self, peer: Peer) -> None:
         shared = self._peers.shares_agent(peer)
