@@ -33,7 +33,7 @@ def tier(prefill: int, decode: int, revision: str = "a") -> TierStatus:
 
 
 def told(before: FleetStatus, after: FleetStatus, **done: Any) -> list[str]:
-    return [f"{event.type} {event.reason}: {event.note}" for event in events_of(before, after, Pass(**done))]
+    return [f"{event.type} {event.reason}: {event.note}" for event in events_of(before, after, Pass(fleet="f", **done))]
 
 
 @pytest.mark.parametrize(
@@ -135,10 +135,11 @@ def test_a_worker_lost_and_made_in_one_pass_was_replaced():
         ("True", Deed("created", "PodDisruptionBudget", "f-t-decode"), "PodDisruptionBudget f-t-decode was missing"),
         ("True", Deed("created", "PodDisruptionBudget", "f-t-prefill"), None),
         ("True", Deed("created", "PodDisruptionBudget", "f-router"), None),
+        ("True", Deed("created", "PodDisruptionBudget", "f-a-t-decode"), None),
     ],
     ids=[
         "edited", "our-wish-changed", "deleted", "first-creation", "new-revision", "old-revision", "made-anew", "budget-gone",
-        "first-ready", "second-router",
+        "first-ready", "second-router", "first-ready-of-a-tier-whose-name-ends-like-another",
     ],
 )  # fmt: skip
 def test_a_child_put_back_is_told(provisioned: Any, deed: Deed, expected: str | None):
