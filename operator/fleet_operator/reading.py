@@ -60,11 +60,14 @@ class Known:
 class Reader:
     """Reads for every fleet, one reading of a kind at a time per fleet."""
 
-    def __init__(self, known: Known, sources: Sources, platform: Platform, now: Callable[[], float]) -> None:
+    def __init__(
+        self, known: Known, sources: Sources, platform: Platform, now: Callable[[], float], monotonic: Callable[[], float]
+    ) -> None:
         self._known = known
         self.sources = sources
         self._platform = platform
         self._now = now
+        self._monotonic = monotonic
         self.hearing = Hearing(sources.telemetry.listen, self._router_urls, now)
 
     async def run(self) -> None:
@@ -124,6 +127,7 @@ class Reader:
             # what stays unknown is no news; that it grows old is seen at the next resync
             if found != state.telemetry or not state.telemetry_read or state.restless:
                 state.telemetry, state.telemetry_read = found, True
+                state.telemetry_ahead_s = self._now() - self._monotonic()
                 self._known.touch(key)
         finally:
             state.reading = False

@@ -41,7 +41,7 @@ from fleet_operator.cluster.interface import (
 from fleet_operator.cluster.kinds import kind_of
 from fleet_operator.compare import contains
 from fleet_operator.fleet_objects import FleetObjects
-from fleet_operator.fleet_state import FleetState, clock_set_s, is_restless
+from fleet_operator.fleet_state import FleetState, clock_set_s, is_restless, telemetry_at
 from fleet_operator.flip.follow import FlipFollower
 from fleet_operator.health.passes import Passes, Unmeasured
 from fleet_operator.known_fleet import parse_again
@@ -131,7 +131,7 @@ class Reconciler:
         self._complete = asyncio.Event()
         known = Known(self._objects, self._states, self._places, self._is_ours, self.touch)
         sources = Sources(telemetry, flips or FlipFollower(), adapters or AdapterFollower())
-        self.reader = Reader(known, sources, platform, now)
+        self.reader = Reader(known, sources, platform, now, monotonic)
 
     # -- feeding ----------------------------------------------------------------------------------------------------
     def expect(self, kinds: Collection[Kind]) -> None:
@@ -345,7 +345,8 @@ class Reconciler:
         state.changing = any(pod.flipping is not None for pod in observed.pods)
         now = self._now()
         ahead_s = now - self._monotonic()
-        observed = replace(observed, clock=state.clock, clock_set_s=clock_set_s(state.ahead_s, ahead_s))
+        set_s, telemetry = clock_set_s(state.ahead_s, ahead_s), telemetry_at(state, ahead_s)
+        observed = replace(observed, clock=state.clock, clock_set_s=set_s, telemetry=telemetry)
         plan: Plan = reconcile(fleet, observed, now)
         state.ahead_s, state.clock = ahead_s, plan.clock
         state.memory, state.rest, state.restless = plan.memory, plan.rest, is_restless(plan.status)
