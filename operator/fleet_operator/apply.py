@@ -443,12 +443,13 @@ class Applier:
                 await self._delete(PDB, namespace, name, uid, "nothing of the spec needs it", work.outcome)
 
     async def _pool_status(self, work: _Pass) -> None:
+        serving = {target.uid for target in work.plan.targets if target.state == "serving"}
         for pool in work.plan.pools:
             found = work.live.get(("WorkerPool", pool.name))
             if found is None:
                 continue
             pods = [o for (kind, _), o in work.live.items() if kind == "Pod" and owned(o, found)]
-            wish = pool_status(pods, work.fleet.metadata.name, pool)
+            wish = pool_status(pods, work.fleet.metadata.name, pool, serving)
             if found.get("status") != wish:
                 await self._pool_told(work.fleet.metadata.namespace, pool.name, wish, work.outcome)
 
