@@ -295,6 +295,7 @@ class Reconciler:
             self.feed(kind_of(found), WatchEvent("MODIFIED", found))
         if outcome.gone:
             self.feed(FLEET, WatchEvent("DELETED", raw))
+            self._objects.unsure(raw)
         elif self._states.get(key) is state:
             self._after(key, state, outcome)
         else:  # it went during its pass, and what that wrote down goes, too

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from fleet_api.parse import ManifestError, parse_fleet
-from fleet_operator.cluster.interface import FLEET, WatchEvent
+from fleet_operator.audit import audit_kind
+from fleet_operator.cluster.interface import FLEET, NotFoundError, WatchEvent
 from fleet_operator.known_fleet import parse_again
 from tests.fleet_operator.world import NAMESPACE, World, manifest, play
 
@@ -79,5 +80,22 @@ def test_a_fleet_that_goes_during_its_pass_leaves_nothing_behind():
         assert not operator._states
         assert not operator._recorder._fleets
         assert not operator._pace._written_at
+
+    play(go)
+
+
+def test_a_fleet_that_was_wrongly_said_to_be_gone_is_found_again():
+    """One 404 to a write of its status (a proxy, a server that starts), and nobody looked at the fleet before it was edited."""
+
+    async def go(world: World) -> None:
+        answers = [NotFoundError("404 page not found")]
+        world.api.refuse = lambda verb, *_: answers.pop() if verb == "status" and answers else None
+        await world.user.patch(FLEET, NAMESPACE, "f", {"spec": {"engine": {"maxBatch": 8}}})
+        await world.step()
+        assert not answers
+        await audit_kind(world.store, world.operator, FLEET, NAMESPACE)
+        await world.settle(40)
+        assert (await world.store.get(FLEET, NAMESPACE, "f"))["status"]["observedGeneration"] == 2
+        assert (await world.condition("RollingOut"))["reason"] == "Complete"
 
     play(go)
