@@ -52,7 +52,7 @@ from fleet_operator.router_first import kept_words, may_go
 from fleet_operator.settings import Platform
 from fleet_operator.settled import Settled, digest_of
 from fleet_operator.status_pace import StatusPace
-from fleet_planner.events import Deed
+from fleet_planner.events import ANEW, Deed
 from fleet_planner.flip import other
 from fleet_planner.reconcile import Plan
 from fleet_planner.types import ROLES, PodWanted, Problem, Template
@@ -336,7 +336,7 @@ class Applier:
             outcome.problems.append(Problem("Refused", f"{kind} {name}: {why}"))
             return
         namespace, uid = wish["metadata"]["namespace"], found["metadata"]["uid"]
-        await self._delete(BY_KIND[kind], namespace, name, uid, f"to be made anew: {why}", outcome)
+        await self._delete(BY_KIND[kind], namespace, name, uid, f"{ANEW}: {why}", outcome)
 
     async def _policy(self, work: _Pass) -> None:
         """The fleet's NetworkPolicy, or none."""
