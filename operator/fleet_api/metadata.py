@@ -87,8 +87,13 @@ def metadata_findings(metadata: Mapping[str, Any]) -> Iterator[Finding]:
     annotations = metadata.get("annotations") or {}
     for name in annotations:
         yield from _key_findings("metadata.annotations", name.lower())
-    if sum(len(name.encode()) + len(value.encode()) for name, value in annotations.items()) > _ANNOTATIONS_MOST_BYTES:
+    if sum(_bytes(name) + _bytes(value) for name, value in annotations.items()) > _ANNOTATIONS_MOST_BYTES:
         yield Finding("metadata.annotations", f"Too long: may not be more than {_ANNOTATIONS_MOST_BYTES} bytes")
+
+
+def _bytes(text: str) -> int:
+    """As long as what kubectl sends: JSON may spell half a surrogate, which is no text."""
+    return len(text.encode(errors="surrogatepass"))
 
 
 def _key_findings(field: str, key: str) -> Iterator[Finding]:

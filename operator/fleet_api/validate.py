@@ -50,7 +50,8 @@ def refusal(manifest: Mapping[str, Any], errors: list[str]) -> str:
     kind, version = manifest.get("kind", "InferenceFleet"), str(manifest.get("apiVersion", "")).rpartition("/")[2]
     if errors[0].startswith(STRICT):
         return f'{kind} in version "{version}" cannot be handled as a {kind}: {errors[0]}'
-    name = (manifest.get("metadata") or {}).get("name") or ""
+    metadata = manifest.get("metadata")
+    name = (metadata.get("name") if isinstance(metadata, Mapping) else None) or ""
     listed = errors[0] if len(errors) == 1 else f"[{', '.join(errors)}]"
     return f'{kind}.inferencefleet.io "{name}" is invalid: {listed}'
 

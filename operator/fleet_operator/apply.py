@@ -52,7 +52,7 @@ from fleet_operator.router_first import kept_words, may_go
 from fleet_operator.settings import Platform
 from fleet_operator.settled import Settled, digest_of
 from fleet_operator.status_pace import StatusPace
-from fleet_planner.events import Deed
+from fleet_planner.events import ANEW, Deed
 from fleet_planner.flip import other
 from fleet_planner.reconcile import Plan
 from fleet_planner.types import ROLES, PodWanted, Problem, Template
@@ -336,7 +336,7 @@ class Applier:
             outcome.problems.append(Problem("Refused", f"{kind} {name}: {why}"))
             return
         namespace, uid = wish["metadata"]["namespace"], found["metadata"]["uid"]
-        await self._delete(BY_KIND[kind], namespace, name, uid, f"to be made anew: {why}", outcome)
+        await self._delete(BY_KIND[kind], namespace, name, uid, f"{ANEW}: {why}", outcome)
 
     async def _policy(self, work: _Pass) -> None:
         """The fleet's NetworkPolicy, or none."""
@@ -443,12 +443,13 @@ class Applier:
                 await self._delete(PDB, namespace, name, uid, "nothing of the spec needs it", work.outcome)
 
     async def _pool_status(self, work: _Pass) -> None:
+        serving = {target.uid for target in work.plan.targets if target.state == "serving"}
         for pool in work.plan.pools:
             found = work.live.get(("WorkerPool", pool.name))
             if found is None:
                 continue
             pods = [o for (kind, _), o in work.live.items() if kind == "Pod" and owned(o, found)]
-            wish = pool_status(pods, work.fleet.metadata.name, pool)
+            wish = pool_status(pods, work.fleet.metadata.name, pool, serving)
             if found.get("status") != wish:
                 await self._pool_told(work.fleet.metadata.namespace, pool.name, wish, work.outcome)
 

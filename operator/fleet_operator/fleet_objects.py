@@ -98,6 +98,10 @@ class FleetObjects:
                 return key
         return None
 
+    def unsure(self, gone: Object) -> None:
+        """That it is gone was an answer to a write of ours, which may be wrong: whoever sees it again is right."""
+        self._gone.pop(gone["metadata"]["uid"], None)
+
     def _is_gone(self, news: Object) -> bool:
         """Nothing newer than its end. A watch tells the end of an object that lost our labels, too: of that one there is news."""
         ended = self._gone.get(news["metadata"].get("uid", ""))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fleet_api.v1alpha1.status import FleetStatus
 from fleet_operator.adapters.memory import AdapterMemory
@@ -21,6 +21,8 @@ class FleetState:
 
     telemetry: dict[str, TierTelemetry] = field(default_factory=dict)
     telemetry_read: bool = False
+    telemetry_ahead_s: float | None = None
+    """Like `ahead_s`, when the telemetry was read."""
     memory: dict[str, ScaleMemory] = field(default_factory=dict)
     rest: RestMemory = field(default_factory=RestMemory)
     clock: ClockMemory = field(default_factory=ClockMemory)
@@ -47,6 +49,21 @@ def clock_set_s(before_s: float | None, ahead_s: float) -> float:
     service corrects little by little is nothing."""
     set_s = 0.0 if before_s is None else ahead_s - before_s
     return set_s if abs(set_s) >= SET_LEAST_S else 0.0
+
+
+def telemetry_at(state: FleetState, ahead_s: float) -> dict[str, TierTelemetry]:
+    """What was read last, as old as it is by the monotonic clock: a clock that is set makes no reading stale."""
+    set_s = clock_set_s(state.telemetry_ahead_s, ahead_s)
+    return {name: _dated(one, set_s) for name, one in state.telemetry.items()} if set_s else state.telemetry
+
+
+def _dated(one: TierTelemetry, set_s: float) -> TierTelemetry:
+    prefill, decode = (
+        replace(load, measured_at=None if load.measured_at is None else load.measured_at + set_s)
+        for load in (one.prefill, one.decode)
+    )
+    demand = None if one.demand is None else replace(one.demand, measured_at=one.demand.measured_at + set_s)
+    return replace(one, prefill=prefill, decode=decode, demand=demand)
 
 
 def is_restless(status: FleetStatus) -> bool:

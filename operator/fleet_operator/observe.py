@@ -86,7 +86,7 @@ def workers_told(documents: Object | None) -> tuple[endpoints.Endpoint, ...] | N
     text = ((documents or {}).get("data") or {}).get(ENDPOINTS_KEY)
     try:
         return tuple(endpoints.decode(text).workers) if text else None
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, ValueError, RecursionError):  # no UTF-8, too deep
         return None
 
 

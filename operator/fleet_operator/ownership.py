@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from fleet_operator.cluster.interface import Object
-from fleet_operator.names import FLEET, MANAGED_BY
+from fleet_operator.names import FLEET, MANAGED_BY, ROLE
 from fleet_planner.events import NAME_CONFLICT
-from fleet_planner.types import Problem
+from fleet_planner.types import ROLES, Problem
 
 
 def owned(found: Object, owner: Object) -> bool:
@@ -27,5 +27,7 @@ def taken(there: Object, wish: Object) -> Problem | None:
         return name_conflict(kind, name)
     has, wanted = there["metadata"].get("labels") or {}, wish["metadata"]["labels"]
     lost = [f"{key}={wanted[key]}" for key in (FLEET, MANAGED_BY) if has.get(key) != wanted[key]]
+    if wanted.get(ROLE) in ROLES and has.get(ROLE) not in ROLES:  # a worker may change its role, and keeps its name
+        lost.append(f"{ROLE}={wanted[ROLE]}")
     words = f"{kind} {name} is this fleet's without its label {', '.join(lost)}: set it again, or delete the {kind}"
     return Problem(NAME_CONFLICT, words) if lost else None

@@ -4,6 +4,7 @@ something new was read is looked at again; a source that hangs costs its own fle
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,6 +22,7 @@ from fleet_operator.settings import Platform
 from fleet_operator.work_queue import Key
 from fleet_planner.types import Demand, TierTelemetry
 
+LOG = logging.getLogger("fleet.operator")
 LOOK_S = 0.5
 """How often it is asked what is due."""
 
@@ -60,11 +62,14 @@ class Known:
 class Reader:
     """Reads for every fleet, one reading of a kind at a time per fleet."""
 
-    def __init__(self, known: Known, sources: Sources, platform: Platform, now: Callable[[], float]) -> None:
+    def __init__(
+        self, known: Known, sources: Sources, platform: Platform, now: Callable[[], float], monotonic: Callable[[], float]
+    ) -> None:
         self._known = known
         self.sources = sources
         self._platform = platform
         self._now = now
+        self._monotonic = monotonic
         self.hearing = Hearing(sources.telemetry.listen, self._router_urls, now)
 
     async def run(self) -> None:
@@ -86,19 +91,19 @@ class Reader:
     def _due(self) -> list[Coroutine[Any, Any, None]]:
         """One reading per fleet whose interval is over and that is not being read already; and one look at workers that change
         their role."""
-        found, now = [], self._now()
+        found, now = list[tuple[Key, Coroutine[Any, Any, None]]](), self._now()
         for key, state in self._known.states.items():
             if state.known is None or not self._known.is_ours(key):
                 continue
             if not state.reading and not 0 <= now - state.read_at < state.known.fleet.spec.telemetry.interval_s:
                 state.reading, state.read_at = True, now
-                found.append(self._read(key, state.known.fleet, state))
+                found.append((key, self._read(key, state.known.fleet, state)))
             if state.changing and not state.following:
                 state.following = True
-                found.append(self._follow(key, state.known.fleet, state))
+                found.append((key, self._follow(key, state.known.fleet, state)))
             if state.adapters.due(state.known.fleet, now):
-                found.append(self._adapt(key, state.known.fleet, state.adapters))
-        return found
+                found.append((key, self._adapt(key, state.known.fleet, state.adapters)))
+        return [_alone(key, reading) for key, reading in found]
 
     async def _follow(self, key: Key, fleet: InferenceFleet, state: FleetState) -> None:
         """Tell and hear the workers of one fleet that change their role."""
@@ -124,9 +129,18 @@ class Reader:
             # what stays unknown is no news; that it grows old is seen at the next resync
             if found != state.telemetry or not state.telemetry_read or state.restless:
                 state.telemetry, state.telemetry_read = found, True
+                state.telemetry_ahead_s = self._now() - self._monotonic()
                 self._known.touch(key)
         finally:
             state.reading = False
 
     def _router_urls(self, key: Key) -> list[str]:
         return router_urls(self._known.objects.children(key), self._platform)
+
+
+async def _alone(key: Key, reading: Coroutine[Any, Any, None]) -> None:
+    """What one fleet's sources answer must not end the readings of all."""
+    try:
+        await reading
+    except Exception:
+        LOG.exception("fleet=%s/%s reading it failed", *key)

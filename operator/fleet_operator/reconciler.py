@@ -41,7 +41,7 @@ from fleet_operator.cluster.interface import (
 from fleet_operator.cluster.kinds import kind_of
 from fleet_operator.compare import contains
 from fleet_operator.fleet_objects import FleetObjects
-from fleet_operator.fleet_state import FleetState, clock_set_s, is_restless
+from fleet_operator.fleet_state import FleetState, clock_set_s, is_restless, telemetry_at
 from fleet_operator.flip.follow import FlipFollower
 from fleet_operator.health.passes import Passes, Unmeasured
 from fleet_operator.known_fleet import parse_again
@@ -131,7 +131,7 @@ class Reconciler:
         self._complete = asyncio.Event()
         known = Known(self._objects, self._states, self._places, self._is_ours, self.touch)
         sources = Sources(telemetry, flips or FlipFollower(), adapters or AdapterFollower())
-        self.reader = Reader(known, sources, platform, now)
+        self.reader = Reader(known, sources, platform, now, monotonic)
 
     # -- feeding ----------------------------------------------------------------------------------------------------
     def expect(self, kinds: Collection[Kind]) -> None:
@@ -158,9 +158,7 @@ class Reconciler:
             self._states.pop(key, None)
             self._queue.forget(key)
             self._later_at.pop(key, None)
-            self._recorder.forget(event.object["metadata"]["uid"])
-            self._pace.forget(event.object["metadata"]["uid"])
-            self.reader.hearing.forget(key)
+            self._forget(key, event.object["metadata"]["uid"])
         self.touch(key)
 
     def missed(self, kind: Kind, listed: Listed, within: Collection[str] = ()) -> tuple[list[Key], list[Object]]:
@@ -272,7 +270,7 @@ class Reconciler:
             return  # children go by garbage collection; recreating one would fight it
         if not self._owns(key[0]):
             return
-        state = self._states.setdefault(key, FleetState())
+        state = self._state_of(key, raw)
         if (wait_s := state.pace.wait_s(self._now())) > 0:
             self._later(key, wait_s)
             return
@@ -297,8 +295,25 @@ class Reconciler:
             self.feed(kind_of(found), WatchEvent("MODIFIED", found))
         if outcome.gone:
             self.feed(FLEET, WatchEvent("DELETED", raw))
-        else:
+            self._objects.unsure(raw)
+        elif self._states.get(key) is state:
             self._after(key, state, outcome)
+        else:  # it went during its pass, and what that wrote down goes, too
+            self._forget(key, raw["metadata"]["uid"])
+
+    def _state_of(self, key: Key, raw: Object) -> FleetState:
+        """What is kept of this fleet: nothing of another one of its name whose end nobody told."""
+        state = self._states.setdefault(key, FleetState())
+        if state.known is None or state.known.raw["metadata"]["uid"] == raw["metadata"]["uid"]:
+            return state
+        self._forget(key, state.known.raw["metadata"]["uid"])
+        self._states[key] = fresh = FleetState()
+        return fresh
+
+    def _forget(self, key: Key, uid: str) -> None:
+        self._recorder.forget(uid)
+        self._pace.forget(uid)
+        self.reader.hearing.forget(key)
 
     def _after(self, key: Key, state: FleetState, outcome: Outcome) -> None:
         troubled = bool(outcome.problems or outcome.conflicts)
@@ -345,7 +360,8 @@ class Reconciler:
         state.changing = any(pod.flipping is not None for pod in observed.pods)
         now = self._now()
         ahead_s = now - self._monotonic()
-        observed = replace(observed, clock=state.clock, clock_set_s=clock_set_s(state.ahead_s, ahead_s))
+        set_s, telemetry = clock_set_s(state.ahead_s, ahead_s), telemetry_at(state, ahead_s)
+        observed = replace(observed, clock=state.clock, clock_set_s=set_s, telemetry=telemetry)
         plan: Plan = reconcile(fleet, observed, now)
         state.ahead_s, state.clock = ahead_s, plan.clock
         state.memory, state.rest, state.restless = plan.memory, plan.rest, is_restless(plan.status)

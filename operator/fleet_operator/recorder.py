@@ -58,9 +58,10 @@ class Recorder:
         after = memory.status if after is None else after
         told, deeds = news(memory.told, outcome.done, now)
         problems = tuple(problem for problem in outcome.problems if problem not in memory.problems)
-        told, events, dropped = admit(told, events_of(memory.status, after, Pass(deeds, problems, sizing)), now)
-        self._fleets[uid] = _Memory(after, tuple(outcome.problems), told)
         meta = raw["metadata"]
+        done = Pass(meta["name"], deeds, problems, sizing)
+        told, events, dropped = admit(told, events_of(memory.status, after, done), now)
+        self._fleets[uid] = _Memory(after, tuple(outcome.problems), told)
         if dropped:
             LOG.warning("fleet=%s/%s events_dropped=%d: too many in a minute", meta["namespace"], meta["name"], dropped)
         try:

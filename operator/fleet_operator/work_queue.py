@@ -70,7 +70,11 @@ class WorkQueue:
 
     def done(self, key: Key, took_s: float) -> None:
         """The pass over `key` is over."""
-        self._rested_at[key] = self._now() + min(REST_MOST_S, max(REST_LEAST_S, took_s * REST_SHARE))
+        now = self._now()
+        self._rested_at.pop(key, None)  # the longest ago first
+        self._rested_at[key] = now + min(REST_MOST_S, max(REST_LEAST_S, took_s * REST_SHARE))
+        while self._rested_at[oldest := next(iter(self._rested_at))] <= now:
+            del self._rested_at[oldest]
         if self._busy.pop(key):
             self.add(key)
 

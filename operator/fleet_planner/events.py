@@ -43,6 +43,8 @@ IN_ORDER: Final = frozenset({"Progressing", "Paused", "Prefetching", "Queued", "
 """Reasons of states that are neither good nor bad."""
 NAME_CONFLICT = "NameConflict"
 """A problem and a condition's reason: an object of somebody else has the name of one of ours."""
+ANEW: Final = "to be made anew"
+"""Why a child is deleted in which somebody else's entries stand."""
 UNTOLD = frozenset({"Creating", "NotProvisioned"})
 """Reasons of a beginning: nobody was told that it is not well, and nobody has to be told that it is now."""
 TOLD_ELSEWHERE = frozenset({"ApplyFailed", NAME_CONFLICT, "AdapterFailed", "Loading", "NotAccepted"}) | UNTOLD
@@ -86,6 +88,8 @@ class Deed:
 class Pass:
     """What one pass did."""
 
+    fleet: str = ""
+    """Its name."""
     deeds: Sequence[Deed] = ()
     problems: Sequence[Problem] = ()
     """Only those that the pass before did not have."""
@@ -114,7 +118,7 @@ def events_of(before: FleetStatus, after: FleetStatus, done: Pass) -> tuple[Even
         *_workers(done.deeds),
         *_flips(before, after, done.deeds),
         *_adapters(before, after),
-        *_put_back(before, done.deeds),
+        *_put_back(before, after, done),
         *_problems(done.problems),
     ]
     return tuple(Event(event.type, event.reason, _cut(event.note), event.action) for event in found)
@@ -235,26 +239,27 @@ def _adapters(before: FleetStatus, after: FleetStatus) -> Iterable[Event]:
             yield Event("Normal", "AdapterLoaded", note, "LoadAdapter")
 
 
-def _put_back(before: FleetStatus, deeds: Sequence[Deed]) -> Iterable[Event]:
-    """Edited children always; created ones only when everything existed before."""
+def _put_back(before: FleetStatus, after: FleetStatus, done: Pass) -> Iterable[Event]:
+    """Edited children always; created ones only when everything existed before, and the spec is the one that it was made from."""
     provisioned = before.condition("Provisioned")
     complete = provisioned is not None and provisioned.status == "True"
-    for deed in deeds:
+    complete &= before.observed_generation == after.observed_generation
+    for deed in done.deeds:
         if deed.verb == "changed" and deed.undid:
             yield Event("Normal", "PutBack", f"{deed.kind} {deed.name}: undid somebody else's edit of {deed.undid}", "PutBack")
-        elif deed.verb == "deleted" and not deed.role and deed.kind != "WorkerPool":
+        elif deed.verb == "deleted" and not deed.role and deed.why.startswith(ANEW):  # else nothing asks for it any more
             yield Event("Normal", "PutBack", f"{deed.kind} {deed.name}: deleted, {deed.why}", "PutBack")
-        elif deed.verb == "created" and complete and not deed.role and _was_due(before, deed):
+        elif deed.verb == "created" and complete and not deed.role and _was_due(before, deed, done.fleet):
             yield Event("Normal", "PutBack", f"{deed.kind} {deed.name} was missing", "PutBack")
 
 
-def _was_due(before: FleetStatus, deed: Deed) -> bool:
+def _was_due(before: FleetStatus, deed: Deed, fleet: str) -> bool:
     """Whether a child that was created should have been there already. A new WorkerPool is a new revision; a disruption budget
     comes with the first ready worker of its role, or with a second router."""
     if deed.kind != "PodDisruptionBudget":
         return deed.kind != "WorkerPool"
     roles = ((tier.name, role, getattr(tier, role).ready) for tier in before.tiers for role in ROLES)
-    return any(ready and deed.name.endswith(f"-{tier}-{role}") for tier, role, ready in roles)
+    return any(ready and deed.name == f"{fleet}-{tier}-{role}" for tier, role, ready in roles)
 
 
 def _problems(problems: Sequence[Problem]) -> Iterable[Event]:

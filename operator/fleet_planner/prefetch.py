@@ -1,8 +1,8 @@
 """Which nodes fetch the models of their tiers before workers start there, and when new workers wait for that. Pure.
 
 Fetching is done by a pod per node and model; one that succeeded is the record that its node has this model. Nodes fetch as soon
-as they can get workers, not when somebody scales up, so that most scale-ups find them ready. Repairs never wait, scale-ups and
-rollouts wait for a bounded time: a worker fetches by itself what is missing.
+as they can get workers, not when somebody scales up, so that most scale-ups find them ready. Repairs never wait, nor does a tier
+that wakes from zero (`reconcile`); scale-ups and rollouts wait for a bounded time: a worker fetches by itself what is missing.
 """
 
 from __future__ import annotations

@@ -143,11 +143,13 @@ def _plan_tier(
     size = decision.prefill, decision.decode
     plan = _with_wish(plan_tier(fleet, tier, size, observed, now), wished)
     gangs, whole = settled(plan.gangs, plan.delete, workers, now), reached(tier, size, seen, fleet)
-    if tier.name in prefetch.waiting and size != whole:  # growth waits for the model; a repair never does
+    zero = rest.zero.get(tier.name)
+    wakes = zero is not None and zero.state == "Waking"  # requests are held meanwhile, and not for as long as a model takes
+    if tier.name in prefetch.waiting and size != whole and not wakes:  # growth waits for the model; a repair never does
         plan = replace(plan, create=repairs(plan.create, {pod.uid for pod in plan.delete}, workers, size, whole))
     memory = replace(decision.memory, flip=plan.flip, gangs=gangs, reached=whole, lacking=prefetch.lacking.get(tier.name))
     gpus = observed.templates[tier.name].gpus
-    view = TierView(tier, decision, plan, workers, rest.zero.get(tier.name))
+    view = TierView(tier, decision, plan, workers, zero)
     return _Planned(plan, view, memory, size[0] * gpus[0] + size[1] * gpus[1])
 
 

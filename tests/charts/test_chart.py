@@ -180,6 +180,12 @@ BAD = [
     ("resources beside requests", {"resources": {"cpu": "1"}}, "/resources"),
     ("an unknown scheduler", {"rbac": {"podGroups": ["yarn"]}}, "/rbac/podGroups/0"),
     ("a switch as text", {"crds": {"install": "yes"}}, "/crds/install"),
+    # these were rendered, and then no operator began
+    ("a namespace label without a value", {"scope": "cluster", "namespaceSelector": {"team": ""}}, "/namespaceSelector/team"),
+    ("a label of which the operator is found", {"podLabels": {"app.kubernetes.io/name": "x"}}, "/podLabels"),
+    ("a log format that was taken away", {"logFormat": None}, "logFormat"),
+    ("a lease without an end", {"leaderElection": {"leaseDurationSeconds": None}}, "leaseDurationSeconds"),
+    ("webhooks that were taken away", {"webhooks": None}, "webhooks"),
 ]
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fleet_api.parse import parse_fleet
 from fleet_cli.errors import InputError
+from fleet_cli.main import main
 from fleet_cli.rollout.history import Entry, entries, previous, progress, returned, table
 from fleet_operator.render.revision import RESTARTED_AT, revision_inputs
 from tests.fleet_operator.world import manifest
@@ -109,3 +111,49 @@ def test_progress(reason: str, generation: int, over: bool, failed: bool):
     condition = {"type": "RollingOut", "reason": reason, "message": "words"}
     fleet = {"metadata": {"generation": generation}, "status": {"observedGeneration": 1, "conditions": [condition]}}
     assert progress(fleet)[1:] == (over, failed)
+
+
+def test_a_spec_that_the_operator_refuses_is_no_rollout_that_is_complete():
+    """The condition of the rollout stands as the last accepted spec left it: a pipeline was told that its change is out."""
+    refused = {"type": "Accepted", "status": "False", "reason": "Invalid", "message": "spec.tiers[0]: wrong"}
+    conditions = [refused, {"type": "RollingOut", "reason": "Complete", "message": "words"}]
+    fleet = {"metadata": {"generation": 2}, "status": {"observedGeneration": 2, "conditions": conditions}}
+    assert progress(fleet) == ("Invalid: spec.tiers[0]: wrong", True, True)
+    assert progress({**fleet, "status": {**fleet["status"], "observedGeneration": 1}})[1] is False
+
+
+KUBECONFIG = """
+clusters: [{name: c, cluster: {server: "http://127.0.0.1:1"}}]
+users: [{name: u, user: {}}]
+contexts: [{name: x, context: {cluster: c, user: u}}]
+current-context: x
+"""
+
+
+@pytest.mark.parametrize(
+    ("kubeconfig", "code", "words"),
+    [
+        (KUBECONFIG, 1, "no answer of the API server"),
+        ("clusters: [", 2, "no usable kubeconfig"),
+        ("[]", 2, "no usable kubeconfig"),
+        (None, 2, "no usable kubeconfig"),
+    ],
+    ids=["nobody-listens", "no-yaml", "no-kubeconfig", "a-folder"],
+)
+def test_a_cluster_that_cannot_be_asked_is_one_line(
+    kubeconfig: str | None, code: int, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    path = tmp_path if kubeconfig is None else tmp_path / "config"
+    if kubeconfig is not None:
+        path.write_text(kubeconfig)
+    assert main(["rollout", "status", "f", "--kubeconfig", str(path), "--timeout", "0"]) == code
+    said = capsys.readouterr().err
+    assert said.startswith(f"fleet: {words}")
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [["", "--timeout", "0"], ["f", "--timeout", "nan"]], ids=["no-name", "no-time"])
+def test_what_could_only_wait_for_ever_is_refused(arguments: list[str]):
+    with pytest.raises(SystemExit) as ended:
+        main(["rollout", "status", *arguments])
+    assert ended.value.code == 2

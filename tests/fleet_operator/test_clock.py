@@ -108,3 +108,24 @@ def test_a_clock_that_is_set_is_no_time_in_which_nobody_asked(set_s: float):
 def test_a_clock_that_was_set_back_keeps_nobody_from_asking_for_adapters():
     memory = AdapterMemory(again_at=3_605.0)
     assert memory.due(fleet(), 5.0)
+
+
+@pytest.mark.parametrize("set_s", [3600.0, -3600.0])
+def test_a_clock_that_is_set_makes_no_reading_stale(set_s: float):
+    """Every fleet was told that its load is unknown, and a moment later that it is known."""
+
+    async def go(world: World, quota: Quota) -> None:
+        quota.load = (4.0, 4 * 16.0)
+        await quota.seconds(10)
+        assert (await world.condition("TelemetryFresh"))["status"] == "True"
+        told = await world.events()
+        world.set_clock(set_s)
+        for _ in range(3):
+            await world.touch()
+            assert (await world.condition("TelemetryFresh"))["status"] == "True"
+        assert await world.events() == told
+        world.now += 60
+        await world.touch()
+        assert (await world.condition("TelemetryFresh"))["status"] == "Unknown", "what does grow old is stale"
+
+    play(go, scaling={"scaleDownWindow": "1m"})

@@ -11,13 +11,13 @@ import pytest
 from fleet_api.conditions import ConditionType
 from fleet_api.v1alpha1.status import Condition, FleetStatus, FlipStatus, RoleStatus, TierStatus
 from fleet_operator.apply import Outcome
-from fleet_operator.cluster.interface import EVENT, ClusterError, ForbiddenError
+from fleet_operator.cluster.interface import EVENT, FLEET, ClusterError, ForbiddenError
 from fleet_operator.cluster.memory import MemoryCluster, MemoryLimits
 from fleet_operator.recorder import CONTROLLER, Recorder
 from fleet_planner.events import NOTE_MOST_BYTES, Deed, Event, Pass, events_of
 from fleet_planner.telling import AGAIN_S, RATE_MOST, RATE_S, Told, admit, news
 from fleet_planner.types import Problem, TierTelemetry
-from tests.fleet_operator.world import Api, World, manifest
+from tests.fleet_operator.world import NAMESPACE, Api, World, manifest, play
 
 State = tuple[Literal["True", "False", "Unknown"], str]
 NOW = 1_000_000.0
@@ -33,7 +33,7 @@ def tier(prefill: int, decode: int, revision: str = "a") -> TierStatus:
 
 
 def told(before: FleetStatus, after: FleetStatus, **done: Any) -> list[str]:
-    return [f"{event.type} {event.reason}: {event.note}" for event in events_of(before, after, Pass(**done))]
+    return [f"{event.type} {event.reason}: {event.note}" for event in events_of(before, after, Pass(fleet="f", **done))]
 
 
 @pytest.mark.parametrize(
@@ -135,10 +135,11 @@ def test_a_worker_lost_and_made_in_one_pass_was_replaced():
         ("True", Deed("created", "PodDisruptionBudget", "f-t-decode"), "PodDisruptionBudget f-t-decode was missing"),
         ("True", Deed("created", "PodDisruptionBudget", "f-t-prefill"), None),
         ("True", Deed("created", "PodDisruptionBudget", "f-router"), None),
+        ("True", Deed("created", "PodDisruptionBudget", "f-a-t-decode"), None),
     ],
     ids=[
         "edited", "our-wish-changed", "deleted", "first-creation", "new-revision", "old-revision", "made-anew", "budget-gone",
-        "first-ready", "second-router",
+        "first-ready", "second-router", "first-ready-of-a-tier-whose-name-ends-like-another",
     ],
 )  # fmt: skip
 def test_a_child_put_back_is_told(provisioned: Any, deed: Deed, expected: str | None):
@@ -272,3 +273,19 @@ def test_a_source_that_never_answered_is_told_and_a_healthy_start_warns_of_nothi
         )
 
     asyncio.run(scenario())
+
+
+def test_what_the_spec_asks_for_anew_or_no_more_was_put_back_by_nobody():
+    """Each rollout told that its ControllerRevision was missing, and each one beyond the history that another was put back."""
+
+    async def scenario(world: World) -> None:
+        changes: list[dict[str, Any]] = [{"engine": {"maxBatch": n}, "rollout": {"historyLimit": 1}} for n in (1, 2, 3)]
+        changes += [{"networkPolicy": {"enabled": False}}, {"networkPolicy": {"enabled": True}}]
+        changes += [{"routing": {"replicas": 2}}, {"routing": {"replicas": 1}}]
+        for spec in changes:
+            await world.user.patch(FLEET, NAMESPACE, "f", {"spec": spec})
+            await world.settle(40)
+            world.now += 120
+        assert [line for line in await world.events() if "PutBack" in line] == []
+
+    play(scenario)

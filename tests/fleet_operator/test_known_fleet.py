@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from fleet_api.parse import ManifestError, parse_fleet
+from fleet_operator.audit import audit_kind
+from fleet_operator.cluster.interface import FLEET, NotFoundError, WatchEvent
 from fleet_operator.known_fleet import parse_again
-from tests.fleet_operator.world import manifest
+from tests.fleet_operator.world import NAMESPACE, World, manifest, play
 
 
 def raw(version: str = "1", **spec: Any) -> dict[str, Any]:
@@ -55,3 +57,45 @@ def test_a_spec_that_became_wrong_is_refused_every_time():
     for _ in range(2):
         with pytest.raises(ManifestError, match=r"spec\.tiers"):
             parse_again(first, wrong)
+
+
+def test_a_fleet_that_goes_during_its_pass_leaves_nothing_behind():
+    """The watch told its end before the answer to the last write came, and what that wrote down stayed for ever."""
+
+    async def go(world: World) -> None:
+        operator, ended = world.operator, list[str]()
+        last = await world.store.get(FLEET, NAMESPACE, "f")
+        last["metadata"] = {**last["metadata"], "resourceVersion": "999999"}
+
+        def told(verb: str, *_: object) -> None:
+            if verb == "status":
+                ended.append(verb)
+                operator.feed(FLEET, WatchEvent("DELETED", last))
+
+        world.api.refuse = told
+        await world.user.patch(FLEET, NAMESPACE, "f", {"spec": {"engine": {"maxBatch": 8}}})
+        await world.look()
+        await operator.drain()
+        assert ended
+        assert not operator._states
+        assert not operator._recorder._fleets
+        assert not operator._pace._written_at
+
+    play(go)
+
+
+def test_a_fleet_that_was_wrongly_said_to_be_gone_is_found_again():
+    """One 404 to a write of its status (a proxy, a server that starts), and nobody looked at the fleet before it was edited."""
+
+    async def go(world: World) -> None:
+        answers = [NotFoundError("404 page not found")]
+        world.api.refuse = lambda verb, *_: answers.pop() if verb == "status" and answers else None
+        await world.user.patch(FLEET, NAMESPACE, "f", {"spec": {"engine": {"maxBatch": 8}}})
+        await world.step()
+        assert not answers
+        await audit_kind(world.store, world.operator, FLEET, NAMESPACE)
+        await world.settle(40)
+        assert (await world.store.get(FLEET, NAMESPACE, "f"))["status"]["observedGeneration"] == 2
+        assert (await world.condition("RollingOut"))["reason"] == "Complete"
+
+    play(go)

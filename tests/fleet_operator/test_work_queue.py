@@ -104,3 +104,18 @@ def test_a_fleet_that_is_gone_leaves_nothing():
         assert not (queue._resting)
 
     play(scenario)
+
+
+def test_fleets_that_came_and_went_leave_nothing():
+    """The end of a fleet is looked at, too, and that look left its rest behind for ever."""
+
+    async def scenario(queue: WorkQueue, clock: Clock) -> None:
+        for number in range(1_000):
+            queue.add(("ml", f"run-{number}"))
+            key = await queue.take()
+            queue.forget(key)
+            queue.done(key, 0.0)
+            clock.now += 0.1
+        assert len(queue._rested_at) < 20
+
+    play(scenario)

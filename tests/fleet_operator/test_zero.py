@@ -8,7 +8,7 @@ import json
 from fleet_operator.cluster.interface import CONFIG_MAP, FLEET, PDB, POD, POOL
 from fleet_planner.types import Demand, RoleLoad, TierTelemetry
 from fleet_wire import endpoints
-from tests.fleet_operator.world import NAMESPACE, World, play
+from tests.fleet_operator.world import NAMESPACE, World, manifest, play
 
 SCALING = {"toZero": {"enabled": True, "idle": "10s"}}
 
@@ -150,3 +150,16 @@ def test_the_routers_bounds_are_those_of_the_spec():
         assert json.loads(data["router.json"])["hold"] == {"requests": 7, "bytes": 8 * 2**20, "time_s": 90.0}
 
     play(go, limits={"hold": {"requests": 7, "size": "8Mi", "time": "90s"}})
+
+
+def test_a_fleet_of_the_same_name_is_another_one_also_when_nobody_told_the_end_of_the_first():
+    """Made anew while its watch was cut, a fleet inherited the rest of the one before: it went to zero before it ever served."""
+
+    async def go(world: World) -> None:
+        sleeper = await asleep(world)
+        await world.user.delete(FLEET, NAMESPACE, "f")
+        await world.user.apply(manifest(scaling=SCALING))
+        await sleeper.seconds(5)
+        assert await world.workers() == {"prefill": 1, "decode": 2}
+
+    play(go, scaling=SCALING)

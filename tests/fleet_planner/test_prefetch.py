@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.podtemplate import Toleration
-from fleet_api.v1alpha1.status import Condition, FleetStatus, RoleStatus, RolloutStatus, TierStatus
+from fleet_api.v1alpha1.routing import ToZeroSpec
+from fleet_api.v1alpha1.status import Condition, FleetStatus, RoleStatus, RolloutStatus, TierStatus, ZeroStatus
 from fleet_planner.prefetch import RETRY_S, fetch_name, held_back, model_keys, plan_prefetch, suits, tolerated
 from fleet_planner.reconcile import reconcile
-from fleet_planner.types import FetchPod, Observed, ObservedNode, ObservedPod, ObservedPool, ScaleMemory, Template
+from fleet_planner.types import Demand, FetchPod, Observed, ObservedNode, ObservedPod, ObservedPool, ScaleMemory, Template
 from tests.fleet_planner.test_adapters import pod
 
 GPU = "nvidia.com/gpu"
@@ -317,6 +318,21 @@ def test_growth_waits_and_repairs_do_not():
     assert [one.role for one in both.create] == ["decode"], "the lost one of the 2 that were there does not"
     first = reconcile(wish, seen("n1", "n2", pods=workers), NOW)
     assert (first.create, first.memory["t"].reached) == ((), (1, 1))
+
+
+@pytest.mark.parametrize("known", ["AtZero", "Waking"])
+def test_a_tier_that_wakes_does_not_wait_for_a_model(known: Any):
+    """A node that joined meanwhile lacked the model: requests were held for 5 minutes and refused before a worker began."""
+    spec = fleet({"ratio": {"prefill": 1, "decode": 2}})
+    scaling = spec.spec.scaling.model_copy(update={"to_zero": ToZeroSpec(enabled=True)})
+    wish = spec.model_copy(update={"spec": spec.spec.model_copy(update={"scaling": scaling})})
+    zero = ZeroStatus(state=known, since="2001-09-09T01:46:40Z")
+    role = RoleStatus(desired=0)
+    status = FleetStatus(tiers=(TierStatus(name="t", prefill=role, decode=role, zero=zero),))
+    at_zero = seen("n1", "n2", fetching=(fetching("n1", "Succeeded"),), pools=pools(0, 0), heard=Demand(1, None, NOW))
+    plan = reconcile(wish.model_copy(update={"status": status}), at_zero, NOW)
+    assert sorted(one.role for one in plan.create) == ["decode", "prefill"]
+    assert [wanted.node for wanted in plan.fetch] == ["n2"]
 
 
 OLD, NEW = "aaaaaaaa", "bbbbbbbb"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -10,6 +11,7 @@ from typing import Any
 
 from fleet_cli.errors import EXIT_FAILED, EXIT_OK, InputError, RunError
 from fleet_cli.rollout.history import entries, previous, progress, returned, table
+from fleet_cli.streams import emit
 from fleet_operator.cluster.interface import Object
 from fleet_operator.names import FLEET
 from fleet_operator.render.revision import RESTARTED_AT
@@ -24,15 +26,16 @@ class Fleets:
 
     def __init__(self, kubeconfig: str | None, context: str | None, namespace: str | None) -> None:
         from kubernetes import client, config
+        from urllib3.exceptions import HTTPError
 
         try:
             config.load_kube_config(config_file=kubeconfig, context=context)
             _, active = config.list_kube_config_contexts(config_file=kubeconfig)
-        except config.ConfigException as error:
-            raise InputError(f"no usable kubeconfig: {error}") from error
-        self.namespace = namespace or active["context"].get("namespace", "default")
+            self.namespace = namespace or active["context"].get("namespace", "default")
+        except Exception as error:  # the library raises whatever a file that is none makes it stumble over
+            raise InputError(f"no usable kubeconfig: {' '.join(str(error).split()) or type(error).__name__}") from error
         self._fleets, self._apps = client.CustomObjectsApi(), client.AppsV1Api()
-        self._errors = (client.ApiException, OSError)
+        self._errors, self._silence = (client.ApiException, OSError), HTTPError
 
     def get(self, name: str) -> Object:
         """The fleet."""
@@ -67,6 +70,8 @@ class Fleets:
     def _call(self, request: Callable[[], Any], name: str) -> Any:
         try:
             return request()
+        except self._silence as error:
+            raise RunError(f"no answer of the API server ({type(error).__name__}; fleet {name})") from error
         except self._errors as error:
             status, reason = getattr(error, "status", None), getattr(error, "reason", None)
             if status == 404:
@@ -80,7 +85,7 @@ def add_rollout(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     actions = rollout.add_subparsers(required=True, metavar="ACTION")
     for name, (words, run) in ACTIONS.items():
         action = actions.add_parser(name, help=words, description=words)
-        action.add_argument("name", metavar="NAME", help="the InferenceFleet")
+        action.add_argument("name", metavar="NAME", type=_name, help="the InferenceFleet")
         action.add_argument("-n", "--namespace", help="default: the kubeconfig's")
         action.add_argument("--kubeconfig", metavar="FILE", help="default: $KUBECONFIG or ~/.kube/config")
         action.add_argument("--context", help="default: the current one")
@@ -89,9 +94,25 @@ def add_rollout(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
             action.add_argument("--to-revision", type=int, metavar="NO", help="number in the history; default: the one before")
         if name == "status":
             action.add_argument(
-                "--timeout", type=float, default=600.0, metavar="S", help="stop waiting (default 600; 0 asks once)"
+                "--timeout", type=_seconds, default=600.0, metavar="S", help="stop waiting (default 600; 0 asks once)"
             )
         action.set_defaults(run=run)
+
+
+def _name(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("'' is not a name")  # the API would answer with all of them
+    return text
+
+
+def _seconds(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if math.isnan(found):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return found
 
 
 def _open(options: argparse.Namespace) -> Fleets:
@@ -103,7 +124,7 @@ def _status(options: argparse.Namespace) -> int:
     while True:
         words, over, failed = progress(fleets.get(options.name))
         if words != last:
-            print(words, flush=True)
+            emit(f"{words}\n")
             last = words
         if over:
             return EXIT_FAILED if failed else EXIT_OK

@@ -125,7 +125,11 @@ def progress(fleet: Object) -> tuple[str, bool, bool]:
     found = {c["type"]: c for c in (fleet.get("status") or {}).get("conditions", [])}
     rolling = found.get("RollingOut")
     generation = fleet["metadata"].get("generation", 0)
-    if rolling is None or (fleet.get("status") or {}).get("observedGeneration", 0) < generation:
+    unseen = (fleet.get("status") or {}).get("observedGeneration", 0) < generation
+    accepted = found.get("Accepted", {})
+    if accepted.get("status") == "False" and not unseen:  # the other condition is still what the last accepted spec made it
+        return f"{accepted['reason']}: {accepted.get('message', '')}", True, True
+    if rolling is None or unseen:
         return "the operator has not seen this version of the fleet yet", False, False
     failed = rolling["reason"] in ("Stuck", "ProgressDeadlineExceeded", "RolledBack")
     return f"{rolling['reason']}: {rolling.get('message', '')}", rolling["reason"] == "Complete" or failed, failed

@@ -15,7 +15,7 @@ import msgspec
 
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_operator.cluster.interface import Object
-from fleet_operator.flip.asking import AGENT_S, Answer, Ask, open_ask
+from fleet_operator.flip.asking import AGENT_S, UNREADABLE, WORD_MOST, Answer, Ask, open_ask
 from fleet_operator.flip.follow import base
 from fleet_operator.names import ADAPTERS
 from fleet_planner.adapters import wishes
@@ -116,6 +116,9 @@ def seen_of(answer: Answer | None) -> tuple[AdapterSeen, ...] | None:
         return None
     try:
         entries = msgspec.json.decode(answer.body, type=_State).adapters
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return None
-    return tuple(AdapterSeen(e.name, e.source, e.state, e.digest, e.reason, e.message) for e in entries or ())
+    return tuple(
+        AdapterSeen(e.name, e.source, e.state, e.digest[:WORD_MOST], e.reason[:WORD_MOST], e.message[:WORD_MOST])
+        for e in entries or ()
+    )

@@ -43,6 +43,8 @@ def read(material: Material) -> Stock:
         signer, own = (serialization.load_pem_private_key(pem, None) for pem in (material.authority_key, material.key))
         if _identity(signer.public_key()) != _identity(authorities[-1].public_key()):
             raise UnusableError("the authority's key is another one's")
+        if not isinstance(signer, ec.EllipticCurvePrivateKey):
+            raise UnusableError("the authority's key is not ours")
         if _identity(own.public_key()) != _identity(serving.public_key()):
             raise UnusableError("the serving key is another one's")
         known = {_identity(authority.public_key()): authority for authority in authorities}

@@ -74,9 +74,11 @@ class Keeper:
         if material is not None:
             try:
                 stock = read(material)
+                if material.certificate != self._loaded:
+                    _load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), material)
             except UnusableError as error:
                 LOG.warning("Secret %s/%s is not usable: %s", self._place.namespace, self._place.secret, error)
-                material = None
+                material = stock = None
         untold = await self._untold(material.bundle) if material is not None else []
         moved = await self._renew(secret, material, stock, told=untold == [])
         if not moved and material is not None:
@@ -159,10 +161,12 @@ def _secret_of(where: Place, seen: Object, material: Material) -> Object:
 
 
 def _load(context: ssl.SSLContext, material: Material) -> None:
-    """Python's ssl reads files only: one that exists in memory alone."""
+    """Python's ssl reads files only: one that exists in memory alone. UnusableError when TLS takes no such key."""
     descriptor = os.memfd_create("webhook", os.MFD_CLOEXEC)
     try:
         os.write(descriptor, material.certificate + material.key)
         context.load_cert_chain(f"/proc/self/fd/{descriptor}")
+    except ssl.SSLError as error:
+        raise UnusableError(str(error)) from error
     finally:
         os.close(descriptor)

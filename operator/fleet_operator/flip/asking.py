@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import httpx
 import msgspec
@@ -13,6 +13,10 @@ import msgspec
 from fleet_planner.types import Role
 
 MAX_BYTES = 4 * 1024 * 1024
+WORD_MOST = 300
+"""Characters of what a worker says that go into a status or a document."""
+UNREADABLE: Final = (ValueError, RecursionError)
+"""What decoding raises over bytes that anybody may have sent: no JSON, other types, no UTF-8, too deep."""
 AGENT_S = 2.0
 """From connection to last byte of an agent's answer."""
 ENGINE_S = 20.0
@@ -32,7 +36,7 @@ class Answer(msgspec.Struct, frozen=True):
         """The body as an object; empty when it is none."""
         try:
             found = msgspec.json.decode(self.body)
-        except msgspec.DecodeError:
+        except UNREADABLE:
             return {}
         return found if isinstance(found, dict) else {}
 
@@ -76,9 +80,10 @@ async def open_ask() -> AsyncIterator[Ask]:
 
 def state_of(answer: Answer | None) -> AgentState | None:
     """An agent's state; None when it is not readable."""
-    try:
-        return (
-            msgspec.json.decode(answer.body, type=AgentState) if answer is not None and answer.status == httpx.codes.OK else None
-        )
-    except msgspec.DecodeError:
+    if answer is None or answer.status != httpx.codes.OK:
         return None
+    try:
+        found = msgspec.json.decode(answer.body, type=AgentState)
+    except UNREADABLE:
+        return None
+    return AgentState(found.role, found.phase[:WORD_MOST], found.flip_problem[:WORD_MOST])

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_operator.cluster.interface import Object
-from fleet_operator.flip.asking import AGENT_S, AgentState, Answer, Ask, open_ask, state_of
+from fleet_operator.flip.asking import AGENT_S, WORD_MOST, AgentState, Answer, Ask, open_ask, state_of
 from fleet_operator.flip.proof import OUTPUT_TOKENS, PROMPT_TOKENS, Canary, Verdict, prove
 from fleet_operator.render.network import port_of
 from fleet_planner.flip import other
@@ -57,7 +57,7 @@ class FlipFollower:
         report = FlipReport(state.role, state.phase, problem=state.flip_problem)
         if state.role == pod.flipping and state.phase == "Serving":
             verdict = await self._prove(ask, fleet, pod, pod.flipping, pods, live)
-            return replace(report, proof=verdict.proof, problem=verdict.problem)
+            return replace(report, proof=verdict.proof, problem=verdict.problem[:WORD_MOST])
         if state.role != pod.flipping and state.phase != "FlippingRole" and not pod.serving:
             answer = await ask(f"{base(pod, live, 'agent')}/role", {"role": pod.flipping}, within_s=AGENT_S)
             return replace(report, refused=_refusal(answer, state))

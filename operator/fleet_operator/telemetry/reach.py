@@ -1,5 +1,5 @@
 """Which targets are worth asking: one that did not answer is asked again after a pause as long as it has been silent, and of
-those that never answered only a few at a time. Pure; times are UNIX seconds.
+those that never answered only a few at a time. Pure; times are seconds of a clock that nobody sets.
 
 Without it 8,000 addresses that nobody answers at (a partition, a network policy) keep every connection waiting for its timeout,
 and the fleets whose workers do answer wait behind them.
@@ -31,7 +31,7 @@ class Reach:
 
     def __init__(self) -> None:
         self._targets: dict[str, _Target] = {}
-        self._swept_at = 0.0
+        self._swept_at = float("-inf")
 
     def split(self, targets: Iterable[str], now: float) -> tuple[list[str], list[str]]:
         """(those that answered last time, those to try); the others are let be until their pause is over."""

@@ -37,7 +37,7 @@ TRIES = 128
 LATENCY_READINGS = 12
 """Readings that the latency window spans: a minute at the default interval."""
 FORGET_S = 900.0
-"""A router that was not read for this long belongs to a fleet that is gone; an interval is 5 minutes at most."""
+"""A fleet that nobody asked about for this long is gone; an interval is 5 minutes at most."""
 SWEEP_S = 60.0
 AGENT_PORT = Ports().agent
 
@@ -45,8 +45,10 @@ AGENT_PORT = Ports().agent
 class ScrapeTelemetry:
     """Reads expositions over HTTP."""
 
-    def __init__(self, now: Callable[[], float] = time.time) -> None:
+    def __init__(self, now: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic) -> None:
+        """`now` dates readings; pauses and what is forgotten go by `monotonic`, which nobody sets."""
         self._now = now
+        self._monotonic = monotonic
         plain = {"accept-encoding": "identity"}  # what is not compressed cannot grow
         limits = httpx.Limits(max_connections=CONCURRENCY + TRIES)
         self._http = httpx.AsyncClient(timeout=TIMEOUT_S, trust_env=False, limits=limits, headers=plain)
@@ -56,6 +58,8 @@ class ScrapeTelemetry:
         """By namespace, fleet and tier."""
         self._history: dict[tuple[str, str], dict[str, deque[Reading]]] = {}
         """Routers' readings by fleet and URL."""
+        self._asked_at: dict[tuple[str, str], float] = {}
+        """When each fleet was last asked about, by `monotonic`."""
         self._swept_at = float("-inf")
         self._meters: dict[tuple[str, str], dict[str, KvMeter]] = {}
         """By fleet and tier."""
@@ -70,7 +74,7 @@ class ScrapeTelemetry:
         readings = [found.get(target) or _read_from(pod, None) for target, pod in workers.items()]
         latest = [found.get(url) for url in routers]
         now = self._now()
-        earlier = self._remember((fleet.metadata.namespace, fleet.metadata.name), dict(zip(routers, latest, strict=True)), now)
+        earlier = self._remember((fleet.metadata.namespace, fleet.metadata.name), dict(zip(routers, latest, strict=True)))
         by_router = dict(zip(routers, latest, strict=True))
         found_tiers = {}
         for tier in fleet.spec.tiers:
@@ -80,7 +84,7 @@ class ScrapeTelemetry:
         return found_tiers
 
     def _watch(self, key: tuple[str, str, str], workers: list[WorkerReading], routers: dict[str, Reading | None]) -> KvWatch:
-        """The tier's watch after this reading; those of fleets that are gone are forgotten with their routers."""
+        """The tier's watch after this reading."""
         watch = self._watches[key] = watch_tier(key[2], self._watches.get(key, KvWatch()), workers, routers)
         return watch
 
@@ -94,7 +98,7 @@ class ScrapeTelemetry:
             return metered
         return replace(metered, answers_since=proof.answers_since, failed_since=proof.failed_since)
 
-    def _remember(self, fleet: tuple[str, str], latest: dict[str, Reading | None], now: float) -> list[Reading | None]:
+    def _remember(self, fleet: tuple[str, str], latest: dict[str, Reading | None]) -> list[Reading | None]:
         """Keep the readings of a fleet's routers, forget other routers of it and fleets that are gone. Answers the oldest
         reading kept of each: it begins the window. The first one is its own beginning, else all that a router ever did would
         pass for the present after a restart of the operator."""
@@ -104,6 +108,7 @@ class ScrapeTelemetry:
             if reading is not None:
                 kept[url].append(reading)
         self._history[fleet] = kept
+        self._asked_at[fleet] = now = self._monotonic()
         if now - self._swept_at >= SWEEP_S:
             self._sweep(now)
         return [history[0] if history else None for history in kept.values()]
@@ -111,11 +116,10 @@ class ScrapeTelemetry:
     def _sweep(self, now: float) -> None:
         """Not at every reading: it looks at every fleet."""
         self._swept_at = now
-        for fleet, histories in list(self._history.items()):
-            if all(not history or history[-1].read_at < now - FORGET_S for history in histories.values()):
-                del self._history[fleet]
-        self._watches = {key: watch for key, watch in self._watches.items() if key[:2] in self._history}
-        self._meters = {key: meters for key, meters in self._meters.items() if key in self._history}
+        self._asked_at = {fleet: at for fleet, at in self._asked_at.items() if now - at < FORGET_S}
+        self._history = {key: kept for key, kept in self._history.items() if key in self._asked_at and any(kept.values())}
+        self._watches = {key: watch for key, watch in self._watches.items() if key[:2] in self._asked_at}
+        self._meters = {key: meters for key, meters in self._meters.items() if key in self._asked_at}
 
     async def _ask(self, read: Mapping[str, Callable[[], Coroutine[Any, Any, Any]]]) -> dict[str, Any]:
         """What each target answered. Those that did last time are all asked; the others in growing waves, until a whole wave
@@ -133,7 +137,7 @@ class ScrapeTelemetry:
                 size = size * 2 if any(map(self._reach.answered, wave)) else 0
                 left = left if size else []
 
-        known, to_try = self._reach.split(read, self._now())
+        known, to_try = self._reach.split(read, self._monotonic())
         await asyncio.gather(waves(to_try), *map(one, known))
         return found
 
@@ -166,7 +170,7 @@ class ScrapeTelemetry:
                 answered = False
                 return None
             finally:
-                self._reach.told(target, answered, self._now())
+                self._reach.told(target, answered, self._monotonic())
         return bytes(body)
 
     async def close(self) -> None:

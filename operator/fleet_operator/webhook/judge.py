@@ -67,7 +67,9 @@ def _spec(obj: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _annotations(obj: Mapping[str, Any]) -> Mapping[str, Any]:
-    return (obj.get("metadata") or {}).get("annotations") or {}
+    metadata = obj.get("metadata")
+    found = metadata.get("annotations") if isinstance(metadata, dict) else None
+    return found if isinstance(found, dict) else {}
 
 
 def _patch(obj: Mapping[str, Any], wanted: str | None) -> list[Mapping[str, Any]]:
@@ -84,5 +86,10 @@ def _removed(request: Request) -> list[str]:
     """Tiers that leave, with all of their workers."""
     if not request.old:
         return []
-    before, after = ({tier.get("name") for tier in _spec(obj).get("tiers") or []} for obj in (request.old, request.object))
+    before, after = _tiers(request.old), _tiers(request.object)
     return [f"spec.tiers: tier {name} is removed: its workers are drained and deleted" for name in sorted(before - after)]
+
+
+def _tiers(obj: Mapping[str, Any]) -> set[str]:
+    found = _spec(obj).get("tiers")
+    return {str(tier.get("name")) for tier in found if isinstance(tier, dict)} if isinstance(found, list) else set()

@@ -8,9 +8,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from fleet_operator.adapters.follow import SETTLED_S, UNSETTLED_S, AdapterFollower, concerned, pause_s
+import pytest
+
+from fleet_operator.adapters.follow import SETTLED_S, UNSETTLED_S, AdapterFollower, concerned, pause_s, seen_of
 from fleet_operator.adapters.memory import AdapterMemory
-from fleet_operator.flip.asking import Answer, Ask
+from fleet_operator.flip.asking import WORD_MOST, Answer, Ask, state_of
 from fleet_operator.names import ADAPTERS, ROLE
 from fleet_planner.types import AdapterSeen
 from tests.fleet_planner.test_adapters import TWO, A, B, fleet, pod
@@ -123,3 +125,28 @@ def test_a_change_of_the_spec_is_told_at_once_and_a_look_never_runs_twice():
     assert memory.due(other, 101.0)
     assert asyncio.run(memory.look(follower, other, live, lambda: 101.0))
     assert agents.told == [("h1", [{"name": "a", "source": A}])]
+
+
+NONSENSE = {
+    "not UTF-8": b'{"phase": "\xff", "adapters": [{"name": "\xff"}], "\xff": 1}',
+    "deep": b'{"role": ' + b"[" * 100_000,
+    "deep where nobody looks": b'{"x": ' + b"[" * 100_000,
+    "half a surrogate": b'{"role": "prefill", "phase": "\\ud800", "adapters": [{"name": "\\ud800"}]}',
+}
+
+
+@pytest.mark.parametrize("body", NONSENSE.values(), ids=NONSENSE)
+def test_an_answer_that_is_none_is_no_answer(body: bytes):
+    """One worker's agent that answered so ended the operator, and so of every fleet, again at every start."""
+    answer = Answer(200, body)
+    assert (seen_of(answer), state_of(answer), answer.json()) == (None, None, {})
+
+
+def test_words_of_workers_are_bounded():
+    """A digest of megabytes made the routers' document too large to be written, a message the status."""
+    entry = {"name": "a", "source": A, "state": "Failed"} | dict.fromkeys(("digest", "reason", "message"), "x" * 100_000)
+    (seen,) = seen_of(Answer(200, json.dumps({"adapters": [entry]}).encode())) or ()
+    assert {len(seen.digest), len(seen.reason), len(seen.message)} == {WORD_MOST}
+    state = state_of(Answer(200, json.dumps({"role": "prefill", "phase": "x" * 10_000, "flip_problem": "x" * 10_000}).encode()))
+    assert state is not None
+    assert {len(state.phase), len(state.flip_problem)} == {WORD_MOST}

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import rsa
+from cryptography.x509.oid import NameOID
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from fleet_operator.certs.issue import Material, UnusableError, carry_out, read
-from fleet_operator.certs.keeper import Keeper, Place
+from fleet_operator.certs.keeper import FILES, Keeper, Place
 from fleet_operator.certs.plan import DAY_S, Certificate, Lifetimes, Stock, Work, plan
 from fleet_operator.cluster.guarded import GuardedCluster
 from fleet_operator.cluster.interface import ForbiddenError
@@ -116,9 +122,9 @@ class World:
     now: float = T0
     store: MemoryCluster = field(default_factory=MemoryCluster)
 
-    def replica(self) -> Replica:
+    def replica(self, names: frozenset[str] = NAMES) -> Replica:
         fence = Fence(lambda: self.now)
-        place = Place("ns", "certs", "inferencefleet", NAMES, SHORT)
+        place = Place("ns", "certs", "inferencefleet", names, SHORT)
         keeper = Keeper(GuardedCluster(self.store, fence), place, lambda: self.now)
         replica = Replica(keeper, fence)
         serve = keeper._serve
@@ -131,8 +137,6 @@ class World:
         return replica
 
     async def trusted(self) -> list[Certificate]:
-        import base64
-
         found = []
         for kind in (MUTATING, VALIDATING):
             for hook in (await self.store.get(kind, None, "inferencefleet"))["webhooks"]:
@@ -142,8 +146,6 @@ class World:
 
 
 def _authorities(bundle: bytes) -> tuple[Certificate, ...]:
-    from cryptography import x509
-
     from fleet_operator.certs.issue import _summary
 
     return tuple(_summary(one, {}) for one in x509.load_pem_x509_certificates(bundle)) if bundle else ()
@@ -220,6 +222,41 @@ def test_a_spoiled_secret_is_replaced():
             await world.store.writer("user").apply({"apiVersion": "v1", "kind": "Secret", "metadata": meta, "data": data})
             assert await one.keeper.look()
             assert not await one.keeper.look()
+
+    asyncio.run(scenario())
+
+
+def of_others(authority_bits: int, serving_bits: int) -> Material:
+    """As somebody made it with other tools: RSA, and perhaps too short for TLS."""
+    begins, ends = (datetime.fromtimestamp(at, UTC) for at in (T0 - DAY_S, T0 + 90 * DAY_S))
+    signer, own = (rsa.generate_private_key(65_537, bits) for bits in (authority_bits, serving_bits))
+    names = [x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]) for name in ("authority", "serving")]
+    made = []
+    for subject, key in zip(names, (signer, own), strict=True):
+        builder = x509.CertificateBuilder(names[0], subject, key.public_key(), len(made) + 1, begins, ends)
+        made.append(builder.sign(signer, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
+    pkcs8, plain = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    keys = [key.private_bytes(serialization.Encoding.PEM, pkcs8, plain) for key in (signer, own)]
+    return Material(made[0], keys[0], made[1], keys[1])
+
+
+@pytest.mark.parametrize("names", [NAMES, frozenset[str]()], ids=["another-name", "every-name"])
+@pytest.mark.parametrize(("authority_bits", "serving_bits"), [(2048, 2048), (1024, 1024)])
+def test_certificates_that_others_made_end_no_operator(authority_bits: int, serving_bits: int, names: frozenset[str]):
+    """We cannot sign with such a key, and TLS takes none that short: the operator ended, and again at every start."""
+
+    async def scenario() -> None:
+        world = World()
+        one = world.replica(names)
+        one.fence.extend(T0 + 1e6, T0 + 1e6)
+        given = of_others(authority_bits, serving_bits)
+        pems = (given.bundle, given.authority_key, given.certificate, given.key)
+        data = {name: base64.b64encode(pem).decode() for name, pem in zip(FILES, pems, strict=True)}
+        meta = {"name": "certs", "namespace": "ns"}
+        await world.store.writer("user").apply({"apiVersion": "v1", "kind": "Secret", "metadata": meta, "data": data})
+        assert await one.keeper.look()
+        assert not await one.keeper.look()
+        assert one.keeper.ready.is_set()
 
     asyncio.run(scenario())
 

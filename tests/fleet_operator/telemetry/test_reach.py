@@ -47,14 +47,14 @@ class Silent(ScrapeTelemetry):
     """Nobody answers, except at some addresses."""
 
     def __init__(self, answering: set[str], clock: list[float]) -> None:
-        super().__init__(lambda: clock[0])
+        super().__init__(monotonic=lambda: clock[0])
         self.answering = answering
         self.asked: list[str] = []
 
     async def _get(self, target: str, url: str) -> bytes | None:
         address = url.split("/")[2].split(":", maxsplit=1)[0]
         self.asked.append(address)
-        self._reach.told(target, address in self.answering, self._now())
+        self._reach.told(target, address in self.answering, self._monotonic())
         return b"vllm:num_requests_running 1\nvllm:num_requests_waiting 0\n" if address in self.answering else None
 
 

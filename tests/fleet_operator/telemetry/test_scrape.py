@@ -165,7 +165,7 @@ def test_routers_and_fleets_that_are_gone_are_forgotten():
     clock = [1_000.0]
 
     async def go(url: str) -> list[int]:
-        telemetry = ScrapeTelemetry(lambda: clock[0])
+        telemetry = ScrapeTelemetry(monotonic=lambda: clock[0])
         await ttft(telemetry, url)
         await telemetry.collect(fleet(name="other"), [], [url])
         found = [len(telemetry._history)]
@@ -177,3 +177,47 @@ def test_routers_and_fleets_that_are_gone_are_forgotten():
 
     with served(Router().answer) as url:
         assert asyncio.run(go(url)) == [2, 0]
+
+
+def test_a_clock_that_is_set_makes_nobody_forgotten_and_keeps_nobody_from_it():
+    """Set back by an hour, nothing was swept for an hour; set forward, every other fleet's window and counters began anew."""
+    wall, run = [1_000_000.0], [1_000.0]
+
+    async def go(url: str) -> list[int]:
+        telemetry, found = ScrapeTelemetry(lambda: wall[0], lambda: run[0]), []
+        for name in ("gone", "other", "f"):
+            await telemetry.collect(fleet(name=name), [], [url])
+        for set_s, passed_s in ((3_600.0, scrape.SWEEP_S), (-7_200.0, scrape.FORGET_S - scrape.SWEEP_S)):
+            wall[0], run[0] = wall[0] + set_s + passed_s, run[0] + passed_s
+            for name in ("f", "other"):
+                await telemetry.collect(fleet(name=name), [], [url])
+            found.append(len(telemetry._history))
+        await telemetry.close()
+        return found
+
+    with served(Router().answer) as url:
+        assert asyncio.run(go(url)) == [3, 2]
+
+
+def test_counters_do_not_go_down_while_no_router_can_be_read():
+    """They were forgotten each minute with the routers' readings, as those of a fleet that is gone."""
+    run, transfers = [1_000.0], [7]
+
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        reply(handler, f"vllm:nixl_xfer_time_seconds_count {transfers[0]}\n")
+
+    async def go(port: int) -> list[int]:
+        telemetry, found = ScrapeTelemetry(monotonic=lambda: run[0]), []
+        ports = {"containers": [{"ports": [{"name": "agent", "containerPort": port}]}]}
+        worker = {**pod("d", "decode", "127.0.0.1"), "spec": ports}
+        for count in (7, 2, 2):
+            transfers[0] = count
+            known = (await telemetry.collect(fleet(), [worker], []))["t"].kv
+            assert known is not None
+            found.append(known.transfers)
+            run[0] += scrape.SWEEP_S
+        await telemetry.close()
+        return found
+
+    with served(answer) as url:
+        assert asyncio.run(go(int(url.rpartition(":")[2]))) == [7, 9, 9]

@@ -215,3 +215,22 @@ def test_the_configurations_are_safe(capsys: pytest.CaptureFixture[str]):
             assert all("/status" not in resource for rule in hook["rules"] for resource in rule["resources"])
     assert main(["--service", "ns/hook", "--failure-policy", "Fail"]) == 0
     assert capsys.readouterr().out.count("failurePolicy: Fail") == 3
+
+
+# -- what nobody should send ----------------------------------------------------------------------------------------------
+ODD: list[Any] = [None, 0, "x", [], [None], {"a": None}]
+
+
+@pytest.mark.parametrize("odd", ODD, ids=json.dumps)
+def test_odd_objects_are_answered(odd: Any):
+    """Each of these was an HTTP 500 and a traceback in the operator's log."""
+    good = fleet({"note": "n"})
+    for bad in ({**good, "metadata": odd}, fleet(odd), {**good, "spec": odd}, {**good, "spec": {**good["spec"], "tiers": odd}}):
+        for new, old in ((bad, None), (bad, good), (good, bad)):
+            for judge in (judge_fleet, mark_fleet):
+                assert render_review(request(new, old), judge(request(new, old)))["response"]["uid"] == "u"
+
+
+def test_half_a_surrogate_in_an_annotation_is_measured_like_any_other_text():
+    """`fleet validate` ended with a traceback; kubectl sends three bytes for it."""
+    assert validate(fleet({"note": "\ud800"})) == []
