@@ -124,7 +124,7 @@ def test_a_worker_that_cannot_count_leaves_it_to_the_prefill_leg_and_the_kv_is_g
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("workers", [1, 2])
 def test_who_does_not_tell_how_long_a_prompt_is_has_failed_no_answer(stream: bool, workers: int):
-    """Incident: a lost /tokenize was a decode worker's failure: it took a retry, and a client with one worker was told 503, though
+    """Incident: a lost /tokenize was a decode worker's failure: it took a retry, and with one worker was 503, though
     nothing had been computed."""
 
     async def go(rig: Rig) -> None:
