@@ -314,8 +314,10 @@ class Inbound:
             raise RequestError(414, f"the URL is longer than {self._bounds.url_bytes} bytes")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """One header field; counted and checked, only a few are kept."""
+        """One header field, or one behind a chunked body; counted and checked, only a few are kept."""
         self._count_field(len(name) + len(value) + 4)
+        if self.in_body:
+            return  # a trailer says nothing of how the request is framed, routed or whose it is (RFC 9110, 6.5.1)
         lower = name.lower()
         if lower not in KEPT:
             if lower in self._wanted and self.current is not None and len(value) <= KEPT_BYTES:
