@@ -21,7 +21,8 @@ CONNECT_TIMEOUT_S: Final = 3.0
 MAX_HEAD_BYTES: Final = 65_536
 HEAD_END: Final = b"\r\n\r\n"
 LENGTH: Final = b"content-length"
-FRAMING: Final = {LENGTH, b"transfer-encoding"}
+ENCODING: Final = b"transfer-encoding"
+FRAMING: Final = {LENGTH, ENCODING}
 
 
 INTERIM_AFTER: Final = (b"HTTP/1.1 ", b"HTTP/1.0 ")
@@ -185,9 +186,15 @@ class Upstream:
         parser.feed_data(head[: at + 4])
         if parser.get_status_code() < OK:
             raise httptools.HttpParserError("its status line is odd")
+        framed = self._ended
         for name, value in self._headers:
-            if name.lower() == LENGTH:
-                self._left = int(value)
+            lower = name.lower()
+            if lower == LENGTH:
+                self._left, framed = int(value), True
+            elif lower == ENCODING and value.lower().endswith(b"chunked"):
+                framed = True
+        if not framed:  # it would end where the worker closes: half of it would look whole to a client
+            raise httptools.HttpParserError("it does not say where its body ends")
         return head[at + 4 :]
 
     def _goes_on(self, leg: Leg, parser: httptools.HttpResponseParser, data: bytes, came: bytes = b"") -> None:
