@@ -31,6 +31,8 @@ KEPT: Final = LOOKED_AT | ASKED_BY
 KEPT_BYTES: Final = 256
 """Longer values of headers that routing goes by are passed over."""
 NOTHING_KEPT: Final[dict[bytes, bytes]] = {}
+PIECES_MOST: Final = 8_192
+"""Of a body, kept apart: each takes some 50 bytes beside its own."""
 HEADS_MOST: Final = 256
 """Of connections' first requests; 2 MB at most."""
 _PROCESS: Final = uuid4().hex[:16]
@@ -373,7 +375,10 @@ class Inbound:
         if self._body_bytes > self._bounds.body_bytes:
             raise RequestError(413, f"the body is larger than {self._bounds.body_bytes} bytes")
         if self.current is not None:
-            self.current.body.append(body)
+            pieces = self.current.body
+            pieces.append(body)
+            if len(pieces) >= PIECES_MOST:
+                self.current.body = [b"".join(pieces)]
 
     def on_message_complete(self) -> None:
         """The request is whole."""

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from fleet_router.config import HttpBounds
-from fleet_router.inbound import Inbound
+from fleet_router.inbound import PIECES_MOST, Inbound
 from tests.fleet_router.rig import BOUNDS, Rig, ask, run, until
 
 
@@ -193,3 +193,19 @@ def test_trailers_without_end_are_refused():
     inbound = Inbound()
     inbound.feed(head + b"a: b\r\n" * 10_000, HttpBounds())
     assert (inbound.error is not None, inbound.error and inbound.error.status) == (True, 431)
+
+
+def test_a_body_in_small_chunks_takes_no_more_memory_than_it_has_bytes():
+    """Incident: 4 MiB in chunks of two bytes were two million objects, 120 MB for each connection."""
+    body = b'{"model":"m","prompt":"' + b"ab" * 50_000 + b'"}'
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: h\r\ntransfer-encoding: chunked\r\n\r\n"
+    chunks = b"".join(b"%x\r\n%b\r\n" % (len(body[at : at + 2]), body[at : at + 2]) for at in range(0, len(body), 2))
+    inbound, most = Inbound(), 0
+    for at in range(0, len(head + chunks), 4_096):
+        inbound.feed((head + chunks)[at : at + 4_096], HttpBounds())
+        assert inbound.current is not None
+        most = max(most, len(inbound.current.body))
+    assert most <= PIECES_MOST
+    inbound.feed(b"0\r\n\r\n", HttpBounds())
+    (found,) = inbound.requests
+    assert b"".join(found.body) == body
