@@ -59,7 +59,7 @@ class Supervisor:
             child = await asyncio.create_subprocess_exec(*argv, pass_fds=() if key is None else (key,), start_new_session=True)
             code = await self._wait(child)
             if self._stop.is_set():
-                return max(0, code)
+                return exit_code(code)
             quick = quick + 1 if time.monotonic() - began < QUICK_S else 0
             print(f"event=process-died index={index} code={code} quick={quick}", file=sys.stderr, flush=True)
             if quick >= QUICK_MOST:
@@ -75,6 +75,14 @@ class Supervisor:
             child.send_signal(signal.SIGTERM)
         told.cancel()
         return await ended
+
+
+def exit_code(code: int) -> int:
+    """Of a process that was told to go, as ours: one that a signal ended has cut its answers off, but for SIGTERM, which ends one
+    that has not begun to serve."""
+    if code == -signal.SIGTERM:
+        return 0
+    return 1 if code < 0 else code
 
 
 def _key_file() -> int:
