@@ -81,3 +81,4 @@ class Context:
 
     def __post_init__(self) -> None:
         self.releases = Releases(self.metrics)
+        self.holding.faults = self.desk.faults

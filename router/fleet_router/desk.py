@@ -21,6 +21,7 @@ from fleet_router.admission.usage import estimated
 from fleet_router.asked import Ask
 from fleet_router.config import RouterConfig
 from fleet_router.errors import RequestError
+from fleet_router.faults import Faults
 from fleet_router.histogram import Histogram
 from fleet_router.metrics import WAIT_BUCKETS_S
 from fleet_router.request import asked_about, asked_tokens, choices_of, with_fields
@@ -53,6 +54,7 @@ class Desk:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self.gate = Gate()
+        self.faults = Faults()
         self.accounts: dict[str, Account] = {}
         self.waits: dict[str, Histogram] = {}
         self.refused_keys = 0
@@ -230,16 +232,27 @@ class Desk:
                 self._turn_away(late, "queue_timeout", "no worker was free in time", status=503)
             while (ticket := self.gate.next()) is not None:
                 self._wait_of(ticket, now)
-                self._flows.pop(ticket).admitted()
+                self._admit(self._flows.pop(ticket))
         finally:
             self._starting = False
+
+    def _admit(self, flow: Waits) -> None:
+        """It is its turn. A bug in what it does then is its own."""
+        try:
+            flow.admitted()
+        except Exception as error:
+            self.faults.end(error, flow.cut)
 
     def _turn_away(self, ticket: Ticket, reason: str, message: str, *, status: int) -> None:
         """One that left the queue without having begun."""
         ticket.lane.account.counts[reason] += 1
         ticket.lane.account.settle(ticket.charged, "failed", (0, 0), self._now_ns())
         retry_after_s = self.gate.retry_after_s(self._clock())
-        self._flows.pop(ticket).cut(_turned_away(status, reason, message, retry_after_s))
+        flow = self._flows.pop(ticket)
+        try:
+            flow.cut(_turned_away(status, reason, message, retry_after_s))
+        except Exception as error:
+            self.faults.end(error, flow.cut)
 
     def _wait_of(self, ticket: Ticket, now: float) -> None:
         histogram = self.waits.get(ticket.lane.slo_class.name)

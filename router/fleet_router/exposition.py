@@ -35,6 +35,7 @@ def exposition(desk: Desk, now: float) -> str:
     out += ["# TYPE fleet_router_queue_wait_seconds histogram"]
     for name, waits in desk.waits.items():
         out += waits.lines("fleet_router_queue_wait_seconds", f'class="{name}"')
+    out += ["# TYPE fleet_router_request_faults_total counter", f"fleet_router_request_faults_total {desk.faults.count}"]
     out += ["# TYPE fleet_router_runaways_total counter"]
     out += [f'fleet_router_runaways_total{{pattern="{why}"}} {count}' for why, count in desk.runaways.items()]
     return "\n".join([*out, *_tenants(desk.all_accounts(), metered=desk.tenants_needed)]) + "\n"

@@ -169,7 +169,7 @@ class Flow(Carrying):
                 return
             if connection is None:
                 self.end_leg()
-                self.leg_failed(worker, why, gone=True)
+                leg.failed(why, gone=True)
                 return
             self._put_on(connection, leg, payload)
 
@@ -272,12 +272,18 @@ class Flow(Carrying):
             self._send(worker, self._tokenize_body(), TokenizeLeg(self, worker, then), path=TOKENIZE_PATH)
         return isinstance(found, Choice)
 
+    def not_told(self, worker: Worker, why: str, *, gone: bool) -> None:
+        """A worker did not tell a prompt's tokens. The rest of a stream has the time that it would have had."""
+        self._blame(worker, why, gone=gone)
+        if self.started:
+            self.deadline = self._context.clock() + self.config.first_token_deadline_s
+
     def _fault(self, why: str) -> None:
-        worker = self._leg_worker
+        leg = self._leg
         self._abandon_leg()
         self.end_leg()
-        if worker is not None:
-            self.leg_failed(worker, why)
+        if isinstance(leg, (PrefillLeg, DecodeLeg)):
+            leg.failed(why)
 
     def _others(self, worker: Worker, *, even_out: bool = False) -> bool:
         """Somebody else of this role could be asked, with nothing against him; `even_out`: or with."""
@@ -342,15 +348,13 @@ class Flow(Carrying):
 
     def silent(self) -> None:
         """The worker of this leg says nothing to anybody: before the first byte, once, somebody else is asked."""
-        worker = self._leg_worker
+        worker, leg = self._leg_worker, self._leg
         if worker is None or self.done or self.started or self._moved:
             return
         if worker.role == "decode" and not self._others(worker):
             return  # to wait on is all that is left
-        self._moved = True
-        self._abandon_leg()
-        self.end_leg()
-        self.leg_failed(worker, "it has said nothing for too long")
+        self._moved = not isinstance(leg, TokenizeLeg)
+        self._fault("it has said nothing for too long")
 
     def leg(self) -> Waits | None:
         """The leg that is under way, for those who look for silent workers; None while the client is what is waited for."""
@@ -362,7 +366,7 @@ class Flow(Carrying):
 
     def _comes_whole(self, worker: Worker) -> bool:
         """Nothing is heard of this leg before its end, and its end is not near: a prefill's is."""
-        return not self._ask.stream and worker.role == "decode"
+        return not self._ask.stream and worker.role == "decode" and not isinstance(self._leg, TokenizeLeg)
 
     def names_no_model(self, body: bytes) -> bool:
         """A 404 that says that there is no such model; under an adapter any 404 does."""

@@ -15,6 +15,7 @@ from typing import Protocol
 
 from fleet_router.config import HoldBounds
 from fleet_router.errors import RequestError
+from fleet_router.faults import Faults
 from fleet_router.histogram import Histogram
 from fleet_wire.endpoints import AtZero
 
@@ -77,6 +78,7 @@ class Holding:
     """Bodies of all requests that wait."""
     outcomes: Counter[str] = field(default_factory=Counter)
     """released, refused (nothing wakes any more), left, expired, full, pushed (another tenant had less), stopped."""
+    faults: Faults = field(default_factory=Faults)
     waited: Histogram = field(default_factory=lambda: Histogram(HELD_BUCKETS_S))
     """Of those that were tried again."""
     _places: dict[Waiting, _Place] = field(default_factory=dict)
@@ -178,7 +180,10 @@ class Holding:
         places, self._places, self.size_bytes = self._places, {}, 0
         self._since = {one: place.since for one, place in places.items()}
         for one, place in places.items():
-            one.begin()
+            try:
+                one.begin()
+            except Exception as error:
+                self.faults.end(error, one.cut)
             if one not in self._places:
                 self.outcomes["released" if served else "refused"] += 1
                 self.waited.observe(now - place.since)
@@ -190,7 +195,10 @@ class Holding:
         error = RequestError(503, "the router is shutting down", code="shutting_down")
         for one in list(self._places):
             self.drop(one, "stopped")
-            one.cut(error)
+            try:
+                one.cut(error)
+            except Exception as fault:
+                self.faults.end(fault, one.cut)
         listeners, self._listeners = self._listeners, set()
         for listener in listeners:
             listener.hear(0)

@@ -31,6 +31,8 @@ KEPT: Final = LOOKED_AT | ASKED_BY
 KEPT_BYTES: Final = 256
 """Longer values of headers that routing goes by are passed over."""
 NOTHING_KEPT: Final[dict[bytes, bytes]] = {}
+PIECES_MOST: Final = 8_192
+"""Of a body, kept apart: each takes some 50 bytes beside its own."""
 HEADS_MOST: Final = 256
 """Of connections' first requests; 2 MB at most."""
 _PROCESS: Final = uuid4().hex[:16]
@@ -314,8 +316,10 @@ class Inbound:
             raise RequestError(414, f"the URL is longer than {self._bounds.url_bytes} bytes")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """One header field; counted and checked, only a few are kept."""
+        """One header field, or one behind a chunked body; counted and checked, only a few are kept."""
         self._count_field(len(name) + len(value) + 4)
+        if self.in_body:
+            return  # a trailer says nothing of how the request is framed, routed or whose it is (RFC 9110, 6.5.1)
         lower = name.lower()
         if lower not in KEPT:
             if lower in self._wanted and self.current is not None and len(value) <= KEPT_BYTES:
@@ -371,7 +375,10 @@ class Inbound:
         if self._body_bytes > self._bounds.body_bytes:
             raise RequestError(413, f"the body is larger than {self._bounds.body_bytes} bytes")
         if self.current is not None:
-            self.current.body.append(body)
+            pieces = self.current.body
+            pieces.append(body)
+            if len(pieces) >= PIECES_MOST:
+                self.current.body = [b"".join(pieces)]
 
     def on_message_complete(self) -> None:
         """The request is whole."""

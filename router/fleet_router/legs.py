@@ -74,7 +74,11 @@ class PrefillLeg:
         if not self._flow.resend(self._worker, self):
             self._flow.end_leg()
             self._flow.give_back(self._worker)
-            self._flow.leg_failed(self._worker, reason)
+            self.failed(reason)
+
+    def failed(self, why: str, *, gone: bool = False) -> None:
+        """It is over, and nothing came of it. `gone`: the worker could not be connected to."""
+        self._flow.leg_failed(self._worker, why, gone=gone)
 
 
 class DecodeLeg:
@@ -150,7 +154,11 @@ class DecodeLeg:
     def on_lost(self, reason: str) -> None:
         if not self._flow.resend(self._worker, self):
             self._flow.end_leg()
-            self._flow.leg_failed(self._worker, reason)
+            self.failed(reason)
+
+    def failed(self, why: str, *, gone: bool = False) -> None:
+        """It is over, and nothing came of it. `gone`: the worker could not be connected to."""
+        self._flow.leg_failed(self._worker, why, gone=gone)
 
 
 class TranslatedLeg(DecodeLeg):
@@ -309,3 +317,8 @@ class TokenizeLeg(DecodeLeg):
     def on_end(self) -> None:
         self._flow.end_leg()
         self._then(tokens_of(bytes(self._answer)) if self._held == OK else [])
+
+    def failed(self, why: str, *, gone: bool = False) -> None:
+        """Nothing was computed: it takes no retry, and the request goes on without the tokens."""
+        self._flow.not_told(self._worker, why, gone=gone)
+        self._then([])

@@ -5,7 +5,17 @@ from __future__ import annotations
 from abc import ABC
 from typing import TYPE_CHECKING, Final
 
-from fleet_router.admission.usage import EVENT, SHORT_BYTES, SPLIT_BYTES, TOLD, TOLD_LAST, usage_in, used_tokens, with_usage
+from fleet_router.admission.usage import (
+    EVENT,
+    SHORT_BYTES,
+    SPLIT_BYTES,
+    TOLD,
+    TOLD_LAST,
+    tells_usage,
+    usage_in,
+    used_tokens,
+    with_usage,
+)
 from fleet_router.ending import without_usage
 
 if TYPE_CHECKING:
@@ -14,6 +24,9 @@ if TYPE_CHECKING:
     from fleet_router.desk import Desk
     from fleet_router.dialect.translation import Translation
 
+CRLF: Final = b"\r\n"
+ONE_CHUNK: Final = 2
+"""Line breaks of its framing: with more of them a name in it may be cut in two."""
 SOUND_ENDS: Final[tuple[bytes, ...]] = (b"}\n\n\r\n", b"data: [DONE]\n\n\r\n", b"\r\n0\r\n\r\n")
 
 
@@ -46,8 +59,8 @@ class Metering(ABC):  # noqa: B024 - what is abstract of an answer comes in its 
 
     def _without_usage(self, data: bytes) -> bytes:
         """What the client asked for; the rest is what we asked for."""
-        if data.find(TOLD) < 0 and data.find(TOLD_LAST) < 0:  # `in` raises and catches an error first; a chunk may end in one
-            return data
+        if data.find(TOLD) < 0 and data.find(TOLD_LAST) < 0 and (data.count(CRLF) <= ONE_CHUNK or not tells_usage(data)):
+            return data  # `in` raises and catches an error first
         shown, told = without_usage(data)
         self._told = told or self._told
         return shown

@@ -97,6 +97,7 @@ class Router:
         self._desk.tenants_needed = settings.tenants is not None
         self._journal = Journal()
         self._recorder = Recorder(self._clock, self._journal)
+        self._desk.faults.tell = self._fault
         nothing = RouterConfig(fleet="", served_name="")
         self._context = Context(WorkerTable(), nothing, Metrics(), self._clock, self._desk, self._recorder)
         self._connections: set[ClientConnection] = set()
@@ -397,10 +398,20 @@ class Router:
             self._context.releases.sweep(now)
             self._context.table.routing.tick(now, self._context.config.slow_start_s)
             self._probes.ask(watch(self._context, self._asking(), now))
-            for connection in list(self._connections):
+            self.sweep(now)
+
+    def sweep(self, now: float) -> None:
+        """Deadlines. A bug in what is done for one connection ends that one's request."""
+        for connection in list(self._connections):
+            try:
                 connection.sweep(now)
-            if self._picker is not None:
-                self._picker.sweep(now)
+            except Exception as error:
+                self._desk.faults.end(error, connection.fail, connection.request_id)
+        if self._picker is not None:
+            self._picker.sweep(now)
+
+    def _fault(self, request_id: str, kind: str, where: list[str]) -> None:
+        self._journal.say("request-failed", request_id=request_id, error=kind, at=where)
 
     def _asking(self) -> list[Connection]:
         """Whoever may wait for a worker."""
@@ -425,11 +436,17 @@ class Router:
             await asyncio.sleep(DRAIN_STEP_S)
         self._journal.say("drained", left=len(self._connections))
         for connection in list(self._connections):
-            connection.cut()
+            try:
+                connection.cut()
+            except Exception as error:
+                self._desk.faults.end(error, connection.fail, connection.request_id)
         await asyncio.sleep(DRAIN_STEP_S)  # what was just written goes out
 
     def drain_step(self, since: float) -> None:
         """Close every connection that has nothing to answer."""
         now = self._clock()
         for connection in list(self._connections):
-            connection.drain(now, since)
+            try:
+                connection.drain(now, since)
+            except Exception as error:
+                self._desk.faults.end(error, connection.fail, connection.request_id)

@@ -458,6 +458,17 @@ class ClientConnection:
         elif now - self.idle_since > bounds.idle_s:
             self._close()
 
+    def fail(self, error: RequestError) -> None:
+        """A bug of ours in what was done for it: its request is told so; the connection ends where it cannot be."""
+        flow, told = self.flow, False
+        try:
+            if flow is not None:
+                flow.cut(error)
+                told = self.flow is not flow
+        finally:
+            if not told:
+                self.abort()
+
     def _reset_by_client(self) -> bool:
         made = self._transport.get_extra_info("socket") if self._transport is not None else None
         return made is not None and bool(made.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == TCP_CLOSE)

@@ -59,7 +59,7 @@ class Supervisor:
             argv += ["--gossip-key", f"/proc/self/fd/{key}"] if key is not None else []
             code = await self._run(argv, key)
             if self._stop.is_set():
-                return max(0, code)
+                return exit_code(code)
             quick = quick + 1 if time.monotonic() - began < QUICK_S else 0
             write(f"event=process-died index={index} code={code} quick={quick}")
             if quick >= QUICK_MOST:
@@ -84,6 +84,14 @@ class Supervisor:
             child.send_signal(signal.SIGTERM)
         told.cancel()
         return await ended
+
+
+def exit_code(code: int) -> int:
+    """Of a process that was told to go, as ours: one that a signal ended has cut its answers off, but for SIGTERM, which ends one
+    that has not begun to serve."""
+    if code == -signal.SIGTERM:
+        return 0
+    return 1 if code < 0 else code
 
 
 def _key_file() -> int:

@@ -7,7 +7,6 @@ the leg as they arrived, framing included, so that a streamed chunk costs one pa
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Awaitable, Callable
 from typing import Final, Protocol, cast
 
@@ -22,33 +21,26 @@ CONNECT_TIMEOUT_S: Final = 3.0
 MAX_HEAD_BYTES: Final = 65_536
 HEAD_END: Final = b"\r\n\r\n"
 LENGTH: Final = b"content-length"
-FRAMING: Final = {LENGTH, b"transfer-encoding"}
+ENCODING: Final = b"transfer-encoding"
+FRAMING: Final = {LENGTH, ENCODING}
 
 
 INTERIM_AFTER: Final = (b"HTTP/1.1 ", b"HTTP/1.0 ")
 SWITCHING: Final = b"101"
 UNKNOWN: Final = -1
 BEFORE_BYTES: Final = 64
-CHUNKS_END: Final = re.compile(rb"(?:^|\r\n)0+[ \t]*(?:;[^\r\n]*)?\r\n(?:[^\r\n]+\r\n)*\r\n")
 OK: Final = 200
 NOT_HTTP: Final = "the worker's answer is not HTTP: {}"
 
 
-def chunks_end(before: bytes, data: bytes, *, followed: bool) -> int:
-    """Where in this read a chunked body ends that ends in it; -1 when that cannot be told. `before`: bytes before the read;
-    `followed`: something stands behind the end that is more than line breaks."""
+def chunks_end(before: bytes, data: bytes) -> int:
+    """Where in this read a chunked body ends that ends in it, behind which nothing but line breaks stands. `before`: bytes before
+    the read."""
     breaks = len(data) - len(data.rstrip(b"\r\n"))
-    if not followed and breaks == len(HEAD_END) < len(data):
+    if breaks == len(HEAD_END) < len(data):
         return len(data)
     whole = before + data
-    if not followed:
-        return len(data) - max(0, len(whole) - len(whole.rstrip(b"\r\n")) - len(HEAD_END))
-    at, least = 0, len(before)
-    while (found := CHUNKS_END.search(whole, at)) is not None:
-        if found.end() > least:
-            return found.end() - least
-        at = found.start() + 1
-    return -1
+    return len(data) - max(0, len(whole) - len(whole.rstrip(b"\r\n")) - len(HEAD_END))
 
 
 class KnownAnswer(Repeated):
@@ -194,9 +186,15 @@ class Upstream:
         parser.feed_data(head[: at + 4])
         if parser.get_status_code() < OK:
             raise httptools.HttpParserError("its status line is odd")
+        framed = self._ended
         for name, value in self._headers:
-            if name.lower() == LENGTH:
-                self._left = int(value)
+            lower = name.lower()
+            if lower == LENGTH:
+                self._left, framed = int(value), True
+            elif lower == ENCODING and value.lower().endswith(b"chunked"):
+                framed = True
+        if not framed:  # it would end where the worker closes: half of it would look whole to a client
+            raise httptools.HttpParserError("it does not say where its body ends")
         return head[at + 4 :]
 
     def _goes_on(self, leg: Leg, parser: httptools.HttpResponseParser, data: bytes, came: bytes = b"") -> None:
@@ -223,10 +221,10 @@ class Upstream:
     def _ends(self, leg: Leg, data: bytes, surplus: bool, came: bytes) -> None:
         """The last bytes of the body. `surplus`: others behind them were cut off."""
         if self._left < 0:
-            end = chunks_end(self._before, data, followed=self._more)
-            if end < 0 or self._more:  # who goes on behind the end of a stream may have ended it too early: it is carried on
+            if self._more:  # who goes on behind the end of a stream may have ended it too early: it is carried on
                 self._fail(NOT_HTTP.format("something stands behind its end"))
                 return
+            end = chunks_end(self._before, data)
             data, surplus = data[:end], end < len(data)
         leg.on_raw(data)
         if self._leg is None:

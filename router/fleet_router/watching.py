@@ -64,7 +64,10 @@ def _leave_alone(context: Context, found: set[str], flows: list[tuple[Flow, Wait
             workers[uid].put_out(now)
     for flow, leg in flows:
         if leg.worker in found and now - leg.heard_at > context.config.silent_s:
-            flow.silent()
+            try:
+                flow.silent()
+            except Exception as error:
+                context.desk.faults.end(error, flow.cut, flow.record.request_id)
 
 
 class Probes:

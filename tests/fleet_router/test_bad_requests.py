@@ -7,7 +7,9 @@ import json
 
 import pytest
 
+from fleet_router.config import HttpBounds
 from fleet_router.errors import RequestError
+from fleet_router.inbound import PIECES_MOST, Inbound
 from fleet_router.request import parse_body
 from tests.fleet_router.rig import BOUNDS, CONFIG, Rig, ask, run, until
 
@@ -178,3 +180,47 @@ def test_a_model_without_a_name_is_nobodys_fault_but_the_clients(path: str, more
         assert sum(len(worker.seen) for worker in rig.decode) == 0
 
     run(go)
+
+
+@pytest.mark.parametrize(
+    "trailer",
+    ["x-slo-class: none", "host: other", "authorization: Bearer k", "x-slo-ttft-ms: x", "x-request-id: theirs"],
+)
+def test_what_stands_behind_a_chunked_body_is_no_header(trailer: str):
+    """Incident: a class, a key and a request id were taken from trailers, which no proxy before us looks at (RFC 9110, 6.5.1)."""
+    raw = json.dumps({"model": "m", "prompt": "short"}).encode()
+    request = b"POST /v1/completions HTTP/1.1\r\nhost: h\r\nx-request-id: mine\r\ntransfer-encoding: chunked\r\n\r\n"
+    request += b"%x\r\n%b\r\n0\r\n%b\r\n\r\n" % (len(raw), raw, trailer.encode())
+
+    async def go(rig: Rig) -> None:
+        inbound = Inbound()
+        inbound.feed(request, rig.context.config.bounds)
+        (found,) = inbound.requests
+        assert (found.request_id, found.key, found.slo_class, found.slo_ttft_ms, inbound.error) == ("mine", b"", b"", 0, None)
+        got = await rig.raw(request * 2, 0.3)
+        assert got.count(b"HTTP/1.1 200 ") == got.count(b"x-request-id: mine\r\n") == 2
+
+    run(go, prefill=0)
+
+
+def test_trailers_without_end_are_refused():
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: h\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n"
+    inbound = Inbound()
+    inbound.feed(head + b"a: b\r\n" * 10_000, HttpBounds())
+    assert (inbound.error is not None, inbound.error and inbound.error.status) == (True, 431)
+
+
+def test_a_body_in_small_chunks_takes_no_more_memory_than_it_has_bytes():
+    """Incident: 4 MiB in chunks of two bytes were two million objects, 120 MB for each connection."""
+    body = b'{"model":"m","prompt":"' + b"ab" * 50_000 + b'"}'
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: h\r\ntransfer-encoding: chunked\r\n\r\n"
+    chunks = b"".join(b"%x\r\n%b\r\n" % (len(body[at : at + 2]), body[at : at + 2]) for at in range(0, len(body), 2))
+    inbound, most = Inbound(), 0
+    for at in range(0, len(head + chunks), 4_096):
+        inbound.feed((head + chunks)[at : at + 4_096], HttpBounds())
+        assert inbound.current is not None
+        most = max(most, len(inbound.current.body))
+    assert most <= PIECES_MOST
+    inbound.feed(b"0\r\n\r\n", HttpBounds())
+    (found,) = inbound.requests
+    assert b"".join(found.body) == body

@@ -259,3 +259,26 @@ def test_a_prefill_answer_that_cannot_be_read_holds_nobody_up(said: bytes, prefi
         assert sum(len(worker.seen) for worker in rig.prefill) == prefills
 
     run(go, prefill=2)
+
+
+@pytest.mark.parametrize("asks", [{}, {"stream": True}], ids=["whole", "stream"])
+@pytest.mark.parametrize("fields", [b"", b"transfer-encoding: gzip\r\n"], ids=["no-length", "not-chunked"])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_answer_that_ends_where_its_connection_does_is_asked_for_elsewhere(asks: Any, fields: bytes, workers: int):
+    """Incident: its head went to the client without a length, so that half of an answer looked whole, and an error event was
+    framed as a chunk of what has no chunks."""
+
+    async def go(rig: Rig) -> None:
+        async def unframed(_: Any, writer: asyncio.StreamWriter) -> bool:
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n" + fields + b'\r\n{"half": "')
+            await writer.drain()
+            writer.close()
+            return True
+
+        rig.decode[0].behave = unframed
+        for i in range(2 * workers):
+            status, body = await rig.post(ask(prompt=f"{i} short", **asks))
+            assert (status, b"half" in body) == (200 if workers > 1 else 503, False)
+            assert workers > 1 or b"it does not say where its body ends" in body
+
+    run(go, prefill=0, decode=workers, config=msgspec.structs.replace(CONFIG, policy="roundRobin"))

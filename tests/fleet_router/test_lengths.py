@@ -13,6 +13,7 @@ from fleet_router.config import RouterConfig
 from fleet_router.errors import RequestError
 from fleet_router.follow.documents import Documents
 from fleet_router.lengths import check_input, check_messages, uncertain, upper_bound
+from fleet_router.watching import watch
 from fleet_wire.endpoints import Endpoints, Split
 from tests.fleet_router.admission.made import key_of, parsed
 from tests.fleet_router.chat_worker import TEXT, Behave, whole
@@ -118,6 +119,63 @@ def test_a_worker_that_cannot_count_leaves_it_to_the_prefill_leg_and_the_kv_is_g
         await until(lambda: rig.prefill[0].released == ["lease-1"])
 
     run(go, config=SMALL)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_who_does_not_tell_how_long_a_prompt_is_has_failed_no_answer(stream: bool, workers: int):
+    """Incident: a lost /tokenize was a decode worker's failure: it took a retry, and with one worker was 503, though
+    nothing had been computed."""
+
+    async def go(rig: Rig) -> None:
+        async def closes(body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+            if "max_tokens" in body:
+                return False
+            writer.close()
+            return True
+
+        for worker in rig.decode:
+            worker.behave = closes
+        saved = rig.context.budget.saved
+        status, _ = await rig.post(ask(prompt=SOME, max_tokens=4, stream=stream))
+        assert (status, rig.context.metrics.retries, rig.context.budget.saved >= saved) == (200, 0, True)
+        assert sum("max_tokens" in body for worker in rig.decode for body in worker.seen) == 1
+        assert sum(worker.breaker.failures for worker in rig.context.table.workers.values()) <= 1
+
+    run(go, prefill=0, decode=workers, config=SMALL)
+
+
+@pytest.mark.parametrize("silent", [True, False], ids=["is-silent", "too-late"])
+def test_a_worker_that_never_tells_how_long_a_prompt_is(silent: bool):
+    """Incident: its client waited as long as a whole answer may take, and was told to ask for fewer tokens."""
+
+    async def go(rig: Rig) -> None:
+        over = asyncio.Event()
+
+        async def hangs(body: dict[str, Any], _: asyncio.StreamWriter) -> bool:
+            if "max_tokens" not in body:
+                await over.wait()
+            return False
+
+        for worker in rig.decode:
+            worker.behave = hangs
+        asked = asyncio.create_task(rig.post(ask(prompt=SOME, max_tokens=4)))
+        await until(lambda: any(worker.seen for worker in rig.decode))
+        later = rig.context.clock() + SMALL.first_token_deadline_s + 1
+        if silent:
+            assert watch(rig.context, rig.connections, later) == []
+        else:
+            rig.router.sweep(later)
+        status, body = await asked
+        over.set()
+        if silent:
+            assert status == 200
+            assert rig.context.metrics.retries == 0
+        else:
+            error = json.loads(body)["error"]["message"]
+            assert (status, error) == (504, f"no token within {SMALL.first_token_deadline_s} s")
+
+    run(go, prefill=0, decode=2, config=SMALL)
 
 
 @pytest.mark.parametrize("percent", [0, 50])

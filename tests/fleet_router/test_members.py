@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
 from fleet_router.members import Member, summed
+from fleet_router.supervisor import exit_code
 
 ONE = """# TYPE fleet_router_requests_total counter
 fleet_router_requests_total{code="200"} 3
@@ -50,3 +53,9 @@ def test_a_member_that_is_none_is_refused(text: str):
 def test_siblings_are_all_others():
     member = Member.parse("1/3/0123456789abcdef")
     assert member.siblings("ask") == (member.name("ask", 0), member.name("ask", 2))
+
+
+@pytest.mark.parametrize(("code", "ours"), [(0, 0), (1, 1), (-signal.SIGTERM, 0), (-signal.SIGKILL, 1), (-signal.SIGSEGV, 1)])
+def test_a_process_that_is_killed_while_it_drains_is_no_drain(code: int, ours: int):
+    """Incident: a router of several processes ended with 0 when the kernel had killed one of them, with its streams."""
+    assert exit_code(code) == ours

@@ -83,6 +83,12 @@ def usage_in(body: bytes) -> tuple[int, int] | None:
     return None
 
 
+def tells_usage(read: bytes) -> bool:
+    """A usage may stand in this read of a stream, wherever it is cut into chunks."""
+    joined = _BETWEEN.sub(b"", read)
+    return joined.find(TOLD) >= 0 or joined.find(TOLD_LAST) >= 0
+
+
 def _usage_at(tail: bytes, at: int) -> tuple[int, int] | None:
     if at > 0 and tail[at - 1] == _BACKSLASH:
         return None

@@ -263,6 +263,11 @@ class Exchange:
         if self.flow is not None and not self.flow.done and now > self.flow.deadline:
             self.flow.expire(now)
 
+    def fail(self, error: RequestError) -> None:
+        """A bug of ours in what was done for it."""
+        if self.flow is not None and not self.flow.done:
+            self.flow.cut(error)
+
     def gone(self) -> None:
         """The gateway has ended the exchange."""
         flow = self.flow

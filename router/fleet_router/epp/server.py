@@ -87,7 +87,10 @@ class EndpointPicker:
     def sweep(self, now: float) -> None:
         """Twice a second: deadlines."""
         for exchange in list(self.exchanges):
-            exchange.sweep(now)
+            try:
+                exchange.sweep(now)
+            except Exception as error:
+                self._context.desk.faults.end(error, exchange.fail)
 
     async def _process(self, messages: AsyncIterator[Any], call: Any) -> AsyncIterator[Any]:
         if why := self._not_ready():

@@ -11,7 +11,7 @@ import pytest
 
 from fleet_router.admission.usage import usage_in, with_usage
 from fleet_router.config import RouterConfig
-from fleet_router.ending import END, framed, without_usage
+from fleet_router.ending import END, framed, unframed, without_usage
 from tests.fleet_router.admission.made import ask_of, key_of, parsed
 from tests.fleet_router.rig import CONFIG, Rig, ask, http, run
 
@@ -78,12 +78,14 @@ def test_usage_is_found_when_the_end_comes_in_reads_of_its_own(path: str, body: 
     run(go, prefill=0, config=config)
 
 
+TOLD_LATE = text(0) + TOLD + DONE
 READS: list[Any] = [
     pytest.param([framed(text(0) + TOLD + DONE) + END], id="one-chunk"),
     pytest.param([framed(text(0)) + framed(TOLD) + framed(DONE) + END], id="one-read"),
     pytest.param([framed(text(0)), framed(TOLD) + framed(DONE), END], id="two-reads"),
     pytest.param([framed(text(0)), framed(TOLD)[:50], framed(TOLD)[50:], framed(DONE) + END], id="cut-in-the-event"),
     pytest.param([framed(text(0) + TOLD[:40]), framed(TOLD[40:] + DONE) + END], id="cut-across-chunks"),
+    pytest.param([b"".join(framed(TOLD_LATE[at:][:9]) for at in range(0, len(TOLD_LATE), 9)) + END], id="cut-in-both-names"),
     pytest.param([framed((text(0) + TOLD + DONE).replace(b"\n", b"\r\n")) + END], id="crlf"),
 ]
 
@@ -95,7 +97,8 @@ def test_a_count_that_only_we_asked_for_goes_to_nobody_however_it_is_cut(reads: 
         metered(rig)
         rig.decode[0].behave = streams(reads)
         got = await rig.raw(http(ask(prompt="short", stream=True, **seed), KEY, "connection: close"))
-        assert (charged(rig), b"prompt_tokens" in got, b"w0" in got, b"[DONE]" in got) == ((1500, 40), False, True, True)
+        said = unframed(got.partition(b"\r\n\r\n")[2])
+        assert (charged(rig), b"prompt_tokens" in said, b"w0" in said, b"[DONE]" in said) == ((1500, 40), False, True, True)
         assert got.endswith(END)
 
     run(go, prefill=0)

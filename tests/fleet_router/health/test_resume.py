@@ -289,6 +289,42 @@ def test_a_stream_in_another_dialect_goes_on_elsewhere(path: str, resume: str, d
     run(go, prefill=0, decode=2, config=PREFILLING if resume == "prefill" else CONFIG)
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["closed", "hangs"])
+def test_a_stream_whose_prompt_nobody_counts_is_said_again_from_its_beginning(late: bool):
+    """Incident: a lost /tokenize took one of the stream's resumptions, and a retry, for the next worker to be asked the same."""
+
+    async def go(rig: Rig) -> None:
+        over = asyncio.Event()
+
+        async def second(asked: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+            if asked.get("max_tokens"):
+                return await generator()(asked, writer)
+            if late:
+                await over.wait()
+            writer.close()
+            return True
+
+        async def first(asked: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+            for worker in rig.decode:
+                worker.behave = second
+            return await generator(dies_after=20)(asked, writer)
+
+        rig.decode[0].behave = rig.decode[1].behave = first
+        body = {name: value for name, value in {**GREEDY, **MESSAGES}.items() if value is not None}
+        posted = asyncio.create_task(rig.post(body, "/v1/chat/completions"))
+        if late:
+            await until(lambda: sum(len(worker.seen) for worker in rig.decode) == 2)
+            rig.router.sweep(rig.context.clock() + rig.context.config.first_token_deadline_s + 1)
+        status, got = await posted
+        over.set()
+        said = said_of(unframed(got))
+        assert said is not None, got
+        assert (status, said.text) == (200, "".join(map(word, tokens([5, 6, 7], 40))))
+        assert (rig.context.metrics.resumed, rig.context.metrics.retries) == ({"done": 1}, 1)
+
+    run(go, prefill=0, decode=2, config=PREFILLING)
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
 def test_what_came_together_with_nonsense_is_neither_lost_nor_said_twice(path: str):
     """Whole events and broken framing in one read."""

@@ -1,0 +1,174 @@
+"""A bug of ours in what is done for one request is that request's end, and nobody else's."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from fleet_router.desk import Desk
+from fleet_router.errors import RequestError
+from fleet_router.faults import Faults
+from fleet_router.holding import Holding
+from fleet_router.watching import watch
+from fleet_wire.endpoints import AtZero
+from tests.fleet_router.fake_worker import stream
+from tests.fleet_router.rig import Rig, http, run, until
+
+
+class Broken:
+    """Stands before a flow: whatever the sweep calls of it fails."""
+
+    def __init__(self, flow: Any, *, cut: bool) -> None:
+        self._flow, self._cut = flow, cut
+        self.deadline, self.started = 0.0, False
+
+    def expire(self, _now: float) -> None:
+        raise KeyError("a client's words")
+
+    def cut(self, error: RequestError) -> None:
+        if not self._cut:
+            raise ValueError("a client's words")
+        self._flow.cut(error)
+
+    def cancel(self) -> None:
+        self._flow.cancel()
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["is-told", "cannot-be-told"])
+def test_a_failing_sweep_of_one_connection_ends_that_ones_request(told: bool):
+    """Incident: one exception in the deadline of one request ended the process, and with it every stream of every client."""
+
+    async def go(rig: Rig) -> None:
+        over, said = asyncio.Event(), []
+
+        async def slow(_: Any, writer: asyncio.StreamWriter) -> bool:
+            await over.wait()
+            await stream(writer, ["a"])
+            return True
+
+        rig.decode[0].behave = slow
+        rig.context.desk.faults.tell = lambda *what: said.append(what)
+        clients = [await rig.connect() for _ in range(2)]
+        for _, writer, _ in clients:
+            writer.write(http({"model": "m", "stream": True, "prompt": "short"}))
+        await until(lambda: all(one.flow is not None for _, _, one in clients))
+        bad, good = clients[0], clients[1]
+        bad[2].flow = Broken(bad[2].flow, cut=told)  # type: ignore[assignment]
+        rig.router.sweep(rig.context.clock())
+        got = await bad[0].read(65536)
+        assert (b" 500 " in got and b'"router_failed"' in got) is told
+        assert not told or bad[2].flow is None
+        over.set()
+        assert b"[DONE]" in await good[0].readuntil(b"0\r\n\r\n")
+        await until(rig.idle)
+        assert rig.context.desk.gate.running == 0
+        kinds = ["KeyError"] if told else ["KeyError", "ValueError"]
+        assert [kind for _, kind, _ in said] == kinds
+        assert [id_ for id_, _, _ in said] == [bad[2].request_id] * len(kinds)
+        assert all(where[0].startswith("test_faults.py:") for _, _, where in said)
+        text = rig.router.plain(b"/metrics")[2].decode()
+        assert f"fleet_router_request_faults_total {len(kinds)}\n" in text
+
+    run(go)
+
+
+class Waits:
+    """A request whose turn fails."""
+
+    def __init__(self, *, fails: bool) -> None:
+        self.fails, self.begun = fails, 0
+        self.told: list[int] = []
+
+    def begin(self) -> None:
+        self.begun += 1
+        if self.fails:
+            raise KeyError("x")
+
+    admitted = begin
+
+    def cut(self, error: RequestError) -> None:
+        self.told.append(error.status)
+
+
+def test_a_request_whose_turn_in_the_queue_fails_is_told_and_the_next_one_has_its_own():
+    desk = Desk(lambda: 0.0)
+    bad, good = Waits(fails=True), Waits(fails=False)
+    for flow in (bad, good):
+        desk._admit(flow)
+    assert (bad.told, good.told, good.begun, desk.faults.count) == ([500], [], 1, 1)
+
+
+def test_held_requests_go_on_when_one_of_them_fails():
+    holding = Holding(at_zero=(AtZero(tier="t"),))
+    ones = [Waits(fails=True), Waits(fails=False)]
+    for one in ones:
+        holding._places[one] = holding._places.get(one) or _place()
+    holding.follow([], 1.0, served=True)
+    assert ([one.begun for one in ones], [one.told for one in ones]) == ([1, 1], [[500], []])
+    assert (len(holding), holding.faults.count) == (0, 1)
+
+
+def _place() -> Any:
+    from fleet_router.holding import _Place
+
+    return _Place(1, 0.0, 9.0)
+
+
+def test_a_bug_in_the_loop_itself_is_nobodys_alone():
+    """The process ends with it, and is started anew."""
+
+    async def go(rig: Rig) -> None:
+        rig.router._connections = None  # type: ignore[assignment]
+        with pytest.raises(TypeError):
+            rig.router.sweep(0.0)
+        rig.router._connections = rig.connections
+        assert rig.context.desk.faults.count == 0
+
+    run(go)
+
+
+def test_who_logs_hears_kind_and_place_and_no_words():
+    said: list[Any] = []
+    faults = Faults()
+    faults.tell = lambda *what: said.append(what)
+    try:
+        {}["a client's words"]
+    except KeyError as error:
+        faults.end(error, lambda _: None, "r1")
+    ((request_id, kind, where),) = said
+    assert (request_id, kind) == ("r1", "KeyError")
+    assert "words" not in str(said)
+    assert where[0].startswith("test_faults.py:")
+
+
+def test_a_silent_worker_is_left_by_all_others_when_one_flow_fails(monkeypatch: pytest.MonkeyPatch):
+    async def go(rig: Rig) -> None:
+        over = asyncio.Event()
+
+        async def hangs(_: Any, writer: asyncio.StreamWriter) -> bool:
+            await over.wait()
+            await stream(writer, ["a"])
+            return True
+
+        for worker in rig.decode:
+            worker.behave = hangs
+        clients = [await rig.connect() for _ in range(2)]
+        for _, writer, _ in clients:
+            writer.write(http({"model": "m", "stream": True, "prompt": "short"}))
+        await until(lambda: all(one.flow is not None and one.flow.leg() is not None for _, _, one in clients))  # type: ignore[union-attr]
+        seen: list[Any] = []
+
+        def silent(flow: Any) -> None:
+            seen.append(flow)
+            if len(seen) == 1:
+                raise KeyError("x")
+
+        monkeypatch.setattr("fleet_router.flow.Flow.silent", silent)
+        watch(rig.context, rig.connections, rig.context.clock() + 1000)
+        assert (len(seen), rig.context.desk.faults.count) == (2, 1)
+        monkeypatch.undo()
+        over.set()
+
+    run(go)
