@@ -152,7 +152,11 @@ class Holding:
         try:
             while self._pushed:
                 error = self._refusal("others wait with a smaller share of the places than yours", "hold_share")
-                self._pushed.pop(0).cut(error)
+                one = self._pushed.pop(0)
+                try:
+                    one.cut(error)
+                except Exception as fault:
+                    self.faults.end(fault, one.cut)
         finally:
             self._telling = False
 

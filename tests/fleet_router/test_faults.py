@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from fleet_router.config import HoldBounds
 from fleet_router.desk import Desk
 from fleet_router.errors import RequestError
 from fleet_router.faults import Faults
@@ -110,10 +111,20 @@ def test_held_requests_go_on_when_one_of_them_fails():
     assert (len(holding), holding.faults.count) == (0, 1)
 
 
+def test_who_gives_way_and_cannot_be_told_takes_no_place_from_the_others():
+    holding = Holding(at_zero=(AtZero(tier="t"),))
+    first, second, third = Waits(fails=True), Waits(fails=False), Waits(fails=False)
+    first.cut = {}.__getitem__  # type: ignore[method-assign, assignment]  # a KeyError
+    bounds = HoldBounds(requests=2)
+    for one, tenant in ((second, "big"), (first, "big"), (third, "small")):
+        holding.hold(one, 1, ("none", "none"), 0.0, bounds, tenant)
+    assert (set(holding._places), holding.faults.count) == ({second, third}, 2)
+
+
 def _place() -> Any:
     from fleet_router.holding import _Place
 
-    return _Place(1, 0.0, 9.0)
+    return _Place(1, 0.0, 9.0, "", 1.0)
 
 
 def test_a_bug_in_the_loop_itself_is_nobodys_alone():
