@@ -1,9 +1,10 @@
 """Which namespaces this installation owns: those that it was told, and of them those whose claim it holds.
 
 A claim is a Lease called `inferencefleet-owner` in the namespace, with the installation as its holder and without an end: it
-costs nothing at rest. Whoever makes it first owns the fleets there; another installation that was told the same namespace leaves
+costs no renewal. Whoever makes it first owns the fleets there; another installation that was told the same namespace leaves
 them alone, says so, and looks again now and then. A claim goes when its namespace goes, when the namespace loses the label that
-selected it, or by hand when an installation is gone for good: `kubectl delete lease inferencefleet-owner -n NAMESPACE`.
+selected it, or by hand when an installation is gone for good: `kubectl delete lease inferencefleet-owner -n NAMESPACE`. So its
+holder looks, too: a namespace that was deleted and made again may belong to somebody else by now.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ CLAIM: Final = "inferencefleet-owner"
 CLAIMED: Final = {f"{GROUP}/claim": "true"}
 """Label of claims. Not managed-by: a Lease that came with the chart carries Helm's."""
 RECHECK_S: Final = 30.0
+CHECKS_MOST: Final = 100
+"""Claims of ours that are looked at in a round; with more namespaces each waits for its turn."""
 LOG = logging.getLogger("fleet.operator.territory")
 
 
@@ -83,7 +86,8 @@ class Territory:
         self._selection = selection
         self._selected = set(selection.names)
         self._wanted: set[str] = set()
-        self._owned: set[str] = set()
+        self._owned: dict[str, None] = {}
+        """Those whose claim was looked at longest ago first."""
         self.foreign: dict[str, str] = {}
         """Namespaces that we were told and that somebody else holds, with the holder."""
         self._writing: Counter[str] = Counter()
@@ -123,6 +127,7 @@ class Territory:
         async with asyncio.TaskGroup() as group:
             if self._selection.labels:
                 group.create_task(self._follow(), name="namespaces")
+            group.create_task(self._recheck(), name="claims")
             while True:
                 self._wake.clear()
                 await self.claim_all()
@@ -134,19 +139,49 @@ class Territory:
 
     async def claim_all(self) -> None:
         """One attempt for every namespace that is wanted, selected and not ours yet."""
-        for namespace in sorted(self._wanted - self._owned):
+        for namespace in sorted(self._wanted - self._owned.keys()):
             if not (self._selection.names or self._selection.labels) or namespace in self._selected:
                 try:
                     await self._claim(namespace)
                 except ClusterError as error:
                     LOG.warning("namespace %s is not claimed: %s: %s", namespace, error.reason, error)
 
+    async def _recheck(self) -> None:
+        while True:
+            await asyncio.sleep(RECHECK_S)
+            await self.check_owned()
+
+    async def check_owned(self) -> None:
+        """Give up what is no longer ours, and claim anew what is nobody's. While nobody answers what we have stays ours."""
+        for namespace in list(self._owned)[:CHECKS_MOST]:
+            holder = ""
+            try:
+                holder = holder_of(await self._cluster.get(LEASE, namespace, CLAIM))
+            except NotFoundError:
+                pass
+            except ClusterError as error:
+                LOG.warning("the claim on namespace %s cannot be read: %s: %s", namespace, error.reason, error)
+                return
+            if namespace not in self._owned:
+                continue  # let go of meanwhile
+            del self._owned[namespace]
+            if holder == self._installation:
+                self._owned[namespace] = None
+                continue
+            LOG.warning("the claim on namespace %s was lost; its holder is now: %s", namespace, holder or "nobody")
+            self._wake.set()
+
     async def _claim(self, namespace: str) -> None:
         try:
             lease = await self._cluster.get(LEASE, namespace, CLAIM)
         except NotFoundError:
             unborn = {"apiVersion": LEASE.api_version, "kind": LEASE.kind, "metadata": {"name": CLAIM, "namespace": namespace}}
-            lease = await self._births.apply(unborn)
+            try:
+                lease = await self._births.apply(unborn)
+            except NotFoundError:  # there is no such namespace (any more): a fleet in it will ask again
+                self._wanted.discard(namespace)
+                self.foreign.pop(namespace, None)
+                return
         if not holder_of(lease):
             try:
                 lease = await self._cluster.apply(claim_of(namespace, self._installation, lease))
@@ -157,7 +192,7 @@ class Territory:
             self._say_foreign(namespace, holder_of(lease))
             return
         self.foreign.pop(namespace, None)
-        self._owned.add(namespace)
+        self._owned[namespace] = None
         self.changed(namespace)
 
     def _say_foreign(self, namespace: str, holder: str) -> None:
@@ -194,7 +229,7 @@ class Territory:
 
     async def _release(self, namespace: str) -> None:
         """Stop writing there, then let go of it."""
-        self._owned.discard(namespace)
+        self._owned.pop(namespace, None)
         self.foreign.pop(namespace, None)
         await self._quiet(namespace)
         try:

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from fleet_operator.cluster.guarded import GuardedCluster
-from fleet_operator.cluster.interface import CONFIG_MAP, ClusterError
+from fleet_operator.cluster.interface import CONFIG_MAP, ClusterError, NotFoundError, UnavailableError
 from fleet_operator.cluster.kinds import LEASE
 from fleet_operator.cluster.memory import MemoryCluster
 from fleet_operator.territory import CLAIM, NotOursError, Selection, Territory, parse_labels
@@ -170,6 +170,114 @@ def test_a_namespace_is_let_go_of_only_after_the_last_write():
         await asyncio.gather(writing, leaving)
         with pytest.raises(ClusterError):
             await store.get(LEASE, "x", CLAIM)
+
+    played(scenario)
+
+
+def test_a_namespace_that_was_made_again_is_the_firsts_who_claims_it():
+    """Its claim went with it: two installations owned the new one together, for as long as the first of them ran."""
+
+    async def scenario(store: MemoryCluster) -> None:
+        a, b = territory(store, "one/a"), territory(store, "two/b")
+        a.owns("x")
+        await a.claim_all()
+        await store.delete(LEASE, "x", CLAIM)
+        b.owns("x")
+        await b.claim_all()
+        assert b.owns("x")
+        await a.check_owned()
+        assert not a.owns("x")
+        with pytest.raises(NotOursError):
+            await GuardedCluster(store, a).apply(
+                {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "c", "namespace": "x"}}
+            )
+        await a.claim_all()
+        assert a.foreign == {"x": "two/b"}
+        await b.check_owned()
+        assert b.owns("x")
+
+    played(scenario)
+
+
+def test_a_claim_that_somebody_deleted_is_made_anew(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("fleet_operator.territory.RECHECK_S", 0.02)
+
+    async def scenario(store: MemoryCluster) -> None:
+        a = territory(store, "one/a", "x")
+        told: list[str] = []
+        a.changed = told.append
+        a.owns("x")
+        running = asyncio.create_task(a.run())
+        await until(lambda: told == ["x"])
+        await store.delete(LEASE, "x", CLAIM)
+        await until(lambda: told == ["x", "x"])
+        assert (await store.get(LEASE, "x", CLAIM))["spec"]["holderIdentity"] == "one/a"
+        assert a.owns("x")
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    played(scenario)
+
+
+class Failing:
+    """A store whose reads, or whose births, fail."""
+
+    def __init__(self, store: MemoryCluster) -> None:
+        self._store = store
+        self.error: ClusterError | None = None
+        self.reads = 0
+
+    def __getattr__(self, name: str):
+        return getattr(self._store, name)
+
+    async def get(self, *where: object) -> dict:
+        self.reads += 1
+        if self.error is not None:
+            raise self.error
+        return await self._store.get(*where)  # type: ignore[arg-type]
+
+    async def apply(self, obj: dict, *, created: bool = False) -> dict:
+        if self.error is not None:
+            raise self.error
+        return await self._store.apply(obj, created=created)
+
+
+def test_what_we_have_stays_ours_while_nobody_answers_and_few_are_asked_at_a_time(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("fleet_operator.territory.CHECKS_MOST", 2)
+
+    async def scenario(store: MemoryCluster) -> None:
+        api = Failing(store)
+        a = Territory(api, store.writer("births"), "one/a", Selection())
+        for name in "xyz":
+            a.owns(name)
+        await a.claim_all()
+        api.error, api.reads = UnavailableError("not now"), 0
+        await a.check_owned()
+        assert (api.reads, a.owned) == (1, 3)
+        api.error, api.reads = None, 0
+        await store.delete(LEASE, "z", CLAIM)
+        await a.check_owned()
+        assert (api.reads, a.owned) == (2, 3)
+        await a.check_owned()
+        assert (api.reads, a.owned) == (4, 2)
+
+    played(scenario)
+
+
+def test_a_namespace_that_is_gone_is_not_asked_for_again(caplog: pytest.LogCaptureFixture):
+    async def scenario(store: MemoryCluster) -> None:
+        api = Failing(store)
+        api.error = NotFoundError('namespaces "x" not found')
+        a = Territory(api, api, "one/a", Selection())
+        a.owns("x")
+        for _ in range(3):
+            await a.claim_all()
+        assert api.reads == 1
+        assert not caplog.records
+        api.error = None
+        assert not a.owns("x")
+        await a.claim_all()
+        assert a.owns("x")
 
     played(scenario)
 
