@@ -52,7 +52,9 @@ def parse_review(body: bytes) -> Request:
     """The request of a body; ReviewError names what is wrong with it."""
     try:
         review = json.loads(body)
-    except (ValueError, RecursionError) as error:
+    except RecursionError as error:
+        raise ReviewError("the body is nested too deeply") from error
+    except ValueError as error:
         raise ReviewError("the body is not JSON") from error
     if not isinstance(review, dict) or review.get("kind") != "AdmissionReview" or review.get("apiVersion") != API_VERSION:
         raise ReviewError(f"the body is not an AdmissionReview of {API_VERSION}")

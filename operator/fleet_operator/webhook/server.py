@@ -36,6 +36,7 @@ class Limits:
 Judge = Callable[[Request], Awaitable[Verdict]]
 WAITING: web.AppKey[set[Any]] = web.AppKey("waiting", set)
 """Connections that have not carried a request yet."""
+TOO_DEEP = Verdict(False, "the object is nested too deeply to be judged: no field of an InferenceFleet needs hundreds of levels")
 PATHS = ("/validate/fleet", "/mutate/fleet", "/validate/scale")
 
 
@@ -62,7 +63,11 @@ def admission_app(cluster: Cluster, limits: Limits = Limits()) -> web.Applicatio
                     request = parse_review(await http.read())
                 except ReviewError as error:
                     return web.json_response({"error": str(error)}, status=400)
-                return web.json_response(render_review(request, await judge(request)))
+                try:
+                    verdict = await judge(request)
+                except RecursionError:  # no field of ours is nested like this: the API server would prune or refuse it, too
+                    verdict = TOO_DEEP
+                return web.json_response(render_review(request, verdict))
 
         return handle
 

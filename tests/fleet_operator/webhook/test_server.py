@@ -163,6 +163,42 @@ def test_garbage_is_answered_and_the_server_goes_on():
     run(scenario)
 
 
+def nested(levels: int) -> Any:
+    value: Any = 1
+    for _ in range(levels):
+        value = {"a": value}
+    return value
+
+
+@pytest.mark.parametrize("levels", [100, 500, 700, 900])
+@pytest.mark.parametrize("place", ["annotations", "spec", "status"])
+def test_what_is_nested_deeply_is_refused_in_words(levels: int, place: str):
+    """It was answered 500, or 400 as no JSON: whoever applied it read of a webhook that failed."""
+
+    async def scenario(server: Server) -> None:
+        odd = fleet()
+        if place == "annotations":
+            odd["metadata"]["annotations"] = nested(levels)
+        else:
+            odd[place] = {**odd.get(place, {}), "x": nested(levels)}
+        async with aiohttp.ClientSession() as session:
+            status, answer = await ask(session, server, "/validate/fleet", review(object=odd))
+            assert (status, answer["response"]["allowed"]) == (200, False)
+            assert answer["response"]["status"]["message"]
+            assert (await ask(session, server, "/mutate/fleet", review(object=odd)))[0] == 200
+
+    run(scenario)
+
+
+def test_a_body_that_is_nested_too_deeply_to_be_read_says_so():
+    async def scenario(server: Server) -> None:
+        async with aiohttp.ClientSession() as session:
+            status, answer = await ask(session, server, "/validate/fleet", b'{"a":' * 5_000 + b"1" + b"}" * 5_000)
+            assert (status, answer) == (400, {"error": "the body is nested too deeply"})
+
+    run(scenario)
+
+
 def test_who_sends_nothing_or_drips_its_head_leaves():
     async def scenario(server: Server) -> None:
         reader, writer = await server.raw()
