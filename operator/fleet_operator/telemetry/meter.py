@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fleet_planner.types import KvProof
 
@@ -41,6 +41,13 @@ class KvMeter:
         for known in self._last.values():
             total = _plus(total, known)
         return KvProof(transfers=total[0], blocks=total[1], bytes=total[2], failed=total[3], measured_at=now)
+
+
+def metered(counted: KvProof | None, proof: KvProof | None) -> KvProof | None:
+    """A meter's counters with what the watch says in `proof`: how many answers passed without KV."""
+    if counted is None or proof is None:
+        return counted
+    return replace(counted, answers_since=proof.answers_since, failed_since=proof.failed_since)
 
 
 def _plus(one: Counts, two: Counts) -> Counts:

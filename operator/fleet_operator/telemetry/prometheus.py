@@ -1,16 +1,20 @@
 """Telemetry from the Prometheus of `spec.telemetry.prometheus.url`, through prometheus-api-client.
 
-The library is synchronous: it runs in threads of its own, few and bounded in time. It is imported when the first fleet asks for
-it. Whoever may create fleets chooses the URL, so no redirect is followed, no proxy or netrc of ours is used, nothing that comes
+The library is synchronous: it runs in threads of its own, few and bounded in time. Only a look-up of a name cannot be ended: its
+thread is left behind, with a bound on such threads, and nobody else asks that host until it came back. The library is imported
+when the first fleet asks for it. Whoever may create fleets chooses the URL, so no redirect is followed, no proxy or netrc of ours is used, nothing that comes
 back may raise out of here, and of a failure only its kind is told: never an answer's body, never the credentials inside a URL.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,19 +22,24 @@ from fleet_api.v1alpha1 import InferenceFleet
 from fleet_operator.cluster.interface import Object
 from fleet_operator.names import ROLE, ROUTER_ROLE, TIER
 from fleet_operator.observe import timestamp
-from fleet_operator.telemetry.aggregate import WorkerReading, tier_telemetry, watch_tier
+from fleet_operator.telemetry.aggregate import WorkerReading, decode_counts, tier_telemetry, watch_tier
 from fleet_operator.telemetry.kvwatch import KvWatch
 from fleet_operator.telemetry.line import Line
+from fleet_operator.telemetry.meter import KvMeter, metered
 from fleet_operator.telemetry.scrape import is_running, is_running_worker
 from fleet_operator.telemetry.series import TargetSeries, by_pod, of_pod, query
-from fleet_planner.types import TierTelemetry
+from fleet_planner.types import KvProof, TierTelemetry
 
 THREADS = 16
+"""Questions at the same time."""
+LEFT_MOST = 64
+"""Threads beyond those, for look-ups that nobody waits for any more: the resolver's own timeouts end them, in a minute or so."""
 REQUEST_TIMEOUT_S = 4
 """For a connection, and between two bytes."""
 ANSWER_TIMEOUT_S = 5.0
 """From question to last byte, waiting for a thread included: longer would make the load of other fleets stale."""
 MAX_WATCHES = 10_000
+"""Tiers of which earlier answers are kept."""
 MAX_SERIES = 50_000
 MAX_BYTES = 32 * 1024 * 1024
 """Some 1,000 workers, scraped every second."""
@@ -43,7 +52,11 @@ class PrometheusTelemetry:
         self._now = now
         self._watches: dict[tuple[str, str, str], KvWatch] = {}
         """By namespace, fleet and tier."""
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="prometheus")
+        self._meters: dict[tuple[str, str, str], KvMeter] = {}
+        self._threads = ThreadPoolExecutor(THREADS + LEFT_MOST, thread_name_prefix="prometheus")
+        self._gate = asyncio.Semaphore(THREADS)
+        self._left: Counter[str] = Counter()
+        """Threads that nobody waits for any more, by the host that they ask."""
 
     async def collect(self, fleet: InferenceFleet, url: str, pods: list[Object]) -> dict[str, TierTelemetry]:
         """Telemetry per tier; when Prometheus does not answer every tier says why."""
@@ -52,9 +65,10 @@ class PrometheusTelemetry:
         try:
             answer = await self._ask(url, question, now)
             known = {tier.name: self._watches.get((*key, tier.name), KvWatch()) for tier in fleet.spec.tiers}
-            found, watches = telemetry_of(fleet, pods, answer, now, known)
+            workers = workers_of(pods, answer)
+            found, watches = telemetry_of(pods, workers, answer, now, known)
             self._remember(key, watches)
-            return found
+            return {name: replace(one, kv=self._metered((*key, name), workers, one.kv, now)) for name, one in found.items()}
         except Exception as error:  # requests, urllib3, the library and a wrong answer all raise their own; none may stop us
             problem = f"Prometheus at {shown(url)} gave no samples: {kind_of(error)}"
             return {tier.name: TierTelemetry(problem=problem) for tier in fleet.spec.tiers}
@@ -67,42 +81,81 @@ class PrometheusTelemetry:
         while len(self._watches) > MAX_WATCHES:
             del self._watches[next(iter(self._watches))]
 
+    def _metered(
+        self, key: tuple[str, str, str], workers: list[WorkerReading], proof: KvProof | None, now: float
+    ) -> KvProof | None:
+        """The counters over restarts of engines, as the direct scrape has them."""
+        meter = self._meters.pop(key, None) or KvMeter()
+        self._meters[key] = meter
+        while len(self._meters) > MAX_WATCHES:
+            del self._meters[next(iter(self._meters))]
+        return metered(meter.read(decode_counts(key[2], workers), now), proof)
+
     async def _ask(self, url: str, question: str, at: float) -> dict[str, list[TargetSeries]]:
-        """The answer, or an error within ANSWER_TIMEOUT_S; the thread is free again soon after."""
-        line = Line()
+        """The answer, or an error within ANSWER_TIMEOUT_S; the thread is free again soon after, or when its look-up ends."""
+        line, host = Line(), host_of(url)
         try:
-            async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                return await asyncio.get_running_loop().run_in_executor(self._threads, ask, url, question, at, line)
+            async with asyncio.timeout(ANSWER_TIMEOUT_S), self._gate:
+                if self._left[host]:
+                    raise TimeoutError  # the same wait would only cost another thread
+                asked = self._threads.submit(ask, url, question, at, line)
+                try:
+                    return await asyncio.wrap_future(asked)
+                finally:
+                    self._leave(host, asked)
         finally:
             line.hang_up()
+
+    def _leave(self, host: str, asked: Future[Any]) -> None:
+        """Count the thread until it ends, when nobody waits for it any more."""
+        if asked.done():
+            return
+        loop = asyncio.get_running_loop()
+        self._left[host] += 1
+
+        def back() -> None:
+            self._left[host] -= 1
+            self._left += Counter()  # drops those at zero
+
+        def ended(_: Future[Any]) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody counts any more
+                loop.call_soon_threadsafe(back)
+
+        asked.add_done_callback(ended)
 
     async def close(self) -> None:
         """Threads end with their last answer."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-def telemetry_of(
-    fleet: InferenceFleet, pods: list[Object], series: dict[str, list[TargetSeries]], now: float, before: dict[str, KvWatch]
-) -> tuple[dict[str, TierTelemetry], dict[str, KvWatch]]:
-    """Per tier, and what to compare the next answer with.
-
-    A running pod without series is a worker that could not be read; series of other pods do not count."""
-
-    def found(pod: Object) -> TargetSeries | None:
-        meta = pod["metadata"]
-        return of_pod(series.get(meta["name"], ()), timestamp(meta.get("creationTimestamp")) or 0.0)
-
-    workers = [
+def workers_of(pods: list[Object], series: dict[str, list[TargetSeries]]) -> list[WorkerReading]:
+    """A running pod without series is a worker that could not be read; series of other pods do not count."""
+    return [
         WorkerReading(
             pod["metadata"]["labels"].get(TIER, ""),
             pod["metadata"]["labels"][ROLE],
             target.last if target else None,
             pod["metadata"]["name"],
         )
-        for pod, target in ((pod, found(pod)) for pod in pods if is_running_worker(pod))
+        for pod, target in ((pod, _target_of(pod, series)) for pod in pods if is_running_worker(pod))
     ]
+
+
+def _target_of(pod: Object, series: dict[str, list[TargetSeries]]) -> TargetSeries | None:
+    meta = pod["metadata"]
+    return of_pod(series.get(meta["name"], ()), timestamp(meta.get("creationTimestamp")) or 0.0)
+
+
+def telemetry_of(
+    pods: list[Object],
+    workers: list[WorkerReading],
+    series: dict[str, list[TargetSeries]],
+    now: float,
+    before: dict[str, KvWatch],
+) -> tuple[dict[str, TierTelemetry], dict[str, KvWatch]]:
+    """Per tier, and what to compare the next answer with."""
     router_pods = [pod for pod in pods if pod["metadata"]["labels"].get(ROLE) == ROUTER_ROLE and is_running(pod)]
-    routers = [found(pod) for pod in router_pods]
+    routers = [_target_of(pod, series) for pod in router_pods]
     earlier = [target.first if target else None for target in routers]
     latest = [target.last if target else None for target in routers]
     by_router = {pod["metadata"]["name"]: reading for pod, reading in zip(router_pods, latest, strict=True)}
@@ -129,6 +182,14 @@ def ask(url: str, question: str, at: float, line: Line) -> dict[str, list[Target
     if len(found) > MAX_SERIES:
         raise ValueError(f"more than {MAX_SERIES} series")
     return by_pod(found)
+
+
+def host_of(url: str) -> str:
+    """Whose name is looked up; of an URL that is none: itself."""
+    try:
+        return urlsplit(url).hostname or url
+    except ValueError:
+        return url
 
 
 def shown(url: str) -> str:

@@ -21,7 +21,7 @@ from fleet_operator.observe import member_of
 from fleet_operator.render.network import port_of
 from fleet_operator.telemetry.aggregate import Reading, WorkerReading, decode_counts, tier_telemetry, watch_tier
 from fleet_operator.telemetry.kvwatch import KvWatch
-from fleet_operator.telemetry.meter import KvMeter
+from fleet_operator.telemetry.meter import KvMeter, metered
 from fleet_operator.telemetry.parse import parse_text
 from fleet_operator.telemetry.reach import FIRST_WAVE, Reach
 from fleet_planner.types import ROLES, KvProof, TierTelemetry
@@ -93,10 +93,7 @@ class ScrapeTelemetry:
     ) -> KvProof | None:
         """The counters over restarts of engines; how many answers passed without KV is the watch's to say."""
         meters = self._meters.setdefault((fleet.metadata.namespace, fleet.metadata.name), {})
-        metered = meters.setdefault(tier, KvMeter()).read(decode_counts(tier, readings), now)
-        if metered is None or proof is None:
-            return metered
-        return replace(metered, answers_since=proof.answers_since, failed_since=proof.failed_since)
+        return metered(meters.setdefault(tier, KvMeter()).read(decode_counts(tier, readings), now), proof)
 
     def _remember(self, fleet: tuple[str, str], latest: dict[str, Reading | None]) -> list[Reading | None]:
         """Keep the readings of a fleet's routers, forget other routers of it and fleets that are gone. Answers the oldest

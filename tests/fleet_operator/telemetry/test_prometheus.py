@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import socket
 import subprocess
 import sys
 import threading
@@ -111,6 +112,66 @@ def test_servers_that_drip_keep_no_thread_from_others(monkeypatch: pytest.Monkey
             assert last is None
     finally:
         released.set()
+
+
+def test_names_that_nobody_resolves_keep_no_thread_from_others(monkeypatch: pytest.MonkeyPatch):
+    """A look-up cannot be ended: sixteen fleets with such a name kept all others without telemetry. It is asked once at a time."""
+    monkeypatch.setattr(prometheus, "ANSWER_TIMEOUT_S", 0.3)
+    released, looked_up, resolve = threading.Event(), [], socket.getaddrinfo
+
+    def slow(host: str, *more: Any, **how: Any) -> Any:
+        if not host.endswith(".invalid"):
+            return resolve(host, *more, **how)
+        looked_up.append(host)
+        released.wait(30)
+        raise socket.gaierror("released")
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    urls = [f"http://p{number}.invalid" for number in range(prometheus.THREADS)]
+
+    async def go(good: str) -> list[Any]:
+        telemetry = PrometheusTelemetry(lambda: 1_000.0)
+        for _ in range(3):
+            found = await asyncio.gather(*(telemetry.collect(fleet(url), url, PODS) for url in urls))
+        assert all(tiers["t"].problem.endswith("TimeoutError") for tiers in found)
+        assert sorted(looked_up) == sorted(f"p{number}.invalid" for number in range(prometheus.THREADS))
+        monkeypatch.setattr(prometheus, "ANSWER_TIMEOUT_S", 3.0)
+        last = await telemetry.collect(fleet(good), good, PODS)
+        released.set()
+        for _ in range(300):
+            again = await telemetry.collect(fleet(urls[0]), urls[0], PODS)
+            if again["t"].problem.endswith("ConnectionError"):
+                break
+            await asyncio.sleep(0.01)
+        else:
+            raise AssertionError("a host that answers again is not asked")
+        await telemetry.close()
+        return [last["t"].problem, len(telemetry._left)]
+
+    try:
+        with served(lambda handler: reply(handler, matrix("p", "d"))) as good:
+            assert asyncio.run(go(good)) == [None, 0]
+    finally:
+        released.set()
+
+
+def test_kv_counters_do_not_go_down_when_an_engine_starts_again():
+    counts = iter([5, 9, 2])
+
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        whole = json.loads(matrix("p", "d"))
+        metric = {"__name__": "vllm:nixl_xfer_time_seconds_count", "pod": "d"}
+        whole["data"]["result"].append({"metric": metric, "values": [[999.0, str(next(counts))]]})
+        reply(handler, json.dumps(whole))
+
+    async def go(url: str) -> list[int]:
+        telemetry = PrometheusTelemetry(lambda: 1_000.0)
+        found = [(await telemetry.collect(fleet(url), url, PODS))["t"].kv.transfers for _ in range(3)]
+        await telemetry.close()
+        return found
+
+    with served(answer) as url:
+        assert asyncio.run(go(url)) == [5, 9, 11]
 
 
 def test_no_more_is_read_than_allowed(monkeypatch: pytest.MonkeyPatch):
