@@ -15,10 +15,13 @@ class Line:
         self._lock = threading.Lock()
         self._sockets: list[socket.socket] = []
         self._over = False
+        self.reached = False
+        """There was a connection: whoever waits on it ends soon after `hang_up`."""
 
     def keep(self, opened: socket.socket) -> None:
         """Remember a connection, by a handle of its own: TLS takes the first one over."""
         with self._lock:
+            self.reached = True
             self._sockets.append(socket.socket(fileno=os.dup(opened.fileno())))
             if self._over:
                 self._close()

@@ -2,8 +2,9 @@
 
 The library is synchronous: it runs in threads of its own, few and bounded in time. Only a look-up of a name cannot be ended: its
 thread is left behind, with a bound on such threads, and nobody else asks that host until it came back. The library is imported
-when the first fleet asks for it. Whoever may create fleets chooses the URL, so no redirect is followed, no proxy or netrc of ours is used, nothing that comes
-back may raise out of here, and of a failure only its kind is told: never an answer's body, never the credentials inside a URL.
+when the first fleet asks for it. Whoever may create fleets chooses the URL, so no redirect is followed, no proxy or netrc of ours
+is used, nothing that comes back may raise out of here, and of a failure only its kind is told: never an answer's body, never the
+credentials inside a URL.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class PrometheusTelemetry:
         self._threads = ThreadPoolExecutor(THREADS + LEFT_MOST, thread_name_prefix="prometheus")
         self._gate = asyncio.Semaphore(THREADS)
         self._left: Counter[str] = Counter()
-        """Threads that nobody waits for any more, by the host that they ask."""
+        """Threads in a look-up that nobody waits for any more, by host."""
 
     async def collect(self, fleet: InferenceFleet, url: str, pods: list[Object]) -> dict[str, TierTelemetry]:
         """Telemetry per tier; when Prometheus does not answer every tier says why."""
@@ -102,14 +103,13 @@ class PrometheusTelemetry:
                 try:
                     return await asyncio.wrap_future(asked)
                 finally:
-                    self._leave(host, asked)
+                    if not (asked.done() or line.reached):
+                        self._leave(host, asked)
         finally:
             line.hang_up()
 
     def _leave(self, host: str, asked: Future[Any]) -> None:
-        """Count the thread until it ends, when nobody waits for it any more."""
-        if asked.done():
-            return
+        """Count a thread that nobody waits for any more, until it ends."""
         loop = asyncio.get_running_loop()
         self._left[host] += 1
 

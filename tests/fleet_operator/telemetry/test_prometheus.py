@@ -115,7 +115,7 @@ def test_servers_that_drip_keep_no_thread_from_others(monkeypatch: pytest.Monkey
 
 
 def test_names_that_nobody_resolves_keep_no_thread_from_others(monkeypatch: pytest.MonkeyPatch):
-    """A look-up cannot be ended: sixteen fleets with such a name kept all others without telemetry. It is asked once at a time."""
+    """A look-up cannot be ended: sixteen fleets with such a name kept all others without telemetry. One asks at a time."""
     monkeypatch.setattr(prometheus, "ANSWER_TIMEOUT_S", 0.3)
     released, looked_up, resolve = threading.Event(), [], socket.getaddrinfo
 
