@@ -136,7 +136,7 @@ def _plan_tier(
     if tier.name in rest.asleep:
         wished = decision = ScaleDecision(*NOTHING, rest.reason, ScaleMemory())
     else:
-        wished = size_tier(fleet, tier, observed, now)
+        wished = size_tier(fleet, tier, observed, workers, now)
         decision = fit(fleet, tier, wished, observed, workers, left, now)
         if before == NOTHING:
             decision = replace(decision, reason=f"woken: {rest.reason or 'scaling.toZero is off'}")

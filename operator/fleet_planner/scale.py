@@ -1,8 +1,8 @@
 """How many workers each role of a tier should have. Pure: telemetry with its age, memory and the clock come in as values.
 
 A role needs in-flight requests ÷ target per worker, plus its warm workers; a role whose latency objective is missed needs one
-more than it has. Growing is immediate; shrinking waits until a smaller number was enough for a whole window. No data, stale
-data or nonsense means hold: the present size stays.
+more than it has, once all that it has are ready: those that still come up may be enough. Growing is immediate; shrinking waits
+until a smaller number was enough for a whole window. No data, stale data or nonsense means hold: the present size stays.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from fleet_api.v1alpha1.tier import TierSpec
 from fleet_planner.ratio import bounds_of, project
 from fleet_planner.types import RoleLoad, ScaleMemory, TierTelemetry
 
-MEMORY_ENTRIES = 1_024
+MEMORY_ENTRIES = 512
+"""Wants that are remembered apart in one window: of those nearer together the largest counts, so that no number of passes, and no
+length of the window, pushes out what shows that the window is covered."""
 STALE_INTERVALS = 3
 STALE_SLACK_S = 5.0
 
@@ -43,6 +45,8 @@ class ScaleInputs:
     scaling: ScalingSpec
     interval_s: float
     current: tuple[int, int]
+    ready: tuple[int, int] | None = None
+    """How many of them could serve now; None: all."""
 
 
 def want(inputs: ScaleInputs, telemetry: TierTelemetry | None, memory: ScaleMemory, now: float) -> ScaleDecision:
@@ -51,21 +55,10 @@ def want(inputs: ScaleInputs, telemetry: TierTelemetry | None, memory: ScaleMemo
     why = unusable(telemetry, inputs.interval_s, now)
     if telemetry is None or why:
         return ScaleDecision(prefill, decode, f"holding: {why}", memory, held=True)
+    target, missed = inputs.scaling.target_inflight, _missed(inputs, telemetry)
     needed = (
-        _needed(
-            telemetry.prefill,
-            prefill,
-            inputs.scaling.target_inflight.prefill,
-            inputs.tier.prefill.warm,
-            _breached_ttft(inputs, telemetry),
-        ),
-        _needed(
-            telemetry.decode,
-            decode,
-            inputs.scaling.target_inflight.decode,
-            inputs.tier.decode.warm,
-            _breached_itl(inputs, telemetry),
-        ),
+        _needed(telemetry.prefill, target.prefill, inputs.tier.prefill.warm, missed[0]),
+        _needed(telemetry.decode, target.decode, inputs.tier.decode.warm, missed[1]),
     )
     remembered = _remember(memory, now, needed, inputs.scaling.scale_down_window_s)
     grown = (
@@ -97,9 +90,19 @@ def is_fresh(measured_at: float, interval_s: float, now: float) -> bool:
     return 0 <= now - measured_at <= STALE_INTERVALS * interval_s + STALE_SLACK_S
 
 
-def _needed(load: RoleLoad, current: int, target: int, warm: int, breached: bool) -> int:
+def _needed(load: RoleLoad, target: int, warm: int, missed: int) -> int:
+    """`missed`: as many as it takes to meet the objective; 0 while it is met."""
     busy = math.ceil((load.inflight or 0.0) / target)
-    return max(busy + warm, current + 1 if breached else 0)
+    return max(busy + warm, missed)
+
+
+def _missed(inputs: ScaleInputs, telemetry: TierTelemetry) -> tuple[int, int]:
+    """How many workers of each role it takes to meet its objective; 0 where it is met."""
+    ready, size = inputs.ready or inputs.current, inputs.current
+    return (
+        size[0] + (ready[0] >= size[0]) if _breached_ttft(inputs, telemetry) else 0,
+        size[1] + (ready[1] >= size[1]) if _breached_itl(inputs, telemetry) else 0,
+    )
 
 
 def _breached_ttft(inputs: ScaleInputs, telemetry: TierTelemetry) -> bool:
@@ -114,7 +117,12 @@ def _breached_itl(inputs: ScaleInputs, telemetry: TierTelemetry) -> bool:
 
 def _remember(memory: ScaleMemory, now: float, needed: tuple[int, int], window_s: float) -> ScaleMemory:
     """The last window of wants, plus the newest one before it: that one shows that the window is covered."""
-    wants = [*memory.wants, (now, *needed)][-MEMORY_ENTRIES:]
+    wants = list(memory.wants)
+    if wants and window_s > 0 and wants[-1][0] // (step_s := window_s / MEMORY_ENTRIES) == now // step_s:
+        at, prefill, decode = wants.pop()
+        wants.append((max(at, now), max(prefill, needed[0]), max(decode, needed[1])))
+    else:
+        wants.append((now, *needed))
     older = [entry for entry in wants if entry[0] <= now - window_s]
     return ScaleMemory(tuple([*older[-1:], *(entry for entry in wants if entry[0] > now - window_s)]))
 

@@ -50,7 +50,7 @@ def _as_found(tier: TierSpec, observed: Observed, until: float) -> ScaleMemory:
     return ScaleMemory(cap=size, cap_until=until, cap_reason="more had no room before the operator started")
 
 
-def size_tier(fleet: InferenceFleet, tier: TierSpec, observed: Observed, now: float) -> ScaleDecision:
+def size_tier(fleet: InferenceFleet, tier: TierSpec, observed: Observed, workers: Sequence[Replica], now: float) -> ScaleDecision:
     """Sizes of a tier: somebody's /scale first, then load, always inside bounds and ratio."""
     revision, bounds = observed.templates[tier.name].revision, bounds_of(tier)
     current, wished = current_size(tier, observed), wished_size(tier, observed)
@@ -63,7 +63,11 @@ def size_tier(fleet: InferenceFleet, tier: TierSpec, observed: Observed, now: fl
         return ScaleDecision(*sizes, f"scaled by a user to {wish[0]} prefill and {wish[1]} decode workers", held)
     if fleet.spec.scaling.mode == "manual":
         return ScaleDecision(*project(*wished, bounds), "scaling.mode is manual", memory)
-    inputs = ScaleInputs(tier, fleet.spec.slo, fleet.spec.scaling, fleet.spec.telemetry.interval_s, current)
+    ready = [worker.role for worker in workers if worker.ready]
+    inputs = ScaleInputs(
+        tier, fleet.spec.slo, fleet.spec.scaling, fleet.spec.telemetry.interval_s, current,
+        (ready.count("prefill"), ready.count("decode")),
+    )  # fmt: skip
     decision = want(inputs, observed.telemetry.get(tier.name), memory, now)
     size = wished if decision.held else (decision.prefill, decision.decode)
     sizes = project(*size, bounds)  # bounds may have changed while holding

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import astuple
 
 import pytest
 from hypothesis import given
@@ -95,3 +96,49 @@ def test_o19_sizes_stay_allowed_and_change_direction_at_most_once_a_window(serie
     for shrink in shrinks:  # after any growth, a whole window passes before the first shrink
         grown = [now for now, direction in turns if direction > 0 and now < shrink]
         assert not grown or shrink - grown[-1] >= WINDOW_S
+
+
+@pytest.mark.parametrize("missed", [{"ttft": 1.5}, {"itl": 0.08}])
+def test_a_missed_objective_waits_for_the_workers_that_it_has_made(missed: dict[str, float]):
+    """One slow reading made a tier as large as it may be within a second: every pass added one to those that still came up."""
+    memory, size = covered((2, 2), 0.0), (2, 2)
+    for step in range(20):
+        inputs = ScaleInputs(TIER, SLO, ScalingSpec(), 5.0, size, (2, 2))
+        found = want(inputs, load(4, 10, 0.0, **missed), memory, step * 0.05)
+        memory, size = found.memory, (found.prefill, found.decode)
+    assert size == ((3, 3) if "ttft" in missed else (2, 3))
+    ready = ScaleInputs(TIER, SLO, ScalingSpec(), 5.0, size, size)
+    assert sum(size) < sum(astuple(want(ready, load(4, 10, 2.0, **missed), memory, 2.0))[:2])
+
+
+def test_a_missed_objective_keeps_those_that_come_up_longer_than_the_window():
+    memory = covered((2, 6), 0.0)
+    for now in range(0, 600, 5):
+        found = want(ScaleInputs(TIER, SLO, ScalingSpec(), 5.0, (2, 6), (2, 2)), load(1, 1, now, itl=0.08), memory, now)
+        memory = found.memory
+        assert found.decode == 6
+
+
+@pytest.mark.parametrize(("window", "every_s"), [("2h", 5.0), ("24h", 60.0), ("2m", 0.05), ("1s", 0.1)])
+def test_a_window_ends_however_long_it_is_and_however_many_passes_are_in_it(window: str, every_s: float):
+    """A thousand wants were remembered: a window with more passes was never covered, and nobody ever left."""
+    scaling, memory, size = ScalingSpec(scale_down_window=window), ScaleMemory(), (3, 6)
+    for step in range(round(scaling.scale_down_window_s * 1.1 / every_s) + 2):
+        now = step * every_s
+        found = want(ScaleInputs(TIER, SLO, scaling, 5.0, size), load(0, 0, now), memory, now)
+        memory, size = found.memory, (found.prefill, found.decode)
+        assert size == (3, 6) or now >= scaling.scale_down_window_s
+        assert len(memory.wants) <= 515
+    assert size == (1, 1)
+
+
+@given(st.lists(st.tuples(st.floats(0, 3), st.integers(0, 40), st.integers(0, 200)), min_size=2, max_size=80))
+def test_no_want_of_the_window_is_forgotten(series: list[tuple[float, int, int]]):
+    scaling = ScalingSpec(scale_down_window="10s")
+    memory, now, size, wants = ScaleMemory(), 0.0, (1, 1), list[tuple[float, int]]()
+    for wait_s, prefill, decode in series:
+        now += wait_s
+        found = want(ScaleInputs(TIER, SloSpec(), scaling, 5.0, size), load(prefill, decode, now), memory, now)
+        memory, size = found.memory, (found.prefill, found.decode)
+        wants.append((now, math.ceil(prefill / 4)))
+        assert size[0] >= min(TIER.prefill.max_replicas, max(wish for at, wish in wants if at > now - 10))
