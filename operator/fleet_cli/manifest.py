@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import yaml
 
 from fleet_cli.errors import InputError
-from fleet_cli.kubeyaml import KubeLoader
+from fleet_cli.kubeyaml import KubeLoader, plain
 
 MAX_MANIFEST_BYTES = 1024 * 1024
 """The API server's own limit lies near: etcd refuses objects above 1.5 MiB."""
@@ -55,6 +56,8 @@ def _load(path: str) -> list[Any]:
     if len(text) > MAX_MANIFEST_BYTES:
         raise InputError(f"{path} is larger than {MAX_MANIFEST_BYTES} bytes")
     try:
+        if (found := _json(text)) is not None:
+            return [found]
         for document in yaml.compose_all(text, Loader=KubeLoader):
             if _unfolded(document, {}) > MAX_NODES:
                 raise InputError(f"{path} holds more than {MAX_NODES} values when its YAML aliases are unfolded")
@@ -63,6 +66,26 @@ def _load(path: str) -> list[Any]:
         raise InputError(f"{path} is not valid YAML: {_one_line(error)}") from error
     except RecursionError:
         raise InputError(f"{path} is nested too deeply") from None
+
+
+def _json(text: str) -> Any:
+    """The value of a file that is JSON, which may be indented with tabs; None: read it as YAML, which also says what is wrong."""
+    if not text.lstrip("\ufeff \t\r\n").startswith("{"):
+        return None
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(found := dict(pairs)) < len(pairs):
+            raise ValueError("a key is written twice")
+        return found
+
+    def never(constant: str) -> Any:
+        raise ValueError(constant)
+
+    try:
+        text = text.removeprefix("\ufeff")
+        return json.loads(text, object_pairs_hook=once, parse_int=plain, parse_float=plain, parse_constant=never)
+    except ValueError:
+        return None
 
 
 def _unfolded(node: yaml.Node | None, known: dict[int, int]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 
 import pytest
 import yaml
@@ -32,6 +33,28 @@ def written(tmp_path):
 
 def test_a_good_manifest_comes_back_as_written(written):
     assert read_manifest(written(yaml.safe_dump(GOOD))) == GOOD
+
+
+@pytest.mark.parametrize("start", ["", "\ufeff", "\n\t"])
+def test_json_may_be_indented_with_tabs_and_escape_what_is_beyond_16_bits(written, start):
+    """kubectl takes it; read as YAML a tab starts no token, and two halves of a character are none."""
+    note = {**GOOD, "metadata": {"name": "good", "annotations": {"a": "\U0001f600", "b": "1"}}}
+    assert read_manifest(written(start + json.dumps(note, indent="\t"))) == note
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"spec": {}, "spec": {}}', 'key "spec" already set in map'),
+        ('{"kind": NaN}', 'no matches for kind "NaN"'),
+        ('{"a": ' * 3_000 + "1" + "}" * 3_000, "is nested too deeply"),
+        (json.dumps(GOOD) + "\n---\n" + json.dumps(GOOD), "holds 2 documents"),
+    ],
+)
+def test_odd_json_is_refused_like_yaml(written, text, words):
+    with pytest.raises(InputError) as refused:
+        read_manifest(written(text))
+    assert words in str(refused.value)
 
 
 def test_standard_input(monkeypatch):
