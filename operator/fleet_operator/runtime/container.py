@@ -118,7 +118,7 @@ class Container:
         if process is None or not process.running:
             return
         deadline = time.monotonic() + grace_s
-        await self._pre_stop(grace_s)
+        await self._pre_stop(process, grace_s)
         process.terminate()
         with contextlib.suppress(TimeoutError):
             # The kubelet too grants two seconds after a preStop hook that used the whole grace period.
@@ -127,6 +127,11 @@ class Container:
         process.kill()
         async with asyncio.timeout(self._settings.kill_wait_s):
             await process.wait()
+
+    def kill(self) -> None:
+        """SIGKILL to the group now, also while a hook runs: the grace period was shortened."""
+        if self._process is not None:
+            self._process.kill()
 
     async def _run_once(self) -> int | None:
         """One run of the process; None when it could not be started."""
@@ -235,10 +240,19 @@ class Container:
                 await process.wait()
         process.kill()
 
-    async def _pre_stop(self, grace_s: float) -> None:
+    async def _pre_stop(self, process: ContainerProcess, grace_s: float) -> None:
+        """The hook, for as long as there is a process."""
         hook = (self._spec.get("lifecycle") or {}).get("preStop")
-        if hook:
-            await act(_action(hook), self._launcher.target(self._spec), grace_s)
+        if not hook:
+            return
+        asked = [asyncio.ensure_future(act(_action(hook), self._launcher.target(self._spec), grace_s))]
+        asked.append(asyncio.ensure_future(process.wait()))
+        try:
+            await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in asked:
+                task.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
 
 
 def _action(probe: Mapping[str, Any]) -> dict[str, Any]:

@@ -38,6 +38,7 @@ class PodRunner:
         self._dirty = asyncio.Event()
         self._deletion = asyncio.Event()
         self._grace_s = 0.0
+        self._sooner: asyncio.TimerHandle | None = None
         self._stale = asyncio.Event()
         """Files could not be written."""
         self._waiting: dict[str, Any] | None = None
@@ -55,18 +56,32 @@ class PodRunner:
             await self._stop(self._grace_s)
             await _end(work)
             await _end(writer)
-            await self._write_status()
+            try:
+                await self._write_status()
+            except ClusterError as error:  # its last status; that it is gone says more, and must be said
+                logger.warning("pod=%s/%s last status not written: %s", self.namespace, self._name, error)
             await self._finish_deletion()
         finally:
             for task in (work, writer, again):
                 await _end(task)
+            if self._sooner is not None:
+                self._sooner.cancel()
             self.volumes.remove()
 
     def terminate(self, grace_s: float) -> None:
-        """The pod was deleted: stop it within `grace_s`."""
+        """The pod was deleted: stop it within `grace_s`. Whoever deletes it again may only shorten that, from then on."""
         if not self._deletion.is_set():
             self._grace_s = grace_s
             self._deletion.set()
+        elif grace_s < self._grace_s:
+            self._grace_s = grace_s
+            if self._sooner is not None:
+                self._sooner.cancel()
+            self._sooner = asyncio.get_running_loop().call_later(grace_s, self._kill)
+
+    def _kill(self) -> None:
+        for container in (*self._init, *self._containers):
+            container.kill()
 
     async def _work(self) -> None:
         try:
