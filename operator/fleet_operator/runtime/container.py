@@ -245,8 +245,8 @@ class Container:
         hook = (self._spec.get("lifecycle") or {}).get("preStop")
         if not hook:
             return
-        asked = [asyncio.ensure_future(act(_action(hook), self._launcher.target(self._spec), grace_s))]
-        asked.append(asyncio.ensure_future(process.wait()))
+        done = act(_action(hook), self._launcher.target(self._spec), grace_s)
+        asked: list[asyncio.Future[Any]] = [asyncio.ensure_future(done), asyncio.ensure_future(process.wait())]
         try:
             await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
         finally:

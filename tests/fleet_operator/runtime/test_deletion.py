@@ -31,7 +31,7 @@ def test_a_second_deletion_shortens_the_grace(tmp_path: Path, lifecycle: dict[st
             await local.cluster.delete(POD, "default", "stubborn", grace_s=grace_s)
             await local.gone("stubborn")
             async with asyncio.timeout(10):
-                while marked(tmp_path) or local.kubelet._runners:
+                while marked(tmp_path) or local.kubelet._runners:  # noqa: ASYNC110 - processes tell nobody
                     await asyncio.sleep(0.02)
 
     run(scenario)
@@ -49,7 +49,7 @@ def test_a_last_status_that_cannot_be_written_does_not_keep_the_pod(tmp_path: Pa
             local.cluster.patch_status = unavailable  # type: ignore[method-assign]
             await local.apply("one", python("import time; time.sleep(600)"))
             async with asyncio.timeout(10):
-                while not marked(tmp_path):
+                while not marked(tmp_path):  # noqa: ASYNC110 - processes tell nobody
                     await asyncio.sleep(0.02)
             await local.cluster.delete(POD, "default", "one", grace_s=2)
             await local.gone("one")
