@@ -124,11 +124,12 @@ class Elector:
             raise LeadershipLostError("it could not be renewed in time")
 
     async def attempt(self) -> Step:
-        """One look and what follows from it. The fence is extended from before the request: whoever waits for the lease to end
-        began to count later than that."""
+        """One look and what follows from it. The fence is extended from before the request, and what is read is as old as its
+        answer: whoever waits for the lease to end began to count later than its holder, however long a read takes."""
         who, begun = self._candidate, self._fence.clock()
         if self._sight is None or not self.leading or self._outdated:
-            self._sight, self._outdated = see(self._sight, await self._read(), begun), False
+            found = await self._read()
+            self._sight, self._outdated = see(self._sight, found, self._fence.clock()), False
         self.holder = self._sight.lease.holder
         step = decide(self._sight, who.identity, who.terms, begun)
         self.leading = self.leading and step.deed == "renew"

@@ -116,6 +116,35 @@ def test_the_first_wins_and_the_second_waits_the_whole_lease():
     played(scenario)
 
 
+@pytest.mark.parametrize("read_s", [6.0, 14.0, 29.0])
+def test_a_slow_read_does_not_shorten_the_lease_of_another(read_s: float):
+    """The wait began before the question: who read for long took a lease that had just been renewed, and two could write."""
+
+    async def scenario(world: World) -> None:
+        a, b = Process(world, "a"), Process(world, "b")
+        await a.try_once()
+        store_get = world.store.get
+
+        async def slow(*where: Any) -> Any:
+            for _ in range(round(read_s)):
+                world.now += 1.0
+                await a.try_once()
+            return await store_get(*where)
+
+        b.wire.get = slow  # type: ignore[method-assign]
+        await b.try_once()
+        b.wire.get = store_get  # type: ignore[method-assign]
+        while await a.writes():  # it does not renew any more
+            world.now += 0.5
+            await b.try_once()
+            assert not (b.elector.leading and a.fence.open_s > 0)
+        world.now += 6.0
+        await b.try_once()
+        assert b.elector.leading
+
+    played(scenario)
+
+
 def test_two_that_begin_at_once_are_one():
     async def scenario(world: World) -> None:
         processes = [Process(world, name) for name in "abcd"]
