@@ -53,12 +53,13 @@ def _wrong(key: str, value: Any) -> str:
         return "" if isinstance(value, int) and not isinstance(value, bool) else "must be a whole number"
     if not isinstance(value, str):
         return f"{quoted(value)}: must be text"
-    return "must be a time such as 2026-01-31T12:00:00Z" if key in _TIMES and not _is_time(value) else ""
+    return "must be a time such as 2026-01-31T12:00:00Z" if key in _TIMES and not is_time(value) else ""
 
 
-def _is_time(value: str) -> bool:
+def is_time(value: object) -> bool:
+    """RFC 3339, with its zone."""
     try:
-        return datetime.fromisoformat(value).tzinfo is not None
+        return isinstance(value, str) and datetime.fromisoformat(value).tzinfo is not None
     except ValueError:
         return False
 

@@ -7,10 +7,13 @@ from typing import Any
 
 from fleet_api.compat import refusals
 from fleet_api.crd import fleet_schema, pool_schema
+from fleet_api.metadata import is_time
 from fleet_api.structure import findings, known_fields, normalised
 from fleet_api.v1alpha1 import InferenceFleet, WorkerPool
 from fleet_api.validate import validate
 
+_TIMED = {"flip": "failedAt", "zero": "since"}
+_ROLLOUT_TIMES = ("stepSince", "progressSince")
 _STATUS = {"InferenceFleet": fleet_schema, "WorkerPool": pool_schema}
 
 
@@ -37,7 +40,8 @@ def parse_pool(manifest: Mapping[str, Any]) -> WorkerPool:
 
 
 def known_status(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """The status without what a newer operator or CRD added; empty when what is left is still not a status of ours.
+    """The status without what a newer operator or CRD added, and without times that are none (a status that somebody edited or
+    restored); empty when what is left is still not a status of ours.
 
     A status is the operator's own word, not the user's: after a downgrade it must not stop a fleet that runs.
     """
@@ -46,7 +50,21 @@ def known_status(manifest: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     schema = _STATUS[str(manifest.get("kind", "InferenceFleet"))]()["properties"]["status"]
     kept: dict[str, Any] = known_fields(normalised(status), schema)
-    return kept if not any(True for _ in findings(kept, schema)) else {}
+    return _with_times(kept) if not any(True for _ in findings(kept, schema)) else {}
+
+
+def _with_times(status: dict[str, Any]) -> dict[str, Any]:
+    """A state of which nobody knows the time is none; a rollout goes on, and its times begin anew."""
+    conditions = [one for one in status.get("conditions") or () if is_time(one.get("lastTransitionTime"))]
+    tiers = [
+        {key: value for key, value in tier.items() if key not in _TIMED or is_time(value.get(_TIMED[key]))}
+        for tier in status.get("tiers") or ()
+    ]
+    for tier in tiers:
+        if "rollout" in tier:
+            tier["rollout"] = {k: v for k, v in tier["rollout"].items() if k not in _ROLLOUT_TIMES or not v or is_time(v)}
+    found = {"conditions": conditions, "tiers": tiers}
+    return {key: found.get(key, value) for key, value in status.items()}
 
 
 def _accepted(manifest: Mapping[str, Any], kind: str) -> dict[str, Any]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
 from fleet_api.parse import known_status, parse_fleet
 from fleet_operator.cluster.interface import FLEET, POD
+from fleet_planner.reconcile import reconcile
+from fleet_planner.types import Observed, Template
 from tests.fleet_operator.world import NAMESPACE, World, manifest, play
 
 
@@ -86,3 +89,31 @@ def test_a_spec_of_tomorrow_is_said_and_what_runs_goes_on():
 def test_known_status_keeps_what_is_known():
     status = {"observedGeneration": 3, "tomorrow": 1, "tiers": [{"name": "t", "ratio": "1:2", "tomorrow": {}}]}
     assert known_status({**manifest(), "status": status}) == {"observedGeneration": 3, "tiers": [{"name": "t", "ratio": "1:2"}]}
+
+
+@pytest.mark.parametrize("time", ["garbage", "", "2026-13-45T00:00:00Z", "2026-01-01T00:00:00", "2026-01-01T00:00:00+99:00"])
+@pytest.mark.parametrize(
+    ("state", "left"),
+    [
+        ({"flip": {"failedAt": "TIME", "message": "m"}}, {}),
+        ({"zero": {"state": "Waking", "since": "TIME"}}, {}),
+        (
+            {"rollout": {"stable": "aaaaaaaa", "target": "bbbbbbbb", "stepSince": "TIME", "progressSince": "TIME"}},
+            {"rollout": {"stable": "aaaaaaaa", "target": "bbbbbbbb"}},
+        ),
+    ],
+    ids=["flip", "zero", "rollout"],
+)
+def test_a_time_in_the_status_that_is_none_stops_no_fleet(time: str, state: dict[str, Any], left: dict[str, Any]):
+    """Somebody edited or restored it: every pass failed, and nobody repaired the fleet."""
+    tier = json.loads(json.dumps({"name": "t", **state}).replace("TIME", time))
+    condition = {"type": "Ready", "status": "True", "reason": "Ready", "message": "", "lastTransitionTime": time}
+    status = {"tiers": [tier], "conditions": [condition | {"lastTransitionTime": "2026-01-01T00:00:00Z"}]}
+    found = known_status({**manifest(), "status": status})
+    if "rollout" in left and not time:
+        left = {"rollout": {**left["rollout"], "stepSince": "", "progressSince": ""}}  # "": not begun
+    assert found == {**status, "tiers": [{"name": "t", **left}]}
+    assert known_status({**manifest(), "status": {"conditions": [condition]}}) == {"conditions": []}
+    name = manifest()["spec"]["tiers"][0]["name"]
+    planned = parse_fleet({**manifest(), "status": {**status, "tiers": [{**tier, "name": name}]}})
+    reconcile(planned, Observed(templates={name: Template("bbbbbbbb", "c")}), 1_000.0)
