@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 from fleet_api.parse import parse_fleet
 from fleet_planner.reconcile import Plan, reconcile
 from fleet_planner.replicas import plan_replicas, replicas_of
-from fleet_planner.types import Observed, ObservedPod, ObservedPool, PoolWanted, Role, RouterView, Template
+from fleet_planner.types import (
+    Observed,
+    ObservedPod,
+    ObservedPool,
+    PoolWanted,
+    Role,
+    RoleLoad,
+    RouterView,
+    Template,
+    TierTelemetry,
+)
 
 NOW = 1_000.0
 
@@ -177,3 +187,17 @@ def disturb(observed: Observed, event: str, number: int, step: int) -> Observed:
         else:
             pods[index] = replace(pods[index], phase="Failed" if event == "fail" else "Running", ready=False)
     return replace(observed, pods=tuple(pods))
+
+
+def test_one_slow_reading_makes_one_worker():
+    """Each pass counted the workers that the one before had made, ready or not: the tier was at its maximum within a second."""
+    found = fleet()
+    spec = found.spec.model_validate({**found.spec.to_dict(), "slo": {"ttft": {"p99": "1s"}}})
+    slow, observed = found.model_copy(update={"spec": spec}), start()
+    observed = carry_out(reconcile(slow, observed, NOW), observed)
+    told = TierTelemetry(RoleLoad(1, 5.0, None, NOW), RoleLoad(1, None, None, NOW))
+    observed = replace(observed, telemetry={"t": told})
+    before = counts(observed)
+    for step in range(8):
+        observed = carry_out(reconcile(slow, observed, NOW + step / 10), observed, ready=False)
+    assert counts(observed) == {**before, "prefill": before["prefill"] + 1}
