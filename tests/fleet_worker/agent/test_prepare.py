@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from fleet_worker.agent.errors import ModelError
-from fleet_worker.agent.hub import split_source
+from fleet_worker.agent.hub import _check_whole, split_source
 from fleet_worker.agent.prepare import MAX_CONFIG_BYTES, check_folder, prepare_model
 from tests.hub import Hub
 
@@ -105,8 +105,10 @@ def test_a_hub_that_is_away_is_named(hub: Hub, tmp_path: Path):
         ({"config.json": b"[]"}, "names no architectures"),
         ({"config.json": b" " * (MAX_CONFIG_BYTES + 1)}, f"is larger than {MAX_CONFIG_BYTES} bytes"),
         ({"config.json": FILES["config.json"], "model.bin": b""}, "holds no *.safetensors file"),
+        ({"config.json": b"[" * 100_000}, "is not valid JSON"),
+        ({"config.json": b'{"a":"\xff"}'}, "is not valid JSON"),
     ],
-    ids=["missing", "empty", "no-json", "no-object", "huge", "pickles-only"],
+    ids=["missing", "empty", "no-json", "no-object", "huge", "pickles-only", "deep", "no-utf-8"],
 )
 def test_a_folder_that_is_no_model_is_named(tmp_path: Path, files: dict[str, bytes] | None, words: str):
     folder = tmp_path / "model"
@@ -117,6 +119,32 @@ def test_a_folder_that_is_no_model_is_named(tmp_path: Path, files: dict[str, byt
     with pytest.raises(ModelError, match="model") as caught:
         prepare_model(str(folder), lambda _: None)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["link-to-nowhere", "link-to-itself", "folder"])
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_what_lies_in_a_files_place_is_named(tmp_path: Path, name: str, kind: str):
+    """It ended the worker with a traceback."""
+    for file in {"config.json", "model.safetensors"} - {name}:
+        (tmp_path / file).write_bytes(FILES[file])
+    if kind == "folder":
+        (tmp_path / name).mkdir()
+    else:
+        (tmp_path / name).symlink_to("nowhere" if kind == "link-to-nowhere" else name)
+    with pytest.raises(ModelError, match=name):
+        check_folder(tmp_path)
+
+
+@pytest.mark.parametrize("left", [b"", b"[", b"\xff", b"{}", b"[1]"])
+def test_a_list_of_files_that_a_broken_disk_left_says_nothing(tmp_path: Path, left: bytes):
+    """It ended each start of the worker with a traceback."""
+    mark = tmp_path / "mark.files"
+    mark.write_bytes(left)
+    with pytest.raises(ModelError, match="was never fetched whole"):
+        _check_whole("hf://acme/tiny", tmp_path, None, mark)
+    (tmp_path / "config.json").write_bytes(b"{}")
+    _check_whole("hf://acme/tiny", tmp_path, ["config.json"], mark)
+    _check_whole("hf://acme/tiny", tmp_path, None, mark)
 
 
 @pytest.mark.parametrize(

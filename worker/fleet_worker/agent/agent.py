@@ -32,7 +32,7 @@ from fleet_worker.agent.life import Life, Load
 from fleet_worker.agent.prepare import prepare_model
 from fleet_worker.agent.role import judge
 from fleet_worker.agent.supervise import EngineProcess, watch_children
-from fleet_worker.config import ADAPTERS_ENV, AdapterWish, Role, WorkerConfig, decode_adapters
+from fleet_worker.config import ADAPTERS_ENV, UNREADABLE, AdapterWish, Role, WorkerConfig, decode_adapters
 
 T = TypeVar("T")
 VLLM_BIN_ENV = "FLEET_VLLM_BIN"
@@ -138,13 +138,19 @@ class Agent:
         return (engine or "").rstrip("\n") + "\n" + "\n".join(own) + "\n"
 
     def tokenizer(self) -> dict[str, str] | None:
-        """Answers /tokenizer: the model's own files, for routers that tokenise; None before the model is here or without one."""
+        """Answers /tokenizer: the model's own files, for routers that tokenise; None before the model is here or without one that
+        can be read as text."""
         if self._folder is None:
             return None
         found = {name: self._folder / name for name in TOKENIZER_FILES}
-        read = {
-            name: path.read_text() for name, path in found.items() if path.is_file() and path.stat().st_size < TOKENIZER_BYTES
-        }
+        try:
+            read = {
+                name: path.read_text("utf-8")
+                for name, path in found.items()
+                if path.is_file() and path.stat().st_size < TOKENIZER_BYTES
+            }
+        except (OSError, UnicodeDecodeError):
+            return None
         return read if TOKENIZER_FILES[0] in read else None
 
     async def drain(self) -> dict[str, object]:
@@ -444,6 +450,6 @@ def wished_at_start(env: Mapping[str, str]) -> tuple[AdapterWish, ...]:
     """The adapters that the pod's annotation names; none when somebody made it unreadable: the operator tells again."""
     try:
         return decode_adapters(env.get(ADAPTERS_ENV) or "[]")
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         print(f"BadAdapters: {ADAPTERS_ENV}: {error}", file=sys.stderr, flush=True)
         return ()

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from fleet_worker.agent.errors import ModelError
+from fleet_worker.config import NO_JSON
 
 HF_SCHEME: Final = "hf://"
 CACHE_ENV: Final = "FLEET_MODEL_CACHE"
@@ -132,28 +133,37 @@ def _listed(name: str, revision: str | None, cache: Path, patterns: Sequence[str
 
 def _check_whole(source: str, folder: Path, names: list[str] | None, mark: Path) -> None:
     """ModelError unless every file of the hub's list is there; the list is remembered for when the hub (names: None) is away."""
+    remembered = _remembered(mark)
     if names is None:
-        if not mark.is_file():
+        if remembered is None:
             raise ModelError(
                 f"{source}: the hub cannot be reached, and {folder} was never fetched whole: what is there may be a part of it; "
                 "let it be fetched once, or give the folder's path as the source"
             )
-        names = json.loads(mark.read_text())
+        names = remembered
     missing = sorted(name for name in names if not (folder / name).is_file())
     if missing:
         raise ModelError(f"{source}: {len(missing)} files of {len(names)} are missing in {folder}, the first is {missing[0]}")
-    text = json.dumps(sorted(names))
-    if not mark.is_file() or mark.read_text() != text:
+    if remembered != (wanted := sorted(names)):
         written = mark.with_suffix(".part")
-        written.write_text(text)
+        written.write_text(json.dumps(wanted))
         written.replace(mark)  # a list that is cut off would say that little is enough
+
+
+def _remembered(mark: Path) -> list[str] | None:
+    """The list in a mark; None when there is none, or one that a broken disk left, which says nothing."""
+    try:
+        found = json.loads(mark.read_bytes())
+    except (FileNotFoundError, *NO_JSON):
+        return None
+    return found if isinstance(found, list) and found and all(isinstance(name, str) for name in found) else None
 
 
 def _compare(source: str, folder: Path, mark: Path) -> None:
     """Every file has the content that its name in the cache says; a wrong one is removed, so that the next try fetches it."""
     blobs = {path.name: path.resolve() for path in folder.rglob("*") if path.is_file()}
     listed = "\n".join(sorted(f"{name} {blob.name}" for name, blob in blobs.items()))
-    if mark.is_file() and mark.read_text() == listed:
+    if mark.is_file() and mark.read_bytes() == listed.encode():
         return
     for name, blob in blobs.items():
         if not _is_right(blob):

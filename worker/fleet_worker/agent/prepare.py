@@ -13,6 +13,7 @@ from pathlib import Path
 
 from fleet_worker.agent.errors import ModelError
 from fleet_worker.agent.hub import HF_SCHEME, fetch
+from fleet_worker.config import NO_JSON
 
 MAX_CONFIG_BYTES = 1024 * 1024
 WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json")
@@ -34,6 +35,8 @@ def check_folder(folder: Path) -> None:
         _check_folder(folder)
     except PermissionError as error:
         raise ModelError(f"{error.filename} is not readable by user {os.geteuid()}") from error
+    except OSError as error:  # a link to nowhere, a folder in a file's place, a disk that fails
+        raise ModelError(f"{error.filename or folder}: {error.strerror or error}") from error
 
 
 def _check_folder(folder: Path) -> None:
@@ -49,7 +52,7 @@ def _check_folder(folder: Path) -> None:
         raise ModelError(f"{config} is larger than {MAX_CONFIG_BYTES} bytes")
     try:
         parsed = json.loads(config.read_bytes())
-    except ValueError as error:
+    except NO_JSON as error:
         raise ModelError(f"{config} is not valid JSON: {error}") from error
     if not isinstance(parsed, dict) or not parsed.get("architectures"):
         raise ModelError(f"{config} names no architectures")

@@ -94,7 +94,7 @@ def parse(body: bytes, kind: type[T]) -> T:
         request = msgspec.json.decode(body if len(given) == len(fields) else msgspec.json.encode(given), type=kind)
     except msgspec.ValidationError as error:
         raise BadRequestError(*_worded(str(error))) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise BadRequestError(f"the body is not valid JSON: {error}") from error
     if request.n != 1:
         raise BadRequestError(f"n is {request.n}; only n=1 is served", "n")
