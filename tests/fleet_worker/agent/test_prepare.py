@@ -199,13 +199,13 @@ def test_a_cache_that_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytes
 
 
 # -- the cache --------------------------------------------------------------------------------------------------------------
-def fetch(port: int, cache: Path, source: str = "hf://acme/tiny", **more: str) -> subprocess.Popen[str]:
+def fetch(port: int, cache: Path, source: str = "hf://acme/tiny", user: int | None = None) -> subprocess.Popen[str]:
     """`fleet-worker fetch`, as a prefetch pod runs it."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    env |= {"HF_ENDPOINT": f"http://127.0.0.1:{port}", "FLEET_MODEL_CACHE": str(cache), "HF_HOME": str(cache), **more}
+    env |= {"HF_ENDPOINT": f"http://127.0.0.1:{port}", "FLEET_MODEL_CACHE": str(cache), "HF_HOME": str(cache)}
     return subprocess.Popen(
         [sys.executable, "-m", "fleet_worker", "fetch"], env={**env, "FLEET_FETCH": source}, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, user=user,
     )  # fmt: skip
 
 
@@ -284,3 +284,63 @@ def test_a_list_of_files_belongs_to_its_commit(hub: Hub, tmp_path: Path):
 def test_only_a_hub_source_can_be_fetched(tmp_path: Path):
     code, words = ended(fetch(1, tmp_path, "file:///etc"))
     assert (code, "FLEET_FETCH is 'file:///etc'" in words) == (2, True)
+
+
+@pytest.fixture
+def shown() -> Iterator[Path]:
+    """A cache that other users may look at: pytest's own folders are closed to them."""
+    with tempfile.TemporaryDirectory() as made:
+        Path(made).chmod(0o755)
+        yield Path(made)
+
+
+def read_only(port: int, cache: Path) -> tuple[int, str]:
+    """`fleet-worker fetch` by a user who may read all of the cache, and write nothing."""
+    for path in cache.rglob("*"):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    return ended(fetch(port, cache, user=65532))
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody who may not write")
+@pytest.mark.parametrize("marks", [True, False])
+@pytest.mark.parametrize("hub_is_there", [True, False])
+def test_a_cache_that_cannot_be_written_is_enough_when_the_whole_model_is_in_it(
+    hub: Hub, shown: Path, marks: bool, hub_is_there: bool
+):
+    """A shared cache is mounted read-only into workers; without the hub only our own list says that it is whole."""
+    port = hub.server_address[1]
+    assert ended(fetch(port, shown))[0] == 0
+    if not marks:
+        shutil.rmtree(shown / ".inferencefleet")
+    hub.sent.clear()
+    code, words = read_only(port if hub_is_there else 1, shown)
+    assert hub.sent == []
+    assert code == (0 if marks or hub_is_there else 2), words
+    if code:
+        assert "was never fetched whole" in words
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody who may not write")
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        ("missing", "is not writable by user 65532"),
+        ("bytes", "has other bytes than the hub's hash"),
+        ("branch", "is not writable"),
+    ],
+)
+def test_a_cache_that_cannot_be_written_is_refused_when_it_is_not_the_model(hub: Hub, shown: Path, spoil: str, words: str):
+    assert ended(fetch(hub.server_address[1], shown))[0] == 0
+    (weights,) = shown.glob("models--acme--tiny/snapshots/*/model.safetensors")
+    if spoil == "bytes":
+        shutil.rmtree(shown / ".inferencefleet")
+        weights.write_bytes(b"weighty")
+    elif spoil == "missing":
+        weights.resolve().unlink()
+        weights.unlink()
+    else:
+        hub.commit = "d" * 40
+        hub.repositories = {"acme/tiny": {**FILES, "model.safetensors": b"other weights"}}
+    code, said = read_only(hub.server_address[1], shown)
+    assert code == 2
+    assert words in said

@@ -34,6 +34,7 @@ Listed = dict[str, list[str]]
 LOCK_TELL_S: Final = 10.0
 OF_THE_DISK: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE})
 """What a cache's disk says; everything else that a download meets is the hub's, or the way's to it."""
+NOT_WRITABLE: Final = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 PIECE: Final = 4 * 1024 * 1024
 SHA256, GIT_SHA1 = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{40}")
 
@@ -67,10 +68,33 @@ def fetch(source: str, progress: Callable[[str], None], patterns: Sequence[str])
                     return _fetched(source, name, revision, cache, progress, patterns)
             except Timeout:
                 progress(f"waiting: another process fetches {source}")
-    except PermissionError as error:
-        raise ModelError(f"model cache {error.filename or cache} is not writable by user {os.geteuid()}") from error
-    except OSError as error:  # full, read-only, stale ...: of the hub's own errors _fetched told
+    except OSError as error:
+        if error.errno in NOT_WRITABLE and (kept := _kept(source, name, revision, cache, progress, patterns)) is not None:
+            return kept
+        if isinstance(error, PermissionError):
+            raise ModelError(f"model cache {error.filename or cache} is not writable by user {os.geteuid()}") from error
+        # full, stale ...: of the hub's own errors _fetched told
         raise ModelError(f"{source}: model cache {error.filename or cache}: {error.strerror or error}") from error
+
+
+def _kept(
+    source: str, name: str, revision: str | None, cache: Path, progress: Callable[[str], None], patterns: Sequence[str]
+) -> Path | None:
+    """What is in a cache that cannot be written: nothing changes it here, so that no lock is needed. None unless it is whole, and
+    what the hub has now, as far as that can be asked."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        listed, missing = _listed(name, revision, cache, patterns)
+        if missing:
+            return None
+        commit = next(iter(listed), revision)
+        found = snapshot_download(name, revision=commit, cache_dir=cache, allow_patterns=list(patterns), local_files_only=True)
+        _check(source, Path(found), listed, cache, progress, patterns)
+    except (HfHubHTTPError, OSError, ValueError):  # also for what may not be read, or is not there
+        return None
+    return Path(found)
 
 
 def _fetched(
@@ -96,13 +120,20 @@ def _fetched(
         if error.errno in OF_THE_DISK:
             raise
         raise ModelError(f"{source}: the hub cannot be reached: {_in_short(error)}") from error
+    _check(source, folder, listed, cache, progress, patterns)
+    return folder
+
+
+def _check(
+    source: str, folder: Path, listed: Listed, cache: Path, progress: Callable[[str], None], patterns: Sequence[str]
+) -> None:
+    """ModelError unless the folder holds the hub's files with the hub's bytes."""
     about = hashlib.sha256(json.dumps(list(patterns)).encode()).hexdigest()[:8]
     _check_whole(
         source, folder, listed.get(folder.name), cache / OURS / f"{folder.parent.parent.name[:150]}-{folder.name}-{about}.files"
     )
     progress(f"comparing {source}")
     _compare(source, folder, cache / OURS / f"{folder.parent.parent.name[:150]}-{folder.name}.compared")
-    return folder
 
 
 def _check_space(source: str, name: str, revision: str | None, cache: Path, patterns: Sequence[str]) -> Listed:
@@ -145,9 +176,18 @@ def _check_whole(source: str, folder: Path, names: list[str] | None, mark: Path)
     if missing:
         raise ModelError(f"{source}: {len(missing)} files of {len(names)} are missing in {folder}, the first is {missing[0]}")
     if remembered != (wanted := sorted(names)):
-        written = mark.with_suffix(".part")
-        written.write_text(json.dumps(wanted))
+        _remember(mark, json.dumps(wanted))
+
+
+def _remember(mark: Path, text: str) -> None:
+    """For the next start; where nothing can be written it looks again."""
+    written = mark.with_suffix(".part")
+    try:
+        written.write_text(text)
         written.replace(mark)  # a list that is cut off would say that little is enough
+    except OSError as error:
+        if error.errno not in {*NOT_WRITABLE, errno.ENOENT}:  # the last: not even our folder could be made
+            raise
 
 
 def _remembered(mark: Path) -> list[str] | None:
@@ -167,9 +207,16 @@ def _compare(source: str, folder: Path, mark: Path) -> None:
         return
     for name, blob in blobs.items():
         if not _is_right(blob):
-            blob.unlink(missing_ok=True)
-            raise ModelError(f"{source}: {name} has other bytes than the hub's hash {blob.name} says: it was removed")
-    mark.write_text(listed)
+            raise ModelError(f"{source}: {name} has other bytes than the hub's hash {blob.name} says: it {_removed(blob)}")
+    _remember(mark, listed)
+
+
+def _removed(blob: Path) -> str:
+    try:
+        blob.unlink(missing_ok=True)
+    except OSError as error:
+        return f"cannot be removed ({error.strerror})"
+    return "was removed"
 
 
 def _is_right(blob: Path) -> bool:
