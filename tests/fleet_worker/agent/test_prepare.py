@@ -121,7 +121,7 @@ def test_a_folder_that_is_no_model_is_named(tmp_path: Path, files: dict[str, byt
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["link-to-nowhere", "link-to-itself", "folder"])
+@pytest.mark.parametrize("kind", ["link-to-nowhere", "link-to-itself", "folder", "pipe"])
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
 def test_what_lies_in_a_files_place_is_named(tmp_path: Path, name: str, kind: str):
     """It ended the worker with a traceback."""
@@ -129,10 +129,18 @@ def test_what_lies_in_a_files_place_is_named(tmp_path: Path, name: str, kind: st
         (tmp_path / file).write_bytes(FILES[file])
     if kind == "folder":
         (tmp_path / name).mkdir()
+    elif kind == "pipe":
+        os.mkfifo(tmp_path / name)
+        threading.Timer(0.5, lambda: os.close(os.open(tmp_path / name, os.O_RDWR | os.O_NONBLOCK))).start()
     else:
         (tmp_path / name).symlink_to("nowhere" if kind == "link-to-nowhere" else name)
-    with pytest.raises(ModelError, match=name):
+    with pytest.raises(ModelError, match=f"{name} is not a file" if kind in ("folder", "pipe") else name):
         check_folder(tmp_path)
+
+
+def test_a_path_with_a_null_byte_is_named():
+    with pytest.raises(ModelError, match="null byte"):
+        prepare_model("/models/a\0b", lambda _: None)
 
 
 @pytest.mark.parametrize("left", [b"", b"[", b"\xff", b"{}", b"[1]"])

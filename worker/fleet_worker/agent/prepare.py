@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,8 +36,8 @@ def check_folder(folder: Path) -> None:
         _check_folder(folder)
     except PermissionError as error:
         raise ModelError(f"{error.filename} is not readable by user {os.geteuid()}") from error
-    except OSError as error:  # a link to nowhere, a folder in a file's place, a disk that fails
-        raise ModelError(f"{error.filename or folder}: {error.strerror or error}") from error
+    except (OSError, ValueError) as error:  # a link to nowhere, a disk that fails, a path with a null byte
+        raise ModelError(f"{getattr(error, 'filename', None) or repr(str(folder))}: {error}") from error
 
 
 def _check_folder(folder: Path) -> None:
@@ -48,6 +49,7 @@ def _check_folder(folder: Path) -> None:
     config = folder / "config.json"
     if not _found(config):
         raise ModelError(f"model path {folder} holds no config.json")
+    _check_is_file(config)
     if config.stat().st_size > MAX_CONFIG_BYTES:
         raise ModelError(f"{config} is larger than {MAX_CONFIG_BYTES} bytes")
     try:
@@ -60,7 +62,14 @@ def _check_folder(folder: Path) -> None:
     if not weights:
         raise ModelError(f"model path {folder} holds no *.safetensors file")
     for path in weights:
+        _check_is_file(path)
         path.open("rb").close()  # engines say of a file that they may not read that it does not exist
+
+
+def _check_is_file(path: Path) -> None:
+    """A link that leads to one is one. A folder is not, and who opens a pipe waits for its writer."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise ModelError(f"{path} is not a file")
 
 
 def _found(path: Path) -> bool:
