@@ -11,8 +11,10 @@ import pytest
 
 from fleet_worker.agent import agent as agent_module
 from fleet_worker.agent.agent import Agent
+from fleet_worker.agent.command import EngineCommand
 from fleet_worker.agent.engine_client import parse_load
 from fleet_worker.agent.life import Load
+from fleet_worker.agent.supervise import EngineProcess
 from tests.fleet_worker.agent.test_role import FakeEngine, play, until
 
 
@@ -77,3 +79,21 @@ def test_the_keeper_of_adapters_begins_again(monkeypatch: pytest.MonkeyPatch, ca
 @pytest.mark.parametrize("value", ["e", "1e999", "--"])
 def test_a_gauge_that_is_no_number_says_nothing(value: str):
     assert parse_load(f"vllm:num_requests_running {value}\nvllm:num_requests_waiting 1\n") == Load(None, 1, None)
+
+
+@pytest.mark.parametrize(
+    ("code", "how", "exit_code"),
+    [
+        (3, "exit code 3", 1),
+        (2, "exit code 2", 2),
+        (-9, "killed by SIGKILL", 1),
+        (-40, "killed by signal 40", 1),  # a real-time signal has no name: asking for it ended the agent with a traceback
+    ],
+)
+def test_however_an_engine_ends_the_cause_is_told(monkeypatch: pytest.MonkeyPatch, code: int, how: str, exit_code: int):
+    async def scenario(agent: Agent, _: FakeEngine, __: httpx.AsyncClient) -> None:
+        died = agent._death(EngineProcess(EngineCommand(("true",))), code)
+        assert (str(died), died.exit_code) == (f"torch engine ended ({how})", exit_code)
+        assert (agent.state()["phase"], agent.live()) == ("Failed", False)
+
+    play(scenario, monkeypatch)

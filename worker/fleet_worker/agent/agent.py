@@ -31,7 +31,7 @@ from fleet_worker.agent.identity import Identity
 from fleet_worker.agent.life import Life, Load
 from fleet_worker.agent.prepare import prepare_model
 from fleet_worker.agent.role import judge
-from fleet_worker.agent.supervise import EngineProcess, watch_children
+from fleet_worker.agent.supervise import EngineProcess, how_ended, watch_children
 from fleet_worker.config import ADAPTERS_ENV, UNREADABLE, AdapterWish, Role, WorkerConfig, decode_adapters
 
 T = TypeVar("T")
@@ -381,7 +381,7 @@ class Agent:
         return engine
 
     def _death(self, engine: EngineProcess, code: int) -> EngineDiedError:
-        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        how = how_ended(code)
         words = engine.last_words()
         self._life = rules.failed(self._life, f"engine ended: {how}")
         return EngineDiedError(f"{self._config.engine} engine ended ({how}): {words}".rstrip(": "), 2 if code == 2 else 1)

@@ -164,6 +164,13 @@ def _dead_child() -> int | None:
     return None if dead is None else dead.si_pid
 
 
+def how_ended(code: int) -> str:
+    """A process's return code in words. Real-time signals have no names."""
+    if code >= 0:
+        return f"exit code {code}"
+    return f"killed by {signal.Signals(-code).name if -code in set(signal.Signals) else f'signal {-code}'}"
+
+
 def pick_cause(lines: list[str]) -> str:
     """Last non-empty line that starts in column one (a traceback's frames are indented)."""
     for line in reversed(lines):
