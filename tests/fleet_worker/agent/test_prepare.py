@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from fleet_worker.agent.errors import ModelError
-from fleet_worker.agent.hub import _check_whole, split_source
+from fleet_worker.agent.hub import _check_whole, _in_short, split_source
 from fleet_worker.agent.prepare import MAX_CONFIG_BYTES, check_folder, prepare_model
 from tests.hub import Hub
 
@@ -352,3 +352,31 @@ def test_a_cache_that_cannot_be_written_is_refused_when_it_is_not_the_model(hub:
     code, said = read_only(hub.server_address[1], shown)
     assert code == 2
     assert words in said
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            "403: Cannot access http://user:s3cret@hub.lan:80/api/models/a. Ask",
+            "403: Cannot access http://hub.lan:80/api/models/a. Ask",
+        ),
+        ("for url 'https://s3cret@hub/x'", "for url 'https://hub/x'"),
+        ("at https://cdn/x?X-Amz-Signature=s3cret&b=1: 403", "at https://cdn/x?... 403"),
+        ("header 'Bearer hf_s3cret'", "header 'Bearer ***'"),
+        ("no secret: a?b@c", "no secret: a?b@c"),
+    ],
+)
+def test_no_secret_of_the_way_to_the_hub_is_told(monkeypatch: pytest.MonkeyPatch, words: str, told: str):
+    """Incident: a mirror's password stood in the pod's log and in its termination message, with the hub's refusal."""
+    monkeypatch.setenv("HF_TOKEN", "hf_s3cret")
+    assert _in_short(RuntimeError(words)) == told
+
+
+def test_a_mirrors_password_is_in_no_refusal(hub: Hub, tmp_path: Path):
+    hub.repositories = {}
+    env = {**os.environ, "HF_ENDPOINT": f"http://user:s3cret@127.0.0.1:{hub.server_address[1]}", "HF_HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "fleet_worker", "fetch"]
+    env |= {"FLEET_FETCH": "hf://acme/none", "FLEET_MODEL_CACHE": str(tmp_path)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, "s3cret" in done.stdout + done.stderr) == (2, False)

@@ -34,6 +34,8 @@ Listed = dict[str, list[str]]
 LOCK_TELL_S: Final = 10.0
 OF_THE_DISK: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE})
 """What a cache's disk says; everything else that a download meets is the hub's, or the way's to it."""
+TOKEN_ENV: Final = "HF_TOKEN"  # noqa: S105 - the name of a variable
+PASSWORD, QUERY = re.compile(r"(https?://)[^\s/@'\"]*@"), re.compile(r"(https?://[^\s?'\"]*)\?[^\s'\"]*")
 NOT_WRITABLE: Final = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 PIECE: Final = 4 * 1024 * 1024
 SHA256, GIT_SHA1 = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{40}")
@@ -234,5 +236,9 @@ def _is_right(blob: Path) -> bool:
 
 
 def _in_short(error: Exception) -> str:
-    """The hub's words in one line: the cause stands in the second one of several."""
-    return " ".join(str(error).split())[:300] or type(error).__name__
+    """The hub's words in one line: the cause stands in the second one of several. Without what opens a hub: the token, a mirror's
+    password, the query of a signed address."""
+    words = QUERY.sub(r"\1?...", PASSWORD.sub(r"\1", " ".join(str(error).split())))
+    if token := os.environ.get(TOKEN_ENV):
+        words = words.replace(token, "***")
+    return words[:300] or type(error).__name__
