@@ -17,7 +17,7 @@ import pytest
 from fleet_worker.agent.errors import ModelError
 from fleet_worker.agent.hub import _check_whole, _in_short, split_source
 from fleet_worker.agent.prepare import MAX_CONFIG_BYTES, check_folder, prepare_model
-from tests.hub import Hub
+from tests.hub import Hub, HubHandler
 
 COMMIT = "c" * 40
 FILES = {
@@ -380,3 +380,36 @@ def test_a_mirrors_password_is_in_no_refusal(hub: Hub, tmp_path: Path):
     env |= {"FLEET_FETCH": "hf://acme/none", "FLEET_MODEL_CACHE": str(tmp_path)}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, "s3cret" in done.stdout + done.stderr) == (2, False)
+
+
+class Broken(HubHandler):
+    """A hub that answers as none does."""
+
+    how = ""
+
+    def answer(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+        if self.how == "cut" and self.command == "GET" and "/resolve/" in self.path:
+            self.send_response(status)
+            for name, value in {**headers, "content-length": str(len(body) + 1_000)}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(body)
+            self.close_connection = True
+            return
+        if self.how == "no-http":
+            self.wfile.write(b"garbage\r\n\r\n")
+            self.close_connection = True
+            return
+        if "/tree/" in self.path and self.how == "outside":
+            body = b'[{"type":"file","path":"../../../pwned.json","size":2,"oid":"x"}]'
+        super().answer(status, b"<html>" if self.how == "no-json" and "/api/" in self.path else body, headers)
+
+
+@pytest.mark.parametrize("how", ["no-http", "no-json", "outside", "cut"])
+def test_a_hub_that_answers_as_none_does_is_named(hub: Hub, tmp_path: Path, how: str):
+    """Incident: a connection that was cut in the middle of a file ended the worker with a traceback."""
+    hub.RequestHandlerClass = type("Broken", (Broken,), {"how": how})
+    code, words = ended(fetch(hub.server_address[1], tmp_path))
+    assert code == 2
+    assert "BadModel: hf://acme/tiny: the hub did not answer as one does: " in words
+    assert "Traceback" not in words

@@ -85,7 +85,6 @@ def _kept(
     """What is in a cache that cannot be written: nothing changes it here, so that no lock is needed. None unless it is whole, and
     what the hub has now, as far as that can be asked."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError
 
     try:
         listed, missing = _listed(name, revision, cache, patterns)
@@ -94,7 +93,9 @@ def _kept(
         commit = next(iter(listed), revision)
         found = snapshot_download(name, revision=commit, cache_dir=cache, allow_patterns=list(patterns), local_files_only=True)
         _check(source, Path(found), listed, cache, progress, patterns)
-    except (HfHubHTTPError, OSError, ValueError):  # also for what may not be read, or is not there
+    except ModelError:
+        raise
+    except Exception:  # as in _fetched; also for what may not be read, or is not there
         return None
     return Path(found)
 
@@ -116,12 +117,15 @@ def _fetched(
         raise ModelError(f"{source}: not a repository name: {error}") from error
     except HfHubHTTPError as error:
         raise ModelError(f"{source}: the hub answered: {_in_short(error)}") from error
-    except PermissionError:
+    except (PermissionError, ModelError):
         raise
     except (LocalEntryNotFoundError, OSError) as error:
         if error.errno in OF_THE_DISK:
             raise
         raise ModelError(f"{source}: the hub cannot be reached: {_in_short(error)}") from error
+    except Exception as error:  # of whatever the library is made: a connection that is cut, an answer that is no JSON
+        words = f"{type(error).__name__}: {_in_short(error)}"
+        raise ModelError(f"{source}: the hub did not answer as one does: {words}") from error
     _check(source, folder, listed, cache, progress, patterns)
     return folder
 
