@@ -211,13 +211,21 @@ class Agent:
 
     def take_role(self, asked: Role) -> tuple[int, dict[str, object]]:
         """Answers POST /role with a status and what is said; the change itself goes on beside it."""
-        verdict = judge(self._life, self._config.role, self._changing_to, asked)
+        verdict = judge(self._life, self._config.role, self._changing_to, asked, keeps=self._config.engine == "vllm")
         if verdict.begin:
             self._changing_to = asked
             self._life = rules.flip_asked(self._life)
-            self._change = asyncio.create_task(self._take_role(asked))
+            self._change = asyncio.create_task(self._changed(asked))
         said: dict[str, object] = {"role": self._config.role, "changing_to": self._changing_to, "phase": self._life.phase}
         return verdict.status, said | ({"reason": verdict.reason} if verdict.reason else {})
+
+    async def _changed(self, asked: Role) -> None:
+        try:
+            await self._take_role(asked)
+        except Exception as error:  # whatever it is: a change that nobody works at must not be told to be on its way
+            self._told_fault("taking a role", error)
+            if self._life.phase == "FlippingRole":
+                self._life = rules.flip_failed(self._life, f"{type(error).__name__}: {error}")
 
     async def _take_role(self, asked: Role) -> None:
         """Empty as for a drain, a first token again, then the new role. To keep its own nothing has to end."""
