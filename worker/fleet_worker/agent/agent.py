@@ -380,11 +380,15 @@ class Agent:
             member=self._identity.member,
             master=master,
         )
-        if self._config.engine == "vllm" and place.member == 0:
-            self._forwarder = EventForwarder(events_socket(place), place.pod_ip, self._config.ports.kv_events)
         engine = EngineProcess(engine_command(self._config, place))
         watch_children(asyncio.get_running_loop(), engine.reap)
-        self._life = rules.engine_started(self._life, engine.start())
+        try:
+            if self._config.engine == "vllm" and place.member == 0:
+                self._forwarder = EventForwarder(events_socket(place), place.pod_ip, self._config.ports.kv_events)
+            pid = engine.start()
+        except OSError as error:
+            raise ConfigError(f"engine {self._config.engine} cannot be started: {error}") from error
+        self._life = rules.engine_started(self._life, pid)
         self._engine = engine
         return engine
 
