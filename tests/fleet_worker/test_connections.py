@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
@@ -12,9 +13,10 @@ from typing import Any
 import pytest
 import uvicorn
 
+from fleet_worker import connections
 from fleet_worker.agent import admin
 from fleet_worker.agent.admin import AdminServer, build_app, build_server
-from fleet_worker.connections import Bounds, bounded, files_for_connections
+from fleet_worker.connections import BoundedProtocol, Bounds, bounded, files_for_connections
 from fleet_worker.engine import assemble
 
 HOST = "127.79.3.1"
@@ -227,3 +229,89 @@ def test_the_engines_bounds():
     bounds = assemble.bounds_for("10.1.2.3")
     assert (bounds.may_cut, bounds.spared) == (False, {"10.1.2.3"})
     assert 0 < bounds.most <= min(assemble.MAX_CONNECTIONS, files_for_connections())
+
+
+def told_in_one_piece(size: int) -> Any:
+    async def app(scope: object, receive: object, send: Callable[[dict[str, object]], Awaitable[None]]) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": bytes(size)})
+
+    return app
+
+
+@pytest.mark.parametrize("size", [40_000, 4_000_000])
+@pytest.mark.parametrize("closes", [False, True])
+def test_the_rest_of_an_answer_that_nobody_takes_keeps_no_connection(monkeypatch: pytest.MonkeyPatch, size: int, closes: bool):
+    """Less than the buffer's high mark was left in it: keep-alive's close() waited for ever for it to go."""
+    made: list[Any] = []
+    made_before = BoundedProtocol.connection_made
+
+    def small(self: BoundedProtocol, transport: asyncio.Transport) -> None:
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4_096)
+        made.append(transport)
+        made_before(self, transport)
+
+    monkeypatch.setattr(BoundedProtocol, "connection_made", small)
+
+    async def scenario(port: Port) -> None:
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+            client.connect((HOST, port.number))
+            client.sendall(ASKED[:-2] + (b"connection: close\r\n\r\n" if closes else b"\r\n"))
+            await asyncio.wait_for(until(lambda: bool(made) and made[0]._sock is None), 5)
+
+    play_engine(Bounds(receive_s=60, most=4, most_of_peer=4, may_cut=False, stalled_s=0.2), scenario, told_in_one_piece(size))
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    while not is_so():  # noqa: ASYNC110 - a transport has no event for it
+        await asyncio.sleep(0.01)
+
+
+TOO_LONG = b"POST %s HTTP/1.1\r\nhost: x\r\n%scontent-length: %d\r\n\r\n"
+
+
+@pytest.mark.parametrize("more", [b"", b"connection: close\r\n"])
+@pytest.mark.parametrize("path", [b"/role", b"/adapters"])
+def test_a_body_that_is_too_long_by_its_head_is_refused_there(path: bytes, more: bytes):
+    """Incident: it was read up to the bound, and what came behind it reset the connection, and the 413 with it."""
+
+    async def scenario(port: Port, _: Probes) -> None:
+        reader, writer = await port.connect(TOO_LONG % (path, more, 8_000_000))
+        assert b" 413 " in await reader.readuntil(b"\r\n")  # nothing of the body was sent yet
+        writer.write(bytes(8_000_000))
+        await writer.drain()
+        assert b"BodyTooLarge" in await reader.read()
+
+    play_agent(scenario)
+
+
+@pytest.mark.parametrize("more", [b"", b"connection: close\r\n"])
+def test_a_client_that_sends_all_before_it_reads_sees_its_413(more: bytes):
+    """The same over a body whose length nobody told."""
+
+    async def scenario(port: Port, _: Probes) -> None:
+        reader, writer = await port.connect(b"POST /role HTTP/1.1\r\nhost: x\r\n%stransfer-encoding: chunked\r\n\r\n" % more)
+        for _ in range(100):
+            writer.write(b"10000\r\n" + bytes(65_536) + b"\r\n")
+            await writer.drain()
+            await asyncio.sleep(0)
+        assert b" 413 " in await reader.read()
+
+    play_agent(scenario)
+
+
+@pytest.mark.parametrize("bound", ["LINGER_S", "LINGER_BYTES"])
+def test_nobody_is_heard_for_nothing_for_ever(monkeypatch: pytest.MonkeyPatch, bound: str):
+    monkeypatch.setattr(connections, bound, 0.1 if bound == "LINGER_S" else 1_000_000)
+
+    async def scenario(port: Port, _: Probes) -> None:
+        reader, writer = await port.connect(TOO_LONG % (b"/role", b"", 10**15))
+        assert b" 413 " in await reader.readuntil(b"\r\n")
+        with pytest.raises(ConnectionError):  # noqa: PT012 - whichever of them is the one
+            while True:
+                writer.write(bytes(65_536 if bound == "LINGER_BYTES" else 1))
+                await writer.drain()
+                await asyncio.sleep(0.01 if bound == "LINGER_S" else 0)
+
+    play_agent(scenario)

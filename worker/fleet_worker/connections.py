@@ -10,12 +10,19 @@ import resource
 import struct
 import termios
 from dataclasses import dataclass
+from typing import Any
 
 import h11
+from starlette.requests import Request
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 STALLED_S = 75.0
 """Longer than a router waits for its own client (HttpBounds.stalled_client_s), of which it can tell more."""
+LINGER_S, LINGER_BYTES = 10.0, 64 * 1024 * 1024
+"""How long, and for how much, one is heard whose request was refused before its end: with a connection that is closed on what
+was not read goes the refusal (RFC 9112, 9.6)."""
+TOO_LARGE_HEADERS = {"connection": "close"}
+"""Of a 413: the rest of the body is nobody's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +85,33 @@ class Gate:
                 del self._peers[connection.peer]
 
 
+def is_too_long(request: Request, most: int) -> bool:
+    """Its head says that its body is longer: nothing of that has to be read."""
+    told = request.headers.get("content-length", "")
+    return told.isdecimal() and int(told) > most
+
+
+class _Lingering:
+    """A transport whose close() asks its connection first."""
+
+    def __init__(self, transport: asyncio.Transport, connection: BoundedProtocol) -> None:
+        self._transport = transport
+        self._connection = connection
+        self.write = transport.write  # for every chunk of every answer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def is_closing(self) -> bool:
+        """Also while it lingers."""
+        return self._connection.lingers or self._transport.is_closing()
+
+    def close(self) -> None:
+        """Now, or when the rest of the request is here."""
+        if not self._connection.linger():
+            self._transport.close()
+
+
 class BoundedProtocol(H11Protocol):
     """A connection that ends when its request does not come; `bounded` makes the class of a port."""
 
@@ -85,10 +119,12 @@ class BoundedProtocol(H11Protocol):
     peer = ""
     _late: asyncio.TimerHandle | None = None
     _stalled: asyncio.TimerHandle | None = None
+    _lingering: asyncio.TimerHandle | None = None
+    _unheard = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """It counts from now on."""
-        super().connection_made(transport)
+        super().connection_made(_Lingering(transport, self))  # type: ignore[arg-type]
         self.peer = self.client[0] if self.client is not None else ""
         leaver = self.gate.enter(self)
         if leaver is not None:
@@ -96,19 +132,41 @@ class BoundedProtocol(H11Protocol):
         self._watch()
 
     def data_received(self, data: bytes) -> None:
-        """A part of a request."""
+        """A part of a request, or of one that was refused."""
+        if self.lingers:
+            self._unheard += len(data)
+            if self._unheard > LINGER_BYTES:
+                self.end()
+            return
         super().data_received(data)
         self._watch()
+
+    @property
+    def lingers(self) -> bool:
+        """The answer is out, and the rest of the request is heard for nothing."""
+        return self._lingering is not None
+
+    def linger(self) -> bool:
+        """False: nothing is on its way any more, or it has been waited for."""
+        if self.lingers or self.transport.is_closing() or self.conn.their_state not in (h11.SEND_BODY, h11.ERROR):
+            return False
+        self._lingering = self.loop.call_later(LINGER_S, self.end)
+        self.transport.write_eof()
+        self.transport.resume_reading()
+        self._watch()
+        return True
 
     def on_response_complete(self) -> None:
         """The next request may be here already."""
         super().on_response_complete()
         self._watch()
+        if self.transport.get_write_buffer_size():  # too little to pause anything, and it may stay for ever
+            self._look_again(self._untaken())
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Gone."""
         self.gate.leave(self)
-        for timer in (self._late, self._stalled):
+        for timer in (self._late, self._stalled, self._lingering):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)
@@ -119,16 +177,20 @@ class BoundedProtocol(H11Protocol):
         self._look_again(self._untaken())
 
     def resume_writing(self) -> None:
-        """It took enough."""
+        """It took enough for more to be said. Behind an answer that was told to its end nothing comes: the rest is to go, too."""
         super().resume_writing()
-        if self._stalled is not None:
+        if self._stalled is not None and self.is_answering():
             self._stalled.cancel()
 
     def _look_again(self, left: int) -> None:
+        if self._stalled is not None:
+            self._stalled.cancel()
         self._stalled = self.loop.call_later(self.gate.bounds.stalled_s, self._is_taking, left)
 
     def _is_taking(self, before: int) -> None:
         """An answer that nobody takes would be open, and its worker not empty, for ever."""
+        if not self.transport.get_write_buffer_size():
+            return  # what the kernel has is its own to send, or to give up
         if (left := self._untaken()) < before:
             self._look_again(left)
         else:

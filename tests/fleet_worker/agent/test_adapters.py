@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -120,6 +121,48 @@ def test_nothing_outside_of_the_root_is_ever_read(tmp_path: Path, source: str):
         stage(source, str(tmp_path / "root"), tmp_path / "into")
     assert refused.value.reason == "BadSource"
     assert not (tmp_path / "into").exists() or not list((tmp_path / "into").iterdir())
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_no_file_is_a_link_to_outside_of_the_root(tmp_path: Path, name: str):
+    """The folder lay inside, and its files were links to anything that the worker may read."""
+    (tmp_path / "secret").write_bytes(b"{}")
+    at = folder(tmp_path / "root/a") / name
+    at.unlink()
+    at.symlink_to(tmp_path / "secret")
+    with pytest.raises(AdapterError, match=f"a/{name} leads outside of the adapter root") as refused:
+        stage("a", str(tmp_path / "root"), tmp_path / "into")
+    assert refused.value.reason == "BadSource"
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "loop"])
+@pytest.mark.parametrize("name", FILES)
+def test_what_is_no_file_is_refused_at_once(tmp_path: Path, name: str, kind: str):
+    """Incident: who opens a pipe waits for its writer; four of them held every place for loading, for ever."""
+    at = folder(tmp_path / "root/a") / name
+    at.unlink()
+    if kind == "pipe":
+        os.mkfifo(at)
+        writer = os.open(at, os.O_RDWR)  # whoever reads it all the same does not wait for ever, and this test ends
+        os.set_blocking(writer, False)
+        os.write(writer, b"{}")
+        threading.Timer(1.0, os.close, (writer,)).start()
+    elif kind == "folder":
+        at.mkdir()
+    else:
+        at.symlink_to(name)
+    with pytest.raises(AdapterError, match=name) as refused:
+        stage("a", str(tmp_path / "root"), tmp_path / "into")
+    assert refused.value.reason == "AdapterNotReadable"
+
+
+@pytest.mark.parametrize("source", ["a\0b", "loop", "x" * 300])
+def test_a_source_that_is_no_path_is_named(tmp_path: Path, source: str):
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root/loop").symlink_to("loop")
+    with pytest.raises(AdapterError) as refused:
+        stage(source, str(tmp_path / "root"), tmp_path / "into")
+    assert refused.value.reason in ("BadSource", "AdapterNotReadable")
 
 
 def test_a_link_inside_of_the_root_is_followed(tmp_path: Path):

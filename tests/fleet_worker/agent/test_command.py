@@ -131,3 +131,27 @@ def test_the_cause_is_the_last_line_that_is_no_traceback_frame():
         "",
     ]
     assert pick_cause(lines) == "ValueError: no tensor lm_head.weight"
+
+
+@pytest.mark.parametrize(
+    ("words", "refused"),
+    [
+        (("--por", "1"), "--por"),
+        (("--seed", "1", "--hos=0.0.0.0"), "--hos"),
+        (("--kv_transfer_c", "{}"), "--kv_transfer_c"),
+        (("--kv-transfer-con.kv_role", "kv_both"), "--kv-transfer-con"),
+        (("--headl",), "--headl"),
+        (("--api-k", "s3cret"), "--api-k"),
+        (("--tensor-parallel", "2"), "--tensor-parallel"),
+        (("--max-num-seqs", "4", "--seed", "7", "--enable-prefix-caching", "--port", "1"), None),
+    ],
+)
+def test_short_forms_do_not_get_past_the_operators_refusals(words: tuple[str, ...], refused: str | None):
+    """Incident: vLLM takes any unambiguous beginning of a name, so that `--por 1` moved an engine from the port that all know."""
+    asked, place = config(engine="vllm", engine_args=words), Place("/m", "127.1.2.3", "/v/vllm", "/scratch", True)
+    if refused is None:
+        assert engine_command(asked, place).argv[-len(words) :] == words
+        return
+    with pytest.raises(ConfigError, match=f"{refused} is short for --") as caught:
+        engine_command(asked, place)
+    assert "s3cret" not in str(caught.value)

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from fleet_worker.agent import agent as agent_module
 from fleet_worker.agent.agent import Agent
+from fleet_worker.agent.command import EngineCommand
 from fleet_worker.agent.engine_client import parse_load
+from fleet_worker.agent.errors import ConfigError
 from fleet_worker.agent.life import Load
+from fleet_worker.agent.supervise import EngineProcess
+from fleet_worker.config import Ports
 from tests.fleet_worker.agent.test_role import FakeEngine, play, until
 
 
@@ -77,3 +84,45 @@ def test_the_keeper_of_adapters_begins_again(monkeypatch: pytest.MonkeyPatch, ca
 @pytest.mark.parametrize("value", ["e", "1e999", "--"])
 def test_a_gauge_that_is_no_number_says_nothing(value: str):
     assert parse_load(f"vllm:num_requests_running {value}\nvllm:num_requests_waiting 1\n") == Load(None, 1, None)
+
+
+@pytest.mark.parametrize(
+    ("code", "how", "exit_code"),
+    [
+        (3, "exit code 3", 1),
+        (2, "exit code 2", 2),
+        (-9, "killed by SIGKILL", 1),
+        (-40, "killed by signal 40", 1),  # a real-time signal has no name: asking for it ended the agent with a traceback
+    ],
+)
+def test_however_an_engine_ends_the_cause_is_told(monkeypatch: pytest.MonkeyPatch, code: int, how: str, exit_code: int):
+    async def scenario(agent: Agent, _: FakeEngine, __: httpx.AsyncClient) -> None:
+        died = agent._death(EngineProcess(EngineCommand(("true",))), code)
+        assert (str(died), died.exit_code) == (f"torch engine ended ({how})", exit_code)
+        assert (agent.state()["phase"], agent.live()) == ("Failed", False)
+
+    play(scenario, monkeypatch)
+
+
+@pytest.mark.parametrize("what", ["not-executable", "a-folder", "port-taken"])
+def test_an_engine_that_cannot_be_started_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, what: str):
+    """It ended the agent with a traceback."""
+    binary = tmp_path / "vllm"
+    if what == "a-folder":
+        binary.mkdir()
+    else:
+        binary.write_text("#!/bin/sh\n")
+    monkeypatch.setenv("FLEET_VLLM_BIN", str(binary))
+
+    async def scenario(agent: Agent, _: FakeEngine, __: httpx.AsyncClient) -> None:
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            port = taken.getsockname()[1] if what == "port-taken" else 0
+            agent._config = msgspec.structs.replace(agent._config, ports=Ports(kv_events=port))
+            with pytest.raises(ConfigError, match=r"engine vllm cannot be started: .*(vllm|port)"):
+                agent._start_engine(tmp_path, "")
+        if agent._forwarder is not None:
+            agent._forwarder.close()
+
+    play(scenario, monkeypatch, engine="vllm")

@@ -231,6 +231,20 @@ def test_without_a_hosts_file_the_resolver_is_asked(monkeypatch: pytest.MonkeyPa
     assert asyncio.run(address_of("no.such.name.invalid")) is None
 
 
+@pytest.mark.parametrize("name", ["a" * 64 + ".group", "a..b", "\udcff"])
+def test_a_name_that_the_resolver_cannot_ask_for_is_one_that_nobody_knows(monkeypatch: pytest.MonkeyPatch, name: str):
+    """A part of more than 63 characters ended the follower with a traceback."""
+    monkeypatch.delenv(HOSTS_ENV, raising=False)
+    assert asyncio.run(address_of(name)) is None
+
+
+@pytest.mark.parametrize("hosts", [b"\xff\n127.0.0.9 leader\n", b"127.0.0.9 leader"])
+def test_a_hosts_file_is_read_whatever_else_is_in_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, hosts: bytes):
+    (tmp_path / "hosts").write_bytes(hosts)
+    monkeypatch.setenv(HOSTS_ENV, str(tmp_path / "hosts"))
+    assert asyncio.run(address_of("leader")) == "127.0.0.9"
+
+
 def test_a_line_that_ends_in_the_middle_is_an_error():
     async def scenario() -> None:
         reader = asyncio.StreamReader()

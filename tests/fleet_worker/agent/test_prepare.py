@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from fleet_worker.agent.errors import ModelError
-from fleet_worker.agent.hub import split_source
+from fleet_worker.agent.hub import _check_whole, _in_short, split_source
 from fleet_worker.agent.prepare import MAX_CONFIG_BYTES, check_folder, prepare_model
-from tests.hub import Hub
+from tests.hub import Hub, HubHandler
 
 COMMIT = "c" * 40
 FILES = {
@@ -105,8 +105,10 @@ def test_a_hub_that_is_away_is_named(hub: Hub, tmp_path: Path):
         ({"config.json": b"[]"}, "names no architectures"),
         ({"config.json": b" " * (MAX_CONFIG_BYTES + 1)}, f"is larger than {MAX_CONFIG_BYTES} bytes"),
         ({"config.json": FILES["config.json"], "model.bin": b""}, "holds no *.safetensors file"),
+        ({"config.json": b"[" * 100_000}, "is not valid JSON"),
+        ({"config.json": b'{"a":"\xff"}'}, "is not valid JSON"),
     ],
-    ids=["missing", "empty", "no-json", "no-object", "huge", "pickles-only"],
+    ids=["missing", "empty", "no-json", "no-object", "huge", "pickles-only", "deep", "no-utf-8"],
 )
 def test_a_folder_that_is_no_model_is_named(tmp_path: Path, files: dict[str, bytes] | None, words: str):
     folder = tmp_path / "model"
@@ -117,6 +119,40 @@ def test_a_folder_that_is_no_model_is_named(tmp_path: Path, files: dict[str, byt
     with pytest.raises(ModelError, match="model") as caught:
         prepare_model(str(folder), lambda _: None)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["link-to-nowhere", "link-to-itself", "folder", "pipe"])
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_what_lies_in_a_files_place_is_named(tmp_path: Path, name: str, kind: str):
+    """It ended the worker with a traceback."""
+    for file in {"config.json", "model.safetensors"} - {name}:
+        (tmp_path / file).write_bytes(FILES[file])
+    if kind == "folder":
+        (tmp_path / name).mkdir()
+    elif kind == "pipe":
+        os.mkfifo(tmp_path / name)
+        threading.Timer(0.5, lambda: os.close(os.open(tmp_path / name, os.O_RDWR | os.O_NONBLOCK))).start()
+    else:
+        (tmp_path / name).symlink_to("nowhere" if kind == "link-to-nowhere" else name)
+    with pytest.raises(ModelError, match=f"{name} is not a file" if kind in ("folder", "pipe") else name):
+        check_folder(tmp_path)
+
+
+def test_a_path_with_a_null_byte_is_named():
+    with pytest.raises(ModelError, match="null byte"):
+        prepare_model("/models/a\0b", lambda _: None)
+
+
+@pytest.mark.parametrize("left", [b"", b"[", b"\xff", b"{}", b"[1]"])
+def test_a_list_of_files_that_a_broken_disk_left_says_nothing(tmp_path: Path, left: bytes):
+    """It ended each start of the worker with a traceback."""
+    mark = tmp_path / "mark.files"
+    mark.write_bytes(left)
+    with pytest.raises(ModelError, match="was never fetched whole"):
+        _check_whole("hf://acme/tiny", tmp_path, None, mark)
+    (tmp_path / "config.json").write_bytes(b"{}")
+    _check_whole("hf://acme/tiny", tmp_path, ["config.json"], mark)
+    _check_whole("hf://acme/tiny", tmp_path, None, mark)
 
 
 @pytest.mark.parametrize(
@@ -171,13 +207,13 @@ def test_a_cache_that_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytes
 
 
 # -- the cache --------------------------------------------------------------------------------------------------------------
-def fetch(port: int, cache: Path, source: str = "hf://acme/tiny", **more: str) -> subprocess.Popen[str]:
+def fetch(port: int, cache: Path, source: str = "hf://acme/tiny", user: int | None = None) -> subprocess.Popen[str]:
     """`fleet-worker fetch`, as a prefetch pod runs it."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    env |= {"HF_ENDPOINT": f"http://127.0.0.1:{port}", "FLEET_MODEL_CACHE": str(cache), "HF_HOME": str(cache), **more}
+    env |= {"HF_ENDPOINT": f"http://127.0.0.1:{port}", "FLEET_MODEL_CACHE": str(cache), "HF_HOME": str(cache)}
     return subprocess.Popen(
         [sys.executable, "-m", "fleet_worker", "fetch"], env={**env, "FLEET_FETCH": source}, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, user=user,
     )  # fmt: skip
 
 
@@ -256,3 +292,124 @@ def test_a_list_of_files_belongs_to_its_commit(hub: Hub, tmp_path: Path):
 def test_only_a_hub_source_can_be_fetched(tmp_path: Path):
     code, words = ended(fetch(1, tmp_path, "file:///etc"))
     assert (code, "FLEET_FETCH is 'file:///etc'" in words) == (2, True)
+
+
+@pytest.fixture
+def shown() -> Iterator[Path]:
+    """A cache that other users may look at: pytest's own folders are closed to them."""
+    with tempfile.TemporaryDirectory() as made:
+        Path(made).chmod(0o755)
+        yield Path(made)
+
+
+def read_only(port: int, cache: Path) -> tuple[int, str]:
+    """`fleet-worker fetch` by a user who may read all of the cache, and write nothing."""
+    for path in cache.rglob("*"):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    return ended(fetch(port, cache, user=65532))
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody who may not write")
+@pytest.mark.parametrize("marks", [True, False])
+@pytest.mark.parametrize("hub_is_there", [True, False])
+def test_a_cache_that_cannot_be_written_is_enough_when_the_whole_model_is_in_it(
+    hub: Hub, shown: Path, marks: bool, hub_is_there: bool
+):
+    """A shared cache is mounted read-only into workers; without the hub only our own list says that it is whole."""
+    port = hub.server_address[1]
+    assert ended(fetch(port, shown))[0] == 0
+    if not marks:
+        shutil.rmtree(shown / ".inferencefleet")
+    hub.sent.clear()
+    code, words = read_only(port if hub_is_there else 1, shown)
+    assert hub.sent == []
+    assert code == (0 if marks or hub_is_there else 2), words
+    if code:
+        assert "was never fetched whole" in words
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody who may not write")
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        ("missing", "is not writable by user 65532"),
+        ("bytes", "has other bytes than the hub's hash"),
+        ("branch", "is not writable"),
+    ],
+)
+def test_a_cache_that_cannot_be_written_is_refused_when_it_is_not_the_model(hub: Hub, shown: Path, spoil: str, words: str):
+    assert ended(fetch(hub.server_address[1], shown))[0] == 0
+    (weights,) = shown.glob("models--acme--tiny/snapshots/*/model.safetensors")
+    if spoil == "bytes":
+        shutil.rmtree(shown / ".inferencefleet")
+        weights.write_bytes(b"weighty")
+    elif spoil == "missing":
+        weights.resolve().unlink()
+        weights.unlink()
+    else:
+        hub.commit = "d" * 40
+        hub.repositories = {"acme/tiny": {**FILES, "model.safetensors": b"other weights"}}
+    code, said = read_only(hub.server_address[1], shown)
+    assert code == 2
+    assert words in said
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            "403: Cannot access http://user:s3cret@hub.lan:80/api/models/a. Ask",
+            "403: Cannot access http://hub.lan:80/api/models/a. Ask",
+        ),
+        ("for url 'https://s3cret@hub/x'", "for url 'https://hub/x'"),
+        ("at https://cdn/x?X-Amz-Signature=s3cret&b=1: 403", "at https://cdn/x?... 403"),
+        ("header 'Bearer hf_s3cret'", "header 'Bearer ***'"),
+        ("no secret: a?b@c", "no secret: a?b@c"),
+    ],
+)
+def test_no_secret_of_the_way_to_the_hub_is_told(monkeypatch: pytest.MonkeyPatch, words: str, told: str):
+    """Incident: a mirror's password stood in the pod's log and in its termination message, with the hub's refusal."""
+    monkeypatch.setenv("HF_TOKEN", "hf_s3cret")
+    assert _in_short(RuntimeError(words)) == told
+
+
+def test_a_mirrors_password_is_in_no_refusal(hub: Hub, tmp_path: Path):
+    hub.repositories = {}
+    env = {**os.environ, "HF_ENDPOINT": f"http://user:s3cret@127.0.0.1:{hub.server_address[1]}", "HF_HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "fleet_worker", "fetch"]
+    env |= {"FLEET_FETCH": "hf://acme/none", "FLEET_MODEL_CACHE": str(tmp_path)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, "s3cret" in done.stdout + done.stderr) == (2, False)
+
+
+class Broken(HubHandler):
+    """A hub that answers as none does."""
+
+    how = ""
+
+    def answer(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+        if self.how == "cut" and self.command == "GET" and "/resolve/" in self.path:
+            self.send_response(status)
+            for name, value in {**headers, "content-length": str(len(body) + 1_000)}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(body)
+            self.close_connection = True
+            return
+        if self.how == "no-http":
+            self.wfile.write(b"garbage\r\n\r\n")
+            self.close_connection = True
+            return
+        if "/tree/" in self.path and self.how == "outside":
+            body = b'[{"type":"file","path":"../../../pwned.json","size":2,"oid":"x"}]'
+        super().answer(status, b"<html>" if self.how == "no-json" and "/api/" in self.path else body, headers)
+
+
+@pytest.mark.parametrize("how", ["no-http", "no-json", "outside", "cut"])
+def test_a_hub_that_answers_as_none_does_is_named(hub: Hub, tmp_path: Path, how: str):
+    """Incident: a connection that was cut in the middle of a file ended the worker with a traceback."""
+    hub.RequestHandlerClass = type("Broken", (Broken,), {"how": how})
+    code, words = ended(fetch(hub.server_address[1], tmp_path))
+    assert code == 2
+    assert "BadModel: hf://acme/tiny: the hub did not answer as one does: " in words
+    assert "Traceback" not in words

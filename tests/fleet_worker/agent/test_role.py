@@ -145,6 +145,39 @@ def test_a_worker_empties_itself_gives_a_token_and_then_has_the_new_role(monkeyp
     play(scenario, monkeypatch)
 
 
+def test_a_fault_of_our_own_fails_the_change_and_it_can_be_asked_for_again(monkeypatch: pytest.MonkeyPatch):
+    """The task was gone, and every later request for it was told that it is on its way."""
+
+    async def scenario(agent: Agent, engine: FakeEngine, http: httpx.AsyncClient) -> None:
+        sound = engine.first_token
+
+        async def broken(_: str) -> str | None:
+            raise ZeroDivisionError("odd")
+
+        engine.first_token = broken  # type: ignore[method-assign]
+        await http.post("/role", json={"role": "decode"})
+        await until(lambda: agent._change is not None and agent._change.done())
+        assert agent.state()["flip_problem"] == "ZeroDivisionError: odd"
+        engine.first_token = sound  # type: ignore[method-assign]
+        assert (await http.post("/role", json={"role": "decode"})).status_code == 202
+        await until(agent.ready)
+        assert agent.state()["role"] == "decode"
+
+    play(scenario, monkeypatch)
+
+
+def test_a_vllm_worker_keeps_its_role(monkeypatch: pytest.MonkeyPatch):
+    """Its engine was started as a producer or a consumer of KV: after a change it was called decode, and could read nothing."""
+
+    async def scenario(agent: Agent, _: FakeEngine, http: httpx.AsyncClient) -> None:
+        assert (await http.post("/role", json={"role": "prefill"})).status_code == 200
+        refused = await http.post("/role", json={"role": "decode"})
+        assert (refused.status_code, refused.json()["reason"], refused.json()["role"]) == (409, "EngineKeepsRole", "prefill")
+        assert agent.ready()
+
+    play(scenario, monkeypatch, engine="vllm")
+
+
 @pytest.mark.parametrize(
     ("held", "problem", "why"),
     [

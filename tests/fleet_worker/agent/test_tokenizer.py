@@ -20,5 +20,7 @@ def test_the_models_own_files_and_nothing_else(tmp_path: Path, monkeypatch: pyte
         assert (await http.get("/tokenizer")).json() == {"reason": "NoTokenizer"}
         (tmp_path / "tokenizer.json").write_text("{}")
         assert (await http.get("/tokenizer")).json() == {"tokenizer.json": "{}", "tokenizer_config.json": '{"a": 1}'}
+        (tmp_path / "chat_template.jinja").write_bytes(b"\xff")  # incident: 500, and a traceback for each router that asked
+        assert (await http.get("/tokenizer")).json() == {"reason": "NoTokenizer"}
 
     play(scenario, monkeypatch)

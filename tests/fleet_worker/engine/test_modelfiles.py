@@ -16,6 +16,7 @@ from fleet_worker.engine.assemble import load_llama
 from fleet_worker.engine.errors import ModelFilesError
 from fleet_worker.engine.llama import Chunk, Llama
 from fleet_worker.engine.modelconfig import read_config
+from fleet_worker.engine.text import Text
 from fleet_worker.engine.weights import load_weights, text_digest, weights_digest
 from fleet_worker.tinymodel import CONFIG
 
@@ -76,7 +77,7 @@ def test_end_tokens_that_are_no_ids_are_refused(tmp_path: Path, given: Any):
         read_config(with_config(tmp_path, eos_token_id=given))
 
 
-@pytest.mark.parametrize("raw", [b"", b"[]", b"{", b"\xff\xfe"])
+@pytest.mark.parametrize("raw", [b"", b"[]", b"{", b"\xff\xfe", b"[" * 100_000])
 def test_a_config_that_is_no_object_names_the_file(tmp_path: Path, raw: bytes):
     (tmp_path / "config.json").write_bytes(raw)
     with pytest.raises(ModelFilesError, match=r"config\.json"):
@@ -118,6 +119,35 @@ def test_an_index_cannot_name_files_elsewhere(tiny: Path, tmp_path: Path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../secret.safetensors"}}))
     with pytest.raises(ModelFilesError, match="outside the model folder"):
         load_weights(tmp_path, read_config(tiny))
+
+
+@pytest.mark.parametrize(
+    "raw", [b"[]", b"7", b'{"weight_map":{"a":1}}', b'{"weight_map":{"a":[]}}', b"[" * 100_000, b"\xff", None]
+)
+def test_an_index_that_is_none_is_named(tiny: Path, tmp_path: Path, raw: bytes | None):
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_bytes(raw or b"")
+    if raw is None:
+        index.write_bytes(b'{"weight_map":{"a":"b.safetensors","c":1}}')
+    with pytest.raises(ModelFilesError, match=r"index\.json"):
+        load_weights(tmp_path, read_config(tiny))
+
+
+@pytest.mark.parametrize(
+    ("name", "raw"),
+    [
+        ("chat_template.jinja", b"\xff"),
+        ("chat_template.jinja", b"{{" + b"(" * 5_000 + b"1" + b")" * 5_000 + b"}}"),
+        ("tokenizer_config.json", b"[" * 100_000),
+        ("tokenizer_config.json", b'{"a":"\xff"}'),
+    ],
+)
+def test_text_files_that_cannot_be_read_are_named(tiny: Path, tmp_path: Path, name: str, raw: bytes):
+    """Exit code 2 and the file's name, not a traceback and one start after the other."""
+    shutil.copy(tiny / "tokenizer.json", tmp_path)
+    (tmp_path / name).write_bytes(raw)
+    with pytest.raises(ModelFilesError, match=name if raw[:1] != b"{" or name[0] == "t" else "chat template"):
+        Text(tmp_path)
 
 
 @pytest.mark.parametrize("change", ["one-bit", "name", "shape", "dtype", "architecture"])

@@ -19,7 +19,7 @@ from fleet_worker.engine.llama import Llama
 from fleet_worker.engine.loop import EngineLoop
 from fleet_worker.engine.metrics import EngineMetrics
 from fleet_worker.engine.modelconfig import read_config
-from fleet_worker.engine.protocol import MAX_BODY_BYTES, ChatMessage, text_messages
+from fleet_worker.engine.protocol import MAX_BODY_BYTES, MAX_STOP_IDS, ChatMessage, text_messages
 from fleet_worker.engine.server import EngineServer
 from fleet_worker.engine.text import Text
 from fleet_worker.engine.weights import load_weights
@@ -210,6 +210,8 @@ UNSUPPORTED: list[tuple[str, Any, list[Any]]] = [
     ("tools", [{"type": "function"}], [[]]), ("tool_choice", "required", ["none", "auto"]), ("guided_json", {}, [None]),
     ("structured_outputs", {"json": {}}, [None]), ("skip_special_tokens", False, [True]), ("bad_words", ["a"], [[]]),
     ("include_stop_str_in_output", True, [False]), ("truncate_prompt_tokens", 5, [None]), ("prompt_logprobs", 0, [None]),
+    ("add_special_tokens", False, [True, None]), ("repetition_detection", {"min_count": 2}, [None]),
+    ("logprob_token_ids", [1], [[], None]), ("return_token_offsets", True, [False]), ("watermarking", True, [False, None]),
 ]  # fmt: skip
 
 
@@ -226,6 +228,35 @@ def test_fields_that_would_change_the_tokens_are_refused_unless_neutral():
                 assert answer.json()["choices"][0] == plain, (name, value, answer.text)
         chat = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "logprobs": True}
         assert (await client.post("/v1/chat/completions", json=chat)).status_code == 400
+        for value, status in ((True, 400), (False, 200), (None, 200)):  # a template brings its own
+            chat = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "add_special_tokens": value}
+            assert (await client.post("/v1/chat/completions", json=chat)).status_code == status
+
+    serve(scenario)
+
+
+def test_usage_in_every_chunk_is_refused_and_not_passed_over():
+    async def scenario(client: httpx.AsyncClient, _: EngineLoop) -> None:
+        for usage, each, status in ((True, True, 400), (True, False, 200), (False, True, 200), (True, None, 200)):
+            options = {"include_usage": usage, "continuous_usage_stats": each}
+            answer = await client.post("/v1/completions", json=body(stream=True, stream_options=options))
+            assert answer.status_code == status, answer.text
+            if status == 400:
+                error = answer.json()["error"]
+                assert error["param"] == "stream_options"
+                assert "stream_options.continuous_usage_stats is not supported" in error["message"]
+
+    serve(scenario)
+
+
+def test_stop_token_ids_are_bounded():
+    """Every step, which is of everybody, looks through them: a body of 4 MB held two million."""
+
+    async def scenario(client: httpx.AsyncClient, _: EngineLoop) -> None:
+        for count, status in ((MAX_STOP_IDS, 200), (MAX_STOP_IDS + 1, 400)):
+            answer = await client.post("/v1/completions", json=body(stop_token_ids=[1] * count))
+            assert answer.status_code == status
+        assert answer.json()["error"]["param"] == "stop_token_ids"
 
     serve(scenario)
 

@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from fleet_worker.agent.role import MAX_BODY_BYTES, parse_role
 from fleet_worker.config import UNREADABLE, AdapterWish, Role, decode_adapters
-from fleet_worker.connections import Bounds, bounded
+from fleet_worker.connections import TOO_LARGE_HEADERS, Bounds, bounded, is_too_long
 
 KEEP_ALIVE_S = 75
 BOUNDS = Bounds(receive_s=10.0, most=256, most_of_peer=32, may_cut=True)
@@ -90,11 +90,14 @@ def _posted(most: int, act: Callable[[bytes], tuple[int, dict[str, object]]]) ->
 
     async def endpoint(request: Request) -> Response:
         body = b""
+        too_large = JSONResponse({"reason": "BodyTooLarge"}, status_code=413, headers=TOO_LARGE_HEADERS)
+        if is_too_long(request, most):
+            return too_large
         try:
             async for part in request.stream():
                 body += part
                 if len(body) > most:
-                    return JSONResponse({"reason": "BodyTooLarge"}, status_code=413)
+                    return too_large
             status, said = act(body)
         except ClientDisconnect:
             return Response(status_code=400)  # nobody reads it

@@ -31,8 +31,8 @@ from fleet_worker.agent.identity import Identity
 from fleet_worker.agent.life import Life, Load
 from fleet_worker.agent.prepare import prepare_model
 from fleet_worker.agent.role import judge
-from fleet_worker.agent.supervise import EngineProcess, watch_children
-from fleet_worker.config import ADAPTERS_ENV, AdapterWish, Role, WorkerConfig, decode_adapters
+from fleet_worker.agent.supervise import EngineProcess, how_ended, watch_children
+from fleet_worker.config import ADAPTERS_ENV, UNREADABLE, AdapterWish, Role, WorkerConfig, decode_adapters
 
 T = TypeVar("T")
 VLLM_BIN_ENV = "FLEET_VLLM_BIN"
@@ -138,13 +138,19 @@ class Agent:
         return (engine or "").rstrip("\n") + "\n" + "\n".join(own) + "\n"
 
     def tokenizer(self) -> dict[str, str] | None:
-        """Answers /tokenizer: the model's own files, for routers that tokenise; None before the model is here or without one."""
+        """Answers /tokenizer: the model's own files, for routers that tokenise; None before the model is here or without one that
+        can be read as text."""
         if self._folder is None:
             return None
         found = {name: self._folder / name for name in TOKENIZER_FILES}
-        read = {
-            name: path.read_text() for name, path in found.items() if path.is_file() and path.stat().st_size < TOKENIZER_BYTES
-        }
+        try:
+            read = {
+                name: path.read_text("utf-8")
+                for name, path in found.items()
+                if path.is_file() and path.stat().st_size < TOKENIZER_BYTES
+            }
+        except (OSError, UnicodeDecodeError):
+            return None
         return read if TOKENIZER_FILES[0] in read else None
 
     async def drain(self) -> dict[str, object]:
@@ -205,13 +211,21 @@ class Agent:
 
     def take_role(self, asked: Role) -> tuple[int, dict[str, object]]:
         """Answers POST /role with a status and what is said; the change itself goes on beside it."""
-        verdict = judge(self._life, self._config.role, self._changing_to, asked)
+        verdict = judge(self._life, self._config.role, self._changing_to, asked, keeps=self._config.engine == "vllm")
         if verdict.begin:
             self._changing_to = asked
             self._life = rules.flip_asked(self._life)
-            self._change = asyncio.create_task(self._take_role(asked))
+            self._change = asyncio.create_task(self._changed(asked))
         said: dict[str, object] = {"role": self._config.role, "changing_to": self._changing_to, "phase": self._life.phase}
         return verdict.status, said | ({"reason": verdict.reason} if verdict.reason else {})
+
+    async def _changed(self, asked: Role) -> None:
+        try:
+            await self._take_role(asked)
+        except Exception as error:  # whatever it is: a change that nobody works at must not be told to be on its way
+            self._told_fault("taking a role", error)
+            if self._life.phase == "FlippingRole":
+                self._life = rules.flip_failed(self._life, f"{type(error).__name__}: {error}")
 
     async def _take_role(self, asked: Role) -> None:
         """Empty as for a drain, a first token again, then the new role. To keep its own nothing has to end."""
@@ -366,16 +380,20 @@ class Agent:
             member=self._identity.member,
             master=master,
         )
-        if self._config.engine == "vllm" and place.member == 0:
-            self._forwarder = EventForwarder(events_socket(place), place.pod_ip, self._config.ports.kv_events)
         engine = EngineProcess(engine_command(self._config, place))
         watch_children(asyncio.get_running_loop(), engine.reap)
-        self._life = rules.engine_started(self._life, engine.start())
+        try:
+            if self._config.engine == "vllm" and place.member == 0:
+                self._forwarder = EventForwarder(events_socket(place), place.pod_ip, self._config.ports.kv_events)
+            pid = engine.start()
+        except OSError as error:
+            raise ConfigError(f"engine {self._config.engine} cannot be started: {error}") from error
+        self._life = rules.engine_started(self._life, pid)
         self._engine = engine
         return engine
 
     def _death(self, engine: EngineProcess, code: int) -> EngineDiedError:
-        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        how = how_ended(code)
         words = engine.last_words()
         self._life = rules.failed(self._life, f"engine ended: {how}")
         return EngineDiedError(f"{self._config.engine} engine ended ({how}): {words}".rstrip(": "), 2 if code == 2 else 1)
@@ -444,6 +462,6 @@ def wished_at_start(env: Mapping[str, str]) -> tuple[AdapterWish, ...]:
     """The adapters that the pod's annotation names; none when somebody made it unreadable: the operator tells again."""
     try:
         return decode_adapters(env.get(ADAPTERS_ENV) or "[]")
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         print(f"BadAdapters: {ADAPTERS_ENV}: {error}", file=sys.stderr, flush=True)
         return ()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from fleet_worker.agent.errors import ConfigError
@@ -23,6 +24,15 @@ UCX_TELLS = {"UCX_PROTO_INFO": "y", "UCX_LOG_FILE": "stderr"}
 """UCX then says by which transport it reads; `supervise.py` listens (see transfer/ucxlog.py)."""
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values that --max-lora-rank takes."""
+VLLM_DECIDED = tuple(
+    f"--{name}" for name in (
+        "host", "port", "served-model-name", "max-model-len", "kv-transfer-config", "kv-events-config", "tensor-parallel-size",
+        "pipeline-parallel-size", "data-parallel-size", "data-parallel-rpc-port", "enable-expert-parallel", "quantization",
+        "kv-cache-dtype", "enable-lora", "max-loras", "max-lora-rank", "max-cpu-loras", "lora-modules", "nnodes", "node-rank",
+        "master-addr", "master-port", "headless", "config", "uds", "root-path", "api-key", "ssl-keyfile", "ssl-certfile",
+    )
+)  # fmt: skip
+"""What the operator takes from no user (fleet_api: rules_pod.OWNED_ARGS, compat.OWNED)."""
 VLLM_KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
 
@@ -83,6 +93,7 @@ def vllm_command(config: WorkerConfig, place: Place) -> EngineCommand:
         "VLLM_RPC_BASE_PATH": place.scratch,
     }
     argv += vllm_shape(config) + vllm_node(config, place)
+    check_names(config.engine_args)
     if config.nodes > 1:
         env["VLLM_HOST_IP"] = place.pod_ip
     if config.adapters.most:
@@ -92,6 +103,18 @@ def vllm_command(config: WorkerConfig, place: Place) -> EngineCommand:
         return EngineCommand((*argv, *config.engine_args), env, UCX_TELLS)
     env["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, -(-config.kv.cache_bytes // GIB)))
     return EngineCommand((*argv, "--enforce-eager", *config.engine_args), env, {**UCX_TELLS, **VLLM_CPU_DEFAULTS})
+
+
+def check_names(words: Sequence[str]) -> None:
+    """ConfigError for a name that is the beginning of one that fields decide: argparse takes it for that, and the operator, which
+    refuses those names, reads whole ones."""
+    for word in words:
+        said = word.partition("=")[0].partition(".")[0]
+        name = said.replace("_", "-")
+        if not name.startswith("--") or name in VLLM_DECIDED:
+            continue
+        if whole := next((decided for decided in VLLM_DECIDED if decided.startswith(name)), None):
+            raise ConfigError(f"engine.args: {said} is short for {whole}, which other fields decide: write names in full")
 
 
 def vllm_shape(config: WorkerConfig) -> list[str]:

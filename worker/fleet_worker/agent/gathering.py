@@ -149,7 +149,7 @@ async def address_of(name: str) -> str | None:
         return in_hosts(Path(hosts), name)
     try:
         found = await asyncio.get_running_loop().getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except OSError:
+    except (OSError, UnicodeError):  # also of a name that cannot be asked for
         return None
     return str(found[0][4][0]) if found else None
 
@@ -157,7 +157,7 @@ async def address_of(name: str) -> str | None:
 def in_hosts(path: Path, name: str) -> str | None:
     """The address beside `name` in a hosts file."""
     try:
-        with path.open() as file:
+        with path.open(encoding="utf-8", errors="replace") as file:
             lines = file.read(MAX_HOSTS_BYTES).splitlines()
     except OSError:
         return None

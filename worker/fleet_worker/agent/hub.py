@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from fleet_worker.agent.errors import ModelError
+from fleet_worker.config import NO_JSON
 
 HF_SCHEME: Final = "hf://"
 CACHE_ENV: Final = "FLEET_MODEL_CACHE"
@@ -33,6 +34,9 @@ Listed = dict[str, list[str]]
 LOCK_TELL_S: Final = 10.0
 OF_THE_DISK: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE})
 """What a cache's disk says; everything else that a download meets is the hub's, or the way's to it."""
+TOKEN_ENV: Final = "HF_TOKEN"  # noqa: S105 - the name of a variable
+PASSWORD, QUERY = re.compile(r"(https?://)[^\s/@'\"]*@"), re.compile(r"(https?://[^\s?'\"]*)\?[^\s'\"]*")
+NOT_WRITABLE: Final = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 PIECE: Final = 4 * 1024 * 1024
 SHA256, GIT_SHA1 = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{40}")
 
@@ -66,10 +70,34 @@ def fetch(source: str, progress: Callable[[str], None], patterns: Sequence[str])
                     return _fetched(source, name, revision, cache, progress, patterns)
             except Timeout:
                 progress(f"waiting: another process fetches {source}")
-    except PermissionError as error:
-        raise ModelError(f"model cache {error.filename or cache} is not writable by user {os.geteuid()}") from error
-    except OSError as error:  # full, read-only, stale ...: of the hub's own errors _fetched told
+    except OSError as error:
+        if error.errno in NOT_WRITABLE and (kept := _kept(source, name, revision, cache, progress, patterns)) is not None:
+            return kept
+        if isinstance(error, PermissionError):
+            raise ModelError(f"model cache {error.filename or cache} is not writable by user {os.geteuid()}") from error
+        # full, stale ...: of the hub's own errors _fetched told
         raise ModelError(f"{source}: model cache {error.filename or cache}: {error.strerror or error}") from error
+
+
+def _kept(
+    source: str, name: str, revision: str | None, cache: Path, progress: Callable[[str], None], patterns: Sequence[str]
+) -> Path | None:
+    """What is in a cache that cannot be written: nothing changes it here, so that no lock is needed. None unless it is whole, and
+    what the hub has now, as far as that can be asked."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        listed, missing = _listed(name, revision, cache, patterns)
+        if missing:
+            return None
+        commit = next(iter(listed), revision)
+        found = snapshot_download(name, revision=commit, cache_dir=cache, allow_patterns=list(patterns), local_files_only=True)
+        _check(source, Path(found), listed, cache, progress, patterns)
+    except ModelError:
+        raise
+    except Exception:  # as in _fetched; also for what may not be read, or is not there
+        return None
+    return Path(found)
 
 
 def _fetched(
@@ -89,19 +117,29 @@ def _fetched(
         raise ModelError(f"{source}: not a repository name: {error}") from error
     except HfHubHTTPError as error:
         raise ModelError(f"{source}: the hub answered: {_in_short(error)}") from error
-    except PermissionError:
+    except (PermissionError, ModelError):
         raise
     except (LocalEntryNotFoundError, OSError) as error:
         if error.errno in OF_THE_DISK:
             raise
         raise ModelError(f"{source}: the hub cannot be reached: {_in_short(error)}") from error
+    except Exception as error:  # of whatever the library is made: a connection that is cut, an answer that is no JSON
+        words = f"{type(error).__name__}: {_in_short(error)}"
+        raise ModelError(f"{source}: the hub did not answer as one does: {words}") from error
+    _check(source, folder, listed, cache, progress, patterns)
+    return folder
+
+
+def _check(
+    source: str, folder: Path, listed: Listed, cache: Path, progress: Callable[[str], None], patterns: Sequence[str]
+) -> None:
+    """ModelError unless the folder holds the hub's files with the hub's bytes."""
     about = hashlib.sha256(json.dumps(list(patterns)).encode()).hexdigest()[:8]
     _check_whole(
         source, folder, listed.get(folder.name), cache / OURS / f"{folder.parent.parent.name[:150]}-{folder.name}-{about}.files"
     )
     progress(f"comparing {source}")
     _compare(source, folder, cache / OURS / f"{folder.parent.parent.name[:150]}-{folder.name}.compared")
-    return folder
 
 
 def _check_space(source: str, name: str, revision: str | None, cache: Path, patterns: Sequence[str]) -> Listed:
@@ -132,34 +170,59 @@ def _listed(name: str, revision: str | None, cache: Path, patterns: Sequence[str
 
 def _check_whole(source: str, folder: Path, names: list[str] | None, mark: Path) -> None:
     """ModelError unless every file of the hub's list is there; the list is remembered for when the hub (names: None) is away."""
+    remembered = _remembered(mark)
     if names is None:
-        if not mark.is_file():
+        if remembered is None:
             raise ModelError(
                 f"{source}: the hub cannot be reached, and {folder} was never fetched whole: what is there may be a part of it; "
                 "let it be fetched once, or give the folder's path as the source"
             )
-        names = json.loads(mark.read_text())
+        names = remembered
     missing = sorted(name for name in names if not (folder / name).is_file())
     if missing:
         raise ModelError(f"{source}: {len(missing)} files of {len(names)} are missing in {folder}, the first is {missing[0]}")
-    text = json.dumps(sorted(names))
-    if not mark.is_file() or mark.read_text() != text:
-        written = mark.with_suffix(".part")
+    if remembered != (wanted := sorted(names)):
+        _remember(mark, json.dumps(wanted))
+
+
+def _remember(mark: Path, text: str) -> None:
+    """For the next start; where nothing can be written it looks again."""
+    written = mark.with_suffix(".part")
+    try:
         written.write_text(text)
         written.replace(mark)  # a list that is cut off would say that little is enough
+    except OSError as error:
+        if error.errno not in {*NOT_WRITABLE, errno.ENOENT}:  # the last: not even our folder could be made
+            raise
+
+
+def _remembered(mark: Path) -> list[str] | None:
+    """The list in a mark; None when there is none, or one that a broken disk left, which says nothing."""
+    try:
+        found = json.loads(mark.read_bytes())
+    except (FileNotFoundError, *NO_JSON):
+        return None
+    return found if isinstance(found, list) and found and all(isinstance(name, str) for name in found) else None
 
 
 def _compare(source: str, folder: Path, mark: Path) -> None:
     """Every file has the content that its name in the cache says; a wrong one is removed, so that the next try fetches it."""
     blobs = {path.name: path.resolve() for path in folder.rglob("*") if path.is_file()}
     listed = "\n".join(sorted(f"{name} {blob.name}" for name, blob in blobs.items()))
-    if mark.is_file() and mark.read_text() == listed:
+    if mark.is_file() and mark.read_bytes() == listed.encode():
         return
     for name, blob in blobs.items():
         if not _is_right(blob):
-            blob.unlink(missing_ok=True)
-            raise ModelError(f"{source}: {name} has other bytes than the hub's hash {blob.name} says: it was removed")
-    mark.write_text(listed)
+            raise ModelError(f"{source}: {name} has other bytes than the hub's hash {blob.name} says: it {_removed(blob)}")
+    _remember(mark, listed)
+
+
+def _removed(blob: Path) -> str:
+    try:
+        blob.unlink(missing_ok=True)
+    except OSError as error:
+        return f"cannot be removed ({error.strerror})"
+    return "was removed"
 
 
 def _is_right(blob: Path) -> bool:
@@ -177,5 +240,9 @@ def _is_right(blob: Path) -> bool:
 
 
 def _in_short(error: Exception) -> str:
-    """The hub's words in one line: the cause stands in the second one of several."""
-    return " ".join(str(error).split())[:300] or type(error).__name__
+    """The hub's words in one line: the cause stands in the second one of several. Without what opens a hub: the token, a mirror's
+    password, the query of a signed address."""
+    words = QUERY.sub(r"\1?...", PASSWORD.sub(r"\1", " ".join(str(error).split())))
+    if token := os.environ.get(TOKEN_ENV):
+        words = words.replace(token, "***")
+    return words[:300] or type(error).__name__

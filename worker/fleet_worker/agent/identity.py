@@ -18,6 +18,7 @@ from fleet_worker.config import (
     POD_NAME_ENV,
     POD_UID_ENV,
     ROLE_ENV,
+    UNREADABLE,
     Role,
     WorkerConfig,
     decode,
@@ -82,7 +83,7 @@ def _read_config(env: Mapping[str, str]) -> WorkerConfig:
     raw = _required(env, CONFIG_ENV)
     try:
         return decode(raw)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise ConfigError(f"{CONFIG_ENV}: {error}") from error
 
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
 from fleet_worker.agent.errors import ModelError
 from fleet_worker.agent.hub import HF_SCHEME, fetch
+from fleet_worker.config import NO_JSON
 
 MAX_CONFIG_BYTES = 1024 * 1024
 WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json")
@@ -34,6 +36,8 @@ def check_folder(folder: Path) -> None:
         _check_folder(folder)
     except PermissionError as error:
         raise ModelError(f"{error.filename} is not readable by user {os.geteuid()}") from error
+    except (OSError, ValueError) as error:  # a link to nowhere, a disk that fails, a path with a null byte
+        raise ModelError(f"{getattr(error, 'filename', None) or repr(str(folder))}: {error}") from error
 
 
 def _check_folder(folder: Path) -> None:
@@ -45,11 +49,12 @@ def _check_folder(folder: Path) -> None:
     config = folder / "config.json"
     if not _found(config):
         raise ModelError(f"model path {folder} holds no config.json")
+    _check_is_file(config)
     if config.stat().st_size > MAX_CONFIG_BYTES:
         raise ModelError(f"{config} is larger than {MAX_CONFIG_BYTES} bytes")
     try:
         parsed = json.loads(config.read_bytes())
-    except ValueError as error:
+    except NO_JSON as error:
         raise ModelError(f"{config} is not valid JSON: {error}") from error
     if not isinstance(parsed, dict) or not parsed.get("architectures"):
         raise ModelError(f"{config} names no architectures")
@@ -57,7 +62,14 @@ def _check_folder(folder: Path) -> None:
     if not weights:
         raise ModelError(f"model path {folder} holds no *.safetensors file")
     for path in weights:
+        _check_is_file(path)
         path.open("rb").close()  # engines say of a file that they may not read that it does not exist
+
+
+def _check_is_file(path: Path) -> None:
+    """A link that leads to one is one. A folder is not, and who opens a pipe waits for its writer."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise ModelError(f"{path} is not a file")
 
 
 def _found(path: Path) -> bool:

@@ -36,8 +36,9 @@ def parse_role(body: bytes) -> Role:
     return msgspec.json.decode(body, type=RoleRequest).role
 
 
-def judge(life: Life, role: Role, changing_to: Role | None, asked: Role) -> Verdict:
-    """200: it has the role; 202: it is on its way; 409: not now (NotServing: ask again), or never (Draining, Failed). After a
+def judge(life: Life, role: Role, changing_to: Role | None, asked: Role, *, keeps: bool = False) -> Verdict:
+    """200: it has the role; 202: it is on its way; 409: not now (NotServing: ask again), or never (Draining, Failed;
+    EngineKeepsRole: `keeps`, of an engine that was started for one role). After a
     change that failed either role can be asked for: the other one is tried again, and with its own the worker serves again once a
     first token came."""
     if life.phase in ("Draining", "Failed"):
@@ -48,4 +49,6 @@ def judge(life: Life, role: Role, changing_to: Role | None, asked: Role) -> Verd
         return Verdict(202) if asked == changing_to else Verdict(409, "FlippingRole")
     if asked == role:
         return Verdict(200)
+    if keeps:
+        return Verdict(409, "EngineKeepsRole")
     return Verdict(202, begin=True) if life.phase == "Serving" else Verdict(409, "NotServing")

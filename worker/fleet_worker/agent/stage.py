@@ -10,9 +10,11 @@ import errno
 import hashlib
 import os
 import shutil
+import stat
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import BinaryIO
 
 from fleet_worker.agent.errors import AdapterError, ModelError
 from fleet_worker.agent.hub import HF_SCHEME, fetch
@@ -37,7 +39,8 @@ def stage(source: str, root: str | None, into: Path) -> Staged:
     into.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=".new-", dir=into))
     try:
-        parts = [_copy(folder / name, scratch / name) for name in FILES]
+        top = None if source.startswith(HF_SCHEME) else root  # a hub's cache is made of links
+        parts = [_copy(_inside(folder / name, top), scratch / name) for name in FILES]
         digest = hashlib.sha256(b"".join(parts)).hexdigest()
         final = into / digest[:32]
         if not final.is_dir():
@@ -61,22 +64,40 @@ def locate(source: str, root: str | None) -> Path:
         raise AdapterError("NoAdapterRoot", f"{source}: this worker has no folder for adapters")
     if PurePosixPath(source).is_absolute() or ".." in PurePosixPath(source).parts:
         raise AdapterError("BadSource", f"{source} is not a path below the adapter root")
-    top = Path(root).resolve()
-    folder = (top / source).resolve()
-    if not folder.is_relative_to(top):
-        raise AdapterError("BadSource", f"{source} leads outside of the adapter root")
-    return folder
+    return _inside(Path(root) / source, root)
+
+
+def _inside(path: Path, root: str | None) -> Path:
+    """Where the path leads, links and all; AdapterError when that is outside of `root`."""
+    try:
+        found = Path(os.path.realpath(path))
+    except ValueError as error:  # a null byte
+        raise AdapterError("BadSource", f"{str(path)!r} is no path") from error
+    if root is not None and not found.is_relative_to(os.path.realpath(root)):
+        raise AdapterError("BadSource", f"{path} leads outside of the adapter root")
+    return found
+
+
+def _opened(path: Path) -> BinaryIO:
+    """A file and nothing else: a pipe would be waited for, and the path is one that `_inside` looked at."""
+    opened = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
+        opened.close()
+        raise AdapterError("AdapterNotReadable", f"{path} is not a file")
+    return opened
 
 
 def _copy(source: Path, target: Path) -> bytes:
     """sha256 of what was copied."""
     digest, size = hashlib.sha256(), 0
     try:
-        opened = source.open("rb")
+        opened = _opened(source)
     except FileNotFoundError as error:
         raise AdapterError("AdapterNotFound", f"{source} does not exist") from error
     except PermissionError as error:
         raise AdapterError("AdapterNotReadable", f"{source} is not readable by user {os.geteuid()}") from error
+    except OSError as error:
+        raise AdapterError("AdapterNotReadable", f"{source}: {error.strerror}") from error
     with opened, target.open("wb") as out:
         while piece := opened.read(PIECE):
             size += len(piece)

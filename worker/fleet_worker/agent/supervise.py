@@ -74,10 +74,14 @@ class EngineProcess:
         """Start it in a session of its own; returns its pid. OSError when it cannot be executed."""
         env = {**self._command.defaults, **os.environ, **self._command.env}
         self._guard = start_guard()
-        process = subprocess.Popen(
-            self._command.argv, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            start_new_session=True, preexec_fn=_die_with(os.getpid()),  # noqa: PLW1509 - prctl is async-signal-safe
-        )  # fmt: skip
+        try:
+            process = subprocess.Popen(
+                self._command.argv, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                start_new_session=True, preexec_fn=_die_with(os.getpid()),  # noqa: PLW1509 - prctl is async-signal-safe
+            )  # fmt: skip
+        except BaseException:
+            self._end_guard()
+            raise
         self._process = process
         if self._guard is not None and self._guard.stdin is not None:
             with contextlib.suppress(BrokenPipeError):  # somebody killed it already
@@ -162,6 +166,13 @@ def _dead_child() -> int | None:
     except ChildProcessError:
         return None
     return None if dead is None else dead.si_pid
+
+
+def how_ended(code: int) -> str:
+    """A process's return code in words. Real-time signals have no names."""
+    if code >= 0:
+        return f"exit code {code}"
+    return f"killed by {signal.Signals(-code).name if -code in set(signal.Signals) else f'signal {-code}'}"
 
 
 def pick_cause(lines: list[str]) -> str:

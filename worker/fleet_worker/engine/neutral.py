@@ -18,6 +18,7 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,), "length_penalty": (1,), "min_p": (0,),
     "typical_p": (1,), "logit_bias": ({},), "bad_words": ([],), "allowed_token_ids": (), "best_of": (1,),
     "use_beam_search": (False,), "logits_processors": ([],), "thinking_token_budget": (),
+    "repetition_detection": (), "watermarking": (False,),
     # what constrains it
     "response_format": ({"type": "text"},), "structured_outputs": ({},), "guided_json": (), "guided_regex": (),
     "guided_choice": ([],), "guided_grammar": (), "guided_decoding_backend": (), "structural_tag": (),
@@ -28,16 +29,18 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     # what the answer holds
     "logprobs": (False,), "top_logprobs": (0,), "prompt_logprobs": (), "return_tokens_as_token_ids": (False,),
     "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,), "include_stop_str_in_output": (False,),
-    "modalities": (["text"],), "audio": (),
+    "modalities": (["text"],), "audio": (), "logprob_token_ids": ([],), "return_token_offsets": (False,),
 }  # fmt: skip
 """Field and the values that ask for nothing; null always does. Not `in`: 0 and False are different questions in `logprobs`."""
 
 
 def refuse_unsupported(fields: Mapping[str, msgspec.Raw]) -> None:
     """BadRequestError for the first field that asks for something the engine does not do."""
-    for name in fields.keys() & NEUTRAL.keys():
+    # text is given them, a chat template brings its own
+    neutral = {**NEUTRAL, "add_special_tokens": ("messages" not in fields,)}
+    for name in fields.keys() & neutral.keys():
         value = msgspec.json.decode(fields[name])
-        if value is not None and not any(_same(value, neutral) for neutral in NEUTRAL[name]):
+        if value is not None and not any(_same(value, nothing) for nothing in neutral[name]):
             raise BadRequestError(f"{name} is not supported by the torch engine", name)
 
 

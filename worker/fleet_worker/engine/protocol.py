@@ -14,6 +14,7 @@ from fleet_worker.engine.neutral import refuse_unsupported
 from fleet_worker.engine.sequence import Sampling
 
 MAX_STOPS = 16
+MAX_STOP_IDS = 1_024
 CODES: Final = {
     "NotFoundError": "model_not_found", "RequestEntityTooLarge": "body_too_large", "ServiceUnavailableError": "overloaded",
     "EngineStoppedError": "engine_stopped", "KvReferenceError": "kv_reference", "KvTransferError": "kv_transfer",
@@ -39,6 +40,8 @@ class StreamOptions(msgspec.Struct, frozen=True):
     """OpenAI stream_options."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool | None = None
+    """vLLM's: usage in every chunk."""
 
 
 class _Common(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,10 +97,14 @@ def parse(body: bytes, kind: type[T]) -> T:
         request = msgspec.json.decode(body if len(given) == len(fields) else msgspec.json.encode(given), type=kind)
     except msgspec.ValidationError as error:
         raise BadRequestError(*_worded(str(error))) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise BadRequestError(f"the body is not valid JSON: {error}") from error
     if request.n != 1:
         raise BadRequestError(f"n is {request.n}; only n=1 is served", "n")
+    options = request.stream_options
+    if options is not None and options.include_usage and options.continuous_usage_stats:
+        words = "stream_options.continuous_usage_stats is not supported by the torch engine"
+        raise BadRequestError(words, "stream_options")
     return request
 
 
@@ -123,6 +130,8 @@ def sampling_of(request: Request, room: int, most: int) -> Sampling:
     stop = [request.stop] if isinstance(request.stop, str) else (request.stop or [])
     if len(stop) > MAX_STOPS or any(not text for text in stop):
         raise BadRequestError(f"stop takes at most {MAX_STOPS} non-empty strings", "stop")
+    if len(request.stop_token_ids or ()) > MAX_STOP_IDS:  # each step looks through them
+        raise BadRequestError(f"stop_token_ids takes at most {MAX_STOP_IDS} ids", "stop_token_ids")
     default = 16 if isinstance(request, CompletionRequest) else room
     limit = asked if asked is not None else max(1, min(default, room, most))
     if limit > most:

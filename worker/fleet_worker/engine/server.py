@@ -21,6 +21,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fleet_worker.config import STEP_TIMEOUT_ENV, STEP_TIMEOUT_S, UNREADABLE, WorkerConfig
+from fleet_worker.connections import TOO_LARGE_HEADERS, is_too_long
 from fleet_worker.engine import protocol as wire
 from fleet_worker.engine import tokens
 from fleet_worker.engine.adapters import Adapters
@@ -233,6 +234,8 @@ class EngineServer:
 
     async def _body(self, request: HttpRequest) -> bytes:
         parts, size = [], 0
+        if is_too_long(request, wire.MAX_BODY_BYTES):
+            raise TooLargeError(f"the body is larger than {wire.MAX_BODY_BYTES} bytes")
         try:
             async for part in request.stream():
                 size += len(part)
@@ -417,4 +420,4 @@ def request_id_of(http: HttpRequest) -> str:
 def failure(error: Exception, request_id: str) -> Response:
     """An error as an HTTP answer."""
     status, body = error_of(error, request_id)
-    return JSONResponse(body, status_code=status)
+    return JSONResponse(body, status_code=status, headers=TOO_LARGE_HEADERS if isinstance(error, TooLargeError) else None)

@@ -12,6 +12,7 @@ import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+from fleet_worker.config import NO_JSON
 from fleet_worker.engine.errors import BadRequestError, ModelFilesError
 
 REPLACEMENT = "\ufffd"
@@ -33,7 +34,7 @@ class Text:
         settings = _optional_json(folder / "tokenizer_config.json")
         self._special = {name: _special(settings.get(name)) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
         source = folder / "chat_template.jinja"
-        self._template = _compile(source.read_text() if source.is_file() else settings.get("chat_template"))
+        self._template = _compile(_text_of(source) if source.is_file() else settings.get("chat_template"))
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Token ids of `text`. Other threads go on meanwhile: of this library's calls only those for batches let them."""
@@ -70,8 +71,15 @@ def _compile(source: Any) -> jinja2.Template | None:
     environment.globals["raise_exception"] = raise_exception
     try:
         return environment.from_string(source)
-    except jinja2.TemplateSyntaxError as error:
+    except (jinja2.TemplateSyntaxError, RecursionError) as error:
         raise ModelFilesError(f"chat template does not compile: {error}") from error
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelFilesError(f"{path} cannot be read: {error}") from error
 
 
 def _optional_json(path: Path) -> dict[str, Any]:
@@ -79,7 +87,9 @@ def _optional_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         found = json.loads(path.read_bytes())
-    except ValueError as error:
+    except OSError as error:
+        raise ModelFilesError(f"{path} cannot be read: {error.strerror}") from error
+    except NO_JSON as error:
         raise ModelFilesError(f"{path} is not valid JSON: {error}") from error
     return found if isinstance(found, dict) else {}
 

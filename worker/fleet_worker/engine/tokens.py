@@ -7,6 +7,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
+from fleet_worker.config import UNREADABLE
 from fleet_worker.engine import protocol as wire
 from fleet_worker.engine.errors import BadRequestError, UnknownModelError
 from fleet_worker.engine.text import Text
@@ -70,5 +71,5 @@ def _parsed(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
         raise BadRequestError(str(error)) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise BadRequestError(f"the body is not valid JSON: {error}") from error

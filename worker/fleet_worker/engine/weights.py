@@ -12,6 +12,7 @@ import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 
+from fleet_worker.config import NO_JSON
 from fleet_worker.engine.errors import ModelFilesError
 from fleet_worker.engine.modelconfig import ModelConfig
 
@@ -101,9 +102,11 @@ def _files(folder: Path) -> list[Path]:
         return files
     try:
         names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError) as error:
+    except OSError as error:
+        raise ModelFilesError(f"{index} cannot be read: {error.strerror}") from error
+    except (*NO_JSON, KeyError, AttributeError, TypeError) as error:
         raise ModelFilesError(f"{index} is not a safetensors index: {error!r}") from error
-    if any("/" in name or name.startswith(".") for name in names):
+    if any(not isinstance(name, str) or "/" in name or name.startswith(".") for name in names):
         raise ModelFilesError(f"{index} names files outside the model folder")
     return [folder / name for name in names]
 
