@@ -254,6 +254,15 @@ class Inbound:
         self._misses = 0
         return request
 
+    def drop(self) -> bool:
+        """The connection ends: nothing of what came is kept. Whether there was something that nobody answers, or that goes on."""
+        found = self.error is not None or self.current is not None or bool(self.requests)
+        if self.current is not None:
+            self.current.body = []
+        self.requests.clear()
+        self.current = None
+        return found
+
     def _learn(self, data: bytes, request: Incoming) -> None:
         """A request that came in one packet. One that has a name of its own is not repeated."""
         self._misses += 1

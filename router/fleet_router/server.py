@@ -7,7 +7,6 @@ router drains, an answer is the last one of its connection and says so.
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Callable
 from typing import Final, cast
 from urllib.parse import unquote
@@ -19,6 +18,7 @@ from fleet_router.admission.lanes import Entry
 from fleet_router.admission.tenants import Decisions
 from fleet_router.asked import Ask, Hints
 from fleet_router.cascade.climb import Climb, tier_of_all
+from fleet_router.closing import Lingering, close, reset_by_client
 from fleet_router.config import RouterConfig
 from fleet_router.context import Context
 from fleet_router.desk import one_of, usable
@@ -60,8 +60,6 @@ HIGH_WATER_BYTES: Final = 256 * 1024
 DRAIN_IDLE_S: Final = 1.0
 """How long an idle connection is kept while the router drains: a request may be on its way."""
 CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
-TCP_CLOSE: Final = 7
-"""TCP_INFO's first byte once the peer has answered with a reset."""
 NOBODY: Final = Incoming()
 """Stands for the request of a connection that has none."""
 
@@ -97,6 +95,8 @@ class ClientConnection:
         """The client does not take our answers: no new one is made."""
         self._closed_at: float | None = None
         """When we closed; what is left to send may still be on its way."""
+        self._lingering: Lingering | None = None
+        """We closed before the client had sent all."""
         self.flow: Flow | Climb | Listening | Gathering | None = None
         self.begun_at: float | None = None
         """When the request that is being received began; None between requests."""
@@ -167,6 +167,8 @@ class ClientConnection:
     def data_received(self, data: bytes) -> None:
         """Bytes from the client."""
         if self._closed_at is not None:
+            if self._lingering is not None:
+                self._lingering.read(len(data))
             return
         if self.flow is not None or self._unread:
             self._waiting += data
@@ -389,11 +391,13 @@ class ClientConnection:
             self._close()
 
     def _close(self) -> None:
-        """What was written still goes out; nothing more is read."""
-        self._closed_at = self._context.clock()
+        """What was written still goes out; what comes is nobody's."""
+        self._closed_at = now = self._context.clock()
+        more = (self._inbound.drop() or bool(self._waiting)) and not self._half_closed
+        self._waiting.clear()
         if self._transport is not None:
             self._context.outbox.flush()
-            self._transport.close()
+            self._lingering = close(self._transport, self._context.config.bounds, now, more=more)
 
     # -- the flow's side ------------------------------------------------------------------------------------------------
     @property
@@ -443,10 +447,12 @@ class ClientConnection:
         """Called twice a second for every connection: one timer for all deadlines."""
         bounds = self._context.config.bounds
         if self._closed_at is not None:
+            if self._lingering is not None:
+                self._lingering.sweep(now)
             if now - self._closed_at > bounds.stalled_client_s:
                 self.abort()
         elif self.flow is not None:
-            if self._half_closed and self._reset_by_client():
+            if self._half_closed and reset_by_client(self._transport):
                 self.abort()
             elif now > self.flow.deadline:
                 self.flow.expire(now)
@@ -468,10 +474,6 @@ class ClientConnection:
         finally:
             if not told:
                 self.abort()
-
-    def _reset_by_client(self) -> bool:
-        made = self._transport.get_extra_info("socket") if self._transport is not None else None
-        return made is not None and bool(made.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == TCP_CLOSE)
 
     def drain(self, now: float, since: float) -> None:
         """Called again and again while the router drains (since `since`). What runs or is half received goes on; a connection
