@@ -441,6 +441,15 @@ class Flow(Carrying):
         else:
             self._refuse(error)
 
+    def fault(self, error: Exception) -> None:
+        """A bug of ours in what was done with a worker's answer: the worker is not to blame, and nobody else is asked, who would
+        answer the same."""
+        self._context.desk.faults.end(error, self._cut_if_open, self._client.request_id)
+
+    def _cut_if_open(self, error: RequestError) -> None:
+        if not self.done:
+            self.cut(error)
+
     def _abandon_leg(self) -> None:
         """Close the leg's connection. A prefill leg may have ended already, with a lease that we shall never read of."""
         worker = self._leg_worker

@@ -27,9 +27,9 @@ from fleet_router.dialect.translation import Translation
 from fleet_router.ending import END, framed
 from fleet_router.errors import PHRASES, RETRY_AFTER_S, RequestError
 from fleet_router.explain.route import ASKED as EXPLAIN
+from fleet_router.explain.route import NOT_WATCHED, rights_of
 from fleet_router.explain.route import PATH as DECISIONS
 from fleet_router.explain.route import answer as decisions
-from fleet_router.explain.route import rights_of
 from fleet_router.flow import Flow
 from fleet_router.gathering import WITHIN_S, Gathering
 from fleet_router.hints import hints_of
@@ -49,9 +49,6 @@ WATCHED: Final = {b"/metrics", HELD}
 OF_ALL: Final = {b"/ready", b"/metrics"}
 """Where several processes share the port, the answer is theirs together."""
 ADMIN: Final = {*PLAIN, HELD, DECISIONS} - {MODELS}
-NOT_WATCHED: Final = (
-    "metrics name every tenant: they are on the admin port, or for keys with the right to see all (decisions: all)"
-)
 KINDS: Final = {b"/metrics": b"text/plain; version=0.0.4", DECISIONS: b"application/json"}
 KNOWN: Final = {*GENERATE, *TRANSLATED, *ALONE, *PLAIN, HELD, DECISIONS}
 WAITING_BYTES: Final = 65_536
@@ -243,8 +240,7 @@ class ClientConnection:
             if self._admin and path not in ADMIN:
                 raise RequestError(404, "this port is for probes and scrapes: requests go to the other one")
             if path in GENERATE or path in TRANSLATED or path in ALONE:
-                if method != b"POST":
-                    self._need(method, b"POST")
+                self._need(method, b"POST")
                 self._generate(request, path)
             elif path == HELD:
                 self._need(method, b"GET")
@@ -270,6 +266,8 @@ class ClientConnection:
         except RequestError as error:
             self._context.recorder.refused(request.request_id, path if path in KNOWN else b"", "", error)
             self._answer_error(error, keep_alive=True)
+        except Exception as error:  # a bug of ours: whoever asked is told, and other requests go on
+            self._context.desk.faults.end(error, self._answer_error if self.flow is None else self.fail, request.request_id)
 
     def _usable(self, request: Incoming, models: bytes) -> bytes:
         """Those that the key may ask for; RequestError for a key that nobody has."""
