@@ -183,8 +183,8 @@ class Holding:
         return self._refusal(f"no worker came within {place.until - place.since:g} s", "waking", place.tier)
 
     def follow(self, at_zero: Sequence[AtZero], now: float, *, served: bool) -> None:
-        """New endpoints. `served`: a worker can answer; then all that wait are tried again. Otherwise those are of whose tiers none
-        wakes any more."""
+        """New endpoints. `served`: a worker can answer; then all that wait are tried again. Otherwise those are of whose tiers
+        none wakes any more."""
         self.at_zero, self._served = tuple(at_zero), served
         places = {one: place for one, place in self._places.items() if served or not self.wakes(place.tier)}
         for one, place in places.items():
