@@ -8,8 +8,10 @@ import gc
 import hashlib
 import json
 import os
+import select
 import sys
 import threading
+from datetime import datetime
 from types import ModuleType
 from typing import Any
 
@@ -338,3 +340,30 @@ def test_a_log_that_is_not_read_for_a_while_holds_nobody_up(monkeypatch: pytest.
     os.close(reading)
     assert not held_up
     assert (b'"a"' in lines, b'"c"' in lines, journal._left_out) == (False, True, 2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "kept"),
+    [
+        ({"problem": "x" * 100_000, "n": 7}, {"n": 7}),
+        ({"problem": "\x01" * 100_000, "b": "\u00e9\u20ac" * 9_000, "ok": True}, {"ok": True}),
+        ({f"f{number}": "\x01" * 500 for number in range(40)}, {}),
+        ({"problems": [f"tenant {number}: no such model" for number in range(9_000)], "tenants": 3}, {"tenants": 3}),
+    ],
+    ids=["long", "escapes", "many", "list"],
+)
+def test_a_line_is_no_longer_than_what_a_pipe_with_room_takes_at_once(fields: dict[str, Any], kept: dict[str, Any]):
+    """A pipe that said that it has room took PIPE_BUF bytes of a longer line, and the loop waited for the rest."""
+    lines: list[str] = []
+    Journal(lines.append).say("event", **fields)
+    told = json.loads(lines[0])
+    assert len(lines[0].encode()) < select.PIPE_BUF
+    assert (told["event"], told["cut"], set(told)) == ("event", True, {"time", "event", "cut", *fields})
+    assert kept.items() <= told.items()
+    assert datetime.fromisoformat(told["time"])
+
+
+def test_a_line_that_is_long_enough_for_a_pipe_is_whole():
+    lines: list[str] = []
+    Journal(lines.append).say("event", problem="x" * 3_900)
+    assert json.loads(lines[0])["problem"] == "x" * 3_900
