@@ -450,9 +450,9 @@ class Flow(Carrying):
             self._refuse(error)
 
     def fault(self, error: Exception) -> None:
-        """A bug of ours in what was done with a worker's answer: the worker is not to blame, and nobody else is asked, who would
-        answer the same."""
-        self._context.desk.faults.end(error, self.cut, self._client.request_id)
+        """A bug of ours in what was done with a worker's answer: nobody else is asked, who would answer the same."""
+        mine = self._client.leg_id == self.record.leg_id  # and not its connection's next request
+        self._context.desk.faults.end(error, self._client.fail if mine else self.cut, self.record.request_id)
 
     def _abandon_leg(self) -> None:
         """Close the leg's connection. A prefill leg may have ended already, with a lease that we shall never read of."""
