@@ -18,12 +18,12 @@ from fleet_router.config import HttpBounds
 from fleet_router.errors import RequestError
 from fleet_router.repeated import Repeated, around_length, worth_learning
 
-HOST: Final = re.compile(rb"^[A-Za-z0-9._\-]+(:\d{1,5})?$|^\[[0-9a-fA-F:.]+\](:\d{1,5})?$")
+HOST: Final = re.compile(rb"^[A-Za-z0-9._\-]+(:\d{1,5})?\Z|^\[[0-9a-fA-F:.]+\](:\d{1,5})?\Z")
 ABSOLUTE: Final = re.compile(rb"https?://([^/?#]*)(.*)", re.IGNORECASE | re.DOTALL)
 OFFER: Final = re.compile(rb"(?<=\r\n)upgrade(?=[ \t]*:)", re.IGNORECASE)
 NO_OFFER: Final = b"x-offer"
 """As long as what it replaces."""
-REQUEST_ID: Final = re.compile(rb"^[A-Za-z0-9._\-]{1,128}$")
+REQUEST_ID: Final = re.compile(rb"^[A-Za-z0-9._\-]{1,128}\Z")
 LOOKED_AT: Final = frozenset({b"host", b"content-length", b"transfer-encoding", b"x-request-id", b"content-encoding", b"expect"})
 ASKED_BY: Final[frozenset[bytes]] = frozenset({b"authorization", b"x-api-key", b"x-slo-class", b"x-slo-ttft-ms"})
 """Headers that say who asks and how urgently; none of them goes to a worker."""

@@ -367,3 +367,16 @@ def test_a_line_that_is_long_enough_for_a_pipe_is_whole():
     lines: list[str] = []
     Journal(lines.append).say("event", problem="x" * 3_900)
     assert json.loads(lines[0])["problem"] == "x" * 3_900
+
+
+def test_names_of_models_are_labels_whatever_is_in_them():
+    config = msgspec.structs.replace(CONFIG, served_name='a"b\\c\nd', fleet='f"')
+
+    async def go(rig: Rig) -> None:
+        assert (await rig.post({"model": config.served_name, "prompt": "short"}))[0] == 200
+        lines = rig.router.plain(b"/metrics")[2].decode().splitlines()
+        assert r'inference_objective_request_total{model_name="a\"b\\c\nd",target_model_name="a\"b\\c\nd"} 1' in lines
+        assert not [line for line in lines if line.startswith('d"')]
+        assert r'inference_pool_ready_pods{name="f\""} 1' in lines
+
+    run(go, config=config)

@@ -169,3 +169,37 @@ def test_a_request_behind_a_gateway_that_cannot_be_read_after_all_gives_its_slot
 
 def _breaks(*_: object) -> None:
     raise ValueError("whatever it is")
+
+
+PARENT = "00-" + "1" * 32 + "-" + "2" * 16 + "-01"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"traceparent": PARENT + "\n"},
+        {"traceparent": PARENT.replace("00-", "01-", 1) + "-x\rx-evil: 1"},
+        {"traceparent": PARENT, "tracestate": "a=b\n"},
+        {"x-request-id": "abc\n"},
+    ],
+    ids=["parent", "later parent", "state", "request id"],
+)
+def test_a_gateways_header_with_a_line_break_is_no_end_of_a_workers_head(given: dict[str, str]):
+    """Values come as bytes of a message, where nobody has looked for line ends: with one behind it each of these was well formed."""
+
+    async def go(rig: Rig) -> None:
+        known(rig)
+        head = head_of()
+        for name, value in given.items():
+            head.request_headers.headers.headers.add(key=name, raw_value=value.encode())
+        said = await exchanged(rig, head, body_of(ask()))
+        assert said
+        (seen,) = rig.prefill[0].headers
+        assert not {"x-evil", "tracestate"} & set(seen)
+        assert "content-length" in seen
+        assert "\r" not in "".join(seen.values())
+        assert seen["x-request-id"].isascii()
+        assert ("traceparent" in seen) == ("tracestate" in given)
+        assert "abc" not in seen["x-request-id"]
+
+    run(go)
