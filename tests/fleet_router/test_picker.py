@@ -185,7 +185,7 @@ PARENT = "00-" + "1" * 32 + "-" + "2" * 16 + "-01"
     ids=["parent", "later parent", "state", "request id"],
 )
 def test_a_gateways_header_with_a_line_break_is_no_end_of_a_workers_head(given: dict[str, str]):
-    """Values come as bytes of a message, where nobody has looked for line ends: with one behind it each of these was well formed."""
+    """Values come as bytes of a message, where nobody has looked for line ends: each of these was well formed."""
 
     async def go(rig: Rig) -> None:
         known(rig)
