@@ -330,9 +330,9 @@ class Inbound:
         if self.in_body:
             return  # a trailer says nothing of how the request is framed, routed or whose it is (RFC 9110, 6.5.1)
         lower = name.lower()
+        if lower in self._wanted and self.current is not None and len(value) <= KEPT_BYTES:
+            self.current.kept = {**self.current.kept, lower: value}
         if lower not in KEPT:
-            if lower in self._wanted and self.current is not None and len(value) <= KEPT_BYTES:
-                self.current.kept = {**self.current.kept, lower: value}
             return
         if lower == b"host":
             self._hosts += 1

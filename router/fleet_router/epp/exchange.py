@@ -134,7 +134,7 @@ class Exchange:
                 request.leg_id = f"{request.leg_id}.{request.request_id}"
             elif name in ASKED_BY:
                 asked_by(request, name, value)
-            elif name in wanted and len(value) <= KEPT_BYTES:
+            if name in wanted and len(value) <= KEPT_BYTES:
                 request.kept = {**request.kept, name: value}
         self._subset = _subset(message)
         if self._modes[0] not in (FULL_DUPLEX, BUFFERED) and not message.request_headers.end_of_stream:
