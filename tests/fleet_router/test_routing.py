@@ -160,7 +160,7 @@ def test_legs_leave_no_trace_in_queues_however_they_end():
 
 @pytest.mark.parametrize("name", ["x-slo-class", "x-api-key", "authorization", "x-request-id", "host", "x-slo-ttft-ms"])
 def test_routing_goes_by_a_header_that_says_something_else_as_well(name: str):
-    """A rule for the class that a request names (batch to the small tier) was accepted and fitted nobody; so were sessions by key."""
+    """A rule for the class that a request names (batch to the small tier) was accepted and fitted nobody."""
     rules = (TierRule(tier="t", headers={name: "250"}),)
     ruled = config(session_header=name, tier_rules=rules, classes=(SloClass(name="250"),))
 
