@@ -264,7 +264,8 @@ class ClientConnection:
             else:
                 raise RequestError(404, f"no such path: {path[:200].decode('latin-1')}")
         except RequestError as error:
-            self._context.recorder.refused(request.request_id, path if path in KNOWN else b"", "", error)
+            tenant = self._context.desk.tenant_of(request.key)
+            self._context.recorder.refused(request.request_id, path if path in KNOWN else b"", tenant, error)
             self._answer_error(error, keep_alive=True)
         except Exception as error:  # a bug of ours: whoever asked is told, and other requests go on
             self._context.desk.faults.end(error, self._answer_error if self.flow is None else self.fail, request.request_id)

@@ -380,3 +380,23 @@ def test_names_of_models_are_labels_whatever_is_in_them():
         assert r'inference_pool_ready_pods{name="f\""} 1' in lines
 
     run(go, config=config)
+
+
+@pytest.mark.parametrize(
+    ("key", "seen"), [("own", {"mine": "t-own"}), ("all", {"mine": "t-own", "theirs": "t-all", "nobodys": None})]
+)
+def test_who_was_refused_is_told_to_whom_it_was_and_to_nobody_else(key: str, seen: dict[str, str | None]):
+    """The name of its tenant was never remembered: who may see its own records did not see why it got a 429."""
+
+    async def go(rig: Rig) -> None:
+        rig.context.desk.tenants_needed = True
+        rig.context.desk.know(parse_tenants(tenants()))
+        for name, secret in (("mine", KEYS["own"]), ("theirs", KEYS["all"]), ("nobodys", "sk-wrong")):
+            reader, writer, _ = await rig.connect()
+            writer.write(http(ask(model="other"), f"x-request-id: {name}", f"authorization: Bearer {secret}"))
+            assert (await answer_of(reader))[0] in (401, 404)
+        _, found = await said(rig, "", f"authorization: Bearer {KEYS[key]}")
+        assert {one["request_id"]: one.get("tenant") for one in found["decisions"]} == seen
+        assert rig.context.desk.refused_keys == 1
+
+    run(go)

@@ -227,7 +227,7 @@ class Exchange:
             path = self._request.url.split(b"?", 1)[0]
             self._context.metrics.requests[error.status] += 1
             known = path if path in {*GENERATE, *ALONE, *TRANSLATED} else b""
-            self._context.recorder.refused(self.request_id, known, "", error)
+            self._context.recorder.refused(self.request_id, known, self._context.desk.tenant_of(self._request.key), error)
         return answers.refused(error, self._request.url, self.request_id)
 
     # -- the answer -----------------------------------------------------------------------------------------------------
