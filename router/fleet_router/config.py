@@ -65,6 +65,11 @@ class HttpBounds(msgspec.Struct, frozen=True, kw_only=True):
     idle_s: float = 75.0
     stalled_client_s: float = 60.0
     """How long a client may take none of its answer while our buffers for it are full."""
+    linger_s: float = 5.0
+    """A connection that we close while its client still sends is read for so long, so that the client can read why: a socket that
+    is closed with bytes unread is reset."""
+    linger_bytes: int = 64 * 1024 * 1024
+    """At most so much is read, and thrown away."""
     connections: int = 2_048
 
 

@@ -124,6 +124,11 @@ class Desk:
             raise RequestError(401, what, code="invalid_api_key", headers="www-authenticate: Bearer\r\n")
         return found
 
+    def tenant_of(self, key: bytes) -> str:
+        """Name of the tenant whose key this is; empty for nobody's, and where none are told apart."""
+        found = self._keys.find(key) if self.tenants_needed and self._keys is not None else None
+        return found.account.name if found is not None else ""
+
     def lane(self, key: bytes, slo_class: bytes) -> Lane:
         """Tenant and class; RequestError 401, 403, 400."""
         entry = self.entry(key) if self.tenants_needed else self._open

@@ -94,15 +94,21 @@ class Flow(Carrying):
 
     def _hold(self, why: str, code: str) -> None:
         """Nobody can answer it now: it waits for workers, if any are to come."""
-        holding, now, lane = self._context.holding, self._context.clock(), self._ticket.lane
+        holding, now, lane, tier = self._context.holding, self._context.clock(), self._ticket.lane, self._tier_not_there()
+        why = f"{why} in tier {tier}, which alone may answer" if tier else why
         try:
             self.deadline = holding.hold(
-                self, self._ask.size_bytes, (why, code), now, self.config.hold, lane.account.name, lane.weight
+                self, self._ask.size_bytes, (why, code), now, self.config.hold, lane.account.name, lane.weight, tier
             )
         except RequestError as error:
             self._refuse(error)
         else:
             self._held = True
+
+    def _tier_not_there(self) -> str:
+        """The tier that alone may answer, where none of its workers decodes: what others at zero become is of no use."""
+        tier = self.hints.tier
+        return "" if any(worker.group[0] == tier for worker in self._context.table.by_role["decode"]) else tier
 
     def _waits_for(self) -> None:
         """What a worker decodes is waited for: of an answer that comes as a whole longer yet, see `_until_whole`."""
@@ -238,7 +244,7 @@ class Flow(Carrying):
         others = self._others(worker, even_out=gone)
         if prefill and (not others or self._prefill_failures > 1):
             self._prefill_locally()
-        elif not prefill and ((not others and not self._context.holding.at_zero) or self._decode_failures > 1):
+        elif not prefill and ((not others and not self._context.holding.wakes(self.hints.tier)) or self._decode_failures > 1):
             self._refuse(self._failure(worker, why, gone=gone))
             return
         if not self._may_retry(free=gone):
@@ -433,13 +439,20 @@ class Flow(Carrying):
         self.cut(RequestError(504, told))
 
     def cut(self, error: RequestError) -> None:
-        """End it now; the client is told why."""
+        """End it now, if it is not over; the client is told why."""
+        if self.done:
+            return
         self._abandon_leg()
         self._release_lease()
         if self.started:
             self._break(error)
         else:
             self._refuse(error)
+
+    def fault(self, error: Exception) -> None:
+        """A bug of ours in what was done with a worker's answer: nobody else is asked, who would answer the same."""
+        mine = self._client.leg_id == self.record.leg_id  # and not its connection's next request
+        self._context.desk.faults.end(error, self._client.fail if mine else self.cut, self.record.request_id)
 
     def _abandon_leg(self) -> None:
         """Close the leg's connection. A prefill leg may have ended already, with a lease that we shall never read of."""

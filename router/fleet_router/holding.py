@@ -56,6 +56,7 @@ class _Place:
     until: float
     tenant: str
     weight: float
+    tier: str = ""
 
 
 def _shares(places: dict[Waiting, _Place], new: _Place) -> dict[str, list[float]]:
@@ -98,21 +99,22 @@ class Holding:
     # -- requests ---------------------------------------------------------------------------------------------------
     def hold(
         self, one: Waiting, size_bytes: int, why: tuple[str, str], now: float, bounds: HoldBounds, tenant: str = "",
-        weight: float = 1.0,
+        weight: float = 1.0, tier: str = "",
     ) -> float:  # fmt: skip
         """Let it wait; returns until when. RequestError when it may not; `why`: words and code for why nobody can
-        answer it. `tenant`, of this weight: whose share of the places it takes."""
+        answer it. `tenant`, of this weight: whose share of the places it takes. `tier`: of which no worker is there, and which
+        alone may answer; empty: whoever comes may."""
         if self._stopped:
             raise RequestError(503, "the router is shutting down", code="shutting_down")
-        if not self.at_zero and not (self._served and one in self._since):
+        if not self.wakes(tier) and (tier or not (self._served and one in self._since)):
             raise RequestError(503, why[0], code=why[1])
         since = self._since.get(one, now)
-        place = _Place(size_bytes, since, since + bounds.time_s, tenant, weight)
+        place = _Place(size_bytes, since, since + bounds.time_s, tenant, weight, tier)
         gives_way = self._room_for(place, bounds)
         if gives_way is None:
             self.outcomes["full"] += 1
             held = f"{len(self._places)} requests with {self.size_bytes} bytes"
-            raise self._refusal(f"{held} wait for workers already", "hold_full")
+            raise self._refusal(f"{held} wait for workers already", "hold_full", tier)
         self._places[one] = place
         self.size_bytes += size_bytes
         for other in gives_way:
@@ -122,6 +124,10 @@ class Holding:
             listener.hear(len(self._places))
         self._tell(gives_way)
         return place.until
+
+    def wakes(self, tier: str = "") -> bool:
+        """This tier rests at zero or wakes from there; empty: some tier does."""
+        return any(tier in ("", one.tier) for one in self.at_zero)
 
     def _room_for(self, place: _Place, bounds: HoldBounds) -> list[Waiting] | None:
         """Who gives way to it: the newest of the tenant with the largest share, as long as that stays the larger one. None when
@@ -174,14 +180,16 @@ class Holding:
         place = self._places.get(one)
         if place is None or not self.drop(one, "expired"):
             return None
-        return self._refusal(f"no worker came within {place.until - place.since:g} s", "waking")
+        return self._refusal(f"no worker came within {place.until - place.since:g} s", "waking", place.tier)
 
     def follow(self, at_zero: Sequence[AtZero], now: float, *, served: bool) -> None:
-        """New endpoints. `served`: a worker can answer; then, or when nothing wakes any more, all that wait are tried again."""
+        """New endpoints. `served`: a worker can answer; then all that wait are tried again. Otherwise those are of whose tiers
+        none wakes any more."""
         self.at_zero, self._served = tuple(at_zero), served
-        if not self._places or (self.at_zero and not served):
-            return
-        places, self._places, self.size_bytes = self._places, {}, 0
+        places = {one: place for one, place in self._places.items() if served or not self.wakes(place.tier)}
+        for one, place in places.items():
+            del self._places[one]
+            self.size_bytes -= place.size_bytes
         self._since = {one: place.since for one, place in places.items()}
         for one, place in places.items():
             try:
@@ -207,9 +215,9 @@ class Holding:
         for listener in listeners:
             listener.hear(0)
 
-    def _refusal(self, what: str, code: str) -> RequestError:
+    def _refusal(self, what: str, code: str, tier: str = "") -> RequestError:
         """503 that says when to come again, and whether the cluster is full."""
-        limited = any(tier.limited for tier in self.at_zero)
+        limited = any(one.limited for one in self.at_zero if tier in ("", one.tier))
         if limited:
             what, code = f"{what}; the cluster has no room for them at this moment", "no_capacity"
         seconds = RETRY_LIMITED_S if limited else RETRY_WAKING_S

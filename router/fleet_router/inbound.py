@@ -18,12 +18,12 @@ from fleet_router.config import HttpBounds
 from fleet_router.errors import RequestError
 from fleet_router.repeated import Repeated, around_length, worth_learning
 
-HOST: Final = re.compile(rb"^[A-Za-z0-9._\-]+(:\d{1,5})?$|^\[[0-9a-fA-F:.]+\](:\d{1,5})?$")
+HOST: Final = re.compile(rb"^[A-Za-z0-9._\-]+(:\d{1,5})?\Z|^\[[0-9a-fA-F:.]+\](:\d{1,5})?\Z")
 ABSOLUTE: Final = re.compile(rb"https?://([^/?#]*)(.*)", re.IGNORECASE | re.DOTALL)
 OFFER: Final = re.compile(rb"(?<=\r\n)upgrade(?=[ \t]*:)", re.IGNORECASE)
 NO_OFFER: Final = b"x-offer"
 """As long as what it replaces."""
-REQUEST_ID: Final = re.compile(rb"^[A-Za-z0-9._\-]{1,128}$")
+REQUEST_ID: Final = re.compile(rb"^[A-Za-z0-9._\-]{1,128}\Z")
 LOOKED_AT: Final = frozenset({b"host", b"content-length", b"transfer-encoding", b"x-request-id", b"content-encoding", b"expect"})
 ASKED_BY: Final[frozenset[bytes]] = frozenset({b"authorization", b"x-api-key", b"x-slo-class", b"x-slo-ttft-ms"})
 """Headers that say who asks and how urgently; none of them goes to a worker."""
@@ -254,6 +254,15 @@ class Inbound:
         self._misses = 0
         return request
 
+    def drop(self) -> bool:
+        """The connection ends: nothing of what came is kept. Whether there was something that nobody answers, or that goes on."""
+        found = self.error is not None or self.current is not None or bool(self.requests)
+        if self.current is not None:
+            self.current.body = []
+        self.requests.clear()
+        self.current = None
+        return found
+
     def _learn(self, data: bytes, request: Incoming) -> None:
         """A request that came in one packet. One that has a name of its own is not repeated."""
         self._misses += 1
@@ -321,9 +330,9 @@ class Inbound:
         if self.in_body:
             return  # a trailer says nothing of how the request is framed, routed or whose it is (RFC 9110, 6.5.1)
         lower = name.lower()
+        if lower in self._wanted and self.current is not None and len(value) <= KEPT_BYTES:
+            self.current.kept = {**self.current.kept, lower: value}
         if lower not in KEPT:
-            if lower in self._wanted and self.current is not None and len(value) <= KEPT_BYTES:
-                self.current.kept = {**self.current.kept, lower: value}
             return
         if lower == b"host":
             self._hosts += 1

@@ -76,6 +76,9 @@ class PrefillLeg:
             self._flow.give_back(self._worker)
             self.failed(reason)
 
+    def on_fault(self, error: Exception) -> None:
+        self._flow.fault(error)
+
     def failed(self, why: str, *, gone: bool = False) -> None:
         """It is over, and nothing came of it. `gone`: the worker could not be connected to."""
         self._flow.leg_failed(self._worker, why, gone=gone)
@@ -155,6 +158,9 @@ class DecodeLeg:
         if not self._flow.resend(self._worker, self):
             self._flow.end_leg()
             self.failed(reason)
+
+    def on_fault(self, error: Exception) -> None:
+        self._flow.fault(error)
 
     def failed(self, why: str, *, gone: bool = False) -> None:
         """It is over, and nothing came of it. `gone`: the worker could not be connected to."""

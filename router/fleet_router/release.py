@@ -65,6 +65,9 @@ class Release:
 
     def on_surplus(self) -> None: ...
 
+    def on_fault(self, error: Exception) -> None:
+        self._ends("lost")
+
     def on_lost(self, reason: str) -> None:
         """The connection broke before an answer."""
         if self._again:

@@ -7,7 +7,6 @@ router drains, an answer is the last one of its connection and says so.
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Callable
 from typing import Final, cast
 from urllib.parse import unquote
@@ -19,6 +18,7 @@ from fleet_router.admission.lanes import Entry
 from fleet_router.admission.tenants import Decisions
 from fleet_router.asked import Ask, Hints
 from fleet_router.cascade.climb import Climb, tier_of_all
+from fleet_router.closing import Lingering, close, reset_by_client
 from fleet_router.config import RouterConfig
 from fleet_router.context import Context
 from fleet_router.desk import one_of, usable
@@ -27,9 +27,9 @@ from fleet_router.dialect.translation import Translation
 from fleet_router.ending import END, framed
 from fleet_router.errors import PHRASES, RETRY_AFTER_S, RequestError
 from fleet_router.explain.route import ASKED as EXPLAIN
+from fleet_router.explain.route import NOT_WATCHED, rights_of
 from fleet_router.explain.route import PATH as DECISIONS
 from fleet_router.explain.route import answer as decisions
-from fleet_router.explain.route import rights_of
 from fleet_router.flow import Flow
 from fleet_router.gathering import WITHIN_S, Gathering
 from fleet_router.hints import hints_of
@@ -49,9 +49,6 @@ WATCHED: Final = {b"/metrics", HELD}
 OF_ALL: Final = {b"/ready", b"/metrics"}
 """Where several processes share the port, the answer is theirs together."""
 ADMIN: Final = {*PLAIN, HELD, DECISIONS} - {MODELS}
-NOT_WATCHED: Final = (
-    "metrics name every tenant: they are on the admin port, or for keys with the right to see all (decisions: all)"
-)
 KINDS: Final = {b"/metrics": b"text/plain; version=0.0.4", DECISIONS: b"application/json"}
 KNOWN: Final = {*GENERATE, *TRANSLATED, *ALONE, *PLAIN, HELD, DECISIONS}
 WAITING_BYTES: Final = 65_536
@@ -60,8 +57,6 @@ HIGH_WATER_BYTES: Final = 256 * 1024
 DRAIN_IDLE_S: Final = 1.0
 """How long an idle connection is kept while the router drains: a request may be on its way."""
 CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
-TCP_CLOSE: Final = 7
-"""TCP_INFO's first byte once the peer has answered with a reset."""
 NOBODY: Final = Incoming()
 """Stands for the request of a connection that has none."""
 
@@ -97,6 +92,8 @@ class ClientConnection:
         """The client does not take our answers: no new one is made."""
         self._closed_at: float | None = None
         """When we closed; what is left to send may still be on its way."""
+        self._lingering: Lingering | None = None
+        """We closed before the client had sent all."""
         self.flow: Flow | Climb | Listening | Gathering | None = None
         self.begun_at: float | None = None
         """When the request that is being received began; None between requests."""
@@ -167,6 +164,8 @@ class ClientConnection:
     def data_received(self, data: bytes) -> None:
         """Bytes from the client."""
         if self._closed_at is not None:
+            if self._lingering is not None:
+                self._lingering.read(len(data))
             return
         if self.flow is not None or self._unread:
             self._waiting += data
@@ -241,8 +240,7 @@ class ClientConnection:
             if self._admin and path not in ADMIN:
                 raise RequestError(404, "this port is for probes and scrapes: requests go to the other one")
             if path in GENERATE or path in TRANSLATED or path in ALONE:
-                if method != b"POST":
-                    self._need(method, b"POST")
+                self._need(method, b"POST")
                 self._generate(request, path)
             elif path == HELD:
                 self._need(method, b"GET")
@@ -266,8 +264,11 @@ class ClientConnection:
             else:
                 raise RequestError(404, f"no such path: {path[:200].decode('latin-1')}")
         except RequestError as error:
-            self._context.recorder.refused(request.request_id, path if path in KNOWN else b"", "", error)
+            tenant = self._context.desk.tenant_of(request.key)
+            self._context.recorder.refused(request.request_id, path if path in KNOWN else b"", tenant, error)
             self._answer_error(error, keep_alive=True)
+        except Exception as error:  # a bug of ours: whoever asked is told, and other requests go on
+            self._context.desk.faults.end(error, self._answer_error if self.flow is None else self.fail, request.request_id)
 
     def _usable(self, request: Incoming, models: bytes) -> bytes:
         """Those that the key may ask for; RequestError for a key that nobody has."""
@@ -389,11 +390,13 @@ class ClientConnection:
             self._close()
 
     def _close(self) -> None:
-        """What was written still goes out; nothing more is read."""
-        self._closed_at = self._context.clock()
+        """What was written still goes out; what comes is nobody's."""
+        self._closed_at = now = self._context.clock()
+        more = (self._inbound.drop() or bool(self._waiting)) and not self._half_closed
+        self._waiting.clear()
         if self._transport is not None:
             self._context.outbox.flush()
-            self._transport.close()
+            self._lingering = close(self._transport, self._context.config.bounds, now, more=more)
 
     # -- the flow's side ------------------------------------------------------------------------------------------------
     @property
@@ -443,10 +446,12 @@ class ClientConnection:
         """Called twice a second for every connection: one timer for all deadlines."""
         bounds = self._context.config.bounds
         if self._closed_at is not None:
+            if self._lingering is not None:
+                self._lingering.sweep(now)
             if now - self._closed_at > bounds.stalled_client_s:
                 self.abort()
         elif self.flow is not None:
-            if self._half_closed and self._reset_by_client():
+            if self._half_closed and reset_by_client(self._transport):
                 self.abort()
             elif now > self.flow.deadline:
                 self.flow.expire(now)
@@ -468,10 +473,6 @@ class ClientConnection:
         finally:
             if not told:
                 self.abort()
-
-    def _reset_by_client(self) -> bool:
-        made = self._transport.get_extra_info("socket") if self._transport is not None else None
-        return made is not None and bool(made.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == TCP_CLOSE)
 
     def drain(self, now: float, since: float) -> None:
         """Called again and again while the router drains (since `since`). What runs or is half received goes on; a connection

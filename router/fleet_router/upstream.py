@@ -43,6 +43,12 @@ def chunks_end(before: bytes, data: bytes) -> int:
     return len(data) - max(0, len(whole) - len(whole.rstrip(b"\r\n")) - len(HEAD_END))
 
 
+def bug_of(error: Exception) -> Exception:
+    """What a parser's callback of ours raised, and else `error`."""
+    found = error.__context__ if isinstance(error, httptools.HttpParserCallbackError) else None
+    return found if isinstance(found, Exception) else error
+
+
 class KnownAnswer(Repeated):
     """The head of a 200 that a worker gave before. `lines`: its header lines as a client gets them, around the length."""
 
@@ -83,6 +89,9 @@ class Leg(Protocol):
 
     def on_lost(self, reason: str) -> None:
         """The connection broke before that."""
+
+    def on_fault(self, error: Exception) -> None:
+        """A bug of ours in what was done with the answer: nothing is known against the worker."""
 
 
 class Upstream:
@@ -139,10 +148,16 @@ class Upstream:
         leg, parser = self._leg, self._parser
         if leg is None or parser is None:
             self.abort()  # a worker that speaks unasked is not to be trusted
-        elif self._in_head:
-            self._begins(leg, parser, data)
         else:
-            self._goes_on(leg, parser, data)
+            try:
+                if self._in_head:
+                    self._begins(leg, parser, data)
+                else:
+                    self._goes_on(leg, parser, data)
+            except Exception as error:  # out of a loop's hands it would look as if the worker had closed the connection
+                if self._leg is None or self._leg is leg:  # and not the next request's already
+                    self.abort()
+                leg.on_fault(bug_of(error))
 
     def _begins(self, leg: Leg, parser: httptools.HttpResponseParser, data: bytes) -> None:
         """The head, or a part of it."""
@@ -155,6 +170,8 @@ class Upstream:
             return
         try:
             body = self._feed_head(data, parser)
+        except httptools.HttpParserCallbackError:
+            raise
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._fail(NOT_HTTP.format(error))
             return
@@ -206,6 +223,8 @@ class Upstream:
             self._left = left - len(data)
         try:
             parser.feed_data(data)
+        except httptools.HttpParserCallbackError:
+            raise
         except httptools.HttpParserError as error:
             if not self._ended:
                 self._fail(NOT_HTTP.format(error))

@@ -8,8 +8,10 @@ import gc
 import hashlib
 import json
 import os
+import select
 import sys
 import threading
+from datetime import datetime
 from types import ModuleType
 from typing import Any
 
@@ -338,3 +340,63 @@ def test_a_log_that_is_not_read_for_a_while_holds_nobody_up(monkeypatch: pytest.
     os.close(reading)
     assert not held_up
     assert (b'"a"' in lines, b'"c"' in lines, journal._left_out) == (False, True, 2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "kept"),
+    [
+        ({"problem": "x" * 100_000, "n": 7}, {"n": 7}),
+        ({"problem": "\x01" * 100_000, "b": "\u00e9\u20ac" * 9_000, "ok": True}, {"ok": True}),
+        ({f"f{number}": "\x01" * 500 for number in range(40)}, {}),
+        ({"problems": [f"tenant {number}: no such model" for number in range(9_000)], "tenants": 3}, {"tenants": 3}),
+    ],
+    ids=["long", "escapes", "many", "list"],
+)
+def test_a_line_is_no_longer_than_what_a_pipe_with_room_takes_at_once(fields: dict[str, Any], kept: dict[str, Any]):
+    """A pipe that said that it has room took PIPE_BUF bytes of a longer line, and the loop waited for the rest."""
+    lines: list[str] = []
+    Journal(lines.append).say("event", **fields)
+    told = json.loads(lines[0])
+    assert len(lines[0].encode()) < select.PIPE_BUF
+    assert (told["event"], told["cut"], set(told)) == ("event", True, {"time", "event", "cut", *fields})
+    assert kept.items() <= told.items()
+    assert datetime.fromisoformat(told["time"])
+
+
+def test_a_line_that_is_long_enough_for_a_pipe_is_whole():
+    lines: list[str] = []
+    Journal(lines.append).say("event", problem="x" * 3_900)
+    assert json.loads(lines[0])["problem"] == "x" * 3_900
+
+
+def test_names_of_models_are_labels_whatever_is_in_them():
+    config = msgspec.structs.replace(CONFIG, served_name='a"b\\c\nd', fleet='f"')
+
+    async def go(rig: Rig) -> None:
+        assert (await rig.post({"model": config.served_name, "prompt": "short"}))[0] == 200
+        lines = rig.router.plain(b"/metrics")[2].decode().splitlines()
+        assert r'inference_objective_request_total{model_name="a\"b\\c\nd",target_model_name="a\"b\\c\nd"} 1' in lines
+        assert not [line for line in lines if line.startswith('d"')]
+        assert r'inference_pool_ready_pods{name="f\""} 1' in lines
+
+    run(go, config=config)
+
+
+@pytest.mark.parametrize(
+    ("key", "seen"), [("own", {"mine": "t-own"}), ("all", {"mine": "t-own", "theirs": "t-all", "nobodys": None})]
+)
+def test_who_was_refused_is_told_to_whom_it_was_and_to_nobody_else(key: str, seen: dict[str, str | None]):
+    """The name of its tenant was never remembered: who may see its own records did not see why it got a 429."""
+
+    async def go(rig: Rig) -> None:
+        rig.context.desk.tenants_needed = True
+        rig.context.desk.know(parse_tenants(tenants()))
+        for name, secret in (("mine", KEYS["own"]), ("theirs", KEYS["all"]), ("nobodys", "sk-wrong")):
+            reader, writer, _ = await rig.connect()
+            writer.write(http(ask(model="other"), f"x-request-id: {name}", f"authorization: Bearer {secret}"))
+            assert (await answer_of(reader))[0] in (401, 404)
+        _, found = await said(rig, "", f"authorization: Bearer {KEYS[key]}")
+        assert {one["request_id"]: one.get("tenant") for one in found["decisions"]} == seen
+        assert rig.context.desk.refused_keys == 1
+
+    run(go)

@@ -12,10 +12,12 @@ from fleet_router.desk import Desk
 from fleet_router.errors import RequestError
 from fleet_router.faults import Faults
 from fleet_router.holding import Holding
+from fleet_router.upstream import CollectingUpstream, Pool
 from fleet_router.watching import watch
 from fleet_wire.endpoints import AtZero
-from tests.fleet_router.fake_worker import stream
-from tests.fleet_router.rig import Rig, http, run, until
+from tests.fleet_router.fake_worker import answer, stream
+from tests.fleet_router.rig import Rig, answer_of, ask, http, run, until
+from tests.fleet_router.test_framing import Heard, Wire
 
 
 class Broken:
@@ -181,5 +183,79 @@ def test_a_silent_worker_is_left_by_all_others_when_one_flow_fails(monkeypatch: 
         assert (len(seen), rig.context.desk.faults.count) == (2, 1)
         monkeypatch.undo()
         over.set()
+
+    run(go)
+
+
+class Stumbling(Heard):
+    """A leg with a bug in one of the things that it hears."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.faults: list[Exception] = []
+
+        def fails(*_: Any) -> None:
+            raise KeyError("ours")
+
+        setattr(self, where, fails)
+
+    def on_fault(self, error: Exception) -> None:
+        self.faults.append(error)
+
+
+@pytest.mark.parametrize("where", ["on_head", "on_body", "on_raw", "on_end"])
+def test_a_bug_in_what_hears_an_answer_is_no_word_against_its_worker(where: str):
+    """Incident: raised inside a callback of the parser it read as "the worker's answer is not HTTP", and out of the loop's hands
+    as a connection that the worker had closed: the worker was put out."""
+    leg, wire, pool = Stumbling(where), Wire(), Pool("127.0.0.1", 1)
+    connection: Any = CollectingUpstream(pool)
+    connection.connection_made(wire)
+    connection.send(leg, b"")
+    connection.data_received(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+    assert ([str(error) for error in leg.faults], leg.lost, wire.closed) == (["'ours'"], [], True)
+    connection.connection_lost(None)
+    assert leg.lost == []
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_bug_in_a_translation_is_counted_and_told_and_ejects_no_worker(streamed: bool, monkeypatch: pytest.MonkeyPatch):
+    async def go(rig: Rig) -> None:
+        def fails(*_: Any) -> bytes:
+            raise KeyError("ours")
+
+        async def tells(_: Any, writer: asyncio.StreamWriter) -> bool:
+            if streamed:
+                await stream(writer, ["a"])
+            else:
+                answer(writer, 200, {"choices": [{"message": {"content": "a"}}]})
+            return True
+
+        monkeypatch.setattr("fleet_router.dialect.translation.ChatTranslation.feed", fails)
+        monkeypatch.setattr("fleet_router.dialect.translation.Translation.feed", fails)
+        rig.decode[0].behave = tells
+        turns = [{"role": "user", "content": "short"}]
+        status, body = await rig.post({"model": "m", "max_tokens": 9, "stream": streamed, "messages": turns}, "/v1/messages")
+        monkeypatch.undo()
+        assert status in ((200, 500) if streamed else (500,))  # a stream's head may have gone out
+        assert b"the router failed" in body
+        (worker,) = rig.context.table.by_role["decode"]
+        assert (rig.context.desk.faults.count, worker.breaker.until, len(rig.decode[0].seen)) == (1, 0.0, 1)
+        assert rig.context.desk.gate.waiting == 0
+
+    run(go)
+
+
+def test_a_bug_in_how_a_request_is_read_ends_that_one_and_not_those_behind_it(monkeypatch: pytest.MonkeyPatch):
+    async def go(rig: Rig) -> None:
+        def fails(*_: Any) -> Any:
+            raise KeyError("ours")
+
+        monkeypatch.setattr("fleet_router.dialect.messages.Messages.body", fails, raising=False)
+        reader, writer, _ = await rig.connect()
+        writer.write(http({"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "a"}]}, path="/v1/messages"))
+        status, headers, _ = await answer_of(reader)
+        assert (status, headers["connection"], rig.context.desk.faults.count) == (500, "close", 1)
+        monkeypatch.undo()
+        assert (await rig.post(ask(prompt="short")))[0] == 200
 
     run(go)

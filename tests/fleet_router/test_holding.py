@@ -34,11 +34,11 @@ FULL = (AtZero(tier="t", limited=True),)
 class One:
     """A request that goes on when `free`."""
 
-    def __init__(self, holding: Holding, name: int, size: int = 1) -> None:
-        self.holding, self.name, self.size, self.ended = holding, name, size, ""
+    def __init__(self, holding: Holding, name: int, size: int = 1, tier: str = "") -> None:
+        self.holding, self.name, self.size, self.tier, self.ended = holding, name, size, tier, ""
 
     def wait(self, now: float = 0.0, bounds: HoldBounds = HoldBounds()) -> float:  # noqa: B008 - frozen
-        return self.holding.hold(self, self.size, ("no worker", "no_worker"), now, bounds)
+        return self.holding.hold(self, self.size, ("no worker", "no_worker"), now, bounds, tier=self.tier)
 
     def begin(self) -> None:
         self.ended = "begun"
@@ -117,6 +117,35 @@ def test_one_whose_adapter_is_still_loaded_when_workers_serve_waits_on():
         One(holding, 2).wait(50.0)  # who comes now is told at once
     holding.follow((), 51.0, served=True)
     assert (len(holding), one.ended, holding.outcomes) == (0, "begun", {"released": 1})
+
+
+TWO = (AtZero(tier="a"), AtZero(tier="b", limited=True))
+
+
+def test_who_only_one_tier_may_answer_waits_for_no_other():
+    """Incident: a request of a cascade's last tier, which was gone, waited for hold.time because another tier was at zero."""
+    holding = Holding(TWO)
+    ones = {tier: One(holding, 1, tier=tier) for tier in ("", "a", "b")}
+    for one in ones.values():
+        one.wait()
+    with pytest.raises(RequestError) as refused:
+        One(holding, 2, tier="gone").wait()
+    assert refused.value.code == "no_worker"
+    holding.follow(TWO[:1], 1.0, served=False)  # b is gone, a still wakes
+    assert {tier: one.ended for tier, one in ones.items()} == {"": "", "a": "", "b": "begun"}
+    assert (len(holding), holding.size_bytes, holding.outcomes) == (2, 2, {"refused": 1})
+    holding.follow((), 2.0, served=True)
+    assert {one.ended for one in ones.values()} == {"begun"}
+
+
+@pytest.mark.parametrize(("tier", "code"), [("a", "waking"), ("b", "no_capacity"), ("", "no_capacity")])
+def test_the_cluster_is_full_for_the_tiers_that_it_has_no_room_for(tier: str, code: str):
+    holding = Holding(TWO)
+    one = One(holding, 1, tier=tier)
+    one.wait()
+    error = holding.expired(one)
+    assert error is not None
+    assert error.code == code
 
 
 @pytest.mark.parametrize("bounds", [HoldBounds(requests=2), HoldBounds(bytes=20)], ids=["requests", "bytes"])

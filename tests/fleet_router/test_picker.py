@@ -6,12 +6,14 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 import pytest
 
+from fleet_router.config import TierRule
 from fleet_router.epp.exchange import Exchange
 from fleet_router.epp.messages import BUFFERED, FULL_DUPLEX, ProcessingRequest
 from tests.fleet_router.admission.made import key_of, parsed
-from tests.fleet_router.rig import Rig, ask, run
+from tests.fleet_router.rig import CONFIG, Rig, ask, run
 
 EVENTS = [b'data: {"choices": [{"index": 0, "text": "%b"}]}\n\n' % text for text in (b"a", b"b")] + [b"data: [DONE]\n\n"]
 STREAM = b"".join(EVENTS)
@@ -169,3 +171,51 @@ def test_a_request_behind_a_gateway_that_cannot_be_read_after_all_gives_its_slot
 
 def _breaks(*_: object) -> None:
     raise ValueError("whatever it is")
+
+
+PARENT = "00-" + "1" * 32 + "-" + "2" * 16 + "-01"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"traceparent": PARENT + "\n"},
+        {"traceparent": PARENT.replace("00-", "01-", 1) + "-x\rx-evil: 1"},
+        {"traceparent": PARENT, "tracestate": "a=b\n"},
+        {"x-request-id": "abc\n"},
+    ],
+    ids=["parent", "later parent", "state", "request id"],
+)
+def test_a_gateways_header_with_a_line_break_is_no_end_of_a_workers_head(given: dict[str, str]):
+    """Values come as bytes of a message, where nobody has looked for line ends: each of these was well formed."""
+
+    async def go(rig: Rig) -> None:
+        known(rig)
+        head = head_of()
+        for name, value in given.items():
+            head.request_headers.headers.headers.add(key=name, raw_value=value.encode())
+        said = await exchanged(rig, head, body_of(ask()))
+        assert said
+        (seen,) = rig.prefill[0].headers
+        assert not {"x-evil", "tracestate"} & set(seen)
+        assert "content-length" in seen
+        assert "\r" not in "".join(seen.values())
+        assert seen["x-request-id"].isascii()
+        assert ("traceparent" in seen) == ("tracestate" in given)
+        assert "abc" not in seen["x-request-id"]
+
+    run(go)
+
+
+def test_routing_behind_a_gateway_goes_by_a_header_that_says_something_else_as_well():
+    async def go(rig: Rig) -> None:
+        known(rig)
+        exchange = Exchange(rig.context)
+        head = head_of()
+        head.request_headers.headers.headers.add(key="x-slo-class", raw_value=b"default")
+        exchange._read(head)
+        assert exchange._request.kept == {b"x-slo-class": b"default"}
+        assert exchange._request.slo_class == b"default"
+
+    rules = (TierRule(tier="t", headers={"x-slo-class": "default"}),)
+    run(go, config=msgspec.structs.replace(CONFIG, tier_rules=rules))

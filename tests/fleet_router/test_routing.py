@@ -10,6 +10,7 @@ import pytest
 
 from fleet_router.config import HttpBounds, RouterConfig, SloClass, TierRule
 from fleet_router.hints import ALWAYS, NO_HINTS, hints_of, wanted_headers
+from fleet_router.inbound import Inbound
 from fleet_router.policy.tiers import tier_of
 from fleet_router.workers import WorkerTable
 from fleet_wire.endpoints import Endpoint, Endpoints
@@ -155,3 +156,17 @@ def test_legs_leave_no_trace_in_queues_however_they_end():
         await until(lambda: bool(rig.prefill[0].released))
 
     run(go)
+
+
+@pytest.mark.parametrize("name", ["x-slo-class", "x-api-key", "authorization", "x-request-id", "host", "x-slo-ttft-ms"])
+def test_routing_goes_by_a_header_that_says_something_else_as_well(name: str):
+    """A rule for the class that a request names (batch to the small tier) was accepted and fitted nobody."""
+    rules = (TierRule(tier="t", headers={name: "250"}),)
+    ruled = config(session_header=name, tier_rules=rules, classes=(SloClass(name="250"),))
+
+    inbound = Inbound()
+    head = b"" if name == "host" else b"%b: 250\r\n" % name.encode()
+    data = b"GET / HTTP/1.1\r\nhost: %b\r\n%b\r\n" % (b"250" if name == "host" else b"h", head)
+    inbound.feed(data, HttpBounds(), wanted_headers(ruled))
+    hints = hints_of(ruled, SloClass(name="250"), inbound.requests[0].kept)
+    assert (hints.session, tier_of(rules, 10, hints.headers)) == (b"250", "t")

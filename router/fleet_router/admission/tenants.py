@@ -14,7 +14,7 @@ import msgspec
 
 MAX_BYTES: Final = 1024 * 1024
 """A Secret cannot be larger."""
-NAME: Final = r"^[a-z0-9]([-._a-z0-9]{0,61}[a-z0-9])?$"
+NAME: Final = r"^[a-z0-9]([-._a-z0-9]{0,61}[a-z0-9])?\Z"
 KEY_HASH: Final = r"^sha256:[0-9a-f]{64}$"
 
 Name = Annotated[str, msgspec.Meta(pattern=NAME)]

@@ -63,6 +63,10 @@ class Held:
     def abort(self) -> None:
         """Nobody waits for us to read."""
 
+    def fail(self, error: RequestError) -> None:
+        """Also what goes wrong behind a draft's end: nobody else would tell the client."""
+        self._client.fail(error)
+
 
 class Draft(Flow):
     """One held answer. It has no ticket to give back: that is the climb's."""

@@ -134,7 +134,7 @@ class Exchange:
                 request.leg_id = f"{request.leg_id}.{request.request_id}"
             elif name in ASKED_BY:
                 asked_by(request, name, value)
-            elif name in wanted and len(value) <= KEPT_BYTES:
+            if name in wanted and len(value) <= KEPT_BYTES:
                 request.kept = {**request.kept, name: value}
         self._subset = _subset(message)
         if self._modes[0] not in (FULL_DUPLEX, BUFFERED) and not message.request_headers.end_of_stream:
@@ -227,7 +227,7 @@ class Exchange:
             path = self._request.url.split(b"?", 1)[0]
             self._context.metrics.requests[error.status] += 1
             known = path if path in {*GENERATE, *ALONE, *TRANSLATED} else b""
-            self._context.recorder.refused(self.request_id, known, "", error)
+            self._context.recorder.refused(self.request_id, known, self._context.desk.tenant_of(self._request.key), error)
         return answers.refused(error, self._request.url, self.request_id)
 
     # -- the answer -----------------------------------------------------------------------------------------------------

@@ -74,7 +74,8 @@ class Counts:
     def lines(self, served_name: str, fleet: str, running: Iterable[str], ready: int, index_keys: int, waiting: int) -> list[str]:
         """Prometheus text. `running`: the adapter of each request that runs; `ready`: workers that serve."""
         name = "inference_objective_"
-        marks = {adapter: _mark(adapter or served_name) for adapter in self.models}
+        served_name, fleet = _escaped(served_name), _escaped(fleet)
+        marks = {adapter: _mark(_escaped(adapter) or served_name) for adapter in self.models}
         out = [f"# TYPE {name}request_total counter"]
         out += [f"{name}request_total{{{marks[adapter]}}} {model.requests}" for adapter, model in self.models.items()]
         out += [f"# TYPE {name}request_error_total counter"]
@@ -88,7 +89,7 @@ class Counts:
             for adapter, model in self.models.items():
                 out += getattr(model, of).lines(name + kind, marks[adapter])
         out.append(f"# TYPE {name}running_requests gauge")
-        shown = Counter(adapter or served_name for adapter in running) or {served_name: 0}
+        shown = Counter(_escaped(adapter) or served_name for adapter in running) or {served_name: 0}
         out += [f'{name}running_requests{{model_name="{model}"}} {count}' for model, count in shown.items()]
         out += ["# TYPE inference_pool_ready_pods gauge", f'inference_pool_ready_pods{{name="{fleet}"}} {ready}']
         return out + self._of_extension(fleet, index_keys, waiting)
@@ -108,3 +109,8 @@ class Counts:
 
 def _mark(model: str) -> str:
     return f'model_name="{model}",target_model_name="{model}"'
+
+
+def _escaped(name: str) -> str:
+    """As a label's value: the API allows no such names, but a router may be given its files by anybody."""
+    return name.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

@@ -20,6 +20,10 @@ from fleet_router.config import ExplainBounds
 from fleet_router.explain.record import Record
 
 _ENCODER = msgspec.json.Encoder(enc_hook=str)
+LINE_MOST_BYTES = select.PIPE_BUF - 1
+"""With its line break what a pipe takes whole that says that it has room: of a longer line the rest would wait for a reader."""
+SHORTER = (1024, 256, 64, 16, 4)
+"""Characters that a text may have in a line that is longer than that: the first number with which the line is not."""
 
 
 def write(line: str) -> bool:
@@ -61,7 +65,7 @@ class Journal:
     def say(self, event: str, **fields: object) -> None:
         """One line."""
         at = datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="milliseconds")
-        if self._out(_ENCODER.encode({"time": at, "event": event, **fields}).decode()) is False:
+        if self._out(_line({"time": at, "event": event}, fields)) is False:
             self._left_out += 1
 
     def request(self, record: Record, now: float) -> None:
@@ -73,6 +77,21 @@ class Journal:
         if self._left_out:
             fields["left_out"], self._left_out = self._left_out, 0
         self.say("request", **fields)
+
+
+def _line(head: dict[str, object], fields: dict[str, object]) -> str:
+    """JSON of at most LINE_MOST_BYTES; where fields were cut for that it says `cut`."""
+    raw = _ENCODER.encode(head | fields)
+    for most in SHORTER:
+        if len(raw) <= LINE_MOST_BYTES:
+            break
+        raw = _ENCODER.encode(head | {name: _shorter(value, most) for name, value in fields.items()} | {"cut": True})
+    return raw.decode()
+
+
+def _shorter(value: object, most: int) -> object:
+    text = value if isinstance(value, str) else _ENCODER.encode(value).decode()
+    return value if len(text) <= most else f"{text[:most]}..."
 
 
 def _fields(record: Record) -> dict[str, Any]:

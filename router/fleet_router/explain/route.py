@@ -27,6 +27,9 @@ USUAL: Final = 20
 MOST: Final = 200
 ID_MOST: Final = 128
 FIELDS_MOST: Final = 8
+NOT_WATCHED: Final = (
+    "metrics name every tenant: they are on the admin port, or for keys with the right to see all (decisions: all)"
+)
 
 
 def rights_of(tenants_needed: bool, given: Decisions, peer: object, kept: Mapping[bytes, bytes]) -> Decisions:

@@ -10,8 +10,8 @@ from typing import Final
 
 PARENT: Final = b"traceparent"
 STATE: Final = b"tracestate"
-SHAPE: Final = re.compile(rb"^([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?$")
-STATE_SHAPE: Final = re.compile(rb"^[\x20-\x7e]+$")
+SHAPE: Final = re.compile(rb"^([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-[\t\x20-\x7e\x80-\xff]*)?\Z")
+STATE_SHAPE: Final = re.compile(rb"^[\x20-\x7e]+\Z")
 SPANS: Final = 1 << 64
 NOBODY: Final = "0" * 16
 

@@ -18,6 +18,8 @@ ENDS: Final[tuple[bytes, ...]] = (CHUNK_END, b"\r\n0\r\n\r\n", CRLF_END)
 """Ends of a read after which something else may follow."""
 STREAM_MOST_BYTES: Final = 1024 * 1024
 ROOM_BYTES: Final = 32 * 1024 * 1024
+READS_MOST: Final = 64
+"""So many are put together: each takes some 50 bytes beside its own, and a worker may send very small ones."""
 STEP_BYTES: Final = 16 * 1024
 """Room is taken in steps of so much."""
 
@@ -35,9 +37,9 @@ class Room:
 
 
 class Sent:
-    """Of one stream. Reads are kept as they came, framing included."""
+    """Of one stream. Reads are kept with their framing."""
 
-    __slots__ = ("_kept", "_rest", "_room", "_size", "_taken", "full")
+    __slots__ = ("_joined", "_kept", "_rest", "_room", "_size", "_taken", "full")
     carries: ClassVar[bool] = True
     """Another worker can go on with it."""
     event_most_bytes: ClassVar[int] = STREAM_MOST_BYTES // 2
@@ -46,6 +48,8 @@ class Sent:
     def __init__(self, room: Room) -> None:
         self._room = room
         self._kept: list[bytes] = []
+        self._joined = 0
+        """So many of them are put together from several reads each."""
         self._size = self._taken = 0
         self._rest = b""
         self.full = False
@@ -55,10 +59,7 @@ class Sent:
         """One more read; what may go out: up to the end of its last event."""
         if self._rest or not data.endswith(ENDS):
             data = self._up_to_an_end(self._rest + data)
-        self._kept.append(data)
-        self._size += len(data)
-        if self._size > self._taken:
-            self._take()
+        self.keep(data)
         return data
 
     def take_back(self, size: int) -> None:
@@ -72,12 +73,15 @@ class Sent:
         """One more read whose framing is gone, and of which something else goes out."""
         self._kept.append(data)
         self._size += len(data)
+        if len(self._kept) - self._joined >= READS_MOST:
+            self._kept[self._joined :] = [b"".join(self._kept[self._joined :])]
+            self._joined += 1
         if self._size > self._taken:
             self._take()
 
     def keep_only(self, data: bytes) -> None:
         """This is what the client has, and no more."""
-        self._kept, self._size = [data], len(data)
+        self._kept, self._size, self._joined = [data], len(data), 0
 
     def _up_to_an_end(self, data: bytes) -> bytes:
         at = len(data) if data.endswith(ENDS) else events_end(data, len(data))
@@ -108,7 +112,7 @@ class Sent:
     def forget(self) -> None:
         """The stream is over."""
         self._room.left += self._taken
-        self._kept, self._size, self._taken = [], 0, 0
+        self._kept, self._size, self._taken, self._joined = [], 0, 0, 0
 
 
 class Halves(Sent):

@@ -465,7 +465,7 @@ def test_a_request_that_cannot_be_read_after_all_gives_its_slot_back(monkeypatch
         if not COMPILED:  # there a class of another module is no name that could stand for something else
             monkeypatch.setattr("fleet_router.server.Flow", _breaks)
             for _ in range(3):
-                assert await rig.raw(http(ask(prompt="a"), KEY, "connection: close")) == b""
+                assert b" 500 " in (await rig.raw(http(ask(prompt="a"), KEY, "connection: close"))).partition(b"\r\n")[0]
             monkeypatch.undo()
         assert (rig.context.desk.gate.running, rig.context.desk.accounts["acme"].inflight) == (0, 0)
         assert (await send(rig, KEY))[0] == 200

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from fleet_router.admission.tenants import TenantsError, parse_tenants
 from fleet_router.follow.tenants import read_again
 from fleet_router.process import Router, Settings
 from tests.fleet_router.admission.made import key_of, parsed, tenants_file
@@ -82,3 +83,9 @@ def test_tokens_are_shown_where_they_are_counted(tenants: Path | None):
     assert f'fleet_router_tenant_requests_total{{tenant="{name}",result="answered"}} 1' in text
     assert (f'fleet_router_tenant_tokens_total{{tenant="{name}",direction="output"}} 5' in text) == (tenants is not None)
     assert ("fleet_router_tenant_tokens_total" in text) == (tenants is not None)
+
+
+def test_a_tenants_name_has_no_line_break_behind_it():
+    """It is a label of metrics, and a line break in one makes the whole scrape unreadable."""
+    with pytest.raises(TenantsError, match="name"):
+        parse_tenants(tenants_file(**{"acme\n": {}}))

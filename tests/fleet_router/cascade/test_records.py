@@ -153,3 +153,15 @@ def test_all_attempts_are_spans_of_one_request():
         assert len({leg["spanId"] for leg in legs}) == 2
 
     climbing(go, config())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_bug_in_the_judge_is_told_and_no_request_waits_for_ever(stream: bool):
+    async def go(ladder: Ladder) -> None:
+        status, _, body = await asyncio.wait_for(ladder.talk(stream=stream), 4)
+        assert (status, json.loads(body)["error"]["code"]) == (500, "router_failed")
+        assert ladder.rig.context.desk.faults.count == 1
+        assert ladder.asked == {"small": 1, "large": 0}
+        assert ladder.settled()
+
+    climbing(go, config(check=AnswerCheck(phrases=(5,))))  # type: ignore[arg-type]

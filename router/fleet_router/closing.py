@@ -1,0 +1,54 @@
+"""How a client's connection ends: whoever is refused while it still sends must be able to read why.
+
+A socket that is closed with bytes unread, or that gets some afterwards, is reset, and the reset may reach a client before it has
+read its answer, or while it writes and is not looking. So our half is closed first, and what comes is read and thrown away for a
+while (RFC 9112, 9.6).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Final
+
+from fleet_router.config import HttpBounds
+
+TCP_CLOSE: Final = 7
+"""TCP_INFO's first byte once the peer has answered with a reset."""
+
+
+class Lingering:
+    """One connection whose last answer is written; it ends when its client closes, at the latest at the bounds."""
+
+    __slots__ = ("_left_bytes", "_transport", "_until")
+
+    def __init__(self, transport: asyncio.Transport, bounds: HttpBounds, now: float) -> None:
+        self._transport, self._left_bytes, self._until = transport, bounds.linger_bytes, now + bounds.linger_s
+        if transport.can_write_eof():  # TLS has no half here: its clients go by the answer's length and `connection: close`
+            transport.write_eof()
+        transport.resume_reading()
+
+    def read(self, size_bytes: int) -> None:
+        """So much came, and goes to nobody."""
+        self._left_bytes -= size_bytes
+        if self._left_bytes < 0:
+            self._transport.close()
+
+    def sweep(self, now: float) -> None:
+        """Called twice a second."""
+        if now > self._until:
+            self._transport.close()
+
+
+def close(transport: asyncio.Transport, bounds: HttpBounds, now: float, *, more: bool) -> Lingering | None:
+    """At once; `more`: the client may still send, so only when it was read for a while."""
+    if more:
+        return Lingering(transport, bounds, now)
+    transport.close()
+    return None
+
+
+def reset_by_client(transport: asyncio.Transport | None) -> bool:
+    """The client of a half closed connection answers with a reset: it is gone."""
+    made = transport.get_extra_info("socket") if transport is not None else None
+    return made is not None and bool(made.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == TCP_CLOSE)
