@@ -16,6 +16,7 @@ from fleet_router.health.pairs import PairHealth
 from fleet_router.health.panic import askable
 from fleet_router.hints import NO_HINTS
 from fleet_router.kvindex.pieces import adapter_seed, key_chain, ring_key
+from fleet_router.lengths import TEMPLATE_TOKENS
 from fleet_router.policy import choose as simple
 from fleet_router.policy.adapters import version_of
 from fleet_router.policy.candidate import Candidate
@@ -255,8 +256,8 @@ class WorkerTable:
         return estimated_at(prompt, self.routing.bytes_per_token.value) or 1.0
 
     def measured(self, prompt: bytes, tokens: int) -> None:
-        """A worker has counted them."""
-        if only_text(prompt):
+        """A worker has counted them; more than there are bytes and a template has teach nobody."""
+        if tokens <= len(prompt) + TEMPLATE_TOKENS and only_text(prompt):
             self.routing.bytes_per_token.observe(len(prompt) / tokens)
 
     def _blocked(self, offer: Offer, now: float) -> bool:

@@ -37,6 +37,8 @@ class Worker:
             self.asked.append(body["role"])
             if self.does == "refuses":
                 return reply(409, reason="Draining")
+            if self.does == "keeps":
+                return reply(409, reason="EngineKeepsRole")
             if self.does == "is-old":
                 return reply(404)
             if self.does == "breaks":
@@ -260,7 +262,7 @@ def test_a_worker_that_cannot_prove_its_role_is_deleted_and_made_cold(does: str,
     play(scenario, does)
 
 
-@pytest.mark.parametrize(("does", "answer"), [("refuses", "409 Draining"), ("is-old", "404")])
+@pytest.mark.parametrize(("does", "answer"), [("refuses", "409 Draining"), ("keeps", "409 EngineKeepsRole"), ("is-old", "404")])
 def test_a_worker_that_declines_is_left_alone_and_the_cold_way_is_taken(does: str, answer: str):
     async def scenario(world: World, workers: Workers) -> None:
         await lead(world)

@@ -51,8 +51,9 @@ def counts(tokens: int) -> Any:
     [
         ({"messages": json.loads(said(PICTURE, TEXT))}, CHAT, 800, False), ({"prompt": LONG}, "/v1/completions", 250, True),
         ({"prompt": list(range(10_000, 10_400))}, "/v1/completions", 400, False),
+        ({"prompt": LONG[:600]}, "/v1/completions", 2_000, False),
     ],
-    ids=["picture", "text", "ids"],
+    ids=["picture", "text", "ids", "more-tokens-than-bytes"],
 )  # fmt: skip
 def test_only_text_teaches_what_a_token_of_text_is(body: dict[str, Any], path: str, tokens: int, learns: bool):
     """One picture made everybody's prompts sixteen times as short as they are."""

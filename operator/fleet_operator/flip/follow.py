@@ -27,7 +27,7 @@ Reports = Mapping[str, FlipReport]
 """By pod uid."""
 NEVER = frozenset({400, 404, 405, 409})
 """Answers to POST /role that another try does not change; 409 only with one of the reasons below."""
-FOR_GOOD = frozenset({"Draining", "Failed"})
+FOR_GOOD = frozenset({"Draining", "Failed", "EngineKeepsRole"})
 
 
 class FlipFollower:
