@@ -9,6 +9,7 @@ from fleet_router.admission.usage import (
     EVENT,
     SHORT_BYTES,
     SPLIT_BYTES,
+    TAIL_BYTES,
     TOLD,
     TOLD_LAST,
     tells_usage,
@@ -59,7 +60,9 @@ class Metering(ABC):  # noqa: B024 - what is abstract of an answer comes in its 
 
     def _without_usage(self, data: bytes) -> bytes:
         """What the client asked for; the rest is what we asked for."""
-        if data.find(TOLD) < 0 and data.find(TOLD_LAST) < 0 and (data.count(CRLF) <= ONE_CHUNK or not tells_usage(data)):
+        at = max(0, len(data) - TAIL_BYTES)  # behind it comes [DONE] and no more
+        cut = data.count(CRLF, at) > ONE_CHUNK
+        if data.find(TOLD, at) < 0 and data.find(TOLD_LAST, at) < 0 and not (cut and tells_usage(data[at:])):
             return data  # `in` raises and catches an error first
         shown, told = without_usage(data)
         self._told = told or self._told
