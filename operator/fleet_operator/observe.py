@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-import msgspec
-
 from fleet_operator.cluster.interface import Object
 from fleet_operator.names import (
     COMPAT,
@@ -31,6 +29,7 @@ from fleet_operator.render.worker import GRACE_SLACK_S
 from fleet_planner.types import ROLES, AdapterSeen, FetchPod, ObservedPod, ObservedPool, Role, RouterView
 from fleet_wire import endpoints
 from fleet_wire.endpoints import ENDPOINTS_KEY
+from fleet_wire.unreadable import UNREADABLE
 
 COUNT_DIGITS = 6
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
@@ -86,7 +85,7 @@ def workers_told(documents: Object | None) -> tuple[endpoints.Endpoint, ...] | N
     text = ((documents or {}).get("data") or {}).get(ENDPOINTS_KEY)
     try:
         return tuple(endpoints.decode(text).workers) if text else None
-    except (msgspec.MsgspecError, ValueError, RecursionError):  # no UTF-8, too deep
+    except UNREADABLE:  # no UTF-8, too deep
         return None
 
 

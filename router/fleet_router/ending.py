@@ -10,7 +10,7 @@ from typing import Any, Final
 import msgspec
 
 from fleet_router.admission.runaway import FINISH, Why
-from fleet_router.errors import UNREADABLE
+from fleet_wire.unreadable import UNREADABLE
 
 CHAT_PATH: Final = b"/v1/chat/completions"
 END: Final = b"0\r\n\r\n"

@@ -12,8 +12,6 @@ PHRASES: Final = {
     431: "Request Header Fields Too Large", 500: "Internal Server Error", 502: "Bad Gateway", 503: "Service Unavailable",
     504: "Gateway Timeout", 505: "HTTP Version Not Supported", 529: "Overloaded",
 }  # fmt: skip
-UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What decoding JSON of a worker or its agent raises: it is none of that shape, its text is no UTF-8, its depth has no end."""
 RETRYABLE: Final = {408, 429, 502, 503, 504, 529}
 RETRY_AFTER_S: Final = 1
 

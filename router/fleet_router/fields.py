@@ -8,7 +8,8 @@ from typing import Final
 import msgspec
 
 from fleet_router.asked import MayBeLarge
-from fleet_router.errors import UNREADABLE, RequestError
+from fleet_router.errors import RequestError
+from fleet_wire.unreadable import UNREADABLE
 
 LARGE_BYTES: Final = 262_144
 """Below it no body holds the loop up for long, whatever is in it."""

@@ -13,10 +13,11 @@ import msgspec
 from fleet_router.asked import Ask, Leased, Prefilled, SaidBy, Tokenised
 from fleet_router.config import RouterConfig
 from fleet_router.costly import COSTLY, check_costly
-from fleet_router.errors import UNREADABLE, RequestError
+from fleet_router.errors import RequestError
 from fleet_router.fields import LARGE_BYTES, fields_of
 from fleet_router.lengths import check_input, check_messages, check_text, too_many
 from fleet_router.urls import check_urls
+from fleet_wire.unreadable import UNREADABLE
 
 STRIPPED: Final = frozenset({
     "kv_transfer_params", "ec_transfer_params", "vllm_xargs", "cache_salt", "priority", "request_id", "session_id",

@@ -13,6 +13,7 @@ import msgspec
 
 from fleet_router.errors import RequestError
 from fleet_router.fields import check_values
+from fleet_wire.unreadable import UNREADABLE
 
 MARK: Final = b"_url"
 ESCAPED: Final = re.compile(rb"\\u00[2-7][0-9a-fA-F]")
@@ -27,7 +28,7 @@ def check_urls(raw: bytes, param: str) -> None:
     check_values(raw, param)
     try:
         _walk(msgspec.json.decode(raw), param)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise RequestError(400, f"{param}: {error}", param=param) from error
 
 

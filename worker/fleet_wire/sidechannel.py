@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from fleet_wire.unreadable import UNREADABLE
+
 PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 
@@ -83,5 +85,5 @@ def decode(frame: bytes) -> Message:
         raise BadFrameError(f"a side-channel message of {len(frame)} bytes, at most {MAX_MESSAGE_BYTES} are read")
     try:
         return _DECODER.decode(frame)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise BadFrameError(f"a side-channel message that cannot be read: {error}") from error

@@ -17,11 +17,6 @@ POD_NAME_ENV = "FLEET_POD_NAME"
 POD_UID_ENV = "FLEET_POD_UID"
 POD_IP_ENV = "FLEET_POD_IP"
 
-UNREADABLE = (msgspec.DecodeError, UnicodeError, RecursionError)
-"""What msgspec raises of bytes or text that is not what was asked for; no UTF-8 and deep nesting are errors of Python's."""
-NO_JSON = (ValueError, RecursionError)
-"""The same of `json.loads`, whose errors are ValueErrors."""
-
 ROLE_ENV = "FLEET_ROLE"
 """The pod's role as its label says: a container that starts again after a role flip has the role that it flipped to."""
 

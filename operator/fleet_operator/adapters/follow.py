@@ -15,11 +15,12 @@ import msgspec
 
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_operator.cluster.interface import Object
-from fleet_operator.flip.asking import AGENT_S, UNREADABLE, WORD_MOST, Answer, Ask, open_ask
+from fleet_operator.flip.asking import AGENT_S, WORD_MOST, Answer, Ask, open_ask
 from fleet_operator.flip.follow import base
 from fleet_operator.names import ADAPTERS
 from fleet_planner.adapters import wishes
 from fleet_planner.types import AdapterSeen, ObservedPod
+from fleet_wire.unreadable import UNREADABLE
 
 AT_ONCE = 32
 """Workers that are asked at the same time."""

@@ -5,18 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import httpx
 import msgspec
 
 from fleet_planner.types import Role
+from fleet_wire.unreadable import UNREADABLE
 
 MAX_BYTES = 4 * 1024 * 1024
 WORD_MOST = 300
 """Characters of what a worker says that go into a status or a document."""
-UNREADABLE: Final = (ValueError, RecursionError)
-"""What decoding raises over bytes that anybody may have sent: no JSON, other types, no UTF-8, too deep."""
 AGENT_S = 2.0
 """From connection to last byte of an agent's answer."""
 ENGINE_S = 20.0

@@ -12,6 +12,8 @@ from typing import Annotated, Final, Literal, get_args
 
 import msgspec
 
+from fleet_wire.unreadable import UNREADABLE
+
 MAX_BYTES: Final = 1024 * 1024
 """A Secret cannot be larger."""
 NAME: Final = r"^[a-z0-9]([-._a-z0-9]{0,61}[a-z0-9])?\Z"
@@ -74,7 +76,7 @@ def parse_tenants(raw: bytes) -> Tenants:
         found = _DECODER.decode(raw)
     except msgspec.ValidationError as error:
         raise TenantsError(_worded(str(error))) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise TenantsError(f"not valid JSON ({type(error).__name__})") from None
     if twice := [name for name, count in Counter(t.name for t in found.tenants).items() if count > 1]:
         raise TenantsError(f"tenant {twice[0]} is there twice")

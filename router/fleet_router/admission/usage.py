@@ -21,8 +21,9 @@ SPLIT_BYTES: Final = 256
 SHORT_BYTES: Final = 32
 """A read of [DONE] or of a body's end; no `usage` is so short."""
 TOLD: Final = b'"prompt_tokens"'
-TOLD_LAST: Final = b'"completion_tokens"'
 """In an event that tells it."""
+TOLD_LAST: Final = b'"completion_tokens"'
+"""The same: a proxy may cut one of them in two."""
 OPTIONS: Final = "stream_options"
 USAGE: Final = b'{"include_usage":true}'
 ASKED: Final = b',"stream_options":' + USAGE + b"}"
@@ -30,6 +31,8 @@ EVENT: Final = b"\ndata: "
 """Of a stream. Inside JSON a line break is escaped, so that text cannot look like an event."""
 MEDIUM_TOKENS: Final = 1_024
 """What a picture or a sound is taken for: its bytes say nothing of its tokens."""
+MEDIUM_LEAST_BYTES: Final = 1_024
+"""Of a prompt with one: in less, a picture or a sound takes too little to matter."""
 _MEDIUM_MARK: Final = b'"data'
 _MEDIUM: Final = re.compile(rb'"(?:data:[^",]{0,128},|data"\s*:\s*")[^"]*"')
 """A data: URL, and the `data` of input_audio."""
@@ -55,7 +58,7 @@ def estimated_at(prompt: bytes, bytes_per_token: float) -> float:
     if prompt[:1] == b"[":
         if prompt[1:2].isdigit():
             return prompt.count(b",") + 1.0
-        if len(prompt) > MEDIUM_TOKENS and prompt.find(_MEDIUM_MARK) >= 0:
+        if len(prompt) > MEDIUM_LEAST_BYTES and prompt.find(_MEDIUM_MARK) >= 0:
             text, media = _MEDIUM.subn(b"", prompt)
             return len(text) / bytes_per_token + media * MEDIUM_TOKENS
     return len(prompt) / bytes_per_token

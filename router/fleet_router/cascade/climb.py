@@ -27,6 +27,7 @@ from fleet_router.explain.record import Record
 from fleet_router.flow import Flow
 from fleet_router.policy.tiers import tier_of
 from fleet_router.request import choices_of
+from fleet_wire.unreadable import UNREADABLE
 
 HEAD_END: Final = b"\r\n\r\n"
 CHUNKED: Final = b"transfer-encoding: chunked"
@@ -130,7 +131,7 @@ class Climb:
             why = objection(answer_of(payloads), self._cascade.check, json_kinds=json_kinds_of(self._ask))
             if self._asked_logprobs and not why:
                 plain = without_logprobs(payloads, stream=self._ask.stream)
-        except (msgspec.DecodeError, UnicodeDecodeError, RequestError, RecursionError):
+        except (*UNREADABLE, RequestError):
             return b"", "unreadable"
         return plain, why
 

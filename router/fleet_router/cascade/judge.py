@@ -12,6 +12,7 @@ from typing import Final
 import msgspec
 
 from fleet_router.config import AnswerCheck
+from fleet_wire.unreadable import UNREADABLE
 
 ANY_JSON: Final = frozenset({"object", "array", "string", "number", "integer", "boolean", "null"})
 """What JSON can be at its top, in JSON Schema's words."""
@@ -59,7 +60,7 @@ def _kinds(text: str) -> frozenset[str]:
     """What it is as JSON; empty for what is none."""
     try:
         found = msgspec.json.decode(text.encode())
-    except (msgspec.DecodeError, RecursionError):
+    except UNREADABLE:
         return frozenset()
     if isinstance(found, bool):
         return frozenset({"boolean"})

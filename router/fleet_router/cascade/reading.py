@@ -11,6 +11,7 @@ from fleet_router.asked import Ask
 from fleet_router.cascade.judge import ANY_JSON, Answer
 from fleet_router.dialect.chat import DONE, Events, Message
 from fleet_router.request import with_fields
+from fleet_wire.unreadable import UNREADABLE
 
 _FIELDS: Final = {True: (msgspec.Raw(b"true"), b',"logprobs":true}'), False: (msgspec.Raw(b"1"), b',"logprobs":1}')}
 """How log-probabilities are asked for: of chats, and of text completions."""
@@ -59,7 +60,7 @@ def json_kinds_of(ask: Ask) -> frozenset[str] | None:
         return None
     try:
         found = msgspec.json.decode(raw, type=_Format)
-    except (ValueError, RecursionError):
+    except UNREADABLE:
         return None  # the worker's to refuse
     if found.type == "json_object":
         return frozenset({"object"})

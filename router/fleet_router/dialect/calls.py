@@ -12,7 +12,8 @@ from typing import Final
 import msgspec
 
 from fleet_router.dialect.chat import Function, ToolCall
-from fleet_router.errors import UNREADABLE, RequestError
+from fleet_router.errors import RequestError
+from fleet_wire.unreadable import UNREADABLE
 
 MOST_BYTES: Final = 1024 * 1024
 """Of arguments: of the call that is open, and of all that wait."""

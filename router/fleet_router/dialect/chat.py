@@ -7,7 +7,8 @@ from typing import Any, Final
 
 import msgspec
 
-from fleet_router.errors import UNREADABLE, RequestError
+from fleet_router.errors import RequestError
+from fleet_wire.unreadable import UNREADABLE
 
 MOST_EVENT_BYTES: Final = 1024 * 1024
 DONE: Final = b"[DONE]"

@@ -9,7 +9,8 @@ import msgspec
 from fleet_router.dialect.messages import error_object
 from fleet_router.dialect.messages_request import CountRequest, chat_messages, chat_tools
 from fleet_router.dialect.translation import Translation, given, parsed
-from fleet_router.errors import UNREADABLE, RequestError
+from fleet_router.errors import RequestError
+from fleet_wire.unreadable import UNREADABLE
 
 
 class _Tokenized(msgspec.Struct, frozen=True):

@@ -12,6 +12,7 @@ from fleet_router.dialect.chat import Choice, Completion, ToolCall, Usage
 from fleet_router.dialect.messages_request import MessagesRequest, chat_request
 from fleet_router.dialect.translation import ENDED, ChatTranslation, event, parsed
 from fleet_router.errors import RequestError
+from fleet_wire.unreadable import UNREADABLE
 
 REASONS: Final = {
     "stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal",
@@ -174,7 +175,7 @@ def _input(call: ToolCall, finish: str | None) -> msgspec.Raw:
 def _is_object(text: str) -> bool:
     try:
         return isinstance(json.loads(text, parse_constant=_no_number), dict)
-    except (ValueError, RecursionError):
+    except UNREADABLE:
         return False
 
 

@@ -11,9 +11,10 @@ import msgspec
 from fleet_router.admission.runaway import FINISH, Why
 from fleet_router.allowed import with_allowed
 from fleet_router.dialect.chat import DONE, Choice, Completion, Events, Usage, completion, worker_error
-from fleet_router.errors import UNREADABLE, RequestError, error_json
+from fleet_router.errors import RequestError, error_json
 from fleet_router.fields import check_values
 from fleet_router.health.inband import words_of
+from fleet_wire.unreadable import UNREADABLE
 
 CHAT: Final = b"/v1/chat/completions"
 PLACE: Final = re.compile(r"^messages\[\d+\]\.content\[\d+\]")

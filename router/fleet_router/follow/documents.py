@@ -9,6 +9,7 @@ from fleet_router import config as router_config
 from fleet_router.config import RouterConfig
 from fleet_wire import endpoints
 from fleet_wire.endpoints import ENDPOINTS_KEY, ROUTER_CONFIG_KEY, Endpoints
+from fleet_wire.unreadable import UNREADABLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +27,9 @@ def parse(data: Mapping[str, str | bytes]) -> Documents:
             raise ValueError(f"{key} is missing")
     try:
         config = router_config.decode(data[ROUTER_CONFIG_KEY])
-    except (ValueError, RecursionError) as error:
+    except UNREADABLE as error:
         raise ValueError(f"{ROUTER_CONFIG_KEY}: {error}") from error
     try:
         return Documents(config, endpoints.decode(data[ENDPOINTS_KEY]))
-    except (ValueError, RecursionError) as error:
+    except UNREADABLE as error:
         raise ValueError(f"{ENDPOINTS_KEY}: {error}") from error

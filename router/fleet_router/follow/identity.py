@@ -13,9 +13,9 @@ from typing import Protocol
 
 import msgspec
 
-from fleet_router.errors import UNREADABLE
 from fleet_router.follow.capacity import fetched
 from fleet_wire.endpoints import Endpoint
+from fleet_wire.unreadable import UNREADABLE
 
 EVERY_S = 0.25
 PROOF_S = 1.0

@@ -18,6 +18,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from fleet_wire.events import END_OF_REPLAY, KVEventBatch, decode
+from fleet_wire.unreadable import UNREADABLE
 
 QUEUE_BATCHES = 10_000
 PARCEL = 64
@@ -260,5 +261,5 @@ def _batch(number: bytes, payload: bytes) -> tuple[int, KVEventBatch] | None:
         return None
     try:
         return int.from_bytes(number, "big"), decode(payload)
-    except (ValueError, RecursionError):  # text that is no UTF-8, lists without an end
+    except UNREADABLE:  # text that is no UTF-8, lists without an end
         return None

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
-from fleet_router.errors import UNREADABLE
+from fleet_wire.unreadable import UNREADABLE
 
 HINT: Final = b"error"
 """Without it there is none: one look at each read, and it says no to nearly all."""

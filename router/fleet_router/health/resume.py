@@ -17,7 +17,7 @@ from typing import Any, Final
 import msgspec
 
 from fleet_router.asked import Ask
-from fleet_router.errors import UNREADABLE
+from fleet_wire.unreadable import UNREADABLE
 
 KNOWN: Final = frozenset({
     "model", "prompt", "messages", "max_tokens", "max_completion_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p",

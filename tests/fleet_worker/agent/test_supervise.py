@@ -128,6 +128,22 @@ print("last", file=sys.stderr, flush=True)
 """
 
 
+def to_its_end(script: str, **written: int) -> EngineProcess:
+    """An engine of this Python code, when it has ended with 0. `written`: where its log goes."""
+
+    async def run() -> EngineProcess:
+        engine = EngineProcess(EngineCommand((sys.executable, "-c", script)), **written)
+        watch_children(asyncio.get_running_loop(), engine.reap)
+        engine.start()
+        try:
+            assert await asyncio.wait_for(engine.exited, 20) == 0
+        finally:
+            await engine.stop(0.0)
+        return engine
+
+    return asyncio.run(run())
+
+
 @pytest.mark.parametrize("collector", ["full-disk", "does-not-read", "gone"])
 def test_a_log_that_cannot_be_written_does_not_hold_up_the_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, collector: str
@@ -142,17 +158,7 @@ def test_a_log_that_cannot_be_written_does_not_hold_up_the_engine(
     if collector != "does-not-read":
         os.close(reading)
 
-    async def run() -> EngineProcess:
-        engine = EngineProcess(EngineCommand((sys.executable, "-c", CHATTY)), log_fd=writing)
-        watch_children(asyncio.get_running_loop(), engine.reap)
-        engine.start()
-        try:
-            assert await asyncio.wait_for(engine.exited, 20) == 0
-        finally:
-            await engine.stop(0.0)
-        return engine
-
-    engine = asyncio.run(run())
+    engine = to_its_end(CHATTY, log_fd=writing)
     assert (tmp_path / "seen").read_text() == "got past"
     assert engine.last_words() == "last"
     assert engine.log.dropped > 1_000
@@ -172,17 +178,7 @@ def test_an_engine_that_talks_on_its_stdout_is_not_held_up_either(tmp_path: Path
     monkeypatch.setattr("fleet_worker.agent.supervise.LOG_S", 0.1)
     reading, writing = os.pipe()
 
-    async def run() -> EngineProcess:
-        engine = EngineProcess(EngineCommand((sys.executable, "-c", CHATTY.replace("stderr", "stdout"))), out_fd=writing)
-        watch_children(asyncio.get_running_loop(), engine.reap)
-        engine.start()
-        try:
-            assert await asyncio.wait_for(engine.exited, 20) == 0
-        finally:
-            await engine.stop(0.0)
-        return engine
-
-    engine = asyncio.run(run())
+    engine = to_its_end(CHATTY.replace("stderr", "stdout"), out_fd=writing)
     assert (tmp_path / "seen").read_text() == "got past"
     assert engine.log_dropped > 1_000
     assert engine.last_words() == ""  # a cause of death is said on stderr

@@ -13,8 +13,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from fleet_wire.unreadable import UNREADABLE
 from fleet_worker.agent.role import MAX_BODY_BYTES, parse_role
-from fleet_worker.config import UNREADABLE, AdapterWish, Role, decode_adapters
+from fleet_worker.config import AdapterWish, Role, decode_adapters
 from fleet_worker.connections import TOO_LARGE_HEADERS, Bounds, bounded, is_too_long
 
 KEEP_ALIVE_S = 75

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from fleet_wire.unreadable import UNREADABLE
 from fleet_worker.agent import fabric
 from fleet_worker.agent import life as rules
 from fleet_worker.agent.adapters import AdapterKeeper
@@ -32,7 +33,7 @@ from fleet_worker.agent.life import Life, Load
 from fleet_worker.agent.prepare import prepare_model
 from fleet_worker.agent.role import judge
 from fleet_worker.agent.supervise import EngineProcess, how_ended, watch_children
-from fleet_worker.config import ADAPTERS_ENV, UNREADABLE, AdapterWish, Role, WorkerConfig, decode_adapters
+from fleet_worker.config import ADAPTERS_ENV, AdapterWish, Role, WorkerConfig, decode_adapters
 
 T = TypeVar("T")
 VLLM_BIN_ENV = "FLEET_VLLM_BIN"

@@ -6,9 +6,10 @@ import re
 
 import httpx
 
+from fleet_wire.unreadable import UNREADABLE
 from fleet_worker.agent.errors import AdapterError
 from fleet_worker.agent.life import Load
-from fleet_worker.config import ENGINE_TOKEN_HEADER, NO_JSON
+from fleet_worker.config import ENGINE_TOKEN_HEADER
 
 RUNNING = "vllm:num_requests_running"
 WAITING = "vllm:num_requests_waiting"
@@ -111,5 +112,5 @@ def _words(answer: httpx.Response) -> str:
     """The engine's message, of OpenAI's error shape when it has that."""
     try:
         return str(answer.json()["error"]["message"])[:500]
-    except (*NO_JSON, KeyError, TypeError):
+    except (*UNREADABLE, KeyError, TypeError):
         return f"HTTP {answer.status_code}: {answer.text[:200]}"

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from fleet_worker.config import NO_JSON, KvSettings, ucx_transports
+from fleet_wire.unreadable import UNREADABLE
+from fleet_worker.config import KvSettings, ucx_transports
 from fleet_worker.transfer.transport import has_rdma_device
 from fleet_worker.transfer.ucxlog import Transport, UcxReport
 
@@ -69,7 +70,7 @@ def found(out: str, err: str) -> Fabric:
             words = line.strip()
     try:
         gbps = float(json.loads(out.strip().rpartition("\n")[2])["gbps"])
-    except (*NO_JSON, KeyError, TypeError):
+    except (*UNREADABLE, KeyError, TypeError):
         return Fabric(error=f"no read succeeded: {words[:200]}")
     return Fabric(report.transport, gbps)
 

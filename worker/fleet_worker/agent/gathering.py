@@ -20,7 +20,8 @@ from pathlib import Path
 
 import msgspec
 
-from fleet_worker.config import HOSTS_ENV, UNREADABLE
+from fleet_wire.unreadable import UNREADABLE
+from fleet_worker.config import HOSTS_ENV
 
 MAX_LINE_BYTES = 4_096
 BEAT_S = 1.0

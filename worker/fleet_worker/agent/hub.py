@@ -19,8 +19,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
+from fleet_wire.unreadable import UNREADABLE
 from fleet_worker.agent.errors import ModelError
-from fleet_worker.config import NO_JSON
 
 HF_SCHEME: Final = "hf://"
 CACHE_ENV: Final = "FLEET_MODEL_CACHE"
@@ -200,7 +200,7 @@ def _remembered(mark: Path) -> list[str] | None:
     """The list in a mark; None when there is none, or one that a broken disk left, which says nothing."""
     try:
         found = json.loads(mark.read_bytes())
-    except (FileNotFoundError, *NO_JSON):
+    except (FileNotFoundError, *UNREADABLE):
         return None
     return found if isinstance(found, list) and found and all(isinstance(name, str) for name in found) else None
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from fleet_wire.unreadable import UNREADABLE
 from fleet_worker.agent.errors import ConfigError
 from fleet_worker.config import (
     CONFIG_ENV,
@@ -18,7 +19,6 @@ from fleet_worker.config import (
     POD_NAME_ENV,
     POD_UID_ENV,
     ROLE_ENV,
-    UNREADABLE,
     Role,
     WorkerConfig,
     decode,

@@ -12,9 +12,9 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
+from fleet_wire.unreadable import UNREADABLE
 from fleet_worker.agent.errors import ModelError
 from fleet_worker.agent.hub import HF_SCHEME, fetch
-from fleet_worker.config import NO_JSON
 
 MAX_CONFIG_BYTES = 1024 * 1024
 WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json")
@@ -54,7 +54,7 @@ def _check_folder(folder: Path) -> None:
         raise ModelError(f"{config} is larger than {MAX_CONFIG_BYTES} bytes")
     try:
         parsed = json.loads(config.read_bytes())
-    except NO_JSON as error:
+    except UNREADABLE as error:
         raise ModelError(f"{config} is not valid JSON: {error}") from error
     if not isinstance(parsed, dict) or not parsed.get("architectures"):
         raise ModelError(f"{config} names no architectures")

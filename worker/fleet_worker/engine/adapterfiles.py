@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
 
-from fleet_worker.config import NO_JSON
+from fleet_wire.unreadable import UNREADABLE
 from fleet_worker.engine.errors import BadAdapterError, UnknownAdapterError
 from fleet_worker.engine.lora import Adapter, Delta
 from fleet_worker.engine.modelconfig import ModelConfig
@@ -94,7 +94,7 @@ def parse_terms(raw: bytes, path: Path, max_rank: int) -> Terms:
     """adapter_config.json; BadAdapterError names the field."""
     try:
         found = json.loads(raw)
-    except NO_JSON as error:
+    except UNREADABLE as error:
         raise BadAdapterError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(found, dict):
         raise BadAdapterError(f"{path} is not a JSON object")

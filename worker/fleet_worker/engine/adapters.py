@@ -17,7 +17,8 @@ import torch
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from fleet_worker.config import ENGINE_TOKEN_HEADER, UNREADABLE
+from fleet_wire.unreadable import UNREADABLE
+from fleet_worker.config import ENGINE_TOKEN_HEADER
 from fleet_worker.engine.adapterfiles import load_adapter
 from fleet_worker.engine.core import EngineCore
 from fleet_worker.engine.errors import BadAdapterError, BadRequestError, NotAllowedError, UnknownAdapterError

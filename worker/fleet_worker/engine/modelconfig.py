@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fleet_worker.config import NO_JSON
+from fleet_wire.unreadable import UNREADABLE
 from fleet_worker.engine.errors import ModelFilesError
 
 SUPPORTED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
@@ -74,7 +74,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_bytes())
     except OSError as error:
         raise ModelFilesError(f"{path} cannot be read: {error.strerror}") from error
-    except NO_JSON as error:
+    except UNREADABLE as error:
         raise ModelFilesError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(found, dict):
         raise ModelFilesError(f"{path} is not a JSON object")

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final, TypeVar
 import msgspec
 
 from fleet_wire.kv import KvReference
-from fleet_worker.config import UNREADABLE
+from fleet_wire.unreadable import UNREADABLE
 from fleet_worker.engine.errors import BadRequestError
 from fleet_worker.engine.neutral import refuse_unsupported
 from fleet_worker.engine.sequence import Sampling

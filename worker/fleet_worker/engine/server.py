@@ -20,7 +20,8 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from fleet_worker.config import STEP_TIMEOUT_ENV, STEP_TIMEOUT_S, UNREADABLE, WorkerConfig
+from fleet_wire.unreadable import UNREADABLE
+from fleet_worker.config import STEP_TIMEOUT_ENV, STEP_TIMEOUT_S, WorkerConfig
 from fleet_worker.connections import TOO_LARGE_HEADERS, is_too_long
 from fleet_worker.engine import protocol as wire
 from fleet_worker.engine import tokens

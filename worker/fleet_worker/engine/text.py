@@ -12,7 +12,7 @@ import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from fleet_worker.config import NO_JSON
+from fleet_wire.unreadable import UNREADABLE
 from fleet_worker.engine.errors import BadRequestError, ModelFilesError
 
 REPLACEMENT = "\ufffd"
@@ -89,7 +89,7 @@ def _optional_json(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_bytes())
     except OSError as error:
         raise ModelFilesError(f"{path} cannot be read: {error.strerror}") from error
-    except NO_JSON as error:
+    except UNREADABLE as error:
         raise ModelFilesError(f"{path} is not valid JSON: {error}") from error
     return found if isinstance(found, dict) else {}
 

@@ -7,7 +7,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from fleet_worker.config import UNREADABLE
+from fleet_wire.unreadable import UNREADABLE
 from fleet_worker.engine import protocol as wire
 from fleet_worker.engine.errors import BadRequestError, UnknownModelError
 from fleet_worker.engine.text import Text

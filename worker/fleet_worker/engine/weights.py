@@ -12,7 +12,7 @@ import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 
-from fleet_worker.config import NO_JSON
+from fleet_wire.unreadable import UNREADABLE
 from fleet_worker.engine.errors import ModelFilesError
 from fleet_worker.engine.modelconfig import ModelConfig
 
@@ -104,7 +104,7 @@ def _files(folder: Path) -> list[Path]:
         names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
     except OSError as error:
         raise ModelFilesError(f"{index} cannot be read: {error.strerror}") from error
-    except (*NO_JSON, KeyError, AttributeError, TypeError) as error:
+    except (*UNREADABLE, KeyError, AttributeError, TypeError) as error:
         raise ModelFilesError(f"{index} is not a safetensors index: {error!r}") from error
     if any(not isinstance(name, str) or "/" in name or name.startswith(".") for name in names):
         raise ModelFilesError(f"{index} names files outside the model folder")
