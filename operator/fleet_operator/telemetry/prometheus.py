@@ -1,7 +1,7 @@
 """Telemetry from the Prometheus of `spec.telemetry.prometheus.url`, through prometheus-api-client.
 
 The library is synchronous: it runs in threads of its own, few and bounded in time. Only a look-up of a name cannot be ended: its
-thread is left behind, with a bound on such threads, and nobody else asks that host until it came back. The library is imported
+thread is left behind, with a bound on such threads, and others who ask that host wait until it came back. The library is imported
 when the first fleet asks for it. Whoever may create fleets chooses the URL, so no redirect is followed, no proxy or netrc of ours
 is used, nothing that comes back may raise out of here, and of a failure only its kind is told: never an answer's body, never the
 credentials inside a URL.
@@ -58,6 +58,7 @@ class PrometheusTelemetry:
         self._gate = asyncio.Semaphore(THREADS)
         self._left: Counter[str] = Counter()
         """Threads in a look-up that nobody waits for any more, by host."""
+        self._came_back = asyncio.Event()
 
     async def collect(self, fleet: InferenceFleet, url: str, pods: list[Object]) -> dict[str, TierTelemetry]:
         """Telemetry per tier; when Prometheus does not answer every tier says why."""
@@ -96,17 +97,26 @@ class PrometheusTelemetry:
         """The answer, or an error within ANSWER_TIMEOUT_S; the thread is free again soon after, or when its look-up ends."""
         line, host = Line(), host_of(url)
         try:
-            async with asyncio.timeout(ANSWER_TIMEOUT_S), self._gate:
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                return await self._in_turn(url, question, at, line, host)
+        finally:
+            line.hang_up()
+
+    async def _in_turn(self, url: str, question: str, at: float, line: Line, host: str) -> dict[str, list[TargetSeries]]:
+        """Behind the questions of others; while a look-up of `host` hangs another one would only cost another thread."""
+        while True:
+            while self._left[host]:
+                self._came_back.clear()
+                await self._came_back.wait()
+            async with self._gate:
                 if self._left[host]:
-                    raise TimeoutError  # the same wait would only cost another thread
+                    continue
                 asked = self._threads.submit(ask, url, question, at, line)
                 try:
                     return await asyncio.wrap_future(asked)
                 finally:
                     if not (asked.done() or line.reached):
                         self._leave(host, asked)
-        finally:
-            line.hang_up()
 
     def _leave(self, host: str, asked: Future[Any]) -> None:
         """Count a thread that nobody waits for any more, until it ends."""
@@ -116,6 +126,7 @@ class PrometheusTelemetry:
         def back() -> None:
             self._left[host] -= 1
             self._left += Counter()  # drops those at zero
+            self._came_back.set()
 
         def ended(_: Future[Any]) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody counts any more
