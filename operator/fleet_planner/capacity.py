@@ -88,6 +88,12 @@ def fit_budget(tier: TierSpec, want: Pair, gpus: Pair, left: int | None) -> tupl
     return size, f"{want[0]} prefill and {want[1]} decode workers need {cost} devices, scaling.budget.gpus leaves {max(0, left)}"
 
 
+def least_devices(tier: TierSpec, gpus: Pair) -> int:
+    """What the tier's minimum costs; `gpus`: of one worker."""
+    prefill, decode = _at_least((0, 0), bounds_of(tier))
+    return prefill * gpus[0] + decode * gpus[1]
+
+
 def _last_gated(pods: Sequence[ObservedPod], before: dict[str, float], now: float) -> dict[str, float]:
     """By uid, of the pods that are there."""
     return {pod.uid: now if pod.gated else before[pod.uid] for pod in pods if pod.gated or pod.uid in before}

@@ -9,7 +9,7 @@ from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.status import FleetStatus
 from fleet_api.v1alpha1.tier import TierSpec
 from fleet_planner.adapters import fitted
-from fleet_planner.capacity import refusals
+from fleet_planner.capacity import least_devices, refusals
 from fleet_planner.clock import steady
 from fleet_planner.gang import settled, workers_of
 from fleet_planner.orphans import TierNow, plan_orphans
@@ -111,12 +111,16 @@ def reconcile(fleet: InferenceFleet, observed: Observed, now: float) -> Plan:
 def _plan_tiers(
     fleet: InferenceFleet, observed: Observed, sizes: dict[str, tuple[int, int]], prefetch: Prefetch, rest: Rest, now: float
 ) -> dict[str, _Planned]:
-    """By name, in the spec's order: the first ones are the first to be paid out of the budget."""
+    """By name. Out of the budget the minimum of every tier is paid first, then what else they want, in the spec's order."""
     found: dict[str, _Planned] = {}
     budget = fleet.spec.scaling.budget
     left = budget.gpus if budget is not None else None
+    awake = [tier for tier in fleet.spec.tiers if tier.name not in rest.asleep]
+    later = {tier.name: least_devices(tier, observed.templates[tier.name].gpus) for tier in awake}
     for tier in fleet.spec.tiers:
-        found[tier.name] = one = _plan_tier(fleet, tier, observed, sizes[tier.name], prefetch, rest, left, now)
+        later.pop(tier.name, None)
+        mine = None if left is None else left - sum(later.values())
+        found[tier.name] = one = _plan_tier(fleet, tier, observed, sizes[tier.name], prefetch, rest, mine, now)
         left = None if left is None else left - one.devices
     return found
 

@@ -138,24 +138,34 @@ def test_a_budget_is_kept_inside_the_ratio(gpus: tuple[int, int]):
         assert bool(words) == (size != want)
 
 
-def test_tiers_share_a_budget_in_their_order():
+@pytest.mark.parametrize(
+    ("budget", "first", "second", "words"),
+    [
+        (8, (2, 3), (1, 2), "scaling.budget.gpus leaves 5"),
+        (12, (2, 4), (2, 4), ""),
+        (5, (1, 2), (1, 2), "scaling.budget.gpus leaves 2"),
+    ],
+    ids=["minima-first-then-in-order", "enough", "less-than-the-minima"],
+)
+def test_tiers_share_a_budget_in_their_order(budget: int, first: tuple[int, int], second: tuple[int, int], words: str):
+    """What a later tier has at least is not given to an earlier one: both together were over the budget by that."""
     tiers = [{"name": name, "accelerator": {"type": "h100"}, "decode": {"minReplicas": 2}} for name in ("a", "b")]
     wish = fleet()
     wish = type(wish).model_validate(
         {**wish.model_dump(by_alias=True, exclude={"status"}, exclude_none=True),
-         "spec": {"model": {"source": "file:///m"}, "tiers": tiers, "scaling": {"budget": {"gpus": 5}}}}
+         "spec": {"model": {"source": "file:///m"}, "tiers": tiers, "scaling": {"budget": {"gpus": budget}}}}
     )  # fmt: skip
     observed = Observed(templates={name: Template("aaaaaaaa", "c", gpus=(1, 1)) for name in ("a", "b")})
     big = [{**tier, "prefill": {"replicas": 2}, "decode": {"minReplicas": 2, "replicas": 4}} for tier in tiers]
     wish = wish.model_copy(update={"spec": wish.spec.model_validate({**wish.spec.to_dict(), "tiers": big})})
     plan = reconcile(wish, observed, NOW)
     assert {(pool.tier, pool.role): pool.replicas for pool in plan.pools} == {
-        ("a", "prefill"): 2, ("a", "decode"): 3, ("b", "prefill"): 1, ("b", "decode"): 2,
+        ("a", "prefill"): first[0], ("a", "decode"): first[1], ("b", "prefill"): second[0], ("b", "decode"): second[1],
     }  # fmt: skip
     limited = plan.status.condition("CapacityLimited")
     assert limited is not None
-    assert (limited.status, limited.reason) == ("True", "BackedOut")
-    assert "scaling.budget.gpus leaves 5" in limited.message
+    assert (limited.status, limited.reason) == (("True", "BackedOut") if words else ("False", "Sufficient"))
+    assert words in limited.message
 
 
 def test_a_fleet_that_backed_out_rests_and_says_why():

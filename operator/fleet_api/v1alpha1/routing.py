@@ -262,7 +262,8 @@ class BudgetSpec(ApiModel):
     """What a fleet may cost."""
 
     gpus: Annotated[int, Field(ge=0, le=1_000_000)] = Field(
-        description="Most devices of all tiers together; the minimum of a tier is always asked for, and a rollout adds its surge."
+        description="Most devices of all tiers together. The minimum of every tier comes first, then the tiers in their order; "
+        "minima are asked for beyond it, too, and a rollout adds its surge."
     )
 
 
