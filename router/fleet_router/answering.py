@@ -23,7 +23,7 @@ from fleet_router.errors import RequestError
 from fleet_router.explain.record import Record
 from fleet_router.explain.shown import header as decision_header
 from fleet_router.heads import STATUS_LINES, add_kept, status_line
-from fleet_router.health.inband import HINT, error_in
+from fleet_router.health.inband import HINT, broke_off_with, error_in
 from fleet_router.health.resume import Again, determined
 from fleet_router.health.sent import CHUNK_END, CHUNK_ENDS, CRLF_END, Halves, Sent, events_end
 from fleet_router.hints import NO_HINTS
@@ -256,7 +256,7 @@ class Answering(Metering):
         self._tell((self._without_usage(data) if self._hides else data) if shown is None else shown)
         self._count_tokens(data, sound)
         if broke:
-            self._fault(f"the worker broke the stream off: {broke}")
+            self._fault(broke_off_with(broke))
         elif self._runaway is not None and (why := self._runaway.saw(data)) is not None:
             self._end_runaway(why)
 

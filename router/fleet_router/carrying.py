@@ -10,7 +10,7 @@ import msgspec
 from fleet_router.answering import EVENT_END
 from fleet_router.ending import CHAT_PATH, END, framed, unframed
 from fleet_router.errors import RequestError
-from fleet_router.health.inband import error_in
+from fleet_router.health.inband import broke_off_with, error_in
 from fleet_router.health.resume import Again, Said, Start, continued, said_of, start_of
 from fleet_router.health.sent import CHUNK_END, CRLF_END
 from fleet_router.measuring import Measuring
@@ -118,7 +118,7 @@ class Carrying(Measuring):
     def broke_off(self, words: str) -> None:
         """The worker told of an error inside its stream, in these words."""
         if not self.done:
-            self._fault(f"the worker broke the stream off: {words}")
+            self._fault(broke_off_with(words))
 
     @abstractmethod
     def _may_retry(self, *, free: bool) -> bool:

@@ -13,7 +13,7 @@ from fleet_router.allowed import with_allowed
 from fleet_router.dialect.chat import DONE, Choice, Completion, Events, Usage, completion, worker_error
 from fleet_router.errors import RequestError, error_json
 from fleet_router.fields import check_values
-from fleet_router.health.inband import words_of
+from fleet_router.health.inband import broke_off_with, words_of
 from fleet_wire.unreadable import UNREADABLE
 
 CHAT: Final = b"/v1/chat/completions"
@@ -173,7 +173,7 @@ class ChatTranslation(Translation):
             answer = completion(bytes(self.collected))
             self._know(answer)
             return self.whole(answer)
-        why = f"the worker broke the stream off: {self.broke}" if self.broke else "the worker's stream ended early"
+        why = broke_off_with(self.broke) if self.broke else "the worker's stream ended early"
         return b"" if self.complete else self.failed(RequestError(502, why))
 
     @abstractmethod

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
+from fleet_router.health.inband import for_the_record
+
 if TYPE_CHECKING:
     from fleet_router.admission.lanes import Lane
     from fleet_router.asked import Ask
@@ -114,7 +116,7 @@ class Record:
     def went_wrong(self, at: float, why: str) -> None:
         """The last attempt failed; there may be another."""
         if self.tries:
-            self.tries[-1].wrong_at, self.tries[-1].why = at, why
+            self.tries[-1].wrong_at, self.tries[-1].why = at, for_the_record(why)
 
     def draft_replaced(self, at: float, why: str) -> None:
         """The last attempt's answer was a draft, and no client sees anything of it."""

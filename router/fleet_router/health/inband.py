@@ -15,6 +15,7 @@ HINT: Final = b"error"
 FOUND: Final = re.compile(rb'(?:^|\n)(?:event: ?error[\r\n]|data: ?\{\s*(?:"error"\s*:\s*(?!null)|"object"\s*:\s*"error"))')
 PAYLOAD: Final = re.compile(rb"(?:^|\n)data: ?([^\r\n]*)")
 WORDS_MOST: Final = 500
+BROKE_OFF: Final = "the worker broke the stream off"
 
 
 def error_in(data: bytes) -> tuple[int, str] | None:
@@ -26,6 +27,16 @@ def error_in(data: bytes) -> tuple[int, str] | None:
     line = PAYLOAD.search(data, found.start())
     words = words_of(line[1] if line is not None else b"")
     return None if words is None else (found.start(), words)
+
+
+def broke_off_with(words: str) -> str:
+    """What the client is told."""
+    return f"{BROKE_OFF}: {words}"
+
+
+def for_the_record(why: str) -> str:
+    """What logs, spans and records show of it: a worker's own words may quote a prompt."""
+    return BROKE_OFF if why.startswith(BROKE_OFF) else why
 
 
 def words_of(payload: bytes) -> str | None:

@@ -113,6 +113,8 @@ def test_b7_any_other_stream_ends_with_an_error_and_no_done(path: str, cut: str)
         assert not any(kind in got for kind in (b"message_stop", b"response.completed"))
         worker = next(w for w in rig.context.table.by_role["decode"] if w.endpoint.http_port == first[0].port)
         assert (worker.breaker.failures, worker.pool._idle, rig.context.metrics.streams_broken) == (1, [], 1)
+        (record,) = rig.context.recorder.troubled  # logs and spans show it: an engine's words may quote a prompt
+        assert record.tries[-1].why == "the worker broke the stream off"
 
     run(go, prefill=0, decode=2)
 
