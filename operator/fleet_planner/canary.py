@@ -149,8 +149,8 @@ def _breach(analysis: AnalysisSpec, new: RevisionLoad | None, stable: RevisionLo
     for requests, errors in ((new.requests, new.errors), (new.total_requests, new.total_errors)):
         if requests >= analysis.min_requests and errors > requests * analysis.error_rate:
             return f"{errors:.0f} of {requests:.0f} requests failed, {analysis.error_rate:.2%} may"
-    if stable is None or new.requests < analysis.min_requests:
-        return ""
+    if stable is None or min(new.requests, stable.requests) < analysis.min_requests:
+        return ""  # p99 of a few requests is the slowest of them: the old revision's is no measure either
     for name, factor, mine, theirs in (
         ("TTFT", analysis.ttft_p99, new.ttft_p99_s, stable.ttft_p99_s),
         ("ITL", analysis.itl_p99, new.itl_p99_s, stable.itl_p99_s),

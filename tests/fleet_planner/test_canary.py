@@ -100,6 +100,13 @@ def test_what_is_inside_its_bounds_or_unknown_stays(load: RevisionLoad):
     assert follow(spec(), scene(), scene((1, 1), {OLD: GOOD, NEW: load}, NOW + 1)).target == NEW
 
 
+def test_latency_is_not_compared_with_that_of_a_few_requests():
+    """p99 of one quick request made a good revision look twice as slow, and late in a canary few are left to the old one."""
+    few, slow = replace(GOOD, requests=19, ttft_p99_s=0.1), replace(GOOD, requests=20, ttft_p99_s=0.1)
+    assert follow(spec(), scene(), scene((1, 1), {OLD: few, NEW: GOOD}, NOW + 1)).target == NEW
+    assert follow(spec(), scene(), scene((1, 1), {OLD: slow, NEW: GOOD}, NOW + 1)).target == OLD
+
+
 def test_a_breach_while_the_rest_follows_rolls_back_too():
     promoted = RolloutStatus(stable=OLD, target=NEW, step=2)
     course = plot_course(spec(), promoted, scene((3, 6), {OLD: GOOD, NEW: replace(GOOD, errors=9)}))

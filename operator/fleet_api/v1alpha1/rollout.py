@@ -40,7 +40,7 @@ class AnalysisSpec(ApiModel):
     min_requests: Annotated[int, Field(ge=1, le=100_000)] = Field(
         default=20,
         description="Requests that the canary must have got before it is judged: its latency by those of one "
-        "minute, its errors also by all. Default: 20.",
+        "minute, of the old revision as well, its errors also by all. Default: 20.",
     )
 
 
