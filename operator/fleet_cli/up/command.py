@@ -21,7 +21,7 @@ from fleet_cli.up.proof import Ground, prove
 from fleet_cli.up.routerport import router_secrets
 from fleet_cli.up.screen import Screen, open_screen
 from fleet_cli.up.state import state_folder
-from fleet_cli.up.stops import Stops, until
+from fleet_cli.up.stops import Stops, interruptible, until
 from fleet_cli.up.tenants import local_tenants
 from fleet_cli.up.view import SAMPLE_PROMPT, Snapshot, curl_line, fatal, kv_line, kv_total, snapshot
 from fleet_operator.runtime.settings import RuntimeSettings
@@ -49,7 +49,7 @@ def up(options: UpOptions) -> int:
     """Run the command; raises CliError with the cause when it cannot."""
     check_port(options.port)
     begun = time.monotonic()
-    with open_screen() as screen:
+    with interruptible(), open_screen() as screen:
         manifest = _manifest(options, screen)
         fleet = parse_fleet(manifest)
         check_model(fleet, options.claims)
@@ -112,6 +112,9 @@ class _Session:
                 drained = await self._drain(stops)
         if code is not None:
             return code
+        if self.options.once:  # whoever asked for the proof must not take an end for it
+            self.screen.say("interrupted before the proof was there")
+            return EXIT_KILLED
         return EXIT_OK if drained else EXIT_KILLED
 
     async def _work(self) -> int:
