@@ -296,7 +296,10 @@ def granted(kind: Kind) -> set[str]:
     (role,) = (o for o in yaml.safe_load_all(RIGHTS.read_text()) if o["kind"] == "ClusterRole")
     group = kind.api_version.rpartition("/")[0]
     return {
-        verb for rule in role["rules"] if group in rule["apiGroups"] and kind.plural in rule["resources"] for verb in rule["verbs"]
+        verb
+        for rule in role["rules"]
+        if group in rule["apiGroups"] and kind.plural in rule["resources"]
+        for verb in rule["verbs"]
     }
 
 
