@@ -207,7 +207,7 @@ def test_what_an_api_server_says_is_one_line(
     words: str,
     capsys: pytest.CaptureFixture[str],
 ):
-    """A portal that answers 200 with a page was a traceback; of a refusal only its status was told, not the right or the field."""
+    """A portal that answers 200 with a page was a traceback; of a refusal only the status was told, not the right or field."""
     assert main(["rollout", action, "f", "-n", "n", "--kubeconfig", answers(*answer)]) == 1
     said = capsys.readouterr().err
     assert words in said
