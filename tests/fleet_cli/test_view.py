@@ -186,3 +186,12 @@ def test_the_panel_shows_adapters(stopping):
     screen.show(snapshot([], with_adapters(BROKEN), stopping=stopping))
     screen._console.print(screen._panel())
     assert ("adapter b: on 0 of 3 workers; BadAdapter" in out.getvalue()) is not stopping
+
+
+@pytest.mark.parametrize(("term", "kind"), [("dumb", PlainScreen), ("xterm", LiveScreen)])
+def test_a_terminal_that_draws_no_panel_gets_lines(monkeypatch, term, kind):
+    """With TERM=dumb nothing was said of any pod, ready or not."""
+    out = io.StringIO()
+    monkeypatch.setattr(out, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", term)
+    assert type(open_screen(out, lambda: 0.0)) is kind
