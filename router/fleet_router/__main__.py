@@ -25,7 +25,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     """Command line; the environment supplies what the operator sets per pod."""
     parser = argparse.ArgumentParser(prog="fleet-router", description="OpenAI-compatible router of one InferenceFleet")
     parser.add_argument("--follow", required=True, help="kube:NAMESPACE/CONFIGMAP or dir:PATH: where endpoints.json comes from")
-    parser.add_argument("--host", default=os.environ.get("FLEET_BIND_HOST", "0.0.0.0"), help="address to listen on")
+    parser.add_argument("--host", default=os.environ.get("FLEET_BIND_HOST") or every_address(), help="address to listen on")
     parser.add_argument("--port", type=int, default=int(os.environ.get("FLEET_PORT", "8080")), help="port to listen on")
     parser.add_argument(
         "--tenants", type=Path, help="file with tenants and the hashes of their API keys; without it everybody may ask"
@@ -68,6 +68,11 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     if not 1 <= given.processes <= MOST_PROCESSES:
         parser.error(f"--processes {given.processes}: 1 to {MOST_PROCESSES}")
     return given
+
+
+def every_address() -> str:
+    """All that this machine has; in a cluster of the family that its pods have first, as its API server's address tells."""
+    return "::" if ":" in os.environ.get("KUBERNETES_SERVICE_HOST", "") else "0.0.0.0"
 
 
 def peers(text: str) -> tuple[tuple[str, int], ...]:
