@@ -26,9 +26,10 @@ FLEET = parse_fleet(
 class Engine:
     """Answers like a worker; `wrong` shifts the tokens, `cut` ends a stream early, `status` refuses."""
 
-    def __init__(self, *, wrong=False, cut=False, status=200, moves=True, names=("tiny",), keeps_short=True):
+    def __init__(self, *, wrong=False, cut=False, status=200, moves=True, names=("tiny",), keeps_short=True, tier=""):
         self.wrong, self.cut, self.status, self.moves, self.names = wrong, cut, status, moves, names
         self.kv, self.local, self.keeps_short = KvStatus(), 0, keeps_short
+        self.headers = {"x-fleet-tier": tier} if tier else {}
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         if request.url.path == "/v1/models":
@@ -48,18 +49,19 @@ class Engine:
         tokens = [len(body["prompt"]) + n + self.wrong for n in range(body["max_tokens"])]
         usage = {"prompt_tokens": len(body["prompt"].split())}
         if not body.get("stream"):
-            return httpx.Response(200, json={"choices": [{"text": str(tokens), "token_ids": tokens}], "usage": usage})
+            answer = {"choices": [{"text": str(tokens), "token_ids": tokens}], "usage": usage}
+            return httpx.Response(200, json=answer, headers=self.headers)
         events = [{"choices": [{"text": "x", "token_ids": [token]}]} for token in tokens] + [{"choices": [], "usage": usage}]
         lines = [f"data: {json.dumps(event)}\n\n" for event in events] + ([] if self.cut else ["data: [DONE]\n\n"])
-        return httpx.Response(200, content="".join(lines).encode())
+        return httpx.Response(200, content="".join(lines).encode(), headers=self.headers)
 
 
 def replace_kv(kv: KvStatus, **changes) -> KvStatus:
     return kv.model_copy(update=changes)
 
 
-def run(monkeypatch, router: Engine, alone: Engine):
-    engines = {"http://router": router, "http://alone": alone}
+def run(monkeypatch, router: Engine, alone: Engine, **tiers: Engine):
+    engines = {"http://router": router, "http://alone": alone, **{f"http://alone-{name}": one for name, one in tiers.items()}}
 
     def client(url: str, model: str, *, key: str = "") -> Client:
         return Client(url, model, httpx.MockTransport(engines[url]), key=key)
@@ -70,7 +72,10 @@ def run(monkeypatch, router: Engine, alone: Engine):
     async def counters():
         return router.kv
 
-    ground = proof.Ground(fleet=FLEET, router_url="http://router", prefill_url="http://alone", counters=counters)
+    async def prefill_url(tier: str) -> str:
+        return f"http://alone-{tier}" if tier else "http://alone"
+
+    ground = proof.Ground(fleet=FLEET, router_url="http://router", prefill_url=prefill_url, counters=counters)
     return {check.name: check for check in asyncio.run(proof.prove(ground, "salt"))}
 
 
@@ -79,6 +84,12 @@ def test_all_is_well(monkeypatch):
     assert [check.name for check in checks.values() if not check.ok] == []
     assert "3 transfers, 12 blocks, 3.0 kB" in checks["KV hand-off"].detail
     assert "24 chunks" in checks["completion, streamed"].detail
+
+
+def test_an_answer_is_compared_with_the_model_that_gave_it(monkeypatch):
+    """Of a cascade `fleet up --once` said that remote prefill gives wrong tokens: it had asked the other tier's model."""
+    checks = run(monkeypatch, Engine(tier="small"), Engine(wrong=True, moves=False), small=Engine(moves=False))
+    assert [check.name for check in checks.values() if not check.ok] == []
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,7 @@ class _Session:
         ground = Ground(
             fleet=self.fleet,
             router_url=self.local.router_url,
-            prefill_url=await self.local.prefill_url(),
+            prefill_url=self.local.prefill_url,
             counters=counters,
             key=self.key,
         )

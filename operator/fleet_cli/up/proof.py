@@ -40,8 +40,9 @@ class Ground:
 
     fleet: InferenceFleet
     router_url: str
-    prefill_url: str
-    """One prefill worker's engine: what it computes alone is the truth that a hand-off must reproduce."""
+    prefill_url: Callable[[str], Awaitable[str]]
+    """The engine of one prefill worker of a tier (empty: of any): what it computes alone is the truth that a hand-off must
+    reproduce. Tiers of a cascade have models of their own."""
     counters: Callable[[], Awaitable[KvStatus]]
     key: str = field(default="", repr=False)
     """API key that the router asks for; empty: none."""
@@ -59,13 +60,10 @@ def long_prompt(fleet: InferenceFleet, salt: str) -> str:
 async def prove(ground: Ground, salt: str) -> list[Check]:
     """Everything that --once tries, in order. RunError when a request fails outright."""
     before = await ground.counters()
-    async with (
-        Client(ground.router_url, ground.fleet.served_name, key=ground.key) as router,
-        Client(ground.prefill_url, ground.fleet.served_name) as alone,
-    ):
+    async with Client(ground.router_url, ground.fleet.served_name, key=ground.key) as router:
         checks = [await _models(router, ground.fleet.served_name)]
-        checks += await _equal_tokens(router, alone, long_prompt(ground.fleet, f"{salt} one"), streamed=False)
-        checks += await _equal_tokens(router, alone, long_prompt(ground.fleet, f"{salt} two"), streamed=True)
+        checks += await _equal_tokens(router, ground, long_prompt(ground.fleet, f"{salt} one"), streamed=False)
+        checks += await _equal_tokens(router, ground, long_prompt(ground.fleet, f"{salt} two"), streamed=True)
         checks.append(await _chat(router, long_prompt(ground.fleet, f"{salt} three")))
         if ground.fleet.spec.routing.remote_prefill.min_uncached_tokens >= SHORT_TOKENS:
             checks.append(await _short(router))
@@ -78,9 +76,10 @@ async def _models(router: Client, served_name: str) -> Check:
     return Check("GET /v1/models", served_name in names, ", ".join(names) or "empty")
 
 
-async def _equal_tokens(router: Client, alone: Client, prompt: str, *, streamed: bool) -> list[Check]:
+async def _equal_tokens(router: Client, ground: Ground, prompt: str, *, streamed: bool) -> list[Check]:
     remote = await (router.stream if streamed else router.complete)(prompt, OUTPUT_TOKENS)
-    local = await alone.complete(prompt, OUTPUT_TOKENS)
+    async with Client(await ground.prefill_url(remote.tier), ground.fleet.served_name) as alone:
+        local = await alone.complete(prompt, OUTPUT_TOKENS)
     kind = "streamed" if streamed else "not streamed"
     got = f"{len(remote.tokens)} tokens" if remote.tokens else f"{len(remote.text)} characters"
     many = f"{remote.prompt_tokens} prompt tokens, {got}"
