@@ -110,7 +110,7 @@ def test_size(count, text):
 
 
 def test_the_curl_line_is_a_shell_command_with_valid_json():
-    words = shlex.split(curl_line("http://127.0.0.1:8080", "tiny"))
+    words = shlex.split(curl_line("http://127.0.0.1:8080", "tiny", tokens=16))
     assert words[:3] == ["curl", "-s", "http://127.0.0.1:8080/v1/completions"]
     assert json.loads(words[-1])["max_tokens"] == 16
 

@@ -17,7 +17,7 @@ from fleet_cli.up.bundled import bundled_manifest, tiny_model, vllm_program
 from fleet_cli.up.client import Client
 from fleet_cli.up.local import LocalFleet
 from fleet_cli.up.preflight import check_engine, check_model, check_port
-from fleet_cli.up.proof import Ground, prove
+from fleet_cli.up.proof import Ground, output_tokens, prove
 from fleet_cli.up.routerport import router_secrets
 from fleet_cli.up.screen import Screen, open_screen
 from fleet_cli.up.state import state_folder
@@ -149,13 +149,15 @@ class _Session:
 
     async def _offer(self) -> None:
         """Send what the user is invited to paste, so that it is known to work, and show what it moved."""
+        tokens = output_tokens(self.fleet, FIRST_TOKENS)
         async with Client(self.local.router_url, self.fleet.served_name, key=self.key) as client:
-            answer = await client.stream(SAMPLE_PROMPT, FIRST_TOKENS)
+            answer = await client.stream(SAMPLE_PROMPT, tokens)
         first = time.monotonic() - self.begun
         nonsense = "" if self.options.file else " (random weights: the words mean nothing)"
         self.screen.say(f"first tokens after {first:.1f} s: {answer.text!r}{nonsense}")
         url, model = self.local.router_url, self.fleet.served_name
-        self.screen.block(f"OpenAI endpoint: {url}/v1   model: {model}\nTry it:\n\n{curl_line(url, model, keyed=bool(self.key))}")
+        curl = curl_line(url, model, tokens=tokens, keyed=bool(self.key))
+        self.screen.block(f"OpenAI endpoint: {url}/v1   model: {model}\nTry it:\n\n{curl}")
         self.screen.say(f"logs: {self.local.logs}; Ctrl-C stops everything")
 
     async def _prove(self) -> int:
