@@ -105,3 +105,23 @@ def test_where_a_router_listens(bind: str | None, api_server: str | None, host: 
 @pytest.mark.parametrize(("address", "said"), [("10.0.0.1", b"10.0.0.1:8000"), ("fd00::1", b"[fd00::1]:8000")])
 def test_what_a_worker_is_called_in_its_requests(address: str, said: bytes):
     assert Pool(address, 8000).authority == said
+
+
+@pytest.mark.parametrize("option", ["--port", "--admin-port", "--ext-proc-port", "--gossip-port"])
+@pytest.mark.parametrize("given", ["65536", "99999", "-1", "http"])
+def test_a_port_that_is_none_is_refused(option: str, given: str, capsys: pytest.CaptureFixture[str]):
+    """--port 99999 listened on 34463, and said 99999."""
+    with pytest.raises(SystemExit) as ended:
+        arguments(["--follow", "dir:/x", f"{option}={given}"])
+    assert ended.value.code == 2
+    assert f"argument {option}: '{given}' is not a port, 0 to 65535" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("given", "found"), [("8080", 8080), ("0", 0), ("a", None)])
+def test_the_port_of_the_environment(given: str, found: int | None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("FLEET_PORT", given)
+    if found is None:
+        with pytest.raises(SystemExit):
+            arguments(["--follow", "dir:/x"])
+    else:
+        assert arguments(["--follow", "dir:/x"]).port == found
