@@ -140,6 +140,9 @@ def what_is_taken_away_comes_back(fleet: Fleet) -> None:
         plural = kind.replace("policy", "policie") + "s"
         fleet.kubectl("annotate", kind, name, "--overwrite", f"{APPLIED}=edited")
         fleet.wait(f"the {kind} as it was", lambda p=plural: all(applied(o) != "edited" for o in fleet.objects(p)), 30)
+    stored = fleet.objects("controllerrevisions")[0]["metadata"]["name"]
+    fleet.kubectl("label", "controllerrevision", stored, "inferencefleet.io/revision-")
+    fleet.wait("its label", lambda: all(labelled(o) for o in fleet.objects("controllerrevisions")), 30)
     budget = fleet.objects("poddisruptionbudgets")[0]["metadata"]["name"]
     fleet.kubectl("delete", "poddisruptionbudget", budget, "--wait=false")
     service = '{"spec":{"ports":[{"name":"http","port":9999}]}}'
@@ -157,6 +160,10 @@ def what_is_taken_away_comes_back(fleet: Fleet) -> None:
 def applied(found: dict[str, Any]) -> str:
     """The hash of the wish that an object was made from."""
     return str((found["metadata"].get("annotations") or {}).get(APPLIED))
+
+
+def labelled(found: dict[str, Any]) -> bool:
+    return "inferencefleet.io/revision" in found["metadata"]["labels"]
 
 
 def a_lost_claim_is_made_again(plane: AuditedControlPlane, operator: OperatorPods) -> None:

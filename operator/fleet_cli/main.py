@@ -140,14 +140,17 @@ def _port(text: str) -> int:
 def _folder(text: str) -> Path:
     if not text:
         raise argparse.ArgumentTypeError("'' is not a folder")
-    return Path(text).expanduser().absolute()
+    try:
+        return Path(text).expanduser().absolute()
+    except RuntimeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: there is no such home folder") from error
 
 
 def _claim(text: str) -> tuple[str, Path]:
     claim, equals, folder = text.partition("=")
     if not claim or not equals or not folder:
         raise argparse.ArgumentTypeError(f"{text!r} is not CLAIM=DIR")
-    return claim, Path(folder).expanduser().absolute()
+    return claim, _folder(folder)
 
 
 if __name__ == "__main__":

@@ -49,12 +49,13 @@ def check(manifest: dict[str, Any]) -> None:
 
 def _load(path: str) -> list[Any]:
     try:
-        text = _standard_input() if path == "-" else _read(Path(path))
+        raw = _standard_input() if path == "-" else _read(Path(path))
+        if len(raw) > MAX_MANIFEST_BYTES:
+            raise InputError(f"{path} is larger than {MAX_MANIFEST_BYTES} bytes")
+        text = raw.decode()  # as kubectl, whatever the terminal's encoding is
     except (OSError, UnicodeDecodeError) as error:
         cause = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise InputError(f"cannot read {path}: {cause}") from error
-    if len(text) > MAX_MANIFEST_BYTES:
-        raise InputError(f"{path} is larger than {MAX_MANIFEST_BYTES} bytes")
     try:
         if (found := _json(text)) is not None:
             return [found]
@@ -99,15 +100,15 @@ def _unfolded(node: yaml.Node | None, known: dict[int, int]) -> int:
     return known[id(node)]
 
 
-def _read(path: Path) -> str:
+def _read(path: Path) -> bytes:
     with path.open("rb") as file:
-        return file.read(MAX_MANIFEST_BYTES + 1).decode()
+        return file.read(MAX_MANIFEST_BYTES + 1)
 
 
-def _standard_input() -> str:
+def _standard_input() -> bytes:
     if sys.stdin is None:
         raise InputError("cannot read -: standard input is closed")
-    return sys.stdin.read(MAX_MANIFEST_BYTES + 1)
+    return sys.stdin.buffer.read(MAX_MANIFEST_BYTES + 1)
 
 
 def _only_document(documents: list[Any], path: str) -> dict[str, Any]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from fleet_api.v1alpha1.base import LABEL_KEY
 from fleet_operator.leader.lease import Terms
 from fleet_operator.settings import Platform
 from fleet_operator.territory import Selection, parse_labels
@@ -15,6 +18,7 @@ from fleet_operator.territory import Selection, parse_labels
 MOUNTED_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 DEFAULT_NAMESPACE = "inferencefleet-system"
 DEFAULT_LEASE = "inferencefleet-operator"
+LABEL = re.compile(LABEL_KEY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +55,11 @@ def parse_options(argv: list[str]) -> Options:
     given = parser.parse_args(argv)
     if given.kubeconfig is not None and not given.kubeconfig.is_file():
         parser.error(f"--kubeconfig {given.kubeconfig}: no such file")
-    if given.drain_timeout is not None and given.drain_timeout <= 0:
+    if given.drain_timeout is not None and not 0 < given.drain_timeout < math.inf:
         parser.error("--drain-timeout must be positive")
+    for taint in given.sick_taint:
+        if not LABEL.match(taint):  # it would never be found
+            parser.error(f"--sick-taint {taint}: the key of a taint is asked for, without value and effect")
     for name in ("health_port", "webhook_port"):
         if not 0 <= getattr(given, name) <= 65535:
             parser.error(f"--{name.replace('_', '-')} must be a port, or 0 for off")

@@ -81,8 +81,8 @@ def workers(fleet: InferenceFleet, state: FleetState, live: Live, where: Places)
 def router_urls(live: Live, platform: Platform) -> list[str]:
     """Base URLs for scrapes of its routers that have an address: the plain port also where the other one speaks TLS."""
     host, port = platform.router_host, platform.router_port
-    found = [(pod, ip) for pod in _routers(pods_of(live)) if (ip := (pod.get("status") or {}).get("podIP"))]
-    return [f"http://{host or ip}:{port_of(pod, ADMIN_PORT, port)}" for pod, ip in found]
+    found = [(pod, host or ip) for pod in _routers(pods_of(live)) if (ip := (pod.get("status") or {}).get("podIP"))]
+    return [f"http://{f'[{at}]' if ':' in at else at}:{port_of(pod, ADMIN_PORT, port)}" for pod, at in found]
 
 
 def pods_of(live: Live) -> list[Object]:

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from fleet_api.v1alpha1.base import LABEL_KEY
 from fleet_operator.cluster.guarded import Send, Write
 from fleet_operator.cluster.interface import Cluster, ClusterError, ConflictError, NotFoundError, Object
 from fleet_operator.cluster.kinds import LEASE, NAMESPACE
@@ -27,6 +29,8 @@ CLAIMED: Final = {f"{GROUP}/claim": "true"}
 RECHECK_S: Final = 30.0
 CHECKS_MOST: Final = 100
 """Claims of ours that are looked at in a round; with more namespaces each waits for its turn."""
+KEY: Final = re.compile(LABEL_KEY)
+VALUE: Final = re.compile(r"[A-Za-z0-9]([-._A-Za-z0-9]{0,61}[A-Za-z0-9])?")
 LOG = logging.getLogger("fleet.operator.territory")
 
 
@@ -52,9 +56,10 @@ class Selection:
 def parse_labels(text: str) -> dict[str, str]:
     """{"a": "1", "b": "2"} of "a=1,b=2"; ValueError."""
     pairs = [part.partition("=") for part in text.split(",")]
-    if any(not (key.strip() and equals and value.strip()) for key, equals, value in pairs):
+    found = {key.strip(): value.strip() for key, _, value in pairs}
+    if not all(KEY.fullmatch(key) and VALUE.fullmatch(value) for key, value in found.items()):
         raise ValueError(f"{text!r} is not of the form key=value,key=value")
-    return {key.strip(): value.strip() for key, _, value in pairs}
+    return found
 
 
 def claim_of(namespace: str, installation: str, seen: Object) -> Object:

@@ -25,13 +25,13 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     """Command line; the environment supplies what the operator sets per pod."""
     parser = argparse.ArgumentParser(prog="fleet-router", description="OpenAI-compatible router of one InferenceFleet")
     parser.add_argument("--follow", required=True, help="kube:NAMESPACE/CONFIGMAP or dir:PATH: where endpoints.json comes from")
-    parser.add_argument("--host", default=os.environ.get("FLEET_BIND_HOST", "0.0.0.0"), help="address to listen on")
-    parser.add_argument("--port", type=int, default=int(os.environ.get("FLEET_PORT", "8080")), help="port to listen on")
+    parser.add_argument("--host", default=os.environ.get("FLEET_BIND_HOST") or every_address(), help="address to listen on")
+    parser.add_argument("--port", type=port, default=os.environ.get("FLEET_PORT", "8080"), help="port to listen on")
     parser.add_argument(
         "--tenants", type=Path, help="file with tenants and the hashes of their API keys; without it everybody may ask"
     )
     parser.add_argument(
-        "--ext-proc-port", type=int, help="also serve gateways as an Endpoint Picker (Envoy's ext_proc, gRPC) on this port"
+        "--ext-proc-port", type=port, help="also serve gateways as an Endpoint Picker (Envoy's ext_proc, gRPC) on this port"
     )
     parser.add_argument(
         "--failure-mode", choices=("FailOpen", "FailClose"), default="FailClose",
@@ -42,7 +42,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
         type=Path,
         help="file with the key that the fleet's routers share, one a line: the first signs, all are read",
     )
-    parser.add_argument("--gossip-port", type=int, help="UDP port of gossip; process i of several has the i-th one behind it")
+    parser.add_argument("--gossip-port", type=port, help="UDP port of gossip; process i of several has the i-th one behind it")
     parser.add_argument(
         "--gossip-peers", type=peers, default=(), help="NAME:PORT,...: other routers, all addresses of a name; ours does no harm"
     )  # fmt: skip
@@ -52,7 +52,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--tls-key", type=Path, help="its key")
     parser.add_argument("--tls-client-ca", type=Path, help="clients need a certificate of this CA")
     parser.add_argument(
-        "--admin-port", type=int, help=f"plain HTTP for probes and scrapes; 0: none; default: with TLS {ADMIN_PORT}, else none"
+        "--admin-port", type=port, help=f"plain HTTP for probes and scrapes; 0: none; default: with TLS {ADMIN_PORT}, else none"
     )
     parser.add_argument(
         "--drain-timeout", type=seconds, default=os.environ.get("FLEET_DRAIN_TIMEOUT_S", "30"), metavar="SECONDS",
@@ -68,6 +68,18 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     if not 1 <= given.processes <= MOST_PROCESSES:
         parser.error(f"--processes {given.processes}: 1 to {MOST_PROCESSES}")
     return given
+
+
+def port(text: str) -> int:
+    """0 to 65535; ArgumentTypeError for anything else: the system takes a larger one for another port."""
+    if not (text.isascii() and text.isdigit() and len(text) <= 5 and int(text) <= 65_535):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port, 0 to 65535")
+    return int(text)
+
+
+def every_address() -> str:
+    """All that this machine has; in a cluster of the family that its pods have first, as its API server's address tells."""
+    return "::" if ":" in os.environ.get("KUBERNETES_SERVICE_HOST", "") else "0.0.0.0"
 
 
 def peers(text: str) -> tuple[tuple[str, int], ...]:

@@ -368,7 +368,7 @@ class Pool:
         self.address = address
         self.port = port
         self._kind = kind
-        self.authority = f"{address}:{port}".encode()
+        self.authority = (f"[{address}]:{port}" if ":" in address else f"{address}:{port}").encode()
         self._idle: list[Upstream] = []
         self._retired = False
         self.known: KnownAnswer | None = None

@@ -180,7 +180,13 @@ BAD = [
     ("resources beside requests", {"resources": {"cpu": "1"}}, "/resources"),
     ("an unknown scheduler", {"rbac": {"podGroups": ["yarn"]}}, "/rbac/podGroups/0"),
     ("a switch as text", {"crds": {"install": "yes"}}, "/crds/install"),
+    ("a taint with its value, which was never found", {"sickTaints": ["example.com/gpu=bad:NoExecute"]}, "/sickTaints/0"),
+    ("a variable that the chart sets", {"extraEnv": [{"name": "HOME", "value": "/"}]}, "/extraEnv/0/name"),
+    ("one that policies are made from", {"extraEnv": [{"name": "POD_NAMESPACE", "value": "x"}]}, "/extraEnv/0/name"),
+    ("a monitor that was taken away", {"metrics": {"serviceMonitor": None}}, "serviceMonitor"),
     # these were rendered, and then no operator began
+    ("two labels in one", {"scope": "cluster", "namespaceSelector": {"team": "a,b"}}, "/namespaceSelector/team"),
+    ("a key that is none", {"scope": "cluster", "namespaceSelector": {"a/b/c": "d"}}, "'a/b/c'"),
     ("a namespace label without a value", {"scope": "cluster", "namespaceSelector": {"team": ""}}, "/namespaceSelector/team"),
     ("a label of which the operator is found", {"podLabels": {"app.kubernetes.io/name": "x"}}, "/podLabels"),
     ("a log format that was taken away", {"logFormat": None}, "logFormat"),

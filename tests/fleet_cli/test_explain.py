@@ -172,6 +172,28 @@ def test_a_dead_router_does_not_hide_anothers_record(capsys: pytest.CaptureFixtu
     assert said.err == f"fleet: {DEAD}: no answer of a router (ConnectError); its records are missing here\n"
 
 
+def test_records_alone_are_on_standard_output(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    """`fleet explain --json 2>&-` wrote the router that is missing in front of the JSON."""
+    monkeypatch.setattr("sys.stderr", None)
+    with answering(200, {"decisions": [RECORD]}) as alive:
+        assert main(["explain", "r1", "--json", "--url", alive, "--url", DEAD]) == 0
+    assert json.loads(capsys.readouterr().out) == [RECORD]
+
+
+@pytest.mark.parametrize("key", ["sk-ä", "sk-a\nsk-b", "sk-\x00"], ids=["umlaut", "two-lines", "nul"])
+def test_a_key_that_no_header_takes_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path, key: str):
+    """It was called a router that does not answer."""
+    (tmp_path / "key").write_text(key)
+    assert main(["explain", "r1", "--key-file", str(tmp_path / "key")]) == 2
+    assert capsys.readouterr().err == f"fleet: --key-file {tmp_path}/key: a key is one line of ASCII text\n"
+
+
+def test_a_key_from_standard_input_that_is_closed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sys.stdin", None)
+    assert main(["explain", "r1", "--key-file", "-"]) == 2
+    assert capsys.readouterr().err == "fleet: --key-file -: standard input is closed\n"
+
+
 def test_without_any_record_a_dead_router_is_the_answer(capsys: pytest.CaptureFixture[str]):
     """It may have been the one that had it."""
     with answering(404, {"error": {"code": "no_record"}}) as alive:

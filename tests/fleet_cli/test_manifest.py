@@ -58,7 +58,7 @@ def test_odd_json_is_refused_like_yaml(written, text, words):
 
 
 def test_standard_input(monkeypatch):
-    monkeypatch.setattr("sys.stdin", io.StringIO(yaml.safe_dump(GOOD)))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(yaml.safe_dump(GOOD).encode())))
     assert read_manifest("-") == GOOD
 
 
@@ -151,6 +151,20 @@ def test_validate_warns_of_what_is_legal_and_a_mistake(written, capsys):
     assert capsys.readouterr().err.startswith(f"Warning: {words}")
     assert main(["validate", path, path]) == 0
     assert capsys.readouterr().err.startswith(f"Warning: {path}: {words}")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_standard_input_is_utf_8_whatever_the_terminal_is(monkeypatch, encoding):
+    """In the C locale a file that had an umlaut in a comment was "not valid YAML", and only from a pipe."""
+    good = {**GOOD, "metadata": {"name": "good", "annotations": {"owner": "Jürgen"}}}
+    raw = yaml.safe_dump(good, allow_unicode=True).encode()
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(raw), encoding=encoding, errors="surrogateescape"))
+    assert read_manifest("-") == good
+
+
+def test_a_file_that_is_cut_in_a_character_is_too_large_and_no_bad_text(written):
+    with pytest.raises(InputError, match="is larger than"):
+        read_manifest(written("é" * MAX_MANIFEST_BYTES))
 
 
 def test_validate_reads_null_as_absent(written, capsys):

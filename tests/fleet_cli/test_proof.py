@@ -26,9 +26,11 @@ FLEET = parse_fleet(
 class Engine:
     """Answers like a worker; `wrong` shifts the tokens, `cut` ends a stream early, `status` refuses."""
 
-    def __init__(self, *, wrong=False, cut=False, status=200, moves=True, names=("tiny",), keeps_short=True):
+    def __init__(self, *, wrong=False, cut=False, status=200, moves=True, names=("tiny",), keeps_short=True, tier="", longest=99):
         self.wrong, self.cut, self.status, self.moves, self.names = wrong, cut, status, moves, names
         self.kv, self.local, self.keeps_short = KvStatus(), 0, keeps_short
+        self.longest = longest
+        self.headers = {"x-fleet-tier": tier} if tier else {}
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         if request.url.path == "/v1/models":
@@ -41,6 +43,7 @@ class Engine:
         if self.status != 200:
             return httpx.Response(self.status, json={"error": {"message": "no worker"}})
         assert body["temperature"] == 0
+        assert body["max_tokens"] <= self.longest
         if self.moves and len(str(body.get("messages") or body["prompt"])) > 100:
             self.kv = replace_kv(self.kv, transfers=self.kv.transfers + 1, blocks=self.kv.blocks + 4, bytes=self.kv.bytes + 1000)
         if "messages" in body:
@@ -48,18 +51,19 @@ class Engine:
         tokens = [len(body["prompt"]) + n + self.wrong for n in range(body["max_tokens"])]
         usage = {"prompt_tokens": len(body["prompt"].split())}
         if not body.get("stream"):
-            return httpx.Response(200, json={"choices": [{"text": str(tokens), "token_ids": tokens}], "usage": usage})
+            answer = {"choices": [{"text": str(tokens), "token_ids": tokens}], "usage": usage}
+            return httpx.Response(200, json=answer, headers=self.headers)
         events = [{"choices": [{"text": "x", "token_ids": [token]}]} for token in tokens] + [{"choices": [], "usage": usage}]
         lines = [f"data: {json.dumps(event)}\n\n" for event in events] + ([] if self.cut else ["data: [DONE]\n\n"])
-        return httpx.Response(200, content="".join(lines).encode())
+        return httpx.Response(200, content="".join(lines).encode(), headers=self.headers)
 
 
 def replace_kv(kv: KvStatus, **changes) -> KvStatus:
     return kv.model_copy(update=changes)
 
 
-def run(monkeypatch, router: Engine, alone: Engine):
-    engines = {"http://router": router, "http://alone": alone}
+def run(monkeypatch, router: Engine, alone: Engine, **tiers: Engine):
+    engines = {"http://router": router, "http://alone": alone, **{f"http://alone-{name}": one for name, one in tiers.items()}}
 
     def client(url: str, model: str, *, key: str = "") -> Client:
         return Client(url, model, httpx.MockTransport(engines[url]), key=key)
@@ -70,7 +74,10 @@ def run(monkeypatch, router: Engine, alone: Engine):
     async def counters():
         return router.kv
 
-    ground = proof.Ground(fleet=FLEET, router_url="http://router", prefill_url="http://alone", counters=counters)
+    async def prefill_url(tier: str) -> str:
+        return f"http://alone-{tier}" if tier else "http://alone"
+
+    ground = proof.Ground(fleet=FLEET, router_url="http://router", prefill_url=prefill_url, counters=counters)
     return {check.name: check for check in asyncio.run(proof.prove(ground, "salt"))}
 
 
@@ -79,6 +86,29 @@ def test_all_is_well(monkeypatch):
     assert [check.name for check in checks.values() if not check.ok] == []
     assert "3 transfers, 12 blocks, 3.0 kB" in checks["KV hand-off"].detail
     assert "24 chunks" in checks["completion, streamed"].detail
+
+
+@pytest.mark.parametrize(
+    ("limits", "classes", "found"),
+    [({}, [], 24), ({"maxOutputTokens": 8}, [], 8), ({}, [("default", 5), ("batch", 2)], 5), ({}, [("default", None)], 24)],
+)
+def test_no_more_is_asked_for_than_the_fleet_gives(limits, classes, found):
+    """A fleet with maxOutputTokens below 24 failed its proof, and below 16 it was ended as soon as it was ready: HTTP 400."""
+    spec = {"model": {"source": "file:///m"}, "tiers": [{"name": "a", "accelerator": {"type": "cpu"}}], "limits": limits}
+    spec["classes"] = [{"name": name, **({"maxOutputTokens": most} if most else {})} for name, most in classes]
+    assert proof.output_tokens(parse_fleet({"metadata": {"name": "tiny"}, "spec": spec}), proof.OUTPUT_TOKENS) == found
+
+
+def test_the_proof_keeps_to_the_limit(monkeypatch):
+    monkeypatch.setattr(proof, "output_tokens", lambda _, most: min(most, 3))
+    checks = run(monkeypatch, Engine(longest=3), Engine(longest=3, moves=False))
+    assert [check.name for check in checks.values() if not check.ok] == []
+
+
+def test_an_answer_is_compared_with_the_model_that_gave_it(monkeypatch):
+    """Of a cascade `fleet up --once` said that remote prefill gives wrong tokens: it had asked the other tier's model."""
+    checks = run(monkeypatch, Engine(tier="small"), Engine(wrong=True, moves=False), small=Engine(moves=False))
+    assert [check.name for check in checks.values() if not check.ok] == []
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -149,6 +152,65 @@ def test_a_cluster_that_cannot_be_asked_is_one_line(
     assert main(["rollout", "status", "f", "--kubeconfig", str(path), "--timeout", "0"]) == code
     said = capsys.readouterr().err
     assert said.startswith(f"fleet: {words}")
+    assert said.count("\n") == 1
+
+
+FORBIDDEN = b'{"kind":"Status","code":403,"message":"inferencefleets is forbidden: User \\"u\\" cannot get resource"}'
+FLEET = b'{"metadata":{"name":"f"},"spec":{"tiers":[{"name":"t"}]}}'
+
+
+@pytest.fixture
+def answers(tmp_path: Path) -> Iterator[Callable[[int, str, bytes], str]]:
+    """Starts what answers everything alike; the path of a kubeconfig for it."""
+    servers: list[HTTPServer] = []
+
+    def start(status: int, kind: str, body: bytes) -> str:
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.send_response(status)
+                self.send_header("content-type", kind)
+                self.send_header("content-length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: object) -> None:
+                return
+
+        servers.append(HTTPServer(("127.0.0.1", 0), Handler))
+        Thread(target=servers[0].serve_forever, daemon=True).start()
+        path = tmp_path / "config"
+        path.write_text(KUBECONFIG.replace("127.0.0.1:1", f"127.0.0.1:{servers[0].server_port}"))
+        return str(path)
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("action", "answer", "words"),
+    [
+        ("status", (200, "text/html", b"<html>sign in</html>"), "is no API server: it sent no fleet f"),
+        ("undo", (200, "application/json", b"<html>sign in</html>"), "is no API server: it sent no"),
+        ("pause", (200, "application/json", b"null"), "is no API server: it sent no fleet f"),
+        ("history", (200, "application/json", FLEET), "is no API server: it sent no list of revisions"),
+        ("pause", (403, "application/json", FORBIDDEN), 'User "u" cannot get resource'),
+        ("pause", (502, "text/html", b"<html>"), "Bad Gateway (fleet f"),
+    ],
+    ids=["a-portal", "that-says-json", "null", "no-list", "a-missing-right", "a-proxy"],
+)
+def test_what_an_api_server_says_is_one_line(
+    answers: Callable[[int, str, bytes], str],
+    action: str,
+    answer: tuple[int, str, bytes],
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+):
+    """A portal that answers 200 with a page was a traceback; of a refusal only the status was told, not the right or field."""
+    assert main(["rollout", action, "f", "-n", "n", "--kubeconfig", answers(*answer)]) == 1
+    said = capsys.readouterr().err
+    assert words in said
     assert said.count("\n") == 1
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import io
 import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,12 +18,14 @@ from fleet_api.parse import parse_fleet
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.validate import validate
 from fleet_cli.errors import InputError, RunError
+from fleet_cli.main import main
 from fleet_cli.up import bundled
-from fleet_cli.up.command import as_new
+from fleet_cli.up.command import UpOptions, _Session, as_new
 from fleet_cli.up.local import LocalFleet
 from fleet_cli.up.preflight import check_engine, check_model, check_port
+from fleet_cli.up.screen import PlainScreen
 from fleet_cli.up.state import state_folder
-from fleet_cli.up.stops import Stops, until
+from fleet_cli.up.stops import Stops, interruptible, until
 from fleet_operator.cluster.interface import ConflictError
 from fleet_operator.cluster.memory import MemoryCluster
 
@@ -235,3 +240,119 @@ def test_a_log_that_cannot_be_written_names_its_path(tmp_path):
                 pass
 
     asyncio.run(go())
+
+
+class Ground:
+    """A local fleet of no process; the user's signal comes while its state is read."""
+
+    logs, router_url = Path("/logs"), "http://127.0.0.1:1"
+
+    def __init__(self, number: signal.Signals) -> None:
+        self.signal = number
+        self.deleted = False
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *_):
+        return None
+
+    def raise_if_dead(self) -> None:
+        return None
+
+    async def observe(self):
+        if not self.deleted:
+            signal.raise_signal(self.signal)
+        return [], {}
+
+    async def delete(self) -> None:
+        self.deleted = True
+
+
+@pytest.mark.parametrize(("once", "code"), [(False, 0), (True, 130)])
+def test_a_proof_that_was_interrupted_is_none(once, code):
+    """CI that ended `fleet up --once` before its time read exit code 0: nothing had been asked."""
+    options = UpOptions(file=None, once=once, port=1, state=None, claims={})
+    screen = PlainScreen(io.StringIO(), lambda: 0.0)
+    session = _Session(options, fleet("file:///m"), Ground(signal.SIGTERM), screen, 0.0)
+    assert asyncio.run(session.run()) == code
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_before_the_fleet_starts_interrupts(number):
+    before = signal.getsignal(number)
+    with pytest.raises(KeyboardInterrupt), interruptible():
+        signal.raise_signal(number)
+    assert signal.getsignal(number) is before
+
+
+def test_a_hang_up_that_the_caller_ignores_ends_nothing():
+    """`nohup fleet up` ended with its terminal."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+
+        async def run():
+            stops = Stops()
+            stops.install()
+            signal.raise_signal(signal.SIGHUP)
+            signal.raise_signal(signal.SIGTERM)
+            await asyncio.wait_for(stops.drain.wait(), 5)
+            await asyncio.sleep(0)
+            assert not stops.kill.is_set()
+
+        with interruptible():
+            signal.raise_signal(signal.SIGHUP)
+            asyncio.run(run())
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_whoever_makes_the_tiny_model_does_not_outlive_its_caller(monkeypatch, tmp_path):
+    """SIGTERM left it behind, and what it had begun in the cache."""
+    monkeypatch.setenv("INFERENCEFLEET_CACHE", str(tmp_path))
+    made: list[subprocess.Popen[str]] = []
+
+    class Interrupted(subprocess.Popen):
+        def communicate(self, *_, **__):
+            made.append(self)
+            deadline = time.monotonic() + 60
+            while not list((tmp_path / "models").glob(".*")) and time.monotonic() < deadline:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self.wait(0.01)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(bundled.subprocess, "Popen", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        bundled.tiny_model()
+    assert made[0].wait(10) != 0
+    assert list((tmp_path / "models").iterdir()) == []
+
+
+def test_a_path_that_cannot_be_looked_at_is_named(tmp_path):
+    with pytest.raises(InputError, match=r"^spec\.model\.source: model path .*: File name too long"):
+        check_model(fleet(f"file://{tmp_path}/{'a' * 300}"), {})
+
+
+@pytest.mark.parametrize("option", ["--state", "--tenants", "--pvc"])
+def test_a_home_that_nobody_has_is_an_option_that_cannot_be_used(option, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["up", option, "c=~nobody-here/x" if option == "--pvc" else "~nobody-here/x"])
+    assert ended.value.code == 2
+    assert f"argument {option}: '~nobody-here/x': there is no such home folder" in capsys.readouterr().err
+
+
+def test_a_cache_without_a_home_says_what_to_set(monkeypatch):
+    """A container's user without a passwd entry and without HOME."""
+    for name in ("INFERENCEFLEET_CACHE", "XDG_CACHE_HOME", "FLEET_VLLM_BIN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "expanduser", lambda _: (_ for _ in ()).throw(RuntimeError("Could not determine home directory.")))
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert bundled.vllm_program() is None
+    with pytest.raises(RunError, match="set HOME or INFERENCEFLEET_CACHE"):
+        bundled.tiny_model()
+
+
+def test_a_cache_that_cannot_be_read_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("INFERENCEFLEET_CACHE", str(tmp_path / ("a" * 300)))
+    with pytest.raises(RunError, match=r"the tiny model cannot be read in .*: File name too long"):
+        bundled.tiny_model()

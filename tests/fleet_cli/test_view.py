@@ -110,7 +110,7 @@ def test_size(count, text):
 
 
 def test_the_curl_line_is_a_shell_command_with_valid_json():
-    words = shlex.split(curl_line("http://127.0.0.1:8080", "tiny"))
+    words = shlex.split(curl_line("http://127.0.0.1:8080", "tiny", tokens=16))
     assert words[:3] == ["curl", "-s", "http://127.0.0.1:8080/v1/completions"]
     assert json.loads(words[-1])["max_tokens"] == 16
 
@@ -186,3 +186,12 @@ def test_the_panel_shows_adapters(stopping):
     screen.show(snapshot([], with_adapters(BROKEN), stopping=stopping))
     screen._console.print(screen._panel())
     assert ("adapter b: on 0 of 3 workers; BadAdapter" in out.getvalue()) is not stopping
+
+
+@pytest.mark.parametrize(("term", "kind"), [("dumb", PlainScreen), ("xterm", LiveScreen)])
+def test_a_terminal_that_draws_no_panel_gets_lines(monkeypatch, term, kind):
+    """With TERM=dumb nothing was said of any pod, ready or not."""
+    out = io.StringIO()
+    monkeypatch.setattr(out, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", term)
+    assert type(open_screen(out, lambda: 0.0)) is kind

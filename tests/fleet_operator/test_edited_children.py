@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -30,6 +32,7 @@ from fleet_operator.observe import DELETION_COST, observe_pods, observe_pools
 from fleet_operator.render.revision import observe_revisions
 from tests.fleet_operator.world import NAMESPACE, World, manifest
 
+RIGHTS = Path(__file__).resolve().parents[2] / "charts/rbac/operator.yaml"
 OURS = [value for name, value in vars(names).items() if isinstance(value, str) and value.startswith(f"{names.GROUP}/")]
 FOUND_BY = {names.FLEET, names.MANAGED_BY}
 """Labels that the watches select by: without them an object is somebody else's."""
@@ -271,13 +274,33 @@ def test_whatever_else_lost_its_label_gets_it_again(kind: Kind):
         await world.settle()
         workers = {pod["metadata"]["uid"] for pod in await world.store.list(POD, NAMESPACE)}
         name = await edit(world, kind, 0, ("labels", {names.FLEET: None}))
+        asked: set[tuple[str, str]] = set()
+        world.api.refuse = lambda verb, written, _: asked.add((written.kind, NEEDED[verb]))
         await go_on(world, 12)
         found = await world.store.get(kind, NAMESPACE, name)
         assert found["metadata"]["labels"][names.FLEET] == "f"
+        needed = {verb for written, verb in asked if written == kind.kind}
+        assert needed
+        assert needed - granted(kind) == set(), "no Role of the chart lets it"
         assert {pod["metadata"]["uid"] for pod in await world.store.list(POD, NAMESPACE)} == workers
         assert (await world.condition("Ready"))["status"] == "True"
 
     asyncio.run(scenario())
+
+
+NEEDED = {"apply": "patch", "patch": "patch", "create": "create", "delete": "delete", "status": "patch"}
+
+
+def granted(kind: Kind) -> set[str]:
+    """Verbs of the operator's Role, as `make chart` writes it out."""
+    (role,) = (o for o in yaml.safe_load_all(RIGHTS.read_text()) if o["kind"] == "ClusterRole")
+    group = kind.api_version.rpartition("/")[0]
+    return {
+        verb
+        for rule in role["rules"]
+        if group in rule["apiGroups"] and kind.plural in rule["resources"]
+        for verb in rule["verbs"]
+    }
 
 
 async def still() -> None:

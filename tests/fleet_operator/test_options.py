@@ -54,6 +54,10 @@ def test_all_of_it():
     [
         (["--kubeconfig", "/nowhere"], "no such file"),
         (["--drain-timeout", "0"], "must be positive"),
+        (["--drain-timeout", "nan"], "must be positive"),
+        (["--sick-taint", "example.com/gpu=bad:NoExecute"], "without value and effect"),
+        (["--namespace-selector", "team=a b"], "key=value"),
+        (["--namespace-selector", "a/b/c=d"], "key=value"),
         (["--health-port", "70000"], "--health-port must be a port"),
         (["--webhook-port", "-1"], "--webhook-port must be a port"),
         (["--namespace", "a", "--namespace-selector", "b=c"], "not both"),

@@ -11,10 +11,12 @@ import pytest
 
 from fleet_api.parse import parse_fleet
 from fleet_operator.cluster.interface import CLAIM_TEMPLATE, CONFIG_MAP, DEPLOYMENT, FLEET, NETWORK_POLICY, POD
+from fleet_operator.flip.follow import DEFAULT_PORTS
 from fleet_operator.names import ROLE
 from fleet_operator.render.network import PORTS, render_policy, worker_ports
 from fleet_operator.render.revision import template_of
 from fleet_operator.settings import Platform
+from fleet_wire.endpoints import Endpoint
 from tests.fleet_api.bad_manifests import WHOLE_TEMPLATE
 from tests.fleet_operator.world import NAMESPACE, World, manifest, play
 
@@ -127,16 +129,34 @@ def test_who_reaches_a_worker():
     )
     owner = {"apiVersion": "v1", "kind": "x", "metadata": {"name": "f", "uid": "u"}}
     spec = render_policy(fleet, owner, Platform(operator_namespace="ops"))["spec"]
-    kv, router, agents = spec["ingress"]
+    kv, router, agents, engines = spec["ingress"]
     assert kv["from"] == [{"podSelector": spec["podSelector"]}]  # no namespaceSelector: pods of this namespace only
     assert spec["podSelector"]["matchLabels"] == {"inferencefleet.io/fleet": "f"}
     assert kv["ports"][0] == {"protocol": "TCP", "port": 5600, "endPort": 5603}
-    assert [port["port"] for port in router["ports"]] == [PORTS.http, PORTS.kv_events, PORTS.kv_replay]
+    assert [port["port"] for port in router["ports"]] == [PORTS.http, PORTS.agent, PORTS.kv_events, PORTS.kv_replay]
     assert [entry["namespaceSelector"]["matchLabels"]["kubernetes.io/metadata.name"] for entry in agents["from"]] == [
         "monitoring",
         "ops",
     ]
     assert [port["port"] for port in agents["ports"]] == [PORTS.agent]
+    assert [entry["namespaceSelector"]["matchLabels"]["kubernetes.io/metadata.name"] for entry in engines["from"]] == ["ops"]
+    assert [port["port"] for port in engines["ports"]] == [PORTS.http]
+
+
+def test_whoever_must_reach_a_port_of_a_worker_may():
+    """Routers ask agents on each new connection whose address it is, and waited a second for them where the network enforces
+    policies; there the operator could prove no flip either, because it asks engines for tokens."""
+    owner = {"apiVersion": "v1", "kind": "x", "metadata": {"name": "f", "uid": "u"}}
+    spec = render_policy(parse_fleet(manifest(tiers=tiers())), owner, Platform(operator_namespace="ops"))["spec"]
+
+    def reached(by: dict[str, Any]) -> set[int]:
+        return {port["port"] for rule in spec["ingress"] if by in rule["from"] for port in rule["ports"]}
+
+    told = {"http_port": PORTS.http, "agent_port": PORTS.agent, "events_port": PORTS.kv_events, "replay_port": PORTS.kv_replay}
+    assert {field for field in Endpoint.__struct_fields__ if field.endswith("_port")} == told.keys()
+    labels = {"inferencefleet.io/fleet": "f", "inferencefleet.io/role": "router"}
+    assert reached({"podSelector": {"matchLabels": labels}}) == set(told.values())
+    assert reached({"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "ops"}}}) == set(DEFAULT_PORTS.values())
 
 
 def test_claims_belong_to_their_pool_and_go_with_it():

@@ -63,6 +63,8 @@ def test_secrets_are_mounted_and_probes_go_where_no_certificate_is_needed():
 def test_the_operator_scrapes_where_no_certificate_is_needed(routing: dict[str, object], port: int):
     live = {("Pod", "r"): {"metadata": {"labels": {ROLE: ROUTER_ROLE}}, "spec": pod(**routing), "status": {"podIP": "10.0.0.1"}}}
     assert router_urls(live, Platform()) == [f"http://10.0.0.1:{port}"]
+    live["Pod", "r"]["status"]["podIP"] = "fd00::1"  # nobody could be asked there, so that sizes were held for ever
+    assert router_urls(live, Platform()) == [f"http://[fd00::1]:{port}"]
 
 
 def test_without_any_of_it_nothing_is_there():

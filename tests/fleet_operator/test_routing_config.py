@@ -77,13 +77,6 @@ def test_a_cascade_reaches_the_router(routing: dict, expected: Cascade | None):
     assert decode(encode(found)) == found
 
 
-@pytest.mark.parametrize(("kind", "agents"), [("precise", True), ("approximate", False)])
-def test_routers_reach_agents_only_where_they_need_the_tokenizer(kind: str, agents: bool):
-    fleet = InferenceFleet.model_validate(manifest(prefixIndex=kind))
-    rules = render_policy(fleet, OWNER, Platform())["spec"]["ingress"]
-    assert ({"protocol": "TCP", "port": PORTS.agent} in rules[1]["ports"]) is agents
-
-
 @pytest.mark.parametrize(
     ("routing", "words"),
     [

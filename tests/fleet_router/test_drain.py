@@ -10,6 +10,7 @@ import pytest
 
 from fleet_router.__main__ import arguments
 from fleet_router.process import DRAIN_STEP_S
+from fleet_router.upstream import Pool
 from tests.fleet_router.fake_worker import stream
 from tests.fleet_router.rig import Rig, run, until
 
@@ -83,3 +84,44 @@ def test_how_long_a_router_drains(argv: list[str], env: str | None, found: float
             arguments(["--follow", "dir:/x", *argv])
     else:
         assert arguments(["--follow", "dir:/x", *argv]).drain_timeout == found
+
+
+@pytest.mark.parametrize(
+    ("bind", "api_server", "host"),
+    [
+        (None, None, "0.0.0.0"), (None, "10.96.0.1", "0.0.0.0"), (None, "fd00:10:96::1", "::"),
+        ("127.0.0.2", "fd00:10:96::1", "127.0.0.2"),
+    ],
+)  # fmt: skip
+def test_where_a_router_listens(bind: str | None, api_server: str | None, host: str, monkeypatch: pytest.MonkeyPatch):
+    """In a cluster whose pods have IPv6 addresses no probe reached it, and no fleet became Ready."""
+    for name, value in (("FLEET_BIND_HOST", bind), ("KUBERNETES_SERVICE_HOST", api_server)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    assert arguments(["--follow", "dir:/x"]).host == host
+
+
+@pytest.mark.parametrize(("address", "said"), [("10.0.0.1", b"10.0.0.1:8000"), ("fd00::1", b"[fd00::1]:8000")])
+def test_what_a_worker_is_called_in_its_requests(address: str, said: bytes):
+    assert Pool(address, 8000).authority == said
+
+
+@pytest.mark.parametrize("option", ["--port", "--admin-port", "--ext-proc-port", "--gossip-port"])
+@pytest.mark.parametrize("given", ["65536", "99999", "-1", "http"])
+def test_a_port_that_is_none_is_refused(option: str, given: str, capsys: pytest.CaptureFixture[str]):
+    """--port 99999 listened on 34463, and said 99999."""
+    with pytest.raises(SystemExit) as ended:
+        arguments(["--follow", "dir:/x", f"{option}={given}"])
+    assert ended.value.code == 2
+    assert f"argument {option}: '{given}' is not a port, 0 to 65535" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("given", "found"), [("8080", 8080), ("0", 0), ("a", None)])
+def test_the_port_of_the_environment(given: str, found: int | None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("FLEET_PORT", given)
+    if found is None:
+        with pytest.raises(SystemExit):
+            arguments(["--follow", "dir:/x"])
+    else:
+        assert arguments(["--follow", "dir:/x"]).port == found

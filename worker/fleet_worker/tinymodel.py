@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -171,6 +172,7 @@ def main() -> int:
     if len(sys.argv) != 2:
         print("usage: python -m fleet_worker.tinymodel DIR", file=sys.stderr)
         return 2
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was begun is removed
     print(make_tiny_model(Path(sys.argv[1]).absolute()))
     return 0
 

@@ -26,7 +26,8 @@
 - {apiGroups: [""], resources: [serviceaccounts], verbs: [list, watch, create, patch]}
 - {apiGroups: [""], resources: [services], verbs: [list, watch, create, patch, delete]}
 - {apiGroups: [apps], resources: [deployments], verbs: [list, watch, create, patch]}
-- {apiGroups: [apps], resources: [controllerrevisions], verbs: [list, watch, create, delete]}
+# patch: their content never changes, but labels that somebody took away come back
+- {apiGroups: [apps], resources: [controllerrevisions], verbs: [list, watch, create, patch, delete]}
 - {apiGroups: [policy], resources: [poddisruptionbudgets], verbs: [list, watch, create, patch, delete]}
 - {apiGroups: [networking.k8s.io], resources: [networkpolicies], verbs: [list, watch, create, patch, delete]}
 # one per pool of a tier with kvTransfer.via dra; written before its pods, gone with the pool, never watched
@@ -39,7 +40,7 @@
 {{- end }}
 {{- end }}
 - {apiGroups: [rbac.authorization.k8s.io], resources: [roles, rolebindings], verbs: [list, watch, create, patch]}
-# events are written and never read back; server-side apply needs both verbs
+# events are written and never read back
 - {apiGroups: [events.k8s.io], resources: [events], verbs: [create]}
 {{- end -}}
 

@@ -23,8 +23,8 @@ class NetworkPolicySpec(ApiModel):
 
     enabled: bool = Field(
         default=True,
-        description="true: only the fleet's workers reach the transfer ports, only its routers the engines, only the "
-        "operator the agents. false: no policy, and one that exists is deleted. Default: true.",
+        description="true: only the fleet's workers reach the transfer ports, only its routers and the operator the engines and "
+        "the agents. false: no policy, and one that exists is deleted. Default: true.",
     )
     metrics_from: Annotated[tuple[Annotated[str, Field(pattern=DNS_LABEL, max_length=63)], ...], Field(max_length=8)] = Field(
         default=(), description="More namespaces that may read the workers' metrics, e.g. monitoring. Default: none."

@@ -13,7 +13,7 @@ from typing import Any
 
 from fleet_cli.errors import EXIT_OK, InputError, RunError
 from fleet_cli.explain.told import told
-from fleet_cli.streams import emit
+from fleet_cli.streams import complain, emit
 
 DEFAULT_URL = "http://127.0.0.1:8080"
 KEY_VARIABLE = "FLEET_API_KEY"
@@ -56,7 +56,7 @@ def _run(options: argparse.Namespace) -> int:
     if problems and not records:
         raise RunError("\n".join(problems))
     for problem in problems:
-        print(f"fleet: {problem}; its records are missing here", file=sys.stderr)
+        complain(f"fleet: {problem}; its records are missing here")
     if not records:
         what = f"request {options.request}" if options.request else "any request"
         raise RunError(f"no router has a record of {what}: old ones are forgotten, see the router's limits in its README")
@@ -81,12 +81,17 @@ def _urls(options: argparse.Namespace, problems: list[str]) -> Iterator[Sequence
 
 def _key(file: str | None) -> str:
     """An argument would be seen by everybody on the machine."""
-    if file is None:
-        return os.environ.get(KEY_VARIABLE, "").strip()
+    where = f"${KEY_VARIABLE}" if file is None else f"--key-file {file}"
+    if file == "-" and sys.stdin is None:
+        raise InputError(f"{where}: standard input is closed")
     try:
-        return (sys.stdin.read() if file == "-" else Path(file).read_text()).strip()
+        given = os.environ.get(KEY_VARIABLE, "") if file is None else sys.stdin.read() if file == "-" else Path(file).read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"--key-file {file}: {getattr(error, 'strerror', None) or 'not text'}") from error
+        raise InputError(f"{where}: {getattr(error, 'strerror', None) or 'not text'}") from error
+    key = given.strip()
+    if not (key.isascii() and key.isprintable()):  # no header takes it, and what refuses it does not say so
+        raise InputError(f"{where}: a key is one line of ASCII text")
+    return key
 
 
 def ask(url: str, request: str | None, key: str) -> list[dict[str, Any]]:

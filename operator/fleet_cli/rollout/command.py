@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import time
 from collections.abc import Callable
@@ -36,12 +37,13 @@ class Fleets:
             raise InputError(f"no usable kubeconfig: {' '.join(str(error).split()) or type(error).__name__}") from error
         self._fleets, self._apps = client.CustomObjectsApi(), client.AppsV1Api()
         self._errors, self._silence = (client.ApiException, OSError), HTTPError
+        self._url = self._fleets.api_client.configuration.host
 
     def get(self, name: str) -> Object:
         """The fleet."""
-        found: Object = self._call(
-            lambda: self._fleets.get_namespaced_custom_object(GROUP, VERSION, self.namespace, PLURAL, name), name
-        )
+        found = self._call(lambda: self._fleets.get_namespaced_custom_object(GROUP, VERSION, self.namespace, PLURAL, name), name)
+        if not isinstance(found, dict) or not all(isinstance(found.get(part), dict) for part in ("metadata", "spec")):
+            raise RunError(f"what answers at {self._url} is no API server: it sent no fleet {name}")
         return found
 
     def put(self, fleet: Object) -> None:
@@ -62,9 +64,10 @@ class Fleets:
             ),
             name,
         )
-        import json
-
-        items: list[Object] = json.loads(found.data)["items"]
+        try:
+            items: list[Object] = json.loads(found.data)["items"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise RunError(f"what answers at {self._url} is no API server: it sent no list of revisions") from error
         return items
 
     def _call(self, request: Callable[[], Any], name: str) -> Any:
@@ -72,11 +75,21 @@ class Fleets:
             return request()
         except self._silence as error:
             raise RunError(f"no answer of the API server ({type(error).__name__}; fleet {name})") from error
+        except ValueError as error:
+            raise RunError(f"what answers at {self._url} is no API server: it sent no JSON") from error
         except self._errors as error:
-            status, reason = getattr(error, "status", None), getattr(error, "reason", None)
-            if status == 404:
+            if getattr(error, "status", None) == 404:
                 raise InputError(f"no fleet {name} in namespace {self.namespace}") from error
-            raise RunError(f"{reason or error} (fleet {name}, namespace {self.namespace})") from error
+            raise RunError(f"{_words(error)} (fleet {name}, namespace {self.namespace})") from error
+
+
+def _words(error: Exception) -> str:
+    """The API server's own: which right is missing, which field is wrong. Else the status, or what the system says."""
+    try:
+        said = json.loads(getattr(error, "body", None) or "")["message"]
+    except (ValueError, KeyError, TypeError):
+        said = None
+    return str(said or getattr(error, "reason", None) or error)
 
 
 def add_rollout(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -15,37 +16,61 @@ from fleet_worker.tinymodel import SEED
 MODEL = f"tiny-llama-{SEED}"
 VLLM_ENV = "FLEET_VLLM_BIN"
 MAKING_TIMEOUT_S = 120.0
+ENDING_S = 5.0
+"""Seconds in which the process that makes it removes what it began."""
 
 
 def cache_folder() -> Path:
-    """Where things outside the checkout live: $INFERENCEFLEET_CACHE, else ~/.cache/inferencefleet."""
+    """Where things outside the checkout live: $INFERENCEFLEET_CACHE, else ~/.cache/inferencefleet. RunError: nobody knows
+    where home is."""
     chosen = os.environ.get("INFERENCEFLEET_CACHE")
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return (Path(chosen) if chosen else Path(base) / "inferencefleet").expanduser().absolute()
+    try:
+        return (Path(chosen) if chosen else Path(base) / "inferencefleet").expanduser().absolute()
+    except RuntimeError as error:
+        raise RunError("no home folder is known for the cache: set HOME or INFERENCEFLEET_CACHE") from error
 
 
 def vllm_program() -> str | None:
     """Path of the vLLM to run: $FLEET_VLLM_BIN, what `make vllm` put into the cache, or `vllm` on PATH."""
     if chosen := os.environ.get(VLLM_ENV):
         return chosen
-    installed = sorted(str(path) for path in cache_folder().glob("vllm-*/bin/vllm"))
+    installed: list[str] = []
+    with contextlib.suppress(RunError):  # no home: nothing was put there
+        installed = sorted(str(path) for path in cache_folder().glob("vllm-*/bin/vllm"))
     return installed[-1] if installed else shutil.which("vllm")
 
 
 def tiny_model() -> Path:
     """The folder of the tiny model, made when absent. In a process of its own: torch would stay in this one's memory for ever."""
     folder = cache_folder() / "models" / MODEL
-    if (folder / "config.json").is_file():
-        return folder
-    command = [sys.executable, "-m", "fleet_worker.tinymodel", str(folder)]
     try:
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=MAKING_TIMEOUT_S)
-    except subprocess.CalledProcessError as error:
-        last = (error.stderr.strip().splitlines() or ["no output"])[-1]
-        raise RunError(f"the tiny model could not be made in {folder}: {last}") from error
-    except subprocess.TimeoutExpired as error:
-        raise RunError(f"the tiny model was not made within {MAKING_TIMEOUT_S:g} s") from error
+        if (folder / "config.json").is_file():
+            return folder
+    except OSError as error:
+        raise RunError(f"the tiny model cannot be read in {folder}: {error.strerror}") from error
+    command = [sys.executable, "-m", "fleet_worker.tinymodel", str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as making:
+        try:
+            _, said = making.communicate(timeout=MAKING_TIMEOUT_S)
+        except subprocess.TimeoutExpired as error:
+            _end(making)
+            raise RunError(f"the tiny model was not made within {MAKING_TIMEOUT_S:g} s") from error
+        except BaseException:
+            _end(making)
+            raise
+    if making.returncode:
+        last = (said.strip().splitlines() or ["no output"])[-1]
+        raise RunError(f"the tiny model could not be made in {folder}: {last}")
     return folder
+
+
+def _end(making: subprocess.Popen[str]) -> None:
+    """Told, so that it removes what it began; then killed."""
+    making.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        making.wait(ENDING_S)
+    making.kill()
 
 
 def bundled_manifest(model: Path) -> dict[str, Any]:

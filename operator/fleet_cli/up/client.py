@@ -13,6 +13,7 @@ import httpx
 from fleet_cli.errors import RunError
 
 REQUEST_TIMEOUT_S = 120.0
+TIER_HEADER = "x-fleet-tier"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,8 @@ class Answer:
     prompt_tokens: int
     chunks: int
     first_token_s: float
+    tier: str = ""
+    """Of the worker that answered, where tiers have models of their own."""
 
     def same_as(self, other: Answer) -> bool:
         """Token for token where both sides report ids, else by text."""
@@ -61,7 +64,8 @@ class Client:
     async def complete(self, prompt: str, max_tokens: int) -> Answer:
         """POST /v1/completions, greedy, not streamed."""
         begun = time.monotonic()
-        answer = (await self._send("POST", "/v1/completions", self._body(prompt, max_tokens))).json()
+        sent = await self._send("POST", "/v1/completions", self._body(prompt, max_tokens))
+        answer = sent.json()
         choice = answer["choices"][0]
         return Answer(
             text=choice["text"],
@@ -69,6 +73,7 @@ class Client:
             prompt_tokens=answer["usage"]["prompt_tokens"],
             chunks=1,
             first_token_s=time.monotonic() - begun,
+            tier=sent.headers.get(TIER_HEADER, ""),
         )
 
     async def chat(self, content: str, max_tokens: int) -> str:
@@ -81,13 +86,14 @@ class Client:
     async def stream(self, prompt: str, max_tokens: int) -> Answer:
         """POST /v1/completions, greedy, streamed to [DONE]."""
         begun, first = time.monotonic(), 0.0
-        text, tokens, chunks, used, done = "", list[int](), 0, 0, False
+        text, tokens, chunks, used, done, tier = "", list[int](), 0, 0, False, ""
         body = {**self._body(prompt, max_tokens), "stream": True, "stream_options": {"include_usage": True}}
         try:
             async with self._http.stream("POST", "/v1/completions", json=body) as answer:
                 if answer.status_code != 200:
                     await answer.aread()
                     raise self._refused("POST /v1/completions (stream)", answer)
+                tier = answer.headers.get(TIER_HEADER, "")
                 async for line in answer.aiter_lines():
                     if not line.startswith("data:"):
                         continue
@@ -105,7 +111,7 @@ class Client:
             raise RunError(f"POST {self._base_url}/v1/completions (stream): {_cause(error)}") from error
         if not done:
             raise RunError(f"POST {self._base_url}/v1/completions: the stream ended without [DONE]")
-        return Answer(text=text, tokens=tuple(tokens), prompt_tokens=used, chunks=chunks, first_token_s=first)
+        return Answer(text=text, tokens=tuple(tokens), prompt_tokens=used, chunks=chunks, first_token_s=first, tier=tier)
 
     def _body(self, prompt: str, max_tokens: int) -> dict[str, Any]:
         return {

@@ -17,11 +17,11 @@ from fleet_cli.up.bundled import bundled_manifest, tiny_model, vllm_program
 from fleet_cli.up.client import Client
 from fleet_cli.up.local import LocalFleet
 from fleet_cli.up.preflight import check_engine, check_model, check_port
-from fleet_cli.up.proof import Ground, prove
+from fleet_cli.up.proof import Ground, output_tokens, prove
 from fleet_cli.up.routerport import router_secrets
 from fleet_cli.up.screen import Screen, open_screen
 from fleet_cli.up.state import state_folder
-from fleet_cli.up.stops import Stops, until
+from fleet_cli.up.stops import Stops, interruptible, until
 from fleet_cli.up.tenants import local_tenants
 from fleet_cli.up.view import SAMPLE_PROMPT, Snapshot, curl_line, fatal, kv_line, kv_total, snapshot
 from fleet_operator.runtime.settings import RuntimeSettings
@@ -49,7 +49,7 @@ def up(options: UpOptions) -> int:
     """Run the command; raises CliError with the cause when it cannot."""
     check_port(options.port)
     begun = time.monotonic()
-    with open_screen() as screen:
+    with interruptible(), open_screen() as screen:
         manifest = _manifest(options, screen)
         fleet = parse_fleet(manifest)
         check_model(fleet, options.claims)
@@ -112,6 +112,9 @@ class _Session:
                 drained = await self._drain(stops)
         if code is not None:
             return code
+        if self.options.once:  # whoever asked for the proof must not take an end for it
+            self.screen.say("interrupted before the proof was there")
+            return EXIT_KILLED
         return EXIT_OK if drained else EXIT_KILLED
 
     async def _work(self) -> int:
@@ -146,13 +149,15 @@ class _Session:
 
     async def _offer(self) -> None:
         """Send what the user is invited to paste, so that it is known to work, and show what it moved."""
+        tokens = output_tokens(self.fleet, FIRST_TOKENS)
         async with Client(self.local.router_url, self.fleet.served_name, key=self.key) as client:
-            answer = await client.stream(SAMPLE_PROMPT, FIRST_TOKENS)
+            answer = await client.stream(SAMPLE_PROMPT, tokens)
         first = time.monotonic() - self.begun
         nonsense = "" if self.options.file else " (random weights: the words mean nothing)"
         self.screen.say(f"first tokens after {first:.1f} s: {answer.text!r}{nonsense}")
         url, model = self.local.router_url, self.fleet.served_name
-        self.screen.block(f"OpenAI endpoint: {url}/v1   model: {model}\nTry it:\n\n{curl_line(url, model, keyed=bool(self.key))}")
+        curl = curl_line(url, model, tokens=tokens, keyed=bool(self.key))
+        self.screen.block(f"OpenAI endpoint: {url}/v1   model: {model}\nTry it:\n\n{curl}")
         self.screen.say(f"logs: {self.local.logs}; Ctrl-C stops everything")
 
     async def _prove(self) -> int:
@@ -162,7 +167,7 @@ class _Session:
         ground = Ground(
             fleet=self.fleet,
             router_url=self.local.router_url,
-            prefill_url=await self.local.prefill_url(),
+            prefill_url=self.local.prefill_url,
             counters=counters,
             key=self.key,
         )

@@ -18,6 +18,7 @@ from fleet_cli.up.bundled import VLLM_ENV, vllm_program
 from fleet_cli.up.view import ROLE_LABEL
 from fleet_operator.cluster.interface import FLEET, POD, ClusterError, NotFoundError, Object
 from fleet_operator.cluster.memory import MemoryCluster
+from fleet_operator.names import TIER
 from fleet_operator.reconciler import Reconciler
 from fleet_operator.runtime.deployments import DeploymentController
 from fleet_operator.runtime.kubelet import ProcessKubelet
@@ -110,9 +111,10 @@ class LocalFleet:
             return pods, {}
         return pods, fleet.get("status") or {}
 
-    async def prefill_url(self) -> str:
-        """Base URL of one prefill worker's engine."""
-        for pod in await self._cluster.list(POD, self._namespace, {ROLE_LABEL: "prefill"}):
+    async def prefill_url(self, tier: str) -> str:
+        """Base URL of the engine of one prefill worker of this tier; empty: of any."""
+        wanted = {ROLE_LABEL: "prefill", **({TIER: tier} if tier else {})}
+        for pod in await self._cluster.list(POD, self._namespace, wanted):
             if ip := (pod.get("status") or {}).get("podIP"):
                 return f"http://{ip}:{ENGINE_PORT}"
         raise RunError("no prefill worker has an address")

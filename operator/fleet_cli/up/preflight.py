@@ -33,10 +33,13 @@ def _check_source(field: str, what: str, source: Source, claims: Mapping[str, Pa
             folder = claims[claim] / path
         case _:
             return
-    if not folder.exists():
-        raise InputError(f"{field}: {what} path {folder} does not exist")
-    if not folder.is_dir():
-        raise InputError(f"{field}: {what} path {folder} is not a folder")
+    try:
+        if not folder.exists():
+            raise InputError(f"{field}: {what} path {folder} does not exist")
+        if not folder.is_dir():
+            raise InputError(f"{field}: {what} path {folder} is not a folder")
+    except OSError as error:  # a name that is too long, a folder above it that may not be entered
+        raise InputError(f"{field}: {what} path {folder}: {error.strerror}") from error
 
 
 def check_engine(fleet: InferenceFleet, vllm: str | None) -> None:

@@ -12,6 +12,7 @@ from fleet_cli.up.client import Client
 from fleet_cli.up.view import SAMPLE_PROMPT, kv_line
 
 OUTPUT_TOKENS = 24
+SHORT_ANSWER = 4
 REMOTE_PROMPTS = 3
 """Long prompts that `prove` sends through the router; each must cost one hand-off."""
 SHORT_TOKENS = 8
@@ -40,11 +41,18 @@ class Ground:
 
     fleet: InferenceFleet
     router_url: str
-    prefill_url: str
-    """One prefill worker's engine: what it computes alone is the truth that a hand-off must reproduce."""
+    prefill_url: Callable[[str], Awaitable[str]]
+    """The engine of one prefill worker of a tier (empty: of any): what it computes alone is the truth that a hand-off must
+    reproduce. Tiers of a cascade have models of their own."""
     counters: Callable[[], Awaitable[KvStatus]]
     key: str = field(default="", repr=False)
     """API key that the router asks for; empty: none."""
+
+
+def output_tokens(fleet: InferenceFleet, most: int) -> int:
+    """How many tokens a request of ours asks for: no more than the fleet gives to its class `default`, else it is refused."""
+    own = (one.max_output_tokens for one in fleet.spec.classes if one.name == "default")
+    return min(most, fleet.spec.limits.max_output_tokens, *filter(None, own))
 
 
 def long_prompt(fleet: InferenceFleet, salt: str) -> str:
@@ -59,16 +67,14 @@ def long_prompt(fleet: InferenceFleet, salt: str) -> str:
 async def prove(ground: Ground, salt: str) -> list[Check]:
     """Everything that --once tries, in order. RunError when a request fails outright."""
     before = await ground.counters()
-    async with (
-        Client(ground.router_url, ground.fleet.served_name, key=ground.key) as router,
-        Client(ground.prefill_url, ground.fleet.served_name) as alone,
-    ):
+    async with Client(ground.router_url, ground.fleet.served_name, key=ground.key) as router:
         checks = [await _models(router, ground.fleet.served_name)]
-        checks += await _equal_tokens(router, alone, long_prompt(ground.fleet, f"{salt} one"), streamed=False)
-        checks += await _equal_tokens(router, alone, long_prompt(ground.fleet, f"{salt} two"), streamed=True)
-        checks.append(await _chat(router, long_prompt(ground.fleet, f"{salt} three")))
+        checks += await _equal_tokens(router, ground, long_prompt(ground.fleet, f"{salt} one"), streamed=False)
+        checks += await _equal_tokens(router, ground, long_prompt(ground.fleet, f"{salt} two"), streamed=True)
+        tokens = output_tokens(ground.fleet, OUTPUT_TOKENS)
+        checks.append(await _chat(router, long_prompt(ground.fleet, f"{salt} three"), tokens))
         if ground.fleet.spec.routing.remote_prefill.min_uncached_tokens >= SHORT_TOKENS:
-            checks.append(await _short(router))
+            checks.append(await _short(router, output_tokens(ground.fleet, SHORT_ANSWER)))
     checks.append(await _moved(ground, before, expected=REMOTE_PROMPTS))
     return checks
 
@@ -78,9 +84,11 @@ async def _models(router: Client, served_name: str) -> Check:
     return Check("GET /v1/models", served_name in names, ", ".join(names) or "empty")
 
 
-async def _equal_tokens(router: Client, alone: Client, prompt: str, *, streamed: bool) -> list[Check]:
-    remote = await (router.stream if streamed else router.complete)(prompt, OUTPUT_TOKENS)
-    local = await alone.complete(prompt, OUTPUT_TOKENS)
+async def _equal_tokens(router: Client, ground: Ground, prompt: str, *, streamed: bool) -> list[Check]:
+    tokens = output_tokens(ground.fleet, OUTPUT_TOKENS)
+    remote = await (router.stream if streamed else router.complete)(prompt, tokens)
+    async with Client(await ground.prefill_url(remote.tier), ground.fleet.served_name) as alone:
+        local = await alone.complete(prompt, tokens)
     kind = "streamed" if streamed else "not streamed"
     got = f"{len(remote.tokens)} tokens" if remote.tokens else f"{len(remote.text)} characters"
     many = f"{remote.prompt_tokens} prompt tokens, {got}"
@@ -95,15 +103,15 @@ async def _equal_tokens(router: Client, alone: Client, prompt: str, *, streamed:
     ]
 
 
-async def _chat(router: Client, content: str) -> Check:
-    text = await router.chat(content, OUTPUT_TOKENS)
+async def _chat(router: Client, content: str, tokens: int) -> Check:
+    text = await router.chat(content, tokens)
     return Check("chat completion", bool(text), f"{len(text)} characters")
 
 
-async def _short(router: Client) -> Check:
+async def _short(router: Client, tokens: int) -> Check:
     """A prompt this short is not worth a hand-off."""
     before = await router.metric(LOCAL_PREFILLS)
-    answer = await router.complete("Hi", 4)
+    answer = await router.complete("Hi", tokens)
     local = await router.metric(LOCAL_PREFILLS) - before
     return Check(
         "short prompt stays on the decode worker", bool(answer.text) and local >= 1, f"{answer.prompt_tokens} prompt tokens"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import sys
 import time
@@ -42,9 +43,10 @@ class Screen(Protocol):
 
 
 def open_screen(out: TextIO | None = None, now: Callable[[], float] = time.monotonic) -> Screen:
-    """A live screen when `out` (standard output) is a terminal, else plain lines."""
+    """A live screen when `out` (standard output) is a terminal that can move its cursor, else plain lines."""
     out = out or sys.stdout
-    return LiveScreen(out, now) if out.isatty() else PlainScreen(out, now)
+    live = out.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")  # there a panel is never drawn
+    return LiveScreen(out, now) if live else PlainScreen(out, now)
 
 
 class PlainScreen:

@@ -4,11 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def ending() -> tuple[signal.Signals, ...]:
+    """The signals that end a command. A hang-up that the caller ignores (`nohup fleet up`) is none."""
+    hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
+    return signal.SIGINT, signal.SIGTERM, *hangup
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Each of them is a KeyboardInterrupt until `Stops` takes over: what SIGTERM ends at once leaves its folder and the process
+    that makes the model."""
+    before = {number: signal.getsignal(number) for number in ending() if number != signal.SIGINT}
+    for number in before:
+        signal.signal(number, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class Stops:
@@ -21,7 +41,7 @@ class Stops:
     def install(self) -> None:
         """Take over the signals that end a command."""
         loop = asyncio.get_running_loop()
-        for number in SIGNALS:
+        for number in ending():
             loop.add_signal_handler(number, self.ask)
 
     def ask(self) -> None:

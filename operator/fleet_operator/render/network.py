@@ -57,14 +57,10 @@ def port_of(pod: Object, name: str, default: int) -> int:
 
 
 def render_policy(fleet: InferenceFleet, owner: Object, platform: Platform) -> Object:
-    """Nobody but these reaches a worker: workers of the fleet for KV, its routers for requests, the operator for telemetry."""
+    """Nobody but these reaches a worker: workers of the fleet for KV, its routers for requests and to ask who it is, the operator
+    for telemetry and to prove a flip."""
     name = fleet.metadata.name
     workers = {"matchLabels": {FLEET: name}, "matchExpressions": [{"key": ROLE, "operator": "In", "values": WORKER_ROLES}]}
-    tokenizer = [_port(PORTS.agent)] if fleet.spec.routing.prefix_index == "precise" else []
-    agents: Object = {"ports": [_port(PORTS.agent)]}
-    if platform.operator_namespace is not None:  # outside a cluster it comes from an address that nobody can name here
-        namespaces = sorted({platform.operator_namespace, *fleet.spec.network_policy.metrics_from})
-        agents["from"] = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": n}}} for n in namespaces]
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
@@ -81,13 +77,28 @@ def render_policy(fleet: InferenceFleet, owner: Object, platform: Platform) -> O
                 {"from": [{"podSelector": workers}], **_between_workers(fleet)},
                 {
                     "from": [{"podSelector": {"matchLabels": {FLEET: name, ROLE: ROUTER_ROLE}}}],
-                    "ports": [_port(PORTS.http), _port(PORTS.kv_events), _port(PORTS.kv_replay), *tokenizer],
+                    "ports": [_port(PORTS.http), _port(PORTS.agent), _port(PORTS.kv_events), _port(PORTS.kv_replay)],
                 },
-                agents,
+                *_operator(fleet, platform.operator_namespace),
                 *_gateways(fleet),
             ],
         },
     }
+
+
+def _operator(fleet: InferenceFleet, namespace: str | None) -> list[Object]:
+    """Agents for it and whoever reads metrics, engines for it alone."""
+    if namespace is None:  # outside a cluster it comes from an address that nobody can name here: engines stay closed
+        return [{"ports": [_port(PORTS.agent)]}]
+    readers = sorted({namespace, *fleet.spec.network_policy.metrics_from})
+    return [
+        {"from": _namespaces(readers), "ports": [_port(PORTS.agent)]},
+        {"from": _namespaces([namespace]), "ports": [_port(PORTS.http)]},
+    ]
+
+
+def _namespaces(names: list[str]) -> list[Object]:
+    return [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": name}}} for name in names]
 
 
 def _gateways(fleet: InferenceFleet) -> list[Object]:
@@ -96,8 +107,7 @@ def _gateways(fleet: InferenceFleet) -> list[Object]:
     if picker is None:
         return []
     names = sorted(set(picker.gateway_namespaces) or {fleet.metadata.namespace})
-    allowed = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": name}}} for name in names]
-    return [{"from": allowed, "ports": [_port(PORTS.http)]}]
+    return [{"from": _namespaces(names), "ports": [_port(PORTS.http)]}]
 
 
 def _between_workers(fleet: InferenceFleet) -> Object:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import yaml
 
 from fleet_operator.names import FLEET, MANAGED_BY
+from fleet_operator.render.port import ADMIN_PORT
 from fleet_operator.telemetry.aggregate import METRICS
 from fleet_operator.telemetry.series import by_pod, label_name, of_pod, query, quoted
 
@@ -101,5 +103,11 @@ def test_the_documented_configuration_is_the_tested_one():
     for config in (documented, tested):
         del config["scrape_configs"][0]["scrape_interval"]
     assert documented == tested
+    (ports,) = [
+        rule["regex"] for rule in tested["scrape_configs"][0]["relabel_configs"] if len(rule.get("source_labels", ())) == 2
+    ]
+    # clients of a fleet with tenants or TLS are not told metrics: there routers tell them at the admin port alone
+    for told in ("worker;agent", "router;http", f"router;{ADMIN_PORT}"):
+        assert re.fullmatch(ports, told), told
     assert f"__meta_kubernetes_pod_label_{label_name(MANAGED_BY)}" in text
     assert label_name(FLEET).startswith("inferencefleet_io_")
