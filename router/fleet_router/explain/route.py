@@ -19,10 +19,10 @@ from fleet_router.admission.tenants import Decisions
 from fleet_router.errors import RequestError
 from fleet_router.explain.recorder import Recorder
 from fleet_router.explain.shown import Shown, refused, shown
+from fleet_router.hints import FORWARDED
 
 PATH: Final = b"/debug/decisions"
 ASKED: Final = b"x-fleet-explain"
-FORWARDED: Final = (b"x-forwarded-for", b"forwarded", b"via")
 USUAL: Final = 20
 MOST: Final = 200
 ID_MOST: Final = 128
