@@ -9,9 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from fleet_router.config import TierRule
+from fleet_router.config import HttpBounds, TierRule
 from fleet_router.epp.exchange import Exchange
 from fleet_router.epp.messages import BUFFERED, FULL_DUPLEX, ProcessingRequest
+from fleet_router.inbound import PIECES_MOST
 from tests.fleet_router.admission.made import key_of, parsed
 from tests.fleet_router.rig import CONFIG, Rig, ask, run
 
@@ -242,3 +243,18 @@ def test_a_worker_that_fails_behind_a_gateway_is_put_out_and_its_client_pays_not
         assert worker.breaker.closed == (counted == "refused")
 
     run(go, prefill=0)
+
+
+def test_a_body_that_comes_in_small_pieces_takes_no_more_memory_than_it_has_bytes():
+    async def go(rig: Rig) -> None:
+        known(rig)
+        exchange, piece = Exchange(rig.context), body_of(b"  ")
+        piece.request_body.end_of_stream = False
+        exchange._read(head_of())
+        for number in range(20_000):
+            piece.request_body.body = b"" if number % 2 else b"  "
+            assert [said async for said in exchange._piece(piece.request_body)] == []
+        assert len(exchange._body) <= PIECES_MOST
+        assert b"".join(exchange._body) == b" " * 20_000
+
+    run(go, prefill=0, config=msgspec.structs.replace(CONFIG, bounds=HttpBounds(body_bytes=100_000)))
