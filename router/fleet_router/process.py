@@ -25,6 +25,7 @@ from fleet_router.explain.journal import Journal
 from fleet_router.explain.recorder import Recorder
 from fleet_router.explain.route import PATH as DECISIONS
 from fleet_router.exposition import exposition
+from fleet_router.faults import places
 from fleet_router.follow.capacity import follow_capacity
 from fleet_router.follow.directory import follow_directory
 from fleet_router.follow.documents import Documents
@@ -365,6 +366,9 @@ class Router:
                 await link.run()
             except GossipError as error:
                 self._journal.say("gossip-failed", problem=str(error))
+            except Exception as error:  # a bug of ours
+                first = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
+                self._journal.say("gossip-failed", problem=type(first).__name__, at=places(first.__traceback__))
             await asyncio.sleep(GOSSIP_AGAIN_S)
 
     async def _measure(self) -> None:
