@@ -201,7 +201,7 @@ class Knowledge:
         for (_, block_tokens), keys in counted.keys.items():
             blocks += [(held * block_tokens, mask) for held, mask in index.depths(keys)]
         blocks.sort(reverse=True)
-        trusted = self.believed.trusted & (index.named() if counted.salted else -1)
+        trusted = self.believed.trusted & ~index.lacking & (index.named() if counted.salted else -1)
         return msgspec.structs.replace(hints, tokens=float(counted.tokens), blocks=tuple(blocks), precise=trusted)
 
     def answered(self, worker: str, counted: Counted) -> None:

@@ -148,6 +148,22 @@ def test_a_worker_without_a_replay_port_is_believed_in_what_it_says(folder: Path
     run("127.84.0.19", folder, go, replay_port=0)
 
 
+def test_who_holds_more_than_there_is_room_for_is_left_to_the_approximate_index_as_well(folder: Path):
+    """Of a large cache the first blocks alone were known, for ever, and nothing else was believed."""
+
+    async def go(knowledge: Knowledge, publisher: Publisher) -> None:
+        ids, knowledge.believed.index._capacity = list(range(4 * SIZE)), 3
+        await publisher.settle(lambda: knowledge.believed.trusted == 1, knowledge)
+        for blocks, trusted in ((3, 1), (4, 0)):
+            publisher.store(ids, until=blocks)
+            await publisher.settle(lambda: len(knowledge.believed.index) == 3, knowledge)
+            await publisher.settle(lambda: knowledge.believed.index.lacking == 1 - trusted, knowledge)  # noqa: B023
+            hints = knowledge.hints(await counted(knowledge, {"prompt": ids}), NO_HINTS)
+            assert (hints.blocks, hints.precise) == (((3 * SIZE, 1),), trusted)
+
+    run("127.84.0.31", folder, go)
+
+
 def test_a_conversation_is_rendered_as_the_engine_does(folder: Path):
     text = Text(folder)
     messages = [{"role": "system", "content": PROMPT}, {"role": "user", "content": [{"type": "text", "text": "Why?"}]}]

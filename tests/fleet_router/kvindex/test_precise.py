@@ -97,6 +97,31 @@ def test_it_is_bounded():
     assert made.depths(KEYS) == [(3, 1)]
 
 
+def test_who_holds_more_than_there_is_room_for_is_known_in_part_until_it_begins_anew():
+    made = PreciseIndex(6)
+    made.join("a", 1, "c")
+    made.join("b", 2, "c")
+    made.apply("b", [stored(NAMES[:3])])
+    assert made.lacking == 0
+    made.apply("b", [stored(NAMES[3:4])])
+    assert made.lacking == 2
+    made.apply("b", [BlockRemoved(NAMES[:3], "GPU")])  # what it holds besides is not known
+    assert made.lacking == 2
+    made.clear("b")
+    assert made.lacking == 0
+
+
+@pytest.mark.parametrize("lora", [None, "billing"])
+def test_an_engine_that_begins_anew_with_blocks_of_another_size_is_found(lora: str | None):
+    """The parent of its first blocks was that of its last life: nothing that it held was found, and nobody else was believed."""
+    made = index()
+    made.apply("a", [stored([1, 2, 3], TOKENS[: 3 * SIZE], lora=lora)])
+    made.clear("a")
+    made.apply("a", [msgspec.structs.replace(stored([4, 5], TOKENS[: 4 * SIZE], lora=lora), block_size=2 * SIZE)])
+    keys = [key_of(name) for name in chain(root_hash("c", 2 * SIZE, lora or ""), TOKENS, 2 * SIZE)]
+    assert made.depths(keys) == [(2, 1)]
+
+
 class Worker:
     """A publisher in memory: what it holds, its log, its buffer."""
 
