@@ -66,6 +66,8 @@ class Knowledge:
         self._reader = EventReader(self._deliver)
         self._endpoints: dict[str, Endpoint] = {}
         self._tokeniser: Tokeniser | None = None
+        self._tokeniser_of = ""
+        """Compatibility hash of the workers whose it is: others may have another model."""
         self._fetching: asyncio.Task[None] | None = None
         self._fetched_at = float("-inf")
         self._waiting = 0
@@ -91,6 +93,8 @@ class Knowledge:
         """Twice a second: silence, replays, a tokenizer that is still missing."""
         self.believed.check(now)
         self._ask()
+        if self._endpoints and all(endpoint.compat != self._tokeniser_of for endpoint in self._endpoints.values()):
+            self._tokeniser = None
         if self._tokeniser is None and self._endpoints and now - self._fetched_at > AGAIN_S and self._fetching is None:
             self._fetched_at = now
             self._fetching = self._loop.create_task(self._fetch(next(iter(self._endpoints.values()))))
@@ -104,7 +108,7 @@ class Knowledge:
         else:
             if made.usable:
                 self.prefixes = TokenisedPrefixes(TOKENS_MOST, splits=made.splits)
-                self._tokeniser = made
+                self._tokeniser, self._tokeniser_of = made, endpoint.compat
             self._say(f"tokenizer from {endpoint.name}: usable={made.usable} splits={made.splits}")
         finally:
             self._fetching = None
@@ -163,12 +167,14 @@ class Knowledge:
         except (UnreadableError, msgspec.DecodeError, OverflowError):
             return NOT_KNOWN
         lead = () if chat else tokeniser.lead
-        reading = self.prefixes.read(text, lead)
+        prefixes = self.prefixes  # of this tokenizer
+        reading = prefixes.read(text, lead)
         if reading.missing_chars <= INLINE_CHARS:
-            return self._learn(reading, tokeniser.encode([reading.segments[i] for i in reading.missing]), lead, under)
+            ids = tokeniser.encode([reading.segments[i] for i in reading.missing])
+            return self._learn(prefixes, reading, ids, lead, under)
         if self._waiting >= WAITING_MOST:
             return NOT_KNOWN
-        self._later(reading, tokeniser, lambda ids: then(self._learn(reading, ids, lead, under) if ids else NOT_KNOWN))
+        self._later(reading, tokeniser, lambda ids: then(self._learn(prefixes, reading, ids, lead, under) if ids else NOT_KNOWN))
         return None
 
     def _later(self, reading: Reading, tokeniser: Tokeniser, then: Callable[[Sequence[Sequence[int]]], None]) -> None:
@@ -182,8 +188,9 @@ class Knowledge:
 
         encoding.add_done_callback(encoded)
 
-    def _learn(self, reading: Reading, encoded: Sequence[Sequence[int]], lead: Sequence[int], under: _Under) -> Counted:
-        prefixes = self.prefixes
+    def _learn(
+        self, prefixes: TokenisedPrefixes, reading: Reading, encoded: Sequence[Sequence[int]], lead: Sequence[int], under: _Under
+    ) -> Counted:
         prefixes.learn(reading, encoded, lead)
         if not prefixes.knows(reading):  # forgotten meanwhile
             return NOT_KNOWN

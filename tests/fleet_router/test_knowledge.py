@@ -67,9 +67,13 @@ class Publisher:
             await asyncio.sleep(0.01)
 
 
-async def agent(host: str, folder: Path) -> asyncio.Server:
+async def agent(host: str, folder: Path, *, merges: bool = True) -> asyncio.Server:
     """The one route of an agent that a router asks."""
     files = {name: (folder / name).read_text() for name in ("tokenizer.json", "tokenizer_config.json")}
+    if not merges:
+        made = json.loads(files["tokenizer.json"])
+        made["model"]["merges"] = []
+        files["tokenizer.json"] = json.dumps(made)
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -247,6 +251,26 @@ def test_a_restarted_worker_begins_anew_and_one_that_left_is_forgotten(folder: P
         assert (len(knowledge.believed.index), knowledge.believed.state("w")) == (0, None)
 
     run("127.84.0.5", folder, go)
+
+
+def test_a_fleet_that_gets_another_model_gets_its_tokenizer(folder: Path):
+    """Prompts were counted with the first model's for ever, and refused as too long by it."""
+
+    async def go(knowledge: Knowledge, publisher: Publisher) -> None:
+        await publisher.settle(lambda: ready(knowledge), knowledge)
+        before = await counted(knowledge, {"prompt": PROMPT})
+        other = await agent("127.84.0.33", folder, merges=False)
+        knowledge.follow([(endpoint(publisher.host), 1), (endpoint("127.84.0.33", "x"), 2)])
+        knowledge.tick(time.monotonic() + 60.0)
+        assert (await counted(knowledge, {"prompt": PROMPT})).tokens == before.tokens == len(Text(folder).encode(PROMPT))
+        knowledge.follow([(msgspec.structs.replace(endpoint("127.84.0.33", "x"), compat="d"), 2)])
+        knowledge.tick(time.monotonic() + 120.0)
+        assert await counted(knowledge, {"prompt": PROMPT}) == NOT_KNOWN
+        await until(lambda: knowledge._tokeniser is not None)
+        assert (await counted(knowledge, {"prompt": PROMPT})).tokens == len(PROMPT.encode())
+        other.close()
+
+    run("127.84.0.32", folder, go)
 
 
 @pytest.mark.parametrize(
