@@ -170,8 +170,8 @@ class Knowledge:
         prefixes = self.prefixes  # of this tokenizer
         reading = prefixes.read(text, lead)
         if reading.missing_chars <= INLINE_CHARS:
-            ids = tokeniser.encode([reading.segments[i] for i in reading.missing])
-            return self._learn(prefixes, reading, ids, lead, under)
+            encoded = tokeniser.encode([reading.segments[i] for i in reading.missing])
+            return self._learn(prefixes, reading, encoded, lead, under)
         if self._waiting >= WAITING_MOST:
             return NOT_KNOWN
         self._later(reading, tokeniser, lambda ids: then(self._learn(prefixes, reading, ids, lead, under) if ids else NOT_KNOWN))
