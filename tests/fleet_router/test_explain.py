@@ -214,6 +214,18 @@ def test_without_tenants_only_the_routers_own_host_reads(peer: object, headers: 
     assert rights_of(True, "none", peer, headers) == "none"
 
 
+def test_the_longest_name_that_workers_know_a_request_by_finds_it():
+    """It was cut in the question, and there was no record of it."""
+
+    async def go(rig: Rig) -> None:
+        await rig.raw(http(ask(), "connection: close", "x-request-id: " + "i" * 128))
+        (name,) = {worker.request_ids[-1] for worker in (rig.prefill[0], rig.decode[0])}
+        status, found = await said(rig, f"?id={name}")
+        assert (status, [one["worker_request_id"] for one in found["decisions"]]) == (200, [name])
+
+    run(go)
+
+
 @pytest.mark.parametrize(
     ("query", "status"),
     [

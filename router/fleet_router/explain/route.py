@@ -25,7 +25,8 @@ PATH: Final = b"/debug/decisions"
 ASKED: Final = b"x-fleet-explain"
 USUAL: Final = 20
 MOST: Final = 200
-ID_MOST: Final = 128
+ID_MOST: Final = 32 + 1 + 128
+"""Of a worker's name of a request: a number of ours, and the client's own."""
 FIELDS_MOST: Final = 8
 NOT_WATCHED: Final = (
     "metrics name every tenant: they are on the admin port, or for keys with the right to see all (decisions: all)"
