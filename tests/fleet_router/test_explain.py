@@ -23,6 +23,7 @@ from fleet_router.admission.tenants import parse_tenants
 from fleet_router.config import ExplainBounds
 from fleet_router.explain.journal import Journal
 from fleet_router.explain.route import rights_of
+from fleet_router.health.breaker import PAIR_FAILURES_MOST
 from fleet_router.workers import Worker
 from tests.fleet_router.fake_worker import answer
 from tests.fleet_router.rig import CONFIG, Rig, answer_of, ask, http, run, until
@@ -63,6 +64,25 @@ def test_a_record_names_candidates_costs_choice_and_reason():
         assert (await said(rig, f"?id={one['worker_request_id']}"))[0] == 200
 
     run(go, decode=2)  # fmt: skip
+
+
+@pytest.mark.parametrize("blocked", [1, 2])
+def test_a_record_tells_each_candidate_once_also_where_pairs_are_put_out(blocked: int):
+    """Everything that was weighed on the way was told, up to nine times."""
+
+    async def go(rig: Rig) -> None:
+        table, now = rig.context.table, rig.context.clock()
+        for prefill in table.by_role["prefill"][:blocked]:
+            for decode in table.by_role["decode"]:
+                for _ in range(PAIR_FAILURES_MOST):
+                    table.pairs.failed(prefill.uid, decode.uid, now)
+        await rig.post(ask())
+        (one,) = (await said(rig))[1]["decisions"][0]["tries"]
+        told = [row["worker"] for row in one["candidates"]]
+        assert (len(told), {one["decode"], one.get("prefill", one["decode"])} <= set(told)) == (len(set(told)), True)
+        assert ("prefill" in one) == (blocked < 2)
+
+    run(go, prefill=2, decode=2)
 
 
 def reached(record: Any) -> set[str]:
