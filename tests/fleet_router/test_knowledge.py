@@ -286,6 +286,40 @@ def test_a_conversation_with_more_than_text_is_the_engines_to_count(folder: Path
         made.render(json.dumps([{**said, **more}]).encode())
 
 
+TEMPLATES = [
+    "{% if tools is not none %}T{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}",
+    "{% if documents is not none %}D{% endif %}{{ bos_token }}{{ eos_token }}{{ sep_token }}",
+    "{% for m in messages %}{% if m.role == 'user' %}{% continue %}{% endif %}{{ m.content }}\n{% endfor %}",
+    "{% for m in messages %}\n  {{ m.content | trim }}\n{% endfor %}\n{% if add_generation_prompt %}A:{% endif %}",
+]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_templates_render_as_hugging_face_renders_them(folder: Path, tmp_path: Path, template: str):
+    """vLLM renders with it. `tools is not none` was true for us where nobody had given any: no conversation was ever found."""
+    pytest.importorskip("transformers")
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    made = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
+    (tmp_path / "tokenizer.json").write_text((folder / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(made))
+    rows = [{"role": "system", "content": " a "}, {"role": "user", "content": "b"}]
+    special = {"bos_token": "<s>", "eos_token": "</s>"}
+    theirs = render_jinja_template([rows], chat_template=template, add_generation_prompt=True, **special)[0][0]
+    files = {name: (tmp_path / name).read_text() for name in ("tokenizer.json", "tokenizer_config.json")}
+    assert Tokeniser(files).render(json.dumps(rows).encode()) == theirs
+    assert Text(tmp_path).render_chat(rows) == theirs
+
+
+@pytest.mark.parametrize("template", ["{% generation %}{% endgeneration %}", "{% for", "{{ " + "(" * 5000])
+def test_a_template_that_cannot_be_read_leaves_the_tokenizer(folder: Path, template: str):
+    """It left none, and it was fetched again every five seconds."""
+    made = Tokeniser({"tokenizer.json": (folder / "tokenizer.json").read_text(), "chat_template.jinja": template})
+    assert made.usable
+    with pytest.raises(UnreadableError):
+        made.render(b'[{"role": "user", "content": "a"}]')
+
+
 def test_the_tokenizer_agrees_with_the_engines(folder: Path):
     files = {name: (folder / name).read_text() for name in ("tokenizer.json", "tokenizer_config.json")}
     mine, theirs = Tokeniser(files), Text(folder)
