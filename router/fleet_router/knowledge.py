@@ -35,6 +35,8 @@ WAITING_MOST: Final = 64
 """Prompts that wait for the encoding thread; more go by the approximate index."""
 TAKEN_S: Final = 5.0
 AGAIN_S: Final = 5.0
+AGAIN_MOST_S: Final = 600.0
+"""Where it was a tokenizer that we cannot use: reading a large one takes a second of a core, and the next will be the same."""
 OURS_ALONE: Final = frozenset({
     "tools", "documents", "chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message",
     "add_special_tokens", "reasoning_effort",
@@ -69,7 +71,7 @@ class Knowledge:
         self._tokeniser_of = ""
         """Compatibility hash of the workers whose it is: others may have another model."""
         self._fetching: asyncio.Task[None] | None = None
-        self._fetched_at = float("-inf")
+        self._fetched_at, self._fetches, self._again_s = float("-inf"), 0, AGAIN_S
         self._waiting = 0
         self._stopped = False
         self.believed = Believed(BLOCKS_MOST)
@@ -85,6 +87,7 @@ class Knowledge:
             self.believed.leave(uid)
         for uid, (endpoint, bit) in wanted.items():
             if uid not in self._endpoints:
+                self._again_s = AGAIN_S
                 self.believed.join(uid, bit, endpoint.compat)
                 self._reader.follow(uid, endpoint.address, endpoint.events_port, endpoint.replay_port)
             self._endpoints[uid] = endpoint
@@ -95,23 +98,32 @@ class Knowledge:
         self._ask()
         if self._endpoints and all(endpoint.compat != self._tokeniser_of for endpoint in self._endpoints.values()):
             self._tokeniser = None
-        if self._tokeniser is None and self._endpoints and now - self._fetched_at > AGAIN_S and self._fetching is None:
-            self._fetched_at = now
-            self._fetching = self._loop.create_task(self._fetch(next(iter(self._endpoints.values()))))
+        if self._tokeniser is None and self._endpoints and now - self._fetched_at > self._again_s and self._fetching is None:
+            asked = list(self._endpoints.values())[self._fetches % len(self._endpoints)]  # another one each time: it may be dead
+            self._fetched_at, self._fetches = now, self._fetches + 1
+            self._fetching = self._loop.create_task(self._fetch(asked))
 
     async def _fetch(self, endpoint: Endpoint) -> None:
         try:
             files = await fetch(endpoint.address, endpoint.agent_port)
-            made = await self._loop.run_in_executor(self._executor, Tokeniser, files)
-        except (OSError, ValueError, TimeoutError, ImportError) as error:
+        except (OSError, ValueError, TimeoutError, asyncio.LimitOverrunError) as error:
             self._say(f"no tokenizer from {endpoint.name}: {error}")
         else:
-            if made.usable:
-                self.prefixes = TokenisedPrefixes(TOKENS_MOST, splits=made.splits)
-                self._tokeniser, self._tokeniser_of = made, endpoint.compat
-            self._say(f"tokenizer from {endpoint.name}: usable={made.usable} splits={made.splits}")
+            await self._read(endpoint, files)
         finally:
             self._fetching = None
+
+    async def _read(self, endpoint: Endpoint, files: dict[str, str]) -> None:
+        self._again_s = min(AGAIN_MOST_S, 2 * self._again_s)
+        try:
+            made = await self._loop.run_in_executor(self._executor, Tokeniser, files)
+        except (OSError, ValueError, ImportError) as error:
+            self._say(f"no tokenizer from {endpoint.name}: {error}")
+            return
+        if made.usable:
+            self.prefixes = TokenisedPrefixes(TOKENS_MOST, splits=made.splits)
+            self._tokeniser, self._tokeniser_of, self._again_s = made, endpoint.compat, AGAIN_S
+        self._say(f"tokenizer from {endpoint.name}: usable={made.usable} splits={made.splits}")
 
     def _deliver(self, messages: Sequence[Message]) -> None:
         """In the reader's thread: returns when the loop has taken them."""

@@ -67,8 +67,8 @@ class Publisher:
             await asyncio.sleep(0.01)
 
 
-async def agent(host: str, folder: Path, *, merges: bool = True) -> asyncio.Server:
-    """The one route of an agent that a router asks."""
+async def agent(host: str, folder: Path, *, merges: bool = True, asked: list[str] | None = None) -> asyncio.Server:
+    """The one route of an agent that a router asks. `asked`: what it gives is no tokenizer, and each question goes there."""
     files = {name: (folder / name).read_text() for name in ("tokenizer.json", "tokenizer_config.json")}
     if not merges:
         made = json.loads(files["tokenizer.json"])
@@ -77,7 +77,9 @@ async def agent(host: str, folder: Path, *, merges: bool = True) -> asyncio.Serv
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
-        body = json.dumps(files).encode()
+        if asked is not None:
+            asked.append(host)
+        body = json.dumps(files if asked is None else {"tokenizer.json": "{}"}).encode()
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
         await writer.drain()
         writer.close()
@@ -253,6 +255,32 @@ def test_a_restarted_worker_begins_anew_and_one_that_left_is_forgotten(folder: P
     run("127.84.0.5", folder, go)
 
 
+def test_a_dead_agent_keeps_no_tokenizer_from_the_router_and_a_useless_one_is_not_read_again_and_again(folder: Path):
+    """The first worker alone was asked, for ever; and each five seconds, also when what it gave was nothing to be used."""
+
+    async def go() -> None:
+        said, asked, now = list[str](), list[str](), time.monotonic()
+        useless, good = await agent("127.84.0.34", folder, asked=asked), await agent("127.84.0.35", folder)
+        knowledge = Knowledge(time.monotonic, said.append)
+        try:
+            knowledge.follow([(endpoint("127.84.0.34", "a"), 1)])
+            for later_s in range(0, 300, 6):
+                knowledge.tick(now + later_s)
+                await until(lambda: knowledge._fetching is None)
+            assert 3 <= len(asked) <= 8
+            knowledge.follow([(endpoint("127.84.0.36", "gone"), 1), (endpoint("127.84.0.35", "b"), 2)])
+            for later_s in range(300, 324, 6):
+                knowledge.tick(now + later_s)
+                await until(lambda: knowledge._fetching is None)
+            assert knowledge._tokeniser is not None
+        finally:
+            await asyncio.to_thread(knowledge.stop)
+            useless.close()
+            good.close()
+
+    asyncio.run(go())
+
+
 def test_a_fleet_that_gets_another_model_gets_its_tokenizer(folder: Path):
     """Prompts were counted with the first model's for ever, and refused as too long by it."""
 
@@ -297,7 +325,6 @@ TEMPLATES = [
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_templates_render_as_hugging_face_renders_them(folder: Path, tmp_path: Path, template: str):
     """vLLM renders with it. `tools is not none` was true for us where nobody had given any: no conversation was ever found."""
-    pytest.importorskip("transformers")
     from transformers.utils.chat_template_utils import render_jinja_template
 
     made = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
