@@ -55,7 +55,8 @@ class Climb:
         self._translation, self._hints, self._cascade = translation, hints, cascade
         self._step = 0
         self._begun = self._asked_logprobs = self._over = self._moving = self._paused = False
-        """It has a slot; log-probabilities are ours to take out; it ended; the next tier is being asked; the client does not read."""
+        """It has a slot; log-probabilities are ours to take out; it ended; the next tier is being asked; the client does not
+        read."""
         self._held: Held | None = None
         self._draft: Draft | None = None
         self.flow: Flow = self._flow_of_step(None)
