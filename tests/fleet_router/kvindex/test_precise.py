@@ -299,6 +299,21 @@ def test_a_replay_that_breaks_off_is_asked_for_again():
     assert (rig.believed.trusted, rig.known()) == (1, 4)
 
 
+def test_a_replay_may_take_as_long_as_it_goes_on():
+    """After five seconds another one was asked for, and the rest of the first was taken for one that began too late: the worker
+    was half believed for ever. A router that begins beside many workers needs longer."""
+    rig = Rig()
+    for depth in range(1, 10):
+        rig.worker.store(depth)
+    rig.sent = len(rig.worker.log)
+    rig.believed.connected("w", 0.0)
+    rows = list(enumerate(rig.worker.log))
+    for number, (at, last) in enumerate([(4.0, False), (8.0, False), (12.0, True)]):
+        rig.believed.replayed("w", 0, rows[number * 3 : number * 3 + 3], at, last=last, whole=True)
+        rig.believed.check(at + 2.0)
+    assert (rig.believed.asks, rig.believed.state("w"), rig.known()) == ([("w", 0)], "live", 9)
+
+
 def test_a_restart_forgets_the_old_life():
     rig = Rig()
     rig.believed.connected("w", 0.0)
