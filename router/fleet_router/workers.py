@@ -278,7 +278,8 @@ class WorkerTable:
                 ask.seen = seen
             if not found:
                 break
-            *_, left_out, offer, ask.seen = min(found, key=lambda one: (self._blocked(one[3], ask.now), one[:2]))
+            _, _, left_out, offer, weighed = min(found, key=lambda one: (self._blocked(one[3], ask.now), one[:2]))
+            ask.seen = weighed
         if not self._blocked(offer, ask.now):
             return offer
         ask.seen = []
