@@ -39,9 +39,11 @@ AGAIN_MOST_S: Final = 600.0
 """Where it was a tokenizer that we cannot use: reading a large one takes a second of a core, and the next will be the same."""
 OURS_ALONE: Final = frozenset({
     "tools", "documents", "chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message",
-    "add_special_tokens", "reasoning_effort",
+    "add_special_tokens", "reasoning_effort", "truncate_prompt_tokens",
 })  # fmt: skip
 """With one of these fields an engine renders a conversation in its own way."""
+TEXT_ALONE: Final = frozenset({"add_special_tokens", "truncate_prompt_tokens"})
+"""With one of these it makes other tokens of a text: a worker would owe events of blocks that it never computes."""
 
 
 @dataclass(frozen=True)
@@ -168,12 +170,14 @@ class Knowledge:
         tokeniser, prompt, under = self._tokeniser, ask.prompt, _Under(ask.adapter, salt)
         if len(prompt) > PROMPT_BYTES_MOST or ask.alone or (salt and ask.adapter):
             return NOT_KNOWN
+        if not (OURS_ALONE if chat else TEXT_ALONE).isdisjoint(ask.fields):
+            return NOT_KNOWN
         try:
             if not chat and prompt[:1] == b"[":
                 ids = msgspec.json.decode(prompt, type=list[int])
                 layouts = self._layouts()
                 return Counted(len(ids), {one: keys_of_ids(ids, under.root(one), one[1]) for one in layouts}, bool(salt))
-            if tokeniser is None or (chat and not OURS_ALONE.isdisjoint(ask.fields)):
+            if tokeniser is None:
                 return NOT_KNOWN
             text = tokeniser.render(prompt) if chat else msgspec.json.decode(prompt, type=str)
         except (UnreadableError, msgspec.DecodeError, OverflowError):

@@ -364,13 +364,19 @@ class Router:
         return 1 if broken else 0
 
     async def _gossip(self, link: Link) -> None:
-        """A router that cannot gossip serves all the same."""
+        """A router that cannot gossip serves all the same, also where that is a bug of ours."""
         while True:
+            running = asyncio.create_task(link.run())  # apart: a group that fails while it is cancelled passes over the latter
             try:
-                await link.run()
-            except GossipError as error:
+                await asyncio.wait({running})
+            except asyncio.CancelledError:
+                running.cancel()
+                await asyncio.gather(running, return_exceptions=True)
+                raise
+            error = running.exception()
+            if isinstance(error, GossipError):
                 self._journal.say("gossip-failed", problem=str(error))
-            except Exception as error:  # a bug of ours
+            elif error is not None:
                 first = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
                 self._journal.say("gossip-failed", problem=type(first).__name__, at=places(first.__traceback__))
             await asyncio.sleep(GOSSIP_AGAIN_S)

@@ -133,6 +133,9 @@ def test_a_prompt_is_known_where_the_engine_said_so(folder: Path):
         assert (hints.tokens, hints.blocks, hints.precise) == (len(ids), ((whole, 1),), 1)
         as_ids = await counted(knowledge, {"prompt": ids})
         assert knowledge.hints(as_ids, NO_HINTS).blocks == ((whole, 1),)
+        for field, value in (("add_special_tokens", False), ("truncate_prompt_tokens", 8)):
+            for prompt in (PROMPT, ids):  # the engine's are others: it would owe us events of ours
+                assert await counted(knowledge, {"prompt": prompt, field: value}) == NOT_KNOWN
         other = await counted(knowledge, {"prompt": "Something else. " + PROMPT})
         assert knowledge.hints(other, NO_HINTS).blocks == ()
         assert knowledge.hints(NOT_KNOWN, NO_HINTS) is NO_HINTS

@@ -85,3 +85,25 @@ def test_a_bug_in_gossip_ends_no_router(tmp_path: Path, monkeypatch: pytest.Monk
     assert said[0]["event"] == "gossip-failed"
     assert said[0]["problem"] == "ZeroDivisionError"
     assert str(said[0]["at"]).startswith("['test_link.py:")
+
+
+def test_a_bug_in_gossip_keeps_no_router_from_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Of a group of tasks that fails while it is cancelled nothing but the failure is heard: gossip would have begun anew."""
+
+    async def fails_when_cancelled() -> None:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            raise ValueError from None
+
+    async def go() -> None:
+        router = Router(Settings("dir:/none", "127.0.0.1", 0, gossip=GossipSettings(tmp_path / "key")))
+        assert router._link is not None
+        monkeypatch.setattr(router._link, "run", fails_when_cancelled)
+        running = asyncio.create_task(router._gossip(router._link))
+        await asyncio.sleep(0)
+        running.cancel()
+        await asyncio.wait({running}, timeout=2)
+        assert running.cancelled()
+
+    asyncio.run(go())
