@@ -9,7 +9,9 @@ from fleet_router.asked import Hints
 from fleet_router.config import RouterConfig, SloClass
 
 MOST_PATIENCE: Final = 30.0
-ALWAYS: Final = frozenset({b"traceparent", b"tracestate", b"x-fleet-explain", b"x-forwarded-for", b"forwarded", b"via"})
+FORWARDED: Final = (b"x-forwarded-for", b"forwarded", b"via")
+"""Headers of what did not come from its sender itself."""
+ALWAYS: Final = frozenset({b"traceparent", b"tracestate", b"x-fleet-explain", *FORWARDED})
 """Headers that are kept for tracing and for who asks to see decisions."""
 
 

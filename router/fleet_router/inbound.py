@@ -16,6 +16,7 @@ import httptools
 from fleet_router.admission.keys import bearer
 from fleet_router.config import HttpBounds
 from fleet_router.errors import RequestError
+from fleet_router.hints import FORWARDED
 from fleet_router.repeated import Repeated, around_length, worth_learning
 
 HOST: Final = re.compile(rb"^[A-Za-z0-9._\-]+(:\d{1,5})?\Z|^\[[0-9a-fA-F:.]+\](:\d{1,5})?\Z")
@@ -330,8 +331,8 @@ class Inbound:
         if self.in_body:
             return  # a trailer says nothing of how the request is framed, routed or whose it is (RFC 9110, 6.5.1)
         lower = name.lower()
-        if lower in self._wanted and self.current is not None and len(value) <= KEPT_BYTES:
-            self.current.kept = {**self.current.kept, lower: value}
+        if lower in self._wanted:
+            self._keep(lower, value)
         if lower not in KEPT:
             return
         if lower == b"host":
@@ -357,6 +358,12 @@ class Inbound:
             raise RequestError(431, f"more than {bounds.header_count} header fields or {bounds.header_bytes} bytes of them")
         if self._header_count == 1 and self.current is not None and not self.current.url.startswith(b"/"):
             self.current.url = origin_form(self.current.url)
+
+    def _keep(self, lower: bytes, value: bytes) -> None:
+        """For routing, and for who may see what: there it counts that it was forwarded, however long the way was."""
+        current = self.current
+        if current is not None and (len(value) <= KEPT_BYTES or lower in FORWARDED):
+            current.kept = {**current.kept, lower: value if len(value) <= KEPT_BYTES else b""}
 
     def _name(self, value: bytes) -> None:
         current = self.current

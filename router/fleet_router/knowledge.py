@@ -35,11 +35,15 @@ WAITING_MOST: Final = 64
 """Prompts that wait for the encoding thread; more go by the approximate index."""
 TAKEN_S: Final = 5.0
 AGAIN_S: Final = 5.0
+AGAIN_MOST_S: Final = 600.0
+"""Where it was a tokenizer that we cannot use: reading a large one takes a second of a core, and the next will be the same."""
 OURS_ALONE: Final = frozenset({
     "tools", "documents", "chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message",
-    "add_special_tokens", "reasoning_effort",
+    "add_special_tokens", "reasoning_effort", "truncate_prompt_tokens",
 })  # fmt: skip
 """With one of these fields an engine renders a conversation in its own way."""
+TEXT_ALONE: Final = frozenset({"add_special_tokens", "truncate_prompt_tokens"})
+"""With one of these it makes other tokens of a text: a worker would owe events of blocks that it never computes."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +70,10 @@ class Knowledge:
         self._reader = EventReader(self._deliver)
         self._endpoints: dict[str, Endpoint] = {}
         self._tokeniser: Tokeniser | None = None
+        self._tokeniser_of = ""
+        """Compatibility hash of the workers whose it is: others may have another model."""
         self._fetching: asyncio.Task[None] | None = None
-        self._fetched_at = float("-inf")
+        self._fetched_at, self._fetches, self._again_s = float("-inf"), 0, AGAIN_S
         self._waiting = 0
         self._stopped = False
         self.believed = Believed(BLOCKS_MOST)
@@ -83,6 +89,7 @@ class Knowledge:
             self.believed.leave(uid)
         for uid, (endpoint, bit) in wanted.items():
             if uid not in self._endpoints:
+                self._again_s = AGAIN_S
                 self.believed.join(uid, bit, endpoint.compat)
                 self._reader.follow(uid, endpoint.address, endpoint.events_port, endpoint.replay_port)
             self._endpoints[uid] = endpoint
@@ -91,23 +98,34 @@ class Knowledge:
         """Twice a second: silence, replays, a tokenizer that is still missing."""
         self.believed.check(now)
         self._ask()
-        if self._tokeniser is None and self._endpoints and now - self._fetched_at > AGAIN_S and self._fetching is None:
-            self._fetched_at = now
-            self._fetching = self._loop.create_task(self._fetch(next(iter(self._endpoints.values()))))
+        if self._endpoints and all(endpoint.compat != self._tokeniser_of for endpoint in self._endpoints.values()):
+            self._tokeniser = None
+        if self._tokeniser is None and self._endpoints and now - self._fetched_at > self._again_s and self._fetching is None:
+            asked = list(self._endpoints.values())[self._fetches % len(self._endpoints)]  # another one each time: it may be dead
+            self._fetched_at, self._fetches = now, self._fetches + 1
+            self._fetching = self._loop.create_task(self._fetch(asked))
 
     async def _fetch(self, endpoint: Endpoint) -> None:
         try:
             files = await fetch(endpoint.address, endpoint.agent_port)
-            made = await self._loop.run_in_executor(self._executor, Tokeniser, files)
-        except (OSError, ValueError, TimeoutError, ImportError) as error:
+        except (OSError, ValueError, TimeoutError, asyncio.LimitOverrunError) as error:
             self._say(f"no tokenizer from {endpoint.name}: {error}")
         else:
-            if made.usable:
-                self.prefixes = TokenisedPrefixes(TOKENS_MOST, splits=made.splits)
-                self._tokeniser = made
-            self._say(f"tokenizer from {endpoint.name}: usable={made.usable} splits={made.splits}")
+            await self._read(endpoint, files)
         finally:
             self._fetching = None
+
+    async def _read(self, endpoint: Endpoint, files: dict[str, str]) -> None:
+        self._again_s = min(AGAIN_MOST_S, 2 * self._again_s)
+        try:
+            made = await self._loop.run_in_executor(self._executor, Tokeniser, files)
+        except (OSError, ValueError, ImportError) as error:
+            self._say(f"no tokenizer from {endpoint.name}: {error}")
+            return
+        if made.usable:
+            self.prefixes = TokenisedPrefixes(TOKENS_MOST, splits=made.splits)
+            self._tokeniser, self._tokeniser_of, self._again_s = made, endpoint.compat, AGAIN_S
+        self._say(f"tokenizer from {endpoint.name}: usable={made.usable} splits={made.splits}")
 
     def _deliver(self, messages: Sequence[Message]) -> None:
         """In the reader's thread: returns when the loop has taken them."""
@@ -152,23 +170,27 @@ class Knowledge:
         tokeniser, prompt, under = self._tokeniser, ask.prompt, _Under(ask.adapter, salt)
         if len(prompt) > PROMPT_BYTES_MOST or ask.alone or (salt and ask.adapter):
             return NOT_KNOWN
+        if not (OURS_ALONE if chat else TEXT_ALONE).isdisjoint(ask.fields):
+            return NOT_KNOWN
         try:
             if not chat and prompt[:1] == b"[":
                 ids = msgspec.json.decode(prompt, type=list[int])
                 layouts = self._layouts()
                 return Counted(len(ids), {one: keys_of_ids(ids, under.root(one), one[1]) for one in layouts}, bool(salt))
-            if tokeniser is None or (chat and not OURS_ALONE.isdisjoint(ask.fields)):
+            if tokeniser is None:
                 return NOT_KNOWN
             text = tokeniser.render(prompt) if chat else msgspec.json.decode(prompt, type=str)
         except (UnreadableError, msgspec.DecodeError, OverflowError):
             return NOT_KNOWN
         lead = () if chat else tokeniser.lead
-        reading = self.prefixes.read(text, lead)
+        prefixes = self.prefixes  # of this tokenizer
+        reading = prefixes.read(text, lead)
         if reading.missing_chars <= INLINE_CHARS:
-            return self._learn(reading, tokeniser.encode([reading.segments[i] for i in reading.missing]), lead, under)
+            encoded = tokeniser.encode([reading.segments[i] for i in reading.missing])
+            return self._learn(prefixes, reading, encoded, lead, under)
         if self._waiting >= WAITING_MOST:
             return NOT_KNOWN
-        self._later(reading, tokeniser, lambda ids: then(self._learn(reading, ids, lead, under) if ids else NOT_KNOWN))
+        self._later(reading, tokeniser, lambda ids: then(self._learn(prefixes, reading, ids, lead, under) if ids else NOT_KNOWN))
         return None
 
     def _later(self, reading: Reading, tokeniser: Tokeniser, then: Callable[[Sequence[Sequence[int]]], None]) -> None:
@@ -182,8 +204,9 @@ class Knowledge:
 
         encoding.add_done_callback(encoded)
 
-    def _learn(self, reading: Reading, encoded: Sequence[Sequence[int]], lead: Sequence[int], under: _Under) -> Counted:
-        prefixes = self.prefixes
+    def _learn(
+        self, prefixes: TokenisedPrefixes, reading: Reading, encoded: Sequence[Sequence[int]], lead: Sequence[int], under: _Under
+    ) -> Counted:
         prefixes.learn(reading, encoded, lead)
         if not prefixes.knows(reading):  # forgotten meanwhile
             return NOT_KNOWN
@@ -201,7 +224,7 @@ class Knowledge:
         for (_, block_tokens), keys in counted.keys.items():
             blocks += [(held * block_tokens, mask) for held, mask in index.depths(keys)]
         blocks.sort(reverse=True)
-        trusted = self.believed.trusted & (index.named() if counted.salted else -1)
+        trusted = self.believed.trusted & ~index.lacking & (index.named() if counted.salted else -1)
         return msgspec.structs.replace(hints, tokens=float(counted.tokens), blocks=tuple(blocks), precise=trusted)
 
     def answered(self, worker: str, counted: Counted) -> None:

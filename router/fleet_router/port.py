@@ -40,18 +40,29 @@ class Port:
         await self.serve(context)
 
     async def serve(self, context: ssl.SSLContext | None) -> None:
-        """From now on new connections are met with this; those that are there go on as they began."""
-        before, self._servers, self._context = self._servers, [], context
-        loop = asyncio.get_running_loop()
-        for one in self._sockets:
-            self._servers.append(
-                await loop.create_server(
-                    self._factory, sock=one.dup(), backlog=BACKLOG, ssl=context,
-                    ssl_handshake_timeout=HANDSHAKE_S if context else None, ssl_shutdown_timeout=SHUTDOWN_S if context else None,
-                )
-            )  # fmt: skip
+        """From now on new connections are met with this; those that are there go on as they began. OSError: nothing has
+        changed."""
+        made: list[asyncio.Server] = []
+        try:
+            for one in self._sockets:
+                made.append(await self._server(one.dup(), context))
+        except OSError:
+            for server in made:
+                server.close()
+            raise
+        before, self._servers, self._context = self._servers, made, context
         for server in before:
             server.close()
+
+    async def _server(self, opened: socket.socket, context: ssl.SSLContext | None) -> asyncio.Server:
+        try:
+            return await asyncio.get_running_loop().create_server(
+                self._factory, sock=opened, backlog=BACKLOG, ssl=context,
+                ssl_handshake_timeout=HANDSHAKE_S if context else None, ssl_shutdown_timeout=SHUTDOWN_S if context else None,
+            )  # fmt: skip
+        except OSError:
+            opened.close()
+            raise
 
     @property
     def addresses(self) -> list[tuple[str, int]]:

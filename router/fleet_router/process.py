@@ -25,6 +25,7 @@ from fleet_router.explain.journal import Journal
 from fleet_router.explain.recorder import Recorder
 from fleet_router.explain.route import PATH as DECISIONS
 from fleet_router.exposition import exposition
+from fleet_router.faults import places
 from fleet_router.follow.capacity import follow_capacity
 from fleet_router.follow.directory import follow_directory
 from fleet_router.follow.documents import Documents
@@ -106,6 +107,8 @@ class Router:
         self._followed_at: float | None = None
         self._last_problem = ""
         shared = settings.member.size > 1
+        self._served_tls: object = None
+        """Which versions of the certificates are served."""
         self._ports = [Port(settings.host, settings.port, self.connection, shared=shared)]
         if settings.admin_port:
             self._ports.append(Port(settings.host, settings.admin_port, self.admin_connection, shared=shared))
@@ -295,6 +298,8 @@ class Router:
         """Listen; False, and a reason on stderr, when that cannot be."""
         wanted = self._settings
         try:
+            if wanted.tls is not None:
+                self._served_tls = stamp_of(wanted.tls)  # before they are read: what comes later is read again
             context = None if wanted.tls is None else context_of(wanted.tls)
             for port in self._ports:
                 await port.open(context if port is self._ports[0] else None)
@@ -317,11 +322,11 @@ class Router:
         if wanted.member.size > 1:
             yield serve(wanted.member, self.answer)
         if wanted.tls is not None:
-            yield follow_tls(wanted.tls, stamp_of(wanted.tls), self.secure, self.failed)
+            yield follow_tls(wanted.tls, self._served_tls, self.secure, self.failed)
 
-    def secure(self, context: ssl.SSLContext) -> None:
-        """New certificates: for connections from now on."""
-        self._swap = asyncio.get_running_loop().create_task(self._ports[0].serve(context))
+    async def secure(self, context: ssl.SSLContext) -> None:
+        """New certificates: for connections from now on. OSError: there is nothing to listen with now."""
+        await self._ports[0].serve(context)
         self._last_problem = ""
         self._journal.say("tls")
 
@@ -359,12 +364,21 @@ class Router:
         return 1 if broken else 0
 
     async def _gossip(self, link: Link) -> None:
-        """A router that cannot gossip serves all the same."""
+        """A router that cannot gossip serves all the same, also where that is a bug of ours."""
         while True:
+            running = asyncio.create_task(link.run())  # apart: a group that fails while it is cancelled passes over the latter
             try:
-                await link.run()
-            except GossipError as error:
+                await asyncio.wait({running})
+            except asyncio.CancelledError:
+                running.cancel()
+                await asyncio.gather(running, return_exceptions=True)
+                raise
+            error = running.exception()
+            if isinstance(error, GossipError):
                 self._journal.say("gossip-failed", problem=str(error))
+            elif error is not None:
+                first = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
+                self._journal.say("gossip-failed", problem=type(first).__name__, at=places(first.__traceback__))
             await asyncio.sleep(GOSSIP_AGAIN_S)
 
     async def _measure(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,21 +47,23 @@ def context_of(files: TlsFiles) -> ssl.SSLContext:
 
 
 async def follow_tls(
-    files: TlsFiles, seen: object, apply: Callable[[ssl.SSLContext], object], failed: Callable[[str], None]
+    files: TlsFiles, seen: object, apply: Callable[[ssl.SSLContext], Awaitable[None]], failed: Callable[[str], None]
 ) -> None:
-    """`apply` every new version, `failed` with every problem; the last good one stays in force. `seen`: what `stamp_of` said."""
+    """`apply` every new version, `failed` with every problem; the last good one stays in force. `seen`: what `stamp_of` said
+    before they were read."""
     while True:
         await asyncio.sleep(POLL_S)
         stamp = stamp_of(files)
         if stamp == seen:
             continue
         try:
-            context = context_of(files)
+            await apply(context_of(files))
         except TlsError as error:
             failed(f"tls: {error}")  # a key that is written after its certificate: looked at again
-            continue
-        seen = stamp
-        apply(context)
+        except OSError as error:
+            failed(f"tls: new certificates cannot be served: {error.strerror or type(error).__name__}")
+        else:
+            seen = stamp
 
 
 def stamp_of(files: TlsFiles) -> object:

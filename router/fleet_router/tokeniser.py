@@ -16,6 +16,8 @@ MOST_BYTES = 128 * 1024 * 1024
 SAMPLE = "The quick brown fox jumps over 13 lazy dogs.\nIt's (almost) 42 o'clock: été, naïve, 東京. " * 30
 ROW = ("role", "content")
 SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
+NOT_GIVEN = {"tools": None, "documents": None}
+"""Engines give every template these, as Hugging Face's own rendering does: none is not the same as not defined."""
 
 
 class UnreadableError(ValueError):
@@ -54,10 +56,10 @@ class Tokeniser:
     def render(self, messages: bytes) -> str:
         """A conversation as the model's template has it; UnreadableError when that is not ours to know."""
         if self._template is None:
-            raise UnreadableError("no chat template")
+            raise UnreadableError("no chat template that can be read here")
         try:
             rows = [_row(message) for message in msgspec.json.decode(messages)]
-            return str(self._template.render(messages=rows, add_generation_prompt=True, **self._special))
+            return str(self._template.render(messages=rows, add_generation_prompt=True, **NOT_GIVEN, **self._special))
         except UnreadableError:
             raise
         except Exception as error:  # a template raises whatever its author liked
@@ -101,12 +103,14 @@ def _template(source: Any) -> Any:
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, autoescape=False)
+    made = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, autoescape=False, extensions=["jinja2.ext.loopcontrols"]
+    )  # fmt: skip
     made.globals["raise_exception"] = raise_exception
     try:
         return made.from_string(source)
-    except jinja2.TemplateSyntaxError as error:
-        raise ValueError(f"the chat template does not compile: {error}") from error
+    except (jinja2.TemplateError, RecursionError):  # with a tag that is its engine's own, say: all but conversations can be read
+        return None
 
 
 async def fetch(address: str, port: int) -> dict[str, str]:

@@ -269,16 +269,20 @@ class WorkerTable:
         for _ in range(PAIRS_TRIED):
             if not self._blocked(offer, ask.now) or offer.prefill is None:
                 return offer
-            found = [
-                (not ask.by_cost and other.prefill is None, other.cost_s, without, other)
-                for without in (left_out | {offer.prefill.uid}, left_out | {offer.decode.uid})
-                if (other := self.routing.decide(ask, steps, tier=tier, usable=_without(without, usable))) is not None
-            ]
+            found = []
+            for without in (left_out | {offer.prefill.uid}, left_out | {offer.decode.uid}):
+                seen, ask.seen = ask.seen, []  # what the record tells is what the offer was made from, and that once
+                other = self.routing.decide(ask, steps, tier=tier, usable=_without(without, usable))
+                if other is not None:
+                    found.append((not ask.by_cost and other.prefill is None, other.cost_s, without, other, ask.seen))
+                ask.seen = seen
             if not found:
                 break
-            *_, left_out, offer = min(found, key=lambda one: (self._blocked(one[3], ask.now), one[:2]))
+            _, _, left_out, offer, weighed = min(found, key=lambda one: (self._blocked(one[3], ask.now), one[:2]))
+            ask.seen = weighed
         if not self._blocked(offer, ask.now):
             return offer
+        ask.seen = []
         return self.routing.decide(ask.without_prefill(), steps, tier=tier, usable=usable)
 
     def transfer_failed(self, prefill: str, decode: str, now: float) -> None:

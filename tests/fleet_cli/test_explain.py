@@ -12,11 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from fleet_cli.explain.told import told
 from fleet_cli.main import main
-from tests.fleet_router.rig import Rig, ask, run
+from tests.fleet_router.rig import CONFIG, Rig, ask, run
 from tests.fleet_router.rig import http as http_request
 
 
@@ -38,6 +39,20 @@ def test_a_request_is_explained_in_words(capsys: pytest.CaptureFixture[str]):
     assert "about 500 tokens, 500 not cached, 500 to move" in text
     assert text.count("<- chosen") == 2
     assert text.count("prefill  prefill-") == 2
+
+
+def test_a_worker_that_was_passed_over_has_no_cost_and_is_told(capsys: pytest.CaptureFixture[str]):
+    """Incident: with one busy worker in the fleet `fleet explain` ended with a traceback."""
+
+    async def go(rig: Rig) -> None:
+        rig.context.table.by_role["decode"][-1].free_at = rig.context.clock() + 100.0
+        await rig.raw(http_request(ask(), "connection: close", "x-request-id: mine"))
+        assert await explained(rig, "mine") == 0
+
+    run(go, decode=2, config=msgspec.structs.replace(CONFIG, decide="cost"))
+    text = capsys.readouterr().out
+    assert sum(line.strip().startswith("decode   decode-") for line in text.splitlines()) == 2
+    assert sum(line.endswith("passed over with its own prefill") for line in text.splitlines()) == 1
 
 
 def test_records_as_they_are_and_the_latest_ones(capsys: pytest.CaptureFixture[str]):

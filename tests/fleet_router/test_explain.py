@@ -23,6 +23,7 @@ from fleet_router.admission.tenants import parse_tenants
 from fleet_router.config import ExplainBounds
 from fleet_router.explain.journal import Journal
 from fleet_router.explain.route import rights_of
+from fleet_router.health.breaker import PAIR_FAILURES_MOST
 from fleet_router.workers import Worker
 from tests.fleet_router.fake_worker import answer
 from tests.fleet_router.rig import CONFIG, Rig, answer_of, ask, http, run, until
@@ -63,6 +64,25 @@ def test_a_record_names_candidates_costs_choice_and_reason():
         assert (await said(rig, f"?id={one['worker_request_id']}"))[0] == 200
 
     run(go, decode=2)  # fmt: skip
+
+
+@pytest.mark.parametrize("blocked", [1, 2])
+def test_a_record_tells_each_candidate_once_also_where_pairs_are_put_out(blocked: int):
+    """Everything that was weighed on the way was told, up to nine times."""
+
+    async def go(rig: Rig) -> None:
+        table, now = rig.context.table, rig.context.clock()
+        for prefill in table.by_role["prefill"][:blocked]:
+            for decode in table.by_role["decode"]:
+                for _ in range(PAIR_FAILURES_MOST):
+                    table.pairs.failed(prefill.uid, decode.uid, now)
+        await rig.post(ask())
+        (one,) = (await said(rig))[1]["decisions"][0]["tries"]
+        told = [row["worker"] for row in one["candidates"]]
+        assert (len(told), {one["decode"], one.get("prefill", one["decode"])} <= set(told)) == (len(set(told)), True)
+        assert ("prefill" in one) == (blocked < 2)
+
+    run(go, prefill=2, decode=2)
 
 
 def reached(record: Any) -> set[str]:
@@ -212,6 +232,18 @@ def test_a_key_reads_what_its_tenant_may(key: str, status: int, seen: set[str] |
 def test_without_tenants_only_the_routers_own_host_reads(peer: object, headers: dict[bytes, bytes], rights: str):
     assert rights_of(False, "none", peer, headers) == rights
     assert rights_of(True, "none", peer, headers) == "none"
+
+
+def test_the_longest_name_that_workers_know_a_request_by_finds_it():
+    """It was cut in the question, and there was no record of it."""
+
+    async def go(rig: Rig) -> None:
+        await rig.raw(http(ask(), "connection: close", "x-request-id: " + "i" * 128))
+        (name,) = {worker.request_ids[-1] for worker in (rig.prefill[0], rig.decode[0])}
+        status, found = await said(rig, f"?id={name}")
+        assert (status, [one["worker_request_id"] for one in found["decisions"]]) == (200, [name])
+
+    run(go)
 
 
 @pytest.mark.parametrize(

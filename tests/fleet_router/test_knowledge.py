@@ -67,13 +67,19 @@ class Publisher:
             await asyncio.sleep(0.01)
 
 
-async def agent(host: str, folder: Path) -> asyncio.Server:
-    """The one route of an agent that a router asks."""
+async def agent(host: str, folder: Path, *, merges: bool = True, asked: list[str] | None = None) -> asyncio.Server:
+    """The one route of an agent that a router asks. `asked`: what it gives is no tokenizer, and each question goes there."""
     files = {name: (folder / name).read_text() for name in ("tokenizer.json", "tokenizer_config.json")}
+    if not merges:
+        made = json.loads(files["tokenizer.json"])
+        made["model"]["merges"] = []
+        files["tokenizer.json"] = json.dumps(made)
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
-        body = json.dumps(files).encode()
+        if asked is not None:
+            asked.append(host)
+        body = json.dumps(files if asked is None else {"tokenizer.json": "{}"}).encode()
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
         await writer.drain()
         writer.close()
@@ -127,6 +133,9 @@ def test_a_prompt_is_known_where_the_engine_said_so(folder: Path):
         assert (hints.tokens, hints.blocks, hints.precise) == (len(ids), ((whole, 1),), 1)
         as_ids = await counted(knowledge, {"prompt": ids})
         assert knowledge.hints(as_ids, NO_HINTS).blocks == ((whole, 1),)
+        for field, value in (("add_special_tokens", False), ("truncate_prompt_tokens", 8)):
+            for prompt in (PROMPT, ids):  # the engine's are others: it would owe us events of ours
+                assert await counted(knowledge, {"prompt": prompt, field: value}) == NOT_KNOWN
         other = await counted(knowledge, {"prompt": "Something else. " + PROMPT})
         assert knowledge.hints(other, NO_HINTS).blocks == ()
         assert knowledge.hints(NOT_KNOWN, NO_HINTS) is NO_HINTS
@@ -146,6 +155,22 @@ def test_a_worker_without_a_replay_port_is_believed_in_what_it_says(folder: Path
         assert (hints.blocks, hints.precise) == (((64, 1),), 0)
 
     run("127.84.0.19", folder, go, replay_port=0)
+
+
+def test_who_holds_more_than_there_is_room_for_is_left_to_the_approximate_index_as_well(folder: Path):
+    """Of a large cache the first blocks alone were known, for ever, and nothing else was believed."""
+
+    async def go(knowledge: Knowledge, publisher: Publisher) -> None:
+        ids, knowledge.believed.index._capacity = list(range(4 * SIZE)), 3
+        await publisher.settle(lambda: knowledge.believed.trusted == 1, knowledge)
+        for blocks, trusted in ((3, 1), (4, 0)):
+            publisher.store(ids, until=blocks)
+            await publisher.settle(lambda: len(knowledge.believed.index) == 3, knowledge)
+            await publisher.settle(lambda: knowledge.believed.index.lacking == 1 - trusted, knowledge)  # noqa: B023
+            hints = knowledge.hints(await counted(knowledge, {"prompt": ids}), NO_HINTS)
+            assert (hints.blocks, hints.precise) == (((3 * SIZE, 1),), trusted)
+
+    run("127.84.0.31", folder, go)
 
 
 def test_a_conversation_is_rendered_as_the_engine_does(folder: Path):
@@ -233,6 +258,52 @@ def test_a_restarted_worker_begins_anew_and_one_that_left_is_forgotten(folder: P
     run("127.84.0.5", folder, go)
 
 
+def test_a_dead_agent_keeps_no_tokenizer_from_the_router_and_a_useless_one_is_not_read_again_and_again(folder: Path):
+    """The first worker alone was asked, for ever; and each five seconds, also when what it gave was nothing to be used."""
+
+    async def go() -> None:
+        said, asked, now = list[str](), list[str](), time.monotonic()
+        useless, good = await agent("127.84.0.34", folder, asked=asked), await agent("127.84.0.35", folder)
+        knowledge = Knowledge(time.monotonic, said.append)
+        try:
+            knowledge.follow([(endpoint("127.84.0.34", "a"), 1)])
+            for later_s in range(0, 300, 6):
+                knowledge.tick(now + later_s)
+                await until(lambda: knowledge._fetching is None)
+            assert 3 <= len(asked) <= 8
+            knowledge.follow([(endpoint("127.84.0.36", "gone"), 1), (endpoint("127.84.0.35", "b"), 2)])
+            for later_s in range(300, 324, 6):
+                knowledge.tick(now + later_s)
+                await until(lambda: knowledge._fetching is None)
+            assert knowledge._tokeniser is not None
+        finally:
+            await asyncio.to_thread(knowledge.stop)
+            useless.close()
+            good.close()
+
+    asyncio.run(go())
+
+
+def test_a_fleet_that_gets_another_model_gets_its_tokenizer(folder: Path):
+    """Prompts were counted with the first model's for ever, and refused as too long by it."""
+
+    async def go(knowledge: Knowledge, publisher: Publisher) -> None:
+        await publisher.settle(lambda: ready(knowledge), knowledge)
+        before = await counted(knowledge, {"prompt": PROMPT})
+        other = await agent("127.84.0.33", folder, merges=False)
+        knowledge.follow([(endpoint(publisher.host), 1), (endpoint("127.84.0.33", "x"), 2)])
+        knowledge.tick(time.monotonic() + 60.0)
+        assert (await counted(knowledge, {"prompt": PROMPT})).tokens == before.tokens == len(Text(folder).encode(PROMPT))
+        knowledge.follow([(msgspec.structs.replace(endpoint("127.84.0.33", "x"), compat="d"), 2)])
+        knowledge.tick(time.monotonic() + 120.0)
+        assert await counted(knowledge, {"prompt": PROMPT}) == NOT_KNOWN
+        await until(lambda: knowledge._tokeniser is not None)
+        assert (await counted(knowledge, {"prompt": PROMPT})).tokens == len(PROMPT.encode())
+        other.close()
+
+    run("127.84.0.32", folder, go)
+
+
 @pytest.mark.parametrize(
     "more",
     [{"tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "x" * 9_000}}]}, {"reasoning_content": "x" * 9_000}],
@@ -244,6 +315,39 @@ def test_a_conversation_with_more_than_text_is_the_engines_to_count(folder: Path
     assert made.render(json.dumps([said]).encode())
     with pytest.raises(UnreadableError):
         made.render(json.dumps([{**said, **more}]).encode())
+
+
+TEMPLATES = [
+    "{% if tools is not none %}T{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}",
+    "{% if documents is not none %}D{% endif %}{{ bos_token }}{{ eos_token }}{{ sep_token }}",
+    "{% for m in messages %}{% if m.role == 'user' %}{% continue %}{% endif %}{{ m.content }}\n{% endfor %}",
+    "{% for m in messages %}\n  {{ m.content | trim }}\n{% endfor %}\n{% if add_generation_prompt %}A:{% endif %}",
+]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_templates_render_as_hugging_face_renders_them(folder: Path, tmp_path: Path, template: str):
+    """vLLM renders with it. `tools is not none` was true for us where nobody had given any: no conversation was ever found."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    made = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
+    (tmp_path / "tokenizer.json").write_text((folder / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(made))
+    rows = [{"role": "system", "content": " a "}, {"role": "user", "content": "b"}]
+    special = {"bos_token": "<s>", "eos_token": "</s>"}
+    theirs = render_jinja_template([rows], chat_template=template, add_generation_prompt=True, **special)[0][0]
+    files = {name: (tmp_path / name).read_text() for name in ("tokenizer.json", "tokenizer_config.json")}
+    assert Tokeniser(files).render(json.dumps(rows).encode()) == theirs
+    assert Text(tmp_path).render_chat(rows) == theirs
+
+
+@pytest.mark.parametrize("template", ["{% generation %}{% endgeneration %}", "{% for", "{{ " + "(" * 5000])
+def test_a_template_that_cannot_be_read_leaves_the_tokenizer(folder: Path, template: str):
+    """It left none, and it was fetched again every five seconds."""
+    made = Tokeniser({"tokenizer.json": (folder / "tokenizer.json").read_text(), "chat_template.jinja": template})
+    assert made.usable
+    with pytest.raises(UnreadableError):
+        made.render(b'[{"role": "user", "content": "a"}]')
 
 
 def test_the_tokenizer_agrees_with_the_engines(folder: Path):

@@ -10,7 +10,8 @@ import msgspec
 import pytest
 import zmq
 
-from fleet_router.follow.kvevents import EventReader, Live, Message
+from fleet_router.follow import kvevents
+from fleet_router.follow.kvevents import Connected, EventReader, Live, Lost, Message, Replayed
 from fleet_wire.events import AllBlocksCleared, KVEventBatch, encode
 
 TS = msgspec.msgpack.encode(1.0)
@@ -27,6 +28,11 @@ class Heard:
         with self._changed:
             self.messages += messages
             self._changed.notify_all()
+
+    def kind(self, wanted: type[Message], within_s: float = 5.0) -> bool:
+        """One of these came."""
+        with self._changed:
+            return self._changed.wait_for(lambda: any(isinstance(m, wanted) for m in self.messages), within_s)
 
     def number(self, wanted: int, within_s: float = 5.0) -> bool:
         """This live batch came."""
@@ -80,4 +86,24 @@ def test_an_address_that_is_none_ends_no_thread():
         reader.forget("bad")
         assert reader._thread.is_alive()
     finally:
+        reader.stop()
+
+
+def test_a_replay_of_a_life_that_is_over_is_not_told(monkeypatch: pytest.MonkeyPatch):
+    """Its end, five seconds later, was taken for that of the next life's, which had been asked for meanwhile."""
+    monkeypatch.setattr(kvevents, "REPLAY_S", 0.5)
+    heard = Heard()
+    reader, context = EventReader(heard), zmq.Context[zmq.Socket[bytes]]()
+    try:
+        events, replays = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
+        ports = [one.bind_to_random_port("tcp://127.0.0.1") for one in (events, replays)]
+        reader.follow("w", "127.0.0.1", *ports)
+        assert heard.kind(Connected)
+        reader.replay("w", 0)
+        assert replays.poll(5_000)  # asked, and nobody answers
+        events.close(linger=0)
+        assert heard.kind(Lost)
+        assert not heard.kind(Replayed, within_s=1.5)
+    finally:
+        context.destroy(linger=0)
         reader.stop()

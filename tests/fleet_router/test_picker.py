@@ -9,9 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from fleet_router.config import TierRule
+from fleet_router.config import HttpBounds, TierRule
 from fleet_router.epp.exchange import Exchange
 from fleet_router.epp.messages import BUFFERED, FULL_DUPLEX, ProcessingRequest
+from fleet_router.inbound import PIECES_MOST
 from tests.fleet_router.admission.made import key_of, parsed
 from tests.fleet_router.rig import CONFIG, Rig, ask, run
 
@@ -219,3 +220,41 @@ def test_routing_behind_a_gateway_goes_by_a_header_that_says_something_else_as_w
 
     rules = (TierRule(tier="t", headers={"x-slo-class": "default"}),)
     run(go, config=msgspec.structs.replace(CONFIG, tier_rules=rules))
+
+
+def failed_with(status: bytes) -> list[Any]:
+    found = answer_of(b"no")
+    found[0].response_headers.headers.headers[0].raw_value = status
+    return found
+
+
+@pytest.mark.parametrize(("status", "counted", "left"), [(b"503", "failed", 10), (b"429", "failed", 10), (b"422", "refused", 5)])
+def test_a_worker_that_fails_behind_a_gateway_is_put_out_and_its_client_pays_nothing(status: bytes, counted: str, left: int):
+    """The end of each of its answers forgave it the one before, and a request that it failed counted as one that it refused."""
+
+    async def go(rig: Rig) -> None:
+        known(rig, requestsPerSecond=0.001, requestsBurst=10)
+        for _ in range(5):
+            await exchanged(rig, head_of(), body_of(ask(prompt="short")), *failed_with(status))
+        account, (worker,) = rig.context.desk.accounts["acme"], rig.context.table.by_role["decode"]
+        assert (account.counts[counted], account.inflight) == (5, 0)
+        assert account.requests is not None
+        assert account.requests.left(int(rig.context.clock() * 1e9)) == left
+        assert worker.breaker.closed == (counted == "refused")
+
+    run(go, prefill=0)
+
+
+def test_a_body_that_comes_in_small_pieces_takes_no_more_memory_than_it_has_bytes():
+    async def go(rig: Rig) -> None:
+        known(rig)
+        exchange, piece = Exchange(rig.context), body_of(b"  ")
+        piece.request_body.end_of_stream = False
+        exchange._read(head_of())
+        for number in range(20_000):
+            piece.request_body.body = b"" if number % 2 else b"  "
+            assert [said async for said in exchange._piece(piece.request_body)] == []
+        assert len(exchange._body) <= PIECES_MOST
+        assert b"".join(exchange._body) == b" " * 20_000
+
+    run(go, prefill=0, config=msgspec.structs.replace(CONFIG, bounds=HttpBounds(body_bytes=100_000)))

@@ -19,7 +19,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from fleet_router.config import RouterConfig, TraceConfig
 from fleet_router.explain.export import Exporter, headers_of
 from fleet_router.explain.trace import Trace, read
-from tests.fleet_router.fake_worker import answer
+from tests.fleet_router.fake_worker import answer, stream
 from tests.fleet_router.rig import CONFIG, Rig, ask, http, run, until
 
 TRACE_ID, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -151,6 +151,33 @@ def test_a_failed_leg_is_a_span_that_says_so():
             assert not any(span.name == "kv transfer" for span in at.spans)
 
         run(go, config=traced(at, sample=1.0))
+
+
+def test_the_first_byte_is_that_of_the_attempt_that_it_came_from():
+    """Incident: of a stream that was carried on, the last attempt's came seconds before it was sent, and the first had none."""
+    with collector() as at:
+
+        async def go(rig: Rig) -> None:
+            async def breaks(_: Any, writer: asyncio.StreamWriter) -> bool:
+                for worker in rig.decode:
+                    worker.behave = None
+                await stream(writer, ["a", "b"], end=False)
+                writer.close()
+                return True
+
+            for worker in rig.decode:
+                worker.behave = breaks
+            status, body = await rig.post(ask(stream=True, temperature=0))
+            assert (status, b"[DONE]" in body) == (200, True)
+            await asyncio.to_thread(flush, rig)
+            decodes, moves = ([span for span in at.spans if span.name == name] for name in ("decode", "kv transfer"))
+            first, second = map(attributes, sorted(decodes, key=lambda span: span.start_time_unix_nano))
+            assert 0 < first["fleet.first_byte_s"] < 1
+            assert ("fleet.first_byte_s" in second, second["fleet.writes"] >= 1) == (False, True)
+            assert [span.parent_span_id for span in moves] == [decodes[0].span_id]  # of the second nobody knows when it was over
+            assert moves[0].end_time_unix_nano < decodes[0].end_time_unix_nano
+
+        run(go, decode=2, config=traced(at, sample=1.0))
 
 
 def test_no_prompt_and_no_key_reaches_the_collector():

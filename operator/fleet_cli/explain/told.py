@@ -65,13 +65,18 @@ def _side(rows: list[dict[str, Any]], role: str, chosen: str) -> list[str]:
     lines = []
     shown = rows[:CANDIDATES_MOST] + [row for row in rows[CANDIDATES_MOST:] if row["worker"] == chosen]
     for row in shown:
-        local = f"  {row['local_s']:.4f} s with its own prefill" if "local_s" in row else ""
+        local = f"  {_seconds(row['local_s'])} with its own prefill" if "local_s" in row else ""
         mark = "  <- chosen" if row["worker"] == chosen else ""
-        cost = f"{row['cost_s']:>9.4f} s  {row['missing_tokens']:>7} missing"
+        cost = f"{_seconds(row['cost_s']):>11}  {row['missing_tokens']:>7} missing"
         lines.append(f"{'':<10}{role:<8} {row['worker']:<32} {cost}{local}{mark}")
     if len(rows) > len(shown):
         lines.append(f"{'':<10}{role:<8} and {len(rows) - len(shown)} more")
     return lines
+
+
+def _seconds(cost_s: float | None) -> str:
+    """None: its queue or its share of the work alone said that it was not to be it, so that nobody counted the rest."""
+    return "passed over" if cost_s is None else f"{cost_s:.4f} s"
 
 
 def _at(word: str, seconds: float | None) -> str:

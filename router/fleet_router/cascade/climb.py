@@ -54,8 +54,9 @@ class Climb:
         self._context, self._client, self._path, self._ask, self._ticket = context, client, path, ask, ticket
         self._translation, self._hints, self._cascade = translation, hints, cascade
         self._step = 0
-        self._asked_logprobs = self._over = self._moving = self._paused = False
-        """Log-probabilities are ours to take out; it ended; the next tier is being asked; the client does not read."""
+        self._begun = self._asked_logprobs = self._over = self._moving = self._paused = False
+        """It has a slot; log-probabilities are ours to take out; it ended; the next tier is being asked; the client does not
+        read."""
         self._held: Held | None = None
         self._draft: Draft | None = None
         self.flow: Flow = self._flow_of_step(None)
@@ -83,10 +84,12 @@ class Climb:
 
     def begin(self) -> None:
         """A slot is free, or one is not needed."""
+        self._begun = True
         self.flow.begin()
 
     def admitted(self) -> None:
         """The wait for a slot is over."""
+        self._begun = True
         self.flow.admitted()
 
     def grew(self, held: Held, more_bytes: int, *, over: bool) -> None:
@@ -198,10 +201,11 @@ class Climb:
         self._client.refuse(error)
 
     def _end(self, draft: Draft, ended: Outcome, outcome: str) -> None:
-        """The draft is the end of it: give the slot back."""
+        """The draft is the end of it: give the slot back. One that waited for a slot until then was none."""
         self._over = True
         self._forget()
-        self._context.metrics.drafts[self._tier, outcome] += 1
+        if self._begun:
+            self._context.metrics.drafts[self._tier, outcome] += 1
         draft.close(ended)
         self._context.desk.leave(self._ticket, ended, draft.used)
 

@@ -20,7 +20,7 @@ from fleet_router.errors import RequestError
 from fleet_router.explain.route import ASKED
 from fleet_router.explain.shown import header as decision_header
 from fleet_router.hints import hints_of
-from fleet_router.inbound import ASKED_BY, KEPT_BYTES, REQUEST_ID, Incoming, asked_by
+from fleet_router.inbound import ASKED_BY, KEPT_BYTES, PIECES_MOST, REQUEST_ID, Incoming, asked_by
 from fleet_router.request import parse_alone, parse_body
 from fleet_router.workers import Worker
 
@@ -163,6 +163,8 @@ class Exchange:
             yield self._refused(RequestError(413, f"the body is larger than {most} bytes"))
             return
         self._body.append(piece.body)
+        if len(self._body) >= PIECES_MOST:
+            self._body = [b"".join(self._body)]
         if piece.end_of_stream or self._modes[0] == BUFFERED:  # which comes at once, and trailers only when it was answered
             async for said in self._decide(end=True):
                 yield said

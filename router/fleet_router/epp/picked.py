@@ -16,6 +16,7 @@ from fleet_router.config import RouterConfig
 from fleet_router.context import Client, Context
 from fleet_router.errors import RequestError
 from fleet_router.flow import Flow
+from fleet_router.legs import NOT_THE_CLIENT
 from fleet_router.request import decode_body
 from fleet_router.workers import Worker
 
@@ -98,13 +99,18 @@ class Picked(Flow):
                 worker.ended()
                 other.began()
                 worker = self._leg_worker = other
-        if worker is not None and status < FAILED:
-            worker.answers(self.sent_at, now)
-        elif worker is not None:
-            if self._giver:
+        if status < FAILED and status not in NOT_THE_CLIENT:
+            if worker is not None:
+                worker.answers(self.sent_at, now)
+            self.head(status, [])
+            return
+        if worker is not None:
+            if self._giver and status >= FAILED:
                 self._context.table.transfer_failed(self._giver, worker.uid, now)
             self._blame(worker, f"decode answered {status}")
         self.head(status, [])
+        self.end_leg()  # the end of such an answer forgives its worker nothing
+        self._outcome = "failed"
 
     def silent(self) -> None:
         """What the gateway was told cannot be taken back."""

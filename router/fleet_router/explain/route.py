@@ -19,13 +19,14 @@ from fleet_router.admission.tenants import Decisions
 from fleet_router.errors import RequestError
 from fleet_router.explain.recorder import Recorder
 from fleet_router.explain.shown import Shown, refused, shown
+from fleet_router.hints import FORWARDED
 
 PATH: Final = b"/debug/decisions"
 ASKED: Final = b"x-fleet-explain"
-FORWARDED: Final = (b"x-forwarded-for", b"forwarded", b"via")
 USUAL: Final = 20
 MOST: Final = 200
-ID_MOST: Final = 128
+ID_MOST: Final = 32 + 1 + 128
+"""Of a worker's name of a request: a number of ours, and the client's own."""
 FIELDS_MOST: Final = 8
 NOT_WATCHED: Final = (
     "metrics name every tenant: they are on the admin port, or for keys with the right to see all (decisions: all)"

@@ -86,19 +86,15 @@ def _legs(make: _Maker, record: Record, one: Try, number: int, *, last: bool) ->
         found.append(make.span(first, "prefill", CLIENT, one.at, done, decided | _worker(one.prefill)))
         if not one.prefilled_at:
             return _failed(found, one)
-        ready = record.first_at if last and record.first_at else over
-        between = {"fleet.prefill": one.prefill.endpoint.name, "fleet.decode": one.decode.endpoint.name}
-        found.append(
-            make.span(TRANSFER_NUMBER + number, "kv transfer", INTERNAL, one.prefilled_at, ready, between, under=first + 1)
-        )
         decided = {}
     begun, leg = (one.prefilled_at, first + 1) if one.prefill is not None else (one.at, first)
-    said = decided | _worker(one.decode)
+    first_at = record.first_at if begun <= record.first_at <= over else 0.0  # of one that was carried on it came from the first
+    if one.prefill is not None and (ready := first_at or (over if one.why or not record.first_at else 0.0)):
+        between = {"fleet.prefill": one.prefill.endpoint.name, "fleet.decode": one.decode.endpoint.name}
+        found.append(make.span(TRANSFER_NUMBER + number, "kv transfer", INTERNAL, begun, ready, between, under=leg))
+    said = decided | _worker(one.decode) | {"fleet.first_byte_s": round(first_at - begun, 6) if first_at else None}
     if last:
-        said |= {
-            "fleet.writes": record.writes,
-            "fleet.first_byte_s": round(record.first_at - begun, 6) if record.first_at else None,
-        }
+        said["fleet.writes"] = record.writes
     found.append(make.span(leg, "decode", CLIENT, begun, over, said))
     return _failed(found, one)
 

@@ -169,6 +169,7 @@ class EventReader:
             with contextlib.suppress(zmq.Again):
                 event = recv_monitor_message(source.monitor, zmq.DONTWAIT)["event"]
                 self._out.append(Connected(source.worker) if event == zmq.EVENT_CONNECTED else Lost(source.worker))
+                self._forget_replays(source.worker)
         elif (replay := self._replays.get(ready)) is not None:
             self._read_replay(ready, replay)
 
@@ -247,6 +248,12 @@ class EventReader:
         for asked, replay in list(self._replays.items()):
             if now > replay.deadline:
                 self._hand_over(replay, last=True, whole=False)
+                self._drop(asked)
+
+    def _forget_replays(self, worker: str) -> None:
+        """They are of a life that may be over: of this one another is asked for."""
+        for asked, replay in list(self._replays.items()):
+            if replay.worker == worker:
                 self._drop(asked)
 
     def _drop(self, asked: object) -> None:

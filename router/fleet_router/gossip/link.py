@@ -93,6 +93,7 @@ class Link:
             for opened, _ in self._sockets:
                 loop.remove_reader(opened)
                 opened.close()
+            self._sockets, self._udp = [], None
 
     def follow(self, routers: tuple[str, ...]) -> None:
         """Addresses of routers that the endpoints document names, besides those of the command line."""

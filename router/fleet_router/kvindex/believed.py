@@ -100,6 +100,7 @@ class Believed:
             if number >= source.stream.replay_from:
                 self._apply(worker, source, number, batch, trust=False)
         if not last:
+            source.stream.asked_at = now  # it goes on: no other one is asked for meanwhile
             return
         first, source.first = source.first, None
         if not whole:

@@ -29,7 +29,7 @@ def key_of(digest: bytes) -> int:
 class Holding:
     """What one worker holds."""
 
-    __slots__ = ("bit", "block_tokens", "compat", "dropped", "media", "named", "roots")
+    __slots__ = ("bit", "block_tokens", "compat", "media", "named", "roots")
 
     def __init__(self, bit: int, compat: str) -> None:
         self.bit = bit
@@ -38,22 +38,21 @@ class Holding:
         """0: no event has said it yet."""
         self.media: dict[str, dict[Name, bytes]] = {}
         """Medium → the worker's name → our hash. The first medium is its fastest."""
-        self.roots: dict[str, bytes] = {}
+        self.roots: dict[tuple[int, str], bytes] = {}
+        """By tokens per block, which are others when its engine begins anew with others, and salt."""
         self.named = False
         """It names blocks by the hash chain of fleet_wire: what others salt is told by the names as well."""
-        self.dropped = 0
-        """Blocks that found no room here: the worker seems to hold less than it does."""
 
     def __len__(self) -> int:
         return sum(len(names) for names in self.media.values())
 
     def root(self, salt: str) -> bytes:
         """Parent of first blocks."""
-        known = self.roots.get(salt)
+        known = self.roots.get((self.block_tokens, salt))
         if known is None:
             if len(self.roots) >= 256:
                 self.roots.clear()
-            known = self.roots[salt] = root_hash(self.compat, self.block_tokens, salt)
+            known = self.roots[self.block_tokens, salt] = root_hash(self.compat, self.block_tokens, salt)
         return known
 
 
@@ -70,6 +69,8 @@ class PreciseIndex:
         self._slow: dict[int, int] = {}
         """Held in a slower medium only."""
         self._holdings: dict[str, Holding] = {}
+        self.lacking = 0
+        """Workers, as bits, some of whose blocks found no room here: each seems to hold less than it does."""
 
     def __len__(self) -> int:
         return sum(len(holding) for holding in self._holdings.values())
@@ -88,7 +89,8 @@ class PreciseIndex:
         holding = self._holdings.get(worker)
         if holding is None:
             return
-        media, holding.media, holding.dropped = holding.media, {}, 0
+        media, holding.media = holding.media, {}
+        self.lacking &= ~holding.bit
         for names in media.values():
             for digest in names.values():
                 key = key_of(digest)
@@ -146,7 +148,7 @@ class PreciseIndex:
             if digest is None or name in names:
                 continue
             if room < 1:
-                holding.dropped += 1
+                self.lacking |= holding.bit
                 continue
             room -= 1
             names[name] = digest

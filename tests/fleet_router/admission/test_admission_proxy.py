@@ -100,7 +100,7 @@ FAR = "x-forwarded-for: 10.1.2.3"
 @pytest.mark.parametrize(
     ("headers", "status"),
     [([], 200), ([FAR], 401), ([FAR, KEY], 403), ([FAR, f"authorization: Bearer {key_of('sees')}"], 200),
-     ([FAR, "x-api-key: wrong"], 401)],
+     ([FAR, "x-api-key: wrong"], 401), ([f"{FAR}, {'1' * 300}"], 401), ([f"Forwarded: for={'1' * 300}"], 401)],
 )  # fmt: skip
 def test_who_names_every_tenant_needs_a_right_where_clients_ask(path: str, headers: list[str], status: int):
     """Tenants' names and tokens were told to everybody who reached the port."""

@@ -75,3 +75,33 @@ def test_the_last_tier_is_not_read_for_a_client_that_does_not_read():
         assert (await reader.readuntil(b"0\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
 
     climbing(go, config())
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["late", "leaves"])
+def test_a_request_that_was_never_begun_is_no_draft(leaves: bool):
+    """One that waited too long for a slot counted as a draft that the router's end had cut."""
+
+    async def go(ladder: Ladder) -> None:
+        over, desk = asyncio.Event(), ladder.rig.context.desk
+
+        async def slow(body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+            await over.wait()
+            return await says(SMALL)(body, writer)
+
+        ladder.behave("small", slow)
+        running = [asyncio.create_task(ladder.talk()) for _ in range(2)]  # a slot of each tier
+        await until(lambda: ladder.asked["small"] == 2)
+        reader, writer, connection = await ladder.rig.connect()
+        writer.write(http(TALK, "x-slo-ttft-ms: 50", path=CHAT))
+        await until(lambda: desk.gate.waiting == 1)
+        if leaves:
+            connection.connection_lost(None)
+        await until(lambda: bool(desk.tick()) or not desk.gate.waiting)
+        if not leaves:
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 503 ")
+        over.set()
+        assert [found[:2] for found in await asyncio.gather(*running)] == [(200, "small")] * 2
+        drafts = {name: count for name, count in ladder.counted().items() if name.startswith("fleet_router_drafts_total")}
+        assert drafts == {'fleet_router_drafts_total{tier="small",outcome="kept"}': 2}
+
+    climbing(go, config(worker_slots=1))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from pathlib import Path
 
 import pytest
 
-from fleet_router.gossip.link import GossipSettings, Link
+from fleet_router import process
+from fleet_router.gossip.link import GossipError, GossipSettings, Link
 from fleet_router.gossip.share import Share
+from fleet_router.process import Router, Settings
 from tests.fleet_router.rig import until
 
 
@@ -30,5 +33,77 @@ def test_a_peer_whose_name_is_none_ends_nothing(name: str, tmp_path: Path):
         assert not running.done()
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(go())
+
+
+def test_gossip_begins_once_its_port_is_free_also_beside_other_processes(tmp_path: Path):
+    """It ended the router: the socket for its siblings, which had been opened before the port was found taken, was listened to
+    again although it was closed."""
+    key = tmp_path / "key"
+    key.write_text("k" * 32)
+    taken = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    taken.bind(("127.0.0.1", 0))
+    settings = GossipSettings(key, "127.0.0.1", taken.getsockname()[1], unix=b"\0rb-%d" % taken.getsockname()[1])
+
+    async def go() -> None:
+        link = Link(settings, Share(1, 0.0), asyncio.get_running_loop().time, lambda **_: None)
+        for _ in range(2):
+            with pytest.raises(GossipError, match="AddressInUse"):
+                await link.run()
+        taken.close()
+        running = asyncio.create_task(link.run())
+        await asyncio.sleep(0)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sibling:
+            sibling.sendto(b"x" * 20, settings.unix)
+            await until(lambda: link.counts.received == 1 or running.done())
+        assert not running.done()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(go())
+
+
+def test_a_bug_in_gossip_ends_no_router(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Nothing depends on gossip, and yet the process ended with its task."""
+    key, said = tmp_path / "key", list[dict[str, object]]()
+    key.write_text("k" * 32)
+    monkeypatch.setattr(process, "GOSSIP_AGAIN_S", 0.0)
+
+    async def go() -> None:
+        router = Router(Settings("dir:/none", "127.0.0.1", 0, gossip=GossipSettings(key, unix=b"\0rb-bug-%d" % os.getpid())))
+        monkeypatch.setattr(router._journal, "say", lambda event, **fields: said.append({"event": event, **fields}))
+        monkeypatch.setattr(router._share, "speak", lambda *_: 1 / 0)
+        assert router._link is not None
+        running = asyncio.create_task(router._gossip(router._link))
+        await until(lambda: len(said) > 1 or running.done())
+        assert not running.done()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(go())
+    assert said[0]["event"] == "gossip-failed"
+    assert said[0]["problem"] == "ZeroDivisionError"
+    assert str(said[0]["at"]).startswith("['test_link.py:")
+
+
+def test_a_bug_in_gossip_keeps_no_router_from_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Of a group of tasks that fails while it is cancelled nothing but the failure is heard: gossip would have begun anew."""
+
+    async def fails_when_cancelled() -> None:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            raise ValueError from None
+
+    async def go() -> None:
+        router = Router(Settings("dir:/none", "127.0.0.1", 0, gossip=GossipSettings(tmp_path / "key")))
+        assert router._link is not None
+        monkeypatch.setattr(router._link, "run", fails_when_cancelled)
+        running = asyncio.create_task(router._gossip(router._link))
+        await asyncio.sleep(0)
+        running.cancel()
+        await asyncio.wait({running}, timeout=2)
+        assert running.cancelled()
 
     asyncio.run(go())

@@ -97,6 +97,31 @@ def test_it_is_bounded():
     assert made.depths(KEYS) == [(3, 1)]
 
 
+def test_who_holds_more_than_there_is_room_for_is_known_in_part_until_it_begins_anew():
+    made = PreciseIndex(6)
+    made.join("a", 1, "c")
+    made.join("b", 2, "c")
+    made.apply("b", [stored(NAMES[:3])])
+    assert made.lacking == 0
+    made.apply("b", [stored(NAMES[3:4])])
+    assert made.lacking == 2
+    made.apply("b", [BlockRemoved(NAMES[:3], "GPU")])  # what it holds besides is not known
+    assert made.lacking == 2
+    made.clear("b")
+    assert made.lacking == 0
+
+
+@pytest.mark.parametrize("lora", [None, "billing"])
+def test_an_engine_that_begins_anew_with_blocks_of_another_size_is_found(lora: str | None):
+    """The parent of its first blocks was that of its last life: nothing that it held was found, and nobody else was believed."""
+    made = index()
+    made.apply("a", [stored([1, 2, 3], TOKENS[: 3 * SIZE], lora=lora)])
+    made.clear("a")
+    made.apply("a", [msgspec.structs.replace(stored([4, 5], TOKENS[: 4 * SIZE], lora=lora), block_size=2 * SIZE)])
+    keys = [key_of(name) for name in chain(root_hash("c", 2 * SIZE, lora or ""), TOKENS, 2 * SIZE)]
+    assert made.depths(keys) == [(2, 1)]
+
+
 class Worker:
     """A publisher in memory: what it holds, its log, its buffer."""
 
@@ -272,6 +297,21 @@ def test_a_replay_that_breaks_off_is_asked_for_again():
     assert rig.believed.trusted == 0
     rig.settle()
     assert (rig.believed.trusted, rig.known()) == (1, 4)
+
+
+def test_a_replay_may_take_as_long_as_it_goes_on():
+    """After five seconds another one was asked for, and the rest of the first was taken for one that began too late: the worker
+    was half believed for ever. A router that begins beside many workers needs longer."""
+    rig = Rig()
+    for depth in range(1, 10):
+        rig.worker.store(depth)
+    rig.sent = len(rig.worker.log)
+    rig.believed.connected("w", 0.0)
+    rows = list(enumerate(rig.worker.log))
+    for number, (at, last) in enumerate([(4.0, False), (8.0, False), (12.0, True)]):
+        rig.believed.replayed("w", 0, rows[number * 3 : number * 3 + 3], at, last=last, whole=True)
+        rig.believed.check(at + 2.0)
+    assert (rig.believed.asks, rig.believed.state("w"), rig.known()) == ([("w", 0)], "live", 9)
 
 
 def test_a_restart_forgets_the_old_life():

@@ -18,6 +18,8 @@ from fleet_worker.engine.errors import BadRequestError, ModelFilesError
 REPLACEMENT = "\ufffd"
 MAX_PENDING = 8
 """Tokens that are held while the last character may be incomplete: longer ones are bytes that never become one."""
+NOT_GIVEN = {"tools": None, "documents": None}
+"""Templates are given these, as by Hugging Face's own rendering: many ask whether they are none, and to be undefined is not."""
 MAX_BEGUN = 3
 """Bytes of a character that is not complete, and tokens therefore."""
 
@@ -49,7 +51,9 @@ class Text:
         if self._template is None:
             raise BadRequestError("the model has no chat template: use /v1/completions", "messages")
         try:
-            return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **self._special)
+            return self._template.render(
+                messages=messages, add_generation_prompt=add_generation_prompt, **NOT_GIVEN, **self._special
+            )  # fmt: skip
         except Exception as error:  # a template is a program: it can fail in any way
             raise BadRequestError(f"the chat template refused the messages: {_said(error)}", "messages") from error
 
@@ -63,7 +67,9 @@ def _said(error: Exception) -> str:
 def _compile(source: Any) -> jinja2.Template | None:
     if not isinstance(source, str):
         return None
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, autoescape=False)
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, autoescape=False, extensions=["jinja2.ext.loopcontrols"]
+    )  # fmt: skip
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
