@@ -26,6 +26,7 @@ from fleet_operator.cluster.account import service_account
 from fleet_operator.cluster.interface import FLEET, NODE, Cluster, ClusterError, ForbiddenError, Kind, WatchEvent
 from fleet_operator.follow_children import follow_children, may_read_nodes
 from fleet_operator.kopf_settings import RECONNECT_S, configure
+from fleet_operator.kopf_tasks import NotKopfs
 from fleet_operator.reconciler import CHILDREN, Reconciler
 from fleet_operator.together import until_first_ends
 
@@ -130,18 +131,20 @@ async def run_in_cluster(
         await _list_fleets(cluster, reconciler, namespaces)
         while True:
             try:
-                await kopf.operator(
+                tasks = await kopf.spawn_tasks(
                     registry=build_registry(reconciler, kubeconfig, wiring.trace),
                     standalone=True,
                     clusterwide=not namespaces,
                     namespaces=tuple(namespaces),
                     stop_flag=stop,
                 )
+                await kopf.run_tasks(tasks, ignored=NotKopfs())
             except Exception as error:
                 LOG.warning("kopf ended: %s: %s; again in %s s", type(error).__name__, error, RESTART_S)
                 with suppress(TimeoutError):
                     async with asyncio.timeout(RESTART_S):
                         await stop.wait()
+                        return
             else:
                 return
 

@@ -1,0 +1,31 @@
+"""Which tasks of the process are kopf's.
+
+kopf takes every task for its own that began after it did: when it ends (for good, or because a watch failed and it is to be
+started again) it waits five seconds for them and cancels the rest, with that whoever reconciles and leads. What it is told to
+ignore is asked for at that moment, so that it can be a rule instead of a list.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import kopf
+
+FOLDER = str(Path(kopf.__file__).parent)
+
+
+class NotKopfs(Collection[asyncio.Task[Any]]):
+    """Tasks of this loop whose coroutine is written elsewhere."""
+
+    def __contains__(self, task: object) -> bool:
+        code = getattr(task.get_coro(), "cr_code", None) if isinstance(task, asyncio.Task) else None
+        return code is None or not code.co_filename.startswith(FOLDER)
+
+    def __iter__(self) -> Iterator[asyncio.Task[Any]]:
+        return (task for task in asyncio.all_tasks() if task in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
