@@ -235,10 +235,9 @@ class EngineCore:
         was_pulling = sequence.stage == "pulling"
         self.scheduler.remove(sequence)
         self._let_go(sequence)
-        if was_pulling:
-            self._cancelled_pulls[sequence.request_id] = sequence.table
-            sequence.table = []
-            return None
+        if was_pulling:  # of its blocks the pull writes those that the prefix cache did not have
+            self._cancelled_pulls[sequence.request_id] = sequence.table[sequence.registered :]
+            del sequence.table[sequence.registered :]
         reference = None
         if sequence.keep_for_remote and reason != "abort" and self.connector is not None:
             reference = self._lease(sequence, self.connector)
@@ -326,6 +325,8 @@ class EngineCore:
     def _fetched(self, result: FetchResult) -> Output | None:
         cancelled = self._cancelled_pulls.pop(result.request_id, None)
         if cancelled is not None:
+            if result.error is not None:
+                self._wipe(cancelled)
             self.scheduler.blocks.free(cancelled)
             return None
         sequence = self.scheduler.pulling[result.request_id]
