@@ -19,7 +19,7 @@ from fleet_worker.transfer.faults import Faults
 from fleet_worker.transfer.holding import Holder
 from fleet_worker.transfer.owner import SERVING_WINDOW_S, Owner, TransferSettings
 from fleet_worker.transfer.peers import IDLE_S, Peer, Peers
-from fleet_worker.transfer.reader import Pull, Reader
+from fleet_worker.transfer.reader import STUCK_AFTER, Pull, Reader, StuckReadError
 
 LEASE_S = 30.0
 MEMORY = torch.zeros((64, 4096), dtype=torch.uint8)
@@ -40,10 +40,11 @@ def welcome(call: int, epoch: str = "now", agent: bytes = b"engine") -> Welcome:
 
 
 class Agent:
-    """NIXL, whose reads never end."""
+    """NIXL, whose reads end when the test says so."""
 
     def __init__(self) -> None:
         self.known: list[str] = []
+        self.state = "PROC"
 
     def add_remote_agent(self, metadata: bytes) -> bytes:
         if metadata == b"broken":
@@ -65,7 +66,7 @@ class Agent:
         return "PROC"
 
     def check_xfer_state(self, _: object) -> str:
-        return "PROC"
+        return self.state
 
     def release_xfer_handle(self, _: object) -> None:
         return None
@@ -105,8 +106,10 @@ class Rig:
     def pull(self, name: str, ref: KvReference) -> None:
         self.reader.begin(Pull(name, ref, [3], [1], ref.digest, time.monotonic()))
 
-    def ended(self) -> dict[str, str]:
-        return {result.request_id: result.error.reason if result.error else "" for result in self.done}
+    def ended(self, *, lingering: bool = False) -> dict[str, str]:
+        """Whose blocks came back; `lingering`: who was told, and whose did not."""
+        over = {result.request_id: result for result in self.done}  # of two reports the last one
+        return {name: one.error.reason if one.error else "" for name, one in over.items() if one.lingers is lingering}
 
 
 class Kept(zmq.Context):  # type: ignore[type-arg]
@@ -260,6 +263,9 @@ def test_an_agent_that_two_addresses_lead_to_is_forgotten_with_the_last_of_them(
     rig.reader._forget(rig.peers.get("10.0.0.1", 5600, 0.0))
     assert rig.agent.known == ["engine"]
     rig.reader._forget(rig.peers.get("10.0.0.2", 5600, 0.0))
+    assert rig.agent.known == ["engine"], "it is still read from"
+    rig.agent.state = "ERR"
+    rig.reader.advance(time.monotonic())
     assert rig.agent.known == []
 
 
@@ -324,8 +330,38 @@ def test_a_read_from_an_owner_that_says_nothing_ends_with_its_first_unanswered_r
     assert rig.ended() == {}
     rig.peers.expire(begun + 6)
     rig.reader.advance(begun + 6)
-    assert rig.ended() == {"r": "timeout"}
-    assert rig.agent.known == []
+    assert rig.ended(lingering=True) == {"r": "timeout"}
+    assert (rig.reader.is_reading, rig.reader.lingers, rig.peers.sockets()) == (False, True, [])
+    rig.reader.cancel("r")
+    rig.reader.advance(begun + 60)
+    assert (rig.ended(), len(rig.done), rig.agent.known) == ({}, 1, ["engine"]), "its blocks may still be written"
+    rig.agent.state = "DONE"
+    rig.reader.advance(begun + 61)
+    assert (rig.ended(), len(rig.done), rig.agent.known) == ({"r": "timeout"}, 2, [])
+
+
+def test_an_owner_that_is_forgotten_and_greeted_again_loses_no_read_in_flight(rig: Rig):
+    """Incident: of a read from an owner that NIXL was told to forget nobody knew when it was over."""
+    rig.pull("lingering", reference())
+    rig.peers.answer(welcome)
+    rig.reader._forget(rig.peers.get("10.0.0.1", 5600, 0.0))
+    rig.pull("next", reference())
+    rig.agent.add_remote_agent = None  # type: ignore[assignment,method-assign]
+    rig.peers.answer(welcome)
+    assert rig.reader._pulls["next"].reading is not None
+    rig.agent.state = "ERR"
+    rig.reader.advance(time.monotonic())
+    assert rig.ended() == {"lingering": "read", "next": "read"}
+
+
+def test_a_read_that_does_not_end_at_all_ends_the_engine(rig: Rig):
+    begun = time.monotonic()
+    rig.pull("r", reference())
+    rig.peers.answer(welcome)
+    rig.reader.advance(begun + SETTINGS.read_timeout_s + 1)
+    assert rig.ended(lingering=True) == {"r": "timeout"}
+    with pytest.raises(StuckReadError):
+        rig.reader.advance(begun + (1 + STUCK_AFTER) * SETTINGS.read_timeout_s + 1)
 
 
 @pytest.mark.parametrize("arrives", [True, False])
@@ -344,29 +380,13 @@ def test_a_read_that_takes_too_long_ends_the_others_of_its_owner_only_when_nothi
     monkeypatch.setattr(rig.agent, "check_xfer_state", lambda handle: "PROC" if handle is late else next(states, "PROC"))
     rig.reader.advance(now)
     rig.reader.advance(now + 61)
-    assert rig.ended()["late"] == "timeout"
-    assert rig.agent.known == (["engine"] if arrives else [])
+    assert rig.ended(lingering=True)["late"] == "timeout"
+    assert rig.agent.known == ["engine"]
     assert ("other" in rig.reader._pulls and rig.reader._pulls["other"].peer.welcome is not None) is arrives  # type: ignore[union-attr]
 
 
-def test_a_read_that_cannot_be_cancelled_yet_keeps_its_blocks(rig: Rig, monkeypatch: pytest.MonkeyPatch):
-    def in_flight(_: object) -> None:
-        raise RuntimeError("NIXL_ERR_REPOST_ACTIVE")
-
-    begun = time.monotonic()
-    rig.pull("r", reference())
-    rig.peers.answer(welcome)
-    monkeypatch.setattr(rig.agent, "release_xfer_handle", in_flight)
-    rig.peers.expire(begun + 6)
-    rig.reader.advance(begun + 6)
-    assert rig.ended() == {}
-    monkeypatch.undo()
-    rig.reader.advance(begun + 7)
-    assert rig.ended() == {"r": "timeout"}
-
-
 def test_a_read_that_nixl_lost_track_of_keeps_its_blocks_until_it_lets_go(rig: Rig, monkeypatch: pytest.MonkeyPatch):
-    """Another pull's end makes NIXL forget the owner: what is asked about a read then says nothing of whether it still writes."""
+    """What it says of a read then is nothing of whether that still writes."""
 
     def raising(_: object) -> str:
         raise RuntimeError("NIXL_ERR_NOT_FOUND")
@@ -377,7 +397,7 @@ def test_a_read_that_nixl_lost_track_of_keeps_its_blocks_until_it_lets_go(rig: R
     with monkeypatch.context() as busy:
         busy.setattr(rig.agent, "release_xfer_handle", raising)
         rig.reader.advance(time.monotonic())
-    assert rig.ended() == {}
+    assert (rig.ended(), rig.ended(lingering=True)) == ({}, {"r": "read"})
     rig.reader.advance(time.monotonic())
     assert rig.ended() == {"r": "read"}
 
