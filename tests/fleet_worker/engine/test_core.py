@@ -424,7 +424,7 @@ def test_preemption_is_counted_and_changes_no_token(llama: Llama):
 
 @pytest.mark.parametrize("leaves", [False, True], ids=["waits", "left-before"])
 def test_the_blocks_of_a_read_that_lingers_are_nobodys_until_it_is_over(llama: Llama, leaves: bool):
-    """Incident: a frozen prefill worker went on, and what it wrote was in blocks of another request: wrong tokens with status 200."""
+    """Incident: a frozen prefill worker went on, and what it wrote was in another request's blocks: wrong tokens, status 200."""
     core = engine(llama, blocks=4)
     core.add(ask("d", ref=reference(50)))
     core.step()

@@ -202,8 +202,8 @@ def test_blocks_are_read_from_an_owner_on_an_ipv6_address(pair: tuple[Side, Side
 
 @pytest.mark.parametrize("read_timeout_s", [0.5, 60.0], ids=["its-time-is-up", "its-owner-is-silent"])
 def test_what_a_frozen_owner_says_late_is_written_into_nobodys_blocks(monkeypatch: pytest.MonkeyPatch, read_timeout_s: float):
-    """Incident: NIXL let go of a read that UCX still did. Its blocks were another request's by the time that its owner went on, and
-    that one was answered with other tokens. Over TCP the owner must take part in a read; here its calls have 1 s."""
+    """Incident: NIXL let go of a read that UCX still did. Its blocks were another request's by the time that its owner went on,
+    and that one was answered with other tokens. Over TCP the owner must take part in a read; here its calls have 1 s."""
     monkeypatch.setenv("UCX_TLS", "tcp,self")
     owner, reader = Side("127.77.0.5"), Side("127.77.0.6", read_timeout_s=read_timeout_s)
     results: list[FetchResult] = []
@@ -230,7 +230,7 @@ def test_what_a_frozen_owner_says_late_is_written_into_nobodys_blocks(monkeypatc
         assert torch.equal(reader.memory[8], owner.memory[5])
         assert not reader.memory[2].any()
         assert error_reason(wait(lambda: told("b2", over=True))) == "timeout"
-        assert not (reader.connector._reader.lingers or reader.connector._reader._leaving)
+        assert (reader.connector._reader.lingers, reader.connector._reader._leaving) == (False, set())
     finally:
         owner.connector.close()
         reader.connector.close()

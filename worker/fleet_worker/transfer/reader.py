@@ -291,9 +291,9 @@ class Reader:
         self._end(pull, pull.given_up)
 
     def _check_time(self, pull: Pull, now: float) -> None:
-        """Of a read whose time is up, or that was given up, the request ends; its blocks stay the pull's until the read is over. It
-        cannot be cancelled: NIXL 1.5 lets go of a handle, and forgets an owner, while UCX still reads (over TCP all of it arrived,
-        seconds later, when a frozen owner went on: in blocks that others had by then)."""
+        """Of a read whose time is up, or that was given up, the request ends; its blocks stay the pull's until the read is over.
+        It cannot be cancelled: NIXL 1.5 lets go of a handle, and forgets an owner, while UCX still reads (over TCP all of it
+        arrived, seconds later, when a frozen owner went on: in blocks that others had by then)."""
         late_s = now - pull.begun - self._settings.read_timeout_s
         host, limit_s = pull.reference.remote_host, self._settings.read_timeout_s
         if late_s > STUCK_AFTER * limit_s:
