@@ -230,7 +230,7 @@ def test_what_a_frozen_owner_says_late_is_written_into_nobodys_blocks(monkeypatc
         assert torch.equal(reader.memory[8], owner.memory[5])
         assert not reader.memory[2].any()
         assert error_reason(wait(lambda: told("b2", over=True))) == "timeout"
-        assert (reader.connector._reader.lingers, reader.connector._reader._leaving) == (False, set())
+        assert (reader.connector._reader.lingers, reader.connector._reader._spare) == (False, {})
     finally:
         owner.connector.close()
         reader.connector.close()

@@ -44,12 +44,14 @@ class Agent:
 
     def __init__(self) -> None:
         self.known: list[str] = []
+        self.made_known = 0
         self.state = "PROC"
 
     def add_remote_agent(self, metadata: bytes) -> bytes:
         if metadata == b"broken":
             raise RuntimeError("NIXL_ERR_MISMATCH")
         name = metadata.decode()
+        self.made_known += 1
         self.known += [] if name in self.known else [name]
         return metadata
 
@@ -260,9 +262,9 @@ def test_an_agent_that_two_addresses_lead_to_is_forgotten_with_the_last_of_them(
     for host in ("10.0.0.1", "10.0.0.2"):
         rig.pull(host, reference(host))
         rig.peers.answer(welcome)
-    rig.reader._forget(rig.peers.get("10.0.0.1", 5600, 0.0))
+    rig.reader._forget(rig.peers.get("10.0.0.1", 5600, 0.0), gone=True)
     assert rig.agent.known == ["engine"]
-    rig.reader._forget(rig.peers.get("10.0.0.2", 5600, 0.0))
+    rig.reader._forget(rig.peers.get("10.0.0.2", 5600, 0.0), gone=True)
     assert rig.agent.known == ["engine"], "it is still read from"
     rig.agent.state = "ERR"
     rig.reader.advance(time.monotonic())
@@ -337,7 +339,29 @@ def test_a_read_from_an_owner_that_says_nothing_ends_with_its_first_unanswered_r
     assert (rig.ended(), len(rig.done), rig.agent.known) == ({}, 1, ["engine"]), "its blocks may still be written"
     rig.agent.state = "DONE"
     rig.reader.advance(begun + 61)
-    assert (rig.ended(), len(rig.done), rig.agent.known) == ({"r": "timeout"}, 2, [])
+    assert (rig.ended(), len(rig.done)) == ({"r": "timeout"}, 2)
+
+
+def test_an_owner_that_lives_is_greeted_again_and_not_made_known_again(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+    """Incident: each time that a live owner was forgotten (nobody had asked it for a quarter of an hour) and needed again, UCX
+    kept two more sockets at either end for ever."""
+    monkeypatch.setattr("fleet_worker.transfer.reader.SPARE_AGENTS", 1)
+    rig.agent.state = "ERR"
+    for round_ in range(3):
+        rig.pull(f"r{round_}", reference())
+        rig.peers.answer(welcome)
+        rig.reader._end(rig.reader._pulls[f"r{round_}"], KvTransferError("lease-unknown", "too late"))
+        rig.reader._forget(rig.peers.get("10.0.0.1", 5600, 0.0))
+    assert (rig.agent.known, rig.agent.made_known) == (["engine"], 1)
+    rig.pull("other", reference("10.0.0.9", remote_engine_id="next"))
+    rig.peers.answer(lambda call: msgspec.structs.replace(welcome(call, agent=b"next"), engine_id="next"))
+    rig.reader._end(rig.reader._pulls["other"], KvTransferError("lease-unknown", "too late"))
+    rig.reader._forget(rig.peers.get("10.0.0.9", 5600, 0.0))
+    assert rig.agent.known == ["next"], "of too many the one goes that nobody needed for longest"
+    rig.pull("last", reference("10.0.0.9", remote_engine_id="next"))
+    rig.peers.answer(lambda call: msgspec.structs.replace(welcome(call, agent=b"next"), engine_id="next"))
+    rig.reader.advance(time.monotonic())
+    assert (rig.ended()["last"], rig.agent.known) == ("read", []), "a connection that failed is not used again"
 
 
 def test_an_owner_that_is_forgotten_and_greeted_again_loses_no_read_in_flight(rig: Rig):
@@ -352,6 +376,17 @@ def test_an_owner_that_is_forgotten_and_greeted_again_loses_no_read_in_flight(ri
     rig.agent.state = "ERR"
     rig.reader.advance(time.monotonic())
     assert rig.ended() == {"lingering": "read", "next": "read"}
+    assert rig.agent.known == []
+
+
+@pytest.mark.parametrize(("state", "known"), [("DONE", ["engine"]), ("ERR", [])])
+def test_what_becomes_of_a_lingering_read_says_whether_its_connection_is_used_again(rig: Rig, state: str, known: list[str]):
+    rig.pull("r", reference())
+    rig.peers.answer(welcome)
+    rig.reader.advance(time.monotonic() + SETTINGS.read_timeout_s + 1)
+    rig.agent.state = state
+    rig.reader.advance(time.monotonic())
+    assert (rig.ended(), rig.agent.known) == ({"r": "timeout"}, known)
 
 
 def test_a_read_that_does_not_end_at_all_ends_the_engine(rig: Rig):

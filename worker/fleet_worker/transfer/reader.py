@@ -25,6 +25,9 @@ from fleet_worker.transfer.peers import Answer, Peer, Peers
 from fleet_worker.transfer.proving import Proof, Prover
 
 CHUNK_BYTES = 8 * 1024 * 1024
+SPARE_AGENTS = 256
+"""Owners that NIXL knows though no peer has them. UCX never closes the sockets of a live one that is forgotten (two at each end,
+as often as it is greeted again), so that it is not forgotten before there are too many."""
 STUCK_AFTER = 2.0
 """A read that does not end may write into blocks at any time: after this many read timeouts the worker gives up."""
 
@@ -85,8 +88,8 @@ class Reader:
         self.holder = Holder(settings.lease_s, peers, self._reach)
         self._pulls: dict[str, Pull] = {}
         self._by_id: dict[int, Pull] = {}
-        self._leaving: set[str] = set()
-        """Agents to be forgotten when nothing is read from them any more."""
+        self._spare: dict[str, bool] = {}
+        """Agents that no peer has, the longest so first, and whether each is to be forgotten once nothing is read from it."""
         self._ids = itertools.count(1)
 
     @property
@@ -175,17 +178,16 @@ class Reader:
         if isinstance(answer, Welcome) and peer.welcome is None:
             answer = self._met(peer, answer)
         elif isinstance(answer, Welcome) and peer.welcome is not None and answer.epoch != peer.welcome.epoch:
-            self._forget(peer)  # the owner restarted on the same address: who waits greets it anew
+            self._forget(peer, gone=True)  # the owner restarted on the same address: who waits greets it anew
         waiting, peer.waiting_for_welcome = peer.waiting_for_welcome, []
         for tell in waiting:
             tell(answer)
         if isinstance(answer, KvTransferError):
-            self._forget(peer)
+            self._forget(peer, gone=answer.reason != "timeout")
 
     def _met(self, peer: Peer, welcome: Welcome) -> Welcome | KvTransferError:
         """Let NIXL know the owner; an error when it cannot be read from. NIXL raises many binding types."""
-        if welcome.engine_id in self._leaving:  # it is still known, and to make it known again would lose the reads in flight
-            self._leaving.discard(welcome.engine_id)
+        if self._spare.pop(welcome.engine_id, None) is not None:  # to make it known again would lose the reads in flight
             peer.agent_name, peer.welcome = welcome.engine_id, welcome
             return welcome
         try:
@@ -268,7 +270,7 @@ class Reader:
             self._check_time(pull, now)
             return
         if state != "DONE" or pull.lingers:
-            self._let_go(pull, KvTransferError("read", f"NIXL ended the read with {state}"), now)
+            self._let_go(pull, None if state == "DONE" else KvTransferError("read", f"NIXL ended the read with {state}"), now)
             return
         self._agent.release_xfer_handle(pull.handle)
         pull.handle = None
@@ -279,9 +281,11 @@ class Reader:
         self._prover.ask(pull.pull_id, chunk.start, pull.local[chunk.start : chunk.stop], expected)
         self._post_next(pull)  # moves while the one before is compared
 
-    def _let_go(self, pull: Pull, error: KvTransferError, now: float) -> None:
-        """The read is over: nobody writes into its blocks any more."""
+    def _let_go(self, pull: Pull, error: KvTransferError | None, now: float) -> None:
+        """The read is over: nobody writes into its blocks any more. None: it succeeded, too late."""
         pull.given_up = pull.given_up or error
+        if error is not None and pull.agent_name in self._spare:
+            self._spare[pull.agent_name] = True
         try:
             self._agent.release_xfer_handle(pull.handle)
         except Exception:  # NIXL's way to say that it is not
@@ -366,7 +370,7 @@ class Reader:
     def _doubt(self, pull: Pull, error: KvError) -> None:
         """Greet again: the owner may have come back with new memory."""
         if pull.peer is not None and self._is_doubtful(pull.peer, error):
-            self._forget(pull.peer)
+            self._forget(pull.peer, gone=error.reason == "read")
 
     def _is_doubtful(self, peer: Peer, error: KvError) -> bool:
         """The connection may be what failed. Forgetting it fails all that is read over it: not while others' chunks arrive."""
@@ -374,11 +378,12 @@ class Reader:
             return time.monotonic() - peer.read_at > self._settings.call_timeout_s
         return error.reason == "read"
 
-    def _forget(self, peer: Peer) -> None:
+    def _forget(self, peer: Peer, *, gone: bool = False) -> None:
+        """Greet it when it is needed again. `gone`: what NIXL knows of it is good for nothing."""
         shared = self._peers.shares_agent(peer)
         name, peer.agent_name = peer.agent_name, ""
         if name and not shared:
-            self._leaving.add(name)
+            self._spare[name] = gone
         peer.welcome = None
         self._peers.drop(peer)
         self._remove_unread()
@@ -386,7 +391,8 @@ class Reader:
     def _remove_unread(self) -> None:
         """NIXL forgets whom nothing is read from: of a read from one that it forgot it cannot say when it is over."""
         read = {pull.agent_name for pull in self._pulls.values() if pull.handle is not None}
-        for name in self._leaving - read:
-            self._leaving.discard(name)
+        over = len(self._spare) - SPARE_AGENTS
+        for name in [name for at, (name, gone) in enumerate(self._spare.items()) if (gone or at < over) and name not in read]:
+            del self._spare[name]
             with contextlib.suppress(Exception):  # NIXL may have dropped it already when the peer died; forgetting is the goal
                 self._agent.remove_remote_agent(name)
