@@ -26,6 +26,7 @@ ROLES = ("prefill", "decode")
 OWNED = {
     "config": "a file would set what fields set",
     "uds": "the agent and the router speak TCP",
+    "grpc": "the agent and the router speak HTTP",
     "root-path": "the agent and the router know one path",
     "api-key": "the router sends none to workers, and a spec is no place for a secret",
     "ssl-keyfile": "the agent and the router speak plain HTTP inside the fleet",

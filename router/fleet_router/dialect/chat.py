@@ -129,9 +129,10 @@ class Events:
         *whole, self._rest = (self._rest + data).replace(b"\r\n", b"\n").split(b"\n\n")
         if len(self._rest) > MOST_EVENT_BYTES:
             raise RequestError(502, f"the worker sent an event longer than {MOST_EVENT_BYTES} bytes")
-        return [payload for event in whole if (payload := _payload(event))]
+        return [payload for event in whole if (payload := payload_of(event))]
 
 
-def _payload(event: bytes) -> bytes:
+def payload_of(event: bytes) -> bytes:
+    """What stands behind `data:` in one event whose lines end with a line feed; empty when it has none (a comment)."""
     lines = [line[5:].removeprefix(b" ") for line in event.split(b"\n") if line.startswith(b"data:")]
     return b"\n".join(lines)

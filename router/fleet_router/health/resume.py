@@ -17,6 +17,7 @@ from typing import Any, Final
 import msgspec
 
 from fleet_router.asked import Ask
+from fleet_router.dialect.chat import DONE, payload_of
 from fleet_wire.unreadable import UNREADABLE
 
 KNOWN: Final = frozenset({
@@ -73,13 +74,14 @@ def _below(raw: msgspec.Raw, bound: float) -> bool:
 
 
 def said_of(events: bytes) -> Said | None:
-    """Of whole events; None when something is among them that cannot be compared."""
+    """Of whole events, read as the client reads them: one that we passed over would be said to it again. None when something is
+    among them that cannot be compared."""
     said = Said()
-    for payload in events.replace(b"\r\n", b"\n").split(b"\n\n"):
-        if not payload.startswith(b"data: ") or payload == b"data: [DONE]":
+    for event in events.replace(b"\r\n", b"\n").split(b"\n\n"):
+        if (payload := payload_of(event)) in (b"", DONE):
             continue
         try:
-            found = msgspec.json.decode(payload[6:])
+            found = msgspec.json.decode(payload)
             choice = found["choices"][0] if found["choices"] else None
             said.id, said.created = found.get("id"), found.get("created")
             said.usage = said.usage or (choice is None and bool(found.get("usage")))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -156,6 +157,42 @@ def test_rules_that_look_back_make_it_begin_from_nothing(more: dict[str, Any]):
 )  # fmt: skip
 def test_what_cannot_be_compared_is_not_carried_on(event: bytes):
     assert said_of(b"data: " + event + b"\n\n") is None
+
+
+WRITTEN = {"comment": b": ping\n%b", "event": b"event: message\n%b", "rubbish": b"\x00\xffzz\r\n%b"}
+
+
+@pytest.mark.parametrize("way", WRITTEN.values(), ids=list(WRITTEN))
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
+def test_a_last_event_that_is_written_in_another_way_is_said_once(path: str, way: bytes):
+    """Incident: a line before `data:` hid the event from us and not from the client, which had that token twice."""
+
+    async def go(rig: Rig) -> None:
+        async def first(body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+            for worker in rig.decode:
+                worker.behave = generator()
+            made = events(tokens([5, 6, 7], 40)[:12], chat="messages" in body, finish=False)
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+            writer.write(b"".join(map(framed, [*made[:-1], way % made[-1]])))
+            await writer.drain()
+            writer.close()
+            return True
+
+        rig.decode[0].behave = rig.decode[1].behave = first
+        prompt = {"prompt": [5, 6, 7]} if path == "/v1/completions" else {"messages": MESSAGES["messages"]}
+        _, got = await rig.post({"model": "m", "max_tokens": 40, "temperature": 0, "stream": True, **prompt}, path)
+        assert re.findall(rb'"text": ?"( w\d+)"', got) == [word(token).encode() for token in tokens([5, 6, 7], 40)]
+
+    run(go, prefill=0, decode=2, config=PREFILLING)
+
+
+@pytest.mark.parametrize("way", [*WRITTEN.values(), b"data:%b"], ids=[*WRITTEN, "no-space"])
+def test_what_a_client_has_is_read_as_clients_read_it(way: bytes):
+    """As above: WHATWG HTML, 9.2."""
+    event = events([7], finish=False)[0]
+    said = said_of(event + way % (event[6:] if b"data:" in way else event))
+    assert said is not None
+    assert said.text == 2 * word(7)
 
 
 @given(st.lists(st.integers(0, 996), min_size=1, max_size=20), st.data())

@@ -420,3 +420,27 @@ def test_preemption_is_counted_and_changes_no_token(llama: Llama):
     tight, some = answers(12)
     assert (none, some > 0) == (0, True)
     assert tight == roomy
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["waits", "left-before"])
+def test_the_blocks_of_a_read_that_lingers_are_nobodys_until_it_is_over(llama: Llama, leaves: bool):
+    """Incident: a frozen prefill worker went on, and what it wrote was in another request's blocks: wrong tokens, status 200."""
+    core = engine(llama, blocks=4)
+    core.add(ask("d", ref=reference(50)))
+    core.step()
+    [(_, _, into)] = core.connector.fetched
+    if leaves:
+        core.abort("d")
+    error = KvTransferError("timeout", "its owner is silent")
+    core.connector.done.append(FetchResult("d", error, lingers=True))
+    core.add(ask("next", prompt=(7, 8, 9), max_tokens=6))
+    outputs = core.step()
+    assert [output.sequence.request_id for output in outputs if output.error] == ([] if leaves else ["d"])
+    core.check_integrity()
+    assert (core.scheduler.pulling, core.scheduler.blocks.used, ended(steps(core))) == ({}, 4, {})
+    core._pool[into] = float("nan")
+    core.connector.finish("d", error)
+    assert ended(steps(core)) == {"next": ended_alone(llama, prompt=(7, 8, 9), max_tokens=6)}
+    assert core.counters.failed_transfers == (0 if leaves else 1)
+    core.check_integrity()
+    assert core.scheduler.blocks.used == 0

@@ -101,3 +101,24 @@ def test_what_a_failed_pull_wrote_is_nobodys_number(llama: Llama):
     outputs = steps(core)
     assert [output.sequence.request_id for output in outputs if output.error] == ["d"]
     assert ended(outputs)["next"] == ended_alone(llama, prompt=(7, 8, 9), max_tokens=6)
+
+
+def test_what_a_cancelled_pull_wrote_is_nobodys_number(llama: Llama):
+    """As above, and its client had left: that one's blocks came back as they were. What the cache gave it is nobody's to wipe."""
+    core = engine(llama, blocks=4)
+    core.add(ask("before", prompt=PROMPT[:BLOCK], max_tokens=2))
+    steps(core)
+    [cached] = core.scheduler.blocks.find([event.name for event in core.take_cache_events() if event.stored])
+    core.add(ask("d", ref=reference(50)))
+    core.step()
+    [(_, _, into)] = core.connector.fetched
+    assert cached not in into
+    core._pool[into] = float("nan")
+    core.abort("d")
+    core.connector.finish("d", KvTransferError("digest", "other bytes"))
+    core.step()
+    core.check_integrity()
+    assert core._pool[cached].any()
+    core.add(ask("next", prompt=(7, 8, 9), max_tokens=6))
+    outputs = steps(core)
+    assert ended(outputs) == {"next": ended_alone(llama, prompt=(7, 8, 9), max_tokens=6)}

@@ -19,7 +19,7 @@ from fleet_worker.transfer.faults import Faults
 from fleet_worker.transfer.holding import Holder
 from fleet_worker.transfer.owner import SERVING_WINDOW_S, Owner, TransferSettings
 from fleet_worker.transfer.peers import IDLE_S, Peer, Peers
-from fleet_worker.transfer.reader import Pull, Reader
+from fleet_worker.transfer.reader import STUCK_AFTER, Pull, Reader, StuckReadError
 
 LEASE_S = 30.0
 MEMORY = torch.zeros((64, 4096), dtype=torch.uint8)
@@ -40,15 +40,18 @@ def welcome(call: int, epoch: str = "now", agent: bytes = b"engine") -> Welcome:
 
 
 class Agent:
-    """NIXL, whose reads never end."""
+    """NIXL, whose reads end when the test says so."""
 
     def __init__(self) -> None:
         self.known: list[str] = []
+        self.made_known = 0
+        self.state = "PROC"
 
     def add_remote_agent(self, metadata: bytes) -> bytes:
         if metadata == b"broken":
             raise RuntimeError("NIXL_ERR_MISMATCH")
         name = metadata.decode()
+        self.made_known += 1
         self.known += [] if name in self.known else [name]
         return metadata
 
@@ -65,7 +68,7 @@ class Agent:
         return "PROC"
 
     def check_xfer_state(self, _: object) -> str:
-        return "PROC"
+        return self.state
 
     def release_xfer_handle(self, _: object) -> None:
         return None
@@ -105,8 +108,10 @@ class Rig:
     def pull(self, name: str, ref: KvReference) -> None:
         self.reader.begin(Pull(name, ref, [3], [1], ref.digest, time.monotonic()))
 
-    def ended(self) -> dict[str, str]:
-        return {result.request_id: result.error.reason if result.error else "" for result in self.done}
+    def ended(self, *, lingering: bool = False) -> dict[str, str]:
+        """Whose blocks came back; `lingering`: who was told, and whose did not."""
+        over = {result.request_id: result for result in self.done}  # of two reports the last one
+        return {name: one.error.reason if one.error else "" for name, one in over.items() if one.lingers is lingering}
 
 
 class Kept(zmq.Context):  # type: ignore[type-arg]
@@ -257,9 +262,12 @@ def test_an_agent_that_two_addresses_lead_to_is_forgotten_with_the_last_of_them(
     for host in ("10.0.0.1", "10.0.0.2"):
         rig.pull(host, reference(host))
         rig.peers.answer(welcome)
-    rig.reader._forget(rig.peers.get("10.0.0.1", 5600, 0.0))
+    rig.reader._forget(rig.peers.get("10.0.0.1", 5600, 0.0), gone=True)
     assert rig.agent.known == ["engine"]
-    rig.reader._forget(rig.peers.get("10.0.0.2", 5600, 0.0))
+    rig.reader._forget(rig.peers.get("10.0.0.2", 5600, 0.0), gone=True)
+    assert rig.agent.known == ["engine"], "it is still read from"
+    rig.agent.state = "ERR"
+    rig.reader.advance(time.monotonic())
     assert rig.agent.known == []
 
 
@@ -324,8 +332,71 @@ def test_a_read_from_an_owner_that_says_nothing_ends_with_its_first_unanswered_r
     assert rig.ended() == {}
     rig.peers.expire(begun + 6)
     rig.reader.advance(begun + 6)
-    assert rig.ended() == {"r": "timeout"}
+    assert rig.ended(lingering=True) == {"r": "timeout"}
+    assert (rig.reader.is_reading, rig.reader.lingers, rig.peers.sockets()) == (False, True, [])
+    rig.reader.cancel("r")
+    rig.reader.advance(begun + 60)
+    assert (rig.ended(), len(rig.done), rig.agent.known) == ({}, 1, ["engine"]), "its blocks may still be written"
+    rig.agent.state = "DONE"
+    rig.reader.advance(begun + 61)
+    assert (rig.ended(), len(rig.done)) == ({"r": "timeout"}, 2)
+
+
+def test_an_owner_that_lives_is_greeted_again_and_not_made_known_again(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+    """Incident: each time that a live owner was forgotten (nobody had asked it for a quarter of an hour) and needed again, UCX
+    kept two more sockets at either end for ever."""
+    monkeypatch.setattr("fleet_worker.transfer.reader.SPARE_AGENTS", 1)
+    rig.agent.state = "ERR"
+    for round_ in range(3):
+        rig.pull(f"r{round_}", reference())
+        rig.peers.answer(welcome)
+        rig.reader._end(rig.reader._pulls[f"r{round_}"], KvTransferError("lease-unknown", "too late"))
+        rig.reader._forget(rig.peers.get("10.0.0.1", 5600, 0.0))
+    assert (rig.agent.known, rig.agent.made_known) == (["engine"], 1)
+    rig.pull("other", reference("10.0.0.9", remote_engine_id="next"))
+    rig.peers.answer(lambda call: msgspec.structs.replace(welcome(call, agent=b"next"), engine_id="next"))
+    rig.reader._end(rig.reader._pulls["other"], KvTransferError("lease-unknown", "too late"))
+    rig.reader._forget(rig.peers.get("10.0.0.9", 5600, 0.0))
+    assert rig.agent.known == ["next"], "of too many the one goes that nobody needed for longest"
+    rig.pull("last", reference("10.0.0.9", remote_engine_id="next"))
+    rig.peers.answer(lambda call: msgspec.structs.replace(welcome(call, agent=b"next"), engine_id="next"))
+    rig.reader.advance(time.monotonic())
+    assert (rig.ended()["last"], rig.agent.known) == ("read", []), "a connection that failed is not used again"
+
+
+def test_an_owner_that_is_forgotten_and_greeted_again_loses_no_read_in_flight(rig: Rig):
+    """Incident: of a read from an owner that NIXL was told to forget nobody knew when it was over."""
+    rig.pull("lingering", reference())
+    rig.peers.answer(welcome)
+    rig.reader._forget(rig.peers.get("10.0.0.1", 5600, 0.0))
+    rig.pull("next", reference())
+    rig.agent.add_remote_agent = None  # type: ignore[assignment,method-assign]
+    rig.peers.answer(welcome)
+    assert rig.reader._pulls["next"].reading is not None
+    rig.agent.state = "ERR"
+    rig.reader.advance(time.monotonic())
+    assert rig.ended() == {"lingering": "read", "next": "read"}
     assert rig.agent.known == []
+
+
+@pytest.mark.parametrize(("state", "known"), [("DONE", ["engine"]), ("ERR", [])])
+def test_what_becomes_of_a_lingering_read_says_whether_its_connection_is_used_again(rig: Rig, state: str, known: list[str]):
+    rig.pull("r", reference())
+    rig.peers.answer(welcome)
+    rig.reader.advance(time.monotonic() + SETTINGS.read_timeout_s + 1)
+    rig.agent.state = state
+    rig.reader.advance(time.monotonic())
+    assert (rig.ended(), rig.agent.known) == ({"r": "timeout"}, known)
+
+
+def test_a_read_that_does_not_end_at_all_ends_the_engine(rig: Rig):
+    begun = time.monotonic()
+    rig.pull("r", reference())
+    rig.peers.answer(welcome)
+    rig.reader.advance(begun + SETTINGS.read_timeout_s + 1)
+    assert rig.ended(lingering=True) == {"r": "timeout"}
+    with pytest.raises(StuckReadError):
+        rig.reader.advance(begun + (1 + STUCK_AFTER) * SETTINGS.read_timeout_s + 1)
 
 
 @pytest.mark.parametrize("arrives", [True, False])
@@ -344,29 +415,13 @@ def test_a_read_that_takes_too_long_ends_the_others_of_its_owner_only_when_nothi
     monkeypatch.setattr(rig.agent, "check_xfer_state", lambda handle: "PROC" if handle is late else next(states, "PROC"))
     rig.reader.advance(now)
     rig.reader.advance(now + 61)
-    assert rig.ended()["late"] == "timeout"
-    assert rig.agent.known == (["engine"] if arrives else [])
+    assert rig.ended(lingering=True)["late"] == "timeout"
+    assert rig.agent.known == ["engine"]
     assert ("other" in rig.reader._pulls and rig.reader._pulls["other"].peer.welcome is not None) is arrives  # type: ignore[union-attr]
 
 
-def test_a_read_that_cannot_be_cancelled_yet_keeps_its_blocks(rig: Rig, monkeypatch: pytest.MonkeyPatch):
-    def in_flight(_: object) -> None:
-        raise RuntimeError("NIXL_ERR_REPOST_ACTIVE")
-
-    begun = time.monotonic()
-    rig.pull("r", reference())
-    rig.peers.answer(welcome)
-    monkeypatch.setattr(rig.agent, "release_xfer_handle", in_flight)
-    rig.peers.expire(begun + 6)
-    rig.reader.advance(begun + 6)
-    assert rig.ended() == {}
-    monkeypatch.undo()
-    rig.reader.advance(begun + 7)
-    assert rig.ended() == {"r": "timeout"}
-
-
 def test_a_read_that_nixl_lost_track_of_keeps_its_blocks_until_it_lets_go(rig: Rig, monkeypatch: pytest.MonkeyPatch):
-    """Another pull's end makes NIXL forget the owner: what is asked about a read then says nothing of whether it still writes."""
+    """What it says of a read then is nothing of whether that still writes."""
 
     def raising(_: object) -> str:
         raise RuntimeError("NIXL_ERR_NOT_FOUND")
@@ -377,7 +432,7 @@ def test_a_read_that_nixl_lost_track_of_keeps_its_blocks_until_it_lets_go(rig: R
     with monkeypatch.context() as busy:
         busy.setattr(rig.agent, "release_xfer_handle", raising)
         rig.reader.advance(time.monotonic())
-    assert rig.ended() == {}
+    assert (rig.ended(), rig.ended(lingering=True)) == ({}, {"r": "read"})
     rig.reader.advance(time.monotonic())
     assert rig.ended() == {"r": "read"}
 

@@ -29,10 +29,15 @@ VLLM_DECIDED = tuple(
         "host", "port", "served-model-name", "max-model-len", "kv-transfer-config", "kv-events-config", "tensor-parallel-size",
         "pipeline-parallel-size", "data-parallel-size", "data-parallel-rpc-port", "enable-expert-parallel", "quantization",
         "kv-cache-dtype", "enable-lora", "max-loras", "max-lora-rank", "max-cpu-loras", "lora-modules", "nnodes", "node-rank",
-        "master-addr", "master-port", "headless", "config", "uds", "root-path", "api-key", "ssl-keyfile", "ssl-certfile",
+        "master-addr", "master-port", "headless", "config", "uds", "root-path", "api-key", "ssl-keyfile", "ssl-certfile", "grpc",
     )
 )  # fmt: skip
 """What the operator takes from no user (fleet_api: rules_pod.OWNED_ARGS, compat.OWNED)."""
+VLLM_LETTERS = {
+    "-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-dp": "--data-parallel-size",
+    "-ep": "--enable-expert-parallel", "-q": "--quantization", "-n": "--nnodes", "-r": "--node-rank",
+}  # fmt: skip
+"""Other names of some of these."""
 VLLM_KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
 
@@ -106,15 +111,27 @@ def vllm_command(config: WorkerConfig, place: Place) -> EngineCommand:
 
 
 def check_names(words: Sequence[str]) -> None:
-    """ConfigError for a name that is the beginning of one that fields decide: argparse takes it for that, and the operator, which
-    refuses those names, reads whole ones."""
+    """ConfigError for a name that argparse takes for one that fields decide: its beginning, its negation, its letter with the
+    value behind it. The operator, which refuses those names, reads whole ones."""
     for word in words:
         said = word.partition("=")[0].partition(".")[0]
-        name = said.replace("_", "-")
-        if not name.startswith("--") or name in VLLM_DECIDED:
-            continue
-        if whole := next((decided for decided in VLLM_DECIDED if decided.startswith(name)), None):
+        if whole := _meant(said.replace("_", "-")):
             raise ConfigError(f"engine.args: {said} is short for {whole}, which other fields decide: write names in full")
+
+
+def _meant(name: str) -> str | None:
+    """What fields decide and this name says in another way."""
+    if name in VLLM_DECIDED or name in VLLM_LETTERS or name in ("-", "--"):
+        return None
+    if name.startswith("--"):
+        switch = "--" + name.removeprefix("--no-") if name.startswith("--no-") else name
+        if switch != name and switch.startswith("--data-parallel"):
+            return "--data-parallel-size"
+        return next((decided for decided in VLLM_DECIDED if decided.startswith(switch)), None)
+    if name.startswith("-dp"):  # -dpl, -dph ...
+        return VLLM_LETTERS["-dp"]
+    letters = (whole for letter, whole in VLLM_LETTERS.items() if letter.startswith(name) or name[:2] == letter)
+    return next(letters, None) if name.startswith("-") else None
 
 
 def vllm_shape(config: WorkerConfig) -> list[str]:

@@ -236,9 +236,7 @@ class EngineCore:
         self.scheduler.remove(sequence)
         self._let_go(sequence)
         if was_pulling:
-            self._cancelled_pulls[sequence.request_id] = sequence.table
-            sequence.table = []
-            return None
+            self._put_aside(sequence)
         reference = None
         if sequence.keep_for_remote and reason != "abort" and self.connector is not None:
             reference = self._lease(sequence, self.connector)
@@ -324,8 +322,12 @@ class EngineCore:
         self.scheduler.running.append(sequence)
 
     def _fetched(self, result: FetchResult) -> Output | None:
+        if result.lingers:
+            return self._fetched_too_late(result)
         cancelled = self._cancelled_pulls.pop(result.request_id, None)
         if cancelled is not None:
+            if result.error is not None:
+                self._wipe(cancelled)
             self.scheduler.blocks.free(cancelled)
             return None
         sequence = self.scheduler.pulling[result.request_id]
@@ -345,6 +347,20 @@ class EngineCore:
         self._resume(sequence, reference.remote_num_tokens)
         self.scheduler.register_full(sequence)
         return None
+
+    def _put_aside(self, sequence: Sequence) -> None:
+        """Its read may still write: of its blocks those that the prefix cache did not have wait for the end of that."""
+        self._cancelled_pulls[sequence.request_id] = sequence.table[sequence.registered :]
+        del sequence.table[sequence.registered :]
+
+    def _fetched_too_late(self, result: FetchResult) -> Output | None:
+        """The pull failed and is not over; None: its request ended already."""
+        sequence = self.scheduler.pulling.get(result.request_id)
+        if sequence is None or result.error is None:
+            return None
+        self.counters.failed_transfers += 1
+        self._put_aside(sequence)
+        return self._fail(sequence, result.error)
 
     def _fail(self, sequence: Sequence, error: Exception) -> Output:
         """A pull that ended without proof, or a step without a token: the request ends with the error, its blocks come back."""

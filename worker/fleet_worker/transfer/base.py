@@ -1,7 +1,8 @@
 """The seam between the engine and KV transfer. Every call returns at once; results are collected by polling.
 
 Ownership: a granted block belongs to its lease until `released()` names it. A destination block belongs to the pull until
-`finished()` reports the request, also after `cancel()`: a transfer in flight may still write.
+`finished()` reports the request, also after `cancel()`: a transfer in flight may still write. One that failed meanwhile is
+reported twice (`FetchResult.lingers`): its request need not wait for that, its blocks must.
 """
 
 from __future__ import annotations
@@ -55,6 +56,8 @@ class FetchResult:
     transferred_bytes: int = 0
     seconds: float = 0.0
     descriptors: int = 0
+    lingers: bool = False
+    """It failed, and its read may still write: its blocks are the pull's until it is reported once more."""
 
 
 class Connector(Protocol):

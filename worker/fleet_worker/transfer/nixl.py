@@ -196,7 +196,7 @@ class NixlConnector:
         now = time.monotonic()
         if now < self._owner.serve_until and self.transport == "tcp":
             return 0
-        if self._owner.drives_until(now) > now:
+        if self._reader.lingers or self._owner.drives_until(now) > now:
             return SERVING_POLL_MS
         return IDLE_POLL_MS
 

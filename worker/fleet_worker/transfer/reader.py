@@ -25,12 +25,15 @@ from fleet_worker.transfer.peers import Answer, Peer, Peers
 from fleet_worker.transfer.proving import Proof, Prover
 
 CHUNK_BYTES = 8 * 1024 * 1024
+SPARE_AGENTS = 256
+"""Owners that NIXL knows though no peer has them. UCX never closes the sockets of a live one that is forgotten (two at each end,
+as often as it is greeted again), so that it is not forgotten before there are too many."""
 STUCK_AFTER = 2.0
-"""A read that cannot even be cancelled may write into blocks at any time: after this many read timeouts the worker gives up."""
+"""A read that does not end may write into blocks at any time: after this many read timeouts the worker gives up."""
 
 
 class StuckReadError(RuntimeError):
-    """A read neither ended nor could be cancelled: its blocks can never be used again, so the engine must be restarted."""
+    """A read does not end: its blocks can never be used again, so the engine must be restarted."""
 
 
 @dataclass(slots=True)
@@ -53,8 +56,12 @@ class Pull:
     descriptors: int = 0
     unproven: int = 0
     confirmed: bool = False
+    agent_name: str = ""
+    """Whom NIXL reads from."""
     given_up: KvTransferError | None = None
-    """Why its read will not come to an end: it ends as soon as NIXL lets go of the blocks."""
+    """Why its read is not waited for any longer."""
+    lingers: bool = False
+    """That was told, and the read is still in flight."""
     error: KvError | None = None
 
 
@@ -81,12 +88,19 @@ class Reader:
         self.holder = Holder(settings.lease_s, peers, self._reach)
         self._pulls: dict[str, Pull] = {}
         self._by_id: dict[int, Pull] = {}
+        self._spare: dict[str, bool] = {}
+        """Agents that no peer has, the longest so first, and whether each is to be forgotten once nothing is read from it."""
         self._ids = itertools.count(1)
 
     @property
     def is_reading(self) -> bool:
         """A READ is in flight and must be driven."""
-        return any(pull.reading is not None for pull in self._pulls.values())
+        return any(pull.reading is not None and not pull.lingers for pull in self._pulls.values())
+
+    @property
+    def lingers(self) -> bool:
+        """A READ is in flight that nobody waits for, but its blocks."""
+        return any(pull.lingers for pull in self._pulls.values())
 
     def begin(self, pull: Pull) -> None:
         """Greet the owner if that has not been done, then read."""
@@ -109,9 +123,10 @@ class Reader:
         self.holder.advance(now)
         for pull in list(self._pulls.values()):
             self._guarded(pull, lambda one: self._advance(one, now))
+        self._remove_unread()
 
     def _advance(self, pull: Pull, now: float) -> None:
-        if now >= pull.renew_at and pull.peer is not None and not pull.confirmed:
+        if now >= pull.renew_at and pull.peer is not None and not pull.confirmed and not pull.lingers:
             self._renew(pull, pull.peer, now)
         if pull.reading is not None:
             self._look(pull, now)
@@ -163,15 +178,18 @@ class Reader:
         if isinstance(answer, Welcome) and peer.welcome is None:
             answer = self._met(peer, answer)
         elif isinstance(answer, Welcome) and peer.welcome is not None and answer.epoch != peer.welcome.epoch:
-            self._forget(peer)  # the owner restarted on the same address: who waits greets it anew
+            self._forget(peer, gone=True)  # the owner restarted on the same address: who waits greets it anew
         waiting, peer.waiting_for_welcome = peer.waiting_for_welcome, []
         for tell in waiting:
             tell(answer)
         if isinstance(answer, KvTransferError):
-            self._forget(peer)
+            self._forget(peer, gone=answer.reason != "timeout")
 
     def _met(self, peer: Peer, welcome: Welcome) -> Welcome | KvTransferError:
         """Let NIXL know the owner; an error when it cannot be read from. NIXL raises many binding types."""
+        if self._spare.pop(welcome.engine_id, None) is not None:  # to make it known again would lose the reads in flight
+            peer.agent_name, peer.welcome = welcome.engine_id, welcome
+            return welcome
         try:
             found = self._agent.add_remote_agent(welcome.agent)
             peer.agent_name = found.decode() if isinstance(found, bytes) else found
@@ -237,25 +255,25 @@ class Reader:
         local = self._agent.get_xfer_descs([(mine + r.local * size, r.count * size, 0) for r in runs], "DRAM")
         remote = self._agent.get_xfer_descs([(theirs + r.remote * size, r.count * size, 0) for r in runs], "DRAM")
         pull.descriptors += len(runs)
+        pull.agent_name = peer.agent_name
         return self._agent.initialize_xfer("READ", local, remote, peer.agent_name)
 
     def _look(self, pull: Pull, now: float) -> None:
         """One look at the chunk that is being read."""
         try:
             state = self._agent.check_xfer_state(pull.handle)
-        except Exception as error:  # as above; it says nothing of whether the read still writes
-            pull.given_up = KvTransferError("read", f"NIXL lost the read: {error}")
-            self._check_time(pull, now)
+        except Exception as error:  # as above
+            self._let_go(pull, KvTransferError("read", f"NIXL lost the read: {error}"), now)
             return
         chunk = pull.reading
         if state == "PROC" or chunk is None:
             self._check_time(pull, now)
             return
+        if state != "DONE" or pull.lingers:
+            self._let_go(pull, None if state == "DONE" else KvTransferError("read", f"NIXL ended the read with {state}"), now)
+            return
         self._agent.release_xfer_handle(pull.handle)
         pull.handle = None
-        if state != "DONE":
-            self._end(pull, KvTransferError("read", f"NIXL ended the read with {state}"))
-            return
         pull.unproven += 1
         if pull.peer is not None:
             pull.peer.read_at = now
@@ -263,21 +281,33 @@ class Reader:
         self._prover.ask(pull.pull_id, chunk.start, pull.local[chunk.start : chunk.stop], expected)
         self._post_next(pull)  # moves while the one before is compared
 
-    def _check_time(self, pull: Pull, now: float) -> None:
-        """Cancel a read whose time is up, or that was given up. Its blocks stay the pull's until NIXL let go of them."""
-        late_s = now - pull.begun - self._settings.read_timeout_s
-        if late_s < 0 and pull.given_up is None:
-            return
-        host, limit_s = pull.reference.remote_host, self._settings.read_timeout_s
+    def _let_go(self, pull: Pull, error: KvTransferError | None, now: float) -> None:
+        """The read is over: nobody writes into its blocks any more. None: it succeeded, too late."""
+        pull.given_up = pull.given_up or error
+        if error is not None and pull.agent_name in self._spare:
+            self._spare[pull.agent_name] = True
         try:
             self._agent.release_xfer_handle(pull.handle)
-        except Exception as error:  # NIXL's way to say that it is still in flight
-            if late_s > STUCK_AFTER * limit_s:
-                raise StuckReadError(f"a read from {host} could not be cancelled: {error}") from error
+        except Exception:  # NIXL's way to say that it is not
+            self._check_time(pull, now)
             return
         pull.handle = None
-        late = KvTransferError("timeout", f"the read from {host} took longer than {limit_s} s")
-        self._end(pull, pull.given_up or late)
+        self._end(pull, pull.given_up)
+
+    def _check_time(self, pull: Pull, now: float) -> None:
+        """Of a read whose time is up, or that was given up, the request ends; its blocks stay the pull's until the read is over.
+        It cannot be cancelled: NIXL 1.5 lets go of a handle, and forgets an owner, while UCX still reads (over TCP all of it
+        arrived, seconds later, when a frozen owner went on: in blocks that others had by then)."""
+        late_s = now - pull.begun - self._settings.read_timeout_s
+        host, limit_s = pull.reference.remote_host, self._settings.read_timeout_s
+        if late_s > STUCK_AFTER * limit_s:
+            raise StuckReadError(f"a read from {host} does not end")
+        if pull.lingers or (late_s < 0 and pull.given_up is None):
+            return
+        error = pull.given_up = pull.given_up or KvTransferError("timeout", f"the read from {host} took longer than {limit_s} s")
+        pull.lingers = True
+        self._doubt(pull, error)
+        self._done(FetchResult(pull.request_id, error, lingers=True))
 
     # -- proving ----------------------------------------------------------------------------------------------------
     def _proven(self, proof: Proof) -> None:
@@ -333,9 +363,14 @@ class Reader:
             with contextlib.suppress(Exception):  # in flight only when the whole worker is about to end
                 self._agent.release_xfer_handle(pull.handle)
         moved = 0 if error is not None else len(pull.local) * self._pool.block_bytes
-        if error is not None and pull.peer is not None and self._is_doubtful(pull.peer, error):
-            self._forget(pull.peer)  # greet again: the peer may have come back with new memory
+        if error is not None and not pull.lingers:
+            self._doubt(pull, error)
         self._done(FetchResult(pull.request_id, error, moved, time.monotonic() - pull.begun, pull.descriptors))
+
+    def _doubt(self, pull: Pull, error: KvError) -> None:
+        """Greet again: the owner may have come back with new memory."""
+        if pull.peer is not None and self._is_doubtful(pull.peer, error):
+            self._forget(pull.peer, gone=error.reason == "read")
 
     def _is_doubtful(self, peer: Peer, error: KvError) -> bool:
         """The connection may be what failed. Forgetting it fails all that is read over it: not while others' chunks arrive."""
@@ -343,11 +378,21 @@ class Reader:
             return time.monotonic() - peer.read_at > self._settings.call_timeout_s
         return error.reason == "read"
 
-    def _forget(self, peer: Peer) -> None:
+    def _forget(self, peer: Peer, *, gone: bool = False) -> None:
+        """Greet it when it is needed again. `gone`: what NIXL knows of it is good for nothing."""
         shared = self._peers.shares_agent(peer)
         name, peer.agent_name = peer.agent_name, ""
         if name and not shared:
-            with contextlib.suppress(Exception):  # NIXL may have dropped it already when the peer died; forgetting is the goal
-                self._agent.remove_remote_agent(name)
+            self._spare[name] = gone
         peer.welcome = None
         self._peers.drop(peer)
+        self._remove_unread()
+
+    def _remove_unread(self) -> None:
+        """NIXL forgets whom nothing is read from: of a read from one that it forgot it cannot say when it is over."""
+        read = {pull.agent_name for pull in self._pulls.values() if pull.handle is not None}
+        over = len(self._spare) - SPARE_AGENTS
+        for name in [name for at, (name, gone) in enumerate(self._spare.items()) if (gone or at < over) and name not in read]:
+            del self._spare[name]
+            with contextlib.suppress(Exception):  # NIXL may have dropped it already when the peer died; forgetting is the goal
+                self._agent.remove_remote_agent(name)
