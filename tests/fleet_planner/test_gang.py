@@ -341,7 +341,7 @@ def test_what_cannot_be_whole_is_backed_out_of_together_with_what_it_strands():
 
 
 def test_what_was_backed_out_of_is_not_made_again_while_nodes_change_hands():
-    """Incident: while some workers terminated none was told to find no node, so that those that had none counted as room: two were
+    """Incident: while some workers terminated none was told to find no node, so that those without one counted as room: two were
     made and deleted again, every half a minute, for as long as a worker of one pod found no node beside them."""
     wish = fleet(ratio={"prefill": 1, "decode": 6, "min": "1:8", "max": "1:1"}, decode={"maxReplicas": 6})
     prefix, lost = "f-t-decode-aaaaaaaa", {"leaving": "node n is not ready", "ready": False}
