@@ -190,7 +190,7 @@ def test_load_that_grows_beyond_the_nodes_in_a_rollout_does_not_end_it():
 
 
 def test_a_minimum_that_has_no_room_moves_no_time():
-    """Incident: one worker of the minimum found no node, so every pass said another time of the next try, and wrote the status."""
+    """Incident: one worker of the minimum found no node; every pass said another time of the next try, and wrote the status."""
     nodes = Nodes(of(MODES["manual"], decode={"minReplicas": 4}), room=4)
     nodes.scale(decode=8)
     nodes.run(WAIT_S + 3 * STEP_S)
