@@ -40,8 +40,8 @@ def still_needed(
 ) -> frozenset[str]:
     """Uids of the pods among `gone` that must not go yet: without them fewer workers would serve than now and than `floor`. Those
     on nodes that go away stay even up to `want`: they hold devices that nobody counts, so that it costs nothing. One role of one
-    revision goes as a whole or not at all. While some serve in pairs, who would be left without a partner counts for nothing: only
-    losses may take the ratio away."""
+    revision goes as a whole or not at all. While some serve in pairs, who would be left without a partner counts for nothing:
+    only losses may take the ratio away."""
     classes: dict[tuple[bool, bool, str, str], list[Replica]] = defaultdict(list)
     for replica in replicas:
         if replica.ready and replica.leader.uid in gone:
