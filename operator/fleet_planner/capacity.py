@@ -56,11 +56,16 @@ def fit_cluster(
     if rolls:
         have = larger(memory.placed, have) if memory.placed is not None and have is not None else None
     memory = replace(memory, placed=have)
-    if (stuck or refused) and have is not None and not covers(have, want):
-        words = refused[0] if refused else f"no node for {stuck[0].name}: {stuck[0].message}"
-        memory = replace(memory, cap=have, cap_until=now + wait_s, cap_reason=words)
     moves = rolls and not paused
-    if memory.cap is None or not (moves or now < memory.cap_until <= now + wait_s):  # later than that: the clock was set back
+    if not (moves or now < memory.cap_until <= now + wait_s):  # later than that: the clock was set back
+        memory = replace(memory, cap=None)
+    if (stuck or refused) and have is not None and not covers(have, want):
+        # while it holds it never grows: who waits for nodes that change hands counts as one that has one
+        cap = have if memory.cap is None else smaller(memory.cap, have)
+        if cap != memory.cap:  # else one of the minimum that finds no node would move that time in every pass
+            words = refused[0] if refused else f"no node for {stuck[0].name}: {stuck[0].message}"
+            memory = replace(memory, cap=cap, cap_until=now + wait_s, cap_reason=words)
+    if memory.cap is None:
         return Fitted(want, "", replace(memory, cap=None, cap_until=0.0, cap_reason=""))
     capped = _inside(smaller(want, memory.cap), bounds)
     if capped == want:

@@ -4,7 +4,8 @@ A scheduler that knows nothing of groups places pods one by one, so a worker may
 ever; two such workers that wait for each other's nodes are a deadlock. So one that made no progress for `scaling.capacityWait`,
 and for a part of that again which differs between workers (those of two fleets must not give back and try again in step), gives
 back what it has, all of it. In a tier one goes at a time, the one with the fewest nodes first, and the others get a moment to
-take the nodes. For as long again none is made in its place; then it is tried once more.
+take the nodes. For as long again none is made in its place; then it is tried once more. So is one of which a quota lets only the
+first pods in.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from fleet_api.conditions import rfc3339
 from fleet_planner.flip import on_its_way
@@ -107,10 +109,22 @@ class GivenBack:
     """Why there are fewer than wanted, in words."""
 
 
-def give_back(replicas: Mapping[str, Sequence[Replica]], memory: GangMemory, wait_s: float, now: float) -> GivenBack:
-    """At most one worker of a tier that has some of its nodes and waited too long for the rest. `replicas`: by revision."""
+def give_back(
+    replicas: Mapping[str, Sequence[Replica]],
+    memory: GangMemory,
+    wait_s: float,
+    now: float,
+    cut_short: Mapping[tuple[str, Role], str] = MappingProxyType({}),
+) -> GivenBack:
+    """At most one worker of a tier that has some of its nodes and waited too long for the rest. `replicas`: by revision.
+    `cut_short`: by revision and role, what a quota said that refused one of a worker's later pods."""
     everything = [replica for found in replicas.values() for replica in found]
     holds = tuple(hold for hold in memory.holds if now < hold.until <= now + wait_s and hold.revision in replicas)
+    for (revision, role), refusal in cut_short.items():  # its first pods go, and would be made again in every pass
+        there = sum(one.alive and one.role == role for one in replicas.get(revision, ()))
+        words = f"{refusal}; tried again at {rfc3339(now + wait_s)}"
+        kept = (hold for hold in holds if (hold.revision, hold.role) != (revision, role))
+        holds = (*kept, GangHold(role, revision, there, now + wait_s, words))
     gone: tuple[PodGone, ...] = ()
     late = [one for one in everything if is_partial(one) and _late(one, wait_s, now)] if _calm(everything, memory, now) else []
     if late:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.status import FlipStatus, RolloutStatus, TierStatus
@@ -90,7 +92,8 @@ def plan_tier(fleet: InferenceFleet, tier: TierSpec, want: Pair, observed: Obser
     terms = _terms(fleet, tier, limits, telemetry, pods) if free else None
     changing = Changing(settled, remembered, terms)
     memory = observed.memory.get(tier.name, ScaleMemory()).gangs
-    given = give_back(replicas, memory, fleet.spec.scaling.capacity_wait_s, now)
+    cut_short = _cut_short(fleet, tier, groups, observed.problems)
+    given = give_back(replicas, memory, fleet.spec.scaling.capacity_wait_s, now, cut_short)
     return _carried_out(fleet, tier, course, step, replicas, scene, templates, changing, given)
 
 
@@ -121,6 +124,19 @@ def _refused(fleet: InferenceFleet, tier: TierSpec, revisions: Collection[str], 
     words = [problem.message for problem in problems if QUOTA_WORDS in problem.message]
     pools = {revision: [pool_name(fleet, tier.name, role, revision) for role in ROLES] for revision in revisions}
     return {name for name, found in pools.items() if any(f"{pool}-" in message for pool in found for message in words)}
+
+
+def _cut_short(
+    fleet: InferenceFleet, tier: TierSpec, revisions: Collection[str], problems: Sequence[Problem]
+) -> dict[tuple[str, Role], str]:
+    """By revision and role: what a quota said when it refused a pod that follows a leader."""
+    words = [problem.message for problem in problems if QUOTA_WORDS in problem.message]
+    found: dict[tuple[str, Role], str] = {}
+    for revision, role in product(revisions if words else (), ROLES):
+        follower = re.compile(rf"Pod {re.escape(pool_name(fleet, tier.name, role, revision))}-[0-9]+-[0-9]+: ")
+        if mine := [message for message in words if follower.match(message)]:
+            found[revision, role] = mine[0]
+    return found
 
 
 def _replicas(pods: Sequence[ObservedPod], revision: str, templates: Mapping[str, Template]) -> list[Replica]:

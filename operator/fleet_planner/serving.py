@@ -22,7 +22,7 @@ from fleet_planner.replicas import Replica
 def choose_serving(replicas: Sequence[Replica], low: Ratio, high: Ratio) -> frozenset[str]:
     """Uids of the leaders that serve, out of the `replicas` of one tier that stay."""
     ready = [replica for replica in replicas if replica.ready]
-    chosen = _grouped([replica for replica in ready if not replica.sick], low, high) or _grouped(ready, low, high)
+    chosen = _paired(ready, low, high)
     if not chosen and any(replica.serving for replica in ready):
         chosen = ready
     return frozenset(replica.leader.uid for replica in chosen)
@@ -40,27 +40,37 @@ def still_needed(
 ) -> frozenset[str]:
     """Uids of the pods among `gone` that must not go yet: without them fewer workers would serve than now and than `floor`. Those
     on nodes that go away stay even up to `want`: they hold devices that nobody counts, so that it costs nothing. One role of one
-    revision goes as a whole or not at all."""
+    revision goes as a whole or not at all. While some serve in pairs, who would be left without a partner counts for nothing:
+    only losses may take the ratio away."""
     classes: dict[tuple[bool, bool, str, str], list[Replica]] = defaultdict(list)
     for replica in replicas:
         if replica.ready and replica.leader.uid in gone:
             classes[bool(replica.leaving), not replica.sick, replica.leader.revision, replica.role].append(replica)
     staying = [replica for replica in replicas if replica.leader.uid not in gone]
     kept = dict(classes)
-    serves = _served(replicas, ratio) if classes else (0, 0)
+    pairs = bool(classes) and bool(_paired([replica for replica in replicas if replica.ready], *ratio))
+    serves = _served(replicas, ratio, pairs=pairs) if classes else (0, 0)
     for key in sorted(classes):  # those on nodes that go away after the others, as these may leave less than `want`
         rest = [*staying, *(one for name, found in kept.items() if name != key for one in found)]
-        without, enough = _served(rest, ratio), want if key[0] else floor
+        without, enough = _served(rest, ratio, pairs=pairs), want if key[0] else floor
         if all(left >= min(now, least) for left, now, least in zip(without, serves, enough, strict=True)):
             kept.pop(key)
             serves = without
     return frozenset(pod.uid for found in kept.values() for one in found for pod in one.pods)
 
 
-def _served(replicas: Sequence[Replica], ratio: tuple[Ratio, Ratio]) -> Pair:
-    chosen = choose_serving(replicas, *ratio)
-    roles = [replica.role for replica in replicas if replica.leader.uid in chosen]
+def _served(replicas: Sequence[Replica], ratio: tuple[Ratio, Ratio], *, pairs: bool) -> Pair:
+    if pairs:
+        roles = [replica.role for replica in _paired([replica for replica in replicas if replica.ready], *ratio)]
+    else:
+        chosen = choose_serving(replicas, *ratio)
+        roles = [replica.role for replica in replicas if replica.leader.uid in chosen]
     return roles.count("prefill"), roles.count("decode")
+
+
+def _paired(ready: Sequence[Replica], low: Ratio, high: Ratio) -> list[Replica]:
+    """Those that serve inside the ratio, without those on failing devices as long as others can."""
+    return _grouped([replica for replica in ready if not replica.sick], low, high) or _grouped(ready, low, high)
 
 
 def _grouped(ready: Sequence[Replica], low: Ratio, high: Ratio) -> list[Replica]:

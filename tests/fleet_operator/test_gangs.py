@@ -323,3 +323,34 @@ def test_an_exclusive_worker_is_told_from_all_others_by_one_label():
         assert len(keys) == 2
 
     play(scenario, placement={"gang": {"topologyKey": "rack", "policy": "exclusive"}})
+
+
+def test_a_quota_that_cuts_a_worker_short_is_tried_now_and_then():
+    """Incident: the leader had a place in the quota and its follower none: it was made and deleted again, pass after pass."""
+
+    async def scenario(world: World) -> None:
+        cut = ForbiddenError('pods "x" is forbidden: exceeded quota: gpus, requested: 1, used: 2, limited: 2')
+        world.api.refuse = lambda verb, kind, name: cut if (verb, kind) == ("create", POD) and name.count("-") == 5 else None
+        follower = (await pods(world))[1]["metadata"]["name"]
+        await world.user.delete(POD, NAMESPACE, follower, grace_s=0)
+        made = 0
+        for _ in range(61):
+            made += sum(write[:2] == ("create", "Pod") for write in await world.step())
+        assert 2 <= made <= 4
+        limited = await world.condition("CapacityLimited")
+        assert (limited["status"], limited["reason"]) == ("True", "BackedOut")
+        assert "exceeded quota: gpus" in limited["message"]
+        assert "tried again at" in limited["message"]
+        world.api.refuse = lambda verb, kind, name: None
+        for _ in range(22):
+            world.operator.touch((NAMESPACE, "f"))
+            await world.step()
+        assert sorted((await told(world)).values()) == ["serving", "serving"]
+
+    async def whole() -> None:
+        world = World()
+        await world.user.apply(manifest(tiers=[TIER], scaling={"capacityWait": "20s"}))
+        await world.settle()
+        await scenario(world)
+
+    asyncio.run(whole())

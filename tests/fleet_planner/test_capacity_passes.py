@@ -187,3 +187,20 @@ def test_load_that_grows_beyond_the_nodes_in_a_rollout_does_not_end_it():
     nodes.run(2 * WAIT_S)
     assert counts(nodes.observed, OLD) == {"prefill": 0, "decode": 0}
     assert nodes.verdict("RollingOut")[0] == "Complete"
+
+
+def test_a_minimum_that_has_no_room_moves_no_time():
+    """Incident: one worker of the minimum found no node; every pass said another time of the next try, and wrote the status."""
+    nodes = Nodes(of(MODES["manual"], decode={"minReplicas": 4}), room=4)
+    nodes.scale(decode=8)
+    nodes.run(WAIT_S + 3 * STEP_S)
+    assert nodes.size == (1, 4)
+    words = set()
+    for _ in range(20):
+        nodes.step()
+        words.add(nodes.verdict("CapacityLimited"))
+        assert (nodes.plan.create, nodes.plan.delete) == ((), ())
+    assert len(words) == 1
+    nodes.room = 100
+    nodes.run(2 * WAIT_S)
+    assert (nodes.size, nodes.verdict("CapacityLimited")[0]) == ((2, 8), "Sufficient")

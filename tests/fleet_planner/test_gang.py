@@ -338,3 +338,25 @@ def test_what_cannot_be_whole_is_backed_out_of_together_with_what_it_strands():
     gone = {one.name for one in plan.delete}
     assert len(gone) == 1 + 4 * 2
     assert {f"f-t-decode-aaaaaaaa-{n}{member}" for n in (5, 6, 7) for member in ("", "-1")} <= gone
+
+
+def test_what_was_backed_out_of_is_not_made_again_while_nodes_change_hands():
+    """Incident: while some workers terminated none was told to find no node, so that those without one counted as room: two were
+    made and deleted again, every half a minute, for as long as a worker of one pod found no node beside them."""
+    wish = fleet(ratio={"prefill": 1, "decode": 6, "min": "1:8", "max": "1:1"}, decode={"maxReplicas": 6})
+    prefix, lost = "f-t-decode-aaaaaaaa", {"leaving": "node n is not ready", "ready": False}
+    decode = [gang(f"{prefix}-{n}", **(lost if n < 2 else STUCK), created_at=0.0) for n in range(8)]
+    prefill = [pod("f-t-prefill-aaaaaaaa-0", "prefill", 0, **lost), pod("f-t-prefill-aaaaaaaa-1", "prefill", 1, **STUCK)]
+    seen = replace(start(nodes=(1, 2)), pods=tuple([*prefill, *(one for group in decode for one in group)]))
+    sizes = []
+    for number in range(12):
+        plan = reconcile(wish, seen, NOW + 10 * WAIT_S + 10 * number)
+        sizes.append({pool.role: pool.replicas for pool in plan.pools}["decode"])
+        assert not plan.create
+        gone = {one.uid for one in plan.delete}
+        pods = [replace(one, terminating=one.uid in gone) for one in seen.pods if not one.terminating]
+        pools = tuple(
+            ObservedPool(p.name, p.name, p.role, "t", p.revision, p.replicas, p.replicas, p.size, p.wish) for p in plan.pools
+        )
+        seen = replace(seen, pods=tuple(pods), pools=pools, memory=plan.memory)
+    assert set(sizes) == {2}
