@@ -233,6 +233,18 @@ def test_what_is_saved_is_bounded_and_a_quiet_router_has_a_few():
     assert budget.take(5.0)
 
 
+def test_retries_in_numbers():
+    """Ten at first; without requests three come back in ten seconds, and no more; five requests bring one."""
+    budget = RetryBudget()
+    assert [budget.take(100.0) for _ in range(11)] == [True] * 10 + [False]
+    assert [budget.take(at) for at in (103.0, 104.0, 104.0)] == [False, True, False]
+    assert [budget.take(200.0) for _ in range(4)] == [True] * 3 + [False]
+    for _ in range(5):
+        budget.asked()
+    assert [budget.take(200.0) for _ in range(2)] == [True, False]
+    assert budget.refused == 5
+
+
 @pytest.mark.parametrize(
     ("legs", "before", "found"),
     [
