@@ -177,12 +177,11 @@ def test_tenants_that_have_left_are_forgotten_while_another_one_waits():
     queue = FairQueue[One]()
     queue.push(One("waits", holder=Tenant(running=99)))
     for n in range(200):
-        for one in (One(f"t{n}"), One(f"t{n}")):
-            queue.push(one)
-        for _ in range(2):
-            assert (gone := queue.pop()) is not None
-            assert gone.tenant == f"t{n}"
-            gone.waiting = False
+        first, second = One(f"t{n}"), One(f"t{n}")
+        queue.push(first)
+        queue.push(second)
+        assert [queue.pop(), queue.pop()] == [first, second]
+        first.waiting = second.waiting = False
     assert len(queue.backlogs) <= COMPACT_LEAST + 2
     assert queue.backlogs["waits"].live == 1
 
