@@ -235,10 +235,9 @@ def _repaired(size: Pair, whole: Pair, spare: int, limits: Limits) -> Pair:
     if devices(whole, limits.gpus) <= room:
         return whole
     best = grown(size, whole, limits.gpus, room, *limits.ratio)
-    if best != size or covers(size, whole):
+    if best != size:
         return best
-    behind = size[0] * whole[1] <= size[1] * whole[0]
-    role = 0 if size[1] >= whole[1] or (behind and size[0] < whole[0]) else 1
+    role = 0 if size[0] * whole[1] <= size[1] * whole[0] else 1
     count = min(whole[role] - size[role], max(0, spare) // max(1, limits.gpus[role]))
     return (size[0] + count, size[1]) if role == 0 else (size[0], size[1] + count)
 

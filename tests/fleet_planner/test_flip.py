@@ -98,6 +98,23 @@ def test_of_those_that_would_go_the_idle_and_cheap_one_is_chosen(pods: tuple[Obs
     assert [flip.name for flip in plan.flips] == [f"f-t-decode-aaaaaaaa-{chosen}"]
 
 
+@pytest.mark.parametrize("busy", [1.0, None])
+def test_of_several_that_would_go_an_idle_one_is_chosen_before_a_busy_or_unknown_one(busy: float | None):
+    loads = (0.0, busy, 0.0, 9.0, 9.0)
+    pods = tuple(replace(p, busy=load) for p, load in zip(workers(1, 4), loads, strict=True))
+    plan = reconcile(wish(2, 2), seen((*pods[:1], replace(pods[1], deletion_cost=-1), *pods[2:])), NOW)
+    assert len(plan.flips) + len(plan.delete) == 2
+    assert [flip.name for flip in plan.flips] == ["f-t-decode-aaaaaaaa-1"]
+
+
+@pytest.mark.parametrize("odd", [{"ready": False}, {"sick": "xid"}])
+def test_a_worker_that_cannot_serve_is_no_partner_that_spares_a_flip(odd: dict[str, Any]):
+    """One prefill worker exists, but none serves well: a decode worker makes up for it sooner than a cold start."""
+    first, *rest = workers(1, 3)
+    plan = reconcile(wish(2, 3), seen((replace(first, **odd), *rest)), NOW)
+    assert [flip.role for flip in plan.flips] == ["prefill"]
+
+
 FAILED = FleetStatus(tiers=(TierStatus(name="t", flip=FlipStatus(failed_at="1970-01-01T00:16:30Z", message="x")),))
 """Ten seconds before NOW."""
 
@@ -156,6 +173,7 @@ def test_of_many_pairs_as_many_wait_for_the_next_flip_as_are_sooner_than_a_cold_
     assert did(plan) == (1, created, created)
     done = Observed()
     observed = seen(workers(1, 7, ready_since=cold_s))
+    assert reconcile(wish(4, 4), after(plan, observed), NOW + 1).flips == (), "one at a time"
     for step in range(20):
         plan = reconcile(wish(4, 4), observed, NOW + step)
         done = after(plan, observed)

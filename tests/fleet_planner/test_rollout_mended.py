@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from fleet_api.quantities import Ratio
+from fleet_planner.ratio import Pair
 from fleet_planner.reconcile import Plan
 from fleet_planner.rollout import Group, Limits, plan_step
 from tests.fleet_planner.test_capacity_passes import NEW, OLD, STEP_S, WAIT_S, Nodes, of
 from tests.fleet_planner.test_reconcile import counts
-from tests.fleet_planner.test_rollout import WIDE
+from tests.fleet_planner.test_rollout import FIXED, WIDE
 
 WANT = (1, 2)
 
@@ -150,3 +152,39 @@ def test_an_old_group_that_serves_keeps_the_others_as_they_are():
     serves, hopeless = Group("a", (1, 1), (1, 1)), Group("b", (0, 1), hopeless=True)
     step = plan_step(WANT, Group("new", (0, 1), unschedulable=True), [serves, hopeless], Limits(*WIDE))
     assert min(step.sizes["a"]) >= 1
+
+
+@pytest.mark.parametrize(
+    ("have", "spare", "expected"),
+    [
+        pytest.param((1, 2), 2, (2, 2), id="level-prefill-first"),
+        pytest.param((1, 3), 1, (2, 3), id="prefill-lags"),
+        pytest.param((2, 2), 1, (2, 3), id="decode-lags"),
+        pytest.param((1, 4), 1, (2, 4), id="prefill-alone-is-missing"),
+        pytest.param((2, 3), 1, (2, 4), id="decode-alone-is-missing"),
+        pytest.param((1, 2), 3, (2, 4), id="room-for-all"),
+        pytest.param((1, 2), 0, (1, 2), id="no-room"),
+        pytest.param((2, 3), -1, (2, 3), id="more-than-allowed"),
+    ],
+)
+def test_what_still_ends_leaves_room_for_the_role_that_lags_first(have: Pair, spare: int, expected: Pair):
+    """Only the new revision is left, and the last old worker still holds a device; whole pairs find no room."""
+    limits = Limits(*FIXED, surge_gpus=sum(have) + spare + 1 - 6)
+    old = Group(OLD, terminating=True)
+    step = plan_step((2, 4), Group(NEW, have, have), [old], limits, leaving_gpus=1)
+    assert step.sizes == {NEW: expected}
+
+
+@pytest.mark.parametrize(
+    ("want", "have", "gpus", "expected"),
+    [
+        pytest.param((3, 3), (3, 1), (2, 1), (3, 2), id="decode-was-lost"),
+        pytest.param((6, 7), (4, 7), (1, 2), (5, 7), id="prefill-was-lost"),
+    ],
+)
+def test_automatic_surge_takes_a_next_step_from_any_state(want: Pair, have: Pair, gpus: Pair, expected: Pair):
+    """A new revision that lost workers has no room to grow while the last old one, without a partner, keeps its own."""
+    last = (1, 0) if have[0] < want[0] else (0, 1)
+    limits = Limits(Ratio(1, 4), Ratio(4, 1), gpus=gpus, unavailable=1)
+    step = plan_step(want, Group(NEW, have, have), [Group(OLD, last, last)], limits)
+    assert (step.sizes, step.stuck) == ({NEW: expected, OLD: last}, False)

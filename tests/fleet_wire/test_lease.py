@@ -106,7 +106,9 @@ class Leases(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 10_000))
     def release(self, pick: int) -> None:
         lease = self.known[pick % len(self.known)]
-        if self.leases.release(lease.lease_id) is not None:
+        is_open = lease.lease_id in self.deadlines
+        assert (self.leases.release(lease.lease_id) is lease) == is_open
+        if is_open:
             self.end(lease.lease_id)
 
     @rule()

@@ -36,6 +36,6 @@ def fit(workers: Sequence[W], now: float) -> list[W]:
 def askable(workers: Sequence[W], now: float) -> list[W]:
     """Those to choose from; empty only when there are none."""
     found = fit(workers, now)
-    if found and len(found) >= PANIC_BELOW * len(workers):
+    if len(found) >= PANIC_BELOW * len(workers):
         return found
     return [worker for worker in workers if not worker.breaker.gone or worker in found] or list(workers)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from fleet_router.admission.fair import FairQueue, last_of
+from fleet_router.admission.fair import COMPACT_LEAST, FairQueue, last_of
 
 
 @dataclass(eq=False)
@@ -171,3 +171,39 @@ def test_what_leaves_is_not_kept():
         one.waiting = False
         queue.left(one)
     assert len(queue.backlogs["a"].heap) < 40
+
+
+def test_tenants_that_have_left_are_forgotten_while_another_one_waits():
+    queue = FairQueue[One]()
+    queue.push(One("waits", holder=Tenant(running=99)))
+    for n in range(200):
+        first, second = One(f"t{n}"), One(f"t{n}")
+        queue.push(first)
+        queue.push(second)
+        assert [queue.pop(), queue.pop()] == [first, second]
+        first.waiting = second.waiting = False
+    assert len(queue.backlogs) <= COMPACT_LEAST + 2
+    assert queue.backlogs["waits"].live == 1
+
+
+def test_what_left_early_is_kept_no_longer_than_a_few():
+    queue = FairQueue[One]()
+    queue.push(One("a"))
+    for n in range(200):
+        queue.push(one := One("a", deadline=1.0 + n))
+        one.waiting = False
+        queue.left(one)
+    assert len(queue.backlogs["a"].heap) <= COMPACT_LEAST + 2
+    assert [one.deadline for one in drained(queue)] == [0.0]
+
+
+def test_who_had_more_than_its_share_is_not_forgotten_with_the_others():
+    queue = FairQueue[One]()
+    queue.push(One("waits", holder=Tenant(running=99)))
+    for one in (One("greedy", cost=100.0), *(One(f"t{n}") for n in range(2 * COMPACT_LEAST))):
+        queue.push(one)
+        assert queue.pop() is one
+        one.waiting = False
+    for tenant in ("greedy", "new"):
+        queue.push(One(tenant))
+    assert [one.tenant for one in drained(queue)] == ["new", "greedy", "waits"]

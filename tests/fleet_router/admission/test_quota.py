@@ -97,6 +97,7 @@ def test_concurrency_counts_what_waits_and_runs():
     over = one.charge(1, NOW)
     assert over is not None
     assert over.reason == "concurrency"
+    assert one.counts["concurrency"] == 1
     one.settle(1, "left", (0, 0), NOW)
     assert one.charge(1, NOW) is None
 
@@ -111,6 +112,7 @@ def test_refunds(outcome: Outcome, requests: int, tokens: int):
     assert one.requests is not None
     assert one.tokens is not None
     assert (one.requests.left(NOW), one.tokens.left(NOW)) == (requests, tokens)
+    assert (one.requests.taken, one.tokens.taken) == (10 - requests, 1000 - tokens), "as other routers are told"
 
 
 @given(st.lists(st.tuples(st.integers(1, 500), st.sampled_from(OUTCOMES), st.integers(0, 500)), max_size=60))
@@ -151,6 +153,14 @@ def test_a_reload_forgives_no_debt():
         mine.follow(parsed(a={"tokensPerMinute": limit}).tenants[0], NOW)
     assert owed is not None
     assert (mine.charge(1, NOW), owed.retry_after_s) == (owed, 541)
+
+
+def test_a_bucket_says_that_it_is_full_from_the_moment_on_at_which_it_is():
+    bucket = Bucket(2.0, 4)
+    assert bucket.take_if(1, NOW)
+    assert bucket.taken == 1
+    full_at = NOW + SECOND_NS // 2
+    assert [bucket.left_and_reset(at) for at in (full_at - 1, full_at, full_at + 1)] == [(3, 1), (4, 0), (4, 0)]
 
 
 def test_headers_are_openais():

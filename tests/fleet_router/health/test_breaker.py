@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet_router.health.breaker import FAILURES_MOST, OPEN_FIRST_S, OPEN_MOST_S, Breaker
+from fleet_router.health.breaker import FAILURES_MOST, FORGIVEN_S, OPEN_FIRST_S, OPEN_MOST_S, Breaker
 from fleet_router.health.budget import FIRST, FREE, FREE_AGAIN_S, SAVED_MOST, SHARE, RetryBudget
 from fleet_router.health.pairs import PAIRS_MOST, PairHealth
 from fleet_router.health.panic import askable
@@ -56,10 +56,11 @@ def test_a_worker_that_fails_every_second_request_is_an_outlier():
     assert not breaker.closed
 
 
-def test_one_in_ten_is_no_outlier():
+@pytest.mark.parametrize("every", [10, 4])
+def test_one_in_so_many_is_no_outlier(every: int):
     breaker = Breaker()
     for i in range(1000):
-        if i % 10 == 0:
+        if i % every == 0:
             assert not breaker.failed(i)
         else:
             breaker.succeeded()
@@ -78,8 +79,11 @@ def test_on_trial_one_request_at_a_time_and_the_next_time_is_longer():
     breaker.failed(now + 1, gone=True)  # it flaps: not forgiven yet
     assert breaker.until - now - 1 == OPEN_MOST_S
     breaker.answers(now + 2)
-    breaker.failed(now + 300, gone=True)
-    assert breaker.until - now - 300 == OPEN_FIRST_S
+    breaker.failed(now + 1 + FORGIVEN_S, gone=True)
+    assert breaker.until - now - 1 - FORGIVEN_S == OPEN_MOST_S
+    breaker.answers(now + 2 + FORGIVEN_S)
+    breaker.failed(now + 2 + 2 * FORGIVEN_S, gone=True)
+    assert breaker.until - now - 2 - 2 * FORGIVEN_S == OPEN_FIRST_S
 
 
 def test_an_answer_to_what_was_sent_before_it_opened_does_not_close_it():
@@ -105,6 +109,14 @@ def test_what_was_under_way_when_it_opened_does_not_lengthen_it():
     assert breaker.until == until
 
 
+def test_a_refused_connect_while_it_is_open_says_that_nobody_listens_and_later_failures_do_not_say_otherwise():
+    breaker = opened(10.0)
+    breaker.failed(10.5, gone=True)
+    assert breaker.gone
+    breaker.failed(10.6)
+    assert breaker.gone
+
+
 @pytest.mark.parametrize(
     ("states", "expected"),
     [
@@ -118,6 +130,22 @@ def test_panic_asks_those_that_fail_but_not_those_that_are_gone(states: str, exp
         One(name, Breaker() if state == "." else opened(gone=state == "g")) for name, state in zip("abc", states, strict=False)
     ]
     assert "".join(one.name for one in askable(workers, 1.0)) == expected
+
+
+@pytest.mark.parametrize(
+    ("gone", "others", "own", "expected"),
+    [
+        pytest.param(False, ".", 0, "ab", id="one-trial-at-a-time"),
+        pytest.param(False, ".", 1, "b", id="its-trial-is-under-way"),
+        pytest.param(True, "xx", 0, "abc", id="who-did-not-listen-has-its-trial-in-a-panic-too"),
+        pytest.param(True, "xx", 1, "bc", id="and-only-one"),
+    ],
+)
+def test_who_was_out_is_asked_once_its_time_is_over(gone: bool, others: str, own: int, expected: str):
+    """`a` is that one; `x` fails just now."""
+    rest = [One(name, Breaker() if state == "." else opened(9.0)) for name, state in zip("bc", others, strict=False)]
+    workers = [One("a", opened(gone=gone), own), *rest]
+    assert "".join(one.name for one in askable(workers, 10.0)) == expected
 
 
 @given(st.lists(st.tuples(st.booleans(), st.booleans(), st.integers(0, 3)), max_size=9), st.floats(0, 20))
@@ -143,6 +171,10 @@ def test_a_pair_is_put_out_before_its_workers():
     assert pairs.condemns("p1", 4, 2.5)
     assert not pairs.condemns("p1", 5, 2.5)
     assert pairs.out(2.5) == [("p1", "d1"), ("p1", "d2")]
+    assert pairs.opened == 2
+    pairs.failed("p2", "d1", 2.0)
+    assert not pairs.condemns("p2", 2, 2.5), "others' pairs are no word on it"
+    assert not pairs.condemns("p1", 2, 60.0), "their time is over"
 
 
 def test_a_pair_on_trial_is_forgotten_when_kv_moves_and_out_for_longer_when_not():
@@ -156,6 +188,15 @@ def test_a_pair_on_trial_is_forgotten_when_kv_moves_and_out_for_longer_when_not(
     assert pairs.blocks("p", "d", 14.9)
     pairs.succeeded("p", "d", 16.0)
     assert not pairs.breakers
+    pairs.succeeded("p", "d", 17.0)  # as nearly all do: nothing was wrong
+
+
+def test_kv_that_moves_between_two_failures_of_a_pair_makes_it_begin_anew():
+    pairs = PairHealth()
+    for at in range(12):
+        assert not pairs.failed("p", "d", at)
+        if at % 2:
+            pairs.succeeded("p", "d", at)
 
 
 def test_pairs_are_bounded_and_leave_with_their_workers():
@@ -190,6 +231,18 @@ def test_what_is_saved_is_bounded_and_a_quiet_router_has_a_few():
     assert budget.refused == 1
     assert not budget.take(1.0)
     assert budget.take(5.0)
+
+
+def test_retries_in_numbers():
+    """Ten at first; without requests three come back in ten seconds, and no more; five requests bring one."""
+    budget = RetryBudget()
+    assert [budget.take(100.0) for _ in range(11)] == [True] * 10 + [False]
+    assert [budget.take(at) for at in (103.0, 104.0, 104.0)] == [False, True, False]
+    assert [budget.take(200.0) for _ in range(4)] == [True] * 3 + [False]
+    for _ in range(5):
+        budget.asked()
+    assert [budget.take(200.0) for _ in range(2)] == [True, False]
+    assert budget.refused == 5
 
 
 @pytest.mark.parametrize(
