@@ -126,3 +126,8 @@ def test_an_engine_that_cannot_be_started_is_named(monkeypatch: pytest.MonkeyPat
             agent._forwarder.close()
 
     play(scenario, monkeypatch, engine="vllm")
+
+
+def test_requests_that_ended_are_counted_over_their_reasons():
+    said = 'vllm:request_success_total{finished_reason="length"} 3.0\nvllm:request_success_total{finished_reason="abort"} 1.0\n'
+    assert parse_load(said) == Load(None, None, None, 4)

@@ -16,6 +16,8 @@ WAITING = "vllm:num_requests_waiting"
 LEASES = "fleet:kv_leases_open"
 OPEN = "fleet:requests_open"
 """Torch engine only: what came in and is not answered to the end, wherever it is."""
+ENDED = "vllm:request_success_total"
+"""By reason; aborted ones are among them."""
 MAX_METRICS_BYTES = 4 * 1024 * 1024
 HEALTH_TIMEOUT_S = 3.0
 FIRST_TOKEN_TIMEOUT_S = 300.0
@@ -97,7 +99,7 @@ def parse_load(text: str) -> Load:
     running, waiting, came = (_total(text, name) for name in (RUNNING, WAITING, OPEN))
     if running is not None and waiting is not None and came is not None:
         running = max(running, came - waiting)
-    return Load(running, waiting, _total(text, LEASES))
+    return Load(running, waiting, _total(text, LEASES), _total(text, ENDED))
 
 
 def _total(text: str, name: str) -> int | None:
