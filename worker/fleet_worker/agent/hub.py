@@ -207,7 +207,7 @@ def _remembered(mark: Path) -> list[str] | None:
 
 def _compare(source: str, folder: Path, mark: Path) -> None:
     """Every file has the content that its name in the cache says; a wrong one is removed, so that the next try fetches it."""
-    blobs = {path.name: path.resolve() for path in folder.rglob("*") if path.is_file()}
+    blobs = {str(path.relative_to(folder)): path.resolve() for path in folder.rglob("*") if path.is_file()}
     listed = "\n".join(sorted(f"{name} {blob.name}" for name, blob in blobs.items()))
     if mark.is_file() and mark.read_bytes() == listed.encode():
         return
