@@ -401,7 +401,7 @@ def test_a_read_that_does_not_end_at_all_ends_the_engine(rig: Rig):
 
 @pytest.mark.parametrize("told", [False, True])
 def test_when_the_transfers_end_nobody_gets_blocks_that_a_read_may_write(rig: Rig, told: bool):
-    """They came back with the error, and the engine computed one more step in them before it heard that the transfers had ended."""
+    """They came back with the error, and the engine computed a step in them before it heard of the end."""
     begun = time.monotonic()
     rig.pull("reading", reference())
     rig.peers.answer(welcome)
