@@ -6,10 +6,12 @@ import json
 import threading
 import time
 from pathlib import Path
+from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
 
 from fleet_cli.up.bundled import tiny_model
 from fleet_worker.engine.errors import BadRequestError, ModelFilesError
@@ -65,6 +67,28 @@ def test_characters_of_several_bytes_arrive_whole(text: str):
     pieces, _ = told(TEXT.encode(text))
     assert "".join(pieces) == text
     assert all(REPLACEMENT not in piece for piece in pieces)
+
+
+def with_spaces_in_front(folder: Path) -> tuple[Text, dict[str, int]]:
+    """A tokenizer as Llama 2's: a word's token begins with its space, which a text's first word loses."""
+    words = {word: number for number, word in enumerate(["<unk>", "</s>", "▁", "▁▁", "▁the", "▁word", "er", "日"])}
+    pieces = words | {f"<0x{byte:02X}>": len(words) + byte for byte in range(256)}
+    made = Tokenizer(models.BPE(vocab=pieces, merges=[], unk_token="<unk>", byte_fallback=True))
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    made.decoder = decoders.Sequence(parts)
+    made.add_special_tokens(["<unk>", "</s>"])
+    made.save(str(folder / "tokenizer.json"))
+    return Text(folder), words
+
+
+def test_a_word_keeps_its_space_behind_a_special_token(tmp_path: Path):
+    """With ignore_eos `the</s> word` was told as `theword`: the word was taken for the text's first."""
+    text, words = with_spaces_in_front(tmp_path)
+    random = Random(7)
+    for _ in range(300):
+        ids = random.choices([*words.values()], k=random.randint(1, 12))
+        detokenizer = Detokenizer(text)
+        assert "".join([detokenizer.add(token)[0] for token in ids] + [detokenizer.finish()[0]]) == text.decode(ids), ids
 
 
 def test_bytes_that_never_become_a_character_are_not_held_for_ever():
@@ -154,6 +178,8 @@ def test_a_template_that_fails_in_any_way_refuses_the_messages(tmp_path: Path, s
 
 class Letters:
     """Tokens that are letters, or several."""
+
+    special: frozenset[str] = frozenset()
 
     def decode(self, ids: list[str]) -> str:
         return "".join(ids)
