@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -150,6 +151,28 @@ def test_the_template_is_the_models_own():
 def test_a_template_that_misbehaves_is_a_bad_request(tmp_path: Path, source: str):
     with pytest.raises(BadRequestError, match="the chat template refused the messages"):
         template(tmp_path, source).render_chat([])
+
+
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [
+        ([{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "{{ messages[0].content }}!"}], "a!"),
+        ([{"name": "tool_use", "template": "tools"}], None),
+        ([{"name": "default"}, "odd", 5], None),
+        ([], None),
+    ],
+    ids=["default", "for-tools-only", "odd", "empty"],
+)
+def test_of_several_named_templates_the_default_is_the_models_own(tmp_path: Path, named: list[object], said: str | None):
+    """Hermes 2 and 3 have two: the model was said to have none. transformers and vLLM take this one where no tools are given."""
+    shutil.copy(tiny_model() / "tokenizer.json", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    made = Text(tmp_path)
+    if said is not None:
+        assert made.render_chat([{"role": "user", "content": "a"}]) == said
+        return
+    with pytest.raises(BadRequestError, match="the model has no chat template"):
+        made.render_chat([{"role": "user", "content": "a"}])
 
 
 def test_a_template_that_does_not_compile_is_named(tmp_path: Path):

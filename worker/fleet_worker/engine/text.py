@@ -66,7 +66,16 @@ def _said(error: Exception) -> str:
     return words if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {words}"
 
 
+def _default(source: Any) -> Any:
+    """Of several templates with names the one for conversations without tools."""
+    if not isinstance(source, list):
+        return source
+    named = {one.get("name"): one.get("template") for one in source if isinstance(one, dict) and isinstance(one.get("name"), str)}
+    return named.get("default")
+
+
 def _compile(source: Any) -> jinja2.Template | None:
+    source = _default(source)
     if not isinstance(source, str):
         return None
     environment = ImmutableSandboxedEnvironment(
