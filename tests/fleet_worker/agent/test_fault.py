@@ -139,8 +139,10 @@ def test_requests_that_ended_are_counted_over_their_reasons():
 def test_an_engine_whose_answer_has_no_end_holds_nobody_up(monkeypatch: pytest.MonkeyPatch, how: str):
     """httpx's timeout is for each piece: the check of a dripping engine came to no end, and /ready stayed as it was."""
     monkeypatch.setattr(client_module, "HEALTH_TIMEOUT_S", 0.1)
+    writers: list[asyncio.StreamWriter] = []
 
     async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
         writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
         with contextlib.suppress(OSError):
             while not writer.is_closing():
@@ -158,5 +160,8 @@ def test_an_engine_whose_answer_has_no_end_holds_nobody_up(monkeypatch: pytest.M
         finally:
             await client.close()
             server.close()
+            for writer in writers:
+                writer.transport.abort()
+            await asyncio.gather(*(writer.wait_closed() for writer in writers), return_exceptions=True)
 
     asyncio.run(main())
