@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import os
 import threading
@@ -20,6 +21,8 @@ from fleet_worker.agent.adapters import AdapterKeeper
 from fleet_worker.agent.errors import AdapterError
 from fleet_worker.agent.stage import FILES, prune, stage
 from fleet_worker.config import AdapterSettings, AdapterWish, WorkerConfig, decode_adapters, encode_adapters
+
+NO_SPACE = {"no-space": errno.ENOSPC, "over-quota": errno.EDQUOT}
 
 
 def wish(name: str, source: str = "one") -> AdapterWish:
@@ -109,6 +112,31 @@ def test_a_copy_is_named_by_its_content(tmp_path: Path):
     assert sorted(path.name for path in (tmp_path / "into").iterdir()) == sorted([staged.folder.name, other.folder.name])
     prune(tmp_path / "into", {other.folder}, 0)
     assert [path.name for path in (tmp_path / "into").iterdir()] == [other.folder.name]
+
+
+def test_two_adapters_with_one_content_may_be_copied_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The second one failed with `Directory not empty` when the first was there between its look and its move."""
+    folder(tmp_path / "root/a")
+    staged = stage("a", str(tmp_path / "root"), tmp_path / "into")
+    is_dir = Path.is_dir
+    monkeypatch.setattr(Path, "is_dir", lambda path: path != staged.folder and is_dir(path))
+    assert stage("a", str(tmp_path / "root"), tmp_path / "into") == staged
+    assert [path.name for path in (tmp_path / "into").iterdir()] == [staged.folder.name]
+
+
+@pytest.mark.parametrize("code", NO_SPACE.values(), ids=NO_SPACE)
+@pytest.mark.parametrize("at", ["tempfile.mkdtemp", "fleet_worker.agent.stage._copy"])
+def test_a_disk_that_is_full_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str, code: int):
+    """Without room for a folder it was an InternalError, and a quota that is used up one of the source."""
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    folder(tmp_path / "root/a")
+    monkeypatch.setattr(at, full)
+    with pytest.raises(AdapterError, match=f"a: {os.strerror(code)}") as told:
+        stage("a", str(tmp_path / "root"), tmp_path / "into")
+    assert told.value.reason == "DiskFull"
 
 
 @pytest.mark.parametrize("source", ["../secret", "/etc", "a/../../secret", "link", "nested/link"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -13,9 +14,10 @@ import msgspec
 import pytest
 
 from fleet_worker.agent import agent as agent_module
+from fleet_worker.agent import engine_client as client_module
 from fleet_worker.agent.agent import Agent
 from fleet_worker.agent.command import EngineCommand
-from fleet_worker.agent.engine_client import parse_load
+from fleet_worker.agent.engine_client import EngineClient, parse_load
 from fleet_worker.agent.errors import ConfigError
 from fleet_worker.agent.life import Load
 from fleet_worker.agent.supervise import EngineProcess
@@ -126,3 +128,40 @@ def test_an_engine_that_cannot_be_started_is_named(monkeypatch: pytest.MonkeyPat
             agent._forwarder.close()
 
     play(scenario, monkeypatch, engine="vllm")
+
+
+def test_requests_that_ended_are_counted_over_their_reasons():
+    said = 'vllm:request_success_total{finished_reason="length"} 3.0\nvllm:request_success_total{finished_reason="abort"} 1.0\n'
+    assert parse_load(said) == Load(None, None, None, 4)
+
+
+@pytest.mark.parametrize("how", ["drips", "floods"])
+def test_an_engine_whose_answer_has_no_end_holds_nobody_up(monkeypatch: pytest.MonkeyPatch, how: str):
+    """httpx's timeout is for each piece: the check of a dripping engine came to no end, and /ready stayed as it was."""
+    monkeypatch.setattr(client_module, "HEALTH_TIMEOUT_S", 0.1)
+    writers: list[asyncio.StreamWriter] = []
+
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+        with contextlib.suppress(OSError):
+            while not writer.is_closing():
+                writer.write(b"x" * (1 if how == "drips" else 65_536))
+                await writer.drain()
+                await asyncio.sleep(0.01 if how == "drips" else 0)
+
+    async def main() -> None:
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        client = EngineClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        try:
+            async with asyncio.timeout(5):
+                assert not await client.healthy()
+                assert await client.metrics() is None
+        finally:
+            await client.close()
+            server.close()
+            for writer in writers:
+                writer.transport.abort()
+            await asyncio.gather(*(writer.wait_closed() for writer in writers), return_exceptions=True)
+
+    asyncio.run(main())

@@ -238,6 +238,16 @@ def test_wrong_bytes_are_found_removed_and_fetched_again(hub: Hub, tmp_path: Pat
     assert hub.sent.count("model.safetensors") == 2
 
 
+@pytest.mark.parametrize("wrong", ["model.safetensors", "fp16/model.safetensors"])
+def test_files_of_one_name_in_two_folders_are_both_compared(hub: Hub, tmp_path: Path, wrong: str):
+    """Of two with one name the last that was found was compared, and the mark said that all were right."""
+    hub.repositories = {"acme/tiny": {**FILES, "fp16/model.safetensors": b"others"}}
+    hub.lies.add(wrong)
+    code, words = ended(fetch(hub.server_address[1], tmp_path))
+    assert code == 2
+    assert f"BadModel: hf://acme/tiny: {wrong} has other bytes than the hub's hash" in words
+
+
 def test_a_disk_that_is_too_small_is_said_before_the_first_byte(hub: Hub, tmp_path: Path):
     hub.sizes["model.safetensors"] = 2**60
     code, words = ended(fetch(hub.server_address[1], tmp_path))
@@ -371,6 +381,13 @@ def test_no_secret_of_the_way_to_the_hub_is_told(monkeypatch: pytest.MonkeyPatch
     """Incident: a mirror's password stood in the pod's log and in its termination message, with the hub's refusal."""
     monkeypatch.setenv("HF_TOKEN", "hf_s3cret")
     assert _in_short(RuntimeError(words)) == told
+
+
+@pytest.mark.parametrize("given", ["hf_s3cret\n", " hf_s3\r\ncret "])
+def test_a_token_is_not_told_as_the_library_sends_it(monkeypatch: pytest.MonkeyPatch, given: str):
+    """A Secret that was made by `echo` ends with a line's end, which the library leaves out; so the token was not found."""
+    monkeypatch.setenv("HF_TOKEN", given)
+    assert _in_short(RuntimeError("header 'Bearer hf_s3cret'")) == "header 'Bearer ***'"
 
 
 def test_a_mirrors_password_is_in_no_refusal(hub: Hub, tmp_path: Path):

@@ -208,3 +208,21 @@ def test_work_that_is_left_alone_gives_what_it_found():
     assert asyncio.run(alone(max, 1, 2)) == 2
     with pytest.raises(ModelError, match="no such folder"):
         asyncio.run(alone(broken))
+
+
+@pytest.mark.parametrize("ended", [5, 6, None], ids=["idle", "one-came-and-went", "did-not-say"])
+def test_a_prefill_that_nobody_saw_running_keeps_its_lease(monkeypatch: pytest.MonkeyPatch, ended: int | None):
+    """vLLM counts no leases. A prefill of some milliseconds fits between two looks: the worker was idle for long, and was gone
+    before the KV was read."""
+
+    async def scenario(agent: Agent, engine: FakeEngine, _: httpx.AsyncClient) -> None:
+        engine.held = Load(0, 0, None, 5)
+        await agent._observe()
+        agent._busy_at = time.monotonic() - 60
+        engine.held = Load(0, 0, None, ended)
+        agent.ask_to_stop()
+        await some_steps()
+        assert agent._stop.is_set() is (ended != 6)
+        agent.ask_to_stop()
+
+    play(scenario, monkeypatch, engine="vllm")

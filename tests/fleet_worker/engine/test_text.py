@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 import time
 from pathlib import Path
+from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
 
 from fleet_cli.up.bundled import tiny_model
 from fleet_worker.engine.errors import BadRequestError, ModelFilesError
@@ -65,6 +68,28 @@ def test_characters_of_several_bytes_arrive_whole(text: str):
     pieces, _ = told(TEXT.encode(text))
     assert "".join(pieces) == text
     assert all(REPLACEMENT not in piece for piece in pieces)
+
+
+def with_spaces_in_front(folder: Path) -> tuple[Text, dict[str, int]]:
+    """A tokenizer as Llama 2's: a word's token begins with its space, which a text's first word loses."""
+    words = {word: number for number, word in enumerate(["<unk>", "</s>", "▁", "▁▁", "▁the", "▁word", "er", "日"])}
+    pieces = words | {f"<0x{byte:02X}>": len(words) + byte for byte in range(256)}
+    made = Tokenizer(models.BPE(vocab=pieces, merges=[], unk_token="<unk>", byte_fallback=True))
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    made.decoder = decoders.Sequence(parts)
+    made.add_special_tokens(["<unk>", "</s>"])
+    made.save(str(folder / "tokenizer.json"))
+    return Text(folder), words
+
+
+def test_a_word_keeps_its_space_behind_a_special_token(tmp_path: Path):
+    """With ignore_eos `the</s> word` was told as `theword`: the word was taken for the text's first."""
+    text, words = with_spaces_in_front(tmp_path)
+    random = Random(7)
+    for _ in range(300):
+        ids = random.choices([*words.values()], k=random.randint(1, 12))
+        detokenizer = Detokenizer(text)
+        assert "".join([detokenizer.add(token)[0] for token in ids] + [detokenizer.finish()[0]]) == text.decode(ids), ids
 
 
 def test_bytes_that_never_become_a_character_are_not_held_for_ever():
@@ -128,6 +153,28 @@ def test_a_template_that_misbehaves_is_a_bad_request(tmp_path: Path, source: str
         template(tmp_path, source).render_chat([])
 
 
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [
+        ([{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "{{ messages[0].content }}!"}], "a!"),
+        ([{"name": "tool_use", "template": "tools"}], None),
+        ([{"name": "default"}, "odd", 5], None),
+        ([], None),
+    ],
+    ids=["default", "for-tools-only", "odd", "empty"],
+)
+def test_of_several_named_templates_the_default_is_the_models_own(tmp_path: Path, named: list[object], said: str | None):
+    """Hermes 2 and 3 have two: the model was said to have none. transformers and vLLM take this one where no tools are given."""
+    shutil.copy(tiny_model() / "tokenizer.json", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    made = Text(tmp_path)
+    if said is not None:
+        assert made.render_chat([{"role": "user", "content": "a"}]) == said
+        return
+    with pytest.raises(BadRequestError, match="the model has no chat template"):
+        made.render_chat([{"role": "user", "content": "a"}])
+
+
 def test_a_template_that_does_not_compile_is_named(tmp_path: Path):
     with pytest.raises(ModelFilesError, match="chat template does not compile"):
         template(tmp_path, "{% for %}")
@@ -154,6 +201,8 @@ def test_a_template_that_fails_in_any_way_refuses_the_messages(tmp_path: Path, s
 
 class Letters:
     """Tokens that are letters, or several."""
+
+    special: frozenset[str] = frozenset()
 
     def decode(self, ids: list[str]) -> str:
         return "".join(ids)

@@ -399,6 +399,21 @@ def test_a_read_that_does_not_end_at_all_ends_the_engine(rig: Rig):
         rig.reader.advance(begun + (1 + STUCK_AFTER) * SETTINGS.read_timeout_s + 1)
 
 
+@pytest.mark.parametrize("told", [False, True])
+def test_when_the_transfers_end_nobody_gets_blocks_that_a_read_may_write(rig: Rig, told: bool):
+    """They came back with the error, and the engine computed a step in them before it heard of the end."""
+    begun = time.monotonic()
+    rig.pull("reading", reference())
+    rig.peers.answer(welcome)
+    rig.pull("greeting", reference("10.0.0.2"))
+    if told:
+        rig.reader.advance(begun + SETTINGS.read_timeout_s + 1)
+    rig.reader.fail_all(KvTransferError("stopped", "the KV transfer of this worker stopped"))
+    assert rig.ended() == {"greeting": "stopped"}
+    assert rig.ended(lingering=True) == {"reading": "timeout" if told else "stopped"}
+    assert len(rig.done) == 2, "each was told once"
+
+
 @pytest.mark.parametrize("arrives", [True, False])
 def test_a_read_that_takes_too_long_ends_the_others_of_its_owner_only_when_nothing_arrives(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, arrives: bool

@@ -54,6 +54,8 @@ class Agent:
         self._life = Life()
         self._load = Load(None, None, None)
         self._busy_at = time.monotonic()
+        self._ended: int | None = None
+        """Requests that the engine had ended when it last said so."""
         self._engine: EngineProcess | None = None
         self._folder: Path | None = None
         """The model's files, once they are here."""
@@ -443,9 +445,10 @@ class Agent:
             print(said, file=sys.stderr, flush=True)
 
     async def _observe(self) -> None:
-        self._load = await self._client.load()
-        if self._load.running or self._load.waiting:
+        load = self._load = await self._client.load()
+        if load.running or load.waiting or load.ended not in (None, self._ended):
             self._busy_at = time.monotonic()
+        self._ended = load.ended if load.ended is not None else self._ended
 
     def _note(self, text: str) -> None:
         self._life = rules.noted(self._life, text)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+from collections.abc import Mapping
 
 import httpx
 
@@ -16,7 +18,13 @@ WAITING = "vllm:num_requests_waiting"
 LEASES = "fleet:kv_leases_open"
 OPEN = "fleet:requests_open"
 """Torch engine only: what came in and is not answered to the end, wherever it is."""
-MAX_METRICS_BYTES = 4 * 1024 * 1024
+ENDED = "vllm:request_success_total"
+"""By reason; aborted ones are among them."""
+MAX_ANSWER_BYTES = 4 * 1024 * 1024
+PIECES = 2
+"""A whole answer has this many times the time that one piece of it has."""
+FRAMING = frozenset({"content-encoding", "content-length", "transfer-encoding"})
+NONE: Mapping[str, str] = {}
 HEALTH_TIMEOUT_S = 3.0
 FIRST_TOKEN_TIMEOUT_S = 300.0
 """The first request may compile kernels: minutes on some engines, and no user should be the one who waits."""
@@ -37,7 +45,7 @@ class EngineClient:
     async def healthy(self) -> bool:
         """GET /health is 200."""
         try:
-            return (await self._http.get("/health")).status_code == httpx.codes.OK
+            return (await self._asked("GET", "/health", HEALTH_TIMEOUT_S)).status_code == httpx.codes.OK
         except httpx.HTTPError:
             return False
 
@@ -45,7 +53,7 @@ class EngineClient:
         """Generate once, before anybody depends on it. None when that worked, else why it did not."""
         body = {"model": model, "prompt": FIRST_PROMPT, "max_tokens": 2, "temperature": 0}
         try:
-            answer = await self._http.post("/v1/completions", json=body, timeout=FIRST_TOKEN_TIMEOUT_S)
+            answer = await self._asked("POST", "/v1/completions", FIRST_TOKEN_TIMEOUT_S, body)
         except httpx.HTTPError as error:
             return f"{type(error).__name__}: {error}"
         return None if answer.status_code == httpx.codes.OK else f"HTTP {answer.status_code}: {answer.text[:200]}"
@@ -67,24 +75,42 @@ class EngineClient:
 
     async def _adapter_call(self, path: str, body: dict[str, object]) -> httpx.Response:
         try:
-            return await self._http.post(path, json=body, headers={ENGINE_TOKEN_HEADER: self._token}, timeout=ADAPTER_TIMEOUT_S)
+            return await self._asked("POST", path, ADAPTER_TIMEOUT_S, body, {ENGINE_TOKEN_HEADER: self._token})
         except httpx.HTTPError as error:
             raise AdapterError("EngineSilent", f"{path}: {type(error).__name__}: {error}") from error
 
     async def metrics(self) -> str | None:
         """The engine's exposition, None when it does not answer or answers too much."""
         try:
-            answer = await self._http.get("/metrics")
+            answer = await self._asked("GET", "/metrics", HEALTH_TIMEOUT_S)
         except httpx.HTTPError:
             return None
-        if answer.status_code != httpx.codes.OK or len(answer.content) > MAX_METRICS_BYTES:
-            return None
-        return answer.text
+        return answer.text if answer.status_code == httpx.codes.OK else None
 
     async def load(self) -> Load:
         """What the engine holds now."""
         text = await self.metrics()
         return Load(None, None, None) if text is None else parse_load(text)
+
+    async def _asked(
+        self, method: str, path: str, within_s: float, body: Mapping[str, object] | None = None, headers: Mapping[str, str] = NONE
+    ) -> httpx.Response:
+        """The whole answer; httpx.HTTPError when it is not here in time, or has no end. httpx's own limits are for each piece of
+        one: an engine that drips would keep the agent, and its readiness as it was, for ever."""
+        found = bytearray()
+        try:
+            async with (
+                asyncio.timeout(PIECES * within_s),
+                self._http.stream(method, path, json=body, headers=headers, timeout=within_s) as answer,
+            ):
+                async for piece in answer.aiter_bytes():
+                    found += piece
+                    if len(found) > MAX_ANSWER_BYTES:
+                        raise httpx.ReadError(f"{path}: an answer of more than {MAX_ANSWER_BYTES} bytes")
+        except TimeoutError as error:
+            raise httpx.ReadTimeout(f"{path}: no end of the answer within {PIECES * within_s:g} s") from error
+        told = {name: value for name, value in answer.headers.items() if name not in FRAMING}
+        return httpx.Response(answer.status_code, headers=told, content=bytes(found))
 
     async def close(self) -> None:
         """Release connections."""
@@ -97,7 +123,7 @@ def parse_load(text: str) -> Load:
     running, waiting, came = (_total(text, name) for name in (RUNNING, WAITING, OPEN))
     if running is not None and waiting is not None and came is not None:
         running = max(running, came - waiting)
-    return Load(running, waiting, _total(text, LEASES))
+    return Load(running, waiting, _total(text, LEASES), _total(text, ENDED))
 
 
 def _total(text: str, name: str) -> int | None:

@@ -207,7 +207,7 @@ def _remembered(mark: Path) -> list[str] | None:
 
 def _compare(source: str, folder: Path, mark: Path) -> None:
     """Every file has the content that its name in the cache says; a wrong one is removed, so that the next try fetches it."""
-    blobs = {path.name: path.resolve() for path in folder.rglob("*") if path.is_file()}
+    blobs = {str(path.relative_to(folder)): path.resolve() for path in folder.rglob("*") if path.is_file()}
     listed = "\n".join(sorted(f"{name} {blob.name}" for name, blob in blobs.items()))
     if mark.is_file() and mark.read_bytes() == listed.encode():
         return
@@ -243,6 +243,7 @@ def _in_short(error: Exception) -> str:
     """The hub's words in one line: the cause stands in the second one of several. Without what opens a hub: the token, a mirror's
     password, the query of a signed address."""
     words = QUERY.sub(r"\1?...", PASSWORD.sub(r"\1", " ".join(str(error).split())))
-    if token := os.environ.get(TOKEN_ENV):
+    # as huggingface_hub sends it: without line ends and the spaces around
+    if token := "".join(os.environ.get(TOKEN_ENV, "").splitlines()).strip():
         words = words.replace(token, "***")
     return words[:300] or type(error).__name__

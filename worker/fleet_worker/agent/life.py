@@ -111,6 +111,8 @@ class Load:
     running: int | None
     waiting: int | None
     leases: int | None
+    ended: int | None = None
+    """Requests that ended since its start: one that comes and goes between two looks is in no other number."""
 
 
 NOTICE_S = 2.0

@@ -36,18 +36,26 @@ class Staged:
 def stage(source: str, root: str | None, into: Path) -> Staged:
     """Copy an adapter's files below `into`; AdapterError with the reason."""
     folder = locate(source, root)
+    top = None if source.startswith(HF_SCHEME) else root  # a hub's cache is made of links
+    try:
+        return _copied([_inside(folder / name, top) for name in FILES], into)
+    except OSError as error:
+        reason = "DiskFull" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "AdapterNotReadable"
+        raise AdapterError(reason, f"{source}: {error.strerror or error}") from error
+
+
+def _copied(files: list[Path], into: Path) -> Staged:
     into.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=".new-", dir=into))
     try:
-        top = None if source.startswith(HF_SCHEME) else root  # a hub's cache is made of links
-        parts = [_copy(_inside(folder / name, top), scratch / name) for name in FILES]
+        parts = [_copy(path, scratch / name) for path, name in zip(files, FILES, strict=True)]
         digest = hashlib.sha256(b"".join(parts)).hexdigest()
         final = into / digest[:32]
-        if not final.is_dir():
+        try:
             scratch.replace(final)
-    except OSError as error:
-        reason = "DiskFull" if error.errno == errno.ENOSPC else "AdapterNotReadable"
-        raise AdapterError(reason, f"{source}: {error.strerror or error}") from error
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # else the same content is there
+                raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return Staged(final, digest)

@@ -21,6 +21,8 @@ CODES: Final = {
     "BadAdapterError": "bad_adapter", "ForbiddenError": "forbidden",
 }  # fmt: skip
 """`code` of an error by its `type`."""
+MAX_TOLD = 200
+"""Characters of what was given that a refusal says back."""
 MAX_BODY_BYTES = 4 * 1024 * 1024
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -76,6 +78,10 @@ class ChatMessage(msgspec.Struct, frozen=True):
 
     role: str
     content: str | list[dict[str, Any]] | None = None
+    # a template would write them into the prompt; they are refused, for the model's side of them, `tools`, is not served
+    tool_calls: Any = None
+    function_call: Any = None
+    audio: Any = None
 
 
 class ChatRequest(_Common, frozen=True, kw_only=True):
@@ -181,6 +187,10 @@ def decode_leg_of(request: Request, params: KvParams) -> Request:
 
 def text_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
     """Messages with text content; anything but text is refused, nothing is ever fetched."""
+    for number, message in enumerate(messages):
+        more = {"tool_calls": message.tool_calls, "function_call": message.function_call, "audio": message.audio}
+        if name := next((name for name, said in more.items() if said), None):
+            raise BadRequestError(f"messages[{number}].{name} is not supported by the torch engine", "messages")
     return [
         {"role": message.role, "content": _text(message.content, f"messages[{number}].content")}
         for number, message in enumerate(messages)
@@ -196,7 +206,7 @@ def _text(content: str | list[dict[str, Any]] | None, where: str) -> str:
 def _part(part: dict[str, Any], where: str) -> str:
     """Text of a content part."""
     if (kind := part.get("type")) != "text":
-        raise BadRequestError(f"{where}.type is {kind!r}; served: 'text'", "messages")
+        raise BadRequestError(f"{where}.type is {repr(kind)[:MAX_TOLD]}; served: 'text'", "messages")
     text = part.get("text")
     if not isinstance(text, str):
         raise BadRequestError(f"{where}.text must be text", "messages")

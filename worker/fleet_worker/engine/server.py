@@ -268,7 +268,7 @@ class EngineServer:
     def _adapter(self, model: str) -> Adapter | None:
         adapter = self._adapters.find(model)
         if adapter is None and model != self._config.served_name:
-            raise UnknownModelError(f"The model `{model}` does not exist.", "model")
+            raise UnknownModelError(f"The model `{model[: wire.MAX_TOLD]}` does not exist.", "model")
         return adapter
 
     def _prompt(self, asked: wire.Request) -> list[int]:

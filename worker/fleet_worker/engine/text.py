@@ -33,6 +33,8 @@ class Text:
             self.tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # tokenizers raises bare Exception
             raise ModelFilesError(f"{path} cannot be read: {error}") from error
+        self.special = frozenset(number for number, added in self.tokenizer.get_added_tokens_decoder().items() if added.special)
+        """Tokens that `decode` passes over."""
         settings = _optional_json(folder / "tokenizer_config.json")
         self._special = {name: _special(settings.get(name)) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
         source = folder / "chat_template.jinja"
@@ -64,7 +66,16 @@ def _said(error: Exception) -> str:
     return words if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {words}"
 
 
+def _default(source: Any) -> Any:
+    """Of several templates with names the one for conversations without tools."""
+    if not isinstance(source, list):
+        return source
+    named = {one.get("name"): one.get("template") for one in source if isinstance(one, dict) and isinstance(one.get("name"), str)}
+    return named.get("default")
+
+
 def _compile(source: Any) -> jinja2.Template | None:
+    source = _default(source)
     if not isinstance(source, str):
         return None
     environment = ImmutableSandboxedEnvironment(
@@ -124,6 +135,8 @@ class Detokenizer:
 
     def add(self, token: int, *, may_stop: bool = True) -> tuple[str, str | None]:
         """(text to send now, stop string that was met); without `may_stop` (before min_tokens) stop strings are plain text."""
+        if token in self.text.special:  # without it the next one would be a window's first, and lose its space
+            return "", None
         self.ids.append(token)
         before = self.text.decode(self.ids[self._from : self._read])
         now = self.text.decode(self.ids[self._from :])

@@ -63,7 +63,7 @@ def detokenize(body: bytes, text: Text, served: Collection[str], _: int) -> dict
 def _check_model(model: str | None, served: Collection[str]) -> None:
     """An adapter has the tokens of its model."""
     if model is not None and model not in served:
-        raise UnknownModelError(f"The model `{model}` does not exist.", "model")
+        raise UnknownModelError(f"The model `{model[: wire.MAX_TOLD]}` does not exist.", "model")
 
 
 def _parsed(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:

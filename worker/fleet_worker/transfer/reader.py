@@ -144,9 +144,14 @@ class Reader:
             self._end(pull, KvTransferError("peer", f"the prefill worker cannot be read from: {error}"))
 
     def fail_all(self, error: KvTransferError) -> None:
-        """Every pull ends with this error: the thread that drives them is about to end."""
+        """Every request ends with this error: the thread that drives the pulls is about to end. Of a read in flight nobody will
+        know when it is over: its blocks never come back."""
         for pull in list(self._pulls.values()):
-            self._end(pull, error)
+            if pull.handle is None:
+                self._end(pull, error)
+            elif not pull.lingers:
+                pull.lingers = True
+                self._done(FetchResult(pull.request_id, error, lingers=True))
 
     # -- greeting ---------------------------------------------------------------------------------------------------
     def _reach(self, host: str, port: int, now: float) -> Peer:
@@ -360,7 +365,7 @@ class Reader:
             return
         del self._by_id[pull.pull_id]
         if pull.handle is not None:
-            with contextlib.suppress(Exception):  # in flight only when the whole worker is about to end
+            with contextlib.suppress(Exception):  # never in flight: NIXL refused it
                 self._agent.release_xfer_handle(pull.handle)
         moved = 0 if error is not None else len(pull.local) * self._pool.block_bytes
         if error is not None and not pull.lingers:
