@@ -29,3 +29,13 @@ class NotKopfs(Collection[asyncio.Task[Any]]):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+
+async def clear_up(roots: Collection[asyncio.Task[Any]]) -> None:
+    """Wait for the end of kopf's root tasks and cancel what they leave: there is always some (whoever waits for the flag to stop,
+    a request that is tried again), and kopf waits five seconds for it. None of it holds anything: handlers only feed a cache."""
+    await asyncio.wait(roots)
+    others = NotKopfs()
+    for task in asyncio.all_tasks():
+        if task not in others:
+            task.cancel()
