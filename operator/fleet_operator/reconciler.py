@@ -364,7 +364,9 @@ class Reconciler:
         }
         heard = self.reader.hearing.heard(key)
         observed = picture(fleet, state, live, self._places(), templates, stored, heard)
-        state.changing = any(pod.flipping is not None for pod in observed.pods)
+        moving = {pod.uid for pod in observed.pods if pod.flipping is not None}
+        state.changing = bool(moving)
+        state.flips = {uid: said for uid, said in state.flips.items() if uid in moving}  # of this flip, not of one before it
         now = self._now()
         ahead_s = now - self._monotonic()
         set_s, telemetry = clock_set_s(state.ahead_s, ahead_s), telemetry_at(state, ahead_s)
