@@ -15,6 +15,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -34,8 +35,10 @@ from fleet_operator.reconciler import CHILDREN, Reconciler
 from fleet_operator.together import until_first_ends
 
 LIST_RETRY_MOST_S = 5.0
-RESTART_S = 2.0
-"""Pause before kopf is started again."""
+RESTART_S, RESTART_MOST_S = 2.0, 15.0
+"""Pause before kopf is started again: it lists every fleet then, and one namespace that it may not watch ends it each time. Twice
+as long as the last time when it lived no longer than CALM_S."""
+CALM_S = 60.0
 LOG = logging.getLogger("fleet.operator")
 Work = Callable[[], Awaitable[None]]
 
@@ -161,14 +164,18 @@ async def run_in_cluster(
     async def follow() -> None:
         """Until somebody tells the process to stop."""
         await until_first_ends(_list_fleets(cluster, reconciler, namespaces), _told(stop))
+        pause_s = RESTART_S
         while not stop.is_set():
+            begun = time.monotonic()
             try:
                 await _run_kopf(build_registry(reconciler, kubeconfig, wiring.trace), namespaces, stop)
             except Exception as error:
-                LOG.warning("kopf ended: %s: %s; again in %s s", type(error).__name__, error, RESTART_S)
+                pause_s = RESTART_S if time.monotonic() - begun > CALM_S else pause_s
+                LOG.warning("kopf ended: %s: %s; again in %s s", type(error).__name__, error, pause_s)
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(RESTART_S):
+                    async with asyncio.timeout(pause_s):
                         await stop.wait()
+                pause_s = min(RESTART_MOST_S, pause_s * 2)
             else:
                 return
 

@@ -106,3 +106,25 @@ def test_kopf_that_failed_is_started_again_soon(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(kopf, "spawn_tasks", spawn)
     monkeypatch.setattr(shell_kopf, "RESTART_S", 0.0)
     assert asyncio.run(run_told(World(), lambda: asyncio.wait_for(again.wait(), SOON_S))) == ["led until the end"]
+
+
+@pytest.mark.parametrize(("calm_s", "pauses"), [(60.0, [2, 4, 8, 15, 15]), (-1.0, [2, 2, 2, 2, 2])], ids=["at once", "later"])
+def test_kopf_that_fails_again_and_again_is_let_be_for_longer(
+    calm_s: float, pauses: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """One namespace without a RoleBinding ended it at each start, and all fleets of all namespaces were listed each time."""
+    lives, last = list[int](), asyncio.Event()
+
+    async def fails(**_: Any) -> Any:
+        lives.append(1)
+        if len(lives) == len(pauses):
+            asyncio.get_running_loop().call_soon(last.set)
+        raise ConnectionError("a watch")
+
+    monkeypatch.setattr(kopf, "spawn_tasks", fails)
+    monkeypatch.setattr(shell_kopf, "RESTART_S", 0.002)
+    monkeypatch.setattr(shell_kopf, "RESTART_MOST_S", 0.015)
+    monkeypatch.setattr(shell_kopf, "CALM_S", calm_s)
+    asyncio.run(run_told(World(), last.wait))
+    found = [record.args[2] for record in caplog.records if isinstance(record.args, tuple) and "kopf ended" in record.msg]
+    assert found == [pause / 1000 for pause in pauses]
