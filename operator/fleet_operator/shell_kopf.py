@@ -24,13 +24,14 @@ from typing import Any
 
 import aiohttp
 import kopf
+from kopf._cogs.structs.references import Insights
 
 from fleet_operator.audit import audit
 from fleet_operator.cluster.account import service_account
 from fleet_operator.cluster.interface import FLEET, NODE, Cluster, ClusterError, ForbiddenError, Kind, WatchEvent
 from fleet_operator.follow_children import follow_children, may_read_nodes
 from fleet_operator.kopf_settings import RECONNECT_S, configure
-from fleet_operator.kopf_tasks import NotKopfs, clear_up
+from fleet_operator.kopf_tasks import NotKopfs, clear_up, watching
 from fleet_operator.reconciler import CHILDREN, Reconciler
 from fleet_operator.together import until_first_ends
 
@@ -135,10 +136,17 @@ async def _told(stop: asyncio.Event) -> None:
 
 async def _run_kopf(registry: kopf.OperatorRegistry, namespaces: Sequence[str], stop: asyncio.Event) -> None:
     """One life of kopf: until it fails, or until `stop`."""
+    insights, clusterwide = Insights(), not namespaces
     tasks = await kopf.spawn_tasks(
-        registry=registry, standalone=True, clusterwide=not namespaces, namespaces=tuple(namespaces), stop_flag=stop
+        registry=registry,
+        insights=insights,
+        standalone=True,
+        clusterwide=clusterwide,
+        namespaces=tuple(namespaces),
+        stop_flag=stop,
     )
     _hear_signals(stop)  # kopf took them
+    tasks = [*tasks, asyncio.ensure_future(watching(insights))]
     clearing = asyncio.ensure_future(clear_up(tasks))
     try:
         await kopf.run_tasks(tasks, ignored=NotKopfs())

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import kopf
 import pytest
+from aiohttp import web
 
 from fleet_operator import shell_kopf
 from fleet_operator.cluster.interface import Object, UnavailableError
@@ -128,3 +130,62 @@ def test_kopf_that_fails_again_and_again_is_let_be_for_longer(
     asyncio.run(run_told(World(), last.wait))
     found = [record.args[2] for record in caplog.records if isinstance(record.args, tuple) and "kopf ended" in record.msg]
     assert found == [pause / 1000 for pause in pauses]
+
+
+class Discovery:
+    """An API server that learns of InferenceFleets after it was asked once."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.watched = asyncio.Event()
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        match request.path:
+            case "/api":
+                return web.json_response({"versions": ["v1"]})
+            case "/apis":
+                groups = [("inferencefleet.io", "v1alpha1"), ("apiextensions.k8s.io", "v1")]
+                named = [{"name": name, "versions": [{"version": v}], "preferredVersion": {"version": v}} for name, v in groups]
+                return web.json_response({"groups": named})
+            case "/api/v1":
+                return self.resources(("namespaces", "Namespace"), ("events", "Event"))
+            case "/apis/apiextensions.k8s.io/v1":
+                return self.resources(("customresourcedefinitions", "CustomResourceDefinition"))
+            case "/apis/inferencefleet.io/v1alpha1":
+                self.asked += 1
+                return self.resources(*([("inferencefleets", "InferenceFleet")] if self.asked > 1 else []))
+        if request.query.get("watch"):
+            self.watched.set()
+            await asyncio.sleep(3_600)
+        return web.json_response({"kind": "List", "metadata": {"resourceVersion": "1"}, "items": []})
+
+    def resources(self, *named: tuple[str, str]) -> web.Response:
+        verbs = ["list", "watch", "patch", "get", "create"]
+        found = [{"name": n, "singularName": k.lower(), "kind": k, "namespaced": True, "verbs": verbs} for n, k in named]
+        return web.json_response({"kind": "APIResourceList", "resources": found})
+
+
+def test_an_api_server_that_knows_no_fleets_yet_is_asked_again(monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int):
+    """kopf asks once. A change of a fleet was seen by the audit only, 40 seconds late, until the operator was restarted."""
+    monkeypatch.setattr(shell_kopf, "RESTART_S", 0.0)
+    monkeypatch.setenv("FLEET_KUBE_URL", f"http://127.0.0.1:{unused_tcp_port}")
+
+    async def scenario() -> list[str]:
+        discovery, app = Discovery(), web.Application()
+        app.router.add_route("*", "/{path:.*}", discovery.handle)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", unused_tcp_port).start()
+        try:
+            return await run_told(World(), lambda: asyncio.wait_for(discovery.watched.wait(), SOON_S))
+        finally:
+            await runner.cleanup()
+
+    assert asyncio.run(scenario()) == ["led until the end"]
+
+
+@pytest.fixture
+def unused_tcp_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
