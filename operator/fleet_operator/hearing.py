@@ -5,6 +5,7 @@ Only the waiting for answers is here; what follows from one is the plan's to say
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,6 +14,7 @@ from fleet_api.v1alpha1.status import FleetStatus
 from fleet_operator.work_queue import Key
 from fleet_planner.types import Demand
 
+LOG = logging.getLogger("fleet.operator")
 PAUSE_S = 1.0
 """Routers that do not answer are asked again after this."""
 
@@ -69,7 +71,7 @@ class Hearing:
 
     async def _hear(self, key: Key, ear: _Ear, wake: Callable[[Key], None]) -> None:
         try:
-            heard = await self._listen(self._routers(key))
+            heard = await self._asked(key)
             if heard is None:
                 ear.again_at = self._now() + PAUSE_S
                 return
@@ -79,3 +81,11 @@ class Hearing:
                 wake(key)
         finally:
             ear.listening = False
+
+    async def _asked(self, key: Key) -> Demand | None:
+        """A question that breaks is as good as no answer: it costs its own fleet only."""
+        try:
+            return await self._listen(self._routers(key))
+        except Exception:
+            LOG.exception("fleet=%s/%s listening to its routers failed", *key)
+            return None

@@ -7,6 +7,7 @@ import math
 import os
 import re
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Literal
 
@@ -19,6 +20,7 @@ MOUNTED_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespac
 DEFAULT_NAMESPACE = "inferencefleet-system"
 DEFAULT_LEASE = "inferencefleet-operator"
 LABEL = re.compile(LABEL_KEY)
+HOST = re.compile(r"(?=.{1,253}\Z)(\*\.)?[A-Za-z0-9]([-A-Za-z0-9]*[A-Za-z0-9])?(\.[A-Za-z0-9]([-A-Za-z0-9]*[A-Za-z0-9])?)*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,7 @@ def parse_options(argv: list[str]) -> Options:
         labels = parse_labels(given.namespace_selector) if given.namespace_selector is not None else {}
         selection = Selection(tuple(dict.fromkeys(given.namespace)), labels)
         terms = Terms(given.lease_duration, given.renew_deadline, given.retry_period)
+        webhook = _webhook(given)
     except ValueError as error:
         parser.error(str(error))
     return Options(
@@ -79,7 +82,7 @@ def parse_options(argv: list[str]) -> Options:
         lease=given.lease_name,
         health_port=given.health_port,
         log_format=given.log_format,
-        webhook=_webhook(given),
+        webhook=webhook,
     )
 
 
@@ -102,8 +105,21 @@ def _webhook(given: argparse.Namespace) -> WebhookOptions | None:
         return None
     where = given.operator_namespace
     service = [f"{given.webhook_service}.{where}.svc", f"{given.webhook_service}.{where}.svc.cluster.local"]
-    names = frozenset([*service, *given.webhook_name])
-    return WebhookOptions(given.webhook_port, names, given.webhook_secret, given.webhook_configuration)
+    names = [*service, *given.webhook_name]
+    return WebhookOptions(given.webhook_port, frozenset(map(_host, names)), given.webhook_secret, given.webhook_configuration)
+
+
+def _host(name: str) -> str:
+    """A DNS name or an address in the one form that a certificate gives back: of any other each look would make a new
+    certificate. ValueError."""
+    if HOST.fullmatch(name):
+        return name
+    try:
+        return str(ip_address(name))
+    except ValueError:
+        raise ValueError(
+            f"--webhook-name {name}: a DNS name (punycode where it is not ASCII) or an address is asked for"
+        ) from None
 
 
 def _platform(given: argparse.Namespace) -> Platform:

@@ -281,12 +281,12 @@ class Reconciler:
             failed = True
             outcome = Outcome(problems=[Problem(error.reason, f"{error.reason}: {error}")], vain=1)
             outcome.stopped = isinstance(error, UnavailableError)
-            await self._recorder.record(raw, None, outcome, {})
+            await self._tell_failed(key, raw, outcome)
         except Exception as error:  # one fleet that nobody foresaw must not end all others
             failed = True
             LOG.exception("fleet=%s/%s could not be reconciled", *key)
             outcome = Outcome(problems=[Problem("InternalError", f"the operator failed on this fleet: {type(error).__name__}")])
-            await self._recorder.record(raw, None, outcome, {})
+            await self._tell_failed(key, raw, outcome)
         self._passes.ended(begun, [problem.reason for problem in outcome.problems], failed=failed)
         if outcome.done:
             about = {"namespace": key[0], "fleet": key[1]}
@@ -300,6 +300,13 @@ class Reconciler:
             self._after(key, state, outcome)
         else:  # it went during its pass, and what that wrote down goes, too
             self._forget(key, raw["metadata"]["uid"])
+
+    async def _tell_failed(self, key: Key, raw: Object, outcome: Outcome) -> None:
+        """As an event, if that can be: the telling may be what failed."""
+        try:
+            await self._recorder.record(raw, None, outcome, {})
+        except Exception:
+            LOG.exception("fleet=%s/%s its failure could not be told", *key)
 
     def _state_of(self, key: Key, raw: Object) -> FleetState:
         """What is kept of this fleet: nothing of another one of its name whose end nobody told."""
@@ -357,7 +364,9 @@ class Reconciler:
         }
         heard = self.reader.hearing.heard(key)
         observed = picture(fleet, state, live, self._places(), templates, stored, heard)
-        state.changing = any(pod.flipping is not None for pod in observed.pods)
+        moving = {pod.uid for pod in observed.pods if pod.flipping is not None}
+        state.changing = bool(moving)
+        state.flips = {uid: said for uid, said in state.flips.items() if uid in moving}  # of this flip, not of one before it
         now = self._now()
         ahead_s = now - self._monotonic()
         set_s, telemetry = clock_set_s(state.ahead_s, ahead_s), telemetry_at(state, ahead_s)

@@ -4,7 +4,8 @@ cache, as the watches of the children do (`follow_children`).
 kopf is set up to write nothing itself: no finalizers, no annotations, no events. Its watch begins with a list whose events
 carry no type; because a cache must be complete before anything is decided, fleets are listed once more at start. What
 watches do not tell comes from `audit`, and when kopf gives up (it does so on an ERROR event other than 410) it is started again:
-the process, with all that it knows, lives on.
+the process, with all that it knows, lives on. Signals are ours for the same reason: kopf hears none before it has begun and
+between two starts.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
+import threading
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,19 +24,22 @@ from typing import Any
 
 import aiohttp
 import kopf
+from kopf._cogs.structs.references import Insights
 
 from fleet_operator.audit import audit
 from fleet_operator.cluster.account import service_account
 from fleet_operator.cluster.interface import FLEET, NODE, Cluster, ClusterError, ForbiddenError, Kind, WatchEvent
 from fleet_operator.follow_children import follow_children, may_read_nodes
 from fleet_operator.kopf_settings import RECONNECT_S, configure
-from fleet_operator.kopf_tasks import NotKopfs
+from fleet_operator.kopf_tasks import NotKopfs, clear_up, watching
 from fleet_operator.reconciler import CHILDREN, Reconciler
 from fleet_operator.together import until_first_ends
 
 LIST_RETRY_MOST_S = 5.0
-RESTART_S = 2.0
-"""Pause before kopf is started again."""
+RESTART_S, RESTART_MOST_S = 2.0, 15.0
+"""Pause before kopf is started again: it lists every fleet then, and one namespace that it may not watch ends it each time. Twice
+as long as the last time when it lived no longer than CALM_S."""
+CALM_S = 60.0
 LOG = logging.getLogger("fleet.operator")
 Work = Callable[[], Awaitable[None]]
 
@@ -116,6 +123,37 @@ async def _list_fleets(cluster: Cluster, reconciler: Reconciler, namespaces: Seq
             return
 
 
+def _hear_signals(stop: asyncio.Event) -> None:
+    """SIGINT and SIGTERM set `stop` from now on. Only the main thread may listen to them."""
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+
+
+async def _told(stop: asyncio.Event) -> None:
+    await stop.wait()
+
+
+async def _run_kopf(registry: kopf.OperatorRegistry, namespaces: Sequence[str], stop: asyncio.Event) -> None:
+    """One life of kopf: until it fails, or until `stop`."""
+    insights, clusterwide = Insights(), not namespaces
+    tasks = await kopf.spawn_tasks(
+        registry=registry,
+        insights=insights,
+        standalone=True,
+        clusterwide=clusterwide,
+        namespaces=tuple(namespaces),
+        stop_flag=stop,
+    )
+    _hear_signals(stop)  # kopf took them
+    tasks = [*tasks, asyncio.ensure_future(watching(insights))]
+    clearing = asyncio.ensure_future(clear_up(tasks))
+    try:
+        await kopf.run_tasks(tasks, ignored=NotKopfs())
+    finally:
+        clearing.cancel()
+
+
 async def run_in_cluster(
     cluster: Cluster,
     reconciler: Reconciler,
@@ -124,27 +162,28 @@ async def run_in_cluster(
     wiring: Wiring = Wiring(),
 ) -> None:
     """List everything once, then follow until cancelled or told to stop by a signal. No namespaces: all of them."""
-    stop = asyncio.Event()
+    stop, kinds = asyncio.Event(), [FLEET, *CHILDREN]
+    _hear_signals(stop)
+
+    async def find_kinds() -> None:
+        if await may_read_nodes(cluster):
+            kinds.append(NODE)
 
     async def follow() -> None:
-        """Until kopf ends without an error: somebody told the process to stop."""
-        await _list_fleets(cluster, reconciler, namespaces)
-        while True:
+        """Until somebody tells the process to stop."""
+        await until_first_ends(_list_fleets(cluster, reconciler, namespaces), _told(stop))
+        pause_s = RESTART_S
+        while not stop.is_set():
+            begun = time.monotonic()
             try:
-                tasks = await kopf.spawn_tasks(
-                    registry=build_registry(reconciler, kubeconfig, wiring.trace),
-                    standalone=True,
-                    clusterwide=not namespaces,
-                    namespaces=tuple(namespaces),
-                    stop_flag=stop,
-                )
-                await kopf.run_tasks(tasks, ignored=NotKopfs())
+                await _run_kopf(build_registry(reconciler, kubeconfig, wiring.trace), namespaces, stop)
             except Exception as error:
-                LOG.warning("kopf ended: %s: %s; again in %s s", type(error).__name__, error, RESTART_S)
+                pause_s = RESTART_S if time.monotonic() - begun > CALM_S else pause_s
+                LOG.warning("kopf ended: %s: %s; again in %s s", type(error).__name__, error, pause_s)
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(RESTART_S):
+                    async with asyncio.timeout(pause_s):
                         await stop.wait()
-                        return
+                pause_s = min(RESTART_MOST_S, pause_s * 2)
             else:
                 return
 
@@ -159,7 +198,9 @@ async def run_in_cluster(
         finally:
             stop.set()
 
-    kinds = (FLEET, *CHILDREN, NODE) if await may_read_nodes(cluster) else (FLEET, *CHILDREN)
+    await until_first_ends(find_kinds(), _told(stop))
+    if stop.is_set():
+        return
     reconciler.expect(kinds)
     children = follow_children(cluster, reconciler.feed, kinds[1:], namespaces)
     await until_first_ends(follow(), lead(), children, audit(cluster, reconciler, kinds, namespaces))

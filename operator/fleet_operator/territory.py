@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from fleet_api.v1alpha1.base import LABEL_KEY
 from fleet_operator.cluster.guarded import Send, Write
-from fleet_operator.cluster.interface import Cluster, ClusterError, ConflictError, NotFoundError, Object
+from fleet_operator.cluster.interface import Cluster, ClusterError, ConflictError, ForbiddenError, NotFoundError, Object
 from fleet_operator.cluster.kinds import LEASE, NAMESPACE
 from fleet_operator.names import GROUP
 
@@ -164,6 +164,9 @@ class Territory:
                 holder = holder_of(await self._cluster.get(LEASE, namespace, CLAIM))
             except NotFoundError:
                 pass
+            except ForbiddenError as error:  # it says nothing of other namespaces
+                LOG.warning("the claim on namespace %s cannot be read: %s: %s", namespace, error.reason, error)
+                holder = self._installation
             except ClusterError as error:
                 LOG.warning("the claim on namespace %s cannot be read: %s: %s", namespace, error.reason, error)
                 return

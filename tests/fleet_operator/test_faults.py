@@ -278,6 +278,30 @@ def test_a_fleet_that_nobody_foresaw_ends_no_other(monkeypatch: pytest.MonkeyPat
     asyncio.run(scenario())
 
 
+def test_a_fleet_that_cannot_even_be_told_of_ends_no_other(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    """What failed was the telling; it failed again when the failure was told, and all passes ended."""
+
+    async def scenario() -> None:
+        from fleet_operator import recorder
+
+        world, events_of = World(), recorder.events_of
+
+        def fails(before: Any, after: Any, done: Any) -> Any:
+            if done.fleet == "bad":
+                raise RuntimeError("nobody thought of this")
+            return events_of(before, after, done)
+
+        monkeypatch.setattr(recorder, "events_of", fails)
+        for name in ("bad", "good"):
+            await world.user.apply(manifest(name))
+        for _ in range(4):
+            await world.step()
+        assert (await world.condition("Ready", "good"))["status"] == "True"
+        assert "fleet=ml/bad" in caplog.text
+
+    asyncio.run(scenario())
+
+
 # -- pace ------------------------------------------------------------------------------------------------------------------
 def after(pace: Pace, now: float, **change: Any) -> float | None:
     return pace.after(now, **{"troubled": True, "stopped": False, "vain": 0, "asked_s": None, **change})

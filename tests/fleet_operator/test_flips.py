@@ -206,6 +206,44 @@ def test_a_pair_becomes_a_flip_of_the_same_pod_and_then_nothing_is_written():
     play(scenario)
 
 
+def test_a_worker_flips_again_and_again():
+    """What it said at its first flip was kept: at the second it was never told, and deleted when its time was up."""
+
+    async def scenario(world: World, workers: Workers) -> None:
+        await lead(world)
+        before = await pods(world)
+        for prefill, decode in ((2, 2), (1, 3)) * 3:
+            await resize(world, prefill, decode)
+            await finish(world)
+            world.now += 700
+            await world.touch()
+            await finish(world)
+            assert await world.workers() == {"prefill": prefill, "decode": decode}
+            assert (await pods(world)).keys() == before.keys()
+
+    play(scenario)
+
+
+def test_a_worker_that_declined_once_is_asked_again():
+    """Ten minutes later its first answer was told as its second, for as long as the operator ran."""
+
+    async def scenario(world: World, workers: Workers) -> None:
+        await lead(world)
+        asked = []
+        for _ in range(2):
+            found = [pod["metadata"] for pod in (await pods(world)).values()]
+            lost = next(meta["name"] for meta in found if meta["labels"]["inferencefleet.io/role"] == "prefill")
+            await world.user.delete(POD, NAMESPACE, lost, grace_s=0)
+            await finish(world)
+            asked.append(sum(len(worker.asked) for worker in workers.known.values()))
+            world.now += 700
+            await world.touch()
+            await finish(world)
+        assert asked == [1, 2]
+
+    play(scenario, "refuses")
+
+
 def test_an_operator_that_restarts_half_way_goes_on():
     async def scenario(world: World, workers: Workers) -> None:
         await lead(world)

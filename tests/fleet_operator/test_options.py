@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from fleet_operator import options as module
+from fleet_operator.certs.issue import carry_out, read
+from fleet_operator.certs.plan import Lifetimes, Work
 from fleet_operator.options import DEFAULT_NAMESPACE, parse_options
 
 
@@ -49,6 +51,15 @@ def test_all_of_it():
     assert parse_options(["--namespace-selector", "team=a"]).selection.labels == {"team": "a"}
 
 
+@pytest.mark.parametrize("name", ["2001:DB8:0::1", "::0001", "10.0.0.1", "*.A-b.svc", "x1.example.com"])
+def test_a_certificate_has_the_names_that_it_was_asked_for(name: str):
+    """2001:DB8::1 came back as 2001:db8::1: a new certificate was made without end, and none was ever served."""
+    webhook = parse_options(["--webhook-port", "9443", "--webhook-name", name]).webhook
+    assert webhook is not None
+    made = read(carry_out(Work("everything", ""), None, webhook.names, 1e9, Lifetimes()))
+    assert made.serving.names == webhook.names
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
@@ -60,6 +71,9 @@ def test_all_of_it():
         (["--namespace-selector", "a/b/c=d"], "key=value"),
         (["--health-port", "70000"], "--health-port must be a port"),
         (["--webhook-port", "-1"], "--webhook-port must be a port"),
+        (["--webhook-port", "1", "--webhook-name", "é.svc"], "--webhook-name é.svc: a DNS name"),
+        (["--webhook-port", "1", "--webhook-name", ""], "a DNS name"),
+        (["--webhook-port", "1", "--webhook-name", "https://a:1"], "a DNS name"),
         (["--namespace", "a", "--namespace-selector", "b=c"], "not both"),
         (["--namespace-selector", "b"], "key=value"),
         (["--leader-elect", "--renew-deadline", "15"], "at most 0.9"),

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from fleet_operator.cluster.guarded import GuardedCluster
-from fleet_operator.cluster.interface import CONFIG_MAP, ClusterError, NotFoundError, UnavailableError
+from fleet_operator.cluster.interface import CONFIG_MAP, ClusterError, ForbiddenError, NotFoundError, UnavailableError
 from fleet_operator.cluster.kinds import LEASE
 from fleet_operator.cluster.memory import MemoryCluster
 from fleet_operator.territory import CLAIM, NotOursError, Selection, Territory, parse_labels
@@ -260,6 +260,29 @@ def test_what_we_have_stays_ours_while_nobody_answers_and_few_are_asked_at_a_tim
         assert (api.reads, a.owned) == (2, 3)
         await a.check_owned()
         assert (api.reads, a.owned) == (4, 2)
+
+    played(scenario)
+
+
+def test_one_claim_that_may_not_be_read_hides_no_other(monkeypatch: pytest.MonkeyPatch):
+    """A RoleBinding was taken away: its namespace stood at the head for ever, and no other claim was looked at again."""
+
+    async def scenario(store: MemoryCluster) -> None:
+        class Barred(Failing):
+            async def get(self, *where: object) -> dict:
+                if where[1] == "x":
+                    raise ForbiddenError("leases is forbidden")
+                return await super().get(*where)
+
+        a = Territory(store, store.writer("births"), "one/a", Selection())
+        for name in "xyz":
+            a.owns(name)
+        await a.claim_all()
+        monkeypatch.setattr(a, "_cluster", Barred(store))
+        await store.delete(LEASE, "z", CLAIM)
+        await a.check_owned()
+        assert a.owned == 2
+        assert a.owns("x")
 
     played(scenario)
 

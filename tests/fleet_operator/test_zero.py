@@ -119,6 +119,27 @@ def test_a_silent_router_is_asked_again_after_a_pause():
     play(go, scaling=SCALING)
 
 
+def test_a_question_that_breaks_is_asked_again_and_ends_no_other():
+    """It went up through the readings of all fleets, and the operator ended."""
+
+    async def go(world: World) -> None:
+        sleeper = await asleep(world)
+
+        async def breaks(routers: list[str]) -> Demand | None:
+            sleeper.asked.append(routers)
+            raise RuntimeError("nobody foresaw this")
+
+        world.operator.reader.hearing._listen = breaks
+        await sleeper.hear()
+        await sleeper.hear()
+        assert len(sleeper.asked) == 1
+        world.now += 2
+        await sleeper.hear()
+        assert len(sleeper.asked) == 2
+
+    play(go, scaling=SCALING)
+
+
 def test_an_operator_that_starts_anew_finds_the_fleet_at_zero_and_listens():
     async def go(world: World) -> None:
         sleeper = await asleep(world)

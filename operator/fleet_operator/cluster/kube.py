@@ -14,7 +14,16 @@ import aiohttp
 import msgspec
 
 from fleet_operator.cluster.field_owners import taken_over
-from fleet_operator.cluster.interface import FIELD_MANAGER, ClusterError, Kind, Listed, NotFoundError, Object, WatchEvent
+from fleet_operator.cluster.interface import (
+    FIELD_MANAGER,
+    ClusterError,
+    Kind,
+    Listed,
+    NotFoundError,
+    Object,
+    UnavailableError,
+    WatchEvent,
+)
 from fleet_operator.cluster.kinds import key_of, kind_of
 from fleet_operator.cluster.kube_http import Backoff, GoneError, KubeHttp, KubeLimits, configuration_from, error_of
 from fleet_operator.cluster.watchers import Seen
@@ -87,7 +96,7 @@ class KubeCluster:
     async def find(self, kind: Kind, namespace: str | None, name: str) -> Object | None:
         """See `Cluster.find`. The API server reads one key for it, past its cache."""
         page = await self._http.request("GET", _path(kind, namespace), {"fieldSelector": f"metadata.name={name}"})
-        return next((_slim(item, kind) for item in page.get("items") or []), None)
+        return next(iter(_page_of(page, kind)[0]), None)
 
     async def list(self, kind: Kind, namespace: str | None = None, labels: Mapping[str, str] | None = None) -> list[Object]:
         """See `Cluster.list`."""
@@ -187,11 +196,11 @@ class KubeCluster:
         """All objects page by page, each with the version of the list; GoneError when the continue token expires half way."""
         path, query = _path(kind, namespace), _selector(labels) | {"limit": self._limits.page}
         while True:
-            page = await self._http.request("GET", path, query)
-            yield [_slim(item, kind) for item in page.get("items") or []], page["metadata"]["resourceVersion"]
-            if not page["metadata"].get("continue"):
+            objects, version, more = _page_of(await self._http.request("GET", path, query), kind)
+            yield objects, version
+            if not more:
                 return
-            query = {**query, "continue": page["metadata"]["continue"]}
+            query = {**query, "continue": more}
 
     async def _watch(self, kind: Kind, namespace: str | None, labels: Mapping[str, str] | None) -> AsyncIterator[WatchEvent]:
         seen, backoff, version, synced = Seen(kind), Backoff(self._limits), "", False
@@ -246,10 +255,7 @@ class KubeCluster:
         }
         async with aclosing(self._http.lines(_path(kind, namespace), query)) as lines:
             async for line in lines:
-                if line["type"] == "ERROR":
-                    status = line["object"]
-                    raise error_of(int(status.get("code") or 500), str(status.get("message")).encode())
-                yield line["type"], _slim(line["object"], kind)
+                yield _event_of(line, kind)
 
 
 class KubeAccess:
@@ -284,6 +290,28 @@ def _selector(labels: Mapping[str, str] | None) -> dict[str, str | int]:
     if not labels:
         return {}
     return {"labelSelector": ",".join(f"{name}={value}" for name, value in sorted(labels.items()))}
+
+
+def _event_of(line: Object, kind: Kind) -> tuple[str, Object]:
+    """One line of a watch; the named error of an ERROR event, UnavailableError for what is no event (a proxy's words)."""
+    try:
+        said, obj = line["type"], line["object"]
+        if said != "ERROR":
+            str(obj["metadata"]["resourceVersion"])
+            return str(said), _slim(obj, kind)
+        error = error_of(int(obj.get("code") or 500), str(obj.get("message")).encode())
+    except (KeyError, TypeError, ValueError, AttributeError) as odd:
+        raise UnavailableError(f"a line of the watch is no event: {type(odd).__name__}: {odd}") from odd
+    raise error
+
+
+def _page_of(page: Object, kind: Kind) -> tuple[builtins.list[Object], str, str]:
+    """Objects of one page, the version of the list, the token of the next page; UnavailableError for what is no page."""
+    try:
+        meta = page["metadata"]
+        return [_slim(item, kind) for item in page.get("items") or []], str(meta["resourceVersion"]), meta.get("continue") or ""
+    except (KeyError, TypeError, AttributeError) as odd:
+        raise UnavailableError(f"not a list of an API server: {type(odd).__name__}: {odd}") from odd
 
 
 def _slim(obj: Object, kind: Kind) -> Object:

@@ -85,6 +85,8 @@ class Meters:
         except ClusterError as error:
             self._writes.labels(write.verb, write.kind.kind, self._bounded(error.reason)).inc()
             raise
+        finally:
+            self._pulse.answered()
         self._writes.labels(write.verb, write.kind.kind, "ok").inc()
         return made
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Final
@@ -14,6 +15,8 @@ import aiohttp
 from fleet_operator.cluster.interface import ClusterError
 from fleet_operator.health.vitals import Bounds, Vitals, ailments, silent
 
+PASS: Final = ContextVar("PASS", default=0)
+"""Number of the pass that this task is in: each worker of the loop has one at a time."""
 CHECK_S: Final = 5.0
 ASK_S: Final = 10.0
 
@@ -48,8 +51,15 @@ class Pulse:
     def began(self) -> int:
         """A pass over one fleet begins, perhaps beside others; give what this returns to `ended`."""
         number = next(self._numbers)
+        PASS.set(number)
         self._working, self._passes[number] = True, self._clock()
         return number
+
+    def answered(self) -> None:
+        """A write was answered. The pass that it is of goes on: one of hundreds of writes takes long when each does, and a
+        restart would not make it shorter."""
+        if PASS.get() in self._passes:
+            self._passes[PASS.get()] = self._clock()
 
     def ended(self, number: int) -> None:
         """That pass is over."""

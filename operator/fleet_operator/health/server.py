@@ -42,7 +42,7 @@ async def serving(app: web.Application, port: int, host: str | None = None) -> A
     if port == 0:
         yield
         return
-    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, keepalive_timeout=10)
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, keepalive_timeout=10, lingering_time=0.5)
     await runner.setup()
     try:
         await web.TCPSite(runner, host, port, backlog=16).start()

@@ -13,7 +13,7 @@ class Bounds:
     loop_s: float = 120.0
     """The work loop turns at least every 30 s even when nothing happens."""
     pass_s: float = 300.0
-    """One pass over one fleet: every request in it has a bound of its own."""
+    """One pass over one fleet without an answer to a write of it: every request in it has a bound of its own."""
     watch_s: float = 150.0
     """The API server sends a bookmark every minute, and a watch without any byte is opened anew after 70 s."""
 
@@ -27,7 +27,8 @@ class Vitals:
     loop_at: float | None = None
     """When the loop last turned; None before its first turn."""
     pass_since: float | None = None
-    """When the oldest pass that runs now began; None between passes."""
+    """When the pass that runs now and has shown no sign of life for longest last did: its begin, or an answer to a write of it.
+    None between passes."""
     heard: Mapping[str, float] = field(default_factory=dict)
     """By kind: when its watch last carried anything."""
     answered_at: float | None = None
@@ -38,7 +39,7 @@ def ailments(seen: Vitals, now: float, bounds: Bounds) -> tuple[str, ...]:
     """What a restart may help against; empty: well. An API server that does not answer is not ours to be restarted for."""
     found = []
     if seen.working and seen.pass_since is not None and now - seen.pass_since > bounds.pass_s:
-        found.append(f"one pass over a fleet has taken {now - seen.pass_since:.0f} s")
+        found.append(f"one pass over a fleet has not moved for {now - seen.pass_since:.0f} s")
     if seen.working and seen.loop_at is not None and now - seen.loop_at > bounds.loop_s:
         found.append(f"the work loop has not turned for {now - seen.loop_at:.0f} s")
     for kind in silent(seen, now, bounds):

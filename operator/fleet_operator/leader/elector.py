@@ -27,6 +27,8 @@ from fleet_operator.leader.lease import (
 
 LOG = logging.getLogger("fleet.operator.leader")
 UNBORN = Lease("", 0, 0, "", "")
+RELEASE_S = 5.0
+"""Longest that giving the lease back may take: who ends must not wait for an API server that does not answer."""
 
 
 class LeadershipLostError(Exception):
@@ -64,6 +66,7 @@ class Elector:
         self._sleep = sleep
         self._sight: Sight | None = None
         self._outdated = False
+        """Whether a write may have changed the lease since it was seen."""
         self.leading = False
         self.holder = ""
 
@@ -100,15 +103,23 @@ class Elector:
         wait."""
         self._fence.close()
         sight, self._sight = self._sight, None
-        if sight is None or sight.lease.holder != self._candidate.identity:
+        if sight is None or (not self._outdated and sight.lease.holder != self._candidate.identity):
             return
-        if self._fence.clock() >= sight.since + self._candidate.terms.renew_s:
+        if not self._outdated and self._fence.clock() >= sight.since + self._candidate.terms.renew_s:
             return  # it may be somebody else's by now
         try:
-            await self._cluster.apply(render_release(self._candidate.name, self._candidate.namespace, sight.lease))
+            async with asyncio.timeout(RELEASE_S):
+                await self._give_back(sight.lease)
+        except (ClusterError, TimeoutError) as error:
+            LOG.warning("could not give the lease back: %s", error or "no answer in time")
+
+    async def _give_back(self, lease: Lease) -> None:
+        who = self._candidate
+        if self._outdated:  # the end came while a write was under way, or its answer was lost
+            lease = parse_lease(await self._cluster.get(LEASE, who.namespace, who.name))
+        if lease.holder == who.identity:
+            await self._cluster.apply(render_release(who.name, who.namespace, lease))
             LOG.info("gave the lease back")
-        except ClusterError as error:
-            LOG.warning("could not give the lease back: %s", error)
 
     async def _renew(self) -> None:
         left_s = self._fence.open_s
@@ -136,12 +147,12 @@ class Elector:
         if step.deed == "wait":
             return step
         wish = render_lease(who.name, who.namespace, self._sight, who.identity, who.terms, time.time())
+        self._outdated = True  # until its answer is here
         try:
             lease = parse_lease(await self._cluster.apply(wish))
         except ConflictError:
-            self._outdated = True
             return Step("wait", "somebody was faster")
-        self._sight, self.leading, self.holder = Sight(lease, begun), True, who.identity
+        self._sight, self._outdated, self.leading, self.holder = Sight(lease, begun), False, True, who.identity
         self._fence.extend(begun + who.terms.renew_s, begun + who.terms.lease_s)
         return step
 

@@ -167,6 +167,37 @@ def test_a_watch_outlives_a_server_that_is_away():
     assert [query.get("resourceVersion") for query in script.queries] == [None, None, "10", "10", "10"]
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        {}, [], 5, {"kind": "Status", "status": "Failure"}, {"type": "ADDED"}, {"type": "ADDED", "object": {}},
+        {"type": "MODIFIED", "object": {"metadata": {"name": "b"}}}, {"type": "ERROR", "object": {"code": "x"}},
+        {"type": "ERROR", "object": None},
+    ],
+)  # fmt: skip
+def test_a_line_that_is_no_event_interrupts_the_watch(line):
+    """What a proxy says in JSON ended the process with a KeyError."""
+    script = Script(page([item("a", 1)], 10), [line], [change("MODIFIED", item("a", 12))])
+    assert scenario(script, 3) == [("ADDED", "a"), ("SYNCED", ""), ("MODIFIED", "a")]
+    assert script.queries[2]["resourceVersion"] == "10"
+
+
+@pytest.mark.parametrize("answer", [{}, {"metadata": {}}, {"metadata": {"resourceVersion": "1"}, "items": [5]}, {"items": []}])
+def test_a_page_that_is_none_is_asked_for_again(answer):
+    assert scenario(Script(answer, page([item("a", 1)], 10)), 2) == [("ADDED", "a"), ("SYNCED", "")]
+
+
+def test_what_is_no_page_says_nothing_of_an_object():
+    """A fleet whose API server was behind a proxy was gone, as far as its pass could see."""
+
+    async def run():
+        async with talking_to(Script({"kind": "Status", "status": "Failure"})) as cluster:
+            with pytest.raises(UnavailableError, match="not a list"):
+                await cluster.find(CONFIG_MAP, "d", "a")
+
+    asyncio.run(run())
+
+
 def test_a_first_list_that_is_forbidden_is_retried_and_one_of_an_unknown_kind_is_raised():
     assert scenario(Script(403, page([], 1)), 1) == [("SYNCED", "")]
     with pytest.raises(NotFoundError, match="answer 404"):

@@ -119,6 +119,21 @@ def test_the_three_routes(unused_port: int):
     asyncio.run(scenario())
 
 
+def test_who_drips_a_body_does_not_hold_up_the_end(unused_port: int):
+    """It took ten seconds and more: aiohttp reads on to answer politely."""
+
+    async def scenario() -> None:
+        pulse = Pulse()
+        async with asyncio.timeout(5):
+            async with serving(health_app(pulse, Meters(pulse), Readiness()), unused_port, "127.0.0.1"):
+                reader, writer = await asyncio.open_connection("127.0.0.1", unused_port)
+                writer.write(b"GET /readyz HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nabc")
+                assert (await reader.readline()).startswith(b"HTTP/1.1 503")
+            writer.close()
+
+    asyncio.run(scenario())
+
+
 def test_port_0_serves_nothing(unused_port: int):
     async def scenario() -> None:
         pulse = Pulse()

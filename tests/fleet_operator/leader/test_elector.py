@@ -15,6 +15,7 @@ from fleet_operator.cluster.guarded import GuardedCluster, Write
 from fleet_operator.cluster.interface import CONFIG_MAP, ClusterError, ForbiddenError, UnavailableError
 from fleet_operator.cluster.kinds import LEASE
 from fleet_operator.cluster.memory import MemoryCluster
+from fleet_operator.leader import elector
 from fleet_operator.leader.elector import Candidate, Elector, LeadershipLostError
 from fleet_operator.leader.fence import Fence, NotLeaderError
 from fleet_operator.leader.lease import Terms
@@ -28,6 +29,8 @@ class Wire:
     def __init__(self, store: MemoryCluster) -> None:
         self._store = store
         self.loses = ""
+        self.answers_lost = 0
+        """Of the next so many writes."""
         self.applies = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -43,7 +46,8 @@ class Wire:
             raise UnavailableError("lost")
         self.applies += 1
         made = await self._store.apply(obj, created=created)
-        if self.loses == "answer":
+        self.answers_lost, lost = max(0, self.answers_lost - 1), self.answers_lost > 0
+        if self.loses == "answer" or lost:
             raise UnavailableError("lost")
         return made
 
@@ -256,6 +260,61 @@ def test_a_frozen_leader_does_not_even_try_to_give_the_lease_back():
         world.now += 60
         await a.elector.release()
         assert a.wire.applies == sent
+
+    played(scenario)
+
+
+@pytest.mark.parametrize("led", [True, False], ids=["a renewal", "the take"])
+@pytest.mark.parametrize("lost", [True, False], ids=["the answer was lost", "the end came first"])
+def test_a_lease_whose_last_write_was_not_answered_is_given_back(led: bool, lost: bool):
+    """Told to stop while a write was under way: the version was another one's, and the next operator waited the whole lease."""
+
+    async def scenario(world: World) -> None:
+        a, b = Process(world, "a"), Process(world, "b")
+        if led:
+            await a.try_once()
+        if lost:
+            a.wire.answers_lost = 1
+            await a.try_once()
+        else:
+            await written_without_an_answer(a)
+        await a.elector.release()
+        assert not await a.writes()
+        await b.try_once()
+        assert b.elector.leading
+
+    played(scenario)
+
+
+async def written_without_an_answer(process: Process) -> None:
+    """The store has it, the process is cancelled before it knows."""
+    apply, arrived = process.wire.apply, asyncio.Event()
+
+    async def late(obj: dict[str, Any], *, created: bool = False) -> Any:
+        await apply(obj, created=created)
+        arrived.set()
+        await asyncio.sleep(3_600)
+
+    process.wire.apply = late  # type: ignore[method-assign]
+    attempt = asyncio.ensure_future(process.elector.attempt())
+    await arrived.wait()
+    attempt.cancel()
+    await asyncio.gather(attempt, return_exceptions=True)
+    process.wire.apply = apply  # type: ignore[method-assign]
+
+
+def test_a_silent_api_server_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(elector, "RELEASE_S", 0.01)
+
+    async def scenario(world: World) -> None:
+        a = Process(world, "a")
+        await a.try_once()
+
+        async def silent(*_: Any) -> None:
+            await asyncio.sleep(3_600)
+
+        a.wire.apply = silent  # type: ignore[method-assign]
+        await asyncio.wait_for(a.elector.release(), 2)
 
     played(scenario)
 

@@ -1,0 +1,191 @@
+"""The process is told to stop: whatever kopf does at that moment, it ends soon and without an error."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import kopf
+import pytest
+from aiohttp import web
+
+from fleet_operator import shell_kopf
+from fleet_operator.cluster.interface import Object, UnavailableError
+from fleet_operator.shell_kopf import Wiring, Work, run_in_cluster
+from tests.fleet_operator.world import World
+
+SOON_S = 3.0
+"""Less than the five seconds that kopf waits for tasks that it does not know."""
+spawn_tasks = kopf.spawn_tasks
+
+
+@pytest.fixture(autouse=True)
+def no_api(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """kopf's own requests are refused and tried again."""
+    token = tmp_path / "token"
+    token.write_text("t")
+    for name, value in {"URL": "http://127.0.0.1:1", "TOKEN_FILE": str(token), "CA_FILE": ""}.items():
+        monkeypatch.setenv(f"FLEET_KUBE_{name}", value)
+
+
+async def run_told(world: World, begin: Callable[[], Awaitable[Any]]) -> list[str]:
+    """What our work saw until the end; SIGTERM comes after `begin`, to whoever listens."""
+    seen: list[str] = []
+
+    async def lead(work: Work) -> None:
+        try:
+            await work()
+        finally:
+            seen.append("led until the end")
+
+    for number in (signal.SIGINT, signal.SIGTERM):  # what kopf of a life before left; without it SIGTERM would end pytest
+        asyncio.get_running_loop().add_signal_handler(number, lambda: None)
+    running = asyncio.ensure_future(run_in_cluster(world.store, world.operator, None, (), Wiring(lead)))
+    await begin()
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.wait_for(running, SOON_S)
+    return seen
+
+
+def test_told_to_stop_while_kopf_runs_it_ends_soon(monkeypatch: pytest.MonkeyPatch):
+    """It waited five seconds for a task of kopf's own: the one that waits for the flag to stop."""
+    begun = asyncio.Event()
+
+    async def spawn(**given: Any) -> Any:
+        tasks = await spawn_tasks(**given)
+        asyncio.get_running_loop().call_later(0.1, begun.set)
+        return tasks
+
+    monkeypatch.setattr(kopf, "spawn_tasks", spawn)
+    assert asyncio.run(run_told(World(), begun.wait)) == ["led until the end"]
+
+
+def test_told_to_stop_between_two_starts_of_kopf(monkeypatch: pytest.MonkeyPatch):
+    """Real process of 2026-11-22: kopf of the life before took the signal, and the operator went on until it was killed."""
+    begun = asyncio.Event()
+
+    async def fails(**_: Any) -> Any:
+        asyncio.get_running_loop().call_soon(begun.set)
+        raise ConnectionError("a watch")
+
+    monkeypatch.setattr(kopf, "spawn_tasks", fails)
+    assert asyncio.run(run_told(World(), begun.wait)) == ["led until the end"]
+
+
+@pytest.mark.parametrize("method", ["find", "list"])
+def test_told_to_stop_before_anything_is_listed(method: str, monkeypatch: pytest.MonkeyPatch):
+    """As the first process of a container it went on: nobody listened to SIGTERM before kopf did."""
+    world, asked = World(), asyncio.Event()
+
+    async def silent(*_: Any) -> Object:
+        asked.set()
+        await asyncio.sleep(3_600)
+        raise UnavailableError
+
+    monkeypatch.setattr(world.store, method, silent)
+    assert asyncio.run(run_told(world, asked.wait)) == []
+
+
+def test_kopf_that_failed_is_started_again_soon(monkeypatch: pytest.MonkeyPatch):
+    lives, again = list[int](), asyncio.Event()
+
+    async def fails() -> None:
+        await asyncio.sleep(0.05)
+        raise ConnectionError("a watch")
+
+    async def spawn(**given: Any) -> Any:
+        tasks = await spawn_tasks(**given)
+        lives.append(1)
+        if len(lives) > 1:
+            again.set()
+            return tasks
+        return [*tasks, asyncio.create_task(fails())]
+
+    monkeypatch.setattr(kopf, "spawn_tasks", spawn)
+    monkeypatch.setattr(shell_kopf, "RESTART_S", 0.0)
+    assert asyncio.run(run_told(World(), lambda: asyncio.wait_for(again.wait(), SOON_S))) == ["led until the end"]
+
+
+@pytest.mark.parametrize(("calm_s", "pauses"), [(60.0, [2, 4, 8, 15, 15]), (-1.0, [2, 2, 2, 2, 2])], ids=["at once", "later"])
+def test_kopf_that_fails_again_and_again_is_let_be_for_longer(
+    calm_s: float, pauses: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """One namespace without a RoleBinding ended it at each start, and all fleets of all namespaces were listed each time."""
+    lives, last = list[int](), asyncio.Event()
+
+    async def fails(**_: Any) -> Any:
+        lives.append(1)
+        if len(lives) == len(pauses):
+            asyncio.get_running_loop().call_soon(last.set)
+        raise ConnectionError("a watch")
+
+    monkeypatch.setattr(kopf, "spawn_tasks", fails)
+    monkeypatch.setattr(shell_kopf, "RESTART_S", 0.002)
+    monkeypatch.setattr(shell_kopf, "RESTART_MOST_S", 0.015)
+    monkeypatch.setattr(shell_kopf, "CALM_S", calm_s)
+    asyncio.run(run_told(World(), last.wait))
+    found = [record.args[2] for record in caplog.records if isinstance(record.args, tuple) and "kopf ended" in record.msg]
+    assert found == [pause / 1000 for pause in pauses]
+
+
+class Discovery:
+    """An API server that learns of InferenceFleets after it was asked once."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.watched = asyncio.Event()
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        match request.path:
+            case "/api":
+                return web.json_response({"versions": ["v1"]})
+            case "/apis":
+                groups = [("inferencefleet.io", "v1alpha1"), ("apiextensions.k8s.io", "v1")]
+                named = [{"name": name, "versions": [{"version": v}], "preferredVersion": {"version": v}} for name, v in groups]
+                return web.json_response({"groups": named})
+            case "/api/v1":
+                return self.resources(("namespaces", "Namespace"), ("events", "Event"))
+            case "/apis/apiextensions.k8s.io/v1":
+                return self.resources(("customresourcedefinitions", "CustomResourceDefinition"))
+            case "/apis/inferencefleet.io/v1alpha1":
+                self.asked += 1
+                return self.resources(*([("inferencefleets", "InferenceFleet")] if self.asked > 1 else []))
+        if request.query.get("watch"):
+            self.watched.set()
+            await asyncio.sleep(3_600)
+        return web.json_response({"kind": "List", "metadata": {"resourceVersion": "1"}, "items": []})
+
+    def resources(self, *named: tuple[str, str]) -> web.Response:
+        verbs = ["list", "watch", "patch", "get", "create"]
+        found = [{"name": n, "singularName": k.lower(), "kind": k, "namespaced": True, "verbs": verbs} for n, k in named]
+        return web.json_response({"kind": "APIResourceList", "resources": found})
+
+
+def test_an_api_server_that_knows_no_fleets_yet_is_asked_again(monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int):
+    """kopf asks once. A change of a fleet was seen by the audit only, 40 seconds late, until the operator was restarted."""
+    monkeypatch.setattr(shell_kopf, "RESTART_S", 0.0)
+    monkeypatch.setenv("FLEET_KUBE_URL", f"http://127.0.0.1:{unused_tcp_port}")
+
+    async def scenario() -> list[str]:
+        discovery, app = Discovery(), web.Application()
+        app.router.add_route("*", "/{path:.*}", discovery.handle)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", unused_tcp_port).start()
+        try:
+            return await run_told(World(), lambda: asyncio.wait_for(discovery.watched.wait(), SOON_S))
+        finally:
+            await runner.cleanup()
+
+    assert asyncio.run(scenario()) == ["led until the end"]
+
+
+@pytest.fixture
+def unused_tcp_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
