@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -19,7 +21,7 @@ from fleet_worker.transfer.faults import Faults
 from fleet_worker.transfer.holding import Holder
 from fleet_worker.transfer.owner import SERVING_WINDOW_S, Owner, TransferSettings
 from fleet_worker.transfer.peers import IDLE_S, Peer, Peers
-from fleet_worker.transfer.reader import STUCK_AFTER, Pull, Reader, StuckReadError
+from fleet_worker.transfer.reader import STUCK_S, Pull, Reader, StuckReadError
 
 LEASE_S = 30.0
 MEMORY = torch.zeros((64, 4096), dtype=torch.uint8)
@@ -389,14 +391,28 @@ def test_what_becomes_of_a_lingering_read_says_whether_its_connection_is_used_ag
     assert (rig.ended(), rig.agent.known) == ({"r": "timeout"}, known)
 
 
-def test_a_read_that_does_not_end_at_all_ends_the_engine(rig: Rig):
+@pytest.mark.parametrize(
+    ("blocks", "late_s", "ends"),
+    [
+        (1, 121, False),
+        (1, STUCK_S - 1, False),
+        (1, STUCK_S + 1, True),
+        (POOL.num_blocks // 2, 121, False),
+        (POOL.num_blocks // 2 + 1, 119, False),
+        (POOL.num_blocks // 2 + 1, 121, True),
+    ],
+)
+def test_a_read_that_does_not_end_at_all_ends_the_engine(rig: Rig, blocks: int, late_s: float, ends: bool):
+    """Not soon: a node without power is nobody's fault who read from it, and its kernel tells after a quarter of an hour."""
+    rig.reader._settings = replace(SETTINGS, read_timeout_s=60.0)
     begun = time.monotonic()
-    rig.pull("r", reference())
+    for number in range(blocks):
+        rig.pull(f"r{number}", reference())
     rig.peers.answer(welcome)
-    rig.reader.advance(begun + SETTINGS.read_timeout_s + 1)
-    assert rig.ended(lingering=True) == {"r": "timeout"}
-    with pytest.raises(StuckReadError):
-        rig.reader.advance(begun + (1 + STUCK_AFTER) * SETTINGS.read_timeout_s + 1)
+    rig.reader.advance(begun + 61)
+    assert rig.ended(lingering=True) == {f"r{number}": "timeout" for number in range(blocks)}
+    with pytest.raises(StuckReadError) if ends else nullcontext():
+        rig.reader.advance(begun + 60 + late_s)
 
 
 @pytest.mark.parametrize("told", [False, True])

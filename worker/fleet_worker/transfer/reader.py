@@ -29,7 +29,12 @@ SPARE_AGENTS = 256
 """Owners that NIXL knows though no peer has them. UCX never closes the sockets of a live one that is forgotten (two at each end,
 as often as it is greeted again), so that it is not forgotten before there are too many."""
 STUCK_AFTER = 2.0
-"""A read that does not end may write into blocks at any time: after this many read timeouts the worker gives up."""
+"""A read that does not end may write into blocks at any time: after this many read timeouts the worker gives up when such blocks
+are more than LOST_MOST of its cache."""
+LOST_MOST = 0.5
+STUCK_S = 1200.0
+"""After this long it gives up for one block, too. Before that it serves on without them: of a node that lost its power a kernel
+says so after some 15 minutes (tcp_retries2), and every worker that read from it would end its streams."""
 
 
 class StuckReadError(RuntimeError):
@@ -305,7 +310,7 @@ class Reader:
         arrived, seconds later, when a frozen owner went on: in blocks that others had by then)."""
         late_s = now - pull.begun - self._settings.read_timeout_s
         host, limit_s = pull.reference.remote_host, self._settings.read_timeout_s
-        if late_s > STUCK_AFTER * limit_s:
+        if late_s > STUCK_AFTER * limit_s and (late_s > STUCK_S or self._lost() > LOST_MOST * self._pool.num_blocks):
             raise StuckReadError(f"a read from {host} does not end")
         if pull.lingers or (late_s < 0 and pull.given_up is None):
             return
@@ -313,6 +318,10 @@ class Reader:
         pull.lingers = True
         self._doubt(pull, error)
         self._done(FetchResult(pull.request_id, error, lingers=True))
+
+    def _lost(self) -> int:
+        """Blocks that nobody may use until reads end that nobody waits for."""
+        return sum(len(pull.local) for pull in self._pulls.values() if pull.lingers)
 
     # -- proving ----------------------------------------------------------------------------------------------------
     def _proven(self, proof: Proof) -> None:
