@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleet_router.ending import framed, unframed
-from fleet_router.health.resume import OVERLAP_TOKENS, Again, DiffersError, Start, continued, determined, said_of, start_of
+from fleet_router.health.resume import OVERLAP_TOKENS, Again, DiffersError, Said, Start, continued, determined, said_of, start_of
 from fleet_router.health.sent import STREAM_MOST_BYTES, Room, Sent
 from fleet_router.request import parse_body
 from tests.fleet_router.fake_worker import answer
@@ -126,6 +126,69 @@ def test_one_other_token_in_what_is_said_again_ends_it(count: int, data: st.Data
         list(map(again.feed, more))
 
 
+def left_of(said: Said, one: dict[str, Any], *, as_chat: bool = False, start: Start | None = None) -> dict[str, Any] | None:
+    """What a client that has `said` gets of one event; None: nothing."""
+    got = Again(said, start or Start(), as_chat=as_chat).feed(json.dumps({"id": "c-2", "created": 6, **one}).encode())
+    return json.loads(got.removeprefix(b"data: ")) if got else None
+
+
+def choice(text: str, ids: list[int] | None = None, **more: Any) -> dict[str, Any]:
+    return {"choices": [{"text": text, **({} if ids is None else {"token_ids": ids}), **more}]}
+
+
+ONE = {"id": "c-1", "created": 5}
+
+
+@pytest.mark.parametrize(
+    ("said", "one", "found"),
+    [
+        pytest.param(Said("ab", [1, 2]), choice("abc", [1, 2, 3]), choice("c", [3]), id="half of an event is new"),
+        pytest.param(Said("ab", None), choice("abc"), choice("c"), id="neither has ids"),
+        pytest.param(Said("ab", None), choice("abc", [1, 2, 3]), choice("c", [1, 2, 3]), id="what we have is without ids"),
+        pytest.param(Said("ab", [1, 2]), choice("ab", [1, 2]), None, id="nothing is new"),
+        pytest.param(
+            Said("ab", [1, 2], finish="stop"), choice("ab", [1, 2], finish_reason="stop"), None, id="it was said that it ended"
+        ),
+        pytest.param(
+            Said("ab", [1, 2]), choice("ab", [1, 2], finish_reason="stop"), choice("", [], finish_reason="stop"), id="its end is"
+        ),
+        pytest.param(Said(), {"choices": [], "usage": None}, None, id="an event that says nothing"),
+        pytest.param(
+            Said(), {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2}},
+            {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2}}, id="what was used",
+        ),
+        pytest.param(
+            Said(usage=True), {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2}}, None, id="that was said"
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_new_of_an_event(said: Said, one: dict[str, Any], found: dict[str, Any] | None):
+    said.id, said.created = "c-1", 5
+    assert left_of(said, one) == (None if found is None else {**ONE, **found})
+
+
+@pytest.mark.parametrize(
+    ("said", "payload"),
+    [
+        pytest.param(Said("ab", [1, 2]), b"[DONE]", id="it ends with nothing said"),
+        pytest.param(Said("ab", None), json.dumps(choice("a", finish_reason="stop")).encode(), id="half of the text"),
+        pytest.param(Said("ab", [1, 2]), json.dumps(choice("ab", [1], finish_reason="stop")).encode(), id="of the tokens"),
+        pytest.param(Said("a", finish="length"), json.dumps(choice("a", finish_reason="stop")).encode(), id="another reason"),
+        pytest.param(Said(" a", None), json.dumps(choice("a")).encode(), id="a first space is lost from nothing"),
+    ],
+)
+def test_a_worker_that_says_less_is_not_the_same(said: Said, payload: bytes):
+    with pytest.raises(DiffersError):
+        Again(said, Start(), as_chat=False).feed(payload)
+
+
+def test_the_reason_of_the_end_is_kept_when_an_empty_chunk_follows():
+    one, after = events([5, 6]), b'data: {"choices":[{"text":"","finish_reason":null}]}\n\n'
+    said = said_of(b"".join([*one[:2], after]))
+    assert said is not None
+    assert said.finish == "length"
+
+
 def test_a_text_that_loses_its_first_space_is_the_same_text():
     ids = tokens([5], 20)
     said = said_of(b"".join(events(ids, finish=False)))
@@ -137,6 +200,13 @@ def test_a_text_that_loses_its_first_space_is_the_same_text():
     new = said_of(b"".join(again.feed(one[6:].strip()) for one in more))
     assert new is not None
     assert (new.text, new.ids) == (" w1 w2", [1, 2])
+
+
+@pytest.mark.parametrize("more", [{"stop": []}, {"stop": None}, {"frequency_penalty": 0.0}, {"repetition_penalty": 1}])
+def test_a_rule_that_says_nothing_does_not_look_back(more: dict[str, Any]):
+    said = said_of(b"".join(events(tokens([5], 30), finish=False)))
+    assert said is not None
+    assert start_of(asked(max_tokens=40, **more), said).tokens == 30 - OVERLAP_TOKENS
 
 
 @pytest.mark.parametrize("more", [{"stop": ["x"]}, {"frequency_penalty": 0.5}, {"repetition_penalty": 1.1}, {"max_tokens": None}])
