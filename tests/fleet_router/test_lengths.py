@@ -12,7 +12,7 @@ import pytest
 from fleet_router.config import RouterConfig
 from fleet_router.errors import RequestError
 from fleet_router.follow.documents import Documents
-from fleet_router.lengths import check_input, check_messages, uncertain, upper_bound
+from fleet_router.lengths import INPUTS_MOST, check_input, check_messages, uncertain, upper_bound
 from fleet_router.watching import watch
 from fleet_wire.endpoints import Endpoints, Split
 from tests.fleet_router.admission.made import key_of, parsed
@@ -242,6 +242,15 @@ def test_each_text_to_embed_has_the_limit_for_itself(given: Any, words: str):
             continue
         with pytest.raises(RequestError, match=words):
             check_input(raw, 100, "input")
+
+
+@pytest.mark.parametrize("one", [b"[1],", b'"a",'], ids=["ids", "texts"])
+def test_of_very_many_inputs_none_is_looked_at(one: bytes):
+    """It would hold up everybody else."""
+    long = b"[" + b"1," * 200 + b"1]"
+    with pytest.raises(RequestError):
+        check_input(b"[" + one * (INPUTS_MOST // 4) + long + b"]", 100, "input")
+    check_input(b"[" + one * (INPUTS_MOST + 1) + long + b"]", 100, "input")
 
 
 def test_embeddings_of_too_much_reach_nobody_and_counting_has_no_limit():
