@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from fleet_router.release import PER_WORKER_MOST, RELEASE_S, Release
+from fleet_router.metrics import Metrics
+from fleet_router.release import PER_WORKER_MOST, RELEASE_S, Release, Releases
 from tests.fleet_router.fake_worker import answer
 from tests.fleet_router.rig import LONG, Rig, ask, run, until
 
@@ -147,3 +148,16 @@ def test_a_release_that_is_lost_is_sent_once_more_on_a_fresh_connection():
     assert (pool.fresh, one.outcome) == ([False, True], "")
     one.on_lost("closed")
     assert (pool.fresh, one.outcome) == ([False, True], "lost")
+
+
+def test_one_that_is_over_is_counted_once_while_another_is_under_way():
+    metrics, pool = Metrics(), LatePool()
+    releases = Releases(metrics)
+    for _ in range(2):
+        releases.send(pool, b"x", 100.0)  # type: ignore[arg-type]
+    pool.connected(None, "refused")
+    for now in (101.0, 102.0, 103.0):
+        releases.sweep(now)
+        assert metrics.releases == {"unreachable": 1}
+    releases.sweep(100.0 + RELEASE_S + 1)
+    assert (metrics.releases, releases._by_pool) == ({"unreachable": 1, "late": 1}, {})
