@@ -98,6 +98,7 @@ def test_wherever_a_stream_breaks_the_client_gets_each_token_once(
     begins = json.loads(bytes(rest.fields["prompt"]))
     left = json.loads(bytes(rest.fields["max_tokens"]))
     assert begins + tokens(begins, left) == prompt + ids
+    assert rest.stream
     as_chat = chat and start.tokens > 0
     more = events(tokens(begins, left), chat=chat and not as_chat, with_ids=with_ids, usage=(len(begins), left))
     again = Again(said, start, as_chat=as_chat)
@@ -146,11 +147,15 @@ ONE = {"id": "c-1", "created": 5}
         pytest.param(Said("ab", None), choice("abc"), choice("c"), id="neither has ids"),
         pytest.param(Said("ab", None), choice("abc", [1, 2, 3]), choice("c", [1, 2, 3]), id="what we have is without ids"),
         pytest.param(Said("ab", [1, 2]), choice("ab", [1, 2]), None, id="nothing is new"),
+        pytest.param(Said("ab", [1, 2]), choice("ab", [1, 2, 3]), choice("", [3]), id="half of a letter is new"),
         pytest.param(
             Said("ab", [1, 2], finish="stop"), choice("ab", [1, 2], finish_reason="stop"), None, id="it was said that it ended"
         ),
         pytest.param(
             Said("ab", [1, 2]), choice("ab", [1, 2], finish_reason="stop"), choice("", [], finish_reason="stop"), id="its end is"
+        ),
+        pytest.param(
+            Said(), {**choice("a"), "prompt_token_ids": [5, 6, 7, 8]}, choice("a"), id="a prompt that is not the client's"
         ),
         pytest.param(Said(), {"choices": [], "usage": None}, None, id="an event that says nothing"),
         pytest.param(
@@ -180,6 +185,28 @@ def test_what_is_new_of_an_event(said: Said, one: dict[str, Any], found: dict[st
 def test_a_worker_that_says_less_is_not_the_same(said: Said, payload: bytes):
     with pytest.raises(DiffersError):
         Again(said, Start(), as_chat=False).feed(payload)
+
+
+@pytest.mark.parametrize(("asked_for", "left"), [(20, 8), (12, 0), (5, 0)])
+def test_the_least_of_tokens_counts_those_that_were_sent(asked_for: int, left: int):
+    ask = asked(min_tokens=asked_for)
+    rest = continued(ask, Said("x" * 12, list(range(12))), Start(12, 12), [5])
+    assert (bytes(rest.fields["min_tokens"]), bytes(rest.fields["max_tokens"])) == (b"%d" % left, b"28")
+
+
+def test_a_count_with_every_event_is_not_the_one_at_the_end():
+    events = [{**choice("a"), "usage": {"prompt_tokens": 3}}, {"choices": [], "usage": {"prompt_tokens": 3}}]
+    made = [b"data: " + json.dumps(one).encode() + b"\n\n" for one in events]
+    found = [said_of(b"".join(made[:count])) for count in (1, 2)]
+    assert [one.usage for one in found if one is not None] == [False, True]
+
+
+def test_nobody_begins_in_the_middle_of_a_letter():
+    """Of one whose bytes are several tokens the text comes with the last of them."""
+    made = [choice("a", [1]), choice("", [2]), choice("é", [3]), choice("b", [4])]
+    said = said_of(b"".join(b"data: " + json.dumps(one).encode() + b"\n\n" for one in made))
+    assert said is not None
+    assert (said.ids, said.steps) == ([1, 2, 3, 4], [(1, 1), (3, 2), (4, 3)])
 
 
 def test_the_reason_of_the_end_is_kept_when_an_empty_chunk_follows():
