@@ -17,11 +17,12 @@ from fleet_router.policy.cost import (
     CostAsk,
     Offer,
     cheapest,
+    missing_of,
 )
 from fleet_router.policy.group import Group
 from fleet_router.policy.ring import LOAD_FLOOR, cap_of
 from fleet_router.policy.routing import Routing
-from fleet_router.policy.side import HEAT_LEAST, HEAT_WORTH, WHOLE
+from fleet_router.policy.side import HEAT_LEAST, HEAT_WORTH, HOLDERS, IDLE, WHOLE, Usable
 from fleet_router.policy.trip import Trip
 
 GROUP = ("t", "c")
@@ -194,6 +195,42 @@ def test_a_new_worker_begins_slowly():
     assert given[0] == 1
     assert given == sorted(given)
     assert given[-1] >= 8
+
+
+def test_what_is_held_counts_however_deep_it_is():
+    """Of five depths, on both sides: the workers in order, each holding more than the one before."""
+    group, workers = fleet(5, 5)
+    steps = [
+        (held, workers[f"p{i}"].bit | workers[f"d{i}"].bit) for i, held in ((4, 2900.0), (3, 2000.0), (2, 900.0), (1, 300.0))
+    ]
+    asked = ask(min_uncached=0.0)
+    cheapest(asked, group, steps, None)
+    missed = [3000.0, 2700.0, 2100.0, 1000.0, 100.0]
+    for weighed, costs in ((asked.seen[0], asked.seen[0].local), (asked.seen[1], asked.seen[1].costs)):
+        assert [missing_of(weighed, at) for at in range(5)] == missed
+        assert costs == pytest.approx([0.01 + 1e-4 * tokens for tokens in missed])
+
+
+def test_a_holder_without_a_slot_is_compared_with_what_waits_less():
+    group, workers = fleet(0, 2, slots=2)
+    load(workers["d0"], 2)
+    assert group.answer.value / 2 > 1.0 > 0.01 + 1e-4 * 9_000
+    for _ in range(2):
+        assert chosen(cheapest(ask(9_000.0), group, [(8_990.0, workers["d0"].bit)], None)) == (None, "d1")
+        workers["d0"].slots = workers["d1"].slots = 3
+        assert chosen(cheapest(ask(9_000.0), group, [(8_990.0, workers["d0"].bit)], None)) == (None, "d0")
+        workers["d0"].slots = workers["d1"].slots = 2
+
+
+@pytest.mark.parametrize("queue_s", [0.2, 0.9, 3.0])
+@pytest.mark.parametrize("side", ["p", "d"])
+def test_a_queue_of_less_than_a_second_counts(queue_s: float, side: str):
+    group, workers = fleet(2 if side == "p" else 0, 2)
+    for busy, free in (("0", "1"), ("1", "0")):
+        workers[side + busy].free_at, workers[side + free].free_at = 100.0 + queue_s, 0.0
+        for key in range(0, 2**64, 2**60):
+            found = chosen(cheapest(ask(ring_key=key, by_cost=side == "d"), group, (), None))
+            assert found[side == "d"] == side + free
 
 
 # -- bound, exactness, what is looked at -----------------------------------------------------------------------------------------
@@ -380,6 +417,35 @@ def test_of_a_large_fleet_holders_and_idle_ones_are_looked_at():
     assert workers[own] in looked
     some = {f"d{i}" for i in range(0, 200, 50)}
     assert {w.uid for w in group.decode.look((), KEY, 1.25, lambda worker: worker.uid in some)} == some
+
+
+@pytest.mark.parametrize("usable", [None, lambda worker: int(worker.uid[1:]) % 2 == 0], ids=["all", "some"])
+@pytest.mark.parametrize("ramping", [False, True])
+@pytest.mark.parametrize("idle", [1, 30])
+def test_a_look_at_a_large_side_is_short_and_names_nobody_twice(usable: Usable | None, ramping: bool, idle: int):
+    group, workers = fleet(0, 200)
+    side, rng = group.decode, random.Random(3)
+    for number, worker in enumerate(workers.values()):
+        load(worker, min(6, number // idle))
+    if ramping:
+        workers["d7"].share = 0.5
+        side.mark_ramping()
+    cap = cap_of(side.inflight, 200, 1.25)
+    for _ in range(50):
+        deep = sum({1 << rng.randrange(200) for _ in range(20)})
+        looked = side.look([(2500.0, deep), (900.0, (1 << 90) - 1 & ~deep)], rng.getrandbits(64), 1.25, usable)
+        assert IDLE <= len({worker.uid for worker in looked}) == len(looked) <= HOLDERS + IDLE + 1
+        assert all(worker.inflight < cap * worker.share and (usable is None or usable(worker)) for worker in looked)
+
+
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=WHOLE), st.sampled_from([1.0, 1.25, 2.0]))
+def test_a_small_side_is_bounded_alike_with_and_without_a_filter(loads: list[int], bound: float):
+    group, workers = fleet(0, len(loads))
+    for worker, requests in zip(workers.values(), loads, strict=True):
+        load(worker, requests)
+    plain = group.decode.look((), KEY, bound, None)
+    assert plain == group.decode.look((), KEY, bound, lambda _: True)
+    assert any(worker.inflight < cap_of(sum(loads), len(loads), bound) for worker in plain)
 
 
 # -- learning ------------------------------------------------------------------------------------------------------------------

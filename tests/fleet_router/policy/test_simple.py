@@ -60,6 +60,19 @@ def test_prefix_hash_ignores_what_is_cached_elsewhere():
     assert len({decide(pool, steps=[(900.0, bit)]).prefill for bit in (1, 2, 4)}) == 1
 
 
+def test_what_another_worker_holds_is_not_cached_here():
+    """`d1` has the first bit, `p1` the second."""
+    assert decide(workers(d1=0, p1=0), steps=[(2990.0, 2)]).prefill == "p1"
+    assert decide(workers(d1=0, p1=0), steps=[(2990.0, 2), (2950.0, 1)]).prefill is None
+
+
+def test_prefix_hash_goes_by_the_prompt_alone():
+    pool = workers(p1=1, p2=0, p3=2, d1=0)
+    found = {key: {decide(pool, key=key, turn=turn).prefill for turn in range(5)} for key in range(0, 2**64, 2**59)}
+    assert {len(names) for names in found.values()} == {1}
+    assert set.union(*found.values()) == {"p1", "p2", "p3"}
+
+
 @given(st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=300), st.sampled_from([1.0, 1.25, 2.0]))
 def test_bounded_load_holds_whatever_the_keys(keys: list[int], bound: float):
     loads = dict.fromkeys(("p1", "p2", "p3", "p4", "p5"), 0)
