@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -115,7 +116,7 @@ def test_a_ring_that_grew_from_another_is_the_ring_of_its_workers(before: list[s
     assert (grown._points, grown._names) == (built._points, built._names)
 
 
-@pytest.mark.parametrize("wanted", ["a", "be", "acd", "abcde"])
+@pytest.mark.parametrize("wanted", ["a", "acd", "abcde", *map("".join, itertools.combinations("abcde", 2))])
 def test_nearest_is_first(wanted: str):
     ring = Ring(list("abcde"))
     for key in PLACES:
