@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 import zmq
 
 from fleet_wire.kv import KvReference
-from fleet_wire.sidechannel import Confirm, Granted, Hello, Message, Refused, Renew, Welcome
+from fleet_wire.sidechannel import PROTOCOL_VERSION, Confirm, Granted, Hello, Message, Refused, Renew, Welcome
 from fleet_worker.transfer.base import FetchResult, KvPool, KvTransferError
 from fleet_worker.transfer.faults import Faults
 from fleet_worker.transfer.holding import Holder
@@ -45,7 +46,8 @@ class Agent:
     def __init__(self) -> None:
         self.known: list[str] = []
         self.made_known = 0
-        self.state = "PROC"
+        self.state = self.posted = "PROC"
+        self.handles, self.reads = 0, 0
 
     def add_remote_agent(self, metadata: bytes) -> bytes:
         if metadata == b"broken":
@@ -62,21 +64,26 @@ class Agent:
         return descriptors
 
     def initialize_xfer(self, *_: Any) -> object:
+        self.handles += 1
         return object()
 
     def transfer(self, _: object) -> str:
-        return "PROC"
+        self.reads += 1
+        return self.posted
 
     def check_xfer_state(self, _: object) -> str:
         return self.state
 
     def release_xfer_handle(self, _: object) -> None:
-        return None
+        self.handles -= 1
 
 
 class NoProver:
     def proofs(self) -> list[Any]:
         return []
+
+    def ask(self, *_: Any) -> None:
+        return None
 
 
 class SaidPeers(Peers):
@@ -457,3 +464,57 @@ def test_an_owner_drives_while_a_lease_is_open_or_a_reader_spoke():
     confirm = Confirm(call=2, lease_id=given.lease_id, epoch=given.remote_epoch, generation=given.lease_generation)
     assert owner.reply(confirm, time.monotonic()) == Granted(call=2)
     assert owner.drives_until(102.0) < 102.0
+
+
+def test_after_the_last_read_the_owner_drives_no_longer():
+    owner = Owner(SETTINGS, POOL, "engine", b"")
+    one, two = (owner.grant(name, [3], 16) for name in "ab")
+    now = time.monotonic()
+    names = [{"lease_id": ref.lease_id, "epoch": ref.remote_epoch, "generation": ref.lease_generation} for ref in (one, two)]
+    assert owner.reply(Renew(call=1, **names[0]), now) == Granted(call=1)  # type: ignore[arg-type]
+    assert owner.reply(Confirm(call=2, **names[0]), now) == Granted(call=2)  # type: ignore[arg-type]
+    assert owner.serve_until == now + SERVING_WINDOW_S
+    assert owner.reply(Confirm(call=3, **names[1]), now) == Granted(call=3)  # type: ignore[arg-type]
+    assert owner.serve_until == 0.0
+
+
+def test_an_engine_hears_of_expired_leases_though_the_transfer_thread_is_busy():
+    owner = Owner(replace(SETTINGS, lease_s=-1.0), POOL, "engine", b"")
+    owner.grant("r", [3], 16)
+    assert owner.released() == [("r", "expired")]
+    assert (owner.released(), owner.open_leases()) == ([], 0)
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason", "message"),
+    [
+        (Granted(call=5), "protocol", "not a question"),
+        (Hello(call=5, version=PROTOCOL_VERSION, compat="same", block_bytes=4096, block_tokens=32), "incompatible",
+         "block tokens: prefill has 16, decode has 32"),
+        (Hello(call=5, version=PROTOCOL_VERSION, compat="other", block_bytes=1, block_tokens=16), "incompatible",
+         "compatibility hash: prefill has same, decode has other, block bytes: prefill has 4096, decode has 1"),
+    ],
+)  # fmt: skip
+def test_an_owner_says_why_it_refuses(asked: Message, reason: str, message: str):
+    assert Owner(SETTINGS, POOL, "engine", b"").reply(asked, 0.0) == Refused(call=5, reason=reason, message=message)
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_of_a_cancelled_pull_no_further_chunk_is_read(rig: Rig, monkeypatch: pytest.MonkeyPatch, cancelled: bool):
+    monkeypatch.setattr("fleet_worker.transfer.reader.CHUNK_BYTES", POOL.block_bytes)
+    ref = reference(remote_block_ids=(3, 5, 7), digest="0" * 48)
+    rig.reader.begin(Pull("r", ref, [3, 5, 7], [1, 2, 3], ref.digest, time.monotonic()))
+    rig.peers.answer(welcome)
+    rig.agent.state = "DONE"
+    if cancelled:
+        rig.reader.cancel("r")
+    for _ in range(5):
+        rig.reader.advance(time.monotonic())
+    assert (rig.agent.reads, rig.agent.handles, len(rig.peers.told(Confirm))) == (1 if cancelled else 3, 0, 1)
+
+
+def test_a_read_that_fails_as_it_is_posted_keeps_no_handle(rig: Rig):
+    rig.agent.posted = "ERR"
+    rig.pull("r", reference())
+    rig.peers.answer(welcome)
+    assert (rig.ended(), rig.agent.handles) == ({"r": "read"}, 0)
