@@ -518,3 +518,16 @@ def test_a_read_that_fails_as_it_is_posted_keeps_no_handle(rig: Rig):
     rig.pull("r", reference())
     rig.peers.answer(welcome)
     assert (rig.ended(), rig.agent.handles) == ({"r": "read"}, 0)
+
+
+def test_a_read_whose_owner_is_forgotten_meanwhile_ends_with_its_chunk(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("fleet_worker.transfer.reader.CHUNK_BYTES", POOL.block_bytes)
+    ref = reference(remote_block_ids=(3, 5), digest="0" * 32)
+    rig.reader.begin(Pull("r", ref, [3, 5], [1, 2], ref.digest, time.monotonic()))
+    rig.peers.answer(welcome)
+    rig.agent.posted = "ERR"
+    rig.pull("bad", reference())
+    rig.agent.posted, rig.agent.state = "PROC", "DONE"
+    assert rig.ended() == {"bad": "read"}
+    rig.reader.advance(time.monotonic())
+    assert (rig.ended(), rig.agent.handles, rig.agent.reads) == ({"bad": "read", "r": "peer"}, 0, 2)
