@@ -74,6 +74,10 @@ def test_a_loop_is_found_after_a_long_beginning():
     assert events > 5000
 
 
+def test_a_large_read_is_looked_at_at_once():
+    assert Runaway(100_000).saw(b"".join([event("la")] * 400)) == "repetition"
+
+
 def test_of_a_long_stream_no_more_is_kept_than_is_looked_at():
     detector = Runaway(100_000)
     for number in range(3 * KEPT_SYMBOLS):
