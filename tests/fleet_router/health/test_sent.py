@@ -63,7 +63,7 @@ def test_when_no_more_can_be_kept(reads: list[int], room: int, full: bool):
         sent.keep(b"x" * size)
     assert sent.full is full
     sent._room.left += 10 * STREAM_MOST_BYTES
-    sent.keep(b"x")
+    sent.keep(b"x" * STEP_BYTES)
     assert sent.full or not full
 
 
