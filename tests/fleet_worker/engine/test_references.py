@@ -1,4 +1,4 @@
-"""References that a request brings: what no side channel can say, or is not of this prompt, is refused before anything is read."""
+"""References that a request brings: what cannot be said, or is of another prompt, is refused before anything is read."""
 
 from __future__ import annotations
 
@@ -31,12 +31,13 @@ GOOD = KvReference(
     ("change", "reason"),
     [
         ({}, ""),
-        ({"remote_port": 1}, ""), ({"remote_port": 65_535}, ""), ({"remote_port": 0}, "address"), ({"remote_port": 65_536}, "address"),
-        ({"remote_host": "a b"}, "address"),
+        ({"remote_port": 1}, ""), ({"remote_port": 65_535}, ""), ({"remote_port": 0}, "address"),
+        ({"remote_port": 65_536}, "address"), ({"remote_host": "a b"}, "address"),
         ({"lease_generation": MAX_GENERATION}, ""), ({"lease_generation": 2**63}, "bounds"), ({"lease_generation": -1}, "bounds"),
         ({"remote_num_tokens": 17, "lease_id": lease(17)}, ""), ({"remote_num_tokens": 16, "lease_id": lease(16)}, "shape"),
         ({"remote_num_tokens": 0, "remote_block_ids": (), "lease_id": lease(0)}, "shape"),
-        ({"remote_num_tokens": 21}, "shape"), ({"remote_block_ids": (0, 1)}, "shape"), ({"remote_block_ids": (0, 1, 2, 3)}, "shape"),
+        ({"remote_num_tokens": 21}, "shape"), ({"remote_block_ids": (0, 1)}, "shape"),
+        ({"remote_block_ids": (0, 1, 2, 3)}, "shape"),
         ({"remote_block_ids": (0,) * MAX_KV_BLOCKS}, "shape"), ({"remote_block_ids": (0,) * (MAX_KV_BLOCKS + 1)}, "layout"),
         ({"remote_block_ids": (0, (1, 2), 3)}, "layout"),
         ({"lease_id": lease(19)}, "prompt"), ({"lease_id": ""}, "unprovable"), ({"digest": ""}, "unprovable"),
@@ -45,9 +46,10 @@ GOOD = KvReference(
 )  # fmt: skip
 def test_k4_a_reference_is_of_this_prompt_and_can_be_said(change: dict[str, Any], reason: str):
     sequence = Sequence("s", PROMPT, Sampling(), 0, 0.0)
-    try:
-        check_reference(msgspec.structs.replace(GOOD, **change), sequence, BLOCK, "w")
-    except KvReferenceError as error:
-        assert error.reason == reason
-    else:
-        assert not reason
+    made = msgspec.structs.replace(GOOD, **change)
+    if not reason:
+        check_reference(made, sequence, BLOCK, "w")
+        return
+    with pytest.raises(KvReferenceError) as refused:
+        check_reference(made, sequence, BLOCK, "w")
+    assert refused.value.reason == reason
