@@ -10,7 +10,7 @@ import pytest
 from fleet_api.quantities import Ratio
 from fleet_api.v1alpha1.rollout import RolloutSpec
 from fleet_api.v1alpha1.status import RolloutStatus
-from fleet_planner.canary import Course, Scene, overdue, plot_course
+from fleet_planner.canary import Course, Scene, larger_of, overdue, plot_course
 from fleet_planner.rollout import Canary, Group, Limits
 from fleet_planner.types import RevisionLoad
 
@@ -202,3 +202,16 @@ def test_what_serves_alone_is_what_to_return_to_even_if_it_never_was_whole():
     assert plot_course(spec(), status, third).target == NEW
     starting = scene(wanted=NEW, groups={OLD: Group(OLD), NEW: Group(NEW, WANT, (0, 7))})
     assert plot_course(spec(), STABLE, starting).status.stable == OLD  # nothing that could serve: it proved nothing
+
+
+def test_without_canary_no_share_of_the_requests_is_told():
+    """Of a canary that is taken out of the spec in the middle of a step."""
+    before = RolloutStatus(stable=OLD, target=NEW, percent=10)
+    assert plot_course(spec(canary=None), before, scene((1, 1))).status.percent is None
+
+
+@pytest.mark.parametrize(
+    ("alive", "ready", "found"), [((2, 0), (0, 0), (2, 0)), ((0, 3), (1, 0), (1, 3)), ((1, 1), (2, 2), (2, 2))]
+)
+def test_whatever_exists_of_a_group_counts(alive: tuple[int, int], ready: tuple[int, int], found: tuple[int, int]):
+    assert larger_of(Group(NEW, alive, ready)) == found

@@ -15,7 +15,7 @@ from fleet_planner.flip import on_its_way
 from fleet_planner.ratio import within
 from fleet_planner.reconcile import Plan, reconcile
 from fleet_planner.replicas import Replica, replicas_of
-from fleet_planner.serving import choose_serving
+from fleet_planner.serving import choose_serving, could_serve, still_needed
 from fleet_planner.types import FlipReport, Observed, ObservedPod, ObservedPool, Role, RouterView, Template
 from tests.fleet_planner.test_reconcile import NOW, fleet, pod, start
 
@@ -65,6 +65,35 @@ def test_failing_devices_get_nothing_while_others_can_serve():
     prefills = [replica("p0", "prefill", sick="node n has taint xid", serving=True), replica("p1", "prefill")]
     assert names([*prefills, replica("d", "decode", serving=True)]) == ["d", "p1"]
     assert names([prefills[0], replica("d", "decode", serving=True)]) == ["d", "p0"]  # else nobody would
+    assert names([replica("p0", "prefill", sick="xid"), replica("d", "decode")]) == ["d", "p0"]  # nor ever begin
+
+
+def test_of_workers_alike_the_one_that_was_ready_first_serves():
+    decodes = [replica("a", "decode", ready_since=2.0), replica("z", "decode", ready_since=1.0)]
+    assert names([replica("p", "prefill"), *decodes], ("1:1", "1:1")) == ["p", "z"]
+
+
+def test_failing_devices_could_serve_only_where_nobody_else_does():
+    sick, well, decode = replica("p0", "prefill", sick="xid"), replica("p1", "prefill"), replica("d", "decode")
+    assert could_serve([sick, well, decode], LOW, HIGH) == {well.leader.uid, decode.leader.uid}
+    assert could_serve([sick, decode], LOW, HIGH) == {sick.leader.uid, decode.leader.uid}
+
+
+@pytest.mark.parametrize(
+    ("prefills", "gone", "floor", "kept"),
+    [
+        pytest.param(1, {}, (1, 1), False, id="less than wanted, no less than the floor"),
+        pytest.param(1, {}, (1, 2), True, id="less than the floor"),
+        pytest.param(1, {"leaving": "cordoned"}, (1, 1), True, id="its node goes: up to what is wanted"),
+        pytest.param(0, {}, (1, 2), True, id="the other role is lost: still less than the floor"),
+        pytest.param(0, {}, (1, 1), False, id="the other role is lost: no less than the floor"),
+    ],
+)
+def test_who_must_not_go_yet(prefills: int, gone: dict[str, Any], floor: tuple[int, int], kept: bool):
+    going = replica("d1", "decode", serving=True, **gone)
+    staying = [replica("p", "prefill", serving=True)] * prefills + [replica("d0", "decode", serving=True)]
+    found = still_needed([*staying, going], {going.leader.uid}, (1, 2), floor, (LOW, HIGH))
+    assert found == ({going.leader.uid} if kept else set())
 
 
 RATIOS = [("1:4", "1:1", 1, 2), ("1:3", "1:3", 1, 3), ("2:5", "1:2", 2, 4), ("1:2", "3:1", 2, 2)]

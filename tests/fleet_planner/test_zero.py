@@ -11,8 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fleet_api.v1alpha1.status import FleetStatus, RolloutStatus, TierStatus
 from fleet_planner.reconcile import reconcile
 from fleet_planner.types import Demand, RouterView, Template
+from fleet_planner.zero import rolls
 from tests.fleet_planner.zero_world import IDLE_S, NEW, OLD, World, condition, counts, fleet
 
 
@@ -58,6 +60,8 @@ def test_without_a_router_a_fleet_at_zero_is_not_available():
         ("no telemetry", lambda w: setattr(w, "readable", False)),
         ("a router cannot be read", lambda w: setattr(w, "arrivals", None)),
         ("something runs", lambda w: setattr(w, "running", 1.0)),
+        ("a prompt is computed", lambda w: setattr(w, "runs", (1.0, 0.0))),
+        ("an answer is written", lambda w: setattr(w, "runs", (0.0, 1.0))),
         ("something is held", lambda w: setattr(w, "held", 1)),
         ("warm workers", lambda w: setattr(w, "spec", fleet([{"name": "t", "decode": {"minReplicas": 2, "warm": 1}}]))),
     ],
@@ -282,7 +286,7 @@ def test_a_warm_tier_stays_and_its_first_request_wakes_the_other():
 
 # -- rollouts -----------------------------------------------------------------------------------------------------------
 def to_revision(world: World, revision: str) -> None:
-    world.observed = replace(world.observed, templates={"t": Template(revision, "c")})
+    world.observed = replace(world.observed, templates={tier: Template(revision, "c") for tier in world.observed.templates})
 
 
 def test_a_revision_that_changes_at_zero_starts_nothing_and_wakes_as_the_new_one():
@@ -309,6 +313,16 @@ def test_a_paused_fleet_rests_and_wakes_as_what_it_was():
     world.held = 1
     world.settle()
     assert (world.workers(NEW), world.workers(OLD)) == (0, 3)
+
+
+def test_what_was_rolled_back_is_that_tiers_own():
+    """Two tiers have workers of the old revision; the new one failed in `a`, and `b` is about to get it."""
+    world = World(fleet([{"name": "a"}, {"name": "b"}]))
+    world.settle()
+    to_revision(world, NEW)
+    tiers = tuple(TierStatus(name=name, rollout=RolloutStatus(failed=failed)) for name, failed in (("a", NEW), ("b", "")))
+    spec = world.spec.model_copy(update={"status": FleetStatus(tiers=tiers)})
+    assert [rolls(spec, tier, world.observed) for tier in spec.spec.tiers] == [False, True]
 
 
 def test_a_rollout_ends_before_its_fleet_rests():

@@ -45,6 +45,8 @@ class World:
     now: float = NOW
     observed: Observed = field(default_factory=Observed)
     running: float = 0.0
+    runs: tuple[float, float] = (0.0, 0.0)
+    """In flight on prefill and on decode workers, beside what runs on both."""
     held: int = 0
     arrivals: float | None = 0.0
     readable: bool = True
@@ -62,8 +64,8 @@ class World:
     def read(self) -> None:
         """Telemetry as of now."""
         demand = Demand(self.held, self.arrivals, self.now)
-        load = RoleLoad(inflight=self.running, measured_at=self.now)
-        known = {tier.name: Telemetry(load, load, demand=demand) for tier in self.spec.spec.tiers}
+        prefill, decode = (RoleLoad(inflight=self.running + runs, measured_at=self.now) for runs in self.runs)
+        known = {tier.name: Telemetry(prefill, decode, demand=demand) for tier in self.spec.spec.tiers}
         self.observed = replace(self.observed, telemetry=known if self.readable else {})
 
     def plan(self) -> Plan:

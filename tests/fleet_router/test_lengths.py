@@ -12,7 +12,7 @@ import pytest
 from fleet_router.config import RouterConfig
 from fleet_router.errors import RequestError
 from fleet_router.follow.documents import Documents
-from fleet_router.lengths import check_input, check_messages, uncertain, upper_bound
+from fleet_router.lengths import INPUTS_MOST, check_input, check_messages, uncertain, upper_bound
 from fleet_router.watching import watch
 from fleet_wire.endpoints import Endpoints, Split
 from tests.fleet_router.admission.made import key_of, parsed
@@ -235,12 +235,22 @@ def test_a_tenants_limit_counts_where_the_fleets_would_not():
     ],
 )  # fmt: skip
 def test_each_text_to_embed_has_the_limit_for_itself(given: Any, words: str):
-    raw = json.dumps(given).encode()
-    if not words:
-        check_input(raw, 100, "input")
-        return
-    with pytest.raises(RequestError, match=words):
-        check_input(raw, 100, "input")
+    for separators in ((", ", ": "), (",", ":")):
+        raw = json.dumps(given, separators=separators).encode()
+        if not words:
+            check_input(raw, 100, "input")
+            continue
+        with pytest.raises(RequestError, match=words):
+            check_input(raw, 100, "input")
+
+
+@pytest.mark.parametrize("one", [b"[1],", b'"a",'], ids=["ids", "texts"])
+def test_of_very_many_inputs_none_is_looked_at(one: bytes):
+    """It would hold up everybody else."""
+    long = b"[" + b"1," * 200 + b"1]"
+    with pytest.raises(RequestError):
+        check_input(b"[" + one * (INPUTS_MOST // 4) + long + b"]", 100, "input")
+    check_input(b"[" + one * (INPUTS_MOST + 1) + long + b"]", 100, "input")
 
 
 def test_embeddings_of_too_much_reach_nobody_and_counting_has_no_limit():
@@ -259,6 +269,19 @@ def test_a_picture_is_not_text():
     picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 100_000}}
     raw = msgspec.Raw(json.dumps(said([picture, {"type": "text", "text": "what is it?"}])).encode())
     check_messages(raw, 100, "messages")
-    assert upper_bound({}, bytes(raw)) is None
     assert uncertain({}, bytes(raw), 100, 8192)
     assert not uncertain({}, bytes(raw), 100, 100)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tools", "most"),
+    [
+        (b'"text"', None, 6), (b'"text"', b"[{}]", 10), (b'[{"content":"x"}]', None, 17),
+        (b'[{"content":[{"type":"image_url"}]}]', None, None), (b'[{"content":[{"type":"input_audio"}]}]', None, None),
+    ],
+)  # fmt: skip
+def test_tokens_at_most(prompt: bytes, tools: bytes | None, most: int | None):
+    fields = {} if tools is None else {"tools": msgspec.Raw(tools)}
+    assert upper_bound(fields, prompt) == most
+    assert uncertain(fields, prompt, (most or 100) - 1, 0)
+    assert uncertain(fields, prompt, most or 100, 0) is (most is None)

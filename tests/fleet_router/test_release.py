@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from fleet_router.release import PER_WORKER_MOST, RELEASE_S
+from fleet_router.metrics import Metrics
+from fleet_router.release import PER_WORKER_MOST, RELEASE_S, Release, Releases
 from tests.fleet_router.fake_worker import answer
 from tests.fleet_router.rig import LONG, Rig, ask, run, until
 
@@ -101,3 +102,62 @@ def test_b8_what_became_of_a_release_is_counted(how: str, outcome: str):
         await until(lambda: counted(rig) == {outcome: 1})
 
     run(go)
+
+
+class LatePool:
+    """A connection is there when the test says so."""
+
+    def __init__(self) -> None:
+        self.connected: Any = None
+        self.fresh: list[bool] = []
+        self.given_back: list[Any] = []
+
+    def take(self, connected: Any, *, fresh: bool) -> None:
+        self.connected = connected
+        self.fresh.append(fresh)
+
+    def put(self, connection: Any) -> None:
+        self.given_back.append(connection)
+
+
+class Connection:
+    def __init__(self) -> None:
+        self.sent: list[bytes] = []
+
+    def send(self, _: Any, payload: bytes) -> None:
+        self.sent.append(payload)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_connection_that_comes_after_the_time_is_over_is_given_back_unused(late: bool):
+    pool, connection = LatePool(), Connection()
+    one = Release(pool, b"x", 5.0)  # type: ignore[arg-type]
+    one.send()
+    if late:
+        one.expire()
+    pool.connected(connection, "")
+    assert (connection.sent, pool.given_back) == (([], [connection]) if late else ([b"x"], []))
+    assert one.outcome == ("late" if late else "")
+
+
+def test_a_release_that_is_lost_is_sent_once_more_on_a_fresh_connection():
+    pool = LatePool()
+    one = Release(pool, b"x", 5.0)  # type: ignore[arg-type]
+    one.send()
+    one.on_lost("closed")
+    assert (pool.fresh, one.outcome) == ([False, True], "")
+    one.on_lost("closed")
+    assert (pool.fresh, one.outcome) == ([False, True], "lost")
+
+
+def test_one_that_is_over_is_counted_once_while_another_is_under_way():
+    metrics, pool = Metrics(), LatePool()
+    releases = Releases(metrics)
+    for _ in range(2):
+        releases.send(pool, b"x", 100.0)  # type: ignore[arg-type]
+    pool.connected(None, "refused")
+    for now in (101.0, 102.0, 103.0):
+        releases.sweep(now)
+        assert metrics.releases == {"unreachable": 1}
+    releases.sweep(100.0 + RELEASE_S + 1)
+    assert (metrics.releases, releases._by_pool) == ({"unreachable": 1, "late": 1}, {})

@@ -42,7 +42,8 @@ class KvReference(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     remote_epoch: str = ""
     """Random per engine start: a restarted worker on the same address refuses old references."""
     digest: str = ""
-    """xxh3-128 over the blocks' bytes in order, hex; empty when the engine gives none."""
+    """xxh3-64 of the bytes of each block in order, 16 hex digits each (fleet_worker.transfer.digest); empty when the engine gives
+    none."""
     adapter: str = ""
     """Adapter and version of it that the KV was computed under (fleet_wire.blocks.adapter_salt); empty: the base model."""
     weights: str = ""

@@ -75,6 +75,21 @@ def test_a_key_that_is_gone_from_the_file_is_nobodys():
     assert (desk.gate.running, list(desk.accounts)) == (0, ["other"])
 
 
+def test_what_a_tenant_runs_is_what_it_has_less_what_waits():
+    """Who holds least is next: its waiting requests hold no slot."""
+    clock = Clock()
+    desk = desk_with(clock, acme={})
+    tickets, account = [come(desk)[1] for _ in range(5)], desk.accounts["acme"]
+    assert (account.inflight, account.waiting, account.running) == (5, 3, 2)
+    desk.leave(tickets[0], "answered", (1, 1))
+    assert (account.inflight, account.waiting, account.running) == (4, 2, 2)
+    desk.leave(tickets[4], "left", (0, 0))
+    assert (account.inflight, account.waiting, account.running) == (3, 1, 2)
+    for ticket in tickets[1:4]:
+        desk.leave(ticket, "answered", (1, 1))
+    assert (account.inflight, account.waiting, account.running) == (0, 0, 0)
+
+
 def test_classes_are_rights():
     desk = desk_with(Clock(), acme={"class": "interactive", "classes": ["batch"]}, poor={})
     assert come(desk)[1].lane.slo_class.name == "interactive"
@@ -87,6 +102,7 @@ def test_classes_are_rights():
 
 def test_a_class_that_the_fleet_does_not_have_is_reported_and_the_default_used():
     desk = desk_with(Clock(), acme={})
+    assert desk.know(parsed(acme={"class": "interactive", "classes": ["batch"]})) == []
     assert desk.know(parsed(acme={"class": "gold"})) == ["tenant acme: no class gold in this fleet"]
     assert come(desk)[1].lane.slo_class.name == "default"
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet_router.admission.keys import MET_MOST, KeyTable, bearer
+from fleet_router.admission.keys import MAX_KEY_BYTES, MET_MOST, KeyTable, bearer
 from fleet_router.admission.lanes import salt_of
 from fleet_router.admission.tenants import TenantsError, parse_tenants
 from tests.fleet_router.admission.made import SALT, hash_of, key_of, parsed, tenants_file
@@ -36,6 +36,15 @@ def test_a_hash_is_no_key():
     table = KeyTable([(hash_of("right"), "acme")])
     assert table.find(hash_of("right").encode()) is None
     assert table.find(bytes.fromhex(hash_of("right")[7:])) is None
+
+
+@pytest.mark.parametrize(
+    ("key", "whose"),
+    [("", None), ("x", "acme"), ("x" * MAX_KEY_BYTES, "acme"), ("x" * (MAX_KEY_BYTES + 1), None)],
+)
+def test_what_is_no_key_is_nobodys_whatever_the_file_says(key: str, whose: str | None):
+    """The hash of nothing (`sha256sum` of a variable that was not set) would let everybody in who has no key."""
+    assert KeyTable([(hash_of(key), "acme")]).find(key.encode()) == whose
 
 
 def test_a_table_says_nothing_of_its_keys():

@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from fleet_router.admission.runaway import (
     CONTROL_MOST,
     JUDGED_READS,
+    KEPT_SYMBOLS,
     LEAST_EVENTS,
     LEAST_TURNS,
     MOST_PERIOD,
     SLACK,
+    SPARE_SYMBOLS,
     Runaway,
     Why,
 )
@@ -70,6 +72,17 @@ def test_a_loop_is_found_after_a_long_beginning():
     why, events = fed(start + ["a", "b", "a", "b", "c"] * 500)
     assert why == "repetition"
     assert events > 5000
+
+
+def test_a_large_read_is_looked_at_at_once():
+    assert Runaway(100_000).saw(b"".join([event("la")] * 400)) == "repetition"
+
+
+def test_of_a_long_stream_no_more_is_kept_than_is_looked_at():
+    detector = Runaway(100_000)
+    for number in range(3 * KEPT_SYMBOLS):
+        detector.saw(event(f"w{number}"))
+    assert len(detector._symbols) <= KEPT_SYMBOLS + SPARE_SYMBOLS + JUDGED_READS
 
 
 @given(st.lists(st.sampled_from("abcdefgh"), min_size=1, max_size=12), st.integers(0, 30))
@@ -168,6 +181,9 @@ def test_control_tokens_as_text():
     why, events = fed(words)
     assert why == "control_tokens"
     assert 3 * CONTROL_MOST < events <= 3 * CONTROL_MOST + JUDGED_READS
+    for more, expected in ((0, None), (1, "control_tokens")):
+        few = ["<|im_start|>"] * (CONTROL_MOST + more) + [f"w{i}" for i in range(2 * JUDGED_READS)]
+        assert fed(few)[0] == expected
     assert fed(["the token <|im_start|> begins a turn"] + [f"w{i} < [x]" for i in range(300)])[0] is None
 
 

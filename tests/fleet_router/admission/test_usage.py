@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet_router.admission.usage import estimated, usage_in, usage_of, used_tokens
+from fleet_router.admission.usage import estimated, only_text, tells_usage, usage_in, usage_of, used_tokens
 
 USAGE = {"prompt_tokens": 12, "total_tokens": 19, "completion_tokens": 7}
 
@@ -19,6 +19,28 @@ USAGE = {"prompt_tokens": 12, "total_tokens": 19, "completion_tokens": 7}
 )
 def test_estimates(prompt: bytes, tokens: int):
     assert estimated(prompt) == tokens
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        (b'"text"', True), (b'[{"role":"user","content":"x"}]', True), (b"[1,2,3]", False), (b"[7]", False), (b"[]", True),
+        (b'[{"type":"image_url"}]', False), (b'[{"type":"input_audio"}]', False),
+    ],
+)  # fmt: skip
+def test_what_is_only_text(prompt: bytes, expected: bool):
+    assert only_text(prompt) is expected
+
+
+@pytest.mark.parametrize(
+    ("read", "expected"),
+    [
+        (b'"prompt_tokens":3', True), (b'"completion_tokens":3', True), (b'x"prompt_\r\n7\r\ntokens":3', True),
+        (b'x"comple\r\n7;a=b\r\ntion_tokens":3', True), (b'{"text":"prompt tokens"}', False), (b"", False),
+    ],
+)  # fmt: skip
+def test_a_read_that_may_tell_the_usage(read: bytes, expected: bool):
+    assert tells_usage(read) is expected
 
 
 PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 300_000}}

@@ -98,6 +98,7 @@ def test_wherever_a_stream_breaks_the_client_gets_each_token_once(
     begins = json.loads(bytes(rest.fields["prompt"]))
     left = json.loads(bytes(rest.fields["max_tokens"]))
     assert begins + tokens(begins, left) == prompt + ids
+    assert rest.stream
     as_chat = chat and start.tokens > 0
     more = events(tokens(begins, left), chat=chat and not as_chat, with_ids=with_ids, usage=(len(begins), left))
     again = Again(said, start, as_chat=as_chat)
@@ -137,14 +138,6 @@ def test_a_text_that_loses_its_first_space_is_the_same_text():
     new = said_of(b"".join(again.feed(one[6:].strip()) for one in more))
     assert new is not None
     assert (new.text, new.ids) == (" w1 w2", [1, 2])
-
-
-@pytest.mark.parametrize("more", [{"stop": ["x"]}, {"frequency_penalty": 0.5}, {"repetition_penalty": 1.1}, {"max_tokens": None}])
-def test_rules_that_look_back_make_it_begin_from_nothing(more: dict[str, Any]):
-    said = said_of(b"".join(events(tokens([5], 30), finish=False)))
-    assert said is not None
-    assert start_of(asked(max_tokens=40), said).tokens > 0
-    assert start_of(asked(**more), said) == Start()
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleet_router.ending import framed
-from fleet_router.health.sent import READS_MOST, Room, Sent
+from fleet_router.health.sent import READS_MOST, STEP_BYTES, STREAM_MOST_BYTES, Halves, Room, Sent
 
 TINY = framed(b":\n\n")
 
@@ -38,9 +38,38 @@ def test_it_is_what_was_sent_less_what_was_taken_back(reads: list[tuple[bytes, b
         if back:
             sent.take_back(3)
             client = client[:-3]
-    assert sent.kept() == client
+    assert (sent.kept(), sent._size) == (client, len(client))
     sent.keep_only(b"x")
     sent.keep(b"y")
     assert sent.kept() == b"xy"
     sent.forget()
     assert sent._room.left == Room().left
+
+
+@pytest.mark.parametrize(
+    ("reads", "room", "full"),
+    [
+        pytest.param([STEP_BYTES], STEP_BYTES, False, id="all of the room"),
+        pytest.param([STEP_BYTES + 1], STEP_BYTES, True, id="a byte more than the room"),
+        pytest.param([1], STEP_BYTES - 1, True, id="room is taken in steps"),
+        pytest.param([STREAM_MOST_BYTES], 2 * STREAM_MOST_BYTES, False, id="all that one stream may keep"),
+        pytest.param([STREAM_MOST_BYTES, 1], 2 * STREAM_MOST_BYTES, True, id="a byte more"),
+    ],
+)
+def test_when_no_more_can_be_kept(reads: list[int], room: int, full: bool):
+    """And room that comes free later brings nothing back: what was not kept is missing."""
+    sent = Sent(Room(room))
+    for size in reads:
+        sent.keep(b"x" * size)
+    assert sent.full is full
+    sent._room.left += 10 * STREAM_MOST_BYTES
+    sent.keep(b"x" * STEP_BYTES)
+    assert sent.full or not full
+
+
+@pytest.mark.parametrize("kind", [Sent, Halves])
+def test_what_is_held_back_is_the_beginning_of_an_event(kind: type[Sent]):
+    sent, whole = kind(Room()), framed(b"data: 1\n\n")
+    assert (sent.whole(whole + b"9\r\nda"), sent.held) == (whole, b"9\r\nda")
+    assert sent.rest() == b"9\r\nda"
+    assert (sent.held, sent.rest()) == (b"", b"")

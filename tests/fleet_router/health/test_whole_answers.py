@@ -6,11 +6,16 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
 
+from fleet_router.asked import Ask
 from fleet_router.follow.liveness import alive
-from fleet_router.health.patience import whole_answer_s
+from fleet_router.health.patience import MARGIN, budget_s, whole_answer_s
 from fleet_router.health.silence import Waits, silent
+from fleet_router.policy.candidate import Candidate
+from fleet_router.policy.estimate import Line
+from fleet_router.request import BYTES_PER_TOKEN
 from fleet_router.watching import Probes, watch
 from fleet_wire.endpoints import Endpoint
 from tests.fleet_router.fake_worker import FakeWorker, answer
@@ -59,6 +64,28 @@ def slow(rig: Rig) -> Slow:
 def test_what_an_answer_may_take(more: dict[str, Any], found: float):
     usual = {"first_s": 60.0, "queue_s": 0.0, "prefill_s": 0.0, "tokens": 4000, "gap_s": 0.001, "most_s": 600.0}
     assert whole_answer_s(**(usual | more)) == pytest.approx(found)
+
+
+@pytest.mark.parametrize(
+    ("more", "max_tokens", "alone", "found"),
+    [
+        pytest.param({}, 10, False, 10 * 0.3 * 2, id="the gap of one stream"),
+        pytest.param({"inflight": 3}, 10, False, 10 * 0.3 * 5, id="this stream is the fourth"),
+        pytest.param({"free_at": 107.0}, 10, False, 7.0 + 6.0, id="7 s of others' prompts first"),
+        pytest.param({"free_at": 40.0}, 10, False, 6.0, id="its queue is empty since a minute"),
+        pytest.param({"base_s": 0.5, "token_s": 0.01}, 10, False, 6.0 + MARGIN * (0.5 + 0.01 * 200), id="its prompt"),
+        pytest.param({}, None, False, 4096 * 0.6, id="no limit given: the fleet's"),
+        pytest.param({}, 10, True, 0.0, id="nothing is generated"),
+    ],
+)
+def test_what_this_request_may_take_at_this_worker(more: dict[str, Any], max_tokens: int | None, alone: bool, found: float):
+    config = msgspec.structs.replace(CONFIG, whole_answer_most_s=1e9)
+    usual = {"inflight": 0, "base_s": 0.0, "token_s": 0.0, "gap": Line(0.1, 0.1, 1.0)}
+    fields = {} if max_tokens is None else {"max_tokens": msgspec.Raw(b"%d" % max_tokens)}
+    size = int(200 * BYTES_PER_TOKEN) - sum(len(bytes(value)) for value in fields.values())
+    ask = Ask(fields, b"x" * size, False, None, alone)
+    worker = Candidate("d", "decode", ("large", "h"), **(usual | more))
+    assert budget_s(ask, config, worker, 100.0) == pytest.approx(60.0 + found)
 
 
 @pytest.mark.parametrize(

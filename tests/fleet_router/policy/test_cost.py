@@ -17,6 +17,7 @@ from fleet_router.policy.cost import (
     CostAsk,
     Offer,
     cheapest,
+    missing_of,
 )
 from fleet_router.policy.group import Group
 from fleet_router.policy.ring import LOAD_FLOOR, cap_of
@@ -194,6 +195,42 @@ def test_a_new_worker_begins_slowly():
     assert given[0] == 1
     assert given == sorted(given)
     assert given[-1] >= 8
+
+
+def test_what_is_held_counts_however_deep_it_is():
+    """Of five depths, on both sides: the workers in order, each holding more than the one before."""
+    group, workers = fleet(5, 5)
+    steps = [
+        (held, workers[f"p{i}"].bit | workers[f"d{i}"].bit) for i, held in ((4, 2900.0), (3, 2000.0), (2, 900.0), (1, 300.0))
+    ]
+    asked = ask(min_uncached=0.0)
+    cheapest(asked, group, steps, None)
+    missed = [3000.0, 2700.0, 2100.0, 1000.0, 100.0]
+    for weighed, costs in ((asked.seen[0], asked.seen[0].local), (asked.seen[1], asked.seen[1].costs)):
+        assert [missing_of(weighed, at) for at in range(5)] == missed
+        assert costs == pytest.approx([0.01 + 1e-4 * tokens for tokens in missed])
+
+
+def test_a_holder_without_a_slot_is_compared_with_what_waits_less():
+    group, workers = fleet(0, 2, slots=2)
+    load(workers["d0"], 2)
+    assert group.answer.value / 2 > 1.0 > 0.01 + 1e-4 * 9_000
+    for _ in range(2):
+        assert chosen(cheapest(ask(9_000.0), group, [(8_990.0, workers["d0"].bit)], None)) == (None, "d1")
+        workers["d0"].slots = workers["d1"].slots = 3
+        assert chosen(cheapest(ask(9_000.0), group, [(8_990.0, workers["d0"].bit)], None)) == (None, "d0")
+        workers["d0"].slots = workers["d1"].slots = 2
+
+
+@pytest.mark.parametrize("queue_s", [0.2, 0.9, 3.0])
+@pytest.mark.parametrize("side", ["p", "d"])
+def test_a_queue_of_less_than_a_second_counts(queue_s: float, side: str):
+    group, workers = fleet(2 if side == "p" else 0, 2)
+    for busy, free in (("0", "1"), ("1", "0")):
+        workers[side + busy].free_at, workers[side + free].free_at = 100.0 + queue_s, 0.0
+        for key in range(0, 2**64, 2**60):
+            found = chosen(cheapest(ask(ring_key=key, by_cost=side == "d"), group, (), None))
+            assert found[side == "d"] == side + free
 
 
 # -- bound, exactness, what is looked at -----------------------------------------------------------------------------------------

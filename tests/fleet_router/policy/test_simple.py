@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -60,6 +61,19 @@ def test_prefix_hash_ignores_what_is_cached_elsewhere():
     assert len({decide(pool, steps=[(900.0, bit)]).prefill for bit in (1, 2, 4)}) == 1
 
 
+def test_what_another_worker_holds_is_not_cached_here():
+    """`d1` has the first bit, `p1` the second."""
+    assert decide(workers(d1=0, p1=0), steps=[(2990.0, 2)]).prefill == "p1"
+    assert decide(workers(d1=0, p1=0), steps=[(2990.0, 2), (2950.0, 1)]).prefill is None
+
+
+def test_prefix_hash_goes_by_the_prompt_alone():
+    pool = workers(p1=1, p2=0, p3=2, d1=0)
+    found = {key: {decide(pool, key=key, turn=turn).prefill for turn in range(5)} for key in range(0, 2**64, 2**59)}
+    assert {len(names) for names in found.values()} == {1}
+    assert set.union(*found.values()) == {"p1", "p2", "p3"}
+
+
 @given(st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=300), st.sampled_from([1.0, 1.25, 2.0]))
 def test_bounded_load_holds_whatever_the_keys(keys: list[int], bound: float):
     loads = dict.fromkeys(("p1", "p2", "p3", "p4", "p5"), 0)
@@ -79,11 +93,17 @@ def test_a_worker_that_joins_or_leaves_moves_only_its_own_keys():
             assert after.first(key, names) == owner
 
 
-@given(st.integers(0, 2**64 - 1), st.sets(st.sampled_from("abcdef")))
-def test_a_key_belongs_to_the_first_wanted_worker_clockwise(key: int, wanted: set[str]):
+PLACES = [0, 2**64 - 1, *(point + by for point in Ring(list("abcde"))._points for by in (-1, 0, 1))]
+"""Of a ring: where another worker is next. Drawn integers are mostly small, and all small ones are before the first point."""
+
+
+@pytest.mark.parametrize("wanted", ["", "a", "be", "acdf", "abcde"])
+def test_a_key_belongs_to_the_first_wanted_worker_clockwise(wanted: str):
     ring = Ring(list("abcde"))
-    clockwise = sorted(((point - key) % 2**64, name) for point, name in zip(ring._points, ring._names, strict=True))
-    assert ring.first(key, wanted) == next((name for _, name in clockwise if name in wanted), None)
+    points = list(zip(ring._points, ring._names, strict=True))
+    for key in PLACES:
+        from_key = [name for point, name in points if point >= key] + [name for point, name in points if point < key]
+        assert ring.first(key, set(wanted)) == next((name for name in from_key if name in wanted), None)
 
 
 def test_an_empty_ring_has_nobody():
@@ -96,13 +116,15 @@ def test_a_ring_that_grew_from_another_is_the_ring_of_its_workers(before: list[s
     assert (grown._points, grown._names) == (built._points, built._names)
 
 
-@given(st.integers(0, 2**64 - 1), st.sets(st.sampled_from("abcde"), min_size=1))
-def test_nearest_is_first(key: int, wanted: set[str]):
+@pytest.mark.parametrize("wanted", ["a", "acd", "abcde", *map("".join, itertools.combinations("abcde", 2))])
+def test_nearest_is_first(wanted: str):
     ring = Ring(list("abcde"))
-    assert ring.owner(key) == ring.first(key, "abcde")
-    assert sorted(wanted)[ring.nearest(key, sorted(wanted))] == ring.first(key, wanted)
-    along = list(ring.along(key, 320))
-    assert next(name for name in along if name in wanted) == ring.first(key, wanted)
+    for key in PLACES:
+        assert ring.owner(key) == ring.first(key, "abcde")
+        assert wanted[ring.nearest(key, wanted)] == ring.first(key, wanted)
+        assert next(name for name in ring.along(key, 320) if name in wanted) == ring.first(key, wanted)
+    assert len(list(ring.along(key, 320))) == 320
+    assert len(list(ring.along(key, 7))) == 7
 
 
 @pytest.mark.parametrize(("loads", "cap"), [([], 0), ([0, 0], 4), ([10, 10], 14), ([0], 4), ([7], 10)])

@@ -93,3 +93,17 @@ def test_freeing_twice_is_an_error():
     blocks.free(taken)
     with pytest.raises(ValueError, match="freed without an owner"):
         blocks.free(taken)
+
+
+@pytest.mark.parametrize("state", ["_cached", "_free"])
+def test_the_check_sees_a_block_in_two_states(state: str):
+    blocks = BlockAllocator(2)
+    (used,) = blocks.allocate(1) or ()
+    blocks.register(used, b"name", None, (1,))
+    blocks.check_integrity()
+    if state == "_cached":
+        blocks._cached[used] = None
+    else:
+        blocks._free.append(used)
+    with pytest.raises(AssertionError, match="two states"):
+        blocks.check_integrity()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -68,6 +69,18 @@ def test_decode_rows_come_before_an_older_prompt():
     made.running[-1].stage = "running"
     made.running[-1].computed = 1  # it decodes
     assert step(made) == [("b", 1, 1), ("a", 8, 7)]
+
+
+@pytest.mark.parametrize("rows", ["bc", "bcd"])
+def test_decode_rows_may_leave_a_prompt_nothing_of_a_step(rows: str):
+    made = scheduler(step_tokens=2)
+    made.add(sequence("a", 40))
+    step(made)
+    for name in rows:
+        one = sequence(name, 2)
+        one.stage, one.computed = "running", 1
+        made.running.append(one)
+    assert step(made) == [(name, 1, 1) for name in rows]
 
 
 def test_whoever_waits_is_not_passed_by_one_that_would_fit():

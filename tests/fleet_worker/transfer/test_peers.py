@@ -47,7 +47,8 @@ class Agent:
     def __init__(self) -> None:
         self.known: list[str] = []
         self.made_known = 0
-        self.state = "PROC"
+        self.state = self.posted = "PROC"
+        self.handles, self.reads = 0, 0
 
     def add_remote_agent(self, metadata: bytes) -> bytes:
         if metadata == b"broken":
@@ -64,21 +65,26 @@ class Agent:
         return descriptors
 
     def initialize_xfer(self, *_: Any) -> object:
+        self.handles += 1
         return object()
 
     def transfer(self, _: object) -> str:
-        return "PROC"
+        self.reads += 1
+        return self.posted
 
     def check_xfer_state(self, _: object) -> str:
         return self.state
 
     def release_xfer_handle(self, _: object) -> None:
-        return None
+        self.handles -= 1
 
 
 class NoProver:
     def proofs(self) -> list[Any]:
         return []
+
+    def ask(self, *_: Any) -> None:
+        return None
 
 
 class SaidPeers(Peers):
@@ -488,3 +494,37 @@ def test_an_owner_drives_while_a_lease_is_open_or_a_reader_spoke():
     confirm = Confirm(call=2, lease_id=given.lease_id, epoch=given.remote_epoch, generation=given.lease_generation)
     assert owner.reply(confirm, time.monotonic()) == Granted(call=2)
     assert owner.drives_until(102.0) < 102.0
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_of_a_cancelled_pull_no_further_chunk_is_read(rig: Rig, monkeypatch: pytest.MonkeyPatch, cancelled: bool):
+    monkeypatch.setattr("fleet_worker.transfer.reader.CHUNK_BYTES", POOL.block_bytes)
+    ref = reference(remote_block_ids=(3, 5, 7), digest="0" * 48)
+    rig.reader.begin(Pull("r", ref, [3, 5, 7], [1, 2, 3], ref.digest, time.monotonic()))
+    rig.peers.answer(welcome)
+    rig.agent.state = "DONE"
+    if cancelled:
+        rig.reader.cancel("r")
+    for _ in range(5):
+        rig.reader.advance(time.monotonic())
+    assert (rig.agent.reads, rig.agent.handles, len(rig.peers.told(Confirm))) == (1 if cancelled else 3, 0, 1)
+
+
+def test_a_read_that_fails_as_it_is_posted_keeps_no_handle(rig: Rig):
+    rig.agent.posted = "ERR"
+    rig.pull("r", reference())
+    rig.peers.answer(welcome)
+    assert (rig.ended(), rig.agent.handles) == ({"r": "read"}, 0)
+
+
+def test_a_read_whose_owner_is_forgotten_meanwhile_ends_with_its_chunk(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("fleet_worker.transfer.reader.CHUNK_BYTES", POOL.block_bytes)
+    ref = reference(remote_block_ids=(3, 5), digest="0" * 32)
+    rig.reader.begin(Pull("r", ref, [3, 5], [1, 2], ref.digest, time.monotonic()))
+    rig.peers.answer(welcome)
+    rig.agent.posted = "ERR"
+    rig.pull("bad", reference())
+    rig.agent.posted, rig.agent.state = "PROC", "DONE"
+    assert rig.ended() == {"bad": "read"}
+    rig.reader.advance(time.monotonic())
+    assert (rig.ended(), rig.agent.handles, rig.agent.reads) == ({"bad": "read", "r": "peer"}, 0, 2)

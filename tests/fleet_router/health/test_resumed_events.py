@@ -1,0 +1,114 @@
+"""Streams that break, event by event: what is said already, what is new, and where another worker begins."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from fleet_router.health.resume import OVERLAP_TOKENS, Again, DiffersError, Said, Start, continued, said_of, start_of
+from tests.fleet_router.health.test_resume import asked, events, tokens
+
+ONE = {"id": "c-1", "created": 5}
+
+
+def left_of(said: Said, one: dict[str, Any], *, as_chat: bool = False, start: Start | None = None) -> dict[str, Any] | None:
+    """What a client that has `said` gets of one event; None: nothing."""
+    got = Again(said, start or Start(), as_chat=as_chat).feed(json.dumps({"id": "c-2", "created": 6, **one}).encode())
+    return json.loads(got.removeprefix(b"data: ")) if got else None
+
+
+def choice(text: str, ids: list[int] | None = None, **more: Any) -> dict[str, Any]:
+    return {"choices": [{"text": text, **({} if ids is None else {"token_ids": ids}), **more}]}
+
+
+@pytest.mark.parametrize(
+    ("said", "one", "found"),
+    [
+        pytest.param(Said("ab", [1, 2]), choice("abc", [1, 2, 3]), choice("c", [3]), id="half of an event is new"),
+        pytest.param(Said("ab", None), choice("abc"), choice("c"), id="neither has ids"),
+        pytest.param(Said("ab", None), choice("abc", [1, 2, 3]), choice("c", [1, 2, 3]), id="what we have is without ids"),
+        pytest.param(Said("ab", [1, 2]), choice("ab", [1, 2]), None, id="nothing is new"),
+        pytest.param(Said("ab", [1, 2]), choice("ab", [1, 2, 3]), choice("", [3]), id="half of a letter is new"),
+        pytest.param(
+            Said("ab", [1, 2], finish="stop"), choice("ab", [1, 2], finish_reason="stop"), None, id="it was said that it ended"
+        ),
+        pytest.param(
+            Said("ab", [1, 2]), choice("ab", [1, 2], finish_reason="stop"), choice("", [], finish_reason="stop"), id="its end is"
+        ),
+        pytest.param(
+            Said(), {**choice("a"), "prompt_token_ids": [5, 6, 7, 8]}, choice("a"), id="a prompt that is not the client's"
+        ),
+        pytest.param(Said(), {"choices": [], "usage": None}, None, id="an event that says nothing"),
+        pytest.param(
+            Said(), {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2}},
+            {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2}}, id="what was used",
+        ),
+        pytest.param(
+            Said(usage=True), {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2}}, None, id="that was said"
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_new_of_an_event(said: Said, one: dict[str, Any], found: dict[str, Any] | None):
+    said.id, said.created = "c-1", 5
+    assert left_of(said, one) == (None if found is None else {**ONE, **found})
+
+
+@pytest.mark.parametrize(
+    ("said", "payload"),
+    [
+        pytest.param(Said("ab", [1, 2]), b"[DONE]", id="it ends with nothing said"),
+        pytest.param(Said("ab", None), json.dumps(choice("a", finish_reason="stop")).encode(), id="half of the text"),
+        pytest.param(Said("ab", [1, 2]), json.dumps(choice("ab", [1], finish_reason="stop")).encode(), id="of the tokens"),
+        pytest.param(Said("a", finish="length"), json.dumps(choice("a", finish_reason="stop")).encode(), id="another reason"),
+        pytest.param(Said(" a", None), json.dumps(choice("a")).encode(), id="a first space is lost from nothing"),
+    ],
+)
+def test_a_worker_that_says_less_is_not_the_same(said: Said, payload: bytes):
+    with pytest.raises(DiffersError):
+        Again(said, Start(), as_chat=False).feed(payload)
+
+
+@pytest.mark.parametrize(("asked_for", "left"), [(20, 8), (12, 0), (5, 0)])
+def test_the_least_of_tokens_counts_those_that_were_sent(asked_for: int, left: int):
+    ask = asked(min_tokens=asked_for)
+    rest = continued(ask, Said("x" * 12, list(range(12))), Start(12, 12), [5])
+    assert (bytes(rest.fields["min_tokens"]), bytes(rest.fields["max_tokens"])) == (b"%d" % left, b"28")
+
+
+def test_a_count_with_every_event_is_not_the_one_at_the_end():
+    events = [{**choice("a"), "usage": {"prompt_tokens": 3}}, {"choices": [], "usage": {"prompt_tokens": 3}}]
+    made = [b"data: " + json.dumps(one).encode() + b"\n\n" for one in events]
+    found = [said_of(b"".join(made[:count])) for count in (1, 2)]
+    assert [one.usage for one in found if one is not None] == [False, True]
+
+
+def test_nobody_begins_in_the_middle_of_a_letter():
+    """Of one whose bytes are several tokens the text comes with the last of them."""
+    made = [choice("a", [1]), choice("", [2]), choice("é", [3]), choice("b", [4])]
+    said = said_of(b"".join(b"data: " + json.dumps(one).encode() + b"\n\n" for one in made))
+    assert said is not None
+    assert (said.ids, said.steps) == ([1, 2, 3, 4], [(1, 1), (3, 2), (4, 3)])
+
+
+def test_the_reason_of_the_end_is_kept_when_an_empty_chunk_follows():
+    one, after = events([5, 6]), b'data: {"choices":[{"text":"","finish_reason":null}]}\n\n'
+    said = said_of(b"".join([*one[:2], after]))
+    assert said is not None
+    assert said.finish == "length"
+
+
+@pytest.mark.parametrize("more", [{"stop": []}, {"stop": None}, {"frequency_penalty": 0.0}, {"repetition_penalty": 1}])
+def test_a_rule_that_says_nothing_does_not_look_back(more: dict[str, Any]):
+    said = said_of(b"".join(events(tokens([5], 30), finish=False)))
+    assert said is not None
+    assert start_of(asked(max_tokens=40, **more), said).tokens == 30 - OVERLAP_TOKENS
+
+
+@pytest.mark.parametrize("more", [{"stop": ["x"]}, {"frequency_penalty": 0.5}, {"repetition_penalty": 1.1}, {"max_tokens": None}])
+def test_rules_that_look_back_make_it_begin_from_nothing(more: dict[str, Any]):
+    said = said_of(b"".join(events(tokens([5], 30), finish=False)))
+    assert said is not None
+    assert start_of(asked(max_tokens=40), said).tokens > 0
+    assert start_of(asked(**more), said) == Start()

@@ -1,0 +1,53 @@
+"""Which workers of a role a decision looks at."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from fleet_router.policy.ring import cap_of
+from fleet_router.policy.side import HOLDERS, IDLE, IDLE_LOOKED, WHOLE, Usable
+from tests.fleet_router.policy.test_cost import KEY, fleet, load
+
+
+@pytest.mark.parametrize("usable", [None, lambda worker: int(worker.uid[1:]) % 2 == 0], ids=["all", "some"])
+@pytest.mark.parametrize("ramping", [False, True])
+@pytest.mark.parametrize("idle", [1, 30])
+def test_a_look_at_a_large_side_is_short_and_names_nobody_twice(usable: Usable | None, ramping: bool, idle: int):
+    group, workers = fleet(0, 200)
+    side, rng = group.decode, random.Random(3)
+    for number, worker in enumerate(workers.values()):
+        load(worker, min(6, number // idle))
+    if ramping:
+        workers["d7"].share = 0.5
+        side.mark_ramping()
+    cap = cap_of(side.inflight, 200, 1.25)
+    for _ in range(50):
+        deep = sum({1 << rng.randrange(200) for _ in range(20)})
+        assert len(side.look((), rng.getrandbits(64), 1.25, usable)) >= IDLE
+        looked = side.look([(2500.0, deep), (900.0, (1 << 90) - 1 & ~deep)], rng.getrandbits(64), 1.25, usable)
+        assert IDLE <= len({worker.uid for worker in looked}) == len(looked) <= HOLDERS + IDLE + 1
+        assert all(worker.inflight < cap * worker.share and (usable is None or usable(worker)) for worker in looked)
+
+
+def test_of_a_large_side_that_is_hot_the_coolest_of_a_few_are_looked_at():
+    group, workers = fleet(0, 200)
+    for number, worker in enumerate(workers.values()):
+        worker.heat = group.decode.heat = 1_000.0 - number
+    looked = group.decode.look((), KEY, 1.25, None, 1e9)
+    assert len(looked) == IDLE + 1  # the prompt's own first
+    assert {worker.heat for worker in looked[1:]} == {1_001.0 - IDLE_LOOKED + by for by in range(IDLE)}
+
+
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=WHOLE), st.sampled_from([1.0, 1.25, 2.0]))
+@example([8, 4], 1.25)  # the request that comes counts, too: 1.25 x 13 / 2 is above 8
+def test_a_small_side_is_bounded_alike_with_and_without_a_filter(loads: list[int], bound: float):
+    group, workers = fleet(0, len(loads))
+    for worker, requests in zip(workers.values(), loads, strict=True):
+        load(worker, requests)
+    plain = group.decode.look((), KEY, bound, None)
+    assert plain == group.decode.look((), KEY, bound, lambda _: True)
+    assert any(worker.inflight < cap_of(sum(loads), len(loads), bound) for worker in plain)

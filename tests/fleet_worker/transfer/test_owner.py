@@ -1,0 +1,45 @@
+"""The owner's half of a hand-off: what it answers, and for how long it drives UCX."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from fleet_wire.sidechannel import PROTOCOL_VERSION, Confirm, Granted, Hello, Message, Refused, Renew
+from fleet_worker.transfer.owner import SERVING_WINDOW_S, Owner
+from tests.fleet_worker.transfer.test_peers import POOL, SETTINGS
+
+
+def test_after_the_last_read_the_owner_drives_no_longer():
+    owner = Owner(SETTINGS, POOL, "engine", b"")
+    one, two = (owner.grant(name, [3], 16) for name in "ab")
+    now = time.monotonic()
+    names = [{"lease_id": ref.lease_id, "epoch": ref.remote_epoch, "generation": ref.lease_generation} for ref in (one, two)]
+    assert owner.reply(Renew(call=1, **names[0]), now) == Granted(call=1)  # type: ignore[arg-type]
+    assert owner.reply(Confirm(call=2, **names[0]), now) == Granted(call=2)  # type: ignore[arg-type]
+    assert owner.serve_until == now + SERVING_WINDOW_S
+    assert owner.reply(Confirm(call=3, **names[1]), now) == Granted(call=3)  # type: ignore[arg-type]
+    assert owner.serve_until == 0.0
+
+
+def test_an_engine_hears_of_expired_leases_though_the_transfer_thread_is_busy():
+    owner = Owner(replace(SETTINGS, lease_s=-1.0), POOL, "engine", b"")
+    owner.grant("r", [3], 16)
+    assert owner.released() == [("r", "expired")]
+    assert (owner.released(), owner.open_leases()) == ([], 0)
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason", "message"),
+    [
+        (Granted(call=5), "protocol", "not a question"),
+        (Hello(call=5, version=PROTOCOL_VERSION, compat="same", block_bytes=4096, block_tokens=32), "incompatible",
+         "block tokens: prefill has 16, decode has 32"),
+        (Hello(call=5, version=PROTOCOL_VERSION, compat="other", block_bytes=1, block_tokens=16), "incompatible",
+         "compatibility hash: prefill has same, decode has other, block bytes: prefill has 4096, decode has 1"),
+    ],
+)  # fmt: skip
+def test_an_owner_says_why_it_refuses(asked: Message, reason: str, message: str):
+    assert Owner(SETTINGS, POOL, "engine", b"").reply(asked, 0.0) == Refused(call=5, reason=reason, message=message)
