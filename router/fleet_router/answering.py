@@ -445,8 +445,8 @@ class Answering(Metering):
         self._leave(self._outcome)
         self._keep_no_more()
         self._count_broken()
-        # inside a chunk an error event would be taken for its contents
-        whole = self._translation is not None or not self._tail or self._tail.endswith(CHUNK_ENDS)
+        # inside a chunk, or in a body that has none, an error event would be taken for its contents
+        whole = self._translation is not None or (self._splits and (not self._tail or self._tail.endswith(CHUNK_ENDS)))
         self._client.break_off(error, stream=self._ask.stream and whole)
 
     def _count(self, status: int) -> None:
