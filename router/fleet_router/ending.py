@@ -10,6 +10,7 @@ from typing import Any, Final
 import msgspec
 
 from fleet_router.admission.runaway import FINISH, Why
+from fleet_router.dialect.chat import payload_of
 from fleet_wire.unreadable import UNREADABLE
 
 CHAT_PATH: Final = b"/v1/chat/completions"
@@ -76,7 +77,7 @@ def without_usage(read: bytes) -> tuple[bytes, tuple[int, int] | None]:
 
 def _usage_of(event: bytes) -> _Usage | None:
     try:
-        found = msgspec.json.decode(event.removeprefix(b"data: "), type=_TellsUsage)
+        found = msgspec.json.decode(payload_of(event.replace(b"\r\n", b"\n")), type=_TellsUsage)
     except UNREADABLE:
         return None
     return found.usage if found.choices == [] else None

@@ -87,6 +87,9 @@ READS: list[Any] = [
     pytest.param([framed(text(0) + TOLD[:40]), framed(TOLD[40:] + DONE) + END], id="cut-across-chunks"),
     pytest.param([b"".join(framed(TOLD_LATE[at:][:9]) for at in range(0, len(TOLD_LATE), 9)) + END], id="cut-in-both-names"),
     pytest.param([framed((text(0) + TOLD + DONE).replace(b"\n", b"\r\n")) + END], id="crlf"),
+    pytest.param([framed((text(0) + TOLD + DONE).replace(b"data: ", b"data:")) + END], id="no-space"),
+    pytest.param([framed(b": ping\nid: 1\n" + one) for one in (text(0), TOLD, DONE)] + [END], id="lines-before"),
+    pytest.param([framed((b"id: 1\n" + TOLD + DONE + text(0)).replace(b"\n", b"\r\n")) + END], id="crlf-lines-before"),
 ]
 
 
