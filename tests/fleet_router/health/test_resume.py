@@ -112,24 +112,6 @@ def test_wherever_a_stream_breaks_the_client_gets_each_token_once(
         assert f'"prompt_tokens":{len(prompt)},"completion_tokens":{count}'.encode() in new
 
 
-def test_a_count_in_each_event_goes_on_where_it_was():
-    """stream_options.continuous_usage_stats: the client's count of tokens began anew, and its prompt grew by what it had."""
-    ids = tokens([5, 6, 7], 30)
-    said = said_of(b"".join(events(ids[:20], finish=False)))
-    assert said is not None
-    start = start_of(asked(max_tokens=30), said)
-    again = Again(said, start, as_chat=False)
-    told = []
-    for number, token in enumerate(ids[start.tokens :], 1):
-        choice = {"index": 0, "text": word(token), "token_ids": [token], "finish_reason": None}
-        usage = {"prompt_tokens": 3 + start.tokens, "completion_tokens": number, "total_tokens": 3 + start.tokens + number}
-        new = again.feed(json.dumps({"id": "c-2", "choices": [choice], "usage": usage}).encode())
-        told += [json.loads(new[6:])["usage"]] if new else []
-    assert start.tokens > 0
-    wanted = [{"prompt_tokens": 3, "completion_tokens": n, "total_tokens": 3 + n} for n in range(21, 31)]
-    assert told == wanted
-
-
 @given(st.integers(10, 30), st.data())
 def test_one_other_token_in_what_is_said_again_ends_it(count: int, data: st.DataObject):
     ids = tokens([5, 6, 7], count)
