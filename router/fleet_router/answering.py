@@ -379,8 +379,8 @@ class Answering(Metering):
     def end(self) -> None:
         """The answer is complete."""
         if (rest := self._keep_no_more()) and self._again is None:
-            self._client.write(self._head_bytes + rest)
-            self._head_bytes = b""
+            self._tell(self._without_usage(rest) if self._hides else rest)
+            self._count_tokens(rest, sound=False)
         self.send_head()  # an answer without a body
         if self._trip is not None:
             self._trip.ended(self.last_byte_at, self._gaps + 1)

@@ -107,6 +107,22 @@ def test_a_count_that_only_we_asked_for_goes_to_nobody_however_it_is_cut(reads: 
     run(go, prefill=0)
 
 
+def test_a_count_that_is_held_to_the_end_goes_to_nobody_either():
+    """The last event was cut in its end, and a trailer stood behind it: the client got our count, and paid for the events."""
+
+    async def go(rig: Rig) -> None:
+        metered(rig)
+        said = (text(0) + TOLD + DONE).replace(b"\n", b"\r\n")
+        chunks = [framed(said[:9]), framed(said[9:-3]), framed(said[-3:]), b"0\r\nx-trailer: 1\r\n\r\n"]
+        rig.decode[0].behave = streams([b"".join(chunks)])
+        got = await rig.raw(http(ask(prompt="short", stream=True), KEY, "connection: close"))
+        assert charged(rig) == (1500, 40)
+        assert (b"prompt_tokens" in got, b"w0" in got, b"[DONE]" in got) == (False, True, True)
+        assert got.endswith(chunks[-1])
+
+    run(go, prefill=0)
+
+
 def test_without_tenants_nobody_is_asked_to_count():
     async def go(rig: Rig) -> None:
         await rig.raw(http(ask(prompt="short", stream=True), "connection: close"))
