@@ -199,6 +199,32 @@ def test_the_last_free_place_and_the_last_free_byte_are_given():
     assert ([one.size for one in low], gate.waiting_bytes, gate.waiting) == ([QUEUE_BYTES - 7, 7], 0, 0)
 
 
+def test_who_would_hold_as_much_as_the_largest_takes_nobodys_place():
+    gate = gate_of(1, per_slot=3)
+    come(gate)
+    for tenant in "aab":
+        come(gate, tenant)
+    assert come(gate, "b")[1] == Full("queue_share", 1)
+
+
+def test_a_tenant_whose_requests_have_left_takes_no_share():
+    gate = gate_of(1, per_slot=2)
+    come(gate)
+    come(gate, "a")
+    gate.leave(come(gate, "b")[0])
+    come(gate, "a")
+    assert come(gate, "a")[1] == Full("overloaded", 1)
+
+
+def test_who_begins_later_counts_in_the_rate_as_well():
+    gate = gate_of(1)
+    first, _ = come(gate)
+    come(gate)
+    gate.leave(first)
+    gate.next()
+    assert gate.starts == 2
+
+
 def test_of_two_lower_classes_the_lowest_gives_way_and_of_it_who_holds_most():
     gate = gate_of(2, per_slot=2)
     come(gate)
