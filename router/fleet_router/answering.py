@@ -25,12 +25,12 @@ from fleet_router.explain.shown import header as decision_header
 from fleet_router.heads import STATUS_LINES, add_kept, status_line
 from fleet_router.health.inband import HINT, broke_off_with, error_in
 from fleet_router.health.resume import Again, determined
-from fleet_router.health.sent import CHUNK_END, CHUNK_ENDS, CRLF_END, Halves, Sent, events_end
+from fleet_router.health.sent import CHUNK_ENDS, CRLF_END, Halves, Sent, events_end, last_is_sound
 from fleet_router.hints import NO_HINTS
 from fleet_router.metering import SOUND_ENDS, Metering
 from fleet_router.metrics import Served
 from fleet_router.policy.trip import Trip
-from fleet_router.request import choices_of, is_object, with_fields
+from fleet_router.request import choices_of, with_fields
 from fleet_router.upstream import Upstream
 from fleet_router.workers import Worker
 
@@ -46,10 +46,10 @@ EVENT_END: Final = b"\n\n"
 CRLF_EVENT_END: Final = b"\r\n\r\n"
 CRLF_SOUND_ENDS: Final[tuple[bytes, ...]] = (b"}" + CRLF_END, b"]" + CRLF_END)
 """Of reads of a stream whose lines end with CRLF: a line break alone may be half of an event's end."""
-DONE: Final = b"[DONE]"
-"""Of reads of a stream; what ends in another way is looked at."""
 BIG_READ_BYTES: Final = 1_024
 """A read of so much is progress, too: of an answer that comes as a whole."""
+LEAST_CHUNKED_BYTES: Final = len(framed(b"x")) + len(END)
+"""A body in chunks that is shorter is empty."""
 UNENDED_MOST_BYTES: Final = 8 * 1024 * 1024
 """Longest event, and longest answer that comes as a whole."""
 
@@ -302,12 +302,7 @@ class Answering(Metering):
         """A read that ends with an event that is no JSON object by its looks: half of one must not go to a client as a whole."""
         if not data.endswith(CHUNK_ENDS) or not self._ask.stream:
             return True
-        if data.endswith(CHUNK_END):
-            event = data.removesuffix(CHUNK_END).rpartition(EVENT_END)[2]
-        else:
-            event = data.removesuffix(CRLF_END).rpartition(CRLF_EVENT_END)[2]
-        at = event.find(b"data: ")
-        if at < 0 or (payload := event[at + 6 :]) == DONE or is_object(payload):
+        if last_is_sound(data):
             return True
         self._fault("the worker's event is not JSON")
         return False
@@ -339,7 +334,9 @@ class Answering(Metering):
         one = self._connection
         if one is None or not one.ended or self._outcome != "answered":
             return False
-        return not (self._tail + data).rstrip().endswith(b"}") if one.sized else not self._tail and data == END
+        if one.sized:
+            return not (self._tail + data).rstrip().endswith(b"}")
+        return self._unended + len(data) < LEAST_CHUNKED_BYTES
 
     def said_nothing(self) -> bool:
         """A 200 without a body, or with one that holds nothing: no request that we take has such an answer."""
@@ -382,8 +379,8 @@ class Answering(Metering):
     def end(self) -> None:
         """The answer is complete."""
         if (rest := self._keep_no_more()) and self._again is None:
-            self._client.write(self._head_bytes + rest)
-            self._head_bytes = b""
+            self._tell(self._without_usage(rest) if self._hides else rest)
+            self._count_tokens(rest, sound=False)
         self.send_head()  # an answer without a body
         if self._trip is not None:
             self._trip.ended(self.last_byte_at, self._gaps + 1)
@@ -445,8 +442,8 @@ class Answering(Metering):
         self._leave(self._outcome)
         self._keep_no_more()
         self._count_broken()
-        # inside a chunk an error event would be taken for its contents
-        whole = self._translation is not None or not self._tail or self._tail.endswith(CHUNK_ENDS)
+        # inside a chunk, or in a body that has none, an error event would be taken for its contents
+        whole = self._translation is not None or (self._splits and (not self._tail or self._tail.endswith(CHUNK_ENDS)))
         self._client.break_off(error, stream=self._ask.stream and whole)
 
     def _count(self, status: int) -> None:

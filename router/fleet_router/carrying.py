@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from fleet_router.admission.usage import BETWEEN
 from fleet_router.answering import EVENT_END
+from fleet_router.dialect.chat import DONE
 from fleet_router.ending import CHAT_PATH, END, framed, unframed
 from fleet_router.errors import RequestError
 from fleet_router.health.inband import broke_off_with, error_in
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 
 RESUMES_MOST: Final = 3
 """Of one stream."""
-LAST_EVENTS: Final[tuple[bytes, ...]] = (b"data: [DONE]" + CHUNK_END, b"data: [DONE]" + CRLF_END)
+LAST_EVENTS: Final[tuple[bytes, ...]] = (DONE + CHUNK_END, DONE + CRLF_END)
 """Ends of a read behind which nothing but the end of the body comes."""
 
 
@@ -107,7 +109,7 @@ class Carrying(Measuring):
         """The client has the stream's last event: only the end of the body is missing, which we can tell as well."""
         if self._translation is not None:
             return self._translation.complete
-        return self._tail.endswith(LAST_EVENTS)
+        return BETWEEN.sub(b"", self._tail).endswith(LAST_EVENTS)
 
     def _end_for(self) -> None:
         """The worker died behind its last word: there is nothing to carry on, and no error to tell."""

@@ -10,10 +10,13 @@ from typing import Any, Final
 import msgspec
 
 from fleet_router.admission.runaway import FINISH, Why
+from fleet_router.dialect.chat import payload_of
 from fleet_wire.unreadable import UNREADABLE
 
 CHAT_PATH: Final = b"/v1/chat/completions"
 END: Final = b"0\r\n\r\n"
+LAST_CHUNK: Final = b"0\r\n"
+"""Trailers may stand behind it (RFC 9112, 7.1.2)."""
 _EVENT_END: Final = re.compile(rb"(\r?\n\r?\n)")
 
 
@@ -62,7 +65,7 @@ def without_usage(read: bytes) -> tuple[bytes, tuple[int, int] | None]:
     """A read of a stream without the event that only tells what was used, and that: (input, output) tokens. As it is where its
     framing is not understood."""
     contents, rest = whole_chunks(read)
-    if rest not in (b"", END):
+    if rest and not rest.startswith(LAST_CHUNK):
         return read, None
     kept, told = [], None
     parts = _EVENT_END.split(contents)
@@ -76,7 +79,7 @@ def without_usage(read: bytes) -> tuple[bytes, tuple[int, int] | None]:
 
 def _usage_of(event: bytes) -> _Usage | None:
     try:
-        found = msgspec.json.decode(event.removeprefix(b"data: "), type=_TellsUsage)
+        found = msgspec.json.decode(payload_of(event.replace(b"\r\n", b"\n")), type=_TellsUsage)
     except UNREADABLE:
         return None
     return found.usage if found.choices == [] else None

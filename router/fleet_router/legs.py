@@ -225,15 +225,25 @@ class TranslatedLeg(DecodeLeg):
     def on_lost(self, reason: str) -> None:
         if self._out:  # read, but not handed on because what came with it was no HTTP
             self.on_raw(b"")
-        if not self._translation.stream:
-            self._translation.collected.clear()  # whoever is asked next answers from the beginning
         super().on_lost(reason)
 
+    def failed(self, why: str, *, gone: bool = False) -> None:
+        """See `DecodeLeg`."""
+        if not self._translation.stream:
+            self._translation.collected.clear()  # whoever is asked next answers from the beginning
+        super().failed(why, gone=gone)
+
     def _finish(self) -> None:
+        if self._translation.stream and not self._translation.complete:
+            self._failed_at_its_end("the worker's stream ended early")
+            return
         try:
             rest = self._translation.end()
         except RequestError as error:
-            self._flow.cut(error)
+            if is_object(collected := bytes(self._translation.collected)):
+                self._flow.cut(error)
+            else:
+                self._failed_at_its_end(f"the worker's answer is {'not JSON' if collected else 'empty'}")
             return
         if self._translation.stream:
             self._flow.raw(b"", framed(rest) + END)
@@ -242,6 +252,10 @@ class TranslatedLeg(DecodeLeg):
             self._flow.head(200, [(b"content-type", b"application/json"), (b"content-length", length)])
             self._flow.raw(bytes(self._translation.collected), rest)
         self._flow.end()
+
+    def _failed_at_its_end(self, why: str) -> None:
+        self._flow.end_leg()
+        self.failed(why)
 
 
 class ResumedLeg(DecodeLeg):

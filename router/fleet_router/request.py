@@ -19,6 +19,8 @@ from fleet_router.lengths import check_input, check_messages, check_text, too_ma
 from fleet_router.urls import check_urls
 from fleet_wire.unreadable import UNREADABLE
 
+MODEL_TOLD: Final = 200
+"""Characters of a name that nobody serves, which a refusal says back."""
 STRIPPED: Final = frozenset({
     "kv_transfer_params", "ec_transfer_params", "vllm_xargs", "cache_salt", "priority", "request_id", "session_id",
     "data_parallel_rank",
@@ -135,7 +137,7 @@ def _adapter_of(model: str, config: RouterConfig) -> str:
     if model == config.served_name:
         return ""
     if model not in config.adapters:
-        raise RequestError(404, f"The model `{model}` does not exist.", code="model_not_found", param="model")
+        raise RequestError(404, f"The model `{model[:MODEL_TOLD]}` does not exist.", code="model_not_found", param="model")
     return model
 
 

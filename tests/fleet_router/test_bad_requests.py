@@ -21,6 +21,7 @@ from tests.fleet_router.rig import BOUNDS, CONFIG, Rig, ask, run, until
         (b"[]", 400, "not a JSON object"),
         (b'{"model":"m"}', 400, "prompt is required"),
         (b'{"model":"x","prompt":"a"}', 404, "The model `x` does not exist."),
+        (b'{"model":"' + b"x" * 9_000 + b'","prompt":"a"}', 404, f"The model `{'x' * 200}` does not exist."),
         (b'{"model":7,"prompt":"a"}', 400, "model: Expected `str`, got `int`"),
         (b'{"model":"m","prompt":null}', 400, "prompt is required"),
         (b'{"prompt":"a"}', 400, "model is required"),

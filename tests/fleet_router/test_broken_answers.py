@@ -140,6 +140,27 @@ def test_r9_an_empty_answer_is_asked_for_elsewhere(more: dict[str, Any], path: s
     run(go, prefill=0, decode=2)
 
 
+@pytest.mark.parametrize(("status", "kind"), [(400, b"application/json"), (200, b"text/event-stream")])
+def test_no_event_stands_in_a_body_that_has_no_chunks(status: int, kind: bytes):
+    """Incident: a worker that died behind the head of a refusal. The error event, with its framing, was the body's first bytes,
+    and all of it where the refusal was to be shorter."""
+
+    async def go(rig: Rig) -> None:
+        async def dies(_: Any, writer: asyncio.StreamWriter) -> bool:
+            writer.write(b"HTTP/1.1 %d X\r\ncontent-type: %b\r\ncontent-length: 60\r\n\r\n" % (status, kind))
+            await writer.drain()
+            await asyncio.sleep(0.02)
+            writer.close()
+            return True
+
+        rig.decode[0].behave = dies
+        told, body = await rig.post(ask(prompt="short", stream=True))
+        assert (told, body) == (status, b"")
+        assert rig.context.metrics.streams_broken == 1
+
+    run(go, prefill=0)
+
+
 def test_a_refusal_that_was_not_told_is_not_counted():
     """Incident: the counter of another status went down."""
 

@@ -43,7 +43,7 @@ _USUAL: Final = re.compile(
     rb'"usage":\s?\{"prompt_tokens":\s?(\d{1,9}),\s?"total_tokens":\s?\d{1,9},\s?"completion_tokens":\s?(\d{1,9})[,}]'
 )
 """As vLLM writes it: found at once."""
-_BETWEEN: Final = re.compile(rb"\r\n[0-9a-fA-F]{1,8}(?:;[^\r\n]*)?\r\n")
+BETWEEN: Final = re.compile(rb"\r\n[0-9a-fA-F]{1,8}(?:;[^\r\n]*)?\r\n")
 """Between two chunks of a body (RFC 9112, 7.1): proxies cut where they like."""
 _OBJECT: Final = re.compile(rb"\s*:\s*\{")
 
@@ -88,7 +88,7 @@ def usage_in(body: bytes) -> tuple[int, int] | None:
 
 def tells_usage(read: bytes) -> bool:
     """A usage may stand in this read of a stream, wherever it is cut into chunks."""
-    joined = _BETWEEN.sub(b"", read)
+    joined = BETWEEN.sub(b"", read)
     return joined.find(TOLD) >= 0 or joined.find(TOLD_LAST) >= 0
 
 
@@ -99,7 +99,7 @@ def _usage_at(tail: bytes, at: int) -> tuple[int, int] | None:
         return int(usual[1]), int(usual[2])
     if at + 7 >= len(tail) or tail[at + 7] not in _BEHIND_NAME:
         return None
-    near = _BETWEEN.sub(b"", bytes(memoryview(tail)[at:][:TAIL_BYTES]))  # the size of a chunk is a number, too
+    near = BETWEEN.sub(b"", bytes(memoryview(tail)[at:][:TAIL_BYTES]))  # the size of a chunk is a number, too
     if _OBJECT.match(near, 7) is None:
         return None
     prompt = _number(near, b'"prompt_tokens"')
@@ -115,9 +115,9 @@ def _number(tail: bytes, name: bytes) -> int | None:
 def used_tokens(before: bytes, tail: bytes, events: int, charged: int) -> tuple[int, int]:
     """(input, output) tokens of a stream: the engine's own count in its last two reads of some length, also where a chunk ends in
     the middle of it, else an estimate with a token per event ([DONE] is an event, too)."""
-    found = usage_of(_BETWEEN.sub(b"", tail[-TAIL_BYTES:]))
+    found = usage_of(BETWEEN.sub(b"", tail[-TAIL_BYTES:]))
     if found is None and before:
-        found = usage_of(_BETWEEN.sub(b"", before[-TAIL_BYTES:] + tail))
+        found = usage_of(BETWEEN.sub(b"", before[-TAIL_BYTES:] + tail))
     return found or (charged, events - 1 if events > 1 else 0)
 
 

@@ -183,6 +183,11 @@ class Climb:
                 told = translation.feed(plain)
                 told += translation.end()
             except RequestError as error:
+                if not self._ask.stream:  # of a stream it has begun to tell, and cannot begin anew
+                    translation.collected.clear()
+                    translation.used = None
+                    self._climb("unreadable")
+                    return
                 self._end(draft, "failed", "failed")
                 self._refuse(error)
                 return

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Final
 
 import msgspec
@@ -12,6 +13,8 @@ from fleet_wire.unreadable import UNREADABLE
 
 MOST_EVENT_BYTES: Final = 1024 * 1024
 DONE: Final = b"[DONE]"
+_NULL: Final = msgspec.Raw(b"null")
+_NAMED_ERROR: Final = re.compile(rb"(?:^|\n)event: ?error(?:\n|$)")
 
 
 class Function(msgspec.Struct, frozen=True):
@@ -78,7 +81,14 @@ class Completion(msgspec.Struct, frozen=True):
     choices: list[Choice] = []
     usage: Usage | None = None
     created: int = 0
+    object: Any = None
+    """"error": it is one, without another level."""
     error: msgspec.Raw = msgspec.Raw()
+
+    @property
+    def told_error(self) -> bool:
+        """It tells of an error, in one of the ways of health/inband.py."""
+        return (bool(self.error) and self.error != _NULL) or self.object == "error"
 
     @property
     def choice(self) -> Choice | None:
@@ -129,7 +139,21 @@ class Events:
         *whole, self._rest = (self._rest + data).replace(b"\r\n", b"\n").split(b"\n\n")
         if len(self._rest) > MOST_EVENT_BYTES:
             raise RequestError(502, f"the worker sent an event longer than {MOST_EVENT_BYTES} bytes")
-        return [payload for event in whole if (payload := payload_of(event))]
+        return [payload for event in whole if (payload := _told(event))]
+
+
+def _told(event: bytes) -> bytes:
+    """Its payload; of an event that only its name says to be an error, one that says so itself."""
+    payload = payload_of(event)
+    if not payload or event.find(b"event:") < 0 or _NAMED_ERROR.search(event) is None:
+        return payload
+    try:
+        told = msgspec.json.decode(payload)
+    except UNREADABLE:
+        return msgspec.json.encode({"error": payload.decode(errors="replace")})
+    if isinstance(told, dict) and (told.get("error") or told.get("object") == "error"):
+        return payload
+    return msgspec.json.encode({"error": msgspec.Raw(payload)})
 
 
 def payload_of(event: bytes) -> bytes:

@@ -146,12 +146,12 @@ class ChatTranslation(Translation):
             self.complete = True
             return self.finished()
         chunk = completion(payload)
-        if chunk.error:
+        if chunk.told_error:
             self.broke = words_of(payload) or ""
             if self.broke:
                 return b""  # another worker may carry the stream on
             self.complete = True
-            words = bytes(chunk.error)[:500].decode(errors="replace")
+            words = (bytes(chunk.error) or payload)[:500].decode(errors="replace")
             return self.failed(RequestError(502, f"the worker broke the stream off: {words}"))
         self._know(chunk)
         return self.chunk(chunk)

@@ -179,7 +179,8 @@ class Again:
         try:
             found = msgspec.json.decode(payload)
             choices = found["choices"]
-            new = self._usage(found) if not choices else self._new(found, choices[0])
+            self._shift(found)
+            new = self._new(found, choices[0]) if choices else bool(found.get("usage")) and not self._said.usage
         except (*UNREADABLE, KeyError, TypeError, AttributeError) as error:
             raise DiffersError(f"the other worker's event cannot be read: {error!r}") from error
         if not new:
@@ -192,12 +193,12 @@ class Again:
         if self._text or self._ids:
             raise DiffersError("the other worker ends earlier")
 
-    def _usage(self, found: dict[str, Any]) -> bool:
+    def _shift(self, found: dict[str, Any]) -> None:
+        """What was used, as if one worker had said all: at the end, or in each event."""
         usage, skipped = found.get("usage"), self._start.tokens
-        if usage:
+        if usage and skipped:
             usage["prompt_tokens"] -= skipped
             usage["completion_tokens"] += skipped
-        return bool(usage) and not self._said.usage
 
     def _new(self, found: dict[str, Any], choice: dict[str, Any]) -> bool:
         """Leave out of `choice` what the client has; False when nothing is left."""

@@ -6,8 +6,12 @@ always ends with an event and is handed on as it is.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import ClassVar, Final
+
+from fleet_router.admission.usage import BETWEEN
+from fleet_router.request import is_object
 
 CHUNK_END: Final = b"\n\n\r\n"
 """The end of a chunk that ends with an event. Inside JSON a line break is escaped."""
@@ -16,6 +20,13 @@ CRLF_END: Final = b"\r\n\r\n\r\n"
 CHUNK_ENDS: Final[tuple[bytes, ...]] = (CHUNK_END, CRLF_END)
 ENDS: Final[tuple[bytes, ...]] = (CHUNK_END, b"\r\n0\r\n\r\n", CRLF_END)
 """Ends of a read after which something else may follow."""
+_ODD_ENDS: Final[tuple[bytes, ...]] = (b"\r\n\n\r\n", CRLF_END)
+"""Those that the line of a chunk's size may be a part of."""
+_SIZED: Final = re.compile(rb"(?:\A|(.)\r\n)([0-9a-fA-F]{1,8})(?:;[^\r\n]*)?\r\n(\r?\n)\r\n\Z", re.DOTALL)
+_SIZED_BYTES: Final = 96
+_EVENT_ENDS: Final = {CHUNK_END: b"\n\n", CRLF_END: b"\r\n\r\n"}
+_DATA: Final = b"data: "
+_DONE: Final = b"[DONE]"
 STREAM_MOST_BYTES: Final = 1024 * 1024
 ROOM_BYTES: Final = 32 * 1024 * 1024
 READS_MOST: Final = 64
@@ -24,9 +35,41 @@ STEP_BYTES: Final = 16 * 1024
 """Room is taken in steps of so much."""
 
 
+def ends(data: bytes, until: int) -> bool:
+    """So many of these bytes, which end with one of ENDS, are an event's end. The line breaks may as well be those of a chunk's
+    size and of what it begins with: of an event whose end is in a chunk of its own."""
+    if not data.endswith(_ODD_ENDS, 0, until):
+        return True
+    found = _SIZED.search(data, max(0, until - _SIZED_BYTES), until)
+    return found is None or (int(found[2], 16) == len(found[3]) and found[1] in (None, b"\n"))
+
+
 def events_end(data: bytes, until: int) -> int:
     """Where the last chunk before `until` ends that ends with an event; 0: there is none."""
-    return max(at + len(end) if (at := data.rfind(end, 0, until)) >= 0 else 0 for end in CHUNK_ENDS)
+    return max(_last_end(data, until, end) for end in CHUNK_ENDS)
+
+
+def _last_end(data: bytes, until: int, end: bytes) -> int:
+    while (at := data.rfind(end, 0, until)) >= 0:
+        if ends(data, at + len(end)):
+            return at + len(end)
+        until = at + len(end) - 1
+    return 0
+
+
+def last_is_sound(read: bytes) -> bool:
+    """The last event of a read that ends with one of CHUNK_ENDS is a JSON object, or no `data:` of it is seen here."""
+    return _last_is_sound(read) or _last_is_sound(BETWEEN.sub(b"", read))
+
+
+def _last_is_sound(read: bytes) -> bool:
+    end = CHUNK_END if read.endswith(CHUNK_END) else CRLF_END
+    _, before, event = read.removesuffix(end).rpartition(_EVENT_ENDS[end])
+    at = 0 if before and event.startswith(_DATA) else event.rfind(b"\n" + _DATA) + 1
+    if not event.startswith(_DATA, at) or (not at and not before):
+        return True  # what looks so may be text of a model
+    payload = event[at + len(_DATA) :]
+    return payload == _DONE or is_object(payload)
 
 
 @dataclass
@@ -57,7 +100,7 @@ class Sent:
 
     def whole(self, data: bytes) -> bytes:
         """One more read; what may go out: up to the end of its last event."""
-        if self._rest or not data.endswith(ENDS):
+        if self._rest or not data.endswith(ENDS) or not ends(data, len(data)):
             data = self._up_to_an_end(self._rest + data)
         self.keep(data)
         return data
@@ -84,7 +127,7 @@ class Sent:
         self._kept, self._size, self._joined = [data], len(data), 0
 
     def _up_to_an_end(self, data: bytes) -> bytes:
-        at = len(data) if data.endswith(ENDS) else events_end(data, len(data))
+        at = len(data) if data.endswith(ENDS) and ends(data, len(data)) else events_end(data, len(data))
         self._rest = data[at:]
         return data[:at]
 
@@ -125,4 +168,6 @@ class Halves(Sent):
 
     def whole(self, data: bytes) -> bytes:
         """See `Sent`."""
-        return self._up_to_an_end(self._rest + data) if self._rest or not data.endswith(ENDS) else data
+        if not self._rest and data.endswith(ENDS) and ends(data, len(data)):
+            return data
+        return self._up_to_an_end(self._rest + data)

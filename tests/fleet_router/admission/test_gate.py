@@ -182,6 +182,74 @@ def test_bytes_stay_within_their_bound_whoever_gives_way():
     assert (gate.waiting_bytes, low.state) == (QUEUE_BYTES, "waiting")
 
 
+def test_the_last_free_place_and_the_last_free_byte_are_given():
+    gate = gate_of(2, per_slot=1)
+    come(gate)
+    come(gate)
+    (_, one), (last, two) = (come(gate, slo_class=LOW) for _ in range(2))
+    assert (one, two) == ([], [])
+    assert come(gate, "b", LOW)[1] == [last]
+    assert come(gate, "b", LOW)[1] == Full("queue_share", 1)  # half of two each is what it may have
+    gate = gate_of(1, per_slot=100)
+    come(gate)
+    come(gate, slo_class=LOW, size=QUEUE_BYTES - 7)
+    assert come(gate, "b", LOW, size=7)[1] == []
+    assert gate.waiting_bytes == QUEUE_BYTES
+    low = gate.late(1e9)
+    assert ([one.size for one in low], gate.waiting_bytes, gate.waiting) == ([QUEUE_BYTES - 7, 7], 0, 0)
+
+
+def test_who_would_hold_as_much_as_the_largest_takes_nobodys_place():
+    gate = gate_of(1, per_slot=3)
+    come(gate)
+    for tenant in "aab":
+        come(gate, tenant)
+    assert come(gate, "b")[1] == Full("queue_share", 1)
+
+
+def test_a_tenant_whose_requests_have_left_takes_no_share():
+    gate = gate_of(1, per_slot=2)
+    come(gate)
+    come(gate, "a")
+    gate.leave(come(gate, "b")[0])
+    come(gate, "a")
+    assert come(gate, "a")[1] == Full("overloaded", 1)
+
+
+def test_who_begins_later_counts_in_the_rate_as_well():
+    gate = gate_of(1)
+    first, _ = come(gate)
+    come(gate)
+    gate.leave(first)
+    gate.next()
+    assert gate.starts == 2
+
+
+def test_of_two_lower_classes_the_lowest_gives_way_and_of_it_who_holds_most():
+    gate = gate_of(2, per_slot=2)
+    come(gate)
+    come(gate)
+    middle = come(gate, "m", MIDDLE)[0]
+    low = [come(gate, tenant, LOW)[0] for tenant in "aba"]
+    assert come(gate, "h", HIGH)[1] == [low[2]]
+    assert come(gate, "h", HIGH)[1] in ([low[0]], [low[1]])
+    assert come(gate, "h", HIGH)[1] in ([low[0]], [low[1]])
+    assert come(gate, "h", HIGH)[1] == [middle]
+    assert come(gate, "h", HIGH)[1] == Full("overloaded", 1)  # nobody is below it
+    assert gate.lengths() == {"interactive": 4, "default": 0, "batch": 0}
+
+
+def test_requests_of_a_class_are_not_turned_away_for_those_below_it():
+    gate = gate_of(10, per_slot=4)
+    for _ in range(10):
+        come(gate)
+    for second in range(6):
+        gate.sample(float(second))
+    assert [come(gate, slo_class=LOW)[1] for _ in range(LEAST)] == [[]] * LEAST
+    assert [come(gate, slo_class=HIGH, now=5.0)[1] for _ in range(LEAST)] == [[]] * LEAST
+    assert come(gate, slo_class=HIGH, now=5.0)[1] == Full("overloaded", 1)
+
+
 class Machine(RuleBasedStateMachine):
     """Requests come, wait, start, leave, expire; slots come and go."""
 
@@ -225,9 +293,12 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def start(self) -> None:
+        passed_over = dict(self.gate._passed_over)
         while (ticket := self.gate.next()) is not None:
             highest = max(one.lane.slo_class.priority for one in self.waiting)
-            assert ticket.lane.slo_class.priority == highest or ticket in self.waiting
+            mine = ticket.lane.slo_class
+            assert mine.priority == highest or passed_over[mine.name] >= STARVED
+            passed_over = dict(self.gate._passed_over)
             self.waiting.remove(ticket)
             self.running.append(ticket)
 

@@ -87,6 +87,9 @@ READS: list[Any] = [
     pytest.param([framed(text(0) + TOLD[:40]), framed(TOLD[40:] + DONE) + END], id="cut-across-chunks"),
     pytest.param([b"".join(framed(TOLD_LATE[at:][:9]) for at in range(0, len(TOLD_LATE), 9)) + END], id="cut-in-both-names"),
     pytest.param([framed((text(0) + TOLD + DONE).replace(b"\n", b"\r\n")) + END], id="crlf"),
+    pytest.param([framed((text(0) + TOLD + DONE).replace(b"data: ", b"data:")) + END], id="no-space"),
+    pytest.param([framed(b": ping\nid: 1\n" + one) for one in (text(0), TOLD, DONE)] + [END], id="lines-before"),
+    pytest.param([framed((b"id: 1\n" + TOLD + DONE + text(0)).replace(b"\n", b"\r\n")) + END], id="crlf-lines-before"),
 ]
 
 
@@ -100,6 +103,22 @@ def test_a_count_that_only_we_asked_for_goes_to_nobody_however_it_is_cut(reads: 
         said = unframed(got.partition(b"\r\n\r\n")[2])
         assert (charged(rig), b"prompt_tokens" in said, b"w0" in said, b"[DONE]" in said) == ((1500, 40), False, True, True)
         assert got.endswith(END)
+
+    run(go, prefill=0)
+
+
+def test_a_count_that_is_held_to_the_end_goes_to_nobody_either():
+    """The last event was cut in its end, and a trailer stood behind it: the client got our count, and paid for the events."""
+
+    async def go(rig: Rig) -> None:
+        metered(rig)
+        said = (text(0) + TOLD + DONE).replace(b"\n", b"\r\n")
+        chunks = [framed(said[:9]), framed(said[9:-3]), framed(said[-3:]), b"0\r\nx-trailer: 1\r\n\r\n"]
+        rig.decode[0].behave = streams([b"".join(chunks)])
+        got = await rig.raw(http(ask(prompt="short", stream=True), KEY, "connection: close"))
+        assert charged(rig) == (1500, 40)
+        assert (b"prompt_tokens" in got, b"w0" in got, b"[DONE]" in got) == (False, True, True)
+        assert got.endswith(chunks[-1])
 
     run(go, prefill=0)
 

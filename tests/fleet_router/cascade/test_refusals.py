@@ -12,7 +12,8 @@ import pytest
 from fleet_router.cascade.climb import Climb
 from fleet_router.config import TierRule
 from tests.fleet_router.cascade.ladder import CHAT, SMALL, TALK, Ladder, climbing, config
-from tests.fleet_router.chat_worker import says
+from tests.fleet_router.chat_worker import CALL, says
+from tests.fleet_router.fake_worker import answer
 from tests.fleet_router.rig import http, until
 
 SAID = b'{"error":{"message":"temperature is 9","param":"temperature"}}'
@@ -105,3 +106,22 @@ def test_a_request_that_was_never_begun_is_no_draft(leaves: bool):
         assert drafts == {'fleet_router_drafts_total{tier="small",outcome="kept"}': 2}
 
     climbing(go, config(worker_slots=1))
+
+
+def test_a_draft_that_its_dialect_cannot_tell_is_the_next_tiers_turn():
+    """Small models write calls that are no JSON: Anthropic's clients were told 502, and the large model was not asked."""
+
+    async def go(ladder: Ladder) -> None:
+        call = {**CALL, "function": {"name": "f", "arguments": '{"city": Bonn'}}
+
+        async def calls(_: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+            answer(writer, 200, {"choices": [{"message": {"tool_calls": [call]}, "finish_reason": "tool_calls"}]})
+            return True
+
+        ladder.behave("small", calls)
+        status, tier, body = await ladder.talk("/v1/messages", max_tokens=9, **TALK)
+        assert (status, tier, json.loads(body)["content"][0]["text"]) == (200, "large", "large")
+        assert ladder.counted()['fleet_router_drafts_total{tier="small",outcome="unreadable"}'] == 1
+        assert ladder.asked == {"small": 1, "large": 1}
+
+    climbing(go, config())

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
-from tests.fleet_router.chat_worker import CALL, THOUGHT, events, says
+from fleet_router.ending import END, framed
+from fleet_router.flow import Flow
+from tests.fleet_router.chat_worker import CALL, TEXT, THOUGHT, events, says
 from tests.fleet_router.fake_worker import answer
-from tests.fleet_router.rig import Rig, run
+from tests.fleet_router.rig import Rig, run, until
 
 ASKED: dict[str, dict[str, Any]] = {
     "/v1/messages": {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "short"}]},
@@ -109,6 +111,82 @@ def test_a_call_of_a_named_tool_is_a_use_of_a_tool(streamed: bool, finish: str, 
         assert (status, said["stop_reason"], said["stop_sequence"]) == (200, reason, stop)
 
     run(go, prefill=0)
+
+
+@pytest.mark.parametrize("path", ASKED)
+@pytest.mark.parametrize(
+    ("said", "streamed"),
+    [(b"", False), (b'{"choices": [', False), (b"<html>", False), (b"", True), (b": nothing\n\n", True)],
+    ids=["empty", "half", "html", "empty-stream", "comment"],
+)
+def test_r9_an_answer_that_is_none_is_asked_for_elsewhere(path: str, said: bytes, streamed: bool):
+    """It was so in OpenAI's own dialect: of others each client was told 502, and nothing was known against the worker."""
+
+    async def go(rig: Rig) -> None:
+        async def broken(_: Any, writer: asyncio.StreamWriter) -> bool:
+            for worker in rig.decode:
+                worker.behave = says([{"content": "whole"}])
+            body = framed(said) + END if streamed else said
+            framing = b"transfer-encoding: chunked" if streamed else b"content-length: %d" % len(said)
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: x/y\r\n%b\r\n\r\n%b" % (framing, body))
+            return True
+
+        for worker in rig.decode:
+            worker.behave = broken
+        status, body = await rig.post({**ASKED[path], "stream": streamed}, path)
+        assert (status, b"whole" in body, b"error" in body.replace(b'"error":null', b"")) == (200, True, False)
+        assert rig.context.metrics.of("t", "r").errors == 1
+
+    run(go, prefill=0, decode=2)
+
+
+@pytest.mark.parametrize("path", ASKED)
+def test_half_an_answer_of_a_worker_that_fell_silent_is_no_part_of_the_next_ones(path: str):
+    """Who was asked next answered in full, and its client was told 502: half of the first answer stood before it."""
+
+    async def go(rig: Rig) -> None:
+        async def half(_: Any, writer: asyncio.StreamWriter) -> bool:
+            for worker in rig.decode:
+                worker.behave = says([{"content": "whole"}])
+            writer.write(b'HTTP/1.1 200 OK\r\ncontent-length: 999\r\n\r\n{"choices": [')
+            return True
+
+        for worker in rig.decode:
+            worker.behave = half
+        posted = asyncio.create_task(rig.post(ASKED[path], path))
+        await until(lambda: sum(len(worker.seen) for worker in rig.decode) == 1)
+        await asyncio.sleep(0.02)
+        (connection,) = rig.connections
+        assert isinstance(connection.flow, Flow)
+        connection.flow.silent()
+        status, body = await posted
+        assert (status, b"whole" in body) == (200, True)
+
+    run(go, prefill=0, decode=2)
+
+
+@pytest.mark.parametrize(("determined", "told"), [(True, "done"), (False, "refused")])
+@pytest.mark.parametrize("path", ASKED)
+def test_a_stream_that_ends_before_its_last_event_is_broken(path: str, determined: bool, told: str):
+    """A worker whose streams ended early was counted as one that answers, and nobody was asked for the rest."""
+
+    async def go(rig: Rig) -> None:
+        async def early(_: Any, writer: asyncio.StreamWriter) -> bool:
+            for worker in rig.decode:
+                worker.behave = says(TEXT)
+            return await says(TEXT[:2], end=False)({"stream": True}, writer)
+
+        for worker in rig.decode:
+            worker.behave = early
+        _, body = await rig.post({**ASKED[path], "stream": True, **({"temperature": 0} if determined else {})}, path)
+        deltas = [line for line in body.split(b"\n") if b"_delta" in line or b".delta" in line]
+        said = [word for word in (b'"Hel"', b'"lo."') for line in deltas if word in line]
+        assert said == [b'"Hel"', b'"lo."'][: 1 + determined]
+        assert (b"ended early" in body) is not determined
+        assert rig.context.metrics.resumed == {told: 1}
+        assert (rig.context.metrics.of("t", "r").errors, rig.context.metrics.streams_broken) == (1, int(not determined))
+
+    run(go, prefill=0, decode=2)
 
 
 @pytest.mark.parametrize("path", ASKED)

@@ -24,6 +24,8 @@ SHAPES = {
     "text": b'data: {"error": "EngineCore died."}\n\n',
     "object": b'data: {"object": "error", "message": "EngineCore died.", "code": 500}\n\n',
     "event": b"event: error\ndata: " + SAID + b"\n\n",
+    "name": b'event: error\ndata: {"message": "EngineCore died.", "code": 500}\n\n',
+    "name and text": b"id: 1\nevent:error\ndata: EngineCore died.\n\n",
 }
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 DONE = b"data: [DONE]\n\n"
@@ -119,15 +121,40 @@ def test_b7_any_other_stream_ends_with_an_error_and_no_done(path: str, cut: str)
     run(go, prefill=0, decode=2)
 
 
+@pytest.mark.parametrize("path", list(BODIES))
 @pytest.mark.parametrize("shape", list(SHAPES))
-def test_b7_however_an_engine_says_it(shape: str):
+def test_b7_however_an_engine_says_it(shape: str, path: str):
+    """In another dialect an `object` that is an error was passed over: half an answer was told as a whole one."""
+
     async def go(rig: Rig) -> None:
         dies(rig, SHAPES[shape], 5, "by chunk")
-        _, got = await rig.post(GREEDY)
-        assert (text_of("", got), b"EngineCore" in got, got.count(b"[DONE]")) == (ALL, False, 1)
+        _, got = await rig.post({**BODIES[path], "temperature": 0}, path)
+        ends = {"/v1/messages": b"event: message_stop", "/v1/responses": b"event: response.completed"}
+        incomplete = got.count(b"event: response.incomplete")  # the limit ended it
+        ended = got.count(ends.get(path, b"[DONE]")) + incomplete
+        assert (text_of(path, got), b"EngineCore" in got, ended) == (ALL, False, 1)
         assert rig.context.metrics.resumed == {"done": 1}
 
     run(go, prefill=0, decode=2)
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+def test_an_error_that_is_null_is_none(path: str):
+    """Other dialects took each chunk of such an engine for an error."""
+
+    async def go(rig: Rig) -> None:
+        async def behave(_: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+            made = events(tokens([5, 6, 7], 40), chat=True, with_ids=False)
+            writer.write(
+                b"".join([HEAD, *(framed(one.replace(b'{"id"', b'{"error": null, "id"')) for one in made), b"0\r\n\r\n"])
+            )
+            return True
+
+        rig.decode[0].behave = behave
+        _, got = await rig.post({**BODIES[path], "temperature": 1}, path)
+        assert text_of(path, got) == ALL
+
+    run(go, prefill=0)
 
 
 def test_b7_an_engine_that_dies_every_time_is_put_out():

@@ -9,13 +9,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from fleet_router.asked import Ask
 from fleet_router.follow.liveness import alive
-from fleet_router.health.patience import MARGIN, budget_s, whole_answer_s
+from fleet_router.health.patience import budget_s, whole_answer_s
 from fleet_router.health.silence import Waits, silent
 from fleet_router.policy.candidate import Candidate
 from fleet_router.policy.estimate import Line
-from fleet_router.request import BYTES_PER_TOKEN
+from fleet_router.request import parse_alone, parse_body
 from fleet_router.watching import Probes, watch
 from fleet_wire.endpoints import Endpoint
 from tests.fleet_router.fake_worker import FakeWorker, answer
@@ -66,26 +65,44 @@ def test_what_an_answer_may_take(more: dict[str, Any], found: float):
     assert whole_answer_s(**(usual | more)) == pytest.approx(found)
 
 
+BUDGET = msgspec.structs.replace(CONFIG, first_token_deadline_s=60.0, whole_answer_most_s=600.0, max_output_tokens=1_000)
+
+
 @pytest.mark.parametrize(
-    ("more", "max_tokens", "alone", "found"),
+    ("more", "learnt", "found"),
     [
-        pytest.param({}, 10, False, 10 * 0.3 * 2, id="the gap of one stream"),
-        pytest.param({"inflight": 3}, 10, False, 10 * 0.3 * 5, id="this stream is the fourth"),
-        pytest.param({"free_at": 107.0}, 10, False, 7.0 + 6.0, id="7 s of others' prompts first"),
-        pytest.param({"free_at": 40.0}, 10, False, 6.0, id="its queue is empty since a minute"),
-        pytest.param({"base_s": 0.5, "token_s": 0.01}, 10, False, 6.0 + MARGIN * (0.5 + 0.01 * 200), id="its prompt"),
-        pytest.param({}, None, False, 4096 * 0.6, id="no limit given: the fleet's"),
-        pytest.param({}, 10, True, 0.0, id="nothing is generated"),
+        pytest.param({"max_tokens": 100}, {}, 60 + 3 * 0.01 + 100 * 0.06, id="its own limit"),
+        pytest.param({"max_completion_tokens": 10, "max_tokens": 100}, {}, 60 + 3 * 0.01 + 100 * 0.06, id="the larger of two"),
+        pytest.param({}, {}, 60 + 3 * 0.01 + 1_000 * 0.06, id="the fleet's limit where it gives none"),
+        pytest.param({"max_tokens": 1}, {"free_at": 130.0}, 60 + 30 + 3 * 0.01 + 0.06, id="behind others"),
+        pytest.param({"max_tokens": 1}, {"free_at": 40.0}, 60 + 3 * 0.01 + 0.06, id="nobody is before it"),
+        pytest.param({"max_tokens": 1}, {"token_s": 0.001}, 60 + 3 * (0.01 + 0.001 * 9_000 / 3) + 0.06, id="a long prompt"),
+        pytest.param(
+            {"max_tokens": 1, "prompt": [9_999] * 600}, {"token_s": 0.001}, 60 + 3 * (0.01 + 0.6) + 0.06, id="token ids"
+        ),
+        pytest.param({"max_tokens": 100}, {"inflight": 4}, 60 + 3 * 0.01 + 100 * 3 * (0.02 + 5 * 0.01), id="a crowd, and itself"),
+        pytest.param({"max_tokens": 1_000}, {"inflight": 99}, 600, id="the bound"),
     ],
 )
-def test_what_this_request_may_take_at_this_worker(more: dict[str, Any], max_tokens: int | None, alone: bool, found: float):
-    config = msgspec.structs.replace(CONFIG, whole_answer_most_s=1e9)
-    usual = {"inflight": 0, "base_s": 0.0, "token_s": 0.0, "gap": Line(0.1, 0.1, 1.0)}
-    fields = {} if max_tokens is None else {"max_tokens": msgspec.Raw(b"%d" % max_tokens)}
-    size = int(200 * BYTES_PER_TOKEN) - sum(len(bytes(value)) for value in fields.values())
-    ask = Ask(fields, b"x" * size, False, None, alone)
-    worker = Candidate("d", "decode", ("large", "h"), **(usual | more))
-    assert budget_s(ask, config, worker, 100.0) == pytest.approx(60.0 + found)
+def test_what_this_answer_may_take_at_this_worker(more: dict[str, Any], learnt: dict[str, Any], found: float):
+    """It was seen by no test: each part of it could be left out, and a prompt counted twice, token ids by their digits."""
+    long = "token_s" in learnt
+    body = msgspec.json.encode({"model": "m", "prompt": "x" * 9_000 if long else "", **more})
+    ask = parse_body(body, False, BUDGET)
+    fields = {
+        "inflight": 0,
+        "token_s": 0.0,
+        "base_s": 0.01,
+        "gap": Line(0.02, 0.01 if "inflight" in learnt else 0.0, 1.0),
+        **learnt,
+    }
+    worker = Candidate("u", "decode", ("t", "c"), **fields)
+    assert budget_s(ask, BUDGET, worker, 100.0) == pytest.approx(found, rel=2e-3)
+
+
+def test_what_generates_nothing_may_take_what_a_first_token_may():
+    ask = parse_alone(b'{"model": "m", "input": "x"}', BUDGET)
+    assert budget_s(ask, BUDGET, Candidate("u", "decode", ("t", "c"), 0, base_s=1.0, token_s=0.0), 0.0) == pytest.approx(63.0)
 
 
 @pytest.mark.parametrize(

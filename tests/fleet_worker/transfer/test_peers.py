@@ -3,144 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
-import msgspec
 import pytest
-import torch
 import zmq
 
-from fleet_wire.kv import KvReference
-from fleet_wire.sidechannel import Confirm, Granted, Hello, Message, Refused, Renew, Welcome
-from fleet_worker.transfer.base import FetchResult, KvPool, KvTransferError
+from fleet_wire.sidechannel import Confirm, Granted, Hello, Refused, Renew
+from fleet_worker.transfer.base import KvTransferError
 from fleet_worker.transfer.faults import Faults
 from fleet_worker.transfer.holding import Holder
-from fleet_worker.transfer.owner import SERVING_WINDOW_S, Owner, TransferSettings
-from fleet_worker.transfer.peers import IDLE_S, Peer, Peers
-from fleet_worker.transfer.reader import STUCK_S, Pull, Reader, StuckReadError
-
-LEASE_S = 30.0
-MEMORY = torch.zeros((64, 4096), dtype=torch.uint8)
-POOL = KvPool(MEMORY.data_ptr(), 4096, 64, 16)
-SETTINGS = TransferSettings("127.0.0.1", 5600, "same", lease_s=LEASE_S, read_timeout_s=1000.0)
-
-
-def reference(host: str = "10.0.0.1", epoch: str = "now", **change: Any) -> KvReference:
-    made = KvReference(
-        do_remote_prefill=True, remote_block_ids=(3,), remote_engine_id="engine", remote_request_id="r", remote_host=host,
-        remote_port=5600, remote_num_tokens=16, lease_id=f"lease-{host}", lease_generation=7, remote_epoch=epoch, digest="0" * 16,
-    )  # fmt: skip
-    return msgspec.structs.replace(made, **change)
-
-
-def welcome(call: int, epoch: str = "now", agent: bytes = b"engine") -> Welcome:
-    return Welcome(call=call, engine_id="engine", epoch=epoch, agent=agent, base_address=0, block_bytes=4096, num_blocks=64)
-
-
-class Agent:
-    """NIXL, whose reads end when the test says so."""
-
-    def __init__(self) -> None:
-        self.known: list[str] = []
-        self.made_known = 0
-        self.state = self.posted = "PROC"
-        self.handles, self.reads = 0, 0
-
-    def add_remote_agent(self, metadata: bytes) -> bytes:
-        if metadata == b"broken":
-            raise RuntimeError("NIXL_ERR_MISMATCH")
-        name = metadata.decode()
-        self.made_known += 1
-        self.known += [] if name in self.known else [name]
-        return metadata
-
-    def remove_remote_agent(self, name: str) -> None:
-        self.known.remove(name)
-
-    def get_xfer_descs(self, descriptors: list[Any], _: str) -> list[Any]:
-        return descriptors
-
-    def initialize_xfer(self, *_: Any) -> object:
-        self.handles += 1
-        return object()
-
-    def transfer(self, _: object) -> str:
-        self.reads += 1
-        return self.posted
-
-    def check_xfer_state(self, _: object) -> str:
-        return self.state
-
-    def release_xfer_handle(self, _: object) -> None:
-        self.handles -= 1
-
-
-class NoProver:
-    def proofs(self) -> list[Any]:
-        return []
-
-    def ask(self, *_: Any) -> None:
-        return None
-
-
-class SaidPeers(Peers):
-    """Peers whose questions the test answers."""
-
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], most: int = 8) -> None:
-        super().__init__(context, 5.0, Faults(), most)
-        self.asked: list[tuple[float, Peer, Message]] = []
-
-    def call(self, peer: Peer, make: Callable[[int], Any], now: float, on_answer: Any) -> None:
-        super().call(peer, make, now, on_answer)
-        self.asked.append((now, peer, make(self._next_call)))
-
-    def told(self, kind: type[Message]) -> list[tuple[float, Any]]:
-        return [(now, message) for now, _, message in self.asked if isinstance(message, kind)]
-
-    def answer(self, make: Callable[[int], Message]) -> None:
-        """Answer the last question."""
-        _, peer, message = self.asked[-1]
-        self._tell(peer.calls.pop(message.call), make(message.call))  # type: ignore[arg-type]
-
-
-class Rig:
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], most: int = 8) -> None:
-        self.peers, self.agent, self.done = SaidPeers(context, most), Agent(), list[FetchResult]()
-        self.faults = Faults()
-        self.reader = Reader(SETTINGS, POOL, self.agent, self.peers, NoProver(), self.done.append, self.faults)  # type: ignore[arg-type]
-
-    def pull(self, name: str, ref: KvReference) -> None:
-        self.reader.begin(Pull(name, ref, [3], [1], ref.digest, time.monotonic()))
-
-    def ended(self, *, lingering: bool = False) -> dict[str, str]:
-        """Whose blocks came back; `lingering`: who was told, and whose did not."""
-        over = {result.request_id: result for result in self.done}  # of two reports the last one
-        return {name: one.error.reason if one.error else "" for name, one in over.items() if one.lingers is lingering}
-
-
-class Kept(zmq.Context):  # type: ignore[type-arg]
-    """Holds its sockets until the test is over."""
-
-    def socket(self, *args: Any, **more: Any) -> Any:
-        made = super().socket(*args, **more)
-        self.__dict__.setdefault("kept", []).append(made)
-        return made
-
-
-@pytest.fixture
-def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
-    made = Kept()
-    yield made
-    made.destroy(linger=0)
-
-
-@pytest.fixture
-def rig(context: zmq.Context[zmq.Socket[bytes]]) -> Rig:
-    return Rig(context)
+from fleet_worker.transfer.owner import SERVING_WINDOW_S, Owner
+from fleet_worker.transfer.peers import IDLE_S, Peers
+from fleet_worker.transfer.reader import Pull
+from tests.fleet_worker.transfer.reading import (
+    LEASE_S,
+    POOL,
+    SETTINGS,
+    Rig,
+    SaidPeers,
+    reference,
+    welcome,
+)
 
 
 # -- what an owner says of itself -------------------------------------------------------------------------------------------
@@ -348,130 +231,6 @@ def test_a_read_from_an_owner_that_says_nothing_ends_with_its_first_unanswered_r
     rig.agent.state = "DONE"
     rig.reader.advance(begun + 61)
     assert (rig.ended(), len(rig.done)) == ({"r": "timeout"}, 2)
-
-
-def test_an_owner_that_lives_is_greeted_again_and_not_made_known_again(rig: Rig, monkeypatch: pytest.MonkeyPatch):
-    """Incident: each time that a live owner was forgotten (nobody had asked it for a quarter of an hour) and needed again, UCX
-    kept two more sockets at either end for ever."""
-    monkeypatch.setattr("fleet_worker.transfer.reader.SPARE_AGENTS", 1)
-    rig.agent.state = "ERR"
-    for round_ in range(3):
-        rig.pull(f"r{round_}", reference())
-        rig.peers.answer(welcome)
-        rig.reader._end(rig.reader._pulls[f"r{round_}"], KvTransferError("lease-unknown", "too late"))
-        rig.reader._forget(rig.peers.get("10.0.0.1", 5600, 0.0))
-    assert (rig.agent.known, rig.agent.made_known) == (["engine"], 1)
-    rig.pull("other", reference("10.0.0.9", remote_engine_id="next"))
-    rig.peers.answer(lambda call: msgspec.structs.replace(welcome(call, agent=b"next"), engine_id="next"))
-    rig.reader._end(rig.reader._pulls["other"], KvTransferError("lease-unknown", "too late"))
-    rig.reader._forget(rig.peers.get("10.0.0.9", 5600, 0.0))
-    assert rig.agent.known == ["next"], "of too many the one goes that nobody needed for longest"
-    rig.pull("last", reference("10.0.0.9", remote_engine_id="next"))
-    rig.peers.answer(lambda call: msgspec.structs.replace(welcome(call, agent=b"next"), engine_id="next"))
-    rig.reader.advance(time.monotonic())
-    assert (rig.ended()["last"], rig.agent.known) == ("read", []), "a connection that failed is not used again"
-
-
-def test_an_owner_that_is_forgotten_and_greeted_again_loses_no_read_in_flight(rig: Rig):
-    """Incident: of a read from an owner that NIXL was told to forget nobody knew when it was over."""
-    rig.pull("lingering", reference())
-    rig.peers.answer(welcome)
-    rig.reader._forget(rig.peers.get("10.0.0.1", 5600, 0.0))
-    rig.pull("next", reference())
-    rig.agent.add_remote_agent = None  # type: ignore[assignment,method-assign]
-    rig.peers.answer(welcome)
-    assert rig.reader._pulls["next"].reading is not None
-    rig.agent.state = "ERR"
-    rig.reader.advance(time.monotonic())
-    assert rig.ended() == {"lingering": "read", "next": "read"}
-    assert rig.agent.known == []
-
-
-@pytest.mark.parametrize(("state", "known"), [("DONE", ["engine"]), ("ERR", [])])
-def test_what_becomes_of_a_lingering_read_says_whether_its_connection_is_used_again(rig: Rig, state: str, known: list[str]):
-    rig.pull("r", reference())
-    rig.peers.answer(welcome)
-    rig.reader.advance(time.monotonic() + SETTINGS.read_timeout_s + 1)
-    rig.agent.state = state
-    rig.reader.advance(time.monotonic())
-    assert (rig.ended(), rig.agent.known) == ({"r": "timeout"}, known)
-
-
-@pytest.mark.parametrize(
-    ("blocks", "late_s", "ends"),
-    [
-        (1, 121, False),
-        (1, STUCK_S - 1, False),
-        (1, STUCK_S + 1, True),
-        (POOL.num_blocks // 2, 121, False),
-        (POOL.num_blocks // 2 + 1, 119, False),
-        (POOL.num_blocks // 2 + 1, 121, True),
-    ],
-)
-def test_a_read_that_does_not_end_at_all_ends_the_engine(rig: Rig, blocks: int, late_s: float, ends: bool):
-    """Not soon: a node without power is nobody's fault who read from it, and its kernel tells after a quarter of an hour."""
-    rig.reader._settings = replace(SETTINGS, read_timeout_s=60.0)
-    begun = time.monotonic()
-    for number in range(blocks):
-        rig.pull(f"r{number}", reference())
-    rig.peers.answer(welcome)
-    rig.reader.advance(begun + 61)
-    assert rig.ended(lingering=True) == {f"r{number}": "timeout" for number in range(blocks)}
-    with pytest.raises(StuckReadError) if ends else nullcontext():
-        rig.reader.advance(begun + 60 + late_s)
-
-
-@pytest.mark.parametrize("told", [False, True])
-def test_when_the_transfers_end_nobody_gets_blocks_that_a_read_may_write(rig: Rig, told: bool):
-    """They came back with the error, and the engine computed a step in them before it heard of the end."""
-    begun = time.monotonic()
-    rig.pull("reading", reference())
-    rig.peers.answer(welcome)
-    rig.pull("greeting", reference("10.0.0.2"))
-    if told:
-        rig.reader.advance(begun + SETTINGS.read_timeout_s + 1)
-    rig.reader.fail_all(KvTransferError("stopped", "the KV transfer of this worker stopped"))
-    assert rig.ended() == {"greeting": "stopped"}
-    assert rig.ended(lingering=True) == {"reading": "timeout" if told else "stopped"}
-    assert len(rig.done) == 2, "each was told once"
-
-
-@pytest.mark.parametrize("arrives", [True, False])
-def test_a_read_that_takes_too_long_ends_the_others_of_its_owner_only_when_nothing_arrives(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, arrives: bool
-):
-    """Incident: NIXL forgot the owner when one pull's time was up, and all that others read from it failed at once."""
-    monkeypatch.setattr("fleet_worker.transfer.reader.CHUNK_BYTES", 4096)
-    now, two = time.monotonic(), reference(remote_block_ids=(3, 4), digest="0" * 32)
-    rig.reader.begin(Pull("late", reference(), [3], [1], "0" * 16, now - SETTINGS.read_timeout_s + 60))
-    rig.peers.answer(welcome)
-    rig.reader.begin(Pull("other", two, [3, 4], [2, 3], two.digest, now))
-    rig.reader._prover.ask = lambda *_: None  # type: ignore[method-assign, attr-defined]
-    late = rig.reader._pulls["late"].handle
-    states = iter(["DONE"] if arrives else [])
-    monkeypatch.setattr(rig.agent, "check_xfer_state", lambda handle: "PROC" if handle is late else next(states, "PROC"))
-    rig.reader.advance(now)
-    rig.reader.advance(now + 61)
-    assert rig.ended(lingering=True)["late"] == "timeout"
-    assert rig.agent.known == ["engine"]
-    assert ("other" in rig.reader._pulls and rig.reader._pulls["other"].peer.welcome is not None) is arrives  # type: ignore[union-attr]
-
-
-def test_a_read_that_nixl_lost_track_of_keeps_its_blocks_until_it_lets_go(rig: Rig, monkeypatch: pytest.MonkeyPatch):
-    """What it says of a read then is nothing of whether that still writes."""
-
-    def raising(_: object) -> str:
-        raise RuntimeError("NIXL_ERR_NOT_FOUND")
-
-    rig.pull("r", reference())
-    rig.peers.answer(welcome)
-    monkeypatch.setattr(rig.agent, "check_xfer_state", raising)
-    with monkeypatch.context() as busy:
-        busy.setattr(rig.agent, "release_xfer_handle", raising)
-        rig.reader.advance(time.monotonic())
-    assert (rig.ended(), rig.ended(lingering=True)) == ({}, {"r": "read"})
-    rig.reader.advance(time.monotonic())
-    assert rig.ended() == {"r": "read"}
 
 
 def test_a_pull_that_waits_for_its_owners_greeting_renews_at_every_third(rig: Rig):
