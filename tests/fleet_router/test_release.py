@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fleet_router.metrics import Metrics
+from fleet_router.metrics import COMPILED, Metrics
 from fleet_router.release import PER_WORKER_MOST, RELEASE_S, Release, Releases
 from tests.fleet_router.fake_worker import answer
 from tests.fleet_router.rig import LONG, Rig, ask, run, until
@@ -104,6 +104,9 @@ def test_b8_what_became_of_a_release_is_counted(how: str, outcome: str):
     run(go)
 
 
+interpreted = pytest.mark.skipif(COMPILED, reason="compiled code takes a real pool only: `make unit` runs this one")
+
+
 class LatePool:
     """A connection is there when the test says so."""
 
@@ -128,6 +131,7 @@ class Connection:
         self.sent.append(payload)
 
 
+@interpreted
 @pytest.mark.parametrize("late", [False, True])
 def test_a_connection_that_comes_after_the_time_is_over_is_given_back_unused(late: bool):
     pool, connection = LatePool(), Connection()
@@ -140,6 +144,7 @@ def test_a_connection_that_comes_after_the_time_is_over_is_given_back_unused(lat
     assert one.outcome == ("late" if late else "")
 
 
+@interpreted
 def test_a_release_that_is_lost_is_sent_once_more_on_a_fresh_connection():
     pool = LatePool()
     one = Release(pool, b"x", 5.0)  # type: ignore[arg-type]
@@ -150,6 +155,7 @@ def test_a_release_that_is_lost_is_sent_once_more_on_a_fresh_connection():
     assert (pool.fresh, one.outcome) == ([False, True], "lost")
 
 
+@interpreted
 def test_one_that_is_over_is_counted_once_while_another_is_under_way():
     metrics, pool = Metrics(), LatePool()
     releases = Releases(metrics)
