@@ -68,7 +68,7 @@ class HttpBounds(msgspec.Struct, frozen=True, kw_only=True):
     linger_s: float = 5.0
     """A connection that we close while its client still sends is read for so long, so that the client can read why: a socket that
     is closed with bytes unread is reset."""
-    linger_bytes: int = 64 * 1024 * 1024
+    linger_bytes: int = 32 * 1024 * 1024
     """At most so much is read, and thrown away."""
     connections: int = 2_048
 
