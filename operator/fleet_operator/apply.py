@@ -80,13 +80,13 @@ BY_KIND: dict[str, Kind] = {
 NO_ADAPTERS = "[]"
 MADE_ANEW = frozenset({"Service"})
 MADE_AT_ONCE = frozenset(
-    kind.kind
-    for kind in (SERVICE_ACCOUNT, ROLE, ROLE_BINDING, SERVICE, DEPLOYMENT, PDB, NETWORK_POLICY, CONTROLLER_REVISION, POOL)
+    kind.kind for kind in (SERVICE_ACCOUNT, ROLE, ROLE_BINDING, SERVICE, DEPLOYMENT, PDB, NETWORK_POLICY, POOL)
 )
 """Made without a look whether somebody else has one of this name (the API refuses to make it then), and taken over before the
 first change."""
-EDITED = frozenset({CONFIG_MAP.kind})
-"""Made so too, and changed by merge patches: the routers' documents change in every fleet's first minute, and often after."""
+EDITED = frozenset({CONFIG_MAP.kind, CONTROLLER_REVISION.kind})
+"""Made so too, and changed by merge patches: the routers' documents change in every fleet's first minute, and often after, and of
+a stored template the API refuses every change but one of its marks, also the same content in another order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +256,8 @@ class Applier:
         if found is not None and not owned(found, work.raw):
             outcome.problems.append(name_conflict(kind, name))
             return None
+        if found is not None and kind == CONTROLLER_REVISION.kind:
+            wish = {part: wish[part] for part in ("apiVersion", "kind", "metadata")}
         if satisfied(wish, found):
             return found
         if kind == POOL.kind and not await self._true(work):

@@ -65,7 +65,8 @@ def merge_patch(present: Object, wish: Object) -> Object:
 
 
 def data_patch(wish: Object, found: Object) -> Object:
-    """The merge patch that makes `wish` of the ConfigMap found, on top of its version: our marks on it, and no data but ours."""
+    """The merge patch that makes `wish` of what was found, on top of its version: our marks on it and, where the wish has data,
+    none but ours."""
     ours = {key: value for key, value in wish["metadata"].items() if key not in {"name", "namespace"}}
-    version = found["metadata"]["resourceVersion"]
-    return {"metadata": {**ours, "resourceVersion": version}, "data": merge_patch(found.get("data") or {}, wish["data"])}
+    marks = {"metadata": {**ours, "resourceVersion": found["metadata"]["resourceVersion"]}}
+    return {**marks, "data": merge_patch(found.get("data") or {}, wish["data"])} if "data" in wish else marks
