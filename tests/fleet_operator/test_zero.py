@@ -105,16 +105,20 @@ def test_a_held_request_wakes_within_the_pass_that_hears_of_it():
     play(go, scaling=SCALING)
 
 
+async def asked_again_after_a_pause(sleeper: Sleeper, world: World) -> None:
+    for _ in range(5):
+        await sleeper.hear()
+    assert len(sleeper.asked) == 1
+    world.now += 2
+    await sleeper.hear()
+    assert len(sleeper.asked) == 2
+
+
 def test_a_silent_router_is_asked_again_after_a_pause():
     async def go(world: World) -> None:
         sleeper = await asleep(world)
         sleeper.answering = False
-        for _ in range(5):
-            await sleeper.hear()
-        assert len(sleeper.asked) == 1
-        world.now += 2
-        await sleeper.hear()
-        assert len(sleeper.asked) == 2
+        await asked_again_after_a_pause(sleeper, world)
 
     play(go, scaling=SCALING)
 
@@ -130,12 +134,7 @@ def test_a_question_that_breaks_is_asked_again_and_ends_no_other():
             raise RuntimeError("nobody foresaw this")
 
         world.operator.reader.hearing._listen = breaks
-        await sleeper.hear()
-        await sleeper.hear()
-        assert len(sleeper.asked) == 1
-        world.now += 2
-        await sleeper.hear()
-        assert len(sleeper.asked) == 2
+        await asked_again_after_a_pause(sleeper, world)
 
     play(go, scaling=SCALING)
 

@@ -57,6 +57,14 @@ async def served(router: Router) -> str:
     return "new" if b"new" in found else "old"
 
 
+async def until_the_new_one_is_served(router: Router) -> None:
+    for _ in range(200):
+        if await served(router) == "new":
+            return
+        await asyncio.sleep(0.01)
+    pytest.fail("the old one is served for ever")
+
+
 def changed(authority: Authority, files: TlsFiles) -> None:
     cert, key = authority.leaf("next", "new")
     key.rename(files.key)
@@ -72,11 +80,7 @@ def test_certificates_that_change_while_a_router_begins_are_read_again(tmp_path:
         async with serving(files) as router:
             changed(authority, files)
             async with following(router):
-                for _ in range(200):
-                    if await served(router) == "new":
-                        return
-                    await asyncio.sleep(0.01)
-        pytest.fail("the old one is served for ever")
+                await until_the_new_one_is_served(router)
 
     uvloop.run(go())  # as routers do: of what asyncio has accepted but not yet met, a listener that closes drops one
 
@@ -128,10 +132,6 @@ def test_half_a_file_changes_nothing_until_it_is_whole(tmp_path: Path, cut: str)
             await until(lambda: router._context.metrics.follow_errors > errors + 2)
             assert await served(router) == "old"
             half.write_bytes(whole)
-            for _ in range(200):
-                if await served(router) == "new":
-                    return
-                await asyncio.sleep(0.01)
-        pytest.fail("the old one is served for ever")
+            await until_the_new_one_is_served(router)
 
     uvloop.run(go())  # as routers do: of what asyncio has accepted but not yet met, a listener that closes drops one
