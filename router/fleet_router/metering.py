@@ -12,6 +12,7 @@ from fleet_router.admission.usage import (
     TAIL_BYTES,
     TOLD,
     TOLD_LAST,
+    cut_in_two,
     tells_usage,
     usage_in,
     used_tokens,
@@ -25,9 +26,6 @@ if TYPE_CHECKING:
     from fleet_router.desk import Desk
     from fleet_router.dialect.translation import Translation
 
-CRLF: Final = b"\r\n"
-ONE_CHUNK: Final = 2
-"""Line breaks of its framing: with more of them a name in it may be cut in two."""
 SOUND_ENDS: Final[tuple[bytes, ...]] = (b"}\n\n\r\n", b"data: [DONE]\n\n\r\n", b"\r\n0\r\n\r\n")
 
 
@@ -61,8 +59,7 @@ class Metering(ABC):  # noqa: B024 - what is abstract of an answer comes in its 
     def _without_usage(self, data: bytes) -> bytes:
         """What the client asked for; the rest is what we asked for."""
         at = max(0, len(data) - TAIL_BYTES)  # behind it comes [DONE] and no more
-        cut = data.count(CRLF, at) > ONE_CHUNK
-        if data.find(TOLD, at) < 0 and data.find(TOLD_LAST, at) < 0 and not (cut and tells_usage(data[at:])):
+        if data.find(TOLD, at) < 0 and data.find(TOLD_LAST, at) < 0 and not (cut_in_two(data) and tells_usage(data[at:])):
             return data  # `in` raises and catches an error first
         shown, told = without_usage(data)
         self._told = told or self._told

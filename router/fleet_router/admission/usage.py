@@ -45,6 +45,11 @@ _USUAL: Final = re.compile(
 """As vLLM writes it: found at once."""
 BETWEEN: Final = re.compile(rb"\r\n[0-9a-fA-F]{1,8}(?:;[^\r\n]*)?\r\n")
 """Between two chunks of a body (RFC 9112, 7.1): proxies cut where they like."""
+_CRLF: Final = b"\r\n"
+_ENDS_CHUNK: Final = b"\n\r\n"
+"""Of a chunk that ends with an event."""
+NEAR_BYTES: Final = 1_024
+"""The names of a usage stand so near to a read's end: behind them come its details, [DONE] and the end of the body."""
 _OBJECT: Final = re.compile(rb"\s*:\s*\{")
 
 
@@ -84,6 +89,14 @@ def usage_in(body: bytes) -> tuple[int, int] | None:
             return found
         at = body.rfind(b'"usage"', 0, at)
     return None
+
+
+def cut_in_two(read: bytes) -> bool:
+    """Chunks may end elsewhere than behind an event, near the end of this read: a name in it may be cut then. Each whole chunk
+    has two line breaks of its framing, and one of them stands behind an event."""
+    near = max(0, len(read) - NEAR_BYTES)
+    breaks = read.count(_CRLF, near)
+    return breaks > 2 and breaks > 2 * read.count(_ENDS_CHUNK, near)
 
 
 def tells_usage(read: bytes) -> bool:

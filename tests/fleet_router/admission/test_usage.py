@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet_router.admission.usage import estimated, only_text, tells_usage, usage_in, usage_of, used_tokens
+from fleet_router.admission.usage import cut_in_two, estimated, only_text, tells_usage, usage_in, usage_of, used_tokens
 
 USAGE = {"prompt_tokens": 12, "total_tokens": 19, "completion_tokens": 7}
 
@@ -41,6 +41,29 @@ def test_what_is_only_text(prompt: bytes, expected: bool):
 )  # fmt: skip
 def test_a_read_that_may_tell_the_usage(read: bytes, expected: bool):
     assert tells_usage(read) is expected
+
+
+def _framed(*chunks: bytes) -> bytes:
+    return b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks)
+
+
+WORD = b'data: {"choices":[{"text":" word"}]}\n\n'
+LAST = b"data: " + json.dumps({"choices": [], "usage": USAGE, "details": "x" * 300}).encode() + b"\n\n"
+
+
+@given(st.integers(0, 40), st.integers(1, len(LAST) - 3), st.integers(0, 200), st.sampled_from([b"0\r\n\r\n", b""]))
+def test_an_event_in_two_chunks_is_seen_wherever_it_is_cut_and_wherever_its_read_begins(
+    before: int, cut: int, skip: int, end: bytes
+):
+    read = _framed(*[WORD] * before)[skip:] + _framed(LAST[:cut], LAST[cut:], b"data: [DONE]\n\n") + end
+    assert cut_in_two(read)
+
+
+@pytest.mark.parametrize("words", [1, 2, 5, 100])
+def test_whole_events_in_chunks_of_their_own_are_not_looked_at_again(words: int):
+    """Flooded streams were unframed at each read, which doubled what an event costs."""
+    assert not cut_in_two(_framed(*[WORD] * words))
+    assert not cut_in_two(_framed(*[WORD] * words, LAST, b"data: [DONE]\n\n"))
 
 
 PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 300_000}}
