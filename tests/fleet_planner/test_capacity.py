@@ -125,6 +125,12 @@ def test_wanting_less_than_the_cap_is_no_limit():
     assert fitted((1, 2), pods(2, 4), memory).limited == ""
 
 
+def test_what_takes_no_device_is_paid_for_though_others_are_over_the_budget():
+    """Minima of two GPU tiers over the budget kept a tier of CPUs at its own minimum: "need 0 devices, ... leaves 0"."""
+    assert fit_budget(TIER, (2, 4), (0, 0), -1) == ((2, 4), "")
+    assert fit_budget(TIER, (2, 4), (1, 0), -1)[0] == (1, 1)
+
+
 @pytest.mark.parametrize("gpus", [(1, 1), (1, 4), (8, 2), (0, 0)])
 def test_a_budget_is_kept_inside_the_ratio(gpus: tuple[int, int]):
     bounds = bounds_of(TIER)
