@@ -56,6 +56,16 @@ def test_a_peak_inside_the_window_keeps_its_size():
     assert (found.prefill, found.decode) == (1, 1)
 
 
+@pytest.mark.parametrize(("gap_s", "waits_s"), [(5.0, WINDOW_S), (WINDOW_S, WINDOW_S), (3600.0, 3600.0 + WINDOW_S)])
+def test_a_window_of_which_nothing_is_known_shows_nothing(gap_s: float, waits_s: float):
+    """One quiet reading, an hour without any, another one: nine workers of ten went at once."""
+    memory = want(inputs((3, 6)), load(9, 70, 0.0), ScaleMemory(), 0.0).memory
+    memory, now = want(inputs((3, 6)), load(0, 0, 5.0), memory, 5.0).memory, 5.0 + gap_s
+    while (found := want(inputs((3, 6)), load(0, 0, now), memory, now)) and found.prefill == 3:
+        memory, now = found.memory, now + 1.0
+    assert now - 5.0 == waits_s
+
+
 @pytest.mark.parametrize(
     ("telemetry", "why"),
     [
