@@ -48,6 +48,18 @@ def test_it_is_tried_again_after_as_long():
     assert (again.size, again.limited, again.memory.cap) == ((2, 4), "", None)
 
 
+def test_what_goes_already_is_no_lack_of_nodes():
+    have = [replace(one, terminating=one.unschedulable) for one in pods(1, 8, stuck={"prefill": 1})]
+    assert fitted((2, 8), have).memory.cap is None
+
+
+def test_a_cap_never_grows_while_it_holds():
+    """Nodes that change hands: more is seen to have one than could be kept a moment ago."""
+    memory = ScaleMemory(cap=(1, 8), cap_until=2 * WAIT_S - 1, cap_reason="no node")
+    found = fitted((4, 8), pods(2, 4, stuck={"prefill": 1}), memory)
+    assert (found.memory.cap, found.size) == ((1, 4), (1, 4))
+
+
 def test_a_clock_that_was_set_back_ends_the_wait():
     """The tier stayed capped until the clock had caught up."""
     memory = fitted((2, 8), pods(1, 8, stuck={"prefill": 1}), now=3600.0 + WAIT_S).memory
