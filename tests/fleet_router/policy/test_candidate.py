@@ -70,6 +70,9 @@ def test_legs_of_others_are_part_of_what_runs_until_they_say_so_no_more(count: i
         assert not side.reaches(max(each.inflight for each in many) + 1)
     one.ended()
     assert (one.own, one.inflight, side.inflight) == (0, 0, before)
+    most = max(each.inflight for each in many)
+    levels = [{each.uid for each in many if each.inflight == inflight} for inflight in range(most + 1)]
+    assert not side.large or [set(level) for level in side.levels] == levels
 
 
 @pytest.mark.parametrize(
