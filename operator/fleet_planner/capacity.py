@@ -83,7 +83,7 @@ def refusals(fleet: str, tier: str, problems: Iterable[str]) -> tuple[str, ...]:
 def fit_budget(tier: TierSpec, want: Pair, gpus: Pair, left: int | None) -> tuple[Pair, str]:
     """`want`, or the largest pair that `left` devices pay for; the tier's minimum is never refused. `gpus`: of one worker."""
     cost = want[0] * gpus[0] + want[1] * gpus[1]
-    if left is None or cost <= left:
+    if left is None or cost <= max(0, left):  # what takes no device is always paid for
         return want, ""
     bounds = bounds_of(tier)
     least = _at_least((0, 0), bounds)

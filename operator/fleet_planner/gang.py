@@ -121,7 +121,7 @@ def give_back(
     everything = [replica for found in replicas.values() for replica in found]
     holds = tuple(hold for hold in memory.holds if now < hold.until <= now + wait_s and hold.revision in replicas)
     for (revision, role), refusal in cut_short.items():  # its first pods go, and would be made again in every pass
-        there = sum(one.alive and one.role == role for one in replicas.get(revision, ()))
+        there = sum(one.role == role for one in _staying(replicas.get(revision, ())))
         words = f"{refusal}; tried again at {rfc3339(now + wait_s)}"
         kept = (hold for hold in holds if (hold.revision, hold.role) != (revision, role))
         holds = (*kept, GangHold(role, revision, there, now + wait_s, words))
@@ -129,7 +129,7 @@ def give_back(
     late = [one for one in everything if is_partial(one) and _late(one, wait_s, now)] if _calm(everything, memory, now) else []
     if late:
         victim = max(late, key=_last_to_go)
-        hold = _hold(victim, [one for one in everything if one.alive], now + wait_s)
+        hold = _hold(victim, _staying(everything), now + wait_s)
         holds = (*(one for one in holds if (one.revision, one.role) != (hold.revision, hold.role)), hold)
         why = f"{victim.placed} of its {victim.size} pods found a node"
         gone = tuple(PodGone(pod.name, pod.uid, f"given back: {why}") for pod in victim.pods if not pod.terminating)
@@ -142,9 +142,14 @@ def _late(worker: Replica, wait_s: float, now: float) -> bool:
     return stuck and now - _since(worker) >= _patience_s(worker, wait_s)
 
 
-def _hold(victim: Replica, alive: Sequence[Replica], until: float) -> GangHold:
+def _staying(workers: Iterable[Replica]) -> list[Replica]:
+    """Those that a pool counts: in the place of one whose node goes away another is made."""
+    return [one for one in workers if one.alive and not one.leaving]
+
+
+def _hold(victim: Replica, staying: Sequence[Replica], until: float) -> GangHold:
     leader = victim.leader
-    others = sum(one.role == victim.role and one.leader.revision == leader.revision for one in alive) - 1
+    others = sum(one.role == victim.role and one.leader.revision == leader.revision and one is not victim for one in staying)
     missing = next(pod for pod in victim.pods if pod.unschedulable)
     words = (
         f"{leader.name} found {victim.placed} of its {victim.size} nodes and gave them back "

@@ -79,7 +79,7 @@ def _both_fit(
     if any(tier.limited for tier in tiers.values()) or any(QUOTA_WORDS in problem.message for problem in observed.problems):
         return False
     return not any(
-        (pod.unschedulable or pod.gated) and not pod.terminating and not now - wait_s < pod.created_at <= now
+        (pod.unschedulable or pod.gated) and not pod.terminating and now - pod.created_at >= wait_s
         for pod in observed.pods
         if pod.tier in tiers
     )

@@ -2,7 +2,8 @@
 
 A role needs in-flight requests ÷ target per worker, plus its warm workers; a role whose latency objective is missed needs one
 more than it has, once all that it has are ready: those that still come up may be enough. Growing is immediate; shrinking waits
-until a smaller number was enough for a whole window. No data, stale data or nonsense means hold: the present size stays.
+until a smaller number was enough for a whole window. No data, stale data or nonsense means hold: the present size stays, and
+after a whole window of it another one must pass first, as after a restart.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def want(inputs: ScaleInputs, telemetry: TierTelemetry | None, memory: ScaleMemo
         _needed(telemetry.prefill, target.prefill, inputs.tier.prefill.warm, missed[0]),
         _needed(telemetry.decode, target.decode, inputs.tier.decode.warm, missed[1]),
     )
-    remembered = _remember(memory, now, needed, inputs.scaling.scale_down_window_s)
+    remembered = _remember(memory, now, needed, inputs.scaling.scale_down_window_s, _stale_after_s(inputs.interval_s))
     grown = (
         max(needed[0], _floor(remembered, 0, prefill, now, inputs)),
         max(needed[1], _floor(remembered, 1, decode, now, inputs)),
@@ -87,7 +88,11 @@ def unusable(telemetry: TierTelemetry | None, interval_s: float, now: float) -> 
 
 def is_fresh(measured_at: float, interval_s: float, now: float) -> bool:
     """Young enough to act on, and not from the future."""
-    return 0 <= now - measured_at <= STALE_INTERVALS * interval_s + STALE_SLACK_S
+    return 0 <= now - measured_at <= _stale_after_s(interval_s)
+
+
+def _stale_after_s(interval_s: float) -> float:
+    return STALE_INTERVALS * interval_s + STALE_SLACK_S
 
 
 def _needed(load: RoleLoad, target: int, warm: int, missed: int) -> int:
@@ -115,9 +120,12 @@ def _breached_itl(inputs: ScaleInputs, telemetry: TierTelemetry) -> bool:
     return goal is not None and found is not None and math.isfinite(found) and found > goal.p99_s
 
 
-def _remember(memory: ScaleMemory, now: float, needed: tuple[int, int], window_s: float) -> ScaleMemory:
-    """The last window of wants, plus the newest one before it: that one shows that the window is covered."""
+def _remember(memory: ScaleMemory, now: float, needed: tuple[int, int], window_s: float, stale_s: float) -> ScaleMemory:
+    """The last window of wants, plus the newest one before it: that one shows that the window is covered, unless nothing at all
+    is known of the window."""
     wants = list(memory.wants)
+    if wants and now - wants[-1][0] > window_s + stale_s:
+        wants = []
     if wants and window_s > 0 and wants[-1][0] // (step_s := window_s / MEMORY_ENTRIES) == now // step_s:
         at, prefill, decode = wants.pop()
         wants.append((max(at, now), max(prefill, needed[0]), max(decode, needed[1])))

@@ -48,6 +48,18 @@ def test_it_is_tried_again_after_as_long():
     assert (again.size, again.limited, again.memory.cap) == ((2, 4), "", None)
 
 
+def test_what_goes_already_is_no_lack_of_nodes():
+    have = [replace(one, terminating=one.unschedulable) for one in pods(1, 8, stuck={"prefill": 1})]
+    assert fitted((2, 8), have).memory.cap is None
+
+
+def test_a_cap_never_grows_while_it_holds():
+    """Nodes that change hands: more is seen to have one than could be kept a moment ago."""
+    memory = ScaleMemory(cap=(1, 8), cap_until=2 * WAIT_S - 1, cap_reason="no node")
+    found = fitted((4, 8), pods(2, 4, stuck={"prefill": 1}), memory)
+    assert (found.memory.cap, found.size) == ((1, 4), (1, 4))
+
+
 def test_a_clock_that_was_set_back_ends_the_wait():
     """The tier stayed capped until the clock had caught up."""
     memory = fitted((2, 8), pods(1, 8, stuck={"prefill": 1}), now=3600.0 + WAIT_S).memory
@@ -123,6 +135,12 @@ def test_the_minimum_is_always_asked_for():
 def test_wanting_less_than_the_cap_is_no_limit():
     memory = ScaleMemory((), (2, 4), 1e9, "no node")
     assert fitted((1, 2), pods(2, 4), memory).limited == ""
+
+
+def test_what_takes_no_device_is_paid_for_though_others_are_over_the_budget():
+    """Minima of two GPU tiers over the budget kept a tier of CPUs at its own minimum: "need 0 devices, ... leaves 0"."""
+    assert fit_budget(TIER, (2, 4), (0, 0), -1) == ((2, 4), "")
+    assert fit_budget(TIER, (2, 4), (1, 0), -1)[0] == (1, 1)
 
 
 @pytest.mark.parametrize("gpus", [(1, 1), (1, 4), (8, 2), (0, 0)])

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from fleet_api.v1alpha1.fleet import InferenceFleet
 from fleet_api.v1alpha1.status import FleetStatus
-from fleet_planner.gang import SETTLE_S, SPREAD, as_pods, give_back
+from fleet_planner.gang import SETTLE_S, SPREAD, as_pods, give_back, settled
 from fleet_planner.reconcile import Plan, reconcile
 from fleet_planner.replicas import Replica, plan_replicas, replicas_of
-from fleet_planner.types import GangMemory, Observed, ObservedPod, ObservedPool, PoolWanted, Role, RouterView
+from fleet_planner.types import GangMemory, Observed, ObservedPod, ObservedPool, PodGone, PoolWanted, Role, RouterView
 from tests.fleet_planner.test_reconcile import NOW, fleet, pod, start
 from tests.fleet_planner.test_serving import EVENTS, RATIOS, Model, play
 
@@ -184,6 +184,49 @@ def test_while_it_is_held_none_is_made_but_what_is_lost_is_made_again():
     assert (over.most, over.limited) == ({}, "")
 
 
+def test_the_one_with_the_fewest_nodes_is_given_back_first():
+    three = [one for name, placed in (("a", 2), ("b", 1), ("c", 2)) for one in gang(name, size=3, placed=placed)]
+    found = offered(replicas_of(three, (3, 3)))
+    assert [one.name for one in found.gone] == ["b", "b-1", "b-2"]
+    (hold,) = found.memory.holds
+    assert hold.most == 2
+
+
+@pytest.mark.parametrize(
+    ("going", "until"), [("uid-d", NOW + SETTLE_S), ("uid-d-1", NOW + SETTLE_S), ("uid-one", 7.0), ("", 7.0)]
+)
+def test_nodes_change_hands_when_a_worker_of_several_is_told_to_go(going: str, until: float):
+    there = [*workers(gang("d")), *replicas_of([pod("one", "prefill", 0, uid="uid-one")], (1, 1))]
+    told = [PodGone("x", going, "")] if going else []
+    assert settled(GangMemory(settle_until=7.0), told, there, NOW).settle_until == until
+
+
+LEAVES: dict[str, Any] = {"leaving": "node n is cordoned"}
+REFUSED = {("aaaaaaaa", "decode"): "Pod f-t-decode-aaaaaaaa-2-1: exceeded quota: pods"}
+
+
+def test_what_a_quota_cut_short_is_tried_once_in_each_wait():
+    """Beside a worker on a node that goes away its first pods were made and deleted in every pass."""
+    mine = workers(gang("f-t-decode-aaaaaaaa-0"), gang("f-t-decode-aaaaaaaa-1", **LEAVES), gang("p", "prefill"))
+    first = give_back({"aaaaaaaa": mine}, GangMemory(), WAIT_S, NOW, REFUSED)  # type: ignore[arg-type]
+    then = give_back({"aaaaaaaa": mine}, first.memory, WAIT_S, NOW + WAIT_S - 1)
+    again = give_back({"aaaaaaaa": mine}, then.memory, WAIT_S, NOW + WAIT_S - 1, REFUSED)  # type: ignore[arg-type]
+    for found, until in ((first, NOW + WAIT_S), (then, NOW + WAIT_S), (again, NOW + 2 * WAIT_S - 1)):
+        assert [(hold.role, hold.until) for hold in found.memory.holds] == [("decode", until)]
+        assert found.limited.startswith(REFUSED["aaaaaaaa", "decode"])
+        pool = PoolWanted("f-t-decode-aaaaaaaa", "t", "decode", "aaaaaaaa", 2, 2, 2, most=found.most["aaaaaaaa", "decode"])
+        assert plan_replicas(pool, [one for one in mine if one.role == "decode"]) == ([], [])
+    assert give_back({"aaaaaaaa": mine}, again.memory, WAIT_S, NOW + 2 * WAIT_S - 1).most == {}
+
+
+def test_none_is_made_in_the_place_of_one_that_was_given_back_beside_one_on_a_node_that_goes_away():
+    """That one counted: the worker was made again at once, and took back what it had given."""
+    half, now = gang("f-t-decode-aaaaaaaa-1", placed=1), WAIT_S * (1 + SPREAD)
+    found = offered(workers(gang("f-t-decode-aaaaaaaa-0", **LEAVES), half, gang("p", "prefill")))
+    (hold,) = found.memory.holds
+    assert (hold.most, hold.until) == (0, now + WAIT_S)
+
+
 def test_capacity_counts_workers_and_what_halves_would_make_whole():
     some = workers(gang("a"), gang("b", placed=1), gang("c", placed=1))
     seen = as_pods(some, GangMemory(), WAIT_S, 10 * WAIT_S)
@@ -191,6 +234,9 @@ def test_capacity_counts_workers_and_what_halves_would_make_whole():
     assert "1 of its 2 pods have one: 0/4 nodes: no gpu" in seen[2].message
     quiet = as_pods(some, GangMemory(settle_until=10 * WAIT_S + SETTLE_S), WAIT_S, 10 * WAIT_S)
     assert not any(one.unschedulable for one in quiet)
+    two = workers(gang("d", placed=1), gang("p", "prefill", placed=1))
+    halves = as_pods(two, GangMemory(), WAIT_S, 10 * WAIT_S)
+    assert [one.unschedulable for one in halves] == [True, True], "a node of one role makes none of the other whole"
 
 
 def test_a_clock_that_was_set_back_lets_halves_be_given_back():

@@ -65,6 +65,28 @@ WAITS = {"tier": "u", "serving": False, "ready": False}
             0,
             id="a-moment",
         ),
+        pytest.param(
+            seen(*THREE, old("decode", 9, **WAITS | {"created_at": NOW + 1}, unschedulable=True)),
+            STARTING,
+            None,
+            0,
+            id="a-moment-by-an-API-server-whose-clock-is-ahead",
+        ),
+        pytest.param(
+            seen(*THREE, old("decode", 9, **WAITS | {"created_at": NOW - 300}, unschedulable=True)),
+            STARTING,
+            None,
+            3,
+            id="just-as-long-as-nodes-are-waited-for",
+        ),
+        pytest.param(
+            seen(*THREE, old("decode", 9, **WAITS, gated=True, terminating=True)),
+            STARTING,
+            None,
+            0,
+            id="who-goes-waits-no-more",
+        ),
+        pytest.param(replace(seen(*THREE), stored={}), STARTING, 5, 0, id="a-template-that-is-gone-costs-nothing"),
         pytest.param(seen(*THREE, old("decode", 2, ready=False)), STARTING, None, 1, id="not-ready-goes-at-once"),
         pytest.param(seen(*THREE, old("decode", 2, serving=False)), STARTING, None, 1, id="held-goes-at-once"),
         pytest.param(seen(*THREE, old("decode", 2, sick="xid")), STARTING, None, 1, id="sick-goes-at-once"),
@@ -84,6 +106,12 @@ def test_who_goes(observed: Observed, tier: TierNow, budget: int | None, gone: i
     for one in ours:
         going = one.terminating or one.uid in {each.uid for each in found.gone}
         assert told[one.uid] == ("draining" if going else "serving")
+
+
+def test_one_without_an_address_is_told_to_nobody():
+    found = plan_orphans(fleet("u"), seen(*THREE, old("decode", 2, ip=None, ready=False)), {"u": STARTING}, NOW)
+    assert [gone.name for gone in found.gone] == ["f-t-decode-aaaaaaaa-2"]
+    assert [target.state for target in found.targets] == ["serving"] * 3
 
 
 def step(spec: Any, observed: Observed, now: float, *, ready: bool) -> tuple[Plan, Observed]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fleet_api.v1alpha1.routing import LatencySpec, ScalingSpec, SloSpec
 from fleet_api.v1alpha1.tier import AcceleratorSpec, RoleSpec, TierSpec
 from fleet_planner.ratio import bounds_of
-from fleet_planner.scale import ScaleInputs, want
+from fleet_planner.scale import ScaleInputs, is_fresh, want
 from fleet_planner.types import RoleLoad, ScaleMemory, TierTelemetry
 
 TIER = TierSpec(name="t", accelerator=AcceleratorSpec(type="cpu"), decode=RoleSpec(warm=1))
@@ -54,6 +54,27 @@ def test_a_peak_inside_the_window_keeps_its_size():
     assert (found.prefill, found.decode) == (3, 6)
     found = want(inputs((3, 6)), load(0, 0, 321.0), found.memory, 321.0)  # the want of 100 held until 200
     assert (found.prefill, found.decode) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("age_s", "interval_s", "fresh"),
+    [(0.0, 5.0, True), (20.0, 5.0, True), (20.1, 5.0, False), (95.0, 30.0, True), (95.1, 30.0, False), (-0.1, 5.0, False)],
+)
+def test_telemetry_is_stale_after_three_intervals_and_a_bit(age_s: float, interval_s: float, fresh: bool):
+    assert is_fresh(1000.0 - age_s, interval_s, 1000.0) is fresh
+
+
+@pytest.mark.parametrize(
+    ("gap_s", "waits_s"),
+    [(5.0, WINDOW_S), (WINDOW_S, WINDOW_S), (140.0, 140.0), (141.0, 141.0 + WINDOW_S), (3600.0, 3600.0 + WINDOW_S)],
+)
+def test_a_window_of_which_nothing_is_known_shows_nothing(gap_s: float, waits_s: float):
+    """One quiet reading, an hour without any, another one: nine workers of ten went at once."""
+    memory = want(inputs((3, 6)), load(9, 70, 0.0), ScaleMemory(), 0.0).memory
+    memory, now = want(inputs((3, 6)), load(0, 0, 5.0), memory, 5.0).memory, 5.0 + gap_s
+    while (found := want(inputs((3, 6)), load(0, 0, now), memory, now)) and found.prefill == 3:
+        memory, now = found.memory, now + 1.0
+    assert now - 5.0 == waits_s
 
 
 @pytest.mark.parametrize(

@@ -32,8 +32,10 @@ def test_a_confirmed_lease_ends_as_read_and_cannot_be_confirmed_again():
 def test_a_reader_is_refused(epoch: str, generation: int, now: float, why: str):
     leases = table()
     lease = leases.grant("r", [1], now=0.0)
+    assert leases.renew(lease.lease_id, epoch, generation, now) == why
     assert leases.confirm(lease.lease_id, epoch, generation, now) == why
     assert len(leases) == 1  # a refusal frees nothing: the deadline does
+    assert leases.expire(LEASE_S) == [lease], "nor does it renew anything"
 
 
 def test_renewal_moves_the_deadline_and_expiry_never_trusts_a_stale_heap_entry():

@@ -10,10 +10,10 @@ import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fleet_wire.sidechannel import MAX_MESSAGE_BYTES, BadFrameError, Hello, Renew, Welcome, decode, encode
+from fleet_wire.sidechannel import MAX_MESSAGE_BYTES, BadFrameError, Granted, Hello, Renew, Welcome, decode, encode
 from fleet_worker.transfer.base import KvTransferError
 from fleet_worker.transfer.faults import Faults
-from fleet_worker.transfer.peers import Answer, Peers
+from fleet_worker.transfer.peers import ANSWERS_PER_TURN, Answer, Peers
 from tests.fleet_worker.transfer.test_nixl import Side
 
 DEEP = b"\x82\xa1x" + b"\x91" * 200_000 + b"\xc0" + b"\xa4type\xa5hello"
@@ -120,14 +120,61 @@ def peers() -> Iterator[Peers]:
 def test_whatever_an_owner_answers_its_question_gets_one_answer(peers: Peers, frames: list[bytes]):
     peer, told = peers.get("127.77.3.9", 5600, 0.0), list[Answer | KvTransferError]()
 
-    def asked(call: int) -> Renew:
-        return Renew(call=call, lease_id="l", epoch="e", generation=1)
-
-    peers.call(peer, asked, 0.0, told.append)
+    peers.call(peer, renew, 0.0, told.append)
     for frame in frames:
         peers._answer(peer, frame)
     peers.expire(10.0)
     assert len(told) == 1
+    assert not peer.calls
+
+
+def renew(call: int) -> Renew:
+    return Renew(call=call, lease_id="l", epoch="e", generation=1)
+
+
+def test_an_answer_that_comes_when_its_call_is_over_is_no_fault(peers: Peers):
+    peer, told = peers.get("127.77.3.9", 5600, 0.0), list[Answer | KvTransferError]()
+    peers.call(peer, renew, 0.0, told.append)
+    before, peer_calls = peers._faults.total, list(peer.calls)
+    peers.expire(5.0)
+    peers._answer(peer, encode(Granted(call=peer_calls[0])))
+    assert [type(one) for one in told] == [KvTransferError], "its deadline had come"
+    assert peers._faults.total == before
+
+
+def test_what_fails_at_one_answer_is_counted_and_the_others_are_told(peers: Peers, caplog: pytest.LogCaptureFixture):
+    peer, told = peers.get("127.77.3.9", 5600, 0.0), list[Answer | KvTransferError]()
+
+    def fails(_: Answer | KvTransferError) -> None:
+        raise ZeroDivisionError
+
+    for on_answer in (fails, told.append):
+        peers.call(peer, renew, 0.0, on_answer)
+    before = peers._faults.total
+    peers.drop(peer)
+    assert (len(told), peers._faults.total - before) == (1, 1)
+    assert caplog.records[-1].exc_info, "a bug of ours comes with its traceback"
+
+
+def test_an_owner_that_has_not_answered_is_not_forgotten(peers: Peers):
+    peer = peers.get("127.77.3.9", 5600, 0.0)
+    peers.call(peer, renew, 0.0, lambda _: None)
+    assert peers.superfluous("127.77.3.10", 5600, 1e6, ()) == []
+    peers.expire(5.0)
+    assert peers.superfluous("127.77.3.10", 5600, 1e6, ()) == [peer]
+
+
+def test_what_cannot_be_asked_is_told_at_once(peers: Peers):
+    """A thousand questions wait for an owner that is not there; no further one is kept, nor one to a socket that is gone."""
+    peer, told = peers.get("127.77.3.9", 5600, 0.0), list[Answer | KvTransferError]()
+    for _ in range(1_200):
+        peers.call(peer, renew, 0.0, told.append)
+    assert len(told) + len(peer.calls) == 1_200
+    assert {str(one) for one in told} == {"the side channel to 127.77.3.9 is full"}
+    peers.drop(peer)
+    before = len(told)
+    peers.call(peer, renew, 0.0, told.append)
+    assert "the side channel to 127.77.3.9: " in str(told[before])
     assert not peer.calls
 
 
@@ -153,8 +200,9 @@ def test_an_owner_that_never_stops_talking_is_not_listened_to_for_ever(peers: Pe
     talking.socket.close()
     talking.socket = Talking()  # type: ignore[assignment]
     told: list[Answer | KvTransferError] = []
-    peers.call(silent, lambda call: Renew(call=call, lease_id="l", epoch="e", generation=1), 0.0, told.append)
+    peers.call(silent, renew, 0.0, told.append)
     peers.receive()
+    assert peers._faults.total == ANSWERS_PER_TURN
     peers.expire(10.0)
     assert len(told) == 1
 
@@ -165,7 +213,7 @@ def test_an_answer_that_is_longer_than_any_message_is_not_taken_in(peers: Peers)
         owner.setsockopt(zmq.RCVTIMEO, 10_000)
         owner.bind("tcp://127.77.3.11:5600")
         peer = peers.get("127.77.3.11", 5600, 0.0)
-        peers.call(peer, lambda call: Renew(call=call, lease_id="l", epoch="e", generation=1), 0.0, lambda _: None)
+        peers.call(peer, renew, 0.0, lambda _: None)
         client, _ = owner.recv_multipart()
         owner.send_multipart([client, bytes(MAX_MESSAGE_BYTES)])
         assert len(peer.socket.recv()) == MAX_MESSAGE_BYTES

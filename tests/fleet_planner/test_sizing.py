@@ -1,0 +1,89 @@
+"""The size of a tier: what a user's /scale comes to, and what an operator that has just started takes from the pools."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from fleet_planner.ratio import bounds_of
+from fleet_planner.scale import ScaleDecision
+from fleet_planner.sizing import current_size, fit, scaled_by_others, size_tier, wished_size
+from fleet_planner.types import Observed, ObservedPool, Role, ScaleMemory
+from tests.fleet_planner.test_reconcile import NOW, fleet, pod, start
+
+OLD, NEW = "aaaaaaaa", "bbbbbbbb"
+FLEET = fleet(prefill={"minReplicas": 2, "maxReplicas": 5}, decode={"minReplicas": 3, "maxReplicas": 9})
+TIER = FLEET.spec.tiers[0]
+
+
+def pool(
+    role: Role, replicas: int, planned: int | None, size: int | None = None, revision: str = OLD, tier: str = "t", **more: int
+) -> ObservedPool:
+    """`replicas`: as it stands; `planned`: as the operator left it."""
+    return ObservedPool(f"{tier}-{role}-{revision}", role, role, tier, revision, replicas, planned, size, **more)
+
+
+def clamped(count: int, least: int, most: int) -> int:
+    return min(max(count, least), most)
+
+
+@pytest.mark.parametrize("now", [(2, 3), (2, 8), (3, 9), (5, 5)])
+def test_a_role_that_a_user_scales_is_put_there_if_the_bounds_of_the_other_let_it(now: tuple[int, int]):
+    """Every /scale of one role or both, from some sizes: no other role's wish moves it."""
+    bounds = bounds_of(TIER)
+    allowed = [pair for pair in product(range(2, 6), range(3, 10)) if bounds.allow(*pair)]
+    for prefill, decode in product(range(8), range(12)):
+        pools = pool("prefill", prefill, now[0], now[0]), pool("decode", decode, now[1], now[1])
+        found = size_tier(FLEET, TIER, replace(start(), pools=pools), [], NOW)
+        got, put = (found.prefill, found.decode), (clamped(prefill, 2, 5), clamped(decode, 3, 9))
+        asked = prefill != now[0], decode != now[1]
+        kept = [pair for pair in allowed if all(pair[role] == put[role] for role in (0, 1) if asked[role])]
+        if any(asked):
+            assert got in (kept or allowed), (prefill, decode)
+            assert found.reason == f"scaled by a user to {prefill} prefill and {decode} decode workers"
+            assert found.memory.wants == ((NOW, *got),)
+
+
+SCALED: dict[str, tuple[tuple[ObservedPool, ...], dict[str, int]]] = {
+    "nobody": ((pool("decode", 3, 3, 3),), {}),
+    "another tier": ((pool("decode", 5, 3, 3, tier="u"),), {}),
+    "never planned": ((pool("decode", 5, None),), {}),
+    "more": ((pool("decode", 5, 3, 3),), {"decode": 5}),
+    "one pool of two revisions": ((pool("decode", 2, 1, 4, NEW), pool("decode", 3, 3, 4)), {"decode": 5}),
+    "the older one of two": ((pool("decode", 1, 1, 4, NEW), pool("decode", 9, 3, 4)), {}),
+    "the older one alone": ((pool("decode", 2, 3, 4),), {"decode": 3}),
+    "the older one of a role that the newer has not": (
+        (pool("prefill", 2, 2, 2, NEW), pool("decode", 6, 4, 4)), {"decode": 6},
+    ),
+    "less than there is": ((pool("decode", 0, 3, 2),), {"decode": 0}),
+    "from zero": ((pool("decode", 1, 0, 0),), {"decode": 1}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_who_scaled_what(name: str):
+    pools, found = SCALED[name]
+    assert scaled_by_others("t", NEW, Observed(pools=pools)) == found
+
+
+def test_sizes_are_those_of_the_wanted_revision_and_a_wish_outlives_what_there_is():
+    pools = [pool("prefill", 1, 1, 2, OLD), pool("prefill", 1, 1, 3, NEW, wish=5), pool("prefill", 1, 1, 4, "cccccccc")]
+    pools += [pool("decode", 1, 1, 6, OLD), pool("decode", 1, 1, None, NEW), pool("decode", 9, 9, 9, NEW, tier="u")]
+    seen = replace(start(NEW), pools=tuple(pools))
+    assert (current_size(TIER, seen), wished_size(TIER, seen)) == ((3, 6), (5, 6))
+    assert current_size(TIER, start()) == wished_size(TIER, start()) == TIER.initial
+
+
+@pytest.mark.parametrize(("wish", "size"), [(None, (3, 9)), (9, (3, 6))])
+def test_an_operator_that_starts_in_a_rollout_goes_on_with_what_had_room(wish: int | None, size: tuple[int, int]):
+    """Pools whose wish is more than their size say that it had none."""
+    pools = pool("prefill", 3, 3, 3), replace(pool("decode", 6, 6, 6), wish=wish)
+    rolls = Observed(pods=(pod("d", "decode", 0),), pools=pools, templates=start(NEW).templates)
+    found = fit(FLEET, TIER, ScaleDecision(3, 9, "load", ScaleMemory()), rolls, [], None, NOW)
+    assert (found.prefill, found.decode) == size
+    if wish:
+        wait_s = FLEET.spec.scaling.capacity_wait_s
+        assert found.limited == "more had no room before the operator started; tried again when the rollout is over"
+        assert (found.memory.cap, found.memory.cap_until) == ((3, 6), NOW + wait_s)
