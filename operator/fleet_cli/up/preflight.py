@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from fleet_api.v1alpha1 import ClaimSource, FileSource, InferenceFleet, Source
+from fleet_api.v1alpha1.fleet import ROLES
 from fleet_api.v1alpha1.model import located
 from fleet_cli.errors import InputError, RunError
 from fleet_cli.up.view import size
@@ -68,7 +69,7 @@ def check_memory(fleet: InferenceFleet, free: int | None) -> None:
     engine = fleet.spec.engine
     workers, caches = 0, 0
     for tier in fleet.spec.tiers:
-        for role, count in zip(("prefill", "decode"), tier.initial, strict=True):
+        for role, count in zip(ROLES, tier.initial, strict=True):
             workers += count
             caches += count if engine.type == "torch" or tier.device_request(role) is None else 0
     needed = workers * WORKER_BYTES + caches * engine.cache_bytes
