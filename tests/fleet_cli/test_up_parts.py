@@ -260,6 +260,9 @@ class Ground:
     def raise_if_dead(self) -> None:
         return None
 
+    def can_drain(self) -> bool:
+        return True
+
     async def observe(self):
         if not self.deleted:
             signal.raise_signal(self.signal)
@@ -276,6 +279,53 @@ def test_a_proof_that_was_interrupted_is_none(once, code):
     screen = PlainScreen(io.StringIO(), lambda: 0.0)
     session = _Session(options, fleet("file:///m"), Ground(signal.SIGTERM), screen, 0.0)
     assert asyncio.run(session.run()) == code
+
+
+def test_without_a_runtime_nobody_is_waited_for():
+    """A runtime that had failed was waited for, for a minute, before its error was told."""
+
+    class Dead(Ground):
+        def raise_if_dead(self) -> None:
+            raise RunError("the runtime stopped: of a full disk")
+
+        def can_drain(self) -> bool:
+            return False
+
+        async def observe(self):
+            return [{"metadata": {"name": "p"}}], {}
+
+    options = UpOptions(file=None, once=True, port=1, state=None, claims={})
+    said = io.StringIO()
+    session = _Session(options, fleet("file:///m"), Dead(signal.SIGTERM), PlainScreen(said, lambda: 0.0), 0.0)
+
+    async def go():
+        async with asyncio.timeout(10):
+            await session.run()
+
+    with pytest.raises(RunError, match="the runtime stopped: of a full disk"):
+        asyncio.run(go())
+    assert "killing what is left" in said.getvalue()
+
+
+def test_the_runtime_alone_is_who_drains(tmp_path):
+    async def go():
+        local = LocalFleet(manifest=as_new(bundled.bundled_manifest(Path("/m"))), state_dir=tmp_path, port=1, claims={})
+        for name, drains in (("operator", True), ("runtime", False)):
+            ended = asyncio.create_task(asyncio.sleep(0), name=name)
+            await ended
+            local._tasks.append(ended)
+            assert local.can_drain() is drains
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("option", ["--state", "--tenants", "--pvc"])
+def test_a_path_that_is_no_text_is_an_option_that_cannot_be_used(option, capsys):
+    """The runtime died of it, and said so after a minute."""
+    with pytest.raises(SystemExit) as ended:
+        main(["up", option, "c=/x\udcff" if option == "--pvc" else "/x\udcff"])
+    assert ended.value.code == 2
+    assert "is not text in UTF-8" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

@@ -205,4 +205,7 @@ class _Session:
                 self.screen.show(snapshot(pods, status, stopping=True))
                 if not pods:
                     return True
+                if not self.local.can_drain():  # nobody is left who would end them
+                    self.screen.say("what runs pods has ended: killing what is left")
+                    return False
                 await asyncio.sleep(POLL_S)
