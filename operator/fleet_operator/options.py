@@ -159,7 +159,8 @@ def _parser() -> argparse.ArgumentParser:
           "default: in a pod OPERATOR-NAMESPACE/LEASE-NAME, else nothing is claimed")  # fmt: skip
     group = parser.add_argument_group("several replicas").add_argument
     group("--leader-elect", action="store_true", help="reconcile only while holding a Lease")
-    group("--operator-namespace", default=own_namespace() or DEFAULT_NAMESPACE, type=_namespace, help="namespace of the Lease and of the Secret "
+    group("--operator-namespace", default=own_namespace() or DEFAULT_NAMESPACE, type=_namespace,
+          help="namespace of the Lease and of the Secret "
           "with certificates; default: the pod's own")  # fmt: skip
     group("--lease-name", default=DEFAULT_LEASE, help=f"default: {DEFAULT_LEASE}")
     terms = Terms()
