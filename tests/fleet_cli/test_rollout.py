@@ -232,6 +232,10 @@ class Api(HTTPServer):
         ended = self.ended = Event()
 
         class Handler(BaseHTTPRequestHandler):
+            def do_PUT(self) -> None:
+                self.rfile.read(int(self.headers["content-length"]))
+                self.do_GET()
+
             def do_GET(self) -> None:
                 api = cast(Api, self.server)
                 said = says[min(len(api.asked), len(says) - 1)]
@@ -332,3 +336,23 @@ def test_what_is_not_there_is_named(
     with Api(said) as api:
         assert main(["rollout", "status", "f", "--kubeconfig", api.kubeconfig(tmp_path)]) == code
     assert words in capsys.readouterr().err
+
+
+MODIFIED = 409, b'{"kind": "Status", "message": "the object has been modified"}'
+
+
+@pytest.mark.parametrize(
+    ("conflicts", "code", "asked", "words"),
+    [(0, 0, 2, "rollouts are paused"), (2, 0, 6, "rollouts are paused"), (9, 1, 10, "the object has been modified")],
+    ids=["at-once", "again", "not-for-ever"],
+)
+def test_a_status_that_is_written_meanwhile_is_no_reason_to_refuse_a_pause(
+    conflicts: int, code: int, asked: int, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """A rollout writes a status each second, and who wanted to stop it was told that the object has been modified."""
+    fleet = rolling("Progressing")
+    with Api(*(fleet, MODIFIED) * conflicts, fleet, fleet) as api:
+        assert main(["rollout", "pause", "f", "--kubeconfig", api.kubeconfig(tmp_path)]) == code
+    said = capsys.readouterr()
+    assert words in said.out + said.err
+    assert len(api.asked) == asked

@@ -23,12 +23,17 @@ MANAGER = "fleet-cli"
 WATCH_S = 1.0
 CONNECT_S, ANSWER_S = 10.0, 30.0
 """Without bounds of its own the client waits for ever."""
+CONFLICT, CHANGES_MOST = 409, 5
 PASSING = (429, 500, 502, 503, 504)
 """What an API server, or what stands before it, says that restarts."""
 
 
 class NoAnswerError(RunError):
     """The API server could not be asked at this moment; the next moment it may."""
+
+
+class ConflictError(RunError):
+    """Somebody changed the fleet between our look and our write; the operator does, with each status."""
 
 
 class Fleets:
@@ -82,6 +87,20 @@ class Fleets:
             name,
         )
 
+    def change(self, name: str, change: Callable[[Object], tuple[Object, str]]) -> None:
+        """Put what `change` makes of the fleet as it is now, and say its words; as often as the fleet changes under it, within
+        reason."""
+        for left in reversed(range(CHANGES_MOST)):
+            wanted, words = change(self.get(name))
+            try:
+                self.put(wanted)
+            except ConflictError:
+                if not left:
+                    raise
+            else:
+                print(words)
+                return
+
     def revisions(self, name: str) -> list[Object]:
         """Its stored revisions."""
         found = self._call(
@@ -114,7 +133,7 @@ class Fleets:
                 raise RunError(
                     f"the API server at {self._url} has no InferenceFleets: `fleet crds` prints what it needs"
                 ) from error
-            kind = NoAnswerError if status in PASSING else RunError
+            kind = NoAnswerError if status in PASSING else ConflictError if status == CONFLICT else RunError
             raise kind(f"{_words(error)} (fleet {name}, namespace {self.namespace})") from error
 
 
@@ -214,14 +233,17 @@ def _history(options: argparse.Namespace) -> int:
 
 def _undo(options: argparse.Namespace) -> int:
     fleets = _open(options)
-    fleet = fleets.get(options.name)
-    names = [tier["name"] for tier in fleet["spec"]["tiers"]]
-    tier: str = options.tier or (names[0] if len(names) == 1 else "")
-    if tier not in names:
-        raise InputError(f"--tier must be one of {', '.join(names)}")
-    goal = previous(entries(fleets.revisions(options.name)), fleet, tier, options.to_revision)
-    fleets.put(returned(fleet, tier, goal.inputs))
-    print(f"fleet {options.name}: tier {tier} goes back to revision {goal.number} ({goal.revision})")
+
+    def change(fleet: Object) -> tuple[Object, str]:
+        names = [tier["name"] for tier in fleet["spec"]["tiers"]]
+        tier: str = options.tier or (names[0] if len(names) == 1 else "")
+        if tier not in names:
+            raise InputError(f"--tier must be one of {', '.join(names)}")
+        goal = previous(entries(fleets.revisions(options.name)), fleet, tier, options.to_revision)
+        words = f"fleet {options.name}: tier {tier} goes back to revision {goal.number} ({goal.revision})"
+        return returned(fleet, tier, goal.inputs), words
+
+    fleets.change(options.name, change)
     return EXIT_OK
 
 
@@ -234,21 +256,22 @@ def _resume(options: argparse.Namespace) -> int:
 
 
 def _set_paused(options: argparse.Namespace, *, paused: bool) -> int:
-    fleets = _open(options)
-    fleet = fleets.get(options.name)
-    fleet["spec"]["rollout"] = {**fleet["spec"].get("rollout", {}), "paused": paused}
-    fleets.put(fleet)
-    print(f"fleet {options.name}: rollouts are {'paused' if paused else 'resumed'}")
+    def change(fleet: Object) -> tuple[Object, str]:
+        fleet["spec"]["rollout"] = {**fleet["spec"].get("rollout", {}), "paused": paused}
+        return fleet, f"fleet {options.name}: rollouts are {'paused' if paused else 'resumed'}"
+
+    _open(options).change(options.name, change)
     return EXIT_OK
 
 
 def _restart(options: argparse.Namespace) -> int:
-    fleets = _open(options)
-    fleet = fleets.get(options.name)
     now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    fleet["metadata"].setdefault("annotations", {})[RESTARTED_AT] = now
-    fleets.put(fleet)
-    print(f"fleet {options.name}: every worker is replaced, as one rollout")
+
+    def change(fleet: Object) -> tuple[Object, str]:
+        fleet["metadata"].setdefault("annotations", {})[RESTARTED_AT] = now
+        return fleet, f"fleet {options.name}: every worker is replaced, as one rollout"
+
+    _open(options).change(options.name, change)
     return EXIT_OK
 
 
