@@ -141,9 +141,13 @@ def _folder(text: str) -> Path:
     if not text:
         raise argparse.ArgumentTypeError("'' is not a folder")
     try:
-        return Path(text).expanduser().absolute()
+        found = Path(text).expanduser().absolute()
+        str(found).encode()
+        return found
     except RuntimeError as error:
         raise argparse.ArgumentTypeError(f"{text!r}: there is no such home folder") from error
+    except UnicodeEncodeError as error:  # manifests, logs and environments of pods hold it as text
+        raise argparse.ArgumentTypeError(f"{text!r} is not text in UTF-8") from error
 
 
 def _claim(text: str) -> tuple[str, Path]:

@@ -11,7 +11,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Literal
 
-from fleet_api.v1alpha1.base import LABEL_KEY
+from fleet_api.v1alpha1.base import DNS_LABEL, LABEL_KEY
 from fleet_operator.leader.lease import Terms
 from fleet_operator.settings import Platform
 from fleet_operator.territory import Selection, parse_labels
@@ -20,6 +20,7 @@ MOUNTED_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespac
 DEFAULT_NAMESPACE = "inferencefleet-system"
 DEFAULT_LEASE = "inferencefleet-operator"
 LABEL = re.compile(LABEL_KEY)
+NAMESPACE = re.compile(rf"(?=.{{1,63}}\Z){DNS_LABEL}")
 HOST = re.compile(r"(?=.{1,253}\Z)(\*\.)?[A-Za-z0-9]([-A-Za-z0-9]*[A-Za-z0-9])?(\.[A-Za-z0-9]([-A-Za-z0-9]*[A-Za-z0-9])?)*")
 
 
@@ -86,6 +87,12 @@ def parse_options(argv: list[str]) -> Options:
     )
 
 
+def _namespace(text: str) -> str:
+    if not NAMESPACE.fullmatch(text):  # an empty one would be all namespaces
+        raise argparse.ArgumentTypeError(f"{text!r}: no namespace can have this name")
+    return text
+
+
 def own_namespace() -> str | None:
     """The namespace of the pod that this process runs in; None outside of one."""
     try:
@@ -146,13 +153,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--sick-condition", action="append", default=[], metavar="TYPE",
         help="node condition that says so when True (TYPE=False: when False); repeatable")  # fmt: skip
     group = parser.add_argument_group("which fleets").add_argument
-    group("--namespace", action="append", default=[], help="a namespace to watch; repeatable; default: all")
+    group("--namespace", action="append", default=[], type=_namespace, help="a namespace to watch; repeatable; default: all")
     group("--namespace-selector", metavar="KEY=VALUE,...", help="watch namespaces with these labels, instead of --namespace")
     group("--installation", metavar="NAME", help="unique name of this installation: it claims its namespaces under that name; "
           "default: in a pod OPERATOR-NAMESPACE/LEASE-NAME, else nothing is claimed")  # fmt: skip
     group = parser.add_argument_group("several replicas").add_argument
     group("--leader-elect", action="store_true", help="reconcile only while holding a Lease")
-    group("--operator-namespace", default=own_namespace() or DEFAULT_NAMESPACE, help="namespace of the Lease and of the Secret "
+    group("--operator-namespace", default=own_namespace() or DEFAULT_NAMESPACE, type=_namespace,
+          help="namespace of the Lease and of the Secret "
           "with certificates; default: the pod's own")  # fmt: skip
     group("--lease-name", default=DEFAULT_LEASE, help=f"default: {DEFAULT_LEASE}")
     terms = Terms()

@@ -255,3 +255,51 @@ def test_a_kubectl_that_says_nothing_is_not_waited_for_for_ever(
     assert said.out.startswith("request   r1, ")
     assert "port-forward pod/r-1: it said nothing within 0.5 s; its records" in said.err
     assert "port-forward pod/r-2: error: pod r-2 is gone; its records" in said.err
+
+
+TRIED = 'E1122 19:09:55.796363 1 memcache.go:265] "Unhandled Error" err="no group list"'
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "words"),
+    [
+        ("echo hello", 1, "kubectl get pods sent no list of pods: hello"),
+        ("echo '[]'", 1, "kubectl get pods sent no list of pods: []"),
+        ("printf '\\377'", 1, "kubectl get pods sent no list of pods: \ufffd"),
+        ("printf 'who is \\377?' >&2; exit 1", 1, "kubectl: who is \ufffd?"),
+        (
+            f"for i in 1 2 3 4 5 6 7 8 9; do echo '{TRIED}' >&2; done; echo 'it was refused' >&2; exit 1",
+            1,
+            "kubectl: it was refused",
+        ),
+        ("exit 3", 1, "kubectl: it ended with 3 and said nothing"),
+        (None, 2, "kubectl cannot be run: Permission denied"),
+    ],
+    ids=["text", "no-list", "bytes", "bytes-of-an-error", "tried-often", "silent", "no-program"],
+)
+def test_whatever_kubectl_says_is_one_line(
+    script: str | None,
+    code: int,
+    words: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """All but the refused ones were tracebacks; these began in the middle of a line about an earlier try."""
+    program = tmp_path / "kubectl"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755 if script is not None else 0o644)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(["explain", "--fleet", "f"]) == code
+    said = capsys.readouterr().err
+    assert said.startswith(f"fleet: {words}")
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("url", ["", "127.0.0.1:8080", "router", "ftp://router", "http://", "http://[::1", "http://a:b"])
+def test_a_url_that_is_none_is_named(url: str, capsys: pytest.CaptureFixture[str]):
+    """It was 'no answer of a router', as if one had been asked."""
+    with pytest.raises(SystemExit) as ended:
+        main(["explain", "--url", url])
+    assert ended.value.code == 2
+    assert f"{url!r} is not http://HOST:PORT" in capsys.readouterr().err

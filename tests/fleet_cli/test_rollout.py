@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from threading import Thread
-from typing import Any
+from threading import Event, Thread
+from typing import Any, cast
 
 import pytest
 
@@ -99,6 +100,8 @@ def test_the_history_marks_what_runs():
 
 def test_foreign_objects_are_passed_over():
     assert entries([{"metadata": {"name": "x"}, "revision": 1, "data": {}}]) == []
+    half = {"name": "x", "labels": {"inferencefleet.io/tier": "t"}}
+    assert entries([{"metadata": half, "revision": 1, "data": {"inputs": {}}}]) == []
 
 
 @pytest.mark.parametrize(
@@ -136,7 +139,7 @@ current-context: x
 @pytest.mark.parametrize(
     ("kubeconfig", "code", "words"),
     [
-        (KUBECONFIG, 1, "no answer of the API server"),
+        (KUBECONFIG, 1, "no answer of the API server at http://127.0.0.1:1: Failed to establish a new connection: [Errno 111]"),
         ("clusters: [", 2, "no usable kubeconfig"),
         ("[]", 2, "no usable kubeconfig"),
         (None, 2, "no usable kubeconfig"),
@@ -219,3 +222,137 @@ def test_what_could_only_wait_for_ever_is_refused(arguments: list[str]):
     with pytest.raises(SystemExit) as ended:
         main(["rollout", "status", *arguments])
     assert ended.value.code == 2
+
+
+class Api(HTTPServer):
+    """Says one thing after another, the last for ever, and keeps what it was asked. None: it says nothing."""
+
+    def __init__(self, *says: tuple[int, bytes] | None) -> None:
+        self.asked: list[str] = []
+        ended = self.ended = Event()
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_PUT(self) -> None:
+                self.rfile.read(int(self.headers["content-length"]))
+                self.do_GET()
+
+            def do_GET(self) -> None:
+                api = cast(Api, self.server)
+                said = says[min(len(api.asked), len(says) - 1)]
+                api.asked.append(self.path)
+                if said is None:
+                    ended.wait(10)
+                    return
+                self.send_response(said[0])
+                self.send_header("content-length", str(len(said[1])))
+                self.end_headers()
+                self.wfile.write(said[1])
+
+            def log_message(self, *_: object) -> None:
+                return
+
+        super().__init__(("127.0.0.1", 0), Handler)
+
+    def kubeconfig(self, folder: Path, contexts: str = "[{name: x, context: {cluster: c, user: u}}]") -> str:
+        path = folder / "config"
+        text = KUBECONFIG.replace("127.0.0.1:1", f"127.0.0.1:{self.server_port}")
+        path.write_text(text.replace("[{name: x, context: {cluster: c, user: u}}]", contexts))
+        return str(path)
+
+    def __enter__(self) -> Api:
+        Thread(target=self.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.ended.set()
+        self.shutdown()
+        self.server_close()
+
+
+def rolling(reason: str) -> tuple[int, bytes]:
+    conditions = [{"type": "RollingOut", "status": "True", "reason": reason, "message": "words"}]
+    return 200, json.dumps({"metadata": {"name": "f"}, "spec": {}, "status": {"conditions": conditions}}).encode()
+
+
+@pytest.mark.parametrize(
+    ("contexts", "more", "asked"),
+    [
+        ("[{name: x, context: {cluster: c, namespace: here}}, {name: y, context: {cluster: c, namespace: there}}]", (), "here"),
+        (
+            "[{name: x, context: {cluster: c, namespace: here}}, {name: y, context: {cluster: c, namespace: there}}]",
+            ("--context", "y"),
+            "there",
+        ),
+        ("[{name: x, context: {cluster: c, namespace: here}}, {name: y, context: {cluster: c}}]", ("--context", "y"), "default"),
+        ('[{name: x, context: {cluster: c, namespace: ""}}]', (), "default"),
+        ("[{name: x, context: {cluster: c, namespace: here}}]", ("-n", "mine"), "mine"),
+    ],
+    ids=["the-current-one", "another", "another-that-names-none", "an-empty-name", "as-asked"],
+)
+def test_the_namespace_is_the_one_of_the_context_that_was_asked_for(
+    contexts: str, more: tuple[str, ...], asked: str, tmp_path: Path
+):
+    """With --context the namespace of the current context was taken: `undo` went to a fleet of another namespace."""
+    with Api(rolling("Complete")) as api:
+        assert main(["rollout", "status", "f", *more, "--kubeconfig", api.kubeconfig(tmp_path, contexts)]) == 0
+    assert api.asked == [f"/apis/inferencefleet.io/v1alpha1/namespaces/{asked}/inferencefleets/f"]
+
+
+def test_an_api_server_that_says_nothing_is_not_waited_for_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """`--timeout` ended nothing: the request itself had no bound."""
+    monkeypatch.setattr("fleet_cli.rollout.command.ANSWER_S", 0.1)
+    with Api(None) as api:
+        assert main(["rollout", "status", "f", "--timeout", "0", "--kubeconfig", api.kubeconfig(tmp_path)]) == 1
+    assert "Read timed out" in capsys.readouterr().err
+
+
+def test_who_follows_a_rollout_waits_for_an_api_server_that_restarts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """One 503 in the middle told a pipeline that its rollout had failed."""
+    monkeypatch.setattr("fleet_cli.rollout.command.WATCH_S", 0.0)
+    with Api(rolling("Progressing"), (503, b"{}"), (503, b"{}"), rolling("Complete")) as api:
+        assert main(["rollout", "status", "f", "--kubeconfig", api.kubeconfig(tmp_path)]) == 0
+    said = capsys.readouterr()
+    assert said.out == "Progressing: words\nComplete: words\n"
+    assert said.err.count("asking again") == said.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "words"),
+    [
+        ((404, b"404 page not found\n"), 1, "has no InferenceFleets"),
+        ((404, b'{"kind": "Status", "message": "not found"}'), 2, "no fleet f in namespace default"),
+        ((503, b"{}"), 1, "Service Unavailable"),
+    ],
+    ids=["no-crds", "no-fleet", "at-first"],
+)
+def test_what_is_not_there_is_named(
+    said: tuple[int, bytes], code: int, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Where the CRDs are not installed, a fleet was told to be missing."""
+    with Api(said) as api:
+        assert main(["rollout", "status", "f", "--kubeconfig", api.kubeconfig(tmp_path)]) == code
+    assert words in capsys.readouterr().err
+
+
+MODIFIED = 409, b'{"kind": "Status", "message": "the object has been modified"}'
+
+
+@pytest.mark.parametrize(
+    ("conflicts", "code", "asked", "words"),
+    [(0, 0, 2, "rollouts are paused"), (2, 0, 6, "rollouts are paused"), (9, 1, 10, "the object has been modified")],
+    ids=["at-once", "again", "not-for-ever"],
+)
+def test_a_status_that_is_written_meanwhile_is_no_reason_to_refuse_a_pause(
+    conflicts: int, code: int, asked: int, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """A rollout writes a status each second, and who wanted to stop it was told that the object has been modified."""
+    fleet = rolling("Progressing")
+    with Api(*(fleet, MODIFIED) * conflicts, fleet, fleet) as api:
+        assert main(["rollout", "pause", "f", "--kubeconfig", api.kubeconfig(tmp_path)]) == code
+    said = capsys.readouterr()
+    assert words in said.out + said.err
+    assert len(api.asked) == asked

@@ -22,7 +22,7 @@ from fleet_cli.main import main
 from fleet_cli.up import bundled
 from fleet_cli.up.command import UpOptions, _Session, as_new
 from fleet_cli.up.local import LocalFleet
-from fleet_cli.up.preflight import check_engine, check_model, check_port
+from fleet_cli.up.preflight import check_engine, check_memory, check_model, check_port, free_bytes
 from fleet_cli.up.screen import PlainScreen
 from fleet_cli.up.state import state_folder
 from fleet_cli.up.stops import Stops, interruptible, until
@@ -260,6 +260,9 @@ class Ground:
     def raise_if_dead(self) -> None:
         return None
 
+    def can_drain(self) -> bool:
+        return True
+
     async def observe(self):
         if not self.deleted:
             signal.raise_signal(self.signal)
@@ -276,6 +279,53 @@ def test_a_proof_that_was_interrupted_is_none(once, code):
     screen = PlainScreen(io.StringIO(), lambda: 0.0)
     session = _Session(options, fleet("file:///m"), Ground(signal.SIGTERM), screen, 0.0)
     assert asyncio.run(session.run()) == code
+
+
+def test_without_a_runtime_nobody_is_waited_for():
+    """A runtime that had failed was waited for, for a minute, before its error was told."""
+
+    class Dead(Ground):
+        def raise_if_dead(self) -> None:
+            raise RunError("the runtime stopped: of a full disk")
+
+        def can_drain(self) -> bool:
+            return False
+
+        async def observe(self):
+            return [{"metadata": {"name": "p"}}], {}
+
+    options = UpOptions(file=None, once=True, port=1, state=None, claims={})
+    said = io.StringIO()
+    session = _Session(options, fleet("file:///m"), Dead(signal.SIGTERM), PlainScreen(said, lambda: 0.0), 0.0)
+
+    async def go():
+        async with asyncio.timeout(10):
+            await session.run()
+
+    with pytest.raises(RunError, match="the runtime stopped: of a full disk"):
+        asyncio.run(go())
+    assert "killing what is left" in said.getvalue()
+
+
+def test_the_runtime_alone_is_who_drains(tmp_path):
+    async def go():
+        local = LocalFleet(manifest=as_new(bundled.bundled_manifest(Path("/m"))), state_dir=tmp_path, port=1, claims={})
+        for name, drains in (("operator", True), ("runtime", False)):
+            ended = asyncio.create_task(asyncio.sleep(0), name=name)
+            await ended
+            local._tasks.append(ended)
+            assert local.can_drain() is drains
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("option", ["--state", "--tenants", "--pvc"])
+def test_a_path_that_is_no_text_is_an_option_that_cannot_be_used(option, capsys):
+    """The runtime died of it, and said so after a minute."""
+    with pytest.raises(SystemExit) as ended:
+        main(["up", option, "c=/x\udcff" if option == "--pvc" else "/x\udcff"])
+    assert ended.value.code == 2
+    assert "is not text in UTF-8" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
@@ -356,3 +406,48 @@ def test_a_cache_that_cannot_be_read_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("INFERENCEFLEET_CACHE", str(tmp_path / ("a" * 300)))
     with pytest.raises(RunError, match=r"the tiny model cannot be read in .*: File name too long"):
         bundled.tiny_model()
+
+
+GIB = 1024**3
+
+
+def sized(replicas: int, cache: str, engine: str = "torch", accelerator: str = "cpu"):
+    role = {"replicas": replicas, "maxReplicas": max(8, replicas)}
+    shape = {"accelerator": {"type": accelerator}, "ratio": {"prefill": 1, "decode": 1}}
+    tier = {"name": "a", **shape, "prefill": role, "decode": role}
+    spec = {"model": {"source": "hf://a/b"}, "engine": {"type": engine, "cacheSize": cache}, "tiers": [tier]}
+    return parse_fleet({"metadata": {"name": "f"}, "spec": spec})
+
+
+@pytest.mark.parametrize(
+    ("asked", "free", "needed"),
+    [
+        (sized(1, "64Mi"), 2 * GIB, None),
+        (sized(1, "1Ti"), 24 * GIB, "2 workers, each with a cache of 1Ti, need 2.2 TB, and this machine has 25.8 GB free"),
+        (sized(5, "4Gi"), 16 * GIB, "10 workers, each with a cache of 4Gi, need 45.6 GB"),
+        (sized(900, "1Mi"), 24 * GIB, "1800 workers"),
+        (sized(1, "1Ti", "vllm"), 24 * GIB, "2 workers"),
+        (sized(1, "1Ti", "vllm", "h100"), 24 * GIB, None),
+        (sized(1, "1Ti"), None, None),
+    ],
+    ids=["small", "one-cache", "all-together", "many-workers", "vllm-on-cpu", "in-a-gpu", "nobody-knows"],
+)
+def test_a_fleet_that_does_not_fit_into_memory_is_not_started(asked: InferenceFleet, free: int | None, needed: str | None):
+    """Its workers were killed, with "killed by SIGKILL" for a cause, and so was what else ran on the machine."""
+    if needed is None:
+        check_memory(asked, free)
+        return
+    with pytest.raises(InputError, match=f"spec.engine.cacheSize: {needed}"):
+        check_memory(asked, free)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [("MemTotal: 9 kB\nMemAvailable:     7 kB\n", 7168), ("MemTotal: 9 kB\n", None), ("MemAvailable:\n", None), (None, None)],
+)
+def test_what_a_machine_tells_of_its_memory(text: str | None, found: int | None, tmp_path, monkeypatch):
+    path = tmp_path / "meminfo"
+    if text is not None:
+        path.write_text(text)
+    monkeypatch.setattr("fleet_cli.up.preflight.MEMINFO", path)
+    assert free_bytes() == found

@@ -188,6 +188,38 @@ def test_the_panel_shows_adapters(stopping):
     assert ("adapter b: on 0 of 3 workers; BadAdapter" in out.getvalue()) is not stopping
 
 
+MISMATCH = {"type": "TransportVerified", "status": "False", "reason": "Mismatch", "message": "tier local asks for rdma"}
+STARTING = {"type": "Available", "status": "False", "reason": "WorkersStarting", "message": "0 prefill"}
+UNROUTED = {"type": "Available", "status": "False", "reason": "NoRouter", "message": "no router"}
+
+
+def with_conditions(*conditions):
+    return {**status_of(0), "conditions": list(conditions)}
+
+
+def test_what_no_pod_shows_is_said_once_and_again_when_it_comes_back():
+    """A fleet that asked for RDMA on a laptop said "starting" for ever; its status had the cause."""
+    more = {**MISMATCH, "message": "tier local asks for rdma, 2 workers"}
+    out = io.StringIO()
+    with PlainScreen(out, lambda: 0.0) as screen:
+        for rows in ((STARTING,), (STARTING, MISMATCH), (UNROUTED, more), (), (more,)):
+            screen.show(snapshot([], with_conditions(*rows)))
+        screen.show(snapshot([], with_conditions(), stopping=True))
+        screen.show(snapshot([], with_conditions(MISMATCH), stopping=True))
+    told = [line.partition("] ")[2] for line in out.getvalue().splitlines()]
+    assert told == ["Mismatch: tier local asks for rdma", "Mismatch: tier local asks for rdma, 2 workers"]
+
+
+@pytest.mark.parametrize("stopping", [False, True])
+def test_the_panel_shows_what_is_to_be_mended(stopping):
+    out = io.StringIO()
+    screen = LiveScreen(out, lambda: 0.0)
+    screen.show(snapshot([], with_conditions(STARTING, MISMATCH), stopping=stopping))
+    screen._console.print(screen._panel())
+    assert ("Mismatch: tier local asks for rdma" in out.getvalue()) is not stopping
+    assert "WorkersStarting" not in out.getvalue()
+
+
 @pytest.mark.parametrize(("term", "kind"), [("dumb", PlainScreen), ("xterm", LiveScreen)])
 def test_a_terminal_that_draws_no_panel_gets_lines(monkeypatch, term, kind):
     """With TERM=dumb nothing was said of any pod, ready or not."""

@@ -32,7 +32,9 @@ def add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     explain.add_argument(
         "request", nargs="?", metavar="REQUEST_ID", help="x-request-id of the answer; without it the latest ones"
     )
-    explain.add_argument("--url", action="append", metavar="URL", help=f"a router, may be repeated (default {DEFAULT_URL})")
+    explain.add_argument(
+        "--url", action="append", type=_url, metavar="URL", help=f"a router, may be repeated (default {DEFAULT_URL})"
+    )
     explain.add_argument("--fleet", metavar="NAME", help="all routers of this fleet in a cluster, by kubectl port-forward")
     explain.add_argument("-n", "--namespace", help="of the fleet; default: the kubeconfig's")
     explain.add_argument("--kubeconfig", metavar="FILE", help="default: $KUBECONFIG or ~/.kube/config")
@@ -42,6 +44,18 @@ def add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     explain.add_argument("--json", action="store_true", help="print the records as they are")
     explain.set_defaults(run=_run)
+
+
+def _url(text: str) -> str:
+    from httpx import URL, InvalidURL
+
+    try:
+        url = URL(text)
+        if url.scheme in ("http", "https") and url.host:
+            return text
+    except (InvalidURL, UnicodeError):
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is not http://HOST:PORT")
 
 
 def _run(options: argparse.Namespace) -> int:

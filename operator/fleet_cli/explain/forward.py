@@ -23,6 +23,7 @@ KUBECTL_S = 30
 FORWARD_S = 15.0
 """Seconds in which a way to a pod is open."""
 MAX_SAID = 65_536
+MAX_LINE = 500
 
 
 @contextmanager
@@ -45,15 +46,25 @@ def router_urls(fleet: str, where: Sequence[str], problems: list[str]) -> Iterat
 def _pods(fleet: str, where: Sequence[str]) -> list[tuple[str, int]]:
     argv = ["kubectl", *where, "get", "pods", "-l", f"{FLEET}={fleet},{ROLE}={ROUTER_ROLE}", "-o", "json"]
     try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=KUBECTL_S, check=False)
+        done = subprocess.run(argv, capture_output=True, text=True, errors="replace", timeout=KUBECTL_S, check=False)
     except FileNotFoundError as error:
         raise InputError("kubectl is not installed; give --url instead") from error
+    except OSError as error:
+        raise InputError(f"kubectl cannot be run: {error.strerror}; give --url instead") from error
     except subprocess.TimeoutExpired as error:
         raise RunError(f"kubectl did not answer within {KUBECTL_S} s") from error
     if done.returncode:
-        raise RunError(f"kubectl: {done.stderr.strip()[-500:]}")
-    items = json.loads(done.stdout)["items"]
-    return [(item["metadata"]["name"], _port(item)) for item in items if item.get("status", {}).get("phase") == "Running"]
+        raise RunError(f"kubectl: {_last(done.stderr) or f'it ended with {done.returncode} and said nothing'}")
+    try:
+        items = json.loads(done.stdout)["items"]
+        return [(item["metadata"]["name"], _port(item)) for item in items if item.get("status", {}).get("phase") == "Running"]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RunError(f"kubectl get pods sent no list of pods: {_last(done.stdout) or 'nothing'}") from error
+
+
+def _last(said: str) -> str:
+    """The last line: above it kubectl tells how often it tried."""
+    return (said.strip().splitlines() or [""])[-1][:MAX_LINE]
 
 
 def _port(pod: dict[str, Any]) -> int:
@@ -69,7 +80,7 @@ def _forwarded(pod: str, port: int, where: Sequence[str]) -> Iterator[str]:
         said = _said(running)
         found = FORWARDING.search(said)
         if found is None:
-            raise RunError(f"kubectl port-forward pod/{pod}: {said.strip()[-500:] or f'it said nothing within {FORWARD_S:g} s'}")
+            raise RunError(f"kubectl port-forward pod/{pod}: {_last(said) or f'it said nothing within {FORWARD_S:g} s'}")
         yield f"http://127.0.0.1:{found[1]}"
     finally:
         running.terminate()

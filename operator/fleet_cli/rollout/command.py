@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -12,7 +13,7 @@ from typing import Any
 
 from fleet_cli.errors import EXIT_FAILED, EXIT_OK, InputError, RunError
 from fleet_cli.rollout.history import entries, previous, progress, returned, table
-from fleet_cli.streams import emit
+from fleet_cli.streams import complain, emit
 from fleet_operator.cluster.interface import Object
 from fleet_operator.names import FLEET
 from fleet_operator.render.revision import RESTARTED_AT
@@ -20,6 +21,19 @@ from fleet_operator.render.revision import RESTARTED_AT
 GROUP, VERSION, PLURAL = "inferencefleet.io", "v1alpha1", "inferencefleets"
 MANAGER = "fleet-cli"
 WATCH_S = 1.0
+CONNECT_S, ANSWER_S = 10.0, 30.0
+"""Without bounds of its own the client waits for ever."""
+CONFLICT, CHANGES_MOST = 409, 5
+PASSING = (429, 500, 502, 503, 504)
+"""What an API server, or what stands before it, says that restarts."""
+
+
+class NoAnswerError(RunError):
+    """The API server could not be asked at this moment; the next moment it may."""
+
+
+class ConflictError(RunError):
+    """Somebody changed the fleet between our look and our write; the operator does, with each status."""
 
 
 class Fleets:
@@ -27,21 +41,31 @@ class Fleets:
 
     def __init__(self, kubeconfig: str | None, context: str | None, namespace: str | None) -> None:
         from kubernetes import client, config
+        from urllib3 import Retry
         from urllib3.exceptions import HTTPError
 
         try:
-            config.load_kube_config(config_file=kubeconfig, context=context)
-            _, active = config.list_kube_config_contexts(config_file=kubeconfig)
-            self.namespace = namespace or active["context"].get("namespace", "default")
+            found = client.Configuration()
+            config.load_kube_config(config_file=kubeconfig, context=context, client_configuration=found)
+            every, active = config.list_kube_config_contexts(config_file=kubeconfig)
+            chosen = next(one for one in every if one["name"] == context) if context else active
+            self.namespace = namespace or chosen["context"].get("namespace") or "default"
         except Exception as error:  # the library raises whatever a file that is none makes it stumble over
             raise InputError(f"no usable kubeconfig: {' '.join(str(error).split()) or type(error).__name__}") from error
-        self._fleets, self._apps = client.CustomObjectsApi(), client.AppsV1Api()
+        found.retries = Retry(3, read=1, allowed_methods=["GET"])  # a write that is sent twice conflicts with itself
+        asking = client.ApiClient(found)
+        self._fleets, self._apps = client.CustomObjectsApi(asking), client.AppsV1Api(asking)
         self._errors, self._silence = (client.ApiException, OSError), HTTPError
-        self._url = self._fleets.api_client.configuration.host
+        self._url = found.host
 
     def get(self, name: str) -> Object:
         """The fleet."""
-        found = self._call(lambda: self._fleets.get_namespaced_custom_object(GROUP, VERSION, self.namespace, PLURAL, name), name)
+        found = self._call(
+            lambda: self._fleets.get_namespaced_custom_object(
+                GROUP, VERSION, self.namespace, PLURAL, name, _request_timeout=(CONNECT_S, ANSWER_S)
+            ),
+            name,
+        )
         if not isinstance(found, dict) or not all(isinstance(found.get(part), dict) for part in ("metadata", "spec")):
             raise RunError(f"what answers at {self._url} is no API server: it sent no fleet {name}")
         return found
@@ -51,16 +75,40 @@ class Fleets:
         name = fleet["metadata"]["name"]
         self._call(
             lambda: self._fleets.replace_namespaced_custom_object(
-                GROUP, VERSION, self.namespace, PLURAL, name, fleet, field_manager=MANAGER
+                GROUP,
+                VERSION,
+                self.namespace,
+                PLURAL,
+                name,
+                fleet,
+                field_manager=MANAGER,
+                _request_timeout=(CONNECT_S, ANSWER_S),
             ),
             name,
         )
+
+    def change(self, name: str, change: Callable[[Object], tuple[Object, str]]) -> None:
+        """Put what `change` makes of the fleet as it is now, and say its words; as often as the fleet changes under it, within
+        reason."""
+        for left in reversed(range(CHANGES_MOST)):
+            wanted, words = change(self.get(name))
+            try:
+                self.put(wanted)
+            except ConflictError:
+                if not left:
+                    raise
+            else:
+                print(words)
+                return
 
     def revisions(self, name: str) -> list[Object]:
         """Its stored revisions."""
         found = self._call(
             lambda: self._apps.list_namespaced_controller_revision(
-                self.namespace, label_selector=f"{FLEET}={name}", _preload_content=False
+                self.namespace,
+                label_selector=f"{FLEET}={name}",
+                _preload_content=False,
+                _request_timeout=(CONNECT_S, ANSWER_S),
             ),
             name,
         )
@@ -74,13 +122,33 @@ class Fleets:
         try:
             return request()
         except self._silence as error:
-            raise RunError(f"no answer of the API server ({type(error).__name__}; fleet {name})") from error
+            raise NoAnswerError(f"no answer of the API server at {self._url}: {_cause(error)} (fleet {name})") from error
         except ValueError as error:
             raise RunError(f"what answers at {self._url} is no API server: it sent no JSON") from error
         except self._errors as error:
-            if getattr(error, "status", None) == 404:
+            status = getattr(error, "status", None)
+            if status == 404 and _is_status(error):
                 raise InputError(f"no fleet {name} in namespace {self.namespace}") from error
-            raise RunError(f"{_words(error)} (fleet {name}, namespace {self.namespace})") from error
+            if status == 404:
+                raise RunError(
+                    f"the API server at {self._url} has no InferenceFleets: `fleet crds` prints what it needs"
+                ) from error
+            kind = NoAnswerError if status in PASSING else ConflictError if status == CONFLICT else RunError
+            raise kind(f"{_words(error)} (fleet {name}, namespace {self.namespace})") from error
+
+
+def _cause(error: Exception) -> str:
+    """What stopped a request, without the library's objects around it."""
+    reason = getattr(error, "reason", None) or error
+    return re.sub(r"^(<[^>]*>|\w+\(.*?\)): ", "", " ".join(str(reason).split())) or type(reason).__name__
+
+
+def _is_status(error: Exception) -> bool:
+    """The API server speaks of an object; of a kind that it does not know it says so in plain text."""
+    try:
+        return bool(json.loads(getattr(error, "body", None) or "")["kind"] == "Status")
+    except (ValueError, KeyError, TypeError):
+        return False
 
 
 def _words(error: Exception) -> str:
@@ -134,8 +202,19 @@ def _open(options: argparse.Namespace) -> Fleets:
 
 def _status(options: argparse.Namespace) -> int:
     fleets, end, last = _open(options), time.monotonic() + options.timeout, ""
+    lost = False
     while True:
-        words, over, failed = progress(fleets.get(options.name))
+        try:
+            words, over, failed = progress(fleets.get(options.name))
+            lost = False
+        except NoAnswerError as error:  # while it is followed: a rollout does not fail because its API server restarts
+            if not last or time.monotonic() >= end:
+                raise
+            if not lost:
+                complain(f"fleet: {error}; asking again")
+            lost = True
+            time.sleep(WATCH_S)
+            continue
         if words != last:
             emit(f"{words}\n")
             last = words
@@ -154,14 +233,17 @@ def _history(options: argparse.Namespace) -> int:
 
 def _undo(options: argparse.Namespace) -> int:
     fleets = _open(options)
-    fleet = fleets.get(options.name)
-    names = [tier["name"] for tier in fleet["spec"]["tiers"]]
-    tier: str = options.tier or (names[0] if len(names) == 1 else "")
-    if tier not in names:
-        raise InputError(f"--tier must be one of {', '.join(names)}")
-    goal = previous(entries(fleets.revisions(options.name)), fleet, tier, options.to_revision)
-    fleets.put(returned(fleet, tier, goal.inputs))
-    print(f"fleet {options.name}: tier {tier} goes back to revision {goal.number} ({goal.revision})")
+
+    def change(fleet: Object) -> tuple[Object, str]:
+        names = [tier["name"] for tier in fleet["spec"]["tiers"]]
+        tier: str = options.tier or (names[0] if len(names) == 1 else "")
+        if tier not in names:
+            raise InputError(f"--tier must be one of {', '.join(names)}")
+        goal = previous(entries(fleets.revisions(options.name)), fleet, tier, options.to_revision)
+        words = f"fleet {options.name}: tier {tier} goes back to revision {goal.number} ({goal.revision})"
+        return returned(fleet, tier, goal.inputs), words
+
+    fleets.change(options.name, change)
     return EXIT_OK
 
 
@@ -174,21 +256,22 @@ def _resume(options: argparse.Namespace) -> int:
 
 
 def _set_paused(options: argparse.Namespace, *, paused: bool) -> int:
-    fleets = _open(options)
-    fleet = fleets.get(options.name)
-    fleet["spec"]["rollout"] = {**fleet["spec"].get("rollout", {}), "paused": paused}
-    fleets.put(fleet)
-    print(f"fleet {options.name}: rollouts are {'paused' if paused else 'resumed'}")
+    def change(fleet: Object) -> tuple[Object, str]:
+        fleet["spec"]["rollout"] = {**fleet["spec"].get("rollout", {}), "paused": paused}
+        return fleet, f"fleet {options.name}: rollouts are {'paused' if paused else 'resumed'}"
+
+    _open(options).change(options.name, change)
     return EXIT_OK
 
 
 def _restart(options: argparse.Namespace) -> int:
-    fleets = _open(options)
-    fleet = fleets.get(options.name)
     now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    fleet["metadata"].setdefault("annotations", {})[RESTARTED_AT] = now
-    fleets.put(fleet)
-    print(f"fleet {options.name}: every worker is replaced, as one rollout")
+
+    def change(fleet: Object) -> tuple[Object, str]:
+        fleet["metadata"].setdefault("annotations", {})[RESTARTED_AT] = now
+        return fleet, f"fleet {options.name}: every worker is replaced, as one rollout"
+
+    _open(options).change(options.name, change)
     return EXIT_OK
 
 

@@ -37,7 +37,7 @@ def entries(revisions: Iterable[Object]) -> list[Entry]:
             inputs=obj["data"]["inputs"],
         )
         for obj in revisions
-        if TIER in (obj["metadata"].get("labels") or {}) and "inputs" in (obj.get("data") or {})
+        if {TIER, REVISION} <= (obj["metadata"].get("labels") or {}).keys() and "inputs" in (obj.get("data") or {})
     ]
     return sorted(found, key=lambda entry: (entry.tier, entry.number))
 

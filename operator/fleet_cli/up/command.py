@@ -16,7 +16,7 @@ from fleet_cli.manifest import check, read_manifest
 from fleet_cli.up.bundled import bundled_manifest, tiny_model, vllm_program
 from fleet_cli.up.client import Client
 from fleet_cli.up.local import LocalFleet
-from fleet_cli.up.preflight import check_engine, check_model, check_port
+from fleet_cli.up.preflight import check_engine, check_memory, check_model, check_port, free_bytes
 from fleet_cli.up.proof import Ground, output_tokens, prove
 from fleet_cli.up.routerport import router_secrets
 from fleet_cli.up.screen import Screen, open_screen
@@ -54,6 +54,7 @@ def up(options: UpOptions) -> int:
         fleet = parse_fleet(manifest)
         check_model(fleet, options.claims)
         check_engine(fleet, vllm_program())
+        check_memory(fleet, free_bytes())
         tenants = local_tenants(fleet, options.tenants)
         secrets = [*([tenants.secret] if tenants is not None else []), *router_secrets(fleet)]
         with state_folder(options.state) as folder:
@@ -204,4 +205,7 @@ class _Session:
                 self.screen.show(snapshot(pods, status, stopping=True))
                 if not pods:
                     return True
+                if not self.local.can_drain():  # nobody is left who would end them
+                    self.screen.say("what runs pods has ended: killing what is left")
+                    return False
                 await asyncio.sleep(POLL_S)

@@ -27,7 +27,7 @@ from fleet_operator.runtime.settings import RuntimeSettings
 from fleet_operator.settings import Platform
 from fleet_operator.telemetry.collect import open_telemetry
 
-NODE = "local"
+NODE, RUNTIME = "local", "runtime"
 DEVICES = "1024"
 """A machine without a GPU pretends to have plenty: CPU engines stand in for devices."""
 LOG_BYTES = 8 * 1024 * 1024
@@ -70,7 +70,7 @@ class LocalFleet:
             self._log = _log_to(self.logs / "operator.log")
         except OSError as error:
             raise RunError(f"{self.logs / 'operator.log'}: {error.strerror}") from error
-        self._start("runtime", self._kubelet.run())
+        self._start(RUNTIME, self._kubelet.run())
         self._start("scheduler", self._scheduler.run())
         self._start("deployments", self._deployments.run())
         self._start("operator", self._operate())
@@ -101,6 +101,10 @@ class LocalFleet:
             if task.done():
                 cause = None if task.cancelled() else task.exception()
                 raise RunError(f"the {task.get_name()} stopped: {cause or 'no cause known'}")
+
+    def can_drain(self) -> bool:
+        """The runtime, which ends pods, is there."""
+        return not any(task.done() for task in self._tasks if task.get_name() == RUNTIME)
 
     async def observe(self) -> tuple[list[Object], Object]:
         """(pods, status of the fleet) as the store has them now; no status once the fleet is gone."""

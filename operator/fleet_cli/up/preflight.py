@@ -8,8 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from fleet_api.v1alpha1 import ClaimSource, FileSource, InferenceFleet, Source
+from fleet_api.v1alpha1.fleet import ROLES
 from fleet_api.v1alpha1.model import located
 from fleet_cli.errors import InputError, RunError
+from fleet_cli.up.view import size
+
+WORKER_BYTES = 256 * 1024 * 1024
+"""A worker without model and cache takes more than that for itself (torch engine: 300 MB that no other process shares)."""
+MEMINFO = Path("/proc/meminfo")
 
 
 def check_model(fleet: InferenceFleet, claims: Mapping[str, Path]) -> None:
@@ -46,6 +52,32 @@ def check_engine(fleet: InferenceFleet, vllm: str | None) -> None:
     """InputError when the fleet wants vLLM and this machine has none."""
     if fleet.spec.engine.type == "vllm" and vllm is None:
         raise InputError("spec.engine.type: vllm is not installed here: run `make vllm`, or set FLEET_VLLM_BIN")
+
+
+def free_bytes() -> int | None:
+    """Memory of this machine that new processes may take; None: it does not tell."""
+    try:
+        lines = MEMINFO.read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, ValueError, IndexError, StopIteration):
+        return None
+
+
+def check_memory(fleet: InferenceFleet, free: int | None) -> None:
+    """InputError when the workers that are started first do not fit into `free` bytes: engines take their whole cache at once,
+    and the kernel would kill whatever it likes, a fleet or the user's editor."""
+    engine = fleet.spec.engine
+    workers, caches = 0, 0
+    for tier in fleet.spec.tiers:
+        for role, count in zip(ROLES, tier.initial, strict=True):
+            workers += count
+            caches += count if engine.type == "torch" or tier.device_request(role) is None else 0
+    needed = workers * WORKER_BYTES + caches * engine.cache_bytes
+    if free is not None and needed > free:
+        raise InputError(
+            f"spec.engine.cacheSize: {workers} workers, each with a cache of {engine.cache_size}, need {size(needed)}, and this "
+            f"machine has {size(free)} free: give them less, or run fewer (minReplicas, replicas)"
+        )
 
 
 def check_port(port: int) -> None:

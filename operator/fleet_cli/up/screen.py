@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol, TextIO
 
 from fleet_cli.errors import RunError
 from fleet_cli.streams import silence
-from fleet_cli.up.view import PodLine, Snapshot, adapter_lines, kv_line, kv_total, role_lines
+from fleet_cli.up.view import PodLine, Snapshot, adapter_lines, kv_line, kv_total, role_lines, trouble_lines
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -58,6 +58,7 @@ class PlainScreen:
         """Why something could not be written, once that happened."""
         self._states: dict[str, str] = {}
         self._adapters: dict[str, str] = {}
+        self._troubles: dict[str, str] = {}
         self._lines: list[str] = []
 
     def say(self, text: str) -> None:
@@ -79,11 +80,15 @@ class PlainScreen:
         for name in adapters:
             if self._adapters.get(name) != adapters[name]:
                 self.say(f"adapter {name}: {adapters[name]}")
+        troubles = self._troubles if snapshot.stopping else trouble_lines(snapshot.status)
+        for key, words in troubles.items():
+            if key not in self._troubles:  # the words alone may change with every worker
+                self.say(words)
         lines = [*role_lines(snapshot.status), kv_line(kv_total(snapshot.status))]
         if snapshot.ready and not snapshot.stopping and lines != self._lines:
             self.say("; ".join(lines))
             self._lines = lines
-        self._states, self._adapters = states, adapters
+        self._states, self._adapters, self._troubles = states, adapters, troubles
 
     def _write(self, text: str) -> None:
         """A fleet that runs is worth more than its log: what a full disk does not take is lost, and said at the end."""
@@ -160,6 +165,7 @@ class LiveScreen:
         if self._snapshot.complete and not self._snapshot.stopping:
             head = Text("Ready", style="bold green")
         lines = [] if self._snapshot.stopping else [*role_lines(self._snapshot.status), *_adapters(self._snapshot)]
+        lines += [] if self._snapshot.stopping else trouble_lines(self._snapshot.status).values()
         lines.append(kv_line(kv_total(self._snapshot.status)))
         return Group(head, table, Text("\n".join(lines)))
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from fleet_api.v1alpha1 import FleetStatus, KvStatus
 from fleet_cli.errors import EXIT_BAD_INPUT, CliError, InputError, RunError
+from fleet_planner.events import SEVERE
 
 ROLE_LABEL = "inferencefleet.io/role"
 SAMPLE_PROMPT = (
@@ -95,6 +96,12 @@ def adapter_lines(status: FleetStatus) -> dict[str, str]:
         elif one.loaded >= one.desired > 0:
             lines[one.name] = on
     return lines
+
+
+def trouble_lines(status: FleetStatus) -> dict[str, str]:
+    """By condition and reason: what somebody has to mend. A router that is missing is shown as a pod, and is at every start."""
+    found = {f"{one.type} {one.reason}": one for one in status.conditions if one.reason in SEVERE and one.reason != "NoRouter"}
+    return {key: f"{one.reason}: {one.message}" for key, one in found.items()}
 
 
 def kv_total(status: FleetStatus) -> KvStatus:
