@@ -11,6 +11,21 @@ SHORT = {
     "-sc": "speculative-config", "-ac": "attention-config",
 }  # fmt: skip
 
+DECIDED = tuple(
+    f"--{name}" for name in (
+        "host", "port", "served-model-name", "max-model-len", "kv-transfer-config", "kv-events-config", "tensor-parallel-size",
+        "pipeline-parallel-size", "data-parallel-size", "data-parallel-rpc-port", "enable-expert-parallel", "quantization",
+        "kv-cache-dtype", "enable-lora", "max-loras", "max-lora-rank", "max-cpu-loras", "lora-modules", "nnodes", "node-rank",
+        "master-addr", "master-port", "headless", "config", "uds", "root-path", "api-key", "ssl-keyfile", "ssl-certfile", "grpc",
+    )
+)  # fmt: skip
+"""What fields decide (rules_pod.OWNED_ARGS, compat.OWNED), as workers know it: fleet_worker.agent.command, VLLM_DECIDED."""
+LETTERS = {
+    "-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-dp": "--data-parallel-size",
+    "-ep": "--enable-expert-parallel", "-q": "--quantization", "-n": "--nnodes", "-r": "--node-rank",
+}  # fmt: skip
+"""Other names of some of these: VLLM_LETTERS there."""
+
 
 @dataclass(frozen=True, slots=True)
 class Argument:
@@ -46,3 +61,25 @@ def of_role(spec: Mapping[str, Any], index: int, role: str) -> dict[str, Argumen
     found = list(parse_arguments((spec.get("engine") or {}).get("args") or (), "spec.engine.args"))
     found += parse_arguments((tier.get(role) or {}).get("args") or (), f"spec.tiers[{index}].{role}.args")
     return {argument.name: argument for argument in found}
+
+
+def shortened(word: str) -> str | None:
+    """Why workers refuse a word whose name argparse takes for one that fields decide: its beginning, its negation, its letter
+    with the value behind it. None for any other word; whole names have rules of their own."""
+    said = word.partition("=")[0].partition(".")[0]
+    whole = _meant(said.replace("_", "-"))
+    return f"{said} is short for {whole}, which other fields decide: write names in full" if whole is not None else None
+
+
+def _meant(name: str) -> str | None:
+    if name in DECIDED or name in LETTERS or name in ("-", "--"):
+        return None
+    if name.startswith("--"):
+        switch = "--" + name.removeprefix("--no-") if name.startswith("--no-") else name
+        if switch != name and switch.startswith("--data-parallel"):
+            return "--data-parallel-size"
+        return next((decided for decided in DECIDED if decided.startswith(switch)), None)
+    if name.startswith("-dp"):  # -dpl, -dph ...
+        return LETTERS["-dp"]
+    letters = (whole for letter, whole in LETTERS.items() if letter.startswith(name) or name[:2] == letter)
+    return next(letters, None) if name.startswith("-") else None

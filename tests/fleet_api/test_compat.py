@@ -53,6 +53,9 @@ BAD = [
     ("a file for one role", roles({}, {"args": ["--config=/x"]}), "spec.tiers[0].decode.args[0]: Forbidden: --config"),
     ("another port", spec(args=["--dtype", "auto", "--port", "9999"]), SET_BY_FIELDS),
     ("a key that nobody sends", spec(args=["--api-key=abc"]), "no place for a secret"),
+    # argparse: they passed, and every worker ended with these words
+    ("the beginning of a name", spec(args=["--seed=1", "--tensor-par", "4"]), "engine.args[1]: Forbidden: --tensor-par is short"),
+    ("a name's letters and its value", roles({}, {"args": ["-dpl", "1"]}), "decode.args[0]: Forbidden: -dpl is short for"),
     ("another length", spec(args=["--max-model-len=131072"]), SET_BY_FIELDS),
     # vLLM #14952, TRT-LLM #6507: dtypes of the two sides differ, answers are wrong or the hand-off fails
     ("dtype of one role", roles({"args": ["--dtype=bfloat16"]}, {"args": ["--dtype=float16"]}), "prefill has bfloat16"),
