@@ -39,6 +39,7 @@ from fleet_operator.gangs import PodGroups, spans_nodes
 from fleet_operator.names import ADAPTERS, APPLIED, MEMBER, group_service, policy_name, router_name
 from fleet_operator.names import ROLE as ROLE_LABEL
 from fleet_operator.names import TIER as TIER_LABEL
+from fleet_operator.older import older
 from fleet_operator.outcome import Outcome, StopError
 from fleet_operator.ownership import name_conflict, owned, taken
 from fleet_operator.pool_status import pool_status
@@ -175,7 +176,7 @@ class Applier:
 
     async def _group_names(self, work: _Pass) -> None:
         """The Service of workers over several nodes, or none."""
-        if spans_nodes(work.plan):
+        if spans_nodes(work.plan, work.live):
             await self._put(render_group_service(work.fleet, work.raw), work)
             return
         found = work.live.get((SERVICE.kind, group_service(work.fleet.metadata.name)))
@@ -345,7 +346,7 @@ class Applier:
     async def _policy(self, work: _Pass) -> None:
         """The fleet's NetworkPolicy, or none."""
         if work.fleet.spec.network_policy.enabled:
-            await self._put(render_policy(work.fleet, work.raw, self._platform), work)
+            await self._put(render_policy(work.fleet, work.raw, self._platform, older(work.plan, work.live)), work)
             return
         found = work.live.get((NETWORK_POLICY.kind, policy_name(work.fleet.metadata.name)))
         if found is not None and owned(found, work.raw) and await self._true(work, sizes=False):

@@ -217,7 +217,10 @@ def render_budgets(fleet: InferenceFleet, plan: Plan, owner: Object) -> list[Obj
     """One disruption budget per tier and role, and one of the routers when there are several. An eviction is allowed when the
     worker's replacement is ready, never before, so a node drain waits for the operator, which sees the cordoned node and starts
     the replacement at once. One eviction ends a worker of several pods: of a replacement's pods all but one count as needed."""
-    sizes = {(pool.tier, pool.role): pool.size * pool.nodes + pool.nodes - 1 for pool in plan.pools}
+    sizes = dict[tuple[str, str], int]()
+    for pool in plan.pools:  # while workers of two shapes are there, as if all were of the larger one
+        at = pool.tier, pool.role
+        sizes[at] = max(sizes.get(at, 0), pool.size * pool.nodes + pool.nodes - 1)
     budgets = []
     for (tier, role), size in sizes.items():
         meta = {**_meta(fleet, owner), "name": f"{fleet.metadata.name}-{tier}-{role}"}
