@@ -21,10 +21,9 @@ from fleet_operator.names import (
     owner_reference,
     router_name,
 )
-from fleet_operator.older import older
+from fleet_operator.older import older, served_name
 from fleet_operator.render.network import PORTS, port_of
 from fleet_operator.render.port import add_port, requests, routers_of
-from fleet_operator.render.revision import place_of
 from fleet_operator.render.template import security
 from fleet_operator.render.worker import drain_timeout_s
 from fleet_operator.settings import Platform
@@ -86,15 +85,19 @@ def render_documents(fleet: InferenceFleet, plan: Plan, owner: Object, live: Map
     def port(target: Target, name: str, default: int) -> int:
         return port_of(live.get(("Pod", target.name), {}), name, default)
 
-    names = {place_of(stored): (stored["data"].get("inputs") or {}).get("servedName") for stored in older(plan, live)}
-    other = {at: name for at, name in names.items() if name and name != fleet.served_name}
+    stored = older(plan, live)
+
+    def model(target: Target) -> str:
+        name = served_name(fleet, (target.tier, target.revision), stored)
+        return name if name != fleet.served_name else ""
+
     workers = tuple(
         Endpoint(
             name=target.name, uid=target.uid, address=target.address,
             http_port=port(target, "http", PORTS.http), agent_port=port(target, "agent", PORTS.agent),
             events_port=port(target, "kv-events", PORTS.kv_events), replay_port=port(target, "kv-replay", PORTS.kv_replay),
             role=target.role, tier=target.tier, revision=target.revision, compat=target.compat, state=target.state,
-            adapters=dict(target.adapters), model=other.get((target.tier, target.revision), ""),
+            adapters=dict(target.adapters), model=model(target),
         )
         for target in plan.targets
     )  # fmt: skip
