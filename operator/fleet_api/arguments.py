@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +35,8 @@ class Argument:
     name: str
     value: str
     field: str
+    key: str = ""
+    """The one key of a JSON argument that it sets; empty: it is the whole of it."""
 
 
 def parse_arguments(words: Iterable[Any], field: str) -> Iterator[Argument]:
@@ -52,15 +55,38 @@ def parse_arguments(words: Iterable[Any], field: str) -> Iterator[Argument]:
             index += 1
         head = SHORT.get(head, head.lstrip("-"))
         name, _, rest = head.partition(".")  # --kv-transfer-config.kv_role sets one key of a JSON argument
-        yield Argument(name.replace("_", "-"), f"{rest}={value}" if rest else value, at)
+        yield Argument(name.replace("_", "-"), f"{rest}={value}" if rest else value, at, rest)
 
 
 def of_role(spec: Mapping[str, Any], index: int, role: str) -> dict[str, Argument]:
-    """What workers of a role get: the fleet's arguments, then the role's own; the last of a name wins."""
+    """What workers of a role get: the fleet's arguments, then the role's own; the last of a name wins, of a JSON one the last
+    of each key. JSON is in one form, however it was written."""
     tier = spec["tiers"][index]
     found = list(parse_arguments((spec.get("engine") or {}).get("args") or (), "spec.engine.args"))
     found += parse_arguments((tier.get(role) or {}).get("args") or (), f"spec.tiers[{index}].{role}.args")
-    return {argument.name: argument for argument in found}
+    merged: dict[str, Argument] = {}
+    for argument in found:
+        merged[argument.name] = _over(merged.get(argument.name), argument)
+    return merged
+
+
+def _over(before: Argument | None, later: Argument) -> Argument:
+    """Both of one name, as the engine puts them together."""
+    if later.key:
+        known = _json(before.value) if before is not None else {}
+        value = _json(later.value.partition("=")[2])
+        whole = {**(known if isinstance(known, dict) else {}), later.key: value}
+    elif not isinstance(whole := _json(later.value), dict):
+        return later
+    return Argument(later.name, json.dumps(whole, sort_keys=True), later.field)
+
+
+def _json(text: str) -> Any:
+    """What it says; text that is no JSON is itself."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
 
 
 def shortened(word: str) -> str | None:

@@ -130,11 +130,17 @@ def _drafters(spec: Raw, index: int) -> Iterator[str]:
     """A drafter that reads hidden states has KV of its own: vLLM hashes it into the hand-off."""
     prefill, decode = (of_role(spec, index, role).get("speculative-config") for role in ("prefill", "decode"))
     texts = [argument.value if argument else "" for argument in (prefill, decode)]
-    if texts[0] != texts[1] and any(f'"{name}"' in text for name in DRAFTERS for text in texts):
+    if texts[0] != texts[1] and any(map(_drafts, texts)):
         yield (
             f"spec.tiers[{index}]: Invalid value: --speculative-config with a drafter must be the same in both roles: "
             "its KV is handed over, too"
         )
+
+
+def _drafts(text: str) -> bool:
+    """It names a drafter, or a model that vLLM finds one in: all but ngram."""
+    named = re.search(r'"model": "(?!\[?ngram\]?")', text) is not None and '"method": ' not in text
+    return named or any(f'"{name}"' in text for name in DRAFTERS)
 
 
 def _blocks(spec: Raw, index: int) -> Iterator[str]:
