@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,21 @@ SHORT = {
     "-sc": "speculative-config", "-ac": "attention-config",
 }  # fmt: skip
 
+DECIDED = tuple(
+    f"--{name}" for name in (
+        "host", "port", "served-model-name", "max-model-len", "kv-transfer-config", "kv-events-config", "tensor-parallel-size",
+        "pipeline-parallel-size", "data-parallel-size", "data-parallel-rpc-port", "enable-expert-parallel", "quantization",
+        "kv-cache-dtype", "enable-lora", "max-loras", "max-lora-rank", "max-cpu-loras", "lora-modules", "nnodes", "node-rank",
+        "master-addr", "master-port", "headless", "config", "uds", "root-path", "api-key", "ssl-keyfile", "ssl-certfile", "grpc",
+    )
+)  # fmt: skip
+"""What fields decide (rules_pod.OWNED_ARGS, compat.OWNED), as workers know it: fleet_worker.agent.command, VLLM_DECIDED."""
+LETTERS = {
+    "-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-dp": "--data-parallel-size",
+    "-ep": "--enable-expert-parallel", "-q": "--quantization", "-n": "--nnodes", "-r": "--node-rank",
+}  # fmt: skip
+"""Other names of some of these: VLLM_LETTERS there."""
+
 
 @dataclass(frozen=True, slots=True)
 class Argument:
@@ -19,6 +35,8 @@ class Argument:
     name: str
     value: str
     field: str
+    key: str = ""
+    """The one key of a JSON argument that it sets; empty: it is the whole of it."""
 
 
 def parse_arguments(words: Iterable[Any], field: str) -> Iterator[Argument]:
@@ -37,12 +55,57 @@ def parse_arguments(words: Iterable[Any], field: str) -> Iterator[Argument]:
             index += 1
         head = SHORT.get(head, head.lstrip("-"))
         name, _, rest = head.partition(".")  # --kv-transfer-config.kv_role sets one key of a JSON argument
-        yield Argument(name.replace("_", "-"), f"{rest}={value}" if rest else value, at)
+        yield Argument(name.replace("_", "-"), f"{rest}={value}" if rest else value, at, rest)
 
 
 def of_role(spec: Mapping[str, Any], index: int, role: str) -> dict[str, Argument]:
-    """What workers of a role get: the fleet's arguments, then the role's own; the last of a name wins."""
+    """What workers of a role get: the fleet's arguments, then the role's own; the last of a name wins, of a JSON one the last
+    of each key. JSON is in one form, however it was written."""
     tier = spec["tiers"][index]
     found = list(parse_arguments((spec.get("engine") or {}).get("args") or (), "spec.engine.args"))
     found += parse_arguments((tier.get(role) or {}).get("args") or (), f"spec.tiers[{index}].{role}.args")
-    return {argument.name: argument for argument in found}
+    merged: dict[str, Argument] = {}
+    for argument in found:
+        merged[argument.name] = _over(merged.get(argument.name), argument)
+    return merged
+
+
+def _over(before: Argument | None, later: Argument) -> Argument:
+    """Both of one name, as the engine puts them together."""
+    if later.key:
+        known = _json(before.value) if before is not None else {}
+        value = _json(later.value.partition("=")[2])
+        whole = {**(known if isinstance(known, dict) else {}), later.key: value}
+    elif not isinstance(whole := _json(later.value), dict):
+        return later
+    return Argument(later.name, json.dumps(whole, sort_keys=True), later.field)
+
+
+def _json(text: str) -> Any:
+    """What it says; text that is no JSON is itself."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def shortened(word: str) -> str | None:
+    """Why workers refuse a word whose name argparse takes for one that fields decide: its beginning, its negation, its letter
+    with the value behind it. None for any other word; whole names have rules of their own."""
+    said = word.partition("=")[0].partition(".")[0]
+    whole = _meant(said.replace("_", "-"))
+    return f"{said} is short for {whole}, which other fields decide: write names in full" if whole is not None else None
+
+
+def _meant(name: str) -> str | None:
+    if name in DECIDED or name in LETTERS or name in ("-", "--"):
+        return None
+    if name.startswith("--"):
+        switch = "--" + name.removeprefix("--no-") if name.startswith("--no-") else name
+        if switch != name and switch.startswith("--data-parallel"):
+            return "--data-parallel-size"
+        return next((decided for decided in DECIDED if decided.startswith(switch)), None)
+    if name.startswith("-dp"):  # -dpl, -dph ...
+        return LETTERS["-dp"]
+    letters = (whole for letter, whole in LETTERS.items() if letter.startswith(name) or name[:2] == letter)
+    return next(letters, None) if name.startswith("-") else None

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from fleet_api.arguments import Argument, of_role, parse_arguments
+from fleet_api.arguments import Argument, of_role, parse_arguments, shortened
 from fleet_api.host import host_requests
 from fleet_api.quantities import Ratio, exact_quantity, parse_duration, parse_quantity, parse_ratio
 from fleet_api.structure import quoted
@@ -62,6 +62,7 @@ def refusals(manifest: Raw) -> list[str]:
     for index in range(len(spec["tiers"])):
         found += _host(spec, index)
     if _vllm(spec):
+        found += _shortened(spec)
         for index in range(len(spec["tiers"])):
             found += [*_unlike(spec, index), *_unlike_env(spec, index), *_drafters(spec, index), *_blocks(spec, index)]
             found += _spread(spec, index)
@@ -82,13 +83,24 @@ def _vllm(spec: Raw) -> bool:
 
 
 def _owned(spec: Raw) -> Iterator[str]:
-    places = [((spec.get("engine") or {}).get("args"), "spec.engine.args")]
-    for index, tier in enumerate(spec["tiers"]):
-        places += [((tier.get(role) or {}).get("args"), f"spec.tiers[{index}].{role}.args") for role in ("prefill", "decode")]
-    for words, field in places:
-        for argument in parse_arguments(words or (), field):
+    for words, field in _args(spec):
+        for argument in parse_arguments(words, field):
             if argument.name in OWNED:
                 yield f"{argument.field}: Forbidden: --{argument.name}: {OWNED[argument.name]}"
+
+
+def _shortened(spec: Raw) -> Iterator[str]:
+    """Every worker would refuse them, and so end before it begins."""
+    for words, field in _args(spec):
+        yield from (f"{field}[{at}]: Forbidden: {why}" for at, word in enumerate(words) if (why := shortened(str(word))))
+
+
+def _args(spec: Raw) -> Iterator[tuple[Sequence[Any], str]]:
+    """(arguments, field) of every place that has some."""
+    yield (spec.get("engine") or {}).get("args") or (), "spec.engine.args"
+    for index, tier in enumerate(spec["tiers"]):
+        for role in ROLES:
+            yield (tier.get(role) or {}).get("args") or (), f"spec.tiers[{index}].{role}.args"
 
 
 def _unlike(spec: Raw, index: int) -> Iterator[str]:
@@ -118,11 +130,17 @@ def _drafters(spec: Raw, index: int) -> Iterator[str]:
     """A drafter that reads hidden states has KV of its own: vLLM hashes it into the hand-off."""
     prefill, decode = (of_role(spec, index, role).get("speculative-config") for role in ("prefill", "decode"))
     texts = [argument.value if argument else "" for argument in (prefill, decode)]
-    if texts[0] != texts[1] and any(f'"{name}"' in text for name in DRAFTERS for text in texts):
+    if texts[0] != texts[1] and any(map(_drafts, texts)):
         yield (
             f"spec.tiers[{index}]: Invalid value: --speculative-config with a drafter must be the same in both roles: "
             "its KV is handed over, too"
         )
+
+
+def _drafts(text: str) -> bool:
+    """It names a drafter, or a model that vLLM finds one in: all but ngram."""
+    named = re.search(r'"model": "(?!\[?ngram\]?")', text) is not None and '"method": ' not in text
+    return named or any(f'"{name}"' in text for name in DRAFTERS)
 
 
 def _blocks(spec: Raw, index: int) -> Iterator[str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fleet_api.v1alpha1 import InferenceFleet
+from fleet_operator.adapters.told import elsewhere, place_of_pod, worker_told
 from fleet_operator.budgets import budgets_due, still_guards
 from fleet_operator.claims import short_of_claims
 from fleet_operator.cluster.interface import (
@@ -38,6 +39,7 @@ from fleet_operator.gangs import PodGroups, spans_nodes
 from fleet_operator.names import ADAPTERS, APPLIED, MEMBER, group_service, policy_name, router_name
 from fleet_operator.names import ROLE as ROLE_LABEL
 from fleet_operator.names import TIER as TIER_LABEL
+from fleet_operator.older import older
 from fleet_operator.outcome import Outcome, StopError
 from fleet_operator.ownership import name_conflict, owned, taken
 from fleet_operator.pool_status import pool_status
@@ -153,7 +155,7 @@ class Applier:
 
     async def _creations(self, work: _Pass, stored: Mapping[tuple[str, str], Object], pools: Mapping[str, Object]) -> None:
         """Pods, a leader before those who follow it: they are made with its uid, and not at all without it."""
-        leaders: dict[str, str] = {}
+        leaders, others = dict[str, str](), elsewhere(work.fleet, work.live)
         for wanted in work.plan.create:
             revision, owner = stored.get((wanted.tier, wanted.revision)), pools.get(wanted.pool)
             leader = leaders.get(leader_of(wanted))
@@ -162,7 +164,8 @@ class Applier:
             await self._claims(wanted, revision, owner, work)
             if not await self._groups.put(work.fleet, wanted, revision, owner, work.outcome):
                 continue
-            made = await self._create(render_pod(work.fleet, wanted, revision, owner, leader), work)
+            told = worker_told(work.fleet, (wanted.tier, wanted.revision), work.live, others)
+            made = await self._create(render_pod(work.fleet, wanted, revision, owner, leader, told), work)
             if made is not None and wanted.member == 0:
                 leaders[leader_of(wanted)] = made
         await self._groups.again(work.fleet, work.live, stored, pools, work.outcome)
@@ -173,7 +176,7 @@ class Applier:
 
     async def _group_names(self, work: _Pass) -> None:
         """The Service of workers over several nodes, or none."""
-        if spans_nodes(work.plan):
+        if spans_nodes(work.plan, work.live):
             await self._put(render_group_service(work.fleet, work.raw), work)
             return
         found = work.live.get((SERVICE.kind, group_service(work.fleet.metadata.name)))
@@ -343,7 +346,7 @@ class Applier:
     async def _policy(self, work: _Pass) -> None:
         """The fleet's NetworkPolicy, or none."""
         if work.fleet.spec.network_policy.enabled:
-            await self._put(render_policy(work.fleet, work.raw, self._platform), work)
+            await self._put(render_policy(work.fleet, work.raw, self._platform, older(work.plan, work.live)), work)
             return
         found = work.live.get((NETWORK_POLICY.kind, policy_name(work.fleet.metadata.name)))
         if found is not None and owned(found, work.raw) and await self._true(work, sizes=False):
@@ -397,11 +400,14 @@ class Applier:
 
     async def _adapters(self, work: _Pass) -> None:
         """Every worker's annotation says which adapters it should have, for when its container starts again. One that had some
-        once keeps an empty list: an operator that starts now must still ask it."""
+        once keeps an empty list: an operator that starts now must still ask it. One of another model keeps what it has."""
         told, namespace = adapters_told(work.fleet), work.fleet.metadata.namespace
+        others = elsewhere(work.fleet, work.live)
         for (kind, name), pod in work.live.items():
             meta = pod["metadata"]
             if kind != "Pod" or meta.get("labels", {}).get(ROLE_LABEL) not in ROLES or "deletionTimestamp" in meta:
+                continue
+            if place_of_pod(pod) in others:
                 continue
             has = (meta.get("annotations") or {}).get(ADAPTERS, "")
             if (wanted := told or (has and NO_ADAPTERS)) != has:

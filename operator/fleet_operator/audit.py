@@ -25,12 +25,12 @@ async def audit(cluster: Cluster, reconciler: Reconciler, kinds: Sequence[Kind],
     while True:
         for kind in kinds:
             await asyncio.sleep(AUDIT_S / len(kinds))
-            where = namespaces if namespaces and kind.namespaced else (None,)
-            try:
-                if missed := sum([await audit_kind(cluster, reconciler, kind, namespace) for namespace in where]):
-                    LOG.info("audit of %s: the watch had not told of %d", kind.plural, missed)
-            except ClusterError as error:
-                LOG.warning("audit of %s: %s", kind.plural, error)
+            for namespace in namespaces if namespaces and kind.namespaced else (None,):
+                try:  # a namespace that was taken from us does not keep the others from being looked at
+                    if missed := await audit_kind(cluster, reconciler, kind, namespace):
+                        LOG.info("audit of %s: the watch had not told of %d", kind.plural, missed)
+                except ClusterError as error:
+                    LOG.warning("audit of %s: %s", kind.plural, error)
 
 
 async def audit_kind(cluster: Cluster, reconciler: Reconciler, kind: Kind, namespace: str | None) -> int:

@@ -98,6 +98,11 @@ class FleetObjects:
                 return key
         return None
 
+    def child(self, kind: Kind, namespace: str | None, name: str) -> Object | None:
+        """The child of this name, whichever fleet it belongs to."""
+        found = (objects.get((kind.kind, name)) for key, objects in self._children.items() if key[0] == namespace)
+        return next((child for child in found if child is not None), None)
+
     def unsure(self, gone: Object) -> None:
         """That it is gone was an answer to a write of ours, which may be wrong: whoever sees it again is right."""
         self._gone.pop(gone["metadata"]["uid"], None)

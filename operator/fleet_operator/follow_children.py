@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final
 
-from fleet_operator.cluster.interface import NODE, Cluster, ForbiddenError, Kind, UnavailableError, WatchEvent
+from fleet_operator.cluster.interface import NODE, Cluster, ClusterError, ForbiddenError, Kind, UnavailableError, WatchEvent
 from fleet_operator.names import MANAGED_BY, MANAGER
 from fleet_operator.together import until_first_ends
 
@@ -47,6 +47,19 @@ async def _allowed(cluster: Cluster, kind: Kind, namespace: str | None) -> None:
     """ForbiddenError when we may not list the kind: a watch would wait for the right for ever, and say so only in its log."""
     with suppress(UnavailableError):  # the watch waits that out
         await cluster.find(kind, namespace, PROBE)
+
+
+async def refused(cluster: Cluster, kind: Kind, namespaces: Sequence[str]) -> list[str]:
+    """Those of the namespaces in which we may not list the kind. An API that does not answer refuses nothing."""
+    found = []
+    for namespace in namespaces:
+        try:
+            await _allowed(cluster, kind, namespace)
+        except ForbiddenError:
+            found.append(namespace)
+        except ClusterError as error:
+            LOG.debug("whether %s of namespace %s may be listed: %s", kind.plural, namespace, error)
+    return found
 
 
 async def may_read_nodes(cluster: Cluster) -> bool:

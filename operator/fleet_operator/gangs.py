@@ -11,6 +11,7 @@ from fleet_operator.claims import MARKS
 from fleet_operator.cluster.interface import POD, Cluster, ClusterError, NotFoundError, Object
 from fleet_operator.cluster.kinds import POD_GROUP_KINDS
 from fleet_operator.names import ASKED_AGAIN, POOL, REVISION, ROLE, TIER
+from fleet_operator.older import older
 from fleet_operator.outcome import Outcome
 from fleet_operator.render.gang import pod_group_of, render_pod_group
 from fleet_planner.reconcile import Plan
@@ -23,9 +24,9 @@ DEAF: Final = frozenset({"coscheduling"})
 refused because of their group again when a pod is made or a PodGroup changes, else after five minutes."""
 
 
-def spans_nodes(plan: Plan) -> bool:
-    """Whether some worker needs names for its pods."""
-    return any(pool.nodes > 1 for pool in plan.pools)
+def spans_nodes(plan: Plan, live: Mapping[tuple[str, str], Object]) -> bool:
+    """Whether some worker needs names for its pods, be it of a tier that left the spec. `live`: (kind, name) → object."""
+    return any(pool.nodes > 1 for pool in plan.pools) or any(max(stored["data"]["nodes"]) > 1 for stored in older(plan, live))
 
 
 class PodGroups:

@@ -115,7 +115,7 @@ class Reconciler:
         self._now = now
         self._monotonic = monotonic
         self._objects = FleetObjects()
-        self._writer = WriteThrough(cluster, self._written, self._asked_to_go)
+        self._writer = WriteThrough(cluster, self._written, self._asked_to_go, self._not_there)
         self._pace = StatusPace(now, platform.counters_s)
         self._applier = Applier(self._writer, platform, self._pace, now)
         self._recorder = Recorder(cluster, now)
@@ -174,6 +174,11 @@ class Reconciler:
         key = self._objects.mark_leaving(kind, namespace, name, rfc3339(self._now()))
         if key is not None:
             self.touch(key)
+
+    def _not_there(self, kind: Kind, namespace: str | None, name: str) -> None:
+        if (found := self._objects.child(kind, namespace, name)) is not None:
+            self.feed(kind, WatchEvent("DELETED", found))
+            self._objects.unsure(found)
 
     def _nodes_changed(self) -> None:
         """Nodes change all the time; a fleet is looked at again only when one of its own begins or ceases to go away."""

@@ -16,9 +16,10 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from kopf._cogs.structs.references import Insights
 from fleet_operator.audit import audit
 from fleet_operator.cluster.account import service_account
 from fleet_operator.cluster.interface import FLEET, NODE, Cluster, ClusterError, ForbiddenError, Kind, WatchEvent
-from fleet_operator.follow_children import follow_children, may_read_nodes
+from fleet_operator.follow_children import follow_children, may_read_nodes, refused
 from fleet_operator.kopf_settings import RECONNECT_S, configure
 from fleet_operator.kopf_tasks import NotKopfs, clear_up, watching
 from fleet_operator.reconciler import CHILDREN, Reconciler
@@ -37,8 +38,10 @@ from fleet_operator.together import until_first_ends
 
 LIST_RETRY_MOST_S = 5.0
 RESTART_S, RESTART_MOST_S = 2.0, 15.0
-"""Pause before kopf is started again: it lists every fleet then, and one namespace that it may not watch ends it each time. Twice
-as long as the last time when it lived no longer than CALM_S."""
+"""Pause before kopf is started again: it lists every fleet then. Twice as long as the last time when it lived no longer than
+CALM_S."""
+REFUSED_S = 15.0
+"""How often it is asked whether fleets may be watched in a namespace again where they might not: one such namespace ends kopf."""
 CALM_S = 60.0
 LOG = logging.getLogger("fleet.operator")
 Work = Callable[[], Awaitable[None]]
@@ -134,8 +137,31 @@ async def _told(stop: asyncio.Event) -> None:
     await stop.wait()
 
 
-async def _run_kopf(registry: kopf.OperatorRegistry, namespaces: Sequence[str], stop: asyncio.Event) -> None:
-    """One life of kopf: until it fails, or until `stop`."""
+async def _refused(cluster: Cluster, namespaces: Sequence[str], stop: asyncio.Event) -> list[str]:
+    """Namespaces whose fleets may not be watched: kopf would end at the first of them, and with it the watches of all others."""
+    found = list[str]()
+
+    async def ask() -> None:
+        found.extend(await refused(cluster, FLEET, namespaces))
+
+    await until_first_ends(ask(), _told(stop))
+    if found:
+        LOG.warning("fleets may not be watched in namespaces %s: they are left alone until they may", ", ".join(found))
+    return found
+
+
+async def _until_allowed(cluster: Cluster, namespaces: Sequence[str]) -> None:
+    """Until fleets may be watched in one of these namespaces; for ever without any."""
+    while True:
+        if len(await refused(cluster, FLEET, namespaces)) < len(namespaces):
+            return
+        await asyncio.sleep(REFUSED_S)
+
+
+async def _run_kopf(
+    registry: kopf.OperatorRegistry, namespaces: Sequence[str], stop: asyncio.Event, over: Callable[[], Coroutine[Any, Any, None]]
+) -> None:
+    """One life of kopf: until it fails, until `stop`, or until the end of `over`."""
     insights, clusterwide = Insights(), not namespaces
     tasks = await kopf.spawn_tasks(
         registry=registry,
@@ -146,12 +172,34 @@ async def _run_kopf(registry: kopf.OperatorRegistry, namespaces: Sequence[str], 
         stop_flag=stop,
     )
     _hear_signals(stop)  # kopf took them
-    tasks = [*tasks, asyncio.ensure_future(watching(insights))]
+    tasks = [*tasks, asyncio.ensure_future(watching(insights)), asyncio.ensure_future(over())]
     clearing = asyncio.ensure_future(clear_up(tasks))
     try:
         await kopf.run_tasks(tasks, ignored=NotKopfs())
     finally:
         clearing.cancel()
+
+
+async def _follow_fleets(
+    cluster: Cluster, namespaces: Sequence[str], stop: asyncio.Event, registry: Callable[[], kopf.OperatorRegistry]
+) -> None:
+    """kopf, started again when it fails, until somebody tells the process to stop."""
+    pause_s, away = RESTART_S, list[str]()
+    while not stop.is_set():
+        begun, there = time.monotonic(), [namespace for namespace in namespaces if namespace not in away]
+        over = partial(_until_allowed, cluster, away)
+        try:
+            await (_run_kopf(registry(), there, stop, over) if there or not away else until_first_ends(over(), _told(stop)))
+            if not away:
+                return
+        except Exception as error:
+            pause_s = RESTART_S if time.monotonic() - begun > CALM_S else pause_s
+            LOG.warning("kopf ended: %s: %s; again in %s s", type(error).__name__, error, pause_s)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await stop.wait()
+            pause_s = min(RESTART_MOST_S, pause_s * 2)
+        away = await _refused(cluster, namespaces, stop)
 
 
 async def run_in_cluster(
@@ -170,22 +218,8 @@ async def run_in_cluster(
             kinds.append(NODE)
 
     async def follow() -> None:
-        """Until somebody tells the process to stop."""
         await until_first_ends(_list_fleets(cluster, reconciler, namespaces), _told(stop))
-        pause_s = RESTART_S
-        while not stop.is_set():
-            begun = time.monotonic()
-            try:
-                await _run_kopf(build_registry(reconciler, kubeconfig, wiring.trace), namespaces, stop)
-            except Exception as error:
-                pause_s = RESTART_S if time.monotonic() - begun > CALM_S else pause_s
-                LOG.warning("kopf ended: %s: %s; again in %s s", type(error).__name__, error, pause_s)
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(pause_s):
-                        await stop.wait()
-                pause_s = min(RESTART_MOST_S, pause_s * 2)
-            else:
-                return
+        await _follow_fleets(cluster, namespaces, stop, partial(build_registry, reconciler, kubeconfig, wiring.trace))
 
     async def work() -> None:
         await until_first_ends(reconciler.work(), reconciler.reader.run())

@@ -1,23 +1,30 @@
 """What the operator wrote is in its cache at once, not when the watch comes round to it: a pass right after a write must not
-write the same again."""
+write the same again. So it is with what a write says is not there: a watch that froze may not tell of its end for long."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import contextmanager
 
-from fleet_operator.cluster.interface import EVENT, Cluster, Kind, Listed, Object, WatchEvent
+from fleet_operator.cluster.interface import EVENT, Cluster, Kind, Listed, NotFoundError, Object, WatchEvent
 from fleet_operator.cluster.kinds import kind_of
 
 
 class WriteThrough:
-    """A `Cluster` that tells `written` the answer of each write and `leaving` what was asked to go: (kind, namespace, name)."""
+    """A `Cluster` that tells `written` the answer of each write, `leaving` what was asked to go and `absent` what was to be
+    changed or to go and is not there: (kind, namespace, name)."""
 
     def __init__(
-        self, cluster: Cluster, written: Callable[[Kind, Object], None], leaving: Callable[[Kind, str | None, str], None]
+        self,
+        cluster: Cluster,
+        written: Callable[[Kind, Object], None],
+        leaving: Callable[[Kind, str | None, str], None],
+        absent: Callable[[Kind, str | None, str], None],
     ) -> None:
         self._cluster = cluster
         self._written = written
         self._leaving = leaving
+        self._absent = absent
 
     async def get(self, kind: Kind, namespace: str | None, name: str) -> Object:
         """See `Cluster.get`."""
@@ -49,7 +56,8 @@ class WriteThrough:
 
     async def patch(self, kind: Kind, namespace: str | None, name: str, patch: Object) -> Object:
         """See `Cluster.patch`."""
-        made = await self._cluster.patch(kind, namespace, name, patch)
+        with self._told_of_absence(kind, namespace, name):
+            made = await self._cluster.patch(kind, namespace, name, patch)
         self._written(kind, made)
         return made
 
@@ -65,16 +73,26 @@ class WriteThrough:
         self, kind: Kind, namespace: str | None, name: str, *, uid: str | None = None, grace_s: int | None = None
     ) -> None:
         """See `Cluster.delete`; that the object is gone is for the watch to say."""
-        await self._cluster.delete(kind, namespace, name, uid=uid, grace_s=grace_s)
+        with self._told_of_absence(kind, namespace, name):
+            await self._cluster.delete(kind, namespace, name, uid=uid, grace_s=grace_s)
         self._leaving(kind, namespace, name)
 
     async def patch_status(
         self, kind: Kind, namespace: str | None, name: str, status: Object, *, version: str | None = None
     ) -> Object:
         """See `Cluster.patch_status`."""
-        made = await self._cluster.patch_status(kind, namespace, name, status, version=version)
+        with self._told_of_absence(kind, namespace, name):
+            made = await self._cluster.patch_status(kind, namespace, name, status, version=version)
         self._written(kind, made)
         return made
+
+    @contextmanager
+    def _told_of_absence(self, kind: Kind, namespace: str | None, name: str) -> Iterator[None]:
+        try:
+            yield
+        except NotFoundError:
+            self._absent(kind, namespace, name)
+            raise
 
     async def close(self) -> None:
         """See `Cluster.close`."""

@@ -10,7 +10,8 @@ rules, from which every state of a rollout follows:
 4. The new group grows as far as rule 2 lets it, both roles in step; it is never shrunk for the sake of rule 2.
 5. The old group gives way when all that was started of the new one is ready: so the path does not depend on who is ready first.
    A worker on a node that goes away serves, but nobody gives way to it.
-6. Only when the new group cannot grow (no room) does the old one go below `want`, down to what rule 3 leaves it.
+6. Only when the new group cannot grow (no room) does the old one go below `want`, down to what rule 3 leaves it; not when the
+   new one could not grow into that, either.
 7. Then old groups of which nothing serves, because a role of them was not ready for a long time, keep nothing: what does not come
    up may hold the very room that those need that mend it.
 
@@ -115,13 +116,16 @@ def plan_step(
     size = _grow(have, full, _room(want, olds, held, limits, canary) - leaving_gpus - surplus_gpus, limits)
     blocked = (size == have != full and whole) or new.roomless
     firm = replace(new, ready=new.firm, leaving=(0, 0))
-    most = want
+    most, least = want, _floor(want, new, size, limits)
     if blocked:
         most = (0, 0) if all(old.hopeless for old in olds) else _floor(want, firm, size, limits)
+        room = _room(want, _shrunk(olds, most, limits), {}, limits, canary) - surplus_gpus
+        if not new.roomless and _grow(have, full, room, limits) == have:  # it would be taken away in vain
+            most = least = _left(want, _serving(firm, size, limits), limits)
     elif whole and canary is None:
         most = _left(want, _serving(firm, size, limits), limits)
     spare = _spare(want, (new, *olds), limits, canary) - leaving_gpus
-    sizes = _share(olds, most, _floor(want, new, size, limits), limits, spare)
+    sizes = _share(olds, most, least, limits, spare)
     resting = leaving_gpus == surplus_gpus == 0 and not any(_coming(old) for old in olds)
     stuck = blocked and resting and all(sizes.get(old.revision, (0, 0)) == old.alive for old in olds)
     paired = larger(largest(have, *limits.ratio), smaller(have, _serving(new, have, limits)))
@@ -164,7 +168,13 @@ def covers(a: Pair, b: Pair) -> bool:
 
 
 def _grow(have: Pair, full: Pair, room: int, limits: Limits) -> Pair:
-    return grown(have, full, limits.gpus, room, limits.low, limits.high)
+    return grown(have, full, limits.gpus, room, limits.low, limits.high, level=True)  # a role that is done has no step left
+
+
+def _shrunk(olds: Sequence[Group], most: Pair, limits: Limits) -> list[Group]:
+    """Them, when they have gone down to `most`."""
+    sizes = _share(olds, most, (0, 0), limits)
+    return [replace(old, alive=sizes[old.revision]) for old in olds]
 
 
 def _next(have: Pair, full: Pair, limits: Limits) -> Pair:
@@ -244,12 +254,13 @@ def _repaired(size: Pair, whole: Pair, spare: int, limits: Limits) -> Pair:
 
 def why_stuck(want: Pair, new: Group, limits: Limits) -> str:
     """What to change so that a stuck rollout goes on."""
+    lets = f"and rollout.maxUnavailable lets no {'further ' if limits.unavailable else ''}old one go first"
     if new.unschedulable:
-        return "the new workers find no node, and rollout.maxUnavailable lets no old one go first"
+        return f"the new workers find no node, {lets}"
     if new.refused:
-        return "a quota refuses the new workers, and rollout.maxUnavailable lets no old one go first"
+        return f"a quota refuses the new workers, {lets}"
     if new.queued:
-        return "the new workers wait in a queue, and rollout.maxUnavailable lets no old one go first"
+        return f"the new workers wait in a queue, {lets}"
     needed = auto_surge(want, limits, None)
     return (
         f"rollout.maxSurgeGpus is {limits.surge_gpus}, but inside the ratio the next step needs {needed} more devices "

@@ -19,7 +19,7 @@ from fleet_router.health.resume import Said, Start
 from fleet_router.health.silence import Waits
 from fleet_router.legs import DecodeLeg, PrefillLeg, ResumedLeg, TokenizeLeg, TranslatedLeg
 from fleet_router.policy.chosen import Choice
-from fleet_router.request import decode_body, is_object, lease_of, prefill_body, prompt_tokens_of, reference_of
+from fleet_router.request import decode_body, is_object, lease_of, named, prefill_body, prompt_tokens_of, reference_of
 from fleet_router.upstream import Pool, Upstream
 from fleet_router.workers import Worker
 
@@ -150,7 +150,7 @@ class Flow(Carrying):
         worker.began()
         self._leg_worker, self._leg = worker, leg
         self.sent_at = self._context.clock()
-        leg.body, leg.path = body, path
+        leg.body, leg.path = (body := named(body, worker.endpoint.model, self._ask.adapter)), path
         payload = HEAD % (path, worker.pool.authority, self.record.leg_id.encode(), len(body), self.record.onward) + body
         connection = None if fresh else pool.idle()
         if connection is not None:

@@ -290,7 +290,18 @@ def decode_body(ask: Ask, kv: bytes | None) -> bytes:
     return join(ask.fields, kv)
 
 
+_BODY: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ANSWER: Final = msgspec.json.Decoder(Prefilled)
+
+
+def named(body: bytes, model: str, adapter: str) -> bytes:
+    """What is sent to a worker that serves the model under the name `model`, empty: under the fleet's."""
+    if not model or adapter:
+        return body
+    fields = _BODY.decode(body)
+    if "model" in fields:
+        fields["model"] = _quoted(model)
+    return join(fields)
 
 
 def reference_of(body: bytes) -> bytes | None:

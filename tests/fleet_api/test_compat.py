@@ -42,6 +42,7 @@ def on_torch(manifest: dict[str, Any], **engine: Any) -> dict[str, Any]:
 
 LIMITS = "spec.tiers[0].decode.podTemplate.resources.limits"
 NIXL_BOTH = '{"kv_connector":"NixlConnector","kv_role":"kv_both"}'
+TOKENS = "--speculative-config.num_speculative_tokens=3"
 SET_BY_FIELDS = "must not set what other fields set"
 BAD = [
     # kserve #5987, dynamo aiconfigurator #519, llm-d #1189: each engine gets the same connector text, or none at all
@@ -53,6 +54,9 @@ BAD = [
     ("a file for one role", roles({}, {"args": ["--config=/x"]}), "spec.tiers[0].decode.args[0]: Forbidden: --config"),
     ("another port", spec(args=["--dtype", "auto", "--port", "9999"]), SET_BY_FIELDS),
     ("a key that nobody sends", spec(args=["--api-key=abc"]), "no place for a secret"),
+    # argparse: they passed, and every worker ended with these words
+    ("the beginning of a name", spec(args=["--seed=1", "--tensor-par", "4"]), "engine.args[1]: Forbidden: --tensor-par is short"),
+    ("a name's letters and its value", roles({}, {"args": ["-dpl", "1"]}), "decode.args[0]: Forbidden: -dpl is short for"),
     ("another length", spec(args=["--max-model-len=131072"]), SET_BY_FIELDS),
     # vLLM #14952, TRT-LLM #6507: dtypes of the two sides differ, answers are wrong or the hand-off fails
     ("dtype of one role", roles({"args": ["--dtype=bfloat16"]}, {"args": ["--dtype=float16"]}), "prefill has bfloat16"),
@@ -68,6 +72,19 @@ BAD = [
     ("hash seed of one role", roles(env("0"), {}), "env PYTHONHASHSEED must be the same in both roles"),
     ("two hash seeds", roles(env("0"), env("1")), "env PYTHONHASHSEED must be the same in both roles"),
     ("drafter of one role", roles({}, {"args": ["-sc", '{"method":"eagle3"}']}), "its KV is handed over"),
+    # key by key it got past: the hand-off then fails at the first request
+    ("a drafter in dots", roles({}, {"args": ["--speculative-config.method", "eagle3"]}), "its KV is handed over"),
+    (
+        "a drafter in dots before what both have",
+        spec(args=[TOKENS], tier={"decode": {"args": ["--speculative-config.method=mtp", TOKENS]}}),
+        "its KV is handed over",
+    ),
+    ("a drafter by its model", roles({}, {"args": ["-sc", '{"model":"o/EAGLE3","num_speculative_tokens":2}']}), "is handed over"),
+    (
+        "overrides of one role, in dots",
+        roles({"args": ["--hf-overrides.a=1", "--hf-overrides.b=2"]}, {"args": ["--hf-overrides.b=2"]}),
+        "must run the same model",
+    ),
     (
         "block sizes on CPUs",
         roles({"args": ["--block-size=128"]}, {"args": ["--block-size=16"]}, accelerator={"type": "cpu"}),
@@ -96,6 +113,14 @@ GOOD = [
     ("the same in both roles", roles({"args": ["--dtype=float16"]}, {"args": ["--dtype", "float16"]})),
     ("for the fleet and again for a role", spec(args=["--dtype=float16"], tier={"prefill": {"args": ["--dtype=float16"]}})),
     ("n-gram speculation where tokens are made", roles({}, {"args": ['--speculative-config={"method":"ngram"}']})),
+    ("n-gram speculation by its model", roles({}, {"args": ['--speculative-config={"model":"ngram"}']})),
+    (
+        "one drafter, written in two ways",
+        roles(
+            {"args": ["-sc", '{"method":"eagle3","num_speculative_tokens":3}']},
+            {"args": ["--speculative-config.method=eagle3", TOKENS]},
+        ),
+    ),
     ("block sizes between devices", roles({"args": ["--block-size=64"]}, {"args": ["--block-size=16"]})),
     ("one hash seed", roles(env("0"), env("0"))),
     ("limits at what is requested by default", limited({"cpu": "2", "memory": "4Gi"})),

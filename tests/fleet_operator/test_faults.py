@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from fleet_operator import audit as audits
 from fleet_operator.audit import audit_kind
 from fleet_operator.cluster.interface import (
     CONFIG_MAP,
@@ -18,6 +19,7 @@ from fleet_operator.cluster.interface import (
     SERVICE,
     ClusterError,
     ConflictError,
+    ForbiddenError,
     Kind,
     Listed,
     UnavailableError,
@@ -151,6 +153,29 @@ def test_an_audit_tells_of_deletions_that_no_watch_told(kind: Any):
         await world.settle()
         assert await world.exists(FLEET, "f") == (kind != FLEET)
         assert (await world.workers())["decode"] == (0 if kind == FLEET else 2)
+
+    play(scenario)
+
+
+def test_a_namespace_that_was_taken_from_us_does_not_end_the_audit_of_the_others(monkeypatch: pytest.MonkeyPatch):
+    """403 of the first of several: nobody looked at the rest of them, for as long as it lasted."""
+    monkeypatch.setattr(audits, "AUDIT_S", 0.0)
+
+    async def scenario(world: World) -> None:
+        versions, told = world.store.versions, asyncio.Event()
+
+        async def asked(kind: Kind, namespace: str | None, *rest: Any) -> Listed:
+            if namespace == "other":
+                raise ForbiddenError("403")
+            return await versions(kind, namespace, *rest)
+
+        monkeypatch.setattr(world.store, "versions", asked)
+        monkeypatch.setattr(world.operator, "feed", lambda kind, event: told.set())
+        pod = (await world.store.list(POD, NAMESPACE))[0]
+        await world.user.delete(POD, NAMESPACE, pod["metadata"]["name"], grace_s=0)
+        running = asyncio.create_task(audits.audit(world.store, world.operator, [POD], ["other", NAMESPACE]))
+        await asyncio.wait_for(told.wait(), 5)
+        running.cancel()
 
     play(scenario)
 

@@ -409,3 +409,23 @@ def test_every_attempt_is_another_prompt_and_the_same_for_the_same_worker():
     assert len(set(prompts)) == ATTEMPTS
     assert prompts[0] == tuple(Canary("m", "seed").body(0)["prompt"]) != tuple(Canary("m", "other").body(0)["prompt"])
     assert len(prompts[0]) < 16, "shorter than a block"
+
+
+def test_a_worker_of_the_name_before_is_asked_by_its_own():
+    """servedName edited, the rollout rolled back: 404 to each attempt, and obedient workers were deleted."""
+    asked: list[str] = []
+
+    @asynccontextmanager
+    async def connect() -> AsyncIterator[Ask]:
+        async def ask(url: str, body: dict[str, Any] | None = None, within_s: float = 0.0) -> Answer | None:
+            asked.append((body or {}).get("model", ""))
+            return reply(200, role="prefill", phase="Serving")
+
+        yield ask
+
+    one = observed_pod("d", "decode", 0, flipping="prefill", ip="w", revision="r")
+    marks = {"inferencefleet.io/tier": "t", "inferencefleet.io/revision": "r"}
+    data = {"pods": {}, "compat": "c", "gpus": [0, 0], "nodes": [1, 1], "inputs": {"servedName": "old"}}
+    stored = {("ControllerRevision", "f-t-r"): {"metadata": {"name": "f-t-r", "labels": marks}, "data": data}}
+    asyncio.run(FlipFollower(connect).follow(parse_fleet(manifest()), [one], stored, {}))
+    assert asked == ["", "old"]

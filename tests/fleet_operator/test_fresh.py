@@ -22,6 +22,7 @@ from fleet_operator.cluster.interface import (
 )
 from fleet_operator.cluster.memory import MemoryCluster
 from fleet_operator.fleet_state import FleetState
+from fleet_operator.names import FLEET as FLEET_LABEL
 from tests.fleet_operator.world import NAMESPACE, World, manifest, play
 
 Do = Callable[[World], Awaitable[Any]]
@@ -228,5 +229,22 @@ def test_documents_that_somebody_changed_meanwhile_are_not_overwritten_from_an_o
         assert '"max_output_tokens":7' in found["data"]["router.json"]
         assert found["metadata"]["labels"]["theirs"] == "x"
         assert await world.exists(SERVICE, "f-router")
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("kind", [POD, CONFIG_MAP], ids=["deleted", "patched"])
+def test_what_a_write_did_not_find_is_not_believed_to_be_there_until_the_audit(kind: Kind):
+    """A watch that froze did not tell that it had gone: 40 seconds long a pod stood in the way, or documents were not made."""
+
+    async def scenario(world: World) -> None:
+        gone = (await world.store.list(kind, NAMESPACE, {FLEET_LABEL: "f"}))[0]["metadata"]
+        await world.user.delete(kind, NAMESPACE, gone["name"], grace_s=0)
+        world._seen.pop((kind.kind, gone["name"], gone["uid"]))  # nobody will tell
+        await world.user.patch(FLEET, NAMESPACE, "f", {"spec": {"engine": {"maxBatch": 8}}})
+        await world.settle(30)
+        cached = {found["metadata"]["uid"] for found in world.operator._objects.children((NAMESPACE, "f")).values()}
+        assert gone["uid"] not in cached
+        assert (await world.condition("RollingOut"))["reason"] == "Complete"
 
     play(scenario)

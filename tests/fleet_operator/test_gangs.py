@@ -8,7 +8,18 @@ from typing import Any
 
 from fleet_api.conditions import rfc3339
 from fleet_operator import names
-from fleet_operator.cluster.interface import CONFIG_MAP, FLEET, PDB, POD, POOL, SERVICE, ForbiddenError, Kind, NotFoundError
+from fleet_operator.cluster.interface import (
+    CONFIG_MAP,
+    FLEET,
+    NETWORK_POLICY,
+    PDB,
+    POD,
+    POOL,
+    SERVICE,
+    ForbiddenError,
+    Kind,
+    NotFoundError,
+)
 from fleet_operator.cluster.kinds import POD_GROUP_KINDS
 from fleet_operator.gangs import AGAIN_S, count_workers, waiting_leaders
 from fleet_operator.names import ASKED_AGAIN, GROUP_KEY, GROUP_OF, GROUP_UID, LEADER, MEMBER, REVISION, ROLE
@@ -352,5 +363,79 @@ def test_a_quota_that_cuts_a_worker_short_is_tried_now_and_then():
         await world.user.apply(manifest(tiers=[TIER], scaling={"capacityWait": "20s"}))
         await world.settle()
         await scenario(world)
+
+    asyncio.run(whole())
+
+
+SINGLE = {"parallelism": {"nodes": 1}}
+
+
+async def between_workers(world: World) -> dict[str, Any]:
+    """Of the NetworkPolicy: what workers may reach of each other."""
+    found = await world.store.list(NETWORK_POLICY, NAMESPACE)
+    return next(rule for rule in found[0]["spec"]["ingress"] if "podSelector" in rule["from"][0])
+
+
+def test_what_workers_share_fits_those_of_the_shape_before_as_long_as_they_are_there():
+    """Nodes 2 → 1: at the first pass engines of the old workers lost each other's ports (NCCL takes any), and a rollout that was
+    paused or rolled back left it so for ever; evictions were counted in pods of one shape or the other, by chance."""
+
+    async def scenario(world: World) -> None:
+        assert "ports" not in await between_workers(world)
+        await world.user.apply(manifest(tiers=[{**TIER, **SINGLE}], rollout={"paused": True}))
+        await world.settle(20)
+        assert "ports" not in await between_workers(world)
+        assert await world.exists(SERVICE, "f-workers")
+        await world.user.apply(manifest(tiers=[{**TIER, **SINGLE}]))
+        least = set()
+        for _ in range(30):
+            await world.step()
+            both = len({pod["metadata"]["labels"][REVISION] for pod in await pods(world)}) > 1
+            if both:
+                least.add((await world.store.get(PDB, NAMESPACE, "f-t-decode"))["spec"]["minAvailable"])
+        assert least == {3}
+        assert "ports" in await between_workers(world)
+        assert (await world.store.get(PDB, NAMESPACE, "f-t-decode"))["spec"]["minAvailable"] == 1
+        assert not await world.exists(SERVICE, "f-workers")
+
+    play(scenario)
+
+
+async def nothing() -> None:
+    """Kubelets are away."""
+
+
+def test_workers_of_a_tier_that_left_the_spec_keep_their_names_and_ports():
+    async def scenario(world: World) -> None:
+        kubelet, world.kubelet = world.kubelet, nothing  # nobody who comes is ready
+        await world.user.apply(manifest(tiers=[{**TIER, **SINGLE, "name": "u"}]))
+        for _ in range(5):
+            await world.step()
+        assert await pods(world)
+        assert "ports" not in await between_workers(world)
+        assert await world.exists(SERVICE, "f-workers")
+        world.kubelet = kubelet
+        await world.settle(40)
+        assert "ports" in await between_workers(world)
+        assert not await world.exists(SERVICE, "f-workers")
+
+    play(scenario)
+
+
+def test_side_channels_of_more_ranks_stay_open_until_their_workers_are_gone():
+    """Data 4 → 1: decode workers asked prefill ranks 1 to 3 for KV on ports that the policy had just closed."""
+    ranks = {"name": "t", "accelerator": {"type": "h100-sxm"}, "parallelism": {"data": 4}}
+
+    async def whole() -> None:
+        world, engine = World(), {"type": "vllm", "image": "v"}
+        await world.user.apply(manifest(tiers=[ranks], engine=engine))
+        await world.settle(20)
+        before = await between_workers(world)
+        await world.user.apply(manifest(tiers=[{**ranks, "parallelism": {}}], engine=engine, rollout={"paused": True}))
+        await world.settle(20)
+        assert await between_workers(world) == before
+        await world.user.apply(manifest(tiers=[{**ranks, "parallelism": {}}], engine=engine))
+        await world.settle(40)
+        assert "endPort" not in (await between_workers(world))["ports"][0]
 
     asyncio.run(whole())

@@ -187,3 +187,24 @@ def test_a_canary_gets_its_share_in_the_routers_document():
         assert "0 of 20 requests" in status["message"] or "step lasts" in status["message"]
 
     play(scenario)
+
+
+def test_routers_know_the_name_under_which_workers_of_the_revision_before_serve():
+    """servedName is edited at once, workers are replaced one by one: the old ones answer 404 to the new name."""
+
+    async def names(world: World) -> tuple[str, set[str]]:
+        data = (await world.store.get(CONFIG_MAP, NAMESPACE, "f-router"))["data"]
+        workers = json.loads(data["endpoints.json"])["workers"]
+        return json.loads(data["router.json"])["served_name"], {worker["model"] for worker in workers}
+
+    async def scenario(world: World) -> None:
+        assert await names(world) == ("f", {""})
+        model = {"source": "file:///m", "servedName": "llama"}
+        await world.user.apply(manifest(model=model, rollout={"paused": True}))
+        await world.settle(20)
+        assert await names(world) == ("llama", {"f"})
+        await world.user.apply(manifest(model=model))
+        await world.settle(40)
+        assert await names(world) == ("llama", {""})
+
+    play(scenario)

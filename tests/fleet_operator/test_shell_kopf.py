@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import kopf
@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 
 from fleet_operator import shell_kopf
-from fleet_operator.cluster.interface import Object, UnavailableError
+from fleet_operator.cluster.interface import FLEET, ForbiddenError, Kind, Object, UnavailableError
 from fleet_operator.shell_kopf import Wiring, Work, run_in_cluster
 from tests.fleet_operator.world import World
 
@@ -32,7 +32,7 @@ def no_api(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
         monkeypatch.setenv(f"FLEET_KUBE_{name}", value)
 
 
-async def run_told(world: World, begin: Callable[[], Awaitable[Any]]) -> list[str]:
+async def run_told(world: World, begin: Callable[[], Awaitable[Any]], namespaces: Sequence[str] = ()) -> list[str]:
     """What our work saw until the end; SIGTERM comes after `begin`, to whoever listens."""
     seen: list[str] = []
 
@@ -44,7 +44,7 @@ async def run_told(world: World, begin: Callable[[], Awaitable[Any]]) -> list[st
 
     for number in (signal.SIGINT, signal.SIGTERM):  # what kopf of a life before left; without it SIGTERM would end pytest
         asyncio.get_running_loop().add_signal_handler(number, lambda: None)
-    running = asyncio.ensure_future(run_in_cluster(world.store, world.operator, None, (), Wiring(lead)))
+    running = asyncio.ensure_future(run_in_cluster(world.store, world.operator, None, namespaces, Wiring(lead)))
     await begin()
     os.kill(os.getpid(), signal.SIGTERM)
     await asyncio.wait_for(running, SOON_S)
@@ -130,6 +130,42 @@ def test_kopf_that_fails_again_and_again_is_let_be_for_longer(
     asyncio.run(run_told(World(), last.wait))
     found = [record.args[2] for record in caplog.records if isinstance(record.args, tuple) and "kopf ended" in record.msg]
     assert found == [pause / 1000 for pause in pauses]
+
+
+@pytest.mark.parametrize("gone", [["b"], ["a", "b"]], ids=["one", "all"])
+def test_a_namespace_that_was_taken_from_us_does_not_end_the_watches_of_the_others(
+    gone: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    """A RoleBinding that went, with its namespace or without it: kopf ended at its 403 each time that it was started."""
+    world, lives, last, taken, told = World(), list[tuple[str, ...]](), asyncio.Event(), list[str](gone), list[str]()
+    find = world.store.find
+
+    async def asked(kind: Kind, namespace: str | None, name: str) -> Object | None:
+        if kind == FLEET and namespace in taken:
+            told.append(namespace)
+            if len(told) == 3 * len(gone):  # once before kopf begins again, twice since
+                taken.clear()
+            raise ForbiddenError("403")
+        return await find(kind, namespace, name)
+
+    async def fails() -> None:
+        raise PermissionError("403")
+
+    async def spawn(*, namespaces: tuple[str, ...], **given: Any) -> Any:
+        lives.append(namespaces)
+        tasks = await spawn_tasks(namespaces=namespaces, **given)
+        if set(taken) & set(namespaces):
+            return [*tasks, asyncio.create_task(fails())]
+        if not taken:
+            last.set()
+        return tasks
+
+    monkeypatch.setattr(world.store, "find", asked)
+    monkeypatch.setattr(kopf, "spawn_tasks", spawn)
+    monkeypatch.setattr(shell_kopf, "RESTART_S", 0.0)
+    monkeypatch.setattr(shell_kopf, "REFUSED_S", 0.01)
+    assert asyncio.run(run_told(world, lambda: asyncio.wait_for(last.wait(), SOON_S), ("a", "b"))) == ["led until the end"]
+    assert lives == [("a", "b"), *([("a",)] if gone == ["b"] else []), ("a", "b")]
 
 
 class Discovery:

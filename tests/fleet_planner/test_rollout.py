@@ -19,6 +19,8 @@ from fleet_planner.rollout import Canary, Group, Limits, auto_surge, covers, dev
 WIDE, NARROW, FIXED = (Ratio(1, 4), Ratio(1, 1)), (Ratio(2, 5), Ratio(1, 2)), (Ratio(1, 2), Ratio(1, 2))
 PREFILL_HEAVY = (Ratio(1, 2), Ratio(3, 1))
 RATIOS = (WIDE, NARROW, FIXED, PREFILL_HEAVY)
+MIXED = ((2, 5), (6, 4))
+"""Wants of which a rollout without surge may end with a pair of the old revision that none of its steps replaces."""
 ORDERS = ("together", "prefill first", "decode first", "one by one")
 
 
@@ -108,7 +110,17 @@ def test_o18_every_small_rollout_ends_and_keeps_every_rule(ratio: tuple[Ratio, R
             assert (rolling.old, rolling.new, rolling.new_ready, rolling.stuck) == ((0, 0), want, want, False), rolling
         elif any(rolling.old):
             assert rolling.stuck, rolling
+            # nothing is taken away for a step that there is no room for
+            assert covers(rolling.serving(), want) or (want in MIXED and surge == 0), rolling
     assert checked == count
+
+
+@pytest.mark.parametrize("want", [(1, 2), (1, 3), (2, 4), (3, 6)])
+def test_a_rollout_without_surge_ends_or_leaves_everything_as_it_was(want: Pair):
+    """Incident: `maxSurgeGpus: 0` and `maxUnavailable: 1` took a decode worker away, and were Stuck one short for ever."""
+    rolling = Rolling(want, Limits(*WIDE, surge_gpus=0, unavailable=1), "together", want)
+    run(rolling, (want[0] - 1, want[1] - 1), sum(want))
+    assert (rolling.old, rolling.new, rolling.stuck) in (((0, 0), want, False), (want, (0, 0), True))
 
 
 def test_a_rollout_with_too_little_surge_says_so():
@@ -139,7 +151,7 @@ def test_lws_counterexample_surge_zero_is_never_exceeded():
     rolling = Rolling((1, 2), limits, "prefill first", (1, 2))
     run(rolling, (0, 1), 3)
     assert rolling.stuck  # one worker at a time cannot replace a pair: it says so and touches nothing
-    assert rolling.old == (1, 1)
+    assert rolling.old == (1, 2)
     text = why_stuck((1, 2), Group("new"), limits)
     assert "rollout.maxSurgeGpus is 0" in text
     assert "needs 1 more devices" in text
@@ -164,9 +176,13 @@ def test_lost_old_workers_come_back_while_the_new_revision_does_not_serve():
 def test_what_finds_no_node_takes_room_from_the_old_revision_only_when_allowed():
     new, old = Group("new", (1, 1), (0, 0), unschedulable=True), Group("old", (2, 4), (2, 4))
     assert plan_step((2, 4), new, [old], Limits(*WIDE)).stuck
-    step = plan_step((2, 4), new, [old], Limits(*WIDE, unavailable=1))
+    limits = Limits(*WIDE, unavailable=1)
+    step = plan_step((2, 4), new, [old], limits)
     assert step.sizes["old"] == (1, 3)
     assert not step.stuck
+    # one did go, and that was not enough: to say that none may would send nobody to the right field
+    assert plan_step((2, 4), new, [Group("old", (1, 3), (1, 3))], limits).stuck
+    assert why_stuck((2, 4), new, limits).endswith("rollout.maxUnavailable lets no further old one go first")
 
 
 def test_a_canary_stays_small_and_the_old_revision_whole():

@@ -187,3 +187,32 @@ def test_r11_a_404_for_the_model_itself_is_another_workers_answer():
         assert (status, b"does not serve m" in body) == (503, True)
 
     serve(scenario, [], [{}, {}])
+
+
+@pytest.mark.parametrize("prompt", ["short", LONG], ids=["decode", "both-legs"])
+def test_a_worker_of_the_name_before_is_asked_by_its_own(prompt: str):
+    """Incident: servedName was edited, each old worker answered 404 to the new name and was put out: nobody was left to answer
+    until the first new workers had loaded the model, or for ever when the rollout was paused or rolled back."""
+
+    async def scenario(rig: Rig) -> None:
+        workers = tuple(msgspec.structs.replace(worker.endpoint, model="old") for worker in rig.context.table.workers.values())
+        rig.context.table.update(Endpoints(fleet="f", namespace="n", workers=workers))
+        for worker in (*rig.prefill, *rig.decode):
+            worker.behave = lost("m")
+        for number in range(4):
+            assert (await rig.post(asked("m", f"{number}{prompt}")))[0] == 200
+        seen = [body for worker in (*rig.prefill, *rig.decode) for body in worker.seen]
+        assert {body["model"] for body in seen} == {"old"}
+        assert bool(rig.prefill[0].seen) is (prompt == LONG)
+
+    serve(scenario, [{}], [{}])
+
+
+def test_an_adapter_keeps_its_name_on_a_worker_of_the_name_before():
+    async def scenario(rig: Rig) -> None:
+        workers = tuple(msgspec.structs.replace(worker.endpoint, model="old") for worker in rig.context.table.workers.values())
+        rig.context.table.update(Endpoints(fleet="f", namespace="n", workers=workers))
+        assert (await rig.post(asked("a", "short")))[0] == 200
+        assert [body["model"] for worker in rig.decode for body in worker.seen] == ["a"]
+
+    serve(scenario, [], [{"a": "1"}])

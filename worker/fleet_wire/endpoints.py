@@ -40,6 +40,8 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     """Replay of KV events (ZMQ ROUTER); 0: none."""
     adapters: dict[str, str] = {}
     """Adapters that it can answer for: name → digest. KV moves only between equal digests."""
+    model: str = ""
+    """The name that it serves the model under, where that is not the fleet's: it is of the revision before a renaming."""
 
 
 class Split(msgspec.Struct, frozen=True, kw_only=True):

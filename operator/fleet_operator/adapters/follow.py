@@ -14,11 +14,11 @@ from typing import Literal
 import msgspec
 
 from fleet_api.v1alpha1 import InferenceFleet
+from fleet_operator.adapters.told import Live, elsewhere, wished
 from fleet_operator.cluster.interface import Object
 from fleet_operator.flip.asking import AGENT_S, WORD_MOST, Answer, Ask, open_ask
 from fleet_operator.flip.follow import base
 from fleet_operator.names import ADAPTERS
-from fleet_planner.adapters import wishes
 from fleet_planner.types import AdapterSeen, ObservedPod
 from fleet_wire.unreadable import UNREADABLE
 
@@ -29,7 +29,6 @@ UNSETTLED_S, SETTLED_S = 0.5, 5.0
 UNCONCERNED_S = 30.0
 """How often a fleet without adapters is looked at, without asking anybody; a change of its spec is seen at once."""
 Reports = Mapping[str, tuple[AdapterSeen, ...]]
-Live = Mapping[tuple[str, str], Object]
 OK, NOT_FOUND = 200, 404
 
 
@@ -56,17 +55,18 @@ def concerned(fleet: InferenceFleet, pods: Sequence[Object], known: Reports) -> 
     return bool(fleet.spec.model.adapters) or told or any(known.values())
 
 
-def pause_s(fleet: InferenceFleet, pods: Sequence[ObservedPod], known: Reports) -> float:
+def pause_s(fleet: InferenceFleet, pods: Sequence[ObservedPod], live: Live, known: Reports) -> float:
     """Time between two looks."""
-    wished = wishes(fleet)
+    others = elsewhere(fleet, live)
     alive = [pod for pod in pods if not pod.terminating and pod.ip is not None and not pod.member]
-    return SETTLED_S if all(_settled(wished, known.get(pod.uid)) for pod in alive) else UNSETTLED_S
+    settled = all(_settled(wished(fleet, pod.name, live, others), known.get(pod.uid)) for pod in alive)
+    return SETTLED_S if settled else UNSETTLED_S
 
 
-def _settled(wished: Sequence[tuple[str, str]], seen: Sequence[AdapterSeen] | None) -> bool:
+def _settled(wanted: Sequence[tuple[str, str]], seen: Sequence[AdapterSeen] | None) -> bool:
     if seen is None:
-        return not wished
-    return sorted((one.name, one.source) for one in seen) == list(wished) and all(
+        return not wanted
+    return sorted((one.name, one.source) for one in seen) == list(wanted) and all(
         one.state in ("Loaded", "Failed") for one in seen
     )
 
@@ -81,32 +81,33 @@ class AdapterFollower:
         self, fleet: InferenceFleet, pods: Sequence[ObservedPod], live: Live, known: Reports
     ) -> dict[str, tuple[AdapterSeen, ...]]:
         """What is known now of every worker that is there, by uid."""
-        wished, slots = wishes(fleet), asyncio.Semaphore(AT_ONCE)
+        others, slots = elsewhere(fleet, live), asyncio.Semaphore(AT_ONCE)
         there = [pod for pod in pods if not pod.terminating and pod.ip is not None and not pod.member]
         async with self._connect() as ask:
 
             async def look(pod: ObservedPod) -> tuple[AdapterSeen, ...] | None:
                 async with slots:
-                    return await _look(ask, base(pod, live, "agent"), wished, known.get(pod.uid))
+                    mine = wished(fleet, pod.name, live, others)
+                    return await _look(ask, base(pod, live, "agent"), mine, known.get(pod.uid))
 
             found = await asyncio.gather(*(look(pod) for pod in there))
         return {pod.uid: seen for pod, seen in zip(there, found, strict=True) if seen is not None}
 
 
 async def _look(
-    ask: Ask, agent: str, wished: Sequence[tuple[str, str]], before: tuple[AdapterSeen, ...] | None
+    ask: Ask, agent: str, wanted: Sequence[tuple[str, str]], before: tuple[AdapterSeen, ...] | None
 ) -> tuple[AdapterSeen, ...] | None:
     answer = await ask(f"{agent}/state", within_s=AGENT_S)
     seen = seen_of(answer)
     if seen is None:
         return before
-    if sorted((one.name, one.source) for one in seen if one.state != "Unloading") == list(wished):
+    if sorted((one.name, one.source) for one in seen if one.state != "Unloading") == list(wanted):
         return seen
-    told = [{"name": name, "source": source} for name, source in wished]
+    told = [{"name": name, "source": source} for name, source in wanted]
     answer = await ask(f"{agent}/adapters", told, within_s=AGENT_S)
     if answer is not None and answer.status == NOT_FOUND:
         return tuple(
-            AdapterSeen(name, source, "Failed", "", "NotSupported", "its agent knows no adapters") for name, source in wished
+            AdapterSeen(name, source, "Failed", "", "NotSupported", "its agent knows no adapters") for name, source in wanted
         )
     return seen_of(answer) or seen
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.model import AdapterSpec
-from fleet_operator.adapters.follow import UNCONCERNED_S, UNSETTLED_S, AdapterFollower, Live, concerned, pause_s
+from fleet_operator.adapters.follow import UNCONCERNED_S, UNSETTLED_S, AdapterFollower, concerned, pause_s
+from fleet_operator.adapters.told import Live
 from fleet_operator.observe import observe_pods
 from fleet_planner.types import AdapterSeen
 
@@ -40,7 +41,7 @@ class AdapterMemory:
                 return False
             workers = observe_pods(pods)
             before, self.seen = self.seen, await follower.follow(fleet, workers, live, self.seen)
-            self.again_at = now() + pause_s(fleet, workers, self.seen)
+            self.again_at = now() + pause_s(fleet, workers, live, self.seen)
             return self.seen != before
         finally:
             self.busy = False

@@ -12,9 +12,10 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 
 from fleet_api.v1alpha1 import InferenceFleet
-from fleet_operator.cluster.interface import Object
+from fleet_operator.cluster.interface import CONTROLLER_REVISION, Object
 from fleet_operator.flip.asking import AGENT_S, WORD_MOST, AgentState, Answer, Ask, open_ask, state_of
 from fleet_operator.flip.proof import OUTPUT_TOKENS, PROMPT_TOKENS, Canary, Verdict, prove
+from fleet_operator.older import served_name
 from fleet_operator.render.network import port_of
 from fleet_planner.flip import other
 from fleet_planner.types import FlipReport, ObservedPod, Role
@@ -69,8 +70,9 @@ class FlipFollower:
         partners = [one for one in pods if _is_partner(one, pod, role)]
         partner = min(partners, key=lambda one: (one.busy or 0.0, one.name), default=None)
         spec = fleet.spec
+        stored = (obj for (kind, _), obj in live.items() if kind == CONTROLLER_REVISION.kind)
         canary = Canary(
-            fleet.served_name,
+            served_name(fleet, (pod.tier, pod.revision), stored),
             f"{pod.uid}/{pod.flip_since}",
             prompt_tokens=max(1, min(PROMPT_TOKENS, spec.engine.block_tokens - 1)),
             output_tokens=min(OUTPUT_TOKENS, spec.limits.max_output_tokens),

@@ -21,6 +21,7 @@ from fleet_operator.names import (
     owner_reference,
     router_name,
 )
+from fleet_operator.older import older, served_name
 from fleet_operator.render.network import PORTS, port_of
 from fleet_operator.render.port import add_port, requests, routers_of
 from fleet_operator.render.template import security
@@ -84,13 +85,19 @@ def render_documents(fleet: InferenceFleet, plan: Plan, owner: Object, live: Map
     def port(target: Target, name: str, default: int) -> int:
         return port_of(live.get(("Pod", target.name), {}), name, default)
 
+    stored = older(plan, live)
+
+    def model(target: Target) -> str:
+        name = served_name(fleet, (target.tier, target.revision), stored)
+        return name if name != fleet.served_name else ""
+
     workers = tuple(
         Endpoint(
             name=target.name, uid=target.uid, address=target.address,
             http_port=port(target, "http", PORTS.http), agent_port=port(target, "agent", PORTS.agent),
             events_port=port(target, "kv-events", PORTS.kv_events), replay_port=port(target, "kv-replay", PORTS.kv_replay),
             role=target.role, tier=target.tier, revision=target.revision, compat=target.compat, state=target.state,
-            adapters=dict(target.adapters),
+            adapters=dict(target.adapters), model=model(target),
         )
         for target in plan.targets
     )  # fmt: skip
@@ -217,7 +224,10 @@ def render_budgets(fleet: InferenceFleet, plan: Plan, owner: Object) -> list[Obj
     """One disruption budget per tier and role, and one of the routers when there are several. An eviction is allowed when the
     worker's replacement is ready, never before, so a node drain waits for the operator, which sees the cordoned node and starts
     the replacement at once. One eviction ends a worker of several pods: of a replacement's pods all but one count as needed."""
-    sizes = {(pool.tier, pool.role): pool.size * pool.nodes + pool.nodes - 1 for pool in plan.pools}
+    sizes = dict[tuple[str, str], int]()
+    for pool in plan.pools:  # while workers of two shapes are there, as if all were of the larger one
+        at = pool.tier, pool.role
+        sizes[at] = max(sizes.get(at, 0), pool.size * pool.nodes + pool.nodes - 1)
     budgets = []
     for (tier, role), size in sizes.items():
         meta = {**_meta(fleet, owner), "name": f"{fleet.metadata.name}-{tier}-{role}"}

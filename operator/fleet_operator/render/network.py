@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
+
+import msgspec
 
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.fabric import HOST_PORT_SLOTS, HOST_PORT_STRIDE
@@ -10,7 +13,8 @@ from fleet_api.v1alpha1.tier import Role
 from fleet_operator.cluster.interface import Object
 from fleet_operator.names import FLEET, ROLE, ROUTER_ROLE, labels, owner_reference, policy_name
 from fleet_operator.settings import Platform
-from fleet_worker.config import Ports
+from fleet_planner.types import ROLES
+from fleet_worker.config import CONFIG_ENV, Ports
 
 PORTS: Final = Ports()
 UCX_TCP_PORTS: Final = (27_000, 28_999)
@@ -18,6 +22,17 @@ UCX_TCP_PORTS: Final = (27_000, 28_999)
 SIDE_CHANNEL_AT: Final = 8
 """Where the side channels begin in a worker's part of hostPorts: one per data parallel rank, so they come last."""
 WORKER_ROLES: Final = ["decode", "prefill"]
+
+
+class _Parallel(msgspec.Struct, frozen=True):
+    data: int = 1
+
+
+class _Shape(msgspec.Struct, frozen=True):
+    """What matters here of a stored worker's configuration, also of another operator's."""
+
+    nodes: int = 1
+    parallel: _Parallel = _Parallel()
 
 
 def worker_ports(first_port: int | None, role: Role, ordinal: int) -> Ports:
@@ -56,9 +71,9 @@ def port_of(pod: Object, name: str, default: int) -> int:
     return default
 
 
-def render_policy(fleet: InferenceFleet, owner: Object, platform: Platform) -> Object:
+def render_policy(fleet: InferenceFleet, owner: Object, platform: Platform, also: Sequence[Object] = ()) -> Object:
     """Nobody but these reaches a worker: workers of the fleet for KV, its routers for requests and to ask who it is, the operator
-    for telemetry and to prove a flip."""
+    for telemetry and to prove a flip. `also`: stored templates, beside the spec's, whose workers are there."""
     name = fleet.metadata.name
     workers = {"matchLabels": {FLEET: name}, "matchExpressions": [{"key": ROLE, "operator": "In", "values": WORKER_ROLES}]}
     return {
@@ -74,7 +89,7 @@ def render_policy(fleet: InferenceFleet, owner: Object, platform: Platform) -> O
             "podSelector": workers,
             "policyTypes": ["Ingress"],
             "ingress": [
-                {"from": [{"podSelector": workers}], **_between_workers(fleet)},
+                {"from": [{"podSelector": workers}], **_between_workers(fleet, also)},
                 {
                     "from": [{"podSelector": {"matchLabels": {FLEET: name, ROLE: ROUTER_ROLE}}}],
                     "ports": [_port(PORTS.http), _port(PORTS.agent), _port(PORTS.kv_events), _port(PORTS.kv_replay)],
@@ -110,15 +125,22 @@ def _gateways(fleet: InferenceFleet) -> list[Object]:
     return [{"from": _namespaces(names), "ports": [_port(PORTS.http)]}]
 
 
-def _between_workers(fleet: InferenceFleet) -> Object:
+def _between_workers(fleet: InferenceFleet, also: Sequence[Object]) -> Object:
     """KV alone, or everything where a worker spans nodes: its engine's own traffic (NCCL, Gloo) takes any free port."""
-    spans = any(tier.nodes_of(role) > 1 for tier in fleet.spec.tiers for role in ("prefill", "decode"))
-    return {} if spans else {"ports": _transfer_ports(fleet)}
+    shapes = [(tier.nodes_of(role), tier.parallelism_of(role).data) for tier in fleet.spec.tiers for role in ROLES]
+    shapes += [shape for stored in also for shape in _shapes(stored)]
+    return {} if any(nodes > 1 for nodes, _ in shapes) else {"ports": _transfer_ports(max(ranks for _, ranks in shapes))}
 
 
-def _transfer_ports(fleet: InferenceFleet) -> list[Object]:
+def _shapes(stored: Object) -> list[tuple[int, int]]:
+    """(nodes, data parallel ranks) of the workers of a stored template."""
+    specs = stored["data"]["pods"].values()
+    told = (variable["value"] for spec in specs for variable in spec["containers"][0]["env"] if variable["name"] == CONFIG_ENV)
+    return [(shape.nodes, shape.parallel.data) for shape in (msgspec.json.decode(text, type=_Shape) for text in told)]
+
+
+def _transfer_ports(ranks: int) -> list[Object]:
     """Side channels, one per data parallel rank, and KV over TCP. RDMA passes by every NetworkPolicy."""
-    ranks = max(tier.parallelism_of(role).data for tier in fleet.spec.tiers for role in ("prefill", "decode"))
     return [_port(PORTS.side_channel, PORTS.side_channel + ranks - 1), _port(*UCX_TCP_PORTS)]
 
 

@@ -48,14 +48,22 @@ STARTUP_FAILURES = 1_800
 """One-second startup probes: large models take half an hour to load."""
 
 
-def render_pod(fleet: InferenceFleet, wanted: PodWanted, stored: Object, owner: Object, leader_uid: str | None = None) -> Object:
+def render_pod(
+    fleet: InferenceFleet,
+    wanted: PodWanted,
+    stored: Object,
+    owner: Object,
+    leader_uid: str | None = None,
+    told: str | None = None,
+) -> Object:
     """One worker pod of a stored revision (its ControllerRevision), owned by its WorkerPool. Labels and annotations of a
-    podTemplate are those of today: they belong to no revision. `leader_uid`: whom it follows."""
+    podTemplate are those of today: they belong to no revision. `leader_uid`: whom it follows; `told`: its adapters, None: the
+    spec's."""
     marks = {TIER: wanted.tier, ROLE: wanted.role, REVISION: wanted.revision, POOL: wanted.pool}
     marks[NAMESPACE] = fleet.metadata.namespace
     added = fleet.tier(wanted.tier).role(wanted.role).pod_template or PodTemplateSpec()
     data = stored["data"]
-    told = adapters_told(fleet)
+    told = adapters_told(fleet) if told is None else told
     own = {ORDINAL: str(wanted.ordinal), MEMBER: str(wanted.member), COMPAT: data["compat"]} | ({ADAPTERS: told} if told else {})
     pod = {
         "apiVersion": "v1",

@@ -101,9 +101,9 @@ def test_only_fleets_with_adapters_are_looked_at():
 
 def test_at_rest_they_are_asked_seldom():
     rest = {"u-p1": (AdapterSeen("a", A, "Loaded", "d"), AdapterSeen("b", B, "Failed"))}
-    assert pause_s(TWO, [pod("p1")], rest) == SETTLED_S
-    assert pause_s(TWO, [pod("p1"), pod("p2")], rest) == UNSETTLED_S
-    assert pause_s(TWO, [pod("p1")], {"u-p1": (AdapterSeen("a", A, "Loading"), AdapterSeen("b", B))}) == UNSETTLED_S
+    assert pause_s(TWO, [pod("p1")], {}, rest) == SETTLED_S
+    assert pause_s(TWO, [pod("p1"), pod("p2")], {}, rest) == UNSETTLED_S
+    assert pause_s(TWO, [pod("p1")], {}, {"u-p1": (AdapterSeen("a", A, "Loading"), AdapterSeen("b", B))}) == UNSETTLED_S
 
 
 def test_a_change_of_the_spec_is_told_at_once_and_a_look_never_runs_twice():

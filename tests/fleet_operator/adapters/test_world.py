@@ -172,6 +172,58 @@ def test_a_fleet_without_adapters_asks_nobody():
     play(scenario, manifest())
 
 
+def of_model(version: str, **more: Any) -> dict[str, Any]:
+    """A base model on the hub, and an adapter that was made for it."""
+    adapters = [{"name": "a", "source": "hf://org/adapter", "revision": version}]
+    return manifest(model={"source": "hf://org/base", "revision": version, "adapters": adapters}, **more)
+
+
+PAUSED = {"rollout": {"paused": True}}
+
+
+def test_workers_of_the_model_before_keep_its_adapters():
+    """Both in one edit: the old workers loaded the new model's adapter over their weights, and answered under it with 200."""
+
+    async def scenario(world: World, agents: Agents) -> None:
+        await several(world)
+        old = await workers(world)
+        hosts = {pod["status"]["podIP"] for pod in old.values()}
+        before = {host: agents.wished[host] for host in hosts}
+        assert {wish["source"] for told in before.values() for wish in told} == {"hf://org/adapter@v1"}
+        await world.user.apply(of_model("v2", **PAUSED))
+        await several(world)
+        assert {host: agents.wished[host] for host in hosts} == before
+        asked = agents.told
+        name = next(iter(old.values()))["metadata"]["name"]
+        await world.user.delete(POD, NAMESPACE, name, grace_s=0)  # who comes in its place is of the old model, too
+        await several(world)
+        assert {pod["metadata"]["annotations"][ADAPTERS] for pod in (await workers(world)).values()} == {
+            '[{"name":"a","source":"hf://org/adapter@v1"}]'
+        }
+        assert agents.told == asked + 1
+        await world.user.apply(of_model("v2"))
+        await several(world, 40)
+        assert not old.keys() & (await workers(world)).keys()
+        told = [w["adapters"] for w in (await document(world, ENDPOINTS_KEY))["workers"]]
+        assert told == [{"a": "hf://org/adapter@v2"}] * 3
+        assert (await world.condition("AdaptersLoaded"))["reason"] == "AllLoaded"
+
+    play(scenario, of_model("v1"))
+
+
+def test_an_adapter_alone_changes_on_workers_of_every_revision():
+    async def scenario(world: World, agents: Agents) -> None:
+        await several(world)
+        before = await workers(world)
+        model = {**of_model("v1")["spec"]["model"], "adapters": [{"name": "a", "source": "hf://org/adapter", "revision": "v3"}]}
+        await world.user.apply(manifest(model=model, engine={"maxBatch": 7}, **PAUSED))  # a rollout that waits, of this model
+        await several(world)
+        assert (await workers(world)).keys() == before.keys()
+        assert {wish["source"] for told in agents.wished.values() for wish in told} == {"hf://org/adapter@v3"}
+
+    play(scenario, of_model("v1"))
+
+
 # -- prefetching ------------------------------------------------------------------------------------------------------------
 CACHED = {"source": "hf://org/name", "tokenSecretRef": {"name": "hf"}, "cache": {"type": "nodeLocal", "path": "/cache"}}
 

@@ -7,7 +7,8 @@ import json
 import msgspec
 import pytest
 
-from fleet_worker.agent.command import UCX_TELLS, Place, engine_command
+from fleet_api.arguments import DECIDED, LETTERS, shortened
+from fleet_worker.agent.command import UCX_TELLS, VLLM_DECIDED, VLLM_LETTERS, Place, check_names, engine_command
 from fleet_worker.agent.engine_client import parse_load
 from fleet_worker.agent.errors import ConfigError
 from fleet_worker.agent.identity import read_identity
@@ -133,31 +134,31 @@ def test_the_cause_is_the_last_line_that_is_no_traceback_frame():
     assert pick_cause(lines) == "ValueError: no tensor lm_head.weight"
 
 
-@pytest.mark.parametrize(
-    ("words", "refused"),
-    [
-        (("--por", "1"), "--por"),
-        (("--seed", "1", "--hos=0.0.0.0"), "--hos"),
-        (("--kv_transfer_c", "{}"), "--kv_transfer_c"),
-        (("--kv-transfer-con.kv_role", "kv_both"), "--kv-transfer-con"),
-        (("--headl",), "--headl"),
-        (("--api-k", "s3cret"), "--api-k"),
-        (("--tensor-parallel", "2"), "--tensor-parallel"),
-        (("--no-enable-lora",), "--no-enable-lora"),
-        (("--seed", "1", "--no-enable-exp"), "--no-enable-exp"),
-        (("--no-data-parallel-hybrid-lb",), "--no-data-parallel-hybrid-lb"),
-        (("--grp",), "--grp"),
-        (("-t", "2"), "-t"),
-        (("-e",), "-e"),
-        (("-qawq",), "-qawq"),
-        (("-n2",), "-n2"),
-        (("-r1",), "-r1"),
-        (("-dpl", "1"), "-dpl"),
-        (("-dph",), "-dph"),
-        (("--max-num-seqs", "4", "--seed", "7", "--enable-prefix-caching", "--port", "1"), None),
-        (("--no-enable-prefix-caching", "--seed", "-1", "-ac", "{}", "-asc=1", "-dcp", "2", "--grpc-port", "1"), None),
-    ],
-)
+SHORT_FORMS: list[tuple[tuple[str, ...], str | None]] = [
+    (("--por", "1"), "--por"),
+    (("--seed", "1", "--hos=0.0.0.0"), "--hos"),
+    (("--kv_transfer_c", "{}"), "--kv_transfer_c"),
+    (("--kv-transfer-con.kv_role", "kv_both"), "--kv-transfer-con"),
+    (("--headl",), "--headl"),
+    (("--api-k", "s3cret"), "--api-k"),
+    (("--tensor-parallel", "2"), "--tensor-parallel"),
+    (("--no-enable-lora",), "--no-enable-lora"),
+    (("--seed", "1", "--no-enable-exp"), "--no-enable-exp"),
+    (("--no-data-parallel-hybrid-lb",), "--no-data-parallel-hybrid-lb"),
+    (("--grp",), "--grp"),
+    (("-t", "2"), "-t"),
+    (("-e",), "-e"),
+    (("-qawq",), "-qawq"),
+    (("-n2",), "-n2"),
+    (("-r1",), "-r1"),
+    (("-dpl", "1"), "-dpl"),
+    (("-dph",), "-dph"),
+    (("--max-num-seqs", "4", "--seed", "7", "--enable-prefix-caching", "--port", "1"), None),
+    (("--no-enable-prefix-caching", "--seed", "-1", "-ac", "{}", "-asc=1", "-dcp", "2", "--grpc-port", "1"), None),
+]
+
+
+@pytest.mark.parametrize(("words", "refused"), SHORT_FORMS)
 def test_short_forms_do_not_get_past_the_operators_refusals(words: tuple[str, ...], refused: str | None):
     """Incident: vLLM takes any unambiguous beginning of a name, so that `--por 1` moved an engine from the port that all know."""
     asked, place = config(engine="vllm", engine_args=words), Place("/m", "127.1.2.3", "/v/vllm", "/scratch", True)
@@ -167,3 +168,16 @@ def test_short_forms_do_not_get_past_the_operators_refusals(words: tuple[str, ..
     with pytest.raises(ConfigError, match=f"{refused} is short for --") as caught:
         engine_command(asked, place)
     assert "s3cret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("words", [row[0] for row in SHORT_FORMS])
+def test_admission_refuses_short_forms_with_the_workers_words(words: tuple[str, ...]):
+    """They passed it, and every worker of the fleet crashed."""
+    assert (DECIDED, LETTERS) == (VLLM_DECIDED, VLLM_LETTERS)
+    said = list[str]()
+    for word in words:
+        try:
+            check_names([word])
+        except ConfigError as error:
+            said.append(str(error).removeprefix("engine.args: "))
+    assert [why for word in words if (why := shortened(word))] == said
