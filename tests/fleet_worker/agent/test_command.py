@@ -40,7 +40,7 @@ def test_vllm_gets_its_kv_role_lease_and_addresses(role: str, has_gpu: bool):
     assert transfer["kv_load_failure_policy"] == "fail"
     assert ("kv_buffer_device" in transfer, "--enforce-eager" in command.argv) == (not has_gpu, not has_gpu)
     assert events["endpoint"] == "ipc:///scratch/kv-events"
-    assert events["replay_endpoint"] == "tcp://127.1.2.3:5558"
+    assert events["replay_endpoint"] == "ipc:///scratch/kv-replay"
     assert command.env["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "127.1.2.3"
     assert command.env["VLLM_RPC_BASE_PATH"] == "/scratch"
     assert command.env.get("VLLM_CPU_KVCACHE_SPACE") == (None if has_gpu else "1")

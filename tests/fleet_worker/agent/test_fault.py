@@ -106,7 +106,7 @@ def test_however_an_engine_ends_the_cause_is_told(monkeypatch: pytest.MonkeyPatc
     play(scenario, monkeypatch)
 
 
-@pytest.mark.parametrize("what", ["not-executable", "a-folder", "port-taken"])
+@pytest.mark.parametrize("what", ["not-executable", "a-folder", "kv_events", "kv_replay"])
 def test_an_engine_that_cannot_be_started_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, what: str):
     """It ended the agent with a traceback."""
     binary = tmp_path / "vllm"
@@ -120,12 +120,14 @@ def test_an_engine_that_cannot_be_started_is_named(monkeypatch: pytest.MonkeyPat
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))
             taken.listen()
-            port = taken.getsockname()[1] if what == "port-taken" else 0
-            agent._config = msgspec.structs.replace(agent._config, ports=Ports(kv_events=port))
-            with pytest.raises(ConfigError, match=r"engine vllm cannot be started: .*(vllm|port)"):
-                agent._start_engine(tmp_path, "")
+            ports = {"kv_events": 0, "kv_replay": 0} | ({what: taken.getsockname()[1]} if what.startswith("kv_") else {})
+            agent._config = msgspec.structs.replace(agent._config, ports=Ports(**ports))
+            with pytest.raises(ConfigError, match=r"engine vllm cannot be started: .*(vllm|port|bind)"):
+                await agent._start_engine(agent._place(tmp_path, ""))
         if agent._forwarder is not None:
             agent._forwarder.close()
+        if agent._replays is not None:
+            await agent._replays.close()
 
     play(scenario, monkeypatch, engine="vllm")
 

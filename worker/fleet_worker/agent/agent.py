@@ -23,10 +23,10 @@ from fleet_worker.agent import life as rules
 from fleet_worker.agent.adapters import AdapterKeeper
 from fleet_worker.agent.admin import AdminServer, build_app, build_server
 from fleet_worker.agent.alone import alone
-from fleet_worker.agent.command import Place, engine_command, events_socket
+from fleet_worker.agent.command import Place, engine_command, events_socket, replay_socket
 from fleet_worker.agent.engine_client import EngineClient
 from fleet_worker.agent.errors import ConfigError, EngineDiedError, GroupLostError
-from fleet_worker.agent.forward import EventForwarder
+from fleet_worker.agent.forward import EventForwarder, ReplayForwarder
 from fleet_worker.agent.group import Leader
 from fleet_worker.agent.identity import Identity
 from fleet_worker.agent.life import Life, Load
@@ -60,6 +60,7 @@ class Agent:
         self._folder: Path | None = None
         """The model's files, once they are here."""
         self._forwarder: EventForwarder | None = None
+        self._replays: ReplayForwarder | None = None
         self._fabric = fabric.Fabric()
         self._scratch = tempfile.TemporaryDirectory(prefix="fleet-")  # vLLM never removes its sockets
         self._token = secrets.token_hex(16)
@@ -281,6 +282,8 @@ class Agent:
                 await self._group.close()
             if self._forwarder is not None:
                 self._forwarder.close()
+            if self._replays is not None:
+                await self._replays.close()
             self._scratch.cleanup()
 
     async def _serve(self, server: AdminServer) -> None:
@@ -318,7 +321,7 @@ class Agent:
         master = await self._unless_stopped(self._gathered())
         if master is None:
             return
-        engine = self._start_engine(folder, master)
+        engine = await self._start_engine(self._place(folder, master))
         stopping = asyncio.create_task(self._stop.wait())
         checking = asyncio.gather(self._check_for_ever(), self._keep_adapters())
         ends: set[asyncio.Future[Any]] = {stopping, engine.exited, *([self._group.lost] if self._group is not None else [])}
@@ -372,8 +375,8 @@ class Agent:
         self._life = rules.failed(self._life, why)
         raise GroupLostError(why)
 
-    def _start_engine(self, folder: Path, master: str) -> EngineProcess:
-        place = Place(
+    def _place(self, folder: Path, master: str) -> Place:
+        return Place(
             str(folder),
             self._identity.pod_ip,
             vllm=find_vllm() if self._config.engine == "vllm" else "",
@@ -383,17 +386,26 @@ class Agent:
             member=self._identity.member,
             master=master,
         )
+
+    async def _start_engine(self, place: Place) -> EngineProcess:
         engine = EngineProcess(engine_command(self._config, place))
         watch_children(asyncio.get_running_loop(), engine.reap)
         try:
             if self._config.engine == "vllm" and place.member == 0:
-                self._forwarder = EventForwarder(events_socket(place), place.pod_ip, self._config.ports.kv_events)
+                await self._forward_events(place)
             pid = engine.start()
         except OSError as error:
             raise ConfigError(f"engine {self._config.engine} cannot be started: {error}") from error
         self._life = rules.engine_started(self._life, pid)
         self._engine = engine
         return engine
+
+    async def _forward_events(self, place: Place) -> None:
+        """From vLLM's local sockets to the pod's address. OSError when a port of it is taken."""
+        ports = self._config.ports
+        self._forwarder = EventForwarder(events_socket(place), place.pod_ip, ports.kv_events)
+        self._replays = ReplayForwarder(replay_socket(place), place.pod_ip, ports.kv_replay)
+        await self._replays.open()
 
     def _death(self, engine: EngineProcess, code: int) -> EngineDiedError:
         how = how_ended(code)

@@ -187,15 +187,15 @@ def vllm_transfer(config: WorkerConfig, has_gpu: bool) -> dict[str, object]:
 
 
 def vllm_events(config: WorkerConfig, place: Place) -> dict[str, object]:
-    """vLLM's kv_events_config: the publisher on a local socket (see `forward.py`), replay on the pod's own address. Off with
-    data parallel ranks: vLLM 0.32 gives each rank an endpoint of its own, and a local socket none."""
+    """vLLM's kv_events_config: the publisher and its replay on local sockets (see `forward.py`). Off with data parallel ranks:
+    vLLM 0.32 gives each rank an endpoint of its own, and a local socket none."""
     if config.parallel.data > 1:
         return {"enable_kv_cache_events": False}
     return {
         "enable_kv_cache_events": True,
         "publisher": "zmq",
         "endpoint": events_socket(place),
-        "replay_endpoint": f"tcp://{place.pod_ip}:{config.ports.kv_replay}",
+        "replay_endpoint": f"ipc://{replay_socket(place)}",
         "topic": KV_EVENTS_TOPIC,
     }
 
@@ -203,3 +203,8 @@ def vllm_events(config: WorkerConfig, place: Place) -> dict[str, object]:
 def events_socket(place: Place) -> str:
     """Where vLLM publishes inside the pod."""
     return f"ipc://{place.scratch}/kv-events"
+
+
+def replay_socket(place: Place) -> str:
+    """Path of the socket at which vLLM replays inside the pod."""
+    return f"{place.scratch}/kv-replay"
