@@ -53,6 +53,9 @@ BAD = [
     ("a file for one role", roles({}, {"args": ["--config=/x"]}), "spec.tiers[0].decode.args[0]: Forbidden: --config"),
     ("another port", spec(args=["--dtype", "auto", "--port", "9999"]), SET_BY_FIELDS),
     ("a key that nobody sends", spec(args=["--api-key=abc"]), "no place for a secret"),
+    # vLLM 0.32 (config/vllm.py, _post_init_kv_transfer_config) writes its own connector and kv_both over ours
+    ("a cache beside the hand-off", spec(args=["--kv-offloading-size", "8"]), "takes the place of the one that hands KV over"),
+    ("no metrics", spec(args=["--disable-log-stats"]), "nobody sees its load"),
     ("another length", spec(args=["--max-model-len=131072"]), SET_BY_FIELDS),
     # vLLM #14952, TRT-LLM #6507: dtypes of the two sides differ, answers are wrong or the hand-off fails
     ("dtype of one role", roles({"args": ["--dtype=bfloat16"]}, {"args": ["--dtype=float16"]}), "prefill has bfloat16"),

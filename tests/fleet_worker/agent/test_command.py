@@ -147,6 +147,8 @@ def test_the_cause_is_the_last_line_that_is_no_traceback_frame():
         (("--seed", "1", "--no-enable-exp"), "--no-enable-exp"),
         (("--no-data-parallel-hybrid-lb",), "--no-data-parallel-hybrid-lb"),
         (("--grp",), "--grp"),
+        (("--kv-off", "8"), "--kv-off"),
+        (("--disable-log",), "--disable-log"),
         (("-t", "2"), "-t"),
         (("-e",), "-e"),
         (("-qawq",), "-qawq"),

@@ -30,6 +30,7 @@ VLLM_DECIDED = tuple(
         "pipeline-parallel-size", "data-parallel-size", "data-parallel-rpc-port", "enable-expert-parallel", "quantization",
         "kv-cache-dtype", "enable-lora", "max-loras", "max-lora-rank", "max-cpu-loras", "lora-modules", "nnodes", "node-rank",
         "master-addr", "master-port", "headless", "config", "uds", "root-path", "api-key", "ssl-keyfile", "ssl-certfile", "grpc",
+        "kv-offloading-size", "disable-log-stats",
     )
 )  # fmt: skip
 """What the operator takes from no user (fleet_api: rules_pod.OWNED_ARGS, compat.OWNED)."""
