@@ -137,6 +137,12 @@ def test_requests_that_ended_are_counted_over_their_reasons():
     assert parse_load(said) == Load(None, None, None, 4)
 
 
+@pytest.mark.parametrize(("said", "share"), [("0.0", 0.25), ("1e400", float("inf")), ("NaN", 0.25), ("-", None)])
+def test_what_vllms_cache_holds_is_what_its_fullest_rank_says(said: str, share: float | None):
+    told = f'vllm:kv_cache_usage_perc{{engine="0"}} 0.25\nvllm:kv_cache_usage_perc{{engine="1"}} {said}\n'
+    assert parse_load(told).kv_share == share
+
+
 @pytest.mark.parametrize("how", ["drips", "floods"])
 def test_an_engine_whose_answer_has_no_end_holds_nobody_up(monkeypatch: pytest.MonkeyPatch, how: str):
     """httpx's timeout is for each piece: the check of a dripping engine came to no end, and /ready stayed as it was."""

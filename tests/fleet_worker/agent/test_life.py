@@ -62,6 +62,10 @@ def test_with_an_engine_that_is_gone_there_is_nothing_to_drain():
         pytest.param(Load(0, 0, None), 99.0, True, True, False, id="no-lease-count-is-not-zero"),
         pytest.param(Load(0, 0, None), 29.0, False, True, False, id="vllm-prefill-inside-one-lease"),
         pytest.param(Load(0, 0, None), 30.0, False, True, True, id="vllm-prefill-after-one-lease"),
+        # its lease was extended by the decode worker at which the request waits: prefill went, and the request failed there
+        pytest.param(Load(0, 0, None, 9, 0.01), 99.0, False, True, False, id="vllm-prefill-whose-kv-waits-for-a-busy-decode"),
+        pytest.param(Load(0, 0, None, 9, 0.0), 30.0, False, True, True, id="vllm-prefill-all-read"),
+        pytest.param(Load(0, 0, None, 9, 0.0), 29.0, False, True, False, id="vllm-prefill-gauge-may-be-late"),
         pytest.param(Load(0, 0, None), 0.0, False, False, True, id="vllm-decode-holds-no-lease"),
     ],
 )

@@ -20,6 +20,8 @@ OPEN = "fleet:requests_open"
 """Torch engine only: what came in and is not answered to the end, wherever it is."""
 ENDED = "vllm:request_success_total"
 """By reason; aborted ones are among them."""
+KV_SHARE = "vllm:kv_cache_usage_perc"
+"""0 to 1 for each rank; what the prefix cache could give up is not counted."""
 MAX_ANSWER_BYTES = 4 * 1024 * 1024
 PIECES = 2
 """A whole answer has this many times the time that one piece of it has."""
@@ -123,15 +125,24 @@ def parse_load(text: str) -> Load:
     running, waiting, came = (_total(text, name) for name in (RUNNING, WAITING, OPEN))
     if running is not None and waiting is not None and came is not None:
         running = max(running, came - waiting)
-    return Load(running, waiting, _total(text, LEASES), _total(text, ENDED))
+    return Load(running, waiting, _total(text, LEASES), _total(text, ENDED), max(_values(text, KV_SHARE), default=None))
 
 
 def _total(text: str, name: str) -> int | None:
-    values = re.findall(rf"^{re.escape(name)}(?:\{{[^}}]*\}})? ([0-9.eE+-]+)", text, re.MULTILINE)
+    values = _values(text, name)
     try:
-        return round(sum(float(value) for value in values)) if values else None
-    except (ValueError, OverflowError):
+        return round(sum(values)) if values else None
+    except OverflowError:
         return None  # no number: it did not say
+
+
+def _values(text: str, name: str) -> list[float]:
+    """Over all label sets; none when one of them is no number."""
+    found = re.findall(rf"^{re.escape(name)}(?:\{{[^}}]*\}})? ([0-9.eE+-]+)", text, re.MULTILINE)
+    try:
+        return [float(value) for value in found]
+    except ValueError:
+        return []
 
 
 def _words(answer: httpx.Response) -> str:

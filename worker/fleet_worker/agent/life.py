@@ -113,6 +113,8 @@ class Load:
     leases: int | None
     ended: int | None = None
     """Requests that ended since its start: one that comes and goes between two looks is in no other number."""
+    kv_share: float | None = None
+    """Of vLLM's KV cache, what requests hold, 0 to 1. Where none runs or waits that is what nobody has read yet."""
 
 
 NOTICE_S = 2.0
@@ -124,11 +126,11 @@ def drain_done(
 ) -> bool:
     """No request and no unread lease is left, and none can come any more.
 
-    An engine without a lease counter (vLLM) is waited for one whole lease after its last request, on prefill workers only:
-    by then every unread KV reference has expired.
+    An engine without a lease counter (vLLM) is waited for one whole lease after its last request, on prefill workers only, and
+    as long as its cache holds anything: a decode worker with a queue extends the leases of those who wait there.
     """
     if waited_s < NOTICE_S or load.running is None or load.waiting is None or load.running + load.waiting > 0:
         return False
     if has_lease_counter:
         return load.leases == 0
-    return not is_prefill or idle_for_s >= lease_s
+    return not is_prefill or (idle_for_s >= lease_s and not load.kv_share)
