@@ -153,6 +153,18 @@ def test_a_template_that_misbehaves_is_a_bad_request(tmp_path: Path, source: str
         template(tmp_path, source).render_chat([])
 
 
+def test_a_template_that_knows_calls_of_tools_writes_them(tmp_path: Path):
+    source = (
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}{{ m.tool_call_id }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %};{% endfor %}"
+    )
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"b": "<'é'>", "a": 1}}}
+    asked = {"role": "assistant", "content": "", "tool_calls": [call]}
+    result = {"role": "tool", "content": "4", "tool_call_id": "a"}
+    said = """assistant:{"name": "f", "arguments": {"b": "<'é'>", "a": 1}};tool:4a;"""
+    assert template(tmp_path, source).render_chat([asked, result]) == said
+
+
 @pytest.mark.parametrize(
     ("named", "said"),
     [
