@@ -147,7 +147,6 @@ class Detokenizer:
         if token in self.text.special:  # without it the next one would be a window's first, and lose its space
             return "", None
         self.ids.append(token)
-        before = self.text.decode(self.ids[self._from : self._read])
         now = self.text.decode(self.ids[self._from :])
         end = len(self.ids)
         if now.endswith(REPLACEMENT):
@@ -155,22 +154,30 @@ class Detokenizer:
                 return "", None
             end -= self._begun(now)
             now = self.text.decode(self.ids[self._from : end])
+        piece = self._new(now, end)
         self._from, self._read = self._read, end
-        return self._emit(now[len(before) :], self.stop if may_stop else ())
+        return self._emit(piece, self.stop if may_stop else ())
+
+    def _new(self, now: str, end: int) -> str:
+        """What the tokens from `_read` to `end` add, `now` being the text of all from `_from` to `end`. Tokenizers that fall back
+        to bytes read a run of them as a whole: with one that fits no character those before, which were told, are none either."""
+        before = self.text.decode(self.ids[self._from : self._read])
+        return now[len(before) :] if now.startswith(before) else self.text.decode(self.ids[self._read : end])
 
     def _begun(self, now: str) -> int:
         """How many of the last tokens may be the begin of one character, `now` being the text of all since `_from`."""
         for count in range(MAX_BEGUN, 0, -1):
             head, tail = self.ids[self._from : -count], self.ids[-count:]
-            if self.text.decode(tail) == REPLACEMENT and self.text.decode(head) + REPLACEMENT == now:
+            said = self.text.decode(tail)  # one for all of them, or one for each byte
+            if said in (REPLACEMENT, REPLACEMENT * count) and self.text.decode(head) + said == now:
                 return count
         return 0
 
     def finish(self, *, may_stop: bool = True) -> tuple[str, str | None]:
         """(what was held back, stop string that it holds all the same), when the sequence ends."""
-        rest, before = self.text.decode(self.ids[self._from :]), self.text.decode(self.ids[self._from : self._read])
+        rest = self._new(self.text.decode(self.ids[self._from :]), len(self.ids))
         self._from = self._read = len(self.ids)
-        out, met = self._emit(rest[len(before) :], self.stop if may_stop else ())
+        out, met = self._emit(rest, self.stop if may_stop else ())
         held, self._held = self._held, ""
         self.sent += held
         return out + held, met
