@@ -21,7 +21,7 @@ from fleet_worker.agent.engine_client import EngineClient, parse_load
 from fleet_worker.agent.errors import ConfigError
 from fleet_worker.agent.life import Load
 from fleet_worker.agent.supervise import EngineProcess
-from fleet_worker.config import Ports
+from fleet_worker.config import STEP_TIMEOUT_ENV, Ports
 from tests.fleet_worker.agent.test_role import FakeEngine, play, until
 
 
@@ -141,6 +141,50 @@ def test_requests_that_ended_are_counted_over_their_reasons():
 def test_what_vllms_cache_holds_is_what_its_fullest_rank_says(said: str, share: float | None):
     told = f'vllm:kv_cache_usage_perc{{engine="0"}} 0.25\nvllm:kv_cache_usage_perc{{engine="1"}} {said}\n'
     assert parse_load(told).kv_share == share
+
+
+@pytest.mark.parametrize(("engine_type", "env", "ready"), [("vllm", "0.01", False), ("vllm", "", True), ("torch", "0.01", True)])
+def test_a_vllm_whose_requests_do_not_move_is_not_ready(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], engine_type: str, env: str, ready: bool
+):
+    """Its /health is green as long as its processes live: a worker whose engine core hung stayed ready for ever."""
+    monkeypatch.setattr(agent_module, "CHECK_EVERY_S", 0.02)
+    monkeypatch.setenv(STEP_TIMEOUT_ENV, env)
+
+    async def scenario(agent: Agent, engine: FakeEngine, _: httpx.AsyncClient) -> None:
+        looks = 0
+
+        async def healthy() -> bool:
+            nonlocal looks
+            looks += 1
+            return True
+
+        engine.healthy = healthy  # type: ignore[attr-defined]
+        engine.held = Load(1, 0, None, moved=(5.0, 0.1))
+        checking = asyncio.create_task(agent._check_for_ever())
+        async with asyncio.timeout(10.0):
+            while looks < 4:  # noqa: ASYNC110 - real seconds are what it counts
+                await asyncio.sleep(0.01)
+            assert agent.ready() is ready
+            engine.held = Load(1, 0, None, moved=(6.0, 0.1))
+            while not agent.ready():
+                engine.held = Load(0, 0, None, moved=(6.0, 0.1))
+                await asyncio.sleep(0.01)
+        checking.cancel()
+        await asyncio.gather(checking, return_exceptions=True)
+
+    play(scenario, monkeypatch, engine=engine_type)
+    said = f"EngineStuck: requests run, and nothing of them moves; {STEP_TIMEOUT_ENV} allows {env} s\n"
+    assert capsys.readouterr().err == ("" if ready else said)
+
+
+@pytest.mark.parametrize(
+    ("more", "moved"),
+    [("vllm:generation_tokens_total 7.0\n", (7.0, 0.25)), ("", None), ("vllm:generation_tokens_total -\n", None)],
+)
+def test_what_moves_in_vllm_is_its_tokens_and_its_cache(more: str, moved: tuple[float, ...] | None):
+    assert parse_load(f"{more}vllm:kv_cache_usage_perc 0.25\n").moved == moved
+    assert parse_load(more).moved is None
 
 
 @pytest.mark.parametrize("how", ["drips", "floods"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fleet_worker.agent import life as rules
-from fleet_worker.agent.life import Life, Load, drain_done
+from fleet_worker.agent.life import Life, Load, Pace, drain_done
 
 
 def serving() -> Life:
@@ -73,3 +73,27 @@ def test_drain_is_over_when(load: Load, idle_for_s: float, counter: bool, prefil
     more = {"idle_for_s": idle_for_s, "lease_s": 30.0, "has_lease_counter": counter, "is_prefill": prefill}
     assert drain_done(load, waited_s=2.0, **more) is done
     assert not drain_done(load, waited_s=1.9, **more)  # routers may not have heard yet
+
+
+@pytest.mark.parametrize(
+    ("looks", "stuck"),
+    [
+        pytest.param([(1, (5.0, 0.1)), (1, (5.0, 0.1))], True, id="nothing-moves"),
+        pytest.param([(1, (5.0, 0.1)), (1, (6.0, 0.1))], False, id="a-token"),
+        pytest.param([(1, (5.0, 0.1)), (1, (5.0, 0.2))], False, id="a-part-of-a-long-prefill"),
+        pytest.param([(0, (5.0, 0.1)), (0, (5.0, 0.1))], False, id="nothing-runs"),
+        pytest.param([(0, (5.0, 0.1)), (1, (5.0, 0.1))], True, id="still-since-before-it-came"),
+        pytest.param([(1, None), (1, None)], False, id="an-engine-that-does-not-say"),
+        pytest.param([(None, None), (None, None)], False, id="no-answer"),
+        pytest.param([(1, (5.0, 0.1)), (None, None)], False, id="no-answer-any-more"),
+    ],
+)
+def test_an_engine_is_stuck_when_requests_run_and_nothing_moves(
+    looks: list[tuple[int | None, tuple[float, ...] | None]], stuck: bool
+):
+    pace = Pace()
+    for now, (running, moved) in enumerate(looks):
+        pace = rules.paced(pace, Load(running, running, None, moved=moved), float(now))
+    assert rules.is_stuck(pace, 300.0, 300.0) is stuck
+    assert not rules.is_stuck(pace, 299.0, 300.0)
+    assert not rules.is_stuck(rules.paced(pace, Load(1, 0, None, moved=(9.0,)), 400.0), 699.0, 300.0), "it moves again"

@@ -11,16 +11,15 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
-from fleet_wire.unreadable import UNREADABLE
 from fleet_worker.agent import fabric
 from fleet_worker.agent import life as rules
-from fleet_worker.agent.adapters import AdapterKeeper
+from fleet_worker.agent.adapters import AdapterKeeper, wished_at_start
 from fleet_worker.agent.admin import AdminServer, build_app, build_server
 from fleet_worker.agent.alone import alone
 from fleet_worker.agent.command import Place, engine_command, events_socket, replay_socket
@@ -33,7 +32,7 @@ from fleet_worker.agent.life import Life, Load
 from fleet_worker.agent.prepare import prepare_model
 from fleet_worker.agent.role import judge
 from fleet_worker.agent.supervise import EngineProcess, how_ended, watch_children
-from fleet_worker.config import ADAPTERS_ENV, AdapterWish, Role, WorkerConfig, decode_adapters
+from fleet_worker.config import STEP_TIMEOUT_ENV, STILL_S, AdapterWish, Role, WorkerConfig, step_timeout_s
 
 T = TypeVar("T")
 VLLM_BIN_ENV = "FLEET_VLLM_BIN"
@@ -53,6 +52,7 @@ class Agent:
         self._identity = identity
         self._life = Life()
         self._load = Load(None, None, None)
+        self._pace = rules.Pace()
         self._busy_at = time.monotonic()
         self._ended: int | None = None
         """Requests that the engine had ended when it last said so."""
@@ -425,7 +425,7 @@ class Agent:
 
     async def _checked(self) -> bool:
         await self._observe()
-        healthy = await self._client.healthy()
+        healthy = await self._client.healthy() and not self._is_stuck()
         return await self._warmed_up() if healthy and self._life.phase == "Warming" else healthy
 
     async def _warmed_up(self) -> bool:
@@ -450,8 +450,10 @@ class Agent:
             await asyncio.sleep(CHECK_EVERY_S)
 
     def _told_fault(self, what: str, error: Exception) -> None:
+        self._told(f"AgentFault: {what}: {type(error).__name__}: {error}"[:500])
+
+    def _told(self, said: str) -> None:
         """Once per fault, not per try."""
-        said = f"AgentFault: {what}: {type(error).__name__}: {error}"[:500]
         if said != self._fault:
             self._fault = said
             print(said, file=sys.stderr, flush=True)
@@ -461,6 +463,15 @@ class Agent:
         if load.running or load.waiting or load.ended not in (None, self._ended):
             self._busy_at = time.monotonic()
         self._ended = load.ended if load.ended is not None else self._ended
+        self._pace = rules.paced(self._pace, load, time.monotonic())
+
+    def _is_stuck(self) -> bool:
+        """vLLM's /health is green as long as its processes live; the torch engine says it of itself."""
+        most_s = step_timeout_s(os.environ, STILL_S)
+        if self._config.engine != "vllm" or not rules.is_stuck(self._pace, time.monotonic(), most_s):
+            return False
+        self._told(f"EngineStuck: requests run, and nothing of them moves; {STEP_TIMEOUT_ENV} allows {most_s:g} s")
+        return True
 
     def _note(self, text: str) -> None:
         self._life = rules.noted(self._life, text)
@@ -472,12 +483,3 @@ def find_vllm() -> str:
     if not found or not Path(found).exists():
         raise ConfigError(f"engine vllm: no executable at {VLLM_BIN_ENV} and no vllm on PATH")
     return found
-
-
-def wished_at_start(env: Mapping[str, str]) -> tuple[AdapterWish, ...]:
-    """The adapters that the pod's annotation names; none when somebody made it unreadable: the operator tells again."""
-    try:
-        return decode_adapters(env.get(ADAPTERS_ENV) or "[]")
-    except UNREADABLE as error:
-        print(f"BadAdapters: {ADAPTERS_ENV}: {error}", file=sys.stderr, flush=True)
-        return ()

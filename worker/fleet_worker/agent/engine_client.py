@@ -21,7 +21,8 @@ OPEN = "fleet:requests_open"
 ENDED = "vllm:request_success_total"
 """By reason; aborted ones are among them."""
 KV_SHARE = "vllm:kv_cache_usage_perc"
-"""0 to 1 for each rank; what the prefix cache could give up is not counted."""
+"""0 to 1 for each rank; what the prefix cache could give up is not counted. It grows with each part of a long prefill."""
+MADE = "vllm:generation_tokens_total"
 MAX_ANSWER_BYTES = 4 * 1024 * 1024
 PIECES = 2
 """A whole answer has this many times the time that one piece of it has."""
@@ -125,7 +126,9 @@ def parse_load(text: str) -> Load:
     running, waiting, came = (_total(text, name) for name in (RUNNING, WAITING, OPEN))
     if running is not None and waiting is not None and came is not None:
         running = max(running, came - waiting)
-    return Load(running, waiting, _total(text, LEASES), _total(text, ENDED), max(_values(text, KV_SHARE), default=None))
+    made, shares = _values(text, MADE), _values(text, KV_SHARE)
+    moved = (*made, *shares) if made and shares else None
+    return Load(running, waiting, _total(text, LEASES), _total(text, ENDED), max(shares, default=None), moved)
 
 
 def _total(text: str, name: str) -> int | None:

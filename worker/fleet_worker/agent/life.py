@@ -115,6 +115,27 @@ class Load:
     """Requests that ended since its start: one that comes and goes between two looks is in no other number."""
     kv_share: float | None = None
     """Of vLLM's KV cache, what requests hold, 0 to 1. Where none runs or waits that is what nobody has read yet."""
+    moved: tuple[float, ...] | None = None
+    """vLLM: numbers of which one changes with each step in which a request gets on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Since when nothing has moved in an engine that has running requests."""
+
+    moved: tuple[float, ...] | None = None
+    since: float = 0.0
+
+
+def paced(pace: Pace, load: Load, now: float) -> Pace:
+    """After one more look. An engine that runs nothing, or does not say, is not still."""
+    is_still = bool(load.running) and load.moved is not None and load.moved == pace.moved
+    return pace if is_still else Pace(load.moved, now)
+
+
+def is_stuck(pace: Pace, now: float, most_s: float) -> bool:
+    """Requests run, and nothing has moved for too long."""
+    return pace.moved is not None and now - pace.since >= most_s
 
 
 NOTICE_S = 2.0
