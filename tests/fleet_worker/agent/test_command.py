@@ -39,6 +39,7 @@ def test_vllm_gets_its_kv_role_lease_and_addresses(role: str, has_gpu: bool):
     assert transfer["kv_connector_extra_config"] == {"kv_lease_duration": 12}
     assert transfer["kv_load_failure_policy"] == "fail"
     assert ("kv_buffer_device" in transfer, "--enforce-eager" in command.argv) == (not has_gpu, not has_gpu)
+    assert "--enable-server-load-tracking" in command.argv
     assert events["endpoint"] == "ipc:///scratch/kv-events"
     assert events["replay_endpoint"] == "ipc:///scratch/kv-replay"
     assert command.env["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "127.1.2.3"

@@ -187,6 +187,39 @@ def test_what_moves_in_vllm_is_its_tokens_and_its_cache(more: str, moved: tuple[
     assert parse_load(more).moved is None
 
 
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [('{"server_load": 3}', 3), ('{"server_load": "x"}', None), ("{}", None), ("[]", None), ("{", None), (None, None)],
+)
+@pytest.mark.parametrize("is_vllm", [True, False])
+def test_vllm_is_asked_for_its_open_requests(said: str | None, found: int | None, is_vllm: bool):
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/metrics":
+            return httpx.Response(200, text="vllm:num_requests_running 0.0\nvllm:num_requests_waiting 0.0\n")
+        assert (request.url.path, is_vllm) == ("/load", True)
+        return httpx.Response(404) if said is None else httpx.Response(200, text=said)
+
+    async def scenario() -> None:
+        client = EngineClient("http://engine", is_vllm=is_vllm)
+        await client._http.aclose()
+        client._http = httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://engine")
+        assert await client.load() == Load(0, 0, None, open=found if is_vllm else None)
+        await client.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_request_that_opens_or_ends_is_no_idleness(monkeypatch: pytest.MonkeyPatch):
+    async def scenario(agent: Agent, engine: FakeEngine, _: httpx.AsyncClient) -> None:
+        for opened, busy in ((0, True), (0, False), (1, True), (1, False), (None, False), (1, False), (0, True)):
+            engine.held = Load(0, 0, None, open=opened)
+            agent._busy_at = -1.0
+            await agent._observe()
+            assert (agent._busy_at > 0) is busy, opened
+
+    play(scenario, monkeypatch, engine="vllm")
+
+
 @pytest.mark.parametrize("how", ["drips", "floods"])
 def test_an_engine_whose_answer_has_no_end_holds_nobody_up(monkeypatch: pytest.MonkeyPatch, how: str):
     """httpx's timeout is for each piece: the check of a dripping engine came to no end, and /ready stayed as it was."""

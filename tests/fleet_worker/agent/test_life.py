@@ -67,6 +67,10 @@ def test_with_an_engine_that_is_gone_there_is_nothing_to_drain():
         pytest.param(Load(0, 0, None, 9, 0.0), 30.0, False, True, True, id="vllm-prefill-all-read"),
         pytest.param(Load(0, 0, None, 9, 0.0), 29.0, False, True, False, id="vllm-prefill-gauge-may-be-late"),
         pytest.param(Load(0, 0, None), 0.0, False, False, True, id="vllm-decode-holds-no-lease"),
+        # vLLM's gauges are of its last step: a request whose first step lasted longer than the notice was cut
+        pytest.param(Load(0, 0, None, open=1), 119.0, False, False, False, id="vllm-in-a-long-first-step"),
+        pytest.param(Load(0, 0, None, open=1), 120.0, False, False, True, id="vllm-lost-count-of-who-left"),
+        pytest.param(Load(0, 0, None, open=-1), 0.0, False, False, True, id="vllm-counted-one-twice"),
     ],
 )
 def test_drain_is_over_when(load: Load, idle_for_s: float, counter: bool, prefill: bool, done: bool):

@@ -56,6 +56,8 @@ class Agent:
         self._busy_at = time.monotonic()
         self._ended: int | None = None
         """Requests that the engine had ended when it last said so."""
+        self._open: int | None = None
+        """What it had open then."""
         self._engine: EngineProcess | None = None
         self._folder: Path | None = None
         """The model's files, once they are here."""
@@ -65,7 +67,7 @@ class Agent:
         self._scratch = tempfile.TemporaryDirectory(prefix="fleet-")  # vLLM never removes its sockets
         self._token = secrets.token_hex(16)
         host = f"[{identity.pod_ip}]" if ":" in identity.pod_ip else identity.pod_ip
-        self._client = EngineClient(f"http://{host}:{config.ports.http}", self._token)
+        self._client = EngineClient(f"http://{host}:{config.ports.http}", self._token, is_vllm=config.engine == "vllm")
         self._adapters = AdapterKeeper(config, self._client, Path(self._scratch.name) / "adapters", wished_at_start(os.environ))
         self._stop = asyncio.Event()
         self._engine_answers = asyncio.Event()
@@ -460,8 +462,9 @@ class Agent:
 
     async def _observe(self) -> None:
         load = self._load = await self._client.load()
-        if load.running or load.waiting or load.ended not in (None, self._ended):
+        if load.running or load.waiting or load.ended not in (None, self._ended) or load.open not in (None, self._open):
             self._busy_at = time.monotonic()
+        self._open = load.open if load.open is not None else self._open
         self._ended = load.ended if load.ended is not None else self._ended
         self._pace = rules.paced(self._pace, load, time.monotonic())
 

@@ -90,6 +90,7 @@ def vllm_command(config: WorkerConfig, place: Place) -> EngineCommand:
         "--max-model-len", str(config.max_model_len),
         "--max-num-seqs", str(config.max_batch),
         "--override-generation-config", json.dumps({"max_new_tokens": config.max_output_tokens}),
+        "--enable-server-load-tracking",
         "--kv-transfer-config", json.dumps(vllm_transfer(config, place.has_gpu), sort_keys=True),
         "--kv-events-config", json.dumps(vllm_events(config, place), sort_keys=True),
     ]  # fmt: skip

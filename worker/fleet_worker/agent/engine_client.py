@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 
 import httpx
 
@@ -40,9 +41,10 @@ FIRST_PROMPT = [0, 0, 0, 0]
 class EngineClient:
     """Bounded HTTP calls to the engine of this pod."""
 
-    def __init__(self, base_url: str, token: str = "") -> None:
+    def __init__(self, base_url: str, token: str = "", *, is_vllm: bool = False) -> None:
         """`token`: what the torch engine wants to see before it changes its adapters."""
         self._token = token
+        self._is_vllm = is_vllm
         self._http = httpx.AsyncClient(base_url=base_url, timeout=HEALTH_TIMEOUT_S, trust_env=False)
 
     async def healthy(self) -> bool:
@@ -93,7 +95,17 @@ class EngineClient:
     async def load(self) -> Load:
         """What the engine holds now."""
         text = await self.metrics()
-        return Load(None, None, None) if text is None else parse_load(text)
+        if text is None:
+            return Load(None, None, None)
+        return replace(parse_load(text), open=await self._open() if self._is_vllm else None)
+
+    async def _open(self) -> int | None:
+        """vLLM's GET /load (--enable-server-load-tracking)."""
+        try:
+            said = (await self._asked("GET", "/load", HEALTH_TIMEOUT_S)).json()["server_load"]
+        except (httpx.HTTPError, *UNREADABLE, KeyError, TypeError):
+            return None
+        return said if isinstance(said, int) else None
 
     async def _asked(
         self, method: str, path: str, within_s: float, body: Mapping[str, object] | None = None, headers: Mapping[str, str] = NONE

@@ -117,6 +117,8 @@ class Load:
     """Of vLLM's KV cache, what requests hold, 0 to 1. Where none runs or waits that is what nobody has read yet."""
     moved: tuple[float, ...] | None = None
     """vLLM: numbers of which one changes with each step in which a request gets on."""
+    open: int | None = None
+    """vLLM: what came in and is not answered to the end. Its other numbers are as of its last step, and one may last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +140,8 @@ def is_stuck(pace: Pace, now: float, most_s: float) -> bool:
     return pace.moved is not None and now - pace.since >= most_s
 
 
+OPEN_S = 120.0
+"""vLLM may lose count of who left: an open request with which nothing happens for so long is none."""
 NOTICE_S = 2.0
 """Routers hear within a second that a worker drains: what they sent before that must still be served."""
 
@@ -154,4 +158,6 @@ def drain_done(
         return False
     if has_lease_counter:
         return load.leases == 0
+    if load.open is not None and load.open > 0 and idle_for_s < OPEN_S:
+        return False
     return not is_prefill or (idle_for_s >= lease_s and not load.kv_share)
