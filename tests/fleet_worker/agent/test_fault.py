@@ -19,9 +19,11 @@ from fleet_worker.agent.agent import Agent
 from fleet_worker.agent.command import EngineCommand
 from fleet_worker.agent.engine_client import EngineClient, parse_load
 from fleet_worker.agent.errors import ConfigError
+from fleet_worker.agent.identity import Identity
 from fleet_worker.agent.life import Load
 from fleet_worker.agent.supervise import EngineProcess
-from fleet_worker.config import STEP_TIMEOUT_ENV, Ports
+from fleet_worker.config import STEP_TIMEOUT_ENV, EngineType, Parallel, Ports
+from tests.fleet_worker.agent.test_command import config
 from tests.fleet_worker.agent.test_role import FakeEngine, play, until
 
 
@@ -191,19 +193,25 @@ def test_what_moves_in_vllm_is_its_tokens_and_its_cache(more: str, moved: tuple[
     ("said", "found"),
     [('{"server_load": 3}', 3), ('{"server_load": "x"}', None), ("{}", None), ("[]", None), ("{", None), (None, None)],
 )
-@pytest.mark.parametrize("is_vllm", [True, False])
-def test_vllm_is_asked_for_its_open_requests(said: str | None, found: int | None, is_vllm: bool):
+@pytest.mark.parametrize(
+    ("engine", "data", "asked"), [("vllm", 1, True), ("vllm", 2, False), ("torch", 1, False)], ids=["vllm", "ranks", "torch"]
+)
+def test_vllm_is_asked_for_its_open_requests(said: str | None, found: int | None, engine: EngineType, data: int, asked: bool):
+    """Not one of several servers: what each says in turn would be requests that come and go."""
+
     def answer(request: httpx.Request) -> httpx.Response:
         if request.url.path == "/metrics":
             return httpx.Response(200, text="vllm:num_requests_running 0.0\nvllm:num_requests_waiting 0.0\n")
-        assert (request.url.path, is_vllm) == ("/load", True)
+        assert (request.url.path, asked) == ("/load", True)
         return httpx.Response(404) if said is None else httpx.Response(200, text=said)
 
     async def scenario() -> None:
-        client = EngineClient("http://engine", is_vllm=is_vllm)
+        agent = Agent(config(engine=engine, parallel=Parallel(data=data)), Identity("p", "u", "127.0.0.1"))
+        agent._scratch.cleanup()
+        client = agent._client
         await client._http.aclose()
         client._http = httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://engine")
-        assert await client.load() == Load(0, 0, None, open=found if is_vllm else None)
+        assert await client.load() == Load(0, 0, None, open=found if asked else None)
         await client.close()
 
     asyncio.run(scenario())

@@ -67,7 +67,8 @@ class Agent:
         self._scratch = tempfile.TemporaryDirectory(prefix="fleet-")  # vLLM never removes its sockets
         self._token = secrets.token_hex(16)
         host = f"[{identity.pod_ip}]" if ":" in identity.pod_ip else identity.pod_ip
-        self._client = EngineClient(f"http://{host}:{config.ports.http}", self._token, is_vllm=config.engine == "vllm")
+        is_one = config.engine == "vllm" and config.parallel.data == 1  # its ranks have servers of their own: one of them answers
+        self._client = EngineClient(f"http://{host}:{config.ports.http}", self._token, counts_open=is_one)
         self._adapters = AdapterKeeper(config, self._client, Path(self._scratch.name) / "adapters", wished_at_start(os.environ))
         self._stop = asyncio.Event()
         self._engine_answers = asyncio.Event()

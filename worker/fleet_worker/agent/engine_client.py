@@ -41,10 +41,10 @@ FIRST_PROMPT = [0, 0, 0, 0]
 class EngineClient:
     """Bounded HTTP calls to the engine of this pod."""
 
-    def __init__(self, base_url: str, token: str = "", *, is_vllm: bool = False) -> None:
-        """`token`: what the torch engine wants to see before it changes its adapters."""
+    def __init__(self, base_url: str, token: str = "", *, counts_open: bool = False) -> None:
+        """`token`: what the torch engine wants to see before it changes its adapters. `counts_open`: it tells by /load."""
         self._token = token
-        self._is_vllm = is_vllm
+        self._counts_open = counts_open
         self._http = httpx.AsyncClient(base_url=base_url, timeout=HEALTH_TIMEOUT_S, trust_env=False)
 
     async def healthy(self) -> bool:
@@ -97,7 +97,7 @@ class EngineClient:
         text = await self.metrics()
         if text is None:
             return Load(None, None, None)
-        return replace(parse_load(text), open=await self._open() if self._is_vllm else None)
+        return replace(parse_load(text), open=await self._open() if self._counts_open else None)
 
     async def _open(self) -> int | None:
         """vLLM's GET /load (--enable-server-load-tracking)."""
