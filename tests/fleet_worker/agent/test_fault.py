@@ -162,13 +162,13 @@ def test_a_vllm_whose_requests_do_not_move_is_not_ready(
             return True
 
         engine.healthy = healthy  # type: ignore[attr-defined]
-        engine.held = Load(1, 0, None, moved=(5.0, 0.1))
+        engine.held = Load(1, 0, None, moved=(5.0, 0.1), open=1)
         checking = asyncio.create_task(agent._check_for_ever())
         async with asyncio.timeout(10.0):
             while looks < 4:  # noqa: ASYNC110 - real seconds are what it counts
                 await asyncio.sleep(0.01)
             assert agent.ready() is ready
-            engine.held = Load(1, 0, None, moved=(6.0, 0.1))
+            engine.held = Load(1, 0, None, moved=(6.0, 0.1), open=1)
             while not agent.ready():
                 engine.held = Load(0, 0, None, moved=(6.0, 0.1))
                 await asyncio.sleep(0.01)

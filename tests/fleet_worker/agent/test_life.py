@@ -82,22 +82,24 @@ def test_drain_is_over_when(load: Load, idle_for_s: float, counter: bool, prefil
 @pytest.mark.parametrize(
     ("looks", "stuck"),
     [
-        pytest.param([(1, (5.0, 0.1)), (1, (5.0, 0.1))], True, id="nothing-moves"),
-        pytest.param([(1, (5.0, 0.1)), (1, (6.0, 0.1))], False, id="a-token"),
-        pytest.param([(1, (5.0, 0.1)), (1, (5.0, 0.2))], False, id="a-part-of-a-long-prefill"),
-        pytest.param([(0, (5.0, 0.1)), (0, (5.0, 0.1))], False, id="nothing-runs"),
-        pytest.param([(0, (5.0, 0.1)), (1, (5.0, 0.1))], True, id="still-since-before-it-came"),
-        pytest.param([(1, None), (1, None)], False, id="an-engine-that-does-not-say"),
-        pytest.param([(None, None), (None, None)], False, id="no-answer"),
-        pytest.param([(1, (5.0, 0.1)), (None, None)], False, id="no-answer-any-more"),
+        pytest.param([(1, 1, (5.0, 0.1)), (1, 1, (5.0, 0.1))], True, id="nothing-moves"),
+        pytest.param([(1, 1, (5.0, 0.1)), (1, 1, (6.0, 0.1))], False, id="a-token"),
+        pytest.param([(1, 1, (5.0, 0.1)), (1, 1, (5.0, 0.2))], False, id="a-part-of-a-long-prefill"),
+        pytest.param([(0, 0, (5.0, 0.1)), (0, 0, (5.0, 0.1))], False, id="nothing-runs"),
+        pytest.param([(0, 0, (5.0, 0.1)), (1, 1, (5.0, 0.1))], True, id="still-since-before-it-came"),
+        pytest.param([(1, 0, (5.0, 0.1)), (1, 0, (5.0, 0.1))], False, id="all-aborted-and-the-gauge-stays"),
+        pytest.param([(1, None, (5.0, 0.1)), (1, None, (5.0, 0.1))], False, id="several-servers-of-which-none-knows"),
+        pytest.param([(1, 1, None), (1, 1, None)], False, id="an-engine-that-does-not-say"),
+        pytest.param([(None, None, None), (None, None, None)], False, id="no-answer"),
+        pytest.param([(1, 1, (5.0, 0.1)), (None, None, None)], False, id="no-answer-any-more"),
     ],
 )
 def test_an_engine_is_stuck_when_requests_run_and_nothing_moves(
-    looks: list[tuple[int | None, tuple[float, ...] | None]], stuck: bool
+    looks: list[tuple[int | None, int | None, tuple[float, ...] | None]], stuck: bool
 ):
     pace = Pace()
-    for now, (running, moved) in enumerate(looks):
-        pace = rules.paced(pace, Load(running, running, None, moved=moved), float(now))
+    for now, (running, opened, moved) in enumerate(looks):
+        pace = rules.paced(pace, Load(running, running, None, moved=moved, open=opened), float(now))
     assert rules.is_stuck(pace, 300.0, 300.0) is stuck
     assert not rules.is_stuck(pace, 299.0, 300.0)
-    assert not rules.is_stuck(rules.paced(pace, Load(1, 0, None, moved=(9.0,)), 400.0), 699.0, 300.0), "it moves again"
+    assert not rules.is_stuck(rules.paced(pace, Load(1, 0, None, moved=(9.0,), open=1), 400.0), 699.0, 300.0), "it moves again"

@@ -130,8 +130,9 @@ class Pace:
 
 
 def paced(pace: Pace, load: Load, now: float) -> Pace:
-    """After one more look. An engine that runs nothing, or does not say, is not still."""
-    is_still = bool(load.running) and load.moved is not None and load.moved == pace.moved
+    """After one more look. An engine that runs nothing, has nothing open, or does not say is not still: vLLM's gauge of what runs
+    may stay as it was when all of it was aborted (vLLM #22545)."""
+    is_still = bool(load.running) and (load.open or 0) > 0 and load.moved is not None and load.moved == pace.moved
     return pace if is_still else Pace(load.moved, now)
 
 
