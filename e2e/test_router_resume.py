@@ -56,11 +56,11 @@ def events(url: str, body: dict[str, Any], decision: list[str] | None = None) ->
         yield from (line[6:] for line in answer.iter_lines() if line.startswith("data: "))
 
 
-def text_of(found: Iterator[str], at_kill: Callable[[], None] = lambda: None, kill_at: int = KILL_AT) -> tuple[str, str]:
-    """(text, last event); `at_kill` is called in the middle, at event `kill_at`."""
+def text_of(found: Iterator[str], at_kill: Callable[[], None] = lambda: None) -> tuple[str, str]:
+    """(text, last event); `at_kill` is called in the middle."""
     text, last = "", ""
     for number, last in enumerate(found, 1):
-        if number == kill_at:
+        if number == KILL_AT:
             at_kill()
         if last != "[DONE]":
             event = json.loads(last)

@@ -24,8 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 HOSTS = ("127.89.0.1", "127.89.0.2")
 ROUTER = "127.89.1.1:8080"
 PROMPT = "the router sends this to a worker, and the worker dies in the middle of it " * 6
-TOKENS, KILL_AT = 850, 10
-"""As many as the model's length leaves, and killed early: where we are behind, an engine of 300 tokens a second is soon done."""
+TOKENS = 500
 GREEDY: dict[str, Any] = {"temperature": 0}
 SEEDED: dict[str, Any] = {"temperature": 1.0, "seed": 7}
 FREE: dict[str, Any] = {"temperature": 1.0}
@@ -67,7 +66,7 @@ def test_a_stream_goes_on_token_for_token(tmp_path: Path, engines: list[Vllm], r
         whole = text_of(events(url, body))
         assert whole[1] == "[DONE]"
         try:
-            assert text_of(events(url, body, decision), lambda: killed.append(kill_busy(engines, decision)), KILL_AT) == whole
+            assert text_of(events(url, body, decision), lambda: killed.append(kill_busy(engines, decision))) == whole
             assert len(killed) == 1
             assert 'fleet_router_resumed_total{outcome="done"} 1' in httpx.get(f"{url}/metrics", trust_env=False).text
         finally:
