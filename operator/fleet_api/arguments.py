@@ -18,6 +18,7 @@ DECIDED = tuple(
         "pipeline-parallel-size", "data-parallel-size", "data-parallel-rpc-port", "enable-expert-parallel", "quantization",
         "kv-cache-dtype", "enable-lora", "max-loras", "max-lora-rank", "max-cpu-loras", "lora-modules", "nnodes", "node-rank",
         "master-addr", "master-port", "headless", "config", "uds", "root-path", "api-key", "ssl-keyfile", "ssl-certfile", "grpc",
+        "kv-offloading-size", "disable-log-stats",
     )
 )  # fmt: skip
 """What fields decide (rules_pod.OWNED_ARGS, compat.OWNED), as workers know it: fleet_worker.agent.command, VLLM_DECIDED."""

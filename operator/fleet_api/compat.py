@@ -31,8 +31,10 @@ OWNED = {
     "api-key": "the router sends none to workers, and a spec is no place for a secret",
     "ssl-keyfile": "the agent and the router speak plain HTTP inside the fleet",
     "ssl-certfile": "the agent and the router speak plain HTTP inside the fleet",
+    "kv-offloading-size": "its connector takes the place of the one that hands KV over: every prompt would be computed twice",
+    "disable-log-stats": "without the engine's metrics nobody sees its load: no drain would end before its time is up",
 }
-"""Arguments of vLLM that cut the agent and the router off from the engine; those that fields decide are CEL's
+"""Arguments of vLLM that cut the agent, the router and the other role off from the engine; those that fields decide are CEL's
 (`rules_pod.OWNED_ARGS`)."""
 
 ALIKE = {

@@ -97,16 +97,22 @@ def _text(raw: Any) -> str:
 def _template(source: Any) -> Any:
     if not isinstance(source, str):
         return None
+    import json
+
     import jinja2
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
 
+    def tojson(what: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> Any:
+        return json.dumps(what, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
     made = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, autoescape=False, extensions=["jinja2.ext.loopcontrols"]
     )  # fmt: skip
     made.globals["raise_exception"] = raise_exception
+    made.filters["tojson"] = tojson  # Hugging Face's: jinja's own is for HTML, and sorts
     try:
         return made.from_string(source)
     except (jinja2.TemplateError, RecursionError):  # with a tag that is its engine's own, say: all but conversations can be read

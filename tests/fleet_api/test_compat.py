@@ -57,6 +57,9 @@ BAD = [
     # argparse: they passed, and every worker ended with these words
     ("the beginning of a name", spec(args=["--seed=1", "--tensor-par", "4"]), "engine.args[1]: Forbidden: --tensor-par is short"),
     ("a name's letters and its value", roles({}, {"args": ["-dpl", "1"]}), "decode.args[0]: Forbidden: -dpl is short for"),
+    # vLLM 0.32 (config/vllm.py, _post_init_kv_transfer_config) writes its own connector and kv_both over ours
+    ("a cache beside the hand-off", spec(args=["--kv-offloading-size", "8"]), "takes the place of the one that hands KV over"),
+    ("no metrics", spec(args=["--disable-log-stats"]), "nobody sees its load"),
     ("another length", spec(args=["--max-model-len=131072"]), SET_BY_FIELDS),
     # vLLM #14952, TRT-LLM #6507: dtypes of the two sides differ, answers are wrong or the hand-off fails
     ("dtype of one role", roles({"args": ["--dtype=bfloat16"]}, {"args": ["--dtype=float16"]}), "prefill has bfloat16"),

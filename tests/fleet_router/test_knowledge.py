@@ -322,6 +322,7 @@ TEMPLATES = [
     "{% if documents is not none %}D{% endif %}{{ bos_token }}{{ eos_token }}{{ sep_token }}",
     "{% for m in messages %}{% if m.role == 'user' %}{% continue %}{% endif %}{{ m.content }}\n{% endfor %}",
     "{% for m in messages %}\n  {{ m.content | trim }}\n{% endfor %}\n{% if add_generation_prompt %}A:{% endif %}",
+    "{% for m in messages %}{{ m | tojson }}{{ m.content | tojson(indent=2) }}{% endfor %}",
 ]
 
 
@@ -333,7 +334,7 @@ def test_templates_render_as_hugging_face_renders_them(folder: Path, tmp_path: P
     made = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
     (tmp_path / "tokenizer.json").write_text((folder / "tokenizer.json").read_text())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(made))
-    rows = [{"role": "system", "content": " a "}, {"role": "user", "content": "b"}]
+    rows = [{"role": "system", "content": " a "}, {"role": "user", "content": "b < 'é'"}]
     special = {"bos_token": "<s>", "eos_token": "</s>"}
     theirs = render_jinja_template([rows], chat_template=template, add_generation_prompt=True, **special)[0][0]
     files = {name: (tmp_path / name).read_text() for name in ("tokenizer.json", "tokenizer_config.json")}

@@ -31,6 +31,8 @@ STEP_TIMEOUT_ENV = "ENGINE_STEP_TIMEOUT_S"
 STEP_TIMEOUT_S = 120.0
 """Torch engine: a step, or a turn of its KV transfers, that lasts longer is taken for stuck, and the worker restarts. A pod
 template's env may say otherwise, therefore no name of ours: 256 tokens of a large model on few CPUs may take a minute."""
+STILL_S = 300.0
+"""vLLM: the same, of requests that run and of which nothing moves. It is what vLLM itself gives a step of several processes."""
 MEMBER_ENV = "LWS_WORKER_INDEX"
 LEADER_ENV = "LWS_LEADER_ADDRESS"
 GROUP_SIZE_ENV = "LWS_GROUP_SIZE"
@@ -168,9 +170,9 @@ def decode(raw: str | bytes) -> WorkerConfig:
     return msgspec.json.decode(raw, type=WorkerConfig)
 
 
-def step_timeout_s(env: Mapping[str, str]) -> float:
+def step_timeout_s(env: Mapping[str, str], default: float = STEP_TIMEOUT_S) -> float:
     """STEP_TIMEOUT_ENV in seconds, or its default; ValueError names it."""
-    given = env.get(STEP_TIMEOUT_ENV) or str(STEP_TIMEOUT_S)
+    given = env.get(STEP_TIMEOUT_ENV) or str(default)
     try:
         seconds = float(given)
     except ValueError:

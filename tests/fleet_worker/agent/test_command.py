@@ -40,8 +40,9 @@ def test_vllm_gets_its_kv_role_lease_and_addresses(role: str, has_gpu: bool):
     assert transfer["kv_connector_extra_config"] == {"kv_lease_duration": 12}
     assert transfer["kv_load_failure_policy"] == "fail"
     assert ("kv_buffer_device" in transfer, "--enforce-eager" in command.argv) == (not has_gpu, not has_gpu)
+    assert "--enable-server-load-tracking" in command.argv
     assert events["endpoint"] == "ipc:///scratch/kv-events"
-    assert events["replay_endpoint"] == "tcp://127.1.2.3:5558"
+    assert events["replay_endpoint"] == "ipc:///scratch/kv-replay"
     assert command.env["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "127.1.2.3"
     assert command.env["VLLM_RPC_BASE_PATH"] == "/scratch"
     assert command.env.get("VLLM_CPU_KVCACHE_SPACE") == (None if has_gpu else "1")
@@ -146,6 +147,8 @@ SHORT_FORMS: list[tuple[tuple[str, ...], str | None]] = [
     (("--seed", "1", "--no-enable-exp"), "--no-enable-exp"),
     (("--no-data-parallel-hybrid-lb",), "--no-data-parallel-hybrid-lb"),
     (("--grp",), "--grp"),
+    (("--kv-off", "8"), "--kv-off"),
+    (("--disable-log",), "--disable-log"),
     (("-t", "2"), "-t"),
     (("-e",), "-e"),
     (("-qawq",), "-qawq"),

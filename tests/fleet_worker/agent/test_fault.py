@@ -19,9 +19,11 @@ from fleet_worker.agent.agent import Agent
 from fleet_worker.agent.command import EngineCommand
 from fleet_worker.agent.engine_client import EngineClient, parse_load
 from fleet_worker.agent.errors import ConfigError
+from fleet_worker.agent.identity import Identity
 from fleet_worker.agent.life import Load
 from fleet_worker.agent.supervise import EngineProcess
-from fleet_worker.config import Ports
+from fleet_worker.config import STEP_TIMEOUT_ENV, EngineType, Parallel, Ports
+from tests.fleet_worker.agent.test_command import config
 from tests.fleet_worker.agent.test_role import FakeEngine, play, until
 
 
@@ -106,7 +108,7 @@ def test_however_an_engine_ends_the_cause_is_told(monkeypatch: pytest.MonkeyPatc
     play(scenario, monkeypatch)
 
 
-@pytest.mark.parametrize("what", ["not-executable", "a-folder", "port-taken"])
+@pytest.mark.parametrize("what", ["not-executable", "a-folder", "kv_events", "kv_replay"])
 def test_an_engine_that_cannot_be_started_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, what: str):
     """It ended the agent with a traceback."""
     binary = tmp_path / "vllm"
@@ -120,12 +122,14 @@ def test_an_engine_that_cannot_be_started_is_named(monkeypatch: pytest.MonkeyPat
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))
             taken.listen()
-            port = taken.getsockname()[1] if what == "port-taken" else 0
-            agent._config = msgspec.structs.replace(agent._config, ports=Ports(kv_events=port))
-            with pytest.raises(ConfigError, match=r"engine vllm cannot be started: .*(vllm|port)"):
-                agent._start_engine(tmp_path, "")
+            ports = {"kv_events": 0, "kv_replay": 0} | ({what: taken.getsockname()[1]} if what.startswith("kv_") else {})
+            agent._config = msgspec.structs.replace(agent._config, ports=Ports(**ports))
+            with pytest.raises(ConfigError, match=r"engine vllm cannot be started: .*(vllm|port|bind)"):
+                await agent._start_engine(agent._place(tmp_path, ""))
         if agent._forwarder is not None:
             agent._forwarder.close()
+        if agent._replays is not None:
+            await agent._replays.close()
 
     play(scenario, monkeypatch, engine="vllm")
 
@@ -133,6 +137,95 @@ def test_an_engine_that_cannot_be_started_is_named(monkeypatch: pytest.MonkeyPat
 def test_requests_that_ended_are_counted_over_their_reasons():
     said = 'vllm:request_success_total{finished_reason="length"} 3.0\nvllm:request_success_total{finished_reason="abort"} 1.0\n'
     assert parse_load(said) == Load(None, None, None, 4)
+
+
+@pytest.mark.parametrize(("said", "share"), [("0.0", 0.25), ("1e400", float("inf")), ("NaN", 0.25), ("-", None)])
+def test_what_vllms_cache_holds_is_what_its_fullest_rank_says(said: str, share: float | None):
+    told = f'vllm:kv_cache_usage_perc{{engine="0"}} 0.25\nvllm:kv_cache_usage_perc{{engine="1"}} {said}\n'
+    assert parse_load(told).kv_share == share
+
+
+@pytest.mark.parametrize(("engine_type", "env", "ready"), [("vllm", "0.01", False), ("vllm", "", True), ("torch", "0.01", True)])
+def test_a_vllm_whose_requests_do_not_move_is_not_ready(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], engine_type: str, env: str, ready: bool
+):
+    """Its /health is green as long as its processes live: a worker whose engine core hung stayed ready for ever."""
+    monkeypatch.setattr(agent_module, "CHECK_EVERY_S", 0.02)
+    monkeypatch.setenv(STEP_TIMEOUT_ENV, env)
+
+    async def scenario(agent: Agent, engine: FakeEngine, _: httpx.AsyncClient) -> None:
+        looks = 0
+
+        async def healthy() -> bool:
+            nonlocal looks
+            looks += 1
+            return True
+
+        engine.healthy = healthy  # type: ignore[attr-defined]
+        engine.held = Load(1, 0, None, moved=(5.0, 0.1), open=1)
+        checking = asyncio.create_task(agent._check_for_ever())
+        async with asyncio.timeout(10.0):
+            while looks < 4:  # noqa: ASYNC110 - real seconds are what it counts
+                await asyncio.sleep(0.01)
+            assert agent.ready() is ready
+            engine.held = Load(1, 0, None, moved=(6.0, 0.1), open=1)
+            while not agent.ready():
+                engine.held = Load(0, 0, None, moved=(6.0, 0.1))
+                await asyncio.sleep(0.01)
+        checking.cancel()
+        await asyncio.gather(checking, return_exceptions=True)
+
+    play(scenario, monkeypatch, engine=engine_type)
+    said = f"EngineStuck: requests run, and nothing of them moves; {STEP_TIMEOUT_ENV} allows {env} s\n"
+    assert capsys.readouterr().err == ("" if ready else said)
+
+
+@pytest.mark.parametrize(
+    ("more", "moved"),
+    [("vllm:generation_tokens_total 7.0\n", (7.0, 0.25)), ("", None), ("vllm:generation_tokens_total -\n", None)],
+)
+def test_what_moves_in_vllm_is_its_tokens_and_its_cache(more: str, moved: tuple[float, ...] | None):
+    assert parse_load(f"{more}vllm:kv_cache_usage_perc 0.25\n").moved == moved
+    assert parse_load(more).moved is None
+
+
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [('{"server_load": 3}', 3), ('{"server_load": "x"}', None), ("{}", None), ("[]", None), ("{", None), (None, None)],
+)
+@pytest.mark.parametrize(
+    ("engine", "data", "asked"), [("vllm", 1, True), ("vllm", 2, False), ("torch", 1, False)], ids=["vllm", "ranks", "torch"]
+)
+def test_vllm_is_asked_for_its_open_requests(said: str | None, found: int | None, engine: EngineType, data: int, asked: bool):
+    """Not one of several servers: what each says in turn would be requests that come and go."""
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/metrics":
+            return httpx.Response(200, text="vllm:num_requests_running 0.0\nvllm:num_requests_waiting 0.0\n")
+        assert (request.url.path, asked) == ("/load", True)
+        return httpx.Response(404) if said is None else httpx.Response(200, text=said)
+
+    async def scenario() -> None:
+        agent = Agent(config(engine=engine, parallel=Parallel(data=data)), Identity("p", "u", "127.0.0.1"))
+        agent._scratch.cleanup()
+        client = agent._client
+        await client._http.aclose()
+        client._http = httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://engine")
+        assert await client.load() == Load(0, 0, None, open=found if asked else None)
+        await client.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_request_that_opens_or_ends_is_no_idleness(monkeypatch: pytest.MonkeyPatch):
+    async def scenario(agent: Agent, engine: FakeEngine, _: httpx.AsyncClient) -> None:
+        for opened, busy in ((0, True), (0, False), (1, True), (1, False), (None, False), (1, False), (0, True)):
+            engine.held = Load(0, 0, None, open=opened)
+            agent._busy_at = -1.0
+            await agent._observe()
+            assert (agent._busy_at > 0) is busy, opened
+
+    play(scenario, monkeypatch, engine="vllm")
 
 
 @pytest.mark.parametrize("how", ["drips", "floods"])

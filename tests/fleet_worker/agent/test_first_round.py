@@ -74,7 +74,7 @@ def test_ready_means_that_every_adapter_was_tried(tmp_path: Path, monkeypatch: p
 
 
 def test_an_annotation_that_somebody_broke_stops_nobody(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    from fleet_worker.agent.agent import wished_at_start
+    from fleet_worker.agent.adapters import wished_at_start
 
     for broken in ("{", '[{"name":"a\udcff","source":"x"}]', "[" * 100_000):
         assert wished_at_start({ADAPTERS_ENV: broken}) == ()

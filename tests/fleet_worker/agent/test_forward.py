@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import os
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 import zmq
+import zmq.asyncio
 
-from fleet_worker.agent.forward import EventForwarder
+from fleet_worker.agent import forward
+from fleet_worker.agent.forward import EventForwarder, ReplayForwarder
+from fleet_worker.transfer.address import tcp_address
 
 HOST, PORT = "127.76.0.1", 5557
 
@@ -52,3 +59,70 @@ def test_what_no_subscriber_says_goes_no_further(tmp_path: Path):
             with pytest.raises(zmq.Again):
                 engine.recv()
         forwarder.close()
+
+
+REPLAY_PORT = 5558
+NO_IPV6 = pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="this machine has no IPv6")
+Asking = Callable[[], Awaitable[list[bytes]]]
+
+
+async def replaying(tmp_path: Path, host: str, scenario: Callable[[ReplayForwarder, Asking], Awaitable[None]]) -> None:
+    """An engine that replays as vLLM does: three frames or nothing."""
+    forwarder = ReplayForwarder(f"{tmp_path}/kv-replay", host, REPLAY_PORT)
+    await forwarder.open()
+    context = zmq.asyncio.Context()
+    engine = context.socket(zmq.ROUTER)
+
+    async def serve() -> None:
+        while True:
+            client, empty, start = await engine.recv_multipart()
+            await engine.send_multipart([client, empty, b"kv-events", start, bytes(200_000)])
+
+    async def ask() -> list[bytes]:
+        with context.socket(zmq.DEALER) as asking:
+            asking.setsockopt(zmq.IPV6, ":" in host)
+            asking.connect(tcp_address(host, REPLAY_PORT))
+            await asking.send_multipart([b"", (7).to_bytes(8, "big")])
+            return await asyncio.wait_for(asking.recv_multipart(), 10.0)
+
+    engine.bind(f"ipc://{tmp_path}/kv-replay")
+    serving = asyncio.create_task(serve())
+    try:
+        await scenario(forwarder, ask)
+    finally:
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+        await forwarder.close()
+        context.destroy(linger=0)
+
+
+@pytest.mark.parametrize("host", [HOST, pytest.param("::1", marks=NO_IPV6)])
+def test_what_a_subscriber_missed_is_asked_for_at_the_pods_address(tmp_path: Path, host: str):
+    """Incident: vLLM died at its start in a cluster whose pods have IPv6 addresses: it binds its replay without libzmq's IPv6."""
+
+    async def scenario(forwarder: ReplayForwarder, ask: Asking) -> None:
+        assert await ask() == [b"", b"kv-events", (7).to_bytes(8, "big"), bytes(200_000)]
+        with pytest.raises(OSError, match="in use"):
+            await ReplayForwarder("", host, REPLAY_PORT).open()
+        await asyncio.wait_for(asyncio.gather(*forwarder._open), 10.0)  # whoever asked is gone, and nothing of it is left
+
+    asyncio.run(replaying(tmp_path, host, scenario))
+
+
+@pytest.mark.parametrize("why", ["no-engine", "too-many", "too-much"])
+def test_a_connection_that_cannot_be_passed_on_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str):
+    async def scenario(forwarder: ReplayForwarder, _: Asking) -> None:
+        if why == "no-engine":
+            os.unlink(forwarder._path)
+        elif why == "too-many":
+            monkeypatch.setattr(forward, "MOST_REPLAYS", 0)
+        else:
+            monkeypatch.setattr(forward, "MAX_QUESTION_BYTES", 9)
+        reader, writer = await asyncio.open_connection(HOST, REPLAY_PORT)
+        writer.write(b"\xff" + bytes(8) + b"\x7f")  # how ZMTP begins: the engine waits for more
+        async with asyncio.timeout(10.0):
+            with contextlib.suppress(ConnectionResetError):
+                await reader.read()
+        writer.close()
+
+    asyncio.run(replaying(tmp_path, HOST, scenario))

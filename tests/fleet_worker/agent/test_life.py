@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fleet_worker.agent import life as rules
-from fleet_worker.agent.life import Life, Load, drain_done
+from fleet_worker.agent.life import Life, Load, Pace, drain_done
 
 
 def serving() -> Life:
@@ -62,10 +62,44 @@ def test_with_an_engine_that_is_gone_there_is_nothing_to_drain():
         pytest.param(Load(0, 0, None), 99.0, True, True, False, id="no-lease-count-is-not-zero"),
         pytest.param(Load(0, 0, None), 29.0, False, True, False, id="vllm-prefill-inside-one-lease"),
         pytest.param(Load(0, 0, None), 30.0, False, True, True, id="vllm-prefill-after-one-lease"),
+        # its lease was extended by the decode worker at which the request waits: prefill went, and the request failed there
+        pytest.param(Load(0, 0, None, 9, 0.01), 99.0, False, True, False, id="vllm-prefill-whose-kv-waits-for-a-busy-decode"),
+        pytest.param(Load(0, 0, None, 9, 0.0), 30.0, False, True, True, id="vllm-prefill-all-read"),
+        pytest.param(Load(0, 0, None, 9, 0.0), 29.0, False, True, False, id="vllm-prefill-gauge-may-be-late"),
         pytest.param(Load(0, 0, None), 0.0, False, False, True, id="vllm-decode-holds-no-lease"),
+        # vLLM's gauges are of its last step: a request whose first step lasted longer than the notice was cut
+        pytest.param(Load(0, 0, None, open=1), 119.0, False, False, False, id="vllm-in-a-long-first-step"),
+        pytest.param(Load(0, 0, None, open=1), 120.0, False, False, True, id="vllm-lost-count-of-who-left"),
+        pytest.param(Load(0, 0, None, open=-1), 0.0, False, False, True, id="vllm-counted-one-twice"),
     ],
 )
 def test_drain_is_over_when(load: Load, idle_for_s: float, counter: bool, prefill: bool, done: bool):
     more = {"idle_for_s": idle_for_s, "lease_s": 30.0, "has_lease_counter": counter, "is_prefill": prefill}
     assert drain_done(load, waited_s=2.0, **more) is done
     assert not drain_done(load, waited_s=1.9, **more)  # routers may not have heard yet
+
+
+@pytest.mark.parametrize(
+    ("looks", "stuck"),
+    [
+        pytest.param([(1, 1, (5.0, 0.1)), (1, 1, (5.0, 0.1))], True, id="nothing-moves"),
+        pytest.param([(1, 1, (5.0, 0.1)), (1, 1, (6.0, 0.1))], False, id="a-token"),
+        pytest.param([(1, 1, (5.0, 0.1)), (1, 1, (5.0, 0.2))], False, id="a-part-of-a-long-prefill"),
+        pytest.param([(0, 0, (5.0, 0.1)), (0, 0, (5.0, 0.1))], False, id="nothing-runs"),
+        pytest.param([(0, 0, (5.0, 0.1)), (1, 1, (5.0, 0.1))], True, id="still-since-before-it-came"),
+        pytest.param([(1, 0, (5.0, 0.1)), (1, 0, (5.0, 0.1))], False, id="all-aborted-and-the-gauge-stays"),
+        pytest.param([(1, None, (5.0, 0.1)), (1, None, (5.0, 0.1))], False, id="several-servers-of-which-none-knows"),
+        pytest.param([(1, 1, None), (1, 1, None)], False, id="an-engine-that-does-not-say"),
+        pytest.param([(None, None, None), (None, None, None)], False, id="no-answer"),
+        pytest.param([(1, 1, (5.0, 0.1)), (None, None, None)], False, id="no-answer-any-more"),
+    ],
+)
+def test_an_engine_is_stuck_when_requests_run_and_nothing_moves(
+    looks: list[tuple[int | None, int | None, tuple[float, ...] | None]], stuck: bool
+):
+    pace = Pace()
+    for now, (running, opened, moved) in enumerate(looks):
+        pace = rules.paced(pace, Load(running, running, None, moved=moved, open=opened), float(now))
+    assert rules.is_stuck(pace, 300.0, 300.0) is stuck
+    assert not rules.is_stuck(pace, 299.0, 300.0)
+    assert not rules.is_stuck(rules.paced(pace, Load(1, 0, None, moved=(9.0,), open=1), 400.0), 699.0, 300.0), "it moves again"

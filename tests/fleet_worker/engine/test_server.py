@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
-import msgspec
 import pytest
 from starlette.requests import ClientDisconnect
 
@@ -170,18 +169,6 @@ def test_a_content_part_is_named_by_its_path(part: dict[str, Any], words: str):
         text_messages(messages)
     assert (str(told.value), told.value.param) == (words, "messages")
     assert text_messages([messages[0], ChatMessage("user", said)])[1] == {"role": "user", "content": "aa"}
-
-
-@pytest.mark.parametrize("field", ["tool_calls", "function_call", "audio"])
-def test_a_message_that_holds_more_than_text_is_refused(field: str):
-    """It was passed over: a conversation in which tools were called was answered as if they had not been."""
-    said = {"role": "assistant", "content": None, field: [{"id": "a"}]}
-    messages = msgspec.convert([{"role": "user", "content": "b"}, said], list[ChatMessage])
-    with pytest.raises(BadRequestError, match=rf"^messages\[1\]\.{field} is not supported by the torch engine$"):
-        text_messages(messages)
-    for nothing in ([], None):
-        given = msgspec.convert({**said, field: nothing}, ChatMessage)
-        assert text_messages([given]) == [{"role": "assistant", "content": ""}]
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])

@@ -84,6 +84,10 @@ def test_a_worker_in_a_long_step_is_not_drained(monkeypatch: pytest.MonkeyPatch,
     held(scenario)
 
 
+def held_of(load: Load) -> tuple[int | None, int | None, int | None]:
+    return load.running, load.waiting, load.leases
+
+
 def test_a_request_whose_body_still_comes_is_not_drained():
     """The engine has not heard of it; the drain's notice may be over when a slow client has sent the last byte."""
 
@@ -100,10 +104,10 @@ def test_a_request_whose_body_still_comes_is_not_drained():
         asked = asyncio.create_task(client.post("/v1/completions", content=slowly()))
         await begun.wait()
         load = parse_load((await client.get("/metrics")).text)
-        assert (load, is_drained(load)) == (Load(1, 0, 0), False)
+        assert (held_of(load), is_drained(load)) == ((1, 0, 0), False)
         more.set()
         assert (await asked).status_code == 400
-        assert parse_load((await client.get("/metrics")).text) == Load(0, 0, 0)
+        assert held_of(parse_load((await client.get("/metrics")).text)) == (0, 0, 0)
 
     held(scenario)
 

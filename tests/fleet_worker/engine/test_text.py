@@ -82,6 +82,46 @@ def with_spaces_in_front(folder: Path) -> tuple[Text, dict[str, int]]:
     return Text(folder), words
 
 
+def in_bytes(text: Text, *parts: str | bytes) -> list[int]:
+    """Token ids: words of `with_spaces_in_front`, and tokens for single bytes."""
+    names = [name for part in parts for name in ([part] if isinstance(part, str) else [f"<0x{byte:02X}>" for byte in part])]
+    return [text.tokenizer.token_to_id(name) for name in names]
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        (("é".encode(), b"\xff", "▁word"), "é� word"),
+        (("日".encode(), b"\xe6\x97", "▁word"), "日�� word"),
+        (("日".encode(), b"\xe6"), "日�"),
+        (("▁the", b"\xff", "▁word", "日".encode(), "er"), "the� word日er"),
+        ((b"\x80" * 7, "𝖊𝖊".encode(), "er"), "�" * 15 + "er"),
+        ((b"\xa9" * 7, "𝖊é".encode(), "▁word"), "�" * 13 + " word"),
+    ],
+)
+def test_bytes_that_fit_no_character_change_nothing_that_was_told_and_take_no_word(
+    tmp_path: Path, parts: tuple[str | bytes, ...], said: str
+):
+    """Incident: a fallback to bytes reads a run of them as a whole, one U+FFFD for each where it fits no characters. What was
+    told of it counted as so many of its signs: `é` was followed by two for one byte, and words behind such a run were lost."""
+    text, _ = with_spaces_in_front(tmp_path)
+    detokenizer = Detokenizer(text)
+    assert "".join([detokenizer.add(token)[0] for token in in_bytes(text, *parts)] + [detokenizer.finish()[0]]) == said
+
+
+def test_no_word_is_lost_among_bytes(tmp_path: Path):
+    text, _ = with_spaces_in_front(tmp_path)
+    random, told_words = Random(11), ["▁the", "▁word", "er"]
+    for _ in range(3000):
+        runs = ["é".encode(), "日".encode(), "𝖊".encode(), b"\xe6\x97", b"\xff" * random.randint(1, 9), *told_words]
+        parts = random.choices(runs, k=random.randint(1, 9))
+        detokenizer = Detokenizer(text)
+        ids = in_bytes(text, *parts)
+        said = "".join([detokenizer.add(token)[0] for token in ids] + [detokenizer.finish()[0]])
+        expected = "".join(part for part in parts if isinstance(part, str)).replace("▁", " ")
+        assert "".join(sign for sign in said if sign.isascii()) in (expected, expected.removeprefix(" ")), parts
+
+
 def test_a_word_keeps_its_space_behind_a_special_token(tmp_path: Path):
     """With ignore_eos `the</s> word` was told as `theword`: the word was taken for the text's first."""
     text, words = with_spaces_in_front(tmp_path)
@@ -151,6 +191,18 @@ def test_the_template_is_the_models_own():
 def test_a_template_that_misbehaves_is_a_bad_request(tmp_path: Path, source: str):
     with pytest.raises(BadRequestError, match="the chat template refused the messages"):
         template(tmp_path, source).render_chat([])
+
+
+def test_a_template_that_knows_calls_of_tools_writes_them(tmp_path: Path):
+    source = (
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}{{ m.tool_call_id }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %};{% endfor %}"
+    )
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"b": "<'é'>", "a": 1}}}
+    asked = {"role": "assistant", "content": "", "tool_calls": [call]}
+    result = {"role": "tool", "content": "4", "tool_call_id": "a"}
+    said = """assistant:{"name": "f", "arguments": {"b": "<'é'>", "a": 1}};tool:4a;"""
+    assert template(tmp_path, source).render_chat([asked, result]) == said
 
 
 @pytest.mark.parametrize(

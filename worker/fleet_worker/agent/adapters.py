@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from fleet_wire.unreadable import UNREADABLE
 from fleet_worker.agent.adapterplan import Failure, Held, failed_again, plan, report, settled
 from fleet_worker.agent.alone import alone
 from fleet_worker.agent.errors import AdapterError
 from fleet_worker.agent.stage import Staged, prune, stage
-from fleet_worker.config import AdapterWish, WorkerConfig
+from fleet_worker.config import ADAPTERS_ENV, AdapterWish, WorkerConfig, decode_adapters
 
 AT_ONCE = 4
 """Adapters that are fetched and loaded at the same time."""
@@ -158,3 +160,12 @@ class AdapterKeeper:
         message = " ".join(message.split())[:MESSAGE_MOST]
         print(f"{reason}: adapter {wish.name}: {message}", flush=True)
         self._failed[wish.name] = failed_again(self._failed.get(wish.name), wish.source, reason, message, time.monotonic())
+
+
+def wished_at_start(env: Mapping[str, str]) -> tuple[AdapterWish, ...]:
+    """The adapters that the pod's annotation names; none when somebody made it unreadable: the operator tells again."""
+    try:
+        return decode_adapters(env.get(ADAPTERS_ENV) or "[]")
+    except UNREADABLE as error:
+        print(f"BadAdapters: {ADAPTERS_ENV}: {error}", file=sys.stderr, flush=True)
+        return ()

@@ -11,29 +11,28 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
-from fleet_wire.unreadable import UNREADABLE
 from fleet_worker.agent import fabric
 from fleet_worker.agent import life as rules
-from fleet_worker.agent.adapters import AdapterKeeper
+from fleet_worker.agent.adapters import AdapterKeeper, wished_at_start
 from fleet_worker.agent.admin import AdminServer, build_app, build_server
 from fleet_worker.agent.alone import alone
-from fleet_worker.agent.command import Place, engine_command, events_socket
+from fleet_worker.agent.command import Place, engine_command, events_socket, replay_socket
 from fleet_worker.agent.engine_client import EngineClient
 from fleet_worker.agent.errors import ConfigError, EngineDiedError, GroupLostError
-from fleet_worker.agent.forward import EventForwarder
+from fleet_worker.agent.forward import EventForwarder, ReplayForwarder
 from fleet_worker.agent.group import Leader
 from fleet_worker.agent.identity import Identity
 from fleet_worker.agent.life import Life, Load
 from fleet_worker.agent.prepare import prepare_model
 from fleet_worker.agent.role import judge
 from fleet_worker.agent.supervise import EngineProcess, how_ended, watch_children
-from fleet_worker.config import ADAPTERS_ENV, AdapterWish, Role, WorkerConfig, decode_adapters
+from fleet_worker.config import STEP_TIMEOUT_ENV, STILL_S, AdapterWish, Role, WorkerConfig, step_timeout_s
 
 T = TypeVar("T")
 VLLM_BIN_ENV = "FLEET_VLLM_BIN"
@@ -53,18 +52,23 @@ class Agent:
         self._identity = identity
         self._life = Life()
         self._load = Load(None, None, None)
+        self._pace = rules.Pace()
         self._busy_at = time.monotonic()
         self._ended: int | None = None
         """Requests that the engine had ended when it last said so."""
+        self._open: int | None = None
+        """What it had open then."""
         self._engine: EngineProcess | None = None
         self._folder: Path | None = None
         """The model's files, once they are here."""
         self._forwarder: EventForwarder | None = None
+        self._replays: ReplayForwarder | None = None
         self._fabric = fabric.Fabric()
         self._scratch = tempfile.TemporaryDirectory(prefix="fleet-")  # vLLM never removes its sockets
         self._token = secrets.token_hex(16)
         host = f"[{identity.pod_ip}]" if ":" in identity.pod_ip else identity.pod_ip
-        self._client = EngineClient(f"http://{host}:{config.ports.http}", self._token)
+        is_one = config.engine == "vllm" and config.parallel.data == 1  # its ranks have servers of their own: one of them answers
+        self._client = EngineClient(f"http://{host}:{config.ports.http}", self._token, counts_open=is_one)
         self._adapters = AdapterKeeper(config, self._client, Path(self._scratch.name) / "adapters", wished_at_start(os.environ))
         self._stop = asyncio.Event()
         self._engine_answers = asyncio.Event()
@@ -281,6 +285,8 @@ class Agent:
                 await self._group.close()
             if self._forwarder is not None:
                 self._forwarder.close()
+            if self._replays is not None:
+                await self._replays.close()
             self._scratch.cleanup()
 
     async def _serve(self, server: AdminServer) -> None:
@@ -318,7 +324,7 @@ class Agent:
         master = await self._unless_stopped(self._gathered())
         if master is None:
             return
-        engine = self._start_engine(folder, master)
+        engine = await self._start_engine(self._place(folder, master))
         stopping = asyncio.create_task(self._stop.wait())
         checking = asyncio.gather(self._check_for_ever(), self._keep_adapters())
         ends: set[asyncio.Future[Any]] = {stopping, engine.exited, *([self._group.lost] if self._group is not None else [])}
@@ -372,8 +378,8 @@ class Agent:
         self._life = rules.failed(self._life, why)
         raise GroupLostError(why)
 
-    def _start_engine(self, folder: Path, master: str) -> EngineProcess:
-        place = Place(
+    def _place(self, folder: Path, master: str) -> Place:
+        return Place(
             str(folder),
             self._identity.pod_ip,
             vllm=find_vllm() if self._config.engine == "vllm" else "",
@@ -383,17 +389,26 @@ class Agent:
             member=self._identity.member,
             master=master,
         )
+
+    async def _start_engine(self, place: Place) -> EngineProcess:
         engine = EngineProcess(engine_command(self._config, place))
         watch_children(asyncio.get_running_loop(), engine.reap)
         try:
             if self._config.engine == "vllm" and place.member == 0:
-                self._forwarder = EventForwarder(events_socket(place), place.pod_ip, self._config.ports.kv_events)
+                await self._forward_events(place)
             pid = engine.start()
         except OSError as error:
             raise ConfigError(f"engine {self._config.engine} cannot be started: {error}") from error
         self._life = rules.engine_started(self._life, pid)
         self._engine = engine
         return engine
+
+    async def _forward_events(self, place: Place) -> None:
+        """From vLLM's local sockets to the pod's address. OSError when a port of it is taken."""
+        ports = self._config.ports
+        self._forwarder = EventForwarder(events_socket(place), place.pod_ip, ports.kv_events)
+        self._replays = ReplayForwarder(replay_socket(place), place.pod_ip, ports.kv_replay)
+        await self._replays.open()
 
     def _death(self, engine: EngineProcess, code: int) -> EngineDiedError:
         how = how_ended(code)
@@ -413,7 +428,7 @@ class Agent:
 
     async def _checked(self) -> bool:
         await self._observe()
-        healthy = await self._client.healthy()
+        healthy = await self._client.healthy() and not self._is_stuck()
         return await self._warmed_up() if healthy and self._life.phase == "Warming" else healthy
 
     async def _warmed_up(self) -> bool:
@@ -438,17 +453,29 @@ class Agent:
             await asyncio.sleep(CHECK_EVERY_S)
 
     def _told_fault(self, what: str, error: Exception) -> None:
+        self._told(f"AgentFault: {what}: {type(error).__name__}: {error}"[:500])
+
+    def _told(self, said: str) -> None:
         """Once per fault, not per try."""
-        said = f"AgentFault: {what}: {type(error).__name__}: {error}"[:500]
         if said != self._fault:
             self._fault = said
             print(said, file=sys.stderr, flush=True)
 
     async def _observe(self) -> None:
         load = self._load = await self._client.load()
-        if load.running or load.waiting or load.ended not in (None, self._ended):
+        if load.running or load.waiting or load.ended not in (None, self._ended) or load.open not in (None, self._open):
             self._busy_at = time.monotonic()
+        self._open = load.open if load.open is not None else self._open
         self._ended = load.ended if load.ended is not None else self._ended
+        self._pace = rules.paced(self._pace, load, time.monotonic())
+
+    def _is_stuck(self) -> bool:
+        """vLLM's /health is green as long as its processes live; the torch engine says it of itself."""
+        most_s = step_timeout_s(os.environ, STILL_S)
+        if self._config.engine != "vllm" or not rules.is_stuck(self._pace, time.monotonic(), most_s):
+            return False
+        self._told(f"EngineStuck: requests run, and nothing of them moves; {STEP_TIMEOUT_ENV} allows {most_s:g} s")
+        return True
 
     def _note(self, text: str) -> None:
         self._life = rules.noted(self._life, text)
@@ -460,12 +487,3 @@ def find_vllm() -> str:
     if not found or not Path(found).exists():
         raise ConfigError(f"engine vllm: no executable at {VLLM_BIN_ENV} and no vllm on PATH")
     return found
-
-
-def wished_at_start(env: Mapping[str, str]) -> tuple[AdapterWish, ...]:
-    """The adapters that the pod's annotation names; none when somebody made it unreadable: the operator tells again."""
-    try:
-        return decode_adapters(env.get(ADAPTERS_ENV) or "[]")
-    except UNREADABLE as error:
-        print(f"BadAdapters: {ADAPTERS_ENV}: {error}", file=sys.stderr, flush=True)
-        return ()

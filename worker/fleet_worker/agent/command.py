@@ -30,6 +30,7 @@ VLLM_DECIDED = tuple(
         "pipeline-parallel-size", "data-parallel-size", "data-parallel-rpc-port", "enable-expert-parallel", "quantization",
         "kv-cache-dtype", "enable-lora", "max-loras", "max-lora-rank", "max-cpu-loras", "lora-modules", "nnodes", "node-rank",
         "master-addr", "master-port", "headless", "config", "uds", "root-path", "api-key", "ssl-keyfile", "ssl-certfile", "grpc",
+        "kv-offloading-size", "disable-log-stats",
     )
 )  # fmt: skip
 """What the operator takes from no user (fleet_api: rules_pod.OWNED_ARGS, compat.OWNED)."""
@@ -89,6 +90,7 @@ def vllm_command(config: WorkerConfig, place: Place) -> EngineCommand:
         "--max-model-len", str(config.max_model_len),
         "--max-num-seqs", str(config.max_batch),
         "--override-generation-config", json.dumps({"max_new_tokens": config.max_output_tokens}),
+        "--enable-server-load-tracking",
         "--kv-transfer-config", json.dumps(vllm_transfer(config, place.has_gpu), sort_keys=True),
         "--kv-events-config", json.dumps(vllm_events(config, place), sort_keys=True),
     ]  # fmt: skip
@@ -187,15 +189,15 @@ def vllm_transfer(config: WorkerConfig, has_gpu: bool) -> dict[str, object]:
 
 
 def vllm_events(config: WorkerConfig, place: Place) -> dict[str, object]:
-    """vLLM's kv_events_config: the publisher on a local socket (see `forward.py`), replay on the pod's own address. Off with
-    data parallel ranks: vLLM 0.32 gives each rank an endpoint of its own, and a local socket none."""
+    """vLLM's kv_events_config: the publisher and its replay on local sockets (see `forward.py`). Off with data parallel ranks:
+    vLLM 0.32 gives each rank an endpoint of its own, and a local socket none."""
     if config.parallel.data > 1:
         return {"enable_kv_cache_events": False}
     return {
         "enable_kv_cache_events": True,
         "publisher": "zmq",
         "endpoint": events_socket(place),
-        "replay_endpoint": f"tcp://{place.pod_ip}:{config.ports.kv_replay}",
+        "replay_endpoint": f"ipc://{replay_socket(place)}",
         "topic": KV_EVENTS_TOPIC,
     }
 
@@ -203,3 +205,8 @@ def vllm_events(config: WorkerConfig, place: Place) -> dict[str, object]:
 def events_socket(place: Place) -> str:
     """Where vLLM publishes inside the pod."""
     return f"ipc://{place.scratch}/kv-events"
+
+
+def replay_socket(place: Place) -> str:
+    """Path of the socket at which vLLM replays inside the pod."""
+    return f"{place.scratch}/kv-replay"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 
 import httpx
 
@@ -19,7 +20,10 @@ LEASES = "fleet:kv_leases_open"
 OPEN = "fleet:requests_open"
 """Torch engine only: what came in and is not answered to the end, wherever it is."""
 ENDED = "vllm:request_success_total"
-"""By reason; aborted ones are among them."""
+"""By reason; aborted ones are not among them, and leave no KV to be read."""
+KV_SHARE = "vllm:kv_cache_usage_perc"
+"""0 to 1 for each rank; what the prefix cache could give up is not counted. It grows with each part of a long prefill."""
+MADE = "vllm:generation_tokens_total"
 MAX_ANSWER_BYTES = 4 * 1024 * 1024
 PIECES = 2
 """A whole answer has this many times the time that one piece of it has."""
@@ -37,9 +41,10 @@ FIRST_PROMPT = [0, 0, 0, 0]
 class EngineClient:
     """Bounded HTTP calls to the engine of this pod."""
 
-    def __init__(self, base_url: str, token: str = "") -> None:
-        """`token`: what the torch engine wants to see before it changes its adapters."""
+    def __init__(self, base_url: str, token: str = "", *, counts_open: bool = False) -> None:
+        """`token`: what the torch engine wants to see before it changes its adapters. `counts_open`: it tells by /load."""
         self._token = token
+        self._counts_open = counts_open
         self._http = httpx.AsyncClient(base_url=base_url, timeout=HEALTH_TIMEOUT_S, trust_env=False)
 
     async def healthy(self) -> bool:
@@ -90,7 +95,17 @@ class EngineClient:
     async def load(self) -> Load:
         """What the engine holds now."""
         text = await self.metrics()
-        return Load(None, None, None) if text is None else parse_load(text)
+        if text is None:
+            return Load(None, None, None)
+        return replace(parse_load(text), open=await self._open() if self._counts_open else None)
+
+    async def _open(self) -> int | None:
+        """vLLM's GET /load (--enable-server-load-tracking)."""
+        try:
+            said = (await self._asked("GET", "/load", HEALTH_TIMEOUT_S)).json()["server_load"]
+        except (httpx.HTTPError, *UNREADABLE, KeyError, TypeError):
+            return None
+        return said if isinstance(said, int) else None
 
     async def _asked(
         self, method: str, path: str, within_s: float, body: Mapping[str, object] | None = None, headers: Mapping[str, str] = NONE
@@ -123,15 +138,26 @@ def parse_load(text: str) -> Load:
     running, waiting, came = (_total(text, name) for name in (RUNNING, WAITING, OPEN))
     if running is not None and waiting is not None and came is not None:
         running = max(running, came - waiting)
-    return Load(running, waiting, _total(text, LEASES), _total(text, ENDED))
+    made, shares = _values(text, MADE), _values(text, KV_SHARE)
+    moved = (*made, *shares) if made and shares else None
+    return Load(running, waiting, _total(text, LEASES), _total(text, ENDED), max(shares, default=None), moved)
 
 
 def _total(text: str, name: str) -> int | None:
-    values = re.findall(rf"^{re.escape(name)}(?:\{{[^}}]*\}})? ([0-9.eE+-]+)", text, re.MULTILINE)
+    values = _values(text, name)
     try:
-        return round(sum(float(value) for value in values)) if values else None
-    except (ValueError, OverflowError):
+        return round(sum(values)) if values else None
+    except OverflowError:
         return None  # no number: it did not say
+
+
+def _values(text: str, name: str) -> list[float]:
+    """Over all label sets; none when one of them is no number."""
+    found = re.findall(rf"^{re.escape(name)}(?:\{{[^}}]*\}})? ([0-9.eE+-]+)", text, re.MULTILINE)
+    try:
+        return [float(value) for value in found]
+    except ValueError:
+        return []
 
 
 def _words(answer: httpx.Response) -> str:

@@ -67,7 +67,7 @@ class Follower(Agent):
             return
         ends: set[asyncio.Future[Any]] = {asyncio.create_task(self._stop.wait()), self._membership.lost}
         if self._config.engine == "vllm":
-            ends.add(self._start_engine(folder, address).exited)
+            ends.add((await self._start_engine(self._place(folder, address))).exited)
         self._life = rules.engine_checked(rules.engine_started(self._life, self._life.engine_pid), True, 0.0)
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if self._stop.is_set():

@@ -2,10 +2,15 @@
 connects to anything else. It publishes to a local socket; this passes everything on at the pod's own address.
 
 The copying runs in libzmq without the GIL; a slow subscriber loses messages, never stalls the engine.
+
+Its replay socket it binds wherever it is told, but without libzmq's IPv6: on such an address it died ("No such device"). It lies
+on a local socket, too, and what is said there is the same as over TCP: bytes are passed on, each connection to one of its own.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import threading
 
 import zmq
@@ -13,6 +18,11 @@ import zmq
 SUBSCRIBER_QUEUE = 100_000
 MAX_SUBSCRIPTION_BYTES = 1_024
 """All that a subscriber may say: whoever says more is disconnected."""
+MOST_REPLAYS = 64
+"""Connections at a time; a router has one per question."""
+MAX_QUESTION_BYTES = 65_536
+"""All that a connection may ask, in its life."""
+PIECE_BYTES = 65_536
 
 
 class EventForwarder:
@@ -48,3 +58,62 @@ class EventForwarder:
         """Stop and release the address."""
         self._context.term()
         self._thread.join(timeout=5)
+
+
+class ReplayForwarder:
+    """From `host`:`port` to the engine's local socket at `path`, whatever is said."""
+
+    def __init__(self, path: str, host: str, port: int) -> None:
+        self._path, self._host, self._port = path, host, port
+        self._server: asyncio.Server | None = None
+        self._open: set[asyncio.Task[None]] = set()
+
+    async def open(self) -> None:
+        """Listen. OSError when the port is taken."""
+        self._server = await asyncio.start_server(self._meet, self._host, self._port)
+
+    async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One connection. Without the engine, or a place, it is closed: libzmq tries again."""
+        if (meeting := asyncio.current_task()) is None:
+            return
+        self._open.add(meeting)
+        try:
+            if len(self._open) <= MOST_REPLAYS:
+                with contextlib.suppress(OSError):
+                    await self._pass(reader, writer)
+        finally:
+            self._open.discard(meeting)
+            writer.close()
+
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Until one of both has nothing more to say."""
+        from_engine, to_engine = await asyncio.open_unix_connection(self._path)
+        copies = _copy(reader, to_engine, MAX_QUESTION_BYTES), _copy(from_engine, writer)
+        ways = {asyncio.create_task(copy) for copy in copies}
+        try:
+            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for way in ways:
+                way.cancel()
+            await asyncio.gather(*ways, return_exceptions=True)
+            to_engine.close()
+
+    async def close(self) -> None:
+        """Release the address."""
+        if self._server is not None:
+            self._server.close()
+        meetings = list(self._open)
+        for meeting in meetings:
+            meeting.cancel()
+        await asyncio.gather(*meetings, return_exceptions=True)
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, most: int | None = None) -> None:
+    """Until its end, or more than `most` bytes came."""
+    copied = 0
+    while piece := await reader.read(PIECE_BYTES):
+        copied += len(piece)
+        if most is not None and copied > most:
+            return
+        writer.write(piece)
+        await writer.drain()

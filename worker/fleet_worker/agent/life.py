@@ -113,8 +113,36 @@ class Load:
     leases: int | None
     ended: int | None = None
     """Requests that ended since its start: one that comes and goes between two looks is in no other number."""
+    kv_share: float | None = None
+    """Of vLLM's KV cache, what requests hold, 0 to 1. Where none runs or waits that is what nobody has read yet."""
+    moved: tuple[float, ...] | None = None
+    """vLLM: numbers of which one changes with each step in which a request gets on."""
+    open: int | None = None
+    """vLLM: what came in and is not answered to the end. Its other numbers are as of its last step, and one may last."""
 
 
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Since when nothing has moved in an engine that has running requests."""
+
+    moved: tuple[float, ...] | None = None
+    since: float = 0.0
+
+
+def paced(pace: Pace, load: Load, now: float) -> Pace:
+    """After one more look. An engine that runs nothing, has nothing open, or does not say is not still: vLLM's gauge of what runs
+    may stay as it was when all of it was aborted (vLLM #22545)."""
+    is_still = bool(load.running) and (load.open or 0) > 0 and load.moved is not None and load.moved == pace.moved
+    return pace if is_still else Pace(load.moved, now)
+
+
+def is_stuck(pace: Pace, now: float, most_s: float) -> bool:
+    """Requests run, and nothing has moved for too long."""
+    return pace.moved is not None and now - pace.since >= most_s
+
+
+OPEN_S = 120.0
+"""vLLM may lose count of who left: an open request with which nothing happens for so long is none."""
 NOTICE_S = 2.0
 """Routers hear within a second that a worker drains: what they sent before that must still be served."""
 
@@ -124,11 +152,13 @@ def drain_done(
 ) -> bool:
     """No request and no unread lease is left, and none can come any more.
 
-    An engine without a lease counter (vLLM) is waited for one whole lease after its last request, on prefill workers only:
-    by then every unread KV reference has expired.
+    An engine without a lease counter (vLLM) is waited for one whole lease after its last request, on prefill workers only, and
+    as long as its cache holds anything: a decode worker with a queue extends the leases of those who wait there.
     """
     if waited_s < NOTICE_S or load.running is None or load.waiting is None or load.running + load.waiting > 0:
         return False
     if has_lease_counter:
         return load.leases == 0
-    return not is_prefill or idle_for_s >= lease_s
+    if load.open is not None and load.open > 0 and idle_for_s < OPEN_S:
+        return False
+    return not is_prefill or (idle_for_s >= lease_s and not load.kv_share)

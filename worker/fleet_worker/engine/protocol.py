@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
 
@@ -73,13 +73,30 @@ class CompletionRequest(_Common, frozen=True, kw_only=True):
     prompt: str | list[Count]
 
 
+class CalledFunction(msgspec.Struct, frozen=True):
+    """What was called. Arguments are JSON in text, as OpenAI has them, or the object itself."""
+
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    """A call in a conversation's past."""
+
+    function: CalledFunction
+    id: str | None = None
+    type: Literal["function"] = "function"
+
+
 class ChatMessage(msgspec.Struct, frozen=True):
     """One message; content may be text or OpenAI's list of text parts."""
 
     role: str
     content: str | list[dict[str, Any]] | None = None
-    # a template would write them into the prompt; they are refused, for the model's side of them, `tools`, is not served
-    tool_calls: Any = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    # what no template of text knows
     function_call: Any = None
     audio: Any = None
 
@@ -121,8 +138,9 @@ _PROMPT: Final = "prompt must be text or a list of token ids"
 
 def _worded(message: str) -> tuple[str, str | None]:
     """(what is wrong, field) of a msgspec message such as "Expected `int`, got `str` - at `$.stop[0]`"."""
-    if missing := re.search(r"missing required field `(\w+)`", message):
-        return f"{missing.group(1)} is required", missing.group(1)
+    if missing := re.search(r"missing required field `(\w+)`(?: - at `\$\.(([A-Za-z_]+)[^`]*)`)?", message):
+        field, where, top = missing.groups()
+        return f"{where}.{field} is required" if where else f"{field} is required", top or field
     if found := re.search(r" - at `\$\.(([A-Za-z_]+)[^`]*)`$", message):
         name = found.group(2)
         what = message[: found.start()].replace(" | null", "")
@@ -186,15 +204,34 @@ def decode_leg_of(request: Request, params: KvParams) -> Request:
 
 
 def text_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
-    """Messages with text content; anything but text is refused, nothing is ever fetched."""
-    for number, message in enumerate(messages):
-        more = {"tool_calls": message.tool_calls, "function_call": message.function_call, "audio": message.audio}
-        if name := next((name for name, said in more.items() if said), None):
-            raise BadRequestError(f"messages[{number}].{name} is not supported by the torch engine", "messages")
-    return [
-        {"role": message.role, "content": _text(message.content, f"messages[{number}].content")}
-        for number, message in enumerate(messages)
-    ]
+    """Messages as templates are given them, with text content; anything but text is refused, nothing is ever fetched."""
+    return [_row(message, f"messages[{number}]") for number, message in enumerate(messages)]
+
+
+def _row(message: ChatMessage, where: str) -> dict[str, Any]:
+    calls = message.tool_calls if message.role != "assistant" else None  # nobody else's are known to any template
+    more = {"tool_calls": calls, "function_call": message.function_call, "audio": message.audio}
+    if name := next((name for name, said in more.items() if said), None):
+        raise BadRequestError(f"{where}.{name} is not supported by the torch engine", "messages")
+    row: dict[str, Any] = {"role": message.role, "content": _text(message.content, f"{where}.content")}
+    if message.tool_calls:
+        row["tool_calls"] = [_call(call) for call in message.tool_calls]
+    if message.role == "tool" and message.tool_call_id is not None:
+        row["tool_call_id"] = message.tool_call_id
+    return row if message.name is None else row | {"name": message.name}
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    """With arguments as an object, which templates want. What is none is an empty one, as in vLLM: it lies in the past, and each
+    later turn would be refused for it."""
+    arguments: Any = call.function.arguments
+    if isinstance(arguments, str):
+        try:
+            arguments = msgspec.json.decode(arguments)
+        except UNREADABLE:
+            arguments = None
+    function = {"name": call.function.name, "arguments": arguments if isinstance(arguments, dict) else {}}
+    return {**({} if call.id is None else {"id": call.id}), "type": call.type, "function": function}
 
 
 def _text(content: str | list[dict[str, Any]] | None, where: str) -> str:

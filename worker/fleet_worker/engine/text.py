@@ -20,6 +20,8 @@ MAX_PENDING = 8
 """Tokens that are held while the last character may be incomplete: longer ones are bytes that never become one."""
 NOT_GIVEN = {"tools": None, "documents": None}
 """Templates are given these, as by Hugging Face's own rendering: many ask whether they are none, and to be undefined is not."""
+CALLS = "tool_calls"
+"""A template without this name in it writes no calls of tools into a prompt."""
 MAX_BEGUN = 3
 """Bytes of a character that is not complete, and tokens therefore."""
 
@@ -38,7 +40,9 @@ class Text:
         settings = _optional_json(folder / "tokenizer_config.json")
         self._special = {name: _special(settings.get(name)) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
         source = folder / "chat_template.jinja"
-        self._template = _compile(_text_of(source) if source.is_file() else settings.get("chat_template"))
+        written = _default(_text_of(source) if source.is_file() else settings.get("chat_template"))
+        self._template = _compile(written) if isinstance(written, str) else None
+        self._knows_calls = isinstance(written, str) and CALLS in written
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Token ids of `text`. Other threads go on meanwhile: of this library's calls only those for batches let them."""
@@ -52,6 +56,10 @@ class Text:
         """The model's own template over `messages`; BadRequestError when the template refuses them."""
         if self._template is None:
             raise BadRequestError("the model has no chat template: use /v1/completions", "messages")
+        if not self._knows_calls and (called := next((n for n, row in enumerate(messages) if CALLS in row), None)) is not None:
+            raise BadRequestError(
+                f"messages[{called}].{CALLS}: the model's chat template does not know calls of tools", "messages"
+            )
         try:
             return self._template.render(
                 messages=messages, add_generation_prompt=add_generation_prompt, **NOT_GIVEN, **self._special
@@ -74,10 +82,7 @@ def _default(source: Any) -> Any:
     return named.get("default")
 
 
-def _compile(source: Any) -> jinja2.Template | None:
-    source = _default(source)
-    if not isinstance(source, str):
-        return None
+def _compile(source: str) -> jinja2.Template:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, autoescape=False, extensions=["jinja2.ext.loopcontrols"]
     )  # fmt: skip
@@ -85,7 +90,11 @@ def _compile(source: Any) -> jinja2.Template | None:
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
 
+    def tojson(what: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> Any:
+        return json.dumps(what, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
     environment.globals["raise_exception"] = raise_exception
+    environment.filters["tojson"] = tojson  # Hugging Face's: jinja's own is for HTML, and sorts
     try:
         return environment.from_string(source)
     except (jinja2.TemplateSyntaxError, RecursionError) as error:
@@ -138,7 +147,6 @@ class Detokenizer:
         if token in self.text.special:  # without it the next one would be a window's first, and lose its space
             return "", None
         self.ids.append(token)
-        before = self.text.decode(self.ids[self._from : self._read])
         now = self.text.decode(self.ids[self._from :])
         end = len(self.ids)
         if now.endswith(REPLACEMENT):
@@ -146,22 +154,30 @@ class Detokenizer:
                 return "", None
             end -= self._begun(now)
             now = self.text.decode(self.ids[self._from : end])
+        piece = self._new(now, end)
         self._from, self._read = self._read, end
-        return self._emit(now[len(before) :], self.stop if may_stop else ())
+        return self._emit(piece, self.stop if may_stop else ())
+
+    def _new(self, now: str, end: int) -> str:
+        """What the tokens from `_read` to `end` add, `now` being the text of all from `_from` to `end`. Tokenizers that fall back
+        to bytes read a run of them as a whole: with one that fits no character those before, which were told, are none either."""
+        before = self.text.decode(self.ids[self._from : self._read])
+        return now[len(before) :] if now.startswith(before) else self.text.decode(self.ids[self._read : end])
 
     def _begun(self, now: str) -> int:
         """How many of the last tokens may be the begin of one character, `now` being the text of all since `_from`."""
         for count in range(MAX_BEGUN, 0, -1):
             head, tail = self.ids[self._from : -count], self.ids[-count:]
-            if self.text.decode(tail) == REPLACEMENT and self.text.decode(head) + REPLACEMENT == now:
+            said = self.text.decode(tail)  # one for all of them, or one for each byte
+            if said in (REPLACEMENT, REPLACEMENT * count) and self.text.decode(head) + said == now:
                 return count
         return 0
 
     def finish(self, *, may_stop: bool = True) -> tuple[str, str | None]:
         """(what was held back, stop string that it holds all the same), when the sequence ends."""
-        rest, before = self.text.decode(self.ids[self._from :]), self.text.decode(self.ids[self._from : self._read])
+        rest = self._new(self.text.decode(self.ids[self._from :]), len(self.ids))
         self._from = self._read = len(self.ids)
-        out, met = self._emit(rest[len(before) :], self.stop if may_stop else ())
+        out, met = self._emit(rest, self.stop if may_stop else ())
         held, self._held = self._held, ""
         self.sent += held
         return out + held, met

@@ -1,0 +1,84 @@
+"""Messages of a conversation: what the chat template is given of them, and what is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from fleet_worker.engine.errors import BadRequestError
+from fleet_worker.engine.loop import EngineLoop
+from fleet_worker.engine.protocol import ChatMessage, text_messages
+from tests.fleet_worker.engine.test_server import serve
+
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(("role", "field"), [("user", "tool_calls"), ("assistant", "function_call"), ("assistant", "audio")])
+def test_a_message_that_holds_more_than_text_is_refused(role: str, field: str):
+    """It was passed over: a conversation in which tools were called was answered as if they had not been."""
+    said = {"role": role, "content": None, field: [CALL]}
+    messages = msgspec.convert([{"role": "user", "content": "b"}, said], list[ChatMessage])
+    with pytest.raises(BadRequestError, match=rf"^messages\[1\]\.{field} is not supported by the torch engine$"):
+        text_messages(messages)
+    nothings: tuple[list[Any] | None, ...] = ([], None)
+    for nothing in nothings:
+        given = msgspec.convert({**said, field: nothing}, ChatMessage)
+        assert text_messages([given]) == [{"role": role, "content": ""}]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given"),
+    [
+        ('{"b": 1, "a": [2]}', {"b": 1, "a": [2]}), ({"b": 1}, {"b": 1}), ("", {}), (None, {}), ("{", {}), ("[1]", {}), ("7", {}),
+        ("[" * 100_000, {}),
+    ],
+    ids=["text", "object", "empty", "none", "no-json", "no-object", "number", "deep"],
+)  # fmt: skip
+def test_calls_of_tools_come_to_the_template_with_their_arguments_as_objects(arguments: Any, given: dict[str, Any]):
+    """As vLLM gives them: a conversation with tools in its past was refused, and results had lost the call they belong to."""
+    function = {"name": "f"} if arguments is None else {"name": "f", "arguments": arguments}
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": given}}
+    said = [
+        {"role": "user", "content": "b", "name": "ann", "tool_call_id": "nobody's"},
+        {"role": "assistant", "tool_calls": [{"id": "a", "type": "function", "function": function}]},
+        {"role": "tool", "tool_call_id": "a", "content": "4"},
+    ]
+    assert text_messages(msgspec.convert(said, list[ChatMessage])) == [
+        {"role": "user", "content": "b", "name": "ann"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "4", "tool_call_id": "a"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        ({}, "messages[0].tool_calls[0].function is required"),
+        ({"function": {}}, "messages[0].tool_calls[0].function.name is required"),
+        ({"function": {"name": "f", "arguments": 7}}, "messages[0].tool_calls[0].function.arguments: Expected"),
+        ({**CALL, "type": "custom"}, "messages[0].tool_calls[0].type: Invalid enum value 'custom'"),
+        (5, "messages[0].tool_calls[0]: Expected `object`"),
+    ],
+)
+def test_a_call_of_a_tool_that_is_none_is_refused_by_its_path(call: Any, words: str):
+    async def scenario(client: httpx.AsyncClient, _: EngineLoop) -> None:
+        asked = {"model": "tiny", "messages": [{"role": "assistant", "tool_calls": [call]}]}
+        answer = await client.post("/v1/chat/completions", json=asked)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"], error["message"][: len(words)]) == (400, "messages", words)
+
+    serve(scenario)
+
+
+def test_calls_of_tools_are_refused_by_name_where_the_template_does_not_know_them():
+    async def scenario(client: httpx.AsyncClient, _: EngineLoop) -> None:
+        asked = {"model": "tiny", "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [CALL]}]}
+        for path in ("/v1/chat/completions", "/tokenize"):
+            answer = await client.post(path, json=asked)
+            words = "messages[1].tool_calls: the model's chat template does not know calls of tools"
+            assert (answer.status_code, answer.json()["error"]["message"]) == (400, words)
+
+    serve(scenario)
