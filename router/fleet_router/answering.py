@@ -25,7 +25,7 @@ from fleet_router.explain.shown import header as decision_header
 from fleet_router.heads import STATUS_LINES, add_kept, status_line
 from fleet_router.health.inband import HINT, broke_off_with, error_in
 from fleet_router.health.resume import Again, determined
-from fleet_router.health.sent import CHUNK_ENDS, CRLF_END, Halves, Sent, events_end, last_is_sound
+from fleet_router.health.sent import CHUNK_ENDS, CRLF_END, Halves, Sent, ends_a_line, events_end, last_is_sound
 from fleet_router.hints import NO_HINTS
 from fleet_router.metering import SOUND_ENDS, Metering
 from fleet_router.metrics import Served
@@ -310,7 +310,7 @@ class Answering(Metering):
     def _goes_on(self, data: bytes, now: float) -> bool:
         """Bytes that do not end with an event: of a long one, or of an answer that comes as a whole. A byte now and then is no
         progress, and neither is there an end to wait for."""
-        if EVENT_END in data or data.endswith(CRLF_SOUND_ENDS) or CRLF_EVENT_END + b"data:" in data:
+        if EVENT_END in data or data.endswith(CRLF_SOUND_ENDS) or CRLF_EVENT_END + b"data:" in data or ends_a_line(data):
             self.deadline, self._unended = now + self.config.inter_token_deadline_s, 0
             return self._sound(data)
         if not self._ask.stream and self._broken_off(data):

@@ -57,6 +57,13 @@ def _last_end(data: bytes, until: int, end: bytes) -> int:
     return 0
 
 
+def ends_a_line(read: bytes) -> bool:
+    """It ends with a chunk that ends with a line and a line break alone, CRLF both: a comment, a name. A chunk's size, in front of
+    which a line break alone may stand, has no colon."""
+    until = len(read) - len(CRLF_END)
+    return read.endswith(CRLF_END) and read.find(b":", max(0, read.rfind(b"\n", 0, until)), until) >= 0
+
+
 def last_is_sound(read: bytes) -> bool:
     """The last event of a read that ends with one of CHUNK_ENDS is a JSON object, or no `data:` of it is seen here."""
     return _last_is_sound(read) or _last_is_sound(BETWEEN.sub(b"", read))
