@@ -112,12 +112,12 @@ class Sent:
         self.keep(data)
         return data
 
-    def take_back(self, size: int) -> None:
-        """So much of the end of the last read did not go out after all."""
+    def take_back(self, size: int, instead: bytes = b"") -> None:
+        """So much of the end of the last read did not go out after all, but this `instead`."""
         if size and self._kept:
             last = self._kept.pop()
-            self._kept.append(last[: len(last) - size])
-            self._size -= size
+            self._kept.append(last[: len(last) - size] + instead)
+            self._size += len(instead) - size
 
     def keep(self, data: bytes) -> None:
         """One more read whose framing is gone, and of which something else goes out."""
