@@ -4,6 +4,8 @@ kept one connection for ever."""
 from __future__ import annotations
 
 import asyncio
+import socket
+import struct
 from typing import Any
 
 import pytest
@@ -190,7 +192,8 @@ def test_a_head_alone_has_not_read_the_kv(ends: str):
         await begun.wait()
         await until(lambda: connection.flow is not None and connection.flow.started)
         if ends == "client leaves":
-            writer.transport.abort()
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            writer.close()
         elif ends == "worker dies":
             dies.set()
         else:
