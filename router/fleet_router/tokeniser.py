@@ -14,6 +14,8 @@ from fleet_router.kvindex.tokenised import cut
 FETCH_TIMEOUT_S = 30.0
 MOST_BYTES = 128 * 1024 * 1024
 SAMPLE = "The quick brown fox jumps over 13 lazy dogs.\nIt's (almost) 42 o'clock: été, naïve, 東京. " * 30
+MESSAGES_MOST = 1_024
+"""Of a conversation that is rendered here, on the loop: some 10 us each by the templates in use."""
 ROW = ("role", "content")
 SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 NOT_GIVEN = {"tools": None, "documents": None}
@@ -58,7 +60,10 @@ class Tokeniser:
         if self._template is None:
             raise UnreadableError("no chat template that can be read here")
         try:
-            rows = [_row(message) for message in msgspec.json.decode(messages)]
+            found = msgspec.json.decode(messages)
+            if len(found) > MESSAGES_MOST:
+                raise UnreadableError(f"more than {MESSAGES_MOST} messages")
+            rows = [_row(message) for message in found]
             return str(self._template.render(messages=rows, add_generation_prompt=True, **NOT_GIVEN, **self._special))
         except UnreadableError:
             raise

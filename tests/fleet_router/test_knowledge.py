@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -15,7 +16,7 @@ from fleet_router.config import RouterConfig
 from fleet_router.hints import NO_HINTS
 from fleet_router.knowledge import INLINE_CHARS, NOT_KNOWN, Counted, Knowledge
 from fleet_router.request import parse_body
-from fleet_router.tokeniser import Tokeniser, UnreadableError, fetch
+from fleet_router.tokeniser import MESSAGES_MOST, Tokeniser, UnreadableError, fetch
 from fleet_wire.blocks import chain, root_hash
 from fleet_wire.endpoints import Endpoint
 from fleet_wire.events import BlockStored
@@ -302,6 +303,23 @@ def test_a_fleet_that_gets_another_model_gets_its_tokenizer(folder: Path):
         other.close()
 
     run("127.84.0.32", folder, go)
+
+
+def test_a_conversation_of_very_many_messages_is_not_rendered_on_the_loop(folder: Path):
+    """20,000 of them held everybody up for 57 ms, by a longer template for 180 ms."""
+
+    async def go(knowledge: Knowledge, publisher: Publisher) -> None:
+        await publisher.settle(lambda: ready(knowledge), knowledge)
+        tokeniser = knowledge._tokeniser
+        assert tokeniser is not None
+        rendered = list[int]()
+        tokeniser._template = SimpleNamespace(render=lambda messages, **_: rendered.append(len(messages)) or "text")
+        for count, known in ((MESSAGES_MOST, True), (MESSAGES_MOST + 1, False), (20_000, False)):
+            found = await counted(knowledge, {"messages": [{"role": "user", "content": ""}] * count}, chat=True)
+            assert (found != NOT_KNOWN) == known
+        assert rendered == [MESSAGES_MOST]
+
+    run("127.84.0.41", folder, go)
 
 
 @pytest.mark.parametrize(
