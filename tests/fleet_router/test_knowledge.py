@@ -305,6 +305,44 @@ def test_a_fleet_that_gets_another_model_gets_its_tokenizer(folder: Path):
     run("127.84.0.32", folder, go)
 
 
+@pytest.mark.parametrize("same", [True, False], ids=["the same tokenizer", "another one"])
+def test_of_a_tier_with_another_tokenizer_the_approximate_index_is_believed(folder: Path, same: bool):
+    """A cascade: of its large tier nothing was known of any text, and what was sent where was not believed either."""
+
+    async def go(knowledge: Knowledge, publisher: Publisher) -> None:
+        host = "127.84.0.43"
+        other, large = await agent(host, folder, merges=same), Publisher(host, root_hash("d", SIZE))
+        await publisher.settle(lambda: ready(knowledge), knowledge)
+        workers = [(endpoint(publisher.host), 1), (msgspec.structs.replace(endpoint(host, "x"), compat="d"), 2)]
+        knowledge.follow(workers)
+        await large.settle(lambda: knowledge.believed.trusted == 3, knowledge)
+        ids = Text(folder).encode(PROMPT)
+        publisher.store(ids)
+        large.store(ids)
+        await publisher.settle(lambda: len(knowledge.believed.index) == 2 * (len(ids) // SIZE), knowledge)
+        found = await counted(knowledge, {"prompt": PROMPT})
+        assert knowledge.hints(found, NO_HINTS).precise == 1  # what tokenizer it has is not known yet
+        knowledge.tick(time.monotonic() + 60.0)
+        await until(lambda: knowledge._fetching is None)
+        found, depth = await counted(knowledge, {"prompt": PROMPT}), len(ids) // SIZE * SIZE
+        hints = knowledge.hints(found, NO_HINTS)
+        assert (hints.precise, sum(mask for _, mask in hints.blocks)) == ((3, 3) if same else (1, 1))
+        as_ids = await counted(knowledge, {"prompt": ids})
+        assert knowledge.hints(as_ids, NO_HINTS).precise == 3
+        knowledge.answered("x", await counted(knowledge, {"prompt": PROMPT + "And more of it. " * 20}))
+        knowledge.tick(time.monotonic() + 120.0)
+        assert (knowledge.believed.trusted == 1) == same  # it owes events of blocks that we know the names of
+        assert hints.blocks[0][0] == depth
+        knowledge.follow(workers[1:])
+        knowledge.tick(time.monotonic() + 240.0)
+        assert (knowledge._tokeniser is not None) == same
+        await until(lambda: knowledge._fetching is None)
+        large.engine.close()
+        other.close()
+
+    run("127.84.0.42", folder, go)
+
+
 def test_a_conversation_of_very_many_messages_is_not_rendered_on_the_loop(folder: Path):
     """20,000 of them held everybody up for 57 ms, by a longer template for 180 ms."""
 

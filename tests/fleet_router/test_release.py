@@ -173,7 +173,7 @@ def test_one_that_is_over_is_counted_once_while_another_is_under_way():
 
 @pytest.mark.parametrize("ends", ["client leaves", "worker dies", "deadline"])
 def test_a_head_alone_has_not_read_the_kv(ends: str):
-    """Engines that send it at once (vLLM) may wait for a place behind it: the lease of a leg that was cut then ran out by itself."""
+    """Engines that send it at once may wait for a place behind it: the lease of a leg that was cut then ran out by itself."""
 
     async def go(rig: Rig) -> None:
         begun, dies = asyncio.Event(), asyncio.Event()

@@ -58,7 +58,7 @@ def _last_end(data: bytes, until: int, end: bytes) -> int:
 
 
 def ends_a_line(read: bytes) -> bool:
-    """It ends with a chunk that ends with a line and a line break alone, CRLF both: a comment, a name. A chunk's size, in front of
+    """It ends with a chunk that ends with a line and a line break alone, CRLF both: a comment, a name. A chunk's size, behind
     which a line break alone may stand, has no colon."""
     until = len(read) - len(CRLF_END)
     return read.endswith(CRLF_END) and read.find(b":", max(0, read.rfind(b"\n", 0, until)), until) >= 0
