@@ -71,9 +71,10 @@ class PreciseIndex:
         self._holdings: dict[str, Holding] = {}
         self.lacking = 0
         """Workers, as bits, some of whose blocks found no room here: each seems to hold less than it does."""
+        self._blocks = 0
 
     def __len__(self) -> int:
-        return sum(len(holding) for holding in self._holdings.values())
+        return self._blocks
 
     def join(self, worker: str, bit: int, compat: str) -> None:
         """A worker whose events will come."""
@@ -92,6 +93,7 @@ class PreciseIndex:
         media, holding.media = holding.media, {}
         self.lacking &= ~holding.bit
         for names in media.values():
+            self._blocks -= len(names)
             for digest in names.values():
                 key = key_of(digest)
                 drop_bit(self._fast, key, holding.bit)
@@ -138,7 +140,8 @@ class PreciseIndex:
         holding.block_tokens = event.block_size
         names = holding.media.setdefault(event.medium or "", {})
         fast = next(iter(holding.media)) == (event.medium or "")
-        room = self._capacity // max(1, len(self._holdings)) - len(holding)
+        part = self._capacity // max(1, len(self._holdings))
+        room = min(part - len(holding), self._capacity - self._blocks)  # those who were here before may still have larger parts
         parent = event.parent_block_hash
         holding.named = _is_chain(event.block_hashes[0]) if event.block_hashes else holding.named
         for i, name in enumerate(event.block_hashes):
@@ -151,6 +154,7 @@ class PreciseIndex:
                 self.lacking |= holding.bit
                 continue
             room -= 1
+            self._blocks += 1
             names[name] = digest
             key, bit = key_of(digest), holding.bit
             if fast:
@@ -185,6 +189,7 @@ class PreciseIndex:
             digest = names.pop(name, None)
             if digest is None:
                 continue
+            self._blocks -= 1
             key = key_of(digest)
             elsewhere = any(name in others for others in holding.media.values())
             if fast:

@@ -380,3 +380,58 @@ def test_whatever_is_lost_the_end_is_the_truth(steps: list[str], data: st.DataOb
     if rig.believed.trusted:
         assert rig.known() == rig.truth()
     assert rig.believed.trusted == 1
+
+
+def test_workers_that_join_one_by_one_have_no_more_room_together():
+    """Each got its part of what there was when it came, and nobody gave anything back: a hundred had five times the bound."""
+    made, capacity = PreciseIndex(60), 60
+    for number in range(30):
+        made.join(f"w{number}", 1 << number, "c")
+        made.apply(f"w{number}", [stored(range(number * 100, number * 100 + 70), list(range(70 * SIZE)))])
+        assert len(made) <= capacity
+    assert made.lacking.bit_count() == 30
+    made.remove("w0")
+    made.apply("w29", [stored(range(7_000, 7_070), list(range(70 * SIZE)))])
+    assert len(made) == capacity // 29  # of what is free now
+    for number in range(1, 30):
+        made.clear(f"w{number}")
+    assert (len(made), made._fast, made.lacking) == (0, {}, 0)
+
+
+def test_a_replay_that_began_late_and_broke_off_is_not_all_there_is():
+    """The rest of it began where it should, and the worker was believed in all that it holds."""
+    believed = Believed(1000)
+    believed.join("a", 1, "c")
+    believed.connected("a", 0.0)
+    believed.replayed("a", 0, [(7, batch(stored(NAMES[:1])))], 0.1, last=True, whole=False)
+    believed.check(6.0)
+    assert believed.asks == [("a", 0), ("a", 8)]
+    believed.replayed("a", 8, [(8, batch(stored(NAMES[1:2])))], 6.1, last=True, whole=True)
+    assert (believed.trusted, believed.state("a")) == (0, "partial")
+    believed.lost("a")
+    believed.connected("a", 7.0)
+    believed.replayed("a", 0, [(0, batch(stored(NAMES[:1])))], 7.1, last=True, whole=True)
+    assert (believed.trusted, believed.state("a")) == (1, "live")
+
+
+@pytest.mark.parametrize("held", [1, 3])
+def test_a_batch_that_no_replay_has_is_not_asked_for_again_and_again(held: int):
+    """One that a worker's life before the last had published, read behind its end: replays were asked for as fast as they came."""
+    believed = Believed(1000)
+    believed.join("a", 1, "c")
+    believed.connected("a", 0.0)
+    for number in range(held):
+        believed.live("a", 5_000 + number, batch(ts=1.0), 0.0)
+    for at in range(10):
+        asks, believed.asks = believed.asks, []
+        for worker, first in asks:
+            believed.replayed(
+                worker, first, [(0, batch(stored(NAMES[:2])))] if first == 0 else [], 0.001 * at, last=True, whole=True
+            )
+    assert believed.asks == []
+    believed.check(REPLAY_AGAIN_S)
+    assert believed.asks == [("a", 1)]
+    believed.replayed("a", 1, [], REPLAY_AGAIN_S, last=True, whole=True)
+    assert (believed.state("a"), believed.trusted) == ("live", 1)
+    believed.live("a", 1, batch(stored(NAMES[2:3])), REPLAY_AGAIN_S)
+    assert believed.index.depths(KEYS) == [(3, 1)]
