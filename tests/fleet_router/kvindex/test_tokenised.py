@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleet_router.kvindex.precise import key_of
-from fleet_router.kvindex.tokenised import SEGMENT_TOKENS, SEGMENT_CHARS, TokenisedPrefixes, _place, cut, keys_of_ids
+from fleet_router.kvindex.tokenised import SEGMENT_CHARS, SEGMENT_TOKENS, TokenisedPrefixes, _place, cut, keys_of_ids
 from fleet_wire.blocks import chain, root_hash
 
 ROOT = root_hash("c", 4)
