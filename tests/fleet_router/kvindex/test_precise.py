@@ -416,7 +416,7 @@ def test_a_replay_that_began_late_and_broke_off_is_not_all_there_is():
 
 @pytest.mark.parametrize("held", [1, 3])
 def test_a_batch_that_no_replay_has_is_not_asked_for_again_and_again(held: int):
-    """One that a worker's life before the last had published, read behind its end: replays were asked for as fast as they came."""
+    """One of a worker's life before, read behind its end: replays were asked for as fast as they came."""
     believed = Believed(1000)
     believed.join("a", 1, "c")
     believed.connected("a", 0.0)
