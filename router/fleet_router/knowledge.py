@@ -32,7 +32,9 @@ INLINE_CHARS: Final = 2_048
 """So much is encoded on the loop: about a millisecond."""
 PROMPT_BYTES_MOST: Final = 1024 * 1024
 WAITING_MOST: Final = 64
-"""Prompts that wait for the encoding thread; more go by the approximate index."""
+WAITING_CHARS_MOST: Final = 1024 * 1024
+"""Prompts that wait for the encoding thread, and their text, of which it does about as much in a second; more go by the approximate
+index."""
 TAKEN_S: Final = 5.0
 AGAIN_S: Final = 5.0
 AGAIN_MOST_S: Final = 600.0
@@ -81,7 +83,7 @@ class Knowledge:
         self._bits_alike = 0
         self._fetching: asyncio.Task[None] | None = None
         self._fetched_at, self._fetches, self._again_s = float("-inf"), 0, AGAIN_S
-        self._waiting = 0
+        self._waiting = self._waiting_chars = 0
         self._stopped = False
         self.believed = Believed(BLOCKS_MOST)
         self.prefixes = TokenisedPrefixes(TOKENS_MOST)
@@ -213,18 +215,20 @@ class Knowledge:
         if reading.missing_chars <= INLINE_CHARS:
             encoded = tokeniser.encode([reading.segments[i] for i in reading.missing])
             return self._learn(prefixes, reading, encoded, lead, under)
-        if self._waiting >= WAITING_MOST:
+        if self._waiting >= WAITING_MOST or self._waiting_chars >= WAITING_CHARS_MOST:
             return NOT_KNOWN
         self._later(reading, tokeniser, lambda ids: then(self._learn(prefixes, reading, ids, lead, under) if ids else NOT_KNOWN))
         return None
 
     def _later(self, reading: Reading, tokeniser: Tokeniser, then: Callable[[Sequence[Sequence[int]]], None]) -> None:
         """Encode in the thread; `then` gets nothing when that failed."""
-        self._waiting += 1
+        self._waiting, chars = self._waiting + 1, reading.missing_chars
+        self._waiting_chars += chars
         encoding = self._loop.run_in_executor(self._executor, tokeniser.encode, [reading.segments[i] for i in reading.missing])
 
         def encoded(done: asyncio.Future[list[list[int]]]) -> None:
             self._waiting -= 1
+            self._waiting_chars -= chars
             then([] if done.cancelled() or done.exception() is not None else done.result())
 
         encoding.add_done_callback(encoded)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -341,6 +342,34 @@ def test_of_a_tier_with_another_tokenizer_the_approximate_index_is_believed(fold
         other.close()
 
     run("127.84.0.42", folder, go)
+
+
+def test_long_prompts_wait_for_no_minute_of_encoding(folder: Path):
+    """64 of a megabyte each did: longer than a first token may take."""
+
+    async def go(knowledge: Knowledge, publisher: Publisher) -> None:
+        await publisher.settle(lambda: ready(knowledge), knowledge)
+        tokeniser, may = knowledge._tokeniser, threading.Event()
+        assert tokeniser is not None
+        tokeniser.encode = lambda texts: [[1]] * (len(texts) * may.wait(5.0))  # type: ignore[method-assign]
+        found = list[Counted]()
+
+        def asks(number: int) -> Counted | None:
+            prompt = f"{number} " + "a few words " * 50_000
+            return knowledge.count(
+                parse_body(msgspec.json.encode({"model": "m", "prompt": prompt}), False, wide), False, found.append
+            )
+
+        wide = msgspec.structs.replace(CONFIG, max_input_tokens=1_000_000)
+        told = [asks(number) for number in range(4)]
+        may.set()
+        assert told == [None, None, NOT_KNOWN, NOT_KNOWN]
+        await until(lambda: len(found) == 2)
+        assert NOT_KNOWN not in found
+        assert asks(5) is None
+        await until(lambda: len(found) == 3)
+
+    run("127.84.0.44", folder, go)
 
 
 def test_a_conversation_of_very_many_messages_is_not_rendered_on_the_loop(folder: Path):
