@@ -33,8 +33,8 @@ INLINE_CHARS: Final = 2_048
 PROMPT_BYTES_MOST: Final = 1024 * 1024
 WAITING_MOST: Final = 64
 WAITING_CHARS_MOST: Final = 1024 * 1024
-"""Prompts that wait for the encoding thread, and their text, of which it does about as much in a second; more go by the approximate
-index."""
+"""Prompts that wait for the encoding thread, and their text, of which it does about as much in a second; more go by the
+approximate index."""
 TAKEN_S: Final = 5.0
 AGAIN_S: Final = 5.0
 AGAIN_MOST_S: Final = 600.0

@@ -355,10 +355,8 @@ def test_long_prompts_wait_for_no_minute_of_encoding(folder: Path):
         found = list[Counted]()
 
         def asks(number: int) -> Counted | None:
-            prompt = f"{number} " + "a few words " * 50_000
-            return knowledge.count(
-                parse_body(msgspec.json.encode({"model": "m", "prompt": prompt}), False, wide), False, found.append
-            )
+            body = msgspec.json.encode({"model": "m", "prompt": f"{number} " + "a few words " * 50_000})
+            return knowledge.count(parse_body(body, False, wide), False, found.append)
 
         wide = msgspec.structs.replace(CONFIG, max_input_tokens=1_000_000)
         told = [asks(number) for number in range(4)]
