@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleet_router.kvindex.believed import Believed
-from fleet_router.kvindex.precise import SLOW_WORTH, PreciseIndex, key_of
+from fleet_router.kvindex.precise import SLOW_WORTH, UNPROVEN_MOST, PreciseIndex, key_of
 from fleet_router.kvindex.stream import REPLAY_AGAIN_S, STALE_AFTER_S
-from fleet_wire.blocks import chain, chain_packed, root_hash
+from fleet_wire.blocks import chain, chain_packed, root_hash, tenant_root
 from fleet_wire.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch, decode, encode
 
 SIZE = 4
@@ -63,6 +64,46 @@ def test_other_engines_names_are_translated_by_their_tokens(names: list):
     assert made.depths(KEYS) == [(5, 1)]
     made.apply("a", [BlockRemoved(names[4:5], "GPU")])
     assert made.depths(KEYS) == [(4, 1)]
+
+
+def xxhash_names(tokens: list[int], size: int = SIZE) -> list[bytes]:
+    """As vLLM makes them with --prefix-caching-hash-algo xxhash: 16 bytes, and not ours."""
+    out, parent = [], b"seed"
+    for at in range(0, len(tokens), size):
+        parent = xxhash.xxh3_128_digest(parent + repr(tokens[at : at + size]).encode())
+        out.append(parent)
+    return out
+
+
+@pytest.mark.parametrize("steps", [[5], [1, 4], [2, 3], [1, 1, 1, 1, 1]])
+def test_names_of_16_bytes_that_are_not_ours_are_translated_as_well(steps: list[int]):
+    """vLLM with xxhash: nothing that it held was found, and the worker was believed to hold nothing else."""
+    made, names, at = index(), xxhash_names(TOKENS), 0
+    for count in steps:
+        tokens = TOKENS[at * SIZE : (at + count) * SIZE]
+        made.apply("a", [stored(names[at : at + count], tokens, names[at - 1] if at else None)])
+        at += count
+    assert made.depths(KEYS) == [(5, 1)]
+    assert (made.named(), made.named_by("a")) == (0, False)
+    made.apply("a", [BlockRemoved(names[3:5], "GPU")])
+    assert made.depths(KEYS) == [(3, 1)]
+
+
+def test_a_tenants_first_block_is_ours_as_soon_as_the_next_shows_it():
+    made, salted = index(), list(chain(tenant_root(ROOT, "salt"), TOKENS, SIZE))
+    keys = [key_of(name) for name in salted]
+    made.apply("a", [stored(salted[:1], TOKENS[:SIZE])])
+    assert (made.depths(keys), made.named()) == ([], 0)
+    made.apply("a", [stored(salted[1:2], TOKENS[SIZE : 2 * SIZE], salted[0])])
+    assert (made.depths(keys), made.named()) == ([(2, 1)], 1)
+    made.apply("b", [stored(salted[:1], TOKENS[:SIZE]), BlockRemoved(salted[:1], "GPU"), stored(NAMES[:1], TOKENS[:SIZE])])
+    assert made.depths(keys) == [(2, 1)]
+    made.apply("b", [stored([bytes([number]) * 16], TOKENS[:SIZE]) for number in range(200)])
+    assert made.named() == 3
+    made.clear("b")
+    made.apply("b", [stored([bytes([number]) * 16], TOKENS[:SIZE]) for number in range(200)])
+    assert len(made) > 100  # those behind the first 64, and what they are is not known
+    assert len(made._holdings["b"].unproven) <= UNPROVEN_MOST
 
 
 def test_an_adapters_blocks_are_not_the_models():
