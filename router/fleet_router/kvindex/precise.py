@@ -1,10 +1,10 @@
 """The precise index: the blocks that each worker says it holds (KV events), by name.
 
-A block's name here is the hash chain of fleet_wire over its tokens. Workers that name blocks so are believed by name, once a block
-and its parent have shown it: 16 bytes are vLLM's xxhash as well. Of all others (vLLM's own hashes, blocks under an adapter) the
-tokens in the event are hashed, and their name is only remembered for its removal. vLLM's events do not say with whose salt a block was computed: of a tenant's prompts only those workers are
-believed whose names do. Blocks in
-a slower medium than the worker's own (offloaded to memory or disk) count for SLOW_WORTH: they are copied, not computed.
+A block's name here is the hash chain of fleet_wire over its tokens. Workers that name blocks so are believed by name, once a
+block and its parent have shown it: 16 bytes are vLLM's xxhash as well. Of all others (vLLM's own hashes, blocks under an adapter)
+the tokens in the event are hashed, and their name is only remembered for its removal. vLLM's events do not say with whose salt a
+block was computed: of a tenant's prompts only those workers are believed whose names do. Blocks in a slower medium than the
+worker's own (offloaded to memory or disk) count for SLOW_WORTH: they are copied, not computed.
 """
 
 from __future__ import annotations
