@@ -91,9 +91,11 @@ def _row(message: dict[str, Any]) -> dict[str, str]:
 def _content(raw: object) -> str:
     if raw is None or isinstance(raw, str):
         return raw or ""
-    if isinstance(raw, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in raw):
-        return "".join(str(part.get("text", "")) for part in raw)
-    raise UnreadableError("content that is not text")
+    if not isinstance(raw, list) or not all(isinstance(part, dict) and part.get("type") == "text" for part in raw):
+        raise UnreadableError("content that is not text")
+    if len(raw) > 1:  # vLLM puts a line break between them, others nothing
+        raise UnreadableError("content of several parts")
+    return "".join(str(part.get("text", "")) for part in raw)
 
 
 def _settings(raw: str) -> dict[str, Any]:
