@@ -123,7 +123,12 @@ def _template(source: Any) -> Any:
     made = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, autoescape=False, extensions=["jinja2.ext.loopcontrols"]
     )  # fmt: skip
+
+    def engines_own(*_: object, **__: object) -> str:
+        raise UnreadableError("a template whose engine says the date, or writes JSON, in its own way")
+
     made.globals["raise_exception"] = raise_exception
+    made.globals["strftime_now"] = made.filters["tojson"] = engines_own
     try:
         return made.from_string(source)
     except (jinja2.TemplateError, RecursionError):  # with a tag that is its engine's own, say: all but conversations can be read

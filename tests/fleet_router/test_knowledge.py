@@ -413,6 +413,23 @@ def test_content_of_several_parts_is_the_engines_to_put_together(folder: Path, t
         assert made.render(json.dumps([{"role": "user", "content": parts}]).encode()) == made.render(plain)
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% else %}26 Jul 2024{% endif %}{{ messages[0].content }}",
+        "{{ messages[0].content | tojson }}",
+    ],
+)
+def test_a_template_that_engines_render_each_in_their_way_is_left_to_them(folder: Path, template: str):
+    """Llama 3.2's says the day, and vLLM knows it: no conversation was ever found, and its workers owed us events."""
+    made = Tokeniser({"tokenizer.json": (folder / "tokenizer.json").read_text(), "chat_template.jinja": template})
+    with pytest.raises(UnreadableError):
+        made.render(json.dumps([{"role": "user", "content": "<a>"}]).encode())
+    made = Tokeniser({"tokenizer.json": (folder / "tokenizer.json").read_text(), "chat_template.jinja": "{% if tools %}" + template +
+                      "{% endif %}{{ messages[0].content }}"})  # fmt: skip
+    assert made.render(json.dumps([{"role": "user", "content": "<a>"}]).encode()) == "<a>"
+
+
 TEMPLATES = [
     "{% if tools is not none %}T{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}",
     "{% if documents is not none %}D{% endif %}{{ bos_token }}{{ eos_token }}{{ sep_token }}",
