@@ -422,12 +422,12 @@ def test_content_of_several_parts_is_the_engines_to_put_together(folder: Path, t
 )
 def test_a_template_that_engines_render_each_in_their_way_is_left_to_them(folder: Path, template: str):
     """Llama 3.2's says the day, and vLLM knows it: no conversation was ever found, and its workers owed us events."""
-    made = Tokeniser({"tokenizer.json": (folder / "tokenizer.json").read_text(), "chat_template.jinja": template})
+    tokenizer, raw = (folder / "tokenizer.json").read_text(), json.dumps([{"role": "user", "content": "<a>"}]).encode()
+    made = Tokeniser({"tokenizer.json": tokenizer, "chat_template.jinja": template})
     with pytest.raises(UnreadableError):
-        made.render(json.dumps([{"role": "user", "content": "<a>"}]).encode())
-    made = Tokeniser({"tokenizer.json": (folder / "tokenizer.json").read_text(), "chat_template.jinja": "{% if tools %}" + template +
-                      "{% endif %}{{ messages[0].content }}"})  # fmt: skip
-    assert made.render(json.dumps([{"role": "user", "content": "<a>"}]).encode()) == "<a>"
+        made.render(raw)
+    template = "{% if tools %}" + template + "{% endif %}{{ messages[0].content }}"
+    assert Tokeniser({"tokenizer.json": tokenizer, "chat_template.jinja": template}).render(raw) == "<a>"
 
 
 TEMPLATES = [
