@@ -110,9 +110,10 @@ class Knowledge:
         self.believed.check(now)
         self._ask()
         kinds = {endpoint.compat for endpoint in self._endpoints.values()}
-        self._alike = {kind: alike for kind, alike in self._alike.items() if kind in kinds}
-        if kinds and not any(self._alike.values()):
-            self._tokeniser, self._alike = None, {}
+        if kinds:  # at zero the last ones are kept
+            self._alike = {kind: alike for kind, alike in self._alike.items() if kind in kinds}
+            if not any(self._alike.values()):
+                self._tokeniser, self._alike = None, {}
         self._note_alike()
         unknown = [endpoint for endpoint in self._endpoints.values() if endpoint.compat not in self._alike]
         if unknown and now - self._fetched_at > self._again_s and self._fetching is None:

@@ -344,6 +344,19 @@ def test_of_a_tier_with_another_tokenizer_the_approximate_index_is_believed(fold
     run("127.84.0.42", folder, go)
 
 
+def test_a_fleet_that_rested_at_zero_has_its_tokenizer_when_it_wakes(folder: Path):
+    async def go(knowledge: Knowledge, publisher: Publisher) -> None:
+        await publisher.settle(lambda: ready(knowledge), knowledge)
+        knowledge.follow([])
+        knowledge.tick(time.monotonic())
+        knowledge.follow([(endpoint(publisher.host), 1)])
+        knowledge.tick(time.monotonic())
+        assert (await counted(knowledge, {"prompt": PROMPT})).tokens == len(Text(folder).encode(PROMPT))
+        assert knowledge._bits_alike == 1
+
+    run("127.84.0.45", folder, go)
+
+
 def test_long_prompts_wait_for_no_minute_of_encoding(folder: Path):
     """64 of a megabyte each did: longer than a first token may take."""
 
