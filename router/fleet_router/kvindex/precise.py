@@ -228,7 +228,7 @@ class PreciseIndex:
                 continue
             self._blocks -= 1
             key = key_of(digest)
-            elsewhere = any(name in others for others in holding.media.values())
+            elsewhere = any(others.get(name) == digest for others in holding.media.values())
             if fast:
                 drop_bit(self._fast, key, bit)
                 if elsewhere:

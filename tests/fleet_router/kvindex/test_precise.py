@@ -129,6 +129,14 @@ def test_offloaded_blocks_count_less_until_they_are_gone():
     assert (made._fast, made._slow, len(made)) == ({}, {}, 0)
 
 
+def test_a_name_that_means_two_things_in_two_media_leaves_nothing_behind():
+    """The next worker with this one's bit seemed to hold a block of it, for ever."""
+    made = index()
+    made.apply("a", [stored(NAMES[:1], TOKENS[:SIZE]), stored(NAMES[:1], TOKENS[:SIZE], medium="CPU", lora="billing")])
+    made.apply("a", [BlockRemoved(NAMES[:1], "GPU"), BlockRemoved(NAMES[:1], "CPU")])
+    assert (made._fast, made._slow, len(made)) == ({}, {}, 0)
+
+
 def test_it_is_bounded():
     made = PreciseIndex(6)
     made.join("a", 1, "c")
