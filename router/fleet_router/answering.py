@@ -23,9 +23,9 @@ from fleet_router.errors import RequestError
 from fleet_router.explain.record import Record
 from fleet_router.explain.shown import header as decision_header
 from fleet_router.heads import STATUS_LINES, add_kept, status_line
-from fleet_router.health.inband import HINT, broke_off_with, error_in
+from fleet_router.health.inband import HINT, broke_off_with, error_in, whole_events
 from fleet_router.health.resume import Again, determined
-from fleet_router.health.sent import CHUNK_ENDS, CRLF_END, Halves, Sent, events_end, last_is_sound
+from fleet_router.health.sent import CHUNK_ENDS, CRLF_END, Halves, Sent, ends_a_line, events_end, last_is_sound
 from fleet_router.hints import NO_HINTS
 from fleet_router.metering import SOUND_ENDS, Metering
 from fleet_router.metrics import Served
@@ -198,9 +198,8 @@ class Answering(Metering):
         self._client.finish(last=self._last)
 
     def _taken(self, worker: Worker | None) -> None:
-        """The decode worker answers: it has the KV."""
+        """The decode worker answers: it has the KV, or will have it; its lease is nobody's when the first bytes are there."""
         context = self._context
-        self._lease = None
         if self._handed_over:
             context.metrics.handed_over[self._handed_over] += 1
         if worker is None:
@@ -248,10 +247,13 @@ class Answering(Metering):
             return
         elif self._splits and self._sent is None and self._begins_an_event(data):
             self._sent = Halves(self._context.room)
-        if self._sent is not None:
-            data = self._sent.whole(data) if not self._sent.full else self._keep_no_more() + data
         broke = ""
-        if shown is None and data.find(HINT) >= 0:  # `in` raises and catches an error first
+        if self._sent is not None:
+            size = len(data)
+            data = self._sent.whole(data) if not self._sent.full else self._keep_no_more() + data
+            if len(data) > size and shown is None:
+                data, broke = self._up_to_a_cut_error(data)
+        if shown is None and not broke and data.find(HINT) >= 0:  # `in` raises and catches an error first
             data, broke = self._up_to_an_error(data)
         self._tell((self._without_usage(data) if self._hides else data) if shown is None else shown)
         self._count_tokens(data, sound)
@@ -283,6 +285,17 @@ class Answering(Metering):
             self._sent.take_back(len(data) - len(good))
         return good, found[1]
 
+    def _up_to_a_cut_error(self, data: bytes) -> tuple[bytes, str]:
+        """The same of an event that came in several reads: borders of chunks may cut what tells an error."""
+        contents = unframed(data)
+        found = error_in(contents) if contents.find(HINT) >= 0 else None
+        if found is None:
+            return data, ""
+        good = framed(whole_events(contents, found[0] + 1))
+        if self._sent is not None:
+            self._sent.take_back(len(data), good)
+        return good, found[1]
+
     def _more_bytes(self, now: float) -> None:
         self._gaps += 1
         if self._streams:
@@ -290,6 +303,7 @@ class Answering(Metering):
 
     def _first_bytes(self, now: float) -> None:
         self._first = False
+        self._lease = None
         self.record.first_at = now
         if self.record.status != OK:
             return  # a refusal is no first token: tiers are sized and revisions judged by these
@@ -310,7 +324,7 @@ class Answering(Metering):
     def _goes_on(self, data: bytes, now: float) -> bool:
         """Bytes that do not end with an event: of a long one, or of an answer that comes as a whole. A byte now and then is no
         progress, and neither is there an end to wait for."""
-        if EVENT_END in data or data.endswith(CRLF_SOUND_ENDS) or CRLF_EVENT_END + b"data:" in data:
+        if EVENT_END in data or data.endswith(CRLF_SOUND_ENDS) or CRLF_EVENT_END + b"data:" in data or ends_a_line(data):
             self.deadline, self._unended = now + self.config.inter_token_deadline_s, 0
             return self._sound(data)
         if not self._ask.stream and self._broken_off(data):

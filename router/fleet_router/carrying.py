@@ -79,6 +79,7 @@ class Carrying(Measuring):
     def resumed(self) -> None:
         """The other worker answers."""
         self._taken(self._leg_worker)
+        self._lease = None
 
     def cannot_resume(self, why: str) -> None:
         """What the other worker says is not what the first one said: nobody is to be believed."""

@@ -21,7 +21,7 @@ from fleet_router.asked import Ask, Hints
 from fleet_router.follow.kvevents import Connected, EventReader, Live, Lost, Message, NoReplay
 from fleet_router.kvindex.believed import Believed
 from fleet_router.kvindex.tokenised import Reading, TokenisedPrefixes, keys_of_ids
-from fleet_router.tokeniser import Tokeniser, UnreadableError, fetch
+from fleet_router.tokeniser import Tokeniser, UnreadableError, digest_of, fetch
 from fleet_router.workers import place_of
 from fleet_wire.blocks import root_hash, tenant_root
 from fleet_wire.endpoints import Endpoint
@@ -32,7 +32,9 @@ INLINE_CHARS: Final = 2_048
 """So much is encoded on the loop: about a millisecond."""
 PROMPT_BYTES_MOST: Final = 1024 * 1024
 WAITING_MOST: Final = 64
-"""Prompts that wait for the encoding thread; more go by the approximate index."""
+WAITING_CHARS_MOST: Final = 1024 * 1024
+"""Prompts that wait for the encoding thread, and their text, of which it does about as much in a second; more go by the
+approximate index."""
 TAKEN_S: Final = 5.0
 AGAIN_S: Final = 5.0
 AGAIN_MOST_S: Final = 600.0
@@ -54,6 +56,8 @@ class Counted:
     keys: dict[tuple[str, int], list[int]]
     salted: bool = False
     """Its blocks are a tenant's own."""
+    ids: bool = False
+    """It came as token ids: nobody's tokenizer made them."""
 
 
 NOT_KNOWN: Final = Counted(0, {})
@@ -70,11 +74,16 @@ class Knowledge:
         self._reader = EventReader(self._deliver)
         self._endpoints: dict[str, Endpoint] = {}
         self._tokeniser: Tokeniser | None = None
-        self._tokeniser_of = ""
-        """Compatibility hash of the workers whose it is: others may have another model."""
+        self._digest = b""
+        """Of the files that it was made from."""
+        self._alike: dict[str, bool] = {}
+        """By compatibility hash: those workers have the same tokenizer and template. Others have another model (tiers of a
+        cascade, an update): what it makes of a text says nothing of what they hold."""
+        self._bits: dict[str, int] = {}
+        self._bits_alike = 0
         self._fetching: asyncio.Task[None] | None = None
         self._fetched_at, self._fetches, self._again_s = float("-inf"), 0, AGAIN_S
-        self._waiting = 0
+        self._waiting = self._waiting_chars = 0
         self._stopped = False
         self.believed = Believed(BLOCKS_MOST)
         self.prefixes = TokenisedPrefixes(TOKENS_MOST)
@@ -93,17 +102,30 @@ class Knowledge:
                 self.believed.join(uid, bit, endpoint.compat)
                 self._reader.follow(uid, endpoint.address, endpoint.events_port, endpoint.replay_port)
             self._endpoints[uid] = endpoint
+        self._bits = {uid: bit for uid, (_, bit) in wanted.items()}
+        self._note_alike()
 
     def tick(self, now: float) -> None:
         """Twice a second: silence, replays, a tokenizer that is still missing."""
         self.believed.check(now)
         self._ask()
-        if self._endpoints and all(endpoint.compat != self._tokeniser_of for endpoint in self._endpoints.values()):
-            self._tokeniser = None
-        if self._tokeniser is None and self._endpoints and now - self._fetched_at > self._again_s and self._fetching is None:
-            asked = list(self._endpoints.values())[self._fetches % len(self._endpoints)]  # another one each time: it may be dead
+        kinds = {endpoint.compat for endpoint in self._endpoints.values()}
+        if kinds:  # at zero the last ones are kept
+            self._alike = {kind: alike for kind, alike in self._alike.items() if kind in kinds}
+            if not any(self._alike.values()):
+                self._tokeniser, self._alike = None, {}
+        self._note_alike()
+        unknown = [endpoint for endpoint in self._endpoints.values() if endpoint.compat not in self._alike]
+        if unknown and now - self._fetched_at > self._again_s and self._fetching is None:
+            asked = unknown[self._fetches % len(unknown)]  # another one each time: it may be dead
             self._fetched_at, self._fetches = now, self._fetches + 1
             self._fetching = self._loop.create_task(self._fetch(asked))
+
+    def _note_alike(self) -> None:
+        """Workers that have the tokenizer: of all others what was sent where is believed."""
+        self._bits_alike = 0
+        for uid, endpoint in self._endpoints.items():
+            self._bits_alike |= self._bits[uid] if self._alike.get(endpoint.compat) else 0
 
     async def _fetch(self, endpoint: Endpoint) -> None:
         try:
@@ -111,11 +133,16 @@ class Knowledge:
         except (OSError, ValueError, TimeoutError, asyncio.LimitOverrunError) as error:
             self._say(f"no tokenizer from {endpoint.name}: {error}")
         else:
-            await self._read(endpoint, files)
+            digest = await self._loop.run_in_executor(self._executor, digest_of, files)
+            if self._tokeniser is None:
+                await self._read(endpoint, files, digest)
+            else:
+                self._alike[endpoint.compat] = digest == self._digest
+            self._note_alike()
         finally:
             self._fetching = None
 
-    async def _read(self, endpoint: Endpoint, files: dict[str, str]) -> None:
+    async def _read(self, endpoint: Endpoint, files: dict[str, str], digest: bytes) -> None:
         self._again_s = min(AGAIN_MOST_S, 2 * self._again_s)
         try:
             made = await self._loop.run_in_executor(self._executor, Tokeniser, files)
@@ -124,7 +151,8 @@ class Knowledge:
             return
         if made.usable:
             self.prefixes = TokenisedPrefixes(TOKENS_MOST, splits=made.splits)
-            self._tokeniser, self._tokeniser_of, self._again_s = made, endpoint.compat, AGAIN_S
+            self._tokeniser, self._digest, self._again_s = made, digest, AGAIN_S
+            self._alike = {endpoint.compat: True}
         self._say(f"tokenizer from {endpoint.name}: usable={made.usable} splits={made.splits}")
 
     def _deliver(self, messages: Sequence[Message]) -> None:
@@ -175,8 +203,8 @@ class Knowledge:
         try:
             if not chat and prompt[:1] == b"[":
                 ids = msgspec.json.decode(prompt, type=list[int])
-                layouts = self._layouts()
-                return Counted(len(ids), {one: keys_of_ids(ids, under.root(one), one[1]) for one in layouts}, bool(salt))
+                keys = {one: keys_of_ids(ids, under.root(one), one[1]) for one in self.believed.index.layouts()}
+                return Counted(len(ids), keys, bool(salt), ids=True)
             if tokeniser is None:
                 return NOT_KNOWN
             text = tokeniser.render(prompt) if chat else msgspec.json.decode(prompt, type=str)
@@ -188,18 +216,20 @@ class Knowledge:
         if reading.missing_chars <= INLINE_CHARS:
             encoded = tokeniser.encode([reading.segments[i] for i in reading.missing])
             return self._learn(prefixes, reading, encoded, lead, under)
-        if self._waiting >= WAITING_MOST:
+        if self._waiting >= WAITING_MOST or self._waiting_chars >= WAITING_CHARS_MOST:
             return NOT_KNOWN
         self._later(reading, tokeniser, lambda ids: then(self._learn(prefixes, reading, ids, lead, under) if ids else NOT_KNOWN))
         return None
 
     def _later(self, reading: Reading, tokeniser: Tokeniser, then: Callable[[Sequence[Sequence[int]]], None]) -> None:
         """Encode in the thread; `then` gets nothing when that failed."""
-        self._waiting += 1
+        self._waiting, chars = self._waiting + 1, reading.missing_chars
+        self._waiting_chars += chars
         encoding = self._loop.run_in_executor(self._executor, tokeniser.encode, [reading.segments[i] for i in reading.missing])
 
         def encoded(done: asyncio.Future[list[list[int]]]) -> None:
             self._waiting -= 1
+            self._waiting_chars -= chars
             then([] if done.cancelled() or done.exception() is not None else done.result())
 
         encoding.add_done_callback(encoded)
@@ -214,7 +244,8 @@ class Knowledge:
         return Counted(prefixes.count(reading), keys, bool(under.salt))
 
     def _layouts(self) -> set[tuple[str, int]]:
-        return self.believed.index.layouts()
+        """Those that a text is hashed for."""
+        return {one for one in self.believed.index.layouts() if self._alike.get(one[0])}
 
     def hints(self, counted: Counted, hints: Hints) -> Hints:
         """What is known of this prompt now."""
@@ -225,6 +256,8 @@ class Knowledge:
             blocks += [(held * block_tokens, mask) for held, mask in index.depths(keys)]
         blocks.sort(reverse=True)
         trusted = self.believed.trusted & ~index.lacking & (index.named() if counted.salted else -1)
+        if not counted.ids:
+            trusted &= self._bits_alike
         return msgspec.structs.replace(hints, tokens=float(counted.tokens), blocks=tuple(blocks), precise=trusted)
 
     def answered(self, worker: str, counted: Counted) -> None:
@@ -234,7 +267,7 @@ class Knowledge:
             return
         now = self._clock()
         for (compat, _), keys in counted.keys.items():
-            if compat == endpoint.compat:
+            if compat == endpoint.compat and (counted.ids or self._alike.get(compat)):
                 self.believed.answered(worker, keys, now)
 
     def lines(self) -> list[str]:

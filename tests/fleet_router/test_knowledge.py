@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -15,7 +17,7 @@ from fleet_router.config import RouterConfig
 from fleet_router.hints import NO_HINTS
 from fleet_router.knowledge import INLINE_CHARS, NOT_KNOWN, Counted, Knowledge
 from fleet_router.request import parse_body
-from fleet_router.tokeniser import Tokeniser, UnreadableError, fetch
+from fleet_router.tokeniser import MESSAGES_MOST
 from fleet_wire.blocks import chain, root_hash
 from fleet_wire.endpoints import Endpoint
 from fleet_wire.events import BlockStored
@@ -304,98 +306,98 @@ def test_a_fleet_that_gets_another_model_gets_its_tokenizer(folder: Path):
     run("127.84.0.32", folder, go)
 
 
-@pytest.mark.parametrize(
-    "more",
-    [{"tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "x" * 9_000}}]}, {"reasoning_content": "x" * 9_000}],
-)
-def test_a_conversation_with_more_than_text_is_the_engines_to_count(folder: Path, more: dict[str, object]):
-    """It was counted without its calls of tools: a few tokens, whatever their arguments were, against the limit of input."""
-    files = {name: (folder / name).read_text() for name in ("tokenizer.json", "tokenizer_config.json")}
-    made, said = Tokeniser(files), {"role": "assistant", "content": "a", "name": None}
-    assert made.render(json.dumps([said]).encode())
-    with pytest.raises(UnreadableError):
-        made.render(json.dumps([{**said, **more}]).encode())
+@pytest.mark.parametrize("same", [True, False], ids=["the same tokenizer", "another one"])
+def test_of_a_tier_with_another_tokenizer_the_approximate_index_is_believed(folder: Path, same: bool):
+    """A cascade: of its large tier nothing was known of any text, and what was sent where was not believed either."""
+
+    async def go(knowledge: Knowledge, publisher: Publisher) -> None:
+        host = "127.84.0.43"
+        other, large = await agent(host, folder, merges=same), Publisher(host, root_hash("d", SIZE))
+        await publisher.settle(lambda: ready(knowledge), knowledge)
+        workers = [(endpoint(publisher.host), 1), (msgspec.structs.replace(endpoint(host, "x"), compat="d"), 2)]
+        knowledge.follow(workers)
+        await large.settle(lambda: knowledge.believed.trusted == 3, knowledge)
+        ids = Text(folder).encode(PROMPT)
+        publisher.store(ids)
+        large.store(ids)
+        await publisher.settle(lambda: len(knowledge.believed.index) == 2 * (len(ids) // SIZE), knowledge)
+        found = await counted(knowledge, {"prompt": PROMPT})
+        assert knowledge.hints(found, NO_HINTS).precise == 1  # what tokenizer it has is not known yet
+        knowledge.tick(time.monotonic() + 60.0)
+        await until(lambda: knowledge._fetching is None)
+        found, depth = await counted(knowledge, {"prompt": PROMPT}), len(ids) // SIZE * SIZE
+        hints = knowledge.hints(found, NO_HINTS)
+        assert (hints.precise, sum(mask for _, mask in hints.blocks)) == ((3, 3) if same else (1, 1))
+        as_ids = await counted(knowledge, {"prompt": ids})
+        assert knowledge.hints(as_ids, NO_HINTS).precise == 3
+        knowledge.answered("x", await counted(knowledge, {"prompt": PROMPT + "And more of it. " * 20}))
+        knowledge.tick(time.monotonic() + 120.0)
+        assert (knowledge.believed.trusted == 1) == same  # it owes events of blocks that we know the names of
+        assert hints.blocks[0][0] == depth
+        knowledge.follow(workers[1:])
+        knowledge.tick(time.monotonic() + 240.0)
+        assert (knowledge._tokeniser is not None) == same
+        await until(lambda: knowledge._fetching is None)
+        large.engine.close()
+        other.close()
+
+    run("127.84.0.42", folder, go)
 
 
-TEMPLATES = [
-    "{% if tools is not none %}T{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}",
-    "{% if documents is not none %}D{% endif %}{{ bos_token }}{{ eos_token }}{{ sep_token }}",
-    "{% for m in messages %}{% if m.role == 'user' %}{% continue %}{% endif %}{{ m.content }}\n{% endfor %}",
-    "{% for m in messages %}\n  {{ m.content | trim }}\n{% endfor %}\n{% if add_generation_prompt %}A:{% endif %}",
-    "{% for m in messages %}{{ m | tojson }}{{ m.content | tojson(indent=2) }}{% endfor %}",
-]
+def test_a_fleet_that_rested_at_zero_has_its_tokenizer_when_it_wakes(folder: Path):
+    async def go(knowledge: Knowledge, publisher: Publisher) -> None:
+        await publisher.settle(lambda: ready(knowledge), knowledge)
+        knowledge.follow([])
+        knowledge.tick(time.monotonic())
+        knowledge.follow([(endpoint(publisher.host), 1)])
+        knowledge.tick(time.monotonic())
+        assert (await counted(knowledge, {"prompt": PROMPT})).tokens == len(Text(folder).encode(PROMPT))
+        assert knowledge._bits_alike == 1
+
+    run("127.84.0.45", folder, go)
 
 
-@pytest.mark.parametrize("template", TEMPLATES)
-def test_templates_render_as_hugging_face_renders_them(folder: Path, tmp_path: Path, template: str):
-    """vLLM renders with it. `tools is not none` was true for us where nobody had given any: no conversation was ever found."""
-    from transformers.utils.chat_template_utils import render_jinja_template
+def test_long_prompts_wait_for_no_minute_of_encoding(folder: Path):
+    """64 of a megabyte each did: longer than a first token may take."""
 
-    made = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
-    (tmp_path / "tokenizer.json").write_text((folder / "tokenizer.json").read_text())
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(made))
-    rows = [{"role": "system", "content": " a "}, {"role": "user", "content": "b < 'é'"}]
-    special = {"bos_token": "<s>", "eos_token": "</s>"}
-    theirs = render_jinja_template([rows], chat_template=template, add_generation_prompt=True, **special)[0][0]
-    files = {name: (tmp_path / name).read_text() for name in ("tokenizer.json", "tokenizer_config.json")}
-    assert Tokeniser(files).render(json.dumps(rows).encode()) == theirs
-    assert Text(tmp_path).render_chat(rows) == theirs
+    async def go(knowledge: Knowledge, publisher: Publisher) -> None:
+        await publisher.settle(lambda: ready(knowledge), knowledge)
+        tokeniser, may = knowledge._tokeniser, threading.Event()
+        assert tokeniser is not None
+        tokeniser.encode = lambda texts: [[1]] * (len(texts) * may.wait(5.0))  # type: ignore[method-assign]
+        found = list[Counted]()
 
+        def asks(number: int) -> Counted | None:
+            body = msgspec.json.encode({"model": "m", "prompt": f"{number} " + "a few words " * 50_000})
+            return knowledge.count(parse_body(body, False, wide), False, found.append)
 
-@pytest.mark.parametrize("template", ["{% generation %}{% endgeneration %}", "{% for", "{{ " + "(" * 5000])
-def test_a_template_that_cannot_be_read_leaves_the_tokenizer(folder: Path, template: str):
-    """It left none, and it was fetched again every five seconds."""
-    made = Tokeniser({"tokenizer.json": (folder / "tokenizer.json").read_text(), "chat_template.jinja": template})
-    assert made.usable
-    with pytest.raises(UnreadableError):
-        made.render(b'[{"role": "user", "content": "a"}]')
+        wide = msgspec.structs.replace(CONFIG, max_input_tokens=1_000_000)
+        told = [asks(number) for number in range(4)]
+        may.set()
+        assert told == [None, None, NOT_KNOWN, NOT_KNOWN]
+        await until(lambda: len(found) == 2)
+        assert NOT_KNOWN not in found
+        assert asks(5) is None
+        await until(lambda: len(found) == 3)
 
-
-def test_the_tokenizer_agrees_with_the_engines(folder: Path):
-    files = {name: (folder / name).read_text() for name in ("tokenizer.json", "tokenizer_config.json")}
-    mine, theirs = Tokeniser(files), Text(folder)
-    assert mine.usable
-    assert mine.splits
-    for sample in ("", "a", PROMPT, "été 東京 \n\n  spaces   and\ttabs"):
-        assert [*mine.lead, *mine.encode([sample])[0]] == theirs.encode(sample)
+    run("127.84.0.44", folder, go)
 
 
-@pytest.mark.parametrize(
-    "files",
-    [
-        {"tokenizer.json": "{}"},
-        {"tokenizer.json": "no JSON"},
-        {},
-    ],
-)
-def test_what_is_no_tokenizer_is_refused(files: dict[str, str]):
-    with pytest.raises(ValueError, match=r"tokenizer\.json"):
-        Tokeniser(files)
+def test_a_conversation_of_very_many_messages_is_not_rendered_on_the_loop(folder: Path):
+    """20,000 of them held everybody up for 57 ms, by a longer template for 180 ms."""
 
+    async def go(knowledge: Knowledge, publisher: Publisher) -> None:
+        await publisher.settle(lambda: ready(knowledge), knowledge)
+        tokeniser = knowledge._tokeniser
+        assert tokeniser is not None
+        rendered = list[int]()
+        tokeniser._template = SimpleNamespace(render=lambda messages, **_: rendered.append(len(messages)) or "text")
+        for count, known in ((MESSAGES_MOST, True), (MESSAGES_MOST + 1, False), (20_000, False)):
+            found = await counted(knowledge, {"messages": [{"role": "user", "content": ""}] * count}, chat=True)
+            assert (found != NOT_KNOWN) == known
+        assert rendered == [MESSAGES_MOST]
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n",
-        b"HTTP/1.1 200 OK\r\n\r\n",
-        b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\n{}",
-        b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n[]",
-        b"",
-    ],
-)
-def test_an_agent_without_a_tokenizer_is_an_os_error(answer: bytes):
-    async def go() -> None:
-        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await reader.readuntil(b"\r\n\r\n")
-            writer.write(answer)
-            writer.close()
-
-        server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        with pytest.raises(OSError):  # noqa: PT011
-            await fetch("127.0.0.1", server.sockets[0].getsockname()[1])
-        server.close()
-
-    asyncio.run(go())
+    run("127.84.0.41", folder, go)
 
 
 def engine(folder: Path) -> EngineCore:

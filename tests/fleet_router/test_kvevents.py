@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -104,6 +105,30 @@ def test_a_replay_of_a_life_that_is_over_is_not_told(monkeypatch: pytest.MonkeyP
         events.close(linger=0)
         assert heard.kind(Lost)
         assert not heard.kind(Replayed, within_s=1.5)
+    finally:
+        context.destroy(linger=0)
+        reader.stop()
+
+
+def keeps_alive(port: int) -> bool:
+    """A connection to this port has a timer for that, and no other one at this moment (proc(5))."""
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return any(row[2].endswith(f":{port:04X}") and row[5].startswith("02:") for row in rows)
+
+
+def test_a_connection_whose_other_end_is_gone_without_a_word_is_found_out():
+    """A node that lost its power and came back: nobody closed the connection, and the worker's next life was never heard."""
+    heard = Heard()
+    reader, context = EventReader(heard), zmq.Context[zmq.Socket[bytes]]()
+    try:
+        events = context.socket(zmq.PUB)
+        port = events.bind_to_random_port("tcp://127.0.0.1")
+        reader.follow("w", "127.0.0.1", port, 0)
+        assert heard.kind(Connected)
+        end = time.monotonic() + 3.0
+        while not keeps_alive(port):
+            assert time.monotonic() < end, "no timer"
+            time.sleep(0.01)
     finally:
         context.destroy(linger=0)
         reader.stop()

@@ -118,3 +118,35 @@ def test_a_byte_now_and_then_is_no_event():
         await posted
 
     run(go, prefill=0)
+
+
+@pytest.mark.parametrize("lines", [b": keep-alive\r\n\r\n", b"event: ping\r\n\r\n", b":\r\n\r\n: a\r\n\r\n", b": keep-alive\n\n"])
+@pytest.mark.parametrize("temperature", [0, 1], ids=["determined", "not"])
+def test_a_comment_moves_the_deadline_whatever_its_line_ends(lines: bytes, temperature: int):
+    """Those with CRLF did not: a worker that was busy, and said so, was cut off after the time between two tokens."""
+
+    async def go(rig: Rig) -> None:
+        more = asyncio.Event()
+
+        async def busy(_: Any, writer: asyncio.StreamWriter) -> bool:
+            writer.write(HEAD + chunks(1, finish=False)[0])
+            await more.wait()
+            writer.write(framed(lines))
+            await writer.drain()
+            await asyncio.sleep(0.005)
+            writer.close()
+            return True
+
+        rig.decode[0].behave = busy
+        now = rig.context.clock()
+        rig.context.clock = lambda: now
+        posted = asyncio.create_task(rig.post({**GREEDY, "temperature": temperature}))
+        await until(lambda: any(c.flow is not None and c.flow.started for c in rig.connections))
+        (flow,) = [c.flow for c in rig.connections if c.flow is not None]
+        now += 5.0
+        more.set()
+        await until(lambda: flow.last_byte_at == now)
+        assert flow.deadline == now + CONFIG.inter_token_deadline_s
+        await posted
+
+    run(go, prefill=0)

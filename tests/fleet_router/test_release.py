@@ -4,6 +4,8 @@ kept one connection for ever."""
 from __future__ import annotations
 
 import asyncio
+import socket
+import struct
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ import pytest
 from fleet_router.metrics import COMPILED, Metrics
 from fleet_router.release import PER_WORKER_MOST, RELEASE_S, Release, Releases
 from tests.fleet_router.fake_worker import answer
-from tests.fleet_router.rig import LONG, Rig, ask, run, until
+from tests.fleet_router.rig import LONG, Rig, ask, http, run, until
 
 
 async def refuses(_: Any, writer: asyncio.StreamWriter) -> bool:
@@ -167,3 +169,36 @@ def test_one_that_is_over_is_counted_once_while_another_is_under_way():
         assert metrics.releases == {"unreachable": 1}
     releases.sweep(100.0 + RELEASE_S + 1)
     assert (metrics.releases, releases._by_pool) == ({"unreachable": 1, "late": 1}, {})
+
+
+@pytest.mark.parametrize("ends", ["client leaves", "worker dies", "deadline"])
+def test_a_head_alone_has_not_read_the_kv(ends: str):
+    """Engines that send it at once may wait for a place behind it: the lease of a leg that was cut then ran out by itself."""
+
+    async def go(rig: Rig) -> None:
+        begun, dies = asyncio.Event(), asyncio.Event()
+
+        async def waits(_: Any, writer: asyncio.StreamWriter) -> bool:
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+            await writer.drain()
+            begun.set()
+            await dies.wait()
+            writer.close()
+            return True
+
+        rig.decode[0].behave = waits
+        _, writer, connection = await rig.connect()
+        writer.write(http(ask(stream=True)))
+        await begun.wait()
+        await until(lambda: connection.flow is not None and connection.flow.started)
+        if ends == "client leaves":
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            writer.close()
+        elif ends == "worker dies":
+            dies.set()
+        else:
+            rig.sweep(1_000.0)
+        await until(lambda: rig.prefill[0].released[:1] == ["lease-1"])
+        dies.set()
+
+    run(go)

@@ -25,6 +25,8 @@ PARCEL = 64
 """Batches that the loop applies at once: about a millisecond."""
 REPLAY_S = 5.0
 SOCKETS_MOST = 8_192
+KEPT_ALIVE = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 30, zmq.TCP_KEEPALIVE_INTVL: 10, zmq.TCP_KEEPALIVE_CNT: 3}
+"""We only listen: of a node that lost its power, and whose pods come back as they were, nothing else would ever tell us."""
 WATCHED = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED
 
 
@@ -180,6 +182,8 @@ class EventReader:
         made.setsockopt(zmq.RCVHWM, QUEUE_BATCHES)
         made.setsockopt(zmq.IPV6, "[" in events_at)
         made.setsockopt(zmq.SUBSCRIBE, b"")
+        for option, value in KEPT_ALIVE.items():
+            made.setsockopt(option, value)
         source = _Source(worker, replay_at, made, made.get_monitor_socket(WATCHED))
         self._sources[worker] = self._subscribers[made] = self._monitors[source.monitor] = source
         self._poller.register(made, zmq.POLLIN)

@@ -14,6 +14,7 @@ HINT: Final = b"error"
 """Without it there is none: one look at each read, and it says no to nearly all."""
 FOUND: Final = re.compile(rb'(?:^|\n)(?:event: ?error[\r\n]|data: ?\{\s*(?:"error"\s*:\s*(?!null)|"object"\s*:\s*"error"))')
 PAYLOAD: Final = re.compile(rb"(?:^|\n)data: ?([^\r\n]*)")
+EVENT_ENDS: Final = (b"\n\n", b"\r\n\r\n")
 WORDS_MOST: Final = 500
 BROKE_OFF: Final = "the worker broke the stream off"
 
@@ -27,6 +28,12 @@ def error_in(data: bytes) -> tuple[int, str] | None:
     line = PAYLOAD.search(data, found.start())
     words = words_of(line[1] if line is not None else b"")
     return None if words is None else (found.start(), words)
+
+
+def whole_events(contents: bytes, until: int) -> bytes:
+    """Those that end before."""
+    ends = [contents.rfind(end, 0, until) + len(end) for end in EVENT_ENDS if contents.rfind(end, 0, until) >= 0]
+    return contents[: max(ends, default=0)]
 
 
 def broke_off_with(words: str) -> str:

@@ -57,6 +57,13 @@ def _last_end(data: bytes, until: int, end: bytes) -> int:
     return 0
 
 
+def ends_a_line(read: bytes) -> bool:
+    """It ends with a chunk that ends with a line and a line break alone, CRLF both: a comment, a name. A chunk's size, behind
+    which a line break alone may stand, has no colon."""
+    until = len(read) - len(CRLF_END)
+    return read.endswith(CRLF_END) and read.find(b":", max(0, read.rfind(b"\n", 0, until)), until) >= 0
+
+
 def last_is_sound(read: bytes) -> bool:
     """The last event of a read that ends with one of CHUNK_ENDS is a JSON object, or no `data:` of it is seen here."""
     return _last_is_sound(read) or _last_is_sound(BETWEEN.sub(b"", read))
@@ -105,12 +112,12 @@ class Sent:
         self.keep(data)
         return data
 
-    def take_back(self, size: int) -> None:
-        """So much of the end of the last read did not go out after all."""
+    def take_back(self, size: int, instead: bytes = b"") -> None:
+        """So much of the end of the last read did not go out after all, but this `instead`."""
         if size and self._kept:
             last = self._kept.pop()
-            self._kept.append(last[: len(last) - size])
-            self._size -= size
+            self._kept.append(last[: len(last) - size] + instead)
+            self._size += len(instead) - size
 
     def keep(self, data: bytes) -> None:
         """One more read whose framing is gone, and of which something else goes out."""

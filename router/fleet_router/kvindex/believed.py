@@ -104,12 +104,15 @@ class Believed:
             return
         first, source.first = source.first, None
         if not whole:
-            source.stream.asked_at = now  # again after a while
+            source.stream.broke_off(asked_from, first, now)
             return
         source.stream.replayed(asked_from, first)
         held, source.held = source.held, []
         for number, batch in held:
-            self.live(worker, number, batch, now)
+            if (
+                source.stream.judge(number, batch.ts) != "replay"
+            ):  # else of another life, or `check` asks for it: not at once, for ever
+                self.live(worker, number, batch, now)
         self._retrust()
 
     def not_replayed(self, worker: str) -> None:

@@ -1,10 +1,10 @@
 """The precise index: the blocks that each worker says it holds (KV events), by name.
 
-A block's name here is the hash chain of fleet_wire over its tokens. Workers that name blocks so (16 bytes) are believed by name;
-of all others (vLLM's own hashes, blocks under an adapter) the tokens in the event are hashed, and their name is only remembered
-for its removal. vLLM's events do not say with whose salt a block was computed: of a tenant's prompts only those workers are
-believed whose names do. Blocks in
-a slower medium than the worker's own (offloaded to memory or disk) count for SLOW_WORTH: they are copied, not computed.
+A block's name here is the hash chain of fleet_wire over its tokens. Workers that name blocks so are believed by name, once a
+block and its parent have shown it: 16 bytes are vLLM's xxhash as well. Of all others (vLLM's own hashes, blocks under an adapter)
+the tokens in the event are hashed, and their name is only remembered for its removal. vLLM's events do not say with whose salt a
+block was computed: of a tenant's prompts only those workers are believed whose names do. Blocks in a slower medium than the
+worker's own (offloaded to memory or disk) count for SLOW_WORTH: they are copied, not computed.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from fleet_wire.events import AllBlocksCleared, BlockRemoved, BlockStored
 
 Name = bytes | int
 SLOW_WORTH = 0.75
+UNPROVEN_MOST = 64
 
 
 def key_of(digest: bytes) -> int:
@@ -29,7 +30,7 @@ def key_of(digest: bytes) -> int:
 class Holding:
     """What one worker holds."""
 
-    __slots__ = ("bit", "block_tokens", "compat", "media", "named", "roots")
+    __slots__ = ("bit", "block_tokens", "compat", "media", "proven", "roots", "unproven")
 
     def __init__(self, bit: int, compat: str) -> None:
         self.bit = bit
@@ -40,11 +41,28 @@ class Holding:
         """Medium → the worker's name → our hash. The first medium is its fastest."""
         self.roots: dict[tuple[int, str], bytes] = {}
         """By tokens per block, which are others when its engine begins anew with others, and salt."""
-        self.named = False
-        """It names blocks by the hash chain of fleet_wire: what others salt is told by the names as well."""
+        self.proven: bool | None = None
+        """It names blocks by the hash chain of fleet_wire: what others salt is told by the names as well. None: nothing has shown
+        yet."""
+        self.unproven: list[BlockStored] = []
+        """What came before that: first blocks alone, which might be a tenant's."""
 
     def __len__(self) -> int:
         return sum(len(names) for names in self.media.values())
+
+    def chains(self, event: BlockStored) -> bool | None:
+        """What this event shows: a block's name is made of its parent's and its tokens, or is not."""
+        names, size, parent = event.block_hashes, event.block_size, event.parent_block_hash
+        at = 0 if parent is not None else 1
+        if not all(map(_is_chain, names)):
+            return False
+        if parent is None and len(names) > 1:
+            parent = names[0]
+        tokens = event.token_ids[at * size : (at + 1) * size]
+        if parent is not None and len(names) > at and len(tokens) == size:
+            return _is_chain(parent) and _named(parent, tokens) == names[at]
+        first = event.token_ids[:size]
+        return True if names and len(first) == size and _named(self.root(""), first) == names[0] else None
 
     def root(self, salt: str) -> bytes:
         """Parent of first blocks."""
@@ -54,6 +72,13 @@ class Holding:
                 self.roots.clear()
             known = self.roots[self.block_tokens, salt] = root_hash(self.compat, self.block_tokens, salt)
         return known
+
+
+def _named(parent: bytes, tokens: Sequence[int]) -> bytes | None:
+    try:
+        return block_hash(parent, tokens)
+    except struct.error:  # ids that are none: the block cannot be one of a prompt's
+        return None
 
 
 def _is_chain(name: Name) -> TypeGuard[bytes]:
@@ -71,9 +96,10 @@ class PreciseIndex:
         self._holdings: dict[str, Holding] = {}
         self.lacking = 0
         """Workers, as bits, some of whose blocks found no room here: each seems to hold less than it does."""
+        self._blocks = 0
 
     def __len__(self) -> int:
-        return sum(len(holding) for holding in self._holdings.values())
+        return self._blocks
 
     def join(self, worker: str, bit: int, compat: str) -> None:
         """A worker whose events will come."""
@@ -90,8 +116,10 @@ class PreciseIndex:
         if holding is None:
             return
         media, holding.media = holding.media, {}
+        holding.proven, holding.unproven = None, []
         self.lacking &= ~holding.bit
         for names in media.values():
+            self._blocks -= len(names)
             for digest in names.values():
                 key = key_of(digest)
                 drop_bit(self._fast, key, holding.bit)
@@ -110,14 +138,14 @@ class PreciseIndex:
         """Workers, as bits, whose names tell the blocks of one tenant from those of another."""
         found = 0
         for holding in self._holdings.values():
-            if holding.named:
+            if holding.proven:
                 found |= holding.bit
         return found
 
     def named_by(self, worker: str) -> bool:
         """This worker's names do."""
         holding = self._holdings.get(worker)
-        return holding is not None and holding.named
+        return holding is not None and bool(holding.proven)
 
     def apply(self, worker: str, events: Sequence[BlockStored | BlockRemoved | AllBlocksCleared]) -> None:
         """Events of one worker, in order."""
@@ -126,21 +154,33 @@ class PreciseIndex:
             return
         for event in events:
             if isinstance(event, BlockStored):
-                self._stored(holding, event)
+                self._told(holding, event)
             elif isinstance(event, BlockRemoved):
                 self._removed(holding, event)
             else:
                 self.clear(worker)
 
-    def _stored(self, holding: Holding, event: BlockStored) -> None:
+    def _told(self, holding: Holding, event: BlockStored) -> None:
+        """Kept for later while nothing has shown what its names are."""
         if event.block_size < 1:
             return
         holding.block_tokens = event.block_size
+        shown = holding.chains(event)
+        if shown is None and holding.proven is None and event.token_ids and len(holding.unproven) < UNPROVEN_MOST:
+            holding.unproven.append(event)
+            return
+        if shown is not None and event.block_hashes:
+            holding.proven = shown
+        kept, holding.unproven = holding.unproven, []
+        for one in (*kept, event):
+            self._stored(holding, one)
+
+    def _stored(self, holding: Holding, event: BlockStored) -> None:
         names = holding.media.setdefault(event.medium or "", {})
         fast = next(iter(holding.media)) == (event.medium or "")
-        room = self._capacity // max(1, len(self._holdings)) - len(holding)
+        part = self._capacity // max(1, len(self._holdings))
+        room = min(part - len(holding), self._capacity - self._blocks)  # those who were here before may still have larger parts
         parent = event.parent_block_hash
-        holding.named = _is_chain(event.block_hashes[0]) if event.block_hashes else holding.named
         for i, name in enumerate(event.block_hashes):
             tokens = event.token_ids[i * event.block_size : (i + 1) * event.block_size]
             digest = self._digest(holding, name, parent, tokens, event.lora_name or "")
@@ -151,6 +191,7 @@ class PreciseIndex:
                 self.lacking |= holding.bit
                 continue
             room -= 1
+            self._blocks += 1
             names[name] = digest
             key, bit = key_of(digest), holding.bit
             if fast:
@@ -163,20 +204,20 @@ class PreciseIndex:
     @staticmethod
     def _digest(holding: Holding, name: Name, parent: Name | None, tokens: Sequence[int], salt: str) -> bytes | None:
         """Our hash of a block; None when its parent is not known here, or its tokens are not whole, or none."""
-        if not salt and _is_chain(name):
+        if not salt and _is_chain(name) and holding.proven is not False:
             return name
         if len(tokens) != holding.block_tokens:
             return None
         known = holding.root(salt) if parent is None else None
         if known is None:
             known = next((names[parent] for names in holding.media.values() if parent in names), None)
-        try:
-            return None if known is None else block_hash(known, tokens)
-        except struct.error:  # ids that are none: the block cannot be one of a prompt's
-            return None
+        return None if known is None else _named(known, tokens)
 
     def _removed(self, holding: Holding, event: BlockRemoved) -> None:
         medium, bit = event.medium or "", holding.bit
+        if holding.unproven:
+            gone = set(event.block_hashes)
+            holding.unproven = [one for one in holding.unproven if gone.isdisjoint(one.block_hashes)]
         names = holding.media.get(medium)
         if names is None:
             return
@@ -185,8 +226,9 @@ class PreciseIndex:
             digest = names.pop(name, None)
             if digest is None:
                 continue
+            self._blocks -= 1
             key = key_of(digest)
-            elsewhere = any(name in others for others in holding.media.values())
+            elsewhere = any(others.get(name) == digest for others in holding.media.values())
             if fast:
                 drop_bit(self._fast, key, bit)
                 if elsewhere:

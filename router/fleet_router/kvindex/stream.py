@@ -30,6 +30,8 @@ class EventStream:
     """Since when the worker owes us an event."""
     asked_at: float | None = None
     """When a replay was asked for."""
+    late: bool = False
+    """One that broke off began too late."""
 
     @property
     def trusted(self) -> bool:
@@ -75,6 +77,7 @@ class EventStream:
         """The connection broke, or the worker began anew: its next life numbers from 0."""
         self.expected, self.state, self.last_ts = None, "new", 0.0
         self.owed_since = self.asked_at = None
+        self.late = False
 
     def replayed(self, asked_from: int, first: int | None) -> None:
         """A replay is over and applied; `first`: its first number, None when it was empty."""
@@ -86,6 +89,13 @@ class EventStream:
             self.state = "partial" if self.state == "partial" else "live"
         else:
             self.state = "partial"
+        if self.late:
+            self.state = "partial"
+
+    def broke_off(self, asked_from: int, first: int | None, now: float) -> None:
+        """A replay ended in the middle: its rest is asked for after a while."""
+        self.asked_at = now
+        self.late = self.late or (first is not None and first > asked_from)
 
     def not_replayed(self) -> None:
         """No replay is to be had: what was missed is not known, and what is heard from now on is true."""

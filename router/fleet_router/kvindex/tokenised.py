@@ -19,6 +19,8 @@ from fleet_router.kvindex.precise import key_of
 from fleet_wire.blocks import chain_packed
 
 SEGMENT_CHARS = 1024
+SEGMENT_TOKENS = 128
+"""As many take as much memory as a segment does beside its tokens."""
 LOOK_CHARS = 4096
 """Without a place to cut within this many characters the segment goes on."""
 TOKEN_BYTES = 4
@@ -88,7 +90,8 @@ class Reading:
 
 
 class TokenisedPrefixes:
-    """Segments that were encoded; at most `capacity` tokens of them, least recently used out first."""
+    """Segments that were encoded; at most `capacity` tokens of them, and SEGMENT_TOKENS more for each, least recently used out
+    first."""
 
     def __init__(self, capacity: int, *, splits: bool = True) -> None:
         self._capacity = capacity
@@ -114,7 +117,7 @@ class TokenisedPrefixes:
         for name in reversed(reading.names):  # the beginning stays longest
             if name in self._known:
                 self._known.move_to_end(name)
-        while self.tokens > self._capacity and len(self._known) > len(reading.names):
+        while self.tokens + SEGMENT_TOKENS * len(self._known) > self._capacity and len(self._known) > len(reading.names):
             _, old = self._known.popitem(last=False)
             self.tokens -= len(old.packed) // TOKEN_BYTES
 

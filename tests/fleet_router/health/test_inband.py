@@ -220,3 +220,44 @@ def test_what_is_the_clients_fault_is_the_clients_to_read():
 )
 def test_text_about_errors_is_no_error(data: bytes):
     assert error_in(b"20\r\n" + data + b"\r\n") is None
+
+
+@pytest.mark.parametrize("temperature", [0, 1], ids=["determined", "not"])
+@pytest.mark.parametrize("at", [8, 10, 12])
+@pytest.mark.parametrize("together", [True, False], ids=["with-others", "alone"])
+def test_a_word_that_a_chunks_border_cuts(at: int, together: bool, temperature: int):
+    """Half of an answer ended as a whole one."""
+
+    async def go(rig: Rig) -> None:
+        asked = 0
+
+        async def behave(body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+            nonlocal asked
+            asked += 1
+            if asked > 1:
+                return bool(await generator()(body, writer))
+            *first, last = events(tokens([5, 6, 7], 40)[:5], with_ids=False, finish=False)
+            error = SHAPES["vllm"]
+            halves = [framed(error[:at]), framed(error[at:]) + framed(DONE) + b"0\r\n\r\n"]
+            sent = [HEAD, *map(framed, first), framed(last) + halves[0], halves[1]]
+            for read in sent if together else [*sent[:-2], framed(last), *halves]:
+                writer.write(read)
+                await writer.drain()
+                await asyncio.sleep(0.005)
+            return True
+
+        for worker in rig.decode:
+            worker.behave = behave
+        _, got = await rig.post({**GREEDY, "temperature": temperature})
+        text = unframed(got)
+        if temperature:
+            assert b"the worker broke the stream off: EngineCore died." in text
+            assert (b"[DONE]" in text, text.count(b"EngineCore")) == (False, 1)
+        else:
+            said = said_of(text)
+            assert said is not None
+            assert (said.text, b"EngineCore" in text, text.endswith(DONE)) == (ALL, False, True)
+        assert got.endswith(b"0\r\n\r\n")
+        assert rig.context.metrics.of("t", "r").errors == 1
+
+    run(go, prefill=0, decode=2)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleet_router.kvindex.believed import Believed
-from fleet_router.kvindex.precise import SLOW_WORTH, PreciseIndex, key_of
+from fleet_router.kvindex.precise import SLOW_WORTH, UNPROVEN_MOST, PreciseIndex, key_of
 from fleet_router.kvindex.stream import REPLAY_AGAIN_S, STALE_AFTER_S
-from fleet_wire.blocks import chain, chain_packed, root_hash
+from fleet_wire.blocks import chain, chain_packed, root_hash, tenant_root
 from fleet_wire.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch, decode, encode
 
 SIZE = 4
@@ -65,6 +66,46 @@ def test_other_engines_names_are_translated_by_their_tokens(names: list):
     assert made.depths(KEYS) == [(4, 1)]
 
 
+def xxhash_names(tokens: list[int], size: int = SIZE) -> list[bytes]:
+    """As vLLM makes them with --prefix-caching-hash-algo xxhash: 16 bytes, and not ours."""
+    out, parent = [], b"seed"
+    for at in range(0, len(tokens), size):
+        parent = xxhash.xxh3_128_digest(parent + repr(tokens[at : at + size]).encode())
+        out.append(parent)
+    return out
+
+
+@pytest.mark.parametrize("steps", [[5], [1, 4], [2, 3], [1, 1, 1, 1, 1]])
+def test_names_of_16_bytes_that_are_not_ours_are_translated_as_well(steps: list[int]):
+    """vLLM with xxhash: nothing that it held was found, and the worker was believed to hold nothing else."""
+    made, names, at = index(), xxhash_names(TOKENS), 0
+    for count in steps:
+        tokens = TOKENS[at * SIZE : (at + count) * SIZE]
+        made.apply("a", [stored(names[at : at + count], tokens, names[at - 1] if at else None)])
+        at += count
+    assert made.depths(KEYS) == [(5, 1)]
+    assert (made.named(), made.named_by("a")) == (0, False)
+    made.apply("a", [BlockRemoved(names[3:5], "GPU")])
+    assert made.depths(KEYS) == [(3, 1)]
+
+
+def test_a_tenants_first_block_is_ours_as_soon_as_the_next_shows_it():
+    made, salted = index(), list(chain(tenant_root(ROOT, "salt"), TOKENS, SIZE))
+    keys = [key_of(name) for name in salted]
+    made.apply("a", [stored(salted[:1], TOKENS[:SIZE])])
+    assert (made.depths(keys), made.named()) == ([], 0)
+    made.apply("a", [stored(salted[1:2], TOKENS[SIZE : 2 * SIZE], salted[0])])
+    assert (made.depths(keys), made.named()) == ([(2, 1)], 1)
+    made.apply("b", [stored(salted[:1], TOKENS[:SIZE]), BlockRemoved(salted[:1], "GPU"), stored(NAMES[:1], TOKENS[:SIZE])])
+    assert made.depths(keys) == [(2, 1)]
+    made.apply("b", [stored([bytes([number]) * 16], TOKENS[:SIZE]) for number in range(200)])
+    assert made.named() == 3
+    made.clear("b")
+    made.apply("b", [stored([bytes([number]) * 16], TOKENS[:SIZE]) for number in range(200)])
+    assert len(made) > 100  # those behind the first 64, and what they are is not known
+    assert len(made._holdings["b"].unproven) <= UNPROVEN_MOST
+
+
 def test_an_adapters_blocks_are_not_the_models():
     made = index()
     names = list(chain(root_hash("c", SIZE, "secret of the engine"), TOKENS, SIZE))
@@ -85,6 +126,14 @@ def test_offloaded_blocks_count_less_until_they_are_gone():
     made.apply("a", [BlockRemoved(NAMES[:2], "GPU")])
     assert made.depths(KEYS) == [(SLOW_WORTH * 2, 1)]
     made.apply("a", [BlockRemoved(NAMES[:2], "CPU")])
+    assert (made._fast, made._slow, len(made)) == ({}, {}, 0)
+
+
+def test_a_name_that_means_two_things_in_two_media_leaves_nothing_behind():
+    """The next worker with this one's bit seemed to hold a block of it, for ever."""
+    made = index()
+    made.apply("a", [stored(NAMES[:1], TOKENS[:SIZE]), stored(NAMES[:1], TOKENS[:SIZE], medium="CPU", lora="billing")])
+    made.apply("a", [BlockRemoved(NAMES[:1], "GPU"), BlockRemoved(NAMES[:1], "CPU")])
     assert (made._fast, made._slow, len(made)) == ({}, {}, 0)
 
 
@@ -380,3 +429,58 @@ def test_whatever_is_lost_the_end_is_the_truth(steps: list[str], data: st.DataOb
     if rig.believed.trusted:
         assert rig.known() == rig.truth()
     assert rig.believed.trusted == 1
+
+
+def test_workers_that_join_one_by_one_have_no_more_room_together():
+    """Each got its part of what there was when it came, and nobody gave anything back: a hundred had five times the bound."""
+    made, capacity = PreciseIndex(60), 60
+    for number in range(30):
+        made.join(f"w{number}", 1 << number, "c")
+        made.apply(f"w{number}", [stored(range(number * 100, number * 100 + 70), list(range(70 * SIZE)))])
+        assert len(made) <= capacity
+    assert made.lacking.bit_count() == 30
+    made.remove("w0")
+    made.apply("w29", [stored(range(7_000, 7_070), list(range(70 * SIZE)))])
+    assert len(made) == capacity // 29  # of what is free now
+    for number in range(1, 30):
+        made.clear(f"w{number}")
+    assert (len(made), made._fast, made.lacking) == (0, {}, 0)
+
+
+def test_a_replay_that_began_late_and_broke_off_is_not_all_there_is():
+    """The rest of it began where it should, and the worker was believed in all that it holds."""
+    believed = Believed(1000)
+    believed.join("a", 1, "c")
+    believed.connected("a", 0.0)
+    believed.replayed("a", 0, [(7, batch(stored(NAMES[:1])))], 0.1, last=True, whole=False)
+    believed.check(6.0)
+    assert believed.asks == [("a", 0), ("a", 8)]
+    believed.replayed("a", 8, [(8, batch(stored(NAMES[1:2])))], 6.1, last=True, whole=True)
+    assert (believed.trusted, believed.state("a")) == (0, "partial")
+    believed.lost("a")
+    believed.connected("a", 7.0)
+    believed.replayed("a", 0, [(0, batch(stored(NAMES[:1])))], 7.1, last=True, whole=True)
+    assert (believed.trusted, believed.state("a")) == (1, "live")
+
+
+@pytest.mark.parametrize("held", [1, 3])
+def test_a_batch_that_no_replay_has_is_not_asked_for_again_and_again(held: int):
+    """One of a worker's life before, read behind its end: replays were asked for as fast as they came."""
+    believed = Believed(1000)
+    believed.join("a", 1, "c")
+    believed.connected("a", 0.0)
+    for number in range(held):
+        believed.live("a", 5_000 + number, batch(ts=1.0), 0.0)
+    for at in range(10):
+        asks, believed.asks = believed.asks, []
+        for worker, first in asks:
+            believed.replayed(
+                worker, first, [(0, batch(stored(NAMES[:2])))] if first == 0 else [], 0.001 * at, last=True, whole=True
+            )
+    assert believed.asks == []
+    believed.check(REPLAY_AGAIN_S)
+    assert believed.asks == [("a", 1)]
+    believed.replayed("a", 1, [], REPLAY_AGAIN_S, last=True, whole=True)
+    assert (believed.state("a"), believed.trusted) == ("live", 1)
+    believed.live("a", 1, batch(stored(NAMES[2:3])), REPLAY_AGAIN_S)
+    assert believed.index.depths(KEYS) == [(3, 1)]
