@@ -129,7 +129,7 @@ def used_tokens(before: bytes, tail: bytes, events: int, charged: int) -> tuple[
     """(input, output) tokens of a stream: the engine's own count in its last two reads of some length, also where a chunk ends in
     the middle of it, else an estimate with a token per event ([DONE] is an event, too)."""
     found = usage_of(BETWEEN.sub(b"", tail[-TAIL_BYTES:]))
-    if found is None and before:
+    if found is None and before and len(tail) < TAIL_BYTES:  # a longer one has been looked through
         found = usage_of(BETWEEN.sub(b"", before[-TAIL_BYTES:] + tail))
     return found or (charged, events - 1 if events > 1 else 0)
 
