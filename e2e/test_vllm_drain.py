@@ -21,8 +21,8 @@ from tests.conformance.workers import Worker, running, worker_config
 
 ROOT = Path(__file__).resolve().parents[1]
 LEASE_S = 60.0
-"""vLLM's heartbeats extend it by two thirds, every sixth of it. Two cores are less than two vLLMs want: they stand still for up to
-25 s, and with a lease of 20 s its end came before the next heartbeat."""
+"""vLLM's heartbeats extend it by two thirds, every sixth of it. Two cores are less than two vLLMs want: they stand still for
+up to 25 s, and with a lease of 20 s its end came before the next heartbeat."""
 TOKENS = 900
 MOST_BEFORE = 40
 """Requests in the queue before the one that waits, one at a time; as many as last for more than a lease."""
