@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +29,15 @@ MOST_BEFORE = 40
 """Requests in the queue before the one that waits, one at a time; as many as last for more than a lease."""
 LATE = "Somebody comes for this one when all of the others are done. " * 24
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+CORES = 4
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(
+        (os.cpu_count() or 1) < CORES,
+        reason=f"NOT TESTED on fewer than {CORES} cores: two vLLMs stand still there for longer than leases and health checks last",
+    ),
+]
 
 
 @pytest.fixture
@@ -87,6 +96,6 @@ def test_prefill_stays_until_a_busy_decode_worker_has_read_its_kv(pair: Pair):
         prefill.process.terminate()  # as the kubelet does then: what is unread goes with it
         answer = leg.result()
         assert [one.result().status_code for one in busy] == [200] * queue
+    assert said["drained"] is True, said
     assert tokens(answer) == alone
-    assert said["drained"] is True
     assert said["waited_s"] > LEASE_S + 3, "the queue was too short to show anything"
