@@ -35,7 +35,7 @@ pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.skipif(
         (os.cpu_count() or 1) < CORES,
-        reason=f"NOT TESTED on fewer than {CORES} cores: two vLLMs stand still there for longer than leases and health checks last",
+        reason=f"NOT TESTED on fewer than {CORES} cores: two vLLMs stand still for longer than leases and health checks",
     ),
 ]
 
