@@ -148,9 +148,9 @@ class Flow(Carrying):
         reads = self._translation is not None or self._again is not None or path == TOKENIZE_PATH
         pool = worker.reading() if reads else worker.pool
         worker.began()
-        self._leg_worker, self._leg = worker, leg
+        self._leg_worker, self._leg, leg.path = worker, leg, path
         self.sent_at = self._context.clock()
-        leg.body, leg.path = (body := named(body, worker.endpoint.model, self._ask.adapter)), path
+        leg.body = body = named(body, worker.endpoint.model, self._ask.adapter)
         payload = HEAD % (path, worker.pool.authority, self.record.leg_id.encode(), len(body), self.record.onward) + body
         connection = None if fresh else pool.idle()
         if connection is not None:

@@ -302,7 +302,7 @@ def test_an_api_server_that_says_nothing_is_not_waited_for_without_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     """`--timeout` ended nothing: the request itself had no bound."""
-    monkeypatch.setattr("fleet_cli.rollout.command.ANSWER_S", 0.1)
+    monkeypatch.setattr("fleet_cli.rollout.command.WITHIN_S", (10.0, 0.1))
     with Api(None) as api:
         assert main(["rollout", "status", "f", "--timeout", "0", "--kubeconfig", api.kubeconfig(tmp_path)]) == 1
     assert "Read timed out" in capsys.readouterr().err

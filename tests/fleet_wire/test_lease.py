@@ -128,8 +128,6 @@ class Leases(RuleBasedStateMachine):
     def nothing_ends_twice_or_leaks(self) -> None:
         assert len(self.ended) == len(set(self.ended))
         assert len(self.leases) == len(self.deadlines)
-        wake = self.leases.next_deadline()
-        assert not self.deadlines or (wake is not None and wake <= min(self.deadlines.values()))
 
 
 TestLeases = Leases.TestCase

@@ -93,7 +93,3 @@ class LeaseTable:
             else:
                 heapq.heappush(self._deadlines, (lease.deadline, lease_id))
         return ended
-
-    def next_deadline(self) -> float | None:
-        """When `expire` should be called next at the latest; may be early, never late."""
-        return self._deadlines[0][0] if self._deadlines else None

@@ -21,8 +21,8 @@ from fleet_operator.render.revision import RESTARTED_AT
 GROUP, VERSION, PLURAL = "inferencefleet.io", "v1alpha1", "inferencefleets"
 MANAGER = "fleet-cli"
 WATCH_S = 1.0
-CONNECT_S, ANSWER_S = 10.0, 30.0
-"""Without bounds of its own the client waits for ever."""
+WITHIN_S = (10.0, 30.0)
+"""To connect, and to answer. Without bounds of its own the client waits for ever."""
 CONFLICT, CHANGES_MOST = 409, 5
 PASSING = (429, 500, 502, 503, 504)
 """What an API server, or what stands before it, says that restarts."""
@@ -62,7 +62,7 @@ class Fleets:
         """The fleet."""
         found = self._call(
             lambda: self._fleets.get_namespaced_custom_object(
-                GROUP, VERSION, self.namespace, PLURAL, name, _request_timeout=(CONNECT_S, ANSWER_S)
+                GROUP, VERSION, self.namespace, PLURAL, name, _request_timeout=WITHIN_S
             ),
             name,
         )
@@ -82,7 +82,7 @@ class Fleets:
                 name,
                 fleet,
                 field_manager=MANAGER,
-                _request_timeout=(CONNECT_S, ANSWER_S),
+                _request_timeout=WITHIN_S,
             ),
             name,
         )
@@ -108,7 +108,7 @@ class Fleets:
                 self.namespace,
                 label_selector=f"{FLEET}={name}",
                 _preload_content=False,
-                _request_timeout=(CONNECT_S, ANSWER_S),
+                _request_timeout=WITHIN_S,
             ),
             name,
         )

@@ -109,9 +109,8 @@ class Believed:
         source.stream.replayed(asked_from, first)
         held, source.held = source.held, []
         for number, batch in held:
-            if (
-                source.stream.judge(number, batch.ts) != "replay"
-            ):  # else of another life, or `check` asks for it: not at once, for ever
+            # one that still wants a replay is of another life, or `check` asks for it: not at once, for ever
+            if source.stream.judge(number, batch.ts) != "replay":
                 self.live(worker, number, batch, now)
         self._retrust()
 
