@@ -5,7 +5,8 @@ CPU is user and system time of the router's processes. A chunk's cost is the slo
 (the worker writes all events at once: what handling an event costs) and paced (an event per stream every 5 ms: on top of it one
 wake-up, one receive and one send of the kernel per event, the same for every router). Rounds alternate the order; figures are
 medians, ratios medians of the rounds' ratios. TTFT p99 is told twice: of all streams, of which one in seven is the first of 32
-connections that come at once, and of those on connections that are kept, as clients with a pool have it.
+connections that come at once, and of those on connections that are kept, as clients with a pool have it. Whole answers are
+asked for with prompts of three sizes; streams have the middle one.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import random
 import statistics
 import sys
 import tempfile
+import urllib.request
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +37,8 @@ from fleet_router.metrics import COMPILED
 ROUNDS = 9
 CONNECTIONS = 32
 WHOLE_REQUESTS = 2_000
+SIZED_REQUESTS = 1_000
+"""Of each other size."""
 STREAMS = 224
 SHORT, LONG = 4, 44
 FLOODS = 192
@@ -42,8 +46,11 @@ FLOOD_LONG = 244
 """The workers say the same word again and again: at 256 it would be a loop, which one of the routers looks for."""
 PREFIXES = 50
 WORKERS = [f"127.83.0.{i}:8000" for i in range(1, 5)]
-EVERYTHING = "ours, everything on"
+EVERYTHING, EVERYTHING_PD = "ours, everything on", "ours P/D, everything on"
 """Keys, quotas, classes, salt, runaway detection, and spans of every request that the rate allows."""
+WITH_KEYS = frozenset({EVERYTHING, EVERYTHING_PD})
+SHORT_WORDS, USUAL_WORDS, LONG_WORDS = (12, 20), (400, 180), (1_900, 860)
+"""Of a prompt: those that a fiftieth of all share, and its own. About 0.2, 3.4 and 16 KB."""
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\n"
 WORDS = ["router", "moves", "blocks", "of", "keys", "and", "values", "between", "two", "workers", "before", "noon", "again"]
 
@@ -53,25 +60,30 @@ class Figures:
     """One proxy's figures, one entry per round."""
 
     request_us: list[float] = field(default_factory=list)
+    short_us: list[float] = field(default_factory=list)
+    long_us: list[float] = field(default_factory=list)
     chunk_us: list[float] = field(default_factory=list)
     paced_us: list[float] = field(default_factory=list)
     ttft_p99_ms: list[float] = field(default_factory=list)
     ttft_kept_p99_ms: list[float] = field(default_factory=list)
     rss_mb: float = 0.0
+    prefix_keys: int = 0
     errors: list[str] = field(default_factory=list)
 
 
-def prompts(count: int, seed: int) -> list[str]:
-    """About 3 KB each: 2 KB that fifty others share, then words of its own."""
-    rng = random.Random(seed)
-    shared = [" ".join(random.Random(i).choices(WORDS, k=400)) for i in range(PREFIXES)]
-    return [f"{rng.choice(shared)} {seed}-{i} {' '.join(rng.choices(WORDS, k=180))}" for i in range(count)]
+def prompts(count: int, seed: int, words: tuple[int, int] = USUAL_WORDS) -> list[str]:
+    """Words that others share, then those of its own."""
+    rng, (common, own) = random.Random(seed), words
+    shared = [" ".join(random.Random(i).choices(WORDS, k=common)) for i in range(PREFIXES)]
+    return [f"{rng.choice(shared)} {seed}-{i} {' '.join(rng.choices(WORDS, k=own))}" for i in range(count)]
 
 
-def requests(count: int, seed: int, chunks: int | None, *, flood: bool = False) -> list[bytes]:
+def requests(
+    count: int, seed: int, chunks: int | None, *, flood: bool = False, words: tuple[int, int] = USUAL_WORDS
+) -> list[bytes]:
     """Ready to send."""
     made = []
-    for prompt in prompts(count, seed):
+    for prompt in prompts(count, seed, words):
         said = f"{prompt} {FLOOD}" if flood else prompt
         body = {"model": "tiny", "prompt": said, "max_tokens": chunks or 16, "temperature": 0}
         raw = json.dumps(body | ({"stream": True} if chunks else {})).encode()
@@ -81,7 +93,7 @@ def requests(count: int, seed: int, chunks: int | None, *, flood: bool = False) 
 
 def run(proxy: Proxy, sent: list[bytes], chunks: int | None) -> tuple[float, Outcome]:
     """(CPU microseconds per request, outcome)."""
-    sent = keyed(sent) if proxy.name == EVERYTHING else sent
+    sent = keyed(sent) if proxy.name in WITH_KEYS else sent
     before = cpu_s(proxy.pid) if proxy.pid else 0.0
     outcome = asyncio.run(drive(proxy.address, sent, CONNECTIONS, chunks))
     after = cpu_s(proxy.pid) if proxy.pid else 0.0
@@ -91,19 +103,33 @@ def run(proxy: Proxy, sent: list[bytes], chunks: int | None) -> tuple[float, Out
 def one_round(proxy: Proxy, number: int, into: Figures) -> None:
     """Whole answers, short and long streams, paced and flooded."""
     whole_us, whole = run(proxy, requests(WHOLE_REQUESTS, number, None), None)
+    small_us, small = run(proxy, requests(SIZED_REQUESTS, 5_000 + number, None, words=SHORT_WORDS), None)
+    large_us, large = run(proxy, requests(SIZED_REQUESTS, 6_000 + number, None, words=LONG_WORDS), None)
     short_us, short = run(proxy, requests(STREAMS, 1_000 + number, SHORT), SHORT)
     long_us, long = run(proxy, requests(STREAMS, 2_000 + number, LONG), LONG)
     little_us, little = run(proxy, requests(FLOODS, 3_000 + number, SHORT, flood=True), SHORT)
     flood_us, flood = run(proxy, requests(FLOODS, 4_000 + number, FLOOD_LONG, flood=True), FLOOD_LONG)
     into.request_us.append(whole_us)
+    into.short_us.append(small_us)
+    into.long_us.append(large_us)
     into.paced_us.append(slope(short_us, long_us, SHORT, LONG))
     into.chunk_us.append(slope(little_us, flood_us, SHORT, FLOOD_LONG))
     into.ttft_p99_ms.append(p99([*short.ttft_s, *long.ttft_s]) * 1e3)
     into.ttft_kept_p99_ms.append(p99([*short.ttft_kept_s, *long.ttft_kept_s]) * 1e3)
-    into.errors += whole.errors + short.errors + long.errors + little.errors + flood.errors
+    for outcome in (whole, small, large, short, long, little, flood):
+        into.errors += outcome.errors
     into.errors += wrong_pace(long.fastest_stream_s, flood.fastest_stream_s)
     if proxy.pid:
         into.rss_mb = rss_mb(proxy.pid)
+    if proxy.name.startswith("ours"):
+        into.prefix_keys = prefix_keys(proxy.address)
+
+
+def prefix_keys(address: str) -> int:
+    """What our router knows of prompts by now, by its own metrics."""
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    return int(next(line for line in lines if line.startswith("fleet_router_prefix_keys ")).split()[1])
 
 
 def slope(short_us: float, long_us: float, short: int, long: int) -> float:
@@ -135,22 +161,31 @@ def ratio(mine: list[float], theirs: list[float]) -> float:
 def summary(found: dict[str, Figures]) -> dict[str, float | int | bool]:
     """The last line."""
     mine, disaggregated, direct, everything = found["ours"], found["ours P/D"], found["no proxy"], found[EVERYTHING]
-    peer, plain = found["sglang-router cache_aware"], found["envoy"]
-    median = statistics.median
+    whole_pd, peer, plain = found[EVERYTHING_PD], found["sglang-router cache_aware"], found["envoy"]
+    theirs_pd, median, of_ours = found["vllm-router P/D"], statistics.median, (mine, disaggregated, everything, whole_pd)
     added = [a - b for a, b in zip(mine.ttft_p99_ms, direct.ttft_p99_ms, strict=True)]
     return {
         "us_per_request": round(median(mine.request_us), 1), "us_per_request_pd": round(median(disaggregated.request_us), 1),
         "us_per_chunk": round(median(mine.chunk_us), 2), "us_per_chunk_paced": round(median(mine.paced_us), 2),
         "ttft_added_p99_ms": round(median(added), 2),
-        "rss_mb": round(max(mine.rss_mb, disaggregated.rss_mb), 1),
-        "pd_vs_vllm_router_pd": ratio(disaggregated.request_us, found["vllm-router P/D"].request_us),
+        "rss_mb": round(max(one.rss_mb for one in of_ours), 1), "prefix_keys": min(one.prefix_keys for one in of_ours),
+        "vs_vllm_router_pd": ratio(disaggregated.request_us, theirs_pd.request_us),
+        "vs_vllm_router_pd_short": ratio(disaggregated.short_us, theirs_pd.short_us),
+        "vs_vllm_router_pd_16k": ratio(disaggregated.long_us, theirs_pd.long_us),
         "pd_vs_sglang_cache_aware": ratio(disaggregated.request_us, peer.request_us),
         "pd_vs_envoy": ratio(disaggregated.request_us, plain.request_us),
+        "everything_pd_vs_vllm_router_pd": ratio(whole_pd.request_us, theirs_pd.request_us),
         "everything_vs_sglang_cache_aware": ratio(everything.request_us, peer.request_us),
         "everything_vs_envoy": ratio(everything.request_us, plain.request_us),
+        "everything_vs_envoy_short": ratio(everything.short_us, plain.short_us),
+        "everything_vs_envoy_16k": ratio(everything.long_us, plain.long_us),
         "everything_chunk_vs_envoy": ratio(everything.chunk_us, plain.chunk_us),
         "everything_chunk_paced_vs_envoy": ratio(everything.paced_us, plain.paced_us),
+        "everything_ttft_vs_envoy": ratio(everything.ttft_p99_ms, plain.ttft_p99_ms),
+        "everything_ttft_kept_vs_envoy": ratio(everything.ttft_kept_p99_ms, plain.ttft_kept_p99_ms),
         "vs_sglang_cache_aware": ratio(mine.request_us, peer.request_us), "vs_envoy": ratio(mine.request_us, plain.request_us),
+        "vs_sglang_short": ratio(mine.short_us, peer.short_us), "vs_envoy_short": ratio(mine.short_us, plain.short_us),
+        "vs_sglang_16k": ratio(mine.long_us, peer.long_us), "vs_envoy_16k": ratio(mine.long_us, plain.long_us),
         "chunk_vs_sglang": ratio(mine.chunk_us, peer.chunk_us), "chunk_vs_envoy": ratio(mine.chunk_us, plain.chunk_us),
         "chunk_paced_vs_sglang": ratio(mine.paced_us, peer.paced_us),
         "chunk_paced_vs_envoy": ratio(mine.paced_us, plain.paced_us),
@@ -176,6 +211,7 @@ def measure(rounds: int) -> dict[str, Figures]:
             stack.enter_context(envoy("127.83.1.3:8080", WORKERS, folder)),
             stack.enter_context(ours("ours P/D", "127.83.1.4:8080", WORKERS[:2], WORKERS[2:], folder)),
             stack.enter_context(ours(EVERYTHING, "127.83.1.6:8080", [], WORKERS, folder, everything, tenants)),
+            stack.enter_context(ours(EVERYTHING_PD, "127.83.1.7:8080", WORKERS[:2], WORKERS[2:], folder, everything, tenants)),
             stack.enter_context(vllm_router_pd("127.83.1.5:8080", WORKERS[:2], WORKERS[2:], folder)),
         ]
         found = {proxy.name: Figures() for proxy in proxies}
@@ -196,6 +232,8 @@ def main() -> int:
         (
             name,
             median(f.request_us),
+            median(f.short_us),
+            median(f.long_us),
             median(f.chunk_us),
             median(f.paced_us),
             median(f.ttft_p99_ms),
@@ -206,7 +244,7 @@ def main() -> int:
         for name, f in found.items()
     ]
     report(
-        ("router", "µs/request", "µs/chunk flooded", "µs/chunk paced", "TTFT p99 ms", "kept p99 ms", "RSS MB", "errors"),
+        ("router", "µs/request", "0.2 KB", "16 KB", "µs/chunk flooded", "paced", "TTFT p99 ms", "kept", "RSS MB", "errors"),
         rows,
         summary(found),
     )
