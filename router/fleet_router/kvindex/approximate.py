@@ -3,7 +3,8 @@
 Prompts come as the keys of their pieces (`pieces`). Per worker each key belongs to the generation in which it was last used. A
 generation ends when an eighth of the worker's capacity was used in it; when a worker has been sent more than it holds, what was
 last used in its oldest generation goes: least recently used out first, an eighth at a time. All keys of a prompt are used
-together, so that no key is ever older than the ones behind it, which `masks.depths` relies on.
+together, so that no key is ever older than the ones behind it, which `masks.depths` relies on. Those that were used in the
+generation already are its beginning, too, and are neither looked at nor counted again.
 
 A new key costs one place in one dictionary: a second one would be a second line of memory that no cache holds, the dearest part
 of a decision. The value is the workers as bits, and below them the generation of the only one; keys that several workers have,
@@ -52,10 +53,11 @@ class _Held:
         self.free = list(range(1, SHARED))
         self.youngest = 0
         """Generations have numbers for as long as they are there."""
-        self.young: list[Sequence[int]] = []
-        """The prompts that were used in it, as keys."""
+        self.young: list[tuple[int, Sequence[int]]] = []
+        """The prompts that were used in it: from which key on, for the first time in this generation, and these keys."""
         self.young_keys = self.young_bytes = 0
-        self.older: deque[tuple[int, list[Sequence[int]]]] = deque()
+        """Each key once."""
+        self.older: deque[tuple[int, list[tuple[int, Sequence[int]]]]] = deque()
         """(number, prompts) of the others, the oldest first."""
 
     def size(self, limit: int, most_bytes: int) -> None:
@@ -73,6 +75,17 @@ class _Held:
         at = value & GENERATION
         return self.shared[key] if at == SHARED else at
 
+    def used(self, masks: dict[int, int], keys: Sequence[int]) -> int:
+        """How many of a prompt's keys were used in the youngest generation: its beginning."""
+        low, top = 0, len(keys)
+        while low < top:
+            middle = low + top >> 1
+            if self.generation(masks, keys[middle]) == self.youngest:
+                low = middle + 1
+            else:
+                top = middle
+        return low
+
     def turn(self, masks: dict[int, int]) -> None:
         """Begin a generation: the next prompt does not fit into the present one."""
         self.older.append((self.youngest, self.young))
@@ -83,12 +96,12 @@ class _Held:
     def _unite_oldest(self, masks: dict[int, int]) -> None:
         """The oldest two generations, as the older one."""
         (oldest, prompts), (next_oldest, more) = self.older.popleft(), self.older.popleft()
-        for prompt in more:
-            for key in prompt:
+        for _, keys in more:
+            for key in keys:
                 if self.generation(masks, key) == next_oldest:
                     self._put(masks, key, oldest)
         self.free.append(next_oldest)
-        kept = [prompt for prompt in prompts + more if self.generation(masks, prompt[-1]) == oldest]
+        kept = [(start, keys) for start, keys in prompts + more if self.generation(masks, keys[-1]) == oldest]
         self.older.appendleft((oldest, kept))
 
     def _put(self, masks: dict[int, int], key: int, number: int) -> None:
@@ -110,14 +123,14 @@ class _Held:
     def forget_oldest(self, masks: dict[int, int]) -> None:
         """What was not used since. A prompt's beginning may have been, its end then not: from the end on."""
         number, prompts = self.older.popleft()
-        for prompt in prompts:
-            for at in range(len(prompt) - 1, -1, -1):
-                used = self.generation(masks, key := prompt[at])
+        for start, keys in prompts:
+            for at in range(len(keys) - 1, -1, -1):
+                used = self.generation(masks, key := keys[at])
                 if used >= 0:
                     if used != number:
                         break  # later
                     self.drop(masks, key)
-                    self.bytes -= bytes_of(at + 1) - bytes_of(at)
+                    self.bytes -= BYTES_OF[start + at + 1] - BYTES_OF[start + at]
         self.free.append(number)
 
     def drop(self, masks: dict[int, int], key: int) -> None:
@@ -133,8 +146,8 @@ class _Held:
     def forget_all(self, masks: dict[int, int]) -> None:
         """It has nothing any more. Every key is in a prompt of its generation, but for those that were made to collide."""
         for _, prompts in [*self.older, (self.youngest, self.young)]:
-            for prompt in prompts:
-                for key in prompt:
+            for _, keys in prompts:
+                for key in keys:
                     if masks.get(key, 0) & self.bit:
                         self.drop(masks, key)
         if self.keys:
@@ -215,19 +228,23 @@ class ApproximateIndex:
         if held.generation(masks, keys[-1]) == held.youngest:
             return  # used in this generation already, and with it all before it
         if held.young and (held.young_keys + count > held.room_keys or held.young_bytes + size > held.room_bytes):
-            held.turn(masks)
-        held.young.append(keys)
-        held.young_keys += count
-        held.young_bytes += size
-        if fresh := self._use(keys, held):
+            used = held.used(masks, keys)
+            if held.young_keys + count - used > held.room_keys or held.young_bytes + size - BYTES_OF[used] > held.room_bytes:
+                held.turn(masks)
+        start, fresh = self._use(keys, held)
+        held.young.append((start, keys[start:] if start else keys))
+        held.young_keys += count - start
+        held.young_bytes += size - BYTES_OF[start]
+        if fresh:
             held.keys += fresh
             held.bytes += size - BYTES_OF[count - fresh]
             if held.keys > held.limit or 0 < held.most_bytes < held.bytes:
                 held.make_room(masks)
 
-    def _use(self, keys: Sequence[int], held: _Held) -> int:
-        """All of them are used by this worker in its youngest generation; how many it had not got."""
-        masks, bit, fresh, mine = self.masks, held.bit, 0, held.bit | held.youngest
+    def _use(self, keys: Sequence[int], held: _Held) -> tuple[int, int]:
+        """All of them are used by this worker in its youngest generation; from which on for the first time, how many of these it
+        had not got."""
+        masks, bit, fresh, mine, start = self.masks, held.bit, 0, held.bit | held.youngest, len(keys)
         for key in reversed(keys):
             value = masks.get(key, 0)
             if value == mine:
@@ -250,4 +267,5 @@ class ApproximateIndex:
                 held.shared[key] = held.youngest
                 masks[key] = value | bit | SHARED
                 fresh += 1
-        return fresh
+            start -= 1
+        return start, fresh

@@ -72,6 +72,21 @@ def test_what_is_used_again_outlives_what_is_not():
     assert len(index) <= 400
 
 
+def test_what_many_prompts_begin_with_is_looked_at_once_in_a_generation():
+    """Counted anew for each of them, a hundred prompts were a generation, and each hundredth one moved what all begin with: 87
+    look-ups for a prompt of 16 KB instead of 22."""
+    index = joined("w", capacity=8_000)
+    common = list(range(90))
+    for i in range(90):
+        index.add([*common, *range(1_000 + 10 * i, 1_010 + 10 * i)], "w")
+    one = index._held["w"]
+    assert sum(len(keys) for _, keys in one.young) == one.young_keys == 990
+    assert not one.older
+    assert one.keys == len(index) == 990
+    index.add([*common, *range(9_000, 9_020)], "w")
+    assert (len(one.older), one.young_keys) == (1, 110)
+
+
 def test_a_small_cache_forgets_sooner_and_nobody_gets_more_than_its_part():
     index = joined("small", "large", capacity=4000)
     index.resize("small", 400 * 256)
@@ -133,13 +148,14 @@ class Plain:
     def add(self, keys: list[int]) -> None:
         if self.used.get(keys[-1]) == self.number:
             return
-        if self.young and self.young + len(keys) > self.room // GENERATIONS:
+        anew = sum(self.used.get(key) != self.number for key in keys)
+        if self.young and self.young + anew > self.room // GENERATIONS:
             self.older.append(self.number)
             if len(self.older) > GENERATIONS_MOST:
                 first, second = self.older[0], self.older.pop(1)
                 self.used = {key: first if number == second else number for key, number in self.used.items()}
-            self.number, self.young = self.number + 1, 0
-        self.young += len(keys)
+            self.number, self.young, anew = self.number + 1, 0, len(keys)
+        self.young += anew
         self.used |= dict.fromkeys(keys, self.number)
         while self.older and len(self.used) > self.room:
             oldest = self.older.pop(0)
