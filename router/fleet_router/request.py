@@ -151,7 +151,7 @@ def with_fields(ask: Ask, added: dict[str, msgspec.Raw], spliced: bytes) -> Ask:
         fields[name] = value
     if original is None:
         return ask
-    whole = None if anew else original.rstrip()[:-1] + spliced
+    whole = None if anew else b"".join((memoryview(original.rstrip())[:-1], spliced))
     return Ask(fields, ask.prompt, ask.stream, whole, ask.alone, ask.adapter, ask.counts)
 
 

@@ -26,13 +26,15 @@ BEGINNING_BYTES: Final = 2048
 """Of shorter prompts; of those that have them FINE_BYTES."""
 BEGINNINGS_MOST: Final = 1024
 """So many are remembered, half a MB at most; then it begins anew."""
+_DIGEST: Final = xxhash.xxh3_64_intdigest
+"""As xxhash's attribute it would be looked for three times per prompt."""
 _FINE: Final = Struct(f"{PIECE_BYTES}s").iter_unpack
 
 
 def key_chain(prompt: bytes, seed: int = 0) -> list[int]:
     """Keys of all full pieces (of all there is when the prompt is shorter than one). `seed` separates tenants and adapters."""
     if len(prompt) < PIECE_BYTES:
-        return [xxhash.xxh3_64_intdigest(prompt, seed)]
+        return [_DIGEST(prompt, seed)]
     keys: list[int] = []
     _go_on(keys, prompt, seed)
     return keys
@@ -53,7 +55,7 @@ class Beginnings:
         if size < BEGINNING_BYTES:
             return key_chain(prompt, seed)
         end = FINE_BYTES if size >= FINE_BYTES else BEGINNING_BYTES
-        name = xxhash.xxh3_64_intdigest(prompt[:end], seed)
+        name = _DIGEST(prompt[:end], seed)
         known = self._known.get(name)
         if known is not None:
             keys = known.copy()
@@ -68,10 +70,10 @@ class Beginnings:
 
 def _go_on(keys: list[int], prompt: bytes, seed: int) -> None:
     """Add the keys of the pieces behind those fine ones whose keys are there; `seed`: the last of these."""
-    digest, size, start = xxhash.xxh3_64_intdigest, len(prompt), len(keys) * PIECE_BYTES
+    size, start = len(prompt), len(keys) * PIECE_BYTES
     end = size if size < FINE_BYTES else FINE_BYTES
     for (piece,) in _FINE(prompt[start : end - end % PIECE_BYTES]):  # a third less than slicing
-        seed = digest(piece, seed)
+        seed = _DIGEST(piece, seed)
         keys.append(seed)
     if size >= FINE_BYTES + MEDIUM_BYTES:
         _add_coarser(keys, prompt, seed)
@@ -79,17 +81,17 @@ def _go_on(keys: list[int], prompt: bytes, seed: int) -> None:
 
 def _add_coarser(keys: list[int], prompt: bytes, seed: int) -> None:
     """Apart from the fine pieces: their loop would be slower beside these comprehensions, which share its variables."""
-    digest, size = xxhash.xxh3_64_intdigest, len(prompt)
+    size = len(prompt)
     medium = range(FINE_BYTES, min(size, LONG_BYTES) - MEDIUM_BYTES + 1, MEDIUM_BYTES)
-    keys += [seed := digest(prompt[at : at + MEDIUM_BYTES], seed) for at in medium]
+    keys += [seed := _DIGEST(prompt[at : at + MEDIUM_BYTES], seed) for at in medium]
     if size >= LONG_BYTES + COARSE_BYTES:
         coarse = range(LONG_BYTES, min(size, MOST_BYTES) - COARSE_BYTES + 1, COARSE_BYTES)
-        keys += [seed := digest(prompt[at : at + COARSE_BYTES], seed) for at in coarse]
+        keys += [seed := _DIGEST(prompt[at : at + COARSE_BYTES], seed) for at in coarse]
 
 
 def adapter_seed(seed: int, version: str) -> int:
     """Seed of the keys of prompts under one version of an adapter; `version` empty: the base model, which has `seed` itself."""
-    return xxhash.xxh3_64_intdigest(version.encode(), seed) if version else seed
+    return _DIGEST(version.encode(), seed) if version else seed
 
 
 def bytes_of(pieces: int) -> int:
