@@ -72,7 +72,7 @@ e2e-loop: setup kube clients kueue lws sched-plugins volcano sim ## e2e without 
 	$(RUN) pytest e2e -m "not vllm and not kind"
 
 e2e-operator: setup kube kwok ## faults between operator and API server, bad input, other hands, churn, rollouts, flips, gangs, deletion, zero (FLEET_FAULT_SEED=n repeats a run)
-	$(RUN) pytest e2e/test_operator_*.py $(foreach name,churn rollout flip gang delete zero,e2e/test_$(name).py)
+	$(RUN) pytest e2e/test_operators.py e2e/test_operator_*.py $(foreach name,churn rollout flip gang delete zero,e2e/test_$(name).py)
 
 e2e-router: setup kube kwok clients sim ## faults of workers, network and discovery, overload, bad input at the router (FLEET_LOOP_REQUESTS=10000 for the full loop)
 	@$(COMPILED_ROUTER); $(RUN) pytest e2e/test_router_*.py -m "not vllm"

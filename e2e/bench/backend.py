@@ -1,9 +1,9 @@
 """Cheap workers for the router benchmark: the same for every router, so that what differs is the router.
 
-Four addresses in one process. An answer is fixed bytes; a stream of N chunks (`max_tokens`) sends one per tick, as an engine does
-at each step, each in a packet of its own; when the prompt says FLOOD all at once, one write each. A prompt that says HOLD is
-answered whole, after as many ticks. The mark is in the prompt
-because routers write JSON anew, with other spaces: a mark that one of them changes would give it other work than the rest.
+Four addresses in one process. An answer is always the same but for its token counts; a stream of N chunks (`max_tokens`) sends
+one per tick, as an engine does at each step, each in a packet of its own; when the prompt says FLOOD all at once, one write each.
+A prompt that says HOLD is answered whole, after as many ticks. The mark is in the prompt because routers write JSON anew, with
+other spaces: a mark that one of them changes would give it other work than the rest.
 """
 
 from __future__ import annotations
@@ -36,15 +36,24 @@ def whole(body: bytes) -> bytes:
     return f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
 
 
-ANSWER = whole(
-    TEXT.encode() + b'"finish_reason":"length"}],"usage":{"prompt_tokens":700,"total_tokens":716,"completion_tokens":16}}'
+BYTES_PER_TOKEN = 5
+"""Of a request's body: routers learn from the counts what a prompt costs."""
+USAGE = TEXT + '"finish_reason":"length"}],"usage":{"prompt_tokens":%d,"total_tokens":%d,"completion_tokens":%d}'
+REFERENCE = (
+    ',"kv_transfer_params":{"do_remote_prefill":true,"do_remote_decode":false,"remote_block_ids":[1,2,3],"remote_engine_id":"e",'
+    '"remote_request_id":"r","remote_host":"127.83.0.1","remote_port":5600,"remote_num_tokens":%d,"lease_id":"l-1",'
+    '"lease_generation":1,"remote_epoch":"p","digest":"00"}'
 )
-PREFILLED = whole(
-    TEXT.encode() + b'"finish_reason":"length"}],"usage":{"prompt_tokens":700,"total_tokens":701,"completion_tokens":1},'
-    b'"kv_transfer_params":{"do_remote_prefill":true,"do_remote_decode":false,"remote_block_ids":[1,2,3],"remote_engine_id":"e",'
-    b'"remote_request_id":"r","remote_host":"127.83.0.1","remote_port":5600,"remote_num_tokens":700,"lease_id":"l-1",'
-    b'"lease_generation":1,"remote_epoch":"p","digest":"00"}}'
-)
+
+
+def answered(body: bytes | bytearray) -> bytes:
+    """To a request with this body; with a reference to KV where it asks for one."""
+    tokens = max(1, len(body) // BYTES_PER_TOKEN)
+    if PREFILL.search(body):
+        return whole((USAGE % (tokens, tokens + 1, 1) + REFERENCE % tokens + "}").encode())
+    return whole((USAGE % (tokens, tokens + 16, 16) + "}").encode())
+
+
 INFO = whole(
     b'{"model_path":"tiny","tokenizer_path":"","status":"ready","object":"list","data":[{"id":"tiny","object":"model"}]}'
 )
@@ -86,11 +95,11 @@ class Worker(asyncio.Protocol):
             found = MAX_TOKENS.search(self.body)
             asyncio.get_running_loop().call_later(TICK_S * int(found[1] if found else 1), self.answer)
         else:
-            self.transport.write(PREFILLED if PREFILL.search(self.body) else ANSWER)
+            self.transport.write(answered(self.body))
 
     def answer(self) -> None:
         if not self.transport.is_closing():
-            self.transport.write(ANSWER)
+            self.transport.write(answered(self.body))
 
     def tick(self, left: int) -> None:
         if self.transport.is_closing():

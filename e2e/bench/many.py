@@ -21,7 +21,7 @@ from typing import Final
 
 import httptools
 
-from e2e.bench.backend import ANSWER
+from e2e.bench.backend import answered
 from e2e.bench.proxies import Proxy, ours
 from fleet_router.config import RouterConfig
 
@@ -57,7 +57,7 @@ class Worker(asyncio.Protocol):
     def answer(self) -> None:
         self.running[self.at] -= 1
         if not self.transport.is_closing():
-            self.transport.write(ANSWER)  # type: ignore[attr-defined]
+            self.transport.write(answered(b""))  # type: ignore[attr-defined]
 
 
 @dataclass

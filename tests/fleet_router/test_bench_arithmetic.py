@@ -7,10 +7,23 @@ import os
 
 import pytest
 
-from e2e.bench.backend import CHUNK, END, PREFILLED, STREAM_HEAD, Worker
+from e2e.bench.backend import BYTES_PER_TOKEN, CHUNK, END, STREAM_HEAD, Worker
 from e2e.bench.client import wrong_stream
 from e2e.bench.cpu import cpu_s, rss_mb
-from e2e.bench.router import FLOOD_LONG, HEAD, LONG, p99, ratio, requests, slope, wrong_pace
+from e2e.bench.router import (
+    FLOOD_LONG,
+    HEAD,
+    LONG,
+    LONG_WORDS,
+    SHORT_WORDS,
+    USUAL_WORDS,
+    p99,
+    prompts,
+    ratio,
+    requests,
+    slope,
+    wrong_pace,
+)
 from e2e.bench.table import table
 
 
@@ -69,7 +82,19 @@ def test_every_router_gets_the_same_flood_however_it_writes_json(separators: tup
 @pytest.mark.parametrize("separators", [(", ", ": "), (",", ":")])
 def test_a_prefill_leg_gets_a_reference_however_it_is_written(separators: tuple[str, str]):
     body = {"prompt": "a", "stream": False, "kv_transfer_params": {"do_remote_decode": True}}
-    assert answered(json.dumps(body, separators=separators).encode()) == [PREFILLED]
+    (answer,) = answered(json.dumps(body, separators=separators).encode())
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["kv_transfer_params"]["do_remote_prefill"] is True
+
+
+@pytest.mark.parametrize(
+    ("words", "least", "most"), [(SHORT_WORDS, 150, 250), (USUAL_WORDS, 3_000, 3_800), (LONG_WORDS, 16_000, 16_700)]
+)
+def test_prompts_have_the_sizes_that_the_table_says_and_answers_count_their_tokens(words: tuple[int, int], least: int, most: int):
+    """Routers learn bytes per token from the counts: with fixed ones a long prompt made all others look short."""
+    assert least <= sum(map(len, prompts(50, 1, words))) / 50 <= most
+    sent = requests(1, 1, None, words=words)[0].partition(b"\r\n\r\n")[2]
+    (answer,) = answered(sent)
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["usage"]["prompt_tokens"] == len(sent) // BYTES_PER_TOKEN
 
 
 def test_a_router_that_was_given_another_load_is_an_error():
