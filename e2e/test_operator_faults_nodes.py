@@ -118,6 +118,8 @@ def judge(lab: Lab, row: Failure, victim: str, since: str) -> str:
     name = pods[victim]["metadata"]["name"]
     documents = list(history.documents(lab, since))
     held = [one.version for one in documents if one.workers.get(name) == ("decode", "held")]
+    told = next(one.version for one in documents if one.workers.get(name) != ("decode", "serving"))
+    assert told < went, "routers heard of it after it was told to go"
     if row.sick:
         assert held, [one.workers for one in documents]
         assert held[0] < serves, "requests were sent to failing devices until the one in its place served"
