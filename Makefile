@@ -84,7 +84,7 @@ e2e-vllm: setup kube vllm ## the vLLM part of e2e
 	$(RUN) pytest e2e -m vllm
 
 e2e-helm: setup kube ## the chart installed, upgraded, rolled back and uninstalled by helm on a real control plane
-	$(RUN) pytest e2e/test_helm.py
+	$(RUN) pytest e2e/test_helm.py e2e/test_helm_wide.py
 
 e2e-kind: setup kind-images ## a three-node kind cluster with docker: images, chart, fleet, rolling update, paused node
 	UV=$(UV) $(RUN) pytest e2e/test_kind.py

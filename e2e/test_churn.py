@@ -16,14 +16,18 @@ from typing import Any
 
 import pytest
 
+from e2e.faultproxy.lab import Admin
 from e2e.fleet import Fleet
 from e2e.kube.nodes import NODES
+from e2e.test_operator_faults_scale import crowded
 from e2e.test_traffic import single_process_answers, wish
 from e2e.traffic import Ledger, Request, read_trace, send
 from fleet_wire.endpoints import ENDPOINTS_KEY
 
 CLIENTS = 4
 LOW, HIGH = 1 / 3, 1.0
+ROUTERS_FIRST_S = 1.0
+"""From a worker's deletion to the document in which it takes no more requests, on a machine of one's own."""
 ROUTERS = "labelSelector=inferencefleet.io/role%3Drouter"
 
 pytestmark = [pytest.mark.timeout(590)]
@@ -34,11 +38,19 @@ class Recorder:
     """Every endpoints document, as a watch shows them."""
 
     counts: list[tuple[float, int, int]] = field(default_factory=list)
+    serving: list[tuple[float, set[str]]] = field(default_factory=list)
+    """When, and the names of those that take requests."""
 
     def see(self, document: dict[str, Any]) -> None:
         workers = json.loads(document["data"][ENDPOINTS_KEY])["workers"]
+        self.serving.append((time.time(), {worker["name"] for worker in workers if worker["state"] == "serving"}))
         serving = [worker["role"] for worker in workers if worker["state"] == "serving"]
         self.counts.append((time.time(), serving.count("prefill"), serving.count("decode")))
+
+    def left(self, name: str, since: float) -> float | None:
+        """Seconds from then, when it served, until routers were told that it takes no more; None when they never were."""
+        assert name in [names for at, names in self.serving if at < since][-1], f"{name} did not serve"
+        return next((at - since for at, names in self.serving if at >= since and name not in names), None)
 
     def outside(self) -> list[tuple[float, int, int]]:
         """Documents that break the ratio."""
@@ -115,6 +127,16 @@ def ready(pod: dict[str, Any]) -> bool:
     return conditions.get("Ready") == "True" and "deletionTimestamp" not in pod["metadata"]
 
 
+def delete(fleet: Fleet, pod: str) -> float:
+    """By hand, without kubectl's own time; when it was asked for."""
+    admin, begun = Admin(fleet.plane), time.time()
+    try:
+        admin("DELETE", f"/api/v1/namespaces/{fleet.namespace}/pods/{pod}").raise_for_status()
+    finally:
+        admin.close()
+    return begun
+
+
 def workers(fleet: Fleet) -> dict[str, dict[str, Any]]:
     return {pod["metadata"]["uid"]: pod for role in ("prefill", "decode") for pod in fleet.pods(role)}
 
@@ -165,11 +187,23 @@ def test_full_churn_under_load_loses_nothing(fleet: Fleet, gpu_nodes: Path, tmp_
         fleet.wait("shrunk", lambda: fleet.serving()[1] == 2, 60)
 
         say("a pod deleted by hand")
-        victim = next(iter(fleet.pods("decode")))["metadata"]
-        fleet.kubectl("delete", "pod", victim["name"], "--wait=false")
+        victim = next(pod["metadata"] for pod in fleet.pods("decode") if ready(pod))  # the others still drain from shrinking
+        deleted = delete(fleet, victim["name"])
         fleet.wait("put back", lambda: settled(fleet, {victim["uid"]}, fleet.desired()), 60)
+        slow = crowded()
+        fleet.wait("each request at least once", lambda: len(ledger.tokens) == len(requests))  # a crowded machine is slow
 
-    print(json.dumps({"requests": len(ledger.tokens), "rounds": ledger.rounds, "documents": len(recorder.counts)}))
+    left_s = recorder.left(victim["name"], deleted)
+    counts = {
+        "requests": len(ledger.tokens),
+        "rounds": ledger.rounds,
+        "documents": len(recorder.counts),
+        "left_s": left_s,
+        "slow": slow,
+    }
+    print(json.dumps(counts))
+    assert left_s is not None
+    assert left_s <= ROUTERS_FIRST_S * slow, "routers were told late that a worker goes"
     assert ledger.errors == {}, said_by_routers(gpu_nodes)
     restarts = [container["restartCount"] for pod in fleet.pods("router") for container in pod["status"]["containerStatuses"]]
     assert set(restarts) == {0}, said_by_routers(gpu_nodes)

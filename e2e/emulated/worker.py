@@ -1,7 +1,8 @@
 """`python -m e2e.emulated.worker HOST PORT UID`: one worker process. vLLM's dialect on PORT, agent and control on PORT+1.
 
 KV moves: a prefill leg pins a lease here; the decode leg reads it over TCP from the address in the reference and answers 503
-KvTransferError when it cannot. The control port takes POST /fault (JSON, see `Faults`), GET /stats and GET /state.
+KvTransferError when it cannot. The control port takes POST /fault (JSON, see `Faults`), GET /stats and GET /state, and has the
+engine's counters as an agent shows them (GET /metrics).
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ class Faults:
     """So long up, then as long without a listener and without connections."""
     cut: list[str] = field(default_factory=list)
     """Uids of decode workers that cannot read KV here: their connections are reset."""
+    deaf: bool = False
+    """It computes the prompt itself and reads no KV, whatever was prefilled for it: right tokens, and nothing disaggregated."""
     tick_s: float = 0.002
     weights: int = 0
     model: str = "tiny"
@@ -49,6 +52,9 @@ class Stats:
     faulty: int = 0
     """Times that the fault was shown to somebody."""
     reads: int = 0
+    pulled: int = 0
+    """Prompts that it read the KV of, as a decode worker."""
+    failed_pulls: int = 0
     cut_reads: int = 0
     released: int = 0
     flaps: int = 0
@@ -138,7 +144,7 @@ class Worker:
             await asyncio.sleep(self.faults.tick_s)
             answer(writer, 200, self.prefilled(request_id, body))
             return
-        if params.get("do_remote_prefill") and not await self.pull(params):
+        if params.get("do_remote_prefill") and not self.faults.deaf and not await self.pull(params):
             answer(writer, 503, {"error": {"message": "the KV could not be read", "type": "KvTransferError"}})
             return
         prompt, seed, nonce = ids_of(body), self.seed(body), []
@@ -191,6 +197,12 @@ class Worker:
 
     async def pull(self, params: dict[str, Any]) -> bool:
         """Read what was prefilled elsewhere; False when it could not be proven."""
+        read = await self.read_from(params)
+        self.stats.pulled += read
+        self.stats.failed_pulls += not read
+        return read
+
+    async def read_from(self, params: dict[str, Any]) -> bool:
         try:
             async with asyncio.timeout(2.0):
                 reader, writer = await asyncio.open_connection(params["remote_host"], params["remote_port"])
@@ -284,11 +296,28 @@ class Worker:
             self.faults = Faults(
                 **{**asdict(Faults()), **{one.name: body[one.name] for one in fields(Faults) if one.name in body}}
             )
+        if path == "/metrics":
+            writer.write(self.exposition())
+            await writer.drain()
+            writer.close()
+            return
         now = time.monotonic()
         pinned = sum(until > now for until in self.leases.values())
         answer(writer, 200, {**asdict(self.stats), "pinned": pinned, "running": self.running, "uid": self.uid})
         await writer.drain()
         writer.close()
+
+    def exposition(self) -> bytes:
+        """vLLM's names for what an engine holds and what KV it read."""
+        rows = {
+            "vllm:num_requests_running": self.running,
+            "vllm:num_requests_waiting": 0,
+            "vllm:nixl_xfer_time_seconds_count": self.stats.pulled,
+            "vllm:nixl_bytes_transferred_sum": self.stats.pulled * 1_000,
+            "vllm:nixl_num_failed_transfers_total": self.stats.failed_pulls,
+        }
+        raw = "".join(f"{name} {value}\n" for name, value in rows.items()).encode()
+        return b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\ncontent-length: %d\r\n\r\n" % len(raw) + raw
 
 
 async def received(reader: asyncio.StreamReader) -> tuple[str, str, dict[str, str], dict[str, Any]]:

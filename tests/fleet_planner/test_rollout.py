@@ -130,19 +130,41 @@ def test_a_rollout_with_too_little_surge_says_so():
     assert (rolling.stuck, rolling.old) == (True, (2, 4))
 
 
-def test_rollout_and_resize_together_never_serve_less_than_both_sizes_allow():
-    """A resize while a revision changes, 0-6 old and 1-6 wanted workers of each role."""
-    for (low, high), old, want, surge, order in product(
-        RATIOS, product(range(7), repeat=2), product(range(1, 7), repeat=2), (None, 2), ORDERS
-    ):
-        if not within(*want, low, high) or (any(old) and (0 in old or not within(*old, low, high))):
-            continue
-        limits = Limits(low, high, surge_gpus=surge)
-        allowed = auto_surge(want, limits, None) if surge is None else surge
-        rolling = Rolling(want, limits, order, old)
-        run(rolling, largest(smaller(old, want), low, high), max(sum(old), sum(want) + allowed))
-        if surge is None:
+def resizes(ratio: tuple[Ratio, Ratio], every: int) -> Iterator[Rolling]:
+    """0-6 old and 1-6 wanted workers of each role with the usual settings, and each so manieth row of all others."""
+    low, high = ratio
+    settings = product((None, *range(7)), range(7))
+    pairs = list(product(product(range(7), repeat=2), product(range(1, 7), repeat=2)))
+    possible = [(old, want) for old, want in pairs if within(*want, *ratio) and (old == (0, 0) or inside(old, ratio))]
+    others = 0
+    for (surge, missing), (old, want), order in product(settings, possible, ORDERS):
+        usual = missing == 0 and surge in (None, 2)
+        others += not usual
+        if usual or others % every == 0:
+            yield Rolling(want, Limits(low, high, surge_gpus=surge, unavailable=missing), order, old)
+
+
+def inside(pair: Pair, ratio: tuple[Ratio, Ratio]) -> bool:
+    """A pair that can serve whole."""
+    return 0 not in pair and within(*pair, *ratio)
+
+
+@pytest.mark.parametrize(("ratio", "count"), list(zip(RATIOS, (5_041, 265, 159, 10_030), strict=True)))
+def test_rollout_and_resize_together_never_serve_less_than_both_sizes_allow(ratio: tuple[Ratio, Ratio], count: int):
+    """A resize while a revision changes, with every surge and every number that may be missing; `every` is a prime, so that no
+    setting is always left out."""
+    checked = 0
+    for rolling in resizes(ratio, every=41):
+        old, want, limits = rolling.old, rolling.want, rolling.limits
+        needed = auto_surge(want, limits, None)
+        surge = needed if limits.surge_gpus is None else limits.surge_gpus
+        both = smaller(old, want)
+        floor = largest((max(0, both[0] - limits.unavailable), max(0, both[1] - limits.unavailable)), limits.low, limits.high)
+        run(rolling, floor, max(sum(old), sum(want) + surge))
+        checked += 1
+        if limits.surge_gpus is None:
             assert (rolling.old, rolling.new_ready) == ((0, 0), want), rolling
+    assert checked == count
 
 
 def test_lws_counterexample_surge_zero_is_never_exceeded():

@@ -1,0 +1,75 @@
+"""A real ResourceQuota that refuses workers. Stage one: the API server refused one, in its own words. Stage two: the sizes back
+out to what the quota holds, no role is stranded over the ratio in any state, the condition names the quota and what it leaves,
+and what was asked for is had when the quota grows or goes."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from e2e.faultproxy import history
+from e2e.faultproxy.fixtures import FAMILY, Played
+from e2e.faultproxy.lab import Lab, fleet_manifest
+
+pytestmark = FAMILY
+WAIT_S = 6
+LOW, HIGH = 1 / 4, 1.0
+ROUTERS = 1
+"""Pods of the fleet that are no workers, and count, too."""
+FULL = (2, 8)
+HELD = (2, 4)
+QUOTAS = {
+    "pods": {"pods": str(ROUTERS + sum(HELD))},
+    "devices": {"requests.nvidia.com/gpu": str(sum(HELD))},
+}
+"""By row: what is limited. Devices are how most quotas of this field are written."""
+
+
+def refused(lab: Lab) -> list[str]:
+    """Stage one: what was asked of the API server and not granted."""
+    return [r.name for r in lab.proxy.ledger.writes() if r.kind == "pods" and r.method == "POST" and r.status == 403]
+
+
+def play(lab: Lab, row: str) -> str:
+    quotas, hard = f"/api/v1/namespaces/{lab.namespace}/resourcequotas", QUOTAS[row]
+    lab.start()
+    ratio = {"prefill": 1, "decode": 2, "min": "1:4", "max": "1:1"}
+    tier = {"name": "t", "accelerator": {"type": "h100-sxm"}, "ratio": ratio}
+    lab.apply(fleet_manifest(lab.namespace, tiers=[tier], scaling={"mode": "manual", "capacityWait": f"{WAIT_S}s"}))
+    lab.until("a running fleet", lambda: lab.serving(1, 2), 60)
+    lab.admin("POST", quotas, {"metadata": {"name": "team"}, "spec": {"hard": hard}}).raise_for_status()
+    lab.until("a quota that holds", lambda: lab.admin.get(f"{quotas}/team").get("status", {}).get("hard") == hard)
+    since = history.mark(lab)
+    lab.scale("decode", FULL[1])
+    lab.until("refused", lambda: bool(refused(lab)))
+    lab.until("what the quota holds", lambda: lab.serving(*HELD))
+    lab.until("told", lambda: lab.condition("CapacityLimited")["status"] == "True")
+    said = lab.condition("CapacityLimited")
+    (resource,) = hard
+    assert said["reason"] == "BackedOut"
+    assert "exceeded quota: team" in said["message"], said
+    assert f"limited: {resource}={hard[resource]}" in said["message"], said
+    assert lab.ready(), "what there is serves on"
+    lab.honest()
+    tried = len(refused(lab))
+    lab.until("tried again", lambda: len(refused(lab)) > tried, 3 * WAIT_S)
+    more = {resource: str(int(hard[resource]) + 2)}
+    lab.admin.merge(f"{quotas}/team", {"spec": {"hard": more}})
+    lab.until("grown into it", lambda: lab.serving(2, 6), 4 * WAIT_S)
+    lab.admin("DELETE", f"{quotas}/team").raise_for_status()
+    took_s = lab.until("what was asked for", lambda: lab.serving(*FULL), 4 * WAIT_S)
+    lab.until("no limit is told", lambda: lab.condition("CapacityLimited")["status"] == "False")
+    lab.at_rest()
+    documents = list(history.documents(lab, since))
+    assert len(documents) >= 3
+    assert not [one for one in documents if not LOW <= one.serving("prefill") / max(one.serving("decode"), 0.1) <= HIGH]
+    return f"{row}: {len(refused(lab))} refusals, {len(documents)} documents, full {took_s:.1f} s after it was gone"
+
+
+PLAYS = {row: partial(play, row=row) for row in QUOTAS}
+
+
+@pytest.mark.parametrize("row", PLAYS)
+def test_a_quota_is_backed_out_of_named_and_grown_into(played: Played, row: str):
+    print(played[row].result())

@@ -1,0 +1,91 @@
+"""What the router's own counters say, read by the operator's own parser: no name and no label is written a second time here, so
+that one that changes on one side shows. And what the canary's judge does with it: a rollback, by TTFT, by ITL, by errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fleet_api.quantities import Ratio
+from fleet_api.v1alpha1.rollout import RolloutSpec
+from fleet_api.v1alpha1.status import RolloutStatus
+from fleet_operator.telemetry.aggregate import Reading, tier_telemetry
+from fleet_operator.telemetry.parse import parse_text
+from fleet_planner.canary import Scene, plot_course
+from fleet_planner.rollout import Group, Limits
+from fleet_planner.types import RevisionLoad, TierTelemetry
+from fleet_router.metrics import Metrics
+
+OLD, NEW = "aaaaaaaa", "bbbbbbbb"
+REQUESTS = 100
+FAST_S, SLOW_S = 0.04, 4.0
+WORKERS = [("p", "prefill", "t", 3), ("d", "decode", "t", 5), ("e", "decode", "u", 7)]
+
+
+def streams(
+    metrics: Metrics, tier: str, revision: str, *, ttft_s: float = FAST_S, itl_s: float = FAST_S, errors: int = 0
+) -> None:
+    """So many streams of two tokens, counted as the data path does it (flow.py)."""
+    served = metrics.of(tier, revision)
+    for _ in range(REQUESTS):
+        served.requests += 1
+        served.ttft.observe(ttft_s)
+        served.itl.observe(itl_s)
+    served.errors += errors
+
+
+def reading(metrics: Metrics) -> Reading:
+    """As the operator scrapes it."""
+    return Reading(parse_text(metrics.exposition(WORKERS, 0.0, 0)), 1.0)
+
+
+def told(metrics: Metrics, before: Reading | None = None) -> TierTelemetry:
+    """Of tier t."""
+    return tier_telemetry("t", [], [reading(metrics)], [before], 1.0)
+
+
+def test_every_revisions_requests_errors_and_latencies_are_read():
+    metrics = Metrics()
+    streams(metrics, "t", OLD, errors=2)
+    before = reading(metrics)
+    streams(metrics, "t", OLD)
+    streams(metrics, "t", NEW, ttft_s=SLOW_S, itl_s=0.4, errors=7)
+    streams(metrics, "u", NEW, ttft_s=30.0, errors=9)  # another tier's are not ours
+    found = told(metrics, before)
+    assert found.revisions[OLD] == RevisionLoad(100, 0, 200, 2, pytest.approx(0.05, abs=0.001), pytest.approx(0.05, abs=0.001))
+    assert found.revisions[NEW] == RevisionLoad(100, 7, 100, 7, pytest.approx(5.0, abs=0.1), pytest.approx(0.5, abs=0.01))
+    assert (found.prefill.inflight, found.decode.inflight) == (3, 5)
+    assert found.prefill.ttft_p99_s == pytest.approx(5.0, abs=0.1)
+    assert found.decode.itl_p99_s == pytest.approx(0.5, abs=0.01)
+
+
+def test_a_revision_that_nobody_asked_has_no_latency():
+    """No data is not zero: a canary is not judged by it."""
+    metrics = Metrics()
+    metrics.of("t", NEW)
+    assert told(metrics).revisions == {NEW: RevisionLoad(0, 0, 0, 0, None, None)}
+
+
+@pytest.mark.parametrize(
+    ("new", "why"),
+    [
+        ({}, ""),
+        ({"ttft_s": SLOW_S}, "TTFT p99 is"),
+        ({"itl_s": SLOW_S}, "ITL p99 is"),
+        ({"errors": 20}, "20 of 100 requests failed"),
+    ],
+    ids=["as-good", "ttft", "itl", "errors"],
+)
+def test_a_canary_is_rolled_back_by_what_the_router_counts(new: dict[str, Any], why: str):
+    metrics, limits, want = Metrics(), Limits(Ratio(1, 4), Ratio(1, 1)), (4, 8)
+    streams(metrics, "t", OLD)
+    streams(metrics, "t", NEW, **new)
+    groups = {OLD: Group(OLD, want, want), NEW: Group(NEW, (1, 2), (1, 2))}
+    spec = RolloutSpec.model_validate({"canary": {"steps": [10, 50], "interval": "1m"}})
+    course = plot_course(
+        spec, RolloutStatus(stable=OLD, target=NEW), Scene(NEW, groups, told(metrics).revisions, want, limits, 0.0)
+    )
+    assert course.target == (OLD if why else NEW)
+    assert why in course.rolled_back
+    assert bool(course.rolled_back) == bool(why)
