@@ -106,6 +106,7 @@ def observe_fetching(pods: Iterable[Object]) -> tuple[FetchPod, ...]:
                     created_at=_time(meta.get("creationTimestamp")) or 0.0,
                     message=str(status.get("message") or _message(status.get("containerStatuses") or [], {})),
                     terminating="deletionTimestamp" in meta,
+                    placed=bool((pod.get("spec") or {}).get("nodeName")),
                 )
             )
     return tuple(sorted(found, key=lambda pod: pod.name))

@@ -32,6 +32,8 @@ from fleet_planner.types import (
 
 RETRY_S = 120.0
 """A node that could not fetch tries again after this long; so does one whose pod found no place."""
+BEGIN_S = 1800.0
+"""A pod on its node may take this long to begin: a worker's image has ten gigabytes and more, and a pod that goes ends its pull."""
 MESSAGE_MOST = 300
 At = tuple[str, str]
 """(key of a model, node)."""
@@ -147,8 +149,15 @@ def _revision(tier: str, templates: Mapping[str, Template]) -> str | None:
 
 
 def _failed(pod: FetchPod, now: float) -> bool:
-    """It ended badly, or no place was found for it."""
-    return pod.phase == "Failed" or (pod.phase == "Pending" and now - pod.created_at >= RETRY_S)
+    """It ended badly, no place was found for it, or it cannot begin: its kubelet says why, or says nothing for too long."""
+    patience_s = BEGIN_S if pod.placed and not pod.message else RETRY_S
+    return pod.phase == "Failed" or (pod.phase == "Pending" and now - pod.created_at >= patience_s)
+
+
+def _why_failed(pod: FetchPod) -> str:
+    if pod.message or pod.phase != "Pending":
+        return pod.message or "its pod failed"
+    return f"its pod did not begin within {BEGIN_S:.0f} s" if pod.placed else "no place was found for its pod"
 
 
 def _stale(fetching: Iterable[FetchPod], keys: set[str], names: set[str]) -> list[PodGone]:
@@ -200,9 +209,8 @@ def _verdict(lacking: Set[At], failed: Mapping[At, FetchPod], everywhere: Set[At
     if failed:
         by_node = {pod.node: pod for _, pod in sorted(failed.items(), reverse=True)}
         node, pod = min(by_node.items())
-        why = pod.message or ("no place was found for its pod" if pod.phase == "Pending" else "its pod failed")
         more = f" and {len(by_node) - 1} more" if len(by_node) > 1 else ""
-        return "False", "PrefetchFailed", f"{count}; node {node}{more}: {why}"[:MESSAGE_MOST]
+        return "False", "PrefetchFailed", f"{count}; node {node}{more}: {_why_failed(pod)}"[:MESSAGE_MOST]
     if lacking:
         return "False", "Prefetching", count
     return "True", "Cached", count

@@ -108,6 +108,8 @@ class FetchPod:
     created_at: float
     message: str = ""
     terminating: bool = False
+    placed: bool = False
+    """The scheduler let it on its node; before it runs its image may have to come."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,9 @@ import pytest
 from fleet_operator.audit import audit_kind
 from fleet_operator.cluster.interface import CONFIG_MAP, NODE, PDB, POD, POOL, Listed, WatchEvent
 from fleet_operator.known_nodes import KnownNodes
+from fleet_operator.names import FETCH
 from fleet_operator.nodes import NodeView, going_away, observe_node, sick_nodes
+from fleet_operator.observe import observe_fetching
 from fleet_operator.settings import Platform
 from fleet_wire import endpoints
 from tests.fleet_operator.world import NAMESPACE, World, manifest
@@ -194,3 +196,10 @@ def test_the_budgets_of_a_tier_that_is_gone_go_with_it():
         assert names == {"f-t-prefill", "f-t-decode"}
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("spec", "placed"), [({}, False), ({"nodeName": "n1"}, True)])
+def test_whether_a_fetching_pod_has_its_node_is_seen(spec: dict[str, Any], placed: bool):
+    meta = {"name": "p", "uid": "u", "labels": {FETCH: "k"}}
+    (found,) = observe_fetching([{"metadata": meta, "spec": spec, "status": {"phase": "Pending"}}])
+    assert (found.phase, found.placed) == ("Pending", placed)

@@ -13,7 +13,7 @@ from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.podtemplate import Toleration
 from fleet_api.v1alpha1.routing import ToZeroSpec
 from fleet_api.v1alpha1.status import Condition, FleetStatus, RoleStatus, RolloutStatus, TierStatus, ZeroStatus
-from fleet_planner.prefetch import RETRY_S, fetch_name, held_back, model_keys, plan_prefetch, suits, tolerated
+from fleet_planner.prefetch import BEGIN_S, RETRY_S, fetch_name, held_back, model_keys, plan_prefetch, suits, tolerated
 from fleet_planner.reconcile import reconcile
 from fleet_planner.types import Demand, FetchPod, Observed, ObservedNode, ObservedPod, ObservedPool, ScaleMemory, Template
 from tests.fleet_planner.test_adapters import pod
@@ -145,6 +145,20 @@ def test_a_pod_without_a_place_is_a_failure_in_time():
     assert (late.waiting, late.verdict) == (
         frozenset(), ("False", "PrefetchFailed", "0 of 1 nodes have the model; node n1: no place was found for its pod"),
     )  # fmt: skip
+
+
+def test_a_pod_whose_image_is_pulled_has_not_failed():
+    """After 120 s it was deleted, which ends its pull, made again, and ModelCached said that no place was found for it."""
+    pulling = fetching("n1", "Pending", placed=True)
+    late = plan_prefetch(fleet(prefetch={"wait": "1h"}), seen("n1", fetching=(pulling,)), NOW + 10 * RETRY_S)
+    assert (late.delete, late.waiting, late.verdict) == ((), {"t"}, ("False", "Prefetching", "0 of 1 nodes have the model"))
+    hopeless = plan_prefetch(fleet(), seen("n1", fetching=(pulling,)), pulling.created_at + BEGIN_S)
+    assert ([gone.name for gone in hopeless.delete], hopeless.verdict) == (
+        [pulling.name], ("False", "PrefetchFailed", "0 of 1 nodes have the model; node n1: its pod did not begin within 1800 s"),
+    )  # fmt: skip
+    refused = replace(pulling, message='Back-off pulling image "x"')
+    told = plan_prefetch(fleet(), seen("n1", fetching=(refused,)), NOW + RETRY_S)
+    assert told.verdict == ("False", "PrefetchFailed", '0 of 1 nodes have the model; node n1: Back-off pulling image "x"')
 
 
 def test_records_of_other_models_and_lost_nodes_go():
