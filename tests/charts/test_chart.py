@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from e2e.helm.chart import CHART, ROOT, HelmError, objects, render, stale
+from e2e.helm.chart import CHART, ROOT, HelmError, helm, objects, render, stale
+from fleet_api.v1alpha1.base import DNS_LABEL, DNS_SUBDOMAIN
 from fleet_operator.leader.lease import Terms
 from fleet_operator.options import WebhookOptions, parse_options
 from fleet_operator.webhook.manifests import configurations
@@ -45,6 +48,47 @@ def test_nothing_of_a_container_is_named_twice(values: Path):
             for part in ("env", "ports", "volumeMounts"):
                 names = [entry["name"] for entry in container.get(part, [])]
                 assert len(names) == len(set(names)), f"{found['kind']} {container['name']} {part}: {names}"
+
+
+LONG = {"fullnameOverride": "a" * 50}
+EVERYTHING = {"metrics": {"serviceMonitor": {"enabled": True}}, "webhooks": {"enabled": True}, "rbac": {"aggregate": True}}
+
+
+@pytest.mark.parametrize(
+    ("release", "namespace", "values"),
+    [
+        ("a" * 53, "n" * 63, {}),
+        ("inferencefleet", "ml", LONG),
+        ("team.a", "ml", {}),
+        ("a" * 49 + ".b", "ml", {}),
+        ("2024", "2025", {"serviceAccount": {"name": "7"}, "priorityClassName": "8", "watchNamespaces": ["2026", "null"]}),
+        ("null", "true", {"scope": "cluster", "fullnameOverride": "1e5"}),
+    ],
+)
+def test_any_release_has_names_that_an_api_server_takes(release: str, namespace: str, values: dict[str, Any]):
+    """A Service had 67 characters, or a dot; a number, true or null without quotes is no text."""
+    text = json.dumps({**EVERYTHING, **values})
+    args = ("template", release, str(CHART), "--namespace", namespace, "--values", "-")
+    found = objects(helm(*args, stdin=text))
+    for one in found:
+        meta = one["metadata"]
+        most, pattern = (63, DNS_LABEL) if one["kind"] == "Service" else (253, DNS_SUBDOMAIN)
+        assert len(meta["name"]) <= most, f"{one['kind']} {meta['name']}"
+        assert re.fullmatch(pattern, meta["name"]), f"{one['kind']} {meta['name']}"
+        strings = [meta.get("namespace", ""), *meta.get("labels", {}).values(), *_texts(one, ("namespace", "name", "values"))]
+        strings += _texts(one, ("serviceAccountName", "priorityClassName", "resourceNames", "app.kubernetes.io/instance"))
+        assert [said for said in strings if not isinstance(said, str)] == []
+
+
+def _texts(value: Any, keys: Sequence[str]) -> list[Any]:
+    """Everything that stands under one of these keys, at any depth, outside of schemas."""
+    if isinstance(value, list):
+        return [text for item in value for text in _texts(item, keys)]
+    if not isinstance(value, dict) or "openAPIV3Schema" in value:
+        return []
+    mine = [value[key] for key in keys if key in value]
+    flat = [item for one in mine for item in (one if isinstance(one, list) else [one])]
+    return [*(one for one in flat if not isinstance(one, dict)), *(text for one in value.values() for text in _texts(one, keys))]
 
 
 def test_generated_files_are_up_to_date():
