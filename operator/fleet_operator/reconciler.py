@@ -211,9 +211,9 @@ class Reconciler:
         return self._queue.backlog()
 
     def readiness(self) -> dict[str, int]:
-        """Fleets by the status of their Ready condition."""
+        """Fleets that are ours by the status of their Ready condition."""
         counts = {"True": 0, "False": 0, "Unknown": 0}
-        for raw in self._objects.fleets.values():
+        for raw in (raw for (namespace, _), raw in self._objects.fleets.items() if self._owns(namespace)):
             conditions = (raw.get("status") or {}).get("conditions") or []
             status = next((c.get("status") for c in conditions if c.get("type") == "Ready"), "Unknown")
             counts[status if status in counts else "Unknown"] += 1

@@ -33,7 +33,7 @@ from fleet_planner.types import (
 RETRY_S = 120.0
 """A node that could not fetch tries again after this long; so does one whose pod found no place."""
 BEGIN_S = 1800.0
-"""A pod on its node may take this long to begin: a worker's image has ten gigabytes and more, and a pod that goes ends its pull."""
+"""A pod on its node may take this long to begin: images have ten gigabytes and more, and a pod that goes ends its pull."""
 MESSAGE_MOST = 300
 At = tuple[str, str]
 """(key of a model, node)."""
