@@ -99,8 +99,8 @@ def test_neighbours_on_one_host_have_other_ports():
 
 
 def test_a_configuration_of_another_version_keeps_its_fields_on_the_hosts_network():
-    """After a downgrade no worker of such a fleet could be replaced (InternalError in each pass); after an upgrade new workers got
-    fields that their older image refuses."""
+    """After a downgrade no worker of such a fleet could be replaced (InternalError in each pass); after an upgrade new workers
+    got fields that their older image refuses."""
     fleet = parse_fleet(manifest(engine={"type": "vllm"}, tiers=tiers(kvTransfer=HOST)))
     template = template_of(fleet, fleet.spec.tiers[0], {}, Platform())
     stored = pod_spec(fleet, fleet.spec.tiers[0], "decode", template, Platform())
