@@ -18,7 +18,7 @@ from fleet_operator.cluster.interface import (
     UnavailableError,
 )
 from fleet_operator.cluster.kube import KubeCluster
-from fleet_operator.cluster.kube_http import GoneError, KubeHttp, KubeLimits, error_of, split_lines
+from fleet_operator.cluster.kube_http import Backoff, GoneError, KubeHttp, KubeLimits, error_of, split_lines
 
 FAST = KubeLimits(backoff_base_s=0.001, backoff_cap_s=0.01, page=2, silence_s=5)
 
@@ -159,6 +159,30 @@ def test_a_version_that_is_gone_lists_again_and_tells_only_the_difference():
     assert told[:3] == [("ADDED", "kept"), ("ADDED", "gone"), ("SYNCED", "")]
     assert sorted(told[3:6]) == [("ADDED", "again"), ("ADDED", "made"), ("DELETED", "gone")]
     assert told[6] == ("DELETED", "kept")
+
+
+@pytest.mark.parametrize("ask", ["watch", "list"])
+def test_versions_that_are_gone_again_and_again_are_listed_ever_less_often(ask, monkeypatch):
+    """A server that knows none of its own versions any more was asked for all objects as fast as it answered."""
+    paused, gone = [], {"type": "ERROR", "object": {"kind": "Status", "code": 410, "message": "too old resource version"}}
+
+    async def pause(self, error):
+        paused.append(type(error))
+
+    monkeypatch.setattr(Backoff, "pause", pause)
+    listed = page([item("a", 1)], 10)
+    if ask == "watch":
+        script = Script(listed, [gone], listed, [gone], listed, [gone], listed, [change("MODIFIED", item("a", 12))])
+        assert scenario(script, 3) == [("ADDED", "a"), ("SYNCED", ""), ("MODIFIED", "a")]
+    else:
+        more = page([item("a", 1)], 10, "next")
+
+        async def run():
+            async with talking_to(Script(more, 410, more, 410, more, 410, listed)) as cluster:
+                return await cluster.list(CONFIG_MAP)
+
+        assert [obj["metadata"]["name"] for obj in asyncio.run(run())] == ["a"]
+    assert paused == [GoneError] * 3
 
 
 def test_a_watch_outlives_a_server_that_is_away():
