@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fleet_operator.cluster.interface import Object
+from fleet_operator.observe import timestamp
 from fleet_operator.settings import Platform
 from fleet_planner.types import ObservedNode
 
@@ -50,6 +51,7 @@ def _place(node: Object, *, leaving: bool) -> ObservedNode:
         taints=tuple(taints),
         devices=frozenset(name for name, amount in allocatable.items() if "/" in name and str(amount) != "0"),
         leaving=leaving,
+        made_at=timestamp(node["metadata"].get("creationTimestamp")),
     )
 
 

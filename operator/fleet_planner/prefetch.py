@@ -78,17 +78,19 @@ def plan_prefetch(fleet: InferenceFleet, observed: Observed, now: float) -> Pref
         return Prefetch(verdict=("Unknown", "NodesUnknown", "the operator may not read nodes: workers fetch by themselves"))
     spec = (fleet.spec.model.cache.prefetch if fleet.spec.model.cache is not None else None) or PrefetchSpec()
     wanted = _wanted(fleet, keys, nodes)
-    mine = {(pod.key, pod.node): pod for pod in fetching if (pod.key, pod.node) in wanted and not pod.terminating}
+    stale, taken = _stale(fetching, set(keys.values()), nodes), {(pod.key, pod.node) for pod in fetching}
+    going = {pod.name for pod in fetching if pod.terminating} | {gone.name for gone in stale}
+    mine = {(pod.key, pod.node): pod for pod in fetching if (pod.key, pod.node) in wanted and pod.name not in going}
     fetched = {at for at, pod in mine.items() if pod.phase == "Succeeded"} | _loaded(keys, observed)
     failed = {at: pod for at, pod in mine.items() if _failed(pod, now) and at not in fetched}
     pending = wanted.keys() - fetched - failed.keys()
     busy = sum(pod.phase in ("Pending", "Running") for at, pod in mine.items() if at not in failed)
-    free = [at for at in wanted if at in pending and at not in mine][: max(0, spec.parallel - busy)]
+    free = [at for at in wanted if at in pending and at not in taken][: max(0, spec.parallel - busy)]
     lacking = _lacking(fleet, keys, {name for at in wanted.keys() - fetched for name in wanted[at]}, observed, now)
     in_time = {name for name, (_, since) in lacking.items() if now - since < spec.wait_s}
     return Prefetch(
         create=tuple(FetchWanted(fetch_name(fleet.metadata.name, *at), at[1], at[0], wanted[at][0]) for at in free),
-        delete=(*_stale(fetching, set(keys.values()), {node.name for node in nodes}), *_again(failed.values(), now)),
+        delete=(*stale, *_again(failed.values(), now)),
         waiting=frozenset(name for at in pending for name in wanted[at] if name in in_time),
         lacking=lacking,
         verdict=_verdict(wanted.keys() - fetched, failed, wanted.keys()),
@@ -160,11 +162,14 @@ def _why_failed(pod: FetchPod) -> str:
     return f"its pod did not begin within {BEGIN_S:.0f} s" if pod.placed else "no place was found for its pod"
 
 
-def _stale(fetching: Iterable[FetchPod], keys: set[str], names: set[str]) -> list[PodGone]:
-    """Records of another model, and of nodes that are gone."""
+def _stale(fetching: Iterable[FetchPod], keys: set[str], nodes: Sequence[ObservedNode]) -> list[PodGone]:
+    """Records of another model, and of nodes that are gone, or that are other machines by now."""
+    since = {node.name: node.made_at or 0.0 for node in nodes}
     found = [pod for pod in fetching if not pod.terminating]
     other = [_gone(pod, "another model is served") for pod in found if pod.key not in keys]
-    return other + [_gone(pod, "its node is gone") for pod in found if pod.key in keys and pod.node not in names]
+    mine = [pod for pod in found if pod.key in keys]
+    lost = [_gone(pod, "its node is gone") for pod in mine if pod.node not in since]
+    return other + lost + [_gone(pod, "its node was made anew") for pod in mine if pod.created_at < since.get(pod.node, 0.0)]
 
 
 def _again(failed: Iterable[FetchPod], now: float) -> list[PodGone]:

@@ -94,6 +94,8 @@ class ObservedNode:
     """Extended resources that it has any of."""
     leaving: bool = False
     """Cordoned, lost or going away."""
+    made_at: float | None = None
+    """Another machine may come under its name."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -48,6 +49,14 @@ def test_what_a_node_says(found: dict[str, Any], leaving: str, sick: str):
     views = {"n": observe_node(found, Platform())}
     assert going_away(views) == ({"n": leaving} if leaving else {})
     assert sick_nodes(views, views) == ({"n": sick} if sick else {})
+
+
+def test_when_a_node_was_made_is_seen():
+    found = node()
+    assert (place := observe_node(found, Platform()).place) is not None
+    assert place.made_at is None
+    found["metadata"]["creationTimestamp"] = "1970-01-01T00:01:00Z"
+    assert observe_node(found, Platform()).place == replace(place, made_at=60.0)
 
 
 @pytest.mark.parametrize(("lost", "believed"), [(1, True), (2, True), (3, False), (4, False)])
