@@ -93,7 +93,11 @@ def _without(obj: Any) -> Iterator[Any]:
 
 def test_whatever_a_status_lacks_it_is_judged():
     """A condition without a reason or a message (somebody edited it) was an error of the script, and the health Unknown."""
-    words = {"Accepted": ("False", "Invalid", "m"), "Ready": ("False", "NotAvailable", "m"), "RollingOut": ("False", "Stuck", "m")}
+    words = {
+        "Accepted": ("False", "Invalid", "m"),
+        "Ready": ("False", "NotAvailable", "m"),
+        "RollingOut": ("False", "Stuck", "m"),
+    }
     whole = [fleet({kind: told}) for kind, told in words.items()] + [fleet(READY | {"RollingOut": words["RollingOut"]})]
     for obj in (odd for one in [*whole, pool(2, replicas=2, readyReplicas=2)] for odd in _without(one) if "metadata" in odd):
         status, message = health(obj)
