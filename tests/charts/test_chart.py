@@ -283,7 +283,7 @@ def test_every_pod_meets_the_restricted_standard():
 
 
 def test_a_cluster_that_refuses_routers_is_refused():
-    """Their preStop sleeps: alpha and off in Kubernetes 1.29 (KEP-3960), which drops the field and then refuses the empty hook."""
+    """Their preStop sleeps: alpha and off in Kubernetes 1.29 (KEP-3960): the field is dropped, the empty hook refused."""
     assert helm("template", "r", str(CHART), "--kube-version", "1.30.0")
     with pytest.raises(HelmError, match="incompatible"):
         helm("template", "r", str(CHART), "--kube-version", "1.29.14")
