@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import yaml
 
-from e2e.helm.chart import CHART, ROOT, HelmError, helm, objects, render, stale
+from e2e.helm.chart import CHART, NAMESPACE, ROOT, HelmError, helm, objects, render, stale
 from fleet_api.v1alpha1.base import DNS_LABEL, DNS_SUBDOMAIN
 from fleet_operator.leader.lease import Terms
 from fleet_operator.options import WebhookOptions, parse_options
+from fleet_operator.runtime.paths import expand
 from fleet_operator.webhook.manifests import configurations
 
 HERE = Path(__file__).resolve().parent
@@ -334,12 +335,26 @@ def test_webhooks_are_the_operators_own():
     assert [{**o, "metadata": {"name": o["metadata"]["name"]}} for o in found] == configurations({"service": service})
 
 
+@pytest.mark.parametrize("source", ["chart", "kustomize"])
+def test_an_installation_is_named_after_the_namespace_that_it_is_in(source: str):
+    """Overlays of the base with other namespaces (and prefixes) had one name: each took the claims of the others for its own."""
+    text = render() if source == "chart" else (ROOT / "charts/kustomize/base/operator.yaml").read_text()
+    (deployment,) = [o for o in objects(text) if o["kind"] == "Deployment"]
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    field = next(one["valueFrom"]["fieldRef"]["fieldPath"] for one in container["env"] if one["name"] == "POD_NAMESPACE")
+    assert field == "metadata.namespace"
+    args = [expand(word, {"POD_NAMESPACE": "elsewhere"}) for word in container["args"]]
+    assert parse_options(args).installation == "elsewhere/inferencefleet-operator"
+    told = f"--namespace={NAMESPACE}"  # where the chart watches its release's namespace
+    assert [word for word in args if NAMESPACE in word] == ([told] if source == "chart" else [])
+
+
 def test_the_operator_takes_every_flag():
     """The chart's arguments, read by the operator's own parser."""
     everything = yaml.safe_load((HERE / "values/everything.yaml").read_text())
     (deployment,) = [o for o in objects(render(everything)) if o["kind"] == "Deployment"]
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
-    options = parse_options(container["args"])
+    options = parse_options([expand(word, {"POD_NAMESPACE": "inferencefleet-system"}) for word in container["args"]])
     assert options.selection.names == ("ml", "research")
     assert options.election == Terms(30, 19.8)
     assert options.webhook == WebhookOptions(
