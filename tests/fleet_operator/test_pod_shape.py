@@ -13,6 +13,7 @@ from fleet_api.parse import parse_fleet
 from fleet_operator.cluster.interface import CLAIM_TEMPLATE, CONFIG_MAP, DEPLOYMENT, FLEET, NETWORK_POLICY, POD
 from fleet_operator.flip.follow import DEFAULT_PORTS
 from fleet_operator.names import ROLE
+from fleet_operator.reconciler import CHILDREN
 from fleet_operator.render.network import PORTS, render_policy, worker_ports
 from fleet_operator.render.revision import template_of
 from fleet_operator.render.worker import at_ordinal, pod_spec
@@ -198,6 +199,20 @@ def test_claims_belong_to_their_pool_and_go_with_it():
         assert not after & named
 
     play(scenario, tiers=tiers(kvTransfer=dra))
+
+
+def test_what_no_watch_tells_is_not_kept():
+    """Claims of every revision, and PodGroups of every worker, that there had ever been stayed in the cache, also when their fleet
+    was gone."""
+    dra = {"via": "dra", "dra": {"gpu": "gpu.nvidia.com", "nic": "mrdma.google.com"}}
+    groups = {"parallelism": {"nodes": 2, "tensor": 2}, "placement": {"podGroup": "volcano"}}
+
+    async def scenario(world: World) -> None:
+        kept = {kind for kind, _ in world.operator._objects.children((NAMESPACE, "f"))}
+        assert kept <= {kind.kind for kind in CHILDREN}
+        assert "Pod" in kept
+
+    play(scenario, engine={"type": "vllm"}, tiers=tiers(kvTransfer=dra, **groups))
 
 
 def test_deleted_claims_are_put_back_while_a_pod_waits_for_them_and_only_then():
