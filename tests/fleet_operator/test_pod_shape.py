@@ -202,7 +202,7 @@ def test_claims_belong_to_their_pool_and_go_with_it():
 
 
 def test_what_no_watch_tells_is_not_kept():
-    """Claims of every revision, and PodGroups of every worker, that there had ever been stayed in the cache, also when their fleet
+    """Claims of every revision, and PodGroups of every worker, that there ever were stayed in the cache, also when their fleet
     was gone."""
     dra = {"via": "dra", "dra": {"gpu": "gpu.nvidia.com", "nic": "mrdma.google.com"}}
     groups = {"parallelism": {"nodes": 2, "tensor": 2}, "placement": {"podGroup": "volcano"}}
