@@ -290,6 +290,11 @@ def test_a_cluster_that_refuses_routers_is_refused():
         helm("template", "r", str(CHART), "--kube-version", "1.29.14")
 
 
+def test_an_operator_that_is_not_ready_holds_up_no_drain():
+    (budget,) = [o for o in objects(render()) if o["kind"] == "PodDisruptionBudget"]
+    assert budget["spec"] | {"maxUnavailable": 1, "unhealthyPodEvictionPolicy": "AlwaysAllow"} == budget["spec"]
+
+
 def test_a_parent_chart_may_hand_down_globals():
     assert render({"global": {"region": "x"}}) == render()
 
