@@ -43,7 +43,7 @@ local function fleet_health()
   end
   local limited, available = found.CapacityLimited, found.Available
   if limited ~= nil and limited.status == "True" then
-    return health("Degraded", limited.message)
+    return health(limited.reason == "Queued" and "Progressing" or "Degraded", limited.message)
   end
   -- what does not mend itself: the spec, a refused write, workers that end and end again
   if ready.reason == "NotAccepted" or ready.reason == "NotProvisioned" then

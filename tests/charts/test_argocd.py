@@ -54,6 +54,8 @@ WAITING = ("Progressing", "waiting for the operator to look at this generation")
         (fleet(READY | {"RollingOut": ("True", "Paused", "paused at 1 of 3")}), ("Suspended", "paused at 1 of 3")),
         (fleet(READY | {"CapacityLimited": ("True", "Unschedulable", "no GPU")}), ("Healthy", "the fleet serves")),
         (fleet(NOT_AVAILABLE | {"CapacityLimited": ("True", "Unschedulable", "no GPU")}), ("Degraded", "no GPU")),
+        # whoever waits in a queue is in order, and the operator tells it as Normal: Kueue lets it in when it is its turn
+        (fleet(NOT_AVAILABLE | {"CapacityLimited": ("True", "Queued", "2 wait in q")}), ("Progressing", "2 wait in q")),
         (fleet({"Ready": ("False", "NotAccepted", "bad")}), ("Degraded", "bad")),
         (fleet({"Ready": ("False", "NotProvisioned", "quota")}), ("Degraded", "quota")),
         (fleet(NOT_AVAILABLE | {"Available": ("False", "WorkersFailing", "OOM")}), ("Degraded", "OOM")),
