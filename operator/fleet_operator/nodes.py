@@ -28,6 +28,8 @@ class NodeView:
     sick: str = ""
     place: ObservedNode | None = None
     """What decides whether a worker may run there."""
+    made_at: float | None = None
+    """By the API server's clock. Another machine may come under its name."""
 
 
 def observe_node(node: Object, platform: Platform) -> NodeView:
@@ -36,7 +38,7 @@ def observe_node(node: Object, platform: Platform) -> NodeView:
     taints = {taint.get("key", "") for taint in spec.get("taints") or []}
     conditions = {c.get("type", ""): c for c in status.get("conditions") or []}
     words = _leaving(name, spec, taints, platform), _not_ready(name, conditions), _sick(name, taints, conditions, platform)
-    return NodeView(*words, _place(node, leaving=any(words)))
+    return NodeView(*words, _place(node, leaving=any(words)), timestamp(node["metadata"].get("creationTimestamp")))
 
 
 def _place(node: Object, *, leaving: bool) -> ObservedNode:
@@ -51,7 +53,6 @@ def _place(node: Object, *, leaving: bool) -> ObservedNode:
         taints=tuple(taints),
         devices=frozenset(name for name, amount in allocatable.items() if "/" in name and str(amount) != "0"),
         leaving=leaving,
-        made_at=timestamp(node["metadata"].get("creationTimestamp")),
     )
 
 

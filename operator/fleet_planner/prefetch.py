@@ -78,7 +78,8 @@ def plan_prefetch(fleet: InferenceFleet, observed: Observed, now: float) -> Pref
         return Prefetch(verdict=("Unknown", "NodesUnknown", "the operator may not read nodes: workers fetch by themselves"))
     spec = (fleet.spec.model.cache.prefetch if fleet.spec.model.cache is not None else None) or PrefetchSpec()
     wanted = _wanted(fleet, keys, nodes)
-    stale, taken = _stale(fetching, set(keys.values()), nodes), {(pod.key, pod.node) for pod in fetching}
+    names = {node.name for node in nodes}
+    stale, taken = _stale(fetching, set(keys.values()), names), {(pod.key, pod.node) for pod in fetching}
     going = {pod.name for pod in fetching if pod.terminating} | {gone.name for gone in stale}
     mine = {(pod.key, pod.node): pod for pod in fetching if (pod.key, pod.node) in wanted and pod.name not in going}
     fetched = {at for at, pod in mine.items() if pod.phase == "Succeeded"} | _loaded(keys, observed)
@@ -162,14 +163,13 @@ def _why_failed(pod: FetchPod) -> str:
     return f"its pod did not begin within {BEGIN_S:.0f} s" if pod.placed else "no place was found for its pod"
 
 
-def _stale(fetching: Iterable[FetchPod], keys: set[str], nodes: Sequence[ObservedNode]) -> list[PodGone]:
+def _stale(fetching: Iterable[FetchPod], keys: set[str], names: set[str]) -> list[PodGone]:
     """Records of another model, and of nodes that are gone, or that are other machines by now."""
-    since = {node.name: node.made_at or 0.0 for node in nodes}
     found = [pod for pod in fetching if not pod.terminating]
     other = [_gone(pod, "another model is served") for pod in found if pod.key not in keys]
     mine = [pod for pod in found if pod.key in keys]
-    lost = [_gone(pod, "its node is gone") for pod in mine if pod.node not in since]
-    return other + lost + [_gone(pod, "its node was made anew") for pod in mine if pod.created_at < since.get(pod.node, 0.0)]
+    lost = [_gone(pod, "its node is gone") for pod in mine if pod.node not in names]
+    return other + lost + [_gone(pod, "its node was made anew") for pod in mine if pod.outlived and pod.node in names]
 
 
 def _again(failed: Iterable[FetchPod], now: float) -> list[PodGone]:

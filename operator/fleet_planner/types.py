@@ -94,8 +94,6 @@ class ObservedNode:
     """Extended resources that it has any of."""
     leaving: bool = False
     """Cordoned, lost or going away."""
-    made_at: float | None = None
-    """Another machine may come under its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +110,8 @@ class FetchPod:
     terminating: bool = False
     placed: bool = False
     """The scheduler let it on its node; before it runs its image may have to come."""
+    outlived: bool = False
+    """Its node is another machine by now, under the same name."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fleet_planner.prefetch import BEGIN_S, RETRY_S, plan_prefetch
-from tests.fleet_planner.test_prefetch import NOW, fetching, fleet, node, seen
+from tests.fleet_planner.test_prefetch import NOW, fetching, fleet, seen
 
 
 def test_a_failure_is_told_tried_again_later_and_waited_for_by_nobody():
@@ -51,12 +51,11 @@ def test_records_of_other_models_and_lost_nodes_go():
 def test_a_node_that_was_made_anew_has_nothing():
     """A machine was replaced under its name: the pod that had fetched for the one before said that the model was there."""
     done = fetching("n1", "Succeeded")
-    anew = replace(seen(fetching=(done,)), nodes=(node("n1", made_at=done.created_at + 1),))
+    anew = seen("n1", fetching=(replace(done, outlived=True),))
     found = plan_prefetch(fleet(), anew, NOW)
     assert [(gone.name, gone.reason) for gone in found.delete] == [(done.name, "its node was made anew")]
     assert (found.create, found.waiting, found.verdict) == ((), {"t"}, ("False", "Prefetching", "0 of 1 nodes have the model"))
-    going = replace(anew, fetching=(replace(done, terminating=True),))
+    going = replace(anew, fetching=(replace(done, outlived=True, terminating=True),))
     assert plan_prefetch(fleet(), going, NOW).create == (), "its name is taken until it is gone"
     assert [wanted.node for wanted in plan_prefetch(fleet(), replace(anew, fetching=()), NOW).create] == ["n1"]
-    same = replace(anew, nodes=(node("n1", made_at=done.created_at),))
-    assert plan_prefetch(fleet(), same, NOW).verdict == ("True", "Cached", "1 of 1 nodes have the model")
+    assert plan_prefetch(fleet(), seen("n1", fetching=(done,)), NOW).verdict == ("True", "Cached", "1 of 1 nodes have the model")
