@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from fleet_api.parse import parse_fleet
+from fleet_api.v1alpha1.fabric import HOST_PORT_RANKS
 from fleet_operator.cluster.interface import CLAIM_TEMPLATE, CONFIG_MAP, DEPLOYMENT, FLEET, NETWORK_POLICY, POD
 from fleet_operator.flip.follow import DEFAULT_PORTS
 from fleet_operator.names import ROLE
@@ -97,6 +98,10 @@ def test_neighbours_on_one_host_have_other_ports():
             taken |= mine
     assert min(taken) == 20_000
     assert max(taken) < 20_512
+
+
+def test_as_many_ranks_fit_into_a_workers_ports_as_admission_says():
+    assert worker_ports(20_000, "prefill", 0).side_channel + HOST_PORT_RANKS == worker_ports(20_000, "decode", 0).http
 
 
 def test_a_configuration_of_another_version_keeps_its_fields_on_the_hosts_network():
