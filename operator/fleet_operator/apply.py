@@ -363,7 +363,7 @@ class Applier:
         try:
             await self._cluster.apply(wish)
         except ClusterError as error:
-            work.outcome.fail(f"ResourceClaimTemplate {wanted.pool}", error)
+            work.outcome.fail(f"ResourceClaimTemplate {wanted.pool} (kvTransfer.via dra)", error)
 
     async def _create(self, pod: Object, work: _Pass) -> str | None:
         """The uid of the pod that was made, None when none was."""

@@ -266,6 +266,15 @@ def test_an_answer_that_is_no_status_still_makes_a_message(body):
     assert str(error_of(502, body))
 
 
+def test_a_kind_that_a_cluster_does_not_have_is_told_as_such():
+    """So kube-apiserver answers for a group that it does not serve: "404 page not found" was all that a fleet's status said."""
+    found = error_of(404, b"404 page not found\n")
+    assert (type(found), str(found)) == (
+        NotFoundError,
+        "this cluster's API server has no such kind of object (404 page not found)",
+    )
+
+
 def test_retry_after_is_kept():
     found = error_of(429, b"{}", "7")
     assert isinstance(found, UnavailableError)
