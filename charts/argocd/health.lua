@@ -1,7 +1,12 @@
 -- Health of an InferenceFleet or a WorkerPool for Argo CD (Lua 5.1): put this text into argocd-cm under both
 -- resource.customizations.health.inferencefleet.io_InferenceFleet and resource.customizations.health.inferencefleet.io_WorkerPool.
 local function health(status, message)
-  return { status = status, message = message }
+  return { status = status, message = message or "" }
+end
+
+-- what somebody edited may lack either
+local function words(condition)
+  return (condition.reason or "no reason") .. ": " .. (condition.message or "")
 end
 
 local ROLLOUT_FAILED = { Stuck = true, ProgressDeadlineExceeded = true, RolledBack = true }
@@ -9,7 +14,7 @@ local ROLLOUT_FAILED = { Stuck = true, ProgressDeadlineExceeded = true, RolledBa
 local function fleet_health()
   local found = {}
   for _, condition in ipairs(obj.status.conditions or {}) do
-    found[condition.type] = condition
+    found[condition.type or ""] = condition
   end
   if (obj.status.observedGeneration or 0) < (obj.metadata.generation or 0) then
     return health("Progressing", "waiting for the operator to look at this generation")
@@ -17,15 +22,15 @@ local function fleet_health()
   -- before Ready: it may be older than the spec that was refused
   local accepted = found.Accepted
   if accepted ~= nil and accepted.status == "False" then
-    return health("Degraded", accepted.reason .. ": " .. accepted.message)
+    return health("Degraded", words(accepted))
   end
   local ready, rolling = found.Ready, found.RollingOut
   if ready == nil then
     return health("Progressing", "waiting for the operator to look at this generation")
   end
   -- a rollout that ended badly is no success, though the revision before it serves
-  if rolling ~= nil and ROLLOUT_FAILED[rolling.reason] then
-    return health("Degraded", rolling.reason .. ": " .. rolling.message)
+  if rolling ~= nil and ROLLOUT_FAILED[rolling.reason or ""] then
+    return health("Degraded", words(rolling))
   end
   if rolling ~= nil and rolling.reason == "Paused" then
     return health("Suspended", rolling.message)
@@ -38,7 +43,7 @@ local function fleet_health()
   end
   local limited, available = found.CapacityLimited, found.Available
   if limited ~= nil and limited.status == "True" then
-    return health("Degraded", limited.message)
+    return health(limited.reason == "Queued" and "Progressing" or "Degraded", limited.message)
   end
   -- what does not mend itself: the spec, a refused write, workers that end and end again
   if ready.reason == "NotAccepted" or ready.reason == "NotProvisioned" then
@@ -51,7 +56,7 @@ local function fleet_health()
 end
 
 local function pool_health()
-  local wanted, there, ready = obj.spec.replicas or 0, obj.status.replicas or 0, obj.status.readyReplicas or 0
+  local wanted, there, ready = (obj.spec or {}).replicas or 0, obj.status.replicas or 0, obj.status.readyReplicas or 0
   local message = ready .. " of " .. wanted .. " workers are ready"
   if there == wanted and ready == wanted then
     return health("Healthy", message)

@@ -18,6 +18,7 @@ from fleet_api.host import host_requests
 from fleet_api.quantities import Ratio, exact_quantity, parse_duration, parse_quantity, parse_ratio
 from fleet_api.structure import quoted
 from fleet_api.v1alpha1.accelerator import CPU
+from fleet_api.v1alpha1.fabric import HOST_PORT_RANKS
 from fleet_api.v1alpha1.model import EngineSpec
 
 Raw = Mapping[str, Any]
@@ -253,12 +254,22 @@ def _transfer(spec: Raw, tier: Raw, index: int) -> Iterator[str]:
         yield f"spec.tiers[{index}].kvTransfer: rdma without resource or via asks for no NIC: without one, KV travels over tcp"
     if transfer.get("transport") == "tcp" and tier["accelerator"]["type"] != "cpu":
         yield f"spec.tiers[{index}].kvTransfer.transport: tcp stages KV of a device through host memory: transfers are slow"
+    if transfer.get("hostPorts") and (ranks := max(_data_ranks(tier, role) for role in ROLES)) > HOST_PORT_RANKS:
+        yield (
+            f"spec.tiers[{index}].kvTransfer.hostPorts: of {ranks} data parallel ranks those from {HOST_PORT_RANKS} on take "
+            "ports of another worker: on a node with both, one of them cannot start"
+        )
     lease, objective = transfer.get("leaseDuration"), ((spec.get("slo") or {}).get("ttft") or {}).get("p99")
     if lease and objective and parse_duration(lease) < parse_duration(objective):
         yield (
             f"spec.tiers[{index}].kvTransfer.leaseDuration: {lease} is shorter than slo.ttft.p99 {objective}: KV of a request "
             "that is still in time may be gone before decode reads it"
         )
+
+
+def _data_ranks(tier: Raw, role: str) -> int:
+    shape = (tier.get(role) or {}).get("parallelism") or tier.get("parallelism") or {}
+    return int(shape.get("data", 1))
 
 
 def _asymmetric(tier: Raw, index: int) -> Iterator[str]:

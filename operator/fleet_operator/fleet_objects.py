@@ -52,6 +52,7 @@ class FleetObjects:
             return None
         holder[at] = kept = cached(kind, event.object)
         if kind != FLEET:
+            self._children[key] = holder
             self._where.pop(known["metadata"]["uid"] if known is not None else "", None)
             self._where[event.object["metadata"]["uid"]] = key
         return None if known is not None and same(kept, known) else key
@@ -115,7 +116,7 @@ class FleetObjects:
     def _place(self, kind: Kind, key: Key, name: str) -> tuple[dict[Key, Object], Key]:
         if kind == FLEET:
             return self.fleets, key
-        return self._children.setdefault(key, {}), (kind.kind, name)
+        return self._children.get(key, {}), (kind.kind, name)
 
     def _take_deleted(self, key: Key, holder: dict[Key, Object], at: Key, known: Object | None, gone: Object) -> bool:
         uid = gone["metadata"].get("uid")

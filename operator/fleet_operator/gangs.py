@@ -51,7 +51,7 @@ class PodGroups:
         try:
             await self._cluster.apply(wish)
         except ClusterError as error:
-            outcome.fail(f"PodGroup {wish['metadata']['name']}", error)
+            outcome.fail(f"PodGroup {wish['metadata']['name']} (placement.podGroup {gang['podGroup']})", error)
             return False
         self._put_at[fleet.metadata.namespace, wish["metadata"]["name"]] = self._now()
         return True

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fleet_operator.cluster.interface import Object
+from fleet_operator.observe import timestamp
 from fleet_operator.settings import Platform
 from fleet_planner.types import ObservedNode
 
@@ -27,6 +28,8 @@ class NodeView:
     sick: str = ""
     place: ObservedNode | None = None
     """What decides whether a worker may run there."""
+    made_at: float | None = None
+    """By the API server's clock. Another machine may come under its name."""
 
 
 def observe_node(node: Object, platform: Platform) -> NodeView:
@@ -35,7 +38,7 @@ def observe_node(node: Object, platform: Platform) -> NodeView:
     taints = {taint.get("key", "") for taint in spec.get("taints") or []}
     conditions = {c.get("type", ""): c for c in status.get("conditions") or []}
     words = _leaving(name, spec, taints, platform), _not_ready(name, conditions), _sick(name, taints, conditions, platform)
-    return NodeView(*words, _place(node, leaving=any(words)))
+    return NodeView(*words, _place(node, leaving=any(words)), timestamp(node["metadata"].get("creationTimestamp")))
 
 
 def _place(node: Object, *, leaving: bool) -> ObservedNode:

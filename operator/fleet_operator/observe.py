@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -89,23 +89,29 @@ def workers_told(documents: Object | None) -> tuple[endpoints.Endpoint, ...] | N
         return None
 
 
-def observe_fetching(pods: Iterable[Object]) -> tuple[FetchPod, ...]:
-    """Pods that fetch the model ahead, in order of names."""
+def observe_fetching(
+    pods: Iterable[Object], node_made_at: Callable[[str], float | None] = lambda name: None
+) -> tuple[FetchPod, ...]:
+    """Pods that fetch the model ahead, in order of names. `node_made_at`: None where that is not known. Both times are the API
+    server's: they are compared here, before any is moved to our clock."""
     found = []
     for pod in pods:
         meta, status = pod["metadata"], pod.get("status") or {}
         key = (meta.get("labels") or {}).get(FETCH)
         if key is not None:
+            node, made_at = (meta.get("annotations") or {}).get(FETCH_NODE, ""), _time(meta.get("creationTimestamp")) or 0.0
             found.append(
                 FetchPod(
                     name=meta["name"],
                     uid=meta["uid"],
-                    node=(meta.get("annotations") or {}).get(FETCH_NODE, ""),
+                    node=node,
                     key=key,
                     phase=status.get("phase", "Pending"),
-                    created_at=_time(meta.get("creationTimestamp")) or 0.0,
+                    created_at=made_at,
                     message=str(status.get("message") or _message(status.get("containerStatuses") or [], {})),
                     terminating="deletionTimestamp" in meta,
+                    placed=bool((pod.get("spec") or {}).get("nodeName")),
+                    outlived=made_at < (node_made_at(node) or 0.0),
                 )
             )
     return tuple(sorted(found, key=lambda pod: pod.name))

@@ -37,6 +37,11 @@ class Places:
     leaving: Mapping[str, str]
     """Node name → why it goes away."""
 
+    def made_at(self, name: str) -> float | None:
+        """When a node was made, by the API server's clock; None where that is not known."""
+        view = self.views.get(name)
+        return view.made_at if view is not None else None
+
 
 def picture(
     fleet: InferenceFleet,
@@ -54,7 +59,7 @@ def picture(
         pods=workers(fleet, state, live, where),
         flips=state.flips,
         nodes=places(where.views) if model_keys(fleet) else None,
-        fetching=observe_fetching(pods),
+        fetching=observe_fetching(pods, where.made_at),
         adapters={**observe_published(documents), **state.adapters.seen},
         pools=observe_pools(obj for (kind, _), obj in live.items() if kind == "WorkerPool"),
         router=observe_router(live.get(("Deployment", router_name(fleet.metadata.name))), _routers(pods)),

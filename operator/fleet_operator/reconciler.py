@@ -78,6 +78,8 @@ CHILDREN: tuple[Kind, ...] = (
     PDB,
     NETWORK_POLICY,
 )
+FOLLOWED = frozenset({FLEET, *CHILDREN})
+"""Kinds that are watched in any case. Claims and PodGroups are not: most clusters have none."""
 RESYNC_S = 30.0
 """Every fleet is looked at this often without any event."""
 TICK_S = 0.01
@@ -168,7 +170,8 @@ class Reconciler:
         return self._objects.missed(kind, listed, within)
 
     def _written(self, kind: Kind, made: Object) -> None:
-        self.feed(kind, WatchEvent("MODIFIED", made))
+        if kind in FOLLOWED:  # of another kind nobody would ever tell that it is gone
+            self.feed(kind, WatchEvent("MODIFIED", made))
 
     def _asked_to_go(self, kind: Kind, namespace: str | None, name: str) -> None:
         key = self._objects.mark_leaving(kind, namespace, name, rfc3339(self._now()))
@@ -211,9 +214,9 @@ class Reconciler:
         return self._queue.backlog()
 
     def readiness(self) -> dict[str, int]:
-        """Fleets by the status of their Ready condition."""
+        """Fleets that are ours by the status of their Ready condition."""
         counts = {"True": 0, "False": 0, "Unknown": 0}
-        for raw in self._objects.fleets.values():
+        for raw in (raw for (namespace, _), raw in self._objects.fleets.items() if self._owns(namespace)):
             conditions = (raw.get("status") or {}).get("conditions") or []
             status = next((c.get("status") for c in conditions if c.get("type") == "Ready"), "Unknown")
             counts[status if status in counts else "Unknown"] += 1

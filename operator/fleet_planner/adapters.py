@@ -78,4 +78,6 @@ def adapters_loaded(statuses: Sequence[AdapterStatus]) -> Verdict | None:
     missing = [f"{one.name} on {one.loaded} of {one.desired} workers" for one in statuses if one.loaded < one.desired]
     if missing:
         return "False", "Loading", ", ".join(missing)
+    if not any(one.desired for one in statuses):
+        return "Unknown", "NoWorkers", "there is no worker that could have them"
     return "True", "AllLoaded", f"{len(statuses)} adapters are on every worker"

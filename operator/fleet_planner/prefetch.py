@@ -32,6 +32,8 @@ from fleet_planner.types import (
 
 RETRY_S = 120.0
 """A node that could not fetch tries again after this long; so does one whose pod found no place."""
+BEGIN_S = 1800.0
+"""A pod on its node may take this long to begin: images have ten gigabytes and more, and a pod that goes ends its pull."""
 MESSAGE_MOST = 300
 At = tuple[str, str]
 """(key of a model, node)."""
@@ -76,17 +78,20 @@ def plan_prefetch(fleet: InferenceFleet, observed: Observed, now: float) -> Pref
         return Prefetch(verdict=("Unknown", "NodesUnknown", "the operator may not read nodes: workers fetch by themselves"))
     spec = (fleet.spec.model.cache.prefetch if fleet.spec.model.cache is not None else None) or PrefetchSpec()
     wanted = _wanted(fleet, keys, nodes)
-    mine = {(pod.key, pod.node): pod for pod in fetching if (pod.key, pod.node) in wanted and not pod.terminating}
+    names = {node.name for node in nodes}
+    stale, taken = _stale(fetching, set(keys.values()), names), {(pod.key, pod.node) for pod in fetching}
+    going = {pod.name for pod in fetching if pod.terminating} | {gone.name for gone in stale}
+    mine = {(pod.key, pod.node): pod for pod in fetching if (pod.key, pod.node) in wanted and pod.name not in going}
     fetched = {at for at, pod in mine.items() if pod.phase == "Succeeded"} | _loaded(keys, observed)
     failed = {at: pod for at, pod in mine.items() if _failed(pod, now) and at not in fetched}
     pending = wanted.keys() - fetched - failed.keys()
     busy = sum(pod.phase in ("Pending", "Running") for at, pod in mine.items() if at not in failed)
-    free = [at for at in wanted if at in pending and at not in mine][: max(0, spec.parallel - busy)]
+    free = [at for at in wanted if at in pending and at not in taken][: max(0, spec.parallel - busy)]
     lacking = _lacking(fleet, keys, {name for at in wanted.keys() - fetched for name in wanted[at]}, observed, now)
     in_time = {name for name, (_, since) in lacking.items() if now - since < spec.wait_s}
     return Prefetch(
         create=tuple(FetchWanted(fetch_name(fleet.metadata.name, *at), at[1], at[0], wanted[at][0]) for at in free),
-        delete=(*_stale(fetching, set(keys.values()), {node.name for node in nodes}), *_again(failed.values(), now)),
+        delete=(*stale, *_again(failed.values(), now)),
         waiting=frozenset(name for at in pending for name in wanted[at] if name in in_time),
         lacking=lacking,
         verdict=_verdict(wanted.keys() - fetched, failed, wanted.keys()),
@@ -147,15 +152,24 @@ def _revision(tier: str, templates: Mapping[str, Template]) -> str | None:
 
 
 def _failed(pod: FetchPod, now: float) -> bool:
-    """It ended badly, or no place was found for it."""
-    return pod.phase == "Failed" or (pod.phase == "Pending" and now - pod.created_at >= RETRY_S)
+    """It ended badly, no place was found for it, or it cannot begin: its kubelet says why, or says nothing for too long."""
+    patience_s = BEGIN_S if pod.placed and not pod.message else RETRY_S
+    return pod.phase == "Failed" or (pod.phase == "Pending" and now - pod.created_at >= patience_s)
+
+
+def _why_failed(pod: FetchPod) -> str:
+    if pod.message or pod.phase != "Pending":
+        return pod.message or "its pod failed"
+    return f"its pod did not begin within {BEGIN_S:.0f} s" if pod.placed else "no place was found for its pod"
 
 
 def _stale(fetching: Iterable[FetchPod], keys: set[str], names: set[str]) -> list[PodGone]:
-    """Records of another model, and of nodes that are gone."""
+    """Records of another model, and of nodes that are gone, or that are other machines by now."""
     found = [pod for pod in fetching if not pod.terminating]
     other = [_gone(pod, "another model is served") for pod in found if pod.key not in keys]
-    return other + [_gone(pod, "its node is gone") for pod in found if pod.key in keys and pod.node not in names]
+    mine = [pod for pod in found if pod.key in keys]
+    lost = [_gone(pod, "its node is gone") for pod in mine if pod.node not in names]
+    return other + lost + [_gone(pod, "its node was made anew") for pod in mine if pod.outlived and pod.node in names]
 
 
 def _again(failed: Iterable[FetchPod], now: float) -> list[PodGone]:
@@ -200,9 +214,8 @@ def _verdict(lacking: Set[At], failed: Mapping[At, FetchPod], everywhere: Set[At
     if failed:
         by_node = {pod.node: pod for _, pod in sorted(failed.items(), reverse=True)}
         node, pod = min(by_node.items())
-        why = pod.message or ("no place was found for its pod" if pod.phase == "Pending" else "its pod failed")
         more = f" and {len(by_node) - 1} more" if len(by_node) > 1 else ""
-        return "False", "PrefetchFailed", f"{count}; node {node}{more}: {why}"[:MESSAGE_MOST]
+        return "False", "PrefetchFailed", f"{count}; node {node}{more}: {_why_failed(pod)}"[:MESSAGE_MOST]
     if lacking:
         return "False", "Prefetching", count
     return "True", "Cached", count

@@ -172,9 +172,10 @@ def _provisioned(views: Sequence[TierView], observed: Observed) -> Verdict:
 def _available(fleet: InferenceFleet, tiers: Sequence[TierStatus], observed: Observed) -> Verdict:
     for tier in tiers:
         if not _rests(tier) and (tier.prefill.serving < 1 or tier.decode.serving < 1):
-            causes = _causes(observed, tier.name)
+            unready = [pod for pod in observed.pods if pod.tier == tier.name and not pod.ready and not pod.terminating]
+            causes = "; ".join([f"{pod.name}: {pod.message}" for pod in unready if pod.message][:MAX_CAUSES])
             reason = "WorkersStarting" if tier.zero is None else WAKING
-            if any(p.restarts >= FAILING_RESTARTS for p in observed.pods if not p.ready):
+            if any(pod.restarts >= FAILING_RESTARTS for pod in unready):
                 reason = "WorkersFailing"
             counts = f"{tier.prefill.serving} prefill and {tier.decode.serving} decode workers are serving"
             return "False", reason, f"tier {tier.name}: {counts}{': ' + causes if causes else ''}"
@@ -196,12 +197,6 @@ def _scheme(fleet: InferenceFleet) -> str:
 
 def _rests(tier: TierStatus) -> bool:
     return tier.zero is not None and tier.zero.state == "AtZero"
-
-
-def _causes(observed: Observed, tier: str) -> str:
-    """The first few reasons that pods give for not being ready."""
-    found = [f"{pod.name}: {pod.message}" for pod in observed.pods if pod.tier == tier and not pod.ready and pod.message]
-    return "; ".join(found[:MAX_CAUSES])
 
 
 def _within_ratio(views: Sequence[TierView], tiers: Sequence[TierStatus]) -> Verdict:

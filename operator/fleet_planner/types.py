@@ -108,6 +108,10 @@ class FetchPod:
     created_at: float
     message: str = ""
     terminating: bool = False
+    placed: bool = False
+    """The scheduler let it on its node; before it runs its image may have to come."""
+    outlived: bool = False
+    """Its node is another machine by now, under the same name."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,8 @@ WAITING = ("Progressing", "waiting for the operator to look at this generation")
         (fleet(READY | {"RollingOut": ("True", "Paused", "paused at 1 of 3")}), ("Suspended", "paused at 1 of 3")),
         (fleet(READY | {"CapacityLimited": ("True", "Unschedulable", "no GPU")}), ("Healthy", "the fleet serves")),
         (fleet(NOT_AVAILABLE | {"CapacityLimited": ("True", "Unschedulable", "no GPU")}), ("Degraded", "no GPU")),
+        # whoever waits in a queue is in order, and the operator tells it as Normal: Kueue lets it in when it is its turn
+        (fleet(NOT_AVAILABLE | {"CapacityLimited": ("True", "Queued", "2 wait in q")}), ("Progressing", "2 wait in q")),
         (fleet({"Ready": ("False", "NotAccepted", "bad")}), ("Degraded", "bad")),
         (fleet({"Ready": ("False", "NotProvisioned", "quota")}), ("Degraded", "quota")),
         (fleet(NOT_AVAILABLE | {"Available": ("False", "WorkersFailing", "OOM")}), ("Degraded", "OOM")),
@@ -75,6 +79,32 @@ WAITING = ("Progressing", "waiting for the operator to look at this generation")
 )
 def test_health(obj, expected):
     assert health(obj) == expected
+
+
+def _without(obj: Any) -> Iterator[Any]:
+    """The object without each of its parts in turn, at every depth."""
+    for key in list(obj) if isinstance(obj, dict) else range(len(obj)) if isinstance(obj, list) else ():
+        for inner in _without(obj[key]):
+            found = copy.copy(obj)
+            found[key] = inner
+            yield found
+        rest = copy.copy(obj)
+        del rest[key]
+        yield rest
+
+
+def test_whatever_a_status_lacks_it_is_judged():
+    """A condition without a reason or a message (somebody edited it) was an error of the script, and the health Unknown."""
+    words = {
+        "Accepted": ("False", "Invalid", "m"),
+        "Ready": ("False", "NotAvailable", "m"),
+        "RollingOut": ("False", "Stuck", "m"),
+    }
+    whole = [fleet({kind: told}) for kind, told in words.items()] + [fleet(READY | {"RollingOut": words["RollingOut"]})]
+    for obj in (odd for one in [*whole, pool(2, replicas=2, readyReplicas=2)] for odd in _without(one) if "metadata" in odd):
+        status, message = health(obj)
+        assert status in ("Healthy", "Progressing", "Degraded", "Suspended"), obj
+        assert isinstance(message, str), obj
 
 
 @pytest.mark.parametrize("kind", ["InferenceFleet", "WorkerPool"])

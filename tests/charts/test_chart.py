@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from e2e.helm.chart import CHART, ROOT, HelmError, objects, render, stale
+from e2e.helm.chart import CHART, NAMESPACE, ROOT, HelmError, helm, objects, render, stale
+from fleet_api.v1alpha1.base import DNS_LABEL, DNS_SUBDOMAIN
 from fleet_operator.leader.lease import Terms
 from fleet_operator.options import WebhookOptions, parse_options
+from fleet_operator.runtime.paths import expand
 from fleet_operator.webhook.manifests import configurations
 
 HERE = Path(__file__).resolve().parent
@@ -45,6 +49,47 @@ def test_nothing_of_a_container_is_named_twice(values: Path):
             for part in ("env", "ports", "volumeMounts"):
                 names = [entry["name"] for entry in container.get(part, [])]
                 assert len(names) == len(set(names)), f"{found['kind']} {container['name']} {part}: {names}"
+
+
+LONG = {"fullnameOverride": "a" * 50}
+EVERYTHING = {"metrics": {"serviceMonitor": {"enabled": True}}, "webhooks": {"enabled": True}, "rbac": {"aggregate": True}}
+
+
+@pytest.mark.parametrize(
+    ("release", "namespace", "values"),
+    [
+        ("a" * 53, "n" * 63, {}),
+        ("inferencefleet", "ml", LONG),
+        ("team.a", "ml", {}),
+        ("a" * 49 + ".b", "ml", {}),
+        ("2024", "2025", {"serviceAccount": {"name": "7"}, "priorityClassName": "8", "watchNamespaces": ["2026", "null"]}),
+        ("null", "true", {"scope": "cluster", "fullnameOverride": "1e5"}),
+    ],
+)
+def test_any_release_has_names_that_an_api_server_takes(release: str, namespace: str, values: dict[str, Any]):
+    """A Service had 67 characters, or a dot; a number, true or null without quotes is no text."""
+    text = json.dumps({**EVERYTHING, **values})
+    args = ("template", release, str(CHART), "--namespace", namespace, "--values", "-")
+    found = objects(helm(*args, stdin=text))
+    for one in found:
+        meta = one["metadata"]
+        most, pattern = (63, DNS_LABEL) if one["kind"] == "Service" else (253, DNS_SUBDOMAIN)
+        assert len(meta["name"]) <= most, f"{one['kind']} {meta['name']}"
+        assert re.fullmatch(pattern, meta["name"]), f"{one['kind']} {meta['name']}"
+        strings = [meta.get("namespace", ""), *meta.get("labels", {}).values(), *_texts(one, ("namespace", "name", "values"))]
+        strings += _texts(one, ("serviceAccountName", "priorityClassName", "resourceNames", "app.kubernetes.io/instance"))
+        assert [said for said in strings if not isinstance(said, str)] == []
+
+
+def _texts(value: Any, keys: Sequence[str]) -> list[Any]:
+    """Everything that stands under one of these keys, at any depth, outside of schemas."""
+    if isinstance(value, list):
+        return [text for item in value for text in _texts(item, keys)]
+    if not isinstance(value, dict) or "openAPIV3Schema" in value:
+        return []
+    mine = [value[key] for key in keys if key in value]
+    flat = [item for one in mine for item in (one if isinstance(one, list) else [one])]
+    return [*(one for one in flat if not isinstance(one, dict)), *(text for one in value.values() for text in _texts(one, keys))]
 
 
 def test_generated_files_are_up_to_date():
@@ -238,6 +283,18 @@ def test_every_pod_meets_the_restricted_standard():
             assert container["securityContext"] == wanted
 
 
+def test_a_cluster_that_refuses_routers_is_refused():
+    """Their preStop sleeps: alpha and off in Kubernetes 1.29 (KEP-3960): the field is dropped, the empty hook refused."""
+    assert helm("template", "r", str(CHART), "--kube-version", "1.30.0")
+    with pytest.raises(HelmError, match="incompatible"):
+        helm("template", "r", str(CHART), "--kube-version", "1.29.14")
+
+
+def test_an_operator_that_is_not_ready_holds_up_no_drain():
+    (budget,) = [o for o in objects(render()) if o["kind"] == "PodDisruptionBudget"]
+    assert budget["spec"] | {"maxUnavailable": 1, "unhealthyPodEvictionPolicy": "AlwaysAllow"} == budget["spec"]
+
+
 def test_a_parent_chart_may_hand_down_globals():
     assert render({"global": {"region": "x"}}) == render()
 
@@ -283,12 +340,26 @@ def test_webhooks_are_the_operators_own():
     assert [{**o, "metadata": {"name": o["metadata"]["name"]}} for o in found] == configurations({"service": service})
 
 
+@pytest.mark.parametrize("source", ["chart", "kustomize"])
+def test_an_installation_is_named_after_the_namespace_that_it_is_in(source: str):
+    """Overlays of the base with other namespaces (and prefixes) had one name: each took the claims of the others for its own."""
+    text = render() if source == "chart" else (ROOT / "charts/kustomize/base/operator.yaml").read_text()
+    (deployment,) = [o for o in objects(text) if o["kind"] == "Deployment"]
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    field = next(one["valueFrom"]["fieldRef"]["fieldPath"] for one in container["env"] if one["name"] == "POD_NAMESPACE")
+    assert field == "metadata.namespace"
+    args = [expand(word, {"POD_NAMESPACE": "elsewhere"}) for word in container["args"]]
+    assert parse_options(args).installation == "elsewhere/inferencefleet-operator"
+    told = f"--namespace={NAMESPACE}"  # where the chart watches its release's namespace
+    assert [word for word in args if NAMESPACE in word] == ([told] if source == "chart" else [])
+
+
 def test_the_operator_takes_every_flag():
     """The chart's arguments, read by the operator's own parser."""
     everything = yaml.safe_load((HERE / "values/everything.yaml").read_text())
     (deployment,) = [o for o in objects(render(everything)) if o["kind"] == "Deployment"]
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
-    options = parse_options(container["args"])
+    options = parse_options([expand(word, {"POD_NAMESPACE": "inferencefleet-system"}) for word in container["args"]])
     assert options.selection.names == ("ml", "research")
     assert options.election == Terms(30, 19.8)
     assert options.webhook == WebhookOptions(

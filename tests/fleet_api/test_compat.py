@@ -175,6 +175,7 @@ def ruled(least: int, **more: Any) -> dict[str, Any]:
     return spec(routing={"tierRules": rules}, **more)
 
 
+HOST = {"via": "hostNetwork", "hostPorts": {"first": 20_000}}
 RISKS = [
     ("a tag that moves", spec(engine={"image": "vllm/vllm-openai:latest"}), "spec.engine.image"),
     ("no tag", spec(engine={"image": "registry:5000/vllm"}), "spec.engine.image"),
@@ -199,6 +200,9 @@ RISKS = [
     ("code of strangers", spec(args=["--trust-remote-code"]), "spec.engine.args[0]: --trust-remote-code"),
     ("no prefix cache", spec(args=["--no-enable-prefix-caching"]), "finds nothing"),
     ("shared memory", spec(tier={"kvTransfer": {"transport": "shm"}}), "only between workers of one node"),
+    ("ranks beyond its ports", spec(tier={"kvTransfer": HOST, "parallelism": {"data": 32, "nodes": 4}}), "32 data parallel"),
+    ("ranks within a worker's ports", spec(tier={"kvTransfer": HOST, "parallelism": {"data": 24, "nodes": 4}}), ""),
+    ("ranks with ports of their own pod", spec(tier={"parallelism": {"data": 32, "nodes": 4}}), ""),
     ("tcp from a GPU", spec(tier={"kvTransfer": {"transport": "tcp"}}), "through host memory"),
     ("tcp between CPUs", spec(tier={"kvTransfer": {"transport": "tcp"}, "accelerator": {"type": "cpu"}}), ""),
     ("no NIC asked for", spec(tier={"kvTransfer": {"transport": "rdma"}}), "asks for no NIC"),

@@ -40,6 +40,21 @@ def test_a_roles_budget_comes_with_its_first_ready_worker_and_stays():
     asyncio.run(scenario())
 
 
+def test_who_is_not_ready_may_be_evicted():
+    """By default the API server refuses that while fewer are ready than needed: workers or routers that never became ready (a bad
+    image) held up the drain of their node for ever. They serve nobody."""
+
+    async def scenario() -> None:
+        world = World()
+        await world.user.apply(manifest(routing={"replicas": 2}))
+        await world.settle()
+        specs = {found["metadata"]["name"]: found["spec"] for found in await world.store.list(PDB, NAMESPACE)}
+        assert specs.keys() == {"f-t-decode", "f-t-prefill", "f-router"}
+        assert {spec.get("unhealthyPodEvictionPolicy") for spec in specs.values()} == {"AlwaysAllow"}
+
+    asyncio.run(scenario())
+
+
 def test_routers_have_a_budget_while_there_are_several():
     async def scenario() -> None:
         world = World()

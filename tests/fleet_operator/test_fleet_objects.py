@@ -48,6 +48,14 @@ def test_old_news_never_replaces_newer(events: list[tuple[Any, dict[str, Any]]],
     assert versions(cache) == left
 
 
+def test_of_a_fleet_that_is_gone_nothing_is_kept():
+    """An end that was told twice, or news of what is gone, left an empty place per fleet behind."""
+    cache = FleetObjects()
+    for kind, version in (("ADDED", 1), ("DELETED", 2), ("DELETED", 2), ("MODIFIED", 1)):
+        cache.take(POD, WatchEvent(kind, obj(version)))  # type: ignore[arg-type]
+    assert (cache._children, cache._where) == ({}, {})
+
+
 @given(st.permutations([("ADDED", 1), ("MODIFIED", 2), ("MODIFIED", 3), ("MODIFIED", 3), ("DELETED", 4)]))
 def test_a_deleted_object_is_gone_in_whatever_order_its_story_is_told(story: list[tuple[Any, int]]):
     cache = FleetObjects()

@@ -6,6 +6,8 @@ import asyncio
 import json
 from typing import Any
 
+import pytest
+
 from fleet_api.conditions import rfc3339
 from fleet_operator import names
 from fleet_operator.cluster.interface import (
@@ -31,6 +33,7 @@ from fleet_operator.telemetry.scrape import is_running_worker
 from fleet_planner.types import PodWanted
 from tests.fleet_operator.world import NAMESPACE, Scenario, World, manifest
 
+DRA = {"via": "dra", "dra": {"nic": "mrdma.google.com"}}
 TIER = {"name": "t", "accelerator": {"type": "cpu"}, "parallelism": {"nodes": 2}, "ratio": {"decode": 1, "min": "1:2"}}
 
 
@@ -263,6 +266,27 @@ def test_without_its_pod_group_no_pod_is_made_and_the_reason_is_told():
             await world.step()
         assert await pods(world) == []
         assert "podgroups.scheduling.volcano.sh" in (await world.condition("Provisioned"))["message"]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("tier", "kind", "words"),
+    [
+        ({"placement": {"podGroup": "volcano"}}, "PodGroup", "(placement.podGroup volcano)"),
+        ({"accelerator": {"type": "h100", "count": 2}, "kvTransfer": DRA}, "ResourceClaimTemplate", "(kvTransfer.via dra)"),
+    ],
+)
+def test_what_a_cluster_does_not_have_is_told_with_the_field_that_asks_for_it(tier: dict[str, Any], kind: str, words: str):
+    async def scenario() -> None:
+        world = NoNodes()
+        world.api.refuse = lambda verb, of, name: NotFoundError("no such kind") if of.kind == kind else None
+        await world.user.apply(manifest(tiers=[{**TIER, **tier}]))
+        for _ in range(3):
+            await world.step()
+        said = (await world.condition("Provisioned"))["message"]
+        assert f"{kind} " in said
+        assert f" {words}: no such kind" in said
 
     asyncio.run(scenario())
 

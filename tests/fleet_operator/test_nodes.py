@@ -10,7 +10,9 @@ import pytest
 from fleet_operator.audit import audit_kind
 from fleet_operator.cluster.interface import CONFIG_MAP, NODE, PDB, POD, POOL, Listed, WatchEvent
 from fleet_operator.known_nodes import KnownNodes
+from fleet_operator.names import FETCH, FETCH_NODE, ROLE
 from fleet_operator.nodes import NodeView, going_away, observe_node, sick_nodes
+from fleet_operator.observe import observe_fetching
 from fleet_operator.settings import Platform
 from fleet_wire import endpoints
 from tests.fleet_operator.world import NAMESPACE, World, manifest
@@ -46,6 +48,24 @@ def test_what_a_node_says(found: dict[str, Any], leaving: str, sick: str):
     views = {"n": observe_node(found, Platform())}
     assert going_away(views) == ({"n": leaving} if leaving else {})
     assert sick_nodes(views, views) == ({"n": sick} if sick else {})
+
+
+@pytest.mark.parametrize(
+    ("made_at", "outlived"), [("2026-01-01T00:00:10Z", False), ("2026-01-01T00:00:11Z", True), (None, False)]
+)
+def test_a_fetching_pod_that_is_older_than_its_node_is_seen(made_at: str | None, outlived: bool):
+    """Whatever our own clock says, or was set to."""
+
+    async def scenario() -> None:
+        world, machine = World(), node("n1")
+        machine["metadata"] |= {"creationTimestamp": made_at} if made_at is not None else {}
+        world.operator.feed(NODE, WatchEvent("ADDED", machine))
+        meta = {"name": "p", "uid": "u", "labels": {FETCH: "k"}, "annotations": {FETCH_NODE: "n1"}}
+        pod = {"metadata": {**meta, "creationTimestamp": "2026-01-01T00:00:10Z"}, "spec": {}}
+        (found,) = observe_fetching([pod], world.operator._places().made_at)
+        assert found.outlived is outlived
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize(("lost", "believed"), [(1, True), (2, True), (3, False), (4, False)])
@@ -192,5 +212,38 @@ def test_the_budgets_of_a_tier_that_is_gone_go_with_it():
         await world.settle()
         names = {pdb["metadata"]["name"] for pdb in await world.store.list(PDB, NAMESPACE)}
         assert names == {"f-t-prefill", "f-t-decode"}
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("spec", "placed"), [({}, False), ({"nodeName": "n1"}, True)])
+def test_whether_a_fetching_pod_has_its_node_is_seen(spec: dict[str, Any], placed: bool):
+    meta = {"name": "p", "uid": "u", "labels": {FETCH: "k"}}
+    (found,) = observe_fetching([{"metadata": meta, "spec": spec, "status": {"phase": "Pending"}}])
+    assert (found.phase, found.placed) == ("Pending", placed)
+
+
+def test_a_machine_that_was_replaced_under_its_name_fetches_again():
+    async def scenario() -> None:
+        world = World()
+        machine = node("node")
+        machine["metadata"]["creationTimestamp"] = "1970-01-01T00:00:00Z"
+        world.operator.feed(NODE, WatchEvent("ADDED", machine))
+        cache = {"type": "nodeLocal", "path": "/cache"}
+        await world.user.apply(manifest(model={"source": "hf://org/name", "revision": "1", "cache": cache}))
+        await world.settle()
+        (pod,) = await world.store.list(POD, NAMESPACE, {ROLE: "fetch"})
+        await world.user.patch_status(POD, NAMESPACE, pod["metadata"]["name"], {"phase": "Succeeded"})
+        await world.step()
+        assert (await world.condition("ModelCached"))["reason"] == "Cached"
+        for replica in await world.store.list(POD, NAMESPACE):  # what runs there is lost
+            if replica["metadata"]["labels"][ROLE] != "fetch":
+                await world.user.delete(POD, NAMESPACE, replica["metadata"]["name"], grace_s=0)
+        machine["metadata"] |= {"uid": "another", "creationTimestamp": "1970-02-01T00:00:00Z"}
+        world.operator.feed(NODE, WatchEvent("MODIFIED", machine))
+        await world.step()
+        assert (await world.condition("ModelCached"))["reason"] == "Prefetching"
+        await world.step()
+        assert await world.store.list(POD, NAMESPACE, {ROLE: "fetch"}) != [pod]
 
     asyncio.run(scenario())

@@ -10,13 +10,17 @@ from typing import Any
 import pytest
 
 from fleet_api.parse import parse_fleet
+from fleet_api.v1alpha1.fabric import HOST_PORT_RANKS
 from fleet_operator.cluster.interface import CLAIM_TEMPLATE, CONFIG_MAP, DEPLOYMENT, FLEET, NETWORK_POLICY, POD
 from fleet_operator.flip.follow import DEFAULT_PORTS
 from fleet_operator.names import ROLE
+from fleet_operator.reconciler import CHILDREN
 from fleet_operator.render.network import PORTS, render_policy, worker_ports
 from fleet_operator.render.revision import template_of
+from fleet_operator.render.worker import at_ordinal, pod_spec
 from fleet_operator.settings import Platform
 from fleet_wire.endpoints import Endpoint
+from fleet_worker.config import CONFIG_ENV
 from tests.fleet_api.bad_manifests import WHOLE_TEMPLATE
 from tests.fleet_operator.world import NAMESPACE, World, manifest, play
 
@@ -94,6 +98,30 @@ def test_neighbours_on_one_host_have_other_ports():
             taken |= mine
     assert min(taken) == 20_000
     assert max(taken) < 20_512
+
+
+def test_as_many_ranks_fit_into_a_workers_ports_as_admission_says():
+    assert worker_ports(20_000, "prefill", 0).side_channel + HOST_PORT_RANKS == worker_ports(20_000, "decode", 0).http
+
+
+def test_a_configuration_of_another_version_keeps_its_fields_on_the_hosts_network():
+    """After a downgrade no worker of such a fleet could be replaced (InternalError in each pass); after an upgrade new workers
+    got fields that their older image refuses."""
+    fleet = parse_fleet(manifest(engine={"type": "vllm"}, tiers=tiers(kvTransfer=HOST)))
+    template = template_of(fleet, fleet.spec.tiers[0], {}, Platform())
+    stored = pod_spec(fleet, fleet.spec.tiers[0], "decode", template, Platform())
+    told = next(variable for variable in stored["containers"][0]["env"] if variable["name"] == CONFIG_ENV)
+    before = json.loads(told["value"])
+    before["futureField"], before["ports"]["future"] = {"a": 1}, 4242
+    del before["adapters"], before["ports"]["master"]
+    told["value"] = json.dumps(before)
+    (container,) = at_ordinal(stored, "decode", 3, 20_000)["containers"]
+    after = json.loads(next(variable["value"] for variable in container["env"] if variable["name"] == CONFIG_ENV))
+    ports = worker_ports(20_000, "decode", 3)
+    known = {"http": ports.http, "agent": ports.agent, "side_channel": ports.side_channel}
+    assert {name: after["ports"][name] for name in known} == known
+    assert after == {**before, "ports": {**after["ports"], "future": 4242}}
+    assert after["ports"].keys() == before["ports"].keys()
 
 
 def test_the_routers_document_carries_the_ports_that_pods_have():
@@ -176,6 +204,20 @@ def test_claims_belong_to_their_pool_and_go_with_it():
         assert not after & named
 
     play(scenario, tiers=tiers(kvTransfer=dra))
+
+
+def test_what_no_watch_tells_is_not_kept():
+    """Claims of every revision, and PodGroups of every worker, that there ever were stayed in the cache, also when their fleet
+    was gone."""
+    dra = {"via": "dra", "dra": {"gpu": "gpu.nvidia.com", "nic": "mrdma.google.com"}}
+    groups = {"parallelism": {"nodes": 2, "tensor": 2}, "placement": {"podGroup": "volcano"}}
+
+    async def scenario(world: World) -> None:
+        kept = {kind for kind, _ in world.operator._objects.children((NAMESPACE, "f"))}
+        assert kept <= {kind.kind for kind in CHILDREN}
+        assert "Pod" in kept
+
+    play(scenario, engine={"type": "vllm"}, tiers=tiers(kvTransfer=dra, **groups))
 
 
 def test_deleted_claims_are_put_back_while_a_pod_waits_for_them_and_only_then():

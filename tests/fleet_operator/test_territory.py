@@ -13,6 +13,7 @@ from fleet_operator.cluster.interface import CONFIG_MAP, ClusterError, Forbidden
 from fleet_operator.cluster.kinds import LEASE
 from fleet_operator.cluster.memory import MemoryCluster
 from fleet_operator.territory import CLAIM, NotOursError, Selection, Territory, parse_labels
+from tests.fleet_operator.world import NAMESPACE, World, play
 
 
 def territory(store: MemoryCluster, installation: str, *names: str, **labels: str) -> Territory:
@@ -303,6 +304,17 @@ def test_a_namespace_that_is_gone_is_not_asked_for_again(caplog: pytest.LogCaptu
         assert a.owns("x")
 
     played(scenario)
+
+
+def test_fleets_of_others_are_not_counted():
+    """Every installation that sees a namespace counted its fleets; one that is told labels sees all namespaces."""
+
+    async def scenario(world: World) -> None:
+        assert world.operator.readiness() == {"True": 1, "False": 0, "Unknown": 0}
+        world.operator._owns = lambda namespace: namespace != NAMESPACE
+        assert world.operator.readiness() == {"True": 0, "False": 0, "Unknown": 0}
+
+    play(scenario)
 
 
 def test_labels_are_parsed_or_refused():

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fleet_api.parse import known_status, parse_fleet
-from fleet_operator.cluster.interface import FLEET, POD
+from fleet_operator.cluster.interface import FLEET, POD, POOL
 from fleet_planner.reconcile import reconcile
 from fleet_planner.types import Observed, Template
 from tests.fleet_operator.world import NAMESPACE, World, manifest, play
@@ -35,6 +35,21 @@ def test_words_of_a_newer_operator_are_left_alone():
         assert await world.step() == []
         assert await pods(world) == before
         assert await world.events() == told
+
+    play(scenario)
+
+
+def test_words_of_a_newer_operator_about_a_pool_are_left_alone():
+    """After a downgrade each pool's status was written in every pass, and never as wished."""
+
+    async def scenario(world: World) -> None:
+        name = (await world.pool("decode"))["metadata"]["name"]
+        await world.user.patch_status(POOL, NAMESPACE, name, {"futureReplicas": 1})
+        assert await world.step() == []
+        assert await world.touch() == []
+        await world.user.patch_status(POOL, NAMESPACE, name, {"readyReplicas": 9})
+        assert await world.touch() == [("status", "WorkerPool", name)]
+        assert (await world.pool("decode"))["status"] | {"futureReplicas": 1} == (await world.pool("decode"))["status"]
 
     play(scenario)
 

@@ -91,6 +91,8 @@ def test_the_status_counts_workers_and_names_the_first_failure():
     [
         ((), None),
         ((AdapterStatus(name="a", desired=2, loaded=2),), ("True", "AllLoaded", "1 adapters are on every worker")),
+        # `kubectl wait --for=condition=AdaptersLoaded` passed before there was any worker
+        ((AdapterStatus(name="a", desired=0, loaded=0),), ("Unknown", "NoWorkers", "there is no worker that could have them")),
         ((AdapterStatus(name="a", desired=2, loaded=1),), ("False", "Loading", "a on 1 of 2 workers")),
         (
             (AdapterStatus(name="a", desired=2, loaded=1), AdapterStatus(name="b", desired=2, reason="BadAdapter")),

@@ -127,32 +127,6 @@ def test_a_node_with_a_ready_worker_has_it():
     assert plan_prefetch(fleet(), seen("n1", pods=(other,)), NOW).waiting == {"t"}, "of another revision: who knows"
 
 
-def test_a_failure_is_told_tried_again_later_and_waited_for_by_nobody():
-    failed = fetching("n1", "Failed", message="BadModel: the disk is too small")
-    found = plan_prefetch(fleet(), seen("n1", "n2", fetching=(failed, fetching("n2", "Succeeded"))), NOW)
-    assert (found.create, found.delete, found.waiting) == ((), (), frozenset())
-    assert found.verdict == (
-        "False", "PrefetchFailed", "1 of 2 nodes have the model; node n1: BadModel: the disk is too small",
-    )  # fmt: skip
-    later = plan_prefetch(fleet(), seen("n1", fetching=(failed,)), failed.created_at + RETRY_S)
-    assert [gone.name for gone in later.delete] == [failed.name]
-
-
-def test_a_pod_without_a_place_is_a_failure_in_time():
-    stuck = fetching("n1", "Pending")
-    assert plan_prefetch(fleet(), seen("n1", fetching=(stuck,)), NOW).waiting == {"t"}
-    late = plan_prefetch(fleet(), seen("n1", fetching=(stuck,)), NOW + RETRY_S)
-    assert (late.waiting, late.verdict) == (
-        frozenset(), ("False", "PrefetchFailed", "0 of 1 nodes have the model; node n1: no place was found for its pod"),
-    )  # fmt: skip
-
-
-def test_records_of_other_models_and_lost_nodes_go():
-    old, gone = fetching("n1", "Succeeded", key="0ld", name="old"), fetching("lost", "Succeeded")
-    found = plan_prefetch(fleet(), seen("n1", fetching=(old, gone, fetching("n1", "Succeeded"))), NOW)
-    assert {one.name: one.reason for one in found.delete} == {"old": "another model is served", gone.name: "its node is gone"}
-
-
 # -- tiers with models of their own ---------------------------------------------------------------------------------------
 def two(own: dict[str, Any], **more: Any) -> InferenceFleet:
     """Tier t as ever, and `large` with a model of its own, on nodes of zone b."""

@@ -42,6 +42,7 @@ CONDITIONS: dict[str, tuple[ConditionType, str, Told, Told]] = {
     "Mismatch": ("TransportVerified", "False", "Warning", "Warning"),
     "NameConflict": ("Provisioned", "False", "", ""),  # by its problem
     "NoData": ("TelemetryFresh", "Unknown", "", "Warning"),
+    "NoWorkers": ("AdaptersLoaded", "Unknown", "", ""),  # by Available
     "NoNodes": ("ModelCached", "Unknown", "", ""),  # by CapacityLimited
     "NoRouter": ("Available", "False", "Warning", "Warning"),
     "NoServingSet": ("WithinRatio", "Unknown", "", ""),  # by Available

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -91,3 +92,25 @@ def test_a_condition_keeps_the_time_of_its_last_change(serving: Observed):
     assert {c.type: c.last_transition_time for c in again.conditions if c.type == "Ready"} == {
         c.type: c.last_transition_time for c in first if c.type == "Ready"
     }
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, ("WorkersFailing", ": f-t-decode: exit 1")),
+        ({"terminating": True}, ("WorkersStarting", "are serving")),  # what goes starts no more
+        ({"tier": "left"}, ("WorkersStarting", "are serving")),
+        ({"restarts": 0}, ("WorkersStarting", ": f-t-decode: exit 1")),
+    ],
+    ids=["failing", "on-its-way-out", "of-another-tier", "not-yet"],
+)
+def test_who_fails_is_one_of_the_tier_that_does_not_serve_and_stays(
+    serving: Observed, change: dict[str, Any], expected: tuple[str, str]
+):
+    """One container that had started again anywhere in the fleet, or that ended because it was told to, made WorkersFailing (and
+    Degraded in Argo CD) of workers that only began."""
+    pods = tuple(replace(pod, ready=False) for pod in serving.pods)
+    failing = replace(pods[0], **({"name": "f-t-decode", "restarts": 1, "message": "exit 1"} | change))
+    status, reason, message = condition("Available", replace(serving, pods=(failing, *pods[1:])))
+    assert (status, reason) == ("False", expected[0])
+    assert message.endswith(expected[1])

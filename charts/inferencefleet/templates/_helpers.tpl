@@ -1,11 +1,11 @@
 {{/* First part of every name. */}}
 {{- define "inferencefleet.fullname" -}}
 {{- if .Values.fullnameOverride -}}
-{{- .Values.fullnameOverride | trunc 50 | trimSuffix "-" -}}
+{{- .Values.fullnameOverride | trunc 50 | trimSuffix "-" | trimSuffix "." -}}
 {{- else if contains .Chart.Name .Release.Name -}}
-{{- .Release.Name | trunc 50 | trimSuffix "-" -}}
+{{- .Release.Name | trunc 50 | trimSuffix "-" | trimSuffix "." -}}
 {{- else -}}
-{{- printf "%s-%s" .Release.Name .Chart.Name | trunc 50 | trimSuffix "-" -}}
+{{- printf "%s-%s" .Release.Name .Chart.Name | trunc 50 | trimSuffix "-" | trimSuffix "." -}}
 {{- end -}}
 {{- end -}}
 
@@ -21,9 +21,14 @@
 {{- printf "%s%s" (include "inferencefleet.elsewhere" .) (include "inferencefleet.operator" .) -}}
 {{- end -}}
 
+{{/* Names of Services have at most 63 characters and no dot, which a release's name may have. */}}
 {{/* Service and Secret of the webhook. */}}
 {{- define "inferencefleet.webhook" -}}
-{{- printf "%s-webhook" (include "inferencefleet.fullname" .) -}}
+{{- printf "%s-webhook" (include "inferencefleet.fullname" .) | replace "." "-" -}}
+{{- end -}}
+
+{{- define "inferencefleet.metrics" -}}
+{{- printf "%s-metrics" (include "inferencefleet.operator" . | replace "." "-" | trunc 55 | trimSuffix "-") -}}
 {{- end -}}
 
 {{- define "inferencefleet.webhookConfiguration" -}}
@@ -36,7 +41,7 @@
 
 {{- define "inferencefleet.selector" -}}
 app.kubernetes.io/name: {{ .Chart.Name }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 app.kubernetes.io/component: operator
 {{- end -}}
 

@@ -53,7 +53,7 @@
 # only caBundle is written, and only in these two
 - apiGroups: [admissionregistration.k8s.io]
   resources: [mutatingwebhookconfigurations, validatingwebhookconfigurations]
-  resourceNames: [{{ include "inferencefleet.webhookConfiguration" . }}]
+  resourceNames: [{{ include "inferencefleet.webhookConfiguration" . | quote }}]
   verbs: [get, patch]
 {{- end }}
 {{- end -}}

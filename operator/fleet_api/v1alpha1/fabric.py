@@ -13,7 +13,9 @@ from fleet_api.v1alpha1.base import ApiModel, DurationText
 DEVICE_CLASS_PATTERN = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"
 DeviceClass = Annotated[str, Field(pattern=DEVICE_CLASS_PATTERN, max_length=253)]
 HOST_PORT_STRIDE = 32
-"""Ports of one worker on its host: five of our own, and one side channel per data parallel rank."""
+"""Ports of one worker on its host: some of our own, and one side channel per data parallel rank."""
+HOST_PORT_RANKS = 24
+"""Data parallel ranks whose side channels fit into these: vLLM 0.32 counts them over all nodes of a worker."""
 HOST_PORT_SLOTS = 16
 """Workers of a tier that one node can hold: a node has at most so many devices."""
 

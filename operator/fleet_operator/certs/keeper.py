@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from fleet_operator.certs.issue import Material, UnusableError, carry_out, read
-from fleet_operator.certs.plan import Lifetimes, Stock, plan
+from fleet_operator.certs.plan import Lifetimes, Stock, Work, plan
 from fleet_operator.cluster.interface import Cluster, ClusterError, ConflictError, ForbiddenError, NotFoundError, Object
 from fleet_operator.cluster.kinds import MUTATING, SECRET, VALIDATING
 from fleet_operator.leader.fence import NotLeaderError
@@ -51,6 +51,7 @@ class Keeper:
         self._place = place
         self._now = now
         self._loaded: bytes = b""
+        self._served: Material | None = None
         self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self.context.minimum_version = ssl.TLSVersion.TLSv1_2
         self.ready = asyncio.Event()
@@ -98,7 +99,8 @@ class Keeper:
         work = plan(stock, where.names, now, where.life, told=told)
         if work.step == "nothing":
             return False
-        fresh = carry_out(work, material, where.names, now, where.life)
+        fresh = self._in_steps(now) if work.step == "everything" else None
+        fresh = fresh or carry_out(work, material, where.names, now, where.life)
         try:
             await self._cluster.apply(_secret_of(where, secret, fresh))
         except (ConflictError, NotLeaderError):
@@ -106,7 +108,21 @@ class Keeper:
         LOG.info("webhook certificates: %s: %s", work.step, work.reason)
         return True
 
+    def _in_steps(self, now: float) -> Material | None:
+        """Of a Secret that somebody emptied: what it had, with another authority beside it. Other replicas serve that until they
+        look, and it must be trusted as long. None: there was nothing that could be served on."""
+        where, served = self._place, self._served
+        if served is None:
+            return None
+        stock = read(served)
+        if plan(stock, where.names, now, where.life, told=False).step in ("everything", "serving"):
+            return None
+        if stock.serving.issuer != stock.authorities[-1].key:  # there is another one, and not all have come to it
+            return served
+        return carry_out(Work("authority", "the Secret lost what is served"), served, where.names, now, where.life)
+
     def _serve(self, material: Material) -> None:
+        self._served = material
         if self._loaded != material.certificate:
             _load(self.context, material)
             self._loaded = material.certificate

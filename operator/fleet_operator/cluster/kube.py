@@ -100,15 +100,17 @@ class KubeCluster:
 
     async def list(self, kind: Kind, namespace: str | None = None, labels: Mapping[str, str] | None = None) -> list[Object]:
         """See `Cluster.list`."""
+        backoff = Backoff(self._limits)
         while True:
             objects: dict[tuple[str, str], Object] = {}
             try:
                 async for page, _ in self._pages(kind, namespace, labels):
                     objects |= {key_of(found): found for found in page}
-            except GoneError:
+            except GoneError as error:
                 if not objects:
                     raise
-                continue  # the list took longer than its version is kept
+                await backoff.pause(error)  # the list took longer than its version is kept
+                continue
             return [objects[key] for key in sorted(objects)]
 
     def watch(
@@ -219,8 +221,9 @@ class KubeCluster:
                             yield event
                 # a server that ends every watch at once must not make us spin
                 await asyncio.sleep(self._limits.backoff_base_s)
-            except GoneError:
+            except GoneError as error:
                 version = ""
+                await backoff.pause(error)  # one that knows none of its versions would be listed without end
             except ClusterError as error:
                 if not synced and not error.retry:
                     raise

@@ -59,6 +59,7 @@ class KubeLimits:
     connections: int = 64
 
 
+NO_SUCH_PATH = "404 page not found"
 _BY_STATUS: Mapping[int, type[ClusterError]] = {
     400: InvalidError,
     401: ForbiddenError,
@@ -80,6 +81,8 @@ def error_of(status: int, body: bytes, retry_after: str | None = None) -> Cluste
         message = str(answer.get("message") or answer)
     except (ValueError, AttributeError):
         message = body.decode(errors="replace").strip()[:500]
+    if status == 404 and message == NO_SUCH_PATH:  # of a group that it does not serve
+        message = f"this cluster's API server has no such kind of object ({message})"
     # Server-side apply of an unknown field is answered with 500, though trying again never helps.
     refused = status == 500 and message.startswith("failed to create typed patch object")
     kind = InvalidError if refused else _BY_STATUS.get(status, UnavailableError)

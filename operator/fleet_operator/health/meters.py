@@ -29,7 +29,7 @@ class Queue(Protocol):
         ...
 
     def readiness(self) -> Mapping[str, int]:
-        """Fleets by the status of their Ready condition: True, False, Unknown."""
+        """Fleets that are ours by the status of their Ready condition: True, False, Unknown."""
         ...
 
 
@@ -116,20 +116,25 @@ class _Present(Collector):
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """All of them."""
-        depth, oldest_s = self._queue.backlog()
-        yield GaugeMetricFamily("fleet_operator_queue_depth", "Fleets that wait for a pass.", value=depth)
-        yield GaugeMetricFamily("fleet_operator_queue_oldest_seconds", "How long the first of them has waited.", value=oldest_s)
-        yield GaugeMetricFamily("fleet_operator_leader", "1 when this process reconciles.", value=int(self._leading()))
+        leads = self._leading()
+        yield GaugeMetricFamily("fleet_operator_leader", "1 when this process reconciles.", value=int(leads))
+        yield from self._work() if leads else ()
         owned, foreign = self._namespaces()
         spaces = GaugeMetricFamily("fleet_operator_namespaces", "Namespaces with fleets, by who owns them.", labels=["owner"])
         spaces.add_metric(["this"], owned)
         spaces.add_metric(["other"], foreign)
         yield spaces
-        ready = GaugeMetricFamily("fleet_operator_fleets", "Fleets by the status of their Ready condition.", labels=["ready"])
-        for status, count in self._queue.readiness().items():
-            ready.add_metric([status], count)
-        yield ready
         ages = GaugeMetricFamily("fleet_operator_watch_age_seconds", "Since a watch last carried anything.", labels=["kind"])
         for kind, age_s in self._pulse.watch_ages().items():
             ages.add_metric([kind], age_s)
         yield ages
+
+    def _work(self) -> Iterator[GaugeMetricFamily]:
+        """Of the process that does it: a standby does none, its queue only grows, and its fleets would be counted twice."""
+        depth, oldest_s = self._queue.backlog()
+        yield GaugeMetricFamily("fleet_operator_queue_depth", "Fleets that wait for a pass.", value=depth)
+        yield GaugeMetricFamily("fleet_operator_queue_oldest_seconds", "How long the first of them has waited.", value=oldest_s)
+        ready = GaugeMetricFamily("fleet_operator_fleets", "Our fleets by the status of their Ready condition.", labels=["ready"])
+        for status, count in self._queue.readiness().items():
+            ready.add_metric([status], count)
+        yield ready

@@ -57,6 +57,9 @@ ROUTER_LIVENESS_FAILURES = 10
 ROUTER_MOUNT = "/etc/fleet"
 TENANTS_MOUNT = "/etc/fleet-tenants"
 TENANTS_FILE = "tenants.json"
+UNREADY_MAY_GO = {"unhealthyPodEvictionPolicy": "AlwaysAllow"}
+"""By default no pod that is not ready may be evicted while too few are: one that never gets ready would hold up a node's drain
+for ever."""
 
 
 def render_pool(fleet: InferenceFleet, pool: PoolWanted, owner: Object) -> Object:
@@ -233,11 +236,11 @@ def render_budgets(fleet: InferenceFleet, plan: Plan, owner: Object) -> list[Obj
         meta = {**_meta(fleet, owner), "name": f"{fleet.metadata.name}-{tier}-{role}"}
         meta["labels"] = labels(fleet.metadata.name, **{TIER: tier, ROLE: role})
         selector = {FLEET: fleet.metadata.name, TIER: tier, ROLE: role}
-        spec = {"minAvailable": size, "selector": {"matchLabels": selector}}
+        spec = {"minAvailable": size, "selector": {"matchLabels": selector}, **UNREADY_MAY_GO}
         budgets.append({"apiVersion": "policy/v1", "kind": "PodDisruptionBudget", "metadata": meta, "spec": spec})
     if fleet.spec.routing.replicas > 1:  # "at most one of one" would guard nothing
         selector = {FLEET: fleet.metadata.name, ROLE: ROUTER_ROLE}
-        spec = {"maxUnavailable": 1, "selector": {"matchLabels": selector}}
+        spec = {"maxUnavailable": 1, "selector": {"matchLabels": selector}, **UNREADY_MAY_GO}
         meta = _meta(fleet, owner)
         budgets.append({"apiVersion": "policy/v1", "kind": "PodDisruptionBudget", "metadata": meta, "spec": spec})
     return budgets

@@ -33,7 +33,6 @@ from fleet_worker.config import (
     Parallel,
     Ports,
     WorkerConfig,
-    decode,
     encode,
     encode_adapters,
 )
@@ -161,12 +160,19 @@ def at_ordinal(spec: Object, role: Role, ordinal: int, first: int | None) -> Obj
     container["lifecycle"]["preStop"]["httpGet"]["port"] = ports.agent
     for variable in container["env"]:
         if variable["name"] == CONFIG_ENV:
-            config = msgspec.structs.replace(decode(variable["value"]), ports=ports)
-            variable["value"] = encode(config)
-            container["ports"] = container_ports(ports, on_host=True, nodes=config.nodes)
+            variable["value"], nodes = _with_ports(variable["value"], ports)
+            container["ports"] = container_ports(ports, on_host=True, nodes=nodes)
         elif variable["name"] == SIDE_CHANNEL_ENV:
             variable["value"] = str(ports.side_channel)
     return spec
+
+
+def _with_ports(stored: str, ports: Ports) -> tuple[str, int]:
+    """A stored configuration with these ports, and its nodes. Another version of the operator may have written it, for a worker
+    of that version, which takes no field that it does not know: nothing is added to it, and nothing of it is lost."""
+    told, mine = msgspec.json.decode(stored), msgspec.structs.asdict(ports)
+    told["ports"] = {name: mine.get(name, port) for name, port in told["ports"].items()}
+    return msgspec.json.encode(told).decode(), told.get("nodes", 1)
 
 
 def worker_config(

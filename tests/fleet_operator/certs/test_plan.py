@@ -226,6 +226,50 @@ def test_a_spoiled_secret_is_replaced():
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("expired", [False, True])
+def test_a_secret_that_was_emptied_under_way_is_filled_without_a_gap(expired: bool):
+    """The leader made everything anew and told the API server at once: until they looked, the other replicas served what nobody
+    trusted any more."""
+
+    async def scenario() -> None:
+        world = World()
+        for configuration in configurations({"service": {"name": "hook", "namespace": "ns", "port": 443}}):
+            await world.store.apply(configuration)
+        leader, follower = world.replica(), world.replica()
+        leader.fence.extend(T0 + 1e9, T0 + 1e9)
+
+        async def look(*replicas: Replica) -> None:
+            for replica in replicas:
+                while await replica.keeper.look():
+                    pass
+
+        async def trusts(replica: Replica) -> bool:
+            assert replica.serves is not None
+            return all(read(replica.serves).serving.issuer in keys for keys in await world.trusted())  # type: ignore[operator]
+
+        await look(leader, follower)
+        before = leader.serves
+        secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "certs", "namespace": "ns"}}
+        await world.store.delete(SECRET, "ns", "certs")
+        await world.store.writer("user").apply(secret)
+        world.now += SHORT.serving_s if expired else 0.0
+        await look(leader)
+        assert await trusts(follower) is not expired  # what is over cannot be served on
+        await look(follower, leader)
+        assert await trusts(leader)
+        world.now += SHORT.settle_s
+        await look(leader, follower)
+        world.now += SHORT.settle_s
+        await look(leader, follower)
+        assert leader.serves == follower.serves
+        assert leader.serves is not None
+        assert before is not None
+        assert before.key != leader.serves.key
+        assert len(read(leader.serves).authorities) == 1, "what was there before is trusted no more"
+
+    asyncio.run(scenario())
+
+
 def of_others(authority_bits: int, serving_bits: int) -> Material:
     """As somebody made it with other tools: RSA, and perhaps too short for TLS."""
     begins, ends = (datetime.fromtimestamp(at, UTC) for at in (T0 - DAY_S, T0 + 90 * DAY_S))

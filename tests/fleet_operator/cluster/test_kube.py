@@ -18,7 +18,7 @@ from fleet_operator.cluster.interface import (
     UnavailableError,
 )
 from fleet_operator.cluster.kube import KubeCluster
-from fleet_operator.cluster.kube_http import GoneError, KubeHttp, KubeLimits, error_of, split_lines
+from fleet_operator.cluster.kube_http import Backoff, GoneError, KubeHttp, KubeLimits, error_of, split_lines
 
 FAST = KubeLimits(backoff_base_s=0.001, backoff_cap_s=0.01, page=2, silence_s=5)
 
@@ -161,6 +161,30 @@ def test_a_version_that_is_gone_lists_again_and_tells_only_the_difference():
     assert told[6] == ("DELETED", "kept")
 
 
+@pytest.mark.parametrize("ask", ["watch", "list"])
+def test_versions_that_are_gone_again_and_again_are_listed_ever_less_often(ask, monkeypatch):
+    """A server that knows none of its own versions any more was asked for all objects as fast as it answered."""
+    paused, gone = [], {"type": "ERROR", "object": {"kind": "Status", "code": 410, "message": "too old resource version"}}
+
+    async def pause(self, error):
+        paused.append(type(error))
+
+    monkeypatch.setattr(Backoff, "pause", pause)
+    listed = page([item("a", 1)], 10)
+    if ask == "watch":
+        script = Script(listed, [gone], listed, [gone], listed, [gone], listed, [change("MODIFIED", item("a", 12))])
+        assert scenario(script, 3) == [("ADDED", "a"), ("SYNCED", ""), ("MODIFIED", "a")]
+    else:
+        more = page([item("a", 1)], 10, "next")
+
+        async def run():
+            async with talking_to(Script(more, 410, more, 410, more, 410, listed)) as cluster:
+                return await cluster.list(CONFIG_MAP)
+
+        assert [obj["metadata"]["name"] for obj in asyncio.run(run())] == ["a"]
+    assert paused == [GoneError] * 3
+
+
 def test_a_watch_outlives_a_server_that_is_away():
     script = Script(503, page([item("a", 1)], 10), 500, 429, [change("MODIFIED", item("a", 12))])
     assert scenario(script, 3) == [("ADDED", "a"), ("SYNCED", ""), ("MODIFIED", "a")]
@@ -240,6 +264,15 @@ def test_an_unknown_field_is_invalid_although_the_server_says_500():
 @pytest.mark.parametrize("body", [b"", b"not json", b"[]", b"\xff"])
 def test_an_answer_that_is_no_status_still_makes_a_message(body):
     assert str(error_of(502, body))
+
+
+def test_a_kind_that_a_cluster_does_not_have_is_told_as_such():
+    """So kube-apiserver answers for a group that it does not serve: "404 page not found" was all that a fleet's status said."""
+    found = error_of(404, b"404 page not found\n")
+    assert (type(found), str(found)) == (
+        NotFoundError,
+        "this cluster's API server has no such kind of object (404 page not found)",
+    )
 
 
 def test_retry_after_is_kept():

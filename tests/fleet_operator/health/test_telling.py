@@ -91,6 +91,15 @@ def test_the_rest_is_read_when_asked():
     assert "fleet_operator_build_info{" in made.text().decode()
 
 
+def test_a_standby_counts_neither_fleets_nor_what_waits():
+    """Its queue grew for ever, and whoever added up replicas counted every fleet twice."""
+    made = meters()
+    made.observe(Queue(), lambda: False, lambda: (0, 0))
+    text = made.text().decode()
+    assert value(made, "fleet_operator_leader") == 0
+    assert not [word for word in ("queue_depth", "queue_oldest_seconds", "fleets") if f"fleet_operator_{word}" in text]
+
+
 async def fetch(port: int, path: str, method: str = "GET") -> tuple[int, str]:
     async with aiohttp.ClientSession() as session, session.request(method, f"http://127.0.0.1:{port}{path}") as answer:
         return answer.status, await answer.text()
