@@ -12,6 +12,7 @@ from fleet_api.v1alpha1.status import FlipStatus, RolloutStatus, TierStatus
 from fleet_api.v1alpha1.tier import TierSpec
 from fleet_planner.canary import Course, Scene, plot_course
 from fleet_planner.capacity import QUOTA_WORDS
+from fleet_planner.crashes import crashing
 from fleet_planner.draft import draft_pods, scarce_first
 from fleet_planner.flip import Settled, Terms, cold_start_s, flip_s, other, remember, settle
 from fleet_planner.gang import GivenBack, give_back
@@ -82,7 +83,7 @@ def plan_tier(fleet: InferenceFleet, tier: TierSpec, want: Pair, observed: Obser
     refused = _refused(fleet, tier, groups, observed.problems)
     groups = {name: replace(group, refused=name in refused) for name, group in groups.items()}
     telemetry = observed.telemetry.get(tier.name, TierTelemetry())
-    scene = Scene(observed.templates[tier.name].revision, groups, telemetry.revisions, want, limits, now)
+    scene = Scene(observed.templates[tier.name].revision, groups, telemetry.revisions, want, limits, now, crashing(replicas, now))
     course = plot_course(fleet.spec.rollout, _before(fleet, tier).rollout, scene)
     step = _step(fleet, tier, course, groups, want, limits, replicas, observed.pools)
     failures = [_before(fleet, tier).flip, observed.memory.get(tier.name, ScaleMemory()).flip]

@@ -40,6 +40,8 @@ class ObservedPod:
     gated: bool = False
     """The scheduler may not look at it yet: a queue lets it in."""
     restarts: int = 0
+    crashes: int = 0
+    """How often the worker's own container ended by itself; what others put beside it does not count."""
     compat: str = ""
     """KV compatibility hash that it was made with."""
     member: int = 0
