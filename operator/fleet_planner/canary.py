@@ -2,10 +2,10 @@
 status that the last pass wrote, and goes out the same way.
 
 A canary step lasts at least `interval` from the moment at which its workers serve, and until enough requests were answered; no
-data never passes a step. Every reading is judged: the first breach rolls back, at once; workers that crash again and again are one,
-whether or not they have requests (crashes.py). A revision that was rolled back is not tried again; any other revision is. The
-deadline for progress runs while workers are on their way: it begins anew when a step was
-passed and when a paused rollout goes on.
+data never passes a step. Every reading is judged: the first breach rolls back, at once. Workers that crash again and again are
+one, whether or not they have requests (crashes.py). A revision that was rolled back is not tried again; any other revision is.
+The deadline for progress runs while workers are on their way: it begins anew when a step was passed and when a paused rollout
+goes on.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Which revisions crash: their workers' containers end by themselves, again and again, whether or not a request runs. Pure.
 
-Three times is what counts, and three times a day of a worker's life: a dependency that comes up late, a node that was started anew
-cost one. What lies outside of the
-revision is none of its crashes, as far as it can be told: workers on nodes that go away or whose devices fail; those of one node
-while others of the same role serve elsewhere; and no revision is to blame while workers of another one are down after a crash, too.
+Three times is what counts, and three times a day of a worker's life: a dependency that comes up late, or a node that was started
+anew, costs one. What lies outside of the revision is none of its crashes, as far as it can be told: workers on nodes that go away
+or whose devices fail; those of one node while others of their role are well elsewhere. And no revision is to blame while workers
+of another one are down after a crash, too.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def test_a_canary_whose_workers_crash_goes_back_at_once_without_any_request():
 
 
 def test_a_plain_rollout_says_that_its_workers_crash():
-    """Nothing was said before `progressDeadline`, and then only that nothing moves. It is not rolled back: nobody asked for it."""
+    """Nothing was said before `progressDeadline`, then only that nothing moves. It is not rolled back: nobody asked for it."""
     world = World(progressDeadline="10m")
     world.steps(1)
     crash(world, 3)
