@@ -110,6 +110,7 @@ def group_of(revision: str, replicas: Sequence[Replica], able: Collection[str], 
         leaving=_counts([replica for replica in ready if replica.leaving]),
         terminating=any(replica.terminating for replica in replicas),
         queued=any(replica.queued_since <= late for replica in alive if not replica.leaving),
+        starting=any(replica.placed == replica.size and not replica.ready for replica in alive),
         hopeless=_is_hopeless(alive, late),
     )
 
@@ -188,11 +189,18 @@ def _step(
     """A pause holds a rollout, but not the way back from a bad revision."""
     new = groups.get(course.target, Group(course.target))
     olds = [group for revision, group in groups.items() if revision != course.target]
+    compat = _compats(replicas.get(course.target, ()))
+    olds = [replace(old, mates=_compats(replicas.get(old.revision, ())) == compat) for old in olds]
     if fleet.spec.rollout.paused and not course.status.failed and any(any(old.alive) for old in olds):
         mine = {(pool.revision, pool.role): pool for pool in pools if pool.tier == tier.name}
         resized = any(pool.size not in (None, whole) for role, whole in zip(ROLES, want, strict=True) for pool in _of(mine, role))
         return hold_step(want, new, olds, _planned(mine), limits, resized=resized)
     return plan_step(want, new, olds, limits, leaving_gpus=_leaving(replicas, limits), canary=course.canary)
+
+
+def _compats(replicas: Sequence[Replica]) -> set[str]:
+    """What they hand KV to."""
+    return {pod.compat for replica in replicas for pod in replica.pods}
 
 
 def _of(pools: Mapping[tuple[str, Role], ObservedPool], role: Role) -> list[ObservedPool]:
