@@ -72,6 +72,8 @@ class _Planned:
     memory: ScaleMemory
     devices: int
     """Of the fleet's budget."""
+    wished: tuple[int, int]
+    """What is asked for, whether or not it fits."""
 
 
 def reconcile(fleet: InferenceFleet, observed: Observed, now: float) -> Plan:
@@ -101,7 +103,7 @@ def reconcile(fleet: InferenceFleet, observed: Observed, now: float) -> Plan:
         forget=_forgotten(fleet, {name: one.plan for name, one in planned.items()}, observed),
         status=plan_status(fleet, views, observed, now, prefetch.verdict),
         zero=tuple(_zero_tier(fleet, view, observed) for view in views if view.zero is not None),
-        memory={name: one.memory for name, one in planned.items()},
+        memory={name: replace(one.memory, room_at=left.room_at) for name, one in planned.items()},
         rest=rest.memory,
         clock=clock,
         reasons=tuple(f"{view.tier.name}: {view.decision.reason}" for view in views),
@@ -154,7 +156,7 @@ def _plan_tier(
     memory = replace(decision.memory, flip=plan.flip, gangs=gangs, reached=whole, lacking=prefetch.lacking.get(tier.name))
     gpus = observed.templates[tier.name].gpus
     view = TierView(tier, decision, plan, workers, zero)
-    return _Planned(plan, view, memory, size[0] * gpus[0] + size[1] * gpus[1])
+    return _Planned(plan, view, memory, size[0] * gpus[0] + size[1] * gpus[1], (wished.prefill, wished.decode))
 
 
 def _with_wish(plan: TierPlan, wished: ScaleDecision) -> TierPlan:
@@ -166,7 +168,7 @@ def _with_wish(plan: TierPlan, wished: ScaleDecision) -> TierPlan:
 
 def _tier_now(one: _Planned) -> TierNow:
     decision = one.view.decision
-    return TierNow((decision.prefill, decision.decode), one.plan.serving, one.devices, decision.limited or one.plan.limited)
+    return TierNow(one.wished, one.plan.serving, one.devices, decision.limited or one.plan.limited)
 
 
 def _zero_tier(fleet: InferenceFleet, view: TierView, observed: Observed) -> ZeroTier:

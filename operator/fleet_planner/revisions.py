@@ -189,7 +189,7 @@ def _step(
     """A pause holds a rollout, but not the way back from a bad revision."""
     new = groups.get(course.target, Group(course.target))
     olds = [group for revision, group in groups.items() if revision != course.target]
-    compat = _compats(replicas.get(course.target, ()))
+    compat = _compats(replicas.get(course.target, ())) if olds else set[str]()
     olds = [replace(old, mates=_compats(replicas.get(old.revision, ())) == compat) for old in olds]
     if fleet.spec.rollout.paused and not course.status.failed and any(any(old.alive) for old in olds):
         mine = {(pool.revision, pool.role): pool for pool in pools if pool.tier == tier.name}

@@ -144,7 +144,7 @@ def plan_step(
     if stuck and size == have != paired and not new.roomless:
         size, stuck = paired, False  # what lost its partners gives its devices back, else it may hold those that partners need
     elif stuck and limits.surge_gpus is None and not new.roomless:
-        size, stuck = _next(have, full, limits), False
+        size, stuck = next_step(have, full, limits), False
     return Step({new.revision: size, **sizes}, rolling=True, stuck=stuck)
 
 
@@ -189,7 +189,7 @@ def _shrunk(olds: Sequence[Group], most: Pair, limits: Limits) -> list[Group]:
     return [replace(old, alive=sizes[old.revision]) for old in olds]
 
 
-def _next(have: Pair, full: Pair, limits: Limits) -> Pair:
+def next_step(have: Pair, full: Pair, limits: Limits) -> Pair:
     """The cheapest step up, whatever it costs."""
     cost = devices(have, limits.gpus)
     sizes = (_grow(have, full, room, limits) for room in range(cost, devices(full, limits.gpus) + 1))

@@ -286,6 +286,8 @@ class ScaleMemory:
     reached: tuple[int, int] = (0, 0)
     """Workers that were there at once, up to the present size: making one of so many again is a repair, more is growth."""
     gangs: GangMemory = GangMemory()
+    room_at: float = 0.0
+    """When a worker of a tier that left the spec last made room for others."""
     lacking: tuple[str, float] | None = None
     """(key of its model, since when a node lacks it); None: every node has it."""
 
