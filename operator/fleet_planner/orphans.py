@@ -24,7 +24,8 @@ from fleet_planner.types import ROLES, Observed, PodGone, Target
 
 @dataclass(frozen=True, slots=True)
 class TierNow:
-    """A tier of the spec. `devices`: what its wanted size takes of the budget; `limited`: why it cannot grow, in words."""
+    """A tier of the spec. `wanted`: what is asked for and paid; `devices`: what its present size takes of the budget; `limited`:
+    why it cannot grow, in words."""
 
     wanted: Pair
     serving: Pair
@@ -52,14 +53,13 @@ def plan_orphans(fleet: InferenceFleet, observed: Observed, tiers: Mapping[str, 
     serving = [worker for worker in workers if _could_serve(worker) and (worker.serving or not told)]
     room_at = min(now, max((memory.room_at for memory in observed.memory.values()), default=0.0))
     room_at = now if room_at and any(worker.terminating for worker in workers) else room_at
-    short = _short_since(observed, tiers)
-    if not serving or _replaced(serving, tiers, whole=short is not None) or not _is_paid(fleet, observed, serving, tiers):
+    short = _short_since(observed, tiers, begun=room_at > 0)
+    patience_s = SETTLE_S if room_at else fleet.spec.scaling.capacity_wait_s  # what was given up must find its new owner
+    is_late = short is not None and now - max(short, room_at) >= patience_s
+    whole = short is not None or room_at > 0
+    if not serving or _replaced(serving, tiers, whole=whole) or not _is_paid(fleet, observed, serving, tiers):
         serving = []
-    elif (
-        short is not None
-        and now - max(short, room_at) >= _patience_s(fleet, room_at)
-        and not _starts(fleet, observed, tiers, now)
-    ):
+    elif is_late and not _starts(fleet, observed, tiers, now):
         serving, room_at = _fewer(serving, max(1, fleet.spec.rollout.max_unavailable)), now
     staying = frozenset(worker.leader.uid for worker in serving)
     going = [pod for worker in workers if worker.leader.uid not in staying for pod in worker.pods]
@@ -90,17 +90,14 @@ def _is_paid(fleet: InferenceFleet, observed: Observed, serving: Sequence[Replic
     return budget is None or devices <= budget.gpus
 
 
-def _short_since(observed: Observed, tiers: Mapping[str, TierNow]) -> float | None:
-    """Since when a tier of the spec asks for more than nodes, queues or quotas let in; 0: for long. None: none does."""
-    if any(QUOTA_WORDS in problem.message for problem in observed.problems) or any(tier.limited for tier in tiers.values()):
+def _short_since(observed: Observed, tiers: Mapping[str, TierNow], *, begun: bool) -> float | None:
+    """Since when a tier of the spec asks for more than nodes, queues or quotas let in; 0: for long. None: none does. Once one
+    went (`begun`) it asks for no more than has room, and is limited for that."""
+    limited = not begun and any(tier.limited for tier in tiers.values())
+    if limited or any(QUOTA_WORDS in problem.message for problem in observed.problems):
         return 0.0
     mine = (pod for pod in observed.pods if pod.tier in tiers and not pod.terminating)
     return min((pod.created_at for pod in mine if pod.unschedulable or pod.gated), default=None)
-
-
-def _patience_s(fleet: InferenceFleet, room_at: float) -> float:
-    """How long nodes are waited for before the first goes; then, what was given up must find its new owner."""
-    return SETTLE_S if room_at else fleet.spec.scaling.capacity_wait_s
 
 
 def _starts(fleet: InferenceFleet, observed: Observed, tiers: Mapping[str, TierNow], now: float) -> bool:

@@ -9,7 +9,7 @@ from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.status import FleetStatus
 from fleet_api.v1alpha1.tier import TierSpec
 from fleet_planner.adapters import fitted
-from fleet_planner.capacity import least_devices, refusals
+from fleet_planner.capacity import fit_budget, least_devices, refusals
 from fleet_planner.clock import steady
 from fleet_planner.gang import settled, workers_of
 from fleet_planner.orphans import TierNow, plan_orphans
@@ -72,8 +72,8 @@ class _Planned:
     memory: ScaleMemory
     devices: int
     """Of the fleet's budget."""
-    wished: tuple[int, int]
-    """What is asked for, whether or not it fits."""
+    asked: tuple[int, int]
+    """What it would have if quota and nodes had room."""
 
 
 def reconcile(fleet: InferenceFleet, observed: Observed, now: float) -> Plan:
@@ -155,8 +155,9 @@ def _plan_tier(
         plan = replace(plan, create=repairs(plan.create, {pod.uid for pod in plan.delete}, workers, size, whole))
     memory = replace(decision.memory, flip=plan.flip, gangs=gangs, reached=whole, lacking=prefetch.lacking.get(tier.name))
     gpus = observed.templates[tier.name].gpus
+    asked, _ = fit_budget(tier, (wished.prefill, wished.decode), gpus, left) if tier.name not in rest.asleep else (NOTHING, "")
     view = TierView(tier, decision, plan, workers, zero)
-    return _Planned(plan, view, memory, size[0] * gpus[0] + size[1] * gpus[1], (wished.prefill, wished.decode))
+    return _Planned(plan, view, memory, size[0] * gpus[0] + size[1] * gpus[1], asked)
 
 
 def _with_wish(plan: TierPlan, wished: ScaleDecision) -> TierPlan:
@@ -168,7 +169,7 @@ def _with_wish(plan: TierPlan, wished: ScaleDecision) -> TierPlan:
 
 def _tier_now(one: _Planned) -> TierNow:
     decision = one.view.decision
-    return TierNow(one.wished, one.plan.serving, one.devices, decision.limited or one.plan.limited)
+    return TierNow(one.asked, one.plan.serving, one.devices, decision.limited or one.plan.limited)
 
 
 def _zero_tier(fleet: InferenceFleet, view: TierView, observed: Observed) -> ZeroTier:
