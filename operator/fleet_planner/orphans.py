@@ -1,16 +1,16 @@
 """Workers of a tier that left the spec, because it was taken out or renamed. Pure.
 
 They go as others do: told as draining first, then deleted, with their grace for streams and leases. Those that serve stay until
-the tiers of the spec serve in their place, as in a rollout; not when both do not fit into the budget. Where quota or cluster have
-no room for both they give way step by step: one of each role (or as many as rollout.maxUnavailable says), the last pair as a
-whole, and no further ones before what they left is taken and serves.
+the tiers of the spec serve in their place, as in a rollout. Where budget, quota or cluster have no room for both they give way
+step by step: one of each role (or as many as rollout.maxUnavailable says), the last pair as a whole, and no further ones before
+what they left is taken and serves.
 Their own spec is gone, so nothing is repaired or sized: what is not ready, or does not serve, goes at once. When none is seen to
 serve, somebody took the routers' document away: then all that are ready count as serving.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from fleet_api.v1alpha1 import InferenceFleet
@@ -24,13 +24,15 @@ from fleet_planner.types import ROLES, Observed, PodGone, Target
 
 @dataclass(frozen=True, slots=True)
 class TierNow:
-    """A tier of the spec. `wanted`: what is asked for and paid; `devices`: what its present size takes of the budget; `limited`:
-    why it cannot grow, in words."""
+    """A tier of the spec. `wanted`: what is asked for and paid; `devices`: what that takes of the budget; `limited`: why it
+    cannot grow, in words."""
 
     wanted: Pair
     serving: Pair
     devices: int
     limited: str = ""
+    made: bool = True
+    """All workers of its present size exist."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,24 +50,34 @@ def plan_orphans(fleet: InferenceFleet, observed: Observed, tiers: Mapping[str, 
     names = sorted({pod.tier for pod in observed.pods} - tiers.keys())
     if not names:
         return Orphans()
-    workers = [worker for name in names for worker in workers_of(observed, name)]
-    told = any(pod.serving for pod in observed.pods)
-    serving = [worker for worker in workers if _could_serve(worker) and (worker.serving or not told)]
+    workers, serving = _left(observed, names)
     room_at = min(now, max((memory.room_at for memory in observed.memory.values()), default=0.0))
     room_at = now if room_at and any(worker.terminating for worker in workers) else room_at
-    short = _short_since(observed, tiers, begun=room_at > 0)
-    patience_s = SETTLE_S if room_at else fleet.spec.scaling.capacity_wait_s  # what was given up must find its new owner
-    is_late = short is not None and now - max(short, room_at) >= patience_s
-    whole = short is not None or room_at > 0
-    if not serving or _replaced(serving, tiers, whole=whole) or not _is_paid(fleet, observed, serving, tiers):
+    unpaid = not _is_paid(fleet, observed, serving, tiers)
+    short = _short_since(observed, tiers, begun=room_at > 0, unpaid=unpaid)
+    patience_s = SETTLE_S if room_at or unpaid else fleet.spec.scaling.capacity_wait_s  # what was given up finds its new owner
+    if not serving or _replaced(serving, tiers, whole=unpaid or room_at > 0 or short is not None):
         serving = []
-    elif is_late and not _starts(fleet, observed, tiers, now):
+    elif short is not None and now - max(short, room_at) >= patience_s and not _starts(fleet, observed, tiers, now):
         serving, room_at = _fewer(serving, max(1, fleet.spec.rollout.max_unavailable)), now
     staying = frozenset(worker.leader.uid for worker in serving)
     going = [pod for worker in workers if worker.leader.uid not in staying for pod in worker.pods]
     gone = tuple(PodGone(pod.name, pod.uid, "its tier is not in the spec") for pod in going if not pod.terminating)
     targets = (target_of(worker, staying, {pod.uid for pod in gone}) for worker in workers)
     return Orphans(gone, tuple(target for target in targets if target is not None), room_at)
+
+
+def devices_left(observed: Observed, tiers: Collection[str]) -> int:
+    """Of workers that serve on though their tiers left the spec; the budget pays for them, too. `tiers`: those of the spec."""
+    names = sorted({pod.tier for pod in observed.pods}.difference(tiers))
+    return sum(_devices(worker, observed) for worker in _left(observed, names)[1]) if names else 0
+
+
+def _left(observed: Observed, names: Sequence[str]) -> tuple[list[Replica], list[Replica]]:
+    """All workers of these tiers, and those that serve."""
+    workers = [worker for name in names for worker in workers_of(observed, name)]
+    told = any(pod.serving for pod in observed.pods)
+    return workers, [worker for worker in workers if _could_serve(worker) and (worker.serving or not told)]
 
 
 def _could_serve(worker: Replica) -> bool:
@@ -90,13 +102,17 @@ def _is_paid(fleet: InferenceFleet, observed: Observed, serving: Sequence[Replic
     return budget is None or devices <= budget.gpus
 
 
-def _short_since(observed: Observed, tiers: Mapping[str, TierNow], *, begun: bool) -> float | None:
+def _short_since(observed: Observed, tiers: Mapping[str, TierNow], *, begun: bool, unpaid: bool) -> float | None:
     """Since when a tier of the spec asks for more than nodes, queues or quotas let in; 0: for long. None: none does. Once one
-    went (`begun`) it asks for no more than has room, and is limited for that."""
+    went (`begun`) it asks for no more than has room, and is limited for that. `unpaid`: the budget has no more for them; their
+    minimum was made first."""
     limited = not begun and any(tier.limited for tier in tiers.values())
-    if limited or any(QUOTA_WORDS in problem.message for problem in observed.problems):
+    if (limited and not unpaid) or any(QUOTA_WORDS in problem.message for problem in observed.problems):
         return 0.0
-    mine = (pod for pod in observed.pods if pod.tier in tiers and not pod.terminating)
+    mine = [pod for pod in observed.pods if pod.tier in tiers and not pod.terminating]
+    if unpaid:
+        made = all(tier.made for tier in tiers.values())
+        return max((pod.created_at for pod in mine if not pod.ready), default=0.0) if made else None
     return min((pod.created_at for pod in mine if pod.unschedulable or pod.gated), default=None)
 
 

@@ -12,9 +12,10 @@ from fleet_planner.adapters import fitted
 from fleet_planner.capacity import fit_budget, least_devices, refusals
 from fleet_planner.clock import steady
 from fleet_planner.gang import settled, workers_of
-from fleet_planner.orphans import TierNow, plan_orphans
+from fleet_planner.orphans import TierNow, devices_left, plan_orphans
 from fleet_planner.prefetch import Prefetch, held_back, plan_prefetch, reached, repairs
 from fleet_planner.revisions import TierPlan, plan_tier
+from fleet_planner.rollout import devices
 from fleet_planner.scale import ScaleDecision
 from fleet_planner.sizing import current_size, fit, scaled_by_others, size_tier
 from fleet_planner.status import TierView, plan_status
@@ -74,6 +75,7 @@ class _Planned:
     """Of the fleet's budget."""
     asked: tuple[int, int]
     """What it would have if quota and nodes had room."""
+    asked_devices: int
 
 
 def reconcile(fleet: InferenceFleet, observed: Observed, now: float) -> Plan:
@@ -143,7 +145,8 @@ def _plan_tier(
         wished = decision = ScaleDecision(*NOTHING, rest.reason, ScaleMemory())
     else:
         wished = size_tier(fleet, tier, observed, workers, now)
-        decision = fit(fleet, tier, wished, observed, workers, left, now)
+        free = None if left is None else left - devices_left(observed, {each.name for each in fleet.spec.tiers})
+        decision = fit(fleet, tier, wished, observed, workers, free, now)
         if before == NOTHING:
             decision = replace(decision, reason=f"woken: {rest.reason or 'scaling.toZero is off'}")
     size = decision.prefill, decision.decode
@@ -157,7 +160,7 @@ def _plan_tier(
     gpus = observed.templates[tier.name].gpus
     asked, _ = fit_budget(tier, (wished.prefill, wished.decode), gpus, left) if tier.name not in rest.asleep else (NOTHING, "")
     view = TierView(tier, decision, plan, workers, zero)
-    return _Planned(plan, view, memory, size[0] * gpus[0] + size[1] * gpus[1], asked)
+    return _Planned(plan, view, memory, devices(size, gpus), asked, devices(asked, gpus))
 
 
 def _with_wish(plan: TierPlan, wished: ScaleDecision) -> TierPlan:
@@ -168,8 +171,10 @@ def _with_wish(plan: TierPlan, wished: ScaleDecision) -> TierPlan:
 
 
 def _tier_now(one: _Planned) -> TierNow:
-    decision = one.view.decision
-    return TierNow(one.asked, one.plan.serving, one.devices, decision.limited or one.plan.limited)
+    decision, workers = one.view.decision, one.view.workers
+    roles = [worker.role for worker in workers if worker.alive]
+    made = roles.count("prefill") >= decision.prefill and roles.count("decode") >= decision.decode
+    return TierNow(one.asked, one.plan.serving, one.asked_devices, decision.limited or one.plan.limited, made)
 
 
 def _zero_tier(fleet: InferenceFleet, view: TierView, observed: Observed) -> ZeroTier:

@@ -54,7 +54,11 @@ WAITS = {"tier": "u", "serving": False, "ready": False, "node": None}
         pytest.param(seen(*THREE), TierNow((9, 9), (2, 3), 27), None, 3, id="as-many-as-go-serve-though-more-are-wanted"),
         pytest.param(seen(*THREE), TierNow((0, 0), (0, 0), 0), None, 3, id="a-tier-at-zero-wakes-by-itself"),
         pytest.param(seen(*THREE), STARTING, 10, 0, id="both-fit-into-the-budget"),
-        pytest.param(seen(*THREE), STARTING, 9, 3, id="both-do-not-fit-into-the-budget"),
+        pytest.param(seen(*THREE), STARTING, 9, 1, id="both-do-not-fit-into-the-budget"),
+        pytest.param(seen(*THREE), replace(STARTING, made=False), 9, 0, id="what-the-budget-always-pays-for-is-made-first"),
+        pytest.param(
+            seen(*THREE, old("decode", 9, **WAITS | {"node": "n", "created_at": NOW - 14})), STARTING, 9, 0, id="and-starts"
+        ),
         pytest.param(seen(*THREE), replace(STARTING, limited="no node"), None, 1, id="the-cluster-is-full"),
         pytest.param(seen(*THREE, problems=(Problem("Forbidden", "exceeded quota: q"),)), STARTING, None, 1, id="quota"),
         pytest.param(seen(*THREE, old("decode", 9, **WAITS, unschedulable=True)), STARTING, None, 1, id="a-pod-waits-long"),
@@ -235,7 +239,9 @@ class Renamed(Nodes):
         pods = [replace(one, tier=one.name.split("-")[1]) for one in self.observed.pods]
         pods = [one if one.node is None else replace(one, scheduled_at=one.scheduled_at or self.now) for one in pods]
         started = [replace(p, ready=p.node is not None and self.now - (p.scheduled_at or self.now) >= 30.0) for p in pods]
-        self.observed = replace(self.observed, pods=tuple(started))
+        left = {one.tier for one in started} - {"u"}  # its template is kept for as long as it has pods
+        before = {"t": {OLD: Template(OLD, "c", gpus=(1, 1), number=1)}} if left else {}
+        self.observed = replace(self.observed, pods=tuple(started), stored={**before, **self.observed.stored})
         return plan
 
     def rename(self) -> None:
@@ -249,6 +255,25 @@ class Renamed(Nodes):
         """Of both tiers."""
         roles = [target.role for target in self.plan.targets if target.state == "serving"]
         return roles.count("prefill"), roles.count("decode")
+
+
+@pytest.mark.parametrize(
+    ("want", "budget", "room", "least"),
+    [((2, 4), 6, 6, 4), ((2, 4), 6, 99, 4), ((2, 4), 7, 99, 4), ((1, 2), 3, 99, 2), ((1, 2), 3, 4, 2), ((2, 4), 12, 99, 6)],
+)
+def test_a_budget_that_does_not_pay_for_both_is_handed_over_as_well(want: tuple[int, int], budget: int, room: int, least: int):
+    """Incident: all of them went in the pass of the edit, before any of their successors had a node."""
+    roles = {role: {"replicas": count, "minReplicas": 1, "maxReplicas": 9} for role, count in zip(ROLES, want, strict=True)}
+    nodes = Renamed(of({"scaling": {"mode": "manual", "budget": {"gpus": budget}}}, **roles), room)
+    nodes.run(WAIT_S)
+    nodes.rename()
+    for _ in range(150):
+        nodes.step()
+        assert sum(nodes.serving()) >= least
+        assert min(nodes.serving()) >= 1
+        assert len(nodes.observed.pods) <= max(budget, sum(want)) + 2, "the minimum is always paid for"
+    assert {one.tier for one in nodes.observed.pods} == {"u"}
+    assert (nodes.serving(), nodes.size) == (want, want)
 
 
 @pytest.mark.parametrize("mode", ["manual", "auto"])
