@@ -11,7 +11,7 @@ from fleet_planner.capacity import fit_budget, fit_cluster, refusals
 from fleet_planner.gang import as_pods
 from fleet_planner.ratio import Bounds, Pair, bounds_of, project
 from fleet_planner.replicas import Replica
-from fleet_planner.rollout import Limits, next_step, smaller
+from fleet_planner.rollout import Limits, larger, next_step, smaller
 from fleet_planner.scale import ScaleDecision, ScaleInputs, want
 from fleet_planner.types import ROLES, Observed, ObservedPool, Role, ScaleMemory
 from fleet_planner.zero import rolls
@@ -85,8 +85,11 @@ def size_tier(fleet: InferenceFleet, tier: TierSpec, observed: Observed, workers
     )  # fmt: skip
     decision = want(inputs, observed.telemetry.get(tier.name), memory, now)
     size = wished if decision.held else (decision.prefill, decision.decode)
+    names, kept = {each.name for each in fleet.spec.tiers}, decision.memory
+    if any(pod.serving and pod.tier not in names for pod in observed.pods):  # they have a part of the load that it is to have
+        size, kept = larger(size, wished), replace(kept, wants=())
     sizes = project(*size, bounds)  # bounds may have changed while holding
-    return ScaleDecision(*sizes, decision.reason, decision.memory, decision.held)
+    return ScaleDecision(*sizes, decision.reason, kept, decision.held)
 
 
 def _follow(wish: tuple[int, int], scaled: dict[Role, int], bounds: Bounds) -> tuple[int, int]:

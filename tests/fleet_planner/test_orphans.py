@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fleet_api.parse import parse_fleet
 from fleet_planner.orphans import TierNow, plan_orphans
 from fleet_planner.reconcile import Plan, reconcile
-from fleet_planner.types import ROLES, Observed, ObservedPod, Problem, Role, ScaleMemory, Template
+from fleet_planner.types import ROLES, Observed, ObservedPod, Problem, Role, RoleLoad, ScaleMemory, Template, TierTelemetry
 from tests.fleet_planner.test_capacity_passes import NEW, OLD, STEP_S, WAIT_S, Nodes, of
 from tests.fleet_planner.test_reconcile import carry_out, pod
 
@@ -299,3 +299,22 @@ def test_a_tier_that_is_renamed_in_a_full_cluster_is_handed_over_step_by_step(
     assert (nodes.serving(), nodes.size) == (want, want)
     assert fewest >= least
     assert nodes.verdict("RollingOut")[0] == "Complete"
+
+
+def test_load_that_the_old_tier_carries_meanwhile_makes_the_new_one_no_smaller():
+    """The new tier's own load is a share: by it 1+1 were enough, all old workers went at once, and 1+1 had the whole of it."""
+    roles: dict[str, Any] = {"prefill": {"replicas": 2, "minReplicas": 1}, "decode": {"replicas": 4, "minReplicas": 1}}
+    nodes = Renamed(of({"scaling": {"mode": "auto", "scaleDownWindow": "30s"}}, **roles), 6)
+    nodes.run(WAIT_S)
+    nodes.rename()
+    sizes = set()
+    for _ in range(60):
+        little = RoleLoad(inflight=1.0, measured_at=nodes.now + STEP_S)
+        nodes.observed = replace(nodes.observed, telemetry={"u": TierTelemetry(prefill=little, decode=little)})
+        was_left = any(one.tier == "t" for one in nodes.observed.pods)
+        nodes.step()
+        sizes |= {nodes.size} if was_left else set()
+        assert sum(nodes.serving()) >= 4 or not was_left
+    assert max(sizes) == (2, 4)
+    nodes.step(60.0)
+    assert nodes.size == (1, 1), "its load is its own when it had it for a whole window"
