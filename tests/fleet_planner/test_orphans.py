@@ -267,7 +267,7 @@ def test_a_budget_that_does_not_pay_for_both_is_handed_over_as_well(want: tuple[
     nodes = Renamed(of({"scaling": {"mode": "manual", "budget": {"gpus": budget}}}, **roles), room)
     nodes.run(WAIT_S)
     nodes.rename()
-    for _ in range(150):
+    for _ in range(80):
         nodes.step()
         assert sum(nodes.serving()) >= least
         assert min(nodes.serving()) >= 1
@@ -290,7 +290,7 @@ def test_a_tier_that_is_renamed_in_a_full_cluster_is_handed_over_step_by_step(
     nodes.run(WAIT_S)
     nodes.rename()
     fewest = 99
-    for _ in range(150):
+    for _ in range(80):
         nodes.step()
         found = nodes.serving()
         assert min(found) >= 1 or least == 0

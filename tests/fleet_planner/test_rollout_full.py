@@ -93,11 +93,10 @@ def test_what_cannot_end_serves_on_and_says_so(more: dict[str, str], spare: int)
     assert nodes.serving()[1] >= 2
 
 
-@pytest.mark.parametrize("gpus", [(1, 1), (1, 4)])
 @pytest.mark.parametrize("ratio", [WIDE, NARROW, FIXED, PREFILL_HEAVY])
-def test_every_small_rollout_of_mates_keeps_every_rule_and_is_never_stuck_one_short(ratio: tuple[Ratio, Ratio], gpus: Pair):
+def test_every_small_rollout_of_mates_keeps_every_rule_and_is_never_stuck_one_short(ratio: tuple[Ratio, Ratio]):
     """2+5 and 6+4 without surge ended with a pair of the old revision that no step replaced, and a worker fewer than wanted."""
-    for rolling in rollouts(ratio, gpus, mates=True):
+    for rolling in rollouts(ratio, (1, 4), mates=True):
         want, limits = rolling.want, rolling.limits
         needed = auto_surge(want, limits, None)
         surge = needed if limits.surge_gpus is None else limits.surge_gpus
