@@ -9,6 +9,7 @@ from fleet_operator.adapters.memory import AdapterMemory
 from fleet_operator.known_fleet import KnownFleet
 from fleet_operator.observe import PodsSeen
 from fleet_operator.pace import Pace
+from fleet_operator.refusals import Refusals
 from fleet_operator.settled import Settled
 from fleet_planner.types import ClockMemory, FlipReport, Problem, RestMemory, ScaleMemory, TierTelemetry
 
@@ -42,6 +43,7 @@ class FleetState:
     restless: bool = False
     pods: PodsSeen = field(default_factory=dict)
     settled: Settled = field(default_factory=Settled)
+    refusals: Refusals = field(default_factory=Refusals)
 
 
 def clock_set_s(before_s: float | None, ahead_s: float) -> float:

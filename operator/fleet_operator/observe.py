@@ -32,6 +32,8 @@ from fleet_wire.endpoints import ENDPOINTS_KEY
 from fleet_wire.unreadable import UNREADABLE
 
 COUNT_DIGITS = 6
+WORKER = "worker"
+"""Name of the container that is the worker."""
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 
 
@@ -154,6 +156,7 @@ def _pod(pod: Object, leaving: str, sick: str, serving: bool, busy: float | None
         unschedulable=scheduled.get("status") == "False" and scheduled.get("reason") == "Unschedulable",
         gated=scheduled.get("status") == "False" and scheduled.get("reason") == "SchedulingGated",
         restarts=sum(container.get("restartCount", 0) for container in containers),
+        crashes=sum(_crashes(container) for container in containers if container.get("name") == WORKER),
         compat=notes.get(COMPAT, ""),
         member=member_of(notes, meta["name"]),
         group=notes.get(GROUP_UID, ""),
@@ -168,6 +171,12 @@ def _pod(pod: Object, leaving: str, sick: str, serving: bool, busy: float | None
         flipped=FLIPPED_AT in notes,
         drain_s=max(0.0, pod["spec"].get("terminationGracePeriodSeconds", 0) - GRACE_SLACK_S),
     )
+
+
+def _crashes(container: Mapping[str, Any]) -> int:
+    """One that waits to be started once more has ended once more than it was started anew."""
+    waiting = (container.get("state") or {}).get("waiting") or {}
+    return int(container.get("restartCount", 0)) + (waiting.get("reason") == "CrashLoopBackOff")
 
 
 def _flipping(notes: Mapping[str, str]) -> Role | None:

@@ -50,7 +50,7 @@ from fleet_operator.names import MANAGED_BY, MANAGER
 from fleet_operator.nodes import changed_nodes, going_away
 from fleet_operator.outcome import Outcome
 from fleet_operator.pace import ASKED_MOST_S
-from fleet_operator.picture import Places, picture
+from fleet_operator.picture import Places, picture, pods_of
 from fleet_operator.reading import Known, Reader, Sources, Telemetry
 from fleet_operator.recorder import Recorder, present_status
 from fleet_operator.render.prefetch import fetches_ahead
@@ -383,7 +383,11 @@ class Reconciler:
         state.ahead_s, state.clock = ahead_s, plan.clock
         state.memory, state.rest, state.restless = plan.memory, plan.rest, is_restless(plan.status)
         self.reader.hearing.follow(key, plan.status)
-        outcome = await self._applier.apply(fleet, raw, plan, templates, live, state.settled)
+        there, at = {obj["metadata"]["uid"] for obj in pods_of(live)}, self._monotonic()
+        asked, held = state.refusals.held(plan.create, there, at)
+        outcome = await self._applier.apply(fleet, raw, replace(plan, create=asked), templates, live, state.settled)
+        state.refusals.note(asked, outcome.problems, there, fleet.spec.scaling.capacity_wait_s, at)
+        outcome.problems = state.refusals.in_order([*outcome.problems, *held], plan.create)
         await self._recorder.record(raw, plan.status, outcome, sizing_of(fleet, plan.reasons))
         return outcome
 

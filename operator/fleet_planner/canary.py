@@ -2,15 +2,16 @@
 status that the last pass wrote, and goes out the same way.
 
 A canary step lasts at least `interval` from the moment at which its workers serve, and until enough requests were answered; no
-data never passes a step. Every reading is judged: the first breach rolls back, at once. A revision that was rolled back is not
-tried again; any other revision is. The deadline for progress runs while workers are on their way: it begins anew when a step was
-passed and when a paused rollout goes on.
+data never passes a step. Every reading is judged: the first breach rolls back, at once. Workers that crash again and again are
+one, whether or not they have requests (crashes.py). A revision that was rolled back is not tried again; any other revision is.
+The deadline for progress runs while workers are on their way: it begins anew when a step was passed and when a paused rollout
+goes on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 
 from fleet_api.conditions import rfc3339
@@ -43,6 +44,8 @@ class Scene:
     want: Pair
     limits: Limits
     now: float
+    crashing: Mapping[str, str] = field(default_factory=dict)
+    """By revision: how its workers crash, in words; those whose workers do not are absent."""
 
 
 def plot_course(spec: RolloutSpec, before: RolloutStatus | None, scene: Scene) -> Course:
@@ -61,7 +64,8 @@ def plot_course(spec: RolloutSpec, before: RolloutStatus | None, scene: Scene) -
         return Course(target, None, RolloutStatus(stable=stable, failed=failed, message=known.message if failed else ""))
     status = _progress(known if known.target == target else _begun(known, target), scene, target, failed, paused=spec.paused)
     if spec.canary is None or target == known.stable:
-        return Course(target, None, status.model_copy(update={"percent": None}))
+        told = {} if failed else {"message": scene.crashing.get(target, "")}
+        return Course(target, None, status.model_copy(update={"percent": None, **told}))
     return _judged(spec, spec.canary, status, scene)
 
 
@@ -105,7 +109,7 @@ def _progress(status: RolloutStatus, scene: Scene, target: str, failed: str, *, 
 def _judged(spec: RolloutSpec, canary: CanarySpec, status: RolloutStatus, scene: Scene) -> Course:
     """One look at the new revision: back, on, or wait."""
     new, stable = scene.loads.get(status.target), scene.loads.get(status.stable)
-    breach = _breach(canary.analysis, new, stable)
+    breach = _breach(canary.analysis, new, stable) or scene.crashing.get(status.target, "")
     if not breach and overdue(spec, status, scene.now):
         breach = f"no progress for {spec.progress_deadline}: {status.progress}"
     if breach and status.stable in scene.groups:

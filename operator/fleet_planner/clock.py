@@ -154,6 +154,7 @@ def _scale(known: ScaleMemory, moved: _Moved) -> ScaleMemory:
         known,
         wants=tuple([(moved.time(at), prefill, decode) for at, prefill, decode in known.wants]),
         cap_until=known.cap_until + set_s,
+        room_at=moved.time(known.room_at) if known.room_at else 0.0,
         gated=tuple([(uid, moved.time(at)) for uid, at in known.gated]),
         flip=_flip(known.flip, moved),
         gangs=gangs,

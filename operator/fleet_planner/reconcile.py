@@ -9,12 +9,13 @@ from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.status import FleetStatus
 from fleet_api.v1alpha1.tier import TierSpec
 from fleet_planner.adapters import fitted
-from fleet_planner.capacity import least_devices, refusals
+from fleet_planner.capacity import fit_budget, least_devices, refusals
 from fleet_planner.clock import steady
 from fleet_planner.gang import settled, workers_of
-from fleet_planner.orphans import TierNow, plan_orphans
+from fleet_planner.orphans import TierNow, devices_left, plan_orphans
 from fleet_planner.prefetch import Prefetch, held_back, plan_prefetch, reached, repairs
 from fleet_planner.revisions import TierPlan, plan_tier
+from fleet_planner.rollout import devices
 from fleet_planner.scale import ScaleDecision
 from fleet_planner.sizing import current_size, fit, scaled_by_others, size_tier
 from fleet_planner.status import TierView, plan_status
@@ -72,6 +73,9 @@ class _Planned:
     memory: ScaleMemory
     devices: int
     """Of the fleet's budget."""
+    asked: tuple[int, int]
+    """What it would have if quota and nodes had room."""
+    asked_devices: int
 
 
 def reconcile(fleet: InferenceFleet, observed: Observed, now: float) -> Plan:
@@ -101,7 +105,7 @@ def reconcile(fleet: InferenceFleet, observed: Observed, now: float) -> Plan:
         forget=_forgotten(fleet, {name: one.plan for name, one in planned.items()}, observed),
         status=plan_status(fleet, views, observed, now, prefetch.verdict),
         zero=tuple(_zero_tier(fleet, view, observed) for view in views if view.zero is not None),
-        memory={name: one.memory for name, one in planned.items()},
+        memory={name: replace(one.memory, room_at=left.room_at) for name, one in planned.items()},
         rest=rest.memory,
         clock=clock,
         reasons=tuple(f"{view.tier.name}: {view.decision.reason}" for view in views),
@@ -141,7 +145,8 @@ def _plan_tier(
         wished = decision = ScaleDecision(*NOTHING, rest.reason, ScaleMemory())
     else:
         wished = size_tier(fleet, tier, observed, workers, now)
-        decision = fit(fleet, tier, wished, observed, workers, left, now)
+        free = None if left is None else left - devices_left(observed, {each.name for each in fleet.spec.tiers})
+        decision = fit(fleet, tier, wished, observed, workers, free, now)
         if before == NOTHING:
             decision = replace(decision, reason=f"woken: {rest.reason or 'scaling.toZero is off'}")
     size = decision.prefill, decision.decode
@@ -153,8 +158,9 @@ def _plan_tier(
         plan = replace(plan, create=repairs(plan.create, {pod.uid for pod in plan.delete}, workers, size, whole))
     memory = replace(decision.memory, flip=plan.flip, gangs=gangs, reached=whole, lacking=prefetch.lacking.get(tier.name))
     gpus = observed.templates[tier.name].gpus
+    asked, _ = fit_budget(tier, (wished.prefill, wished.decode), gpus, left) if tier.name not in rest.asleep else (NOTHING, "")
     view = TierView(tier, decision, plan, workers, zero)
-    return _Planned(plan, view, memory, size[0] * gpus[0] + size[1] * gpus[1])
+    return _Planned(plan, view, memory, devices(size, gpus), asked, devices(asked, gpus))
 
 
 def _with_wish(plan: TierPlan, wished: ScaleDecision) -> TierPlan:
@@ -165,8 +171,10 @@ def _with_wish(plan: TierPlan, wished: ScaleDecision) -> TierPlan:
 
 
 def _tier_now(one: _Planned) -> TierNow:
-    decision = one.view.decision
-    return TierNow((decision.prefill, decision.decode), one.plan.serving, one.devices, decision.limited or one.plan.limited)
+    decision, workers = one.view.decision, one.view.workers
+    roles = [worker.role for worker in workers if worker.alive]
+    made = roles.count("prefill") >= decision.prefill and roles.count("decode") >= decision.decode
+    return TierNow(one.asked, one.plan.serving, one.asked_devices, decision.limited or one.plan.limited, made)
 
 
 def _zero_tier(fleet: InferenceFleet, view: TierView, observed: Observed) -> ZeroTier:

@@ -100,12 +100,12 @@ def plan_replicas(
     still terminates holds its own, and so do the `taken` names of workers that changed to another pool). A worker on a node that
     goes away leaves when enough others are ready."""
     alive = [replica for replica in replicas if replica.alive]
-    staying = sorted((replica for replica in alive if not replica.leaving), key=_first_to_go, reverse=True)
+    staying = sorted((replica for replica in alive if not replica.leaving), key=first_to_go, reverse=True)
     gone = [_gone(replica, _why_broken(replica)) for replica in replicas if replica.broken and not replica.terminating]
     gone += [_gone(replica, "a pod of its group is gone") for replica in replicas if replica.size > 1 and replica.terminating]
     gone += [_gone(replica, f"{len(staying)} workers, {pool.replicas} wanted") for replica in staying[pool.replicas :]]
     needed = pool.replicas - sum(replica.ready for replica in staying[: pool.replicas])
-    leaving = sorted((replica for replica in alive if replica.leaving), key=_first_to_go, reverse=True)
+    leaving = sorted((replica for replica in alive if replica.leaving), key=first_to_go, reverse=True)
     gone += [_gone(replica, f"replaced: {replica.leaving}") for replica in leaving[max(0, needed) :]]
     names = {pod.name for replica in replicas for pod in replica.pods}.union(taken)
     wanted = pool.replicas if pool.most is None else min(pool.replicas, pool.most)
@@ -113,7 +113,7 @@ def plan_replicas(
     return created, [pod for group in gone for pod in group]
 
 
-def _first_to_go(replica: Replica) -> tuple[bool, bool, bool, int, int, float, float, str]:
+def first_to_go(replica: Replica) -> tuple[bool, bool, bool, int, int, float, float, str]:
     """Smallest goes first: not ready, on failing devices, not serving, furthest from whole, cheap, idle, young. An unknown load
     counts as busy."""
     leader = replica.leader

@@ -12,6 +12,7 @@ from fleet_api.v1alpha1.status import FlipStatus, RolloutStatus, TierStatus
 from fleet_api.v1alpha1.tier import TierSpec
 from fleet_planner.canary import Course, Scene, plot_course
 from fleet_planner.capacity import QUOTA_WORDS
+from fleet_planner.crashes import crashing
 from fleet_planner.draft import draft_pods, scarce_first
 from fleet_planner.flip import Settled, Terms, cold_start_s, flip_s, other, remember, settle
 from fleet_planner.gang import GivenBack, give_back
@@ -82,7 +83,7 @@ def plan_tier(fleet: InferenceFleet, tier: TierSpec, want: Pair, observed: Obser
     refused = _refused(fleet, tier, groups, observed.problems)
     groups = {name: replace(group, refused=name in refused) for name, group in groups.items()}
     telemetry = observed.telemetry.get(tier.name, TierTelemetry())
-    scene = Scene(observed.templates[tier.name].revision, groups, telemetry.revisions, want, limits, now)
+    scene = Scene(observed.templates[tier.name].revision, groups, telemetry.revisions, want, limits, now, crashing(replicas, now))
     course = plot_course(fleet.spec.rollout, _before(fleet, tier).rollout, scene)
     step = _step(fleet, tier, course, groups, want, limits, replicas, observed.pools)
     failures = [_before(fleet, tier).flip, observed.memory.get(tier.name, ScaleMemory()).flip]
@@ -109,6 +110,7 @@ def group_of(revision: str, replicas: Sequence[Replica], able: Collection[str], 
         leaving=_counts([replica for replica in ready if replica.leaving]),
         terminating=any(replica.terminating for replica in replicas),
         queued=any(replica.queued_since <= late for replica in alive if not replica.leaving),
+        starting=any(replica.placed == replica.size and not replica.ready for replica in alive),
         hopeless=_is_hopeless(alive, late),
     )
 
@@ -187,11 +189,18 @@ def _step(
     """A pause holds a rollout, but not the way back from a bad revision."""
     new = groups.get(course.target, Group(course.target))
     olds = [group for revision, group in groups.items() if revision != course.target]
+    compat = _compats(replicas.get(course.target, ())) if olds else set[str]()
+    olds = [replace(old, mates=_compats(replicas.get(old.revision, ())) == compat) for old in olds]
     if fleet.spec.rollout.paused and not course.status.failed and any(any(old.alive) for old in olds):
         mine = {(pool.revision, pool.role): pool for pool in pools if pool.tier == tier.name}
         resized = any(pool.size not in (None, whole) for role, whole in zip(ROLES, want, strict=True) for pool in _of(mine, role))
         return hold_step(want, new, olds, _planned(mine), limits, resized=resized)
     return plan_step(want, new, olds, limits, leaving_gpus=_leaving(replicas, limits), canary=course.canary)
+
+
+def _compats(replicas: Sequence[Replica]) -> set[str]:
+    """What they hand KV to."""
+    return {pod.compat for replica in replicas for pod in replica.pods}
 
 
 def _of(pools: Mapping[tuple[str, Role], ObservedPool], role: Role) -> list[ObservedPool]:

@@ -14,6 +14,8 @@ rules, from which every state of a rollout follows:
    new one could not grow into that, either.
 7. Then old groups of which nothing serves, because a role of them was not ready for a long time, keep nothing: what does not come
    up may hold the very room that those need that mend it.
+8. Where the old workers hand KV to the new ones, they serve in pairs with each other: rule 3 counts them so, and when nothing
+   else can go on, one old worker of one role gives way. So one free device is enough, and 1+2 is replaced with one missing.
 
 Rule 6 is what makes surge and unavailability one mechanism: with room nothing is ever taken away early.
 """
@@ -23,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 
 from fleet_api.quantities import Ratio
 from fleet_planner.ratio import Pair, grown, largest, smallest
@@ -49,6 +52,10 @@ class Group:
     """A quota refuses some worker."""
     queued: bool = False
     """Some worker waits in a queue for long: whoever lets them in has no room, either."""
+    mates: bool = False
+    """Its workers hand KV to those of the new group, so that they serve in pairs with them."""
+    starting: bool = False
+    """Some worker has its nodes and is not ready yet."""
     hopeless: bool = False
     """Nothing of it serves, and for a long time no worker of one role was ready."""
 
@@ -111,12 +118,13 @@ def plan_step(
     full = want if canary is None else smaller(canary.size, want)
     have = smaller(new.alive, full)
     whole = covers(new.firm, have)
-    held = _share(olds, want, _floor(want, new, have, limits), limits)
+    mixed = canary is None and all(old.mates for old in olds) and any(_together(want, new, olds, have, limits))
+    held = {} if mixed else _share(olds, want, _floor(want, new, have, limits), limits)
     surplus_gpus = devices(new.alive, limits.gpus) - devices(have, limits.gpus)
     size = _grow(have, full, _room(want, olds, held, limits, canary) - leaving_gpus - surplus_gpus, limits)
     blocked = (size == have != full and whole) or new.roomless
     firm = replace(new, ready=new.firm, leaving=(0, 0))
-    most, least = want, _floor(want, new, size, limits)
+    most, least = want, (0, 0) if mixed else _floor(want, new, size, limits)
     if blocked:
         most = (0, 0) if all(old.hopeless for old in olds) else _floor(want, firm, size, limits)
         room = _room(want, _shrunk(olds, most, limits), {}, limits, canary) - surplus_gpus
@@ -128,11 +136,15 @@ def plan_step(
     sizes = _share(olds, most, least, limits, spare)
     resting = leaving_gpus == surplus_gpus == 0 and not any(_coming(old) for old in olds)
     stuck = blocked and resting and all(sizes.get(old.revision, (0, 0)) == old.alive for old in olds)
+    if stuck and mixed and not new.starting and (fewer := _one_fewer(want, new, olds, size, limits)):
+        rest = [fewer if old.revision == fewer.revision else old for old in olds]
+        if new.roomless or _grow(have, full, _room(want, rest, {}, limits, canary), limits) != have:
+            return Step({new.revision: size, **sizes, fewer.revision: fewer.alive}, rolling=True)
     paired = larger(largest(have, *limits.ratio), smaller(have, _serving(new, have, limits)))
     if stuck and size == have != paired and not new.roomless:
         size, stuck = paired, False  # what lost its partners gives its devices back, else it may hold those that partners need
     elif stuck and limits.surge_gpus is None and not new.roomless:
-        size, stuck = _next(have, full, limits), False
+        size, stuck = next_step(have, full, limits), False
     return Step({new.revision: size, **sizes}, rolling=True, stuck=stuck)
 
 
@@ -177,7 +189,7 @@ def _shrunk(olds: Sequence[Group], most: Pair, limits: Limits) -> list[Group]:
     return [replace(old, alive=sizes[old.revision]) for old in olds]
 
 
-def _next(have: Pair, full: Pair, limits: Limits) -> Pair:
+def next_step(have: Pair, full: Pair, limits: Limits) -> Pair:
     """The cheapest step up, whatever it costs."""
     cost = devices(have, limits.gpus)
     sizes = (_grow(have, full, room, limits) for room in range(cost, devices(full, limits.gpus) + 1))
@@ -209,6 +221,26 @@ def _serving(new: Group, size: Pair, limits: Limits) -> Pair:
     """What serves of the new group when no more than `size` of it stay; those on nodes that go away are kept while needed."""
     staying = smaller(new.firm, size)
     return largest((staying[0] + new.leaving[0], staying[1] + new.leaving[1]), *limits.ratio)
+
+
+def _together(want: Pair, new: Group, olds: Sequence[Group], size: Pair, limits: Limits) -> Pair:
+    """What serves of all that stay, in pairs of any of them; (0, 0) when that is less than rule 3 asks for."""
+    firm = [smaller(new.firm, size), *(smaller(old.firm, old.alive) for old in olds)]
+    served = largest((sum(pair[0] for pair in firm), sum(pair[1] for pair in firm)), *limits.ratio)
+    return served if covers(served, (want[0] - limits.unavailable, want[1] - limits.unavailable)) else (0, 0)
+
+
+def _one_fewer(want: Pair, new: Group, olds: Sequence[Group], size: Pair, limits: Limits) -> Group | None:
+    """The old group without one worker of a role, so that most serve; None when none may go. No pair of a single group finds
+    room for its successor, but one worker does, and serves with what is left."""
+    best: tuple[Pair, Group | None] = ((0, 0), None)
+    for old, role in product(olds, (0, 1)):
+        if old.alive[role] > 0:
+            alive = (old.alive[0] - 1, old.alive[1]) if role == 0 else (old.alive[0], old.alive[1] - 1)
+            fewer = replace(old, alive=alive)
+            served = _together(want, new, [fewer if one is old else one for one in olds], size, limits)
+            best = max(best, (served, fewer), key=lambda one: (sum(one[0]), one[0]))
+    return best[1]
 
 
 def _left(want: Pair, served: Pair, limits: Limits) -> Pair:

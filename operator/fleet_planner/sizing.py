@@ -9,8 +9,9 @@ from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.tier import TierSpec
 from fleet_planner.capacity import fit_budget, fit_cluster, refusals
 from fleet_planner.gang import as_pods
-from fleet_planner.ratio import Bounds, bounds_of, project
+from fleet_planner.ratio import Bounds, Pair, bounds_of, project
 from fleet_planner.replicas import Replica
+from fleet_planner.rollout import Limits, larger, next_step, smaller
 from fleet_planner.scale import ScaleDecision, ScaleInputs, want
 from fleet_planner.types import ROLES, Observed, ObservedPool, Role, ScaleMemory
 from fleet_planner.zero import rolls
@@ -31,15 +32,29 @@ def fit(
     if moves and tier.name not in observed.memory:
         before = _as_found(tier, observed, now + wait_s)
     memory = replace(before, wants=decision.memory.wants)
+    if before.room_at > 0:
+        memory = replace(memory, cap=None, placed=None)  # what it gets is decided below
     placed = fit_cluster(
         tier, (decision.prefill, decision.decode), as_pods(workers, before.gangs, wait_s, now),
         refusals(fleet.metadata.name, tier.name, map(str, observed.problems)), memory, wait_s, now,
-        rolls=moves, paused=fleet.spec.rollout.paused,
+        rolls=moves or before.room_at > 0, paused=fleet.spec.rollout.paused,
     )  # fmt: skip
-    size, unpaid = fit_budget(tier, placed.size, observed.templates[tier.name].gpus, left)
-    limited = "; ".join(words for words in (placed.limited, unpaid) if words)
+    gpus = observed.templates[tier.name].gpus
+    size, unpaid = fit_budget(tier, placed.size, gpus, left)
+    size, given = _as_given(tier, size, gpus, workers) if before.room_at > 0 else (size, "")
+    limited = "; ".join(words for words in (placed.limited, unpaid, given) if words)
     reason = f"{decision.reason}; {limited}" if limited else decision.reason
     return replace(decision, prefill=size[0], decode=size[1], reason=reason, memory=placed.memory, limited=limited)
+
+
+def _as_given(tier: TierSpec, size: Pair, gpus: Pair, workers: Sequence[Replica]) -> tuple[Pair, str]:
+    """What has nodes and the next step beyond it: more would take what workers of a tier that left the spec give up step by step,
+    and any part of it may find nodes first. Old workers serve for the minimum meanwhile."""
+    roles = [worker.role for worker in workers if worker.alive and worker.placed == worker.size]
+    limits = Limits(tier.ratio.min_ratio, tier.ratio.max_ratio, (max(1, gpus[0]), max(1, gpus[1])))
+    have = smaller((roles.count("prefill"), roles.count("decode")), size)
+    step = size if have == size else next_step(have, size, limits)
+    return step, "" if step == size else "workers of a tier that left the spec make room step by step"
 
 
 def _as_found(tier: TierSpec, observed: Observed, until: float) -> ScaleMemory:
@@ -70,8 +85,11 @@ def size_tier(fleet: InferenceFleet, tier: TierSpec, observed: Observed, workers
     )  # fmt: skip
     decision = want(inputs, observed.telemetry.get(tier.name), memory, now)
     size = wished if decision.held else (decision.prefill, decision.decode)
+    names, kept = {each.name for each in fleet.spec.tiers}, decision.memory
+    if any(pod.serving and pod.tier not in names for pod in observed.pods):  # they have a part of the load that it is to have
+        size, kept = larger(size, wished), replace(kept, wants=())
     sizes = project(*size, bounds)  # bounds may have changed while holding
-    return ScaleDecision(*sizes, decision.reason, decision.memory, decision.held)
+    return ScaleDecision(*sizes, decision.reason, kept, decision.held)
 
 
 def _follow(wish: tuple[int, int], scaled: dict[Role, int], bounds: Bounds) -> tuple[int, int]:

@@ -122,7 +122,7 @@ def _rolling(fleet: InferenceFleet, views: Sequence[TierView], observed: Observe
     late = [view for view in views if view.plan.rolling and overdue(fleet.spec.rollout, view.plan.rollout, now)]
     if late:
         deadline = fleet.spec.rollout.progress_deadline
-        words = [f"tier {v.tier.name} did not move for {deadline}: {v.plan.rollout.progress}" for v in late]
+        words = [f"tier {v.tier.name} did not move for {deadline}: {_moving(v.plan.rollout)}" for v in late]
         return "False", "ProgressDeadlineExceeded", "; ".join(words)
     failed = [f"tier {view.tier.name}: {view.plan.rollout.message}" for view in views if view.plan.rollout.failed]
     if failed:

@@ -40,6 +40,8 @@ class ObservedPod:
     gated: bool = False
     """The scheduler may not look at it yet: a queue lets it in."""
     restarts: int = 0
+    crashes: int = 0
+    """How often the worker's own container ended by itself; what others put beside it does not count."""
     compat: str = ""
     """KV compatibility hash that it was made with."""
     member: int = 0
@@ -288,6 +290,8 @@ class ScaleMemory:
     reached: tuple[int, int] = (0, 0)
     """Workers that were there at once, up to the present size: making one of so many again is a repair, more is growth."""
     gangs: GangMemory = GangMemory()
+    room_at: float = 0.0
+    """When a worker of a tier that left the spec last made room for others."""
     lacking: tuple[str, float] | None = None
     """(key of its model, since when a node lacks it); None: every node has it."""
 

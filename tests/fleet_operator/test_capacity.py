@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 
-from fleet_operator.cluster.interface import FLEET, POD, POOL, SERVICE, ClusterError, ForbiddenError, Kind
+from fleet_operator.cluster.interface import FLEET, NODE, POD, POOL, SERVICE, ClusterError, ForbiddenError, Kind, WatchEvent
 from fleet_operator.names import ROLE, TIER
+from fleet_planner.types import ROLES
 from tests.fleet_operator.world import NAMESPACE, World, manifest
 
 WAIT_S = 20
@@ -164,3 +166,25 @@ def test_one_tiers_quota_takes_no_worker_of_another():
 
     tiers = [{"name": name, "accelerator": {"type": "cpu"}} for name in ("a", "b")]
     play(go, scaling=MANUAL, tiers=tiers)
+
+
+def test_a_replacement_that_a_quota_refuses_is_not_asked_for_in_every_pass():
+    """Incident: beside a node that goes away nothing is backed out of (the worker on it counts), and each pass asked again."""
+
+    async def go(world: World, quota: Quota) -> None:
+        world.operator.feed(NODE, WatchEvent("ADDED", {"metadata": {"name": "node"}, "spec": {"unschedulable": True}}))
+        quota.limit = 3
+        await quota.seconds(10)
+        quota.tried.clear()
+        await quota.seconds(300)
+        limited = await world.condition("CapacityLimited")
+        assert (limited["status"], limited["reason"]) == ("True", "QuotaExceeded"), "it is told all the time"
+        tried = Counter(quota.tried)
+        assert len(tried) == 3, "the replacements of all three are wanted"
+        assert {count for count in tried.values() if not 9 <= count <= 11} == set(), "each 30 s"
+        quota.limit, world.node = 6, "other"
+        await quota.seconds(35)
+        pods = await world.store.list(POD, NAMESPACE)
+        assert {pod["spec"]["nodeName"] for pod in pods if pod["metadata"]["labels"].get(ROLE) in ROLES} == {"other"}
+
+    play(go, scaling={"mode": "manual", "capacityWait": "5m"})

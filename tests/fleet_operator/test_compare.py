@@ -127,6 +127,23 @@ def test_a_pods_last_words_are_its_message():
 
 
 @pytest.mark.parametrize(
+    ("containers", "crashes"),
+    [
+        ([{"name": "worker", "restartCount": 2, "state": {"running": {}}}], 2),
+        ([{"name": "worker", "restartCount": 2, "state": {"waiting": {"reason": "CrashLoopBackOff"}}}], 3),
+        ([{"name": "worker", "state": {"waiting": {"reason": "ImagePullBackOff"}}}], 0),
+        ([{"name": "worker", "restartCount": 1}, {"name": "somebodys-sidecar", "restartCount": 9}], 1),
+    ],
+    ids=["restarts", "one-more-before-the-next-start", "no-crash", "a-sidecar-is-not-ours"],
+)
+def test_crashes_are_those_of_the_workers_own_container(containers: list[dict[str, Any]], crashes: int):
+    pod = rendered()
+    pod["metadata"] |= {"uid": "u", "creationTimestamp": "2026-01-01T00:00:00Z"}
+    pod["status"] = {"phase": "Running", "containerStatuses": containers}
+    assert observe_pods([pod])[0].crashes == crashes
+
+
+@pytest.mark.parametrize(
     ("status", "since"),
     [
         ({}, 60.0),

@@ -136,6 +136,12 @@ def nodes_fetch() -> Case:
     return wish, replace(observed, stored={}, pods=(), pools=())
 
 
+def an_old_tier_makes_room() -> Case:
+    late = workers(1, 2, node=None, ready=False, ready_since=None, scheduled_at=None, unschedulable=True, created_at=NOW - 30)
+    left = tuple(replace(one, tier="s", name=f"s-{one.name}", uid=f"s-{one.uid}") for one in workers(1, 3))
+    return of(), seen((*left, *late), (1, 2), memory={"t": ScaleMemory(room_at=NOW - 1)})
+
+
 CASES: dict[str, tuple[Callable[[], Case], float]] = {
     "a canary comes up": (canary_comes_up, 600.0),
     "a canary serves": (canary_serves, 600.0),
@@ -149,11 +155,12 @@ CASES: dict[str, tuple[Callable[[], Case], float]] = {
     "a gang was deleted": (a_gang_was_deleted, 300.0 * (1 + SPREAD)),
     "load went down": (load_went_down, 600.0),
     "nodes fetch": (nodes_fetch, 300.0),
+    "an old tier makes room": (an_old_tier_makes_room, 14.0),
 }
 """What is under way, and the longest that it may take."""
 
 
-UNREMEMBERED = {"backed out", "let in by a queue", "a canary serves", "load went down"}
+UNREMEMBERED = {"backed out", "let in by a queue", "a canary serves", "load went down", "an old tier makes room"}
 """What an operator that starts does not know of, or what waits for more than time."""
 
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from fleet_api.parse import parse_fleet
 from fleet_planner.orphans import TierNow, plan_orphans
 from fleet_planner.reconcile import Plan, reconcile
-from fleet_planner.types import Observed, ObservedPod, Problem, Role, Template
+from fleet_planner.types import ROLES, Observed, ObservedPod, Problem, Role, RoleLoad, ScaleMemory, Template, TierTelemetry
+from tests.fleet_planner.test_capacity_passes import NEW, OLD, STEP_S, WAIT_S, Nodes, of
 from tests.fleet_planner.test_reconcile import carry_out, pod
 
 NOW = 10_000.0
@@ -40,7 +41,7 @@ def seen(*pods: ObservedPod, **more: Any) -> Observed:
 THREE = (old("prefill", 0), old("decode", 0), old("decode", 1))
 NOBODY_TOLD = tuple(replace(one, serving=False) for one in THREE)
 STARTING = TierNow(wanted=(1, 2), serving=(0, 0), devices=5)
-WAITS = {"tier": "u", "serving": False, "ready": False}
+WAITS = {"tier": "u", "serving": False, "ready": False, "node": None}
 
 
 @pytest.mark.parametrize(
@@ -53,11 +54,15 @@ WAITS = {"tier": "u", "serving": False, "ready": False}
         pytest.param(seen(*THREE), TierNow((9, 9), (2, 3), 27), None, 3, id="as-many-as-go-serve-though-more-are-wanted"),
         pytest.param(seen(*THREE), TierNow((0, 0), (0, 0), 0), None, 3, id="a-tier-at-zero-wakes-by-itself"),
         pytest.param(seen(*THREE), STARTING, 10, 0, id="both-fit-into-the-budget"),
-        pytest.param(seen(*THREE), STARTING, 9, 3, id="both-do-not-fit-into-the-budget"),
-        pytest.param(seen(*THREE), replace(STARTING, limited="no node"), None, 3, id="the-cluster-is-full"),
-        pytest.param(seen(*THREE, problems=(Problem("Forbidden", "exceeded quota: q"),)), STARTING, None, 3, id="quota"),
-        pytest.param(seen(*THREE, old("decode", 9, **WAITS, unschedulable=True)), STARTING, None, 3, id="a-pod-waits-long"),
-        pytest.param(seen(*THREE, old("decode", 9, **WAITS, gated=True)), STARTING, None, 3, id="a-queue-keeps-a-pod"),
+        pytest.param(seen(*THREE), STARTING, 9, 1, id="both-do-not-fit-into-the-budget"),
+        pytest.param(seen(*THREE), replace(STARTING, made=False), 9, 0, id="what-the-budget-always-pays-for-is-made-first"),
+        pytest.param(
+            seen(*THREE, old("decode", 9, **WAITS | {"node": "n", "created_at": NOW - 14})), STARTING, 9, 0, id="and-starts"
+        ),
+        pytest.param(seen(*THREE), replace(STARTING, limited="no node"), None, 1, id="the-cluster-is-full"),
+        pytest.param(seen(*THREE, problems=(Problem("Forbidden", "exceeded quota: q"),)), STARTING, None, 1, id="quota"),
+        pytest.param(seen(*THREE, old("decode", 9, **WAITS, unschedulable=True)), STARTING, None, 1, id="a-pod-waits-long"),
+        pytest.param(seen(*THREE, old("decode", 9, **WAITS, gated=True)), STARTING, None, 1, id="a-queue-keeps-a-pod"),
         pytest.param(
             seen(*THREE, old("decode", 9, **WAITS | {"created_at": NOW - 1}, unschedulable=True)),
             STARTING,
@@ -76,7 +81,7 @@ WAITS = {"tier": "u", "serving": False, "ready": False}
             seen(*THREE, old("decode", 9, **WAITS | {"created_at": NOW - 300}, unschedulable=True)),
             STARTING,
             None,
-            3,
+            1,
             id="just-as-long-as-nodes-are-waited-for",
         ),
         pytest.param(
@@ -106,6 +111,59 @@ def test_who_goes(observed: Observed, tier: TierNow, budget: int | None, gone: i
     for one in ours:
         going = one.terminating or one.uid in {each.uid for each in found.gone}
         assert told[one.uid] == ("draining" if going else "serving")
+
+
+FIVE = (*THREE, old("prefill", 1), old("decode", 2))
+STARTS = WAITS | {"node": "n"}
+LONG = old("decode", 9, **WAITS, unschedulable=True)
+
+
+@pytest.mark.parametrize(
+    ("pods", "room_at", "gone"),
+    [
+        pytest.param((*FIVE, LONG), 0.0, ["decode-0", "prefill-0"], id="one-of-each-role"),
+        pytest.param((*THREE, LONG), 0.0, ["decode-0"], id="one-pair-stays"),
+        pytest.param((*THREE[:2], LONG), 0.0, ["decode-0", "prefill-0"], id="to-the-last"),
+        pytest.param((THREE[1], THREE[2], LONG), 0.0, ["decode-0"], id="without-a-pair-one-by-one"),
+        pytest.param((*THREE, LONG), NOW - 14.0, [], id="what-went-has-no-new-owner-yet"),
+        pytest.param((*THREE, LONG), NOW - 15.0, ["decode-0"], id="it-had-time-to-find-one"),
+        pytest.param((*THREE, LONG), NOW + 900.0, [], id="a-time-that-has-not-come"),
+        pytest.param((*THREE, replace(LONG, created_at=NOW - 14.0)), NOW - 99.0, [], id="the-next-one-was-just-made"),
+        pytest.param((*THREE, replace(LONG, created_at=NOW - 15.0)), NOW - 99.0, ["decode-0"], id="the-next-one-finds-none"),
+        pytest.param((*THREE, LONG, old("decode", 5, terminating=True, ready=False)), NOW - 99.0, [], id="one-still-goes"),
+        pytest.param((*THREE, LONG, old("decode", 8, **STARTS, unready_since=NOW - 99.0)), NOW - 99.0, [], id="one-comes-up"),
+        pytest.param(
+            (*THREE, LONG, old("decode", 8, **STARTS, unready_since=NOW - 1_800.0)), NOW - 99.0, ["decode-0"], id="it-never-will"
+        ),
+        pytest.param((*THREE,), NOW - 99.0, [], id="nobody-lacks-room"),
+        pytest.param((*THREE, replace(LONG, gated=True, unschedulable=False)), NOW - 99.0, ["decode-0"], id="in-a-queue"),
+    ],
+)
+def test_who_makes_room_and_when(pods: tuple[ObservedPod, ...], room_at: float, gone: list[str]):
+    memory = {"u": ScaleMemory(room_at=room_at)}
+    found = plan_orphans(fleet("u"), replace(seen(*pods), memory=memory), {"u": STARTING}, NOW)
+    assert sorted(one.name.removeprefix("f-t-").replace("-aaaaaaaa", "") for one in found.gone) == gone
+    going = any(one.terminating for one in pods)
+    assert found.room_at == (NOW if gone or going else min(NOW, room_at))
+
+
+def test_as_many_make_room_as_may_be_missing_in_a_rollout():
+    wish = fleet("u")
+    rollout = wish.spec.rollout.model_copy(update={"max_unavailable": 2})
+    wish = wish.model_copy(update={"spec": wish.spec.model_copy(update={"rollout": rollout})})
+    more = (*FIVE, old("decode", 3), LONG)
+    assert len(plan_orphans(wish, seen(*more), {"u": STARTING}, NOW).gone) == 3
+
+
+def test_one_tier_makes_room_after_the_other_and_what_serves_for_both_is_all_that_is_wanted():
+    another = tuple(replace(one, tier="s", name=f"s-{one.name}", uid=f"s-{one.uid}") for one in THREE)
+    found = plan_orphans(fleet("u"), seen(*THREE, *another, LONG), {"u": STARTING}, NOW)
+    assert [gone.uid for gone in found.gone] == [another[1].uid]
+    begun = {"u": ScaleMemory(room_at=NOW - 99.0)}
+    for serving, gone in (((1, 1), 0), ((1, 2), 2)):  # as many as are left of the old, and all that is wanted
+        now = {"u": replace(STARTING, serving=serving, limited="step by step")}
+        assert len(plan_orphans(fleet("u"), seen(*THREE[:2], memory=begun), now, NOW).gone) == gone
+    assert plan_orphans(fleet("u"), seen(LONG, memory=begun), {"u": STARTING}, NOW).room_at == 0.0
 
 
 def test_one_without_an_address_is_told_to_nobody():
@@ -171,3 +229,92 @@ def test_a_tier_that_is_taken_out_beside_one_that_serves_goes_at_once():
     assert {gone.reason for gone in plan.delete} == {"its tier is not in the spec"}
     assert len(plan.delete) == 3
     assert sorted(t.state for t in plan.targets if t.tier == "u") == ["draining"] * 3
+
+
+class Renamed(Nodes):
+    """A cluster with room for so many workers, in which a tier gets another name. Workers serve 30 s after they got a node."""
+
+    def step(self, seconds: float = STEP_S) -> Plan:
+        plan = super().step(seconds)
+        pods = [replace(one, tier=one.name.split("-")[1]) for one in self.observed.pods]
+        pods = [one if one.node is None else replace(one, scheduled_at=one.scheduled_at or self.now) for one in pods]
+        started = [replace(p, ready=p.node is not None and self.now - (p.scheduled_at or self.now) >= 30.0) for p in pods]
+        left = {one.tier for one in started} - {"u"}  # its template is kept for as long as it has pods
+        before = {"t": {OLD: Template(OLD, "c", gpus=(1, 1), number=1)}} if left else {}
+        self.observed = replace(self.observed, pods=tuple(started), stored={**before, **self.observed.stored})
+        return plan
+
+    def rename(self) -> None:
+        spec = self.fleet.spec.to_dict()
+        spec["tiers"][0]["name"] = "u"
+        self.fleet = self.fleet.model_copy(update={"spec": self.fleet.spec.model_validate(spec)})
+        wanted, before = Template(NEW, "c", gpus=(1, 1), number=1), Template(OLD, "c", gpus=(1, 1), number=1)
+        self.observed = replace(self.observed, templates={"u": wanted}, stored={"t": {OLD: before}, "u": {NEW: wanted}})
+
+    def serving(self) -> tuple[int, int]:
+        """Of both tiers."""
+        roles = [target.role for target in self.plan.targets if target.state == "serving"]
+        return roles.count("prefill"), roles.count("decode")
+
+
+@pytest.mark.parametrize(
+    ("want", "budget", "room", "least"),
+    [((2, 4), 6, 6, 4), ((2, 4), 6, 99, 4), ((2, 4), 7, 99, 4), ((1, 2), 3, 99, 2), ((1, 2), 3, 4, 2), ((2, 4), 12, 99, 6)],
+)
+def test_a_budget_that_does_not_pay_for_both_is_handed_over_as_well(want: tuple[int, int], budget: int, room: int, least: int):
+    """Incident: all of them went in the pass of the edit, before any of their successors had a node."""
+    roles = {role: {"replicas": count, "minReplicas": 1, "maxReplicas": 9} for role, count in zip(ROLES, want, strict=True)}
+    nodes = Renamed(of({"scaling": {"mode": "manual", "budget": {"gpus": budget}}}, **roles), room)
+    nodes.run(WAIT_S)
+    nodes.rename()
+    for _ in range(80):
+        nodes.step()
+        assert sum(nodes.serving()) >= least
+        assert min(nodes.serving()) >= 1
+        assert len(nodes.observed.pods) <= max(budget, sum(want)) + 2, "the minimum is always paid for"
+    assert {one.tier for one in nodes.observed.pods} == {"u"}
+    assert (nodes.serving(), nodes.size) == (want, want)
+
+
+@pytest.mark.parametrize("mode", ["manual", "auto"])
+@pytest.mark.parametrize(
+    ("want", "room", "least"),
+    [((2, 4), 6, 4), ((2, 4), 7, 4), ((3, 6), 9, 7), ((1, 4), 5, 3), ((1, 2), 3, 0), ((1, 2), 5, 2), ((1, 2), 6, 3)],
+)
+def test_a_tier_that_is_renamed_in_a_full_cluster_is_handed_over_step_by_step(
+    want: tuple[int, int], room: int, least: int, mode: str
+):
+    """Incident: after `capacityWait` all of its workers went in one pass, and nothing served until their successors did."""
+    roles = {role: {"replicas": count, "minReplicas": 1, "maxReplicas": 9} for role, count in zip(ROLES, want, strict=True)}
+    nodes = Renamed(of({"scaling": {"mode": mode}}, **roles), room)
+    nodes.run(WAIT_S)
+    nodes.rename()
+    fewest = 99
+    for _ in range(80):
+        nodes.step()
+        found = nodes.serving()
+        assert min(found) >= 1 or least == 0
+        fewest = min(fewest, sum(found))
+    assert {one.tier for one in nodes.observed.pods} == {"u"}
+    assert (nodes.serving(), nodes.size) == (want, want)
+    assert fewest >= least
+    assert nodes.verdict("RollingOut")[0] == "Complete"
+
+
+def test_load_that_the_old_tier_carries_meanwhile_makes_the_new_one_no_smaller():
+    """The new tier's own load is a share: by it 1+1 were enough, all old workers went at once, and 1+1 had the whole of it."""
+    roles: dict[str, Any] = {"prefill": {"replicas": 2, "minReplicas": 1}, "decode": {"replicas": 4, "minReplicas": 1}}
+    nodes = Renamed(of({"scaling": {"mode": "auto", "scaleDownWindow": "30s"}}, **roles), 6)
+    nodes.run(WAIT_S)
+    nodes.rename()
+    sizes = set()
+    for _ in range(60):
+        little = RoleLoad(inflight=1.0, measured_at=nodes.now + STEP_S)
+        nodes.observed = replace(nodes.observed, telemetry={"u": TierTelemetry(prefill=little, decode=little)})
+        was_left = any(one.tier == "t" for one in nodes.observed.pods)
+        nodes.step()
+        sizes |= {nodes.size} if was_left else set()
+        assert sum(nodes.serving()) >= 4 or not was_left
+    assert max(sizes) == (2, 4)
+    nodes.step(60.0)
+    assert nodes.size == (1, 1), "its load is its own when it had it for a whole window"

@@ -36,10 +36,15 @@ class Rolling:
     new_ready: Pair = (0, 0)
     leaving: int = 0
     stuck: bool = False
+    mates: bool = False
+    """Both revisions hand KV to each other."""
 
     def serving(self) -> Pair:
         """What the router would be told: each group's largest allowed pair."""
         low, high = self.limits.low, self.limits.high
+        if self.mates:
+            new = smaller(self.new_ready, self.want)
+            return largest((self.old[0] + new[0], self.old[1] + new[1]), low, high)
         one, other = largest(self.old, low, high), largest(smaller(self.new_ready, self.want), low, high)
         return one[0] + other[0], one[1] + other[1]
 
@@ -49,8 +54,9 @@ class Rolling:
     def tick(self) -> bool:
         """One pass of the operator, then one of the cluster; False when both changed nothing."""
         before = (self.old, self.new, self.new_ready, self.leaving)
-        new = Group("new", self.new, self.new_ready)
-        step = plan_step(self.want, new, [Group("old", self.old, self.old)], self.limits, leaving_gpus=self.leaving)
+        new = Group("new", self.new, self.new_ready, starting=self.new != self.new_ready)
+        old = Group("old", self.old, self.old, mates=self.mates)
+        step = plan_step(self.want, new, [old], self.limits, leaving_gpus=self.leaving)
         self.stuck = step.stuck
         left, grown_to = step.sizes.get("old", (0, 0)), step.sizes["new"]
         kept = smaller(self.new, grown_to)
@@ -74,11 +80,11 @@ class Rolling:
             self.new_ready = (started[0], self.new_ready[1]) if role == 0 else (self.new_ready[0], started[1])
 
 
-def rollouts(ratio: tuple[Ratio, Ratio], gpus: Pair) -> Iterator[Rolling]:
+def rollouts(ratio: tuple[Ratio, Ratio], gpus: Pair, *, mates: bool = False) -> Iterator[Rolling]:
     """Every allowed pair of 0-6 workers, every surge from 0 to 6 and the automatic one, 0-6 that may be missing, every order."""
     for want, surge, missing, order in product(product(range(7), repeat=2), (None, *range(7)), range(7), ORDERS):
         if within(*want, *ratio):
-            yield Rolling(want, Limits(*ratio, gpus, surge, missing), order, want)
+            yield Rolling(want, Limits(*ratio, gpus, surge, missing), order, want, mates=mates)
 
 
 def run(rolling: Rolling, floor: Pair, most: int) -> None:

@@ -1,0 +1,51 @@
+"""Which revisions crash: their workers' containers end by themselves, again and again, whether or not a request runs. Pure.
+
+Three times is what counts, and three times a day of a worker's life: a dependency that comes up late, or a node that was started
+anew, costs one. What lies outside of the revision is none of its crashes, as far as it can be told: workers on nodes that go away
+or whose devices fail; those of one node while others of their role are well elsewhere. And no revision is to blame while workers
+of another one are down after a crash, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from fleet_planner.replicas import Replica
+from fleet_planner.types import ROLES
+
+CRASHES_LEAST = 3
+"""Fewer, in a day, may be chance. The kubelet starts a container anew at once, after 10 s, after 20 s and so on."""
+DAY_S = 86_400.0
+
+
+def crashing(replicas: Mapping[str, Sequence[Replica]], now: float) -> dict[str, str]:
+    """By revision, in words: which of its workers crash; those whose workers do not are absent. `replicas`: by revision."""
+    if not any(pod.crashes for found in replicas.values() for one in found for pod in one.pods):
+        return {}
+    judged = {name: [one for one in found if one.alive and not one.leaving and not one.sick] for name, found in replicas.items()}
+    down = {name for name, found in judged.items() if any(_crashes(one) and not one.ready for one in found)}
+    words = {name: _words(found, now) for name, found in judged.items() if not down - {name}}
+    return {name: text for name, text in words.items() if text}
+
+
+def _crashes(worker: Replica) -> int:
+    """Of its pods the most: one that ends takes the others of its group along."""
+    return max(pod.crashes for pod in worker.pods)
+
+
+def _is_often(worker: Replica, now: float) -> bool:
+    days = max(1.0, (now - worker.leader.created_at) / DAY_S)
+    return _crashes(worker) >= CRASHES_LEAST * days
+
+
+def _words(workers: Sequence[Replica], now: float) -> str:
+    """Of the role that has any, the worker that crashed most often; empty when none does, or when its node may be why."""
+    for role in ROLES:
+        mine = [one for one in workers if one.role == role]
+        bad = [one for one in mine if _is_often(one, now)]
+        nodes = {pod.node for one in bad for pod in one.pods}
+        well = any(one.ready and not _crashes(one) and nodes.isdisjoint(pod.node for pod in one.pods) for one in mine)
+        if bad and not (well and len(nodes) == 1):
+            pod = max((pod for one in bad for pod in one.pods), key=lambda pod: pod.crashes)
+            return f"its workers crash: {pod.name} crashed {pod.crashes} times{': ' + pod.message if pod.message else ''}"
+    return ""
