@@ -427,8 +427,8 @@ class Agent:
             await asyncio.sleep(CHECK_EVERY_S)
 
     async def _checked(self) -> bool:
-        await self._observe()
-        healthy = await self._client.healthy() and not self._is_stuck()
+        _, answers = await asyncio.gather(self._observe(), self._client.healthy())
+        healthy = answers and not self._is_stuck()
         return await self._warmed_up() if healthy and self._life.phase == "Warming" else healthy
 
     async def _warmed_up(self) -> bool:
