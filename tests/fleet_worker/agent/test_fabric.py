@@ -140,6 +140,13 @@ def test_tcp_is_no_fallback_for_required_rdma_and_never_missing_for_shm():
     assert ucx_transports("auto", required=True) is None
 
 
+def test_a_read_of_which_ucx_tells_no_transport_is_a_problem_in_words():
+    """Of a UCX whose tables look otherwise: "kvTransfer asks for tcp, but ", and a worker that never served."""
+    assert (problem(KvSettings(transport="tcp"), found('{"gbps": 9}', "no table\n")) or "").endswith(
+        "but UCX's tables (UCX_PROTO_INFO) do not say by which transport it read"
+    )
+
+
 EFFECTIVE = {"root-with-it": "0000000000004000", "everything": "000001ffffffffff"}
 WITHOUT = {"none": "0000000000000000", "all-but-it": "000001ffffffbfff"}
 SMALL = 65_536
