@@ -130,7 +130,7 @@ def test_a_connection_that_cannot_be_passed_on_is_closed(tmp_path: Path, monkeyp
 
 
 def test_connections_that_say_nothing_keep_no_router_from_its_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Of routers whose nodes lost their power nobody ever hears: each kept a place, and after 64 there was no replay for anybody."""
+    """Of routers whose nodes lost their power nobody ever hears: each kept a place, and after 64 nobody got a replay."""
     monkeypatch.setattr(forward, "SILENT_S", 0.05)
     monkeypatch.setattr(forward, "MOST_REPLAYS", 3)
 

@@ -24,8 +24,8 @@ MAX_QUESTION_BYTES = 65_536
 """All that a connection may ask, in its life."""
 PIECE_BYTES = 65_536
 SILENT_S = 30.0
-"""A connection on which nothing has moved for so long gives its place up: a router has its answer, or has given up, after five. Of
-one whose node lost its power nobody would ever hear."""
+"""A connection on which nothing has moved for so long gives its place up: a router has its answer, or has given up, after five.
+Of one whose node lost its power nobody would ever hear."""
 
 
 class EventForwarder:
