@@ -24,6 +24,8 @@ SEVERE: Final = frozenset(
         "Invalid",
         "KvFailing",
         "KvNotMoving",
+        "KvReadLate",
+        "MemlockTooSmall",
         "Mismatch",
         "NoRouter",
         "OutOfRatio",

@@ -10,6 +10,10 @@ from fleet_planner.types import TierTelemetry, TransportSeen, Verdict
 NOT_MOVING_ANSWERS = 10
 """Answers without any transfer after which KV does not move: one reading may catch a few whose transfer is not counted yet."""
 MAX_PODS = 3
+LATE = (
+    "times a decode worker told of KV that it had read after its lease had ended: others may have had the blocks by then, and "
+    "those answers may be wrong; raise kvTransfer.leaseDuration, and look for what holds decode workers up"
+)
 
 
 def disaggregating(tiers: Mapping[str, TierTelemetry | None]) -> Verdict:
@@ -17,6 +21,9 @@ def disaggregating(tiers: Mapping[str, TierTelemetry | None]) -> Verdict:
     proofs = {name: known.kv for name, known in tiers.items() if known is not None and known.kv is not None}
     if not proofs:
         return "Unknown", "NoData", "no engine counters yet"
+    for name, kv in proofs.items():
+        if kv.late:
+            return "False", "KvReadLate", f"tier {name}: {kv.late} {LATE}"
     for name, kv in proofs.items():
         if kv.failed_since:
             return "False", "KvFailing", f"tier {name}: {kv.failed_since} transfers failed since the last that succeeded"
@@ -39,8 +46,11 @@ def transport_verified(tiers: Sequence[tuple[TierSpec, TierTelemetry | None]]) -
         asked = tier.kv_transfer.transport
         wrong = [worker for worker in seen if not _fits(asked, worker.transport)]
         if wrong:
+            words = _words(tier, wrong, len(seen))
+            if asked == "rdma" and all(worker.memlock_bytes is not None for worker in wrong):
+                return "False", "MemlockTooSmall", words
             slow = all(worker.transport == "tcp" for worker in wrong)
-            return "False", "TcpFallback" if slow else "Mismatch", _words(tier, wrong, len(seen))
+            return "False", "TcpFallback" if slow else "Mismatch", words
     if len(told) < len(tiers):
         return "Unknown", "NoData", "no worker has told yet which transport it uses"
     return "True", "Verified", "; ".join(_used(tier, seen) for tier, seen in told)

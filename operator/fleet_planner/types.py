@@ -184,6 +184,8 @@ class KvProof:
     """Answers of the router whose prompt another worker prefilled, since a transfer was last seen; None when not comparable."""
     failed_since: int | None = None
     """Transfers that failed since then."""
+    late: int = 0
+    """Transfers of the last thousands that vLLM's prefill workers heard of after the lease's end."""
 
 
 @dataclass(frozen=True, slots=True)

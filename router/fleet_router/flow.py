@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-import msgspec
-
 from fleet_router.carrying import Carrying
 from fleet_router.ending import CHAT_PATH
 from fleet_router.errors import RequestError
@@ -19,7 +17,7 @@ from fleet_router.health.resume import Said, Start
 from fleet_router.health.silence import Waits
 from fleet_router.legs import DecodeLeg, PrefillLeg, ResumedLeg, TokenizeLeg, TranslatedLeg
 from fleet_router.policy.chosen import Choice
-from fleet_router.request import decode_body, is_object, lease_of, named, prefill_body, prompt_tokens_of, reference_of
+from fleet_router.request import choices_of, decode_body, is_object, lease_of, named, prefill_body, prompt_tokens_of, reference_of
 from fleet_router.upstream import Pool, Upstream
 from fleet_router.workers import Worker
 
@@ -50,6 +48,7 @@ class Flow(Carrying):
         context = self._context
         if self._trip is not None:
             self._trip_over()
+        self._mind_readers()
         ask, now, seed, hints = self._ask, context.clock(), self._ticket.lane.seed, self.hints
         if context.knowledge is not None:
             if self._counted is None:
@@ -221,7 +220,12 @@ class Flow(Carrying):
             self._context.table.measured(self._ask.prompt, tokens)
         if reference is not None and (lease := lease_of(reference)) is not None:
             self._lease = (prefill, lease)
+        prefill.read_once = reference is not None and self._lease is None
         if self._ask is self._asked and not self._fits(tokens):
+            return
+        if prefill.read_once and choices_of(self._ask) > 1:
+            self._prefill_locally()
+            self.begin()
             return
         self._giver = prefill.uid
         self._handed_over = decode.endpoint.tier  # also without a reference: an engine that gives none is what must be noticed
@@ -315,10 +319,6 @@ class Flow(Carrying):
         self._context.metrics.retries += 1
         return True
 
-    def _prefill_locally(self) -> None:
-        self._local = True
-        self.hints = msgspec.structs.replace(self.hints, local=True)
-
     def _blame(self, worker: Worker, why: str, *, gone: bool = False) -> None:
         """It failed: others are preferred for a while, and its revision's errors count."""
         now = self._context.clock()
@@ -377,10 +377,6 @@ class Flow(Carrying):
     def names_no_model(self, body: bytes) -> bool:
         """A 404 that says that there is no such model; under an adapter any 404 does."""
         return bool(self._ask.adapter) or b"NotFoundError" in body or b"model_not_found" in body
-
-    def clock(self) -> float:
-        """The process's time."""
-        return self._context.clock()
 
     def model_missing(self, worker: Worker) -> None:
         """It answers that it has no such model. An adapter: it was told to unload it, or has begun anew, since we heard of it.

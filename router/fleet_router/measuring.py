@@ -9,10 +9,12 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 
+import msgspec
+
 from fleet_router.answering import Answering
 from fleet_router.ending import CHAT_PATH
 from fleet_router.lengths import too_many, uncertain
-from fleet_router.request import tokenize_body
+from fleet_router.request import choices_of, tokenize_body
 
 
 class Measuring(Answering):
@@ -42,6 +44,20 @@ class Measuring(Answering):
             self._release_lease()
             self._refuse(error if self._translation is None else self._translation.renamed(error))
         return tokens <= most
+
+    def _mind_readers(self) -> None:
+        """Some engines (vLLM) give KV to one reader, without proof of ours. Several sequences of a request (n) read by themselves
+        there, and the first that is done gives the blocks free: the others would go on with somebody else's."""
+        if choices_of(self._ask) > 1 and any(worker.read_once for worker in self._context.table.by_role["prefill"]):
+            self._prefill_locally()
+
+    def _prefill_locally(self) -> None:
+        self._local = True
+        self.hints = msgspec.structs.replace(self.hints, local=True)
+
+    def clock(self) -> float:
+        """The process's time."""
+        return self._context.clock()
 
     def _tokenize_body(self) -> bytes:
         """What `_ask_ids` asks."""

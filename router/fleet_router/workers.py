@@ -60,6 +60,8 @@ class Worker(Candidate):
     """Of `pool.closed_by_peer`, when it was looked at last."""
     unproven: bool = True
     """It has not been asked who it is since it joined, failed or closed a connection."""
+    read_once: bool = False
+    """Prefill: its last reference names no lease of ours."""
     _reading: Pool | None = None
 
     def reading(self) -> Pool:

@@ -19,6 +19,10 @@ def seen(*words: str) -> TierTelemetry:
     return TierTelemetry(transports=tuple(TransportSeen(f"p{n}", word, 10.0 * (n + 1)) for n, word in enumerate(words)))
 
 
+def limited(*limits: int | None, word: str = "tcp") -> TierTelemetry:
+    return TierTelemetry(transports=tuple(TransportSeen(f"p{n}", word, None, limit) for n, limit in enumerate(limits)))
+
+
 RDMA = {"transport": "rdma", "resource": "rdma/ib"}
 
 
@@ -36,6 +40,11 @@ RDMA = {"transport": "rdma", "resource": "rdma/ib"}
         ({"transport": "tcp"}, seen("shm"), "False", "Mismatch"),
         ({}, seen("tcp", "shm"), "True", "Verified"),
         ({}, seen("none"), "False", "Mismatch"),
+        (RDMA, limited(65_536, 4_096), "False", "MemlockTooSmall"),
+        (RDMA, limited(65_536, None), "False", "TcpFallback"),
+        (RDMA, limited(65_536, word="none"), "False", "MemlockTooSmall"),
+        (RDMA, limited(65_536, word="rdma"), "True", "Verified"),
+        ({"transport": "shm"}, limited(65_536), "False", "TcpFallback"),
     ],
 )
 def test_transport_verified(asked: dict[str, Any], told: TierTelemetry | None, status: str, reason: str):
@@ -90,3 +99,11 @@ def proof(transfers: int, failed: int = 0, answers_since: int | None = None, fai
 )
 def test_disaggregating(tiers: dict[str, TierTelemetry | None], status: str, reason: str):
     assert disaggregating(tiers)[:2] == (status, reason)
+
+
+def test_kv_that_was_read_after_its_lease_is_told_before_anything_else():
+    late = TierTelemetry(kv=KvProof(9, 1, 1, 0, 0.0, 0, 0, late=2))
+    status, reason, message = disaggregating({"a": proof(0, 2, failed_since=2), "b": late})
+    assert (status, reason) == ("False", "KvReadLate")
+    assert message.startswith("tier b: 2 times a decode worker")
+    assert "kvTransfer.leaseDuration" in message

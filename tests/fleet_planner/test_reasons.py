@@ -38,7 +38,9 @@ CONDITIONS: dict[str, tuple[ConditionType, str, Told, Told]] = {
     "KvFailing": ("Disaggregating", "False", "Warning", "Warning"),
     "KvMoved": ("Disaggregating", "True", "", ""),
     "KvNotMoving": ("Disaggregating", "False", "Warning", "Warning"),
+    "KvReadLate": ("Disaggregating", "False", "Warning", "Warning"),
     "Loading": ("AdaptersLoaded", "False", "", ""),
+    "MemlockTooSmall": ("TransportVerified", "False", "Warning", "Warning"),
     "Mismatch": ("TransportVerified", "False", "Warning", "Warning"),
     "NameConflict": ("Provisioned", "False", "", ""),  # by its problem
     "NoData": ("TelemetryFresh", "Unknown", "", "Warning"),

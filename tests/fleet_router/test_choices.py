@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from tests.fleet_router.admission.made import key_of, parsed
+from tests.fleet_router.fake_worker import answer
 from tests.fleet_router.rig import CONFIG, LONG, Rig, run
 
 USAGE = {"prompt_tokens": 5, "completion_tokens": 6, "total_tokens": 11}
@@ -151,3 +152,28 @@ def test_a_stream_that_ran_away_ends_for_each_of_its_choices(chat: bool, path: s
         assert body.count(b"[DONE]") == 1
 
     run(go, prefill=0, config=msgspec.structs.replace(CONFIG, max_output_tokens=2, max_model_len=100_000, runaway=True))
+
+
+@pytest.mark.parametrize("leased", [True, False], ids=["torch", "vllm"])
+@pytest.mark.parametrize("n", [1, 3])
+def test_several_choices_never_read_kv_that_the_first_reader_gives_free(n: int, leased: bool):
+    """vLLM makes a request of each choice. All had the one reference; the first that had read it freed the prefill's blocks, and
+    the others were answered with 200 from whatever lay there then."""
+    told = {"do_remote_prefill": True, "remote_block_ids": [1], **({"lease_id": "lease-1"} if leased else {})}
+
+    async def go(rig: Rig) -> None:
+        async def prefills(_body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+            answer(writer, 200, {"choices": [], "kv_transfer_params": told})
+            return True
+
+        rig.prefill[0].behave = prefills
+        for prompt in (LONG, "y" * 2000):
+            status, _ = await rig.post({"model": "m", "n": n, "max_tokens": 2, "prompt": prompt})
+            assert status == 200
+        alone = n > 1 and not leased
+        assert ["kv_transfer_params" in leg for leg in rig.decode[0].seen] == [not alone, not alone]
+        assert len(rig.prefill[0].seen) == (1 if alone else 2)  # it was learnt from the first
+        assert sum(rig.context.metrics.handed_over.values()) == (0 if alone else 2)
+        assert rig.idle()
+
+    run(go)

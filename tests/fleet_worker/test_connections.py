@@ -315,3 +315,19 @@ def test_nobody_is_heard_for_nothing_for_ever(monkeypatch: pytest.MonkeyPatch, b
                 await asyncio.sleep(0.01 if bound == "LINGER_S" else 0)
 
     play_agent(scenario)
+
+
+def test_whoever_sends_what_is_no_http_does_not_fill_the_log(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    """A line for each: by anybody who reached the port, and of the engine's lines as many were dropped."""
+    monkeypatch.setattr(connections._FEW, "total", 0)
+
+    async def go() -> None:
+        async with serving(build_server(build_app(Probes()), HOST, 0)) as port:
+            for _ in range(20):
+                reader, _ = await port.connect(b"\x00no HTTP\r\n\r\n")
+                assert (await reader.read()).startswith(b"HTTP/1.1 400")
+            assert await port.status("/live") == 200
+
+    asyncio.run(go())
+    told = [line.partition(":")[2].strip() for line in capsys.readouterr().err.splitlines() if "Invalid HTTP" in line]
+    assert told == [f"Invalid HTTP request received. ({count} so far)" for count in (1, 2, 4, 8, 16)]

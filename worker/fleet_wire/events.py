@@ -23,6 +23,10 @@ class BlockStored(msgspec.Struct, tag=True, frozen=True):
     lora_id: int | None = None
     medium: str | None = None
     lora_name: str | None = None
+    group_idx: int | None = None
+    """Of a hybrid model's layers: each group has blocks of its own, under the same names. None: all are one."""
+    kv_cache_spec_kind: str | None = None
+    """vLLM's KVCacheSpecKind of that group."""
 
 
 class BlockRemoved(msgspec.Struct, tag=True, frozen=True):
@@ -30,6 +34,7 @@ class BlockRemoved(msgspec.Struct, tag=True, frozen=True):
 
     block_hashes: list[bytes | int]
     medium: str | None = None
+    group_idx: int | None = None
 
 
 class AllBlocksCleared(msgspec.Struct, tag=True, omit_defaults=True, frozen=True):

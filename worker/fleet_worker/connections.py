@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import logging
 import resource
 import struct
 import termios
@@ -224,8 +225,28 @@ class BoundedProtocol(H11Protocol):
         return self.cycle is None or state is h11.SEND_BODY or (state is h11.IDLE and bool(self.conn.trailing_data[0]))
 
 
+NO_HTTP = "Invalid HTTP request received."
+
+
+class _FewOf(logging.Filter):
+    """Of uvicorn's words on what is no HTTP only the 1st, 2nd, 4th, 8th... are written, as in transfer/faults.py."""
+
+    total = 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.msg != NO_HTTP:
+            return True
+        self.total += 1
+        record.msg = f"{NO_HTTP} ({self.total} so far)"
+        return self.total & (self.total - 1) == 0
+
+
+_FEW = _FewOf()
+
+
 def bounded(bounds: Bounds) -> type[BoundedProtocol]:
     """For uvicorn.Config(http=...)."""
+    logging.getLogger("uvicorn.error").addFilter(_FEW)  # the same one again is none more
 
     class OfOnePort(BoundedProtocol):
         gate = Gate(bounds)

@@ -21,6 +21,8 @@ TRANSFERS = "vllm:nixl_xfer_time_seconds_count"
 BLOCKS = "fleet:kv_blocks_received_total"
 BYTES = "vllm:nixl_bytes_transferred_sum"
 FAILED = "vllm:nixl_num_failed_transfers_total"
+LATE = "vllm:nixl_num_notifications_after_expiry_total"
+"""Prefill workers of vLLM: a decode worker told that it had read KV, and its lease had ended before."""
 HANDED = "fleet_router_handed_over_total"
 TRANSPORT = "fleet_agent_transport_info"
 GBPS = "fleet_agent_probe_gbps"
@@ -29,7 +31,7 @@ HELD = "fleet_router_held"
 ARRIVALS = "fleet_router_arrivals_total"
 METRICS = frozenset(
     {f"{TTFT}_bucket", f"{ITL}_bucket", SENT, REQUESTS, ERRORS, RUNNING, WAITING, TRANSFERS, BLOCKS, BYTES, FAILED, HANDED}
-    | {TRANSPORT, GBPS, MEMLOCK, HELD, ARRIVALS}
+    | {TRANSPORT, GBPS, MEMLOCK, HELD, ARRIVALS, LATE}
 )
 """Every metric that anything here reads."""
 UNWATCHED = KvWatch()
@@ -85,11 +87,13 @@ def tier_telemetry(
 def watch_tier(tier: str, before: KvWatch, workers: Sequence[WorkerReading], routers: Mapping[str, Reading | None]) -> KvWatch:
     """Routers' answers against decode workers' transfers, one reading later. `routers` by a name that lasts."""
     decode = {worker.pod: worker.reading for worker in workers if worker.tier == tier and worker.role == "decode"}
+    prefill = {worker.pod: worker.reading for worker in workers if worker.tier == tier and worker.role == "prefill"}
     return watched(
         before,
         {name: _count(reading, HANDED, tier=tier) for name, reading in routers.items()},
         {pod: _count(reading, TRANSFERS) for pod, reading in decode.items()},
         {pod: _count(reading, FAILED) for pod, reading in decode.items()},
+        {pod: _count(reading, LATE) for pod, reading in prefill.items()},
     )
 
 
@@ -228,5 +232,6 @@ def _proof(workers: list[WorkerReading], now: float, watch: KvWatch) -> KvProof 
         failed=failed,
         measured_at=now,
         answers_since=watch.answers,
+        late=watch.late,
         failed_since=watch.failed,
     )

@@ -5,6 +5,9 @@ block and its parent have shown it: 16 bytes are vLLM's xxhash as well. Of all o
 the tokens in the event are hashed, and their name is only remembered for its removal. vLLM's events do not say with whose salt a
 block was computed: of a tenant's prompts only those workers are believed whose names do. Blocks in a slower medium than the
 worker's own (offloaded to memory or disk) count for SLOW_WORTH: they are copied, not computed.
+
+A hybrid model's groups of layers store and drop blocks of the same names each by itself. One of them speaks: that of full
+attention, which keeps a prefix whole.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ from fleet_wire.events import AllBlocksCleared, BlockRemoved, BlockStored
 Name = bytes | int
 SLOW_WORTH = 0.75
 UNPROVEN_MOST = 64
+WHOLE = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
+"""Kinds of groups that keep every block of a prefix."""
 
 
 def key_of(digest: bytes) -> int:
@@ -30,13 +35,17 @@ def key_of(digest: bytes) -> int:
 class Holding:
     """What one worker holds."""
 
-    __slots__ = ("bit", "block_tokens", "compat", "media", "proven", "roots", "unproven")
+    __slots__ = ("bit", "block_tokens", "compat", "group", "media", "proven", "roots", "unproven", "whole")
 
     def __init__(self, bit: int, compat: str) -> None:
         self.bit = bit
         self.compat = compat
         self.block_tokens = 0
         """0: no event has said it yet."""
+        self.group: int | None = None
+        """Whose events count; None: none has a number."""
+        self.whole = False
+        """It is of WHOLE."""
         self.media: dict[str, dict[Name, bytes]] = {}
         """Medium → the worker's name → our hash. The first medium is its fastest."""
         self.roots: dict[tuple[int, str], bytes] = {}
@@ -117,6 +126,7 @@ class PreciseIndex:
             return
         media, holding.media = holding.media, {}
         holding.proven, holding.unproven = None, []
+        holding.group, holding.whole = None, False
         self.lacking &= ~holding.bit
         for names in media.values():
             self._blocks -= len(names)
@@ -154,11 +164,24 @@ class PreciseIndex:
             return
         for event in events:
             if isinstance(event, BlockStored):
-                self._told(holding, event)
+                if self._speaks(worker, holding, event):
+                    self._told(holding, event)
             elif isinstance(event, BlockRemoved):
-                self._removed(holding, event)
+                if event.group_idx is None or event.group_idx == holding.group:
+                    self._removed(holding, event)
             else:
                 self.clear(worker)
+
+    def _speaks(self, worker: str, holding: Holding, event: BlockStored) -> bool:
+        """It is of the group that counts: the first of full attention, and until one came the first of all."""
+        if event.group_idx is None:
+            return True
+        whole = event.kv_cache_spec_kind in WHOLE
+        if holding.group is None or (whole and not holding.whole):
+            if holding.group not in (None, event.group_idx):
+                self.clear(worker)
+            holding.group, holding.whole = event.group_idx, whole
+        return event.group_idx == holding.group
 
     def _told(self, holding: Holding, event: BlockStored) -> None:
         """Kept for later while nothing has shown what its names are."""

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleet_operator.telemetry.aggregate import Reading, WorkerReading, tier_telemetry, watch_tier
-from fleet_operator.telemetry.kvwatch import KvWatch, watched
+from fleet_operator.telemetry.kvwatch import LATE_TOLD_TRANSFERS, KvWatch, watched
 from fleet_operator.telemetry.parse import parse_text
 from fleet_planner.fabric import NOT_MOVING_ANSWERS, disaggregating
 
@@ -86,3 +86,36 @@ def test_a_fleet_that_answers_without_kv_is_told_within_n_answers():
         assert verdict[1] == "KvMoved"
     assert answered - 40 == NOT_MOVING_ANSWERS
     assert verdict[0] == "False"
+
+
+@pytest.mark.parametrize(
+    ("steps", "late"),
+    [
+        ([(5, 1), (6, 1)], 0),
+        ([(5, 1), (6, 3)], 2),
+        ([(5, 1), (6, 3), (6 + LATE_TOLD_TRANSFERS - 1, 3)], 2),
+        ([(5, 1), (6, 3), (6 + LATE_TOLD_TRANSFERS - 1, 3), (9 + LATE_TOLD_TRANSFERS, 3)], 0),
+        ([(5, 1), (6, 3), (900, 4), (1_100, 4)], 3),
+        ([(5, 1), (6, None), (7, 3)], 2),
+        ([(5, 7), (6, 1)], 1),
+        ([(5, None), (6, 4)], 0),
+    ],
+    ids=["none", "two", "not-yet-over", "over", "again", "unreadable", "restarted", "of-before-we-looked"],
+)
+def test_kv_that_was_read_after_its_leases_end(steps: list[tuple[float, float | None]], late: int):
+    watch = KvWatch()
+    for moved, ended in steps:
+        watch = watched(watch, {"r": 0}, {"d": moved}, {"d": 0}, {"p": ended})
+    assert watch.late == late
+
+
+def test_a_fleet_whose_kv_is_read_too_late_is_told():
+    """vLLM 0.32's decode worker answers 200 from it, and only the prefill worker's log said so."""
+    watch, verdict = KvWatch(), ("", "", "")
+    decode = Reading(parse_text("vllm:nixl_xfer_time_seconds_count 7\nvllm:nixl_bytes_transferred_sum 70"), 1.0)
+    for ended in (2, 3):
+        told = Reading(parse_text(f'vllm:nixl_num_notifications_after_expiry_total{{engine="0",model_name="m"}} {ended}.0'), 1.0)
+        workers = [WorkerReading("t", "decode", decode, "d-0"), WorkerReading("t", "prefill", told, "p-0")]
+        watch = watch_tier("t", watch, workers, {})
+        verdict = disaggregating({"t": tier_telemetry("t", workers, [], [], 1.0, watch)})
+    assert verdict[:2] == ("False", "KvReadLate")

@@ -258,3 +258,31 @@ def test_an_engine_whose_answer_has_no_end_holds_nobody_up(monkeypatch: pytest.M
             await asyncio.gather(*(writer.wait_closed() for writer in writers), return_exceptions=True)
 
     asyncio.run(main())
+
+
+def test_a_check_asks_its_questions_at_once(monkeypatch: pytest.MonkeyPatch):
+    """One after the other, each answer waited for the one before: on a busy machine a check took three times as long
+    as an answer, and a dead engine was noticed so much later."""
+    asked: set[str] = set()
+    all_asked = asyncio.Event()
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        asked.add(request.url.path)
+        if len(asked) == 3:
+            all_asked.set()
+        async with asyncio.timeout(2.0):
+            await all_asked.wait()
+        text = 'vllm:num_requests_running{engine="0"} 2.0\nvllm:num_requests_waiting{engine="0"} 1.0\n'
+        return httpx.Response(200, json={"server_load": 4}) if request.url.path == "/load" else httpx.Response(200, text=text)
+
+    async def scenario(agent: Agent, _: FakeEngine, __: httpx.AsyncClient) -> None:
+        client = EngineClient("http://engine", counts_open=True)
+        await client._http.aclose()
+        client._http = httpx.AsyncClient(base_url="http://engine", transport=httpx.MockTransport(answer))
+        agent._client = client
+        assert await agent._checked()
+        assert asked == {"/health", "/metrics", "/load"}
+        assert (agent._load.running, agent._load.waiting, agent._load.open) == (2, 1, 4)
+        await client.close()
+
+    play(scenario, monkeypatch, engine="vllm")

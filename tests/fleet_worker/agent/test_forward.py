@@ -80,6 +80,7 @@ async def replaying(tmp_path: Path, host: str, scenario: Callable[[ReplayForward
 
     async def ask() -> list[bytes]:
         with context.socket(zmq.DEALER) as asking:
+            asking.setsockopt(zmq.LINGER, 0)
             asking.setsockopt(zmq.IPV6, ":" in host)
             asking.connect(tcp_address(host, REPLAY_PORT))
             await asking.send_multipart([b"", (7).to_bytes(8, "big")])
@@ -124,5 +125,19 @@ def test_a_connection_that_cannot_be_passed_on_is_closed(tmp_path: Path, monkeyp
             with contextlib.suppress(ConnectionResetError):
                 await reader.read()
         writer.close()
+
+    asyncio.run(replaying(tmp_path, HOST, scenario))
+
+
+def test_connections_that_say_nothing_keep_no_router_from_its_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Of routers whose nodes lost their power nobody ever hears: each kept a place, and after 64 nobody got a replay."""
+    monkeypatch.setattr(forward, "SILENT_S", 0.05)
+    monkeypatch.setattr(forward, "MOST_REPLAYS", 3)
+
+    async def scenario(forwarder: ReplayForwarder, ask: Asking) -> None:
+        silent = [(await asyncio.open_connection(HOST, REPLAY_PORT))[1] for _ in range(3)]
+        assert (await ask())[1] == b"kv-events"
+        for writer in silent:
+            writer.close()
 
     asyncio.run(replaying(tmp_path, HOST, scenario))

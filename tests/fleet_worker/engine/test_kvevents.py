@@ -15,6 +15,7 @@ from fleet_wire.events import END_OF_REPLAY, BlockStored, decode
 from fleet_worker.engine import kvevents
 from fleet_worker.engine.blocks import CacheEvent
 from fleet_worker.engine.kvevents import MAX_REPLAYS, REPLAYED_PER_TURN, KvEventPublisher
+from tests.fleet_worker.transfer.reading import is_kept_alive
 
 HOST, PORT = "127.77.2.1", 15_558
 
@@ -131,3 +132,8 @@ def test_whatever_is_asked_the_next_subscriber_is_answered(
 def test_a_publisher_on_an_ipv6_address():
     publisher = KvEventPublisher("::1", 15_557, PORT, 16)
     publisher.close()
+
+
+@pytest.mark.parametrize("port", [PORT, 15_557])
+def test_of_a_router_whose_node_lost_its_power_the_kernel_tells(publisher: KvEventPublisher, port: int):
+    assert is_kept_alive(HOST, port)

@@ -17,6 +17,7 @@ from fleet_worker.transfer.descriptors import Run, merge_runs, split_chunks
 from fleet_worker.transfer.nixl import NixlConnector
 from fleet_worker.transfer.owner import TransferSettings
 from fleet_worker.transfer.transport import in_use, ucx_environment
+from tests.fleet_worker.transfer.reading import is_kept_alive
 
 BLOCK_BYTES = 4_096
 BLOCKS = 64
@@ -288,3 +289,8 @@ def test_transport_is_reported_never_wished(tmp_path):
     assert "tcp" not in ucx_environment("rdma", True, {})["UCX_TLS"].split(",")
     assert "tcp" in ucx_environment("rdma", False, {})["UCX_TLS"].split(",")
     assert ucx_environment("tcp", False, {"UCX_TLS": "mine"}) == {}
+
+
+def test_of_a_reader_whose_node_lost_its_power_the_kernel_tells(pair: tuple[Side, Side]):
+    """The owner only answers: the connection, and its file, stayed for as long as the worker lived."""
+    assert is_kept_alive("127.77.0.1", 5600)

@@ -114,8 +114,8 @@ class Agent:
         return fabric.told(self._config.kv.transport, self._fabric, engine)
 
     def _memlock_bytes(self) -> int | None:
-        """Where it matters: RDMA is asked for, and something limits it."""
-        return fabric.lockable_bytes() if self._config.kv.transport == "rdma" else None
+        """Where it matters: RDMA is asked for, its device is here, and something limits it."""
+        return fabric.lockable_bytes() if self._config.kv.transport == "rdma" and fabric.has_rdma_device() else None
 
     async def metrics(self) -> str:
         """The engine's exposition, then the agent's own."""
@@ -427,8 +427,8 @@ class Agent:
             await asyncio.sleep(CHECK_EVERY_S)
 
     async def _checked(self) -> bool:
-        await self._observe()
-        healthy = await self._client.healthy() and not self._is_stuck()
+        _, answers = await asyncio.gather(self._observe(), self._client.healthy())
+        healthy = answers and not self._is_stuck()
         return await self._warmed_up() if healthy and self._life.phase == "Warming" else healthy
 
     async def _warmed_up(self) -> bool:

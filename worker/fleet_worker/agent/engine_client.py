@@ -94,13 +94,13 @@ class EngineClient:
 
     async def load(self) -> Load:
         """What the engine holds now."""
-        text = await self.metrics()
-        if text is None:
-            return Load(None, None, None)
-        return replace(parse_load(text), open=await self._open() if self._counts_open else None)
+        text, is_open = await asyncio.gather(self.metrics(), self._open())
+        return Load(None, None, None) if text is None else replace(parse_load(text), open=is_open)
 
     async def _open(self) -> int | None:
         """vLLM's GET /load (--enable-server-load-tracking)."""
+        if not self._counts_open:
+            return None
         try:
             said = (await self._asked("GET", "/load", HEALTH_TIMEOUT_S)).json()["server_load"]
         except (httpx.HTTPError, *UNREADABLE, KeyError, TypeError):

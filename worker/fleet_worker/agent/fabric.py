@@ -22,6 +22,7 @@ PROBE_TIMEOUT_S = 45.0
 OWN_STATUS = Path("/proc/self/status")
 IPC_LOCK = 14
 """Bit of CAP_IPC_LOCK (linux/capability.h)."""
+UNTOLD = "UCX's tables (UCX_PROTO_INFO) do not say by which transport it read"
 AGAIN_S = 15.0
 """A required transport that is not there is looked for again: a NIC may come up late."""
 
@@ -95,7 +96,7 @@ def problem(settings: KvSettings, fabric: Fabric) -> str | None:
     """Why the probe's finding is not what was asked for, with what a person can check; None when it is."""
     if settings.transport == "auto" or (fabric.transport is not None and fits(settings.transport, fabric.transport)):
         return None
-    used = f"{fabric.transport} is in use" if fabric.transport is not None else fabric.error
+    used = f"{fabric.transport} is in use" if fabric.transport is not None else fabric.error or UNTOLD
     hint = f" ({rdma_hint()})" if settings.transport == "rdma" else ""
     return f"kvTransfer asks for {settings.transport}, but {used}{hint}"
 

@@ -23,6 +23,9 @@ MOST_REPLAYS = 64
 MAX_QUESTION_BYTES = 65_536
 """All that a connection may ask, in its life."""
 PIECE_BYTES = 65_536
+SILENT_S = 30.0
+"""A connection on which nothing has moved for so long gives its place up: a router has its answer, or has given up, after five.
+Of one whose node lost its power nobody would ever hear."""
 
 
 class EventForwarder:
@@ -86,12 +89,17 @@ class ReplayForwarder:
             writer.close()
 
     async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Until one of both has nothing more to say."""
+        """Until one of both has nothing more to say, or both say nothing for too long."""
         from_engine, to_engine = await asyncio.open_unix_connection(self._path)
-        copies = _copy(reader, to_engine, MAX_QUESTION_BYTES), _copy(from_engine, writer)
+        moved = asyncio.Event()
+        copies = _copy(reader, to_engine, moved, MAX_QUESTION_BYTES), _copy(from_engine, writer, moved)
         ways = {asyncio.create_task(copy) for copy in copies}
+        moved.set()
         try:
-            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+            while moved.is_set():
+                moved.clear()
+                if (await asyncio.wait(ways, timeout=SILENT_S, return_when=asyncio.FIRST_COMPLETED))[0]:
+                    return
         finally:
             for way in ways:
                 way.cancel()
@@ -108,10 +116,13 @@ class ReplayForwarder:
         await asyncio.gather(*meetings, return_exceptions=True)
 
 
-async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, most: int | None = None) -> None:
+async def _copy(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, moved: asyncio.Event, most: int | None = None
+) -> None:
     """Until its end, or more than `most` bytes came."""
     copied = 0
     while piece := await reader.read(PIECE_BYTES):
+        moved.set()
         copied += len(piece)
         if most is not None and copied > most:
             return

@@ -11,7 +11,7 @@ import zmq
 
 from fleet_wire.events import END_OF_REPLAY, TOPIC, BlockRemoved, BlockStored, KVEventBatch, encode
 from fleet_worker.engine.blocks import CacheEvent
-from fleet_worker.transfer.address import tcp_address
+from fleet_worker.transfer.address import KEPT_ALIVE, tcp_address
 
 REPLAY_BATCHES = 10_000
 SEND_QUEUE = 100_000
@@ -41,6 +41,8 @@ class KvEventPublisher:
         made.setsockopt(zmq.SNDHWM, SEND_QUEUE)
         made.setsockopt(zmq.MAXMSGSIZE, MAX_QUESTION_BYTES)  # of what comes in
         made.setsockopt(zmq.IPV6, 1)
+        for option, value in KEPT_ALIVE.items():
+            made.setsockopt(option, value)
         try:
             made.bind(tcp_address(host, port))
         except zmq.ZMQError as error:

@@ -19,7 +19,7 @@ import zmq
 
 from fleet_wire.kv import KvReference
 from fleet_wire.sidechannel import BadFrameError, decode, encode
-from fleet_worker.transfer.address import tcp_address
+from fleet_worker.transfer.address import KEPT_ALIVE, tcp_address
 from fleet_worker.transfer.base import FetchResult, KvPool, KvReferenceError, KvTransferError, ReleaseReason
 from fleet_worker.transfer.digest import HEX_PER_BLOCK
 from fleet_worker.transfer.faults import Faults
@@ -72,6 +72,8 @@ class NixlConnector:
         server.setsockopt(zmq.LINGER, 0)
         server.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         server.setsockopt(zmq.IPV6, 1)
+        for option, value in KEPT_ALIVE.items():
+            server.setsockopt(option, value)
         try:
             server.bind(tcp_address(settings.host, settings.port))
         except zmq.ZMQError as error:
