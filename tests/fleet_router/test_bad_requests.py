@@ -211,6 +211,31 @@ def test_trailers_without_end_are_refused():
     assert (inbound.error is not None, inbound.error and inbound.error.status) == (True, 431)
 
 
+@pytest.mark.parametrize("begun", [b"0\r\nx-t: ", b"2;a="], ids=["trailer", "extension"])
+def test_a_trailer_that_does_not_end_is_refused(begun: bytes):
+    """Incident: the parser keeps a field until it is whole; one behind a body grew for the 30 s that a body has, and each read of it
+    was copied with all before it: 39 MB held the loop up for 5 s."""
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: h\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n"
+    inbound, bounds = Inbound(), HttpBounds()
+    inbound.feed(head + begun, bounds)
+    for _ in range((bounds.header_bytes + bounds.url_bytes) // 1_000):
+        inbound.feed(b"a" * 1_000, bounds)
+        assert inbound.error is None
+    inbound.feed(b"a" * 1_000, bounds)
+    assert (inbound.error is not None, inbound.error and inbound.error.status) == (True, 431)
+
+
+def test_chunks_whose_framing_comes_apart_are_no_header():
+    """However many: only what comes without a byte of a body between is counted."""
+    inbound, bounds = Inbound(), HttpBounds()
+    inbound.feed(b"POST /v1/completions HTTP/1.1\r\nhost: h\r\ntransfer-encoding: chunked\r\n\r\n", bounds)
+    for _ in range(20_000):
+        for piece in (b"2\r\n", b"{}", b"\r\n"):
+            inbound.feed(piece, bounds)
+    inbound.feed(b"0\r\n\r\n", bounds)
+    assert (len(inbound.requests), inbound.error) == (1, None)
+
+
 def test_a_body_in_small_chunks_takes_no_more_memory_than_it_has_bytes():
     """Incident: 4 MiB in chunks of two bytes were two million objects, 120 MB for each connection."""
     body = b'{"model":"m","prompt":"' + b"ab" * 50_000 + b'"}'
