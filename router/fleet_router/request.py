@@ -155,11 +155,6 @@ def with_fields(ask: Ask, added: dict[str, msgspec.Raw], spliced: bytes) -> Ask:
     return Ask(fields, ask.prompt, ask.stream, whole, ask.alone, ask.adapter, ask.counts)
 
 
-def asked_about(ask: Ask) -> bytes:
-    """The prompt; of a request that one worker answers alone, everything that it says."""
-    return ask.prompt or b"".join(map(bytes, ask.fields.values()))
-
-
 def choices_of(ask: Ask) -> int:
     """Answers that are asked for, 1 when `n` is nothing that we understand: it is the worker's to refuse."""
     if (asked := ask.fields.get("n")) is None:
