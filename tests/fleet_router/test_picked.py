@@ -9,8 +9,9 @@ import msgspec
 import pytest
 
 from fleet_router.epp.picked import Picked, address_of
+from fleet_router.errors import RequestError
 from fleet_router.hints import NO_HINTS
-from fleet_router.request import parse_body
+from fleet_router.request import parse_alone, parse_body
 from fleet_router.workers import Worker
 from tests.fleet_router.admission.made import key_of, parsed
 from tests.fleet_router.rig import CONFIG, Rig, run
@@ -31,6 +32,10 @@ class Gateway:
         self.workers.append(workers)
 
     def write(self, data: bytes) -> None: ...
+
+    def finish(self, *, last: bool) -> None: ...
+
+    def break_off(self, error: RequestError, *, stream: bool) -> None: ...
 
 
 @pytest.mark.parametrize("resume", ["replay", "prefill"])
@@ -73,3 +78,20 @@ def test_a_gateway_is_told_the_name_that_its_worker_knows():
         assert gateway.bodies[-1]["model"] == "old"
 
     run(go, prefill=0, decode=3)
+
+
+def test_a_long_answer_of_a_gateway_is_nothing_against_its_worker():
+    """Incident: of embeddings above 8 MiB the slot was given back, and the worker blamed, while the gateway handed them on."""
+
+    async def go(rig: Rig) -> None:
+        lane, (worker,) = rig.context.desk.lane(b"", b""), rig.context.table.by_role["decode"]
+        ask, ticket = rig.context.desk.admit(lane, parse_alone(b'{"model":"m","input":"a"}', lane.config))
+        flow = Picked(rig.context, Gateway(), b"/v1/embeddings", ask, ticket, NO_HINTS, None)  # type: ignore[arg-type]
+        rig.context.desk.start(ticket, flow)
+        flow.served(address_of(worker), 200)
+        for _ in range(12):
+            flow.raw(b"A" * 1_048_576)
+        assert (flow.done, rig.context.metrics.of("t", "r").errors) == (False, 0)
+        flow.end()
+
+    run(go, prefill=0)

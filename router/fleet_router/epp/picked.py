@@ -73,6 +73,10 @@ class Picked(Flow):
             self._events += ((self._tail[1 - len(EVENT) :] or EVENT[:1]) + data).count(EVENT) - data.count(EVENT)
         super()._count_tokens(data, sound)
 
+    def _has_an_end(self) -> bool:
+        """The gateway sees to it."""
+        return not self._ask.stream
+
     def _send_decode(self, worker: Worker, reference: bytes | None) -> None:
         self._waits_for()
         worker.began()
