@@ -24,7 +24,7 @@ from fleet_router.errors import RequestError
 from fleet_router.faults import Faults
 from fleet_router.histogram import Histogram
 from fleet_router.metrics import WAIT_BUCKETS_S
-from fleet_router.request import asked_tokens, choices_of, with_fields
+from fleet_router.request import asked_tokens, choices_of, sequences_of, with_fields
 
 CLASS_HEADER: Final = "x-slo-class"
 USUAL_OUTPUT_TOKENS: Final = 256
@@ -160,11 +160,13 @@ class Desk:
         if ask.counts:
             ticket.state = "free"
         elif not self.gate.start():
-            self._queue(ticket, ask, now, ttft_ms, wanted or min(USUAL_OUTPUT_TOKENS, lane.config.max_output_tokens))
+            each = wanted or min(USUAL_OUTPUT_TOKENS, lane.config.max_output_tokens)
+            self._queue(ticket, ask, now, ttft_ms, 0 if ask.alone else each * sequences_of(ask))
         return ask, ticket
 
     def _queue(self, ticket: Ticket, ask: Ask, now: float, ttft_ms: int, wanted: int) -> None:
-        """No slot is free, or others wait for it. `wanted`: tokens of the answer."""
+        """No slot is free, or others wait for it. `wanted`: tokens of the answer, all sequences
+        together."""
         if self._gone:
             self._count_strays()
             if self.gate.start():

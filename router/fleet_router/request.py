@@ -157,7 +157,16 @@ def with_fields(ask: Ask, added: dict[str, msgspec.Raw], spliced: bytes) -> Ask:
 
 def choices_of(ask: Ask) -> int:
     """Answers that are asked for, 1 when `n` is nothing that we understand: it is the worker's to refuse."""
-    if (asked := ask.fields.get("n")) is None:
+    return _few(ask.fields.get("n"))
+
+
+def sequences_of(ask: Ask) -> int:
+    """Those that are made for them: of `best_of` the client sees some."""
+    return max(choices_of(ask), _few(ask.fields.get("best_of")))
+
+
+def _few(asked: msgspec.Raw | None) -> int:
+    if asked is None:
         return 1
     raw = bytes(asked)
     return max(1, int(raw)) if raw.isdigit() and len(raw) < 6 else 1

@@ -348,6 +348,28 @@ def test_the_queue_counts_all_that_waits_in_it(alone: bool, more: dict[str, Any]
     assert size <= desk.gate.waiting_bytes <= size + 1_000
 
 
+@pytest.mark.parametrize(
+    ("more", "work"),
+    [
+        ({"max_tokens": 50}, 150), ({"max_tokens": 50, "n": 8}, 500), ({"max_tokens": 50, "n": 2, "best_of": 4}, 300),
+        ({"max_tokens": 50, "n": None}, 150), ({"n": 3}, 868), ({"input": "x" * 298}, 100),
+    ],
+    ids=["one", "eight", "best-of", "null", "no-limit", "embedding"],
+)  # fmt: skip
+def test_who_waits_is_weighed_by_all_that_it_asks_for(more: dict[str, Any], work: int):
+    """Incident: eight answers weighed as one, so that who asks for them got eight times its share; an embedding weighed as if it
+    had an answer of 256 tokens."""
+    desk = desk_with(Clock(), slots=1, acme={})
+    come(desk)
+    lane = desk.lane(KEY, b"")
+    if "input" in more:
+        ask = parse_alone(msgspec.json.encode({"model": "m", **more}), lane.config)
+    else:
+        ask = parse_body(msgspec.json.encode({"model": "m", "prompt": "x" * 298, **more}), False, lane.config)
+    _, ticket = desk.admit(lane, ask)
+    assert ticket.cost == work
+
+
 TEXT = '"' + "x" * 300 + '"'
 PICTURE = '[{"role":"user","content":[{"type":"image_url","image_url":{"url":"data:image/png;base64,' + "A" * 300_000 + '"}}]}]'
 
