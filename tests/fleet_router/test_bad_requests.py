@@ -39,6 +39,10 @@ from tests.fleet_router.rig import BOUNDS, CONFIG, Rig, ask, run, until
         (b'{"model":"m","prompt":"a","min_tokens":-1}', 400, "min_tokens is -1"),
         (b'{"model":"m","prompt":"a","stream_options":{}}', 400, "stream_options is only allowed when stream is true"),
         (b'{"model":"m","prompt":"a","stream":true,"stream_options":7}', 400, "stream_options: Expected `object`, got `int`"),
+        (
+            b'{"model":"m","prompt":"a","stream":true,"stream_options":{"include_usage":"off"}}', 400,
+            "stream_options.include_usage must be true or false",
+        ),
         (b'{"model":"m","prompt":"a","stream":true,"stream_options":{"a":1e999}}', 400, "stream_options: Number out of range"),
         (
             b'{"model":"m","prompt":"a","stream":true,"stream_options":' + b'{"a":' * 940 + b"1" + b"}" * 940 + b"}",
