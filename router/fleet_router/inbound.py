@@ -225,8 +225,8 @@ class Inbound:
         """What is wrong with `current`: the answer after those of `requests`, and the last one."""
         self.in_body = False
         self._head_bytes = self._body_bytes = 0
-        """Of the head of `current` so far, or of what stands between or behind the chunks of its body; -1 in the packet in which it
-        begins; and of the body."""
+        """Of the head of `current` so far, or of what stands between and behind the chunks of its body (-1 in the packet in which
+        it begins), and of that body."""
         self.owes_continue = False
         """The client of `current` waits for 100 Continue before it sends the body."""
 

@@ -203,10 +203,10 @@ def _check_stream_options(raw: msgspec.Raw, fields: dict[str, msgspec.Raw], stre
     if (given := memoryview(raw).nbytes) > OPTIONS_BYTES_MOST:
         told = f"stream_options has {given} bytes; allowed are {OPTIONS_BYTES_MOST}"
         raise RequestError(400, told, param="stream_options")
-    given = _typed(fields, "stream_options", _OPTIONS)
-    if given is not None and not stream:
+    options = _typed(fields, "stream_options", _OPTIONS)
+    if options is not None and not stream:
         raise RequestError(400, "stream_options is only allowed when stream is true", param="stream_options")
-    if given is not None and given.get("include_usage") not in (True, False, None):  # "off" is none to engines, and true to us
+    if options is not None and options.get("include_usage") not in (True, False, None):  # "off": none to engines, true to us
         raise RequestError(400, "stream_options.include_usage must be true or false", param="stream_options")
 
 

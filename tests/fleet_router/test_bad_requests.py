@@ -40,7 +40,8 @@ from tests.fleet_router.rig import BOUNDS, CONFIG, Rig, ask, run, until
         (b'{"model":"m","prompt":"a","stream_options":{}}', 400, "stream_options is only allowed when stream is true"),
         (b'{"model":"m","prompt":"a","stream":true,"stream_options":7}', 400, "stream_options: Expected `object`, got `int`"),
         (
-            b'{"model":"m","prompt":"a","stream":true,"stream_options":{"include_usage":"off"}}', 400,
+            b'{"model":"m","prompt":"a","stream":true,"stream_options":{"include_usage":"off"}}',
+            400,
             "stream_options.include_usage must be true or false",
         ),
         (b'{"model":"m","prompt":"a","stream":true,"stream_options":{"a":1e999}}', 400, "stream_options: Number out of range"),
@@ -217,8 +218,8 @@ def test_trailers_without_end_are_refused():
 
 @pytest.mark.parametrize("begun", [b"0\r\nx-t: ", b"2;a="], ids=["trailer", "extension"])
 def test_a_trailer_that_does_not_end_is_refused(begun: bytes):
-    """Incident: the parser keeps a field until it is whole; one behind a body grew for the 30 s that a body has, and each read of it
-    was copied with all before it: 39 MB held the loop up for 5 s."""
+    """Incident: the parser keeps a field until it is whole; one behind a body grew for the 30 s that a body has, and each read of
+    it was copied with all before it: 39 MB held the loop up for 5 s."""
     head = b"POST /v1/completions HTTP/1.1\r\nhost: h\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n"
     inbound, bounds = Inbound(), HttpBounds()
     inbound.feed(head + begun, bounds)

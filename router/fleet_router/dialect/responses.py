@@ -43,7 +43,7 @@ class Responses(ChatTranslation):
         """Items; the last one is being sent while `_open` says which kind it is."""
         self._open = ""
         self._said: list[str] = []
-        """Text or arguments of the last one, until it is closed: put together at each piece a long one would be copied at each."""
+        """Text or arguments of the last one, until it is closed: to put them together at each piece is to copy them at each."""
         self._calls = Calls()
 
     # -- streamed ---------------------------------------------------------------------------------------------------

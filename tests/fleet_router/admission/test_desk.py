@@ -378,7 +378,8 @@ PICTURE = '[{"role":"user","content":[{"type":"image_url","image_url":{"url":"da
     ("given", "tokens"),
     [
         ('"input":[1,2,3]', 3), (f'"input":{TEXT}', 100), (f'"input":{TEXT},"messages":null', 100),
-        ('"input":[[100200,100300],[7,8,9]]', 5), (f'"messages":{PICTURE}', 1_050), (f'"input":[1,2,3],"messages":{PICTURE}', 1_053),
+        ('"input":[[100200,100300],[7,8,9]]', 5), (f'"messages":{PICTURE}', 1_050),
+        (f'"input":[1,2,3],"messages":{PICTURE}', 1_053),
     ],
     ids=["ids", "text", "null", "lists-of-ids", "picture", "both"],
 )  # fmt: skip
