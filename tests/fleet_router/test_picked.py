@@ -95,3 +95,17 @@ def test_a_long_answer_of_a_gateway_is_nothing_against_its_worker():
         flow.end()
 
     run(go, prefill=0)
+
+
+@pytest.mark.parametrize(("status", "errors"), [(200, 0), (400, 0), (501, 0), (429, 1), (500, 1)])
+def test_which_answers_of_a_gateway_are_against_its_worker(status: int, errors: int):
+    async def go(rig: Rig) -> None:
+        lane, (worker,) = rig.context.desk.lane(b"", b""), rig.context.table.by_role["decode"]
+        ask, ticket = rig.context.desk.admit(lane, parse_alone(b'{"model":"m","input":"a"}', lane.config))
+        flow = Picked(rig.context, Gateway(), b"/v1/embeddings", ask, ticket, NO_HINTS, None)  # type: ignore[arg-type]
+        rig.context.desk.start(ticket, flow)
+        flow.served(address_of(worker), status)
+        flow.end()
+        assert rig.context.metrics.of("t", "r").errors == errors
+
+    run(go, prefill=0)

@@ -16,7 +16,7 @@ from fleet_router.config import RouterConfig
 from fleet_router.context import Client, Context
 from fleet_router.errors import RequestError
 from fleet_router.flow import Flow
-from fleet_router.legs import NOT_THE_CLIENT
+from fleet_router.legs import NOT_IMPLEMENTED, NOT_THE_CLIENT
 from fleet_router.request import decode_body, named
 from fleet_router.workers import Worker
 
@@ -105,7 +105,7 @@ class Picked(Flow):
                 worker.ended()
                 other.began()
                 worker = self._leg_worker = other
-        if status < FAILED and status not in NOT_THE_CLIENT:
+        if (status < FAILED and status not in NOT_THE_CLIENT) or status == NOT_IMPLEMENTED:
             if worker is not None:
                 worker.answers(self.sent_at, now)
             self.head(status, [])
