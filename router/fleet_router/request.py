@@ -77,7 +77,10 @@ def parse_alone(body: bytes, config: RouterConfig, *, counts: bool = False) -> A
 
 
 def _check_embedded(fields: dict[str, msgspec.Raw], most: int) -> None:
-    """Texts, token ids or (vLLM) a conversation."""
+    """Texts, token ids or (vLLM) a conversation. An answer whose head is as long as the batch is a broken one to us."""
+    if "encoding_format" in fields and _typed(fields, "encoding_format", _STR) == "bytes":
+        told = "encoding_format bytes is not served: it tells of each input in one header; float, base64 and bytes_only are"
+        raise RequestError(400, told, param="encoding_format")
     if (given := fields.get("input")) is not None:
         check_input(bytes(given), most, "input")
     if (given := fields.get("messages")) is not None and given != _NULL:
