@@ -270,8 +270,8 @@ def test_embeddings_of_too_much_reach_nobody_and_counting_has_no_limit():
     [('"bytes"', 400), ('"\\u0062ytes"', 400), ("7", 400), ('"bytes_only"', 200), ('"base64"', 200), ("null", 200)],
 )
 def test_embeddings_that_are_told_of_in_a_header_reach_nobody(kind: str, status: int):
-    """Incident: vLLM tells of each input in one header; of 1,000 that was a head of more than 64 KiB, no HTTP to us, and each such
-    request was a failure of two workers."""
+    """Incident: vLLM tells of each input in one header; of 1,000 that was a head of more than 64 KiB, no HTTP to us: each
+    such request was a failure of two workers."""
 
     async def go(rig: Rig) -> None:
         body = f'{{"model":"m","input":"a","encoding_format":{kind}}}'.encode()
