@@ -383,12 +383,12 @@ class Inbound:
         if parser is None or current is None:
             return
         current.method = parser.get_method()
+        if (version := parser.get_http_version()) != "1.1":  # before Host, which it needs not have
+            raise RequestError(505, f"HTTP/{version} is not served: send HTTP/1.1 (in nginx: proxy_http_version 1.1)")
         if self._hosts != 1:
             raise RequestError(400, "exactly one Host header is needed")
         if self._framing > 1:
             raise RequestError(400, "the body's length is given more than once")
-        if (version := parser.get_http_version()) != "1.1":
-            raise RequestError(505, f"HTTP/{version} is not served: send HTTP/1.1 (in nginx: proxy_http_version 1.1)")
 
     def on_body(self, body: bytes) -> None:
         """A piece of body, without framing."""

@@ -98,6 +98,7 @@ CLOSING = b"GET /health HTTP/1.1\r\nhost: h\r\nconnection: close\r\n\r\n"
         pytest.param(b"GET /health HTTP/1.1\r\nhost: h\r\n folded: x\r\n\r\n", 400, id="obs-fold"),
         pytest.param(b"GET /health HTTP/1.1\r\nhost: h\r\ntransfer-encoding: gzip, chunked\r\n\r\n", 400, id="odd-encoding"),
         pytest.param(b"GET /health HTTP/1.0\r\nhost: h\r\n\r\n", 505, id="http-1.0"),
+        pytest.param(b"OPTIONS /health HTTP/1.0\r\n\r\n", 505, id="http-1.0-of-haproxy"),
         pytest.param(b"GET /" + b"a" * 9000 + b" HTTP/1.1\r\nhost: h\r\n\r\n", 414, id="long-url"),
         pytest.param(b"GET /health HTTP/1.1\r\nhost: h\r\n" + b"a: b\r\n" * 10_000 + b"\r\n", 431, id="h1-ten-thousand-headers"),
         pytest.param(b"GET /health HTTP/1.1\r\nhost: h\r\nx: " + b"a" * 70_000 + b"\r\n\r\n", 431, id="h1-long-header"),
