@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from typing import Final
 
 import msgspec
@@ -14,6 +15,11 @@ PHRASES: Final = {
 }  # fmt: skip
 RETRYABLE: Final = {408, 429, 502, 503, 504, 529}
 RETRY_AFTER_S: Final = 1
+
+
+OURS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
+"""Why we could not connect to anybody: no file, no memory, no port is left here. Nothing is known against whom it was for."""
+NO_ROOM: Final = "the router has no file or port left for a connection to a worker"
 
 
 class RequestError(Exception):
