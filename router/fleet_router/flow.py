@@ -175,7 +175,7 @@ class Flow(Carrying):
                 return
             if connection is None:
                 self.end_leg()
-                if why is NO_ROOM:
+                if why == NO_ROOM:
                     self.cut(RequestError(503, why, code="connections"))
                 else:
                     leg.failed(why, gone=True)
