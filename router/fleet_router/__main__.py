@@ -6,6 +6,7 @@ import argparse
 import gc
 import os
 import re
+import resource
 import sys
 from pathlib import Path
 
@@ -129,6 +130,18 @@ def admin_port_of(given: argparse.Namespace) -> int:
     return asked if asked is not None else ADMIN_PORT if given.tls_cert is not None else 0
 
 
+FILES_MOST = 16_384
+"""Each client that waits takes two, and idle connections to workers some more."""
+
+
+def files() -> None:
+    """As many open files as we may have: what a process begins with (1,024 under systemd) is less than our clients need."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = FILES_MOST if hard == resource.RLIM_INFINITY else min(hard, FILES_MOST)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
 GC_OBJECTS = (20_000, 20, 50)
 """Requests leave no cycles behind, only connections do: to look for them as often as Python does costs 4 % of the CPU."""
 
@@ -141,6 +154,7 @@ def main() -> int:
     from fleet_router.supervisor import Supervisor, end_with_parent
 
     given = arguments(sys.argv[1:])
+    files()
     if given.processes > 1 and given.member.size == 1:
         supervisor = Supervisor(sys.argv[1:], given.host, given.port, given.processes)
         return uvloop.run(supervisor.run(own_key=given.gossip_key is None))

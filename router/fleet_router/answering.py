@@ -51,7 +51,7 @@ BIG_READ_BYTES: Final = 1_024
 LEAST_CHUNKED_BYTES: Final = len(framed(b"x")) + len(END)
 """A body in chunks that is shorter is empty."""
 UNENDED_MOST_BYTES: Final = 8 * 1024 * 1024
-"""Longest event, and longest answer that comes as a whole."""
+"""Longest event, and longest answer that comes as a whole and does not say how long it is."""
 
 
 NOBODY: Final = Served()
@@ -333,10 +333,14 @@ class Answering(Metering):
         self._unended += len(data)
         if len(data) > BIG_READ_BYTES:
             self._goes_on_until(now)
-        if self._unended <= (UNENDED_MOST_BYTES if self._sent is None else self._sent.event_most_bytes):
+        if self._unended <= (UNENDED_MOST_BYTES if self._sent is None else self._sent.event_most_bytes) or self._has_an_end():
             return True
         self._fault(f"the worker sent {self._unended} bytes without an end")
         return False
+
+    def _has_an_end(self) -> bool:
+        """However long it is, its head said so: embeddings of a few hundred texts are 12 MB."""
+        return not self._ask.stream and self._connection is not None and self._connection.sized
 
     def _goes_on_until(self, now: float) -> None:
         """Something came. Of an answer that comes as a whole the head may come early: its tokens are still to be made."""

@@ -13,6 +13,7 @@ from typing import Final
 
 from fleet_router.config import HttpBounds
 
+ASKED_EACH_S: Final = 5
 TCP_CLOSE: Final = 7
 """TCP_INFO's first byte once the peer has answered with a reset."""
 
@@ -46,6 +47,16 @@ def close(transport: asyncio.Transport, bounds: HttpBounds, now: float, *, more:
         return Lingering(transport, bounds, now)
     transport.close()
     return None
+
+
+def ask_if_there(transport: asyncio.Transport | None) -> None:
+    """Of a client that closed its half and leaves later nobody is told. Its kernel says so when it is asked (keepalive, RFC 9293,
+    3.8.4), with a reset, once it has forgotten the connection (Linux: a minute)."""
+    made = transport.get_extra_info("socket") if transport is not None else None
+    if made is not None:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+            made.setsockopt(socket.IPPROTO_TCP, option, ASKED_EACH_S)
 
 
 def reset_by_client(transport: asyncio.Transport | None) -> bool:

@@ -17,14 +17,14 @@ from fleet_router.admission.quota import Account, Outcome
 from fleet_router.admission.refused import Full, Over
 from fleet_router.admission.runaway import FINISH, Runaway, Why
 from fleet_router.admission.tenants import Tenants
-from fleet_router.admission.usage import estimated
+from fleet_router.admission.usage import estimated_of
 from fleet_router.asked import Ask
 from fleet_router.config import RouterConfig
 from fleet_router.errors import RequestError
 from fleet_router.faults import Faults
 from fleet_router.histogram import Histogram
 from fleet_router.metrics import WAIT_BUCKETS_S
-from fleet_router.request import asked_about, asked_tokens, choices_of, with_fields
+from fleet_router.request import asked_tokens, choices_of, sequences_of, with_fields
 
 CLASS_HEADER: Final = "x-slo-class"
 USUAL_OUTPUT_TOKENS: Final = 256
@@ -149,7 +149,7 @@ class Desk:
         if lane.models is not None and (ask.adapter or lane.config.served_name) not in lane.models:
             account.counts["model"] += 1
             raise RequestError(403, "this key may not use that model", code="model_not_allowed", param="model")
-        tokens = 0 if ask.counts else estimated(ask.prompt or asked_about(ask))
+        tokens = 0 if ask.counts else estimated_of(ask)
         if (over := account.charge(tokens, int(now * 1e9))) is not None:
             raise self._quota(account, over, now)
         wanted = 0 if ask.alone else asked_tokens(ask)
@@ -160,11 +160,13 @@ class Desk:
         if ask.counts:
             ticket.state = "free"
         elif not self.gate.start():
-            self._queue(ticket, ask, now, ttft_ms, wanted or min(USUAL_OUTPUT_TOKENS, lane.config.max_output_tokens))
+            each = wanted or min(USUAL_OUTPUT_TOKENS, lane.config.max_output_tokens)
+            self._queue(ticket, ask, now, ttft_ms, 0 if ask.alone else each * sequences_of(ask))
         return ask, ticket
 
     def _queue(self, ticket: Ticket, ask: Ask, now: float, ttft_ms: int, wanted: int) -> None:
-        """No slot is free, or others wait for it. `wanted`: tokens of the answer."""
+        """No slot is free, or others wait for it. `wanted`: tokens of the answer, all sequences
+        together."""
         if self._gone:
             self._count_strays()
             if self.gate.start():

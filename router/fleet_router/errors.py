@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from typing import Final
 
 import msgspec
@@ -9,11 +10,16 @@ import msgspec
 PHRASES: Final = {
     200: "OK", 400: "Bad Request", 401: "Unauthorized", 403: "Forbidden", 404: "Not Found", 405: "Method Not Allowed",
     408: "Request Timeout", 413: "Content Too Large", 414: "URI Too Long", 429: "Too Many Requests",
-    431: "Request Header Fields Too Large", 500: "Internal Server Error", 502: "Bad Gateway", 503: "Service Unavailable",
-    504: "Gateway Timeout", 505: "HTTP Version Not Supported", 529: "Overloaded",
+    431: "Request Header Fields Too Large", 500: "Internal Server Error", 501: "Not Implemented", 502: "Bad Gateway",
+    503: "Service Unavailable", 504: "Gateway Timeout", 505: "HTTP Version Not Supported", 529: "Overloaded",
 }  # fmt: skip
 RETRYABLE: Final = {408, 429, 502, 503, 504, 529}
 RETRY_AFTER_S: Final = 1
+
+
+OURS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
+"""Why we could not connect to anybody: no file, no memory, no port is left here. Nothing is known against whom it was for."""
+NO_ROOM: Final = "the router has no file or port left for a connection to a worker"
 
 
 class RequestError(Exception):
@@ -41,8 +47,8 @@ class RequestError(Exception):
 
 _CODES: Final = {
     400: "invalid_request", 401: "invalid_api_key", 403: "forbidden", 404: "not_found", 405: "method_not_allowed", 408: "timeout",
-    413: "body_too_large", 414: "url_too_long", 429: "rate_limit_exceeded", 431: "headers_too_large", 502: "bad_gateway",
-    503: "no_worker", 504: "deadline", 505: "http_version", 529: "overloaded",
+    413: "body_too_large", 414: "url_too_long", 429: "rate_limit_exceeded", 431: "headers_too_large", 501: "not_implemented",
+    502: "bad_gateway", 503: "no_worker", 504: "deadline", 505: "http_version", 529: "overloaded",
 }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from fleet_router.carrying import Carrying
 from fleet_router.ending import CHAT_PATH
-from fleet_router.errors import RequestError
+from fleet_router.errors import NO_ROOM, RequestError
 from fleet_router.health.patience import budget_s
 from fleet_router.health.resume import Said, Start
 from fleet_router.health.silence import Waits
@@ -174,7 +174,10 @@ class Flow(Carrying):
                 return
             if connection is None:
                 self.end_leg()
-                leg.failed(why, gone=True)
+                if why == NO_ROOM:
+                    self.cut(RequestError(503, why, code="connections"))
+                else:
+                    leg.failed(why, gone=True)
                 return
             self._put_on(connection, leg, payload)
 
@@ -440,10 +443,7 @@ class Flow(Carrying):
             return
         self._abandon_leg()
         self._release_lease()
-        if self.started:
-            self._break(error)
-        else:
-            self._refuse(error)
+        self._refuse(error)
 
     def fault(self, error: Exception) -> None:
         """A bug of ours in what was done with a worker's answer: nobody else is asked, who would answer the same."""

@@ -224,8 +224,9 @@ class Inbound:
         self.error: RequestError | None = None
         """What is wrong with `current`: the answer after those of `requests`, and the last one."""
         self.in_body = False
-        self._head_bytes = 0
-        """Of the head of `current` so far; -1 in the packet in which it begins."""
+        self._head_bytes = self._body_bytes = 0
+        """Of the head of `current` so far, or of what stands between and behind the chunks of its body (-1 in the packet in which
+        it begins), and of that body."""
         self.owes_continue = False
         """The client of `current` waits for 100 Continue before it sends the body."""
 
@@ -279,10 +280,11 @@ class Inbound:
     def _parse(self, data: bytes) -> None:
         if self._parser is None:
             self._parser = httptools.HttpRequestParser(self)
+        had = self._body_bytes
         try:
             self._parser.feed_data(data)
-            if self.current is not None and not self.in_body:
-                self._count_head(len(data))
+            if self.current is not None:
+                self._count_fields(len(data), had)
         except httptools.HttpParserUpgrade:
             # The parser took the request for whole, without its body.
             self.current = self.requests.pop() if self.requests else None
@@ -293,10 +295,13 @@ class Inbound:
         except httptools.HttpParserError as error:
             self._fail(RequestError(400, f"malformed HTTP request: {error}"))
 
-    def _count_head(self, size: int) -> None:
-        """The parser keeps a field until it is whole, however long it grows: what comes in packets after the one in which the
-        request began is counted."""
-        if self._head_bytes >= 0:
+    def _count_fields(self, size: int, had: int) -> None:
+        """The parser keeps a field until it is whole, however long it grows, and copies it each time: what comes in packets after
+        the one in which the request began is counted, behind the head what comes without a byte of the body. `had`: its bytes
+        before this packet."""
+        if self.in_body and self._body_bytes != had:
+            self._head_bytes = 0
+        elif self._head_bytes >= 0:
             self._head_bytes += size
             if self._head_bytes > self._bounds.header_bytes + self._bounds.url_bytes:
                 self._fail(RequestError(431, f"more than {self._bounds.header_bytes} bytes of header fields"))
@@ -378,12 +383,12 @@ class Inbound:
         if parser is None or current is None:
             return
         current.method = parser.get_method()
+        if (version := parser.get_http_version()) != "1.1":  # before Host, which it needs not have
+            raise RequestError(505, f"HTTP/{version} is not served: send HTTP/1.1 (in nginx: proxy_http_version 1.1)")
         if self._hosts != 1:
             raise RequestError(400, "exactly one Host header is needed")
         if self._framing > 1:
             raise RequestError(400, "the body's length is given more than once")
-        if (version := parser.get_http_version()) != "1.1":
-            raise RequestError(505, f"HTTP/{version} is not served: send HTTP/1.1 (in nginx: proxy_http_version 1.1)")
 
     def on_body(self, body: bytes) -> None:
         """A piece of body, without framing."""

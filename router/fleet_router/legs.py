@@ -21,9 +21,16 @@ if TYPE_CHECKING:
 MAX_PREFILL_ANSWER_BYTES: Final = 8 * 1024 * 1024
 OK: Final = 200
 NOT_FOUND: Final = 404
+NOT_IMPLEMENTED: Final = 501
+"""The worker has no such thing (vLLM: /tokenize with tools): that refuses a request, and nothing is wrong with the worker."""
 MAX_ERROR_BYTES: Final = 64 * 1024
 NOT_THE_CLIENT: Final = frozenset({401, 403, 407, 408, 425, 429})
 """What a worker says of us or of itself: clients have their keys and limits here, and did nothing wrong."""
+
+
+def refuses(status: int) -> bool:
+    """It is the request that is told no, by whoever is asked."""
+    return (400 <= status < 500 and status not in NOT_THE_CLIENT) or status == NOT_IMPLEMENTED
 
 
 class PrefillLeg:
@@ -61,7 +68,7 @@ class PrefillLeg:
             self._flow.prefilled(self._worker, self._decode, bytes(self._answer))
         elif self._status == NOT_FOUND and self._flow.names_no_model(bytes(self._answer)):
             self._flow.model_missing(self._worker)
-        elif 400 <= self._status < 500 and self._status not in NOT_THE_CLIENT and not self._flow.started:
+        elif refuses(self._status) and not self._flow.started:
             self._flow.refuse_with(self._status, self._headers, bytes(self._answer))
         else:
             self._flow.end_leg()
@@ -110,7 +117,7 @@ class DecodeLeg:
 
     def _kept_back(self, status: int) -> bool:
         """An answer that the client need not see: another worker may have a better one."""
-        return status >= 500 or status == NOT_FOUND or status in NOT_THE_CLIENT
+        return (status >= 500 and status != NOT_IMPLEMENTED) or status == NOT_FOUND or status in NOT_THE_CLIENT
 
     def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         if self._kept_back(status):

@@ -61,8 +61,9 @@ def _text_bytes(content: msgspec.Raw) -> int:
         return 0  # the engine's to refuse
 
 
-def check_input(raw: bytes, most: int, name: str) -> None:
-    """Of an embedding: text, token ids, or a list of either; each input has the limit for itself."""
+def check_input(raw: bytes, most: int, name: str, *, inner: bool = False) -> None:
+    """Of an embedding: text, token ids, or a list of either; each input has the limit for itself. Lists in lists of lists are no
+    input: the engine's to refuse, for to look into each of them is to copy all that is in it."""
     if len(raw) <= 2 * most:  # so many bytes are not more token ids, either
         return
     if raw.startswith(b'"'):
@@ -72,11 +73,13 @@ def check_input(raw: bytes, most: int, name: str) -> None:
             if (tokens := raw.count(b",") + 1) > most:
                 raise too_many(tokens, most, name)
             return
+        if inner:
+            return
         if len(raw) > LARGE_BYTES and raw.count(b'"') + raw.count(b"[") > INPUTS_MOST:
             return  # to look at each would hold everybody up: engines refuse what is longer than their context
         for one in _LIST.decode(raw):
             if memoryview(one).nbytes > 2 * most:
-                check_input(bytes(one), most, name)
+                check_input(bytes(one), most, name, inner=True)
 
 
 def upper_bound(fields: Mapping[str, msgspec.Raw], prompt: bytes) -> int | None:

@@ -77,7 +77,10 @@ def parse_alone(body: bytes, config: RouterConfig, *, counts: bool = False) -> A
 
 
 def _check_embedded(fields: dict[str, msgspec.Raw], most: int) -> None:
-    """Texts, token ids or (vLLM) a conversation."""
+    """Texts, token ids or (vLLM) a conversation. An answer whose head is as long as the batch is a broken one to us."""
+    if "encoding_format" in fields and _typed(fields, "encoding_format", _STR) == "bytes":
+        told = "encoding_format bytes is not served: it tells of each input in one header; float, base64 and bytes_only are"
+        raise RequestError(400, told, param="encoding_format")
     if (given := fields.get("input")) is not None:
         check_input(bytes(given), most, "input")
     if (given := fields.get("messages")) is not None and given != _NULL:
@@ -155,14 +158,18 @@ def with_fields(ask: Ask, added: dict[str, msgspec.Raw], spliced: bytes) -> Ask:
     return Ask(fields, ask.prompt, ask.stream, whole, ask.alone, ask.adapter, ask.counts)
 
 
-def asked_about(ask: Ask) -> bytes:
-    """The prompt; of a request that one worker answers alone, everything that it says."""
-    return ask.prompt or b"".join(map(bytes, ask.fields.values()))
-
-
 def choices_of(ask: Ask) -> int:
     """Answers that are asked for, 1 when `n` is nothing that we understand: it is the worker's to refuse."""
-    if (asked := ask.fields.get("n")) is None:
+    return _few(ask.fields.get("n"))
+
+
+def sequences_of(ask: Ask) -> int:
+    """Those that are made for them: of `best_of` the client sees some."""
+    return max(choices_of(ask), _few(ask.fields.get("best_of")))
+
+
+def _few(asked: msgspec.Raw | None) -> int:
+    if asked is None:
         return 1
     raw = bytes(asked)
     return max(1, int(raw)) if raw.isdigit() and len(raw) < 6 else 1
@@ -199,8 +206,11 @@ def _check_stream_options(raw: msgspec.Raw, fields: dict[str, msgspec.Raw], stre
     if (given := memoryview(raw).nbytes) > OPTIONS_BYTES_MOST:
         told = f"stream_options has {given} bytes; allowed are {OPTIONS_BYTES_MOST}"
         raise RequestError(400, told, param="stream_options")
-    if _typed(fields, "stream_options", _OPTIONS) is not None and not stream:
+    options = _typed(fields, "stream_options", _OPTIONS)
+    if options is not None and not stream:
         raise RequestError(400, "stream_options is only allowed when stream is true", param="stream_options")
+    if options is not None and options.get("include_usage") not in (True, False, None):  # "off": none to engines, true to us
+        raise RequestError(400, "stream_options.include_usage must be true or false", param="stream_options")
 
 
 def _check_prompt(value: msgspec.Raw, config: RouterConfig, *, inner: bool = False) -> tuple[msgspec.Raw, bytes]:

@@ -18,7 +18,7 @@ from fleet_router.admission.lanes import Entry
 from fleet_router.admission.tenants import Decisions
 from fleet_router.asked import Ask, Hints
 from fleet_router.cascade.climb import Climb, tier_of_all
-from fleet_router.closing import Lingering, close, reset_by_client
+from fleet_router.closing import Lingering, ask_if_there, close, reset_by_client
 from fleet_router.config import RouterConfig
 from fleet_router.context import Context
 from fleet_router.desk import one_of, usable
@@ -130,19 +130,20 @@ class ClientConnection:
             flow.cancel()
 
     def eof_received(self) -> bool:
-        """The client sends no more: it left, or only closed its half and still reads. 100 Continue finds out which: a client
-        that left resets the connection, others pass over it (RFC 9110, 15.2). Answers that are owed are given; half a request is
-        told so, also to a client that does not hear it any more."""
+        """The client sends no more: it left, or only closed its half and still reads. 100 Continue finds out: one that left
+        resets the connection, others pass over it (RFC 9110, 15.2); of one that leaves later its kernel is asked. Answers that
+        are owed are given; half a request is told so, also to one who does not hear it."""
         self._half_closed = True
         self._context.outbox.flush()  # whoever closes behind us must not overtake an answer
         secure = self._transport is not None and self._transport.get_extra_info("sslcontext") is not None
         if self.flow is None:
             self._answer_next()
-        elif not secure and not self.flow.started:
-            self.write(CONTINUE)
+        elif not secure:
+            ask_if_there(self._transport)
+            if not self.flow.started:
+                self.write(CONTINUE)
         if secure:
-            # TLS has no half here: loops close its transport behind us, and what runs ends with it. That is after the client's
-            # close_notify; where the connection ends without one, they close it and do not ask us, so that nothing can be told.
+            # TLS has no half here: loops close it behind us, and what runs ends with it (without close_notify before they ask)
             self._context.outbox.flush()
             return False
         return self._transport is not None and self._closed_at is None
@@ -230,7 +231,7 @@ class ClientConnection:
         elif self._inbound.current is not None:
             if self.begun_at is None:
                 self.begun_at = self._context.clock()
-            if self._inbound.owes_continue and self._transport is not None:
+            if self._inbound.owes_continue and self._inbound.in_body and self._transport is not None:
                 self._inbound.owes_continue = False
                 self.write(CONTINUE)
 

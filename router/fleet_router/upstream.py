@@ -12,6 +12,7 @@ from typing import Final, Protocol, cast
 
 import httptools
 
+from fleet_router.errors import NO_ROOM, OURS
 from fleet_router.heads import kept_lines
 from fleet_router.outbox import Outbox
 from fleet_router.repeated import Repeated, around_length, worth_learning
@@ -412,7 +413,7 @@ class Pool:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 await loop.create_connection(lambda: cast("asyncio.Protocol", connection), self.address, self.port)
         except (OSError, TimeoutError) as error:
-            then(None, f"cannot connect: {error or 'timeout'}")
+            then(None, NO_ROOM if isinstance(error, OSError) and error.errno in OURS else f"cannot connect: {error or 'timeout'}")
             return
         if self._proven is not None and not await self._proven():
             connection.abort()

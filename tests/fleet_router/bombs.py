@@ -23,6 +23,7 @@ def deep(opening: bytes, closing: bytes, depth: int) -> bytes:
 
 
 BOMBS = {
+    "depth-of-mib": b"[" * 800 + b'"' + b"a" * (BODY_MOST - 2_000) + b'"' + b"]" * 800,
     "depth": deep(b"[", b"]", 10_000), "objects": deep(b'{"a":', b"}", 10_000), "mib-of-depth": b"[" * (BODY_MOST - 100),
     "nan": b"NaN", "infinity": b"-Infinity", "1e400": b"1e400", "long-number": b"1" * 1_000_000,
     "float": b"1." + b"1" * 1_000_000, "surrogate": b'"\\ud800"', "null-letter": b'"\\u0000"', "half-utf8": b'"\xc3"',

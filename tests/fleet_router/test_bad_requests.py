@@ -39,6 +39,11 @@ from tests.fleet_router.rig import BOUNDS, CONFIG, Rig, ask, run, until
         (b'{"model":"m","prompt":"a","min_tokens":-1}', 400, "min_tokens is -1"),
         (b'{"model":"m","prompt":"a","stream_options":{}}', 400, "stream_options is only allowed when stream is true"),
         (b'{"model":"m","prompt":"a","stream":true,"stream_options":7}', 400, "stream_options: Expected `object`, got `int`"),
+        (
+            b'{"model":"m","prompt":"a","stream":true,"stream_options":{"include_usage":"off"}}',
+            400,
+            "stream_options.include_usage must be true or false",
+        ),
         (b'{"model":"m","prompt":"a","stream":true,"stream_options":{"a":1e999}}', 400, "stream_options: Number out of range"),
         (
             b'{"model":"m","prompt":"a","stream":true,"stream_options":' + b'{"a":' * 940 + b"1" + b"}" * 940 + b"}",
@@ -93,6 +98,7 @@ CLOSING = b"GET /health HTTP/1.1\r\nhost: h\r\nconnection: close\r\n\r\n"
         pytest.param(b"GET /health HTTP/1.1\r\nhost: h\r\n folded: x\r\n\r\n", 400, id="obs-fold"),
         pytest.param(b"GET /health HTTP/1.1\r\nhost: h\r\ntransfer-encoding: gzip, chunked\r\n\r\n", 400, id="odd-encoding"),
         pytest.param(b"GET /health HTTP/1.0\r\nhost: h\r\n\r\n", 505, id="http-1.0"),
+        pytest.param(b"OPTIONS /health HTTP/1.0\r\n\r\n", 505, id="http-1.0-of-haproxy"),
         pytest.param(b"GET /" + b"a" * 9000 + b" HTTP/1.1\r\nhost: h\r\n\r\n", 414, id="long-url"),
         pytest.param(b"GET /health HTTP/1.1\r\nhost: h\r\n" + b"a: b\r\n" * 10_000 + b"\r\n", 431, id="h1-ten-thousand-headers"),
         pytest.param(b"GET /health HTTP/1.1\r\nhost: h\r\nx: " + b"a" * 70_000 + b"\r\n\r\n", 431, id="h1-long-header"),
@@ -209,6 +215,31 @@ def test_trailers_without_end_are_refused():
     inbound = Inbound()
     inbound.feed(head + b"a: b\r\n" * 10_000, HttpBounds())
     assert (inbound.error is not None, inbound.error and inbound.error.status) == (True, 431)
+
+
+@pytest.mark.parametrize("begun", [b"0\r\nx-t: ", b"2;a="], ids=["trailer", "extension"])
+def test_a_trailer_that_does_not_end_is_refused(begun: bytes):
+    """Incident: the parser keeps a field until it is whole; one behind a body grew for the 30 s that a body has, and each read of
+    it was copied with all before it: 39 MB held the loop up for 5 s."""
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: h\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n"
+    inbound, bounds = Inbound(), HttpBounds()
+    inbound.feed(head + begun, bounds)
+    for _ in range((bounds.header_bytes + bounds.url_bytes) // 1_000):
+        inbound.feed(b"a" * 1_000, bounds)
+        assert inbound.error is None
+    inbound.feed(b"a" * 1_000, bounds)
+    assert (inbound.error is not None, inbound.error and inbound.error.status) == (True, 431)
+
+
+def test_chunks_whose_framing_comes_apart_are_no_header():
+    """However many: only what comes without a byte of a body between is counted."""
+    inbound, bounds = Inbound(), HttpBounds()
+    inbound.feed(b"POST /v1/completions HTTP/1.1\r\nhost: h\r\ntransfer-encoding: chunked\r\n\r\n", bounds)
+    for _ in range(20_000):
+        for piece in (b"2\r\n", b"{}", b"\r\n"):
+            inbound.feed(piece, bounds)
+    inbound.feed(b"0\r\n\r\n", bounds)
+    assert (len(inbound.requests), inbound.error) == (1, None)
 
 
 def test_a_body_in_small_chunks_takes_no_more_memory_than_it_has_bytes():

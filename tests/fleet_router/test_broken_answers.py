@@ -103,6 +103,24 @@ def test_an_event_that_comes_in_pieces_goes_out_whole():
     run(go)
 
 
+def test_a_long_answer_that_says_how_long_is_handed_on():
+    """Incident: embeddings of 300 texts with 4,096 numbers each are 12 MB, and were broken off at 8 MiB, and their worker was
+    blamed."""
+    rows = [{"object": "embedding", "index": 0, "embedding": "A" * 40_000}] * 300
+
+    async def go(rig: Rig) -> None:
+        async def embeds(_: Any, writer: asyncio.StreamWriter) -> bool:
+            answer(writer, 200, {"data": rows})
+            return True
+
+        rig.decode[0].behave = embeds
+        status, body = await rig.post({"model": "m", "input": "a"}, "/v1/embeddings")
+        assert (status, json.loads(body)["data"] == rows) == (200, True)
+        assert rig.context.metrics.of("t", "r").errors == 0
+
+    run(go, prefill=0)
+
+
 @pytest.mark.parametrize("alone", [False, True], ids=["head-and-end", "head-alone"])
 @pytest.mark.parametrize("body", [b"content-length: 0\r\n\r\n", b"transfer-encoding: chunked\r\n\r\n0\r\n\r\n"])
 @pytest.mark.parametrize(

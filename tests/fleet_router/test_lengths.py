@@ -265,6 +265,23 @@ def test_embeddings_of_too_much_reach_nobody_and_counting_has_no_limit():
     run(go, config=SMALL)
 
 
+@pytest.mark.parametrize(
+    ("kind", "status"),
+    [('"bytes"', 400), ('"\\u0062ytes"', 400), ("7", 400), ('"bytes_only"', 200), ('"base64"', 200), ("null", 200)],
+)
+def test_embeddings_that_are_told_of_in_a_header_reach_nobody(kind: str, status: int):
+    """Incident: vLLM tells of each input in one header; of 1,000 that was a head of more than 64 KiB, no HTTP to us: each
+    such request was a failure of two workers."""
+
+    async def go(rig: Rig) -> None:
+        body = f'{{"model":"m","input":"a","encoding_format":{kind}}}'.encode()
+        told, got = await rig.post(body, "/v1/embeddings")
+        assert (told, len(rig.decode[0].seen)) == (status, status == 200)
+        assert status == 200 or json.loads(got)["error"]["param"] == "encoding_format"
+
+    run(go, prefill=0)
+
+
 def test_a_picture_is_not_text():
     picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 100_000}}
     raw = msgspec.Raw(json.dumps(said([picture, {"type": "text", "text": "what is it?"}])).encode())

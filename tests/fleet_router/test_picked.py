@@ -8,9 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from fleet_router.epp.picked import Picked
+from fleet_router.epp.picked import Picked, address_of
+from fleet_router.errors import RequestError
 from fleet_router.hints import NO_HINTS
-from fleet_router.request import parse_body
+from fleet_router.request import parse_alone, parse_body
 from fleet_router.workers import Worker
 from tests.fleet_router.admission.made import key_of, parsed
 from tests.fleet_router.rig import CONFIG, Rig, run
@@ -24,11 +25,17 @@ class Gateway:
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
+        self.workers: list[list[Worker]] = []
 
     def picked(self, workers: list[Worker], body: bytes) -> None:
         self.bodies.append(json.loads(body))
+        self.workers.append(workers)
 
     def write(self, data: bytes) -> None: ...
+
+    def finish(self, *, last: bool) -> None: ...
+
+    def break_off(self, error: RequestError, *, stream: bool) -> None: ...
 
 
 @pytest.mark.parametrize("resume", ["replay", "prefill"])
@@ -50,3 +57,55 @@ def test_a_gateways_stream_is_asked_for_as_its_client_asked(resume: str, more: d
         assert desk.accounts["acme"].inflight == 0
 
     run(go, config=msgspec.structs.replace(CONFIG, resume=resume))
+
+
+def test_a_gateway_is_told_the_name_that_its_worker_knows():
+    """Incident: of a fleet whose model was renamed, workers of the revision before it answered 404 behind a gateway. A fallback
+    gets the same body, so that it must know the same name."""
+
+    async def go(rig: Rig) -> None:
+        old, *_ = rig.context.table.by_role["decode"]
+        for worker, name in zip(rig.context.table.by_role["decode"], ("old", "old", ""), strict=True):
+            worker.endpoint = msgspec.structs.replace(worker.endpoint, model=name)
+        lane, gateway = rig.context.desk.lane(b"", b""), Gateway()
+        for only in (None, frozenset({address_of(old)})):
+            ask, ticket = rig.context.desk.admit(lane, parse_body(b'{"model":"m","prompt":"short"}', False, lane.config))
+            flow = Picked(rig.context, gateway, b"/v1/completions", ask, ticket, NO_HINTS, only)  # type: ignore[arg-type]
+            rig.context.desk.start(ticket, flow)
+            flow.cancel()
+        for workers, body in zip(gateway.workers, gateway.bodies, strict=True):
+            assert {worker.endpoint.model for worker in workers} == {"old" if body["model"] == "old" else ""}
+        assert gateway.bodies[-1]["model"] == "old"
+
+    run(go, prefill=0, decode=3)
+
+
+def test_a_long_answer_of_a_gateway_is_nothing_against_its_worker():
+    """Incident: of embeddings above 8 MiB the slot was given back, and the worker blamed, while the gateway handed them on."""
+
+    async def go(rig: Rig) -> None:
+        lane, (worker,) = rig.context.desk.lane(b"", b""), rig.context.table.by_role["decode"]
+        ask, ticket = rig.context.desk.admit(lane, parse_alone(b'{"model":"m","input":"a"}', lane.config))
+        flow = Picked(rig.context, Gateway(), b"/v1/embeddings", ask, ticket, NO_HINTS, None)  # type: ignore[arg-type]
+        rig.context.desk.start(ticket, flow)
+        flow.served(address_of(worker), 200)
+        for _ in range(12):
+            flow.raw(b"A" * 1_048_576)
+        assert (flow.done, rig.context.metrics.of("t", "r").errors) == (False, 0)
+        flow.end()
+
+    run(go, prefill=0)
+
+
+@pytest.mark.parametrize(("status", "errors"), [(200, 0), (400, 0), (501, 0), (429, 1), (500, 1)])
+def test_which_answers_of_a_gateway_are_against_its_worker(status: int, errors: int):
+    async def go(rig: Rig) -> None:
+        lane, (worker,) = rig.context.desk.lane(b"", b""), rig.context.table.by_role["decode"]
+        ask, ticket = rig.context.desk.admit(lane, parse_alone(b'{"model":"m","input":"a"}', lane.config))
+        flow = Picked(rig.context, Gateway(), b"/v1/embeddings", ask, ticket, NO_HINTS, None)  # type: ignore[arg-type]
+        rig.context.desk.start(ticket, flow)
+        flow.served(address_of(worker), status)
+        flow.end()
+        assert rig.context.metrics.of("t", "r").errors == errors
+
+    run(go, prefill=0)

@@ -11,7 +11,7 @@ import pytest
 
 from fleet_router.config import HttpBounds, TierRule
 from fleet_router.epp.exchange import Exchange
-from fleet_router.epp.messages import BUFFERED, FULL_DUPLEX, ProcessingRequest
+from fleet_router.epp.messages import BUFFERED, FULL_DUPLEX, NONE, ProcessingRequest
 from fleet_router.inbound import PIECES_MOST
 from tests.fleet_router.admission.made import key_of, parsed
 from tests.fleet_router.rig import CONFIG, Rig, ask, run
@@ -44,7 +44,8 @@ def answer_of(*pieces: bytes) -> list[Any]:
         said = ProcessingRequest()
         said.response_body.body = piece
         found.append(said)
-    found[-1].response_body.end_of_stream = True
+    if pieces:
+        found[-1].response_body.end_of_stream = True
     return found
 
 
@@ -220,6 +221,30 @@ def test_routing_behind_a_gateway_goes_by_a_header_that_says_something_else_as_w
 
     rules = (TierRule(tier="t", headers={"x-slo-class": "default"}),)
     run(go, config=msgspec.structs.replace(CONFIG, tier_rules=rules))
+
+
+def test_an_answer_that_a_gateway_does_not_show_is_over_with_its_head():
+    """Incident: with response_body_mode NONE nothing came behind the head, and a stream of more than 30 s was a failure of its
+    worker: five put it out."""
+
+    async def go(rig: Rig) -> None:
+        known(rig)
+        head = head_of()
+        head.protocol_config.response_body_mode = NONE
+
+        async def come() -> AsyncIterator[Any]:
+            for message in (head, body_of(ask(prompt="short", stream=True)), answer_of()[0]):
+                yield message
+
+        exchange = Exchange(rig.context)
+        assert len([said async for said in exchange.answers(come())]) == 3
+        account, (worker,) = rig.context.desk.accounts["acme"], rig.context.table.by_role["decode"]
+        assert (worker.inflight, account.inflight) == (0, 0)
+        exchange.sweep(rig.context.clock() + 100)
+        exchange.gone()
+        assert (rig.context.metrics.of("t", "r").errors, account.counts["answered"]) == (0, 1)
+
+    run(go, prefill=0)
 
 
 def failed_with(status: bytes) -> list[Any]:

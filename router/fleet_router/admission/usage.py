@@ -15,6 +15,8 @@ from fleet_router.asked import Ask
 from fleet_router.lengths import PICTURE, SOUND
 from fleet_router.request import BYTES_PER_TOKEN, with_fields
 
+EMBEDDED: Final[tuple[str, ...]] = ("input", "messages")
+_NULL: Final = msgspec.Raw(b"null")
 TAIL_BYTES: Final = 4096
 SPLIT_BYTES: Final = 256
 """Of the read before: `usage` may be cut in two."""
@@ -53,15 +55,25 @@ NEAR_BYTES: Final = 1_024
 _OBJECT: Final = re.compile(rb"\s*:\s*\{")
 
 
+def estimated_of(ask: Ask) -> int:
+    """Tokens of a request's prompt; of one that a worker answers alone, of what is to be embedded: a list of ids is one only by
+    itself, and a picture stands for fewer tokens than its bytes."""
+    if ask.prompt:
+        return estimated(ask.prompt)
+    given = [bytes(ask.fields[name]) for name in EMBEDDED if name in ask.fields and ask.fields[name] != _NULL]
+    return sum(map(estimated, given)) if given else estimated(b"".join(map(bytes, ask.fields.values())))
+
+
 def estimated(prompt: bytes) -> int:
-    """Tokens of a prompt as it stands in the body: exact for a list of token ids, else by its bytes; at least 1."""
+    """Tokens of a prompt as it stands in the body: exact for token ids, also in lists of a list, else by its bytes; at least
+    1."""
     return int(estimated_at(prompt, BYTES_PER_TOKEN)) or 1
 
 
 def estimated_at(prompt: bytes, bytes_per_token: float) -> float:
     """The same, where its text has so many bytes a token."""
     if prompt[:1] == b"[":
-        if prompt[1:2].isdigit():
+        if prompt[1:2].isdigit() or (prompt[1:2] == b"[" and prompt[2:3].isdigit()):
             return prompt.count(b",") + 1.0
         if len(prompt) > MEDIUM_LEAST_BYTES and prompt.find(_MEDIUM_MARK) >= 0:
             text, media = _MEDIUM.subn(b"", prompt)

@@ -42,6 +42,8 @@ class Responses(ChatTranslation):
         self._output: list[dict[str, Any]] = []
         """Items; the last one is being sent while `_open` says which kind it is."""
         self._open = ""
+        self._said: list[str] = []
+        """Text or arguments of the last one, until it is closed: to put them together at each piece is to copy them at each."""
         self._calls = Calls()
 
     # -- streamed ---------------------------------------------------------------------------------------------------
@@ -90,7 +92,7 @@ class Responses(ChatTranslation):
             told = self._item("text", {**message_item(self._id("msg"), ""), "status": "in_progress", "content": []})
             self._output[-1]["content"] = [text_part("")]
             told += self._tell("response.content_part.added", **self._at, content_index=0, part=text_part(""))
-        self._output[-1]["content"][0]["text"] += text
+        self._said.append(text)
         return told + self._tell("response.output_text.delta", **self._at, content_index=0, delta=text, logprobs=[])
 
     def _thought(self, text: str) -> bytes:
@@ -98,7 +100,7 @@ class Responses(ChatTranslation):
         if self._open != "reasoning":
             told = self._item("reasoning", {**reasoning_item(self._id("rs"), ""), "status": "in_progress", "content": []})
             self._output[-1]["content"] = [thought_part("")]
-        self._output[-1]["content"][0]["text"] += text
+        self._said.append(text)
         return told + self._tell("response.reasoning_text.delta", **self._at, content_index=0, delta=text)
 
     def _call(self, call: ToolCall) -> bytes:
@@ -107,14 +109,23 @@ class Responses(ChatTranslation):
             item = {**call_item(self._id("fc"), call), "status": "in_progress", "arguments": ""}
             told = self._item(f"call {call.index}", item)
         if call.function.arguments:
-            self._output[-1]["arguments"] += call.function.arguments
+            self._said.append(call.function.arguments)
             told += self._tell("response.function_call_arguments.delta", **self._at, delta=call.function.arguments)
         return told
 
     def _other_calls(self) -> bytes:
         return b"".join(map(self._call, self._calls.rest()))
 
+    def _put_together(self) -> None:
+        """What was said of the last item, into it."""
+        said, self._said = "".join(self._said), []
+        if self._open.startswith("call"):
+            self._output[-1]["arguments"] += said
+        elif self._open:
+            self._output[-1]["content"][0]["text"] += said
+
     def _close(self) -> bytes:
+        self._put_together()
         kind, self._open = self._open, ""
         if not kind:
             return b""
@@ -142,6 +153,7 @@ class Responses(ChatTranslation):
     def failed(self, error: RequestError) -> bytes:
         """response.failed, and no response.completed."""
         told = b"" if self._created else self._begin(0)
+        self._put_together()
         response = {**self._response("failed", self._output), "error": {"code": "server_error", "message": str(error)}}
         return told + self._tell("response.failed", response=response)
 

@@ -244,7 +244,7 @@ class Exchange:
             headers.append(("x-request-id", self.request_id.encode()))
             if flow.record.shown:
                 headers += answers.lines_of(decision_header(flow.record))
-            if message.response_headers.end_of_stream:
+            if message.response_headers.end_of_stream or self._modes[1] == NONE:  # it shows us no more of it
                 flow.end()
         return answers.answer_head(headers)
 
@@ -272,13 +272,8 @@ class Exchange:
 
     def gone(self) -> None:
         """The gateway has ended the exchange."""
-        flow = self.flow
-        if flow is None or flow.done:
-            return
-        if flow.started and self._modes[1] == NONE:
-            flow.end()  # it shows us no more of it
-        else:
-            flow.cancel()
+        if self.flow is not None and not self.flow.done:
+            self.flow.cancel()
 
 
 def _subset(message: Any) -> frozenset[str] | None:

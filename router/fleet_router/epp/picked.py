@@ -16,8 +16,8 @@ from fleet_router.config import RouterConfig
 from fleet_router.context import Client, Context
 from fleet_router.errors import RequestError
 from fleet_router.flow import Flow
-from fleet_router.legs import NOT_THE_CLIENT
-from fleet_router.request import decode_body
+from fleet_router.legs import NOT_IMPLEMENTED, NOT_THE_CLIENT
+from fleet_router.request import decode_body, named
 from fleet_router.workers import Worker
 
 FAILED = 500
@@ -73,19 +73,25 @@ class Picked(Flow):
             self._events += ((self._tail[1 - len(EVENT) :] or EVENT[:1]) + data).count(EVENT) - data.count(EVENT)
         super()._count_tokens(data, sound)
 
+    def _has_an_end(self) -> bool:
+        """The gateway sees to it."""
+        return not self._ask.stream
+
     def _send_decode(self, worker: Worker, reference: bytes | None) -> None:
         self._waits_for()
         worker.began()
         self._leg_worker = worker
         self.sent_at = self._context.clock()
-        self._gateway.picked([worker, *self._fallbacks(worker)], decode_body(self._ask, reference))
+        body = named(decode_body(self._ask, reference), worker.endpoint.model, self._ask.adapter)
+        self._gateway.picked([worker, *self._fallbacks(worker)], body)
 
     def _fallbacks(self, worker: Worker) -> list[Worker]:
-        """Workers to which the same KV could go, the idlest first."""
-        table, now, adapter = self._context.table, self._context.clock(), self._ask.adapter
+        """Workers to which the same KV could go, and the same body, the idlest first."""
+        table, now, adapter, model = self._context.table, self._context.clock(), self._ask.adapter, worker.endpoint.model
         found = [
             other for other in table.candidates(now, self._excluded)["decode"]
             if other is not worker and other.group == worker.group and (not adapter or adapter in other.endpoint.adapters)
+            and other.endpoint.model == model
         ]  # fmt: skip
         return sorted(found, key=lambda other: other.inflight)[:FALLBACKS]
 
@@ -99,7 +105,7 @@ class Picked(Flow):
                 worker.ended()
                 other.began()
                 worker = self._leg_worker = other
-        if status < FAILED and status not in NOT_THE_CLIENT:
+        if (status < FAILED and status not in NOT_THE_CLIENT) or status == NOT_IMPLEMENTED:
             if worker is not None:
                 worker.answers(self.sent_at, now)
             self.head(status, [])

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from fleet_router.admission.usage import estimated
-from fleet_router.request import asked_about, asked_tokens
+from fleet_router.admission.usage import estimated_of
+from fleet_router.request import asked_tokens
 
 if TYPE_CHECKING:
     from fleet_router.asked import Ask
@@ -34,7 +34,7 @@ def budget_s(ask: Ask, config: RouterConfig, worker: Candidate, now: float) -> f
     return whole_answer_s(
         first_s=config.first_token_deadline_s,
         queue_s=max(0.0, worker.free_at - now),
-        prefill_s=worker.base_s + worker.token_s * estimated(asked_about(ask)),
+        prefill_s=worker.base_s + worker.token_s * estimated_of(ask),
         tokens=0 if ask.alone else asked_tokens(ask) or config.max_output_tokens,
         gap_s=worker.gap.at(worker.inflight + 1),
         most_s=config.whole_answer_most_s,

@@ -348,6 +348,54 @@ def test_the_queue_counts_all_that_waits_in_it(alone: bool, more: dict[str, Any]
     assert size <= desk.gate.waiting_bytes <= size + 1_000
 
 
+@pytest.mark.parametrize(
+    ("more", "work"),
+    [
+        ({"max_tokens": 50}, 150), ({"max_tokens": 50, "n": 8}, 500), ({"max_tokens": 50, "n": 2, "best_of": 4}, 300),
+        ({"max_tokens": 50, "n": None}, 150), ({"n": 3}, 868), ({"input": "x" * 298}, 100),
+    ],
+    ids=["one", "eight", "best-of", "null", "no-limit", "embedding"],
+)  # fmt: skip
+def test_who_waits_is_weighed_by_all_that_it_asks_for(more: dict[str, Any], work: int):
+    """Incident: eight answers weighed as one, so that who asks for them got eight times its share; an embedding weighed as if it
+    had an answer of 256 tokens."""
+    desk = desk_with(Clock(), slots=1, acme={})
+    come(desk)
+    lane = desk.lane(KEY, b"")
+    if "input" in more:
+        ask = parse_alone(msgspec.json.encode({"model": "m", **more}), lane.config)
+    else:
+        ask = parse_body(msgspec.json.encode({"model": "m", "prompt": "x" * 298, **more}), False, lane.config)
+    _, ticket = desk.admit(lane, ask)
+    assert ticket.cost == work
+
+
+TEXT = '"' + "x" * 300 + '"'
+PICTURE = '[{"role":"user","content":[{"type":"image_url","image_url":{"url":"data:image/png;base64,' + "A" * 300_000 + '"}}]}]'
+
+
+@pytest.mark.parametrize(
+    ("given", "tokens"),
+    [
+        ('"input":[1,2,3]', 3), (f'"input":{TEXT}', 100), (f'"input":{TEXT},"messages":null', 100),
+        ('"input":[[100200,100300],[7,8,9]]', 5), (f'"messages":{PICTURE}', 1_050),
+        (f'"input":[1,2,3],"messages":{PICTURE}', 1_053),
+    ],
+    ids=["ids", "text", "null", "lists-of-ids", "picture", "both"],
+)  # fmt: skip
+@pytest.mark.parametrize("other", ['"model":"m"', '"model":"m","user":"' + "u" * 3_000 + '"'])
+def test_an_embedding_is_charged_its_input_wherever_it_stands(given: str, tokens: int, other: str):
+    """Incident: all fields were charged as one text by its bytes, a picture of 300 KB as 100,000 tokens, lists of ids twice; who
+    had fewer tokens a minute than that was told that no retry helps. Ids counted as such where `input` was the first field."""
+    desk = desk_with(Clock(), slots=9, acme={"tokensPerMinute": 2_000})
+    lane = desk.lane(KEY, b"")
+    config = msgspec.structs.replace(lane.config, max_input_tokens=1_000_000)
+    for body in (f"{{{given},{other}}}", f"{{{other},{given}}}"):
+        _, ticket = desk.admit(lane, parse_alone(body.encode(), config))
+        assert ticket.charged == pytest.approx(tokens, abs=10 if tokens > 1_000 else 0)
+        desk.leave(ticket, "failed", None)
+
+
 def test_a_request_without_a_flow_leaves_nothing_behind_and_nobody_waiting():
     """Also where it waits, and where another was pushed out of the queue for it."""
     desk = desk_with(Clock(), 1, msgspec.structs.replace(CONFIG, queue_per_slot=2), acme={}, other={})

@@ -15,8 +15,12 @@ USAGE = {"prompt_tokens": 12, "total_tokens": 19, "completion_tokens": 7}
 
 
 @pytest.mark.parametrize(
-    ("prompt", "tokens"), [(b"[1,2,3]", 3), (b"[7]", 1), (b'"' + b"x" * 300 + b'"', 100), (b'""', 1), (b'[{"role":"user"}]', 5)]
-)
+    ("prompt", "tokens"),
+    [
+        (b"[1,2,3]", 3), (b"[7]", 1), (b'"' + b"x" * 300 + b'"', 100), (b'""', 1), (b'[{"role":"user"}]', 5),
+        (b"[[100200, 100300], [7, 8, 9]]", 5), (b"[[]]", 1),
+    ],
+)  # fmt: skip
 def test_estimates(prompt: bytes, tokens: int):
     assert estimated(prompt) == tokens
 
