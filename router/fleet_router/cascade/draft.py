@@ -110,6 +110,10 @@ class Draft(Flow):
         """A draft waits for no worker: the next tier is asked."""
         self._refuse(RequestError(503, why, code=code))
 
+    def _back_by(self, now: float) -> float:
+        """Nor for one that was there."""
+        return 0.0
+
     def close(self, outcome: Outcome) -> None:
         """It was the last: close the request's record."""
         self._context.recorder.close(self.record, outcome, self.last_byte_at, self._gaps + (not self._first))

@@ -54,7 +54,7 @@ class Picked(Flow):
         self.lane = ticket.lane
         if subset is not None:
             decodes = context.table.by_role["decode"]
-            self._excluded = frozenset(worker.uid for worker in decodes if address_of(worker) not in subset)
+            self._excluded = self._barred = frozenset(worker.uid for worker in decodes if address_of(worker) not in subset)
 
     @staticmethod
     def _with_ids(ask: Ask, config: RouterConfig) -> Ask:
