@@ -49,8 +49,7 @@ class Flow(Awaiting):
     def begin(self) -> None:
         """Choose and send the first leg."""
         context = self._context
-        if self._trip is not None:
-            self._trip_over()
+        self._trip_over()
         ask, now, seed, hints = self._ask, context.clock(), self._ticket.lane.seed, self.hints
         if context.knowledge is not None:
             if self._counted is None:
@@ -62,6 +61,8 @@ class Flow(Awaiting):
         if not self._measured and self._too_long(int(hints.tokens)):
             return
         found, keys = context.table.choose(ask.prompt, self.config, now, self._excluded, seed, ask.adapter, hints)
+        if not isinstance(found, Choice) and context.table.trouble.out:
+            found, keys = self._last_resort(now, hints)
         if not isinstance(found, Choice):
             self.record.tried(now, 0.0, found.reason, None, None)
             self._hold(found.reason, "adapter_not_loaded" if ask.adapter else "no_worker")

@@ -6,8 +6,10 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Final
 
+from fleet_router.asked import Hints
 from fleet_router.carrying import Carrying
 from fleet_router.errors import RequestError
+from fleet_router.policy.chosen import Choice, Refusal
 from fleet_router.workers import Worker
 
 SLOTS_SHARE: Final = 4
@@ -18,6 +20,12 @@ class Awaiting(Carrying):
     """What is done while no worker can be asked; whom else to ask is the flow's."""
 
     __slots__ = ()
+
+    def _last_resort(self, now: float, hints: Hints) -> tuple[Choice | Refusal, list[int]]:
+        """Whoever is well cannot answer it: those who failed are asked, as in a panic."""
+        ask, table = self._ask, self._context.table
+        seed = self._ticket.lane.seed
+        return table.choose(ask.prompt, self.config, now, self._excluded, seed, ask.adapter, hints, last_resort=True)
 
     def _hold(self, why: str, code: str) -> None:
         """Nobody can answer it now: it waits for workers, if any are to come or to come back."""

@@ -227,11 +227,14 @@ class WorkerTable:
         seed: int = 0,
         adapter: str = "",
         hints: Hints = NO_HINTS,
+        *,
+        last_resort: bool = False,
     ) -> tuple[Choice | Refusal, list[int]]:
-        """A pair for this prompt, and its prefix keys, which begin with the tenant's `seed` and the adapter's version."""
+        """A pair for this prompt, and its prefix keys, which begin with the tenant's `seed` and the adapter's version.
+        `last_resort`: whether workers that failed may be asked goes by those alone that can answer this request."""
         routing = self.routing
         free = not (excluded or adapter or self.trouble.out or self.shares)
-        allowed = None if free else self._allowed(now, excluded, adapter)
+        allowed = None if free else self._allowed(now, excluded, adapter, hints.tier, last_resort=last_resort)
         if allowed is not None and not allowed.sides["decode"]:
             return (Refusal(f"adapter {adapter} is on no decode worker now") if adapter else NO_DECODE), []
         keys = routing.beginnings.key_chain(prompt, adapter_seed(seed, allowed.version) if allowed is not None else seed)
@@ -343,9 +346,16 @@ class WorkerTable:
         group = self.routing.groups[offer.decode.group]
         return Trip(group, offer, now, stream=stream, adapter=adapter)
 
-    def _allowed(self, now: float, excluded: frozenset[str], adapter: str) -> _Allowed:
+    def _allowed(self, now: float, excluded: frozenset[str], adapter: str, tier: str, *, last_resort: bool) -> _Allowed:
         """Who may be chosen, and the adapter's version."""
-        found = self.candidates(now, excluded)
+        if last_resort:
+            can = {
+                role: [w for w in workers if (not tier or w.group[0] == tier) and (not adapter or adapter in w.endpoint.adapters)]
+                for role, workers in self.by_role.items()
+            }
+            found = self.candidates(now, excluded, can)
+        else:
+            found = self.candidates(now, excluded)
         return _Allowed(*under(adapter, found)) if adapter else _Allowed(found, "")
 
     def _sides(self, candidates: dict[str, list[Worker]], steps: Steps) -> dict[str, list[Worker]]:
@@ -371,10 +381,12 @@ class WorkerTable:
 
         return {role: [worker for worker in workers if stays(worker)] for role, workers in candidates.items()}
 
-    def candidates(self, now: float, excluded: frozenset[str]) -> dict[str, list[Worker]]:
-        """Serving workers by role; those that are put out only in a panic, excluded ones never."""
+    def candidates(
+        self, now: float, excluded: frozenset[str], among: dict[str, list[Worker]] | None = None
+    ) -> dict[str, list[Worker]]:
+        """Serving workers by role, `among` these; those that are put out only in a panic, excluded ones never."""
         found = {}
-        for role, workers in self.by_role.items():
+        for role, workers in (among or self.by_role).items():
             allowed = [worker for worker in workers if worker.uid not in excluded] if excluded else workers
             found[role] = askable(allowed, now) if self.trouble.out else allowed
         return found
