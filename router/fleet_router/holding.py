@@ -89,8 +89,8 @@ class Holding:
     """Why they wait: waking, returning."""
     returning: int = 0
     """Those that wait for a worker to come back."""
-    unseen: bool = False
-    """One of them came since they were last tried."""
+    lost: set[str] = field(default_factory=set)
+    """Workers that were not reached when these came: who of them is there again lets them go on."""
     _places: dict[Waiting, _Place] = field(default_factory=dict)
     _since: dict[Waiting, float] = field(default_factory=dict)
     """While they are tried again: when those that were released began to wait."""
@@ -131,7 +131,7 @@ class Holding:
         if one not in self._since:
             self.reasons["returning" if back_by else "waking"] += 1
         if back_by:
-            self.returning, self.unseen = self.returning + 1, True
+            self.returning += 1
         pushed = [(other, self._places[other]) for other in gives_way]
         for other in gives_way:
             self.drop(other, "pushed")
@@ -212,7 +212,7 @@ class Holding:
         """A worker that could not be reached is there again: those that wait for one are tried again."""
         served, self._served = self._served, True
         self._try({one: place for one, place in self._places.items() if place.returning}, now)
-        self._served, self.unseen = served, False
+        self._served = served
 
     def _leaves(self, one: Waiting, place: _Place) -> None:
         del self._places[one]

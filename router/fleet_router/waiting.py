@@ -45,6 +45,7 @@ class Awaiting(Carrying):
             self._due = None
             return
         lost = {worker.uid for worker in self._context.table.by_role["decode"] if worker.is_lost}
+        holding.lost |= lost
         self._excluded = (self._excluded - lost) | self._barred  # who is waited for may answer when it is back
         if self.record.tries:
             self.record.tries[-1].reason = f"{why}; waits for one that was there"

@@ -88,8 +88,11 @@ class Returns:
         """Called some times a second."""
         holding, table = self._context.holding, self._context.table
         if not holding.returning:
+            holding.lost.clear()
             return
-        if holding.unseen and table.reached():
+        known = {uid: worker for uid in holding.lost if (worker := table.workers.get(uid)) is not None}
+        holding.lost = {uid for uid, worker in known.items() if worker.is_lost}
+        if len(holding.lost) < len(known):
             holding.returned(now)
         if now - self._asked_at >= RETURN_STEP_S:
             self._asked_at = now

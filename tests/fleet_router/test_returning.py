@@ -123,7 +123,7 @@ def test_a_worker_that_is_back_lets_those_go_on_that_wait_for_one_and_nobody_els
     holding.at_zero = ()
     back.wait()
     holding.returned(3.0)
-    assert (zero.ended, back.ended, holding.unseen) == ("", "begun", False)
+    assert (zero.ended, back.ended, holding.returning) == ("", "begun", 0)
 
 
 def test_at_the_bound_they_are_told_in_their_own_words():
@@ -575,7 +575,7 @@ def test_lost_workers_are_asked_now_and_then_some_at_a_time():
 
 
 def test_the_only_worker_with_an_adapter_that_died_under_a_request_is_asked_again():
-    """Others serve, so that the retry looked for a worker with the adapter, found none and waited; and never asked who came back."""
+    """Others serve, so that the retry looked for a worker with the adapter, found none and waited; never for whom it knew."""
     config = msgspec.structs.replace(WAITS, adapters=("lora",))
 
     async def go(rig: Rig) -> None:
@@ -588,3 +588,28 @@ def test_the_only_worker_with_an_adapter_that_died_under_a_request_is_asked_agai
         assert (await answer_of(reader))[0] == 200
 
     run(go, prefill=0, decode=2, config=config)
+
+
+def test_a_request_is_not_tried_again_and_again_because_others_serve():
+    """Each look sent it: twenty prefills a second of one request, and a connect to a worker that was not there."""
+    config = msgspec.structs.replace(WAITS, adapters=("lora",))
+
+    async def go(rig: Rig) -> None:
+        prefill, mine, other = [worker.endpoint for worker in rig.context.table.workers.values()]
+        with_it = [msgspec.structs.replace(one, adapters={"lora": "1"}) for one in (prefill, mine)]
+        rig.router.apply(Documents(config, document(*with_it, other)))
+        port = rig.decode[0].port
+        await rig.decode[0].stop()
+        reader, _ = await asking(rig, model="lora")
+        assert (await rig.post(ask()))[0] == 200
+        returns, tried, prefilled = Returns(rig.context, away), rig.context.metrics.retries, len(rig.prefill[0].seen)
+        for _ in range(5):
+            await look(rig, returns)
+            await asyncio.sleep(0.01)
+        assert (len(rig.context.holding), rig.context.metrics.retries) == (1, tried)
+        assert len(rig.prefill[0].seen) == prefilled
+        rig.decode[0]._server = await asyncio.start_server(rig.decode[0]._serve, "127.0.0.1", port)
+        await look(rig, Returns(rig.context, here))
+        assert (await answer_of(reader))[0] == 200
+
+    run(go, decode=2, config=config)
