@@ -11,10 +11,11 @@ import os
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from e2e.emulated.asking import Ask, Ledger, ask, closed_loop
-from e2e.emulated.fleet import Emulated, until
+from e2e.emulated.fleet import CONFIG, Emulated, until
 from fleet_router.health.breaker import FAILURES_MOST
 from fleet_router.health.budget import FIRST
 
@@ -45,7 +46,8 @@ def loop(fleet: Emulated, sent: list[Ask], clients: int = 8) -> Ledger:
 
 
 def test_r1_all_workers_gone_then_back(tmp_path: Path):
-    with Emulated(tmp_path, 101, 1, 2) as fleet:
+    """Without the wait for workers that were there just now, of which the next rows are."""
+    with Emulated(tmp_path, 101, 1, 2, config=msgspec.structs.replace(CONFIG, return_wait_s=0.0)) as fleet:
         assert loop(fleet, asks(20)).right == 20
         assert [worker.kill() for worker in fleet.decode] == [-9, -9]
         ledger = loop(fleet, asks(20, first=20), clients=1)
@@ -70,6 +72,60 @@ def test_r1_all_workers_gone_then_back(tmp_path: Path):
         print(f"listening again after {back:.1f} s, serving {took_s:.2f} s later: {dict(after.ends)}")
         assert took_s <= 5.0
         fleet.quiet()
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["named", "not-ready"])
+def test_r1_the_only_decode_worker_is_away_for_a_moment(tmp_path: Path, named: bool):
+    """It dies under requests and starts anew. `named`: the operator's document says all the while that it serves; else it leaves
+    the worker out until it is ready again, as long as the start takes. Nobody is refused."""
+    with Emulated(
+        tmp_path, 113, 1, 1, config=msgspec.structs.replace(CONFIG, return_wait_s=60.0, first_token_deadline_s=90.0)
+    ) as fleet:
+        (worker,) = fleet.decode
+        assert loop(fleet, asks(20)).right == 20
+        ledger = Ledger()
+
+        async def away() -> None:
+            clients = asyncio.create_task(closed_loop(fleet.address, asks(200, first=100, size=100), 8, ledger))
+            await asyncio.sleep(0.1)
+            worker.kill()
+            if not named:
+                fleet.publish(fleet.prefill)
+            await asyncio.sleep(1.0)
+            held = await asyncio.to_thread(fleet.metric, "held")
+            answered = ledger.all
+            worker.life -= 1
+            worker.start()
+            if not named:
+                await asyncio.to_thread(worker.wait)
+                fleet.publish()
+            await clients
+            print(f"{answered} ends before it was back, {held:g} held: {dict(ledger.ends)}, slowest {ledger.slowest_s:.2f} s")
+            assert held == 8
+            assert ledger.all == 200
+
+        asyncio.run(away())
+        assert fleet.metric("held_for_total", "returning") >= 8
+        broken = ledger.ends["event"]  # streams that had begun, and no other worker to carry them on
+        assert ledger.right + broken == 200
+        assert broken <= 8
+        fleet.quiet()
+
+
+def test_r1_the_only_decode_worker_stays_away(tmp_path: Path):
+    """Who asks just after waits for as long as is allowed, and no longer; then it is refused at once."""
+    with Emulated(tmp_path, 114, 1, 1, config=msgspec.structs.replace(CONFIG, return_wait_s=2.0)) as fleet:
+        assert loop(fleet, asks(20)).right == 20
+        assert fleet.decode[0].kill() == -9
+        ledger = loop(fleet, asks(8, first=20), clients=8)
+        assert ledger.ends == {"error 503 no_worker": 8}
+        assert ledger.retry_after_s == {1}
+        assert 1.5 <= ledger.slowest_s <= 4.0
+        time.sleep(0.5)
+        after = loop(fleet, asks(20, first=40), clients=1)
+        assert after.ends == {"error 503 no_worker": 20}
+        assert after.slowest_s <= 1.0
+        assert fleet.metric("held_total", "expired") == 8
 
 
 def test_r1_all_prefill_workers_gone_then_back(tmp_path: Path):

@@ -62,11 +62,11 @@ class Answering(Metering):
     """State of one request, and its client's side."""
 
     __slots__ = (
-        "_again", "_asked", "_client", "_connection", "_context", "_counted", "_decode_failures", 
+        "_again", "_asked", "_barred", "_client", "_connection", "_context", "_counted", "_decode_failures", "_due",
         "_excluded", "_first", "_gaps", "_giver", "_handed_over", "_head_bytes", "_heard", "_held", "_keys", "_last",
         "_lease", "_left_s", "_leg", "_leg_worker", "_local", "_measured", "_moved", "_outcome", "_path", "_paused",
         "_prefill_failures", "_resumes", "_sent", "_served", "_splits", "_stalled_at", "_streams", 
-        "_trip", "_unended", "config", "deadline", "done", "hints", "last_byte_at", "record", "sent_at",
+        "_trip", "_unended", "_unreached", "config", "deadline", "done", "hints", "last_byte_at", "record", "sent_at",
         "started", "started_at",
     )  # fmt: skip
 
@@ -89,10 +89,12 @@ class Answering(Metering):
         self._heard: Sent | None = None
         """What the client has of a stream that could be carried on; of one in another dialect what its worker said."""
         self._again: Again | None = None
-        self._gaps = self._unended = self._resumes = self._prefill_failures = self._decode_failures = 0
-        """Of the answer so far: writes after the first, bytes since the last whole event; and of its legs."""
+        self._gaps = self._unended = self._resumes = self._prefill_failures = self._decode_failures = self._unreached = 0
+        """Of the answer so far: writes after the first, bytes since the last whole event; and of its legs. Decode workers that
+        were not reached have not failed."""
         self.config = context.config  # a reload does not change a running request
-        self._excluded: frozenset[str] = frozenset()
+        self._excluded = self._barred = frozenset[str]()
+        """Whom the rest is not asked of; whom nothing may be."""
         self._local = ask.alone
         """The KV is not to come from a prefill worker, or not any more."""
         self._connection: Upstream | None = None
@@ -111,6 +113,8 @@ class Answering(Metering):
         self._first = True
         self._held = False
         """It waits for workers."""
+        self._due: tuple[float, float] | None = None
+        """Of one that waits, or waited, for a worker that comes back: until when it does, and when its first byte is due."""
         self._head_bytes = b""
         """The answer's head, waiting for the first bytes of its body: one write for both."""
         self._outcome: Outcome = "left"

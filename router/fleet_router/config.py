@@ -172,6 +172,9 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Idle connections to workers are closed after about so long, before what stands between forgets them (often after 60 s)."""
     bounds: HttpBounds = HttpBounds()
     hold: HoldBounds = HoldBounds()
+    return_wait_s: Annotated[float, msgspec.Meta(ge=0, le=60)] = 10.0
+    """Longest wait for a decode worker that was there so long ago or less and cannot be asked for the moment (not ready, held,
+    restarting), where no other one serves; inside `hold`'s bounds. 0: such requests are refused at once."""
     worker_slots: int = 0
     """Requests that one decode worker runs at once; when all are taken, more wait here. 0: not known, nothing waits."""
     queue_per_slot: int = 4

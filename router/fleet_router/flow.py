@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from fleet_router.carrying import Carrying
 from fleet_router.ending import CHAT_PATH
 from fleet_router.errors import NO_ROOM, RequestError
 from fleet_router.health.patience import budget_s
@@ -19,6 +18,7 @@ from fleet_router.legs import DecodeLeg, PrefillLeg, ResumedLeg, TokenizeLeg, Tr
 from fleet_router.policy.chosen import Choice
 from fleet_router.request import choices_of, decode_body, is_object, lease_of, named, prefill_body, prompt_tokens_of, reference_of
 from fleet_router.upstream import Pool, Upstream
+from fleet_router.waiting import Awaiting
 from fleet_router.workers import Worker
 
 if TYPE_CHECKING:
@@ -30,9 +30,10 @@ HEAD: Final = (
 RELEASE_PATH: Final = b"/kv/release"
 COMPLETIONS_PATH: Final = b"/v1/completions"
 TOKENIZE_PATH: Final = b"/tokenize"
+UNREACHED_MOST: Final = 4
 
 
-class Flow(Carrying):
+class Flow(Awaiting):
     """One request: its legs."""
 
     __slots__ = ()
@@ -46,8 +47,7 @@ class Flow(Carrying):
     def begin(self) -> None:
         """Choose and send the first leg."""
         context = self._context
-        if self._trip is not None:
-            self._trip_over()
+        self._trip_over()
         self._mind_readers()
         ask, now, seed, hints = self._ask, context.clock(), self._ticket.lane.seed, self.hints
         if context.knowledge is not None:
@@ -60,13 +60,14 @@ class Flow(Carrying):
         if not self._measured and self._too_long(int(hints.tokens)):
             return
         found, keys = context.table.choose(ask.prompt, self.config, now, self._excluded, seed, ask.adapter, hints)
+        if not isinstance(found, Choice) and context.table.trouble.out:
+            found, keys = self._last_resort(now, hints)
         if not isinstance(found, Choice):
             self.record.tried(now, 0.0, found.reason, None, None)
             self._hold(found.reason, "adapter_not_loaded" if ask.adapter else "no_worker")
             return
         if self._held:
-            self._held, self.started_at = False, now  # what it waited says nothing of the workers
-            self.deadline = self.started_at + self.config.first_token_deadline_s
+            self._waited(now)
         if not self._ask.alone:
             self._trip = context.table.depart(found, now, ask.adapter, stream=ask.stream)
         decode = context.table.workers[found.decode]
@@ -90,24 +91,6 @@ class Flow(Carrying):
         if not self.done:
             self._counted = counted
             self.begin()
-
-    def _hold(self, why: str, code: str) -> None:
-        """Nobody can answer it now: it waits for workers, if any are to come."""
-        holding, now, lane, tier = self._context.holding, self._context.clock(), self._ticket.lane, self._tier_not_there()
-        why = f"{why} in tier {tier}, which alone may answer" if tier else why
-        try:
-            self.deadline = holding.hold(
-                self, self._ask.size_bytes, (why, code), now, self.config.hold, lane.account.name, lane.weight, tier
-            )
-        except RequestError as error:
-            self._refuse(error)
-        else:
-            self._held = True
-
-    def _tier_not_there(self) -> str:
-        """The tier that alone may answer, where none of its workers decodes: what others at zero become is of no use."""
-        tier = self.hints.tier
-        return "" if any(worker.group[0] == tier for worker in self._context.table.by_role["decode"]) else tier
 
     def _waits_for(self) -> None:
         """What a worker decodes is waited for: of an answer that comes as a whole longer yet, see `_until_whole`."""
@@ -247,12 +230,14 @@ class Flow(Carrying):
             return
         prefill = worker.role == "prefill"
         self._prefill_failures += prefill
-        self._decode_failures += not prefill
+        self._decode_failures += not prefill and not gone
+        self._unreached += not prefill and gone
         others = self._others(worker, even_out=gone)
         if prefill and (not others or self._prefill_failures > 1):
             self._prefill_locally()
-        elif not prefill and ((not others and not self._context.holding.wakes(self.hints.tier)) or self._decode_failures > 1):
-            self._refuse(self._failure(worker, why, gone=gone))
+        elif not prefill and ((not others and not self._context.holding.wakes(self.hints.tier)) or self._failed_often()):
+            if not self._awaits(worker, why, gone=gone):
+                self._refuse(self._failure(worker, why, gone=gone))
             return
         if not self._may_retry(free=gone):
             self._refuse(RequestError(503, f"{worker.endpoint.name}: {why}; no retry is left", code="no_retry_left"))
@@ -260,6 +245,10 @@ class Flow(Carrying):
         if others or not prefill:
             self._excluded = self._excluded | {worker.uid}
         self.begin()
+
+    def _failed_often(self) -> bool:
+        """No third worker is asked; of those that cannot be reached some more are, for nothing ran there."""
+        return self._decode_failures > 1 or self._unreached > UNREACHED_MOST
 
     def _nothing_told(self) -> bool:
         """A head came, and the client has not seen it: as if it had not come."""

@@ -11,6 +11,7 @@ from fleet_router.errors import RequestError
 from fleet_router.health.inband import HINT, error_in
 from fleet_router.health.resume import Again, DiffersError
 from fleet_router.request import is_object, tokens_of
+from fleet_router.upstream import CLOSED
 
 if TYPE_CHECKING:
     from fleet_router.dialect.translation import Translation
@@ -164,6 +165,8 @@ class DecodeLeg:
     def on_lost(self, reason: str) -> None:
         if not self._flow.resend(self._worker, self):
             self._flow.end_leg()
+            if reason.startswith(CLOSED):
+                self._worker.lost(self._flow.clock())
             self.failed(reason)
 
     def on_fault(self, error: Exception) -> None:

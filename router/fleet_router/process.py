@@ -44,7 +44,7 @@ from fleet_router.metrics import COMPILED, Metrics
 from fleet_router.port import Port
 from fleet_router.server import ClientConnection
 from fleet_router.tls import TlsError, TlsFiles, context_of, follow_tls, stamp_of
-from fleet_router.watching import Connection, Probes, watch
+from fleet_router.watching import Connection, Probes, Returns, watch
 from fleet_router.workers import WorkerTable, place_of, slots_of
 
 if TYPE_CHECKING:
@@ -104,6 +104,7 @@ class Router:
         self._connections: set[ClientConnection] = set()
         self._picker: EndpointPicker | None = None
         self._probes = Probes(self._context, self._asking)
+        self._returns = Returns(self._context)
         self._followed_at: float | None = None
         self._last_problem = ""
         shared = settings.member.size > 1
@@ -131,7 +132,7 @@ class Router:
         self._context.config, self._context.wanted = config, wanted_headers(config)
         table.update(documents.endpoints, self._clock(), config)
         gone = [worker for uid, worker in before.items() if worker.role == "decode" and table.workers.get(uid) is not worker]
-        self._context.holding.follow(documents.endpoints.at_zero, self._clock(), served=table.ready())
+        self._context.holding.follow(documents.endpoints.at_zero, self._clock(), served=table.ready(), reached=table.reached())
         self._desk.follow(config, slots_of(table, config), gone)
         self._recorder.follow(config.explain, config.traces, config.fleet)
         self._know_caches(config)
@@ -230,8 +231,11 @@ class Router:
             return f"no endpoints yet: {self._last_problem}"
         if not self._desk.ready:
             return "no tenants yet"
-        if self._context.table.ready() or self._context.holding.at_zero:
+        context = self._context
+        if context.table.ready() or context.holding.at_zero:
             return ""  # at zero the request that wakes the fleet must come in
+        if context.table.returns("", "", self._clock(), context.config.return_wait_s):
+            return ""  # and what is held until a worker is back must, too
         return "no worker can answer a whole request"
 
     # -- life -------------------------------------------------------------------------------------------------------
@@ -441,6 +445,7 @@ class Router:
         while True:
             await asyncio.sleep(TICK_S)
             self._desk.tick()
+            self._returns.look(self._clock())
 
     async def _drain(self) -> None:
         """Answer what came, then go; what is left when the time is over gets an error."""

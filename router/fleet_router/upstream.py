@@ -19,6 +19,8 @@ from fleet_router.repeated import Repeated, around_length, worth_learning
 
 IDLE_CONNECTIONS: Final = 128
 CONNECT_TIMEOUT_S: Final = 3.0
+CLOSED: Final = "the worker closed the connection"
+"""How it is told that one broke, whatever was said on it."""
 MAX_HEAD_BYTES: Final = 65_536
 HEAD_END: Final = b"\r\n\r\n"
 LENGTH: Final = b"content-length"
@@ -132,7 +134,7 @@ class Upstream:
         self._pool.forget(self)
         leg, self._leg = self._leg, None
         if leg is not None:
-            leg.on_lost(f"the worker closed the connection ({exc or 'end of stream'})")
+            leg.on_lost(f"{CLOSED} ({exc or 'end of stream'})")
 
     def eof_received(self) -> bool:
         """The worker closed its half: so do we."""

@@ -14,6 +14,11 @@ from fleet_router.health.silence import Waits, silent
 from fleet_router.workers import Worker
 from fleet_wire.endpoints import Endpoint
 
+RETURN_STEP_S = 0.25
+RETURN_TIMEOUT_S = 2.0
+RETURN_MOST = 16
+"""Workers that are asked at once."""
+
 
 class Connection(Protocol):
     """A client's connection."""
@@ -68,6 +73,40 @@ def _leave_alone(context: Context, found: set[str], flows: list[tuple[Flow, Wait
                 flow.silent()
             except Exception as error:
                 context.desk.faults.end(error, flow.cut, flow.record.request_id)
+
+
+class Returns:
+    """While requests wait for decode workers that could not be reached: these are asked whether they are there again, and what
+    waits goes on when one is."""
+
+    def __init__(self, context: Context, probe: Callable[[Endpoint, float], Awaitable[bool]] = alive) -> None:
+        self._context, self._probe = context, probe
+        self._asked: dict[str, asyncio.Task[None]] = {}
+        self._asked_at = -RETURN_STEP_S
+
+    def look(self, now: float) -> None:
+        """Called some times a second."""
+        holding, table = self._context.holding, self._context.table
+        if not holding.returning:
+            holding.lost.clear()
+            return
+        known = {uid: worker for uid in holding.lost if (worker := table.workers.get(uid)) is not None}
+        holding.lost = {uid for uid, worker in known.items() if worker.is_lost}
+        if len(holding.lost) < len(known):
+            holding.returned(now)
+        if now - self._asked_at >= RETURN_STEP_S:
+            self._asked_at = now
+            lost = [worker for worker in table.by_role["decode"] if worker.is_lost and worker.uid not in self._asked]
+            for worker in sorted(lost, key=lambda one: one.asked_at)[: RETURN_MOST - len(self._asked)]:
+                worker.asked_at = now
+                self._asked[worker.uid] = asyncio.get_running_loop().create_task(self._ask(worker))
+
+    async def _ask(self, worker: Worker) -> None:
+        try:
+            if await self._probe(worker.endpoint, RETURN_TIMEOUT_S):
+                worker.alive_at = self._context.clock()
+        finally:
+            del self._asked[worker.uid]
 
 
 class Probes:

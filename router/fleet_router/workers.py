@@ -11,6 +11,7 @@ from fleet_router.admission.usage import estimated_at, only_text
 from fleet_router.asked import Hints
 from fleet_router.config import RouterConfig
 from fleet_router.follow.identity import Identity
+from fleet_router.health.absent import Absent, awaited, followed
 from fleet_router.health.breaker import Breaker
 from fleet_router.health.pairs import PairHealth
 from fleet_router.health.panic import askable
@@ -32,6 +33,7 @@ from fleet_router.policy.trip import Trip
 from fleet_router.upstream import CollectingUpstream, Pool, Upstream
 from fleet_wire.endpoints import Endpoint, Endpoints, Split
 
+NOT_ANY: Final[frozenset[str]] = frozenset()
 PAIRS_TRIED: Final = 4
 """Pairs that are put out and were passed over for one request; then the decode worker prefills."""
 
@@ -56,6 +58,10 @@ class Worker(Candidate):
     """When an answer of it began last."""
     alive_at: float = 0.0
     """When it last answered the question whether it is there."""
+    lost_at: float = 0.0
+    """When it was first not reached, or died in an answer, since it was last heard of."""
+    asked_at: float = 0.0
+    """When it was last asked whether it is back."""
     closed_before: int = 0
     """Of `pool.closed_by_peer`, when it was looked at last."""
     unproven: bool = True
@@ -95,9 +101,21 @@ class Worker(Candidate):
     def failed(self, now: float, *, gone: bool = False) -> None:
         """A connect error (`gone`), a broken answer or a 5xx."""
         self.unproven = True
+        if gone:
+            self.lost(now)
         before = self.breaker.closed
         if self.breaker.failed(now, gone=gone):
             self._put_out(before)
+
+    def lost(self, now: float) -> None:
+        """Nobody listens there, or its connection broke under a request."""
+        if not self.is_lost:
+            self.lost_at = now
+
+    @property
+    def is_lost(self) -> bool:
+        """It was, and nothing was heard of it since."""
+        return self.lost_at > self.heard_at and self.lost_at > self.alive_at
 
     def put_out(self, now: float) -> None:
         """It is to be left alone for a while, whatever it answered so far."""
@@ -166,6 +184,8 @@ class WorkerTable:
     pairs: PairHealth = field(default_factory=PairHealth)
     strangers: dict[str, tuple[str, int, int]] = field(default_factory=dict)
     """Uids at whose place somebody else answers, and which: the document may name another one later."""
+    absent: dict[str, Absent] = field(default_factory=dict)
+    """Decode workers that are not in the table for the moment."""
 
     def update(self, document: Endpoints, now: float = 0.0, config: RouterConfig = NO_CONFIG) -> None:
         """Follow the operator: new workers in, missing ones out; a worker that drains gets nothing new."""
@@ -178,8 +198,13 @@ class WorkerTable:
             uid for uid, worker in self.workers.items()
             if uid in wanted and wanted[uid].role == worker.role and found[uid] == place_of(worker.endpoint)
         }  # fmt: skip
+        left: dict[str, tuple[Endpoint, float]] = {}
         for uid in self.workers.keys() - stays:
-            self.workers.pop(uid).retire()
+            worker = self.workers.pop(uid)
+            if worker.role == "decode":
+                left[uid] = (worker.endpoint, worker.lost_at if worker.is_lost else now)
+            worker.retire()
+        self.absent = followed(self.absent, document, left, wanted, now)
         for uid, endpoint in wanted.items():
             known = self.workers.get(uid)
             if known is None:
@@ -204,11 +229,14 @@ class WorkerTable:
         seed: int = 0,
         adapter: str = "",
         hints: Hints = NO_HINTS,
+        *,
+        last_resort: bool = False,
     ) -> tuple[Choice | Refusal, list[int]]:
-        """A pair for this prompt, and its prefix keys, which begin with the tenant's `seed` and the adapter's version."""
+        """A pair for this prompt, and its prefix keys, which begin with the tenant's `seed` and the adapter's version.
+        `last_resort`: whether workers that failed may be asked goes by those alone that can answer this request."""
         routing = self.routing
         free = not (excluded or adapter or self.trouble.out or self.shares)
-        allowed = None if free else self._allowed(now, excluded, adapter)
+        allowed = None if free else self._allowed(now, excluded, adapter, hints.tier, last_resort=last_resort)
         if allowed is not None and not allowed.sides["decode"]:
             return (Refusal(f"adapter {adapter} is on no decode worker now") if adapter else NO_DECODE), []
         keys = routing.beginnings.key_chain(prompt, adapter_seed(seed, allowed.version) if allowed is not None else seed)
@@ -241,6 +269,22 @@ class WorkerTable:
         if isinstance(choice, Choice) and choice.prefill and self.pairs.blocks(choice.prefill, choice.decode, now):
             choice = Choice(None, choice.decode, "the pair is put out")
         return choice, keys
+
+    def returns(self, tier: str, adapter: str, now: float, within_s: float, excluded: frozenset[str] = NOT_ANY) -> bool:
+        """A decode worker that could answer such a request served so long ago or less, and may again. An empty tier: any."""
+        since = now - within_s
+        return within_s > 0 and (
+            awaited(self.absent, tier, adapter, since)
+            or any(
+                worker.is_lost and worker.lost_at >= since and worker.uid not in excluded
+                for worker in self.by_role["decode"]
+                if tier in ("", worker.group[0]) and (not adapter or adapter in worker.endpoint.adapters)
+            )
+        )
+
+    def reached(self) -> bool:
+        """Some decode worker may be asked, as far as is known."""
+        return any(not worker.is_lost for worker in self.by_role["decode"])
 
     def would_choose(
         self, prompt: bytes, config: RouterConfig, now: float, excluded: frozenset[str], seed: int, adapter: str, hints: Hints
@@ -304,9 +348,16 @@ class WorkerTable:
         group = self.routing.groups[offer.decode.group]
         return Trip(group, offer, now, stream=stream, adapter=adapter)
 
-    def _allowed(self, now: float, excluded: frozenset[str], adapter: str) -> _Allowed:
+    def _allowed(self, now: float, excluded: frozenset[str], adapter: str, tier: str, *, last_resort: bool) -> _Allowed:
         """Who may be chosen, and the adapter's version."""
-        found = self.candidates(now, excluded)
+        if last_resort:
+            can = {
+                role: [w for w in workers if (not tier or w.group[0] == tier) and (not adapter or adapter in w.endpoint.adapters)]
+                for role, workers in self.by_role.items()
+            }
+            found = self.candidates(now, excluded, can)
+        else:
+            found = self.candidates(now, excluded)
         return _Allowed(*under(adapter, found)) if adapter else _Allowed(found, "")
 
     def _sides(self, candidates: dict[str, list[Worker]], steps: Steps) -> dict[str, list[Worker]]:
@@ -332,10 +383,12 @@ class WorkerTable:
 
         return {role: [worker for worker in workers if stays(worker)] for role, workers in candidates.items()}
 
-    def candidates(self, now: float, excluded: frozenset[str]) -> dict[str, list[Worker]]:
-        """Serving workers by role; those that are put out only in a panic, excluded ones never."""
+    def candidates(
+        self, now: float, excluded: frozenset[str], among: dict[str, list[Worker]] | None = None
+    ) -> dict[str, list[Worker]]:
+        """Serving workers by role, `among` these; those that are put out only in a panic, excluded ones never."""
         found = {}
-        for role, workers in self.by_role.items():
+        for role, workers in (among or self.by_role).items():
             allowed = [worker for worker in workers if worker.uid not in excluded] if excluded else workers
             found[role] = askable(allowed, now) if self.trouble.out else allowed
         return found

@@ -16,7 +16,8 @@ from fleet_wire.endpoints import Endpoint, Endpoints
 from tests.fleet_router.fake_worker import FakeWorker
 
 BOUNDS = HttpBounds(body_bytes=20_000)
-CONFIG = RouterConfig(fleet="f", served_name="m", min_uncached_tokens=64, bounds=BOUNDS)
+CONFIG = RouterConfig(fleet="f", served_name="m", min_uncached_tokens=64, bounds=BOUNDS, return_wait_s=0.0)
+"""Where nobody can answer it is told at once; `test_returning` is about those that wait."""
 LONG = "x" * 2000
 
 

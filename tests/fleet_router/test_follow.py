@@ -126,6 +126,8 @@ class Api:
         self.items: list[dict[str, Any]] = []
         self.events: asyncio.Queue[bytes | None] = asyncio.Queue()
         self.refuse: list[int] = []
+        self.odd: list[bytes] = []
+        """Answers that no API server gives, one by one."""
         self.tokens: list[str] = []
         self.watches = 0
         self.tasks: set[asyncio.Task[None] | None] = set()
@@ -142,7 +144,9 @@ class Api:
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
         self.tokens.append(head.split("Bearer ")[1].split("\r\n")[0])
-        if self.refuse:
+        if self.odd:
+            writer.write(self.odd.pop(0))
+        elif self.refuse:
             writer.write(b"HTTP/1.1 %d X\r\ncontent-length: 0\r\n\r\n" % self.refuse.pop(0))
         elif "watch=true" in head:
             self.watches += 1
@@ -223,6 +227,49 @@ def test_what_the_api_server_refuses_is_told_and_tried_again(tmp_path: Path):
         assert await seen.problem() == "OSError: the API server answered 403 to /api/v1/namespaces/n/configmaps"
         assert "500" in await seen.problem()
         assert await seen.next() == ("a",)
+
+    with_api(tmp_path, go)
+
+
+def page(body: bytes) -> bytes:
+    return b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        pytest.param(b"x\r\n\r\n", id="no status line"),
+        pytest.param(page(b"[]"), id="a list"),
+        pytest.param(page(b"null"), id="null"),
+        pytest.param(page(b'{"items":3,"metadata":{"resourceVersion":"5"}}'), id="items that are a number"),
+        pytest.param(page(b'{"items":[null],"metadata":{"resourceVersion":"5"}}'), id="an item that is null"),
+        pytest.param(page(b'{"items":[{"data":[1]}],"metadata":{"resourceVersion":"5"}}'), id="data that is a list"),
+        pytest.param(page(b'{"items":[{"data":{"router.json":3,"endpoints.json":4}}],"metadata":{}}'), id="documents of numbers"),
+        pytest.param(page(b'{"items":[],"metadata":null}'), id="no metadata"),
+        pytest.param(page(b"[" * 100_000), id="deep"),
+    ],
+)
+def test_what_is_no_answer_of_an_api_server_is_told_and_tried_again(tmp_path: Path, odd: bytes):
+    """A proxy's page in its place ended the router, and every stream with it."""
+
+    async def go(seen: Seen, api: Api) -> None:
+        api.odd = [odd]
+        api.items = [config_map("a")]
+        assert await seen.problem()
+        assert await seen.next() == ("a",)
+
+    with_api(tmp_path, go)
+
+
+@pytest.mark.parametrize("line", [b"[]", b"3", b"null", b'{"type":"ADDED"}', b'{"type":"ADDED","object":null}', b"[" * 100_000])
+def test_what_is_no_event_is_told_and_listed_again(tmp_path: Path, line: bytes):
+    async def go(seen: Seen, api: Api) -> None:
+        api.items = [config_map("a")]
+        assert await seen.next() == ("a",)
+        api.items = [config_map("b")]
+        api.events.put_nowait(line + b"\n")
+        assert await seen.problem()
+        assert await seen.next() == ("b",)
 
     with_api(tmp_path, go)
 

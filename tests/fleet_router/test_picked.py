@@ -26,8 +26,10 @@ class Gateway:
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
         self.workers: list[list[Worker]] = []
+        self.told: list[list[str]] = []
 
     def picked(self, workers: list[Worker], body: bytes) -> None:
+        self.told.append([worker.endpoint.name for worker in workers])
         self.bodies.append(json.loads(body))
         self.workers.append(workers)
 
@@ -109,3 +111,26 @@ def test_which_answers_of_a_gateway_are_against_its_worker(status: int, errors: 
         assert rig.context.metrics.of("t", "r").errors == errors
 
     run(go, prefill=0)
+
+
+def test_a_worker_outside_of_the_gateways_subset_is_not_picked_because_it_came_later():
+    """While the request waits for workers others join: the gateway asked for one of its subset."""
+
+    async def go(rig: Rig) -> None:
+        rig.apply([], rig.decode[:1], waits)
+        body = {"model": "m", "prompt": "short", "max_tokens": 4}
+        lane, gateway = rig.context.desk.lane(b"", b""), Gateway()
+        ask, ticket = rig.context.desk.admit(lane, parse_body(json.dumps(body).encode(), False, lane.config))
+        mine = frozenset({f"127.0.0.1:{rig.decode[0].port}"})
+        flow = Picked(rig.context, gateway, b"/v1/completions", ask, ticket, NO_HINTS, mine)  # type: ignore[arg-type]
+        rig.apply([], rig.decode[1:], waits)
+        rig.context.desk.start(ticket, flow)
+        assert (gateway.told, len(rig.context.holding)) == ([], 1)
+        rig.apply([], rig.decode[2:], waits)
+        assert (gateway.told, len(rig.context.holding)) == ([], 1)
+        rig.apply([], rig.decode, waits)
+        assert gateway.told == [[f"decode-{rig.decode[0].port}"]]
+        flow.cancel()
+
+    waits = msgspec.structs.replace(CONFIG, return_wait_s=10.0)
+    run(go, prefill=0, decode=3, config=waits)

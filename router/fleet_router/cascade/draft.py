@@ -11,6 +11,8 @@ from fleet_router.context import Client, Context
 from fleet_router.errors import RequestError
 from fleet_router.explain.record import Record
 from fleet_router.flow import Flow
+from fleet_router.policy.choose import NO_DECODE
+from fleet_router.policy.chosen import Choice, Refusal
 
 if TYPE_CHECKING:
     from fleet_router.cascade.climb import Climb
@@ -109,6 +111,14 @@ class Draft(Flow):
     def _hold(self, why: str, code: str) -> None:
         """A draft waits for no worker: the next tier is asked."""
         self._refuse(RequestError(503, why, code=code))
+
+    def _last_resort(self, now: float, hints: Hints) -> tuple[Choice | Refusal, list[int]]:
+        """The next tier is better than workers that failed."""
+        return NO_DECODE, []
+
+    def _back_by(self, now: float) -> float:
+        """Nor for one that was there."""
+        return 0.0
 
     def close(self, outcome: Outcome) -> None:
         """It was the last: close the request's record."""

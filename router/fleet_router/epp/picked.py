@@ -36,7 +36,7 @@ class Gateway(Client, Protocol):
 class Picked(Flow):
     """One request behind a gateway."""
 
-    __slots__ = ("_gateway", "lane")
+    __slots__ = ("_gateway", "_subset", "lane")
 
     def __init__(
         self,
@@ -52,9 +52,15 @@ class Picked(Flow):
         self._gateway = gateway
         self._runaway = None  # a gateway's stream cannot be ended by us with an event of ours
         self.lane = ticket.lane
-        if subset is not None:
-            decodes = context.table.by_role["decode"]
-            self._excluded = frozenset(worker.uid for worker in decodes if address_of(worker) not in subset)
+        self._subset = subset
+
+    def begin(self) -> None:
+        """Whoever has joined while it waited may be outside of the gateway's subset."""
+        if (subset := self._subset) is not None:
+            decodes = self._context.table.by_role["decode"]
+            self._barred = frozenset(worker.uid for worker in decodes if address_of(worker) not in subset)
+            self._excluded |= self._barred
+        super().begin()
 
     @staticmethod
     def _with_ids(ask: Ask, config: RouterConfig) -> Ask:

@@ -11,12 +11,12 @@ import ssl
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlencode, urlsplit
 
 import msgspec
 
 from fleet_router.follow.documents import Documents, parse
+from fleet_wire.unreadable import UNREADABLE
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 CONNECT_TIMEOUT_S = 5.0
@@ -34,6 +34,26 @@ class ApiServer:
     url: str
     token_file: Path
     ca_file: Path | None
+
+
+class _Item(msgspec.Struct):
+    """A ConfigMap, or what else an event is about; a page of something else in its place is a ValueError."""
+
+    data: dict[str, str] | None = None
+
+
+class _Version(msgspec.Struct, rename="camel"):
+    resource_version: str
+
+
+class _Page(msgspec.Struct):
+    metadata: _Version
+    items: tuple[_Item, ...] | None = None
+
+
+class _Event(msgspec.Struct):
+    type: str
+    object: _Item
 
 
 def api_server(env: Mapping[str, str]) -> ApiServer:
@@ -59,20 +79,20 @@ async def follow_kube(
             version = await _list(server, path, name, apply, failed)
             backoff_s = BACKOFF_FIRST_S
             async for event in _watch(server, path, name, version):
-                if event.get("type") == "ERROR":
+                if event.type == "ERROR":
                     break  # 410: list again
-                if event.get("type") in ("ADDED", "MODIFIED"):
-                    _deliver(event["object"], apply, failed)
+                if event.type in ("ADDED", "MODIFIED"):
+                    _deliver(event.object, apply, failed)
             await asyncio.sleep(BACKOFF_FIRST_S)  # an API server that ends every watch at once must not be asked in a loop
-        except (OSError, EOFError, TimeoutError, ValueError, KeyError, asyncio.LimitOverrunError) as error:
+        except (OSError, EOFError, TimeoutError, *UNREADABLE, asyncio.LimitOverrunError) as error:
             failed(f"{type(error).__name__}: {error}")
             await asyncio.sleep(backoff_s)
             backoff_s = min(BACKOFF_MOST_S, backoff_s * 2)
 
 
-def _deliver(item: dict[str, Any], apply: Callable[[Documents], None], failed: Callable[[str], None]) -> None:
+def _deliver(item: _Item, apply: Callable[[Documents], None], failed: Callable[[str], None]) -> None:
     try:
-        apply(parse(item.get("data") or {}))
+        apply(parse(item.data or {}))
     except ValueError as error:
         failed(str(error))
 
@@ -82,19 +102,19 @@ async def _list(
 ) -> str:
     query = urlencode({"fieldSelector": f"metadata.name={name}"})
     body = b"".join([line async for line in _get(server, f"{path}?{query}")])
-    found: dict[str, Any] = msgspec.json.decode(body)
-    for item in found.get("items") or []:
+    found = msgspec.json.decode(body, type=_Page)
+    for item in found.items or ():
         _deliver(item, apply, failed)
-    return str(found["metadata"]["resourceVersion"])
+    return found.metadata.resource_version
 
 
-async def _watch(server: ApiServer, path: str, name: str, version: str) -> AsyncIterator[dict[str, Any]]:
+async def _watch(server: ApiServer, path: str, name: str, version: str) -> AsyncIterator[_Event]:
     query = urlencode(
         {"fieldSelector": f"metadata.name={name}", "watch": "true", "resourceVersion": version, "timeoutSeconds": WATCH_S}
     )
     async for line in _get(server, f"{path}?{query}"):
         if line.strip():
-            yield msgspec.json.decode(line)
+            yield msgspec.json.decode(line, type=_Event)
 
 
 async def _get(server: ApiServer, target: str) -> AsyncIterator[bytes]:
@@ -110,7 +130,7 @@ async def _get(server: ApiServer, target: str) -> AsyncIterator[bytes]:
         writer.write(f"{head}connection: close\r\n\r\n".encode())
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             raw = await reader.readuntil(b"\r\n\r\n")
-        status = raw.split(b" ", 2)[1]
+        status = [*raw.split(b" ", 2), b"nothing"][1]
         if status != b"200":
             raise OSError(f"the API server answered {status.decode()} to {target.split('?', maxsplit=1)[0]}")
         chunked = b"transfer-encoding: chunked" in raw.lower()

@@ -1,0 +1,62 @@
+"""Panic is of those who could answer: a tier that alone may, or the workers with an adapter, however many others are well."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from fleet_router.follow.documents import Documents
+from fleet_router.health.breaker import FAILURES_MOST
+from fleet_wire.endpoints import Endpoints
+from tests.fleet_router.cascade.ladder import LARGE, Ladder, climbing, config
+from tests.fleet_router.chat_worker import says
+from tests.fleet_router.rig import CONFIG, Rig, ask, run
+
+
+def out(rig: Rig, uid: str) -> None:
+    worker = rig.context.table.workers[uid]
+    for _ in range(FAILURES_MOST):
+        worker.failed(rig.context.clock())
+    assert not worker.breaker.allows(rig.context.clock(), 0)
+
+
+def test_the_last_tiers_only_worker_is_asked_although_it_failed():
+    """Five errors of the large model's only worker: for five seconds and more every request that needed it was told that no
+    decode worker is serving in its tier."""
+
+    async def go(ladder: Ladder) -> None:
+        ladder.behave("small", says([{"content": "sma"}], finish="length"))
+        ladder.behave("large", says(LARGE))
+        out(ladder.rig, f"u{ladder['large'].port}")
+        assert (await ladder.talk())[:2] == (200, "large")
+
+    climbing(go, config())
+
+
+def test_a_draft_is_not_asked_of_workers_that_failed():
+    async def go(ladder: Ladder) -> None:
+        out(ladder.rig, f"u{ladder['small'].port}")
+        assert (await ladder.talk())[:2] == (200, "large")
+        assert ladder.asked == {"small": 0, "large": 1}
+
+    climbing(go, config())
+
+
+@pytest.mark.parametrize("policy", ["kvAware", "leastLoad"])
+def test_the_only_worker_with_an_adapter_is_asked_although_it_failed(policy: Any):
+    used = msgspec.structs.replace(CONFIG, adapters=("lora",), policy=policy)
+
+    async def go(rig: Rig) -> None:
+        workers = [worker.endpoint for worker in rig.context.table.workers.values()]
+        mine = msgspec.structs.replace(workers[-1], adapters={"lora": "1"})
+        rig.router.apply(Documents(used, Endpoints(fleet="f", namespace="n", workers=(*workers[:-1], mine))))
+        out(rig, mine.uid)
+        status, body = await rig.post(ask(model="lora"))
+        assert (status, json.loads(body).get("error")) == (200, None)
+        assert (await rig.post(ask()))[0] == 200
+        assert len(rig.decode[-1].seen) == 1  # others have the model's own
+
+    run(go, prefill=0, decode=3, config=used)
