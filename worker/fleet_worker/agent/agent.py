@@ -114,8 +114,7 @@ class Agent:
         return fabric.told(self._config.kv.transport, self._fabric, engine)
 
     def _memlock_bytes(self) -> int | None:
-        """Where it matters: RDMA is asked for, its device is here, and something limits it."""
-        return fabric.lockable_bytes() if self._config.kv.transport == "rdma" and fabric.has_rdma_device() else None
+        return fabric.limited_to(self._config.kv)
 
     async def metrics(self) -> str:
         """The engine's exposition, then the agent's own."""

@@ -111,6 +111,11 @@ def rdma_hint() -> str:
     return f"{device}, lockable memory is {lockable} bytes and IPC_LOCK is not in effect: {advice}"
 
 
+def limited_to(settings: KvSettings) -> int | None:
+    """What is told of `lockable_bytes`, where it matters: RDMA is asked for, its device is here, and something limits it."""
+    return lockable_bytes() if settings.transport == "rdma" and has_rdma_device() else None
+
+
 def lockable_bytes(status: Path = OWN_STATUS) -> int | None:
     """How much memory this process may lock for a NIC, bytes (RLIMIT_MEMLOCK); None when nothing limits it, because the limit is
     infinite or the process has IPC_LOCK in effect (getrlimit(2), capabilities(7)). `status` is that of /proc."""
