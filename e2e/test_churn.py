@@ -161,6 +161,7 @@ def test_full_churn_under_load_loses_nothing(fleet: Fleet, gpu_nodes: Path, tmp_
     fleet.wait_serving(1, 2)
     fleet.wait("two routers", lambda: sum(map(ready, fleet.pods("router"))) == 2)
 
+    slow = crowded()  # by others: our own load has not begun
     with recording(fleet) as recorder, load(fleet, requests) as ledger:
         say("rollout")
         first = set(workers(fleet))
@@ -190,7 +191,6 @@ def test_full_churn_under_load_loses_nothing(fleet: Fleet, gpu_nodes: Path, tmp_
         victim = next(pod["metadata"] for pod in fleet.pods("decode") if ready(pod))  # the others still drain from shrinking
         deleted = delete(fleet, victim["name"])
         fleet.wait("put back", lambda: settled(fleet, {victim["uid"]}, fleet.desired()), 60)
-        slow = crowded()
         fleet.wait("each request at least once", lambda: len(ledger.tokens) == len(requests))  # a crowded machine is slow
 
     left_s = recorder.left(victim["name"], deleted)
