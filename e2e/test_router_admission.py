@@ -137,6 +137,7 @@ def auc(hits: list[float], misses: list[float]) -> float:
     return sum((hit < miss) + 0.5 * (hit == miss) for hit in hits for miss in misses) / (len(hits) * len(misses))
 
 
+@pytest.mark.timeout(120 + 3 * PROBES)
 def test_s2_time_tells_a_tenant_of_its_own_prefixes_and_of_nobody_elses(tenants_fleet: list[str]):
     """A prober asks for prompts of which every other one was asked for by the victim a moment ago, and looks at the clock. Stage
     one: inside one tenant the clock tells which. Stage two: across tenants it does not. The bound across is the list's 0.05, or

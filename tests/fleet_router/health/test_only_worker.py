@@ -14,6 +14,7 @@ from fleet_wire.endpoints import Endpoints
 from tests.fleet_router.cascade.ladder import LARGE, Ladder, climbing, config
 from tests.fleet_router.chat_worker import says
 from tests.fleet_router.rig import CONFIG, Rig, ask, run
+from tests.fleet_router.test_returning import dies
 
 
 def out(rig: Rig, uid: str) -> None:
@@ -55,9 +56,21 @@ def test_the_only_worker_with_an_adapter_is_asked_although_it_failed(policy: Any
         rig.router.apply(Documents(used, Endpoints(fleet="f", namespace="n", workers=(*workers[:-1], mine))))
         out(rig, mine.uid)
         assert (await rig.post(ask()))[0] == 200
-        assert len(rig.decode[-1].seen) == 0  # others have the model's own
+        assert rig.decode[-1].seen == []  # others have the model's own
         status, body = await rig.post(ask(model="lora"))
         assert (status, json.loads(body).get("error")) == (200, None)
-        assert len(rig.decode[-1].seen) == 1  # its answer may have brought it back
+        assert len(rig.decode[-1].seen) == 1
 
     run(go, prefill=0, decode=3, config=used)
+
+
+def test_a_draft_waits_for_no_worker():
+    """The small model's only worker restarts: the next tier is asked at once, and no retry is used up."""
+
+    async def go(ladder: Ladder) -> None:
+        rig = ladder.rig
+        ladder.tiers["small"][0].behave = dies
+        assert (await ladder.talk())[:2] == (200, "large")
+        assert (rig.context.metrics.retries, len(rig.context.holding)) == (0, 0)
+
+    climbing(go, msgspec.structs.replace(config(), return_wait_s=10.0))
