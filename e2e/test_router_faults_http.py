@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from e2e.bench.proxies import ours, workers
-from e2e.emulated.fleet import get, until
+from e2e.emulated.fleet import get, log_of, stumbles, until
 from e2e.recorder import Recorder
 from e2e.test_router_admission import key_of, tenants_file
 from fleet_router.config import HttpBounds, RouterConfig
@@ -55,6 +55,7 @@ def router(tmp_path: Path, config: RouterConfig = CONFIG, tenants: Path | None =
     with Recorder(WORKER) as recorder, ours("ours", f"{HOST}:{PORT}", [], [WORKER], tmp_path, config, tenants) as proxy:
         assert proxy.pid is not None
         yield Router(proxy.pid, recorder)
+    assert (odd := stumbles(log_of(tmp_path, f"{HOST}:{PORT}"))) == [], odd
 
 
 def connect(timeout_s: float = 10.0) -> socket.socket:

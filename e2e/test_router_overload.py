@@ -25,6 +25,7 @@ import pytest
 
 from e2e.bench.backend import HOLD, TICK_S
 from e2e.bench.proxies import ours, workers
+from e2e.emulated.fleet import log_of, stumbles
 from e2e.test_router_admission import key_of, tenants_file
 from fleet_router.admission.bound import BUDGET_SHARE
 from fleet_router.config import RouterConfig, SloClass
@@ -46,6 +47,7 @@ CONFIG = RouterConfig(
 def router(folder: Path, config: RouterConfig = CONFIG, tenants: Path | None = None) -> Iterator[str]:
     with workers(WORKERS, folder), ours("ours", ROUTER, [], WORKERS, folder, config, tenants) as proxy:
         yield proxy.address
+    assert (odd := stumbles(log_of(folder, ROUTER))) == [], odd
 
 
 @dataclass
