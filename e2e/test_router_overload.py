@@ -55,6 +55,8 @@ class Answers:
     """What became of requests: status and seconds of each, by kind."""
 
     rows: list[tuple[str, int, float]] = field(default_factory=list)
+    lasted_s: float = 0.0
+    """Of an open loop: until the last one was answered."""
 
     def of(self, kind: str, *statuses: int) -> list[float]:
         return sorted(took for name, status, took in self.rows if name == kind and status in statuses)
@@ -96,6 +98,7 @@ async def open_loop(address: str, per_s: float, seconds: float, ticks: int, seed
         await asyncio.sleep(max(0.0, at - time.monotonic()))
         running.add(asyncio.create_task(ask(address, ticks, answers)))
     await asyncio.gather(*running)
+    answers.lasted_s = time.monotonic() - begun
     return answers
 
 
@@ -117,7 +120,7 @@ def test_l1_twice_the_load_costs_no_goodput(tmp_path: Path):
     capacity = SLOTS / (ticks * TICK_S)
 
     async def go(address: str) -> tuple[Answers, Answers, int]:
-        fits = await open_loop(address, 0.9 * capacity, fits_s, ticks, 1)
+        fits = await open_loop(address, capacity, fits_s, ticks, 1)
         stop = asyncio.Event()
         watching = asyncio.create_task(longest_queue(address, stop))
         twice = await open_loop(address, 2 * capacity, L1_S, ticks, 2)
@@ -127,14 +130,15 @@ def test_l1_twice_the_load_costs_no_goodput(tmp_path: Path):
     with router(tmp_path) as address:
         fits, twice, queue = asyncio.run(go(address))
     in_time = BUDGET_S + ticks * TICK_S
-    good = [sum(took <= in_time for took in one.of("", 200)) / s for one, s in ((fits, fits_s), (twice, L1_S))]
+    good = [sum(took <= in_time for took in one.of("", 200)) / one.lasted_s for one in (fits, twice)]
     refused = twice.of("", 429, 503, 529)
     late = sum(took > 0.05 for took in refused) / len(refused)
-    print(f"{dict(fits.statuses())}, {dict(twice.statuses())}, in time {good[0]:.1f} and {good[1]:.1f} per s, queue {queue}")
+    print(f"{dict(fits.statuses())}, {dict(twice.statuses())}, queue {queue}")
+    print(f"room for {capacity:.1f} per s; in time {good[0]:.1f} and {good[1]:.1f} per s, {good[1] / good[0]:.3f}")
     print(f"refused: median {refused[len(refused) // 2] * 1e3:.1f} ms, {late:.1%} after 50 ms, last {refused[-1]:.2f} s")
     assert len(refused) >= 0.3 * len(twice.rows)
     assert set(twice.statuses()) <= {200, 429, 503, 529}
-    assert good[1] >= 0.9 * good[0]
+    assert good[1] >= 0.9 * max(good[0], 0.98 * capacity)  # at 1x a draw of arrivals may have come short of it
     assert late <= 0.02
     assert queue <= CONFIG.queue_per_slot * SLOTS
 
