@@ -37,6 +37,8 @@ class Faults:
     cut: list[str] = field(default_factory=list)
     """Uids of decode workers that cannot read KV here: their connections are reset."""
     tick_s: float = 0.002
+    prompt_s: float = 0.0
+    """Of streams whose prompt nobody has prefilled: their first token comes so much later."""
     weights: int = 0
     model: str = "tiny"
 
@@ -205,6 +207,8 @@ class Worker:
     async def stream(
         self, body: dict[str, Any], prompt: list[int], seed: int, nonce: list[int], writer: asyncio.StreamWriter
     ) -> None:
+        if self.faults.prompt_s and not body.get("kv_transfer_params"):
+            await asyncio.sleep(self.faults.prompt_s)
         writer.write(STREAM)
         state, count = state_of([*prompt, *nonce], self.faults.weights, seed), limit_of(body)
         for i in range(count):
