@@ -216,19 +216,22 @@ def test_l5_long_requests_among_short_ones_all_progress(tmp_path: Path):
             if await ask(address, ticks, answers, kind) != 200:
                 await asyncio.sleep(0.1)
 
-    async def go(address: str) -> Answers:
-        answers, end = Answers(), time.monotonic() + 20
+    async def go(address: str) -> tuple[Answers, int]:
+        answers, end, stop = Answers(), time.monotonic() + 20, asyncio.Event()
         kinds = [("long", long)] * SLOTS + [("short", short)] * (3 * SLOTS)
+        watching = asyncio.create_task(longest_queue(address, stop))
         await asyncio.gather(*(client(address, kind, ticks, end, answers) for kind, ticks in kinds))
-        return answers
+        stop.set()
+        return answers, await watching
 
     with router(tmp_path, msgspec.structs.replace(CONFIG, queue_per_slot=8)) as address:
-        answers = asyncio.run(go(address))
+        answers, queue = asyncio.run(go(address))
         left = httpx.get(f"http://{address}/metrics", trust_env=False).text
     longs, shorts = answers.of("long", 200), answers.of("short", 200)
     share = len(longs) * long / (len(longs) * long + len(shorts) * short)
     print(f"{dict(answers.statuses())}; long: {len(longs)}, slowest {longs[-1]:.2f} s; short: {len(shorts)}, slowest "
-          f"{shorts[-1]:.2f} s; the long ones' share of the slots {share:.2f}")  # fmt: skip
+          f"{shorts[-1]:.2f} s; the long ones' share of the slots {share:.2f}; queue {queue}")  # fmt: skip
+    assert queue >= SLOTS, "stage one: as many wait as are served"
     assert set(answers.statuses()) <= {200, 429, 503, 529}
     assert len(shorts) > 100
     assert 0.25 < share < 0.97
