@@ -183,7 +183,7 @@ def p99(times: list[float]) -> float:
 
 def test_h2_slow_clients_are_cut_at_the_deadline_and_others_do_not_notice(tmp_path: Path):
     """Fifty each: a header a byte at a time, a body a byte at a time. A byte every 0.2 s resets no deadline."""
-    with router(tmp_path):
+    with router(tmp_path) as target:
         alone = latencies(200)
         stop, begun, threads = threading.Event(), time.monotonic(), []
         opened = [connect(30) for _ in range(100)]
@@ -206,6 +206,7 @@ def test_h2_slow_clients_are_cut_at_the_deadline_and_others_do_not_notice(tmp_pa
         for one in opened:
             one.close()
         assert [status(answer) for answer in answers] == [408] * 100
+        assert len(target.recorder.seen) == 400  # what was timed went to the worker and back
         assert DEADLINE_S <= took < DEADLINE_S + 4
         medians = [statistics.median(times) for times in (alone, beside)]
         print(f"median {medians[0] * 1e3:.2f} ms alone, {medians[1] * 1e3:.2f} ms beside them; p99 {p99(alone) * 1e3:.2f} ms "
