@@ -22,6 +22,7 @@ import pytest
 import yaml
 
 from e2e.bench.proxies import ours, workers
+from e2e.emulated.fleet import log_of, stumbles
 from e2e.fleet_up import END_S, READY_S, free_port, running
 from e2e.test_up import finished
 from fleet_cli.up.bundled import bundled_manifest, tiny_model
@@ -57,6 +58,7 @@ def router(tmp_path: Path, **tenants: dict[str, Any]) -> Iterator[str]:
     file = tenants_file(tmp_path / "tenants.json", **tenants)
     with workers(WORKERS, tmp_path), ours("ours", "127.85.1.1:8080", [], WORKERS, tmp_path, CONFIG, file) as proxy:
         yield f"http://{proxy.address}"
+    assert (odd := stumbles(log_of(tmp_path, proxy.address))) == [], odd
 
 
 def test_s1_keys_are_reloaded_and_a_revoked_one_is_nobodys(tmp_path: Path):

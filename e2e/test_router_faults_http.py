@@ -20,7 +20,8 @@ from pathlib import Path
 import pytest
 
 from e2e.bench.proxies import ours, workers
-from e2e.emulated.fleet import get, until
+from e2e.emulated.fleet import get, log_of, stumbles, until
+from e2e.emulated.worker import length_of
 from e2e.recorder import Recorder
 from e2e.test_router_admission import key_of, tenants_file
 from fleet_router.config import HttpBounds, RouterConfig
@@ -55,6 +56,7 @@ def router(tmp_path: Path, config: RouterConfig = CONFIG, tenants: Path | None =
     with Recorder(WORKER) as recorder, ours("ours", f"{HOST}:{PORT}", [], [WORKER], tmp_path, config, tenants) as proxy:
         assert proxy.pid is not None
         yield Router(proxy.pid, recorder)
+    assert (odd := stumbles(log_of(tmp_path, f"{HOST}:{PORT}"))) == [], odd
 
 
 def connect(timeout_s: float = 10.0) -> socket.socket:
@@ -116,14 +118,16 @@ def test_h1_h3_what_is_too_large_is_not_kept(tmp_path: Path):
     while we still send; one that comes is the right one. Far less than all is taken, and before the deadline."""
     with router(tmp_path) as target:
         assert status(send(GOOD.replace(b"host", b"connection: close\r\nhost"))) == 200
-        before = target.rss_mb()
+        before, more = target.rss_mb(), []
         for name, (head, piece, wanted) in FLOODS.items():
             begun = time.monotonic()
             answer, sent = pour(head, piece, MOST_BYTES)
             assert sent < MOST_BYTES / 4, (name, sent)
             assert time.monotonic() - begun < DEADLINE_S, name
             assert status(answer) in wanted, (name, answer[:200])
-            assert target.rss_mb() - before < 8, name
+            more.append(target.rss_mb() - before)
+            assert more[-1] < (5 if name.startswith("h1") else 8), name  # h3: up to a body that would be allowed, 4 MiB
+        print(f"RSS {', '.join(f'{one:+.1f}' for one in more)} MB")
         assert get(f"{URL}/health") == b"ok\n"
         assert len(target.recorder.seen) == 1
 
@@ -158,23 +162,29 @@ def slow(opened: socket.socket, data: bytes, every_s: float, stop: threading.Eve
 
 
 def latencies(count: int) -> list[float]:
-    """Of requests on one connection."""
+    """Of requests on one connection, each read to its last byte."""
     found = []
     with connect() as opened:
         for _ in range(count):
             begun = time.perf_counter()
             opened.sendall(GOOD)
             got = b""
-            while b"ok" not in got:
+            while b"\r\n\r\n" not in got or len(got) < got.index(b"\r\n\r\n") + 4 + length_of(got):
                 got += opened.recv(65_536)
             found.append(time.perf_counter() - begun)
-    return found
+            assert (status(got), b'"text": "ok"' in got) == (200, True), got
+    return sorted(found)
+
+
+def p99(times: list[float]) -> float:
+    """Of times in order."""
+    return times[int(len(times) * 0.99)]
 
 
 def test_h2_slow_clients_are_cut_at_the_deadline_and_others_do_not_notice(tmp_path: Path):
     """Fifty each: a header a byte at a time, a body a byte at a time. A byte every 0.2 s resets no deadline."""
-    with router(tmp_path):
-        alone = statistics.median(latencies(200))
+    with router(tmp_path) as target:
+        alone = latencies(200)
         stop, begun, threads = threading.Event(), time.monotonic(), []
         opened = [connect(30) for _ in range(100)]
         for i, one in enumerate(opened):
@@ -187,7 +197,7 @@ def test_h2_slow_clients_are_cut_at_the_deadline_and_others_do_not_notice(tmp_pa
                 one.sendall(head)
             threads.append(threading.Thread(target=slow, args=(one, head if i % 2 else ASK, 0.2, stop)))
             threads[-1].start()
-        beside = statistics.median(latencies(200))
+        beside = latencies(200)
         answers = [said(one) for one in opened]
         took = time.monotonic() - begun
         stop.set()
@@ -196,9 +206,13 @@ def test_h2_slow_clients_are_cut_at_the_deadline_and_others_do_not_notice(tmp_pa
         for one in opened:
             one.close()
         assert [status(answer) for answer in answers] == [408] * 100
+        assert len(target.recorder.seen) == 400  # what was timed went to the worker and back
         assert DEADLINE_S <= took < DEADLINE_S + 4
-        print(f"median {alone * 1e3:.2f} ms alone, {beside * 1e3:.2f} ms beside them")
-        assert beside < 5 * alone + 0.01
+        medians = [statistics.median(times) for times in (alone, beside)]
+        print(f"median {medians[0] * 1e3:.2f} ms alone, {medians[1] * 1e3:.2f} ms beside them; p99 {p99(alone) * 1e3:.2f} ms "
+              f"and {p99(beside) * 1e3:.2f} ms")  # fmt: skip
+        assert medians[1] <= 2 * medians[0] + 0.002
+        assert p99(beside) <= 2 * p99(alone) + 0.03  # two of 200 may meet a busy machine: 20 ms were seen at load 6
 
 
 def test_h2_a_reader_that_takes_nothing_is_cut(tmp_path: Path):
@@ -377,15 +391,18 @@ def test_l2_two_thousand_connections_in_a_second(tmp_path: Path):
                 with contextlib.suppress(BlockingIOError):
                     one.connect((HOST, PORT))
                 herd.append(one)
-            print(f"2,000 connections in {time.monotonic() - begun:.2f} s")
+            came_s = time.monotonic() - begun
+            print(f"2,000 connections in {came_s:.2f} s")
+            assert came_s < 1.0
             took = []
             for _ in range(20):
                 asked = time.perf_counter()
                 assert get(f"{URL}/health") == b"ok\n"
                 took.append(time.perf_counter() - asked)
             until("all are there", lambda: target.fds() >= before + 2_000, 10)
-            print(f"health {statistics.median(took) * 1e3:.1f} ms, slowest {max(took) * 1e3:.0f} ms")
-            assert statistics.median(took) < 0.1
+            took.sort()
+            print(f"health {statistics.median(took) * 1e3:.1f} ms, slowest {took[-1] * 1e3:.0f} ms")
+            assert took[int(len(took) * 0.95) - 1] < 0.1  # all but one of twenty
             for one in herd:
                 one.close()
         until("all have gone", lambda: target.fds() <= before + 2, 10)

@@ -52,12 +52,13 @@ def test_r8_kv_does_not_move_between_one_prefill_and_one_decode_worker(tmp_path:
         assert loop(fleet, long_asks(20)).right == 20
         giver, taker = fleet.prefill[0], fleet.decode[0]
         giver.fault(cut=[taker.uid])
-        ledger = loop(fleet, long_asks(200, first=20))
+        ledger = loop(fleet, long_asks(100, first=20), clients=2)
         stats = giver.stats()
         print(stats, fleet.metric("pairs_out"))
-        assert 1 <= stats["cut_reads"] <= PAIR_FAILURES_MOST + 8  # eight clients were under way
-        assert ledger.right == 200
-        assert fleet.metric("pair_ejections_total") == 1
+        assert 1 <= stats["cut_reads"] <= PAIR_FAILURES_MOST + 2  # two clients were under way
+        assert ledger.right == 100
+        again = stats["cut_reads"] - PAIR_FAILURES_MOST  # on a slow machine its five seconds are over meanwhile: it is tried once
+        assert 1 <= fleet.metric("pair_ejections_total") <= 1 + again
         assert fleet.metric("workers_out") == 0  # both go on with others
         assert taker.stats()["finished"] > 20
         assert stats["reads"] > 20

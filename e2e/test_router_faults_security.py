@@ -13,6 +13,7 @@ import statistics
 import time
 from pathlib import Path
 
+import grpc
 import pytest
 
 from e2e.bench.proxies import Proxy, ours
@@ -20,8 +21,10 @@ from e2e.certs import Authority
 from e2e.emulated.fleet import Emulated, get, until
 from e2e.test_router_admission import key_of, tenants_file
 from e2e.test_router_faults_http import CONFIG, GOOD, HOST, PORT, URL, WORKER, connect, router, status
+from tests.listening import ALWAYS, documented, listening
 
 pytestmark = pytest.mark.timeout(900)
+README = Path(__file__).resolve().parents[1] / "router/README.md"
 TRIES = int(os.environ.get("FLEET_S1_TRIES", "4000"))
 """Of each kind; the list's 10^5 are `FLEET_S1_TRIES=50000`."""
 
@@ -55,63 +58,42 @@ def test_s1_a_wrong_key_is_refused_as_fast_however_near_it_is(tmp_path: Path):
         assert target.recorder.seen == []
 
 
-def listening(pid: int) -> set[tuple[str, int]]:
-    """(protocol, port) of every socket of a process that takes something from elsewhere."""
-    inodes = set()
-    for one in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(OSError):
-            inodes |= set(re.findall(r"^socket:\[(\d+)\]$", str(one.readlink())))
-    found = set()
-    for protocol, state in (("tcp", "0A"), ("tcp6", "0A"), ("udp", "07"), ("udp6", "07")):
-        for line in Path(f"/proc/{pid}/net/{protocol}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[9] in inodes and fields[3] == state:
-                found.add((protocol, int(fields[1].rpartition(":")[2], 16)))
-    return found
-
-
 def bomb_of(path: Path) -> bytes:
     """A pickle (protocol 0) that leaves a file when somebody loads it; written out, because nothing here may import pickle."""
     return b"cposix\nsystem\n(Vtouch %s\ntR." % str(path).encode()
 
 
-def test_s3_noise_at_every_port_and_no_port_that_is_not_documented(tmp_path: Path):
-    """Random bytes, a pickle that would leave a file, frames that are too long, a TLS hello."""
-    authority, mark = Authority(tmp_path, "ca"), tmp_path / "executed"
-    cert, key = authority.leaf("router", HOST)
-    (tmp_path / "gossip.key").write_text("g" * 40)
-    files = [
-        "--tls-cert",
-        str(cert),
-        "--tls-key",
-        str(key),
-        "--gossip-key",
-        str(tmp_path / "gossip.key"),
-        "--gossip-port",
-        "8082",
-    ]
-    bomb = bomb_of(mark)
-    noises = [
-        os.urandom(100),
-        os.urandom(200_000),
-        bomb,
-        bomb * 10_000,
-        b"\xff" * 70_000,
+def noises_of(mark: Path) -> list[bytes]:
+    """Random bytes, a pickle that would leave `mark`, frames that are too long, a TLS hello, HTTP/2 that goes wrong."""
+    bomb, http2 = bomb_of(mark), b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+    settings, too_long = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00", b"\xff\xff\xff\x00\x00\x00\x00\x00\x01"
+    return [
+        os.urandom(100), os.urandom(200_000), bomb, bomb * 10_000, b"\xff" * 70_000,
         b"\x16\x03\x01\x40\x00\x01" + os.urandom(500),
-    ]
-    with ours(
-        "ours",
-        f"{HOST}:{PORT}",
-        [],
-        [WORKER],
-        tmp_path,
-        CONFIG,
-        extra=files,
-        ready=f"http://{HOST}:8081/health",
-    ) as proxy:
+        http2 + os.urandom(10_000), http2 + settings + too_long + b"\xff" * 200_000, http2 + settings + bomb * 100,
+    ]  # fmt: skip
+
+
+def picker_serves(channel: grpc.Channel) -> bool:
+    """gRPC's own health check, liveness."""
+    check = channel.unary_unary("/grpc.health.v1.Health/Check")
+    return check(b"\x0a\x08liveness", timeout=10, wait_for_ready=True) == b"\x08\x01"
+
+
+@pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
+def test_s3_noise_at_every_port_and_no_port_that_is_not_documented(tmp_path: Path, tls: bool):
+    """All ports are open, and they are the README's. Each of them serves afterwards."""
+    authority, mark, secret = Authority(tmp_path, "ca"), tmp_path / "executed", tmp_path / "gossip.key"
+    cert, key = authority.leaf("router", HOST)
+    secret.write_text("g" * 40)
+    extra = ["--gossip-key", str(secret), "--gossip-port", "8082", "--ext-proc-port", "9002", "--admin-port", "8081"]
+    extra += ["--tls-cert", str(cert), "--tls-key", str(key)] if tls else []
+    ready, noises = f"http://{HOST}:8081/health", noises_of(mark)
+    with ours("ours", f"{HOST}:{PORT}", [], [WORKER], tmp_path, CONFIG, extra=extra, ready=ready) as proxy:
         assert proxy.pid is not None
-        assert listening(proxy.pid) == {("tcp", 8080), ("tcp", 8081), ("udp", 8082)}
-        for port in (8080, 8081):
+        until("all ports are open", lambda: len(listening(proxy.pid)) >= 4, 10)
+        assert listening(proxy.pid) == documented(README)
+        for port in (8080, 8081, 9002):
             for noise in noises:
                 with socket.create_connection((HOST, port), timeout=15) as opened:
                     with contextlib.suppress(OSError):
@@ -123,11 +105,14 @@ def test_s3_noise_at_every_port_and_no_port_that_is_not_documented(tmp_path: Pat
                             got += piece
                     assert status(got) in (0, 400, 408, 414, 431), (port, noise[:20], got[:100])
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as opened:
-            for noise in noises:
+            for count, noise in enumerate(noises, start=1):  # one by one: the system drops what its buffer has no room for
                 opened.sendto(noise[:60_000], (HOST, 8082))
-        until("all datagrams are refused", lambda: refused(proxy) == len(noises), 5)
+                until("it is refused", lambda so_far=count: refused(proxy) == so_far, 5)
         assert not mark.exists()
         assert get(f"http://{HOST}:8081/health") == b"ok\n"
+        roots = grpc.ssl_channel_credentials(authority.file.read_bytes())
+        with grpc.secure_channel(f"{HOST}:9002", roots) if tls else grpc.insecure_channel(f"{HOST}:9002") as channel:
+            assert picker_serves(channel)
 
 
 def refused(proxy: Proxy) -> int:
@@ -137,7 +122,7 @@ def refused(proxy: Proxy) -> int:
 
 def test_s3_a_plain_router_has_one_port(tmp_path: Path):
     with router(tmp_path) as target:
-        assert listening(target.pid) == {("tcp", PORT)}
+        assert listening(target.pid) == documented(README, [ALWAYS])
         assert get(f"{URL}/health") == b"ok\n"
 
 

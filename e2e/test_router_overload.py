@@ -25,6 +25,7 @@ import pytest
 
 from e2e.bench.backend import HOLD, TICK_S
 from e2e.bench.proxies import ours, workers
+from e2e.emulated.fleet import Emulated, log_of, stumbles
 from e2e.test_router_admission import key_of, tenants_file
 from fleet_router.admission.bound import BUDGET_SHARE
 from fleet_router.config import RouterConfig, SloClass
@@ -36,6 +37,7 @@ ROUTER = "127.90.1.1:8080"
 SLOTS_EACH = 8
 SLOTS = SLOTS_EACH * len(WORKERS)
 BUDGET_S = 2.0
+PROMPT_S = 0.8
 CONFIG = RouterConfig(
     fleet="bench", served_name="tiny", worker_slots=SLOTS_EACH, policy="leastLoad",
     classes=(SloClass(name="default", ttft_budget_s=BUDGET_S), SloClass(name="patient", ttft_budget_s=30.0)),
@@ -46,6 +48,7 @@ CONFIG = RouterConfig(
 def router(folder: Path, config: RouterConfig = CONFIG, tenants: Path | None = None) -> Iterator[str]:
     with workers(WORKERS, folder), ours("ours", ROUTER, [], WORKERS, folder, config, tenants) as proxy:
         yield proxy.address
+    assert (odd := stumbles(log_of(folder, ROUTER))) == [], odd
 
 
 @dataclass
@@ -53,6 +56,8 @@ class Answers:
     """What became of requests: status and seconds of each, by kind."""
 
     rows: list[tuple[str, int, float]] = field(default_factory=list)
+    lasted_s: float = 0.0
+    """Of an open loop: until the last one was answered."""
 
     def of(self, kind: str, *statuses: int) -> list[float]:
         return sorted(took for name, status, took in self.rows if name == kind and status in statuses)
@@ -61,17 +66,19 @@ class Answers:
         return Counter(status for _, status, _ in self.rows)
 
 
-async def ask(address: str, ticks: int, answers: Answers, kind: str = "", key: str = "") -> int:
-    """One request on a connection of its own."""
+async def ask(address: str, ticks: int, answers: Answers, kind: str = "", key: str = "", *, stream: bool = False) -> int:
+    """One request on a connection of its own. `stream`: its first event's time counts, else that of its whole answer."""
     begun = time.monotonic()
     host, _, port = address.partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    body = json.dumps({"model": "tiny", "prompt": f"{HOLD} {kind}", "max_tokens": ticks})
+    body = json.dumps({"model": "tiny", "prompt": f"{HOLD} {kind}", "max_tokens": ticks, "stream": stream})
     auth = f"authorization: Bearer {key}\r\n" if key else ""
     head = f"POST /v1/completions HTTP/1.1\r\nhost: h\r\n{auth}connection: close\r\ncontent-length: {len(body)}\r\n\r\n"
     try:
         writer.write((head + body).encode())
-        got = await reader.read(-1)
+        got = await reader.readuntil(b"\r\n\r\n") + (await reader.read(65_536) if stream else b"")
+        first_s = time.monotonic() - begun
+        got += await reader.read(-1)
     finally:
         writer.close()
         with contextlib.suppress(OSError):
@@ -81,7 +88,9 @@ async def ask(address: str, ticks: int, answers: Answers, kind: str = "", key: s
         error = json.loads(got.partition(b"\r\n\r\n")[2])["error"]
         assert (error["retryable"], bool(error["request_id"])) == (True, True)
         assert re.search(rb"\r\nretry-after: [1-9]", got.lower()), got[:300]
-    answers.rows.append((kind, status, time.monotonic() - begun))
+    elif stream:
+        assert b"data: [DONE]" in got
+    answers.rows.append((kind, status, first_s if stream else time.monotonic() - begun))
     return status
 
 
@@ -94,6 +103,7 @@ async def open_loop(address: str, per_s: float, seconds: float, ticks: int, seed
         await asyncio.sleep(max(0.0, at - time.monotonic()))
         running.add(asyncio.create_task(ask(address, ticks, answers)))
     await asyncio.gather(*running)
+    answers.lasted_s = time.monotonic() - begun
     return answers
 
 
@@ -115,7 +125,7 @@ def test_l1_twice_the_load_costs_no_goodput(tmp_path: Path):
     capacity = SLOTS / (ticks * TICK_S)
 
     async def go(address: str) -> tuple[Answers, Answers, int]:
-        fits = await open_loop(address, 0.9 * capacity, fits_s, ticks, 1)
+        fits = await open_loop(address, capacity, fits_s, ticks, 1)
         stop = asyncio.Event()
         watching = asyncio.create_task(longest_queue(address, stop))
         twice = await open_loop(address, 2 * capacity, L1_S, ticks, 2)
@@ -125,14 +135,15 @@ def test_l1_twice_the_load_costs_no_goodput(tmp_path: Path):
     with router(tmp_path) as address:
         fits, twice, queue = asyncio.run(go(address))
     in_time = BUDGET_S + ticks * TICK_S
-    good = [sum(took <= in_time for took in one.of("", 200)) / s for one, s in ((fits, fits_s), (twice, L1_S))]
+    good = [sum(took <= in_time for took in one.of("", 200)) / one.lasted_s for one in (fits, twice)]
     refused = twice.of("", 429, 503, 529)
     late = sum(took > 0.05 for took in refused) / len(refused)
-    print(f"{dict(fits.statuses())}, {dict(twice.statuses())}, in time {good[0]:.1f} and {good[1]:.1f} per s, queue {queue}")
+    print(f"{dict(fits.statuses())}, {dict(twice.statuses())}, queue {queue}")
+    print(f"room for {capacity:.1f} per s; in time {good[0]:.1f} and {good[1]:.1f} per s, {good[1] / good[0]:.3f}")
     print(f"refused: median {refused[len(refused) // 2] * 1e3:.1f} ms, {late:.1%} after 50 ms, last {refused[-1]:.2f} s")
     assert len(refused) >= 0.3 * len(twice.rows)
     assert set(twice.statuses()) <= {200, 429, 503, 529}
-    assert good[1] >= 0.9 * good[0]
+    assert good[1] >= 0.9 * max(good[0], 0.98 * capacity)  # at 1x a draw of arrivals may have come short of it
     assert late <= 0.02
     assert queue <= CONFIG.queue_per_slot * SLOTS
 
@@ -147,28 +158,30 @@ async def settled(address: str) -> None:
 
 
 def test_l3_one_heavy_tenant_among_nine_light_ones(tmp_path: Path):
-    """32 slots, nine tenants with one request at a time each, and one that keeps 192 coming. Stage one: it is a flood; stage two:
-    the nine's p99 stays within 1.5 times of alone, and none of their requests is turned away."""
-    config = msgspec.structs.replace(CONFIG, worker_slots=2 * SLOTS_EACH)
-    ticks, names = 80, [f"light{i}" for i in range(9)]
+    """64 slots, nine tenants with one stream at a time each, and one that keeps 256 coming. A prompt takes its worker 0.8 s, its
+    tokens a third of that: 0.4 s are more than a busy machine adds. Stage one: it is a flood; stage two: the nine's p99 of TTFT
+    stays within 1.5 times of alone, their median within 1.25 times, and none of their requests is turned away."""
+    config = msgspec.structs.replace(CONFIG, worker_slots=4 * SLOTS_EACH, queue_per_slot=2)
+    ticks, names = 5, [f"light{i}" for i in range(9)]
     file = tenants_file(tmp_path / "tenants.json", **{name: {"class": "patient"} for name in [*names, "heavy"]})
 
     async def light(address: str, name: str, answers: Answers) -> None:
-        for _ in range(25):
-            assert await ask(address, ticks, answers, name, key_of(name)) == 200
+        for _ in range(20):
+            assert await ask(address, ticks, answers, name, key_of(name), stream=True) == 200
             await asyncio.sleep(0.02)
 
     async def heavy(address: str, seed: int, answers: Answers) -> None:
         numbers = random.Random(seed)
         while True:
-            if await ask(address, numbers.randint(ticks // 2, ticks * 3 // 2), answers, "heavy", key_of("heavy")) != 200:
-                await asyncio.sleep(0.2)
+            count = numbers.randint(1, 2 * ticks)  # so different that slots are given back evenly soon
+            if await ask(address, count, answers, "heavy", key_of("heavy"), stream=True) != 200:
+                await asyncio.sleep(0.5)
 
     async def go(address: str) -> tuple[Answers, Answers]:
         alone, beside = Answers(), Answers()
         await asyncio.gather(*(light(address, name, alone) for name in names))
-        flood = [asyncio.create_task(heavy(address, seed, beside)) for seed in range(12 * SLOTS)]
-        await asyncio.sleep(1.5)
+        flood = [asyncio.create_task(heavy(address, seed, beside)) for seed in range(16 * SLOTS)]
+        await asyncio.sleep(3.0)
         await asyncio.gather(*(light(address, name, beside) for name in names))
         for task in flood:
             task.cancel()
@@ -176,16 +189,20 @@ def test_l3_one_heavy_tenant_among_nine_light_ones(tmp_path: Path):
         await settled(address)
         return alone, beside
 
-    with router(tmp_path, config, file) as address:
-        alone, beside = asyncio.run(go(address))
+    with Emulated(tmp_path, 122, 0, len(WORKERS), config, ["--tenants", str(file)]) as fleet:
+        for worker in fleet.workers:
+            worker.fault(prompt_s=PROMPT_S, tick_s=0.05)
+        alone, beside = asyncio.run(go(fleet.address))
     before, now = (sorted(took for name in names for took in one.of(name, 200)) for one in (alone, beside))
     p99 = [times[int(len(times) * 0.99)] for times in (before, now)]
-    print(f"p99 alone {p99[0]:.3f} s, beside {p99[1]:.3f} s; heavy: {len(beside.of('heavy', 200))} answered, "
-          f"{len(beside.of('heavy', 429, 529))} refused")  # fmt: skip
+    print(f"p99 of TTFT alone {p99[0]:.3f} s, beside {p99[1]:.3f} s (median {now[len(now) // 2]:.3f}); heavy: "
+          f"{len(beside.of('heavy', 200))} answered, {len(beside.of('heavy', 429, 529))} refused")  # fmt: skip
     assert len(beside.of("heavy", 429, 529)) > 20
     assert len(beside.of("heavy", 200)) > 20
-    assert len(now) == len(before) == 9 * 25
+    assert len(now) == len(before) == 9 * 20
+    assert before[0] >= 0.95 * PROMPT_S  # it is the first token's time, not the head's
     assert p99[1] <= 1.5 * p99[0]
+    assert now[len(now) // 2] <= 1.25 * before[len(before) // 2]
 
 
 def test_l5_long_requests_among_short_ones_all_progress(tmp_path: Path):
@@ -199,19 +216,22 @@ def test_l5_long_requests_among_short_ones_all_progress(tmp_path: Path):
             if await ask(address, ticks, answers, kind) != 200:
                 await asyncio.sleep(0.1)
 
-    async def go(address: str) -> Answers:
-        answers, end = Answers(), time.monotonic() + 20
+    async def go(address: str) -> tuple[Answers, int]:
+        answers, end, stop = Answers(), time.monotonic() + 20, asyncio.Event()
         kinds = [("long", long)] * SLOTS + [("short", short)] * (3 * SLOTS)
+        watching = asyncio.create_task(longest_queue(address, stop))
         await asyncio.gather(*(client(address, kind, ticks, end, answers) for kind, ticks in kinds))
-        return answers
+        stop.set()
+        return answers, await watching
 
     with router(tmp_path, msgspec.structs.replace(CONFIG, queue_per_slot=8)) as address:
-        answers = asyncio.run(go(address))
+        answers, queue = asyncio.run(go(address))
         left = httpx.get(f"http://{address}/metrics", trust_env=False).text
     longs, shorts = answers.of("long", 200), answers.of("short", 200)
     share = len(longs) * long / (len(longs) * long + len(shorts) * short)
     print(f"{dict(answers.statuses())}; long: {len(longs)}, slowest {longs[-1]:.2f} s; short: {len(shorts)}, slowest "
-          f"{shorts[-1]:.2f} s; the long ones' share of the slots {share:.2f}")  # fmt: skip
+          f"{shorts[-1]:.2f} s; the long ones' share of the slots {share:.2f}; queue {queue}")  # fmt: skip
+    assert queue >= SLOTS, "stage one: as many wait as are served"
     assert set(answers.statuses()) <= {200, 429, 503, 529}
     assert len(shorts) > 100
     assert 0.25 < share < 0.97

@@ -11,7 +11,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +24,9 @@ from fleet_wire.endpoints import encode as encode_endpoints
 
 START_S = 180.0
 PORT = 8000
+FDS_SLACK = 2
+"""Descriptors that a router at rest may have more than it began with (I3 of the reliability list)."""
+LISTENS = "0A"
 CONFIG = RouterConfig(
     fleet="emulated", served_name="tiny", resume="prefill", slow_start_s=0.0, first_token_deadline_s=20.0,
     inter_token_deadline_s=3.0, silent_s=2.0, max_input_tokens=16_384,  # its words are short: prompts are long in tokens
@@ -106,6 +109,8 @@ class Emulated:
         self.address = f"127.{net}.0.1:8080"
         self.documents = folder / "documents"
         self._router: subprocess.Popen[bytes] | None = None
+        self._fds = 0
+        """Descriptors that it began with."""
         self._stack = ExitStack()
 
     @property
@@ -126,8 +131,13 @@ class Emulated:
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Whatever the test was about: the router has not leaked (I3) nor stumbled (I6). A test that failed says its own."""
+        with self._stack:
+            if kind is None and self._router is not None and self._router.poll() is None:
+                self.lets_go()
+        if kind is None:
+            assert (odd := stumbles(self.folder / "router.log")) == [], odd
 
     # -- documents and router -----------------------------------------------------------------------------------------
     def publish(self, workers: Sequence[Worker] | None = None, **config: Any) -> None:
@@ -150,6 +160,7 @@ class Emulated:
         with (self.folder / "router.log").open("ab") as log:
             self._router = subprocess.Popen(argv, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
         until("the router is ready", self._ready, START_S)
+        self._fds = len(fds_of(self._router.pid) - connected(self._router.pid))
 
     def _ready(self) -> bool:
         assert self._router is not None
@@ -189,6 +200,46 @@ class Emulated:
             return busy | ({"router": inflight} if (inflight := self.metric("inflight")) else {})
 
         until("nothing is left", lambda: not left(), 10.0, left)
+
+    def lets_go(self) -> None:
+        """Its workers are replaced by others: pooled connections close, and it is left with the descriptors that it began with.
+        Idle clients must have gone."""
+        assert self._router is not None
+        pid = self._router.pid
+        rows = tuple(msgspec.structs.replace(worker.endpoint(), uid=f"{worker.uid}-next") for worker in self.workers)
+        self.write(ENDPOINTS_KEY, encode_endpoints(Endpoints(fleet="emulated", namespace="default", workers=rows)))
+
+        def more() -> int:
+            return len(fds_of(pid)) - self._fds
+
+        until("descriptors are given back", lambda: more() <= FDS_SLACK, 15.0, lambda: f"{more()} more than it began with")
+
+
+def stumbles(log: Path) -> list[str]:
+    """Lines of a router's log that tell of a bug: tracebacks, whatever else is no line of ours, requests that it failed."""
+    lines = log.read_text(errors="replace").splitlines()
+    return [line for line in lines if not line.startswith("{") or json.loads(line)["event"] == "request-failed"]
+
+
+def log_of(folder: Path, address: str) -> Path:
+    """Where a router that `e2e.bench.proxies.ours` started writes."""
+    return (folder / address.replace(":", "-")).with_suffix(".log")
+
+
+def fds_of(pid: int) -> set[str]:
+    """Descriptors of a process: what they are, each by itself."""
+    found = set()
+    for one in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(OSError):
+            link = os.readlink(one)
+            found.add(link if link.startswith("socket:") else f"{one.name} {link}")
+    return found
+
+
+def connected(pid: int) -> set[str]:
+    """Its TCP sockets that do not listen, under the names of `fds_of`."""
+    lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]]
+    return {f"socket:[{fields[9]}]" for fields in lines if fields[3] != LISTENS}
 
 
 def get(url: str, body: dict[str, Any] | None = None, timeout_s: float = 5.0) -> bytes:

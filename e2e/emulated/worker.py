@@ -40,6 +40,8 @@ class Faults:
     deaf: bool = False
     """It computes the prompt itself and reads no KV, whatever was prefilled for it: right tokens, and nothing disaggregated."""
     tick_s: float = 0.002
+    prompt_s: float = 0.0
+    """Of streams whose prompt nobody has prefilled: their first token comes so much later."""
     weights: int = 0
     model: str = "tiny"
 
@@ -217,6 +219,8 @@ class Worker:
     async def stream(
         self, body: dict[str, Any], prompt: list[int], seed: int, nonce: list[int], writer: asyncio.StreamWriter
     ) -> None:
+        if self.faults.prompt_s and not body.get("kv_transfer_params"):
+            await asyncio.sleep(self.faults.prompt_s)
         writer.write(STREAM)
         state, count = state_of([*prompt, *nonce], self.faults.weights, seed), limit_of(body)
         for i in range(count):

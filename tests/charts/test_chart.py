@@ -18,6 +18,7 @@ from fleet_operator.leader.lease import Terms
 from fleet_operator.options import WebhookOptions, parse_options
 from fleet_operator.runtime.paths import expand
 from fleet_operator.webhook.manifests import configurations
+from tests.listening import ALWAYS, documented
 
 HERE = Path(__file__).resolve().parent
 GOLDEN = ROOT / "tests/golden/chart"
@@ -94,6 +95,19 @@ def _texts(value: Any, keys: Sequence[str]) -> list[Any]:
 
 def test_generated_files_are_up_to_date():
     assert stale() == [], "make chart"
+
+
+@pytest.mark.parametrize(("webhooks", "when"), [(False, [ALWAYS]), (True, None)])
+def test_s3_the_operators_ports_are_those_of_its_readme(webhooks: bool, when: list[str] | None):
+    """What it is told to listen on, and what its container declares."""
+    (pod,) = [
+        o["spec"]["template"]["spec"] for o in objects(render({"webhooks": {"enabled": webhooks}})) if o["kind"] == "Deployment"
+    ]
+    (container,) = pod["containers"]
+    told = parse_options(container["args"])
+    ports = {("tcp", port) for port in (told.health_port, told.webhook.port if told.webhook is not None else 0) if port}
+    assert ports == {(one["protocol"].lower(), one["containerPort"]) for one in container["ports"]}
+    assert ports == documented(ROOT / "operator/README.md", when)
 
 
 def test_crds_are_rendered_word_for_word():

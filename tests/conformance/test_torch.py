@@ -13,8 +13,12 @@ import msgspec
 import pytest
 
 from fleet_cli.up.bundled import tiny_model
+from fleet_operator.render.network import UCX_TCP_PORTS
 from tests.conformance.suite import Conformance, Pair, completion, eventually, prefill_leg, tokens
 from tests.conformance.workers import Worker, running, spawn, wait_ready, worker_config
+from tests.listening import ALWAYS, documented, listening
+
+README = Path(__file__).resolve().parents[2] / "worker/README.md"
 
 
 @pytest.fixture(scope="session")
@@ -125,6 +129,17 @@ def test_workers_of_another_compatibility_are_refused(pair: Pair, tiny: Path, tm
         answer = stranger.post("/v1/completions", completion(kv_transfer_params=prefill_leg(pair[0])))
         assert answer.status_code == 400
         assert "compatibility hash: prefill has suite, decode has other" in answer.json()["error"]["message"]
+
+
+def test_s3_a_worker_listens_where_its_readme_says(tiny: Path, tmp_path: Path):
+    """UCX gets the ports that the operator gives it; what it opens at this machine's other addresses counts, too."""
+    ranges = "-".join(map(str, UCX_TCP_PORTS))
+    with running(worker_config("prefill", tiny), "127.78.0.9", tmp_path, UCX_TCP_PORT_RANGE=ranges) as worker:
+        engine = httpx.get(worker.agent + "/state", timeout=5).json()["engine_pid"]
+        found, always = listening(worker.process.pid, engine), documented(README, [ALWAYS])
+        assert always <= found
+        assert found - always <= documented(README, ["always, some of them"])
+        assert {("tcp", port) for port in msgspec.structs.asdict(worker.config.ports).values()} <= documented(README)
 
 
 def test_k2_a_killed_prefill_worker_fails_the_pull_and_leaks_nothing(pair: Pair, tiny: Path, tmp_path: Path):

@@ -228,6 +228,7 @@ def test_b9_only_a_connection_that_closed_before_the_worker_had_it_is_no_failure
         metrics, failures = rig.context.metrics, [w.breaker.failures for w in rig.context.table.by_role["decode"]]
         seen = [len(worker.seen) for worker in rig.decode]
         assert status == 200
+        assert f"\nfleet_router_resends_total {int(not late)}\n".encode() in rig.router.plain(b"/metrics")[2]
         if late:  # another worker, out of the budget, and somebody is to blame
             assert (metrics.retries, metrics.resends, sum(failures), sorted(seen)) == (1, 0, 1, [2, 2])
         else:

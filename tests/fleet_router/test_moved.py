@@ -63,10 +63,12 @@ def test_a_stranger_at_the_old_address_does_not_bar_the_new_one():
         one = known(rig)
         rig.router.stranger(one)
         assert rig.context.table.by_role["decode"] == []
+        assert b"\nfleet_router_workers_strange 1\n" in rig.router.plain(b"/metrics")[2]
         told(rig, msgspec.structs.replace(one, adapters={"a": "d"}))
         assert rig.context.table.by_role["decode"] == []
         told(rig, msgspec.structs.replace(one, address="127.0.0.2"))
         assert [worker.uid for worker in rig.context.table.by_role["decode"]] == [one.uid]
+        assert b"\nfleet_router_workers_strange 0\n" in rig.router.plain(b"/metrics")[2]
         rig.router.stranger(one)  # the answer of a question that was asked at the old address
         assert [worker.uid for worker in rig.context.table.by_role["decode"]] == [one.uid]
 

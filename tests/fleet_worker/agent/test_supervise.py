@@ -10,11 +10,15 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from fleet_worker.agent.agent import Agent
 from fleet_worker.agent.command import EngineCommand
+from fleet_worker.agent.identity import Identity
 from fleet_worker.agent.supervise import EngineProcess, start_guard, watch_children
+from fleet_worker.config import WorkerConfig
 
 WRITE = "import os, pathlib; pathlib.Path(os.environ['OUT']).write_text(os.environ['KNOB'])"
 
@@ -170,6 +174,26 @@ def test_a_log_that_cannot_be_written_does_not_hold_up_the_engine(
         os.close(reading)
     engine.log.finish(10)
     os.close(writing)
+
+
+def test_lines_of_the_engine_that_were_dropped_are_in_the_agents_metrics():
+    """Before there is an engine nobody counts, and what nobody counts is not 0."""
+    config = WorkerConfig(
+        fleet="f", namespace="n", tier="t", role="decode", revision="r", compat="c", model="/none", served_name="m"
+    )
+
+    async def go() -> list[str]:
+        agent = Agent(config, Identity("p", "u", "127.88.0.1"))
+        found = [await agent.metrics()]
+        agent._engine = SimpleNamespace(log_dropped=17, ucx=SimpleNamespace(transport=None))
+        found.append(await agent.metrics())
+        await agent._client.close()
+        agent._scratch.cleanup()
+        return found
+
+    before, after = asyncio.run(go())
+    assert "fleet_agent_log_dropped_total" not in before
+    assert "\nfleet_agent_log_dropped_total 17\n" in after
 
 
 def test_an_engine_that_talks_on_its_stdout_is_not_held_up_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -248,6 +248,14 @@ def test_a_lease_is_held_from_the_moment_that_its_decode_leg_is_taken_until_it_e
     assert core.connector.cancelled == ([] if leaves == "running" else ["d"])
 
 
+def test_what_the_side_channel_dropped_is_in_the_metrics(llama: Llama, monkeypatch: pytest.MonkeyPatch):
+    core, metrics = engine(llama), EngineMetrics("tiny")
+    for dropped in (0, 3):
+        monkeypatch.setattr(core.connector, "dropped_frames", lambda count=dropped: count)
+        metrics.collect(core)
+        assert f'\nfleet:kv_frames_dropped_total{{engine="0",model_name="tiny"}} {dropped}.0\n'.encode() in metrics.exposition()
+
+
 def test_a_reference_shorter_than_the_local_cache_changes_no_token_and_no_counter_falls(llama: Llama):
     core, metrics = engine(llama), EngineMetrics("tiny")
     core.add(ask("first"))
