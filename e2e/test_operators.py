@@ -116,7 +116,7 @@ def healthy(first: Operator, second: Operator) -> None:
     """What each says about itself."""
     for one in (first, second):
         assert one.get("/healthz").text == "ok"
-    assert first.metric('fleet_operator_api_writes_total{kind="Deployment",outcome="ok",verb="apply"}') == 1
+    assert first.metric('fleet_operator_api_writes_total{kind="Deployment",outcome="ok",verb="create"}') == 1
     assert first.metric('fleet_operator_reconciles_total{outcome="ok"}') >= 1
     assert first.metric("fleet_operator_queue_depth") == 0
     assert first.metric('fleet_operator_namespaces{owner="this"}') == 1
