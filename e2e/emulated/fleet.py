@@ -202,11 +202,12 @@ class Emulated:
         until("nothing is left", lambda: not left(), 10.0, left)
 
     def lets_go(self) -> None:
-        """Its workers are replaced by others: pooled connections close, and it is left with the descriptors that it began with.
-        Idle clients must have gone."""
+        """Its workers are replaced by others, which tell no events: pooled connections and subscriptions close, and it has the
+        descriptors that it began with. Idle clients must have gone."""
         assert self._router is not None
         pid = self._router.pid
-        rows = tuple(msgspec.structs.replace(worker.endpoint(), uid=f"{worker.uid}-next") for worker in self.workers)
+        mute = {"events_port": 0, "replay_port": 0}
+        rows = tuple(msgspec.structs.replace(worker.endpoint(), uid=f"{worker.uid}-next", **mute) for worker in self.workers)
         self.write(ENDPOINTS_KEY, encode_endpoints(Endpoints(fleet="emulated", namespace="default", workers=rows)))
 
         def more() -> int:
