@@ -125,7 +125,7 @@ def with_the_webhook(served: Plane) -> None:
     assert "between 1 (minReplicas) and 4 (maxReplicas) workers" in done.stderr
     served.kubectl("scale", "wpool", pool, "-n", "adm", "--replicas=3")
     served.kubectl("delete", "ifleet", "risky", "-n", "adm")
-    served.wait("its pools gone", lambda: pools(served) == 2, 30)
+    served.wait("its pools gone", lambda: pools(served) == 2, 90)  # the garbage collector looks for new kinds each 30 s
 
 
 def without_the_operator(served: Plane) -> None:
