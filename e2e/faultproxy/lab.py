@@ -44,8 +44,13 @@ class Admin:
     def __call__(self, method: str, path: str, body: Any = None, kind: str = "application/json", **params: str) -> httpx.Response:
         """An API server that has too much to do is asked again when it says so, as kubectl does."""
         content = json.dumps(body) if body is not None else None
-        for _ in range(BUSY_MOST):
-            answer = self._client.request(method, path, content=content, headers={"Content-Type": kind}, params=params)
+        for left in range(BUSY_MOST - 1, -1, -1):
+            try:
+                answer = self._client.request(method, path, content=content, headers={"Content-Type": kind}, params=params)
+            except httpx.ReadError:  # rows share the pool: one thread takes for idle, and closes, what another has begun to read
+                if method != "GET" or not left:
+                    raise
+                continue
             if answer.status_code != 429:
                 break
             time.sleep(float(answer.headers.get("Retry-After", "1")))
