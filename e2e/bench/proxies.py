@@ -20,7 +20,7 @@ from fleet_wire.endpoints import ENDPOINTS_KEY, ROUTER_CONFIG_KEY, Endpoint, End
 from fleet_wire.endpoints import encode as encode_endpoints
 
 START_S = 60.0
-PLAIN = RouterConfig(fleet="bench", served_name="tiny")
+PLAIN = RouterConfig(fleet="bench", served_name="tiny", max_input_tokens=8_192)
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -8,7 +8,7 @@ from fleet_router.config import RouterConfig, SloClass
 
 KEY = "sk-bench-" + "0123456789abcdef" * 3
 CLASSES = (SloClass(name="interactive", priority=100, ttft_budget_s=1.0), SloClass(name="batch", priority=-10))
-ON = RouterConfig(fleet="bench", served_name="tiny", worker_slots=256, classes=CLASSES)
+ON = RouterConfig(fleet="bench", served_name="tiny", worker_slots=256, classes=CLASSES, max_input_tokens=8_192)
 TENANTS = {
     "salt": "s" * 48,
     "tenants": [
