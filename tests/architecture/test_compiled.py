@@ -94,6 +94,7 @@ def test_without_a_compiler_it_says_what_is_missing(tmp_path: Path):
     )  # fmt: skip
     assert done.returncode == 1
     assert (
-        done.stderr == "the router is not compiled: there is no C compiler. It runs as plain Python, at more than twice the CPU time.\n"
+        done.stderr
+        == "the router is not compiled: there is no C compiler. It runs as plain Python, at more than twice the CPU time.\n"
     )
     assert list((tmp_path / "cache").rglob("*.py")) == []
