@@ -5,7 +5,9 @@ alternating rounds.
 Nodes and pods are kwok's; everything else is real. Writes are counted in the API server's audit log, pod events by etcd's
 versions of the pods' keys, CPU and memory in /proc. CPU per event is measured twice: all that the operator process used from
 the first apply until all fleets were Ready, making every object included, divided by the pod events of that time; and what an
-event of a Ready fleet costs, a whole pass that finds nothing to write.
+event of a Ready fleet costs, a whole pass that finds nothing to write. What the control plane itself uses (API server, etcd,
+scheduler, controllers, kwok; without our process) is compared as well: where the machine is what is short, as on two cores, no
+operator of these objects is below that ratio, were it to cost nothing.
 """
 
 from __future__ import annotations
@@ -61,6 +63,7 @@ class Ours:
     cpu_s: float
     pod_events: int
     writes: Writes
+    plane_cpu_s: float = 0.0
     writes_per_change: float = 0.0
     idle_writes: int = 0
     idle_cpu: float = 0.0
@@ -95,13 +98,27 @@ def _list(items: list[Object]) -> str:
     return json.dumps({"apiVersion": "v1", "kind": "List", "items": items})
 
 
-async def reference(fleets: int, spec: Object) -> float:
-    """Seconds from apply to Ready of twice as many Deployments with four of the pods each."""
-    async with plane_of(fleets) as (_, cluster):
+@dataclass(frozen=True)
+class Theirs:
+    """One round of Kubernetes' own controllers."""
+
+    ready_s: float
+    plane_cpu_s: float
+
+
+async def reference(fleets: int, spec: Object) -> Theirs:
+    """From apply to Ready of twice as many Deployments with four of the pods each."""
+    async with plane_of(fleets) as (plane, cluster):
         await apply_until_ready(cluster, DEPLOYMENT, [_warm(deployment(0, spec))], deployment_is_ready)
-        return await apply_until_ready(
-            cluster, DEPLOYMENT, [deployment(number, spec) for number in range(2 * fleets)], deployment_is_ready
-        )
+        wishes = [deployment(number, spec) for number in range(2 * fleets)]
+        cpu = plane_cpu_s(plane)
+        ready_s = await apply_until_ready(cluster, DEPLOYMENT, wishes, deployment_is_ready)
+        return Theirs(ready_s, plane_cpu_s(plane) - cpu)
+
+
+def plane_cpu_s(plane: KwokPlane) -> float:
+    """CPU seconds of all its processes so far, the operator's apart."""
+    return sum(cpu_s(service.pid) for service in plane.services if service.name != "operator")
 
 
 def _warm(wish: Object) -> Object:
@@ -119,9 +136,10 @@ async def ours(fleets: int) -> tuple[Ours, Object]:
         await apply_until_ready(cluster, FLEET, [_warm(fleet(0))], fleet_is_ready)
         pods = await cluster.list(POD, "bench-warm", {"inferencefleet.io/tier": "gpu"})
         await at_rest(operator, [])
-        mark, cpu, events = plane.audit_size(), cpu_s(operator.pid), pod_events(plane)
+        mark, cpu, events, plane_cpu = plane.audit_size(), cpu_s(operator.pid), pod_events(plane), plane_cpu_s(plane)
         ready_s = await apply_until_ready(cluster, FLEET, [fleet(number) for number in range(fleets)], fleet_is_ready)
         found = Ours(ready_s, cpu_s(operator.pid) - cpu, pod_events(plane) - events, writes_of(()))
+        found.plane_cpu_s = plane_cpu_s(plane) - plane_cpu
         await at_rest(operator, found.errors)
         found.writes = writes_of(plane.audited(mark))
         everything = writes_of(plane.audited())  # etcd's counts have no beginning but the object's
@@ -247,7 +265,7 @@ def main() -> int:
     fleets = max(1, round(FLEETS * float(os.environ.get("SCALE", "1"))))
     rounds = int(os.environ.get("ROUNDS", "1"))
     mine: list[Ours] = []
-    theirs: list[float] = []
+    theirs: list[Theirs] = []
     spec: Object = {}
     for number in range(rounds):
         if number % 2:
@@ -257,7 +275,7 @@ def main() -> int:
         if not number % 2:
             theirs.append(asyncio.run(reference(fleets, spec)))
     figures = summary(fleets, mine, theirs)
-    report(("figure", "operator", "goal"), rows(figures, theirs), figures)
+    report(("figure", "operator", "goal"), rows(figures), figures)
     for one in mine:
         print("writes:", dict(one.writes.sent), "refused:", dict(one.writes.refused), file=sys.stderr)
         for error in one.errors:
@@ -265,7 +283,7 @@ def main() -> int:
     return 1 if figures["errors"] else 0
 
 
-def summary(fleets: int, mine: list[Ours], theirs: list[float]) -> dict[str, Any]:
+def summary(fleets: int, mine: list[Ours], theirs: list[Theirs]) -> dict[str, Any]:
     """The last line; medians over the rounds, the worst for memory."""
 
     def middle(values: list[float], digits: int = 2) -> float:
@@ -275,8 +293,10 @@ def summary(fleets: int, mine: list[Ours], theirs: list[float]) -> dict[str, Any
         "fleets": fleets,
         "pods": PODS_PER_FLEET * fleets,
         "ready_s": middle([one.ready_s for one in mine]),
-        "deployments_ready_s": middle(theirs),
-        "vs_deployments": middle([one.ready_s / other for one, other in zip(mine, theirs, strict=True)], 3),
+        "deployments_ready_s": middle([one.ready_s for one in theirs]),
+        "vs_deployments": middle([one.ready_s / other.ready_s for one, other in zip(mine, theirs, strict=True)], 3),
+        "plane_cpu_s": middle([one.plane_cpu_s for one in mine]),
+        "plane_cpu_vs_deployments": middle([a.plane_cpu_s / b.plane_cpu_s for a, b in zip(mine, theirs, strict=True)], 3),
         "rss_mb": round(max(one.rss_mb for one in mine), 1),
         "writes_per_object": middle([one.writes_per_change for one in mine], 4),
         "writes_per_fleet": middle([one.writes.total / fleets for one in mine]),
@@ -292,14 +312,15 @@ def summary(fleets: int, mine: list[Ours], theirs: list[float]) -> dict[str, Any
     }
 
 
-def rows(figures: dict[str, Any], theirs: list[float]) -> list[tuple[str, Any, str]]:
+def rows(figures: dict[str, Any]) -> list[tuple[str, Any, str]]:
     """For people."""
     return [
         ("fleets", figures["fleets"], ""),
         ("pods, routers included", figures["pods"], ""),
         ("Deployments Ready s", figures["deployments_ready_s"], ""),
-        ("fleets Ready s", figures["ready_s"], f"<= {1.2 * statistics.median(theirs):.0f}"),
+        ("fleets Ready s", figures["ready_s"], f"<= {1.2 * figures['deployments_ready_s']:.0f}"),
         ("÷ Deployments", figures["vs_deployments"], "<= 1.2"),
+        ("÷ Deployments, CPU of the control plane without us", figures["plane_cpu_vs_deployments"], ""),
         ("RSS peak MB", figures["rss_mb"], "< 500"),
         ("writes per real change", figures["writes_per_object"], "<= 1"),
         ("writes per fleet", figures["writes_per_fleet"], ""),
