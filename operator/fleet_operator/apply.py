@@ -119,7 +119,7 @@ class Applier:
         """Endpoints first (nobody may be sent to a worker that is about to go), then objects, deletions, creations, status.
 
         When the API cannot answer the pass stops there; only the status, which tells why, is still tried."""
-        telling = FleetTelling(self._cluster, self._pace, raw, plan.status)
+        telling = FleetTelling(self._cluster, self._pace, raw, plan.status, settled.words)
         work = _Pass(fleet, raw, plan, live, Fresh(self._cluster, raw, live, telling), Outcome(), settled)
         if not settled.all.holds(fleet.spec, plan, live):
             asked = self._cluster.asked
