@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Final, Literal
 
@@ -35,6 +36,7 @@ CONDITION_TYPES: tuple[ConditionType, ...] = (
     "AdaptersLoaded",
     "Ready",
 )
+MESSAGE_MOST: Final = 4096
 _RANKS: Final[dict[str, int]] = {kind: rank for rank, kind in enumerate(CONDITION_TYPES)}
 
 
@@ -54,21 +56,31 @@ def set_condition(
     now: float,
 ) -> tuple[Condition, ...]:
     """`conditions` with one changed; lastTransitionTime moves only when `status` does. Known types come first, in their order."""
-    before = next((condition for condition in conditions if condition.type == kind), None)
-    told = (status, reason, message[:4096], generation)
-    if before is not None and (before.status, before.reason, before.message, before.observed_generation) == told:
-        return tuple(sorted(conditions, key=_rank))
-    since = before.last_transition_time if before is not None and before.status == status else rfc3339(now)
-    changed = Condition(
-        type=kind,
-        status=status,
-        reason=reason,
-        message=message[:4096],
-        observed_generation=generation,
-        last_transition_time=since,
-    )
-    others = [condition for condition in conditions if condition.type != kind]
-    return tuple(sorted([*others, changed], key=_rank))
+    return set_conditions(conditions, {kind: (status, reason, message)}, generation=generation, now=now)
+
+
+def set_conditions(
+    conditions: tuple[Condition, ...],
+    verdicts: Mapping[ConditionType, tuple[ConditionStatus, str, str]],
+    *,
+    generation: int,
+    now: float,
+) -> tuple[Condition, ...]:
+    """The same for several: status, reason and message by type. One that says the same stays the very same value."""
+    found: dict[str, Condition] = {condition.type: condition for condition in reversed(conditions)}  # of two the first counts
+    for kind, (status, reason, message) in verdicts.items():
+        before, told = found.get(kind), (status, reason, message[:MESSAGE_MOST], generation)
+        if before is not None and (before.status, before.reason, before.message, before.observed_generation) == told:
+            continue
+        found[kind] = Condition(
+            type=kind,
+            status=status,
+            reason=reason,
+            message=told[2],
+            observed_generation=generation,
+            last_transition_time=before.last_transition_time if before is not None and before.status == status else rfc3339(now),
+        )
+    return tuple(sorted(found.values(), key=_rank))
 
 
 def _rank(condition: Condition) -> tuple[int, str]:

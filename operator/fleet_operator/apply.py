@@ -23,7 +23,6 @@ from fleet_operator.cluster.interface import (
     ROLE_BINDING,
     SERVICE,
     SERVICE_ACCOUNT,
-    Cluster,
     ClusterError,
     ConflictError,
     InvalidError,
@@ -54,6 +53,7 @@ from fleet_operator.router_first import kept_words, may_go
 from fleet_operator.settings import Platform
 from fleet_operator.settled import Settled, digest_of
 from fleet_operator.status_pace import StatusPace
+from fleet_operator.write_through import WriteThrough
 from fleet_planner.events import ANEW, Deed
 from fleet_planner.flip import other
 from fleet_planner.reconcile import Plan
@@ -107,7 +107,7 @@ class _Pass:
 class Applier:
     """Applies plans of one cluster."""
 
-    def __init__(self, cluster: Cluster, platform: Platform, pace: StatusPace, now: Callable[[], float]) -> None:
+    def __init__(self, cluster: WriteThrough, platform: Platform, pace: StatusPace, now: Callable[[], float]) -> None:
         self._cluster = cluster
         self._platform = platform
         self._pace = pace
@@ -119,16 +119,20 @@ class Applier:
         """Endpoints first (nobody may be sent to a worker that is about to go), then objects, deletions, creations, status.
 
         When the API cannot answer the pass stops there; only the status, which tells why, is still tried."""
-        telling = FleetTelling(self._cluster, self._pace, raw, plan.status)
+        telling = FleetTelling(self._cluster, self._pace, raw, plan.status, settled.words)
         work = _Pass(fleet, raw, plan, live, Fresh(self._cluster, raw, live, telling), Outcome(), settled)
-        with suppress(StopError):
-            await self._objects(work, templates)
+        if not settled.all.holds(fleet.spec, plan, live):
+            asked = self._cluster.asked
+            with suppress(StopError):
+                await self._objects(work, templates)
+            settled.keep(live)
+            if self._cluster.asked == asked:
+                settled.all.note(fleet.spec, plan, live, work.outcome)
         if work.outcome.retry_after_s is None and not work.fresh.gone:  # whoever asks for time gets it
             with suppress(StopError):
                 await telling.at_last(work.outcome)
         work.outcome.read += work.fresh.read
         work.outcome.gone |= work.fresh.gone
-        settled.keep(live)
         return work.outcome
 
     async def _objects(self, work: _Pass, templates: dict[str, Template]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from fleet_api.v1alpha1.status import FleetStatus
 from fleet_operator.adapters.memory import AdapterMemory
 from fleet_operator.known_fleet import KnownFleet
-from fleet_operator.observe import PodsSeen
+from fleet_operator.observe import PodsSeen, Published
 from fleet_operator.pace import Pace
 from fleet_operator.refusals import Refusals
 from fleet_operator.settled import Settled
@@ -42,6 +42,7 @@ class FleetState:
     known: KnownFleet | None = None
     restless: bool = False
     pods: PodsSeen = field(default_factory=dict)
+    published: Published = field(default_factory=Published)
     settled: Settled = field(default_factory=Settled)
     refusals: Refusals = field(default_factory=Refusals)
 

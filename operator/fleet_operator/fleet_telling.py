@@ -15,14 +15,38 @@ from fleet_operator.outcome import Outcome
 from fleet_operator.status_pace import StatusPace
 
 
+class Words:
+    """A fleet's status as it stands in its manifest: dumped, and compared with what stands there, only where one of them changed.
+    All of it may be lost."""
+
+    def __init__(self) -> None:
+        self._status: FleetStatus | None = None
+        self._wish: Object = {}
+        self._present: Object | None = None
+        """What was found to say the same."""
+
+    def of(self, status: FleetStatus) -> Object:
+        """Nobody may change it."""
+        if self._status != status:
+            self._status, self._wish, self._present = status, status.to_dict(), None
+        return self._wish
+
+    def stand_in(self, present: Object | None) -> bool:
+        """Whether this status says just what the last one `of` which was asked says."""
+        if present is not None and present is not self._present and present == self._wish:
+            self._present = present
+        return present is not None and present is self._present
+
+
 class FleetTelling:
     """One pass's."""
 
-    def __init__(self, cluster: Cluster, pace: StatusPace, raw: Object, status: FleetStatus) -> None:
+    def __init__(self, cluster: Cluster, pace: StatusPace, raw: Object, status: FleetStatus, words: Words) -> None:
         self._cluster = cluster
         self._pace = pace
         self._raw = raw
-        self._wish = status.to_dict()
+        self._words = words
+        self._wish = words.of(status)
         ready = status.condition("Ready")
         self._is_good = ready is not None and ready.status == "True"
         self._written = False
@@ -56,7 +80,9 @@ class FleetTelling:
 
     async def _write(self, version: str | None) -> bool:
         meta, present = self._raw["metadata"], self._raw.get("status")
-        known = present if present in (None, self._wish) else known_status(self._raw)
+        if self._words.stand_in(present):
+            return False
+        known = known_status(self._raw) if present is not None else None
         if not self._pace.is_due(meta["uid"], known, self._wish):
             return False
         patch = merge_patch(known or {}, self._wish)

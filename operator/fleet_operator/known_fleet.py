@@ -4,6 +4,7 @@ of a fleet are its own status."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from fleet_api.parse import parse_fleet
 from fleet_api.v1alpha1 import InferenceFleet
@@ -23,6 +24,8 @@ class KnownFleet:
     fleet: InferenceFleet
     revisions: dict[str, str]
     """By tier, the one that the spec asks for."""
+    resolved: dict[str, Any]
+    """For the status."""
 
 
 def parse_again(known: KnownFleet | None, raw: Object) -> KnownFleet:
@@ -31,10 +34,10 @@ def parse_again(known: KnownFleet | None, raw: Object) -> KnownFleet:
         return known
     if known is None or not _same_wish(known.raw, raw):
         fleet = parse_fleet(raw)
-        return KnownFleet(raw, fleet, {tier.name: revision_of(fleet, tier) for tier in fleet.spec.tiers})
+        return KnownFleet(raw, fleet, {tier.name: revision_of(fleet, tier) for tier in fleet.spec.tiers}, fleet.resolved())
     metadata = known.fleet.metadata.model_copy(update={"resource_version": raw["metadata"].get("resourceVersion", "")})
     fleet = known.fleet.model_copy(update={"metadata": metadata, "status": present_status(raw)})
-    return KnownFleet(raw, fleet, known.revisions)
+    return KnownFleet(raw, fleet, known.revisions, known.resolved)
 
 
 def _same_wish(before: Object, after: Object) -> bool:

@@ -77,9 +77,30 @@ def _seen(pod: Object, around: Surroundings, before: PodsSeen) -> tuple[Object, 
     return known if known is not None and known[0] is pod and known[1] == near else (pod, near, _pod(pod, *near))
 
 
-def observe_serving(documents: Object | None) -> frozenset[str]:
-    """Uids of the workers that the routers' ConfigMap lets serve; none when it cannot be read."""
-    return frozenset(worker.uid for worker in workers_told(documents) or () if worker.state == "serving")
+@dataclass(frozen=True, slots=True)
+class Published:
+    """What the routers' ConfigMap says; nothing when it cannot be read."""
+
+    documents: Object | None = None
+    """Which one: objects of the cache never change in place."""
+    serving: frozenset[str] = frozenset()
+    """Uids of the workers that it lets serve."""
+    adapters: Mapping[str, tuple[AdapterSeen, ...]] = field(default_factory=dict)
+    """By uid: adapters that the routers were told of. It holds until the workers themselves have been heard: an operator that
+    starts again takes nothing away."""
+
+
+def observe_published(documents: Object | None, before: Published = Published()) -> Published:
+    """`before` where it is about this very object."""
+    if documents is before.documents:
+        return before
+    workers = workers_told(documents) or ()
+    adapters = {
+        worker.uid: tuple(AdapterSeen(name, digest=digest) for name, digest in worker.adapters.items())
+        for worker in workers
+        if worker.adapters
+    }
+    return Published(documents, frozenset(worker.uid for worker in workers if worker.state == "serving"), adapters)
 
 
 def workers_told(documents: Object | None) -> tuple[endpoints.Endpoint, ...] | None:
@@ -117,16 +138,6 @@ def observe_fetching(
                 )
             )
     return tuple(sorted(found, key=lambda pod: pod.name))
-
-
-def observe_published(documents: Object | None) -> dict[str, tuple[AdapterSeen, ...]]:
-    """By uid: adapters that the routers were told of. It holds until the workers themselves have been heard: an operator that
-    starts again takes nothing away."""
-    return {
-        w.uid: tuple(AdapterSeen(name, digest=digest) for name, digest in w.adapters.items())
-        for w in workers_told(documents) or ()
-        if w.adapters
-    }
 
 
 def _pod(pod: Object, leaving: str, sick: str, serving: bool, busy: float | None) -> ObservedPod:

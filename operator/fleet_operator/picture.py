@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_operator.cluster.interface import Object
-from fleet_operator.fleet_state import FleetState
+from fleet_operator.fleet_state import FleetState, clock_set_s, telemetry_at
 from fleet_operator.names import ROLE, ROUTER_ROLE, router_name
 from fleet_operator.nodes import NodeView, places, sick_nodes
 from fleet_operator.observe import (
@@ -17,7 +17,6 @@ from fleet_operator.observe import (
     observe_pools,
     observe_published,
     observe_router,
-    observe_serving,
 )
 from fleet_operator.render.network import port_of
 from fleet_operator.render.port import ADMIN_PORT
@@ -51,36 +50,41 @@ def picture(
     templates: dict[str, Template],
     stored: dict[str, dict[str, Template]],
     heard: Demand | None,
+    ahead_s: float,
 ) -> Observed:
-    """Everything that a plan follows from; `templates` are the wanted ones by tier, `stored` all by tier and revision."""
-    documents = live.get(("ConfigMap", router_name(fleet.metadata.name)))
+    """Everything that a plan follows from; `templates` are the wanted ones by tier, `stored` all by tier and revision. `ahead_s`:
+    the wall clock less the monotonic one, now."""
     pods = pods_of(live)
+    seen = workers(fleet, state, live, where)
     return Observed(
-        pods=workers(fleet, state, live, where),
+        pods=seen,
         flips=state.flips,
         nodes=places(where.views) if model_keys(fleet) else None,
         fetching=observe_fetching(pods, where.made_at),
-        adapters={**observe_published(documents), **state.adapters.seen},
+        adapters={**state.published.adapters, **state.adapters.seen},
         pools=observe_pools(obj for (kind, _), obj in live.items() if kind == "WorkerPool"),
         router=observe_router(live.get(("Deployment", router_name(fleet.metadata.name))), _routers(pods)),
         templates=templates,
         stored=stored,
-        telemetry=state.telemetry,
+        telemetry=telemetry_at(state, ahead_s),
         telemetry_read=state.telemetry_read,
         memory=state.memory,
         rest=state.rest,
         heard=heard,
         problems=state.problems,
+        clock=state.clock,
+        clock_set_s=clock_set_s(state.ahead_s, ahead_s),
+        resolved=state.known.resolved if state.known is not None else None,
     )
 
 
 def workers(fleet: InferenceFleet, state: FleetState, live: Live, where: Places) -> tuple[ObservedPod, ...]:
     """Its worker pods, in name order."""
-    serving = observe_serving(live.get(("ConfigMap", router_name(fleet.metadata.name))))
+    state.published = observe_published(live.get(("ConfigMap", router_name(fleet.metadata.name))), state.published)
     busy = {name: load for tier in state.telemetry.values() for name, load in tier.busy.items()}
     pods = pods_of(live)
     sick = sick_nodes(where.views, {pod["spec"].get("nodeName") for pod in pods})
-    return observe_pods(pods, Surroundings(serving, where.leaving, sick, busy), state.pods)
+    return observe_pods(pods, Surroundings(state.published.serving, where.leaving, sick, busy), state.pods)
 
 
 def router_urls(live: Live, platform: Platform) -> list[str]:

@@ -41,7 +41,7 @@ from fleet_operator.cluster.interface import (
 from fleet_operator.cluster.kinds import kind_of
 from fleet_operator.compare import contains
 from fleet_operator.fleet_objects import FleetObjects
-from fleet_operator.fleet_state import FleetState, clock_set_s, is_restless, telemetry_at
+from fleet_operator.fleet_state import FleetState, is_restless
 from fleet_operator.flip.follow import FlipFollower
 from fleet_operator.health.passes import Passes, Unmeasured
 from fleet_operator.known_fleet import parse_again
@@ -371,24 +371,24 @@ class Reconciler:
             t.name: template_of(fleet, t, stored.get(t.name, {}), self._platform, wanted[t.name]) for t in fleet.spec.tiers
         }
         heard = self.reader.hearing.heard(key)
-        observed = picture(fleet, state, live, self._places(), templates, stored, heard)
+        now = self._now()
+        ahead_s = now - self._monotonic()
+        observed = picture(fleet, state, live, self._places(), templates, stored, heard, ahead_s)
         moving = {pod.uid for pod in observed.pods if pod.flipping is not None}
         state.changing = bool(moving)
         state.flips = {uid: said for uid, said in state.flips.items() if uid in moving}  # of this flip, not of one before it
-        now = self._now()
-        ahead_s = now - self._monotonic()
-        set_s, telemetry = clock_set_s(state.ahead_s, ahead_s), telemetry_at(state, ahead_s)
-        observed = replace(observed, clock=state.clock, clock_set_s=set_s, telemetry=telemetry)
         plan: Plan = reconcile(fleet, observed, now)
         state.ahead_s, state.clock = ahead_s, plan.clock
         state.memory, state.rest, state.restless = plan.memory, plan.rest, is_restless(plan.status)
         self.reader.hearing.follow(key, plan.status)
         there, at = {obj["metadata"]["uid"] for obj in pods_of(live)}, self._monotonic()
         asked, held = state.refusals.held(plan.create, there, at)
-        outcome = await self._applier.apply(fleet, raw, replace(plan, create=asked), templates, live, state.settled)
+        asks = plan if asked == plan.create else replace(plan, create=asked)
+        outcome = await self._applier.apply(fleet, raw, asks, templates, live, state.settled)
         state.refusals.note(asked, outcome.problems, there, fleet.spec.scaling.capacity_wait_s, at)
         outcome.problems = state.refusals.in_order([*outcome.problems, *held], plan.create)
-        await self._recorder.record(raw, plan.status, outcome, sizing_of(fleet, plan.reasons))
+        if self._recorder.has_news(raw, plan.status, outcome):
+            await self._recorder.record(raw, plan.status, outcome, sizing_of(fleet, plan.reasons))
         return outcome
 
     async def _not_accepted(self, key: Key, raw: Object, error: ManifestError) -> Outcome:

@@ -13,6 +13,8 @@ from collections.abc import Container
 import msgspec
 
 from fleet_operator.cluster.interface import Object
+from fleet_operator.fleet_telling import Words
+from fleet_operator.in_order import InOrder
 
 Name = tuple[str, str]
 """(kind, name)"""
@@ -24,6 +26,8 @@ class Settled:
 
     def __init__(self) -> None:
         self._found: dict[Name, tuple[bytes, Object]] = {}
+        self.all = InOrder()
+        self.words = Words()
 
     def holds(self, digest: bytes, name: Name, live: Object | None) -> bool:
         """Whether this object was found to be as the wish of this digest says."""

@@ -25,21 +25,27 @@ class WriteThrough:
         self._written = written
         self._leaving = leaving
         self._absent = absent
+        self.asked = 0
+        """Requests that were made, watches apart."""
 
     async def get(self, kind: Kind, namespace: str | None, name: str) -> Object:
         """See `Cluster.get`."""
+        self.asked += 1
         return await self._cluster.get(kind, namespace, name)
 
     async def find(self, kind: Kind, namespace: str | None, name: str) -> Object | None:
         """See `Cluster.find`."""
+        self.asked += 1
         return await self._cluster.find(kind, namespace, name)
 
     async def versions(self, kind: Kind, namespace: str | None = None, labels: Mapping[str, str] | None = None) -> Listed:
         """See `Cluster.versions`."""
+        self.asked += 1
         return await self._cluster.versions(kind, namespace, labels)
 
     async def list(self, kind: Kind, namespace: str | None = None, labels: Mapping[str, str] | None = None) -> list[Object]:
         """See `Cluster.list`."""
+        self.asked += 1
         return await self._cluster.list(kind, namespace, labels)
 
     def watch(
@@ -50,12 +56,14 @@ class WriteThrough:
 
     async def apply(self, obj: Object, *, created: bool = False) -> Object:
         """See `Cluster.apply`."""
+        self.asked += 1
         made = await self._cluster.apply(obj, created=created)
         self._written(kind_of(obj), made)
         return made
 
     async def patch(self, kind: Kind, namespace: str | None, name: str, patch: Object) -> Object:
         """See `Cluster.patch`."""
+        self.asked += 1
         with self._told_of_absence(kind, namespace, name):
             made = await self._cluster.patch(kind, namespace, name, patch)
         self._written(kind, made)
@@ -63,6 +71,7 @@ class WriteThrough:
 
     async def create(self, obj: Object) -> Object:
         """See `Cluster.create`."""
+        self.asked += 1
         made = await self._cluster.create(obj)
         kind = kind_of(obj)
         if kind != EVENT:
@@ -73,6 +82,7 @@ class WriteThrough:
         self, kind: Kind, namespace: str | None, name: str, *, uid: str | None = None, grace_s: int | None = None
     ) -> None:
         """See `Cluster.delete`; that the object is gone is for the watch to say."""
+        self.asked += 1
         with self._told_of_absence(kind, namespace, name):
             await self._cluster.delete(kind, namespace, name, uid=uid, grace_s=grace_s)
         self._leaving(kind, namespace, name)
@@ -81,6 +91,7 @@ class WriteThrough:
         self, kind: Kind, namespace: str | None, name: str, status: Object, *, version: str | None = None
     ) -> Object:
         """See `Cluster.patch_status`."""
+        self.asked += 1
         with self._told_of_absence(kind, namespace, name):
             made = await self._cluster.patch_status(kind, namespace, name, status, version=version)
         self._written(kind, made)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 from fleet_api.conditions import rfc3339
 from fleet_api.v1alpha1.tier import TierSpec
+from fleet_planner.altered import altered
 from fleet_planner.ratio import Bounds, Pair, bounds_of, grown, largest, smallest
 from fleet_planner.rollout import covers, larger, smaller
 from fleet_planner.types import ObservedPod, ScaleMemory
@@ -49,16 +50,15 @@ def fit_cluster(
     bounds = bounds_of(tier)
     refused = [problem for problem in problems if QUOTA_WORDS in problem]
     gated = _last_gated(pods, dict(memory.gated), now)
-    memory = replace(memory, gated=tuple(gated.items()))
     looked_for = [pod for pod in pods if pod.unschedulable and not pod.terminating]
     stuck = [pod for pod in looked_for if now - max(pod.created_at, gated.get(pod.uid, 0.0)) >= wait_s]
     have: Pair | None = (_count(pods, "prefill"), _count(pods, "decode"))
     if rolls:
         have = larger(memory.placed, have) if memory.placed is not None and have is not None else None
-    memory = replace(memory, placed=have)
+    memory = altered(memory, gated=tuple(gated.items()), placed=have)
     moves = rolls and not paused
     if not (moves or now < memory.cap_until <= now + wait_s):  # later than that: the clock was set back
-        memory = replace(memory, cap=None)
+        memory = altered(memory, cap=None)
     if (stuck or refused) and have is not None and not covers(have, want):
         # while it holds it never grows: who waits for nodes that change hands counts as one that has one
         cap = have if memory.cap is None else smaller(memory.cap, have)
@@ -66,7 +66,7 @@ def fit_cluster(
             words = refused[0] if refused else f"no node for {stuck[0].name}: {stuck[0].message}"
             memory = replace(memory, cap=cap, cap_until=now + wait_s, cap_reason=words)
     if memory.cap is None:
-        return Fitted(want, "", replace(memory, cap=None, cap_until=0.0, cap_reason=""))
+        return Fitted(want, "", altered(memory, cap=None, cap_until=0.0, cap_reason=""))
     capped = _inside(smaller(want, memory.cap), bounds)
     if capped == want:
         return Fitted(want, "", memory)

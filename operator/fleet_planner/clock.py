@@ -87,7 +87,6 @@ def steady(fleet: InferenceFleet, observed: Observed, now: float) -> tuple[Infer
 
 def _ahead(fleet: InferenceFleet, observed: Observed, limit: float) -> bool:
     """Whether any time is later than that. Times of the status compare as text."""
-    text = rfc3339(limit)
     flips = [*(tier.flip for tier in fleet.status.tiers), *(one.flip for one in observed.memory.values())]
     rollouts = [tier.rollout for tier in fleet.status.tiers if tier.rollout is not None]
     zeros = (*(tier.zero for tier in fleet.status.tiers), *(observed.rest.zero or {}).values())
@@ -95,7 +94,8 @@ def _ahead(fleet: InferenceFleet, observed: Observed, limit: float) -> bool:
     stamps += [stamp for rollout in rollouts for stamp in (rollout.progress_since, rollout.step_since)]
     times = [time for one in observed.memory.values() for time in _passed(one)] + [pod.created_at for pod in observed.fetching]
     times += [max(*_written(pod), pod.flip_since) for pod in observed.pods]
-    return max(stamps, default="") > text or max(times, default=0.0) > limit
+    latest = max(stamps, default="")
+    return max(times, default=0.0) > limit or bool(latest and latest > rfc3339(limit))
 
 
 def _passed(known: ScaleMemory) -> list[float]:

@@ -20,7 +20,7 @@ DAY_S = 86_400.0
 
 def crashing(replicas: Mapping[str, Sequence[Replica]], now: float) -> dict[str, str]:
     """By revision, in words: which of its workers crash; those whose workers do not are absent. `replicas`: by revision."""
-    if not any(pod.crashes for found in replicas.values() for one in found for pod in one.pods):
+    if not any(pod.crashes >= CRASHES_LEAST for found in replicas.values() for one in found for pod in one.pods):
         return {}
     judged = {name: [one for one in found if one.alive and not one.leaving and not one.sick] for name, found in replicas.items()}
     down = {name for name, found in judged.items() if any(_crashes(one) and not one.ready for one in found)}

@@ -43,6 +43,8 @@ def workers_of(observed: Observed, tier: str) -> list[Replica]:
 def as_pods(workers: Sequence[Replica], memory: GangMemory, wait_s: float, now: float) -> list[ObservedPod]:
     """One pod per worker, as capacity counts them: a worker over several nodes stands for itself by its leader, finds no node
     when one of its pods finds none, and waits since its last progress. While nodes change hands, none is told to find no node."""
+    if all([worker.size == 1 for worker in workers]):
+        return [worker.leader for worker in workers if not worker.broken]
     calm = _calm(workers, memory, now)
     hopeful = _hopeful(workers)
     return [_as_pod(worker, wait_s, calm=calm and worker.leader.uid not in hopeful) for worker in workers if not worker.broken]

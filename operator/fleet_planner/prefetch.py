@@ -53,6 +53,8 @@ class Prefetch:
 
 def model_keys(fleet: InferenceFleet) -> dict[str, str]:
     """By tier, what names its model; tiers whose model is not fetched ahead are not there."""
+    if fleet.spec.model.cache is None:  # no tier has another
+        return {}
     return {tier.name: key for tier in fleet.spec.tiers if (key := model_key(fleet.model_of(tier))) is not None}
 
 

@@ -9,6 +9,7 @@ from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.status import FleetStatus
 from fleet_api.v1alpha1.tier import TierSpec
 from fleet_planner.adapters import fitted
+from fleet_planner.altered import altered
 from fleet_planner.capacity import fit_budget, least_devices, refusals
 from fleet_planner.clock import steady
 from fleet_planner.gang import settled, workers_of
@@ -105,7 +106,7 @@ def reconcile(fleet: InferenceFleet, observed: Observed, now: float) -> Plan:
         forget=_forgotten(fleet, {name: one.plan for name, one in planned.items()}, observed),
         status=plan_status(fleet, views, observed, now, prefetch.verdict),
         zero=tuple(_zero_tier(fleet, view, observed) for view in views if view.zero is not None),
-        memory={name: replace(one.memory, room_at=left.room_at) for name, one in planned.items()},
+        memory={name: altered(one.memory, room_at=left.room_at) for name, one in planned.items()},
         rest=rest.memory,
         clock=clock,
         reasons=tuple(f"{view.tier.name}: {view.decision.reason}" for view in views),
@@ -119,7 +120,7 @@ def _plan_tiers(
     found: dict[str, _Planned] = {}
     budget = fleet.spec.scaling.budget
     left = budget.gpus if budget is not None else None
-    awake = [tier for tier in fleet.spec.tiers if tier.name not in rest.asleep]
+    awake = [tier for tier in fleet.spec.tiers if tier.name not in rest.asleep] if budget is not None else []
     later = {tier.name: least_devices(tier, observed.templates[tier.name].gpus) for tier in awake}
     for tier in fleet.spec.tiers:
         later.pop(tier.name, None)
@@ -156,7 +157,8 @@ def _plan_tier(
     wakes = zero is not None and zero.state == "Waking"  # requests are held meanwhile, and not for as long as a model takes
     if tier.name in prefetch.waiting and size != whole and not wakes:  # growth waits for the model; a repair never does
         plan = replace(plan, create=repairs(plan.create, {pod.uid for pod in plan.delete}, workers, size, whole))
-    memory = replace(decision.memory, flip=plan.flip, gangs=gangs, reached=whole, lacking=prefetch.lacking.get(tier.name))
+    lacking = prefetch.lacking.get(tier.name)
+    memory = altered(decision.memory, flip=plan.flip, gangs=gangs, reached=whole, lacking=lacking)
     gpus = observed.templates[tier.name].gpus
     asked, _ = fit_budget(tier, (wished.prefill, wished.decode), gpus, left) if tier.name not in rest.asleep else (NOTHING, "")
     view = TierView(tier, decision, plan, workers, zero)
@@ -166,6 +168,8 @@ def _plan_tier(
 def _with_wish(plan: TierPlan, wished: ScaleDecision) -> TierPlan:
     """Its pools say what was asked for where that is more than they get: what is capped now is wished for all the same."""
     asked = {"prefill": wished.prefill, "decode": wished.decode}
+    if all(asked[pool.role] == pool.size for pool in plan.pools):
+        return plan
     pools = (replace(pool, wish=asked[pool.role] if asked[pool.role] != pool.size else None) for pool in plan.pools)
     return replace(plan, pools=tuple(pools))
 

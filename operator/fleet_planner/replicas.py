@@ -18,6 +18,14 @@ class Replica:
     pods: tuple[ObservedPod, ...]
     size: int = 1
     # worked out once: every one of these is asked many times in every pass
+    leader: ObservedPod = field(init=False, repr=False, compare=False)
+    """The pod that talks to routers; the first that is left of a worker that lost it."""
+    role: Role = field(init=False, repr=False, compare=False)
+    """prefill or decode."""
+    leaving: str = field(init=False, repr=False, compare=False)
+    """Why a node under it goes away."""
+    sick: bool = field(init=False, repr=False, compare=False)
+    """A device under it fails."""
     broken: bool = field(init=False, repr=False, compare=False)
     """It can never be whole again: a pod ended, is missing, or follows a leader that is gone."""
     terminating: bool = field(init=False, repr=False, compare=False)
@@ -29,6 +37,10 @@ class Replica:
 
     def __post_init__(self) -> None:
         pods, leader, put = self.pods, self.pods[0], object.__setattr__
+        put(self, "leader", leader)
+        put(self, "role", leader.role)
+        put(self, "leaving", next((pod.leaving for pod in pods if pod.leaving), "") if len(pods) > 1 else leader.leaving)
+        put(self, "sick", any([pod.sick for pod in pods]))
         stray = any([pod.group and pod.group != leader.uid for pod in pods]) and (len(pods), self.size) != (1, 1)
         broken = stray or len(pods) < self.size or any([pod.phase in ENDED for pod in pods])
         terminating = any([pod.terminating for pod in pods])
@@ -38,29 +50,9 @@ class Replica:
         put(self, "ready", self.alive and all([pod.ready for pod in pods]) and leader.ip is not None)
 
     @property
-    def leader(self) -> ObservedPod:
-        """The pod that talks to routers; the first that is left of a worker that lost it."""
-        return self.pods[0]
-
-    @property
-    def role(self) -> Role:
-        """prefill or decode."""
-        return self.leader.role
-
-    @property
     def placed(self) -> int:
         """Pods that have a node."""
         return sum(pod.node is not None for pod in self.pods)
-
-    @property
-    def leaving(self) -> str:
-        """Why a node under it goes away."""
-        return next((pod.leaving for pod in self.pods if pod.leaving), "")
-
-    @property
-    def sick(self) -> bool:
-        """A device under it fails."""
-        return any(pod.sick for pod in self.pods)
 
     @property
     def serving(self) -> bool:

@@ -81,7 +81,7 @@ def plan_tier(fleet: InferenceFleet, tier: TierSpec, want: Pair, observed: Obser
     late = now - fleet.spec.scaling.capacity_wait_s
     groups = {name: group_of(name, found, able, late) for name, found in replicas.items() if found or name in templates}
     refused = _refused(fleet, tier, groups, observed.problems)
-    groups = {name: replace(group, refused=name in refused) for name, group in groups.items()}
+    groups |= {name: replace(groups[name], refused=True) for name in refused}
     telemetry = observed.telemetry.get(tier.name, TierTelemetry())
     scene = Scene(observed.templates[tier.name].revision, groups, telemetry.revisions, want, limits, now, crashing(replicas, now))
     course = plot_course(fleet.spec.rollout, _before(fleet, tier).rollout, scene)
@@ -117,13 +117,17 @@ def group_of(revision: str, replicas: Sequence[Replica], able: Collection[str], 
 
 def _is_hopeless(alive: Sequence[Replica], late: float) -> bool:
     """Nothing serves, and of one role no worker was ready since: the others have no partner."""
+    if any(replica.serving for replica in alive):
+        return False
     since = [[replica.unready_since for replica in alive if replica.role == role] for role in ROLES]
-    return not any(replica.serving for replica in alive) and any(found and max(found) <= late for found in since)
+    return any(found and max(found) <= late for found in since)
 
 
 def _refused(fleet: InferenceFleet, tier: TierSpec, revisions: Collection[str], problems: Sequence[Problem]) -> set[str]:
     """Revisions of which a quota refused a pod: the message has its name."""
     words = [problem.message for problem in problems if QUOTA_WORDS in problem.message]
+    if not words:
+        return set()
     pools = {revision: [pool_name(fleet, tier.name, role, revision) for role in ROLES] for revision in revisions}
     return {name for name, found in pools.items() if any(f"{pool}-" in message for pool in found for message in words)}
 
@@ -153,7 +157,7 @@ def _limits(fleet: InferenceFleet, tier: TierSpec, template: Template) -> Limits
 
 
 def _before(fleet: InferenceFleet, tier: TierSpec) -> TierStatus:
-    return next((status for status in fleet.status.tiers if status.name == tier.name), TierStatus(name=tier.name))
+    return next((status for status in fleet.status.tiers if status.name == tier.name), None) or TierStatus(name=tier.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +241,8 @@ def _carried_out(
     given: GivenBack,
 ) -> TierPlan:
     pools = _pools(fleet, tier, course.target, step, replicas, scene.want, templates)
-    pools = [replace(pool, most=given.most.get((pool.revision, pool.role))) for pool in pools]
+    if given.most:
+        pools = [replace(pool, most=given.most.get((pool.revision, pool.role))) for pool in pools]
     drafted = draft_pods(pools, replicas, templates.keys(), course.target, changing.terms, scene.now)
     settled = changing.settled
     everything = [replica for found in drafted.replicas.values() for replica in found]

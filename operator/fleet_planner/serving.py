@@ -32,7 +32,8 @@ def could_serve(replicas: Sequence[Replica], low: Ratio, high: Ratio) -> frozens
     """Uids of the leaders that are ready, without those on failing devices as long as others can serve."""
     ready = [replica for replica in replicas if replica.ready]
     well = [replica for replica in ready if not replica.sick]
-    return frozenset(replica.leader.uid for replica in (well if _grouped(well, low, high) else ready))
+    able = well if len(well) < len(ready) and _grouped(well, low, high) else ready
+    return frozenset(replica.leader.uid for replica in able)
 
 
 def still_needed(
@@ -42,6 +43,8 @@ def still_needed(
     on nodes that go away stay even up to `want`: they hold devices that nobody counts, so that it costs nothing. One role of one
     revision goes as a whole or not at all. While some serve in pairs, who would be left without a partner counts for nothing:
     only losses may take the ratio away."""
+    if not gone:
+        return frozenset()
     classes: dict[tuple[bool, bool, str, str], list[Replica]] = defaultdict(list)
     for replica in replicas:
         if replica.ready and replica.leader.uid in gone:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.tier import TierSpec
+from fleet_planner.altered import altered
 from fleet_planner.capacity import fit_budget, fit_cluster, refusals
 from fleet_planner.gang import as_pods
 from fleet_planner.ratio import Bounds, Pair, bounds_of, project
@@ -31,7 +32,7 @@ def fit(
     before = observed.memory.get(tier.name, ScaleMemory())
     if moves and tier.name not in observed.memory:
         before = _as_found(tier, observed, now + wait_s)
-    memory = replace(before, wants=decision.memory.wants)
+    memory = altered(before, wants=decision.memory.wants)
     if before.room_at > 0:
         memory = replace(memory, cap=None, placed=None)  # what it gets is decided below
     placed = fit_cluster(
@@ -44,7 +45,7 @@ def fit(
     size, given = _as_given(tier, size, gpus, workers) if before.room_at > 0 else (size, "")
     limited = "; ".join(words for words in (placed.limited, unpaid, given) if words)
     reason = f"{decision.reason}; {limited}" if limited else decision.reason
-    return replace(decision, prefill=size[0], decode=size[1], reason=reason, memory=placed.memory, limited=limited)
+    return altered(decision, prefill=size[0], decode=size[1], reason=reason, memory=placed.memory, limited=limited)
 
 
 def _as_given(tier: TierSpec, size: Pair, gpus: Pair, workers: Sequence[Replica]) -> tuple[Pair, str]:

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fleet_api.conditions import ConditionType, set_condition
+from fleet_api.conditions import ConditionType, set_conditions
 from fleet_api.quantities import format_ratio
 from fleet_api.v1alpha1 import InferenceFleet
-from fleet_api.v1alpha1.status import Condition, FleetStatus, KvStatus, RoleStatus, RolloutStatus, TierStatus, ZeroStatus
+from fleet_api.v1alpha1.status import FleetStatus, KvStatus, RoleStatus, RolloutStatus, TierStatus, ZeroStatus
 from fleet_api.v1alpha1.tier import TierSpec
 from fleet_planner.adapters import adapter_statuses, adapters_loaded
 from fleet_planner.canary import overdue
@@ -66,9 +66,8 @@ def plan_status(
     if cached is not None:
         verdicts["ModelCached"] = cached
     verdicts["Ready"] = _ready(verdicts)
-    conditions: tuple[Condition, ...] = tuple(c for c in fleet.status.conditions if c.type in verdicts)
-    for kind, (status, reason, message) in verdicts.items():
-        conditions = set_condition(conditions, kind, status, reason, message, generation=fleet.metadata.generation, now=now)
+    known = tuple([condition for condition in fleet.status.conditions if condition.type in verdicts])
+    conditions = set_conditions(known, verdicts, generation=fleet.metadata.generation, now=now)
     name, namespace = fleet.metadata.name, fleet.metadata.namespace
     return FleetStatus(
         observed_generation=fleet.metadata.generation,
@@ -77,7 +76,7 @@ def plan_status(
         tiers=tiers,
         adapters=adapters,
         conditions=conditions,
-        resolved=fleet.resolved(),
+        resolved=observed.resolved if observed.resolved is not None else fleet.resolved(),
     )
 
 

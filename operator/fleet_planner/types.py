@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from fleet_api.v1alpha1.status import FlipStatus, ZeroStatus
 
@@ -383,6 +383,8 @@ class Observed:
     """By uid: what workers say of their adapters; one that has said nothing yet has what the routers were told last."""
     problems: tuple[Problem, ...] = ()
     """What the last apply could not do, in words; empty when all was applied."""
+    resolved: dict[str, Any] | None = None
+    """`fleet.resolved()`, where it is known already."""
 
 
 @dataclass(frozen=True, slots=True)

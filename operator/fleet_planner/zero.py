@@ -23,6 +23,7 @@ from fleet_api.conditions import rfc3339
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.status import ZeroStatus
 from fleet_api.v1alpha1.tier import TierSpec
+from fleet_planner.altered import altered
 from fleet_planner.ratio import Pair
 from fleet_planner.scale import is_fresh, unusable
 from fleet_planner.types import ROLES, Demand, Observed, RestMemory
@@ -135,7 +136,7 @@ def _with_states(observed: Observed, sizes: Mapping[str, Pair], states: Mapping[
             zero[name] = _state("Waking", known, now)
         elif known is not None and known.state == "Waking":
             memory = replace(memory, used_at=now, woke_in_s=max(0.0, now - datetime.fromisoformat(known.since).timestamp()))
-    return replace(rest, memory=replace(memory, zero=zero), zero=zero)
+    return altered(rest, memory=altered(memory, zero=zero), zero=zero)
 
 
 def _state(state: Literal["AtZero", "Waking"], known: ZeroStatus | None, now: float) -> ZeroStatus:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import get_args
 
-from fleet_api.conditions import CONDITION_TYPES, ConditionType, set_condition
+from fleet_api.conditions import CONDITION_TYPES, ConditionType, set_condition, set_conditions
 
 
 def test_time_moves_only_when_the_status_does():
@@ -34,3 +34,24 @@ def test_known_types_come_in_their_order_and_others_stay():
 
 def test_a_long_message_is_cut_to_what_the_schema_allows():
     assert len(set_condition((), "Ready", "False", "NotAvailable", "x" * 9999, generation=1, now=0)[0].message) == 4096
+
+
+def test_several_at_once_are_as_one_after_the_other():
+    first = set_condition((), "Ready", "True", "AllGood", "well", generation=1, now=0)
+    first = set_condition(first, "Available", "True", "Serving", "answers", generation=1, now=0)
+    verdicts = {
+        "Ready": ("True", "AllGood", "well"),
+        "Accepted": ("True", "Valid", ""),
+        "Available": ("False", "NoRouter", "x" * 9999),
+    }
+    apart = first
+    for kind, (status, reason, message) in verdicts.items():
+        apart = set_condition(apart, kind, status, reason, message, generation=1, now=60)
+    found = set_conditions(first, verdicts, generation=1, now=60)
+    assert found == apart
+    assert [(one.type, one.status, one.last_transition_time) for one in found] == [
+        ("Accepted", "True", "1970-01-01T00:01:00Z"),
+        ("Available", "False", "1970-01-01T00:01:00Z"),
+        ("Ready", "True", "1970-01-01T00:00:00Z"),
+    ]
+    assert found[2] is first[1]

@@ -236,6 +236,28 @@ def recorded(refusal: ClusterError | None = None, kept: int = 1_000, passes: int
     return asyncio.run(scenario())
 
 
+def test_a_pass_without_news_is_not_recorded():
+    async def scenario() -> None:
+        raw, well, ill = (
+            {**manifest(), "metadata": {"name": "f", "namespace": "ml", "uid": "u"}},
+            *(status(Ready=found) for found in (("True", "AllGood"), ("False", "NotAvailable"))),
+        )
+        recorder = Recorder(MemoryCluster(), lambda: NOW)
+        problem = Outcome(problems=[Problem("Refused", "words")])
+        assert recorder.has_news(raw, well, Outcome())  # nothing was remembered yet
+        await recorder.record(raw, well, Outcome(), {})
+        assert not recorder.has_news(raw, status(Ready=("True", "AllGood")), Outcome())
+        assert recorder.has_news(raw, ill, Outcome())
+        assert recorder.has_news(raw, well, Outcome(done=[worker("created", "d")]))
+        assert recorder.has_news(raw, well, problem)
+        await recorder.record(raw, well, problem, {})
+        assert recorder.has_news(raw, well, Outcome())  # it is over, and would be news again
+        recorder.forget("u")
+        assert recorder.has_news(raw, well, Outcome())
+
+    asyncio.run(scenario())
+
+
 def test_an_event_is_about_its_fleet_so_that_kubectl_describe_finds_it():
     (found,) = recorded()
     about = {key: found["regarding"][key] for key in ("apiVersion", "kind", "name", "namespace")}

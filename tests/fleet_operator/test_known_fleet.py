@@ -32,6 +32,7 @@ def test_a_status_that_changed_leaves_the_wish_the_very_same():
     second = parse_again(first, with_status(raw(), "2"))
     assert second.fleet.spec is first.fleet.spec
     assert second.fleet == parse_fleet(with_status(raw(), "2"))
+    assert second.resolved is first.resolved
     assert parse_again(second, second.raw) is second
 
 
@@ -48,7 +49,9 @@ def test_a_status_that_changed_leaves_the_wish_the_very_same():
 def test_what_the_user_changed_is_parsed(change: Any):
     first, edited = parse_again(None, raw()), raw("2")
     change(edited)
-    assert parse_again(first, edited).fleet == parse_fleet(edited) != first.fleet
+    found = parse_again(first, edited)
+    assert found.fleet == parse_fleet(edited) != first.fleet
+    assert found.resolved == found.fleet.resolved()
 
 
 def test_a_spec_that_became_wrong_is_refused_every_time():

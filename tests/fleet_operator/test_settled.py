@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from fleet_operator.observe import PodsSeen, Surroundings, observe_pods
+from fleet_api.v1alpha1.status import FleetStatus
+from fleet_operator.fleet_telling import Words
+from fleet_operator.observe import PodsSeen, Published, Surroundings, observe_pods, observe_published
 from fleet_operator.settled import Settled, digest_of
+from fleet_wire.endpoints import ENDPOINTS_KEY, Endpoint, Endpoints, encode
 
 NAME = ("Service", "s")
 
@@ -49,3 +52,39 @@ def test_a_pod_is_observed_again_when_it_or_what_is_around_it_changed():
     assert observe_pods([pod(phase="Failed")], Surroundings(), before)[0].phase == "Failed"
     assert observe_pods([], Surroundings(), before) == ()
     assert before == {}
+
+
+def test_a_status_is_dumped_again_only_where_it_says_something_else():
+    words, one = Words(), FleetStatus(endpoint="http://a")
+    dumped = words.of(one)
+    assert dumped == one.to_dict()
+    assert words.of(FleetStatus(endpoint="http://a")) is dumped
+    assert words.of(FleetStatus(endpoint="http://b")) == FleetStatus(endpoint="http://b").to_dict()
+
+
+def test_words_stand_in_a_status_that_says_the_same():
+    words = Words()
+    wish = words.of(FleetStatus(endpoint="http://a"))
+    present = {**wish}
+    for _ in range(2):
+        assert words.stand_in(present)
+    assert not words.stand_in({**wish, "endpoint": "http://edited"})
+    assert not words.stand_in(None)
+    words.of(FleetStatus(endpoint="http://b"))
+    assert not words.stand_in(present)
+
+
+def test_the_routers_document_is_read_again_when_it_is_another_object():
+    def document(state: str) -> dict[str, Any]:
+        worker = Endpoint(
+            name="w", uid="u", address="10.0.0.1", http_port=1, agent_port=2, role="decode", tier="t", revision="r", compat="c",
+            state=state, adapters={"a": "d"},
+        )  # fmt: skip
+        return {"data": {ENDPOINTS_KEY: encode(Endpoints(fleet="f", namespace="n", workers=(worker,))).decode()}}
+
+    first = document("serving")
+    seen = observe_published(first)
+    assert (seen.serving, [one.digest for one in seen.adapters["u"]]) == ({"u"}, ["d"])
+    assert observe_published(first, seen) is seen
+    assert observe_published(document("draining"), seen).serving == frozenset()
+    assert observe_published(None, seen) == Published()
