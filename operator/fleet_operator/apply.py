@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
@@ -36,6 +36,7 @@ from fleet_operator.fleet_telling import FleetTelling
 from fleet_operator.flip import marks
 from fleet_operator.fresh import Fresh
 from fleet_operator.gangs import PodGroups, spans_nodes
+from fleet_operator.kept_revisions import as_it_was
 from fleet_operator.names import ADAPTERS, APPLIED, MEMBER, group_service, policy_name, router_name
 from fleet_operator.names import ROLE as ROLE_LABEL
 from fleet_operator.names import TIER as TIER_LABEL
@@ -102,6 +103,7 @@ class _Pass:
     fresh: Fresh
     outcome: Outcome
     settled: Settled
+    lost: Container[tuple[str, str]]
 
 
 class Applier:
@@ -114,13 +116,15 @@ class Applier:
         self._groups = PodGroups(cluster, now)
 
     async def apply(
-        self, fleet: InferenceFleet, raw: Object, plan: Plan, templates: dict[str, Template], live: Live, settled: Settled
-    ) -> Outcome:
-        """Endpoints first (nobody may be sent to a worker that is about to go), then objects, deletions, creations, status.
+        self, fleet: InferenceFleet, raw: Object, plan: Plan, templates: dict[str, Template], live: Live, settled: Settled,
+        lost: Container[tuple[str, str]] = (),
+    ) -> Outcome:  # fmt: skip
+        """Endpoints first (nobody may be sent to a worker that is about to go), then objects, deletions, creations, status. What
+        is `lost` is in `live` only because it is to be made again.
 
         When the API cannot answer the pass stops there; only the status, which tells why, is still tried."""
         telling = FleetTelling(self._cluster, self._pace, raw, plan.status)
-        work = _Pass(fleet, raw, plan, live, Fresh(self._cluster, raw, live, telling), Outcome(), settled)
+        work = _Pass(fleet, raw, plan, live, Fresh(self._cluster, raw, live, telling), Outcome(), settled, lost)
         with suppress(StopError):
             await self._objects(work, templates)
         if work.outcome.retry_after_s is None and not work.fresh.gone:  # whoever asks for time gets it
@@ -220,12 +224,11 @@ class Applier:
             for (kind, _), obj in work.live.items()
             if kind == "ControllerRevision" and owned(obj, work.raw) and (at := place_of(obj)) is not None
         }
-        for tier, revision in work.plan.keep:
-            if (tier, revision) not in found:
-                wish = render_revision(work.fleet, work.fleet.tier(tier), templates[tier], self._platform, work.raw)
-                made = await self._put(wish, work)
-                if made is not None:
-                    found[tier, revision] = made
+        wishes = {at: as_it_was(obj) for at, obj in found.items() if (obj["kind"], obj["metadata"]["name"]) in work.lost}
+        for at in (at for at in work.plan.keep if at not in found):
+            wishes[at] = render_revision(work.fleet, work.fleet.tier(at[0]), templates[at[0]], self._platform, work.raw)
+        made = {at: await self._put(wish, work) for at, wish in wishes.items()}
+        found = {at: obj for at, obj in {**found, **made}.items() if obj is not None}
         for tier, revision in work.plan.forget:
             gone = found.pop((tier, revision), None)
             if gone is not None and await self._true(work):
@@ -237,7 +240,7 @@ class Applier:
     async def _put(self, wish: Object, work: _Pass) -> Object | None:
         """The object as wished, written where it differs; None when it could not be."""
         kind, name, outcome = wish["kind"], wish["metadata"]["name"], work.outcome
-        digest, seen = digest_of(wish), work.live.get((kind, name))
+        digest, seen = digest_of(wish), None if (kind, name) in work.lost else work.live.get((kind, name))
         if work.settled.holds(digest, (kind, name), seen):
             return seen
         wish, found = stamped(wish), seen

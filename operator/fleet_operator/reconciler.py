@@ -44,6 +44,7 @@ from fleet_operator.fleet_objects import FleetObjects
 from fleet_operator.fleet_state import FleetState, clock_set_s, is_restless, telemetry_at
 from fleet_operator.flip.follow import FlipFollower
 from fleet_operator.health.passes import Passes, Unmeasured
+from fleet_operator.kept_revisions import lost_templates, needed_templates, unmakeable
 from fleet_operator.known_fleet import parse_again
 from fleet_operator.known_nodes import KnownNodes
 from fleet_operator.names import MANAGED_BY, MANAGER
@@ -365,6 +366,7 @@ class Reconciler:
         except ManifestError as error:
             return await self._not_accepted(key, raw, error)
         fleet, live = state.known.fleet, self._objects.children(key)
+        live |= (lost := lost_templates(state.needed, live))
         stored = observe_revisions(obj for (kind, _), obj in live.items() if kind == "ControllerRevision")
         wanted = state.known.revisions
         templates = {
@@ -385,9 +387,10 @@ class Reconciler:
         self.reader.hearing.follow(key, plan.status)
         there, at = {obj["metadata"]["uid"] for obj in pods_of(live)}, self._monotonic()
         asked, held = state.refusals.held(plan.create, there, at)
-        outcome = await self._applier.apply(fleet, raw, replace(plan, create=asked), templates, live, state.settled)
+        outcome = await self._applier.apply(fleet, raw, replace(plan, create=asked), templates, live, state.settled, lost.keys())
+        state.needed = needed_templates(plan, live)
         state.refusals.note(asked, outcome.problems, there, fleet.spec.scaling.capacity_wait_s, at)
-        outcome.problems = state.refusals.in_order([*outcome.problems, *held], plan.create)
+        outcome.problems = state.refusals.in_order([*outcome.problems, *held, *unmakeable(key[1], plan, live)], plan.create)
         await self._recorder.record(raw, plan.status, outcome, sizing_of(fleet, plan.reasons))
         return outcome
 
