@@ -43,7 +43,7 @@ from fleet_operator.names import TIER as TIER_LABEL
 from fleet_operator.older import older
 from fleet_operator.outcome import Outcome, StopError
 from fleet_operator.ownership import name_conflict, owned, taken
-from fleet_operator.pool_status import pool_status
+from fleet_operator.pool_status import changed_pools, pool_status
 from fleet_operator.render.fabric import render_claims
 from fleet_operator.render.fleet import render_budgets, render_documents, render_pool, render_router
 from fleet_operator.render.gang import leader_of, render_group_service
@@ -455,9 +455,10 @@ class Applier:
 
     async def _pool_status(self, work: _Pass) -> None:
         serving = {target.uid for target in work.plan.targets if target.state == "serving"}
+        changed = changed_pools(work.outcome.done, work.plan.create)
         for pool in work.plan.pools:
             found = work.live.get(("WorkerPool", pool.name))
-            if found is None:
+            if found is None or pool.name in changed:
                 continue
             pods = [o for (kind, _), o in work.live.items() if kind == "Pod" and owned(o, found)]
             wish = pool_status(pods, work.fleet.metadata.name, pool, serving)
