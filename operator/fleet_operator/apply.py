@@ -260,7 +260,7 @@ class Applier:
         """What was found, if anything, made what the wish says."""
         kind, name, outcome = wish["kind"], wish["metadata"]["name"], work.outcome
         if found is not None and not owned(found, work.raw):
-            outcome.problems.append(name_conflict(kind, name))
+            outcome.problems.append(name_conflict(found, wish))
             return None
         if found is not None and kind == CONTROLLER_REVISION.kind:
             wish = {part: wish[part] for part in ("apiVersion", "kind", "metadata")}
