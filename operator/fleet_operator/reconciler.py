@@ -110,7 +110,9 @@ class Reconciler:
         adapters: AdapterFollower | None = None,
     ) -> None:
         """`owns` says whether fleets of a namespace are ours now; `touch_namespace` when that changes."""
-        self._owns = owns
+        self.closed: set[str] = set()
+        """Namespaces that may not be read yet: to a cache that is not complete their fleets would look as if they had nothing."""
+        self._claimed = owns
         self._passes = passes or Unmeasured()
         self._cluster = cluster
         self._platform = platform
@@ -199,6 +201,11 @@ class Reconciler:
         """Look at every fleet of a namespace again."""
         for key in [key for key in self._objects.fleets if key[0] == namespace]:
             self.touch(key)
+
+    def open(self, namespace: str) -> None:
+        """Everything of a namespace that was closed is in the cache now."""
+        self.closed.discard(namespace)
+        self.touch_namespace(namespace)
 
     # -- what others may see ----------------------------------------------------------------------------------------
     @property
@@ -409,6 +416,9 @@ class Reconciler:
             outcome.writes += 1
         await self._recorder.record(raw, after, outcome, {})
         return outcome
+
+    def _owns(self, namespace: str) -> bool:
+        return namespace not in self.closed and self._claimed(namespace)
 
     def _places(self) -> Places:
         return Places(self._nodes.views, self._leaving)
