@@ -30,6 +30,7 @@ from kopf._cogs.structs.references import Insights
 from fleet_operator.audit import audit
 from fleet_operator.cluster.account import service_account
 from fleet_operator.cluster.interface import FLEET, NODE, Cluster, ClusterError, ForbiddenError, Kind, WatchEvent
+from fleet_operator.cluster.trust import Trust
 from fleet_operator.follow_children import closed_to, follow_children, follow_when_open, may_read_nodes, refused
 from fleet_operator.kopf_settings import RECONNECT_S, configure
 from fleet_operator.kopf_tasks import NotKopfs, clear_up, watching
@@ -91,14 +92,26 @@ def _session(found: Any, trace: aiohttp.TraceConfig | None) -> Any:
     """kopf's own connection, in a session that is traced."""
     if found is None or trace is None:
         return found
+    context = found.as_ssl_context()
     session = aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, ssl=found.as_ssl_context()),
+        connector=aiohttp.TCPConnector(limit=0, ssl=context),
         headers=found.as_http_headers(),
         proxy=found.proxy_url,
         trust_env=found.trust_env,
-        trace_configs=[trace],
+        trace_configs=[trace, _trusting(Trust(context, Path(found.ca_path) if found.ca_path else None))],
     )
     return kopf.AiohttpSession(server=found.server, default_namespace=found.default_namespace, aiohttp_session=session)
+
+
+def _trusting(trust: Trust) -> aiohttp.TraceConfig:
+    """kopf tries a watch again for ever, without another login unless it was answered with 401."""
+    config = aiohttp.TraceConfig()
+
+    async def begins(*_: Any) -> None:
+        trust.refresh()
+
+    config.on_request_start.append(begins)
+    return config
 
 
 def _address(kind: Kind) -> tuple[str, str, str]:
