@@ -224,16 +224,16 @@ class Applier:
             for (kind, _), obj in work.live.items()
             if kind == "ControllerRevision" and owned(obj, work.raw) and (at := place_of(obj)) is not None
         }
-        wishes = {at: as_it_was(obj) for at, obj in found.items() if (obj["kind"], obj["metadata"]["name"]) in work.lost}
+        lost = {at: obj for at, obj in found.items() if (obj["kind"], obj["metadata"]["name"]) in work.lost}
+        wishes = {at: as_it_was(obj) for at, obj in lost.items() if at in work.plan.needed}
         for at in (at for at in work.plan.keep if at not in found):
             wishes[at] = render_revision(work.fleet, work.fleet.tier(at[0]), templates[at[0]], self._platform, work.raw)
         made = {at: await self._put(wish, work) for at, wish in wishes.items()}
-        found = {at: obj for at, obj in {**found, **made}.items() if obj is not None}
+        found = {at: obj for at, obj in {**found, **dict.fromkeys(lost), **made}.items() if obj is not None}
         for tier, revision in work.plan.forget:
             gone = found.pop((tier, revision), None)
             if gone is not None and await self._true(work):
-                name, uid = gone["metadata"]["name"], gone["metadata"]["uid"]
-                namespace = work.fleet.metadata.namespace
+                namespace, name, uid = (gone["metadata"][part] for part in ("namespace", "name", "uid"))
                 await self._delete(CONTROLLER_REVISION, namespace, name, uid, "beyond the history", work.outcome)
         return found
 

@@ -50,7 +50,6 @@ from fleet_operator.known_nodes import KnownNodes
 from fleet_operator.names import MANAGED_BY, MANAGER
 from fleet_operator.nodes import changed_nodes, going_away
 from fleet_operator.outcome import Outcome
-from fleet_operator.pace import ASKED_MOST_S
 from fleet_operator.picture import Places, picture, pods_of
 from fleet_operator.reading import Known, Reader, Sources, Telemetry
 from fleet_operator.recorder import Recorder, present_status
@@ -131,7 +130,7 @@ class Reconciler:
         self._turn = asyncio.Lock()
         """Whose pass begins next."""
         self._later_at: dict[Key, float] = {}
-        """When a fleet must be looked at though nothing happens."""
+        """When a fleet must be looked at though nothing happens, on the clock that nobody sets."""
         self._unlisted = {kind.kind for kind in (FLEET, *CHILDREN)}
         self._complete = asyncio.Event()
         known = Known(self._objects, self._states, self._places, self._is_ours, self.touch)
@@ -287,7 +286,7 @@ class Reconciler:
         if not self._owns(key[0]):
             return
         state = self._state_of(key, raw)
-        if (wait_s := state.pace.wait_s(self._now())) > 0:
+        if (wait_s := state.pace.wait_s(self._monotonic())) > 0:
             self._later(key, wait_s)
             return
         begun, failed = self._passes.began(), False
@@ -341,7 +340,7 @@ class Reconciler:
     def _after(self, key: Key, state: FleetState, outcome: Outcome) -> None:
         troubled = bool(outcome.problems or outcome.conflicts)
         delay_s = state.pace.after(
-            self._now(), troubled=troubled, stopped=outcome.stopped, vain=outcome.vain, asked_s=outcome.retry_after_s
+            self._monotonic(), troubled=troubled, stopped=outcome.stopped, vain=outcome.vain, asked_s=outcome.retry_after_s
         )
         lasting = outcome.conflicts if state.pace.failures > PATIENCE else []
         problems = (*outcome.problems, *lasting)
@@ -357,12 +356,12 @@ class Reconciler:
 
     def _later(self, key: Key, delay_s: float) -> None:
         """Look again after this time, or before when something happens."""
-        self._later_at[key] = self._now() + delay_s
+        self._later_at[key] = self._monotonic() + delay_s
         asyncio.get_running_loop().call_later(delay_s + TICK_S, self._look_at_due)
 
     def _look_at_due(self) -> None:
-        now = self._now()
-        for key in [key for key, at in self._later_at.items() if not now < at <= now + ASKED_MOST_S]:
+        now = self._monotonic()
+        for key in [key for key, at in self._later_at.items() if at <= now]:
             del self._later_at[key]
             self.touch(key)
 

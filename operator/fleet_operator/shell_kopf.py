@@ -282,4 +282,9 @@ async def _follow_later(cluster: Cluster, reconciler: Reconciler, namespace: str
         reconciler.open(namespace)
         LOG.info("namespace %s may be read now: its fleets are followed", namespace)
 
-    await follow_when_open(cluster, reconciler.feed, CHILDREN, namespace, REFUSED_S, opened)
+    while True:
+        try:
+            await follow_when_open(cluster, reconciler.feed, CHILDREN, namespace, REFUSED_S, opened)
+        except ForbiddenError as error:  # closed again before it was open
+            LOG.warning("namespace %s may not be read after all: %s", namespace, error)
+            await asyncio.sleep(REFUSED_S)

@@ -296,3 +296,24 @@ def test_a_template_of_the_history_that_somebody_deletes_stays_away():
         assert first.isdisjoint(await revisions(world))
 
     play(scenario)
+
+
+def test_a_template_that_another_operator_forgot_stays_forgotten():
+    """Its namespace was another installation's for a while, which rolled the fleet on."""
+
+    async def scenario(world: World) -> None:
+        stable, _ = await held_back(world)
+        first, seen = world.operator, world._seen
+        world.operator = world.new_operator()
+        model = {"source": "file:///m", "servedName": "other"}
+        for batch in (1, 2):
+            await world.user.apply(manifest(model=model, engine={"maxBatch": batch}, rollout={"historyLimit": 1}))
+            await world.settle(40)
+        kept = await revisions(world)
+        assert f"f-t-{stable}" not in kept
+        world.operator, world._seen = first, seen
+        written = [write for _ in range(5) for write in await world.step()]
+        assert not [write for write in written if write[1] == "ControllerRevision"]
+        assert await revisions(world) == kept
+
+    play(scenario)
