@@ -257,7 +257,7 @@ def _transfer(spec: Raw, tier: Raw, index: int) -> Iterator[str]:
     if transfer.get("hostPorts") and (ranks := max(_data_ranks(tier, role) for role in ROLES)) > HOST_PORT_RANKS:
         yield (
             f"spec.tiers[{index}].kvTransfer.hostPorts: of {ranks} data parallel ranks those from {HOST_PORT_RANKS} on take "
-            "ports of another worker: on a node with both, one of them cannot start"
+            "ports of other workers: those do not share a node with it"
         )
     lease, objective = transfer.get("leaseDuration"), ((spec.get("slo") or {}).get("ttft") or {}).get("p99")
     if lease and objective and parse_duration(lease) < parse_duration(objective):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
@@ -35,13 +35,14 @@ from fleet_operator.fleet_telling import FleetTelling
 from fleet_operator.flip import marks
 from fleet_operator.fresh import Fresh
 from fleet_operator.gangs import PodGroups, spans_nodes
+from fleet_operator.kept_revisions import as_it_was
 from fleet_operator.names import ADAPTERS, APPLIED, MEMBER, group_service, policy_name, router_name
 from fleet_operator.names import ROLE as ROLE_LABEL
 from fleet_operator.names import TIER as TIER_LABEL
 from fleet_operator.older import older
 from fleet_operator.outcome import Outcome, StopError
 from fleet_operator.ownership import name_conflict, owned, taken
-from fleet_operator.pool_status import pool_status
+from fleet_operator.pool_status import changed_pools, pool_status
 from fleet_operator.render.fabric import render_claims
 from fleet_operator.render.fleet import render_budgets, render_documents, render_pool, render_router
 from fleet_operator.render.gang import leader_of, render_group_service
@@ -102,6 +103,7 @@ class _Pass:
     fresh: Fresh
     outcome: Outcome
     settled: Settled
+    lost: Collection[tuple[str, str]]
 
 
 class Applier:
@@ -114,14 +116,16 @@ class Applier:
         self._groups = PodGroups(cluster, now)
 
     async def apply(
-        self, fleet: InferenceFleet, raw: Object, plan: Plan, templates: dict[str, Template], live: Live, settled: Settled
-    ) -> Outcome:
-        """Endpoints first (nobody may be sent to a worker that is about to go), then objects, deletions, creations, status.
+        self, fleet: InferenceFleet, raw: Object, plan: Plan, templates: dict[str, Template], live: Live, settled: Settled,
+        lost: Collection[tuple[str, str]] = (),
+    ) -> Outcome:  # fmt: skip
+        """Endpoints first (nobody may be sent to a worker that is about to go), then objects, deletions, creations, status. What
+        is `lost` is in `live` only because it is to be made again.
 
         When the API cannot answer the pass stops there; only the status, which tells why, is still tried."""
         telling = FleetTelling(self._cluster, self._pace, raw, plan.status, settled.words)
-        work = _Pass(fleet, raw, plan, live, Fresh(self._cluster, raw, live, telling), Outcome(), settled)
-        if not settled.all.holds(fleet.spec, plan, live):
+        work = _Pass(fleet, raw, plan, live, Fresh(self._cluster, raw, live, telling), Outcome(), settled, lost)
+        if lost or not settled.all.holds(fleet.spec, plan, live):
             asked = self._cluster.asked
             with suppress(StopError):
                 await self._objects(work, templates)
@@ -224,24 +228,23 @@ class Applier:
             for (kind, _), obj in work.live.items()
             if kind == "ControllerRevision" and owned(obj, work.raw) and (at := place_of(obj)) is not None
         }
-        for tier, revision in work.plan.keep:
-            if (tier, revision) not in found:
-                wish = render_revision(work.fleet, work.fleet.tier(tier), templates[tier], self._platform, work.raw)
-                made = await self._put(wish, work)
-                if made is not None:
-                    found[tier, revision] = made
+        lost = {at: obj for at, obj in found.items() if (obj["kind"], obj["metadata"]["name"]) in work.lost}
+        wishes = {at: as_it_was(obj) for at, obj in lost.items() if at in work.plan.needed}
+        for at in (at for at in work.plan.keep if at not in found):
+            wishes[at] = render_revision(work.fleet, work.fleet.tier(at[0]), templates[at[0]], self._platform, work.raw)
+        made = {at: await self._put(wish, work) for at, wish in wishes.items()}
+        found = {at: obj for at, obj in {**found, **dict.fromkeys(lost), **made}.items() if obj is not None}
         for tier, revision in work.plan.forget:
             gone = found.pop((tier, revision), None)
             if gone is not None and await self._true(work):
-                name, uid = gone["metadata"]["name"], gone["metadata"]["uid"]
-                namespace = work.fleet.metadata.namespace
+                namespace, name, uid = (gone["metadata"][part] for part in ("namespace", "name", "uid"))
                 await self._delete(CONTROLLER_REVISION, namespace, name, uid, "beyond the history", work.outcome)
         return found
 
     async def _put(self, wish: Object, work: _Pass) -> Object | None:
         """The object as wished, written where it differs; None when it could not be."""
         kind, name, outcome = wish["kind"], wish["metadata"]["name"], work.outcome
-        digest, seen = digest_of(wish), work.live.get((kind, name))
+        digest, seen = digest_of(wish), None if (kind, name) in work.lost else work.live.get((kind, name))
         if work.settled.holds(digest, (kind, name), seen):
             return seen
         wish, found = stamped(wish), seen
@@ -261,7 +264,7 @@ class Applier:
         """What was found, if anything, made what the wish says."""
         kind, name, outcome = wish["kind"], wish["metadata"]["name"], work.outcome
         if found is not None and not owned(found, work.raw):
-            outcome.problems.append(name_conflict(kind, name))
+            outcome.problems.append(name_conflict(found, wish))
             return None
         if found is not None and kind == CONTROLLER_REVISION.kind:
             wish = {part: wish[part] for part in ("apiVersion", "kind", "metadata")}
@@ -456,9 +459,10 @@ class Applier:
 
     async def _pool_status(self, work: _Pass) -> None:
         serving = {target.uid for target in work.plan.targets if target.state == "serving"}
+        changed = changed_pools(work.outcome.done, work.plan.create)
         for pool in work.plan.pools:
             found = work.live.get(("WorkerPool", pool.name))
-            if found is None:
+            if found is None or pool.name in changed:
                 continue
             pods = [o for (kind, _), o in work.live.items() if kind == "Pod" and owned(o, found)]
             wish = pool_status(pods, work.fleet.metadata.name, pool, serving)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from fleet_api.v1alpha1.status import FleetStatus
 from fleet_operator.adapters.memory import AdapterMemory
+from fleet_operator.cluster.interface import Object
 from fleet_operator.known_fleet import KnownFleet
 from fleet_operator.observe import PodsSeen, Published
 from fleet_operator.pace import Pace
@@ -45,6 +46,8 @@ class FleetState:
     published: Published = field(default_factory=Published)
     settled: Settled = field(default_factory=Settled)
     refusals: Refusals = field(default_factory=Refusals)
+    needed: dict[tuple[str, str], Object] = field(default_factory=dict)
+    """See `needed_templates`."""
 
 
 def clock_set_s(before_s: float | None, ahead_s: float) -> float:

@@ -7,12 +7,22 @@ CPU per pod event.
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Final
 
-from fleet_operator.cluster.interface import NODE, Cluster, ClusterError, ForbiddenError, Kind, UnavailableError, WatchEvent
+from fleet_operator.cluster.interface import (
+    FLEET,
+    NODE,
+    Cluster,
+    ClusterError,
+    ForbiddenError,
+    Kind,
+    UnavailableError,
+    WatchEvent,
+)
 from fleet_operator.names import MANAGED_BY, MANAGER
 from fleet_operator.together import until_first_ends
 
@@ -60,6 +70,39 @@ async def refused(cluster: Cluster, kind: Kind, namespaces: Sequence[str]) -> li
         except ClusterError as error:
             LOG.debug("whether %s of namespace %s may be listed: %s", kind.plural, namespace, error)
     return found
+
+
+async def closed_to(cluster: Cluster, kinds: Sequence[Kind], namespaces: Sequence[str]) -> dict[str, ForbiddenError]:
+    """Namespaces in which we may not list each of the kinds, with what the API said of the first."""
+    found = dict[str, ForbiddenError]()
+    for namespace in namespaces:
+        try:
+            for kind in kinds:
+                await _allowed(cluster, kind, namespace)
+        except ForbiddenError as error:
+            found[namespace] = error
+    return found
+
+
+async def follow_when_open(
+    cluster: Cluster, feed: Feed, kinds: Sequence[Kind], namespace: str, again_s: float, opened: Callable[[], Awaitable[None]]
+) -> None:
+    """For ever: what the watches of these kinds tell of a namespace that is closed to us now, from when it is not. `opened` is
+    called when each of them was listed once."""
+    while await closed_to(cluster, [FLEET, *kinds], [namespace]):  # noqa: ASYNC110 - nothing tells of a right
+        await asyncio.sleep(again_s)
+    missing = set(kinds)
+
+    async def follow(kind: Kind) -> None:
+        async for event in cluster.watch(kind, namespace, OURS):
+            if event.type != "SYNCED":
+                feed(kind, event)
+            elif kind in missing:
+                missing.discard(kind)
+                if not missing:
+                    await opened()
+
+    await until_first_ends(*(follow(kind) for kind in kinds))
 
 
 async def may_read_nodes(cluster: Cluster) -> bool:

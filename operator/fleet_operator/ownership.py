@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fleet_operator.cluster.interface import Object
-from fleet_operator.names import FLEET, MANAGED_BY, ROLE
+from fleet_operator.names import FLEET, MANAGED_BY, MANAGER, ROLE
 from fleet_planner.events import NAME_CONFLICT
 from fleet_planner.types import ROLES, Problem
 
@@ -14,9 +14,18 @@ def owned(found: Object, owner: Object) -> bool:
     return any(reference.get("uid") == owner["metadata"]["uid"] for reference in references)
 
 
-def name_conflict(kind: str, name: str) -> Problem:
-    """An object of somebody else has this name."""
-    return Problem(NAME_CONFLICT, f"{kind} {name} exists and belongs to somebody else")
+def name_conflict(there: Object, wish: Object) -> Problem:
+    """An object of somebody else has the name of this wish. One with our labels and no owner is what stays when a fleet is
+    deleted with `--cascade=orphan`."""
+    kind, meta, has = wish["kind"], wish["metadata"], there["metadata"]
+    fleet, marks = meta["labels"][FLEET], has.get("labels") or {}
+    what_to_do = ": delete or rename it, or give this fleet another name"
+    if not has.get("ownerReferences") and (marks.get(MANAGED_BY), marks.get(FLEET)) == (MANAGER, fleet):
+        what_to_do = (
+            f", or is left of a fleet {fleet} that was deleted with --cascade=orphan: then delete it and all else with label "
+            f"{FLEET}={fleet} in namespace {meta['namespace']}, and everything is made anew"
+        )
+    return Problem(NAME_CONFLICT, f"{kind} {meta['name']} exists and belongs to somebody else{what_to_do}")
 
 
 def taken(there: Object, wish: Object) -> Problem | None:
@@ -24,7 +33,7 @@ def taken(there: Object, wish: Object) -> Problem | None:
     we find it. None: it is ours of a life before, and the watch will show it."""
     kind, name = wish["kind"], wish["metadata"]["name"]
     if not any(owned(there, {"metadata": reference}) for reference in wish["metadata"]["ownerReferences"]):
-        return name_conflict(kind, name)
+        return name_conflict(there, wish)
     has, wanted = there["metadata"].get("labels") or {}, wish["metadata"]["labels"]
     lost = [f"{key}={wanted[key]}" for key in (FLEET, MANAGED_BY) if has.get(key) != wanted[key]]
     if wanted.get(ROLE) in ROLES and has.get(ROLE) not in ROLES:  # a worker may change its role, and keeps its name

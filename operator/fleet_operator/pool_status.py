@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 
-from fleet_operator.cluster.interface import Object
+from fleet_operator.cluster.interface import POD, Object
 from fleet_operator.gangs import count_workers
 from fleet_operator.names import GROUP_OF, MEMBER
-from fleet_planner.types import PoolWanted
+from fleet_planner.events import Deed
+from fleet_planner.types import PodWanted, PoolWanted
+
+
+def changed_pools(done: Iterable[Deed], create: Iterable[PodWanted]) -> set[str]:
+    """Pools that this pass made pods for. It saw them without; the next pass, which follows because of those, counts them."""
+    made = {deed.name for deed in done if (deed.verb, deed.kind) == ("created", POD.kind)}
+    return {wanted.pool for wanted in create if wanted.name in made}
 
 
 def pool_status(pods: list[Object], fleet: str, pool: PoolWanted, serving: Container[str]) -> Object:

@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
@@ -71,12 +71,17 @@ async def run(options: Options) -> None:
             await stack.enter_async_context(serving(app, options.health_port, BIND_HOST))
             wiring = Wiring(_lead(elector, territory), _listed(parts), pulse.trace())
             following = run_in_cluster(cluster, reconciler, options.kubeconfig, options.selection.names, wiring)
-            background = [pulse.follow(lambda: kube.list(FLEET, (options.selection.names or (None,))[0]))]
+            background = [pulse.follow(lambda: kube.list(FLEET, _asked(options.selection.names, reconciler)))]
             if options.webhook is not None:
                 background.append(_admit(parts, options.webhook))
             await until_first_ends(following, *background)
     finally:
         await kube.close()
+
+
+def _asked(names: Sequence[str], reconciler: Reconciler) -> str | None:
+    """The namespace in which the API server is asked whether it answers: one that we may read; None for all."""
+    return next((name for name in names if name not in reconciler.closed), None)
 
 
 def _elector(parts: _Parts) -> Elector | None:
@@ -103,7 +108,7 @@ def _observe(parts: _Parts, reconciler: Reconciler, elector: Elector | None, ter
     def namespaces() -> tuple[int, int]:
         return (territory.owned, len(territory.foreign)) if territory is not None else (0, 0)
 
-    parts.meters.observe(reconciler, leading, namespaces)
+    parts.meters.observe(reconciler, leading, namespaces, lambda: len(reconciler.closed))
 
 
 def _listed(parts: _Parts) -> Callable[[], None]:

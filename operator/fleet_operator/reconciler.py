@@ -44,12 +44,12 @@ from fleet_operator.fleet_objects import FleetObjects
 from fleet_operator.fleet_state import FleetState, is_restless
 from fleet_operator.flip.follow import FlipFollower
 from fleet_operator.health.passes import Passes, Unmeasured
+from fleet_operator.kept_revisions import lost_templates, needed_templates, unmakeable
 from fleet_operator.known_fleet import parse_again
 from fleet_operator.known_nodes import KnownNodes
 from fleet_operator.names import MANAGED_BY, MANAGER
 from fleet_operator.nodes import changed_nodes, going_away
 from fleet_operator.outcome import Outcome
-from fleet_operator.pace import ASKED_MOST_S
 from fleet_operator.picture import Places, picture, pods_of
 from fleet_operator.reading import Known, Reader, Sources, Telemetry
 from fleet_operator.recorder import Recorder, present_status
@@ -109,7 +109,9 @@ class Reconciler:
         adapters: AdapterFollower | None = None,
     ) -> None:
         """`owns` says whether fleets of a namespace are ours now; `touch_namespace` when that changes."""
-        self._owns = owns
+        self.closed: set[str] = set()
+        """Namespaces that may not be read yet: to a cache that is not complete their fleets would look as if they had nothing."""
+        self._claimed = owns
         self._passes = passes or Unmeasured()
         self._cluster = cluster
         self._platform = platform
@@ -128,7 +130,7 @@ class Reconciler:
         self._turn = asyncio.Lock()
         """Whose pass begins next."""
         self._later_at: dict[Key, float] = {}
-        """When a fleet must be looked at though nothing happens."""
+        """When a fleet must be looked at though nothing happens, on the clock that nobody sets."""
         self._unlisted = {kind.kind for kind in (FLEET, *CHILDREN)}
         self._complete = asyncio.Event()
         known = Known(self._objects, self._states, self._places, self._is_ours, self.touch)
@@ -198,6 +200,11 @@ class Reconciler:
         """Look at every fleet of a namespace again."""
         for key in [key for key in self._objects.fleets if key[0] == namespace]:
             self.touch(key)
+
+    def open(self, namespace: str) -> None:
+        """Everything of a namespace that was closed is in the cache now."""
+        self.closed.discard(namespace)
+        self.touch_namespace(namespace)
 
     # -- what others may see ----------------------------------------------------------------------------------------
     @property
@@ -279,7 +286,7 @@ class Reconciler:
         if not self._owns(key[0]):
             return
         state = self._state_of(key, raw)
-        if (wait_s := state.pace.wait_s(self._now())) > 0:
+        if (wait_s := state.pace.wait_s(self._monotonic())) > 0:
             self._later(key, wait_s)
             return
         begun, failed = self._passes.began(), False
@@ -333,7 +340,7 @@ class Reconciler:
     def _after(self, key: Key, state: FleetState, outcome: Outcome) -> None:
         troubled = bool(outcome.problems or outcome.conflicts)
         delay_s = state.pace.after(
-            self._now(), troubled=troubled, stopped=outcome.stopped, vain=outcome.vain, asked_s=outcome.retry_after_s
+            self._monotonic(), troubled=troubled, stopped=outcome.stopped, vain=outcome.vain, asked_s=outcome.retry_after_s
         )
         lasting = outcome.conflicts if state.pace.failures > PATIENCE else []
         problems = (*outcome.problems, *lasting)
@@ -349,12 +356,12 @@ class Reconciler:
 
     def _later(self, key: Key, delay_s: float) -> None:
         """Look again after this time, or before when something happens."""
-        self._later_at[key] = self._now() + delay_s
+        self._later_at[key] = self._monotonic() + delay_s
         asyncio.get_running_loop().call_later(delay_s + TICK_S, self._look_at_due)
 
     def _look_at_due(self) -> None:
-        now = self._now()
-        for key in [key for key, at in self._later_at.items() if not now < at <= now + ASKED_MOST_S]:
+        now = self._monotonic()
+        for key in [key for key, at in self._later_at.items() if at <= now]:
             del self._later_at[key]
             self.touch(key)
 
@@ -365,6 +372,7 @@ class Reconciler:
         except ManifestError as error:
             return await self._not_accepted(key, raw, error)
         fleet, live = state.known.fleet, self._objects.children(key)
+        live |= (lost := lost_templates(state.needed, live))
         stored = observe_revisions(obj for (kind, _), obj in live.items() if kind == "ControllerRevision")
         wanted = state.known.revisions
         templates = {
@@ -384,9 +392,10 @@ class Reconciler:
         there, at = {obj["metadata"]["uid"] for obj in pods_of(live)}, self._monotonic()
         asked, held = state.refusals.held(plan.create, there, at)
         asks = plan if asked == plan.create else replace(plan, create=asked)
-        outcome = await self._applier.apply(fleet, raw, asks, templates, live, state.settled)
+        outcome = await self._applier.apply(fleet, raw, asks, templates, live, state.settled, lost.keys())
+        state.needed = needed_templates(plan, live)
         state.refusals.note(asked, outcome.problems, there, fleet.spec.scaling.capacity_wait_s, at)
-        outcome.problems = state.refusals.in_order([*outcome.problems, *held], plan.create)
+        outcome.problems = state.refusals.in_order([*outcome.problems, *held, *unmakeable(key[1], plan, live)], plan.create)
         if self._recorder.has_news(raw, plan.status, outcome):
             await self._recorder.record(raw, plan.status, outcome, sizing_of(fleet, plan.reasons))
         return outcome
@@ -406,6 +415,9 @@ class Reconciler:
             outcome.writes += 1
         await self._recorder.record(raw, after, outcome, {})
         return outcome
+
+    def _owns(self, namespace: str) -> bool:
+        return namespace not in self.closed and self._claimed(namespace)
 
     def _places(self) -> Places:
         return Places(self._nodes.views, self._leaving)

@@ -16,7 +16,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +30,8 @@ from kopf._cogs.structs.references import Insights
 from fleet_operator.audit import audit
 from fleet_operator.cluster.account import service_account
 from fleet_operator.cluster.interface import FLEET, NODE, Cluster, ClusterError, ForbiddenError, Kind, WatchEvent
-from fleet_operator.follow_children import follow_children, may_read_nodes, refused
+from fleet_operator.cluster.trust import Trust
+from fleet_operator.follow_children import closed_to, follow_children, follow_when_open, may_read_nodes, refused
 from fleet_operator.kopf_settings import RECONNECT_S, configure
 from fleet_operator.kopf_tasks import NotKopfs, clear_up, watching
 from fleet_operator.reconciler import CHILDREN, Reconciler
@@ -91,14 +92,26 @@ def _session(found: Any, trace: aiohttp.TraceConfig | None) -> Any:
     """kopf's own connection, in a session that is traced."""
     if found is None or trace is None:
         return found
+    context = found.as_ssl_context()
     session = aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, ssl=found.as_ssl_context()),
+        connector=aiohttp.TCPConnector(limit=0, ssl=context),
         headers=found.as_http_headers(),
         proxy=found.proxy_url,
         trust_env=found.trust_env,
-        trace_configs=[trace],
+        trace_configs=[trace, _trusting(Trust(context, Path(found.ca_path) if found.ca_path else None))],
     )
     return kopf.AiohttpSession(server=found.server, default_namespace=found.default_namespace, aiohttp_session=session)
+
+
+def _trusting(trust: Trust) -> aiohttp.TraceConfig:
+    """kopf tries a watch again for ever, without another login unless it was answered with 401."""
+    config = aiohttp.TraceConfig()
+
+    async def begins(*_: Any) -> None:
+        trust.refresh()
+
+    config.on_request_start.append(begins)
+    return config
 
 
 def _address(kind: Kind) -> tuple[str, str, str]:
@@ -181,10 +194,14 @@ async def _run_kopf(
 
 
 async def _follow_fleets(
-    cluster: Cluster, namespaces: Sequence[str], stop: asyncio.Event, registry: Callable[[], kopf.OperatorRegistry]
+    cluster: Cluster,
+    namespaces: Sequence[str],
+    closed: Collection[str],
+    stop: asyncio.Event,
+    registry: Callable[[], kopf.OperatorRegistry],
 ) -> None:
-    """kopf, started again when it fails, until somebody tells the process to stop."""
-    pause_s, away = RESTART_S, list[str]()
+    """kopf, started again when it fails, until somebody tells the process to stop. `closed`: without these at first."""
+    pause_s, away = RESTART_S, list(closed)
     while not stop.is_set():
         begun, there = time.monotonic(), [namespace for namespace in namespaces if namespace not in away]
         over = partial(_until_allowed, cluster, away)
@@ -209,17 +226,20 @@ async def run_in_cluster(
     namespaces: Sequence[str] = (),
     wiring: Wiring = Wiring(),
 ) -> None:
-    """List everything once, then follow until cancelled or told to stop by a signal. No namespaces: all of them."""
+    """List everything once, then follow until cancelled or told to stop by a signal. No namespaces: all of them. One that may not
+    be read is left alone until it may; ForbiddenError when that is each of them."""
     stop, kinds = asyncio.Event(), [FLEET, *CHILDREN]
     _hear_signals(stop)
 
     async def find_kinds() -> None:
+        reconciler.closed |= await _closed(cluster, namespaces)
         if await may_read_nodes(cluster):
             kinds.append(NODE)
 
     async def follow() -> None:
-        await until_first_ends(_list_fleets(cluster, reconciler, namespaces), _told(stop))
-        await _follow_fleets(cluster, namespaces, stop, partial(build_registry, reconciler, kubeconfig, wiring.trace))
+        await until_first_ends(_list_fleets(cluster, reconciler, there), _told(stop))
+        registry = partial(build_registry, reconciler, kubeconfig, wiring.trace)
+        await _follow_fleets(cluster, namespaces, reconciler.closed, stop, registry)
 
     async def work() -> None:
         await until_first_ends(reconciler.work(), reconciler.reader.run())
@@ -235,6 +255,36 @@ async def run_in_cluster(
     await until_first_ends(find_kinds(), _told(stop))
     if stop.is_set():
         return
+    there = [namespace for namespace in namespaces if namespace not in reconciler.closed]
     reconciler.expect(kinds)
-    children = follow_children(cluster, reconciler.feed, kinds[1:], namespaces)
-    await until_first_ends(follow(), lead(), children, audit(cluster, reconciler, kinds, namespaces))
+    children = follow_children(cluster, reconciler.feed, kinds[1:], tuple(there))
+    later = [_follow_later(cluster, reconciler, namespace, there) for namespace in sorted(reconciler.closed)]
+    await until_first_ends(follow(), lead(), children, audit(cluster, reconciler, kinds, there), *later)
+
+
+async def _closed(cluster: Cluster, namespaces: Sequence[str]) -> set[str]:
+    """Namespaces that may not be read; ForbiddenError when there is no other."""
+    found = await closed_to(cluster, [FLEET, *CHILDREN], namespaces)
+    for namespace, error in found.items():
+        if len(found) == len(namespaces):
+            raise error
+        words = "its fleets are left alone until it may be: bind the operator's Role there, or do not tell it that namespace"
+        LOG.warning("namespace %s may not be read: %s: %s; asked again every %g s", namespace, error, words, REFUSED_S)
+    return set(found)
+
+
+async def _follow_later(cluster: Cluster, reconciler: Reconciler, namespace: str, there: list[str]) -> None:
+    """A namespace that is closed, from when it is not; then it is one of those that are `there`."""
+
+    async def opened() -> None:
+        await _list_fleets(cluster, reconciler, [namespace])
+        there.append(namespace)
+        reconciler.open(namespace)
+        LOG.info("namespace %s may be read now: its fleets are followed", namespace)
+
+    while True:
+        try:
+            await follow_when_open(cluster, reconciler.feed, CHILDREN, namespace, REFUSED_S, opened)
+        except ForbiddenError as error:  # closed again before it was open
+            LOG.warning("namespace %s may not be read after all: %s", namespace, error)
+            await asyncio.sleep(REFUSED_S)

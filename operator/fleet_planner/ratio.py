@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -73,15 +74,27 @@ def smallest(need: Pair, low: Ratio, high: Ratio) -> Pair:
         prefill, decode = served, paired
 
 
-def grown(have: Pair, target: Pair, cost: Pair, room: int, low: Ratio, high: Ratio, *, level: bool = False) -> Pair:
+def grown(
+    have: Pair,
+    target: Pair,
+    cost: Pair,
+    room: int,
+    low: Ratio,
+    high: Ratio,
+    *,
+    level: bool = False,
+    among: Set[Pair] | None = None,
+) -> Pair:
     """On the way from `have` to `target`: the pair inside the ratio, with at least `have`, that `room` devices can hold and that
     is furthest along in the role that lags behind; `have` itself when there is none. `cost`: devices of one worker per role;
-    `level`: of equals the one in which no role is far ahead."""
+    `level`: of equals the one in which no role is far ahead; `among`: the only pairs that may be found."""
     best: tuple[tuple[Fraction, int, Fraction], Pair] = ((Fraction(-1), 0, Fraction(0)), have)
     for prefill in range(max(have[0], 1), target[0] + 1):
         left = room - prefill * cost[0]
-        decode = min(target[1], prefill * low.decode // low.prefill, left // cost[1] if cost[1] else target[1])
-        if left < 0 or decode < max(have[1], -(-prefill * high.decode // high.prefill)):
+        most = min(target[1], prefill * low.decode // low.prefill, left // cost[1] if cost[1] else target[1])
+        least = max(have[1], -(-prefill * high.decode // high.prefill))
+        found = (decode for decode in range(most, least - 1, -1) if among is None or (prefill, decode) in among)
+        if left < 0 or (decode := next(found, None)) is None:
             continue
         lag, lead = sorted((Fraction(prefill, target[0]), Fraction(decode, target[1])))
         best = max(best, ((lag, prefill + decode, -lead if level else Fraction(0)), (prefill, decode)))

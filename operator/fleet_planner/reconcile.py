@@ -54,6 +54,8 @@ class Plan:
     splits: tuple[Split, ...]
     keep: tuple[tuple[str, str], ...]
     """(tier, revision) of the wanted revision of each tier: its template must be stored."""
+    needed: frozenset[tuple[str, str]]
+    """Like `keep`, and those that have pods or are returned to: without its template no worker of a revision is made again."""
     forget: tuple[tuple[str, str], ...]
     """(tier, revision) whose stored templates nobody needs any more."""
     status: FleetStatus
@@ -103,6 +105,7 @@ def reconcile(fleet: InferenceFleet, observed: Observed, now: float) -> Plan:
         targets=tuple(sorted(targets, key=lambda target: target.name)),
         splits=tuple(plan.split for plan in tiers if plan.split is not None),
         keep=tuple((name, observed.templates[name].revision) for name in planned),
+        needed=_needed(planned, observed),
         forget=_forgotten(fleet, {name: one.plan for name, one in planned.items()}, observed),
         status=plan_status(fleet, views, observed, now, prefetch.verdict),
         zero=tuple(_zero_tier(fleet, view, observed) for view in views if view.zero is not None),
@@ -185,6 +188,12 @@ def _zero_tier(fleet: InferenceFleet, view: TierView, observed: Observed) -> Zer
     stuck = any(pod.unschedulable and not pod.terminating for pod in observed.pods if pod.tier == view.tier.name)
     refused = bool(refusals(fleet.metadata.name, view.tier.name, map(str, observed.problems)))
     return ZeroTier(view.tier.name, limited=bool(view.decision.limited) or stuck or refused)
+
+
+def _needed(planned: dict[str, _Planned], observed: Observed) -> frozenset[tuple[str, str]]:
+    """Revisions of tiers of the spec, and of those that left it and still have pods."""
+    mine = {(name, revision) for name, one in planned.items() for revision in one.plan.revisions}
+    return frozenset(mine | {(pod.tier, pod.revision) for pod in observed.pods})
 
 
 def _forgotten(fleet: InferenceFleet, plans: dict[str, TierPlan], observed: Observed) -> tuple[tuple[str, str], ...]:

@@ -7,7 +7,8 @@ rules, from which every state of a rollout follows:
 2. All workers together hold at most the wanted devices plus `surge_gpus`; workers that terminate count, those on nodes that go
    away do not. What events take is brought back inside this bound, too.
 3. At least `want - unavailable` workers of each role serve. The old group keeps what the new one does not serve yet.
-4. The new group grows as far as rule 2 lets it, both roles in step; it is never shrunk for the sake of rule 2.
+4. The new group grows as far as rule 2 lets it, both roles in step, and only to sizes from which the rest can follow (ways.py).
+   It is never shrunk for the sake of rule 2.
 5. The old group gives way when all that was started of the new one is ready: so the path does not depend on who is ready first.
    A worker on a node that goes away serves, but nobody gives way to it.
 6. Only when the new group cannot grow (no room) does the old one go below `want`, down to what rule 3 leaves it; not when the
@@ -22,13 +23,14 @@ Rule 6 is what makes surge and unavailability one mechanism: with room nothing i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 
 from fleet_api.quantities import Ratio
 from fleet_planner.ratio import Pair, grown, largest, smallest
+from fleet_planner.ways import ways
 
 STEPS_MOST = 10_000
 
@@ -121,14 +123,15 @@ def plan_step(
     mixed = canary is None and all(old.mates for old in olds) and any(_together(want, new, olds, have, limits))
     held = {} if mixed else _share(olds, want, _floor(want, new, have, limits), limits)
     surplus_gpus = devices(new.alive, limits.gpus) - devices(have, limits.gpus)
-    size = _grow(have, full, _room(want, olds, held, limits, canary) - leaving_gpus - surplus_gpus, limits)
+    leads = _leading(want, have, limits) if canary is None and not mixed else None
+    size = _grow(have, full, _room(want, olds, held, limits, canary) - leaving_gpus - surplus_gpus, limits, leads)
     blocked = (size == have != full and whole) or new.roomless
     firm = replace(new, ready=new.firm, leaving=(0, 0))
     most, least = want, (0, 0) if mixed else _floor(want, new, size, limits)
     if blocked:
         most = (0, 0) if all(old.hopeless for old in olds) else _floor(want, firm, size, limits)
         room = _room(want, _shrunk(olds, most, limits), {}, limits, canary) - surplus_gpus
-        if not new.roomless and _grow(have, full, room, limits) == have:  # it would be taken away in vain
+        if not new.roomless and _grow(have, full, room, limits, leads) == have:  # it would be taken away in vain
             most = least = _left(want, _serving(firm, size, limits), limits)
     elif whole and canary is None:
         most = _left(want, _serving(firm, size, limits), limits)
@@ -179,8 +182,16 @@ def covers(a: Pair, b: Pair) -> bool:
     return a[0] >= b[0] and a[1] >= b[1]
 
 
-def _grow(have: Pair, full: Pair, room: int, limits: Limits) -> Pair:
-    return grown(have, full, limits.gpus, room, limits.low, limits.high, level=True)  # a role that is done has no step left
+def _grow(have: Pair, full: Pair, room: int, limits: Limits, leads: Set[Pair] | None = None) -> Pair:
+    """`leads`: the only sizes that may come of it."""
+    return grown(have, full, limits.gpus, room, limits.low, limits.high, level=True, among=leads)  # no role is done early
+
+
+def _leading(want: Pair, have: Pair, limits: Limits) -> Set[Pair] | None:
+    """Sizes from which the rollout can go on to its end; None when that is not known, or is lost already."""
+    floor = want[0] - limits.unavailable, want[1] - limits.unavailable
+    found = ways(want, floor, limits.ratio, limits.gpus, _most(want, limits, None))
+    return found if found is not None and have in found else None
 
 
 def _shrunk(olds: Sequence[Group], most: Pair, limits: Limits) -> list[Group]:

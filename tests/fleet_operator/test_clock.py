@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from fleet_operator.adapters.memory import AdapterMemory
-from fleet_operator.cluster.interface import FLEET, POD
+from fleet_operator.cluster.interface import FLEET, POD, UnavailableError
 from fleet_operator.fleet_state import SET_LEAST_S, clock_set_s
 from fleet_operator.names import REVISION
 from tests.fleet_operator.test_capacity import MANUAL, WAIT_S, Quota, play, scale
 from tests.fleet_operator.test_zero import Sleeper
 from tests.fleet_operator.world import NAMESPACE, World
+from tests.fleet_operator.world import play as play_world
 from tests.fleet_planner.test_prefetch import fleet
 
 
@@ -129,3 +130,22 @@ def test_a_clock_that_is_set_makes_no_reading_stale(set_s: float):
         assert (await world.condition("TelemetryFresh"))["status"] == "Unknown", "what does grow old is stale"
 
     play(go, scaling={"scaleDownWindow": "1m"})
+
+
+@pytest.mark.parametrize("set_s", [-40.0, -3600.0, 40.0])
+def test_a_clock_that_is_set_during_an_outage_makes_no_fleet_wait_longer(set_s: float):
+    """Incident: half a minute back, and a fleet whose API call had failed was not looked at for as long again."""
+
+    async def go(world: World) -> None:
+        away = UnavailableError("away")
+        world.api.refuse = lambda verb, kind, name: away
+        victim = next(pod["metadata"]["name"] for pod in await world.store.list(POD, NAMESPACE))
+        await world.user.delete(POD, NAMESPACE, victim, grace_s=0)
+        await world.step()
+        world.api.refuse = lambda verb, kind, name: None
+        world.set_clock(set_s)
+        for _ in range(3):
+            await world.step()
+        assert await world.workers() == {"prefill": 1, "decode": 2}
+
+    play_world(go)

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from fleet_operator.cluster.interface import CONFIG_MAP, DEPLOYMENT, PDB, ROLE, SERVICE, SERVICE_ACCOUNT, Kind
+from fleet_operator.cluster.interface import CONFIG_MAP, DEPLOYMENT, FLEET, PDB, ROLE, SERVICE, SERVICE_ACCOUNT, Kind
+from fleet_operator.reconciler import CHILDREN
 from tests.fleet_operator.world import NAMESPACE, World, manifest, play
 
 EDITS: list[tuple[Kind, dict[str, Any]]] = [
@@ -65,6 +66,54 @@ def test_somebody_elses_object_is_left_alone_and_named():
         assert (await world.store.get(CONFIG_MAP, NAMESPACE, "f-router"))["data"] == {"a": "b"}
         assert "belongs to somebody else" in (await world.condition("Provisioned"))["message"]
         warnings = [line for line in await world.events() if line.startswith("Warning")]
-        assert warnings == ["Warning NameConflict ConfigMap f-router exists and belongs to somebody else"]
+        (warning,) = warnings
+        assert warning.startswith(
+            "Warning NameConflict ConfigMap f-router exists and belongs to somebody else, or is left of a fleet"
+        )
+
+    asyncio.run(scenario())
+
+
+def test_who_deleted_a_fleet_without_its_children_is_told_what_to_delete():
+    """Incident: after `kubectl delete --cascade=orphan` and another apply, the condition said that 12 objects belong to somebody
+    else. Whoever follows its words has a fleet that serves."""
+
+    async def scenario(world: World) -> None:
+        for kind in CHILDREN:
+            for child in await world.store.list(kind, NAMESPACE):
+                if child["metadata"]["ownerReferences"][0]["kind"] == FLEET.kind:
+                    orphan = {"metadata": {"ownerReferences": None}}
+                    await world.user.patch(kind, NAMESPACE, child["metadata"]["name"], orphan)
+        await world.user.delete(FLEET, NAMESPACE, "f")
+        await world.user.apply(manifest())
+        for _ in range(4):
+            await world.step()
+        told = (await world.condition("Ready"))["message"]
+        assert "ConfigMap f-router" in told
+        assert (
+            "deleted with --cascade=orphan: then delete it and all else with label inferencefleet.io/fleet=f in namespace ml"
+            in told
+        )
+        for kind in CHILDREN:
+            for child in await world.store.list(kind, NAMESPACE, {"inferencefleet.io/fleet": "f"}):
+                await world.user.delete(kind, NAMESPACE, child["metadata"]["name"], grace_s=0)
+        for _ in range(90):
+            await world.step()
+        assert (await world.condition("Ready"))["status"] == "True"
+
+    play(scenario)
+
+
+def test_an_object_of_another_owner_is_told_without_a_word_of_orphans():
+    async def scenario() -> None:
+        world = World()
+        await world.user.apply(
+            {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "f-router", "namespace": NAMESPACE}}
+        )
+        await world.user.apply(manifest())
+        for _ in range(4):
+            await world.step()
+        words = "ConfigMap f-router exists and belongs to somebody else: delete or rename it, or give this fleet another name"
+        assert (await world.condition("Provisioned"))["message"] == words
 
     asyncio.run(scenario())

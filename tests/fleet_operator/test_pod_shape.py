@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -102,6 +103,31 @@ def test_neighbours_on_one_host_have_other_ports():
 
 def test_as_many_ranks_fit_into_a_workers_ports_as_admission_says():
     assert worker_ports(20_000, "prefill", 0).side_channel + HOST_PORT_RANKS == worker_ports(20_000, "decode", 0).http
+
+
+@pytest.mark.parametrize("shapes", [(1, 1), (24, 24), (25, 25), (64, 64), (64, 1), (1, 32)])
+def test_what_shares_a_node_shares_no_port(shapes: tuple[int, int]):
+    """Incident: side channels of data parallel ranks from 24 on took the ports of a neighbour. The scheduler knew nothing of it,
+    and one of the two could not start. `shapes`: ranks of prefill and of decode workers."""
+    workers = []
+    for role, ranks in zip(("prefill", "decode"), shapes, strict=True):
+        shape = {"parallelism": {"data": ranks, "nodes": max(1, ranks // 8) if ranks % 8 == 0 else 1}}
+        of = tiers(kvTransfer=HOST, **{role: shape})
+        fleet = parse_fleet(manifest(engine={"type": "vllm"}, tiers=of))
+        template = template_of(fleet, fleet.spec.tiers[0], {}, Platform())
+        for ordinal in range(20):
+            spec = pod_spec(fleet, fleet.spec.tiers[0], role, template, Platform())
+            (container,) = at_ordinal(spec, role, ordinal, 20_000)["containers"]
+            told = next(variable for variable in container["env"] if variable["name"] == CONFIG_ENV)
+            ports = json.loads(told["value"])["ports"]
+            begin = ports.pop("side_channel")
+            declared = [port["hostPort"] for port in container["ports"]]
+            assert len(declared) == len(set(declared))
+            used = {*ports.values(), *range(begin, begin + ranks)}
+            assert 20_000 <= min(used) <= max(used) < 20_512
+            workers.append((set(declared), used))
+    for (declared, used), (others, also) in combinations(workers, 2):
+        assert declared & others or not used & also, "the scheduler would put both on one node"
 
 
 def test_a_configuration_of_another_version_keeps_its_fields_on_the_hosts_network():

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fleet_api.parse import parse_fleet
-from fleet_operator.cluster.interface import CONFIG_MAP, CONTROLLER_REVISION, FLEET, POD
+from fleet_operator.cluster.interface import CONFIG_MAP, CONTROLLER_REVISION, FLEET, POD, ForbiddenError
 from fleet_operator.render.revision import RESTARTED_AT, observe_revisions, revision_inputs, template_of
 from fleet_operator.settings import Platform
 from fleet_wire.endpoints import ENDPOINTS_KEY
@@ -206,5 +206,114 @@ def test_routers_know_the_name_under_which_workers_of_the_revision_before_serve(
         await world.user.apply(manifest(model=model))
         await world.settle(40)
         assert await names(world) == ("llama", {""})
+
+    play(scenario)
+
+
+async def held_back(world: World) -> tuple[str, dict[str, Any]]:
+    """A paused fleet whose spec asks for another revision than the one that serves; that one, and its stored template."""
+    await world.user.apply(manifest(model={"source": "file:///m", "servedName": "other"}, rollout={"paused": True}))
+    await world.settle(20)
+    stable, *_ = {revision for revision in (await pods(world)).values() if revision}
+    return stable, await world.store.get(CONTROLLER_REVISION, NAMESPACE, f"f-t-{stable}")
+
+
+async def lose_a_worker(world: World) -> None:
+    await world.user.delete(POD, NAMESPACE, next(name for name in await pods(world) if "decode" in name))
+
+
+def test_the_template_of_the_revision_that_serves_is_stored_again_when_somebody_deletes_it():
+    """Incident: while a rollback or a pause held, the spec asked for another one, and a lost worker stayed away for ever."""
+
+    async def scenario(world: World) -> None:
+        stable, stored = await held_back(world)
+        router = await world.store.get(CONFIG_MAP, NAMESPACE, "f-router")
+        await world.user.delete(CONTROLLER_REVISION, NAMESPACE, f"f-t-{stable}")
+        await world.step()
+        again = await world.store.get(CONTROLLER_REVISION, NAMESPACE, f"f-t-{stable}")
+        assert {part: again[part] for part in ("revision", "data")} == {part: stored[part] for part in ("revision", "data")}
+        assert again["metadata"]["labels"] == stored["metadata"]["labels"]
+        assert again["metadata"]["ownerReferences"] == stored["metadata"]["ownerReferences"]
+        assert await world.store.get(CONFIG_MAP, NAMESPACE, "f-router") == router  # its workers keep their old name in it
+        await lose_a_worker(world)
+        await world.settle()
+        assert await world.workers() == {"prefill": 1, "decode": 2}
+        assert (await world.condition("Provisioned"))["status"] == "True"
+        assert not await world.touch()
+
+    play(scenario)
+
+
+def test_no_worker_is_made_from_a_template_that_could_not_be_stored_again():
+    async def scenario(world: World) -> None:
+        stable, _ = await held_back(world)
+        forbidden = ForbiddenError("no")
+        world.api.refuse = lambda verb, kind, name: forbidden if kind == CONTROLLER_REVISION and verb == "create" else None
+        await world.user.delete(CONTROLLER_REVISION, NAMESPACE, f"f-t-{stable}")
+        await lose_a_worker(world)
+        for _ in range(3):
+            await world.step()
+        assert await world.workers() == {"prefill": 1, "decode": 1}
+        assert "ControllerRevision" in (await world.condition("Provisioned"))["message"]
+        world.api.refuse = lambda verb, kind, name: None
+        for _ in range(60):
+            await world.step()
+        assert await world.workers() == {"prefill": 1, "decode": 2}
+
+    play(scenario)
+
+
+def test_a_template_that_no_operator_saw_is_asked_for_in_words_and_comes_back_with_its_spec():
+    async def scenario(world: World) -> None:
+        stable, stored = await held_back(world)
+        await world.user.delete(CONTROLLER_REVISION, NAMESPACE, f"f-t-{stable}")
+        world.operator = world.new_operator()
+        await world.settle()
+        assert (await world.condition("Provisioned"))["status"] == "True"  # nothing is missing yet
+        await lose_a_worker(world)
+        for _ in range(5):
+            await world.step()
+        told = await world.condition("Provisioned")
+        assert told["reason"] == "ApplyFailed"
+        assert f"ControllerRevision f-t-{stable} was deleted" in told["message"]
+        assert "apply the spec of that revision again" in told["message"]
+        await world.user.apply(manifest(rollout={"paused": True}))
+        await world.settle(40)
+        assert await world.workers() == {"prefill": 1, "decode": 2}
+        assert (await world.store.get(CONTROLLER_REVISION, NAMESPACE, f"f-t-{stable}"))["data"] == stored["data"]
+
+    play(scenario)
+
+
+def test_a_template_of_the_history_that_somebody_deletes_stays_away():
+    async def scenario(world: World) -> None:
+        first = set(await revisions(world))
+        await world.user.apply(manifest(engine={"maxBatch": 8}))
+        await world.settle(20)
+        for name in first:
+            await world.user.delete(CONTROLLER_REVISION, NAMESPACE, name)
+        await world.settle()
+        assert first.isdisjoint(await revisions(world))
+
+    play(scenario)
+
+
+def test_a_template_that_another_operator_forgot_stays_forgotten():
+    """Its namespace was another installation's for a while, which rolled the fleet on."""
+
+    async def scenario(world: World) -> None:
+        stable, _ = await held_back(world)
+        first, seen = world.operator, world._seen
+        world.operator = world.new_operator()
+        model = {"source": "file:///m", "servedName": "other"}
+        for batch in (1, 2):
+            await world.user.apply(manifest(model=model, engine={"maxBatch": batch}, rollout={"historyLimit": 1}))
+            await world.settle(40)
+        kept = await revisions(world)
+        assert f"f-t-{stable}" not in kept
+        world.operator, world._seen = first, seen
+        written = [write for _ in range(5) for write in await world.step()]
+        assert not [write for write in written if write[1] == "ControllerRevision"]
+        assert await revisions(world) == kept
 
     play(scenario)

@@ -14,9 +14,11 @@ import pytest
 from aiohttp import web
 
 from fleet_operator import shell_kopf
-from fleet_operator.cluster.interface import FLEET, ForbiddenError, Kind, Object, UnavailableError
+from fleet_operator.cluster.interface import FLEET, POD, ForbiddenError, Kind, Object, UnavailableError, WatchEvent
+from fleet_operator.reconciler import Reconciler
+from fleet_operator.settings import Platform
 from fleet_operator.shell_kopf import Wiring, Work, run_in_cluster
-from tests.fleet_operator.world import World
+from tests.fleet_operator.world import World, manifest
 
 SOON_S = 3.0
 """Less than the five seconds that kopf waits for tasks that it does not know."""
@@ -137,7 +139,7 @@ def test_a_namespace_that_was_taken_from_us_does_not_end_the_watches_of_the_othe
     gone: list[str], monkeypatch: pytest.MonkeyPatch
 ):
     """A RoleBinding that went, with its namespace or without it: kopf ended at its 403 each time that it was started."""
-    world, lives, last, taken, told = World(), list[tuple[str, ...]](), asyncio.Event(), list[str](gone), list[str]()
+    world, lives, last, taken, told = World(), list[tuple[str, ...]](), asyncio.Event(), list[str](), list[str]()
     find = world.store.find
 
     async def asked(kind: Kind, namespace: str | None, name: str) -> Object | None:
@@ -152,6 +154,8 @@ def test_a_namespace_that_was_taken_from_us_does_not_end_the_watches_of_the_othe
         raise PermissionError("403")
 
     async def spawn(*, namespaces: tuple[str, ...], **given: Any) -> Any:
+        if not lives:
+            taken.extend(gone)
         lives.append(namespaces)
         tasks = await spawn_tasks(namespaces=namespaces, **given)
         if set(taken) & set(namespaces):
@@ -166,6 +170,80 @@ def test_a_namespace_that_was_taken_from_us_does_not_end_the_watches_of_the_othe
     monkeypatch.setattr(shell_kopf, "REFUSED_S", 0.01)
     assert asyncio.run(run_told(world, lambda: asyncio.wait_for(last.wait(), SOON_S), ("a", "b"))) == ["led until the end"]
     assert lives == [("a", "b"), *([("a",)] if gone == ["b"] else []), ("a", "b")]
+
+
+class Closed:
+    """Fleets in two namespaces, in one of which a kind may not be read at first."""
+
+    def __init__(self, kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.world, self.closed, self.kind = World(), {"b"}, kind
+        self.operator = self.world.operator = Reconciler(self.world.api, Platform(), self.world)  # of every namespace
+        self.spawned = list[tuple[str, ...]]()
+        self._find, self._list = self.world.store.find, self.world.store.list
+        monkeypatch.setattr(self.world.store, "find", self.find)
+        monkeypatch.setattr(self.world.store, "list", self.list)
+        monkeypatch.setattr(kopf, "spawn_tasks", self.spawn)
+
+    def check(self, kind: Kind, namespace: str | None) -> None:
+        if namespace in self.closed and kind == self.kind:
+            raise ForbiddenError(f"{kind.plural} is forbidden")
+
+    async def find(self, kind: Kind, namespace: str, name: str) -> Object | None:
+        self.check(kind, namespace)
+        return await self._find(kind, namespace, name)
+
+    async def list(self, kind: Kind, namespace: str | None = None, labels: Any = None) -> list[Object]:
+        self.check(kind, namespace)
+        return await self._list(kind, namespace, labels)
+
+    async def spawn(self, **given: Any) -> Any:
+        self.spawned.append(given["namespaces"])
+        return await spawn_tasks(**given)
+
+    async def pods(self, namespace: str) -> int:
+        return len(await self._list(POD, namespace))
+
+    async def until_served(self, namespace: str) -> None:
+        async with asyncio.timeout(SOON_S):
+            while await self.pods(namespace) < 3:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+    async def play(self) -> None:
+        for namespace in ("a", "b"):
+            wish = manifest()
+            await self.world.user.apply({**wish, "metadata": {**wish["metadata"], "namespace": namespace}})
+        await self.until_served("a")
+        (theirs,) = await self._list(FLEET, "b")
+        self.operator.feed(FLEET, WatchEvent("ADDED", theirs))  # kopf may tell of fleets before their children are known
+        await asyncio.sleep(0.05)
+        assert (await self.pods("b"), self.operator.closed) == (0, {"b"})
+        self.closed.clear()
+        await self.until_served("b")
+        assert self.operator.closed == set()
+
+
+@pytest.mark.parametrize("kind", [FLEET, POD], ids=lambda kind: kind.kind)
+def test_a_namespace_that_may_not_be_read_at_the_start_is_left_alone_until_it_may(
+    kind: Kind, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """Incident: one RoleBinding was not there yet, and the operator ended (exit 2) and served no other namespace."""
+    monkeypatch.setattr(shell_kopf, "RESTART_S", 0.0)
+    monkeypatch.setattr(shell_kopf, "REFUSED_S", 0.2)
+    there = Closed(kind, monkeypatch)
+    assert asyncio.run(run_told(there.world, there.play, ("a", "b"))) == ["led until the end"]
+    assert there.spawned[0] == ("a",)
+    assert f"namespace b may not be read: {kind.plural} is forbidden" in caplog.text
+    assert "bind the operator's Role there" in caplog.text
+
+
+def test_no_namespace_that_may_be_read_ends_the_operator_with_its_own_error(monkeypatch: pytest.MonkeyPatch):
+    async def forbidden(*_: Any) -> Object:
+        raise ForbiddenError("pods is forbidden")
+
+    world = World()
+    monkeypatch.setattr(world.store, "find", forbidden)
+    with pytest.raises(ForbiddenError, match="pods is forbidden"):
+        asyncio.run(run_in_cluster(world.store, world.operator, None, ("a", "b")))
 
 
 class Discovery:

@@ -32,6 +32,7 @@ from fleet_operator.cluster.interface import (
     Object,
     UnavailableError,
 )
+from fleet_operator.cluster.trust import Trust
 
 
 class GoneError(UnavailableError):
@@ -157,6 +158,7 @@ class KubeHttp:
         self.configuration = configuration
         self._limits = limits
         self._rest = _Rest(configuration)
+        self._trust = Trust(self._rest.ssl_context, Path(configuration.ssl_ca_cert) if configuration.ssl_ca_cert else None)
 
     async def request(
         self,
@@ -197,6 +199,7 @@ class KubeHttp:
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         url = f"{self.configuration.host}{path}" + (f"?{urlencode(query)}" if query else "")
         headers = {"Content-Type": types[0], "Accept": types[1]}
+        self._trust.refresh()
         token = await self.configuration.get_api_key_with_prefix("BearerToken")
         if token:
             headers["Authorization"] = token

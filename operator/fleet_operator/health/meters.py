@@ -97,9 +97,16 @@ class Meters:
         return reason if known else "Other"
 
     # -- reading ----------------------------------------------------------------------------------------------------
-    def observe(self, queue: Queue, leading: Callable[[], bool], namespaces: Callable[[], tuple[int, int]]) -> None:
-        """Also show these whenever somebody reads; `namespaces` are (ours, told to us but somebody else's)."""
-        self.registry.register(_Present(self._pulse, queue, leading, namespaces))
+    def observe(
+        self,
+        queue: Queue,
+        leading: Callable[[], bool],
+        namespaces: Callable[[], tuple[int, int]],
+        closed: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """Also show these whenever somebody reads; `namespaces` are (ours, told to us but somebody else's), `closed` those that
+        may not be read."""
+        self.registry.register(_Present(self._pulse, queue, leading, namespaces, closed))
 
     def text(self) -> bytes:
         """The exposition format."""
@@ -110,9 +117,14 @@ class _Present(Collector):
     """Gauges that are read, not counted."""
 
     def __init__(
-        self, pulse: Pulse, queue: Queue, leading: Callable[[], bool], namespaces: Callable[[], tuple[int, int]]
+        self,
+        pulse: Pulse,
+        queue: Queue,
+        leading: Callable[[], bool],
+        namespaces: Callable[[], tuple[int, int]],
+        closed: Callable[[], int],
     ) -> None:
-        self._pulse, self._queue, self._leading, self._namespaces = pulse, queue, leading, namespaces
+        self._pulse, self._queue, self._leading, self._namespaces, self._closed = pulse, queue, leading, namespaces, closed
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """All of them."""
@@ -124,6 +136,8 @@ class _Present(Collector):
         spaces.add_metric(["this"], owned)
         spaces.add_metric(["other"], foreign)
         yield spaces
+        closed = "Namespaces that this operator was told and may not read."
+        yield GaugeMetricFamily("fleet_operator_namespaces_closed", closed, value=self._closed())
         ages = GaugeMetricFamily("fleet_operator_watch_age_seconds", "Since a watch last carried anything.", labels=["kind"])
         for kind, age_s in self._pulse.watch_ages().items():
             ages.add_metric([kind], age_s)

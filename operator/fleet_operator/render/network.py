@@ -35,15 +35,20 @@ class _Shape(msgspec.Struct, frozen=True):
     parallel: _Parallel = _Parallel()
 
 
-def worker_ports(first_port: int | None, role: Role, ordinal: int) -> Ports:
+def further_slots(ranks: int) -> int:
+    """Parts of hostPorts behind a worker's own into which the side channels of so many data parallel ranks reach."""
+    return -(-(SIDE_CHANNEL_AT + ranks) // HOST_PORT_STRIDE) - 1
+
+
+def worker_ports(first_port: int | None, role: Role, ordinal: int, ranks: int = 1) -> Ports:
     """Ports of one worker; `first_port` None: the usual ones, each pod has its own address.
 
     On the host's network neighbours get different ones; where two would be equal, the scheduler keeps them on different nodes,
-    because the ports are declared as host ports.
+    because the ports are declared as host ports. Those of many data parallel `ranks` stay inside the tier's ports, too.
     """
     if first_port is None:
         return PORTS
-    slot = (2 * ordinal + (role == "decode")) % HOST_PORT_SLOTS
+    slot = (2 * ordinal + (role == "decode")) % (HOST_PORT_SLOTS - further_slots(ranks))
     first = first_port + slot * HOST_PORT_STRIDE
     return Ports(
         http=first, agent=first + 1, kv_events=first + 2, kv_replay=first + 3, dp_rpc=first + 4, group=first + 5,
@@ -51,13 +56,15 @@ def worker_ports(first_port: int | None, role: Role, ordinal: int) -> Ports:
     )  # fmt: skip
 
 
-def container_ports(ports: Ports, *, on_host: bool, nodes: int = 1) -> list[Object]:
-    """As the container declares them."""
+def container_ports(ports: Ports, *, on_host: bool, nodes: int = 1, shared: int = 1) -> list[Object]:
+    """As the container declares them. `shared`: data parallel ranks of a worker that shares its node by hostPorts. Where their
+    side channels reach into the ports of other workers, the first port of each is declared: so the scheduler keeps them apart."""
     named = [
         ("http", ports.http), ("agent", ports.agent), ("kv", ports.side_channel), ("kv-events", ports.kv_events),
         ("kv-replay", ports.kv_replay),
     ]  # fmt: skip
     named += [("group", ports.group), ("master", ports.master)] if nodes > 1 else []
+    named += [(f"kv-on-{part}", ports.http + part * HOST_PORT_STRIDE) for part in range(1, further_slots(shared) + 1)]
     host = [{"hostPort": port} if on_host else {} for _, port in named]
     return [{"name": n, "containerPort": p, "protocol": "TCP", **h} for (n, p), h in zip(named, host, strict=True)]
 

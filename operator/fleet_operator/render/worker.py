@@ -154,25 +154,27 @@ def at_ordinal(spec: Object, role: Role, ordinal: int, first: int | None) -> Obj
     """A stored pod spec with the ports of this worker; changes `spec`."""
     if first is None:
         return spec
-    ports, (container,) = worker_ports(first, role, ordinal), spec["containers"]
+    (container,) = spec["containers"]
+    variables = {variable["name"]: variable for variable in container["env"]}
+    told = msgspec.json.decode(variables[CONFIG_ENV]["value"])
+    ranks = told.get("parallel", {}).get("data", 1)
+    ports = worker_ports(first, role, ordinal, ranks)
     for name in ("startupProbe", "readinessProbe", "livenessProbe"):
         container[name]["httpGet"]["port"] = ports.agent
     container["lifecycle"]["preStop"]["httpGet"]["port"] = ports.agent
-    for variable in container["env"]:
-        if variable["name"] == CONFIG_ENV:
-            variable["value"], nodes = _with_ports(variable["value"], ports)
-            container["ports"] = container_ports(ports, on_host=True, nodes=nodes)
-        elif variable["name"] == SIDE_CHANNEL_ENV:
-            variable["value"] = str(ports.side_channel)
+    container["ports"] = container_ports(ports, on_host=True, nodes=told.get("nodes", 1), shared=ranks)
+    variables[CONFIG_ENV]["value"] = _with_ports(told, ports)
+    if SIDE_CHANNEL_ENV in variables:
+        variables[SIDE_CHANNEL_ENV]["value"] = str(ports.side_channel)
     return spec
 
 
-def _with_ports(stored: str, ports: Ports) -> tuple[str, int]:
-    """A stored configuration with these ports, and its nodes. Another version of the operator may have written it, for a worker
-    of that version, which takes no field that it does not know: nothing is added to it, and nothing of it is lost."""
-    told, mine = msgspec.json.decode(stored), msgspec.structs.asdict(ports)
+def _with_ports(told: Object, ports: Ports) -> str:
+    """A stored configuration with these ports. Another version of the operator may have written it, for a worker of that version,
+    which takes no field that it does not know: nothing is added to it, and nothing of it is lost."""
+    mine = msgspec.structs.asdict(ports)
     told["ports"] = {name: mine.get(name, port) for name, port in told["ports"].items()}
-    return msgspec.json.encode(told).decode(), told.get("nodes", 1)
+    return msgspec.json.encode(told).decode()
 
 
 def worker_config(

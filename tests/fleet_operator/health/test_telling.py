@@ -82,12 +82,13 @@ def test_reasons_from_elsewhere_cannot_grow_without_bound():
 
 def test_the_rest_is_read_when_asked():
     made = meters()
-    made.observe(Queue(), lambda: True, lambda: (4, 1))
+    made.observe(Queue(), lambda: True, lambda: (4, 1), lambda: 5)
     assert value(made, "fleet_operator_queue_depth") == 3
     assert value(made, "fleet_operator_queue_oldest_seconds") == 1.5
     assert value(made, "fleet_operator_leader") == 1
     assert value(made, 'fleet_operator_fleets{ready="True"}') == 2
     assert value(made, 'fleet_operator_namespaces{owner="other"}') == 1
+    assert value(made, "fleet_operator_namespaces_closed") == 5
     assert "fleet_operator_build_info{" in made.text().decode()
 
 

@@ -1,0 +1,54 @@
+"""Stored templates that somebody deleted by hand. While a rollback, a pause or a canary holds, the spec asks for another revision
+than the one that serves: nothing but its stored template says how its workers are made, so the last one seen is stored again.
+Pure; an operator that starts after the deletion has never seen it, and says so (`unmakeable`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fleet_operator.cluster.interface import CONTROLLER_REVISION, POD, Object
+from fleet_operator.names import POOL, ROLE
+from fleet_operator.render.revision import place_of, revision_name
+from fleet_planner.reconcile import Plan
+from fleet_planner.types import Problem
+
+Name = tuple[str, str]
+"""(kind, name)"""
+WRITTEN = ("name", "namespace", "labels", "ownerReferences")
+
+
+def needed_templates(plan: Plan, live: Mapping[Name, Object]) -> dict[Name, Object]:
+    """The stored templates that the fleet cannot do without: to be kept until its next pass."""
+    return {at: found for at, found in live.items() if at[0] == CONTROLLER_REVISION.kind and place_of(found) in plan.needed}
+
+
+def lost_templates(needed: Mapping[Name, Object], live: Mapping[Name, Object]) -> dict[Name, Object]:
+    """Those of them that are gone."""
+    return {at: found for at, found in needed.items() if at not in live}
+
+
+def as_it_was(lost: Object) -> Object:
+    """The wish for one that is gone."""
+    meta = {part: lost["metadata"][part] for part in WRITTEN}
+    return {**{part: lost[part] for part in ("apiVersion", "kind", "revision", "data")}, "metadata": meta}
+
+
+def unmakeable(fleet: str, plan: Plan, live: Mapping[Name, Object]) -> list[Problem]:
+    """Workers that are missing and that nobody knows how to make, one problem per role of a revision."""
+    known = {*plan.keep, *(place_of(found) for (kind, _), found in live.items() if kind == CONTROLLER_REVISION.kind)}
+    return [
+        Problem(
+            "RevisionLost",
+            f"ControllerRevision {revision_name(fleet, pool.tier, pool.revision)} was deleted, and without it no "
+            f"{pool.role} worker of revision {pool.revision} can be made: apply the spec of that revision again, or a new one",
+        )
+        for pool in plan.pools
+        if (pool.tier, pool.revision) not in known and pool.replicas > _alive(pool.name, pool.role, live)
+    ]
+
+
+def _alive(pool: str, role: str, live: Mapping[Name, Object]) -> int:
+    """Pods of a pool that stay."""
+    names = (found["metadata"] for (kind, _), found in live.items() if kind == POD.kind)
+    mine = [meta for meta in names if meta["labels"].get(POOL) == pool and meta["labels"].get(ROLE) == role]
+    return sum("deletionTimestamp" not in meta for meta in mine)
