@@ -43,6 +43,8 @@ class Surroundings:
 
     serving: frozenset[str] = frozenset()
     """Uids that the routers are told to use."""
+    told: frozenset[str] = frozenset()
+    """Uids that they are told of at all, but for those that drain."""
     leaving: Mapping[str, str] = field(default_factory=dict)
     """Node name → why it goes away."""
     sick: Mapping[str, str] = field(default_factory=dict)
@@ -51,8 +53,9 @@ class Surroundings:
     """Pod name → requests that it runs."""
 
 
-Near = tuple[str, str, bool, float | None]
-"""What `Surroundings` say of one pod: why its node goes away, what is wrong with it, whether it serves, its load."""
+Near = tuple[str, str, bool, bool, float | None]
+"""What `Surroundings` say of one pod: why its node goes away, what is wrong with it, whether it serves, whether
+routers know it, its load."""
 PodsSeen = dict[str, tuple[Object, Near, ObservedPod]]
 """By name: what pods were last seen as, and from what. The objects of the cache never change in place."""
 
@@ -72,7 +75,8 @@ def observe_pods(
 def _seen(pod: Object, around: Surroundings, before: PodsSeen) -> tuple[Object, Near, ObservedPod]:
     meta, node = pod["metadata"], pod["spec"].get("nodeName") or ""
     name, uid = meta["name"], meta["uid"]
-    near = around.leaving.get(node, ""), around.sick.get(node, ""), uid in around.serving, around.busy.get(name)
+    told = uid in around.serving, uid in around.told
+    near = around.leaving.get(node, ""), around.sick.get(node, ""), *told, around.busy.get(name)
     known = before.get(name)
     return known if known is not None and known[0] is pod and known[1] == near else (pod, near, _pod(pod, *near))
 
@@ -82,11 +86,24 @@ def observe_serving(documents: Object | None) -> frozenset[str]:
     return frozenset(worker.uid for worker in workers_told(documents) or () if worker.state == "serving")
 
 
+def observe_told(documents: Object | None) -> frozenset[str]:
+    """Uids of the workers that the routers' ConfigMap names as serving, held or absent; none when it cannot be read."""
+    found = _document(documents)
+    if found is None:
+        return frozenset()
+    return frozenset(one.uid for one in found.absent).union(one.uid for one in found.workers if one.state != "draining")
+
+
 def workers_told(documents: Object | None) -> tuple[endpoints.Endpoint, ...] | None:
     """What the routers' ConfigMap says; None when it is missing or cannot be read: an edit, which is about to be undone."""
+    found = _document(documents)
+    return None if found is None else found.workers
+
+
+def _document(documents: Object | None) -> endpoints.Endpoints | None:
     text = ((documents or {}).get("data") or {}).get(ENDPOINTS_KEY)
     try:
-        return tuple(endpoints.decode(text).workers) if text else None
+        return endpoints.decode(text) if text else None
     except UNREADABLE:  # no UTF-8, too deep
         return None
 
@@ -129,7 +146,7 @@ def observe_published(documents: Object | None) -> dict[str, tuple[AdapterSeen, 
     }
 
 
-def _pod(pod: Object, leaving: str, sick: str, serving: bool, busy: float | None) -> ObservedPod:
+def _pod(pod: Object, leaving: str, sick: str, serving: bool, told: bool, busy: float | None) -> ObservedPod:
     meta, status = pod["metadata"], pod.get("status") or {}
     labels, notes = meta["labels"], meta.get("annotations") or {}
     conditions = {c.get("type"): c for c in status.get("conditions") or []}
@@ -165,6 +182,7 @@ def _pod(pod: Object, leaving: str, sick: str, serving: bool, busy: float | None
         leaving=leaving,
         sick=sick,
         serving=serving,
+        told=told,
         busy=busy,
         flipping=_flipping(notes),
         flip_since=_time(notes.get(FLIP_SINCE)) or 0.0,

@@ -18,6 +18,7 @@ from fleet_operator.observe import (
     observe_published,
     observe_router,
     observe_serving,
+    observe_told,
 )
 from fleet_operator.render.network import port_of
 from fleet_operator.render.port import ADMIN_PORT
@@ -76,11 +77,12 @@ def picture(
 
 def workers(fleet: InferenceFleet, state: FleetState, live: Live, where: Places) -> tuple[ObservedPod, ...]:
     """Its worker pods, in name order."""
-    serving = observe_serving(live.get(("ConfigMap", router_name(fleet.metadata.name))))
+    documents = live.get(("ConfigMap", router_name(fleet.metadata.name)))
     busy = {name: load for tier in state.telemetry.values() for name, load in tier.busy.items()}
     pods = pods_of(live)
     sick = sick_nodes(where.views, {pod["spec"].get("nodeName") for pod in pods})
-    return observe_pods(pods, Surroundings(serving, where.leaving, sick, busy), state.pods)
+    around = Surroundings(observe_serving(documents), observe_told(documents), where.leaving, sick, busy)
+    return observe_pods(pods, around, state.pods)
 
 
 def router_urls(live: Live, platform: Platform) -> list[str]:
