@@ -1,7 +1,7 @@
 """Decode workers that serve no more for the moment: their pods are there, or were just now, and nobody said that they go.
 
 The operator's document leaves a worker out while its pod is not ready (a failed probe, a container that starts anew), names it as
-absent beside the others for a while, and as held while there is no place for it. All of them may serve again soon, or another one in
+absent beside the others for a while, and as held while there is no place for it. All may serve again soon, or another one in
 their place. Who drains, has another role now, or went with its whole tier (at zero), does not. Pure: the clock is the caller's.
 """
 
