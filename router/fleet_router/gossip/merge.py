@@ -21,8 +21,8 @@ SETTLE_MS: Final = 5_000
 """Who is met when it is older than this has a past: its counters are taken from here on. Its rows all come within this time."""
 NUMBERS_PER_MS: Final = 2
 NUMBERS_AHEAD: Final = 10_000
-"""Datagrams that a sender may have numbered in a time, nearly twice what it sends at most: a number far above would make all that it
-says from then on an older one."""
+"""Datagrams that a sender may have numbered in a time, nearly twice what it sends at most: a number far above would make all that
+it says from then on an older one."""
 MOST_PEERS: Final = 256
 MOST_KNOWN: Final = 8_192
 """Rows of one sender."""
