@@ -12,7 +12,6 @@ import pytest
 from tests.fleet_router.fake_worker import answer, stream
 from tests.fleet_router.rig import CONFIG, LONG, Rig, ask, run
 
-
 EVENT = b'data: {"choices":[{"text":"a"}]}\n\n'
 WHOLE = b"%x\r\n%b\r\n" % (len(EVENT), EVENT) * 3 + b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
 
@@ -91,8 +90,8 @@ LARGE = b'data: {"choices":[{"text":"' + b"p" * 9 * 1024 * 1024 + b'"}]}\n\n'
 @pytest.mark.parametrize("more", [{"echo": True, "logprobs": 20}, {"return_token_ids": True}, {"prompt_logprobs": 0}], ids=str)
 @pytest.mark.parametrize("determined", [True, False])
 def test_an_event_that_tells_the_prompt_again_is_as_long_as_that_takes(more: dict[str, Any], determined: bool):
-    """Incident: with `echo` and `logprobs` the first event of a prompt of 10,000 tokens is 10 MB; at 2 MiB it was an event without an
-    end, and its worker had failed: a few such requests put every worker out."""
+    """Incident: with `echo` and `logprobs` the first event of a prompt of 10,000 tokens is 10 MB; at 2 MiB it was an event
+    without an end, and its worker had failed: a few such requests put every worker out."""
 
     async def go(rig: Rig) -> None:
         async def tells(_: Any, writer: asyncio.StreamWriter) -> bool:
