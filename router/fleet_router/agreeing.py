@@ -1,7 +1,8 @@
 """Whether a worker makes the tokens of a prompt that we make of it.
 
-Its agent gives out the model's own files. An option of its engine (vLLM: --chat-template, --tokenizer) makes other tokens:
-blocks named from ours would never be found, and a prompt could be refused for a length that it has not. So the engine's own /tokenize is asked about a few samples.
+Its agent gives out the model's own files. An option of its engine (vLLM: --chat-template, --tokenizer) makes other tokens: blocks
+named from ours would never be found, and a prompt could be refused for a length that it has not. So the engine's own /tokenize
+is asked about a few samples.
 """
 
 from __future__ import annotations
