@@ -72,11 +72,11 @@ def ended(one: socket.socket) -> bool:
         return True
 
 
-async def healthy(router: Router) -> tuple[asyncio.StreamWriter, bytes]:
+async def healthy(router: Router, path: str = "/health") -> tuple[asyncio.StreamWriter, bytes]:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     reader, writer = await asyncio.open_connection(*router._ports[0].addresses[0], ssl=context)
-    writer.write(b"GET /health HTTP/1.1\r\nhost: h\r\n\r\n")
+    writer.write(f"GET {path} HTTP/1.1\r\nhost: h\r\n\r\n".encode())
     return writer, await reader.readline()
 
 
@@ -117,7 +117,7 @@ def test_connections_and_handshakes_are_counted_together(files: TlsFiles, run: R
             under_way = router._ports[0].handshakes
             await until(lambda: sum(map(ended, clients)) == BOUND - LEAST)
             assert len(under_way) == LEAST
-            writer, first = await healthy(router)
+            writer, first = await healthy(router, "/v1/models")
             assert first.startswith(b"HTTP/1.1 503")  # some always may, to be told that there are too many
             for one in (*there, writer):
                 one.close()
