@@ -278,6 +278,7 @@ FLEET_RULES: tuple[Rule, ...] = (
     _class_limit("maxOutputTokens", "limits.maxOutputTokens", OUTPUT_TOKENS),
     _duration_between("spec.scaling", "scaleDownWindow", "0s", "24h"),
     _duration_between("spec.routing", "slowStart", "0s", "1h"),
+    _duration_between("spec.routing", "returnWait", "0s", "1m"),
     Rule(
         path="spec",
         cel="!has(self.routing) || !has(self.routing.tierRules) || "

@@ -62,24 +62,10 @@ from fleet_planner.types import ROLES, PodWanted, Problem, Template
 
 Live = Mapping[tuple[str, str], Object]
 """(kind, name) → object, of the fleet's namespace."""
-BY_KIND: dict[str, Kind] = {
-    kind.kind: kind
-    for kind in (
-        CONFIG_MAP,
-        CONTROLLER_REVISION,
-        DEPLOYMENT,
-        NETWORK_POLICY,
-        PDB,
-        POD,
-        POOL,
-        ROLE,
-        ROLE_BINDING,
-        SERVICE,
-        SERVICE_ACCOUNT,
-    )
-}
-
-
+_WRITTEN = (
+    CONFIG_MAP, CONTROLLER_REVISION, DEPLOYMENT, NETWORK_POLICY, PDB, POD, POOL, ROLE, ROLE_BINDING, SERVICE, SERVICE_ACCOUNT,
+)  # fmt: skip
+BY_KIND: dict[str, Kind] = {kind.kind: kind for kind in _WRITTEN}
 NO_ADAPTERS = "[]"
 MADE_ANEW = frozenset({"Service"})
 MADE_AT_ONCE = frozenset(

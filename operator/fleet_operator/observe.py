@@ -43,6 +43,8 @@ class Surroundings:
 
     serving: frozenset[str] = frozenset()
     """Uids that the routers are told to use."""
+    told: frozenset[str] = frozenset()
+    """Uids that they are told of at all, but for those that drain."""
     leaving: Mapping[str, str] = field(default_factory=dict)
     """Node name → why it goes away."""
     sick: Mapping[str, str] = field(default_factory=dict)
@@ -51,8 +53,9 @@ class Surroundings:
     """Pod name → requests that it runs."""
 
 
-Near = tuple[str, str, bool, float | None]
-"""What `Surroundings` say of one pod: why its node goes away, what is wrong with it, whether it serves, its load."""
+Near = tuple[str, str, bool, bool, float | None]
+"""What `Surroundings` say of one pod: why its node goes away, what is wrong with it, whether it serves, whether
+routers know it, its load."""
 PodsSeen = dict[str, tuple[Object, Near, ObservedPod]]
 """By name: what pods were last seen as, and from what. The objects of the cache never change in place."""
 
@@ -72,7 +75,8 @@ def observe_pods(
 def _seen(pod: Object, around: Surroundings, before: PodsSeen) -> tuple[Object, Near, ObservedPod]:
     meta, node = pod["metadata"], pod["spec"].get("nodeName") or ""
     name, uid = meta["name"], meta["uid"]
-    near = around.leaving.get(node, ""), around.sick.get(node, ""), uid in around.serving, around.busy.get(name)
+    told = uid in around.serving, uid in around.told
+    near = around.leaving.get(node, ""), around.sick.get(node, ""), *told, around.busy.get(name)
     known = before.get(name)
     return known if known is not None and known[0] is pod and known[1] == near else (pod, near, _pod(pod, *near))
 
@@ -85,6 +89,8 @@ class Published:
     """Which one: objects of the cache never change in place."""
     serving: frozenset[str] = frozenset()
     """Uids of the workers that it lets serve."""
+    told: frozenset[str] = frozenset()
+    """Uids of those that it names as serving, held or absent."""
     adapters: Mapping[str, tuple[AdapterSeen, ...]] = field(default_factory=dict)
     """By uid: adapters that the routers were told of. It holds until the workers themselves have been heard: an operator that
     starts again takes nothing away."""
@@ -94,20 +100,29 @@ def observe_published(documents: Object | None, before: Published = Published())
     """`before` where it is about this very object."""
     if documents is before.documents:
         return before
-    workers = workers_told(documents) or ()
+    found = _document(documents)
+    if found is None:
+        return Published(documents)
     adapters = {
         worker.uid: tuple(AdapterSeen(name, digest=digest) for name, digest in worker.adapters.items())
-        for worker in workers
+        for worker in found.workers
         if worker.adapters
     }
-    return Published(documents, frozenset(worker.uid for worker in workers if worker.state == "serving"), adapters)
+    serving = frozenset(worker.uid for worker in found.workers if worker.state == "serving")
+    told = frozenset(one.uid for one in found.absent).union(one.uid for one in found.workers if one.state != "draining")
+    return Published(documents, serving, told, adapters)
 
 
 def workers_told(documents: Object | None) -> tuple[endpoints.Endpoint, ...] | None:
     """What the routers' ConfigMap says; None when it is missing or cannot be read: an edit, which is about to be undone."""
+    found = _document(documents)
+    return None if found is None else found.workers
+
+
+def _document(documents: Object | None) -> endpoints.Endpoints | None:
     text = ((documents or {}).get("data") or {}).get(ENDPOINTS_KEY)
     try:
-        return tuple(endpoints.decode(text).workers) if text else None
+        return endpoints.decode(text) if text else None
     except UNREADABLE:  # no UTF-8, too deep
         return None
 
@@ -140,7 +155,7 @@ def observe_fetching(
     return tuple(sorted(found, key=lambda pod: pod.name))
 
 
-def _pod(pod: Object, leaving: str, sick: str, serving: bool, busy: float | None) -> ObservedPod:
+def _pod(pod: Object, leaving: str, sick: str, serving: bool, told: bool, busy: float | None) -> ObservedPod:
     meta, status = pod["metadata"], pod.get("status") or {}
     labels, notes = meta["labels"], meta.get("annotations") or {}
     conditions = {c.get("type"): c for c in status.get("conditions") or []}
@@ -176,6 +191,7 @@ def _pod(pod: Object, leaving: str, sick: str, serving: bool, busy: float | None
         leaving=leaving,
         sick=sick,
         serving=serving,
+        told=told,
         busy=busy,
         flipping=_flipping(notes),
         flip_since=_time(notes.get(FLIP_SINCE)) or 0.0,

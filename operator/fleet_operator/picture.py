@@ -84,7 +84,8 @@ def workers(fleet: InferenceFleet, state: FleetState, live: Live, where: Places)
     busy = {name: load for tier in state.telemetry.values() for name, load in tier.busy.items()}
     pods = pods_of(live)
     sick = sick_nodes(where.views, {pod["spec"].get("nodeName") for pod in pods})
-    return observe_pods(pods, Surroundings(state.published.serving, where.leaving, sick, busy), state.pods)
+    around = Surroundings(state.published.serving, state.published.told, where.leaving, sick, busy)
+    return observe_pods(pods, around, state.pods)
 
 
 def router_urls(live: Live, platform: Platform) -> list[str]:

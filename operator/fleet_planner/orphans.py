@@ -63,7 +63,7 @@ def plan_orphans(fleet: InferenceFleet, observed: Observed, tiers: Mapping[str, 
     staying = frozenset(worker.leader.uid for worker in serving)
     going = [pod for worker in workers if worker.leader.uid not in staying for pod in worker.pods]
     gone = tuple(PodGone(pod.name, pod.uid, "its tier is not in the spec") for pod in going if not pod.terminating)
-    targets = (target_of(worker, staying, {pod.uid for pod in gone}) for worker in workers)
+    targets = (target_of(worker, staying, {pod.uid for pod in gone}, now) for worker in workers)
     return Orphans(gone, tuple(target for target in targets if target is not None), room_at)
 
 

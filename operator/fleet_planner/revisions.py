@@ -41,6 +41,9 @@ from fleet_planner.types import (
     TierTelemetry,
 )
 
+ABSENT_S = 120.0
+"""A decode worker that is not ready is told as absent for so long: twice as long as any router lets a request wait for it."""
+
 
 @dataclass(frozen=True, slots=True)
 class TierPlan:
@@ -254,7 +257,7 @@ def _carried_out(
     gone_uids = {pod.uid for pod in delete}
     staying = [replica for replica in everything if gone_uids.isdisjoint(pod.uid for pod in replica.pods)]
     serving = choose_serving(staying, scene.limits.low, scene.limits.high)
-    targets = tuple(target for replica in everything if (target := target_of(replica, serving, gone_uids)) is not None)
+    targets = tuple(target for replica in everything if (target := target_of(replica, serving, gone_uids, scene.now)) is not None)
     percent = course.status.percent
     return TierPlan(
         pools=tuple(pools),
@@ -310,18 +313,26 @@ def _relabel(fleet: InferenceFleet, pod: ObservedPod, proof: str, now: float) ->
     return Relabel(pod.name, pod.uid, pool, pod.tier, pod.role, now, max(0.0, now - pod.flip_since), proof)
 
 
-def target_of(replica: Replica, serving: frozenset[str], gone: set[str]) -> Target | None:
+def target_of(replica: Replica, serving: frozenset[str], gone: set[str], now: float) -> Target | None:
     """Ready workers serve or are held; one that goes is told as draining until it is gone, one that changes its role until it has
-    changed; others are not told at all. Of several nodes only the leader is told."""
+    changed; a decode worker that routers know and that was ready just now as absent. Others are not told at all. Of several nodes
+    only the leader is told."""
     pod = replica.leader
     if pod.member > 0:
         return None
     leaving = replica.terminating or pod.flipping is not None or not gone.isdisjoint(pod.uid for pod in replica.pods)
     role = pod.role if pod.flipping is None else other(pod.role)
-    if pod.ip is None or not (replica.ready or leaving):
+    absent = not (replica.ready or leaving)
+    if not _may_be_back(replica, now) if absent else pod.ip is None:
         return None
-    state: TargetState = "draining" if leaving else "serving" if pod.uid in serving else "held"
-    return Target(pod.name, pod.uid, pod.ip, role, pod.tier, pod.revision, pod.compat, state)
+    state: TargetState = "draining" if leaving else "absent" if absent else "serving" if pod.uid in serving else "held"
+    return Target(pod.name, pod.uid, pod.ip or "", role, pod.tier, pod.revision, pod.compat, state)
+
+
+def _may_be_back(replica: Replica, now: float) -> bool:
+    """It is not ready; a router that has just started is to wait for it as one does that saw it serve."""
+    pod = replica.leader
+    return pod.told and pod.role == "decode" and replica.alive and now - replica.unready_since <= ABSENT_S
 
 
 def _counts(replicas: Sequence[Replica]) -> Pair:

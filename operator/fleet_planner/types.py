@@ -60,6 +60,8 @@ class ObservedPod:
     """Requests that it runs; None = unknown."""
     serving: bool = False
     """The routers are told to use it."""
+    told: bool = False
+    """They are told of it: it serves, is held, or is absent."""
     flipping: Role | None = None
     """The role that it was told to take; `role` is the one that it still has."""
     flip_since: float = 0.0
@@ -452,7 +454,7 @@ class Relabel:
     proof: str
 
 
-TargetState = Literal["serving", "held", "draining"]
+TargetState = Literal["serving", "held", "draining", "absent"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -467,7 +469,8 @@ class Target:
     revision: str
     compat: str
     state: TargetState
-    """held: ready, but the ratio has no place for it now; what it runs goes on."""
+    """held: ready, but the ratio has no place for it now; what it runs goes on. absent: not ready for the moment; nobody asks it,
+    and its address may be empty."""
     adapters: tuple[tuple[str, str], ...] = ()
     """(name, digest) that it can answer for."""
 

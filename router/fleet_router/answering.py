@@ -27,6 +27,7 @@ from fleet_router.health.inband import HINT, broke_off_with, error_in, whole_eve
 from fleet_router.health.resume import Again, determined
 from fleet_router.health.sent import CHUNK_ENDS, CRLF_END, Halves, Sent, ends_a_line, events_end, last_is_sound
 from fleet_router.hints import NO_HINTS
+from fleet_router.lengths import told_again_bytes
 from fleet_router.metering import SOUND_ENDS, Metering
 from fleet_router.metrics import Served
 from fleet_router.policy.trip import Trip
@@ -53,7 +54,6 @@ LEAST_CHUNKED_BYTES: Final = len(framed(b"x")) + len(END)
 UNENDED_MOST_BYTES: Final = 8 * 1024 * 1024
 """Longest event, and longest answer that comes as a whole and does not say how long it is."""
 
-
 NOBODY: Final = Served()
 """Before a worker is chosen."""
 
@@ -65,9 +65,8 @@ class Answering(Metering):
         "_again", "_asked", "_barred", "_client", "_connection", "_context", "_counted", "_decode_failures", "_due",
         "_excluded", "_first", "_gaps", "_giver", "_handed_over", "_head_bytes", "_heard", "_held", "_keys", "_last",
         "_lease", "_left_s", "_leg", "_leg_worker", "_local", "_measured", "_moved", "_outcome", "_path", "_paused",
-        "_prefill_failures", "_resumes", "_sent", "_served", "_splits", "_stalled_at", "_streams", 
-        "_trip", "_unended", "_unreached", "config", "deadline", "done", "hints", "last_byte_at", "record", "sent_at",
-        "started", "started_at",
+        "_prefill_failures", "_resumes", "_sent", "_served", "_splits", "_stalled_at", "_streams", "_trip", "_unended",
+        "_unreached", "config", "deadline", "done", "hints", "last_byte_at", "record", "sent_at", "started", "started_at",
     )  # fmt: skip
 
     def __init__(
@@ -338,6 +337,10 @@ class Answering(Metering):
         if len(data) > BIG_READ_BYTES:
             self._goes_on_until(now)
         if self._unended <= (UNENDED_MOST_BYTES if self._sent is None else self._sent.event_most_bytes) or self._has_an_end():
+            return True
+        if self._unended <= told_again_bytes(self._ask.fields, len(self._ask.prompt)):
+            if self._sent is not None:
+                self._sent.full = True  # it goes out as it comes
             return True
         self._fault(f"the worker sent {self._unended} bytes without an end")
         return False

@@ -17,6 +17,7 @@ from fleet_router.inbound import Heads
 from fleet_router.metrics import Metrics
 from fleet_router.outbox import Outbox
 from fleet_router.release import Releases
+from fleet_router.spare import Spares
 from fleet_router.workers import WorkerTable
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ class Context:
     releases: Releases = field(init=False)
     outbox: Outbox = field(default_factory=Outbox)
     heads: Heads = field(default_factory=Heads)
+    spares: Spares = field(init=False)
     draining: bool = False
     knowledge: Knowledge | None = None
     """Precise knowledge of the workers' caches, where the fleet asks for it."""
@@ -84,4 +86,5 @@ class Context:
 
     def __post_init__(self) -> None:
         self.releases = Releases(self.metrics)
+        self.spares = Spares(self.metrics.requests)
         self.holding.faults = self.desk.faults

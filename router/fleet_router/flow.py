@@ -16,7 +16,7 @@ from fleet_router.health.resume import Said, Start
 from fleet_router.health.silence import Waits
 from fleet_router.legs import DecodeLeg, PrefillLeg, ResumedLeg, TokenizeLeg, TranslatedLeg
 from fleet_router.policy.chosen import Choice
-from fleet_router.request import choices_of, decode_body, is_object, lease_of, named, prefill_body, prompt_tokens_of, reference_of
+from fleet_router.request import decode_body, is_object, lease_of, named, prefill_body, prompt_tokens_of, reference_of
 from fleet_router.upstream import Pool, Upstream
 from fleet_router.waiting import Awaiting
 from fleet_router.workers import Worker
@@ -176,6 +176,10 @@ class Flow(Awaiting):
             return False
         self._context.metrics.resends += 1
         self.end_leg()
+        if self._giver and self._lease is None and isinstance(leg, DecodeLeg) and not isinstance(leg, TokenizeLeg):
+            self._prefill_locally()  # its KV is given to one reader, without proof of ours: who had this may have been the one
+            self.begin()
+            return True
         self._send(worker, leg.body, leg, fresh=True, path=leg.path)
         return True
 
@@ -209,7 +213,7 @@ class Flow(Awaiting):
         prefill.read_once = reference is not None and self._lease is None
         if self._ask is self._asked and not self._fits(tokens):
             return
-        if prefill.read_once and choices_of(self._ask) > 1:
+        if prefill.read_once and self._several():
             self._prefill_locally()
             self.begin()
             return

@@ -17,6 +17,7 @@ from typing import Final
 
 import msgspec
 
+from fleet_router.agreeing import agreement
 from fleet_router.asked import Ask, Hints
 from fleet_router.follow.kvevents import Connected, EventReader, Live, Lost, Message, NoReplay
 from fleet_router.kvindex.believed import Believed
@@ -79,6 +80,8 @@ class Knowledge:
         self._alike: dict[str, bool] = {}
         """By compatibility hash: those workers have the same tokenizer and template. Others have another model (tiers of a
         cascade, an update): what it makes of a text says nothing of what they hold."""
+        self._renders: dict[str, bool] = {}
+        """By the same: those workers make our tokens of a conversation, too. One option of an engine, and they do not."""
         self._bits: dict[str, int] = {}
         self._bits_alike = 0
         self._fetching: asyncio.Task[None] | None = None
@@ -112,6 +115,7 @@ class Knowledge:
         kinds = {endpoint.compat for endpoint in self._endpoints.values()}
         if kinds:  # at zero the last ones are kept
             self._alike = {kind: alike for kind, alike in self._alike.items() if kind in kinds}
+            self._renders = {kind: renders for kind, renders in self._renders.items() if kind in kinds}
             if not any(self._alike.values()):
                 self._tokeniser, self._alike = None, {}
         self._note_alike()
@@ -137,7 +141,7 @@ class Knowledge:
             if self._tokeniser is None:
                 await self._read(endpoint, files, digest)
             else:
-                self._alike[endpoint.compat] = digest == self._digest
+                self._alike[endpoint.compat] = digest == self._digest and await self._agrees(self._tokeniser, endpoint)
             self._note_alike()
         finally:
             self._fetching = None
@@ -149,11 +153,20 @@ class Knowledge:
         except (OSError, ValueError, ImportError) as error:
             self._say(f"no tokenizer from {endpoint.name}: {error}")
             return
-        if made.usable:
+        if made.usable and await self._agrees(made, endpoint):
             self.prefixes = TokenisedPrefixes(TOKENS_MOST, splits=made.splits)
             self._tokeniser, self._digest, self._again_s = made, digest, AGAIN_S
             self._alike = {endpoint.compat: True}
         self._say(f"tokenizer from {endpoint.name}: usable={made.usable} splits={made.splits}")
+
+    async def _agrees(self, tokeniser: Tokeniser, endpoint: Endpoint) -> bool:
+        """Its worker makes the same tokens of a text. Of conversations as well or not: noted."""
+        found = await agreement(tokeniser, endpoint)
+        self._renders[endpoint.compat] = found.chat
+        if not found.chat:
+            what = "conversations" if found.text else "texts and conversations"
+            self._say(f"{endpoint.name} makes other tokens than its model's files of {what}: they go by the approximate index")
+        return found.text
 
     def _deliver(self, messages: Sequence[Message]) -> None:
         """In the reader's thread: returns when the loop has taken them."""
@@ -198,7 +211,7 @@ class Knowledge:
         tokeniser, prompt, under = self._tokeniser, ask.prompt, _Under(ask.adapter, salt)
         if len(prompt) > PROMPT_BYTES_MOST or ask.alone or (salt and ask.adapter):
             return NOT_KNOWN
-        if not (OURS_ALONE if chat else TEXT_ALONE).isdisjoint(ask.fields):
+        if not (OURS_ALONE if chat else TEXT_ALONE).isdisjoint(ask.fields) or (chat and not all(self._renders.values())):
             return NOT_KNOWN
         try:
             if not chat and prompt[:1] == b"[":

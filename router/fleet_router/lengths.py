@@ -25,11 +25,21 @@ INPUTS_MOST: Final = 131_072
 PICTURE: Final = b"_url"
 SOUND: Final = b"input_audio"
 """In messages: parts whose bytes say nothing of their tokens."""
+TOLD_AGAIN: Final = ("echo", "prompt_logprobs", "return_token_ids")
+"""With one of these an answer tells its prompt, in one event of a stream."""
+TOLD_BYTES: Final = 2_048
+"""For each byte of the prompt: a token with 20 others that it might have been, and their log-probabilities."""
 
 
 _SAID: Final = msgspec.json.Decoder(list[Said])
 _PARTS: Final = msgspec.json.Decoder(list[Part])
 _LIST: Final = msgspec.json.Decoder(list[msgspec.Raw])
+
+
+def told_again_bytes(fields: Mapping[str, msgspec.Raw], prompt_bytes: int) -> int:
+    """How long one event of the answer may be because it tells the prompt again; 0 where nobody asked for that."""
+    asked = any(bytes(fields.get(name, b"null")) not in (b"null", b"false") for name in TOLD_AGAIN)
+    return TOLD_BYTES * prompt_bytes if asked else 0
 
 
 def check_text(size_bytes: int, most: int, name: str) -> None:

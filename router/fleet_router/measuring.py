@@ -14,7 +14,7 @@ import msgspec
 from fleet_router.answering import Answering
 from fleet_router.ending import CHAT_PATH
 from fleet_router.lengths import too_many, uncertain
-from fleet_router.request import choices_of, tokenize_body
+from fleet_router.request import sequences_of, tokenize_body
 
 
 class Measuring(Answering):
@@ -46,10 +46,14 @@ class Measuring(Answering):
         return tokens <= most
 
     def _mind_readers(self) -> None:
-        """Some engines (vLLM) give KV to one reader, without proof of ours. Several sequences of a request (n) read by themselves
+        """Some engines (vLLM) give KV to one reader, without proof of ours. Several sequences of a request read by themselves
         there, and the first that is done gives the blocks free: the others would go on with somebody else's."""
-        if choices_of(self._ask) > 1 and any(worker.read_once for worker in self._context.table.by_role["prefill"]):
+        if self._several() and any(worker.read_once for worker in self._context.table.by_role["prefill"]):
             self._prefill_locally()
+
+    def _several(self) -> bool:
+        """An engine makes more than one sequence of it (`n`, `best_of`)."""
+        return sequences_of(self._ask) > 1
 
     def _prefill_locally(self) -> None:
         self._local = True

@@ -9,6 +9,8 @@ import socket
 import ssl
 from collections.abc import Callable
 
+from fleet_router.handshakes import Handshakes, Listener
+
 BACKLOG = 4_096
 HANDSHAKE_S = 10.0
 LAST_HANDSHAKE_S = 2.0
@@ -18,13 +20,18 @@ SHUTDOWN_S = 2.0
 
 
 class Port:
-    """`shared`: other processes listen on the same port; the kernel spreads connections over them."""
+    """`shared`: other processes listen on the same port; the kernel spreads connections over them. `room`: how many TLS
+    handshakes may be under way now."""
 
-    def __init__(self, host: str, port: int, factory: Callable[[], asyncio.BaseProtocol], *, shared: bool = False) -> None:
+    def __init__(
+        self, host: str, port: int, factory: Callable[[], asyncio.BaseProtocol], *, shared: bool = False,
+        room: Callable[[], int] = lambda: BACKLOG,
+    ) -> None:  # fmt: skip
         self.host, self.port, self._factory, self._shared = host, port, factory, shared
         self._sockets: list[socket.socket] = []
-        self._servers: list[asyncio.Server] = []
+        self._servers: list[asyncio.Server | Listener] = []
         self._context: ssl.SSLContext | None = None
+        self.handshakes = Handshakes(factory, room, HANDSHAKE_S, SHUTDOWN_S)
 
     async def open(self, context: ssl.SSLContext | None) -> None:
         """Bind and serve; OSError when the address is taken. `context` None: plain HTTP."""
@@ -42,7 +49,7 @@ class Port:
     async def serve(self, context: ssl.SSLContext | None) -> None:
         """From now on new connections are met with this; those that are there go on as they began. OSError: nothing has
         changed."""
-        made: list[asyncio.Server] = []
+        made: list[asyncio.Server | Listener] = []
         try:
             for one in self._sockets:
                 made.append(await self._server(one.dup(), context))
@@ -54,12 +61,11 @@ class Port:
         for server in before:
             server.close()
 
-    async def _server(self, opened: socket.socket, context: ssl.SSLContext | None) -> asyncio.Server:
+    async def _server(self, opened: socket.socket, context: ssl.SSLContext | None) -> asyncio.Server | Listener:
         try:
-            return await asyncio.get_running_loop().create_server(
-                self._factory, sock=opened, backlog=BACKLOG, ssl=context,
-                ssl_handshake_timeout=HANDSHAKE_S if context else None, ssl_shutdown_timeout=SHUTDOWN_S if context else None,
-            )  # fmt: skip
+            if context is not None:
+                return Listener(opened, self.handshakes, context)
+            return await asyncio.get_running_loop().create_server(self._factory, sock=opened, backlog=BACKLOG)
         except OSError:
             opened.close()
             raise

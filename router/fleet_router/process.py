@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from fleet_router.epp.server import EndpointPicker
     from fleet_wire.endpoints import Endpoint
 
+HANDSHAKES_LEAST = 64
 SWEEP_S = 0.5
 TICK_S = 0.05
 DRAIN_S = 30.0
@@ -110,7 +111,7 @@ class Router:
         shared = settings.member.size > 1
         self._served_tls: object = None
         """Which versions of the certificates are served."""
-        self._ports = [Port(settings.host, settings.port, self.connection, shared=shared)]
+        self._ports = [Port(settings.host, settings.port, self.connection, shared=shared, room=self._handshakes_most)]
         if settings.admin_port:
             self._ports.append(Port(settings.host, settings.admin_port, self.admin_connection, shared=shared))
         self._context.gather = self.gather if shared else None
@@ -200,6 +201,8 @@ class Router:
             age_s = -1.0 if self._followed_at is None else self._clock() - self._followed_at
             text = context.metrics.exposition(rows, age_s, len(context.table.routing.index))
             text += "".join(f"{line}\n" for line in (*context.holding.lines(), *context.table.lines(self._clock())))
+            if self._settings.tls is not None:
+                text += "".join(f"{line}\n" for line in self._ports[0].handshakes.lines())
             if self._link is not None:
                 text += "".join(f"{line}\n" for line in self._link.lines())
             if context.knowledge is not None:
@@ -355,6 +358,11 @@ class Router:
     def connection(self) -> asyncio.Protocol:
         """A protocol for one more client."""
         return cast("asyncio.Protocol", ClientConnection(self._context, self._connections, self.plain))
+
+    def _handshakes_most(self) -> int:
+        """TLS handshakes that may be under way: together with the connections as many as may be. Some always may: whoever comes
+        when there are too many connections is to be told so."""
+        return max(HANDSHAKES_LEAST, self._context.config.bounds.connections - len(self._connections))
 
     def admin_connection(self) -> asyncio.Protocol:
         """A protocol for one more probe or scrape."""

@@ -111,15 +111,14 @@ class ClientConnection:
 
     # -- asyncio ----------------------------------------------------------------------------------------------------
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Refuse above the connection bound. Small writes are not delayed: loops set TCP_NODELAY themselves, and asking for the
-        socket to set it again took a tenth of what a new connection costs."""
+        """Above the connection bound probes alone are answered. Small writes are not delayed: loops set TCP_NODELAY themselves,
+        and asking for the socket to set it again took a tenth of what a new connection costs."""
         transport = cast("asyncio.Transport", transport)  # uvloop has a class of its own
         self._transport = transport
         transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
-        self._connections.add(self)
-        if len(self._connections) > self._context.config.bounds.connections:
-            self._request = Incoming()
-            self._answer_error(RequestError(503, "too many connections", code="connections"))
+        context, there = self._context, len(self._connections)
+        if not context.spares.take(transport, there, context.config.bounds, self._plain, admin=self._admin):
+            self._connections.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The client left: whatever runs for it ends."""

@@ -50,7 +50,8 @@ def carry_out(plan: Plan, observed: Observed, ready: bool = True) -> Observed:
     """The cluster after everything in the plan has happened."""
     gone = {item.uid for item in plan.delete}
     serving = {target.uid for target in plan.targets if target.state == "serving"}
-    pods = [replace(p, serving=p.uid in serving) for p in observed.pods if p.uid not in gone]
+    told = {target.uid for target in plan.targets if target.state != "draining"}
+    pods = [replace(p, serving=p.uid in serving, told=p.uid in told) for p in observed.pods if p.uid not in gone]
     pods += [pod(w.name, w.role, w.ordinal, revision=w.revision, ready=ready) for w in plan.create]
     pools = tuple(
         ObservedPool(p.name, f"u{p.name}", p.role, p.tier, p.revision, p.replicas, p.replicas, p.size, p.wish) for p in plan.pools

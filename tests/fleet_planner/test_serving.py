@@ -146,8 +146,12 @@ class Model:
         plan = reconcile(wish, before, self.now)
         gone = {one.uid for one in plan.delete}
         serving = {target.uid for target in plan.targets if target.state == "serving"}
+        told = {target.uid for target in plan.targets if target.state != "draining"}
         self.check(plan, {p.uid for p in before.pods if p.serving and p.ready and p.uid not in gone})
-        pods = [replace(p, serving=p.uid in serving, terminating=p.terminating or p.uid in gone) for p in before.pods]
+        pods = [
+            replace(p, serving=p.uid in serving, told=p.uid in told, terminating=p.terminating or p.uid in gone)
+            for p in before.pods
+        ]
         pods = [replace(p, ready=p.ready and not p.terminating) for p in pods]
         pods = [self.flip(p, plan) for p in pods]
         assert sum(p.flipping is not None and not p.terminating and p.phase == "Running" for p in pods) <= 1

@@ -12,6 +12,9 @@ import pytest
 from tests.fleet_router.fake_worker import answer, stream
 from tests.fleet_router.rig import CONFIG, LONG, Rig, ask, run
 
+EVENT = b'data: {"choices":[{"text":"a"}]}\n\n'
+WHOLE = b"%x\r\n%b\r\n" % (len(EVENT), EVENT) * 3 + b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
+
 
 @pytest.mark.parametrize("half", [b"", b'1f\r\ndata: {"choices"', b"1", b"1f\r\n"])
 def test_a_stream_that_breaks_ends_with_an_error_event_and_no_done(half: bytes):
@@ -81,10 +84,51 @@ def test_r9_an_event_without_an_end_goes_to_nobody():
     run(go)
 
 
+LARGE = b'data: {"choices":[{"text":"' + b"p" * 9 * 1024 * 1024 + b'"}]}\n\n'
+
+
+@pytest.mark.parametrize("more", [{"echo": True, "logprobs": 20}, {"return_token_ids": True}, {"prompt_logprobs": 0}], ids=str)
+@pytest.mark.parametrize("determined", [True, False])
+def test_an_event_that_tells_the_prompt_again_is_as_long_as_that_takes(more: dict[str, Any], determined: bool):
+    """Incident: with `echo` and `logprobs` the first event of a prompt of 10,000 tokens is 10 MB; at 2 MiB it was an event
+    without an end, and its worker had failed: a few such requests put every worker out."""
+
+    async def go(rig: Rig) -> None:
+        async def tells(_: Any, writer: asyncio.StreamWriter) -> bool:
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+            writer.write(b"%x\r\n%b\r\n" % (len(LARGE), LARGE))
+            await writer.drain()
+            writer.write(WHOLE)
+            return True
+
+        rig.decode[0].behave = tells
+        body = {**ask(prompt="p" * 10_000, stream=True, **more), **({"temperature": 0} if determined else {})}
+        status, got = await rig.post(body)
+        assert (status, len(got), got.endswith(WHOLE)) == (200, len(LARGE) + len(b"%x\r\n\r\n" % len(LARGE)) + len(WHOLE), True)
+        assert rig.context.table.by_role["decode"][0].breaker.failures == 0
+
+    run(go, prefill=0)
+
+
+@pytest.mark.parametrize("more", [{}, {"echo": False, "return_token_ids": None}, {"echo": True}], ids=str)
+def test_an_event_that_is_longer_than_its_prompt_can_make_it_has_no_end(more: dict[str, Any]):
+    async def go(rig: Rig) -> None:
+        async def tells(_: Any, writer: asyncio.StreamWriter) -> bool:
+            await stream(writer, ["a"], end=False)
+            writer.write(b"%x\r\n%b\r\n" % (len(LARGE), LARGE))
+            return True
+
+        rig.decode[0].behave = tells
+        status, got = await rig.post(ask(prompt="short", stream=True, **more))
+        assert (status, len(got) < 9 * 1024 * 1024, b"[DONE]" in got) == (200, True, False)
+        assert rig.context.table.by_role["decode"][0].breaker.failures == 1
+
+    run(go, prefill=0)
+
+
 def test_an_event_that_comes_in_pieces_goes_out_whole():
     """What is held back is neither lost nor said twice, whatever the pieces are."""
-    event = b'data: {"choices":[{"text":"a"}]}\n\n'
-    whole = b"%x\r\n%b\r\n" % (len(event), event) * 3 + b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
+    whole = WHOLE
 
     async def go(rig: Rig) -> None:
         for step in (1, 7, 40, 41, 42, 80):

@@ -154,26 +154,54 @@ def test_a_stream_that_ran_away_ends_for_each_of_its_choices(chat: bool, path: s
     run(go, prefill=0, config=msgspec.structs.replace(CONFIG, max_output_tokens=2, max_model_len=100_000, runaway=True))
 
 
-@pytest.mark.parametrize("leased", [True, False], ids=["torch", "vllm"])
-@pytest.mark.parametrize("n", [1, 3])
-def test_several_choices_never_read_kv_that_the_first_reader_gives_free(n: int, leased: bool):
-    """vLLM makes a request of each choice. All had the one reference; the first that had read it freed the prefill's blocks, and
-    the others were answered with 200 from whatever lay there then."""
+def gives(leased: bool) -> Any:
+    """A prefill worker whose KV has a lease of ours, or is given to one reader."""
     told = {"do_remote_prefill": True, "remote_block_ids": [1], **({"lease_id": "lease-1"} if leased else {})}
 
-    async def go(rig: Rig) -> None:
-        async def prefills(_body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
-            answer(writer, 200, {"choices": [], "kv_transfer_params": told})
-            return True
+    async def prefills(_body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+        answer(writer, 200, {"choices": [], "kv_transfer_params": told})
+        return True
 
-        rig.prefill[0].behave = prefills
+    return prefills
+
+
+@pytest.mark.parametrize("leased", [True, False], ids=["torch", "vllm"])
+@pytest.mark.parametrize("more", [{"n": 1}, {"n": 3}, {"best_of": 1}, {"best_of": 3}, {"n": 1, "best_of": 2}], ids=str)
+def test_several_choices_never_read_kv_that_the_first_reader_gives_free(more: dict[str, int], leased: bool):
+    """vLLM makes a request of each choice. All had the one reference; the first that had read it freed the prefill's blocks, and
+    the others were answered with 200 from whatever lay there then. `best_of` makes as many, of which clients see `n`."""
+
+    async def go(rig: Rig) -> None:
+        rig.prefill[0].behave = gives(leased)
         for prompt in (LONG, "y" * 2000):
-            status, _ = await rig.post({"model": "m", "n": n, "max_tokens": 2, "prompt": prompt})
+            status, _ = await rig.post({"model": "m", **more, "max_tokens": 2, "prompt": prompt})
             assert status == 200
-        alone = n > 1 and not leased
+        alone = max(more.values()) > 1 and not leased
         assert ["kv_transfer_params" in leg for leg in rig.decode[0].seen] == [not alone, not alone]
         assert len(rig.prefill[0].seen) == (1 if alone else 2)  # it was learnt from the first
         assert sum(rig.context.metrics.handed_over.values()) == (0 if alone else 2)
         assert rig.idle()
+
+    run(go)
+
+
+@pytest.mark.parametrize("leased", [True, False], ids=["torch", "vllm"])
+def test_what_is_sent_once_more_has_no_reference_that_may_have_been_read(leased: bool):
+    """A worker took a request on a pooled connection, and closed it: it was sent again, with KV that the first may have read."""
+
+    async def go(rig: Rig) -> None:
+        rig.prefill[0].behave = gives(leased)
+        assert (await rig.post(asked(False) | {"n": 1}))[0] == 200  # its connection waits for the next
+
+        async def closes(_body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+            rig.decode[0].behave = None
+            writer.transport.abort()
+            return True
+
+        rig.decode[0].behave = closes
+        assert (await rig.post(asked(False) | {"n": 1, "prompt": "y" * 2000}))[0] == 200
+        assert ["kv_transfer_params" in leg for leg in rig.decode[0].seen] == [True, True, leased]
+        metrics = rig.context.metrics
+        assert (metrics.resends, metrics.retries, rig.context.table.trouble.out) == (1, 0, 0)
 
     run(go)

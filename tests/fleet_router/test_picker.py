@@ -145,10 +145,17 @@ def test_trailers_behind_what_was_refused_decide_nothing():
 
 @pytest.mark.parametrize(
     ("method", "path", "status"),
-    [("GET", "/v1/models", 0), ("HEAD", "/v1/models", 0), ("POST", "/sleep", 404), ("DELETE", "/v1/models/m", 404)],
-)
-def test_nobody_puts_a_worker_to_sleep_through_a_gateway(method: str, path: str, status: int):
-    """A POST without a body went to a worker, whatever its path was."""
+    [
+        ("GET", "/v1/models", 0), ("HEAD", "/v1/models", 0), ("GET", "/v1/models?a=/metrics", 0), ("GET", "/v1/models/m", 0),
+        ("GET", "/v1/models/%6D", 0), ("GET", "/health", 0), ("OPTIONS", "/v1/chat/completions", 0),
+        ("POST", "/sleep", 404), ("DELETE", "/v1/models/m", 404), ("GET", "/metrics", 404), ("GET", "/metrics?x=/v1/models", 404),
+        ("GET", "/v1/models/../metrics", 404), ("GET", "/v1/models/%2e%2e/%2e%2e/metrics", 404), ("GET", "//metrics", 404),
+        ("GET", "/server_info", 404), ("HEAD", "/docs", 404), ("OPTIONS", "/metrics", 404), ("GET", "/v1/chat/completions", 404),
+        ("GET", "", 404), ("GET", "/v1/models/other", 404),
+    ],
+)  # fmt: skip
+def test_nobody_reaches_more_of_a_worker_than_the_api_through_a_gateway(method: str, path: str, status: int):
+    """A POST without a body went to a worker, whatever its path was; then every GET did: any key read the engine's metrics."""
 
     async def go(rig: Rig) -> None:
         known(rig)

@@ -60,6 +60,15 @@ class AtZero(msgspec.Struct, frozen=True, kw_only=True):
     """It cannot get the workers that it needs at this moment."""
 
 
+class AbsentWorker(msgspec.Struct, frozen=True, kw_only=True):
+    """A decode worker that routers were told of and that is not ready for the moment: requests wait for it, for seconds."""
+
+    uid: str
+    tier: str
+    adapters: dict[str, str] = {}
+    """Adapters that it can answer for when it is back: name → digest."""
+
+
 class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
     """Everything a router may route to, in stable (name) order so that equal content is equal bytes.
 
@@ -73,6 +82,9 @@ class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
     at_zero: tuple[AtZero, ...] = ()
     routers: tuple[str, ...] = ()
     """Addresses of the fleet's router pods, for gossip; empty where they do not."""
+    absent: tuple[AbsentWorker, ...] = ()
+    """Who is left out of `workers` for the moment: a router that has just started knows of them from here alone. Not a `state`
+    of a worker: routers of before would refuse the document."""
 
 
 def encode(document: Endpoints) -> bytes:

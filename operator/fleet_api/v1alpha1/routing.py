@@ -139,6 +139,11 @@ class RoutingSpec(ApiModel):
     slow_start: DurationText = Field(
         default="60s", description="A worker that joins gets its full share of the load after this long, 0s to 1h. Default: 60s."
     )
+    return_wait: DurationText = Field(
+        default="10s",
+        description="Longest wait of a request that nobody can answer for a decode worker that was there so long ago or less and "
+        "may be back (not ready, restarting), inside limits.hold. 0s: it gets 503 at once. 0s to 1m. Default: 10s.",
+    )
     session_header: HeaderName | None = Field(
         default=None,
         description="Header, in lower case, whose value takes the place of the prompt on the hash ring: requests of a session go "
@@ -176,6 +181,11 @@ class RoutingSpec(ApiModel):
     def slow_start_s(self) -> float:
         """Slow start in seconds."""
         return parse_duration(self.slow_start)
+
+    @property
+    def return_wait_s(self) -> float:
+        """Wait in seconds."""
+        return parse_duration(self.return_wait)
 
 
 class QueueSpec(ApiModel):

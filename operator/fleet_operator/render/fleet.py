@@ -42,7 +42,7 @@ from fleet_router.config import (
     TraceConfig,
 )
 from fleet_wire import endpoints as wire
-from fleet_wire.endpoints import ENDPOINTS_KEY, ROUTER_CONFIG_KEY, AtZero, Endpoint, Endpoints, Split
+from fleet_wire.endpoints import ENDPOINTS_KEY, ROUTER_CONFIG_KEY, AbsentWorker, AtZero, Endpoint, Endpoints, Split
 
 API_VERSION = "inferencefleet.io/v1alpha1"
 ROUTER_PORT = 8080
@@ -103,13 +103,20 @@ def render_documents(fleet: InferenceFleet, plan: Plan, owner: Object, live: Map
             adapters=dict(target.adapters), model=model(target),
         )
         for target in plan.targets
+        if target.state != "absent"
     )  # fmt: skip
+    absent = tuple(
+        AbsentWorker(uid=target.uid, tier=target.tier, adapters=dict(target.adapters))
+        for target in plan.targets
+        if target.state == "absent"
+    )
     splits = tuple(Split(tier=split.tier, revision=split.revision, percent=split.percent) for split in plan.splits)
     at_zero = tuple(AtZero(tier=zero.tier, limited=zero.limited) for zero in plan.zero)
     name, namespace = fleet.metadata.name, fleet.metadata.namespace
     document = Endpoints(
-        fleet=name, namespace=namespace, workers=workers, splits=splits, at_zero=at_zero, routers=routers_of(fleet, live)
-    )
+        fleet=name, namespace=namespace, workers=workers, splits=splits, at_zero=at_zero, routers=routers_of(fleet, live),
+        absent=absent,
+    )  # fmt: skip
     data = {ROUTER_CONFIG_KEY: router_config.encode(_router_config(fleet)), ENDPOINTS_KEY: wire.encode(document).decode()}
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": _meta(fleet, owner), "data": data}
 
@@ -126,6 +133,7 @@ def _router_config(fleet: InferenceFleet) -> RouterConfig:
         min_uncached_tokens=spec.routing.remote_prefill.min_uncached_tokens,
         decide=spec.routing.remote_prefill.decide,
         slow_start_s=spec.routing.slow_start_s,
+        return_wait_s=spec.routing.return_wait_s,
         session_header=spec.routing.session_header or "",
         tier_rules=tuple(_tier_rule(rule) for rule in spec.routing.tier_rules),
         cascade=_cascade(spec.routing.cascade),

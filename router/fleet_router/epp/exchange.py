@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
+from urllib.parse import unquote
 
 from fleet_router.context import Context
 from fleet_router.dialect.routes import ALONE, COUNTING, TRANSLATED
@@ -27,6 +28,8 @@ from fleet_router.workers import Worker
 GENERATE = {b"/v1/completions": False, b"/v1/chat/completions": True}
 BODILESS = frozenset({b"GET", b"HEAD", b"OPTIONS"})
 """A POST without a body is none of OpenAI's, but engines have some: /sleep, /reset_prefix_cache."""
+MODELS, ONE_MODEL, HEALTH = b"/v1/models", b"/v1/models/", b"/health"
+"""What may be asked of a worker without a body. What else engines answer (/metrics, /server_info) tells of others' requests."""
 SUBSET, SUBSET_KEY = "envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset"
 SERVED_KEY = "x-gateway-destination-endpoint-served"
 
@@ -146,6 +149,8 @@ class Exchange:
             if self._request.method not in BODILESS:
                 raise RequestError(404, "not served behind a gateway: a request that changes something has a body")
             self._context.desk.entry(self._request.key)
+            if not self._is_ours():
+                raise RequestError(404, "not served behind a gateway: without a body /v1/models and /health are")
             found = self._context.table.candidates(self._context.clock(), frozenset())["decode"]
             usable = [worker for worker in found if self._subset is None or address_of(worker) in self._subset]
             if not usable:
@@ -153,6 +158,13 @@ class Exchange:
         except RequestError as error:
             return self._refused(error)
         return answers.picked(address_of(min(usable, key=lambda worker: worker.inflight)), [])
+
+    def _is_ours(self) -> bool:
+        """A path of the API: models by name only, so that nothing hides behind `..`; of the others what a browser asks first."""
+        path, config = self._request.url.split(b"?", 1)[0], self._context.config
+        if path.startswith(ONE_MODEL):
+            return unquote(path[len(ONE_MODEL) :].decode("latin-1")) in {config.served_name, *config.adapters}
+        return path in {MODELS, HEALTH} or (self._request.method == b"OPTIONS" and path in {*GENERATE, *ALONE})
 
     async def _piece(self, piece: Any) -> AsyncIterator[Any]:
         if not self._comes:

@@ -19,6 +19,10 @@ FORGET_S: Final = 90.0
 """A sender that was silent so long is forgotten. Above the time in which a datagram could be played again."""
 SETTLE_MS: Final = 5_000
 """Who is met when it is older than this has a past: its counters are taken from here on. Its rows all come within this time."""
+NUMBERS_PER_MS: Final = 2
+NUMBERS_AHEAD: Final = 10_000
+"""Datagrams that a sender may have numbered in a time, nearly twice what it sends at most: a number far above would make all that
+it says from then on an older one."""
 MOST_PEERS: Final = 256
 MOST_KNOWN: Final = 8_192
 """Rows of one sender."""
@@ -91,10 +95,14 @@ class Peers:
         return len(self._peers)
 
     def take(self, message: Message, now: float) -> tuple[Hint, ...]:
-        """Merge; the hints, empty when the message is old or our own. Refused when there are too many senders."""
+        """Merge; the hints, empty when the message is old or our own. Refused when there are too many senders, or its number is
+        one that it cannot have come to."""
         if message.sender == self._sender:
             return ()
         peer = self._peers.get(message.sender)
+        number, past_ms = (0, message.age_ms) if peer is None else (peer.number, int((now - peer.heard_at) * 1000))
+        if message.number - number > NUMBERS_PER_MS * past_ms + NUMBERS_AHEAD:
+            raise Refused("number")
         if peer is None:
             if len(self._peers) >= MOST_PEERS:
                 raise Refused("peers")

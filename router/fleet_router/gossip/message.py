@@ -88,7 +88,7 @@ class Refused(Exception):
         self.reason = reason
 
 
-REASONS: Final = ("size", "signature", "format", "clock", "peers")
+REASONS: Final = ("size", "signature", "format", "clock", "peers", "number")
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)

@@ -1,8 +1,8 @@
 """Decode workers that serve no more for the moment: their pods are there, or were just now, and nobody said that they go.
 
-The operator's document leaves a worker out while its pod is not ready (a failed probe, a container that starts anew), and names
-it as held while there is no place for it. Both may serve again soon, or another one in their place. Who drains, has another role
-now, or went with its whole tier (at zero), does not. Pure: the clock is the caller's.
+The operator's document leaves a worker out while its pod is not ready (a failed probe, a container that starts anew), names it as
+absent beside the others for a while, and as held while there is no place for it. All may serve again soon, or another one in
+their place. Who drains, has another role now, or went with its whole tier (at zero), does not. Pure: the clock is the caller's.
 """
 
 from __future__ import annotations
@@ -37,13 +37,15 @@ def followed(
     uids of those that do."""
     named = {one.uid: one for one in document.workers}
     found = {uid: Absent(one.tier, one.adapters, now) for uid, one in named.items() if one.state == "held"}
+    told = {one.uid: Absent(one.tier, one.adapters, now) for one in document.absent}
+    found |= told
     found |= before
     found |= {uid: Absent(one.tier, one.adapters, since) for uid, (one, since) in left.items()}
     there, resting = set(serving), {zero.tier for zero in document.at_zero}
     stay = {
         uid: one for uid, one in found.items()
         if uid not in there and one.tier not in resting
-        and (_may_return(named[uid]) if uid in named else now - one.since <= KEPT_S)
+        and (_may_return(named[uid]) if uid in named else uid in told or now - one.since <= KEPT_S)
     }  # fmt: skip
     return dict(list(stay.items())[-MOST:])
 

@@ -22,6 +22,8 @@ GAP_BASE_S: Final = 0.02
 GAP_PER_STREAM_S: Final = 2e-4
 """Prior of the time between two tokens, over the streams that run."""
 MOST_LATE_S: Final = 30.0
+MOST_AT_ONCE: Final = 256
+"""Prefills that another router may have sent between two things that it says, a few times a second."""
 TOKENS_SCALE: Final = 1000.0
 STREAMS_SCALE: Final = 8.0
 CROWD_S: Final = 20.0
@@ -120,7 +122,11 @@ class Candidate:
             self.free_at = min(self.free_at, now)
 
     def sent_elsewhere(self, prefills: int, tokens: int, now: float) -> None:
-        """Others have sent so much since they said it last: it waits in the same queue, bounded because nobody sees it done."""
+        """Others have sent so much since they said it last: it waits in the same queue, bounded because nobody sees it done, and
+        because one of them may say what nobody can have sent."""
+        if self.token_s * tokens > MOST_LATE_S:
+            tokens = int(MOST_LATE_S / self.token_s)
+        prefills = min(prefills, MOST_AT_ONCE)
         self.crowd += prefills * 0.5 / CROWD_S
         self.heat += tokens
         if self.home is not None:

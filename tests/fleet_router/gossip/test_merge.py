@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fleet_router.gossip.link import INTERVAL_S
 from fleet_router.gossip.merge import FORGET_S, MOST_PEERS, ROW_S, Peers, TenantUse, WorkerLoad
 from fleet_router.gossip.message import DATAGRAM_BYTES, Hint, Load, Message, Refused, Use, parse_keys, seal
 from fleet_router.gossip.report import MOST_DATAGRAMS, REFRESH_S, Report, hint_of
@@ -85,6 +86,25 @@ def test_what_is_given_back_is_given_back_here():
     peers.changes()
     peers.take(said(A, 2, Use(9, 0, 0, 0)), 0.1)
     assert peers.changes()[1] == {9: TenantUse(0, -1, -400)}
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_number_that_nobody_can_have_come_to_makes_no_deaf_ear(known: bool):
+    """All that this sender said then was older than it, for a minute and a half."""
+    peers = Peers(US)
+    if known:
+        peers.take(said(A, 1, Load(7, 1, 0, 1, 10)), 0.0)
+    with pytest.raises(Refused) as refused:
+        peers.take(said(A, 2**63, Load(7, 9, 0, 1, 10), age_ms=2**63 if known else 60_000), 0.0)
+    assert refused.value.reason == "number"
+    peers.take(said(A, 2, Load(7, 3, 0, 2, 20)), 0.1)
+    assert peers.load(7) == (3, 0)
+    # the most that it says in an hour that we did not hear of
+    peers.take(said(A, 2 + 3600 * MOST_DATAGRAMS * round(1 / INTERVAL_S), Load(7, 4, 0, 2, 20)), 3600.0)
+    assert peers.load(7) == (4, 0)
+    late = Peers(US)
+    late.take(said(A, 3600 * MOST_DATAGRAMS * round(1 / INTERVAL_S), Load(7, 4, 0, 2, 20), age_ms=3_600_000), 0.0)
+    assert late.load(7) == (4, 0)
 
 
 def test_senders_are_bounded():

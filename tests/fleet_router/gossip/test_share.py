@@ -12,6 +12,7 @@ from fleet_router.admission.bucket import SECOND_NS
 from fleet_router.admission.quota import Account
 from fleet_router.admission.tenants import Tenant
 from fleet_router.gossip.merge import ROW_S
+from fleet_router.gossip.message import Load, Message, name_of
 from fleet_router.gossip.share import Share
 from fleet_router.kvindex.pieces import key_chain
 from fleet_router.policy.candidate import Candidate, prefill_done, prefill_sent
@@ -68,6 +69,23 @@ def test_the_load_of_others_counts_in_every_level_and_goes_again(workers: int):
         a.workers["w0"].ended()
     side = a.routing.groups["t", "c"].decode
     assert (side.inflight, side.reaches(1), side.levels) == (0, False, [a.workers])
+
+
+def test_one_datagram_that_says_what_nobody_can_have_sent_keeps_no_worker_from_prompts_for_long():
+    """A counter of 2^63: the worker got no prompt for half an hour."""
+    a = One(1)
+    a.share.hear(Message(1, 2, 1, 0, 0, (Load(name_of("w0"), 0, 0, 2**63, 2**63),)), 0.0)
+    for step in range(400):
+        now = step * 0.5
+        a.share.tick(now)
+        a.routing.tick(now, 0.0)
+        offer = a.routing.decide(CostAsk(500.0, step * 2**50, now, 1.25, 64, True), [])
+        assert offer is not None
+        if offer.decode.uid == "w0":
+            break
+        prefill_done(prefill_sent(offer.decode, 500.0, now), now + 0.06, learn=True)
+    else:
+        pytest.fail("it got none in 200 s")
 
 
 def test_a_worker_that_joins_or_leaves_has_what_others_have_there():

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from fleet_router.config import HoldBounds
 from fleet_router.errors import RequestError
 from fleet_router.health.absent import KEPT_S, Absent, awaited, followed
 from fleet_router.holding import Holding
-from fleet_wire.endpoints import AtZero, Endpoints
+from fleet_wire.endpoints import AbsentWorker, AtZero, Endpoints
 from tests.fleet_router.test_returning import document, endpoint
 
 
@@ -40,6 +41,19 @@ def test_who_is_remembered_for_how_long():
     assert {uid: one.since for uid, one in later.items()} == {"h": 5.0}
     assert set(followed({"a": Absent("t", {}, 5.0)}, document(), {}, (), 5.0 + KEPT_S)) == {"a"}
     assert set(followed({"a": Absent("t", {}, 5.0)}, document(), {}, (), 5.1 + KEPT_S)) == set()
+
+
+def test_a_router_that_has_just_started_knows_who_is_not_ready_from_the_document():
+    told = msgspec.structs.replace(document(), absent=(AbsentWorker(uid="a", tier="t", adapters={"l": "1"}),))
+    found = followed({}, told, {}, (), 5.0)
+    assert found == {"a": Absent("t", {"l": "1"}, 5.0)}
+    # one that has been there for long is not taken for a new one when it is told of again and again
+    later = followed(found, told, {}, (), 6.0 + KEPT_S)
+    assert later == found
+    assert followed({"a": Absent("t", {}, 2.0)}, told, {}, (), 5.0)["a"].since == 2.0  # as it was seen to go
+    assert followed(found, document(endpoint("a", state="draining")), {}, (), 6.0) == {}
+    assert followed(found, document(endpoint("a")), {}, ("a",), 6.0) == {}
+    assert followed(found, msgspec.structs.replace(told, at_zero=(AtZero(tier="t"),)), {}, (), 6.0) == {}
 
 
 @pytest.mark.parametrize(

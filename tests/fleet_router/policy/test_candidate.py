@@ -6,6 +6,7 @@ import pytest
 
 from fleet_router.policy.candidate import (
     CROWD_S,
+    MOST_AT_ONCE,
     MOST_LATE_S,
     Candidate,
     gap_line,
@@ -38,7 +39,8 @@ def grouped(*workers: Candidate) -> Group:
     [
         pytest.param(0.0, 2, 500, NOW + 0.5, 250.0, id="it was idle"),
         pytest.param(NOW + 1, 1, 500, NOW + 1.5, 500.0, id="behind what is there"),
-        pytest.param(0.0, 1, 10**9, NOW + MOST_LATE_S, 1e9, id="nobody sees it done: bounded"),
+        pytest.param(0.0, 1, 10**9, NOW + MOST_LATE_S, 3e4, id="nobody sees it done: bounded"),
+        pytest.param(0.0, 2**63, 2**63, NOW + MOST_LATE_S, 3e4**2 / MOST_AT_ONCE / 3e4, id="nobody can have sent that"),
         pytest.param(NOW + 99, 1, 500, NOW + 99, 500.0, id="no later than what is known already"),
         pytest.param(0.0, 0, 500, NOW + 0.5, 500.0, id="tokens of a prefill that was told before"),
     ],
@@ -49,9 +51,10 @@ def test_what_others_send_waits_in_the_same_queue(free_at: float, prefills: int,
     one.free_at = free_at
     one.sent_elsewhere(prefills, tokens, NOW)
     assert one.free_at == pytest.approx(then)
-    assert (one.heat, side.heat) == (tokens, tokens)
+    taken = min(tokens, 30_000)  # what it computes in MOST_LATE_S
+    assert (one.heat, side.heat) == (taken, taken)
     assert side.lump == pytest.approx(lump)
-    assert one.crowd == pytest.approx(prefills / 2 / CROWD_S)
+    assert one.crowd == pytest.approx(min(prefills, MOST_AT_ONCE) / 2 / CROWD_S)
     assert (one.pending, one.sent_prefills, one.sent_tokens) == (0, 0, 0.0), "it is not this router's"
 
 
