@@ -394,7 +394,7 @@ class Reconciler:
         there, at = {obj["metadata"]["uid"] for obj in pods_of(live)}, self._monotonic()
         asked, held = state.refusals.held(plan.create, there, at)
         outcome = await self._applier.apply(fleet, raw, replace(plan, create=asked), templates, live, state.settled, lost.keys())
-        state.needed = needed_templates(plan, live)
+        state.needed = needed_templates(plan, live, raw)
         state.refusals.note(asked, outcome.problems, there, fleet.spec.scaling.capacity_wait_s, at)
         outcome.problems = state.refusals.in_order([*outcome.problems, *held, *unmakeable(key[1], plan, live)], plan.create)
         await self._recorder.record(raw, plan.status, outcome, sizing_of(fleet, plan.reasons))
