@@ -146,6 +146,28 @@ def test_two_installations_with_an_overlap(audited: Plane, accounts: dict[str, P
     assert wrote == {"operator-a": {"x", "y"}, "operator-b": {"z"}}
 
 
+def test_a_namespace_without_a_role_binding_is_served_once_it_has_one(audited: Plane):
+    """The operator ended (exit 2) and served the other one neither."""
+    namespaces(audited, "m", "n")
+    account = "operator-narrow"
+    audited.kubectl("create", "serviceaccount", account, "-n", SYSTEM)
+    rights = ("--clusterrole", "inferencefleet-operator", f"--serviceaccount={SYSTEM}:{account}")
+    audited.kubectl("create", "rolebinding", account, "-n", "m", *rights)
+    for name in "mn":
+        audited.kubectl("apply", "-f", "-", stdin=fleet(name, "f"))
+    mine = audited.service_account_kubeconfig(SYSTEM, account)
+    with operator(audited, "narrow", mine, "--namespace", "n", "--namespace", "m") as one:
+        audited.wait("m", lambda: children(audited, "m", "f"), 60)
+        assert one.metric("fleet_operator_namespaces_closed") == 1
+        assert b"namespace n may not be read" in one.service.log.read_bytes()
+        assert not children(audited, "n", "f")
+        audited.kubectl("create", "rolebinding", account, "-n", "n", *rights)
+        audited.wait("n", lambda: children(audited, "n", "f"), 60)
+        assert one.metric("fleet_operator_namespaces_closed") == 0
+        audited.kubectl("delete", "deployment", "f-router", "-n", "n")
+        audited.wait("n again", lambda: children(audited, "n", "f"), 30)
+
+
 def test_labels_of_namespaces_decide_and_may_change(audited: Plane, accounts: dict[str, Path]):
     namespaces(audited, "p", "q")
     audited.kubectl("label", "namespace", "p", "shard=a")

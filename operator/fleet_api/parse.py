@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache, partial
 from typing import Any
 
 from fleet_api.compat import refusals
 from fleet_api.crd import fleet_schema, pool_schema
 from fleet_api.metadata import is_time
-from fleet_api.structure import findings, known_fields, normalised
+from fleet_api.schema import Schema, list_map, structural
+from fleet_api.structure import findings, fitting_part, known_fields, normalised
 from fleet_api.v1alpha1 import InferenceFleet, WorkerPool
+from fleet_api.v1alpha1.base import ApiModel
+from fleet_api.v1alpha1.status import FleetStatus, PoolStatus
 from fleet_api.validate import validate
 
 _TIMED = {"flip": "failedAt", "zero": "since"}
 _ROLLOUT_TIMES = ("stepSince", "progressSince")
 _STATUS = {"InferenceFleet": fleet_schema, "WorkerPool": pool_schema}
+
+
+@cache
+def _readable(model: type[ApiModel]) -> Schema:
+    """What a status must be to be read. The CRD asks for less: not even a condition's status."""
+    schema = structural(model)
+    list_map(schema, "conditions", "type")
+    return schema
+
+
+_READABLE = {"InferenceFleet": partial(_readable, FleetStatus), "WorkerPool": partial(_readable, PoolStatus)}
 
 
 class ManifestError(ValueError):
@@ -40,17 +55,20 @@ def parse_pool(manifest: Mapping[str, Any]) -> WorkerPool:
 
 
 def known_status(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """The status without what a newer operator or CRD added, and without times that are none (a status that somebody edited or
-    restored); empty when what is left is still not a status of ours.
+    """The status without what a newer operator or CRD added (fields, or values that this one does not know), and without times
+    that are none (a status that somebody edited or restored); empty when what is left is still not a status of ours.
 
     A status is the operator's own word, not the user's: after a downgrade it must not stop a fleet that runs.
     """
     status = manifest.get("status")
     if not isinstance(status, Mapping):
         return {}
-    schema = _STATUS[str(manifest.get("kind", "InferenceFleet"))]()["properties"]["status"]
-    kept: dict[str, Any] = known_fields(normalised(status), schema)
-    return _with_times(kept) if not any(True for _ in findings(kept, schema)) else {}
+    kind = str(manifest.get("kind", "InferenceFleet"))
+    kept: dict[str, Any] = known_fields(normalised(status), _STATUS[kind]()["properties"]["status"])
+    schema = _READABLE[kind]()
+    if any(True for _ in findings(kept, schema)):
+        kept = fitting_part(kept, schema) or {}
+    return _with_times(kept)
 
 
 def _with_times(status: dict[str, Any]) -> dict[str, Any]:

@@ -74,6 +74,17 @@ def known_fields(value: Any, schema: Schema) -> Any:
     return {key: known_fields(item, properties[key]) for key, item in value.items() if key in properties}
 
 
+def fitting_part(value: Any, schema: Schema) -> Any:
+    """The value without the fields and items of it that break the schema; None when it cannot be mended by leaving some out."""
+    if isinstance(value, list) and "items" in schema:
+        value = [kept for item in value if (kept := fitting_part(item, schema["items"])) is not None]
+    elif isinstance(value, Mapping) and "properties" in schema:
+        known = schema["properties"]
+        parts = ((key, fitting_part(item, known[key]) if key in known else item) for key, item in value.items())
+        value = {key: kept for key, kept in parts if kept is not None}
+    return None if any(True for _ in findings(value, schema)) else value
+
+
 def normalised(value: Any) -> Any:
     """As the object arrives in validation: absent instead of null, and kubectl turns 2048.0 into 2048."""
     if isinstance(value, Mapping):

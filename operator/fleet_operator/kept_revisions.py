@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from fleet_operator.cluster.interface import CONTROLLER_REVISION, POD, Object
 from fleet_operator.names import POOL, ROLE
+from fleet_operator.ownership import owned
 from fleet_operator.render.revision import place_of, revision_name
 from fleet_planner.reconcile import Plan
 from fleet_planner.types import Problem
@@ -17,9 +18,10 @@ Name = tuple[str, str]
 WRITTEN = ("name", "namespace", "labels", "ownerReferences")
 
 
-def needed_templates(plan: Plan, live: Mapping[Name, Object]) -> dict[Name, Object]:
-    """The stored templates that the fleet cannot do without: to be kept until its next pass."""
-    return {at: found for at, found in live.items() if at[0] == CONTROLLER_REVISION.kind and place_of(found) in plan.needed}
+def needed_templates(plan: Plan, live: Mapping[Name, Object], fleet: Object) -> dict[Name, Object]:
+    """The stored templates of this fleet that it cannot do without: to be kept until its next pass."""
+    stored = {at: found for at, found in live.items() if at[0] == CONTROLLER_REVISION.kind and owned(found, fleet)}
+    return {at: found for at, found in stored.items() if place_of(found) in plan.needed}
 
 
 def lost_templates(needed: Mapping[Name, Object], live: Mapping[Name, Object]) -> dict[Name, Object]:

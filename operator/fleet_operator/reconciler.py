@@ -393,7 +393,7 @@ class Reconciler:
         asked, held = state.refusals.held(plan.create, there, at)
         asks = plan if asked == plan.create else replace(plan, create=asked)
         outcome = await self._applier.apply(fleet, raw, asks, templates, live, state.settled, lost.keys())
-        state.needed = needed_templates(plan, live)
+        state.needed = needed_templates(plan, live, raw)
         state.refusals.note(asked, outcome.problems, there, fleet.spec.scaling.capacity_wait_s, at)
         outcome.problems = state.refusals.in_order([*outcome.problems, *held, *unmakeable(key[1], plan, live)], plan.create)
         if self._recorder.has_news(raw, plan.status, outcome):

@@ -317,3 +317,22 @@ def test_a_template_that_another_operator_forgot_stays_forgotten():
         assert await revisions(world) == kept
 
     play(scenario)
+
+
+def test_a_template_of_somebody_else_that_goes_is_not_made_again():
+    async def scenario(world: World) -> None:
+        stable, stored = await held_back(world)
+        name = f"f-t-{stable}"
+        await world.user.delete(CONTROLLER_REVISION, NAMESPACE, name)
+        world.operator = world.new_operator()
+        theirs = {key: stored["metadata"][key] for key in ("name", "namespace", "labels")}
+        await world.user.apply({**stored, "metadata": theirs})
+        await world.settle()
+        await world.user.delete(CONTROLLER_REVISION, NAMESPACE, name)
+        await lose_a_worker(world)
+        for _ in range(5):
+            await world.step()
+        assert name not in await revisions(world)
+        assert f"ControllerRevision {name} was deleted" in (await world.condition("Provisioned"))["message"]
+
+    play(scenario)

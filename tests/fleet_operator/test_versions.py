@@ -6,6 +6,8 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fleet_api.parse import known_status, parse_fleet
 from fleet_operator.cluster.interface import FLEET, POD, POOL
@@ -65,6 +67,10 @@ def test_words_of_a_newer_operator_about_a_pool_are_left_alone():
         {"conditions": [{"type": 7}]},
         {"tiers": {"a": 1}},
         {"observedGeneration": "many"},
+        # the CRD asks for no more than a type or a time: every pass ended in InternalError
+        {"conditions": [{"type": "Custom", "lastTransitionTime": "2026-01-01T00:00:00Z"}]},
+        {"tiers": [{"ratio": "1:2"}]},
+        {"tiers": [{"name": "t", "zero": {"since": "2026-01-01T00:00:00Z"}, "flip": {"message": "m"}}]},
     ],
 )
 def test_a_status_that_is_none_of_ours_is_written_anew(status: Any):
@@ -104,6 +110,83 @@ def test_a_spec_of_tomorrow_is_said_and_what_runs_goes_on():
 def test_known_status_keeps_what_is_known():
     status = {"observedGeneration": 3, "tomorrow": 1, "tiers": [{"name": "t", "ratio": "1:2", "tomorrow": {}}]}
     assert known_status({**manifest(), "status": status}) == {"observedGeneration": 3, "tiers": [{"name": "t", "ratio": "1:2"}]}
+
+
+WELL = {"type": "Ready", "status": "True", "reason": "AllGood", "message": "m"} | {
+    "lastTransitionTime": "2026-01-01T00:00:00Z",
+    "observedGeneration": 1,
+}
+ROLLED_BACK = {"name": "t", "ratio": "1:2", "rollout": {"stable": "aaaaaaaa", "failed": "bbbbbbbb", "message": "bad"}}
+MINE = {"observedGeneration": 3, "conditions": [WELL], "tiers": [ROLLED_BACK]}
+
+
+@pytest.mark.parametrize(
+    "newer",
+    [
+        {**MINE, "authentication": "oidc"},
+        {**MINE, "adapters": "a"},
+        {**MINE, "conditions": [WELL, {**WELL, "type": "WithinRatio", "status": "Maybe"}]},
+        {**MINE, "conditions": [WELL, {"type": "WithinRatio"}]},
+        {**MINE, "tiers": [{**ROLLED_BACK, "zero": {"state": "Dozing", "since": "2026-01-01T00:00:00Z"}}]},
+        {**MINE, "tiers": [ROLLED_BACK, {"ratio": "1:1"}]},
+        {**MINE, "tiers": [{**ROLLED_BACK, "rollout": {**ROLLED_BACK["rollout"], "percent": 12.5}}]},  # type: ignore[dict-item]
+    ],
+    ids=["value", "kind", "condition", "half-a-condition", "state", "tier", "number"],
+)
+def test_a_value_of_tomorrow_costs_its_own_field_alone(newer: dict[str, Any]):
+    """Incident: after a downgrade one such value, and nothing of the status was known: a revision that had been rolled back was
+    rolled out again."""
+    assert {key: value for key, value in known_status({**manifest(), "status": newer}).items() if key != "adapters"} == MINE
+    assert parse_fleet({**manifest(), "status": newer}).status.tiers[0].rollout.failed == "bbbbbbbb"  # type: ignore[union-attr]
+
+
+WHOLE = {
+    **MINE,
+    "endpoint": "http://f",
+    "authentication": "open",
+    "adapters": [{"name": "a", "desired": 1}],
+    "tiers": [
+        {
+            **ROLLED_BACK,
+            "prefill": {"desired": 1},
+            "kv": {"blocks": 1, "transport": "tcp"},
+            "flip": {"failedAt": "2026-01-01T00:00:00Z"},
+            "zero": {"state": "AtZero", "since": "2026-01-01T00:00:00Z"},
+        }
+    ],
+}
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["name", "type", "state", "x"]), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@given(data=st.data())
+def test_whatever_somebody_puts_into_a_status_it_can_be_read(data: st.DataObject):
+    """One place of a whole status is replaced by anything, or left out."""
+    status = json.loads(json.dumps(WHOLE))
+    place: Any = status
+    while True:
+        key = data.draw(st.sampled_from(list(place) if isinstance(place, dict) else range(len(place))))
+        if not (isinstance(place[key], dict | list) and place[key]) or data.draw(st.booleans()):
+            break
+        place = place[key]
+    if data.draw(st.booleans()):
+        place[key] = data.draw(ANYTHING)
+    else:
+        del place[key]
+    kept = known_status({**manifest(), "status": status})
+    assert kept, "one place is never all"
+    parse_fleet({**manifest(), "status": status})
+    assert known_status({**manifest(), "status": kept}) == kept
+
+
+def test_a_status_that_is_broken_at_its_root_is_none():
+    assert known_status({**manifest(), "status": {"conditions": {"a": 1}, "tiers": "t"}}) == {}
+    assert known_status({**manifest(), "status": {"conditions": [WELL, WELL]}}) == {}  # each type once: none is the right one
 
 
 @pytest.mark.parametrize("time", ["garbage", "", "2026-13-45T00:00:00Z", "2026-01-01T00:00:00", "2026-01-01T00:00:00+99:00"])
