@@ -416,6 +416,7 @@ def test_l2_above_the_bound_connections_are_refused_by_name(tmp_path: Path):
         time.sleep(0.3)
         answer = send(GOOD)
         assert (status(answer), json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"]) == (503, "connections")
+        assert get(f"{URL}/health") == b"ok\n"  # or the kubelet would end all of them
         for one in held:
             one.close()
         until("there is room", lambda: status(send(GOOD.replace(b"host", b"connection: close\r\nhost"))) == 200, 5)
