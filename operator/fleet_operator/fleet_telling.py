@@ -29,6 +29,8 @@ class Words:
         """Nobody may change it."""
         if self._status != status:
             self._status, self._wish, self._present = status, status.to_dict(), None
+            if status.resolved is not None and self._wish["resolved"] == status.resolved:  # ten kilobytes, which are kept once
+                self._wish["resolved"] = status.resolved
         return self._wish
 
     def stand_in(self, present: Object | None) -> bool:

@@ -116,7 +116,8 @@ def _clamp(value: int, low: int, high: int) -> int:
 def current_size(tier: TierSpec, observed: Observed) -> tuple[int, int]:
     """What was planned last; the spec's initial size before that."""
     found = {role: pool.size for role, pool in _sized(tier, observed).items() if pool.size is not None}
-    return found.get("prefill", tier.initial[0]), found.get("decode", tier.initial[1])
+    initial = tier.initial if len(found) < len(ROLES) else (0, 0)
+    return found.get("prefill", initial[0]), found.get("decode", initial[1])
 
 
 def wished_size(tier: TierSpec, observed: Observed) -> tuple[int, int]:

@@ -144,7 +144,7 @@ def _not_begun(fleet: InferenceFleet, views: Sequence[TierView], observed: Obser
 
 def _left(names: set[str], observed: Observed) -> list[str]:
     """Tiers that are not in the spec any more and still have workers, in words."""
-    counts = Counter(pod.tier for pod in observed.pods if pod.tier not in names and not pod.terminating and pod.member == 0)
+    counts = Counter([pod.tier for pod in observed.pods if pod.tier not in names and not pod.terminating and pod.member == 0])
     words = "left the spec; its workers go when the tiers of the spec serve in their place, or need their room"
     return [f"tier {name}: {words}: {count} left" for name, count in sorted(counts.items())]
 

@@ -55,10 +55,11 @@ def test_a_pod_is_observed_again_when_it_or_what_is_around_it_changed():
 
 
 def test_a_status_is_dumped_again_only_where_it_says_something_else():
-    words, one = Words(), FleetStatus(endpoint="http://a")
+    words, one = Words(), FleetStatus(endpoint="http://a", resolved={"model": {"source": "file:///m"}})
     dumped = words.of(one)
     assert dumped == one.to_dict()
-    assert words.of(FleetStatus(endpoint="http://a")) is dumped
+    assert words.of(one.model_copy()) is dumped
+    assert dumped["resolved"] is one.resolved
     assert words.of(FleetStatus(endpoint="http://b")) == FleetStatus(endpoint="http://b").to_dict()
 
 
