@@ -86,3 +86,15 @@ def test_functions_and_files_stay_small():
                 if size > MAX_FUNCTION_LINES:
                     too_long.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {size} lines")
     assert too_long == []
+
+
+def test_only_the_planners_eyes_read_what_a_memo_passes_over():
+    """`in_order.py` takes pods that differ in these fields alone for the same ones: nobody who writes objects may read them."""
+    from fleet_operator.in_order import TOLD_BY_PLAN
+
+    readers = {
+        path.relative_to(ROOT / "operator/fleet_operator").as_posix()
+        for path in tracked("operator/fleet_operator/*.py")
+        if any(name in path.read_text() for name in TOLD_BY_PLAN)
+    }
+    assert readers == {"in_order.py", "observe.py", "runtime/pod.py", "runtime/status.py"}  # runtime: pods that we play ourselves
