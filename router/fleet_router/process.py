@@ -6,7 +6,6 @@ import asyncio
 import os
 import secrets
 import signal
-import ssl
 import sys
 import threading
 import time
@@ -43,7 +42,7 @@ from fleet_router.members import Answer, Member, serve
 from fleet_router.metrics import COMPILED, Metrics
 from fleet_router.port import Port
 from fleet_router.server import ClientConnection
-from fleet_router.tls import TlsError, TlsFiles, context_of, follow_tls, stamp_of
+from fleet_router.tls import Certified, TlsError, TlsFiles, context_of, follow_tls, stamp_of
 from fleet_router.watching import Connection, Probes, Returns, watch
 from fleet_router.workers import WorkerTable, place_of, slots_of
 
@@ -111,6 +110,7 @@ class Router:
         shared = settings.member.size > 1
         self._served_tls: object = None
         """Which versions of the certificates are served."""
+        self._certified: Certified | None = None
         self._ports = [Port(settings.host, settings.port, self.connection, shared=shared, room=self._handshakes_most)]
         if settings.admin_port:
             self._ports.append(Port(settings.host, settings.admin_port, self.admin_connection, shared=shared))
@@ -201,7 +201,8 @@ class Router:
             age_s = -1.0 if self._followed_at is None else self._clock() - self._followed_at
             text = context.metrics.exposition(rows, age_s, len(context.table.routing.index))
             text += "".join(f"{line}\n" for line in (*context.holding.lines(), *context.table.lines(self._clock())))
-            if self._settings.tls is not None:
+            if self._certified is not None:
+                text += "".join(f"{line}\n" for line in self._certified.lines())
                 text += "".join(f"{line}\n" for line in self._ports[0].handshakes.lines())
             if self._link is not None:
                 text += "".join(f"{line}\n" for line in self._link.lines())
@@ -307,7 +308,7 @@ class Router:
         try:
             if wanted.tls is not None:
                 self._served_tls = stamp_of(wanted.tls)  # before they are read: what comes later is read again
-            context = None if wanted.tls is None else context_of(wanted.tls)
+            context = self._certified = None if wanted.tls is None else context_of(wanted.tls)
             for port in self._ports:
                 await port.open(context if port is self._ports[0] else None)
         except TlsError as error:
@@ -331,9 +332,10 @@ class Router:
         if wanted.tls is not None:
             yield follow_tls(wanted.tls, self._served_tls, self.secure, self.failed)
 
-    async def secure(self, context: ssl.SSLContext) -> None:
+    async def secure(self, context: Certified) -> None:
         """New certificates: for connections from now on. OSError: there is nothing to listen with now."""
         await self._ports[0].serve(context)
+        self._certified = context
         self._last_problem = ""
         self._journal.say("tls")
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import ssl
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 POLL_S = 1.0
+VALIDITY = re.compile(rb"0[\x1e\x20\x22](?:\x17\r|\x18\x0f)\d{12,14}Z(?:\x17\r|\x18\x0f)(\d{12,14})Z")
+"""In a certificate's DER: a sequence of two times, each in one of two forms (RFC 5280, 4.1.2.5)."""
+PEM = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +32,28 @@ class TlsError(Exception):
     """The files are missing or do not fit together; the message names the file, never what is in it."""
 
 
-def context_of(files: TlsFiles) -> ssl.SSLContext:
+class Certified(ssl.SSLContext):
+    """A context, and until when its certificate is good: clients refuse it from then on."""
+
+    expires_at: float | None = None
+    """Unix seconds; None: it does not say."""
+
+    def lines(self) -> Iterable[str]:
+        """Prometheus text."""
+        if self.expires_at is not None:
+            yield "# TYPE fleet_router_certificate_expires_timestamp_seconds gauge"
+            yield f"fleet_router_certificate_expires_timestamp_seconds {self.expires_at:.0f}"
+
+
+def context_of(files: TlsFiles) -> Certified:
     """A new one each time: sessions of an older context are not resumed under this one."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context = Certified(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.options |= ssl.OP_NO_RENEGOTIATION
     context.set_alpn_protocols(["http/1.1"])
     try:
         context.load_cert_chain(files.cert, files.key, password=_no_password)
+        context.expires_at = expires_at(files.cert.read_text())
     except (OSError, ValueError) as error:
         raise TlsError(f"{files.cert} and {files.key}: {_why(error)}") from error
     if files.client_ca is not None:
@@ -46,8 +65,20 @@ def context_of(files: TlsFiles) -> ssl.SSLContext:
     return context
 
 
+def expires_at(pem: str) -> float | None:
+    """Unix seconds at which the first certificate of a file ends; None when that cannot be read."""
+    first = PEM.search(pem)
+    found = VALIDITY.search(ssl.PEM_cert_to_DER_cert(first[0])) if first is not None else None
+    if found is None:
+        return None
+    told = found[1].decode()
+    if len(told) == 12:  # two digits of the year: 1950 to 2049
+        told = ("19" if told >= "5" else "20") + told
+    return datetime.strptime(told, "%Y%m%d%H%M%S").replace(tzinfo=UTC).timestamp()
+
+
 async def follow_tls(
-    files: TlsFiles, seen: object, apply: Callable[[ssl.SSLContext], Awaitable[None]], failed: Callable[[str], None]
+    files: TlsFiles, seen: object, apply: Callable[[Certified], Awaitable[None]], failed: Callable[[str], None]
 ) -> None:
     """`apply` every new version, `failed` with every problem; the last good one stays in force. `seen`: what `stamp_of` said
     before they were read."""

@@ -7,11 +7,17 @@ import contextlib
 import errno
 import socket
 import ssl
+import time
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 import uvloop
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 
 from e2e.certs import Authority
 from fleet_router import tls
@@ -135,3 +141,40 @@ def test_half_a_file_changes_nothing_until_it_is_whole(tmp_path: Path, cut: str)
             await until_the_new_one_is_served(router)
 
     uvloop.run(go())  # as routers do: of what asyncio has accepted but not yet met, a listener that closes drops one
+
+
+def test_metrics_tell_until_when_the_served_certificate_is_good(tmp_path: Path):
+    async def run() -> None:
+        authority = Authority(tmp_path, "ca")
+        files = TlsFiles(*authority.leaf("server", "old"))
+        async with serving(files) as router, following(router):
+            assert abs(told_end(router) - time.time() - 3600) < 60
+            router._certified.expires_at = 1.0
+            changed(authority, files)
+            await until_the_new_one_is_served(router)
+            assert told_end(router) == x509.load_pem_x509_certificate(files.cert.read_bytes()).not_valid_after_utc.timestamp()
+
+    uvloop.run(run())
+
+
+def told_end(router: Router) -> float:
+    text = router.plain(b"/metrics")[2].decode()
+    (line,) = [line for line in text.splitlines() if line.startswith("fleet_router_certificate_expires_timestamp_seconds ")]
+    return float(line.split()[1])
+
+
+@pytest.mark.parametrize(
+    "end", [datetime(2026, 11, 23, 1, 2, 3, tzinfo=UTC), datetime(2049, 12, 31, 23, 59, 59, tzinfo=UTC),
+            datetime(2050, 1, 1, tzinfo=UTC), datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC), datetime(1999, 1, 2, tzinfo=UTC)],
+)  # fmt: skip
+def test_the_end_of_a_certificate_is_read_in_both_forms(end: datetime):
+    key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "me")])
+    begin = datetime(1980, 1, 1, tzinfo=UTC)
+    made = x509.CertificateBuilder(name, name, key.public_key(), 7, begin, end).sign(key, hashes.SHA256())
+    pem = made.public_bytes(serialization.Encoding.PEM).decode()
+    assert tls.expires_at(f"a line before\n{pem}{pem}") == end.timestamp()
+
+
+@pytest.mark.parametrize("text", ["", "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n", "no certificate"])
+def test_what_has_no_end_tells_none(text: str):
+    assert tls.expires_at(text) is None
