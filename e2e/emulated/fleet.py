@@ -213,7 +213,12 @@ class Emulated:
         def more() -> int:
             return len(fds_of(pid)) - self._fds
 
-        until("descriptors are given back", lambda: more() <= FDS_SLACK, 15.0, lambda: f"{more()} more than it began with")
+        def told() -> str:
+            tcp = connected(pid)
+            kinds = sorted(f"{one} (TCP)" if one in tcp else one for one in fds_of(pid))
+            return f"{more()} more than it began with: {kinds}"
+
+        until("descriptors are given back", lambda: more() <= FDS_SLACK, 15.0, told)
 
 
 def stumbles(log: Path) -> list[str]:
