@@ -120,7 +120,7 @@ def test_adapters_come_go_and_change_on_a_running_fleet(fleet: Fleet, root: Path
         assert (tokens(fleet, "tiny"), tokens(fleet, "one"), tokens(fleet, "two")) == tuple(
             expected[name] for name in ("", "one", "two")
         )
-    fleet.wait("KV moved", lambda: fleet.status()["tiers"][0].get("kv", {}).get("transfers", 0) >= 2, 20)
+    fleet.wait("KV moved", lambda: fleet.status()["tiers"][0].get("kv", {}).get("transfers", 0) >= 2, 45)  # written every 30 s
     listed = httpx.get(f"{fleet.router()}/v1/models", timeout=10).json()["data"]
     assert [(card["id"], card.get("parent")) for card in listed] == [("tiny", None), ("one", "tiny"), ("two", "tiny")]
     assert fleet.condition("AdaptersLoaded")["status"] == "True"

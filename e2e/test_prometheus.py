@@ -86,7 +86,7 @@ def test_load_comes_from_prometheus_and_without_it_the_fleet_holds(fleet: Fleet,
         client = OpenAI(base_url=f"{fleet.router()}/v1", api_key="none", max_retries=0)
         for i in range(6):
             client.completions.create(model="tiny", prompt=f"{i} {PROMPT}", max_tokens=4, temperature=0)
-        fleet.wait("transfers in the status", lambda: fleet.status()["tiers"][0].get("kv", {}).get("transfers", 0) >= 6, 30)
+        fleet.wait("transfers in the status", lambda: fleet.status()["tiers"][0].get("kv", {}).get("transfers", 0) >= 6, 45)
     fleet.wait("the missing source named", lambda: fleet.condition("TelemetryFresh")["status"] == "Unknown", 30)
     assert fleet.condition("TelemetryFresh")["reason"] == "SourceFailed"
     assert f"Prometheus at {URL} gave no samples: ConnectionError" in fleet.condition("TelemetryFresh")["message"]
