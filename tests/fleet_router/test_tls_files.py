@@ -9,15 +9,11 @@ import socket
 import ssl
 import time
 from collections.abc import AsyncIterator
-from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 import uvloop
 from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 
 from e2e.certs import Authority
 from fleet_router import tls
@@ -157,24 +153,14 @@ def test_metrics_tell_until_when_the_served_certificate_is_good(tmp_path: Path):
     uvloop.run(run())
 
 
+def test_a_certificate_that_openssl_alone_reads_is_served_without_a_figure(tmp_path: Path):
+    files = TlsFiles(*Authority(tmp_path, "ca").leaf("server", "old"))
+    files.cert.write_bytes(files.cert.read_bytes().replace(b" CERTIFICATE-", b" TRUSTED CERTIFICATE-"))
+    context = tls.context_of(files)
+    assert (context.expires_at, list(context.lines())) == (None, [])
+
+
 def told_end(router: Router) -> float:
     text = router.plain(b"/metrics")[2].decode()
     (line,) = [line for line in text.splitlines() if line.startswith("fleet_router_certificate_expires_timestamp_seconds ")]
     return float(line.split()[1])
-
-
-@pytest.mark.parametrize(
-    "end", [datetime(2026, 11, 23, 1, 2, 3, tzinfo=UTC), datetime(2049, 12, 31, 23, 59, 59, tzinfo=UTC),
-            datetime(2050, 1, 1, tzinfo=UTC), datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC), datetime(1999, 1, 2, tzinfo=UTC)],
-)  # fmt: skip
-def test_the_end_of_a_certificate_is_read_in_both_forms(end: datetime):
-    key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "me")])
-    begin = datetime(1980, 1, 1, tzinfo=UTC)
-    made = x509.CertificateBuilder(name, name, key.public_key(), 7, begin, end).sign(key, hashes.SHA256())
-    pem = made.public_bytes(serialization.Encoding.PEM).decode()
-    assert tls.expires_at(f"a line before\n{pem}{pem}") == end.timestamp()
-
-
-@pytest.mark.parametrize("text", ["", "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n", "no certificate"])
-def test_what_has_no_end_tells_none(text: str):
-    assert tls.expires_at(text) is None
