@@ -274,7 +274,7 @@ class Reconciler:
     async def _pass(self, key: Key) -> None:
         begun = time.monotonic()
         try:
-            await self._one(key)
+            await self._passes.weighed(self._one(key))
         finally:
             self._queue.done(key, time.monotonic() - begun)
             self._passes.turned()

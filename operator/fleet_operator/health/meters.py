@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import platform
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from importlib import metadata
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Info, ProcessCollector, generate_latest
 from prometheus_client.core import GaugeMetricFamily
@@ -14,7 +16,12 @@ from prometheus_client.registry import Collector
 
 from fleet_operator.cluster.guarded import Send, Write
 from fleet_operator.cluster.interface import ClusterError
+from fleet_operator.health.cpu_of import CpuOf
 from fleet_operator.health.pulse import Pulse
+
+T = TypeVar("T")
+_WEIGHED: Final[ContextVar[asyncio.Task[Any] | None]] = ContextVar("weighed", default=None)
+"""The task whose steps are counted as a pass; those that it makes know of it, and are not part of its steps."""
 
 REASONS_MOST: Final = 64
 """Reasons that get a label of their own; reasons are ours or the API server's CamelCase words, this bounds what else may come."""
@@ -45,6 +52,10 @@ class Meters:
         )
         self._passes = Counter(
             "fleet_operator_reconciles", "Passes over a fleet: ok, problems (some write failed), error.", ["outcome"],
+            registry=self.registry,
+        )  # fmt: skip
+        self._cpu = Counter(
+            "fleet_operator_reconcile_cpu_seconds", "CPU that passes over fleets took, their writes included.",
             registry=self.registry,
         )  # fmt: skip
         self._errors = Counter("fleet_operator_errors", "Problems of passes, by reason.", ["reason"], registry=self.registry)
@@ -78,10 +89,19 @@ class Meters:
         for reason in reasons:
             self._errors.labels(self._bounded(reason)).inc()
 
-    async def guard(self, write: Write, send: Send) -> Any:
-        """Counts a write and how it ended."""
+    async def weighed(self, passing: Awaitable[T]) -> T:
+        """Carry it out, and count its CPU."""
+        taken, before = CpuOf(passing), _WEIGHED.set(asyncio.current_task())
         try:
-            made = await send()
+            return await taken
+        finally:
+            _WEIGHED.reset(before)
+            self._cpu.inc(taken.cpu_s)
+
+    async def guard(self, write: Write, send: Send) -> Any:
+        """Counts a write, how it ended, and the CPU of one that a pass left to a task of its own."""
+        try:
+            made = await (send() if _WEIGHED.get() in (None, asyncio.current_task()) else self.weighed(send()))
         except ClusterError as error:
             self._writes.labels(write.verb, write.kind.kind, self._bounded(error.reason)).inc()
             raise

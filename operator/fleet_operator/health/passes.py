@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Awaitable, Iterable
 from typing import Protocol
 
 
@@ -21,6 +21,10 @@ class Passes(Protocol):
         """That pass is over; `reasons` of its problems, `failed` when it could not be carried out at all."""
         ...
 
+    async def weighed(self, passing: Awaitable[None]) -> None:
+        """Carry it out."""
+        ...
+
 
 class Unmeasured:
     """Nobody listens."""
@@ -34,3 +38,7 @@ class Unmeasured:
 
     def ended(self, begun: int, reasons: Iterable[str], *, failed: bool = False) -> None:
         """Nothing."""
+
+    async def weighed(self, passing: Awaitable[None]) -> None:
+        """No more than it."""
+        await passing
