@@ -23,7 +23,7 @@ NOT_GIVEN = {"tools": None, "documents": None}
 CALLS = "tool_calls"
 """A template without this name in it writes no calls of tools into a prompt."""
 CONTEXT_TOKENS = 16
-"""Of the prompt, so many are read with an answer's first tokens: more than a word, or the run of bytes that a character may be."""
+"""Of the prompt, so many are read with an answer's first ones: more than a word, or the run of bytes that a character may be."""
 MAX_BEGUN = 3
 """Bytes of a character that is not complete, and tokens therefore."""
 
@@ -146,7 +146,7 @@ class Detokenizer:
 
     @classmethod
     def behind(cls, prompt: Sequence[int], text: Text, stop: tuple[str, ...] = ()) -> Detokenizer:
-        """Of an answer to this prompt, whose text goes on there: taken for a text's first, its first word would lose its space."""
+        """Of an answer to this prompt: taken for a text's first word, its own first one would lose its space."""
         context = [token for token in prompt[-CONTEXT_TOKENS:] if token not in text.special]
         return cls(text, stop, context, _read=len(context))
 
