@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import signal
 import sys
 
 YOUNG, MIDDLE, OLD = 10_000, 50, 50
@@ -14,6 +15,8 @@ YOUNG, MIDDLE, OLD = 10_000, 50, 50
 
 def main() -> int:
     """Reconcile until told to stop."""
+    # what follows takes seconds, in which the first process of a container would not even hear it
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     import uvloop
 
     from fleet_operator.options import parse_options

@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from typing import Final
+from typing import Final, Protocol
 
 from fleet_operator.cluster.interface import (
     FLEET,
@@ -20,6 +20,7 @@ from fleet_operator.cluster.interface import (
     ClusterError,
     ForbiddenError,
     Kind,
+    Object,
     UnavailableError,
     WatchEvent,
 )
@@ -30,7 +31,36 @@ OURS: Final = {MANAGED_BY: MANAGER}
 PROBE: Final = "inferencefleet-may-list"
 """No object has this name."""
 LOG = logging.getLogger("fleet.operator")
+AGAIN_S, AGAIN_MOST_S = 0.5, 5.0
+"""How long until it is asked again what nobody answered; twice as long each time."""
 Feed = Callable[[Kind, WatchEvent], None]
+
+
+class Finder(Protocol):
+    """The part of a `Cluster` that tells rights."""
+
+    async def find(self, kind: Kind, namespace: str | None, name: str) -> Object | None: ...
+
+
+class Patient:
+    """Waits for an answer. What is decided once, at start, must not be decided by an API server that cannot say: taken for
+    allowed, the first watch would be refused and end the operator."""
+
+    def __init__(self, cluster: Finder, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
+        self._cluster = cluster
+        self._sleep = sleep
+
+    async def find(self, kind: Kind, namespace: str | None, name: str) -> Object | None:
+        """See `Cluster.find`."""
+        pause_s = AGAIN_S
+        while True:
+            try:
+                return await self._cluster.find(kind, namespace, name)
+            except UnavailableError as error:
+                wait_s = min(AGAIN_MOST_S, error.retry_after_s or pause_s)
+                LOG.warning("asking for %s: %s: %s; again in %g s", kind.plural, error.reason, error, wait_s)
+                await self._sleep(wait_s)
+                pause_s = min(AGAIN_MOST_S, pause_s * 2)
 
 
 async def follow_children(cluster: Cluster, feed: Feed, kinds: Sequence[Kind], namespaces: Sequence[str] = ()) -> None:
@@ -53,7 +83,7 @@ async def _follow(cluster: Cluster, feed: Feed, kind: Kind, namespace: str | Non
         feed(kind, event)
 
 
-async def _allowed(cluster: Cluster, kind: Kind, namespace: str | None) -> None:
+async def _allowed(cluster: Finder, kind: Kind, namespace: str | None) -> None:
     """ForbiddenError when we may not list the kind: a watch would wait for the right for ever, and say so only in its log."""
     with suppress(UnavailableError):  # the watch waits that out
         await cluster.find(kind, namespace, PROBE)
@@ -72,7 +102,7 @@ async def refused(cluster: Cluster, kind: Kind, namespaces: Sequence[str]) -> li
     return found
 
 
-async def closed_to(cluster: Cluster, kinds: Sequence[Kind], namespaces: Sequence[str]) -> dict[str, ForbiddenError]:
+async def closed_to(cluster: Finder, kinds: Sequence[Kind], namespaces: Sequence[str]) -> dict[str, ForbiddenError]:
     """Namespaces in which we may not list each of the kinds, with what the API said of the first."""
     found = dict[str, ForbiddenError]()
     for namespace in namespaces:
@@ -105,7 +135,7 @@ async def follow_when_open(
     await until_first_ends(*(follow(kind) for kind in kinds))
 
 
-async def may_read_nodes(cluster: Cluster) -> bool:
+async def may_read_nodes(cluster: Finder) -> bool:
     """A namespaced installation has no right to them."""
     try:
         await _allowed(cluster, NODE, None)

@@ -31,7 +31,7 @@ from fleet_operator.audit import audit
 from fleet_operator.cluster.account import service_account
 from fleet_operator.cluster.interface import FLEET, NODE, Cluster, ClusterError, ForbiddenError, Kind, WatchEvent
 from fleet_operator.cluster.trust import Trust
-from fleet_operator.follow_children import closed_to, follow_children, follow_when_open, may_read_nodes, refused
+from fleet_operator.follow_children import Finder, Patient, closed_to, follow_children, follow_when_open, may_read_nodes, refused
 from fleet_operator.kopf_settings import RECONNECT_S, configure
 from fleet_operator.kopf_tasks import NotKopfs, clear_up, watching
 from fleet_operator.reconciler import CHILDREN, Reconciler
@@ -232,8 +232,9 @@ async def run_in_cluster(
     _hear_signals(stop)
 
     async def find_kinds() -> None:
-        reconciler.closed |= await _closed(cluster, namespaces)
-        if await may_read_nodes(cluster):
+        patient = Patient(cluster)
+        reconciler.closed |= await _closed(patient, namespaces)
+        if await may_read_nodes(patient):
             kinds.append(NODE)
 
     async def follow() -> None:
@@ -262,7 +263,7 @@ async def run_in_cluster(
     await until_first_ends(follow(), lead(), children, audit(cluster, reconciler, kinds, there), *later)
 
 
-async def _closed(cluster: Cluster, namespaces: Sequence[str]) -> set[str]:
+async def _closed(cluster: Finder, namespaces: Sequence[str]) -> set[str]:
     """Namespaces that may not be read; ForbiddenError when there is no other."""
     found = await closed_to(cluster, [FLEET, *CHILDREN], namespaces)
     for namespace, error in found.items():

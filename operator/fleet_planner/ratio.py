@@ -31,7 +31,7 @@ class Bounds:
 
 
 def bounds_of(tier: TierSpec) -> Bounds:
-    """Bounds of a tier's spec; warm workers raise the minimum, never above the maximum."""
+    """Bounds of a tier's spec. Warm workers are no part of the minimum: they are added to what the load needs (scale.py)."""
     prefill, decode = tier.prefill, tier.decode
     return Bounds(
         prefill_min=prefill.min_replicas,

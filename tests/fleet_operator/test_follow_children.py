@@ -7,8 +7,17 @@ from collections.abc import AsyncIterator, Callable, Mapping
 
 import pytest
 
-from fleet_operator.cluster.interface import NODE, POD, POOL, ForbiddenError, Kind, UnavailableError, WatchEvent
-from fleet_operator.follow_children import follow_children, may_read_nodes
+from fleet_operator.cluster.interface import (
+    NODE,
+    POD,
+    POOL,
+    ForbiddenError,
+    Kind,
+    UnauthorizedError,
+    UnavailableError,
+    WatchEvent,
+)
+from fleet_operator.follow_children import Patient, follow_children, may_read_nodes
 
 OURS = {"app.kubernetes.io/managed-by": "inferencefleet"}
 ADDED, SYNCED = WatchEvent("ADDED", {"metadata": {"name": "a"}}), WatchEvent("SYNCED", {})
@@ -83,6 +92,20 @@ def test_nodes_that_may_not_be_read_are_said_and_end_nothing(caplog):
 
 def test_an_api_that_is_away_is_no_missing_right():
     assert asyncio.run(may_read_nodes(Watched(lambda *_: [UnavailableError("away")])))
+
+
+def test_what_is_decided_at_the_start_waits_for_an_answer():
+    """Taken for allowed while the API server was away, nodes that may not be read ended a namespaced operator at their first
+    watch (exit 2)."""
+    told = [UnauthorizedError("not yet"), UnavailableError("away"), UnavailableError("away"), ForbiddenError("no")]
+    told[2].retry_after_s = 60.0
+    waited = list[float]()
+
+    async def wait(seconds: float) -> None:
+        waited.append(seconds)
+
+    assert not asyncio.run(may_read_nodes(Patient(Watched(lambda *_: [told.pop(0)]), wait)))
+    assert (told, waited) == ([], [0.5, 1.0, 5.0])
 
 
 def test_all_nodes_are_followed_whatever_the_namespaces():

@@ -14,7 +14,17 @@ import pytest
 from aiohttp import web
 
 from fleet_operator import shell_kopf
-from fleet_operator.cluster.interface import FLEET, POD, ForbiddenError, Kind, Object, UnavailableError, WatchEvent
+from fleet_operator.cluster.interface import (
+    FLEET,
+    NODE,
+    POD,
+    ForbiddenError,
+    Kind,
+    Object,
+    UnauthorizedError,
+    UnavailableError,
+    WatchEvent,
+)
 from fleet_operator.reconciler import Reconciler
 from fleet_operator.settings import Platform
 from fleet_operator.shell_kopf import Wiring, Work, run_in_cluster
@@ -244,6 +254,30 @@ def test_no_namespace_that_may_be_read_ends_the_operator_with_its_own_error(monk
     monkeypatch.setattr(world.store, "find", forbidden)
     with pytest.raises(ForbiddenError, match="pods is forbidden"):
         asyncio.run(run_in_cluster(world.store, world.operator, None, ("a", "b")))
+
+
+@pytest.mark.parametrize("error", [UnavailableError, UnauthorizedError])
+def test_an_api_that_knows_nobody_for_a_moment_is_waited_for(
+    error: type[UnavailableError], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """A namespaced operator, which may not read nodes, ended (exit 2): at a 401 at once, and where the question for nodes was
+    not answered at the refusal of their watch."""
+    world, refused = World(), list[Kind]()
+    find = world.store.find
+
+    async def asked(kind: Kind, namespace: str | None, name: str) -> Object | None:
+        if kind in (FLEET, NODE) and kind not in refused:
+            refused.append(kind)
+            raise error("not yet")
+        if kind == NODE:
+            raise ForbiddenError("nodes is forbidden")
+        return await find(kind, namespace, name)
+
+    monkeypatch.setattr(world.store, "find", asked)
+    monkeypatch.setattr("fleet_operator.follow_children.AGAIN_S", 0.0)
+    assert asyncio.run(run_told(world, lambda: asyncio.sleep(0.3), ("a",))) == ["led until the end"]
+    assert refused == [FLEET, NODE]
+    assert f"{error.reason}: not yet; again in 0 s" in caplog.text
 
 
 class Discovery:

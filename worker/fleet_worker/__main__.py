@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 from collections.abc import Callable
 
 
 def main() -> int:
     """Run one worker until it is told to stop; the last stderr line names the cause of a failure."""
+    if sys.argv[1:] != ["fetch"]:  # that would be taken for a model that is there
+        # what follows takes seconds, in which the first process of a container would not even hear it
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     from fleet_worker.agent.agent import Agent
     from fleet_worker.agent.errors import WorkerError
     from fleet_worker.agent.follower import Follower

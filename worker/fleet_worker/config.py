@@ -7,6 +7,7 @@ API). Secrets never travel here.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Literal
 
@@ -188,5 +189,8 @@ def encode_adapters(wishes: Iterable[AdapterWish]) -> str:
 
 
 def decode_adapters(raw: str | bytes) -> tuple[AdapterWish, ...]:
-    """Parse; raises `msgspec.DecodeError` naming the field."""
-    return msgspec.json.decode(raw, type=Wishes)
+    """Parse; raises `msgspec.DecodeError` naming the field, or the name that several have: each would take the other's place."""
+    wishes = msgspec.json.decode(raw, type=Wishes)
+    if twice := [name for name, count in Counter(wish.name for wish in wishes).items() if count > 1]:
+        raise msgspec.ValidationError(f"several adapters are called {twice[0]}")
+    return wishes

@@ -1,7 +1,8 @@
 """Which adapters each worker should have. Pure.
 
 The spec's, where the worker runs the spec's model: an adapter over another model loads if the shapes fit, and answers nonsense. A
-worker of a revision with another model (a rollout, or one that was rolled back) keeps what it was told while the spec had that.
+worker of a revision with another model (a rollout, or one that was rolled back) keeps what it was told while the spec had that,
+and so does one of a revision whose stored template is lost: nobody knows its model.
 """
 
 from __future__ import annotations
@@ -22,19 +23,26 @@ from fleet_worker.config import decode_adapters
 Live = Mapping[tuple[str, str], Object]
 Place = tuple[str, str]
 """(tier, revision)."""
+NOWHERE: Final[Place] = ("", "")
+"""Of a pod that is no worker, or whose labels somebody took."""
 BASE: Final = ("source", "revision", "adapterRoot")
 """Fields of a model that decide what an adapter's source means, and over which weights it may lie."""
 
 
 def elsewhere(fleet: InferenceFleet, live: Live) -> frozenset[Place]:
-    """Revisions with another model, or adapters in another root, than the spec says. One that does not tell has the spec's."""
+    """Revisions with another model, or adapters in another root, than the spec says; and those of workers whose template is not
+    there: somebody deleted it. A template that does not tell has the spec's."""
     model = fleet.spec.model.model_dump(mode="json", by_alias=True, exclude_defaults=True)
-    found = set[Place]()
+    known, found = {NOWHERE}, set[Place]()
     for (kind, _), stored in live.items():
         at = place_of(stored) if kind == CONTROLLER_REVISION.kind else None
+        if at is None:
+            continue
+        known.add(at)
         theirs = ((stored.get("data") or {}).get("inputs") or {}).get("model")
-        if at is not None and theirs is not None and any(theirs.get(part) != model.get(part) for part in BASE):
+        if theirs is not None and any(theirs.get(part) != model.get(part) for part in BASE):
             found.add(at)
+    found |= {place_of_pod(pod) for (kind, _), pod in live.items() if kind == POD.kind} - known
     return frozenset(found)
 
 
@@ -59,6 +67,6 @@ def wished(fleet: InferenceFleet, name: str, live: Live, others: frozenset[Place
 
 
 def place_of_pod(pod: Object) -> Place:
-    """Empty words where it has no such labels."""
+    """NOWHERE without such labels."""
     labels = pod["metadata"].get("labels") or {}
     return labels.get(TIER, ""), labels.get(REVISION, "")

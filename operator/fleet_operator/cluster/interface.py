@@ -83,6 +83,18 @@ class UnavailableError(ClusterError):
     retry_after_s: float | None = None
 
 
+class UnauthorizedError(UnavailableError):
+    """401 a moment ago: an API server that has just started, or its token webhook, does not know yet who we are."""
+
+    reason = "Unauthorized"
+
+
+class CredentialsRefusedError(ForbiddenError):
+    """401 for so long that nothing but other credentials will help."""
+
+    reason = "Unauthorized"
+
+
 @dataclass(frozen=True, slots=True)
 class WatchEvent:
     """One change; SYNCED once after the initial objects were delivered as ADDED."""

@@ -9,7 +9,8 @@ import asyncio
 import json
 import os
 import ssl
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,10 +27,12 @@ from fleet_operator.cluster.account import ServiceAccount, service_account
 from fleet_operator.cluster.interface import (
     ClusterError,
     ConflictError,
+    CredentialsRefusedError,
     ForbiddenError,
     InvalidError,
     NotFoundError,
     Object,
+    UnauthorizedError,
     UnavailableError,
 )
 from fleet_operator.cluster.trust import Trust
@@ -58,9 +61,12 @@ class KubeLimits:
     backoff_base_s: float = 0.2
     backoff_cap_s: float = 10.0
     connections: int = 64
+    refused_s: float = 60.0
+    """401 to everything for so long is no bad moment of the API server any more: our credentials are wrong."""
 
 
 NO_SUCH_PATH = "404 page not found"
+UNAUTHORIZED = 401
 _BY_STATUS: Mapping[int, type[ClusterError]] = {
     400: InvalidError,
     401: ForbiddenError,
@@ -151,12 +157,21 @@ class _Rest(RESTClientObject):  # type: ignore[misc]
 class KubeHttp:
     """Requests with the credentials of one configuration."""
 
-    def __init__(self, configuration: Configuration, limits: KubeLimits, trace: aiohttp.TraceConfig | None = None) -> None:
+    def __init__(
+        self,
+        configuration: Configuration,
+        limits: KubeLimits,
+        trace: aiohttp.TraceConfig | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         configuration.connection_pool_maxsize = limits.connections
         # else aiohttp looks for proxies and reads a netrc file at every request: a third of what a write costs
         configuration.client_session_kwargs = {"trust_env": False, "trace_configs": [trace] if trace is not None else None}
         self.configuration = configuration
         self._limits = limits
+        self._clock = clock
+        self._refused_at: float | None = None
+        """Of the first 401 since an answer to somebody who was known."""
         self._rest = _Rest(configuration)
         self._trust = Trust(self._rest.ssl_context, Path(configuration.ssl_ca_cert) if configuration.ssl_ca_cert else None)
 
@@ -207,6 +222,9 @@ class KubeHttp:
             data = None if body is None else msgspec.json.encode(body)
             proxy = {"proxy": self._rest.proxy, "proxy_headers": self._rest.proxy_headers} if self._rest.proxy else {}
             async with self._rest.session().request(method, url, headers=headers, data=data, timeout=timeout, **proxy) as answer:
+                if answer.status == UNAUTHORIZED:
+                    raise self._refused(error_of(UNAUTHORIZED, await answer.read()))
+                self._refused_at = None
                 if answer.status >= 400:
                     raise error_of(answer.status, await answer.read(), answer.headers.get("Retry-After"))
                 yield answer
@@ -214,6 +232,16 @@ class KubeHttp:
             raise UnavailableError(f"no answer from the API server at {self.configuration.host} in time") from error
         except (aiohttp.ClientError, OSError, ssl.SSLError, ValueError) as error:
             raise UnavailableError(f"{type(error).__name__}: {error}") from error
+
+    def _refused(self, said: ClusterError) -> ClusterError:
+        """What a 401 means: the same credentials may be taken a moment later, or never."""
+        now = self._clock()
+        self._refused_at = now if self._refused_at is None else self._refused_at
+        host, refused_s, most_s = self.configuration.host, now - self._refused_at, self._limits.refused_s
+        if refused_s >= most_s:
+            return CredentialsRefusedError(f"the API server at {host} has refused our credentials for {refused_s:.0f} s: {said}")
+        words = f"the API server at {host} refuses our credentials ({said}); after {most_s:g} s of that they are taken for wrong"
+        return UnauthorizedError(words)
 
 
 async def split_lines(chunks: AsyncIterator[bytes], most_bytes: int) -> AsyncIterator[bytes]:

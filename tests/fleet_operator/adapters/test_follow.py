@@ -13,7 +13,7 @@ import pytest
 from fleet_operator.adapters.follow import SETTLED_S, UNSETTLED_S, AdapterFollower, concerned, pause_s, seen_of
 from fleet_operator.adapters.memory import AdapterMemory
 from fleet_operator.flip.asking import WORD_MOST, Answer, Ask, state_of
-from fleet_operator.names import ADAPTERS, ROLE
+from fleet_operator.names import ADAPTERS, REVISION, ROLE, TIER
 from fleet_planner.types import AdapterSeen
 from tests.fleet_planner.test_adapters import TWO, A, B, fleet, pod
 
@@ -72,6 +72,17 @@ def test_another_source_and_a_surplus_one_are_told():
 def test_one_that_is_being_unloaded_is_not_told_again():
     agents = Agents(h1=[loaded("a", A), loaded("b", B), {**loaded("c", ""), "state": "Unloading"}])
     look(agents, p1="h1")
+    assert agents.told == []
+
+
+def test_between_the_loss_of_a_stored_template_and_its_return_nobody_is_told_anything_else():
+    """The follower looks at the cache, which has no template of these workers for a moment: they may be of another model."""
+    told = json.dumps([{"name": "c", "source": "hf://o/c@old"}])
+    labels = {ROLE: "decode", TIER: "t", REVISION: "aaaaaaaa"}
+    worker = {"metadata": {"name": "p1", "uid": "u-p1", "labels": labels, "annotations": {ADAPTERS: told}}, "spec": {}}
+    agents = Agents(h1=[loaded("c", "hf://o/c@old")])
+    made = [pod("p1", ip="h1")]
+    asyncio.run(AdapterFollower(agents.connect).follow(TWO, made, {("Pod", "p1"): worker}, {}))
     assert agents.told == []
 
 

@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 from fleet_operator.adapters.follow import AdapterFollower
-from fleet_operator.cluster.interface import CONFIG_MAP, EVENT, FLEET, NODE, POD, WatchEvent
+from fleet_operator.cluster.interface import CONFIG_MAP, CONTROLLER_REVISION, EVENT, FLEET, NODE, POD, WatchEvent
 from fleet_operator.flip.asking import Answer, Ask
-from fleet_operator.names import ADAPTERS, FETCH_NODE
+from fleet_operator.names import ADAPTERS, FETCH_NODE, REVISION
 from fleet_wire.endpoints import ENDPOINTS_KEY, ROUTER_CONFIG_KEY
 from tests.fleet_operator.world import NAMESPACE, World, manifest
 
@@ -207,6 +207,32 @@ def test_workers_of_the_model_before_keep_its_adapters():
         told = [w["adapters"] for w in (await document(world, ENDPOINTS_KEY))["workers"]]
         assert told == [{"a": "hf://org/adapter@v2"}] * 3
         assert (await world.condition("AdaptersLoaded"))["reason"] == "AllLoaded"
+
+    play(scenario, of_model("v1"))
+
+
+def test_workers_whose_stored_template_is_lost_keep_their_adapters():
+    """Nobody knows their model then. An operator that started after the deletion told them the adapters of the spec's model; one
+    that had seen the template did so between the deletion and its own putting back."""
+
+    async def scenario(world: World, agents: Agents) -> None:
+        await several(world)
+        old = await workers(world)
+        hosts = {pod["status"]["podIP"] for pod in old.values()}
+        before = {host: agents.wished[host] for host in hosts}
+        revision = next(iter(old.values()))["metadata"]["labels"][REVISION]
+        await world.user.apply(of_model("v2", **PAUSED))
+        await several(world)
+        await world.user.delete(CONTROLLER_REVISION, NAMESPACE, f"f-t-{revision}")
+        world.operator = world.new_operator()
+        listen_with(world, AdapterFollower(agents.connect))
+        await several(world, 40)
+        stored = {found["metadata"]["name"] for found in await world.store.list(CONTROLLER_REVISION, NAMESPACE)}
+        assert f"f-t-{revision}" not in stored
+        assert {host: agents.wished[host] for host in hosts} == before
+        assert {pod["metadata"]["annotations"][ADAPTERS] for pod in (await workers(world)).values()} == {
+            '[{"name":"a","source":"hf://org/adapter@v1"}]'
+        }
 
     play(scenario, of_model("v1"))
 

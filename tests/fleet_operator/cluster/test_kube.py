@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import json
+import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -12,9 +14,11 @@ from kubernetes.aio.client.configuration import Configuration
 from fleet_operator.cluster.interface import (
     CONFIG_MAP,
     ConflictError,
+    CredentialsRefusedError,
     ForbiddenError,
     InvalidError,
     NotFoundError,
+    UnauthorizedError,
     UnavailableError,
 )
 from fleet_operator.cluster.kube import KubeCluster
@@ -56,7 +60,7 @@ class Script:
 
 
 @contextlib.asynccontextmanager
-async def talking_to(script):
+async def talking_to(script, limits=FAST, clock=time.monotonic):
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", script.handle)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
@@ -65,7 +69,7 @@ async def talking_to(script):
     await site.start()
     configuration = Configuration()
     configuration.host = "http://127.0.0.1:" + str(runner.addresses[0][1])
-    cluster = KubeCluster(KubeHttp(configuration, FAST), FAST)
+    cluster = KubeCluster(KubeHttp(configuration, limits, clock=clock), limits)
     try:
         yield cluster
     finally:
@@ -253,6 +257,46 @@ def test_errors_carry_the_servers_words(status, error):
     found = error_of(status, b'{"kind": "Status", "message": "spec.replicas: Invalid value"}')
     assert type(found) is error
     assert str(found) == "spec.replicas: Invalid value"
+
+
+def told_of(answers, limits=FAST, clock=time.monotonic):
+    """What each of as many requests is told."""
+
+    async def run():
+        told = []
+        async with talking_to(Script(*answers), limits, clock) as cluster:
+            for _ in answers:
+                try:
+                    told.append(await cluster.list(CONFIG_MAP))
+                except ForbiddenError as error:
+                    told.append(error)
+                except UnavailableError as error:
+                    told.append(error)
+        return told
+
+    return asyncio.run(run())
+
+
+def test_credentials_that_are_refused_for_a_moment_may_be_taken_in_the_next():
+    """A single-namespace operator ended (exit 2) at one 401 of an API server that had just started."""
+    first, then, again, no_right = told_of([401, page([], 1), 401, 403])
+    assert [type(error) for error in (first, again)] == [UnauthorizedError] * 2
+    assert (then, type(no_right)) == ([], ForbiddenError)
+    assert (first.reason, first.retry) == ("Unauthorized", True)
+    assert "refuses our credentials (answer 401); after 60 s of that they are taken for wrong" in str(first)
+
+
+def test_credentials_that_are_refused_for_long_are_wrong():
+    limits = dataclasses.replace(FAST, refused_s=0.0)
+    (error,) = told_of([401], limits)
+    assert (type(error), error.reason) == (CredentialsRefusedError, "Unauthorized")
+    assert "has refused our credentials for 0 s: answer 401" in str(error)
+
+
+def test_only_an_answer_to_somebody_known_ends_the_time_of_refusals():
+    told = told_of([401, 401, 401, 403, 401, 401], clock=iter((100.0, 130.0, 161.0, 200.0, 230.0)).__next__)
+    kinds = [UnauthorizedError, UnauthorizedError, CredentialsRefusedError, ForbiddenError, UnauthorizedError, UnauthorizedError]
+    assert [type(error) for error in told] == kinds
 
 
 def test_an_unknown_field_is_invalid_although_the_server_says_500():

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from fleet_worker.agent import adapters as module
 from fleet_worker.agent.adapterplan import Failure, Held, Steps, failed_again, plan, report, settled
-from fleet_worker.agent.adapters import AdapterKeeper
+from fleet_worker.agent.adapters import AdapterKeeper, wished_at_start
 from fleet_worker.agent.errors import AdapterError
 from fleet_worker.agent.stage import FILES, prune, stage
 from fleet_worker.config import AdapterSettings, AdapterWish, WorkerConfig, decode_adapters, encode_adapters
@@ -297,6 +297,23 @@ def test_it_goes_where_it_is_told(tmp_path: Path):
     keep(tmp_path, scenario, (wish("a"),))
 
 
+def test_one_name_with_two_contents_is_no_wish(tmp_path: Path):
+    """Told by an annotation that somebody edited: each took the other's place, copied and loaded anew without end."""
+    for name in ("one", "two"):
+        folder(tmp_path / "root" / name, name.encode())
+    said = '[{"name":"a","source":"one"},{"name":"a","source":"two"}]'
+    with pytest.raises(msgspec.ValidationError, match="several adapters are called a"):
+        decode_adapters(said)
+    wished = wished_at_start({"FLEET_ADAPTERS": said})
+
+    async def scenario(keeper: AdapterKeeper, engine: Engine) -> None:
+        await keeper.first_round()
+        await asyncio.sleep(0.2)
+        assert engine.calls == []
+
+    keep(tmp_path, scenario, wished)
+
+
 def test_vllm_is_never_told_to_replace_under_running_requests(tmp_path: Path):
     for name in ("one", "two"):
         folder(tmp_path / "root" / name, name.encode())
@@ -406,6 +423,7 @@ def test_the_wishes_travel_as_json_in_order_of_names():
         '[{"name":"a"}]',
         '[{"name":"","source":"x"}]',
         '[{"name":"a","source":"x","more":1}]',
+        '[{"name":"a","source":"x"},{"name":"b","source":"x"},{"name":"a","source":"y"}]',
         "[" + "0," * 65 + "0]",
         "{",
     ):

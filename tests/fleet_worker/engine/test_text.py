@@ -15,7 +15,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from fleet_cli.up.bundled import tiny_model
+from fleet_worker.engine.answer import Answer
+from fleet_worker.engine.core import Output
 from fleet_worker.engine.errors import BadRequestError, ModelFilesError
+from fleet_worker.engine.protocol import CompletionRequest
+from fleet_worker.engine.sequence import Sampling, Sequence
 from fleet_worker.engine.text import REPLACEMENT, Detokenizer, Text
 
 TEXT = Text(tiny_model())
@@ -130,6 +134,42 @@ def test_a_word_keeps_its_space_behind_a_special_token(tmp_path: Path):
         ids = random.choices([*words.values()], k=random.randint(1, 12))
         detokenizer = Detokenizer(text)
         assert "".join([detokenizer.add(token)[0] for token in ids] + [detokenizer.finish()[0]]) == text.decode(ids), ids
+
+
+def answered(text: Text, prompt: list[int], ids: list[int], stop: tuple[str, ...] = ()) -> str:
+    """The text of a whole answer."""
+    sampling = Sampling(max_tokens=len(ids), stop=stop)
+    sequence = Sequence("r", tuple(prompt), sampling, 0, 0.0)
+    answer = Answer(CompletionRequest(model="m", prompt=prompt), sequence, text, "m")
+    for number, token in enumerate(ids, 1):
+        if answer.add(Output(sequence, token, "length" if number == len(ids) else None)):
+            break
+    return str(answer.body()["choices"][0]["text"])
+
+
+def test_an_answer_goes_on_where_its_prompt_ends(tmp_path: Path):
+    """As vLLM's, and as `transformers` tells it: `The capital is` was answered with `Paris`, and both together were no text."""
+    text, words = with_spaces_in_front(tmp_path)
+    the, word, er, end = (words[name] for name in ("▁the", "▁word", "er", "</s>"))
+    assert answered(text, [the], [word, er]) == " worder"
+    assert answered(text, [the, word], [er, the]) == "er the"
+    assert answered(text, [the], [word, the], stop=(" the",)) == " word"
+    assert answered(text, [end], [word]) == "word", "behind special tokens alone it is a text's first"
+    assert answered(text, [the, end], [word]) == " word"
+    random = Random(5)
+    for _ in range(300):
+        prompt, ids = (random.choices([*words.values()], k=random.randint(1, 30)) for _ in range(2))
+        whole, said = text.decode([*prompt, *ids]), text.decode(prompt)
+        if said.strip() and whole.startswith(said):  # nothing of the prompt reads otherwise with the answer behind it
+            assert answered(text, prompt, ids) == whole[len(said) :], (prompt, ids)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(min_size=1, max_size=20), st.text(min_size=1, max_size=20))
+def test_an_answers_text_does_not_depend_on_its_prompt_where_tokens_say_it_all(before: str, after: str):
+    prompt, ids = TEXT.encode(before), TEXT.encode(after, add_special=False)
+    if ids:
+        assert answered(TEXT, prompt, ids) == TEXT.decode(ids)
 
 
 def test_bytes_that_never_become_a_character_are_not_held_for_ever():

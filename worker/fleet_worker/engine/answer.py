@@ -23,7 +23,7 @@ class Answer:
         """A stream of it was handed over to its end."""
         self.wants_usage = bool(asked.stream_options and asked.stream_options.include_usage)
         self._asked = asked
-        self._detokenizer = Detokenizer(text, sequence.sampling.stop)
+        self._detokenizer = Detokenizer.behind(sequence.prompt, text, sequence.sampling.stop)
         self._model = model
         self._created = int(time.time())
         self._id = ("chatcmpl-" if self.is_chat else "cmpl-") + sequence.request_id

@@ -22,6 +22,8 @@ NOT_GIVEN = {"tools": None, "documents": None}
 """Templates are given these, as by Hugging Face's own rendering: many ask whether they are none, and to be undefined is not."""
 CALLS = "tool_calls"
 """A template without this name in it writes no calls of tools into a prompt."""
+CONTEXT_TOKENS = 16
+"""Of the prompt, so many are read with an answer's first ones: more than a word, or the run of bytes that a character may be."""
 MAX_BEGUN = 3
 """Bytes of a character that is not complete, and tokens therefore."""
 
@@ -141,6 +143,12 @@ class Detokenizer:
     _read: int = 0
     _held: str = ""
     sent: str = ""
+
+    @classmethod
+    def behind(cls, prompt: Sequence[int], text: Text, stop: tuple[str, ...] = ()) -> Detokenizer:
+        """Of an answer to this prompt: taken for a text's first word, its own first one would lose its space."""
+        context = [token for token in prompt[-CONTEXT_TOKENS:] if token not in text.special]
+        return cls(text, stop, context, _read=len(context))
 
     def add(self, token: int, *, may_stop: bool = True) -> tuple[str, str | None]:
         """(text to send now, stop string that was met); without `may_stop` (before min_tokens) stop strings are plain text."""
