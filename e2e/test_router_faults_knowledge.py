@@ -106,8 +106,8 @@ def test_r8_kv_does_not_move_between_one_prefill_and_one_decode_worker(tmp_path:
 
 
 def test_r8_a_pair_is_avoided_after_five_failures_at_most(tmp_path: Path):
-    """One request at a time, so that none is under way when the pair is put out: of five failures none more is allowed. The decode
-    worker prefills for itself then, and takes KV of a prefill worker that comes."""
+    """One request at a time, so that none is under way when the pair is put out: no more than five failures. The decode worker
+    prefills for itself then, and takes KV of a prefill worker that comes."""
     with Emulated(tmp_path, 116, 2, 1) as fleet:
         (giver, other), (taker,) = fleet.prefill, fleet.decode
         fleet.publish([giver, taker])

@@ -84,7 +84,7 @@ def test_every_request_ends_with_proven_tokens_or_an_error(tmp_path: Path):
         print(f"{took_s:.0f} s, killed {killer.killed}, {dict(ledger.ends)}, slowest {ledger.slowest_s:.1f} s, {resumed}")
         print("\n".join(ledger.odd))
         assert killer.failed == []
-        assert len(killer.killed) >= max(1, int(0.8 * took_s / KILL_EVERY_S))
+        assert len(killer.killed) >= max(1, int(0.6 * took_s / KILL_EVERY_S))
         assert ledger.all == REQUESTS
         assert ledger.ends["wrong"] == ledger.ends["hung"] == 0
         explicit = sum(count for end, count in ledger.ends.items() if end == "event" or end.startswith("error 50"))
