@@ -75,7 +75,7 @@ e2e-operator: setup kube kwok ## faults between operator and API server, bad inp
 	$(RUN) pytest e2e/test_operators.py e2e/test_operator_*.py $(foreach name,churn rollout flip gang delete zero,e2e/test_$(name).py)
 
 e2e-router: setup kube kwok clients sim ## faults of workers, network and discovery, overload, bad input at the router (FLEET_LOOP_REQUESTS=10000 for the full loop)
-	@$(COMPILED_ROUTER); $(RUN) pytest e2e/test_router_*.py -m "not vllm"
+	@$(COMPILED_ROUTER); $(RUN) pytest e2e/test_router_*.py e2e/test_prefix_index.py -m "not vllm"
 
 # What the list in e2e/README.md has in a shorter form by default, as long and as often as the reliability list says.
 e2e-router-full: setup ## its rows that are shorter there, in full: 10,000 requests of the loop, 5 min of overload, 100,000 tries at keys, ...
