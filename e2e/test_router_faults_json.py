@@ -1,6 +1,7 @@
 """H5 of the reliability list on a real router process, and H1's answers: bodies that are meant to hurt, one after the other.
 
-Whether the loop stood still is told by the process's own CPU time, whatever else this machine does.
+Whether the loop stood still is told by the process's own CPU time, receiving the body included; a neighbour that takes the cache
+makes it more, so that the least of three counts.
 """
 
 from __future__ import annotations
@@ -43,9 +44,12 @@ def test_h5_no_body_holds_the_loop_up(tmp_path: Path, path: bytes):
             for field in FIELDS if len(bomb) < 100_000 else FIELDS[:3]:
                 body = with_bomb(path, field, bomb)
                 head = b"POST %b HTTP/1.1\r\nhost: h\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % (path, len(body))
-                before, begun = cpu_s(target), time.monotonic()
-                answer = send(head + body)
-                slowest = max(slowest, (cpu_s(target) - before, f"{name} in {field}, {time.monotonic() - begun:.2f} s"))
+                took, begun = [], time.monotonic()
+                while not took or (min(took) >= STALL_S and len(took) < 3):
+                    before = cpu_s(target)
+                    answer = send(head + body)
+                    took.append(cpu_s(target) - before)
+                slowest = max(slowest, (min(took), f"{name} in {field}, {time.monotonic() - begun:.2f} s"))
                 assert status(answer) in (200, 400, 404), (name, field, answer[:300])
                 if status(answer) != 200:
                     error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
@@ -88,11 +92,13 @@ def test_h5_the_field_is_named_within_100_ms(tmp_path: Path):
             body = with_bomb(path, field, value)
             head = b"POST %b HTTP/1.1\r\nhost: h\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % (path, len(body))
             took: list[float] = []
-            while not took or (min(took) > ANSWER_S and len(took) < TRIES):
+            used: list[float] = []
+            while not took or ((min(took) > ANSWER_S or min(used) >= STALL_S) and len(took) < TRIES):
                 before, queued, begun = cpu_s(target), queued_s(target), time.monotonic()
                 answer = send(head + body)
                 took.append(time.monotonic() - begun - (queued_s(target) - queued))
-                assert cpu_s(target) - before < STALL_S, (path, field)
+                used.append(cpu_s(target) - before)
+            assert min(used) < STALL_S, (path, field)
             slowest = max(slowest, (min(took), f"{field} at {path.decode()}"))
             assert status(answer) == 400, (path, field, answer[:300])
             error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
