@@ -19,7 +19,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # In a recipe: the router of this checkout as images have it, compiled once per change of its sources.
 COMPILED_ROUTER = compiled=$$($(RUN) python router/compile.py) || [ $$? = 1 ]; export PYTHONPATH=$$compiled
 
-.PHONY: help setup up test lint unit compiled conformance smoke e2e e2e-loop e2e-operator e2e-router e2e-clients e2e-vllm e2e-helm e2e-kind e2e-kind-smoke e2e-kueue e2e-lws e2e-cosched e2e-volcano helm kube kwok kueue lws sched-plugins volcano sim vllm clients crds chart images kind-images bench-kv bench-router bench-routing bench-admission bench-many bench-operator bench-decision bench-choose clean
+.PHONY: help setup up test lint unit compiled conformance smoke e2e e2e-loop e2e-operator e2e-router e2e-router-full e2e-clients e2e-vllm e2e-helm e2e-kind e2e-kind-smoke e2e-kueue e2e-lws e2e-cosched e2e-volcano helm kube kwok kueue lws sched-plugins volcano sim vllm clients crds chart images kind-images bench-kv bench-router bench-routing bench-admission bench-many bench-operator bench-decision bench-choose clean
 
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -75,7 +75,12 @@ e2e-operator: setup kube kwok ## faults between operator and API server, bad inp
 	$(RUN) pytest e2e/test_operators.py e2e/test_operator_*.py $(foreach name,churn rollout flip gang delete zero,e2e/test_$(name).py)
 
 e2e-router: setup kube kwok clients sim ## faults of workers, network and discovery, overload, bad input at the router (FLEET_LOOP_REQUESTS=10000 for the full loop)
-	@$(COMPILED_ROUTER); $(RUN) pytest e2e/test_router_*.py -m "not vllm"
+	@$(COMPILED_ROUTER); $(RUN) pytest e2e/test_router_*.py e2e/test_prefix_index.py -m "not vllm"
+
+# What the list in e2e/README.md has in a shorter form by default, as long and as often as the reliability list says.
+e2e-router-full: setup ## its rows that are shorter there, in full: 10,000 requests of the loop, 5 min of overload, 100,000 tries at keys, ...
+	@$(COMPILED_ROUTER); export FLEET_LOOP_REQUESTS=10000 FLEET_R7_S=30 FLEET_L1_S=300 FLEET_S1_TRIES=50000 FLEET_S2_PROBES=1200; \
+	  $(RUN) pytest e2e/test_router_*.py -k "every_request_ends or r7 or l1 or s1_a_wrong_key or s2_time"
 
 e2e-clients: setup clients ## OpenAI's SDKs (Python, JavaScript), LangChain, LiteLLM, curl and aiperf against a real router
 	$(RUN) pytest e2e/test_router_clients.py

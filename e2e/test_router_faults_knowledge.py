@@ -4,6 +4,8 @@ that fails, an address that belongs to somebody else."""
 from __future__ import annotations
 
 import asyncio
+import random
+import time
 from pathlib import Path
 
 import msgspec
@@ -12,8 +14,8 @@ import pytest
 from e2e.emulated.asking import Ask, Ledger, closed_loop
 from e2e.emulated.fleet import CONFIG, Emulated, until
 from e2e.test_router_faults_workers import asks, loop
-from fleet_router.health.breaker import PAIR_FAILURES_MOST
-from fleet_router.kvindex.pieces import MAX_PIECES, PIECE_BYTES
+from fleet_router.health.breaker import OPEN_FIRST_S, PAIR_FAILURES_MOST
+from fleet_router.kvindex.pieces import FINE_BYTES, FINE_PIECES, MAX_PIECES, PIECE_BYTES
 from fleet_router.policy.routing import INDEX_ENTRIES
 from fleet_wire.endpoints import ENDPOINTS_KEY, ROUTER_CONFIG_KEY
 
@@ -26,23 +28,52 @@ def long_asks(count: int, *, first: int = 0) -> list[Ask]:
     return asks(count, first=first, size=LONG)
 
 
-def test_r5_a_router_that_begins_anew_and_an_index_that_is_full(tmp_path: Path):
-    config = msgspec.structs.replace(CONFIG, max_input_tokens=200_000)
-    with Emulated(tmp_path, 111, 1, 2, config) as fleet:
+def test_r5_a_router_that_begins_anew(tmp_path: Path):
+    with Emulated(tmp_path, 111, 1, 2) as fleet:
         assert loop(fleet, long_asks(60)).right == 60
+        assert fleet.metric("prefix_keys") >= 60
         assert fleet.kill_router() == -9
         fleet.start_router()
         assert fleet.metric("prefix_keys") == 0
         assert loop(fleet, long_asks(60)).right == 60
-        before = fleet.rss_mb()
+        fleet.quiet()
+
+
+def fine_asks(count: int) -> list[Ask]:
+    """Prompts that share nothing, each as long as what is cut finest: most keys for a prompt's bytes. Few ids of many digits."""
+    made = []
+    for i in range(count):
+        numbers = random.Random(i)
+        made.append(Ask(tuple(numbers.randrange(10**8, 10**9) for _ in range(FINE_BYTES // 11 + 1)), 1, stream=False, ids=False))
+    return made
+
+
+def test_r5_an_index_that_is_full(tmp_path: Path):
+    """Stage one: more keys were sent than it holds, so that it had to forget. Stage two: it is within its bounds, entries and
+    memory, and every answer is right: of prompts that it forgot, that it knows, that it never saw."""
+    count = int(1.1 * INDEX_ENTRIES / FINE_PIECES)
+    with Emulated(tmp_path, 110, 0, 2, msgspec.structs.replace(CONFIG, max_input_tokens=200_000)) as fleet:
+        before, sent = fleet.rss_mb(), fine_asks(count)
+        assert loop(fleet, sent, clients=16).right == count
+        keys = fleet.metric("prefix_keys")
+        print(f"{count * FINE_PIECES} keys sent, {keys:g} held, {before:.0f} -> {fleet.rss_mb():.0f} MB")
+        assert count * FINE_PIECES > INDEX_ENTRIES
+        assert 0.75 * INDEX_ENTRIES < keys <= INDEX_ENTRIES
+        assert fleet.rss_mb() < before + 150
+        assert loop(fleet, [*sent[:60], *sent[-60:], *long_asks(60)]).right == 180
+        assert fleet.metric("prefix_keys") <= INDEX_ENTRIES
+        fleet.quiet()
+
+
+def test_r5_prompts_that_are_very_long_are_cut_coarser(tmp_path: Path):
+    """Behind its beginning: else a few of them filled the index."""
+    with Emulated(tmp_path, 111, 1, 2, msgspec.structs.replace(CONFIG, max_input_tokens=200_000)) as fleet:
         sent = [Ask(tuple((i * 131 + k * k) % 50_000 for k in range(60_000)), 2, ids=False) for i in range(160)]
         assert loop(fleet, sent, clients=4).right == len(sent)
-        keys = fleet.metric("prefix_keys")
-        print(f"{keys:g} keys, {before:.0f} -> {fleet.rss_mb():.0f} MB")
-        pieces = sum(len(one.body()) for one in sent) / PIECE_BYTES
-        assert 30_000 < keys <= min(INDEX_ENTRIES, MAX_PIECES * len(sent)) < pieces / 2  # coarser behind a prompt's beginning
+        keys, pieces = fleet.metric("prefix_keys"), sum(len(one.body()) for one in sent) / PIECE_BYTES
+        print(f"{keys:g} keys of {pieces:g} pieces, {fleet.rss_mb():.0f} MB")
+        assert 30_000 < keys <= MAX_PIECES * len(sent) < pieces / 2
         assert fleet.rss_mb() < 250
-        assert loop(fleet, long_asks(60)).right == 60
         fleet.quiet()
 
 
@@ -71,6 +102,29 @@ def test_r8_kv_does_not_move_between_one_prefill_and_one_decode_worker(tmp_path:
         until(
             "it is tried again", lambda: loop(fleet, long_asks(40, first=900)).right == 40 and not fleet.metric("pairs_out"), 30
         )
+        fleet.quiet()
+
+
+def test_r8_a_pair_is_avoided_after_five_failures_at_most(tmp_path: Path):
+    """One request at a time, so that none is under way when the pair is put out: no more than five failures. The decode worker
+    prefills for itself then, and takes KV of a prefill worker that comes."""
+    with Emulated(tmp_path, 116, 2, 1) as fleet:
+        (giver, other), (taker,) = fleet.prefill, fleet.decode
+        fleet.publish([giver, taker])
+        until("it follows", lambda: fleet.metric("endpoints") == 2, 10)
+        assert loop(fleet, long_asks(5), clients=1).right == 5
+        assert giver.stats()["reads"] >= 1  # stage one: they were a pair, and then they could not be
+        giver.fault(cut=[taker.uid])
+        begun = time.monotonic()
+        assert loop(fleet, long_asks(40, first=100), clients=1).right == 40
+        failures, took_s = giver.stats()["cut_reads"], time.monotonic() - begun
+        print(f"{failures} failures in {took_s:.1f} s")
+        assert 1 <= failures <= 5 + took_s // OPEN_FIRST_S  # a slow machine: it is tried once when its time is over
+        assert fleet.metric("local_prefill_total") >= 30
+        fleet.publish()
+        until("it follows", lambda: fleet.metric("endpoints") == 3, 10)
+        assert loop(fleet, long_asks(20, first=200), clients=1).right == 20
+        assert other.stats()["reads"] >= 1
         fleet.quiet()
 
 

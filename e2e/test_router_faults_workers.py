@@ -204,8 +204,11 @@ def test_r3_a_worker_that_says_nothing(tmp_path: Path):
 
 
 def test_r7_everything_fails_at_twice_the_load(tmp_path: Path):
+    """Stage one: twice as many come in a second as six clients had answered, and every attempt failed."""
     with Emulated(tmp_path, 105, 0, 3) as fleet:
+        begun = time.monotonic()
         assert loop(fleet, asks(100), clients=6).right == 100
+        usual_per_s = 100 / (time.monotonic() - begun)
         for worker in fleet.decode:
             worker.fault(mode="errors")
         before = sum(worker.stats()["asked"] for worker in fleet.decode)
@@ -223,7 +226,9 @@ def test_r7_everything_fails_at_twice_the_load(tmp_path: Path):
 
         asyncio.run(outage())
         attempts = sum(worker.stats()["asked"] for worker in fleet.decode) - before
-        print(f"{ledger.all} requests, {attempts} attempts: {dict(ledger.ends)}")
+        times = ledger.all / OUTAGE_S / usual_per_s
+        print(f"{ledger.all} requests, {times:.1f} times the load, {attempts} attempts: {dict(ledger.ends)}")
+        assert times >= 2
         assert sum(worker.stats()["faulty"] for worker in fleet.decode) == attempts
         assert ledger.right == 0
         assert set(ledger.ends) <= {"error 502 bad_gateway", "error 503 no_worker", "error 503 no_retry_left"}

@@ -85,7 +85,21 @@ class MayBeLarge(msgspec.Struct, gc=False):
     functions: msgspec.Raw = _NOTHING
     logit_bias: msgspec.Raw = _NOTHING
     stop: msgspec.Raw = _NOTHING
+    bad_words: msgspec.Raw = _NOTHING
+    stop_token_ids: msgspec.Raw = _NOTHING
+    allowed_token_ids: msgspec.Raw = _NOTHING
+    logprob_token_ids: msgspec.Raw = _NOTHING
     response_format: msgspec.Raw = _NOTHING
+    structured_outputs: msgspec.Raw = _NOTHING
+    guided_json: msgspec.Raw = _NOTHING
+    guided_regex: msgspec.Raw = _NOTHING
+    guided_choice: msgspec.Raw = _NOTHING
+    guided_grammar: msgspec.Raw = _NOTHING
+    chat_template_kwargs: msgspec.Raw = _NOTHING
+    prompt_embeds: msgspec.Raw = _NOTHING
+    chat_template: msgspec.Raw = _NOTHING
+    media_io_kwargs: msgspec.Raw = _NOTHING
+    mm_processor_kwargs: msgspec.Raw = _NOTHING
 
 
 class Hints(msgspec.Struct, frozen=True):

@@ -68,11 +68,11 @@ def parse_alone(body: bytes, config: RouterConfig, *, counts: bool = False) -> A
     fields = fields_of(body)
     model = _typed(fields, "model", _STR)
     adapter = "" if model is None else _adapter_of(model, config)
-    check_urls(body, "messages")
     if not COSTLY.isdisjoint(fields):
         check_costly(fields)
     if not counts:
         _check_embedded(fields, config.max_input_tokens)
+    check_urls(body, "messages")  # last: it is what costs most, 13 ms of 4 MiB of escapes
     return _without_ours(Ask(fields, b"", False, body, True, adapter, counts))
 
 

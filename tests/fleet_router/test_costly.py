@@ -58,6 +58,17 @@ def test_above_it_the_field_is_named(given: dict[str, Any]):
     assert (caught.value.status, caught.value.param) == (400, name)
 
 
+NUMBERS = {"n", "best_of", "logprobs", "top_logprobs", "prompt_logprobs", "use_beam_search"}
+
+
+@pytest.mark.parametrize("name", sorted(COSTLY - NUMBERS))
+def test_however_large_it_is_the_field_is_named(name: str):
+    """A regular expression of megabytes was `all but prompt and tools has ... bytes`."""
+    with pytest.raises(RequestError) as caught:
+        parse_body(body({name: "(a+)+" * 400_000}), False, CONFIG)
+    assert (caught.value.status, caught.value.param) == (400, name)
+
+
 def test_h7_templates_of_clients_run_nowhere():
     """`chat_template` was left out, and `chat_template_kwargs.chat_template` reached the engine (CVE-2025-61620)."""
 
