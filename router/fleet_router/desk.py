@@ -70,6 +70,8 @@ class Desk:
         self._flows: dict[Ticket, Waits] = {}
         self._gone: list[Worker] = []
         self._pushed: list[Ticket] = []
+        """Who gave way and was not told yet."""
+        self._turning = False
         self._starting = False
 
     # -- documents --------------------------------------------------------------------------------------------------
@@ -181,7 +183,7 @@ class Desk:
             lane.account.settle(ticket.charged, "failed", (0, 0), int(now * 1e9))
             status = 529 if told.reason == "overloaded" else 429
             raise _turned_away(status, told.reason, "too many requests wait", told.retry_after_s)
-        self._pushed = told
+        self._pushed += told
 
     def start(self, ticket: Ticket, flow: Waits) -> None:
         """Begin it now, or when it is its turn."""
@@ -197,9 +199,15 @@ class Desk:
         self.leave(ticket, "failed", None)
 
     def _turn_pushed_away(self) -> None:
-        pushed, self._pushed = self._pushed, []
-        for other in pushed:
-            self._turn_away(other, "overloaded", "others wait for a larger share than theirs", status=529)
+        """A loop and never a recursion: whoever is told may have its connection's next request come, which pushes out another."""
+        if self._turning:
+            return
+        self._turning = True
+        try:
+            while self._pushed:
+                self._turn_away(self._pushed.pop(0), "overloaded", "others wait for a larger share than theirs", status=529)
+        finally:
+            self._turning = False
 
     def _quota(self, account: Account, over: Over, now: float) -> RequestError:
         if over.retry_after_s is None:

@@ -27,9 +27,12 @@ def queue_bound(starts_per_s: float | None, budget_s: float, slots: int, per_slo
 
 
 def retry_after_s(waiting: int, starts_per_s: float | None) -> int:
-    """Whole seconds until so many requests will have left, 1 to MOST_WAIT_S."""
-    if not starts_per_s:
+    """Whole seconds until so many requests will have left, 1 to MOST_WAIT_S. Without a rate (None) nobody knows, with one of 0
+    nothing moves: who came again at once would be turned away again."""
+    if starts_per_s is None or waiting == 0:
         return 1
+    if starts_per_s <= 0.0:
+        return MOST_WAIT_S
     return max(1, min(MOST_WAIT_S, ceil(waiting / starts_per_s)))
 
 
