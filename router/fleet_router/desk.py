@@ -5,7 +5,7 @@ Begun flows may end at once and free their slot, so that starting the next one i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Protocol
 
 import msgspec
@@ -75,8 +75,10 @@ class Desk:
         self._starting = False
 
     # -- documents --------------------------------------------------------------------------------------------------
-    def follow(self, config: RouterConfig, slots: dict[str, int], gone: Sequence[Worker]) -> None:
-        """New configuration, slots by tier, and the workers that left with requests of ours."""
+    def follow(self, config: RouterConfig, slots: dict[str, int], gone: Sequence[Worker]) -> list[str]:
+        """New configuration, slots by tier, and the workers that left with requests of ours; returns what of the tenants file is
+        odd under another configuration than before."""
+        problems = list[str]()
         self.slots = slots
         self._gone += gone
         self.gate.follow(sum(slots.values()), config.queue_per_slot, classes_of(config).values())
@@ -84,8 +86,9 @@ class Desk:
             self._config = config
             self._open = open_entry(config, self._everybody)
             if self._tenants is not None:
-                self.know(self._tenants)
+                problems = self.know(self._tenants)
         self.tick()
+        return problems
 
     def know(self, tenants: Tenants) -> list[str]:
         """The tenants file; returns what is odd in it. From now on who has no key is nobody."""
@@ -286,6 +289,16 @@ class Desk:
 def _turned_away(status: int, reason: str, message: str, retry_after_s: int, headers: str = "") -> RequestError:
     code = {429: "rate_limit_exceeded", 529: "overloaded"}.get(status, reason)
     return RequestError(status, message, code=code, reason=reason, headers=f"retry-after: {retry_after_s}\r\n{headers}")
+
+
+def models_of(config: RouterConfig, loaded: Iterable[str]) -> bytes:
+    """The answer of /v1/models: the model, and the adapters that some decode worker can answer for now (`loaded`)."""
+    card = {"object": "model", "created": 0, "owned_by": "inferencefleet"}
+    there = frozenset(loaded)
+    found = [{"id": config.served_name, **card}] if config.served_name else []
+    if found:
+        found += [{"id": name, **card, "parent": config.served_name} for name in config.adapters if name in there]
+    return msgspec.json.encode({"object": "list", "data": found})
 
 
 def one_of(models: bytes, name: str) -> bytes:
