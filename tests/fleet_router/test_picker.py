@@ -147,7 +147,8 @@ def test_trailers_behind_what_was_refused_decide_nothing():
     ("method", "path", "status"),
     [
         ("GET", "/v1/models", 200), ("HEAD", "/v1/models", 200), ("GET", "/v1/models?a=/metrics", 200),
-        ("GET", "/v1/models/m", 200), ("GET", "/v1/models/%6D", 200), ("OPTIONS", "/v1/models", 0), ("GET", "/health", 0), ("OPTIONS", "/v1/chat/completions", 0),
+        ("GET", "/v1/models/m", 200), ("GET", "/v1/models/%6D", 200), ("OPTIONS", "/v1/models", 0), ("GET", "/health", 0),
+        ("OPTIONS", "/v1/chat/completions", 0),
         ("POST", "/sleep", 404), ("DELETE", "/v1/models/m", 404), ("GET", "/metrics", 404), ("GET", "/metrics?x=/v1/models", 404),
         ("GET", "/v1/models/../metrics", 404), ("GET", "/v1/models/%2e%2e/%2e%2e/metrics", 404), ("GET", "//metrics", 404),
         ("GET", "/server_info", 404), ("HEAD", "/docs", 404), ("OPTIONS", "/metrics", 404), ("GET", "/v1/chat/completions", 404),

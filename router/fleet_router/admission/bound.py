@@ -29,8 +29,8 @@ def queue_bound(starts_per_s: float | None, budget_s: float, slots: int, per_slo
 
 
 def retry_after_s(waiting: int, starts_per_s: float | None) -> int:
-    """Whole seconds until so many requests will have left, 1 to MOST_WAIT_S. Without a rate (None) nobody knows. One of 0 says that
-    none has for a whole window: who came again at once would only be turned away again."""
+    """Whole seconds until so many requests will have left, 1 to MOST_WAIT_S. Without a rate (None) nobody knows. One of 0 says
+    that none has for a whole window: who came again at once would only be turned away again."""
     if starts_per_s is None:
         return 1
     return max(1, min(MOST_WAIT_S, ceil(waiting / max(starts_per_s, SLOWEST_PER_S))))

@@ -436,7 +436,7 @@ def test_who_gives_way_and_asks_again_at_once_does_not_recurse():
     flows = list[Chained]()
 
     def come(lane: Lane, following: Callable[[], None]) -> None:
-        ask, ticket = desk.admit(lane, ask_of())
+        _, ticket = desk.admit(lane, ask_of())
         flows.append(Chained(following))
         desk.start(ticket, flows[-1])
 
