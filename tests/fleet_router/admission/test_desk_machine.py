@@ -33,7 +33,8 @@ class Flow:
     """Told exactly once that it begins, or why not."""
 
     def __init__(self, machine: Machine) -> None:
-        self.machine, self.told, self.ticket = machine, list[int](), Ticket.__new__(Ticket)
+        self.machine, self.told = machine, list[int]()
+        self.ticket: Ticket
 
     def begin(self) -> None:
         self.told.append(200)
@@ -59,7 +60,7 @@ class Machine(RuleBasedStateMachine):
     def begin(self, slots: int, per_slot: int) -> None:
         self.clock, self.slots, self.per_slot = Clock(), slots, per_slot
         self.running, self.waiting = list[Flow](), list[Flow]()
-        self.flows, self.accounts = list[Flow](), list[Account]()
+        self.flows, self.accounts, self.refused = list[Flow](), list[Account](), list[int]()
         self.desk = desk_with(self.clock, slots, config_of({"gold": 5}, per_slot), a={"classes": ["gold"]})
         self.reload_tenants({name: 1.0 for name in NAMES}, 50, 100_000)
 
@@ -73,8 +74,8 @@ class Machine(RuleBasedStateMachine):
         try:
             lane = desk.lane(key_of(tenant).encode(), slo_class.encode())
             _, flow.ticket = desk.admit(lane, ask_of(prompt="x" * size), ttft_ms)
-        except RequestError as error:
-            assert error.status in (400, 401, 403, 429, 529)
+        except RequestError as refused:
+            self.refused.append(refused.status)
             return
         self.flows.append(flow)
         if flow.ticket.waiting:
@@ -132,6 +133,7 @@ class Machine(RuleBasedStateMachine):
             return
         gate, desk = self.desk.gate, self.desk
         assert desk.faults.count == 0
+        assert set(self.refused) <= {400, 401, 403, 429, 529}
         assert (gate.running, gate.waiting, len(desk._flows)) == (len(self.running), len(self.waiting), len(self.waiting))
         assert gate.waiting == sum(gate.lengths().values())
         assert gate.waiting_bytes == sum(flow.ticket.size for flow in self.waiting)
