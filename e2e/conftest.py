@@ -17,6 +17,7 @@ from e2e.kube.controlplane import ControlPlane
 from e2e.kube.nodes import NODES
 from e2e.kube.service import Service, free_ports
 from fleet_cli.up.bundled import cache_folder
+from tests.hanging import pytest_timeout_cancel_timer, pytest_timeout_set_timer  # noqa: F401 - hooks
 
 ROOT = Path(__file__).resolve().parents[1]
 

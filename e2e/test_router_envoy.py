@@ -239,9 +239,23 @@ def test_bad_requests_are_refused_with_our_words(tmp_path: Path, path: str, give
 def test_requests_without_a_body_go_to_any_decode_worker(tmp_path: Path):
     async def go(at: Gateway) -> None:
         async with at.client() as client:
-            await client.get("/v1/models", headers={"content-length": "0"})  # the emulated worker knows no such path
+            await client.get("/health", headers={"content-length": "0"})
         assert not at.prefill[0].asked()
         assert sum(len(worker.asked()) for worker in at.decode) == 1
+
+    behind(go, tmp_path)
+
+
+def test_models_are_told_by_the_router(tmp_path: Path):
+    async def go(at: Gateway) -> None:
+        async with at.client() as client:
+            got = await client.get("/v1/models")
+            assert (got.status_code, [one["id"] for one in got.json()["data"]]) == (200, ["m"])
+            assert ((await client.get("/v1/models/m")).json()["id"], (await client.get("/v1/models/x")).status_code) == ("m", 404)
+            head = await client.head("/v1/models")
+            assert (head.status_code, head.content) == (200, b"")
+            assert (await client.get("/v1/models")).status_code == 200  # the connection is in order behind it
+        assert not any(worker.seen for worker in (*at.prefill, *at.decode))
 
     behind(go, tmp_path)
 

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+from tests.hanging import pytest_timeout_cancel_timer, pytest_timeout_set_timer  # noqa: F401 - hooks
+
 # A slow machine is no defect of the code: time belongs into benchmarks.
 settings.register_profile("everywhere", deadline=None)
 settings.load_profile("everywhere")

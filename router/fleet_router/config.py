@@ -12,6 +12,8 @@ import msgspec
 
 TTFT_BUDGET_S = 60.0
 """Time to the first token of requests whose class says nothing."""
+Seconds = Annotated[float, msgspec.Meta(gt=0)]
+Count = Annotated[int, msgspec.Meta(ge=1)]
 Policy = Literal["kvAware", "prefixHash", "leastLoad", "roundRobin"]
 Decide = Literal["threshold", "cost"]
 ResumeKind = Literal["off", "replay", "prefill"]
@@ -56,21 +58,21 @@ class Cascade(msgspec.Struct, frozen=True, kw_only=True):
 class HttpBounds(msgspec.Struct, frozen=True, kw_only=True):
     """Bounds of one client connection."""
 
-    header_bytes: int = 65_536
-    header_count: int = 100
-    url_bytes: int = 8_192
-    body_bytes: int = 4 * 1024 * 1024
-    header_deadline_s: float = 10.0
-    body_deadline_s: float = 30.0
-    idle_s: float = 75.0
-    stalled_client_s: float = 60.0
+    header_bytes: Count = 65_536
+    header_count: Count = 100
+    url_bytes: Count = 8_192
+    body_bytes: Count = 4 * 1024 * 1024
+    header_deadline_s: Seconds = 10.0
+    body_deadline_s: Seconds = 30.0
+    idle_s: Seconds = 75.0
+    stalled_client_s: Seconds = 60.0
     """How long a client may take none of its answer while our buffers for it are full."""
     linger_s: float = 5.0
     """A connection that we close while its client still sends is read for so long, so that the client can read why: a socket that
     is closed with bytes unread is reset."""
     linger_bytes: int = 32 * 1024 * 1024
     """At most so much is read, and thrown away."""
-    connections: int = 2_048
+    connections: Count = 2_048
 
 
 class SloClass(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +81,7 @@ class SloClass(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     priority: int = 0
     """Waiting requests of a higher one go first."""
-    ttft_budget_s: float = TTFT_BUDGET_S
+    ttft_budget_s: Seconds = TTFT_BUDGET_S
     """Time to the first token; a request that waited 0.85 of it is turned away."""
     max_input_tokens: int | None = None
     max_output_tokens: int | None = None
@@ -132,13 +134,13 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     adapters: tuple[str, ...] = ()
     """Names of the adapters over the model; each is a `model` that clients may ask for."""
     policy: Policy = "kvAware"
-    load_bound: float = 1.25
+    load_bound: Annotated[float, msgspec.Meta(ge=1)] = 1.25
     """No worker gets more than `load_bound` x mean in-flight load (consistent hashing with bounded loads)."""
     min_uncached_tokens: int = 64
     """Prompts with fewer uncached tokens are prefilled on the decode worker."""
     decide: Decide = "threshold"
     """kvAware: all other prompts go to a prefill worker (threshold), or where they cost least (cost, see policy/cost.py)."""
-    slow_start_s: float = 60.0
+    slow_start_s: Annotated[float, msgspec.Meta(ge=0)] = 60.0
     """A worker that joins gets its full share of the load after this long; 0: at once."""
     session_header: str = ""
     """Lower-case name of a header whose value takes the prompt's place on the ring; empty: none."""
@@ -153,33 +155,33 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Of one sequence; given to the engine with every request that asks for no less."""
     max_model_len: int = 0
     """Prompt and answer together, at the engine, which refuses longer prompts itself. 0: not known."""
-    first_token_deadline_s: float = 60.0
-    inter_token_deadline_s: float = 30.0
+    first_token_deadline_s: Seconds = 60.0
+    inter_token_deadline_s: Seconds = 30.0
     resume: ResumeKind = "replay"
     """Streams that break and whose tokens are determined (greedy or seeded): ask another worker from the beginning and leave out
     what was sent (replay), or prefill prompt and sent tokens (prefill: for engines whose draws depend on seed and position alone;
     streams then carry token ids)."""
-    whole_answer_most_s: float = 600.0
+    whole_answer_most_s: Seconds = 600.0
     """Longest wait for an answer that is not streamed, all attempts together; each gets what its tokens may take up to it
     (health/patience.py). OpenAI's clients wait as long."""
-    silent_s: float = 15.0
+    silent_s: Seconds = 15.0
     """A worker that has said nothing to anybody for so long, although somebody waits, is put out; who waits is moved once. Where
     answers come as a whole it is first asked whether it is there."""
     reused_close_s: float = 0.1
     """A pooled connection that closes within so long of a request, without a byte, was closed before the worker had it: a round
     trip and the loop's delay. The request is sent again; later than that it is a failure of the worker."""
-    upstream_idle_s: float = 55.0
+    upstream_idle_s: Seconds = 55.0
     """Idle connections to workers are closed after about so long, before what stands between forgets them (often after 60 s)."""
     bounds: HttpBounds = HttpBounds()
     hold: HoldBounds = HoldBounds()
     return_wait_s: Annotated[float, msgspec.Meta(ge=0, le=60)] = 10.0
     """Longest wait for a decode worker that was there so long ago or less and cannot be asked for the moment (not ready, held,
     restarting), where no other one serves; inside `hold`'s bounds. 0: such requests are refused at once."""
-    worker_slots: int = 0
+    worker_slots: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Requests that one decode worker runs at once; when all are taken, more wait here. 0: not known, nothing waits."""
-    queue_per_slot: int = 4
+    queue_per_slot: Annotated[int, msgspec.Meta(ge=0)] = 4
     """At most so many requests wait per slot."""
-    ttft_budget_s: float = TTFT_BUDGET_S
+    ttft_budget_s: Seconds = TTFT_BUDGET_S
     """Of requests of the class `default`, unless `classes` has one of that name."""
     classes: tuple[SloClass, ...] = ()
     runaway: bool = False

@@ -5,7 +5,7 @@ Begun flows may end at once and free their slot, so that starting the next one i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Protocol
 
 import msgspec
@@ -70,11 +70,15 @@ class Desk:
         self._flows: dict[Ticket, Waits] = {}
         self._gone: list[Worker] = []
         self._pushed: list[Ticket] = []
+        """Who gave way and was not told yet."""
+        self._turning = False
         self._starting = False
 
     # -- documents --------------------------------------------------------------------------------------------------
-    def follow(self, config: RouterConfig, slots: dict[str, int], gone: Sequence[Worker]) -> None:
-        """New configuration, slots by tier, and the workers that left with requests of ours."""
+    def follow(self, config: RouterConfig, slots: dict[str, int], gone: Sequence[Worker]) -> list[str]:
+        """New configuration, slots by tier, and the workers that left with requests of ours; returns what of the tenants file is
+        odd under another configuration than before."""
+        problems = list[str]()
         self.slots = slots
         self._gone += gone
         self.gate.follow(sum(slots.values()), config.queue_per_slot, classes_of(config).values())
@@ -82,8 +86,9 @@ class Desk:
             self._config = config
             self._open = open_entry(config, self._everybody)
             if self._tenants is not None:
-                self.know(self._tenants)
+                problems = self.know(self._tenants)
         self.tick()
+        return problems
 
     def know(self, tenants: Tenants) -> list[str]:
         """The tenants file; returns what is odd in it. From now on who has no key is nobody."""
@@ -181,7 +186,7 @@ class Desk:
             lane.account.settle(ticket.charged, "failed", (0, 0), int(now * 1e9))
             status = 529 if told.reason == "overloaded" else 429
             raise _turned_away(status, told.reason, "too many requests wait", told.retry_after_s)
-        self._pushed = told
+        self._pushed += told
 
     def start(self, ticket: Ticket, flow: Waits) -> None:
         """Begin it now, or when it is its turn."""
@@ -197,9 +202,15 @@ class Desk:
         self.leave(ticket, "failed", None)
 
     def _turn_pushed_away(self) -> None:
-        pushed, self._pushed = self._pushed, []
-        for other in pushed:
-            self._turn_away(other, "overloaded", "others wait for a larger share than theirs", status=529)
+        """A loop and never a recursion: whoever is told may have its connection's next request come, which pushes out another."""
+        if self._turning:
+            return
+        self._turning = True
+        try:
+            while self._pushed:
+                self._turn_away(self._pushed.pop(0), "overloaded", "others wait for a larger share than theirs", status=529)
+        finally:
+            self._turning = False
 
     def _quota(self, account: Account, over: Over, now: float) -> RequestError:
         if over.retry_after_s is None:
@@ -278,6 +289,16 @@ class Desk:
 def _turned_away(status: int, reason: str, message: str, retry_after_s: int, headers: str = "") -> RequestError:
     code = {429: "rate_limit_exceeded", 529: "overloaded"}.get(status, reason)
     return RequestError(status, message, code=code, reason=reason, headers=f"retry-after: {retry_after_s}\r\n{headers}")
+
+
+def models_of(config: RouterConfig, loaded: Iterable[str]) -> bytes:
+    """The answer of /v1/models: the model, and the adapters that some decode worker can answer for now (`loaded`)."""
+    card = {"object": "model", "created": 0, "owned_by": "inferencefleet"}
+    there = frozenset(loaded)
+    found = [{"id": config.served_name, **card}] if config.served_name else []
+    if found:
+        found += [{"id": name, **card, "parent": config.served_name} for name in config.adapters if name in there]
+    return msgspec.json.encode({"object": "list", "data": found})
 
 
 def one_of(models: bytes, name: str) -> bytes:

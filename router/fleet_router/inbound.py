@@ -128,10 +128,14 @@ class Incoming:
 def asked_by(request: Incoming, name: bytes, value: bytes) -> None:
     """A header of ASKED_BY. RequestError for what could be read in two ways."""
     if name == b"x-slo-class":
+        if request.slo_class not in (b"", value):
+            raise RequestError(400, "two different classes", param="x-slo-class")
         request.slo_class = value
     elif name == b"x-slo-ttft-ms":
         if not (value.isdigit() and len(value) < 10 and int(value) > 0):
             raise RequestError(400, f"x-slo-ttft-ms must be a number of milliseconds, 1 to {10**9 - 1}", param="x-slo-ttft-ms")
+        if request.slo_ttft_ms not in (0, int(value)):
+            raise RequestError(400, "two different budgets", param="x-slo-ttft-ms")
         request.slo_ttft_ms = int(value)
     elif key := bearer(value) if name == b"authorization" else value:
         if request.key not in (b"", key):

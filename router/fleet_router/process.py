@@ -14,12 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-import msgspec
-
 from fleet_router.admission.tenants import Tenants
 from fleet_router.config import RouterConfig
 from fleet_router.context import Context
-from fleet_router.desk import Desk
+from fleet_router.desk import Desk, models_of
 from fleet_router.explain.journal import Journal
 from fleet_router.explain.recorder import Recorder
 from fleet_router.explain.route import PATH as DECISIONS
@@ -134,7 +132,8 @@ class Router:
         table.update(documents.endpoints, self._clock(), config)
         gone = [worker for uid, worker in before.items() if worker.role == "decode" and table.workers.get(uid) is not worker]
         self._context.holding.follow(documents.endpoints.at_zero, self._clock(), served=table.ready(), reached=table.reached())
-        self._desk.follow(config, slots_of(table, config), gone)
+        if odd := self._desk.follow(config, slots_of(table, config), gone):
+            self._journal.say("tenants", tenants=self._desk.tenants, problems=odd[:MOST_PROBLEMS])
         self._recorder.follow(config.explain, config.traces, config.fleet)
         self._know_caches(config)
         self._share.follow(table.workers, self._desk.accounts, table.routing, self._clock())
@@ -214,19 +213,11 @@ class Router:
             )
             return 200, b"text/plain; version=0.0.4", (text + exposition(self._desk, self._clock())).encode()
         if path == b"/v1/models":
-            return 200, b"application/json", msgspec.json.encode({"object": "list", "data": self._models()})
+            return 200, b"application/json", models_of(context.config, context.table.adapters())
         if path == b"/ready":
             why = self._not_ready()
             return (503 if why else 200), b"text/plain", (why or "ready").encode() + b"\n"
         return 200, b"text/plain", b"ok\n"
-
-    def _models(self) -> list[dict[str, object]]:
-        """The model, and the adapters that some decode worker can answer for now."""
-        config, decodes = self._context.config, self._context.table.by_role["decode"]
-        card = {"object": "model", "created": 0, "owned_by": "inferencefleet"}
-        there = {name for worker in decodes for name in worker.endpoint.adapters}
-        adapters = [{"id": name, **card, "parent": config.served_name} for name in config.adapters if name in there]
-        return [{"id": config.served_name, **card}, *adapters] if config.served_name else []
 
     def _not_ready(self) -> str:
         if self._context.draining:

@@ -419,6 +419,10 @@ class WorkerTable:
         yield "# TYPE fleet_router_pair_ejections_total counter"
         yield f"fleet_router_pair_ejections_total {self.pairs.opened}"
 
+    def adapters(self) -> set[str]:
+        """Those that some decode worker can answer for."""
+        return {name for worker in self.by_role["decode"] for name in worker.endpoint.adapters}
+
     def ready(self) -> bool:
         """At least one worker can answer a whole request."""
         return bool(self.by_role["decode"])

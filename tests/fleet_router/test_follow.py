@@ -82,6 +82,28 @@ def test_a_bad_document_is_named(change: dict[str, str | None], words: str):
     assert words in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("ttft_budget_s", 0), ("load_bound", 0.5), ("slow_start_s", -1), ("queue_per_slot", -1), ("worker_slots", -1),
+        ("first_token_deadline_s", 0), ("inter_token_deadline_s", 0), ("whole_answer_most_s", 0), ("silent_s", -1),
+        ("upstream_idle_s", 0), ("bounds.connections", 0), ("bounds.idle_s", 0), ("bounds.body_bytes", -5),
+        ("bounds.header_deadline_s", 0), ("classes[0].ttft_budget_s", 0),
+    ],
+)  # fmt: skip
+def test_a_bound_that_lets_nothing_through_is_refused_and_the_last_one_kept(field: str, value: float):
+    """It was taken: with a budget of 0 s each request of a class ended with 500, with 0 connections all ended with 503."""
+    outer, _, name = field.rpartition(".")
+    given: dict[str, object] = {name: value}
+    if outer == "bounds":
+        given = {"bounds": given}
+    elif outer:
+        given = {"classes": [{"name": "c", **given}]}
+    with pytest.raises(ValueError, match=r"router\.json") as caught:
+        parse(documents("a") | {ROUTER_CONFIG_KEY: json.dumps({"fleet": "f", "served_name": "m", **given})})
+    assert f"$.{field}" in str(caught.value)
+
+
 def test_a_router_that_is_older_than_its_operator_passes_over_what_it_does_not_know():
     newer = '{"fleet":"f","served_name":"m","colour":1,"bounds":{"future_bytes":1}}'
     known = parse(documents("a") | {ROUTER_CONFIG_KEY: '{"fleet":"f","served_name":"m"}'})

@@ -146,8 +146,9 @@ def test_trailers_behind_what_was_refused_decide_nothing():
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
-        ("GET", "/v1/models", 0), ("HEAD", "/v1/models", 0), ("GET", "/v1/models?a=/metrics", 0), ("GET", "/v1/models/m", 0),
-        ("GET", "/v1/models/%6D", 0), ("GET", "/health", 0), ("OPTIONS", "/v1/chat/completions", 0),
+        ("GET", "/v1/models", 200), ("HEAD", "/v1/models", 200), ("GET", "/v1/models?a=/metrics", 200),
+        ("GET", "/v1/models/m", 200), ("GET", "/v1/models/%6D", 200), ("OPTIONS", "/v1/models", 0), ("GET", "/health", 0),
+        ("OPTIONS", "/v1/chat/completions", 0),
         ("POST", "/sleep", 404), ("DELETE", "/v1/models/m", 404), ("GET", "/metrics", 404), ("GET", "/metrics?x=/v1/models", 404),
         ("GET", "/v1/models/../metrics", 404), ("GET", "/v1/models/%2e%2e/%2e%2e/metrics", 404), ("GET", "//metrics", 404),
         ("GET", "/server_info", 404), ("HEAD", "/docs", 404), ("OPTIONS", "/metrics", 404), ("GET", "/v1/chat/completions", 404),
@@ -165,6 +166,29 @@ def test_nobody_reaches_more_of_a_worker_than_the_api_through_a_gateway(method: 
         )  # fmt: skip
 
     run(go, prefill=0)
+
+
+@pytest.mark.parametrize(
+    ("rights", "names"), [({}, ["m", "billing"]), ({"models": ["billing"]}, ["billing"]), ({"models": ["other"]}, [])]
+)  # fmt: skip
+def test_behind_a_gateway_a_key_is_told_of_the_models_that_it_may_use(rights: dict[str, Any], names: list[str]):
+    """A worker answered, who knows nothing of keys: each key read the names of all adapters, other tenants' as well."""
+
+    async def go(rig: Rig) -> None:
+        known(rig, **rights)
+        (decode,) = rig.context.table.by_role["decode"]
+        decode.follow(msgspec.structs.replace(decode.endpoint, adapters={"billing": "v1"}))
+        (told,) = await exchanged(rig, head_of("/v1/models", "GET", end=True))
+        assert told.immediate_response.status.code == 200
+        assert [one["id"] for one in json.loads(told.immediate_response.body)["data"]] == names
+        for name in ("m", "billing", "legal"):
+            (told,) = await exchanged(rig, head_of(f"/v1/models/{name}", "GET", end=True))
+            assert told.immediate_response.status.code == (200 if name in names else 404)
+        rig.context.desk.know(parsed(other={}))
+        (told,) = await exchanged(rig, head_of("/v1/models", "GET", end=True))
+        assert told.immediate_response.status.code == 401
+
+    run(go, prefill=0, config=msgspec.structs.replace(CONFIG, adapters=("billing", "legal")))
 
 
 def test_a_request_behind_a_gateway_that_cannot_be_read_after_all_gives_its_slot_back(monkeypatch: pytest.MonkeyPatch):

@@ -10,6 +10,8 @@ BUDGET_SHARE: Final = 0.85
 LEAST: Final = 8
 """Waiting requests that are always allowed: a burst into an idle router has no rate yet."""
 WINDOW_S: Final = 5.0
+SLOWEST_PER_S: Final = 1 / (2 * WINDOW_S)
+"""A lower rate cannot be told from none."""
 MOST_WAIT_S: Final = 60
 
 
@@ -27,10 +29,11 @@ def queue_bound(starts_per_s: float | None, budget_s: float, slots: int, per_slo
 
 
 def retry_after_s(waiting: int, starts_per_s: float | None) -> int:
-    """Whole seconds until so many requests will have left, 1 to MOST_WAIT_S."""
-    if not starts_per_s:
+    """Whole seconds until so many requests will have left, 1 to MOST_WAIT_S. Without a rate (None) nobody knows. One of 0 says
+    that none has for a whole window: who came again at once would only be turned away again."""
+    if starts_per_s is None:
         return 1
-    return max(1, min(MOST_WAIT_S, ceil(waiting / starts_per_s)))
+    return max(1, min(MOST_WAIT_S, ceil(waiting / max(starts_per_s, SLOWEST_PER_S))))
 
 
 class RateMeter:

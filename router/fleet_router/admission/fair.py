@@ -98,7 +98,7 @@ class FairQueue(Generic[W]):
         if backlog is None:
             backlog = self.backlogs[waiter.tenant] = Backlog(waiter.holder)
             backlog.finish = self._virtual
-        backlog.weight = waiter.weight
+        backlog.holder, backlog.weight = waiter.holder, waiter.weight  # as they are now: a tenant may have gone and come back
         backlog.live += 1
         self.live += 1
         heappush(backlog.heap, (waiter.deadline, self._number, waiter))
@@ -117,6 +117,14 @@ class FairQueue(Generic[W]):
         backlog.place = self._number
         backlog.finish = max(backlog.finish, self._virtual)
         heappush(self._order, (backlog.holder.running / backlog.weight, backlog.finish, self._number, tenant))
+        if len(self._order) > COMPACT_LEAST + 2 * len(self.backlogs):
+            self._order = [entry for entry in self._order if self._true(entry)]
+            heapify(self._order)
+
+    def _true(self, entry: tuple[float, float, int, str]) -> bool:
+        """It is where its tenant stands now."""
+        backlog = self.backlogs.get(entry[3])
+        return backlog is not None and backlog.place == entry[2]
 
     def pop(self) -> W | None:
         """Who is next; None when nobody waits."""

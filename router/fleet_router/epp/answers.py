@@ -16,6 +16,7 @@ KEPT_BACK: Final = (
     "x-vllm-priority", "x-session-id", "x-data-parallel-rank",
 )  # fmt: skip
 """Headers of a request that no worker is to see."""
+OK: Final = 200
 PIECE: Final = 60_000
 """Of a body in one message: gateways take 64 KiB."""
 
@@ -74,6 +75,17 @@ def answer_piece(body: bytes, *, end: bool) -> Any:
     said = ProcessingResponse()
     streamed = said.response_body.response.body_mutation.streamed_response
     streamed.body, streamed.end_of_stream = body, end
+    return said
+
+
+def told(body: bytes, request_id: str) -> Any:
+    """The client's answer is JSON of ours; to HEAD gateways send its head alone."""
+    said = ProcessingResponse()
+    answer = said.immediate_response
+    answer.status.code = OK
+    answer.body = body
+    answer.details = "told_by_router"
+    _change(answer.headers, [("content-type", b"application/json"), ("x-request-id", request_id.encode())])
     return said
 
 

@@ -12,7 +12,9 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 from urllib.parse import unquote
 
+from fleet_router.admission.lanes import Entry
 from fleet_router.context import Context
+from fleet_router.desk import models_of, one_of, usable
 from fleet_router.dialect.routes import ALONE, COUNTING, TRANSLATED
 from fleet_router.epp import answers
 from fleet_router.epp.messages import BUFFERED, FULL_DUPLEX, NONE, STREAMED
@@ -28,6 +30,7 @@ from fleet_router.workers import Worker
 GENERATE = {b"/v1/completions": False, b"/v1/chat/completions": True}
 BODILESS = frozenset({b"GET", b"HEAD", b"OPTIONS"})
 """A POST without a body is none of OpenAI's, but engines have some: /sleep, /reset_prefix_cache."""
+READING = frozenset({b"GET", b"HEAD"})
 MODELS, ONE_MODEL, HEALTH = b"/v1/models", b"/v1/models/", b"/health"
 """What may be asked of a worker without a body. What else engines answer (/metrics, /server_info) tells of others' requests."""
 SUBSET, SUBSET_KEY = "envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset"
@@ -144,11 +147,14 @@ class Exchange:
             raise RequestError(500, "the gateway must send request bodies FULL_DUPLEX_STREAMED or BUFFERED", code="gateway_mode")
 
     def _pick_any(self) -> Any:
-        """A request without a body (GET /v1/models): any worker that decodes."""
+        """A request without a body: any worker that decodes, but for models, which workers tell of without asking who may use
+        which."""
         try:
             if self._request.method not in BODILESS:
                 raise RequestError(404, "not served behind a gateway: a request that changes something has a body")
-            self._context.desk.entry(self._request.key)
+            entry = self._context.desk.entry(self._request.key)
+            if self._request.method in READING and (models := self._models(entry)) is not None:
+                return answers.told(models, self.request_id)
             if not self._is_ours():
                 raise RequestError(404, "not served behind a gateway: without a body /v1/models and /health are")
             found = self._context.table.candidates(self._context.clock(), frozenset())["decode"]
@@ -158,6 +164,16 @@ class Exchange:
         except RequestError as error:
             return self._refused(error)
         return answers.picked(address_of(min(usable, key=lambda worker: worker.inflight)), [])
+
+    def _models(self, entry: Entry) -> bytes | None:
+        """Those that the key may use, or the one that is asked for (404: it may not, or there is none); None: not asked for."""
+        path, context = self._request.url.split(b"?", 1)[0], self._context
+        if path != MODELS and not path.startswith(ONE_MODEL):
+            return None
+        names, found = entry.named.models, models_of(context.config, context.table.adapters())
+        if names is not None:
+            found = usable(found, names)
+        return found if path == MODELS else one_of(found, unquote(path[len(ONE_MODEL) :].decode("latin-1")))
 
     def _is_ours(self) -> bool:
         """A path of the API: models by name only, so that nothing hides behind `..`; of the others what a browser asks first."""

@@ -32,6 +32,15 @@ from fleet_router.tls import TlsFiles
 
 FailureMode = Literal["FailOpen", "FailClose"]
 STREAMS_MOST: Final = 2_048
+CONNECTIONS_MOST: Final = 1_024
+"""A gateway keeps one for each of its threads. Whoever comes above them is closed at once; gRPC has no bound of its own, and the
+files are those of clients, too."""
+HANDSHAKE_MS: Final = 10_000
+"""Of TLS and of the protocol's preface together; gRPC's own bound is two minutes."""
+IDLE_MS: Final = 300_000
+"""A connection without a stream is given up after so long."""
+KEEPALIVE_MS: Final = 60_000
+"""A gateway that is gone without a word is noticed so much later, and 20 s; gRPC's own bound is two hours."""
 MESSAGE_BYTES_MOST: Final = 16 * 1024 * 1024
 """Above what a gateway that buffers may send as one body; the body's own bound is the router's."""
 
@@ -54,6 +63,10 @@ class EndpointPicker:
                 ("grpc.max_concurrent_streams", STREAMS_MOST),
                 ("grpc.max_receive_message_length", MESSAGE_BYTES_MOST),
                 ("grpc.so_reuseport", int(shared)),
+                ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
+                ("grpc.max_allowed_incoming_connections", CONNECTIONS_MOST),
+                ("grpc.max_connection_idle_ms", IDLE_MS),
+                ("grpc.keepalive_time_ms", KEEPALIVE_MS),
             ]
         )
         process = grpc.stream_stream_rpc_method_handler(

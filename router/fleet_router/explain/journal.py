@@ -60,7 +60,8 @@ class Journal:
     def follow(self, bounds: ExplainBounds) -> None:
         """Which requests get a line, and how many of them in a second."""
         self.requests = bounds.log
-        self._bucket = Bucket(bounds.log_lines_per_s, bounds.log_lines_per_s)
+        if bounds.log_lines_per_s != self._bucket.size:  # else every change of the endpoints would give a second's lines more
+            self._bucket = Bucket(bounds.log_lines_per_s, bounds.log_lines_per_s)
 
     def say(self, event: str, **fields: object) -> None:
         """One line."""

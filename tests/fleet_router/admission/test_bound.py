@@ -22,7 +22,10 @@ def test_littles_law_bounded_both_ways(rate: float | None, budget_s: float, slot
     assert queue_bound(rate, budget_s, slots, 4) == bound
 
 
-@pytest.mark.parametrize(("waiting", "rate", "seconds"), [(0, 5.0, 1), (20, 5.0, 4), (21, 5.0, 5), (9999, 1.0, 60), (9, None, 1)])
+@pytest.mark.parametrize(
+    ("waiting", "rate", "seconds"),
+    [(0, 5.0, 1), (20, 5.0, 4), (21, 5.0, 5), (9999, 1.0, 60), (9, None, 1), (9, 0.0, 60), (2, 0.0, 20), (0, 0.0, 1)],
+)
 def test_retry_after_is_when_the_queue_will_have_moved(waiting: int, rate: float | None, seconds: int):
     assert retry_after_s(waiting, rate) == seconds
 

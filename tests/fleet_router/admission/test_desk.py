@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
 
+from fleet_router.admission.lanes import Lane
 from fleet_router.asked import Ask
 from fleet_router.config import SloClass
 from fleet_router.desk import Desk
@@ -407,3 +409,46 @@ def test_a_request_without_a_flow_leaves_nothing_behind_and_nobody_waiting():
     assert [flow.error.status if flow.error else None for flow in others] == [None, 529]
     assert (desk.gate.waiting, desk.gate.running) == (1, 1)
     assert [desk.accounts[name].inflight for name in ("acme", "other")] == [1, 1]
+
+
+class Chained:
+    """A flow whose connection has its next request there already: it comes when this one is turned away."""
+
+    def __init__(self, following: Callable[[], None]) -> None:
+        self.following, self.told = following, list[int]()
+
+    def begin(self) -> None:
+        self.told.append(200)
+
+    def admitted(self) -> None:
+        self.told.append(200)
+
+    def cut(self, error: RequestError) -> None:
+        self.told.append(error.status)
+        self.following()
+
+
+def test_who_gives_way_and_asks_again_at_once_does_not_recurse():
+    """Each connection sent a request of a low class and one of a high class behind it: the one that was turned away brought the
+    next newcomer, who turned away the next one, as deep as the queue was long."""
+    desk = desk_with(Clock(), slots=500)
+    low, high = desk.lane(b"", b"batch"), desk.lane(b"", b"interactive")
+    flows = list[Chained]()
+
+    def come(lane: Lane, following: Callable[[], None]) -> None:
+        _, ticket = desk.admit(lane, ask_of())
+        flows.append(Chained(following))
+        desk.start(ticket, flows[-1])
+
+    def again() -> None:
+        come(high, lambda: None)
+
+    for _ in range(500):
+        come(low, lambda: None)
+    come(low, lambda: None)
+    for _ in range(1999):
+        come(low, again)
+    come(high, lambda: None)
+    assert desk.faults.count == 0
+    assert [flow.told for flow in flows[500:2500]] == [[529]] * 2000
+    assert desk.gate.lengths() == {"interactive": 2000, "default": 0, "batch": 0}

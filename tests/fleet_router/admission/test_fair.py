@@ -113,6 +113,32 @@ def test_places_that_are_no_longer_true_are_not_kept():
     assert (len(queue._order), len(queue.backlogs)) == (0, 0)
 
 
+def test_places_that_are_no_longer_true_are_not_kept_while_somebody_always_waits():
+    """Each request of a queue that is never empty left one: its tenant held one slot more for a moment. Hours of overload were as
+    many entries as there had been requests."""
+    queue, holder = FairQueue[One](), Tenant(running=10)
+    queue.push(One("a", holder=holder))
+    for _ in range(10_000):
+        queue.push(One("a", holder=holder))
+        holder.running -= 1
+        queue.changed("a")
+        assert queue.pop() is not None
+        holder.running += 1
+        queue.changed("a")
+    assert len(queue._order) <= 2 * COMPACT_LEAST
+    assert queue.live == 1
+
+
+def test_a_tenant_that_went_and_came_back_stands_where_it_stands_now():
+    """A file without it, and one with it again, while its requests waited: it kept the place of the slots that it held before."""
+    queue, before, now, other = FairQueue[One](), Tenant(running=9), Tenant(), Tenant(running=5)
+    queue.push(first := One("back", deadline=1.0, holder=before))
+    queue.push(One("other", holder=other))
+    queue.push(One("back", deadline=2.0, holder=now))
+    queue.changed("back")
+    assert queue.pop() is first
+
+
 class Queue(RuleBasedStateMachine):
     """Push, pop and leave in any order against a list."""
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from fleet_router.admission.tenants import TenantsError, parse_tenants
+from fleet_router.follow.documents import Documents
 from fleet_router.follow.tenants import read_again
 from fleet_router.process import Router, Settings
-from tests.fleet_router.admission.made import key_of, parsed, tenants_file
+from fleet_wire.endpoints import Endpoints
+from tests.fleet_router.admission.made import CONFIG, key_of, parsed, tenants_file
 
 
 def test_a_file_is_read_when_it_changes_and_not_otherwise(tmp_path: Path):
@@ -54,6 +57,20 @@ def test_a_router_without_its_tenants_is_not_ready_and_answers_nobody(tmp_path: 
     said = capfd.readouterr().err
     assert "no class gold" in said
     assert key_of("acme") not in said + text
+
+
+def test_a_class_that_a_fleet_loses_is_told_of_where_tenants_name_it(capfd):
+    """Requests of such a tenant went on in the class `default`, with its priority and its time, and nobody was told."""
+    router = Router(Settings("dir:/none", "127.0.0.1", 0, Path("/none")))
+    endpoints = Endpoints(fleet="f", namespace="n")
+    router.apply(Documents(CONFIG, endpoints))
+    router.know(parsed(acme={"class": "interactive"}))
+    assert "no class" not in capfd.readouterr().err
+    without = msgspec.structs.replace(CONFIG, classes=CONFIG.classes[1:])
+    router.apply(Documents(without, endpoints))
+    assert "tenant acme: no class interactive in this fleet" in capfd.readouterr().err
+    router.apply(Documents(without, endpoints))
+    assert "no class" not in capfd.readouterr().err  # once
 
 
 def test_metrics_of_many_tenants_are_bounded():

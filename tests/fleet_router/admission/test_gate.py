@@ -247,7 +247,7 @@ def test_requests_of_a_class_are_not_turned_away_for_those_below_it():
         gate.sample(float(second))
     assert [come(gate, slo_class=LOW)[1] for _ in range(LEAST)] == [[]] * LEAST
     assert [come(gate, slo_class=HIGH, now=5.0)[1] for _ in range(LEAST)] == [[]] * LEAST
-    assert come(gate, slo_class=HIGH, now=5.0)[1] == Full("overloaded", 1)
+    assert come(gate, slo_class=HIGH, now=5.0)[1] == Full("overloaded", 60)  # none of them has begun for five seconds
 
 
 class Machine(RuleBasedStateMachine):

@@ -44,3 +44,15 @@ def test_what_is_no_budget_is_told_the_bounds(said: bytes):
     assert inbound.error is not None
     assert (inbound.error.status, inbound.error.param) == (400, "x-slo-ttft-ms")
     assert str(inbound.error) == "x-slo-ttft-ms must be a number of milliseconds, 1 to 999999999"
+
+
+@pytest.mark.parametrize("name", ["x-slo-class", "x-slo-ttft-ms", "x-api-key"])
+@pytest.mark.parametrize(("first", "second", "told"), [(b"5", b"5", False), (b"5", b"6", True)])
+def test_a_header_that_says_two_things_is_refused(name: str, first: bytes, second: bytes, told: bool):
+    """The last one counted: whoever stands before us and reads the first one thought otherwise."""
+    inbound = Inbound()
+    lines = b"".join(b"%b: %b\r\n" % (name.encode(), value) for value in (first, second))
+    inbound.feed(b"GET / HTTP/1.1\r\nhost: h\r\n" + lines + b"\r\n", HttpBounds())
+    assert (inbound.error is not None) == told
+    if inbound.error is not None:
+        assert inbound.error.status == 400
