@@ -146,9 +146,9 @@ IMAGE_SOURCES := pyproject.toml uv.lock README.md LICENSE operator router worker
 IMAGES ?= operator router worker
 IMAGE_PREFIX ?= inferencefleet
 TAG ?= $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml | head -1)
-# A tag, not a digest: which digest it has today only the registry can say, and a wrong one builds nothing. A release pins it:
-# make images BASE=python@sha256:DIGEST (docker buildx imagetools inspect python:3.11-slim-bookworm tells it).
-BASE ?= python:3.11-slim-bookworm
+# By digest, so that the same checkout stands on the same base: the index of all architectures of 19 September 2026 (Python 3.11.16), as
+# docker-library/repo-info has it at 40cdaf34. `docker buildx imagetools inspect python:3.11-slim-bookworm` tells today's.
+BASE ?= python:3.11-slim-bookworm@sha256:a36c24f9cbdf4fd0f52d67f0823eeac19c2028c637cecc392d97f980d4fec56b
 # worker: with the torch engine and its CUDA libraries; vllm: the agent alone, for a BASE that has the engine
 WORKER_EXTRA ?= worker
 # router: with its data path compiled (yes; auto: where the builder gets a C compiler; no)
@@ -164,8 +164,9 @@ images: ## container images with docker or podman (TAG=, IMAGES="operator router
 	  echo "built $(IMAGE_PREFIX)/$$image:$(TAG)"; \
 	done
 
+# Where no registry can be reached, KIND_BASE_IMAGE names a base image that the builder already has.
 kind-images:
-	@$(MAKE) --no-print-directory images TAG=e2e WORKER_EXTRA=vllm COMPILED=yes
+	@$(MAKE) --no-print-directory images TAG=e2e WORKER_EXTRA=vllm COMPILED=yes BASE=$(or $(KIND_BASE_IMAGE),$(BASE))
 
 bench-kv: setup ## KV hand-off between two torch workers against raw NIXL
 	@$(RUN) python -m e2e.bench.kv

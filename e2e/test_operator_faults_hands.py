@@ -144,6 +144,31 @@ def autoscaled(lab: Lab) -> None:
         assert (lab.get(POOL, name) or {})["spec"]["replicas"] == replicas
 
 
+def autoscaled_by_kubernetes(lab: Lab) -> None:
+    """The HorizontalPodAutoscaler of the real kube-controller-manager; what it needs no metrics for are its own bounds."""
+    running(lab)
+    name = next(name for kind, name in lab.objects() if kind == "WorkerPool" and "-decode-" in name)
+    autoscalers = f"/apis/autoscaling/v2/namespaces/{lab.namespace}/horizontalpodautoscalers"
+    target = {"apiVersion": POOL.api_version, "kind": POOL.kind, "name": name}
+    made = {"metadata": {"name": "theirs"}, "spec": {"scaleTargetRef": target, "minReplicas": 3, "maxReplicas": 6}}
+    lab.admin("POST", autoscalers, made).raise_for_status()
+    for low, high, replicas in ((3, 6, 3), (4, 6, 4), (2, 3, 3)):
+        lab.admin.merge(f"{autoscalers}/theirs", {"spec": {"minReplicas": low, "maxReplicas": high}})
+        lab.until(f"{replicas} decode workers", lambda n=replicas: lab.serving(1, n), 90)
+        told = lab.admin.get(f"{autoscalers}/theirs")["status"]
+        assert told["desiredReplicas"] == replicas, told
+        assert told["lastScaleTime"], "stage one: it was the autoscaler"
+        lab.apply(fleet_manifest(lab.namespace, routing={"replicas": high % 3 + 1}))  # the operator has something to write
+        lab.until("ready", lab.ready)
+        lab.at_rest(2.5)
+        pool = lab.get(POOL, name) or {}
+        assert pool["spec"]["replicas"] == replicas
+        owners = [one for one in pool["metadata"]["managedFields"] if "f:replicas" in one["fieldsV1"].get("f:spec", {})]
+        assert ("kube-controller-manager", "scale") in {(one["manager"], one.get("subresource")) for one in owners}
+        lab.at_rest(2.5)
+        assert (lab.get(POOL, name) or {})["metadata"] == pool["metadata"], "managedFields and versions stand still"
+
+
 def never_at_rest(lab: Lab) -> None:
     running(lab)
     mark, end, edits = lab.proxy.ledger.mark(), time.monotonic() + 8, 0
@@ -163,6 +188,7 @@ PLAYS = {
     **{f"taken-{kind}": partial(taken_name, kind_name=kind) for kind in KINDS},
     **{f"edited-{edit}": partial(edited, edit=edit) for edit in EDITS},
     "autoscaled": autoscaled,
+    "autoscaled-by-kubernetes": autoscaled_by_kubernetes,
     "never-at-rest": never_at_rest,
 }
 
