@@ -144,14 +144,51 @@ def autoscaled(lab: Lab) -> None:
         assert (lab.get(POOL, name) or {})["spec"]["replicas"] == replicas
 
 
-def autoscaled_by_kubernetes(lab: Lab) -> None:
-    """The HorizontalPodAutoscaler of the real kube-controller-manager; what it needs no metrics for are its own bounds."""
-    running(lab)
+def autoscaler(lab: Lab, low: int = 3) -> tuple[str, str]:
+    """The HorizontalPodAutoscaler of the real kube-controller-manager, for so many to 6 decode workers: its collection, its pool.
+    There are no metrics: its own bounds are what moves it."""
     name = next(name for kind, name in lab.objects() if kind == "WorkerPool" and "-decode-" in name)
     autoscalers = f"/apis/autoscaling/v2/namespaces/{lab.namespace}/horizontalpodautoscalers"
     target = {"apiVersion": POOL.api_version, "kind": POOL.kind, "name": name}
-    made = {"metadata": {"name": "theirs"}, "spec": {"scaleTargetRef": target, "minReplicas": 3, "maxReplicas": 6}}
+    made = {"metadata": {"name": "theirs"}, "spec": {"scaleTargetRef": target, "minReplicas": low, "maxReplicas": 6}}
     lab.admin("POST", autoscalers, made).raise_for_status()
+    return autoscalers, name
+
+
+def autoscaled_while_rolling(lab: Lab) -> None:
+    """A rollout keeps the old revision's pool below what its autoscaler wants: one write answers one, and no worker moves."""
+    sizes = {"ratio": {"prefill": 1, "decode": 2}, "prefill": {"replicas": 2}, "decode": {"replicas": 4}}
+    tier = {"name": "t", "accelerator": {"type": "h100-sxm"}, **sizes}
+    lab.start()
+    lab.apply(fleet_manifest(lab.namespace, tiers=[tier]))
+    lab.until("a running fleet", lambda: lab.serving(2, 4), 60)
+    autoscalers, name = autoscaler(lab, low=4)
+    in_place = {"maxSurgeGpus": 0, "maxUnavailable": 1}
+    lab.apply(fleet_manifest(lab.namespace, tiers=[tier], rollout=in_place, engine={"image": "example.com/worker:broken"}))
+    lab.until("half way", lambda: len(lab.revisions()) == 2 and (lab.get(POOL, name) or {})["spec"]["replicas"] == 3)
+    time.sleep(1)
+    pods, mark, scaled = lab.uids(), lab.proxy.ledger.mark(), set[str]()
+
+    def wanted_twice() -> bool:
+        scaled.add(lab.admin.get(f"{autoscalers}/theirs")["status"].get("lastScaleTime", ""))
+        return len(scaled - {""}) >= 2
+
+    lab.until("stage one: the autoscaler has scaled it twice", wanted_twice, 90)
+    time.sleep(1)
+    assert lab.uids() == pods
+    assert (lab.get(POOL, name) or {})["spec"]["replicas"] == 3
+    assert [lab.status()["tiers"][0][role]["desired"] for role in ("prefill", "decode")] == [2, 4]
+    answered = [w for w in lab.proxy.ledger.writes(mark) if w.kind == POOL.plural and w.subresource != "status"]
+    assert 1 <= len(answered) <= len(scaled) + 1, list(map(str, answered))
+    lab.apply(fleet_manifest(lab.namespace, tiers=[tier], engine={"image": "example.com/worker:b"}))
+    lab.until("rolled out", lambda: lab.serving(2, 4) and lab.condition("RollingOut")["reason"] == "Complete", 60)
+    lab.at_rest()
+    assert lab.get(POOL, name) is None, "an autoscaler's target goes with its revision: operator/README.md"
+
+
+def autoscaled_by_kubernetes(lab: Lab) -> None:
+    running(lab)
+    autoscalers, name = autoscaler(lab)
     for low, high, replicas in ((3, 6, 3), (4, 6, 4), (2, 3, 3)):
         lab.admin.merge(f"{autoscalers}/theirs", {"spec": {"minReplicas": low, "maxReplicas": high}})
         lab.until(f"{replicas} decode workers", lambda n=replicas: lab.serving(1, n), 90)
@@ -189,6 +226,7 @@ PLAYS = {
     **{f"edited-{edit}": partial(edited, edit=edit) for edit in EDITS},
     "autoscaled": autoscaled,
     "autoscaled-by-kubernetes": autoscaled_by_kubernetes,
+    "autoscaled-while-rolling": autoscaled_while_rolling,
     "never-at-rest": never_at_rest,
 }
 

@@ -81,13 +81,12 @@ def happened(lab: Lab, row: Failure) -> bool:
 def draining(lab: Lab) -> Iterator[None]:
     """`kubectl drain` of the node while the block runs; it must have met a budget's refusal, and have ended well."""
     argv = [*lab.plane.kubectl_argv(), "drain", machines.node_name(lab, "b"), "--delete-emptydir-data"]
-    drain = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
-        yield
-        said = drain.communicate(timeout=60)[0]
-    finally:
-        drain.kill()
-        drain.wait()
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as drain:
+        try:
+            yield
+            said = drain.communicate(timeout=60)[0]
+        finally:
+            drain.kill()
     assert drain.returncode == 0, said
     assert "would violate the pod's disruption budget" in said, said
 
