@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from e2e.faultproxy import machines
 from e2e.faultproxy.fixtures import FAMILY, Played
 from e2e.faultproxy.lab import Lab, fleet_manifest, path_of, removed, running
 from fleet_operator.cluster.interface import (
+    CLAIM_TEMPLATE,
     CONFIG_MAP,
     CONTROLLER_REVISION,
     DEPLOYMENT,
@@ -38,13 +40,16 @@ NAMED = {PDB.kind: "f-t-decode", NETWORK_POLICY.kind: "f-workers"}
 """A child of each kind that every fleet has: one router needs no budget."""
 HASHED = {kind.kind: kind for kind in (POD, POOL, CONTROLLER_REVISION)}
 """Their names end with a revision, which is the same for the same spec."""
-KINDS = (*HASHED, *(kind.kind for kind in ROUTERS))
+KINDS = (*HASHED, *(kind.kind for kind in ROUTERS), CLAIM_TEMPLATE.kind)
+"""A template of claims has its pool's name."""
 
 
 def child_names(lab: Lab) -> dict[str, tuple[Kind, str]]:
     """Of a fleet `f` that runs elsewhere: kind to (kind, name)."""
     names = {kind: min(name for k, name in lab.objects() if k == kind and "router" not in name) for kind in HASHED}
-    return {kind: (HASHED[kind], name) for kind, name in names.items()} | {kind.kind: (kind, named(kind)) for kind in ROUTERS}
+    names[CLAIM_TEMPLATE.kind] = names[POOL.kind]
+    kinds = HASHED | {CLAIM_TEMPLATE.kind: CLAIM_TEMPLATE}
+    return {kind: (kinds[kind], name) for kind, name in names.items()} | {kind.kind: (kind, named(kind)) for kind in ROUTERS}
 
 
 def named(kind: Kind) -> str:
@@ -64,7 +69,11 @@ def stranger(model: dict[str, Any], kind: Kind, name: str, namespace: str) -> di
 
 
 def taken_name(lab: Lab, kind_name: str) -> None:
-    running(lab)
+    spec: dict[str, Any] = {}
+    if kind_name == CLAIM_TEMPLATE.kind:
+        machines.add_devices(lab)
+        spec = machines.with_claims(lab)
+    running(lab, **spec)
     kind, name = child_names(lab)[kind_name]
     theirs = stranger(lab.get(kind, name) or {}, kind, name, lab.namespace)
     lab.kill()
@@ -73,7 +82,7 @@ def taken_name(lab: Lab, kind_name: str) -> None:
     time.sleep(1)
     before = lab.get(kind, name)
     lab.start()
-    lab.apply(fleet_manifest(lab.namespace))
+    lab.apply(fleet_manifest(lab.namespace, **spec))
     lab.until("the conflict is told", lambda: lab.condition("Provisioned")["reason"] == "NameConflict")
     assert f"{kind_name} {name}" in lab.condition("Provisioned")["message"]
     assert lab.condition("Ready")["status"] == "False"
