@@ -31,7 +31,7 @@ async def put_template(cluster: Cluster, wish: Object, pool: Object, outcome: Ou
             outcome.problems.append(name_conflict(found, wish))
             return False
         if not satisfied(wish, found):
-            await cluster.apply(wish, created=True)
+            await cluster.apply(wish)
     except ClusterError as error:
         outcome.fail(f"ResourceClaimTemplate {name} (kvTransfer.via dra)", error)
     return True
