@@ -71,8 +71,12 @@ e2e: setup kube vllm clients kueue lws sched-plugins volcano sim ## all of e2e o
 e2e-loop: setup kube clients kueue lws sched-plugins volcano sim ## e2e without vLLM
 	$(RUN) pytest e2e -m "not vllm and not kind"
 
-e2e-operator: setup kube kwok ## faults between operator and API server, bad input, other hands, churn, rollouts, flips, gangs, deletion, zero (FLEET_FAULT_SEED=n repeats a run)
-	$(RUN) pytest e2e/test_operators.py e2e/test_operator_*.py $(foreach name,churn rollout flip gang delete zero,e2e/test_$(name).py)
+# What issue 4 asks for and no fault is about: its own processes, a real scheduler, the API server's own judgement.
+OPERATOR_E2E := churn rollout flip gang delete zero admission adapters prefetch transport router_kv_moves dra pod_shape gang_scheduling \
+  versions prometheus
+
+e2e-operator: setup kube kwok ## faults between operator and API server, bad input, other hands, churn, rollouts, flips, gangs, RDMA's form and proof, adapters, webhooks, versions (FLEET_FAULT_SEED=n repeats a run)
+	$(RUN) pytest e2e/test_operators.py e2e/test_operator_*.py $(foreach name,$(OPERATOR_E2E),e2e/test_$(name).py)
 
 e2e-router: setup kube kwok clients sim ## faults of workers, network and discovery, overload, bad input at the router (FLEET_LOOP_REQUESTS=10000 for the full loop)
 	@$(COMPILED_ROUTER); $(RUN) pytest e2e/test_router_*.py e2e/test_prefix_index.py -m "not vllm"
@@ -151,9 +155,9 @@ IMAGE_SOURCES := pyproject.toml uv.lock README.md LICENSE operator router worker
 IMAGES ?= operator router worker
 IMAGE_PREFIX ?= inferencefleet
 TAG ?= $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml | head -1)
-# A tag, not a digest: which digest it has today only the registry can say, and a wrong one builds nothing. A release pins it:
-# make images BASE=python@sha256:DIGEST (docker buildx imagetools inspect python:3.11-slim-bookworm tells it).
-BASE ?= python:3.11-slim-bookworm
+# By digest, so that the same checkout stands on the same base: the index of all architectures of 19 September 2026 (Python 3.11.16), as
+# docker-library/repo-info has it at 40cdaf34. `docker buildx imagetools inspect python:3.11-slim-bookworm` tells today's.
+BASE ?= python:3.11-slim-bookworm@sha256:a36c24f9cbdf4fd0f52d67f0823eeac19c2028c637cecc392d97f980d4fec56b
 # worker: with the torch engine and its CUDA libraries; vllm: the agent alone, for a BASE that has the engine
 WORKER_EXTRA ?= worker
 # router: with its data path compiled (yes; auto: where the builder gets a C compiler; no)
@@ -169,8 +173,9 @@ images: ## container images with docker or podman (TAG=, IMAGES="operator router
 	  echo "built $(IMAGE_PREFIX)/$$image:$(TAG)"; \
 	done
 
+# Where no registry can be reached, KIND_BASE_IMAGE names a base image that the builder already has.
 kind-images:
-	@$(MAKE) --no-print-directory images TAG=e2e WORKER_EXTRA=vllm COMPILED=yes
+	@$(MAKE) --no-print-directory images TAG=e2e WORKER_EXTRA=vllm COMPILED=yes BASE=$(or $(KIND_BASE_IMAGE),$(BASE))
 
 bench-kv: setup ## KV hand-off between two torch workers against raw NIXL
 	@$(RUN) python -m e2e.bench.kv

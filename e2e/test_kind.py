@@ -273,7 +273,8 @@ def test_smoke_uninstall_leaves_nothing(cluster: KindCluster, fleet: Fleet):
 
 
 def left(cluster: KindCluster) -> set[str]:
-    kinds = "deployments,pods,services,configmaps,serviceaccounts,roles,rolebindings,networkpolicies,poddisruptionbudgets,secrets"
+    kinds = "deployments,pods,services,configmaps,serviceaccounts,roles,rolebindings,networkpolicies,poddisruptionbudgets"
+    kinds += ",secrets,leases,persistentvolumeclaims"
     found = [o for namespace in (NAMESPACE, FLEETS) for o in cluster.items(kinds, "-n", namespace)]
     wide = cluster.items("clusterroles,clusterrolebindings,mutatingwebhookconfigurations,validatingwebhookconfigurations")
     ours = {o["metadata"]["name"] for o in wide if "inferencefleet" in o["metadata"]["name"]}

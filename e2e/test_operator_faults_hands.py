@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from e2e.faultproxy import machines
 from e2e.faultproxy.fixtures import FAMILY, Played
 from e2e.faultproxy.lab import Lab, fleet_manifest, path_of, removed, running
 from fleet_operator.cluster.interface import (
+    CLAIM_TEMPLATE,
     CONFIG_MAP,
     CONTROLLER_REVISION,
     DEPLOYMENT,
@@ -38,13 +40,16 @@ NAMED = {PDB.kind: "f-t-decode", NETWORK_POLICY.kind: "f-workers"}
 """A child of each kind that every fleet has: one router needs no budget."""
 HASHED = {kind.kind: kind for kind in (POD, POOL, CONTROLLER_REVISION)}
 """Their names end with a revision, which is the same for the same spec."""
-KINDS = (*HASHED, *(kind.kind for kind in ROUTERS))
+KINDS = (*HASHED, *(kind.kind for kind in ROUTERS), CLAIM_TEMPLATE.kind)
+"""A template of claims has its pool's name."""
 
 
 def child_names(lab: Lab) -> dict[str, tuple[Kind, str]]:
     """Of a fleet `f` that runs elsewhere: kind to (kind, name)."""
     names = {kind: min(name for k, name in lab.objects() if k == kind and "router" not in name) for kind in HASHED}
-    return {kind: (HASHED[kind], name) for kind, name in names.items()} | {kind.kind: (kind, named(kind)) for kind in ROUTERS}
+    names[CLAIM_TEMPLATE.kind] = names[POOL.kind]
+    kinds = HASHED | {CLAIM_TEMPLATE.kind: CLAIM_TEMPLATE}
+    return {kind: (kinds[kind], name) for kind, name in names.items()} | {kind.kind: (kind, named(kind)) for kind in ROUTERS}
 
 
 def named(kind: Kind) -> str:
@@ -64,7 +69,11 @@ def stranger(model: dict[str, Any], kind: Kind, name: str, namespace: str) -> di
 
 
 def taken_name(lab: Lab, kind_name: str) -> None:
-    running(lab)
+    spec: dict[str, Any] = {}
+    if kind_name == CLAIM_TEMPLATE.kind:
+        machines.add_devices(lab)
+        spec = machines.with_claims(lab)
+    running(lab, **spec)
     kind, name = child_names(lab)[kind_name]
     theirs = stranger(lab.get(kind, name) or {}, kind, name, lab.namespace)
     lab.kill()
@@ -73,7 +82,7 @@ def taken_name(lab: Lab, kind_name: str) -> None:
     time.sleep(1)
     before = lab.get(kind, name)
     lab.start()
-    lab.apply(fleet_manifest(lab.namespace))
+    lab.apply(fleet_manifest(lab.namespace, **spec))
     lab.until("the conflict is told", lambda: lab.condition("Provisioned")["reason"] == "NameConflict")
     assert f"{kind_name} {name}" in lab.condition("Provisioned")["message"]
     assert lab.condition("Ready")["status"] == "False"
@@ -144,6 +153,68 @@ def autoscaled(lab: Lab) -> None:
         assert (lab.get(POOL, name) or {})["spec"]["replicas"] == replicas
 
 
+def autoscaler(lab: Lab, low: int = 3) -> tuple[str, str]:
+    """The HorizontalPodAutoscaler of the real kube-controller-manager, for so many to 6 decode workers: its collection, its pool.
+    There are no metrics: its own bounds are what moves it."""
+    name = next(name for kind, name in lab.objects() if kind == "WorkerPool" and "-decode-" in name)
+    autoscalers = f"/apis/autoscaling/v2/namespaces/{lab.namespace}/horizontalpodautoscalers"
+    target = {"apiVersion": POOL.api_version, "kind": POOL.kind, "name": name}
+    made = {"metadata": {"name": "theirs"}, "spec": {"scaleTargetRef": target, "minReplicas": low, "maxReplicas": 6}}
+    lab.admin("POST", autoscalers, made).raise_for_status()
+    return autoscalers, name
+
+
+def autoscaled_while_rolling(lab: Lab) -> None:
+    """A rollout keeps the old revision's pool below what its autoscaler wants: one write answers one, and no worker moves."""
+    sizes = {"ratio": {"prefill": 1, "decode": 2}, "prefill": {"replicas": 2}, "decode": {"replicas": 4}}
+    tier = {"name": "t", "accelerator": {"type": "h100-sxm"}, **sizes}
+    lab.start()
+    lab.apply(fleet_manifest(lab.namespace, tiers=[tier]))
+    lab.until("a running fleet", lambda: lab.serving(2, 4), 60)
+    autoscalers, name = autoscaler(lab, low=4)
+    in_place = {"maxSurgeGpus": 0, "maxUnavailable": 1}
+    lab.apply(fleet_manifest(lab.namespace, tiers=[tier], rollout=in_place, engine={"image": "example.com/worker:broken"}))
+    lab.until("half way", lambda: len(lab.revisions()) == 2 and (lab.get(POOL, name) or {})["spec"]["replicas"] == 3)
+    time.sleep(1)
+    pods, mark, scaled = lab.uids(), lab.proxy.ledger.mark(), set[str]()
+
+    def wanted_twice() -> bool:
+        scaled.add(lab.admin.get(f"{autoscalers}/theirs")["status"].get("lastScaleTime", ""))
+        return len(scaled - {""}) >= 2
+
+    lab.until("stage one: the autoscaler has scaled it twice", wanted_twice, 90)
+    time.sleep(1)
+    assert lab.uids() == pods
+    assert (lab.get(POOL, name) or {})["spec"]["replicas"] == 3
+    assert [lab.status()["tiers"][0][role]["desired"] for role in ("prefill", "decode")] == [2, 4]
+    answered = [w for w in lab.proxy.ledger.writes(mark) if w.kind == POOL.plural and w.subresource != "status"]
+    assert 1 <= len(answered) <= len(scaled) + 1, list(map(str, answered))
+    lab.apply(fleet_manifest(lab.namespace, tiers=[tier], engine={"image": "example.com/worker:b"}))
+    lab.until("rolled out", lambda: lab.serving(2, 4) and lab.condition("RollingOut")["reason"] == "Complete", 60)
+    lab.at_rest()
+    assert lab.get(POOL, name) is None, "an autoscaler's target goes with its revision: operator/README.md"
+
+
+def autoscaled_by_kubernetes(lab: Lab) -> None:
+    running(lab)
+    autoscalers, name = autoscaler(lab)
+    for low, high, replicas in ((3, 6, 3), (4, 6, 4), (2, 3, 3)):
+        lab.admin.merge(f"{autoscalers}/theirs", {"spec": {"minReplicas": low, "maxReplicas": high}})
+        lab.until(f"{replicas} decode workers", lambda n=replicas: lab.serving(1, n), 90)
+        told = lab.admin.get(f"{autoscalers}/theirs")["status"]
+        assert told["desiredReplicas"] == replicas, told
+        assert told["lastScaleTime"], "stage one: it was the autoscaler"
+        lab.apply(fleet_manifest(lab.namespace, routing={"replicas": high % 3 + 1}))  # the operator has something to write
+        lab.until("ready", lab.ready)
+        lab.at_rest(2.5)
+        pool = lab.get(POOL, name) or {}
+        assert pool["spec"]["replicas"] == replicas
+        owners = [one for one in pool["metadata"]["managedFields"] if "f:replicas" in one["fieldsV1"].get("f:spec", {})]
+        assert ("kube-controller-manager", "scale") in {(one["manager"], one.get("subresource")) for one in owners}
+        lab.at_rest(2.5)
+        assert (lab.get(POOL, name) or {})["metadata"] == pool["metadata"], "managedFields and versions stand still"
+
+
 def never_at_rest(lab: Lab) -> None:
     running(lab)
     mark, end, edits = lab.proxy.ledger.mark(), time.monotonic() + 8, 0
@@ -163,6 +234,8 @@ PLAYS = {
     **{f"taken-{kind}": partial(taken_name, kind_name=kind) for kind in KINDS},
     **{f"edited-{edit}": partial(edited, edit=edit) for edit in EDITS},
     "autoscaled": autoscaled,
+    "autoscaled-by-kubernetes": autoscaled_by_kubernetes,
+    "autoscaled-while-rolling": autoscaled_while_rolling,
     "never-at-rest": never_at_rest,
 }
 

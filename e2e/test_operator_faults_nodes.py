@@ -1,11 +1,15 @@
-"""Nodes that fail under a running worker, on the real control plane: one that is not ready, which the real node controller
-then taints, and ones whose devices fail, by taint or by condition. Stage one: the worker is on that node, and what the node says
-stands there. Stage two, from every state that the API server ever told: a worker in its place serves before it goes, no other one
-goes, what serves is inside the ratio all the time; on failing devices it gets no new request before there is another. Room for
-one comes late, so that an order that only luck kept would show."""
+"""Nodes that fail or go away under a running worker, on the real control plane: one that is not ready, which the real node
+controller then taints, ones whose devices fail, by taint or by condition, one that is cordoned, and one that a real `kubectl
+drain` empties. Stage one: the worker is on that node, and what the node says stands there; of a drain, an eviction was refused
+by the role's budget. Stage two, from every state that the API server ever told: a worker in its place serves before it goes, no
+other one goes, what serves is inside the ratio all the time; on failing devices it gets no new request before there is another.
+Room for one comes late, so that an order that only luck kept would show."""
 
 from __future__ import annotations
 
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -31,6 +35,9 @@ class Failure:
     taint: str = ""
     sick: bool = True
     """Its devices fail: requests go elsewhere at once."""
+    cordon: bool = False
+    drain: bool = False
+    """By evictions, which a budget may refuse."""
 
 
 ROWS = {
@@ -39,6 +46,8 @@ ROWS = {
         Failure("not-ready", {"type": "Ready", "status": "False", "reason": "KubeletNotReady"}, NOT_READY, sick=False),
         Failure("xid-taint", taint="nvidia.com/gpu-xid"),
         Failure("xid-condition", {"type": "GPUXIDError", "status": "True", "reason": "XID79"}),
+        Failure("cordoned", sick=False, cordon=True),
+        Failure("drained", sick=False, cordon=True, drain=True),
     )
 }
 
@@ -47,6 +56,8 @@ def fail(lab: Lab, row: Failure) -> None:
     """As a kubelet, or a watcher of devices, tells it."""
     path = f"/api/v1/nodes/{machines.node_name(lab, 'b')}"
     node = lab.admin.get(path)
+    if row.cordon and not row.drain:  # a drain does it by itself
+        machines.cordon(lab, "b")
     if row.taint and row.sick:
         taints = [*node["spec"]["taints"], {"key": row.taint, "effect": "NoSchedule"}]
         lab.admin.merge(path, {"spec": {"taints": taints}})
@@ -60,8 +71,24 @@ def happened(lab: Lab, row: Failure) -> bool:
     node = lab.admin.get(f"/api/v1/nodes/{machines.node_name(lab, 'b')}")
     told = {c["type"]: c["status"] for c in node["status"]["conditions"]}
     told |= {taint["key"]: "tainted" for taint in node["spec"]["taints"]}
+    told |= {"cordoned": str(node["spec"].get("unschedulable", False))}
     wanted = {row.condition["type"]: row.condition["status"]} if row.condition else {}
+    wanted |= {"cordoned": "True"} if row.cordon else {}
     return told.items() >= {**wanted, **({row.taint: "tainted"} if row.taint else {})}.items()
+
+
+@contextmanager
+def draining(lab: Lab) -> Iterator[None]:
+    """`kubectl drain` of the node while the block runs; it must have met a budget's refusal, and have ended well."""
+    argv = [*lab.plane.kubectl_argv(), "drain", machines.node_name(lab, "b"), "--delete-emptydir-data"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as drain:
+        try:
+            yield
+            said = drain.communicate(timeout=60)[0]
+        finally:
+            drain.kill()
+    assert drain.returncode == 0, said
+    assert "would violate the pod's disruption budget" in said, said
 
 
 def on_node(lab: Lab, letter: str) -> list[dict[str, Any]]:
@@ -90,10 +117,11 @@ def play(lab: Lab, row: Failure) -> str:
     victim = three_and_one(lab)
     others, since = lab.uids() - {victim}, history.mark(lab)
     fail(lab, row)
-    lab.until("the node says it", lambda: happened(lab, row), 20)
-    lab.until("one more is asked for", lambda: len(lab.uids()) == 5)
-    machines.add_node(lab, "c")
-    took_s = lab.until("another in its place", lambda: victim not in lab.uids() and lab.serving(1, 3), 60)
+    with draining(lab) if row.drain else nullcontext():
+        lab.until("the node says it", lambda: happened(lab, row), 20)
+        lab.until("one more is asked for", lambda: len(lab.uids()) == 5)
+        machines.add_node(lab, "c")
+        took_s = lab.until("another in its place", lambda: victim not in lab.uids() and lab.serving(1, 3), 60)
     assert others < lab.uids(), "a worker of a node that is well was replaced"
     assert [len(on_node(lab, letter)) for letter in "abc"] == [3, 0, 1]
     told = judge(lab, row, victim, since)

@@ -1,14 +1,15 @@
-"""A real ResourceQuota that refuses workers. Stage one: the API server refused one, in its own words. Stage two: the sizes back
-out to what the quota holds, no role is stranded over the ratio in any state, the condition names the quota and what it leaves,
-and what was asked for is had when the quota grows or goes."""
+"""A real ResourceQuota that refuses workers, or nodes without room for them. Stage one: the API server refused one, or the
+scheduler found no node, in their own words. Stage two: the sizes back out to what there is room for, no role is stranded over
+the ratio in any state, the condition names what is missing, and what was asked for is had when there is room again."""
 
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 
-from e2e.faultproxy import history
+from e2e.faultproxy import history, machines
 from e2e.faultproxy.fixtures import FAMILY, Played
 from e2e.faultproxy.lab import Lab, fleet_manifest
 
@@ -61,15 +62,57 @@ def play(lab: Lab, row: str) -> str:
     took_s = lab.until("what was asked for", lambda: lab.serving(*FULL), 4 * WAIT_S)
     lab.until("no limit is told", lambda: lab.condition("CapacityLimited")["status"] == "False")
     lab.at_rest()
+    return f"{row}: {len(refused(lab))} refusals, {inside(lab, since)} documents, full {took_s:.1f} s after it was gone"
+
+
+def inside(lab: Lab, since: str) -> int:
+    """How many documents routers got since then: in none of them is what serves outside the ratio."""
     documents = list(history.documents(lab, since))
     assert len(documents) >= 3
     assert not [one for one in documents if not LOW <= one.serving("prefill") / max(one.serving("decode"), 0.1) <= HIGH]
-    return f"{row}: {len(refused(lab))} refusals, {len(documents)} documents, full {took_s:.1f} s after it was gone"
+    return len(documents)
 
 
-PLAYS = {row: partial(play, row=row) for row in QUOTAS}
+def unplaced(lab: Lab) -> list[dict[str, Any]]:
+    """Stage one: pods for which the scheduler found no node."""
+    told = [condition for pod in lab.pods() for condition in pod["status"].get("conditions") or []]
+    return [one for one in told if (one["type"], one.get("reason")) == ("PodScheduled", "Unschedulable")]
 
 
-@pytest.mark.parametrize("row", PLAYS)
+def play_nodes(lab: Lab) -> str:
+    machines.add_node(lab, "a", pods=sum(HELD))
+    lab.start()
+    spec = machines.on_own_nodes(lab) | {"scaling": {"mode": "manual", "capacityWait": f"{WAIT_S}s"}}
+    spec["tiers"][0]["ratio"] = {"prefill": 1, "decode": 2, "min": "1:4", "max": "1:1"}
+    lab.apply(fleet_manifest(lab.namespace, **spec))
+    lab.until("a running fleet", lambda: lab.serving(1, 2), 60)
+    since = history.mark(lab)
+    lab.scale("decode", FULL[1])
+    lab.until("no node for some", lambda: bool(unplaced(lab)))
+    lab.until("backed out", lambda: lab.condition("CapacityLimited")["reason"] == "BackedOut", 4 * WAIT_S)
+    said = lab.condition("CapacityLimited")
+    assert said["status"] == "True"
+    assert "Too many pods" in said["message"], said
+    lab.until("what the node holds", lambda: lab.serving(*HELD) and not unplaced(lab), 2 * WAIT_S)
+    assert lab.ready(), "what there is serves on"
+    lab.honest()
+    machines.add_node(lab, "b", pods=2)
+    lab.until("grown into it", lambda: lab.serving(2, 6), 4 * WAIT_S)
+    machines.add_node(lab, "c")
+    took_s = lab.until("what was asked for", lambda: lab.serving(*FULL), 4 * WAIT_S)
+    lab.until("no limit is told", lambda: lab.condition("CapacityLimited")["status"] == "False")
+    lab.at_rest()
+    return f"nodes: {inside(lab, since)} documents, full {took_s:.1f} s after there was room"
+
+
+PLAYS = {**{row: partial(play, row=row) for row in QUOTAS}, "nodes": play_nodes}
+
+
+@pytest.mark.parametrize("row", ["nodes"])
+def test_nodes_without_room_are_backed_out_of_named_and_grown_into(played: Played, row: str):
+    print(played[row].result())
+
+
+@pytest.mark.parametrize("row", QUOTAS)
 def test_a_quota_is_backed_out_of_named_and_grown_into(played: Played, row: str):
     print(played[row].result())

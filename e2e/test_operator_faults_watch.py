@@ -149,16 +149,17 @@ def children_dropped() -> Iterator[Row]:
     for kind in (DEPLOYMENT, CONFIG_MAP, SERVICE, SERVICE_ACCOUNT, ROLE, ROLE_BINDING, PDB):
         name = "f-t-decode" if kind == PDB else "f-router"  # one router needs no budget
         yield Row(
-            f"dropped-{kind.kind}-DELETED", drop(kind, "DELETED", "MODIFIED"), delete(kind, name),
-            dropped(kind, "DELETED"), there(kind, name),
+            f"dropped-{kind.kind}-ADDED-DELETED", drop(kind, "ADDED", "DELETED", "MODIFIED"), delete(kind, name),
+            dropped(kind, "ADDED", "DELETED"), there(kind, name),
         )  # fmt: skip
     yield Row(
-        "dropped-NetworkPolicy-DELETED", drop(NETWORK_POLICY, "DELETED", "MODIFIED"), delete(NETWORK_POLICY, "f-workers"),
-        dropped(NETWORK_POLICY, "DELETED"), there(NETWORK_POLICY, "f-workers"),
+        "dropped-NetworkPolicy-ADDED-DELETED", drop(NETWORK_POLICY, "ADDED", "DELETED", "MODIFIED"),
+        delete(NETWORK_POLICY, "f-workers"), dropped(NETWORK_POLICY, "ADDED", "DELETED"), there(NETWORK_POLICY, "f-workers"),
     )  # fmt: skip
     yield Row(
-        "dropped-ControllerRevision-DELETED", drop(CONTROLLER_REVISION, "DELETED"), delete_all(CONTROLLER_REVISION),
-        dropped(CONTROLLER_REVISION, "DELETED"), lambda lab: any(kind == "ControllerRevision" for kind, _ in lab.objects()),
+        "dropped-ControllerRevision-ADDED-DELETED", drop(CONTROLLER_REVISION, "ADDED", "DELETED"),
+        delete_all(CONTROLLER_REVISION), dropped(CONTROLLER_REVISION, "ADDED", "DELETED"),
+        lambda lab: any(kind == "ControllerRevision" for kind, _ in lab.objects()),
     )  # fmt: skip
 
 
@@ -288,10 +289,12 @@ ROWS = {
             before=machines.add_devices, spec=machines.with_claims),
         Row("dropped-Pod-DELETED", drop(POD, "DELETED", "MODIFIED"), delete_a_decode_worker, dropped(POD, "DELETED"), whole,
             smoke=True),
-        Row("dropped-Pod-ADDED-DELETED", drop(POD, "ADDED", "DELETED"), delete_a_decode_worker, dropped(POD, "DELETED"), whole),
+        Row("dropped-Pod-ADDED-DELETED", drop(POD, "ADDED", "DELETED"), delete_a_decode_worker,
+            dropped(POD, "ADDED", "DELETED"), whole),
         Row("dropped-Pod-MODIFIED", drop(POD, "MODIFIED"), scale_decode(4), dropped(POD, "MODIFIED"), serving(1, 4)),
         Row("dropped-WorkerPool-MODIFIED", drop(POOL, "MODIFIED"), scale_decode(3), dropped(POOL, "MODIFIED"), serving(1, 3)),
-        Row("dropped-WorkerPool-DELETED", drop(POOL, "DELETED"), delete_all(POOL), dropped(POOL, "DELETED"), whole),
+        Row("dropped-WorkerPool-ADDED-DELETED", drop(POOL, "ADDED", "DELETED"), delete_all(POOL),
+            dropped(POOL, "ADDED", "DELETED"), whole),
         Row("dropped-Service-MODIFIED", drop(SERVICE, "MODIFIED"), edit_port, dropped(SERVICE, "MODIFIED"), port_is_ours),
         Row("dropped-Deployment-MODIFIED", drop(DEPLOYMENT, "MODIFIED"), two_routers, dropped(DEPLOYMENT, "MODIFIED"),
             has_two_routers),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import ssl
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,19 @@ from tests.fleet_operator.test_conversions import FILES, load, rendered
 from tests.fleet_operator.test_golden import GOLDEN
 
 NAMESPACE = "ml"
+SAFE = "ml-restricted"
+RESTRICTED = {f"pod-security.kubernetes.io/{mode}": "restricted" for mode in ("enforce", "warn")}
+CONTROL = re.compile(r"(?:^|\), )([a-zA-Z !=]+?) \(")
+"""Each thing that the standard's verdict names is followed by its details."""
+FILES_OF_NODES, RDMA, HOST = {"restricted volume types"}, {"unrestricted capabilities"}, {"host namespaces", "hostPort"}
+ASKED_FOR = {
+    "torch-cpu": FILES_OF_NODES, "two-models": FILES_OF_NODES, "tenants": FILES_OF_NODES,  # file:// is a hostPath
+    "multus-template": FILES_OF_NODES | RDMA | {"runAsNonRoot != true"},  # runAsUser: 0
+    "torch-gang-dra": FILES_OF_NODES | RDMA, "vllm-dra": RDMA,
+    "vllm-rdma-required": FILES_OF_NODES | RDMA, "vllm-rdma-two-tiers": FILES_OF_NODES | RDMA,
+    "vllm-host-network": RDMA | HOST, "vllm-two-nodes": RDMA | HOST,
+}  # fmt: skip
+"""Golden files whose fleets ask for what the standard forbids, and what that is. All others are taken without a warning."""
 NOT_SERVED = set(POD_GROUP_KINDS.values())
 """Not by this server: Kubernetes' own PodGroup is alpha (`test_gang_scheduling.py` has a server with it), those of
 scheduler-plugins and Volcano come with their add-ons, which no test here has."""
@@ -25,11 +39,13 @@ pytestmark = pytest.mark.smoke
 """Objects that a user's template names must exist for a pod to be admitted."""
 NAMED: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/api/v1/namespaces", {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}}),
+    ("/api/v1/namespaces", {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": SAFE, "labels": RESTRICTED}}),
     *(
         (
-            f"/api/v1/namespaces/{NAMESPACE}/serviceaccounts",
+            f"/api/v1/namespaces/{where}/serviceaccounts",
             {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": name}},
         )
+        for where in (NAMESPACE, SAFE)
         for name in ("default", "puller", "deepseek-r1")
     ),
     (
@@ -55,16 +71,30 @@ def api(control_plane: ControlPlane) -> Iterator[httpx.Client]:
         yield client
 
 
+def tried(api: httpx.Client, obj: dict[str, Any]) -> httpx.Response:
+    """A server-side dry run, unknown fields refused."""
+    kind = kind_of(obj)
+    group = f"/api/{kind.api_version}" if "/" not in kind.api_version else f"/apis/{kind.api_version}"
+    path = f"{group}/namespaces/{obj['metadata'].get('namespace', NAMESPACE)}/{kind.plural}"
+    return api.post(path, json=obj, params={"dryRun": "All", "fieldValidation": "Strict"})
+
+
 def refused(api: httpx.Client, objects: list[dict[str, Any]]) -> dict[str, str]:
-    """What the server says to the objects that it does not take, unknown fields included."""
-    found = {}
+    """What the server says to the objects that it does not take."""
+    answers = {f"{obj['kind']} {obj['metadata']['name']}": tried(api, obj) for obj in objects}
+    return {name: answer.text[:500] for name, answer in answers.items() if answer.status_code != 201}
+
+
+def against_restricted(api: httpx.Client, objects: list[dict[str, Any]]) -> set[str]:
+    """What the Pod Security Standard has against the objects: pods are refused, what makes pods is warned of."""
+    found: set[str] = set()
     for obj in objects:
-        kind = kind_of(obj)
-        group = f"/api/{kind.api_version}" if "/" not in kind.api_version else f"/apis/{kind.api_version}"
-        path = f"{group}/namespaces/{NAMESPACE}/{kind.plural}"
-        answer = api.post(path, json=obj, params={"dryRun": "All", "fieldValidation": "Strict"})
-        if answer.status_code != 201:
-            found[f"{kind.kind} {obj['metadata']['name']}"] = answer.text[:500]
+        answer = tried(api, {**obj, "metadata": {**obj["metadata"], "namespace": SAFE}})
+        words = answer.headers.get("warning", "") if answer.status_code == 201 else answer.json()["message"]
+        if words:
+            _, verdict, why = words.partition('PodSecurity "restricted:latest": ')
+            assert verdict, words
+            found |= set(CONTROL.findall(why))
     return found
 
 
@@ -74,6 +104,12 @@ def test_the_server_takes_every_golden_object(api: httpx.Client, path: Path):
     served = [obj for obj in objects if kind_of(obj) not in NOT_SERVED]
     assert len(served) > 8
     assert refused(api, served) == {}
+
+
+@pytest.mark.parametrize("path", sorted(GOLDEN.glob("*.yaml")), ids=lambda path: path.stem)
+def test_s4_a_restricted_namespace_takes_all_but_what_users_asked_for(api: httpx.Client, path: Path):
+    objects = [obj for obj in yaml.safe_load_all(path.read_text()) if kind_of(obj) not in NOT_SERVED]
+    assert against_restricted(api, objects) == ASKED_FOR.get(path.stem, set())
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

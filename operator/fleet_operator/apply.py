@@ -10,7 +10,7 @@ from typing import Literal
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_operator.adapters.told import elsewhere, place_of_pod, worker_told
 from fleet_operator.budgets import budgets_due, still_guards
-from fleet_operator.claims import short_of_claims
+from fleet_operator.claims import put_template, short_of_claims
 from fleet_operator.cluster.interface import (
     CONFIG_MAP,
     CONTROLLER_REVISION,
@@ -155,7 +155,8 @@ class Applier:
             leader = leaders.get(leader_of(wanted))
             if owner is None or revision is None or (wanted.member > 0 and leader is None) or not await self._true(work):
                 continue
-            await self._claims(wanted, revision, owner, work)
+            if not await self._claims(wanted, revision, owner, work):
+                continue
             if not await self._groups.put(work.fleet, wanted, revision, owner, work.outcome):
                 continue
             told = worker_told(work.fleet, (wanted.tier, wanted.revision), work.live, others)
@@ -347,16 +348,12 @@ class Applier:
             why, namespace = "spec.networkPolicy.enabled is false", work.fleet.metadata.namespace
             await self._delete(NETWORK_POLICY, namespace, name, uid, why, work.outcome)
 
-    async def _claims(self, wanted: PodWanted, stored: Object, owner: Object, work: _Pass) -> None:
-        """The pool's ResourceClaimTemplate, before a pod that names it. It is not watched: clusters before 1.34 have no such
-        kind, and applying it again writes nothing."""
+    async def _claims(self, wanted: PodWanted, stored: Object, owner: Object, work: _Pass) -> bool:
+        """The pool's ResourceClaimTemplate, before a pod that names it; whether that pod may be made."""
         wish = render_claims(work.fleet, wanted, stored, owner)
         if wish is None or not await self._true(work):
-            return
-        try:
-            await self._cluster.apply(wish)
-        except ClusterError as error:
-            work.outcome.fail(f"ResourceClaimTemplate {wanted.pool} (kvTransfer.via dra)", error)
+            return True
+        return await put_template(self._cluster, wish, owner, work.outcome)
 
     async def _create(self, pod: Object, work: _Pass) -> str | None:
         """The uid of the pod that was made, None when none was."""

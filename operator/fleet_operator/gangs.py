@@ -8,11 +8,12 @@ from typing import Final
 from fleet_api.conditions import rfc3339
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_operator.claims import MARKS
-from fleet_operator.cluster.interface import POD, Cluster, ClusterError, NotFoundError, Object
+from fleet_operator.cluster.interface import POD, Cluster, ClusterError, Kind, NotFoundError, Object
 from fleet_operator.cluster.kinds import POD_GROUP_KINDS
 from fleet_operator.names import ASKED_AGAIN, POOL, REVISION, ROLE, TIER
 from fleet_operator.older import older
 from fleet_operator.outcome import Outcome
+from fleet_operator.ownership import name_conflict, owned
 from fleet_operator.render.gang import pod_group_of, render_pod_group
 from fleet_planner.reconcile import Plan
 from fleet_planner.types import PodWanted
@@ -49,6 +50,10 @@ class PodGroups:
         if again and gang["podGroup"] in DEAF:
             wish["metadata"]["annotations"] = {ASKED_AGAIN: rfc3339(self._now())}
         try:
+            found = await self._there(POD_GROUP_KINDS[gang["podGroup"]], fleet.metadata.namespace, wish["metadata"]["name"])
+            if found is not None and not owned(found, owner):
+                outcome.problems.append(name_conflict(found, wish))
+                return False
             await self._cluster.apply(wish)
         except ClusterError as error:
             outcome.fail(f"PodGroup {wish['metadata']['name']} (placement.podGroup {gang['podGroup']})", error)
@@ -75,14 +80,25 @@ class PodGroups:
                 await self.put(fleet, wanted, revision, owner, outcome, again=True)
 
     async def drop(self, namespace: str, pods: Iterable[Object | None], outcome: Outcome) -> None:
-        """Of workers that were told to go."""
-        for kind, name in sorted({found for pod in pods if pod is not None and (found := pod_group_of(pod)) is not None}):
+        """Of workers that were told to go; not one of somebody else that has such a name."""
+        leaving = {found: pod for pod in pods if pod is not None and (found := pod_group_of(pod)) is not None}
+        for (kind, name), pod in leaving.items():
             try:
-                await self._cluster.delete(POD_GROUP_KINDS[kind], namespace, name)
+                there = await self._there(POD_GROUP_KINDS[kind], namespace, name)
+                owners = [{"metadata": one} for one in pod["metadata"].get("ownerReferences") or []]
+                if there is not None and any(owned(there, owner) for owner in owners):
+                    await self._cluster.delete(POD_GROUP_KINDS[kind], namespace, name, uid=there["metadata"]["uid"])
             except NotFoundError:
                 continue
             except ClusterError as error:
                 outcome.fail(f"deleting PodGroup {name}", error)
+
+    async def _there(self, kind: Kind, namespace: str, name: str) -> Object | None:
+        """The PodGroup of this name, whosever it is. A patch of nothing looks at it: the operator has no right to read them."""
+        try:
+            return await self._cluster.patch(kind, namespace, name, {})
+        except NotFoundError:
+            return None
 
 
 def waiting_leaders(live: Mapping[tuple[str, str], Object]) -> list[PodWanted]:

@@ -197,6 +197,36 @@ def test_a_pod_group_that_somebody_deleted_is_written_again_while_its_worker_wai
     asyncio.run(scenario())
 
 
+def test_somebody_elses_pod_group_of_a_workers_name_is_left_alone_and_told():
+    """It was written over, and deleted with the worker (O13)."""
+    kind, wish = POD_GROUP_KINDS["coscheduling"], manifest(tiers=[{**TIER, "placement": {"podGroup": "coscheduling"}}])
+
+    async def scenario() -> None:
+        world = NoNodes()
+        await world.user.apply(wish)
+        for _ in range(3):
+            await world.step()
+        leader, _ = await pods(world)
+        name = leader["metadata"]["name"]
+        await world.user.delete(kind, NAMESPACE, name)
+        meta = {"name": name, "namespace": NAMESPACE}
+        await world.user.create({"apiVersion": kind.api_version, "kind": kind.kind, "metadata": meta, "spec": {"minMember": 7}})
+        theirs = await world.store.get(kind, NAMESPACE, name)
+        world.now += AGAIN_S
+        await world.touch()
+        assert await world.store.get(kind, NAMESPACE, name) == theirs, "the worker waits"
+        told = await world.condition("Provisioned")
+        assert (told["status"], told["reason"]) == ("False", "NameConflict")
+        assert f"PodGroup {name} exists and belongs to somebody else" in told["message"]
+        await world.user.apply(manifest(tiers=[{**TIER, "name": "other"}]))
+        for _ in range(12):
+            await world.step()
+        assert not await world.exists(POD, name), "the worker went"
+        assert await world.store.get(kind, NAMESPACE, name) == theirs
+
+    asyncio.run(scenario())
+
+
 def test_only_workers_that_wait_and_stay_need_their_pod_group_again():
     def pod(worker: str, member: int, **spec: Any) -> tuple[tuple[str, str], dict[str, Any]]:
         of = {COSCHEDULING_LABEL: worker, GROUP_OF: worker, POOL_LABEL: "p", TIER_LABEL: "t", ROLE: "decode", REVISION: "r"}

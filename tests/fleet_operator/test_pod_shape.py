@@ -232,6 +232,37 @@ def test_claims_belong_to_their_pool_and_go_with_it():
     play(scenario, tiers=tiers(kvTransfer=dra))
 
 
+def test_somebody_elses_claim_template_of_our_name_is_left_alone_and_told():
+    """The operator wrote over it, owned it, and took it along when the pool went (O13)."""
+    wish = manifest(tiers=tiers(kvTransfer={"via": "dra", "dra": {"gpu": "gpu.nvidia.com", "nic": "mrdma.google.com"}}))
+
+    async def roles(world: World) -> set[str]:
+        return {pod["metadata"]["labels"][ROLE] for pod in await world.store.list(POD, NAMESPACE)}
+
+    async def scenario(world: World) -> None:
+        await world.user.apply(wish)
+        await world.settle(40)
+        (ours,) = [t for t in await world.store.list(CLAIM_TEMPLATE, NAMESPACE) if "-decode-" in t["metadata"]["name"]]
+        await world.user.delete(FLEET, NAMESPACE, "f")
+        await world.settle(40)
+        meta = {"name": ours["metadata"]["name"], "namespace": NAMESPACE, "labels": {"whose": "theirs"}}
+        theirs = await world.user.create({"apiVersion": ours["apiVersion"], "kind": ours["kind"], "metadata": meta, "spec": {}})
+        await world.user.apply(wish)
+        await world.settle(40)
+        assert await world.store.find(CLAIM_TEMPLATE, NAMESPACE, meta["name"]) == theirs
+        assert "decode" not in await roles(world), "it would get devices that somebody else wishes"
+        fleet = await world.store.get(FLEET, NAMESPACE, "f")
+        (told,) = [one for one in fleet["status"]["conditions"] if one["type"] == "Provisioned"]
+        assert (told["status"], told["reason"]) == ("False", "NameConflict")
+        assert f"ResourceClaimTemplate {meta['name']} exists and belongs to somebody else" in told["message"]
+        await world.user.delete(CLAIM_TEMPLATE, NAMESPACE, meta["name"])
+        world.operator.touch((NAMESPACE, "f"))
+        await world.settle(40)
+        assert await roles(world) >= {"prefill", "decode"}
+
+    play(scenario)
+
+
 def test_what_no_watch_tells_is_not_kept():
     """Claims of every revision, and PodGroups of every worker, that there ever were stayed in the cache, also when their fleet
     was gone."""
