@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from hashlib import blake2b
 from typing import Final
 
 from fleet_router.asked import Hints
@@ -13,9 +14,20 @@ FORWARDED: Final = (b"x-forwarded-for", b"forwarded", b"via")
 """Headers of what did not come from its sender itself."""
 ALWAYS: Final = frozenset({b"traceparent", b"tracestate", b"x-fleet-explain", *FORWARDED})
 """Headers that are kept for tracing and for who asks to see decisions."""
-
+KEPT_BYTES: Final = 256
+"""Of a header's value."""
 
 NO_HINTS: Final = Hints()
+
+
+def kept_of(name: bytes, value: bytes) -> bytes | None:
+    """What is kept of a header that routing may go by: of a long session what tells it from others (no rule names so long a
+    value), of one that was forwarded that it was; None: nothing of a trace that is none."""
+    if len(value) <= KEPT_BYTES:
+        return value
+    if name in FORWARDED:
+        return b""
+    return None if name in ALWAYS else blake2b(value, digest_size=32).digest()
 
 
 def wanted_headers(config: RouterConfig) -> frozenset[bytes]:

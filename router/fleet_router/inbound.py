@@ -16,7 +16,7 @@ import httptools
 from fleet_router.admission.keys import bearer
 from fleet_router.config import HttpBounds
 from fleet_router.errors import RequestError
-from fleet_router.hints import FORWARDED
+from fleet_router.hints import kept_of
 from fleet_router.repeated import Repeated, around_length, worth_learning
 
 HOST: Final = re.compile(rb"^[A-Za-z0-9._\-]+(:\d{1,5})?\Z|^\[[0-9a-fA-F:.]+\](:\d{1,5})?\Z")
@@ -29,8 +29,6 @@ LOOKED_AT: Final = frozenset({b"host", b"content-length", b"transfer-encoding", 
 ASKED_BY: Final[frozenset[bytes]] = frozenset({b"authorization", b"x-api-key", b"x-slo-class", b"x-slo-ttft-ms"})
 """Headers that say who asks and how urgently; none of them goes to a worker."""
 KEPT: Final = LOOKED_AT | ASKED_BY
-KEPT_BYTES: Final = 256
-"""Longer values of headers that routing goes by are passed over."""
 NOTHING_KEPT: Final[dict[bytes, bytes]] = {}
 PIECES_MOST: Final = 8_192
 """Of a body, kept apart: each takes some 50 bytes beside its own."""
@@ -370,9 +368,9 @@ class Inbound:
 
     def _keep(self, lower: bytes, value: bytes) -> None:
         """For routing, and for who may see what: there it counts that it was forwarded, however long the way was."""
-        current = self.current
-        if current is not None and (len(value) <= KEPT_BYTES or lower in FORWARDED):
-            current.kept = {**current.kept, lower: value if len(value) <= KEPT_BYTES else b""}
+        current, kept = self.current, kept_of(lower, value)
+        if current is not None and kept is not None:
+            current.kept = {**current.kept, lower: kept}
 
     def _name(self, value: bytes) -> None:
         current = self.current

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from fleet_router.config import HttpBounds, RouterConfig, SloClass, TierRule
-from fleet_router.hints import ALWAYS, NO_HINTS, hints_of, wanted_headers
+from fleet_router.hints import ALWAYS, NO_HINTS, hints_of, kept_of, wanted_headers
 from fleet_router.inbound import Inbound
 from fleet_router.policy.tiers import tier_of
 from fleet_router.workers import WorkerTable
@@ -156,6 +156,29 @@ def test_legs_leave_no_trace_in_queues_however_they_end():
         await until(lambda: bool(rig.prefill[0].released))
 
     run(go)
+
+
+def test_a_session_is_kept_however_long_its_name_is():
+    """Above 256 bytes (a cookie, a token) it was passed over without a word, and each of its requests went elsewhere."""
+    ruled, cls = config(session_header="x-s"), SloClass(name="default")
+
+    def session(value: bytes) -> bytes:
+        inbound = Inbound()
+        inbound.feed(b"GET / HTTP/1.1\r\nhost: h\r\nx-s: %b\r\n\r\n" % value, HttpBounds(), wanted_headers(ruled))
+        return hints_of(ruled, cls, inbound.requests[0].kept).session
+
+    names = [b"s" * 256, b"s" * 257, b"s" * 9_000, b"s" * 8_999 + b"t"]
+    kept = [session(name) for name in names]
+    assert kept == [session(name) for name in names]
+    assert len(set(kept)) == 4
+    assert kept[0] == names[0]
+    assert {len(one) for one in kept[1:]} == {32}
+
+
+@pytest.mark.parametrize(("name", "kept"), [(b"x-forwarded-for", b""), (b"tracestate", None), (b"traceparent", None)])
+def test_other_long_headers_tell_that_they_were_there_or_nothing(name: bytes, kept: bytes | None):
+    assert kept_of(name, b"v" * 257) == kept
+    assert kept_of(name, b"v" * 256) == b"v" * 256
 
 
 @pytest.mark.parametrize("name", ["x-slo-class", "x-api-key", "authorization", "x-request-id", "host", "x-slo-ttft-ms"])

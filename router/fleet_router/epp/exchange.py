@@ -22,8 +22,8 @@ from fleet_router.epp.picked import Picked, address_of
 from fleet_router.errors import RequestError
 from fleet_router.explain.route import ASKED
 from fleet_router.explain.shown import header as decision_header
-from fleet_router.hints import hints_of
-from fleet_router.inbound import ASKED_BY, KEPT_BYTES, PIECES_MOST, REQUEST_ID, Incoming, asked_by
+from fleet_router.hints import hints_of, kept_of
+from fleet_router.inbound import ASKED_BY, PIECES_MOST, REQUEST_ID, Incoming, asked_by
 from fleet_router.request import parse_alone, parse_body
 from fleet_router.workers import Worker
 
@@ -140,8 +140,8 @@ class Exchange:
                 request.leg_id = f"{request.leg_id}.{request.request_id}"
             elif name in ASKED_BY:
                 asked_by(request, name, value)
-            if name in wanted and len(value) <= KEPT_BYTES:
-                request.kept = {**request.kept, name: value}
+            if name in wanted and (kept := kept_of(name, value)) is not None:
+                request.kept = {**request.kept, name: kept}
         self._subset = _subset(message)
         if self._modes[0] not in (FULL_DUPLEX, BUFFERED) and not message.request_headers.end_of_stream:
             raise RequestError(500, "the gateway must send request bodies FULL_DUPLEX_STREAMED or BUFFERED", code="gateway_mode")
