@@ -226,7 +226,7 @@ def lose_the_claims(lab: Lab) -> None:
 def nobody_watches_claims(lab: Lab) -> bool:
     """Of this kind no event can be lost: a worker waited for a template that nobody told the operator of."""
     watched = {event.kind for event in lab.proxy.ledger.events}
-    return NODE.plural in watched and CLAIM_TEMPLATE.plural not in watched
+    return POD.plural in watched and CLAIM_TEMPLATE.plural not in watched
 
 
 def freeze(lab: Lab) -> None:
