@@ -1,6 +1,6 @@
 """Deleting a fleet needs no finalizer: what clients are reading is read to its end, and then nothing is left, with and without an
-operator. Streams that take longer than a drain get their time from spec.deletion; its finalizer is taken off by the operator, or by
-the user when there is none any more."""
+operator. Streams that take longer than a drain get their time from spec.deletion: the operator takes its finalizer off, or the
+user when there is none any more."""
 
 from __future__ import annotations
 

@@ -172,6 +172,8 @@ def test_busy_workers_stay_until_they_are_idle():
         first = await seconds(world, 1, {"decode": 1})
         kinds = [kind for _, kind, _ in first]
         assert kinds.index("ConfigMap") == min(kinds.index(kind) for kind in kinds if kind in ("ConfigMap", "Pod"))
+        await seconds(world, 8, {"decode": 1})
+        assert (await world.workers())["prefill"] == 0, "it waited for more than it had to"
         await seconds(world, 120, {"decode": 1})
         assert await world.workers() == {"prefill": 0, "decode": 2}
         ready = await world.condition("Ready")

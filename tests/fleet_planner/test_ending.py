@@ -176,6 +176,9 @@ def test_one_event_when_it_begins_and_a_warning_when_something_is_cut():
         [("Normal", "Deleting")], [], [("Warning", "DeletionLate")],
     ]  # fmt: skip
     assert "0 prefill and 2 decode workers were not idle" in told[2][0].note
+    well = tuple(condition.model_copy(update={"status": "True"}) for condition in start.conditions)
+    served = start.model_copy(update={"conditions": well})  # Ready says the same as Available, and is not told beside it
+    assert [event.reason for event in events_of(served, first, Pass("f"))].count("Deleting") == 1
 
 
 @pytest.mark.parametrize("set_s", [3600.0, -3600.0])
