@@ -102,9 +102,11 @@ def test_it_is_there_before_any_worker_and_goes_with_the_field():
         await world.user.patch(FLEET, NAMESPACE, "f", {"spec": {"deletion": None}})
         await world.settle()
         assert await finalizers(world) == ["theirs/a", "theirs/b"]
+        before = [pod["metadata"]["uid"] for pod in await pods(world)]
         await world.user.patch(FLEET, NAMESPACE, "f", {"spec": WAIT})
         await world.settle()
         assert await finalizers(world) == ["theirs/a", "theirs/b", DRAIN]
+        assert [pod["metadata"]["uid"] for pod in await pods(world)] == before
 
     asyncio.run(scenario())
 
