@@ -37,6 +37,11 @@ def is_ending(raw: Object) -> bool:
     return "deletionTimestamp" in raw["metadata"] and DRAIN in _finalizers(raw)
 
 
+def same_wish(now: Object, seen: Object) -> bool:
+    """It is the fleet that was seen, and nobody has asked for something else since."""
+    return is_ending(now) and all(now["metadata"].get(key) == seen["metadata"].get(key) for key in ("uid", "generation"))
+
+
 def ending_of(fleet: InferenceFleet, raw: Object, named: frozenset[str] | None, memory: EndingMemory) -> Ending | None:
     """What the plan of an ending needs; None: the fleet is wanted."""
     if not is_ending(raw) or fleet.spec.deletion is None:

@@ -41,7 +41,7 @@ from fleet_operator.cluster.interface import (
 )
 from fleet_operator.cluster.kinds import kind_of
 from fleet_operator.compare import contains
-from fleet_operator.finalizer import as_asked, ending_of, is_ending, is_going, release, still_ours
+from fleet_operator.finalizer import as_asked, ending_of, is_ending, is_going, release, same_wish, still_ours
 from fleet_operator.fleet_objects import FleetObjects
 from fleet_operator.fleet_state import FleetState, is_restless
 from fleet_operator.flip.follow import FlipFollower
@@ -422,8 +422,9 @@ class Reconciler:
             outcome = await self._applier.apply(fleet, raw, plan, {}, live, state.settled)
             if self._recorder.has_news(raw, plan.status, outcome):
                 await self._recorder.record(raw, plan.status, outcome, {})
-        if ended.release and not outcome.gone and not outcome.stopped:
-            await release(self._writer, self._objects.fleets.get(key, raw), live, outcome, late=ended.late)
+        now = self._objects.fleets.get(key, raw)  # with the status that this pass has written
+        if ended.release and same_wish(now, raw) and not outcome.gone and not outcome.stopped:
+            await release(self._writer, now, live, outcome, late=ended.late)
         elif ended.left_s < RESYNC_S:
             self._later(key, ended.left_s)
         return outcome

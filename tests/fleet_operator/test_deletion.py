@@ -25,6 +25,7 @@ from fleet_operator.cluster.interface import (
 )
 from fleet_operator.cluster.kinds import LEASE
 from fleet_operator.cluster.memory import MemoryCluster
+from fleet_operator.finalizer import same_wish
 from fleet_operator.names import DRAIN, ROLE, TIER
 from fleet_operator.reconciler import CHILDREN
 from fleet_operator.territory import CLAIM, Selection, Territory
@@ -206,6 +207,28 @@ def test_when_the_wait_is_over_it_ends_with_a_warning():
         assert [event for event in await world.events() if event.startswith("Warning DeletionLate")]
 
     play(scenario, **WAIT)
+
+
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [
+        ({}, True),
+        ({"resourceVersion": "9"}, True),
+        ({"generation": 3}, False),
+        ({"uid": "b"}, False),
+        ({"finalizers": []}, False),
+    ],
+)
+def test_nobody_is_released_by_what_was_decided_of_another_wish_or_fleet(change: dict[str, Any], same: bool):
+    """A longer wait, a fleet of the same name: while a pass told what it decided."""
+    meta = {
+        "uid": "a",
+        "generation": 2,
+        "resourceVersion": "1",
+        "finalizers": [DRAIN],
+        "deletionTimestamp": "2026-01-31T12:00:00Z",
+    }
+    assert same_wish({"metadata": {**meta, **change}}, {"metadata": meta}) is same
 
 
 def test_nothing_new_is_made_for_what_is_lost_meanwhile():
