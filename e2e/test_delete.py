@@ -1,5 +1,6 @@
 """Deleting a fleet needs no finalizer: what clients are reading is read to its end, and then nothing is left, with and without an
-operator."""
+operator. Streams that take longer than a drain get their time from spec.deletion: the operator takes its finalizer off, or the
+user when there is none any more."""
 
 from __future__ import annotations
 
@@ -28,6 +29,7 @@ class Stream:
     """One request that runs while its fleet is deleted."""
 
     url: str
+    most_tokens: int = TOKENS
     started: threading.Event = field(default_factory=threading.Event)
     tokens: int = 0
     ended: str = ""
@@ -38,8 +40,8 @@ class Stream:
         self.thread.start()
 
     def _read(self) -> None:
-        body = {"model": "tiny", "prompt": "The router reads. " * 40, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True,
-                "stream": True, "return_token_ids": True}  # fmt: skip
+        body = {"model": "tiny", "prompt": "The router reads. " * 40, "max_tokens": self.most_tokens, "temperature": 0,
+                "ignore_eos": True, "stream": True, "return_token_ids": True}  # fmt: skip
         try:
             with httpx.stream("POST", f"{self.url}/v1/completions", json=body, timeout=90) as answer:
                 for line in answer.iter_lines():
@@ -87,6 +89,126 @@ def test_what_is_being_read_is_read_to_its_end_and_nothing_is_left(fleet: Fleet,
         assert time.monotonic() - begun < 60
     finally:
         os.kill(operator.pid, signal.SIGCONT)
+
+
+LONG_TOKENS = 1_200
+"""Several times the drain time of the fleets below."""
+RELEASE = (
+    '[{"op": "test", "path": "/metadata/finalizers/0", "value": "inferencefleet.io/drain"}, '
+    '{"op": "remove", "path": "/metadata/finalizers/0"}]'
+)
+"""As operator/README.md says it."""
+
+
+def long_streams(fleet: Fleet, wait: str | None = "5m") -> list[Stream]:
+    """A fleet whose drain is over long before these streams are."""
+    wish = manifest(fleet.namespace, tiny_model())
+    wish["spec"]["engine"]["maxModelLen"] = 2048
+    wish["spec"]["rollout"] = {"drainTimeout": "1s"}
+    if wait is not None:
+        wish["spec"]["deletion"] = {"wait": wait}
+    fleet.apply(wish)
+    fleet.wait_serving(1, 2)
+    streams = [Stream(fleet.router(), LONG_TOKENS) for _ in range(4)]
+    for stream in streams:
+        stream.begin()
+    for stream in streams:
+        assert stream.started.wait(30), stream.ended
+    return streams
+
+
+def all_over(streams: list[Stream]) -> list[tuple[str, int]]:
+    for stream in streams:
+        assert stream.thread is not None
+        stream.thread.join(120)
+    return [(stream.ended, stream.tokens) for stream in streams]
+
+
+def nothing_is_left(fleet: Fleet) -> None:
+    wait(lambda: not worker_processes(fleet.namespace) and not router_processes(fleet.namespace), 60, "a process is left")
+    wait(lambda: left(fleet) == [], 60, "an object is left")
+
+
+def finalizers(fleet: Fleet) -> list[str]:
+    return json.loads(fleet.kubectl("get", "ifleet", "loop", "-o", "json"))["metadata"].get("finalizers") or []
+
+
+def told(fleet: Fleet, reason: str) -> list[str]:
+    events = json.loads(fleet.kubectl("get", "events.events.k8s.io", "-o", "json"))["items"]
+    return [event["type"] for event in events if event["reason"] == reason and event["regarding"]["name"] == "loop"]
+
+
+def test_with_a_wait_streams_that_are_longer_than_a_drain_are_read_to_their_end(fleet: Fleet):
+    streams = long_streams(fleet)
+    assert finalizers(fleet) == ["inferencefleet.io/drain"]
+    fleet.kubectl("delete", "ifleet", "loop", "--wait=false")
+    begun = time.monotonic()
+    wait(lambda: fleet.condition("Ready").get("reason") == "Deleting", 10, "nobody says that it is deleted")
+    answers = list[httpx.Response]()
+
+    def refused() -> bool:
+        body = {"model": "tiny", "prompt": "new", "max_tokens": 1}
+        answers.append(httpx.post(f"{streams[0].url}/v1/completions", json=body, timeout=30))
+        return answers[-1].status_code != 200
+
+    wait(refused, 10, "new requests are let in")
+    print(answers[-1].text)
+    assert answers[-1].status_code == 503, answers[-1].text
+    assert all(stream.ended == "" for stream in streams), "every stream had ended: the test shows nothing"
+    assert all_over(streams) == [("done", LONG_TOKENS)] * len(streams)
+    assert time.monotonic() - begun > 2, "they ended inside the drain time: the test shows nothing"
+    nothing_is_left(fleet)
+    assert (told(fleet, "Deleting"), told(fleet, "DeletionLate")) == (["Normal"], [])
+
+
+def test_when_the_wait_is_over_it_goes_and_says_what_it_cut(fleet: Fleet):
+    streams = long_streams(fleet, "2s")
+    fleet.kubectl("delete", "ifleet", "loop", "--wait=false")
+    nothing_is_left(fleet)
+    assert "done" not in [ended for ended, _ in all_over(streams)]
+    assert told(fleet, "DeletionLate") == ["Warning"]
+
+
+def test_without_an_operator_the_user_releases_it(fleet: Fleet, operator: Service):
+    streams = long_streams(fleet)
+    os.kill(operator.pid, signal.SIGSTOP)
+    try:
+        fleet.kubectl("delete", "ifleet", "loop", "--wait=false")
+        assert all_over(streams) == [("done", LONG_TOKENS)] * len(streams)  # nobody told anybody to end
+        assert finalizers(fleet) == ["inferencefleet.io/drain"]
+        assert len(fleet.pods("decode")) == 2
+        begun = time.monotonic()
+        fleet.kubectl("patch", "ifleet", "loop", "--type", "json", "-p", RELEASE)
+        nothing_is_left(fleet)
+        assert time.monotonic() - begun < 60
+    finally:
+        os.kill(operator.pid, signal.SIGCONT)
+
+
+def test_an_operator_that_comes_back_goes_on(fleet: Fleet, operator: Service):
+    streams = long_streams(fleet)
+    os.kill(operator.pid, signal.SIGSTOP)
+    try:
+        fleet.kubectl("delete", "ifleet", "loop", "--wait=false")
+    finally:
+        os.kill(operator.pid, signal.SIGCONT)
+    assert all_over(streams) == [("done", LONG_TOKENS)] * len(streams)
+    nothing_is_left(fleet)
+
+
+def test_a_namespace_is_not_held_by_it(fleet: Fleet):
+    """Its pods are the namespace controller's to delete: streams have their drain time, and no more."""
+    streams = long_streams(fleet)
+    begun = time.monotonic()
+    fleet.kubectl("delete", "namespace", fleet.namespace, "--wait=false")
+    nothing_is_left(fleet)
+    wait(lambda: not namespaces(fleet), 60, "the namespace is there")
+    assert time.monotonic() - begun < 60
+    all_over(streams)
+
+
+def namespaces(fleet: Fleet) -> str:
+    return fleet.plane.kubectl("get", "namespace", fleet.namespace, "-o", "name", "--ignore-not-found").stdout.strip()
 
 
 def left(fleet: Fleet) -> list[str]:

@@ -258,6 +258,7 @@ def rdma_is_refused_here_in_words(fleet: Fleet) -> None:
     tier = wish["spec"]["tiers"][0]
     tier["accelerator"] = {"type": "h200"}
     tier["kvTransfer"] = {"transport": "rdma", "via": "dra", "dra": {"nic": "mrdma.google.com"}}
+    wish["spec"]["deletion"] = {"wait": "1h"}  # it has a finalizer, which goes at once: it has no worker
     fleet.apply(wish)
 
     def told() -> bool:

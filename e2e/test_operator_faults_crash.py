@@ -12,7 +12,7 @@ from e2e.faultproxy.fixtures import FAMILY, Played
 from e2e.faultproxy.lab import Lab, fleet_manifest, path_of, removed
 from e2e.faultproxy.sweep import Scenario, sweep
 from fleet_operator.cluster.interface import CONFIG_MAP, FLEET
-from fleet_operator.names import router_name
+from fleet_operator.names import DRAIN, router_name
 from fleet_wire.endpoints import ENDPOINTS_KEY
 
 pytestmark = FAMILY
@@ -81,6 +81,22 @@ def gone(lab: Lab) -> bool:
     return not lab.objects()
 
 
+def fleet_with_a_finalizer(lab: Lab) -> None:
+    """Nobody reads these workers' metrics: it ends when its wait is over."""
+    if not lab.lives or lab.operator.poll() is not None:
+        lab.start()
+    lab.apply(fleet_manifest(lab.namespace, deletion={"wait": "3s"}))
+    lab.until("a fleet with a finalizer", lambda: rolled_out(lab) and DRAIN in finalizers(lab), 60)
+
+
+def finalizers(lab: Lab) -> list[str]:
+    return (lab.get(FLEET, "f") or {"metadata": {}})["metadata"].get("finalizers") or []
+
+
+def all_gone(lab: Lab) -> bool:
+    return lab.get(FLEET, "f") is None and gone(lab)
+
+
 SCENARIOS = {
     scenario.name: scenario
     for scenario in (
@@ -91,6 +107,8 @@ SCENARIOS = {
         Scenario("shrink", four_to_decode, fewer, two_left, writes_least=5),
         # children go by garbage collection: there is no write to die at
         Scenario("delete", running_fleet, remove, gone, writes_least=0),
+        # the document, the status, an event; when it is late: status, three workers, an event, the finalizer
+        Scenario("delete-with-finalizer", fleet_with_a_finalizer, remove, all_gone, writes_least=8),
     )
 }  # fmt: skip
 PLAYS = {

@@ -305,6 +305,7 @@ FLEET_RULES: tuple[Rule, ...] = (
     _duration_between("spec.rollout", "progressDeadline", "1s", "24h"),
     _duration_between("spec.rollout", "drainTimeout", "1s", "1h"),
     _duration_between("spec.rollout.canary", "interval", "1s", "24h"),
+    _duration_between("spec.deletion", "wait", "1s", "24h"),
     Rule(
         path="spec.rollout",
         cel="!has(self.maxSurgeGpus) || self.maxSurgeGpus > 0 || (has(self.maxUnavailable) && self.maxUnavailable > 0)",

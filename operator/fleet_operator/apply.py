@@ -127,6 +127,9 @@ class Applier:
 
     async def _objects(self, work: _Pass, templates: dict[str, Template]) -> None:
         routers_told = await self._put(render_documents(work.fleet, work.plan, work.raw, work.live), work)
+        if work.plan.ended is not None:  # nothing is made, changed or put back any more
+            await self._deletions(work, routers_told)
+            return
         stored = await self._revisions(work, templates)
         for wish in render_router(work.fleet, work.raw, self._platform):
             await self._put(wish, work)

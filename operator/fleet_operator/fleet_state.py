@@ -12,6 +12,7 @@ from fleet_operator.observe import PodsSeen, Published
 from fleet_operator.pace import Pace
 from fleet_operator.refusals import Refusals
 from fleet_operator.settled import Settled
+from fleet_planner.ending import EndingMemory
 from fleet_planner.types import ClockMemory, FlipReport, Problem, RestMemory, ScaleMemory, TierTelemetry
 
 SET_LEAST_S = 5.0
@@ -46,6 +47,7 @@ class FleetState:
     published: Published = field(default_factory=Published)
     settled: Settled = field(default_factory=Settled)
     refusals: Refusals = field(default_factory=Refusals)
+    ending: EndingMemory = field(default_factory=EndingMemory)
     needed: dict[tuple[str, str], Object] = field(default_factory=dict)
     """See `needed_templates`."""
 
@@ -69,7 +71,8 @@ def _dated(one: TierTelemetry, set_s: float) -> TierTelemetry:
         for load in (one.prefill, one.decode)
     )
     demand = None if one.demand is None else replace(one.demand, measured_at=one.demand.measured_at + set_s)
-    return replace(one, prefill=prefill, decode=decode, demand=demand)
+    idle = {name: at + set_s for name, at in one.idle.items()}
+    return replace(one, prefill=prefill, decode=decode, demand=demand, idle=idle)
 
 
 def is_restless(status: FleetStatus) -> bool:

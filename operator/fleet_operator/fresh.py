@@ -30,7 +30,7 @@ class Fresh:
         self._pools: bool | None = None
 
     async def fleet(self) -> bool:
-        """The fleet still has this uid and generation, and nobody deleted it."""
+        """The fleet still has this uid and generation, and nobody has deleted it since it was seen."""
         if self._fleet is None:
             self._fleet = await self._is_present_fleet()
         return self._fleet
@@ -69,7 +69,7 @@ class Fresh:
         self.read.append(found)
         now = found["metadata"]
         same = now["uid"] == meta["uid"] and now.get("generation") == meta.get("generation")
-        return same and "deletionTimestamp" not in now
+        return bool(same and now.get("deletionTimestamp") == meta.get("deletionTimestamp"))
 
 
 def _version(obj: Object) -> str:

@@ -91,6 +91,8 @@ class Published:
     """Uids of the workers that it lets serve."""
     told: frozenset[str] = frozenset()
     """Uids of those that it names as serving, held or absent."""
+    named: frozenset[str] | None = None
+    """Uids of all that it names, also as draining; None: it cannot be read."""
     adapters: Mapping[str, tuple[AdapterSeen, ...]] = field(default_factory=dict)
     """By uid: adapters that the routers were told of. It holds until the workers themselves have been heard: an operator that
     starts again takes nothing away."""
@@ -110,7 +112,7 @@ def observe_published(documents: Object | None, before: Published = Published())
     }
     serving = frozenset(worker.uid for worker in found.workers if worker.state == "serving")
     told = frozenset(one.uid for one in found.absent).union(one.uid for one in found.workers if one.state != "draining")
-    return Published(documents, serving, told, adapters)
+    return Published(documents, serving, told, told.union(worker.uid for worker in found.workers), adapters)
 
 
 def workers_told(documents: Object | None) -> tuple[endpoints.Endpoint, ...] | None:

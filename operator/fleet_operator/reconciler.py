@@ -14,8 +14,9 @@ from dataclasses import replace
 
 from fleet_api.conditions import rfc3339, set_condition
 from fleet_api.parse import ManifestError
+from fleet_api.v1alpha1 import InferenceFleet
 from fleet_operator.adapters.follow import AdapterFollower
-from fleet_operator.apply import Applier
+from fleet_operator.apply import Applier, Live
 from fleet_operator.cluster.interface import (
     CONFIG_MAP,
     CONTROLLER_REVISION,
@@ -40,6 +41,7 @@ from fleet_operator.cluster.interface import (
 )
 from fleet_operator.cluster.kinds import kind_of
 from fleet_operator.compare import contains
+from fleet_operator.finalizer import as_asked, ending_of, is_ending, is_going, release, same_wish, still_ours
 from fleet_operator.fleet_objects import FleetObjects
 from fleet_operator.fleet_state import FleetState, is_restless
 from fleet_operator.flip.follow import FlipFollower
@@ -59,6 +61,7 @@ from fleet_operator.settings import Platform
 from fleet_operator.status_pace import StatusPace
 from fleet_operator.work_queue import Key, WorkQueue
 from fleet_operator.write_through import WriteThrough
+from fleet_planner.ending import Ended
 from fleet_planner.events import sizing_of
 from fleet_planner.reconcile import Plan, reconcile
 from fleet_planner.types import (
@@ -281,7 +284,7 @@ class Reconciler:
 
     async def _one(self, key: Key) -> None:
         raw = self._objects.fleets.get(key)
-        if raw is None or "deletionTimestamp" in raw["metadata"]:
+        if raw is None or is_going(raw):
             return  # children go by garbage collection; recreating one would fight it
         if not self._owns(key[0]):
             return
@@ -370,8 +373,12 @@ class Reconciler:
         try:
             state.known = parse_again(state.known, raw)
         except ManifestError as error:
-            return await self._not_accepted(key, raw, error)
+            return await (as_asked(self._writer, raw, None) if is_ending(raw) else self._not_accepted(key, raw, error))
+        kept = await as_asked(self._writer, raw, state.known.fleet)
+        if kept.writes or kept.gone:  # the next pass is made from what it is now
+            return kept
         fleet, live = state.known.fleet, self._objects.children(key)
+        live = still_ours(raw, live) if is_ending(raw) else live
         live |= (lost := lost_templates(state.needed, live))
         stored = observe_revisions(obj for (kind, _), obj in live.items() if kind == "ControllerRevision")
         wanted = state.known.revisions
@@ -385,19 +392,41 @@ class Reconciler:
         moving = {pod.uid for pod in observed.pods if pod.flipping is not None}
         state.changing = bool(moving)
         state.flips = {uid: said for uid, said in state.flips.items() if uid in moving}  # of this flip, not of one before it
-        plan: Plan = reconcile(fleet, observed, now)
+        ending = ending_of(fleet, raw, state.published.named, state.ending)
+        plan: Plan = reconcile(fleet, observed, now, ending)
         state.ahead_s, state.clock = ahead_s, plan.clock
         state.memory, state.rest, state.restless = plan.memory, plan.rest, is_restless(plan.status)
         self.reader.hearing.follow(key, plan.status)
+        if plan.ended is not None:
+            return await self._end(key, raw, fleet, state, plan, plan.ended, live)
         there, at = {obj["metadata"]["uid"] for obj in pods_of(live)}, self._monotonic()
         asked, held = state.refusals.held(plan.create, there, at)
         asks = plan if asked == plan.create else replace(plan, create=asked)
         outcome = await self._applier.apply(fleet, raw, asks, templates, live, state.settled, lost.keys())
         state.needed = needed_templates(plan, live, raw)
         state.refusals.note(asked, outcome.problems, there, fleet.spec.scaling.capacity_wait_s, at)
-        outcome.problems = state.refusals.in_order([*outcome.problems, *held, *unmakeable(key[1], plan, live)], plan.create)
+        outcome.conflicts += kept.conflicts
+        outcome.problems = state.refusals.in_order(
+            [*kept.problems, *outcome.problems, *held, *unmakeable(key[1], plan, live)], plan.create
+        )
         if self._recorder.has_news(raw, plan.status, outcome):
             await self._recorder.record(raw, plan.status, outcome, sizing_of(fleet, plan.reasons))
+        return outcome
+
+    async def _end(
+        self, key: Key, raw: Object, fleet: InferenceFleet, state: FleetState, plan: Plan, ended: Ended, live: Live
+    ) -> Outcome:
+        """One pass of a fleet that was deleted and drains."""
+        state.ending, outcome = ended.memory, Outcome()
+        if ended.late or not ended.release:  # else nothing is left that anybody could be told of
+            outcome = await self._applier.apply(fleet, raw, plan, {}, live, state.settled)
+            if self._recorder.has_news(raw, plan.status, outcome):
+                await self._recorder.record(raw, plan.status, outcome, {})
+        now = self._objects.fleets.get(key, raw)  # with the status that this pass has written
+        if ended.release and same_wish(now, raw) and not outcome.gone and not outcome.stopped:
+            await release(self._writer, now, live, outcome, late=ended.late)
+        elif ended.left_s < RESYNC_S:
+            self._later(key, ended.left_s)
         return outcome
 
     async def _not_accepted(self, key: Key, raw: Object, error: ManifestError) -> Outcome:
@@ -424,4 +453,4 @@ class Reconciler:
 
     def _is_ours(self, key: Key) -> bool:
         raw = self._objects.fleets.get(key)
-        return raw is not None and "deletionTimestamp" not in raw["metadata"] and self._owns(key[0])
+        return raw is not None and not is_going(raw) and self._owns(key[0])

@@ -29,6 +29,8 @@ CLAIMED: Final = {f"{GROUP}/claim": "true"}
 RECHECK_S: Final = 30.0
 CHECKS_MOST: Final = 100
 """Claims of ours that are looked at in a round; with more namespaces each waits for its turn."""
+TERMINATING: Final = "because it is being terminated"
+"""The API server's words for a namespace that is deleted: nothing can be made there."""
 KEY: Final = re.compile(LABEL_KEY)
 VALUE: Final = re.compile(r"[A-Za-z0-9]([-._A-Za-z0-9]{0,61}[A-Za-z0-9])?")
 LOG = logging.getLogger("fleet.operator.territory")
@@ -189,6 +191,12 @@ class Territory:
             except NotFoundError:  # there is no such namespace (any more): a fleet in it will ask again
                 self._wanted.discard(namespace)
                 self.foreign.pop(namespace, None)
+                return
+            except ForbiddenError as error:
+                if TERMINATING not in str(error):
+                    raise
+                self._owned[namespace] = None  # nobody can claim it any more; what is in it has to come to its end
+                self.changed(namespace)
                 return
         if not holder_of(lease):
             try:

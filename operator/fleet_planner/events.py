@@ -18,9 +18,13 @@ from fleet_planner.types import ROLES, Problem
 NOTE_MOST_BYTES = 1_000
 """events.k8s.io/v1 refuses notes of more than 1 kB."""
 NAMES_MOST = 3
+DELETING: Final = "Deleting"
+DELETION_LATE: Final = "DeletionLate"
+"""Reasons of a fleet that was deleted and is kept by our finalizer: it drains; its time is over, and something still ran."""
 SEVERE: Final = frozenset(
     {
         "BackedOut",
+        DELETION_LATE,
         "Invalid",
         "KvFailing",
         "KvNotMoving",
@@ -41,7 +45,7 @@ SEVERE: Final = frozenset(
     }
 )
 """Reasons that warn even when the fleet was never well: somebody has to do something."""
-IN_ORDER: Final = frozenset({"Progressing", "Paused", "Prefetching", "Queued", "Waking"})
+IN_ORDER: Final = frozenset({DELETING, "Progressing", "Paused", "Prefetching", "Queued", "Waking"})
 """Reasons of states that are neither good nor bad."""
 NAME_CONFLICT = "NameConflict"
 """A problem and a condition's reason: an object of somebody else has the name of one of ours."""
@@ -116,7 +120,7 @@ def events_of(before: FleetStatus, after: FleetStatus, done: Pass) -> tuple[Even
     """Everything to tell of one pass; notes are cut to what the API takes."""
     found = [
         *_transitions(before, after),
-        *_tiers(before, after, done.sizing),
+        *(() if _ends(after) else _tiers(before, after, done.sizing)),
         *_workers(done.deeds),
         *_flips(before, after, done.deeds),
         *_adapters(before, after),
@@ -145,6 +149,7 @@ def _transition(before: Condition | None, after: Condition) -> Event | None:
         return Event("Normal", after.reason, after.message, "Reconcile") if news else None
     silent = (after.status == "Unknown" and after.type != "TelemetryFresh") or after.reason in TOLD_ELSEWHERE
     silent |= before is None and after.reason == AT_FIRST
+    silent |= after.type == "Ready" and after.reason in (DELETING, DELETION_LATE)  # Available says it
     severe = after.reason in SEVERE
     if silent or (after.type in ("Ready", "TelemetryFresh") and not was_good and not severe):
         return None
@@ -159,6 +164,11 @@ def _meaning(condition: Condition) -> tuple[str, ...]:
     # why a fleet is not ready is told by the condition that Ready repeats
     reason = () if condition.type == "Ready" else (condition.reason,)
     return condition.status, *reason, *words
+
+
+def _ends(after: FleetStatus) -> bool:
+    ready = after.condition("Ready")
+    return ready is not None and ready.reason in (DELETING, DELETION_LATE)
 
 
 def _good(condition: Condition) -> bool:

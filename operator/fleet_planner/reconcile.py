@@ -12,6 +12,7 @@ from fleet_planner.adapters import fitted
 from fleet_planner.altered import altered
 from fleet_planner.capacity import fit_budget, least_devices, refusals
 from fleet_planner.clock import steady
+from fleet_planner.ending import Ended, Ending, plan_ending
 from fleet_planner.gang import settled, workers_of
 from fleet_planner.orphans import TierNow, devices_left, plan_orphans
 from fleet_planner.prefetch import Prefetch, held_back, plan_prefetch, reached, repairs
@@ -65,6 +66,8 @@ class Plan:
     clock: ClockMemory = field(default_factory=ClockMemory)
     memory: dict[str, ScaleMemory] = field(default_factory=dict)
     reasons: tuple[str, ...] = ()
+    ended: Ended | None = None
+    """It was deleted, and drains."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +84,12 @@ class _Planned:
     asked_devices: int
 
 
-def reconcile(fleet: InferenceFleet, observed: Observed, now: float) -> Plan:
-    """The plan. Only `observed` and `now` decide; nothing is remembered but what comes back in `memory`, `rest` and `clock`."""
+def reconcile(fleet: InferenceFleet, observed: Observed, now: float, ending: Ending | None = None) -> Plan:
+    """The plan. Only `observed`, `ending` and `now` decide; nothing is remembered but what comes back in `memory`, `rest`,
+    `clock` and `ended`. `ending`: of a fleet that was deleted and has our finalizer."""
     fleet, observed, clock = steady(fleet, observed, now)
+    if ending is not None:
+        return _end(fleet, observed, ending, clock, now)
     prefetch = plan_prefetch(fleet, observed, now)
     sizes = {tier.name: current_size(tier, observed) for tier in fleet.spec.tiers}
     scaled = any(scaled_by_others(tier.name, observed.templates[tier.name].revision, observed) for tier in fleet.spec.tiers)
@@ -114,6 +120,17 @@ def reconcile(fleet: InferenceFleet, observed: Observed, now: float) -> Plan:
         clock=clock,
         reasons=tuple(f"{view.tier.name}: {view.decision.reason}" for view in views),
     )
+
+
+def _end(fleet: InferenceFleet, observed: Observed, ending: Ending, clock: ClockMemory, now: float) -> Plan:
+    """Of a fleet that wants nothing any more."""
+    ended = plan_ending(fleet, observed, ending, clock, now)
+    return Plan(
+        pools=(), pools_gone=(), create=(), delete=ended.gone, fetch=(), flips=(), relabels=(), targets=ended.targets, splits=(),
+        keep=(), needed=frozenset((pod.tier, pod.revision) for pod in observed.pods), forget=(), status=ended.status,
+        rest=observed.rest, clock=clock, memory=dict(observed.memory), ended=ended,
+        reasons=tuple(f"{tier.name}: the fleet is deleted" for tier in fleet.spec.tiers),
+    )  # fmt: skip
 
 
 def _plan_tiers(

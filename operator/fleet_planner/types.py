@@ -242,6 +242,8 @@ class TierTelemetry:
     """By revision; one that no router has counted yet is absent."""
     busy: dict[str, float] = field(default_factory=dict)
     """By pod name: requests that the worker runs; one that could not be read is absent."""
+    idle: dict[str, float] = field(default_factory=dict)
+    """By pod name: when it was read, of workers that then ran nothing and had no lease open."""
     demand: Demand | None = None
     """Of the whole fleet, whichever tier its requests go to; None when no router could be read."""
 

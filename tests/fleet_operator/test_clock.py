@@ -6,8 +6,9 @@ import pytest
 
 from fleet_operator.adapters.memory import AdapterMemory
 from fleet_operator.cluster.interface import FLEET, POD, UnavailableError
-from fleet_operator.fleet_state import SET_LEAST_S, clock_set_s
+from fleet_operator.fleet_state import SET_LEAST_S, FleetState, clock_set_s, telemetry_at
 from fleet_operator.names import REVISION
+from fleet_planner.types import TierTelemetry
 from tests.fleet_operator.test_capacity import MANUAL, WAIT_S, Quota, play, scale
 from tests.fleet_operator.test_zero import Sleeper
 from tests.fleet_operator.world import NAMESPACE, World
@@ -149,3 +150,10 @@ def test_a_clock_that_is_set_during_an_outage_makes_no_fleet_wait_longer(set_s: 
         assert await world.workers() == {"prefill": 1, "decode": 2}
 
     play_world(go)
+
+
+def test_a_clock_that_is_set_moves_when_a_worker_was_read_idle():
+    """Else one that was idle before the fleet was deleted would seem to have been so after it."""
+    state = FleetState(telemetry={"t": TierTelemetry(idle={"p": 100.0})}, telemetry_ahead_s=0.0)
+    assert telemetry_at(state, 3600.0)["t"].idle == {"p": 3700.0}
+    assert telemetry_at(state, 0.0)["t"].idle == {"p": 100.0}

@@ -32,6 +32,8 @@ CONDITIONS: dict[str, tuple[ConditionType, str, Told, Told]] = {
     "Cached": ("ModelCached", "True", "", ""),
     "Complete": ("RollingOut", "False", "", ""),
     "Creating": ("Provisioned", "False", "", ""),
+    "Deleting": ("Available", "False", "Normal", "Normal"),
+    "DeletionLate": ("Available", "False", "Warning", "Warning"),
     "Fresh": ("TelemetryFresh", "True", "", ""),
     "InRatio": ("WithinRatio", "True", "", ""),
     "Invalid": ("Accepted", "False", "Warning", "Warning"),

@@ -11,7 +11,8 @@
 {{- else }}
 - {apiGroups: [coordination.k8s.io], resources: [leases], resourceNames: [inferencefleet-owner], verbs: [get, create, patch]}
 {{- end }}
-- {apiGroups: [inferencefleet.io], resources: [inferencefleets], verbs: [list, watch]}
+# patch: the finalizer of fleets with spec.deletion
+- {apiGroups: [inferencefleet.io], resources: [inferencefleets], verbs: [list, watch, patch]}
 {{- if .Values.webhooks.enabled }}
 # a pool that is scaled is judged by its fleet
 - {apiGroups: [inferencefleet.io], resources: [inferencefleets, workerpools], verbs: [get]}

@@ -6,9 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from fleet_api.quantities import parse_duration
 from fleet_api.v1alpha1.accelerator import CPU, DEFAULT_RESOURCE, ParallelismSpec
 from fleet_api.v1alpha1.admission import SloClassSpec, TenantsSpec
-from fleet_api.v1alpha1.base import DNS_LABEL, ApiModel, Metadata
+from fleet_api.v1alpha1.base import DNS_LABEL, ApiModel, DurationText, Metadata
 from fleet_api.v1alpha1.model import DEFAULT_REVISION, EngineSpec, HubSource, ModelSpec
 from fleet_api.v1alpha1.rollout import RolloutSpec
 from fleet_api.v1alpha1.routing import LimitsSpec, RoutingSpec, ScalingSpec, SloSpec, TelemetrySpec
@@ -29,6 +30,20 @@ class NetworkPolicySpec(ApiModel):
     metrics_from: Annotated[tuple[Annotated[str, Field(pattern=DNS_LABEL, max_length=63)], ...], Field(max_length=8)] = Field(
         default=(), description="More namespaces that may read the workers' metrics, e.g. monitoring. Default: none."
     )
+
+
+class DeletionSpec(ApiModel):
+    """How a fleet ends whose streams take longer than a drain."""
+
+    wait: DurationText = Field(
+        description="How long the fleet, once deleted, may take for what runs: a finalizer keeps it until its workers are idle, "
+        "for so long at the most. 1s to 24h."
+    )
+
+    @property
+    def wait_s(self) -> float:
+        """Longest wait in seconds."""
+        return parse_duration(self.wait)
 
 
 class FleetSpec(ApiModel):
@@ -52,6 +67,11 @@ class FleetSpec(ApiModel):
     rollout: RolloutSpec = Field(default=RolloutSpec(), description="How a new revision replaces the old one.")
     telemetry: TelemetrySpec = Field(default=TelemetrySpec(), description="Where load and latency come from.")
     network_policy: NetworkPolicySpec = Field(default=NetworkPolicySpec(), description="Who may reach the workers.")
+    deletion: DeletionSpec | None = Field(
+        default=None,
+        description="Give what runs more time when the fleet is deleted. Default: no finalizer; workers and routers finish what "
+        "they can inside their drain time.",
+    )
 
     @property
     def max_input_tokens(self) -> int:

@@ -17,6 +17,8 @@ REQUESTS = "fleet_router_revision_requests_total"
 ERRORS = "fleet_router_revision_errors_total"
 RUNNING = "vllm:num_requests_running"
 WAITING = "vllm:num_requests_waiting"
+LEASES = "fleet:kv_leases_open"
+"""Prefill workers: KV that nobody has read yet. vLLM does not say it."""
 TRANSFERS = "vllm:nixl_xfer_time_seconds_count"
 BLOCKS = "fleet:kv_blocks_received_total"
 BYTES = "vllm:nixl_bytes_transferred_sum"
@@ -31,7 +33,7 @@ HELD = "fleet_router_held"
 ARRIVALS = "fleet_router_arrivals_total"
 METRICS = frozenset(
     {f"{TTFT}_bucket", f"{ITL}_bucket", SENT, REQUESTS, ERRORS, RUNNING, WAITING, TRANSFERS, BLOCKS, BYTES, FAILED, HANDED}
-    | {TRANSPORT, GBPS, MEMLOCK, HELD, ARRIVALS, LATE}
+    | {TRANSPORT, GBPS, MEMLOCK, HELD, ARRIVALS, LATE, LEASES}
 )
 """Every metric that anything here reads."""
 UNWATCHED = KvWatch()
@@ -79,6 +81,7 @@ def tier_telemetry(
         revisions=_revisions(tier, routers, earlier),
         transport=next((name for name in SLOWEST_FIRST if name in used), None),
         transports=seen,
+        idle={worker.pod: worker.reading.read_at for worker in mine if worker.reading is not None and _is_idle(worker)},
         busy={worker.pod: held for worker in mine if (held := _held(worker)) is not None},
         demand=_demand(routers),
     )
@@ -154,6 +157,10 @@ def _held(worker: WorkerReading) -> float | None:
     running = total(worker.reading.samples, RUNNING)
     waiting = total(worker.reading.samples, WAITING)
     return None if running is None or waiting is None else running + waiting
+
+
+def _is_idle(worker: WorkerReading) -> bool:
+    return _held(worker) == 0 and _count(worker.reading, LEASES) == 0
 
 
 def _sum(values: list[float | None]) -> float | None:

@@ -303,6 +303,24 @@ async def a_finalizer_holds_the_object(store: Store) -> None:
 
 
 @promise
+async def a_list_of_finalizers_is_written_on_top_of_what_was_seen(store: Store) -> None:
+    seen = await store.cluster.apply(config_map(store, "listed", {}, finalizers=["inferencefleet.io/test"]))
+    meta = {key: seen["metadata"][key] for key in ("uid", "resourceVersion")}
+    await store.other.patch(
+        CONFIG_MAP, store.namespace, "listed", {"metadata": {"finalizers": ["a/b", "inferencefleet.io/test"]}}
+    )
+    with pytest.raises(ConflictError):
+        await store.cluster.patch(CONFIG_MAP, store.namespace, "listed", {"metadata": {**meta, "finalizers": []}})
+    await store.cluster.delete(CONFIG_MAP, store.namespace, "listed")
+    for left in (["a/b"], []):
+        now = (await store.cluster.get(CONFIG_MAP, store.namespace, "listed"))["metadata"]
+        meta = {key: now[key] for key in ("uid", "resourceVersion")}
+        made = await store.cluster.patch(CONFIG_MAP, store.namespace, "listed", {"metadata": {**meta, "finalizers": left}})
+        assert (made["metadata"].get("finalizers") or []) == left
+    assert await is_gone(store, CONFIG_MAP, "listed")
+
+
+@promise
 async def a_watch_tells_what_is_there_then_every_change(store: Store) -> None:
     await store.cluster.apply(config_map(store, "before", {}, labels={"watch": "1"}))
     async with watching(store, {"watch": "1"}) as following:

@@ -107,3 +107,14 @@ def test_what_each_worker_runs_is_known_by_pod_and_unknown_is_absent():
         replace(worker("decode", None), pod="x"),
     ]
     assert tier_telemetry("t", known, [], [], NOW).busy == {"p": 0.0, "d": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("leases", "idle"), [("", True), ("\nfleet:kv_leases_open 0", True), ("\nfleet:kv_leases_open 1", False)]
+)
+def test_a_worker_with_a_lease_open_is_not_idle(leases: str, idle: bool):
+    """vLLM does not say it: then the requests count."""
+    text = "vllm:num_requests_running 0\nvllm:num_requests_waiting 0" + leases
+    mine = WorkerReading("t", "prefill", Reading(parse_text(text), NOW - 1), "p")
+    others = [replace(worker("decode", 2), pod="d"), replace(worker("decode", None), pod="x")]
+    assert tier_telemetry("t", [mine, *others], [], [], NOW).idle == ({"p": NOW - 1} if idle else {})

@@ -1,0 +1,171 @@
+"""A fleet that was deleted and has our finalizer (spec.deletion): its workers drain, for `wait` at the most. Pure.
+
+Routers are told first; from then on nothing new comes, so a worker that was seen idle after that stays idle and goes. A request
+that is still in a prefill worker needs a decode worker afterwards: those of decode go only when all of prefill were seen idle.
+What no router was ever told of, or can never serve, goes at once. What cannot be read stays for as long as it may. When every
+worker is on its way out, or the time is over, the finalizer goes: garbage collection takes the rest, inside grace periods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from fleet_api.conditions import ConditionType, rfc3339, set_conditions
+from fleet_api.quantities import format_ratio
+from fleet_api.v1alpha1 import InferenceFleet
+from fleet_api.v1alpha1.status import FleetStatus, RoleStatus, TierStatus
+from fleet_planner.clock import FUTURE_S
+from fleet_planner.events import DELETING, DELETION_LATE
+from fleet_planner.gang import workers_of
+from fleet_planner.replicas import Replica
+from fleet_planner.revisions import target_of
+from fleet_planner.types import ROLES, ClockMemory, Observed, PodGone, Role, Target, Verdict
+
+SETTLE_S = 3.0
+"""Routers follow their document within a second, and what they had sent by then has arrived."""
+MAX_CAUSES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class EndingMemory:
+    """What an ending remembers between passes; all of it may be lost: then it is worked out again, and takes a moment longer."""
+
+    began_at: float | None = None
+    """When the fleet was deleted, by the clock as it is now."""
+    told_at: float | None = None
+    """When the routers' document was first seen to let nobody serve."""
+    prefilled_at: float | None = None
+    """When every prefill worker was first seen idle after that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """What an ending is planned from, beside what is observed."""
+
+    deleted_at: float
+    """By the API server's clock."""
+    wait_s: float
+    named: frozenset[str] | None = frozenset()
+    """Uids that the routers' document names, in whichever state; None: it cannot be read."""
+    memory: EndingMemory = EndingMemory()
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """What becomes of it."""
+
+    gone: tuple[PodGone, ...]
+    targets: tuple[Target, ...]
+    status: FleetStatus
+    memory: EndingMemory
+    release: bool
+    """The finalizer goes: no worker stays, or the time is over."""
+    late: bool
+    """It is over."""
+    left_s: float
+    """Until it is."""
+
+
+def plan_ending(fleet: InferenceFleet, observed: Observed, ending: Ending, clock: ClockMemory, now: float) -> Ended:
+    """Deletions, what routers are told, and whether the finalizer may go."""
+    workers = [worker for tier in sorted({pod.tier for pod in observed.pods}) for worker in workers_of(observed, tier)]
+    idle_at = {name: at for known in observed.telemetry.values() for name, at in known.idle.items()}
+    memory = _remembered(observed, ending, workers, idle_at, clock, now)
+    left_s = (memory.began_at or 0.0) + ending.wait_s - now
+    late, staying = left_s <= 0, [worker for worker in workers if not _is_leaving(worker)]
+    going = [worker for worker in staying if late or _may_go(worker, observed, ending, memory, idle_at)]
+    why = f"the fleet is deleted, and its wait of {ending.wait_s:g} s is over" if late else "the fleet is deleted, and it is idle"
+    partly = [worker for worker in workers if worker.terminating]  # a worker that loses one pod has lost all
+    pods = [pod for worker in (*going, *partly) for pod in worker.pods if not pod.terminating]
+    uids = {pod.uid for pod in observed.pods}
+    known = (worker for worker in workers if worker.ready or _is_named(worker, ending))
+    targets = (target_of(worker, frozenset(), uids, now) for worker in known)
+    return Ended(
+        gone=tuple(PodGone(pod.name, pod.uid, why) for pod in pods),
+        targets=tuple(sorted((found for found in targets if found is not None), key=lambda target: target.name)),
+        status=_status(fleet, observed, staying, late=late, until=memory.began_at or 0.0, wait_s=ending.wait_s, now=now),
+        memory=memory,
+        release=late or not staying,
+        late=late,
+        left_s=left_s,
+    )
+
+
+def _is_leaving(worker: Replica) -> bool:
+    return all(pod.terminating for pod in worker.pods)
+
+
+def _is_named(worker: Replica, ending: Ending) -> bool:
+    return worker.leader.ip is not None and (ending.named is None or worker.leader.uid in ending.named)
+
+
+def _remembered(
+    observed: Observed, ending: Ending, workers: Sequence[Replica], idle_at: dict[str, float], clock: ClockMemory, now: float
+) -> EndingMemory:
+    before, set_s = ending.memory, observed.clock_set_s
+    if before.began_at is None:
+        by_s = clock.ahead_s if clock.ahead_s > 0 and ending.deleted_at + clock.ahead_s <= now + FUTURE_S else 0.0
+        began_at = min(ending.deleted_at + by_s, now)
+    else:
+        began_at = min(before.began_at + set_s, now)
+    told = ending.named is not None and not any(pod.serving or pod.told for pod in observed.pods)
+    told_at = None if not told else now if before.told_at is None else min(before.told_at + set_s, now)
+    prefills = [worker for worker in workers if worker.role == "prefill" and worker.alive and _is_named(worker, ending)]
+    done = told_at is not None and all(_was_idle(worker, told_at, idle_at) for worker in prefills)
+    since = now if before.prefilled_at is None else min(before.prefilled_at + set_s, now)
+    return EndingMemory(began_at, told_at, since if done else None)
+
+
+def _was_idle(worker: Replica, since: float | None, idle_at: dict[str, float]) -> bool:
+    """It was read so long after `since` that nothing that was on its way then is missing."""
+    return since is not None and idle_at.get(worker.leader.name, float("-inf")) >= since + SETTLE_S
+
+
+def _may_go(worker: Replica, observed: Observed, ending: Ending, memory: EndingMemory, idle_at: dict[str, float]) -> bool:
+    """It is idle for good, or never had anything to do."""
+    leader = worker.leader
+    if worker.broken or leader.phase == "Pending":
+        return True
+    known = observed.telemetry.get(leader.tier)
+    unread = known is None or leader.name not in known.busy
+    if unread and not worker.ready and not _is_named(worker, ending):
+        return True
+    return _was_idle(worker, memory.told_at if worker.role == "prefill" else memory.prefilled_at, idle_at)
+
+
+def _status(
+    fleet: InferenceFleet, observed: Observed, staying: Sequence[Replica], *, late: bool, until: float, wait_s: float, now: float
+) -> FleetStatus:
+    """As it was, but for what is not true any more. It is not Ready, and says who drains until when."""
+    before = fleet.status
+    prefill, decode = (sum(worker.role == role for worker in staying) for role in ROLES)
+    at, counts = rfc3339(until + wait_s), f"{prefill} prefill and {decode} decode workers"
+    words = f"deleted; {counts} drain, until {at} at the latest"
+    if late:
+        words = (
+            f"deleted; {counts} were not idle at {at}, when deletion.wait was over: what they run is cut after their drain time"
+        )
+    if observed.problems:
+        words += "; " + "; ".join(map(str, observed.problems[:MAX_CAUSES]))
+    verdict: Verdict = ("False", DELETION_LATE if late else DELETING, words)
+    verdicts: dict[ConditionType, Verdict] = {"Available": verdict, "Ready": verdict}
+    generation = fleet.metadata.generation
+    return before.model_copy(
+        update={
+            "observed_generation": generation,
+            "tiers": tuple(_tier(tier, staying) for tier in before.tiers),
+            "conditions": set_conditions(before.conditions, verdicts, generation=generation, now=now),
+            "resolved": observed.resolved if observed.resolved is not None else fleet.resolved(),
+        }
+    )
+
+
+def _tier(tier: TierStatus, staying: Collection[Replica]) -> TierStatus:
+    def role(which: Role) -> RoleStatus:
+        mine = [worker for worker in staying if worker.leader.tier == tier.name and worker.role == which]
+        return RoleStatus(desired=0, ready=sum(worker.ready for worker in mine), serving=0, flipping=0)
+
+    return tier.model_copy(
+        update={"prefill": role("prefill"), "decode": role("decode"), "ratio": format_ratio(0, 0), "zero": None}
+    )
