@@ -80,6 +80,7 @@ WELL: dict[ConditionType, str] = {"CapacityLimited": "False", "RollingOut": "Fal
 """The good status where it is not True."""
 PROBLEMS = {"Conflict", "Forbidden", "InternalError", "Invalid", "NameConflict", "NotFound", "Refused", "RoutersNotTold"} | {
     "RevisionLost",
+    "Unauthorized",
     "Unavailable",
     "Unknown",
 }
