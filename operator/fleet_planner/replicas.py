@@ -39,15 +39,23 @@ class Replica:
         pods, leader, put = self.pods, self.pods[0], object.__setattr__
         put(self, "leader", leader)
         put(self, "role", leader.role)
-        put(self, "leaving", next((pod.leaving for pod in pods if pod.leaving), "") if len(pods) > 1 else leader.leaving)
-        put(self, "sick", any([pod.sick for pod in pods]))
-        stray = any([pod.group and pod.group != leader.uid for pod in pods]) and (len(pods), self.size) != (1, 1)
-        broken = stray or len(pods) < self.size or any([pod.phase in ENDED for pod in pods])
-        terminating = any([pod.terminating for pod in pods])
+        if len(pods) == self.size == 1:
+            leaving, sick, terminating, ready = leader.leaving, leader.sick, leader.terminating, leader.ready
+            broken = leader.phase in ENDED
+        else:
+            leaving = next((pod.leaving for pod in pods if pod.leaving), "")
+            sick = any([pod.sick for pod in pods])
+            stray = any([pod.group and pod.group != leader.uid for pod in pods])
+            broken = stray or len(pods) < self.size or any([pod.phase in ENDED for pod in pods])
+            terminating = any([pod.terminating for pod in pods])
+            ready = all([pod.ready for pod in pods])
+        put(self, "leaving", leaving)
+        put(self, "sick", sick)
         put(self, "broken", broken)
         put(self, "terminating", terminating)
-        put(self, "alive", not broken and not terminating)
-        put(self, "ready", self.alive and all([pod.ready for pod in pods]) and leader.ip is not None)
+        alive = not broken and not terminating
+        put(self, "alive", alive)
+        put(self, "ready", alive and ready and leader.ip is not None)
 
     @property
     def placed(self) -> int:
