@@ -39,13 +39,13 @@ class Replica:
         pods, leader, put = self.pods, self.pods[0], object.__setattr__
         put(self, "leader", leader)
         put(self, "role", leader.role)
+        leaving, sick, terminating, ready = leader.leaving, bool(leader.sick), leader.terminating, leader.ready
         if len(pods) == self.size == 1:
-            leaving, sick, terminating, ready = leader.leaving, leader.sick, leader.terminating, leader.ready
             broken = leader.phase in ENDED
         else:
             leaving = next((pod.leaving for pod in pods if pod.leaving), "")
-            sick = any([pod.sick for pod in pods])
-            stray = any([pod.group and pod.group != leader.uid for pod in pods])
+            sick = any([bool(pod.sick) for pod in pods])
+            stray = any([pod.group not in ("", leader.uid) for pod in pods])
             broken = stray or len(pods) < self.size or any([pod.phase in ENDED for pod in pods])
             terminating = any([pod.terminating for pod in pods])
             ready = all([pod.ready for pod in pods])
