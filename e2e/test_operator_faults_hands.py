@@ -217,14 +217,14 @@ def autoscaled_by_kubernetes(lab: Lab) -> None:
 
 def never_at_rest(lab: Lab) -> None:
     running(lab)
-    mark, end, edits = lab.proxy.ledger.mark(), time.monotonic() + 8, 0
-    while time.monotonic() < end:
+    mark, begun, edits = lab.proxy.ledger.mark(), time.monotonic(), 0
+    while (took_s := time.monotonic() - begun) < 8 or (edits <= 100 and took_s < 20):
         edits += 1
         lab.admin.merge(path_of(PDB, lab.namespace, named(PDB)), {"spec": {"minAvailable": edits % 2}})
         time.sleep(0.02)
     answered = [request for request in lab.proxy.ledger.writes(mark) if request.kind == "poddisruptionbudgets"]
-    assert edits > 100
-    assert 5 <= len(answered) <= 5 * 8 + 12, len(answered)
+    assert edits > max(100, 5 * took_s), "stage one: more than may be answered"
+    assert 5 <= len(answered) <= 5 * took_s + 12, len(answered)
     lab.until("ours in the end", lambda: (lab.get(PDB, named(PDB)) or {})["spec"]["minAvailable"] == 2)
     time.sleep(1)
     lab.at_rest()
