@@ -487,8 +487,8 @@ def test_a_tier_serves_its_own_and_all_when_it_cannot():
 @pytest.mark.parametrize("by_cost", [True, False])
 @pytest.mark.parametrize("prefill", [0, 3])
 def test_a_session_stays_while_its_workers_are_within_their_bound(prefill: int, by_cost: bool):
-    """Incident: one request more at a session's worker, or its prompt cached elsewhere, and it went there: of twelve sessions that
-    asked at a time on four workers, none of which was at its bound, eleven moved."""
+    """Incident: one request more at a session's worker, or its prompt cached elsewhere, and it went there: of twelve sessions
+    that asked at a time on four workers, none of which was at its bound, eleven moved."""
     group, workers = fleet(prefill, 4)
     session = ask(session=True, by_cost=by_cost, ring_key=12_345)
     home = cheapest(session, group, (), None)
