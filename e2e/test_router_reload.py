@@ -35,8 +35,8 @@ BASE = msgspec.structs.replace(
     CONFIG, worker_slots=64, adapters=("a",), classes=(SloClass(name="fast", priority=5), SloClass(name="slow", priority=-5)),
 )  # fmt: skip
 TIGHT = HttpBounds(
-    header_bytes=2_000, header_count=20, url_bytes=100, body_bytes=100_000, header_deadline_s=1.0, body_deadline_s=1.0, idle_s=0.2,
-    stalled_client_s=1.0, linger_s=0.0, linger_bytes=0, connections=300,
+    header_bytes=2_000, header_count=20, url_bytes=100, body_bytes=100_000, header_deadline_s=1.0, body_deadline_s=1.0,
+    idle_s=0.2, stalled_client_s=1.0, linger_s=0.0, linger_bytes=0, connections=300,
 )  # fmt: skip
 RULES = (TierRule(tier="t", tokens_ge=10), TierRule(tier="gone", headers={"x-a": "b"}))
 VALUES: dict[str, list[Any]] = {
