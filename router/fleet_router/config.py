@@ -190,6 +190,11 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     traces: TraceConfig = TraceConfig()
 
 
+def renamed(asked: RouterConfig, now: RouterConfig) -> str:
+    """The model's present name for a request that came under another one and waited, or is tried again; empty: it has it."""
+    return "" if asked is now or asked.served_name == now.served_name else now.served_name
+
+
 def encode(config: RouterConfig) -> str:
     """Canonical JSON."""
     return msgspec.json.encode(config, order="deterministic").decode()

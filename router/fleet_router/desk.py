@@ -73,6 +73,8 @@ class Desk:
         """Who gave way and was not told yet."""
         self._turning = False
         self._starting = False
+        self.closed = False
+        """Who waits begins no more: the router cuts what is left."""
 
     # -- documents --------------------------------------------------------------------------------------------------
     def follow(self, config: RouterConfig, slots: dict[str, int], gone: Sequence[Worker]) -> list[str]:
@@ -248,7 +250,7 @@ class Desk:
             self.gate.sample(now)
             for late in self.gate.late(now):
                 self._turn_away(late, "queue_timeout", "no worker was free in time", status=503)
-            while (ticket := self.gate.next()) is not None:
+            while not self.closed and (ticket := self.gate.next()) is not None:
                 self._wait_of(ticket, now)
                 self._admit(self._flows.pop(ticket))
         finally:

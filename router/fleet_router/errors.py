@@ -45,6 +45,11 @@ class RequestError(Exception):
         """Why, for programs, where `code` is a name that clients know."""
 
 
+def leaving() -> RequestError:
+    """For whom the router's end does not wait."""
+    return RequestError(503, "the router is shutting down", code="shutting_down")
+
+
 _CODES: Final = {
     400: "invalid_request", 401: "invalid_api_key", 403: "forbidden", 404: "not_found", 405: "method_not_allowed", 408: "timeout",
     413: "body_too_large", 414: "url_too_long", 429: "rate_limit_exceeded", 431: "headers_too_large", 501: "not_implemented",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
+from fleet_router.config import renamed
 from fleet_router.ending import CHAT_PATH
 from fleet_router.errors import NO_ROOM, RequestError
 from fleet_router.health.patience import budget_s
@@ -132,13 +133,18 @@ class Flow(Awaiting):
         worker.began()
         self._leg_worker, self._leg, leg.path = worker, leg, path
         self.sent_at = self._context.clock()
-        leg.body = body = named(body, worker.endpoint.model, self._ask.adapter)
+        leg.body = body = self._named(body, worker)
         payload = HEAD % (path, worker.pool.authority, self.record.leg_id.encode(), len(body), self.record.onward) + body
         connection = None if fresh else pool.idle()
         if connection is not None:
             self._put_on(connection, leg, payload)
         else:
             self._connect(pool, worker, leg, payload)
+
+    def _named(self, body: bytes, worker: Worker) -> bytes:
+        """The model under the name that this worker serves it by."""
+        model = worker.endpoint.model or renamed(self.config, self._context.config)
+        return named(body, model, self._ask.adapter) if model else body
 
     def _put_on(self, connection: Upstream, leg: PrefillLeg | DecodeLeg, payload: bytes) -> None:
         """A client that does not read now is not read for: its answer waits at the worker, and not here."""

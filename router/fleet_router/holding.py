@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from fleet_router.config import HoldBounds
-from fleet_router.errors import RequestError
+from fleet_router.errors import RequestError, leaving
 from fleet_router.faults import Faults
 from fleet_router.histogram import Histogram
 from fleet_wire.endpoints import AtZero
@@ -114,8 +114,8 @@ class Holding:
         answer it. `tenant`, of this weight: whose share of the places it takes. `tier`: of which no worker is there, and which
         alone may answer; empty: whoever comes may. `back_by`: no tier wakes, but a worker that was there may be back by
         then; 0: it will not."""
-        if self._stopped:
-            raise RequestError(503, "the router is shutting down", code="shutting_down")
+        if self._stopped and not back_by:
+            raise leaving()
         if not back_by and not self.wakes(tier) and (tier or not (self._served and one in self._since)):
             raise RequestError(503, why[0], code=why[1])
         since = self._since.get(one, now)
@@ -235,13 +235,13 @@ class Holding:
         self._since = {}
 
     def stop(self) -> None:
-        """The router goes: nobody waits any more."""
+        """The router goes: nobody waits for a tier to wake, of which the operator would hear no more from here. A worker that was
+        there just now is back in seconds, or it was in vain: the drain has that time."""
         self._stopped = True
-        error = RequestError(503, "the router is shutting down", code="shutting_down")
-        for one in list(self._places):
+        for one in [one for one, place in self._places.items() if place.returning is None]:
             self.drop(one, "stopped")
             try:
-                one.cut(error)
+                one.cut(leaving())
             except Exception as fault:
                 self.faults.end(fault, one.cut)
         listeners, self._listeners = self._listeners, set()

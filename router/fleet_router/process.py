@@ -455,6 +455,7 @@ class Router:
             self.drain_step(since)
             await asyncio.sleep(DRAIN_STEP_S)
         self._journal.say("drained", left=len(self._connections))
+        self._desk.closed = bool(self._connections)  # else each that is cut lets one begin, only to be cut as well
         for connection in list(self._connections):
             try:
                 connection.cut()

@@ -25,7 +25,7 @@ from fleet_router.desk import one_of, usable
 from fleet_router.dialect.routes import ALONE, COUNTING, TRANSLATED, error_body, translation_of
 from fleet_router.dialect.translation import Translation
 from fleet_router.ending import END, framed
-from fleet_router.errors import PHRASES, RETRY_AFTER_S, RequestError
+from fleet_router.errors import PHRASES, RETRY_AFTER_S, RequestError, leaving
 from fleet_router.explain.route import ASKED as EXPLAIN
 from fleet_router.explain.route import NOT_WATCHED, rights_of
 from fleet_router.explain.route import PATH as DECISIONS
@@ -487,7 +487,7 @@ class ClientConnection:
 
     def cut(self) -> None:
         """The drain is over: nobody goes without an answer."""
-        error = RequestError(503, "the router is shutting down", code="shutting_down")
+        error = leaving()
         if self._closed_at is not None:
             self.abort()
         elif self.flow is not None:

@@ -6,13 +6,16 @@ import asyncio
 import dataclasses
 from typing import Any
 
+import msgspec
 import pytest
 
 from fleet_router.__main__ import arguments
 from fleet_router.process import DRAIN_STEP_S
 from fleet_router.upstream import Pool
 from tests.fleet_router.fake_worker import stream
-from tests.fleet_router.rig import Rig, run, until
+from tests.fleet_router.rig import CONFIG, Rig, answer_of, ask, http, run, until
+
+WAITS = msgspec.structs.replace(CONFIG, return_wait_s=10.0)
 
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "short"},
@@ -125,3 +128,57 @@ def test_the_port_of_the_environment(given: str, found: int | None, monkeypatch:
             arguments(["--follow", "dir:/x"])
     else:
         assert arguments(["--follow", "dir:/x"]).port == found
+
+
+def test_who_waits_for_a_worker_to_come_back_does_so_while_the_router_drains():
+    """Incident: a router was replaced in the seconds in which the only decode worker was away, and refused what it held for it,
+    with minutes of its drain left."""
+
+    async def go(rig: Rig) -> None:
+        rig.apply(rig.prefill, [], WAITS)  # its pod is not ready
+        clients = [await rig.connect() for _ in range(2)]
+        for number, (_, writer, _) in enumerate(clients):
+            rig.context.draining = number == 1  # the second one came on a connection that stood
+            if rig.context.draining:
+                rig.context.holding.stop()
+            writer.write(http(ask(prompt="short")))
+            await until(lambda number=number: len(rig.context.holding) == number + 1)
+        rig.apply(rig.prefill, rig.decode, WAITS)
+        for reader, _, _ in clients:
+            status, headers, _ = await answer_of(reader)
+            assert (status, headers["connection"]) == (200, "close")
+
+    run(go, config=WAITS)
+
+
+def test_what_waits_when_the_drain_is_over_begins_nowhere(monkeypatch: pytest.MonkeyPatch):
+    """Who was cut first gave its slot to one that waited, which was sent to a worker for nothing and cut then."""
+
+    async def go(rig: Rig) -> None:
+        going = asyncio.Event()
+
+        async def slow(_: Any, writer: asyncio.StreamWriter) -> bool:
+            await stream(writer, ["a"], end=False)
+            going.set()
+            await asyncio.sleep(60)
+            return True
+
+        assert [status for status, _ in await asyncio.gather(*(rig.post(ask(prompt="short")) for _ in range(2)))] == [200, 200]
+        rig.apply([], rig.decode, msgspec.structs.replace(CONFIG, worker_slots=1))
+        rig.decode[0].seen.clear()
+        rig.decode[0].behave = slow
+        rig.router._settings = dataclasses.replace(rig.router._settings, drain_s=0.0)
+        posted = [asyncio.create_task(rig.post(ask(prompt="short", stream=True)))]
+        await going.wait()
+        posted += [asyncio.create_task(rig.post(ask(prompt="short"))) for _ in range(3)]
+        await until(lambda: rig.context.desk.gate.waiting == 3)
+        rig.context.draining = True
+        order = sorted(rig.connections, key=lambda one: one.flow is None or not one.flow.started)
+        monkeypatch.setattr(rig.router, "_connections", dict.fromkeys(order))
+        await rig.router._drain()
+        found = await asyncio.gather(*posted)
+        assert [status for status, _ in found] == [200, 503, 503, 503]
+        assert all(b'"code":"shutting_down"' in body for _, body in found)
+        assert len(rig.decode[0].seen) == 1
+
+    run(go, prefill=0)

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
+import grpc.aio
+import msgspec
 import pytest
 
 from e2e.certs import Authority
 from fleet_router.epp import server
-from fleet_router.epp.messages import HEALTH, SERVING, HealthCheckRequest, HealthCheckResponse
+from fleet_router.epp.messages import (
+    HEALTH,
+    SERVICE,
+    SERVING,
+    HealthCheckRequest,
+    HealthCheckResponse,
+    ProcessingRequest,
+    ProcessingResponse,
+)
 from fleet_router.epp.server import EndpointPicker
 from fleet_router.tls import TlsFiles
-from tests.fleet_router.rig import Rig, run, until
+from tests.fleet_router.rig import CONFIG, Rig, ask, run, until
 from tests.fleet_router.test_handshakes import ended
+from tests.fleet_router.test_picker import body_of, head_of
 
 BOUND = 8
 
@@ -84,3 +96,29 @@ def ended_of(one: socket.socket) -> bool:
     with contextlib.suppress(BlockingIOError, ConnectionError):
         one.recv(65_536)
     return ended(one)
+
+
+def test_what_waits_when_the_picker_goes_is_told_why():
+    """The call was cancelled, which is a 500 at the gateway and no word of the router."""
+
+    async def go(rig: Rig) -> None:
+        picker = EndpointPicker(rig.context, lambda: "", "FailClose")
+        port = await picker.start("127.0.0.1", 0)
+        rig.context.desk.gate.running = 1  # the one slot is taken
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            call = channel.stream_stream(
+                f"/{SERVICE}/Process", request_serializer=ProcessingRequest.SerializeToString,
+                response_deserializer=ProcessingResponse.FromString,
+            )()  # fmt: skip
+            await call.write(head_of())
+            await call.write(body_of(ask(prompt="short")))
+            await until(lambda: rig.context.desk.gate.waiting == 1)
+            stopping = asyncio.create_task(picker.stop(0.1))
+            said = await call.read()
+            await call.done_writing()
+            await stopping
+        assert said.immediate_response.status.code == 503
+        assert b'"code":"shutting_down"' in said.immediate_response.body
+        rig.context.desk.gate.running = 0
+
+    run(go, prefill=0, config=msgspec.structs.replace(CONFIG, worker_slots=1))

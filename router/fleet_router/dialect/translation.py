@@ -24,6 +24,9 @@ ENDED: Final[dict[str, str]] = {
     "control_tokens": "control_tokens: the answer held control tokens as text and was ended",
 }
 """Why an answer ended that neither its model nor a limit ended, by `finish_reason`."""
+NAMED: Final = re.compile(r"^Object (contains unknown|missing required) field `(.*)`$", re.DOTALL)
+NAME_TOLD: Final = 200
+"""Characters of a field's name that a refusal says back: a client chose it."""
 MOST_ANSWER_BYTES: Final = 8 * 1024 * 1024
 T = TypeVar("T")
 
@@ -36,6 +39,10 @@ def parsed(body: bytes, kind: type[T]) -> T:
     except msgspec.ValidationError as error:
         what, _, where = str(error).partition(" - at `$")
         field = where.rstrip("`").lstrip(".") or None
+        if (named := NAMED.match(what)) is not None:
+            name = f"{field}.{named[2]}" if field else named[2]
+            wrong = "is required" if named[1].startswith("missing") else "is no field of this request"
+            raise RequestError(400, f"{name[:NAME_TOLD]} {wrong}", param=name[:NAME_TOLD]) from error
         what = with_allowed(what, kind, field or "")
         raise RequestError(400, f"{field}: {what}" if field else what, param=field) from error
     except UNREADABLE as error:

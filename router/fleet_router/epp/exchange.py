@@ -293,6 +293,11 @@ class Exchange:
         if self.flow is not None and not self.flow.done and now > self.flow.deadline:
             self.flow.expire(now)
 
+    def cut(self, error: RequestError) -> None:
+        """The router goes: where nothing is decided yet, nothing will be."""
+        if self.flow is not None and not self._decided.done():
+            self.flow.cut(error)
+
     def fail(self, error: RequestError) -> None:
         """A bug of ours in what was done for it."""
         if self.flow is not None and not self.flow.done:

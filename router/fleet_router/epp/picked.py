@@ -17,7 +17,7 @@ from fleet_router.context import Client, Context
 from fleet_router.errors import RequestError
 from fleet_router.flow import Flow
 from fleet_router.legs import NOT_IMPLEMENTED, NOT_THE_CLIENT
-from fleet_router.request import decode_body, named
+from fleet_router.request import decode_body
 from fleet_router.workers import Worker
 
 FAILED = 500
@@ -88,7 +88,7 @@ class Picked(Flow):
         worker.began()
         self._leg_worker = worker
         self.sent_at = self._context.clock()
-        body = named(decode_body(self._ask, reference), worker.endpoint.model, self._ask.adapter)
+        body = self._named(decode_body(self._ask, reference), worker)
         self._gateway.picked([worker, *self._fallbacks(worker)], body)
 
     def _fallbacks(self, worker: Worker) -> list[Worker]:

@@ -7,6 +7,7 @@ Known and empty is another thing: then there is no endpoint to send it to, and t
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Final, Literal
 
@@ -27,7 +28,7 @@ from fleet_router.epp.messages import (
     ProcessingResponse,
 )
 from fleet_router.epp.secure import credentials
-from fleet_router.errors import RequestError
+from fleet_router.errors import RequestError, leaving
 from fleet_router.tls import TlsFiles
 
 FailureMode = Literal["FailOpen", "FailClose"]
@@ -41,6 +42,8 @@ IDLE_MS: Final = 300_000
 """A connection without a stream is given up after so long."""
 KEEPALIVE_MS: Final = 60_000
 """A gateway that is gone without a word is noticed so much later, and 20 s; gRPC's own bound is two hours."""
+TOLD_S: Final = 0.25
+"""For the last words to a gateway."""
 MESSAGE_BYTES_MOST: Final = 16 * 1024 * 1024
 """Above what a gateway that buffers may send as one body; the body's own bound is the router's."""
 
@@ -93,9 +96,18 @@ class EndpointPicker:
         return bound
 
     async def stop(self, grace_s: float) -> None:
-        """No new streams; what runs may end within `grace_s`."""
-        if self._server is not None:
-            await self._server.stop(grace_s)
+        """No new streams; what runs may end within `grace_s`. For whom nothing is decided then is told so: a call that is only
+        cancelled is a 500 at the gateway."""
+        if self._server is None:
+            return
+        stopping = asyncio.create_task(self._server.stop(grace_s + TOLD_S))
+        await asyncio.wait({stopping}, timeout=grace_s)
+        for exchange in list(self.exchanges):
+            try:
+                exchange.cut(leaving())
+            except Exception as error:
+                self._context.desk.faults.end(error, exchange.fail)
+        await stopping
 
     def sweep(self, now: float) -> None:
         """Twice a second: deadlines."""

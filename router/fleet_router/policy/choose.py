@@ -34,12 +34,30 @@ def choose(
 def pick(ask: Ask, workers: Sequence[Candidate], ring: Ring, policy: Policy, bound: float) -> Candidate:
     """One worker of one role."""
     if policy == "roundRobin":
-        return workers[ask.turn % len(workers)]
+        return _in_turn(ask.turn, workers)
     if policy == "leastLoad":
-        return min(workers, key=lambda w: (w.inflight, (ask.turn + hash_order(w.uid)) % 997))
+        return _idlest(ask.turn, workers)
     cap = load_cap([w.inflight for w in workers], bound)
     best = [w for w in workers if w.inflight < cap * w.share]
     return best[0] if len(best) == 1 else _first_on(ring, ask.ring_key, best or workers)
+
+
+def _idlest(turn: int, workers: Sequence[Candidate]) -> Candidate:
+    """Of those with the least load each in its turn. Of one in its slow start a request counts for more, the one at hand too."""
+    loads = [(worker.inflight + 1 - worker.share) / worker.share for worker in workers]
+    least = min(loads)
+    idle = [worker for i, worker in enumerate(workers) if loads[i] == least]
+    return idle[turn % len(idle)]
+
+
+def _in_turn(turn: int, workers: Sequence[Candidate]) -> Candidate:
+    """Whose turn it is. One in its slow start takes that share of its turns; the others have the rest in turns of their own."""
+    around, at = divmod(turn, len(workers))
+    found = workers[at]
+    if found.share >= 1.0 or int((around + 1) * found.share) > int(around * found.share):
+        return found
+    whole = [worker for worker in workers if worker.share >= 1.0]
+    return whole[around % len(whole)] if whole else found
 
 
 def _first_on(ring: Ring, key: int, workers: Sequence[Candidate]) -> Candidate:
@@ -47,8 +65,3 @@ def _first_on(ring: Ring, key: int, workers: Sequence[Candidate]) -> Candidate:
     by_uid = {w.uid: w for w in workers}
     found = ring.first(key, by_uid)
     return workers[0] if found is None else by_uid[found]
-
-
-def hash_order(uid: str) -> int:
-    """Stable spread of equally loaded workers over turns."""
-    return sum(uid.encode()) * 31

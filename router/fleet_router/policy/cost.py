@@ -58,6 +58,8 @@ def cheapest(ask: CostAsk, group: Group, steps: Steps, usable: Usable | None) ->
         return None
     sources = group.prefill
     prefills = sources.look(steps, ask.ring_key, ask.bound, usable, ask.tokens) if sources.members and not ask.local else []
+    if ask.session:
+        decodes, prefills = _own(decodes, side, ask), _own(prefills, sources, ask)
     looked, share, depths = len(decodes) + len(prefills), 0.0 if steps else EPSILON_SHARE, _two_of(steps)
     missing = _missing(ask.tokens, decodes, depths)
     waits = _waits(ask, group, decodes)
@@ -85,6 +87,13 @@ def cheapest(ask: CostAsk, group: Group, steps: Steps, usable: Usable | None) ->
             lacks = _lacks(ask.tokens, prefills[i], depths)
             return Offer(kept, None, prefills[i], lacks, 0.0, "decode workers are full: kept on prefill", best.looked)
     return best
+
+
+def _own(workers: list[Candidate], side: Side, ask: CostAsk) -> list[Candidate]:
+    """The session's: the first of these on the ring, whatever it costs there."""
+    if len(workers) < 2:
+        return workers
+    return [workers[side.ring.nearest(ask.ring_key, [worker.uid for worker in workers])]]
 
 
 _WHY_ALONE: Final = {True: "local: nothing to hand over, or after a failure", False: "no compatible prefill worker"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 
 import pytest
 from hypothesis import given
@@ -130,3 +131,49 @@ def test_nearest_is_first(wanted: str):
 @pytest.mark.parametrize(("loads", "cap"), [([], 0), ([0, 0], 4), ([10, 10], 14), ([0], 4), ([7], 10)])
 def test_load_cap(loads: list[int], cap: int):
     assert load_cap(loads, 1.25) == cap
+
+
+@pytest.mark.parametrize("share", [0.05, 0.25, 0.5])
+def test_who_joined_just_now_gets_less_by_turns_too(share: float):
+    """slowStart counted for kvAware and prefixHash alone: a new worker had its full part of the turns at once."""
+    pool = workers(d1=0, d2=0, d3=0, d4=0)
+    pool[2].share = share
+    turns = 4 * 400
+    found = Counter(decide(pool, "roundRobin", turn=turn).decode for turn in range(turns))
+    assert found["d3"] == pytest.approx(400 * share, abs=2)
+    others = [found[name] for name in ("d1", "d2", "d4")]
+    assert max(others) - min(others) <= 4
+    assert sum(found.values()) == turns
+
+
+def test_who_joined_just_now_gets_less_by_load_too():
+    pool = workers(d1=0, d2=0, d3=0)
+    pool[1].share = 0.25
+    got = Counter[str]()
+    by_name = {worker.uid: worker for worker in pool}
+    for turn in range(90):  # nobody ends: as many as their shares, 1 to 1/4 to 1
+        found = decide(pool, "leastLoad", turn=turn).decode
+        by_name[found].inflight += 1
+        got[found] += 1
+    assert got["d2"] == pytest.approx(10, abs=1)
+    assert abs(got["d1"] - got["d3"]) <= 1
+
+
+@pytest.mark.parametrize("policy", ["roundRobin", "leastLoad", "prefixHash"])
+def test_where_all_have_just_joined_they_share_all(policy: str):
+    pool = workers(d1=0, d2=0)
+    for worker in pool:
+        worker.share = 0.05
+    found = Counter(decide(pool, policy, turn=turn, key=turn * 2**59).decode for turn in range(40))
+    assert set(found) == {"d1", "d2"}
+
+
+def test_equal_load_is_spread_over_turns_that_follow_each_other():
+    """One client alone had some hundred answers in a row from one worker, then as many from the next."""
+    pool = workers(**dict.fromkeys(("d1", "d2", "d3", "d4"), 0))
+    for worker, uid in zip(pool, ("5c0e1f3a", "b7d29944", "0a8811ce", "f3e0d1c2"), strict=True):
+        worker.uid = uid
+    for first in (0, 500, 5_000):
+        found = Counter(decide(pool, "leastLoad", turn=first + turn).decode for turn in range(80))
+        assert len(found) == 4
+        assert max(found.values()) <= 48

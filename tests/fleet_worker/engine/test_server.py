@@ -275,6 +275,22 @@ def test_stop_token_ids_are_bounded():
     serve(scenario)
 
 
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [("top_k", (-1, 0, 1, 10**30), (-2, -5, -(10**30))), ("seed", (-(2**63), -1, 2**63 - 1), (2**63, -(2**63) - 1, 10**30))],
+)
+def test_numbers_that_mean_nothing_are_refused(name: str, good: tuple[int, ...], bad: tuple[int, ...]):
+    """As vLLM does: a top_k of -5 was taken for none, a seed beyond 64 bits drew what another seed draws."""
+
+    async def scenario(client: httpx.AsyncClient, _: EngineLoop) -> None:
+        for value in (*good, *bad):
+            answer = await client.post("/v1/completions", content=json.dumps(body(**{name: value})).encode())
+            assert answer.status_code == (200 if value in good else 400), value
+            assert value in good or answer.json()["error"]["param"] == name
+
+    serve(scenario)
+
+
 def test_null_is_absent():
     async def scenario(client: httpx.AsyncClient, _: EngineLoop) -> None:
         names = [

@@ -53,8 +53,9 @@ class _Common(msgspec.Struct, frozen=True, kw_only=True):
     min_tokens: Count = 0
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
-    top_k: int | None = None
-    seed: int | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=-1)] | None = None
+    """0 and -1: all tokens."""
+    seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     n: int = 1
     stop: str | list[str] | None = None
     stop_token_ids: list[Count] | None = None
