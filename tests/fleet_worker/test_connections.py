@@ -333,7 +333,7 @@ def test_whoever_sends_what_is_no_http_does_not_fill_the_log(capsys: pytest.Capt
     assert told == [f"Invalid HTTP request received. ({count} so far)" for count in (1, 2, 4, 8, 16)]
 
 
-BODY = b"{\"role\": \"decode\"}"
+BODY = b'{"role": "decode"}'
 CHUNKS = b"%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY)
 CHUNKED, LENGTH = b"transfer-encoding: chunked\r\n", b"content-length: %d\r\n" % len(BODY)
 

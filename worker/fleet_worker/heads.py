@@ -28,8 +28,8 @@ class StrictConnection(h11.Connection):
 
 
 def check_framing(request: h11.Request) -> None:
-    """RemoteProtocolError when it is not said once how long the body is: a proxy before us may have taken the other word, and what
-    it takes for a second request would be this one's body, or the other way round (RFC 9112, 6.1: 400 is allowed; it closes)."""
+    """RemoteProtocolError when it is not said once how long the body is: a proxy before us may have taken the other word, and
+    what it takes for a second request would be this one's body, or the other way round (RFC 9112, 6.1: 400 is allowed)."""
     names = {name for name, _ in request.headers}
     if b"transfer-encoding" in names and (b"content-length" in names or request.http_version < b"1.1"):
         raise h11.RemoteProtocolError("a body with two lengths")

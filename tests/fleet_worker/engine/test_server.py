@@ -444,7 +444,9 @@ def test_giving_back_req_ends_no_request_without_a_name():
     """Their ids all began with `req-`: one such body ended everybody's unnamed requests."""
 
     async def scenario(client: httpx.AsyncClient, loop: EngineLoop) -> None:
-        asked = [asyncio.create_task(client.post("/v1/completions", json=body(max_tokens=200, ignore_eos=True))) for _ in range(2)]
+        asked = [
+            asyncio.create_task(client.post("/v1/completions", json=body(max_tokens=200, ignore_eos=True))) for _ in range(2)
+        ]
         await until(lambda: len(loop.core.sequences) == 2)
         shown = [name.partition("-")[0] for name in loop.core.sequences]
         for name in ("req", *shown, *loop.core.sequences):

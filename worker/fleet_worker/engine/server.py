@@ -196,7 +196,8 @@ class EngineServer:
         try:
             body = await self._body(request)
             served = {self._config.served_name, *self._adapters.names()}
-            written = await self._beside(len(body), _written, function, body, self._text, served, self._loop.core.limits.max_model_len)
+            longest = self._loop.core.limits.max_model_len
+            written = await self._beside(len(body), _written, function, body, self._text, served, longest)
         except EngineError as error:
             return failure(error, request_id_of(request))
         return Response(written, media_type="application/json")
@@ -270,8 +271,8 @@ class EngineServer:
         return Sequence(chosen, tuple(prompt), sampling, seed, time.monotonic(), kv.do_remote_decode, reference, adapter, salt)
 
     async def _beside(self, size: int, function: Callable[..., T], *given: Any) -> T:
-        """The result of work that takes as long as `size` bytes do: small ones here, others in a thread, because this loop streams
-        everybody's answers; few of the large ones at a time, because of their memory."""
+        """The result of work that takes as long as `size` bytes do: small ones here, others in a thread, because this loop
+        streams everybody's answers; few of the large ones at a time, because of their memory."""
         if size <= SMALL_BYTES:
             return function(*given)
         if size <= LARGE_BYTES:
