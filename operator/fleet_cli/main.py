@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fleet_cli.errors import EXIT_KILLED, EXIT_OK, EXIT_UNREAD, CliError, InputError
 from fleet_cli.explain.command import add_explain
-from fleet_cli.rollout.command import add_rollout
+from fleet_cli.rollout.arguments import add_rollout
 from fleet_cli.streams import complain, emit, open_streams, silence, unwritten
 
 DEFAULT_PORT = 8080

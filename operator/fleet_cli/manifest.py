@@ -28,20 +28,22 @@ def read_manifest(path: str) -> dict[str, Any]:
 def check(manifest: dict[str, Any]) -> None:
     """InputError in the words of the API server (and of kubectl around them) when it would refuse the manifest."""
     from fleet_api.compat import refusals
-    from fleet_api.structure import normalised
+    from fleet_api.structure import normalised, quoted
     from fleet_api.v1alpha1 import API_VERSION
     from fleet_api.validate import STRICT, refusal, validate
 
     kind, version = manifest.get("kind"), manifest.get("apiVersion")
     if (kind, version) != ("InferenceFleet", API_VERSION):
-        found = f'no matches for kind "{kind or ""}" in version "{version or ""}"'
+        found = f"no matches for kind {quoted(str(kind or ''))} in version {quoted(str(version or ''))}"
         raise InputError(f'{found}: only kind "InferenceFleet" in version "{API_VERSION}" is read from files')
+    metadata = manifest.get("metadata")
+    if isinstance(metadata, dict) and metadata.get("generateName") and not metadata.get("name"):
+        raise InputError("metadata.generateName: a fleet that is applied needs metadata.name")
     errors = validate(manifest) or refusals(normalised(manifest))
     if not errors:
         return
     if errors[0].startswith(STRICT):
         raise InputError(refusal(manifest, errors))
-    metadata = manifest.get("metadata")
     name = metadata.get("name", "") if isinstance(metadata, dict) else ""
     listed = errors[0] if len(errors) == 1 else "".join(f"\n* {error}" for error in errors)
     raise InputError(f'The InferenceFleet "{name}" is invalid: {listed}')

@@ -303,3 +303,36 @@ def test_a_url_that_is_none_is_named(url: str, capsys: pytest.CaptureFixture[str
         main(["explain", "--url", url])
     assert ended.value.code == 2
     assert f"{url!r} is not http://HOST:PORT" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"at": 1e30},
+        {"at": 10**400},
+        {"at": float("nan")},
+        {"tries": 3},
+        {"tries": [{}]},
+        {"error": "none"},
+        {"tries": [{"reason": "r", "cost_s": "1"}]},
+    ],
+)
+def test_a_record_that_cannot_be_told_is_named_and_hides_no_other(change: dict[str, Any], capsys: pytest.CaptureFixture[str]):
+    """Of a router of another version, or of no router: a traceback came instead of both."""
+    odd = {**RECORD, "request_id": "odd", **change}
+    with answering(200, {"decisions": [odd, RECORD]}) as url:
+        assert main(["explain", "--url", url]) == 1
+        said = capsys.readouterr()
+        assert "request   r1, 1970-" in said.out
+        assert said.err.count("\n") == 1
+        assert said.err.startswith(
+            "fleet: the record of request odd cannot be told in words (is the router of another version?): "
+        )
+        assert main(["explain", "--url", url, "--json"]) == 0
+
+
+def test_what_clients_named_moves_no_cursor(capsys: pytest.CaptureFixture[str]):
+    """A request's name and path are its client's words; the terminal is the operator's."""
+    with answering(200, {"decisions": [{**RECORD, "request_id": "a\x1b[2J\x9b1Ab", "path": "/v1/ü\nx"}]}) as url:
+        assert main(["explain", "--url", url]) == 0
+    assert capsys.readouterr().out.startswith(r"request   a\x1b[2J\x9b1Ab, 1970-01-01T00:00:01.000+00:00, /v1/ü\nx" + "\n")

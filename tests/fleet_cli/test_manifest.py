@@ -87,7 +87,12 @@ BOMB = "\n".join(['a0: &a0 ["x", "x"]', *(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]" 
         ),
         (yaml.safe_dump({**GOOD, "kind": "WorkerPool"}), 'only kind "InferenceFleet" in version'),
         ("kind: InferenceFleet\n", 'no matches for kind "InferenceFleet" in version ""'),
+        ('kind: "\\e[2JPod\\n"\napiVersion: v1\n', r'no matches for kind "\x1b[2JPod\n" in version "v1"'),
         (yaml.safe_dump({**GOOD, "metadata": "good"}), "metadata must be an object"),
+        (
+            yaml.safe_dump({**GOOD, "metadata": {"generateName": "good-"}}),
+            "metadata.generateName: a fleet that is applied needs metadata.name",
+        ),
         (
             yaml.safe_dump({**GOOD, "spec": {**GOOD["spec"], "engine": {"maxBatch": 0}}}),
             'The InferenceFleet "good" is invalid: spec.engine.maxBatch: Invalid value: 0: '

@@ -167,3 +167,76 @@ def test_without_files_left_it_goes_on_when_there_are_some(files: TlsFiles, run:
             writer.close()
 
     run(go())
+
+
+class Begun:
+    """Handshakes that are told of what was accepted, and do nothing with it."""
+
+    def __init__(self) -> None:
+        self.accepted: list[socket.socket] = []
+
+    def begin(self, accepted: socket.socket, _context: object) -> None:
+        self.accepted.append(accepted)
+
+
+def listening() -> tuple[socket.socket, Begun, handshakes.Listener]:
+    opened = socket.create_server(("127.0.0.1", 0))
+    opened.setblocking(False)
+    begun = Begun()
+    return opened, begun, handshakes.Listener(opened, begun, ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))  # type: ignore[arg-type]
+
+
+@LOOPS
+def test_what_is_accepted_blocks_nobody_and_waits_for_no_more_bytes(run: Runs):
+    async def go() -> None:
+        opened, begun, listener = listening()
+        with socket.create_connection(opened.getsockname()):
+            await until(lambda: bool(begun.accepted))
+        (accepted,) = begun.accepted
+        assert accepted.getblocking() is False
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0
+        accepted.close()
+        listener.close()
+
+    run(go())
+
+
+@LOOPS
+def test_without_files_left_nobody_asks_again_and_again(run: Runs, monkeypatch: pytest.MonkeyPatch):
+    """A client waits to be accepted, so that its socket is ready all the time: a loop that looks at it does nothing else."""
+    monkeypatch.setattr(handshakes, "AGAIN_S", 0.1)
+    asked = [0]
+
+    def full(_one: socket.socket) -> Any:
+        asked[0] += 1
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    async def go() -> None:
+        said = list[object]()
+        asyncio.get_running_loop().set_exception_handler(lambda _loop, context: said.append(context))
+        opened, _, listener = listening()
+        monkeypatch.setattr(socket.socket, "accept", full)
+        with socket.create_connection(opened.getsockname()):
+            await until(lambda: asked[0] >= 2)
+            for _ in range(100):
+                await asyncio.sleep(0)
+            assert asked[0] == 2
+            listener.close()
+            await asyncio.sleep(0.2)  # it does not ask for a socket that is closed, either
+        assert (asked[0], said) == (2, [])
+
+    run(go())
+
+
+@LOOPS
+def test_a_closed_listener_leaves_no_reader_behind(run: Runs):
+    """The next socket has its number: who listens there would hear of that one's connections."""
+
+    async def go() -> None:
+        opened, begun, listener = listening()
+        number = opened.fileno()
+        listener.close()
+        assert not asyncio.get_running_loop().remove_reader(number)
+        assert begun.accepted == []
+
+    run(go())

@@ -331,3 +331,97 @@ def test_whoever_sends_what_is_no_http_does_not_fill_the_log(capsys: pytest.Capt
     asyncio.run(go())
     told = [line.partition(":")[2].strip() for line in capsys.readouterr().err.splitlines() if "Invalid HTTP" in line]
     assert told == [f"Invalid HTTP request received. ({count} so far)" for count in (1, 2, 4, 8, 16)]
+
+
+BODY = b'{"role": "decode"}'
+CHUNKS = b"%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY)
+CHUNKED, LENGTH = b"transfer-encoding: chunked\r\n", b"content-length: %d\r\n" % len(BODY)
+
+
+async def echoes(scope: Any, receive: Any, send: Callable[[dict[str, object]], Awaitable[None]]) -> None:
+    """Tells the path and the body that came."""
+    body, more = b"", True
+    while more:
+        message = await receive()
+        body, more = body + message.get("body", b""), message.get("more_body", False)
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"connection", b"close")]})
+    await send({"type": "http.response.body", "body": scope["path"].encode() + b"?" + scope["query_string"] + b" " + body})
+
+
+@pytest.mark.parametrize(
+    ("head", "body", "status"),
+    [
+        pytest.param(b"POST /role HTTP/1.1\r\nhost: x\r\n" + LENGTH, BODY, b"200", id="length"),
+        pytest.param(b"POST /role HTTP/1.1\r\nhost: x\r\n" + CHUNKED, CHUNKS, b"200", id="chunked"),
+        pytest.param(b"POST /role HTTP/1.0\r\n" + LENGTH, BODY, b"200", id="length-in-1.0"),
+        pytest.param(b"POST /role HTTP/1.1\r\nhost: x\r\n" + LENGTH + CHUNKED, CHUNKS, b"400", id="length-then-chunked"),
+        pytest.param(b"POST /role HTTP/1.1\r\nhost: x\r\n" + CHUNKED + LENGTH, CHUNKS, b"400", id="chunked-then-length"),
+        pytest.param(b"POST /role HTTP/1.1\r\nhost: x\r\n" + CHUNKED + b"content-length: 0\r\n", CHUNKS, b"400", id="length-0"),
+        pytest.param(b"POST /role HTTP/1.0\r\n" + CHUNKED, CHUNKS, b"400", id="chunked-in-1.0"),
+    ],
+)
+def test_a_body_with_two_ends_is_refused(head: bytes, body: bytes, status: bytes):
+    """What a proxy takes for the next request would be this one's body, or the other way round (RFC 9112, 6.1 and 11.2)."""
+
+    async def scenario(port: Port) -> None:
+        reader, _ = await port.connect(head + b"\r\n" + body)
+        told = await reader.read()
+        assert told.split()[1] == status
+        assert (BODY in told) is (status == b"200")
+        assert told.count(b"HTTP/1.1 ") == 1
+
+    play_engine(Bounds(receive_s=60, most=4, most_of_peer=4, may_cut=False), scenario, echoes)
+
+
+@pytest.mark.parametrize(
+    ("target", "path"),
+    [
+        (b"http://x/v1/models?a=1", b"/v1/models?a=1"),
+        (b"HTTPS://other:8000/v1/models", b"/v1/models?"),
+        (b"http://x", b"/?"),
+        (b"http://x?a=http://y/z", b"/?a=http://y/z"),
+        (b"/http://x/y", b"/http://x/y?"),
+        (b"*", b"*?"),
+    ],
+)
+def test_a_target_may_be_a_whole_url(target: bytes, path: bytes):
+    """As proxies are asked; servers must take it, too (RFC 9112, 3.2.2). It was 404."""
+
+    async def scenario(port: Port) -> None:
+        reader, _ = await port.connect(b"GET " + target + b" HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert b"\r\n" + path + b" \r\n" in (await reader.read())
+
+    play_engine(Bounds(receive_s=60, most=4, most_of_peer=4, may_cut=False), scenario, echoes)
+
+
+@pytest.mark.parametrize(
+    ("sent", "then", "status"),
+    [
+        pytest.param(b"GET /live HTTP/1.1\r\nhost: x\r\n" + CHUNKED + b"\r\nzz\r\n", b"", 400, id="before-the-answer"),
+        pytest.param(b"GET /live HTTP/1.1\r\nhost: x\r\n" + CHUNKED + b"\r\n", b"zz\r\n", 200, id="behind-the-answer"),
+        pytest.param(b"GET /drain HTTP/1.1\r\nhost: x\r\n" + CHUNKED + b"\r\nzz\r\n", b"", 400, id="while-it-is-worked-at"),
+        pytest.param(b"GET /live HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n", b"", 200, id="upgrade"),
+    ],
+)
+def test_bodies_that_are_no_http_fill_no_log(
+    sent: bytes, then: bytes, status: int, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+):
+    """Incident: 27 to 39 lines of traceback for each, by anybody who reached the port: the application answered over the 400, or
+    the 400 was said over its answer. Clients that ask for HTTP/2 on the way (Java's) made two lines with every request."""
+
+    async def go() -> None:
+        probes = Probes()
+        async with serving(build_server(build_app(probes), HOST, 0)) as port:  # type: ignore[arg-type]
+            for _ in range(3):
+                reader, writer = await port.connect(sent)
+                assert int((await reader.readuntil(b"\r\n\r\n")).split()[1]) == status
+                writer.write(then)
+                if then:
+                    await asyncio.wait_for(reader.read(), 5)
+                writer.close()
+            probes.empty.set()
+            assert await port.status("/live") == 200
+
+    asyncio.run(go())
+    told = [*capsys.readouterr().err.splitlines(), *(record.getMessage() for record in caplog.records)]
+    assert [line for line in told if "Invalid HTTP" not in line] == []

@@ -17,6 +17,8 @@ import h11
 from starlette.requests import Request
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from fleet_worker.heads import StrictConnection
+
 STALLED_S = 75.0
 """Longer than a router waits for its own client (HttpBounds.stalled_client_s), of which it can tell more."""
 LINGER_S, LINGER_BYTES = 10.0, 64 * 1024 * 1024
@@ -123,6 +125,10 @@ class BoundedProtocol(H11Protocol):
     _lingering: asyncio.TimerHandle | None = None
     _unheard = 0
 
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.conn = StrictConnection(h11.SERVER)
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """It counts from now on."""
         super().connection_made(_Lingering(transport, self))  # type: ignore[arg-type]
@@ -141,6 +147,22 @@ class BoundedProtocol(H11Protocol):
             return
         super().data_received(data)
         self._watch()
+
+    def send_400_response(self, msg: str) -> None:
+        """Whose request turns out to be none gets no other answer: its application hears that the client left. Behind an answer
+        that has begun nothing can be said."""
+        cycle = self.cycle
+        if cycle is not None and not cycle.response_complete:
+            cycle.disconnected = True
+            cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self.transport.close()
+
+    def _should_upgrade(self) -> bool:
+        """Never, and without uvicorn's two lines for each who asks: Java's client does with every request."""
+        return False
 
     @property
     def lingers(self) -> bool:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fleet_cli.errors import EXIT_OK, InputError, RunError
+from fleet_cli.errors import EXIT_FAILED, EXIT_OK, InputError, RunError
 from fleet_cli.explain.told import told
 from fleet_cli.streams import complain, emit
 
@@ -74,9 +74,26 @@ def _run(options: argparse.Namespace) -> int:
     if not records:
         what = f"request {options.request}" if options.request else "any request"
         raise RunError(f"no router has a record of {what}: old ones are forgotten, see the router's limits in its README")
-    records.sort(key=lambda record: float(record["at"]), reverse=True)
-    emit(json.dumps(records, indent=2) + "\n" if options.json else "\n".join(told(record) for record in records))
-    return EXIT_OK
+    records.sort(key=lambda record: record["at"], reverse=True)
+    if options.json:
+        emit(json.dumps(records, indent=2) + "\n")
+        return EXIT_OK
+    return _tell(records)
+
+
+def _tell(records: Sequence[dict[str, Any]]) -> int:
+    """In words. What else a record holds is its router's business: of another version it may be anything."""
+    words, untold = list[str](), list[str]()
+    for record in records:
+        try:
+            words.append(told(record))
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, OSError) as error:
+            name = ascii(record["request_id"])[1:80].rstrip("'")
+            untold.append(f"the record of request {name} cannot be told in words (is the router of another version?): {error!r}")
+    emit("\n".join(words))
+    for what in untold:
+        complain(f"fleet: {what}")
+    return EXIT_FAILED if untold else EXIT_OK
 
 
 @contextmanager

@@ -10,12 +10,16 @@ CANDIDATES_MOST = 8
 
 
 def told(record: dict[str, Any]) -> str:
-    """Several lines."""
+    """Several lines. What clients named is in it: nothing of that may move a terminal's cursor."""
     lines = [_what(record), _became(record)]
     tries = record.get("tries", [])
     for number, one in enumerate(tries, 1):
         lines += _try(one, f"try {number}" if len(tries) > 1 else "decision")
-    return "\n".join(lines) + "\n"
+    return "\n".join("".join(map(_shown, line)) for line in lines) + "\n"
+
+
+def _shown(char: str) -> str:
+    return char if char.isprintable() else ascii(char)[1:-1]
 
 
 def _line(name: str, *words: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import re
 import time
 from collections.abc import Callable
@@ -160,42 +159,6 @@ def _words(error: Exception) -> str:
     return str(said or getattr(error, "reason", None) or error)
 
 
-def add_rollout(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """`fleet rollout ACTION NAME`."""
-    rollout = commands.add_parser("rollout", help="look at, pause, undo or repeat a fleet's rollout in a cluster")
-    actions = rollout.add_subparsers(required=True, metavar="ACTION")
-    for name, (words, run) in ACTIONS.items():
-        action = actions.add_parser(name, help=words, description=words)
-        action.add_argument("name", metavar="NAME", type=_name, help="the InferenceFleet")
-        action.add_argument("-n", "--namespace", help="default: the kubeconfig's")
-        action.add_argument("--kubeconfig", metavar="FILE", help="default: $KUBECONFIG or ~/.kube/config")
-        action.add_argument("--context", help="default: the current one")
-        if name == "undo":
-            action.add_argument("--tier", help="needed when the fleet has several")
-            action.add_argument("--to-revision", type=int, metavar="NO", help="number in the history; default: the one before")
-        if name == "status":
-            action.add_argument(
-                "--timeout", type=_seconds, default=600.0, metavar="S", help="stop waiting (default 600; 0 asks once)"
-            )
-        action.set_defaults(run=run)
-
-
-def _name(text: str) -> str:
-    if not text:
-        raise argparse.ArgumentTypeError("'' is not a name")  # the API would answer with all of them
-    return text
-
-
-def _seconds(text: str) -> float:
-    try:
-        found = float(text)
-    except ValueError:
-        found = math.nan
-    if math.isnan(found):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
-    return found
-
-
 def _open(options: argparse.Namespace) -> Fleets:
     return Fleets(options.kubeconfig, options.context, options.namespace)
 
@@ -275,11 +238,6 @@ def _restart(options: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-ACTIONS: dict[str, tuple[str, Callable[[argparse.Namespace], int]]] = {
-    "status": ("follow the rollout until it is complete (exit 0) or failed (exit 1)", _status),
-    "history": ("stored revisions of each tier", _history),
-    "undo": ("go back to an earlier revision; sizes, ratio and limits on input stay", _undo),
-    "pause": ("begin nothing new; lost workers still come back", _pause),
-    "resume": ("go on", _resume),
-    "restart": ("replace every worker, as one rollout", _restart),
-}
+ACTIONS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "status": _status, "history": _history, "undo": _undo, "pause": _pause, "resume": _resume, "restart": _restart,
+}  # fmt: skip

@@ -93,6 +93,7 @@ BAD: dict[str, tuple[dict[str, Any], str | None]] = {
     "min-over-max": ({"min_tokens": 9}, "min_tokens"),
     "stop-empty": ({"stop": [""]}, "stop"),
     "stop-many": ({"stop": ["a"] * 17}, "stop"),
+    "stop-long": ({"stop": ["a", "x" * 1_025]}, "stop"),
     "all-banned": ({"stop_token_ids": list(range(1024)), "min_tokens": 1}, "stop_token_ids"),
     "all-banned-later": (
         {"stop_token_ids": list(range(1024)), "kv_transfer_params": {"do_remote_decode": True, "min_tokens": 1, "max_tokens": 9}},

@@ -324,3 +324,28 @@ def test_a_stop_string_that_is_held_with_a_part_of_a_character_ends_the_text(may
     assert detokenizer.add("xa" + REPLACEMENT, may_stop=may_stop) == ("", None)  # type: ignore[arg-type]
     assert detokenizer.finish(may_stop=may_stop) == (told, met)
     assert detokenizer.sent == told
+
+
+@pytest.mark.parametrize(
+    ("pieces", "stop", "sent", "met"),
+    [
+        (["a", "\n", "\n", "b"], ("\n\n",), "a", "\n\n"),
+        (["\n\n", "\n", "b", "\n\n", "c"], ("\n\n",), "\n", "\n\n"),
+        (["xab", "c", "d"], ("ab", "xabcd"), "", "xabcd"),
+        (["xab", "y", "d"], ("ab", "xabcd"), "xabyd", None),
+    ],
+    ids=["over-the-border", "ends-behind-it", "the-old-one-counts-not", "nor-later"],
+)
+def test_a_stop_string_that_began_before_min_tokens_counts_when_it_ends_after_them(
+    pieces: list[str], stop: tuple[str, ...], sent: str, met: str | None
+):
+    """As in vLLM. Incident: its first half was told, and the answer went on to max_tokens."""
+    detokenizer = Detokenizer(Letters(), stop)  # type: ignore[arg-type]
+    first = 2 if pieces[0] == "a" else 1
+    for number, piece in enumerate(pieces):
+        _, found = detokenizer.add(piece, may_stop=number >= first)  # type: ignore[arg-type]
+        if found is not None:
+            break
+    else:
+        found = detokenizer.finish()[1]
+    assert (detokenizer.sent, found) == (sent, met)

@@ -14,6 +14,9 @@ from fleet_worker.engine.neutral import refuse_unsupported
 from fleet_worker.engine.sequence import Sampling
 
 MAX_STOPS = 16
+MAX_STOP_CHARS = 1_024
+"""Of one. What an answer holds back for it is compared anew with each token: a text that repeats itself as a stop string of
+500,000 characters does held everybody's streams for seconds."""
 MAX_STOP_IDS = 1_024
 CODES: Final = {
     "NotFoundError": "model_not_found", "RequestEntityTooLarge": "body_too_large", "ServiceUnavailableError": "overloaded",
@@ -153,8 +156,8 @@ def sampling_of(request: Request, room: int, most: int) -> Sampling:
     """Sampling parameters; max_tokens defaults to what the model's length leaves (`room`), bounded by `most`."""
     asked = request.max_completion_tokens or request.max_tokens
     stop = [request.stop] if isinstance(request.stop, str) else (request.stop or [])
-    if len(stop) > MAX_STOPS or any(not text for text in stop):
-        raise BadRequestError(f"stop takes at most {MAX_STOPS} non-empty strings", "stop")
+    if len(stop) > MAX_STOPS or any(not 0 < len(text) <= MAX_STOP_CHARS for text in stop):
+        raise BadRequestError(f"stop takes at most {MAX_STOPS} non-empty strings of at most {MAX_STOP_CHARS} characters", "stop")
     if len(request.stop_token_ids or ()) > MAX_STOP_IDS:  # each step looks through them
         raise BadRequestError(f"stop_token_ids takes at most {MAX_STOP_IDS} ids", "stop_token_ids")
     default = 16 if isinstance(request, CompletionRequest) else room

@@ -40,6 +40,9 @@ from fleet_worker.transfer.base import KvError, KvReferenceError
 METRICS_TIMEOUT_S = 2.0
 SMALL_BYTES = 4_096
 """Parsed and tokenised within about 2 ms; a thread costs a tenth of that."""
+LARGE_BYTES = 256 * 1024
+LARGE_AT_ONCE = 2
+"""Of larger ones: 4 MB of text take some 450 MB while they become tokens, whether or not they fit the model."""
 MAX_REQUEST_ID = 128
 T = TypeVar("T")
 ROUTED = re.compile(r"^[0-9a-f]{32}\.")
@@ -69,6 +72,7 @@ class EngineServer:
         self._step_timeout_s = step_timeout_s
         self._random = random.SystemRandom()
         self._inflight = InFlight(self._routes())
+        self._large = asyncio.Semaphore(LARGE_AT_ONCE)
         self._collected: asyncio.Future[None] | None = None
         """What the engine was asked to collect, for everybody who asks meanwhile."""
 
@@ -192,11 +196,11 @@ class EngineServer:
         try:
             body = await self._body(request)
             served = {self._config.served_name, *self._adapters.names()}
-            # a long text takes a while: not on the loop that streams answers
-            found = await asyncio.to_thread(function, body, self._text, served, self._loop.core.limits.max_model_len)
+            longest = self._loop.core.limits.max_model_len
+            written = await self._beside(len(body), _written, function, body, self._text, served, longest)
         except EngineError as error:
             return failure(error, request_id_of(request))
-        return JSONResponse(found)
+        return Response(written, media_type="application/json")
 
     async def embeddings(self, request: HttpRequest) -> Response:
         """POST /v1/embeddings: routers pass it on to every engine, and not every engine has them."""
@@ -215,7 +219,7 @@ class EngineServer:
     async def _generate(self, http: HttpRequest, kind: type[wire.CompletionRequest] | type[wire.ChatRequest]) -> Response:
         try:
             raw = await self._body(http)
-            asked: wire.Request = await _beside(len(raw), wire.parse, raw, kind)
+            asked: wire.Request = await self._beside(len(raw), wire.parse, raw, kind)
             sequence = await self._sequence(asked, len(raw), http.headers.get("x-request-id"))
             sink = self._loop.submit(sequence)
             answer = Answer(asked, sequence, self._text, asked.model)
@@ -250,7 +254,7 @@ class EngineServer:
     async def _sequence(self, asked: wire.Request, size: int, request_id: str | None) -> Sequence:
         self._adapter(asked.model)  # who asks for another model is told before anything is tokenised
         kv, reference = wire.kv_of(asked)
-        prompt = await _beside(size, self._prompt, asked)
+        prompt = await self._beside(size, self._prompt, asked)
         adapter = self._adapter(asked.model)  # it may have been unloaded meanwhile; from here on nothing waits
         limits = self._loop.core.limits
         room = max(1, limits.max_model_len - len(prompt))
@@ -260,10 +264,21 @@ class EngineServer:
             self._loop.core.check_fits(len(prompt), decoded.max_tokens)
             self._loop.core.check_can_sample(decoded)
         self._loop.core.check_fits(len(prompt), sampling.max_tokens)
-        chosen = f"{(request_id or 'req')[:MAX_REQUEST_ID]}-{self._random.getrandbits(64):016x}"
+        number = f"{self._random.getrandbits(64):016x}"
+        chosen = f"{request_id[:MAX_REQUEST_ID]}-{number}" if request_id else number  # without a name, nobody can give it back
         seed = sampling.seed if sampling.seed is not None else self._random.getrandbits(48)
         salt = asked.cache_salt or ""
         return Sequence(chosen, tuple(prompt), sampling, seed, time.monotonic(), kv.do_remote_decode, reference, adapter, salt)
+
+    async def _beside(self, size: int, function: Callable[..., T], *given: Any) -> T:
+        """The result of work that takes as long as `size` bytes do: small ones here, others in a thread, because this loop
+        streams everybody's answers; few of the large ones at a time, because of their memory."""
+        if size <= SMALL_BYTES:
+            return function(*given)
+        if size <= LARGE_BYTES:
+            return await asyncio.to_thread(function, *given)
+        async with self._large:
+            return await asyncio.to_thread(function, *given)
 
     def _adapter(self, model: str) -> Adapter | None:
         adapter = self._adapters.find(model)
@@ -373,10 +388,8 @@ async def _refused(request: HttpRequest, error: Exception) -> Response:
     return JSONResponse(body, status_code=status, headers=getattr(error, "headers", None))
 
 
-async def _beside(size: int, function: Callable[..., T], *given: Any) -> T:
-    """The result of work that takes as long as `size` bytes do: small ones here, others in a thread, because this loop streams
-    everybody's answers."""
-    return function(*given) if size <= SMALL_BYTES else await asyncio.to_thread(function, *given)
+def _written(function: Callable[..., dict[str, Any]], *given: Any) -> bytes:
+    return msgspec.json.encode(function(*given))
 
 
 async def _settled() -> None:

@@ -164,7 +164,7 @@ class Detokenizer:
             now = self.text.decode(self.ids[self._from : end])
         piece = self._new(now, end)
         self._from, self._read = self._read, end
-        return self._emit(piece, self.stop if may_stop else ())
+        return self._emit(piece, may_stop)
 
     def _new(self, now: str, end: int) -> str:
         """What the tokens from `_read` to `end` add, `now` being the text of all from `_from` to `end`. Tokenizers that fall back
@@ -185,14 +185,16 @@ class Detokenizer:
         """(what was held back, stop string that it holds all the same), when the sequence ends."""
         rest = self._new(self.text.decode(self.ids[self._from :]), len(self.ids))
         self._from = self._read = len(self.ids)
-        out, met = self._emit(rest, self.stop if may_stop else ())
+        out, met = self._emit(rest, may_stop)
         held, self._held = self._held, ""
         self.sent += held
         return out + held, met
 
-    def _emit(self, piece: str, stops: tuple[str, ...]) -> tuple[str, str | None]:
-        pending = self._held + piece
-        met = [(at, number) for number, stop in enumerate(stops) if (at := pending.find(stop)) >= 0]
+    def _emit(self, piece: str, may_stop: bool) -> tuple[str, str | None]:
+        """What ends a text ends in `piece`: in what was held a stop string may lie that came before one was allowed."""
+        pending, held, stops = self._held + piece, len(self._held), self.stop
+        found = [(pending.find(stop, max(0, held - len(stop) + 1)), number) for number, stop in enumerate(stops)]
+        met = [one for one in found if one[0] >= 0] if may_stop else []
         if met:  # several may be met by one token: the text ends where the first of them begins
             at, number = min(met)
             self._held = ""

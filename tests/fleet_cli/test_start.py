@@ -1,0 +1,38 @@
+"""Before a command runs: nothing is imported that it may not need, and Ctrl-C finds nobody who does not expect it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+INTERRUPTED = """
+import sys
+
+class Pressed:
+    def find_spec(self, name, path=None, target=None):
+        if name == "fleet_api":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Pressed())
+from fleet_cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("words", [["validate"], ["up", "--port", "18999"], ["rollout", "history"], ["crds"]], ids="-".join)
+def test_who_presses_ctrl_c_while_a_command_is_imported_sees_one_line(words: list[str], tmp_path: Path):
+    """Incident: half a second of imports stood before the first line that expects it, even for --help, and a traceback of
+    pydantic was the answer."""
+    (tmp_path / "fleet.yaml").write_text("kind: InferenceFleet\napiVersion: inferencefleet.io/v1alpha1\n")
+    given = [*words, *([] if words == ["crds"] else ["fleet.yaml"])]
+    python = [sys.executable, "-c", INTERRUPTED]
+    ended = subprocess.run([*python, *given], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (130, "fleet: interrupted\n")
+
+
+def test_help_needs_none_of_the_models():
+    told = "import fleet_cli.main, sys; print(*sorted({'fleet_api', 'pydantic', 'kubernetes', 'httpx'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, timeout=60, check=True).stdout == "\n"
