@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from fleet_api.conditions import ConditionType, rfc3339, set_conditions
 from fleet_api.quantities import format_ratio
@@ -28,6 +29,8 @@ from fleet_planner.types import ROLES, ClockMemory, Observed, PodGone, Role, Tar
 SETTLE_S = 3.0
 """Routers follow their document within a second, and what they had sent by then has arrived."""
 MAX_CAUSES = 3
+ENDS_WITH_IT: Final[frozenset[ConditionType]] = frozenset({"RollingOut", "CapacityLimited"})
+"""Conditions of a fleet that wants something: it is not rolled out any more, and waits for no node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +184,8 @@ def _status(
         words += "; " + "; ".join(map(str, observed.problems[:MAX_CAUSES]))
     verdict: Verdict = ("False", DELETION_LATE if late else DELETING, words)
     verdicts: dict[ConditionType, Verdict] = {"Available": verdict, "Ready": verdict}
+    over = (known.type for known in before.conditions if known.type in ENDS_WITH_IT and known.status == "True")
+    verdicts |= dict.fromkeys(over, ("False", DELETION_LATE if late else DELETING, "the fleet is deleted"))
     generation = fleet.metadata.generation
     return before.model_copy(
         update={

@@ -222,6 +222,24 @@ def test_the_status_says_who_drains_and_until_when():
     assert told.message.endswith("; ConfigMap f-router: forbidden")
 
 
+def test_what_it_wanted_it_wants_no_more():
+    """A rollout, nodes: nobody is to look after these."""
+    f = fleet()
+    start = reconcile(f, seen(*THREE), DELETED - 9).status
+    wanted = {"RollingOut": "Progressing", "CapacityLimited": "Unschedulable"}
+    busy = tuple(
+        one.model_copy(update={"status": "True", "reason": wanted[one.type]}) if one.type in wanted else one
+        for one in start.conditions
+    )
+    before = start.model_copy(update={"conditions": busy})
+    told = f.model_copy(update={"status": before})
+    for at, reason in ((LATER, "Deleting"), (DELETED + 1800, "DeletionLate")):
+        after = reconcile(told, seen(*THREE, busy={P: 1}), at, Ending(DELETED, 1800.0, ALL)).status
+        found = [after.condition(kind) for kind in ("RollingOut", "CapacityLimited")]
+        assert [(one.status, one.reason, one.message) for one in found if one] == [("False", reason, "the fleet is deleted")] * 2
+        assert [event.reason for event in events_of(before, after, Pass("f"))] == [reason]
+
+
 def test_one_event_when_it_begins_and_a_warning_when_something_is_cut():
     f = fleet()
     start = reconcile(f, seen(*THREE), DELETED - 9).status
