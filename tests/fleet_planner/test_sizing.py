@@ -10,7 +10,7 @@ import pytest
 from fleet_planner.ratio import bounds_of
 from fleet_planner.scale import ScaleDecision
 from fleet_planner.sizing import current_size, fit, scaled_by_others, size_tier, wished_size
-from fleet_planner.types import Observed, ObservedPool, Role, ScaleMemory
+from fleet_planner.types import Observed, ObservedPool, Role, RoleLoad, ScaleMemory, TierTelemetry
 from tests.fleet_planner.test_reconcile import NOW, fleet, pod, start
 
 OLD, NEW = "aaaaaaaa", "bbbbbbbb"
@@ -74,6 +74,36 @@ def test_sizes_are_those_of_the_wanted_revision_and_a_wish_outlives_what_there_i
     seen = replace(start(NEW), pools=tuple(pools))
     assert (current_size(TIER, seen), wished_size(TIER, seen)) == ((3, 6), (5, 6))
     assert current_size(TIER, start()) == wished_size(TIER, start()) == TIER.initial
+
+
+BACKED_OUT = pool("prefill", 2, 2, 2), pool("decode", 3, 3, 3, wish=8)
+"""Of 8 decode workers 3 found nodes."""
+MANUAL = FLEET.model_copy(
+    update={"spec": FLEET.spec.model_copy(update={"scaling": FLEET.spec.scaling.model_copy(update={"mode": "manual"})})}
+)
+AT_REST = TierTelemetry(*(RoleLoad(inflight=0.0, measured_at=NOW) for _ in range(2)))
+LONG_AT_REST = ScaleMemory(((NOW - 9_999.0, 1, 1), (NOW - 1.0, 1, 1)))
+
+
+def test_what_is_wished_stays_wished_while_a_part_of_it_is_backed_out_of():
+    seen = replace(start(), pools=BACKED_OUT)
+    for spec, reason in ((FLEET, "holding: no telemetry"), (MANUAL, "scaling.mode is manual")):
+        found = size_tier(spec, TIER, seen, [], NOW)
+        assert (found.prefill, found.decode, found.reason) == (2, 8, reason)
+    scaled = replace(start(), pools=(replace(BACKED_OUT[0], replicas=3), BACKED_OUT[1]))
+    found = size_tier(FLEET, TIER, scaled, [], NOW)
+    assert (found.prefill, found.decode) == (3, 8), "one role was scaled: the other's wish is not what there is of it"
+
+
+def test_who_takes_over_from_a_tier_that_left_the_spec_does_not_shrink_on_what_it_has_of_the_load():
+    """Nor at once when it has all of it: what it needed meanwhile says nothing."""
+    before = replace(start(), pools=BACKED_OUT, telemetry={"t": AT_REST}, memory={"t": LONG_AT_REST})
+    alone = size_tier(FLEET, TIER, before, [], NOW)
+    assert (alone.prefill, alone.decode) < (2, 8), "it would, were it alone"
+    assert alone.memory.wants
+    left = pod("old", "decode", 0, tier="old", serving=True)
+    both = size_tier(FLEET, TIER, replace(before, pods=(left,)), [], NOW)
+    assert (both.prefill, both.decode, both.memory.wants) == (2, 8, ())
 
 
 @pytest.mark.parametrize(("wish", "size"), [(None, (3, 9)), (9, (3, 6))])
