@@ -53,6 +53,11 @@ def test_what_goes_already_is_no_lack_of_nodes():
     assert fitted((2, 8), have).memory.cap is None
 
 
+def test_one_that_nobody_wants_any_more_is_no_lack_of_nodes():
+    """It would cap what is wanted next, which nobody has tried yet."""
+    assert fitted((1, 4), pods(1, 4, stuck={"decode": 1})).memory.cap is None
+
+
 def test_a_cap_never_grows_while_it_holds():
     """Nodes that change hands: more is seen to have one than could be kept a moment ago."""
     memory = ScaleMemory(cap=(1, 8), cap_until=2 * WAIT_S - 1, cap_reason="no node")
