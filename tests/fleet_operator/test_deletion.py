@@ -232,13 +232,8 @@ def test_when_the_wait_is_over_it_ends_with_a_warning():
 )
 def test_nobody_is_released_by_what_was_decided_of_another_wish_or_fleet(change: dict[str, Any], same: bool):
     """A longer wait, a fleet of the same name: while a pass told what it decided."""
-    meta = {
-        "uid": "a",
-        "generation": 2,
-        "resourceVersion": "1",
-        "finalizers": [DRAIN],
-        "deletionTimestamp": "2026-01-31T12:00:00Z",
-    }
+    meta = {"uid": "a", "generation": 2, "resourceVersion": "1", "finalizers": [DRAIN]}
+    meta["deletionTimestamp"] = "2026-01-31T12:00:00Z"
     assert same_wish({"metadata": {**meta, **change}}, {"metadata": meta}) is same
 
 

@@ -76,6 +76,8 @@ def test_sizes_are_those_of_the_wanted_revision_and_a_wish_outlives_what_there_i
     seen = replace(start(NEW), pools=tuple(pools))
     assert (current_size(TIER, seen), wished_size(TIER, seen)) == ((3, 6), (5, 6))
     assert current_size(TIER, start()) == wished_size(TIER, start()) == TIER.initial
+    half = replace(start(), pools=(pool("prefill", 5, 5, 5),))  # the operator ended between its two pools
+    assert current_size(TIER, half) == (5, TIER.initial[1])
 
 
 def worker(role: Role, number: int, **more: Any) -> ObservedPod:
