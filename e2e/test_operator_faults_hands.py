@@ -194,6 +194,16 @@ def autoscaled_while_rolling(lab: Lab) -> None:
     lab.at_rest()
     assert lab.get(POOL, name) is None, "an autoscaler's target goes with its revision: operator/README.md"
 
+    def lost() -> bool:
+        told = lab.admin.get(f"{autoscalers}/theirs")["status"].get("conditions") or []
+        return ("AbleToScale", "False", "FailedGetScale") in [(one["type"], one["status"], one["reason"]) for one in told]
+
+    lab.until("the autoscaler says that it has none", lost, 60)
+    assert [lab.status()["tiers"][0][role]["desired"] for role in ("prefill", "decode")] == [2, 4], "the size stays"
+    name = next(name for kind, name in lab.objects() if kind == "WorkerPool" and "-decode-" in name)
+    lab.admin.merge(f"{autoscalers}/theirs", {"spec": {"minReplicas": 5, "scaleTargetRef": {"name": name}}})
+    lab.until("named anew it scales again", lambda: lab.status()["tiers"][0]["decode"]["serving"] == 5, 90)
+
 
 def autoscaled_by_kubernetes(lab: Lab) -> None:
     running(lab)

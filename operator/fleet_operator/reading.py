@@ -25,6 +25,8 @@ from fleet_planner.types import Demand, TierTelemetry
 LOG = logging.getLogger("fleet.operator")
 LOOK_S = 0.5
 """How often it is asked what is due."""
+ENDING_S = 5.0
+"""A fleet that ends waits for two readings that say idle: they are not further apart than this, however seldom it was read."""
 
 
 class Telemetry(Protocol):
@@ -95,7 +97,7 @@ class Reader:
         for key, state in self._known.states.items():
             if state.known is None or not self._known.is_ours(key):
                 continue
-            if not state.reading and not 0 <= now - state.read_at < state.known.fleet.spec.telemetry.interval_s:
+            if not state.reading and not 0 <= now - state.read_at < _interval_s(state.known.fleet, state):
                 state.reading, state.read_at = True, now
                 found.append((key, self._read(key, state.known.fleet, state)))
             if state.changing and not state.following:
@@ -136,6 +138,11 @@ class Reader:
 
     def _router_urls(self, key: Key) -> list[str]:
         return router_urls(self._known.objects.children(key), self._platform)
+
+
+def _interval_s(fleet: InferenceFleet, state: FleetState) -> float:
+    interval_s = fleet.spec.telemetry.interval_s
+    return interval_s if state.ending.began_at is None else min(interval_s, ENDING_S)
 
 
 async def _alone(key: Key, reading: Coroutine[Any, Any, None]) -> None:

@@ -2,14 +2,17 @@
 
 Routers are told first; from then on nothing new comes, so a worker that was seen idle after that stays idle and goes. A request
 that is still in a prefill worker needs a decode worker afterwards: those of decode go only when all of prefill were seen idle.
-What no router was ever told of, or can never serve, goes at once. What cannot be read stays for as long as it may. When every
-worker is on its way out, or the time is over, the finalizer goes: garbage collection takes the rest, inside grace periods.
+So it is with prefill workers that were on their way out or to the other role when the fleet was deleted: of what is going nobody
+reads anything any more, so it is waited for until it is gone, for its drain time at the most. What no router was ever told of, or
+can never serve, goes at once. What cannot be read stays for as long as it may. When every worker is on its way out, or the time
+is over, the finalizer goes: garbage collection takes the rest, inside grace periods.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from fleet_api.conditions import ConditionType, rfc3339, set_conditions
 from fleet_api.quantities import format_ratio
@@ -17,14 +20,17 @@ from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.status import FleetStatus, RoleStatus, TierStatus
 from fleet_planner.clock import FUTURE_S
 from fleet_planner.events import DELETING, DELETION_LATE
+from fleet_planner.flip import other
 from fleet_planner.gang import workers_of
-from fleet_planner.replicas import Replica
+from fleet_planner.replicas import ENDED, Replica
 from fleet_planner.revisions import target_of
 from fleet_planner.types import ROLES, ClockMemory, Observed, PodGone, Role, Target, Verdict
 
 SETTLE_S = 3.0
 """Routers follow their document within a second, and what they had sent by then has arrived."""
 MAX_CAUSES = 3
+ENDS_WITH_IT: Final[frozenset[ConditionType]] = frozenset({"RollingOut", "CapacityLimited"})
+"""Conditions of a fleet that wants something: it is not rolled out any more, and waits for no node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +43,10 @@ class EndingMemory:
     """When the routers' document was first seen to let nobody serve."""
     prefilled_at: float | None = None
     """When every prefill worker was first seen idle after that."""
+    idle: frozenset[str] = frozenset()
+    """Uids of prefill workers that were seen idle after that."""
+    going: tuple[tuple[str, float], ...] = ()
+    """Of the others those that go, and when each was first seen to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +121,34 @@ def _remembered(
         began_at = min(before.began_at + set_s, now)
     told = ending.named is not None and not any(pod.serving or pod.told for pod in observed.pods)
     told_at = None if not told else now if before.told_at is None else min(before.told_at + set_s, now)
-    prefills = [worker for worker in workers if worker.role == "prefill" and worker.alive and _is_named(worker, ending)]
-    done = told_at is not None and all(_was_idle(worker, told_at, idle_at) for worker in prefills)
+    done, idle, going = _prefilled(before, set_s, told_at, ending, workers, idle_at, now)
     since = now if before.prefilled_at is None else min(before.prefilled_at + set_s, now)
-    return EndingMemory(began_at, told_at, since if done else None)
+    return EndingMemory(began_at, told_at, since if done else None, idle, going)
+
+
+def _prefilled(
+    before: EndingMemory, set_s: float, told_at: float | None, ending: Ending, workers: Sequence[Replica],
+    idle_at: dict[str, float], now: float,
+) -> tuple[bool, frozenset[str], tuple[tuple[str, float], ...]]:  # fmt: skip
+    """Whether nothing is left to hand over; `idle` and `going` of the memory."""
+    prefills = [worker for worker in workers if _role(worker) == "prefill" and _is_named(worker, ending) and not _is_over(worker)]
+    first, known = {worker.leader.uid: worker.leader for worker in prefills if not worker.alive}, dict(before.going)
+    idle = {worker.leader.uid for worker in prefills if worker.alive and _was_idle(worker, told_at, idle_at)}
+    idle |= before.idle & first.keys() if told_at is not None else set()
+    going = {uid: min(known.get(uid, now) + set_s, now) for uid in first if uid not in idle}
+    late = {uid for uid, at in going.items() if now - at >= first[uid].drain_s}
+    done = told_at is not None and all(worker.leader.uid in idle | late for worker in prefills)
+    return done, frozenset(idle), tuple(going.items())
+
+
+def _role(worker: Replica) -> Role:
+    """The role that it has: one that is told the other counts as one of that everywhere else."""
+    return worker.role if worker.leader.flipping is None else other(worker.role)
+
+
+def _is_over(worker: Replica) -> bool:
+    """Nothing runs in it any more, though it may be there."""
+    return worker.leader.phase in ENDED or (worker.broken and not worker.terminating)
 
 
 def _was_idle(worker: Replica, since: float | None, idle_at: dict[str, float]) -> bool:
@@ -131,7 +165,7 @@ def _may_go(worker: Replica, observed: Observed, ending: Ending, memory: EndingM
     unread = known is None or leader.name not in known.busy
     if unread and not worker.ready and not _is_named(worker, ending):
         return True
-    return _was_idle(worker, memory.told_at if worker.role == "prefill" else memory.prefilled_at, idle_at)
+    return _was_idle(worker, memory.told_at if _role(worker) == "prefill" else memory.prefilled_at, idle_at)
 
 
 def _status(
@@ -139,7 +173,7 @@ def _status(
 ) -> FleetStatus:
     """As it was, but for what is not true any more. It is not Ready, and says who drains until when."""
     before = fleet.status
-    prefill, decode = (sum(worker.role == role for worker in staying) for role in ROLES)
+    prefill, decode = (sum(_role(worker) == role for worker in staying) for role in ROLES)
     at, counts = rfc3339(until + wait_s), f"{prefill} prefill and {decode} decode workers"
     words = f"deleted; {counts} drain, until {at} at the latest"
     if late:
@@ -150,6 +184,8 @@ def _status(
         words += "; " + "; ".join(map(str, observed.problems[:MAX_CAUSES]))
     verdict: Verdict = ("False", DELETION_LATE if late else DELETING, words)
     verdicts: dict[ConditionType, Verdict] = {"Available": verdict, "Ready": verdict}
+    over = (known.type for known in before.conditions if known.type in ENDS_WITH_IT and known.status == "True")
+    verdicts |= dict.fromkeys(over, ("False", DELETION_LATE if late else DELETING, "the fleet is deleted"))
     generation = fleet.metadata.generation
     return before.model_copy(
         update={
@@ -163,7 +199,7 @@ def _status(
 
 def _tier(tier: TierStatus, staying: Collection[Replica]) -> TierStatus:
     def role(which: Role) -> RoleStatus:
-        mine = [worker for worker in staying if worker.leader.tier == tier.name and worker.role == which]
+        mine = [worker for worker in staying if worker.leader.tier == tier.name and _role(worker) == which]
         return RoleStatus(desired=0, ready=sum(worker.ready for worker in mine), serving=0, flipping=0)
 
     return tier.model_copy(

@@ -143,13 +143,14 @@ def _transition(before: Condition | None, after: Condition) -> Event | None:
     """A condition that changed its status or reason; what is well from the start is no news."""
     if before is not None and _meaning(before) == _meaning(after):
         return None
+    if after.type != "Available" and after.reason in (DELETING, DELETION_LATE):  # that one says it
+        return None
     was_good = before is not None and _good(before)
     if _good(after):
         news = before is not None and not was_good and (before.reason not in UNTOLD or after.type == "Ready")
         return Event("Normal", after.reason, after.message, "Reconcile") if news else None
     silent = (after.status == "Unknown" and after.type != "TelemetryFresh") or after.reason in TOLD_ELSEWHERE
     silent |= before is None and after.reason == AT_FIRST
-    silent |= after.type == "Ready" and after.reason in (DELETING, DELETION_LATE)  # Available says it
     severe = after.reason in SEVERE
     if silent or (after.type in ("Ready", "TelemetryFresh") and not was_good and not severe):
         return None

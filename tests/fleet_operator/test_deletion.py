@@ -196,6 +196,17 @@ def test_busy_workers_stay_until_they_are_idle():
     play(scenario, **WAIT)
 
 
+def test_an_idle_fleet_whose_load_is_read_seldom_ends_as_soon_as_others():
+    """It would take two readings: 10 min, or its whole wait with a warning that says of idle workers that they were not."""
+
+    async def scenario(world: World) -> None:
+        await seconds(world, 8, {})
+        await world.user.delete(FLEET, NAMESPACE, "f")
+        await until_gone(world, 20)
+
+    play(scenario, **WAIT, telemetry={"interval": "5m"})
+
+
 def test_when_the_wait_is_over_it_ends_with_a_warning():
     async def scenario(world: World) -> None:
         await seconds(world, 8, {"decode": 1})
@@ -221,13 +232,8 @@ def test_when_the_wait_is_over_it_ends_with_a_warning():
 )
 def test_nobody_is_released_by_what_was_decided_of_another_wish_or_fleet(change: dict[str, Any], same: bool):
     """A longer wait, a fleet of the same name: while a pass told what it decided."""
-    meta = {
-        "uid": "a",
-        "generation": 2,
-        "resourceVersion": "1",
-        "finalizers": [DRAIN],
-        "deletionTimestamp": "2026-01-31T12:00:00Z",
-    }
+    meta = {"uid": "a", "generation": 2, "resourceVersion": "1", "finalizers": [DRAIN]}
+    meta["deletionTimestamp"] = "2026-01-31T12:00:00Z"
     assert same_wish({"metadata": {**meta, **change}}, {"metadata": meta}) is same
 
 

@@ -53,6 +53,24 @@ def test_what_goes_already_is_no_lack_of_nodes():
     assert fitted((2, 8), have).memory.cap is None
 
 
+def test_one_that_nobody_wants_any_more_is_no_lack_of_nodes():
+    """It would cap what is wanted next, which nobody has tried yet."""
+    assert fitted((1, 4), pods(1, 4, stuck={"decode": 1})).memory.cap is None
+
+
+def test_who_goes_is_none_that_there_is():
+    """Else the cap would hold a place for it that nobody takes."""
+    going = pod("d9", "decode", 9, terminating=True, ready=False)
+    assert fitted((2, 8), [*pods(1, 4, stuck={"decode": 1}), going]).memory.cap == (1, 4)
+
+
+def test_the_time_of_a_cap_stands_while_one_of_the_minimum_finds_no_node():
+    """Else nothing would ever be tried again: that one is asked for in every pass."""
+    memory = ScaleMemory(cap=(0, 4), cap_until=2 * WAIT_S - 1, cap_reason="no node")
+    found = fitted((2, 8), pods(0, 4, stuck={"prefill": 1}), memory)
+    assert (found.memory.cap, found.memory.cap_until) == ((0, 4), 2 * WAIT_S - 1)
+
+
 def test_a_cap_never_grows_while_it_holds():
     """Nodes that change hands: more is seen to have one than could be kept a moment ago."""
     memory = ScaleMemory(cap=(1, 8), cap_until=2 * WAIT_S - 1, cap_reason="no node")

@@ -115,6 +115,65 @@ def test_decode_stays_while_prefill_has_something_to_hand_over():
     assert gone(end(idle, LATER + SETTLE_S, plan.ended.memory)) == [D0, D1]
 
 
+@pytest.mark.parametrize(
+    "first",
+    [
+        pytest.param(worker(P, terminating=True, ready=False, drain_s=60.0), id="going-since-before-the-deletion"),
+        pytest.param(worker(P, flipping="decode"), id="on-its-way-to-the-other-role"),
+    ],
+)
+def test_decode_stays_while_a_prefill_worker_that_does_not_count_any_more_has_something_to_hand_over(
+    first: ObservedPod,
+):
+    """A rollout, a scale-down, a drained node or a role flip was under way."""
+    busy = {P: 1.0} if not first.terminating else {}
+    memory = EndingMemory(DELETED, DELETED)
+    for at in (LATER, LATER + 10, LATER + 59):
+        plan = end(seen(first, *THREE[1:], idle=dict.fromkeys((D0, D1), at), busy=busy), at, memory)
+        assert gone(plan) == [], at
+        assert plan.ended is not None
+        memory = plan.ended.memory
+    left = () if first.terminating else (first,)
+    for at in (LATER + 61, LATER + 61 + SETTLE_S):
+        names = (D0, D1, *(pod.name for pod in left))
+        plan = end(seen(*left, *THREE[1:], idle=dict.fromkeys(names, at)), at, memory)
+        assert plan.ended is not None
+        memory, left = plan.ended.memory, ()
+    assert gone(plan) == [D0, D1]
+
+
+def test_a_prefill_worker_that_never_goes_holds_decode_for_its_drain_time_only():
+    """Its node is lost."""
+    lost, memory = worker(P, terminating=True, ready=False, drain_s=60.0), EndingMemory(DELETED, DELETED)
+    gone_at: list[float] = []
+    for at in range(100):
+        now = LATER + at
+        plan = end(seen(lost, *THREE[1:], idle=dict.fromkeys((D0, D1), now)), now, memory)
+        assert plan.ended is not None
+        memory = plan.ended.memory
+        gone_at += [at] if gone(plan) else []
+    assert gone_at[0] == 60 + SETTLE_S
+
+
+def test_an_idle_prefill_worker_that_takes_long_to_go_holds_nobody():
+    memory = EndingMemory(DELETED, DELETED)
+    plan = end(seen(*THREE, idle=dict.fromkeys((P, D0, D1), LATER)), LATER, memory)
+    assert gone(plan) == [P]
+    assert plan.ended is not None
+    going = (replace(THREE[0], terminating=True, ready=False), *THREE[1:])
+    later = LATER + SETTLE_S
+    assert gone(end(seen(*going, idle=dict.fromkeys((D0, D1), later)), later, plan.ended.memory)) == [D0, D1]
+
+
+def test_a_decode_worker_on_its_way_to_prefill_is_still_one_of_decode():
+    """What is in prefill now may have been given to it before it was told."""
+    moving = worker(D0, flipping="prefill")
+    busy = seen(THREE[0], moving, THREE[2], idle=dict.fromkeys((D0, D1), LATER), busy={P: 1})
+    assert gone(end(busy, LATER, EndingMemory(DELETED, DELETED))) == []
+    running = seen(THREE[0], moving, THREE[2], idle=dict.fromkeys((P, D1), LATER), busy={D0: 1})
+    assert gone(end(running, LATER)) == [P, D1]
+
+
 def test_a_worker_over_two_nodes_ends_whole():
     def pair(**more: Any) -> tuple[ObservedPod, ...]:
         return worker(D0), pod(f"{D0}-1", "decode", 0, member=1, group=f"uid-{D0}", **more)
@@ -161,6 +220,24 @@ def test_the_status_says_who_drains_and_until_when():
     told = end(seen(*THREE, problems=(problem,)), LATER).status.condition("Ready")
     assert told is not None
     assert told.message.endswith("; ConfigMap f-router: forbidden")
+
+
+def test_what_it_wanted_it_wants_no_more():
+    """A rollout, nodes: nobody is to look after these."""
+    f = fleet()
+    start = reconcile(f, seen(*THREE), DELETED - 9).status
+    wanted = {"RollingOut": "Progressing", "CapacityLimited": "Unschedulable"}
+    busy = tuple(
+        one.model_copy(update={"status": "True", "reason": wanted[one.type]}) if one.type in wanted else one
+        for one in start.conditions
+    )
+    before = start.model_copy(update={"conditions": busy})
+    told = f.model_copy(update={"status": before})
+    for at, reason in ((LATER, "Deleting"), (DELETED + 1800, "DeletionLate")):
+        after = reconcile(told, seen(*THREE, busy={P: 1}), at, Ending(DELETED, 1800.0, ALL)).status
+        found = [after.condition(kind) for kind in ("RollingOut", "CapacityLimited")]
+        assert [(one.status, one.reason, one.message) for one in found if one] == [("False", reason, "the fleet is deleted")] * 2
+        assert [event.reason for event in events_of(before, after, Pass("f"))] == [reason]
 
 
 def test_one_event_when_it_begins_and_a_warning_when_something_is_cut():
@@ -232,12 +309,21 @@ class World:
     wait_s: float
     forgets_at: int
     blind_to: str = ""
+    first: str = ""
+    """What the prefill worker did when the fleet was deleted: `goes` (nobody reads it any more), or `flips`."""
     now: float = DELETED
     pods: tuple[ObservedPod, ...] = tuple(replace(one, serving=True, told=True) for one in THREE)
     named: frozenset[str] = ALL
     memory: EndingMemory = field(default_factory=EndingMemory)
     telemetry: TierTelemetry = field(default_factory=TierTelemetry)
     cut: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        prefill, *others = self.pods
+        if self.first == "goes":
+            self.pods = (replace(prefill, terminating=True, ready=False, serving=False, told=False), *others)
+        elif self.first == "flips":
+            self.pods = (replace(prefill, flipping="decode", serving=False, told=False), *others)
 
     def read(self) -> None:
         """As the telemetry does, of pods that can be read."""
@@ -275,7 +361,7 @@ class World:
         self.pods = tuple(
             replace(one, terminating=True, ready=False) if one.name in names else replace(one, serving=False, told=False)
             for one in self.pods
-            if not one.terminating
+            if not one.terminating or (self.first == "goes" and any(request.prefill_s for request in self.requests))
         )
         self.named = frozenset(target.uid for target in plan.targets)
 
@@ -286,8 +372,9 @@ def every_ending() -> Iterator[World]:
         product(lengths, repeat=3), (1, 4), (4.0, 40.0), (-1, 0, 2, 5, 9)
     ):
         requests = [Request(prefill, decode, D0), Request(0, other, D1, way_s=0)]
-        for blind_to in ("", P, D0):
-            yield World([replace(one) for one in requests], every_s, wait_s, forgets_at, blind_to)
+        for blind_to, first in (("", ""), (P, ""), (D0, ""), ("", "goes"), ("", "flips")):
+            if not first or forgets_at in (-1, 2):
+                yield World([replace(one) for one in requests], every_s, wait_s, forgets_at, blind_to, first)
 
 
 def test_every_small_ending():

@@ -48,6 +48,13 @@ def test_shrinking_waits_for_a_whole_window():
         assert (found.prefill, found.decode) == ((3, 6) if second < 120 else (1, 1)), second
 
 
+def test_of_two_wants_of_one_moment_the_larger_is_remembered_for_as_long_as_the_later():
+    """They are nearer together than what is kept apart."""
+    first = want(inputs((3, 6)), load(9, 70, 1_000.1), covered((1, 1), 1_000.0), 1_000.1)
+    second = want(inputs((3, 6)), load(0, 0, 1_000.2), first.memory, 1_000.2)
+    assert second.memory.wants[1:] == ((1_000.2, 3, 6),)
+
+
 def test_a_peak_inside_the_window_keeps_its_size():
     memory = ScaleMemory(((0.0, 1, 1), (100.0, 3, 6)))
     found = want(inputs((3, 6)), load(0, 0, 200.0), memory, 200.0)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 
+from fleet_planner.gang import workers_of
 from fleet_planner.ratio import bounds_of
 from fleet_planner.scale import ScaleDecision
 from fleet_planner.sizing import current_size, fit, scaled_by_others, size_tier, wished_size
-from fleet_planner.types import Observed, ObservedPool, Role, ScaleMemory
+from fleet_planner.types import Observed, ObservedPod, ObservedPool, Role, RoleLoad, ScaleMemory, TierTelemetry
 from tests.fleet_planner.test_reconcile import NOW, fleet, pod, start
 
 OLD, NEW = "aaaaaaaa", "bbbbbbbb"
@@ -74,6 +76,70 @@ def test_sizes_are_those_of_the_wanted_revision_and_a_wish_outlives_what_there_i
     seen = replace(start(NEW), pools=tuple(pools))
     assert (current_size(TIER, seen), wished_size(TIER, seen)) == ((3, 6), (5, 6))
     assert current_size(TIER, start()) == wished_size(TIER, start()) == TIER.initial
+    half = replace(start(), pools=(pool("prefill", 5, 5, 5),))  # the operator ended between its two pools
+    assert current_size(TIER, half) == (5, TIER.initial[1])
+
+
+def worker(role: Role, number: int, **more: Any) -> ObservedPod:
+    return pod(f"f-t-{role}-{OLD}-{number}", role, number, **more)
+
+
+PAIR = worker("prefill", 0), worker("decode", 0)
+WAITS: dict[str, Any] = {"ready": False, "node": None, "ip": None, "phase": "Pending", "ready_since": None}
+STEPWISE = "workers of a tier that left the spec make room step by step"
+
+
+@pytest.mark.parametrize(
+    ("workers", "want", "size", "limited"),
+    [
+        pytest.param(PAIR, (2, 4), (1, 2), STEPWISE, id="the-next-step"),
+        pytest.param((*PAIR, worker("decode", 1, **WAITS, created_at=NOW)), (2, 4), (1, 2), STEPWISE, id="one-waits-for-a-node"),
+        pytest.param(
+            (*PAIR, worker("decode", 1, **WAITS, created_at=-9_999.0, unschedulable=True)), (1, 2), (1, 2), "",
+            id="it-waits-for-long-and-is-not-backed-out-of",
+        ),
+        pytest.param((*PAIR, *(worker("decode", n) for n in (1, 2, 3))), (1, 1), (1, 1), "", id="fewer-are-wanted"),
+        pytest.param(tuple(worker("decode", n) for n in range(4)), (2, 2), (1, 2), STEPWISE, id="more-of-one-role-is-no-step"),
+    ],
+)  # fmt: skip
+def test_a_tier_grows_as_workers_of_one_that_left_the_spec_make_room(
+    workers: tuple[ObservedPod, ...], want: tuple[int, int], size: tuple[int, int], limited: str
+):
+    plain = fleet()
+    seen = replace(start(), pods=workers, memory={"t": ScaleMemory(room_at=NOW - 1.0)})
+    decision = ScaleDecision(*want, "load", ScaleMemory())
+    found = fit(plain, plain.spec.tiers[0], decision, seen, workers_of(seen, "t"), None, NOW)
+    assert (found.prefill, found.decode, found.limited) == (*size, limited)
+
+
+BACKED_OUT = pool("prefill", 2, 2, 2), pool("decode", 3, 3, 3, wish=8)
+"""Of 8 decode workers 3 found nodes."""
+MANUAL = FLEET.model_copy(
+    update={"spec": FLEET.spec.model_copy(update={"scaling": FLEET.spec.scaling.model_copy(update={"mode": "manual"})})}
+)
+AT_REST = TierTelemetry(*(RoleLoad(inflight=0.0, measured_at=NOW) for _ in range(2)))
+LONG_AT_REST = ScaleMemory(((NOW - 9_999.0, 1, 1), (NOW - 1.0, 1, 1)))
+
+
+def test_what_is_wished_stays_wished_while_a_part_of_it_is_backed_out_of():
+    seen = replace(start(), pools=BACKED_OUT)
+    for spec, reason in ((FLEET, "holding: no telemetry"), (MANUAL, "scaling.mode is manual")):
+        found = size_tier(spec, TIER, seen, [], NOW)
+        assert (found.prefill, found.decode, found.reason) == (2, 8, reason)
+    scaled = replace(start(), pools=(replace(BACKED_OUT[0], replicas=3), BACKED_OUT[1]))
+    found = size_tier(FLEET, TIER, scaled, [], NOW)
+    assert (found.prefill, found.decode) == (3, 8), "one role was scaled: the other's wish is not what there is of it"
+
+
+def test_who_takes_over_from_a_tier_that_left_the_spec_does_not_shrink_on_what_it_has_of_the_load():
+    """Nor at once when it has all of it: what it needed meanwhile says nothing."""
+    before = replace(start(), pools=BACKED_OUT, telemetry={"t": AT_REST}, memory={"t": LONG_AT_REST})
+    alone = size_tier(FLEET, TIER, before, [], NOW)
+    assert (alone.prefill, alone.decode) < (2, 8), "it would, were it alone"
+    assert alone.memory.wants
+    left = pod("old", "decode", 0, tier="old", serving=True)
+    both = size_tier(FLEET, TIER, replace(before, pods=(left,)), [], NOW)
+    assert (both.prefill, both.decode, both.memory.wants) == (2, 8, ())
 
 
 @pytest.mark.parametrize(("wish", "size"), [(None, (3, 9)), (9, (3, 6))])

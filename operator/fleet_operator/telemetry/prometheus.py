@@ -27,7 +27,7 @@ from fleet_operator.telemetry.aggregate import WorkerReading, decode_counts, tie
 from fleet_operator.telemetry.kvwatch import KvWatch
 from fleet_operator.telemetry.line import Line
 from fleet_operator.telemetry.meter import KvMeter, metered
-from fleet_operator.telemetry.scrape import is_running, is_running_worker
+from fleet_operator.telemetry.scrape import is_running, is_running_worker, tiers_of
 from fleet_operator.telemetry.series import TargetSeries, by_pod, of_pod, query
 from fleet_planner.types import KvProof, TierTelemetry
 
@@ -66,7 +66,7 @@ class PrometheusTelemetry:
         question = query(fleet.metadata.namespace, fleet.metadata.name, fleet.spec.telemetry.interval_s)
         try:
             answer = await self._ask(url, question, now)
-            known = {tier.name: self._watches.get((*key, tier.name), KvWatch()) for tier in fleet.spec.tiers}
+            known = {tier: self._watches.get((*key, tier), KvWatch()) for tier in tiers_of(fleet, pods)}
             workers = workers_of(pods, answer)
             found, watches = telemetry_of(pods, workers, answer, now, known)
             self._remember(key, watches)

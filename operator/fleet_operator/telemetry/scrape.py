@@ -6,7 +6,7 @@ import asyncio
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -77,10 +77,10 @@ class ScrapeTelemetry:
         earlier = self._remember((fleet.metadata.namespace, fleet.metadata.name), dict(zip(routers, latest, strict=True)))
         by_router = dict(zip(routers, latest, strict=True))
         found_tiers = {}
-        for tier in fleet.spec.tiers:
-            watch = self._watch((fleet.metadata.namespace, fleet.metadata.name, tier.name), readings, by_router)
-            found_of = tier_telemetry(tier.name, readings, latest, earlier, now, watch)
-            found_tiers[tier.name] = replace(found_of, kv=self._metered(fleet, tier.name, readings, found_of.kv, now))
+        for tier in tiers_of(fleet, pods):
+            watch = self._watch((fleet.metadata.namespace, fleet.metadata.name, tier), readings, by_router)
+            found_of = tier_telemetry(tier, readings, latest, earlier, now, watch)
+            found_tiers[tier] = replace(found_of, kv=self._metered(fleet, tier, readings, found_of.kv, now))
         return found_tiers
 
     def _watch(self, key: tuple[str, str, str], workers: list[WorkerReading], routers: dict[str, Reading | None]) -> KvWatch:
@@ -194,6 +194,12 @@ def _read_from(pod: Object, reading: Reading | None) -> WorkerReading:
     """What a worker said; None: it did not answer, or was not asked."""
     meta = pod["metadata"]
     return WorkerReading(meta["labels"].get(TIER, ""), meta["labels"][ROLE], reading, meta["name"])
+
+
+def tiers_of(fleet: InferenceFleet, pods: Iterable[Object]) -> list[str]:
+    """Names of the spec's tiers, and of those that left it and have workers still: what these run decides when they may go."""
+    there = (pod["metadata"]["labels"].get(TIER, "") for pod in pods if is_running_worker(pod))
+    return list(dict.fromkeys([*(tier.name for tier in fleet.spec.tiers), *there]))
 
 
 def is_running_worker(pod: Object) -> bool:

@@ -23,12 +23,12 @@ from fleet_operator.telemetry.prometheus import PrometheusTelemetry, shown
 from tests.fleet_operator.telemetry.answers import PODS, Answer, dripping, fleet, matrix, reply, served
 
 
-def asked(answer: Answer, path: str = "") -> Any:
+def asked(answer: Answer, path: str = "", pods: list[dict[str, Any]] = PODS, tier: str = "t") -> Any:
     async def go(url: str) -> Any:
         telemetry = PrometheusTelemetry(lambda: 1_000.0)
-        found = await telemetry.collect(fleet(url), url, PODS)
+        found = await telemetry.collect(fleet(url), url, pods)
         await telemetry.close()
-        return found["t"]
+        return found[tier]
 
     with served(answer) as url:
         return asyncio.run(go(url + path))
@@ -42,6 +42,12 @@ def test_load_with_the_samples_own_time():
 def test_a_pod_without_series_is_unknown_and_a_pod_that_is_gone_does_not_count():
     found = asked(lambda handler: reply(handler, matrix("p", "long-gone")))
     assert (found.prefill.inflight, found.decode.inflight) == (4, None)
+
+
+def test_workers_of_a_tier_that_left_the_spec_are_read_too():
+    labels = {"inferencefleet.io/role": "prefill", "inferencefleet.io/tier": "old"}
+    old = {**PODS[0], "metadata": {**PODS[0]["metadata"], "labels": labels}}
+    assert asked(lambda handler: reply(handler, matrix("p")), pods=[old], tier="old").busy == {"p": 4.0}
 
 
 def test_a_path_in_front_of_the_api_is_kept():

@@ -31,6 +31,22 @@ def test_a_worker_that_answers_is_known_and_one_that_does_not_is_not():
     assert (found.prefill.inflight, found.decode.inflight, found.transport) == (4, None, "shm")
 
 
+def test_workers_of_a_tier_that_left_the_spec_are_read_too():
+    """A renamed tier: whether they run anything decides when they may go, and whether the fleet is idle."""
+    labels = {"inferencefleet.io/role": "prefill", "inferencefleet.io/tier": "old"}
+    old = {"metadata": {"name": "p", "labels": labels}, "status": {"podIP": "127.87.0.1", "phase": "Running"}}
+
+    async def go() -> Any:
+        telemetry = ScrapeTelemetry()
+        found = await telemetry.collect(fleet(), [old], [])
+        await telemetry.close()
+        return found
+
+    with served(lambda handler: reply(handler, LOAD), "127.87.0.1", scrape.AGENT_PORT):
+        found = asyncio.run(go())
+    assert (found["old"].busy, found["t"].busy) == ({"p": 4.0}, {})
+
+
 @pytest.mark.parametrize(
     "answer",
     [
