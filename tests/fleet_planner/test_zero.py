@@ -284,6 +284,19 @@ def test_a_warm_tier_stays_and_its_first_request_wakes_the_other():
     assert {pod.tier for pod in world.observed.pods} == {"a", "b"}
 
 
+def test_a_tier_at_zero_has_no_share_of_the_budget_until_it_wakes():
+    wide = {"name": "a", "decode": {"minReplicas": 2, "warm": 4}}
+    world = World(fleet([wide, {"name": "b"}], budget={"gpus": 6}))
+    world.observed = replace(world.observed, templates={tier: Template(OLD, "c", gpus=(1, 1)) for tier in ("a", "b")})
+    world.settle()
+    assert [(pool.tier, pool.size) for pool in world.step().pools] == [("a", 1), ("a", 2), ("b", 1), ("b", 2)], "each its least"
+    for _ in range(int(IDLE_S) + 6):
+        plan = world.step()
+        world.ready()
+    assert {pod.tier for pod in world.observed.pods} == {"a"}
+    assert counts(plan, "a") == (1, 4), "what b does not use"
+
+
 # -- rollouts -----------------------------------------------------------------------------------------------------------
 def to_revision(world: World, revision: str) -> None:
     world.observed = replace(world.observed, templates={tier: Template(revision, "c") for tier in world.observed.templates})
