@@ -46,7 +46,7 @@ def test_threads_give_the_interpreter_back_soon(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_after_each_request_that_becomes_spans_the_loop_may_run(monkeypatch: pytest.MonkeyPatch):
-    """Incident: with traces on, TTFT's p99 was a quarter above that of the same router without them."""
+    """Incident: with traces on a tenth of the first tokens on kept connections took 3.8 ms, and 3.2 since."""
     turns: list[Any] = []
 
     def spans_of(record: str, *_: object) -> list[dict[str, str]]:
