@@ -146,8 +146,7 @@ def files() -> None:
 GC_OBJECTS = (20_000, 20, 50)
 """Requests leave no cycles behind, only connections do: to look for them as often as Python does costs 4 % of the CPU."""
 SWITCH_S = 0.0005
-"""Threads beside the loop (KV events, spans, hints) give the interpreter back after so long, not after Python's 5 ms: every first
-token of that moment would wait for it."""
+"""Threads beside the loop (KV events, spans) give the interpreter back after so long at the most, not after Python's 5 ms."""
 
 
 def main() -> int:

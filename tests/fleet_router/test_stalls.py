@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import signal
 import sys
 from collections.abc import Iterator
@@ -12,9 +11,6 @@ from typing import Any
 import pytest
 
 from fleet_router import __main__ as command
-from fleet_router.config import TraceConfig
-from fleet_router.explain import export
-from fleet_router.explain.export import Exporter
 
 
 @pytest.fixture
@@ -43,22 +39,3 @@ def test_threads_give_the_interpreter_back_soon(monkeypatch: pytest.MonkeyPatch)
     assert command.main() == 0
     assert found == [pytest.approx(command.SWITCH_S)]
     assert command.SWITCH_S <= 0.001
-
-
-def test_after_each_request_that_becomes_spans_the_loop_may_run(monkeypatch: pytest.MonkeyPatch):
-    """Incident: with traces on a tenth of the first tokens on kept connections took 3.8 ms, and 3.2 since."""
-    turns: list[Any] = []
-
-    def spans_of(record: str, *_: object) -> list[dict[str, str]]:
-        turns.append(record)
-        return [{"name": f"{record}0"}, {"name": f"{record}1"}]
-
-    monkeypatch.setattr(export, "spans_of", spans_of)
-    monkeypatch.setattr(export.time, "sleep", turns.append)
-    exporter = Exporter(TraceConfig(endpoint="http://127.0.0.1:1"), "f", lambda: 0.0)
-    exporter._waiting.extend([("a", None), ("b", None), ("c", None)])  # type: ignore[list-item]
-    sent = json.loads(exporter._rendered(2))
-    assert turns == ["a", 0, "b", 0]
-    (scope,) = sent["resourceSpans"][0]["scopeSpans"]
-    assert [span["name"] for span in scope["spans"]] == ["a0", "a1", "b0", "b1"]
-    assert [one for one, _ in exporter._waiting] == ["c"]

@@ -21,7 +21,7 @@ import msgspec
 
 from fleet_router.config import TraceConfig
 from fleet_router.explain.record import Record
-from fleet_router.explain.spans import request_of, spans_of
+from fleet_router.explain.spans import request_of
 from fleet_router.explain.trace import Trace
 
 BATCH: Final = 128
@@ -86,22 +86,13 @@ class Exporter:
 
     def _send_all(self) -> None:
         while self._waiting:
-            count = min(BATCH, len(self._waiting))
-            if self._post(self._rendered(count)):
-                self.sent += count
+            batch = [self._waiting.popleft() for _ in range(min(BATCH, len(self._waiting)))]
+            epoch_ns = time.time_ns() - int(self._clock() * 1e9)
+            body = msgspec.json.encode(request_of(batch, self._service, self._instance, epoch_ns))
+            if self._post(body):
+                self.sent += len(batch)
             else:
-                self.dropped += count
-
-    def _rendered(self, count: int) -> bytes:
-        """The next so many requests as JSON. After each the loop may have the interpreter: a batch takes some 10 ms, and would
-        keep first tokens waiting."""
-        epoch_ns = time.time_ns() - int(self._clock() * 1e9)
-        spans: list[msgspec.Raw] = []
-        for _ in range(count):
-            record, trace = self._waiting.popleft()
-            spans += [msgspec.Raw(msgspec.json.encode(span)) for span in spans_of(record, trace, epoch_ns)]
-            time.sleep(0)
-        return msgspec.json.encode(request_of(spans, self._service, self._instance))
+                self.dropped += len(batch)
 
     def _post(self, body: bytes) -> bool:
         """True when the collector took it. Tried again after 0.1 and 0.2 s, unless it says that it never will."""

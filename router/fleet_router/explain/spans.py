@@ -7,10 +7,7 @@ that is the span, and the first decode step is in it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Final
-
-import msgspec
 
 from fleet_router.explain.record import Record, Try
 from fleet_router.explain.trace import Trace
@@ -25,14 +22,15 @@ TRANSFER_NUMBER: Final = 1 << 33
 """Span numbers of what is no leg; legs are 1, 2, 3 …"""
 
 
-def request_of(spans: Sequence[Span | msgspec.Raw], service: str, instance: str) -> dict[str, Any]:
-    """ExportTraceServiceRequest of these spans, or of their JSON."""
+def request_of(records: list[tuple[Record, Trace]], service: str, instance: str, epoch_ns: int) -> dict[str, Any]:
+    """ExportTraceServiceRequest. `epoch_ns`: added to the router's clock it makes Unix time."""
+    spans = [span for record, trace in records for span in spans_of(record, trace, epoch_ns)]
     resource = _attributes({"service.name": "fleet-router", "service.namespace": service, "service.instance.id": instance})
     return {"resourceSpans": [{"resource": {"attributes": resource}, "scopeSpans": [{"scope": SCOPE, "spans": spans}]}]}
 
 
 def spans_of(record: Record, trace: Trace, epoch_ns: int) -> list[Span]:
-    """All of one request that has ended. `epoch_ns`: added to the router's clock it makes Unix time."""
+    """All of one request that has ended."""
     make = _Maker(trace, epoch_ns)
     status = record.status or (record.error.status if record.error is not None else 0)
     path = record.path.decode("latin-1")
