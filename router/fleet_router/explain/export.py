@@ -17,8 +17,6 @@ from collections.abc import Callable
 from typing import Final
 from urllib.parse import unquote, urlsplit
 
-import msgspec
-
 from fleet_router.config import TraceConfig
 from fleet_router.explain.record import Record
 from fleet_router.explain.spans import request_of
@@ -88,7 +86,7 @@ class Exporter:
         while self._waiting:
             batch = [self._waiting.popleft() for _ in range(min(BATCH, len(self._waiting)))]
             epoch_ns = time.time_ns() - int(self._clock() * 1e9)
-            body = msgspec.json.encode(request_of(batch, self._service, self._instance, epoch_ns))
+            body = request_of(batch, self._service, self._instance, epoch_ns)
             if self._post(body):
                 self.sent += len(batch)
             else:

@@ -147,7 +147,7 @@ def test_all_attempts_are_spans_of_one_request():
         ladder.behave("small", says(SMALL, "length"))
         await ladder.talk()
         (record,) = ladder.rig.context.recorder.records()
-        root, *legs = spans_of(record, Trace("a" * 32, "", 1), 0)
+        root, *legs = map(json.loads, spans_of(record, Trace("a" * 32, "", 1), 0))
         assert (root["kind"], [leg["name"] for leg in legs]) == (SERVER, ["decode", "decode"])
         assert {leg["parentSpanId"] for leg in legs} == {root["spanId"]}
         assert len({leg["spanId"] for leg in legs}) == 2
