@@ -59,11 +59,11 @@ def fleet_crd() -> dict[str, Any]:
     """CustomResourceDefinition of InferenceFleet."""
     columns = [
         _column("Ready", '.status.conditions[?(@.type=="Ready")].status'),
+        _column("Reason", '.status.conditions[?(@.type=="Ready")].reason'),
         _column("Prefill", ".status.summary.prefill", description="Desired/serving prefill workers."),
         _column("Decode", ".status.summary.decode", description="Desired/serving decode workers."),
         _column("Ratio", ".status.summary.ratio", description="Serving prefill:decode in lowest terms."),
         _column("Model", ".spec.model.source"),
-        _column("Reason", '.status.conditions[?(@.type=="Ready")].reason', priority=1),
         _column("Age", ".metadata.creationTimestamp", kind="date"),
     ]
     return _crd("InferenceFleet", "inferencefleets", "ifleet", fleet_schema(), {"status": {}}, columns)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
+from fleet_operator import pod_words
 from fleet_operator.cluster.interface import Object
 from fleet_operator.names import (
     COMPAT,
@@ -148,7 +149,7 @@ def observe_fetching(
                     key=key,
                     phase=status.get("phase", "Pending"),
                     created_at=made_at,
-                    message=str(status.get("message") or _message(status.get("containerStatuses") or [], {})),
+                    message=str(status.get("message") or pod_words.message(status.get("containerStatuses") or [], {})),
                     terminating="deletionTimestamp" in meta,
                     placed=bool((pod.get("spec") or {}).get("nodeName")),
                     outlived=made_at < (node_made_at(node) or 0.0),
@@ -180,10 +181,11 @@ def _pod(pod: Object, leaving: str, sick: str, serving: bool, told: bool, busy: 
         created_at=made_at or 0.0,
         ready_since=_time(ready.get("lastTransitionTime")) if ready.get("status") == "True" else None,
         unready_since=None if ready.get("status") == "True" else _time(ready.get("lastTransitionTime")) or made_at,
-        message=_message(containers, scheduled),
+        message=pod_words.message(containers, scheduled),
         unschedulable=scheduled.get("status") == "False" and scheduled.get("reason") == "Unschedulable",
         gated=scheduled.get("status") == "False" and scheduled.get("reason") == "SchedulingGated",
         restarts=sum(container.get("restartCount", 0) for container in containers),
+        blocked=pod_words.is_blocked(containers),
         crashes=sum(_crashes(container) for container in containers if container.get("name") == WORKER),
         compat=notes.get(COMPAT, ""),
         member=member_of(notes, meta["name"]),
@@ -243,20 +245,6 @@ def member_of(notes: Mapping[str, str], name: str) -> int:
     return place if notes.get(GROUP_UID) and name.endswith(f"-{place}") else 0
 
 
-def _message(containers: list[Any], scheduled: dict[str, Any]) -> str:
-    """The most telling words of a pod that is not ready."""
-    for container in containers:
-        for state in (container.get("state") or {}, container.get("lastState") or {}):
-            ended = state.get("terminated")
-            if ended and ended.get("exitCode", 0) != 0:
-                return str(ended.get("message") or ended.get("reason") or f"exit code {ended['exitCode']}").strip()[-500:]
-    for container in containers:
-        waiting = (container.get("state") or {}).get("waiting")
-        if waiting and waiting.get("message"):
-            return str(waiting["message"])[-500:]
-    return str(scheduled.get("message", ""))[-500:] if scheduled.get("status") == "False" else ""
-
-
 def observe_pools(pools: Iterable[Object]) -> tuple[ObservedPool, ...]:
     """WorkerPools in name order."""
     found = []
@@ -285,16 +273,22 @@ def _count(text: str | None) -> int | None:
 
 
 def observe_router(deployment: Object | None, pods: Iterable[Object]) -> RouterView | None:
-    """The router Deployment; the message is what its pods say."""
+    """The router Deployment; the message is what its pods say, or why there are none."""
     if deployment is None:
         return None
     status = deployment.get("status") or {}
-    messages = [_message((pod.get("status") or {}).get("containerStatuses") or [], {}) for pod in pods]
+    told = [(pod["metadata"]["name"], pod.get("status") or {}) for pod in pods if "deletionTimestamp" not in pod["metadata"]]
+    words = [(name, pod_words.message(said.get("containerStatuses") or [], _scheduled(said))) for name, said in told]
     return RouterView(
         desired=deployment["spec"].get("replicas", 1),
         ready=status.get("readyReplicas", 0) or 0,
-        message=next((message for message in messages if message), ""),
+        message=pod_words.router_message(deployment, words),
+        silent=next((name for name, said in words if not said), ""),
     )
+
+
+def _scheduled(status: Mapping[str, Any]) -> Mapping[str, Any]:
+    return next((c for c in status.get("conditions") or [] if c.get("type") == "PodScheduled"), {})
 
 
 def timestamp(text: str | None) -> float | None:

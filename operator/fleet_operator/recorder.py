@@ -87,14 +87,15 @@ def present_status(raw: Object) -> FleetStatus:
 
 
 def render_event(raw: Object, event: Event, now: float, instance: str) -> Object:
-    """An events.k8s.io/v1 Event about the fleet. Its name follows from what it says: a write that is tried again is the same."""
+    """An events.k8s.io/v1 Event about the fleet. Its name follows from what it says: a write that is tried again is the same. The
+    time comes first: kubectl shows such events in the order of their names (it sorts by a field that this API refuses)."""
     meta = raw["metadata"]
     at = datetime.fromtimestamp(now, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
     digest = hashlib.sha256("\n".join((meta["uid"], at, event.reason, event.note)).encode()).hexdigest()[:16]
     return {
         "apiVersion": EVENT.api_version,
         "kind": EVENT.kind,
-        "metadata": {"name": f"{meta['name']}.{digest}", "namespace": meta["namespace"]},
+        "metadata": {"name": f"{meta['name']}.{int(now * 1e6):x}.{digest}", "namespace": meta["namespace"]},
         "type": event.type,
         "reason": event.reason,
         "note": event.note,

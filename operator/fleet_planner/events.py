@@ -13,6 +13,7 @@ from typing import Final, Literal
 
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.status import Condition, FleetStatus, TierStatus
+from fleet_planner.capacity import QUOTA_WORDS
 from fleet_planner.types import ROLES, Problem
 
 NOTE_MOST_BYTES = 1_000
@@ -42,11 +43,13 @@ SEVERE: Final = frozenset(
         "TcpFallback",
         "Unschedulable",
         "WorkersFailing",
+        "WorkersLate",
     }
 )
 """Reasons that warn even when the fleet was never well: somebody has to do something."""
 IN_ORDER: Final = frozenset({DELETING, "Progressing", "Paused", "Prefetching", "Queued", "Waking"})
 """Reasons of states that are neither good nor bad."""
+QUOTA: Final = "QuotaExceeded"
 NAME_CONFLICT = "NameConflict"
 """A problem and a condition's reason: an object of somebody else has the name of one of ours."""
 ANEW: Final = "to be made anew"
@@ -55,8 +58,10 @@ UNTOLD = frozenset({"Creating", "NotProvisioned"})
 """Reasons of a beginning: nobody was told that it is not well, and nobody has to be told that it is now."""
 TOLD_ELSEWHERE = frozenset({"ApplyFailed", NAME_CONFLICT, "AdapterFailed", "Loading", "NotAccepted"}) | UNTOLD
 """Reasons whose causes have events of their own: the problems, the workers that were created, the spec that was refused."""
-AT_FIRST: Final = "WorkersStarting"
+AT_FIRST: Final = frozenset({"WorkersStarting", "RouterStarting"})
 """What every new fleet is: the workers that are created say so."""
+REPEATED: Final = "Ready"
+"""That it is not good any more is told by the condition whose words it repeats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +155,9 @@ def _transition(before: Condition | None, after: Condition) -> Event | None:
         news = before is not None and not was_good and (before.reason not in UNTOLD or after.type == "Ready")
         return Event("Normal", after.reason, after.message, "Reconcile") if news else None
     silent = (after.status == "Unknown" and after.type != "TelemetryFresh") or after.reason in TOLD_ELSEWHERE
-    silent |= before is None and after.reason == AT_FIRST
+    silent |= (before is None or before.reason in AT_FIRST) and after.reason in AT_FIRST
     severe = after.reason in SEVERE
-    if silent or (after.type in ("Ready", "TelemetryFresh") and not was_good and not severe):
+    if silent or after.type == REPEATED or (after.type == "TelemetryFresh" and not was_good and not severe):
         return None
     bad = severe or (was_good and after.reason not in IN_ORDER)
     severity: Literal["Normal", "Warning"] = "Warning" if bad else "Normal"
@@ -278,8 +283,8 @@ def _was_due(before: FleetStatus, deed: Deed, fleet: str) -> bool:
 def _problems(problems: Sequence[Problem]) -> Iterable[Event]:
     """One warning per reason: a quota that refuses thirty pods is one piece of news."""
     by_reason: dict[str, list[str]] = defaultdict(list)
-    for problem in problems:
-        by_reason[problem.reason].append(problem.message)
+    for problem in problems:  # a quota's refusal is a 403 as well, and no right is missing
+        by_reason[QUOTA if QUOTA_WORDS in problem.message else problem.reason].append(problem.message)
     for reason, messages in by_reason.items():
         yield Event("Warning", reason, _some(messages, "; "), "Apply")
 

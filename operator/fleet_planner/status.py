@@ -14,6 +14,7 @@ from fleet_api.v1alpha1.tier import TierSpec
 from fleet_planner.adapters import adapter_statuses, adapters_loaded
 from fleet_planner.canary import overdue
 from fleet_planner.capacity import QUOTA_WORDS
+from fleet_planner.causes import grouped, router_begins, router_words, unready, unready_too_long
 from fleet_planner.events import NAME_CONFLICT
 from fleet_planner.fabric import disaggregating, transport_verified
 from fleet_planner.ratio import within
@@ -50,7 +51,7 @@ def plan_status(
     verdicts: dict[ConditionType, Verdict] = {
         "Accepted": ("True", "Valid", "the spec makes sense"),
         "Provisioned": _provisioned(views, observed),
-        "Available": _available(fleet, tiers, observed),
+        "Available": _available(fleet, tiers, observed, now),
         "Disaggregating": disaggregating({view.tier.name: observed.telemetry.get(view.tier.name) for view in views}),
         "TransportVerified": transport_verified([(v.tier, observed.telemetry.get(v.tier.name)) for v in views]),
         "WithinRatio": _within_ratio(views, tiers),
@@ -168,19 +169,13 @@ def _provisioned(views: Sequence[TierView], observed: Observed) -> Verdict:
     return "True", "AllCreated", "every object exists"
 
 
-def _available(fleet: InferenceFleet, tiers: Sequence[TierStatus], observed: Observed) -> Verdict:
+def _available(fleet: InferenceFleet, tiers: Sequence[TierStatus], observed: Observed, now: float) -> Verdict:
     for tier in tiers:
         if not _rests(tier) and (tier.prefill.serving < 1 or tier.decode.serving < 1):
-            unready = [pod for pod in observed.pods if pod.tier == tier.name and not pod.ready and not pod.terminating]
-            causes = "; ".join([f"{pod.name}: {pod.message}" for pod in unready if pod.message][:MAX_CAUSES])
-            reason = "WorkersStarting" if tier.zero is None else WAKING
-            if any(pod.restarts >= FAILING_RESTARTS for pod in unready):
-                reason = "WorkersFailing"
-            counts = f"{tier.prefill.serving} prefill and {tier.decode.serving} decode workers are serving"
-            return "False", reason, f"tier {tier.name}: {counts}{': ' + causes if causes else ''}"
+            return _unserved(fleet, tier, observed, now)
     if observed.router is None or observed.router.ready < 1:
-        message = observed.router.message if observed.router is not None else ""
-        return "False", "NoRouter", f"no router pod is ready{': ' + message if message else ''}"
+        reason = "RouterStarting" if router_begins(observed.router, observed.pods, now) else "NoRouter"
+        return "False", reason, f"no router pod is ready{router_words(observed.router)}"
     if all(_rests(tier) for tier in tiers):
         return (
             "True",
@@ -188,6 +183,19 @@ def _available(fleet: InferenceFleet, tiers: Sequence[TierStatus], observed: Obs
             f"no workers; the first request to {_scheme(fleet)}://{fleet.metadata.name}-router is held and wakes them",
         )
     return "True", "Serving", f"{_scheme(fleet)}://{fleet.metadata.name}-router answers"
+
+
+def _unserved(fleet: InferenceFleet, tier: TierStatus, observed: Observed, now: float) -> Verdict:
+    """A tier that misses a role: who is not ready, and why."""
+    pods = [pod for pod in observed.pods if pod.tier == tier.name and not pod.ready and not pod.terminating]
+    causes = unready(pods, now)
+    reason = "WorkersStarting" if tier.zero is None else WAKING
+    if any(pod.restarts >= FAILING_RESTARTS or pod.blocked for pod in pods):
+        reason = "WorkersFailing"
+    elif unready_too_long(pods, fleet.spec.rollout.progress_deadline_s, now):
+        reason = "WorkersLate"
+    counts = f"{tier.prefill.serving} prefill and {tier.decode.serving} decode workers are serving"
+    return "False", reason, f"tier {tier.name}: {counts}{': ' + causes if causes else ''}"
 
 
 def _scheme(fleet: InferenceFleet) -> str:
@@ -235,7 +243,8 @@ def _capacity(views: Sequence[TierView], observed: Observed) -> Verdict:
         return "True", "QuotaExceeded", refused[0]
     stuck = [pod for pod in observed.pods if pod.unschedulable]
     if stuck:
-        return "True", "Unschedulable", f"{len(stuck)} pods cannot be scheduled: {_missing(views, stuck)}"
+        count = f"{len(stuck)} pod{'' if len(stuck) == 1 else 's'} cannot be scheduled"
+        return "True", "Unschedulable", f"{count}: {_missing(views, stuck)}"
     queued = [words for view in views if (words := _queued(view, observed))]
     if queued:
         return "True", "Queued", "; ".join(queued)
@@ -243,11 +252,11 @@ def _capacity(views: Sequence[TierView], observed: Observed) -> Verdict:
 
 
 def _missing(views: Sequence[TierView], stuck: Sequence[ObservedPod]) -> str:
-    """Workers that lack nodes, and every reason once: of a group that is refused as one, most pods only say that."""
+    """Workers that lack nodes, and every reason once with who gives it: of a group that is refused as one, most pods only say
+    that."""
     workers = [worker for view in views for worker in view.workers if worker.size > 1 and worker.alive and worker.unschedulable]
     groups = [f"{worker.leader.name} has {worker.placed} of its {worker.size} nodes" for worker in workers]
-    reasons = dict.fromkeys(pod.message for pod in stuck)
-    return "; ".join([*groups[:MAX_CAUSES], *list(reasons)[:MAX_CAUSES]])
+    return "; ".join([*groups[:MAX_CAUSES], grouped(stuck, lambda pod: pod.message or "no node yet")])
 
 
 def _queued(view: TierView, observed: Observed) -> str:
@@ -266,7 +275,7 @@ def _ready(verdicts: dict[ConditionType, Verdict]) -> Verdict:
     if provisioned[1] in ("ApplyFailed", NAME_CONFLICT):
         return "False", "NotProvisioned", provisioned[2]
     if available[0] != "True":
-        return "False", WAKING if available[1] == WAKING else "NotAvailable", available[2]
+        return available
     if available[1] == AT_ZERO:
         return "True", AT_ZERO, available[2]
     return "True", "AllGood", "the fleet serves"

@@ -40,6 +40,8 @@ class ObservedPod:
     gated: bool = False
     """The scheduler may not look at it yet: a queue lets it in."""
     restarts: int = 0
+    blocked: bool = False
+    """It cannot be started: its image, or a Secret or ConfigMap that it names, is not to be had."""
     crashes: int = 0
     """How often the worker's own container ended by itself; what others put beside it does not count."""
     compat: str = ""
@@ -255,6 +257,8 @@ class RouterView:
     desired: int
     ready: int
     message: str = ""
+    silent: str = ""
+    """Name of a pod that is not ready and says nothing; empty where a message explains why none is."""
 
 
 @dataclass(frozen=True, slots=True)

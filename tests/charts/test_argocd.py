@@ -37,7 +37,7 @@ def pool(wanted: int, **status: int) -> dict[str, Any]:
 
 
 READY = {"Ready": ("True", "AllGood", "the fleet serves")}
-NOT_AVAILABLE = {"Ready": ("False", "NotAvailable", "0 prefill")}
+NOT_AVAILABLE = {"Ready": ("False", "WorkersStarting", "0 prefill")}
 WAITING = ("Progressing", "waiting for the operator to look at this generation")
 
 
@@ -97,7 +97,7 @@ def test_whatever_a_status_lacks_it_is_judged():
     """A condition without a reason or a message (somebody edited it) was an error of the script, and the health Unknown."""
     words = {
         "Accepted": ("False", "Invalid", "m"),
-        "Ready": ("False", "NotAvailable", "m"),
+        "Ready": ("False", "WorkersStarting", "m"),
         "RollingOut": ("False", "Stuck", "m"),
     }
     whole = [fleet({kind: told}) for kind, told in words.items()] + [fleet(READY | {"RollingOut": words["RollingOut"]})]

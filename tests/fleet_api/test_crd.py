@@ -70,7 +70,7 @@ def test_scale_and_names():
         for column in crd.fleet_crd()["spec"]["versions"][0]["additionalPrinterColumns"]
         if "priority" not in column
     ]
-    assert columns == ["Ready", "Prefill", "Decode", "Ratio", "Model", "Age"]
+    assert columns == ["Ready", "Reason", "Prefill", "Decode", "Ratio", "Model", "Age"]
 
 
 def test_check_finds_a_changed_file_and_writing_repairs_it(tmp_path, capsys):

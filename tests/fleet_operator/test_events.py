@@ -39,9 +39,9 @@ def told(before: FleetStatus, after: FleetStatus, **done: Any) -> list[str]:
 @pytest.mark.parametrize(
     ("kind", "before", "after", "expected"),
     [
-        ("Ready", ("False", "NotAvailable"), ("True", "AllGood"), ["Normal AllGood: Ready"]),
-        ("Ready", ("True", "AllGood"), ("False", "NotAvailable"), ["Warning NotAvailable: Ready"]),
-        ("Ready", ("False", "NotProvisioned"), ("False", "NotAvailable"), []),
+        ("Ready", ("False", "NoRouter"), ("True", "AllGood"), ["Normal AllGood: Ready"]),
+        ("Ready", ("True", "AllGood"), ("False", "NoRouter"), []),  # told by Available, with the same words
+        ("Ready", ("False", "NotProvisioned"), ("False", "NoRouter"), []),
         ("Ready", None, ("False", "NotProvisioned"), []),
         ("Accepted", None, ("True", "Valid"), []),
         ("Accepted", None, ("False", "Invalid"), ["Warning Invalid: Accepted"]),
@@ -240,7 +240,7 @@ def test_a_pass_without_news_is_not_recorded():
     async def scenario() -> None:
         raw, well, ill = (
             {**manifest(), "metadata": {"name": "f", "namespace": "ml", "uid": "u"}},
-            *(status(Ready=found) for found in (("True", "AllGood"), ("False", "NotAvailable"))),
+            *(status(Ready=found) for found in (("True", "AllGood"), ("False", "NoRouter"))),
         )
         recorder = Recorder(MemoryCluster(), lambda: NOW)
         problem = Outcome(problems=[Problem("Refused", "words")])

@@ -186,7 +186,7 @@ def test_a_pod_group_that_somebody_deleted_is_written_again_while_its_worker_wai
         # a change, each time: scheduler-plugins hear of that, and not of a new node
         assert group["metadata"]["annotations"] == {ASKED_AGAIN: rfc3339(world.now)}
         told = await world.condition("CapacityLimited")
-        assert told["message"] == f"2 pods cannot be scheduled: {name} has 0 of its 2 nodes; no node"
+        assert told["message"] == f"2 pods cannot be scheduled: {name} has 0 of its 2 nodes; {name}, {name}-1: no node"
         assert ("apply", "PodGroup", name) not in await world.touch()
         for pod in (leader, follower):
             await world.user.bind(NAMESPACE, pod["metadata"]["name"], "node")

@@ -53,7 +53,6 @@ CONDITIONS: dict[str, tuple[ConditionType, str, Told, Told]] = {
     "NoTransferYet": ("Disaggregating", "Unknown", "", ""),
     "NodesUnknown": ("ModelCached", "Unknown", "", ""),
     "NotAccepted": ("Ready", "False", "", ""),  # by Accepted
-    "NotAvailable": ("Ready", "False", "", "Warning"),
     "NotProvisioned": ("Ready", "False", "", ""),  # by its problems
     "OutOfRatio": ("WithinRatio", "False", "Warning", "Warning"),
     "Paused": ("RollingOut", "True", "Normal", "Normal"),
@@ -64,6 +63,7 @@ CONDITIONS: dict[str, tuple[ConditionType, str, Told, Told]] = {
     "Queued": ("CapacityLimited", "True", "Normal", "Normal"),
     "QuotaExceeded": ("CapacityLimited", "True", "Warning", "Warning"),
     "RolledBack": ("RollingOut", "False", "Warning", "Warning"),
+    "RouterStarting": ("Available", "False", "", "Warning"),
     "Serving": ("Available", "True", "", ""),
     "SourceFailed": ("TelemetryFresh", "Unknown", "Warning", "Warning"),
     "Stuck": ("RollingOut", "False", "Warning", "Warning"),
@@ -74,6 +74,7 @@ CONDITIONS: dict[str, tuple[ConditionType, str, Told, Told]] = {
     "Verified": ("TransportVerified", "True", "", ""),
     "Waking": ("Available", "False", "Normal", "Normal"),
     "WorkersFailing": ("Available", "False", "Warning", "Warning"),
+    "WorkersLate": ("Available", "False", "Warning", "Warning"),
     "WorkersStarting": ("Available", "False", "", "Warning"),
 }
 WELL: dict[ConditionType, str] = {"CapacityLimited": "False", "RollingOut": "False"}

@@ -41,12 +41,12 @@ def test_ready_while_a_tier_grows(serving: Observed):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"pods": ()}, "NotAvailable"),
-        ({"router": None}, "NotAvailable"),
-        ({"router": RouterView(1, 0)}, "NotAvailable"),
+        ({"pods": ()}, "WorkersStarting"),
+        ({"router": None}, "NoRouter"),
+        ({"router": RouterView(1, 0)}, "NoRouter"),
         ({"problems": (Problem("Forbidden", "Forbidden: pods"),)}, "NotProvisioned"),
     ],
-    ids=["no-workers", "no-router", "router-starting", "cannot-apply"],
+    ids=["no-workers", "no-router", "router-not-ready", "cannot-apply"],
 )
 def test_not_ready_when_nothing_answers_or_nothing_can_be_applied(serving: Observed, change: dict[str, object], reason: str):
     assert condition("Ready", replace(serving, **change))[:2] == ("False", reason)  # type: ignore[arg-type]

@@ -1,0 +1,75 @@
+"""What a pod that is not ready says of itself, in the kubelet's and the scheduler's words. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from fleet_operator.cluster.interface import Object
+
+WORDS_MOST: Final = 500
+BLOCKED: Final = frozenset(
+    {
+        "CreateContainerConfigError",
+        "CreateContainerError",
+        "ErrImageNeverPull",
+        "ErrImagePull",
+        "ImageInspectError",
+        "ImagePullBackOff",
+        "InvalidImageName",
+        "RegistryUnavailable",
+        "RunContainerError",
+        "SignatureValidationFailed",
+    }
+)
+"""The kubelet's reasons why a container waits that has nothing to wait for: it tries again for ever, until somebody mends it."""
+ORDINARY: Final = frozenset({"Error", "Completed", "ContainerCannotRun"})
+"""Reasons of an end that say less than its words; others (OOMKilled) say what the words do not."""
+BEGINNING: Final = frozenset({"ContainerCreating", "PodInitializing", "CrashLoopBackOff"})
+"""Reasons to wait that explain nothing."""
+
+
+def is_blocked(containers: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether one of them cannot be started as things are."""
+    return any(_waiting(container).get("reason") in BLOCKED for container in containers)
+
+
+def message(containers: Iterable[Mapping[str, Any]], scheduled: Mapping[str, Any]) -> str:
+    """The most telling words of a pod that is not ready; `scheduled`: its condition."""
+    containers = list(containers)
+    for container in containers:
+        for state in (container.get("state") or {}, container.get("lastState") or {}):
+            ended = state.get("terminated")
+            if ended and ended.get("exitCode", 0) != 0:
+                return _end(ended)
+    for container in containers:
+        waiting = _waiting(container)
+        reason = str(waiting.get("reason") or "")
+        if words := str(waiting.get("message") or ("" if reason in BEGINNING else reason)):
+            return words[-WORDS_MOST:]
+    return str(scheduled.get("message", ""))[-WORDS_MOST:] if scheduled.get("status") == "False" else ""
+
+
+def router_message(deployment: Object, pods: Iterable[tuple[str, str]]) -> str:
+    """Why no router is ready: what one of its `pods` (name, words) says, or why none can be made."""
+    told = [f"{name}: {words}" for name, words in pods if words]
+    conditions = (deployment.get("status") or {}).get("conditions") or []
+    told += [
+        str(c.get("message", ""))[-WORDS_MOST:]
+        for c in conditions
+        if (c.get("type"), c.get("status")) == ("ReplicaFailure", "True")
+    ]
+    return next((words for words in told if words), "")
+
+
+def _waiting(container: Mapping[str, Any]) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = (container.get("state") or {}).get("waiting") or {}
+    return found
+
+
+def _end(ended: Mapping[str, Any]) -> str:
+    """Its last words, behind what the kernel or the kubelet did to it."""
+    words, reason = str(ended.get("message") or "").strip()[-WORDS_MOST:], str(ended.get("reason") or "")
+    if reason in ORDINARY:
+        return words or reason
+    return ": ".join(part for part in (reason, words) if part) or f"exit code {ended['exitCode']}"

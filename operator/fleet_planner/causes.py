@@ -1,0 +1,70 @@
+"""Why pods are not what they should be, for somebody who is called at night: each cause once, with the pods that have it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from fleet_api.conditions import rfc3339
+from fleet_planner.types import ObservedPod, Role, RouterView
+
+CAUSES_MOST: Final = 3
+NAMES_MOST: Final = 3
+SILENT_S: Final = 60.0
+"""A pod that is not ready and says nothing is named after so long: most are ready by then, and a status that names each of them
+as it comes up would be written once per worker."""
+ROUTER_TAKES_S: Final = 30.0
+"""A router is ready when it knows a worker that serves: this long after the first one did, it is late."""
+
+
+def grouped(pods: Sequence[ObservedPod], words: Callable[[ObservedPod], str]) -> str:
+    """Each cause once, with the names of the pods that give it; empty causes are none."""
+    found: dict[str, list[str]] = {}
+    for pod in pods:
+        if cause := words(pod):
+            found.setdefault(cause, []).append(pod.name)
+    told = [f"{_named(names)}: {cause}" for cause, names in found.items()]
+    more = len(told) - CAUSES_MOST
+    return "; ".join(told[:CAUSES_MOST]) + (f"; and {more} other causes" if more > 0 else "")
+
+
+def unready(pods: Sequence[ObservedPod], now: float) -> str:
+    """Why workers are not ready; one that says nothing for a minute is named with since when and where."""
+    return grouped(pods, lambda pod: _why(pod, now))
+
+
+def unready_too_long(pods: Sequence[ObservedPod], deadline_s: float, now: float) -> bool:
+    """Whether one of them has a node and says nothing for longer than a revision may take to move."""
+    return any(pod.node is not None and pod.unready_since is not None and now - pod.unready_since > deadline_s for pod in pods)
+
+
+def router_begins(router: RouterView | None, pods: Sequence[ObservedPod], now: float) -> bool:
+    """Whether routers have had no time yet to notice that workers serve, and say nothing that explains more."""
+    since: dict[tuple[str, Role], float] = {}
+    for pod in pods:
+        if pod.ready and pod.ready_since is not None:
+            since[pod.tier, pod.role] = min(pod.ready_since, since.get((pod.tier, pod.role), pod.ready_since))
+    young = bool(since) and 0 <= now - max(since.values()) < ROUTER_TAKES_S
+    return young and (router is None or not router.message)
+
+
+def router_words(router: RouterView | None) -> str:
+    """Why no router is ready, behind a colon; one that says nothing is named."""
+    if router is None or not (router.message or router.silent):
+        return ""
+    return f": {router.message or f'{router.silent} runs and does not become ready: look at its log'}"
+
+
+def _why(pod: ObservedPod, now: float) -> str:
+    again = f" ({pod.restarts} restarts)" if pod.restarts > 1 else ""
+    if pod.message:
+        return pod.message + again
+    if pod.unready_since is None or now - pod.unready_since < SILENT_S:
+        return ""
+    where = f" on node {pod.node}" if pod.node else ""
+    return f"not ready since {rfc3339(pod.unready_since)}{where}{again}"
+
+
+def _named(names: Sequence[str]) -> str:
+    more = len(names) - NAMES_MOST
+    return ", ".join(names[:NAMES_MOST]) + (f" and {more} more" if more > 0 else "")

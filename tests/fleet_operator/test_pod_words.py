@@ -1,0 +1,82 @@
+"""What pods say of themselves, in the forms that a kubelet of Kubernetes 1.36 writes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fleet_operator.observe import observe_pods, observe_router
+from fleet_operator.recorder import render_event
+from fleet_planner.events import Event
+
+PULL = 'Back-off pulling image "w:9": ErrImagePull: failed to resolve reference "w:9": not found'
+BACK_OFF = "back-off 5m0s restarting failed container=worker pod=f-t-decode-a-0_ml(u)"
+NO_NODE = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/2 nodes are available"}
+
+
+def waiting(reason: str, message: str = "", last: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {"name": "worker", "state": {"waiting": {"reason": reason, "message": message}}, "lastState": last or {}}
+
+
+def ended(**words: Any) -> dict[str, Any]:
+    return {"terminated": {"exitCode": 137, **words}}
+
+
+@pytest.mark.parametrize(
+    ("container", "message", "blocked"),
+    [
+        (waiting("ImagePullBackOff", PULL), PULL, True),
+        (waiting("ErrImagePull", "failed to resolve reference"), "failed to resolve reference", True),
+        (waiting("CreateContainerConfigError", 'secret "hf-token" not found'), 'secret "hf-token" not found', True),
+        (waiting("InvalidImageName"), "InvalidImageName", True),
+        (waiting("ContainerCreating"), "", False),
+        (waiting("CrashLoopBackOff", BACK_OFF, ended(reason="OOMKilled")), "OOMKilled", False),
+        (waiting("CrashLoopBackOff", BACK_OFF, ended(reason="OOMKilled", message="shard 3\n")), "OOMKilled: shard 3", False),
+        (waiting("CrashLoopBackOff", BACK_OFF, ended(reason="Error", message="BadModel: none")), "BadModel: none", False),
+        (waiting("CrashLoopBackOff", BACK_OFF, ended(reason="Error")), "Error", False),
+        (waiting("CrashLoopBackOff", BACK_OFF, ended()), "exit code 137", False),
+    ],
+)  # fmt: skip
+def test_a_worker_that_is_not_ready(container: dict[str, Any], message: str, blocked: bool):
+    """The last words of a container that the kernel killed hid that it was killed: the log's end stood there."""
+    labels = {"inferencefleet.io/role": "decode", "inferencefleet.io/tier": "t"}
+    pod = {
+        "metadata": {"name": "f-t-decode-a-0", "uid": "u", "labels": labels},
+        "spec": {"nodeName": "gpu-a"},
+        "status": {"phase": "Pending", "containerStatuses": [container]},
+    }
+    (seen,) = observe_pods([pod])
+    assert (seen.message, seen.blocked) == (message, blocked)
+
+
+def router(*conditions: dict[str, Any], deleted: bool = False) -> dict[str, Any]:
+    meta = {"name": "f-router-x"} | ({"deletionTimestamp": "2026-01-01T00:00:00Z"} if deleted else {})
+    return {"metadata": meta, "status": {"conditions": list(conditions)}}
+
+
+@pytest.mark.parametrize(
+    ("replica_failure", "pods", "message", "silent"),
+    [
+        ("", [router(NO_NODE)], "f-router-x: 0/2 nodes are available", ""),
+        ('pods "f-router-x" is forbidden: exceeded quota: none', [], 'pods "f-router-x" is forbidden: exceeded quota: none', ""),
+        ("", [router({"type": "PodScheduled", "status": "True"})], "", "f-router-x"),
+        ("", [router(NO_NODE, deleted=True)], "", ""),
+    ],
+    ids=["no-node", "quota", "hangs", "leaves"],
+)
+def test_a_router_that_is_not_there(replica_failure: str, pods: list[dict[str, Any]], message: str, silent: str):
+    """`no router pod is ready`, and not a word why: no node for it, or a quota that refuses its pod."""
+    failure = [{"type": "ReplicaFailure", "status": "True", "message": replica_failure}] if replica_failure else []
+    seen = observe_router({"spec": {"replicas": 1}, "status": {"conditions": failure}}, pods)
+    assert seen is not None
+    assert (seen.ready, seen.message, seen.silent) == (0, message, silent)
+
+
+def test_kubectl_describe_shows_events_in_the_order_in_which_they_happened():
+    """kubectl sorts by lastTimestamp, which events.k8s.io/v1 refuses, so what the API lists stands as it comes: by name."""
+    raw = {"apiVersion": "v", "kind": "InferenceFleet", "metadata": {"name": "f", "namespace": "ml", "uid": "u"}}
+    times = [1_700_000_000.0 + 0.25 * n for n in range(40)]
+    named = [render_event(raw, Event("Normal", f"R{n % 7}", "", "a"), at, "i")["metadata"]["name"] for n, at in enumerate(times)]
+    assert named == sorted(named)
+    assert len(set(named)) == len(named)

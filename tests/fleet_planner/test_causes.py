@@ -1,0 +1,136 @@
+"""What the status says at night: which pod, since when, why; and no alarm about what only begins."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fleet_api.v1alpha1.status import Condition, FleetStatus
+from fleet_planner.causes import ROUTER_TAKES_S, SILENT_S
+from fleet_planner.events import Pass, events_of
+from fleet_planner.reconcile import reconcile
+from fleet_planner.types import Observed, ObservedPod, Problem, RouterView
+from tests.fleet_planner.test_reconcile import NOW, carry_out, fleet, start
+
+HALF_AN_HOUR_S = 1_800.0
+
+
+def condition(kind: str, observed: Observed, now: float = NOW) -> tuple[str, str, str]:
+    found = next(c for c in reconcile(fleet(), observed, now).status.conditions if c.type == kind)
+    return found.status, found.reason, found.message
+
+
+@pytest.fixture
+def serving() -> Observed:
+    observed = carry_out(reconcile(fleet(), start(), NOW), start())
+    return replace(observed, pods=tuple(replace(pod, created_at=NOW, ready_since=NOW) for pod in observed.pods))
+
+
+def unready(observed: Observed, **change: Any) -> Observed:
+    """No worker is ready any more, each for the same reason."""
+    lost = {"ready": False, "ready_since": None, "unready_since": NOW, "node": "gpu-a"} | change
+    return replace(observed, pods=tuple(replace(pod, **lost) for pod in observed.pods))
+
+
+def names(observed: Observed) -> list[str]:
+    return [pod.name for pod in observed.pods]
+
+
+@pytest.mark.parametrize("words", ['Back-off pulling image "w:9": ErrImagePull', 'secret "hf-token" not found'])
+def test_workers_that_cannot_be_started_fail_and_do_not_start(serving: Observed, words: str):
+    """3 am: an image that nobody can pull, a Secret that is missing: WorkersStarting for ever, without a Warning."""
+    status, reason, message = condition("Available", unready(serving, message=words, blocked=True))
+    assert (status, reason) == ("False", "WorkersFailing")
+    assert message.count(words) == 1, "each cause once, with the pods that have it"
+    assert ", ".join(names(serving)) in message
+
+
+def test_a_worker_that_hangs_is_named_with_node_and_time(serving: Observed):
+    """0 prefill and 0 decode workers are serving: that was all, for half an hour."""
+    hung = unready(serving)
+    assert condition("Available", hung, NOW + SILENT_S - 1)[2].endswith("are serving"), "a beginning has no words, and no writes"
+    status, reason, message = condition("Available", hung, NOW + SILENT_S)
+    assert (status, reason) == ("False", "WorkersStarting")
+    assert message.endswith("not ready since 1970-01-01T00:16:40Z on node gpu-a")
+    assert condition("Available", hung, NOW + 2 * SILENT_S)[2] == message, "it moves no more: at rest nothing is written"
+
+
+def test_a_worker_that_hangs_for_as_long_as_a_rollout_may_is_late(serving: Observed):
+    assert condition("Available", unready(serving), NOW + HALF_AN_HOUR_S)[1] == "WorkersStarting"
+    assert condition("Available", unready(serving), NOW + HALF_AN_HOUR_S + 1)[1] == "WorkersLate"
+    waiting = unready(serving, node=None, unschedulable=True)
+    assert condition("Available", waiting, NOW + HALF_AN_HOUR_S + 1)[1] == "WorkersStarting", "CapacityLimited tells of these"
+
+
+def test_workers_that_end_again_and_again_say_how_often(serving: Observed):
+    message = condition("Available", unready(serving, message="OOMKilled", restarts=7))[2]
+    assert message.endswith(": OOMKilled (7 restarts)")
+
+
+def test_causes_are_few(serving: Observed):
+    pods = [replace(serving.pods[0], name=f"p{n}", ready=False, message=f"words {n}") for n in range(5)]
+    message = condition("Available", replace(serving, pods=tuple(pods)))[2]
+    assert message.endswith("p2: words 2; and 2 other causes")
+
+
+def test_pods_without_a_node_are_named(serving: Observed):
+    pods = unready(serving, node=None, unschedulable=True, message="0/2 nodes are available").pods
+    told = condition("CapacityLimited", replace(serving, pods=pods))[2]
+    assert told == f"3 pods cannot be scheduled: {', '.join(names(serving))}: 0/2 nodes are available"
+    told = condition("CapacityLimited", replace(serving, pods=pods[:1]))[2]
+    assert told == f"1 pod cannot be scheduled: {names(serving)[0]}: 0/2 nodes are available"
+
+
+@pytest.mark.parametrize(
+    ("router", "after_s", "expected"),
+    [
+        (RouterView(1, 0), 0.0, "RouterStarting"),
+        (RouterView(1, 0), ROUTER_TAKES_S, "NoRouter"),
+        (RouterView(1, 0, "f-router-x: 0/2 nodes are available"), 0.0, "NoRouter"),
+        (RouterView(1, 1), ROUTER_TAKES_S, "Serving"),
+        (None, ROUTER_TAKES_S, "NoRouter"),
+    ],
+)
+def test_a_router_that_only_begins_is_no_alarm(serving: Observed, router: RouterView | None, after_s: float, expected: str):
+    """A router is ready when it knows of a worker, a moment after the first one serves: every new fleet had a Warning."""
+    assert condition("Available", replace(serving, router=router), NOW + after_s)[1] == expected
+    if router is not None and router.message:
+        assert router.message in condition("Available", replace(serving, router=router), NOW + after_s)[2]
+
+
+def test_a_router_that_says_nothing_is_named(serving: Observed):
+    told = condition("Available", replace(serving, router=RouterView(1, 0, silent="f-router-x")), NOW + ROUTER_TAKES_S)[2]
+    assert told == "no router pod is ready: f-router-x runs and does not become ready: look at its log"
+
+
+def test_the_reason_of_ready_is_the_cause(serving: Observed):
+    """kubectl get ifleet has it in a column; NotAvailable said nothing."""
+    assert condition("Ready", unready(serving, message="m", blocked=True))[1] == "WorkersFailing"
+    assert condition("Ready", replace(serving, router=RouterView(1, 0)), NOW + ROUTER_TAKES_S)[1] == "NoRouter"
+
+
+def test_one_thing_that_breaks_is_one_event(serving: Observed):
+    """NoRouter and NotAvailable came with the same words."""
+    well = reconcile(fleet(), serving, NOW).status
+    ill = reconcile(fleet(), replace(serving, router=RouterView(1, 0, "gone")), NOW).status
+    assert [(e.type, e.reason) for e in events_of(well, ill, Pass())] == [("Warning", "NoRouter")]
+
+
+def test_a_fleet_that_begins_warns_of_nothing():
+    def available(reason: str) -> FleetStatus:
+        return FleetStatus(conditions=(Condition(type="Available", status="False", reason=reason, message="m"),))
+
+    assert events_of(available("WorkersStarting"), available("RouterStarting"), Pass()) == ()
+    assert [e.type for e in events_of(available("RouterStarting"), available("NoRouter"), Pass())] == ["Warning"]
+
+
+def test_a_quota_that_refuses_is_not_a_right_that_is_missing():
+    refused = Problem("Forbidden", 'Pod f-t-decode-a-0: pods "f" is forbidden: exceeded quota: small, used: pods=2')
+    assert [e.reason for e in events_of(FleetStatus(), FleetStatus(), Pass(problems=[refused]))] == ["QuotaExceeded"]
+
+
+def test_who_is_on_its_way_out_explains_nothing(serving: Observed):
+    pods = list[ObservedPod](unready(serving, message="ended", blocked=True, terminating=True).pods)
+    assert condition("Available", replace(serving, pods=tuple(pods)))[1] == "WorkersStarting"
