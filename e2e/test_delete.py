@@ -193,8 +193,8 @@ def test_without_an_operator_the_user_releases_it(fleet: Fleet, operator: Servic
         if how == "as the README says":
             fleet.kubectl("patch", "ifleet", "loop", "--type", "json", "-p", RELEASE)
         else:
-            assert "finalizer inferencefleet.io/drain" in fleet.kubectl("describe", "ifleet", "loop").stdout
-            explained = " ".join(fleet.kubectl("explain", "ifleet.spec.deletion.wait").stdout.split())
+            assert "finalizer inferencefleet.io/drain" in fleet.kubectl("describe", "ifleet", "loop")
+            explained = " ".join(fleet.kubectl("explain", "ifleet.spec.deletion.wait").split())
             assert "kubectl edit does: take inferencefleet.io/drain out of metadata.finalizers" in explained
             monkeypatch.setenv("KUBE_EDITOR", "sed -i /inferencefleet.io.drain$/d")
             fleet.kubectl("edit", "ifleet", "loop")
