@@ -217,7 +217,7 @@ def as_the_readme_says(lab: Lab, words: dict[str, str]) -> None:
     config, place = yaml.safe_load(lab.plane.kubeconfig.read_text()), lab.plane.dir / f"user-{lab.namespace}.kubeconfig"
     config["contexts"][0]["context"]["namespace"] = lab.namespace
     place.write_text(yaml.safe_dump(config))
-    program = Path(lab.plane.kubectl_argv[0]).parent
+    program = Path(lab.plane.kubectl_argv()[0]).parent
     env = {**os.environ, "KUBECONFIG": str(place), "PATH": f"{program}:{os.environ['PATH']}"}
     done = subprocess.run(["sh", "-eu", "-c", lines], env=env, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, f"{lines}\n{done.stdout}{done.stderr}"
