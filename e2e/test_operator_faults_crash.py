@@ -11,8 +11,9 @@ import pytest
 from e2e.faultproxy.fixtures import FAMILY, Played
 from e2e.faultproxy.lab import Lab, fleet_manifest, path_of, removed
 from e2e.faultproxy.sweep import Scenario, sweep
+from fleet_api.v1alpha1.fleet import DRAIN
 from fleet_operator.cluster.interface import CONFIG_MAP, FLEET
-from fleet_operator.names import DRAIN, router_name
+from fleet_operator.names import router_name
 from fleet_wire.endpoints import ENDPOINTS_KEY
 
 pytestmark = FAMILY

@@ -41,7 +41,7 @@ from fleet_operator.names import ROLE as ROLE_LABEL
 from fleet_operator.names import TIER as TIER_LABEL
 from fleet_operator.older import older
 from fleet_operator.outcome import Outcome, StopError
-from fleet_operator.ownership import name_conflict, owned, taken
+from fleet_operator.ownership import name_conflict, owned, parted, taken
 from fleet_operator.pool_status import changed_pools, pool_status
 from fleet_operator.render.fabric import render_claims
 from fleet_operator.render.fleet import render_budgets, render_documents, render_pool, render_router
@@ -253,7 +253,8 @@ class Applier:
     async def _as_wished(self, wish: Object, found: Object | None, work: _Pass) -> Object | None:
         """What was found, if anything, made what the wish says."""
         kind, name, outcome = wish["kind"], wish["metadata"]["name"], work.outcome
-        if found is not None and not owned(found, work.raw):
+        seen = work.live.get((kind, name))  # before the fleet was read again: it is not being orphaned
+        if found is not None and not (owned(found, work.raw) or all(parted(one, wish, work.raw) for one in (seen, found))):
             outcome.problems.append(name_conflict(found, wish))
             return None
         if found is not None and kind == CONTROLLER_REVISION.kind:

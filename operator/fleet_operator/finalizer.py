@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from fleet_api.v1alpha1 import InferenceFleet
+from fleet_api.v1alpha1.fleet import DRAIN
 from fleet_operator.cluster.interface import FLEET, POD, POOL, ClusterError, NotFoundError, Object
-from fleet_operator.names import DRAIN, ROLE
 from fleet_operator.names import FLEET as FLEET_LABEL
+from fleet_operator.names import ROLE
 from fleet_operator.observe import timestamp
 from fleet_operator.outcome import Outcome, StopError
 from fleet_operator.ownership import owned

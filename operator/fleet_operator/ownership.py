@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fleet_operator.cluster.interface import Object
-from fleet_operator.names import FLEET, MANAGED_BY, MANAGER, ROLE
+from fleet_operator.names import APPLIED, FLEET, MANAGED_BY, MANAGER, ROLE
 from fleet_planner.events import NAME_CONFLICT
 from fleet_planner.types import ROLES, Problem
 
@@ -12,6 +12,17 @@ def owned(found: Object, owner: Object) -> bool:
     """Whether it belongs to `owner`, by its references."""
     references = found["metadata"].get("ownerReferences") or []
     return any(reference.get("uid") == owner["metadata"]["uid"] for reference in references)
+
+
+def parted(found: Object | None, wish: Object, owner: Object) -> bool:
+    """It was made for this very `owner`, which its hash of the wish covers, and somebody took its owner reference away: it is put
+    back, as Kubernetes' controllers do. Not where that is how `--cascade=orphan` deletes the owner."""
+    if found is None or "deletionTimestamp" in owner["metadata"] or found["metadata"].get("ownerReferences"):
+        return False
+    if not owned(wish, owner):
+        return False
+    marks = found["metadata"].get("annotations") or {}
+    return marks.get(APPLIED) == wish["metadata"]["annotations"][APPLIED]
 
 
 def name_conflict(there: Object, wish: Object) -> Problem:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from fleet_api.v1alpha1.base import LABEL_KEY
+from fleet_api.v1alpha1.fleet import DRAIN
 from fleet_operator.cluster.guarded import Send, Write
 from fleet_operator.cluster.interface import Cluster, ClusterError, ConflictError, ForbiddenError, NotFoundError, Object
 from fleet_operator.cluster.kinds import LEASE, NAMESPACE
@@ -252,7 +253,10 @@ class Territory:
             lease = await self._cluster.get(LEASE, namespace, CLAIM)
             if holder_of(lease) == self._installation:
                 await self._cluster.delete(LEASE, namespace, CLAIM, uid=lease["metadata"]["uid"])
-                LOG.info("namespace %s is no longer selected: its claim is released, its fleets stay as they are", namespace)
+                LOG.info(
+                    "namespace %s is no longer selected: its claim is released, its fleets stay as they are, those with "
+                    "spec.deletion (finalizer %s) also when they are deleted", namespace, DRAIN,
+                )  # fmt: skip
         except NotFoundError:
             return
         except ClusterError as error:

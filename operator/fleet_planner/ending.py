@@ -3,8 +3,9 @@
 Routers are told first; from then on nothing new comes, so a worker that was seen idle after that stays idle and goes. A request
 that is still in a prefill worker needs a decode worker afterwards: those of decode go only when all of prefill were seen idle.
 So it is with prefill workers that were on their way out or to the other role when the fleet was deleted: of what is going nobody
-reads anything any more, so it is waited for until it is gone, for its drain time at the most. What no router was ever told of, or
-can never serve, goes at once. What cannot be read stays for as long as it may. When every worker is on its way out, or the time
+reads anything any more, so it is waited for until it is gone, or until routers say that they wait for no prefill worker (its node
+may be lost, and then it is never gone), for its drain time at the most. What no router was ever told of, or can never serve, goes
+at once. What cannot be read stays for as long as it may. When every worker is on its way out, or the time
 is over, the finalizer goes: garbage collection takes the rest, inside grace periods.
 """
 
@@ -121,24 +122,32 @@ def _remembered(
         began_at = min(before.began_at + set_s, now)
     told = ending.named is not None and not any(pod.serving or pod.told for pod in observed.pods)
     told_at = None if not told else now if before.told_at is None else min(before.told_at + set_s, now)
-    done, idle, going = _prefilled(before, set_s, told_at, ending, workers, idle_at, now)
+    waits = told_at is None or _unasked_at(observed) < told_at + SETTLE_S
+    done, idle, going = _prefilled(before, set_s, told_at, ending, workers, idle_at, now, waits=waits)
     since = now if before.prefilled_at is None else min(before.prefilled_at + set_s, now)
     return EndingMemory(began_at, told_at, since if done else None, idle, going)
 
 
 def _prefilled(
     before: EndingMemory, set_s: float, told_at: float | None, ending: Ending, workers: Sequence[Replica],
-    idle_at: dict[str, float], now: float,
+    idle_at: dict[str, float], now: float, *, waits: bool,
 ) -> tuple[bool, frozenset[str], tuple[tuple[str, float], ...]]:  # fmt: skip
-    """Whether nothing is left to hand over; `idle` and `going` of the memory."""
+    """Whether nothing is left to hand over; `idle` and `going` of the memory. `waits`: routers may wait for prefill workers."""
     prefills = [worker for worker in workers if _role(worker) == "prefill" and _is_named(worker, ending) and not _is_over(worker)]
     first, known = {worker.leader.uid: worker.leader for worker in prefills if not worker.alive}, dict(before.going)
     idle = {worker.leader.uid for worker in prefills if worker.alive and _was_idle(worker, told_at, idle_at)}
-    idle |= before.idle & first.keys() if told_at is not None else set()
+    if told_at is not None:
+        idle |= first.keys() & before.idle if waits else first.keys()
     going = {uid: min(known.get(uid, now) + set_s, now) for uid in first if uid not in idle}
     late = {uid for uid, at in going.items() if now - at >= first[uid].drain_s}
     done = told_at is not None and all(worker.leader.uid in idle | late for worker in prefills)
     return done, frozenset(idle), tuple(going.items())
+
+
+def _unasked_at(observed: Observed) -> float:
+    """When it was last read of all routers that they wait for no prefill worker."""
+    demands = [known.demand for known in observed.telemetry.values() if known.demand is not None]
+    return max((demand.measured_at for demand in demands if demand.prefilling == 0), default=float("-inf"))
 
 
 def _role(worker: Replica) -> Role:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from fleet_api.conditions import ConditionType, set_conditions
 from fleet_api.quantities import format_ratio
 from fleet_api.v1alpha1 import InferenceFleet
+from fleet_api.v1alpha1.fleet import DRAIN
 from fleet_api.v1alpha1.status import FleetStatus, KvStatus, RoleStatus, RolloutStatus, TierStatus, ZeroStatus
 from fleet_api.v1alpha1.tier import TierSpec
 from fleet_planner.adapters import adapter_statuses, adapters_loaded
@@ -49,7 +50,7 @@ def plan_status(
     """The whole status; lastTransitionTime is kept from the present one. `cached`: ModelCached, for fleets that fetch ahead."""
     tiers = tuple(_tier_status(view, observed, fleet.status) for view in views)
     verdicts: dict[ConditionType, Verdict] = {
-        "Accepted": ("True", "Valid", "the spec makes sense"),
+        "Accepted": ("True", "Valid", _accepted(fleet)),
         "Provisioned": _provisioned(views, observed),
         "Available": _available(fleet, tiers, observed, now),
         "Disaggregating": disaggregating({view.tier.name: observed.telemetry.get(view.tier.name) for view in views}),
@@ -265,6 +266,14 @@ def _queued(view: TierView, observed: Observed) -> str:
     waiting = [pod.name for pod in observed.pods if pod.tier == name and pod.gated and pod.member == 0]
     where = f"in queue {placement.queue}" if placement is not None and placement.queue else "behind scheduling gates"
     return f"tier {name}: {len(waiting)} workers wait {where}: {', '.join(waiting[:MAX_CAUSES])}" if waiting else ""
+
+
+def _accepted(fleet: InferenceFleet) -> str:
+    """Who deletes a fleet that no operator watches any more finds here what keeps it: nobody is left to tell."""
+    words = "the spec makes sense"
+    if fleet.spec.deletion is None:
+        return words
+    return f"{words}; deleted, it is kept by finalizer {DRAIN} until its operator takes that off, or without one kubectl edit"
 
 
 def _ready(verdicts: dict[ConditionType, Verdict]) -> Verdict:

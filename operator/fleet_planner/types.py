@@ -225,6 +225,8 @@ class Demand:
     arrivals: float | None
     """Requests that ever came to any of the routers; None when one of them could not be read or does not count them."""
     measured_at: float
+    prefilling: float | None = None
+    """Requests for which routers wait for a prefill worker that they know; None when one of them does not say."""
 
 
 @dataclass(frozen=True, slots=True)

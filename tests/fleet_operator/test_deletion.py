@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from fleet_api.v1alpha1.fleet import DRAIN
 from fleet_operator.cluster.interface import (
     CONFIG_MAP,
     CONTROLLER_REVISION,
@@ -26,7 +27,7 @@ from fleet_operator.cluster.interface import (
 from fleet_operator.cluster.kinds import LEASE
 from fleet_operator.cluster.memory import MemoryCluster
 from fleet_operator.finalizer import same_wish
-from fleet_operator.names import DRAIN, ROLE, TIER
+from fleet_operator.names import ROLE, TIER
 from fleet_operator.reconciler import CHILDREN
 from fleet_operator.territory import CLAIM, Selection, Territory
 from fleet_planner.types import ROLES, RoleLoad, TierTelemetry
@@ -108,6 +109,25 @@ def test_it_is_there_before_any_worker_and_goes_with_the_field():
         await world.settle()
         assert await finalizers(world) == ["theirs/a", "theirs/b", DRAIN]
         assert [pod["metadata"]["uid"] for pod in await pods(world)] == before
+
+    asyncio.run(scenario())
+
+
+def test_the_status_names_the_finalizer_before_anybody_needs_to_know_it():
+    """Of a fleet that no operator watches any more nobody says anything: what was said before has to do."""
+
+    async def scenario() -> None:
+        world = World()
+        await world.user.apply(manifest(**WAIT))
+        await world.settle()
+        accepted = await world.condition("Accepted")
+        assert DRAIN in accepted["message"]
+        assert "without one kubectl edit" in accepted["message"]
+        world.new_operator()  # it watches others
+        await world.user.delete(FLEET, NAMESPACE, "f")
+        assert (await world.condition("Accepted"))["message"] == accepted["message"]
+        await world.user.patch(FLEET, NAMESPACE, "f", {"metadata": {"finalizers": []}})
+        assert await world.exists(FLEET, "f") is False
 
     asyncio.run(scenario())
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fleet_operator.cluster.interface import CONFIG_MAP, DEPLOYMENT, FLEET, PDB, ROLE, SERVICE, SERVICE_ACCOUNT, Kind
+from fleet_operator.cluster.interface import CONFIG_MAP, DEPLOYMENT, FLEET, PDB, POD, ROLE, SERVICE, SERVICE_ACCOUNT, Kind
 from fleet_operator.reconciler import CHILDREN
 from tests.fleet_operator.world import NAMESPACE, World, manifest, play
 
@@ -72,6 +72,65 @@ def test_somebody_elses_object_is_left_alone_and_named():
         )
 
     asyncio.run(scenario())
+
+
+async def without_owner(world: World) -> list[str]:
+    """Names of the fleet's own children that nobody owns; of those that it owned when it was first asked."""
+    found = [child for kind in CHILDREN for child in await world.store.list(kind, NAMESPACE) if kind != POD]
+    return sorted(
+        f"{child['kind']} {child['metadata']['name']}" for child in found if not child["metadata"].get("ownerReferences")
+    )
+
+
+async def part(world: World) -> int:
+    """Somebody takes the owner away of everything that the fleet owns."""
+    count = 0
+    for kind in CHILDREN:
+        for child in await world.store.list(kind, NAMESPACE):
+            if any(owner["kind"] == FLEET.kind for owner in child["metadata"].get("ownerReferences") or []):
+                await world.user.patch(kind, NAMESPACE, child["metadata"]["name"], {"metadata": {"ownerReferences": None}})
+                count += 1
+    return count
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_an_owner_that_somebody_took_away_is_put_back(restarted: bool):
+    """Else the object outlives the fleet, and until then nothing of it is written any more."""
+
+    async def scenario(world: World) -> None:
+        before = await world.workers()
+        assert await part(world) >= 8
+        if restarted:
+            world.operator = world.new_operator()
+        await world.settle(30)
+        assert await without_owner(world) == []
+        assert await world.workers() == before
+        assert (await world.condition("Ready"))["status"] == "True"
+        assert [line for line in await world.events() if "NameConflict" in line] == []
+        assert await world.touch() == []
+
+    play(scenario)
+
+
+def test_what_is_orphaned_on_purpose_is_left_so():
+    """`kubectl delete --cascade=orphan`: the garbage collector takes owners away while the fleet is still there, deleted."""
+
+    async def scenario(world: World) -> None:
+        await world.user.patch(FLEET, NAMESPACE, "f", {"metadata": {"finalizers": ["orphan"]}})
+        await world.settle()
+        await world.user.delete(FLEET, NAMESPACE, "f")  # the operator has not seen it when it sees the first of these
+        seen = world.operator._objects.fleets
+        old = dict(seen)
+        await part(world)
+        await world.look()
+        seen.update(old)
+        world.operator.touch((NAMESPACE, "f"))
+        await world.operator.drain()
+        for _ in range(5):
+            await world.step()
+        assert len(await without_owner(world)) >= 8
+
+    play(scenario)
 
 
 def test_who_deleted_a_fleet_without_its_children_is_told_what_to_delete():

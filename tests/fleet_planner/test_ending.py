@@ -15,7 +15,7 @@ from fleet_api.v1alpha1 import InferenceFleet
 from fleet_planner.ending import SETTLE_S, Ending, EndingMemory
 from fleet_planner.events import Pass, events_of
 from fleet_planner.reconcile import Plan, reconcile
-from fleet_planner.types import Observed, ObservedPod, Problem, Target, Template, TierTelemetry
+from fleet_planner.types import Demand, Observed, ObservedPod, Problem, Target, Template, TierTelemetry
 from tests.fleet_planner.test_reconcile import pod
 
 DELETED = 10_000.0
@@ -153,6 +153,27 @@ def test_a_prefill_worker_that_never_goes_holds_decode_for_its_drain_time_only()
         memory = plan.ended.memory
         gone_at += [at] if gone(plan) else []
     assert gone_at[0] == 60 + SETTLE_S
+
+
+@pytest.mark.parametrize(
+    ("prefilling", "held_s"), [(0.0, 2 * SETTLE_S), (1.0, 60 + SETTLE_S), (None, 60 + SETTLE_S)], ids=["none", "one", "unknown"]
+)
+def test_a_prefill_worker_that_never_goes_holds_nobody_once_no_router_waits_for_it(prefilling: float | None, held_s: float):
+    """It lies on a lost node: nothing of it can be read, and it is gone only when somebody mends the node."""
+    lost, memory, now = worker(P, terminating=True, ready=False, drain_s=60.0), EndingMemory(DELETED), LATER
+    while not (plan := end(asked((lost, *THREE[1:]), prefilling, now), now, memory)).delete:
+        assert plan.ended is not None
+        memory, now = plan.ended.memory, now + 1
+        assert now < LATER + 100
+    assert gone(plan) == [D0, D1]
+    assert now - LATER == held_s
+
+
+def asked(pods: tuple[ObservedPod, ...], prefilling: float | None, now: float) -> Observed:
+    """Idle decode workers, and routers that wait for so many answers of prefill workers."""
+    observed = seen(*pods, idle=dict.fromkeys((D0, D1), now))
+    demand = Demand(0, None, now, prefilling)
+    return replace(observed, telemetry={"t": replace(observed.telemetry["t"], demand=demand)})
 
 
 def test_an_idle_prefill_worker_that_takes_long_to_go_holds_nobody():
@@ -300,6 +321,9 @@ class Request:
         return bool(self.prefill_s or self.decode_s)
 
 
+GOES = ("goes", "lost")
+
+
 @dataclass
 class World:
     """One ending, a second per step: pods that are deleted are gone after one, readings are every `every_s`."""
@@ -310,7 +334,8 @@ class World:
     forgets_at: int
     blind_to: str = ""
     first: str = ""
-    """What the prefill worker did when the fleet was deleted: `goes` (nobody reads it any more), or `flips`."""
+    """What the prefill worker did when the fleet was deleted: `goes` (nobody reads it any more), `lost` (nor is it ever gone), or
+    `flips`."""
     now: float = DELETED
     pods: tuple[ObservedPod, ...] = tuple(replace(one, serving=True, told=True) for one in THREE)
     named: frozenset[str] = ALL
@@ -320,7 +345,7 @@ class World:
 
     def __post_init__(self) -> None:
         prefill, *others = self.pods
-        if self.first == "goes":
+        if self.first in GOES:
             self.pods = (replace(prefill, terminating=True, ready=False, serving=False, told=False), *others)
         elif self.first == "flips":
             self.pods = (replace(prefill, flipping="decode", serving=False, told=False), *others)
@@ -330,7 +355,8 @@ class World:
         there = [one.name for one in self.pods if not one.terminating and one.name != self.blind_to]
         held = [request.holds() for request in self.requests]
         busy = {name: float(held.count(name)) for name in there}
-        self.telemetry = TierTelemetry(busy=busy, idle={name: self.now for name, load in busy.items() if not load})
+        demand = Demand(0, None, self.now, float(sum(request.prefill_s > 0 for request in self.requests)))
+        self.telemetry = TierTelemetry(busy=busy, idle={name: self.now for name, load in busy.items() if not load}, demand=demand)
 
     def step(self, number: int) -> bool:
         """Whether the finalizer may go."""
@@ -361,7 +387,7 @@ class World:
         self.pods = tuple(
             replace(one, terminating=True, ready=False) if one.name in names else replace(one, serving=False, told=False)
             for one in self.pods
-            if not one.terminating or (self.first == "goes" and any(request.prefill_s for request in self.requests))
+            if not one.terminating or self.first == "lost" or (self.first == "goes" and any(r.prefill_s for r in self.requests))
         )
         self.named = frozenset(target.uid for target in plan.targets)
 
@@ -372,7 +398,7 @@ def every_ending() -> Iterator[World]:
         product(lengths, repeat=3), (1, 4), (4.0, 40.0), (-1, 0, 2, 5, 9)
     ):
         requests = [Request(prefill, decode, D0), Request(0, other, D1, way_s=0)]
-        for blind_to, first in (("", ""), (P, ""), (D0, ""), ("", "goes"), ("", "flips")):
+        for blind_to, first in (("", ""), (P, ""), (D0, ""), ("", "goes"), ("", "lost"), ("", "flips")):
             if not first or forgets_at in (-1, 2):
                 yield World([replace(one) for one in requests], every_s, wait_s, forgets_at, blind_to, first)
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
 
 from fleet_api.quantities import parse_duration
 from fleet_api.v1alpha1.accelerator import CPU, DEFAULT_RESOURCE, ParallelismSpec
 from fleet_api.v1alpha1.admission import SloClassSpec, TenantsSpec
-from fleet_api.v1alpha1.base import DNS_LABEL, ApiModel, DurationText, Metadata
+from fleet_api.v1alpha1.base import DNS_LABEL, GROUP, ApiModel, DurationText, Metadata
 from fleet_api.v1alpha1.model import DEFAULT_REVISION, EngineSpec, HubSource, ModelSpec
 from fleet_api.v1alpha1.rollout import RolloutSpec
 from fleet_api.v1alpha1.routing import LimitsSpec, RoutingSpec, ScalingSpec, SloSpec, TelemetrySpec
@@ -32,12 +32,17 @@ class NetworkPolicySpec(ApiModel):
     )
 
 
+DRAIN: Final = f"{GROUP}/drain"
+"""Finalizer of fleets that say how long their end may take."""
+
+
 class DeletionSpec(ApiModel):
     """How a fleet ends whose streams take longer than a drain."""
 
     wait: DurationText = Field(
         description="How long the fleet, once deleted, may take for what runs: a finalizer keeps it until its workers are idle, "
-        "for so long at the most. 1s to 24h."
+        "for so long at the most. 1s to 24h. The operator takes that finalizer off. Where none watches the fleet's namespace any "
+        f"more, kubectl edit does: take {DRAIN} out of metadata.finalizers."
     )
 
     @property

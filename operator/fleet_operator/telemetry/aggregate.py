@@ -108,7 +108,8 @@ def _demand(routers: Sequence[Reading | None]) -> Demand | None:
         return None
     arrivals = _sum([total(reading.samples, ARRIVALS) if reading is not None else None for reading in routers])
     held = sum(total(reading.samples, HELD) or 0.0 for reading in read)
-    return Demand(round(held), arrivals, min(reading.read_at for reading in read))
+    prefilling = _sum([total(reading.samples, SENT, role="prefill") if reading is not None else None for reading in routers])
+    return Demand(round(held), arrivals, min(reading.read_at for reading in read), prefilling)
 
 
 def _count(reading: Reading | None, name: str, **labels: str) -> float | None:

@@ -89,6 +89,14 @@ def reading(text: str, at: float) -> Reading:
 
 ONE = reading("fleet_router_held 2\nfleet_router_arrivals_total 7\n", 10.0)
 TWO = reading("fleet_router_held 1\nfleet_router_arrivals_total 5\n", 9.0)
+ASKED = reading(
+    'fleet_router_held 0\nfleet_router_inflight{role="prefill",tier="t"} 2\nfleet_router_inflight{role="decode",tier="t"} 1\n',
+    9.0,
+)
+REST = reading(
+    'fleet_router_held 0\nfleet_router_inflight{role="prefill",tier="t"} 0\nfleet_router_inflight{role="prefill",tier="u"} 0\n',
+    9.0,
+)
 OLD = reading("fleet_router_requests_total 1\n", 9.0)
 
 
@@ -101,8 +109,23 @@ OLD = reading("fleet_router_requests_total 1\n", 9.0)
         ([ONE, TWO], Demand(3, 12.0, 9.0)),
         ([ONE, None], Demand(2, None, 10.0)),
         ([ONE, OLD], Demand(2, None, 9.0)),
+        ([ASKED, REST], Demand(0, None, 9.0, 2.0)),
+        ([REST], Demand(0, None, 9.0, 0.0)),
+        ([REST, None], Demand(0, None, 9.0)),
+        ([REST, ONE], Demand(2, None, 9.0)),
     ],
-    ids=["no router", "none readable", "one", "two", "one of two", "an older one"],
+    ids=[
+        "no router",
+        "none readable",
+        "one",
+        "two",
+        "one of two",
+        "an older one",
+        "prefill asked",
+        "none asked",
+        "a router away",
+        "a router that knows no prefill worker",
+    ],
 )
 def test_demand_of_a_fleets_routers(routers: list[Reading | None], expected: Demand | None):
     assert tier_telemetry("t", [], routers, [None] * len(routers), 11.0).demand == expected
