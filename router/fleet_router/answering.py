@@ -469,7 +469,7 @@ class Answering(Metering):
         self._count_broken()
         # inside a chunk, or in a body that has none, an error event would be taken for its contents
         whole = self._translation is not None or (self._splits and (not self._tail or self._tail.endswith(CHUNK_ENDS)))
-        self._client.break_off(error, stream=self._ask.stream and whole)
+        self._client.break_off(error, stream=self._ask.stream and whole, last=self._last)
 
     def _count(self, status: int) -> None:
         """The client is told so."""

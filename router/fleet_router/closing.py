@@ -8,7 +8,9 @@ while (RFC 9112, 9.6).
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import socket
+import termios
 from typing import Final
 
 from fleet_router.config import HttpBounds
@@ -16,6 +18,9 @@ from fleet_router.config import HttpBounds
 ASKED_EACH_S: Final = 5
 TCP_CLOSE: Final = 7
 """TCP_INFO's first byte once the peer has answered with a reset."""
+UNTOLD_LINGER_S: Final = 1.0
+"""Of a connection without a request, whose client was not told that it ends: what is on its way is there by then."""
+NOTHING: Final = bytes(4)
 
 
 class Lingering:
@@ -23,8 +28,8 @@ class Lingering:
 
     __slots__ = ("_left_bytes", "_transport", "_until")
 
-    def __init__(self, transport: asyncio.Transport, bounds: HttpBounds, now: float) -> None:
-        self._transport, self._left_bytes, self._until = transport, bounds.linger_bytes, now + bounds.linger_s
+    def __init__(self, transport: asyncio.Transport, bounds: HttpBounds, until: float) -> None:
+        self._transport, self._left_bytes, self._until = transport, bounds.linger_bytes, until
         if transport.can_write_eof():  # TLS has no half here: its clients go by the answer's length and `connection: close`
             transport.write_eof()
         transport.resume_reading()
@@ -41,12 +46,30 @@ class Lingering:
             self._transport.close()
 
 
-def close(transport: asyncio.Transport, bounds: HttpBounds, now: float, *, more: bool) -> Lingering | None:
-    """At once; `more`: the client may still send, so only when it was read for a while."""
-    if more:
-        return Lingering(transport, bounds, now)
+def close(
+    transport: asyncio.Transport, bounds: HttpBounds, now: float, *, more: bool, idle: bool = False
+) -> Lingering | None:  # fmt: skip
+    """At once; `more`: the client may still send, so only when it was read for a while.
+
+    `idle`: the client was not told, and may send a request at this moment. It finds the end of a connection on which it has read
+    no byte of an answer, behind which clients ask again, also what is not idempotent; and not a reset. TLS has no half here: the
+    sooner its client hears of the end the better.
+    """
+    if more and not idle:
+        return Lingering(transport, bounds, now + bounds.linger_s)
+    if idle and transport.can_write_eof():
+        return Lingering(transport, bounds, now + min(UNTOLD_LINGER_S, bounds.linger_s))
     transport.close()
     return None
+
+
+def unread(transport: asyncio.Transport | None) -> bool:
+    """Something came that the loop has not told of yet: it was busy, and timers run before sockets are read."""
+    made = transport.get_extra_info("socket") if transport is not None else None
+    try:
+        return made is not None and fcntl.ioctl(made.fileno(), termios.FIONREAD, NOTHING) != NOTHING
+    except OSError:
+        return False
 
 
 def ask_if_there(transport: asyncio.Transport | None) -> None:

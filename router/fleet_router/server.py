@@ -18,7 +18,7 @@ from fleet_router.admission.lanes import Entry
 from fleet_router.admission.tenants import Decisions
 from fleet_router.asked import Ask, Hints
 from fleet_router.cascade.climb import Climb, tier_of_all
-from fleet_router.closing import Lingering, ask_if_there, close, reset_by_client
+from fleet_router.closing import Lingering, ask_if_there, close, reset_by_client, unread
 from fleet_router.config import RouterConfig
 from fleet_router.context import Context
 from fleet_router.desk import one_of, usable
@@ -389,14 +389,15 @@ class ClientConnection:
         if not keep_alive:
             self._close()
 
-    def _close(self) -> None:
-        """What was written still goes out; what comes is nobody's."""
+    def _close(self, *, idle: bool = False) -> None:
+        """What was written still goes out; what comes is nobody's. A client that asked for the end sends no more; any other may
+        have sent before it hears of the end. `idle`: it has no request, and was not told."""
         self._closed_at = now = self._context.clock()
-        more = (self._inbound.drop() or bool(self._waiting)) and not self._half_closed
+        more = (self._inbound.drop() or bool(self._waiting) or self._request.keep_alive) and not self._half_closed
         self._waiting.clear()
         if self._transport is not None:
             self._context.outbox.flush()
-            self._lingering = close(self._transport, self._context.config.bounds, now, more=more)
+            self._lingering = close(self._transport, self._context.config.bounds, now, more=more, idle=idle)
 
     # -- the flow's side ------------------------------------------------------------------------------------------------
     @property
@@ -422,17 +423,17 @@ class ClientConnection:
         self._write_answer(error.status, body, b"application/json", headers=error.headers)
         self._answer_next()
 
-    def break_off(self, error: RequestError, *, stream: bool) -> None:
-        """The answer broke after its first byte: a stream gets an error event and no [DONE]; the connection closes."""
-        self.flow = None
-        if self._transport is None:
-            return
-        if stream:
+    def break_off(self, error: RequestError, *, stream: bool, last: bool) -> None:
+        """The answer broke after its first byte: a stream gets an error event and no [DONE], and then it is as whole as any other
+        answer. Its client keeps the connection, unless the head said (`last`) that it ends: a router that closed it met the
+        client's next request with a reset."""
+        if stream and self._transport is not None:
             translation = self._translation
             data = b"data: " + error_body(self._request.url, error, self.request_id) + b"\n\n"
             self.write(framed(data if translation is None else translation.failed(error)) + END)
-            self._close()
+            self.finish(last=last or self._context.draining)
         else:
+            self.flow = None
             self.abort()  # a shorter body than announced must not look like an end
 
     def abort(self) -> None:
@@ -460,8 +461,12 @@ class ClientConnection:
             if now - self.begun_at > limit:
                 self._request = self._inbound.current or Incoming()
                 self._answer_error(RequestError(408, f"the request was not complete within {limit} s"))
-        elif now - self.idle_since > bounds.idle_s:
-            self._close()
+        elif self._idle_for(now, bounds.idle_s, 0.0):
+            self._close(idle=True)
+
+    def _idle_for(self, now: float, most_s: float, since: float) -> bool:
+        """So long without a request, and none has come that the loop has yet to tell of."""
+        return now - max(since, self.idle_since) > most_s and (self._unread or not unread(self._transport))
 
     def fail(self, error: RequestError) -> None:
         """A bug of ours in what was done for it: its request is told so; the connection ends where it cannot be."""
@@ -477,13 +482,9 @@ class ClientConnection:
     def drain(self, now: float, since: float) -> None:
         """Called again and again while the router drains (since `since`). What runs or is half received goes on; a connection
         without a request closes, but not at once."""
-        if (
-            self.flow is None
-            and self.begun_at is None
-            and self._closed_at is None
-            and now - max(since, self.idle_since) > DRAIN_IDLE_S
-        ):
-            self._close()
+        nothing = self.flow is None and self.begun_at is None and self._closed_at is None
+        if nothing and self._idle_for(now, DRAIN_IDLE_S, since):
+            self._close(idle=True)
 
     def cut(self) -> None:
         """The drain is over: nobody goes without an answer."""

@@ -161,11 +161,20 @@ def test_who_says_nothing_after_its_refusal_is_closed_in_time_and_nothing_of_its
     run(go)
 
 
-def test_an_idle_connection_and_one_whose_requests_are_all_answered_close_at_once():
+def test_an_idle_connection_and_one_whose_client_asked_for_its_end_close_at_once():
+    """The idle one is let go when its client closes, too, and a second later whatever the client does."""
+
     async def go(rig: Rig) -> None:
-        _, _, idle = await rig.connect()
-        rig.sweep(76)
-        await until(lambda: idle not in rig.connections)
+        for stays in (True, False):
+            reader, writer, idle = await rig.connect()
+            rig.sweep(76)
+            assert await asyncio.wait_for(reader.read(), 3) == b""
+            if stays:
+                assert idle in rig.connections
+                idle.sweep(rig.context.clock() + 1.1)
+            else:
+                writer.close()
+            await until(lambda idle=idle: idle not in rig.connections)
         reader, writer, last = await rig.connect()
         writer.write(b"GET /health HTTP/1.1\r\nhost: h\r\nconnection: close\r\n\r\n")
         assert b"200 OK" in await asyncio.wait_for(reader.read(), 3)

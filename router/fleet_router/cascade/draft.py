@@ -58,7 +58,7 @@ class Held:
         """There is none."""
         self._climb.undrafted(error)
 
-    def break_off(self, error: RequestError, *, stream: bool) -> None:
+    def break_off(self, error: RequestError, *, stream: bool, last: bool) -> None:
         """It broke in the middle."""
         self._climb.undrafted(error)
 

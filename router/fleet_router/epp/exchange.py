@@ -84,7 +84,7 @@ class Exchange:
     def finish(self, *, last: bool) -> None:
         """The answer is whole."""
 
-    def break_off(self, error: RequestError, *, stream: bool) -> None:
+    def break_off(self, error: RequestError, *, stream: bool, last: bool) -> None:
         """The gateway sees for itself that the worker broke."""
 
     def abort(self) -> None:
