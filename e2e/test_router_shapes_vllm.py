@@ -46,7 +46,16 @@ COMPLETIONS: dict[str, dict[str, Any]] = {
     "stop": {**GREEDY, "stop": ["e"], "include_stop_str_in_output": True},
     "at least": {**GREEDY, "min_tokens": 10, "ignore_eos": False},
     "penalties": {**GREEDY, "presence_penalty": 1.5, "frequency_penalty": 1.0, "repetition_penalty": 1.7},
+    "penalties of what is drawn": {**SEEDED, "presence_penalty": 0.8, "frequency_penalty": -0.6, "repetition_penalty": 1.3},
+    "tokens that draw": {**GREEDY, "logit_bias": {"300": 4.5, "301": 4.0, "11": -100}},
+    "tokens that draw, seeded": {**SEEDED, "logit_bias": {"300": 7, "301": 6.5}, "min_p": 0.2},
+    "bad words": {**GREEDY, "bad_words": ["e", "the", " a"]},
     "only these": {**GREEDY, "allowed_token_ids": [11, 12, 13, 14]},
+    "ends with a token": {**SEEDED, "top_k": 3, "stop_token_ids": [*range(200, 600)], "min_tokens": 2},
+    "no stop before its time": {**GREEDY, "stop": ["e", "a"], "min_tokens": 12},
+    "logprobs of what is drawn": {**SEEDED, "top_p": 0.9, "logprobs": 5, "return_tokens_as_token_ids": True},
+    "logprobs of what was asked of": {**SEEDED, "logprobs": 1, "repetition_penalty": 1.2, "logit_bias": {"300": 3}},
+    "text of all tokens": {**GREEDY, "skip_special_tokens": False, "spaces_between_special_tokens": False},
     "cut prompt": {**GREEDY, "truncate_prompt_tokens": 280},
     "one token": {**GREEDY, "max_tokens": 1},
     "refused": {**GREEDY, "temperature": -1},
@@ -54,11 +63,19 @@ COMPLETIONS: dict[str, dict[str, Any]] = {
 CHAT: dict[str, dict[str, Any]] = {
     "seeded": SEEDED,
     "logprobs": {**GREEDY, "logprobs": True, "top_logprobs": 2},
+    "all of it": {
+        **SEEDED, "top_p": 0.9, "top_k": 50, "min_p": 0.01, "frequency_penalty": 0.5, "presence_penalty": 0.5,
+        "repetition_penalty": 1.1, "logit_bias": {"300": 2}, "stop": ["zzz"], "min_tokens": 4, "logprobs": True, "top_logprobs": 3,
+    },
     "json": {**GREEDY, **JSON},
     "tools": {**GREEDY, "tools": TOOLS, "tool_choice": "none"},
     "no generation prompt": {**GREEDY, "add_generation_prompt": False},
 }
-SEVERAL: dict[str, dict[str, Any]] = {"n": {**SEEDED, "n": 3}, "best of": {**SEEDED, "n": 2, "best_of": 2}}
+SEVERAL: dict[str, dict[str, Any]] = {
+    "n": {**SEEDED, "n": 3},
+    "best of": {**SEEDED, "n": 2, "best_of": 2},
+    "n with all else": {**SEEDED, "n": 2, "logprobs": 2, "frequency_penalty": 0.7, "logit_bias": {"300": 3}, "stop": ["e"]},
+}
 """vLLM makes a request of its own of each choice, and one reference is good for one reader: these get none."""
 WORDS = ["router", "moves", "blocks", "of", "keys", "and", "values", "between", "two", "workers", "before", "noon", "again"]
 OWN = frozenset({"id", "created", "kv_transfer_params", "system_fingerprint", "service_tier", "request_id", "retryable"})

@@ -16,8 +16,8 @@ from fleet_worker.engine.assemble import load_llama
 from fleet_worker.engine.errors import ModelFilesError
 from fleet_worker.engine.llama import Chunk, Llama
 from fleet_worker.engine.modelconfig import read_config
-from fleet_worker.engine.text import Text
-from fleet_worker.engine.weights import load_weights, text_digest, weights_digest
+from fleet_worker.engine.text import Text, text_digest
+from fleet_worker.engine.weights import load_weights, weights_digest
 from fleet_worker.tinymodel import CONFIG
 
 

@@ -45,7 +45,8 @@ def serve(scenario: Scenario, broken: Exception | None = None) -> list[BaseExcep
             core.step = lambda: raise_when_asked(core, broken)  # type: ignore[method-assign]
         loop = EngineLoop(core, stopped.append, lambda _: None)
         loop.start()
-        transport = httpx.ASGITransport(EngineServer(CONFIG, loop, TEXT, EngineMetrics("tiny")).app())
+        server = EngineServer(CONFIG, loop, TEXT, EngineMetrics("tiny"))
+        transport = httpx.ASGITransport(server.app())
         try:
             async with httpx.AsyncClient(transport=transport, base_url="http://engine", timeout=30) as client:
                 await asyncio.wait_for(scenario(client, loop), 60)
@@ -54,6 +55,7 @@ def serve(scenario: Scenario, broken: Exception | None = None) -> list[BaseExcep
                         break
                     await asyncio.sleep(0.01)
         finally:
+            server.close()
             await asyncio.to_thread(loop.stop)
         if broken is None:
             assert loop.failure is None

@@ -11,8 +11,8 @@ import pytest
 from starlette.responses import JSONResponse
 
 from fleet_worker.engine.loop import EngineLoop
-from fleet_worker.engine.server import LARGE_AT_ONCE, LARGE_BYTES, SMALL_BYTES
-from fleet_worker.engine.text import Text
+from fleet_worker.engine.reader import Reader
+from fleet_worker.engine.server import LARGE_BYTES, SMALL_BYTES
 from tests.fleet_worker.engine.test_server import body, serve, until
 
 
@@ -63,29 +63,29 @@ def test_few_large_texts_are_read_at_a_time(monkeypatch: pytest.MonkeyPatch):
     threads for them. Smaller ones pass."""
     now, most = [0], [0]
     go_on = threading.Event()
-    encode = Text.encode
+    exchange = Reader._exchange
 
-    def slow(self: Text, text: str, *, add_special: bool = True) -> list[int]:
-        if len(text) < LARGE_BYTES:
-            return encode(self, text, add_special=add_special)
+    def slow(self: Reader, ask: bytes, raw: bytes) -> Any:
         now[0] += 1
         most[0] = max(most[0], now[0])
         go_on.wait(10)
-        now[0] -= 1
-        return encode(self, text[:9_000], add_special=add_special)
+        try:
+            return exchange(self, ask, raw)
+        finally:
+            now[0] -= 1
 
-    monkeypatch.setattr(Text, "encode", slow)
+    monkeypatch.setattr(Reader, "_exchange", slow)
 
     async def scenario(client: httpx.AsyncClient, _: EngineLoop) -> None:
         large = "a " * LARGE_BYTES
         paths = ["/v1/completions", "/tokenize"] * 3
         asked = [asyncio.create_task(client.post(path, json=body(prompt=large))) for path in paths]
-        await until(lambda: now[0] == LARGE_AT_ONCE)
+        await until(lambda: now[0] == 1)
         small = await client.post("/v1/completions", json=body(prompt="a b " * 2_000))
         assert small.json()["error"]["param"] == "prompt"
-        assert now[0] == LARGE_AT_ONCE
+        assert now[0] == 1
         go_on.set()
         assert [answer.status_code for answer in await asyncio.gather(*asked)] == [400, 200] * 3
-        assert most[0] == LARGE_AT_ONCE
+        assert most[0] == 1
 
     serve(scenario)

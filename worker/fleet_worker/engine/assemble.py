@@ -27,8 +27,8 @@ from fleet_worker.engine.loop import EngineLoop
 from fleet_worker.engine.metrics import EngineMetrics
 from fleet_worker.engine.modelconfig import ModelConfig, read_config
 from fleet_worker.engine.server import EngineServer
-from fleet_worker.engine.text import Text
-from fleet_worker.engine.weights import load_weights, text_digest
+from fleet_worker.engine.text import Text, text_digest
+from fleet_worker.engine.weights import load_weights
 from fleet_worker.transfer.base import KvPool
 from fleet_worker.transfer.nixl import NixlConnector
 from fleet_worker.transfer.owner import TransferSettings
@@ -72,10 +72,10 @@ class EngineProcess:
         """Serve until SIGTERM (0) or until the engine thread fails (1)."""
         bound = bind(self._host, self._config.ports.http)
         token, step_s = os.environ.get(ENGINE_TOKEN_ENV, ""), step_timeout_s(os.environ)
-        app = EngineServer(self._config, self._loop, self._text, self._metrics, token, step_s).app()
+        front = EngineServer(self._config, self._loop, self._text, self._metrics, token, step_s)
         server = self._server = _Server(
             uvicorn.Config(
-                app, http=bounded(bounds_for(self._host)), ws="none", loop="asyncio", lifespan="off", log_level="warning",
+                front.app(), http=bounded(bounds_for(self._host)), ws="none", loop="asyncio", lifespan="off", log_level="warning",
                 access_log=False, timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=SHUTDOWN_S,
                 h11_max_incomplete_event_size=65_536,
             )
@@ -86,6 +86,7 @@ class EngineProcess:
         try:
             await server.serve(sockets=[bound])
         finally:
+            front.close()
             self._loop.stop()
             if self._loop.core.connector is not None:
                 self._loop.core.connector.close()

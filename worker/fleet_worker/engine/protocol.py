@@ -152,14 +152,19 @@ def _worded(message: str) -> tuple[str, str | None]:
     return message, None
 
 
-def sampling_of(request: Request, room: int, most: int) -> Sampling:
-    """Sampling parameters; max_tokens defaults to what the model's length leaves (`room`), bounded by `most`."""
-    asked = request.max_completion_tokens or request.max_tokens
+def check_stops(request: Request) -> list[str]:
+    """The strings that end it; BadRequestError."""
     stop = [request.stop] if isinstance(request.stop, str) else (request.stop or [])
     if len(stop) > MAX_STOPS or any(not 0 < len(text) <= MAX_STOP_CHARS for text in stop):
         raise BadRequestError(f"stop takes at most {MAX_STOPS} non-empty strings of at most {MAX_STOP_CHARS} characters", "stop")
     if len(request.stop_token_ids or ()) > MAX_STOP_IDS:  # each step looks through them
         raise BadRequestError(f"stop_token_ids takes at most {MAX_STOP_IDS} ids", "stop_token_ids")
+    return stop
+
+
+def sampling_of(request: Request, room: int, most: int) -> Sampling:
+    """Sampling parameters; max_tokens defaults to what the model's length leaves (`room`), bounded by `most`."""
+    asked = request.max_completion_tokens or request.max_tokens
     default = 16 if isinstance(request, CompletionRequest) else room
     limit = asked if asked is not None else max(1, min(default, room, most))
     if limit > most:
@@ -175,7 +180,7 @@ def sampling_of(request: Request, room: int, most: int) -> Sampling:
         max_tokens=limit,
         min_tokens=request.min_tokens,
         ignore_eos=request.ignore_eos,
-        stop=tuple(stop),
+        stop=tuple(check_stops(request)),
         stop_token_ids=tuple(request.stop_token_ids or ()),
     )
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from fleet_wire.blocks import prompt_name
 from fleet_wire.kv import KvReference
-from fleet_worker.engine.lora import Adapter
+
+if TYPE_CHECKING:  # it brings torch, which takes seconds and 300 MB
+    from fleet_worker.engine.lora import Adapter
 
 FinishReason = Literal["stop", "length", "abort"]
 Stage = Literal["waiting", "pulling", "running", "finished"]

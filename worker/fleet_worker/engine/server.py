@@ -8,8 +8,8 @@ import json
 import random
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Collection
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Callable
+from typing import Any, TypeVar, cast
 
 import msgspec
 from starlette.applications import Starlette
@@ -24,7 +24,6 @@ from fleet_wire.unreadable import UNREADABLE
 from fleet_worker.config import STEP_TIMEOUT_ENV, STEP_TIMEOUT_S, WorkerConfig
 from fleet_worker.connections import TOO_LARGE_HEADERS, is_too_long
 from fleet_worker.engine import protocol as wire
-from fleet_worker.engine import tokens
 from fleet_worker.engine.adapters import Adapters
 from fleet_worker.engine.answer import Answer
 from fleet_worker.engine.core import EngineCore, Output
@@ -33,6 +32,8 @@ from fleet_worker.engine.inflight import InFlight
 from fleet_worker.engine.loop import EngineLoop, Item
 from fleet_worker.engine.lora import Adapter
 from fleet_worker.engine.metrics import EngineMetrics
+from fleet_worker.engine.reader import Reader
+from fleet_worker.engine.reading import Read, Terms, What, read_request, tell
 from fleet_worker.engine.sequence import Sequence
 from fleet_worker.engine.text import Text
 from fleet_worker.transfer.base import KvError, KvReferenceError
@@ -41,8 +42,9 @@ METRICS_TIMEOUT_S = 2.0
 SMALL_BYTES = 4_096
 """Parsed and tokenised within about 2 ms; a thread costs a tenth of that."""
 LARGE_BYTES = 256 * 1024
-LARGE_AT_ONCE = 2
-"""Of larger ones: 4 MB of text take some 450 MB while they become tokens, whether or not they fit the model."""
+"""What is larger is read by another process, one at a time (`reader.py`): a thread holds the interpreter's lock over it."""
+MAX_SMALL_BYTES = 64 * 1024
+"""Of bodies that name something: an adapter, a lease."""
 MAX_REQUEST_ID = 128
 T = TypeVar("T")
 ROUTED = re.compile(r"^[0-9a-f]{32}\.")
@@ -72,13 +74,17 @@ class EngineServer:
         self._step_timeout_s = step_timeout_s
         self._random = random.SystemRandom()
         self._inflight = InFlight(self._routes())
-        self._large = asyncio.Semaphore(LARGE_AT_ONCE)
+        self._reader = Reader(text.folder, text.digest)
         self._collected: asyncio.Future[None] | None = None
         """What the engine was asked to collect, for everybody who asks meanwhile."""
 
     def app(self) -> ASGIApp:
         """All routes."""
         return self._inflight
+
+    def close(self) -> None:
+        """End the process that reads large bodies."""
+        self._reader.close()
 
     def _routes(self) -> Starlette:
         return Starlette(
@@ -135,7 +141,7 @@ class EngineServer:
         model = self._loop.core.model
         try:
             self._adapters.allow(request)
-            return await self._adapters.load(await self._body(request), model.config, model.dtype)
+            return await self._adapters.load(await self._body(request, MAX_SMALL_BYTES), model.config, model.dtype)
         except EngineError as error:
             return failure(error, request_id_of(request))
 
@@ -143,7 +149,7 @@ class EngineServer:
         """POST /v1/unload_lora_adapter."""
         try:
             self._adapters.allow(request)
-            return await self._adapters.unload(await self._body(request), self._loop)
+            return await self._adapters.unload(await self._body(request, MAX_SMALL_BYTES), self._loop)
         except EngineError as error:
             return failure(error, request_id_of(request))
 
@@ -159,7 +165,7 @@ class EngineServer:
         """Give back what nobody will read: one lease by its id, or all that was asked for under one x-request-id."""
         connector = self._loop.core.connector
         try:
-            given = msgspec.json.decode(await self._body(request), type=Release)
+            given = msgspec.json.decode(await self._body(request, MAX_SMALL_BYTES), type=Release)
         except (*UNREADABLE, EngineError) as error:
             return failure(BadRequestError(f"lease_id or request_id: {error}", "lease_id"), request_id_of(request))
         if given.request_id:
@@ -184,20 +190,15 @@ class EngineServer:
 
     async def tokenize(self, request: HttpRequest) -> Response:
         """POST /tokenize."""
-        return await self._told(request, tokens.tokenize)
+        return await self._told(request, "tokenize")
 
     async def detokenize(self, request: HttpRequest) -> Response:
         """POST /detokenize."""
-        return await self._told(request, tokens.detokenize)
+        return await self._told(request, "detokenize")
 
-    async def _told(
-        self, request: HttpRequest, function: Callable[[bytes, Text, Collection[str], int], dict[str, Any]]
-    ) -> Response:
+    async def _told(self, request: HttpRequest, what: What) -> Response:
         try:
-            body = await self._body(request)
-            served = {self._config.served_name, *self._adapters.names()}
-            longest = self._loop.core.limits.max_model_len
-            written = await self._beside(len(body), _written, function, body, self._text, served, longest)
+            written = await self._read(await self._body(request), what, tell)
         except EngineError as error:
             return failure(error, request_id_of(request))
         return Response(written, media_type="application/json")
@@ -210,17 +211,16 @@ class EngineServer:
     # -- generation -------------------------------------------------------------------------------------------------
     async def completions(self, request: HttpRequest) -> Response:
         """POST /v1/completions."""
-        return await self._generate(request, wire.CompletionRequest)
+        return await self._generate(request, "completion")
 
     async def chat(self, request: HttpRequest) -> Response:
         """POST /v1/chat/completions."""
-        return await self._generate(request, wire.ChatRequest)
+        return await self._generate(request, "chat")
 
-    async def _generate(self, http: HttpRequest, kind: type[wire.CompletionRequest] | type[wire.ChatRequest]) -> Response:
+    async def _generate(self, http: HttpRequest, what: What) -> Response:
         try:
-            raw = await self._body(http)
-            asked: wire.Request = await self._beside(len(raw), wire.parse, raw, kind)
-            sequence = await self._sequence(asked, len(raw), http.headers.get("x-request-id"))
+            read = await self._read(await self._body(http), what, read_request)
+            asked, sequence = read.asked, self._sequence(read, http.headers.get("x-request-id"))
             sink = self._loop.submit(sequence)
             answer = Answer(asked, sequence, self._text, asked.model)
             async with self._ends_with(http, sequence, sink):
@@ -237,64 +237,54 @@ class EngineServer:
                 self._loop.abandon(sequence.request_id)
         return whole
 
-    async def _body(self, request: HttpRequest) -> bytes:
+    async def _body(self, request: HttpRequest, most: int = wire.MAX_BODY_BYTES) -> bytes:
         parts, size = [], 0
-        if is_too_long(request, wire.MAX_BODY_BYTES):
-            raise TooLargeError(f"the body is larger than {wire.MAX_BODY_BYTES} bytes")
+        if is_too_long(request, most):
+            raise TooLargeError(f"the body is larger than {most} bytes")
         try:
             async for part in request.stream():
                 size += len(part)
-                if size > wire.MAX_BODY_BYTES:
-                    raise TooLargeError(f"the body is larger than {wire.MAX_BODY_BYTES} bytes")
+                if size > most:
+                    raise TooLargeError(f"the body is larger than {most} bytes")
                 parts.append(part)
         except ClientDisconnect as error:
             raise BadRequestError("the client left") from error
         return b"".join(parts)
 
-    async def _sequence(self, asked: wire.Request, size: int, request_id: str | None) -> Sequence:
-        self._adapter(asked.model)  # who asks for another model is told before anything is tokenised
-        kv, reference = wire.kv_of(asked)
-        prompt = await self._beside(size, self._prompt, asked)
+    def _sequence(self, read: Read, request_id: str | None) -> Sequence:
+        asked, kv = read.asked, read.kv
         adapter = self._adapter(asked.model)  # it may have been unloaded meanwhile; from here on nothing waits
         limits = self._loop.core.limits
-        room = max(1, limits.max_model_len - len(prompt))
+        room = max(1, limits.max_model_len - read.count)
         sampling = wire.sampling_of(asked, room, self._config.max_output_tokens)
         if kv.do_remote_decode:
             decoded = wire.sampling_of(wire.decode_leg_of(asked, kv), room, self._config.max_output_tokens)
-            self._loop.core.check_fits(len(prompt), decoded.max_tokens)
+            self._loop.core.check_fits(read.count, decoded.max_tokens)
             self._loop.core.check_can_sample(decoded)
-        self._loop.core.check_fits(len(prompt), sampling.max_tokens)
+        self._loop.core.check_fits(read.count, sampling.max_tokens)
         number = f"{self._random.getrandbits(64):016x}"
         chosen = f"{request_id[:MAX_REQUEST_ID]}-{number}" if request_id else number  # without a name, nobody can give it back
         seed = sampling.seed if sampling.seed is not None else self._random.getrandbits(48)
-        salt = asked.cache_salt or ""
-        return Sequence(chosen, tuple(prompt), sampling, seed, time.monotonic(), kv.do_remote_decode, reference, adapter, salt)
+        salt, prompt = asked.cache_salt or "", tuple(read.tokens)
+        return Sequence(chosen, prompt, sampling, seed, time.monotonic(), kv.do_remote_decode, read.reference, adapter, salt)
 
-    async def _beside(self, size: int, function: Callable[..., T], *given: Any) -> T:
-        """The result of work that takes as long as `size` bytes do: small ones here, others in a thread, because this loop
-        streams everybody's answers; few of the large ones at a time, because of their memory."""
-        if size <= SMALL_BYTES:
-            return function(*given)
-        if size <= LARGE_BYTES:
-            return await asyncio.to_thread(function, *given)
-        async with self._large:
-            return await asyncio.to_thread(function, *given)
+    async def _read(self, raw: bytes, what: What, function: Callable[[bytes, What, Text, Terms], T]) -> T:
+        """What `function` makes of a body, which takes as long as its bytes do: of small ones here, of others in a thread, of
+        large ones in another process, because this loop streams everybody's answers."""
+        served = (self._config.served_name, *self._adapters.names())
+        terms = Terms(served, self._loop.core.vocab_size, self._loop.core.limits.max_model_len)
+        if len(raw) <= SMALL_BYTES:
+            return function(raw, what, self._text, terms)
+        found = await self._reader.read(raw, what, terms) if len(raw) > LARGE_BYTES else None
+        if found is not None:
+            return cast(T, found)  # the same function ran there
+        return await asyncio.to_thread(function, raw, what, self._text, terms)
 
     def _adapter(self, model: str) -> Adapter | None:
         adapter = self._adapters.find(model)
         if adapter is None and model != self._config.served_name:
             raise UnknownModelError(f"The model `{model[: wire.MAX_TOLD]}` does not exist.", "model")
         return adapter
-
-    def _prompt(self, asked: wire.Request) -> list[int]:
-        if isinstance(asked, wire.ChatRequest):
-            return self._text.encode(self._text.render_chat(wire.text_messages(asked.messages)), add_special=False)
-        if isinstance(asked.prompt, str):
-            return self._text.encode(asked.prompt)
-        vocabulary = self._loop.core.vocab_size
-        if any(token >= vocabulary for token in asked.prompt):
-            raise BadRequestError(f"prompt holds token ids outside 0..{vocabulary - 1}", "prompt")
-        return list(asked.prompt)
 
     @contextlib.asynccontextmanager
     async def _ends_with(self, http: HttpRequest, sequence: Sequence, sink: asyncio.Queue[Item]) -> AsyncIterator[None]:
@@ -386,10 +376,6 @@ async def _refused(request: HttpRequest, error: Exception) -> Response:
     body = wire.error_body(f"{request.method} {request.url.path[:200]}: no such route", "BadRequestError", status)
     body["error"]["request_id"] = request_id_of(request)
     return JSONResponse(body, status_code=status, headers=getattr(error, "headers", None))
-
-
-def _written(function: Callable[..., dict[str, Any]], *given: Any) -> bytes:
-    return msgspec.json.encode(function(*given))
 
 
 async def _settled() -> None:

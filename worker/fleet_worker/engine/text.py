@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import xxhash
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
@@ -45,6 +46,7 @@ class Text:
         written = _default(_text_of(source) if source.is_file() else settings.get("chat_template"))
         self._template = _compile(written) if isinstance(written, str) else None
         self._knows_calls = isinstance(written, str) and CALLS in written
+        self.folder, self.digest = folder, text_digest(folder)
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Token ids of `text`. Other threads go on meanwhile: of this library's calls only those for batches let them."""
@@ -68,6 +70,18 @@ class Text:
             )  # fmt: skip
         except Exception as error:  # a template is a program: it can fail in any way
             raise BadRequestError(f"the chat template refused the messages: {_said(error)}", "messages") from error
+
+
+TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+def text_digest(folder: Path) -> str:
+    """Of the files that make tokens of a request: workers that differ there prefill another prompt than they decode."""
+    found = xxhash.xxh3_128()
+    for name in TEXT_FILES:
+        raw = (folder / name).read_bytes() if (folder / name).is_file() else b""
+        found.update(f"{name} {len(raw)} ".encode() + raw)
+    return found.hexdigest()
 
 
 def _said(error: Exception) -> str:

@@ -69,18 +69,6 @@ def load_weights(folder: Path, config: ModelConfig) -> dict[str, torch.Tensor]:
     return found
 
 
-TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-
-
-def text_digest(folder: Path) -> str:
-    """Of the files that make tokens of a request: workers that differ there prefill another prompt than they decode."""
-    found = xxhash.xxh3_128()
-    for name in TEXT_FILES:
-        raw = (folder / name).read_bytes() if (folder / name).is_file() else b""
-        found.update(f"{name} {len(raw)} ".encode() + raw)
-    return found.hexdigest()
-
-
 def weights_digest(config: ModelConfig, weights: Mapping[str, torch.Tensor], text: str = "") -> str:
     """xxh3-128 over all that a prompt's KV depends on: every tensor's name and bytes, the architecture and `text_digest`; 32 hex
     digits. Reads the weights once, at memory speed (about a second per 10 GB). Names of files, commits and headers would not
