@@ -25,9 +25,10 @@ async def breaks(_: Any, writer: asyncio.StreamWriter) -> bool:
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
 def test_behind_a_stream_that_broke_the_next_request_of_its_connection_is_answered(path: str):
-    """Incident: the error event ended the body as any whole answer ends, without `connection: close`, and the router closed: a
-    client that sent its next request in that moment got a reset (httpx.ReadError) for a request that had nothing to do with it."""
-    asked = {"/v1/completions": {"prompt": "short"}, "/v1/messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9}}
+    """Incident: the error event ended the body as any whole answer ends, without `connection: close`, and the router closed:
+    a client that sent its next request in that moment got a reset (httpx.ReadError), which had nothing to do with it."""
+    talk = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9}
+    asked = {"/v1/completions": {"prompt": "short"}, "/v1/messages": talk}
 
     async def go(rig: Rig) -> None:
         rig.decode[0].behave = breaks
