@@ -22,7 +22,7 @@ def parted(found: Object | None, wish: Object, owner: Object) -> bool:
     if not owned(wish, owner):
         return False
     marks = found["metadata"].get("annotations") or {}
-    return marks.get(APPLIED) == wish["metadata"]["annotations"][APPLIED]
+    return bool(marks.get(APPLIED) == wish["metadata"]["annotations"][APPLIED])
 
 
 def name_conflict(there: Object, wish: Object) -> Problem:
