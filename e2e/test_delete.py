@@ -196,7 +196,7 @@ def test_without_an_operator_the_user_releases_it(fleet: Fleet, operator: Servic
             assert "finalizer inferencefleet.io/drain" in fleet.kubectl("describe", "ifleet", "loop")
             explained = " ".join(fleet.kubectl("explain", "ifleet.spec.deletion.wait").split())
             assert "kubectl edit does: take inferencefleet.io/drain out of metadata.finalizers" in explained
-            monkeypatch.setenv("KUBE_EDITOR", "sed -i /inferencefleet.io.drain$/d")
+            monkeypatch.setenv("KUBE_EDITOR", "sed -i /^..-.inferencefleet.io.drain$/d")
             fleet.kubectl("edit", "ifleet", "loop")
         nothing_is_left(fleet)
         assert time.monotonic() - begun < 60

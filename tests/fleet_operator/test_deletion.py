@@ -113,25 +113,6 @@ def test_it_is_there_before_any_worker_and_goes_with_the_field():
     asyncio.run(scenario())
 
 
-def test_the_status_names_the_finalizer_before_anybody_needs_to_know_it():
-    """Of a fleet that no operator watches any more nobody says anything: what was said before has to do."""
-
-    async def scenario() -> None:
-        world = World()
-        await world.user.apply(manifest(**WAIT))
-        await world.settle()
-        accepted = await world.condition("Accepted")
-        assert DRAIN in accepted["message"]
-        assert "without one kubectl edit" in accepted["message"]
-        world.new_operator()  # it watches others
-        await world.user.delete(FLEET, NAMESPACE, "f")
-        assert (await world.condition("Accepted"))["message"] == accepted["message"]
-        await world.user.patch(FLEET, NAMESPACE, "f", {"metadata": {"finalizers": []}})
-        assert await world.exists(FLEET, "f") is False
-
-    asyncio.run(scenario())
-
-
 def test_one_that_the_operator_may_not_write_is_told_and_the_fleet_serves_on():
     """A newer operator under the rights of an older chart."""
 
