@@ -51,6 +51,8 @@ BIG_READ_BYTES: Final = 1_024
 """A read of so much is progress, too: of an answer that comes as a whole."""
 LEAST_CHUNKED_BYTES: Final = len(framed(b"x")) + len(END)
 """A body in chunks that is shorter is empty."""
+HELD_MOST_BYTES: Final = 65_536
+"""Of an answer that comes as a whole: a longer one goes out as it comes."""
 UNENDED_MOST_BYTES: Final = 8 * 1024 * 1024
 """Longest event, and longest answer that comes as a whole and does not say how long it is."""
 
@@ -270,10 +272,13 @@ class Answering(Metering):
         return not self._tail or data.find(EVENT_END) >= 0 or CRLF_EVENT_END in data or self._tail.endswith(CHUNK_ENDS)
 
     def _tell(self, data: bytes) -> None:
-        """To the client; the head goes out with the first bytes."""
+        """To the client; the head goes out with the first bytes. An answer that comes as a whole waits for its end: a worker that
+        dies in its middle is no reason to have none, while nobody was told of it."""
         if self._head_bytes and data:
-            head, self._head_bytes = self._head_bytes, b""
-            data = head + data
+            data, self._head_bytes, one = self._head_bytes + data, b"", self._connection
+            if not self._streams and one is not None and not one.ended and len(data) <= HELD_MOST_BYTES:
+                self._head_bytes = data
+                return
         if data:
             self._client.write(data)
 
@@ -362,11 +367,6 @@ class Answering(Metering):
         if one.sized:
             return not (self._tail + data).rstrip().endswith(b"}")
         return self._unended + len(data) < LEAST_CHUNKED_BYTES
-
-    def said_nothing(self) -> bool:
-        """A 200 without a body, or with one that holds nothing: no request that we take has such an answer."""
-        held = self._sent.held if self._sent is not None else b""
-        return self.record.status == OK and not self._tail and not unframed(held)
 
     def _keep_no_more(self) -> bytes:
         """The stream grew too long to be carried on; returns what was held back."""

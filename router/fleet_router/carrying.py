@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from fleet_router.admission.usage import BETWEEN
-from fleet_router.answering import EVENT_END
+from fleet_router.answering import EVENT_END, OK
 from fleet_router.dialect.chat import DONE
 from fleet_router.ending import CHAT_PATH, END, framed, unframed
 from fleet_router.errors import RequestError
@@ -111,6 +111,11 @@ class Carrying(Measuring):
         if self._translation is not None:
             return self._translation.complete
         return BETWEEN.sub(b"", self._tail).endswith(LAST_EVENTS)
+
+    def said_nothing(self) -> bool:
+        """A 200 without a body, or with one that holds nothing: no request that we take has such an answer."""
+        held = self._sent.held if self._sent is not None else b""
+        return self.record.status == OK and not self._tail and not unframed(held)
 
     def _end_for(self) -> None:
         """The worker died behind its last word: there is nothing to carry on, and no error to tell."""

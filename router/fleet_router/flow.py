@@ -261,11 +261,12 @@ class Flow(Awaiting):
         return self._decode_failures > 1 or self._unreached > UNREACHED_MOST
 
     def _nothing_told(self) -> bool:
-        """A head came, and the client has not seen it: as if it had not come."""
+        """A head came, or the beginning of an answer, and the client has not seen it: as if it had not come."""
         if not self._head_bytes:
             return False
         self._uncount()
         self._head_bytes, self.started, self._first, self._outcome = b"", False, True, "left"
+        self._gaps, self._unended, self._before, self._tail, self._told = 0, 0, b"", b"", None
         self._keep_no_more()
         if self._translation is not None:
             self._translation.forget_partial()
@@ -442,6 +443,8 @@ class Flow(Awaiting):
             return
         self._abandon_leg()
         self._release_lease()
+        if not self._streams:
+            self._nothing_told()
         self._refuse(error)
 
     def fault(self, error: Exception) -> None:

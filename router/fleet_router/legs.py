@@ -128,7 +128,8 @@ class DecodeLeg:
         self._flow.head(status, headers)
 
     def on_head_alone(self) -> None:
-        if not self._held:
+        """Of an answer that comes as a whole the head is of no use alone."""
+        if not (self._held or self.takes_whole):
             self._flow.send_head()
 
     def on_raw(self, data: bytes) -> None:

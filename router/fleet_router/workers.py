@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from fleet_router.admission.usage import estimated_at, only_text
@@ -23,10 +23,10 @@ from fleet_router.policy.adapters import version_of
 from fleet_router.policy.candidate import Candidate
 from fleet_router.policy.choose import NO_DECODE
 from fleet_router.policy.chosen import Ask, Choice, Refusal
-from fleet_router.policy.ring import Ring
+from fleet_router.policy.ring import Ring, cap_of
 from fleet_router.policy.routing import Routing
 from fleet_router.policy.side import Steps, Usable
-from fleet_router.policy.split import to_canary
+from fleet_router.policy.split import Share, to_canary
 from fleet_router.policy.terms import CostAsk, Offer
 from fleet_router.policy.tiers import tier_of
 from fleet_router.policy.trip import Trip
@@ -150,14 +150,6 @@ def new_worker(endpoint: Endpoint, trouble: Trouble) -> Worker:
     return Worker(endpoint.uid, endpoint.role, group, 0, endpoint=endpoint, pool=pool, trouble=trouble)
 
 
-@dataclass
-class Share:
-    """Requests since a split began."""
-
-    seen: int = 0
-    taken: int = 0
-
-
 NO_CONFIG: Final = RouterConfig(fleet="", served_name="", slow_start_s=0.0)
 
 
@@ -178,6 +170,7 @@ class WorkerTable:
     """Of all groups together, for the policies that do not go by cost."""
     routing: Routing = field(default_factory=Routing)
     turn: int = 0
+    bound: float = NO_CONFIG.load_bound
     shares: dict[Split, Share] = field(default_factory=dict)
     """What each canary got so far."""
     trouble: Trouble = field(default_factory=Trouble)
@@ -212,6 +205,7 @@ class WorkerTable:
             else:
                 known.follow(endpoint)
         self.shares = {split: self.shares.get(split, Share()) for split in document.splits}
+        self.bound = config.load_bound
         for worker in self.workers.values():
             worker.slots = config.worker_slots
         self.routing.update(list(self.workers.values()), now, config.slow_start_s)
@@ -246,10 +240,11 @@ class WorkerTable:
         steps: Steps = routing.known(keys, size, tokens, ~hints.precise)
         if hints.blocks:
             steps = sorted([*steps, *hints.blocks], reverse=True)
-        key = key_chain(hints.session)[0] if hints.session else ring_key(keys)
+        session = key_chain(hints.session)[0] if hints.session else None
+        key = ring_key(keys) if session is None else session
         tier = hints.tier or (tier_of(config.tier_rules, tokens, hints.headers) if config.tier_rules else "")
         if config.policy == "kvAware":
-            usable = _only(self._sides(allowed.sides, steps)) if allowed is not None else None
+            usable = _only(self._sides(allowed.sides, steps, session)) if allowed is not None else None
             if hints.tier:
                 usable = _within(hints.tier, usable)
             ask = CostAsk(
@@ -263,7 +258,7 @@ class WorkerTable:
                 return NO_DECODE, keys
             return Choice(offer.prefill.uid if offer.prefill else None, offer.decode.uid, offer.reason, offer, ask), keys
         sides = allowed.sides if allowed is not None else self.candidates(now, excluded)
-        candidates = self._sides(_of_tier(sides, tier, strict=bool(hints.tier)), steps)
+        candidates = self._sides(_of_tier(sides, tier, strict=bool(hints.tier)), steps, session)
         plain = Ask(key, tokens, math.inf if hints.local else config.min_uncached_tokens, self.turn)
         choice = simple.choose(plain, candidates, steps, self.rings, config.policy, config.load_bound)
         if isinstance(choice, Choice) and choice.prefill and self.pairs.blocks(choice.prefill, choice.decode, now):
@@ -290,11 +285,10 @@ class WorkerTable:
         self, prompt: bytes, config: RouterConfig, now: float, excluded: frozenset[str], seed: int, adapter: str, hints: Hints
     ) -> Choice | Refusal:
         """The same for somebody who only asks: it is nobody's turn, and no part of a canary's share."""
-        turn, shares = self.turn, [(share, share.seen, share.taken) for share in self.shares.values()]
+        turn, shares = self.turn, self.shares
+        self.shares = {split: replace(share) for split, share in shares.items()}
         found, _ = self.choose(prompt, config, now, excluded, seed, adapter, hints)
-        self.turn = turn
-        for share, seen, taken in shares:
-            share.seen, share.taken = seen, taken
+        self.turn, self.shares = turn, shares
         return found
 
     def tokens_of(self, prompt: bytes) -> float:
@@ -360,28 +354,41 @@ class WorkerTable:
             found = self.candidates(now, excluded)
         return _Allowed(*under(adapter, found)) if adapter else _Allowed(found, "")
 
-    def _sides(self, candidates: dict[str, list[Worker]], steps: Steps) -> dict[str, list[Worker]]:
+    def _sides(
+        self, candidates: dict[str, list[Worker]], steps: Steps, session: int | None
+    ) -> dict[str, list[Worker]]:  # fmt: skip
         """Every split has said which side it is for this request."""
         for split, share in self.shares.items():
-            candidates = self._split(split, share, candidates, steps)
+            candidates = self._split(split, share, candidates, steps, session)
         return candidates
 
-    def _split(self, split: Split, share: Share, candidates: dict[str, list[Worker]], steps: Steps) -> dict[str, list[Worker]]:
-        """Only the canary's workers of this tier, or all but these."""
+    def _split(
+        self, split: Split, share: Share, candidates: dict[str, list[Worker]], steps: Steps, session: int | None
+    ) -> dict[str, list[Worker]]:
+        """Only the canary's workers of this tier, or all but these. `session`: its ring key."""
         decodes = [worker for worker in candidates["decode"] if worker.endpoint.tier == split.tier]
         canary = [worker for worker in decodes if worker.endpoint.revision == split.revision]
         if not canary or len(canary) == len(decodes):
             return candidates  # one side alone serves
         mine = _bits(canary)
         others = _bits(decodes) & ~mine
-        chosen = to_canary(split.percent, share.seen, share.taken, _most(steps, mine), _most(steps, others))
-        share.seen += 1
-        share.taken += chosen
+        if session is None:
+            chosen = to_canary(split.percent, share.seen, share.taken, _most(steps, mine), _most(steps, others))
+        else:
+            chosen = share.has_session(split, session)
+            if self._full([w for w in decodes if (w.endpoint.revision == split.revision) is chosen], decodes):
+                chosen = not chosen
+        share.count(chosen)
 
         def stays(worker: Worker) -> bool:
             return worker.endpoint.tier != split.tier or (worker.endpoint.revision == split.revision) == chosen
 
         return {role: [worker for worker in workers if stays(worker)] for role, workers in candidates.items()}
+
+    def _full(self, side: list[Worker], of: list[Worker]) -> bool:
+        """All of one side are at the bound of both sides together, and the other one is not."""
+        cap = cap_of(sum(worker.inflight for worker in of), len(of), self.bound)
+        return min(worker.inflight for worker in side) >= cap > min(worker.inflight for worker in of)
 
     def candidates(
         self, now: float, excluded: frozenset[str], among: dict[str, list[Worker]] | None = None

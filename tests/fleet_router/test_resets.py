@@ -8,13 +8,15 @@ import socket
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from tests.fleet_router.fake_worker import stream
-from tests.fleet_router.rig import Rig, answer_of, ask, http, run, until
+from tests.fleet_router.rig import CONFIG, Rig, answer_of, ask, http, run, until
 
 SHORT = ask(prompt="short")
-BODY = b'{"choices": [{"text": "hello"}]}'
+HALF = b'{"choices": [{"text": "hel'
+BY_LENGTH, IN_CHUNKS = b"content-length: 2000\r\n\r\n", b"transfer-encoding: chunked\r\n\r\n"
 
 
 async def breaks(_: Any, writer: asyncio.StreamWriter) -> bool:
@@ -25,10 +27,10 @@ async def breaks(_: Any, writer: asyncio.StreamWriter) -> bool:
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
 def test_behind_a_stream_that_broke_the_next_request_of_its_connection_is_answered(path: str):
-    """Incident: the error event ended the body as any whole answer ends, without `connection: close`, and the router closed:
-    a client that sent its next request in that moment got a reset (httpx.ReadError), which had nothing to do with it."""
-    talk = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9}
-    asked = {"/v1/completions": {"prompt": "short"}, "/v1/messages": talk}
+    """Incident: the error event ended the body as any whole answer ends, without `connection: close`, and the router closed: a
+    client that sent its next request in that moment got a reset (httpx.ReadError) for one that had nothing to do with it."""
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9}
+    asked = {"/v1/completions": {"prompt": "short"}, "/v1/messages": chat}
 
     async def go(rig: Rig) -> None:
         rig.decode[0].behave = breaks
@@ -133,5 +135,106 @@ def test_who_sends_its_next_request_while_the_router_goes_reads_its_answer_whole
             body += await asyncio.wait_for(reader.read(20_000), 3)
         assert json.loads(body) == json.loads(large)
         assert await asyncio.wait_for(reader.read(), 3) == b""
+
+    run(go, prefill=0)
+
+
+# -- answers that come as a whole ---------------------------------------------------------------------------------------
+DIES: dict[str, tuple[bytes, ...]] = {
+    "behind the head": (BY_LENGTH,), "behind the head of chunks": (IN_CHUNKS,), "in the body": (BY_LENGTH + HALF,),
+    "in its second part": (BY_LENGTH, HALF, b"lo"), "in a chunk": (IN_CHUNKS + b"1a\r\n" + HALF,),
+    "between chunks": (IN_CHUNKS, b"1a\r\n" + HALF + b"\r\n"),
+}  # fmt: skip
+
+
+def dies(*parts: bytes) -> Any:
+    async def behave(_: Any, writer: asyncio.StreamWriter) -> bool:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n")
+        for part in parts:
+            writer.write(part)
+            await writer.drain()
+            await asyncio.sleep(0.02)
+        writer.close()
+        return True
+
+    return behave
+
+
+@pytest.mark.parametrize("parts", DIES.values(), ids=DIES)
+def test_an_answer_that_comes_as_a_whole_is_asked_for_elsewhere_when_its_worker_dies_in_its_middle(parts: tuple[bytes, ...]):
+    """Its head went out as it came, and the client had a connection that broke (engines write head and body apart)."""
+
+    async def go(rig: Rig) -> None:
+        rig.decode[0].behave = dies(*parts)
+        for number in range(2):
+            assert await rig.post(ask(prompt="short", max_tokens=number + 1)) == (200, b'{"choices": [{"text": "hello"}]}')
+        assert [len(worker.seen) for worker in rig.decode] == [1, 2]
+        assert rig.context.metrics.requests == {200: 2}
+        assert rig.context.metrics.streams_broken == 0
+
+    run(go, prefill=0, decode=2, config=msgspec.structs.replace(CONFIG, policy="roundRobin"))
+
+
+def test_when_nobody_else_is_there_its_client_is_told_so():
+    async def go(rig: Rig) -> None:
+        rig.decode[0].behave = dies(BY_LENGTH + HALF)
+        status, body = await rig.post(ask(prompt="short"))
+        assert (status, b"closed the connection" in body) == (503, True)
+
+    run(go, prefill=0)
+
+
+def test_a_long_answer_goes_out_as_it_comes_and_ends_short_of_its_length():
+    async def go(rig: Rig) -> None:
+        rig.decode[0].behave = dies(b"content-length: 300000\r\n\r\n" + HALF + b"x" * 100_000)
+        got = await rig.raw(http(SHORT))
+        assert got.startswith(b"HTTP/1.1 200")
+        assert len(got) > 100_000
+        assert rig.context.metrics.streams_broken == 1
+
+    run(go, prefill=0)
+
+
+def test_an_answer_in_parts_comes_whole_and_as_it_was():
+    """Also one that is longer than what is held, and one whose parts are many."""
+
+    async def go(rig: Rig) -> None:
+        for size, parts in ((100, 1), (20_000, 50), (300_000, 7), (65_536, 2), (1_000, 900)):
+            whole = json.dumps({"choices": [{"text": "x" * size}]}).encode()
+            step = -(-len(whole) // parts)
+
+            async def behave(_: Any, writer: asyncio.StreamWriter, whole: bytes = whole, step: int = step) -> bool:
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(whole))
+                for at in range(0, len(whole), step):
+                    await writer.drain()
+                    await asyncio.sleep(0)
+                    writer.write(whole[at : at + step])
+                return True
+
+            rig.decode[0].behave = behave
+            assert await rig.post(SHORT) == (200, whole)
+
+    run(go, prefill=0)
+
+
+def test_a_cut_answer_of_which_nobody_was_told_is_a_refusal():
+    """The drain is over while half of it is here."""
+
+    async def go(rig: Rig) -> None:
+        began = asyncio.Event()
+
+        async def half(_: Any, writer: asyncio.StreamWriter) -> bool:
+            writer.write(b"HTTP/1.1 200 OK\r\n" + BY_LENGTH + HALF)
+            began.set()
+            return True
+
+        rig.decode[0].behave = half
+        reader, writer, connection = await rig.connect()
+        writer.write(http(SHORT))
+        await began.wait()
+        await until(lambda: connection.flow is not None and connection.flow.started)
+        connection.cut()
+        status, _, body = await asyncio.wait_for(answer_of(reader), 3)
+        assert (status, b"shutting_down" in body) == (503, True)
 
     run(go, prefill=0)

@@ -62,6 +62,12 @@ class Ring:
                 best, least = i, away
         return best
 
+    def away(self, key: int, name: str) -> int:
+        """How far it is from the key to the next point of this one, which must be on the ring: the same on every ring, so that
+        the nearest of several rings' workers is the one that a ring of all of them would find."""
+        points = self._own[name]
+        return (points[bisect_left(points, key % SPACE) % VIRTUAL_NODES] - key) % SPACE
+
 
 def _points(name: str) -> list[int]:
     digest = xxhash.xxh3_64_intdigest

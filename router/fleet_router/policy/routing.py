@@ -12,6 +12,7 @@ from fleet_router.policy.candidate import CROWD_S, Candidate
 from fleet_router.policy.cost import cheapest
 from fleet_router.policy.estimate import Mean
 from fleet_router.policy.group import Group
+from fleet_router.policy.ring import SPACE, cap_of
 from fleet_router.policy.side import HEAT_S, Steps, Usable
 from fleet_router.policy.terms import CostAsk, Offer
 
@@ -107,11 +108,32 @@ class Routing:
         if len(groups) == 1:
             (group,) = groups
             return cheapest(ask, group, steps, usable)
+        find = _of_session if ask.session else _best
         if tier:
-            found = _best([group for key, group in self.groups.items() if key[0] == tier], ask, steps, usable)
+            found = find([group for key, group in self.groups.items() if key[0] == tier], ask, steps, usable)
             if found is not None:
                 return found
-        return _best(groups, ask, steps, usable)
+        return find(groups, ask, steps, usable)
+
+
+def _of_session(groups: Collection[Group], ask: CostAsk, steps: Steps, usable: Usable | None) -> Offer | None:
+    """Of the group of its own decode worker, as if all of them were one side: the first on the ring that is within the bound of
+    its group and of all groups together, whatever it costs there."""
+    there = [group for group in groups if group.decode.members]
+    total = sum([group.decode.inflight for group in there])
+    cap = cap_of(total, sum([len(group.decode.members) for group in there]), ask.bound)
+    home: Group | None = None
+    least = 2 * SPACE
+    for group in there:
+        side = group.decode
+        found = side.look(steps, ask.ring_key, ask.bound, usable, ask.tokens)
+        if not found:
+            continue
+        own = found[side.ring.nearest(ask.ring_key, [worker.uid for worker in found])]
+        away = side.ring.away(ask.ring_key, own.uid) + (SPACE if own.inflight >= cap * own.share else 0)
+        if away < least:
+            home, least = group, away
+    return None if home is None else cheapest(ask, home, steps, usable)
 
 
 def _best(groups: Collection[Group], ask: CostAsk, steps: Steps, usable: Usable | None) -> Offer | None:

@@ -127,8 +127,9 @@ def test_r9_an_empty_answer_is_no_whole_one_also_where_its_end_comes_in_pieces(r
     async def go(rig: Rig) -> None:
         rig.decode[0].behave = says(reads)
         got = await rig.raw(http(ask(prompt="short")))
-        assert got.startswith(b"HTTP/1.1 200")
+        assert got.startswith(b"HTTP/1.1 503")  # the head waited for its body
         assert END not in got
+        assert json.loads(got.partition(b"\r\n\r\n")[2])["error"]
 
     run(go, prefill=0)
 
