@@ -477,8 +477,7 @@ class Target:
     revision: str
     compat: str
     state: TargetState
-    """held: ready, but the ratio has no place for it now; what it runs goes on. absent: not ready for the moment; nobody asks it,
-    and its address may be empty."""
+    """held: ready, the ratio has no place for it now, what it runs goes on. absent: not ready now; its address may be empty."""
     adapters: tuple[tuple[str, str], ...] = ()
     """(name, digest) that it can answer for."""
 
