@@ -110,5 +110,5 @@ def test_status_is_a_subresource_and_the_columns_show_it(api, control_plane):
         answer = api.patch(f"{FLEETS}/shown/status", content=json.dumps(status), headers=headers)
         assert answer.status_code == 200, answer.text
         header, row = control_plane.kubectl("get", "ifleet", "shown").stdout.splitlines()
-    assert header.split() == ["NAME", "READY", "PREFILL", "DECODE", "RATIO", "MODEL", "AGE"]
-    assert row.split()[:6] == ["shown", "True", "1/1", "2/2", "1:2", "file:///models/tiny"]
+    assert header.split() == ["NAME", "READY", "REASON", "PREFILL", "DECODE", "RATIO", "MODEL", "AGE"]
+    assert row.split()[:7] == ["shown", "True", "AllGood", "1/1", "2/2", "1:2", "file:///models/tiny"]
