@@ -24,7 +24,7 @@ class Ask(msgspec.Struct, frozen=True):
     fields: dict[str, msgspec.Raw]
     prompt: bytes
     stream: bool
-    original: bytes | memoryview | None
+    original: bytes | None
     """The body as it came when nothing had to be stripped."""
     alone: bool = False
     """One worker serves it without any KV from elsewhere: nothing is generated."""
@@ -32,8 +32,6 @@ class Ask(msgspec.Struct, frozen=True):
     """The adapter that `model` names; empty: the base model."""
     counts: bool = False
     """Alone, and it is tokenised and no more: no slot is needed for it."""
-    tail: bytes = b""
-    """Fields of ours and the object's end, instead of the end of `original`."""
 
     @property
     def size_bytes(self) -> int:

@@ -24,12 +24,11 @@ _TOP: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _LARGE: Final = msgspec.json.Decoder(MayBeLarge)
 
 
-def fields_of(body: bytes | memoryview) -> dict[str, msgspec.Raw]:
+def fields_of(body: bytes) -> dict[str, msgspec.Raw]:
     """Fields by name; RequestError 400."""
     try:
-        whole = body if isinstance(body, bytes) else body.obj  # with the head before it
-        if not (isinstance(whole, bytes) and whole.isascii()):
-            str(body, "utf-8")  # also where nobody decodes it here
+        if not body.isascii():
+            body.decode()  # also where nobody decodes it here
         if len(body) > LARGE_BYTES:
             _check_large(body)
         return _TOP.decode(body)
@@ -37,7 +36,7 @@ def fields_of(body: bytes | memoryview) -> dict[str, msgspec.Raw]:
         raise RequestError(400, f"the body is not a JSON object: {error}", code="invalid_json") from error
 
 
-def _check_large(body: bytes | memoryview) -> None:
+def _check_large(body: bytes) -> None:
     found = _LARGE.decode(body)
     others = len(body) - sum(memoryview(getattr(found, name)).nbytes for name in MayBeLarge.__struct_fields__)
     if others > OTHERS_BYTES_MOST:

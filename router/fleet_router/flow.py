@@ -17,7 +17,7 @@ from fleet_router.health.resume import Said, Start
 from fleet_router.health.silence import Waits
 from fleet_router.legs import DecodeLeg, PrefillLeg, ResumedLeg, TokenizeLeg, TranslatedLeg
 from fleet_router.policy.chosen import Choice
-from fleet_router.request import Buffer, decode_body, is_object, lease_of, named, prefill_body, prompt_tokens_of, reference_of
+from fleet_router.request import decode_body, is_object, lease_of, named, prefill_body, prompt_tokens_of, reference_of
 from fleet_router.upstream import Pool, Upstream
 from fleet_router.waiting import Awaiting
 from fleet_router.workers import Worker
@@ -126,38 +126,36 @@ class Flow(Awaiting):
             leg = DecodeLeg(self, worker, whole=not self._ask.stream)
         self._send(worker, decode_body(self._ask, reference), leg)
 
-    def _send(self, worker: Worker, body: list[Buffer], leg: PrefillLeg | DecodeLeg, *, path: bytes = b"") -> None:
-        leg.path = path = path or (self._path if self._ask is self._asked else COMPLETIONS_PATH)
-        body = self._named(body, worker)
-        size = sum([len(piece) for piece in body])
-        head = HEAD % (path, worker.pool.authority, self.record.leg_id.encode(), size, self.record.onward)
-        leg.payload = b"".join((head, *body))
-        self._go(worker, leg)
-
-    def _go(self, worker: Worker, leg: PrefillLeg | DecodeLeg, *, fresh: bool = False) -> None:
-        reads = self._translation is not None or self._again is not None or leg.path == TOKENIZE_PATH
+    def _send(self, worker: Worker, body: bytes, leg: PrefillLeg | DecodeLeg, *, fresh: bool = False, path: bytes = b"") -> None:
+        path = path or (self._path if self._ask is self._asked else COMPLETIONS_PATH)
+        reads = self._translation is not None or self._again is not None or path == TOKENIZE_PATH
         pool = worker.reading() if reads else worker.pool
         worker.began()
-        self._leg_worker, self._leg = worker, leg
+        self._leg_worker, self._leg, leg.path = worker, leg, path
         self.sent_at = self._context.clock()
-        if fresh or (connection := pool.idle()) is None:
-            self._connect(pool, worker, leg)
+        leg.body = body = self._named(body, worker)
+        payload = HEAD % (path, worker.pool.authority, self.record.leg_id.encode(), len(body), self.record.onward) + body
+        connection = None if fresh else pool.idle()
+        if connection is not None:
+            self._put_on(connection, leg, payload)
         else:
-            self._put_on(connection, leg)
+            self._connect(pool, worker, leg, payload)
 
-    def _named(self, body: list[Buffer], worker: Worker) -> list[Buffer]:
+    def _named(self, body: bytes, worker: Worker) -> bytes:
         """The model under the name that this worker serves it by."""
         model = worker.endpoint.model or renamed(self.config, self._context.config)
-        return [named(b"".join(body), model, self._ask.adapter)] if model else body
+        return named(body, model, self._ask.adapter) if model else body
 
-    def _put_on(self, connection: Upstream, leg: PrefillLeg | DecodeLeg) -> None:
+    def _put_on(self, connection: Upstream, leg: PrefillLeg | DecodeLeg, payload: bytes) -> None:
         """A client that does not read now is not read for: its answer waits at the worker, and not here."""
         self._connection = connection
-        connection.send(leg, leg.payload, self._context.outbox)
+        connection.send(leg, payload, self._context.outbox)
         if self._paused and not isinstance(leg, PrefillLeg):  # that one's answer is small, and we read it for ourselves
             connection.pause()
 
-    def _connect(self, pool: Pool, worker: Worker, leg: PrefillLeg | DecodeLeg) -> None:
+    def _connect(self, pool: Pool, worker: Worker, leg: PrefillLeg | DecodeLeg, payload: bytes) -> None:
+        """Send it on a new connection."""
+
         def connected(connection: Upstream | None, why: str) -> None:
             if self.done or self._leg is not leg:
                 if connection is not None:
@@ -170,7 +168,7 @@ class Flow(Awaiting):
                 else:
                     leg.failed(why, gone=True)
                 return
-            self._put_on(connection, leg)
+            self._put_on(connection, leg, payload)
 
         pool.take(connected, fresh=True)
 
@@ -188,7 +186,7 @@ class Flow(Awaiting):
             self._prefill_locally()  # its KV is given to one reader, without proof of ours: who had this may have been the one
             self.begin()
             return True
-        self._go(worker, leg, fresh=True)
+        self._send(worker, leg.body, leg, fresh=True, path=leg.path)
         return True
 
     def end_leg(self) -> None:
@@ -284,7 +282,7 @@ class Flow(Awaiting):
         found = self._pick(self._excluded)
         if isinstance(found, Choice):
             worker = self._context.table.workers[found.decode]
-            self._send(worker, [self._tokenize_body()], TokenizeLeg(self, worker, then), path=TOKENIZE_PATH)
+            self._send(worker, self._tokenize_body(), TokenizeLeg(self, worker, then), path=TOKENIZE_PATH)
         return isinstance(found, Choice)
 
     def not_told(self, worker: Worker, why: str, *, gone: bool) -> None:

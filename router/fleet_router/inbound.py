@@ -30,8 +30,6 @@ ASKED_BY: Final[frozenset[bytes]] = frozenset({b"authorization", b"x-api-key", b
 """Headers that say who asks and how urgently; none of them goes to a worker."""
 KEPT: Final = LOOKED_AT | ASKED_BY
 NOTHING_KEPT: Final[dict[bytes, bytes]] = {}
-VIEW_BYTES: Final = 2_048
-"""From here on a look at the body costs less than a copy."""
 PIECES_MOST: Final = 8_192
 """Of a body, kept apart: each takes some 50 bytes beside its own."""
 HEADS_MOST: Final = 256
@@ -114,7 +112,7 @@ class Incoming:
         self.method = b""
         """Empty until the headers are complete."""
         self.url = b""
-        self.body: list[bytes | memoryview] = []
+        self.body: list[bytes] = []
         self.keep_alive = False
         self.key = b""
         """API key, as it came; nobody but admission looks at it."""
@@ -256,7 +254,7 @@ class Inbound:
             return None
         request = known.request
         request.request_id = request.leg_id = new_request_id()
-        request.body = [data[at:] if len(data) < VIEW_BYTES else memoryview(data)[at:]]
+        request.body = [data[at:]]
         self._misses = 0
         return request
 

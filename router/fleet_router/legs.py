@@ -37,7 +37,7 @@ def refuses(status: int) -> bool:
 class PrefillLeg:
     """Collects the prefill answer."""
 
-    __slots__ = ("_answer", "_decode", "_flow", "_headers", "_status", "_worker", "path", "payload")
+    __slots__ = ("_answer", "_decode", "_flow", "_headers", "_status", "_worker", "body", "path")
     takes_whole = True
 
     def __init__(self, flow: Flow, worker: Worker, decode: Worker) -> None:
@@ -45,7 +45,7 @@ class PrefillLeg:
         self._status = 0
         self._headers: list[tuple[bytes, bytes]] = []
         self._answer = bytearray()
-        self.payload = self.path = b""
+        self.body = self.path = b""
         """What is sent and where to, for a second time on a fresh connection."""
 
     def on_whole(self, known: KnownAnswer, data: bytes, body_at: int) -> None:
@@ -95,7 +95,7 @@ class PrefillLeg:
 class DecodeLeg:
     """Hands the decode answer on; a 5xx before the first byte is kept back and retried."""
 
-    __slots__ = ("_answer", "_flow", "_headers", "_held", "_worker", "path", "payload", "takes_whole")
+    __slots__ = ("_answer", "_flow", "_headers", "_held", "_worker", "body", "path", "takes_whole")
 
     def __init__(self, flow: Flow, worker: Worker, *, whole: bool = False) -> None:
         """`whole`: an answer that comes in one piece is all that is expected."""
@@ -104,7 +104,7 @@ class DecodeLeg:
         self._held = 0
         self._headers: list[tuple[bytes, bytes]] = []
         self._answer = bytearray()
-        self.payload = self.path = b""
+        self.body = self.path = b""
         """What is sent and where to, for a second time on a fresh connection."""
 
     def on_whole(self, known: KnownAnswer, data: bytes, body_at: int) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Annotated, Any, Final, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 import msgspec
 
@@ -44,8 +44,9 @@ PROMPT_KINDS: Final = "prompt must be text or a list of token ids"
 
 V = TypeVar("V")
 
-Buffer: TypeAlias = bytes | memoryview
-BRACE: Final = ord("}")
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
 
 _INT: Final = msgspec.json.Decoder(int)
 _BOOL: Final = msgspec.json.Decoder(bool)
@@ -86,7 +87,7 @@ def _check_embedded(fields: dict[str, msgspec.Raw], most: int) -> None:
         _check_messages(given, "messages", most)
 
 
-def parse_body(body: bytes | memoryview, chat: bool, config: RouterConfig) -> Ask:
+def parse_body(body: bytes, chat: bool, config: RouterConfig) -> Ask:
     """Check what the router must know; RequestError names the field."""
     fields = fields_of(body)
     adapter = "" if fields.get("model") == _quoted(config.served_name) else _other_model(fields, config)
@@ -94,7 +95,7 @@ def parse_body(body: bytes | memoryview, chat: bool, config: RouterConfig) -> As
     asked = fields.get(name, _NULL)
     if asked == _NULL:
         raise RequestError(400, f"{name} is required", param=name)
-    original: bytes | memoryview | None = body
+    original: bytes | None = body
     if chat:
         _check_messages(asked, name, config.max_input_tokens)
         prompt = bytes(asked)
@@ -146,15 +147,15 @@ def _adapter_of(model: str, config: RouterConfig) -> str:
 def with_fields(ask: Ask, added: dict[str, msgspec.Raw], spliced: bytes) -> Ask:
     """With fields of ours; `spliced` is the same as text, with a comma before and the object's end behind it, so that a body that
     goes on as it came is not put together anew."""
-    fields = ask.fields
+    fields, original = ask.fields, ask.original
     anew = not fields
     for name, value in added.items():
         anew = anew or name in fields
         fields[name] = value
-    if ask.original is None:
+    if original is None:
         return ask
-    original = None if anew else ask.original
-    return Ask(fields, ask.prompt, ask.stream, original, ask.alone, ask.adapter, ask.counts, ask.tail[:-1] + spliced)
+    whole = None if anew else b"".join((memoryview(original.rstrip())[:-1], spliced))
+    return Ask(fields, ask.prompt, ask.stream, whole, ask.alone, ask.adapter, ask.counts)
 
 
 def choices_of(ask: Ask) -> int:
@@ -270,20 +271,19 @@ def join(fields: Mapping[str, msgspec.Raw], kv: bytes | None = None) -> bytes:
     return b"{" + b",".join(pieces) + b"}"
 
 
-def prefill_body(ask: Ask) -> list[Buffer]:
-    """The prefill leg, in pieces: one token, not streamed, blocks kept for whoever decodes. The decode leg's limits go along, so
-    that the prefill worker, which counts tokens, refuses what decode could not serve; engines that do not know them pass over
-    them."""
-    pieces: list[Buffer] = [b"{"]
+def prefill_body(ask: Ask) -> bytes:
+    """The prefill leg: one token, not streamed, blocks kept for whoever decodes. The decode leg's limits go along, so that the
+    prefill worker, which counts tokens, refuses what decode could not serve; engines that do not know them pass over them."""
+    pieces: list[ReadableBuffer] = [b"{"]
     for name, value in ask.fields.items():
         if name not in _NOT_PREFILLED:
-            pieces += (_key(name), memoryview(value), b",")
+            pieces += (_key(name), value, b",")
     pieces.append(PREFILL_PARAMS)
     for name in ("max_tokens", "max_completion_tokens", "min_tokens"):
         if (limit := ask.fields.get(name)) is not None and limit != _NULL:
-            pieces += (b",", _key(name), memoryview(limit))
+            pieces += (b",", _key(name), limit)
     pieces.append(b"}}")
-    return pieces
+    return b"".join(pieces)
 
 
 @lru_cache(256)
@@ -291,20 +291,13 @@ def _key(name: str) -> bytes:
     return msgspec.json.encode(name) + b":"
 
 
-def decode_body(ask: Ask, kv: bytes | None) -> list[Buffer]:
-    """The decode leg, in pieces: the client's request, and the reference when the KV comes from elsewhere."""
-    original, tail = ask.original, ask.tail
-    if original is None or not ask.fields:
-        return [join(ask.fields, kv)]
-    if kv is not None:  # the original holds no `kv_transfer_params`, or it would not be what is sent
-        return [_open(original), tail[:-1], b',"kv_transfer_params":', kv, b"}"]
-    return [_open(original), tail] if tail else [original]
-
-
-def _open(original: bytes | memoryview) -> memoryview:
-    """An object without its end, as it came: a copy of a long one is dearer than all else here."""
-    view = memoryview(original)
-    return view[:-1] if view[-1] == BRACE else memoryview(bytes(original).rstrip())[:-1]
+def decode_body(ask: Ask, kv: bytes | None) -> bytes:
+    """The decode leg: the client's request, and the reference when the KV comes from elsewhere."""
+    if kv is None:
+        return ask.original if ask.original is not None else join(ask.fields)
+    if ask.original is not None and ask.fields:  # it holds no `kv_transfer_params`, or it would not be what is sent
+        return b"".join((memoryview(ask.original.rstrip())[:-1], b',"kv_transfer_params":', kv, b"}"))
+    return join(ask.fields, kv)
 
 
 _BODY: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])

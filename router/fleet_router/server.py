@@ -311,10 +311,10 @@ class ClientConnection:
         translation = None
         if path in GENERATE:
             ask = parse_body(body, GENERATE[path], lane.config)
-        elif (translation := translation_of(path, bytes(body), request.request_id)) is not None:
+        elif (translation := translation_of(path, body, request.request_id)) is not None:
             path, ask = translation.path, self._translated(translation, lane.config)
         else:
-            ask = parse_alone(bytes(body), lane.config, counts=path in COUNTING)
+            ask = parse_alone(body, lane.config, counts=path in COUNTING)
         self._translation = translation
         ask, ticket = desk.admit(lane, ask, request.slo_ttft_ms)
         try:

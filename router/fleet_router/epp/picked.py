@@ -89,7 +89,7 @@ class Picked(Flow):
         self._leg_worker = worker
         self.sent_at = self._context.clock()
         body = self._named(decode_body(self._ask, reference), worker)
-        self._gateway.picked([worker, *self._fallbacks(worker)], b"".join(body))
+        self._gateway.picked([worker, *self._fallbacks(worker)], body)
 
     def _fallbacks(self, worker: Worker) -> list[Worker]:
         """Workers to which the same KV could go, and the same body, the idlest first."""
