@@ -49,8 +49,6 @@ CRLF_SOUND_ENDS: Final[tuple[bytes, ...]] = (b"}" + CRLF_END, b"]" + CRLF_END)
 """Of reads of a stream whose lines end with CRLF: a line break alone may be half of an event's end."""
 BIG_READ_BYTES: Final = 1_024
 """A read of so much is progress, too: of an answer that comes as a whole."""
-LEAST_CHUNKED_BYTES: Final = len(framed(b"x")) + len(END)
-"""A body in chunks that is shorter is empty."""
 HELD_MOST_BYTES: Final = 65_536
 """Of an answer that comes as a whole: a longer one goes out as it comes."""
 UNENDED_MOST_BYTES: Final = 8 * 1024 * 1024
@@ -335,9 +333,6 @@ class Answering(Metering):
         if EVENT_END in data or data.endswith(CRLF_SOUND_ENDS) or CRLF_EVENT_END + b"data:" in data or ends_a_line(data):
             self.deadline, self._unended = now + self.config.inter_token_deadline_s, 0
             return self._sound(data)
-        if not self._ask.stream and self._broken_off(data):
-            self._fault("the worker's answer is not JSON")
-            return False
         self._unended += len(data)
         if len(data) > BIG_READ_BYTES:
             self._goes_on_until(now)
@@ -358,15 +353,6 @@ class Answering(Metering):
         """Something came. Of an answer that comes as a whole the head may come early: its tokens are still to be made."""
         next_s = now + self.config.inter_token_deadline_s
         self.deadline = next_s if self._ask.stream else max(next_s, self._until_whole())
-
-    def _broken_off(self, data: bytes) -> bool:
-        """The last bytes of an answer in one piece are not the end of a JSON object. Chunks say themselves where they end."""
-        one = self._connection
-        if one is None or not one.ended or self._outcome != "answered":
-            return False
-        if one.sized:
-            return not (self._tail + data).rstrip().endswith(b"}")
-        return self._unended + len(data) < LEAST_CHUNKED_BYTES
 
     def _keep_no_more(self) -> bytes:
         """The stream grew too long to be carried on; returns what was held back."""

@@ -12,6 +12,7 @@ from fleet_router.answering import EVENT_END, OK
 from fleet_router.dialect.chat import DONE
 from fleet_router.ending import CHAT_PATH, END, framed, unframed
 from fleet_router.errors import RequestError
+from fleet_router.expected import END_BYTES, is_answer, is_closed, says_something, without_bom
 from fleet_router.health.inband import broke_off_with, error_in
 from fleet_router.health.resume import Again, Said, Start, continued, said_of, start_of
 from fleet_router.health.sent import CHUNK_END, CRLF_END
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 RESUMES_MOST: Final = 3
 """Of one stream."""
+ANSWER_MOST_BYTES: Final = 1024 * 1024
+"""Of an answer that comes as a whole and is held, or comes in one read: a longer one is looked at from its end alone."""
 LAST_EVENTS: Final[tuple[bytes, ...]] = (DONE + CHUNK_END, DONE + CRLF_END)
 """Ends of a read behind which nothing but the end of the body comes."""
 
@@ -114,14 +117,53 @@ class Carrying(Measuring):
 
     def said_nothing(self) -> bool:
         """A 200 without a body, or with one that holds nothing: no request that we take has such an answer."""
-        held = self._sent.held if self._sent is not None else b""
-        return self.record.status == OK and not self._tail and not unframed(held)
+        return self.record.status == OK and not self._tail and not unframed(self._held_back())
+
+    def _held_back(self) -> bytes:
+        """Half of an event."""
+        return self._sent.held if self._sent is not None else b""
+
+    def streamed(self, data: bytes) -> None:
+        """Bytes of a stream: its end goes to nobody when it is not said to be one."""
+        one = self._connection
+        if self._first:
+            data = without_bom(data)
+            if not data:
+                return
+        if one is not None and one.ended and self.record.status == OK and (why := self._unclosed(data)):
+            self._fault(why)
+        else:
+            self.raw(data)
+
+    def _unclosed(self, last: bytes) -> str:
+        """Why a stream that ends with these bytes is none; empty: it is one."""
+        ending = b"".join((self._before, self._tail, self._held_back(), last))
+        if not is_closed(ending[-END_BYTES:]):
+            return "the worker's stream ended early"
+        return "" if not self._first or says_something(ending) else "the worker's answer is empty"
+
+    def in_one(self, data: bytes) -> None:
+        """Bytes of an answer that comes as a whole: of one that is none no client is told, while it is held."""
+        one = self._connection
+        if one is not None and one.ended and self._outcome == "answered" and not self._is_whole(data, sized=one.sized):
+            self._fault("the worker's answer is not JSON")
+        else:
+            self.raw(data)
+
+    def _is_whole(self, last: bytes, *, sized: bool) -> bool:
+        if self._head_bytes and len(self._head_bytes) + len(last) <= ANSWER_MOST_BYTES:
+            return is_answer(self._head_bytes, last, sized=sized)
+        return not sized or (self._tail + last).rstrip().endswith(b"}")
 
     def _end_for(self) -> None:
         """The worker died behind its last word: there is nothing to carry on, and no error to tell."""
         self._keep_no_more()  # half of the body's end
         self._client.write(END)
         self.end()
+
+    def odd(self, why: str) -> None:
+        """The worker's head says that no answer follows."""
+        self._fault(why)
 
     def broke_off(self, words: str) -> None:
         """The worker told of an error inside its stream, in these words."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 from fleet_router.dialect.chat import Events
 from fleet_router.ending import END, chunked, framed, unframed
 from fleet_router.errors import RequestError
+from fleet_router.expected import unlike
 from fleet_router.health.inband import HINT, error_in
 from fleet_router.health.resume import Again, DiffersError
 from fleet_router.request import is_object, tokens_of
@@ -109,7 +110,7 @@ class DecodeLeg:
 
     def on_whole(self, known: KnownAnswer, data: bytes, body_at: int) -> None:
         """A 200 to be handed on."""
-        if not data.endswith(b"}") and not is_object(data[body_at:]):
+        if not is_object(data[body_at:]):
             self._flow.end_leg()
             self._flow.leg_failed(self._worker, "the worker's answer is not JSON")
             return
@@ -117,12 +118,21 @@ class DecodeLeg:
         self._flow.whole(self._worker, (before, known.length_of(data, body_at), after), data[body_at:])
 
     def _kept_back(self, status: int) -> bool:
-        """An answer that the client need not see: another worker may have a better one."""
-        return (status >= 500 and status != NOT_IMPLEMENTED) or status == NOT_FOUND or status in NOT_THE_CLIENT
+        """An answer that the client need not see: another worker may have a better one. What leads elsewhere or has nothing to
+        say (3xx, other 2xx) is none at all."""
+        return status != OK and (status == NOT_FOUND or not refuses(status))
+
+    def _is_odd(self, headers: list[tuple[bytes, bytes]], *, stream: bool) -> bool:
+        """A 200 that cannot be what was asked for is given up at once."""
+        if why := unlike(headers, stream=stream):
+            self._flow.odd(why)
+        return bool(why)
 
     def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         if self._kept_back(status):
             self._held, self._headers = status, headers
+            return
+        if status == OK and self._is_odd(headers, stream=not self.takes_whole):
             return
         self._worker.answers(self._flow.sent_at, self._flow.clock())
         self._flow.head(status, headers)
@@ -134,7 +144,10 @@ class DecodeLeg:
 
     def on_raw(self, data: bytes) -> None:
         if not self._held:
-            self._flow.raw(data)
+            if self.takes_whole:
+                self._flow.in_one(data)
+            else:
+                self._flow.streamed(data)
         elif len(self._answer) < MAX_ERROR_BYTES:
             self._answer += data
 
@@ -190,10 +203,12 @@ class TranslatedLeg(DecodeLeg):
         self._out = b""
 
     def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        if status >= 400:
+        if status != OK:
             self._headers = [(b"content-length", b"")]  # `on_body` collects: no framing
             self._held = status if self._kept_back(status) else 0
             self._refused = 0 if self._held else status
+            return
+        if self._is_odd(headers, stream=self._translation.stream):
             return
         self._worker.answers(self._flow.sent_at, self._flow.clock())
         if self._translation.stream:
@@ -282,6 +297,8 @@ class ResumedLeg(DecodeLeg):
         """The client has its head."""
         if status != OK:
             self._held, self._headers = status, headers
+            return
+        if self._is_odd(headers, stream=True):
             return
         self._worker.answers(self._flow.sent_at, self._flow.clock())
         self._flow.resumed()

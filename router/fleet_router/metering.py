@@ -49,7 +49,7 @@ class Metering(ABC):  # noqa: B024 - what is abstract of an answer comes in its 
         """Tokens (input, output) of an answer in one piece, or of a stream that tells them to us alone, once they were seen."""
         self._events = 0
         self._before = self._tail = b""
-        """The last two reads of the answer, but for short ones before the last: its usage stands there."""
+        """The last two reads of the answer, a short one together with the next: its usage and [DONE] stand there."""
 
     @staticmethod
     def _usage_asked(ask: Ask) -> tuple[Ask, bool]:
@@ -70,10 +70,12 @@ class Metering(ABC):  # noqa: B024 - what is abstract of an answer comes in its 
         if not data:
             return
         if self._ask.stream:
-            if len(self._tail) > SHORT_BYTES:
-                self._before = self._tail
             if self._metered and (self._runaway is None or not sound):
                 self._events += data.count(EVENT)
+            if len(self._tail) > SHORT_BYTES:
+                self._before = self._tail
+            elif self._tail:
+                data = self._tail + data
         elif self._metered:
             joined = self._before + data
             self._told, self._before = usage_in(joined) or self._told, joined[-SPLIT_BYTES:]

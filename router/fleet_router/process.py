@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -40,7 +41,7 @@ from fleet_router.members import Answer, Member, serve
 from fleet_router.metrics import COMPILED, Metrics
 from fleet_router.port import Port
 from fleet_router.server import ClientConnection
-from fleet_router.tls import Certified, TlsError, TlsFiles, context_of, follow_tls, stamp_of
+from fleet_router.tls import Certificates, Certified, TlsError, TlsFiles
 from fleet_router.watching import Connection, Probes, Returns, watch
 from fleet_router.workers import WorkerTable, place_of, slots_of
 
@@ -56,6 +57,7 @@ IDLE_STEP_S = 5.0
 DRAIN_STEP_S = 0.05
 GOSSIP_AGAIN_S = 5.0
 MOST_PROBLEMS = 8
+ENDPOINTS = "endpoints"
 EMPTY_KEPT_S = 60.0
 """How long endpoints without a worker are taken for a mistake of whoever wrote them."""
 
@@ -104,11 +106,10 @@ class Router:
         self._probes = Probes(self._context, self._asking)
         self._returns = Returns(self._context)
         self._followed_at: float | None = None
-        self._last_problem = ""
+        self._problems: dict[str, str] = {}
+        """The last one of each that is followed, until it is over."""
         shared = settings.member.size > 1
-        self._served_tls: object = None
-        """Which versions of the certificates are served."""
-        self._certified: Certified | None = None
+        self._certificates = None if settings.tls is None else Certificates(settings.tls)
         self._ports = [Port(settings.host, settings.port, self.connection, shared=shared, room=self._handshakes_most)]
         if settings.admin_port:
             self._ports.append(Port(settings.host, settings.admin_port, self.admin_connection, shared=shared))
@@ -140,7 +141,7 @@ class Router:
         if self._link is not None:
             self._link.follow(documents.endpoints.routers)
         self._followed_at = self._clock()
-        self._last_problem = ""
+        self._problems.pop(ENDPOINTS, None)
         self._journal.say("endpoints", workers=len(self._context.table.workers), policy=documents.config.policy)
 
     def _keeps(self, documents: Documents) -> bool:
@@ -173,15 +174,17 @@ class Router:
     def know(self, tenants: Tenants) -> None:
         """A new tenants file; names and counts are logged, nothing else of it."""
         problems = self._desk.know(tenants)
+        self._problems.pop("tenants", None)
         table = self._context.table
         self._share.follow(table.workers, self._desk.accounts, table.routing, self._clock())
         self._journal.say("tenants", tenants=len(tenants.tenants), problems=problems[:MOST_PROBLEMS])
 
-    def failed(self, problem: str) -> None:
-        """Keep the last good set; say so once per problem."""
+    def failed(self, problem: str, about: str = ENDPOINTS) -> None:
+        """Keep the last good set; say so once per problem. Of each kind by itself: two that are wrong at a time would make each
+        other's news, every second."""
         self._context.metrics.follow_errors += 1
-        if problem != self._last_problem:
-            self._last_problem = problem
+        if problem != self._problems.get(about):
+            self._problems[about] = problem
             self._journal.say("follow-failed", problem=problem)
 
     async def _follow(self) -> None:
@@ -200,8 +203,8 @@ class Router:
             age_s = -1.0 if self._followed_at is None else self._clock() - self._followed_at
             text = context.metrics.exposition(rows, age_s, len(context.table.routing.index))
             text += "".join(f"{line}\n" for line in (*context.holding.lines(), *context.table.lines(self._clock())))
-            if self._certified is not None:
-                text += "".join(f"{line}\n" for line in self._certified.lines())
+            if self._certificates is not None:
+                text += "".join(f"{line}\n" for line in self._certificates.lines())
                 text += "".join(f"{line}\n" for line in self._ports[0].handshakes.lines())
             if self._link is not None:
                 text += "".join(f"{line}\n" for line in self._link.lines())
@@ -223,7 +226,7 @@ class Router:
         if self._context.draining:
             return "draining"
         if self._followed_at is None:
-            return f"no endpoints yet: {self._last_problem}"
+            return f"no endpoints yet: {self._problems.get(ENDPOINTS, '')}"
         if not self._desk.ready:
             return "no tenants yet"
         context = self._context
@@ -277,10 +280,7 @@ class Router:
         self._picker = EndpointPicker(self._context, self._undecided, self._settings.failure_mode)
         try:
             wanted = self._settings
-            bound = await self._picker.start(wanted.host, port, wanted.tls, shared=wanted.member.size > 1)
-        except TlsError as error:
-            print(f"TlsFailed: {error}", file=sys.stderr, flush=True)
-            return False
+            bound = await self._picker.start(wanted.host, port, self._certificates, shared=wanted.member.size > 1)
         except OSError as error:
             print(f"AddressInUse: {self._settings.host}:{port} cannot be bound: {error}", file=sys.stderr, flush=True)
             return False
@@ -297,9 +297,7 @@ class Router:
         """Listen; False, and a reason on stderr, when that cannot be."""
         wanted = self._settings
         try:
-            if wanted.tls is not None:
-                self._served_tls = stamp_of(wanted.tls)  # before they are read: what comes later is read again
-            context = self._certified = None if wanted.tls is None else context_of(wanted.tls)
+            context = None if self._certificates is None else self._certificates.begin()
             for port in self._ports:
                 await port.open(context if port is self._ports[0] else None)
         except TlsError as error:
@@ -315,19 +313,18 @@ class Router:
         wanted = self._settings
         yield from (self._follow(), self._sweep(), self._tick(), self._measure(), self._identify(), self._close_idle())
         if wanted.tenants is not None:
-            yield follow_tenants(wanted.tenants, self.know, self.failed)
+            yield follow_tenants(wanted.tenants, self.know, partial(self.failed, about="tenants"))
         if self._link is not None:
             yield self._gossip(self._link)
         if wanted.member.size > 1:
             yield serve(wanted.member, self.answer)
-        if wanted.tls is not None:
-            yield follow_tls(wanted.tls, self._served_tls, self.secure, self.failed)
+        if self._certificates is not None:
+            yield self._certificates.follow(self.secure, partial(self.failed, about="tls"))
 
     async def secure(self, context: Certified) -> None:
         """New certificates: for connections from now on. OSError: there is nothing to listen with now."""
         await self._ports[0].serve(context)
-        self._certified = context
-        self._last_problem = ""
+        self._problems.pop("tls", None)
         self._journal.say("tls")
 
     # -- other processes of the same port ---------------------------------------------------------------------------

@@ -181,6 +181,8 @@ class Upstream:
         if body is None:
             return
         leg.on_head(parser.get_status_code(), self._headers)
+        if self._leg is not leg:
+            return  # what it read made it give the connection up
         if self._ended:
             self._finish(surplus=bool(body))
         elif body:

@@ -27,10 +27,13 @@ class Gate:
     def __init__(self) -> None:
         self.started, self.open = asyncio.Event(), asyncio.Event()
 
-    async def __call__(self, _: Any, writer: asyncio.StreamWriter) -> bool:
+    async def __call__(self, body: Any, writer: asyncio.StreamWriter) -> bool:
         self.started.set()
         await self.open.wait()
-        answer(writer, 200, {"choices": [{"text": "late"}]})
+        if body.get("stream"):
+            await stream(writer, ["late"])
+        else:
+            answer(writer, 200, {"choices": [{"text": "late"}]})
         return True
 
 

@@ -25,7 +25,7 @@ from fleet_router.epp.messages import (
     ProcessingResponse,
 )
 from fleet_router.epp.server import EndpointPicker
-from fleet_router.tls import TlsFiles
+from fleet_router.tls import Certificates, TlsFiles
 from tests.fleet_router.rig import CONFIG, Rig, ask, run, until
 from tests.fleet_router.test_handshakes import ended
 from tests.fleet_router.test_picker import body_of, head_of
@@ -41,7 +41,10 @@ def files(request: pytest.FixtureRequest, tmp_path: Path) -> TlsFiles | None:
 @contextlib.asynccontextmanager
 async def serving(rig: Rig, files: TlsFiles | None) -> AsyncIterator[int]:
     picker = EndpointPicker(rig.context, lambda: "", "FailClose")
-    port = await picker.start("127.0.0.1", 0, files)
+    certificates = Certificates(files) if files is not None else None
+    if certificates is not None:
+        certificates.begin()
+    port = await picker.start("127.0.0.1", 0, certificates)
     try:
         yield port
     finally:

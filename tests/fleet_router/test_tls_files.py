@@ -7,15 +7,18 @@ import contextlib
 import errno
 import socket
 import ssl
+import tempfile
 import time
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import uvloop
 from cryptography import x509
 
-from e2e.certs import Authority
+from e2e.certs import HOUR, Authority
 from fleet_router import tls
 from fleet_router.process import Router, Settings
 from fleet_router.tls import TlsFiles
@@ -102,7 +105,7 @@ def test_new_certificates_for_which_nothing_can_be_opened_are_served_later(tmp_p
 
     async def go() -> None:
         async with serving(files) as router:
-            monkeypatch.setattr(router, "failed", said.append)
+            monkeypatch.setattr(router, "failed", lambda problem, about: said.append(problem))
             async with following(router):
                 monkeypatch.setattr(socket.socket, "dup", full)
                 changed(authority, files)
@@ -116,6 +119,116 @@ def test_new_certificates_for_which_nothing_can_be_opened_are_served_later(tmp_p
         assert said == ["tls: new certificates cannot be served: Too many open files"] * 2
 
     uvloop.run(go())  # as routers do: of what asyncio has accepted but not yet met, a listener that closes drops one
+
+
+@dataclass(frozen=True)
+class Bad:
+    """Files that are written while good ones are served; None: as it was."""
+
+    cert: bytes | None = None
+    key: bytes | None = None
+    ca: bytes | None = None
+
+
+def bad_ones(folder: Path, ca: Authority) -> dict[str, Bad]:
+    def leaf(**more: Any) -> tuple[bytes, bytes]:
+        cert, key = ca.leaf("next", "new", **more)
+        return cert.read_bytes(), key.read_bytes()
+
+    (cert, key), past, ahead = leaf(), leaf(later=-2 * HOUR), leaf(later=2 * HOUR)
+    other = Authority(folder, "other")
+    chain = cert + other.pem
+    return {
+        "an empty certificate": Bad(b"", key),
+        "an empty key": Bad(cert, b""),
+        "half a certificate": Bad(cert[: len(cert) // 2], key),
+        "half a key": Bad(cert, key[: len(key) // 2]),
+        "half of the second certificate of a chain": Bad(chain[:-200], key),
+        "half of the first line of a chain's second certificate": Bad(cert + other.pem[:10], key),
+        "a key of another certificate": Bad(None, key),
+        "a certificate of another key": Bad(cert, None),
+        "an expired certificate": Bad(*past),
+        "a certificate of tomorrow": Bad(*ahead),
+        "an empty CA": Bad(ca=b""),
+        "half a CA": Bad(ca=other.pem[:-100]),
+        "half of a second CA": Bad(ca=other.pem + ca.pem[:-100]),
+        "half of the first line of a second CA": Bad(ca=other.pem + ca.pem[:10]),
+        "no certificate in the CA": Bad(ca=ca.revoked()),
+        "a key for a CA": Bad(ca=key),
+        "an expired CA": Bad(ca=Authority(folder, "past", -2 * HOUR).pem),
+        "a CA of tomorrow": Bad(ca=Authority(folder, "ahead", 2 * HOUR).pem),
+    }  # fmt: skip
+
+
+with tempfile.TemporaryDirectory() as _folder:
+    BAD = list(bad_ones(Path(_folder), Authority(Path(_folder), "ca")))
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_bad_files_never_take_the_place_of_good_ones(tmp_path: Path, bad: str, monkeypatch: pytest.MonkeyPatch):
+    """Expired ones, CAs without a certificate and chains cut in a first line were served; and no metric told of any."""
+    ca, said = Authority(tmp_path, "ca"), list[str]()
+    client = ca.leaf("client")
+    files = TlsFiles(*ca.leaf("first", "old"), ca.file)
+    found, good = bad_ones(tmp_path, ca)[bad], ca.pem
+
+    async def go() -> None:
+        async with serving(files) as router, following(router):
+            monkeypatch.setattr(router._journal, "say", lambda event, **fields: said.append(f"{event} {fields}"))
+            for file, data in ((files.cert, found.cert), (files.key, found.key), (files.client_ca, found.ca)):
+                if file is not None and data is not None:
+                    file.write_bytes(data)
+            errors = router._context.metrics.follow_errors
+            await until(lambda: router._context.metrics.follow_errors > errors + 2)
+            assert await served(router) == "old"
+            assert b"200 OK" in await asked(router, client)
+            assert told(router, "fleet_router_certificate_outdated") == 1
+            assert len(said) == 1
+            assert "tls: " in said[0]
+            ca.file.write_bytes(good)
+            changed(ca, files)
+            await until_the_new_one_is_served(router)
+            await until(lambda: told(router, "fleet_router_certificate_outdated") == 0)
+            assert len(said) == 2
+
+    uvloop.run(go())
+
+
+def test_an_expired_certificate_takes_the_place_of_an_expired_one(tmp_path: Path):
+    """Whoever has no better ones is told by the metric until when they were good."""
+    ca = Authority(tmp_path, "ca")
+    files = TlsFiles(*ca.leaf("first", "old", later=-3 * HOUR))
+
+    async def go() -> None:
+        async with serving(files) as router, following(router):
+            cert, key = ca.leaf("next", "new", later=-2 * HOUR)
+            key.rename(files.key)
+            cert.rename(files.cert)
+            await until_the_new_one_is_served(router)
+
+    uvloop.run(go())
+
+
+def test_two_things_that_are_wrong_are_logged_once_each(monkeypatch: pytest.MonkeyPatch):
+    """Each was news after the other, every second."""
+    router, said = Router(Settings("dir:/none", "127.0.0.1", 0)), list[str]()
+    monkeypatch.setattr(router._journal, "say", lambda event, **fields: said.append(fields["problem"]))
+    for _ in range(3):
+        router.failed("tls: no", "tls")
+        router.failed("tenants: no", "tenants")
+    assert said == ["tls: no", "tenants: no"]
+
+
+async def asked(router: Router, client: tuple[Path, Path]) -> bytes:
+    """What a client with a certificate is answered."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.load_cert_chain(*client)
+    reader, writer = await asyncio.open_connection(*router._ports[0].addresses[0], ssl=context)
+    writer.write(b"GET /health HTTP/1.1\r\nhost: h\r\nconnection: close\r\n\r\n")
+    found = await reader.read()
+    writer.close()
+    return found
 
 
 @pytest.mark.parametrize("cut", ["cert", "key"])
@@ -145,7 +258,7 @@ def test_metrics_tell_until_when_the_served_certificate_is_good(tmp_path: Path):
         files = TlsFiles(*authority.leaf("server", "old"))
         async with serving(files) as router, following(router):
             assert abs(told_end(router) - time.time() - 3600) < 60
-            router._certified.expires_at = 1.0
+            router._certificates.current.expires_at = 1.0
             changed(authority, files)
             await until_the_new_one_is_served(router)
             assert told_end(router) == x509.load_pem_x509_certificate(files.cert.read_bytes()).not_valid_after_utc.timestamp()
@@ -161,6 +274,10 @@ def test_a_certificate_that_openssl_alone_reads_is_served_without_a_figure(tmp_p
 
 
 def told_end(router: Router) -> float:
+    return told(router, "fleet_router_certificate_expires_timestamp_seconds")
+
+
+def told(router: Router, metric: str) -> float:
     text = router.plain(b"/metrics")[2].decode()
-    (line,) = [line for line in text.splitlines() if line.startswith("fleet_router_certificate_expires_timestamp_seconds ")]
+    (line,) = [line for line in text.splitlines() if line.startswith(f"{metric} ")]
     return float(line.split()[1])

@@ -13,6 +13,8 @@ from fleet_wire.unreadable import UNREADABLE
 
 MOST_EVENT_BYTES: Final = 1024 * 1024
 DONE: Final = b"[DONE]"
+BOM: Final = b"\xef\xbb\xbf"
+"""A byte order mark, which may stand before a stream's first event and is none of it."""
 _NULL: Final = msgspec.Raw(b"null")
 _NAMED_ERROR: Final = re.compile(rb"(?:^|\n)event: ?error(?:\n|$)")
 
@@ -133,10 +135,17 @@ class Events:
 
     def __init__(self) -> None:
         self._rest = b""
+        self._begun = False
 
     def feed(self, data: bytes) -> list[bytes]:
         """The `data:` of each event that is whole now; RequestError 502 for one beyond bounds."""
-        *whole, self._rest = (self._rest + data).replace(b"\r\n", b"\n").split(b"\n\n")
+        data = self._rest + data
+        if not self._begun:
+            if len(data) < len(BOM) and BOM.startswith(data):
+                self._rest = data
+                return []
+            self._begun, data = True, data.removeprefix(BOM)
+        *whole, self._rest = data.replace(b"\r\n", b"\n").split(b"\n\n")
         if len(self._rest) > MOST_EVENT_BYTES:
             raise RequestError(502, f"the worker sent an event longer than {MOST_EVENT_BYTES} bytes")
         return [payload for event in whole if (payload := _told(event))]

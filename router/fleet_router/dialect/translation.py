@@ -130,6 +130,8 @@ class ChatTranslation(Translation):
     def __init__(self, request_id: str) -> None:
         super().__init__(request_id)
         self._events = Events()
+        self._spoken = False
+        """An event came: [DONE] alone is no answer."""
 
     def body(self) -> bytes:
         """The chat request."""
@@ -150,8 +152,9 @@ class ChatTranslation(Translation):
         if self.complete or self.broke:
             return b""
         if payload == DONE:
-            self.complete = True
-            return self.finished()
+            self.complete = self._spoken
+            return self.finished() if self._spoken else b""
+        self._spoken = True
         chunk = completion(payload)
         if chunk.told_error:
             self.broke = words_of(payload) or ""

@@ -29,7 +29,7 @@ from fleet_router.epp.messages import (
 )
 from fleet_router.epp.secure import credentials
 from fleet_router.errors import RequestError, leaving
-from fleet_router.tls import TlsFiles
+from fleet_router.tls import Certificates
 
 FailureMode = Literal["FailOpen", "FailClose"]
 STREAMS_MOST: Final = 2_048
@@ -57,8 +57,8 @@ class EndpointPicker:
         """Requests that gateways proxy now."""
         self._server: Any = None
 
-    async def start(self, host: str, port: int, tls: TlsFiles | None = None, *, shared: bool = False) -> int:
-        """Listen; the port. OSError when the address is taken, TlsError. `shared`: with other processes of ours."""
+    async def start(self, host: str, port: int, tls: Certificates | None = None, *, shared: bool = False) -> int:
+        """Listen; the port. OSError when the address is taken. `shared`: with other processes of ours."""
         import grpc.aio
 
         server = grpc.aio.server(

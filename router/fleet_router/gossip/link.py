@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 
-from fleet_router.gossip.message import DATAGRAM_BYTES, REASONS, Refused, parse_keys, seal, unseal
+from fleet_router.gossip.message import DATAGRAM_BYTES, REASONS, Refused, longest_key_bytes, parse_keys, seal, unseal
 from fleet_router.gossip.share import Share
 
 INTERVAL_S = 0.02
@@ -70,7 +70,13 @@ class Link:
     def __init__(self, settings: GossipSettings, share: Share, clock: Callable[[], float], log: Callable[..., None]) -> None:
         self._settings, self._share, self._clock, self._log = settings, share, clock, log
         self._keys: tuple[bytes, ...] = ()
+        self._used_bytes = 0
+        """Length of the longest of them."""
         self._stamp: object = None
+        """Which version of the file they are of."""
+        self._found: object = None
+        """Which one was there at the last look."""
+        self._problem = ""
         self._sockets: list[tuple[socket.socket, Sequence[Address]]] = []
         self._udp: socket.socket | None = None
         self._routers: tuple[str, ...] = ()
@@ -175,18 +181,34 @@ class Link:
             await asyncio.sleep(RESOLVE_S)
 
     def _read_key(self) -> None:
-        """The last good key stays in force."""
-        file = self._settings.key
+        """The last good key stays in force, and a new one is taken when nobody has written for one look: half of a key would
+        sign, too, and no other router would hear it."""
         try:
-            with file.open("rb") as opened:
+            with self._settings.key.open("rb") as opened:
                 status = os.fstat(opened.fileno())
                 stamp = (status.st_mtime_ns, status.st_size, status.st_ino)
-                if stamp == self._stamp:
+                before, self._found = self._found, stamp
+                if stamp == self._stamp or (self._keys and stamp != before):
                     return
-                self._stamp = stamp
-                self._keys = parse_keys(opened.read(KEY_FILE_BYTES))
+                self._take_keys(opened.read(KEY_FILE_BYTES + 1))
         except (OSError, ValueError) as error:
-            self._log(event="gossip-key", problem=str(error.strerror if isinstance(error, OSError) else error))
+            problem = str(error.strerror if isinstance(error, OSError) else error)
+            self._found = self._found if isinstance(error, ValueError) else None
+            if problem != self._problem:
+                self._problem = problem
+                self._log(event="gossip-key", problem=problem)
+        else:
+            self._stamp, self._problem = stamp, ""
+
+    def _take_keys(self, raw: bytes) -> None:
+        if len(raw) > KEY_FILE_BYTES:
+            raise ValueError(f"it is longer than {KEY_FILE_BYTES} bytes")
+        self._keys, self._used_bytes = parse_keys(raw, self._used_bytes), longest_key_bytes(raw)
+
+    @property
+    def key_outdated(self) -> bool:
+        """What is on disk is not what is used."""
+        return self._found != self._stamp
 
     # -- what is known ----------------------------------------------------------------------------------------------
     def lines(self) -> list[str]:
@@ -194,6 +216,7 @@ class Link:
         counts = self.counts
         refused = [f'fleet_router_gossip_refused_total{{reason="{why}"}} {counts.refused[why]}' for why in REASONS]
         return [
+            "# TYPE fleet_router_gossip_key_outdated gauge", f"fleet_router_gossip_key_outdated {int(self.key_outdated)}",
             "# TYPE fleet_router_gossip_peers gauge", f"fleet_router_gossip_peers {len(self._share.peers)}",
             "# TYPE fleet_router_gossip_sent_total counter", f"fleet_router_gossip_sent_total {counts.sent}",
             "# TYPE fleet_router_gossip_received_total counter", f"fleet_router_gossip_received_total {counts.received}",

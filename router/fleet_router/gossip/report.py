@@ -83,6 +83,11 @@ class Report:
             tuple(row for row in part if isinstance(row, Hint)),
         )  # fmt: skip
 
+    @property
+    def told(self) -> Mapping[int, object]:
+        """Workers of which something was ever said."""
+        return self._loads
+
     def forget(self, workers: set[int], tenants: set[int]) -> None:
         """Only these exist still."""
         self._loads = {name: row for name, row in self._loads.items() if name in workers}

@@ -63,8 +63,10 @@ class Share:
         return self._report.next(self._loads(), self._uses(), hints, now, stamp_ms)
 
     def _loads(self) -> Iterator[Load]:
+        """Of a worker that has nothing any more, too: where others were told that it has, they count it until they hear that."""
+        told = self._report.told
         for name, worker in self._workers.items():
-            if worker.sent_prefills or worker.inflight:
+            if worker.sent_prefills or worker.inflight or name in told:
                 yield Load(name, worker.own, worker.pending, worker.sent_prefills, int(worker.sent_tokens))
 
     def _uses(self) -> Iterator[Use]:

@@ -17,7 +17,7 @@ from typing import Any, Final
 import msgspec
 
 from fleet_router.asked import Ask
-from fleet_router.dialect.chat import DONE, payload_of
+from fleet_router.dialect.chat import BOM, DONE, payload_of
 from fleet_wire.unreadable import UNREADABLE
 
 KNOWN: Final = frozenset({
@@ -77,7 +77,7 @@ def said_of(events: bytes) -> Said | None:
     """Of whole events, read as the client reads them: one that we passed over would be said to it again. None when something is
     among them that cannot be compared."""
     said = Said()
-    for event in events.replace(b"\r\n", b"\n").split(b"\n\n"):
+    for event in events.removeprefix(BOM).replace(b"\r\n", b"\n").split(b"\n\n"):
         if (payload := payload_of(event)) in (b"", DONE):
             continue
         try:

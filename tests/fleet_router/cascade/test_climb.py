@@ -224,7 +224,7 @@ def test_a_tier_that_falls_silent_is_passed_over_as_soon_as_a_worker_is_put_out(
         (failing, False, "failed"),
         (failing, True, "failed"),
         (babbling, False, "unreadable"),
-        (bottomless(b"[" * 20_000 + b"]" * 20_000), False, "unreadable"),
+        (bottomless(b"[" * 20_000 + b"]" * 20_000), False, "failed"),
     ],
     ids=["broken-stream", "500", "500-streamed", "no-answer", "without-a-bottom"],
 )

@@ -11,6 +11,7 @@ import pytest
 
 from fleet_router import process
 from fleet_router.gossip.link import GossipError, GossipSettings, Link
+from fleet_router.gossip.message import parse_keys
 from fleet_router.gossip.share import Share
 from fleet_router.process import Router, Settings
 from tests.fleet_router.rig import until
@@ -107,3 +108,61 @@ def test_a_bug_in_gossip_keeps_no_router_from_its_end(tmp_path: Path, monkeypatc
         assert running.cancelled()
 
     asyncio.run(go())
+
+
+USED = b"a" * 48
+
+
+@pytest.mark.parametrize(
+    ("raw", "taken"),
+    [
+        (b"b" * 48, True),
+        (b"b" * 48 + b"\n", True),
+        (b"b" * 64, True),
+        (b"b" * 40, False),
+        (b"b" * 40 + b"\n", True),
+        (b"b" * 48 + b"\n" + b"c" * 40, False),
+        (b"b" * 20, False),
+        (b"", False),
+        (b"\n", False),
+        (b"b" * 70_000, False),
+        (b"b" * 48 + b"\n" + b"c" * 65_000 + b"\n" + b"d" * 1_000, False),
+        (None, False),
+    ],
+)
+def test_half_of_a_key_is_never_taken(tmp_path: Path, raw: bytes | None, taken: bool):
+    """40 bytes of one of 48 signed all that this router said, and nobody heard it; one that was gone was logged every 2 s."""
+    file, said = tmp_path / "key", list[str]()
+    file.write_bytes(USED)
+    link = Link(GossipSettings(file), Share(1, 0.0), lambda: 0.0, lambda **fields: said.append(str(fields)))
+    link._read_key()
+    used = link._keys
+    assert "fleet_router_gossip_key_outdated 0" in link.lines()
+    file.unlink()
+    if raw is not None:
+        file.write_bytes(raw)
+    for _ in range(3):
+        link._read_key()
+    assert (link._keys != used) is taken
+    assert len(said) == (not taken)
+    assert f"fleet_router_gossip_key_outdated {int(not taken)}" in link.lines()
+    file.write_bytes(USED + b"\n")
+    for _ in range(2):
+        link._read_key()
+    assert link._keys == used
+    assert "fleet_router_gossip_key_outdated 0" in link.lines()
+
+
+def test_a_key_that_is_being_written_is_waited_for(tmp_path: Path):
+    """As long as the one in use, and yet half of the next: it was taken at once."""
+    file = tmp_path / "key"
+    file.write_bytes(USED)
+    link = Link(GossipSettings(file), Share(1, 0.0), lambda: 0.0, lambda **_: None)
+    link._read_key()
+    used = link._keys
+    for size in (48, 56, 64):
+        file.write_bytes(b"b" * size)
+        link._read_key()
+        assert link._keys == used
+    link._read_key()
+    assert link._keys == parse_keys(b"b" * 64)

@@ -71,6 +71,20 @@ def test_the_load_of_others_counts_in_every_level_and_goes_again(workers: int):
     assert (side.inflight, side.reaches(1), side.levels) == (0, False, [a.workers])
 
 
+def test_a_decode_worker_that_is_idle_again_is_known_to_be_so_at_once():
+    """Nobody was told: a worker that never had a prefill and whose last answer ended was busy for others for 3 s."""
+    a, b = met(2)
+    a.workers["w0"].began()
+    exchange([a, b], 0.1)
+    assert b.workers["w0"].others == 1
+    a.workers["w0"].ended()
+    exchange([a, b], 0.12)
+    assert b.workers["w0"].others == 0
+    assert (len(a.share.speak(0.14, 0)), len(a.share.speak(1.2, 0)[0].loads)) == (0, 1)  # and whoever did not hear it hears it later
+    a.share.follow({}, {}, a.routing, 1.3)
+    assert a.share.speak(2.4, 0)[0].loads == ()
+
+
 def test_one_datagram_that_says_what_nobody_can_have_sent_keeps_no_worker_from_prompts_for_long():
     """A counter of 2^63: the worker got no prompt for half an hour."""
     a = One(1)

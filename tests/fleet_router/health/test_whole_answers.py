@@ -281,8 +281,10 @@ def test_b12_only_streams_have_first_tokens_and_gaps(chunks: int, streamed: bool
 
     async def go(rig: Rig) -> None:
         async def pieces(_: Any, writer: asyncio.StreamWriter) -> bool:
-            events = [b'data: {"choices":[]}\n\n'] * chunks if streamed else [b'{"a":[', b"1,", b"1]}"] if chunks > 1 else [b"{}"]
-            writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: x/y\r\ntransfer-encoding: chunked\r\n\r\n")
+            streams = [b'data: {"choices":[]}\n\n'] * chunks + [b"data: [DONE]\n\n"]
+            events = streams if streamed else [b'{"a":[', b"1,", b"1]}"] if chunks > 1 else [b"{}"]
+            kind = b"text/event-stream" if streamed else b"application/json"
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: " + kind + b"\r\ntransfer-encoding: chunked\r\n\r\n")
             for event in events:
                 writer.write(b"%x\r\n%b\r\n" % (len(event), event))
                 await writer.drain()
