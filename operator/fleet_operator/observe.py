@@ -186,6 +186,7 @@ def _pod(pod: Object, leaving: str, sick: str, serving: bool, told: bool, busy: 
         gated=scheduled.get("status") == "False" and scheduled.get("reason") == "SchedulingGated",
         restarts=sum(container.get("restartCount", 0) for container in containers),
         blocked=pod_words.is_blocked(containers),
+        silent=pod_words.is_silent(containers, ready) and FLIP not in notes,
         crashes=sum(_crashes(container) for container in containers if container.get("name") == WORKER),
         compat=notes.get(COMPAT, ""),
         member=member_of(notes, meta["name"]),
