@@ -138,8 +138,9 @@ def observe_fetching(
     found = []
     for pod in pods:
         meta, status = pod["metadata"], pod.get("status") or {}
-        key = (meta.get("labels") or {}).get(FETCH)
-        if key is not None:
+        labels = meta.get("labels") or {}
+        key = labels.get(FETCH)
+        if key is not None and labels.get(ROLE) not in ROLES:
             node, made_at = (meta.get("annotations") or {}).get(FETCH_NODE, ""), _time(meta.get("creationTimestamp")) or 0.0
             found.append(
                 FetchPod(
