@@ -144,6 +144,27 @@ def edited(lab: Lab, edit: str) -> None:
     assert len(managers) == len(set(managers))
 
 
+def nobodys(lab: Lab, restarted: bool = False) -> None:
+    """The owners of all workers are taken away: none is restarted, and none outlives the fleet with its GPU."""
+    running(lab)
+    before = lab.uids()
+    if restarted:
+        lab.kill()
+    for kind, name in [at for at in lab.objects() if at[0] in (POD.kind, POOL.kind, CONTROLLER_REVISION.kind)]:
+        lab.admin.merge(path_of(HASHED[kind], lab.namespace, name), {"metadata": {"ownerReferences": None}})
+    if restarted:
+        lab.start()
+
+    def owned() -> bool:
+        return all(o["metadata"].get("ownerReferences") for (kind, _), o in lab.objects().items() if kind != "InferenceFleet")
+
+    lab.until("everything has its owner", owned)
+    lab.until("in order", lambda: lab.serving(1, 2))
+    assert lab.uids() == before
+    lab.at_rest()
+    removed(lab)
+
+
 def autoscaled(lab: Lab) -> None:
     running(lab)
     name = next(name for kind, name in lab.objects() if kind == "WorkerPool" and "-decode-" in name)
@@ -261,6 +282,8 @@ def never_at_rest(lab: Lab) -> None:
 PLAYS = {
     **{f"taken-{kind}": partial(taken_name, kind_name=kind) for kind in KINDS},
     **{f"edited-{edit}": partial(edited, edit=edit) for edit in EDITS},
+    "nobodys": nobodys,
+    "nobodys-and-restarted": partial(nobodys, restarted=True),
     "autoscaled": autoscaled,
     "autoscaled-by-kubernetes": autoscaled_by_kubernetes,
     "autoscaled-while-rolling": autoscaled_while_rolling,
@@ -280,6 +303,11 @@ def test_somebody_elses_object_of_our_name_is_left_alone_and_told(played: Played
 
 @pytest.mark.parametrize("row", rows("edited-"))
 def test_our_field_comes_back_and_theirs_stays(played: Played, row: str):
+    played[row].result()
+
+
+@pytest.mark.parametrize("row", rows("nobodys"))
+def test_workers_whose_owner_was_taken_away_get_it_back_and_go_with_their_fleet(played: Played, row: str):
     played[row].result()
 
 

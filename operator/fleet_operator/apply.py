@@ -35,13 +35,13 @@ from fleet_operator.fleet_telling import FleetTelling
 from fleet_operator.flip import marks
 from fleet_operator.fresh import Fresh
 from fleet_operator.gangs import PodGroups, spans_nodes
-from fleet_operator.kept_revisions import as_it_was
+from fleet_operator.kept_revisions import made_again
 from fleet_operator.names import ADAPTERS, APPLIED, MEMBER, group_service, policy_name, router_name
 from fleet_operator.names import ROLE as ROLE_LABEL
 from fleet_operator.names import TIER as TIER_LABEL
 from fleet_operator.older import older
 from fleet_operator.outcome import Outcome, StopError
-from fleet_operator.ownership import name_conflict, owned, parted, taken
+from fleet_operator.ownership import lost_owners, name_conflict, owned, parted, put_back, taken
 from fleet_operator.pool_status import changed_pools, pool_status
 from fleet_operator.render.fabric import render_claims
 from fleet_operator.render.fleet import render_budgets, render_documents, render_pool, render_router
@@ -141,6 +141,7 @@ class Applier:
             made = await self._put(render_pool(work.fleet, pool, work.raw), work)
             if made is not None:
                 pools[pool.name] = made
+        await self._owners(work, pools)
         if routers_told is not None:
             await self._flips(work.plan, work.fleet.metadata.namespace, pools, work.outcome)
         await self._adapters(work)
@@ -219,7 +220,7 @@ class Applier:
             if kind == "ControllerRevision" and owned(obj, work.raw) and (at := place_of(obj)) is not None
         }
         lost = {at: obj for at, obj in found.items() if (obj["kind"], obj["metadata"]["name"]) in work.lost}
-        wishes = {at: as_it_was(obj) for at, obj in lost.items() if at in work.plan.needed}
+        wishes = made_again(work.plan, work.live, work.lost, work.raw)
         for at in (at for at in work.plan.keep if at not in found):
             wishes[at] = render_revision(work.fleet, work.fleet.tier(at[0]), templates[at[0]], self._platform, work.raw)
         made = {at: await self._put(wish, work) for at, wish in wishes.items()}
@@ -391,6 +392,14 @@ class Applier:
             if pool is not None and await self._patch_pod(namespace, relabel.name, marks.relabelled(relabel, pool), outcome):
                 why = f"{other(relabel.role)} → {relabel.role} in {relabel.took_s:.0f} s; {relabel.proof}"
                 outcome.done.append(Deed("flipped", "Pod", relabel.name, relabel.uid, relabel.tier, relabel.role, why))
+
+    async def _owners(self, work: _Pass, pools: Mapping[str, Object]) -> None:
+        """A pod whose owner somebody took away would outlive its fleet, with its GPUs."""
+        for pod, owner in lost_owners(work.live, pools, work.raw):
+            namespace, name, uid = (pod["metadata"][part] for part in ("namespace", "name", "uid"))
+            if await self._true(work) and await self._patch_pod(namespace, name, put_back(pod, owner), work.outcome):
+                work.outcome.vain += 1
+                work.outcome.done.append(Deed("changed", POD.kind, name, uid, undid="metadata.ownerReferences"))
 
     async def _adapters(self, work: _Pass) -> None:
         """Every worker's annotation says which adapters it should have, for when its container starts again. One that had some

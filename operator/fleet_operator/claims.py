@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Final
 
 from fleet_operator.cluster.interface import CLAIM_TEMPLATE, POD, Cluster, ClusterError, NotFoundError, Object
-from fleet_operator.compare import satisfied
+from fleet_operator.compare import contains, satisfied
 from fleet_operator.names import POOL, REVISION, ROLE, TIER
 from fleet_operator.outcome import Outcome
-from fleet_operator.ownership import name_conflict, owned
+from fleet_operator.ownership import lonely, name_conflict, owned
 from fleet_planner.types import PodWanted
 
 MARKS: Final = frozenset({POOL, TIER, ROLE, REVISION})
@@ -27,7 +27,7 @@ async def put_template(cluster: Cluster, wish: Object, pool: Object, outcome: Ou
         except NotFoundError:
             await cluster.create(wish)
             return True
-        if not owned(found, pool):
+        if not (owned(found, pool) or (lonely(found, wish, pool) and contains(found["spec"], wish["spec"]))):
             outcome.problems.append(name_conflict(found, wish))
             return False
         if not satisfied(wish, found):

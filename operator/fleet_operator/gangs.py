@@ -10,10 +10,10 @@ from fleet_api.v1alpha1 import InferenceFleet
 from fleet_operator.claims import MARKS
 from fleet_operator.cluster.interface import POD, Cluster, ClusterError, Kind, NotFoundError, Object
 from fleet_operator.cluster.kinds import POD_GROUP_KINDS
-from fleet_operator.names import ASKED_AGAIN, POOL, REVISION, ROLE, TIER
+from fleet_operator.names import ASKED_AGAIN, FLEET, MANAGED_BY, POOL, REVISION, ROLE, TIER
 from fleet_operator.older import older
 from fleet_operator.outcome import Outcome
-from fleet_operator.ownership import name_conflict, owned
+from fleet_operator.ownership import lonely, name_conflict, owned
 from fleet_operator.render.gang import pod_group_of, render_pod_group
 from fleet_planner.reconcile import Plan
 from fleet_planner.types import PodWanted
@@ -51,7 +51,7 @@ class PodGroups:
             wish["metadata"]["annotations"] = {ASKED_AGAIN: rfc3339(self._now())}
         try:
             found = await self._there(POD_GROUP_KINDS[gang["podGroup"]], fleet.metadata.namespace, wish["metadata"]["name"])
-            if found is not None and not owned(found, owner):
+            if found is not None and not (owned(found, owner) or lonely(found, wish, owner)):
                 outcome.problems.append(name_conflict(found, wish))
                 return False
             await self._cluster.apply(wish)
@@ -85,8 +85,7 @@ class PodGroups:
         for (kind, name), pod in leaving.items():
             try:
                 there = await self._there(POD_GROUP_KINDS[kind], namespace, name)
-                owners = [{"metadata": one} for one in pod["metadata"].get("ownerReferences") or []]
-                if there is not None and any(owned(there, owner) for owner in owners):
+                if there is not None and _went_with(there, pod):
                     await self._cluster.delete(POD_GROUP_KINDS[kind], namespace, name, uid=there["metadata"]["uid"])
             except NotFoundError:
                 continue
@@ -99,6 +98,15 @@ class PodGroups:
             return await self._cluster.patch(kind, namespace, name, {})
         except NotFoundError:
             return None
+
+
+def _went_with(group: Object, pod: Object) -> bool:
+    """A PodGroup is of the pool of this pod that goes, or it has our marks and nobody owns it any more."""
+    if any(owned(group, {"metadata": owner}) for owner in pod["metadata"].get("ownerReferences") or []):
+        return True
+    has, labels = group["metadata"], pod["metadata"]["labels"]
+    marked = all((has.get("labels") or {}).get(key) == labels.get(key) for key in (MANAGED_BY, FLEET, TIER, ROLE))
+    return marked and not has.get("ownerReferences")
 
 
 def waiting_leaders(live: Mapping[tuple[str, str], Object]) -> list[PodWanted]:

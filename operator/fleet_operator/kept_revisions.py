@@ -4,18 +4,19 @@ Pure; an operator that starts after the deletion has never seen it, and says so 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 from fleet_operator.cluster.interface import CONTROLLER_REVISION, POD, Object
-from fleet_operator.names import POOL, ROLE
-from fleet_operator.ownership import owned
+from fleet_operator.compare import stamped
+from fleet_operator.names import POOL, ROLE, owner_reference
+from fleet_operator.ownership import owned, parted
 from fleet_operator.render.revision import place_of, revision_name
 from fleet_planner.reconcile import Plan
 from fleet_planner.types import Problem
 
 Name = tuple[str, str]
 """(kind, name)"""
-WRITTEN = ("name", "namespace", "labels", "ownerReferences")
+WRITTEN = ("name", "namespace", "labels")
 
 
 def needed_templates(plan: Plan, live: Mapping[Name, Object], fleet: Object) -> dict[Name, Object]:
@@ -29,10 +30,23 @@ def lost_templates(needed: Mapping[Name, Object], live: Mapping[Name, Object]) -
     return {at: found for at, found in needed.items() if at not in live}
 
 
-def as_it_was(lost: Object) -> Object:
-    """The wish for one that is gone."""
-    meta = {part: lost["metadata"][part] for part in WRITTEN}
-    return {**{part: lost[part] for part in ("apiVersion", "kind", "revision", "data")}, "metadata": meta}
+def made_again(plan: Plan, live: Mapping[Name, Object], lost: Container[Name], fleet: Object) -> dict[tuple[str, str], Object]:
+    """Wishes by (tier, revision): for those that are gone and needed, and for those whose owner somebody took away."""
+    wishes = dict[tuple[str, str], Object]()
+    for name, found in live.items():
+        place = place_of(found) if name[0] == CONTROLLER_REVISION.kind else None
+        if place is None or (owned(found, fleet) and (name not in lost or place not in plan.needed)):
+            continue
+        wish = as_it_was(found, fleet)
+        if name in lost or parted(found, stamped(wish), fleet):
+            wishes[place] = wish
+    return wishes
+
+
+def as_it_was(found: Object, fleet: Object) -> Object:
+    """The wish for a stored template that is gone, or nobody's."""
+    meta = {part: found["metadata"][part] for part in WRITTEN} | {"ownerReferences": [owner_reference(fleet)]}
+    return {**{part: found[part] for part in ("apiVersion", "kind", "revision", "data")}, "metadata": meta}
 
 
 def unmakeable(fleet: str, plan: Plan, live: Mapping[Name, Object]) -> list[Problem]:

@@ -138,8 +138,9 @@ def observe_fetching(
     found = []
     for pod in pods:
         meta, status = pod["metadata"], pod.get("status") or {}
-        key = (meta.get("labels") or {}).get(FETCH)
-        if key is not None:
+        labels = meta.get("labels") or {}
+        key = labels.get(FETCH)
+        if key is not None and labels.get(ROLE) not in ROLES:
             node, made_at = (meta.get("annotations") or {}).get(FETCH_NODE, ""), _time(meta.get("creationTimestamp")) or 0.0
             found.append(
                 FetchPod(
@@ -179,18 +180,19 @@ def _pod(pod: Object, leaving: str, sick: str, serving: bool, told: bool, busy: 
         ready=ready.get("status") == "True" and "deletionTimestamp" not in meta,
         terminating="deletionTimestamp" in meta,
         created_at=made_at or 0.0,
-        ready_since=_time(ready.get("lastTransitionTime")) if ready.get("status") == "True" else None,
-        unready_since=None if ready.get("status") == "True" else _time(ready.get("lastTransitionTime")) or made_at,
+        ready_since=_told_at(ready, made_at) if ready.get("status") == "True" else None,
+        unready_since=None if ready.get("status") == "True" else _told_at(ready, made_at) or made_at,
         message=pod_words.message(containers, scheduled),
         unschedulable=scheduled.get("status") == "False" and scheduled.get("reason") == "Unschedulable",
         gated=scheduled.get("status") == "False" and scheduled.get("reason") == "SchedulingGated",
         restarts=sum(container.get("restartCount", 0) for container in containers),
         blocked=pod_words.is_blocked(containers),
+        silent=pod_words.is_silent(containers, ready) and FLIP not in notes,
         crashes=sum(_crashes(container) for container in containers if container.get("name") == WORKER),
         compat=notes.get(COMPAT, ""),
         member=member_of(notes, meta["name"]),
         group=notes.get(GROUP_UID, ""),
-        scheduled_at=_time(scheduled.get("lastTransitionTime")) if scheduled.get("status") == "True" else None,
+        scheduled_at=_told_at(scheduled, made_at) if scheduled.get("status") == "True" else None,
         deletion_cost=_whole(notes.get(DELETION_COST)),
         leaving=leaving,
         sick=sick,
@@ -222,6 +224,13 @@ def _time(text: str | None) -> float | None:
         return timestamp(text)
     except (ValueError, OverflowError):
         return None
+
+
+def _told_at(condition: Mapping[str, Any], made_at: float | None) -> float | None:
+    """When a condition became what it is, by its writer's clock; not before the pod was made, by the API server's: on a node
+    whose clock is hours behind every new worker was late at once."""
+    at = _time(condition.get("lastTransitionTime"))
+    return at if at is None or made_at is None else max(at, made_at)
 
 
 def _whole(text: str | None) -> int:

@@ -28,6 +28,12 @@ class Outcome:
     """The API cannot answer now: nothing more was tried."""
     retry_after_s: float | None = None
 
+    def add(self, before: Outcome) -> None:
+        """What was done before this, in the same pass."""
+        self.done[:0], self.problems[:0], self.conflicts[:0] = before.done, before.problems, before.conflicts
+        self.writes += before.writes
+        self.vain += before.vain
+
     def fail(self, what: str, error: ClusterError) -> None:
         """One write that did not happen."""
         self.vain += 1

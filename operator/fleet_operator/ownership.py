@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from fleet_operator.cluster.interface import Object
-from fleet_operator.names import APPLIED, FLEET, MANAGED_BY, MANAGER, ROLE
+import math
+from collections.abc import Iterable, Mapping
+
+from fleet_operator.cluster.interface import POD, Object
+from fleet_operator.names import APPLIED, FETCH, FLEET, MANAGED_BY, MANAGER, POOL, ROLE, owner_reference
+from fleet_operator.observe import timestamp
 from fleet_planner.events import NAME_CONFLICT
 from fleet_planner.types import ROLES, Problem
 
@@ -15,14 +19,70 @@ def owned(found: Object, owner: Object) -> bool:
 
 
 def parted(found: Object | None, wish: Object, owner: Object) -> bool:
-    """It was made for this very `owner`, which its hash of the wish covers, and somebody took its owner reference away: it is put
-    back, as Kubernetes' controllers do. Not where that is how `--cascade=orphan` deletes the owner."""
-    if found is None or "deletionTimestamp" in owner["metadata"] or found["metadata"].get("ownerReferences"):
+    """It was made for this very `owner`, and somebody took its owner reference away: it is put back, as Kubernetes' controllers
+    do. Not where that is how `--cascade=orphan` deletes the owner.
+
+    Its hash shows that, which covers the owner, or, where the wish has changed since, that it bears our marks and is no older
+    than its owner: what is left of another one of that name was made before that one went."""
+    if found is None or _is_held(found, owner) or not owned(wish, owner):
         return False
-    if not owned(wish, owner):
-        return False
-    marks = found["metadata"].get("annotations") or {}
-    return bool(marks.get(APPLIED) == wish["metadata"]["annotations"][APPLIED])
+    meta = found["metadata"]
+    applied = (meta.get("annotations") or {}).get(APPLIED)
+    if applied is None or applied == wish["metadata"]["annotations"][APPLIED]:
+        return applied is not None
+    return _is_marked(meta, wish["metadata"], (MANAGED_BY, FLEET)) and _made_at(owner) <= _made_at(found) < math.inf
+
+
+def lonely(found: Object, wish: Object, pool: Object) -> bool:
+    """It is what a pool's workers need beside their pods, as the wish says, and nobody owns it any more. One of the same content
+    serves whichever life of the pool it was made for."""
+    marks = wish["metadata"]["labels"]
+    return not _is_held(found, pool) and _is_marked(found["metadata"], wish["metadata"], marks)
+
+
+def lost_owners(
+    live: Mapping[tuple[str, str], Object], pools: Mapping[str, Object], fleet: Object
+) -> list[tuple[Object, Object]]:
+    """Pods of a fleet without the owner that their labels name, and that owner. `live`: (kind, name) → object; `pools`: by
+    name."""
+    found = []
+    for pod in [obj for (kind, _), obj in live.items() if kind == POD.kind]:
+        labels = pod["metadata"].get("labels") or {}
+        owner = pools.get(labels.get(POOL, "")) if labels.get(ROLE) in ROLES else fleet if FETCH in labels else None
+        if owner is not None and _has_lost(pod, owner):
+            found.append((pod, owner))
+    return found
+
+
+def _has_lost(pod: Object, owner: Object) -> bool:
+    """Nobody controls it, and both stay."""
+    references = pod["metadata"].get("ownerReferences") or []
+    leaves = "deletionTimestamp" in pod["metadata"] or "deletionTimestamp" in owner["metadata"]
+    return not (leaves or owned(pod, owner) or any(reference.get("controller") for reference in references))
+
+
+def put_back(found: Object, owner: Object) -> Object:
+    """The merge patch that makes it `owner`'s again; it keeps what others it has, and is about the version that was seen."""
+    meta = found["metadata"]
+    references = [*(meta.get("ownerReferences") or []), owner_reference(owner)]
+    return {"metadata": {"uid": meta["uid"], "resourceVersion": meta["resourceVersion"], "ownerReferences": references}}
+
+
+def _is_held(found: Object, owner: Object) -> bool:
+    return "deletionTimestamp" in owner["metadata"] or bool(found["metadata"].get("ownerReferences"))
+
+
+def _is_marked(has: Object, wanted: Object, keys: Iterable[str]) -> bool:
+    labels = has.get("labels") or {}
+    return all(labels.get(key) == wanted["labels"][key] for key in keys)
+
+
+def _made_at(obj: Object) -> float:
+    """By the API server's clock."""
+    try:
+        return timestamp(obj["metadata"].get("creationTimestamp")) or math.inf
+    except ValueError:
+        return math.inf
 
 
 def name_conflict(there: Object, wish: Object) -> Problem:

@@ -34,6 +34,14 @@ def is_blocked(containers: Iterable[Mapping[str, Any]]) -> bool:
     return any(_waiting(container).get("reason") in BLOCKED for container in containers)
 
 
+def is_silent(containers: Iterable[Mapping[str, Any]], ready: Mapping[str, Any]) -> bool:
+    """Whether a pod that was ready is not any more though its containers run on; `ready`: its condition. Both times are the
+    node's: one that was never ready became unready before its containers began, or with them."""
+    begun = [((container.get("state") or {}).get("running") or {}).get("startedAt") for container in containers]
+    fell_at = ready.get("lastTransitionTime")
+    return ready.get("status") == "False" and bool(fell_at and begun and all(at and at < fell_at for at in begun))
+
+
 def message(containers: Iterable[Mapping[str, Any]], scheduled: Mapping[str, Any]) -> str:
     """The most telling words of a pod that is not ready; `scheduled`: its condition."""
     containers = list(containers)

@@ -53,6 +53,7 @@ from fleet_operator.names import MANAGED_BY, MANAGER
 from fleet_operator.nodes import changed_nodes, going_away
 from fleet_operator.outcome import Outcome
 from fleet_operator.picture import Places, picture, pods_of
+from fleet_operator.pod_marks import put_back, rightful
 from fleet_operator.reading import Known, Reader, Sources, Telemetry
 from fleet_operator.recorder import Recorder, present_status
 from fleet_operator.render.prefetch import fetches_ahead
@@ -380,6 +381,9 @@ class Reconciler:
         fleet, live = state.known.fleet, self._objects.children(key)
         live = still_ours(raw, live) if is_ending(raw) else live
         live |= (lost := lost_templates(state.needed, live))
+        live, edited = rightful(live, raw)
+        if edited and not is_ending(raw):
+            kept.add(await put_back(self._writer, edited))
         stored = observe_revisions(obj for (kind, _), obj in live.items() if kind == "ControllerRevision")
         wanted = state.known.revisions
         templates = {
@@ -405,10 +409,8 @@ class Reconciler:
         outcome = await self._applier.apply(fleet, raw, asks, templates, live, state.settled, lost.keys())
         state.needed = needed_templates(plan, live, raw)
         state.refusals.note(asked, outcome.problems, there, fleet.spec.scaling.capacity_wait_s, at)
-        outcome.conflicts += kept.conflicts
-        outcome.problems = state.refusals.in_order(
-            [*kept.problems, *outcome.problems, *held, *unmakeable(key[1], plan, live)], plan.create
-        )
+        outcome.add(kept)
+        outcome.problems = state.refusals.in_order([*outcome.problems, *held, *unmakeable(key[1], plan, live)], plan.create)
         if self._recorder.has_news(raw, plan.status, outcome):
             await self._recorder.record(raw, plan.status, outcome, sizing_of(fleet, plan.reasons))
         return outcome

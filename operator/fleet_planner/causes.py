@@ -59,10 +59,11 @@ def _why(pod: ObservedPod, now: float) -> str:
     again = f" ({pod.restarts} restarts)" if pod.restarts > 1 else ""
     if pod.message:
         return pod.message + again
-    if pod.unready_since is None or now - pod.unready_since < SILENT_S:
+    if pod.unready_since is None or (now - pod.unready_since < SILENT_S and not pod.silent):
         return ""
     where = f" on node {pod.node}" if pod.node else ""
-    return f"not ready since {rfc3339(pod.unready_since)}{where}{again}"
+    what = "was ready, and does not answer" if pod.silent else "not ready"
+    return f"{what} since {rfc3339(pod.unready_since)}{where}{again}"
 
 
 def _named(names: Sequence[str]) -> str:

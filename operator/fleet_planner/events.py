@@ -44,6 +44,7 @@ SEVERE: Final = frozenset(
         "Unschedulable",
         "WorkersFailing",
         "WorkersLate",
+        "WorkersSilent",
     }
 )
 """Reasons that warn even when the fleet was never well: somebody has to do something."""

@@ -188,11 +188,14 @@ def _available(fleet: InferenceFleet, tiers: Sequence[TierStatus], observed: Obs
 
 def _unserved(fleet: InferenceFleet, tier: TierStatus, observed: Observed, now: float) -> Verdict:
     """A tier that misses a role: who is not ready, and why."""
-    pods = [pod for pod in observed.pods if pod.tier == tier.name and not pod.ready and not pod.terminating]
+    mine = [pod for pod in observed.pods if pod.tier == tier.name and not pod.terminating]
+    pods, there = [pod for pod in mine if not pod.ready], {pod.role for pod in mine if pod.ready}
     causes = unready(pods, now)
     reason = "WorkersStarting" if tier.zero is None else WAKING
     if any(pod.restarts >= FAILING_RESTARTS or pod.blocked for pod in pods):
         reason = "WorkersFailing"
+    elif any(pod.silent and pod.role not in there for pod in pods):
+        reason = "WorkersSilent"
     elif unready_too_long(pods, fleet.spec.rollout.progress_deadline_s, now):
         reason = "WorkersLate"
     counts = f"{tier.prefill.serving} prefill and {tier.decode.serving} decode workers are serving"

@@ -41,7 +41,8 @@ class ObservedPod:
     """The scheduler may not look at it yet: a queue lets it in."""
     restarts: int = 0
     blocked: bool = False
-    """It cannot be started: its image, or a Secret or ConfigMap that it names, is not to be had."""
+    silent: bool = False
+    """It cannot be started (its image, or a Secret that it names, is not to be had); it was ready, and runs without an answer."""
     crashes: int = 0
     """How often the worker's own container ended by itself; what others put beside it does not count."""
     compat: str = ""
@@ -343,9 +344,8 @@ class Template:
     compat: str
     """KV moves only between workers with equal hashes."""
     gpus: tuple[int, int] = (0, 0)
-    """Devices of one prefill and of one decode worker, all of its nodes together."""
     nodes: tuple[int, int] = (1, 1)
-    """Pods of one prefill and of one decode worker."""
+    """Of one prefill and of one decode worker: devices, all of its nodes together, and pods."""
     number: int = 0
     """Place in the history, growing."""
     flippable: bool = False

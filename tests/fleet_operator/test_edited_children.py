@@ -241,9 +241,7 @@ def test_a_stored_template_that_is_not_whole_is_none(lost: str):
     assert observe_revisions([{"metadata": {"labels": marks}, "data": data}]) == {}
 
 
-@pytest.mark.parametrize(
-    ("key", "value"), [(names.FLEET, None), (names.FLEET, "g"), (names.MANAGED_BY, None), (names.ROLE, None), (names.ROLE, "x")]
-)
+@pytest.mark.parametrize(("key", "value"), [(names.FLEET, None), (names.FLEET, "g"), (names.MANAGED_BY, None)])
 def test_a_pod_that_lost_the_labels_it_is_found_by_is_told(key: str, value: str | None):
     """Its name is taken for good, and nothing said why there was one worker less."""
 

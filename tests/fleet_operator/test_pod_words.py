@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from fleet_operator.names import FLIP
 from fleet_operator.observe import observe_pods, observe_router
 from fleet_operator.recorder import render_event
 from fleet_planner.events import Event
@@ -48,6 +49,58 @@ def test_a_worker_that_is_not_ready(container: dict[str, Any], message: str, blo
     }
     (seen,) = observe_pods([pod])
     assert (seen.message, seen.blocked) == (message, blocked)
+
+
+RUNS = {"name": "worker", "restartCount": 0, "state": {"running": {"startedAt": "2026-01-01T00:00:10Z"}}}
+FELL = {"type": "Ready", "status": "False", "lastTransitionTime": "2026-01-01T04:00:00Z"}
+
+
+@pytest.mark.parametrize(
+    ("status", "notes", "silent"),
+    [
+        pytest.param({"containerStatuses": [RUNS], "conditions": [FELL]}, {}, True, id="it-was-ready"),
+        pytest.param(
+            {"containerStatuses": [RUNS], "conditions": [{**FELL, "lastTransitionTime": "2026-01-01T00:00:10Z"}]}, {}, False,
+            id="it-never-was",
+        ),
+        pytest.param({"containerStatuses": [RUNS], "conditions": [{**FELL, "status": "True"}]}, {}, False, id="ready"),
+        pytest.param({"containerStatuses": [waiting("ContainerCreating")], "conditions": [FELL]}, {}, False, id="not-running"),
+        pytest.param({"containerStatuses": [RUNS, waiting("x")], "conditions": [FELL]}, {}, False, id="one-of-two-runs"),
+        pytest.param({"conditions": [FELL]}, {}, False, id="no-container"),
+        pytest.param({"containerStatuses": [RUNS]}, {}, False, id="no-condition"),
+        pytest.param({"containerStatuses": [RUNS], "conditions": [FELL]}, {FLIP: "decode"}, False, id="it-changes-its-role"),
+    ],
+)  # fmt: skip
+def test_a_worker_that_was_ready_and_runs_on_is_silent(status: dict[str, Any], notes: dict[str, str], silent: bool):
+    labels = {"inferencefleet.io/role": "decode", "inferencefleet.io/tier": "t"}
+    meta = {"name": "f-t-decode-a-0", "uid": "u", "labels": labels, "annotations": notes}
+    (seen,) = observe_pods([{"metadata": meta, "spec": {}, "status": status}])
+    assert seen.silent is silent
+
+
+@pytest.mark.parametrize(
+    ("told_at", "since_s"),
+    [
+        pytest.param("2026-01-01T09:00:05Z", 5.0, id="the-node-is-right"),
+        pytest.param("2026-01-01T00:00:05Z", 0.0, id="nine-hours-behind"),
+        pytest.param("2026-01-01T18:00:05Z", 9 * 3600 + 5.0, id="nine-hours-ahead-is-for-the-planner"),
+        pytest.param("soon", None, id="no-time"),
+    ],
+)
+def test_nothing_happened_to_a_pod_before_it_was_made(told_at: str, since_s: float | None):
+    """On a node whose clock was nine hours behind every new worker was WorkersLate at once."""
+    labels = {"inferencefleet.io/role": "decode", "inferencefleet.io/tier": "t"}
+    meta = {"name": "f-t-decode-a-0", "uid": "u", "labels": labels, "creationTimestamp": "2026-01-01T09:00:00Z"}
+    for ready in ("True", "False"):
+        conditions = [
+            {"type": "Ready", "status": ready, "lastTransitionTime": told_at},
+            {"type": "PodScheduled", "status": "True", "lastTransitionTime": told_at},
+        ]
+        (seen,) = observe_pods([{"metadata": meta, "spec": {}, "status": {"conditions": conditions}}])
+        made_at, expected = seen.created_at, None if since_s is None else seen.created_at + since_s
+        assert seen.scheduled_at == expected
+        assert seen.ready_since == (expected if ready == "True" else None)
+        assert seen.unready_since == (None if ready == "True" else made_at if expected is None else expected)
 
 
 def router(*conditions: dict[str, Any], deleted: bool = False) -> dict[str, Any]:

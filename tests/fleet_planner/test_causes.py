@@ -64,6 +64,29 @@ def test_a_worker_that_hangs_for_as_long_as_a_rollout_may_is_late(serving: Obser
     assert condition("Available", waiting, NOW + HALF_AN_HOUR_S + 1)[1] == "WorkersStarting", "CapacityLimited tells of these"
 
 
+@pytest.mark.parametrize(
+    ("role", "silent", "reason"),
+    [("prefill", True, "WorkersSilent"), ("decode", True, "WorkersSilent"), ("prefill", False, "WorkersStarting")],
+)
+def test_a_worker_that_served_and_does_not_answer_is_not_called_starting(serving: Observed, role: str, silent: bool, reason: str):
+    """A prefill worker that hung (SIGSTOP) after hours made WorkersStarting of its fleet, and nothing named it for a minute."""
+    lost = {"ready": False, "ready_since": None, "unready_since": NOW, "node": "gpu-a", "silent": silent}
+    pods = tuple(replace(pod, **lost) if pod.role == role else pod for pod in serving.pods)
+    status, said, message = condition("Available", replace(serving, pods=pods), NOW + 1)
+    assert (status, said) == ("False", reason)
+    assert message.endswith("was ready, and does not answer since 1970-01-01T00:16:40Z on node gpu-a") is silent
+    crashed = tuple(replace(pod, restarts=1) if not pod.ready else pod for pod in pods)
+    assert condition("Available", replace(serving, pods=crashed), NOW + 1)[1] == "WorkersFailing"
+
+
+def test_a_silent_worker_of_a_role_that_serves_says_nothing_of_the_one_that_starts(serving: Observed):
+    first = next(pod for pod in serving.pods if pod.role == "decode")
+    lost = {"ready": False, "ready_since": None, "unready_since": NOW}
+    pods = [replace(pod, **lost) if pod.role == "prefill" else pod for pod in serving.pods]
+    pods = [replace(pod, silent=True, **lost) if pod is first else pod for pod in pods]
+    assert condition("Available", replace(serving, pods=tuple(pods)), NOW + 1)[1] == "WorkersStarting"
+
+
 def test_workers_that_end_again_and_again_say_how_often(serving: Observed):
     message = condition("Available", unready(serving, message="OOMKilled", restarts=7))[2]
     assert message.endswith(": OOMKilled (7 restarts)")

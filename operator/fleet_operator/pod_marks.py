@@ -1,0 +1,99 @@
+"""What a worker's pod says of itself by labels and annotations, against what its pool and its stored template say.
+
+A pod is found by its labels, but whose it is its owner reference says: the operator writes both at once, also for a role flip.
+Where they differ somebody edited the labels. Believed, a prefill worker with the other role's label was told to routers as a
+decode worker and deleted, and one of another revision was replaced. So the pool is believed, and the marks are put back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+from fleet_operator.cluster.interface import (
+    CONTROLLER_REVISION,
+    POD,
+    POOL,
+    Cluster,
+    ClusterError,
+    ConflictError,
+    NotFoundError,
+    Object,
+)
+from fleet_operator.names import COMPAT, NAMESPACE, REVISION, ROLE, TIER
+from fleet_operator.names import POOL as POOL_LABEL
+from fleet_operator.outcome import Outcome, StopError
+from fleet_operator.ownership import owned
+from fleet_operator.render.revision import place_of
+from fleet_planner.events import Deed
+
+Live = Mapping[tuple[str, str], Object]
+"""(kind, name) → object, of one fleet."""
+Marks = Mapping[str, Mapping[str, str]]
+"""labels, annotations."""
+
+
+def rightful(live: Live, fleet: Object) -> tuple[dict[tuple[str, str], Object], list[tuple[Object, Marks]]]:
+    """`live` with every worker's pod as its pool and its template have it, and what is to be put back of which pod."""
+    wanted = _wanted(live, fleet)
+    edited = []
+    found = dict(live)
+    for at, pod in live.items():
+        if at[0] == POD.kind and (marks := _edited(pod, wanted)):
+            edited.append((pod, marks))
+            meta = pod["metadata"]
+            found[at] = {**pod, "metadata": {**meta, **{part: {**(meta.get(part) or {}), **of} for part, of in marks.items()}}}
+    return found, edited
+
+
+async def put_back(cluster: Cluster, edited: Sequence[tuple[Object, Marks]]) -> Outcome:
+    """Write them. One that has gone meanwhile, or is another one by now, is left."""
+    outcome = Outcome()
+    with suppress(StopError):
+        for pod, marks in edited:
+            namespace, name, uid = (pod["metadata"][part] for part in ("namespace", "name", "uid"))
+            try:
+                await cluster.patch(POD, namespace, name, {"metadata": {"uid": uid, **marks}})
+            except (NotFoundError, ConflictError):
+                continue
+            except ClusterError as error:
+                outcome.fail(f"Pod {name}", error)
+                continue
+            outcome.writes += 1
+            outcome.vain += 1
+            words = ", ".join(f"metadata.{part}.{key}" for part, of in marks.items() for key in of)
+            outcome.done.append(Deed("changed", POD.kind, name, uid, undid=words))
+    return outcome
+
+
+def _wanted(live: Live, fleet: Object) -> dict[str, Marks]:
+    """By uid of a pool: what the pods that it owns say."""
+    stored = [obj for (kind, _), obj in live.items() if kind == CONTROLLER_REVISION.kind and owned(obj, fleet)]
+    compat = {place: obj["data"]["compat"] for obj in stored if (place := _place(obj)) is not None}
+    wanted = dict[str, Marks]()
+    for pool in [obj for (kind, _), obj in live.items() if kind == POOL.kind and owned(obj, fleet)]:
+        meta, spec = pool["metadata"], pool["spec"]
+        labels = {TIER: spec["tier"], ROLE: spec["role"], REVISION: spec["revision"]}
+        labels |= {POOL_LABEL: meta["name"], NAMESPACE: meta["namespace"]}
+        known = compat.get((spec["tier"], spec["revision"]))
+        wanted[meta["uid"]] = {"labels": labels, "annotations": {COMPAT: known} if known is not None else {}}
+    return wanted
+
+
+def _place(stored: Object) -> tuple[str, str] | None:
+    """(tier, revision) of a stored template; None: its labels, which somebody may have edited, too, are not those of its name."""
+    place = place_of(stored)
+    return place if place is not None and stored["metadata"]["name"].endswith("-".join(("", *place))) else None
+
+
+def _edited(pod: Object, wanted: Mapping[str, Marks]) -> Marks | None:
+    """What differs; None: nothing does, or no pool of the fleet has it."""
+    meta = pod["metadata"]
+    of = next((marks for owner in meta.get("ownerReferences") or [] if (marks := wanted.get(owner.get("uid", "")))), None)
+    if of is None or "deletionTimestamp" in meta:
+        return None
+    differ = {
+        part: {key: text for key, text in of[part].items() if (meta.get(part) or {}).get(key) != text}
+        for part in ("labels", "annotations")
+    }
+    return {part: found for part, found in differ.items() if found} or None
