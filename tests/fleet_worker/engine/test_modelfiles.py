@@ -42,6 +42,15 @@ def with_config(folder: Path, **change: Any) -> Path:
         ({"vocab_size": "many"}, "config.json"),
         ({"eos_token_id": 4096}, "eos_token_id \\[4096\\] is outside the vocabulary of 1024"),
         ({"rope_scaling": 7}, "config.json"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, at most 1024"),
+        ({"vocab_size": 10**10}, "vocab_size is 10000000000, at most"),
+        ({"hidden_size": 10**7, "head_dim": 32}, "hidden_size is 10000000, at most"),
+        ({"intermediate_size": 10**9}, "intermediate_size is 1000000000, at most"),
+        ({"num_attention_heads": 10**6}, "num_attention_heads is 1000000, at most"),
+        ({"head_dim": 10**6}, "head_dim is 1000000, at most"),
+        ({"max_position_embeddings": 10**12}, "max_position_embeddings is 1000000000000, at most"),
+        ({"vocab_size": 1e400}, "config.json"),
+        ({"eos_token_id": list(range(2_000))}, "eos_token_id"),
     ],
 )
 def test_a_config_that_cannot_be_run_exactly_is_refused_by_name(tmp_path: Path, change: dict[str, Any], words: str):
@@ -84,6 +93,16 @@ def test_a_config_that_is_no_object_names_the_file(tmp_path: Path, raw: bytes):
         read_config(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_a_config_without_end_is_not_read_to_it(tmp_path: Path, name: str):
+    """Incident: a file of 100 GB, or /dev/zero behind a link, was read into memory until the kernel ended the worker."""
+    with_config(tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).symlink_to("/dev/zero") if name == "config.json" else (tmp_path / name).write_bytes(b" " * 20_000_000)
+    with pytest.raises(ModelFilesError, match=f"{name} has more than 16777216 bytes"):
+        read_config(tmp_path)
+
+
 def spoil(weights: dict[str, torch.Tensor], how: str) -> None:
     at = "model.layers.2.mlp.up_proj.weight"
     if how == "missing":
@@ -106,6 +125,15 @@ def test_a_bad_tensor_is_named_with_its_file(tiny: Path, tmp_path: Path, how: st
         load_weights(tmp_path, read_config(tiny))
     assert "model.safetensors" in str(caught.value)
     assert "model.layers.2.mlp.up_proj.weight" in str(caught.value)
+
+
+def test_weights_that_overflow_in_the_dtype_that_is_asked_for_are_named(tiny: Path, tmp_path: Path):
+    """Incident: finite in the file, infinite in the engine: it got ready, and each request failed."""
+    weights = load_file(tiny / "model.safetensors")
+    weights["model.norm.weight"][3] = 1e6
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(ModelFilesError, match=r"tensor model\.norm\.weight holds numbers that are not finite as torch\.float16"):
+        load_weights(tmp_path, replace(read_config(tiny), dtype="float16"))
 
 
 @pytest.mark.parametrize("size", [0, 7, 100, 100_000])

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from fleet_wire.unreadable import UNREADABLE
 from fleet_worker.engine.errors import ModelFilesError
+from fleet_worker.engine.files import MAX_INDEX_BYTES, read_bounded
 from fleet_worker.engine.modelconfig import ModelConfig
 
 FLOATS = ("F64", "F32", "BF16", "F16")
@@ -89,7 +90,7 @@ def _files(folder: Path) -> list[Path]:
             raise ModelFilesError(f"{folder} holds no *.safetensors file")
         return files
     try:
-        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        names = sorted(set(json.loads(read_bounded(index, MAX_INDEX_BYTES))["weight_map"].values()))
     except OSError as error:
         raise ModelFilesError(f"{index} cannot be read: {error.strerror}") from error
     except (*UNREADABLE, KeyError, AttributeError, TypeError) as error:
@@ -111,9 +112,16 @@ def _load_file(path: Path, shapes: dict[str, tuple[int, ...]], dtype: torch.dtyp
                 shape = tuple(described.get_shape())
                 if shape != shapes[name]:
                     raise ModelFilesError(f"{path}: tensor {name} has shape {list(shape)}, expected {list(shapes[name])}")
-                found[name] = opened.get_tensor(name).to(dtype).contiguous()
+                found[name] = _cast(opened.get_tensor(name), dtype, f"{path}: tensor {name}")
     except FileNotFoundError as error:  # what safetensors says of every file that it cannot open
         why = "does not exist" if not path.exists() else f"is not readable by user {os.geteuid()}"
         raise ModelFilesError(f"{path} {why}") from error
     except (SafetensorError, OSError) as error:
         raise ModelFilesError(f"{path} is not a readable safetensors file: {error}") from error
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+    made = tensor.to(dtype).contiguous()
+    if tensor.dtype != dtype and not bool(torch.isfinite(made).all()):
+        raise ModelFilesError(f"{name} holds numbers that are not finite as {dtype}, which config.json asks for")
+    return made
