@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,116 @@ def test_weights_that_overflow_in_the_dtype_that_is_asked_for_are_named(tiny: Pa
 def test_a_cut_file_is_named(tiny: Path, tmp_path: Path, size: int):
     (tmp_path / "model.safetensors").write_bytes((tiny / "model.safetensors").read_bytes()[:size])
     with pytest.raises(ModelFilesError, match=r"model\.safetensors is not a readable safetensors file"):
+        load_weights(tmp_path, read_config(tiny))
+
+
+Header = dict[str, Any]
+LIED_OF, OTHER = "model.layers.2.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight"
+
+
+def shifted(header: Header, by: int) -> Header:
+    begin, end = header[LIED_OF]["data_offsets"]
+    return {"data_offsets": [begin + by, end + by]}
+
+
+LIES: dict[str, Callable[[Header], Header]] = {
+    "overlaps-whole": lambda header: {"data_offsets": header[OTHER]["data_offsets"]},
+    "overlaps-by-a-number": lambda header: shifted(header, -4),
+    "out-of-range": lambda header: shifted(header, 10**9),
+    "negative": lambda header: shifted(header, -(10**9)),
+    "backwards": lambda header: {"data_offsets": header[LIED_OF]["data_offsets"][::-1]},
+    "no-number": lambda _: {"data_offsets": [0.5, 1]},
+    "dtype-of-nobody": lambda _: {"dtype": "F99"},
+    "dtype-of-another-size": lambda _: {"dtype": "F16"},
+    "dtype-of-the-same-size": lambda _: {"dtype": "I32"},
+    "shape-negative": lambda _: {"shape": [-1, 256]},
+    "shape-beyond-64-bits": lambda _: {"shape": [2**40, 2**40]},
+    "shape-turned": lambda _: {"shape": [256, 688]},
+}
+
+
+def parts(tiny: Path) -> tuple[Header, bytes]:
+    raw = (tiny / "model.safetensors").read_bytes()
+    size = int.from_bytes(raw[:8], "little")
+    return json.loads(raw[8 : 8 + size]), raw[8 + size :]
+
+
+def put(folder: Path, header: bytes, data: bytes, size: int | None = None) -> None:
+    told = len(header) if size is None else size
+    (folder / "model.safetensors").write_bytes(told.to_bytes(8, "little") + header + data)
+
+
+@pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
+def test_a_file_that_lies_of_a_tensor_is_named(tiny: Path, tmp_path: Path, lie: Callable[[Header], Header]):
+    header, data = parts(tiny)
+    header[LIED_OF] |= lie(header)
+    put(tmp_path, json.dumps(header).encode(), data)
+    with pytest.raises(ModelFilesError, match=r"model\.safetensors"):
+        load_weights(tmp_path, read_config(tiny))
+
+
+@pytest.mark.parametrize("size", [0, 10, 10**8, 2**63, 2**64 - 1])
+def test_a_file_that_lies_of_its_header_is_named(tiny: Path, tmp_path: Path, size: int):
+    header, data = parts(tiny)
+    put(tmp_path, json.dumps(header).encode(), data, size)
+    with pytest.raises(ModelFilesError, match=r"model\.safetensors is not a readable safetensors file"):
+        load_weights(tmp_path, read_config(tiny))
+
+
+@pytest.mark.parametrize("header", [b"[]", b"null", b"{}", b"\xff" * 50, b'{"a":' * 100_000, b'{"a":{}}'])
+def test_a_header_that_is_none_is_named(tiny: Path, tmp_path: Path, header: bytes):
+    put(tmp_path, header, b"\0" * 64)
+    with pytest.raises(ModelFilesError, match=r"model\.safetensors is not a readable safetensors file"):
+        load_weights(tmp_path, read_config(tiny))
+
+
+def test_bytes_that_no_tensor_has_are_no_models(tiny: Path, tmp_path: Path):
+    header, data = parts(tiny)
+    put(tmp_path, json.dumps(header).encode(), data + b"\0" * 64)
+    with pytest.raises(ModelFilesError, match=r"model\.safetensors is not a readable safetensors file"):
+        load_weights(tmp_path, read_config(tiny))
+
+
+def two_files(tiny: Path, folder: Path) -> dict[str, torch.Tensor]:
+    """Both hold every tensor; those of the second are doubled."""
+    weights = load_file(tiny / "model.safetensors")
+    save_file(weights, folder / "one.safetensors")
+    save_file({name: tensor * 2 for name, tensor in weights.items()}, folder / "two.safetensors")
+    return weights
+
+
+def test_of_two_files_that_hold_a_tensor_the_one_of_the_index_counts(tiny: Path, tmp_path: Path):
+    """Incident: the last one by name did, whatever the index said: another model, and nobody knew."""
+    weights = two_files(tiny, tmp_path)
+    files = {name: ("one" if at % 2 else "two") + ".safetensors" for at, name in enumerate(sorted(weights))}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    found = load_weights(tmp_path, read_config(tiny))
+    for name, tensor in weights.items():
+        assert torch.equal(found[name], tensor * (1 if files[name][:3] == "one" else 2))
+
+
+def test_of_two_files_that_hold_a_tensor_none_is_chosen_without_an_index(tiny: Path, tmp_path: Path):
+    weights = two_files(tiny, tmp_path)
+    with pytest.raises(ModelFilesError, match=r"two\.safetensors: tensor .* is in another file, too"):
+        load_weights(tmp_path, read_config(tiny))
+    shutil.copy(tiny / "model.safetensors", tmp_path)  # what lies beside it counts for nothing, as with transformers
+    assert torch.equal(load_weights(tmp_path, read_config(tiny))[LIED_OF], weights[LIED_OF])
+
+
+@pytest.mark.parametrize("name", ["gone.safetensors", "a\0.safetensors", "x" * 5_000, "", "a\ud800", ".hidden", "a/b", "a\nb"])
+def test_an_index_that_names_what_is_no_file_here_is_named(tiny: Path, tmp_path: Path, name: str):
+    """Incident: of a name that is too long the engine said that its address was in use."""
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {LIED_OF: name}}))
+    with pytest.raises(ModelFilesError, match="does not exist" if name[:4] == "gone" else "names files outside the model folder"):
+        load_weights(tmp_path, read_config(tiny))
+
+
+def test_a_tensor_that_the_index_puts_elsewhere_is_missing(tiny: Path, tmp_path: Path):
+    weights = two_files(tiny, tmp_path)
+    files = dict.fromkeys(weights, "one.safetensors")
+    del files[LIED_OF]
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    with pytest.raises(ModelFilesError, match=f"1 tensors are missing, the first is {LIED_OF}"):
         load_weights(tmp_path, read_config(tiny))
 
 
