@@ -168,6 +168,33 @@ def test_drain_waits_for_the_last_stream_and_readiness_is_red_at_once(tiny: Path
         assert drain.result(20).json()["drained"] is True
 
 
+@pytest.mark.parametrize(("to_agent", "code"), [(False, 1), (True, 0)], ids=["engine-alone", "every-process"])
+def test_sigterm_straight_at_the_engine_cuts_no_stream_and_new_requests_are_sent_elsewhere(
+    tiny: Path, tmp_path: Path, to_agent: bool, code: int
+):
+    """Incident: a SIGTERM to all of a pod's processes (tini -g, systemd, kill) cut every stream of the engine after 5 s, while
+    its agent drained. A worker that goes is not ready, and says 503, which a router takes to another one."""
+    with running(worker_config("decode", tiny, max_model_len=4096), "127.78.0.7", tmp_path) as worker:
+        state = httpx.get(worker.agent + "/state").json()
+        body = completion("hello", max_tokens=1_000, ignore_eos=True, stream=True)
+        with httpx.stream("POST", worker.engine + "/v1/completions", json=body, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            os.kill(state["engine_pid"], signal.SIGTERM)
+            if to_agent:
+                worker.process.terminate()
+            eventually(lambda: worker.post("/v1/completions", completion()).status_code == 503, 2.0)
+            refused = worker.post("/v1/completions", completion())
+            assert (refused.status_code, refused.json()["error"]["retryable"]) == (503, True)
+            eventually(lambda: httpx.get(worker.agent + "/ready").status_code == 503, 2.0)
+            assert httpx.get(worker.agent + "/live").status_code == 200
+            said = [line for line in lines if line]
+        assert said[-1] == "data: [DONE]"
+        assert len(said) == 1_000
+        assert worker.process.wait(10) == code
+        assert ("torch engine ended (exit code 0)" in worker.log.read_text()) is not to_agent
+
+
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [

@@ -24,8 +24,8 @@ STALLED_S = 75.0
 LINGER_S, LINGER_BYTES = 10.0, 64 * 1024 * 1024
 """How long, and for how much, one is heard whose request was refused before its end: with a connection that is closed on what
 was not read goes the refusal (RFC 9112, 9.6)."""
-TOO_LARGE_HEADERS = {"connection": "close"}
-"""Of a 413: the rest of the body is nobody's."""
+LAST = {"connection": "close"}
+"""Of an answer before its request's end, and of one that no other request should follow: the rest of the body is nobody's."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 
 import msgspec
 import pytest
@@ -88,6 +89,7 @@ def test_what_is_not_asked_is_not_said():
 def test_torch_reads_the_same_configuration():
     command = engine_command(config(), Place("/m", "127.1.2.3"))
     assert command.argv[1:] == ("-m", "fleet_worker.engine")
+    assert command.stop_signal == signal.SIGINT  # SIGTERM would drain it once more
     assert command.env["FLEET_MODEL_PATH"] == "/m"
     assert decode(command.env["FLEET_WORKER_CONFIG"]) == config()
 

@@ -48,6 +48,8 @@ FIELDS: dict[str, tuple[dict[str, object], str]] = {
     "rank-text": ({"r": "8"}, "r is '8'"),
     "rank-over-the-bound": ({"r": 128}, "r is 128; at most 64 is served (model.maxAdapterRank)"),
     "alpha-not-a-number": ({"lora_alpha": "much"}, "lora_alpha is 'much'"),
+    "alpha-beyond-any-float": ({"lora_alpha": 10**400}, "lora_alpha is too large a number"),
+    "alpha-infinite": ({"lora_alpha": float("inf")}, "lora_alpha is inf"),
     "rank-that-the-tensors-do-not-have": ({"r": 4}, "has shape [8, 688], expected [4, 688]"),
     "layer-that-is-not-there": ({"layers_to_transform": [9]}, "layers_to_transform names layers outside 0..3"),
     "fewer-targets-than-tensors": ({"target_modules": ["q_proj"]}, "is not one that r, target_modules and the model ask for"),
@@ -84,6 +86,17 @@ def add(tensors: dict[str, torch.Tensor]) -> None:
     tensors["base_model.model.lm_head.lora_A.weight"] = torch.zeros(8, 256)
 
 
+def rename(to: str) -> Callable[[dict[str, torch.Tensor]], None]:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[to] = tensors.pop(FIRST)
+
+    return change
+
+
+def twice(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[FIRST.replace(".weight", ".default.weight")] = tensors[FIRST] * 2
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -92,6 +105,11 @@ def add(tensors: dict[str, torch.Tensor]) -> None:
         (count, "is torch.int32; supported: float32"),
         (break_number, "holds numbers that are not finite"),
         (add, "tensor base_model.model.lm_head.lora_A.weight is not one that"),
+        (rename(FIRST.replace("layers.0", "layers." + "9" * 5_000)), "is not one that"),
+        (rename(FIRST.replace("layers.0", "layers.00")), "layers.00.mlp.down_proj.lora_A.weight is not one that"),
+        (rename(FIRST.replace("layers.0", "layers.\N{ARABIC-INDIC DIGIT ZERO}")), "is not one that"),
+        (rename(FIRST.replace("mlp", "self_attn")), "self_attn.down_proj.lora_A.weight is not one that"),
+        (twice, "down_proj.lora_A.weight is there twice"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused_by_name(
@@ -102,6 +120,32 @@ def test_tensors_that_do_not_fit_are_refused_by_name(
     with pytest.raises(BadAdapterError) as refused:
         load(folder)
     assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("side", "number", "alpha", "dtype"),
+    [
+        ("B", 3e38, 64, torch.float32),
+        ("B", 6e4, 64, torch.float16),
+        ("A", 1e5, 1, torch.float16),
+        ("B", 0.0, 1e300, torch.float32),
+    ],
+    ids=["scaled", "scaled-and-cast", "cast", "scaled-by-more-than-a-float"],
+)
+def test_numbers_that_overflow_when_they_are_scaled_or_cast_are_refused_by_name(
+    tmp_path: Path, side: str, number: float, alpha: float, dtype: torch.dtype
+):
+    """Incident: finite in the file, infinite in the engine: loaded as fine, and every request under it failed."""
+    folder, name = make_adapter(tmp_path / "a", 1, alpha=alpha), FIRST.replace("lora_A", f"lora_{side}")
+
+    def put(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name][0, 0] = number
+
+    retensor(folder, put)
+    with pytest.raises(BadAdapterError) as refused:
+        load_adapter("a", folder, TINY, dtype, 64)
+    assert f"lora_{side} of layer 0 " in str(refused.value)
+    assert "overflows" in str(refused.value)
 
 
 def cut(folder: Path) -> None:

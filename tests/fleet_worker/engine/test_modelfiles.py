@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,15 @@ def with_config(folder: Path, **change: Any) -> Path:
         ({"vocab_size": "many"}, "config.json"),
         ({"eos_token_id": 4096}, "eos_token_id \\[4096\\] is outside the vocabulary of 1024"),
         ({"rope_scaling": 7}, "config.json"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, at most 1024"),
+        ({"vocab_size": 10**10}, "vocab_size is 10000000000, at most"),
+        ({"hidden_size": 10**7, "head_dim": 32}, "hidden_size is 10000000, at most"),
+        ({"intermediate_size": 10**9}, "intermediate_size is 1000000000, at most"),
+        ({"num_attention_heads": 10**6}, "num_attention_heads is 1000000, at most"),
+        ({"head_dim": 10**6}, "head_dim is 1000000, at most"),
+        ({"max_position_embeddings": 10**12}, "max_position_embeddings is 1000000000000, at most"),
+        ({"vocab_size": 1e400}, "config.json"),
+        ({"eos_token_id": list(range(2_000))}, "eos_token_id"),
     ],
 )
 def test_a_config_that_cannot_be_run_exactly_is_refused_by_name(tmp_path: Path, change: dict[str, Any], words: str):
@@ -84,6 +94,16 @@ def test_a_config_that_is_no_object_names_the_file(tmp_path: Path, raw: bytes):
         read_config(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_a_config_without_end_is_not_read_to_it(tmp_path: Path, name: str):
+    """Incident: a file of 100 GB, or /dev/zero behind a link, was read into memory until the kernel ended the worker."""
+    with_config(tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).symlink_to("/dev/zero") if name == "config.json" else (tmp_path / name).write_bytes(b" " * 20_000_000)
+    with pytest.raises(ModelFilesError, match=f"{name} has more than 16777216 bytes"):
+        read_config(tmp_path)
+
+
 def spoil(weights: dict[str, torch.Tensor], how: str) -> None:
     at = "model.layers.2.mlp.up_proj.weight"
     if how == "missing":
@@ -108,10 +128,129 @@ def test_a_bad_tensor_is_named_with_its_file(tiny: Path, tmp_path: Path, how: st
     assert "model.layers.2.mlp.up_proj.weight" in str(caught.value)
 
 
+def test_weights_that_overflow_in_the_dtype_that_is_asked_for_are_named(tiny: Path, tmp_path: Path):
+    """Incident: finite in the file, infinite in the engine: it got ready, and each request failed."""
+    weights = load_file(tiny / "model.safetensors")
+    weights["model.norm.weight"][3] = 1e6
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(ModelFilesError, match=r"tensor model\.norm\.weight holds numbers that are not finite as torch\.float16"):
+        load_weights(tmp_path, replace(read_config(tiny), dtype="float16"))
+
+
 @pytest.mark.parametrize("size", [0, 7, 100, 100_000])
 def test_a_cut_file_is_named(tiny: Path, tmp_path: Path, size: int):
     (tmp_path / "model.safetensors").write_bytes((tiny / "model.safetensors").read_bytes()[:size])
     with pytest.raises(ModelFilesError, match=r"model\.safetensors is not a readable safetensors file"):
+        load_weights(tmp_path, read_config(tiny))
+
+
+Header = dict[str, Any]
+LIED_OF, OTHER = "model.layers.2.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight"
+
+
+def shifted(header: Header, by: int) -> Header:
+    begin, end = header[LIED_OF]["data_offsets"]
+    return {"data_offsets": [begin + by, end + by]}
+
+
+LIES: dict[str, Callable[[Header], Header]] = {
+    "overlaps-whole": lambda header: {"data_offsets": header[OTHER]["data_offsets"]},
+    "overlaps-by-a-number": lambda header: shifted(header, -4),
+    "out-of-range": lambda header: shifted(header, 10**9),
+    "negative": lambda header: shifted(header, -(10**9)),
+    "backwards": lambda header: {"data_offsets": header[LIED_OF]["data_offsets"][::-1]},
+    "no-number": lambda _: {"data_offsets": [0.5, 1]},
+    "dtype-of-nobody": lambda _: {"dtype": "F99"},
+    "dtype-of-another-size": lambda _: {"dtype": "F16"},
+    "dtype-of-the-same-size": lambda _: {"dtype": "I32"},
+    "shape-negative": lambda _: {"shape": [-1, 256]},
+    "shape-beyond-64-bits": lambda _: {"shape": [2**40, 2**40]},
+    "shape-turned": lambda _: {"shape": [256, 688]},
+}
+
+
+def parts(tiny: Path) -> tuple[Header, bytes]:
+    raw = (tiny / "model.safetensors").read_bytes()
+    size = int.from_bytes(raw[:8], "little")
+    return json.loads(raw[8 : 8 + size]), raw[8 + size :]
+
+
+def put(folder: Path, header: bytes, data: bytes, size: int | None = None) -> None:
+    told = len(header) if size is None else size
+    (folder / "model.safetensors").write_bytes(told.to_bytes(8, "little") + header + data)
+
+
+@pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
+def test_a_file_that_lies_of_a_tensor_is_named(tiny: Path, tmp_path: Path, lie: Callable[[Header], Header]):
+    header, data = parts(tiny)
+    header[LIED_OF] |= lie(header)
+    put(tmp_path, json.dumps(header).encode(), data)
+    with pytest.raises(ModelFilesError, match=r"model\.safetensors"):
+        load_weights(tmp_path, read_config(tiny))
+
+
+@pytest.mark.parametrize("size", [0, 10, 10**8, 2**63, 2**64 - 1])
+def test_a_file_that_lies_of_its_header_is_named(tiny: Path, tmp_path: Path, size: int):
+    header, data = parts(tiny)
+    put(tmp_path, json.dumps(header).encode(), data, size)
+    with pytest.raises(ModelFilesError, match=r"model\.safetensors is not a readable safetensors file"):
+        load_weights(tmp_path, read_config(tiny))
+
+
+@pytest.mark.parametrize("header", [b"[]", b"null", b"{}", b"\xff" * 50, b'{"a":' * 100_000, b'{"a":{}}'])
+def test_a_header_that_is_none_is_named(tiny: Path, tmp_path: Path, header: bytes):
+    put(tmp_path, header, b"\0" * 64)
+    with pytest.raises(ModelFilesError, match=r"model\.safetensors is not a readable safetensors file"):
+        load_weights(tmp_path, read_config(tiny))
+
+
+def test_bytes_that_no_tensor_has_are_no_models(tiny: Path, tmp_path: Path):
+    header, data = parts(tiny)
+    put(tmp_path, json.dumps(header).encode(), data + b"\0" * 64)
+    with pytest.raises(ModelFilesError, match=r"model\.safetensors is not a readable safetensors file"):
+        load_weights(tmp_path, read_config(tiny))
+
+
+def two_files(tiny: Path, folder: Path) -> dict[str, torch.Tensor]:
+    """Both hold every tensor; those of the second are doubled."""
+    weights = load_file(tiny / "model.safetensors")
+    save_file(weights, folder / "one.safetensors")
+    save_file({name: tensor * 2 for name, tensor in weights.items()}, folder / "two.safetensors")
+    return weights
+
+
+def test_of_two_files_that_hold_a_tensor_the_one_of_the_index_counts(tiny: Path, tmp_path: Path):
+    """Incident: the last one by name did, whatever the index said: another model, and nobody knew."""
+    weights = two_files(tiny, tmp_path)
+    files = {name: ("one" if at % 2 else "two") + ".safetensors" for at, name in enumerate(sorted(weights))}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    found = load_weights(tmp_path, read_config(tiny))
+    for name, tensor in weights.items():
+        assert torch.equal(found[name], tensor * (1 if files[name][:3] == "one" else 2))
+
+
+def test_of_two_files_that_hold_a_tensor_none_is_chosen_without_an_index(tiny: Path, tmp_path: Path):
+    weights = two_files(tiny, tmp_path)
+    with pytest.raises(ModelFilesError, match=r"two\.safetensors: tensor .* is in another file, too"):
+        load_weights(tmp_path, read_config(tiny))
+    shutil.copy(tiny / "model.safetensors", tmp_path)  # what lies beside it counts for nothing, as with transformers
+    assert torch.equal(load_weights(tmp_path, read_config(tiny))[LIED_OF], weights[LIED_OF])
+
+
+@pytest.mark.parametrize("name", ["gone.safetensors", "a\0.safetensors", "x" * 5_000, "", "a\ud800", ".hidden", "a/b", "a\nb"])
+def test_an_index_that_names_what_is_no_file_here_is_named(tiny: Path, tmp_path: Path, name: str):
+    """Incident: of a name that is too long the engine said that its address was in use."""
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {LIED_OF: name}}))
+    with pytest.raises(ModelFilesError, match="does not exist" if name[:4] == "gone" else "names files outside the model folder"):
+        load_weights(tmp_path, read_config(tiny))
+
+
+def test_a_tensor_that_the_index_puts_elsewhere_is_missing(tiny: Path, tmp_path: Path):
+    weights = two_files(tiny, tmp_path)
+    files = dict.fromkeys(weights, "one.safetensors")
+    del files[LIED_OF]
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    with pytest.raises(ModelFilesError, match=f"1 tensors are missing, the first is {LIED_OF}"):
         load_weights(tmp_path, read_config(tiny))
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleet_wire.blocks import root_hash
+from fleet_wire import blocks as hashing
+from fleet_wire.blocks import chain, root_hash
 from fleet_worker.engine.blocks import BlockAllocator
 from fleet_worker.engine.scheduler import Scheduler, Work
 from fleet_worker.engine.sequence import Sampling, Sequence
@@ -147,3 +150,57 @@ def test_every_request_ends_inside_the_bounds(prompts: list[int], blocks: int, b
             break
     assert ended == set(names)
     assert made.blocks.used == 0
+
+
+class Hashed:
+    """xxhash, counting."""
+
+    def __init__(self, real: ModuleType) -> None:
+        self.xxh3_128_digest, self.count = self._digest, 0
+        self._real = real
+
+    def _digest(self, raw: bytes) -> bytes:
+        self.count += 1
+        return self._real.xxh3_128_digest(raw)
+
+
+def test_a_prompt_that_waits_is_hashed_once(monkeypatch: pytest.MonkeyPatch):
+    """Incident: a prompt of 100,000 tokens that waited for blocks was hashed anew at each step, 3.4 ms of everybody's time, and
+    once more while it was computed."""
+    made = scheduler(blocks=12)
+    made.add(sequence("a", 9))
+    step(made)
+    waits = sequence("b", 44, output=2)
+    made.add(waits)
+    counted = Hashed(hashing.xxhash)
+    monkeypatch.setattr(hashing, "xxhash", counted)
+    for _ in range(3):
+        assert [name for name, _, _ in step(made)] == ["a"]
+    assert 11 <= counted.count <= 12  # and one block of the other's
+    other = made.running[0]
+    made.remove(other)
+    made.release(other)
+    while len(waits.output) < 2:
+        step(made)
+    assert counted.count <= 12
+    monkeypatch.undo()
+    assert waits.names == list(chain(made.root, waits.tokens(0, 44), BLOCK))
+
+
+def test_what_gives_way_keeps_the_names_of_its_blocks_and_finds_them():
+    """Its tokens do not change; what it made since is hashed on from there."""
+    made = scheduler(blocks=6)
+    for name in "ab":
+        made.add(sequence(name, 7))
+    while not made.preemptions:
+        step(made)
+    victim = made.waiting[0]
+    known = list(chain(made.root, victim.tokens(0, victim.length), BLOCK))
+    assert victim.names == known[: len(victim.names)]
+    first = made.running[0]
+    made.remove(first)
+    made.release(first)
+    step(made)
+    assert victim.stage == "running"
+    assert victim.names[: len(known)] == known
+    assert victim.registered <= len(victim.names)

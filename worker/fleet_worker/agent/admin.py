@@ -16,7 +16,7 @@ from starlette.routing import Route
 from fleet_wire.unreadable import UNREADABLE
 from fleet_worker.agent.role import MAX_BODY_BYTES, parse_role
 from fleet_worker.config import AdapterWish, Role, decode_adapters
-from fleet_worker.connections import TOO_LARGE_HEADERS, Bounds, bounded, is_too_long
+from fleet_worker.connections import LAST, Bounds, bounded, is_too_long
 
 KEEP_ALIVE_S = 75
 BOUNDS = Bounds(receive_s=10.0, most=256, most_of_peer=32, may_cut=True)
@@ -91,7 +91,7 @@ def _posted(most: int, act: Callable[[bytes], tuple[int, dict[str, object]]]) ->
 
     async def endpoint(request: Request) -> Response:
         body = b""
-        too_large = JSONResponse({"reason": "BodyTooLarge"}, status_code=413, headers=TOO_LARGE_HEADERS)
+        too_large = JSONResponse({"reason": "BodyTooLarge"}, status_code=413, headers=LAST)
         if is_too_long(request, most):
             return too_large
         try:

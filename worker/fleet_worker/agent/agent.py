@@ -334,6 +334,8 @@ class Agent:
             checking.cancel()
             await asyncio.gather(stopping, checking, return_exceptions=True)
         if engine.exited.done() and not self._stop.is_set():
+            if self._ending is not None and engine.exited.result() == 0:
+                return  # the SIGTERM went to both of us, and the engine was empty first
             raise self._death(engine, engine.exited.result())
         if not self._stop.is_set() and self._group is not None:
             await self._end_without_group(self._group.lost.result())
@@ -466,6 +468,8 @@ class Agent:
             self._busy_at = time.monotonic()
         self._open = load.open if load.open is not None else self._open
         self._ended = load.ended if load.ended is not None else self._ended
+        if load.leaving:
+            self._begin_drain()
         self._pace = rules.paced(self._pace, load, time.monotonic())
 
     def _is_stuck(self) -> bool:

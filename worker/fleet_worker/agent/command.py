@@ -7,6 +7,7 @@ the conformance suite, so a prefill worker is a kv_producer and a decode worker 
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -49,6 +50,8 @@ class EngineCommand:
     argv: tuple[str, ...]
     env: dict[str, str] = field(default_factory=dict)
     defaults: dict[str, str] = field(default_factory=dict)
+    stop_signal: signal.Signals = signal.SIGTERM
+    """Ends it now, in its own order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +79,7 @@ def engine_command(config: WorkerConfig, place: Place) -> EngineCommand:
 def torch_command(config: WorkerConfig, place: Place) -> EngineCommand:
     """Our engine is a module of this distribution and reads the same configuration."""
     env = {MODEL_PATH_ENV: place.model_path, CONFIG_ENV: encode(config), POD_IP_ENV: place.pod_ip, ENGINE_TOKEN_ENV: place.token}
-    return EngineCommand((sys.executable, "-m", "fleet_worker.engine"), env, UCX_TELLS)
+    return EngineCommand((sys.executable, "-m", "fleet_worker.engine"), env, UCX_TELLS, signal.SIGINT)  # SIGTERM drains
 
 
 def vllm_command(config: WorkerConfig, place: Place) -> EngineCommand:

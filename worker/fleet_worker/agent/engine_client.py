@@ -19,6 +19,7 @@ WAITING = "vllm:num_requests_waiting"
 LEASES = "fleet:kv_leases_open"
 OPEN = "fleet:requests_open"
 """Torch engine only: what came in and is not answered to the end, wherever it is."""
+LEAVING = "fleet:engine_leaving"
 ENDED = "vllm:request_success_total"
 """By reason; aborted ones are not among them, and leave no KV to be read."""
 KV_SHARE = "vllm:kv_cache_usage_perc"
@@ -140,7 +141,8 @@ def parse_load(text: str) -> Load:
         running = max(running, came - waiting)
     made, shares = _values(text, MADE), _values(text, KV_SHARE)
     moved = (*made, *shares) if made and shares else None
-    return Load(running, waiting, _total(text, LEASES), _total(text, ENDED), max(shares, default=None), moved)
+    leaving = bool(_total(text, LEAVING))
+    return Load(running, waiting, _total(text, LEASES), _total(text, ENDED), max(shares, default=None), moved, leaving=leaving)
 
 
 def _total(text: str, name: str) -> int | None:

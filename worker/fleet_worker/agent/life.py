@@ -119,6 +119,8 @@ class Load:
     """vLLM: numbers of which one changes with each step in which a request gets on."""
     open: int | None = None
     """vLLM: what came in and is not answered to the end. Its other numbers are as of its last step, and one may last."""
+    leaving: bool = False
+    """Torch: a SIGTERM came to the engine itself, and it takes nothing new."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,14 +117,14 @@ class EngineProcess:
             self.exited.set_result(self._process.returncode)
 
     async def stop(self, grace_s: float) -> None:
-        """SIGTERM to the engine, which ends its own children in its order; SIGKILL to whatever of it is left at the end.
+        """Its own signal to the engine, which ends its own children in its order; SIGKILL to whatever of it is left at the end.
 
         Its last child may be Python's resource tracker, which removes the shared memory that the others left.
         """
         process = self._process
         if process is not None:
             if not self.exited.done():
-                process.terminate()
+                process.send_signal(self._command.stop_signal)
                 self.reap()
                 await asyncio.wait({self.exited}, timeout=grace_s)
             if self.exited.done():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from fleet_worker.config import CONFIG_ENV, POD_IP_ENV, WorkerConfig, decode
 
 
 def main() -> int:
-    """Serve until SIGTERM."""
+    """Serve until told to end (assemble.EngineProcess)."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # while the model is loaded it ends us without a traceback
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     config = decode(os.environ[CONFIG_ENV])
     apply_ucx(config)

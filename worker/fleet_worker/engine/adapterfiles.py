@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import os
-import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,8 @@ WEIGHTS_FILE: Final = "adapter_model.safetensors"
 MAX_CONFIG_BYTES: Final = 1024 * 1024
 HEADER_BYTES: Final = 16 * 1024 * 1024
 """Room for the names in a safetensors file, beside its numbers."""
+MAX_TOLD: Final = 200
+"""Characters of a name that is none."""
 FLOATS: Final = (torch.float32, torch.float16, torch.bfloat16)
 ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
 SAYS_NOTHING: Final = frozenset({
@@ -40,9 +42,6 @@ SAYS_NOTHING: Final = frozenset({
 """Fields that change nothing at inference, or that are looked at one by one below."""
 PLAIN_STARTS: Final = frozenset({"gaussian", "eva", "orthogonal", "lora_ga"})
 """init_lora_weights that leave the base model as it is."""
-TENSOR: Final = re.compile(
-    r"base_model\.model\.model\.layers\.(\d+)\.(?:self_attn|mlp)\.(\w+)\.lora_([AB])(?:\.default)?\.weight"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +69,18 @@ def load_adapter(name: str, folder: Path, config: ModelConfig, dtype: torch.dtyp
     deltas: dict[tuple[int, str], tuple[Delta, ...]] = {}
     for layer, module in sorted({(layer, module) for layer, module, _ in shapes}):
         projection, at = _place(config, module)
-        a = tensors[layer, module, "A"].to(dtype).contiguous()
-        b = (tensors[layer, module, "B"].float() * terms.scaling).to(dtype).contiguous()
+        a = _cast(tensors[layer, module, "A"], 1.0, dtype, f"{path}: lora_A of layer {layer} {module}")
+        b = _cast(tensors[layer, module, "B"], terms.scaling, dtype, f"{path}: lora_B of layer {layer} {module}")
         deltas[layer, projection] = (*deltas.get((layer, projection), ()), Delta(a, b, at))
     return Adapter(name, digest, str(folder), terms.rank, deltas)
+
+
+def _cast(tensor: torch.Tensor, scaling: float, dtype: torch.dtype, name: str) -> torch.Tensor:
+    """As the engine computes with it; BadAdapterError when a number of it is then none."""
+    made = (tensor.float() * scaling).to(dtype).contiguous()
+    if not bool(torch.isfinite(made).all()):
+        raise BadAdapterError(f"{name} overflows as {dtype} with a scaling of {scaling:g}")
+    return made
 
 
 def read_bytes(path: Path, most: int) -> bytes:
@@ -104,7 +111,11 @@ def parse_terms(raw: bytes, path: Path, max_rank: int) -> Terms:
         raise BadAdapterError(f"{path}: r is {rank!r}, a whole number above 0 is needed")
     if rank > max_rank:
         raise BadAdapterError(f"{path}: r is {rank}; at most {max_rank} is served (model.maxAdapterRank)")
-    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not math.isfinite(alpha):
+    if not isinstance(alpha, int | float) or isinstance(alpha, bool):
+        raise BadAdapterError(f"{path}: lora_alpha is {alpha!r}, a number is needed")
+    if isinstance(alpha, int) and abs(alpha) > sys.float_info.max:
+        raise BadAdapterError(f"{path}: lora_alpha is too large a number")
+    if not math.isfinite(alpha):
         raise BadAdapterError(f"{path}: lora_alpha is {alpha!r}, a number is needed")
     scaling = alpha / (math.sqrt(rank) if found.get("use_rslora") else rank)
     return Terms(rank, scaling, _targets(found, path), _layers(found, path))
@@ -172,12 +183,14 @@ def _checked(
         tensors = load(weights)
     except (SafetensorError, ValueError, RuntimeError, KeyError) as error:
         raise BadAdapterError(f"{path} is not a readable safetensors file: {error}") from error
+    names = {name: key for key in shapes for name in _names(*key)}
     found: dict[tuple[int, str, str], torch.Tensor] = {}
     for name, tensor in sorted(tensors.items()):
-        parts = TENSOR.fullmatch(name)
-        key = (int(parts.group(1)), parts.group(2), parts.group(3)) if parts else None
-        if key is None or key not in shapes:
-            raise BadAdapterError(f"{path}: tensor {name} is not one that r, target_modules and the model ask for")
+        key = names.get(name)
+        if key is None:
+            raise BadAdapterError(f"{path}: tensor {name[:MAX_TOLD]} is not one that r, target_modules and the model ask for")
+        if key in found:
+            raise BadAdapterError(f"{path}: tensor {name} is there twice, with and without its adapter's name")
         if tuple(tensor.shape) != shapes[key]:
             raise BadAdapterError(f"{path}: tensor {name} has shape {list(tensor.shape)}, expected {list(shapes[key])}")
         if tensor.dtype not in FLOATS:
@@ -189,6 +202,13 @@ def _checked(
         layer, module, side = missing[0]
         raise BadAdapterError(f"{path}: {len(missing)} tensors are missing, the first is lora_{side} of layer {layer} {module}")
     return found
+
+
+def _names(layer: int, module: str, side: str) -> tuple[str, str]:
+    """What a tensor may be called: PEFT's files leave out the adapter's own name, others hold it."""
+    block = "self_attn" if module in ATTENTION else "mlp"
+    at = f"base_model.model.model.layers.{layer}.{block}.{module}.lora_{side}"
+    return f"{at}.weight", f"{at}.default.weight"
 
 
 def _place(config: ModelConfig, module: str) -> tuple[str, int]:

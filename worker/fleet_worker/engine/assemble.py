@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,6 +38,7 @@ STEP_TOKENS = 256
 MAX_WAITING = 1_024
 KEEP_ALIVE_S = 75  # longer than the router's pool keeps a connection, so that the worker never closes first
 SHUTDOWN_S = 5
+DRAIN_POLL_S = 0.05
 RECEIVE_S = 60.0
 """For the whole of a body, of 4 MB at most, also by a client that asks without a router and has a slow line."""
 MAX_CONNECTIONS = 2_048
@@ -61,15 +63,38 @@ class EngineProcess:
         self._loop = EngineLoop(core, self._stopped, lambda c: events.publish(c.take_cache_events()))
         self._server: _Server | None = None
         self._text = text
+        self._draining: asyncio.Task[None] | None = None
+        """Since the first SIGTERM."""
 
     def _stopped(self, error: BaseException) -> None:
         """The engine thread died: open requests were told; the process ends so that it is restarted clean."""
         traceback.print_exception(error)
+        self._end()
+
+    def _end(self) -> None:
         if self._server is not None:
             self._server.should_exit = True
 
+    def _told_to_go(self, front: EngineServer) -> None:
+        """SIGTERM, which the agent never sends: somebody means all of the pod's processes, or this one. A second one ends now."""
+        if self._draining is not None:
+            self._end()
+            return
+        print("EngineLeaving: SIGTERM; nothing new is taken, what runs goes on to its end", file=sys.stderr, flush=True)
+        self._draining = asyncio.create_task(self._drain(front))
+
+    async def _drain(self, front: EngineServer) -> None:
+        """As the agent's: until no request and no unread lease is left, at most the drain's time."""
+        front.leave()
+        end = time.monotonic() + self._config.drain_timeout_s
+        while True:
+            if not front.holds() or time.monotonic() >= end:
+                self._end()
+                return
+            await asyncio.sleep(DRAIN_POLL_S)
+
     async def run(self) -> int:
-        """Serve until SIGTERM (0) or until the engine thread fails (1)."""
+        """Serve until told to end (0) or until the engine thread fails (1). SIGINT is the agent's, which has drained by then."""
         bound = bind(self._host, self._config.ports.http)
         token, step_s = os.environ.get(ENGINE_TOKEN_ENV, ""), step_timeout_s(os.environ)
         front = EngineServer(self._config, self._loop, self._text, self._metrics, token, step_s)
@@ -80,8 +105,9 @@ class EngineProcess:
                 h11_max_incomplete_event_size=65_536,
             )
         )  # fmt: skip
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, lambda: setattr(server, "should_exit", True))
+        signals = asyncio.get_running_loop()
+        signals.add_signal_handler(signal.SIGTERM, lambda: self._told_to_go(front))
+        signals.add_signal_handler(signal.SIGINT, self._end)
         self._loop.start()
         try:
             await server.serve(sockets=[bound])

@@ -70,6 +70,14 @@ class OverloadedError(EngineError):
     retryable = True
 
 
+class EngineLeavingError(EngineError):
+    """503: the engine was told to go; it ends what it has, and takes nothing new."""
+
+    status = 503
+    kind = "ServiceUnavailableError"
+    retryable = True
+
+
 class EngineStoppedError(EngineError):
     """503: the engine loop has ended; every open request gets it."""
 

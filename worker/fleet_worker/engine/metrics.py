@@ -111,11 +111,12 @@ class EngineMetrics:
             self._bytes.observe(fetch.transferred_bytes)
             self._descriptors.observe(fetch.descriptors)
 
-    def collect_outside(self, requests_open: int, leases_open: int) -> None:
+    def collect_outside(self, requests_open: int, leases_open: int, *, is_leaving: bool = False) -> None:
         """What the server knows without its engine. A lease is granted before its request's end is told here, so that these two
         numbers, read together, never miss one that is between them."""
         self._gauge("fleet:requests_open", "Requests for tokens that came in and are not answered to the end.", requests_open)
         self._gauge("fleet:kv_leases_open", "KV leases granted and not ended.", leases_open)
+        self._gauge("fleet:engine_leaving", "1: a SIGTERM came; no new request is taken.", int(is_leaving))
 
     def collect_overdue(self, core: EngineCore, requests_open: int) -> None:
         """The engine is in a long step, or stuck in one: what it last said of its requests may be from before they came. Lengths

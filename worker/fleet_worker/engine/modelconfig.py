@@ -9,7 +9,18 @@ from typing import Any
 
 from fleet_wire.unreadable import UNREADABLE
 from fleet_worker.engine.errors import ModelFilesError
+from fleet_worker.engine.files import MAX_CONFIG_BYTES, read_bounded
 
+MOST = {
+    "vocab_size": ("vocab_size", 2**22), "hidden": ("hidden_size", 2**17), "intermediate": ("intermediate_size", 2**19),
+    "layers": ("num_hidden_layers", 1024), "heads": ("num_attention_heads", 4096), "kv_heads": ("num_key_value_heads", 4096),
+    "head_dim": ("head_dim", 8192), "max_positions": ("max_position_embeddings", 2**24),
+}  # fmt: skip
+"""By our name: the field's, and its bound, some times what any model has. Names of tensors and tables of positions are made from
+these numbers before a file of weights is looked at."""
+MAX_ROTARY = 2**32
+"""Positions times head_dim: two tables of so many numbers."""
+MAX_EOS_IDS = 1024
 SUPPORTED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
 
 
@@ -71,7 +82,7 @@ def read_config(folder: Path) -> ModelConfig:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_bytes())
+        found = json.loads(read_bounded(path, MAX_CONFIG_BYTES))
     except OSError as error:
         raise ModelFilesError(f"{path} cannot be read: {error.strerror}") from error
     except UNREADABLE as error:
@@ -110,9 +121,15 @@ def _typed(raw: dict[str, Any], architecture: str, eos_ids: tuple[int, ...]) -> 
 
 def _checked(config: ModelConfig) -> ModelConfig:
     """Numbers that would only fail inside a step; ValueError names the field."""
-    for name in ("vocab_size", "hidden", "intermediate", "layers", "heads", "kv_heads", "head_dim", "max_positions"):
+    for name, (field, most) in MOST.items():
         if getattr(config, name) < 1:
             raise ValueError(f"{name} is {getattr(config, name)}, at least 1 is needed")
+        if getattr(config, name) > most:
+            raise ValueError(f"{field} is {getattr(config, name)}, at most {most} is served")
+    if config.max_positions * config.head_dim > MAX_ROTARY:
+        raise ValueError(f"max_position_embeddings {config.max_positions} with head_dim {config.head_dim}: too large a table")
+    if len(config.eos_ids) > MAX_EOS_IDS:
+        raise ValueError(f"eos_token_id lists {len(config.eos_ids)} tokens, at most {MAX_EOS_IDS} are served")
     if config.heads % config.kv_heads:
         raise ValueError(f"num_attention_heads {config.heads} is no multiple of num_key_value_heads {config.kv_heads}")
     if config.head_dim % 2:

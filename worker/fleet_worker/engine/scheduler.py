@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from fleet_wire.blocks import block_hash, chain, tenant_root
+from fleet_wire.blocks import chain, tenant_root
 from fleet_worker.engine.blocks import BlockAllocator
 from fleet_worker.engine.sequence import Sequence
 
@@ -80,7 +80,7 @@ class Scheduler:
 
     def place(self, sequence: Sequence) -> bool:
         """Give a sequence its blocks: what the prefix cache has, and room for all its tokens. False when the pool is full."""
-        names = list(chain(self.root_of(sequence), sequence.tokens(0, sequence.length), self.block_tokens))
+        names = self._named(sequence, sequence.length // self.block_tokens)
         reusable = (sequence.length - 1) // self.block_tokens  # the last token is always computed: it yields the next one
         found = self.blocks.find(names[:reusable])
         self.blocks.share(found)
@@ -89,7 +89,6 @@ class Scheduler:
             self.blocks.free(found)
             return False
         sequence.table = [*found, *rest]
-        sequence.names = names[: len(found)]
         sequence.registered = len(found)
         sequence.computed = len(found) * self.block_tokens
         if not sequence.was_preempted:  # else it finds what it computed itself
@@ -97,6 +96,15 @@ class Scheduler:
             self.prefix_queries += sequence.length
             self.prefix_hits += sequence.computed
         return True
+
+    def _named(self, sequence: Sequence, count: int) -> list[bytes]:
+        """Names of its first `count` blocks at least. Kept: what waits for blocks is looked at in each step, and its tokens
+        do not change; more may come behind them."""
+        names, size = sequence.names, self.block_tokens
+        if len(names) < count:
+            parent = names[-1] if names else self.root_of(sequence)
+            names += chain(parent, sequence.tokens(len(names) * size, (count - len(names)) * size), size)
+        return names
 
     def root_of(self, sequence: Sequence) -> bytes:
         """Parent of the sequence's first block: KV of one adapter or salt is never found by another, nor by the base model."""
@@ -132,7 +140,7 @@ class Scheduler:
         """Free the sequence's blocks and forget how far it was computed; returns the blocks that it held."""
         held = sequence.table
         self.blocks.free(held)
-        sequence.table, sequence.names, sequence.registered, sequence.computed = [], [], 0, 0
+        sequence.table, sequence.registered, sequence.computed = [], 0, 0
         return held
 
     def advance(self, work: Iterable[Work]) -> None:
@@ -143,16 +151,14 @@ class Scheduler:
 
     def register_full(self, sequence: Sequence) -> None:
         """Name every block that is complete and not named yet."""
-        size, root = self.block_tokens, self.root_of(sequence)
+        size, complete = self.block_tokens, sequence.computed // self.block_tokens
+        names = self._named(sequence, complete)
         adapter = sequence.adapter.name if sequence.adapter is not None else None
-        while (sequence.registered + 1) * size <= sequence.computed:
-            index = sequence.registered
-            parent = sequence.names[index - 1] if index else root
+        for index in range(sequence.registered, complete):
+            parent = names[index - 1] if index else None
             tokens = tuple(sequence.tokens(index * size, size))
-            name = block_hash(parent, tokens)
-            sequence.names.append(name)
-            self.blocks.register(sequence.table[index], name, parent if index else None, tokens, adapter)
-            sequence.registered += 1
+            self.blocks.register(sequence.table[index], names[index], parent, tokens, adapter)
+        sequence.registered = max(sequence.registered, complete)
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out of whichever queue holds it."""

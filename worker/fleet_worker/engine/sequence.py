@@ -54,7 +54,7 @@ class Sequence:
     """Tokens whose KV is in the pool."""
     table: list[int] = field(default_factory=list)
     names: list[bytes] = field(default_factory=list)
-    """Chained hashes of the full blocks of prompt and output, as far as computed."""
+    """Chained hashes of the full blocks of prompt and output, as far as anybody asked for them."""
     registered: int = 0
     """Blocks of `table` whose names are in the prefix cache."""
     finish: FinishReason | None = None

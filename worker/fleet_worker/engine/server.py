@@ -22,12 +22,18 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fleet_wire.unreadable import UNREADABLE
 from fleet_worker.config import STEP_TIMEOUT_ENV, STEP_TIMEOUT_S, WorkerConfig
-from fleet_worker.connections import TOO_LARGE_HEADERS, is_too_long
+from fleet_worker.connections import LAST, is_too_long
 from fleet_worker.engine import protocol as wire
 from fleet_worker.engine.adapters import Adapters
 from fleet_worker.engine.answer import Answer
 from fleet_worker.engine.core import EngineCore, Output
-from fleet_worker.engine.errors import BadRequestError, EngineError, TooLargeError, UnknownModelError
+from fleet_worker.engine.errors import (
+    BadRequestError,
+    EngineError,
+    EngineLeavingError,
+    TooLargeError,
+    UnknownModelError,
+)  # fmt: skip
 from fleet_worker.engine.inflight import InFlight
 from fleet_worker.engine.loop import EngineLoop, Item
 from fleet_worker.engine.lora import Adapter
@@ -75,12 +81,21 @@ class EngineServer:
         self._random = random.SystemRandom()
         self._inflight = InFlight(self._routes())
         self._reader = Reader(text.folder, text.digest)
+        self._is_leaving = False
         self._collected: asyncio.Future[None] | None = None
         """What the engine was asked to collect, for everybody who asks meanwhile."""
 
     def app(self) -> ASGIApp:
         """All routes."""
         return self._inflight
+
+    def leave(self) -> None:
+        """No new request from now on; the agent hears of it by /metrics, and drains."""
+        self._is_leaving = True
+
+    def holds(self) -> bool:
+        """Requests or leases are left. Read in this order: a lease is granted before its request's end is told."""
+        return self._inflight.open > 0 or self._leases_open() > 0
 
     def close(self) -> None:
         """End the process that reads large bodies."""
@@ -125,7 +140,7 @@ class EngineServer:
         requests_open = self._inflight.open
         if not told:
             self._metrics.collect_overdue(self._loop.core, requests_open)
-        self._metrics.collect_outside(requests_open, self._leases_open())
+        self._metrics.collect_outside(requests_open, self._leases_open(), is_leaving=self._is_leaving)
         return Response(self._metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def models(self, _: HttpRequest) -> Response:
@@ -219,6 +234,8 @@ class EngineServer:
 
     async def _generate(self, http: HttpRequest, what: What) -> Response:
         try:
+            if self._is_leaving:
+                raise EngineLeavingError("this worker goes: it takes no new request")
             read = await self._read(await self._body(http), what, read_request)
             asked, sequence = read.asked, self._sequence(read, http.headers.get("x-request-id"))
             sink = self._loop.submit(sequence)
@@ -420,4 +437,4 @@ def request_id_of(http: HttpRequest) -> str:
 def failure(error: Exception, request_id: str) -> Response:
     """An error as an HTTP answer."""
     status, body = error_of(error, request_id)
-    return JSONResponse(body, status_code=status, headers=TOO_LARGE_HEADERS if isinstance(error, TooLargeError) else None)
+    return JSONResponse(body, status_code=status, headers=LAST if isinstance(error, TooLargeError | EngineLeavingError) else None)

@@ -10,11 +10,12 @@ from typing import Any
 
 import jinja2
 import xxhash
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from fleet_wire.unreadable import UNREADABLE
 from fleet_worker.engine.errors import BadRequestError, ModelFilesError
+from fleet_worker.engine.files import MAX_CONFIG_BYTES, MAX_TEMPLATE_BYTES, MAX_TOKENIZER_BYTES, read_bounded
+from fleet_worker.engine.template import ChatTemplate
 
 REPLACEMENT = "\ufffd"
 MAX_PENDING = 8
@@ -35,7 +36,9 @@ class Text:
     def __init__(self, folder: Path) -> None:
         path = folder / "tokenizer.json"
         try:
-            self.tokenizer = Tokenizer.from_file(str(path))
+            self.tokenizer = Tokenizer.from_buffer(read_bounded(path, MAX_TOKENIZER_BYTES))
+        except ModelFilesError:
+            raise
         except Exception as error:  # tokenizers raises bare Exception
             raise ModelFilesError(f"{path} cannot be read: {error}") from error
         self.special = frozenset(number for number, added in self.tokenizer.get_added_tokens_decoder().items() if added.special)
@@ -44,7 +47,7 @@ class Text:
         self._special = {name: _special(settings.get(name)) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
         source = folder / "chat_template.jinja"
         written = _default(_text_of(source) if source.is_file() else settings.get("chat_template"))
-        self._template = _compile(written) if isinstance(written, str) else None
+        self._template = ChatTemplate(written) if isinstance(written, str) else None
         self._knows_calls = isinstance(written, str) and CALLS in written
         self.folder, self.digest = folder, text_digest(folder)
 
@@ -65,21 +68,22 @@ class Text:
                 f"messages[{called}].{CALLS}: the model's chat template does not know calls of tools", "messages"
             )
         try:
-            return self._template.render(
-                messages=messages, add_generation_prompt=add_generation_prompt, **NOT_GIVEN, **self._special
-            )  # fmt: skip
+            given = {"messages": messages, "add_generation_prompt": add_generation_prompt, **NOT_GIVEN, **self._special}
+            return self._template.render(_characters(messages), **given)
         except Exception as error:  # a template is a program: it can fail in any way
             raise BadRequestError(f"the chat template refused the messages: {_said(error)}", "messages") from error
 
 
-TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+TEXT_FILES = {
+    "tokenizer.json": MAX_TOKENIZER_BYTES, "tokenizer_config.json": MAX_CONFIG_BYTES, "chat_template.jinja": MAX_TEMPLATE_BYTES,
+}  # fmt: skip
 
 
 def text_digest(folder: Path) -> str:
     """Of the files that make tokens of a request: workers that differ there prefill another prompt than they decode."""
     found = xxhash.xxh3_128()
-    for name in TEXT_FILES:
-        raw = (folder / name).read_bytes() if (folder / name).is_file() else b""
+    for name, most in TEXT_FILES.items():
+        raw = read_bounded(folder / name, most) if (folder / name).is_file() else b""
         found.update(f"{name} {len(raw)} ".encode() + raw)
     return found.hexdigest()
 
@@ -90,6 +94,12 @@ def _said(error: Exception) -> str:
     return words if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {words}"
 
 
+def _characters(messages: list[dict[str, Any]]) -> int:
+    """Of all texts in the messages, and some for what else each of them has."""
+    texts = sum(len(text) for row in messages for text in row.values() if isinstance(text, str))
+    return texts + sum(64 + len(repr(row[CALLS])) if CALLS in row else 64 for row in messages)
+
+
 def _default(source: Any) -> Any:
     """Of several templates with names the one for conversations without tools."""
     if not isinstance(source, list):
@@ -98,28 +108,9 @@ def _default(source: Any) -> Any:
     return named.get("default")
 
 
-def _compile(source: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, autoescape=False, extensions=["jinja2.ext.loopcontrols"]
-    )  # fmt: skip
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def tojson(what: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> Any:
-        return json.dumps(what, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-    environment.globals["raise_exception"] = raise_exception
-    environment.filters["tojson"] = tojson  # Hugging Face's: jinja's own is for HTML, and sorts
-    try:
-        return environment.from_string(source)
-    except (jinja2.TemplateSyntaxError, RecursionError) as error:
-        raise ModelFilesError(f"chat template does not compile: {error}") from error
-
-
 def _text_of(path: Path) -> str:
     try:
-        return path.read_text("utf-8")
+        return read_bounded(path, MAX_TEMPLATE_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ModelFilesError(f"{path} cannot be read: {error}") from error
 
@@ -128,7 +119,7 @@ def _optional_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = json.loads(path.read_bytes())
+        found = json.loads(read_bounded(path, MAX_CONFIG_BYTES))
     except OSError as error:
         raise ModelFilesError(f"{path} cannot be read: {error.strerror}") from error
     except UNREADABLE as error:

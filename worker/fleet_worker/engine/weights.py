@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +15,11 @@ from safetensors import SafetensorError, safe_open
 
 from fleet_wire.unreadable import UNREADABLE
 from fleet_worker.engine.errors import ModelFilesError
+from fleet_worker.engine.files import MAX_INDEX_BYTES, read_bounded
 from fleet_worker.engine.modelconfig import ModelConfig
 
+SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,250}")
+"""A file's name in an index."""
 FLOATS = ("F64", "F32", "BF16", "F16")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -59,13 +63,13 @@ def load_weights(folder: Path, config: ModelConfig) -> dict[str, torch.Tensor]:
         raise ModelFilesError(f"{folder}/config.json: dtype {config.dtype} is not supported; supported: {', '.join(DTYPES)}")
     shapes, found = expected_shapes(config), dict[str, torch.Tensor]()
     files = _files(folder)
-    for path in files:
-        _load_file(path, shapes, DTYPES[config.dtype], found)
+    for path, holds in files.items():
+        wanted = shapes if holds is None else {name: shapes[name] for name in holds & shapes.keys()}
+        _load_file(path, wanted, DTYPES[config.dtype], found)
     missing = sorted(shapes.keys() - found.keys())
     if missing:
-        raise ModelFilesError(
-            f"{files[0] if len(files) == 1 else folder}: {len(missing)} tensors are missing, the first is {missing[0]}"
-        )
+        where = next(iter(files)) if len(files) == 1 else folder
+        raise ModelFilesError(f"{where}: {len(missing)} tensors are missing, the first is {missing[0]}")
     return found
 
 
@@ -81,22 +85,31 @@ def weights_digest(config: ModelConfig, weights: Mapping[str, torch.Tensor], tex
     return found.hexdigest()
 
 
-def _files(folder: Path) -> list[Path]:
+def _files(folder: Path) -> dict[Path, frozenset[str] | None]:
+    """By file: which tensors are taken from it, where an index says so. Of one that two files hold we could not choose."""
     index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        files = sorted(folder.glob("*.safetensors"))
-        if not files:
-            raise ModelFilesError(f"{folder} holds no *.safetensors file")
-        return files
+    if index.is_file():
+        return _indexed(folder, index)
+    single = folder / "model.safetensors"  # what transformers takes, whatever lies beside it
+    files = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ModelFilesError(f"{folder} holds no *.safetensors file")
+    return dict.fromkeys(files)
+
+
+def _indexed(folder: Path, index: Path) -> dict[Path, frozenset[str] | None]:
     try:
-        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        names = json.loads(read_bounded(index, MAX_INDEX_BYTES))["weight_map"]
+        by_file: dict[str, set[str]] = {}
+        for tensor, name in names.items():
+            by_file.setdefault(name, set()).add(tensor)
     except OSError as error:
         raise ModelFilesError(f"{index} cannot be read: {error.strerror}") from error
     except (*UNREADABLE, KeyError, AttributeError, TypeError) as error:
         raise ModelFilesError(f"{index} is not a safetensors index: {error!r}") from error
-    if any(not isinstance(name, str) or "/" in name or name.startswith(".") for name in names):
-        raise ModelFilesError(f"{index} names files outside the model folder")
-    return [folder / name for name in names]
+    if not by_file or any(not isinstance(name, str) or not SHARD.fullmatch(name) for name in by_file):
+        raise ModelFilesError(f"{index} names files outside the model folder, or none")
+    return {folder / name: frozenset(by_file[name]) for name in sorted(by_file)}
 
 
 def _load_file(path: Path, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, found: dict[str, torch.Tensor]) -> None:
@@ -105,15 +118,24 @@ def _load_file(path: Path, shapes: dict[str, tuple[int, ...]], dtype: torch.dtyp
             for name in opened.keys():  # noqa: SIM118 - safe_open is not a dict
                 if name not in shapes:
                     continue
+                if name in found:
+                    raise ModelFilesError(f"{path}: tensor {name} is in another file, too; an index has to say which one counts")
                 described = opened.get_slice(name)
                 if described.get_dtype() not in FLOATS:
                     raise ModelFilesError(f"{path}: tensor {name} is {described.get_dtype()}; supported: {', '.join(FLOATS)}")
                 shape = tuple(described.get_shape())
                 if shape != shapes[name]:
                     raise ModelFilesError(f"{path}: tensor {name} has shape {list(shape)}, expected {list(shapes[name])}")
-                found[name] = opened.get_tensor(name).to(dtype).contiguous()
+                found[name] = _cast(opened.get_tensor(name), dtype, f"{path}: tensor {name}")
     except FileNotFoundError as error:  # what safetensors says of every file that it cannot open
         why = "does not exist" if not path.exists() else f"is not readable by user {os.geteuid()}"
         raise ModelFilesError(f"{path} {why}") from error
     except (SafetensorError, OSError) as error:
         raise ModelFilesError(f"{path} is not a readable safetensors file: {error}") from error
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+    made = tensor.to(dtype).contiguous()
+    if tensor.dtype != dtype and not bool(torch.isfinite(made).all()):
+        raise ModelFilesError(f"{name} holds numbers that are not finite as {dtype}, which config.json asks for")
+    return made

@@ -197,6 +197,9 @@ class Reader:
 
     def _met(self, peer: Peer, welcome: Welcome) -> Welcome | KvTransferError:
         """Let NIXL know the owner; an error when it cannot be read from. NIXL raises many binding types."""
+        if welcome.block_bytes != self._pool.block_bytes:
+            words = f"has blocks of {welcome.block_bytes} bytes, here they are {self._pool.block_bytes}"
+            return KvTransferError("layout", f"the prefill worker at {peer.host} {words}")
         if self._spare.pop(welcome.engine_id, None) is not None:  # to make it known again would lose the reads in flight
             peer.agent_name, peer.welcome = welcome.engine_id, welcome
             return welcome
@@ -360,6 +363,9 @@ class Reader:
             self._end(pull, answer)
         elif isinstance(answer, Refused):
             self._end(pull, KvTransferError(f"lease-{answer.reason}", f"the lease was not valid after the read: {answer.reason}"))
+        elif not isinstance(answer, Granted):
+            words = "was asked whether the lease held, and answered something else"
+            self._end(pull, KvTransferError("peer", f"the prefill worker at {pull.reference.remote_host} {words}"))
         else:
             pull.confirmed = True
             self._end_if_complete(pull)

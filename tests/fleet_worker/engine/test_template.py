@@ -1,0 +1,118 @@
+"""A chat template is somebody's program: what it writes is jinja's, and it neither runs nor writes without end."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import pytest
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from fleet_worker.engine.errors import BadRequestError, ModelFilesError
+from fleet_worker.engine.files import MAX_TEMPLATE_BYTES
+from fleet_worker.engine.template import ChatTemplate, TooMuchError
+from fleet_worker.engine.text import Text, text_digest
+
+MESSAGES = [{"role": role, "content": f"  said {at} by {role}\n"} for at, role in enumerate(("system", "user", "assistant") * 3)]
+GOOD = {
+    "chat": "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>\n{{ m['content'] | trim + '\n' }}"
+    "{% if loop.last and add_generation_prompt %}<|assistant|>{% endif %}{% endfor %}",
+    "loop": "{% for m in messages %}{{ loop.index }}/{{ loop.length }} {{ loop.revindex }} {{ loop.cycle('a', 'b') }} "
+    "{{ loop.previtem.role if not loop.first }} {{ loop.nextitem.role if not loop.last }}{% else %}none{% endfor %}",
+    "filtered": "{% for m in messages if m.role == 'user' %}{{ m.content ~ loop.index ~ 'x' }}{% endfor %}",
+    "empty": "{% for m in nothing %}a{% else %}none{% endfor %}{% for k, v in {'a': 1}.items() %}{{ k ~ v }}{% endfor %}",
+    "recursive": "{% for n in [[1, [2, [3]]], [4]] recursive %}{% if n is iterable %}<{{ loop(n) }}>{% else %}{{ n }}{% endif %}"
+    "{% endfor %}",
+    "macro": "{% macro say(m, deep=2) %}{{ m.role * deep }}{% if deep %}{{ say(m, deep - 1) }}{% endif %}{% endmacro %}"
+    "{% for m in messages[::-1] %}{{ say(m) }}{% endfor %}",
+    "namespace": "{% set ns = namespace(n=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.n = ns.n + 1 %}"
+    "{% continue %}{% endif %}{% if ns.n > 2 %}{% break %}{% endif %}{{ ns.n ** 2 }}{% endfor %}",
+    "texts": "{{ '%s is %5d' % ('a', 7) }}{{ '%.2f' | format(1.5) }}{{ '{:>8}|{}'.format('x', 1) }}{{ 'ab'.center(9) }}"
+    "{{ messages | map(attribute='role') | unique | list | join(', ') }}{{ messages[0].content.strip().split(' ')[-1] | upper }}"
+    "{{ '** * %' ~ '{:}' }}{{ range(5) | list }}{{ '-' * 40 }}{{ 'abc' | indent(2) | replace('b', 'bb') | length }}",
+    "block": "{% set said %}{% for m in messages %}{{ m.content }}{% endfor %}{% endset %}{{ said | length }}{{ said }}",
+}  # fmt: skip
+
+
+def plain(source: str, **given: Any) -> str:
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    return environment.from_string(source).render(**given)
+
+
+@pytest.mark.parametrize("source", GOOD.values(), ids=GOOD)
+def test_what_a_template_writes_is_what_jinja_writes(source: str):
+    given = {"messages": MESSAGES, "add_generation_prompt": True, "bos_token": "<s>"}
+    assert ChatTemplate(source).render(200, **given) == plain(source, **given)
+
+
+def test_a_long_conversation_is_within_the_bounds():
+    source, messages = GOOD["chat"], [{"role": "user", "content": "a b " * 10} for _ in range(100_000)]
+    assert len(ChatTemplate(source).render(4_000_000, messages=messages, bos_token="")) > 4_000_000
+
+
+def nested(body: str, deep: int = 3) -> str:
+    return "{% for a in range(99999) %}" * deep + body + "{% endfor %}" * deep
+
+
+ENDLESS = {
+    "loops": nested(""),
+    "loops-that-set": nested("{% set x = 1 %}"),
+    "loops-that-write": nested("a"),
+    "macros": "{% macro f(n) %}{{ f(n + 1) if n < 200 }}{{ f(n + 1) if n < 200 }}{% endmacro %}{{ f(0) }}",
+    "long-turns": "{% set x %}" + nested("a" * 100_000, 1) + "{% endset %}",
+    "copies": "{% set x = 'x' * 900000 %}" + nested("{% set y = x ~ 'y' %}"),
+    "written-aside": "{% set x = 'x' * 900000 %}{% set y %}" + nested("{{ x }}", 1) + "{% endset %}",
+}
+GIANT = {
+    "times": "{{ 'x' * 1000000000000 }}",
+    "times-left": "{{ 1000000000000 * 'x' }}",
+    "list-times": "{{ ([1] * 1000000000000) | length }}",
+    "doubled": "{% set n = namespace(x='xx') %}{% for a in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x | length }}",
+    "added": "{% set n = namespace(x='xx') %}{% for a in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}{{ n.x | length }}",
+    "power": "{{ 9 ** 9 ** 9 ** 9 ** 9 ** 9 }}",
+    "squared": "{% set n = namespace(x=3) %}{% for a in range(90) %}{% set n.x = n.x * n.x %}{% endfor %}",
+    "filter": "{{ 'x' | center(1000000000000) }}",
+    "method": "{{ 'x'.ljust(1000000000000) }}",
+    "percent": "{{ '%1000000000000d' % 1 }}",
+    "percent-star": "{{ '%*d' % (1000000000000, 1) }}",
+    "format-filter": "{{ '%1000000000000d' | format(1) }}",
+    "format-method": "{{ '{:1000000000000}'.format(1) }}",
+    "format-method-argument": "{{ '{:{}}'.format(1, 1000000000000) }}",
+    "written": nested("{{ 'x' * 10000 }}", 1),
+    "slices": "{{ 'x' | batch(1000000000000, 'y') | list }}",
+}
+
+
+@pytest.mark.parametrize("source", [*ENDLESS.values(), *GIANT.values()], ids=[*ENDLESS, *GIANT])
+def test_a_template_without_end_is_ended(source: str):
+    """Incident: two loops stood every stream until the kubelet restarted the worker; one multiplication took all memory."""
+    made = ChatTemplate(source)
+    for _ in range(2):
+        with pytest.raises((TooMuchError, RecursionError)):
+            made.render(10, messages=MESSAGES)
+    with pytest.raises(jinja2.UndefinedError):
+        ChatTemplate("{{ messages[3].no.where }}").render(10, messages=MESSAGES)  # and the thread is fit for the next one
+
+
+def test_the_client_is_told_what_the_template_did(tiny: Path, tmp_path: Path):
+    shutil.copy(tiny / "tokenizer.json", tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(ENDLESS["loops"])
+    with pytest.raises(BadRequestError, match="the chat template refused the messages: it comes to no end"):
+        Text(tmp_path).render_chat([{"role": "user", "content": "hi"}])
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_files_without_end_are_not_read_to_it(tiny: Path, tmp_path: Path, name: str):
+    shutil.copy(tiny / "tokenizer.json", tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    with (tmp_path / name).open("wb") as out:
+        out.truncate(10**12)  # nothing of it is on the disk
+    for read in (Text, text_digest):
+        with pytest.raises(ModelFilesError, match=f"{name} has more than"):
+            read(tmp_path)
+
+
+def test_a_template_of_the_largest_size_compiles_or_is_refused_by_name():
+    ChatTemplate("a" * MAX_TEMPLATE_BYTES)

@@ -1,0 +1,219 @@
+"""A model's chat template: somebody's program, run for each conversation. jinja's sandbox bounds what it may touch; here is how
+long it may run and how much it may make, in units that are the same on every machine.
+
+Each turn of a loop, each call, each joining of texts and each thing that is written costs; what a conversation may cost grows
+with its length. A template that never ends stood everybody's streams (short conversations are rendered on the server's own loop),
+and one that writes without end took all memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+
+import jinja2
+from jinja2 import nodes
+from jinja2.filters import FILTERS
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
+
+from fleet_worker.engine.errors import ModelFilesError
+
+STEPS: Final = 500_000
+STEPS_PER_CHARACTER: Final = 64
+"""Turns, calls and so on; half a second, and with 256 KB of messages some ten."""
+MADE: Final = 1_000_000
+MADE_PER_CHARACTER: Final = 16
+"""Characters of one text that is made on the way, and of all that is written."""
+CHARACTERS_PER_STEP: Final = 256
+"""To copy so many costs a step."""
+MAX_NUMBER: Final = 1_000_000
+"""Given to a filter or a method: a width, a count."""
+MAX_BITS: Final = 4_096
+"""Of a number that is made."""
+WIDTH: Final = re.compile(r"%[^a-zA-Z%]*(?:\*|\d{6})|\{[^{}]*:[^{}]*\d{6}")
+"""In a format: a width of 100,000 characters and more, or one that comes from elsewhere."""
+_now: Final = threading.local()
+
+
+class TooMuchError(jinja2.TemplateError):
+    """The template asks for more time or memory than its conversation may cost."""
+
+
+class _Budget:
+    """Of one rendering."""
+
+    def __init__(self, characters: int) -> None:
+        self.steps = STEPS + STEPS_PER_CHARACTER * characters
+        self.most = MADE + MADE_PER_CHARACTER * characters
+
+    def charge(self, steps: int) -> None:
+        self.steps -= steps
+        if self.steps < 0:
+            raise TooMuchError("it comes to no end")
+
+    def makes(self, size: int) -> None:
+        """A text or list of this size."""
+        if size > self.most:
+            raise TooMuchError(f"it makes a text of more than {self.most} characters")
+        self.charge(1 + size // CHARACTERS_PER_STEP)
+
+
+def _budget() -> _Budget:
+    """Of this thread's rendering; constants are also computed when a template is compiled."""
+    found: _Budget | None = getattr(_now, "budget", None)
+    return found if found is not None else _Budget(0)
+
+
+def _size(value: Any) -> int:
+    return len(value) if isinstance(value, str | bytes | list | tuple) else 0
+
+
+def _turns(values: Any) -> Iterator[Any]:
+    budget = _budget()
+    for value in values:
+        budget.charge(_turn())
+        yield value
+
+
+def _turn() -> int:
+    """What one costs; also for what the turn's own text is long: it may be written as often."""
+    return 1 + int(getattr(_now, "source", 0)) // (16 * CHARACTERS_PER_STEP)
+
+
+def _joined(*values: Any) -> str:
+    texts = [str(value) for value in values]
+    _budget().makes(sum(map(len, texts)))
+    return "".join(texts)
+
+
+def _written(value: Any) -> Any:
+    _budget().makes(_size(value))
+    return value
+
+
+def _check_numbers(given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+    if any(isinstance(value, int) and abs(value) > MAX_NUMBER for value in (*given, *named.values())):
+        raise TooMuchError(f"it gives a number above {MAX_NUMBER} to a filter or method")
+
+
+def _check_format(text: Any) -> None:
+    if isinstance(text, str) and WIDTH.search(text):
+        raise TooMuchError("it formats with a width that is too large, or not said")
+
+
+def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter."""
+
+    @functools.wraps(function)
+    def bounded(*given: Any, **named: Any) -> Any:
+        _check_numbers(given[1:], named)
+        if function is FILTERS["format"]:
+            _check_format(given[0])
+        made = function(*given, **named)
+        _budget().makes(_size(made))
+        return made
+
+    return bounded
+
+
+class _Bounds(NodeTransformer):
+    """Loops count their turns, texts are joined within the bound."""
+
+    def visit_For(self, node: nodes.For) -> nodes.For:
+        self.generic_visit(node)
+        node.iter = nodes.Filter(node.iter, "turns_", [], [], None, None, lineno=node.lineno)
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        return nodes.Filter(node.nodes[0], "joined_", node.nodes[1:], [], None, None, lineno=node.lineno)
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    intercepted_binops = frozenset(("+", "*", "**", "%"))
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        return _Bounds().visit(super()._parse(source, name, filename))  # type: ignore[no-any-return]
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        budget = _budget()
+        if operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
+            bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
+            if bits > MAX_BITS:
+                raise TooMuchError(f"it asks for a number of more than {MAX_BITS} bits")
+        elif operator == "*":
+            budget.makes(max(_size(left) * _count(right), _size(right) * _count(left)))
+        elif operator == "+":
+            budget.makes(_size(left) + _size(right))
+        elif operator == "%":
+            _check_format(left)
+        return super().call_binop(context, operator, left, right)
+
+    def call(__self, __context: Any, __obj: Any, *given: Any, **named: Any) -> Any:
+        budget = _budget()
+        budget.charge(_turn())
+        method = getattr(__obj, "__wrapped__", __obj)  # of `format` the sandbox gives a function of its own
+        owner = getattr(method, "__self__", None)
+        if isinstance(owner, str | bytes):
+            _check_numbers(given, named)
+            if method.__name__ in ("format", "format_map"):
+                _check_format(owner)
+        made = super().call(__context, __obj, *given, **named)
+        budget.makes(_size(made))
+        return made
+
+
+def _count(value: Any) -> int:
+    return value if isinstance(value, int) else 0
+
+
+class ChatTemplate:
+    """Compiled; safe to render from several threads."""
+
+    def __init__(self, source: str) -> None:
+        """ModelFilesError when it is no template."""
+        self._length = len(source)
+        environment = _Environment(
+            trim_blocks=True, lstrip_blocks=True, autoescape=False, extensions=["jinja2.ext.loopcontrols"], finalize=_written
+        )  # fmt: skip
+        environment.globals["raise_exception"] = _raise
+        environment.filters |= {name: _bounded(known) for name, known in environment.filters.items()}
+        environment.filters |= {"tojson": _bounded(_tojson), "turns_": _turns, "joined_": _joined}
+        try:
+            self._template = environment.from_string(source)
+        except (jinja2.TemplateSyntaxError, RecursionError) as error:
+            raise ModelFilesError(f"chat template does not compile: {error}") from error
+
+    def render(self, characters: int, **given: Any) -> str:
+        """Over messages of so many characters; whatever the template raises, TooMuchError when it costs more than those may."""
+        _now.budget, _now.source = _Budget(characters), self._length
+        try:
+            return self._joined(self._template.generate(**given), _now.budget.most)
+        finally:
+            _now.budget, _now.source = None, 0
+
+    @staticmethod
+    def _joined(pieces: Iterator[str], most: int) -> str:
+        found, size = [], 0
+        for piece in pieces:
+            found.append(piece)
+            size += len(piece)
+            if size > most:
+                raise TooMuchError(f"it writes more than {most} characters")
+        return "".join(found)
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(
+    what: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> Any:  # fmt: skip
+    """Hugging Face's: jinja's own is for HTML, and sorts."""
+    return json.dumps(what, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
