@@ -62,7 +62,7 @@ def _why(pod: ObservedPod, now: float) -> str:
     if pod.unready_since is None or now - pod.unready_since < SILENT_S:
         return ""
     where = f" on node {pod.node}" if pod.node else ""
-    return f"not ready since {rfc3339(pod.unready_since)}{where}{again}"
+    return f"not ready since {rfc3339(pod.unready_since)}{where}{again}: look at its log"
 
 
 def _named(names: Sequence[str]) -> str:
