@@ -28,7 +28,7 @@ def main() -> int:
     gc.set_threshold(YOUNG, MIDDLE, OLD)
     if options.kubeconfig is not None:
         os.environ["KUBECONFIG"] = str(options.kubeconfig.absolute())  # kopf reads it from there
-    from fleet_operator.cluster.interface import ClusterError
+    from fleet_operator.cluster.interface import CRDS, ClusterError, NotFoundError
     from fleet_operator.leader.elector import LeadershipLostError
     from fleet_operator.process import run
 
@@ -36,7 +36,8 @@ def main() -> int:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # TLS in C: a tenth off each request
             runner.run(run(options))
     except ClusterError as error:
-        print(f"{error.reason}: {error}", file=sys.stderr, flush=True)
+        then = f"; {CRDS}" if isinstance(error, NotFoundError) else ""
+        print(f"{error.reason}: {error}{then}", file=sys.stderr, flush=True)
         return 2
     except LeadershipLostError as error:
         print(f"LeadershipLost: {error}", file=sys.stderr, flush=True)

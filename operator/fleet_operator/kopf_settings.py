@@ -6,12 +6,13 @@ changed since it last wrote its own annotation (measured: 0.9 ms per pod event, 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from itertools import chain, repeat
 from typing import Any
 
 import kopf
+
+from fleet_operator.kopf_words import in_our_words
 
 SERVER_TIMEOUT_S = 300
 CLIENT_TIMEOUT_S = 330
@@ -71,7 +72,7 @@ class NoProgress(kopf.ProgressStorage):  # type: ignore[misc]
 
 def configure(settings: kopf.OperatorSettings) -> None:
     """Into `settings`."""
-    logging.getLogger("kopf.objects").setLevel(logging.WARNING)  # else a line per event says that our handler was called
+    in_our_words()
     settings.posting.enabled = False
     settings.persistence.finalizer = "inferencefleet.io/never-added"
     settings.persistence.diffbase_storage = NoDiffBase()

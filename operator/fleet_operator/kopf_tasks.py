@@ -15,7 +15,7 @@ from typing import Any
 import kopf
 from kopf._cogs.structs.references import Insights
 
-from fleet_operator.cluster.interface import NotFoundError
+from fleet_operator.cluster.interface import CRDS, NotFoundError
 
 FOLDER = str(Path(kopf.__file__).parent)
 
@@ -39,7 +39,7 @@ async def watching(insights: Insights) -> None:
     several may learn of a CRD later than the others). kopf only says so then, and waits."""
     await insights.ready_resources.wait()
     if not insights.watched_resources:
-        raise NotFoundError("the API server does not know InferenceFleets yet")
+        raise NotFoundError(f"the API server does not know InferenceFleets yet: {CRDS}")
     await asyncio.Event().wait()
 
 

@@ -46,6 +46,8 @@ class Scene:
     now: float
     crashing: Mapping[str, str] = field(default_factory=dict)
     """By revision: how its workers crash, in words; those whose workers do not are absent."""
+    unready: Mapping[str, str] = field(default_factory=dict)
+    """By revision, while there are several: why workers are not ready, in words; may be empty."""
 
 
 def plot_course(spec: RolloutSpec, before: RolloutStatus | None, scene: Scene) -> Course:
@@ -111,7 +113,8 @@ def _judged(spec: RolloutSpec, canary: CanarySpec, status: RolloutStatus, scene:
     new, stable = scene.loads.get(status.target), scene.loads.get(status.stable)
     breach = _breach(canary.analysis, new, stable) or scene.crashing.get(status.target, "")
     if not breach and overdue(spec, status, scene.now):
-        breach = f"no progress for {spec.progress_deadline}: {status.progress}"
+        why = scene.unready.get(status.target, "")
+        breach = f"no progress for {spec.progress_deadline}: {status.progress}{'; ' + why if why else ''}"
     if breach and status.stable in scene.groups:
         message = f"revision {status.target} was rolled back: {breach}"
         back = RolloutStatus(stable=status.stable, target=status.stable, failed=status.target, message=message)

@@ -63,7 +63,7 @@ def _why(pod: ObservedPod, now: float) -> str:
         return ""
     where = f" on node {pod.node}" if pod.node else ""
     what = "was ready, and does not answer" if pod.silent else "not ready"
-    return f"{what} since {rfc3339(pod.unready_since)}{where}{again}"
+    return f"{what} since {rfc3339(pod.unready_since)}{where}{again}: look at its log"
 
 
 def _named(names: Sequence[str]) -> str:

@@ -59,8 +59,8 @@ UNTOLD = frozenset({"Creating", "NotProvisioned"})
 """Reasons of a beginning: nobody was told that it is not well, and nobody has to be told that it is now."""
 TOLD_ELSEWHERE = frozenset({"ApplyFailed", NAME_CONFLICT, "AdapterFailed", "Loading", "NotAccepted"}) | UNTOLD
 """Reasons whose causes have events of their own: the problems, the workers that were created, the spec that was refused."""
-AT_FIRST: Final = frozenset({"WorkersStarting", "RouterStarting"})
-"""What every new fleet is: the workers that are created say so."""
+AT_FIRST: Final = frozenset({"WorkersStarting", "WorkersPending", "RouterStarting"})
+"""What every new fleet is: the workers that are created say so, and CapacityLimited of those that find no node."""
 REPEATED: Final = "Ready"
 """That it is not good any more is told by the condition whose words it repeats."""
 

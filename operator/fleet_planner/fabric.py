@@ -66,7 +66,8 @@ def _words(tier: TierSpec, wrong: Sequence[TransportSeen], workers: int) -> str:
     serving = "; they do not serve, because it is required" if tier.kv_transfer.required else ""
     more = " and others" if len(wrong) > MAX_PODS else ""
     words = f"tier {tier.name} asks for {asked}, but {len(wrong)} of {workers} workers use {used}: {names}{more}{serving}"
-    return words + (_locked(wrong) if asked == "rdma" else "")
+    why = "; their log says why" if any(worker.transport == "none" for worker in wrong) else ""
+    return words + why + (_locked(wrong) if asked == "rdma" else "")
 
 
 def _locked(wrong: Sequence[TransportSeen]) -> str:

@@ -12,6 +12,7 @@ from fleet_api.v1alpha1.status import FlipStatus, RolloutStatus, TierStatus
 from fleet_api.v1alpha1.tier import TierSpec
 from fleet_planner.canary import Course, Scene, plot_course
 from fleet_planner.capacity import QUOTA_WORDS
+from fleet_planner.causes import unready
 from fleet_planner.crashes import crashing
 from fleet_planner.draft import draft_pods, scarce_first
 from fleet_planner.flip import Settled, Terms, cold_start_s, flip_s, other, remember, settle
@@ -86,7 +87,8 @@ def plan_tier(fleet: InferenceFleet, tier: TierSpec, want: Pair, observed: Obser
     refused = _refused(fleet, tier, groups, observed.problems)
     groups |= {name: replace(groups[name], refused=True) for name in refused}
     telemetry = observed.telemetry.get(tier.name, TierTelemetry())
-    scene = Scene(observed.templates[tier.name].revision, groups, telemetry.revisions, want, limits, now, crashing(replicas, now))
+    wanted = observed.templates[tier.name].revision
+    scene = Scene(wanted, groups, telemetry.revisions, want, limits, now, crashing(replicas, now), _unready(replicas, now))
     course = plot_course(fleet.spec.rollout, _before(fleet, tier).rollout, scene)
     step = _step(fleet, tier, course, groups, want, limits, replicas, observed.pools)
     failures = [_before(fleet, tier).flip, observed.memory.get(tier.name, ScaleMemory()).flip]
@@ -222,6 +224,14 @@ def _planned(pools: Mapping[tuple[str, Role], ObservedPool]) -> dict[str, Pair]:
         if prefill is not None and decode is not None:
             found[revision] = prefill, decode
     return found
+
+
+def _unready(replicas: Mapping[str, Sequence[Replica]], now: float) -> dict[str, str]:
+    """By revision: why workers are not ready, while there are several revisions."""
+    if len(replicas) < 2:
+        return {}
+    pods = {name: [pod for worker in found if worker.alive for pod in worker.pods] for name, found in replicas.items()}
+    return {name: unready([pod for pod in found if not pod.ready], now) for name, found in pods.items()}
 
 
 def _leaving(replicas: Mapping[str, Sequence[Replica]], limits: Limits) -> int:

@@ -117,17 +117,21 @@ def _tier_status(view: TierView, observed: Observed, present: FleetStatus) -> Ti
 
 def _rolling(fleet: InferenceFleet, views: Sequence[TierView], observed: Observed, now: float) -> Verdict:
     """Stuck and rolled back before rolling, rolling before done."""
-    stuck = [f"tier {view.tier.name}: {view.plan.stuck}" for view in views if view.plan.stuck]
+    halted = [view for view in views if view.plan.stuck]
+    stuck = [f"tier {view.tier.name}: {view.plan.stuck}" for view in halted]
     if stuck:
-        return "False", "Stuck", "; ".join(stuck)
+        return "False", "Stuck", f"{'; '.join(stuck)}; give it room, raise that limit, or go back: {_undo(fleet, halted)}"
     late = [view for view in views if view.plan.rolling and overdue(fleet.spec.rollout, view.plan.rollout, now)]
     if late:
         deadline = fleet.spec.rollout.progress_deadline
-        words = [f"tier {v.tier.name} did not move for {deadline}: {_moving(v.plan.rollout)}" for v in late]
-        return "False", "ProgressDeadlineExceeded", "; ".join(words)
+        words = [
+            f"tier {v.tier.name} did not move for {deadline}: {_moving(v.plan.rollout)}{_not_coming(v, observed, now)}"
+            for v in late
+        ]
+        return "False", "ProgressDeadlineExceeded", f"{'; '.join(words)}; mend the spec, or go back: {_undo(fleet, late)}"
     failed = [f"tier {view.tier.name}: {view.plan.rollout.message}" for view in views if view.plan.rollout.failed]
     if failed:
-        return "False", "RolledBack", "; ".join(failed)
+        return "False", "RolledBack", f"{'; '.join(failed)}; the old revision serves; mend the spec to try another one"
     rolling = [f"tier {view.tier.name}: {_moving(view.plan.rollout)}" for view in views if view.plan.rolling]
     rolling += _not_begun(fleet, views, observed) + _left({view.tier.name for view in views}, observed)
     if rolling and fleet.spec.rollout.paused:
@@ -135,6 +139,22 @@ def _rolling(fleet: InferenceFleet, views: Sequence[TierView], observed: Observe
     return (
         ("True", "Progressing", "; ".join(rolling)) if rolling else ("False", "Complete", "every worker has the wanted revision")
     )
+
+
+def _undo(fleet: InferenceFleet, views: Sequence[TierView]) -> str:
+    """The command that takes the first of these tiers back."""
+    tier = f" --tier {views[0].tier.name}" if len(fleet.spec.tiers) > 1 else ""
+    return f"fleet rollout undo {fleet.metadata.name} -n {fleet.metadata.namespace}{tier}"
+
+
+def _not_coming(view: TierView, observed: Observed, now: float) -> str:
+    """Why workers of the new revision are not ready: while the old ones serve no other condition says so. Those that crash were
+    told of."""
+    if view.plan.rollout.message:
+        return ""
+    mine = [pod for pod in observed.pods if (pod.tier, pod.revision) == (view.tier.name, view.plan.revision)]
+    causes = unready([pod for pod in mine if not pod.ready and not pod.terminating], now)
+    return f"; {causes}" if causes else ""
 
 
 def _not_begun(fleet: InferenceFleet, views: Sequence[TierView], observed: Observed) -> list[str]:
@@ -198,6 +218,8 @@ def _unserved(fleet: InferenceFleet, tier: TierStatus, observed: Observed, now: 
         reason = "WorkersSilent"
     elif unready_too_long(pods, fleet.spec.rollout.progress_deadline_s, now):
         reason = "WorkersLate"
+    elif tier.zero is None and any(pod.unschedulable for pod in pods):
+        reason = "WorkersPending"
     counts = f"{tier.prefill.serving} prefill and {tier.decode.serving} decode workers are serving"
     return "False", reason, f"tier {tier.name}: {counts}{': ' + causes if causes else ''}"
 

@@ -136,10 +136,13 @@ def _without_ours(ask: Ask) -> Ask:
 
 
 def _adapter_of(model: str, config: RouterConfig) -> str:
-    """The adapter of this name, empty for the model itself; 404 when it is neither."""
+    """The adapter of this name, empty for the model itself; 404 when it is neither, 503 of a router that was told of no fleet
+    yet: it cannot know."""
     if model == config.served_name:
         return ""
     if model not in config.adapters:
+        if not config.fleet and not config.served_name:
+            raise RequestError(503, "this router was told of no fleet yet", code="not_ready")
         raise RequestError(404, f"The model `{model[:MODEL_TOLD]}` does not exist.", code="model_not_found", param="model")
     return model
 

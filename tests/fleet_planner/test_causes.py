@@ -53,7 +53,7 @@ def test_a_worker_that_hangs_is_named_with_node_and_time(serving: Observed):
     assert condition("Available", hung, NOW + SILENT_S - 1)[2].endswith("are serving"), "a beginning has no words, and no writes"
     status, reason, message = condition("Available", hung, NOW + SILENT_S)
     assert (status, reason) == ("False", "WorkersStarting")
-    assert message.endswith("not ready since 1970-01-01T00:16:40Z on node gpu-a")
+    assert message.endswith("not ready since 1970-01-01T00:16:40Z on node gpu-a: look at its log")
     assert condition("Available", hung, NOW + 2 * SILENT_S)[2] == message, "it moves no more: at rest nothing is written"
 
 
@@ -61,7 +61,7 @@ def test_a_worker_that_hangs_for_as_long_as_a_rollout_may_is_late(serving: Obser
     assert condition("Available", unready(serving), NOW + HALF_AN_HOUR_S)[1] == "WorkersStarting"
     assert condition("Available", unready(serving), NOW + HALF_AN_HOUR_S + 1)[1] == "WorkersLate"
     waiting = unready(serving, node=None, unschedulable=True)
-    assert condition("Available", waiting, NOW + HALF_AN_HOUR_S + 1)[1] == "WorkersStarting", "CapacityLimited tells of these"
+    assert condition("Available", waiting, NOW + HALF_AN_HOUR_S + 1)[1] == "WorkersPending", "not late: there is no room"
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,7 @@ CONDITIONS: dict[str, tuple[ConditionType, str, Told, Told]] = {
     "Waking": ("Available", "False", "Normal", "Normal"),
     "WorkersFailing": ("Available", "False", "Warning", "Warning"),
     "WorkersLate": ("Available", "False", "Warning", "Warning"),
+    "WorkersPending": ("Available", "False", "", "Warning"),
     "WorkersSilent": ("Available", "False", "Warning", "Warning"),
     "WorkersStarting": ("Available", "False", "", "Warning"),
 }

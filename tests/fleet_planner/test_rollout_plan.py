@@ -186,8 +186,10 @@ def test_a_quota_that_blocks_a_rollout_is_named():
     plan = world.steps(5)
     assert world.sizes() == ((2, 4), (0, 0))
     assert world.rolling(plan) == (
-        "Stuck", "tier t: a quota refuses the new workers, and rollout.maxUnavailable lets no old one go first"
-    )  # fmt: skip
+        "Stuck",
+        "tier t: a quota refuses the new workers, and rollout.maxUnavailable lets no old one go first; "
+        "give it room, raise that limit, or go back: fleet rollout undo f -n n",
+    )
     world.quota = 9
     world.steps(10)
     assert world.sizes() == ((0, 0), (2, 4))
@@ -200,3 +202,37 @@ def test_what_a_quota_refuses_to_others_is_not_this_rollouts():
     world.observed = replace(world.observed, problems=foreign)
     world.steps(1)
     assert world.sizes()[0] == (2, 4)
+
+
+NO_IMAGE = 'Back-off pulling image "w:9": not found'
+
+
+def cannot_start(world: World) -> None:
+    """No new worker gets its image; the old ones are as they were."""
+    changed = [
+        replace(p, ready=False, blocked=True, message=NO_IMAGE) if p.revision == NEW else p for p in world.observed.pods
+    ]  # fmt: skip
+    world.observed = replace(world.observed, pods=tuple(changed))
+
+
+@pytest.mark.parametrize(
+    ("rollout", "reason", "next_step"),
+    [
+        ({}, "ProgressDeadlineExceeded", "; mend the spec, or go back: fleet rollout undo f -n n"),
+        ({"canary": CANARY}, "RolledBack", "; the old revision serves; mend the spec to try another one"),
+    ],
+    ids=["plain", "canary"],
+)
+def test_a_revision_that_does_not_come_says_why_and_what_to_do(rollout: dict[str, Any], reason: str, next_step: str):
+    """3 am: the new revision's image could not be pulled. "did not move for 20s: new 0+0 ready of 1+1, old 1+1" was all that the
+    status had: Available is True while the old workers serve, and CapacityLimited is about nodes."""
+    world = World(progressDeadline="1m", **rollout)
+    world.steps(1)
+    for _ in range(2):
+        world.now += 61
+        cannot_start(world)
+        plan = world.steps(1)
+    told = world.rolling(plan)
+    assert told[0] == reason
+    assert NO_IMAGE in told[1]
+    assert told[1].endswith(next_step)

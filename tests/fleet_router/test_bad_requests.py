@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from fleet_router.config import HttpBounds
+from fleet_router.config import HttpBounds, RouterConfig
 from fleet_router.errors import RequestError
 from fleet_router.inbound import PIECES_MOST, Inbound
 from fleet_router.request import parse_body
@@ -256,3 +256,10 @@ def test_a_body_in_small_chunks_takes_no_more_memory_than_it_has_bytes():
     inbound.feed(b"0\r\n\r\n", HttpBounds())
     (found,) = inbound.requests
     assert b"".join(found.body) == body
+
+
+def test_a_router_that_was_told_of_no_fleet_yet_says_so():
+    """It answered 404, "The model `m` does not exist", not retryable: SDKs gave up on a router that had just started."""
+    with pytest.raises(RequestError) as caught:
+        parse_body(b'{"model":"m","prompt":"a"}', False, RouterConfig(fleet="", served_name=""))
+    assert (caught.value.status, caught.value.code) == (503, "not_ready")

@@ -50,6 +50,9 @@ class ClusterError(Exception):
     retry = True
 
 
+CRDS = "our CRDs come with the chart, or by kubectl apply --server-side -f crds"
+
+
 class NotFoundError(ClusterError):
     """404."""
 

@@ -89,7 +89,7 @@ def error_of(status: int, body: bytes, retry_after: str | None = None) -> Cluste
     except (ValueError, AttributeError):
         message = body.decode(errors="replace").strip()[:500]
     if status == 404 and message == NO_SUCH_PATH:  # of a group that it does not serve
-        message = f"this cluster's API server has no such kind of object ({message})"
+        message = f"this cluster's API server has no such kind of object, or its CRD is not applied ({message})"
     # Server-side apply of an unknown field is answered with 500, though trying again never helps.
     refused = status == 500 and message.startswith("failed to create typed patch object")
     kind = InvalidError if refused else _BY_STATUS.get(status, UnavailableError)

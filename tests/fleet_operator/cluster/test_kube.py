@@ -315,7 +315,7 @@ def test_a_kind_that_a_cluster_does_not_have_is_told_as_such():
     found = error_of(404, b"404 page not found\n")
     assert (type(found), str(found)) == (
         NotFoundError,
-        "this cluster's API server has no such kind of object (404 page not found)",
+        "this cluster's API server has no such kind of object, or its CRD is not applied (404 page not found)",
     )
 
 
