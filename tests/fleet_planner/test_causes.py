@@ -74,7 +74,7 @@ def test_a_worker_that_served_and_does_not_answer_is_not_called_starting(serving
     pods = tuple(replace(pod, **lost) if pod.role == role else pod for pod in serving.pods)
     status, said, message = condition("Available", replace(serving, pods=pods), NOW + 1)
     assert (status, said) == ("False", reason)
-    assert message.endswith("was ready, and does not answer since 1970-01-01T00:16:40Z on node gpu-a") is silent
+    assert message.endswith("was ready, and does not answer since 1970-01-01T00:16:40Z on node gpu-a: look at its log") is silent
     crashed = tuple(replace(pod, restarts=1) if not pod.ready else pod for pod in pods)
     assert condition("Available", replace(serving, pods=crashed), NOW + 1)[1] == "WorkersFailing"
 
