@@ -4,8 +4,8 @@ The request is the root: SERVER. Below it: the wait for a slot or for workers, a
 transfer and the decode leg (CLIENT). Of a transfer the router sees when the decode leg was sent and when its first byte came:
 that is the span, and the first decode step is in it.
 
-Spans are put together as text, what is the same for many requests once: as objects for an encoder they were a seventh of what a
-request of 16 KB costs with everything on.
+Spans are put together as text, what is the same for many requests once: as objects for an encoder those of one request took
+11.1 us, as text 5.0 (128 records a batch, interpreted).
 """
 
 from __future__ import annotations
