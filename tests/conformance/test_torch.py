@@ -174,7 +174,7 @@ def test_sigterm_straight_at_the_engine_cuts_no_stream_and_new_requests_are_sent
 ):
     """Incident: a SIGTERM to all of a pod's processes (tini -g, systemd, kill) cut every stream of the engine after 5 s, while
     its agent drained. A worker that goes is not ready, and says 503, which a router takes to another one."""
-    with running(worker_config("decode", tiny, max_model_len=4096), "127.78.0.7", tmp_path) as worker:
+    with running(worker_config("decode", tiny, max_model_len=4096, drain_timeout_s=120.0), "127.78.0.7", tmp_path) as worker:
         state = httpx.get(worker.agent + "/state").json()
         body = completion("hello", max_tokens=1_000, ignore_eos=True, stream=True)
         with httpx.stream("POST", worker.engine + "/v1/completions", json=body, timeout=60) as answer:

@@ -50,7 +50,7 @@ def arrivals(worker: Worker, until: threading.Event, first: threading.Event) -> 
 @pytest.mark.parametrize("what", BODIES)
 def test_while_a_large_body_is_read_other_streams_go_on(worker: Worker, what: str):
     """Incident: JSON of 4 MB and lists of 1.8 million tokens held the interpreter's lock, in whatever thread: nobody's stream
-    moved for up to 0.4 s. Compared with the body's own time, so that a slow machine is no failure. The best of three: what a
+    moved for up to 0.4 s. Compared with the body's own time, so that a slow machine is no failure. One of three must hold: what a
     machine does beside this has no part in it."""
     raw = msgspec.json.encode(completion(**BODIES[what]()))
     assert len(raw) > 3_500_000
@@ -70,4 +70,6 @@ def test_while_a_large_body_is_read_other_streams_go_on(worker: Worker, what: st
             came = [at for at in stream.result(30) if begun - 1 <= at <= begun + took_s]
         silent_s = max(after - before for before, after in itertools.pairwise(came))
         shares.append(silent_s / took_s)
+        if shares[-1] <= MOST_SILENT:
+            break
     assert min(shares) <= MOST_SILENT, shares

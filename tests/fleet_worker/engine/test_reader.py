@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -47,6 +49,16 @@ def run(scenario: Callable[[Reader], Awaitable[None]], folder: Path = FOLDER, **
             reader.close()
 
     asyncio.run(main())
+
+
+async def begun(reader: Reader, then: signal.Signals | None = None) -> subprocess.Popen[bytes]:
+    """Its process, which has read something."""
+    assert await reader.read(raw({"prompt": "a"}), "completion", TERMS) is not None
+    process = reader._process
+    assert process is not None
+    if then is not None:
+        process.send_signal(then)
+    return process
 
 
 def lean(read: Read) -> tuple[Any, ...]:
@@ -92,10 +104,7 @@ def test_one_process_reads_what_comes_and_its_errors_are_the_requests_own():
 
 def test_one_that_is_killed_fails_its_request_alone():
     async def scenario(reader: Reader) -> None:
-        assert await reader.read(raw({"prompt": "a"}), "completion", TERMS) is not None
-        first = reader._process
-        assert first is not None
-        first.send_signal(signal.SIGSTOP)
+        first = await begun(reader, signal.SIGSTOP)
         reading = asyncio.create_task(reader.read(raw({"prompt": "a " * 500_000}), "completion", TERMS))
         await asyncio.sleep(0.05)
         first.kill()
@@ -109,10 +118,7 @@ def test_one_that_is_killed_fails_its_request_alone():
 
 def test_one_that_comes_to_no_end_is_ended():
     async def scenario(reader: Reader) -> None:
-        assert await reader.read(raw({"prompt": "a"}), "completion", TERMS) is not None
-        process = reader._process
-        assert process is not None
-        process.send_signal(signal.SIGSTOP)
+        process = await begun(reader, signal.SIGSTOP)
         with pytest.raises(OverloadedError, match="took longer than"):
             await reader.read(raw({"prompt": "a"}), "completion", TERMS)
         assert process.poll() == -signal.SIGKILL
@@ -147,9 +153,7 @@ def test_it_does_not_outlive_its_engine():
     """Whatever ended that: its pipe ends."""
 
     async def scenario(reader: Reader) -> None:
-        assert await reader.read(raw({"prompt": "a"}), "completion", TERMS) is not None
-        process = reader._process
-        assert process is not None
+        process = await begun(reader)
         assert process.stdin is not None
         process.stdin.close()
         end = time.monotonic() + 10
@@ -159,3 +163,33 @@ def test_it_does_not_outlive_its_engine():
         assert process.returncode == 0
 
     run(scenario)
+
+
+def test_large_bodies_that_wait_are_bounded_by_their_bytes():
+    """One is read at a time, 4 MB of text for up to 10 s, and each of 2,048 connections may bring one: that were 8 GB."""
+
+    async def scenario(reader: Reader) -> None:
+        process = await begun(reader, signal.SIGSTOP)
+        asked = raw({"prompt": "a " * 2_000})
+        many = [asyncio.create_task(reader.read(asked, "completion", TERMS)) for _ in range(5)]
+        await asyncio.sleep(0)
+        with pytest.raises(OverloadedError, match="large bodies wait"):
+            await asyncio.wait_for(reader.read(asked, "completion", TERMS), 1.0)
+        process.send_signal(signal.SIGCONT)
+        assert all(isinstance(read, Read) for read in await asyncio.gather(*many))
+        assert isinstance(await reader.read(asked, "completion", TERMS), Read)  # whose turn is over counts no more
+
+    run(scenario, most_bytes=5 * 4_100)
+
+
+@pytest.mark.parametrize(("argv", "words"), [("/nowhere/python", "cannot be started"), ("/bin/false", "ended at its start")])
+def test_without_a_process_the_engine_reads_by_itself_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], argv: str, words: str
+):
+    async def scenario(reader: Reader) -> None:
+        assert await reader.read(raw({"prompt": "a"}), "completion", TERMS) is None
+        assert reader._process is None
+
+    monkeypatch.setattr(sys, "executable", argv)
+    run(scenario)
+    assert words in capfd.readouterr().err

@@ -29,6 +29,8 @@ from fleet_worker.engine.text import Text, text_digest
 IDLE_S: Final = 600.0
 MOST_S: Final = 60.0
 """For one body; a tokenizer is a file of somebody's, and its expressions may come to no end."""
+MOST_BYTES: Final = 256 * 1024 * 1024
+"""Of bodies that wait for their turn, or have it."""
 NICE: Final = 5
 """Who streams goes first."""
 PR_SET_PDEATHSIG: Final = 1
@@ -45,8 +47,11 @@ class Ask(msgspec.Struct, frozen=True):
 class Reader:
     """The process, seen from the engine. `digest`: of the files that make tokens, as the engine has them (text.text_digest)."""
 
-    def __init__(self, folder: Path, digest: str, idle_s: float = IDLE_S, most_s: float = MOST_S) -> None:
+    def __init__(
+        self, folder: Path, digest: str, idle_s: float = IDLE_S, most_s: float = MOST_S, most_bytes: int = MOST_BYTES
+    ) -> None:  # fmt: skip
         self._folder, self._digest = folder, digest
+        self._most_bytes, self._bytes = most_bytes, 0
         self._idle_s, self._most_s = idle_s, most_s
         self._process: subprocess.Popen[bytes] | None = None
         self._one = asyncio.Semaphore(1)
@@ -56,7 +61,16 @@ class Reader:
 
     async def read(self, raw: bytes, what: What, terms: Terms) -> Read | bytes | None:
         """What came of the body; None when there is no process that reads as this engine does. OverloadedError when it ended, or
-        took too long."""
+        took too long, or too many wait."""
+        if self._bytes + len(raw) > self._most_bytes:
+            raise OverloadedError(f"large bodies wait to be read: {self._bytes} bytes of them, at most {self._most_bytes} may")
+        self._bytes += len(raw)
+        try:
+            return await self._read(raw, what, terms)
+        finally:
+            self._bytes -= len(raw)
+
+    async def _read(self, raw: bytes, what: What, terms: Terms) -> Read | bytes | None:
         async with self._one:
             if self._idle is not None:
                 self._idle.cancel()
