@@ -211,7 +211,9 @@ async def _follow_fleets(
                 return
         except Exception as error:
             pause_s = RESTART_S if time.monotonic() - begun > CALM_S else pause_s
-            LOG.warning("fleets are not followed at this moment, kopf ended: %s: %s; again in %s s", type(error).__name__, error, pause_s)
+            LOG.warning(
+                "fleets are not followed at this moment, kopf ended: %s: %s; again in %s s", type(error).__name__, error, pause_s
+            )
             with suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
                     await stop.wait()
