@@ -112,7 +112,7 @@ def _observe(parts: _Parts, reconciler: Reconciler, elector: Elector | None, ter
 
 
 def where(selection: Selection) -> str:
-    """Which namespaces' fleets are ours to run, in words: one that is applied elsewhere has no status, and no other word of it."""
+    """Which namespaces' fleets are ours to run, in words: one that is applied elsewhere has no status and no other word of it."""
     if selection.names:
         return f"namespaces {', '.join(selection.names)} only"
     if selection.labels:
