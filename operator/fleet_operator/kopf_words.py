@@ -1,6 +1,5 @@
 """What kopf says of its own troubles, in our words: an API server that restarts, or CRDs that are applied while we start, are no
-errors of ours, and 40 lines of kopf's stack say nothing to whoever is on call. `shell_kopf` says what ended, and when it goes on.
-"""
+errors of ours, and 40 lines of its stack say nothing to whoever is on call. `shell_kopf` says what ended and when it goes on."""
 
 from __future__ import annotations
 

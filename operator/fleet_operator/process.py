@@ -24,7 +24,7 @@ from fleet_operator.options import Options, WebhookOptions
 from fleet_operator.reconciler import Reconciler
 from fleet_operator.shell_kopf import Wiring, Work, run_in_cluster
 from fleet_operator.telemetry.collect import open_telemetry
-from fleet_operator.territory import Territory
+from fleet_operator.territory import Selection, Territory
 from fleet_operator.together import until_first_ends
 from fleet_operator.webhook.server import admission_app, admission_server
 
@@ -111,10 +111,19 @@ def _observe(parts: _Parts, reconciler: Reconciler, elector: Elector | None, ter
     parts.meters.observe(reconciler, leading, namespaces, lambda: len(reconciler.closed))
 
 
+def where(selection: Selection) -> str:
+    """Which namespaces' fleets are ours to run, in words: one that is applied elsewhere has no status and no other word of it."""
+    if selection.names:
+        return f"namespaces {', '.join(selection.names)} only"
+    if selection.labels:
+        return f"namespaces with {','.join(f'{key}={value}' for key, value in selection.labels.items())} only"
+    return "all namespaces"
+
+
 def _listed(parts: _Parts) -> Callable[[], None]:
     def listed() -> None:
         parts.readiness.missing = ""
-        LOG.info("caches are complete")
+        LOG.info("caches are complete; fleets are followed in %s", where(parts.options.selection))
 
     return listed
 

@@ -11,7 +11,8 @@ from fleet_operator.cluster.interface import CONFIG_MAP, POD, ClusterError
 from fleet_operator.cluster.memory import MemoryCluster
 from fleet_operator.leader.elector import Candidate, Elector, LeadershipLostError
 from fleet_operator.leader.fence import Fence
-from fleet_operator.process import _lead
+from fleet_operator.process import _lead, where
+from fleet_operator.territory import Selection
 from fleet_operator.together import until_first_ends
 from tests.fleet_operator.world import manifest
 
@@ -163,3 +164,16 @@ def _fleet_kind():
     from fleet_operator.cluster.interface import FLEET
 
     return FLEET
+
+
+@pytest.mark.parametrize(
+    ("selection", "words"),
+    [
+        (Selection(), "all namespaces"),
+        (Selection(("ml", "lab")), "namespaces ml, lab only"),
+        (Selection((), {"team": "a"}), "namespaces with team=a only"),
+    ],
+)
+def test_the_log_says_whose_fleets_are_run(selection: Selection, words: str):
+    """A fleet in another namespace has no status and no event: the operator's log is where to look, and said nothing."""
+    assert where(selection) == words

@@ -97,7 +97,7 @@ class Fleets:
                 if not left:
                     raise
             else:
-                print(words)
+                emit(words + "\n")
                 return
 
     def revisions(self, name: str) -> list[Object]:
@@ -190,7 +190,7 @@ def _status(options: argparse.Namespace) -> int:
 
 def _history(options: argparse.Namespace) -> int:
     fleets = _open(options)
-    print(table(entries(fleets.revisions(options.name)), fleets.get(options.name)))
+    emit(table(entries(fleets.revisions(options.name)), fleets.get(options.name)) + "\n")
     return EXIT_OK
 
 

@@ -64,8 +64,9 @@ class Keeper:
                 moved = await self.look()
                 pause_s = 0.0 if moved else self._place.look_s if self.ready.is_set() else RETRY_S
             except ClusterError as error:
-                LOG.warning("webhook certificates: %s: %s", error.reason, error)
                 pause_s = RETRY_S if not self.ready.is_set() else self._place.look_s
+                then = "what is served goes on until it expires" if self.ready.is_set() else "admission reviews are not answered"
+                LOG.warning("webhook certificates: %s: %s; %s; again in %g s", error.reason, error, then, pause_s)
             await asyncio.sleep(pause_s)
 
     async def look(self) -> bool:
