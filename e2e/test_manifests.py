@@ -105,7 +105,7 @@ def test_status_is_a_subresource_and_the_columns_show_it(api, control_plane):
     }  # fmt: skip
     summary = {"prefill": "1/1", "decode": "2/2", "ratio": "1:2"}
     status = {"status": {"summary": summary, "conditions": [ready], "resolved": {"any": {"thing": 1}}}}
-    # what kubectl prints is asked for with the patch itself: the operator of another test may write its own status right behind it
+    # what kubectl prints is asked for with the patch itself: another test's operator may write its status right behind it
     headers = {"content-type": "application/merge-patch+json", "accept": "application/json;as=Table;v=v1;g=meta.k8s.io"}
     with created(api, FLEETS, manifest((("metadata.name", "shown"),))):
         answer = api.patch(f"{FLEETS}/shown/status", content=json.dumps(status), headers=headers)
