@@ -116,7 +116,7 @@ def to_another(lab: Lab, how: Callable[[Lab], None]) -> None:
     running(lab, **first_of(how))
     with Census(lab) as census:
         how(lab)
-        goal = {**first_of(how), "engine": {"image": "example.com/worker:c"}}
+        goal = {"engine": {"image": "example.com/worker:c"}, **(H100 if how is rolled_back else {})}  # no request: no canary
         wish(lab, **goal)
         lab.until("the other one", lambda: lab.serving(1, 2) and rolling(lab) == "Complete" and len(lab.revisions()) == 1, 90)
     images = {pod["spec"]["containers"][0]["image"] for pod in lab.pods() if "router" not in pod["metadata"]["name"]}
