@@ -21,6 +21,10 @@ MEMORY_ENTRIES = 512
 length of the window, pushes out what shows that the window is covered."""
 STALE_INTERVALS = 3
 STALE_SLACK_S = 5.0
+LOAD_LIMIT = 1e9
+"""More requests at once than any tier has."""
+LATENCY_LIMIT_S = 86_400.0
+"""Nobody waits a day for a token: nothing was missed that was measured so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +83,7 @@ def unusable(telemetry: TierTelemetry | None, interval_s: float, now: float) -> 
     for name, load in (("prefill", telemetry.prefill), ("decode", telemetry.decode)):
         if load.inflight is None or load.measured_at is None:
             return f"no {name} load"
-        if not math.isfinite(load.inflight) or load.inflight < 0:
+        if not 0 <= load.inflight < LOAD_LIMIT:
             return f"{name} load is {load.inflight}"
         if not is_fresh(load.measured_at, interval_s, now):
             return f"{name} telemetry is {now - load.measured_at:.0f} s old"
@@ -112,12 +116,12 @@ def _missed(inputs: ScaleInputs, telemetry: TierTelemetry) -> tuple[int, int]:
 
 def _breached_ttft(inputs: ScaleInputs, telemetry: TierTelemetry) -> bool:
     goal, found = inputs.slo.ttft, telemetry.prefill.ttft_p99_s
-    return goal is not None and found is not None and math.isfinite(found) and found > goal.p99_s
+    return goal is not None and found is not None and goal.p99_s < found < LATENCY_LIMIT_S
 
 
 def _breached_itl(inputs: ScaleInputs, telemetry: TierTelemetry) -> bool:
     goal, found = inputs.slo.itl, telemetry.decode.itl_p99_s
-    return goal is not None and found is not None and math.isfinite(found) and found > goal.p99_s
+    return goal is not None and found is not None and goal.p99_s < found < LATENCY_LIMIT_S
 
 
 def _remember(memory: ScaleMemory, now: float, needed: tuple[int, int], window_s: float, stale_s: float) -> ScaleMemory:

@@ -203,7 +203,8 @@ def test_an_idle_fleet_whose_load_is_read_seldom_ends_as_soon_as_others():
     async def scenario(world: World) -> None:
         await seconds(world, 8, {})
         await world.user.delete(FLEET, NAMESPACE, "f")
-        await until_gone(world, 20)
+        written = await until_gone(world, 20)
+        assert [kind for verb, kind, _ in written if verb == "delete"] == ["Pod"] * 3, "each worker once"
 
     play(scenario, **WAIT, telemetry={"interval": "5m"})
 

@@ -50,8 +50,9 @@ async def unready(world: World) -> None:
     await world.user.patch_status(POD, NAMESPACE, await worker(world), status)
 
 
-async def label_taken(world: World) -> None:
-    labels = {"inferencefleet.io/revision": None}
+async def labelled(world: World) -> None:
+    """Not one of ours: those are put back, and then it is as it was (pod_marks.py)."""
+    labels = {"example.com/team": "x"}
     await world.user.patch(POD, NAMESPACE, await worker(world), {"metadata": {"labels": labels}})
 
 
@@ -97,7 +98,7 @@ def test_a_fleet_in_order_is_not_looked_at_again(happens: Callable[[World], Awai
 
 
 @pytest.mark.parametrize(
-    "happens", [unready, label_taken, annotated, claimed, service_edited, pool_told, fleet_edited, fleet_annotated]
+    "happens", [unready, labelled, annotated, claimed, service_edited, pool_told, fleet_edited, fleet_annotated]
 )
 def test_whatever_else_changed_is_looked_at(happens: Callable[[World], Awaitable[None]], looks: list[str]):
     async def scenario(world: World) -> None:

@@ -94,6 +94,7 @@ def test_a_window_of_which_nothing_is_known_shows_nothing(gap_s: float, waits_s:
         pytest.param(load(math.nan, 0, 0.0), "prefill load is nan", id="nan"),
         pytest.param(load(0, math.inf, 0.0), "decode load is inf", id="infinite"),
         pytest.param(load(-1, 0, 0.0), "prefill load is -1", id="negative"),
+        pytest.param(load(0, 1e300, 0.0), "decode load is 1e+300", id="more-than-there-can-be"),
     ],
 )
 def test_o16_without_usable_data_the_size_stays(telemetry: TierTelemetry | None, why: str):
@@ -107,6 +108,14 @@ def test_a_missed_objective_adds_one_worker_of_the_role_that_it_is_about():
     memory = covered((2, 2), 0.0)
     assert want(inputs((2, 2)), load(4, 10, 0.0, ttft=1.5), memory, 0.0).prefill == 3
     assert want(inputs((2, 2)), load(4, 10, 0.0, itl=0.08), memory, 0.0).decode == 3
+
+
+@pytest.mark.parametrize("lie", [math.nan, math.inf, -1.0, 1e300])
+def test_an_objective_is_not_missed_by_what_cannot_be_measured(lie: float):
+    """A 99th percentile of 1e300 s made a tier as large as it may be, one worker after the other."""
+    memory = covered((2, 2), 0.0)
+    found = want(inputs((2, 2)), load(4, 10, 0.0, ttft=lie, itl=lie), memory, 0.0)
+    assert (found.prefill, found.decode) == (2, 2)
 
 
 @given(st.lists(st.tuples(st.floats(0, 200), st.floats(0, 300)), min_size=1, max_size=60))

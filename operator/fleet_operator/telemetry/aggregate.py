@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fleet_operator.telemetry.kvwatch import KvWatch, watched
-from fleet_operator.telemetry.meter import Counts
+from fleet_operator.telemetry.meter import COUNT_LIMIT, Counts
 from fleet_operator.telemetry.parse import Sample, buckets, quantile, total
 from fleet_planner.types import Demand, KvProof, RevisionLoad, Role, RoleLoad, TierTelemetry, TransportSeen
 
@@ -38,8 +38,10 @@ METRICS = frozenset(
 """Every metric that anything here reads."""
 UNWATCHED = KvWatch()
 SLOWEST_FIRST = ("none", "tcp", "rdma", "shm")
-COUNT_LIMIT = 2**63
-"""The first number that a status cannot hold."""
+LOAD_LIMIT = 1e6
+"""More requests at once than any one engine or router holds: who says so is not believed, and counts as not read."""
+LATENCY_LIMIT_S = 86_400.0
+"""Nobody waits a day for a token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +109,21 @@ def _demand(routers: Sequence[Reading | None]) -> Demand | None:
     if not read:
         return None
     arrivals = _sum([total(reading.samples, ARRIVALS) if reading is not None else None for reading in routers])
-    held = sum(total(reading.samples, HELD) or 0.0 for reading in read)
-    prefilling = _sum([total(reading.samples, SENT, role="prefill") if reading is not None else None for reading in routers])
+    held = sum(_load_of(reading, HELD) or 0.0 for reading in read)
+    prefilling = _sum([_load_of(reading, SENT, role="prefill") if reading is not None else None for reading in routers])
     return Demand(round(held), arrivals, min(reading.read_at for reading in read), prefilling)
 
 
 def _count(reading: Reading | None, name: str, **labels: str) -> float | None:
-    """A counter that was never raised may be absent from a worker that could be read."""
-    return None if reading is None else total(reading.samples, name, **labels) or 0.0
+    """A counter that was never raised may be absent from a worker that could be read; what no counter can be was not read."""
+    counted = None if reading is None else total(reading.samples, name, **labels) or 0.0
+    return counted if counted is not None and 0 <= counted < COUNT_LIMIT else None
+
+
+def _load_of(reading: Reading, name: str, **labels: str) -> float | None:
+    """Requests at this moment."""
+    found = total(reading.samples, name, **labels)
+    return found if found is not None and 0 <= found < LOAD_LIMIT else None
 
 
 def _transport(worker: WorkerReading) -> TransportSeen | None:
@@ -141,7 +150,7 @@ def _load(
     """In flight: the larger of what routers sent and what engines hold. A role with an unreadable worker is still known when
     every router can be read, because they know all that they sent; else it is unknown. As old as the oldest reading in it."""
     mine = [worker for worker in workers if worker.role == role]
-    sent = _sum([total(r.samples, SENT, role=role, tier=tier) or 0.0 if r is not None else None for r in routers])
+    sent = _sum([_sent(reading, role, tier) for reading in routers])
     held = _sum([_held(worker) for worker in mine])
     used = [] if sent is None else list(routers)
     used += [] if held is None else [worker.reading for worker in mine]
@@ -152,11 +161,18 @@ def _load(
     return RoleLoad(inflight=max(known), ttft_p99_s=ttft, itl_p99_s=itl, measured_at=oldest)
 
 
+def _sent(reading: Reading | None, role: Role, tier: str) -> float | None:
+    """A router that has sent nothing yet has no line of it."""
+    if reading is None:
+        return None
+    said = total(reading.samples, SENT, role=role, tier=tier) is not None
+    return _load_of(reading, SENT, role=role, tier=tier) if said else 0.0
+
+
 def _held(worker: WorkerReading) -> float | None:
     if worker.reading is None:
         return None
-    running = total(worker.reading.samples, RUNNING)
-    waiting = total(worker.reading.samples, WAITING)
+    running, waiting = (_load_of(worker.reading, name) for name in (RUNNING, WAITING))
     return None if running is None or waiting is None else running + waiting
 
 
@@ -208,7 +224,7 @@ def _window(routers: Sequence[Reading | None], earlier: Sequence[Reading | None]
         for new, old in zip(routers, earlier, strict=True)
         if new is not None
     ]
-    known = [value for value in found if value is not None]
+    known = [value for value in found if value is not None and 0 <= value < LATENCY_LIMIT_S]
     return max(known) if known else None
 
 

@@ -10,6 +10,8 @@ from fleet_planner.types import KvProof
 Counts = tuple[int, int, int, int]
 """Transfers, blocks, bytes, failed."""
 ZERO: Counts = (0, 0, 0, 0)
+COUNT_LIMIT = 2**63
+"""The first number that a status cannot hold: an int64."""
 PODS_MOST = 1_024
 """Pods whose last counts are kept apart, also of those that are gone: a pod that is away for one reading counts once."""
 
@@ -51,4 +53,6 @@ def metered(counted: KvProof | None, proof: KvProof | None) -> KvProof | None:
 
 
 def _plus(one: Counts, two: Counts) -> Counts:
-    return one[0] + two[0], one[1] + two[1], one[2] + two[2], one[3] + two[3]
+    """No more than a status holds: an engine that counts nonsense up and down must not keep the status from being written."""
+    most = COUNT_LIMIT - 1
+    return min(one[0] + two[0], most), min(one[1] + two[1], most), min(one[2] + two[2], most), min(one[3] + two[3], most)
