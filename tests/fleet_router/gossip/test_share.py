@@ -80,7 +80,10 @@ def test_a_decode_worker_that_is_idle_again_is_known_to_be_so_at_once():
     a.workers["w0"].ended()
     exchange([a, b], 0.12)
     assert b.workers["w0"].others == 0
-    assert (len(a.share.speak(0.14, 0)), len(a.share.speak(1.2, 0)[0].loads)) == (0, 1)  # and whoever did not hear it hears it later
+    assert (len(a.share.speak(0.14, 0)), len(a.share.speak(1.2, 0)[0].loads)) == (
+        0,
+        1,
+    )  # and whoever did not hear it hears it later
     a.share.follow({}, {}, a.routing, 1.3)
     assert a.share.speak(2.4, 0)[0].loads == ()
 
