@@ -71,4 +71,9 @@ def is_answer(held: bytes, last: bytes, *, sized: bool) -> bool:
     ends in the middle of an object."""
     head, _, body = held.partition(HEAD_END)
     whole = body + last
-    return is_object(whole if sized else unframed(whole)) or head.lower().find(BYTES) >= 0
+    return is_object(whole if sized else unframed(whole)) or tells_bytes(head)
+
+
+def tells_bytes(head: bytes) -> bool:
+    """No JSON is to be expected behind these header lines."""
+    return head.lower().find(BYTES) >= 0

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from fleet_router.dialect.chat import Events
 from fleet_router.ending import END, chunked, framed, unframed
 from fleet_router.errors import RequestError
-from fleet_router.expected import unlike
+from fleet_router.expected import tells_bytes, unlike
 from fleet_router.health.inband import HINT, error_in
 from fleet_router.health.resume import Again, DiffersError
 from fleet_router.request import is_object, tokens_of
@@ -110,11 +110,11 @@ class DecodeLeg:
 
     def on_whole(self, known: KnownAnswer, data: bytes, body_at: int) -> None:
         """A 200 to be handed on."""
-        if not is_object(data[body_at:]):
+        before, after = known.lines
+        if not is_object(data[body_at:]) and not tells_bytes(before + after):
             self._flow.end_leg()
             self._flow.leg_failed(self._worker, "the worker's answer is not JSON")
             return
-        before, after = known.lines
         self._flow.whole(self._worker, (before, known.length_of(data, body_at), after), data[body_at:])
 
     def _kept_back(self, status: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 from collections.abc import Awaitable, Callable
@@ -137,6 +138,25 @@ def test_a_folder_is_followed(tmp_path: Path):
         write(tmp_path, documents("c"))
         assert await seen.next() == ("c",)
 
+    following(lambda seen: follow_directory(tmp_path, seen.apply, seen.problems.put_nowait), scenario)
+
+
+def test_a_document_that_could_not_be_opened_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """With every file of the process in use, a change was lost until the next one came."""
+    write(tmp_path, documents("a"))
+    read, left = Path.read_bytes, [2]
+
+    def full(path: Path) -> bytes:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return read(path)
+
+    async def scenario(seen: Seen) -> None:
+        assert "Too many" in await seen.problem()
+        assert await seen.next() == ("a",)
+
+    monkeypatch.setattr(Path, "read_bytes", full)
     following(lambda seen: follow_directory(tmp_path, seen.apply, seen.problems.put_nowait), scenario)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from fleet_router.dialect.chat import Events
 from fleet_router.expected import is_closed, says_something, unlike, without_bom
-from tests.fleet_router.rig import CONFIG, Rig, run
+from tests.fleet_router.rig import CONFIG, Rig, answer_of, http, run
 
 EVENT = b'data: {"choices":[{"index":0,"text":"a","delta":{"content":"a"}}]}\n\n'
 LAST = b'data: {"choices":[{"index":0,"text":"","delta":{},"finish_reason":"stop"}]}\n\n'
@@ -166,6 +166,24 @@ def test_a_byte_order_mark_costs_no_event(path: str, parts: tuple[bytes, ...]):
         status, body = await rig.post({**ASKED[path], "stream": True}, path)
         assert (status, BOM in body) == (200, False)
         assert b'"a"' in body
+
+    run(go, prefill=0)
+
+
+def test_embeddings_as_bytes_are_no_json_and_an_answer():
+    """Also where their head came before."""
+
+    async def go(rig: Rig) -> None:
+        async def raw(_: Any, writer: asyncio.StreamWriter) -> bool:
+            writer.write(said(200, b"\x00\x01", "application/octet-stream"))
+            return True
+
+        rig.decode[0].behave = raw
+        for _ in range(4):
+            reader, writer, _ = await rig.connect()
+            writer.write(http({"model": "m", "input": "a", "encoding_format": "bytes_only"}, path="/v1/embeddings"))
+            assert (await answer_of(reader))[::2] == (200, b"\x00\x01")
+            writer.close()
 
     run(go, prefill=0)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from fleet_router.epp.messages import (
     ProcessingResponse,
 )
 from fleet_router.epp.server import EndpointPicker
-from fleet_router.tls import Certificates, TlsFiles
+from fleet_router.tls import Certificates, TlsFiles, context_of
 from tests.fleet_router.rig import CONFIG, Rig, ask, run, until
 from tests.fleet_router.test_handshakes import ended
 from tests.fleet_router.test_picker import body_of, head_of
@@ -125,3 +126,32 @@ def test_what_waits_when_the_picker_goes_is_told_why():
         rig.context.desk.gate.running = 0
 
     run(go, prefill=0, config=msgspec.structs.replace(CONFIG, worker_slots=1))
+
+
+def test_the_picker_has_the_certificates_of_the_routers_own_port(tmp_path: Path):
+    """It read the files itself, and took what the other port had refused."""
+    authority = Authority(tmp_path, "ca")
+    certificates = Certificates(TlsFiles(*authority.leaf("first", "old", to="router")))
+    certificates.begin()
+
+    async def go(rig: Rig) -> None:
+        picker = EndpointPicker(rig.context, lambda: "", "FailClose")
+        port = await picker.start("127.0.0.1", 0, certificates)
+        files = TlsFiles(*authority.leaf("next", "new", to="router"))
+        assert b"old" in await certificate(port)
+        certificates.current = context_of(files)
+        assert b"new" in await certificate(port)
+        await picker.stop(0)
+
+    run(go, prefill=0)
+
+
+async def certificate(port: int) -> bytes:
+    """Whoever connects is shown this one."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
+    found: bytes = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+    writer.close()
+    return found

@@ -23,6 +23,8 @@ async def follow_directory(folder: Path, apply: Callable[[Documents], None], fai
                 apply(parse({key: (folder / key).read_bytes() for key in (ROUTER_CONFIG_KEY, ENDPOINTS_KEY)}))
             except (OSError, ValueError) as error:
                 failed(f"{folder}: {error}")
+                if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+                    seen = None  # no file was left to open it with: it may be readable as it is
         await asyncio.sleep(POLL_S)
 
 
