@@ -94,7 +94,7 @@ def test_required_rdma_that_is_not_there_keeps_workers_from_serving(tmp_path: Pa
     async def scenario(fleet: Fleet) -> None:
         status, reason, message = await fleet.until("TransportVerified", "False")
         assert (status, reason) == ("False", "Mismatch")
-        assert message.endswith("they do not serve, because it is required")
+        assert message.endswith("they do not serve, because it is required; their log says why")
         assert (await fleet.condition("Available"))[0] == "False"
         pods, _ = await fleet.local.observe()
         workers = [pod for pod in pods if pod["metadata"]["labels"][ROLE] in ("prefill", "decode")]
