@@ -452,7 +452,7 @@ def test_health_says_when_decisions_can_be_made(tmp_path: Path):
 
 
 def test_gateways_can_be_asked_for_a_certificate_and_files_may_change(tmp_path: Path):
-    """mTLS by the router's files: nobody without a certificate is answered, a new one holds for new connections once it is whole."""
+    """mTLS by the router's files: nobody without a certificate is answered; a new one holds once it is whole."""
     import grpc
 
     from e2e.certs import Authority
