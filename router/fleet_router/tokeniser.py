@@ -11,12 +11,15 @@ import msgspec
 import xxhash
 
 from fleet_router.kvindex.tokenised import cut
+from fleet_wire.template import ChatTemplate, NoTemplateError, Steps, TooMuchError
 
 FETCH_TIMEOUT_S = 30.0
 MOST_BYTES = 128 * 1024 * 1024
 SAMPLE = "The quick brown fox jumps over 13 lazy dogs.\nIt's (almost) 42 o'clock: été, naïve, 東京. " * 30
 MESSAGES_MOST = 1_024
 """Of a conversation that is rendered here, on the loop: some 10 us each by the templates in use."""
+STEPS = Steps(each=30_000, per_character=0)
+"""All streams wait meanwhile: some 30 ms, and templates in use need ten a message. What costs more is the engine's to count."""
 ROW = ("role", "content")
 SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 NOT_GIVEN = {"tools": None, "documents": None}
@@ -41,6 +44,8 @@ class Tokeniser:
         settings = _settings(files.get("tokenizer_config.json", "{}"))
         self._special = {name: _text(settings.get(name)) for name in SPECIAL}
         self._template = _template(files.get("chat_template.jinja") or settings.get("chat_template"))
+        self._most_bytes = MOST_BYTES
+        """Of a conversation: one of so many cost too much, so that no other does."""
         bare = self._ids("a", special=False)
         with_special = self._ids("a", special=True)
         self.lead: tuple[int, ...] = tuple(with_special[: len(with_special) - len(bare)]) if bare else ()
@@ -60,14 +65,20 @@ class Tokeniser:
         """A conversation as the model's template has it; UnreadableError when that is not ours to know."""
         if self._template is None:
             raise UnreadableError("no chat template that can be read here")
+        if len(messages) >= self._most_bytes:
+            raise UnreadableError("the template took too long over no more")
         try:
             found = msgspec.json.decode(messages)
             if len(found) > MESSAGES_MOST:
                 raise UnreadableError(f"more than {MESSAGES_MOST} messages")
             rows = [_row(message) for message in found]
-            return str(self._template.render(messages=rows, add_generation_prompt=True, **NOT_GIVEN, **self._special))
+            given = {"messages": rows, "add_generation_prompt": True, **NOT_GIVEN, **self._special}
+            return self._template.render(len(messages), **given)
         except UnreadableError:
             raise
+        except TooMuchError as error:
+            self._most_bytes = len(messages)
+            raise UnreadableError(str(error)) from error
         except Exception as error:  # a template raises whatever its author liked
             raise UnreadableError(f"{type(error).__name__}: {error}") from error
 
@@ -111,34 +122,15 @@ def _text(raw: Any) -> str:
     return found if isinstance(found, str) else ""
 
 
-def _template(source: Any) -> Any:
-    if not isinstance(source, str):
-        return None
-    import json
-
-    import jinja2
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def tojson(what: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> Any:
-        return json.dumps(what, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-    made = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, autoescape=False, extensions=["jinja2.ext.loopcontrols"]
-    )  # fmt: skip
-
-    def engines_own(*_: object, **__: object) -> str:
-        raise UnreadableError("a template that asks what day it is: its engine's clock says so")
-
-    made.globals["raise_exception"] = raise_exception
-    made.globals["strftime_now"] = engines_own
-    made.filters["tojson"] = tojson  # Hugging Face's: jinja's own is for HTML, and sorts
+def _template(source: Any) -> ChatTemplate | None:
     try:
-        return made.from_string(source)
-    except (jinja2.TemplateError, RecursionError):  # with a tag that is its engine's own, say: all but conversations can be read
+        return ChatTemplate(source, STEPS, {"strftime_now": _engines_own}) if isinstance(source, str) else None
+    except NoTemplateError:  # with a tag that is its engine's own, say: all but conversations can be read
         return None
+
+
+def _engines_own(*_: object, **__: object) -> str:
+    raise UnreadableError("a template that asks what day it is: its engine's clock says so")
 
 
 async def fetch(address: str, port: int) -> dict[str, str]:

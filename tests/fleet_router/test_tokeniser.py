@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from pathlib import Path
 
 import pytest
 
-from fleet_router.tokeniser import Tokeniser, UnreadableError, fetch
+from fleet_router.tokeniser import MESSAGES_MOST, Tokeniser, UnreadableError, fetch
 from fleet_worker.engine.text import Text
 from fleet_worker.tinymodel import make_tiny_model
 
@@ -94,6 +95,41 @@ def test_a_template_that_cannot_be_read_leaves_the_tokenizer(folder: Path, templ
     assert made.usable
     with pytest.raises(UnreadableError):
         made.render(b'[{"role": "user", "content": "a"}]')
+
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+def test_a_template_without_end_stands_the_loop_once_and_shortly(folder: Path):
+    """Incident: each conversation stood all streams until the kubelet restarted the router. Short ones are still read."""
+    source = "{% if messages | length > 2 %}" + ENDLESS + "{% endif %}{{ messages[0].content }}"
+    made = Tokeniser({"tokenizer.json": (folder / "tokenizer.json").read_text(), "chat_template.jinja": source})
+    long, short = (json.dumps([{"role": "user", "content": "a"}] * many).encode() for many in (3, 2))
+    begun = time.process_time()
+    with pytest.raises(UnreadableError, match="it comes to no end"):
+        made.render(long)
+    once = time.process_time() - begun
+    for _ in range(1_000):
+        with pytest.raises(UnreadableError, match="the template took too long over no more"):
+            made.render(long)
+    assert time.process_time() - begun < 2 * once  # a thousand refusals are cheaper than one attempt
+    assert made.render(short) == "a"
+
+
+def test_the_longest_conversation_is_within_a_routers_bounds(folder: Path):
+    """As Llama 3's template has it, each message of 60 characters."""
+    source = (
+        "{% set loop_messages = messages %}{% for message in loop_messages %}"
+        "{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' "
+        "+ message['content'] | trim + '<|eot_id|>' %}"
+        "{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+    )
+    made = Tokeniser({"tokenizer.json": (folder / "tokenizer.json").read_text(), "chat_template.jinja": source})
+    assert (
+        made.render(json.dumps([{"role": "user", "content": "a b " * 15}] * MESSAGES_MOST).encode()).count("<|eot_id|>")
+        == MESSAGES_MOST
+    )
 
 
 def test_the_tokenizer_agrees_with_the_engines(folder: Path):

@@ -13,8 +13,6 @@ MAX_INDEX_BYTES: Final = 64 * 1024 * 1024
 """An index of shards: 8 MB for models of 100,000 tensors."""
 MAX_TOKENIZER_BYTES: Final = 256 * 1024 * 1024
 """tokenizer.json: 34 MB for a vocabulary of 262,144."""
-MAX_TEMPLATE_BYTES: Final = 1024 * 1024
-"""chat_template.jinja: some ten kilobytes."""
 
 
 def read_bounded(path: Path, most: int) -> bytes:

@@ -12,10 +12,10 @@ import jinja2
 import xxhash
 from tokenizers import Tokenizer
 
+from fleet_wire.template import MAX_TEMPLATE_BYTES, ChatTemplate, NoTemplateError
 from fleet_wire.unreadable import UNREADABLE
 from fleet_worker.engine.errors import BadRequestError, ModelFilesError
-from fleet_worker.engine.files import MAX_CONFIG_BYTES, MAX_TEMPLATE_BYTES, MAX_TOKENIZER_BYTES, read_bounded
-from fleet_worker.engine.template import ChatTemplate
+from fleet_worker.engine.files import MAX_CONFIG_BYTES, MAX_TOKENIZER_BYTES, read_bounded
 
 REPLACEMENT = "\ufffd"
 MAX_PENDING = 8
@@ -47,7 +47,10 @@ class Text:
         self._special = {name: _special(settings.get(name)) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
         source = folder / "chat_template.jinja"
         written = _default(_text_of(source) if source.is_file() else settings.get("chat_template"))
-        self._template = ChatTemplate(written) if isinstance(written, str) else None
+        try:
+            self._template = ChatTemplate(written) if isinstance(written, str) else None
+        except NoTemplateError as error:
+            raise ModelFilesError(str(error)) from error
         self._knows_calls = isinstance(written, str) and CALLS in written
         self.folder, self.digest = folder, text_digest(folder)
 

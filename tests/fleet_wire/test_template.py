@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
-from pathlib import Path
 from typing import Any
 
 import jinja2
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from fleet_worker.engine.errors import BadRequestError, ModelFilesError
-from fleet_worker.engine.files import MAX_TEMPLATE_BYTES
-from fleet_worker.engine.template import ChatTemplate, TooMuchError
-from fleet_worker.engine.text import Text, text_digest
+from fleet_wire.template import MAX_TEMPLATE_BYTES, ChatTemplate, NoTemplateError, Steps, TooMuchError
 
 MESSAGES = [{"role": role, "content": f"  said {at} by {role}\n"} for at, role in enumerate(("system", "user", "assistant") * 3)]
 GOOD = {
@@ -96,23 +91,22 @@ def test_a_template_without_end_is_ended(source: str):
         ChatTemplate("{{ messages[3].no.where }}").render(10, messages=MESSAGES)  # and the thread is fit for the next one
 
 
-def test_the_client_is_told_what_the_template_did(tiny: Path, tmp_path: Path):
-    shutil.copy(tiny / "tokenizer.json", tmp_path)
-    (tmp_path / "chat_template.jinja").write_text(ENDLESS["loops"])
-    with pytest.raises(BadRequestError, match="the chat template refused the messages: it comes to no end"):
-        Text(tmp_path).render_chat([{"role": "user", "content": "hi"}])
-
-
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
-def test_files_without_end_are_not_read_to_it(tiny: Path, tmp_path: Path, name: str):
-    shutil.copy(tiny / "tokenizer.json", tmp_path)
-    (tmp_path / name).unlink(missing_ok=True)
-    with (tmp_path / name).open("wb") as out:
-        out.truncate(10**12)  # nothing of it is on the disk
-    for read in (Text, text_digest):
-        with pytest.raises(ModelFilesError, match=f"{name} has more than"):
-            read(tmp_path)
-
-
 def test_a_template_of_the_largest_size_compiles_or_is_refused_by_name():
     ChatTemplate("a" * MAX_TEMPLATE_BYTES)
+    with pytest.raises(NoTemplateError, match="chat template of more than"):
+        ChatTemplate("a" * (MAX_TEMPLATE_BYTES + 1))
+
+
+@pytest.mark.parametrize("source", ["{% for", "{{ " + "(" * 5_000, "{{ " + "9" * 5_000 + " }}", "{% generation %}"])
+def test_what_is_no_template_is_said_to_be_none(source: str):
+    with pytest.raises(NoTemplateError, match="chat template does not compile"):
+        ChatTemplate(source)
+
+
+def test_whoever_has_less_time_gives_less():
+    """A router renders between two requests, a worker's thread beside others."""
+    source = "{% for m in messages %}{{ m }}{% endfor %}"
+    assert ChatTemplate(source, Steps(50, 0)).render(0, messages=range(10)) == "0123456789"
+    with pytest.raises(TooMuchError, match="it comes to no end"):
+        ChatTemplate(source, Steps(50, 0)).render(0, messages=range(100))
+    assert ChatTemplate(source, Steps(50, 3)).render(100, messages=range(100))

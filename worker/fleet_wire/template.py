@@ -1,5 +1,6 @@
-"""A model's chat template: somebody's program, run for each conversation. jinja's sandbox bounds what it may touch; here is how
-long it may run and how much it may make, in units that are the same on every machine.
+"""A model's chat template: somebody's program, run for each conversation, by the worker and by routers that know its tokenizer.
+jinja's sandbox bounds what it may touch; here is how long it may run and how much it may make, in units that are the same on
+every machine.
 
 Each turn of a loop, each call, each joining of texts and each thing that is written costs; what a conversation may cost grows
 with its length. A template that never ends stood everybody's streams (short conversations are rendered on the server's own loop),
@@ -8,11 +9,13 @@ and one that writes without end took all memory.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, Final
 
 import jinja2
@@ -21,11 +24,8 @@ from jinja2.filters import FILTERS
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from fleet_worker.engine.errors import ModelFilesError
-
-STEPS: Final = 500_000
-STEPS_PER_CHARACTER: Final = 64
-"""Turns, calls and so on; half a second, and with 256 KB of messages some ten."""
+MAX_TEMPLATE_BYTES: Final = 1024 * 1024
+"""chat_template.jinja: some ten kilobytes."""
 MADE: Final = 1_000_000
 MADE_PER_CHARACTER: Final = 16
 """Characters of one text that is made on the way, and of all that is written."""
@@ -40,15 +40,27 @@ WIDTH: Final = re.compile(r"%[^a-zA-Z%]*(?:\*|\d{6})|\{[^{}]*:[^{}]*\d{6}")
 _now: Final = threading.local()
 
 
+class NoTemplateError(ValueError):
+    """The text is no template."""
+
+
 class TooMuchError(jinja2.TemplateError):
     """The template asks for more time or memory than its conversation may cost."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+    """What a conversation may cost: turns, calls and so on, each about a microsecond."""
+
+    each: int = 500_000
+    per_character: int = 64
 
 
 class _Budget:
     """Of one rendering."""
 
-    def __init__(self, characters: int) -> None:
-        self.steps = STEPS + STEPS_PER_CHARACTER * characters
+    def __init__(self, characters: int, steps: Steps) -> None:
+        self.steps = steps.each + steps.per_character * characters
         self.most = MADE + MADE_PER_CHARACTER * characters
 
     def charge(self, steps: int) -> None:
@@ -66,7 +78,7 @@ class _Budget:
 def _budget() -> _Budget:
     """Of this thread's rendering; constants are also computed when a template is compiled."""
     found: _Budget | None = getattr(_now, "budget", None)
-    return found if found is not None else _Budget(0)
+    return found if found is not None else _Budget(0, Steps())
 
 
 def _size(value: Any) -> int:
@@ -173,25 +185,29 @@ def _count(value: Any) -> int:
 
 
 class ChatTemplate:
-    """Compiled; safe to render from several threads."""
+    """Compiled; safe to render from several threads. `known`: what it may call beside jinja's own."""
 
-    def __init__(self, source: str) -> None:
-        """ModelFilesError when it is no template."""
-        self._length = len(source)
+    def __init__(
+        self, source: str, steps: Steps = Steps(), known: Mapping[str, Callable[..., Any]] = MappingProxyType({})
+    ) -> None:
+        """NoTemplateError when it is none."""
+        if len(source) > MAX_TEMPLATE_BYTES:
+            raise NoTemplateError(f"chat template of more than {MAX_TEMPLATE_BYTES} characters")
+        self._length, self._steps = len(source), steps
         environment = _Environment(
             trim_blocks=True, lstrip_blocks=True, autoescape=False, extensions=["jinja2.ext.loopcontrols"], finalize=_written
         )  # fmt: skip
-        environment.globals["raise_exception"] = _raise
+        environment.globals |= {"raise_exception": _raise, **known}
         environment.filters |= {name: _bounded(known) for name, known in environment.filters.items()}
         environment.filters |= {"tojson": _bounded(_tojson), "turns_": _turns, "joined_": _joined}
         try:
             self._template = environment.from_string(source)
-        except (jinja2.TemplateSyntaxError, RecursionError) as error:
-            raise ModelFilesError(f"chat template does not compile: {error}") from error
+        except (jinja2.TemplateError, ValueError, RecursionError) as error:  # of a number of 5,000 digits jinja says ValueError
+            raise NoTemplateError(f"chat template does not compile: {error}") from error
 
     def render(self, characters: int, **given: Any) -> str:
         """Over messages of so many characters; whatever the template raises, TooMuchError when it costs more than those may."""
-        _now.budget, _now.source = _Budget(characters), self._length
+        _now.budget, _now.source = _Budget(characters, self._steps), self._length
         try:
             return self._joined(self._template.generate(**given), _now.budget.most)
         finally:

@@ -1,0 +1,36 @@
+"""Files that tokenizer and chat template are made of, and what a client is told of them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from fleet_worker.engine.errors import BadRequestError, ModelFilesError
+from fleet_worker.engine.text import Text, text_digest
+
+
+def test_the_client_is_told_what_the_template_did(tiny: Path, tmp_path: Path):
+    shutil.copy(tiny / "tokenizer.json", tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3)
+    with pytest.raises(BadRequestError, match="the chat template refused the messages: it comes to no end"):
+        Text(tmp_path).render_chat([{"role": "user", "content": "hi"}])
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_files_without_end_are_not_read_to_it(tiny: Path, tmp_path: Path, name: str):
+    shutil.copy(tiny / "tokenizer.json", tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    with (tmp_path / name).open("wb") as out:
+        out.truncate(10**12)  # nothing of it is on the disk
+    for read in (Text, text_digest):
+        with pytest.raises(ModelFilesError, match=f"{name} has more than"):
+            read(tmp_path)
+
+
+def test_a_text_that_is_no_template_is_the_models_fault(tiny: Path, tmp_path: Path):
+    shutil.copy(tiny / "tokenizer.json", tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{% for")
+    with pytest.raises(ModelFilesError, match="chat template does not compile"):
+        Text(tmp_path)
