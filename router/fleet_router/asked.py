@@ -57,6 +57,10 @@ class Part(msgspec.Struct, gc=False):
     text: msgspec.Raw = _NULL
 
 
+class Anything(msgspec.Struct, gc=False):
+    """A JSON object that is only gone through."""
+
+
 class Prefilled(msgspec.Struct):
     """A prefill answer."""
 

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 import msgspec
 
-from fleet_router.asked import Ask, Leased, Prefilled, SaidBy, Tokenised
+from fleet_router.asked import Anything, Ask, Leased, Prefilled, SaidBy, Tokenised
 from fleet_router.config import RouterConfig
 from fleet_router.costly import COSTLY, check_costly
 from fleet_router.errors import RequestError
 from fleet_router.fields import LARGE_BYTES, fields_of
 from fleet_router.lengths import check_input, check_messages, check_text, too_many
+from fleet_router.longtext import around
 from fleet_router.urls import check_urls
 from fleet_wire.unreadable import UNREADABLE
 
@@ -59,7 +60,7 @@ _OPTIONS: Final = msgspec.json.Decoder(dict[str, Any])
 _MESSAGES: Final = msgspec.json.Decoder(list[SaidBy])
 _NULL: Final = msgspec.Raw(b"null")
 _PROMPT_TOKENS: Final = re.compile(rb'"prompt_tokens"\s*:\s*(\d{1,9})\b')
-_PREFILLED: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_OBJECT: Final = msgspec.json.Decoder(Anything)
 
 
 def parse_alone(body: bytes, config: RouterConfig, *, counts: bool = False) -> Ask:
@@ -84,26 +85,30 @@ def _check_embedded(fields: dict[str, msgspec.Raw], most: int) -> None:
     if (given := fields.get("input")) is not None:
         check_input(bytes(given), most, "input")
     if (given := fields.get("messages")) is not None and given != _NULL:
-        _check_messages(given, "messages", most)
+        _check_messages(given, "messages")
+        check_messages(bytes(given), most, "messages")
 
 
 def parse_body(body: bytes, chat: bool, config: RouterConfig) -> Ask:
     """Check what the router must know; RequestError names the field."""
-    fields = fields_of(body)
-    adapter = "" if fields.get("model") == _quoted(config.served_name) else _other_model(fields, config)
     name = "messages" if chat else "prompt"
-    asked = fields.get(name, _NULL)
-    if asked == _NULL:
+    if (known := around(body, chat)) is not None:
+        fields, short, prompt = known
+    else:
+        fields = fields_of(body)
+        short = fields.get(name, _NULL)
+        prompt = bytes(short)
+    adapter = "" if fields.get("model") == _quoted(config.served_name) else _other_model(fields, config)
+    if prompt == b"null":
         raise RequestError(400, f"{name} is required", param=name)
     original: bytes | None = body
     if chat:
-        _check_messages(asked, name, config.max_input_tokens)
-        prompt = bytes(asked)
-        check_urls(prompt, name)
-    else:
-        found, prompt = _check_prompt(asked, config)
-        if found is not asked:
-            fields[name], original = found, None
+        _check_messages(short, name)
+        check_messages(prompt, config.max_input_tokens, name)
+        check_urls(prompt, name, bytes(short))
+    elif (only := _check_prompt(prompt, config)) is not prompt:
+        prompt = only
+        fields[name], original = msgspec.Raw(only), None
     if not _LIMITED.isdisjoint(fields):
         _check_limits(fields, config)
     if not COSTLY.isdisjoint(fields):
@@ -216,32 +221,32 @@ def _check_stream_options(raw: msgspec.Raw, fields: dict[str, msgspec.Raw], stre
         raise RequestError(400, "stream_options.include_usage must be true or false", param="stream_options")
 
 
-def _check_prompt(value: msgspec.Raw, config: RouterConfig, *, inner: bool = False) -> tuple[msgspec.Raw, bytes]:
-    """The one prompt of a completion, and its bytes: text or token ids, also as the only item of a list."""
-    raw, most = bytes(value), config.max_input_tokens
-    if raw.startswith(b'"'):  # a JSON string: the whole body was checked to be valid JSON
+def _check_prompt(raw: bytes, config: RouterConfig, *, inner: bool = False) -> bytes:
+    """The one prompt of a completion: text or token ids, also as the only item of a list."""
+    most = config.max_input_tokens
+    if raw.startswith(b'"'):  # a JSON string: the body is an object whose texts end where they seem to
         check_text(len(raw) - 2, most, "prompt")
-        return value, raw
+        return raw
     if not raw.startswith(b"["):
         raise RequestError(400, PROMPT_KINDS, param="prompt")
     if _HOLDS_PROMPTS.match(raw) and not inner:
         try:
-            (only,) = _ONLY.decode(value)
+            (only,) = _ONLY.decode(raw)
         except msgspec.DecodeError as error:
             raise RequestError(400, "prompt holds several prompts; one per request is served", param="prompt") from error
-        return _check_prompt(only, config, inner=True)
+        return _check_prompt(bytes(only), config, inner=True)
     try:
-        found = _IDS.decode(value)
+        found = _IDS.decode(raw)
     except msgspec.DecodeError as error:
         raise RequestError(400, PROMPT_KINDS, param="prompt") from error
     if not found:
         raise RequestError(400, "prompt is empty", param="prompt")
     if len(found) > most:
         raise too_many(len(found), most, "prompt")
-    return value, raw
+    return raw
 
 
-def _check_messages(value: msgspec.Raw, name: str, most: int) -> None:
+def _check_messages(value: msgspec.Raw, name: str) -> None:
     if memoryview(value).nbytes > LARGE_BYTES and (many := bytes(value).count(b'"role"')) > MESSAGES_MOST:
         raise RequestError(400, f"{name} holds {many} messages; allowed are {MESSAGES_MOST}", param=name)
     try:
@@ -253,7 +258,6 @@ def _check_messages(value: msgspec.Raw, name: str, most: int) -> None:
     for i, message in enumerate(found):
         if not memoryview(message.role).nbytes:
             raise RequestError(400, f"messages[{i}].role is required", param=name)
-    check_messages(value, most, name)
 
 
 def _typed(fields: dict[str, msgspec.Raw], name: str, decoder: msgspec.json.Decoder[V]) -> V | None:
@@ -357,7 +361,7 @@ def tokens_of(body: bytes) -> list[int]:
 def is_object(body: bytes) -> bool:
     """It is a JSON object, whatever is in it."""
     try:
-        _PREFILLED.decode(body)
+        _OBJECT.decode(body)
     except UNREADABLE:
         return False
     return True

@@ -21,9 +21,11 @@ ESCAPED: Final = re.compile(rb"\\u00[2-7][0-9a-fA-F]")
 ALLOWED: Final = "data:"
 
 
-def check_urls(raw: bytes, param: str) -> None:
-    """RequestError 400 for a URL that somebody would fetch. `raw`: JSON; a search of bytes for nearly every request."""
-    if MARK not in raw and not (b"\\u00" in raw and ESCAPED.search(raw)):
+def check_urls(raw: bytes, param: str, names: bytes | None = None) -> None:
+    """RequestError 400 for a URL that somebody would fetch. `raw`: JSON; a search of bytes for nearly every request. `names`: the
+    part of it that has all names in it, where that is known."""
+    searched = raw if names is None else names
+    if MARK not in searched and not (b"\\u00" in searched and ESCAPED.search(searched)):
         return
     check_values(raw, param)
     try:
