@@ -32,6 +32,8 @@ class Ask(msgspec.Struct, frozen=True):
     """The adapter that `model` names; empty: the base model."""
     counts: bool = False
     """Alone, and it is tokenised and no more: no slot is needed for it."""
+    added: bytes = b""
+    """Fields of ours, in place of the last brace of `original`: a comma before and that brace behind them."""
 
     @property
     def size_bytes(self) -> int:

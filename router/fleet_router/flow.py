@@ -17,7 +17,7 @@ from fleet_router.health.resume import Said, Start
 from fleet_router.health.silence import Waits
 from fleet_router.legs import DecodeLeg, PrefillLeg, ResumedLeg, TokenizeLeg, TranslatedLeg
 from fleet_router.policy.chosen import Choice
-from fleet_router.request import decode_body, is_object, lease_of, named, prefill_body, prompt_tokens_of, reference_of
+from fleet_router.request import decode_parts, is_object, lease_of, named, prefill_body, prompt_tokens_of, reference_of
 from fleet_router.upstream import Pool, Upstream
 from fleet_router.waiting import Awaiting
 from fleet_router.workers import Worker
@@ -110,8 +110,7 @@ class Flow(Awaiting):
 
     def _has_more_time(self, now: float) -> bool:
         """The deadline is of a first token, and what is waited for is more."""
-        worker = self._leg_worker
-        if worker is not None and self._comes_whole(worker):
+        if (worker := self._leg_worker) is not None and self._comes_whole(worker):
             self.deadline = self._until_whole()
         return now <= self.deadline
 
@@ -124,7 +123,8 @@ class Flow(Awaiting):
             leg = TranslatedLeg(self, worker, self._translation)
         else:
             leg = DecodeLeg(self, worker, whole=not self._ask.stream)
-        self._send(worker, decode_body(self._ask, reference), leg)
+        leg.body, leg.added = decode_parts(self._ask, reference)
+        self._send(worker, leg.body, leg)
 
     def _send(self, worker: Worker, body: bytes, leg: PrefillLeg | DecodeLeg, *, fresh: bool = False, path: bytes = b"") -> None:
         path = path or (self._path if self._ask is self._asked else COMPLETIONS_PATH)
@@ -133,8 +133,10 @@ class Flow(Awaiting):
         worker.began()
         self._leg_worker, self._leg, leg.path = worker, leg, path
         self.sent_at = self._context.clock()
-        leg.body = body = self._named(body, worker)
-        payload = HEAD % (path, worker.pool.authority, self.record.leg_id.encode(), len(body), self.record.onward) + body
+        leg.body, added = (body := self._named(body, worker)), leg.added
+        size = len(body) + len(added) - (1 if added else 0)
+        head = HEAD % (path, worker.pool.authority, self.record.leg_id.encode(), size, self.record.onward)
+        payload = b"".join((head, memoryview(body)[:-1], added)) if added else head + body
         connection = None if fresh else pool.idle()
         if connection is not None:
             self._put_on(connection, leg, payload)

@@ -38,7 +38,7 @@ def refuses(status: int) -> bool:
 class PrefillLeg:
     """Collects the prefill answer."""
 
-    __slots__ = ("_answer", "_decode", "_flow", "_headers", "_status", "_worker", "body", "path")
+    __slots__ = ("_answer", "_decode", "_flow", "_headers", "_status", "_worker", "added", "body", "path")
     takes_whole = True
 
     def __init__(self, flow: Flow, worker: Worker, decode: Worker) -> None:
@@ -46,8 +46,8 @@ class PrefillLeg:
         self._status = 0
         self._headers: list[tuple[bytes, bytes]] = []
         self._answer = bytearray()
-        self.body = self.path = b""
-        """What is sent and where to, for a second time on a fresh connection."""
+        self.body = self.added = self.path = b""
+        """What is sent and where to, for a second time on a fresh connection. `added`: in place of the body's last brace."""
 
     def on_whole(self, known: KnownAnswer, data: bytes, body_at: int) -> None:
         self._flow.prefilled(self._worker, self._decode, data[body_at:])
@@ -96,7 +96,7 @@ class PrefillLeg:
 class DecodeLeg:
     """Hands the decode answer on; a 5xx before the first byte is kept back and retried."""
 
-    __slots__ = ("_answer", "_flow", "_headers", "_held", "_worker", "body", "path", "takes_whole")
+    __slots__ = ("_answer", "_flow", "_headers", "_held", "_worker", "added", "body", "path", "takes_whole")
 
     def __init__(self, flow: Flow, worker: Worker, *, whole: bool = False) -> None:
         """`whole`: an answer that comes in one piece is all that is expected."""
@@ -105,8 +105,8 @@ class DecodeLeg:
         self._held = 0
         self._headers: list[tuple[bytes, bytes]] = []
         self._answer = bytearray()
-        self.body = self.path = b""
-        """What is sent and where to, for a second time on a fresh connection."""
+        self.body = self.added = self.path = b""
+        """What is sent and where to, for a second time on a fresh connection. `added`: in place of the body's last brace."""
 
     def on_whole(self, known: KnownAnswer, data: bytes, body_at: int) -> None:
         """A 200 to be handed on."""

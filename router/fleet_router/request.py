@@ -61,6 +61,8 @@ _MESSAGES: Final = msgspec.json.Decoder(list[SaidBy])
 _NULL: Final = msgspec.Raw(b"null")
 _PROMPT_TOKENS: Final = re.compile(rb'"prompt_tokens"\s*:\s*(\d{1,9})\b')
 _OBJECT: Final = msgspec.json.Decoder(Anything)
+_NAMED: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+"""The same, and its names are UTF-8."""
 
 
 def parse_alone(body: bytes, config: RouterConfig, *, counts: bool = False) -> Ask:
@@ -154,16 +156,19 @@ def _adapter_of(model: str, config: RouterConfig) -> str:
 
 def with_fields(ask: Ask, added: dict[str, msgspec.Raw], spliced: bytes) -> Ask:
     """With fields of ours; `spliced` is the same as text, with a comma before and the object's end behind it, so that a body that
-    goes on as it came is not put together anew."""
-    fields, original = ask.fields, ask.original
+    goes on as it came is neither put together anew nor copied."""
+    fields, original, added_before = ask.fields, ask.original, ask.added
     anew = not fields
     for name, value in added.items():
         anew = anew or name in fields
         fields[name] = value
     if original is None:
         return ask
-    whole = None if anew else b"".join((memoryview(original.rstrip())[:-1], spliced))
-    return Ask(fields, ask.prompt, ask.stream, whole, ask.alone, ask.adapter, ask.counts)
+    if anew:
+        return Ask(fields, ask.prompt, ask.stream, None, ask.alone, ask.adapter, ask.counts)
+    if added_before:
+        spliced = added_before[:-1] + spliced
+    return Ask(fields, ask.prompt, ask.stream, original, ask.alone, ask.adapter, ask.counts, spliced)
 
 
 def choices_of(ask: Ask) -> int:
@@ -300,11 +305,19 @@ def _key(name: str) -> bytes:
 
 def decode_body(ask: Ask, kv: bytes | None) -> bytes:
     """The decode leg: the client's request, and the reference when the KV comes from elsewhere."""
-    if kv is None:
-        return ask.original if ask.original is not None else join(ask.fields)
-    if ask.original is not None and ask.fields:  # it holds no `kv_transfer_params`, or it would not be what is sent
-        return b"".join((memoryview(ask.original.rstrip())[:-1], b',"kv_transfer_params":', kv, b"}"))
-    return join(ask.fields, kv)
+    body, added = decode_parts(ask, kv)
+    return b"".join((memoryview(body)[:-1], added)) if added else body
+
+
+def decode_parts(ask: Ask, kv: bytes | None) -> tuple[bytes, bytes]:
+    """The same, so that a long body is copied once: a JSON object, and what stands in place of its last brace, when that is
+    something."""
+    body, added = ask.original, ask.added
+    if body is None or not ask.fields:
+        return (join(ask.fields, kv), b"") if body is None or kv is not None else (body, b"")
+    if kv is not None:  # it holds no `kv_transfer_params`, or it would not be what is sent
+        added = b'%b,"kv_transfer_params":%b}' % (added[:-1], kv)
+    return (body.rstrip() if added else body), added
 
 
 _BODY: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -361,7 +374,7 @@ def tokens_of(body: bytes) -> list[int]:
 def is_object(body: bytes) -> bool:
     """It is a JSON object, whatever is in it."""
     try:
-        _OBJECT.decode(body)
+        (_OBJECT if body.isascii() else _NAMED).decode(body)
     except UNREADABLE:
         return False
     return True

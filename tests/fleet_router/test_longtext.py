@@ -63,7 +63,9 @@ def test_a_long_text_is_passed_over(chat: bool, spaced: bool, ascii_only: bool):
 
 
 def test_several_long_texts_of_a_conversation():
-    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "and on " * 1_000} for _ in range(5)], "n": 1}).encode()
+    body = json.dumps(
+        {"model": "m", "messages": [{"role": "user", "content": "and on " * 1_000} for _ in range(5)], "n": 1}
+    ).encode()
     found = around(body, True)
     assert found is not None
     assert bytes(found[1]).count(INSTEAD) == 5
