@@ -56,7 +56,11 @@ def too_many(tokens: int, most: int, name: str) -> RequestError:
 def check_messages(raw: bytes, most: int, name: str) -> None:
     """The same of a conversation, by the text in it. `raw`: its JSON, whose roles were read already."""
     if len(raw) > most * SAFE_BYTES_PER_TOKEN:
-        check_text(sum(_text_bytes(said.content) for said in _SAID.decode(raw)), most, name)
+        try:
+            found = _SAID.decode(raw)
+        except msgspec.DecodeError as error:  # inside a long text, where nobody has looked
+            raise RequestError(400, f"{name}: {error}", param=name) from error
+        check_text(sum(_text_bytes(said.content) for said in found), most, name)
 
 
 def _text_bytes(content: msgspec.Raw) -> int:

@@ -325,10 +325,14 @@ _ANSWER: Final = msgspec.json.Decoder(Prefilled)
 
 
 def named(body: bytes, model: str, adapter: str) -> bytes:
-    """What is sent to a worker that serves the model under the name `model`, empty: under the fleet's."""
+    """What is sent to a worker that serves the model under the name `model`, empty: under the fleet's. A body that is no JSON
+    inside a long text goes on as it is, for the worker to refuse."""
     if not model or adapter:
         return body
-    fields = _BODY.decode(body)
+    try:
+        fields = _BODY.decode(body)
+    except UNREADABLE:
+        return body
     if "model" in fields:
         fields["model"] = _quoted(model)
     return join(fields)

@@ -20,6 +20,9 @@ MESSAGES_MOST = 1_024
 """Of a conversation that is rendered here, on the loop: some 10 us each by the templates in use."""
 STEPS = Steps(each=30_000, per_character=0)
 """All streams wait meanwhile: some 30 ms, and templates in use need ten a message. What costs more is the engine's to count."""
+FEW_MESSAGES = 4
+"""A conversation of no more that costs too much tells of its template, one of many of itself: DeepSeek's joins the texts of all
+`system` messages so far at each, and a client that sends a thousand of them would have put an end to counting for all others."""
 ROW = ("role", "content")
 SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 NOT_GIVEN = {"tools": None, "documents": None}
@@ -45,7 +48,7 @@ class Tokeniser:
         self._special = {name: _text(settings.get(name)) for name in SPECIAL}
         self._template = _template(files.get("chat_template.jinja") or settings.get("chat_template"))
         self._most_bytes = MOST_BYTES
-        """Of a conversation: one of so many cost too much, so that no other does."""
+        """Of a conversation: one of so many and of few messages cost too much, so that no other does."""
         bare = self._ids("a", special=False)
         with_special = self._ids("a", special=True)
         self.lead: tuple[int, ...] = tuple(with_special[: len(with_special) - len(bare)]) if bare else ()
@@ -67,9 +70,10 @@ class Tokeniser:
             raise UnreadableError("no chat template that can be read here")
         if len(messages) >= self._most_bytes:
             raise UnreadableError("the template took too long over no more")
+        many = 0
         try:
             found = msgspec.json.decode(messages)
-            if len(found) > MESSAGES_MOST:
+            if (many := len(found)) > MESSAGES_MOST:
                 raise UnreadableError(f"more than {MESSAGES_MOST} messages")
             rows = [_row(message) for message in found]
             given = {"messages": rows, "add_generation_prompt": True, **NOT_GIVEN, **self._special}
@@ -77,7 +81,8 @@ class Tokeniser:
         except UnreadableError:
             raise
         except TooMuchError as error:
-            self._most_bytes = len(messages)
+            if many <= FEW_MESSAGES:
+                self._most_bytes = len(messages)
             raise UnreadableError(str(error)) from error
         except Exception as error:  # a template raises whatever its author liked
             raise UnreadableError(f"{type(error).__name__}: {error}") from error

@@ -51,7 +51,11 @@ class FakeWorker:
                 if not raw:
                     answer(writer, 404, {})
                     continue
-                body = json.loads(raw)
+                try:
+                    body = json.loads(raw)
+                except ValueError:
+                    answer(writer, 400, {"error": {"message": "no JSON", "type": "BadRequestError"}})
+                    continue
                 if b"/kv/release" in head:
                     self.released.append(body.get("lease_id") or body["request_id"])
                     if self.hold_releases is not None:

@@ -13,8 +13,12 @@ from hypothesis import strategies as st
 from fleet_router.config import RouterConfig
 from fleet_router.errors import RequestError
 from fleet_router.fields import fields_of
+from fleet_router.follow.documents import Documents
 from fleet_router.longtext import INSTEAD, LONG_BYTES, around, long_texts
 from fleet_router.request import parse_body
+from fleet_wire.endpoints import Endpoints
+from tests.fleet_router.rig import CONFIG as RIG
+from tests.fleet_router.rig import Rig, run
 
 CONFIG = RouterConfig(fleet="f", served_name="m", max_input_tokens=1 << 20)
 LONG = ('She said: "Blocks\\keys", and é went\n on. {[,]}: ' + "and on " * 300) * 3
@@ -182,6 +186,53 @@ def test_what_is_wrong_around_a_long_text_is_said_of_the_body_as_it_came(chat: b
     body = json.dumps((said if chat else asked)("a" * 9_000)).encode()[:-1] + b', "n": }'
     with pytest.raises(RequestError, match=rf"\(byte {len(body) - 1}\)"):
         parse_body(body, chat, CONFIG)
+
+
+@pytest.mark.parametrize("chat", [True, False])
+@pytest.mark.parametrize("half", ["\\ud83d", "\\uDE00", "\\ud83d\\ud83d\\ude00"])
+def test_half_a_character_is_refused_inside_a_long_text(chat: bool, half: str):
+    """Python's parser takes it, and engines break at it later, of which workers have the blame."""
+    body = json.dumps((said if chat else asked)("a" * 9_000)).replace("aaaa", "aa" + half, 1).encode()
+    assert json.loads(body)
+    with pytest.raises(RequestError, match="not a JSON object"):
+        parse_body(body, chat, CONFIG)
+
+
+@pytest.mark.parametrize("ascii_only", [True, False])
+@pytest.mark.parametrize("chat", [True, False])
+def test_whole_characters_are_taken_however_they_are_written(chat: bool, ascii_only: bool):
+    body = json.dumps((said if chat else asked)("😀 \ud7a3 " * 900), ensure_ascii=ascii_only).encode()
+    assert parse_body(body, chat, CONFIG).original == body
+
+
+SPOILT = [r"\x", "\n", "\0", r"\u12g"]
+
+
+@pytest.mark.parametrize("spoilt", SPOILT, ids=repr)
+def test_a_conversation_that_is_no_json_is_refused_where_its_text_is_counted(spoilt: str):
+    """An error of the parser was one of ours: 500."""
+    body = json.dumps(said("a" * 9_000)).replace("aaaa", "aa" + spoilt, 1).encode()
+    with pytest.raises(RequestError, match="messages: JSON is malformed"):
+        parse_body(body, True, msgspec.structs.replace(CONFIG, max_input_tokens=10))
+
+
+@pytest.mark.parametrize("model", ["", "theirs"], ids=["same-name", "other-name"])
+@pytest.mark.parametrize("prefill", [0, 1])
+@pytest.mark.parametrize("spoilt", SPOILT, ids=repr)
+def test_what_is_no_json_inside_a_long_text_is_refused_by_its_worker(spoilt: str, prefill: int, model: str):
+    """Also by one that knows the model under another name: it was 500 there."""
+
+    async def go(rig: Rig) -> None:
+        rows = tuple(msgspec.structs.replace(one.endpoint, model=model) for one in rig.context.table.workers.values())
+        rig.router.apply(Documents(RIG, Endpoints(fleet="f", namespace="n", workers=rows)))
+        body = json.dumps(asked("a" * 9_000)).replace("aaaa", "aa" + spoilt, 1).encode()
+        assert (await rig.post(body))[0] == 400
+        assert sum(len(worker.asked()) for worker in (*rig.prefill, *rig.decode)) == 1
+        assert not any(worker.seen for worker in (*rig.prefill, *rig.decode))
+        assert (await rig.post(asked("a" * 9_000)))[0] == 200
+        assert {one["model"] for worker in (*rig.prefill, *rig.decode) for one in worker.seen} == {model or "m"}
+
+    run(go, prefill=prefill)
 
 
 def test_roles_and_limits_are_checked_beside_a_long_text():

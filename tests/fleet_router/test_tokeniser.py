@@ -116,6 +116,21 @@ def test_a_template_without_end_stands_the_loop_once_and_shortly(folder: Path):
     assert made.render(short) == "a"
 
 
+def test_one_client_does_not_stop_the_counting_of_others(folder: Path):
+    """As DeepSeek's template has it: what all `system` messages say is joined at each of them. 40 KB of them cost too much, and
+    no conversation of as many bytes was rendered from then on."""
+    source = (
+        "{% set ns = namespace(said='') %}{% for message in messages %}{% if message['role'] == 'system' %}"
+        "{% set ns.said = ns.said + '\n\n' + message['content'] %}{% endif %}{% endfor %}{{ bos_token }}{{ ns.said }}"
+        "{% for message in messages %}{% if message['role'] == 'user' %}{{ '<|User|>' + message['content'] }}{% endif %}"
+        "{% endfor %}"
+    )
+    made = Tokeniser({"tokenizer.json": (folder / "tokenizer.json").read_text(), "chat_template.jinja": source})
+    with pytest.raises(UnreadableError, match="it comes to no end"):
+        made.render(json.dumps([{"role": "system", "content": "a" * 20}] * MESSAGES_MOST).encode())
+    assert made.render(json.dumps([{"role": "user", "content": "a" * 200_000}]).encode()).endswith("a" * 200_000)
+
+
 def test_the_longest_conversation_is_within_a_routers_bounds(folder: Path):
     """As Llama 3's template has it, each message of 60 characters."""
     source = (
