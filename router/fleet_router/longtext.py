@@ -27,6 +27,7 @@ BACKSLASHES_MOST: Final = 64
 INSTEAD: Final = secrets.token_hex(12).encode()
 """Stands for a text, so that the rest can be parsed; nobody else knows it."""
 PROMPT: Final = b'"prompt":'
+_ESCAPES: Final = b"\\"
 _ESCAPE: Final = b"\\u"
 _HALF: Final = b"\\ud"
 _HALF_CAPITAL: Final = b"\\uD"
@@ -66,10 +67,13 @@ def around(body: bytes, chat: bool) -> tuple[dict[str, msgspec.Raw], msgspec.Raw
 
 
 def _may_have_halves(body: bytes, cuts: list[tuple[int, int]]) -> bool:
-    """In one of these texts half a character (a surrogate) may stand by itself: a parser is to say."""
+    """In one of these texts half a character (a surrogate) may stand by itself: a parser is to say. The first look is by far the
+    quickest, and often enough."""
     for start, end in cuts:
-        if body.find(_ESCAPE, start, end) >= 0 and (
-            body.find(_HALF, start, end) >= 0 or body.find(_HALF_CAPITAL, start, end) >= 0
+        if (
+            body.find(_ESCAPES, start, end) >= 0
+            and body.find(_ESCAPE, start, end) >= 0
+            and (body.find(_HALF, start, end) >= 0 or body.find(_HALF_CAPITAL, start, end) >= 0)
         ):
             return True
     return False
