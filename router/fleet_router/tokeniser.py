@@ -16,8 +16,8 @@ from fleet_wire.template import ChatTemplate, NoTemplateError, Steps, TooMuchErr
 FETCH_TIMEOUT_S = 30.0
 MOST_BYTES = 128 * 1024 * 1024
 SAMPLE = "The quick brown fox jumps over 13 lazy dogs.\nIt's (almost) 42 o'clock: été, naïve, 東京. " * 30
-MESSAGES_MOST = 1_024
-"""Of a conversation that is rendered here, on the loop: some 10 us each by the templates in use."""
+MESSAGES_MOST = 512
+"""Of a conversation that is rendered here, on the loop: 10 to 35 us each by the templates in use."""
 STEPS = Steps(each=30_000, per_character=0)
 """All streams wait meanwhile: some 30 ms, and templates in use need ten a message. What costs more is the engine's to count."""
 FEW_MESSAGES = 4
