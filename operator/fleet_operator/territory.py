@@ -4,7 +4,8 @@ A claim is a Lease called `inferencefleet-owner` in the namespace, with the inst
 costs no renewal. Whoever makes it first owns the fleets there; another installation that was told the same namespace leaves
 them alone, says so, and looks again now and then. A claim goes when its namespace goes, when the namespace loses the label that
 selected it, or by hand when an installation is gone for good: `kubectl delete lease inferencefleet-owner -n NAMESPACE`. So its
-holder looks, too: a namespace that was deleted and made again may belong to somebody else by now.
+holder looks, too: a namespace that was deleted and made again may belong to somebody else by now. And labels are listed as often as
+claims are read, because a watch may lose an event.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from fleet_api.v1alpha1.fleet import DRAIN
 from fleet_operator.cluster.guarded import Send, Write
 from fleet_operator.cluster.interface import Cluster, ClusterError, ConflictError, ForbiddenError, NotFoundError, Object
 from fleet_operator.cluster.kinds import LEASE, NAMESPACE
+from fleet_operator.fleet_objects import later
 from fleet_operator.names import GROUP
 
 CLAIM: Final = "inferencefleet-owner"
@@ -93,6 +95,8 @@ class Territory:
         self._installation = installation
         self._selection = selection
         self._selected = set(selection.names)
+        self._told = "0"
+        """Version of the newest namespace that the watch has told of."""
         self._wanted: set[str] = set()
         self._owned: dict[str, None] = {}
         """Those whose claim was looked at longest ago first."""
@@ -158,6 +162,27 @@ class Territory:
         while True:
             await asyncio.sleep(RECHECK_S)
             await self.check_owned()
+            if self._selection.labels:
+                await self.audit_labels()
+
+    async def audit_labels(self) -> None:
+        """What the watch has not told: it may lose an event. A list that is older than what it told changes nothing."""
+        try:
+            listed = await self._cluster.versions(NAMESPACE, None, self._selection.labels)
+        except ClusterError as error:
+            LOG.warning("audit of namespaces: %s", error)
+            return
+        if later(self._told, listed.version):
+            return
+        there = {name for _, name in listed.versions}
+        gained, lost = there - self._selected, self._selected - there
+        if gained or lost:
+            LOG.info("audit of namespaces: the watch had not told of %d", len(gained) + len(lost))
+        for name in sorted(lost):
+            await self._unselect(name)
+        self._selected |= gained
+        if gained:
+            self._wake.set()
 
     async def check_owned(self) -> None:
         """Give up what is no longer ours, and claim anew what is nobody's. While nobody answers what we have stays ours."""
@@ -226,13 +251,22 @@ class Territory:
             if event.type == "SYNCED":
                 synced = True
                 await self._release_strays()
-            elif event.type == "DELETED":
-                self._selected.discard(event.object["metadata"]["name"])
-                await self._release(event.object["metadata"]["name"])
+                self._wake.set()
+                continue
+            meta = event.object["metadata"]
+            if later(version := str(meta.get("resourceVersion")), self._told):
+                self._told = version
+            if event.type == "DELETED":
+                await self._unselect(meta["name"])
             else:
-                self._selected.add(event.object["metadata"]["name"])
+                self._selected.add(meta["name"])
             if synced:
                 self._wake.set()
+
+    async def _unselect(self, namespace: str) -> None:
+        """It has not our labels any more, or is gone."""
+        self._selected.discard(namespace)
+        await self._release(namespace)
 
     async def _release_strays(self) -> None:
         """Claims of ours, from before we started, in namespaces that are no longer selected."""

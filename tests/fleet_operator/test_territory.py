@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
 from fleet_operator.cluster.guarded import GuardedCluster
-from fleet_operator.cluster.interface import CONFIG_MAP, ClusterError, ForbiddenError, NotFoundError, UnavailableError
+from fleet_operator.cluster.interface import (
+    CONFIG_MAP,
+    ClusterError,
+    ForbiddenError,
+    Listed,
+    NotFoundError,
+    UnavailableError,
+    WatchEvent,
+)
 from fleet_operator.cluster.kinds import LEASE
+from fleet_operator.cluster.kinds import NAMESPACE as NAMESPACE_KIND
 from fleet_operator.cluster.memory import MemoryCluster
 from fleet_operator.territory import CLAIM, NotOursError, Selection, Territory, parse_labels
 from tests.fleet_operator.world import NAMESPACE, World, play
@@ -120,6 +129,88 @@ def test_labels_hand_a_namespace_over():
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
+
+    played(scenario)
+
+
+class Deaf:
+    """A store whose watch of namespaces tells what is there, and then loses every event."""
+
+    def __init__(self, store: MemoryCluster) -> None:
+        self._store = store
+        self.listed: Listed | None = None
+        """What a list answers instead of the truth."""
+
+    def __getattr__(self, name: str):
+        return getattr(self._store, name)
+
+    async def watch(self, *where: object) -> AsyncIterator[WatchEvent]:
+        async for event in self._store.watch(*where):  # type: ignore[arg-type]
+            yield event
+            if event.type == "SYNCED":
+                await asyncio.get_running_loop().create_future()
+
+    async def versions(self, *where: object) -> Listed:
+        return self.listed or await self._store.versions(*where)  # type: ignore[arg-type]
+
+
+def test_a_label_whose_event_is_lost_is_seen_by_the_audit(monkeypatch: pytest.MonkeyPatch):
+    """A namespace that gained or lost our label was served, or left alone, until the watch was opened anew."""
+    monkeypatch.setattr("fleet_operator.territory.RECHECK_S", 0.02)
+
+    async def scenario(store: MemoryCluster) -> None:
+        for name, team in (("x", "a"), ("y", "b"), ("z", "a")):
+            await store.apply(namespace(name, team=team))
+        a = Territory(Deaf(store), store.writer("births"), "one/a", Selection((), {"team": "a"}))
+        for name in "xyz":
+            a.owns(name)
+        running = asyncio.create_task(a.run())
+        await until(lambda: [a.owns(name) for name in "xyz"] == [True, False, True])
+        await store.apply(namespace("y", team="a"))
+        await store.apply(namespace("x", team="b"))
+        await store.delete(NAMESPACE_KIND, None, "z")
+        await until(lambda: [a.owns(name) for name in "xyz"] == [False, True, False])
+        with pytest.raises(NotFoundError):
+            await store.get(LEASE, "x", CLAIM)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    played(scenario)
+
+
+def test_a_list_that_is_older_than_what_the_watch_told_changes_nothing():
+    async def scenario(store: MemoryCluster) -> None:
+        api = Deaf(store)
+        api.listed = await store.versions(NAMESPACE_KIND, None, {"team": "a"})
+        await store.apply(namespace("x", team="a"))
+        a = Territory(api, store.writer("births"), "one/a", Selection((), {"team": "a"}))
+        a.owns("x")
+        running = asyncio.create_task(a.run())
+        await until(lambda: a.owns("x"))
+        await a.audit_labels()
+        assert a.owns("x")
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    played(scenario)
+
+
+def test_while_nobody_lists_namespaces_what_was_selected_stays(caplog: pytest.LogCaptureFixture):
+    async def scenario(store: MemoryCluster) -> None:
+        class Mute(Deaf):
+            async def versions(self, *where: object) -> Listed:
+                raise UnavailableError("not now")
+
+        await store.apply(namespace("x", team="a"))
+        a = Territory(Mute(store), store.writer("births"), "one/a", Selection((), {"team": "a"}))
+        a.owns("x")
+        running = asyncio.create_task(a.run())
+        await until(lambda: a.owns("x"))
+        await a.audit_labels()
+        assert a.owns("x")
+        assert "audit of namespaces: not now" in caplog.text
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
 
     played(scenario)
 
