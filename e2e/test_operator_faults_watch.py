@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from e2e.faultproxy import machines
+from e2e.faultproxy import machines, selected
 from e2e.faultproxy.faults import EventFault
 from e2e.faultproxy.fixtures import FAMILY, Played
 from e2e.faultproxy.lab import Lab, fleet_manifest, path_of
@@ -35,6 +35,7 @@ from fleet_operator.cluster.interface import (
     SERVICE_ACCOUNT,
     Kind,
 )
+from fleet_operator.cluster.kinds import NAMESPACE
 
 pytestmark = FAMILY
 MISSED_S = 60.0
@@ -208,6 +209,18 @@ def nodes_dropped() -> Iterator[Row]:
     )  # fmt: skip
 
 
+def namespaces_dropped() -> Iterator[Row]:
+    """Of an operator that is told a label (`--namespace-selector`)."""
+    yield Row(
+        "dropped-Namespace-ADDED", drop(NAMESPACE, "ADDED", "MODIFIED"), selected.another_namespace, dropped(NAMESPACE, "ADDED"),
+        selected.serves_it, before=selected.by_label,
+    )  # fmt: skip
+    yield Row(
+        "dropped-Namespace-DELETED", drop(NAMESPACE, "DELETED", "MODIFIED"), selected.unmark, dropped(NAMESPACE, "DELETED"),
+        selected.let_go, before=selected.by_label,
+    )  # fmt: skip
+
+
 def lose_the_claims(lab: Lab) -> None:
     """A new worker's claims are held up by a quota, meanwhile their template is deleted."""
     claims = f"/apis/resource.k8s.io/v1/namespaces/{lab.namespace}/resourceclaims"
@@ -285,6 +298,7 @@ ROWS = {
     for row in (
         *children_dropped(),
         *nodes_dropped(),
+        *namespaces_dropped(),
         Row("unseen-ResourceClaimTemplate-DELETED", act_nothing, lose_the_claims, nobody_watches_claims, serving(1, 3),
             before=machines.add_devices, spec=machines.with_claims),
         Row("dropped-Pod-DELETED", drop(POD, "DELETED", "MODIFIED"), delete_a_decode_worker, dropped(POD, "DELETED"), whole,

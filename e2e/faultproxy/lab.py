@@ -103,12 +103,15 @@ class Lab:
     credentials: Path
     """Kubeconfig of the operator's service account, past the proxy."""
     lives: list[OperatorProcess] = field(default_factory=list)
+    selection: tuple[str, ...] = ()
+    """Flags that say which namespaces are its operator's; none: the lab's own, by name."""
 
     def start(self) -> OperatorProcess:
         """A new life of the operator."""
         log = self.plane.dir / f"operator-{self.namespace}-{len(self.lives)}.log"
         kubeconfig = self.proxy.kubeconfig(self.credentials)
-        argv = ["--kubeconfig", str(kubeconfig), "--namespace", self.namespace, "--drain-timeout", "1", "--health-port", "0"]
+        where = self.selection or ("--namespace", self.namespace)
+        argv = ["--kubeconfig", str(kubeconfig), *where, "--drain-timeout", "1", "--health-port", "0"]
         self.lives.append(self.nursery.start(argv, log))
         return self.lives[-1]
 
