@@ -86,7 +86,7 @@ def test_a_whole_life(plane: AuditedControlPlane, nodes: Path, run_helm: Helm, t
     assert "fromTheFuture" not in crd_text(plane)
     assert "TESTED" not in env_of(operator)
     fleet.wait_serving(1, 2)
-    assert worker_uids(fleet) == before, "neither upgrade nor rollback of the operator restarts a worker"
+    assert worker_uids(fleet) == before, "neither upgrade nor rollback of the operator restarts a worker or router"
     tokens_come_through_the_router(fleet)
 
     workers_are_told_of_adapters(fleet)
@@ -187,7 +187,7 @@ def service_ports(fleet: Fleet) -> list[int]:
 
 
 def an_upgrade_brings_its_crds(plane: AuditedControlPlane, run_helm: Helm, operator: OperatorPods, tmp_path: Path) -> None:
-    """A chart of tomorrow: one more field in the CRD, one more variable for the operator."""
+    """A chart of tomorrow: one more field in the CRD, one more variable for the operator, and routers of another image."""
     newer = tmp_path / "inferencefleet"
     shutil.copytree(CHART, newer)
     path = newer / "files/crds/inferencefleets.yaml"
@@ -195,7 +195,7 @@ def an_upgrade_brings_its_crds(plane: AuditedControlPlane, run_helm: Helm, opera
     spec = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
     spec["properties"]["fromTheFuture"] = {"type": "string"}
     path.write_text(yaml.safe_dump(crd))
-    more = {**VALUES, "extraEnv": [{"name": "TESTED", "value": "1"}]}
+    more = {**VALUES, "extraEnv": [{"name": "TESTED", "value": "1"}], "routerImage": {"tag": "9.9.9"}}
     run_helm("upgrade", RELEASE, str(newer), "--wait", "--timeout", "90s", values=more)
     assert "fromTheFuture" in crd_text(plane)
     assert env_of(operator)["TESTED"] == "1"

@@ -1,6 +1,6 @@
 """O20: the operator and its CRDs are upgraded and downgraded in mid-rollout. Stage one: what the other version makes looks
-different, so it is another version. Stage two: no worker was deleted or restarted by the change, a lost one comes back as its own
-revision's operator made it, and the rollout ends under either."""
+different, so it is another version. Stage two: no worker or router was deleted or restarted by the change, a lost worker comes back
+as its own revision's operator made it, and the rollout ends under either; routers are another version's when the fleet asks."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ import pytest
 from e2e.faultproxy.fixtures import FAMILY, Played
 from e2e.faultproxy.lab import Lab, fleet_manifest, path_of
 from e2e.faultproxy.tomorrow import MARK, ROOT, Version, tomorrow
-from fleet_operator.cluster.interface import POD
+from fleet_operator.cluster.interface import FLEET, POD
+from fleet_operator.render.kept_router import ROUTERS_RENEWED_AT
+from fleet_operator.settings import Platform
 
 pytestmark = FAMILY
+ROUTER = Platform().router_image
 CRD = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/inferencefleets.inferencefleet.io"
 
 
@@ -71,6 +74,19 @@ def plain(pod: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in pod["spec"].items() if key != "nodeName"}
 
 
+def routers_of_tomorrow_when_asked(lab: Lab) -> None:
+    """Stage one for routers: tomorrow's are another image, and a worker's rollout did not bring it."""
+    assert router_images(lab) == {ROUTER}
+    lab.admin.merge(path_of(FLEET, lab.namespace, "f"), {"metadata": {"annotations": {ROUTERS_RENEWED_AT: "now"}}})
+    lab.until("routers of tomorrow", lambda: router_images(lab) == {ROUTER.replace("0.1.0", "0.2.0")} and rolled_out(lab), 60)
+    lab.at_rest()
+
+
+def router_images(lab: Lab) -> set[str]:
+    pods = [pod for pod in lab.pods("router") if "deletionTimestamp" not in pod["metadata"]]
+    return {pod["spec"]["containers"][0]["image"] for pod in pods}
+
+
 def install(lab: Lab, crds: Path) -> None:
     lab.plane.kubectl("apply", "--server-side", "--force-conflicts", "-f", str(crds))
 
@@ -94,6 +110,7 @@ def there_and_back(lab: Lab) -> None:
             image(lab, "example.com/worker:b")
             lab.until("rolled out by tomorrow's operator", lambda: rolled_out(lab), 60)
             assert all(map(is_of_tomorrow, workers(lab).values())), "stage one: it is another version"
+            routers_of_tomorrow_when_asked(lab)
             half_way(lab, "example.com/other:broken")
             change(lab, today)
             assert not knows_tomorrow(lab)

@@ -1,4 +1,4 @@
-"""An operator of tomorrow: today's source with another default image, other worker pods, one more field of the API, and its CRDs.
+"""An operator of tomorrow: today's source with other default images, other pods of workers and routers, one more field of the API, and its CRDs.
 
 What differs is a row of a table; a row that no longer finds its text says so.
 """
@@ -23,6 +23,8 @@ MARK = "OF_TOMORROW"
 ENGINE = 'class EngineSpec(ApiModel):\n    """The inference engine of every worker of the fleet."""\n'
 EDITS = (
     ("fleet_operator/settings.py", '"inferencefleet/worker:0.1.0"', '"inferencefleet/worker:0.2.0"'),
+    ("fleet_operator/settings.py", '"inferencefleet/router:0.1.0"', '"inferencefleet/router:0.2.0"'),
+    ("fleet_operator/render/fleet.py", "ROUTER_LIVENESS_FAILURES = 10", "ROUTER_LIVENESS_FAILURES = 12"),
     ("fleet_operator/render/worker.py", '{"name": "HOME",', f'{{"name": "{MARK}", "value": "1"}}, {{"name": "HOME",'),
     ("fleet_operator/render/worker.py", "GRACE_SLACK_S = 15", "GRACE_SLACK_S = 20"),
     ("fleet_operator/render/worker.py", 'failures=10)', 'failures=12)'),

@@ -131,7 +131,7 @@ class Applier:
             await self._deletions(work, routers_told)
             return
         stored = await self._revisions(work, templates)
-        for wish in render_router(work.fleet, work.raw, self._platform):
+        for wish in render_router(work.fleet, work.raw, self._platform, work.live):
             await self._put(wish, work)
         await self._policy(work)
         await self._group_names(work)

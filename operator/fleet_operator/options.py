@@ -134,6 +134,7 @@ def _platform(given: argparse.Namespace) -> Platform:
     return Platform(
         worker_image=given.worker_image or defaults.worker_image,
         router_image=given.router_image or defaults.router_image,
+        renew_routers=given.renew_routers,
         operator_namespace=own_namespace(),
         drain_most_s=given.drain_timeout or defaults.drain_most_s,
         sick_taints=(*defaults.sick_taints, *given.sick_taint),
@@ -146,7 +147,8 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--kubeconfig", type=Path, help="credentials; default: the pod's service account")
     add("--worker-image", help="image of workers whose spec names none")
-    add("--router-image", help="image of routers")
+    add("--router-image", help="image of routers that are made from now on")
+    add("--renew-routers", action="store_true", help="make those that are there anew, too, one by one, as this version does")
     add("--drain-timeout", type=float, help="most seconds that any worker may take to drain; default: an hour")
     add("--sick-taint", action="append", default=[], metavar="KEY",
         help="taint of nodes whose devices fail, besides those known; repeatable")  # fmt: skip

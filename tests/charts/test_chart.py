@@ -136,6 +136,7 @@ EFFECTS: dict[str, Any] = {
     "routerImage.repository": "r/r",
     "routerImage.tag": "v9",
     "routerImage.digest": DIGEST,
+    "renewRouters": True,
     "imagePullSecrets": [{"name": "s"}],
     "drainTimeoutSeconds": 31,
     "sickTaints": ["example.com/broken"],

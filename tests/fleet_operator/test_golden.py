@@ -16,6 +16,7 @@ from fleet_operator.cluster.kinds import POD_GROUP_KINDS
 from fleet_operator.cluster.memory import MemoryCluster
 from fleet_operator.names import APPLIED
 from fleet_operator.reconciler import CHILDREN
+from fleet_operator.render.kept_router import ROUTER_MADE
 from tests.fleet_api.bad_manifests import WHOLE_TEMPLATE
 from tests.fleet_operator.world import NAMESPACE, World, manifest
 
@@ -157,6 +158,7 @@ def _as_sent(obj: dict[str, Any]) -> dict[str, Any]:
     for name in GENERATED:
         sent["metadata"].pop(name, None)
     sent["metadata"].get("annotations", {}).pop(APPLIED, None)  # a hash of the rest
+    sent["metadata"].get("annotations", {}).pop(ROUTER_MADE, None)  # the Deployment's template once more
     if sent["kind"] == "Pod":
         del sent["spec"]["nodeName"]  # the scheduler's
     return sent

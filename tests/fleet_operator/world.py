@@ -99,13 +99,14 @@ class World:
         self.user = self.store.writer("somebody-else")
         self.api = Api(self.store)
         self.load: dict[str, TierTelemetry] = {}
+        self.platform = Platform()
         self.operator = self.new_operator()
 
     def new_operator(self) -> Reconciler:
         """As after a restart: nothing is remembered."""
         self._seen: dict[tuple[str, str, str], dict[str, Any]] = {}
         return Reconciler(
-            self.api, Platform(), self, namespace=NAMESPACE, now=lambda: self.now, monotonic=lambda: self.now - self.set_s,
+            self.api, self.platform, self, namespace=NAMESPACE, now=lambda: self.now, monotonic=lambda: self.now - self.set_s,
             flips=self.flips,
         )  # fmt: skip
 

@@ -232,7 +232,7 @@ def _restart(options: argparse.Namespace) -> int:
 
     def change(fleet: Object) -> tuple[Object, str]:
         fleet["metadata"].setdefault("annotations", {})[RESTARTED_AT] = now
-        return fleet, f"fleet {options.name}: every worker is replaced, as one rollout"
+        return fleet, f"fleet {options.name}: every worker is replaced, as one rollout; routers follow the operator's version"
 
     _open(options).change(options.name, change)
     return EXIT_OK

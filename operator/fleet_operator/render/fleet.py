@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from fleet_api.v1alpha1 import InferenceFleet, SloClassSpec, TenantsSpec
 from fleet_api.v1alpha1.routing import CascadeSpec, ExplainSpec, RoutingSpec, TierRuleSpec, TracesSpec
@@ -22,6 +23,7 @@ from fleet_operator.names import (
     router_name,
 )
 from fleet_operator.older import older, served_name
+from fleet_operator.render.kept_router import ROUTER_MADE, asked_of, template_and_note
 from fleet_operator.render.network import PORTS, port_of
 from fleet_operator.render.port import add_port, requests, routers_of
 from fleet_operator.render.template import security
@@ -193,8 +195,10 @@ def _tier_rule(rule: TierRuleSpec) -> TierRule:
     )
 
 
-def render_router(fleet: InferenceFleet, owner: Object, platform: Platform) -> list[Object]:
-    """Rights, Service and Deployment of the router."""
+def render_router(
+    fleet: InferenceFleet, owner: Object, platform: Platform, live: Mapping[tuple[str, str], Object] = MappingProxyType({})
+) -> list[Object]:
+    """Rights, Service and Deployment of the router. `live`: (kind, name) → object; pods of a Deployment there stay as they are."""
     name, selector = router_name(fleet.metadata.name), {FLEET: fleet.metadata.name, ROLE: ROUTER_ROLE}
     account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": _meta(fleet, owner)}
     role = {
@@ -220,7 +224,7 @@ def render_router(fleet: InferenceFleet, owner: Object, platform: Platform) -> l
             "ports": _service_ports(fleet.spec.routing),
         },
     }
-    return [account, role, binding, service, _deployment(fleet, owner, platform, selector)]
+    return [account, role, binding, service, _deployment(fleet, owner, platform, selector, live.get(("Deployment", name)))]
 
 
 def _service_ports(routing: RoutingSpec) -> list[Object]:
@@ -263,19 +267,23 @@ def _meta(fleet: InferenceFleet, owner: Object) -> Object:
     }
 
 
-def _deployment(fleet: InferenceFleet, owner: Object, platform: Platform, selector: dict[str, str]) -> Object:
+def _deployment(
+    fleet: InferenceFleet, owner: Object, platform: Platform, selector: dict[str, str], found: Object | None
+) -> Object:
+    def template() -> Object:
+        marks = {"labels": labels(fleet.metadata.name, **{ROLE: ROUTER_ROLE})}
+        return {"metadata": marks, "spec": _router_pod(fleet, platform)}
+
+    kept, note = template_and_note(None if platform.renew_routers else found, asked_of(fleet), template)
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
-        "metadata": _meta(fleet, owner),
+        "metadata": {**_meta(fleet, owner), "annotations": {ROUTER_MADE: note}},
         "spec": {
             "replicas": fleet.spec.routing.replicas,
             "selector": {"matchLabels": selector},
             "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
-            "template": {
-                "metadata": {"labels": labels(fleet.metadata.name, **{ROLE: ROUTER_ROLE})},
-                "spec": _router_pod(fleet, platform),
-            },
+            "template": kept,
         },
     }
 

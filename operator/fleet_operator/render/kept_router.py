@@ -1,0 +1,72 @@
+"""Routers stay as they were made: another version of the operator, or another default image, restarts none of them.
+
+What a fleet's router pods are made from is kept on their Deployment, with a digest of what the user had written about routers by
+then. While that is the same the kept template is wished for, whatever this version would make; somebody's edit of the Deployment
+is still undone. What a user changes about routers makes them anew, because a field may be newer than the image that runs.
+
+Around them everything is this version's: documents, Service, rights. Routers of before have to get on with it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Final
+
+import msgspec
+
+from fleet_api.v1alpha1 import InferenceFleet
+from fleet_operator.cluster.interface import Object
+from fleet_operator.names import GROUP
+from fleet_operator.render.revision import RESTARTED_AT
+
+ROUTER_MADE: Final = f"{GROUP}/router-made"
+"""On the Deployment: the template of its pods as somebody's version made it. Without it they are made anew."""
+ROUTERS_RENEWED_AT: Final = f"{GROUP}/routers-renewed-at"
+"""Annotation of a fleet: with another value its routers are made anew, and its workers stay."""
+ROUTER_PARTS: Final = ("routing", "limits", "tenants", "classes", "slo", "telemetry")
+"""Parts of a fleet's spec that its routers act on, as arguments or documents. Adapters are no part of it: they come and go."""
+NOT_OF_ROUTERS: Final = {"routing": {"replicas"}, "slo": {"itl"}, "telemetry": {"interval", "prometheus"}}
+"""Their number, and what the operator alone does."""
+_DUMPED: Final = {
+    **dict.fromkeys(ROUTER_PARTS, True),
+    "rollout": {"drain_timeout"},
+    "tiers": {"__all__": {"kv_transfer": {"lease_duration"}}},
+}
+"""With what decides how long a router may take to end."""
+
+
+class _Made(msgspec.Struct, frozen=True):
+    asked: str
+    """Digest of what the user wrote."""
+    seal: str
+    """Digest of the template: a note that somebody edited is none."""
+    template: Object
+
+
+def asked_of(fleet: InferenceFleet) -> str:
+    """Digest of what the user wrote about routers; what equals its default is left out, so fields of a newer version are, too."""
+    spec = fleet.spec.model_dump(mode="json", by_alias=True, include=_DUMPED, exclude_defaults=True)
+    for part, names in NOT_OF_ROUTERS.items():
+        spec[part] = {key: value for key, value in spec.get(part, {}).items() if key not in names}
+    leases = {tier["kvTransfer"]["leaseDuration"] for tier in spec.pop("tiers") if tier.get("kvTransfer")}
+    notes = [fleet.metadata.annotations.get(key, "") for key in (RESTARTED_AT, ROUTERS_RENEWED_AT)]
+    return _digest([{part: value for part, value in spec.items() if value}, sorted(leases), notes])
+
+
+def template_and_note(found: Object | None, asked: str, make: Callable[[], Object]) -> tuple[Object, str]:
+    """The template that the routers of this Deployment were made from, else a new one, and what the Deployment is to remember."""
+    notes = found["metadata"].get("annotations") or {} if found is not None else {}
+    note = notes.get(ROUTER_MADE, "")
+    with suppress(msgspec.DecodeError):
+        made = msgspec.json.decode(note, type=_Made)
+        if made.asked == asked and made.seal == _digest(made.template):
+            return made.template, note
+    template = make()
+    return template, msgspec.json.encode(_Made(asked, _digest(template), template)).decode()
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
