@@ -1,6 +1,7 @@
 """O20: the operator and its CRDs are upgraded and downgraded in mid-rollout. Stage one: what the other version makes looks
-different, so it is another version. Stage two: no worker or router was deleted or restarted by the change, a lost worker comes back
-as its own revision's operator made it, and the rollout ends under either; routers are another version's when the fleet asks."""
+different, so it is another version. Stage two: no worker or router was deleted or restarted by the change, a lost worker is
+made again as its own revision's operator made it, and the rollout ends under either; routers are another version's when the
+fleet asks."""
 
 from __future__ import annotations
 

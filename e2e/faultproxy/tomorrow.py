@@ -1,4 +1,5 @@
-"""An operator of tomorrow: today's source with other default images, other pods of workers and routers, one more field of the API, and its CRDs.
+"""An operator of tomorrow: today's source with other default images, other pods of workers and routers, one more field of the
+API, and its CRDs.
 
 What differs is a row of a table; a row that no longer finds its text says so.
 """

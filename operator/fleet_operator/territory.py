@@ -4,8 +4,8 @@ A claim is a Lease called `inferencefleet-owner` in the namespace, with the inst
 costs no renewal. Whoever makes it first owns the fleets there; another installation that was told the same namespace leaves
 them alone, says so, and looks again now and then. A claim goes when its namespace goes, when the namespace loses the label that
 selected it, or by hand when an installation is gone for good: `kubectl delete lease inferencefleet-owner -n NAMESPACE`. So its
-holder looks, too: a namespace that was deleted and made again may belong to somebody else by now. And labels are listed as often as
-claims are read, because a watch may lose an event.
+holder looks, too: a namespace that was deleted and made again may belong to somebody else by now. And labels are listed as
+often as claims are read, because a watch may lose an event.
 """
 
 from __future__ import annotations

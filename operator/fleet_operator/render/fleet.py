@@ -198,7 +198,7 @@ def _tier_rule(rule: TierRuleSpec) -> TierRule:
 def render_router(
     fleet: InferenceFleet, owner: Object, platform: Platform, live: Mapping[tuple[str, str], Object] = MappingProxyType({})
 ) -> list[Object]:
-    """Rights, Service and Deployment of the router. `live`: (kind, name) → object; pods of a Deployment there stay as they are."""
+    """Rights, Service and Deployment of the router. `live`: (kind, name) → object; pods of the one there stay as they are."""
     name, selector = router_name(fleet.metadata.name), {FLEET: fleet.metadata.name, ROLE: ROUTER_ROLE}
     account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": _meta(fleet, owner)}
     role = {

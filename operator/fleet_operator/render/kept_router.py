@@ -13,7 +13,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -30,7 +30,7 @@ ROUTER_PARTS: Final = ("routing", "limits", "tenants", "classes", "slo", "teleme
 """Parts of a fleet's spec that its routers act on, as arguments or documents. Adapters are no part of it: they come and go."""
 NOT_OF_ROUTERS: Final = {"routing": {"replicas"}, "slo": {"itl"}, "telemetry": {"interval", "prometheus"}}
 """Their number, and what the operator alone does."""
-_DUMPED: Final = {
+_DUMPED: Final[Any] = {
     **dict.fromkeys(ROUTER_PARTS, True),
     "rollout": {"drain_timeout"},
     "tiers": {"__all__": {"kv_transfer": {"lease_duration"}}},
