@@ -72,7 +72,7 @@ e2e-loop: setup kube clients kueue lws sched-plugins volcano sim ## e2e without 
 	$(RUN) pytest e2e -m "not vllm and not kind"
 
 # What issue 4 asks for and no fault is about: its own processes, a real scheduler, the API server's own judgement.
-OPERATOR_E2E := churn rollout flip gang delete zero admission adapters prefetch transport router_kv_moves dra pod_shape gang_scheduling \
+OPERATOR_E2E := churn rollout canary flip gang delete zero admission adapters prefetch transport router_kv_moves dra pod_shape gang_scheduling \
   versions prometheus
 
 e2e-operator: setup kube kwok ## faults between operator and API server, bad input, other hands, churn, rollouts, flips, gangs, RDMA's form and proof, adapters, webhooks, versions (FLEET_FAULT_SEED=n repeats a run)

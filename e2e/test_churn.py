@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -85,17 +86,14 @@ def recording(fleet: Fleet) -> Iterator[Recorder]:
 
 
 @contextmanager
-def load(fleet: Fleet, requests: list[Request]) -> Iterator[Ledger]:
+def load(fleet: Fleet, requests: list[Request], *, apart: bool = False) -> Iterator[Ledger]:
     """The same requests again and again while the block runs, each to a router that does not leave: what a Service does. A router
-    goes on for 5 s after it began to leave, so that a client that has just looked never meets a closed port."""
+    goes on for 5 s after it began to leave, so that a client that has just looked never meets a closed port. `apart`: no two users
+    send the same."""
     ledger, stop = Ledger(), threading.Event()
 
-    def until_stopped() -> Iterator[Request]:
-        while True:
-            yield from requests
-
     def user(number: int) -> None:
-        part = iter(until_stopped())
+        part = cycle(requests[number::CLIENTS] if apart else requests)
         while not stop.is_set():
             routers = [
                 pod for pod in fleet.plane.get(f"/api/v1/namespaces/{fleet.namespace}/pods?{ROUTERS}")["items"] if ready(pod)
