@@ -1,5 +1,5 @@
-"""A canary is judged by what it costs its clients: one whose workers are slow goes back, by direct telemetry and by Prometheus, and
-what reaches its workers is its share."""
+"""A canary is judged by what it costs its clients: one whose workers are slow goes back, by direct telemetry and by Prometheus,
+and what reaches its workers is its share."""
 
 from __future__ import annotations
 

@@ -88,8 +88,8 @@ def recording(fleet: Fleet) -> Iterator[Recorder]:
 @contextmanager
 def load(fleet: Fleet, requests: list[Request], *, apart: bool = False) -> Iterator[Ledger]:
     """The same requests again and again while the block runs, each to a router that does not leave: what a Service does. A router
-    goes on for 5 s after it began to leave, so that a client that has just looked never meets a closed port. `apart`: no two users
-    send the same."""
+    goes on for 5 s after it began to leave, so that a client that has just looked never meets a closed port. `apart`: no two
+    users send the same."""
     ledger, stop = Ledger(), threading.Event()
 
     def user(number: int) -> None:
