@@ -17,18 +17,20 @@ from typing import Any
 
 import pytest
 
-from e2e.faultproxy.lab import Admin
+from e2e.faultproxy.lab import Admin, path_of
 from e2e.fleet import Fleet
 from e2e.kube.nodes import NODES
 from e2e.test_operator_faults_scale import crowded
 from e2e.test_traffic import single_process_answers, wish
 from e2e.traffic import Ledger, Request, read_trace, send
+from fleet_operator.cluster.interface import POOL
 from fleet_wire.endpoints import ENDPOINTS_KEY
 
 CLIENTS = 4
 LOW, HIGH = 1 / 3, 1.0
 ROUTERS_FIRST_S = 1.0
-"""From a worker's deletion to the document in which it takes no more requests, on a machine of one's own."""
+"""From a worker's deletion, or from the smaller size, to the document in which it takes no more requests, on a machine of one's
+own."""
 ROUTERS = "labelSelector=inferencefleet.io/role%3Drouter"
 
 pytestmark = [pytest.mark.timeout(800)]
@@ -135,6 +137,16 @@ def delete(fleet: Fleet, pod: str) -> float:
     return begun
 
 
+def scale(fleet: Fleet, pool: str, replicas: int) -> float:
+    """`kubectl scale`, without kubectl's own time; when it was asked for."""
+    admin, begun = Admin(fleet.plane), time.time()
+    try:
+        admin.merge(path_of(POOL, fleet.namespace, pool), {"spec": {"replicas": replicas}})
+    finally:
+        admin.close()
+    return begun
+
+
 def workers(fleet: Fleet) -> dict[str, dict[str, Any]]:
     return {pod["metadata"]["uid"]: pod for role in ("prefill", "decode") for pod in fleet.pods(role)}
 
@@ -168,6 +180,35 @@ def settled(fleet: Fleet, gone: set[str], size: tuple[int, int]) -> bool:
     return gone.isdisjoint(workers(fleet)) and fleet.serving() == size and fleet.condition("RollingOut")["reason"] == "Complete"
 
 
+def pool_of(fleet: Fleet, role: str) -> str:
+    return next(
+        p["metadata"]["name"] for p in fleet.objects("workerpools") if p["spec"]["role"] == role and p["spec"]["replicas"]
+    )
+
+
+def replaced_by_scaling(fleet: Fleet) -> dict[tuple[str, str], float]:
+    """Every worker is replaced by scaling alone: the tier grows to twice its size, and the old ones are the cheapest when it
+    shrinks. While it is large a prefill worker is deleted by hand. Who left, how, and since when."""
+    say("scaling")
+    old, names = (
+        set(workers(fleet)),
+        {role: [pod["metadata"]["name"] for pod in fleet.pods(role)] for role in ("prefill", "decode")},
+    )
+    fleet.kubectl("annotate", "pods", *names["prefill"], *names["decode"], "controller.kubernetes.io/pod-deletion-cost=-1")
+    decode, prefill = pool_of(fleet, "decode"), pool_of(fleet, "prefill")
+    fleet.kubectl("scale", "workerpool", decode, "--replicas=4")
+    fleet.wait("the other role followed", lambda: fleet.serving() == (2, 4), 60)
+    victim = next(pod["metadata"] for pod in fleet.pods("prefill") if pod["metadata"]["name"] not in names["prefill"])
+    left = {("a prefill worker deleted by hand", victim["name"]): delete(fleet, victim["name"])}
+    fleet.wait("put back", lambda: settled(fleet, {victim["uid"]}, (2, 4)), 60)
+    for pool, role, size in ((decode, "decode", 2), (prefill, "prefill", 1)):
+        begun = scale(fleet, pool, size)
+        left |= {("scaled down", name): begun for name in names[role]}
+        fleet.wait("shrunk", lambda at=role == "decode", size=size: fleet.serving()[at] == size, 60)
+    fleet.wait("every worker replaced by scaling", lambda: settled(fleet, old, (1, 2)), 60)
+    return left
+
+
 def test_full_churn_under_load_loses_nothing(fleet: Fleet, gpu_nodes: Path, tmp_path: Path):
     requests = read_trace()[:60]
     expected = single_process_answers(requests, tmp_path)
@@ -190,21 +231,15 @@ def test_full_churn_under_load_loses_nothing(fleet: Fleet, gpu_nodes: Path, tmp_
             drain(fleet, node)
         assert before.isdisjoint(everybody(fleet)), "drains replaced every pod, routers included"
 
-        say("scaling")
-        pools = [p for p in fleet.objects("workerpools") if p["spec"]["role"] == "decode" and p["spec"]["replicas"]]
-        pool = pools[0]["metadata"]["name"]
-        fleet.kubectl("scale", "workerpool", pool, "--replicas=4")
-        fleet.wait("the other role followed", lambda: fleet.serving() == (2, 4), 60)
-        fleet.kubectl("scale", "workerpool", pool, "--replicas=2")
-        fleet.wait("shrunk", lambda: fleet.serving()[1] == 2, 60)
+        left = replaced_by_scaling(fleet)
 
         say("a pod deleted by hand")
         victim = next(pod["metadata"] for pod in fleet.pods("decode") if ready(pod))  # the others still drain from shrinking
-        deleted = delete(fleet, victim["name"])
+        left["a decode worker deleted by hand", victim["name"]] = delete(fleet, victim["name"])
         fleet.wait("put back", lambda: settled(fleet, {victim["uid"]}, fleet.desired()), 60)
         fleet.wait("each request at least once", lambda: len(ledger.tokens) == len(requests))  # a crowded machine is slow
 
-    left_s = recorder.left(victim["name"], deleted)
+    left_s = {" ".join(who): recorder.left(who[1], since) for who, since in left.items()}
     counts = {
         "requests": len(ledger.tokens),
         "rounds": ledger.rounds,
@@ -213,8 +248,9 @@ def test_full_churn_under_load_loses_nothing(fleet: Fleet, gpu_nodes: Path, tmp_
         "slow": slow,
     }
     print(json.dumps(counts))
-    assert left_s is not None
-    assert left_s <= ROUTERS_FIRST_S * slow, "routers were told late that a worker goes"
+    for who, seconds in left_s.items():
+        assert seconds is not None, who
+        assert seconds <= ROUTERS_FIRST_S * slow, f"routers were told late: {who}"
     assert ledger.errors == {}, said_by_routers(gpu_nodes)
     restarts = [container["restartCount"] for pod in fleet.pods("router") for container in pod["status"]["containerStatuses"]]
     assert set(restarts) == {0}, said_by_routers(gpu_nodes)

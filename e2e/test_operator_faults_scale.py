@@ -27,6 +27,7 @@ from fleet_operator.cluster.kube import KubeCluster
 FLEETS = int(os.environ.get("FLEET_O15_FLEETS", "1000"))
 EVERY = 10
 READY_S, RSS_MB, PASS_S, REQUESTS_PER_S = 120.0, 500.0, 2.0, 50.0
+CROWDED_MOST = 2.0
 BUCKET = 'fleet_operator_reconcile_seconds_bucket{le="'
 
 pytestmark = pytest.mark.timeout(3_000)
@@ -47,11 +48,12 @@ class Life:
 
 
 def crowded() -> float:
-    """How much longer everything takes because others use this machine, too: wall time over CPU time of some work; at least 1."""
+    """How much longer everything takes because others use this machine, too: wall time over CPU time of some work; 1 to 2. On a
+    machine that is busier than that the figures say nothing."""
     wall, cpu = time.perf_counter(), time.thread_time()
     while time.thread_time() - cpu < 0.3:
         pass
-    return max(1.0, (time.perf_counter() - wall) / (time.thread_time() - cpu))
+    return min(CROWDED_MOST, max(1.0, (time.perf_counter() - wall) / (time.thread_time() - cpu)))
 
 
 def start(plane: KwokPlane, kubeconfig: Any) -> Life:
