@@ -19,7 +19,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # In a recipe: the router of this checkout as images have it, compiled once per change of its sources.
 COMPILED_ROUTER = compiled=$$($(RUN) python router/compile.py) || [ $$? = 1 ]; export PYTHONPATH=$$compiled
 
-.PHONY: help setup up test lint unit compiled conformance smoke e2e e2e-loop e2e-operator e2e-router e2e-router-full e2e-clients e2e-vllm e2e-helm e2e-kind e2e-kind-smoke e2e-kueue e2e-lws e2e-cosched e2e-volcano helm kube kwok kueue lws sched-plugins volcano sim vllm clients crds chart images kind-images bench-kv bench-router bench-routing bench-admission bench-many bench-operator bench-decision bench-choose clean
+.PHONY: help setup up test lint unit compiled conformance smoke e2e e2e-loop e2e-operator e2e-operator-full e2e-worker e2e-router e2e-router-full e2e-clients e2e-vllm e2e-helm e2e-kind e2e-kind-smoke e2e-kueue e2e-lws e2e-cosched e2e-volcano helm kube kwok kueue lws sched-plugins volcano sim vllm clients crds chart images kind-images bench-kv bench-router bench-routing bench-admission bench-many bench-operator bench-decision bench-choose clean
 
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -77,6 +77,16 @@ OPERATOR_E2E := churn rollout canary flip gang delete zero admission adapters pr
 
 e2e-operator: setup kube kwok ## faults between operator and API server, bad input, other hands, churn, rollouts, flips, gangs, RDMA's form and proof, adapters, webhooks, versions (FLEET_FAULT_SEED=n repeats a run)
 	$(RUN) pytest e2e/test_operators.py e2e/test_operator_*.py $(foreach name,$(OPERATOR_E2E),e2e/test_$(name).py)
+
+# O7 is the one row that is shorter by default: O15 has all of its 1,000 fleets, O9 its 500, O8 its 60 s.
+e2e-operator-full: setup kube ## its row that is shorter there, in full: the API server dead for five minutes
+	FLEET_O7_S=300 $(RUN) pytest e2e/test_operator_faults_outage.py
+
+# The K family is tests/conformance; the others have real workers with an engine, alone or in a fleet.
+WORKER_E2E := traffic adapters prefetch transport flip bad_input prefix_index router_resume
+
+e2e-worker: setup kube ## real workers: the engine conformance suite, traffic of a trace, adapters, prefetching, transport, flips, bad input, resumed streams
+	$(RUN) pytest tests/conformance $(foreach name,$(WORKER_E2E),e2e/test_$(name).py) -m "not vllm"
 
 e2e-router: setup kube kwok clients sim ## faults of workers, network and discovery, overload, bad input at the router (FLEET_LOOP_REQUESTS=10000 for the full loop)
 	@$(COMPILED_ROUTER); $(RUN) pytest e2e/test_router_*.py e2e/test_prefix_index.py -m "not vllm"

@@ -174,8 +174,12 @@ def names_it(lab: Lab, cause: str) -> bool:
 
 
 def happened(lab: Lab, row: Bad, mark: int) -> None:
-    met = [request for request in lab.proxy.ledger.requests[mark:] if request.fault]
-    assert met or row.latency_s, "the fault met no request"
+    met = [
+        request
+        for request in lab.proxy.ledger.requests[mark:]
+        if (request.held_s == row.latency_s if row.latency_s else request.fault)
+    ]
+    assert met, "the fault met no request"
 
 
 def few(row: Bad, tried: list[Request]) -> None:

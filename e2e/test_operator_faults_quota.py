@@ -1,6 +1,7 @@
-"""A real ResourceQuota that refuses workers, or nodes without room for them. Stage one: the API server refused one, or the
-scheduler found no node, in their own words. Stage two: the sizes back out to what there is room for, no role is stranded over
-the ratio in any state, the condition names what is missing, and what was asked for is had when there is room again."""
+"""A real ResourceQuota that refuses workers, nodes without room for them, or a fleet's own budget. Stage one: the API server
+refused one, or the scheduler found no node, in their own words. Stage two: the sizes back out to what there is room for, no role
+is stranded over the ratio in any state, the condition names what is missing, and what was asked for is had when there is room
+again."""
 
 from __future__ import annotations
 
@@ -105,7 +106,43 @@ def play_nodes(lab: Lab) -> str:
     return f"nodes: {inside(lab, since)} documents, full {took_s:.1f} s after there was room"
 
 
-PLAYS = {**{row: partial(play, row=row) for row in QUOTAS}, "nodes": play_nodes}
+def play_budget(lab: Lab) -> str:
+    """Nobody refuses anything: the fleet's own budget pays for no more."""
+
+    def paid(gpus: int | None) -> None:
+        ratio = {"prefill": 1, "decode": 2, "min": "1:4", "max": "1:1"}
+        budget = {"budget": {"gpus": gpus}} if gpus is not None else {}
+        tier = {"name": "t", "accelerator": {"type": "h100-sxm"}, "ratio": ratio}
+        lab.apply(fleet_manifest(lab.namespace, tiers=[tier], scaling={"mode": "manual", **budget}))
+
+    paid(sum(HELD))
+    lab.start()
+    lab.until("a running fleet", lambda: lab.serving(1, 2), 60)
+    since = history.mark(lab)
+    lab.scale("decode", FULL[1])
+    lab.until("what the budget pays for", lambda: lab.serving(*HELD))
+    lab.until("told", lambda: lab.condition("CapacityLimited")["status"] == "True")
+    said = lab.condition("CapacityLimited")
+    wanted = f"{FULL[0]} prefill and {FULL[1]} decode workers need {sum(FULL)} devices, scaling.budget.gpus leaves {sum(HELD)}"
+    assert said["reason"] == "BackedOut"
+    assert wanted in said["message"], said
+    lab.at_rest()
+    lab.honest()
+    paid(sum(HELD) + 2)
+    lab.until("grown into it", lambda: lab.serving(2, 6))
+    paid(None)
+    took_s = lab.until("what was asked for", lambda: lab.serving(*FULL))
+    lab.until("no limit is told", lambda: lab.condition("CapacityLimited")["status"] == "False")
+    assert not refused(lab)
+    return f"budget: {inside(lab, since)} documents, full {took_s:.1f} s after it was gone"
+
+
+PLAYS = {**{row: partial(play, row=row) for row in QUOTAS}, "nodes": play_nodes, "budget": play_budget}
+
+
+@pytest.mark.parametrize("row", ["budget"])
+def test_a_budget_pays_for_no_more_is_named_and_grown_into(played: Played, row: str):
+    print(played[row].result())
 
 
 @pytest.mark.parametrize("row", ["nodes"])

@@ -57,6 +57,14 @@ def workers(fleet: Fleet) -> list[dict[str, Any]]:
     return fleet.pods("prefill") + fleet.pods("decode")
 
 
+def finished_at(pod: dict[str, Any]) -> str:
+    return pod["status"]["containerStatuses"][0]["state"]["terminated"]["finishedAt"]
+
+
+def begun_at(pod: dict[str, Any]) -> str:
+    return pod["metadata"]["creationTimestamp"]
+
+
 def test_nodes_have_the_model_before_workers_start(fleet: Fleet, hub: Hub, tmp_path: Path):
     fleet.apply(wish(fleet.namespace, hub, tmp_path / "cache"))
     fleet.wait("both nodes fetch", lambda: set(fetchers(fleet)) == set(NODES), 30)
@@ -65,10 +73,11 @@ def test_nodes_have_the_model_before_workers_start(fleet: Fleet, hub: Hub, tmp_p
     }
     fleet.wait("the model is on both nodes", lambda: fleet.condition("ModelCached").get("reason") == "Cached", 60)
     assert fleet.condition("ModelCached")["message"] == "2 of 2 nodes have the model"
-    fetched_at = {pod["status"]["containerStatuses"][0]["state"]["terminated"]["finishedAt"] for pod in fetchers(fleet).values()}
+    fetched_at = {node: finished_at(pod) for node, pod in fetchers(fleet).items()}
     downloads = hub.sent.count("model.safetensors")
     fleet.wait_serving(1, 2)
-    assert min(pod["metadata"]["creationTimestamp"] for pod in workers(fleet)) >= min(fetched_at)
+    early = {pod["metadata"]["name"] for pod in workers(fleet) if begun_at(pod) < fetched_at[pod["spec"]["nodeName"]]}
+    assert early == set(), "workers that were there before their node had the model"
     assert downloads == hub.sent.count("model.safetensors") == 1, "two nodes of one disk, three workers: one download"
     assert len(tokens(fleet.router(), "hello")) == 16
     pool = next(pool for pool in fleet.objects("workerpools") if pool["spec"]["role"] == "decode")["metadata"]["name"]

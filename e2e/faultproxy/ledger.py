@@ -31,6 +31,8 @@ class Request:
     status: int | None = None
     fault: str = ""
     """What the proxy did to it; empty when it was passed on."""
+    held_s: float = 0.0
+    """How long the proxy kept it before it did anything."""
 
     @property
     def mutating(self) -> bool:

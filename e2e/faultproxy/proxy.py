@@ -163,7 +163,8 @@ class FaultProxy:
         if self.dead:
             return _cut(request, record, "dead")
         if self.latency_s:
-            await asyncio.sleep(self.latency_s)
+            record.held_s = self.latency_s
+            await asyncio.sleep(record.held_s)
         crash = self.crash
         if crash is not None and crash.due(record):
             return await self._crash(crash, request, record, body)
