@@ -36,8 +36,8 @@ def served() -> Iterator[Plane]:
         yield made
 
 
-def install(served: Plane, port: int, failure_policy: str) -> None:
-    made = configurations({"url": f"https://127.0.0.1:{port}"}, failure_policy=failure_policy)
+def install(served: Plane, port: int, failure_policy: str, host: str = "127.0.0.1") -> None:
+    made = configurations({"url": f"https://{host}:{port}"}, failure_policy=failure_policy)
     served.kubectl("apply", "--server-side", "-f", "-", stdin=yaml.safe_dump_all(made))
 
 
