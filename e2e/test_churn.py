@@ -1,5 +1,6 @@
-"""Every pod replaced, by rollout, by draining one node after the other, by scaling and by hand, under load: no request fails,
-every token is right, and what serves is inside the ratio in every document that the routers ever got."""
+"""Every pod replaced, by rollout, by draining one node after the other, by scaling and by hand, routers by another template, too,
+under load: no request fails, every token is right, and what serves is inside the ratio in every document that the routers ever
+got."""
 
 from __future__ import annotations
 
@@ -180,6 +181,17 @@ def settled(fleet: Fleet, gone: set[str], size: tuple[int, int]) -> bool:
     return gone.isdisjoint(workers(fleet)) and fleet.serving() == size and fleet.condition("RollingOut")["reason"] == "Complete"
 
 
+def renewed_routers(fleet: Fleet, made: dict[str, Any]) -> None:
+    """What another version's routers go through when they are asked for: another template, one by one. No worker notices."""
+    say("routers renewed")
+    old, kept = {pod["metadata"]["uid"] for pod in fleet.pods("router")}, set(workers(fleet))
+    made["spec"]["routing"]["endpointPicker"] = {}
+    fleet.apply(made)
+    fleet.wait("no router of before", lambda: old.isdisjoint(pod["metadata"]["uid"] for pod in fleet.pods("router")), 90)
+    fleet.wait("two routers again", lambda: sum(map(ready, fleet.pods("router"))) == 2, 60)
+    assert set(workers(fleet)) == kept
+
+
 def pool_of(fleet: Fleet, role: str) -> str:
     return next(
         p["metadata"]["name"] for p in fleet.objects("workerpools") if p["spec"]["role"] == role and p["spec"]["replicas"]
@@ -188,7 +200,7 @@ def pool_of(fleet: Fleet, role: str) -> str:
 
 def replaced_by_scaling(fleet: Fleet) -> dict[tuple[str, str], float]:
     """Every worker is replaced by scaling alone: the tier grows to twice its size, and the old ones are the cheapest when it
-    shrinks. While it is large a prefill worker is deleted by hand. Who left, how, and since when."""
+    shrinks. In between a prefill worker is deleted by hand. Who left, how, and since when."""
     say("scaling")
     old, names = (
         set(workers(fleet)),
@@ -198,13 +210,16 @@ def replaced_by_scaling(fleet: Fleet) -> dict[tuple[str, str], float]:
     decode, prefill = pool_of(fleet, "decode"), pool_of(fleet, "prefill")
     fleet.kubectl("scale", "workerpool", decode, "--replicas=4")
     fleet.wait("the other role followed", lambda: fleet.serving() == (2, 4), 60)
+    begun = scale(fleet, decode, 2)
+    left = {("scaled down", name): begun for name in names["decode"]}
+    fleet.wait("shrunk", lambda: fleet.serving() == (2, 2), 60)
     victim = next(pod["metadata"] for pod in fleet.pods("prefill") if pod["metadata"]["name"] not in names["prefill"])
-    left = {("a prefill worker deleted by hand", victim["name"]): delete(fleet, victim["name"])}
-    fleet.wait("put back", lambda: settled(fleet, {victim["uid"]}, (2, 4)), 60)
-    for pool, role, size in ((decode, "decode", 2), (prefill, "prefill", 1)):
-        begun = scale(fleet, pool, size)
-        left |= {("scaled down", name): begun for name in names[role]}
-        fleet.wait("shrunk", lambda at=role == "decode", size=size: fleet.serving()[at] == size, 60)
+    left["a prefill worker deleted by hand", victim["name"]] = delete(
+        fleet, victim["name"]
+    )  # no decode worker is to spare for a flip
+    fleet.wait("put back", lambda: settled(fleet, {victim["uid"]}, (2, 2)), 60)
+    begun = scale(fleet, prefill, 1)
+    left |= {("scaled down", name): begun for name in names["prefill"]}
     fleet.wait("every worker replaced by scaling", lambda: settled(fleet, old, (1, 2)), 60)
     return left
 
@@ -231,6 +246,7 @@ def test_full_churn_under_load_loses_nothing(fleet: Fleet, gpu_nodes: Path, tmp_
             drain(fleet, node)
         assert before.isdisjoint(everybody(fleet)), "drains replaced every pod, routers included"
 
+        renewed_routers(fleet, made)
         left = replaced_by_scaling(fleet)
 
         say("a pod deleted by hand")
