@@ -26,6 +26,7 @@ from fleet_operator.names import (
     TIER,
     WISH,
 )
+from fleet_operator.pool_sizes import Sizes, written_on
 from fleet_operator.render.worker import GRACE_SLACK_S
 from fleet_planner.types import ROLES, AdapterSeen, FetchPod, ObservedPod, ObservedPool, Role, RouterView
 from fleet_wire import endpoints
@@ -260,6 +261,7 @@ def observe_pools(pools: Iterable[Object]) -> tuple[ObservedPool, ...]:
     for pool in pools:
         meta, spec = pool["metadata"], pool["spec"]
         notes = meta.get("annotations") or {}
+        sizes = written_on(pool) or Sizes(*(_count(notes.get(key)) for key in (PLANNED, SIZE, WISH)))
         found.append(
             ObservedPool(
                 name=meta["name"],
@@ -268,9 +270,9 @@ def observe_pools(pools: Iterable[Object]) -> tuple[ObservedPool, ...]:
                 tier=spec["tier"],
                 revision=spec["revision"],
                 replicas=spec.get("replicas", 0),
-                planned=_count(notes.get(PLANNED)),
-                size=_count(notes.get(SIZE)),
-                wish=_count(notes.get(WISH)),
+                planned=sizes.planned,
+                size=sizes.size,
+                wish=sizes.wish,
             )
         )
     return tuple(sorted(found, key=lambda pool: pool.name))

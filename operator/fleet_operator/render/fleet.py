@@ -17,11 +17,13 @@ from fleet_operator.names import (
     SIZE,
     TIER,
     WISH,
+    WRITTEN,
     labels,
     owner_reference,
     router_name,
 )
 from fleet_operator.older import older, served_name
+from fleet_operator.pool_sizes import Sizes, sealed
 from fleet_operator.render.network import PORTS, port_of
 from fleet_operator.render.port import add_port, requests, routers_of
 from fleet_operator.render.template import security
@@ -68,6 +70,7 @@ for ever."""
 def render_pool(fleet: InferenceFleet, pool: PoolWanted, owner: Object) -> Object:
     """One WorkerPool; the annotations let the operator see when somebody else changed replicas, and what it backed out of."""
     backed_out = {WISH: str(pool.wish)} if pool.wish is not None else {}
+    written = sealed(fleet.metadata.namespace, pool.name, Sizes(pool.replicas, pool.size, pool.wish))
     return {
         "apiVersion": API_VERSION,
         "kind": "WorkerPool",
@@ -75,7 +78,7 @@ def render_pool(fleet: InferenceFleet, pool: PoolWanted, owner: Object) -> Objec
             "name": pool.name,
             "namespace": fleet.metadata.namespace,
             "labels": labels(fleet.metadata.name, **{TIER: pool.tier, ROLE: pool.role, REVISION: pool.revision}),
-            "annotations": {PLANNED: str(pool.replicas), SIZE: str(pool.size), **backed_out},
+            "annotations": {PLANNED: str(pool.replicas), SIZE: str(pool.size), WRITTEN: written, **backed_out},
             "ownerReferences": [owner_reference(owner)],
         },
         "spec": {
