@@ -29,6 +29,10 @@ class FleetObjects:
         """(kind, name) → object, of one fleet. A pass takes it as it is at its beginning."""
         return dict(self._children.get(key, {}))
 
+    def without_fleet(self) -> Iterator[tuple[Key, Object]]:
+        """Children whose labels name a fleet that is not there."""
+        yield from ((key, obj) for key, found in self._children.items() if key not in self.fleets for obj in found.values())
+
     def fleets_on(self, nodes: set[str]) -> list[Key]:
         """Fleets with a pod on one of these nodes."""
         if not nodes:

@@ -49,6 +49,7 @@ from fleet_operator.health.passes import Passes, Unmeasured
 from fleet_operator.kept_revisions import lost_templates, needed_templates, unmakeable
 from fleet_operator.known_fleet import parse_again
 from fleet_operator.known_nodes import KnownNodes
+from fleet_operator.leftovers import Leftovers
 from fleet_operator.names import MANAGED_BY, MANAGER
 from fleet_operator.nodes import changed_nodes, going_away
 from fleet_operator.outcome import Outcome
@@ -123,6 +124,7 @@ class Reconciler:
         self._now = now
         self._monotonic = monotonic
         self._objects = FleetObjects()
+        self.leftovers = Leftovers(self._objects, self._owns)
         self._writer = WriteThrough(cluster, self._written, self._asked_to_go, self._not_there)
         self._pace = StatusPace(now, platform.counters_s)
         self._applier = Applier(self._writer, platform, self._pace, now)
@@ -233,6 +235,10 @@ class Reconciler:
             counts[status if status in counts else "Unknown"] += 1
         return counts
 
+    def ownerless(self) -> int:
+        """Pods of fleets that are gone, which nobody owns."""
+        return len(self.leftovers.found()) if self.synced else 0
+
     # -- running ----------------------------------------------------------------------------------------------------
     async def run(self) -> None:
         """Until cancelled: own watches, work and telemetry."""
@@ -256,6 +262,7 @@ class Reconciler:
                 group.create_task(self._work_on(), name=f"reconcile-{number}")
             while True:
                 self._passes.turned()
+                self.leftovers.tell()
                 await asyncio.sleep(RESYNC_S)
                 for key in self._objects.fleets:
                     self.touch(key)
