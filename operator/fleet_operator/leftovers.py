@@ -1,7 +1,7 @@
 """Pods of fleets that are gone, which nobody owns: told, and never deleted.
 
-A fleet takes its workers with it by their owner references. Where somebody takes one away while no operator runs (one that runs puts
-it back), and then deletes the fleet, the pod stays with its devices. It cannot be told from one that `kubectl delete wpool
+A fleet takes its workers with it by their owner references. Where somebody takes one away while no operator runs (one that runs
+puts it back), and then deletes the fleet, the pod stays with its devices. It cannot be told from one that `kubectl delete wpool
 --cascade=orphan` left on purpose. `kubectl delete ifleet --cascade=orphan` leaves pools without an owner and pods with theirs.
 """
 

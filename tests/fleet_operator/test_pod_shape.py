@@ -323,6 +323,20 @@ def test_a_worker_that_hangs_is_not_waited_for_as_one_that_drains(role: Any, dra
     assert graces == [hung, hung, None]
 
 
+@pytest.mark.parametrize(("processes", "drain", "pod", "hung"), [(1, "9m", 550, 15), (4, "9m", 550, 60), (1, "2s", 12, 12)])
+def test_a_router_that_hangs_is_not_waited_for_as_one_that_drains(processes: int, drain: str, pod: int, hung: int):
+    """Behind one that answers no probe stands the whole fleet. Of several processes the others may serve."""
+
+    async def scenario(world: World) -> None:
+        spec = (await world.store.get(DEPLOYMENT, NAMESPACE, "f-router"))["spec"]["template"]["spec"]
+        (container,) = spec["containers"]
+        assert spec["terminationGracePeriodSeconds"] == pod
+        graces = [container[probe].get("terminationGracePeriodSeconds") for probe in ("livenessProbe", "startupProbe")]
+        assert graces == [hung, hung]
+
+    play(scenario, rollout={"drainTimeout": drain}, routing={"processes": processes})
+
+
 def test_no_secret_is_anywhere_but_by_reference():
     secret = {"name": "hf-token", "key": "HF"}
     fleet = manifest(

@@ -27,7 +27,7 @@ from fleet_operator.pool_sizes import Sizes, sealed
 from fleet_operator.render.network import PORTS, port_of
 from fleet_operator.render.port import add_port, requests, routers_of
 from fleet_operator.render.template import security
-from fleet_operator.render.worker import drain_timeout_s
+from fleet_operator.render.worker import HUNG_GRACE_S, drain_timeout_s
 from fleet_operator.settings import Platform
 from fleet_planner.reconcile import Plan
 from fleet_planner.types import PoolWanted, Target
@@ -58,7 +58,8 @@ ROUTER_STARTUP_FAILURES = 60
 ROUTER_LIVENESS_FAILURES = 10
 ROUTER_HUNG_GRACE_S = ROUTER_LEAVING_S + 10
 """What a router gets whose probes failed, instead of the drain time. Who answers no /health for 20 s passes no token on either:
-there is nothing to drain, and a fleet with one router is away until it is restarted."""
+there is nothing to drain, and a fleet with one router is away until it is restarted. One of several processes may hang alone; then
+it is found out late, and the others get as long as a worker."""
 ROUTER_MOUNT = "/etc/fleet"
 TENANTS_MOUNT = "/etc/fleet-tenants"
 TENANTS_FILE = "tenants.json"
@@ -294,7 +295,10 @@ def _router_drain_s(fleet: InferenceFleet, platform: Platform) -> int:
 def _router_pod(fleet: InferenceFleet, platform: Platform) -> Object:
     name, in_cluster = router_name(fleet.metadata.name), platform.follow == "kube"
     follow = f"kube:{fleet.metadata.namespace}/{name}" if in_cluster else f"dir:{ROUTER_MOUNT}"
-    drain_s, hung = _router_drain_s(fleet, platform), {"terminationGracePeriodSeconds": ROUTER_HUNG_GRACE_S}
+    drain_s = _router_drain_s(fleet, platform)
+    grace_s = ROUTER_LEAVING_S + drain_s + ROUTER_SLACK_S
+    hung_s = ROUTER_HUNG_GRACE_S if fleet.spec.routing.processes == 1 else HUNG_GRACE_S
+    hung = {"terminationGracePeriodSeconds": min(grace_s, hung_s)}
     env = [{"name": "FLEET_PORT", "value": str(platform.router_port)}, {"name": "FLEET_DRAIN_TIMEOUT_S", "value": str(drain_s)}]
     if platform.router_host is not None:
         env.append({"name": "FLEET_BIND_HOST", "value": platform.router_host})
@@ -319,7 +323,7 @@ def _router_pod(fleet: InferenceFleet, platform: Platform) -> Object:
         "serviceAccountName": name,
         "automountServiceAccountToken": in_cluster,
         "enableServiceLinks": False,
-        "terminationGracePeriodSeconds": ROUTER_LEAVING_S + drain_s + ROUTER_SLACK_S,
+        "terminationGracePeriodSeconds": grace_s,
         "securityContext": security(None, shared_group=False),
         # for one router as well: another number of them must not change the template, and restart those that are there
         "topologySpreadConstraints": [
