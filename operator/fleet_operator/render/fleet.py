@@ -57,9 +57,9 @@ ROUTER_LEAVING_S = 5
 ROUTER_STARTUP_FAILURES = 60
 ROUTER_LIVENESS_FAILURES = 10
 ROUTER_HUNG_GRACE_S = ROUTER_LEAVING_S + 10
-"""What a router gets whose probes failed, instead of the drain time. Who answers no /health for 20 s passes no token on either:
-there is nothing to drain, and a fleet with one router is away until it is restarted. One of several processes may hang alone; then
-it is found out late, and the others get as long as a worker."""
+"""What a router gets whose probes failed, instead of the drain time. Who answers no /health for 20 s passes no token on, either:
+there is nothing to drain, and a fleet with one router is away until it is restarted. One of several processes may hang alone;
+then it is found out late, and the others get as long as a worker."""
 ROUTER_MOUNT = "/etc/fleet"
 TENANTS_MOUNT = "/etc/fleet-tenants"
 TENANTS_FILE = "tenants.json"
