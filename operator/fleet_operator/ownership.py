@@ -5,11 +5,26 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
-from fleet_operator.cluster.interface import POD, Object
-from fleet_operator.names import APPLIED, FETCH, FLEET, MANAGED_BY, MANAGER, POOL, ROLE, owner_reference
+from fleet_operator.cluster.interface import POD, POOL, Object
+from fleet_operator.names import (
+    APPLIED,
+    FETCH,
+    FLEET,
+    MANAGED_BY,
+    MANAGER,
+    REVISION,
+    ROLE,
+    TIER,
+    owner_reference,
+    pool_name,
+)  # fmt: skip
+from fleet_operator.names import POOL as POOL_LABEL
 from fleet_operator.observe import timestamp
 from fleet_planner.events import NAME_CONFLICT
 from fleet_planner.types import ROLES, Problem
+
+MARKED = frozenset({POOL.kind, POD.kind})
+"""Kinds that are a fleet's by their labels; everything else is looked up by its name."""
 
 
 def owned(found: Object, owner: Object) -> bool:
@@ -33,6 +48,31 @@ def parted(found: Object | None, wish: Object, owner: Object) -> bool:
     return _is_marked(meta, wish["metadata"], (MANAGED_BY, FLEET)) and _made_at(owner) <= _made_at(found) < math.inf
 
 
+def is_strange(obj: Object, fleet: Object) -> bool:
+    """A pool or a worker's pod with this fleet's label that somebody else controls: a label was edited, or copied. Another
+    fleet's pool was deleted as one too many, with all of its workers. By the name of the pool in the owner reference: the pool
+    itself may not be seen at this moment."""
+    meta = obj["metadata"]
+    controller = next((one for one in meta.get("ownerReferences") or [] if one.get("controller")), None)
+    if controller is None or obj["kind"] not in MARKED:
+        return False
+    if obj["kind"] == POOL.kind:
+        return not owned(obj, fleet)
+    labels = meta.get("labels") or {}
+    if labels.get(ROLE) not in ROLES:
+        return False
+    if controller.get("kind") != POOL.kind or not controller["name"].startswith(f"{fleet['metadata']['name']}-"):
+        return True
+    expected = pool_name(fleet["metadata"]["name"], *(labels.get(key, "") for key in (TIER, ROLE, REVISION)))
+    return labels.get(POOL_LABEL) == controller["name"] != expected
+
+
+def without_strangers(live: dict[tuple[str, str], Object], fleet: Object) -> dict[tuple[str, str], Object]:
+    """`live`, (kind, name) → object, less what only looks like the fleet's."""
+    strange = [at for at, obj in live.items() if at[0] in MARKED and is_strange(obj, fleet)]
+    return {at: obj for at, obj in live.items() if at not in strange} if strange else live
+
+
 def lonely(found: Object, wish: Object, pool: Object) -> bool:
     """It is what a pool's workers need beside their pods, as the wish says, and nobody owns it any more. One of the same content
     serves whichever life of the pool it was made for."""
@@ -48,7 +88,7 @@ def lost_owners(
     found = []
     for pod in [obj for (kind, _), obj in live.items() if kind == POD.kind]:
         labels = pod["metadata"].get("labels") or {}
-        owner = pools.get(labels.get(POOL, "")) if labels.get(ROLE) in ROLES else fleet if FETCH in labels else None
+        owner = pools.get(labels.get(POOL_LABEL, "")) if labels.get(ROLE) in ROLES else fleet if FETCH in labels else None
         if owner is not None and _has_lost(pod, owner):
             found.append((pod, owner))
     return found

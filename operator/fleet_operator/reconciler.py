@@ -53,6 +53,7 @@ from fleet_operator.leftovers import Leftovers
 from fleet_operator.names import MANAGED_BY, MANAGER
 from fleet_operator.nodes import changed_nodes, going_away
 from fleet_operator.outcome import Outcome
+from fleet_operator.ownership import without_strangers
 from fleet_operator.picture import Places, picture, pods_of
 from fleet_operator.pod_marks import put_back, rightful
 from fleet_operator.reading import Known, Reader, Sources, Telemetry
@@ -389,6 +390,7 @@ class Reconciler:
         live = still_ours(raw, live) if is_ending(raw) else live
         live |= (lost := lost_templates(state.needed, live))
         live, edited = rightful(live, raw)
+        live = without_strangers(live, raw)
         if edited and not is_ending(raw):
             kept.add(await put_back(self._writer, edited))
         stored = observe_revisions(obj for (kind, _), obj in live.items() if kind == "ControllerRevision")
