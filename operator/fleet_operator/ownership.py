@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 
 from fleet_operator.cluster.interface import POD, POOL, Object
 from fleet_operator.names import (
@@ -22,9 +22,6 @@ from fleet_operator.names import POOL as POOL_LABEL
 from fleet_operator.observe import timestamp
 from fleet_planner.events import NAME_CONFLICT
 from fleet_planner.types import ROLES, Problem
-
-MARKED = frozenset({POOL.kind, POD.kind})
-"""Kinds that are a fleet's by their labels; everything else is looked up by its name."""
 
 
 def owned(found: Object, owner: Object) -> bool:
@@ -49,28 +46,43 @@ def parted(found: Object | None, wish: Object, owner: Object) -> bool:
 
 
 def is_strange(obj: Object, fleet: Object) -> bool:
-    """A pool or a worker's pod with this fleet's label that somebody else controls: a label was edited, or copied. Another
-    fleet's pool was deleted as one too many, with all of its workers. By the name of the pool in the owner reference: the pool
-    itself may not be seen at this moment."""
-    meta = obj["metadata"]
-    controller = next((one for one in meta.get("ownerReferences") or [] if one.get("controller")), None)
-    if controller is None or obj["kind"] not in MARKED:
-        return False
+    """A pool or a worker's pod that has this fleet's label and is not of it: a label was edited, or a manifest copied. Another
+    fleet's pool was deleted as one too many, with all of its workers. Names say whose they are: an owner may have been edited,
+    too, and the pool of a pod may not be seen at this moment."""
+    name = fleet["metadata"]["name"]
     if obj["kind"] == POOL.kind:
-        return not owned(obj, fleet)
+        spec = obj["spec"]
+        return obj["metadata"]["name"] != pool_name(name, spec["tier"], spec["role"], spec["revision"]) or spec["fleet"] != name
+    return obj["kind"] == POD.kind and _is_strange_pod(obj["metadata"], name)
+
+
+def _is_strange_pod(meta: Object, fleet: str) -> bool:
+    """Somebody else controls it, and it has no worker's name. A worker that changed its role has a name of the other one."""
+    controller = next((one for one in meta.get("ownerReferences") or [] if one.get("controller")), None)
     labels = meta.get("labels") or {}
-    if labels.get(ROLE) not in ROLES:
+    if controller is None or labels.get(ROLE) not in ROLES:
         return False
-    if controller.get("kind") != POOL.kind or not controller["name"].startswith(f"{fleet['metadata']['name']}-"):
-        return True
-    expected = pool_name(fleet["metadata"]["name"], *(labels.get(key, "") for key in (TIER, ROLE, REVISION)))
-    return labels.get(POOL_LABEL) == controller["name"] != expected
+    mine = [pool_name(fleet, labels.get(TIER, ""), role, labels.get(REVISION, "")) for role in ROLES]
+    if controller.get("kind") == POOL.kind and controller.get("name") in mine:
+        return False
+    return not any(meta["name"].startswith(f"{pool}-") for pool in mine)
 
 
 def without_strangers(live: dict[tuple[str, str], Object], fleet: Object) -> dict[tuple[str, str], Object]:
-    """`live`, (kind, name) → object, less what only looks like the fleet's."""
-    strange = [at for at, obj in live.items() if at[0] in MARKED and is_strange(obj, fleet)]
+    """`live`, (kind, name) → object, less what only looks like the fleet's. Most pods are of a pool that is there: no more is
+    asked of them, for this is done in every pass."""
+    pools = [(at, obj) for at, obj in live.items() if at[0] == POOL.kind]
+    strange = {at for at, pool in pools if is_strange(pool, fleet)}
+    mine = {pool["metadata"]["uid"] for at, pool in pools if at not in strange}
+    for at, obj in live.items():
+        if at[0] == POD.kind and not _is_of(obj, mine) and is_strange(obj, fleet):
+            strange.add(at)
     return {at: obj for at, obj in live.items() if at not in strange} if strange else live
+
+
+def _is_of(obj: Object, owners: Container[str]) -> bool:
+    references = obj["metadata"].get("ownerReferences")
+    return bool(references) and references[0].get("uid") in owners
 
 
 def lonely(found: Object, wish: Object, pool: Object) -> bool:

@@ -156,6 +156,46 @@ def test_a_pod_of_somebody_elses_controller_is_no_worker_whatever_its_labels_say
     play(scenario, **MANUAL)
 
 
+@pytest.mark.parametrize("owned", [True, False], ids=["with-its-owner", "without"])
+def test_a_copied_pool_sizes_nothing(owned: bool):
+    """`kubectl get wpool -o yaml`, another name and number: a worker was deleted for it, and no load moved that role any more."""
+
+    async def scenario(world: World) -> None:
+        before = await uids(world)
+        copied = copy.deepcopy(await world.pool("decode"))
+        for part in ("uid", "resourceVersion", "generation", "creationTimestamp"):
+            copied["metadata"].pop(part)
+        if not owned:
+            del copied["metadata"]["ownerReferences"]
+        del copied["status"]
+        copied["metadata"]["name"], copied["spec"]["replicas"] = "a-copy", 1
+        await world.user.create(copied)
+        await go_on(world)
+        assert await uids(world) == before
+        await world.user.patch(POOL, NAMESPACE, (await decode(world, POD))["labels"][LABEL], {"spec": {"replicas": 3}})
+        await go_on(world)
+        assert (await world.workers())["decode"] == 3
+        assert await world.touch() == []
+
+    play(scenario, **MANUAL)
+
+
+def test_a_pool_with_another_controller_keeps_its_size():
+    async def scenario(world: World) -> None:
+        name, theirs = (await world.pool("decode"))["metadata"]["name"], await world.store.get(DEPLOYMENT, NAMESPACE, "f-router")
+        await world.user.patch(POOL, NAMESPACE, name, {"spec": {"replicas": 5}})
+        await go_on(world)
+        before = await uids(world)
+        owner = {"apiVersion": "apps/v1", "kind": "Deployment", "name": "f-router", "controller": True}
+        owner["uid"] = theirs["metadata"]["uid"]
+        await world.user.patch(POOL, NAMESPACE, name, {"metadata": {"ownerReferences": [owner]}})
+        await go_on(world)
+        assert await uids(world) == before
+        assert f"WorkerPool {name} exists and belongs to somebody else" in (await world.condition("Provisioned"))["message"]
+
+    play(scenario, tiers=[{"name": "t", "accelerator": {"type": "cpu"}, "decode": {"maxReplicas": 8}}], **MANUAL)
+
+
 G = {"metadata": {"name": "g", "namespace": NAMESPACE, "uid": "u"}}
 
 
@@ -163,33 +203,37 @@ def owned(kind: str, name: str, uid: str = "x", **more: Any) -> dict[str, Any]:
     return {"ownerReferences": [{"kind": kind, "name": name, "uid": uid, "controller": True, **more}]}
 
 
-def pod(**meta: Any) -> dict[str, Any]:
+def pod(name: str = "p", **meta: Any) -> dict[str, Any]:
     marks = {ROLE: "decode", "inferencefleet.io/tier": "t", "inferencefleet.io/revision": "r", **meta.pop("labels", {})}
-    return {"kind": "Pod", "metadata": {"name": "p", "labels": marks, **meta}}
+    return {"kind": "Pod", "metadata": {"name": name, "labels": marks, **meta}}
+
+
+def pool(name: str, fleet: str = "g", **meta: Any) -> dict[str, Any]:
+    spec = {"fleet": fleet, "tier": "t", "role": "decode", "revision": "r"}
+    return {"kind": "WorkerPool", "metadata": {"name": name, **meta}, "spec": spec}
 
 
 @pytest.mark.parametrize(
     ("obj", "strange"),
     [
-        pytest.param(pod(**owned("WorkerPool", "g-t-decode-r")), False, id="ours"),
+        pytest.param(pod(**owned("WorkerPool", "g-t-decode-r")), False, id="of-our-pool"),
+        pytest.param(pod(**owned("WorkerPool", "g-t-prefill-r")), False, id="of-our-other-pool-in-a-flip"),
+        pytest.param(pod("g-t-prefill-r-0", **owned("ReplicaSet", "x")), False, id="ours-by-its-name"),
         pytest.param(pod(**owned("WorkerPool", "f-t-decode-r")), True, id="of-another-fleets-pool"),
-        pytest.param(pod(labels={LABEL: "g-t-decode-r"}, **owned("WorkerPool", "g-t-decode-r")), False, id="ours-by-all-labels"),
         pytest.param(
-            pod(labels={LABEL: "g-b-t-decode-r"}, **owned("WorkerPool", "g-b-t-decode-r")),
-            True,
-            id="of-a-fleet-whose-name-begins-so",
+            pod("g-b-t-decode-r-0", **owned("WorkerPool", "g-b-t-decode-r")), True, id="of-a-fleet-whose-name-begins-so"
         ),
         pytest.param(pod(**owned("ReplicaSet", "g-t-decode-r")), True, id="of-another-controller"),
         pytest.param(pod(**owned("Service", "s", controller=False)), False, id="nobody-controls-it"),
         pytest.param(pod(), False, id="nobody-owns-it"),
         pytest.param(pod(labels={ROLE: "router"}, **owned("ReplicaSet", "x")), False, id="a-router"),
-        pytest.param(
-            {"kind": "WorkerPool", "metadata": {"name": "g-t", **owned("InferenceFleet", "g", "u")}}, False, id="our-pool"
-        ),
-        pytest.param({"kind": "WorkerPool", "metadata": {"name": "g-t", **owned("InferenceFleet", "f", "v")}}, True, id="theirs"),
-        pytest.param({"kind": "WorkerPool", "metadata": {"name": "g-t"}}, False, id="a-pool-that-lost-its-owner"),
+        pytest.param(pool("g-t-decode-r", **owned("InferenceFleet", "g", "u")), False, id="our-pool"),
+        pytest.param(pool("g-t-decode-r"), False, id="a-pool-that-lost-its-owner"),
+        pytest.param(pool("g-t-decode-r", **owned("Deployment", "x")), False, id="a-pool-with-another-owner"),
+        pytest.param(pool("f-t-decode-r", "f", **owned("InferenceFleet", "f", "v")), True, id="another-fleets-pool"),
+        pytest.param(pool("a-copy", **owned("InferenceFleet", "g", "u")), True, id="a-copy"),
         pytest.param({"kind": "ConfigMap", "metadata": {"name": "c", **owned("InferenceFleet", "f", "v")}}, False, id="by-name"),
     ],
 )
-def test_whose_an_object_is_its_controller_says(obj: dict[str, Any], strange: bool):
+def test_what_only_looks_like_a_fleets(obj: dict[str, Any], strange: bool):
     assert is_strange(obj, G) is strange
