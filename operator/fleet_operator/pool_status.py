@@ -23,8 +23,8 @@ def changed_pools(done: Iterable[Deed], create: Iterable[PodWanted]) -> set[str]
 
 
 def takes_pods(pool: Object, outcome: Outcome) -> bool:
-    """Whether pods may be made in it. Not while it is deleted with `--cascade=foreground`: the garbage collector takes each of its
-    pods, new ones, too, and would never come to its end."""
+    """Whether pods may be made in it. Not while it is deleted with `--cascade=foreground`: the garbage collector takes each pod
+    of it, new ones, too, and would never come to its end."""
     meta = pool["metadata"]
     if "deletionTimestamp" not in meta or FOREGROUND not in (meta.get("finalizers") or []):
         return True
