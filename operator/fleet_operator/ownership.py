@@ -52,7 +52,8 @@ def is_strange(obj: Object, fleet: Object) -> bool:
     name = fleet["metadata"]["name"]
     if obj["kind"] == POOL.kind:
         spec = obj["spec"]
-        return obj["metadata"]["name"] != pool_name(name, spec["tier"], spec["role"], spec["revision"]) or spec["fleet"] != name
+        mine = pool_name(name, spec["tier"], spec["role"], spec["revision"])
+        return (obj["metadata"]["name"], spec["fleet"]) != (mine, name)
     return obj["kind"] == POD.kind and _is_strange_pod(obj["metadata"], name)
 
 
