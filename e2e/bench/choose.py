@@ -4,8 +4,8 @@ One decision of policy/cost.py over fleets of 16 to 1,024 workers, a quarter of 
 the prompt, three hold more; loads differ. Then a decision among 64 workers with all that comes before and after it, by the length
 of the context: keys of the prompt, who holds how much of it, the decision, and remembering it; nine tenths of each prompt were
 asked before, as in a conversation, so that what it adds to the index is told, too. CPU time of this process. `ns_per_step`: a
-loop of plain attribute reads in the same run, so that runs on different machines can be compared. Memory: a process of its own fills
-each index with 100,000 entries.
+loop of plain attribute reads in the same run, so that runs on different machines can be compared. Memory: a process of its own
+fills each index with 100,000 entries.
 """
 
 from __future__ import annotations
