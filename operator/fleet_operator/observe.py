@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import lru_cache
 from typing import Any
 
 from fleet_operator import pod_words
@@ -34,6 +35,8 @@ from fleet_wire.endpoints import ENDPOINTS_KEY
 from fleet_wire.unreadable import UNREADABLE
 
 COUNT_DIGITS = 6
+TIMES = 8_192
+"""Texts of times that are remembered."""
 WORKER = "worker"
 """Name of the container that is the worker."""
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
@@ -302,6 +305,7 @@ def _scheduled(status: Mapping[str, Any]) -> Mapping[str, Any]:
     return next((c for c in status.get("conditions") or [] if c.get("type") == "PodScheduled"), {})
 
 
+@lru_cache(maxsize=TIMES)
 def timestamp(text: str | None) -> float | None:
-    """RFC 3339 → UNIX seconds."""
+    """RFC 3339 → UNIX seconds. A pod's times are read anew with each of its events, and say the same in most."""
     return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp() if text else None

@@ -380,7 +380,7 @@ class Reconciler:
     async def reconcile_once(self, key: Key, raw: Object, state: FleetState) -> Outcome:
         """Plan and apply one fleet."""
         try:
-            state.known = parse_again(state.known, raw)
+            state.known = parse_again(state.known, raw, state.settled.words)
         except ManifestError as error:
             return await (as_asked(self._writer, raw, None) if is_ending(raw) else self._not_accepted(key, raw, error))
         kept = await as_asked(self._writer, raw, state.known.fleet)
@@ -389,7 +389,7 @@ class Reconciler:
         fleet, live = state.known.fleet, self._objects.children(key)
         live = still_ours(raw, live) if is_ending(raw) else live
         live |= (lost := lost_templates(state.needed, live))
-        live, edited = rightful(live, raw)
+        live, edited = rightful(live, raw, state.marks)
         live = without_strangers(live, raw)
         if edited and not is_ending(raw):
             kept.add(await put_back(self._writer, edited))
@@ -420,8 +420,9 @@ class Reconciler:
         state.refusals.note(asked, outcome.problems, there, fleet.spec.scaling.capacity_wait_s, at)
         outcome.add(kept)
         outcome.problems = state.refusals.in_order([*outcome.problems, *held, *unmakeable(key[1], plan, live)], plan.create)
-        if self._recorder.has_news(raw, plan.status, outcome):
-            await self._recorder.record(raw, plan.status, outcome, sizing_of(fleet, plan.reasons))
+        status = state.settled.words.last or plan.status
+        if self._recorder.has_news(raw, status, outcome):
+            await self._recorder.record(raw, status, outcome, sizing_of(fleet, plan.reasons))
         return outcome
 
     async def _end(
