@@ -10,7 +10,7 @@ import msgspec
 
 from fleet_router.admission.runaway import FINISH, Why
 from fleet_router.allowed import with_allowed
-from fleet_router.dialect.chat import DONE, Choice, Completion, Events, Usage, completion, worker_error
+from fleet_router.dialect.chat import DONE, UNENDED, Choice, Completion, Events, Usage, completion, goes_on, worker_error
 from fleet_router.errors import RequestError, error_json
 from fleet_router.fields import check_values
 from fleet_router.health.inband import broke_off_with, words_of
@@ -132,6 +132,8 @@ class ChatTranslation(Translation):
         self._events = Events()
         self._spoken = False
         """An event came: [DONE] alone is no answer."""
+        self._last = b""
+        """The last event with a choice in it."""
 
     def body(self) -> bytes:
         """The chat request."""
@@ -146,14 +148,13 @@ class ChatTranslation(Translation):
 
     def forget_partial(self) -> None:
         """See `Translation`."""
-        self._events, self.broke = Events(), ""
+        self._events, self.broke, self._last = Events(), "", b""
 
     def _told(self, payload: bytes) -> bytes:
         if self.complete or self.broke:
             return b""
         if payload == DONE:
-            self.complete = self._spoken
-            return self.finished() if self._spoken else b""
+            return self._done()
         self._spoken = True
         chunk = completion(payload)
         if chunk.told_error:
@@ -164,7 +165,18 @@ class ChatTranslation(Translation):
             words = (bytes(chunk.error) or payload)[:500].decode(errors="replace")
             return self.failed(RequestError(502, f"the worker broke the stream off: {words}"))
         self._know(chunk)
+        if chunk.choices:
+            self._last = payload
         return self.chunk(chunk)
+
+    def _done(self) -> bytes:
+        """The worker says that this is all. In the middle of an answer it is not, and another worker may carry it on; where
+        functions may be called older vLLM left out a last event in which its parser found nothing to say."""
+        if "tools" not in self.fields and goes_on(self._last):
+            self.broke = UNENDED
+            return b""
+        self.complete = self._spoken
+        return self.finished() if self._spoken else b""
 
     def cut_short(self, why: Why, used: tuple[int, int]) -> bytes:
         """See `Translation`. A finish_reason of its own, because `stop` would be an end that the model wished."""
