@@ -12,7 +12,7 @@ from fleet_router.answering import EVENT_END, OK
 from fleet_router.dialect.chat import DONE, UNENDED
 from fleet_router.ending import CHAT_PATH, END, framed, unframed
 from fleet_router.errors import RequestError
-from fleet_router.expected import END_BYTES, breaks_off, is_answer, is_closed, says_something, without_bom
+from fleet_router.expected import END_BYTES, breaks_off, is_answer, is_closed, says_an_end, says_something, without_bom
 from fleet_router.health.inband import broke_off_with, error_in
 from fleet_router.health.resume import Again, Said, Start, continued, said_of, start_of
 from fleet_router.health.sent import CHUNK_END, CRLF_END
@@ -77,7 +77,7 @@ class Carrying(Measuring):
 
     def _carry_on(self, said: Said, start: Start, prompt: list[int]) -> None:
         self._ask = continued(self._asked, said, start, prompt) if start.tokens else self._asked
-        self._again = Again(said, start, as_chat=start.tokens > 0 and self._path == CHAT_PATH)
+        self._again = Again(said, start, as_chat=start.tokens > 0 and self._path == CHAT_PATH, ends=self._context.ends)
         self.begin()
 
     def resumed(self) -> None:
@@ -156,7 +156,11 @@ class Carrying(Measuring):
 
     def _breaks_off(self, ending: bytes) -> bool:
         """Where functions may be called, older vLLM left out a last event in which its parser found nothing to say."""
-        return CALLS.isdisjoint(self._asked.fields) and breaks_off(ending)
+        ends = self._context.ends
+        if says_an_end(ending):
+            ends.said = True
+            return False
+        return ends.said and CALLS.isdisjoint(self._asked.fields) and breaks_off(ending)
 
     def in_one(self, data: bytes) -> None:
         """Bytes of an answer that comes as a whole: of one that is none no client is told, while it is held."""

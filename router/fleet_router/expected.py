@@ -67,10 +67,13 @@ def is_closed(ending: bytes) -> bool:
     return _DONE.search(BETWEEN.sub(b"", ending)) is not None
 
 
+def says_an_end(ending: bytes) -> bool:
+    """A choice has ended."""
+    return ending.rfind(ENDED) >= 0 or ending.rfind(ENDED_SPACED) >= 0
+
+
 def breaks_off(ending: bytes) -> bool:
-    """The end of a stream, which says that it is one: its last choice has not ended. Engines end each with a `finish_reason`."""
-    if ending.rfind(ENDED) >= 0 or ending.rfind(ENDED_SPACED) >= 0:
-        return False
+    """The end of a stream in which nothing `says_an_end`: its last choice goes on. Engines end it with a `finish_reason`."""
     plain = BETWEEN.sub(b"", ending[-LAST_EVENTS_BYTES:]).replace(b"\r\n", b"\n")
     for event in reversed(plain.split(b"\n\n")):
         payload = payload_of(event)

@@ -131,6 +131,14 @@ def worker_error(status: int, body: bytes, headers: str = "") -> RequestError:
     return RequestError(status, message, param=param if isinstance(param, str) else None, headers=headers)
 
 
+class Ends:
+    """Whether any worker ever said that an answer ends, by a `finish_reason`. Engines do; where nobody does (engines made at
+    home, stand-ins of tests) nothing follows from its absence, and each of their streams would be broken off. One per router."""
+
+    def __init__(self) -> None:
+        self.said = False
+
+
 def goes_on(payload: bytes) -> bool:
     """The last event of a stream that has a choice says more text, and in so many words that this is not its end. Of what an
     engine may say behind an end (usage, hidden states), and of one that never says whether it ends, nothing is known."""

@@ -10,7 +10,7 @@ import msgspec
 
 from fleet_router.admission.runaway import FINISH, Why
 from fleet_router.allowed import with_allowed
-from fleet_router.dialect.chat import DONE, UNENDED, Choice, Completion, Events, Usage, completion, goes_on, worker_error
+from fleet_router.dialect.chat import DONE, UNENDED, Choice, Completion, Ends, Events, Usage, completion, goes_on, worker_error
 from fleet_router.errors import RequestError, error_json
 from fleet_router.fields import check_values
 from fleet_router.health.inband import broke_off_with, words_of
@@ -69,6 +69,7 @@ class Translation(ABC):
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
+        self.ends = Ends()
         self.used: tuple[int, int] | None = None
         """Tokens (input, output), as soon as the worker has told them."""
         self.collected = bytearray()
@@ -167,12 +168,14 @@ class ChatTranslation(Translation):
         self._know(chunk)
         if chunk.choices:
             self._last = payload
+            if chunk.choices[0].finish_reason is not None:
+                self.ends.said = True
         return self.chunk(chunk)
 
     def _done(self) -> bytes:
         """The worker says that this is all. In the middle of an answer it is not, and another worker may carry it on; where
         functions may be called older vLLM left out a last event in which its parser found nothing to say."""
-        if "tools" not in self.fields and goes_on(self._last):
+        if self.ends.said and "tools" not in self.fields and goes_on(self._last):
             self.broke = UNENDED
             return b""
         self.complete = self._spoken

@@ -17,7 +17,7 @@ from typing import Any, Final
 import msgspec
 
 from fleet_router.asked import Ask
-from fleet_router.dialect.chat import BOM, DONE, UNENDED, goes_on, payload_of
+from fleet_router.dialect.chat import BOM, DONE, UNENDED, Ends, goes_on, payload_of
 from fleet_wire.unreadable import UNREADABLE
 
 KNOWN: Final = frozenset({
@@ -162,7 +162,8 @@ def continued(ask: Ask, said: Said, start: Start, prompt: list[int]) -> Ask:
 class Again:
     """Compares what the other worker says with what the client has, and hands on what is new."""
 
-    def __init__(self, said: Said, start: Start, *, as_chat: bool) -> None:
+    def __init__(self, said: Said, start: Start, *, as_chat: bool, ends: Ends | None = None) -> None:
+        self._ends = ends if ends is not None else Ends()
         self._said, self._start, self._as_chat = said, start, as_chat
         self._text = said.text[start.characters :]
         self._ids = None if said.ids is None else said.ids[start.tokens :]
@@ -194,7 +195,7 @@ class Again:
 
     def _must_be_at_an_end(self) -> None:
         self._must_be_through()
-        if goes_on(self._last):
+        if self._ends.said and goes_on(self._last):
             raise DiffersError(UNENDED)
 
     def _must_be_through(self) -> None:

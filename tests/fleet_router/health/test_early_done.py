@@ -11,7 +11,7 @@ import pytest
 
 from fleet_router.dialect.chat import goes_on
 from fleet_router.ending import framed, unframed
-from fleet_router.expected import breaks_off
+from fleet_router.expected import breaks_off, says_an_end
 from tests.fleet_router.rig import CONFIG, Rig, run
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -74,6 +74,7 @@ def test_half_an_answer_is_not_told_as_a_whole_one(path: str, reads: str, greedy
     chat = path != "/v1/completions"
 
     async def go(rig: Rig) -> None:
+        rig.context.ends.said = True
         rig.decode[0].behave = says(answered(2, chat=chat, usage=greedy), reads)
         rig.decode[1].behave = says(answered(4, chat=chat, ends=True), "each")
         seen = []
@@ -99,6 +100,7 @@ def test_who_carries_a_stream_on_is_judged_alike(path: str):
     chat = path != "/v1/completions"
 
     async def go(rig: Rig) -> None:
+        rig.context.ends.said = True
         for worker, words in zip(rig.decode, (2, 3), strict=True):
             worker.behave = says(answered(words, chat=chat), "each")
         _, got = await rig.post({"model": "m", "stream": True, **ASKED[path], "temperature": 0}, path)
@@ -127,10 +129,29 @@ def test_whole_answers_go_on_as_they_are(path: str, reads: str, more: dict[str, 
     run(go, prefill=0)
 
 
+@pytest.mark.parametrize("reads", READS)
+@pytest.mark.parametrize("path", ASKED)
+def test_who_never_says_an_end_is_believed_until_somebody_does(path: str, reads: str):
+    """Stand-ins for engines end their streams with [DONE] alone."""
+    chat = path != "/v1/completions"
+
+    async def go(rig: Rig) -> None:
+        body = {"model": "m", "stream": True, **ASKED[path], "temperature": 0}
+        for ends, sound in ((False, True), (True, True), (False, False)):
+            rig.decode[0].behave = says(answered(4, chat=chat, ends=ends), reads)
+            status, got = await rig.post(body, path)
+            failed = status != 200 or b'"error":{' in got or b"event: error" in got or b"response.failed" in got
+            assert failed is not sound, got
+            assert b"four" in got or failed
+
+    run(go, prefill=0)
+
+
 def test_where_functions_may_be_called_a_missing_end_says_nothing():
     """older vLLM."""
 
     async def go(rig: Rig) -> None:
+        rig.context.ends.said = True
         rig.decode[0].behave = says(answered(2, chat=True), "each")
         for path, tool in (
             ("/v1/chat/completions", {"type": "function", "function": FUNCTION}),
@@ -172,7 +193,8 @@ HIDDEN = event("", hidden_states=[0.5])
 def test_only_who_says_more_text_and_no_end_breaks_off(parts: list[bytes], broken: bool):
     framings = [map(framed, parts), parts, [framed(part.replace(b"\n", b"\r\n")) for part in parts]]
     for one in framings:
-        assert breaks_off(b"".join(one) + END) is broken
+        ending = b"".join(one) + END
+        assert (not says_an_end(ending) and breaks_off(ending)) is broken
 
 
 @pytest.mark.parametrize(
