@@ -28,7 +28,8 @@ from fleet_router.follow.capacity import follow_capacity
 from fleet_router.follow.directory import follow_directory
 from fleet_router.follow.documents import Documents
 from fleet_router.follow.identity import follow_identity
-from fleet_router.follow.kube import api_server, follow_kube
+from fleet_router.follow.kube import follow_kube
+from fleet_router.follow.kube_http import api_server
 from fleet_router.follow.tenants import follow_tenants
 from fleet_router.gathering import decisions_here, gathered, held_by_all, held_here
 from fleet_router.gossip.link import GossipError, GossipSettings, Link
