@@ -13,8 +13,8 @@ from fleet_router.policy.side import Side
 ANSWER_S: Final = 4.0
 """Prior of how long an answer is being written."""
 OUTPUT_MOST: Final = 512.0
-SEEN: Final = 1.0
-"""With so much weight something was learnt of a role."""
+SEEN: Final = 0.5
+"""With so much weight something was learnt of a role, in the last minute or so."""
 
 
 class Group:
