@@ -263,3 +263,16 @@ def test_r9_a_worker_that_answers_nonsense(tmp_path: Path, mode: str):
         assert fleet.rss_mb() < 200
         fleet.decode[0].fault()
         until("nothing runs", lambda: fleet.metric("inflight") == 0, 10)
+
+
+def test_r9_an_event_that_a_worker_says_twice_is_the_answer_that_it_gave(tmp_path: Path):
+    """TCP brings every byte once, so that only an engine can say a token twice, and a text may well have one twice: nothing in a
+    stream tells the two apart. Nobody is blamed, nothing hangs, and no other stream is touched."""
+    with Emulated(tmp_path, 107, 0, 2) as fleet:
+        fleet.decode[0].fault(mode="twice")
+        ledger = loop(fleet, asks(36, size=2), clients=4)
+        said_twice = fleet.decode[0].stats()["faulty"]
+        assert 0 < said_twice < 36
+        assert ledger.ends == {"right": 36 - said_twice, "wrong": said_twice}
+        assert fleet.metric("ejections_total") == 0
+        fleet.quiet()
