@@ -116,6 +116,7 @@ FLOODS = {
 MOST_BYTES = 200 * 1024 * 1024
 
 
+@pytest.mark.smoke
 def test_h1_h3_what_is_too_large_is_not_kept(tmp_path: Path):
     """200 MB each of a header, of header fields, of a URL, of chunks, of a body. The answer may be lost to the reset that follows
     while we still send; one that comes is the right one. Far less than all is taken, and before the deadline."""
@@ -184,6 +185,7 @@ def p99(times: list[float]) -> float:
     return times[int(len(times) * 0.99)]
 
 
+@pytest.mark.smoke
 def test_h2_slow_clients_are_cut_at_the_deadline_and_others_do_not_notice(tmp_path: Path):
     """Fifty each: a header a byte at a time, a body a byte at a time. A byte every 0.2 s resets no deadline."""
     with router(tmp_path) as target:
@@ -283,6 +285,7 @@ HOSTS = {
 }  # fmt: skip
 
 
+@pytest.mark.smoke
 def test_h4_a_second_request_never_runs(tmp_path: Path):
     """Each is answered 400 and the connection closes; nothing behind it is read."""
     with router(tmp_path) as target:

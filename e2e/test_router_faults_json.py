@@ -94,6 +94,7 @@ NAMED: list[tuple[bytes, str, bytes]] = [
 """What the list names and what is like it: where, the field, its value."""
 
 
+@pytest.mark.smoke
 def test_h5_the_field_is_named_within_100_ms(tmp_path: Path):
     """Of a field of a wrong type, out of its range or too long: 400, its name, and no worker hears of it."""
     with router(tmp_path, LARGE) as target:
