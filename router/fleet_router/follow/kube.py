@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -150,13 +150,14 @@ class _Follower:
         body = b"".join([line async for line in get_lines(self._server, target, self._pace.answer_s, accept)])
         return msgspec.json.decode(body, type=_Page)
 
-    async def _events(self, version: str) -> AsyncIterator[_Event]:
+    async def _events(self, version: str) -> AsyncGenerator[_Event, None]:
         asked = {"watch": "true", "allowWatchBookmarks": "true", "resourceVersion": version, "timeoutSeconds": self._pace.watch_s}
         target = f"{self._path}?{urlencode({**self._only, **asked})}"
         try:
-            async for line in get_lines(self._server, target, self._pace.silence_s):
-                if line.strip():
-                    yield msgspec.json.decode(line, type=_Event)
+            async with aclosing(get_lines(self._server, target, self._pace.silence_s)) as lines:
+                async for line in lines:
+                    if line.strip():
+                        yield msgspec.json.decode(line, type=_Event)
         except TimeoutError as error:
             raise TimeoutError(f"the watch said nothing for {self._pace.silence_s:g} s") from error
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -36,7 +36,7 @@ def api_server(env: Mapping[str, str]) -> ApiServer:
     return ApiServer(url, Path(env.get("FLEET_KUBE_TOKEN_FILE", str(ACCOUNT / "token"))), Path(ca) if ca else None)
 
 
-async def get_lines(server: ApiServer, target: str, silence_s: float, accept: str = JSON) -> AsyncIterator[bytes]:
+async def get_lines(server: ApiServer, target: str, silence_s: float, accept: str = JSON) -> AsyncGenerator[bytes, None]:
     """Lines of the answer's body; OSError on any status but 200, TimeoutError after so much silence."""
     parts = urlsplit(server.url)
     tls = ssl.create_default_context(cafile=server.ca_file) if parts.scheme == "https" else None
