@@ -24,7 +24,7 @@ from e2e.bench.proxies import ours, workers
 from e2e.emulated.fleet import get, log_of, stumbles, until
 from e2e.emulated.worker import length_of
 from e2e.recorder import Recorder
-from e2e.sockets import LISTENS, Talk, rows, watched
+from e2e.sockets import LISTENS, Talk, rows, talks, watched
 from e2e.test_router_admission import key_of, tenants_file
 from fleet_router.config import HttpBounds, RouterConfig
 
@@ -348,7 +348,8 @@ OUTSIDE = "127.88.0.9"
 def outbound(pid: int, seen: set[Talk]) -> set[str]:
     """Hosts that the router's own sockets were for, and ours outside where any socket at all knows it; clients left out."""
     closed = {there[0] for _, here, there, state, _ in rows(pid) if OUTSIDE in (here[0], there[0]) and state != LISTENS}
-    return {there[0] if name.startswith("tcp") else name for name, here, there in seen if here != (HOST, PORT)} | closed
+    found = {there[0] if name.startswith("tcp") else name for name, here, there in seen | talks(pid) if here != (HOST, PORT)}
+    return found | closed
 
 
 def test_h6_who_connected_is_seen_when_it_is_over():
