@@ -12,7 +12,7 @@ from fleet_router.admission.runaway import FINISH, Why
 from fleet_router.allowed import with_allowed
 from fleet_router.dialect.chat import DONE, UNENDED, Choice, Completion, Ends, Events, Usage, completion, goes_on, worker_error
 from fleet_router.errors import RequestError, error_json
-from fleet_router.fields import check_values
+from fleet_router.fields import check_values, not_an_object
 from fleet_router.health.inband import broke_off_with, words_of
 from fleet_wire.unreadable import UNREADABLE
 
@@ -46,7 +46,7 @@ def parsed(body: bytes, kind: type[T]) -> T:
         what = with_allowed(what, kind, field or "")
         raise RequestError(400, f"{field}: {what}" if field else what, param=field) from error
     except UNREADABLE as error:
-        raise RequestError(400, f"the body is not a JSON object: {error}", code="invalid_json") from error
+        raise not_an_object(body, error) from error
 
 
 def given(**fields: Any) -> dict[str, Any]:
