@@ -24,13 +24,15 @@ from e2e.bench.proxies import ours, workers
 from e2e.emulated.fleet import get, log_of, stumbles, until
 from e2e.emulated.worker import length_of
 from e2e.recorder import Recorder
+from e2e.sockets import LISTENS, Talk, rows, talks, watched
 from e2e.test_router_admission import key_of, tenants_file
 from fleet_router.config import HttpBounds, RouterConfig
 
 pytestmark = pytest.mark.timeout(200)
 HOST, PORT = "127.88.1.1", 8080
 URL = f"http://{HOST}:{PORT}"
-WORKER = "127.88.0.1:8000"
+WORKER_HOST = "127.88.0.1"
+WORKER = f"{WORKER_HOST}:8000"
 DEADLINE_S = 2.0
 BOUNDS = HttpBounds(header_deadline_s=DEADLINE_S, body_deadline_s=DEADLINE_S, stalled_client_s=DEADLINE_S)
 CONFIG = RouterConfig(fleet="bench", served_name="tiny", bounds=BOUNDS)
@@ -114,6 +116,7 @@ FLOODS = {
 MOST_BYTES = 200 * 1024 * 1024
 
 
+@pytest.mark.smoke
 def test_h1_h3_what_is_too_large_is_not_kept(tmp_path: Path):
     """200 MB each of a header, of header fields, of a URL, of chunks, of a body. The answer may be lost to the reset that follows
     while we still send; one that comes is the right one. Far less than all is taken, and before the deadline."""
@@ -182,6 +185,7 @@ def p99(times: list[float]) -> float:
     return times[int(len(times) * 0.99)]
 
 
+@pytest.mark.smoke
 def test_h2_slow_clients_are_cut_at_the_deadline_and_others_do_not_notice(tmp_path: Path):
     """Fifty each: a header a byte at a time, a body a byte at a time. A byte every 0.2 s resets no deadline."""
     with router(tmp_path) as target:
@@ -281,6 +285,7 @@ HOSTS = {
 }  # fmt: skip
 
 
+@pytest.mark.smoke
 def test_h4_a_second_request_never_runs(tmp_path: Path):
     """Each is answered 400 and the connection closes; nothing behind it is read."""
     with router(tmp_path) as target:
@@ -337,8 +342,26 @@ def in_other_dialects(url: str) -> list[tuple[bytes, bytes]]:
     return [(path, json.dumps({"model": "tiny", **rest}).encode()) for path, rest in rows]
 
 
+OUTSIDE = "127.88.0.9"
+
+
+def outbound(pid: int, seen: set[Talk]) -> set[str]:
+    """Hosts that the router's own sockets were for, and ours outside where any socket at all knows it; clients left out."""
+    closed = {there[0] for _, here, there, state, _ in rows(pid) if OUTSIDE in (here[0], there[0]) and state != LISTENS}
+    found = {there[0] if name.startswith("tcp") else name for name, here, there in seen | talks(pid) if here != (HOST, PORT)}
+    return found | closed
+
+
+def test_h6_who_connected_is_seen_when_it_is_over():
+    """Stage one of the next two."""
+    with Recorder("127.88.0.8:8000"), watched(os.getpid()) as seen:
+        socket.create_connection(("127.88.0.8", 8000)).close()
+    known = {there for _, _, there in seen} | {there for _, _, there, _, _ in rows(os.getpid())}
+    assert ("127.88.0.8", 8000) in known
+
+
 def test_h6_nobody_fetches_a_url_in_any_dialect(tmp_path: Path):
-    with Recorder("127.88.0.9:8000") as outside, router(tmp_path) as target:
+    with Recorder(f"{OUTSIDE}:8000") as outside, router(tmp_path) as target, watched(target.pid) as seen:
         for url in (
             "http://127.88.0.9:8000/a",
             "http://rebinding.example:8000/a",
@@ -351,6 +374,7 @@ def test_h6_nobody_fetches_a_url_in_any_dialect(tmp_path: Path):
                 assert status(answer) == 400, (path, body, answer[:300])
                 assert any(why in answer for why in (b"URLs are not fetched", b"document", b"input_file")), (path, answer)
         assert (target.recorder.seen, outside.seen) == ([], [])
+        assert outbound(target.pid, seen) <= {WORKER_HOST}, "it asks the worker who it is and how much it holds, nobody else"
 
 
 def test_h6_nobody_fetches_a_url_for_a_client(tmp_path: Path):
@@ -361,7 +385,7 @@ def test_h6_nobody_fetches_a_url_for_a_client(tmp_path: Path):
         "//127.88.0.9:8000/a",
         "gopher://127.88.0.9:8000/_x", "http://[::ffff:127.88.0.9]:8000/", "DATA:text/plain,x", "",
     ]  # fmt: skip
-    with Recorder("127.88.0.9:8000") as outside, router(tmp_path) as target:
+    with Recorder(f"{OUTSIDE}:8000") as outside, router(tmp_path) as target, watched(target.pid) as seen:
         bodies = [chat({"type": kind, kind: {"url": url}}) for url in urls for kind in ("image_url", "audio_url", "video_url")]
         bodies += [chat({"image_url": urls[0]}), chat({"type": "image_url", "image_url": {"url": {"url": urls[0]}}})]
         bodies += [chat({"type": "image_url", "image_url": {"url": urls[0]}}).replace(b'"image_url"', b'"image\\u005furl"')]
@@ -378,6 +402,7 @@ def test_h6_nobody_fetches_a_url_for_a_client(tmp_path: Path):
         head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: h\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(text)
         assert status(send(head + text)) == 200
         assert len(target.recorder.bodies()) == 2
+        assert outbound(target.pid, seen) == {WORKER_HOST}
 
 
 def test_h7_what_only_we_may_say_does_not_reach_a_worker(tmp_path: Path):

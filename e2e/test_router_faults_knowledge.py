@@ -14,6 +14,7 @@ import pytest
 from e2e.emulated.asking import Ask, Ledger, closed_loop
 from e2e.emulated.fleet import CONFIG, Emulated, until
 from e2e.test_router_faults_workers import asks, loop
+from fleet_router.follow.emptied import AGAIN_S, KEPT_S
 from fleet_router.health.breaker import OPEN_FIRST_S, PAIR_FAILURES_MOST
 from fleet_router.kvindex.pieces import FINE_BYTES, FINE_PIECES, MAX_PIECES, PIECE_BYTES
 from fleet_router.policy.routing import INDEX_ENTRIES
@@ -161,6 +162,24 @@ def test_r10_a_source_of_endpoints_that_fails_or_says_nothing(tmp_path: Path):
         assert fleet.metric("endpoints") == 3
         fleet.publish()
         until("it follows again", lambda: fleet.metric("endpoints_age_seconds") < 0.5, 10)
+        fleet.quiet()
+
+
+def test_r10_endpoints_that_name_nobody_are_believed_when_nobody_serves(tmp_path: Path):
+    """Nodes that the control plane has lost have no pod that is ready; scaled to nothing, there is none."""
+    with Emulated(tmp_path, 116, 0, 2) as fleet:
+        fleet.publish([])
+        until("it was asked more than once", lambda: fleet.metric("endpoints_age_seconds") > KEPT_S + 2 * AGAIN_S, 90)
+        assert loop(fleet, asks(20)).right == 20
+        for worker in fleet.decode:
+            worker.kill()
+        until("it is believed", lambda: fleet.metric("endpoints") == 0, AGAIN_S + 5)
+        assert loop(fleet, asks(5, first=50)).ends == {"error 503 no_worker": 5}
+        for worker in fleet.decode:
+            worker.start().wait()
+        fleet.publish()
+        until("it follows again", lambda: fleet.metric("endpoints") == 2, 10)
+        assert loop(fleet, asks(20, first=100)).right == 20
         fleet.quiet()
 
 

@@ -80,6 +80,7 @@ def picker_serves(channel: grpc.Channel) -> bool:
     return check(b"\x0a\x08liveness", timeout=10, wait_for_ready=True) == b"\x08\x01"
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
 def test_s3_noise_at_every_port_and_no_port_that_is_not_documented(tmp_path: Path, tls: bool):
     """All ports are open, and they are the README's. Each of them serves afterwards."""
@@ -120,6 +121,7 @@ def refused(proxy: Proxy) -> int:
     return sum(int(n) for n in re.findall(r"^fleet_router_gossip_refused_total\{.*\} (\d+)$", text, re.M))
 
 
+@pytest.mark.smoke
 def test_s3_a_plain_router_has_one_port(tmp_path: Path):
     with router(tmp_path) as target:
         assert listening(target.pid) == documented(README, [ALWAYS])

@@ -5,6 +5,7 @@ whether their KV moved."""
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,14 @@ class Watched:
         pods = [pod(worker) for worker in self._fleet.workers]
         return disaggregating(await self._telemetry.collect(self._spec, pods, [f"http://{self._fleet.address}"]))
 
+    async def told(self, reason: str, most_s: float = 90.0) -> Verdict:
+        """The condition once it has this reason, while requests come; a pair that is out is tried again after 5 s, then 10 s."""
+        begun = time.monotonic()
+        while (found := await self.read())[1] != reason:
+            assert time.monotonic() - begun < most_s, found
+            await self.ask(5)
+        return found
+
     async def ask(self, count: int = 1) -> None:
         """Prompts that nobody has seen, so that they are prefilled somewhere."""
         await closed_loop(self._fleet.address, asks(count, first=self._sent, size=LONG), 1, self.ledger)
@@ -104,3 +113,30 @@ def test_answers_without_kv_are_told_within_n_and_no_sooner(tmp_path: Path):
     with Emulated(tmp_path, 122, 1, 1) as fleet:
         asyncio.run(whole(fleet))
         assert fleet.prefill[0].stats()["pinned"] == NOT_MOVING_ANSWERS, "KV that nobody read is there until its lease is over"
+
+
+async def one_pair(fleet: Emulated, watched: Watched) -> None:
+    """Nothing else fails, and nobody's answer is wrong."""
+    giver, taker = fleet.prefill[0], fleet.decode[0]
+    await watched.ask(3 * NOT_MOVING_ANSWERS)
+    assert (await watched.read())[:2] == ("True", "KvMoved")
+    giver.fault(cut=[taker.uid])
+    told = await watched.told("PairFailing")
+    named = f"from {giver.role}-{giver.number} to {taker.role}-{taker.number};"
+    assert (told[0], named in told[2]) == ("False", True), told
+    assert giver.stats()["cut_reads"], "the fault did not happen"
+    giver.fault()
+    assert (await watched.told("KvMoved"))[0] == "True"
+    assert watched.ledger.right == watched.ledger.all, watched.ledger.ends
+
+
+def test_a_pair_between_which_no_kv_moves_is_named_until_it_does_again(tmp_path: Path):
+    async def whole(fleet: Emulated) -> None:
+        watched = Watched(fleet)
+        try:
+            await one_pair(fleet, watched)
+        finally:
+            await watched.close()
+
+    with Emulated(tmp_path, 123, 2, 1) as fleet:
+        asyncio.run(whole(fleet))

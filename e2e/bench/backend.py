@@ -21,7 +21,8 @@ TEXT = (
     '{"id":"cmpl-1","object":"text_completion","created":1,"model":"tiny","choices":[{"index":0,"text":" word","logprobs":null,'
 )
 EVENT = b"data: " + TEXT.encode() + b'"finish_reason":null,"stop_reason":null}]}\n\n'
-CHUNK = f"{len(EVENT):x}\r\n".encode() + EVENT + b"\r\n"
+LAST_EVENT = EVENT.replace(b'"finish_reason":null', b'"finish_reason":"length"')
+CHUNK, LAST = (b"%x\r\n%b\r\n" % (len(event), event) for event in (EVENT, LAST_EVENT))
 END = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
 STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
 FLOOD = "FLOOD"
@@ -86,8 +87,9 @@ class Worker(asyncio.Protocol):
             self.transport.write(STREAM_HEAD)
             chunks = int(found[1]) if found else 1
             if FLOOD.encode() in self.body:
-                for _ in range(chunks):
+                for _ in range(chunks - 1):
                     self.transport.write(CHUNK)
+                self.transport.write(LAST)
                 self.transport.write(END)
             else:
                 self.tick(chunks)
@@ -107,7 +109,7 @@ class Worker(asyncio.Protocol):
         if left == 0:
             self.transport.write(END)
             return
-        self.transport.write(CHUNK)
+        self.transport.write(CHUNK if left > 1 else LAST)
         asyncio.get_running_loop().call_later(TICK_S, self.tick, left - 1)
 
 

@@ -1,8 +1,11 @@
 """`make bench-choose`: what a routing decision costs, and what the prefix indexes hold in memory.
 
 One decision of policy/cost.py over fleets of 16 to 1,024 workers, a quarter of them prefill; every worker holds a shared part of
-the prompt, three hold more; loads differ. CPU time of this process. `ns_per_step`: a loop of plain attribute reads in the same
-run, so that runs on different machines can be compared. Memory: a process of its own fills each index with 100,000 entries.
+the prompt, three hold more; loads differ. Then a decision among 64 workers with all that comes before and after it, by the length
+of the context: keys of the prompt, who holds how much of it, the decision, and remembering it; nine tenths of each prompt were
+asked before, as in a conversation, so that what it adds to the index is told, too. CPU time of this process. `ns_per_step`: a
+loop of plain attribute reads in the same run, so that runs on different machines can be compared. Memory: a process of its own
+fills each index with 100,000 entries.
 """
 
 from __future__ import annotations
@@ -15,6 +18,9 @@ import time
 from collections.abc import Callable
 
 from e2e.bench.table import report
+from fleet_router.kvindex.approximate import ApproximateIndex
+from fleet_router.kvindex.masks import LOWEST_BIT
+from fleet_router.kvindex.pieces import bytes_of, key_chain
 from fleet_router.policy.candidate import Candidate
 from fleet_router.policy.cost import cheapest
 from fleet_router.policy.group import Group
@@ -24,6 +30,13 @@ SIZES = (16, 64, 256, 1024)
 ROUNDS = 7
 DECISIONS = 1_500
 ENTRIES = 100_000
+CONTEXTS = (4, 32, 128, 512)
+"""KiB of a prompt."""
+TALKS = 64
+"""Conversations of each length."""
+OVER = 64
+"""Workers."""
+BYTES_PER_TOKEN = 4
 FILL = """
 import sys
 import fleet_router.process
@@ -64,6 +77,38 @@ def asks(size: int) -> list[tuple[CostAsk, list[tuple[float, int]]]]:
     return found
 
 
+def conversations(size: int) -> list[tuple[bytes, bytes]]:
+    """A prompt of so many KiB, and the nine tenths of it that were asked before."""
+    rng, whole = random.Random(size), size * 1024
+    made = [rng.randbytes(whole) for _ in range(TALKS)]
+    return [(prompt[: whole * 9 // 10], prompt) for prompt in made]
+
+
+def of_context(size: int) -> tuple[float, float]:
+    """CPU microseconds per request, and entries that it adds to the index."""
+    group, index = group_of(OVER), ApproximateIndex(ENTRIES)
+    for i in range(OVER):
+        index.join(str(i), LOWEST_BIT << i)
+
+    def ask(prompt: bytes) -> None:
+        keys = key_chain(prompt)
+        tokens = len(prompt) / BYTES_PER_TOKEN
+        steps = [(bytes_of(pieces) / BYTES_PER_TOKEN, mask // LOWEST_BIT) for pieces, mask in index.depths(keys)]
+        found = cheapest(CostAsk(tokens, keys[0], 0.5, 1.25, 64.0), group, steps, None)
+        assert found is not None
+        index.add(keys, found.decode.uid)
+        if found.prefill is not None:
+            index.add(keys, found.prefill.uid)
+
+    taken, grown = [], []
+    for before, after in conversations(size):
+        ask(before)
+        entries = index.entries
+        taken.append(timed(lambda after=after: ask(after), 1))  # type: ignore[misc]
+        grown.append(index.entries - entries)
+    return statistics.median(taken), statistics.mean(grown)
+
+
 def timed(what: Callable[[], None], count: int) -> float:
     """CPU microseconds each."""
     before = time.process_time()
@@ -88,9 +133,6 @@ def ns_per_step() -> float:
 
 def fill(kind: str) -> None:
     """One index with ENTRIES entries, as real prompts make them."""
-    from fleet_router.kvindex.approximate import ApproximateIndex
-    from fleet_router.kvindex.masks import LOWEST_BIT
-    from fleet_router.kvindex.pieces import key_chain
     from fleet_router.kvindex.precise import PreciseIndex
     from fleet_wire.blocks import chain_packed, root_hash
     from fleet_wire.events import BlockStored
@@ -135,10 +177,20 @@ def main() -> int:
         taken = [timed(decide, DECISIONS) for _ in range(ROUNDS)]
         rows.append((f"{size} workers", round(statistics.median(taken), 1), round(min(taken), 1), looked[0]))
         result[f"us_{size}"] = {"median": round(statistics.median(taken), 1), "least": round(min(taken), 1), "looked": looked[0]}
+    for size in CONTEXTS:
+        us, grown = map(statistics.median, zip(*(of_context(size) for _ in range(ROUNDS)), strict=True))
+        rows.append((f"{size} KiB of context, all of it", round(us, 1), "", f"{grown:.0f} entries"))
+        result[f"context_{size}k"] = {"us": round(us, 1), "entries": round(grown, 1)}
     result["ns_per_step"] = round(statistics.median([ns_per_step() for _ in range(ROUNDS)]), 1)
     memory = {kind: memory_mb(kind) for kind in ("nothing", "approximate", "precise")}
+    per_entry = round((memory["approximate"] - memory["nothing"]) * 1024**2 / ENTRIES)
+    rows += [("bytes per entry", per_entry, "", "")]
     rows += [(f"memory, {kind}", f"{mb} MB", "", "") for kind, mb in memory.items()]
-    report(("", "µs, median", "µs, least", "looked at, most"), rows, {**result, "rss_mb": memory, "rounds": ROUNDS, "errors": 0})
+    report(
+        ("", "µs, median", "µs, least", "looked at, most"),
+        rows,
+        {**result, "bytes_per_entry": per_entry, "rss_mb": memory, "rounds": ROUNDS, "errors": 0},
+    )
     return 0
 
 

@@ -32,7 +32,7 @@ SECONDS: Final = 5.0
 WARM_S: Final = 1.0
 SAMPLE_S: Final = 0.01
 HOLD_S: Final = (0.15, 0.45)
-ROUNDS: Final = 3
+ROUNDS: Final = 5
 CONFIG: Final = RouterConfig(fleet="bench", served_name="tiny", slow_start_s=0.0)
 KEY: Final = "k" * 40
 

@@ -34,7 +34,7 @@ WRITES = 4
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 EVENT = (
     b'data: {"id":"c","object":"text_completion","created":1,"model":"tiny","late_us":%d,"worker":%d,'
-    b'"choices":[{"index":0,"text":" words","finish_reason":null}]}\n\n'
+    b'"choices":[{"index":0,"text":" words","finish_reason":%b}]}\n\n'
 )
 END = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
 CAPACITY = f'vllm:cache_config_info{{block_size="{BLOCK_TOKENS}",num_gpu_blocks="{CACHE_BLOCKS}"}} 1\n'
@@ -185,7 +185,7 @@ class Connection(asyncio.Protocol):
         def write(late_us: int, last: bool) -> None:
             if self.transport.is_closing():
                 return
-            event = EVENT % (int(late_us / self.speed), self.engine.number)
+            event = EVENT % (int(late_us / self.speed), self.engine.number, b'"length"' if last else b"null")
             chunk = b"%x\r\n%b\r\n" % (len(event), event)
             head = HEAD if first[0] else b""
             first[0] = False

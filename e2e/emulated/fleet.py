@@ -155,12 +155,16 @@ class Emulated:
         new.write_bytes(data)
         new.replace(self.documents / key)
 
+    def follows(self) -> tuple[str, dict[str, str]]:
+        """Where the router has its documents from, and what it must know for that."""
+        return f"dir:{self.documents}", {}
+
     def start_router(self) -> None:
         host, port = self.address.split(":")
-        argv = [sys.executable, "-m", "fleet_router", "--follow", f"dir:{self.documents}", "--host", host, "--port", port]
-        argv += self.extra
+        follow, env = self.follows()
+        argv = [sys.executable, "-m", "fleet_router", "--follow", follow, "--host", host, "--port", port, *self.extra]
         with (self.folder / "router.log").open("ab") as log:
-            self._router = subprocess.Popen(argv, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+            self._router = subprocess.Popen(argv, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env={**os.environ, **env})
         until("the router is ready", self._ready, START_S)
         self._fds = len(fds_of(self._router.pid) - connected(self._router.pid))
 

@@ -30,7 +30,7 @@ class Faults:
     """What is wrong with this worker."""
 
     mode: str = ""
-    """errors, hang, not_http: instead of an answer; drip, reset, half_close, bad_json, extra, huge: inside a stream."""
+    """errors, hang, not_http: instead of an answer; drip, reset, half_close, bad_json, extra, huge, twice: inside a stream."""
     after_tokens: int = 3
     """Streams break after so many."""
     flap_s: float = 0.0
@@ -226,11 +226,15 @@ class Worker:
         for i in range(count):
             token = nonce[i] if i < len(nonce) else token_of(state)
             state = state if i < len(nonce) else after(state, token)
-            writer.write(chunk(event(body, token, last=i == count - 1)))
+            one = chunk(event(body, token, last=i == count - 1))
+            writer.write(one)
             await writer.drain()
             if writer.is_closing():
                 raise ConnectionResetError
-            if self.faults.mode and i + 1 == self.faults.after_tokens and await self.broken_stream(body, writer):
+            if self.faults.mode == "twice" and i + 1 == self.faults.after_tokens:
+                self.stats.faulty += 1
+                writer.write(one)
+            elif self.faults.mode and i + 1 == self.faults.after_tokens and await self.broken_stream(body, writer):
                 return
             await asyncio.sleep(self.faults.tick_s)
         self.end(body, usage(len(prompt), count), writer)

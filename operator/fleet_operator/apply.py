@@ -42,7 +42,7 @@ from fleet_operator.names import TIER as TIER_LABEL
 from fleet_operator.older import older
 from fleet_operator.outcome import Outcome, StopError
 from fleet_operator.ownership import lost_owners, name_conflict, owned, parted, put_back, taken
-from fleet_operator.pool_status import changed_pools, pool_status
+from fleet_operator.pool_status import changed_pools, pool_status, takes_pods
 from fleet_operator.render.fabric import render_claims
 from fleet_operator.render.fleet import render_budgets, render_documents, render_pool, render_router
 from fleet_operator.render.gang import leader_of, render_group_service
@@ -139,7 +139,7 @@ class Applier:
         pools: dict[str, Object] = {}
         for pool in work.plan.pools:
             made = await self._put(render_pool(work.fleet, pool, work.raw), work)
-            if made is not None:
+            if made is not None and takes_pods(made, work.outcome):
                 pools[pool.name] = made
         await self._owners(work, pools)
         if routers_told is not None:

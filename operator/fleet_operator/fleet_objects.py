@@ -20,14 +20,18 @@ class FleetObjects:
     def __init__(self) -> None:
         self.fleets: dict[Key, Object] = {}
         self._children: dict[Key, dict[tuple[str, str], Object]] = {}
-        self._gone: OrderedDict[str, str] = OrderedDict()
-        """Their versions at the end."""
+        self._gone: OrderedDict[str, tuple[str, bool]] = OrderedDict()
+        """Their versions at the end, and whether that was the end of all: one that changed its fleet begins there in another."""
         self._where: dict[str, Key] = {}
         """Fleets of children, by uid."""
 
     def children(self, key: Key) -> dict[tuple[str, str], Object]:
         """(kind, name) → object, of one fleet. A pass takes it as it is at its beginning."""
         return dict(self._children.get(key, {}))
+
+    def without_fleet(self) -> Iterator[tuple[Key, Object]]:
+        """Children whose labels name a fleet that is not there."""
+        yield from ((key, obj) for key, found in self._children.items() if key not in self.fleets for obj in found.values())
 
     def fleets_on(self, nodes: set[str]) -> list[Key]:
         """Fleets with a pod on one of these nodes."""
@@ -67,7 +71,7 @@ class FleetObjects:
         known = self._children[before][kind.kind, meta["name"]]
         if event.type != "DELETED" and not _newer(event.object, known):
             return None
-        self._ended(meta["uid"], _version(event.object))
+        self._ended(meta["uid"], _version(event.object), deleted=event.type == "DELETED")
         self._drop(before, (kind.kind, meta["name"]), meta["uid"])
         return before
 
@@ -110,8 +114,9 @@ class FleetObjects:
 
     def _is_gone(self, news: Object) -> bool:
         """Nothing newer than its end. A watch tells the end of an object that lost our labels, too: of that one there is news."""
-        ended = self._gone.get(news["metadata"].get("uid", ""))
-        return ended is not None and not later(_version(news), ended)
+        ended, deleted = self._gone.get(news["metadata"].get("uid", ""), ("", False))
+        version = _version(news)
+        return bool(ended) and not later(version, ended) and (deleted or version != ended)
 
     def _place(self, kind: Kind, key: Key, name: str) -> tuple[dict[Key, Object], Key]:
         if kind == FLEET:
@@ -120,7 +125,7 @@ class FleetObjects:
 
     def _take_deleted(self, key: Key, holder: dict[Key, Object], at: Key, known: Object | None, gone: Object) -> bool:
         uid = gone["metadata"].get("uid")
-        self._ended(uid, _version(gone))
+        self._ended(uid, _version(gone), deleted=True)
         if known is None or known["metadata"].get("uid") != uid:
             return False
         if holder is self.fleets:
@@ -129,8 +134,8 @@ class FleetObjects:
             self._drop(key, at, uid)
         return True
 
-    def _ended(self, uid: str, version: str) -> None:
-        self._gone[uid] = version
+    def _ended(self, uid: str, version: str, *, deleted: bool) -> None:
+        self._gone[uid] = version, deleted
         if len(self._gone) > GONE_MOST:
             self._gone.popitem(last=False)
 

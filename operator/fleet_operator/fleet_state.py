@@ -10,6 +10,7 @@ from fleet_operator.cluster.interface import Object
 from fleet_operator.known_fleet import KnownFleet
 from fleet_operator.observe import PodsSeen, Published
 from fleet_operator.pace import Pace
+from fleet_operator.pod_marks import MarksSeen
 from fleet_operator.refusals import Refusals
 from fleet_operator.settled import Settled
 from fleet_planner.ending import EndingMemory
@@ -44,6 +45,7 @@ class FleetState:
     known: KnownFleet | None = None
     restless: bool = False
     pods: PodsSeen = field(default_factory=dict)
+    marks: MarksSeen = field(default_factory=MarksSeen)
     published: Published = field(default_factory=Published)
     settled: Settled = field(default_factory=Settled)
     refusals: Refusals = field(default_factory=Refusals)

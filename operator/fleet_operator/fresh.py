@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from fleet_operator.cluster.interface import FLEET, POOL, Cluster, Object
 from fleet_operator.fleet_telling import FleetTelling
 from fleet_operator.names import FLEET as FLEET_LABEL
+from fleet_operator.ownership import is_strange
 
 
 class Fresh:
@@ -43,7 +44,8 @@ class Fresh:
             meta = self._raw["metadata"]
             found = await self._cluster.list(POOL, meta["namespace"], {FLEET_LABEL: meta["name"]})
             self.read += found
-            self._pools = self._seen == {obj["metadata"]["name"]: _version(obj) for obj in found}
+            now = {obj["metadata"]["name"]: _version(obj) for obj in found if not is_strange(obj, self._raw)}
+            self._pools = self._seen == now
         return self._pools
 
     @property

@@ -9,6 +9,7 @@ from typing import Any
 from fleet_api.parse import parse_fleet
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_operator.cluster.interface import Object
+from fleet_operator.fleet_telling import Words
 from fleet_operator.recorder import present_status
 from fleet_operator.render.revision import revision_of
 
@@ -28,15 +29,17 @@ class KnownFleet:
     """For the status."""
 
 
-def parse_again(known: KnownFleet | None, raw: Object) -> KnownFleet:
-    """The fleet of `raw`; its spec is the very same value while the user changed nothing. ManifestError."""
+def parse_again(known: KnownFleet | None, raw: Object, words: Words) -> KnownFleet:
+    """The fleet of `raw`; its spec is the very same value while the user changed nothing. `words`: what was said of it last.
+    ManifestError."""
     if known is not None and known.raw is raw:
         return known
     if known is None or not _same_wish(known.raw, raw):
         fleet = parse_fleet(raw)
         return KnownFleet(raw, fleet, {tier.name: revision_of(fleet, tier) for tier in fleet.spec.tiers}, fleet.resolved())
     metadata = known.fleet.metadata.model_copy(update={"resource_version": raw["metadata"].get("resourceVersion", "")})
-    fleet = known.fleet.model_copy(update={"metadata": metadata, "status": present_status(raw)})
+    status = words.spoken(raw.get("status")) or present_status(raw)
+    fleet = known.fleet.model_copy(update={"metadata": metadata, "status": status})
     return KnownFleet(raw, fleet, known.revisions, known.resolved)
 
 

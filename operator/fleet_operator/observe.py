@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import lru_cache
 from typing import Any
 
 from fleet_operator import pod_words
@@ -26,6 +27,7 @@ from fleet_operator.names import (
     TIER,
     WISH,
 )
+from fleet_operator.pool_sizes import Sizes, written_on
 from fleet_operator.render.worker import GRACE_SLACK_S
 from fleet_planner.types import ROLES, AdapterSeen, FetchPod, ObservedPod, ObservedPool, Role, RouterView
 from fleet_wire import endpoints
@@ -33,6 +35,8 @@ from fleet_wire.endpoints import ENDPOINTS_KEY
 from fleet_wire.unreadable import UNREADABLE
 
 COUNT_DIGITS = 6
+TIMES = 8_192
+"""Texts of times that are remembered."""
 WORKER = "worker"
 """Name of the container that is the worker."""
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
@@ -260,6 +264,7 @@ def observe_pools(pools: Iterable[Object]) -> tuple[ObservedPool, ...]:
     for pool in pools:
         meta, spec = pool["metadata"], pool["spec"]
         notes = meta.get("annotations") or {}
+        sizes = written_on(pool) or Sizes(*(_count(notes.get(key)) for key in (PLANNED, SIZE, WISH)))
         found.append(
             ObservedPool(
                 name=meta["name"],
@@ -268,9 +273,9 @@ def observe_pools(pools: Iterable[Object]) -> tuple[ObservedPool, ...]:
                 tier=spec["tier"],
                 revision=spec["revision"],
                 replicas=spec.get("replicas", 0),
-                planned=_count(notes.get(PLANNED)),
-                size=_count(notes.get(SIZE)),
-                wish=_count(notes.get(WISH)),
+                planned=sizes.planned,
+                size=sizes.size,
+                wish=sizes.wish,
             )
         )
     return tuple(sorted(found, key=lambda pool: pool.name))
@@ -300,6 +305,7 @@ def _scheduled(status: Mapping[str, Any]) -> Mapping[str, Any]:
     return next((c for c in status.get("conditions") or [] if c.get("type") == "PodScheduled"), {})
 
 
+@lru_cache(maxsize=TIMES)
 def timestamp(text: str | None) -> float | None:
-    """RFC 3339 → UNIX seconds."""
+    """RFC 3339 → UNIX seconds. A pod's times are read anew with each of its events, and say the same in most."""
     return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp() if text else None

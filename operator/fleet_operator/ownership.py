@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 
-from fleet_operator.cluster.interface import POD, Object
-from fleet_operator.names import APPLIED, FETCH, FLEET, MANAGED_BY, MANAGER, POOL, ROLE, owner_reference
+from fleet_operator.cluster.interface import POD, POOL, Object
+from fleet_operator.names import (
+    APPLIED,
+    FETCH,
+    FLEET,
+    MANAGED_BY,
+    MANAGER,
+    REVISION,
+    ROLE,
+    TIER,
+    owner_reference,
+    pool_name,
+)  # fmt: skip
+from fleet_operator.names import POOL as POOL_LABEL
 from fleet_operator.observe import timestamp
 from fleet_planner.events import NAME_CONFLICT
 from fleet_planner.types import ROLES, Problem
@@ -33,6 +45,47 @@ def parted(found: Object | None, wish: Object, owner: Object) -> bool:
     return _is_marked(meta, wish["metadata"], (MANAGED_BY, FLEET)) and _made_at(owner) <= _made_at(found) < math.inf
 
 
+def is_strange(obj: Object, fleet: Object) -> bool:
+    """A pool or a worker's pod that has this fleet's label and is not of it: a label was edited, or a manifest copied. Another
+    fleet's pool was deleted as one too many, with all of its workers. Names say whose they are: an owner may have been edited,
+    too, and the pool of a pod may not be seen at this moment."""
+    name = fleet["metadata"]["name"]
+    if obj["kind"] == POOL.kind:
+        spec = obj["spec"]
+        mine = pool_name(name, spec["tier"], spec["role"], spec["revision"])
+        return (obj["metadata"]["name"], spec["fleet"]) != (mine, name)
+    return obj["kind"] == POD.kind and _is_strange_pod(obj["metadata"], name)
+
+
+def _is_strange_pod(meta: Object, fleet: str) -> bool:
+    """Somebody else controls it, and it has no worker's name. A worker that changed its role has a name of the other one."""
+    controller = next((one for one in meta.get("ownerReferences") or [] if one.get("controller")), None)
+    labels = meta.get("labels") or {}
+    if controller is None or labels.get(ROLE) not in ROLES:
+        return False
+    mine = [pool_name(fleet, labels.get(TIER, ""), role, labels.get(REVISION, "")) for role in ROLES]
+    if controller.get("kind") == POOL.kind and controller.get("name") in mine:
+        return False
+    return not any(meta["name"].startswith(f"{pool}-") for pool in mine)
+
+
+def without_strangers(live: dict[tuple[str, str], Object], fleet: Object) -> dict[tuple[str, str], Object]:
+    """`live`, (kind, name) → object, less what only looks like the fleet's. Most pods are of a pool that is there: no more is
+    asked of them, for this is done in every pass."""
+    pools = [(at, obj) for at, obj in live.items() if at[0] == POOL.kind]
+    strange = {at for at, pool in pools if is_strange(pool, fleet)}
+    mine = {pool["metadata"]["uid"] for at, pool in pools if at not in strange}
+    for at, obj in live.items():
+        if at[0] == POD.kind and not _is_of(obj, mine) and is_strange(obj, fleet):
+            strange.add(at)
+    return {at: obj for at, obj in live.items() if at not in strange} if strange else live
+
+
+def _is_of(obj: Object, owners: Container[str]) -> bool:
+    references = obj["metadata"].get("ownerReferences")
+    return bool(references) and references[0].get("uid") in owners
+
+
 def lonely(found: Object, wish: Object, pool: Object) -> bool:
     """It is what a pool's workers need beside their pods, as the wish says, and nobody owns it any more. One of the same content
     serves whichever life of the pool it was made for."""
@@ -48,7 +101,7 @@ def lost_owners(
     found = []
     for pod in [obj for (kind, _), obj in live.items() if kind == POD.kind]:
         labels = pod["metadata"].get("labels") or {}
-        owner = pools.get(labels.get(POOL, "")) if labels.get(ROLE) in ROLES else fleet if FETCH in labels else None
+        owner = pools.get(labels.get(POOL_LABEL, "")) if labels.get(ROLE) in ROLES else fleet if FETCH in labels else None
         if owner is not None and _has_lost(pod, owner):
             found.append((pod, owner))
     return found

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
+from operator import is_
+from typing import Final
 
 from fleet_operator.cluster.interface import (
     CONTROLLER_REVISION,
@@ -31,18 +34,44 @@ Live = Mapping[tuple[str, str], Object]
 """(kind, name) → object, of one fleet."""
 Marks = Mapping[str, Mapping[str, str]]
 """labels, annotations."""
+SOURCES: Final = frozenset({POOL.kind, CONTROLLER_REVISION.kind})
+"""What says how pods are to be marked."""
 
 
-def rightful(live: Live, fleet: Object) -> tuple[dict[tuple[str, str], Object], list[tuple[Object, Marks]]]:
+@dataclass(slots=True)
+class MarksSeen:
+    """Of one fleet: pods that were found in order, and the pools and templates by which they were. Objects of the cache never
+    change in place. All of it may be lost: then every pod is looked at once more."""
+
+    fleet: str = ""
+    sources: list[Object] = field(default_factory=list)
+    wanted: dict[str, Marks] = field(default_factory=dict)
+    well: dict[str, Object] = field(default_factory=dict)
+
+    def look(self, live: Live, fleet: Object) -> None:
+        """Whether what is known holds for what is there now; else nothing is known."""
+        uid, sources = fleet["metadata"]["uid"], [obj for (kind, _), obj in live.items() if kind in SOURCES]
+        if uid != self.fleet or len(sources) != len(self.sources) or not all(map(is_, sources, self.sources)):
+            self.fleet, self.sources, self.wanted, self.well = uid, sources, _wanted(sources, fleet), {}
+
+
+def rightful(
+    live: Live, fleet: Object, seen: MarksSeen | None = None
+) -> tuple[dict[tuple[str, str], Object], list[tuple[Object, Marks]]]:
     """`live` with every worker's pod as its pool and its template have it, and what is to be put back of which pod."""
-    wanted = _wanted(live, fleet)
-    edited = []
-    found = dict(live)
+    seen = MarksSeen() if seen is None else seen
+    seen.look(live, fleet)
+    before, seen.well = seen.well, {}
+    found, edited = dict(live), []
     for at, pod in live.items():
-        if at[0] == POD.kind and (marks := _edited(pod, wanted)):
-            edited.append((pod, marks))
-            meta = pod["metadata"]
-            found[at] = {**pod, "metadata": {**meta, **{part: {**(meta.get(part) or {}), **of} for part, of in marks.items()}}}
+        if at[0] != POD.kind:
+            continue
+        if before.get(at[1]) is pod or not (marks := _edited(pod, seen.wanted)):
+            seen.well[at[1]] = pod
+            continue
+        edited.append((pod, marks))
+        meta = pod["metadata"]
+        found[at] = {**pod, "metadata": {**meta, **{part: {**(meta.get(part) or {}), **of} for part, of in marks.items()}}}
     return found, edited
 
 
@@ -66,12 +95,12 @@ async def put_back(cluster: Cluster, edited: Sequence[tuple[Object, Marks]]) -> 
     return outcome
 
 
-def _wanted(live: Live, fleet: Object) -> dict[str, Marks]:
+def _wanted(sources: Sequence[Object], fleet: Object) -> dict[str, Marks]:
     """By uid of a pool: what the pods that it owns say."""
-    stored = [obj for (kind, _), obj in live.items() if kind == CONTROLLER_REVISION.kind and owned(obj, fleet)]
+    stored = [obj for obj in sources if obj["kind"] == CONTROLLER_REVISION.kind and owned(obj, fleet)]
     compat = {place: obj["data"]["compat"] for obj in stored if (place := _place(obj)) is not None}
     wanted = dict[str, Marks]()
-    for pool in [obj for (kind, _), obj in live.items() if kind == POOL.kind and owned(obj, fleet)]:
+    for pool in [obj for obj in sources if obj["kind"] == POOL.kind and owned(obj, fleet)]:
         meta, spec = pool["metadata"], pool["spec"]
         labels = {TIER: spec["tier"], ROLE: spec["role"], REVISION: spec["revision"]}
         labels |= {POOL_LABEL: meta["name"], NAMESPACE: meta["namespace"]}
@@ -92,8 +121,10 @@ def _edited(pod: Object, wanted: Mapping[str, Marks]) -> Marks | None:
     of = next((marks for owner in meta.get("ownerReferences") or [] if (marks := wanted.get(owner.get("uid", "")))), None)
     if of is None or "deletionTimestamp" in meta:
         return None
-    differ = {
-        part: {key: text for key, text in of[part].items() if (meta.get(part) or {}).get(key) != text}
-        for part in ("labels", "annotations")
-    }
-    return {part: found for part, found in differ.items() if found} or None
+    differ: dict[str, dict[str, str]] = {}
+    for part, texts in of.items():
+        found = meta.get(part) or {}
+        for key, text in texts.items():
+            if found.get(key) != text:
+                differ.setdefault(part, {})[key] = text
+    return differ or None

@@ -1,20 +1,36 @@
-"""What a WorkerPool says of its workers. Pure."""
+"""What a WorkerPool says of its workers, and whether it may have more. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterable
+from typing import Final
 
 from fleet_operator.cluster.interface import POD, Object
 from fleet_operator.gangs import count_workers
 from fleet_operator.names import GROUP_OF, MEMBER
+from fleet_operator.outcome import Outcome
 from fleet_planner.events import Deed
-from fleet_planner.types import PodWanted, PoolWanted
+from fleet_planner.types import PodWanted, PoolWanted, Problem
+
+FOREGROUND: Final = "foregroundDeletion"
+"""The garbage collector's finalizer."""
 
 
 def changed_pools(done: Iterable[Deed], create: Iterable[PodWanted]) -> set[str]:
     """Pools that this pass made pods for. It saw them without; the next pass, which follows because of those, counts them."""
     made = {deed.name for deed in done if (deed.verb, deed.kind) == ("created", POD.kind)}
     return {wanted.pool for wanted in create if wanted.name in made}
+
+
+def takes_pods(pool: Object, outcome: Outcome) -> bool:
+    """Whether pods may be made in it. Not while it is deleted with `--cascade=foreground`: the garbage collector takes each pod
+    of it, new ones, too, and would never come to its end."""
+    meta = pool["metadata"]
+    if "deletionTimestamp" not in meta or FOREGROUND not in (meta.get("finalizers") or []):
+        return True
+    words = f"WorkerPool {meta['name']} is being deleted, its pods first (--cascade=foreground); it is made anew when it is gone"
+    outcome.conflicts.append(Problem("Conflict", words))
+    return False
 
 
 def pool_status(pods: list[Object], fleet: str, pool: PoolWanted, serving: Container[str]) -> Object:

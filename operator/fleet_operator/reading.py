@@ -17,6 +17,7 @@ from fleet_operator.fleet_objects import FleetObjects
 from fleet_operator.fleet_state import FleetState
 from fleet_operator.flip.follow import FlipFollower
 from fleet_operator.hearing import Hearing
+from fleet_operator.ownership import without_strangers
 from fleet_operator.picture import Places, pods_of, router_urls, workers
 from fleet_operator.settings import Platform
 from fleet_operator.work_queue import Key
@@ -59,6 +60,11 @@ class Known:
     places: Callable[[], Places]
     is_ours: Callable[[Key], bool]
     touch: Callable[[Key], None]
+
+    def children(self, key: Key) -> dict[tuple[str, str], Object]:
+        """Of a fleet, by kind and name: nobody else's worker is asked, or told anything."""
+        raw = self.objects.fleets.get(key)
+        return without_strangers(self.objects.children(key), raw) if raw is not None else {}
 
 
 class Reader:
@@ -110,7 +116,7 @@ class Reader:
     async def _follow(self, key: Key, fleet: InferenceFleet, state: FleetState) -> None:
         """Tell and hear the workers of one fleet that change their role."""
         try:
-            live = self._known.objects.children(key)
+            live = self._known.children(key)
             there = workers(fleet, state, live, self._known.places())
             known = await self.sources.flips.follow(fleet, there, live, state.flips)
             if known != state.flips:
@@ -121,12 +127,12 @@ class Reader:
 
     async def _adapt(self, key: Key, fleet: InferenceFleet, memory: AdapterMemory) -> None:
         """Tell and hear the workers of one fleet about their adapters."""
-        if await memory.look(self.sources.adapters, fleet, self._known.objects.children(key), self._now):
+        if await memory.look(self.sources.adapters, fleet, self._known.children(key), self._now):
             self._known.touch(key)
 
     async def _read(self, key: Key, fleet: InferenceFleet, state: FleetState) -> None:
         try:
-            live = self._known.objects.children(key)
+            live = self._known.children(key)
             found = await self.sources.telemetry.collect(fleet, pods_of(live), router_urls(live, self._platform))
             # what stays unknown is no news; that it grows old is seen at the next resync
             if found != state.telemetry or not state.telemetry_read or state.restless:
@@ -137,7 +143,7 @@ class Reader:
             state.reading = False
 
     def _router_urls(self, key: Key) -> list[str]:
-        return router_urls(self._known.objects.children(key), self._platform)
+        return router_urls(self._known.children(key), self._platform)
 
 
 def _interval_s(fleet: InferenceFleet, state: FleetState) -> float:

@@ -49,9 +49,11 @@ from fleet_operator.health.passes import Passes, Unmeasured
 from fleet_operator.kept_revisions import lost_templates, needed_templates, unmakeable
 from fleet_operator.known_fleet import parse_again
 from fleet_operator.known_nodes import KnownNodes
+from fleet_operator.leftovers import Leftovers
 from fleet_operator.names import MANAGED_BY, MANAGER
 from fleet_operator.nodes import changed_nodes, going_away
 from fleet_operator.outcome import Outcome
+from fleet_operator.ownership import without_strangers
 from fleet_operator.picture import Places, picture, pods_of
 from fleet_operator.pod_marks import put_back, rightful
 from fleet_operator.reading import Known, Reader, Sources, Telemetry
@@ -123,6 +125,7 @@ class Reconciler:
         self._now = now
         self._monotonic = monotonic
         self._objects = FleetObjects()
+        self.leftovers = Leftovers(self._objects, self._owns)
         self._writer = WriteThrough(cluster, self._written, self._asked_to_go, self._not_there)
         self._pace = StatusPace(now, platform.counters_s)
         self._applier = Applier(self._writer, platform, self._pace, now)
@@ -233,6 +236,10 @@ class Reconciler:
             counts[status if status in counts else "Unknown"] += 1
         return counts
 
+    def ownerless(self) -> int:
+        """Pods of fleets that are gone, which nobody owns."""
+        return len(self.leftovers.found()) if self.synced else 0
+
     # -- running ----------------------------------------------------------------------------------------------------
     async def run(self) -> None:
         """Until cancelled: own watches, work and telemetry."""
@@ -256,6 +263,7 @@ class Reconciler:
                 group.create_task(self._work_on(), name=f"reconcile-{number}")
             while True:
                 self._passes.turned()
+                self.leftovers.tell()
                 await asyncio.sleep(RESYNC_S)
                 for key in self._objects.fleets:
                     self.touch(key)
@@ -372,7 +380,7 @@ class Reconciler:
     async def reconcile_once(self, key: Key, raw: Object, state: FleetState) -> Outcome:
         """Plan and apply one fleet."""
         try:
-            state.known = parse_again(state.known, raw)
+            state.known = parse_again(state.known, raw, state.settled.words)
         except ManifestError as error:
             return await (as_asked(self._writer, raw, None) if is_ending(raw) else self._not_accepted(key, raw, error))
         kept = await as_asked(self._writer, raw, state.known.fleet)
@@ -381,7 +389,8 @@ class Reconciler:
         fleet, live = state.known.fleet, self._objects.children(key)
         live = still_ours(raw, live) if is_ending(raw) else live
         live |= (lost := lost_templates(state.needed, live))
-        live, edited = rightful(live, raw)
+        live, edited = rightful(live, raw, state.marks)
+        live = without_strangers(live, raw)
         if edited and not is_ending(raw):
             kept.add(await put_back(self._writer, edited))
         stored = observe_revisions(obj for (kind, _), obj in live.items() if kind == "ControllerRevision")
@@ -411,8 +420,9 @@ class Reconciler:
         state.refusals.note(asked, outcome.problems, there, fleet.spec.scaling.capacity_wait_s, at)
         outcome.add(kept)
         outcome.problems = state.refusals.in_order([*outcome.problems, *held, *unmakeable(key[1], plan, live)], plan.create)
-        if self._recorder.has_news(raw, plan.status, outcome):
-            await self._recorder.record(raw, plan.status, outcome, sizing_of(fleet, plan.reasons))
+        status = state.settled.words.last or plan.status
+        if self._recorder.has_news(raw, status, outcome):
+            await self._recorder.record(raw, status, outcome, sizing_of(fleet, plan.reasons))
         return outcome
 
     async def _end(

@@ -54,7 +54,9 @@ class Recorder:
     def has_news(self, raw: Object, after: FleetStatus, outcome: Outcome) -> bool:
         """Whether `record` would find anything to tell or to remember of this pass."""
         memory = self._fleets.get(raw["metadata"]["uid"])
-        return memory is None or bool(outcome.done or outcome.problems or memory.problems) or memory.status != after
+        if memory is None or outcome.done or outcome.problems or memory.problems:
+            return True
+        return memory.status is not after and memory.status != after
 
     async def record(self, raw: Object, after: FleetStatus | None, outcome: Outcome, sizing: Mapping[str, str]) -> None:
         """Tell what one pass of the fleet `raw` changed; `after` is None when the pass ended before it had a status."""

@@ -12,7 +12,7 @@ make room is no lack of nodes.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fleet_api.conditions import rfc3339
@@ -74,8 +74,10 @@ def fit_cluster(
     return Fitted(capped, f"{memory.cap_reason}; tried again {when}", memory)
 
 
-def refusals(fleet: str, tier: str, problems: Iterable[str]) -> tuple[str, ...]:
+def refusals(fleet: str, tier: str, problems: Sequence[str]) -> tuple[str, ...]:
     """What a quota said of this tier's pods; another tier's, or another kind of object, is no reason to have fewer of them."""
+    if not problems:
+        return ()
     mine = re.compile(rf"Pod {re.escape(fleet)}-{re.escape(tier)}-(prefill|decode)-[^- ]+-[0-9]+(-[0-9]+)?: ")
     return tuple(words for words in problems if QUOTA_WORDS in words and mine.match(words))
 

@@ -34,6 +34,7 @@ SEVERE: Final = frozenset(
         "Mismatch",
         "NoRouter",
         "OutOfRatio",
+        "PairFailing",
         "PrefetchFailed",
         "ProgressDeadlineExceeded",
         "QuotaExceeded",

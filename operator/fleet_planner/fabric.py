@@ -30,6 +30,8 @@ def disaggregating(tiers: Mapping[str, TierTelemetry | None]) -> Verdict:
         if kv.answers_since is not None and kv.answers_since >= NOT_MOVING_ANSWERS:
             told = f"{kv.answers_since} prompts were prefilled by another worker and answered, but no KV was transferred"
             return "False", "KvNotMoving", f"tier {name}: {told}"
+    if failing := [(name, known.pairs) for name, known in tiers.items() if known is not None and known.pairs]:
+        return "False", "PairFailing", "; ".join(_apart(name, pairs) for name, pairs in failing)
     moved, blocks = sum(kv.transfers for kv in proofs.values()), sum(kv.blocks for kv in proofs.values())
     failed, size = sum(kv.failed for kv in proofs.values()), sum(kv.bytes for kv in proofs.values())
     if moved:
@@ -37,6 +39,13 @@ def disaggregating(tiers: Mapping[str, TierTelemetry | None]) -> Verdict:
     if failed:
         return "False", "KvFailing", f"{failed} transfers failed, none succeeded"
     return "Unknown", "NoTransferYet", "no request needed a transfer yet"
+
+
+def _apart(tier: str, pairs: Sequence[tuple[str, str]]) -> str:
+    """Between whom no KV moves, in words: the way between two pods or nodes is what is to be looked at."""
+    named = ", ".join(f"{prefill} to {decode}" for prefill, decode in pairs[:MAX_PODS])
+    more = f" and {len(pairs) - MAX_PODS} other pairs" if len(pairs) > MAX_PODS else ""
+    return f"tier {tier}: no KV gets from {named}{more}; routers use other pairs meanwhile"
 
 
 def transport_verified(tiers: Sequence[tuple[TierSpec, TierTelemetry | None]]) -> Verdict:

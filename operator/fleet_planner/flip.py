@@ -79,8 +79,11 @@ def settle(pods: Iterable[ObservedPod], reports: Mapping[str, FlipReport], now: 
     found, counted = Settled(()), []
     for one in pods:
         pod = on_its_way(one)
+        if pod.flipping is None:
+            counted.append(pod)
+            continue
         report = reports.get(pod.uid, FlipReport())
-        moving = pod.flipping is not None and not pod.terminating and pod.phase not in ENDED
+        moving = not pod.terminating and pod.phase not in ENDED
         if moving and report.refused:
             words = f"{pod.name}: stays {one.role}: {report.refused}"
             given = (*found.given_back, FlipWanted(pod.name, pod.uid, None))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Set
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 
 from fleet_api.quantities import Ratio
 from fleet_api.v1alpha1.tier import TierSpec
@@ -101,6 +102,7 @@ def grown(
     return best[1]
 
 
+@lru_cache(maxsize=4096)
 def project(want_prefill: int, want_decode: int, bounds: Bounds) -> tuple[int, int]:
     """The allowed pair that covers both wants with the fewest workers; when none covers both, the one that misses least.
 

@@ -171,7 +171,7 @@ def _plan_tier(
         if before == NOTHING:
             decision = replace(decision, reason=f"woken: {rest.reason or 'scaling.toZero is off'}")
     size = decision.prefill, decision.decode
-    plan = _with_wish(plan_tier(fleet, tier, size, observed, now), wished)
+    plan = _with_wish(plan_tier(fleet, tier, size, observed, workers, now), wished)
     gangs, whole = settled(plan.gangs, plan.delete, workers, now), reached(tier, size, seen, fleet)
     zero = rest.zero.get(tier.name)
     wakes = zero is not None and zero.state == "Waking"  # requests are held meanwhile, and not for as long as a model takes
@@ -203,7 +203,7 @@ def _tier_now(one: _Planned) -> TierNow:
 
 def _zero_tier(fleet: InferenceFleet, view: TierView, observed: Observed) -> ZeroTier:
     stuck = any(pod.unschedulable and not pod.terminating for pod in observed.pods if pod.tier == view.tier.name)
-    refused = bool(refusals(fleet.metadata.name, view.tier.name, map(str, observed.problems)))
+    refused = bool(refusals(fleet.metadata.name, view.tier.name, [str(problem) for problem in observed.problems]))
     return ZeroTier(view.tier.name, limited=bool(view.decision.limited) or stuck or refused)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -60,6 +61,8 @@ class Replica:
     @property
     def placed(self) -> int:
         """Pods that have a node."""
+        if len(self.pods) == 1:
+            return int(self.leader.node is not None)
         return sum(pod.node is not None for pod in self.pods)
 
     @property
@@ -70,17 +73,23 @@ class Replica:
     @property
     def unready_since(self) -> float:
         """Since when some pod of it is not ready; for ever from now when all are, or when it is not known."""
+        if len(self.pods) == 1 and self.leader.ready:
+            return math.inf
         known = [pod.unready_since for pod in self.pods if pod.unready_since is not None and not pod.ready]
-        return min(known, default=float("inf"))
+        return min(known, default=math.inf)
 
     @property
     def queued_since(self) -> float:
         """Since when some pod of it waits to be let in; for ever from now when none does."""
-        return min((pod.created_at for pod in self.pods if pod.gated), default=float("inf"))
+        if len(self.pods) == 1:
+            return self.leader.created_at if self.leader.gated else math.inf
+        return min((pod.created_at for pod in self.pods if pod.gated), default=math.inf)
 
     @property
     def unschedulable(self) -> bool:
         """Some pod finds no node."""
+        if len(self.pods) == 1:
+            return self.leader.unschedulable
         return any(pod.unschedulable for pod in self.pods)
 
 
@@ -99,6 +108,8 @@ def plan_replicas(
     """Pods of one pool. Ended and incomplete workers are replaced as a whole, missing ones get the lowest free ordinals (what
     still terminates holds its own, and so do the `taken` names of workers that changed to another pool). A worker on a node that
     goes away leaves when enough others are ready."""
+    if len(replicas) == pool.replicas and all([replica.alive and not replica.leaving for replica in replicas]):
+        return [], []  # as nearly always
     alive = [replica for replica in replicas if replica.alive]
     staying = sorted((replica for replica in alive if not replica.leaving), key=first_to_go, reverse=True)
     gone = [_gone(replica, _why_broken(replica)) for replica in replicas if replica.broken and not replica.terminating]

@@ -74,12 +74,18 @@ class TierPlan:
     """Which worker over several nodes waits for nodes, in words."""
 
 
-def plan_tier(fleet: InferenceFleet, tier: TierSpec, want: Pair, observed: Observed, now: float) -> TierPlan:
-    """The plan of `tier` with `want` workers of each role."""
+def plan_tier(
+    fleet: InferenceFleet, tier: TierSpec, want: Pair, observed: Observed, workers: Sequence[Replica], now: float
+) -> TierPlan:
+    """The plan of `tier` with `want` workers of each role. `workers`: all that it has (`gang.workers_of`)."""
     templates = {**observed.stored.get(tier.name, {}), observed.templates[tier.name].revision: observed.templates[tier.name]}
     settled = settle((pod for pod in observed.pods if pod.tier == tier.name), observed.flips, now)
     pods = settled.pods
-    replicas = {revision: _replicas(pods, revision, templates) for revision in {*templates, *(pod.revision for pod in pods)}}
+    revisions = {*templates, *[pod.revision for pod in pods]}
+    if any([worker.leader.flipping is not None for worker in workers]):  # what became of those on their way decides
+        replicas = {revision: _replicas(pods, revision, templates) for revision in revisions}
+    else:
+        replicas = {name: [worker for worker in workers if worker.leader.revision == name] for name in revisions}
     limits = _limits(fleet, tier, templates[observed.templates[tier.name].revision])
     able = could_serve([replica for found in replicas.values() for replica in found], limits.low, limits.high)
     late = now - fleet.spec.scaling.capacity_wait_s
@@ -106,23 +112,24 @@ def plan_tier(fleet: InferenceFleet, tier: TierSpec, want: Pair, observed: Obser
 def group_of(revision: str, replicas: Sequence[Replica], able: Collection[str], late: float) -> Group:
     """The counts of one revision. `able`: uids of leaders that could serve; `late`: who was not ready since then is given up."""
     alive = [replica for replica in replicas if replica.alive]
+    staying = [replica for replica in alive if not replica.leaving]
     ready = [replica for replica in alive if replica.leader.uid in able]
     return Group(
         revision,
-        alive=_counts([replica for replica in alive if not replica.leaving]),
+        alive=_counts(staying),
         ready=_counts(ready),
-        unschedulable=any(replica.unschedulable for replica in alive if not replica.leaving),
+        unschedulable=any([replica.unschedulable for replica in staying]),
         leaving=_counts([replica for replica in ready if replica.leaving]),
-        terminating=any(replica.terminating for replica in replicas),
-        queued=any(replica.queued_since <= late for replica in alive if not replica.leaving),
-        starting=any(replica.placed == replica.size and not replica.ready for replica in alive),
+        terminating=any([replica.terminating for replica in replicas]),
+        queued=any([replica.queued_since <= late for replica in staying]),
+        starting=any([not replica.ready and replica.placed == replica.size for replica in alive]),
         hopeless=_is_hopeless(alive, late),
     )
 
 
 def _is_hopeless(alive: Sequence[Replica], late: float) -> bool:
     """Nothing serves, and of one role no worker was ready since: the others have no partner."""
-    if any(replica.serving for replica in alive):
+    if any([replica.serving for replica in alive]):
         return False
     since = [[replica.unready_since for replica in alive if replica.role == role] for role in ROLES]
     return any(found and max(found) <= late for found in since)
@@ -265,7 +272,7 @@ def _carried_out(
     drafted_uids = {pod.uid for pod in drafted_gone}
     delete = (*settled.gone, *drafted_gone, *(pod for pod in given.gone if pod.uid not in drafted_uids))
     gone_uids = {pod.uid for pod in delete}
-    staying = [replica for replica in everything if gone_uids.isdisjoint(pod.uid for pod in replica.pods)]
+    staying = [replica for replica in everything if not _goes(replica, gone_uids)]
     serving = choose_serving(staying, scene.limits.low, scene.limits.high)
     targets = tuple(target for replica in everything if (target := target_of(replica, serving, gone_uids, scene.now)) is not None)
     percent = course.status.percent
@@ -330,13 +337,18 @@ def target_of(replica: Replica, serving: frozenset[str], gone: set[str], now: fl
     pod = replica.leader
     if pod.member > 0:
         return None
-    leaving = replica.terminating or pod.flipping is not None or not gone.isdisjoint(pod.uid for pod in replica.pods)
+    leaving = replica.terminating or pod.flipping is not None or _goes(replica, gone)
     role = pod.role if pod.flipping is None else other(pod.role)
     absent = not (replica.ready or leaving)
     if not _may_be_back(replica, now) if absent else pod.ip is None:
         return None
     state: TargetState = "draining" if leaving else "absent" if absent else "serving" if pod.uid in serving else "held"
     return Target(pod.name, pod.uid, pod.ip or "", role, pod.tier, pod.revision, pod.compat, state)
+
+
+def _goes(replica: Replica, gone: Collection[str]) -> bool:
+    """A pod of it is among these uids."""
+    return bool(gone) and any([pod.uid in gone for pod in replica.pods])
 
 
 def _may_be_back(replica: Replica, now: float) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from fleet_api.v1alpha1 import InferenceFleet
@@ -37,7 +37,7 @@ def fit(
         memory = replace(memory, cap=None, placed=None)  # what it gets is decided below
     placed = fit_cluster(
         tier, (decision.prefill, decision.decode), as_pods(workers, before.gangs, wait_s, now),
-        refusals(fleet.metadata.name, tier.name, map(str, observed.problems)), memory, wait_s, now,
+        refusals(fleet.metadata.name, tier.name, [str(problem) for problem in observed.problems]), memory, wait_s, now,
         rolls=moves or before.room_at > 0, paused=fleet.spec.rollout.paused,
     )  # fmt: skip
     gpus = observed.templates[tier.name].gpus
@@ -69,7 +69,8 @@ def _as_found(tier: TierSpec, observed: Observed, until: float) -> ScaleMemory:
 def size_tier(fleet: InferenceFleet, tier: TierSpec, observed: Observed, workers: Sequence[Replica], now: float) -> ScaleDecision:
     """Sizes of a tier: somebody's /scale first, then load, always inside bounds and ratio."""
     revision, bounds = observed.templates[tier.name].revision, bounds_of(tier)
-    current, wished = current_size(tier, observed), wished_size(tier, observed)
+    pools = _sized(tier, observed)
+    current, wished = _current(tier, pools), _wished(tier, pools)
     scaled = scaled_by_others(tier.name, revision, observed)
     memory = observed.memory.get(tier.name, ScaleMemory())
     if scaled:
@@ -115,7 +116,11 @@ def _clamp(value: int, low: int, high: int) -> int:
 
 def current_size(tier: TierSpec, observed: Observed) -> tuple[int, int]:
     """What was planned last; the spec's initial size before that."""
-    found = {role: pool.size for role, pool in _sized(tier, observed).items() if pool.size is not None}
+    return _current(tier, _sized(tier, observed))
+
+
+def _current(tier: TierSpec, pools: Mapping[Role, ObservedPool]) -> tuple[int, int]:
+    found = {role: pool.size for role, pool in pools.items() if pool.size is not None}
     initial = tier.initial if len(found) < len(ROLES) else (0, 0)
     return found.get("prefill", initial[0]), found.get("decode", initial[1])
 
@@ -123,7 +128,11 @@ def current_size(tier: TierSpec, observed: Observed) -> tuple[int, int]:
 def wished_size(tier: TierSpec, observed: Observed) -> tuple[int, int]:
     """What was asked for last, whatever of it was there: it stays wished while a part is backed out of, also by an operator that
     has just started."""
-    sizes, pools = current_size(tier, observed), _sized(tier, observed)
+    return _wished(tier, _sized(tier, observed))
+
+
+def _wished(tier: TierSpec, pools: Mapping[Role, ObservedPool]) -> tuple[int, int]:
+    sizes = _current(tier, pools)
     prefill, decode = (pool.wish if (pool := pools.get(role)) is not None else None for role in ROLES)
     return sizes[0] if prefill is None else prefill, sizes[1] if decode is None else decode
 

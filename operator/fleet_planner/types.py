@@ -9,8 +9,7 @@ from typing import Any, Literal
 from fleet_api.v1alpha1.status import FlipStatus, ZeroStatus
 
 Role = Literal["prefill", "decode"]
-Verdict = tuple[Literal["True", "False", "Unknown"], str, str]
-"""Status, reason and message of a condition."""
+Verdict = tuple[Literal["True", "False", "Unknown"], str, str]  # status, reason and message of a condition
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 
 
@@ -251,6 +250,7 @@ class TierTelemetry:
     """By pod name: when it was read, of workers that then ran nothing and had no lease open."""
     demand: Demand | None = None
     """Of the whole fleet, whichever tier its requests go to; None when no router could be read."""
+    pairs: tuple[tuple[str, str], ...] = ()  # (prefill, decode) names: between these KV fails again and again, routers say
 
 
 @dataclass(frozen=True, slots=True)

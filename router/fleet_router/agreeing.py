@@ -50,7 +50,10 @@ class Agreement(NamedTuple):
 async def agreement(ours: Reads, worker: Endpoint) -> Agreement:
     """Never raises: a worker that is not there, or has no such path, says nothing."""
     told = await _told(worker, {"prompt": TEXT})
-    if told and told != [*ours.lead, *ours.encode([TEXT])[0]]:
+    try:
+        if told and told != [*ours.lead, *ours.encode([TEXT])[0]]:
+            return Agreement(text=False, chat=False)
+    except UnreadableError:
         return Agreement(text=False, chat=False)
     for messages in CONVERSATIONS:
         try:

@@ -28,7 +28,7 @@ from fleet_router.health.resume import Again, determined
 from fleet_router.health.sent import CHUNK_ENDS, CRLF_END, Halves, Sent, ends_a_line, events_end, last_is_sound
 from fleet_router.hints import NO_HINTS
 from fleet_router.lengths import told_again_bytes
-from fleet_router.metering import SOUND_ENDS, Metering
+from fleet_router.metering import LAST_ENDS, SOUND_END, Metering
 from fleet_router.metrics import Served
 from fleet_router.policy.trip import Trip
 from fleet_router.request import choices_of, with_fields
@@ -244,11 +244,11 @@ class Answering(Metering):
         else:
             self._more_bytes(now)
         self.last_byte_at = now
-        if sound := data.endswith(SOUND_ENDS):
+        if sound := data.endswith(SOUND_END):
             self.deadline, self._unended = now + self.config.inter_token_deadline_s, 0
-        elif not self._goes_on(data, now):
+        elif not (self._ends(data, now, shown) if (sound := data.endswith(LAST_ENDS)) else self._goes_on(data, now)):
             return
-        elif self._splits and self._sent is None and self._begins_an_event(data):
+        elif not sound and self._splits and self._sent is None and self._begins_an_event(data):
             self._sent = Halves(self._context.room)
         broke = ""
         if self._sent is not None:
@@ -327,6 +327,11 @@ class Answering(Metering):
         self._fault("the worker's event is not JSON")
         return False
 
+    def _ends(self, data: bytes, now: float, shown: bytes | None) -> bool:
+        """A read that ends with [DONE], or with the body; False: it is at fault."""
+        self.deadline, self._unended = now + self.config.inter_token_deadline_s, 0
+        return shown is not None or not self._says_done_early(data)
+
     def _goes_on(self, data: bytes, now: float) -> bool:
         """Bytes that do not end with an event: of a long one, or of an answer that comes as a whole. A byte now and then is no
         progress, and neither is there an end to wait for."""
@@ -368,6 +373,10 @@ class Answering(Metering):
     @abstractmethod
     def _until_whole(self) -> float:
         """When an answer that comes as a whole is to be there."""
+
+    @abstractmethod
+    def _says_done_early(self, last: bytes) -> bool:
+        """A read is at fault that ends with [DONE], and nobody gets it."""
 
     @abstractmethod
     def _fault(self, why: str) -> None:

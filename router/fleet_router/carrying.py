@@ -9,10 +9,10 @@ import msgspec
 
 from fleet_router.admission.usage import BETWEEN
 from fleet_router.answering import EVENT_END, OK
-from fleet_router.dialect.chat import DONE
+from fleet_router.dialect.chat import DONE, UNENDED
 from fleet_router.ending import CHAT_PATH, END, framed, unframed
 from fleet_router.errors import RequestError
-from fleet_router.expected import END_BYTES, is_answer, is_closed, says_something, without_bom
+from fleet_router.expected import END_BYTES, breaks_off, is_answer, is_closed, says_an_end, says_something, without_bom
 from fleet_router.health.inband import broke_off_with, error_in
 from fleet_router.health.resume import Again, Said, Start, continued, said_of, start_of
 from fleet_router.health.sent import CHUNK_END, CRLF_END
@@ -26,6 +26,7 @@ RESUMES_MOST: Final = 3
 """Of one stream."""
 ANSWER_MOST_BYTES: Final = 1024 * 1024
 """Of an answer that comes as a whole and is held, or comes in one read: a longer one is looked at from its end alone."""
+CALLS: Final = frozenset({"tools", "functions"})
 LAST_EVENTS: Final[tuple[bytes, ...]] = (DONE + CHUNK_END, DONE + CRLF_END)
 """Ends of a read behind which nothing but the end of the body comes."""
 
@@ -76,7 +77,7 @@ class Carrying(Measuring):
 
     def _carry_on(self, said: Said, start: Start, prompt: list[int]) -> None:
         self._ask = continued(self._asked, said, start, prompt) if start.tokens else self._asked
-        self._again = Again(said, start, as_chat=start.tokens > 0 and self._path == CHAT_PATH)
+        self._again = Again(said, start, as_chat=start.tokens > 0 and self._path == CHAT_PATH, ends=self._context.ends)
         self.begin()
 
     def resumed(self) -> None:
@@ -140,7 +141,26 @@ class Carrying(Measuring):
         ending = b"".join((self._before, self._tail, self._held_back(), last))
         if not is_closed(ending[-END_BYTES:]):
             return "the worker's stream ended early"
+        if self._breaks_off(ending):
+            return UNENDED
         return "" if not self._first or says_something(ending) else "the worker's answer is empty"
+
+    def _says_done_early(self, last: bytes) -> bool:
+        """See `Answering`. Of what is carried on `Again` knows."""
+        if not last.endswith(LAST_EVENTS) or self._again is not None:
+            return False
+        if not self._breaks_off(b"".join((self._before, self._tail, self._held_back(), last))):
+            return False
+        self._fault(UNENDED)
+        return True
+
+    def _breaks_off(self, ending: bytes) -> bool:
+        """Where functions may be called, older vLLM left out a last event in which its parser found nothing to say."""
+        ends = self._context.ends
+        if says_an_end(ending):
+            ends.said = True
+            return False
+        return ends.said and CALLS.isdisjoint(self._asked.fields) and breaks_off(ending)
 
     def in_one(self, data: bytes) -> None:
         """Bytes of an answer that comes as a whole: of one that is none no client is told, while it is held."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from fleet_router.config import RouterConfig
 from fleet_router.desk import Desk
+from fleet_router.dialect.chat import Ends
 from fleet_router.errors import RequestError
 from fleet_router.explain.recorder import Recorder
 from fleet_router.health.budget import RetryBudget
@@ -75,6 +76,7 @@ class Context:
     releases: Releases = field(init=False)
     outbox: Outbox = field(default_factory=Outbox)
     heads: Heads = field(default_factory=Heads)
+    ends: Ends = field(default_factory=Ends)
     spares: Spares = field(init=False)
     draining: bool = False
     knowledge: Knowledge | None = None

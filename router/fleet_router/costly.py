@@ -1,6 +1,7 @@
 """Fields of a request whose price at an engine grows with what a client writes: bounded before any worker sees them; and those
 that have an engine run something of the client's or answer in another way than we can follow: refused by name, never left out,
-because an answer to something else than was asked is worse than none.
+because an answer to something else than was asked is worse than none. Samplers' numbers are among them: 1e400 is infinity to an
+engine that reads JSON as Python does, and what comes of a division by it is no probability.
 
 Engines bound some of them late or not at all (vLLM takes 16,384 choices; CVE-2026-34756 and others). What they mean is theirs.
 """
@@ -38,6 +39,7 @@ _STOPS: Final = msgspec.json.Decoder(str | list[str] | None)
 _LIST: Final = msgspec.json.Decoder(list[msgspec.Raw] | None)
 _FLAG: Final = msgspec.json.Decoder(bool | None)
 _ARGUMENTS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw] | None)
+_FLOAT: Final = msgspec.json.Decoder(float | None)
 _BIASES: Final = msgspec.json.Decoder(dict[str, float] | None)
 
 
@@ -48,6 +50,10 @@ def _number(most: int) -> Callable[[str, msgspec.Raw], None]:
             raise _too_much(name, f"is {found}; allowed are {'0' if found < 0 else 'up'} to {most}")
 
     return check
+
+
+def _finite(_: str, raw: msgspec.Raw) -> None:
+    _FLOAT.decode(raw)
 
 
 def _stops(name: str, raw: msgspec.Raw) -> None:
@@ -117,6 +123,10 @@ _CHECKS: Final[Mapping[str, Callable[[str, msgspec.Raw], None]]] = {
     **dict.fromkeys(
         ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
         _bytes(GRAMMAR_BYTES_MOST),
+    ),
+    **dict.fromkeys(
+        ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "length_penalty"),
+        _finite,
     ),
 }  # fmt: skip
 COSTLY: Final = frozenset(_CHECKS)

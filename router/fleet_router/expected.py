@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from fleet_router.admission.usage import BETWEEN
-from fleet_router.dialect.chat import BOM
+from fleet_router.dialect.chat import BOM, DONE, goes_on, payload_of
 from fleet_router.ending import unframed
 from fleet_router.request import is_object
 
@@ -24,6 +24,12 @@ HEAD_END: Final = b"\r\n\r\n"
 TOLD_MOST: Final = 64
 END_BYTES: Final = 4_096
 """At the end of a stream, where [DONE] stands; comments may come behind it."""
+LAST_EVENTS_BYTES: Final = 16_384
+"""The same, where the last choice stands: behind it come usage and [DONE]."""
+ENDED: Final = b'"finish_reason":"'
+ENDED_SPACED: Final = b'"finish_reason": "'
+"""As engines write it. Inside a text its quotes are escaped."""
+NO_CHOICE: Final = (b'"choices":[]', b'"choices": []')
 _DONE: Final = re.compile(rb"(?:\A|[\r\n])data: ?\[DONE\]")
 _EVENT: Final = re.compile(rb"(?:\A|[\r\n]|\A\xef\xbb\xbf)data: ?(?!\[DONE\])[^\r\n ]")
 _BOM_CHUNK: Final = re.compile(rb"([0-9a-fA-F]{1,8})(?:;[^\r\n]*)?\r\n\xef\xbb\xbf")
@@ -59,6 +65,21 @@ def without_bom(read: bytes) -> bytes:
 def is_closed(ending: bytes) -> bool:
     """The end of a stream that says that it is one."""
     return _DONE.search(BETWEEN.sub(b"", ending)) is not None
+
+
+def says_an_end(ending: bytes) -> bool:
+    """A choice has ended."""
+    return ending.rfind(ENDED) >= 0 or ending.rfind(ENDED_SPACED) >= 0
+
+
+def breaks_off(ending: bytes) -> bool:
+    """The end of a stream in which nothing `says_an_end`: its last choice goes on. Engines end it with a `finish_reason`."""
+    plain = BETWEEN.sub(b"", ending[-LAST_EVENTS_BYTES:]).replace(b"\r\n", b"\n")
+    for event in reversed(plain.split(b"\n\n")):
+        payload = payload_of(event)
+        if payload not in (b"", DONE) and not any(payload.find(mark) >= 0 for mark in NO_CHOICE):
+            return goes_on(payload)
+    return False
 
 
 def says_something(stream: bytes) -> bool:

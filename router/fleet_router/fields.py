@@ -9,6 +9,7 @@ import msgspec
 
 from fleet_router.asked import MayBeLarge
 from fleet_router.errors import RequestError
+from fleet_router.unparsed import guilty_field
 from fleet_wire.unreadable import UNREADABLE
 
 LARGE_BYTES: Final = 262_144
@@ -33,7 +34,14 @@ def fields_of(body: bytes) -> dict[str, msgspec.Raw]:
             _check_large(body)
         return _TOP.decode(body)
     except UNREADABLE as error:
-        raise RequestError(400, f"the body is not a JSON object: {error}", code="invalid_json") from error
+        raise not_an_object(body, error) from error
+
+
+def not_an_object(body: bytes, error: Exception) -> RequestError:
+    """Of a body that cannot be read: which field it is, where that can be told."""
+    field = guilty_field(body)
+    told = f"the body is not a JSON object: {f'{field}: ' if field else ''}{error}"
+    return RequestError(400, told, code="invalid_json", param=field)
 
 
 def _check_large(body: bytes) -> None:

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
 
@@ -19,6 +18,7 @@ import msgspec
 
 from fleet_router.agreeing import agreement
 from fleet_router.asked import Ask, Hints
+from fleet_router.encoding import INLINE_CHARS, Encodes, Encoding, beside
 from fleet_router.follow.kvevents import Connected, EventReader, Live, Lost, Message, NoReplay
 from fleet_router.kvindex.believed import Believed
 from fleet_router.kvindex.tokenised import Reading, TokenisedPrefixes, keys_of_ids
@@ -29,13 +29,7 @@ from fleet_wire.endpoints import Endpoint
 
 BLOCKS_MOST: Final = 200_000
 TOKENS_MOST: Final = 2_000_000
-INLINE_CHARS: Final = 2_048
-"""So much is encoded on the loop: about a millisecond."""
 PROMPT_BYTES_MOST: Final = 1024 * 1024
-WAITING_MOST: Final = 64
-WAITING_CHARS_MOST: Final = 1024 * 1024
-"""Prompts that wait for the encoding thread, and their text, of which it does about as much in a second; more go by the
-approximate index."""
 TAKEN_S: Final = 5.0
 AGAIN_S: Final = 5.0
 AGAIN_MOST_S: Final = 600.0
@@ -71,12 +65,14 @@ class Knowledge:
         self._clock = clock
         self._say = say
         self._loop = asyncio.get_running_loop()
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="tokens")
+        self._encoding = Encoding(self._gave_up)
         self._reader = EventReader(self._deliver)
         self._endpoints: dict[str, Endpoint] = {}
         self._tokeniser: Tokeniser | None = None
         self._digest = b""
         """Of the files that it was made from."""
+        self._too_slow = b""
+        """The same of the last one that took too long."""
         self._alike: dict[str, bool] = {}
         """By compatibility hash: those workers have the same tokenizer and template. Others have another model (tiers of a
         cascade, an update): what it makes of a text says nothing of what they hold."""
@@ -86,7 +82,6 @@ class Knowledge:
         self._bits_alike = 0
         self._fetching: asyncio.Task[None] | None = None
         self._fetched_at, self._fetches, self._again_s = float("-inf"), 0, AGAIN_S
-        self._waiting = self._waiting_chars = 0
         self._stopped = False
         self.believed = Believed(BLOCKS_MOST)
         self.prefixes = TokenisedPrefixes(TOKENS_MOST)
@@ -111,6 +106,7 @@ class Knowledge:
     def tick(self, now: float) -> None:
         """Twice a second: silence, replays, a tokenizer that is still missing."""
         self.believed.check(now)
+        self._encoding.tick(now)
         self._ask()
         kinds = {endpoint.compat for endpoint in self._endpoints.values()}
         if kinds:  # at zero the last ones are kept
@@ -134,11 +130,13 @@ class Knowledge:
     async def _fetch(self, endpoint: Endpoint) -> None:
         try:
             files = await fetch(endpoint.address, endpoint.agent_port)
+            digest = await beside(digest_of, files)
         except (OSError, ValueError, TimeoutError, asyncio.LimitOverrunError) as error:
             self._say(f"no tokenizer from {endpoint.name}: {error}")
         else:
-            digest = await self._loop.run_in_executor(self._executor, digest_of, files)
-            if self._tokeniser is None:
+            if digest == self._too_slow:
+                self._again_s = AGAIN_MOST_S
+            elif self._tokeniser is None:
                 await self._read(endpoint, files, digest)
             else:
                 self._alike[endpoint.compat] = digest == self._digest and await self._agrees(self._tokeniser, endpoint)
@@ -149,8 +147,8 @@ class Knowledge:
     async def _read(self, endpoint: Endpoint, files: dict[str, str], digest: bytes) -> None:
         self._again_s = min(AGAIN_MOST_S, 2 * self._again_s)
         try:
-            made = await self._loop.run_in_executor(self._executor, Tokeniser, files)
-        except (OSError, ValueError, ImportError) as error:
+            made = await beside(Tokeniser, files)
+        except (OSError, ValueError, ImportError, TimeoutError) as error:
             self._say(f"no tokenizer from {endpoint.name}: {error}")
             return
         if made.usable and await self._agrees(made, endpoint):
@@ -158,6 +156,14 @@ class Knowledge:
             self._tokeniser, self._digest, self._again_s = made, digest, AGAIN_S
             self._alike = {endpoint.compat: True}
         self._say(f"tokenizer from {endpoint.name}: usable={made.usable} splits={made.splits}")
+
+    def _gave_up(self, tokeniser: Encodes, why: str) -> None:
+        """It is used no more: what it costs is for clients to choose."""
+        if tokeniser is self._tokeniser:
+            self._say(f"the tokenizer is used no more, all text goes by the approximate index: {why}")
+            self._too_slow, self._again_s = self._digest, AGAIN_MOST_S
+            self._tokeniser, self._alike = None, {}
+            self._note_alike()
 
     async def _agrees(self, tokeniser: Tokeniser, endpoint: Endpoint) -> bool:
         """Its worker makes the same tokens of a text. Of conversations as well or not: noted."""
@@ -226,26 +232,16 @@ class Knowledge:
         lead = () if chat else tokeniser.lead
         prefixes = self.prefixes  # of this tokenizer
         reading = prefixes.read(text, lead)
+        texts = [reading.segments[i] for i in reading.missing]
         if reading.missing_chars <= INLINE_CHARS:
-            encoded = tokeniser.encode([reading.segments[i] for i in reading.missing])
-            return self._learn(prefixes, reading, encoded, lead, under)
-        if self._waiting >= WAITING_MOST or self._waiting_chars >= WAITING_CHARS_MOST:
+            encoded = self._encoding.at_once(tokeniser, texts)
+            return NOT_KNOWN if encoded is None else self._learn(prefixes, reading, encoded, lead, under)
+        if not self._encoding.has_room:
             return NOT_KNOWN
-        self._later(reading, tokeniser, lambda ids: then(self._learn(prefixes, reading, ids, lead, under) if ids else NOT_KNOWN))
+        self._encoding.later(
+            tokeniser, texts, lambda ids: then(self._learn(prefixes, reading, ids, lead, under) if ids else NOT_KNOWN)
+        )
         return None
-
-    def _later(self, reading: Reading, tokeniser: Tokeniser, then: Callable[[Sequence[Sequence[int]]], None]) -> None:
-        """Encode in the thread; `then` gets nothing when that failed."""
-        self._waiting, chars = self._waiting + 1, reading.missing_chars
-        self._waiting_chars += chars
-        encoding = self._loop.run_in_executor(self._executor, tokeniser.encode, [reading.segments[i] for i in reading.missing])
-
-        def encoded(done: asyncio.Future[list[list[int]]]) -> None:
-            self._waiting -= 1
-            self._waiting_chars -= chars
-            then([] if done.cancelled() or done.exception() is not None else done.result())
-
-        encoding.add_done_callback(encoded)
 
     def _learn(
         self, prefixes: TokenisedPrefixes, reading: Reading, encoded: Sequence[Sequence[int]], lead: Sequence[int], under: _Under
@@ -298,7 +294,7 @@ class Knowledge:
         if (fetching := self._fetching) is not None:
             self._loop.call_soon_threadsafe(fetching.cancel)
         self._reader.stop()
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        self._encoding.stop()
 
 
 def _moved(known: Endpoint, now: Endpoint) -> bool:

@@ -25,7 +25,7 @@ INPUTS_MOST: Final = 131_072
 PICTURE: Final = b"_url"
 SOUND: Final = b"input_audio"
 """In messages: parts whose bytes say nothing of their tokens."""
-TOLD_AGAIN: Final = ("echo", "prompt_logprobs", "return_token_ids")
+TOLD_AGAIN: Final = ("echo", "prompt_logprobs", "return_token_ids", "return_prompt_text")
 """With one of these an answer tells its prompt, in one event of a stream."""
 TOLD_BYTES: Final = 2_048
 """For each byte of the prompt: a token with 20 others that it might have been, and their log-probabilities."""

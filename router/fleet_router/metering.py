@@ -26,7 +26,10 @@ if TYPE_CHECKING:
     from fleet_router.desk import Desk
     from fleet_router.dialect.translation import Translation
 
-SOUND_ENDS: Final[tuple[bytes, ...]] = (b"}\n\n\r\n", b"data: [DONE]\n\n\r\n", b"\r\n0\r\n\r\n")
+SOUND_END: Final = b"}\n\n\r\n"
+"""Of nearly every read of a stream."""
+LAST_ENDS: Final[tuple[bytes, ...]] = (b"data: [DONE]\n\n\r\n", b"\r\n0\r\n\r\n")
+SOUND_ENDS: Final = (SOUND_END, *LAST_ENDS)
 
 
 class Metering(ABC):  # noqa: B024 - what is abstract of an answer comes in its heirs

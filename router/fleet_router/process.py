@@ -27,8 +27,10 @@ from fleet_router.faults import places
 from fleet_router.follow.capacity import follow_capacity
 from fleet_router.follow.directory import follow_directory
 from fleet_router.follow.documents import Documents
+from fleet_router.follow.emptied import KEPT_S, Emptied, any_serves
 from fleet_router.follow.identity import follow_identity
-from fleet_router.follow.kube import api_server, follow_kube
+from fleet_router.follow.kube import follow_kube
+from fleet_router.follow.kube_http import api_server
 from fleet_router.follow.tenants import follow_tenants
 from fleet_router.gathering import decisions_here, gathered, held_by_all, held_here
 from fleet_router.gossip.link import GossipError, GossipSettings, Link
@@ -58,8 +60,6 @@ DRAIN_STEP_S = 0.05
 GOSSIP_AGAIN_S = 5.0
 MOST_PROBLEMS = 8
 ENDPOINTS = "endpoints"
-EMPTY_KEPT_S = 60.0
-"""How long endpoints without a worker are taken for a mistake of whoever wrote them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,17 +116,17 @@ class Router:
         self._context.gather = self.gather if shared else None
         self._documents: Documents | None = None
         """Those in force."""
-        self._emptied: Documents | None = None
-        self._emptied_at: float | None = None
-        """When the endpoints began to name nobody."""
+        self._emptied = Emptied()
         self._share = Share(secrets.randbits(64), self._clock())
         self._link = None if settings.gossip is None else Link(settings.gossip, self._share, self._clock, self._journal.say)
 
     # -- documents --------------------------------------------------------------------------------------------------
     def apply(self, documents: Documents) -> None:
         """New endpoints or configuration; running requests keep what they began with."""
-        if self._keeps(documents):
-            return
+        if not self._keeps(documents):
+            self._take(documents)
+
+    def _take(self, documents: Documents) -> None:
         self._documents = documents
         config, table, before = documents.config, self._context.table, dict(self._context.table.workers)
         self._context.config, self._context.wanted = config, wanted_headers(config)
@@ -147,16 +147,23 @@ class Router:
     def _keeps(self, documents: Documents) -> bool:
         """A document without any worker, where workers serve and no tier rests, is taken for a mistake for a while. When the
         workers are gone indeed, requests find out at once."""
-        found, now = documents.endpoints, self._clock()
+        found = documents.endpoints
         if found.workers or found.at_zero or not self._context.table.workers:
-            self._emptied_at = None
+            self._emptied.over()
             return False
-        self._emptied_at, self._emptied = now if self._emptied_at is None else self._emptied_at, documents
-        if now - self._emptied_at > EMPTY_KEPT_S:
-            self._emptied_at = self._emptied = None
-            return False
-        self.failed(f"the endpoints name no worker: the last ones are kept for {EMPTY_KEPT_S:g} s")
+        self._emptied.came(documents, self._clock())
+        self.failed(f"the endpoints name no worker: the last ones are kept for {KEPT_S:g} s, and while one of them serves")
         return True
+
+    async def doubt(self) -> None:
+        """Ask those that were there last, and believe that nobody is when none serves."""
+        emptied = self._emptied.documents
+        if emptied is None or not self._emptied.due(self._clock()):
+            return
+        serving = await any_serves([worker.endpoint for worker in self._context.table.workers.values()])
+        if self._emptied.documents is emptied and not serving:
+            self._emptied.over()
+            self._take(emptied)
 
     def _know_caches(self, config: RouterConfig) -> None:
         """Start, feed or end the reading of KV events."""
@@ -311,7 +318,15 @@ class Router:
     def _tasks(self) -> Iterator[Coroutine[Any, Any, None]]:
         """Everything that runs beside the connections."""
         wanted = self._settings
-        yield from (self._follow(), self._sweep(), self._tick(), self._measure(), self._identify(), self._close_idle())
+        yield from (
+            self._follow(),
+            self._sweep(),
+            self._tick(),
+            self._measure(),
+            self._identify(),
+            self._doubt(),
+            self._close_idle(),
+        )
         if wanted.tenants is not None:
             yield follow_tenants(wanted.tenants, self.know, partial(self.failed, about="tenants"))
         if self._link is not None:
@@ -392,6 +407,11 @@ class Router:
         index = table.routing.index
         await follow_capacity(lambda: {uid: w.endpoint for uid, w in table.workers.items() if not index.measured(uid)}, know)
 
+    async def _doubt(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            await self.doubt()
+
     async def _identify(self) -> None:
         await follow_identity(self._context.table.suspects, self.stranger)
 
@@ -400,15 +420,13 @@ class Router:
         self._journal.say("stranger", worker=endpoint.uid)
         self._context.table.strangers[endpoint.uid] = place_of(endpoint)
         if self._documents is not None:
-            self.apply(self._documents)
+            self._take(self._documents)
 
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_S)
             now = self._clock()
             fold_all()
-            if self._emptied_at is not None and self._emptied is not None and now - self._emptied_at > EMPTY_KEPT_S:
-                self.apply(self._emptied)
             if self._context.knowledge is not None:
                 self._context.knowledge.tick(now)
             self._context.releases.sweep(now)

@@ -337,8 +337,8 @@ class ClientConnection:
             return Climb(context, self, path, ask, ticket, translation, hints, cascade)
         return Flow(context, self, path, ask, ticket, translation, msgspec.structs.replace(hints, tier=tier))
 
-    @staticmethod
-    def _translated(translation: Translation, config: RouterConfig) -> Ask:
+    def _translated(self, translation: Translation, config: RouterConfig) -> Ask:
+        translation.ends = self._context.ends
         try:
             if translation.path == CHAT:
                 return parse_body(translation.body(), True, config)

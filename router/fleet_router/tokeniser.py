@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,11 @@ STEPS = Steps(each=30_000, per_character=0)
 FEW_MESSAGES = 4
 """A conversation of no more that costs too much tells of its template, one of many of itself: DeepSeek's joins the texts of all
 `system` messages so far at each, and a client that sends a thousand of them would have put an end to counting for all others."""
+PROBES = ("a", "A", "1", " ", "\n", "-", "é", "東", "a ", "aA1-")
+PROBE_CHARS = 2_048
+PROBE_S = 0.05
+"""Of a core, for one of them; tokenizers in use need one or two milliseconds."""
+PANIC = "PanicException"
 ROW = ("role", "content")
 SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 NOT_GIVEN = {"tools": None, "documents": None}
@@ -42,7 +48,9 @@ class Tokeniser:
 
         try:
             self._tokenizer: Any = Tokenizer.from_str(files["tokenizer.json"])
-        except Exception as error:  # tokenizers raises bare Exception
+        except BaseException as error:
+            if not _is_rusts(error):
+                raise
             raise ValueError(f"tokenizer.json cannot be read: {error}") from error
         settings = _settings(files.get("tokenizer_config.json", "{}"))
         self._special = {name: _text(settings.get(name)) for name in SPECIAL}
@@ -54,15 +62,33 @@ class Tokeniser:
         self.lead: tuple[int, ...] = tuple(with_special[: len(with_special) - len(bare)]) if bare else ()
         """Special tokens before a completion's prompt."""
         self.usable = with_special == [*self.lead, *bare]
+        if (slow := self._slow()) is not None:
+            raise ValueError(f"it takes {slow[1]:.2f} s over {PROBE_CHARS} characters like {slow[0]!r}")
         self.splits = [i for part in cut(SAMPLE) for i in self._ids(part, special=False)] == self._ids(SAMPLE, special=False)
         """A text's tokens are those of its segments."""
 
     def _ids(self, text: str, *, special: bool) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
+        try:
+            return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
+        except BaseException as error:
+            raise UnreadableError(f"the tokenizer gave up: {error}") if _is_rusts(error) else error from None
+
+    def _slow(self) -> tuple[str, float] | None:
+        """Of what its pattern takes long over, and how long."""
+        for unit in PROBES:
+            began = time.thread_time()
+            self.encode([unit * (PROBE_CHARS // len(unit)) + "!"])
+            if (took_s := time.thread_time() - began) > PROBE_S:
+                return unit, took_s
+        return None
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each, without special tokens; releases the GIL, so that a thread may do it beside the loop."""
-        return [list(found.ids) for found in self._tokenizer.encode_batch(list(texts), add_special_tokens=False)]
+        """Token ids of each, without special tokens; releases the GIL, so that a thread may do it beside the loop.
+        UnreadableError where it gives up, as on a pattern that takes too many steps."""
+        try:
+            return [list(found.ids) for found in self._tokenizer.encode_batch(list(texts), add_special_tokens=False)]
+        except BaseException as error:
+            raise UnreadableError(f"the tokenizer gave up: {error}") if _is_rusts(error) else error from None
 
     def render(self, messages: bytes) -> str:
         """A conversation as the model's template has it; UnreadableError when that is not ours to know."""
@@ -86,6 +112,11 @@ class Tokeniser:
             raise UnreadableError(str(error)) from error
         except Exception as error:  # a template raises whatever its author liked
             raise UnreadableError(f"{type(error).__name__}: {error}") from error
+
+
+def _is_rusts(error: BaseException) -> bool:
+    """tokenizers raises bare Exception, and panics with what is none."""
+    return isinstance(error, Exception) or type(error).__name__ == PANIC
 
 
 def digest_of(files: Mapping[str, str]) -> bytes:

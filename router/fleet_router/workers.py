@@ -35,6 +35,7 @@ from fleet_wire.endpoints import Endpoint, Endpoints, Split
 
 NOT_ANY: Final[frozenset[str]] = frozenset()
 PAIRS_TRIED: Final = 4
+PAIRS_TOLD: Final = 8
 """Pairs that are put out and were passed over for one request; then the decode worker prefills."""
 
 
@@ -425,6 +426,10 @@ class WorkerTable:
         yield f"fleet_router_pairs_out {len(self.pairs.out(now))}"
         yield "# TYPE fleet_router_pair_ejections_total counter"
         yield f"fleet_router_pair_ejections_total {self.pairs.opened}"
+        yield "# TYPE fleet_router_pair_failing gauge"
+        for prefill, decode in self.pairs.lasting()[:PAIRS_TOLD]:
+            giver, taker = self.workers[prefill].endpoint, self.workers[decode].endpoint
+            yield f'fleet_router_pair_failing{{tier="{taker.tier}",prefill="{giver.name}",decode="{taker.name}"}} 1'
 
     def adapters(self) -> set[str]:
         """Those that some decode worker can answer for."""

@@ -210,6 +210,8 @@ def assert_norms(spec: dict[str, Any]) -> None:
     assert {"startupProbe", "readinessProbe", "livenessProbe", "lifecycle"} <= set(container)
     assert container["livenessProbe"]["failureThreshold"] * container["livenessProbe"]["periodSeconds"] >= 10
     assert spec["terminationGracePeriodSeconds"] >= 40
+    for probe in (container["livenessProbe"], container["startupProbe"]):  # who does not answer is not waited for as for a drain
+        assert 15 <= probe["terminationGracePeriodSeconds"] <= min(60, spec["terminationGracePeriodSeconds"])
     assert spec["enableServiceLinks"] is False
     mounted = {mount["name"] for mount in container.get("volumeMounts", [])}
     assert mounted == {volume["name"] for volume in spec.get("volumes", [])} - {"disk", "settings", "keys"}  # WHOLE_TEMPLATE's

@@ -10,7 +10,9 @@ import pytest
 from fleet_api.parse import ManifestError, parse_fleet
 from fleet_operator.audit import audit_kind
 from fleet_operator.cluster.interface import FLEET, NotFoundError, WatchEvent
+from fleet_operator.fleet_telling import Words
 from fleet_operator.known_fleet import parse_again
+from fleet_operator.recorder import present_status
 from tests.fleet_operator.world import NAMESPACE, World, manifest, play
 
 
@@ -28,12 +30,12 @@ def with_status(fleet: dict[str, Any], version: str) -> dict[str, Any]:
 
 
 def test_a_status_that_changed_leaves_the_wish_the_very_same():
-    first = parse_again(None, raw())
-    second = parse_again(first, with_status(raw(), "2"))
+    first = parse_again(None, raw(), Words())
+    second = parse_again(first, with_status(raw(), "2"), Words())
     assert second.fleet.spec is first.fleet.spec
     assert second.fleet == parse_fleet(with_status(raw(), "2"))
     assert second.resolved is first.resolved
-    assert parse_again(second, second.raw) is second
+    assert parse_again(second, second.raw, Words()) is second
 
 
 @pytest.mark.parametrize(
@@ -47,19 +49,19 @@ def test_a_status_that_changed_leaves_the_wish_the_very_same():
     ids=["spec", "annotation", "generation", "another-fleet"],
 )
 def test_what_the_user_changed_is_parsed(change: Any):
-    first, edited = parse_again(None, raw()), raw("2")
+    first, edited = parse_again(None, raw(), Words()), raw("2")
     change(edited)
-    found = parse_again(first, edited)
+    found = parse_again(first, edited, Words())
     assert found.fleet == parse_fleet(edited) != first.fleet
     assert found.resolved == found.fleet.resolved()
 
 
 def test_a_spec_that_became_wrong_is_refused_every_time():
-    first, wrong = parse_again(None, raw()), raw("2")
+    first, wrong = parse_again(None, raw(), Words()), raw("2")
     wrong["spec"]["tiers"] = []
     for _ in range(2):
         with pytest.raises(ManifestError, match=r"spec\.tiers"):
-            parse_again(first, wrong)
+            parse_again(first, wrong, Words())
 
 
 def test_a_fleet_that_goes_during_its_pass_leaves_nothing_behind():
@@ -102,3 +104,20 @@ def test_a_fleet_that_was_wrongly_said_to_be_gone_is_found_again():
         assert (await world.condition("RollingOut"))["reason"] == "Complete"
 
     play(go)
+
+
+def test_a_status_that_was_said_is_not_read_again_and_every_other_is():
+    words, first = Words(), parse_again(None, raw(), Words())
+    said = with_status(raw(), "2")
+    wish = words.of(present_status(said).model_copy(update={"resolved": {"model": {"source": "file:///m"}}}))
+    said["status"] = copy.deepcopy(wish)  # as it comes back
+    assert words.spoken(said["status"]) == parse_again(first, said, words).fleet.status == present_status(said)
+    assert words.is_ours(said["status"])
+    edited = copy.deepcopy(said)
+    edited["status"]["conditions"][0]["status"] = "False"
+    edited["status"]["newerField"] = 1
+    assert words.spoken(edited["status"]) is None
+    assert not words.is_ours(edited["status"])
+    assert parse_again(first, edited, words).fleet.status == present_status(edited)
+    assert words.spoken(None) is None
+    assert Words().spoken({}) is None

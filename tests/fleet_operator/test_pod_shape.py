@@ -306,6 +306,37 @@ def test_deleted_claims_are_put_back_while_a_pod_waits_for_them_and_only_then():
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize(("drain", "pod", "hung"), [("9m", 555, 60), ("1m", 75, 60), ("20s", 35, 35)])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_worker_that_hangs_is_not_waited_for_as_one_that_drains(role: Any, drain: str, pod: int, hung: int):
+    """Its kubelet waited for the whole drain time before it restarted an agent that answers nothing."""
+    fleet = parse_fleet(
+        manifest(rollout={"drainTimeout": drain}, tiers=tiers(parallelism={"tensor": 2, "nodes": 2}), engine={"type": "vllm"})
+    )
+    (tier,) = fleet.spec.tiers
+    spec = pod_spec(fleet, tier, role, template_of(fleet, tier, {}, Platform()), Platform())
+    (container,) = spec["containers"]
+    assert spec["terminationGracePeriodSeconds"] == pod
+    graces = [
+        container[probe].get("terminationGracePeriodSeconds") for probe in ("livenessProbe", "startupProbe", "readinessProbe")
+    ]
+    assert graces == [hung, hung, None]
+
+
+@pytest.mark.parametrize(("processes", "drain", "pod", "hung"), [(1, "9m", 550, 15), (4, "9m", 550, 60), (1, "2s", 12, 12)])
+def test_a_router_that_hangs_is_not_waited_for_as_one_that_drains(processes: int, drain: str, pod: int, hung: int):
+    """Behind one that answers no probe stands the whole fleet. Of several processes the others may serve."""
+
+    async def scenario(world: World) -> None:
+        spec = (await world.store.get(DEPLOYMENT, NAMESPACE, "f-router"))["spec"]["template"]["spec"]
+        (container,) = spec["containers"]
+        assert spec["terminationGracePeriodSeconds"] == pod
+        graces = [container[probe].get("terminationGracePeriodSeconds") for probe in ("livenessProbe", "startupProbe")]
+        assert graces == [hung, hung]
+
+    play(scenario, rollout={"drainTimeout": drain}, routing={"processes": processes})
+
+
 def test_no_secret_is_anywhere_but_by_reference():
     secret = {"name": "hf-token", "key": "HF"}
     fleet = manifest(

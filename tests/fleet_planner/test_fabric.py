@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -95,10 +96,21 @@ def proof(transfers: int, failed: int = 0, answers_since: int | None = None, fai
         ({"a": proof(0, 2)}, "False", "KvFailing"),
         ({"a": proof(9, answers_since=0), "b": proof(0, answers_since=10)}, "False", "KvNotMoving"),
         ({"a": proof(0)}, "Unknown", "NoTransferYet"),
+        ({"a": proof(3, answers_since=9), "b": TierTelemetry(pairs=(("p-0", "d-1"),))}, "False", "PairFailing"),
+        ({"a": replace(proof(3, 2, failed_since=1), pairs=(("p-0", "d-1"),))}, "False", "KvFailing"),  # all of them, not one pair
     ],
 )
 def test_disaggregating(tiers: dict[str, TierTelemetry | None], status: str, reason: str):
     assert disaggregating(tiers)[:2] == (status, reason)
+
+
+def test_a_pair_that_fails_is_named_while_others_work():
+    pairs = tuple((f"p-{number}", "d-1") for number in range(5))
+    _, _, message = disaggregating({"a": replace(proof(7), pairs=pairs[:1]), "b": replace(proof(7), pairs=pairs)})
+    assert message == (
+        "tier a: no KV gets from p-0 to d-1; routers use other pairs meanwhile; "
+        "tier b: no KV gets from p-0 to d-1, p-1 to d-1, p-2 to d-1 and 2 other pairs; routers use other pairs meanwhile"
+    )
 
 
 def test_kv_that_was_read_after_its_lease_is_told_before_anything_else():

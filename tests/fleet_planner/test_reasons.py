@@ -55,6 +55,7 @@ CONDITIONS: dict[str, tuple[ConditionType, str, Told, Told]] = {
     "NotAccepted": ("Ready", "False", "", ""),  # by Accepted
     "NotProvisioned": ("Ready", "False", "", ""),  # by its problems
     "OutOfRatio": ("WithinRatio", "False", "Warning", "Warning"),
+    "PairFailing": ("Disaggregating", "False", "Warning", "Warning"),
     "Paused": ("RollingOut", "True", "Normal", "Normal"),
     "Prefetching": ("ModelCached", "False", "Normal", "Normal"),
     "PrefetchFailed": ("ModelCached", "False", "Warning", "Warning"),

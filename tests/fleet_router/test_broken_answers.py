@@ -87,7 +87,11 @@ def test_r9_an_event_without_an_end_goes_to_nobody():
 LARGE = b'data: {"choices":[{"text":"' + b"p" * 9 * 1024 * 1024 + b'"}]}\n\n'
 
 
-@pytest.mark.parametrize("more", [{"echo": True, "logprobs": 20}, {"return_token_ids": True}, {"prompt_logprobs": 0}], ids=str)
+@pytest.mark.parametrize(
+    "more",
+    [{"echo": True, "logprobs": 20}, {"return_token_ids": True}, {"prompt_logprobs": 0}, {"return_prompt_text": True}],
+    ids=str,
+)
 @pytest.mark.parametrize("determined", [True, False])
 def test_an_event_that_tells_the_prompt_again_is_as_long_as_that_takes(more: dict[str, Any], determined: bool):
     """Incident: with `echo` and `logprobs` the first event of a prompt of 10,000 tokens is 10 MB; at 2 MiB it was an event

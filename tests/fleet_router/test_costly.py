@@ -14,6 +14,9 @@ from fleet_router.request import parse_body
 from tests.fleet_router.rig import Rig, ask, run
 
 CONFIG = RouterConfig(fleet="f", served_name="m")
+SAMPLERS = (
+    "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "length_penalty",
+)  # fmt: skip
 GOOD: list[dict[str, Any]] = [
     {"n": 8}, {"n": None}, {"best_of": 8}, {"stop": ["a"] * 64}, {"stop": "x" * 1000}, {"stop": None}, {"bad_words": []},
     {"stop_token_ids": [1] * 1024}, {"allowed_token_ids": None}, {"logprob_token_ids": [1]},
@@ -23,6 +26,7 @@ GOOD: list[dict[str, Any]] = [
     {"guided_choice": ["a"]}, {"guided_grammar": "x"}, {"chat_template": None}, {"media_io_kwargs": None},
     {"mm_processor_kwargs": None}, {"use_beam_search": False}, {"use_beam_search": None}, {"chat_template_kwargs": None},
     {"chat_template_kwargs": {"enable_thinking": False, "add_generation_prompt": True, "x": {"tokenize": True}}},
+    *({name: value} for name in SAMPLERS for value in (0, 0.5, -1.25, 1e3, None)),
 ]  # fmt: skip
 BAD: list[dict[str, Any]] = [
     {"n": 9}, {"n": 10**9}, {"n": 10**40}, {"n": "8"}, {"n": [8]}, {"n": 1.5}, {"best_of": 9}, {"stop": ["a"] * 10_000},
@@ -38,6 +42,7 @@ BAD: list[dict[str, Any]] = [
     {"mm_processor_kwargs": {}}, {"use_beam_search": True}, {"use_beam_search": 1}, {"chat_template_kwargs": {"tokenize": True}},
     {"chat_template_kwargs": {"chat_template": "{% for i in range(10**9) %}{% endfor %}"}}, {"chat_template_kwargs": [1]},
     {"chat_template_kwargs": {"a": 1, "tokenizer_kwargs": {}}}, {"chat_template_kwargs": {"a": "b" * 70_000}},
+    *({name: value} for name in SAMPLERS for value in (10**400, "hot", [1], True, "x" * 70_000)),
 ]  # fmt: skip
 
 
@@ -58,7 +63,7 @@ def test_above_it_the_field_is_named(given: dict[str, Any]):
     assert (caught.value.status, caught.value.param) == (400, name)
 
 
-NUMBERS = {"n", "best_of", "logprobs", "top_logprobs", "prompt_logprobs", "use_beam_search"}
+NUMBERS = {"n", "best_of", "logprobs", "top_logprobs", "prompt_logprobs", "use_beam_search", *SAMPLERS}
 
 
 @pytest.mark.parametrize("name", sorted(COSTLY - NUMBERS))

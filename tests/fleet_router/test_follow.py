@@ -16,7 +16,8 @@ from fleet_router.config import RouterConfig
 from fleet_router.config import encode as encode_config
 from fleet_router.follow.directory import follow_directory
 from fleet_router.follow.documents import Documents, parse
-from fleet_router.follow.kube import ApiServer, api_server, follow_kube
+from fleet_router.follow.kube import Pace, follow_kube
+from fleet_router.follow.kube_http import ApiServer, api_server
 from fleet_wire.endpoints import ENDPOINTS_KEY, ROUTER_CONFIG_KEY, Endpoint, Endpoints
 from fleet_wire.endpoints import encode as encode_endpoints
 
@@ -171,7 +172,12 @@ class Api:
         self.odd: list[bytes] = []
         """Answers that no API server gives, one by one."""
         self.tokens: list[str] = []
-        self.watches = 0
+        self.lists = self.watches = 0
+        self.watched = ""
+        """The head of the last watch."""
+        self.open = asyncio.Event()
+        self.audited: asyncio.Queue[str] = asyncio.Queue()
+        """Heads of requests for no more than the metadata."""
         self.tasks: set[asyncio.Task[None] | None] = set()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -191,15 +197,22 @@ class Api:
         elif self.refuse:
             writer.write(b"HTTP/1.1 %d X\r\ncontent-length: 0\r\n\r\n" % self.refuse.pop(0))
         elif "watch=true" in head:
-            self.watches += 1
+            self.watches, self.watched = self.watches + 1, head
+            self.open.set()
             writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
             while (piece := await self.events.get()) is not None:
                 writer.write(b"%x\r\n" % len(piece) + piece + b"\r\n")
             writer.write(b"0\r\n\r\n")
+        elif "PartialObjectMetadata" in head:
+            writer.write(self.page([{"metadata": item["metadata"]} for item in self.items]))
+            self.audited.put_nowait(head)
         else:
-            body = json.dumps({"metadata": {"resourceVersion": "5"}, "items": self.items}).encode()
-            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+            self.lists += 1
+            writer.write(self.page(self.items))
         await writer.drain()
+
+    def page(self, items: list[dict[str, Any]]) -> bytes:
+        return page(json.dumps({"metadata": {"resourceVersion": "5"}, "items": items}).encode())
 
     def send(self, kind: str, item: dict[str, Any], pieces: int = 1) -> None:
         line = json.dumps({"type": kind, "object": item}).encode() + b"\n"
@@ -208,11 +221,14 @@ class Api:
             self.events.put_nowait(line[start : start + size])
 
 
-def config_map(*names: str) -> dict[str, Any]:
-    return {"metadata": {"name": "f-router"}, "data": documents(*names)}
+def config_map(*names: str, version: str = "5") -> dict[str, Any]:
+    return {"metadata": {"name": "f-router", "resourceVersion": version}, "data": documents(*names)}
 
 
-def with_api(tmp_path: Path, scenario: Callable[[Seen, Api], Awaitable[None]]) -> None:
+AS_IT_IS = Pace()
+
+
+def with_api(tmp_path: Path, scenario: Callable[[Seen, Api], Awaitable[None]], pace: Pace = AS_IT_IS) -> None:
     (tmp_path / "token").write_text("first\n")
 
     async def go() -> None:
@@ -220,7 +236,7 @@ def with_api(tmp_path: Path, scenario: Callable[[Seen, Api], Awaitable[None]]) -
         server = await asyncio.start_server(api.serve, "127.0.0.1", 0)
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         task = asyncio.create_task(
-            follow_kube("n", "f-router", seen.apply, seen.problems.put_nowait, ApiServer(url, tmp_path / "token", None))
+            follow_kube("n", "f-router", seen.apply, seen.problems.put_nowait, ApiServer(url, tmp_path / "token", None), pace)
         )
         try:
             await scenario(seen, api)
@@ -337,6 +353,76 @@ def test_a_watch_that_always_ends_at_once_does_not_become_a_storm(tmp_path: Path
         assert 2 <= api.watches <= 10
 
     with_api(tmp_path, go)
+
+
+def test_a_watch_that_freezes_is_made_anew(tmp_path: Path):
+    """It asked for no bookmarks and waited 330 s: routers sent requests to workers that were long gone."""
+
+    async def go(seen: Seen, api: Api) -> None:
+        api.items = [config_map("a")]
+        assert await seen.next() == ("a",)
+        api.items = [config_map("b", version="6")]
+        assert await seen.problem() == "TimeoutError: the watch said nothing for 0.1 s"
+        assert await seen.next() == ("b",)
+        assert "allowWatchBookmarks=true" in api.watched
+
+    with_api(tmp_path, go, Pace(silence_s=0.1))
+
+
+OFTEN = Pace(audit_s=0.02, late_s=0.05)
+
+
+def test_an_event_that_never_came_is_made_up_for_by_an_audit_of_metadata(tmp_path: Path):
+    async def go(seen: Seen, api: Api) -> None:
+        api.items = [config_map("a")]
+        assert await seen.next() == ("a",)
+        assert "fieldSelector=metadata.name%3Df-router" in await api.audited.get()
+        assert (api.lists, api.watches, seen.problems.qsize()) == (1, 1, 0)
+        api.items = [config_map("b", version="6")]
+        assert await seen.problem() == "the watch had not told of the last change: listed again"
+        assert await seen.next() == ("b",)
+
+    with_api(tmp_path, go, OFTEN)
+
+
+def test_an_audit_that_knows_of_a_change_before_its_watch_waits_for_it(tmp_path: Path):
+    async def go(seen: Seen, api: Api) -> None:
+        api.items = [config_map("a")]
+        assert await seen.next() == ("a",)
+        api.items = [config_map("b", version="6")]
+        for _ in range(api.audited.qsize() + 1):
+            await api.audited.get()
+        api.send("MODIFIED", config_map("b", version="6"))
+        assert await seen.next() == ("b",)
+        for _ in range(3):
+            await api.audited.get()
+        assert (api.lists, api.watches, seen.problems.qsize()) == (1, 1, 0)
+
+    with_api(tmp_path, go, Pace(audit_s=0.02, late_s=0.5))
+
+
+@pytest.mark.parametrize(
+    ("odd", "problem"),
+    [
+        pytest.param(b"HTTP/1.1 503 X\r\ncontent-length: 0\r\n\r\n", "audit: OSError: the API server answered 503", id="503"),
+        pytest.param(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n[]", "audit: ValidationError: ", id="no page"),
+        pytest.param(None, "", id="the ConfigMap is gone"),
+    ],
+)
+def test_an_audit_that_finds_nothing_leaves_the_watch_alone(tmp_path: Path, odd: bytes | None, problem: str):
+    async def go(seen: Seen, api: Api) -> None:
+        api.items = [config_map("a")]
+        assert await seen.next() == ("a",)
+        await api.open.wait()
+        api.items, api.odd = [], [] if odd is None else [odd]
+        for _ in range(api.audited.qsize() + 2):
+            await api.audited.get()
+        assert (await seen.problem() if problem else "").startswith(problem)
+        api.send("MODIFIED", config_map("b", version="6"))
+        assert await seen.next() == ("b",)
+        assert (api.lists, api.watches) == (1, 1)
+
+    with_api(tmp_path, go, OFTEN)
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,10 @@ class Queue(Protocol):
         """Fleets that are ours by the status of their Ready condition: True, False, Unknown."""
         ...
 
+    def ownerless(self) -> int:
+        """Pods of fleets that are gone, which nobody owns."""
+        ...
+
 
 class Meters:
     """Counts passes and writes, and reads the rest when somebody asks."""
@@ -172,3 +176,5 @@ class _Present(Collector):
         for status, count in self._queue.readiness().items():
             ready.add_metric([status], count)
         yield ready
+        left = "Pods without an owner whose fleet is gone: they stay, with their devices."
+        yield GaugeMetricFamily("fleet_operator_ownerless_pods", left, value=self._queue.ownerless())

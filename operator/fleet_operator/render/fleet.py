@@ -18,16 +18,18 @@ from fleet_operator.names import (
     SIZE,
     TIER,
     WISH,
+    WRITTEN,
     labels,
     owner_reference,
     router_name,
 )
 from fleet_operator.older import older, served_name
+from fleet_operator.pool_sizes import Sizes, sealed
 from fleet_operator.render.kept_router import ROUTER_MADE, asked_of, template_and_note
 from fleet_operator.render.network import PORTS, port_of
 from fleet_operator.render.port import add_port, requests, routers_of
 from fleet_operator.render.template import security
-from fleet_operator.render.worker import drain_timeout_s
+from fleet_operator.render.worker import HUNG_GRACE_S, drain_timeout_s
 from fleet_operator.settings import Platform
 from fleet_planner.reconcile import Plan
 from fleet_planner.types import PoolWanted, Target
@@ -56,6 +58,10 @@ ROUTER_LEAVING_S = 5
 """A stopping router closes its port at once: first the cluster's proxies must have learned that it goes."""
 ROUTER_STARTUP_FAILURES = 60
 ROUTER_LIVENESS_FAILURES = 10
+ROUTER_HUNG_GRACE_S = ROUTER_LEAVING_S + 10
+"""What a router gets whose probes failed, instead of the drain time. Who answers no /health for 20 s passes no token on, either:
+there is nothing to drain, and a fleet with one router is away until it is restarted. One of several processes may hang alone;
+then it is found out late, and the others get as long as a worker."""
 ROUTER_MOUNT = "/etc/fleet"
 TENANTS_MOUNT = "/etc/fleet-tenants"
 TENANTS_FILE = "tenants.json"
@@ -67,6 +73,7 @@ for ever."""
 def render_pool(fleet: InferenceFleet, pool: PoolWanted, owner: Object) -> Object:
     """One WorkerPool; the annotations let the operator see when somebody else changed replicas, and what it backed out of."""
     backed_out = {WISH: str(pool.wish)} if pool.wish is not None else {}
+    written = sealed(fleet.metadata.namespace, pool.name, Sizes(pool.replicas, pool.size, pool.wish))
     return {
         "apiVersion": API_VERSION,
         "kind": "WorkerPool",
@@ -74,7 +81,7 @@ def render_pool(fleet: InferenceFleet, pool: PoolWanted, owner: Object) -> Objec
             "name": pool.name,
             "namespace": fleet.metadata.namespace,
             "labels": labels(fleet.metadata.name, **{TIER: pool.tier, ROLE: pool.role, REVISION: pool.revision}),
-            "annotations": {PLANNED: str(pool.replicas), SIZE: str(pool.size), **backed_out},
+            "annotations": {PLANNED: str(pool.replicas), SIZE: str(pool.size), WRITTEN: written, **backed_out},
             "ownerReferences": [owner_reference(owner)],
         },
         "spec": {
@@ -297,6 +304,9 @@ def _router_pod(fleet: InferenceFleet, platform: Platform) -> Object:
     name, in_cluster = router_name(fleet.metadata.name), platform.follow == "kube"
     follow = f"kube:{fleet.metadata.namespace}/{name}" if in_cluster else f"dir:{ROUTER_MOUNT}"
     drain_s = _router_drain_s(fleet, platform)
+    grace_s = ROUTER_LEAVING_S + drain_s + ROUTER_SLACK_S
+    hung_s = ROUTER_HUNG_GRACE_S if fleet.spec.routing.processes == 1 else HUNG_GRACE_S
+    hung = {"terminationGracePeriodSeconds": min(grace_s, hung_s)}
     env = [{"name": "FLEET_PORT", "value": str(platform.router_port)}, {"name": "FLEET_DRAIN_TIMEOUT_S", "value": str(drain_s)}]
     if platform.router_host is not None:
         env.append({"name": "FLEET_BIND_HOST", "value": platform.router_host})
@@ -307,9 +317,9 @@ def _router_pod(fleet: InferenceFleet, platform: Platform) -> Object:
         "command": ["fleet-router", "--follow", follow],
         "env": env,
         "ports": [{"name": "http", "containerPort": platform.router_port, "protocol": "TCP"}],
-        "startupProbe": _probe(platform, "/health", failures=ROUTER_STARTUP_FAILURES),
+        "startupProbe": {**_probe(platform, "/health", failures=ROUTER_STARTUP_FAILURES), **hung},
         "readinessProbe": _probe(platform, "/ready", failures=1),
-        "livenessProbe": _probe(platform, "/health", failures=ROUTER_LIVENESS_FAILURES),
+        "livenessProbe": {**_probe(platform, "/health", failures=ROUTER_LIVENESS_FAILURES), **hung},
         "resources": {"requests": requests(fleet.spec.routing.processes)},
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": {
@@ -321,7 +331,7 @@ def _router_pod(fleet: InferenceFleet, platform: Platform) -> Object:
         "serviceAccountName": name,
         "automountServiceAccountToken": in_cluster,
         "enableServiceLinks": False,
-        "terminationGracePeriodSeconds": ROUTER_LEAVING_S + drain_s + ROUTER_SLACK_S,
+        "terminationGracePeriodSeconds": grace_s,
         "securityContext": security(None, shared_group=False),
         # for one router as well: another number of them must not change the template, and restart those that are there
         "topologySpreadConstraints": [

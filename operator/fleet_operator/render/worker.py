@@ -42,6 +42,11 @@ HUB_MOUNT = "/models/hf"
 ADAPTER_MOUNT = "/adapters"
 GRACE_SLACK_S = 15
 """Seconds after the drain for the engine to stop."""
+HUNG_GRACE_S = 60
+"""What a worker gets whose probes failed, instead of the drain time. An agent that answered nothing for 20 s begins no drain, and
+one whose engine is silent waits for none; its engine ends in 21 s. Not less: where only the agent hangs, or starves and comes
+back, the engine goes on meanwhile, and most streams end whole. A drain is cut by no probe: the kubelet asks none of a pod that is
+deleted, and one that drains without that (a signal, a change of the role) answers."""
 SIDE_CHANNEL_ENV: Final = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 STARTUP_FAILURES = 1_800
 """One-second startup probes: large models take half an hour to load."""
@@ -92,6 +97,8 @@ def pod_spec(fleet: InferenceFleet, tier: TierSpec, role: Role, template: Templa
     volumes, mounts, path = model_volumes(model)
     ports, added = worker_ports(_first_port(tier), role, 0), tier.role(role).pod_template
     config = worker_config(fleet, tier, role, template, platform, path, ports)
+    grace_s = round(drain_timeout_s(fleet, tier, platform)) + GRACE_SLACK_S
+    hung: Object = {"terminationGracePeriodSeconds": min(grace_s, HUNG_GRACE_S)}
     container = {
         "name": "worker",
         "image": fleet.spec.engine.image or platform.worker_image,
@@ -99,9 +106,9 @@ def pod_spec(fleet: InferenceFleet, tier: TierSpec, role: Role, template: Templa
         "command": ["fleet-worker"],
         "env": _env(model, config) + environment(config.nodes) + fabric.environment(tier, role),
         "ports": container_ports(ports, on_host=tier.kv_transfer.via == "hostNetwork", nodes=config.nodes),
-        "startupProbe": _probe(ports, "/started", failures=STARTUP_FAILURES),
+        "startupProbe": {**_probe(ports, "/started", failures=STARTUP_FAILURES), **hung},
         "readinessProbe": _probe(ports, "/ready", failures=1),
-        "livenessProbe": _probe(ports, "/live", failures=10),
+        "livenessProbe": {**_probe(ports, "/live", failures=10), **hung},
         "lifecycle": {"preStop": {"httpGet": {"path": "/drain", "port": ports.agent, "scheme": "HTTP"}}},
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": [*mounts, {"name": "shm", "mountPath": "/dev/shm"}, {"name": "tmp", "mountPath": "/tmp"}],  # noqa: S108
@@ -119,7 +126,7 @@ def pod_spec(fleet: InferenceFleet, tier: TierSpec, role: Role, template: Templa
             {"name": "tmp", "emptyDir": {}},
         ],
         "restartPolicy": "Always",
-        "terminationGracePeriodSeconds": round(drain_timeout_s(fleet, tier, platform)) + GRACE_SLACK_S,
+        "terminationGracePeriodSeconds": grace_s,
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "securityContext": security(added, shared_group=_writes_claim(model)),

@@ -199,7 +199,7 @@ class Container:
     async def _startup(self) -> bool:
         async for row, why in self._rows(self._spec["startupProbe"]):
             if row.verdict == "failure":
-                await self._unhealthy(f"startup probe failed: {why}")
+                await self._unhealthy(f"startup probe failed: {why}", row.spec.grace_s)
                 return False
             if row.verdict == "success":
                 return True
@@ -215,7 +215,7 @@ class Container:
     async def _liveness(self) -> None:
         async for row, why in self._rows(self._spec["livenessProbe"]):
             if row.verdict == "failure" and not self._stopping:
-                await self._unhealthy(f"liveness probe failed: {why}")
+                await self._unhealthy(f"liveness probe failed: {why}", row.spec.grace_s)
                 return
 
     async def _rows(self, probe: Mapping[str, Any]) -> AsyncIterator[tuple[ProbeRow, str]]:
@@ -228,15 +228,15 @@ class Container:
             yield row, why
             await asyncio.sleep(row.spec.period_s)
 
-    async def _unhealthy(self, why: str) -> None:
-        """Stop the process; the run loop starts it again as the restart policy says."""
+    async def _unhealthy(self, why: str, grace_s: float | None) -> None:
+        """Stop the process; the run loop starts it again as the restart policy says. `grace_s`: the probe's own."""
         process = self._process
         if process is None:
             return
         self._why = why
         process.terminate()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._grace_s):
+            async with asyncio.timeout(self._grace_s if grace_s is None else grace_s):
                 await process.wait()
         process.kill()
 

@@ -20,16 +20,20 @@ class ProbeSpec:
     timeout_s: float = 1.0
     success_threshold: int = 1
     failure_threshold: int = 3
+    grace_s: float | None = None
+    """From its verdict to SIGKILL; None: the pod's."""
 
     @classmethod
     def parse(cls, probe: Mapping[str, Any]) -> ProbeSpec:
         """From a container's readinessProbe, livenessProbe or startupProbe."""
+        grace_s = probe.get("terminationGracePeriodSeconds")
         return cls(
             initial_delay_s=float(probe.get("initialDelaySeconds", 0)),
             period_s=float(probe.get("periodSeconds") or 10),
             timeout_s=float(probe.get("timeoutSeconds") or 1),
             success_threshold=int(probe.get("successThreshold") or 1),
             failure_threshold=int(probe.get("failureThreshold") or 3),
+            grace_s=None if grace_s is None else float(grace_s),
         )
 
 

@@ -13,6 +13,7 @@ from fleet_wire.unreadable import UNREADABLE
 
 MOST_EVENT_BYTES: Final = 1024 * 1024
 DONE: Final = b"[DONE]"
+UNENDED: Final = "the worker says [DONE] in the middle of its answer"
 BOM: Final = b"\xef\xbb\xbf"
 """A byte order mark, which may stand before a stream's first event and is none of it."""
 _NULL: Final = msgspec.Raw(b"null")
@@ -128,6 +129,30 @@ def worker_error(status: int, body: bytes, headers: str = "") -> RequestError:
     message = inner.message or said.message or body[:500].decode(errors="replace")
     param = inner.param or said.param
     return RequestError(status, message, param=param if isinstance(param, str) else None, headers=headers)
+
+
+class Ends:
+    """Whether any worker ever said that an answer ends, by a `finish_reason`. Engines do; where nobody does (engines made at
+    home, stand-ins of tests) nothing follows from its absence, and each of their streams would be broken off. One per router."""
+
+    def __init__(self) -> None:
+        self.said = False
+
+
+def goes_on(payload: bytes) -> bool:
+    """The last event of a stream that has a choice says more text, and in so many words that this is not its end. Of what an
+    engine may say behind an end (usage, hidden states), and of one that never says whether it ends, nothing is known."""
+    try:
+        found = msgspec.json.decode(payload)
+        return bool(found["choices"]) and all(_is_open(choice) for choice in found["choices"])
+    except (*UNREADABLE, KeyError, TypeError, AttributeError):
+        return False
+
+
+def _is_open(choice: dict[str, Any]) -> bool:
+    delta = choice.get("delta")
+    said = choice.get("text") if delta is None else delta.get("content")
+    return bool(said) and choice["finish_reason"] is None
 
 
 class Events:

@@ -10,9 +10,9 @@ import msgspec
 
 from fleet_router.admission.runaway import FINISH, Why
 from fleet_router.allowed import with_allowed
-from fleet_router.dialect.chat import DONE, Choice, Completion, Events, Usage, completion, worker_error
+from fleet_router.dialect.chat import DONE, UNENDED, Choice, Completion, Ends, Events, Usage, completion, goes_on, worker_error
 from fleet_router.errors import RequestError, error_json
-from fleet_router.fields import check_values
+from fleet_router.fields import check_values, not_an_object
 from fleet_router.health.inband import broke_off_with, words_of
 from fleet_wire.unreadable import UNREADABLE
 
@@ -46,7 +46,7 @@ def parsed(body: bytes, kind: type[T]) -> T:
         what = with_allowed(what, kind, field or "")
         raise RequestError(400, f"{field}: {what}" if field else what, param=field) from error
     except UNREADABLE as error:
-        raise RequestError(400, f"the body is not a JSON object: {error}", code="invalid_json") from error
+        raise not_an_object(body, error) from error
 
 
 def given(**fields: Any) -> dict[str, Any]:
@@ -69,6 +69,7 @@ class Translation(ABC):
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
+        self.ends = Ends()
         self.used: tuple[int, int] | None = None
         """Tokens (input, output), as soon as the worker has told them."""
         self.collected = bytearray()
@@ -132,6 +133,8 @@ class ChatTranslation(Translation):
         self._events = Events()
         self._spoken = False
         """An event came: [DONE] alone is no answer."""
+        self._last = b""
+        """The last event with a choice in it."""
 
     def body(self) -> bytes:
         """The chat request."""
@@ -146,14 +149,13 @@ class ChatTranslation(Translation):
 
     def forget_partial(self) -> None:
         """See `Translation`."""
-        self._events, self.broke = Events(), ""
+        self._events, self.broke, self._last = Events(), "", b""
 
     def _told(self, payload: bytes) -> bytes:
         if self.complete or self.broke:
             return b""
         if payload == DONE:
-            self.complete = self._spoken
-            return self.finished() if self._spoken else b""
+            return self._done()
         self._spoken = True
         chunk = completion(payload)
         if chunk.told_error:
@@ -164,7 +166,20 @@ class ChatTranslation(Translation):
             words = (bytes(chunk.error) or payload)[:500].decode(errors="replace")
             return self.failed(RequestError(502, f"the worker broke the stream off: {words}"))
         self._know(chunk)
+        if chunk.choices:
+            self._last = payload
+            if chunk.choices[0].finish_reason is not None:
+                self.ends.said = True
         return self.chunk(chunk)
+
+    def _done(self) -> bytes:
+        """The worker says that this is all. In the middle of an answer it is not, and another worker may carry it on; where
+        functions may be called older vLLM left out a last event in which its parser found nothing to say."""
+        if self.ends.said and "tools" not in self.fields and goes_on(self._last):
+            self.broke = UNENDED
+            return b""
+        self.complete = self._spoken
+        return self.finished() if self._spoken else b""
 
     def cut_short(self, why: Why, used: tuple[int, int]) -> bytes:
         """See `Translation`. A finish_reason of its own, because `stop` would be an end that the model wished."""

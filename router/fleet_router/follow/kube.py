@@ -1,45 +1,60 @@
-"""Follow one ConfigMap through the Kubernetes API: list, then watch; small enough to need no client library.
+"""Follow one ConfigMap through the Kubernetes API: list, then watch.
 
-Rights that it needs: get, list and watch on that one ConfigMap. The token is read again for every connection, because the
-kubelet rotates it. Errors keep the last good documents.
+Rights that it needs: get, list and watch on that one ConfigMap. Errors keep the last good documents.
+
+A watch may freeze without a word (a connection that is half open, a proxy that passes nothing on) or lose an event. So the API
+server is asked for bookmarks, of which one comes each minute, and a watch that is silent for longer is made anew; and the
+version of the ConfigMap is asked for every AUDIT_S at most, beside the watch. A thousand routers make 29 such requests a
+second, each of one object's metadata, of less than a kilobyte whatever the fleet's size; they come at times of their own.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ssl
-from collections.abc import AsyncIterator, Callable, Mapping
+import random
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing
 from dataclasses import dataclass
-from pathlib import Path
-from urllib.parse import urlencode, urlsplit
+from typing import Any
+from urllib.parse import urlencode
 
 import msgspec
 
 from fleet_router.follow.documents import Documents, parse
+from fleet_router.follow.kube_http import JSON, ApiServer, get_lines
 from fleet_wire.unreadable import UNREADABLE
 
-ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-CONNECT_TIMEOUT_S = 5.0
-WATCH_S = 300
-SILENCE_S = WATCH_S + 30.0
 BACKOFF_FIRST_S = 0.2
 BACKOFF_MOST_S = 5.0
-MAX_LINE_BYTES = 4 * 1024 * 1024
+METADATA = f"{JSON};as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
+PROBLEMS = (OSError, EOFError, TimeoutError, *UNREADABLE, asyncio.LimitOverrunError)
 
 
 @dataclass(frozen=True, slots=True)
-class ApiServer:
-    """Where the API server is and who we are."""
+class Pace:
+    """How long what takes."""
 
-    url: str
-    token_file: Path
-    ca_file: Path | None
+    watch_s: int = 300
+    """The API server is asked to end a watch then."""
+    silence_s: float = 70.0
+    """One that said nothing for so long is dead: a bookmark comes each minute."""
+    answer_s: float = 10.0
+    """Silence in the middle of a list."""
+    audit_s: float = 40.0
+    """Longest time between two looks at the version; the shortest is three quarters of it."""
+    late_s: float = 1.0
+    """What the watch has for telling of a version that an audit saw before it."""
+
+
+class _Metadata(msgspec.Struct, rename="camel"):
+    resource_version: str = ""
 
 
 class _Item(msgspec.Struct):
     """A ConfigMap, or what else an event is about; a page of something else in its place is a ValueError."""
 
     data: dict[str, str] | None = None
+    metadata: _Metadata = msgspec.field(default_factory=_Metadata)
 
 
 class _Version(msgspec.Struct, rename="camel"):
@@ -56,113 +71,105 @@ class _Event(msgspec.Struct):
     object: _Item
 
 
-def api_server(env: Mapping[str, str]) -> ApiServer:
-    """In-cluster settings, each of which an environment variable overrides; ValueError when there are none."""
-    url = env.get("FLEET_KUBE_URL")
-    if not url:
-        host, port = env.get("KUBERNETES_SERVICE_HOST"), env.get("KUBERNETES_SERVICE_PORT", "443")
-        if not host:
-            raise ValueError("not in a cluster: neither FLEET_KUBE_URL nor KUBERNETES_SERVICE_HOST is set")
-        url = f"https://{f'[{host}]' if ':' in host else host}:{port}"
-    ca = env.get("FLEET_KUBE_CA_FILE", str(ACCOUNT / "ca.crt"))
-    return ApiServer(url, Path(env.get("FLEET_KUBE_TOKEN_FILE", str(ACCOUNT / "token"))), Path(ca) if ca else None)
-
-
 async def follow_kube(
-    namespace: str, name: str, apply: Callable[[Documents], None], failed: Callable[[str], None], server: ApiServer
-) -> None:
+    namespace: str, name: str, apply: Callable[[Documents], None], failed: Callable[[str], None], server: ApiServer,
+    pace: Pace = Pace(),
+) -> None:  # fmt: skip
     """Call `apply` with every version of the ConfigMap, `failed` with every problem; for ever."""
-    path = f"/api/v1/namespaces/{namespace}/configmaps"
+    follower = _Follower(namespace, name, apply, failed, server, pace)
     backoff_s = BACKOFF_FIRST_S
     while True:
         try:
-            version = await _list(server, path, name, apply, failed)
+            version = await follower.list()
             backoff_s = BACKOFF_FIRST_S
-            async for event in _watch(server, path, name, version):
-                if event.type == "ERROR":
-                    break  # 410: list again
-                if event.type in ("ADDED", "MODIFIED"):
-                    _deliver(event.object, apply, failed)
+            await _first_ends(follower.watch(version), follower.audit())
             await asyncio.sleep(BACKOFF_FIRST_S)  # an API server that ends every watch at once must not be asked in a loop
-        except (OSError, EOFError, TimeoutError, *UNREADABLE, asyncio.LimitOverrunError) as error:
+        except PROBLEMS as error:
             failed(f"{type(error).__name__}: {error}")
             await asyncio.sleep(backoff_s)
             backoff_s = min(BACKOFF_MOST_S, backoff_s * 2)
 
 
-def _deliver(item: _Item, apply: Callable[[Documents], None], failed: Callable[[str], None]) -> None:
+class _Follower:
+    """One ConfigMap: what the API server told of it last."""
+
+    def __init__(
+        self, namespace: str, name: str, apply: Callable[[Documents], None], failed: Callable[[str], None], server: ApiServer,
+        pace: Pace,
+    ) -> None:  # fmt: skip
+        self._path = f"/api/v1/namespaces/{namespace}/configmaps"
+        self._only = {"fieldSelector": f"metadata.name={name}"}
+        self._apply, self._failed = apply, failed
+        self._server, self._pace = server, pace
+        self._told = ""
+        """Version of the ConfigMap that was delivered last, good or bad."""
+
+    async def list(self) -> str:
+        """Deliver what is there now; the version to watch from."""
+        page = await self._page(JSON)
+        for item in page.items or ():
+            self._deliver(item)
+        return page.metadata.resource_version
+
+    async def watch(self, version: str) -> None:
+        """Until the API server ends it, or says that the version is too old (410)."""
+        async with aclosing(self._events(version)) as events:
+            async for event in events:
+                if event.type == "ERROR":
+                    return
+                if event.type in ("ADDED", "MODIFIED"):
+                    self._deliver(event.object)
+
+    async def audit(self) -> None:
+        """Until the watch has missed something. One that is deleted is not: the last documents are kept then."""
+        while True:
+            await asyncio.sleep(self._pace.audit_s * random.uniform(0.75, 1.0))  # noqa: S311 - no secret
+            try:
+                if await self._missed():
+                    return self._failed("the watch had not told of the last change: listed again")
+            except PROBLEMS as error:
+                self._failed(f"audit: {type(error).__name__}: {error}")
+
+    async def _missed(self) -> bool:
+        """Whether there is a version of which the watch does not tell, now or in a moment."""
+        known = self._told
+        if {item.metadata.resource_version for item in (await self._page(METADATA)).items or ()} <= {known}:
+            return False
+        await asyncio.sleep(self._pace.late_s)
+        return self._told == known
+
+    def _deliver(self, item: _Item) -> None:
+        self._told = item.metadata.resource_version
+        try:
+            self._apply(parse(item.data or {}))
+        except ValueError as error:
+            self._failed(str(error))
+
+    async def _page(self, accept: str) -> _Page:
+        target = f"{self._path}?{urlencode(self._only)}"
+        body = b"".join([line async for line in get_lines(self._server, target, self._pace.answer_s, accept)])
+        return msgspec.json.decode(body, type=_Page)
+
+    async def _events(self, version: str) -> AsyncGenerator[_Event, None]:
+        asked = {"watch": "true", "allowWatchBookmarks": "true", "resourceVersion": version, "timeoutSeconds": self._pace.watch_s}
+        target = f"{self._path}?{urlencode({**self._only, **asked})}"
+        try:
+            async with aclosing(get_lines(self._server, target, self._pace.silence_s)) as lines:
+                async for line in lines:
+                    if line.strip():
+                        yield msgspec.json.decode(line, type=_Event)
+        except TimeoutError as error:
+            raise TimeoutError(f"the watch said nothing for {self._pace.silence_s:g} s") from error
+
+
+async def _first_ends(*works: Coroutine[Any, Any, None]) -> None:
+    """Whichever comes first; the others end with it, and its error is ours."""
+    tasks = [asyncio.ensure_future(work) for work in works]
     try:
-        apply(parse(item.data or {}))
-    except ValueError as error:
-        failed(str(error))
-
-
-async def _list(
-    server: ApiServer, path: str, name: str, apply: Callable[[Documents], None], failed: Callable[[str], None]
-) -> str:
-    query = urlencode({"fieldSelector": f"metadata.name={name}"})
-    body = b"".join([line async for line in _get(server, f"{path}?{query}")])
-    found = msgspec.json.decode(body, type=_Page)
-    for item in found.items or ():
-        _deliver(item, apply, failed)
-    return found.metadata.resource_version
-
-
-async def _watch(server: ApiServer, path: str, name: str, version: str) -> AsyncIterator[_Event]:
-    query = urlencode(
-        {"fieldSelector": f"metadata.name={name}", "watch": "true", "resourceVersion": version, "timeoutSeconds": WATCH_S}
-    )
-    async for line in _get(server, f"{path}?{query}"):
-        if line.strip():
-            yield msgspec.json.decode(line, type=_Event)
-
-
-async def _get(server: ApiServer, target: str) -> AsyncIterator[bytes]:
-    """Lines of the answer's body; OSError on any status but 200."""
-    parts = urlsplit(server.url)
-    tls = ssl.create_default_context(cafile=server.ca_file) if parts.scheme == "https" else None
-    port = parts.port or (443 if tls else 80)
-    async with asyncio.timeout(CONNECT_TIMEOUT_S):
-        reader, writer = await asyncio.open_connection(parts.hostname, port, ssl=tls, limit=MAX_LINE_BYTES)
-    try:
-        token = server.token_file.read_text().strip()
-        head = f"GET {target} HTTP/1.1\r\nhost: {parts.netloc}\r\nauthorization: Bearer {token}\r\naccept: application/json\r\n"
-        writer.write(f"{head}connection: close\r\n\r\n".encode())
-        async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            raw = await reader.readuntil(b"\r\n\r\n")
-        status = [*raw.split(b" ", 2), b"nothing"][1]
-        if status != b"200":
-            raise OSError(f"the API server answered {status.decode()} to {target.split('?', maxsplit=1)[0]}")
-        chunked = b"transfer-encoding: chunked" in raw.lower()
-        async for line in _chunked_lines(reader) if chunked else _plain_lines(reader):
-            yield line
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        writer.close()
-
-
-async def _plain_lines(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    while True:
-        async with asyncio.timeout(SILENCE_S):
-            line = await reader.readline()
-        if not line:
-            return
-        yield line
-
-
-async def _chunked_lines(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    pending = b""
-    while True:
-        async with asyncio.timeout(SILENCE_S):
-            size = int((await reader.readline()).split(b";")[0] or b"0", 16)
-            if size > MAX_LINE_BYTES:
-                raise ValueError(f"a chunk of {size} bytes")
-            data = (await reader.readexactly(size + 2))[:-2]
-        if size == 0:
-            break
-        *lines, pending = (pending + data).split(b"\n")
-        for line in lines:
-            yield line
-        if len(pending) > MAX_LINE_BYTES:
-            raise ValueError(f"a line longer than {MAX_LINE_BYTES} bytes")
-    if pending:
-        yield pending
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in done:
+        task.result()

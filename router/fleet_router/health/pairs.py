@@ -57,6 +57,11 @@ class PairHealth:
         """Pairs that are put out."""
         return [pair for pair, breaker in self.breakers.items() if now < breaker.until]
 
+    def lasting(self) -> list[tuple[str, str]]:
+        """Pairs that were put out, tried again and put out again, and between which no KV has moved since: not a
+        worker that was started anew, but the way between the two."""
+        return [pair for pair, breaker in self.breakers.items() if not breaker.closed and breaker.openings > 1]
+
     def keep(self, workers: frozenset[str]) -> None:
         """Only these workers are left."""
         self.breakers = {pair: breaker for pair, breaker in self.breakers.items() if workers.issuperset(pair)}

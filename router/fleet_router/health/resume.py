@@ -17,7 +17,7 @@ from typing import Any, Final
 import msgspec
 
 from fleet_router.asked import Ask
-from fleet_router.dialect.chat import BOM, DONE, payload_of
+from fleet_router.dialect.chat import BOM, DONE, UNENDED, Ends, goes_on, payload_of
 from fleet_wire.unreadable import UNREADABLE
 
 KNOWN: Final = frozenset({
@@ -162,23 +162,27 @@ def continued(ask: Ask, said: Said, start: Start, prompt: list[int]) -> Ask:
 class Again:
     """Compares what the other worker says with what the client has, and hands on what is new."""
 
-    def __init__(self, said: Said, start: Start, *, as_chat: bool) -> None:
+    def __init__(self, said: Said, start: Start, *, as_chat: bool, ends: Ends | None = None) -> None:
+        self._ends = ends if ends is not None else Ends()
         self._said, self._start, self._as_chat = said, start, as_chat
         self._text = said.text[start.characters :]
         self._ids = None if said.ids is None else said.ids[start.tokens :]
         self._first = start.tokens > 0
+        self._last = b""
+        """The other worker's last event with a choice in it."""
         self.done = False
         """[DONE] has come."""
 
     def feed(self, payload: bytes) -> bytes:
         """One event of the other worker; what the client gets of it. DiffersError."""
         if payload == b"[DONE]":
-            self._must_be_through()
+            self._must_be_at_an_end()
             self.done = True
             return b"data: [DONE]\n\n"
         try:
             found = msgspec.json.decode(payload)
-            choices = found["choices"]
+            if choices := found["choices"]:
+                self._last = payload
             self._shift(found)
             new = self._new(found, choices[0]) if choices else bool(found.get("usage")) and not self._said.usage
         except (*UNREADABLE, KeyError, TypeError, AttributeError) as error:
@@ -188,6 +192,11 @@ class Again:
         found |= {"id": self._said.id, "created": self._said.created}
         found.pop("prompt_token_ids", None)
         return b"data: " + msgspec.json.encode(found) + b"\n\n"
+
+    def _must_be_at_an_end(self) -> None:
+        self._must_be_through()
+        if self._ends.said and goes_on(self._last):
+            raise DiffersError(UNENDED)
 
     def _must_be_through(self) -> None:
         if self._text or self._ids:

@@ -13,6 +13,8 @@ from fleet_router.policy.side import Side
 ANSWER_S: Final = 4.0
 """Prior of how long an answer is being written."""
 OUTPUT_MOST: Final = 512.0
+SEEN: Final = 0.5
+"""With so much weight something was learnt of a role, in the last minute or so."""
 
 
 class Group:
@@ -62,11 +64,18 @@ class Group:
         self.note_drag(worker)
 
     def relax(self, keep: float, part: int, parts: int) -> None:
-        """Time passes: what was learnt long ago counts less, so that a worker that was slow once is tried again. See `Pairs`."""
+        """Time passes: what was learnt long ago counts less, so that a worker that was slow once is tried again. See `Pairs`.
+
+        Of decode workers nothing is learnt where answers come as a whole, or all prompts are prefilled elsewhere; the other
+        side's legs always tell. Both compute on the same accelerators, so decode workers are believed to be as fast meanwhile: by
+        a guess of ours they would seem faster than whoever was seen to work, and get every prompt.
+        """
         self.pairs.relax(keep, part, parts)
         if part == 0:
-            for line in (*self.speed.values(), self.gap):
-                line.relax(keep)
+            prefill, decode = self.speed["prefill"], self.speed["decode"]
+            prefill.relax(keep)
+            decode.relax(keep, prefill if decode.weight < SEEN <= prefill.weight else None)
+            self.gap.relax(keep)
         for worker in [*self.prefill.members, *self.decode.members][part::parts]:
             worker.prefill.relax(keep, self.speed[worker.role])
             worker.gap.relax(keep, self.gap)

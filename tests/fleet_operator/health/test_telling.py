@@ -27,6 +27,9 @@ class Queue:
     def readiness(self) -> dict[str, int]:
         return {"True": 2, "False": 1, "Unknown": 0}
 
+    def ownerless(self) -> int:
+        return 7
+
 
 def meters() -> Meters:
     return Meters(Pulse())
@@ -89,6 +92,7 @@ def test_the_rest_is_read_when_asked():
     assert value(made, 'fleet_operator_fleets{ready="True"}') == 2
     assert value(made, 'fleet_operator_namespaces{owner="other"}') == 1
     assert value(made, "fleet_operator_namespaces_closed") == 5
+    assert value(made, "fleet_operator_ownerless_pods") == 7
     assert "fleet_operator_build_info{" in made.text().decode()
 
 
@@ -98,7 +102,9 @@ def test_a_standby_counts_neither_fleets_nor_what_waits():
     made.observe(Queue(), lambda: False, lambda: (0, 0))
     text = made.text().decode()
     assert value(made, "fleet_operator_leader") == 0
-    assert not [word for word in ("queue_depth", "queue_oldest_seconds", "fleets") if f"fleet_operator_{word}" in text]
+    assert not [
+        word for word in ("queue_depth", "queue_oldest_seconds", "fleets", "ownerless_pods") if f"fleet_operator_{word}" in text
+    ]
 
 
 async def fetch(port: int, path: str, method: str = "GET") -> tuple[int, str]:

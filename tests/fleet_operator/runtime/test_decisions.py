@@ -45,6 +45,7 @@ def test_probe_defaults_are_the_apis():
     assert ProbeSpec.parse({"httpGet": {"port": 1}}) == ProbeSpec(0, 10, 1, 1, 3)
     given = {"initialDelaySeconds": 2, "periodSeconds": 1, "timeoutSeconds": 5, "successThreshold": 2, "failureThreshold": 9}
     assert ProbeSpec.parse(given) == ProbeSpec(2, 1, 5, 2, 9)
+    assert ProbeSpec.parse({**given, "terminationGracePeriodSeconds": 60}) == ProbeSpec(2, 1, 5, 2, 9, 60)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Pods that are deleted while the API server fails, or deleted again with less grace."""
+"""Pods that are deleted while the API server fails, or deleted again with less grace; and restarts with less grace."""
 
 from __future__ import annotations
 
@@ -53,5 +53,24 @@ def test_a_last_status_that_cannot_be_written_does_not_keep_the_pod(tmp_path: Pa
                     await asyncio.sleep(0.02)
             await local.cluster.delete(POD, "default", "one", grace_s=2)
             await local.gone("one")
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("probe", ["livenessProbe", "startupProbe"])
+def test_a_probe_may_have_a_grace_of_its_own(tmp_path, probe):
+    """A stopped process takes no SIGTERM: it was waited for as long as a healthy pod may drain."""
+
+    async def scenario():
+        async with Local(tmp_path).running() as local:
+            never = {"exec": {"command": ["false"]}, "periodSeconds": 0.05, "failureThreshold": 1, "timeoutSeconds": 15}
+            deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+            probes = {probe: {**never, "terminationGracePeriodSeconds": 0.05}}
+            await local.apply("deaf", python(deaf, **probes), terminationGracePeriodSeconds=600)
+            pod = await local.until("deaf", lambda p: p.get("status", {}).get("containerStatuses", [{}])[0].get("restartCount"))
+            ended = pod["status"]["containerStatuses"][0]["lastState"]["terminated"]
+            assert f"{probe.removesuffix('Probe')} probe failed" in ended["message"]
+            await local.cluster.delete(POD, "default", "deaf", grace_s=0)
+            await local.gone("deaf")
 
     run(scenario)

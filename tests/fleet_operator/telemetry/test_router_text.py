@@ -10,12 +10,14 @@ import pytest
 from fleet_api.quantities import Ratio
 from fleet_api.v1alpha1.rollout import RolloutSpec
 from fleet_api.v1alpha1.status import RolloutStatus
-from fleet_operator.telemetry.aggregate import Reading, tier_telemetry
+from fleet_operator.telemetry.aggregate import Reading, WorkerReading, tier_telemetry
 from fleet_operator.telemetry.parse import parse_text
 from fleet_planner.canary import Scene, plot_course
 from fleet_planner.rollout import Group, Limits
 from fleet_planner.types import RevisionLoad, TierTelemetry
 from fleet_router.metrics import Metrics
+from fleet_router.workers import WorkerTable
+from fleet_wire.endpoints import Endpoint, Endpoints, Role
 
 OLD, NEW = "aaaaaaaa", "bbbbbbbb"
 REQUESTS = 100
@@ -33,6 +35,13 @@ def streams(
         served.ttft.observe(ttft_s)
         served.itl.observe(itl_s)
     served.errors += errors
+
+
+def endpoint(name: str, role: Role) -> Endpoint:
+    return Endpoint(
+        name=name, uid=f"uid-{name}", address="127.0.0.1", http_port=1, agent_port=2, role=role, tier="t", revision=OLD,
+        compat="c",
+    )  # fmt: skip
 
 
 def reading(metrics: Metrics) -> Reading:
@@ -89,3 +98,18 @@ def test_a_canary_is_rolled_back_by_what_the_router_counts(new: dict[str, Any], 
     assert course.target == (OLD if why else NEW)
     assert why in course.rolled_back
     assert bool(course.rolled_back) == bool(why)
+
+
+def test_pairs_between_which_no_kv_moves_are_read_by_their_names():
+    table = WorkerTable()
+    names: list[tuple[str, Role]] = [("p-0", "prefill"), ("d-0", "decode"), ("d-1", "decode")]
+    table.update(Endpoints(fleet="f", namespace="n", workers=tuple(endpoint(name, role) for name, role in names)))
+    for at in (1.0, 100.0):
+        while not table.pairs.failed("uid-p-0", "uid-d-1", at):
+            pass
+    text = "\n".join(table.lines(100.0)) + '\nfleet_router_pair_failing{tier="t",prefill="p-0",decode="gone"} 1\n'
+    there = [WorkerReading("t", role, None, name) for name, role in names]
+    routers = [Reading(parse_text(text), 1.0), None, Reading(parse_text(text), 1.0)]
+    found = tier_telemetry("t", there, routers, [None] * 3, 1.0)
+    assert found.pairs == (("p-0", "d-1"),)  # once, and nobody who is not there
+    assert tier_telemetry("u", there, routers, [None] * 3, 1.0).pairs == ()

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import msgspec
 import pytest
 
+from fleet_router.follow.emptied import AGAIN_S, KEPT_S
 from fleet_router.follow.identity import Identity, follow_identity, uid_in
-from fleet_router.process import EMPTY_KEPT_S
 from fleet_router.upstream import Pool, Upstream
 from fleet_wire.endpoints import Endpoint
 from tests.fleet_router.rig import Rig, ask, run, until
@@ -141,20 +141,72 @@ def test_r11_a_stranger_is_left_out_until_the_document_changes():
     run(go, prefill=0, decode=2)
 
 
-def test_r10_endpoints_that_name_nobody_are_believed_after_a_while():
+async def later(rig: Rig, seconds: float) -> None:
+    """The router's clock says so, and it has asked who serves."""
+    now = rig.context.clock()
+    rig.router._clock = lambda: now + seconds
+    await rig.router.doubt()
+
+
+def test_r10_endpoints_that_name_nobody_are_believed_when_nobody_serves():
     async def go(rig: Rig) -> None:
-        now = rig.context.clock()
-        rig.router._clock = lambda: now
         rig.apply([], [])
+        await later(rig, 1.0)
         assert (await rig.post(ask(prompt="short")))[0] == 200
         assert rig.context.metrics.follow_errors == 1
-        rig.router._clock = lambda: now + EMPTY_KEPT_S + 1
-        rig.apply([], [])
+        await later(rig, KEPT_S + 1.0)
         assert (await rig.post(ask(prompt="short")))[0] == 503
         rig.apply([], rig.decode)
         assert (await rig.post(ask(prompt="short")))[0] == 200
 
     run(go, prefill=0, decode=1)
+
+
+@pytest.mark.parametrize(
+    ("says", "kept"),
+    [
+        (b'{"uid": "%b", "phase": "Serving"}', True),
+        (b'{"uid": "%b", "phase": "Draining"}', False),
+        (b'{"uid": "not %b", "phase": "Serving"}', False),
+        (b"[%b]", False),
+    ],
+    ids=["it serves", "it goes", "another pod", "nonsense"],
+)
+def test_r10_endpoints_that_name_nobody_are_a_mistake_while_somebody_serves(says: bytes, kept: bool):
+    """They were believed after a minute: nodes that the control plane had lost had all requests refused, and served."""
+
+    async def go(rig: Rig) -> None:
+        async def agent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\n\r\n" + says % worker.endpoint.uid.encode())
+            writer.close()
+
+        server = await asyncio.start_server(agent, "127.0.0.1", 0)
+        worker = rig.context.table.by_role["decode"][0]
+        worker.endpoint = msgspec.structs.replace(worker.endpoint, agent_port=server.sockets[0].getsockname()[1])
+        rig.apply([], [])
+        await later(rig, KEPT_S + 1.0)
+        assert rig.context.table.workers == ({worker.uid: worker} if kept else {})
+        server.close()
+        await later(rig, KEPT_S + AGAIN_S - 1.0)
+        assert bool(rig.context.table.workers) == kept, "asked again too soon"
+        await later(rig, KEPT_S + 2 * AGAIN_S)
+        assert rig.context.table.workers == {}
+
+    run(go, prefill=0, decode=1)
+
+
+def test_r10_a_stranger_is_no_news_of_endpoints_that_name_nobody():
+    """The last good document was applied again, and with it the empty one forgotten."""
+
+    async def go(rig: Rig) -> None:
+        rig.apply([], [])
+        rig.router.stranger(rig.context.table.by_role["decode"][0].endpoint)
+        assert len(rig.context.table.by_role["decode"]) == 1
+        await later(rig, KEPT_S + 1.0)
+        assert rig.context.table.workers == {}
+
+    run(go, prefill=0, decode=2)
 
 
 @pytest.mark.parametrize("raw", [b'{"uid":"\xff"}', b'{"a":' + b"[" * 5_000 + b"]" * 5_000 + b"}", b"{", b"[]", b""])

@@ -7,9 +7,10 @@ import itertools
 import pytest
 
 from fleet_router.config import RouterConfig
+from fleet_router.health.breaker import OPEN_FIRST_S
 from fleet_router.health.pairs import PairHealth
 from fleet_router.policy.chosen import Choice
-from fleet_router.workers import WorkerTable
+from fleet_router.workers import PAIRS_TOLD, WorkerTable
 from fleet_wire.endpoints import Endpoint, Endpoints, Role
 
 PREFILL, DECODE = ("p1", "p2"), ("d1", "d2")
@@ -52,3 +53,34 @@ def test_pairs_of_workers_that_left_are_forgotten():
     pairs.failed("p1", "d1", 1.0)
     pairs.keep(frozenset({"p1"}))
     assert pairs.breakers == {}
+
+
+def test_a_pair_lasts_when_it_is_put_out_again_until_kv_moves():
+    pairs, now = PairHealth(), 1.0
+    while not pairs.failed("p1", "d1", now):
+        pass
+    assert pairs.lasting() == []  # once may be a worker's restart
+    now += OPEN_FIRST_S + 1
+    assert pairs.failed("p1", "d1", now)  # on trial
+    assert pairs.lasting() == [("p1", "d1")]
+    pairs.succeeded("p1", "d1", now - 1)  # was on its way before
+    assert pairs.lasting() == [("p1", "d1")]
+    pairs.succeeded("p1", "d1", now + 1)
+    assert (pairs.lasting(), pairs.breakers) == ([], {})
+
+
+def test_pairs_that_fail_again_are_told_by_name_and_bounded():
+    table, now = WorkerTable(), 1.0
+    givers, takers = [f"p{n}" for n in range(4)], [f"d{n}" for n in range(4)]
+    workers = [endpoint(uid, "prefill") for uid in givers] + [endpoint(uid, "decode") for uid in takers]
+    table.update(Endpoints(fleet="f", namespace="n", workers=tuple(workers)))
+    assert not [line for line in table.lines(now) if line.startswith("fleet_router_pair_failing")]
+    for pair in itertools.product(givers, takers):
+        for at in (now, now + OPEN_FIRST_S + 1):
+            while not table.pairs.failed(*pair, at):
+                pass
+    told = [line for line in table.lines(now) if line.startswith("fleet_router_pair_failing")]
+    assert told[0] == 'fleet_router_pair_failing{tier="t",prefill="p0",decode="d0"} 1'
+    assert len(told) == PAIRS_TOLD
+    table.update(Endpoints(fleet="f", namespace="n", workers=tuple(workers[1:])))
+    assert not any('prefill="p0"' in line for line in table.lines(now))
