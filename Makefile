@@ -210,7 +210,7 @@ bench-decision: setup ## prefill remotely or not: the learnt cost against static
 bench-choose: setup ## microseconds and candidates per routing decision, 16 to 1,024 workers; memory of the indexes
 	@$(COMPILED_ROUTER); $(RUN) python -m e2e.bench.choose
 
-bench-operator: setup kube kwok ## 1,000 fleets of 8 pods from apply to Ready against Kubernetes' own Deployments (SCALE=0.1 for a tenth)
+bench-operator: setup kube kwok ## 1,000 fleets of 8 pods from apply to Ready against Kubernetes' own Deployments (SCALE=0.1 for a tenth, ROUNDS=1 for a quick look)
 	@$(RUN) python -m e2e.bench.operator
 
 clean: ## remove the virtual environment and tool caches of this checkout
