@@ -12,7 +12,7 @@ import httpx
 import msgspec
 
 from e2e.emulated.asking import Ask
-from e2e.emulated.fleet import CONFIG, Emulated, Worker
+from e2e.emulated.fleet import CONFIG, Emulated, Worker, until
 from e2e.test_router_faults_workers import asks
 
 HEADER = "x-session"
@@ -50,12 +50,14 @@ def test_a_session_stays_with_its_worker_over_a_new_router_and_a_new_worker(tmp_
 
     with Emulated(tmp_path, 195, 0, 4, config=config) as fleet:
         fleet.publish(fleet.decode[:3])
+        until("three are followed", lambda: fleet.metric("endpoints") == 3, 10)
         before = asyncio.run(turn(fleet, 0))
         assert len(set(before.values())) == 3, "sessions are spread"
         fleet.kill_router()
         fleet.start_router()
         assert asyncio.run(turn(fleet, 1_000)) == before, "another router agrees"
         fleet.publish(fleet.decode)
+        until("all are followed", lambda: fleet.metric("endpoints") == 4, 10)
         after = asyncio.run(turn(fleet, 2_000))
         moved = {name for name in sessions if after[name] != before[name]}
         print(f"{len(moved)} of {len(sessions)} sessions went to the new worker: {Counter(after.values())}")
