@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,14 @@ class Watched:
         await self._telemetry.close()
 
 
+async def played(fleet: Emulated, scenario: Callable[[Emulated, Watched], Awaitable[None]]) -> None:
+    watched = Watched(fleet)
+    try:
+        await scenario(fleet, watched)
+    finally:
+        await watched.close()
+
+
 async def scenario(fleet: Emulated, watched: Watched) -> None:
     assert (await watched.read())[:2] == ("Unknown", "NoTransferYet")
     await watched.ask(3 * NOT_MOVING_ANSWERS)
@@ -103,15 +112,8 @@ async def scenario(fleet: Emulated, watched: Watched) -> None:
 
 
 def test_answers_without_kv_are_told_within_n_and_no_sooner(tmp_path: Path):
-    async def whole(fleet: Emulated) -> None:
-        watched = Watched(fleet)
-        try:
-            await scenario(fleet, watched)
-        finally:
-            await watched.close()
-
     with Emulated(tmp_path, 122, 1, 1) as fleet:
-        asyncio.run(whole(fleet))
+        asyncio.run(played(fleet, scenario))
         assert fleet.prefill[0].stats()["pinned"] == NOT_MOVING_ANSWERS, "KV that nobody read is there until its lease is over"
 
 
@@ -131,12 +133,5 @@ async def one_pair(fleet: Emulated, watched: Watched) -> None:
 
 
 def test_a_pair_between_which_no_kv_moves_is_named_until_it_does_again(tmp_path: Path):
-    async def whole(fleet: Emulated) -> None:
-        watched = Watched(fleet)
-        try:
-            await one_pair(fleet, watched)
-        finally:
-            await watched.close()
-
     with Emulated(tmp_path, 123, 2, 1) as fleet:
-        asyncio.run(whole(fleet))
+        asyncio.run(played(fleet, one_pair))
