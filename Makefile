@@ -19,7 +19,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # In a recipe: the router of this checkout as images have it, compiled once per change of its sources.
 COMPILED_ROUTER = compiled=$$($(RUN) python router/compile.py) || [ $$? = 1 ]; export PYTHONPATH=$$compiled
 
-.PHONY: help setup up test lint unit compiled conformance smoke e2e e2e-loop e2e-operator e2e-operator-full e2e-worker e2e-router e2e-router-full e2e-clients e2e-vllm e2e-helm e2e-kind e2e-kind-smoke e2e-kueue e2e-lws e2e-cosched e2e-volcano helm kube kwok kueue lws sched-plugins volcano sim vllm clients crds chart images kind-images bench-kv bench-router bench-routing bench-admission bench-many bench-operator bench-decision bench-choose clean
+.PHONY: help setup up test lint unit compiled conformance smoke e2e e2e-loop e2e-operator e2e-operator-full e2e-worker e2e-router e2e-router-full e2e-clients e2e-vllm e2e-helm e2e-kind e2e-kind-smoke e2e-kueue e2e-lws e2e-cosched e2e-volcano helm kube kwok kueue lws sched-plugins volcano sim vllm clients crds chart images kind-images bench-kv bench-router bench-routing bench-admission bench-many bench-operator bench-decision bench-frontier bench-choose clean
 
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -206,6 +206,9 @@ bench-many: setup ## load imbalance of three routers that gossip, and of three t
 
 bench-decision: setup ## prefill remotely or not: the learnt cost against static thresholds on three mixes, in virtual time
 	@$(RUN) python -m e2e.bench.decision
+
+bench-frontier: setup ## load against hits on Zipf prefixes, 8 to 512 workers: ours against CHWBL and the simple rules, in virtual time
+	@$(COMPILED_ROUTER); $(RUN) python -m e2e.bench.frontier $(ARGS)
 
 bench-choose: setup ## microseconds and candidates per routing decision, 16 to 1,024 workers; memory of the indexes
 	@$(COMPILED_ROUTER); $(RUN) python -m e2e.bench.choose

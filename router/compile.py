@@ -39,7 +39,7 @@ MODULES = (
     "epp/picked",
     "explain/inference_metrics", "explain/record", "explain/recorder",
     "health/breaker", "health/budget", "health/pairs", "health/panic", "health/patience", "health/sent", "health/silence",
-    "kvindex/approximate", "kvindex/masks", "kvindex/pieces",
+    "kvindex/approximate", "kvindex/masks", "kvindex/pieces", "kvindex/underway",
     "policy/adapters", "policy/candidate", "policy/choose", "policy/cost", "policy/estimate", "policy/group", "policy/pairs",
     "policy/ring", "policy/routing", "policy/side", "policy/split", "policy/terms", "policy/tiers", "policy/trip",
 )  # fmt: skip

@@ -17,6 +17,7 @@ from fleet_router.health.pairs import PairHealth
 from fleet_router.health.panic import askable
 from fleet_router.hints import NO_HINTS
 from fleet_router.kvindex.pieces import adapter_seed, key_chain, ring_key
+from fleet_router.kvindex.underway import united
 from fleet_router.lengths import TEMPLATE_TOKENS
 from fleet_router.policy import choose as simple
 from fleet_router.policy.adapters import version_of
@@ -239,8 +240,10 @@ class WorkerTable:
         size = len(prompt) or 1
         tokens = hints.tokens or self.tokens_of(prompt)
         steps: Steps = routing.known(keys, size, tokens, ~hints.precise)
-        if hints.blocks:
-            steps = sorted([*steps, *hints.blocks], reverse=True)
+        if hints.precise:
+            steps = united([*steps, *hints.blocks, *routing.coming(keys, size, tokens, hints.precise)])
+        elif hints.blocks:
+            steps = united([*steps, *hints.blocks])
         session = key_chain(hints.session)[0] if hints.session else None
         key = ring_key(keys) if session is None else session
         tier = hints.tier or (tier_of(config.tier_rules, tokens, hints.headers) if config.tier_rules else "")
@@ -335,13 +338,14 @@ class WorkerTable:
         if worker.breaker.allows(now, 0) and self.pairs.condemns(prefill, decodes, now):
             worker.put_out(now)
 
-    def depart(self, choice: Choice, now: float, adapter: str, *, stream: bool) -> Trip | None:
-        """The first leg is sent; None for policies that learn nothing."""
+    def depart(self, choice: Choice, now: float, adapter: str, *, stream: bool, keys: Sequence[int] = ()) -> Trip | None:
+        """The first leg is sent; None for policies that learn nothing. `keys`: the prompt's, where KV events tell who has it."""
         offer = choice.offer
         if not isinstance(offer, Offer):
             return None
         group = self.routing.groups[offer.decode.group]
-        return Trip(group, offer, now, stream=stream, adapter=adapter)
+        underway = self.routing.underway if keys else None
+        return Trip(group, offer, now, stream=stream, adapter=adapter, underway=underway, keys=keys)
 
     def _allowed(self, now: float, excluded: frozenset[str], adapter: str, tier: str, *, last_resort: bool) -> _Allowed:
         """Who may be chosen, and the adapter's version."""

@@ -8,6 +8,7 @@ from typing import Final
 from fleet_router.kvindex.approximate import ApproximateIndex
 from fleet_router.kvindex.masks import Bits
 from fleet_router.kvindex.pieces import BYTES_OF, Beginnings, piece_after
+from fleet_router.kvindex.underway import Underway
 from fleet_router.policy.candidate import CROWD_S, Candidate
 from fleet_router.policy.cost import cheapest
 from fleet_router.policy.estimate import Mean
@@ -36,6 +37,7 @@ class Routing:
         self.groups: dict[tuple[str, str], Group] = {}
         self.bits = Bits()
         self.index = ApproximateIndex(entries)
+        self.underway = Underway()
         self.beginnings = Beginnings()
         self.bytes_per_token = Mean(BYTES_PER_TOKEN)
         self._members: dict[str, Candidate] = {}
@@ -69,6 +71,7 @@ class Routing:
         worker = self._members[uid]
         worker.home = None
         self.index.remove(uid)
+        self.underway.forget(self.bits.of(uid))
         self.bits.release(uid)
         self._joined.pop(uid, None)
         if (group := self.groups.get(worker.group)) is not None:
@@ -95,12 +98,11 @@ class Routing:
         """What the approximate index knows of a prompt of `size` bytes and about so many tokens: (tokens, workers as bits), most
         first. The tail behind the last full piece goes with the piece before it: less than a hundred tokens, of long prompts less
         than an eighth."""
-        count = len(keys)
-        whole = count if size - BYTES_OF[count] < piece_after(count) else 0
-        share, found = tokens / size, []
-        for pieces, mask in self.index.depths(keys, among):
-            found.append((tokens if pieces == whole else BYTES_OF[pieces] * share, mask))
-        return found
+        return _in_tokens(self.index.depths(keys, among), len(keys), size, tokens)
+
+    def coming(self, keys: Sequence[int], size: int, tokens: float, among: int) -> list[tuple[float, int]]:
+        """The same of what these workers were sent and have not computed yet: KV events tell of it only then."""
+        return _in_tokens(self.underway.depths(keys, among), len(keys), size, tokens)
 
     def decide(self, ask: CostAsk, steps: Steps, *, tier: str = "", usable: Usable | None = None) -> Offer | None:
         """The cheapest offer of all groups, of this tier if it can serve at all; None when nobody decodes."""
@@ -114,6 +116,14 @@ class Routing:
             if found is not None:
                 return found
         return find(groups, ask, steps, usable)
+
+
+def _in_tokens(depths: list[tuple[int, int]], count: int, size: int, tokens: float) -> list[tuple[float, int]]:
+    whole = count if size - BYTES_OF[count] < piece_after(count) else 0
+    share, found = tokens / size, []
+    for pieces, mask in depths:
+        found.append((tokens if pieces == whole else BYTES_OF[pieces] * share, mask))
+    return found
 
 
 def _of_session(groups: Collection[Group], ask: CostAsk, steps: Steps, usable: Usable | None) -> Offer | None:

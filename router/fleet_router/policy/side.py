@@ -147,16 +147,16 @@ class Side:
         if own.inflight < cap and not seen & own.bit:
             seen |= own.bit
             found.append(own)
-        return found + self._idle(seen, room)
+        return found + self._idle(seen, cap, room)
 
-    def _idle(self, seen: int, room: float) -> list[Candidate]:
-        """Some of the others with the fewest requests: of the first few of these those with less heat than most, and than `room`,
-        then the coolest."""
+    def _idle(self, seen: int, cap: int, room: float) -> list[Candidate]:
+        """Some of the others with the fewest requests, below their bound: of the first few of these those with less heat than
+        most, and than `room`, then the coolest."""
         cool: list[Candidate] = []
         hot: list[Candidate] = []
         mean, left = self.heat / len(self.members), IDLE_LOOKED
         most = mean if mean < room else room
-        for level in self.levels:
+        for level in self.levels[:cap]:
             for worker in level.values():
                 if not seen & worker.bit:
                     if worker.heat <= most:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
+from fleet_router.kvindex.underway import Underway
 from fleet_router.policy.candidate import Candidate, prefill_done, prefill_sent
 from fleet_router.policy.group import Group
 from fleet_router.policy.terms import Offer, Prefilling
@@ -12,13 +14,20 @@ ADAPTERS_MOST: Final = 16
 
 
 class Trip:
-    """The legs of one attempt. `stream` False: an answer that comes as a whole tells nothing about first tokens."""
+    """The legs of one attempt. `stream` False: an answer that comes as a whole tells nothing about first tokens. `underway`:
+    where the prompt with these `keys` is noted until it is computed; None: whoever computes it is not known by its KV events."""
 
-    __slots__ = ("_first_at", "_full", "_group", "_offer", "_prefilling", "_sent_at", "_stream")
+    __slots__ = ("_first_at", "_full", "_group", "_keys", "_offer", "_prefilling", "_sent_at", "_stream", "_underway")
 
-    def __init__(self, group: Group, offer: Offer, now: float, *, stream: bool, adapter: str = "") -> None:
+    def __init__(
+        self, group: Group, offer: Offer, now: float, *, stream: bool, adapter: str = "", underway: Underway | None = None,
+        keys: Sequence[int] = (),
+    ) -> None:  # fmt: skip
         self._group, self._offer, self._stream = group, offer, stream
         first = offer.prefill or offer.decode
+        self._underway, self._keys = underway, keys
+        if underway is not None and not underway.sent(keys, first.bit):
+            self._underway = None
         self._prefilling: Prefilling | None = prefill_sent(first, offer.missing, now)
         self._sent_at, self._first_at = now, 0.0
         self._full = stream and _full(offer.decode)
@@ -59,6 +68,8 @@ class Trip:
         one, self._prefilling = self._prefilling, None
         if one is None:
             return
+        if self._underway is not None and one.worker.home is not None:  # else its bit may be another's
+            self._underway.over(self._keys, one.worker.bit)
         took_s = prefill_done(one, now, learn=learn)
         if took_s is not None:
             self._group.speed[one.worker.role].observe(one.tokens, took_s)

@@ -51,3 +51,20 @@ def test_a_small_side_is_bounded_alike_with_and_without_a_filter(loads: list[int
     plain = group.decode.look((), KEY, bound, None)
     assert plain == group.decode.look((), KEY, bound, lambda _: True)
     assert any(worker.inflight < cap_of(sum(loads), len(loads), bound) for worker in plain)
+
+
+@given(
+    st.lists(st.integers(0, 12), min_size=WHOLE + 1, max_size=60),
+    st.sampled_from([1.0, 1.1, 1.25, 2.0]),
+    st.integers(0, 2**64 - 1),
+)
+@example([4] * 30 + [0], 1.0, KEY)  # those at their bound were looked at beside the only one that was below it
+def test_nobody_of_a_large_side_is_looked_at_above_its_bound(loads: list[int], bound: float, key: int):
+    group, workers = fleet(0, len(loads))
+    for worker, requests in zip(workers.values(), loads, strict=True):
+        load(worker, requests)
+    cap = cap_of(sum(loads), len(loads), bound)
+    for steps in ((), [(2500.0, 5)]):
+        looked = group.decode.look(steps, key, bound, None, 3000.0)
+        assert looked
+        assert all(worker.inflight < cap for worker in looked)

@@ -1,0 +1,104 @@
+"""Prompts that workers were sent and have not computed."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fleet_router.asked import Hints
+from fleet_router.config import RouterConfig
+from fleet_router.kvindex import underway as module
+from fleet_router.kvindex.underway import Underway, united
+from fleet_router.policy.chosen import Choice
+from fleet_router.policy.trip import Trip
+from fleet_router.workers import WorkerTable
+from fleet_wire.endpoints import Endpoint, Endpoints, Role
+
+PROMPTS = [[1, 2, 3], [1, 2, 4], [1, 5], [6]]
+MOVES = st.lists(st.tuples(st.sampled_from(range(len(PROMPTS))), st.sampled_from([64, 128]), st.sampled_from("ssof")))
+CONFIG = RouterConfig(fleet="f", served_name="m")
+
+
+@given(MOVES)
+def test_a_key_is_known_as_long_as_some_prompt_with_it_is_on_its_way(moves: list[tuple[int, int, str]]):
+    underway, there = Underway(), list[tuple[int, int]]()
+    for prompt, bit, move in moves:
+        if move == "s":
+            assert underway.sent(PROMPTS[prompt], bit)
+            there.append((prompt, bit))
+        elif move == "o" and (prompt, bit) in there:
+            underway.over(PROMPTS[prompt], bit)
+            there.remove((prompt, bit))
+        elif move == "f":
+            underway.forget(bit)
+            there = [one for one in there if one[1] != bit]
+        known = {(key, bit) for prompt, bit in there for key in PROMPTS[prompt]}
+        assert {(key, bit) for key, mask in underway.masks.items() for bit in (64, 128) if mask & bit} == known
+        assert underway.keys == len(known)
+
+
+def test_what_is_on_its_way_is_bounded(monkeypatch):
+    monkeypatch.setattr(module, "KEYS_MOST", 5)
+    underway = Underway()
+    assert underway.sent([1, 2, 3], 64)
+    assert not underway.sent([4, 5, 6], 64)
+    assert underway.depths([4, 5, 6], -1) == []
+    underway.over([1, 2, 3], 64)
+    assert underway.sent([4, 5, 6], 64)
+
+
+@given(st.lists(st.tuples(st.floats(1, 9), st.integers(0, 15))))
+def test_steps_of_several_indexes_name_each_worker_once_with_the_most_that_is_known(steps: list[tuple[float, int]]):
+    found = united(steps)
+    for bit in (1, 2, 4, 8):
+        most = [max((tokens for tokens, mask in steps if mask & bit), default=None)]
+        assert [tokens for tokens, mask in found if mask & bit] == [one for one in most if one is not None]
+    assert found == sorted(found, reverse=True)
+
+
+def endpoint(uid: str, role: Role) -> Endpoint:
+    return Endpoint(
+        name=uid, uid=uid, address="127.0.0.1", http_port=1, agent_port=2, role=role, tier="t", revision="aaaaaaaa", compat="c",
+    )  # fmt: skip
+
+
+def test_the_next_prompt_goes_where_one_with_its_beginning_is_being_computed_though_no_event_told_of_it():
+    """All workers are believed by their events alone, and these come when a block is there."""
+    table = WorkerTable()
+    workers = (*(endpoint(f"p{i}", "prefill") for i in range(6)), endpoint("d", "decode"))
+    table.update(Endpoints(fleet="f", namespace="n", workers=workers), 0.0, CONFIG)
+    hints = Hints(precise=sum(worker.bit for worker in table.workers.values()))
+
+    def send(prompt: bytes, now: float) -> tuple[str | None, Trip]:
+        found, keys = table.choose(prompt, CONFIG, now, frozenset(), hints=hints)
+        assert isinstance(found, Choice)
+        trip = table.depart(found, now, "", stream=True, keys=keys)
+        assert trip is not None
+        return found.prefill, trip
+
+    for number in range(6):  # whichever worker the ring would send it to
+        shared = b"%d shared " % number * 3000
+        first, trip = send(shared + b"one " * 200, 10.0 * number)
+        second, more = send(shared + b"two " * 200, 10.0 * number + 0.6)  # nearly done: waiting costs less than computing it all
+        assert first == second
+        for one in (trip, more):
+            one.prefilled(10.0 * number + 1.0)
+        assert not table.routing.underway.masks
+
+
+def test_who_left_takes_its_notes_along_and_the_next_owner_of_its_place_has_none():
+    table, workers = WorkerTable(), (endpoint("p", "prefill"), endpoint("d", "decode"))
+    table.update(Endpoints(fleet="f", namespace="n", workers=workers), 0.0, CONFIG)
+    found, keys = table.choose(b"long " * 3000, CONFIG, 0.0, frozenset(), hints=Hints(precise=-1))
+    assert isinstance(found, Choice)
+    trip = table.depart(found, 0.0, "", stream=True, keys=keys)
+    assert table.routing.underway.masks
+    table.update(Endpoints(fleet="f", namespace="n", workers=(endpoint("n", "prefill"), workers[1])), 1.0, CONFIG)
+    assert not table.routing.underway.masks
+    found, keys = table.choose(b"long " * 3000, CONFIG, 1.0, frozenset(), hints=Hints(precise=-1))
+    assert isinstance(found, Choice)
+    table.depart(found, 1.0, "", stream=True, keys=keys)
+    noted = dict(table.routing.underway.masks)
+    assert trip is not None
+    trip.over(2.0)  # of the one that left
+    assert table.routing.underway.masks == noted != {}
