@@ -40,6 +40,8 @@ class Faults:
     deaf: bool = False
     """It computes the prompt itself and reads no KV, whatever was prefilled for it: right tokens, and nothing disaggregated."""
     tick_s: float = 0.002
+    handshake_s: float = 0.0
+    """The first time that it reads KV of a worker takes so much longer."""
     prompt_s: float = 0.0
     """Of streams whose prompt nobody has prefilled: their first token comes so much later."""
     weights: int = 0
@@ -71,6 +73,7 @@ class Worker:
         self.open: set[asyncio.StreamWriter] = set()
         self.running = 0
         self.numbers = random.SystemRandom()
+        self.met: set[str] = set()
 
     async def serve(self) -> None:
         await asyncio.start_server(self.control, self.host, self.port + 1)
@@ -199,6 +202,9 @@ class Worker:
 
     async def pull(self, params: dict[str, Any]) -> bool:
         """Read what was prefilled elsewhere; False when it could not be proven."""
+        if params["remote_host"] not in self.met:
+            await asyncio.sleep(self.faults.handshake_s)
+            self.met.add(params["remote_host"])
         read = await self.read_from(params)
         self.stats.pulled += read
         self.stats.failed_pulls += not read

@@ -279,6 +279,7 @@ FLEET_RULES: tuple[Rule, ...] = (
     _duration_between("spec.scaling", "scaleDownWindow", "0s", "24h"),
     _duration_between("spec.routing", "slowStart", "0s", "1h"),
     _duration_between("spec.routing", "returnWait", "0s", "1m"),
+    _duration_between("spec.routing.prewarm", "timeout", "1s", "5m"),
     Rule(
         path="spec",
         cel="!has(self.routing) || !has(self.routing.tierRules) || "

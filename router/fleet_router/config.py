@@ -112,6 +112,17 @@ class ExplainBounds(msgspec.Struct, frozen=True, kw_only=True):
     log_lines_per_s: Annotated[int, msgspec.Meta(ge=1, le=100_000)] = 20
 
 
+class PrewarmBounds(msgspec.Struct, frozen=True, kw_only=True):
+    """Pairs of workers that meet before a client's request has to wait for their handshake."""
+
+    pairs: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
+    """Of each worker that joins; 0: none."""
+    parallel: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2
+    """Under way at once, of each router."""
+    timeout_s: Seconds = 10.0
+    """Of one: prefill, transfer and a token."""
+
+
 class TraceConfig(msgspec.Struct, frozen=True, kw_only=True):
     """OpenTelemetry spans."""
 
@@ -142,6 +153,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """kvAware: all other prompts go to a prefill worker (threshold), or where they cost least (cost, see policy/cost.py)."""
     slow_start_s: Annotated[float, msgspec.Meta(ge=0)] = 60.0
     """A worker that joins gets its full share of the load after this long; 0: at once."""
+    prewarm: PrewarmBounds = PrewarmBounds()
     session_header: str = ""
     """Lower-case name of a header whose value takes the prompt's place on the ring; empty: none."""
     tier_rules: tuple[TierRule, ...] = ()

@@ -42,6 +42,7 @@ from fleet_router.listening import wait_of
 from fleet_router.members import Answer, Member, serve
 from fleet_router.metrics import COMPILED, Metrics
 from fleet_router.port import Port
+from fleet_router.prewarm import Prewarm
 from fleet_router.server import ClientConnection
 from fleet_router.tls import Certificates, Certified, TlsError, TlsFiles
 from fleet_router.watching import Connection, Probes, Returns, watch
@@ -105,6 +106,7 @@ class Router:
         self._picker: EndpointPicker | None = None
         self._probes = Probes(self._context, self._asking)
         self._returns = Returns(self._context)
+        self._prewarm = Prewarm(self._context, settings.member, self._journal.say)
         self._followed_at: float | None = None
         self._problems: dict[str, str] = {}
         """The last one of each that is followed, until it is over."""
@@ -209,7 +211,8 @@ class Router:
             rows = [(w.endpoint.name, w.endpoint.role, w.endpoint.tier, w.own) for w in context.table.workers.values()]
             age_s = -1.0 if self._followed_at is None else self._clock() - self._followed_at
             text = context.metrics.exposition(rows, age_s, len(context.table.routing.index))
-            text += "".join(f"{line}\n" for line in (*context.holding.lines(), *context.table.lines(self._clock())))
+            now = self._clock()
+            text += "".join(f"{line}\n" for line in (*context.holding.lines(), *context.table.lines(now), *self._prewarm.lines()))
             if self._certificates is not None:
                 text += "".join(f"{line}\n" for line in self._certificates.lines())
                 text += "".join(f"{line}\n" for line in self._ports[0].handshakes.lines())
@@ -265,6 +268,7 @@ class Router:
             for port in self._ports:
                 await port.close()
             self._context.holding.stop()
+            self._prewarm.stop()
             await asyncio.gather(
                 self._drain(), *([self._picker.stop(self._settings.drain_s)] if self._picker is not None else [])
             )
@@ -432,6 +436,7 @@ class Router:
             self._context.releases.sweep(now)
             self._context.table.routing.tick(now, self._context.config.slow_start_s)
             self._probes.ask(watch(self._context, self._asking(), now))
+            self._prewarm.step(now)
             self.sweep(now)
 
     def sweep(self, now: float) -> None:

@@ -70,6 +70,8 @@ class Worker(Candidate):
     """It has not been asked who it is since it joined, failed or closed a connection."""
     read_once: bool = False
     """Prefill: its last reference names no lease of ours."""
+    warmed: dict[str, float] = field(default_factory=dict)
+    """Prefill: decode workers that it was made to meet before any request, and seconds of that first transfer."""
     _reading: Pool | None = None
 
     def reading(self) -> Pool:

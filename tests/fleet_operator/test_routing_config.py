@@ -9,13 +9,14 @@ from fleet_api.validate import validate
 from fleet_operator.render.fleet import _router_config, render_router
 from fleet_operator.render.network import PORTS, render_policy
 from fleet_operator.settings import Platform
-from fleet_router.config import AnswerCheck, Cascade, RouterConfig, TierRule, decode, encode
+from fleet_router.config import AnswerCheck, Cascade, PrewarmBounds, RouterConfig, TierRule, decode, encode
 
 OWNER = {"apiVersion": "inferencefleet.io/v1alpha1", "kind": "InferenceFleet", "metadata": {"name": "f", "uid": "u"}}
 ROUTING = {
     "remotePrefill": {"decide": "cost", "minUncachedTokens": 8},
     "slowStart": "90s",
     "returnWait": "25s",
+    "prewarm": {"pairs": 8, "parallel": 4, "timeout": "20s"},
     "sessionHeader": "x-session-id",
     "tierRules": [
         {"when": {"inputTokens": {"lt": 2000}}, "tier": "small"},
@@ -39,6 +40,7 @@ def test_every_field_reaches_the_router():
     found = _router_config(InferenceFleet.model_validate(manifest(**ROUTING)))
     assert (found.decide, found.min_uncached_tokens, found.slow_start_s) == ("cost", 8, 90.0)
     assert found.return_wait_s == 25.0
+    assert found.prewarm == PrewarmBounds(pairs=8, parallel=4, timeout_s=20.0)
     assert (found.session_header, found.prefix_index) == ("x-session-id", "precise")
     assert found.tier_rules == (
         TierRule(tier="small", tokens_lt=2000), TierRule(tier="large", tokens_ge=10, headers={"x-tier": "large"}),
@@ -49,6 +51,7 @@ def test_defaults_keep_the_threshold():
     found = _router_config(InferenceFleet.model_validate(manifest()))
     assert (found.decide, found.slow_start_s, found.prefix_index, found.tier_rules) == ("threshold", 60.0, "approximate", ())
     assert found.return_wait_s == RouterConfig(fleet="", served_name="").return_wait_s == 10.0
+    assert found.prewarm == RouterConfig(fleet="", served_name="").prewarm == PrewarmBounds(pairs=0)
 
 
 CHECK = {"finishReasons": ["length", "content_filter"], "phrases": ["I am not sure"], "minMeanLogprob": -0.5}
@@ -86,6 +89,7 @@ def test_a_cascade_reaches_the_router(routing: dict, expected: Cascade | None):
         ({"tierRules": [{"when": {}, "tier": "gone"}]}, "routing.tierRules"),
         ({"slowStart": "2h"}, "slowStart must be between 0s and 1h"),
         ({"returnWait": "61s"}, "returnWait must be between 0s and 1m"),
+        ({"prewarm": {"timeout": "6m"}}, "timeout must be between 1s and 5m"),
         ({"sessionHeader": "X Session"}, "sessionHeader"),
         ({"remotePrefill": {"decide": "always"}}, "decide"),
         ({"prefixIndex": "exact"}, "prefixIndex"),

@@ -128,6 +128,26 @@ class CascadeSpec(ApiModel):
         return parse_quantity(self.held_size)
 
 
+class PrewarmSpec(ApiModel):
+    """Pairs of a prefill and a decode worker meet by a small request of the router's own (a few hundred tokens, one token out)
+    before a client's request has to wait for their first handshake."""
+
+    pairs: Annotated[int, Field(ge=0, le=64)] = Field(
+        default=0, description="Pairs of each worker that joins, 0 to 64. Default: 0, clients' requests make them meet."
+    )
+    parallel: Annotated[int, Field(ge=1, le=64)] = Field(
+        default=2, description="Most of them at a time, of each router process, 1 to 64. Default: 2."
+    )
+    timeout: DurationText = Field(
+        default="10s", description="Longest time of one; a pair that fails three times is put out. 1s to 5m. Default: 10s."
+    )
+
+    @property
+    def timeout_s(self) -> float:
+        """Time in seconds."""
+        return parse_duration(self.timeout)
+
+
 class RoutingSpec(ApiModel):
     """How the router chooses workers."""
 
@@ -139,6 +159,7 @@ class RoutingSpec(ApiModel):
     slow_start: DurationText = Field(
         default="60s", description="A worker that joins gets its full share of the load after this long, 0s to 1h. Default: 60s."
     )
+    prewarm: PrewarmSpec = Field(default=PrewarmSpec(), description="Make workers meet before clients' requests need them to.")
     return_wait: DurationText = Field(
         default="10s",
         description="Longest wait of a request that nobody can answer for a decode worker that was there so long ago or less and "

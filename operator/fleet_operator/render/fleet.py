@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from fleet_api.v1alpha1 import InferenceFleet, SloClassSpec, TenantsSpec
-from fleet_api.v1alpha1.routing import CascadeSpec, ExplainSpec, RoutingSpec, TierRuleSpec, TracesSpec
+from fleet_api.v1alpha1.routing import CascadeSpec, ExplainSpec, PrewarmSpec, RoutingSpec, TierRuleSpec, TracesSpec
 from fleet_operator.cluster.interface import Object
 from fleet_operator.names import (
     FLEET,
@@ -40,6 +40,7 @@ from fleet_router.config import (
     Cascade,
     ExplainBounds,
     HoldBounds,
+    PrewarmBounds,
     RouterConfig,
     SloClass,
     TierRule,
@@ -143,6 +144,7 @@ def _router_config(fleet: InferenceFleet) -> RouterConfig:
         decide=spec.routing.remote_prefill.decide,
         slow_start_s=spec.routing.slow_start_s,
         return_wait_s=spec.routing.return_wait_s,
+        prewarm=_prewarm(spec.routing.prewarm),
         session_header=spec.routing.session_header or "",
         tier_rules=tuple(_tier_rule(rule) for rule in spec.routing.tier_rules),
         cascade=_cascade(spec.routing.cascade),
@@ -172,6 +174,10 @@ def _cascade(spec: CascadeSpec | None) -> Cascade | None:
         least_mean_logprob=spec.check.min_mean_logprob,
     )
     return Cascade(tiers=spec.tiers, check=check, held_bytes=spec.held_bytes)
+
+
+def _prewarm(spec: PrewarmSpec) -> PrewarmBounds:
+    return PrewarmBounds(pairs=spec.pairs, parallel=spec.parallel, timeout_s=spec.timeout_s)
 
 
 def _explain(spec: ExplainSpec) -> ExplainBounds:

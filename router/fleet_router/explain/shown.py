@@ -88,7 +88,8 @@ def _cost(one: Try, sides: Sequence[Weighed]) -> Shown:
     return {
         "cost_s": round(one.cost_s, 6), "prompt_tokens": round(one.prompt_tokens), "missing_tokens": round(one.missing_tokens),
         "moved_tokens": round(one.moved_tokens), "compared": one.compared,
-        "pair_s": _pair_s(one, sides), "candidates": [row for side in sides for row in _side(side, one.by_cost)],
+        "pair_s": _pair_s(one, sides), "prewarmed_s": _prewarmed_s(one),
+        "candidates": [row for side in sides for row in _side(side, one.by_cost)],
     }  # fmt: skip
 
 
@@ -98,6 +99,14 @@ def _pair_s(one: Try, sides: Sequence[Weighed]) -> float | None:
         return None
     found = {worker.uid: side.costs[i] for side in sides for i, worker in enumerate(side.workers)}
     return round(one.cost_s - found[one.prefill.uid] - found[one.decode.uid], 6)
+
+
+def _prewarmed_s(one: Try) -> float | None:
+    """What the chosen pair's first transfer took, where it was made to meet before any request; None: it was not."""
+    if not isinstance(one.prefill, Worker) or not isinstance(one.decode, Worker):
+        return None
+    seconds = one.prefill.warmed.get(one.decode.uid)
+    return None if seconds is None else round(seconds, 6)
 
 
 def _side(side: Weighed, by_cost: bool) -> list[Shown]:

@@ -35,6 +35,10 @@ class Pairs:
     def __len__(self) -> int:
         return len(self._lines)
 
+    def met(self, prefill: str, decode: str) -> bool:
+        """KV has moved between the two."""
+        return (prefill, decode) in self._lines
+
     def cost_s(self, prefill: str, decode: str, tokens: float) -> float:
         """Seconds to move the KV of so many tokens, handshake included when the two have never met."""
         line = self._lines.get((prefill, decode))

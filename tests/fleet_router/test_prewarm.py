@@ -1,0 +1,175 @@
+"""The router's own requests that make pairs meet: what each answer comes to, and that they are nobody's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from fleet_router.config import PrewarmBounds
+from fleet_router.follow.asking import posted
+from tests.fleet_router.fake_worker import REFERENCE, answer
+from tests.fleet_router.rig import CONFIG, Rig, ask, run, until
+
+ON = msgspec.structs.replace(CONFIG, prewarm=PrewarmBounds(pairs=4, timeout_s=0.3))
+Behaviour = Callable[[dict[str, Any], asyncio.StreamWriter], Any]
+
+
+def says(status: int, body: dict[str, Any]) -> Behaviour:
+    async def behave(_: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+        answer(writer, status, body)
+        return True
+
+    return behave
+
+
+async def hangs(_: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+    await asyncio.sleep(30)
+    return True
+
+
+async def cuts(_: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+    writer.transport.abort()
+    return True
+
+
+async def warmed(rig: Rig) -> str:
+    """How the first one ended."""
+    prewarm = rig.router._prewarm
+    prewarm.step(rig.context.clock())
+    await until(lambda: bool(prewarm.outcomes))
+    [outcome] = prewarm.outcomes
+    return outcome
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "outcome", "given_back", "blamed"),
+    [
+        pytest.param(None, None, "done", [], False, id="KV moves"),
+        pytest.param(None, says(503, {"error": {"type": "KvTransferError"}}), "failed", ["lease-1"], True, id="KV does not"),
+        pytest.param(None, says(500, {}), "failed", ["lease-1"], True, id="decode breaks"),
+        pytest.param(None, hangs, "failed", ["lease-1"], True, id="decode hangs"),
+        pytest.param(None, cuts, "failed", ["lease-1"], True, id="decode is cut"),
+        pytest.param(None, says(400, {}), "refused", ["lease-1"], False, id="decode refuses"),
+        pytest.param(says(400, {}), None, "refused", ["prewarm"], False, id="prefill refuses"),
+        pytest.param(says(200, {"choices": []}), None, "refused", ["prewarm"], False, id="no KV is handed over"),
+        pytest.param(says(500, {}), None, "lost", ["prewarm"], False, id="prefill breaks"),
+        pytest.param(hangs, None, "lost", ["prewarm"], False, id="prefill hangs"),
+    ],
+)
+def test_what_becomes_of_it(
+    prefill: Behaviour | None, decode: Behaviour | None, outcome: str, given_back: list[str], blamed: bool
+):
+    async def test(rig: Rig) -> None:
+        giver, taker = rig.prefill[0], rig.decode[0]
+        giver.behave, taker.behave = prefill, decode
+        assert await warmed(rig) == outcome
+        await until(lambda: len(giver.released) == len(given_back))
+        assert [name.split("-")[0] for name in giver.released] == [name.split("-")[0] for name in given_back]
+        pair = (f"u{giver.port}", f"u{taker.port}")
+        [group] = rig.context.table.routing.groups.values()
+        assert group.pairs.met(*pair) == (outcome == "done")
+        assert (pair in rig.context.table.pairs.breakers) == blamed
+        assert rig.context.table.trouble.ejections == 0
+        assert f'fleet_router_prewarms_total{{outcome="{outcome}"}} 1' in "\n".join(rig.router._prewarm.lines())
+        rig.router._prewarm.stop()
+
+    run(test, config=ON)
+
+
+def test_it_is_asked_as_a_request_is_and_nothing_counts_it():
+    async def test(rig: Rig) -> None:
+        await warmed(rig)
+        [first], [second] = rig.prefill[0].seen, rig.decode[0].seen
+        assert (first["max_tokens"], first["kv_transfer_params"]["do_remote_decode"]) == (1, True)
+        assert (second["max_tokens"], second["kv_transfer_params"]) == (1, REFERENCE)
+        assert first["prompt"] == second["prompt"]
+        assert rig.prefill[0].request_ids[-1] == rig.decode[0].request_ids[-1]
+        metrics, table = rig.context.metrics, rig.context.table
+        assert (metrics.arrivals, metrics.remote_prefills, metrics.prefill_tokens, metrics.requests, metrics.served) == (
+            0,
+            0,
+            0,
+            {},
+            {},
+        )
+        assert len(table.routing.index) == 0
+        assert all(worker.inflight == worker.pending == worker.heat == 0 for worker in table.workers.values())
+        assert metrics.handed_over == {}
+
+    run(test, config=ON)
+
+
+def test_the_prompt_is_another_one_each_time_and_short_enough_for_a_small_model():
+    small = msgspec.structs.replace(ON, max_input_tokens=20)
+
+    async def test(rig: Rig) -> None:
+        await until(lambda: rig.router._prewarm.step(rig.context.clock()) or len(rig.decode[0].seen) == 3)
+        prompts = [body["prompt"] for body in rig.decode[0].seen]
+        assert len(set(prompts)) == 3
+        assert {len(prompt) for prompt in prompts} == {19}
+
+    run(test, prefill=3, config=small)
+
+
+def test_off_asks_nobody_and_a_pair_that_met_by_a_request_is_not_asked_again():
+    async def test(rig: Rig) -> None:
+        rig.router._prewarm.step(rig.context.clock())
+        await asyncio.sleep(0.05)
+        assert not rig.prefill[0].seen
+        assert (await rig.post(ask(stream=True)))[0] == 200
+        asked = len(rig.prefill[0].seen)
+        rig.apply(rig.prefill, rig.decode, ON)
+        rig.router._prewarm.step(rig.context.clock())
+        await asyncio.sleep(0.05)
+        assert asked == len(rig.prefill[0].seen) == 1
+        assert "fleet_router_prewarms_left 0" in rig.router._prewarm.lines()
+
+    run(test)
+
+
+def test_who_is_out_is_not_asked_until_it_is_back():
+    async def test(rig: Rig) -> None:
+        now = rig.context.clock()
+        [worker] = rig.context.table.by_role["decode"]
+        worker.put_out(now)
+        rig.router._prewarm.step(now)
+        await asyncio.sleep(0.05)
+        assert not rig.prefill[0].seen
+        worker.answers(now + 1.0, now + 1.0)
+        assert await warmed(rig) == "done"
+
+    run(test, config=ON)
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}more", (200, b"{}")),
+        (b"HTTP/1.1 503 X\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n", (503, b"{}")),
+        (b"HTTP/1.0 404 X\r\nserver: x\r\n\r\nall of it", (404, b"all of it")),
+        (b"SSH-2.0\r\n\r\n", ValueError),
+        (b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * 200, ValueError),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n{}", asyncio.IncompleteReadError),
+        (b"HTTP/1.1 200", asyncio.IncompleteReadError),
+    ],
+)
+def test_an_answer_to_a_question_of_ours(said: bytes, expected: tuple[int, bytes] | type[Exception]):
+    async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n{}")
+        writer.write(said)
+        writer.close()
+
+    async def go() -> tuple[int, bytes]:
+        server = await asyncio.start_server(speak, "127.0.0.1", 0)
+        async with server:
+            return await posted("127.0.0.1", server.sockets[0].getsockname()[1], "/x", "id", b"{}", 100)
+
+    if isinstance(expected, tuple):
+        assert asyncio.run(go()) == expected
+    else:
+        with pytest.raises(expected):
+            asyncio.run(go())
