@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import time
 from pathlib import Path
 
 import msgspec
 import pytest
+import yaml
 
 from e2e.emulated.asking import Ask, Ledger, closed_loop
 from e2e.emulated.fleet import CONFIG, Emulated, get, until
+from e2e.fleet_up import free_port, gone, running
+from e2e.test_router_decides import MOVED
+from fleet_cli.up.bundled import bundled_manifest, tiny_model
 from fleet_router.config import PrewarmBounds, RouterConfig
 from fleet_router.health.breaker import PAIR_FAILURES_MOST
 
@@ -112,3 +117,30 @@ def test_who_joins_is_warmed_who_hangs_is_left_alone_and_nothing_stays_pinned(tm
         [row] = json.loads(get(f"http://{fleet.address}/debug/decisions?limit=1"))["decisions"]
         assert row["tries"][0]["prewarmed_s"] > 0
         until("nothing runs", lambda: fleet.metric("inflight") == 0, 10)
+
+
+def test_real_engines_meet_too_and_no_client_had_needed_it(tmp_path: Path):
+    """Torch workers, a whole fleet: both pairs' first transfer is ours, KV is proven as ever and nothing is left pinned."""
+    made = bundled_manifest(tiny_model())
+    tier = made["spec"]["tiers"][0]
+    tier |= {"ratio": {"prefill": 1, "decode": 2, "min": "1:2", "max": "1:2"}}
+    tier["prefill"], tier["decode"] = {"minReplicas": 1, "maxReplicas": 1}, {"minReplicas": 2, "maxReplicas": 2}
+    made["spec"]["routing"] = {"prewarm": {"pairs": 4}}
+    path, port = tmp_path / "fleet.yaml", free_port()
+    path.write_text(yaml.safe_dump(made))
+    with running(str(path), "--port", str(port), "--state", str(tmp_path / "state")) as fleet:
+        fleet.until("curl")
+
+        def metrics() -> str:
+            return get(f"http://127.0.0.1:{port}/metrics").decode()
+
+        until("both pairs have met", lambda: 'fleet_router_prewarms_total{outcome="done"} 2' in metrics(), 60, metrics)
+        assert 'fleet_router_handed_over_total{tier="local"} 0' in metrics()  # `fleet up` itself asked something short
+        assert 'fleet_router_prewarms_total{outcome="failed"} 0' in metrics()
+        assert 'fleet_router_handed_over_total{tier="local"} 0' in metrics()  # what `fleet up` itself asked was short
+        fleet.process.send_signal(signal.SIGINT)
+        assert fleet.end() == 0, "".join(fleet.lines)
+    found = MOVED.search("".join(fleet.lines))
+    assert found is not None, "".join(fleet.lines)
+    assert found[1] == "2"
+    assert gone(tmp_path / "state")

@@ -140,6 +140,12 @@ def test_a_refused_request_has_no_decision_to_tell():
     assert said == "request   r, 1970-01-01T00:00:00.000+00:00\nrefused   status 429, error c, reason r\n"
 
 
+def test_a_pair_that_the_router_made_meet_is_told():
+    one = {"reason": "remote prefill", "prefill": "p", "decode": "d", "cost_s": 0.1, "prewarmed_s": 0.75}
+    said = told({"request_id": "r", "at": 0.0, "state": "ended", "tries": [one]})
+    assert "p -> d, expected 0.1000 s, met before any request (0.7500 s)" in said
+
+
 def test_many_candidates_are_counted():
     rows = [{"role": "decode", "worker": f"d-{i}", "cost_s": 0.1, "missing_tokens": 1, "local_s": 0.2} for i in range(11)]
     one = {"reason": "local prefill costs less", "decode": "d-9", "decided_s": 0.00002, "candidates": rows}

@@ -6,7 +6,20 @@ import statistics
 
 import pytest
 
-from e2e.bench.frontier import BASE_S, CACHE_TOKENS, RULES, SHAPES, TOKENS_PER_S, Arrival, Engine, Rule, World, arrivals, beaten
+from e2e.bench.frontier import (
+    BASE_S,
+    CACHE_TOKENS,
+    RULES,
+    SHAPES,
+    TOKENS_PER_S,
+    Arrival,
+    Engine,
+    Rule,
+    World,
+    arrivals,
+    beaten,
+    over_bound,
+)
 
 SMALL, LARGE = 8, 24
 """Looked at whole, and in part."""
@@ -29,15 +42,14 @@ def test_an_engine_computes_what_it_has_not_and_drops_what_was_used_least_recent
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("workers", [SMALL, LARGE])
 def test_the_bound_holds_and_ours_has_more_hits_than_whoever_has_no_more_load(workers: int, shape: str):
-    asked = arrivals(workers, shape, 0.7, 3, 1_500)
+    asked = arrivals(workers, shape, 0.7, 3, 1_000)
     found = {rule: World(rule, workers).run(asked) for rule in RULES if rule.bound in (1.25, 1e9)}
-    assert all(seen.over_cap == 0 and len(seen.ttft_s) >= 1_000 for seen in found.values())
-    assert beaten(found) == []
+    assert all(seen.over_cap == 0 and len(seen.ttft_s) >= 750 for seen in found.values())
+    assert (beaten(found), over_bound(found)) == ([], [])
     ours = {rule.events: seen for rule, seen in found.items() if rule.policy == "kvAware"}
     ring = next(seen for rule, seen in found.items() if rule.title == "CHWBL 1.25")
     for seen in ours.values():
         assert seen.hit > ring.hit
-        assert seen.load < 1.25 + (seen.least - 1)
         assert statistics.mean(seen.ttft_s) < statistics.mean(ring.ttft_s)
 
 

@@ -53,8 +53,9 @@ def _try(one: dict[str, Any], title: str) -> list[str]:
     path = " -> ".join(one[role] for role in ("prefill", "decode") if one.get(role))
     cost = f"expected {one['cost_s']:.4f} s" if "cost_s" in one else ""
     pair = f"of these {one['pair_s']:.4f} s for the pair" if one.get("pair_s") else ""
+    met = f"met before any request ({one['prewarmed_s']:.4f} s)" if "prewarmed_s" in one else ""
     decided = f"decided in {one.get('decided_s', 0) * 1e6:.0f} us" if one.get("decode") else ""
-    lines = [_line(title, one["reason"], path, cost, pair, decided)]
+    lines = [_line(title, one["reason"], path, cost, pair, met, decided)]
     if "prompt_tokens" in one:
         moved = f"{one['moved_tokens']} to move" if one.get("moved_tokens") else ""
         lines.append(_line("", f"about {one['prompt_tokens']} tokens", f"{one['missing_tokens']} not cached", moved))
