@@ -17,11 +17,12 @@ KEYS_MOST: Final = 200_000
 
 
 class Underway:
-    """Key → workers that it is on its way to."""
+    """Key → workers that it is on its way to. `most`: keys of all workers together."""
 
-    __slots__ = ("_counts", "keys", "masks")
+    __slots__ = ("_counts", "_most", "keys", "masks")
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = KEYS_MOST) -> None:
+        self._most = most
         self.masks: dict[int, int] = {}
         self._counts: dict[int, dict[int, int]] = {}
         """Worker's bit → key → prompts with it."""
@@ -30,7 +31,7 @@ class Underway:
 
     def sent(self, keys: Sequence[int], bit: int) -> bool:
         """A prompt goes to this worker; False: there is no room to note it, and `over` is not to be called."""
-        if self.keys + len(keys) > KEYS_MOST:
+        if self.keys + len(keys) > self._most:
             return False
         masks = self.masks
         counts = self._counts.get(bit)

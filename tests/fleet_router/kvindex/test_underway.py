@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from fleet_router.asked import Hints
 from fleet_router.config import RouterConfig
-from fleet_router.kvindex import underway as module
 from fleet_router.kvindex.underway import Underway, united
 from fleet_router.policy.chosen import Choice
 from fleet_router.policy.trip import Trip
@@ -37,9 +36,8 @@ def test_a_key_is_known_as_long_as_some_prompt_with_it_is_on_its_way(moves: list
         assert underway.keys == len(known)
 
 
-def test_what_is_on_its_way_is_bounded(monkeypatch):
-    monkeypatch.setattr(module, "KEYS_MOST", 5)
-    underway = Underway()
+def test_what_is_on_its_way_is_bounded():
+    underway = Underway(most=5)
     assert underway.sent([1, 2, 3], 64)
     assert not underway.sent([4, 5, 6], 64)
     assert underway.depths([4, 5, 6], -1) == []
