@@ -19,7 +19,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # In a recipe: the router of this checkout as images have it, compiled once per change of its sources.
 COMPILED_ROUTER = compiled=$$($(RUN) python router/compile.py) || [ $$? = 1 ]; export PYTHONPATH=$$compiled
 
-.PHONY: help setup up test lint unit compiled conformance smoke e2e e2e-loop e2e-operator e2e-operator-full e2e-worker e2e-router e2e-router-full e2e-clients e2e-vllm e2e-helm e2e-kind e2e-kind-smoke e2e-kueue e2e-lws e2e-cosched e2e-volcano helm kube kwok kueue lws sched-plugins volcano sim vllm clients crds chart images kind-images bench-kv bench-router bench-routing bench-admission bench-many bench-operator bench-decision bench-frontier bench-choose clean
+.PHONY: help setup up test lint unit compiled conformance smoke e2e e2e-loop e2e-operator e2e-operator-full e2e-worker e2e-router e2e-router-full e2e-clients e2e-vllm e2e-helm e2e-kind e2e-kind-smoke e2e-kueue e2e-lws e2e-cosched e2e-volcano helm kube kwok kueue lws sched-plugins volcano sim vllm clients crds chart images kind-images bench-kv bench-seed bench-router bench-routing bench-admission bench-many bench-operator bench-decision bench-frontier bench-choose clean
 
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -83,7 +83,7 @@ e2e-operator-full: setup kube ## its row that is shorter there, in full: the API
 	FLEET_O7_S=300 $(RUN) pytest e2e/test_operator_faults_outage.py
 
 # The K family is tests/conformance; the others have real workers with an engine, alone or in a fleet.
-WORKER_E2E := traffic adapters prefetch transport flip bad_input prefix_index router_resume
+WORKER_E2E := traffic seed adapters prefetch transport flip bad_input prefix_index router_resume
 
 e2e-worker: setup kube ## real workers: the engine conformance suite, traffic of a trace, adapters, prefetching, transport, flips, bad input, resumed streams
 	$(RUN) pytest tests/conformance $(foreach name,$(WORKER_E2E),e2e/test_$(name).py) -m "not vllm"
@@ -189,6 +189,9 @@ kind-images:
 
 bench-kv: setup ## KV hand-off between two torch workers against raw NIXL
 	@$(RUN) python -m e2e.bench.kv
+
+bench-seed: setup ## the first requests of a worker that joins, with hot prefixes of one that serves and without
+	@$(RUN) python -m e2e.bench.seed
 
 bench-router: $(UV) ## router CPU per request and chunk against sglang-router and Envoy
 	@$(UV) sync --frozen --quiet --inexact --group bench

@@ -270,6 +270,7 @@ FLEET_RULES: tuple[Rule, ...] = (
         holds=_satisfiable,
     ),
     _duration_between("spec.tiers[].kvTransfer", "leaseDuration", "5s", "10m"),
+    _duration_between("spec.tiers[].kvTransfer.seed", "timeout", "1s", "60s"),
     _duration_between("spec.model.cache.prefetch", "wait", "0s", "24h"),
     _duration_between("spec.slo.ttft", "p99", "1ms", "1h"),
     _duration_between("spec.slo.itl", "p99", "1ms", "1h"),

@@ -131,6 +131,15 @@ FABRIC_RULES: tuple[Rule, ...] = (
         field=".tiers",
     ),
     Rule(
+        path="spec",
+        cel=f"{either('engine.type', 'torch')} == 'torch' || self.tiers.all(t, !has(t.kvTransfer) || !has(t.kvTransfer.seed))",
+        message="kvTransfer.seed applies to engine type torch only",
+        holds=lambda raw: (
+            dig(raw, "engine.type", "torch") == "torch" or not any("seed" in tier.get("kvTransfer", {}) for tier in raw["tiers"])
+        ),
+        field=".tiers",
+    ),
+    Rule(
         path="spec.engine",
         cel="!has(self.kvCacheDtype) || (has(self.type) && self.type == 'vllm')",
         message="kvCacheDtype applies to engine type vllm only",

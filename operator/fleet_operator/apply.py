@@ -164,7 +164,7 @@ class Applier:
             if not await self._groups.put(work.fleet, wanted, revision, owner, work.outcome):
                 continue
             told = worker_told(work.fleet, (wanted.tier, wanted.revision), work.live, others)
-            made = await self._create(render_pod(work.fleet, wanted, revision, owner, leader, told), work)
+            made = await self._create(render_pod(work.fleet, wanted, revision, owner, leader, told, work.live), work)
             if made is not None and wanted.member == 0:
                 leaders[leader_of(wanted)] = made
         await self._groups.again(work.fleet, work.live, stored, pools, work.outcome)

@@ -14,6 +14,9 @@ from collections.abc import Iterable, Sequence
 import xxhash
 
 HASH_BYTES = 16
+NAMES = "xxh3-128/root,adapter,cache_salt/1"
+"""What this module computes: two workers whose texts differ would give one block two names. Change it with any of the functions
+below."""
 
 
 def root_hash(model: str, block_tokens: int, salt: str = "") -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from fleet_wire.kv import KvReference
 from fleet_wire.unreadable import UNREADABLE
 
 PROTOCOL_VERSION = 1
@@ -65,7 +66,52 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused", forbid_u
     message: str = ""
 
 
-Message = Hello | Welcome | Renew | Confirm | Granted | Refused
+class AskHot(msgspec.Struct, frozen=True, kw_only=True, tag="hot", forbid_unknown_fields=True):
+    """New worker to one that serves: a part of what you have cached that is asked for most, under a lease. Workers that do not
+    know this message drop it: no answer is an answer."""
+
+    call: int
+    version: int
+    compat: str
+    block_bytes: int
+    block_tokens: int
+    weights: str
+    """Digest of the model's weights, architecture, tokenizer and template (KvReference.weights)."""
+    names: str
+    """How blocks are named: fleet_wire.blocks.NAMES."""
+    reader: str
+    """Random per new worker. One is lent to at a time."""
+    start: int
+    """Blocks of the owner's list that were given to this reader before; 0: the owner makes a new list."""
+    most_blocks: int
+    """Of the whole list."""
+
+
+class HotBlock(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One cached block, and all that its name is a hash of."""
+
+    name: bytes
+    parent: bytes
+    """Name of the block before it; of a first block its root, which a tenant's salt is in."""
+    tokens: bytes
+    """Token ids as little-endian uint32."""
+    is_first: bool
+
+
+class Hottest(msgspec.Struct, frozen=True, kw_only=True, tag="hottest", forbid_unknown_fields=True):
+    """A part of the owner's list: parents before their children, each block with all blocks before it in this part or an earlier
+    one. Adapters' blocks are never in it."""
+
+    call: int
+    blocks: tuple[HotBlock, ...]
+    reference: KvReference | None
+    """Where they are, in the same order; None without blocks."""
+    next: int
+    """`start` of the next part."""
+    more: bool
+
+
+Message = Hello | Welcome | Renew | Confirm | Granted | Refused | AskHot | Hottest
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 

@@ -26,6 +26,10 @@ FETCH_ENV = "FLEET_FETCH"
 ENGINE_TOKEN_ENV = "FLEET_ENGINE_TOKEN"  # noqa: S105 - the name of a variable
 ENGINE_TOKEN_HEADER = "x-fleet-agent"  # noqa: S105 - the name of a header
 """What the agent gives its torch engine at start, and shows when it changes adapters: nobody else may."""
+SEED_PEERS_ENV = "FLEET_SEED_PEERS"
+"""Side channels of workers that a new one may take hot prefixes from, as its pod's annotation names them: ADDRESS:PORT, with
+commas between, IPv6 in brackets."""
+MOST_SEED_PEERS = 4
 ADAPTERS_ENV = "FLEET_ADAPTERS"
 """The adapters that the pod's annotation names: a container that starts again loads what it had."""
 STEP_TIMEOUT_ENV = "ENGINE_STEP_TIMEOUT_S"
@@ -85,6 +89,15 @@ class Ports(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Rendezvous of vLLM's ranks on several nodes."""
 
 
+class SeedSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Hot prefixes between workers: a new one takes them before it is ready, and gives them on when it serves. Torch only."""
+
+    share: Annotated[float, msgspec.Meta(gt=0, le=0.5)] = 0.25
+    """Of a new worker's cache, at most."""
+    timeout_s: Annotated[float, msgspec.Meta(gt=0, le=60)] = 5.0
+    """What it may delay readiness, all tries together."""
+
+
 class KvSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """KV cache and hand-off."""
 
@@ -96,6 +109,8 @@ class KvSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Torch engine only; vLLM on CPU uses 128."""
     cache_bytes: int = 64 * 1024 * 1024
     """Size of the KV pool of one worker."""
+    seed: SeedSettings | None = None
+    """None: hot prefixes are neither taken nor given."""
 
 
 class Parallel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -40,6 +40,27 @@ class HostPortsSpec(ApiModel):
     )
 
 
+class SeedSpec(ApiModel):
+    """Hot prefixes for a new worker, from one that serves."""
+
+    enabled: bool = Field(
+        default=True,
+        description="Whether a new worker of the torch engine reads the most used blocks of another one's prefix cache before "
+        "it is ready. Default: true; vLLM has no interface for it.",
+    )
+    max_percent: Annotated[int, Field(ge=1, le=50)] = Field(
+        default=25, description="Percent of the new worker's cache that they may take. Default: 25."
+    )
+    timeout: DurationText = Field(
+        default="5s", description="What they may delay a new worker's readiness, 1s to 60s. Default: 5s."
+    )
+
+    @property
+    def timeout_s(self) -> float:
+        """Timeout in seconds."""
+        return parse_duration(self.timeout)
+
+
 class KvTransferSpec(ApiModel):
     """How KV blocks travel from prefill to decode workers."""
 
@@ -81,6 +102,10 @@ class KvTransferSpec(ApiModel):
     lease_duration: DurationText = Field(
         default="30s",
         description="How long a prefill worker keeps KV blocks for a decode worker to read, 5s to 10m. Default: 30s.",
+    )
+
+    seed: SeedSpec = Field(
+        default=SeedSpec(), description="Hot prefixes for new workers. Default: on with the torch engine, none with vllm."
     )
 
     @property

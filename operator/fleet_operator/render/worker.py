@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import PurePosixPath
+from types import MappingProxyType
 from typing import Final
 
 import msgspec
@@ -14,11 +15,25 @@ from fleet_api.v1alpha1.podtemplate import PodTemplateSpec
 from fleet_api.v1alpha1.tier import TierSpec
 from fleet_operator.cluster.interface import Object
 from fleet_operator.cluster.merge import clone
-from fleet_operator.names import ADAPTERS, COMPAT, MEMBER, NAMESPACE, ORDINAL, POOL, REVISION, ROLE, TIER, labels, owner_reference
+from fleet_operator.names import (
+    ADAPTERS,
+    COMPAT,
+    MEMBER,
+    NAMESPACE,
+    ORDINAL,
+    POOL,
+    REVISION,
+    ROLE,
+    SEED_PEERS,
+    TIER,
+    labels,
+    owner_reference,
+)
 from fleet_operator.render import fabric
 from fleet_operator.render.gang import environment, join_gang
 from fleet_operator.render.network import container_ports, worker_ports
 from fleet_operator.render.placement import affinity
+from fleet_operator.render.seed import Live, seed_peers, seed_settings
 from fleet_operator.render.template import extend_pod, security
 from fleet_operator.settings import Platform
 from fleet_planner.adapters import wishes
@@ -27,6 +42,7 @@ from fleet_worker.config import (
     ADAPTERS_ENV,
     CONFIG_ENV,
     ROLE_ENV,
+    SEED_PEERS_ENV,
     AdapterSettings,
     AdapterWish,
     KvSettings,
@@ -59,16 +75,19 @@ def render_pod(
     owner: Object,
     leader_uid: str | None = None,
     told: str | None = None,
+    live: Live = MappingProxyType({}),
 ) -> Object:
     """One worker pod of a stored revision (its ControllerRevision), owned by its WorkerPool. Labels and annotations of a
     podTemplate are those of today: they belong to no revision. `leader_uid`: whom it follows; `told`: its adapters, None: the
-    spec's."""
+    spec's; `live`: who is there, and may give it hot prefixes."""
     marks = {TIER: wanted.tier, ROLE: wanted.role, REVISION: wanted.revision, POOL: wanted.pool}
     marks[NAMESPACE] = fleet.metadata.namespace
     added = fleet.tier(wanted.tier).role(wanted.role).pod_template or PodTemplateSpec()
     data = stored["data"]
     told = adapters_told(fleet) if told is None else told
     own = {ORDINAL: str(wanted.ordinal), MEMBER: str(wanted.member), COMPAT: data["compat"]} | ({ADAPTERS: told} if told else {})
+    if is_seeded(fleet, wanted.tier) and (peers := seed_peers(wanted, live)):
+        own[SEED_PEERS] = peers
     pod = {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -83,6 +102,11 @@ def render_pod(
     }
     join_gang(pod, wanted, data.get("gangs", {}).get(wanted.role, {}), leader_uid)
     return pod
+
+
+def is_seeded(fleet: InferenceFleet, tier: str) -> bool:
+    """By the spec of today. A stored template that is older asks for nothing, whatever its pod's annotation says."""
+    return seed_settings(fleet.tier(tier), fleet.spec.engine.type) is not None
 
 
 def adapters_told(fleet: InferenceFleet) -> str:
@@ -215,6 +239,7 @@ def worker_config(
             lease_s=tier.kv_transfer.lease_duration_s,
             block_tokens=spec.engine.block_tokens,
             cache_bytes=spec.engine.cache_bytes,
+            seed=seed_settings(tier, spec.engine.type),
         ),
         adapters=_adapter_settings(fleet.model_of(tier), spec.engine.type, path),
     )
@@ -240,6 +265,7 @@ def _env(model: ModelSpec, config: WorkerConfig) -> list[Object]:
         field("FLEET_POD_IP", "status.podIP"),
         field(ROLE_ENV, f"metadata.labels['{ROLE}']"),
         field(ADAPTERS_ENV, f"metadata.annotations['{ADAPTERS}']"),
+        *([field(SEED_PEERS_ENV, f"metadata.annotations['{SEED_PEERS}']")] if config.kv.seed is not None else []),
         field("VLLM_NIXL_SIDE_CHANNEL_HOST", "status.podIP"),
         {"name": SIDE_CHANNEL_ENV, "value": str(config.ports.side_channel)},
         {"name": "HOME", "value": "/tmp"},  # noqa: S108 - the one writable folder of a read-only root

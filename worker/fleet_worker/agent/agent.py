@@ -31,6 +31,7 @@ from fleet_worker.agent.identity import Identity
 from fleet_worker.agent.life import Life, Load
 from fleet_worker.agent.prepare import prepare_model
 from fleet_worker.agent.role import judge
+from fleet_worker.agent.seed import SeedKeeper
 from fleet_worker.agent.supervise import EngineProcess, how_ended, watch_children
 from fleet_worker.config import STEP_TIMEOUT_ENV, STILL_S, AdapterWish, Role, WorkerConfig, step_timeout_s
 
@@ -70,6 +71,7 @@ class Agent:
         is_one = config.engine == "vllm" and config.parallel.data == 1  # its ranks have servers of their own: one of them answers
         self._client = EngineClient(f"http://{host}:{config.ports.http}", self._token, counts_open=is_one)
         self._adapters = AdapterKeeper(config, self._client, Path(self._scratch.name) / "adapters", wished_at_start(os.environ))
+        self._seed = SeedKeeper(config, self._client, os.environ, identity.pod_ip)
         self._stop = asyncio.Event()
         self._engine_answers = asyncio.Event()
         self._drained: asyncio.Task[dict[str, object]] | None = None
@@ -106,7 +108,7 @@ class Agent:
             "draining": life.phase == "Draining", "transport": self._transport(), "probe_gbps": self._fabric.gbps,
             "memlock_bytes": self._memlock_bytes(),
             "epoch": life.epoch, "changing_to": self._changing_to, "flip_problem": life.flip_problem,
-            "adapters": self._adapters.report(),
+            "adapters": self._adapters.report(), "seed": self._seed.report(),
         }  # fmt: skip
 
     def _transport(self) -> str | None:
@@ -132,6 +134,7 @@ class Agent:
             "# TYPE fleet_agent_role_epoch gauge",
             f'fleet_agent_role_epoch{{role="{self._config.role}"}} {life.epoch}',
         ]
+        own += self._seed.exposition()
         if self._engine is not None:
             dropped = self._engine.log_dropped
             own += ["# TYPE fleet_agent_log_dropped_total counter", f"fleet_agent_log_dropped_total {dropped}"]
@@ -439,9 +442,9 @@ class Agent:
         if problem is not None:
             self._note(f"engine answers, but gave no first token: {problem}")
             return False
-        self._note("loading adapters")
+        self._note("loading adapters, taking hot prefixes")
         self._engine_answers.set()
-        await self._adapters.first_round()
+        await asyncio.gather(self._adapters.first_round(), self._seed.run())
         return True
 
     async def _keep_adapters(self) -> None:

@@ -12,6 +12,7 @@ import httpx
 from fleet_wire.unreadable import UNREADABLE
 from fleet_worker.agent.errors import AdapterError
 from fleet_worker.agent.life import Load
+from fleet_worker.agent.seed import Seeded, read_seeded
 from fleet_worker.config import ENGINE_TOKEN_HEADER
 
 RUNNING = "vllm:num_requests_running"
@@ -35,6 +36,7 @@ FIRST_TOKEN_TIMEOUT_S = 300.0
 """The first request may compile kernels: minutes on some engines, and no user should be the one who waits."""
 ADAPTER_TIMEOUT_S = 120.0
 """Loading reads files; unloading waits for requests, at most half a minute."""
+SEED_LATE_S = 2.0
 FIRST_PROMPT = [0, 0, 0, 0]
 """Token 0 exists in every vocabulary; shorter than a KV block, so that nothing of it stays in the prefix cache."""
 
@@ -84,6 +86,17 @@ class EngineClient:
             return await self._asked("POST", path, ADAPTER_TIMEOUT_S, body, {ENGINE_TOKEN_HEADER: self._token})
         except httpx.HTTPError as error:
             raise AdapterError("EngineSilent", f"{path}: {type(error).__name__}: {error}") from error
+
+    async def seed(self, host: str, port: int, most_share: float, within_s: float) -> Seeded:
+        """The torch engine's POST /kv/seed. It ends by itself; what it says is a failed try where it is no answer."""
+        body = {"host": host, "port": port, "most_share": most_share, "within_s": within_s}
+        try:
+            answer = await self._asked("POST", "/kv/seed", within_s + SEED_LATE_S, body, {ENGINE_TOKEN_HEADER: self._token})
+        except httpx.HTTPError as error:
+            return Seeded(reason="engine", message=f"{type(error).__name__}: {error}")
+        if answer.status_code != httpx.codes.OK:
+            return Seeded(reason="engine", message=_words(answer))
+        return read_seeded(answer.content)
 
     async def metrics(self) -> str | None:
         """The engine's exposition, None when it does not answer or answers too much."""

@@ -83,7 +83,7 @@ class Adapters:
         """NotAllowedError unless the caller knows the token that the agent gave this process."""
         given = request.headers.get(ENGINE_TOKEN_HEADER, "")
         if not self._token or not hmac.compare_digest(given.encode(), self._token.encode()):
-            raise NotAllowedError("adapters are loaded and unloaded by the agent of this pod only")
+            raise NotAllowedError("adapters are loaded and unloaded, and hot prefixes taken, by the agent of this pod only")
 
     async def load(self, body: bytes, config: ModelConfig, dtype: torch.dtype) -> Response:
         """Read and check the files beside the engine; the adapter is there for requests that come after the answer."""

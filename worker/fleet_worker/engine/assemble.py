@@ -22,11 +22,14 @@ from fleet_worker.connections import Bounds, bounded, files_for_connections
 from fleet_worker.engine.blocks import BlockAllocator
 from fleet_worker.engine.core import EngineCore, Limits
 from fleet_worker.engine.errors import ModelFilesError
+from fleet_worker.engine.heat import Heat
 from fleet_worker.engine.kvevents import KvEventPublisher
+from fleet_worker.engine.lending import Lender, part_blocks
 from fleet_worker.engine.llama import Llama
 from fleet_worker.engine.loop import EngineLoop
 from fleet_worker.engine.metrics import EngineMetrics
 from fleet_worker.engine.modelconfig import ModelConfig, read_config
+from fleet_worker.engine.seeding import Hot, Seeder
 from fleet_worker.engine.server import EngineServer
 from fleet_worker.engine.text import Text, text_digest
 from fleet_worker.engine.weights import load_weights
@@ -162,9 +165,19 @@ def assemble(config: WorkerConfig, folder: Path, host: str) -> EngineProcess:
         required=config.kv.required,
         lease_s=config.kv.lease_s,
     )
-    core.connector = NixlConnector(settings, pool)
+    core.connector = connector = NixlConnector(settings, pool)
+    if config.kv.seed is not None:
+        core.hot = build_hot(config, core, pool, connector)
     events = KvEventPublisher(host, config.ports.kv_events, config.ports.kv_replay, config.kv.block_tokens)
     return EngineProcess(config, host, core, text, events)
+
+
+def build_hot(config: WorkerConfig, core: EngineCore, pool: KvPool, connector: NixlConnector) -> Hot:
+    """Both halves of seeding, over the hand-off's side channel."""
+    weights, root = core.model.weights_digest, root_hash(config.compat, config.kv.block_tokens)
+    lender = Lender(core, weights, part_blocks(pool.block_bytes, pool.block_tokens))
+    seeder = Seeder(core, connector.hot, connector, weights, root, pool.block_tokens, pool.block_bytes)
+    return Hot(connector.hot, lender, seeder, time.monotonic)
 
 
 def load_llama(folder: Path, architecture: ModelConfig, block_tokens: int) -> Llama:
@@ -184,5 +197,6 @@ def build_core(config: WorkerConfig, llama: Llama, eos_ids: tuple[int, ...]) -> 
     tensor = llama.new_pool(num_blocks)
     limits = Limits(config.max_model_len, config.max_batch, STEP_TOKENS, MAX_WAITING)
     root = root_hash(config.compat, config.kv.block_tokens)
-    core = EngineCore(llama, BlockAllocator(num_blocks), tensor, root, limits, eos_ids)
+    allocator = BlockAllocator(num_blocks, Heat() if config.kv.seed is not None else None)
+    core = EngineCore(llama, allocator, tensor, root, limits, eos_ids)
     return core, KvPool(tensor.data_ptr(), block_bytes, num_blocks, config.kv.block_tokens)

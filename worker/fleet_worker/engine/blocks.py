@@ -6,9 +6,12 @@ A block is free (no content), cached (content kept under its hash, nobody uses i
 
 from __future__ import annotations
 
+import struct
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+
+from fleet_worker.engine.heat import Heat
 
 
 @dataclass(slots=True)
@@ -33,6 +36,8 @@ class BlockAllocator:
     """`total` blocks; ids 0 … total-1."""
 
     total: int
+    heat: Heat | None = None
+    """What is asked for most; None: nobody wants to know."""
     _blocks: list[_Block] = field(init=False)
     _free: list[int] = field(init=False)
     _cached: OrderedDict[int, None] = field(init=False, default_factory=OrderedDict)
@@ -99,16 +104,23 @@ class BlockAllocator:
             del self._by_name[name]
             self._blocks[block].name = None
             self._events.append(CacheEvent(stored=False, name=name))
+            if self.heat is not None:
+                self.heat.gone(name)
 
     def register(
-        self, block: int, name: bytes, parent: bytes | None, tokens: tuple[int, ...], adapter: str | None = None
-    ) -> None:
-        """The content is complete and may be found by `name`; a name that another block holds stays there."""
+        self, block: int, name: bytes, parent: bytes | None, tokens: tuple[int, ...], adapter: str | None = None,
+        root: bytes | None = None,
+    ) -> None:  # fmt: skip
+        """The content is complete and may be found by `name`; a name that another block holds stays there. `root`: what a first
+        block's name is hashed after, of blocks that may be given to a new worker."""
         if name in self._by_name or self._blocks[block].name is not None:
             return
         self._blocks[block].name = name
         self._by_name[name] = block
         self._events.append(CacheEvent(stored=True, name=name, parent=parent, tokens=tokens, adapter=adapter))
+        if self.heat is not None and root is not None:
+            packed = struct.pack(f"<{len(tokens)}I", *tokens)
+            self.heat.stored(name, root if parent is None else parent, packed, is_first=parent is None)
 
     def free(self, blocks: Sequence[int]) -> None:
         """Give up one ownership of each; later blocks of a sequence are evicted before earlier ones."""

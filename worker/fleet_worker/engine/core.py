@@ -20,6 +20,7 @@ from fleet_worker.engine.lora import Adapter
 from fleet_worker.engine.references import check_reference
 from fleet_worker.engine.sampler import end_tokens, sample
 from fleet_worker.engine.scheduler import Scheduler, Work
+from fleet_worker.engine.seeding import Hot
 from fleet_worker.engine.sequence import FinishReason, Sampling, Sequence, finish_reason
 from fleet_worker.transfer.base import Connector, FetchResult, KvError
 
@@ -76,6 +77,8 @@ class EngineCore:
         self.limits = limits
         self.counters = Counters()
         self.connector: Connector | None = None
+        self.hot: Hot | None = None
+        """Gives hot prefixes to new workers and takes them from others; None: neither."""
         self.progressed = False
         """The last step computed or reported something; otherwise the loop may sleep, also when requests wait for blocks."""
         self._model = model
@@ -91,6 +94,16 @@ class EngineCore:
     def model(self) -> Llama:
         """What computes."""
         return self._model
+
+    @property
+    def blocks(self) -> BlockAllocator:
+        """All of the pool."""
+        return self.scheduler.blocks
+
+    @property
+    def is_moving(self) -> bool:
+        """KV is on its way here."""
+        return bool(self.scheduler.pulling) or (self.hot is not None and self.hot.seeder.is_busy)
 
     @property
     def vocab_size(self) -> int:
@@ -200,10 +213,10 @@ class EngineCore:
     def _spoilt(self, sequence: Sequence) -> Output:
         """The model's numbers for this request are not finite: it ends alone, and nobody finds its KV, which may hold them."""
         self.scheduler.blocks.forget(sequence.table)
-        self._wipe(sequence.table)
+        self.wipe(sequence.table)
         return self._fail(sequence, EngineError("the model produced numbers that are not finite for this request"))
 
-    def _wipe(self, table: list[int]) -> None:
+    def wipe(self, table: list[int]) -> None:
         """Of a request that fails, blocks that nobody finds: the next one that holds them finds zeros. Attention gives what lies
         behind a last token the weight 0, but 0 times a number that is not finite is none either."""
         if own := [block for block in table if self.scheduler.blocks.owners(block) == 1]:
@@ -252,14 +265,30 @@ class EngineCore:
         """None when so many leases are open that the answer goes without: whoever decodes computes the prompt itself."""
         blocks = sequence.table[: self.scheduler.blocks_for(len(sequence.prompt))]
         name = sequence.prompt_name(len(sequence.prompt), self._model.weights_digest)
+        reference = self._grant(connector, sequence.request_id, blocks, len(sequence.prompt), name)
+        if reference is None:
+            return None
+        return msgspec.structs.replace(reference, adapter=sequence.salt, weights=self._model.weights_digest)
+
+    def _grant(self, connector: Connector, owner: str, blocks: list[int], tokens: int, name: str = "") -> KvReference | None:
         try:
-            reference = connector.grant(sequence.request_id, blocks, len(sequence.prompt), name)
+            reference = connector.grant(owner, blocks, tokens, name)
         except OverflowError:
             return None
         self.scheduler.blocks.share(blocks)
-        self._leased[sequence.request_id] = blocks
-        self._lease_ids[sequence.request_id] = reference.lease_id
-        return msgspec.structs.replace(reference, adapter=sequence.salt, weights=self._model.weights_digest)
+        self._leased[owner] = blocks
+        self._lease_ids[owner] = reference.lease_id
+        return reference
+
+    def lend(self, lender: str, blocks: list[int]) -> KvReference | None:
+        """As seeding.Pool has it. No prompt's name seals it: no decode worker takes such a reference."""
+        if self.connector is None:
+            return None
+        return self._grant(self.connector, lender, blocks, len(blocks) * self._model.block_tokens)
+
+    def put_aside(self, pull: str, blocks: list[int]) -> None:
+        """As seeding.Pool has it."""
+        self._cancelled_pulls[pull] = blocks
 
     def release_lease_of(self, request_id: str) -> None:
         """Nobody heard of the lease of this ended request: it ends with the next step."""
@@ -279,11 +308,17 @@ class EngineCore:
     def _poll_connector(self) -> list[Output]:
         if self.connector is None:
             return []
+        asked = self.hot.asked() if self.hot is not None else []
         for request_id, why in self.connector.released():
             self.scheduler.blocks.free(self._leased.pop(request_id))
             del self._lease_ids[request_id]
             self.counters.expired_leases += why == "expired"
-        return [output for result in self.connector.finished() if (output := self._fetched(result)) is not None]
+            if self.hot is not None:
+                self.hot.lender.ended(request_id)
+        outputs = [output for result in self.connector.finished() if (output := self._fetched(result)) is not None]
+        if self.hot is not None:
+            self.hot.advance(asked)
+        return outputs
 
     def _start_pulls(self) -> list[Output]:
         """Decode legs at the head of the queue start to pull as soon as they have blocks; they compute nothing until proven."""
@@ -322,18 +357,20 @@ class EngineCore:
         self.scheduler.running.append(sequence)
 
     def _fetched(self, result: FetchResult) -> Output | None:
+        if self.hot is not None and self.hot.fetched(result):
+            return None
         if result.lingers:
             return self._fetched_too_late(result)
         cancelled = self._cancelled_pulls.pop(result.request_id, None)
         if cancelled is not None:
             if result.error is not None:
-                self._wipe(cancelled)
+                self.wipe(cancelled)
             self.scheduler.blocks.free(cancelled)
             return None
         sequence = self.scheduler.pulling[result.request_id]
         if result.error is not None:
             self.counters.failed_transfers += 1
-            self._wipe(sequence.table[sequence.registered :])  # whatever bytes came
+            self.wipe(sequence.table[sequence.registered :])  # whatever bytes came
             return self._fail(sequence, result.error)
         reference = sequence.reference
         if reference is None:
@@ -380,6 +417,7 @@ class EngineCore:
         """Every used block has an owner that this engine knows; call when idle."""
         self.scheduler.blocks.check_integrity()
         tables = [s.table for s in self.sequences.values()] + list(self._leased.values()) + list(self._cancelled_pulls.values())
+        tables += [self.hot.seeder.owned()] if self.hot is not None else []
         if {block for table in tables for block in table} != {
             b for b in range(self.scheduler.blocks.total) if self.scheduler.blocks.owners(b)
         }:

@@ -127,7 +127,7 @@ class EngineLoop:
                         self.core.check_integrity()
                         checked_at = now
                     self._begun_at = None
-                    self._wake.wait(PULL_WAIT_S if self.core.scheduler.pulling else IDLE_WAIT_S)
+                    self._wake.wait(PULL_WAIT_S if self.core.is_moving else IDLE_WAIT_S)
                     self._wake.clear()
         except BaseException as error:
             self.failure = error

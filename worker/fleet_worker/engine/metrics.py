@@ -102,6 +102,11 @@ class EngineMetrics:
         dropped = core.connector.dropped_frames() if core.connector else 0
         self._counter("fleet:kv_frames_dropped", "What came over the KV side channel and could not be used.", dropped)
         self._counter("fleet:kv_blocks_received", "KV blocks pulled and proven.", counters.blocks_received)
+        if core.hot is not None:
+            given, taken = core.hot.lender, core.hot.seeder
+            self._counter("fleet:kv_seed_blocks_lent", "KV blocks of hot prefixes lent to new workers.", given.lent_blocks)
+            self._counter("fleet:kv_seed_blocks_taken", "KV blocks of hot prefixes taken and proven.", taken.seeded_blocks)
+            self._counter("fleet:kv_seed_blocks_refused", "KV blocks of hot prefixes that were not proven.", taken.refused_blocks)
         for reason, total in counters.finished.items():
             self._reason_counter.labels(**self._labels, finished_reason=reason).inc(total - self._reasons.get(reason, 0))
             self._reasons[reason] = total

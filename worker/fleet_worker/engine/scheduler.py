@@ -95,6 +95,8 @@ class Scheduler:
             sequence.cached_tokens = sequence.computed
             self.prefix_queries += sequence.length
             self.prefix_hits += sequence.computed
+            if self.blocks.heat is not None:
+                self.blocks.heat.prompt(names[: len(found)])
         return True
 
     def _named(self, sequence: Sequence, count: int) -> list[bytes]:
@@ -154,10 +156,12 @@ class Scheduler:
         size, complete = self.block_tokens, sequence.computed // self.block_tokens
         names = self._named(sequence, complete)
         adapter = sequence.adapter.name if sequence.adapter is not None else None
+        is_given_on = self.blocks.heat is not None and adapter is None and sequence.registered < complete
+        root = self.root_of(sequence) if is_given_on else None
         for index in range(sequence.registered, complete):
             parent = names[index - 1] if index else None
             tokens = tuple(sequence.tokens(index * size, size))
-            self.blocks.register(sequence.table[index], names[index], parent, tokens, adapter)
+            self.blocks.register(sequence.table[index], names[index], parent, tokens, adapter, root)
         sequence.registered = max(sequence.registered, complete)
 
     def remove(self, sequence: Sequence) -> None:

@@ -40,6 +40,7 @@ from fleet_worker.engine.lora import Adapter
 from fleet_worker.engine.metrics import EngineMetrics
 from fleet_worker.engine.reader import Reader
 from fleet_worker.engine.reading import Read, Terms, What, read_request, tell
+from fleet_worker.engine.seedroute import seed
 from fleet_worker.engine.sequence import Sequence
 from fleet_worker.engine.text import Text
 from fleet_worker.transfer.base import KvError, KvReferenceError
@@ -115,6 +116,7 @@ class EngineServer:
                 Route("/detokenize", self.detokenize, methods=["POST"]),
                 Route("/kv/leases", self.leases),
                 Route("/kv/release", self.release, methods=["POST"]),
+                Route("/kv/seed", self.seed, methods=["POST"]),
                 Route("/v1/embeddings", self.embeddings, methods=["POST"]),
             ],
             exception_handlers={HTTPException: _refused},
@@ -188,6 +190,14 @@ class EngineServer:
             self._loop.give_back(lambda request_id: request_id.rpartition("-")[0] == asked)
             return JSONResponse({"released": True})
         return JSONResponse({"released": bool(connector and connector.release(given.lease_id))})
+
+    async def seed(self, request: HttpRequest) -> Response:
+        """POST /kv/seed, for the agent alone."""
+        try:
+            self._adapters.allow(request)
+            return await seed(await self._body(request, MAX_SMALL_BYTES), self._loop)
+        except EngineError as error:
+            return failure(error, request_id_of(request))
 
     async def _collect(self) -> bool:
         """False: the engine is in a step that lasts, or has stopped; its totals are those of before."""

@@ -18,11 +18,12 @@ from uuid import uuid4
 import zmq
 
 from fleet_wire.kv import KvReference
-from fleet_wire.sidechannel import BadFrameError, decode, encode
+from fleet_wire.sidechannel import AskHot, BadFrameError, decode, encode
 from fleet_worker.transfer.address import KEPT_ALIVE, tcp_address
 from fleet_worker.transfer.base import FetchResult, KvPool, KvReferenceError, KvTransferError, ReleaseReason
 from fleet_worker.transfer.digest import HEX_PER_BLOCK
 from fleet_worker.transfer.faults import Faults
+from fleet_worker.transfer.hot import HotLine
 from fleet_worker.transfer.owner import Owner, TransferSettings
 from fleet_worker.transfer.peers import Peers
 from fleet_worker.transfer.proving import Prover
@@ -58,6 +59,7 @@ class NixlConnector:
         self._server = self._bind(settings)
         self._wake_in, self._wake_out = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._prover = Prover(pool, self._wake)
+        self.hot = HotLine(settings, pool, self._wake)
         self._peers = Peers(self._context, settings.call_timeout_s, self._faults)
         self._reader = Reader(settings, pool, self._agent, self._peers, self._prover, self._finished.append, self._faults)
         self._stopping = False
@@ -174,6 +176,7 @@ class NixlConnector:
     def _turn(self, now: float) -> None:
         self._take_commands(now)
         self._serve(now)
+        self.hot.advance(self._server, self._peers, self._reader.reach)
         self._peers.receive()
         self._peers.expire(now)
         if self._owner.drives_until(now) > now:
@@ -228,4 +231,7 @@ class NixlConnector:
     def _reply(self, frames: list[bytes], now: float) -> None:
         if len(frames) != 2:
             raise BadFrameError(f"{len(frames)} frames, expected 2")
-        self._server.send_multipart([frames[0], encode(self._owner.reply(decode(frames[1]), now))], zmq.DONTWAIT)
+        asked = decode(frames[1])
+        answer = self.hot.came(frames[0], asked) if isinstance(asked, AskHot) else self._owner.reply(asked, now)
+        if answer is not None:
+            self._server.send_multipart([frames[0], encode(answer)], zmq.DONTWAIT)

@@ -13,10 +13,12 @@ import zmq
 
 from fleet_wire.sidechannel import (
     MAX_MESSAGE_BYTES,
+    AskHot,
     BadFrameError,
     Confirm,
     Granted,
     Hello,
+    Hottest,
     Message,
     Refused,
     Renew,
@@ -34,7 +36,7 @@ IDLE_S = 900.0
 """An owner that was not used for so long is forgotten."""
 ANSWERS_PER_TURN = 256
 """Of one owner: one that never stops talking keeps nobody else from being heard."""
-Answer = Welcome | Granted | Refused
+Answer = Welcome | Granted | Refused | Hottest
 OnAnswer = Callable[[Answer | KvTransferError], None]
 
 
@@ -127,7 +129,7 @@ class Peers:
         """To poll for answers."""
         return [peer.socket for peer in self._peers.values()]
 
-    def call(self, peer: Peer, make: Callable[[int], Hello | Renew | Confirm], now: float, on_answer: OnAnswer) -> None:
+    def call(self, peer: Peer, make: Callable[[int], Hello | Renew | Confirm | AskHot], now: float, on_answer: OnAnswer) -> None:
         """Send one request; `on_answer` is called exactly once."""
         self._next_call += 1
         number, peer.used_at = self._next_call, now
@@ -157,7 +159,7 @@ class Peers:
         except BadFrameError as error:
             self._faults.count(f"an answer of {peer.host}:{peer.port}", error)  # its call runs into its deadline
             return
-        if not isinstance(message, Welcome | Granted | Refused):
+        if not isinstance(message, Answer):
             return
         call = peer.calls.pop(message.call, None)
         if call is not None:

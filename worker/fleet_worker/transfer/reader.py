@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fleet_wire.kv import KvReference
-from fleet_wire.sidechannel import PROTOCOL_VERSION, Confirm, Granted, Hello, Refused, Welcome
+from fleet_wire.sidechannel import PROTOCOL_VERSION, Confirm, Granted, Hello, Hottest, Refused, Welcome
 from fleet_worker.transfer.base import FetchResult, KvError, KvPool, KvReferenceError, KvTransferError
 from fleet_worker.transfer.descriptors import merge_runs, split_chunks
 from fleet_worker.transfer.digest import HEX_PER_BLOCK
@@ -90,7 +90,7 @@ class Reader:
         self._prover = prover
         self._done = done
         self._faults = faults
-        self.holder = Holder(settings.lease_s, peers, self._reach)
+        self.holder = Holder(settings.lease_s, peers, self.reach)
         self._pulls: dict[str, Pull] = {}
         self._by_id: dict[int, Pull] = {}
         self._spare: dict[str, bool] = {}
@@ -159,7 +159,7 @@ class Reader:
                 self._done(FetchResult(pull.request_id, error, lingers=True))
 
     # -- greeting ---------------------------------------------------------------------------------------------------
-    def _reach(self, host: str, port: int, now: float) -> Peer:
+    def reach(self, host: str, port: int, now: float) -> Peer:
         """The peer at an address; others make room."""
         busy = {id(pull.peer) for pull in self._pulls.values()}
         for superfluous in self._peers.superfluous(host, port, now, busy):
@@ -168,7 +168,7 @@ class Reader:
 
     def _greet(self, pull: Pull) -> None:
         """Of an owner whose life is not the reference's one of both is over: it says which. The pulls from it go on meanwhile."""
-        peer = pull.peer = self._reach(pull.reference.remote_host, pull.reference.remote_port, time.monotonic())
+        peer = pull.peer = self.reach(pull.reference.remote_host, pull.reference.remote_port, time.monotonic())
         if peer.welcome is not None and peer.welcome.epoch == pull.reference.remote_epoch:
             self._start(pull, peer.welcome)
             return
@@ -220,7 +220,7 @@ class Reader:
             self._end(pull, answer)
         elif isinstance(answer, Refused):
             self._end(pull, KvReferenceError(answer.reason, f"the prefill worker refused the pairing: {answer.message}"))
-        elif isinstance(answer, Granted):
+        elif isinstance(answer, Granted | Hottest):
             self._end(pull, KvTransferError("peer", f"the prefill worker at {peer.host} answered a greeting with something else"))
         elif peer.welcome is None:
             self._greet(pull)

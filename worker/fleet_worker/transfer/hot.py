@@ -1,0 +1,154 @@
+"""Hot blocks on the side channel: a new worker asks for parts of another one's list, which the engine of that one answers.
+
+The engine thread puts questions and answers here and collects them by polling; the transfer thread carries them. Who is not
+compatible is refused before the engine hears of it. The blocks themselves come by the same pulls as every other KV.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Protocol, TypeVar
+
+import msgspec
+import zmq
+
+from fleet_wire.blocks import NAMES
+from fleet_wire.sidechannel import PROTOCOL_VERSION, AskHot, Hottest, Refused, encode
+from fleet_worker.transfer.base import KvPool, KvTransferError
+from fleet_worker.transfer.owner import TransferSettings
+from fleet_worker.transfer.peers import Answer, Peer, Peers
+
+T = TypeVar("T")
+MOST_ASKED: Final = 16
+"""Questions that the engine has not answered yet."""
+MAX_READER: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A question of a new worker, and where its answer goes."""
+
+    identity: bytes
+    ask: AskHot
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """What came of one of our own questions."""
+
+    reader: str
+    start: int
+    answer: Hottest | Refused | KvTransferError
+
+
+class HotChannel(Protocol):
+    """What the engine needs; called from the engine thread only."""
+
+    def ask_hot(self, host: str, port: int, weights: str, reader: str, start: int, most_blocks: int) -> None:
+        """A part of that worker's list; `heard` has the answer, one per question."""
+        ...
+
+    def heard(self) -> list[Heard]:
+        """Answers since the last call."""
+        ...
+
+    def asked(self) -> list[Asked]:
+        """Questions of new workers since the last call."""
+        ...
+
+    def tell(self, asked: Asked, answer: Hottest | Refused) -> None:
+        """Answer one."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    host: str
+    port: int
+    ask: AskHot
+
+
+class HotLine:
+    """Implements HotChannel. `wake` ends the transfer thread's wait."""
+
+    def __init__(self, settings: TransferSettings, pool: KvPool, wake: Callable[[], None]) -> None:
+        self._mine = (PROTOCOL_VERSION, settings.compat, pool.block_bytes, pool.block_tokens, NAMES)
+        self._wake = wake
+        self._questions: deque[_Question] = deque()
+        self._heard: deque[Heard] = deque()
+        self._asked: deque[Asked] = deque()
+        self._told: deque[tuple[bytes, bytes]] = deque()
+
+    # -- engine thread ----------------------------------------------------------------------------------------------
+    def ask_hot(self, host: str, port: int, weights: str, reader: str, start: int, most_blocks: int) -> None:
+        """As HotChannel has it."""
+        version, compat, block_bytes, block_tokens, names = self._mine
+        ask = AskHot(
+            call=0, version=version, compat=compat, block_bytes=block_bytes, block_tokens=block_tokens, weights=weights,
+            names=names, reader=reader, start=start, most_blocks=most_blocks,
+        )  # fmt: skip
+        self._questions.append(_Question(host, port, ask))
+        self._wake()
+
+    def heard(self) -> list[Heard]:
+        """As HotChannel has it."""
+        return _taken(self._heard)
+
+    def asked(self) -> list[Asked]:
+        """As HotChannel has it."""
+        return _taken(self._asked)
+
+    def tell(self, asked: Asked, answer: Hottest | Refused) -> None:
+        """As HotChannel has it."""
+        self._told.append((asked.identity, encode(answer)))
+        self._wake()
+
+    # -- transfer thread --------------------------------------------------------------------------------------------
+    def came(self, identity: bytes, ask: AskHot) -> Refused | None:
+        """A question came in: the answer where the engine need not be asked, None where it will give one."""
+        theirs = (ask.version, ask.compat, ask.block_bytes, ask.block_tokens, ask.names)
+        if theirs != self._mine:
+            what = ("protocol version", "compatibility hash", "block bytes", "block tokens", "names of blocks")
+            wrong = (f"{w}: here {m}, there {t}" for w, m, t in zip(what, self._mine, theirs, strict=True) if m != t)
+            return Refused(call=ask.call, reason="incompatible", message=", ".join(wrong)[:500])
+        if ask.start < 0 or ask.most_blocks < 0 or not 0 < len(ask.reader) <= MAX_READER:
+            return Refused(call=ask.call, reason="protocol", message="a question with bounds that mean nothing")
+        if len(self._asked) >= MOST_ASKED:
+            return Refused(call=ask.call, reason="busy", message="others ask, too")
+        self._asked.append(Asked(identity, ask))
+        return None
+
+    def advance(self, server: zmq.Socket[bytes], peers: Peers, reach: Callable[[str, int, float], Peer]) -> None:
+        """Send what the engine put here. Who does not take its answer has gone."""
+        for identity, frame in _taken(self._told):
+            try:
+                server.send_multipart([identity, frame], zmq.DONTWAIT)
+            except zmq.ZMQError:
+                continue
+        for question in _taken(self._questions):
+            self._send(question, peers, reach)
+
+    def _send(self, question: _Question, peers: Peers, reach: Callable[[str, int, float], Peer]) -> None:
+        now, ask = time.monotonic(), question.ask
+
+        def answered(answer: Answer | KvTransferError) -> None:
+            if not isinstance(answer, Hottest | Refused | KvTransferError):
+                answer = KvTransferError("peer", "it answered something else")
+            self._heard.append(Heard(ask.reader, ask.start, answer))
+
+        try:
+            peer = reach(question.host, question.port, now)
+        except KvTransferError as error:
+            answered(error)
+            return
+        peers.call(peer, lambda call: msgspec.structs.replace(ask, call=call), now, answered)
+
+
+def _taken(items: deque[T]) -> list[T]:
+    found: list[T] = []
+    while items:
+        found.append(items.popleft())
+    return found
