@@ -28,7 +28,7 @@ from fleet_planner.replicas import Replica
 from fleet_planner.rollout import Group, Limits
 from fleet_planner.scale import is_fresh
 from fleet_planner.serving import serves_without
-from fleet_planner.types import Observed, PodGone, ScaleMemory, TierTelemetry, Verdict
+from fleet_planner.types import Observed, PodGone, TierTelemetry, Verdict
 from fleet_planner.zero import rolls
 
 WINDOW_S = 3_600.0
@@ -57,8 +57,9 @@ def plan_healing(fleet: InferenceFleet, observed: Observed, now: float) -> dict[
     before = {tier.name: tier.healing for tier in fleet.status.tiers if tier.healing is not None}
     found = {}
     for tier in fleet.spec.tiers:
-        known, memory = observed.telemetry.get(tier.name), observed.memory.get(tier.name, ScaleMemory()).healing
-        if (known is not None and known.pairs) or tier.name in before or memory != UNHURT.memory:
+        known, kept = observed.telemetry.get(tier.name), observed.memory.get(tier.name)
+        memory = kept.healing if kept is not None else UNHURT.memory
+        if (known is not None and known.pairs) or tier.name in before or memory.since or memory.replaced:
             replaced = _remembered(before.get(tier.name), memory, {pod.uid for pod in observed.pods}, now)
             found[tier.name] = _of_tier(fleet, tier, observed, known or TierTelemetry(), memory, replaced, now)
     return found
@@ -66,7 +67,7 @@ def plan_healing(fleet: InferenceFleet, observed: Observed, now: float) -> dict[
 
 def marked(fleet: InferenceFleet, observed: Observed) -> Observed:
     """All pods of workers whose replacement the status says, as if their node went away."""
-    going = decided(fleet)
+    going = decided(fleet) if any([tier.healing is not None for tier in fleet.status.tiers]) else None
     if not going or not any(pod.uid in going or pod.group in going for pod in observed.pods):
         return observed
     words = {uid: one.message for uid, one in going.items()}

@@ -35,7 +35,7 @@ def all_of(prefill: str, decode: str) -> Pairs:
         pytest.param(
             all_of("p0", "d0 d1 d2") | all_of("p1", "d0"), all_of("p1", "d1 d2"), "p0", "p0 d0", id="one-of-each: one at a time"
         ),
-        pytest.param(all_of("p0", "d0 d1"), all_of("p0", "d0 d1") | all_of("p1", "d0 d1"), "", "", id="another-router-saw-it-work"),
+        pytest.param(all_of("p0", "d0 d1"), all_of("p0", "d0 d1") | all_of("p1", "d0 d1"), "", "", id="another-router-saw-it"),
     ],
 )  # fmt: skip
 def test_which_side_it_is(failing: Pairs, moved: Pairs, poisoned: str, suspects: str):
