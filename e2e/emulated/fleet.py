@@ -38,8 +38,10 @@ CONFIG = RouterConfig(
 class Worker:
     """One worker process at an address of its own; `start` again is another worker at the same address."""
 
-    def __init__(self, role: Literal["prefill", "decode"], number: int, net: int, folder: Path) -> None:
-        self.role, self.number = role, number
+    def __init__(
+        self, role: Literal["prefill", "decode"], number: int, net: int, folder: Path, control_port: int = PORT + 1
+    ) -> None:
+        self.role, self.number, self.control_port = role, number, control_port
         self.host = f"127.{net}.{1 if role == 'prefill' else 2}.{number + 1}"
         self.life = 0
         self._log = folder / f"{role}-{number}.log"
@@ -56,7 +58,7 @@ class Worker:
 
     def start(self, uid: str = "") -> Worker:
         self.life += 1
-        argv = [sys.executable, "-m", "e2e.emulated.worker", self.host, str(PORT), uid or self.uid]
+        argv = [sys.executable, "-m", "e2e.emulated.worker", self.host, str(PORT), uid or self.uid, str(self.control_port)]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(argv, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
         return self
@@ -81,14 +83,14 @@ class Worker:
         os.kill(self.pid, signal.SIGSTOP)
 
     def fault(self, **faults: Any) -> None:
-        get(f"http://{self.host}:{PORT + 1}/fault", faults)
+        get(f"http://{self.host}:{self.control_port}/fault", faults)
 
     def stats(self) -> dict[str, Any]:
-        return json.loads(get(f"http://{self.host}:{PORT + 1}/stats"))
+        return json.loads(get(f"http://{self.host}:{self.control_port}/stats"))
 
     def endpoint(self) -> Endpoint:
         return Endpoint(
-            name=f"{self.role}-{self.number}", uid=self.uid, address=self.host, http_port=PORT, agent_port=PORT + 1,
+            name=f"{self.role}-{self.number}", uid=self.uid, address=self.host, http_port=PORT, agent_port=self.control_port,
             role=self.role, tier="t", revision="r", compat="c",
         )  # fmt: skip
 

@@ -1,4 +1,5 @@
-"""`python -m e2e.emulated.worker HOST PORT UID`: one worker process. vLLM's dialect on PORT, agent and control on PORT+1.
+"""`python -m e2e.emulated.worker HOST PORT UID [CONTROL]`: one worker process. vLLM's dialect on PORT, agent and control on
+CONTROL (PORT+1).
 
 KV moves: a prefill leg pins a lease here; the decode leg reads it over TCP from the address in the reference and answers 503
 KvTransferError when it cannot. The control port takes POST /fault (JSON, see `Faults`), GET /stats and GET /state, and has the
@@ -65,8 +66,8 @@ class Stats:
 
 
 class Worker:
-    def __init__(self, host: str, port: int, uid: str) -> None:
-        self.host, self.port, self.uid = host, port, uid
+    def __init__(self, host: str, port: int, uid: str, control_port: int) -> None:
+        self.host, self.port, self.uid, self.control_port = host, port, uid, control_port
         self.faults, self.stats = Faults(), Stats()
         self.leases: dict[str, float] = {}
         self.by_request: dict[str, str] = {}
@@ -76,7 +77,7 @@ class Worker:
         self.met: set[str] = set()
 
     async def serve(self) -> None:
-        await asyncio.start_server(self.control, self.host, self.port + 1)
+        await asyncio.start_server(self.control, self.host, self.control_port)
         server = await self.listen()
         print("ready", flush=True)
         while True:
@@ -385,4 +386,5 @@ def answer(writer: asyncio.StreamWriter, status: int, body: dict[str, Any]) -> N
 
 
 if __name__ == "__main__":
-    uvloop.run(Worker(sys.argv[1], int(sys.argv[2]), sys.argv[3]).serve())
+    host, port, uid, *control = sys.argv[1:]
+    uvloop.run(Worker(host, int(port), uid, int(control[0]) if control else int(port) + 1).serve())

@@ -303,6 +303,7 @@ FLEET_RULES: tuple[Rule, ...] = (
         holds=lambda raw: not _dig(raw, "toZero.enabled", False) or raw.get("mode", "auto") != "manual",
         field=".toZero.enabled",
     ),
+    _duration_between("spec.healing.restartPoisoned", "after", "0s", "1h"),
     _duration_between("spec.telemetry", "interval", "1s", "5m"),
     _duration_between("spec.rollout", "progressDeadline", "1s", "24h"),
     _duration_between("spec.rollout", "drainTimeout", "1s", "1h"),

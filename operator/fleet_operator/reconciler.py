@@ -129,7 +129,7 @@ class Reconciler:
         self._writer = WriteThrough(cluster, self._written, self._asked_to_go, self._not_there)
         self._pace = StatusPace(now, platform.counters_s)
         self._applier = Applier(self._writer, platform, self._pace, now)
-        self._recorder = Recorder(cluster, now)
+        self._recorder = Recorder(cluster, now, told=self._passes.told)
         self._states: dict[Key, FleetState] = {}
         self._nodes = KnownNodes(platform)
         self._leaving: dict[str, str] = {}

@@ -41,8 +41,16 @@ class _Memory:
 class Recorder:
     """Events of all fleets, by uid: a fleet of the same name is another one."""
 
-    def __init__(self, cluster: Cluster, now: Callable[[], float], instance: str | None = None) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        now: Callable[[], float],
+        instance: str | None = None,
+        told: Callable[[str, str], None] = lambda kind, reason: None,
+    ) -> None:
+        """`told` hears of each event: its type and its reason."""
         self._cluster = cluster
+        self._told = told
         self._now = now
         self._instance = (instance or socket.gethostname() or "operator")[:INSTANCE_MOST]
         self._fleets: dict[str, _Memory] = {}
@@ -69,6 +77,8 @@ class Recorder:
         done = Pass(meta["name"], deeds, problems, sizing)
         told, events, dropped = admit(told, events_of(memory.status, after, done), now)
         self._fleets[uid] = _Memory(after, tuple(outcome.problems), told)
+        for event in events:
+            self._told(event.type, event.reason)
         if dropped:
             LOG.warning("fleet=%s/%s events_dropped=%d: too many in a minute", meta["namespace"], meta["name"], dropped)
         try:

@@ -17,7 +17,8 @@ from datetime import datetime
 
 from fleet_api.conditions import rfc3339
 from fleet_api.v1alpha1 import InferenceFleet
-from fleet_api.v1alpha1.status import FlipStatus, RolloutStatus, TierStatus, ZeroStatus
+from fleet_api.v1alpha1.status import FlipStatus, HealingStatus, ReplacedStatus, RolloutStatus, TierStatus, ZeroStatus
+from fleet_planner.healed import HealingMemory
 from fleet_planner.types import ClockMemory, Observed, ObservedPod, RestMemory, ScaleMemory
 
 FUTURE_S = 60.0
@@ -92,6 +93,8 @@ def _ahead(fleet: InferenceFleet, observed: Observed, limit: float) -> bool:
     zeros = (*(tier.zero for tier in fleet.status.tiers), *(observed.rest.zero or {}).values())
     stamps = [flip.failed_at for flip in flips if flip is not None] + [zero.since for zero in zeros if zero is not None]
     stamps += [stamp for rollout in rollouts for stamp in (rollout.progress_since, rollout.step_since)]
+    stamps += [one.at for tier in fleet.status.tiers if tier.healing is not None for one in tier.healing.replaced]
+    stamps += [one.at for known in observed.memory.values() for one in known.healing.replaced]
     times = [time for one in observed.memory.values() for time in _passed(one)] + [pod.created_at for pod in observed.fetching]
     times += [max(*_written(pod), pod.flip_since) for pod in observed.pods]
     latest = max(stamps, default="")
@@ -101,13 +104,18 @@ def _ahead(fleet: InferenceFleet, observed: Observed, limit: float) -> bool:
 def _passed(known: ScaleMemory) -> list[float]:
     """Its times that have passed."""
     newest = [known.wants[-1][0]] if known.wants else []
-    return [*newest, *[at for _, at in known.gated], *([known.lacking[1]] if known.lacking is not None else [])]
+    lacking = [known.lacking[1]] if known.lacking is not None else []
+    return [*newest, *[at for _, at in known.gated], *lacking, *[at for _, at in known.healing.since]]
 
 
 def _tier(tier: TierStatus, moved: _Moved) -> TierStatus:
-    return tier.model_copy(
-        update={"rollout": _rollout(tier.rollout, moved), "flip": _flip(tier.flip, moved), "zero": _zero(tier.zero, moved)}
-    )
+    replaced = HealingStatus(replaced=_replaced(tier.healing.replaced, moved)) if tier.healing is not None else None
+    flip, zero = _flip(tier.flip, moved), _zero(tier.zero, moved)
+    return tier.model_copy(update={"rollout": _rollout(tier.rollout, moved), "flip": flip, "zero": zero, "healing": replaced})
+
+
+def _replaced(known: tuple[ReplacedStatus, ...], moved: _Moved) -> tuple[ReplacedStatus, ...]:
+    return tuple([one.model_copy(update={"at": moved.stamp(one.at)}) for one in known])
 
 
 def _rollout(known: RolloutStatus | None, moved: _Moved) -> RolloutStatus | None:
@@ -159,7 +167,12 @@ def _scale(known: ScaleMemory, moved: _Moved) -> ScaleMemory:
         flip=_flip(known.flip, moved),
         gangs=gangs,
         lacking=(known.lacking[0], moved.time(known.lacking[1])) if known.lacking is not None else None,
+        healing=_healing(known.healing, moved) if known.healing != HealingMemory() else known.healing,
     )
+
+
+def _healing(known: HealingMemory, moved: _Moved) -> HealingMemory:
+    return HealingMemory(tuple([(uid, moved.time(at)) for uid, at in known.since]), _replaced(known.replaced, moved))
 
 
 def _rest(known: RestMemory, moved: _Moved) -> RestMemory:

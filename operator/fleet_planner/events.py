@@ -26,6 +26,8 @@ SEVERE: Final = frozenset(
     {
         "BackedOut",
         DELETION_LATE,
+        "FabricSuspected",
+        "HealingBudgetSpent",
         "Invalid",
         "KvFailing",
         "KvNotMoving",
@@ -43,6 +45,7 @@ SEVERE: Final = frozenset(
         "Stuck",
         "TcpFallback",
         "Unschedulable",
+        "WorkerPoisoned",
         "WorkersFailing",
         "WorkersLate",
         "WorkersSilent",
@@ -130,6 +133,7 @@ def events_of(before: FleetStatus, after: FleetStatus, done: Pass) -> tuple[Even
         *(() if _ends(after) else _tiers(before, after, done.sizing)),
         *_workers(done.deeds),
         *_flips(before, after, done.deeds),
+        *_replaced(before, after),
         *_adapters(before, after),
         *_put_back(before, after, done),
         *_problems(done.problems),
@@ -243,6 +247,15 @@ def _flips(before: FleetStatus, after: FleetStatus, deeds: Sequence[Deed]) -> It
     for tier in after.tiers:
         if tier.flip is not None and tier.flip != known.get(tier.name):
             yield Event("Warning", "FlipFailed", f"tier {tier.name}: {tier.flip.message}", "Flip")
+
+
+def _replaced(before: FleetStatus, after: FleetStatus) -> Iterable[Event]:
+    """Workers whose replacement was decided."""
+    known = {one.uid for tier in before.tiers if tier.healing is not None for one in tier.healing.replaced}
+    for tier in after.tiers:
+        for one in tier.healing.replaced if tier.healing is not None else ():
+            if one.uid not in known:
+                yield Event("Warning", "PoisonedReplaced", f"tier {tier.name}: {one.message}; it is being replaced", "Heal")
 
 
 def _adapters(before: FleetStatus, after: FleetStatus) -> Iterable[Event]:

@@ -5,33 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from fleet_api.v1alpha1.tier import TierSpec
-from fleet_planner.types import TierTelemetry, TransportSeen, Verdict
+from fleet_planner.types import KvProof, TierTelemetry, TransportSeen, Verdict
 
 NOT_MOVING_ANSWERS = 10
 """Answers without any transfer after which KV does not move: one reading may catch a few whose transfer is not counted yet."""
 MAX_PODS = 3
+NOBODY: Mapping[str, Verdict] = {}
 LATE = (
     "times a decode worker told of KV that it had read after its lease had ended: others may have had the blocks by then, and "
     "those answers may be wrong; raise kvTransfer.leaseDuration, and look for what holds decode workers up"
 )
 
 
-def disaggregating(tiers: Mapping[str, TierTelemetry | None]) -> Verdict:
-    """Proof that KV moves. The worst tier speaks: one whose answers come without KV is told though others move theirs."""
+def disaggregating(tiers: Mapping[str, TierTelemetry | None], sides: Mapping[str, Verdict] = NOBODY) -> Verdict:
+    """Proof that KV moves. The worst tier speaks: one whose answers come without KV is told though others move theirs. `sides`:
+    by tier, where it is known which workers are at fault; failed transfers are theirs then."""
     proofs = {name: known.kv for name, known in tiers.items() if known is not None and known.kv is not None}
     if not proofs:
         return "Unknown", "NoData", "no engine counters yet"
-    for name, kv in proofs.items():
-        if kv.late:
-            return "False", "KvReadLate", f"tier {name}: {kv.late} {LATE}"
-    for name, kv in proofs.items():
-        if kv.failed_since:
-            return "False", "KvFailing", f"tier {name}: {kv.failed_since} transfers failed since the last that succeeded"
-        if kv.answers_since is not None and kv.answers_since >= NOT_MOVING_ANSWERS:
-            told = f"{kv.answers_since} prompts were prefilled by another worker and answered, but no KV was transferred"
-            return "False", "KvNotMoving", f"tier {name}: {told}"
-    if failing := [(name, known.pairs) for name, known in tiers.items() if known is not None and known.pairs]:
-        return "False", "PairFailing", "; ".join(_apart(name, pairs) for name, pairs in failing)
+    if (wrong := _wrong(proofs, sides) or _failing(tiers, sides)) is not None:
+        return wrong
     moved, blocks = sum(kv.transfers for kv in proofs.values()), sum(kv.blocks for kv in proofs.values())
     failed, size = sum(kv.failed for kv in proofs.values()), sum(kv.bytes for kv in proofs.values())
     if moved:
@@ -39,6 +32,30 @@ def disaggregating(tiers: Mapping[str, TierTelemetry | None]) -> Verdict:
     if failed:
         return "False", "KvFailing", f"{failed} transfers failed, none succeeded"
     return "Unknown", "NoTransferYet", "no request needed a transfer yet"
+
+
+def _wrong(proofs: Mapping[str, KvProof], sides: Mapping[str, Verdict]) -> Verdict | None:
+    """What the engines' counters say is wrong."""
+    for name, kv in proofs.items():
+        if kv.late:
+            return "False", "KvReadLate", f"tier {name}: {kv.late} {LATE}"
+    for name, kv in proofs.items():
+        if kv.failed_since and name not in sides:
+            return "False", "KvFailing", f"tier {name}: {kv.failed_since} transfers failed since the last that succeeded"
+        if kv.answers_since is not None and kv.answers_since >= NOT_MOVING_ANSWERS:
+            told = f"{kv.answers_since} prompts were prefilled by another worker and answered, but no KV was transferred"
+            return "False", "KvNotMoving", f"tier {name}: {told}"
+    return None
+
+
+def _failing(tiers: Mapping[str, TierTelemetry | None], sides: Mapping[str, Verdict]) -> Verdict | None:
+    """Workers, or pairs of them, between which no KV moves while it does between others."""
+    pairs = {name: known.pairs for name, known in tiers.items() if known is not None and known.pairs and name not in sides}
+    words = [_apart(name, found) for name, found in pairs.items()]
+    if sides:
+        status, reason, _ = next(iter(sides.values()))
+        return status, reason, "; ".join([*(verdict[2] for verdict in sides.values()), *words])
+    return ("False", "PairFailing", "; ".join(words)) if words else None
 
 
 def _apart(tier: str, pairs: Sequence[tuple[str, str]]) -> str:

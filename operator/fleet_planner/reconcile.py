@@ -14,6 +14,7 @@ from fleet_planner.capacity import fit_budget, least_devices, refusals
 from fleet_planner.clock import steady
 from fleet_planner.ending import Ended, Ending, plan_ending
 from fleet_planner.gang import settled, workers_of
+from fleet_planner.healing import UNHURT, Healing, marked, plan_healing
 from fleet_planner.orphans import TierNow, devices_left, plan_orphans
 from fleet_planner.prefetch import Prefetch, held_back, plan_prefetch, reached, repairs
 from fleet_planner.revisions import TierPlan, plan_tier
@@ -90,11 +91,13 @@ def reconcile(fleet: InferenceFleet, observed: Observed, now: float, ending: End
     fleet, observed, clock = steady(fleet, observed, now)
     if ending is not None:
         return _end(fleet, observed, ending, clock, now)
+    healing = plan_healing(fleet, observed, now)
+    observed = marked(fleet, observed)
     prefetch = plan_prefetch(fleet, observed, now)
     sizes = {tier.name: current_size(tier, observed) for tier in fleet.spec.tiers}
     scaled = any(scaled_by_others(tier.name, observed.templates[tier.name].revision, observed) for tier in fleet.spec.tiers)
     rest = plan_rest(fleet, observed, sizes, scaled, now)
-    planned = _plan_tiers(fleet, observed, sizes, prefetch, rest, now)
+    planned = _plan_tiers(fleet, observed, sizes, prefetch, rest, healing, now)
     tiers, views = [one.plan for one in planned.values()], [one.view for one in planned.values()]
     names = {pool.name for plan in tiers for pool in plan.pools}
     left = plan_orphans(fleet, observed, {name: _tier_now(one) for name, one in planned.items()}, now)
@@ -134,7 +137,13 @@ def _end(fleet: InferenceFleet, observed: Observed, ending: Ending, clock: Clock
 
 
 def _plan_tiers(
-    fleet: InferenceFleet, observed: Observed, sizes: dict[str, tuple[int, int]], prefetch: Prefetch, rest: Rest, now: float
+    fleet: InferenceFleet,
+    observed: Observed,
+    sizes: dict[str, tuple[int, int]],
+    prefetch: Prefetch,
+    rest: Rest,
+    healing: dict[str, Healing],
+    now: float,
 ) -> dict[str, _Planned]:
     """By name. Out of the budget the minimum of every tier is paid first, then what else they want, in the spec's order."""
     found: dict[str, _Planned] = {}
@@ -145,7 +154,8 @@ def _plan_tiers(
     for tier in fleet.spec.tiers:
         later.pop(tier.name, None)
         mine = None if left is None else left - sum(later.values())
-        found[tier.name] = one = _plan_tier(fleet, tier, observed, sizes[tier.name], prefetch, rest, mine, now)
+        heals = healing.get(tier.name, UNHURT)
+        found[tier.name] = one = _plan_tier(fleet, tier, observed, sizes[tier.name], prefetch, rest, heals, mine, now)
         left = None if left is None else left - one.devices
     return found
 
@@ -157,6 +167,7 @@ def _plan_tier(
     before: tuple[int, int],
     prefetch: Prefetch,
     rest: Rest,
+    healing: Healing,
     left: int | None,
     now: float,
 ) -> _Planned:
@@ -178,10 +189,11 @@ def _plan_tier(
     if tier.name in prefetch.waiting and size != whole and not wakes:  # growth waits for the model; a repair never does
         plan = replace(plan, create=repairs(plan.create, {pod.uid for pod in plan.delete}, workers, size, whole))
     lacking = prefetch.lacking.get(tier.name)
-    memory = altered(decision.memory, flip=plan.flip, gangs=gangs, reached=whole, lacking=lacking)
+    kept = healing.memory
+    memory = altered(decision.memory, flip=plan.flip, gangs=gangs, reached=whole, lacking=lacking, healing=kept)
     gpus = observed.templates[tier.name].gpus
     asked, _ = fit_budget(tier, (wished.prefill, wished.decode), gpus, left) if tier.name not in rest.asleep else (NOTHING, "")
-    view = TierView(tier, decision, plan, workers, zero)
+    view = TierView(tier, decision, plan, workers, zero, healing)
     return _Planned(plan, view, memory, devices(size, gpus), asked, devices(asked, gpus))
 
 

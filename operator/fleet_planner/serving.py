@@ -36,6 +36,11 @@ def could_serve(replicas: Sequence[Replica], low: Ratio, high: Ratio) -> frozens
     return frozenset(replica.leader.uid for replica in able)
 
 
+def serves_without(replicas: Sequence[Replica], gone: Collection[str], ratio: tuple[Ratio, Ratio]) -> bool:
+    """Whether the others serve inside the ratio when leaders of these uids go."""
+    return bool(_grouped([replica for replica in replicas if replica.ready and replica.leader.uid not in gone], *ratio))
+
+
 def still_needed(
     replicas: Sequence[Replica], gone: Collection[str], want: Pair, floor: Pair, ratio: tuple[Ratio, Ratio]
 ) -> frozenset[str]:

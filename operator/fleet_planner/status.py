@@ -18,6 +18,7 @@ from fleet_planner.capacity import QUOTA_WORDS
 from fleet_planner.causes import grouped, router_begins, router_words, unready, unready_too_long
 from fleet_planner.events import NAME_CONFLICT
 from fleet_planner.fabric import disaggregating, transport_verified
+from fleet_planner.healing import UNHURT, Healing
 from fleet_planner.ratio import within
 from fleet_planner.replicas import Replica
 from fleet_planner.revisions import TierPlan
@@ -42,6 +43,7 @@ class TierView:
     plan: TierPlan
     workers: Sequence[Replica] = ()
     zero: ZeroStatus | None = None
+    healing: Healing = UNHURT
 
 
 def plan_status(
@@ -53,7 +55,10 @@ def plan_status(
         "Accepted": ("True", "Valid", _accepted(fleet)),
         "Provisioned": _provisioned(views, observed),
         "Available": _available(fleet, tiers, observed, now),
-        "Disaggregating": disaggregating({view.tier.name: observed.telemetry.get(view.tier.name) for view in views}),
+        "Disaggregating": disaggregating(
+            {view.tier.name: observed.telemetry.get(view.tier.name) for view in views},
+            {view.tier.name: view.healing.verdict for view in views if view.healing.verdict is not None},
+        ),
         "TransportVerified": transport_verified([(v.tier, observed.telemetry.get(v.tier.name)) for v in views]),
         "WithinRatio": _within_ratio(views, tiers),
         "TelemetryFresh": _telemetry(fleet, observed, now),
@@ -111,7 +116,7 @@ def _tier_status(view: TierView, observed: Observed, present: FleetStatus) -> Ti
     revision, rollout = view.plan.revision, view.plan.rollout
     return TierStatus(
         name=name, prefill=prefill, decode=decode, ratio=ratio, revision=revision, rollout=rollout, flip=view.plan.flip, kv=kv,
-        zero=view.zero,
+        zero=view.zero, healing=view.healing.status,
     )  # fmt: skip
 
 

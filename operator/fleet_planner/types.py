@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from fleet_api.v1alpha1.status import FlipStatus, ZeroStatus
+from fleet_planner.healed import HealingMemory
 
 Role = Literal["prefill", "decode"]
 Verdict = tuple[Literal["True", "False", "Unknown"], str, str]  # status, reason and message of a condition
@@ -44,14 +45,12 @@ class ObservedPod:
     """It cannot be started (its image, or a Secret that it names, is not to be had); it was ready, and runs without an answer."""
     crashes: int = 0
     """How often the worker's own container ended by itself; what others put beside it does not count."""
-    compat: str = ""
-    """KV compatibility hash that it was made with."""
+    compat: str = ""  # KV compatibility hash that it was made with
     member: int = 0
     """Its place in a worker that spans several nodes; 0 leads."""
     group: str = ""
     """Uid of the leader that it was made to follow; empty for leaders."""
-    scheduled_at: float | None = None
-    """When it got its node."""
+    scheduled_at: float | None = None  # when it got its node
     leaving: str = ""
     """Why its node goes away (cordoned, not ready, tainted); empty while it stays."""
     sick: str = ""
@@ -62,8 +61,7 @@ class ObservedPod:
     """Requests that it runs; None = unknown."""
     serving: bool = False
     """The routers are told to use it."""
-    told: bool = False
-    """They are told of it: it serves, is held, or is absent."""
+    told: bool = False  # they are told of it: it serves, is held, or is absent
     flipping: Role | None = None
     """The role that it was told to take; `role` is the one that it still has."""
     flip_since: float = 0.0
@@ -251,6 +249,7 @@ class TierTelemetry:
     demand: Demand | None = None
     """Of the whole fleet, whichever tier its requests go to; None when no router could be read."""
     pairs: tuple[tuple[str, str], ...] = ()  # (prefill, decode) names: between these KV fails again and again, routers say
+    moved: tuple[tuple[str, str], ...] = ()  # beside those: between these it moved lately
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,6 +306,7 @@ class ScaleMemory:
     """When a worker of a tier that left the spec last made room for others."""
     lacking: tuple[str, float] | None = None
     """(key of its model, since when a node lacks it); None: every node has it."""
+    healing: HealingMemory = field(default_factory=HealingMemory)
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,8 +36,9 @@ from fleet_wire.endpoints import Endpoint, Endpoints, Split
 
 NOT_ANY: Final[frozenset[str]] = frozenset()
 PAIRS_TRIED: Final = 4
-PAIRS_TOLD: Final = 8
 """Pairs that are put out and were passed over for one request; then the decode worker prefills."""
+PAIRS_TOLD: Final = 32
+"""Pairs that are named in the metrics as failing, and as many beside them between which KV moves."""
 
 
 @dataclass
@@ -436,6 +437,10 @@ class WorkerTable:
         for prefill, decode in self.pairs.lasting()[:PAIRS_TOLD]:
             giver, taker = self.workers[prefill].endpoint, self.workers[decode].endpoint
             yield f'fleet_router_pair_failing{{tier="{taker.tier}",prefill="{giver.name}",decode="{taker.name}"}} 1'
+        yield "# TYPE fleet_router_pair_moved gauge"
+        for prefill, decode in self.pairs.beside(now)[:PAIRS_TOLD]:
+            giver, taker = self.workers[prefill].endpoint, self.workers[decode].endpoint
+            yield f'fleet_router_pair_moved{{tier="{taker.tier}",prefill="{giver.name}",decode="{taker.name}"}} 1'
 
     def adapters(self) -> set[str]:
         """Those that some decode worker can answer for."""

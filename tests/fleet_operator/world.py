@@ -92,6 +92,8 @@ class World:
         self.set_s = 0.0
         """By how much that one was set: the API server's is right."""
         self.node = "node"
+        self.late: set[str] = set()
+        """Names of pods that find none."""
         self.addresses = (f"10.0.{number // 250}.{number % 250 + 1}" for number in count())
         self.flips: FlipFollower | None = None
         uids = (f"00000000-0000-4000-8000-{number:012d}" for number in count(1))
@@ -147,7 +149,7 @@ class World:
             name, meta = pod["metadata"]["name"], pod["metadata"]
             if "deletionTimestamp" in meta:
                 await self.user.delete(POD, NAMESPACE, name, grace_s=0)
-            elif not pod["spec"].get("nodeName"):
+            elif not pod["spec"].get("nodeName") and name not in self.late:
                 await self.user.bind(NAMESPACE, name, self.node)
                 ready = {"type": "Ready", "status": "True", "lastTransitionTime": rfc3339(self.now - self.set_s)}
                 status = {"phase": "Running", "podIP": next(self.addresses), "conditions": [ready]}

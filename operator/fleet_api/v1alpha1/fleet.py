@@ -10,6 +10,7 @@ from fleet_api.quantities import parse_duration
 from fleet_api.v1alpha1.accelerator import CPU, DEFAULT_RESOURCE, ParallelismSpec
 from fleet_api.v1alpha1.admission import SloClassSpec, TenantsSpec
 from fleet_api.v1alpha1.base import DNS_LABEL, GROUP, ApiModel, DurationText, Metadata
+from fleet_api.v1alpha1.healing import HealingSpec
 from fleet_api.v1alpha1.model import DEFAULT_REVISION, EngineSpec, HubSource, ModelSpec
 from fleet_api.v1alpha1.rollout import RolloutSpec
 from fleet_api.v1alpha1.routing import LimitsSpec, RoutingSpec, ScalingSpec, SloSpec, TelemetrySpec
@@ -70,6 +71,7 @@ class FleetSpec(ApiModel):
     limits: LimitsSpec = Field(default=LimitsSpec(), description="What one request may ask for.")
     scaling: ScalingSpec = Field(default=ScalingSpec(), description="How the operator sizes the tiers.")
     rollout: RolloutSpec = Field(default=RolloutSpec(), description="How a new revision replaces the old one.")
+    healing: HealingSpec = Field(default=HealingSpec(), description="What the operator mends by itself.")
     telemetry: TelemetrySpec = Field(default=TelemetrySpec(), description="Where load and latency come from.")
     network_policy: NetworkPolicySpec = Field(default=NetworkPolicySpec(), description="Who may reach the workers.")
     deletion: DeletionSpec | None = Field(

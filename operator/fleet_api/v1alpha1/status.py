@@ -68,6 +68,21 @@ class FlipStatus(ApiModel):
     message: str = Field(default="", description="The worker and why.")
 
 
+class ReplacedStatus(ApiModel):
+    """A worker that is replaced because no KV moved between it and others."""
+
+    worker: str = Field(description="Name of its pod, or of its leader.")
+    uid: Annotated[str, Field(max_length=64)] = Field(description="Its uid.")
+    at: Annotated[str, Field(max_length=40)] = Field(description="When that was decided, RFC 3339 in UTC.")
+    message: Annotated[str, Field(max_length=1024)] = Field(default="", description="Why.")
+
+
+class HealingStatus(ApiModel):
+    """What was replaced in the last hour. Written before anything is deleted, so that no restart of the operator forgets it."""
+
+    replaced: Annotated[tuple[ReplacedStatus, ...], Field(max_length=32)] = Field(default=(), description="Oldest first.")
+
+
 class ZeroStatus(ApiModel):
     """A tier without workers, or on its way back."""
 
@@ -85,6 +100,9 @@ class TierStatus(ApiModel):
     revision: str = Field(default="", description="Revision of the pod template that serves.")
     rollout: RolloutStatus | None = Field(default=None, description="The rollout; absent before the first worker.")
     flip: FlipStatus | None = Field(default=None, description="The last role flip that failed; no other is tried for a while.")
+    healing: HealingStatus | None = Field(
+        default=None, description="Workers that were replaced because no KV moved; absent: none."
+    )
     zero: ZeroStatus | None = Field(default=None, description="Scale to zero; absent while workers serve.")
     kv: KvStatus | None = Field(default=None, description="KV moved between the roles; absent before the first reading.")
 

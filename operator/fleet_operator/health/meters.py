@@ -23,7 +23,7 @@ T = TypeVar("T")
 _WEIGHED: Final[ContextVar[asyncio.Task[Any] | None]] = ContextVar("weighed", default=None)
 """The task whose steps are counted as a pass; those that it makes know of it, and are not part of its steps."""
 
-REASONS_MOST: Final = 64
+REASONS_MOST: Final = 128
 """Reasons that get a label of their own; reasons are ours or the API server's CamelCase words, this bounds what else may come."""
 BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 60.0)
 
@@ -66,6 +66,7 @@ class Meters:
         self._writes = Counter(
             "fleet_operator_api_writes", "Writes to the API server.", ["verb", "kind", "outcome"], registry=self.registry
         )
+        self._events = Counter("fleet_operator_events", "What users were told.", ["type", "reason"], registry=self.registry)
         self._reasons: set[str] = set()
         self._begun: dict[int, float] = {}
         Info("fleet_operator_build", "What runs.", registry=self.registry).info(
@@ -92,6 +93,10 @@ class Meters:
         self._passes.labels("error" if failed else "problems" if reasons else "ok").inc()
         for reason in reasons:
             self._errors.labels(self._bounded(reason)).inc()
+
+    def told(self, kind: str, reason: str) -> None:
+        """A user was told something: Normal or Warning, and the event's reason."""
+        self._events.labels(kind, self._bounded(reason)).inc()
 
     async def weighed(self, passing: Awaitable[T]) -> T:
         """Carry it out, and count its CPU."""

@@ -21,6 +21,10 @@ class Passes(Protocol):
         """That pass is over; `reasons` of its problems, `failed` when it could not be carried out at all."""
         ...
 
+    def told(self, kind: str, reason: str) -> None:
+        """A user was told something: Normal or Warning, and the event's reason."""
+        ...
+
     async def weighed(self, passing: Awaitable[None]) -> None:
         """Carry it out."""
         ...
@@ -37,6 +41,9 @@ class Unmeasured:
         return 0
 
     def ended(self, begun: int, reasons: Iterable[str], *, failed: bool = False) -> None:
+        """Nothing."""
+
+    def told(self, kind: str, reason: str) -> None:
         """Nothing."""
 
     async def weighed(self, passing: Awaitable[None]) -> None:

@@ -31,11 +31,13 @@ GBPS = "fleet_agent_probe_gbps"
 MEMLOCK = "fleet_agent_memlock_bytes"
 PAIR = "fleet_router_pair_failing"
 """Routers: 1 for two workers between which KV fails again and again."""
+MOVED = "fleet_router_pair_moved"
+"""Routers: 1 for two workers between which KV moved lately, where one of them is in such a pair."""
 HELD = "fleet_router_held"
 ARRIVALS = "fleet_router_arrivals_total"
 METRICS = frozenset(
     {f"{TTFT}_bucket", f"{ITL}_bucket", SENT, REQUESTS, ERRORS, RUNNING, WAITING, TRANSFERS, BLOCKS, BYTES, FAILED, HANDED}
-    | {TRANSPORT, GBPS, MEMLOCK, HELD, ARRIVALS, LATE, LEASES, PAIR}
+    | {TRANSPORT, GBPS, MEMLOCK, HELD, ARRIVALS, LATE, LEASES, PAIR, MOVED}
 )
 """Every metric that anything here reads."""
 UNWATCHED = KvWatch()
@@ -88,14 +90,19 @@ def tier_telemetry(
         idle={worker.pod: worker.reading.read_at for worker in mine if worker.reading is not None and _is_idle(worker)},
         busy={worker.pod: held for worker in mine if (held := _held(worker)) is not None},
         demand=_demand(routers),
-        pairs=_pairs(tier, mine, routers),
+        pairs=_pairs(PAIR, tier, mine, routers),
+        moved=_pairs(MOVED, tier, mine, routers),
     )
 
 
-def _pairs(tier: str, workers: Sequence[WorkerReading], routers: Sequence[Reading | None]) -> tuple[tuple[str, str], ...]:
-    """(prefill, decode) names of workers that are there, as any router tells them."""
+def _pairs(
+    name: str, tier: str, workers: Sequence[WorkerReading], routers: Sequence[Reading | None]
+) -> tuple[tuple[str, str], ...]:
+    """(prefill, decode) names of workers that are there, as any router tells them under this `name`."""
+    told = [one for reading in routers if reading is not None for one in reading.samples if one.name == name and one.value > 0]
+    if not told:
+        return ()
     there = {(worker.role, worker.pod) for worker in workers}
-    told = [one for reading in routers if reading is not None for one in reading.samples if one.name == PAIR and one.value > 0]
     pairs = {(one.labels.get("prefill", ""), one.labels.get("decode", "")) for one in told if one.labels.get("tier") == tier}
     return tuple(sorted(pair for pair in pairs if {("prefill", pair[0]), ("decode", pair[1])} <= there))
 

@@ -27,6 +27,7 @@ OF_REVISION = '{tier="t",revision="REVISION"}'
 ROUTER = {
     of.SENT + '{role="prefill",tier="t"}': 6.0, of.SENT + '{role="decode",tier="t"}': 60.0, of.HELD: 0.0, of.ARRIVALS: 100.0,
     of.PAIR + '{tier="t",prefill="nobody-0",decode="nobody-1"}': 1.0,
+    of.MOVED + '{tier="t",prefill="nobody-2",decode="nobody-1"}': 1.0,
     of.HANDED + '{tier="t"}': 9.0, of.REQUESTS + OF_REVISION: 100.0, of.ERRORS + OF_REVISION: 0.0,
     **{f'{name}_bucket{{tier="t",revision="REVISION",le="{bound}"}}': 100.0
        for name, bounds in ((of.TTFT, ("1", "+Inf")), (of.ITL, ("0.02", "+Inf"))) for bound in bounds},

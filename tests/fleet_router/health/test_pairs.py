@@ -8,7 +8,7 @@ import pytest
 
 from fleet_router.config import RouterConfig
 from fleet_router.health.breaker import OPEN_FIRST_S
-from fleet_router.health.pairs import PairHealth
+from fleet_router.health.pairs import MOVED_S, PairHealth
 from fleet_router.policy.chosen import Choice
 from fleet_router.workers import PAIRS_TOLD, WorkerTable
 from fleet_wire.endpoints import Endpoint, Endpoints, Role
@@ -71,7 +71,7 @@ def test_a_pair_lasts_when_it_is_put_out_again_until_kv_moves():
 
 def test_pairs_that_fail_again_are_told_by_name_and_bounded():
     table, now = WorkerTable(), 1.0
-    givers, takers = [f"p{n}" for n in range(4)], [f"d{n}" for n in range(4)]
+    givers, takers = [f"p{n}" for n in range(6)], [f"d{n}" for n in range(6)]
     workers = [endpoint(uid, "prefill") for uid in givers] + [endpoint(uid, "decode") for uid in takers]
     table.update(Endpoints(fleet="f", namespace="n", workers=tuple(workers)))
     assert not [line for line in table.lines(now) if line.startswith("fleet_router_pair_failing")]
@@ -84,3 +84,43 @@ def test_pairs_that_fail_again_are_told_by_name_and_bounded():
     assert len(told) == PAIRS_TOLD
     table.update(Endpoints(fleet="f", namespace="n", workers=tuple(workers[1:])))
     assert not any('prefill="p0"' in line for line in table.lines(now))
+
+
+def failing(pairs: PairHealth, *pair: str) -> None:
+    """Put out, tried again and put out again."""
+    for at in (1.0, 1.0 + OPEN_FIRST_S + 1):
+        while not pairs.failed(*pair, at):
+            pass
+
+
+def test_pairs_beside_failing_ones_tell_which_side_it_is():
+    pairs = PairHealth()
+    pairs.succeeded("p1", "d1", 1.0)
+    assert pairs.moved == {}, "nothing is counted while nothing fails"
+    failing(pairs, "p0", "d0")
+    for pair in (("p1", "d0"), ("p0", "d1"), ("p1", "d1"), ("p1", "d0")):
+        pairs.succeeded(*pair, 20.0)
+    assert pairs.beside(21.0) == [("p1", "d0"), ("p0", "d1")], "of p1 and d1 no pair fails"
+    assert pairs.beside(20.0 + MOVED_S + 1) == [], "long ago"
+    failing(pairs, "p1", "d0")
+    assert ("p1", "d0") not in pairs.moved, "it fails by now"
+    pairs.keep(frozenset({"p0", "d0", "d1"}))
+    assert pairs.beside(21.0) == [("p0", "d1")]
+    pairs.succeeded("p0", "d0", 30.0)
+    assert (pairs.breakers, pairs.moved) == ({}, {})
+
+
+def test_what_was_sent_before_a_pair_was_put_out_shows_nothing():
+    pairs = PairHealth()
+    failing(pairs, "p0", "d0")
+    pairs.succeeded("p0", "d0", 0.5)
+    assert pairs.beside(21.0) == []
+
+
+def test_pairs_that_work_are_bounded(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("fleet_router.health.pairs.PAIRS_MOST", 3)
+    pairs = PairHealth()
+    failing(pairs, "p0", "d0")
+    for number in range(1, 9):
+        pairs.succeeded("p0", f"d{number}", 20.0)
+    assert list(pairs.moved) == [("p0", f"d{number}") for number in (6, 7, 8)]
