@@ -30,9 +30,9 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 PACKAGE = "fleet_router"
 MODULES = (
-    "answering", "carrying", "context", "desk", "encoding", "expected", "fields", "flow", "hints", "inbound", "knowledge", "legs",
-    "lengths", "longtext", "measuring", "metering", "metrics", "outbox", "release", "repeated", "request", "server", "upstream",
-    "waiting", "workers",
+    "among", "answering", "carrying", "context", "desk", "encoding", "expected", "fields", "flow", "hints", "inbound",
+    "knowledge", "legs", "lengths", "longtext", "measuring", "metering", "metrics", "outbox", "release", "repeated",
+    "request", "server", "upstream", "waiting", "workers",
     "admission/bound", "admission/bucket", "admission/fair", "admission/gate", "admission/keys", "admission/lanes",
     "admission/quota", "admission/runaway", "admission/usage",
     "cascade/climb", "cascade/draft",

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from fleet_router.admission.usage import estimated_at, only_text
+from fleet_router.among import bits_of, most_of, of_tier, only, other_than, under, within
 from fleet_router.asked import Hints
 from fleet_router.config import RouterConfig
 from fleet_router.follow.identity import Identity
@@ -20,7 +21,6 @@ from fleet_router.kvindex.pieces import adapter_seed, key_chain, ring_key
 from fleet_router.kvindex.underway import united
 from fleet_router.lengths import TEMPLATE_TOKENS
 from fleet_router.policy import choose as simple
-from fleet_router.policy.adapters import version_of
 from fleet_router.policy.candidate import Candidate
 from fleet_router.policy.choose import NO_DECODE
 from fleet_router.policy.chosen import Ask, Choice, Refusal
@@ -251,9 +251,9 @@ class WorkerTable:
         key = ring_key(keys) if session is None else session
         tier = hints.tier or (tier_of(config.tier_rules, tokens, hints.headers) if config.tier_rules else "")
         if config.policy == "kvAware":
-            usable = _only(self._sides(allowed.sides, steps, session)) if allowed is not None else None
+            usable = only(self._sides(allowed.sides, steps, session)) if allowed is not None else None
             if hints.tier:
-                usable = _within(hints.tier, usable)
+                usable = within(hints.tier, usable)
             ask = CostAsk(
                 tokens, key, now, config.load_bound, config.min_uncached_tokens, config.decide == "cost", hints.local,
                 hints.others, adapter, bool(hints.session),
@@ -265,7 +265,7 @@ class WorkerTable:
                 return NO_DECODE, keys
             return Choice(offer.prefill.uid if offer.prefill else None, offer.decode.uid, offer.reason, offer, ask), keys
         sides = allowed.sides if allowed is not None else self.candidates(now, excluded)
-        candidates = self._sides(_of_tier(sides, tier, strict=bool(hints.tier)), steps, session)
+        candidates = self._sides(of_tier(sides, tier, strict=bool(hints.tier)), steps, session)
         plain = Ask(key, tokens, math.inf if hints.local else config.min_uncached_tokens, self.turn)
         choice = simple.choose(plain, candidates, steps, self.rings, config.policy, config.load_bound)
         if isinstance(choice, Choice) and choice.prefill and self.pairs.blocks(choice.prefill, choice.decode, now):
@@ -319,7 +319,7 @@ class WorkerTable:
             found = []
             for without in (left_out | {offer.prefill.uid}, left_out | {offer.decode.uid}):
                 seen, ask.seen = ask.seen, []  # what the record tells is what the offer was made from, and that once
-                other = self.routing.decide(ask, steps, tier=tier, usable=_without(without, usable))
+                other = self.routing.decide(ask, steps, tier=tier, usable=other_than(without, usable))
                 if other is not None:
                     found.append((not ask.by_cost and other.prefill is None, other.cost_s, without, other, ask.seen))
                 ask.seen = seen
@@ -378,10 +378,10 @@ class WorkerTable:
         canary = [worker for worker in decodes if worker.endpoint.revision == split.revision]
         if not canary or len(canary) == len(decodes):
             return candidates  # one side alone serves
-        mine = _bits(canary)
-        others = _bits(decodes) & ~mine
+        mine = bits_of(canary)
+        others = bits_of(decodes) & ~mine
         if session is None:
-            chosen = to_canary(split.percent, share.seen, share.taken, _most(steps, mine), _most(steps, others))
+            chosen = to_canary(split.percent, share.seen, share.taken, most_of(steps, mine), most_of(steps, others))
         else:
             chosen = share.has_session(split, session)
             if self._full([w for w in decodes if (w.endpoint.revision == split.revision) is chosen], decodes):
@@ -451,36 +451,6 @@ class WorkerTable:
         return bool(self.by_role["decode"])
 
 
-def _without(uids: frozenset[str], usable: Usable | None) -> Usable:
-    return lambda worker: worker.uid not in uids and (usable is None or usable(worker))
-
-
-def _within(tier: str, usable: Usable | None) -> Usable:
-    return lambda worker: worker.group[0] == tier and (usable is None or usable(worker))
-
-
-def _only(sides: dict[str, list[Worker]]) -> Usable:
-    uids = {worker.uid for workers in sides.values() for worker in workers}
-    return lambda worker: worker.uid in uids
-
-
-def _of_tier(sides: dict[str, list[Worker]], tier: str, *, strict: bool) -> dict[str, list[Worker]]:
-    """Of this tier, if it serves; `strict`: or nobody."""
-    if not strict and not any(worker.endpoint.tier == tier for worker in sides["decode"]):
-        return sides
-    return {role: [worker for worker in workers if worker.endpoint.tier == tier] for role, workers in sides.items()}
-
-
-def under(adapter: str, candidates: dict[str, list[Worker]]) -> tuple[dict[str, list[Worker]], str]:
-    """Those that have one version of an adapter, and which; both legs run under the same one."""
-    version = version_of(adapter, (worker.endpoint.adapters for worker in candidates["decode"]))
-    found = {
-        role: [worker for worker in workers if version and worker.endpoint.adapters.get(adapter) == version]
-        for role, workers in candidates.items()
-    }
-    return found, f"{adapter}@{version}"
-
-
 def slots_of(table: WorkerTable, config: RouterConfig) -> dict[str, int]:
     """Requests that each tier runs at once: what its serving decode workers do. Empty when that is not known."""
     found: dict[str, int] = {}
@@ -488,15 +458,3 @@ def slots_of(table: WorkerTable, config: RouterConfig) -> dict[str, int]:
         if config.worker_slots:
             found[worker.endpoint.tier] = found.get(worker.endpoint.tier, 0) + config.worker_slots
     return found
-
-
-def _bits(workers: Sequence[Worker]) -> int:
-    found = 0
-    for worker in workers:
-        found |= worker.bit
-    return found
-
-
-def _most(steps: Steps, among: int) -> float:
-    """Most tokens that one of these holds."""
-    return max((tokens for tokens, mask in steps if mask & among), default=0.0)
