@@ -177,10 +177,10 @@ def autoscaled(lab: Lab) -> None:
         assert (lab.get(POOL, name) or {})["spec"]["replicas"] == replicas
 
 
-def autoscaler(lab: Lab, low: int = 3) -> tuple[str, str]:
-    """The HorizontalPodAutoscaler of the real kube-controller-manager, for so many to 6 decode workers: its collection, its pool.
-    There are no metrics: its own bounds are what moves it."""
-    name = next(name for kind, name in lab.objects() if kind == "WorkerPool" and "-decode-" in name)
+def autoscaler(lab: Lab, low: int = 3, name: str = "") -> tuple[str, str]:
+    """The HorizontalPodAutoscaler of the real kube-controller-manager, for so many to 6 decode workers: its collection, its pool
+    (that of the revision, unless one is named). There are no metrics: its own bounds are what moves it."""
+    name = name or next(name for kind, name in lab.objects() if kind == "WorkerPool" and "-decode-" in name)
     autoscalers = f"/apis/autoscaling/v2/namespaces/{lab.namespace}/horizontalpodautoscalers"
     target = {"apiVersion": POOL.api_version, "kind": POOL.kind, "name": name}
     made = {"metadata": {"name": "theirs"}, "spec": {"scaleTargetRef": target, "minReplicas": low, "maxReplicas": 6}}
@@ -244,6 +244,51 @@ def as_the_readme_says(lab: Lab, words: dict[str, str]) -> None:
     assert done.returncode == 0, f"{lines}\n{done.stdout}{done.stderr}"
 
 
+def autoscaled_to(lab: Lab, autoscalers: str) -> int:
+    """What the autoscaler found its target to have."""
+    return int(lab.admin.get(f"{autoscalers}/theirs")["status"].get("currentReplicas", 0))
+
+
+def serving_now(lab: Lab) -> tuple[int, int]:
+    """Prefill and decode workers that serve, whatever else is there."""
+    tier = lab.status()["tiers"][0]
+    return tier["prefill"]["serving"], tier["decode"]["serving"]
+
+
+def autoscaled_over_rollouts(lab: Lab) -> None:
+    """The target of a role lasts: the same HPA scales before, during and after rollouts, and never says that it cannot."""
+    external = {"scaling": {"mode": "external"}}
+    running(lab, **external)
+    lab.at_rest()
+    autoscalers, name = autoscaler(lab, name="f-t-decode")
+    uid = (lab.get(POOL, name) or {})["metadata"]["uid"]
+    lab.until("the autoscaler moves the role", lambda: lab.serving(1, 3), 90)
+    for image, low, prefill, revisions in (("b", 4, 1, 1), ("broken", 5, 2, 2), ("c", 6, 2, 1)):
+        lab.apply(fleet_manifest(lab.namespace, **external, engine={"image": f"example.com/worker:{image}"}))
+        lab.until("half way", lambda: len(lab.revisions()) == 2)
+        lab.admin.merge(f"{autoscalers}/theirs", {"spec": {"minReplicas": low}})
+        wanted = prefill, low, revisions
+        lab.until(f"{low} decode workers", lambda w=wanted: (*serving_now(lab), len(lab.revisions())) == w, 120)
+        lab.until("the autoscaler has seen them", lambda n=low: autoscaled_to(lab, autoscalers) == n, 60)
+        told = lab.admin.get(f"{autoscalers}/theirs")["status"]
+        conditions = {(one["type"], one["status"]) for one in told["conditions"]}
+        assert ("AbleToScale", "True") in conditions, told
+        assert told["desiredReplicas"] == low, told
+    lab.admin("DELETE", f"{autoscalers}/theirs").raise_for_status()
+    lab.plane.kubectl("-n", lab.namespace, "scale", "wpool", name, "--replicas=3")
+    lab.until("kubectl scale moves it as well", lambda: lab.serving(2, 3), 60)
+    lab.at_rest(2.5)
+    target = lab.get(POOL, name) or {}
+    assert (target["metadata"]["uid"], target["spec"]["replicas"], target["status"]["replicas"]) == (uid, 3, 3)
+    pods = lab.plane.kubectl("-n", lab.namespace, "get", "pods", "-o", "name", "-l", target["status"]["selector"]).stdout
+    assert len(pods.split()) == 3
+    lab.apply(fleet_manifest(lab.namespace, scaling={"mode": "manual"}, engine={"image": "example.com/worker:c"}))
+    lab.until("the targets go with the mode", lambda: lab.get(POOL, name) is None)
+    lab.at_rest()
+    assert lab.serving(2, 3)
+    removed(lab)
+
+
 def autoscaled_by_kubernetes(lab: Lab) -> None:
     running(lab)
     autoscalers, name = autoscaler(lab)
@@ -287,6 +332,7 @@ PLAYS = {
     "autoscaled": autoscaled,
     "autoscaled-by-kubernetes": autoscaled_by_kubernetes,
     "autoscaled-while-rolling": autoscaled_while_rolling,
+    "autoscaled-over-rollouts": autoscaled_over_rollouts,
     "never-at-rest": never_at_rest,
 }
 

@@ -298,9 +298,9 @@ FLEET_RULES: tuple[Rule, ...] = (
     _quantity_between("spec.routing.cascade", "heldSize", "1Ki", "4Mi"),
     Rule(
         path="spec.scaling",
-        cel="!has(self.toZero) || !has(self.toZero.enabled) || !self.toZero.enabled || !has(self.mode) || self.mode != 'manual'",
-        message="toZero.enabled needs mode auto: manual follows only /scale of the worker pools",
-        holds=lambda raw: not _dig(raw, "toZero.enabled", False) or raw.get("mode", "auto") != "manual",
+        cel="!has(self.toZero) || !has(self.toZero.enabled) || !self.toZero.enabled || !has(self.mode) || self.mode == 'auto'",
+        message="toZero.enabled needs mode auto: others follow only /scale of the worker pools",
+        holds=lambda raw: not _dig(raw, "toZero.enabled", False) or raw.get("mode", "auto") == "auto",
         field=".toZero.enabled",
     ),
     _duration_between("spec.healing.restartPoisoned", "after", "0s", "1h"),

@@ -30,15 +30,15 @@ from fleet_operator.cluster.interface import (
     NotFoundError,
     Object,
 )
-from fleet_operator.compare import contains, data_patch, difference, satisfied, stamped
+from fleet_operator.compare import contains, data_patch, satisfied, stamped
+from fleet_operator.deeds import member_of, planned_from, undone, worker_of
 from fleet_operator.fleet_telling import FleetTelling
 from fleet_operator.flip import marks
 from fleet_operator.fresh import Fresh
 from fleet_operator.gangs import PodGroups, spans_nodes
 from fleet_operator.kept_revisions import made_again
-from fleet_operator.names import ADAPTERS, APPLIED, MEMBER, group_service, policy_name, router_name
+from fleet_operator.names import ADAPTERS, group_service, policy_name, router_name
 from fleet_operator.names import ROLE as ROLE_LABEL
-from fleet_operator.names import TIER as TIER_LABEL
 from fleet_operator.older import older
 from fleet_operator.outcome import Outcome, StopError
 from fleet_operator.ownership import lost_owners, name_conflict, owned, parted, put_back, taken
@@ -51,6 +51,7 @@ from fleet_operator.render.prefetch import render_fetch
 from fleet_operator.render.revision import place_of, render_revision
 from fleet_operator.render.worker import adapters_told, render_pod
 from fleet_operator.router_first import kept_words, may_go
+from fleet_operator.scale_targets import put_targets, target_statuses, unwanted
 from fleet_operator.settings import Platform
 from fleet_operator.settled import Settled, digest_of
 from fleet_operator.status_pace import StatusPace
@@ -141,6 +142,7 @@ class Applier:
             made = await self._put(render_pool(work.fleet, pool, work.raw), work)
             if made is not None and takes_pods(made, work.outcome):
                 pools[pool.name] = made
+        await self._targets(work, sized=len(pools) == len(work.plan.pools))
         await self._owners(work, pools)
         if routers_told is not None:
             await self._flips(work.plan, work.fleet.metadata.namespace, pools, work.outcome)
@@ -150,6 +152,14 @@ class Applier:
             await self._create(render_fetch(work.fleet, fetch, work.raw, self._platform), work)
         await self._creations(work, stored, pools)
         await self._pool_status(work)
+
+    async def _targets(self, work: _Pass, *, sized: bool) -> None:
+        """Of a fleet that is scaled from outside; one that no role needs goes."""
+        await put_targets(work.fleet, work.plan, work.raw, lambda wish: self._put(wish, work), sized=sized)
+        for left in unwanted(work.plan, work.live, work.raw):
+            if await self._true(work):
+                namespace, name, uid = (left["metadata"][part] for part in ("namespace", "name", "uid"))
+                await self._delete(POOL, namespace, name, uid, "nothing scales its role from outside any more", work.outcome)
 
     async def _creations(self, work: _Pass, stored: Mapping[tuple[str, str], Object], pools: Mapping[str, Object]) -> None:
         """Pods, a leader before those who follow it: they are made with its uid, and not at all without it."""
@@ -277,7 +287,7 @@ class Applier:
         if not contains(made, wish):
             await self._make_way(wish, made, "somebody else's entries stand in its lists", outcome)
         verb: Literal["created", "changed"] = "created" if found is None else "changed"
-        undid = _undid(wish, found)
+        undid = undone(wish, found)
         outcome.vain += bool(undid)
         outcome.done.append(Deed(verb, kind, name, made["metadata"]["uid"], undid=undid))
         return made
@@ -286,7 +296,7 @@ class Applier:
         """The object as the API has it now; ConflictError when it is not any more what was found."""
         kind = wish["kind"]
         if found is None or kind not in EDITED:
-            return await self._cluster.apply(_planned_from(wish, found), created=found is not None and kind in MADE_AT_ONCE)
+            return await self._cluster.apply(planned_from(wish, found), created=found is not None and kind in MADE_AT_ONCE)
         meta = wish["metadata"]
         try:
             return await self._cluster.patch(BY_KIND[kind], meta["namespace"], meta["name"], data_patch(wish, found))
@@ -380,7 +390,7 @@ class Applier:
             return None
         uid: str = made["metadata"]["uid"]
         outcome.writes += 1
-        outcome.done.append(Deed("created", "Pod", name, uid, *_worker(pod), member=_member(pod)))
+        outcome.done.append(Deed("created", "Pod", name, uid, *worker_of(pod), member=member_of(pod)))
         return uid
 
     async def _flips(self, plan: Plan, namespace: str, pools: Mapping[str, Object], outcome: Outcome) -> None:
@@ -439,7 +449,7 @@ class Applier:
             outcome.fail(f"deleting {kind.kind} {name}", error)
             return
         outcome.writes += 1
-        outcome.done.append(Deed("deleted", kind.kind, name, uid, *_worker(pod), why=reason, member=_member(pod)))
+        outcome.done.append(Deed("deleted", kind.kind, name, uid, *worker_of(pod), why=reason, member=member_of(pod)))
 
     async def _budgets(self, work: _Pass) -> None:
         """Those that are due. Budgets of tiers that are gone would hold up node drains for ever."""
@@ -464,6 +474,9 @@ class Applier:
             wish = pool_status(pods, work.fleet.metadata.name, pool, serving)
             if not contains(found.get("status"), wish):  # a newer operator's words about it stay
                 await self._pool_told(work.fleet.metadata.namespace, pool.name, wish, work.outcome)
+        for name, wish in target_statuses(work.fleet, work.plan, work.live, serving, changed):
+            if not contains(work.live[POOL.kind, name].get("status"), wish):
+                await self._pool_told(work.fleet.metadata.namespace, name, wish, work.outcome)
 
     async def _pool_told(self, namespace: str, name: str, status: Object, outcome: Outcome) -> None:
         try:
@@ -473,28 +486,3 @@ class Applier:
             return
         except ClusterError as error:
             outcome.fail(f"status of {POOL.kind} {name}", error)
-
-
-def _member(pod: Object | None) -> int:
-    """Place of a pod in its worker; what somebody else wrote there counts as the first."""
-    text = (pod["metadata"].get("labels") or {}).get(MEMBER, "") if pod is not None else ""
-    return int(text) if text.isascii() and text.isdigit() else 0
-
-
-def _worker(pod: Object | None) -> tuple[str, str]:
-    """(tier, role) of a worker pod, empty words for anything else."""
-    labels = (pod["metadata"].get("labels") or {}) if pod is not None else {}
-    return labels.get(TIER_LABEL, ""), labels.get(ROLE_LABEL, "")
-
-
-def _undid(wish: Object, found: Object | None) -> str:
-    """Where somebody edited what we applied; empty when it is our wish that changed."""
-    applied = ((found or {}).get("metadata", {}).get("annotations") or {}).get(APPLIED)
-    return difference(found, wish) if applied == wish["metadata"]["annotations"][APPLIED] else ""
-
-
-def _planned_from(wish: Object, found: Object | None) -> Object:
-    """The wish with the version that it was planned from: refused when the object has changed since."""
-    if found is None:
-        return wish
-    return {**wish, "metadata": {**wish["metadata"], "resourceVersion": found["metadata"]["resourceVersion"]}}

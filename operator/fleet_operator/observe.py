@@ -259,7 +259,7 @@ def member_of(notes: Mapping[str, str], name: str) -> int:
 
 
 def observe_pools(pools: Iterable[Object]) -> tuple[ObservedPool, ...]:
-    """WorkerPools in name order."""
+    """WorkerPools in name order, scale targets as well."""
     found = []
     for pool in pools:
         meta, spec = pool["metadata"], pool["spec"]

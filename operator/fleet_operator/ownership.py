@@ -21,6 +21,7 @@ from fleet_operator.names import (
 from fleet_operator.names import POOL as POOL_LABEL
 from fleet_operator.observe import timestamp
 from fleet_planner.events import NAME_CONFLICT
+from fleet_planner.scale_targets import target_name
 from fleet_planner.types import ROLES, Problem
 
 
@@ -53,7 +54,9 @@ def is_strange(obj: Object, fleet: Object) -> bool:
     if obj["kind"] == POOL.kind:
         spec = obj["spec"]
         mine = pool_name(name, spec["tier"], spec["role"], spec["revision"])
-        return (obj["metadata"]["name"], spec["fleet"]) != (mine, name)
+        if obj["metadata"]["name"] != mine and obj["metadata"]["name"] != target_name(name, spec["tier"], spec["role"]):
+            return True
+        return bool(spec["fleet"] != name)
     return obj["kind"] == POD.kind and _is_strange_pod(obj["metadata"], name)
 
 

@@ -20,6 +20,7 @@ from fleet_operator.observe import (
 )
 from fleet_operator.render.network import port_of
 from fleet_operator.render.port import ADMIN_PORT
+from fleet_operator.scale_targets import is_target
 from fleet_operator.settings import Platform
 from fleet_planner.prefetch import model_keys
 from fleet_planner.types import Demand, Observed, ObservedPod, Template
@@ -56,13 +57,16 @@ def picture(
     the wall clock less the monotonic one, now."""
     pods = pods_of(live)
     seen = workers(fleet, state, live, where)
+    pools = [obj for (kind, _), obj in live.items() if kind == "WorkerPool"]
+    targets = [pool for pool in pools if is_target(pool)]
     return Observed(
         pods=seen,
         flips=state.flips,
         nodes=places(where.views) if model_keys(fleet) else None,
         fetching=observe_fetching(pods, where.made_at),
         adapters={**state.published.adapters, **state.adapters.seen},
-        pools=observe_pools(obj for (kind, _), obj in live.items() if kind == "WorkerPool"),
+        pools=observe_pools(pools if not targets else [pool for pool in pools if pool not in targets]),
+        targets=observe_pools(targets),
         router=observe_router(live.get(("Deployment", router_name(fleet.metadata.name))), _routers(pods)),
         templates=templates,
         stored=stored,

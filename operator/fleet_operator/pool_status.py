@@ -10,6 +10,7 @@ from fleet_operator.gangs import count_workers
 from fleet_operator.names import GROUP_OF, MEMBER
 from fleet_operator.outcome import Outcome
 from fleet_planner.events import Deed
+from fleet_planner.scale_targets import EVERY_REVISION
 from fleet_planner.types import PodWanted, PoolWanted, Problem
 
 FOREGROUND: Final = "foregroundDeletion"
@@ -39,7 +40,8 @@ def pool_status(pods: list[Object], fleet: str, pool: PoolWanted, serving: Conta
     groups = {pod["metadata"]["name"]: (pod["metadata"].get("labels") or {}).get(GROUP_OF) for pod in pods}
     alive, ready, leaving = count_workers(pods, {name: group for name, group in groups.items() if group is not None})
     base = "inferencefleet.io"
-    selector = f"{base}/fleet={fleet},{base}/tier={pool.tier},{base}/role={pool.role},{base}/revision={pool.revision}"
+    selector = f"{base}/fleet={fleet},{base}/tier={pool.tier},{base}/role={pool.role}"
+    selector += f",{base}/revision={pool.revision}" if pool.revision != EVERY_REVISION else ""
     return {
         "replicas": alive,
         "readyReplicas": ready,

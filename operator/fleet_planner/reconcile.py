@@ -20,6 +20,7 @@ from fleet_planner.prefetch import Prefetch, held_back, plan_prefetch, reached, 
 from fleet_planner.revisions import TierPlan, plan_tier
 from fleet_planner.rollout import devices
 from fleet_planner.scale import ScaleDecision
+from fleet_planner.scale_targets import plan_targets
 from fleet_planner.sizing import current_size, fit, scaled_by_others, size_tier
 from fleet_planner.status import TierView, plan_status
 from fleet_planner.types import (
@@ -61,6 +62,8 @@ class Plan:
     forget: tuple[tuple[str, str], ...]
     """(tier, revision) whose stored templates nobody needs any more."""
     status: FleetStatus
+    targets_wanted: tuple[PoolWanted, ...] = ()
+    """Scale targets, one per role, of a fleet that is scaled from outside."""
     zero: tuple[ZeroTier, ...] = ()
     """Tiers for which routers hold requests."""
     rest: RestMemory = field(default_factory=RestMemory)
@@ -83,6 +86,8 @@ class _Planned:
     asked: tuple[int, int]
     """What it would have if quota and nodes had room."""
     asked_devices: int
+    wished: tuple[int, int]
+    """What is asked for, whatever allows it."""
 
 
 def reconcile(fleet: InferenceFleet, observed: Observed, now: float, ending: Ending | None = None) -> Plan:
@@ -117,6 +122,7 @@ def reconcile(fleet: InferenceFleet, observed: Observed, now: float, ending: End
         needed=_needed(planned, observed),
         forget=_forgotten(fleet, {name: one.plan for name, one in planned.items()}, observed),
         status=plan_status(fleet, views, observed, now, prefetch.verdict),
+        targets_wanted=_targets(fleet, planned, observed) if fleet.spec.scaling.mode == "external" else (),
         zero=tuple(_zero_tier(fleet, view, observed) for view in views if view.zero is not None),
         memory={name: altered(one.memory, room_at=left.room_at) for name, one in planned.items()},
         rest=rest.memory,
@@ -194,7 +200,13 @@ def _plan_tier(
     gpus = observed.templates[tier.name].gpus
     asked, _ = fit_budget(tier, (wished.prefill, wished.decode), gpus, left) if tier.name not in rest.asleep else (NOTHING, "")
     view = TierView(tier, decision, plan, workers, zero, healing)
-    return _Planned(plan, view, memory, devices(size, gpus), asked, devices(asked, gpus))
+    wish = wished.prefill, wished.decode
+    return _Planned(plan, view, memory, devices(size, gpus), asked, devices(asked, gpus), wish)
+
+
+def _targets(fleet: InferenceFleet, planned: dict[str, _Planned], observed: Observed) -> tuple[PoolWanted, ...]:
+    nodes = {name: observed.templates[name].nodes for name in planned}
+    return plan_targets(fleet, {name: one.wished for name, one in planned.items()}, nodes)
 
 
 def _with_wish(plan: TierPlan, wished: ScaleDecision) -> TierPlan:

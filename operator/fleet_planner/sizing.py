@@ -14,6 +14,7 @@ from fleet_planner.ratio import Bounds, Pair, bounds_of, project
 from fleet_planner.replicas import Replica
 from fleet_planner.rollout import Limits, larger, next_step, smaller
 from fleet_planner.scale import ScaleDecision, ScaleInputs, want
+from fleet_planner.scale_targets import asked_of_targets
 from fleet_planner.types import ROLES, Observed, ObservedPool, Role, ScaleMemory
 from fleet_planner.zero import rolls
 
@@ -78,8 +79,8 @@ def size_tier(fleet: InferenceFleet, tier: TierSpec, observed: Observed, workers
         sizes = _follow(wish, scaled, bounds)
         held = ScaleMemory(((now, *sizes),))  # the wish counts like a need of this moment, for one window
         return ScaleDecision(*sizes, f"scaled by a user to {wish[0]} prefill and {wish[1]} decode workers", held)
-    if fleet.spec.scaling.mode == "manual":
-        return ScaleDecision(*project(*wished, bounds), "scaling.mode is manual", memory)
+    if fleet.spec.scaling.mode != "auto":
+        return ScaleDecision(*project(*wished, bounds), f"scaling.mode is {fleet.spec.scaling.mode}", memory)
     ready = [worker.role for worker in workers if worker.ready]
     inputs = ScaleInputs(
         tier, fleet.spec.slo, fleet.spec.scaling, fleet.spec.telemetry.interval_s, current,
@@ -150,11 +151,12 @@ def _sized(tier: TierSpec, observed: Observed) -> dict[Role, ObservedPool]:
 def scaled_by_others(tier: str, revision: str, observed: Observed) -> dict[Role, int]:
     """Wanted size of each role whose pool's spec.replicas is not what the operator wrote: while two revisions share a role, what
     was added to one pool or taken from it counts for the role. Before the wanted revision has a pool the ones before it count: a
-    user may scale and change the template while the operator is away."""
+    user may scale and change the template while the operator is away. What a role's own target says counts before all of them."""
     pools = [pool for pool in observed.pools if pool.tier == tier]
     newest = {pool.role for pool in pools if pool.revision == revision}
-    return {
+    found: dict[Role, int] = {
         pool.role: max(0, (pool.size or pool.planned) + pool.replicas - pool.planned)
         for pool in pools
         if (pool.revision == revision or pool.role not in newest) and pool.planned is not None and pool.replicas != pool.planned
     }
+    return found | asked_of_targets(tier, observed)

@@ -55,8 +55,7 @@ class ObservedPod:
     """Why its node goes away (cordoned, not ready, tainted); empty while it stays."""
     sick: str = ""
     """What is wrong with its node's devices: no new request should go there."""
-    deletion_cost: int = 0
-    """controller.kubernetes.io/pod-deletion-cost: among equals the cheapest goes first."""
+    deletion_cost: int = 0  # controller.kubernetes.io/pod-deletion-cost: among equals the cheapest goes first
     busy: float | None = None
     """Requests that it runs; None = unknown."""
     serving: bool = False
@@ -369,6 +368,7 @@ class Observed:
 
     pods: tuple[ObservedPod, ...] = ()
     pools: tuple[ObservedPool, ...] = ()
+    targets: tuple[ObservedPool, ...] = ()  # scale targets that stand for a role, whatever its revisions
     router: RouterView | None = None
     templates: dict[str, Template] = field(default_factory=dict)
     """By tier name: what the spec asks for."""

@@ -321,8 +321,10 @@ class ToZeroSpec(ApiModel):
 class ScalingSpec(ApiModel):
     """How the operator sizes the tiers."""
 
-    mode: Literal["auto", "manual"] = Field(
-        default="auto", description="auto follows the load; manual follows only /scale of the worker pools. Default: auto."
+    mode: Literal["auto", "manual", "external"] = Field(
+        default="auto",
+        description="auto follows the load; manual follows only /scale of the worker pools; external, too, and each role has a "
+        "WorkerPool FLEET-TIER-ROLE for all of its revisions, whose name lasts, for an HPA or KEDA. Default: auto.",
     )
     target_inflight: TargetInflightSpec = Field(default=TargetInflightSpec(), description="Requests in flight per worker.")
     scale_down_window: DurationText = Field(

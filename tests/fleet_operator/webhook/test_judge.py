@@ -9,11 +9,15 @@ from typing import Any
 
 import pytest
 
+from fleet_api.parse import parse_fleet
 from fleet_api.validate import refusal, validate
 from fleet_operator.names import CHANGED_BY
+from fleet_operator.scale_targets import render_target
 from fleet_operator.webhook.judge import judge_fleet, judge_scale, mark_fleet
 from fleet_operator.webhook.manifests import configurations, main
 from fleet_operator.webhook.review import Request, ReviewError, Verdict, parse_review, render_review
+from fleet_planner.scale_targets import EVERY_REVISION
+from fleet_planner.types import PoolWanted
 
 
 def fleet(annotations: dict[str, str] | None = None, **spec: Any) -> dict[str, Any]:
@@ -149,6 +153,14 @@ def test_a_size_outside_the_bounds_is_refused_with_the_bounds(replicas: int, all
             f"spec.replicas: Invalid value: {replicas}: prefill of tier t of InferenceFleet f has between 2 (minReplicas) and 4 "
             "(maxReplicas) workers"
         )
+
+
+@pytest.mark.parametrize(("replicas", "allowed"), [(1, False), (2, True), (4, True), (5, False)])
+def test_a_target_of_a_whole_role_has_the_same_bounds(replicas: int, allowed: bool):
+    parsed = parse_fleet(fleet(scaling={"mode": "external"}))
+    owner = {**fleet(), "metadata": {"name": "f", "uid": "u"}}
+    target = render_target(parsed, PoolWanted("f-t-prefill", "t", "prefill", EVERY_REVISION, 2, 2), owner)
+    assert judge_scale(scale(replicas), target, fleet()).allowed is allowed
 
 
 @pytest.mark.parametrize(("pool", "fleet"), [(pool(tier="gone"), fleet()), ({}, fleet()), (pool(), fleet(limits=0))])

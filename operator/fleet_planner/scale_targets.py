@@ -1,0 +1,40 @@
+"""Scale targets whose name lasts: with `scaling.mode: external` each role of a tier has one, for an HPA or KEDA. Pure.
+
+A WorkerPool is one revision's, and goes with it. A target stands for all workers of the role, whatever their revisions, and is
+written after the pools: its `replicas` is what is wished for the role, and one that is not what the operator wrote last is
+somebody's new wish. So a rollout, whose pools come and go, is nothing to whoever scales; and what nodes, quota or bounds do not
+allow now stays asked for, as the target's `replicas`, beside the workers that there are in its status.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fleet_api.v1alpha1 import InferenceFleet
+from fleet_planner.ratio import Pair
+from fleet_planner.types import ROLES, Observed, PoolWanted, Role
+
+EVERY_REVISION = "00000000"
+"""What a target says where a pool has its revision. Operators that know no targets take it for nobody's, and leave it alone."""
+
+
+def target_name(fleet: str, tier: str, role: str) -> str:
+    """A pool's name has its revision behind it."""
+    return f"{fleet}-{tier}-{role}"
+
+
+def asked_of_targets(tier: str, observed: Observed) -> dict[Role, int]:
+    """Wanted size of each role whose target says something else than the operator wrote."""
+    if not observed.targets:
+        return {}
+    mine = [one for one in observed.targets if one.tier == tier and one.planned is not None]
+    return {one.role: one.replicas for one in mine if one.replicas != one.planned}
+
+
+def plan_targets(fleet: InferenceFleet, wished: Mapping[str, Pair], nodes: Mapping[str, Pair]) -> tuple[PoolWanted, ...]:
+    """One per tier and role. `wished`: by tier, what is asked for now; `nodes`: of one worker of each role."""
+    return tuple(
+        PoolWanted(target_name(fleet.metadata.name, tier, role), tier, role, EVERY_REVISION, size, size, count)
+        for tier, sizes in wished.items()
+        for role, size, count in zip(ROLES, sizes, nodes[tier], strict=True)
+    )

@@ -1,0 +1,216 @@
+"""A scale target whose name lasts: of a role, whatever revisions its workers have."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fleet_operator.cluster.interface import FLEET, POD, POOL, ForbiddenError
+from fleet_operator.names import PLANNED, REVISION, ROLE
+from fleet_operator.scale_targets import is_target
+from fleet_planner.scale_targets import EVERY_REVISION
+from tests.fleet_operator.world import NAMESPACE, World, manifest, play
+
+TIER = {
+    "name": "t", "accelerator": {"type": "cpu"}, "ratio": {"prefill": 1, "decode": 2, "min": "1:3", "max": "1:1"},
+    "prefill": {"maxReplicas": 4}, "decode": {"maxReplicas": 8},
+}  # fmt: skip
+EXTERNAL = {"tiers": [TIER], "scaling": {"mode": "external"}}
+TARGETS = ("f-t-prefill", "f-t-decode")
+
+
+async def target(world: World, role: str = "decode") -> dict[str, Any]:
+    return await world.store.get(POOL, NAMESPACE, f"f-t-{role}")
+
+
+async def scale(world: World, replicas: int, role: str = "decode") -> None:
+    await world.user.patch(POOL, NAMESPACE, f"f-t-{role}", {"spec": {"replicas": replicas}})
+
+
+async def sizes(world: World) -> tuple[int, int]:
+    """What the targets ask for."""
+    prefill, decode = [(await target(world, role))["spec"]["replicas"] for role in ("prefill", "decode")]
+    return prefill, decode
+
+
+async def revisions(world: World) -> set[str]:
+    pods = await world.store.list(POD, NAMESPACE)
+    return {pod["metadata"]["labels"][REVISION] for pod in pods if pod["metadata"]["labels"].get(ROLE) in ("prefill", "decode")}
+
+
+def test_a_role_has_one_that_says_what_there_is():
+    async def scenario(world: World) -> None:
+        found = await target(world)
+        assert (found["spec"]["replicas"], found["spec"]["revision"]) == (2, EVERY_REVISION)
+        assert found["metadata"]["ownerReferences"][0]["kind"] == "InferenceFleet"
+        assert found["status"] == {
+            "replicas": 2, "readyReplicas": 2, "servingReplicas": 2, "terminatingReplicas": 0,
+            "selector": "inferencefleet.io/fleet=f,inferencefleet.io/tier=t,inferencefleet.io/role=decode",
+        }  # fmt: skip
+        assert [await world.touch() for _ in range(2)] == [[], []]
+
+    play(scenario, **EXTERNAL)
+
+
+@pytest.mark.parametrize("mode", ["auto", "manual"])
+def test_who_does_not_ask_for_them_has_none(mode: str):
+    async def scenario(world: World) -> None:
+        assert not [pool for pool in await world.store.list(POOL, NAMESPACE) if is_target(pool)]
+
+    play(scenario, tiers=[TIER], scaling={"mode": mode})
+
+
+def test_it_moves_its_role_and_the_other_follows():
+    async def scenario(world: World) -> None:
+        await scale(world, 6)
+        await world.settle()
+        assert (await world.workers(), await sizes(world)) == ({"prefill": 2, "decode": 6}, (2, 6))
+        await scale(world, 4, "prefill")
+        await world.settle()
+        assert (await world.workers(), await sizes(world)) == ({"prefill": 4, "decode": 6}, (4, 6))
+        assert (await target(world))["metadata"]["annotations"][PLANNED] == "6"
+        await scale(world, 50)
+        await world.settle()
+        assert (await world.workers(), await sizes(world)) == ({"prefill": 4, "decode": 8}, (4, 8)), "inside the bounds"
+        assert [await world.touch() for _ in range(2)] == [[], []]
+
+    play(scenario, **EXTERNAL)
+
+
+def test_it_lasts_over_rollouts_and_sizes_both_revisions_together():
+    async def scenario(world: World) -> None:
+        uid = (await target(world))["metadata"]["uid"]
+        for round_, wish in enumerate((4, 6, 3)):
+            await world.user.patch(FLEET, NAMESPACE, "f", {"spec": {"engine": {"maxModelLen": 3072 + 1024 * round_}}})
+            await world.step()
+            await world.step()
+            await world.step()
+            await scale(world, wish)
+            await world.step()
+            assert len(await revisions(world)) == 2, "in the middle of it"
+            await world.settle(60)
+            assert (await world.workers())["decode"] == wish
+            assert len(await revisions(world)) == 1
+            found = await target(world)
+            assert (found["metadata"]["uid"], found["spec"]["replicas"]) == (uid, wish)
+            assert found["status"]["readyReplicas"] == wish
+
+    play(scenario, **EXTERNAL)
+
+
+def test_what_a_budget_refuses_stays_asked_for():
+    async def scenario(world: World) -> None:
+        await scale(world, 8)
+        await world.settle()
+        assert await world.workers() == {"prefill": 2, "decode": 4}
+        assert ((await target(world))["spec"]["replicas"], (await target(world))["status"]["replicas"]) == (8, 4)
+        world.operator = world.new_operator()
+        await world.settle()
+        assert (await target(world))["spec"]["replicas"] == 8
+        assert [await world.touch() for _ in range(2)] == [[], []]
+        await world.user.patch(FLEET, NAMESPACE, "f", {"spec": {"scaling": {"budget": {"gpus": 16}}}})
+        await world.settle()
+        assert (await world.workers())["decode"] == 8
+
+    play(scenario, tiers=[{**TIER, "accelerator": {"type": "h100"}}], scaling={"mode": "external", "budget": {"gpus": 6}})
+
+
+def test_a_wish_is_not_lost_when_the_pools_cannot_be_written():
+    async def scenario(world: World) -> None:
+        await scale(world, 6)
+        world.api.refuse = lambda verb, kind, name: (
+            ForbiddenError("no") if kind == POOL and verb != "status" and name.count("-") > 2 else None
+        )
+        for _ in range(3):
+            world.now += 60
+            await world.step()
+        assert (await target(world))["metadata"]["annotations"][PLANNED] == "2", "nobody says that it was heard"
+        world.operator = world.new_operator()
+        world.api.refuse = lambda verb, kind, name: None
+        await world.settle()
+        assert (await world.workers())["decode"] == 6
+
+    play(scenario, **EXTERNAL)
+
+
+def test_what_somebody_edits_or_deletes_comes_back():
+    async def scenario(world: World) -> None:
+        edit = {"metadata": {"annotations": {PLANNED: "7"}}, "spec": {"revision": "aaaaaaaa"}}
+        await world.user.patch(POOL, NAMESPACE, "f-t-decode", edit)
+        await world.settle()
+        found = await target(world)
+        assert (found["metadata"]["annotations"][PLANNED], found["spec"]["revision"]) == ("2", EVERY_REVISION)
+        await world.user.delete(POOL, NAMESPACE, "f-t-decode", grace_s=0)
+        await world.settle()
+        assert (await target(world))["spec"]["replicas"] == 2
+        assert await world.workers() == {"prefill": 1, "decode": 2}
+
+    play(scenario, **EXTERNAL)
+
+
+def test_they_go_with_the_mode_and_with_their_tier_and_the_size_stays():
+    async def scenario(world: World) -> None:
+        await scale(world, 4)
+        await world.settle()
+        await world.user.patch(FLEET, NAMESPACE, "f", {"spec": {"scaling": {"mode": "manual"}}})
+        await world.settle()
+        assert not [pool for pool in await world.store.list(POOL, NAMESPACE) if is_target(pool)]
+        assert (await world.workers())["decode"] == 4
+        other = {**TIER, "name": "u"}
+        await world.user.patch(FLEET, NAMESPACE, "f", {"spec": {"scaling": {"mode": "external"}, "tiers": [other]}})
+        await world.settle(60)
+        targets = {pool["metadata"]["name"] for pool in await world.store.list(POOL, NAMESPACE) if is_target(pool)}
+        assert targets == {"f-u-prefill", "f-u-decode"}
+
+    play(scenario, **EXTERNAL)
+
+
+STEP = st.tuples(
+    st.sampled_from(["decode", "prefill", "roll", "restart", "lose", "pause", "resume"]), st.integers(1, 12), st.integers(0, 3)
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(STEP, max_size=8))
+def test_after_any_events_what_is_there_is_what_was_asked_for(steps: list[tuple[str, int, int]]):
+    """Inside bounds and ratio, and whoever asks finds the same name."""
+
+    async def scenario() -> None:
+        world = World()
+        await world.user.apply(manifest(**EXTERNAL))
+        await world.settle()
+        last = None
+        for what, number, wait in steps:
+            if what in ("prefill", "decode"):
+                await scale(world, number, what)
+                last = what, number
+            elif what == "roll":
+                await world.user.patch(FLEET, NAMESPACE, "f", {"spec": {"engine": {"maxModelLen": 3072 + 1024 * number}}})
+            elif what == "restart":
+                world.operator = world.new_operator()
+            elif what == "lose":
+                await world.look()  # a watch that shows it, and then that it is gone
+                name = (await world.store.list(POD, NAMESPACE))[0]["metadata"]["name"]
+                await world.user.delete(POD, NAMESPACE, name, grace_s=0)
+            else:
+                await world.user.patch(FLEET, NAMESPACE, "f", {"spec": {"rollout": {"paused": what == "pause"}}})
+            for _ in range(wait):
+                await world.step()
+            if what in ("prefill", "decode"):
+                await world.step()  # two wishes between two looks are one wish
+        await world.user.patch(FLEET, NAMESPACE, "f", {"spec": {"rollout": {"paused": False}}})
+        await world.settle(80)
+        prefill, decode = await sizes(world)
+        assert await world.workers() == {"prefill": prefill, "decode": decode}
+        assert 1 <= prefill <= 4
+        assert 1 <= decode <= 8
+        assert prefill <= decode <= 3 * prefill
+        if last is not None:
+            role, wish = last
+            assert {"prefill": prefill, "decode": decode}[role] == min(wish, TIER[role]["maxReplicas"])  # type: ignore[index]
+
+    asyncio.run(scenario())
