@@ -42,6 +42,8 @@ class Faults:
     tick_s: float = 0.002
     prompt_s: float = 0.0
     """Of streams whose prompt nobody has prefilled: their first token comes so much later."""
+    compute_token_s: float = 0.0
+    """Prompts are computed one after the other and take so long per token; what was prefilled elsewhere is not computed."""
     weights: int = 0
     model: str = "tiny"
 
@@ -71,6 +73,7 @@ class Worker:
         self.open: set[asyncio.StreamWriter] = set()
         self.running = 0
         self.numbers = random.SystemRandom()
+        self.core = asyncio.Lock()
 
     async def serve(self) -> None:
         await asyncio.start_server(self.control, self.host, self.port + 1)
@@ -142,6 +145,9 @@ class Worker:
         params = body.get("kv_transfer_params") or {}
         if self.faults.mode and await self.broken(body, writer):
             return
+        if self.faults.compute_token_s and not params.get("do_remote_prefill"):
+            async with self.core:
+                await asyncio.sleep(self.faults.compute_token_s * len(ids_of(body)))
         if params.get("do_remote_decode"):
             await asyncio.sleep(self.faults.tick_s)
             answer(writer, 200, self.prefilled(request_id, body))
