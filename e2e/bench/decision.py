@@ -81,8 +81,9 @@ def arrivals(mix: str, seed: int) -> list[Arrival]:
 class World:
     """One run."""
 
-    def __init__(self, rule: str | int, seed: int) -> None:
-        self.time = Time()
+    def __init__(self, rule: str | int, seed: int, *, stream: bool = True) -> None:
+        """`stream` False: the router sees whole answers, and learns from these."""
+        self.time, self.stream = Time(), stream
         self.rng = random.Random(seed)
         self.by_cost, self.least = rule == COST, float(FLOOR_TOKENS if rule == COST else rule)
         self.routing = Routing()
@@ -116,18 +117,23 @@ class World:
         steps = [(bytes_of(pieces) / BYTES_PER_TOKEN, mask) for pieces, mask in routing.index.depths(keys)]
         offer = routing.decide(ask, steps)
         assert offer is not None
-        trip = Trip(routing.groups["t", "c"], offer, began, stream=True)
+        trip = Trip(routing.groups["t", "c"], offer, began, stream=self.stream, learns_whole=True)
         decode = self.engines[int(offer.decode.uid)]
 
         def first() -> None:
-            trip.first_token(self.time.now)
+            if self.stream:
+                trip.first_token(self.time.now)
             routing.index.add(keys, offer.decode.uid)
             if began >= WARM_S:
                 self.seen.ttft_s.append(self.time.now - began)
                 self.seen.remote += offer.prefill is not None
 
         def ended() -> None:
-            trip.ended(self.time.now, one.output)
+            if self.stream:
+                trip.ended(self.time.now, one.output)
+            else:
+                trip.first_token(self.time.now)
+                trip.whole(self.time.now, one.output, offer.decode)
             trip.over(self.time.now)
             offer.decode.ended()
             self.seen.whole += 1

@@ -45,6 +45,8 @@ class Faults:
     """The first time that it reads KV of a worker takes so much longer."""
     prompt_s: float = 0.0
     """Of streams whose prompt nobody has prefilled: their first token comes so much later."""
+    compute_token_s: float = 0.0
+    """Prompts are computed one after the other and take so long per token; what was prefilled elsewhere is not computed."""
     weights: int = 0
     model: str = "tiny"
 
@@ -75,6 +77,7 @@ class Worker:
         self.running = 0
         self.numbers = random.SystemRandom()
         self.met: set[str] = set()
+        self.core = asyncio.Lock()
 
     async def serve(self) -> None:
         await asyncio.start_server(self.control, self.host, self.control_port)
@@ -146,6 +149,9 @@ class Worker:
         params = body.get("kv_transfer_params") or {}
         if self.faults.mode and await self.broken(body, writer):
             return
+        if self.faults.compute_token_s and not params.get("do_remote_prefill"):
+            async with self.core:
+                await asyncio.sleep(self.faults.compute_token_s * len(ids_of(body)))
         if params.get("do_remote_decode"):
             await asyncio.sleep(self.faults.tick_s)
             answer(writer, 200, self.prefilled(request_id, body))

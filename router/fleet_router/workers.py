@@ -7,10 +7,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from fleet_router import asked
 from fleet_router.admission.usage import estimated_at, only_text
 from fleet_router.among import bits_of, most_of, of_tier, only, other_than, under, within
 from fleet_router.asked import Hints
-from fleet_router.config import RouterConfig
+from fleet_router.config import Decide, RouterConfig
 from fleet_router.follow.identity import Identity
 from fleet_router.health.absent import Absent, awaited, followed
 from fleet_router.health.breaker import Breaker
@@ -31,6 +32,7 @@ from fleet_router.policy.split import Share, to_canary
 from fleet_router.policy.terms import CostAsk, Offer
 from fleet_router.policy.tiers import tier_of
 from fleet_router.policy.trip import Trip
+from fleet_router.request import sequences_of
 from fleet_router.upstream import CollectingUpstream, Pool, Upstream
 from fleet_wire.endpoints import Endpoint, Endpoints, Split
 
@@ -341,14 +343,16 @@ class WorkerTable:
         if worker.breaker.allows(now, 0) and self.pairs.condemns(prefill, decodes, now):
             worker.put_out(now)
 
-    def depart(self, choice: Choice, now: float, adapter: str, *, stream: bool, keys: Sequence[int] = ()) -> Trip | None:
-        """The first leg is sent; None for policies that learn nothing. `keys`: the prompt's, where KV events tell who has it."""
+    def depart(self, choice: Choice, now: float, ask: asked.Ask, decide: Decide, keys: Sequence[int] = ()) -> Trip | None:
+        """The first leg is sent; None for policies that learn nothing. Of several answers that one worker writes side by side no
+        time is learnt. `keys`: the prompt's, where KV events tell who has it."""
         offer = choice.offer
         if not isinstance(offer, Offer):
             return None
+        whole = decide == "cost" and not ask.stream and sequences_of(ask) == 1
         group = self.routing.groups[offer.decode.group]
         underway = self.routing.underway if keys else None
-        return Trip(group, offer, now, stream=stream, adapter=adapter, underway=underway, keys=keys)
+        return Trip(group, offer, now, stream=ask.stream, adapter=ask.adapter, learns_whole=whole, underway=underway, keys=keys)
 
     def _allowed(self, now: float, excluded: frozenset[str], adapter: str, tier: str, *, last_resort: bool) -> _Allowed:
         """Who may be chosen, and the adapter's version."""

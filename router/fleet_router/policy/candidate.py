@@ -67,6 +67,9 @@ class Candidate:
     """How much later than expected everything here was, summed up."""
     done_at: float = 0.0
     """When the last prefill was done."""
+    inferred_at: float = 0.0
+    inferred: tuple[int, int] = (0, 0)
+    """The same as whole answers let us infer it; which prefill that was (of `sent_prefills`), and the tokens behind it."""
     crowd: float = 0.0
     """Half of the prefills per second that come here: work of S seconds makes those wait crowd x S² that come meanwhile."""
     heat: float = 0.0
@@ -174,6 +177,22 @@ def prefill_done(one: Prefilling, now: float, *, learn: bool) -> float | None:
         late = late if late < MOST_LATE_S else MOST_LATE_S
         worker.late_s += late
         worker.free_at += late
+    if worker.pending + worker.others_pending <= 0:
+        worker.free_at = now
+    return took_s
+
+
+def prefill_inferred(one: Prefilling, now: float, began: float, first_at: float) -> float:
+    """The whole answer came at `now`, and its prompt is believed to have been computed from `began` to `first_at`, or longer. The
+    seconds that it took."""
+    worker, took_s = one.worker, first_at - began if first_at > began else 0.0
+    worker.pending -= 1
+    worker.prefill.observe(one.tokens, took_s)
+    worker.note_speed()
+    late = first_at - (one.due + worker.late_s)
+    late = late if late < MOST_LATE_S else MOST_LATE_S
+    worker.late_s += late
+    worker.free_at += late
     if worker.pending + worker.others_pending <= 0:
         worker.free_at = now
     return took_s

@@ -57,19 +57,29 @@ class Pairs:
         """No pair is cheaper than this."""
         return self.least_base + self.least_slope * tokens
 
+    def moves_in(self, prefill: str, decode: str, tokens: float) -> tuple[float, float]:
+        """Seconds to move so many tokens, without a handshake, and of how many transfers that is known."""
+        line = self._lines.get((prefill, decode), self.common)
+        return line.base + line.slope * tokens, line.weight
+
     def observe(self, prefill: str, decode: str, tokens: float, seconds: float) -> None:
         """A decode leg had its first token."""
         line = self._lines.get((prefill, decode))
         if line is None:
             self.handshake.observe(max(0.0, seconds - self.common.at(tokens)))
-            if len(self._lines) >= PAIRS_MOST:
-                self._lines.pop(next(iter(self._lines)))
-            self._lines[prefill, decode] = Line(self.common.base, self.common.slope, TOKENS_SCALE)
+            self.meet(prefill, decode)
             return
         self.common.observe(tokens, seconds)
         line.observe(tokens, seconds)
         self.least_base = min(self.least_base, line.base, self.common.base)
         self.least_slope = min(self.least_slope, line.slope, self.common.slope)
+
+    def meet(self, prefill: str, decode: str) -> None:
+        """KV has moved between them, in a time that nobody knows: the handshake is over."""
+        if not self.met(prefill, decode):
+            if len(self._lines) >= PAIRS_MOST:
+                self._lines.pop(next(iter(self._lines)))
+            self._lines[prefill, decode] = Line(self.common.base, self.common.slope, TOKENS_SCALE)
 
     def forget(self, worker: str) -> None:
         """This worker is gone."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet_router.asked import Hints
+from fleet_router.asked import Ask, Hints
 from fleet_router.config import RouterConfig
 from fleet_router.kvindex.underway import Underway, united
 from fleet_router.policy.chosen import Choice
@@ -16,6 +16,7 @@ from fleet_wire.endpoints import Endpoint, Endpoints, Role
 PROMPTS = [[1, 2, 3], [1, 2, 4], [1, 5], [6]]
 MOVES = st.lists(st.tuples(st.sampled_from(range(len(PROMPTS))), st.sampled_from([64, 128]), st.sampled_from("ssof")))
 CONFIG = RouterConfig(fleet="f", served_name="m")
+STREAM, WHOLE = (Ask({}, b"", stream, None) for stream in (True, False))
 
 
 @given(MOVES)
@@ -70,7 +71,7 @@ def test_the_next_prompt_goes_where_one_with_its_beginning_is_being_computed_tho
     def send(prompt: bytes, now: float) -> tuple[str | None, Trip]:
         found, keys = table.choose(prompt, CONFIG, now, frozenset(), hints=hints)
         assert isinstance(found, Choice)
-        trip = table.depart(found, now, "", stream=True, keys=keys)
+        trip = table.depart(found, now, STREAM, "threshold", keys)
         assert trip is not None
         return found.prefill, trip
 
@@ -89,14 +90,31 @@ def test_who_left_takes_its_notes_along_and_the_next_owner_of_its_place_has_none
     table.update(Endpoints(fleet="f", namespace="n", workers=workers), 0.0, CONFIG)
     found, keys = table.choose(b"long " * 3000, CONFIG, 0.0, frozenset(), hints=Hints(precise=-1))
     assert isinstance(found, Choice)
-    trip = table.depart(found, 0.0, "", stream=True, keys=keys)
+    trip = table.depart(found, 0.0, STREAM, "threshold", keys)
     assert table.routing.underway.masks
     table.update(Endpoints(fleet="f", namespace="n", workers=(endpoint("n", "prefill"), workers[1])), 1.0, CONFIG)
     assert not table.routing.underway.masks
     found, keys = table.choose(b"long " * 3000, CONFIG, 1.0, frozenset(), hints=Hints(precise=-1))
     assert isinstance(found, Choice)
-    table.depart(found, 1.0, "", stream=True, keys=keys)
+    table.depart(found, 1.0, STREAM, "threshold", keys)
     noted = dict(table.routing.underway.masks)
     assert trip is not None
     trip.over(2.0)  # of the one that left
     assert table.routing.underway.masks == noted != {}
+
+
+def test_a_prompt_whose_time_is_inferred_from_a_whole_answer_is_not_on_its_way_any_more():
+    table = WorkerTable()
+    table.update(Endpoints(fleet="f", namespace="n", workers=(endpoint("d", "decode"),)), 0.0, CONFIG)
+    worker = table.workers["d"]
+    for now in (0.0, 10.0):
+        found, keys = table.choose(b"%d " % now * 3000, CONFIG, now, frozenset(), hints=Hints(precise=-1))
+        assert isinstance(found, Choice)
+        trip = table.depart(found, now, WHOLE, "cost", keys)
+        assert trip is not None
+        assert table.routing.underway.masks
+        seen = worker.prefill.weight
+        trip.whole(now + 2.0, 1, worker)  # one token: all of its time went to the prompt
+        assert worker.prefill.weight > seen  # that way it went
+        trip.over(now + 2.0)
+        assert not table.routing.underway.masks
