@@ -45,4 +45,4 @@ def parse_again(known: KnownFleet | None, raw: Object, words: Words) -> KnownFle
 
 def _same_wish(before: Object, after: Object) -> bool:
     mine, others = ({k: v for k, v in obj["metadata"].items() if k not in OF_STATUS} for obj in (before, after))
-    return mine == others and before["spec"] == after["spec"]
+    return mine == others and before["spec"] == after.get("spec")

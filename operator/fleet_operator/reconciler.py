@@ -57,7 +57,7 @@ from fleet_operator.ownership import without_strangers
 from fleet_operator.picture import Places, picture, pods_of
 from fleet_operator.pod_marks import put_back, rightful
 from fleet_operator.reading import Known, Reader, Sources, Telemetry
-from fleet_operator.recorder import Recorder, present_status
+from fleet_operator.recorder import Recorder, present_status, ready_of
 from fleet_operator.render.prefetch import fetches_ahead
 from fleet_operator.render.revision import observe_revisions, template_of
 from fleet_operator.settings import Platform
@@ -151,6 +151,14 @@ class Reconciler:
 
     def feed(self, kind: Kind, event: WatchEvent) -> None:
         """One change, from whichever watch: kopf's, or ours."""
+        try:
+            self._take(kind, event)
+        except Exception:  # as in a pass: one object that nobody foresaw must not end the operator of all others
+            meta = event.object.get("metadata") or {}
+            LOG.exception("%s %s/%s could not be taken in", kind.kind, meta.get("namespace", ""), meta.get("name", ""))
+            self._passes.ended(self._passes.began(), ["InternalError"], failed=True)
+
+    def _take(self, kind: Kind, event: WatchEvent) -> None:
         if event.type == "SYNCED":
             self._unlisted.discard(kind.kind)
             if not self._unlisted:
@@ -231,8 +239,7 @@ class Reconciler:
         """Fleets that are ours by the status of their Ready condition."""
         counts = {"True": 0, "False": 0, "Unknown": 0}
         for raw in (raw for (namespace, _), raw in self._objects.fleets.items() if self._owns(namespace)):
-            conditions = (raw.get("status") or {}).get("conditions") or []
-            status = next((c.get("status") for c in conditions if c.get("type") == "Ready"), "Unknown")
+            status = ready_of(raw)
             counts[status if status in counts else "Unknown"] += 1
         return counts
 

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from fleet_operator.audit import audit_kind
-from fleet_operator.cluster.interface import CONFIG_MAP, NODE, PDB, POD, POOL, Listed, WatchEvent
+from fleet_operator.cluster.interface import CONFIG_MAP, FLEET, NODE, PDB, POD, POOL, Listed, WatchEvent
 from fleet_operator.known_nodes import KnownNodes
 from fleet_operator.names import FETCH, FETCH_NODE, ROLE
 from fleet_operator.nodes import NodeView, going_away, observe_node, sick_nodes
 from fleet_operator.observe import observe_fetching
+from fleet_operator.render.prefetch import fetches_ahead
 from fleet_operator.settings import Platform
 from fleet_wire import endpoints
 from tests.fleet_operator.world import NAMESPACE, World, manifest
@@ -160,6 +161,44 @@ def test_an_audit_tells_what_no_watch_told_of_nodes():
         assert await audit_kind(world.store, world.operator, NODE, None) == 0
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        *({"status": status} for status in (None, "text", {"conditions": "x"}, {"conditions": ["y", {"type": "Ready"}]})),
+        *({"spec": spec} for spec in (None, 7, {"model": 3}, {"model": {"cache": 5}}, {"model": {"cache": []}})),
+    ],
+)
+def test_a_fleet_of_any_shape_does_not_end_the_operator_when_nodes_change(found: dict[str, Any]):
+    """One that was stored before its CRD was what it is: `cache: 5` ended the operator, and each one that started after it."""
+
+    async def scenario() -> None:
+        world = World()
+        await world.user.apply(manifest())
+        await world.settle()
+        strange = {**manifest("strange"), **found}
+        strange["metadata"] |= {"uid": "strange", "resourceVersion": "1"}
+        for event in (FLEET, strange), (NODE, node()), (NODE, node(cordoned=True)):
+            world.operator.feed(event[0], WatchEvent("MODIFIED", event[1]))
+        assert world.operator.readiness() == {"True": 1, "False": 0, "Unknown": 1}
+        assert not fetches_ahead(strange)
+
+    asyncio.run(scenario())
+
+
+def test_what_cannot_be_taken_in_is_told_and_counted_and_ends_nothing(caplog: pytest.LogCaptureFixture):
+    async def scenario() -> None:
+        world = World()
+        broken = {"kind": POOL.kind, "metadata": {"name": "p", "namespace": NAMESPACE, "labels": 7}}
+        world.operator.feed(POOL, WatchEvent("ADDED", broken))
+        await world.user.apply(manifest())
+        await world.settle()
+        assert (await world.condition("Ready"))["status"] == "True"
+
+    asyncio.run(scenario())
+    (line,) = [record for record in caplog.records if record.exc_info]
+    assert line.getMessage() == f"WorkerPool {NAMESPACE}/p could not be taken in"
 
 
 def test_old_news_of_a_node_and_of_its_namesake_changes_nothing():

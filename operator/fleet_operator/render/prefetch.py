@@ -77,9 +77,11 @@ def render_fetch(fleet: InferenceFleet, wanted: FetchWanted, owner: Object, plat
 
 
 def fetches_ahead(raw: Object) -> bool:
-    """Whether a fleet, as the API has it, may have such pods."""
-    model = (raw.get("spec") or {}).get("model") or {}
-    return bool((model.get("cache") or {}).get("type") == "nodeLocal")
+    """Whether a fleet, as the API has it, may have such pods. It may be one that was stored before its CRD was what it is."""
+    found: object = raw
+    for name in ("spec", "model", "cache"):
+        found = found.get(name) if isinstance(found, dict) else None
+    return isinstance(found, dict) and found.get("type") == "nodeLocal"
 
 
 def _only(node: str) -> Object:
