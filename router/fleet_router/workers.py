@@ -340,14 +340,10 @@ class WorkerTable:
         if worker.breaker.allows(now, 0) and self.pairs.condemns(prefill, decodes, now):
             worker.put_out(now)
 
-    def depart(self, choice: Choice, now: float, adapter: str, *, stream: bool, keys: Sequence[int] = ()) -> Trip | None:
-        """The first leg is sent; None for policies that learn nothing. `keys`: the prompt's, where KV events tell who has it."""
+    def depart(self, choice: Choice, now: float, adapter: str, stream: bool, keys: Sequence[int], told: bool) -> Trip | None:
+        """The first leg is sent; see `Routing.depart`. None for policies that learn nothing."""
         offer = choice.offer
-        if not isinstance(offer, Offer):
-            return None
-        group = self.routing.groups[offer.decode.group]
-        underway = self.routing.underway if keys else None
-        return Trip(group, offer, now, stream=stream, adapter=adapter, underway=underway, keys=keys)
+        return self.routing.depart(offer, now, adapter, stream, keys, told) if isinstance(offer, Offer) else None
 
     def _allowed(self, now: float, excluded: frozenset[str], adapter: str, tier: str, *, last_resort: bool) -> _Allowed:
         """Who may be chosen, and the adapter's version."""
