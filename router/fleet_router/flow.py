@@ -70,7 +70,7 @@ class Flow(Awaiting):
         if self._held:
             self._waited(now)
         if not self._ask.alone:
-            self._trip = context.table.depart(found, now, ask, self.config.decide, keys if context.knowledge else ())
+            self._trip = context.table.depart(found, now, ask, self.config.decide, keys, context.knowledge is not None)
         decode = context.table.workers[found.decode]
         prefill = context.table.workers[found.prefill] if found.prefill is not None else None
         context.recorder.decided(self.record, now, found, prefill, decode)

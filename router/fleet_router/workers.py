@@ -343,16 +343,14 @@ class WorkerTable:
         if worker.breaker.allows(now, 0) and self.pairs.condemns(prefill, decodes, now):
             worker.put_out(now)
 
-    def depart(self, choice: Choice, now: float, ask: asked.Ask, decide: Decide, keys: Sequence[int] = ()) -> Trip | None:
-        """The first leg is sent; None for policies that learn nothing. Of several answers that one worker writes side by side no
-        time is learnt. `keys`: the prompt's, where KV events tell who has it."""
+    def depart(self, choice: Choice, now: float, ask: asked.Ask, decide: Decide, keys: Sequence[int], told: bool) -> Trip | None:
+        """The first leg is sent; see `Routing.depart`. None for policies that learn nothing. Of several answers that one worker
+        writes side by side no time is learnt."""
         offer = choice.offer
         if not isinstance(offer, Offer):
             return None
         whole = decide == "cost" and not ask.stream and sequences_of(ask) == 1
-        group = self.routing.groups[offer.decode.group]
-        underway = self.routing.underway if keys else None
-        return Trip(group, offer, now, stream=ask.stream, adapter=ask.adapter, learns_whole=whole, underway=underway, keys=keys)
+        return self.routing.depart(offer, now, ask.adapter, ask.stream, whole, keys, told)
 
     def _allowed(self, now: float, excluded: frozenset[str], adapter: str, tier: str, *, last_resort: bool) -> _Allowed:
         """Who may be chosen, and the adapter's version."""

@@ -16,6 +16,7 @@ from fleet_router.policy.group import Group
 from fleet_router.policy.ring import SPACE, cap_of
 from fleet_router.policy.side import HEAT_S, Steps, Usable
 from fleet_router.policy.terms import CostAsk, Offer
+from fleet_router.policy.trip import Trip
 
 INDEX_ENTRIES: Final = 500_000
 """About 75 MB when it is full."""
@@ -103,6 +104,15 @@ class Routing:
     def coming(self, keys: Sequence[int], size: int, tokens: float, among: int) -> list[tuple[float, int]]:
         """The same of what these workers were sent and have not computed yet: KV events tell of it only then."""
         return _in_tokens(self.underway.depths(keys, among), len(keys), size, tokens)
+
+    def depart(self, offer: Offer, now: float, adapter: str, stream: bool, whole: bool, keys: Sequence[int], told: bool) -> Trip:
+        """A prompt with these keys is sent to its first worker. `whole`: its answer's length and time will be told; `told`: KV
+        events tell of it once it is computed."""
+        group = self.groups[offer.decode.group]
+        if offer.prefill is None and not group.prefill.members:
+            self.index.add(keys, offer.decode.uid)  # who asks next would have it computed once more elsewhere
+        underway = self.underway if told else None
+        return Trip(group, offer, now, stream=stream, adapter=adapter, learns_whole=whole, underway=underway, keys=keys)
 
     def decide(self, ask: CostAsk, steps: Steps, *, tier: str = "", usable: Usable | None = None) -> Offer | None:
         """The cheapest offer of all groups, of this tier if it can serve at all; None when nobody decodes."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+import pytest
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fleet_router.asked import Ask, Hints
@@ -47,12 +48,13 @@ def test_what_is_on_its_way_is_bounded():
 
 
 @given(st.lists(st.tuples(st.floats(1, 9), st.integers(0, 15))))
+@example([(1.0, 12), (1.0, 5), (1.0, 2)])
 def test_steps_of_several_indexes_name_each_worker_once_with_the_most_that_is_known(steps: list[tuple[float, int]]):
     found = united(steps)
     for bit in (1, 2, 4, 8):
         most = [max((tokens for tokens, mask in steps if mask & bit), default=None)]
         assert [tokens for tokens, mask in found if mask & bit] == [one for one in most if one is not None]
-    assert found == sorted(found, reverse=True)
+    assert [tokens for tokens, _ in found] == sorted([tokens for tokens, _ in found], reverse=True)
 
 
 def endpoint(uid: str, role: Role) -> Endpoint:
@@ -71,7 +73,7 @@ def test_the_next_prompt_goes_where_one_with_its_beginning_is_being_computed_tho
     def send(prompt: bytes, now: float) -> tuple[str | None, Trip]:
         found, keys = table.choose(prompt, CONFIG, now, frozenset(), hints=hints)
         assert isinstance(found, Choice)
-        trip = table.depart(found, now, STREAM, "threshold", keys)
+        trip = table.depart(found, now, STREAM, "threshold", keys, True)
         assert trip is not None
         return found.prefill, trip
 
@@ -90,13 +92,13 @@ def test_who_left_takes_its_notes_along_and_the_next_owner_of_its_place_has_none
     table.update(Endpoints(fleet="f", namespace="n", workers=workers), 0.0, CONFIG)
     found, keys = table.choose(b"long " * 3000, CONFIG, 0.0, frozenset(), hints=Hints(precise=-1))
     assert isinstance(found, Choice)
-    trip = table.depart(found, 0.0, STREAM, "threshold", keys)
+    trip = table.depart(found, 0.0, STREAM, "threshold", keys, True)
     assert table.routing.underway.masks
     table.update(Endpoints(fleet="f", namespace="n", workers=(endpoint("n", "prefill"), workers[1])), 1.0, CONFIG)
     assert not table.routing.underway.masks
     found, keys = table.choose(b"long " * 3000, CONFIG, 1.0, frozenset(), hints=Hints(precise=-1))
     assert isinstance(found, Choice)
-    table.depart(found, 1.0, STREAM, "threshold", keys)
+    table.depart(found, 1.0, STREAM, "threshold", keys, True)
     noted = dict(table.routing.underway.masks)
     assert trip is not None
     trip.over(2.0)  # of the one that left
@@ -110,7 +112,7 @@ def test_a_prompt_whose_time_is_inferred_from_a_whole_answer_is_not_on_its_way_a
     for now in (0.0, 10.0):
         found, keys = table.choose(b"%d " % now * 3000, CONFIG, now, frozenset(), hints=Hints(precise=-1))
         assert isinstance(found, Choice)
-        trip = table.depart(found, now, WHOLE, "cost", keys)
+        trip = table.depart(found, now, WHOLE, "cost", keys, True)
         assert trip is not None
         assert table.routing.underway.masks
         seen = worker.prefill.weight
@@ -118,3 +120,16 @@ def test_a_prompt_whose_time_is_inferred_from_a_whole_answer_is_not_on_its_way_a
         assert worker.prefill.weight > seen  # that way it went
         trip.over(now + 2.0)
         assert not table.routing.underway.masks
+
+
+@pytest.mark.parametrize("prefills", [0, 1])
+def test_where_nobody_prefills_for_others_a_prompt_is_at_its_worker_once_it_is_sent(prefills: int):
+    """Known by its first byte alone, as before, the next ones with its beginning were computed anew wherever nobody waited. Where
+    prefill workers are, decode workers compute what is short."""
+    table = WorkerTable()
+    workers = (*(endpoint(f"p{i}", "prefill") for i in range(prefills)), *(endpoint(f"d{i}", "decode") for i in range(4)))
+    table.update(Endpoints(fleet="f", namespace="n", workers=workers), 0.0, CONFIG)
+    found, keys = table.choose(b"shared " * 3000, CONFIG, 0.0, frozenset(), hints=Hints(local=True))
+    assert isinstance(found, Choice)
+    table.depart(found, 0.0, STREAM, "threshold", keys, False)
+    assert bool(table.routing.index.depths(keys)) == (prefills == 0)
