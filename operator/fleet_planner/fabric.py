@@ -23,8 +23,10 @@ def disaggregating(tiers: Mapping[str, TierTelemetry | None], sides: Mapping[str
     proofs = {name: known.kv for name, known in tiers.items() if known is not None and known.kv is not None}
     if not proofs:
         return "Unknown", "NoData", "no engine counters yet"
-    if (wrong := _wrong(proofs, sides) or _failing(tiers, sides)) is not None:
+    if (wrong := _wrong(proofs, sides)) is not None:
         return wrong
+    if sides or any([known is not None and bool(known.pairs) for known in tiers.values()]):
+        return _failing(tiers, sides)
     moved, blocks = sum(kv.transfers for kv in proofs.values()), sum(kv.blocks for kv in proofs.values())
     failed, size = sum(kv.failed for kv in proofs.values()), sum(kv.bytes for kv in proofs.values())
     if moved:
@@ -48,14 +50,14 @@ def _wrong(proofs: Mapping[str, KvProof], sides: Mapping[str, Verdict]) -> Verdi
     return None
 
 
-def _failing(tiers: Mapping[str, TierTelemetry | None], sides: Mapping[str, Verdict]) -> Verdict | None:
+def _failing(tiers: Mapping[str, TierTelemetry | None], sides: Mapping[str, Verdict]) -> Verdict:
     """Workers, or pairs of them, between which no KV moves while it does between others."""
     pairs = {name: known.pairs for name, known in tiers.items() if known is not None and known.pairs and name not in sides}
     words = [_apart(name, found) for name, found in pairs.items()]
     if sides:
         status, reason, _ = next(iter(sides.values()))
         return status, reason, "; ".join([*(verdict[2] for verdict in sides.values()), *words])
-    return ("False", "PairFailing", "; ".join(words)) if words else None
+    return "False", "PairFailing", "; ".join(words)
 
 
 def _apart(tier: str, pairs: Sequence[tuple[str, str]]) -> str:

@@ -15,3 +15,6 @@ class HealingMemory:
     """(uid, since when the worker looks poisoned without a break)."""
     replaced: tuple[ReplacedStatus, ...] = ()
     """What was decided in the last hour: the status that says so may be read late."""
+
+
+NOTHING_HEALED = HealingMemory()

@@ -12,7 +12,7 @@ none when so many fail at once that it must be what is between them.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from math import inf
 
@@ -22,7 +22,7 @@ from fleet_api.v1alpha1.healing import RestartPoisonedSpec
 from fleet_api.v1alpha1.status import HealingStatus, ReplacedStatus
 from fleet_api.v1alpha1.tier import TierSpec
 from fleet_planner.gang import workers_of
-from fleet_planner.healed import HealingMemory
+from fleet_planner.healed import NOTHING_HEALED, HealingMemory
 from fleet_planner.poisoned import Found, find_poisoned
 from fleet_planner.replicas import Replica
 from fleet_planner.rollout import Group, Limits
@@ -43,7 +43,7 @@ REMEMBERED_MOST = 32
 class Healing:
     """Of one tier."""
 
-    memory: HealingMemory = field(default_factory=HealingMemory)
+    memory: HealingMemory = NOTHING_HEALED
     status: HealingStatus | None = None
     verdict: Verdict | None = None
     """What Disaggregating says of it; None: no side is known to be at fault."""
@@ -54,8 +54,8 @@ UNHURT = Healing()
 
 def plan_healing(fleet: InferenceFleet, observed: Observed, now: float) -> dict[str, Healing]:
     """By tier; those of which there is nothing to say are absent."""
-    before = {tier.name: tier.healing for tier in fleet.status.tiers if tier.healing is not None}
     found = {}
+    before = {tier.name: tier.healing for tier in fleet.status.tiers if tier.healing is not None} if is_healing(fleet) else {}
     for tier in fleet.spec.tiers:
         known, kept = observed.telemetry.get(tier.name), observed.memory.get(tier.name)
         memory = kept.healing if kept is not None else UNHURT.memory
@@ -67,12 +67,19 @@ def plan_healing(fleet: InferenceFleet, observed: Observed, now: float) -> dict[
 
 def marked(fleet: InferenceFleet, observed: Observed) -> Observed:
     """All pods of workers whose replacement the status says, as if their node went away."""
-    going = decided(fleet) if any([tier.healing is not None for tier in fleet.status.tiers]) else None
-    if not going or not any(pod.uid in going or pod.group in going for pod in observed.pods):
+    if not is_healing(fleet):
+        return observed
+    going = decided(fleet)
+    if not any(pod.uid in going or pod.group in going for pod in observed.pods):
         return observed
     words = {uid: one.message for uid, one in going.items()}
     pods = [replace(pod, leaving=pod.leaving or words.get(pod.uid) or words.get(pod.group, "")) for pod in observed.pods]
     return replace(observed, pods=tuple(pods))
+
+
+def is_healing(fleet: InferenceFleet) -> bool:
+    """Whether the status says of any worker that it is, or was, replaced: of most fleets nothing more has to be asked."""
+    return any([tier.healing is not None for tier in fleet.status.tiers])
 
 
 def decided(fleet: InferenceFleet) -> dict[str, ReplacedStatus]:
@@ -86,7 +93,7 @@ def gone_first(
     """Pods of such workers that go before others are ready in their place: no surge is allowed, or there was no room for
     `capacityWait`. What is left serves inside the ratio. `groups`: by revision."""
     going, found = decided(fleet), list[PodGone]()
-    for worker in workers if going else ():
+    for worker in workers:
         one = going.get(worker.leader.uid)
         if one is None or not worker.alive:
             continue
@@ -118,7 +125,9 @@ def _of_tier(
     now: float,
 ) -> Healing:
     spec, workers = fleet.spec.healing.restart_poisoned, workers_of(observed, tier.name)
-    told = Healing(HealingMemory((), replaced), HealingStatus(replaced=replaced) if replaced else None)
+    told = Healing(
+        HealingMemory((), replaced) if replaced else NOTHING_HEALED, HealingStatus(replaced=replaced) if replaced else None
+    )
     fresh = known.demand is not None and is_fresh(known.demand.measured_at, fleet.spec.telemetry.interval_s, now)
     found = find_poisoned(known.pairs, known.moved) if fresh else Found()
     alive = {worker.leader.name: worker for worker in workers if worker.alive}

@@ -17,7 +17,7 @@ from fleet_planner.crashes import crashing
 from fleet_planner.draft import draft_pods, scarce_first
 from fleet_planner.flip import Settled, Terms, cold_start_s, flip_s, other, remember, settle
 from fleet_planner.gang import GivenBack, give_back
-from fleet_planner.healing import gone_first
+from fleet_planner.healing import gone_first, is_healing
 from fleet_planner.ratio import Pair
 from fleet_planner.replicas import ENDED, Replica, replicas_of
 from fleet_planner.rollout import Group, Limits, Step, hold_step, plan_step, why_stuck
@@ -107,8 +107,8 @@ def plan_tier(
     memory = observed.memory.get(tier.name, ScaleMemory()).gangs
     cut_short = _cut_short(fleet, tier, groups, observed.problems)
     given = give_back(replicas, memory, fleet.spec.scaling.capacity_wait_s, now, cut_short)
-    everything = [worker for found in replicas.values() for worker in found]
-    if first := gone_first(fleet, everything, groups, limits, now):
+    if is_healing(fleet):
+        first = gone_first(fleet, [one for found in replicas.values() for one in found], groups, limits, now)
         given = replace(given, gone=(*given.gone, *first))
     return _carried_out(fleet, tier, course, step, replicas, scene, templates, changing, given)
 

@@ -25,8 +25,6 @@ def target_name(fleet: str, tier: str, role: str) -> str:
 
 def asked_of_targets(tier: str, observed: Observed) -> dict[Role, int]:
     """Wanted size of each role whose target says something else than the operator wrote."""
-    if not observed.targets:
-        return {}
     mine = [one for one in observed.targets if one.tier == tier and one.planned is not None]
     return {one.role: one.replicas for one in mine if one.replicas != one.planned}
 

@@ -159,4 +159,4 @@ def scaled_by_others(tier: str, revision: str, observed: Observed) -> dict[Role,
         for pool in pools
         if (pool.revision == revision or pool.role not in newest) and pool.planned is not None and pool.replicas != pool.planned
     }
-    return found | asked_of_targets(tier, observed)
+    return found | asked_of_targets(tier, observed) if observed.targets else found

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from fleet_api.v1alpha1.status import FlipStatus, ZeroStatus
-from fleet_planner.healed import HealingMemory
+from fleet_planner.healed import NOTHING_HEALED, HealingMemory
 
 Role = Literal["prefill", "decode"]
 Verdict = tuple[Literal["True", "False", "Unknown"], str, str]  # status, reason and message of a condition
@@ -305,7 +305,7 @@ class ScaleMemory:
     """When a worker of a tier that left the spec last made room for others."""
     lacking: tuple[str, float] | None = None
     """(key of its model, since when a node lacks it); None: every node has it."""
-    healing: HealingMemory = field(default_factory=HealingMemory)
+    healing: HealingMemory = NOTHING_HEALED
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import pytest
 
 from fleet_router.config import RouterConfig
 from fleet_router.health.breaker import OPEN_FIRST_S
-from fleet_router.health.pairs import MOVED_S, PairHealth
+from fleet_router.health.pairs import MOVED_S, PAIRS_MOST, PairHealth
 from fleet_router.policy.chosen import Choice
 from fleet_router.workers import PAIRS_TOLD, WorkerTable
 from fleet_wire.endpoints import Endpoint, Endpoints, Role
@@ -117,10 +117,10 @@ def test_what_was_sent_before_a_pair_was_put_out_shows_nothing():
     assert pairs.beside(21.0) == []
 
 
-def test_pairs_that_work_are_bounded(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("fleet_router.health.pairs.PAIRS_MOST", 3)
+def test_pairs_that_work_are_bounded():
     pairs = PairHealth()
     failing(pairs, "p0", "d0")
-    for number in range(1, 9):
-        pairs.succeeded("p0", f"d{number}", 20.0)
-    assert list(pairs.moved) == [("p0", f"d{number}") for number in (6, 7, 8)]
+    for number in range(PAIRS_MOST + 3):
+        pairs.succeeded("p1", f"d{number}", 20.0)
+    assert len(pairs.moved) == PAIRS_MOST
+    assert next(iter(pairs.moved)) == ("p1", "d3"), "the oldest go"
