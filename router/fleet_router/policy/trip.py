@@ -29,8 +29,8 @@ class Trip:
     `learns_whole`: its length and its time are to be told (`whole`)."""
 
     __slots__ = (
-        "_alone", "_first_at", "_full", "_group", "_number", "_offer", "_prefilling", "_quiet", "_sent_at", "_sent_tokens",
-        "_stream", "learns_whole",
+        "_alone", "_first_at", "_full", "_group", "_hedge", "_number", "_offer", "_prefilling", "_quiet", "_sent_at",
+        "_sent_tokens", "_stream", "learns_whole",
     )  # fmt: skip
 
     def __init__(
@@ -40,6 +40,7 @@ class Trip:
         self.learns_whole = learns_whole and not stream
         first = offer.prefill or offer.decode
         self._prefilling: Prefilling | None = prefill_sent(first, offer.missing, now)
+        self._hedge: Prefilling | None = None
         self._sent_at, self._first_at = now, 0.0
         self._number, self._alone = first.sent_prefills, first.pending + first.others_pending <= 1
         self._sent_tokens = first.sent_tokens
@@ -120,6 +121,27 @@ class Trip:
         """`before_s`: what is believed to have passed before its first token, `most_s`: at most."""
         if gaps >= WHOLE_TOKENS_LEAST and most_s <= GUESSED_MOST * took_s:
             self._group.spaced(worker, worker.inflight, (took_s - before_s) / gaps)
+
+    def expected_s(self, now: float) -> float:
+        """How long its prefill is expected to take from now on."""
+        one = self._prefilling
+        return 0.0 if one is None else max(0.0, one.due + one.worker.late_s - now)
+
+    def hedged(self, worker: Candidate, missing: float, now: float) -> None:
+        """A second worker was sent the prompt, of which it lacks so many tokens."""
+        self._hedge = prefill_sent(worker, missing, now)
+
+    def hedge_over(self, now: float, *, won: bool) -> None:
+        """It answers, or is waited for alone (`won`); or it is given up. Of the other one nothing is learnt."""
+        one, self._hedge = self._hedge, None
+        if one is None:
+            return
+        if not won:
+            prefill_done(one, now, learn=False)
+            return
+        self._prefill_over(now, learn=False)
+        self._prefilling, offer = one, self._offer
+        self._offer = Offer(offer.cost_s, one.worker, offer.decode, one.tokens, offer.moved, offer.reason, offer.looked)
 
     def over(self, now: float) -> None:
         """However it ended: it waits in no queue any more."""
