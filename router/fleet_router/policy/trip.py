@@ -42,11 +42,14 @@ class Trip:
         self._prefilling: Prefilling | None = prefill_sent(first, offer.missing, now)
         self._hedge: Prefilling | None = None
         self._sent_at, self._first_at = now, 0.0
-        self._number, self._alone = first.sent_prefills, first.pending + first.others_pending <= 1
-        self._sent_tokens = first.sent_tokens
-        self._quiet = self._prefilling.begins + first.late_s <= now
-        """Which of the worker's prefills it is; no other one is there, or all are expected to be done."""
-        self._full = (stream or learns_whole) and _full(offer.decode)
+        self._number, self._sent_tokens, self._alone, self._quiet = 0, 0.0, False, False
+        """Which of the worker's prefills it is, and the tokens sent there so far; no other one is there, or all are expected to
+        be done."""
+        if self.learns_whole:
+            self._number, self._sent_tokens = first.sent_prefills, first.sent_tokens
+            self._alone = first.pending + first.others_pending <= 1
+            self._quiet = self._prefilling.begins + first.late_s <= now
+        self._full = (stream or self.learns_whole) and _full(offer.decode)
         if adapter:
             for worker in {first, offer.decode}:
                 worker.adapters.pop(adapter, None)
