@@ -20,6 +20,7 @@ from e2e.emulated.fleet import CONFIG, Emulated, until
 from fleet_router.config import (
     Cascade,
     ExplainBounds,
+    HedgeBounds,
     HoldBounds,
     HttpBounds,
     PrewarmBounds,
@@ -47,6 +48,7 @@ VALUES: dict[str, list[Any]] = {
     "max_input_tokens": [100_000], "max_output_tokens": [1_000], "max_model_len": [100_000], "first_token_deadline_s": [5.0],
     "inter_token_deadline_s": [1.0], "resume": ["off", "replay"], "whole_answer_most_s": [100.0], "silent_s": [1.0],
     "reused_close_s": [0.0], "upstream_idle_s": [0.1], "bounds": [TIGHT], "hold": [HoldBounds(requests=1, bytes=1, time_s=1.0)],
+    "hedge": [HedgeBounds(after=1.0, least_s=0.001, share=0.5)],
     "prewarm": [PrewarmBounds(pairs=8, parallel=8)], "return_wait_s": [0.0, 60.0], "worker_slots": [0, 8],
     "queue_per_slot": [1, 100], "ttft_budget_s": [5.0],
     "classes": [(), (SloClass(name="fast", priority=-50, max_output_tokens=900),)], "runaway": [True],

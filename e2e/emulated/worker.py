@@ -47,6 +47,9 @@ class Faults:
     """Of streams whose prompt nobody has prefilled: their first token comes so much later."""
     compute_token_s: float = 0.0
     """Prompts are computed one after the other and take so long per token; what was prefilled elsewhere is not computed."""
+    stall_every: int = 0
+    """Of prefill legs every so-many-th takes `stall_s` longer, unless who asked leaves."""
+    stall_s: float = 2.0
     weights: int = 0
     model: str = "tiny"
 
@@ -65,6 +68,10 @@ class Stats:
     cut_reads: int = 0
     released: int = 0
     flaps: int = 0
+    prefills: int = 0
+    stalled: int = 0
+    left: int = 0
+    """Stalls that nobody waited for to the end."""
 
 
 class Worker:
@@ -73,7 +80,7 @@ class Worker:
         self.faults, self.stats = Faults(), Stats()
         self.leases: dict[str, float] = {}
         self.by_request: dict[str, str] = {}
-        self.open: set[asyncio.StreamWriter] = set()
+        self.open: dict[asyncio.StreamWriter, asyncio.StreamReader] = {}
         self.running = 0
         self.numbers = random.SystemRandom()
         self.met: set[str] = set()
@@ -97,7 +104,7 @@ class Worker:
         return await asyncio.start_server(self.connection, self.host, self.port, backlog=1024)
 
     async def connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.open.add(writer)
+        self.open[writer] = reader
         try:
             while True:
                 method, path, headers, body = await received(reader)
@@ -106,7 +113,7 @@ class Worker:
         except (asyncio.IncompleteReadError, ConnectionError, asyncio.LimitOverrunError, asyncio.CancelledError):
             pass
         finally:
-            self.open.discard(writer)
+            self.open.pop(writer, None)
             writer.close()
 
     async def route(
@@ -153,6 +160,7 @@ class Worker:
             async with self.core:
                 await asyncio.sleep(self.faults.compute_token_s * len(ids_of(body)))
         if params.get("do_remote_decode"):
+            await self.stall(writer)
             await asyncio.sleep(self.faults.tick_s)
             answer(writer, 200, self.prefilled(request_id, body))
             return
@@ -260,6 +268,19 @@ class Worker:
         writer.write(chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
 
     # -- faults -----------------------------------------------------------------------------------------------------
+    async def stall(self, writer: asyncio.StreamWriter) -> None:
+        """Of a prefill leg. Who leaves ends it, as with an engine that aborts a request: no KV stays."""
+        self.stats.prefills += 1
+        if not self.faults.stall_every or self.stats.prefills % self.faults.stall_every:
+            return
+        self.stats.stalled += 1
+        until = time.monotonic() + self.faults.stall_s
+        while time.monotonic() < until:
+            await asyncio.sleep(0.01)
+            if writer.is_closing() or self.open[writer].at_eof():
+                self.stats.left += 1
+                raise ConnectionResetError
+
     async def broken(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
         """Faults before the first byte; True when this was the answer."""
         mode = self.faults.mode

@@ -281,6 +281,14 @@ FLEET_RULES: tuple[Rule, ...] = (
     _duration_between("spec.routing", "slowStart", "0s", "1h"),
     _duration_between("spec.routing", "returnWait", "0s", "1m"),
     _duration_between("spec.routing.prewarm", "timeout", "1s", "5m"),
+    _duration_between("spec.routing.hedge", "atLeast", "1ms", "1m"),
+    Rule(
+        path="spec.routing",
+        cel="!has(self.hedge) || !has(self.policy) || self.policy == 'kvAware'",
+        message="hedge needs policy kvAware: no other one expects when a prompt is done",
+        holds=lambda raw: "hedge" not in raw or raw.get("policy", "kvAware") == "kvAware",
+        field=".hedge",
+    ),
     Rule(
         path="spec",
         cel="!has(self.routing) || !has(self.routing.tierRules) || "

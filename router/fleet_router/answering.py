@@ -36,6 +36,7 @@ from fleet_router.upstream import Upstream
 from fleet_router.workers import Worker
 
 if TYPE_CHECKING:
+    from fleet_router.hedging import Hedge
     from fleet_router.knowledge import Counted
 
 OK: Final = 200
@@ -63,7 +64,7 @@ class Answering(Metering):
 
     __slots__ = (
         "_again", "_asked", "_barred", "_client", "_connection", "_context", "_counted", "_decode_failures", "_due",
-        "_excluded", "_first", "_gaps", "_giver", "_handed_over", "_head_bytes", "_heard", "_held", "_keys", "_last",
+        "_excluded", "_first", "_gaps", "_giver", "_handed_over", "_head_bytes", "_heard", "_hedge", "_held", "_keys", "_last",
         "_lease", "_left_s", "_leg", "_leg_worker", "_local", "_measured", "_moved", "_outcome", "_path", "_paused",
         "_prefill_failures", "_resumes", "_sent", "_served", "_splits", "_stalled_at", "_streams", "_trip", "_unended",
         "_unreached", "config", "deadline", "done", "hints", "last_byte_at", "record", "sent_at", "started", "started_at",
@@ -105,6 +106,7 @@ class Answering(Metering):
         """Tier of the decode leg when another worker prefilled the prompt, and that worker while the KV is its own."""
         self._served = NOBODY
         self.hints = msgspec.structs.replace(hints, local=True) if ask.alone else hints
+        self._hedge: Hedge | None = None
         self._trip: Trip | None = None
         """What was expected of the legs; None before the first and after the last."""
         self._counted: Counted | None = None
@@ -129,7 +131,7 @@ class Answering(Metering):
         """The request has come: what is counted once, however many answers are made for it."""
         context, client = self._context, self._client
         context.metrics.arrivals += 1
-        context.budget.asked()
+        context.budget.asked(len(ask.prompt))
         return context.recorder.open((client.request_id, client.leg_id), self._path, ask, ticket, hints.headers)
 
     @staticmethod

@@ -55,6 +55,17 @@ class Cascade(msgspec.Struct, frozen=True, kw_only=True):
     """Of all drafts of this process; when they are taken, requests go to the last tier."""
 
 
+class HedgeBounds(msgspec.Struct, frozen=True, kw_only=True):
+    """When a prefill leg is sent to a second worker, too (policy/hedge.py)."""
+
+    after: Annotated[float, msgspec.Meta(ge=1)] = 3.0
+    """Times what the first one was expected to need."""
+    least_s: Seconds = 0.1
+    """Never earlier."""
+    share: Annotated[float, msgspec.Meta(gt=0, le=0.5)] = 0.05
+    """Of the prompts that go to prefill workers, and of their tokens, at most."""
+
+
 class HttpBounds(msgspec.Struct, frozen=True, kw_only=True):
     """Bounds of one client connection."""
 
@@ -151,6 +162,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Prompts with fewer uncached tokens are prefilled on the decode worker."""
     decide: Decide = "threshold"
     """kvAware: all other prompts go to a prefill worker (threshold), or where they cost least (cost, see policy/cost.py)."""
+    hedge: HedgeBounds | None = None
+    """kvAware: a prefill leg that is late is sent to a second worker, too. None: never."""
     slow_start_s: Annotated[float, msgspec.Meta(ge=0)] = 60.0
     """A worker that joins gets its full share of the load after this long; 0: at once."""
     prewarm: PrewarmBounds = PrewarmBounds()

@@ -17,6 +17,7 @@ from fleet_router.holding import Holding
 from fleet_router.inbound import Heads
 from fleet_router.metrics import Metrics
 from fleet_router.outbox import Outbox
+from fleet_router.policy.hedge import HedgeBudget
 from fleet_router.release import Releases
 from fleet_router.spare import Spares
 from fleet_router.workers import WorkerTable
@@ -71,6 +72,7 @@ class Context:
     recorder: Recorder
     holding: Holding = field(default_factory=Holding)
     budget: RetryBudget = field(default_factory=RetryBudget)
+    hedges: HedgeBudget = field(default_factory=HedgeBudget)
     room: Room = field(default_factory=Room)
     drafts: Drafts = field(default_factory=Drafts)
     releases: Releases = field(init=False)

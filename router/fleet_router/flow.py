@@ -15,26 +15,22 @@ from fleet_router.errors import NO_ROOM, RequestError
 from fleet_router.health.patience import budget_s
 from fleet_router.health.resume import Said, Start
 from fleet_router.health.silence import Waits
+from fleet_router.hedging import Hedging
 from fleet_router.legs import DecodeLeg, PrefillLeg, ResumedLeg, TokenizeLeg, TranslatedLeg
 from fleet_router.policy.chosen import Choice
 from fleet_router.request import decode_parts, is_object, lease_of, named, prefill_body, prompt_tokens_of, reference_of
+from fleet_router.retrying import HEAD
 from fleet_router.upstream import Pool, Upstream
-from fleet_router.waiting import Awaiting
 from fleet_router.workers import Worker
 
 if TYPE_CHECKING:
     from fleet_router.knowledge import Counted
 
-HEAD: Final = (
-    b"POST %b HTTP/1.1\r\nhost: %b\r\ncontent-type: application/json\r\nx-request-id: %b\r\ncontent-length: %d\r\n%b\r\n"
-)
-RELEASE_PATH: Final = b"/kv/release"
 COMPLETIONS_PATH: Final = b"/v1/completions"
 TOKENIZE_PATH: Final = b"/tokenize"
-UNREACHED_MOST: Final = 4
 
 
-class Flow(Awaiting):
+class Flow(Hedging):
     """One request: its legs."""
 
     __slots__ = ()
@@ -85,7 +81,12 @@ class Flow(Awaiting):
         context.table.routing.index.add(keys, found.prefill)
         context.metrics.remote_prefills += 1
         context.metrics.prefill_tokens += int(hints.tokens or context.table.tokens_of(self._ask.prompt))
+        self._send_prefill(prefill, decode, found)
+
+    def _send_prefill(self, prefill: Worker, decode: Worker, found: Choice) -> None:
         self._send(prefill, prefill_body(self._ask), PrefillLeg(self, prefill, decode))
+        if self.config.hedge is not None:
+            self._arm(self.config.hedge, prefill, decode, found)
 
     def _was_counted(self, counted: Counted) -> None:
         """The prompt's tokens are known, or will not be."""
@@ -201,6 +202,8 @@ class Flow(Awaiting):
     def prefilled(self, prefill: Worker, decode: Worker, body: bytes) -> None:
         """The prefill leg answered 200."""
         self.end_leg()
+        if self._hedge is not None:
+            self._end_hedge("lost")
         reference = reference_of(body)
         if reference is None and not is_object(body):
             self.give_back(prefill)
@@ -233,6 +236,8 @@ class Flow(Awaiting):
         """A leg broke. Before the first byte to the client: once more, elsewhere, if the budget has it. Prefill that failed twice
         is done by the decode worker; decode that failed twice is 502. `gone`: the worker could not be connected to."""
         self._blame(worker, why, gone=gone)
+        if self._hedge is not None and self._goes_on_elsewhere():
+            return
         self._release_lease()
         if self.started and not self._nothing_told():
             if self._said_all():
@@ -257,10 +262,6 @@ class Flow(Awaiting):
         if others or not prefill:
             self._excluded = self._excluded | {worker.uid}
         self.begin()
-
-    def _failed_often(self) -> bool:
-        """No third worker is asked; of those that cannot be reached some more are, for nothing ran there."""
-        return self._decode_failures > 1 or self._unreached > UNREACHED_MOST
 
     def _nothing_told(self) -> bool:
         """A head came, or the beginning of an answer, and the client has not seen it: as if it had not come."""
@@ -299,42 +300,6 @@ class Flow(Awaiting):
         self.end_leg()
         if isinstance(leg, (PrefillLeg, DecodeLeg)):
             leg.failed(why)
-
-    def _others(self, worker: Worker, *, even_out: bool = False) -> bool:
-        """Somebody else of this role could be asked, with nothing against him; `even_out`: or with."""
-        now, table, tier = self._context.clock(), self._context.table, self.hints.tier
-        return any(
-            other is not worker and other.uid not in self._excluded and (even_out or other.breaker.until <= now)
-            for other in table.by_role[worker.role]
-            if not tier or other.group[0] == tier
-        )
-
-    def _failure(self, worker: Worker, why: str, *, gone: bool) -> RequestError:
-        """What a client is told when decoding failed for good."""
-        if gone:
-            return RequestError(503, f"no worker can be reached; the last one was {worker.endpoint.name}: {why}")
-        if self._decode_failures > 1:
-            return RequestError(502, f"two workers failed; the last one was {worker.endpoint.name}: {why}")
-        return RequestError(503, f"{worker.endpoint.name} failed and there is no other: {why}")
-
-    def _may_retry(self, *, free: bool) -> bool:
-        """One more attempt; `free`: nothing ran in the one before."""
-        if not (free or self._context.budget.take(self._context.clock())):
-            return False
-        self._context.metrics.retries += 1
-        return True
-
-    def _blame(self, worker: Worker, why: str, *, gone: bool = False) -> None:
-        """It failed: others are preferred for a while, and its revision's errors count."""
-        now = self._context.clock()
-        worker.failed(now, gone=gone)
-        self.record.went_wrong(now, why)
-        self._context.metrics.of(worker.endpoint.tier, worker.endpoint.revision).errors += 1
-
-    def spoke_on(self, worker: Worker) -> None:
-        """More came of it than its answer, which is whole: it counts as a failure of the worker and of nothing else."""
-        worker.failed(self._context.clock())
-        self._context.metrics.of(worker.endpoint.tier, worker.endpoint.revision).errors += 1
 
     def decode_failed(self, worker: Worker, why: str) -> None:
         """A 5xx of the decode leg. With KV from elsewhere the pair may be to blame: it is put out before the worker is."""
@@ -454,14 +419,6 @@ class Flow(Awaiting):
         mine = self._client.leg_id == self.record.leg_id  # and not its connection's next request
         self._context.desk.faults.end(error, self._client.fail if mine else self.cut, self.record.request_id)
 
-    def _abandon_leg(self) -> None:
-        """Close the leg's connection. A prefill leg may have ended already, with a lease that we shall never read of."""
-        worker = self._leg_worker
-        if self._connection is not None:
-            self._connection.abort()
-        if worker is not None and worker.role == "prefill":
-            self.give_back(worker)
-
     def pause(self) -> None:
         """The client is slower than the worker: nothing is read from it, so that its silence means nothing."""
         now = self._context.clock()
@@ -482,19 +439,3 @@ class Flow(Awaiting):
             self._goes_on_until(now)
         if self._connection is not None:
             self._connection.resume()
-
-    def _release_lease(self) -> None:
-        """Nobody will read the KV: tell the prefill worker instead of letting the lease run out."""
-        if self._lease is None:
-            return
-        (worker, lease), self._lease = self._lease, None
-        self._give_back(worker, b'{"lease_id":"' + lease.encode() + b'"}')
-
-    def give_back(self, worker: Worker) -> None:
-        """A prefill leg ended without telling of a lease, which may be there all the same."""
-        self._give_back(worker, b'{"request_id":"' + self._client.leg_id.encode() + b'"}')
-
-    def _give_back(self, worker: Worker, body: bytes) -> None:
-        """By itself from here on: whatever becomes of the request, this is sent."""
-        head = HEAD % (RELEASE_PATH, worker.pool.authority, self.record.leg_id.encode(), len(body), self.record.onward)
-        self._context.releases.send(worker.pool, head + body, self._context.clock())

@@ -51,6 +51,11 @@ class Metrics:
     """Answers whose prompt was prefilled by another worker, by tier: as many times must KV have moved."""
     releases: Counter[str] = field(default_factory=Counter)
     """Of KV that nobody will read: done (200), refused, lost, late, unreachable, dropped (too many are unanswered)."""
+    hedges: Counter[str] = field(default_factory=Counter)
+    """Prefill legs that were sent to a second worker because the first was late: started, how they ended (won, lost, failed,
+    cut), and those for which the budget had nothing left (refused)."""
+    hedge_tokens: int = 0
+    """Uncached tokens that they were to compute."""
     retries: int = 0
     resends: int = 0
     """Requests that were sent again because the worker had just closed the pooled connection: nothing ran, nobody is to blame."""
@@ -83,7 +88,7 @@ class Metrics:
             ("arrivals", self.arrivals), ("remote_prefill", self.remote_prefills), ("local_prefill", self.local_prefills),
             ("retries", self.retries), ("client_left", self.client_left), ("streams_broken", self.streams_broken),
             ("prefill_tokens", self.prefill_tokens), ("follow_errors", self.follow_errors),
-            ("resends", self.resends),
+            ("resends", self.resends), ("hedge_tokens", self.hedge_tokens),
         ):  # fmt: skip
             out += [f"# TYPE fleet_router_{name}_total counter", f"fleet_router_{name}_total {value}"]
         out.append("# TYPE fleet_router_handed_over_total counter")
@@ -93,6 +98,8 @@ class Metrics:
         out += [f'fleet_router_resumed_total{{outcome="{name}"}} {count}' for name, count in sorted(self.resumed.items())]
         out.append("# TYPE fleet_router_kv_releases_total counter")
         out += [f'fleet_router_kv_releases_total{{outcome="{name}"}} {count}' for name, count in sorted(self.releases.items())]
+        out.append("# TYPE fleet_router_hedges_total counter")
+        out += [f'fleet_router_hedges_total{{event="{name}"}} {count}' for name, count in sorted(self.hedges.items())]
         out.append("# TYPE fleet_router_drafts_total counter")
         out += [
             f'fleet_router_drafts_total{{tier="{tier}",outcome="{name}"}} {count}'

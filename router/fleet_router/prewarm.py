@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Final, Literal
 import msgspec
 
 from fleet_router.errors import RequestError
-from fleet_router.flow import COMPLETIONS_PATH, HEAD, RELEASE_PATH
+from fleet_router.flow import COMPLETIONS_PATH
 from fleet_router.follow.asking import posted
 from fleet_router.policy.prewarm import Pair, Plan
 from fleet_router.request import decode_body, is_object, lease_of, named, parse_body, prefill_body, prompt_tokens_of, reference_of
+from fleet_router.retrying import HEAD, RELEASE_PATH
 
 if TYPE_CHECKING:
     from fleet_router.context import Context

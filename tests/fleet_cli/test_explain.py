@@ -17,7 +17,8 @@ import pytest
 
 from fleet_cli.explain.told import told
 from fleet_cli.main import main
-from tests.fleet_router.rig import CONFIG, Rig, ask, run
+from fleet_router.config import HedgeBounds
+from tests.fleet_router.rig import CONFIG, Rig, ask, run, until
 from tests.fleet_router.rig import http as http_request
 
 
@@ -53,6 +54,27 @@ def test_a_worker_that_was_passed_over_has_no_cost_and_is_told(capsys: pytest.Ca
     text = capsys.readouterr().out
     assert sum(line.strip().startswith("decode   decode-") for line in text.splitlines()) == 2
     assert sum(line.endswith("passed over with its own prefill") for line in text.splitlines()) == 1
+
+
+def test_a_prompt_that_two_were_asked_for_says_so(capsys: pytest.CaptureFixture[str]):
+    config = msgspec.structs.replace(CONFIG, hedge=HedgeBounds(after=1.0, least_s=0.02))
+
+    async def go(rig: Rig) -> None:
+        async def late(_: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+            if sum(len(worker.seen) for worker in rig.prefill) == 1:
+                await until(lambda: any(worker.is_left(writer) for worker in rig.prefill if writer in worker.readers))
+                return True
+            return False
+
+        rig.context.hedges.saved, rig.context.hedges.saved_tokens = 1.0, 1e6
+        for worker in rig.prefill:
+            worker.behave = late
+        await rig.raw(http_request(ask(), "connection: close", "x-request-id: mine"))
+        assert await explained(rig, "mine") == 0
+
+    run(go, prefill=2, config=config)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "late: prefill-" in line]
+    assert line.endswith(": won")
 
 
 def test_records_as_they_are_and_the_latest_ones(capsys: pytest.CaptureFixture[str]):

@@ -9,7 +9,7 @@ from fleet_api.validate import validate
 from fleet_operator.render.fleet import _router_config, render_router
 from fleet_operator.render.network import PORTS, render_policy
 from fleet_operator.settings import Platform
-from fleet_router.config import AnswerCheck, Cascade, PrewarmBounds, RouterConfig, TierRule, decode, encode
+from fleet_router.config import AnswerCheck, Cascade, HedgeBounds, PrewarmBounds, RouterConfig, TierRule, decode, encode
 
 OWNER = {"apiVersion": "inferencefleet.io/v1alpha1", "kind": "InferenceFleet", "metadata": {"name": "f", "uid": "u"}}
 ROUTING = {
@@ -93,10 +93,33 @@ def test_a_cascade_reaches_the_router(routing: dict, expected: Cascade | None):
         ({"sessionHeader": "X Session"}, "sessionHeader"),
         ({"remotePrefill": {"decide": "always"}}, "decide"),
         ({"prefixIndex": "exact"}, "prefixIndex"),
+        ({"hedge": {"atLeast": "2m"}}, "atLeast must be between 1ms and 1m"),
+        ({"hedge": {"budget": 0.6}}, "hedge.budget"),
+        ({"hedge": {"after": 0.5}}, "hedge.after"),
+        ({"hedge": {}, "policy": "leastLoad"}, "hedge needs policy kvAware"),
     ],
 )
 def test_what_makes_no_sense_is_refused_by_name(routing: dict, words: str):
     assert any(words in str(problem) for problem in validate(manifest(**routing)))
+
+
+@pytest.mark.parametrize(
+    ("routing", "expected"),
+    [
+        ({}, None),
+        ({"hedge": {}}, HedgeBounds()),
+        (
+            {"policy": "kvAware", "hedge": {"after": 2, "atLeast": "250ms", "budget": 0.1}},
+            HedgeBounds(after=2.0, least_s=0.25, share=0.1),
+        ),
+    ],
+)
+def test_hedges_reach_the_router(routing: dict, expected: HedgeBounds | None):
+    made = manifest(**routing)
+    assert validate(made) == []
+    found = _router_config(InferenceFleet.model_validate(made))
+    assert found.hedge == expected
+    assert decode(encode(found)) == found
 
 
 def test_what_makes_sense_is_accepted():

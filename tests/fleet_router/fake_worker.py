@@ -20,6 +20,7 @@ class FakeWorker:
         self.headers: list[dict[str, str]] = []
         """Of each request, by lower-case name."""
         self.closed_early = 0
+        self.readers: dict[asyncio.StreamWriter, asyncio.StreamReader] = {}
         self.behave: Callable[[dict[str, Any], asyncio.StreamWriter], Any] | None = None
         self._server: asyncio.Server | None = None
         self.port = 0
@@ -40,7 +41,12 @@ class FakeWorker:
         """Headers of requests that have an id: the router's own questions (metrics) have none."""
         return [headers for headers in self.headers if "x-request-id" in headers]
 
+    def is_left(self, writer: asyncio.StreamWriter) -> bool:
+        """The other end closed this connection."""
+        return self.readers[writer].at_eof() or writer.is_closing()
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.readers[writer] = reader
         try:
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
@@ -75,6 +81,7 @@ class FakeWorker:
         except (asyncio.IncompleteReadError, ConnectionError):
             self.closed_early += 1
         finally:
+            del self.readers[writer]
             writer.close()
 
 

@@ -11,9 +11,9 @@ import pytest
 
 from fleet_router.config import RouterConfig
 from fleet_router.explain.shown import shown
-from fleet_router.flow import UNREACHED_MOST
 from fleet_router.follow.documents import Documents
 from fleet_router.health.absent import Absent
+from fleet_router.retrying import UNREACHED_MOST
 from fleet_router.watching import RETURN_MOST, RETURN_STEP_S, Returns
 from fleet_wire.endpoints import AtZero, Endpoint, Endpoints
 from tests.fleet_router.fake_worker import FakeWorker

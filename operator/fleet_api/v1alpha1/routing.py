@@ -36,6 +36,25 @@ class RemotePrefillSpec(ApiModel):
     )
 
 
+class HedgeSpec(ApiModel):
+    """Prompts that a prefill worker is late with are sent to a second one, too, and whoever answers first is taken."""
+
+    after: Annotated[float, Field(ge=1.0, le=100.0)] = Field(
+        default=3.0, description="Late is who needs more than this many times what it was expected to need, 1 to 100. Default: 3."
+    )
+    at_least: DurationText = Field(default="100ms", description="Nobody is late before this time, 1ms to 1m. Default: 100ms.")
+    budget: Annotated[float, Field(ge=0.001, le=0.5)] = Field(
+        default=0.05,
+        description="Most of the prompts that go to prefill workers, and of their tokens, that are computed twice: 0.001 to 0.5. "
+        "Default: 0.05.",
+    )
+
+    @property
+    def at_least_s(self) -> float:
+        """Time in seconds."""
+        return parse_duration(self.at_least)
+
+
 class InputTokensSpec(ApiModel):
     """Length of the prompt, as the router estimates it."""
 
@@ -156,6 +175,10 @@ class RoutingSpec(ApiModel):
     )
     load: LoadSpec = Field(default=LoadSpec(), description="The bounded-load rule.")
     remote_prefill: RemotePrefillSpec = Field(default=RemotePrefillSpec(), description="When a prompt goes to a prefill worker.")
+    hedge: HedgeSpec | None = Field(
+        default=None,
+        description="With policy kvAware: send a prompt that a prefill worker is late with to a second one, too. Default: no.",
+    )
     slow_start: DurationText = Field(
         default="60s", description="A worker that joins gets its full share of the load after this long, 0s to 1h. Default: 60s."
     )

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from fleet_api.v1alpha1 import InferenceFleet, SloClassSpec, TenantsSpec
-from fleet_api.v1alpha1.routing import CascadeSpec, ExplainSpec, PrewarmSpec, RoutingSpec, TierRuleSpec, TracesSpec
+from fleet_api.v1alpha1.routing import CascadeSpec, ExplainSpec, HedgeSpec, PrewarmSpec, RoutingSpec, TierRuleSpec, TracesSpec
 from fleet_operator.cluster.interface import Object
 from fleet_operator.names import (
     FLEET,
@@ -39,6 +39,7 @@ from fleet_router.config import (
     AnswerCheck,
     Cascade,
     ExplainBounds,
+    HedgeBounds,
     HoldBounds,
     PrewarmBounds,
     RouterConfig,
@@ -142,6 +143,7 @@ def _router_config(fleet: InferenceFleet) -> RouterConfig:
         load_bound=spec.routing.load.bound,
         min_uncached_tokens=spec.routing.remote_prefill.min_uncached_tokens,
         decide=spec.routing.remote_prefill.decide,
+        hedge=_hedge(spec.routing.hedge),
         slow_start_s=spec.routing.slow_start_s,
         return_wait_s=spec.routing.return_wait_s,
         prewarm=_prewarm(spec.routing.prewarm),
@@ -178,6 +180,10 @@ def _cascade(spec: CascadeSpec | None) -> Cascade | None:
 
 def _prewarm(spec: PrewarmSpec) -> PrewarmBounds:
     return PrewarmBounds(pairs=spec.pairs, parallel=spec.parallel, timeout_s=spec.timeout_s)
+
+
+def _hedge(spec: HedgeSpec | None) -> HedgeBounds | None:
+    return None if spec is None else HedgeBounds(after=spec.after, least_s=spec.at_least_s, share=spec.budget)
 
 
 def _explain(spec: ExplainSpec) -> ExplainBounds:

@@ -21,6 +21,17 @@ Ended = Literal["", "answered", "refused", "failed", "left"]
 """Empty: it runs. `left`: the client did not wait for the first byte."""
 
 
+class Second:
+    """A prefill leg that was sent because the first one was late."""
+
+    __slots__ = ("at", "outcome", "worker")
+
+    def __init__(self, worker: Worker, at: float) -> None:
+        self.worker, self.at = worker, at
+        self.outcome = ""
+        """won, lost, failed, cut; empty: it runs."""
+
+
 class Try:
     """One attempt: what was decided, and when its legs were sent and over. Times are on the router's clock, 0: not so far.
 
@@ -30,7 +41,7 @@ class Try:
 
     __slots__ = (
         "at", "by_cost", "compared", "cost_s", "decided_s", "decode", "missing_tokens", "moved_tokens", "prefill", "prefilled_at",
-        "prompt_tokens", "reason", "replaced", "sides", "why", "wrong_at",
+        "prompt_tokens", "reason", "replaced", "second", "sides", "why", "wrong_at",
     )  # fmt: skip
 
     def __init__(self, at: float, decided_s: float, reason: str, prefill: Worker | None, decode: Worker | None) -> None:
@@ -47,6 +58,8 @@ class Try:
         self.cost_s = self.prompt_tokens = self.missing_tokens = self.moved_tokens = 0.0
         self.prefilled_at = 0.0
         """When the KV was ready and the decode leg was sent."""
+        self.second: Second | None = None
+        """The prompt was prefilled by two."""
         self.wrong_at = 0.0
         self.why = ""
         """What went wrong, in our words."""

@@ -74,6 +74,7 @@ def _try(one: Try, begun: float) -> Shown:
         "reason": one.reason,
         "prefill": _name(one.prefill),
         "decode": _name(one.decode),
+        "hedge": _second(one, begun),
         "prefilled_s": _since(one.prefilled_at, begun),
         "failed_s": _since(one.wrong_at, begun),
         "why": one.why,
@@ -81,6 +82,14 @@ def _try(one: Try, begun: float) -> Shown:
     if one.sides is not None:
         said |= _cost(one, one.sides)
     return _given(said)
+
+
+def _second(one: Try, begun: float) -> Shown | None:
+    """The prefill worker that was asked, too, because the first one was late."""
+    told = one.second
+    return (
+        None if told is None else _given({"prefill": _name(told.worker), "at_s": _since(told.at, begun), "outcome": told.outcome})
+    )
 
 
 def _cost(one: Try, sides: Sequence[Weighed]) -> Shown:

@@ -96,13 +96,14 @@ def _legs(make: _Maker, record: Record, one: Try, number: int, *, last: bool) ->
     if one.prefill is not None:
         broke = one.why if not one.prefilled_at else ""
         done = one.prefilled_at or over
-        found.append(make.span(first, b'"prefill"', CLIENT, one.at, done, decided + _worker(one.prefill), broke))
+        gave = one.second.worker if one.second is not None and one.second.outcome == "won" else one.prefill
+        found.append(make.span(first, b'"prefill"', CLIENT, one.at, done, decided + _worker(gave), broke))
         if not one.prefilled_at:
             return found
         begun, leg, decided = one.prefilled_at, first + 1, b""
     first_at = record.first_at if begun <= record.first_at <= over else 0.0  # of one that was carried on it came from the first
     if one.prefill is not None and (ready := first_at or (over if one.why or not record.first_at else 0.0)):
-        pair = _text(b"fleet.prefill", one.prefill.endpoint.name) + _text(b"fleet.decode", one.decode.endpoint.name)
+        pair = _text(b"fleet.prefill", gave.endpoint.name) + _text(b"fleet.decode", one.decode.endpoint.name)
         found.append(make.span(TRANSFER_NUMBER + number, b'"kv transfer"', INTERNAL, begun, ready, pair, under=leg))
     said = decided + _worker(one.decode)
     if first_at:

@@ -32,7 +32,7 @@ class Trip:
     until it is computed; None: whoever computes it is not known by its KV events."""
 
     __slots__ = (
-        "_alone", "_first_at", "_full", "_group", "_keys", "_number", "_offer", "_prefilling", "_quiet", "_sent_at",
+        "_alone", "_first_at", "_full", "_group", "_hedge", "_keys", "_number", "_offer", "_prefilling", "_quiet", "_sent_at",
         "_sent_tokens", "_stream", "_underway", "learns_whole",
     )  # fmt: skip
 
@@ -47,12 +47,16 @@ class Trip:
         if underway is not None and not underway.sent(keys, first.bit):
             self._underway = None
         self._prefilling: Prefilling | None = prefill_sent(first, offer.missing, now)
+        self._hedge: Prefilling | None = None
         self._sent_at, self._first_at = now, 0.0
-        self._number, self._alone = first.sent_prefills, first.pending + first.others_pending <= 1
-        self._sent_tokens = first.sent_tokens
-        self._quiet = self._prefilling.begins + first.late_s <= now
-        """Which of the worker's prefills it is; no other one is there, or all are expected to be done."""
-        self._full = (stream or learns_whole) and _full(offer.decode)
+        self._number, self._sent_tokens, self._alone, self._quiet = 0, 0.0, False, False
+        """Which of the worker's prefills it is, and the tokens sent there so far; no other one is there, or all are expected to
+        be done."""
+        if self.learns_whole:
+            self._number, self._sent_tokens = first.sent_prefills, first.sent_tokens
+            self._alone = first.pending + first.others_pending <= 1
+            self._quiet = self._prefilling.begins + first.late_s <= now
+        self._full = (stream or self.learns_whole) and _full(offer.decode)
         if adapter:
             for worker in {first, offer.decode}:
                 worker.adapters.pop(adapter, None)
@@ -129,14 +133,36 @@ class Trip:
         if gaps >= WHOLE_TOKENS_LEAST and most_s <= GUESSED_MOST * took_s:
             self._group.spaced(worker, worker.inflight, (took_s - before_s) / gaps)
 
+    def expected_s(self, now: float) -> float:
+        """How long its prefill is expected to take from now on."""
+        one = self._prefilling
+        return 0.0 if one is None else max(0.0, one.due + one.worker.late_s - now)
+
+    def hedged(self, worker: Candidate, missing: float, now: float) -> None:
+        """A second worker was sent the prompt, of which it lacks so many tokens."""
+        self._hedge = prefill_sent(worker, missing, now)
+
+    def hedge_over(self, now: float, *, won: bool) -> None:
+        """It answers, or is waited for alone (`won`); or it is given up. Of the other one nothing is learnt."""
+        one, self._hedge = self._hedge, None
+        if one is None:
+            return
+        if not won:
+            prefill_done(one, now, learn=False)
+            return
+        self._prefill_over(now, learn=False)
+        self._prefilling, offer = one, self._offer
+        self._offer = Offer(offer.cost_s, one.worker, offer.decode, one.tokens, offer.moved, offer.reason, offer.looked)
+
     def over(self, now: float) -> None:
         """However it ended: it waits in no queue any more."""
         self._prefill_over(now, learn=False)
 
     def _computed(self, worker: Candidate) -> None:
-        """No event is to be waited for any more: its prompt is there, or will not be."""
-        if self._underway is not None and worker.home is not None:  # else its bit may be another's
-            self._underway.over(self._keys, worker.bit)
+        """No event is to be waited for: its prompt is there, or will not be. Once: of a second worker nothing is noted."""
+        underway, self._underway = self._underway, None
+        if underway is not None and worker.home is not None:  # else its bit may be another's
+            underway.over(self._keys, worker.bit)
 
     def _prefill_over(self, now: float, *, learn: bool) -> None:
         one, self._prefilling = self._prefilling, None

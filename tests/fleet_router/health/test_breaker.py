@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleet_router.health.breaker import FAILURES_MOST, FORGIVEN_S, OPEN_FIRST_S, OPEN_MOST_S, Breaker
-from fleet_router.health.budget import FIRST, FREE, FREE_AGAIN_S, SAVED_MOST, SHARE, RetryBudget
+from fleet_router.health.budget import FIRST, FREE, FREE_AGAIN_S, LONG_BYTES, SAVED_MOST, SHARE, RetryBudget
 from fleet_router.health.pairs import PAIRS_MOST, PairHealth
 from fleet_router.health.panic import askable
 from fleet_router.health.silence import Waits, silent
@@ -259,3 +259,40 @@ def test_retries_in_numbers():
 )
 def test_silence(legs: list[tuple[str, float, float]], before: dict[str, float], found: set[str]):
     assert silent([Waits(*leg) for leg in legs], before, 100.0, 10.0) == found
+
+
+def test_a_long_prompt_that_is_sent_again_is_not_one_retry_among_many():
+    """A hundred requests of 40 bytes pay for a retry of theirs, and not for one of 100,000 tokens."""
+    budget, long = RetryBudget(), int(LONG_BYTES)
+    assert [budget.take(0.0, long) for _ in range(11)] == [True] * 10 + [False]
+    for _ in range(100):
+        budget.asked(40)
+    assert budget.saved == pytest.approx(20.0)
+    assert not budget.take(0.0, long)
+    assert budget.take(0.0, 40)
+    for _ in range(5):
+        budget.asked(long)
+    assert budget.take(0.0, long)
+
+
+def test_one_that_is_longer_than_what_is_free_is_sent_again_and_paid_back():
+    budget, long, none = RetryBudget(), int(LONG_BYTES), RetryBudget(saved=9.0, saved_bytes=0.0)
+    assert budget.take(0.0, 40 * long)
+    assert not budget.take(1.0, 40)
+    assert not budget.take(90.0, 40), "thirty of them are owed, three come back in ten seconds"
+    assert budget.take(101.0, 40)
+    assert none.take(FREE_AGAIN_S, 40 * long), "a router with little traffic"
+
+
+@given(st.lists(st.one_of(st.integers(1, 4_000_000), st.tuples(st.integers(1, 4_000_000))), max_size=200))
+def test_what_is_sent_again_is_a_share_of_what_was_asked(deeds: list[int | tuple[int]]):
+    """Bytes of prompts; beside what is there at first, and one prompt more. A tuple is a retry."""
+    budget, asked, again = RetryBudget(), 0, 0
+    for deed in deeds:
+        if isinstance(deed, int):
+            budget.asked(deed)
+            asked += deed
+        elif budget.take(0.0, deed[0]):
+            again += deed[0]
+    assert again <= FIRST * LONG_BYTES + SHARE * asked + 4_000_000
+    assert budget.saved_bytes <= SAVED_MOST * LONG_BYTES + SHARE * 4_000_000

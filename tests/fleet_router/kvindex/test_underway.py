@@ -133,3 +133,23 @@ def test_where_nobody_prefills_for_others_a_prompt_is_at_its_worker_once_it_is_s
     assert isinstance(found, Choice)
     table.depart(found, 0.0, STREAM, "threshold", keys, False)
     assert bool(table.routing.index.depths(keys)) == (prefills == 0)
+
+
+@pytest.mark.parametrize("won", [True, False])
+def test_a_second_worker_that_is_asked_takes_no_note_away_that_is_not_its_own(won: bool):
+    """Both have other prompts with this beginning on their way."""
+    table = WorkerTable()
+    workers = (*(endpoint(f"p{i}", "prefill") for i in range(2)), endpoint("d", "decode"))
+    table.update(Endpoints(fleet="f", namespace="n", workers=workers), 0.0, CONFIG)
+    underway, prefills = table.routing.underway, [table.workers[f"p{i}"] for i in range(2)]
+    found, keys = table.choose(b"shared " * 3000, CONFIG, 0.0, frozenset())
+    assert isinstance(found, Choice)
+    trip = table.depart(found, 0.0, STREAM, "threshold", keys, True)
+    assert trip is not None
+    assert all(underway.sent(keys, worker.bit) for worker in prefills)
+    first = table.workers[found.prefill or ""]
+    trip.hedged(next(worker for worker in prefills if worker is not first), 5_000.0, 1.0)
+    trip.hedge_over(2.0, won=won)
+    trip.prefilled(2.0)
+    trip.over(3.0)
+    assert underway.masks[keys[0]] == prefills[0].bit | prefills[1].bit

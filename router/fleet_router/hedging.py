@@ -1,0 +1,242 @@
+"""A prefill leg that is late is sent to a second worker, too, and whoever answers first is taken (`policy/hedge.py` says when).
+
+The loser's connection is closed, which ends its work, and its KV is given back whatever became of it, by the request's name: by
+a message that belongs to no request, so that no way out of this one can leave it behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import abstractmethod
+from typing import TYPE_CHECKING, cast
+
+from fleet_router.explain.record import Second
+from fleet_router.health.panic import PANIC_BELOW, fit
+from fleet_router.legs import PrefillLeg
+from fleet_router.policy.candidate import Candidate
+from fleet_router.policy.hedge import second, wait_s
+from fleet_router.request import is_object, prefill_body, reference_of
+from fleet_router.retrying import HEAD, Retrying
+from fleet_router.workers import Worker
+
+if TYPE_CHECKING:
+    from fleet_router.config import HedgeBounds
+    from fleet_router.flow import Flow
+    from fleet_router.policy.chosen import Choice
+    from fleet_router.policy.terms import Weighed
+    from fleet_router.upstream import KnownAnswer, Upstream
+
+
+class Hedge:
+    """Of one attempt: who is waited for, and the second leg once it was sent."""
+
+    __slots__ = ("connection", "decode", "first", "leg", "sent_at", "timer", "weighed", "worker")
+
+    def __init__(self, first: Worker, decode: Worker, weighed: Weighed) -> None:
+        self.first, self.decode, self.weighed = first, decode, weighed
+        self.timer: asyncio.TimerHandle | None = None
+        self.worker: Worker | None = None
+        self.leg: HedgeLeg | None = None
+        self.connection: Upstream | None = None
+        self.sent_at = 0.0
+
+
+class HedgeLeg(PrefillLeg):
+    """The second leg. Once the first one is over it is the only one, and a prefill leg like any other."""
+
+    __slots__ = ("_hedging",)
+
+    def __init__(self, flow: Flow, worker: Worker, decode: Worker) -> None:
+        super().__init__(flow, worker, decode)
+        self._hedging = flow
+
+    def on_whole(self, known: KnownAnswer, data: bytes, body_at: int) -> None:
+        if self._hedging.hedges_by(self):
+            self._hedging.hedge_answered(data[body_at:])
+        else:
+            super().on_whole(known, data, body_at)
+
+    def on_end(self) -> None:
+        if not self._hedging.hedges_by(self):
+            super().on_end()
+        elif self._status == 200:
+            self._hedging.hedge_answered(bytes(self._answer))
+        else:
+            self._hedging.hedge_failed(broken=self._status >= 500)
+
+    def on_lost(self, reason: str) -> None:
+        if self._hedging.hedges_by(self):
+            self._hedging.hedge_failed(broken=True)
+        else:
+            super().on_lost(reason)
+
+
+class Hedging(Retrying):
+    """The second prefill leg of one request."""
+
+    __slots__ = ()
+
+    def _arm(self, bounds: HedgeBounds, prefill: Worker, decode: Worker, found: Choice) -> None:
+        """The first leg is on its way: from when on it is late. Not of a request that was tried before or carries a stream on,
+        nor of a session, whose KV is where it is."""
+        offer, asked, trip = found.offer, found.ask, self._trip
+        if offer is None or asked is None or trip is None or asked.session or self._again is not None:
+            return
+        if len(self.record.tries) > 1:
+            return
+        self._context.hedges.asked(bounds.share, offer.missing)
+        weighed = next((one for one in reversed(asked.seen) if one.local is None and one.group == prefill.group), None)
+        if weighed is None:
+            return
+        self._hedge = hedge = Hedge(prefill, decode, weighed)
+        after_s = wait_s(trip.expected_s(self.sent_at), bounds.after, bounds.least_s)
+        hedge.timer = asyncio.get_running_loop().call_later(after_s, self._late, hedge)
+
+    def _late(self, hedge: Hedge) -> None:
+        """The first leg has had its time."""
+        if self._hedge is not hedge or self._leg_worker is not hedge.first:
+            return
+        try:
+            found = self._second(hedge)
+            if found is not None and self._context.hedges.take(found[1]):
+                self._send_hedge(hedge, *found)
+                return
+            self._hedge = None
+            if found is not None:
+                self._context.metrics.hedges["refused"] += 1
+        except Exception as error:
+            self.fault(error)
+
+    def _second(self, hedge: Hedge) -> tuple[Worker, float] | None:
+        """Whom to ask, and how many tokens it lacks. Nobody while half of all are out: the rest is busy enough."""
+        table, now, adapter, first = self._context.table, self._context.clock(), self._ask.adapter, hedge.first
+        workers = table.by_role["prefill"]
+        if table.trouble.out and len(fit(workers, now)) < PANIC_BELOW * len(workers):
+            return None
+
+        def usable(one: Candidate) -> bool:
+            return (
+                isinstance(one, Worker) and table.workers.get(one.uid) is one and one.uid not in self._excluded
+                and one.breaker.allows(now, one.own) and not table.pairs.blocks(one.uid, hedge.decode.uid, now)
+                and (not adapter or one.endpoint.adapters.get(adapter) == first.endpoint.adapters.get(adapter))
+            )  # fmt: skip
+
+        found = second(hedge.weighed, first, now, self.config.load_bound, usable)
+        return (found[0], found[1]) if found is not None and isinstance(found[0], Worker) else None
+
+    def _send_hedge(self, hedge: Hedge, worker: Worker, lacks: float) -> None:
+        now, context = self._context.clock(), self._context
+        hedge.worker, hedge.sent_at = worker, now
+        hedge.leg = leg = HedgeLeg(cast("Flow", self), worker, hedge.decode)
+        worker.began()
+        if self._trip is not None:
+            self._trip.hedged(worker, lacks, now)
+        context.metrics.hedges["started"] += 1
+        context.metrics.hedge_tokens += int(lacks)
+        self.record.tries[-1].second = Second(worker, now)
+        leg.path = self._path
+        leg.body = body = self._named(prefill_body(self._ask), worker)
+        head = HEAD % (leg.path, worker.pool.authority, self.record.leg_id.encode(), len(body), self.record.onward)
+        payload = head + body
+
+        def connected(connection: Upstream | None, why: str) -> None:
+            mine = self._leg is leg
+            if not mine and self._hedge is not hedge:
+                if connection is not None:
+                    worker.pool.put(connection)
+            elif connection is None:
+                if mine:
+                    self.end_leg()
+                    leg.failed(why, gone=True)
+                else:
+                    self.hedge_failed(broken=False)
+            else:
+                if mine:
+                    self._connection = connection
+                hedge.connection = connection
+                connection.send(leg, payload, context.outbox)
+
+        worker.pool.take(connected)
+
+    def hedges_by(self, leg: HedgeLeg) -> bool:
+        """It is the second of two legs that are under way."""
+        return self._hedge is not None and self._hedge.leg is leg
+
+    def hedge_answered(self, body: bytes) -> None:
+        """It was faster: the first leg is given up, and this one is as if it had been that."""
+        hedge = self._hedge
+        if hedge is None or hedge.worker is None:
+            return
+        if reference_of(body) is None and not is_object(body):
+            self.hedge_failed(broken=True)
+            return
+        hedge.connection = None  # the pool has it again
+        self._abandon_leg()
+        self.end_leg()
+        self._becomes_first(hedge, hedge.worker)
+        self.prefilled(hedge.worker, hedge.decode, body)
+
+    def hedge_failed(self, *, broken: bool) -> None:
+        """Nothing came of it; the first leg is waited for as if it had not been sent. `broken`: the worker is to blame."""
+        hedge = self._hedge
+        if hedge is not None and hedge.worker is not None:
+            if broken:
+                hedge.worker.failed(self._context.clock())
+            self._end_hedge("failed")
+
+    def _goes_on_elsewhere(self) -> bool:
+        """The first leg failed: the second one, if it was sent, is the only one now."""
+        hedge = self._hedge
+        if hedge is None or hedge.worker is None or self._leg_worker is not None:
+            return False
+        self._prefill_failures += 1
+        self._excluded = self._excluded | {hedge.first.uid}
+        self._becomes_first(hedge, hedge.worker)
+        return True
+
+    def _becomes_first(self, hedge: Hedge, worker: Worker) -> None:
+        self._hedge = None
+        self._leg_worker, self._leg, self._connection, self.sent_at = worker, hedge.leg, hedge.connection, hedge.sent_at
+        if self._trip is not None:
+            self._trip.hedge_over(self._context.clock(), won=True)
+        self._context.table.routing.index.add(self._keys, worker.uid)
+        self._context.metrics.hedges["won"] += 1
+        if (told := self.record.tries[-1].second) is not None:
+            told.outcome = "won"
+
+    def _trip_over(self) -> None:
+        """See `Answering`: nobody is waited for any more."""
+        if self._hedge is not None:
+            self._end_hedge("cut")
+        super()._trip_over()
+
+    def _end_hedge(self, outcome: str) -> None:
+        """It is given up. `outcome`: lost (the first one answered), failed, cut (the attempt is over)."""
+        hedge, self._hedge = self._hedge, None
+        if hedge is None:
+            return
+        if hedge.timer is not None:
+            hedge.timer.cancel()
+        if hedge.worker is None:
+            return
+        if hedge.connection is not None:
+            hedge.connection.abort()
+        hedge.worker.ended()
+        self.give_back(hedge.worker)
+        if self._trip is not None:
+            self._trip.hedge_over(self._context.clock(), won=False)
+        self._context.metrics.hedges[outcome] += 1
+        if (told := self.record.tries[-1].second) is not None:
+            told.outcome = outcome
+
+    @abstractmethod
+    def prefilled(self, prefill: Worker, decode: Worker, body: bytes) -> None:
+        """A prefill leg answered 200."""
+
+    @abstractmethod
+    def fault(self, error: Exception) -> None:
+        """A bug of ours."""
+
+    @abstractmethod
+    def _named(self, body: bytes, worker: Worker) -> bytes:
+        """The model under the name that this worker serves it by."""
