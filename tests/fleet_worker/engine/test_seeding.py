@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,13 @@ COLD = tuple(range(300, 300 + 6 * BLOCK))
 MIB = 1024 * 1024
 
 
+@lru_cache
+def loaded(tiny: Path, block_tokens: int, text: str) -> Llama:
+    """The model, whose digest is of a `text` as well."""
+    architecture = read_config(tiny)
+    return Llama(architecture, load_weights(tiny, architecture), block_tokens, text)
+
+
 class Side:
     """One engine with its connector, stepped by the test."""
 
@@ -47,9 +55,8 @@ class Side:
             fleet="f", namespace="n", tier="t", role="prefill", revision="r", compat=compat, model=str(tiny), served_name="tiny",
             max_model_len=512, kv=KvSettings(**settings),
         )  # fmt: skip
-        architecture = read_config(tiny)
-        llama = Llama(architecture, load_weights(tiny, architecture), config.kv.block_tokens, weights)
-        self.core, pool = build_core(config, llama, architecture.eos_ids)
+        llama = loaded(tiny, config.kv.block_tokens, weights)
+        self.core, pool = build_core(config, llama, llama.config.eos_ids)
         self.connector = self.core.connector = NixlConnector(TransferSettings(host, 5600, compat, lease_s=lease_s), pool)
         if config.kv.seed is not None:
             self.core.hot = build_hot(config, self.core, pool, self.connector)
