@@ -237,10 +237,7 @@ def test_parts_before_a_bad_one_stay(tiny: Path):
 def test_who_does_not_fit_gives_nothing(tiny: Path, owner: dict[str, Any], reason: str):
     with engines(tiny, 16, owner=owner) as (there, here):
         warmed(there, HOT)
-        if there.core.hot is None:  # nobody in that engine answers
-            assert seed(there, here, within_s=0.3).reason == "deadline"
-        else:
-            assert seed(there, here).reason == reason
+        assert seed(there, here).reason == reason
         assert there.connector.open_leases() == 0
         assert answer(here, HOT)[0] == 0
         nothing_held(here)
