@@ -11,8 +11,12 @@ from typing import Any
 
 import httpx
 import pytest
+import zmq
 
 from fleet_cli.up.bundled import tiny_model
+from fleet_router.kvindex.precise import PreciseIndex, key_of
+from fleet_wire.blocks import chain, root_hash
+from fleet_wire.events import END_OF_REPLAY, decode
 from fleet_worker.config import ADAPTERS_ENV, SEED_PEERS_ENV, KvSettings, SeedSettings
 from tests.conformance.suite import completion, eventually, tokens
 from tests.conformance.workers import Worker, running, spawn, stop, wait_ready, worker_config
@@ -56,14 +60,32 @@ def no_lease(worker: Worker, within_s: float = LEASE_S + 3) -> None:
     eventually(lambda: worker.metric("fleet:kv_blocks_free") == worker.metric("fleet:kv_blocks_total"), within_s)
 
 
+def heard(worker: Worker) -> PreciseIndex:
+    """What a router knows of it that listens from now on."""
+    found = PreciseIndex(10_000)
+    found.join(worker.ip, 1, worker.config.compat)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as asking:
+        asking.setsockopt(zmq.RCVTIMEO, 10_000)
+        asking.setsockopt(zmq.LINGER, 0)
+        asking.connect(f"tcp://{worker.ip}:{worker.config.ports.kv_replay}")
+        asking.send_multipart([b"", (0).to_bytes(8, "big")])
+        while (frames := asking.recv_multipart())[-2] != END_OF_REPLAY:
+            found.apply(worker.ip, decode(frames[-1]).events)
+    return found
+
+
 def test_the_first_answer_of_a_new_worker_has_what_the_old_one_had_and_says_the_same(tiny: Path, owner: Worker, tmp_path: Path):
     with running(config(tiny), "127.78.90.2", tmp_path, **{SEED_PEERS_ENV: f"{OWNER}:5600"}) as seeded:
         found = seed_of(seeded)
         assert (found["outcome"], found["from"], found["reason"], found["refused_blocks"]) == ("Seeded", [f"{OWNER}:5600"], "", 0)
         assert found["blocks"] > 20
         assert found["seconds"] < TIMEOUT_S
+        known = heard(seeded)
         cached, answer = asked(seeded, 7)
         assert cached == found["blocks"] * SEEDED.block_tokens
+        ids = seeded.post("/tokenize", {"model": "tiny", "prompt": f"{SHARED}7. What moves the block?"}).json()["tokens"]
+        keys = [key_of(name) for name in chain(root_hash("suite", SEEDED.block_tokens), ids, SEEDED.block_tokens)]
+        assert known.depths(keys) == [(found["blocks"], 1)], "a router that listens since then finds them by name"
         assert httpx.get(seeded.agent + "/metrics", timeout=5).text.count(f"fleet_agent_seed_blocks {found['blocks']}") == 1
         assert seeded.metric("fleet:kv_seed_blocks_taken_total") == found["blocks"]
         no_lease(seeded)

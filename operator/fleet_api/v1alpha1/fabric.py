@@ -104,14 +104,19 @@ class KvTransferSpec(ApiModel):
         description="How long a prefill worker keeps KV blocks for a decode worker to read, 5s to 10m. Default: 30s.",
     )
 
-    seed: SeedSpec = Field(
-        default=SeedSpec(), description="Hot prefixes for new workers. Default: on with the torch engine, none with vllm."
+    seed: SeedSpec | None = Field(
+        default=None, description="Hot prefixes for new workers. Default: on with the torch engine, none with vllm."
     )
 
     @property
     def lease_duration_s(self) -> float:
         """Lease in seconds."""
         return parse_duration(self.lease_duration)
+
+    @property
+    def seeding(self) -> SeedSpec:
+        """`seed` with its defaults."""
+        return self.seed if self.seed is not None else SeedSpec()
 
     @property
     def nics(self) -> int:

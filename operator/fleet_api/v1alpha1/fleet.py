@@ -140,7 +140,8 @@ def _resolve_tier(tier: dict[str, Any], model: TierSpec, *, vllm: bool) -> None:
     claimed = model.kv_transfer.dra is not None and model.kv_transfer.dra.gpu is not None
     if vllm:
         tier.setdefault("parallelism", ParallelismSpec().to_dict())
-        del tier["kvTransfer"]["seed"]
+    else:
+        tier["kvTransfer"]["seed"] = model.kv_transfer.seeding.to_dict()
     if model.kv_transfer.resource is not None or model.kv_transfer.dra is not None:
         tier["kvTransfer"]["count"] = model.kv_transfer.nics
     own = [(tier["accelerator"], (model.parallelism or ParallelismSpec()).ranks)]

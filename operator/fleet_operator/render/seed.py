@@ -20,7 +20,7 @@ Live = Mapping[tuple[str, str], Object]
 
 def seed_settings(tier: TierSpec, engine: str) -> SeedSettings | None:
     """What a worker's configuration says of seeding; None where it is off, and with engines that have no interface for it."""
-    seed = tier.kv_transfer.seed
+    seed = tier.kv_transfer.seeding
     if not seed.enabled or engine != "torch":
         return None
     return SeedSettings(share=seed.max_percent / 100, timeout_s=seed.timeout_s)

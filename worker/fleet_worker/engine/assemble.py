@@ -177,6 +177,7 @@ def build_hot(config: WorkerConfig, core: EngineCore, pool: KvPool, connector: N
     weights, root = core.model.weights_digest, root_hash(config.compat, config.kv.block_tokens)
     lender = Lender(core, weights, part_blocks(pool.block_bytes, pool.block_tokens))
     seeder = Seeder(core, connector.hot, connector, weights, root, pool.block_tokens, pool.block_bytes)
+    connector.hot.is_answered = True
     return Hot(connector.hot, lender, seeder, time.monotonic)
 
 

@@ -20,7 +20,7 @@ def check_reference(reference: KvReference, sequence: Sequence, block_tokens: in
     """Raise KvReferenceError unless the reference is provable and is of the sequence's own prompt; KvTransferError when the KV
     was computed by another version of the model, under another adapter or version of it, or by a worker that does not name
     prompts: a prefill here is right then. That comes first: another tokenizer or template makes another prompt."""
-    _check_form(reference)
+    check_form(reference)
     _check_origin(reference, sequence, weights)
     blocks, tokens, prompt_tokens = reference.remote_block_ids, reference.remote_num_tokens, len(sequence.prompt)
     if not 0 < tokens <= prompt_tokens or len(blocks) != -(-tokens // block_tokens):
@@ -36,7 +36,8 @@ def check_reference(reference: KvReference, sequence: Sequence, block_tokens: in
         )  # fmt: skip
 
 
-def _check_form(reference: KvReference) -> None:
+def check_form(reference: KvReference) -> None:
+    """KvReferenceError unless it can be proven and its fields are bounded: they go over the side channel."""
     if not reference.lease_id or not reference.remote_epoch or not reference.digest:
         raise KvReferenceError("unprovable", "kv_transfer_params carry no lease, epoch or digest: the read could not be proven")
     for name in ("lease_id", "remote_epoch", "remote_engine_id"):

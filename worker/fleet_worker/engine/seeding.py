@@ -19,6 +19,7 @@ from fleet_wire.blocks import HASH_BYTES, block_hash
 from fleet_wire.kv import KvReference
 from fleet_wire.sidechannel import HotBlock, Hottest, Refused
 from fleet_worker.engine.lending import SEED_ID, Lender, Pool
+from fleet_worker.engine.references import check_form
 from fleet_worker.transfer.base import Connector, FetchResult, KvError
 from fleet_worker.transfer.digest import HEX_PER_BLOCK
 from fleet_worker.transfer.hot import Asked, Heard, HotChannel
@@ -155,6 +156,11 @@ class Seeder:
             return
         if len(reference.remote_block_ids) != count or len(reference.digest) != HEX_PER_BLOCK * count:
             self._end(now, "protocol", "its blocks and their digests do not fit each other")
+            return
+        try:
+            check_form(reference)
+        except KvError as error:
+            self._end(now, "protocol", str(error)[:200])
             return
         right = right_blocks(answer.blocks, self._root, self._block_tokens, lambda name: bool(self._pool.blocks.find([name])))
         self._refuse(job, right.wrong)

@@ -76,6 +76,8 @@ class HotLine:
 
     def __init__(self, settings: TransferSettings, pool: KvPool, wake: Callable[[], None]) -> None:
         self._mine = (PROTOCOL_VERSION, settings.compat, pool.block_bytes, pool.block_tokens, NAMES)
+        self.is_answered = False
+        """An engine takes the questions of others from here."""
         self._wake = wake
         self._questions: deque[_Question] = deque()
         self._heard: deque[Heard] = deque()
@@ -114,6 +116,8 @@ class HotLine:
             what = ("protocol version", "compatibility hash", "block bytes", "block tokens", "names of blocks")
             wrong = (f"{w}: here {m}, there {t}" for w, m, t in zip(what, self._mine, theirs, strict=True) if m != t)
             return Refused(call=ask.call, reason="incompatible", message=", ".join(wrong)[:500])
+        if not self.is_answered:
+            return Refused(call=ask.call, reason="off", message="this worker gives no hot prefixes")
         if ask.start < 0 or ask.most_blocks < 0 or not 0 < len(ask.reader) <= MAX_READER:
             return Refused(call=ask.call, reason="protocol", message="a question with bounds that mean nothing")
         if len(self._asked) >= MOST_ASKED:
