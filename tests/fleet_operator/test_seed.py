@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec import UNSET, UnsetType
 
 from fleet_api.parse import parse_fleet
 from fleet_operator.cluster.interface import POD, POOL
@@ -71,11 +72,11 @@ def test_a_follower_has_no_cache_of_its_own():
     [
         ("torch", {}, SeedSettings(share=0.25, timeout_s=5.0)),
         ("torch", {"seed": {"maxPercent": 10, "timeout": "1500ms"}}, SeedSettings(share=0.1, timeout_s=1.5)),
-        ("torch", {"seed": {"enabled": False}}, None),
-        ("vllm", {}, None),
+        ("torch", {"seed": {"enabled": False}}, UNSET),
+        ("vllm", {}, UNSET),
     ],
 )
-def test_what_the_worker_is_told(engine: str, seed: dict[str, Any], settings: SeedSettings | None):
+def test_what_the_worker_is_told(engine: str, seed: dict[str, Any], settings: SeedSettings | UnsetType):
     fleet = parse_fleet(
         manifest(engine={"type": engine}, tiers=[{"name": "t", "accelerator": {"type": "cpu"}, "kvTransfer": seed}])
     )
@@ -122,7 +123,7 @@ def test_without_seeding_nobody_is_told_anything():
             assert SEED_PEERS not in one["metadata"]["annotations"]
             env = {item["name"]: item for item in one["spec"]["containers"][0]["env"]}
             assert SEED_PEERS_ENV not in env
-            assert msgspec.json.decode(env[CONFIG_ENV]["value"])["kv"]["seed"] is None
+            assert "seed" not in msgspec.json.decode(env[CONFIG_ENV]["value"])["kv"]
 
     off = {"seed": {"enabled": False}}
     play(scenario, tiers=[{"name": "t", "accelerator": {"type": "cpu"}, "kvTransfer": off}])

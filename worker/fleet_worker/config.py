@@ -109,8 +109,8 @@ class KvSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Torch engine only; vLLM on CPU uses 128."""
     cache_bytes: int = 64 * 1024 * 1024
     """Size of the KV pool of one worker."""
-    seed: SeedSettings | None = None
-    """None: hot prefixes are neither taken nor given."""
+    seed: SeedSettings | msgspec.UnsetType = msgspec.UNSET
+    """Unset: hot prefixes are neither taken nor given, and images older than this field do not read of it."""
 
 
 class Parallel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Final
 
 import msgspec
+from msgspec import UNSET
 
 from fleet_api.host import host_requests
 from fleet_api.v1alpha1 import InferenceFleet
@@ -106,7 +107,7 @@ def render_pod(
 
 def is_seeded(fleet: InferenceFleet, tier: str) -> bool:
     """By the spec of today. A stored template that is older asks for nothing, whatever its pod's annotation says."""
-    return seed_settings(fleet.tier(tier), fleet.spec.engine.type) is not None
+    return seed_settings(fleet.tier(tier), fleet.spec.engine.type) is not UNSET
 
 
 def adapters_told(fleet: InferenceFleet) -> str:
@@ -265,7 +266,7 @@ def _env(model: ModelSpec, config: WorkerConfig) -> list[Object]:
         field("FLEET_POD_IP", "status.podIP"),
         field(ROLE_ENV, f"metadata.labels['{ROLE}']"),
         field(ADAPTERS_ENV, f"metadata.annotations['{ADAPTERS}']"),
-        *([field(SEED_PEERS_ENV, f"metadata.annotations['{SEED_PEERS}']")] if config.kv.seed is not None else []),
+        *([field(SEED_PEERS_ENV, f"metadata.annotations['{SEED_PEERS}']")] if config.kv.seed is not UNSET else []),
         field("VLLM_NIXL_SIDE_CHANNEL_HOST", "status.podIP"),
         {"name": SIDE_CHANNEL_ENV, "value": str(config.ports.side_channel)},
         {"name": "HOME", "value": "/tmp"},  # noqa: S108 - the one writable folder of a read-only root

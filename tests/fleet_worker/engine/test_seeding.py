@@ -58,7 +58,7 @@ class Side:
         llama = loaded(tiny, config.kv.block_tokens, weights)
         self.core, pool = build_core(config, llama, llama.config.eos_ids)
         self.connector = self.core.connector = NixlConnector(TransferSettings(host, 5600, compat, lease_s=lease_s), pool)
-        if config.kv.seed is not None:
+        if config.kv.seed is not msgspec.UNSET:
             self.core.hot = build_hot(config, self.core, pool, self.connector)
         self.is_open = True
 
@@ -230,7 +230,7 @@ def test_parts_before_a_bad_one_stay(tiny: Path):
         ({"compat": "another"}, "incompatible"),
         ({"block_tokens": 32}, "incompatible"),
         ({"weights": "another tokenizer"}, "weights"),
-        ({"seed": None}, "off"),
+        ({"seed": msgspec.UNSET}, "off"),
     ],
     ids=["compat", "block-size", "weights", "off"],
 )
@@ -429,7 +429,7 @@ def changed(told: Hottest, **fields: Any) -> Hottest:
 
 
 def test_without_seeding_nothing_is_remembered(tiny: Path):
-    with engines(tiny, 24, owner={"seed": None}) as (owner, _):
+    with engines(tiny, 24, owner={"seed": msgspec.UNSET}) as (owner, _):
         warmed(owner, HOT)
         assert owner.core.blocks.heat is None
         assert isinstance(owner.core, EngineCore)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import msgspec
+from msgspec import UNSET
 
 from fleet_wire.unreadable import UNREADABLE
 from fleet_worker.config import MOST_SEED_PEERS, SEED_PEERS_ENV, SeedSettings, WorkerConfig
@@ -88,7 +89,7 @@ class SeedKeeper:
     """Seeds this worker's engine once, before it is ready."""
 
     def __init__(self, config: WorkerConfig, engine: SeedEngine, env: Mapping[str, str], own: str) -> None:
-        self._settings = config.kv.seed
+        self._settings = None if config.kv.seed is UNSET else config.kv.seed
         self._engine = engine
         self._peers = parse_peers(env.get(SEED_PEERS_ENV, ""), own)
         self._outcome = "Waiting"

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import torch
 import uvicorn
 
@@ -166,7 +167,7 @@ def assemble(config: WorkerConfig, folder: Path, host: str) -> EngineProcess:
         lease_s=config.kv.lease_s,
     )
     core.connector = connector = NixlConnector(settings, pool)
-    if config.kv.seed is not None:
+    if config.kv.seed is not msgspec.UNSET:
         core.hot = build_hot(config, core, pool, connector)
     events = KvEventPublisher(host, config.ports.kv_events, config.ports.kv_replay, config.kv.block_tokens)
     return EngineProcess(config, host, core, text, events)
@@ -198,6 +199,6 @@ def build_core(config: WorkerConfig, llama: Llama, eos_ids: tuple[int, ...]) -> 
     tensor = llama.new_pool(num_blocks)
     limits = Limits(config.max_model_len, config.max_batch, STEP_TOKENS, MAX_WAITING)
     root = root_hash(config.compat, config.kv.block_tokens)
-    allocator = BlockAllocator(num_blocks, Heat() if config.kv.seed is not None else None)
+    allocator = BlockAllocator(num_blocks, Heat() if config.kv.seed is not msgspec.UNSET else None)
     core = EngineCore(llama, allocator, tensor, root, limits, eos_ids)
     return core, KvPool(tensor.data_ptr(), block_bytes, num_blocks, config.kv.block_tokens)
