@@ -165,7 +165,7 @@ def test_a_fleet_without_a_word_has_the_digest_of_any_version():
 
 def test_every_part_of_a_spec_is_one_of_routers_or_is_not():
     """A new part has to be named here or there: routers of before would not act on it."""
-    others = {"model", "engine", "tiers", "scaling", "rollout", "network_policy", "deletion"}
+    others = {"model", "engine", "tiers", "scaling", "rollout", "network_policy", "deletion", "healing"}
     assert set(FleetSpec.model_fields) == set(ROUTER_PARTS) | others
     for part, names in NOT_OF_ROUTERS.items():
         known = FleetSpec.model_fields[part].annotation
