@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleet_operator.cluster.interface import FLEET, POD, POOL, ForbiddenError
+from fleet_operator.names import FLEET as FLEET_LABEL
 from fleet_operator.names import PLANNED, REVISION, ROLE
 from fleet_operator.scale_targets import is_target
 from fleet_planner.scale_targets import EVERY_REVISION, STANDS_S
@@ -150,6 +151,29 @@ def test_what_somebody_edits_or_deletes_comes_back():
         assert await world.workers() == {"prefill": 1, "decode": 2}
 
     play(scenario, **EXTERNAL)
+
+
+@pytest.mark.parametrize("mode", ["auto", "manual"])
+def test_what_another_fleet_of_the_name_left_moves_nobody_who_is_not_scaled_from_outside(mode: str):
+    async def scenario(world: World) -> None:
+        left = {
+            "apiVersion": POOL.api_version, "kind": POOL.kind,
+            "metadata": {
+                "name": "f-t-decode", "namespace": NAMESPACE, "labels": {FLEET_LABEL: "f"}, "annotations": {PLANNED: "1"},
+            },
+            "spec": {"fleet": "f", "tier": "t", "role": "decode", "revision": EVERY_REVISION, "replicas": 5},
+        }  # fmt: skip
+        await world.user.apply(left)
+        world.measure(1, 1)
+        await world.settle()
+        assert (await world.workers())["decode"] == 2
+        pool = next(p["metadata"]["name"] for p in await world.store.list(POOL, NAMESPACE) if "-decode-" in p["metadata"]["name"])
+        await world.user.patch(POOL, NAMESPACE, pool, {"spec": {"replicas": 3}})
+        await world.settle()
+        assert (await world.workers())["decode"] == 3, "whoever scales its pool is heard"
+        assert (await target(world))["spec"]["replicas"] == 5, "nor is it touched"
+
+    play(scenario, tiers=[TIER], scaling={"mode": mode})
 
 
 def test_they_go_with_the_mode_and_with_their_tier_and_the_size_stays():
