@@ -20,7 +20,7 @@ from fleet_operator.observe import (
 )
 from fleet_operator.render.network import port_of
 from fleet_operator.render.port import ADMIN_PORT
-from fleet_operator.scale_targets import is_target
+from fleet_operator.scale_targets import is_heard, is_target
 from fleet_operator.settings import Platform
 from fleet_planner.prefetch import model_keys
 from fleet_planner.types import Demand, Observed, ObservedPod, Template
@@ -66,7 +66,7 @@ def picture(
         fetching=observe_fetching(pods, where.made_at),
         adapters={**state.published.adapters, **state.adapters.seen},
         pools=observe_pools(pools if not targets else [pool for pool in pools if pool not in targets]),
-        targets=observe_pools(targets),
+        targets=observe_pools([target for target in targets if is_heard(fleet, target)]) if targets else (),
         router=observe_router(live.get(("Deployment", router_name(fleet.metadata.name))), _routers(pods)),
         templates=templates,
         stored=stored,

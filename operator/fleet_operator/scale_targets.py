@@ -25,6 +25,13 @@ def is_target(pool: Object) -> bool:
     return not name.endswith(spec["revision"]) and bool(name == target_name(spec["fleet"], spec["tier"], spec["role"]))
 
 
+def is_heard(fleet: InferenceFleet, target: Object) -> bool:
+    """Whether its replicas are a wish for this fleet. Where nobody scales from outside only what is its own, and still to be
+    deleted, is: what another one of this name left (`--cascade=orphan`, a restored backup) is answered by nobody, so that one
+    edit of it held the size for ever, against load and every other /scale."""
+    return fleet.spec.scaling.mode == "external" or owned(target, {"metadata": {"uid": fleet.metadata.uid}})
+
+
 def render_target(fleet: InferenceFleet, target: PoolWanted, owner: Object) -> Object:
     """The WorkerPool; its annotations let the operator see when somebody else changed replicas."""
     name, namespace = target.name, fleet.metadata.namespace

@@ -105,7 +105,8 @@ def _passed(known: ScaleMemory) -> list[float]:
     """Its times that have passed."""
     newest = [known.wants[-1][0]] if known.wants else []
     lacking = [known.lacking[1]] if known.lacking is not None else []
-    return [*newest, *[at for _, at in known.gated], *lacking, *[at for _, at in known.healing.since]]
+    others = [*[at for _, at in known.healing.since], *[at for _, at, _ in known.asked]]
+    return [*newest, *[at for _, at in known.gated], *lacking, *others]
 
 
 def _tier(tier: TierStatus, moved: _Moved) -> TierStatus:
@@ -167,6 +168,7 @@ def _scale(known: ScaleMemory, moved: _Moved) -> ScaleMemory:
         flip=_flip(known.flip, moved),
         gangs=gangs,
         lacking=(known.lacking[0], moved.time(known.lacking[1])) if known.lacking is not None else None,
+        asked=tuple([(role, moved.time(at), size) for role, at, size in known.asked]),
         healing=_healing(known.healing, moved) if known.healing != HealingMemory() else known.healing,
     )
 

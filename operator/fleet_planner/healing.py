@@ -11,7 +11,7 @@ none when so many fail at once that it must be what is between them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from math import inf
@@ -36,7 +36,7 @@ WINDOW_S = 3_600.0
 SECOND_S = 1.0
 """Times of the status are whole seconds, cut off."""
 NAMES_MOST = 3
-REMEMBERED_MOST = 32
+UNTOLD = "its replacement was decided"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +54,13 @@ UNHURT = Healing()
 
 def plan_healing(fleet: InferenceFleet, observed: Observed, now: float) -> dict[str, Healing]:
     """By tier; those of which there is nothing to say are absent."""
-    found = {}
+    found, there = {}, {pod.uid for pod in observed.pods}
     before = {tier.name: tier.healing for tier in fleet.status.tiers if tier.healing is not None} if is_healing(fleet) else {}
     for tier in fleet.spec.tiers:
         known, kept = observed.telemetry.get(tier.name), observed.memory.get(tier.name)
         memory = kept.healing if kept is not None else UNHURT.memory
         if (known is not None and known.pairs) or tier.name in before or memory.since or memory.replaced:
-            replaced = _remembered(before.get(tier.name), memory, {pod.uid for pod in observed.pods}, now)
+            replaced = _remembered(before.get(tier.name), memory, there, fleet.spec.healing.restart_poisoned, now)
             found[tier.name] = _of_tier(fleet, tier, observed, known or TierTelemetry(), memory, replaced, now)
     return found
 
@@ -69,10 +69,10 @@ def marked(fleet: InferenceFleet, observed: Observed) -> Observed:
     """All pods of workers whose replacement the status says, as if their node went away."""
     if not is_healing(fleet):
         return observed
-    going = decided(fleet)
-    if not any(pod.uid in going or pod.group in going for pod in observed.pods):
+    going = decided(fleet, {pod.uid for pod in observed.pods})
+    if not going:
         return observed
-    words = {uid: one.message for uid, one in going.items()}
+    words = {uid: one.message or UNTOLD for uid, one in going.items()}
     pods = [replace(pod, leaving=pod.leaving or words.get(pod.uid) or words.get(pod.group, "")) for pod in observed.pods]
     return replace(observed, pods=tuple(pods))
 
@@ -82,9 +82,19 @@ def is_healing(fleet: InferenceFleet) -> bool:
     return any([tier.healing is not None for tier in fleet.status.tiers])
 
 
-def decided(fleet: InferenceFleet) -> dict[str, ReplacedStatus]:
-    """By uid of the pod that leads: what the status says was decided."""
-    return {one.uid: one for tier in fleet.status.tiers if tier.healing is not None for one in tier.healing.replaced}
+def decided(fleet: InferenceFleet, there: Collection[str]) -> dict[str, ReplacedStatus]:
+    """By uid of the pod that leads: what the status says was decided and is carried out now. `there`: uids of pods. Whoever wrote
+    that status, it is one in a tier, within the budget, and none where it is switched off."""
+    spec, found = fleet.spec.healing.restart_poisoned, dict[str, ReplacedStatus]()
+    for tier in fleet.status.tiers if spec.enabled else ():
+        known = _within_budget(tier.healing.replaced, spec) if tier.healing is not None else ()
+        found.update([(one.uid, one) for one in known if one.uid in there][:1])
+    return found
+
+
+def _within_budget(known: Iterable[ReplacedStatus], spec: RestartPoisonedSpec) -> tuple[ReplacedStatus, ...]:
+    """The oldest first. More than the budget nobody decided: a status that somebody wrote, or a budget that was larger."""
+    return tuple(sorted((one for one in known if one.uid), key=lambda one: (one.at, one.uid))[: spec.per_hour])
 
 
 def gone_first(
@@ -92,7 +102,7 @@ def gone_first(
 ) -> tuple[PodGone, ...]:
     """Pods of such workers that go before others are ready in their place: no surge is allowed, or there was no room for
     `capacityWait`. What is left serves inside the ratio. `groups`: by revision."""
-    going, found = decided(fleet), list[PodGone]()
+    going, found = decided(fleet, {worker.leader.uid for worker in workers}), list[PodGone]()
     for worker in workers:
         one = going.get(worker.leader.uid)
         if one is None or not worker.alive:
@@ -107,12 +117,12 @@ def gone_first(
 
 
 def _remembered(
-    status: HealingStatus | None, memory: HealingMemory, there: Collection[str], now: float
+    status: HealingStatus | None, memory: HealingMemory, there: Collection[str], spec: RestartPoisonedSpec, now: float
 ) -> tuple[ReplacedStatus, ...]:
     """What was decided in the last hour, or is not done yet; the oldest first."""
     known = {one.uid: one for one in (*memory.replaced, *(status.replaced if status is not None else ()))}
     kept = [one for one in known.values() if one.uid in there or now - _time(one.at) < WINDOW_S + SECOND_S]
-    return tuple(sorted(kept, key=lambda one: (one.at, one.uid))[-REMEMBERED_MOST:])
+    return _within_budget(kept, spec)
 
 
 def _of_tier(
@@ -140,7 +150,7 @@ def _of_tier(
     before = dict(memory.since)
     since = {alive[name].leader.uid: min(before.get(alive[name].leader.uid, now), now) for name in ill}
     told = replace(told, memory=HealingMemory(tuple(sorted(since.items())), replaced))
-    going = {one.uid for one in replaced}
+    going = {one.uid for one in replaced} if spec.enabled else set[str]()
     waiting = sorted(
         ill.keys() - {name for name in ill if alive[name].leader.uid in going}, key=lambda name: (-len(ill[name]), name)
     )
@@ -158,7 +168,7 @@ def _of_tier(
         return replace(told, verdict=_poisoned(tier, words, f"replaced when it is so for {spec.after}"))
     leader, message = alive[ripe[0]].leader, _words(alive[ripe[0]], ill[ripe[0]])
     one = ReplacedStatus(worker=leader.name, uid=leader.uid, at=rfc3339(now), message=message)
-    replaced = (*replaced, one)[-REMEMBERED_MOST:]
+    replaced = (*replaced, one)
     told = replace(told, memory=replace(told.memory, replaced=replaced), status=HealingStatus(replaced=replaced))
     return replace(told, verdict=_poisoned(tier, words, f"{leader.name} is being replaced"))
 

@@ -12,8 +12,11 @@ from collections.abc import Mapping
 
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_planner.ratio import Pair
-from fleet_planner.types import ROLES, Observed, PoolWanted, Role
+from fleet_planner.types import ROLES, Asked, Observed, PoolWanted, Role
 
+STANDS_S = 120.0
+"""Autoscalers ask every 15 to 30 s for what they do not have. Two that ask for what the ratio does not allow together each took
+away what the other one had just got: three workers were made and drained in every round, for ever."""
 EVERY_REVISION = "00000000"
 """What a target says where a pool has its revision. Operators that know no targets take it for nobody's, and leave it alone."""
 
@@ -27,6 +30,16 @@ def asked_of_targets(tier: str, observed: Observed) -> dict[Role, int]:
     """Wanted size of each role whose target says something else than the operator wrote."""
     mine = [one for one in observed.targets if one.tier == tier and one.planned is not None]
     return {one.role: one.replicas for one in mine if one.replicas != one.planned}
+
+
+def standing(lately: Asked, scaled: Mapping[Role, int], sizes: Mapping[Role, int], now: float) -> tuple[dict[Role, int], Asked]:
+    """What was asked of the other role less than STANDS_S ago and would be taken away by `sizes`: it stands, so that both wishes
+    are met with more workers of the one now `scaled`. Also what was asked lately, from now on: what stands, stands as long as
+    somebody goes on asking."""
+    known = {role: (at, size) for role, at, size in lately if role not in scaled and now - at < STANDS_S}
+    stands = {role: size for role, (_, size) in known.items() if sizes[role] < size}
+    asked = [(role, now if role in stands else at, size) for role, (at, size) in known.items()]
+    return stands, tuple(sorted([*asked, *((role, now, size) for role, size in scaled.items())]))
 
 
 def plan_targets(fleet: InferenceFleet, wished: Mapping[str, Pair], nodes: Mapping[str, Pair]) -> tuple[PoolWanted, ...]:

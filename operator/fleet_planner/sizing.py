@@ -14,8 +14,8 @@ from fleet_planner.ratio import Bounds, Pair, bounds_of, project
 from fleet_planner.replicas import Replica
 from fleet_planner.rollout import Limits, larger, next_step, smaller
 from fleet_planner.scale import ScaleDecision, ScaleInputs, want
-from fleet_planner.scale_targets import asked_of_targets
-from fleet_planner.types import ROLES, Observed, ObservedPool, Role, ScaleMemory
+from fleet_planner.scale_targets import asked_of_targets, standing
+from fleet_planner.types import ROLES, Asked, Observed, ObservedPool, Role, ScaleMemory
 from fleet_planner.zero import rolls
 
 
@@ -33,7 +33,7 @@ def fit(
     before = observed.memory.get(tier.name, ScaleMemory())
     if moves and tier.name not in observed.memory:
         before = _as_found(tier, observed, now + wait_s)
-    memory = altered(before, wants=decision.memory.wants)
+    memory = altered(before, wants=decision.memory.wants, asked=decision.memory.asked)
     if before.room_at > 0:
         memory = replace(memory, cap=None, placed=None)  # what it gets is decided below
     placed = fit_cluster(
@@ -76,9 +76,8 @@ def size_tier(fleet: InferenceFleet, tier: TierSpec, observed: Observed, workers
     memory = observed.memory.get(tier.name, ScaleMemory())
     if scaled:
         wish = (scaled.get("prefill", wished[0]), scaled.get("decode", wished[1]))
-        sizes = _follow(wish, scaled, bounds)
-        held = ScaleMemory(((now, *sizes),))  # the wish counts like a need of this moment, for one window
-        return ScaleDecision(*sizes, f"scaled by a user to {wish[0]} prefill and {wish[1]} decode workers", held)
+        lately = memory.asked if fleet.spec.scaling.mode == "external" else None
+        return _scaled(wish, scaled, bounds, lately, now)
     if fleet.spec.scaling.mode != "auto":
         return ScaleDecision(*project(*wished, bounds), f"scaling.mode is {fleet.spec.scaling.mode}", memory)
     ready = [worker.role for worker in workers if worker.ready]
@@ -93,6 +92,19 @@ def size_tier(fleet: InferenceFleet, tier: TierSpec, observed: Observed, workers
         size, kept = larger(size, wished), replace(kept, wants=())
     sizes = project(*size, bounds)  # bounds may have changed while holding
     return ScaleDecision(*sizes, decision.reason, kept, decision.held)
+
+
+def _scaled(wish: Pair, scaled: dict[Role, int], bounds: Bounds, lately: Asked | None, now: float) -> ScaleDecision:
+    """What somebody asked for, and what the other role then has. `lately`: see `standing`; None: nothing but this counts."""
+    sizes, reason = _follow(wish, scaled, bounds), f"scaled by a user to {wish[0]} prefill and {wish[1]} decode workers"
+    asked: Asked = ()
+    if lately is not None:
+        stands, asked = standing(lately, scaled, dict(zip(ROLES, sizes, strict=True)), now)
+        if stands:
+            sizes = project(stands.get("prefill", wish[0]), stands.get("decode", wish[1]), bounds)
+            reason += "".join(f"; {size} {role} workers were asked for just before, and stand" for role, size in stands.items())
+    held = ScaleMemory(((now, *sizes),), asked=asked)  # the wish counts like a need of this moment, for one window
+    return ScaleDecision(*sizes, reason, held)
 
 
 def _follow(wish: tuple[int, int], scaled: dict[Role, int], bounds: Bounds) -> tuple[int, int]:

@@ -282,6 +282,10 @@ class GangMemory:
     """Their nodes change hands: until then nobody is told that there is none for it."""
 
 
+Asked = tuple[tuple[Role, float, int], ...]
+"""(role, when, how many workers)."""
+
+
 @dataclass(frozen=True, slots=True)
 class ScaleMemory:
     """What scaling must remember between passes: recent wants, for stabilisation. Kept by the shell, passed in and out."""
@@ -306,6 +310,8 @@ class ScaleMemory:
     lacking: tuple[str, float] | None = None
     """(key of its model, since when a node lacks it); None: every node has it."""
     healing: HealingMemory = NOTHING_HEALED
+    asked: Asked = ()
+    """With scaling.mode external, what somebody asked for each role last. May be lost: then the newest wish alone counts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fleet_api.conditions import rfc3339
 from fleet_api.quantities import parse_ratio
 from fleet_operator.cluster.interface import CONFIG_MAP, FLEET, POD, ForbiddenError
 from fleet_operator.names import ROLE
@@ -311,6 +312,53 @@ def test_a_status_that_somebody_edited_stops_nothing():
         await here.world.user.patch_status(FLEET, NAMESPACE, "f", {"tiers": tiers})
         here.ill = {await here.uid("prefill")}
         await here.seconds(80)
+        assert len(here.deleted) == 1
+
+    clinic(scenario)
+
+
+@pytest.mark.parametrize(
+    ("spec", "named", "gone"),
+    [
+        pytest.param({}, "all", 1, id="all"),
+        pytest.param({"rollout": {"maxSurgeGpus": 0, "maxUnavailable": 1}}, "all", 1, id="all-without-surge"),
+        pytest.param({"healing": {"restartPoisoned": {"perHour": 2}}}, "all", 2, id="all-two-in-an-hour"),
+        pytest.param({"healing": {"restartPoisoned": {"enabled": False}}}, "all", 0, id="off"),
+        pytest.param({}, "nobody", 0, id="an-empty-uid-is-no-name"),
+    ],
+)
+def test_a_status_that_somebody_wrote_replaces_no_more_than_the_budget_one_at_a_time(spec: dict[str, Any], named: str, gone: int):
+    async def scenario(here: Clinic) -> None:
+        await here.seconds(5)
+        before, most = await here.uids(), 0
+        entries = [{"worker": "x", "uid": uid, "at": rfc3339(here.world.now), "message": "m"} for uid in sorted(before)]
+        entries = entries if named == "all" else [{**entries[0], "uid": ""}]
+        status = (await here.world.store.get(FLEET, NAMESPACE, "f"))["status"]
+        tiers = [{**status["tiers"][0], "healing": {"replaced": entries}}]
+        await here.world.user.patch_status(FLEET, NAMESPACE, "f", {"tiers": tiers})
+        for _ in range(60):
+            await here.seconds(1)
+            most = max(most, len(await here.uids()))
+            assert most <= 7
+        assert len(before - await here.uids()) == gone
+        await here.seconds(400, 10)
+        assert len(before - await here.uids()) == gone, "nor later"
+        assert here.outside == []
+
+    clinic(scenario, **spec)
+
+
+def test_switched_off_what_was_decided_is_left_also_when_the_status_says_it():
+    async def scenario(here: Clinic) -> None:
+        here.ill = {await here.uid("prefill")}
+        while not here.decided:
+            await here.seconds(1)
+        await here.world.user.patch(FLEET, NAMESPACE, "f", {"spec": {"healing": {"restartPoisoned": {"enabled": False}}}})
+        await here.seconds(60)
+        assert (here.deleted, len(await here.pods("prefill"))) == ([], 3)
+        assert "is off, delete that pod" in (await here.world.condition("Disaggregating"))["message"]
+        await here.world.user.patch(FLEET, NAMESPACE, "f", {"spec": {"healing": {"restartPoisoned": {"enabled": True}}}})
+        await here.seconds(60)
         assert len(here.deleted) == 1
 
     clinic(scenario)

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleet_operator.cluster.interface import FLEET, POD, POOL, ForbiddenError
+from fleet_operator.names import FLEET as FLEET_LABEL
 from fleet_operator.names import PLANNED, REVISION, ROLE
 from fleet_operator.scale_targets import is_target
-from fleet_planner.scale_targets import EVERY_REVISION
+from fleet_planner.scale_targets import EVERY_REVISION, STANDS_S
 from tests.fleet_operator.world import NAMESPACE, World, manifest, play
 
 TIER = {
@@ -152,6 +153,29 @@ def test_what_somebody_edits_or_deletes_comes_back():
     play(scenario, **EXTERNAL)
 
 
+@pytest.mark.parametrize("mode", ["auto", "manual"])
+def test_what_another_fleet_of_the_name_left_moves_nobody_who_is_not_scaled_from_outside(mode: str):
+    async def scenario(world: World) -> None:
+        left = {
+            "apiVersion": POOL.api_version, "kind": POOL.kind,
+            "metadata": {
+                "name": "f-t-decode", "namespace": NAMESPACE, "labels": {FLEET_LABEL: "f"}, "annotations": {PLANNED: "1"},
+            },
+            "spec": {"fleet": "f", "tier": "t", "role": "decode", "revision": EVERY_REVISION, "replicas": 5},
+        }  # fmt: skip
+        await world.user.apply(left)
+        world.measure(1, 1)
+        await world.settle()
+        assert (await world.workers())["decode"] == 2
+        pool = next(p["metadata"]["name"] for p in await world.store.list(POOL, NAMESPACE) if "-decode-" in p["metadata"]["name"])
+        await world.user.patch(POOL, NAMESPACE, pool, {"spec": {"replicas": 3}})
+        await world.settle()
+        assert (await world.workers())["decode"] == 3, "whoever scales its pool is heard"
+        assert (await target(world))["spec"]["replicas"] == 5, "nor is it touched"
+
+    play(scenario, tiers=[TIER], scaling={"mode": mode})
+
+
 def test_they_go_with_the_mode_and_with_their_tier_and_the_size_stays():
     async def scenario(world: World) -> None:
         await scale(world, 4)
@@ -165,6 +189,50 @@ def test_they_go_with_the_mode_and_with_their_tier_and_the_size_stays():
         await world.settle(60)
         targets = {pool["metadata"]["name"] for pool in await world.store.list(POOL, NAMESPACE) if is_target(pool)}
         assert targets == {"f-u-prefill", "f-u-decode"}
+
+    play(scenario, **EXTERNAL)
+
+
+@pytest.mark.parametrize(("prefill", "decode", "end"), [(2, 8, (3, 8)), (4, 1, (4, 4)), (1, 50, (3, 8))])
+@pytest.mark.parametrize("restart", [False, True])
+def test_two_autoscalers_that_the_ratio_sets_against_each_other_cost_no_workers(
+    prefill: int, decode: int, end: tuple[int, int], restart: bool
+):
+    """Each writes its own wish every 15 s where it finds another."""
+
+    async def scenario(world: World) -> None:
+        made = list[set[str]]()
+        for round_ in range(24):
+            if restart and round_ == 10:
+                world.operator = world.new_operator()
+            for role, wish in (("prefill", prefill), ("decode", decode)):
+                if (await target(world, role))["spec"]["replicas"] != min(wish, TIER[role]["maxReplicas"]):  # type: ignore[index]
+                    await scale(world, wish, role)
+                world.now += 7
+                for _ in range(4):
+                    await world.step()
+            made.append({pod["metadata"]["uid"] for pod in await world.store.list(POD, NAMESPACE)})
+        assert await sizes(world) == end
+        assert len({*map(frozenset, made[13:])}) == 1, "the same workers for 11 rounds"
+        if not restart:
+            assert len({*map(frozenset, made[2:])}) == 1
+
+    play(scenario, **EXTERNAL)
+
+
+def test_a_wish_of_a_while_ago_stands_in_nobodys_way():
+    async def scenario(world: World) -> None:
+        await scale(world, 8)
+        await world.settle()
+        world.now += STANDS_S - 30
+        await scale(world, 1, "prefill")
+        await world.settle(10)
+        assert await sizes(world) == (3, 8), "it stands"
+        world.now += STANDS_S + 1
+        await scale(world, 1, "prefill")
+        await world.settle()
+        assert (await world.workers(), await sizes(world)) == ({"prefill": 1, "decode": 3}, (1, 3))
+        assert [await world.touch() for _ in range(2)] == [[], []]
 
     play(scenario, **EXTERNAL)
 
@@ -183,11 +251,12 @@ def test_after_any_events_what_is_there_is_what_was_asked_for(steps: list[tuple[
         world = World()
         await world.user.apply(manifest(**EXTERNAL))
         await world.settle()
-        last = None
+        last, wishes = "", dict[str, int]()
         for what, number, wait in steps:
             if what in ("prefill", "decode"):
                 await scale(world, number, what)
-                last = what, number
+                last = what
+                wishes[what] = number
             elif what == "roll":
                 await world.user.patch(FLEET, NAMESPACE, "f", {"spec": {"engine": {"maxModelLen": 3072 + 1024 * number}}})
             elif what == "restart":
@@ -209,8 +278,11 @@ def test_after_any_events_what_is_there_is_what_was_asked_for(steps: list[tuple[
         assert 1 <= prefill <= 4
         assert 1 <= decode <= 8
         assert prefill <= decode <= 3 * prefill
-        if last is not None:
-            role, wish = last
-            assert {"prefill": prefill, "decode": decode}[role] == min(wish, TIER[role]["maxReplicas"])  # type: ignore[index]
+        if last:
+            role = last
+            asked = {name: min(count, TIER[name]["maxReplicas"]) for name, count in wishes.items()}  # type: ignore[index]
+            got, other = {"prefill": prefill, "decode": decode}, "decode" if role == "prefill" else "prefill"
+            least = 0 if other not in asked else -(-asked["decode"] // 3) if role == "prefill" else asked["prefill"]
+            assert got[role] in (asked[role], max(asked[role], least)), "more only where the other one's wish needs it"
 
     asyncio.run(scenario())

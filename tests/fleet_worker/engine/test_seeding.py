@@ -20,6 +20,7 @@ from fleet_worker.engine import lending, seeding
 from fleet_worker.engine.adapterfiles import load_adapter
 from fleet_worker.engine.assemble import build_core, build_hot
 from fleet_worker.engine.core import EngineCore
+from fleet_worker.engine.heat import Heat
 from fleet_worker.engine.llama import Llama
 from fleet_worker.engine.lora import Adapter
 from fleet_worker.engine.modelconfig import read_config
@@ -332,6 +333,30 @@ def test_one_reader_at_a_time(tiny: Path):
         assert isinstance(ask("b", now=now + 1.1 * lending.LENT_FOR_S), Hottest), "a has gone"
         assert refusal(ask("a", 4, now=now + 9 * lending.LENT_FOR_S)) == "unknown"
         assert reader.core.blocks.used == 0
+
+
+@pytest.mark.parametrize("most", [0, 1, 100])
+def test_who_asks_again_and_again_has_the_cache_sorted_once(tiny: Path, monkeypatch: pytest.MonkeyPatch, most: int):
+    """Each list took the engine 20 ms and more, and 16 questions fit into one turn of it."""
+    with engines(tiny, 27) as (owner, _):
+        warmed(owner, HOT)
+        sorted_at, lender, hottest = list[float](), owner.core.hot.lender, Heat.hottest
+
+        def counted(heat: Heat, count: int) -> list[bytes]:
+            sorted_at.append(now)
+            return hottest(heat, count)
+
+        monkeypatch.setattr(Heat, "hottest", counted)
+        for turn in range(200):
+            now = 100.0 + turn * 2 * lending.LISTED_FOR_S / 200
+            told = lender.answer(msgspec.structs.replace(ask_of(owner, f"reader {turn}", 0), most_blocks=most), now)
+            assert isinstance(told, Hottest)
+            assert (len(told.blocks), told.more) == (min(most, 6), False)
+            for name in list(owner.core._leased):
+                owner.connector.release(owner.core._lease_ids[name])
+            owner.core.step()
+        assert sorted_at == [100.0, 100.0 + lending.LISTED_FOR_S]
+        nothing_held(owner)
 
 
 def ask_of(side: Side, reader: str, start: int) -> Any:

@@ -16,6 +16,8 @@ PART_MESSAGE_BYTES: Final = 1024 * 1024
 """Names and tokens of one part."""
 LENT_FOR_S: Final = 2.0
 """A reader that has not asked for so long has gone: another one may."""
+LISTED_FOR_S: Final = 5.0
+"""A list is made at most so often, whoever asks and how often: to sort a large cache takes the engine that serves 0.1 s."""
 SEED_ID: Final = "seed."
 """How names of leases and pulls begin that belong to no request; no request's name holds a dot before its first dash."""
 
@@ -48,6 +50,7 @@ class Lender:
         self._pool, self._weights, self._part_blocks = pool, weights, part_blocks
         self._reader, self._until = "", float("-inf")
         self._names: list[bytes] = []
+        self._most, self._listed_at = 0, float("-inf")
         self._open: str | None = None
         """The lease of the part before."""
         self.lent_blocks = 0
@@ -67,18 +70,21 @@ class Lender:
         if self._open is not None or (now < self._until and asked.reader != self._reader):
             return Refused(call=asked.call, reason="busy", message="it gives its hot prefixes to another new worker")
         if asked.start == 0:
-            self._names = heat.hottest(min(asked.most_blocks, CONSIDERED))
+            self._most = asked.most_blocks
+            if now - self._listed_at >= LISTED_FOR_S:
+                self._names, self._listed_at = heat.hottest(CONSIDERED), now
         elif asked.reader != self._reader:
             return Refused(call=asked.call, reason="unknown", message="the list of this reader is forgotten")
         self._reader, self._until = asked.reader, now + LENT_FOR_S
         return self._part(asked)
 
     def _part(self, asked: AskHot) -> Hottest | Refused:
-        end = min(asked.start + self._part_blocks, len(self._names))
+        there = min(self._most, len(self._names))
+        end = min(asked.start + self._part_blocks, there)
         heat, blocks = self._pool.blocks.heat, self._pool.blocks
         known = {} if heat is None else heat.known
         names = [name for name in self._names[asked.start : end] if name in known and blocks.find([name])]
-        more = end < len(self._names)
+        more = end < there
         if not more:
             self._until = float("-inf")
         reference = None
