@@ -56,7 +56,7 @@ class Trip:
             self._number, self._sent_tokens = first.sent_prefills, first.sent_tokens
             self._alone = first.pending + first.others_pending <= 1
             self._quiet = self._prefilling.begins + first.late_s <= now
-        self._full = (stream or self.learns_whole) and _full(offer.decode)
+        self._full = (stream or self.learns_whole) and is_full(offer.decode)
         if adapter:
             for worker in {first, offer.decode}:
                 worker.adapters.pop(adapter, None)
@@ -68,7 +68,7 @@ class Trip:
         """The prefill leg answered, and the decode leg is sent."""
         self._prefill_over(now, learn=True)
         self._sent_at = now
-        self._full = (self._stream or self.learns_whole) and _full(self._offer.decode)
+        self._full = (self._stream or self.learns_whole) and is_full(self._offer.decode)
 
     def first_token(self, now: float) -> None:
         """The first bytes of the answer."""
@@ -174,6 +174,6 @@ class Trip:
             self._group.speed[one.worker.role].observe(one.tokens, took_s)
 
 
-def _full(worker: Candidate) -> bool:
+def is_full(worker: Candidate) -> bool:
     """Its engine has no slot left: a wait would be taken for its speed."""
     return 0 < worker.slots <= worker.inflight
