@@ -22,6 +22,8 @@ DISTURBED_MOST: Final = 0.25
 tokens late."""
 KNOWN: Final = 8.0
 """With so much weight a guess of ours is a ninth of what is believed."""
+FASTEST_S: Final = 1e-4
+"""No engine writes a sequence faster than so much a token: what says so had its answer already, or lies."""
 WRITING_MOST: Final = 0.5
 """It tells of its prompt's prefill when so much of its time, at most, went to its tokens."""
 
@@ -92,7 +94,7 @@ class Trip:
         """An answer of so many tokens came as a whole from this worker. Its time is that of its prompt (or of the KV's way) and
         of its tokens together: each is learnt where the other is known, or so little that a wrong guess does no harm."""
         offer, took_s = self._offer, now - self._sent_at
-        if tokens < 1 or took_s <= 0.0 or worker is not offer.decode:
+        if tokens < 1 or took_s <= 0.0 or worker is not offer.decode or took_s < (tokens - 1) * FASTEST_S:
             return
         self._group.wrote(worker, tokens, took_s)
         if self._full:
