@@ -31,7 +31,7 @@ from fleet_router.lengths import told_again_bytes
 from fleet_router.metering import LAST_ENDS, SOUND_END, Metering
 from fleet_router.metrics import Served
 from fleet_router.policy.trip import Trip
-from fleet_router.request import asked_tokens, choices_of, with_fields
+from fleet_router.request import choices_of, with_fields
 from fleet_router.upstream import Upstream
 from fleet_router.workers import Worker
 
@@ -415,9 +415,7 @@ class Answering(Metering):
             self._served.whole.observe(self.last_byte_at - self.started_at)
         if self._trip is not None:
             if self._trip.learns_whole and self.record.status == OK and self._leg_worker is not None and not self._stalled_at:
-                tokens, most = self._written(), asked_tokens(self._ask) or self.config.max_output_tokens
-                if tokens <= most:  # who says that it wrote more than it was asked for is not believed
-                    self._trip.whole(self.last_byte_at, tokens, self._leg_worker)
+                self._trip.whole(self.last_byte_at, self._written(self.config.max_output_tokens), self._leg_worker)
             self._trip_over()
         if self._leg_worker is not None:
             self._leg_worker.breaker.succeeded()
