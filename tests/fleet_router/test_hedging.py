@@ -26,6 +26,8 @@ HEDGED = msgspec.structs.replace(CONFIG, hedge=HedgeBounds(after=1.0, least_s=0.
 
 GARBAGE = -1
 """Told instead of a status: 200 and what is no JSON."""
+CUT = -2
+"""The connection breaks."""
 
 
 class Stalls:
@@ -36,6 +38,8 @@ class Stalls:
         self.asked: list[FakeWorker] = []
         self.left: list[FakeWorker] = []
         self.told: list[asyncio.Future[int]] = []
+        self.leased: list[FakeWorker] = []
+        """Who answered with KV."""
         for worker in rig.prefill:
             worker.behave = self.behaves(worker)
         rig.context.hedges.saved, rig.context.hedges.saved_tokens = 10.0, 1e6
@@ -53,7 +57,10 @@ class Stalls:
             lease = f"lease-{self.rig.prefill.index(worker)}"
             if told.result() == GARBAGE:
                 writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nwhat")
+            elif told.result() == CUT:
+                writer.transport.abort()
             elif told.result() == 200:
+                self.leased.append(worker)
                 answer(writer, 200, {"choices": [], "kv_transfer_params": {**REFERENCE, "lease_id": lease}})
             else:
                 answer(writer, told.result(), {"error": {"message": "out of order"}})
