@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import socket
 import struct
@@ -13,10 +14,8 @@ import msgspec
 import pytest
 
 from fleet_router.config import HedgeBounds
-from fleet_router.errors import NO_ROOM
 from fleet_router.explain.shown import shown
 from fleet_router.follow.documents import Documents
-from fleet_router.upstream import Pool
 from fleet_router.workers import Worker
 from fleet_wire.endpoints import Endpoints
 from tests.fleet_router.fake_worker import REFERENCE, FakeWorker, answer
@@ -435,33 +434,25 @@ def release_to(fake: FakeWorker) -> bytes:
 
 def test_no_room_for_a_connection_is_no_fault_of_the_second_either():
     async def test(stalls: Stalls) -> None:
-        waits: list[Callable[[None, str], None]] = []
-        for worker in stalls.rig.context.table.by_role["prefill"]:
-            worker.pool.take = takes(worker.pool, waits)
+        loop, failed = asyncio.get_running_loop(), asyncio.Event()
+
+        async def no_room(*_: object, **__: object) -> None:
+            await failed.wait()
+            raise OSError(errno.EMFILE, "too many open files")
+
         task = asyncio.ensure_future(stalls.rig.post(ask()))
-        await until(lambda: len(stalls.asked) == len(waits) == 1)
+        await until(lambda: len(stalls.asked) == 1)
+        loop.create_connection = no_room
+        await until(lambda: stalls.events().get("started") == 1)
         stalls.told[0].set_result(500)
         await asyncio.sleep(0.05)
         assert not task.done()
-        waits[0](None, NO_ROOM)
+        failed.set()
         status, body = await task
         assert (status, json.loads(body)["error"]["code"]) == (503, "connections")
         assert all(worker.breaker.closed for worker in stalls.rig.context.table.workers.values())
 
     with_stalls(test)
-
-
-def takes(pool: Pool, waits: list[Callable[[None, str], None]]) -> Callable[..., None]:
-    """The second leg's connection is waited for; others are had."""
-    take = pool.take
-
-    def asked(then: Any, *, fresh: bool = False) -> None:
-        if fresh or "hedg" not in then.__qualname__.lower():
-            take(then, fresh=fresh)
-        else:
-            waits.append(then)
-
-    return asked
 
 
 @pytest.mark.parametrize("change", ["decode is of another kind now", "decode has another version", "nobody has the adapter"])
