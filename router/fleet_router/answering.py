@@ -415,7 +415,7 @@ class Answering(Metering):
             self._served.whole.observe(self.last_byte_at - self.started_at)
         if self._trip is not None:
             if self._trip.learns_whole and self.record.status == OK and self._leg_worker is not None and not self._stalled_at:
-                self._trip.whole(self.last_byte_at, self._written(), self._leg_worker)
+                self._trip.whole(self.last_byte_at, self._written(self.config.max_output_tokens), self._leg_worker)
             self._trip_over()
         if self._leg_worker is not None:
             self._leg_worker.breaker.succeeded()

@@ -166,14 +166,18 @@ class Flow(Hedging):
                 return
             if connection is None:
                 self.end_leg()
-                if why == NO_ROOM:
-                    self.cut(RequestError(503, why, code="connections"))
-                else:
-                    leg.failed(why, gone=True)
+                self._not_connected(leg, why)
                 return
             self._put_on(connection, leg, payload)
 
         pool.take(connected, fresh=True)
+
+    def _not_connected(self, leg: PrefillLeg | DecodeLeg, why: str) -> None:
+        """A leg that is over had no connection: for want of ours, or its worker is gone."""
+        if why == NO_ROOM:
+            self.cut(RequestError(503, why, code="connections"))
+        else:
+            leg.failed(why, gone=True)
 
     def resend(self, worker: Worker, leg: PrefillLeg | DecodeLeg) -> bool:
         """A pooled connection that the worker had closed while this was on its way: once more on a fresh one. Not a retry:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 
 from fleet_router.explain.record import Second
 from fleet_router.health.panic import PANIC_BELOW, fit
-from fleet_router.legs import PrefillLeg
+from fleet_router.legs import DecodeLeg, PrefillLeg
 from fleet_router.policy.candidate import Candidate
 from fleet_router.policy.hedge import second, wait_s
 from fleet_router.request import is_object, prefill_body, reference_of
@@ -62,11 +62,11 @@ class HedgeLeg(PrefillLeg):
         elif self._status == 200:
             self._hedging.hedge_answered(bytes(self._answer))
         else:
-            self._hedging.hedge_failed(broken=self._status >= 500)
+            self._hedging.hedge_failed(broken=self._status >= 500, open_yet=False)
 
     def on_lost(self, reason: str) -> None:
         if self._hedging.hedges_by(self):
-            self._hedging.hedge_failed(broken=True)
+            self._hedging.hedge_lost()
         else:
             super().on_lost(reason)
 
@@ -110,7 +110,7 @@ class Hedging(Retrying):
     def _second(self, hedge: Hedge) -> tuple[Worker, float] | None:
         """Whom to ask, and how many tokens it lacks. Nobody while half of all are out: the rest is busy enough."""
         table, now, adapter, first = self._context.table, self._context.clock(), self._ask.adapter, hedge.first
-        workers = table.by_role["prefill"]
+        workers, version = table.by_role["prefill"], hedge.decode.endpoint.adapters.get(adapter)  # its KV is for that one
         if table.trouble.out and len(fit(workers, now)) < PANIC_BELOW * len(workers):
             return None
 
@@ -118,7 +118,7 @@ class Hedging(Retrying):
             return (
                 isinstance(one, Worker) and table.workers.get(one.uid) is one and one.uid not in self._excluded
                 and one.breaker.allows(now, one.own) and not table.pairs.blocks(one.uid, hedge.decode.uid, now)
-                and (not adapter or one.endpoint.adapters.get(adapter) == first.endpoint.adapters.get(adapter))
+                and one.group == hedge.decode.group and (not adapter or one.endpoint.adapters.get(adapter) == version is not None)
             )  # fmt: skip
 
         found = second(hedge.weighed, first, now, self.config.load_bound, usable)
@@ -147,7 +147,7 @@ class Hedging(Retrying):
             elif connection is None:
                 if mine:
                     self.end_leg()
-                    leg.failed(why, gone=True)
+                    self._not_connected(leg, why)
                 else:
                     self.hedge_failed(broken=False)
             else:
@@ -167,19 +167,31 @@ class Hedging(Retrying):
         hedge = self._hedge
         if hedge is None or hedge.worker is None:
             return
+        hedge.connection = None  # the pool has it again
         if reference_of(body) is None and not is_object(body):
             self.hedge_failed(broken=True)
             return
-        hedge.connection = None  # the pool has it again
         self._abandon_leg()
+        self._excluded = self._excluded | {hedge.first.uid}  # see `_end_hedge`
         self.end_leg()
         self._becomes_first(hedge, hedge.worker)
         self.prefilled(hedge.worker, hedge.decode, body)
 
-    def hedge_failed(self, *, broken: bool) -> None:
-        """Nothing came of it; the first leg is waited for as if it had not been sent. `broken`: the worker is to blame."""
+    def hedge_lost(self) -> None:
+        """Its connection broke. The worker had closed one of the pool before it had the request: that is no failure of it."""
+        hedge = self._hedge
+        one = None if hedge is None else hedge.connection
+        if hedge is not None:
+            early = self._context.clock() - hedge.sent_at <= self.config.reused_close_s
+            self.hedge_failed(broken=one is None or not one.used or one.got_bytes or not early)
+
+    def hedge_failed(self, *, broken: bool, open_yet: bool = True) -> None:
+        """Nothing came of it; the first leg is waited for as if it had not been sent. `broken`: the worker is to blame.
+        `open_yet` False: its answer is whole, and the pool has its connection again."""
         hedge = self._hedge
         if hedge is not None and hedge.worker is not None:
+            if not open_yet:
+                hedge.connection = None
             if broken:
                 hedge.worker.failed(self._context.clock())
             self._end_hedge("failed")
@@ -211,7 +223,8 @@ class Hedging(Retrying):
         super()._trip_over()
 
     def _end_hedge(self, outcome: str) -> None:
-        """It is given up. `outcome`: lost (the first one answered), failed, cut (the attempt is over)."""
+        """It is given up. `outcome`: lost (the first one answered), failed, cut (the attempt is over). Not asked again for this
+        request: what tells it to give the KV back may come later than another leg of the same name, and would end that one."""
         hedge, self._hedge = self._hedge, None
         if hedge is None:
             return
@@ -223,6 +236,7 @@ class Hedging(Retrying):
             hedge.connection.abort()
         hedge.worker.ended()
         self.give_back(hedge.worker)
+        self._excluded = self._excluded | {hedge.worker.uid}
         if self._trip is not None:
             self._trip.hedge_over(self._context.clock(), won=False)
         self._context.metrics.hedges[outcome] += 1
@@ -236,6 +250,10 @@ class Hedging(Retrying):
     @abstractmethod
     def fault(self, error: Exception) -> None:
         """A bug of ours."""
+
+    @abstractmethod
+    def _not_connected(self, leg: PrefillLeg | DecodeLeg, why: str) -> None:
+        """A leg that is over had no connection."""
 
     @abstractmethod
     def _named(self, body: bytes, worker: Worker) -> bytes:

@@ -20,6 +20,7 @@ from fleet_router.admission.usage import (
     with_usage,
 )
 from fleet_router.ending import without_usage
+from fleet_router.request import asked_tokens
 
 if TYPE_CHECKING:
     from fleet_router.admission.gate import Ticket
@@ -98,8 +99,9 @@ class Metering(ABC):  # noqa: B024 - what is abstract of an answer comes in its 
             events = self._events + (self._tail.count(EVENT) if missed else 0)
         return used_tokens(self._before, self._tail, events, self._ticket.charged)
 
-    def _written(self) -> int:
-        """Tokens of an answer in one piece, as it tells them in its last 4 KiB; 0 where it does not."""
+    def _written(self, most: int) -> int:
+        """Tokens of an answer in one piece, as it tells them in its last 4 KiB; 0 where it does not, or says that it wrote more
+        than it was asked for (`most`, where the client set no limit)."""
         told = self._told if self._translation is None else self._translation.used
         told = told or usage_of(self._tail)
-        return 0 if told is None else told[1]
+        return 0 if told is None or told[1] > (asked_tokens(self._ask) or most) else told[1]

@@ -19,7 +19,9 @@ import msgspec
 from fleet_router.errors import RequestError
 from fleet_router.flow import COMPLETIONS_PATH
 from fleet_router.follow.asking import posted
+from fleet_router.inbound import new_request_id
 from fleet_router.policy.prewarm import Pair, Plan
+from fleet_router.policy.trip import is_full
 from fleet_router.request import decode_body, is_object, lease_of, named, parse_body, prefill_body, prompt_tokens_of, reference_of
 from fleet_router.retrying import HEAD, RELEASE_PATH
 
@@ -48,9 +50,9 @@ class Prewarm:
     def __init__(self, context: Context, member: Member, say: Callable[..., None]) -> None:
         self._context, self._say = context, say
         self._plan = Plan(member.index, member.size)
-        self._members: dict[str, Worker] = {}
+        self._members: dict[str, tuple[Worker, tuple[str, str]]] = {}
+        """Each with its group: that may change under it."""
         self._tasks: set[asyncio.Task[None]] = set()
-        self._count = 0
         self.outcomes: Counter[Outcome] = Counter()
 
     def step(self, now: float) -> None:
@@ -59,8 +61,9 @@ class Prewarm:
         if not bounds.pairs and not self._plan.left:
             return
         workers = self._context.table.workers
-        if workers != self._members or not bounds.pairs:
-            self._members = dict(workers) if bounds.pairs else {}
+        members = {uid: (worker, worker.group) for uid, worker in workers.items()} if bounds.pairs else {}
+        if members != self._members or not bounds.pairs:
+            self._members = members
             self._plan.follow(routing.groups.values(), bounds.pairs)
         if not self._plan.left or self._context.draining:
             return
@@ -89,16 +92,20 @@ class Prewarm:
         return group is not None and group.pairs.met(*pair)
 
     def _usable(self, pair: Pair, now: float) -> bool:
-        """Nothing is known against the two, nor against the pair."""
+        """Nothing is known against the two, nor against the pair, and it would not have to wait for a slot."""
         workers, pairs = self._context.table.workers, self._context.table.pairs
         both = [worker for uid in pair if (worker := workers.get(uid)) is not None and worker.breaker.closed]
-        return len(both) == len(pair) and not pairs.blocks(*pair, now)
+        return len(both) == len(pair) and not is_full(both[1]) and not pairs.blocks(*pair, now)
+
+    def _paired(self, prefill: Worker, decode: Worker) -> bool:
+        """They are still those that they were, and KV may move between them: else nothing is to be learnt."""
+        workers = self._context.table.workers
+        return workers.get(prefill.uid) is prefill and workers.get(decode.uid) is decode and prefill.group == decode.group
 
     async def _one(self, prefill: Worker, decode: Worker, timeout_s: float) -> None:
         """One try, told and learnt from."""
         context, table, pair = self._context, self._context.table, (prefill.uid, decode.uid)
-        self._count += 1
-        request_id = f"prewarm-{self._count}-{shake_128(repr(pair).encode()).hexdigest(6)}"
+        request_id = f"prewarm-{new_request_id()}"  # other routers make the same two meet: they must not end each other's
         outcome: Outcome = "lost"
         try:
             outcome = await self._asked(prefill, decode, request_id, context.clock() + timeout_s)
@@ -106,7 +113,9 @@ class Prewarm:
             now = context.clock()
             self._plan.ended(pair, now, moved={"done": True, "failed": False}.get(outcome))
         self.outcomes[outcome] += 1
-        if outcome == "done":
+        if not self._paired(prefill, decode):
+            pass
+        elif outcome == "done":
             table.pairs.succeeded(*pair, now)
         elif outcome == "failed":
             table.transfer_failed(*pair, now)
@@ -116,13 +125,14 @@ class Prewarm:
 
     async def _asked(self, prefill: Worker, decode: Worker, request_id: str, until: float) -> Outcome:
         """Both legs. KV that nobody has read is given back, however it ends."""
-        context = self._context
+        context, started = self._context, self._context.clock()
         try:
             ask = parse_body(self._body(request_id), False, context.config)
         except RequestError:
             return "refused"
         released = msgspec.json.encode({"request_id": request_id})
         outcome: Outcome = "lost"
+        began = started
         try:
             status, body = await self._leg(prefill, prefill_body(ask), request_id, until)
             reference = reference_of(body) if status == OK else None
@@ -138,10 +148,10 @@ class Prewarm:
                 self._learn(prefill, decode, float(prompt_tokens_of(body)), context.clock() - began)
             elif status < SERVER:
                 outcome = "refused"
-        except ConnectionRefusedError:
-            outcome = "lost"  # nobody listens there: no pair's fault
-        except BROKEN:
-            pass  # as far as it had come
+        except BROKEN as error:  # as far as it had come
+            waited = is_full(decode) or began - started > until - began  # for a slot, or for its prefill
+            if isinstance(error, ConnectionRefusedError) or (waited and isinstance(error, TimeoutError)):
+                outcome = "lost"  # no pair's fault
         finally:
             if outcome != "done":
                 self._give_back(prefill, request_id, released)
@@ -165,10 +175,9 @@ class Prewarm:
             )  # fmt: skip
 
     def _learn(self, prefill: Worker, decode: Worker, tokens: float, seconds: float) -> None:
-        """The pair has met; both are still paired, or nothing is to be learnt."""
+        """The pair has met."""
         group = self._context.table.routing.groups.get(decode.group)
-        workers = self._context.table.workers
-        if group is not None and workers.get(prefill.uid) is prefill and workers.get(decode.uid) is decode:
+        if group is not None and self._paired(prefill, decode):
             group.pairs.observe(prefill.uid, decode.uid, tokens, seconds)
             prefill.warmed[decode.uid] = seconds
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import socket
 import struct
@@ -14,10 +15,18 @@ import pytest
 
 from fleet_router.config import HedgeBounds
 from fleet_router.explain.shown import shown
+from fleet_router.follow.documents import Documents
+from fleet_router.workers import Worker
+from fleet_wire.endpoints import Endpoints
 from tests.fleet_router.fake_worker import REFERENCE, FakeWorker, answer
 from tests.fleet_router.rig import CONFIG, LONG, Rig, ask, http, run, until
 
 HEDGED = msgspec.structs.replace(CONFIG, hedge=HedgeBounds(after=1.0, least_s=0.02, share=0.5))
+
+GARBAGE = -1
+"""Told instead of a status: 200 and what is no JSON."""
+CUT = -2
+"""The connection breaks."""
 
 
 class Stalls:
@@ -28,6 +37,8 @@ class Stalls:
         self.asked: list[FakeWorker] = []
         self.left: list[FakeWorker] = []
         self.told: list[asyncio.Future[int]] = []
+        self.leased: list[FakeWorker] = []
+        """Who answered with KV."""
         for worker in rig.prefill:
             worker.behave = self.behaves(worker)
         rig.context.hedges.saved, rig.context.hedges.saved_tokens = 10.0, 1e6
@@ -43,7 +54,12 @@ class Stalls:
                     self.left.append(worker)
                     return True
             lease = f"lease-{self.rig.prefill.index(worker)}"
-            if told.result() == 200:
+            if told.result() == GARBAGE:
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nwhat")
+            elif told.result() == CUT:
+                writer.transport.abort()
+            elif told.result() == 200:
+                self.leased.append(worker)
                 answer(writer, 200, {"choices": [], "kv_transfer_params": {**REFERENCE, "lease_id": lease}})
             else:
                 answer(writer, told.result(), {"error": {"message": "out of order"}})
@@ -72,7 +88,7 @@ class Stalls:
         return shown(next(self.rig.context.recorder.records()), 0.0)
 
 
-def with_stalls(test: Callable[[Stalls], Awaitable[None]], prefill: int = 2, config: Any = HEDGED) -> None:
+def with_stalls(test: Callable[[Stalls], Awaitable[None]], prefill: int = 2, config: Any = HEDGED, decode: int = 1) -> None:
     async def go(rig: Rig) -> None:
         stalls = Stalls(rig)
         await test(stalls)
@@ -80,7 +96,7 @@ def with_stalls(test: Callable[[Stalls], Awaitable[None]], prefill: int = 2, con
         for worker in rig.context.table.workers.values():
             assert worker.pending == 0, worker.uid
 
-    run(go, prefill=prefill, config=config)
+    run(go, prefill=prefill, decode=decode, config=config)
 
 
 def test_the_second_answers_first_and_the_first_is_given_up():
@@ -318,3 +334,155 @@ def test_a_second_that_cannot_be_reached_is_no_loss():
         assert (await task)[0] == 200
 
     with_stalls(test)
+
+
+def worker_of(stalls: Stalls, fake: FakeWorker) -> Worker:
+    return stalls.rig.context.table.workers[f"u{fake.port}"]
+
+
+@pytest.mark.parametrize("winner", [0, 1])
+def test_who_was_told_to_give_it_back_is_not_asked_for_it_again(winner: int):
+    """The loser is told by the request's name, on another connection: a new leg under that name there would be ended by it, and
+    the client told that its request was given back."""
+
+    async def test(stalls: Stalls) -> None:
+        for worker in stalls.rig.decode:
+            worker.behave = breaks
+        task = await stalls.both()
+        won = stalls.asked[winner]
+        stalls.told[winner].set_result(200)
+        await until(lambda: len(stalls.asked) == 3 or task.done())
+        assert stalls.asked[2:] in ([], [won])
+        if not task.done():
+            stalls.told[2].set_result(200)
+        assert (await task)[0] == 200
+
+    async def breaks(_: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+        for worker in stalls_of[0].rig.decode:
+            worker.behave = None
+        won = worker_of(stalls_of[0], stalls_of[0].asked[winner])
+        for _ in range(40):  # whoever lost is the better one for what is tried again
+            won.began()
+            asyncio.get_running_loop().call_later(0.3, won.ended)
+        answer(writer, 500, {})
+        return True
+
+    stalls_of: list[Stalls] = []
+
+    async def go(stalls: Stalls) -> None:
+        stalls_of.append(stalls)
+        await test(stalls)
+
+    with_stalls(go, decode=2)
+
+
+def test_a_first_that_answers_nonsense_does_not_send_the_prompt_to_who_was_just_told_to_give_it_back():
+    async def test(stalls: Stalls) -> None:
+        task = await stalls.both()
+        stalls.told[0].set_result(GARBAGE)
+        await until(lambda: task.done() or len(stalls.asked) == 3)
+        assert len(stalls.asked) == 2
+        assert (await task)[0] == 200
+
+    with_stalls(test)
+
+
+@pytest.mark.parametrize("status", [500, 404, GARBAGE])
+def test_the_connection_of_a_second_that_answered_is_kept(status: int):
+    async def test(stalls: Stalls) -> None:
+        task = await stalls.both()
+        second = stalls.asked[1]
+        (connection,) = second.readers
+        stalls.told[1].set_result(status)
+        await stalls.gave_back(second)
+        await until(lambda: len(worker_of(stalls, second).pool._idle) == 1)
+        assert list(second.readers) == [connection]
+        stalls.told[0].set_result(200)
+        assert (await task)[0] == 200
+
+    with_stalls(test)
+
+
+def test_a_pooled_connection_that_the_second_had_closed_is_no_failure_of_it():
+    """Nothing ran there."""
+
+    async def closes(_: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+        writer.close()
+        return True
+
+    async def test(stalls: Stalls) -> None:
+        for fake in stalls.rig.prefill:  # a connection that was used lies in each pool
+            stalls.rig.context.releases.send(worker_of(stalls, fake).pool, release_to(fake), stalls.rig.context.clock())
+        await until(lambda: all(fake.released for fake in stalls.rig.prefill))
+        await until(lambda: all(worker_of(stalls, fake).pool._idle for fake in stalls.rig.prefill))
+        task = asyncio.ensure_future(stalls.rig.post(ask()))
+        await until(lambda: len(stalls.asked) == 1)
+        (other,) = [fake for fake in stalls.rig.prefill if fake is not stalls.asked[0]]
+        other.behave = closes
+        await until(lambda: stalls.events().get("failed") == 1)
+        assert worker_of(stalls, other).breaker.failures == 0
+        stalls.told[0].set_result(200)
+        assert (await task)[0] == 200
+
+    with_stalls(test)
+
+
+def release_to(fake: FakeWorker) -> bytes:
+    body = b'{"request_id":"another"}'
+    return b"POST /kv/release HTTP/1.1\r\nhost: h\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+
+
+def test_no_room_for_a_connection_is_no_fault_of_the_second_either():
+    async def test(stalls: Stalls) -> None:
+        loop, failed = asyncio.get_running_loop(), asyncio.Event()
+
+        async def no_room(*_: object, **__: object) -> None:
+            await failed.wait()
+            raise OSError(errno.EMFILE, "too many open files")
+
+        task = asyncio.ensure_future(stalls.rig.post(ask()))
+        await until(lambda: len(stalls.asked) == 1)
+        loop.create_connection = no_room
+        await until(lambda: stalls.events().get("started") == 1)
+        stalls.told[0].set_result(500)
+        await asyncio.sleep(0.05)
+        assert not task.done()
+        failed.set()
+        status, body = await task
+        assert (status, json.loads(body)["error"]["code"]) == (503, "connections")
+        assert all(worker.breaker.closed for worker in stalls.rig.context.table.workers.values())
+
+    with_stalls(test)
+
+
+@pytest.mark.parametrize("change", ["decode is of another kind now", "decode has another version", "nobody has the adapter"])
+def test_kv_that_its_decode_worker_could_not_read_is_asked_of_nobody(change: str):
+    """The operator says something new of the workers while the first leg runs."""
+    config = msgspec.structs.replace(HEDGED, adapters=("a",), hedge=HedgeBounds(after=1.0, least_s=0.2, share=0.5))
+
+    async def test(stalls: Stalls) -> None:
+        table = stalls.rig.context.table
+
+        def say(version: dict[str, dict[str, str]], compat: str = "c-t") -> None:
+            found = [
+                msgspec.structs.replace(worker.endpoint, adapters=version[worker.role]) for worker in table.workers.values()
+            ]  # fmt: skip
+            found = [one if one.role == "prefill" else msgspec.structs.replace(one, compat=compat) for one in found]
+            stalls.rig.router.apply(Documents(config, Endpoints(fleet="f", namespace="n", workers=tuple(found))))
+
+        same = {"prefill": {"a": "1"}, "decode": {"a": "1"}}
+        say(same)
+        task = asyncio.ensure_future(stalls.rig.post(ask(model="a")))
+        await until(lambda: len(stalls.asked) == 1)
+        if change == "decode is of another kind now":
+            say(same, "other")
+        elif change == "decode has another version":
+            say(same | {"decode": {"a": "2"}})
+        else:
+            say({"prefill": {}, "decode": {}})
+        await asyncio.sleep(0.4)
+        assert len(stalls.asked) == 1
+        stalls.told[0].set_result(200)
+        assert (await task)[0] == 200
+
+    with_stalls(test, config=config)

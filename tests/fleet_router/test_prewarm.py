@@ -11,6 +11,8 @@ import pytest
 
 from fleet_router.config import PrewarmBounds
 from fleet_router.follow.asking import posted
+from fleet_router.follow.documents import Documents
+from fleet_wire.endpoints import Endpoints
 from tests.fleet_router.fake_worker import REFERENCE, answer
 from tests.fleet_router.rig import CONFIG, Rig, ask, run, until
 
@@ -173,3 +175,112 @@ def test_an_answer_to_a_question_of_ours(said: bytes, expected: tuple[int, bytes
     else:
         with pytest.raises(expected):
             asyncio.run(go())
+
+
+def test_two_routers_that_warm_the_same_pair_call_it_by_different_names():
+    """A worker knows a request by its name: the first one's that gives its KV back would end the other one's, or take its KV."""
+
+    async def test(rig: Rig) -> None:
+        other = Rig(rig.prefill, rig.decode, ON)
+        for one in (rig, other):
+            await warmed(one)
+        assert len(rig.prefill[0].seen) == 2
+        assert len(set(rig.prefill[0].request_ids)) == 2
+        for worker in other.context.table.workers.values():
+            worker.retire()
+
+    run(test, config=ON)
+
+
+def is_full(rig: Rig) -> None:
+    [worker] = rig.context.table.by_role["decode"]
+    worker.slots = worker.inflight = 4
+
+
+async def slowly(_: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+    await asyncio.sleep(0.2)
+    answer(writer, 200, {"choices": [], "kv_transfer_params": REFERENCE})
+    return True
+
+
+@pytest.mark.parametrize("why", ["its slots are taken", "its prefill took most of the time"])
+def test_a_decode_worker_that_has_no_time_is_no_pair_that_fails(why: str):
+    """A fleet under load grows: the new worker's pairs would all be put out, and it with them, when it is needed most."""
+
+    async def fills(body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+        is_full(rigs[0])
+        return await hangs(body, writer)
+
+    rigs: list[Rig] = []
+
+    async def test(rig: Rig) -> None:
+        rigs.append(rig)
+        giver, taker = rig.prefill[0], rig.decode[0]
+        if why == "its slots are taken":
+            taker.behave = fills
+        else:
+            giver.behave, taker.behave = slowly, hangs
+        assert await warmed(rig) == "lost"
+        assert not rig.context.table.pairs.breakers
+        await until(lambda: giver.released == ["lease-1"])
+        for worker in rig.context.table.workers.values():
+            worker.inflight = 0
+
+    run(test, config=ON)
+
+
+def test_who_has_no_slot_free_is_asked_later():
+    async def test(rig: Rig) -> None:
+        is_full(rig)
+        rig.router._prewarm.step(rig.context.clock())
+        await asyncio.sleep(0.05)
+        assert not rig.prefill[0].seen
+        [worker] = rig.context.table.by_role["decode"]
+        worker.inflight = 0
+        assert await warmed(rig) == "done"
+
+    run(test, config=ON)
+
+
+@pytest.mark.parametrize("what", ["place", "group"])
+@pytest.mark.parametrize("moved", [True, False])
+def test_what_is_told_by_a_worker_that_was_another_one_is_not_learnt(moved: bool, what: str):
+    async def test(rig: Rig) -> None:
+        giver, taker = rig.prefill[0], rig.decode[0]
+        table, pair = rig.context.table, (f"u{giver.port}", f"u{taker.port}")
+
+        async def behave(_: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+            found = [worker.endpoint for worker in table.workers.values()]
+            change = {"agent_port": 7} if what == "place" else {"compat": "another"}
+            found = [msgspec.structs.replace(one, **change) if one.role == "decode" else one for one in found]
+            rig.router.apply(Documents(ON, Endpoints(fleet="f", namespace="n", workers=tuple(found))))
+            for worker in table.by_role["decode"]:
+                worker.put_out(rig.context.clock())  # who it is now is not warmed yet
+            answer(writer, 200 if moved else 503, {"error": {"type": "KvTransferError"}})
+            return True
+
+        taker.behave = behave
+        assert await warmed(rig) == ("done" if moved else "failed")
+        assert not table.pairs.breakers
+        assert not any(group.pairs.met(*pair) for group in table.routing.groups.values())
+        rig.router._prewarm.stop()
+
+    run(test, config=ON)
+
+
+def test_a_worker_whose_group_changed_is_warmed_with_none_of_its_old_one():
+    async def test(rig: Rig) -> None:
+        prewarm, table = rig.router._prewarm, rig.context.table
+        is_full(rig)
+        prewarm.step(rig.context.clock())  # they wait
+        found = [worker.endpoint for worker in table.workers.values()]
+        found = [msgspec.structs.replace(one, compat="another") if one.role == "decode" else one for one in found]
+        rig.router.apply(Documents(ON, Endpoints(fleet="f", namespace="n", workers=tuple(found))))
+        for worker in table.by_role["decode"]:
+            worker.inflight = 0
+        prewarm.step(rig.context.clock())
+        await asyncio.sleep(0.05)
+        assert not rig.prefill[0].seen
+        assert "fleet_router_prewarms_left 0" in prewarm.lines()
+
+    run(test, config=ON)

@@ -60,18 +60,27 @@ class Plan:
     left: dict[Pair, Waits] = field(default_factory=dict)
     """In the order in which their workers joined."""
     running: set[Pair] = field(default_factory=set)
-    _known: dict[str, Candidate] = field(default_factory=dict)
+    _known: dict[str, tuple[Candidate, tuple[str, str]]] = field(default_factory=dict)
+    """Workers, each with the group that it was in."""
 
     def follow(self, groups: Iterable[Group], most: int) -> None:
-        """These workers from now on; `most`: pairs of each one that joins. What is under way goes on."""
+        """These workers from now on; `most`: pairs of each one that joins, 0: off; when it is on again, all of them join. What
+        is under way goes on."""
         there = {worker.uid: (worker, group) for group in groups for worker in (*group.prefill.members, *group.decode.members)}
-        self.left = {pair: waits for pair, waits in self.left.items() if most and all(uid in there for uid in pair)}
+
+        def are_pair(prefill: str, decode: str) -> bool:
+            giver, taker = there.get(prefill), there.get(decode)
+            if giver is None or taker is None or giver[1] is not taker[1]:
+                return False
+            return (giver[0].role, taker[0].role) == ("prefill", "decode")
+
+        self.left = {pair: waits for pair, waits in self.left.items() if most and are_pair(*pair)}
         for uid, (worker, group) in there.items():
-            if self._known.get(uid) is not worker:  # an old uid at another place is another worker
+            if self._known.get(uid) != (worker, group.key):  # an old uid at another place, or in another group, is another worker
                 for pair in self._of(uid, group, most):
                     if len(self.left) < LEFT_MOST and owner(pair, self.processes) == self.member:
                         self.left.setdefault(pair, Waits())
-        self._known = {uid: worker for uid, (worker, _) in there.items()}
+        self._known = {uid: (worker, group.key) for uid, (worker, group) in there.items()} if most else {}
 
     @staticmethod
     def _of(uid: str, group: Group, most: int) -> list[Pair]:
@@ -85,9 +94,11 @@ class Plan:
         found: list[Pair] = []
         busy = {uid for pair in self.running for uid in pair}
         for pair, waits in list(self.left.items()):
+            if len(self.running) + len(found) >= parallel:
+                break  # thousands may wait, and this is asked whenever one has ended
             if met(pair):
                 del self.left[pair]
-            elif len(self.running) + len(found) < parallel and now >= waits.not_before and busy.isdisjoint(pair) and usable(pair):
+            elif now >= waits.not_before and busy.isdisjoint(pair) and usable(pair):
                 found.append(pair)
                 busy.update(pair)
         self.running.update(found)

@@ -22,6 +22,8 @@ DISTURBED_MOST: Final = 0.25
 tokens late."""
 KNOWN: Final = 8.0
 """With so much weight a guess of ours is a ninth of what is believed."""
+FASTEST_S: Final = 1e-4
+"""No engine writes a sequence faster than so much a token: what says so had its answer already, or lies."""
 WRITING_MOST: Final = 0.5
 """It tells of its prompt's prefill when so much of its time, at most, went to its tokens."""
 
@@ -56,7 +58,7 @@ class Trip:
             self._number, self._sent_tokens = first.sent_prefills, first.sent_tokens
             self._alone = first.pending + first.others_pending <= 1
             self._quiet = self._prefilling.begins + first.late_s <= now
-        self._full = (stream or self.learns_whole) and _full(offer.decode)
+        self._full = (stream or self.learns_whole) and is_full(offer.decode)
         if adapter:
             for worker in {first, offer.decode}:
                 worker.adapters.pop(adapter, None)
@@ -68,7 +70,7 @@ class Trip:
         """The prefill leg answered, and the decode leg is sent."""
         self._prefill_over(now, learn=True)
         self._sent_at = now
-        self._full = (self._stream or self.learns_whole) and _full(self._offer.decode)
+        self._full = (self._stream or self.learns_whole) and is_full(self._offer.decode)
 
     def first_token(self, now: float) -> None:
         """The first bytes of the answer."""
@@ -92,7 +94,7 @@ class Trip:
         """An answer of so many tokens came as a whole from this worker. Its time is that of its prompt (or of the KV's way) and
         of its tokens together: each is learnt where the other is known, or so little that a wrong guess does no harm."""
         offer, took_s = self._offer, now - self._sent_at
-        if tokens < 1 or took_s <= 0.0 or worker is not offer.decode:
+        if tokens < 1 or took_s <= 0.0 or worker is not offer.decode or took_s < (tokens - 1) * FASTEST_S:
             return
         self._group.wrote(worker, tokens, took_s)
         if self._full:
@@ -174,6 +176,6 @@ class Trip:
             self._group.speed[one.worker.role].observe(one.tokens, took_s)
 
 
-def _full(worker: Candidate) -> bool:
+def is_full(worker: Candidate) -> bool:
     """Its engine has no slot left: a wait would be taken for its speed."""
     return 0 < worker.slots <= worker.inflight

@@ -129,3 +129,47 @@ def test_a_pair_that_a_request_made_meet_is_done_one_that_may_not_be_used_waits_
     plan.ended(tried, 1.0, moved=False)
     assert plan.due(1.0 + PAUSE_S / 2, 3, never, lambda pair: pair != out) == []
     assert plan.due(1.0 + PAUSE_S, 3, never, lambda pair: pair != out) == [tried]
+
+
+def test_a_worker_that_changed_its_role_or_its_group_is_in_no_pair_of_before():
+    """A prefill worker that decodes now would be asked to give KV to another one that decodes; and no KV moves between groups."""
+    plan, group = Plan(), group_of(2, 2)
+    plan.follow([group], 9)
+    flipped = Candidate("p0c", "decode", ("t", "c"), 0)
+    members = [worker for worker in (*group.prefill.members, *group.decode.members) if worker.uid != "p0c"]
+    group.update([(worker, 1 << i) for i, worker in enumerate([*members, flipped])])
+    plan.follow([group], 9)
+    assert set(plan.left) == {("p1c", "d0c"), ("p1c", "d1c"), ("p1c", "p0c")}
+    other = Group(("t", "e"))
+    for worker in (flipped, members[0]):
+        worker.group = other.key
+    other.update([(flipped, 1), (members[0], 2)])
+    group.update([(worker, 4 << i) for i, worker in enumerate(members[1:])])
+    plan.follow([group, other], 9)
+    assert set(plan.left) == {("p1c", "p0c")}
+
+
+def test_switched_on_again_all_that_have_not_met_are_to():
+    plan, group = Plan(), group_of(2, 2)
+    for most, left in ((9, 4), (0, 0), (9, 4)):
+        plan.follow([group], most)
+        assert len(plan.left) == left
+
+
+def test_of_thousands_that_wait_no_more_are_looked_at_than_may_begin():
+    plan, looked = Plan(), list[Pair]()
+    plan.follow([group_of(40, 40)], 64)
+    assert len(plan.left) == 1_600
+
+    def usable(pair: Pair) -> bool:
+        looked.append(pair)
+        return True
+
+    def met(pair: Pair) -> bool:
+        looked.append(pair)
+        return False
+
+    assert len(plan.due(1.0, 2, met, usable)) == 2
+    looked.clear()
+    assert plan.due(1.0, 2, met, usable) == []
+    assert looked == []

@@ -48,6 +48,9 @@ def knows(line: Line, x: float, y: float) -> None:
         pytest.param(False, 8, 0.25, "gap", (False, False, False), id="they took most of it"),
         pytest.param(False, 0, 4.0, "", (False, False, False), id="it does not tell how many"),
         pytest.param(False, 1, 0.0, "", (False, False, False), id="a clock that stood"),
+        pytest.param(False, 1, -4.0, "", (False, False, False), id="a clock that went back"),
+        pytest.param(False, 5_001, 0.48, "prefill", (False, False, False), id="it cannot have written that just now"),
+        pytest.param(True, 10**9, 4.0, "", (False, False, False), id="a lie"),
         pytest.param(False, 1, 4.0, "full", (False, False, False), id="it may have waited for a slot"),
         pytest.param(False, 1, 4.0, "other", (False, False, False), id="another worker answered"),
     ],
@@ -187,3 +190,13 @@ def test_a_mix_of_whole_answers_teaches_what_streams_teach():
         assert prompt_s == pytest.approx(PROMPT / PREFILL_TOKENS_PER_S + 2 * STEP_S, rel=0.5)
         learnt[stream] = (median(worker.gap.at(8) for worker in decodes), group.output.value)
     assert learnt[False] == pytest.approx(learnt[True], rel=0.1), learnt
+
+
+def test_a_worker_that_says_what_cannot_be_moves_no_estimate():
+    group, workers = fleet(1, 2)
+    before = (group.output.value, group.answer.value, group.pace_s, group.gap.at(8), workers["d0"].drag_s)
+    for i in range(300):
+        trip = Trip(group, Offer(0, None, workers["d0"], PROMPT, 0.0, "", 0), float(i), stream=False, learns_whole=True)
+        trip.whole(i + 0.5, 10**9, workers["d0"])
+        trip.over(i + 0.5)
+    assert (group.output.value, group.answer.value, group.pace_s, group.gap.at(8), workers["d0"].drag_s) == before
