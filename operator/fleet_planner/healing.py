@@ -139,12 +139,13 @@ def _of_tier(
         HealingMemory((), replaced) if replaced else NOTHING_HEALED, HealingStatus(replaced=replaced) if replaced else None
     )
     fresh = known.demand is not None and is_fresh(known.demand.measured_at, fleet.spec.telemetry.interval_s, now)
-    found = find_poisoned(known.pairs, known.moved) if fresh else Found()
+    failing = [pair for pair in known.pairs if not known.doubtful.issuperset(pair)]
+    found = find_poisoned(failing, known.moved) if fresh else Found()
     alive = {worker.leader.name: worker for worker in workers if worker.alive}
     suspects = found.suspects & alive.keys()
     if len(suspects) > max(1, spec.fabric_percent * len(alive) // 100):
         return replace(told, verdict=_fabric(tier, sorted(suspects), len(alive)))
-    ill = {name: partners for name, partners in found.poisoned.items() if name in alive}
+    ill = {name: partners for name, partners in found.poisoned.items() if name in alive and name not in known.doubtful}
     if not ill:
         return told
     before = dict(memory.since)

@@ -234,8 +234,7 @@ class TierTelemetry:
     kv: KvProof | None = None
     transport: str | None = None
     """Transport that the workers report as in use, the slowest of them; None when unknown."""
-    transports: tuple[TransportSeen, ...] = ()
-    """Each worker that reports one."""
+    transports: tuple[TransportSeen, ...] = ()  # of each worker that reports one
     problem: str | None = None
     """Why nothing is known, when the source itself failed."""
     revisions: dict[str, RevisionLoad] = field(default_factory=dict)
@@ -248,6 +247,7 @@ class TierTelemetry:
     """Of the whole fleet, whichever tier its requests go to; None when no router could be read."""
     pairs: tuple[tuple[str, str], ...] = ()  # (prefill, decode) names: between these KV fails again and again, routers say
     moved: tuple[tuple[str, str], ...] = ()  # beside those: between these it moved lately
+    doubtful: frozenset[str] = frozenset()  # names in `pairs` of which one router alone tells, out of so many that others should
 
 
 @dataclass(frozen=True, slots=True)
