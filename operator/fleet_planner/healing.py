@@ -54,12 +54,13 @@ UNHURT = Healing()
 
 def plan_healing(fleet: InferenceFleet, observed: Observed, now: float) -> dict[str, Healing]:
     """By tier; those of which there is nothing to say are absent."""
-    found, there = {}, {pod.uid for pod in observed.pods}
+    found = {}
     before = {tier.name: tier.healing for tier in fleet.status.tiers if tier.healing is not None} if is_healing(fleet) else {}
     for tier in fleet.spec.tiers:
         known, kept = observed.telemetry.get(tier.name), observed.memory.get(tier.name)
         memory = kept.healing if kept is not None else UNHURT.memory
         if (known is not None and known.pairs) or tier.name in before or memory.since or memory.replaced:
+            there = {pod.uid for pod in observed.pods}
             replaced = _remembered(before.get(tier.name), memory, there, fleet.spec.healing.restart_poisoned, now)
             found[tier.name] = _of_tier(fleet, tier, observed, known or TierTelemetry(), memory, replaced, now)
     return found
