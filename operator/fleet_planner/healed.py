@@ -1,10 +1,15 @@
-"""What healing remembers between passes."""
+"""What healing remembers between passes, and what somebody asked for."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from fleet_api.v1alpha1.status import ReplacedStatus
+
+Asked = tuple[tuple[Literal["prefill", "decode"], float, int], ...]
+"""(role, when, how many workers): with scaling.mode external, what somebody asked for each role last. It may be lost: then the
+newest wish alone counts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,12 +54,13 @@ UNHURT = Healing()
 
 def plan_healing(fleet: InferenceFleet, observed: Observed, now: float) -> dict[str, Healing]:
     """By tier; those of which there is nothing to say are absent."""
-    found, there = {}, {pod.uid for pod in observed.pods}
+    found = {}
     before = {tier.name: tier.healing for tier in fleet.status.tiers if tier.healing is not None} if is_healing(fleet) else {}
     for tier in fleet.spec.tiers:
         known, kept = observed.telemetry.get(tier.name), observed.memory.get(tier.name)
         memory = kept.healing if kept is not None else UNHURT.memory
         if (known is not None and known.pairs) or tier.name in before or memory.since or memory.replaced:
+            there = {pod.uid for pod in observed.pods}
             replaced = _remembered(before.get(tier.name), memory, there, fleet.spec.healing.restart_poisoned, now)
             found[tier.name] = _of_tier(fleet, tier, observed, known or TierTelemetry(), memory, replaced, now)
     return found
@@ -139,12 +140,13 @@ def _of_tier(
         HealingMemory((), replaced) if replaced else NOTHING_HEALED, HealingStatus(replaced=replaced) if replaced else None
     )
     fresh = known.demand is not None and is_fresh(known.demand.measured_at, fleet.spec.telemetry.interval_s, now)
-    found = find_poisoned(known.pairs, known.moved) if fresh else Found()
+    failing = [pair for pair in known.pairs if not known.doubtful.issuperset(pair)]
+    found = find_poisoned(failing, known.moved) if fresh else Found()
     alive = {worker.leader.name: worker for worker in workers if worker.alive}
     suspects = found.suspects & alive.keys()
     if len(suspects) > max(1, spec.fabric_percent * len(alive) // 100):
         return replace(told, verdict=_fabric(tier, sorted(suspects), len(alive)))
-    ill = {name: partners for name, partners in found.poisoned.items() if name in alive}
+    ill = {name: partners for name, partners in found.poisoned.items() if name in alive and name not in known.doubtful}
     if not ill:
         return told
     before = dict(memory.since)

@@ -10,12 +10,13 @@ from fleet_api.v1alpha1.tier import TierSpec
 from fleet_planner.altered import altered
 from fleet_planner.capacity import fit_budget, fit_cluster, refusals
 from fleet_planner.gang import as_pods
+from fleet_planner.healed import Asked
 from fleet_planner.ratio import Bounds, Pair, bounds_of, project
 from fleet_planner.replicas import Replica
 from fleet_planner.rollout import Limits, larger, next_step, smaller
 from fleet_planner.scale import ScaleDecision, ScaleInputs, want
 from fleet_planner.scale_targets import asked_of_targets, standing
-from fleet_planner.types import ROLES, Asked, Observed, ObservedPool, Role, ScaleMemory
+from fleet_planner.types import ROLES, Observed, ObservedPool, Role, ScaleMemory
 from fleet_planner.zero import rolls
 
 

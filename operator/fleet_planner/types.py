@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from fleet_api.v1alpha1.status import FlipStatus, ZeroStatus
-from fleet_planner.healed import NOTHING_HEALED, HealingMemory
+from fleet_planner.healed import NOTHING_HEALED, Asked, HealingMemory
 
 Role = Literal["prefill", "decode"]
 Verdict = tuple[Literal["True", "False", "Unknown"], str, str]  # status, reason and message of a condition
@@ -56,8 +56,7 @@ class ObservedPod:
     sick: str = ""
     """What is wrong with its node's devices: no new request should go there."""
     deletion_cost: int = 0  # controller.kubernetes.io/pod-deletion-cost: among equals the cheapest goes first
-    busy: float | None = None
-    """Requests that it runs; None = unknown."""
+    busy: float | None = None  # requests that it runs; None: unknown
     serving: bool = False
     """The routers are told to use it."""
     told: bool = False  # they are told of it: it serves, is held, or is absent
@@ -235,8 +234,7 @@ class TierTelemetry:
     kv: KvProof | None = None
     transport: str | None = None
     """Transport that the workers report as in use, the slowest of them; None when unknown."""
-    transports: tuple[TransportSeen, ...] = ()
-    """Each worker that reports one."""
+    transports: tuple[TransportSeen, ...] = ()  # of each worker that reports one
     problem: str | None = None
     """Why nothing is known, when the source itself failed."""
     revisions: dict[str, RevisionLoad] = field(default_factory=dict)
@@ -249,6 +247,7 @@ class TierTelemetry:
     """Of the whole fleet, whichever tier its requests go to; None when no router could be read."""
     pairs: tuple[tuple[str, str], ...] = ()  # (prefill, decode) names: between these KV fails again and again, routers say
     moved: tuple[tuple[str, str], ...] = ()  # beside those: between these it moved lately
+    doubtful: frozenset[str] = frozenset()  # names in `pairs` of which one router alone tells, out of so many that others should
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,10 +281,6 @@ class GangMemory:
     """Their nodes change hands: until then nobody is told that there is none for it."""
 
 
-Asked = tuple[tuple[Role, float, int], ...]
-"""(role, when, how many workers)."""
-
-
 @dataclass(frozen=True, slots=True)
 class ScaleMemory:
     """What scaling must remember between passes: recent wants, for stabilisation. Kept by the shell, passed in and out."""
@@ -311,7 +306,6 @@ class ScaleMemory:
     """(key of its model, since when a node lacks it); None: every node has it."""
     healing: HealingMemory = NOTHING_HEALED
     asked: Asked = ()
-    """With scaling.mode external, what somebody asked for each role last. May be lost: then the newest wish alone counts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,8 @@ class Clinic:
         """By uid: when the status first said that it is replaced."""
         self.outside: list[tuple[int, int]] = []
         """What routers were told that is not inside the ratio."""
+        self.doubted = False
+        """One router of many alone says it."""
 
     async def pods(self, role: str) -> list[dict[str, Any]]:
         return [pod for pod in await self.world.store.list(POD, NAMESPACE) if pod["metadata"]["labels"].get(ROLE) == role]
@@ -62,6 +64,9 @@ class Clinic:
             proof = KvProof(9, 9, 9, 0, self.world.now, 0, 0)
             told = TierTelemetry(*loads, kv=proof, pairs=tuple(sorted(failing)), moved=tuple(sorted(moved)))
             self.world.load = {"t": replace(told, demand=Demand(0, 1.0, self.world.now + step_s))}
+            if self.doubted:
+                names = frozenset(name for pair in failing for name in pair)
+                self.world.load = {"t": replace(self.world.load["t"], doubtful=names)}
             self.world.now += step_s - 1
             await self.world.step()
             self.deleted += [(self.world.now, uid) for uid in sorted((before - await self.uids()) & self.ill)]
@@ -188,6 +193,20 @@ def test_one_pair_alone_is_told_and_left():
         here.cut = {(await here.uid("prefill"), await here.uid("decode"))}
         await here.seconds(300, 2)
         assert (await here.says(), await here.uids()) == ("PairFailing", before)
+
+    clinic(scenario)
+
+
+@pytest.mark.parametrize("ill", [1, 3])
+def test_what_one_router_of_many_alone_says_is_told_and_replaces_nobody(ill: int):
+    async def scenario(here: Clinic) -> None:
+        here.doubted, before = True, await here.uids()
+        here.ill = {await here.uid("prefill", number) for number in range(ill)}
+        await here.seconds(90)
+        assert (await here.says(), await here.uids()) == ("PairFailing", before)
+        here.doubted, here.ill = False, {await here.uid("prefill")}
+        await here.seconds(90)
+        assert len(here.deleted) == 1, "a second one says so, too"
 
     clinic(scenario)
 

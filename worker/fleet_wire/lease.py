@@ -42,6 +42,9 @@ class LeaseTable:
     def __len__(self) -> int:
         return len(self._leases)
 
+    def __contains__(self, lease_id: str) -> bool:
+        return lease_id in self._leases
+
     def grant(self, owner: str, blocks: Sequence[int], now: float, seal: str = "") -> Lease:
         """Open a lease whose id ends with `seal`, its word on the KV (fleet_wire.blocks.sealed). OverflowError at capacity."""
         if len(self._leases) >= self.capacity:

@@ -31,6 +31,8 @@ GBPS = "fleet_agent_probe_gbps"
 MEMLOCK = "fleet_agent_memlock_bytes"
 PAIR = "fleet_router_pair_failing"
 """Routers: 1 for two workers between which KV fails again and again."""
+MANY_ROUTERS = 3
+"""Of so many one alone is not believed when it says who fails: with two it could be either of them, and both count."""
 MOVED = "fleet_router_pair_moved"
 """Routers: 1 for two workers between which KV moved lately, where one of them is in such a pair."""
 HELD = "fleet_router_held"
@@ -79,7 +81,7 @@ def tier_telemetry(
     `watch_tier` made of this reading."""
     mine = [worker for worker in workers if worker.tier == tier]
     seen = tuple(found for worker in mine if (found := _transport(worker)) is not None)
-    used = {found.transport for found in seen}
+    used, pairs = {found.transport for found in seen}, _pairs(PAIR, tier, mine, routers)
     return TierTelemetry(
         prefill=_load("prefill", tier, mine, routers, _window(routers, earlier, TTFT, tier=tier), None),
         decode=_load("decode", tier, mine, routers, None, _window(routers, earlier, ITL, tier=tier)),
@@ -90,8 +92,9 @@ def tier_telemetry(
         idle={worker.pod: worker.reading.read_at for worker in mine if worker.reading is not None and _is_idle(worker)},
         busy={worker.pod: held for worker in mine if (held := _held(worker)) is not None},
         demand=_demand(routers),
-        pairs=_pairs(PAIR, tier, mine, routers),
+        pairs=pairs,
         moved=_pairs(MOVED, tier, mine, routers),
+        doubtful=_doubtful(tier, mine, routers) if pairs else frozenset(),
     )
 
 
@@ -105,6 +108,16 @@ def _pairs(
     there = {(worker.role, worker.pod) for worker in workers}
     pairs = {(one.labels.get("prefill", ""), one.labels.get("decode", "")) for one in told if one.labels.get("tier") == tier}
     return tuple(sorted(pair for pair in pairs if {("prefill", pair[0]), ("decode", pair[1])} <= there))
+
+
+def _doubtful(tier: str, workers: Sequence[WorkerReading], routers: Sequence[Reading | None]) -> frozenset[str]:
+    """Workers of failing pairs of which one router alone tells, where MANY_ROUTERS can be read. The others cannot say that KV
+    moves between those two: a router tells of pairs that work only beside one that fails at itself."""
+    read = [reading for reading in routers if reading is not None]
+    if len(read) < MANY_ROUTERS:
+        return frozenset()
+    told = [{name for pair in _pairs(PAIR, tier, workers, [reading]) for name in pair} for reading in read]
+    return frozenset(name for names in told for name in names if sum(name in others for others in told) < 2)
 
 
 def watch_tier(tier: str, before: KvWatch, workers: Sequence[WorkerReading], routers: Mapping[str, Reading | None]) -> KvWatch:

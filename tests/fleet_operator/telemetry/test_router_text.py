@@ -113,3 +113,23 @@ def test_pairs_between_which_no_kv_moves_are_read_by_their_names():
     found = tier_telemetry("t", there, routers, [None] * 3, 1.0)
     assert found.pairs == (("p-0", "d-1"),)  # once, and nobody who is not there
     assert tier_telemetry("u", there, routers, [None] * 3, 1.0).pairs == ()
+
+
+@pytest.mark.parametrize(
+    ("told", "doubtful"),
+    [
+        pytest.param(["p d0", ""], "", id="of-two-either-counts"),
+        pytest.param(["p d0", "", None], "", id="two-can-be-read"),
+        pytest.param(["p d0", "", ""], "p d0", id="one-of-three"),
+        pytest.param(["p d0", "p d1", ""], "d0 d1", id="two-blame-the-same-one"),
+        pytest.param(["p d0", "p d0", ""], "", id="two-say-the-same"),
+        pytest.param(["p d0", "x d1", ""], "p d0", id="who-is-not-there-counts-for-nothing"),
+        pytest.param(["", "", ""], "", id="nothing-fails"),
+    ],
+)
+def test_of_many_routers_one_alone_is_not_believed(told: list[str | None], doubtful: str):
+    there = [WorkerReading("t", "prefill", None, "p"), *(WorkerReading("t", "decode", None, name) for name in ("d0", "d1"))]
+    line = 'fleet_router_pair_failing{{tier="t",prefill="{}",decode="{}"}} 1\n'
+    readings = [Reading(parse_text(line.format(*one.split()) if one else ""), 1.0) if one is not None else None for one in told]
+    found = tier_telemetry("t", there, readings, [None] * len(readings), 1.0)
+    assert found.doubtful == frozenset(doubtful.split())

@@ -130,6 +130,13 @@ def test_a_cold_worker_says_why(engine: Engine, peers: str, reason: str):
     assert 'fleet_agent_seed_info{outcome="Cold"} 1' in made.exposition()
 
 
+def test_a_peers_words_are_no_lines_of_our_log(capsys: pytest.CaptureFixture[str]):
+    made = keeper(Engine(Seeded(reason="busy\nSeedSeeded: 9 blocks", message="\x1b[2Jno\r\nKvFault: x")), peers=str(A))
+    assert outcome(made) == "Cold"
+    assert len(capsys.readouterr().out.splitlines()) == 1
+    assert made.report()["reason"].isprintable()
+
+
 def test_an_engine_that_never_answers_delays_readiness_by_the_timeout_alone():
     made, begun = keeper(Engine(60.0), str(A), timeout_s=0.4), time.monotonic()
     assert outcome(made) == "Cold"

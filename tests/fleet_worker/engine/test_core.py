@@ -73,7 +73,7 @@ class ScriptedConnector:
     def release(self, lease_id: str) -> bool:
         return True
 
-    def open_leases(self) -> int:
+    def open_leases(self, besides: str = "") -> int:
         return 0
 
     def turn_s(self) -> float:

@@ -335,6 +335,20 @@ def test_one_reader_at_a_time(tiny: Path):
         assert reader.core.blocks.used == 0
 
 
+def test_no_drain_waits_for_what_is_lent_and_for_every_request_it_does(tiny: Path):
+    with engines(tiny, 28) as (owner, _):
+        warmed(owner, HOT)
+        assert isinstance(owner.core.hot.lender.answer(ask_of(owner, "a", 0), 100.0), Hottest)
+        assert (owner.connector.open_leases(), owner.core.requests_leases()) == (1, 0)
+        reference = owner.core.connector.grant("r", [0], BLOCK)
+        assert owner.core.requests_leases() == 1
+        lent = owner.core._lease_ids[owner.core.hot.lender.lease]
+        owner.connector.release(lent)  # before the engine hears of it
+        assert owner.core.requests_leases() == 1
+        owner.connector.release(reference.lease_id)
+        assert owner.core.requests_leases() == 0
+
+
 @pytest.mark.parametrize("most", [0, 1, 100])
 def test_who_asks_again_and_again_has_the_cache_sorted_once(tiny: Path, monkeypatch: pytest.MonkeyPatch, most: int):
     """Each list took the engine 20 ms and more, and 16 questions fit into one turn of it."""

@@ -129,7 +129,8 @@ class SeedKeeper:
             self._why = words if found.reason else "" if found.blocks else f"{one.peer} has no prefix that several prompts shared"
 
     def _end(self, outcome: str, why: str) -> None:
-        self._outcome, self._why = outcome, why
+        self._outcome = outcome
+        self._why = why = "".join(sign if sign.isprintable() else " " for sign in why)  # a peer's words: one line of ours
         if outcome in ("Seeded", "Cold"):
             print(f"Seed{outcome}: {self._total('blocks')} blocks in {self._seconds:.2f} s. {why}".rstrip(), flush=True)
 

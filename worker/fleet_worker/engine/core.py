@@ -286,6 +286,14 @@ class EngineCore:
             return None
         return self._grant(self.connector, lender, blocks, len(blocks) * self._model.block_tokens)
 
+    def requests_leases(self) -> int:
+        """Open leases of requests: what a drain waits for. A new worker that loses what it was lent begins with less, one that
+        asks on and on, or died in the midst, keeps nobody from going. Any thread."""
+        if self.connector is None:
+            return 0
+        lent = self.hot.lender.lease if self.hot is not None else ""
+        return self.connector.open_leases(self._lease_ids.get(lent, ""))
+
     def put_aside(self, pull: str, blocks: list[int]) -> None:
         """As seeding.Pool has it."""
         self._cancelled_pulls[pull] = blocks

@@ -55,6 +55,11 @@ class Lender:
         """The lease of the part before."""
         self.lent_blocks = 0
 
+    @property
+    def lease(self) -> str:
+        """Under which name the part lies that is lent now; empty: none."""
+        return self._open or ""
+
     def ended(self, lender: str) -> None:
         """A lease was read, or is over."""
         if lender == self._open:

@@ -120,7 +120,7 @@ class EngineMetrics:
         """What the server knows without its engine. A lease is granted before its request's end is told here, so that these two
         numbers, read together, never miss one that is between them."""
         self._gauge("fleet:requests_open", "Requests for tokens that came in and are not answered to the end.", requests_open)
-        self._gauge("fleet:kv_leases_open", "KV leases granted and not ended.", leases_open)
+        self._gauge("fleet:kv_leases_open", "KV leases of requests, granted and not ended.", leases_open)
         self._gauge("fleet:engine_leaving", "1: a SIGTERM came; no new request is taken.", int(is_leaving))
 
     def collect_overdue(self, core: EngineCore, requests_open: int) -> None:

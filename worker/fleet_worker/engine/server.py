@@ -175,8 +175,7 @@ class EngineServer:
         return JSONResponse({"open": self._leases_open()})
 
     def _leases_open(self) -> int:
-        connector = self._loop.core.connector
-        return connector.open_leases() if connector else 0
+        return self._loop.core.requests_leases()
 
     async def release(self, request: HttpRequest) -> Response:
         """Give back what nobody will read: one lease by its id, or all that was asked for under one x-request-id."""

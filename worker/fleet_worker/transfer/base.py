@@ -98,8 +98,8 @@ class Connector(Protocol):
         """What others sent and could not be used."""
         ...
 
-    def open_leases(self) -> int:
-        """Leases granted and not ended."""
+    def open_leases(self, besides: str = "") -> int:
+        """Leases granted and not ended, without the one of that id. Any thread."""
         ...
 
     def turn_s(self) -> float:

@@ -98,9 +98,9 @@ class NixlConnector:
         """Leases that ended since the last call."""
         return self._owner.released()
 
-    def open_leases(self) -> int:
-        """Leases granted and not ended."""
-        return self._owner.open_leases()
+    def open_leases(self, besides: str = "") -> int:
+        """Leases granted and not ended, without the one of that id."""
+        return self._owner.open_leases(besides)
 
     def dropped_frames(self) -> int:
         """What came over the side channel and could not be used."""

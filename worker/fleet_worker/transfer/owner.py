@@ -92,10 +92,10 @@ class Owner:
             ended, self._released = list(self._released), deque()
         return ended
 
-    def open_leases(self) -> int:
-        """Leases granted and not ended."""
+    def open_leases(self, besides: str = "") -> int:
+        """Leases granted and not ended, without the one of that id."""
         with self._lock:
-            return len(self._leases)
+            return len(self._leases) - (besides in self._leases)
 
     # -- transfer thread --------------------------------------------------------------------------------------------
     def expire(self) -> None:
