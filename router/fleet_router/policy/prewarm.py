@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Final
 
 import xxhash
@@ -24,6 +25,8 @@ Pair = tuple[str, str]
 """Uids: (prefill, decode)."""
 LEFT_MOST: Final = 4_096
 """Pairs that wait; more are not warmed."""
+LOOKED_MOST: Final = 512
+"""At a time: of thousands that may not be used at the moment requests would feel it."""
 PAUSE_S: Final = 0.5
 """Between two tries of a pair."""
 
@@ -58,7 +61,7 @@ class Plan:
     member: int = 0
     processes: int = 1
     left: dict[Pair, Waits] = field(default_factory=dict)
-    """In the order in which their workers joined."""
+    """In the order in which their workers joined; where more wait than are looked at, those that may not be used go behind."""
     running: set[Pair] = field(default_factory=set)
     _known: dict[str, tuple[Candidate, tuple[str, str]]] = field(default_factory=dict)
     """Workers, each with the group that it was in."""
@@ -93,14 +96,16 @@ class Plan:
         that have met by themselves are done; those that may not be used at the moment (a worker, or they are put out) wait."""
         found: list[Pair] = []
         busy = {uid for pair in self.running for uid in pair}
-        for pair, waits in list(self.left.items()):
+        for pair, waits in list(islice(self.left.items(), LOOKED_MOST)):
             if len(self.running) + len(found) >= parallel:
-                break  # thousands may wait, and this is asked whenever one has ended
+                break  # this is asked whenever one has ended
             if met(pair):
                 del self.left[pair]
             elif now >= waits.not_before and busy.isdisjoint(pair) and usable(pair):
                 found.append(pair)
                 busy.update(pair)
+            elif len(self.left) > LOOKED_MOST:
+                self.left[pair] = self.left.pop(pair)  # the others' turn
         self.running.update(found)
         return found
 

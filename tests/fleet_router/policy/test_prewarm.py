@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fleet_router.health.breaker import PAIR_FAILURES_MOST
 from fleet_router.policy.candidate import Candidate
 from fleet_router.policy.group import Group
-from fleet_router.policy.prewarm import PAUSE_S, Pair, Plan, owner, partners
+from fleet_router.policy.prewarm import LOOKED_MOST, PAUSE_S, Pair, Plan, owner, partners
 
 MOST = 2
 
@@ -173,3 +173,20 @@ def test_of_thousands_that_wait_no_more_are_looked_at_than_may_begin():
     looked.clear()
     assert plan.due(1.0, 2, met, usable) == []
     assert looked == []
+
+
+def test_of_thousands_that_may_not_be_used_some_are_looked_at_and_the_rest_next_time():
+    plan, looked = Plan(), list[Pair]()
+    plan.follow([group_of(40, 40)], 64)
+    last = list(plan.left)[-1]
+
+    def usable(pair: Pair) -> bool:
+        looked.append(pair)
+        return pair == last
+
+    calls = 0
+    while not plan.due(1.0, 2, never, usable):
+        calls += 1
+        assert len(looked) == calls * LOOKED_MOST
+    assert calls == 1_600 // LOOKED_MOST
+    assert len(plan.left) == 1_600
