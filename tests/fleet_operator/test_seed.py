@@ -68,19 +68,30 @@ def test_a_follower_has_no_cache_of_its_own():
 
 
 @pytest.mark.parametrize(
-    ("engine", "seed", "settings"),
+    ("engine", "guarded", "seed", "settings"),
     [
-        ("torch", {}, SeedSettings(share=0.25, timeout_s=5.0)),
-        ("torch", {"seed": {"maxPercent": 10, "timeout": "1500ms"}}, SeedSettings(share=0.1, timeout_s=1.5)),
-        ("torch", {"seed": {"enabled": False}}, UNSET),
-        ("vllm", {}, UNSET),
+        ("torch", True, {}, SeedSettings(share=0.25, timeout_s=5.0)),
+        ("torch", True, {"seed": {"maxPercent": 10, "timeout": "1500ms"}}, SeedSettings(share=0.1, timeout_s=1.5)),
+        ("torch", True, {"seed": {"enabled": False}}, UNSET),
+        # whoever reaches the side channel may ask, and is told the tokens of prompts
+        ("torch", False, {}, UNSET),
+        ("torch", True, {"via": "hostNetwork"}, UNSET),
+        ("torch", False, {"seed": {"enabled": True}}, SeedSettings(share=0.25, timeout_s=5.0)),
+        ("torch", True, {"via": "hostNetwork", "seed": {}}, SeedSettings(share=0.25, timeout_s=5.0)),
+        ("vllm", True, {}, UNSET),
     ],
 )
-def test_what_the_worker_is_told(engine: str, seed: dict[str, Any], settings: SeedSettings | UnsetType):
+def test_what_the_worker_is_told(engine: str, guarded: bool, seed: dict[str, Any], settings: SeedSettings | UnsetType):
     fleet = parse_fleet(
-        manifest(engine={"type": engine}, tiers=[{"name": "t", "accelerator": {"type": "cpu"}, "kvTransfer": seed}])
+        manifest(
+            engine={"type": engine},
+            tiers=[{"name": "t", "accelerator": {"type": "cpu"}, "kvTransfer": seed}],
+            networkPolicy={"enabled": guarded},
+        )
     )
-    assert seed_settings(fleet.spec.tiers[0], engine) == settings
+    assert seed_settings(fleet, fleet.spec.tiers[0]) == settings
+    if engine == "torch":
+        assert fleet.resolved()["tiers"][0]["kvTransfer"]["seed"]["enabled"] is (settings is not UNSET)
 
 
 def workers(found: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -105,7 +105,9 @@ class KvTransferSpec(ApiModel):
     )
 
     seed: SeedSpec | None = Field(
-        default=None, description="Hot prefixes for new workers. Default: on with the torch engine, none with vllm."
+        default=None,
+        description="Hot prefixes for new workers. Default: on with the torch engine where the fleet's NetworkPolicy keeps "
+        "others from the side channel (not with via hostNetwork, nor with networkPolicy.enabled false); none with vllm.",
     )
 
     @property
@@ -113,10 +115,10 @@ class KvTransferSpec(ApiModel):
         """Lease in seconds."""
         return parse_duration(self.lease_duration)
 
-    @property
-    def seeding(self) -> SeedSpec:
-        """`seed` with its defaults."""
-        return self.seed if self.seed is not None else SeedSpec()
+    def seeding(self, *, guarded: bool) -> SeedSpec:
+        """`seed` with its defaults. `guarded`: a NetworkPolicy says who reaches the workers. Who asks for hot prefixes is told
+        the tokens of prompts, so that nobody but workers should be able to, unless a user wants it so."""
+        return self.seed or SeedSpec(enabled=guarded and self.via != "hostNetwork")
 
     @property
     def nics(self) -> int:

@@ -131,17 +131,17 @@ class InferenceFleet(ApiModel):
             tier["prefill"]["replicas"], tier["decode"]["replicas"] = model.initial
             if "model" in tier and isinstance(self.model_of(model).location, HubSource):
                 tier["model"].setdefault("revision", DEFAULT_REVISION)
-            _resolve_tier(tier, model, vllm=self.spec.engine.type == "vllm")
+            _resolve_tier(tier, model, vllm=self.spec.engine.type == "vllm", guarded=self.spec.network_policy.enabled)
         return spec
 
 
-def _resolve_tier(tier: dict[str, Any], model: TierSpec, *, vllm: bool) -> None:
+def _resolve_tier(tier: dict[str, Any], model: TierSpec, *, vllm: bool, guarded: bool) -> None:
     """Devices and parallel sizes; only what the rules between fields let a user write, too."""
     claimed = model.kv_transfer.dra is not None and model.kv_transfer.dra.gpu is not None
     if vllm:
         tier.setdefault("parallelism", ParallelismSpec().to_dict())
     else:
-        tier["kvTransfer"]["seed"] = model.kv_transfer.seeding.to_dict()
+        tier["kvTransfer"]["seed"] = model.kv_transfer.seeding(guarded=guarded).to_dict()
     if model.kv_transfer.resource is not None or model.kv_transfer.dra is not None:
         tier["kvTransfer"]["count"] = model.kv_transfer.nics
     own = [(tier["accelerator"], (model.parallelism or ParallelismSpec()).ranks)]

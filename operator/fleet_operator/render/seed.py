@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from msgspec import UNSET, UnsetType
 
+from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.tier import TierSpec
 from fleet_operator.cluster.interface import POD, Object
 from fleet_operator.names import MEMBER, REVISION, ROLE, TIER
@@ -20,10 +21,10 @@ from fleet_worker.config import MOST_SEED_PEERS, SeedSettings
 Live = Mapping[tuple[str, str], Object]
 
 
-def seed_settings(tier: TierSpec, engine: str) -> SeedSettings | UnsetType:
+def seed_settings(fleet: InferenceFleet, tier: TierSpec) -> SeedSettings | UnsetType:
     """What a worker's configuration says of seeding; unset where it is off, and with engines that have no interface for it."""
-    seed = tier.kv_transfer.seeding
-    if not seed.enabled or engine != "torch":
+    seed = tier.kv_transfer.seeding(guarded=fleet.spec.network_policy.enabled)
+    if not seed.enabled or fleet.spec.engine.type != "torch":
         return UNSET
     return SeedSettings(share=seed.max_percent / 100, timeout_s=seed.timeout_s)
 

@@ -107,7 +107,7 @@ def render_pod(
 
 def is_seeded(fleet: InferenceFleet, tier: str) -> bool:
     """By the spec of today. A stored template that is older asks for nothing, whatever its pod's annotation says."""
-    return seed_settings(fleet.tier(tier), fleet.spec.engine.type) is not UNSET
+    return seed_settings(fleet, fleet.tier(tier)) is not UNSET
 
 
 def adapters_told(fleet: InferenceFleet) -> str:
@@ -240,7 +240,7 @@ def worker_config(
             lease_s=tier.kv_transfer.lease_duration_s,
             block_tokens=spec.engine.block_tokens,
             cache_bytes=spec.engine.cache_bytes,
-            seed=seed_settings(tier, spec.engine.type),
+            seed=seed_settings(fleet, tier),
         ),
         adapters=_adapter_settings(fleet.model_of(tier), spec.engine.type, path),
     )
