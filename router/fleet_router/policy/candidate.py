@@ -170,13 +170,8 @@ def prefill_done(one: Prefilling, now: float, *, learn: bool) -> float | None:
         began = began if began < worker.done_at else worker.done_at
         began = began if began > one.sent_at else one.sent_at
         took_s = now - began if now > began else 0.0
-        worker.prefill.observe(one.tokens, took_s)
-        worker.note_speed()
+        _learn_prefill(one, took_s, now)
         worker.done_at = now
-        late = now - (one.due + worker.late_s)
-        late = late if late < MOST_LATE_S else MOST_LATE_S
-        worker.late_s += late
-        worker.free_at += late
     if worker.pending + worker.others_pending <= 0:
         worker.free_at = now
     return took_s
@@ -187,12 +182,18 @@ def prefill_inferred(one: Prefilling, now: float, began: float, first_at: float)
     seconds that it took."""
     worker, took_s = one.worker, first_at - began if first_at > began else 0.0
     worker.pending -= 1
-    worker.prefill.observe(one.tokens, took_s)
-    worker.note_speed()
-    late = first_at - (one.due + worker.late_s)
-    late = late if late < MOST_LATE_S else MOST_LATE_S
-    worker.late_s += late
-    worker.free_at += late
+    _learn_prefill(one, took_s, first_at)
     if worker.pending + worker.others_pending <= 0:
         worker.free_at = now
     return took_s
+
+
+def _learn_prefill(one: Prefilling, took_s: float, over_at: float) -> None:
+    """How fast the worker is, and how late everything there."""
+    worker = one.worker
+    worker.prefill.observe(one.tokens, took_s)
+    worker.note_speed()
+    late = over_at - (one.due + worker.late_s)
+    late = late if late < MOST_LATE_S else MOST_LATE_S
+    worker.late_s += late
+    worker.free_at += late
