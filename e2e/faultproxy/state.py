@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from fleet_operator.names import SEED_PEERS
+
 Objects = dict[tuple[str, str], dict[str, Any]]
 """(kind, name) -> object."""
 VOLATILE_META = frozenset({
@@ -17,7 +19,8 @@ VOLATILE_META = frozenset({
 })  # fmt: skip
 NUDGE = "example.com/nudge"
 """A note on a fleet that means nothing."""
-VOLATILE_NOTES = frozenset({"inferencefleet.io/applied", NUDGE})
+VOLATILE_NOTES = frozenset({"inferencefleet.io/applied", SEED_PEERS, NUDGE})
+"""Whom a new worker may ask for hot prefixes: who was ready in the moment in which its pod was made."""
 HASH = "pod-template-hash"
 """Of a router's pods: another one for the same template when a ReplicaSet of a Deployment of the same name is still being
 collected (the controller's collisionCount). The Deployment, with its template, is compared itself."""
