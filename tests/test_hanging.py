@@ -14,7 +14,7 @@ import sys
 sys.path.insert(0, {here!r})
 from tests import hanging
 from tests.hanging import pytest_timeout_cancel_timer, pytest_timeout_set_timer
-hanging.AGAIN_S = 0.5
+hanging.AGAIN_S = 1.5
 """
 TESTS = """
 import asyncio, time
