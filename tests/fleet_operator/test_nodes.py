@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
 from fleet_operator.audit import audit_kind
 from fleet_operator.cluster.interface import CONFIG_MAP, FLEET, NODE, PDB, POD, POOL, Listed, WatchEvent
+from fleet_operator.health.passes import Unmeasured
 from fleet_operator.known_nodes import KnownNodes
 from fleet_operator.names import FETCH, FETCH_NODE, ROLE
 from fleet_operator.nodes import NodeView, going_away, observe_node, sick_nodes
@@ -187,11 +189,26 @@ def test_a_fleet_of_any_shape_does_not_end_the_operator_when_nodes_change(found:
     asyncio.run(scenario())
 
 
+class Counted(Unmeasured):
+    """Passes that failed, with their reasons."""
+
+    def __init__(self) -> None:
+        self.failed: list[list[str]] = []
+
+    def ended(self, begun: int, reasons: Iterable[str], *, failed: bool = False) -> None:
+        if failed:
+            self.failed.append(list(reasons))
+
+
 def test_what_cannot_be_taken_in_is_told_and_counted_and_ends_nothing(caplog: pytest.LogCaptureFixture):
+    counted = Counted()
+
     async def scenario() -> None:
         world = World()
+        world.operator._passes = counted
         broken = {"kind": POOL.kind, "metadata": {"name": "p", "namespace": NAMESPACE, "labels": 7}}
         world.operator.feed(POOL, WatchEvent("ADDED", broken))
+        assert counted.failed == [["InternalError"]]
         await world.user.apply(manifest())
         await world.settle()
         assert (await world.condition("Ready"))["status"] == "True"
