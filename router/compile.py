@@ -30,9 +30,9 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 PACKAGE = "fleet_router"
 MODULES = (
-    "among", "answering", "carrying", "context", "desk", "encoding", "expected", "fields", "flow", "hedging", "hints", "inbound",
-    "knowledge", "legs", "lengths", "longtext", "measuring", "metering", "metrics", "outbox", "release", "repeated", "request",
-    "retrying", "server", "upstream", "waiting", "workers",
+    "among", "answering", "ask", "carrying", "context", "costly", "desk", "encoding", "expected", "fields", "flow", "hedging",
+    "hints", "inbound", "knowledge", "legs", "lengths", "longtext", "measuring", "metering", "metrics", "outbox", "release",
+    "repeated", "request", "retrying", "server", "upstream", "waiting", "workers",
     "admission/bound", "admission/bucket", "admission/fair", "admission/gate", "admission/keys", "admission/lanes",
     "admission/quota", "admission/runaway", "admission/usage",
     "cascade/climb", "cascade/draft",
@@ -40,8 +40,9 @@ MODULES = (
     "explain/inference_metrics", "explain/record", "explain/recorder",
     "health/breaker", "health/budget", "health/pairs", "health/panic", "health/patience", "health/sent", "health/silence",
     "kvindex/approximate", "kvindex/masks", "kvindex/pieces", "kvindex/underway",
-    "policy/adapters", "policy/candidate", "policy/choose", "policy/cost", "policy/estimate", "policy/group", "policy/hedge",
-    "policy/pairs", "policy/ring", "policy/routing", "policy/side", "policy/split", "policy/terms", "policy/tiers", "policy/trip",
+    "policy/adapters", "policy/candidate", "policy/choose", "policy/chosen", "policy/cost", "policy/estimate", "policy/group",
+    "policy/hedge", "policy/pairs", "policy/ring", "policy/routing", "policy/side", "policy/split", "policy/terms",
+    "policy/tiers", "policy/trip",
 )  # fmt: skip
 BUILD_TIMEOUT_S = 1200
 KEPT = 8

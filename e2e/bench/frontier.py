@@ -32,7 +32,7 @@ from fleet_router.kvindex.precise import PreciseIndex
 from fleet_router.kvindex.underway import united
 from fleet_router.policy.candidate import Candidate
 from fleet_router.policy.choose import pick
-from fleet_router.policy.chosen import Ask
+from fleet_router.policy.chosen import SimpleAsk
 from fleet_router.policy.ring import cap_of
 from fleet_router.policy.routing import TICK_S, Routing
 from fleet_router.policy.terms import CostAsk
@@ -247,7 +247,7 @@ class World:
         rule, side, tokens = self.rule, self.group.prefill, tokens_of(len(one.keys))
         if rule.policy != "kvAware":
             self.turn += 1
-            ask = Ask(ring_key(one.keys), tokens, 0.0, self.turn)
+            ask = SimpleAsk(ring_key(one.keys), tokens, 0.0, self.turn)
             return self.at[pick(ask, side.members, side.ring, rule.policy, rule.bound).uid]
         index = self.precise if rule.events else self.routing.index
         steps = [(tokens_of(int(pieces)), mask) for pieces, mask in index.depths(one.keys)]

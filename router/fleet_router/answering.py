@@ -14,7 +14,7 @@ import msgspec
 from fleet_router.admission.gate import Ticket
 from fleet_router.admission.quota import Outcome
 from fleet_router.admission.runaway import Why
-from fleet_router.asked import Ask, Hints
+from fleet_router.ask import Ask, Hints
 from fleet_router.config import RouterConfig
 from fleet_router.context import Client, Context
 from fleet_router.dialect.translation import Translation
@@ -105,7 +105,7 @@ class Answering(Metering):
         self._handed_over = self._giver = ""
         """Tier of the decode leg when another worker prefilled the prompt, and that worker while the KV is its own."""
         self._served = NOBODY
-        self.hints = msgspec.structs.replace(hints, local=True) if ask.alone else hints
+        self.hints = hints.prefilled_locally() if ask.alone else hints
         self._hedge: Hedge | None = None
         self._trip: Trip | None = None
         """What was expected of the legs; None before the first and after the last."""

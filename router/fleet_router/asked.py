@@ -1,44 +1,17 @@
-"""A request as it is handed from module to module, and the few JSON documents of workers that are read.
+"""The few JSON documents of clients and workers that are read.
 
-The Structs that the compiled modules pass around. They are apart because the compiler (mypyc) does not hand a class's keywords to
-msgspec: what is declared frozen here would not be there.
+Apart from the compiled modules: the compiler (mypyc) does not hand a class's keywords to msgspec, and what is declared here would
+not be there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import msgspec
 
-if TYPE_CHECKING:
-    from fleet_router.policy.side import Steps
-
 _NULL: Final = msgspec.Raw(b"null")
 _NOTHING: Final = msgspec.Raw()
-
-
-class Ask(msgspec.Struct, frozen=True):
-    """A parsed request: its fields as raw JSON, and what routing and limits need."""
-
-    fields: dict[str, msgspec.Raw]
-    prompt: bytes
-    stream: bool
-    original: bytes | None
-    """The body as it came when nothing had to be stripped."""
-    alone: bool = False
-    """One worker serves it without any KV from elsewhere: nothing is generated."""
-    adapter: str = ""
-    """The adapter that `model` names; empty: the base model."""
-    counts: bool = False
-    """Alone, and it is tokenised and no more: no slot is needed for it."""
-    added: bytes = b""
-    """Fields of ours, in place of the last brace of `original`: a comma before and that brace behind them."""
-
-    @property
-    def size_bytes(self) -> int:
-        """Roughly what keeping it costs: its values and the prompt."""
-        return sum(memoryview(value).nbytes for value in self.fields.values()) + len(self.prompt)
 
 
 class SaidBy(msgspec.Struct, gc=False):
@@ -106,24 +79,3 @@ class MayBeLarge(msgspec.Struct, gc=False):
     chat_template: msgspec.Raw = _NOTHING
     media_io_kwargs: msgspec.Raw = _NOTHING
     mm_processor_kwargs: msgspec.Raw = _NOTHING
-
-
-class Hints(msgspec.Struct, frozen=True):
-    """Nothing of it is needed."""
-
-    session: bytes = b""
-    """Value of the session header."""
-    headers: Mapping[bytes, bytes] = {}
-    """Those that tier rules look at, by lower-case name."""
-    others: float = 1.0
-    """How much the seconds of others count against this request's own."""
-    local: bool = False
-    """No prefill worker is to take part: they failed it, or it has nothing to hand over."""
-    tokens: float = 0.0
-    """Of the prompt, when they were counted; 0: estimate them."""
-    blocks: Steps = ()
-    """What the precise index knows of the prompt."""
-    precise: int = 0
-    """Workers, as bits, of which it knows all."""
-    tier: str = ""
-    """Only this tier may answer, the others have another model; empty: any may."""

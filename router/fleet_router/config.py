@@ -217,7 +217,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 def renamed(asked: RouterConfig, now: RouterConfig) -> str:
     """The model's present name for a request that came under another one and waited, or is tried again; empty: it has it."""
-    return "" if asked is now or asked.served_name == now.served_name else now.served_name
+    return "" if asked.served_name == now.served_name else now.served_name
 
 
 def encode(config: RouterConfig) -> str:

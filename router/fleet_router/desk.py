@@ -18,7 +18,7 @@ from fleet_router.admission.refused import Full, Over
 from fleet_router.admission.runaway import FINISH, Runaway, Why
 from fleet_router.admission.tenants import Tenants
 from fleet_router.admission.usage import estimated_of
-from fleet_router.asked import Ask
+from fleet_router.ask import Ask
 from fleet_router.config import RouterConfig
 from fleet_router.errors import RequestError
 from fleet_router.faults import Faults

@@ -146,7 +146,9 @@ class Flow(Hedging):
 
     def _named(self, body: bytes, worker: Worker) -> bytes:
         """The model under the name that this worker serves it by."""
-        model = worker.endpoint.model or renamed(self.config, self._context.config)
+        now, model = self._context.config, worker.endpoint.model
+        if not model and self.config is not now:
+            model = renamed(self.config, now)
         return named(body, model, self._ask.adapter) if model else body
 
     def _put_on(self, connection: Upstream, leg: PrefillLeg | DecodeLeg, payload: bytes) -> None:

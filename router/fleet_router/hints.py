@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from hashlib import blake2b
 from typing import Final
 
-from fleet_router.asked import Hints
+from fleet_router.ask import Hints
 from fleet_router.config import RouterConfig, SloClass
 
 MOST_PATIENCE: Final = 30.0

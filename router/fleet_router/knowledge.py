@@ -17,7 +17,7 @@ from typing import Final
 import msgspec
 
 from fleet_router.agreeing import agreement
-from fleet_router.asked import Ask, Hints
+from fleet_router.ask import Ask, Hints
 from fleet_router.encoding import INLINE_CHARS, Encodes, Encoding, beside
 from fleet_router.follow.kvevents import Connected, EventReader, Live, Lost, Message, NoReplay
 from fleet_router.kvindex.believed import Believed
@@ -267,7 +267,7 @@ class Knowledge:
         trusted = self.believed.trusted & ~index.lacking & (index.named() if counted.salted else -1)
         if not counted.ids:
             trusted &= self._bits_alike
-        return msgspec.structs.replace(hints, tokens=float(counted.tokens), blocks=tuple(blocks), precise=trusted)
+        return hints.counted(float(counted.tokens), tuple(blocks), trusted)
 
     def answered(self, worker: str, counted: Counted) -> None:
         """This worker has computed the prompt: it owes us events."""

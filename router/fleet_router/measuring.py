@@ -9,8 +9,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 
-import msgspec
-
 from fleet_router.answering import Answering
 from fleet_router.ending import CHAT_PATH
 from fleet_router.lengths import too_many, uncertain
@@ -57,7 +55,7 @@ class Measuring(Answering):
 
     def _prefill_locally(self) -> None:
         self._local = True
-        self.hints = msgspec.structs.replace(self.hints, local=True)
+        self.hints = self.hints.prefilled_locally()
 
     def clock(self) -> float:
         """The process's time."""

@@ -24,7 +24,7 @@ from fleet_router.request import asked_tokens
 
 if TYPE_CHECKING:
     from fleet_router.admission.gate import Ticket
-    from fleet_router.asked import Ask
+    from fleet_router.ask import Ask
     from fleet_router.desk import Desk
     from fleet_router.dialect.translation import Translation
 

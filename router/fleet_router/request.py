@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 import msgspec
 
-from fleet_router.asked import Anything, Ask, Leased, Prefilled, SaidBy, Tokenised
+from fleet_router.ask import Ask
+from fleet_router.asked import Anything, Leased, Prefilled, SaidBy, Tokenised
 from fleet_router.config import RouterConfig
 from fleet_router.costly import COSTLY, check_costly
 from fleet_router.errors import RequestError
@@ -139,7 +140,7 @@ def _without_ours(ask: Ask) -> Ask:
         return ask
     for field in STRIPPED:
         ask.fields.pop(field, None)
-    return msgspec.structs.replace(ask, original=None)
+    return ask.put_together()
 
 
 def _adapter_of(model: str, config: RouterConfig) -> str:

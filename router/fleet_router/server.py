@@ -11,12 +11,10 @@ from collections.abc import Callable
 from typing import Final, cast
 from urllib.parse import unquote
 
-import msgspec
-
 from fleet_router.admission.gate import Ticket
 from fleet_router.admission.lanes import Entry
 from fleet_router.admission.tenants import Decisions
-from fleet_router.asked import Ask, Hints
+from fleet_router.ask import Ask, Hints
 from fleet_router.cascade.climb import Climb, tier_of_all
 from fleet_router.closing import Lingering, ask_if_there, close, reset_by_client, unread
 from fleet_router.config import RouterConfig
@@ -335,7 +333,7 @@ class ClientConnection:
         tier = tier_of_all(context.config, cascade, ask, context.table.tokens_of(ask.prompt), hints)
         if not tier:
             return Climb(context, self, path, ask, ticket, translation, hints, cascade)
-        return Flow(context, self, path, ask, ticket, translation, msgspec.structs.replace(hints, tier=tier))
+        return Flow(context, self, path, ask, ticket, translation, hints.of_tier(tier))
 
     def _translated(self, translation: Translation, config: RouterConfig) -> Ask:
         translation.ends = self._context.ends

@@ -6,7 +6,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Final
 
-from fleet_router.asked import Hints
+from fleet_router.ask import Hints
 from fleet_router.carrying import Carrying
 from fleet_router.errors import RequestError
 from fleet_router.policy.chosen import Choice, Refusal

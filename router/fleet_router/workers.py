@@ -7,10 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from fleet_router import asked
 from fleet_router.admission.usage import estimated_at, only_text
 from fleet_router.among import bits_of, most_of, of_tier, only, other_than, under, within
-from fleet_router.asked import Hints
+from fleet_router.ask import Ask, Hints
 from fleet_router.config import Decide, RouterConfig
 from fleet_router.follow.identity import Identity
 from fleet_router.health.absent import Absent, awaited, followed
@@ -24,7 +23,7 @@ from fleet_router.lengths import TEMPLATE_TOKENS
 from fleet_router.policy import choose as simple
 from fleet_router.policy.candidate import Candidate
 from fleet_router.policy.choose import NO_DECODE
-from fleet_router.policy.chosen import Ask, Choice, Refusal
+from fleet_router.policy.chosen import Choice, Refusal, SimpleAsk
 from fleet_router.policy.ring import Ring, cap_of
 from fleet_router.policy.routing import Routing
 from fleet_router.policy.side import Steps, Usable
@@ -268,7 +267,7 @@ class WorkerTable:
             return Choice(offer.prefill.uid if offer.prefill else None, offer.decode.uid, offer.reason, offer, ask), keys
         sides = allowed.sides if allowed is not None else self.candidates(now, excluded)
         candidates = self._sides(of_tier(sides, tier, strict=bool(hints.tier)), steps, session)
-        plain = Ask(key, tokens, math.inf if hints.local else config.min_uncached_tokens, self.turn)
+        plain = SimpleAsk(key, tokens, math.inf if hints.local else config.min_uncached_tokens, self.turn)
         choice = simple.choose(plain, candidates, steps, self.rings, config.policy, config.load_bound)
         if isinstance(choice, Choice) and choice.prefill and self.pairs.blocks(choice.prefill, choice.decode, now):
             choice = Choice(None, choice.decode, "the pair is put out")
@@ -343,7 +342,7 @@ class WorkerTable:
         if worker.breaker.allows(now, 0) and self.pairs.condemns(prefill, decodes, now):
             worker.put_out(now)
 
-    def depart(self, choice: Choice, now: float, ask: asked.Ask, decide: Decide, keys: Sequence[int], told: bool) -> Trip | None:
+    def depart(self, choice: Choice, now: float, ask: Ask, decide: Decide, keys: Sequence[int], told: bool) -> Trip | None:
         """The first leg is sent; see `Routing.depart`. None for policies that learn nothing. Of several answers that one worker
         writes side by side no time is learnt."""
         offer = choice.offer

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleet_router import request
-from fleet_router.asked import Ask
+from fleet_router.ask import Ask
 from fleet_router.config import RouterConfig
 from fleet_router.errors import RequestError
 from fleet_router.longtext import INSTEAD
@@ -53,6 +53,9 @@ def bodies(draw: st.DrawFn) -> tuple[bytes, bool]:
     return body.encode() + draw(st.sampled_from([b"", b"", b"\n", b"x", b"\xff"])), chat
 
 
+ASKED = ("prompt", "stream", "original", "alone", "adapter", "counts", "added")
+
+
 def read(body: bytes, chat: bool) -> Ask | RequestError:
     try:
         return parse_body(body, chat, CONFIG)
@@ -61,7 +64,9 @@ def read(body: bytes, chat: bool) -> Ask | RequestError:
 
 
 def told(found: Ask | RequestError) -> object:
-    return (found, list(found.fields)) if isinstance(found, Ask) else (str(found), found.status, found.code, found.param)
+    if isinstance(found, Ask):
+        return list(found.fields.items()), [getattr(found, name) for name in ASKED]
+    return str(found), found.status, found.code, found.param
 
 
 def parsed(body: bytes) -> Any:

@@ -215,7 +215,7 @@ PARENT = "00-" + "1" * 32 + "-" + "2" * 16 + "-01"
         {"traceparent": PARENT + "\n"},
         {"traceparent": PARENT.replace("00-", "01-", 1) + "-x\rx-evil: 1"},
         {"traceparent": PARENT, "tracestate": "a=b\n"},
-        {"x-request-id": "abc\n"},
+        {"x-request-id": "xyz\n"},
     ],
     ids=["parent", "later parent", "state", "request id"],
 )
@@ -235,7 +235,7 @@ def test_a_gateways_header_with_a_line_break_is_no_end_of_a_workers_head(given: 
         assert "\r" not in "".join(seen.values())
         assert seen["x-request-id"].isascii()
         assert ("traceparent" in seen) == ("tracestate" in given)
-        assert "abc" not in seen["x-request-id"]
+        assert "xyz" not in seen["x-request-id"]
 
     run(go)
 

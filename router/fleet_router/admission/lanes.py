@@ -11,7 +11,7 @@ import msgspec
 from fleet_router.admission.keys import KeyTable
 from fleet_router.admission.quota import Account
 from fleet_router.admission.tenants import Decisions, Tenant, Tenants
-from fleet_router.asked import Ask
+from fleet_router.ask import Ask
 from fleet_router.config import RouterConfig, SloClass
 from fleet_router.lengths import TEMPLATE_TOKENS, upper_bound
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
-from fleet_router.asked import Ask
+from fleet_router.ask import Ask
 from fleet_router.lengths import PICTURE, SOUND
 from fleet_router.request import BYTES_PER_TOKEN, with_fields
 

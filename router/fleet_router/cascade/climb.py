@@ -10,11 +10,9 @@ import asyncio
 import re
 from typing import Final
 
-import msgspec
-
 from fleet_router.admission.gate import Ticket
 from fleet_router.admission.quota import Outcome
-from fleet_router.asked import Ask, Hints
+from fleet_router.ask import Ask, Hints
 from fleet_router.cascade.draft import Draft, Held
 from fleet_router.cascade.judge import objection
 from fleet_router.cascade.reading import answer_of, json_kinds_of, payloads_of, with_logprobs, without_logprobs
@@ -67,7 +65,7 @@ class Climb:
         cascade = self._cascade
         if self._context.drafts.bytes >= cascade.all_held_bytes:
             self._step = len(cascade.tiers) - 1
-        hints = msgspec.structs.replace(self._hints, tier=self._tier)
+        hints = self._hints.of_tier(self._tier)
         if self._step == len(cascade.tiers) - 1:
             self._draft = self._held = None
             flow = Flow(self._context, self._client, self._path, self._ask, self._ticket, self._translation, hints, record)
@@ -75,7 +73,7 @@ class Climb:
                 flow.pause()
             return flow
         if cascade.check.least_mean_logprob is None:
-            ask = msgspec.structs.replace(self._ask, fields=dict(self._ask.fields))
+            ask = self._ask.copy()
         else:
             ask, self._asked_logprobs = with_logprobs(self._ask, chat=self._path == CHAT_PATH)
         self._held = Held(self, self._client, cascade.held_bytes)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from fleet_router.admission.gate import Ticket
 from fleet_router.admission.quota import Outcome
-from fleet_router.asked import Ask, Hints
+from fleet_router.ask import Ask, Hints
 from fleet_router.context import Client, Context
 from fleet_router.errors import RequestError
 from fleet_router.explain.record import Record

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import msgspec
 
-from fleet_router.asked import Ask
+from fleet_router.ask import Ask
 from fleet_router.cascade.judge import ANY_JSON, Answer
 from fleet_router.dialect.chat import DONE, Events, Message
 from fleet_router.request import with_fields
@@ -80,7 +80,7 @@ def _kinds_of_schema(named: Any) -> frozenset[str]:
 
 def with_logprobs(ask: Ask, *, chat: bool) -> tuple[Ask, bool]:
     """The request with its tokens' log-probabilities asked for; whether that was us. `ask` stays as it is."""
-    copy = msgspec.structs.replace(ask, fields=dict(ask.fields))
+    copy = ask.copy()
     raw = ask.fields.get("logprobs")
     if raw is not None and bytes(raw) not in (b"null", b"false"):
         return copy, False

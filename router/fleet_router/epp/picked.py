@@ -11,7 +11,7 @@ from typing import Protocol
 
 from fleet_router.admission.gate import Ticket
 from fleet_router.admission.usage import EVENT
-from fleet_router.asked import Ask, Hints
+from fleet_router.ask import Ask, Hints
 from fleet_router.config import RouterConfig
 from fleet_router.context import Client, Context
 from fleet_router.errors import RequestError

@@ -11,7 +11,7 @@ from fleet_router.health.inband import for_the_record
 
 if TYPE_CHECKING:
     from fleet_router.admission.lanes import Lane
-    from fleet_router.asked import Ask
+    from fleet_router.ask import Ask
     from fleet_router.errors import RequestError
     from fleet_router.explain.trace import Trace
     from fleet_router.policy.terms import CostAsk, Offer, Weighed

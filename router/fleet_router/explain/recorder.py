@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 from fleet_router.admission.bucket import Bucket
 from fleet_router.admission.gate import Ticket
-from fleet_router.asked import Ask
+from fleet_router.ask import Ask
 from fleet_router.config import ExplainBounds, RouterConfig, TraceConfig
 from fleet_router.errors import RequestError
 from fleet_router.explain.export import Exporter

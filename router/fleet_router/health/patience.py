@@ -12,7 +12,7 @@ from fleet_router.admission.usage import estimated_of
 from fleet_router.request import asked_tokens
 
 if TYPE_CHECKING:
-    from fleet_router.asked import Ask
+    from fleet_router.ask import Ask
     from fleet_router.config import RouterConfig
     from fleet_router.policy.candidate import Candidate
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import msgspec
 
-from fleet_router.asked import Ask
+from fleet_router.ask import Ask
 from fleet_router.dialect.chat import BOM, DONE, UNENDED, Ends, goes_on, payload_of
 from fleet_wire.unreadable import UNREADABLE
 

@@ -245,13 +245,14 @@ class ApproximateIndex:
         """All of them are used by this worker in its youngest generation; from which on for the first time, how many of these it
         had not got."""
         masks, bit, fresh, mine, start = self.masks, held.bit, 0, held.bit | held.youngest, len(keys)
+        known = len(masks)
         for key in reversed(keys):
-            value = masks.get(key, 0)
-            if value == mine:
-                break  # and with it all before it
-            if not value:
-                masks[key] = mine
+            value = masks.setdefault(key, mine)  # most are new: one look instead of two
+            if len(masks) > known:
+                known += 1
                 fresh += 1
+            elif value == mine:
+                break  # and with it all before it
             elif value & GENERATION == SHARED:
                 used = held.shared.get(key, -1)
                 if used == held.youngest:

@@ -55,7 +55,7 @@ class Beginnings:
         if size < BEGINNING_BYTES:
             return key_chain(prompt, seed)
         end = FINE_BYTES if size >= FINE_BYTES else BEGINNING_BYTES
-        name = _DIGEST(prompt[:end], seed)
+        name = _DIGEST(memoryview(prompt)[:end], seed)
         known = self._known.get(name)
         if known is not None:
             keys = known.copy()

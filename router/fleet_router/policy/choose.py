@@ -7,7 +7,7 @@ from typing import Final
 
 from fleet_router.config import Policy
 from fleet_router.policy.candidate import Candidate
-from fleet_router.policy.chosen import Ask, Choice, Refusal
+from fleet_router.policy.chosen import Choice, Refusal, SimpleAsk
 from fleet_router.policy.ring import Ring, load_cap
 from fleet_router.policy.side import Steps
 
@@ -15,7 +15,12 @@ NO_DECODE: Final = Refusal("no decode worker is serving")
 
 
 def choose(
-    ask: Ask, candidates: Mapping[str, Sequence[Candidate]], steps: Steps, rings: Mapping[str, Ring], policy: Policy, bound: float
+    ask: SimpleAsk,
+    candidates: Mapping[str, Sequence[Candidate]],
+    steps: Steps,
+    rings: Mapping[str, Ring],
+    policy: Policy,
+    bound: float,
 ) -> Choice | Refusal:
     """The pair for this request. `candidates` and `rings` are by role; workers that are not candidates are passed over."""
     decodes = candidates["decode"]
@@ -31,7 +36,7 @@ def choose(
     return Choice(prefill.uid, decode.uid, "remote prefill")
 
 
-def pick(ask: Ask, workers: Sequence[Candidate], ring: Ring, policy: Policy, bound: float) -> Candidate:
+def pick(ask: SimpleAsk, workers: Sequence[Candidate], ring: Ring, policy: Policy, bound: float) -> Candidate:
     """One worker of one role."""
     if policy == "roundRobin":
         return _in_turn(ask.turn, workers)

@@ -1,42 +1,39 @@
-"""What a decision comes to, and what the simple policies are asked.
-
-The Structs that the compiled modules pass around. They are apart because the compiler (mypyc) does not hand a class's keywords to
-msgspec: what is declared frozen here would not be there.
-"""
+"""What a decision comes to, and what the simple policies are asked. Made for every request: plain classes, as in `terms`."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import msgspec
-
 if TYPE_CHECKING:
     from fleet_router.policy.terms import CostAsk, Offer
 
 
-class Ask(msgspec.Struct, frozen=True):
-    """What these policies need to know about a request."""
+class SimpleAsk:
+    """What these policies need to know about a request. `min_uncached`: prompts that miss fewer tokens on the decode worker are
+    prefilled there."""
 
-    ring_key: int
-    tokens: float
-    min_uncached: float
-    """Prompts that miss fewer tokens on the decode worker are prefilled there."""
-    turn: int
+    __slots__ = ("min_uncached", "ring_key", "tokens", "turn")
 
-
-class Choice(msgspec.Struct, frozen=True):
-    """`prefill` None: the decode worker prefills itself."""
-
-    prefill: str | None
-    decode: str
-    reason: str
-    offer: Offer | None = None
-    """kvAware: what it was chosen for."""
-    ask: CostAsk | None = None
-    """kvAware: what was asked, and who was compared."""
+    def __init__(self, ring_key: int, tokens: float, min_uncached: float, turn: int) -> None:
+        self.ring_key, self.tokens, self.min_uncached, self.turn = ring_key, tokens, min_uncached, turn
 
 
-class Refusal(msgspec.Struct, frozen=True):
+class Choice:
+    """`prefill` None: the decode worker prefills itself. kvAware alone says `offer`, what it was chosen for, and `ask`: what was
+    asked, and who was compared."""
+
+    __slots__ = ("ask", "decode", "offer", "prefill", "reason")
+
+    def __init__(
+        self, prefill: str | None, decode: str, reason: str, offer: Offer | None = None, ask: CostAsk | None = None
+    ) -> None:
+        self.prefill, self.decode, self.reason, self.offer, self.ask = prefill, decode, reason, offer, ask
+
+
+class Refusal:
     """No worker; `reason` is for the answer and the metric."""
 
-    reason: str
+    __slots__ = ("reason",)
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason

@@ -11,7 +11,7 @@ import msgspec
 from fleet_router.admission.lanes import Lane
 from fleet_router.admission.quota import Account
 from fleet_router.admission.tenants import Tenants, parse_tenants
-from fleet_router.asked import Ask
+from fleet_router.ask import Ask
 from fleet_router.config import RouterConfig, SloClass
 from fleet_router.desk import Desk
 from fleet_router.errors import RequestError

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from fleet_router.admission.lanes import Lane
-from fleet_router.asked import Ask
+from fleet_router.ask import Ask
 from fleet_router.config import SloClass
 from fleet_router.desk import Desk
 from fleet_router.errors import RequestError

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fleet_router.asked import Ask, Hints
+from fleet_router.ask import Ask, Hints
 from fleet_router.config import RouterConfig
 from fleet_router.kvindex.underway import Underway, united
 from fleet_router.policy.chosen import Choice

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleet_router.asked import Ask, Hints
+from fleet_router.ask import Ask, Hints
 from fleet_router.config import RouterConfig
 from fleet_router.kvindex.underway import Underway
 from fleet_router.policy.chosen import Choice

@@ -8,7 +8,7 @@ from itertools import pairwise
 import msgspec
 import pytest
 
-from fleet_router.asked import Hints
+from fleet_router.ask import Hints
 from fleet_router.config import RouterConfig, TierRule
 from fleet_router.policy.chosen import Choice
 from fleet_router.workers import WorkerTable

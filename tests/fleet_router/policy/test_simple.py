@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fleet_router.policy.candidate import Candidate
 from fleet_router.policy.choose import choose
-from fleet_router.policy.chosen import Ask, Choice, Refusal
+from fleet_router.policy.chosen import Choice, Refusal, SimpleAsk
 from fleet_router.policy.ring import LOAD_FLOOR, Ring, load_cap
 
 GROUP = ("t", "c")
@@ -28,7 +28,7 @@ def workers(**inflight: int) -> list[Candidate]:
 def decide(candidates: list[Candidate], policy: str = "prefixHash", key: int = 100, steps=(), turn: int = 1, least: float = 64.0):
     by_role = {role: [c for c in candidates if c.role == role] for role in ("prefill", "decode")}
     rings = {role: Ring([c.uid for c in by_role[role]]) for role in by_role}
-    return choose(Ask(key, 3000.0, least, turn), by_role, steps, rings, policy, 1.25)
+    return choose(SimpleAsk(key, 3000.0, least, turn), by_role, steps, rings, policy, 1.25)
 
 
 def test_no_decode_worker_is_a_refusal():
@@ -37,7 +37,9 @@ def test_no_decode_worker_is_a_refusal():
 
 def test_without_a_compatible_prefill_worker_the_decode_worker_prefills():
     stranger = Candidate("p1", "prefill", ("t", "other"), 0)
-    assert decide([stranger, *workers(d1=0)]) == Choice(None, "d1", "no compatible prefill worker")
+    found = decide([stranger, *workers(d1=0)])
+    assert isinstance(found, Choice)
+    assert (found.prefill, found.decode, found.reason) == (None, "d1", "no compatible prefill worker")
 
 
 def test_k15_pairs_are_only_made_inside_a_group():

@@ -1,0 +1,92 @@
+"""A request as it is handed from module to module: what is read of it some sixty times on its way. Plain classes, which the
+compiler makes as cheap as C's: a msgspec.Struct is asked for an attribute by name, at six times the instructions.
+
+Nobody changes one of them: several flows may hold it. Who needs another one makes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+if TYPE_CHECKING:
+    from fleet_router.policy.side import Steps
+
+NO_HEADERS: Final[Mapping[bytes, bytes]] = {}
+
+
+class Ask:
+    """A parsed request: its fields as raw JSON, and what routing and limits need."""
+
+    __slots__ = ("adapter", "added", "alone", "counts", "fields", "original", "prompt", "stream")
+
+    def __init__(
+        self, fields: dict[str, msgspec.Raw], prompt: bytes, stream: bool, original: bytes | None, alone: bool = False,
+        adapter: str = "", counts: bool = False, added: bytes = b"",
+    ) -> None:  # fmt: skip
+        self.fields, self.prompt, self.stream = fields, prompt, stream
+        self.original = original
+        """The body as it came when nothing had to be stripped."""
+        self.alone = alone
+        """One worker serves it without any KV from elsewhere: nothing is generated."""
+        self.adapter = adapter
+        """The adapter that `model` names; empty: the base model."""
+        self.counts = counts
+        """Alone, and it is tokenised and no more: no slot is needed for it."""
+        self.added = added
+        """Fields of ours, in place of the last brace of `original`: a comma before and that brace behind them."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Roughly what keeping it costs: its values and the prompt."""
+        return sum(memoryview(value).nbytes for value in self.fields.values()) + len(self.prompt)
+
+    def put_together(self) -> Ask:
+        """The same, whose body is made of its fields."""
+        return Ask(self.fields, self.prompt, self.stream, None, self.alone, self.adapter, self.counts, self.added)
+
+    def copy(self) -> Ask:
+        """The same with fields of its own, for whom they may be added to."""
+        fields = self.fields.copy()
+        return Ask(fields, self.prompt, self.stream, self.original, self.alone, self.adapter, self.counts, self.added)
+
+
+class Hints:
+    """What a request says of itself besides its prompt. Nothing of it is needed."""
+
+    __slots__ = ("blocks", "headers", "local", "others", "precise", "session", "tier", "tokens")
+
+    def __init__(
+        self, session: bytes = b"", headers: Mapping[bytes, bytes] = NO_HEADERS, others: float = 1.0, local: bool = False,
+        tokens: float = 0.0, blocks: Steps = (), precise: int = 0, tier: str = "",
+    ) -> None:  # fmt: skip
+        self.session = session
+        """Value of the session header."""
+        self.headers = headers
+        """Those that tier rules look at, by lower-case name."""
+        self.others = others
+        """How much the seconds of others count against this request's own."""
+        self.local = local
+        """No prefill worker is to take part: they failed it, or it has nothing to hand over."""
+        self.tokens = tokens
+        """Of the prompt, when they were counted; 0: estimate them."""
+        self.blocks = blocks
+        """What the precise index knows of the prompt."""
+        self.precise = precise
+        """Workers, as bits, of which it knows all."""
+        self.tier = tier
+        """Only this tier may answer, the others have another model; empty: any may."""
+
+    def prefilled_locally(self) -> Hints:
+        """The same, without a prefill worker."""
+        return Hints(self.session, self.headers, self.others, True, self.tokens, self.blocks, self.precise, self.tier)
+
+    def of_tier(self, tier: str) -> Hints:
+        """The same, for workers of this tier alone."""
+        return Hints(self.session, self.headers, self.others, self.local, self.tokens, self.blocks, self.precise, tier)
+
+    def counted(self, tokens: float, blocks: Steps, precise: int) -> Hints:
+        """The same, with what the precise index says."""
+        return Hints(self.session, self.headers, self.others, self.local, tokens, blocks, precise, self.tier)
