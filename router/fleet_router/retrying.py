@@ -60,10 +60,12 @@ class Retrying(Awaiting):
         self._context.metrics.of(worker.endpoint.tier, worker.endpoint.revision).errors += 1
 
     def _abandon_leg(self) -> None:
-        """Close the leg's connection. A prefill leg may have ended already, with a lease that we shall never read of."""
+        """Close the leg's connection. A prefill leg may have ended already, with a lease that we shall never read of; one that
+        waits for its connection was not sent."""
         worker = self._leg_worker
-        if self._connection is not None:
-            self._connection.abort()
+        if self._connection is None:
+            return
+        self._connection.abort()
         if worker is not None and worker.role == "prefill":
             self.give_back(worker)
 

@@ -191,6 +191,26 @@ def test_a_second_that_was_given_up_before_it_was_sent_costs_nothing(monkeypatch
     with_stalls(test, config=SOON)
 
 
+def test_nobody_is_asked_to_give_back_what_a_leg_that_waited_for_its_connection_cannot_have_computed(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    async def test(stalls: Stalls) -> None:
+        rig, connects = stalls.rig, Connects(monkeypatch)
+        _, writer, connection = await rig.connect()
+        await connects(rig.prefill[0])
+        writer.write(http(ask()))
+        await until(lambda: connection.flow is not None)
+        rig.sweep(later_s=3600.0)
+        await until(lambda: connection.flow is None)
+        monkeypatch.undo()
+        connects.let.set()
+        await asyncio.sleep(0.05)
+        assert rig.context.releases._by_pool == {}
+        assert stalls.asked == []
+
+    with_stalls(test)
+
+
 def test_a_second_that_runs_is_paid_for():
     async def test(stalls: Stalls) -> None:
         stalls.rig.context.hedges.saved = 5.0
@@ -302,10 +322,10 @@ def test_a_deadline_counts_against_both():
 
 # -- bugs ------------------------------------------------------------------------------------------------------------------
 class Bug(dict[Any, Any]):
-    """Whatever is counted of a revision fails."""
+    """What is to be counted of a revision fails."""
 
-    def get(self, *_: object) -> Any:
-        raise KeyError("a client's words")
+    def __setitem__(self, *_: object) -> None:
+        raise RuntimeError("a client's words")
 
 
 @pytest.mark.parametrize("leg", [0, 1], ids=["first", "second"])
