@@ -27,6 +27,8 @@ PAIRS = PREFILLS * DECODES
 ON = PrewarmBounds(pairs=8, parallel=2, timeout_s=10.0)
 QUICK: RouterConfig = msgspec.structs.replace(CONFIG, min_uncached_tokens=0, policy="roundRobin")
 """Every prompt is prefilled elsewhere, and soon every pair is used."""
+COUNTED = "KV moved: 2 transfers"
+"""As `fleet up` shows a status."""
 
 
 def asks(count: int, first: int = 0) -> list[Ask]:
@@ -138,6 +140,8 @@ def test_real_engines_meet_too_and_no_client_had_needed_it(tmp_path: Path):
         assert 'fleet_router_handed_over_total{tier="local"} 0' in metrics()  # `fleet up` itself asked something short
         assert 'fleet_router_prewarms_total{outcome="failed"} 0' in metrics()
         assert 'fleet_router_handed_over_total{tier="local"} 0' in metrics()  # what `fleet up` itself asked was short
+        if not any(COUNTED in line for line in fleet.lines):
+            fleet.until(COUNTED)  # its last line is of the last status, and that of the operator's last look at the engines
         fleet.process.send_signal(signal.SIGINT)
         assert fleet.end() == 0, "".join(fleet.lines)
     found = MOVED.search("".join(fleet.lines))

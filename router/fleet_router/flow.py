@@ -14,8 +14,8 @@ from fleet_router.ending import CHAT_PATH
 from fleet_router.errors import NO_ROOM, RequestError
 from fleet_router.health.patience import budget_s
 from fleet_router.health.resume import Said, Start
-from fleet_router.health.silence import Waits
-from fleet_router.hedging import Hedging
+from fleet_router.health.silence import SILENT, Waits
+from fleet_router.hedging import NOT_JSON, Hedging
 from fleet_router.legs import DecodeLeg, PrefillLeg, ResumedLeg, TokenizeLeg, TranslatedLeg
 from fleet_router.policy.chosen import Choice
 from fleet_router.request import decode_parts, is_object, lease_of, named, prefill_body, prompt_tokens_of, reference_of
@@ -162,15 +162,17 @@ class Flow(Hedging):
         """Send it on a new connection."""
 
         def connected(connection: Upstream | None, why: str) -> None:
-            if self.done or self._leg is not leg:
-                if connection is not None:
-                    pool.put(connection)
-                return
-            if connection is None:
-                self.end_leg()
-                self._not_connected(leg, why)
-                return
-            self._put_on(connection, leg, payload)
+            try:
+                if self.done or self._leg is not leg:
+                    if connection is not None:
+                        pool.put(connection)
+                elif connection is None:
+                    self.end_leg()
+                    self._not_connected(leg, why)
+                else:
+                    self._put_on(connection, leg, payload)
+            except Exception as error:  # nobody waits for the task that connects: the client would until its deadline
+                self.fault(error)
 
         pool.take(connected, fresh=True)
 
@@ -205,16 +207,21 @@ class Flow(Hedging):
             self._leg_worker = None
         self._connection = self._leg = None
 
-    def prefilled(self, prefill: Worker, decode: Worker, body: bytes) -> None:
-        """The prefill leg answered 200."""
+    def prefilled(self, prefill: Worker, decode: Worker, body: bytes) -> bool:
+        """The prefill leg answered 200; False: with nothing that can be used."""
         self.end_leg()
-        if self._hedge is not None:
-            self._end_hedge("lost")
         reference = reference_of(body)
         if reference is None and not is_object(body):
             self.give_back(prefill)
-            self.leg_failed(prefill, "prefill answered something that is not JSON")
-            return
+            self.leg_failed(prefill, NOT_JSON)
+            return False
+        if self._hedge is not None:
+            self._end_hedge("lost")
+        self._goes_on_with(prefill, decode, reference, body)
+        return True
+
+    def _goes_on_with(self, prefill: Worker, decode: Worker, reference: bytes | None, body: bytes) -> None:
+        """The prompt's KV is there, or its engine hands none over."""
         now = self._context.clock()
         prefill.answers(self.sent_at, now)
         prefill.breaker.succeeded()
@@ -243,6 +250,7 @@ class Flow(Hedging):
         is done by the decode worker; decode that failed twice is 502. `gone`: the worker could not be connected to."""
         self._blame(worker, why, gone=gone)
         if self._hedge is not None and self._goes_on_elsewhere():
+            self._prefill_failures += 1
             return
         self._release_lease()
         if self.started and not self._nothing_told():
@@ -336,7 +344,7 @@ class Flow(Hedging):
         if worker.role == "decode" and not self._others(worker):
             return  # to wait on is all that is left
         self._moved = not isinstance(leg, TokenizeLeg)
-        self._fault("it has said nothing for too long")
+        self._fault(SILENT)
 
     def leg(self) -> Waits | None:
         """The leg that is under way, for those who look for silent workers; None while the client is what is waited for."""
@@ -364,6 +372,8 @@ class Flow(Hedging):
             self.leg_failed(worker, f"it does not serve {self.config.served_name}")
             return
         self.record.went_wrong(self._context.clock(), "the worker has no such adapter")
+        if self._hedge is not None and self._goes_on_elsewhere():
+            return
         self._context.metrics.retries += 1
         self._excluded = self._excluded | {worker.uid}
         self.begin()
@@ -404,6 +414,7 @@ class Flow(Hedging):
             if whole and worker.heard_at < self.sent_at:
                 worker.put_out(now)  # in all that time it has said nothing to anybody
             self._blame(worker, "no token within the deadline")
+            self.hedge_failed("no KV within the deadline")
         if whole:
             told = f"no answer within {now - self.started_at:.0f} s: ask for fewer tokens (max_tokens), or with stream: true"
         else:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from abc import abstractmethod
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Final, cast
 
+from fleet_router.errors import NO_ROOM
 from fleet_router.explain.record import Second
 from fleet_router.health.panic import PANIC_BELOW, fit
-from fleet_router.legs import DecodeLeg, PrefillLeg
+from fleet_router.health.silence import Waits
+from fleet_router.legs import NOT_FOUND, OK, DecodeLeg, PrefillLeg, refuses
 from fleet_router.policy.candidate import Candidate
 from fleet_router.policy.hedge import second, wait_s
 from fleet_router.request import is_object, prefill_body, reference_of
@@ -27,10 +29,13 @@ if TYPE_CHECKING:
     from fleet_router.upstream import KnownAnswer, Upstream
 
 
+NOT_JSON: Final = "prefill answered something that is not JSON"
+
+
 class Hedge:
     """Of one attempt: who is waited for, and the second leg once it was sent."""
 
-    __slots__ = ("connection", "decode", "first", "leg", "sent_at", "timer", "weighed", "worker")
+    __slots__ = ("connection", "decode", "first", "lacks", "leg", "ran", "sent_at", "timer", "weighed", "worker")
 
     def __init__(self, first: Worker, decode: Worker, weighed: Weighed) -> None:
         self.first, self.decode, self.weighed = first, decode, weighed
@@ -38,17 +43,20 @@ class Hedge:
         self.worker: Worker | None = None
         self.leg: HedgeLeg | None = None
         self.connection: Upstream | None = None
-        self.sent_at = 0.0
+        self.sent_at = self.lacks = 0.0
+        """`lacks`: tokens that were taken from the budget for it."""
+        self.ran = False
+        """The worker may have begun: there may be KV of it."""
 
 
 class HedgeLeg(PrefillLeg):
     """The second leg. Once the first one is over it is the only one, and a prefill leg like any other."""
 
-    __slots__ = ("_hedging",)
+    __slots__ = ("_hedging", "worker")
 
     def __init__(self, flow: Flow, worker: Worker, decode: Worker) -> None:
         super().__init__(flow, worker, decode)
-        self._hedging = flow
+        self._hedging, self.worker = flow, worker
 
     def on_whole(self, known: KnownAnswer, data: bytes, body_at: int) -> None:
         if self._hedging.hedges_by(self):
@@ -59,14 +67,14 @@ class HedgeLeg(PrefillLeg):
     def on_end(self) -> None:
         if not self._hedging.hedges_by(self):
             super().on_end()
-        elif self._status == 200:
-            self._hedging.hedge_answered(bytes(self._answer))
+        elif self._status == OK:
+            self._failed = not self._hedging.hedge_answered(bytes(self._answer))
         else:
-            self._hedging.hedge_failed(broken=self._status >= 500, open_yet=False)
+            self._failed = self._hedging.hedge_refused(self._status, bytes(self._answer))
 
     def on_lost(self, reason: str) -> None:
         if self._hedging.hedges_by(self):
-            self._hedging.hedge_lost()
+            self._hedging.hedge_lost(reason)
         else:
             super().on_lost(reason)
 
@@ -126,7 +134,7 @@ class Hedging(Retrying):
 
     def _send_hedge(self, hedge: Hedge, worker: Worker, lacks: float) -> None:
         now, context = self._context.clock(), self._context
-        hedge.worker, hedge.sent_at = worker, now
+        hedge.worker, hedge.sent_at, hedge.lacks = worker, now, lacks
         hedge.leg = leg = HedgeLeg(cast("Flow", self), worker, hedge.decode)
         worker.began()
         if self._trip is not None:
@@ -140,68 +148,91 @@ class Hedging(Retrying):
         payload = head + body
 
         def connected(connection: Upstream | None, why: str) -> None:
-            mine = self._leg is leg
-            if not mine and self._hedge is not hedge:
-                if connection is not None:
-                    worker.pool.put(connection)
-            elif connection is None:
-                if mine:
-                    self.end_leg()
-                    self._not_connected(leg, why)
-                else:
-                    self.hedge_failed(broken=False)
-            else:
-                if mine:
-                    self._connection = connection
-                hedge.connection = connection
-                connection.send(leg, payload, context.outbox)
+            try:
+                self._hedge_connected(hedge, leg, payload, connection, why)
+            except Exception as error:  # nobody waits for the task that connects: the client would until its deadline
+                self.fault(error)
 
         worker.pool.take(connected)
+
+    def _hedge_connected(self, hedge: Hedge, leg: HedgeLeg, payload: bytes, connection: Upstream | None, why: str) -> None:
+        worker, mine = leg.worker, self._leg is leg
+        if not mine and self._hedge is not hedge:
+            if connection is not None:
+                worker.pool.put(connection)
+        elif connection is None and not mine:
+            self.hedge_failed(why, blamed=why != NO_ROOM, gone=why != NO_ROOM)
+        elif connection is None:
+            self._context.hedges.give_back(hedge.lacks)
+            self.end_leg()
+            self._not_connected(leg, why)
+        else:
+            hedge.connection, hedge.ran = connection, True
+            if mine:
+                self._connection = connection
+            connection.send(leg, payload, self._context.outbox)
 
     def hedges_by(self, leg: HedgeLeg) -> bool:
         """It is the second of two legs that are under way."""
         return self._hedge is not None and self._hedge.leg is leg
 
-    def hedge_answered(self, body: bytes) -> None:
-        """It was faster: the first leg is given up, and this one is as if it had been that."""
+    def second_leg(self) -> Waits | None:
+        """See `Flow.leg`."""
+        hedge = self._hedge
+        if hedge is None or hedge.worker is None or self._paused:
+            return None
+        return Waits(hedge.worker.uid, hedge.sent_at, hedge.sent_at, second=True)
+
+    def hedge_answered(self, body: bytes) -> bool:
+        """It was faster: the first leg is given up, and this one is as if it had been that. False: nothing that can be used."""
         hedge = self._hedge
         if hedge is None or hedge.worker is None:
-            return
+            return True
         hedge.connection = None  # the pool has it again
         if reference_of(body) is None and not is_object(body):
-            self.hedge_failed(broken=True)
-            return
+            self.hedge_failed(NOT_JSON)
+            return False
         self._abandon_leg()
         self._excluded = self._excluded | {hedge.first.uid}  # see `_end_hedge`
         self.end_leg()
         self._becomes_first(hedge, hedge.worker)
-        self.prefilled(hedge.worker, hedge.decode, body)
+        return self.prefilled(hedge.worker, hedge.decode, body)
 
-    def hedge_lost(self) -> None:
+    def hedge_refused(self, status: int, body: bytes) -> bool:
+        """It answered something else than 200. True: that counts against its worker, as it does of a first leg."""
+        hedge = self._hedge
+        if hedge is None or hedge.worker is None:
+            return False
+        hedge.connection = None  # the pool has it again
+        no_model = status == NOT_FOUND and self.names_no_model(body)
+        if no_model and not self._ask.adapter:
+            hedge.worker.put_out(self._context.clock())
+        blamed = not self._ask.adapter if no_model else not refuses(status)
+        self.hedge_failed(f"prefill answered {status}", blamed=blamed)
+        return blamed
+
+    def hedge_lost(self, reason: str) -> None:
         """Its connection broke. The worker had closed one of the pool before it had the request: that is no failure of it."""
         hedge = self._hedge
         one = None if hedge is None else hedge.connection
         if hedge is not None:
             early = self._context.clock() - hedge.sent_at <= self.config.reused_close_s
-            self.hedge_failed(broken=one is None or not one.used or one.got_bytes or not early)
+            self.hedge_failed(reason, blamed=one is None or not one.used or one.got_bytes or not early)
 
-    def hedge_failed(self, *, broken: bool, open_yet: bool = True) -> None:
-        """Nothing came of it; the first leg is waited for as if it had not been sent. `broken`: the worker is to blame.
-        `open_yet` False: its answer is whole, and the pool has its connection again."""
+    def hedge_failed(self, why: str, *, blamed: bool = True, gone: bool = False) -> None:
+        """Nothing came of it, if it was sent; the first leg is waited for as if it had not been. `blamed`: that counts against
+        its worker; `gone`: which could not be connected to."""
         hedge = self._hedge
         if hedge is not None and hedge.worker is not None:
-            if not open_yet:
-                hedge.connection = None
-            if broken:
-                hedge.worker.failed(self._context.clock())
-            self._end_hedge("failed")
+            if blamed:
+                self.counts_against(hedge.worker, gone=gone)
+            self._end_hedge("failed", why)
 
     def _goes_on_elsewhere(self) -> bool:
         """The first leg failed: the second one, if it was sent, is the only one now."""
         hedge = self._hedge
         if hedge is None or hedge.worker is None or self._leg_worker is not None:
             return False
-        self._prefill_failures += 1
         self._excluded = self._excluded | {hedge.first.uid}
         self._becomes_first(hedge, hedge.worker)
         return True
@@ -222,9 +253,10 @@ class Hedging(Retrying):
             self._end_hedge("cut")
         super()._trip_over()
 
-    def _end_hedge(self, outcome: str) -> None:
-        """It is given up. `outcome`: lost (the first one answered), failed, cut (the attempt is over). Not asked again for this
-        request: what tells it to give the KV back may come later than another leg of the same name, and would end that one."""
+    def _end_hedge(self, outcome: str, why: str = "") -> None:
+        """It is given up. `outcome`: lost (the first one answered), failed (`why`), cut (the attempt is over). Not asked again
+        for this request: what tells it to give the KV back may come later than another leg of the same name, and would end
+        that one."""
         hedge, self._hedge = self._hedge, None
         if hedge is None:
             return
@@ -235,17 +267,20 @@ class Hedging(Retrying):
         if hedge.connection is not None:
             hedge.connection.abort()
         hedge.worker.ended()
-        self.give_back(hedge.worker)
+        if hedge.ran:
+            self.give_back(hedge.worker)
+        else:
+            self._context.hedges.give_back(hedge.lacks)
         self._excluded = self._excluded | {hedge.worker.uid}
         if self._trip is not None:
             self._trip.hedge_over(self._context.clock(), won=False)
         self._context.metrics.hedges[outcome] += 1
         if (told := self.record.tries[-1].second) is not None:
-            told.outcome = outcome
+            told.outcome, told.why = outcome, why
 
     @abstractmethod
-    def prefilled(self, prefill: Worker, decode: Worker, body: bytes) -> None:
-        """A prefill leg answered 200."""
+    def prefilled(self, prefill: Worker, decode: Worker, body: bytes) -> bool:
+        """A prefill leg answered 200; False: with nothing that can be used."""
 
     @abstractmethod
     def fault(self, error: Exception) -> None:
@@ -254,6 +289,10 @@ class Hedging(Retrying):
     @abstractmethod
     def _not_connected(self, leg: PrefillLeg | DecodeLeg, why: str) -> None:
         """A leg that is over had no connection."""
+
+    @abstractmethod
+    def names_no_model(self, body: bytes) -> bool:
+        """A 404 that says that there is no such model."""
 
     @abstractmethod
     def _named(self, body: bytes, worker: Worker) -> bytes:

@@ -38,12 +38,14 @@ def refuses(status: int) -> bool:
 class PrefillLeg:
     """Collects the prefill answer."""
 
-    __slots__ = ("_answer", "_decode", "_flow", "_headers", "_status", "_worker", "added", "body", "path")
+    __slots__ = ("_answer", "_decode", "_failed", "_flow", "_headers", "_status", "_worker", "added", "body", "path")
     takes_whole = True
 
     def __init__(self, flow: Flow, worker: Worker, decode: Worker) -> None:
         self._flow, self._worker, self._decode = flow, worker, decode
         self._status = 0
+        self._failed = False
+        """That was counted: what came behind the answer counts no more."""
         self._headers: list[tuple[bytes, bytes]] = []
         self._answer = bytearray()
         self.body = self.added = self.path = b""
@@ -66,18 +68,21 @@ class PrefillLeg:
             self._answer += data
 
     def on_end(self) -> None:
-        if self._status == 200:
-            self._flow.prefilled(self._worker, self._decode, bytes(self._answer))
+        if self._status == OK:
+            self._failed = not self._flow.prefilled(self._worker, self._decode, bytes(self._answer))
         elif self._status == NOT_FOUND and self._flow.names_no_model(bytes(self._answer)):
+            self._failed = True
             self._flow.model_missing(self._worker)
         elif refuses(self._status) and not self._flow.started:
             self._flow.refuse_with(self._status, self._headers, bytes(self._answer))
         else:
+            self._failed = True
             self._flow.end_leg()
             self._flow.leg_failed(self._worker, f"prefill answered {self._status}")
 
     def on_surplus(self) -> None:
-        self._flow.spoke_on(self._worker)
+        if not self._failed:
+            self._flow.counts_against(self._worker)
 
     def on_lost(self, reason: str) -> None:
         if not self._flow.resend(self._worker, self):
@@ -96,13 +101,15 @@ class PrefillLeg:
 class DecodeLeg:
     """Hands the decode answer on; a 5xx before the first byte is kept back and retried."""
 
-    __slots__ = ("_answer", "_flow", "_headers", "_held", "_worker", "added", "body", "path", "takes_whole")
+    __slots__ = ("_answer", "_failed", "_flow", "_headers", "_held", "_worker", "added", "body", "path", "takes_whole")
 
     def __init__(self, flow: Flow, worker: Worker, *, whole: bool = False) -> None:
         """`whole`: an answer that comes in one piece is all that is expected."""
         self._flow, self._worker = flow, worker
         self.takes_whole = whole
         self._held = 0
+        self._failed = False
+        """That was counted: what came behind the answer counts no more."""
         self._headers: list[tuple[bytes, bytes]] = []
         self._answer = bytearray()
         self.body = self.added = self.path = b""
@@ -159,14 +166,17 @@ class DecodeLeg:
         """Nothing here depends on the framing."""
 
     def on_end(self) -> None:
+        self._failed = True
         if not self._held and self._flow.said_nothing():
             self._flow.end_leg()
             self._flow.leg_failed(self._worker, "the worker's answer is empty")
         elif not self._held:
+            self._failed = False
             self._flow.end()
         elif self._held == NOT_FOUND and self._flow.names_no_model(bytes(self._answer)):
             self._flow.model_missing(self._worker)
         elif self._held == NOT_FOUND:
+            self._failed = False
             self._flow.refuse_with(NOT_FOUND, self._headers, self._whole())
         elif b"KvTransferError" in self._answer:
             self._flow.transfer_failed(self._worker)
@@ -174,7 +184,8 @@ class DecodeLeg:
             self._flow.decode_failed(self._worker, f"decode answered {self._held}")
 
     def on_surplus(self) -> None:
-        self._flow.spoke_on(self._worker)
+        if not self._failed:
+            self._flow.counts_against(self._worker)
 
     def on_lost(self, reason: str) -> None:
         if not self._flow.resend(self._worker, self):
@@ -280,6 +291,7 @@ class TranslatedLeg(DecodeLeg):
         self._flow.end()
 
     def _failed_at_its_end(self, why: str) -> None:
+        self._failed = True
         self._flow.end_leg()
         self.failed(why)
 
@@ -329,6 +341,7 @@ class ResumedLeg(DecodeLeg):
     def on_end(self) -> None:
         if self._flow.done:
             return
+        self._failed = not self._again.done
         if self._again.done:
             self._flow.carried()
         elif self._held == NOT_FOUND and self._flow.names_no_model(bytes(self._answer)):

@@ -109,6 +109,8 @@ class Prewarm:
         outcome: Outcome = "lost"
         try:
             outcome = await self._asked(prefill, decode, request_id, context.clock() + timeout_s)
+        except Exception as error:  # a bug of ours, and nobody waits for this task
+            context.desk.faults.end(error, lambda _: None, request_id)
         finally:
             now = context.clock()
             self._plan.ended(pair, now, moved={"done": True, "failed": False}.get(outcome))
@@ -167,11 +169,18 @@ class Prewarm:
         )
 
     async def _leg(self, worker: Worker, body: bytes, request_id: str, until: float) -> tuple[int, bytes]:
+        """OSError, too, when another pod has the worker's address, as far as its agent tells."""
         endpoint = worker.endpoint
+
+        async def proven() -> bool:
+            found = await worker.pool.proven()
+            worker.unproven = worker.unproven or not found  # else nobody would look before a request meets it
+            return found
+
         async with asyncio.timeout(until - self._context.clock()):
             return await posted(
                 endpoint.address, endpoint.http_port, COMPLETIONS_PATH.decode(), request_id, named(body, endpoint.model, ""),
-                ANSWER_BYTES,
+                ANSWER_BYTES, proven,
             )  # fmt: skip
 
     def _learn(self, prefill: Worker, decode: Worker, tokens: float, seconds: float) -> None:

@@ -49,22 +49,23 @@ class Retrying(Awaiting):
         return True
 
     def _blame(self, worker: Worker, why: str, *, gone: bool = False) -> None:
-        """It failed: others are preferred for a while, and its revision's errors count."""
-        now = self._context.clock()
-        worker.failed(now, gone=gone)
-        self.record.went_wrong(now, why)
-        self._context.metrics.of(worker.endpoint.tier, worker.endpoint.revision).errors += 1
+        """It failed, and with it this attempt."""
+        self.record.went_wrong(self._context.clock(), why)
+        self.counts_against(worker, gone=gone)
 
-    def spoke_on(self, worker: Worker) -> None:
-        """More came of it than its answer, which is whole: it counts as a failure of the worker and of nothing else."""
-        worker.failed(self._context.clock())
+    def counts_against(self, worker: Worker, *, gone: bool = False) -> None:
+        """A leg there failed, whatever becomes of the request: others are preferred for a while, and its revision's errors
+        count. Once per leg."""
+        worker.failed(self._context.clock(), gone=gone)
         self._context.metrics.of(worker.endpoint.tier, worker.endpoint.revision).errors += 1
 
     def _abandon_leg(self) -> None:
-        """Close the leg's connection. A prefill leg may have ended already, with a lease that we shall never read of."""
+        """Close the leg's connection. A prefill leg may have ended already, with a lease that we shall never read of; one that
+        waits for its connection was not sent."""
         worker = self._leg_worker
-        if self._connection is not None:
-            self._connection.abort()
+        if self._connection is None:
+            return
+        self._connection.abort()
         if worker is not None and worker.role == "prefill":
             self.give_back(worker)
 

@@ -21,6 +21,7 @@ IDLE_CONNECTIONS: Final = 128
 CONNECT_TIMEOUT_S: Final = 3.0
 CLOSED: Final = "the worker closed the connection"
 """How it is told that one broke, whatever was said on it."""
+STRANGER: Final = "another pod has its address"
 MAX_HEAD_BYTES: Final = 65_536
 HEAD_END: Final = b"\r\n\r\n"
 LENGTH: Final = b"content-length"
@@ -419,14 +420,18 @@ class Pool:
         except (OSError, TimeoutError) as error:
             then(None, NO_ROOM if isinstance(error, OSError) and error.errno in OURS else f"cannot connect: {error or 'timeout'}")
             return
-        if self._proven is not None and not await self._proven():
+        if not await self.proven():
             connection.abort()
-            then(None, "another pod has its address")
+            then(None, STRANGER)
             return
         if not connection.is_open():  # it died while its agent was asked: nobody would hear of what is sent on it
             then(None, "cannot connect: closed at once")
             return
         then(connection, "")
+
+    async def proven(self) -> bool:
+        """The worker that was meant is the one that answers at the address, as far as anybody says: asked after each connect."""
+        return self._proven is None or await self._proven()
 
     def put(self, connection: Upstream) -> None:
         """Back into the pool, unless that is full or the worker is gone."""

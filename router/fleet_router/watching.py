@@ -10,7 +10,7 @@ from fleet_router.cascade.climb import Climb
 from fleet_router.context import Context
 from fleet_router.flow import Flow
 from fleet_router.follow.liveness import alive
-from fleet_router.health.silence import Waits, silent
+from fleet_router.health.silence import SILENT, Waits, silent
 from fleet_router.workers import Worker
 from fleet_wire.endpoints import Endpoint
 
@@ -57,8 +57,9 @@ def _waiting(connections: Iterable[Connection]) -> list[tuple[Flow, Waits]]:
         flow = connection.flow
         if isinstance(flow, Climb):
             flow = flow.flow
-        if isinstance(flow, Flow) and (leg := flow.leg()) is not None:
-            found.append((flow, leg))
+        if isinstance(flow, Flow):
+            legs = (flow.second_leg(), flow.leg())  # in this order: when both are silent, somebody else is asked
+            found += [(flow, leg) for leg in legs if leg is not None]
     return found
 
 
@@ -70,7 +71,10 @@ def _leave_alone(context: Context, found: set[str], flows: list[tuple[Flow, Wait
     for flow, leg in flows:
         if leg.worker in found and now - leg.heard_at > context.config.silent_s:
             try:
-                flow.silent()
+                if leg.second:
+                    flow.hedge_failed(SILENT)
+                else:
+                    flow.silent()
             except Exception as error:
                 context.desk.faults.end(error, flow.cut, flow.record.request_id)
 

@@ -77,6 +77,19 @@ def test_a_prompt_that_two_were_asked_for_says_so(capsys: pytest.CaptureFixture[
     assert line.endswith(": won")
 
 
+def test_what_went_wrong_with_a_second_leg_is_told():
+    hedge = {"prefill": "prefill-1", "at_s": 0.1, "outcome": "failed", "why": "prefill answered 500"}
+    said = told(
+        {
+            "request_id": "mine",
+            "at": 0.0,
+            "state": "answered",
+            "tries": [{"at_s": 0.0, "reason": "remote prefill", "hedge": hedge}],
+        }
+    )
+    assert "late: prefill-1 asked, too, at 0.100 s: failed, prefill answered 500" in said
+
+
 def test_records_as_they_are_and_the_latest_ones(capsys: pytest.CaptureFixture[str]):
     async def go(rig: Rig) -> None:
         for _ in range(3):

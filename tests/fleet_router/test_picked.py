@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -14,7 +15,8 @@ from fleet_router.hints import NO_HINTS
 from fleet_router.request import parse_alone, parse_body
 from fleet_router.workers import Worker
 from tests.fleet_router.admission.made import key_of, parsed
-from tests.fleet_router.rig import CONFIG, Rig, run
+from tests.fleet_router.fake_worker import FakeWorker
+from tests.fleet_router.rig import CONFIG, LONG, Rig, run, until
 
 
 class Gateway:
@@ -134,3 +136,38 @@ def test_a_worker_outside_of_the_gateways_subset_is_not_picked_because_it_came_l
 
     waits = msgspec.structs.replace(CONFIG, return_wait_s=10.0)
     run(go, prefill=0, decode=3, config=waits)
+
+
+def test_a_prefill_worker_that_falls_silent_is_left_for_another_one_as_for_any_request():
+    """What the gateway was told cannot be taken back, but it was told nothing yet. It was told 502, and the KV stayed pinned."""
+
+    async def go(rig: Rig) -> None:
+        asked: list[FakeWorker] = []
+
+        def hangs(worker: FakeWorker) -> Any:
+            async def behave(_: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+                asked.append(worker)
+                if len(asked) == 1:
+                    await until(lambda: worker.is_left(writer))
+                return len(asked) == 1
+
+            return behave
+
+        for worker in rig.prefill:
+            worker.behave = hangs(worker)
+        lane, gateway = rig.context.desk.lane(b"", b""), Gateway()
+        body = json.dumps({"model": "m", "prompt": LONG}).encode()
+        ask, ticket = rig.context.desk.admit(lane, parse_body(body, False, lane.config))
+        flow = Picked(rig.context, gateway, b"/v1/completions", ask, ticket, NO_HINTS, None)  # type: ignore[arg-type]
+        rig.context.desk.start(ticket, flow)
+        await until(lambda: len(asked) == 1)
+        flow.silent()
+        await until(lambda: len(gateway.bodies) == 1)
+        assert gateway.bodies[0]["kv_transfer_params"]["lease_id"] == "lease-1"
+        assert asked[0] is not asked[1]
+        await until(lambda: asked[0].released == ["r1"])
+        flow.silent()
+        assert not flow.done, "what it was told"
+        flow.cancel()
+
+    run(go, prefill=2)

@@ -165,10 +165,13 @@ def test_an_answer_to_a_question_of_ours(said: bytes, expected: tuple[int, bytes
         writer.write(said)
         writer.close()
 
+    async def proven() -> bool:
+        return True
+
     async def go() -> tuple[int, bytes]:
         server = await asyncio.start_server(speak, "127.0.0.1", 0)
         async with server:
-            return await posted("127.0.0.1", server.sockets[0].getsockname()[1], "/x", "id", b"{}", 100)
+            return await posted("127.0.0.1", server.sockets[0].getsockname()[1], "/x", "id", b"{}", 100, proven)
 
     if isinstance(expected, tuple):
         assert asyncio.run(go()) == expected
@@ -282,5 +285,53 @@ def test_a_worker_whose_group_changed_is_warmed_with_none_of_its_old_one():
         await asyncio.sleep(0.05)
         assert not rig.prefill[0].seen
         assert "fleet_router_prewarms_left 0" in prewarm.lines()
+
+    run(test, config=ON)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_nothing_is_sent_to_a_pod_that_is_not_the_one_that_was_meant(role: str):
+    """Between the death of a pod and the next one at its address no document needs to have come: its agent is asked, as for
+    requests, and who is somebody else gets no prompt, no reference and no blame."""
+
+    async def agent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b'HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n{"uid": "another"}')
+        writer.close()
+
+    async def test(rig: Rig) -> None:
+        server = await asyncio.start_server(agent, "127.0.0.1", 0)
+        async with server:
+            port, table = server.sockets[0].getsockname()[1], rig.context.table
+            found = [worker.endpoint for worker in table.workers.values()]
+            found = [msgspec.structs.replace(one, agent_port=port) if one.role == role else one for one in found]
+            rig.router.apply(Documents(ON, Endpoints(fleet="f", namespace="n", workers=tuple(found))))
+            for worker in table.workers.values():
+                worker.unproven = False
+            assert await warmed(rig) == "lost"
+            giver, taker = rig.prefill[0], rig.decode[0]
+            assert (len(giver.seen), len(taker.seen)) == (int(role == "decode"), 0)
+            await until(lambda: giver.released == (["lease-1"] if role == "decode" else []))
+            assert [worker.role for worker in table.suspects()] == [role], "it is asked who it is, and found out"
+            assert not table.pairs.breakers
+            assert table.trouble.out == 0
+
+    run(test, config=ON)
+
+
+def test_a_bug_of_ours_is_told_and_holds_nobody_up():
+    """Nobody waits for the task."""
+
+    async def test(rig: Rig) -> None:
+        said: list[tuple[str, str]] = []
+        rig.context.desk.faults.tell = lambda name, kind, _: said.append((name[:8], kind))
+
+        async def breaks(*_: object) -> str:
+            raise KeyError("words")
+
+        rig.router._prewarm._asked = breaks  # type: ignore[method-assign, assignment]
+        assert await warmed(rig) == "lost"
+        assert said == [("prewarm-", "KeyError")]
+        assert not rig.router._prewarm._plan.running
 
     run(test, config=ON)

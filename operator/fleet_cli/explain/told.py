@@ -62,7 +62,8 @@ def _try(one: dict[str, Any], title: str) -> list[str]:
     for role in ("prefill", "decode"):
         lines += _side([row for row in one.get("candidates", []) if row["role"] == role], role, one.get(role, ""))
     if (hedge := one.get("hedge")) is not None:
-        lines.append(_line("", f"late: {hedge['prefill']} asked, too, at {hedge['at_s']:.3f} s: {hedge.get('outcome', 'runs')}"))
+        became = ", ".join([hedge.get("outcome", "runs"), *([hedge["why"]] if "why" in hedge else [])])
+        lines.append(_line("", f"late: {hedge['prefill']} asked, too, at {hedge['at_s']:.3f} s: {became}"))
     lines += [_line("", f"prefilled {one['prefilled_s']:.3f} s")] if "prefilled_s" in one else []
     return lines + ([_line("", f"failed {one['failed_s']:.3f} s: {one['why']}")] if one.get("why") else [])
 

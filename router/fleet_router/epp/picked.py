@@ -125,12 +125,15 @@ class Picked(Flow):
         self._outcome = "failed"
 
     def silent(self) -> None:
-        """What the gateway was told cannot be taken back."""
-        if self._leg_worker is None or self._leg_worker.role == "prefill":
+        """What the gateway was told cannot be taken back. Legs of our own can."""
+        if self._leg is not None:
             super().silent()
 
     def _fault(self, why: str) -> None:
-        """The gateway's answer goes on as it is; we count no more of it."""
+        """The gateway's answer goes on as it is; we count no more of it. What a leg of our own says is nobody's yet."""
+        if self._leg is not None:
+            super()._fault(why)
+            return
         if self._leg_worker is not None:
             self._blame(self._leg_worker, why)
         self._break(RequestError(502, why))

@@ -24,12 +24,14 @@ Ended = Literal["", "answered", "refused", "failed", "left"]
 class Second:
     """A prefill leg that was sent because the first one was late."""
 
-    __slots__ = ("at", "outcome", "worker")
+    __slots__ = ("at", "outcome", "why", "worker")
 
     def __init__(self, worker: Worker, at: float) -> None:
         self.worker, self.at = worker, at
         self.outcome = ""
         """won, lost, failed, cut; empty: it runs."""
+        self.why = ""
+        """It failed, in our words."""
 
 
 class Try:

@@ -87,9 +87,9 @@ def _try(one: Try, begun: float) -> Shown:
 def _second(one: Try, begun: float) -> Shown | None:
     """The prefill worker that was asked, too, because the first one was late."""
     told = one.second
-    return (
-        None if told is None else _given({"prefill": _name(told.worker), "at_s": _since(told.at, begun), "outcome": told.outcome})
-    )
+    if told is None:
+        return None
+    return _given({"prefill": _name(told.worker), "at_s": _since(told.at, begun), "outcome": told.outcome, "why": told.why})
 
 
 def _cost(one: Try, sides: Sequence[Weighed]) -> Shown:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Final
 
 from fleet_router.ending import unframed
+from fleet_router.upstream import STRANGER
 
 STATUS: Final = re.compile(rb"HTTP/1\.[01] (\d{3})\b")
 LENGTH: Final = re.compile(rb"\r\ncontent-length: *(\d{1,12})\r\n", re.I)
@@ -27,11 +28,16 @@ async def answer_to(address: str, port: int, path: str) -> AsyncIterator[asyncio
         writer.close()
 
 
-async def posted(address: str, port: int, path: str, request_id: str, body: bytes, most_bytes: int) -> tuple[int, bytes]:
+async def posted(
+    address: str, port: int, path: str, request_id: str, body: bytes, most_bytes: int, proven: Callable[[], Awaitable[bool]]
+) -> tuple[int, bytes]:
     """(status, body) of the answer to a POST of JSON; OSError, and ValueError or IncompleteReadError for what is no answer or is
-    longer than that. Whoever asks bounds the time."""
+    longer than that. `proven` is asked once there is a connection: who is not meant gets nothing (ConnectionRefusedError).
+    Whoever asks bounds the time."""
     reader, writer = await asyncio.open_connection(address, port)
     try:
+        if not await proven():
+            raise ConnectionRefusedError(STRANGER)
         host = f"[{address}]" if ":" in address else address
         head = f"POST {path} HTTP/1.1\r\nhost: {host}:{port}\r\ncontent-type: application/json\r\nx-request-id: {request_id}\r\n"
         writer.write(f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body)

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Final
+
+SILENT: Final = "it has said nothing for too long"
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,8 @@ class Waits:
     """When something came of it last; `sent_at` when nothing has."""
     whole: bool = False
     """Its answer comes as a whole."""
+    second: bool = False
+    """It runs beside another leg of the same request, which was late."""
 
 
 def silent(

@@ -46,6 +46,10 @@ class HedgeBudget:
         self.saved_tokens -= tokens
         return True
 
+    def give_back(self, tokens: float) -> None:
+        """What was taken for so many is not computed: nothing was sent to the worker, or it never had it."""
+        self.asked(1.0, tokens)
+
 
 def wait_s(expected_s: float, after: float, least_s: float) -> float:
     """How long a prefill that is expected to take so long is waited for alone."""

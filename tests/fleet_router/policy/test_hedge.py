@@ -15,21 +15,29 @@ from tests.fleet_router.policy.test_cost import GROUP, Offer, fleet, load
 NOW = 100.0
 
 
-@given(
-    st.floats(0.01, 0.5), st.lists(st.one_of(st.floats(1, 200_000), st.tuples(st.floats(1, 200_000))), min_size=1, max_size=300)
-)  # fmt: skip
-def test_hedges_are_a_share_of_the_prompts_and_of_their_tokens(share: float, deeds: list[float | tuple[float]]):
-    """Whatever comes in whatever order: a float is a prompt that is asked, a tuple one that is late."""
-    budget, asked, tokens, taken, spent = HedgeBudget(), 0, 0.0, 0, 0.0
+LATE = st.tuples(st.floats(1, 200_000), st.booleans())
+
+
+@given(st.floats(0.01, 0.5), st.lists(st.one_of(st.floats(1, 200_000), LATE), min_size=1, max_size=300))
+def test_hedges_are_a_share_of_the_prompts_and_of_their_tokens(share: float, deeds: list[float | tuple[float, bool]]):
+    """Whatever comes in whatever order: a float is a prompt that is asked, a tuple one that is late, and whether it was sent to
+    somebody else: what was not is no part of the share."""
+    budget, asked, tokens, taken, spent, refused = HedgeBudget(), 0, 0.0, 0, 0.0, 0
     for deed in deeds:
         if isinstance(deed, float):
             budget.asked(share, deed)
             asked, tokens = asked + 1, tokens + deed
-        elif budget.take(deed[0]):
+        elif not budget.take(deed[0]):
+            refused += 1
+        elif deed[1]:
             taken, spent = taken + 1, spent + deed[0]
+        else:
+            before = budget.saved, budget.saved_tokens
+            budget.give_back(deed[0])
+            assert (budget.saved - before[0], budget.saved_tokens - before[1]) == pytest.approx((1.0, deed[0]))
     assert taken <= share * asked * (1 + 1e-9)
     assert spent <= share * tokens * (1 + 1e-9)
-    assert budget.refused == sum(isinstance(deed, tuple) for deed in deeds) - taken
+    assert budget.refused == refused
 
 
 def test_what_is_saved_has_a_bound_and_a_long_prompt_is_not_one_among_many():
