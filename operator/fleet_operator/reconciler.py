@@ -56,6 +56,7 @@ from fleet_operator.outcome import Outcome
 from fleet_operator.ownership import without_strangers
 from fleet_operator.picture import Places, picture, pods_of
 from fleet_operator.pod_marks import put_back, rightful
+from fleet_operator.pool_names import as_named
 from fleet_operator.reading import Known, Reader, Sources, Telemetry
 from fleet_operator.recorder import Recorder, present_status, ready_of
 from fleet_operator.render.prefetch import fetches_ahead
@@ -396,6 +397,12 @@ class Reconciler:
         fleet, live = state.known.fleet, self._objects.children(key)
         live = still_ours(raw, live) if is_ending(raw) else live
         live |= (lost := lost_templates(state.needed, live))
+        live, misnamed = as_named(live, raw)
+        if misnamed and not is_ending(raw):
+            righted, live = await state.fights.put_back(self._writer, live, misnamed, raw, self._monotonic())
+            kept.add(righted)
+            if state.fights.wait_s is not None:
+                self._later(key, state.fights.wait_s)
         live, edited = rightful(live, raw, state.marks)
         live = without_strangers(live, raw)
         if edited and not is_ending(raw):
