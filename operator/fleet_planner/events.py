@@ -45,6 +45,7 @@ SEVERE: Final = frozenset(
         "Stuck",
         "TcpFallback",
         "Unschedulable",
+        "WishesDisagree",
         "WorkerPoisoned",
         "WorkersFailing",
         "WorkersLate",
@@ -186,6 +187,8 @@ def _ends(after: FleetStatus) -> bool:
 def _good(condition: Condition) -> bool:
     if condition.type == "RollingOut":
         return condition.reason == "Complete"
+    if condition.reason in SEVERE:  # inside the ratio, with workers that somebody did not ask for
+        return False
     return condition.status == ("False" if condition.type == "CapacityLimited" else "True")
 
 

@@ -75,6 +75,7 @@ CONDITIONS: dict[str, tuple[ConditionType, str, Told, Told]] = {
     "Unschedulable": ("CapacityLimited", "True", "Warning", "Warning"),
     "Valid": ("Accepted", "True", "", ""),
     "Verified": ("TransportVerified", "True", "", ""),
+    "WishesDisagree": ("WithinRatio", "True", "Warning", "Warning"),
     "Waking": ("Available", "False", "Normal", "Normal"),
     "WorkerPoisoned": ("Disaggregating", "False", "Warning", "Warning"),
     "WorkersFailing": ("Available", "False", "Warning", "Warning"),
