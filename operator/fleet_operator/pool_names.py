@@ -1,9 +1,11 @@
 """What a WorkerPool is of (fleet, tier, role, revision): its name says it, which nobody can edit, and its spec repeats it.
 
-Where the spec of one of ours says something else somebody edited it. Believed, a decode pool with the other role had its workers
-relabelled, and served nothing any more; disbelieved altogether, its name was taken for good. So the name is believed from the
-first look on, and the spec is put back: at once, and less and less often where somebody writes it again and again. Nothing
-waits for that, because nobody reads that spec but those who look at it.
+Where the spec of one of ours says something else somebody edited it, or, since our CRD lets nobody change these fields, made it
+anew (`kubectl replace --force`). Believed, a decode pool with the other role had its workers relabelled, and served nothing any
+more; disbelieved altogether, its name was taken for good. So the name is believed from the first look on, and the spec is put
+back: at once, and less and less often where somebody writes it again and again. Where it cannot be changed a scale target is made
+anew, which no pod has as its owner; of a pool that has workers it is told. Nothing waits for that, because nobody reads that spec
+but those who look at it.
 """
 
 from __future__ import annotations
@@ -14,13 +16,21 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
-from fleet_operator.cluster.interface import POOL, Cluster, ClusterError, ConflictError, NotFoundError, Object
+from fleet_operator.cluster.interface import (
+    POOL,
+    Cluster,
+    ClusterError,
+    ConflictError,
+    InvalidError,
+    NotFoundError,
+    Object,
+)
 from fleet_operator.names import REVISION, ROLE, TIER
 from fleet_operator.outcome import Outcome, StopError
 from fleet_operator.pool_sizes import written_on
-from fleet_planner.events import Deed
+from fleet_planner.events import ANEW, Deed
 from fleet_planner.scale_targets import EVERY_REVISION
-from fleet_planner.types import ROLES
+from fleet_planner.types import ROLES, Problem
 
 Live = Mapping[tuple[str, str], Object]
 """(kind, name) → object, of one fleet."""
@@ -61,7 +71,8 @@ def as_named(live: dict[tuple[str, str], Object], fleet: Object) -> tuple[dict[t
             continue
         found = dict(live) if found is live else found
         found[at] = {**pool, "spec": {**pool["spec"], **told}}
-        edited.append(pool)
+        if "deletionTimestamp" not in pool["metadata"]:
+            edited.append(pool)
     return found, edited
 
 
@@ -84,11 +95,13 @@ class _Fight:
     """It was put back."""
     last: float
     until: float
+    problem: Problem | None = None
+    """It cannot be put back."""
 
 
 class PoolFights:
-    """Of one fleet, by uid of the pool. All of it may be lost: then one is put back once more. Times are of a clock that nobody
-    sets."""
+    """Of one fleet, by name of the pool (who makes it anew fights on). All of it may be lost: then one is put back
+    once more. Times are of a clock that nobody sets."""
 
     def __init__(self) -> None:
         self._fights: dict[str, _Fight] = {}
@@ -99,44 +112,73 @@ class PoolFights:
         self, cluster: Cluster, live: Live, edited: list[Object], fleet: Object, now: float
     ) -> tuple[Outcome, dict[tuple[str, str], Object]]:
         """Writes those that are due; `live` with what they are then. One that changed meanwhile is left to the next pass."""
-        outcome, made = Outcome(), dict(live)
-        self._fights = {uid: one for uid, one in self._fights.items() if now - one.last < CALM_S}
-        until = {pool["metadata"]["name"]: self._until(pool["metadata"]["uid"], now) for pool in edited}
+        outcome, found = Outcome(), dict(live)
+        self._fights = {at: one for at, one in self._fights.items() if now - one.last < CALM_S}
         with suppress(StopError):  # the API cannot answer now: the pass says so
             for pool in edited:
-                name = pool["metadata"]["name"]
-                if until[name] <= now and (found := await self._one(cluster, pool, fleet, now, outcome)) is not None:
-                    made[POOL.kind, name] = found
-        self.wait_s = min((at - now for at in until.values() if at > now), default=None)
-        return outcome, made
+                if self._until(pool, now) <= now:
+                    await self._one(cluster, pool, found, _wrong(pool, fleet) or {}, now, outcome)
+        fights = [self._fights.get(_place(pool)) for pool in edited]
+        outcome.problems += [one.problem for one in fights if one is not None and one.problem is not None]
+        self.wait_s = min((one.until - now for one in fights if one is not None and one.until > now), default=None)
+        return outcome, found
 
-    def _until(self, uid: str, now: float) -> float:
-        fight = self._fights.get(uid)
+    def _until(self, pool: Object, now: float) -> float:
+        fight = self._fights.get(_place(pool))
         return fight.until if fight is not None else now
 
-    async def _one(self, cluster: Cluster, pool: Object, fleet: Object, now: float, outcome: Outcome) -> Object | None:
-        told, meta, said = _wrong(pool, fleet) or {}, pool["metadata"], pool["spec"]
-        patch = {"metadata": {"uid": meta["uid"], "resourceVersion": meta["resourceVersion"]}, "spec": told}
+    async def _one(
+        self, cluster: Cluster, pool: Object, live: dict[tuple[str, str], Object], told: Told, now: float, outcome: Outcome
+    ) -> None:
+        meta, said = pool["metadata"], pool["spec"]
+        at = meta["namespace"], meta["name"]
+        words = ", ".join(f"spec.{part} (it said {said[part]}, and is {word} by its name)" for part, word in told.items())
+        patch = {"metadata": {"uid": meta["uid"], "resourceVersion": meta["resourceVersion"]}, "spec": dict(told)}
         try:
-            made = await cluster.patch(POOL, meta["namespace"], meta["name"], patch)
+            try:
+                live[POOL.kind, meta["name"]] = await cluster.patch(POOL, *at, patch)
+                done = Deed("changed", POOL.kind, meta["name"], meta["uid"], undid=words + self._again(pool, now))
+            except InvalidError:  # our CRD lets nobody change these fields: somebody else made this object
+                if not _is_role(meta["name"]):
+                    self._again(pool, now, _stuck(meta, words))
+                    outcome.vain += 1
+                    return
+                await cluster.delete(POOL, *at, uid=meta["uid"])
+                del live[POOL.kind, meta["name"]]
+                why = f"{ANEW}, for nobody may change {words}{self._again(pool, now)}"
+                done = Deed("deleted", POOL.kind, meta["name"], meta["uid"], why=why)
         except (NotFoundError, ConflictError):
-            return None
+            return
         except ClusterError as error:
             outcome.fail(f"{POOL.kind} {meta['name']}", error)
-            return None
+            return
         outcome.writes += 1
         outcome.vain += 1
-        fields = ", ".join(f"spec.{part} (it said {said[part]}, and is {word} by its name)" for part, word in told.items())
-        outcome.done.append(Deed("changed", POOL.kind, meta["name"], meta["uid"], undid=fields + self._again(meta, now)))
-        return made
+        outcome.done.append(done)
 
-    def _again(self, meta: Object, now: float) -> str:
+    def _again(self, pool: Object, now: float, problem: Problem | None = None) -> str:
         """Remembers that it was put back; in words what follows when it was not the first time."""
-        before = self._fights.get(meta["uid"])
+        before, meta = self._fights.get(_place(pool)), pool["metadata"]
         times = 1 if before is None else before.times + 1
         rest_s = min(MOST_S, FIRST_S * 2.0 ** min(times - 1, 16))
-        self._fights[meta["uid"]] = _Fight(times, now, now + rest_s)
+        self._fights[_place(pool)] = _Fight(times, now, now + rest_s, problem)
         if times == 1:
             return ""
         look = f"kubectl get wpool {meta['name']} -n {meta['namespace']} -o yaml --show-managed-fields"
         return f"; it comes again and again, so it stays for {rest_s:.0f} s the next time: find who writes it ({look})"
+
+
+def _place(pool: Object) -> str:
+    return str(pool["metadata"]["name"])
+
+
+def _is_role(name: str) -> bool:
+    """A scale target: no pod has it as its owner."""
+    return name.endswith(ROLES)
+
+
+def _stuck(meta: Object, words: str) -> Problem:
+    """A pool of a revision owns workers: only somebody who keeps them may delete it."""
+    do = f"kubectl delete wpool {meta['name']} -n {meta['namespace']} --cascade=orphan keeps its workers, and it is made anew"
+    why = f"{words} cannot be put back, the API server lets nobody change it"
+    return Problem("Invalid", f"{POOL.kind} {meta['name']}: {why}: {do}")

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from fleet_operator.cluster.interface import EVENT, POD, POOL, ForbiddenError
+from fleet_operator.cluster.interface import EVENT, POD, POOL, ForbiddenError, InvalidError
 from fleet_operator.names import FLEET, REVISION, ROLE, TIER
 from fleet_operator.pool_names import MOST_S, as_named, named
 from fleet_operator.pool_sizes import Sizes, sealed
 from fleet_planner.scale_targets import EVERY_REVISION
-from tests.fleet_operator.test_scale_targets import EXTERNAL, TARGETS, scale, sizes
+from tests.fleet_operator.test_scale_targets import EXTERNAL, TARGETS, scale, sizes, target
 from tests.fleet_operator.world import NAMESPACE, World, manifest, play
 
 EDITS: dict[str, dict[str, Any]] = {
@@ -68,6 +68,59 @@ def test_a_target_that_says_another_role_scales_its_own_meanwhile():
             await world.step()
         assert await world.workers() == {"prefill": 2, "decode": 6}
         assert await sizes(world) == (2, 6)
+
+    play(scenario, **EXTERNAL)
+
+
+def immutable(world: World) -> None:
+    """As the real API server with our CRD, which the user's writer gets round: somebody made the object anew."""
+    world.api.refuse = lambda verb, kind, name: (
+        InvalidError("only replicas may change") if (verb, kind) == ("patch", POOL) else None
+    )
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_target_that_nobody_may_change_is_made_anew(edit: str):
+    async def scenario(world: World) -> None:
+        await scale(world, 4)
+        await world.settle()
+        before, pool = await uids(world), await target(world)
+        immutable(world)
+        await world.user.patch(POOL, NAMESPACE, "f-t-decode", {"spec": EDITS[edit]})
+        for _ in range(4):
+            await world.step()
+        after = await target(world)
+        assert after["spec"] == pool["spec"]
+        assert after["metadata"]["uid"] != pool["metadata"]["uid"]
+        assert await uids(world) == before
+        assert (await world.condition("Ready"))["status"] == "True"
+        assert [line for line in await world.events() if "PutBack WorkerPool f-t-decode: deleted, to be made anew" in line]
+        assert [await world.touch() for _ in range(2)] == [[], []]
+
+    play(scenario, **EXTERNAL)
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_pool_with_workers_that_nobody_may_change_is_told_and_keeps_them(edit: str):
+    async def scenario(world: World) -> None:
+        before, pool = await uids(world), await of_decode(world, "pool")
+        name = pool["metadata"]["name"]
+        immutable(world)
+        await world.user.patch(POOL, NAMESPACE, name, {"spec": EDITS[edit]})
+        for _ in range(30):
+            world.now += 20
+            await world.step()
+        assert await uids(world) == before
+        told = await world.condition("Provisioned")
+        assert all(f"spec.{part} (it said {word}" in told["message"] for part, word in EDITS[edit].items())
+        assert f"kubectl delete wpool {name} -n {NAMESPACE} --cascade=orphan keeps its workers" in told["message"]
+        assert [line for line in await world.events() if line.startswith(f"Warning Invalid WorkerPool {name}: spec.")]
+        await world.user.delete(POOL, NAMESPACE, name, grace_s=0)
+        for _ in range(8):
+            world.now += 20
+            await world.step()
+        assert (await world.condition("Ready"))["status"] == "True"
+        assert (await of_decode(world, "pool"))["spec"] == pool["spec"]
 
     play(scenario, **EXTERNAL)
 
