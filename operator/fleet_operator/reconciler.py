@@ -435,8 +435,10 @@ class Reconciler:
         outcome.add(kept)
         outcome.problems = state.refusals.in_order([*outcome.problems, *held, *unmakeable(key[1], plan, live)], plan.create)
         status = state.settled.words.last or plan.status
-        if self._recorder.has_news(raw, status, outcome):
-            await self._recorder.record(raw, status, outcome, sizing_of(fleet, plan.reasons))
+        lasts = state.pace.failures >= PATIENCE and outcome.conflicts
+        told = replace(outcome, problems=[*outcome.problems, *outcome.conflicts]) if lasts else outcome
+        if self._recorder.has_news(raw, status, told):
+            await self._recorder.record(raw, status, told, sizing_of(fleet, plan.reasons))
         return outcome
 
     async def _end(
@@ -450,7 +452,10 @@ class Reconciler:
                 await self._recorder.record(raw, plan.status, outcome, {})
         now = self._objects.fleets.get(key, raw)  # with the status that this pass has written
         if ended.release and same_wish(now, raw) and not outcome.gone and not outcome.stopped:
+            before = len(outcome.problems)
             await release(self._writer, now, live, outcome, late=ended.late)
+            if outcome.problems[before:]:  # nothing but this tells why a fleet whose workers are gone does not go
+                await self._recorder.record(raw, plan.status, outcome, {})
         elif ended.left_s < RESYNC_S:
             self._later(key, ended.left_s)
         return outcome
