@@ -41,6 +41,8 @@ ABSENT: dict[str, Any] = {
     "data": {"endpoints.json": ""},
 }
 """While a Service is made anew there is none."""
+HPA_ROUNDS_S = 40.0
+"""More than two of an autoscaler's."""
 README = Path(__file__).parents[1] / "operator/README.md"
 NAMED = {PDB.kind: "f-t-decode", NETWORK_POLICY.kind: "f-workers"}
 """A child of each kind that every fleet has: one router needs no budget."""
@@ -177,13 +179,13 @@ def autoscaled(lab: Lab) -> None:
         assert (lab.get(POOL, name) or {})["spec"]["replicas"] == replicas
 
 
-def autoscaler(lab: Lab, low: int = 3, name: str = "") -> tuple[str, str]:
-    """The HorizontalPodAutoscaler of the real kube-controller-manager, for so many to 6 decode workers: its collection, its pool
-    (that of the revision, unless one is named). There are no metrics: its own bounds are what moves it."""
+def autoscaler(lab: Lab, low: int = 3, name: str = "", high: int = 6, called: str = "theirs") -> tuple[str, str]:
+    """The HorizontalPodAutoscaler of the real kube-controller-manager, for `low` to `high` workers: its collection, its pool
+    (that of the revision's decode workers, unless one is named). There are no metrics: its own bounds are what moves it."""
     name = name or next(name for kind, name in lab.objects() if kind == "WorkerPool" and "-decode-" in name)
     autoscalers = f"/apis/autoscaling/v2/namespaces/{lab.namespace}/horizontalpodautoscalers"
     target = {"apiVersion": POOL.api_version, "kind": POOL.kind, "name": name}
-    made = {"metadata": {"name": "theirs"}, "spec": {"scaleTargetRef": target, "minReplicas": low, "maxReplicas": 6}}
+    made = {"metadata": {"name": called}, "spec": {"scaleTargetRef": target, "minReplicas": low, "maxReplicas": high}}
     lab.admin("POST", autoscalers, made).raise_for_status()
     return autoscalers, name
 
@@ -289,6 +291,32 @@ def autoscaled_over_rollouts(lab: Lab) -> None:
     removed(lab)
 
 
+def autoscaled_against_the_ratio(lab: Lab) -> None:
+    """Two HPAs ask for what the ratio does not allow: each finds what it asked for, and for two and a half of their rounds nobody
+    writes anything. Who comes round ends it."""
+    tier = {"name": "t", "accelerator": {"type": "cpu"}, "ratio": {"prefill": 1, "decode": 2, "min": "1:3", "max": "1:1"}}
+    running(lab, scaling={"mode": "external"}, tiers=[tier | {role: {"maxReplicas": 8} for role in ("prefill", "decode")}])
+    autoscalers, _ = autoscaler(lab, name="f-t-decode", low=6)
+    autoscaler(lab, name="f-t-prefill", low=1, high=1, called="other")
+    lab.until("they disagree", lambda: lab.condition("WithinRatio")["reason"] == "WishesDisagree", 90)
+    lab.until("both are met with more workers", lambda: lab.serving(2, 6), 60)
+    lab.at_rest()
+    before, mark = lab.uids(), lab.proxy.ledger.mark()
+    versions = [(lab.get(POOL, f"f-t-{role}") or {})["metadata"]["resourceVersion"] for role in ("prefill", "decode")]
+    begun = [lab.admin.get(f"{autoscalers}/{name}")["status"]["conditions"] for name in ("theirs", "other")]
+    time.sleep(HPA_ROUNDS_S)
+    assert lab.proxy.ledger.writes(mark) == [], "the operator's"
+    assert [(lab.get(POOL, f"f-t-{role}") or {})["metadata"]["resourceVersion"] for role in ("prefill", "decode")] == versions
+    assert lab.uids() == before
+    told = [lab.admin.get(f"{autoscalers}/{name}")["status"] for name in ("theirs", "other")]
+    assert [one["currentReplicas"] for one in told] == [one["desiredReplicas"] for one in told] == [6, 1], (begun, told)
+    print(lab.condition("WithinRatio")["message"])
+    lab.admin.merge(f"{autoscalers}/other", {"spec": {"minReplicas": 2, "maxReplicas": 2}})
+    lab.until("nobody disagrees", lambda: lab.condition("WithinRatio")["reason"] == "InRatio", 90)
+    assert lab.uids() == before
+    lab.at_rest()
+
+
 def autoscaled_by_kubernetes(lab: Lab) -> None:
     running(lab)
     autoscalers, name = autoscaler(lab)
@@ -307,6 +335,68 @@ def autoscaled_by_kubernetes(lab: Lab) -> None:
         assert ("kube-controller-manager", "scale") in {(one["manager"], one.get("subresource")) for one in owners}
         lab.at_rest(2.5)
         assert (lab.get(POOL, name) or {})["metadata"] == pool["metadata"], "managedFields and versions stand still"
+
+
+def replaced(lab: Lab, name: str, role: str) -> None:
+    """`kubectl replace --force --cascade=orphan` of a pool whose manifest has the wrong role: the API lets nobody edit it."""
+    path, was = path_of(POOL, lab.namespace, name), lab.get(POOL, name) or {}
+    refused = lab.admin("PATCH", path, {"spec": {"role": role}}, "application/merge-patch+json")
+    assert (refused.status_code, "only replicas may change" in refused.text) == (422, True), refused.text
+    meta = {part: was["metadata"][part] for part in ("name", "namespace", "labels", "annotations", "ownerReferences")}
+    made = {"apiVersion": POOL.api_version, "kind": POOL.kind, "metadata": meta, "spec": {**was["spec"], "role": role}}
+    lab.admin("DELETE", path, {"propagationPolicy": "Orphan"}).raise_for_status()
+    lab.until_without_operator("gone", lambda: (lab.get(POOL, name) or was)["metadata"]["uid"] != was["metadata"]["uid"]
+                               or lab.get(POOL, name) is None, 30)  # fmt: skip
+    answer = lab.admin("POST", path_of(POOL, lab.namespace), made)
+    assert answer.status_code in (201, 409), answer.text  # 409: the operator was faster
+
+
+def misnamed_target(lab: Lab) -> None:
+    """Made anew with another role: put right at once, no worker is touched; and by a hand that does it again and again."""
+    running(lab, scaling={"mode": "external"})
+    name, before = "f-t-decode", lab.uids()
+    right = (lab.get(POOL, name) or {})["spec"]
+    lab.kill()
+    replaced(lab, name, "prefill")
+    assert (lab.get(POOL, name) or {})["spec"]["role"] == "prefill"
+    lab.start()
+    lab.until("put right", lambda: (lab.get(POOL, name) or {}).get("spec") == right)
+    lab.until("ready", lab.ready)
+    mark, begun, edits = lab.proxy.ledger.mark(), time.monotonic(), 0
+    while time.monotonic() - begun < 20:
+        if ((lab.get(POOL, name) or {}).get("spec") or {}).get("role") == "decode":
+            edits += 1
+            replaced(lab, name, "prefill")
+        time.sleep(0.2)
+    deleted = [write for write in lab.proxy.ledger.writes(mark) if (write.method, write.kind) == ("DELETE", POOL.plural)]
+    print(f"{edits} edits, deleted {len(deleted)} times in 20 s")
+    assert len(deleted) <= 6, list(map(str, deleted))
+    assert lab.uids() == before
+    lab.until("right in the end", lambda: (lab.get(POOL, name) or {}).get("spec") == right, 60)
+    lab.until("ready", lab.ready)
+    lab.at_rest()
+    assert lab.uids() == before
+
+
+def misnamed_pool(lab: Lab) -> None:
+    """Of a pool that has workers it is told, and they stay; deleted as the message says it is made anew."""
+    running(lab, scaling={"mode": "external"})
+    name, before = next(one for kind, one in lab.objects() if kind == "WorkerPool" and "-decode-" in one), lab.uids()
+    right = (lab.get(POOL, name) or {})["spec"]
+    lab.kill()
+    replaced(lab, name, "prefill")
+    lab.start()
+    lab.until(
+        "it is told", lambda: f"wpool {name} -n {lab.namespace} --cascade=orphan" in lab.condition("Provisioned")["message"]
+    )
+    time.sleep(3)
+    assert lab.uids() == before
+    assert [lab.status()["tiers"][0][role]["serving"] for role in ("prefill", "decode")] == [1, 2]
+    lab.plane.kubectl("-n", lab.namespace, "delete", "wpool", name, "--cascade=orphan")
+    lab.until("made anew", lambda: (lab.get(POOL, name) or {}).get("spec") == right, 60)
+    lab.until("in order", lambda: lab.serving(1, 2), 60)
+    assert lab.uids() == before
+    lab.at_rest()
 
 
 def never_at_rest(lab: Lab) -> None:
@@ -333,6 +423,9 @@ PLAYS = {
     "autoscaled-by-kubernetes": autoscaled_by_kubernetes,
     "autoscaled-while-rolling": autoscaled_while_rolling,
     "autoscaled-over-rollouts": autoscaled_over_rollouts,
+    "autoscaled-against-the-ratio": autoscaled_against_the_ratio,
+    "misnamed-target": misnamed_target,
+    "misnamed-pool": misnamed_pool,
     "never-at-rest": never_at_rest,
 }
 
@@ -359,6 +452,11 @@ def test_workers_whose_owner_was_taken_away_get_it_back_and_go_with_their_fleet(
 
 @pytest.mark.parametrize("row", rows("autoscaled"))
 def test_an_autoscaler_that_owns_replicas_is_followed_and_not_fought(played: Played, row: str):
+    played[row].result()
+
+
+@pytest.mark.parametrize("row", rows("misnamed"))
+def test_a_pool_whose_spec_says_what_it_is_not_is_put_right(played: Played, row: str):
     played[row].result()
 
 

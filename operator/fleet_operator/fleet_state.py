@@ -11,6 +11,7 @@ from fleet_operator.known_fleet import KnownFleet
 from fleet_operator.observe import PodsSeen, Published
 from fleet_operator.pace import Pace
 from fleet_operator.pod_marks import MarksSeen
+from fleet_operator.pool_names import PoolFights
 from fleet_operator.refusals import Refusals
 from fleet_operator.settled import Settled
 from fleet_planner.ending import EndingMemory
@@ -46,6 +47,7 @@ class FleetState:
     restless: bool = False
     pods: PodsSeen = field(default_factory=dict)
     marks: MarksSeen = field(default_factory=MarksSeen)
+    fights: PoolFights = field(default_factory=PoolFights)
     published: Published = field(default_factory=Published)
     settled: Settled = field(default_factory=Settled)
     refusals: Refusals = field(default_factory=Refusals)

@@ -20,6 +20,7 @@ from fleet_operator.names import (
 )  # fmt: skip
 from fleet_operator.names import POOL as POOL_LABEL
 from fleet_operator.observe import timestamp
+from fleet_operator.pool_names import named
 from fleet_planner.events import NAME_CONFLICT
 from fleet_planner.scale_targets import target_name
 from fleet_planner.types import ROLES, Problem
@@ -49,14 +50,12 @@ def parted(found: Object | None, wish: Object, owner: Object) -> bool:
 def is_strange(obj: Object, fleet: Object) -> bool:
     """A pool or a worker's pod that has this fleet's label and is not of it: a label was edited, or a manifest copied. Another
     fleet's pool was deleted as one too many, with all of its workers. Names say whose they are: an owner may have been edited,
-    too, and the pool of a pod may not be seen at this moment."""
+    too, and the pool of a pod may not be seen at this moment. One of ours whose spec was edited is ours."""
     name = fleet["metadata"]["name"]
     if obj["kind"] == POOL.kind:
         spec = obj["spec"]
-        mine = pool_name(name, spec["tier"], spec["role"], spec["revision"])
-        if obj["metadata"]["name"] != mine and obj["metadata"]["name"] != target_name(name, spec["tier"], spec["role"]):
-            return True
-        return bool(spec["fleet"] != name)
+        mine = pool_name(name, spec["tier"], spec["role"], spec["revision"]), target_name(name, spec["tier"], spec["role"])
+        return (obj["metadata"]["name"] not in mine or spec["fleet"] != name) and named(obj, fleet) is None
     return obj["kind"] == POD.kind and _is_strange_pod(obj["metadata"], name)
 
 

@@ -19,6 +19,7 @@ from fleet_operator.flip.follow import FlipFollower
 from fleet_operator.hearing import Hearing
 from fleet_operator.ownership import without_strangers
 from fleet_operator.picture import Places, pods_of, router_urls, workers
+from fleet_operator.pool_names import as_named
 from fleet_operator.settings import Platform
 from fleet_operator.work_queue import Key
 from fleet_planner.types import Demand, TierTelemetry
@@ -64,7 +65,7 @@ class Known:
     def children(self, key: Key) -> dict[tuple[str, str], Object]:
         """Of a fleet, by kind and name: nobody else's worker is asked, or told anything."""
         raw = self.objects.fleets.get(key)
-        return without_strangers(self.objects.children(key), raw) if raw is not None else {}
+        return without_strangers(as_named(self.objects.children(key), raw)[0], raw) if raw is not None else {}
 
 
 class Reader:

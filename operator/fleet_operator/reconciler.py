@@ -56,6 +56,7 @@ from fleet_operator.outcome import Outcome
 from fleet_operator.ownership import without_strangers
 from fleet_operator.picture import Places, picture, pods_of
 from fleet_operator.pod_marks import put_back, rightful
+from fleet_operator.pool_names import as_named
 from fleet_operator.reading import Known, Reader, Sources, Telemetry
 from fleet_operator.recorder import Recorder, present_status, ready_of
 from fleet_operator.render.prefetch import fetches_ahead
@@ -396,6 +397,12 @@ class Reconciler:
         fleet, live = state.known.fleet, self._objects.children(key)
         live = still_ours(raw, live) if is_ending(raw) else live
         live |= (lost := lost_templates(state.needed, live))
+        live, misnamed = as_named(live, raw)
+        if misnamed and not is_ending(raw):
+            righted, live = await state.fights.put_back(self._writer, live, misnamed, raw, self._monotonic())
+            kept.add(righted)
+            if state.fights.wait_s is not None:
+                self._later(key, state.fights.wait_s)
         live, edited = rightful(live, raw, state.marks)
         live = without_strangers(live, raw)
         if edited and not is_ending(raw):
@@ -428,8 +435,10 @@ class Reconciler:
         outcome.add(kept)
         outcome.problems = state.refusals.in_order([*outcome.problems, *held, *unmakeable(key[1], plan, live)], plan.create)
         status = state.settled.words.last or plan.status
-        if self._recorder.has_news(raw, status, outcome):
-            await self._recorder.record(raw, status, outcome, sizing_of(fleet, plan.reasons))
+        lasts = state.pace.failures >= PATIENCE and outcome.conflicts
+        told = replace(outcome, problems=[*outcome.problems, *outcome.conflicts]) if lasts else outcome
+        if self._recorder.has_news(raw, status, told):
+            await self._recorder.record(raw, status, told, sizing_of(fleet, plan.reasons))
         return outcome
 
     async def _end(
@@ -443,7 +452,10 @@ class Reconciler:
                 await self._recorder.record(raw, plan.status, outcome, {})
         now = self._objects.fleets.get(key, raw)  # with the status that this pass has written
         if ended.release and same_wish(now, raw) and not outcome.gone and not outcome.stopped:
+            before = len(outcome.problems)
             await release(self._writer, now, live, outcome, late=ended.late)
+            if outcome.problems[before:]:  # nothing but this tells why a fleet whose workers are gone does not go
+                await self._recorder.record(raw, plan.status, outcome, {})
         elif ended.left_s < RESYNC_S:
             self._later(key, ended.left_s)
         return outcome

@@ -19,7 +19,7 @@ from fleet_api.parse import known_status
 from fleet_api.v1alpha1.status import FleetStatus
 from fleet_operator.cluster.interface import EVENT, Cluster, ClusterError, ConflictError, Object
 from fleet_operator.outcome import Outcome
-from fleet_planner.events import Event, Pass, events_of
+from fleet_planner.events import Event, Pass, events_of, untold
 from fleet_planner.telling import Told, admit, news
 from fleet_planner.types import Problem
 
@@ -69,7 +69,7 @@ class Recorder:
     async def record(self, raw: Object, after: FleetStatus | None, outcome: Outcome, sizing: Mapping[str, str]) -> None:
         """Tell what one pass of the fleet `raw` changed; `after` is None when the pass ended before it had a status."""
         uid, now = raw["metadata"]["uid"], self._now()
-        memory = self._fleets.get(uid) or _Memory(present_status(raw))
+        memory = self._fleets.get(uid) or _Memory(untold(present_status(raw)))
         after = memory.status if after is None else after
         told, deeds = news(memory.told, outcome.done, now)
         problems = tuple(problem for problem in outcome.problems if problem not in memory.problems)
@@ -77,7 +77,7 @@ class Recorder:
         done = Pass(meta["name"], deeds, problems, sizing)
         told, events, dropped = admit(told, events_of(memory.status, after, done), now)
         self._fleets[uid] = _Memory(after, tuple(outcome.problems), told)
-        for event in events:
+        for event in [event for event in events if not event.at]:
             self._told(event.type, event.reason)
         if dropped:
             LOG.warning("fleet=%s/%s events_dropped=%d: too many in a minute", meta["namespace"], meta["name"], dropped)
@@ -85,9 +85,18 @@ class Recorder:
             async with asyncio.timeout(WRITING_S):
                 for event in events:
                     with suppress(ConflictError):  # a write that was tried again had arrived
-                        await self._cluster.create(render_event(raw, event, now, self._instance))
+                        await self._cluster.create(render_event(raw, event, _time(event) or now, self._instance))
+                        if event.at:  # another life of the operator may have told it
+                            self._told(event.type, event.reason)
         except (ClusterError, TimeoutError) as error:
             LOG.warning("fleet=%s/%s events not written: %s", meta["namespace"], meta["name"], error or "no answer in time")
+
+
+def _time(event: Event) -> float:
+    try:
+        return datetime.fromisoformat(event.at).timestamp() if event.at else 0.0
+    except ValueError:  # of a status that somebody edited
+        return 0.0
 
 
 def present_status(raw: Object) -> FleetStatus:

@@ -7,7 +7,7 @@ from typing import Any
 
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_operator.cluster.interface import POD, POOL, Object
-from fleet_operator.names import PLANNED, ROLE, TIER, WRITTEN, labels, owner_reference
+from fleet_operator.names import PLANNED, ROLE, SIZE, TIER, WRITTEN, labels, owner_reference
 from fleet_operator.ownership import owned
 from fleet_operator.pool_sizes import Sizes, sealed
 from fleet_operator.pool_status import pool_status
@@ -35,7 +35,9 @@ def is_heard(fleet: InferenceFleet, target: Object) -> bool:
 def render_target(fleet: InferenceFleet, target: PoolWanted, owner: Object) -> Object:
     """The WorkerPool; its annotations let the operator see when somebody else changed replicas."""
     name, namespace = target.name, fleet.metadata.namespace
-    notes = {PLANNED: str(target.replicas), WRITTEN: sealed(namespace, name, Sizes(target.replicas, None, None))}
+    size = target.size if target.wish is not None else None  # that two disagree
+    notes = {PLANNED: str(target.replicas), WRITTEN: sealed(namespace, name, Sizes(target.replicas, size, None))}
+    notes |= {SIZE: str(size)} if size is not None else {}
     return {
         "apiVersion": POOL.api_version,
         "kind": POOL.kind,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 from fleet_api.v1alpha1 import InferenceFleet
@@ -45,6 +45,7 @@ SEVERE: Final = frozenset(
         "Stuck",
         "TcpFallback",
         "Unschedulable",
+        "WishesDisagree",
         "WorkerPoisoned",
         "WorkersFailing",
         "WorkersLate",
@@ -77,6 +78,9 @@ class Event:
     reason: str
     note: str
     action: str
+    at: str = ""
+    """When it was decided, RFC 3339, of what the status tells, too: told again by an operator that starts anew, which cannot know
+    whether the one before it came to that, it is the same event. Empty: now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +142,7 @@ def events_of(before: FleetStatus, after: FleetStatus, done: Pass) -> tuple[Even
         *_put_back(before, after, done),
         *_problems(done.problems),
     ]
-    return tuple(Event(event.type, event.reason, _cut(event.note), event.action) for event in found)
+    return tuple(replace(event, note=_cut(event.note)) for event in found)
 
 
 def _transitions(before: FleetStatus, after: FleetStatus) -> Iterable[Event]:
@@ -186,6 +190,8 @@ def _ends(after: FleetStatus) -> bool:
 def _good(condition: Condition) -> bool:
     if condition.type == "RollingOut":
         return condition.reason == "Complete"
+    if condition.reason in SEVERE:  # inside the ratio, with workers that somebody did not ask for
+        return False
     return condition.status == ("False" if condition.type == "CapacityLimited" else "True")
 
 
@@ -255,7 +261,15 @@ def _replaced(before: FleetStatus, after: FleetStatus) -> Iterable[Event]:
     for tier in after.tiers:
         for one in tier.healing.replaced if tier.healing is not None else ():
             if one.uid not in known:
-                yield Event("Warning", "PoisonedReplaced", f"tier {tier.name}: {one.message}; it is being replaced", "Heal")
+                note = f"tier {tier.name}: {one.message}; it is being replaced"
+                yield Event("Warning", "PoisonedReplaced", note, "Heal", one.at)
+
+
+def untold(status: FleetStatus) -> FleetStatus:
+    """What an operator that starts may count as told: not the replacements of the last hour."""
+    if all(tier.healing is None for tier in status.tiers):
+        return status
+    return status.model_copy(update={"tiers": tuple(tier.model_copy(update={"healing": None}) for tier in status.tiers)})
 
 
 def _adapters(before: FleetStatus, after: FleetStatus) -> Iterable[Event]:

@@ -88,6 +88,8 @@ class _Planned:
     asked_devices: int
     wished: tuple[int, int]
     """What is asked for, whatever allows it."""
+    said: tuple[int, int]
+    """What the scale targets say: what was asked of each role, where two disagree."""
 
 
 def reconcile(fleet: InferenceFleet, observed: Observed, now: float, ending: Ending | None = None) -> Plan:
@@ -201,12 +203,13 @@ def _plan_tier(
     asked, _ = fit_budget(tier, (wished.prefill, wished.decode), gpus, left) if tier.name not in rest.asleep else (NOTHING, "")
     view = TierView(tier, decision, plan, workers, zero, healing)
     wish = wished.prefill, wished.decode
-    return _Planned(plan, view, memory, devices(size, gpus), asked, devices(asked, gpus), wish)
+    return _Planned(plan, view, memory, devices(size, gpus), asked, devices(asked, gpus), wish, wished.disputed or wish)
 
 
 def _targets(fleet: InferenceFleet, planned: dict[str, _Planned], observed: Observed) -> tuple[PoolWanted, ...]:
     nodes = {name: observed.templates[name].nodes for name in planned}
-    return plan_targets(fleet, {name: one.wished for name, one in planned.items()}, nodes)
+    wished, said = {name: one.wished for name, one in planned.items()}, {name: one.said for name, one in planned.items()}
+    return plan_targets(fleet, wished, said, nodes)
 
 
 def _with_wish(plan: TierPlan, wished: ScaleDecision) -> TierPlan:

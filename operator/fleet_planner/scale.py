@@ -39,6 +39,8 @@ class ScaleDecision:
     """True: nothing was decided, the present size stays."""
     limited: str = ""
     """Why it is smaller than wanted: nodes, quota or budget; empty when it is not."""
+    disputed: tuple[int, int] | None = None
+    """What was asked of the two roles by two that disagree: the ratio does not allow it. None: nobody does."""
 
 
 @dataclass(frozen=True, slots=True)

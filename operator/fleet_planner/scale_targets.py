@@ -4,6 +4,10 @@ A WorkerPool is one revision's, and goes with it. A target stands for all worker
 written after the pools: its `replicas` is what is wished for the role, and one that is not what the operator wrote last is
 somebody's new wish. So a rollout, whose pools come and go, is nothing to whoever scales; and what nodes, quota or bounds do not
 allow now stays asked for, as the target's `replicas`, beside the workers that there are in its status.
+
+Two that scale both roles against the ratio disagree: both wishes are met with more workers, and each target goes on saying what
+was asked of it, so that whoever asked finds it there and writes no more. That they disagree is written on the target, too
+(`size`, beside `planned`): both stand until one of them asks for something that goes with the other.
 """
 
 from __future__ import annotations
@@ -33,6 +37,24 @@ def asked_of_targets(tier: str, observed: Observed) -> dict[Role, int]:
     return {one.role: one.replicas for one in mine if one.replicas != one.planned}
 
 
+def disputed(tier: str, observed: Observed) -> dict[Role, int]:
+    """Wanted size of both roles, where the operator wrote that two disagree; empty where it did not. It writes that on both
+    targets, and one of these writes may have failed."""
+    mine = {one.role: one for one in observed.targets if one.tier == tier}
+    disagree = len(mine) == len(ROLES) and any(one.size is not None for one in mine.values())
+    return {role: one.replicas for role, one in mine.items()} if disagree else {}
+
+
+def dispute_words(said: Pair, sizes: Pair) -> str:
+    """Who disagrees, who wins, and what to do."""
+    met = [role for role, one, size in zip(ROLES, said, sizes, strict=True) if one == size]
+    wins = f"the wish for {met[0]} wins" if met else "neither wish is met as it is"
+    return (
+        f"{said[0]} prefill and {said[1]} decode workers were asked for, which its ratio and bounds do not allow together: "
+        f"{wins}, with {sizes[0]} prefill and {sizes[1]} decode; ask for these, or change the tier's ratio"
+    )
+
+
 def standing(lately: Asked, scaled: Mapping[Role, int], sizes: Mapping[Role, int], now: float) -> tuple[dict[Role, int], Asked]:
     """What was asked of the other role less than STANDS_S ago and would be taken away by `sizes`: it stands, so that both wishes
     are met with more workers of the one now `scaled`. Also what was asked lately, from now on: what stands, stands as long as
@@ -43,10 +65,16 @@ def standing(lately: Asked, scaled: Mapping[Role, int], sizes: Mapping[Role, int
     return stands, tuple(sorted([*asked, *((role, now, size) for role, size in scaled.items())]))
 
 
-def plan_targets(fleet: InferenceFleet, wished: Mapping[str, Pair], nodes: Mapping[str, Pair]) -> tuple[PoolWanted, ...]:
-    """One per tier and role. `wished`: by tier, what is asked for now; `nodes`: of one worker of each role."""
+def plan_targets(
+    fleet: InferenceFleet, wished: Mapping[str, Pair], asked: Mapping[str, Pair], nodes: Mapping[str, Pair]
+) -> tuple[PoolWanted, ...]:
+    """One per tier and role. `wished`: by tier, what it is to have; `asked`: what was asked for, which is something else where
+    two disagree, and then the `wish` of both targets; `nodes`: of one worker of each role."""
     return tuple(
-        PoolWanted(target_name(fleet.metadata.name, tier, role), tier, role, EVERY_REVISION, size, size, count)
+        PoolWanted(
+            target_name(fleet.metadata.name, tier, role), tier, role, EVERY_REVISION, said, size, count,
+            wish=said if asked[tier] != sizes else None,
+        )
         for tier, sizes in wished.items()
-        for role, size, count in zip(ROLES, sizes, nodes[tier], strict=True)
-    )
+        for role, said, size, count in zip(ROLES, asked[tier], sizes, nodes[tier], strict=True)
+    )  # fmt: skip

@@ -15,7 +15,7 @@ from fleet_planner.ratio import Bounds, Pair, bounds_of, project
 from fleet_planner.replicas import Replica
 from fleet_planner.rollout import Limits, larger, next_step, smaller
 from fleet_planner.scale import ScaleDecision, ScaleInputs, want
-from fleet_planner.scale_targets import asked_of_targets, standing
+from fleet_planner.scale_targets import asked_of_targets, dispute_words, disputed, standing
 from fleet_planner.types import ROLES, Observed, ObservedPool, Role, ScaleMemory
 from fleet_planner.zero import rolls
 
@@ -75,7 +75,10 @@ def size_tier(fleet: InferenceFleet, tier: TierSpec, observed: Observed, workers
     current, wished = _current(tier, pools), _wished(tier, pools)
     scaled = scaled_by_others(tier.name, revision, observed)
     memory = observed.memory.get(tier.name, ScaleMemory())
-    if scaled:
+    both = disputed(tier.name, observed) if fleet.spec.scaling.mode == "external" else {}
+    if both and not scaled:
+        return _between(_clamped(both, bounds), bounds, memory)
+    if scaled := both | scaled:
         wish = (scaled.get("prefill", wished[0]), scaled.get("decode", wished[1]))
         lately = memory.asked if fleet.spec.scaling.mode == "external" else None
         return _scaled(wish, scaled, bounds, lately, now)
@@ -99,13 +102,32 @@ def _scaled(wish: Pair, scaled: dict[Role, int], bounds: Bounds, lately: Asked |
     """What somebody asked for, and what the other role then has. `lately`: see `standing`; None: nothing but this counts."""
     sizes, reason = _follow(wish, scaled, bounds), f"scaled by a user to {wish[0]} prefill and {wish[1]} decode workers"
     asked: Asked = ()
+    stands: dict[Role, int] = {}
     if lately is not None:
         stands, asked = standing(lately, scaled, dict(zip(ROLES, sizes, strict=True)), now)
         if stands:
             sizes = project(stands.get("prefill", wish[0]), stands.get("decode", wish[1]), bounds)
             reason += "".join(f"; {size} {role} workers were asked for just before, and stand" for role, size in stands.items())
     held = ScaleMemory(((now, *sizes),), asked=asked)  # the wish counts like a need of this moment, for one window
+    both = scaled | stands
+    if lately is not None and len(both) == len(ROLES) and sizes != (said := _clamped(both, bounds)):
+        return _between(said, bounds, held)
     return ScaleDecision(*sizes, reason, held)
+
+
+def _between(said: Pair, bounds: Bounds, memory: ScaleMemory) -> ScaleDecision:
+    """The size where two ask for what the ratio does not allow together."""
+    sizes = project(*said, bounds)
+    if sizes == said:
+        return ScaleDecision(*sizes, f"scaled by others to {said[0]} prefill and {said[1]} decode workers", memory)
+    return ScaleDecision(*sizes, dispute_words(said, sizes), memory, disputed=said)
+
+
+def _clamped(asked: Mapping[Role, int], bounds: Bounds) -> Pair:
+    return (
+        _clamp(asked["prefill"], bounds.prefill_min, bounds.prefill_max),
+        _clamp(asked["decode"], bounds.decode_min, bounds.decode_max),
+    )
 
 
 def _follow(wish: tuple[int, int], scaled: dict[Role, int], bounds: Bounds) -> tuple[int, int]:

@@ -19,10 +19,11 @@ from fleet_planner.causes import grouped, router_begins, router_words, unready, 
 from fleet_planner.events import NAME_CONFLICT
 from fleet_planner.fabric import disaggregating, transport_verified
 from fleet_planner.healing import UNHURT, Healing
-from fleet_planner.ratio import within
+from fleet_planner.ratio import bounds_of, project, within
 from fleet_planner.replicas import Replica
 from fleet_planner.revisions import TierPlan
 from fleet_planner.scale import ScaleDecision, unusable
+from fleet_planner.scale_targets import dispute_words
 from fleet_planner.types import ROLES, Observed, ObservedPod, Role, Verdict
 
 MAX_CAUSES = 3
@@ -250,6 +251,10 @@ def _within_ratio(views: Sequence[TierView], tiers: Sequence[TierStatus]) -> Ver
                 "OutOfRatio",
                 f"tier {view.tier.name} serves {prefill}:{decode}, allowed is {ratio.min} to {ratio.max}",
             )
+    both = [(view.tier, view.decision.disputed) for view in views if view.decision.disputed is not None]
+    disputes = [f"tier {tier.name}: {dispute_words(said, project(*said, bounds_of(tier)))}" for tier, said in both]
+    if disputes:
+        return "True", "WishesDisagree", "; ".join(disputes)
     return "True", "InRatio", "every tier serves inside its ratio"
 
 

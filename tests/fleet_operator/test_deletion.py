@@ -488,8 +488,8 @@ def test_a_release_that_fails_is_tried_again(error: ClusterError):
         world.api.refuse = lambda verb, kind, name: error if (verb, kind) == ("patch", FLEET) else None
         for _ in range(60):
             await seconds(world, 1, {})
-        assert await finalizers(world) == [DRAIN]
-        assert await pods(world) == []
+        assert (await finalizers(world), await pods(world)) == ([DRAIN], [])
+        assert f"Warning {error.reason} finalizer {DRAIN} of InferenceFleet f: {error}" in await world.events()
         world.api.refuse = lambda verb, kind, name: None
         world.now += 600
         await world.touch()

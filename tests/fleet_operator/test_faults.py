@@ -273,6 +273,7 @@ def test_a_conflict_is_told_only_when_it_does_not_end():
         for _ in range(30):
             await world.step()
         assert "Service f-router: again" in (await world.condition("Provisioned"))["message"]
+        assert [line for line in await world.events() if "Conflict" in line] == ["Warning Conflict Service f-router: again"]
         world.api.refuse = lambda verb, kind, name: None
         world.now += MOST_S
         await world.settle()

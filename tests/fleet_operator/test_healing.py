@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fleet_api.conditions import rfc3339
 from fleet_api.quantities import parse_ratio
-from fleet_operator.cluster.interface import CONFIG_MAP, FLEET, POD, ForbiddenError
+from fleet_operator.cluster.interface import CONFIG_MAP, EVENT, FLEET, POD, ForbiddenError
 from fleet_operator.names import ROLE
 from fleet_planner.ratio import within
 from fleet_planner.types import ROLES, Demand, KvProof, RoleLoad, TierTelemetry
@@ -143,6 +143,24 @@ def test_it_is_replaced_by_one_that_is_ready_first(role: str):
         assert here.outside == []
         writes = [await here.world.touch() for _ in range(3)]
         assert writes == [[], [], []]
+
+    clinic(scenario)
+
+
+def test_its_event_comes_once_also_when_the_operator_ended_before_it_was_told():
+    """Killed between the status that says it and the event: whoever is on call never heard of it."""
+
+    async def scenario(here: Clinic) -> None:
+        here.ill = {await here.uid("prefill")}
+        here.world.api.refuse = lambda verb, kind, name: ForbiddenError("dead") if kind == EVENT else None
+        while not here.decided:
+            await here.seconds(1)
+        here.world.api.refuse = lambda verb, kind, name: None
+        for _ in range(3):
+            here.world.operator = here.world.new_operator()
+            await here.seconds(20)
+            assert len(await here.told("PoisonedReplaced")) == 1
+        assert len(here.deleted) == 1
 
     clinic(scenario)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fleet_operator.cluster.interface import FLEET, POD, POOL, ForbiddenError
 from fleet_operator.names import FLEET as FLEET_LABEL
-from fleet_operator.names import PLANNED, REVISION, ROLE
+from fleet_operator.names import PLANNED, REVISION, ROLE, SIZE
 from fleet_operator.scale_targets import is_target
 from fleet_planner.scale_targets import EVERY_REVISION, STANDS_S
 from tests.fleet_operator.world import NAMESPACE, World, manifest, play
@@ -193,29 +193,100 @@ def test_they_go_with_the_mode_and_with_their_tier_and_the_size_stays():
     play(scenario, **EXTERNAL)
 
 
-@pytest.mark.parametrize(("prefill", "decode", "end"), [(2, 8, (3, 8)), (4, 1, (4, 4)), (1, 50, (3, 8))])
-@pytest.mark.parametrize("restart", [False, True])
-def test_two_autoscalers_that_the_ratio_sets_against_each_other_cost_no_workers(
-    prefill: int, decode: int, end: tuple[int, int], restart: bool
+@pytest.mark.parametrize(("prefill", "decode", "end", "wins"), [(2, 8, (3, 8), "decode"), (4, 1, (4, 4), "prefill"),
+                                                               (1, 50, (3, 8), "decode")])  # fmt: skip
+@pytest.mark.parametrize("restart", [False, True], ids=["", "restart"])
+@pytest.mark.parametrize("together", [False, True], ids=["in-turn", "at-once"])
+def test_two_autoscalers_that_the_ratio_sets_against_each_other_cost_no_workers_and_no_writes(
+    prefill: int, decode: int, end: tuple[int, int], wins: str, restart: bool, together: bool
 ):
-    """Each writes its own wish every 15 s where it finds another."""
+    """Each writes its own wish every 15 s where it finds another. It cost one write of theirs and one of ours, for ever."""
 
     async def scenario(world: World) -> None:
-        made = list[set[str]]()
+        wishes = {"prefill": prefill, "decode": min(decode, 8)}
+        made, written = list[frozenset[str]](), list[int]()
         for round_ in range(24):
             if restart and round_ == 10:
                 world.operator = world.new_operator()
-            for role, wish in (("prefill", prefill), ("decode", decode)):
-                if (await target(world, role))["spec"]["replicas"] != min(wish, TIER[role]["maxReplicas"]):  # type: ignore[index]
+            writes = 0
+            for role, wish in wishes.items():
+                if (await target(world, role))["spec"]["replicas"] != wish:
                     await scale(world, wish, role)
+                    writes += 1
                 world.now += 7
-                for _ in range(4):
-                    await world.step()
-            made.append({pod["metadata"]["uid"] for pod in await world.store.list(POD, NAMESPACE)})
-        assert await sizes(world) == end
-        assert len({*map(frozenset, made[13:])}) == 1, "the same workers for 11 rounds"
-        if not restart:
-            assert len({*map(frozenset, made[2:])}) == 1
+                for _ in range(0 if together and role == "prefill" else 4):
+                    writes += len(await world.step())
+            writes += len(await world.touch())
+            made.append(frozenset({pod["metadata"]["uid"] for pod in await world.store.list(POD, NAMESPACE)}))
+            written.append(writes)
+        assert await world.workers() == dict(zip(("prefill", "decode"), end, strict=True))
+        assert await sizes(world) == tuple(wishes.values()), "each finds what it asked for"
+        assert set(written[3:]) == {0}, written
+        assert len({*made[2:]}) == 1, "the same workers"
+        told = await world.condition("WithinRatio")
+        assert (told["status"], told["reason"]) == ("True", "WishesDisagree")
+        assert f"tier t: {wishes['prefill']} prefill and {wishes['decode']} decode workers were asked for" in told["message"]
+        assert f"the wish for {wins} wins, with {end[0]} prefill and {end[1]} decode; ask for these" in told["message"]
+        assert len([line for line in await world.events() if line.startswith("Warning WishesDisagree ")]) == 1
+
+    play(scenario, **EXTERNAL)
+
+
+def test_who_comes_round_ends_a_dispute_and_a_change_of_one_side_costs_no_worker_of_the_other():
+    async def scenario(world: World) -> None:
+        await scale(world, 8)
+        await scale(world, 2, "prefill")
+        await world.settle()
+        world.now += 10 * STANDS_S
+        before = {pod["metadata"]["uid"] for pod in await world.store.list(POD, NAMESPACE)}
+        await scale(world, 1, "prefill")
+        await world.settle()
+        assert (await world.workers(), await sizes(world)) == ({"prefill": 3, "decode": 8}, (1, 8))
+        assert {pod["metadata"]["uid"] for pod in await world.store.list(POD, NAMESPACE)} == before
+        await scale(world, 3)
+        await world.settle()
+        assert (await world.workers(), await sizes(world)) == ({"prefill": 1, "decode": 3}, (1, 3))
+        assert (await world.condition("WithinRatio"))["reason"] == "InRatio"
+        assert SIZE not in (await target(world, "prefill"))["metadata"]["annotations"]
+        world.now += 10 * STANDS_S
+        await scale(world, 6)
+        await world.settle()
+        assert await sizes(world) == (2, 6), "the other one follows again, and its target says so"
+
+    play(scenario, **EXTERNAL)
+
+
+def test_a_dispute_is_over_with_the_ratio_that_it_was_about():
+    async def scenario(world: World) -> None:
+        await scale(world, 8)
+        await scale(world, 2, "prefill")
+        await world.settle()
+        wide = {**TIER, "ratio": {"prefill": 1, "decode": 2, "min": "1:4", "max": "1:1"}}
+        await world.user.patch(FLEET, NAMESPACE, "f", {"spec": {"tiers": [wide]}})
+        await world.settle()
+        assert (await world.workers(), await sizes(world)) == ({"prefill": 2, "decode": 8}, (2, 8))
+        assert (await world.condition("WithinRatio"))["reason"] == "InRatio"
+        assert [await world.touch() for _ in range(2)] == [[], []]
+
+    play(scenario, **EXTERNAL)
+
+
+@pytest.mark.parametrize("refused", TARGETS)
+def test_a_dispute_that_could_not_be_written_is_written_later(refused: str):
+    """Whatever of the two targets is there, also for an operator that starts anew."""
+
+    async def scenario(world: World) -> None:
+        await scale(world, 8)
+        await scale(world, 2, "prefill")
+        world.api.refuse = lambda verb, kind, name: ForbiddenError("no") if kind == POOL and name == refused else None
+        for _ in range(3):
+            world.now += 20
+            await world.step()
+        world.operator = world.new_operator()
+        world.api.refuse = lambda verb, kind, name: None
+        await world.settle(20)
+        assert (await world.workers(), await sizes(world)) == ({"prefill": 3, "decode": 8}, (2, 8))
+        assert [await world.touch() for _ in range(2)] == [[], []]
 
     play(scenario, **EXTERNAL)
 
@@ -224,14 +295,23 @@ def test_a_wish_of_a_while_ago_stands_in_nobodys_way():
     async def scenario(world: World) -> None:
         await scale(world, 8)
         await world.settle()
-        world.now += STANDS_S - 30
-        await scale(world, 1, "prefill")
-        await world.settle(10)
-        assert await sizes(world) == (3, 8), "it stands"
         world.now += STANDS_S + 1
         await scale(world, 1, "prefill")
         await world.settle()
         assert (await world.workers(), await sizes(world)) == ({"prefill": 1, "decode": 3}, (1, 3))
+        assert [await world.touch() for _ in range(2)] == [[], []]
+
+    play(scenario, **EXTERNAL)
+
+
+def test_a_wish_of_just_before_stands():
+    async def scenario(world: World) -> None:
+        await scale(world, 8)
+        await world.settle()
+        world.now += STANDS_S - 30
+        await scale(world, 1, "prefill")
+        await world.settle(10)
+        assert (await world.workers(), await sizes(world)) == ({"prefill": 3, "decode": 8}, (1, 8))
         assert [await world.touch() for _ in range(2)] == [[], []]
 
     play(scenario, **EXTERNAL)
@@ -273,8 +353,11 @@ def test_after_any_events_what_is_there_is_what_was_asked_for(steps: list[tuple[
                 await world.step()  # two wishes between two looks are one wish
         await world.user.patch(FLEET, NAMESPACE, "f", {"spec": {"rollout": {"paused": False}}})
         await world.settle(80)
-        prefill, decode = await sizes(world)
-        assert await world.workers() == {"prefill": prefill, "decode": decode}
+        said, workers = await sizes(world), await world.workers()
+        prefill, decode = workers["prefill"], workers["decode"]
+        disagree = (await world.condition("WithinRatio"))["reason"] == "WishesDisagree"
+        assert disagree is (said != (prefill, decode))
+        assert all(there >= least for there, least in zip((prefill, decode), said, strict=True)), "both wishes are met"
         assert 1 <= prefill <= 4
         assert 1 <= decode <= 8
         assert prefill <= decode <= 3 * prefill

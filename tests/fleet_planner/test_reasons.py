@@ -75,6 +75,7 @@ CONDITIONS: dict[str, tuple[ConditionType, str, Told, Told]] = {
     "Unschedulable": ("CapacityLimited", "True", "Warning", "Warning"),
     "Valid": ("Accepted", "True", "", ""),
     "Verified": ("TransportVerified", "True", "", ""),
+    "WishesDisagree": ("WithinRatio", "True", "Warning", "Warning"),
     "Waking": ("Available", "False", "Normal", "Normal"),
     "WorkerPoisoned": ("Disaggregating", "False", "Warning", "Warning"),
     "WorkersFailing": ("Available", "False", "Warning", "Warning"),
@@ -242,3 +243,17 @@ def test_what_is_told_of_a_condition(reason: str):
 def test_a_failed_write_warns(reason: str):
     (event,) = events_of(FleetStatus(), FleetStatus(), Pass(problems=[Problem(reason, "m")]))
     assert (event.type, event.reason) == ("Warning", reason)
+
+
+def test_the_runbook_says_of_what_there_is_no_event_and_why():
+    """Of whatever is not in order."""
+    text = (Path(fleet_operator.__path__[0]).parent / "RUNBOOK.md").read_text()
+    said = text.partition("Without one of their own: ")[2].partition("\n\n")[0]
+    ever, first = said.split("At a fleet's beginning")
+    bad = {reason: told[2:] for reason, told in CONDITIONS.items() if told[1] != WELL.get(told[0], "True")}
+    never = {reason for reason, told in bad.items() if not any(told) and reason not in EVENTS and reason not in PROBLEMS}
+    assert {
+        word for word in CONDITIONS if f"`{word}`" in ever.partition("(`Invalid`)")[0] + ever.partition("(`Invalid`)")[2]
+    } == never
+    later = {reason for reason, told in bad.items() if told == ("", "Warning")}
+    assert {word for word in CONDITIONS if f"`{word}`" in first.partition(" have none")[0]} == later

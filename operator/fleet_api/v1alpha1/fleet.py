@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
+from pydantic_core import to_json
 
 from fleet_api.quantities import parse_duration
 from fleet_api.v1alpha1.accelerator import CPU, DEFAULT_RESOURCE, ParallelismSpec
@@ -18,6 +19,9 @@ from fleet_api.v1alpha1.status import FleetStatus
 from fleet_api.v1alpha1.tier import Role, TierSpec
 
 ROLES: tuple[Role, ...] = ("prefill", "decode")
+RESOLVED_MOST_BYTES: Final = 262_144
+"""etcd takes an object of 1.5 MiB: the spec, what `kubectl apply` writes of it once more, and the status. Beyond that no status
+is written any more, nor a decision that must be in it."""
 
 
 class NetworkPolicySpec(ApiModel):
@@ -118,7 +122,13 @@ class InferenceFleet(ApiModel):
         return found.model_copy(update={"token_secret_ref": None, "cache": None})
 
     def resolved(self) -> dict[str, Any]:
-        """The spec with every default filled in, for status.resolved; never written back to spec."""
+        """The spec with every default filled in, for status.resolved; never written back to spec. One that is larger than
+        RESOLVED_MOST_BYTES is left out, and its size is in its place."""
+        spec = self._resolved()
+        size = len(to_json(spec))
+        return spec if size <= RESOLVED_MOST_BYTES else {"leftOut": f"it has {size} bytes, more than {RESOLVED_MOST_BYTES}"}
+
+    def _resolved(self) -> dict[str, Any]:
         spec = self.spec.to_dict()
         spec["model"]["servedName"] = self.served_name
         if isinstance(self.spec.model.location, HubSource):

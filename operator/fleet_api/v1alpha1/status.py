@@ -137,7 +137,10 @@ class FleetStatus(ApiModel):
     tiers: tuple[TierStatus, ...] = Field(default=(), description="Each tier.")
     adapters: tuple[AdapterStatus, ...] = Field(default=(), description="Each adapter of the spec.")
     conditions: tuple[Condition, ...] = Field(default=(), description="What was observed.")
-    resolved: dict[str, Any] | None = Field(default=None, description="The spec with every default filled in.")
+    resolved: dict[str, Any] | None = Field(
+        default=None,
+        description="The spec with every default filled in; leftOut instead, with its size, where that is beyond 256 KiB.",
+    )
 
     @model_validator(mode="before")
     @classmethod
