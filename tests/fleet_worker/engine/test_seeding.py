@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,6 +32,7 @@ from fleet_worker.transfer.hot import Heard
 from fleet_worker.transfer.nixl import NixlConnector
 from fleet_worker.transfer.owner import TransferSettings
 from tests.adapters import make_adapter
+from tests.peerkeys import key_file
 
 BLOCK = 16
 HOT = tuple(range(5, 5 + 6 * BLOCK + 3))
@@ -47,18 +45,6 @@ def loaded(tiny: Path, block_tokens: int, text: str) -> Llama:
     """The model, whose digest is of a `text` as well."""
     architecture = read_config(tiny)
     return Llama(architecture, load_weights(tiny, architecture), block_tokens, text)
-
-
-@lru_cache
-def key_file(key: str) -> Path | None:
-    """Empty: none."""
-    if not key:
-        return None
-    descriptor, name = tempfile.mkstemp()
-    os.write(descriptor, key.encode() * 64)
-    os.close(descriptor)
-    atexit.register(os.unlink, name)
-    return Path(name)
 
 
 class Side:
