@@ -26,7 +26,9 @@ KEY_BYTES: Final = 32
 AGAIN_S: Final = 600.0
 """Whether it is still there is asked this often at most, and only when a pod is made."""
 
-
+REFUSED_AGAIN_S: Final = 15.0
+"""After a first refusal, then twice as long each time: a quota, or an admission that does not know our kinds yet, refuses for a
+moment, a right that is missing for ever."""
 THERE: Final = "already exists"
 """The API server's words for a second one of a name."""
 NEVER: Final = float("-inf")
@@ -37,8 +39,8 @@ class KeyMemory:
     """Of one fleet; all of it may be lost."""
 
     asked_at: float = NEVER
-    is_refused: bool = False
-    """We may not make it: the status says so."""
+    refusals: int = 0
+    """In a row: we may not make it, and the status says so."""
     is_open: bool = False
     """The last try ended without a word whether it is there."""
 
@@ -49,14 +51,15 @@ def is_due(fleet: InferenceFleet, plan: Plan, memory: KeyMemory, now: float) -> 
         return False
     if memory.is_open:
         return True
-    if abs(now - memory.asked_at) < AGAIN_S:
+    wait_s = min(AGAIN_S, REFUSED_AGAIN_S * 2 ** (memory.refusals - 1)) if memory.refusals else AGAIN_S
+    if abs(now - memory.asked_at) < wait_s:
         return False
     return bool(plan.create) or is_without(fleet, memory) or (gossips(fleet) and memory.asked_at == NEVER)
 
 
 def is_without(fleet: InferenceFleet, memory: KeyMemory) -> bool:
     """We may not make it; an operator that has just started knows that by what the status says, and tries."""
-    return memory.is_refused or (memory.asked_at == NEVER and fleet.status.condition("PeerKey") is not None)
+    return memory.refusals > 0 or (memory.asked_at == NEVER and fleet.status.condition("PeerKey") is not None)
 
 
 def render_key(fleet: InferenceFleet, owner: Object) -> Object:
@@ -85,14 +88,14 @@ async def make_key(
     try:
         made = await cluster.create(wish)
     except ForbiddenError:
-        memory.asked_at, memory.is_refused, memory.is_open = now, True, False
+        memory.asked_at, memory.refusals, memory.is_open = now, min(memory.refusals + 1, 10), False
         return
     except ClusterError as error:
         if isinstance(error, ConflictError) and THERE in str(error):
-            memory.asked_at, memory.is_refused, memory.is_open = now, False, False
+            memory.asked_at, memory.refusals, memory.is_open = now, 0, False
         else:  # a quota that others change at the same time is a conflict, too
             outcome.fail(f"Secret {name}", error)
         return
-    memory.asked_at, memory.is_refused, memory.is_open = now, False, False
+    memory.asked_at, memory.refusals, memory.is_open = now, 0, False
     outcome.writes += 1
     outcome.done.append(Deed("created", SECRET.kind, name, made["metadata"]["uid"]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import copy
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -205,6 +206,36 @@ def test_without_the_right_to_make_it_the_fleet_serves_and_says_so(restarts: boo
         for _ in range(2):
             await world.touch()
         assert (await condition(world), len(await secrets(world))) == ("", 1)
+
+    in_an_empty_world(go)
+
+
+def test_a_refusal_that_passes_costs_a_moment_and_one_that_lasts_few_requests():
+    """An API server's admission that did not know our kinds yet, for half a minute: the key came ten minutes later."""
+
+    async def go(world: World) -> None:
+        tries = list[float]()
+
+        def refuse(verb: str, kind: Kind, name: str) -> ClusterError | None:
+            if kind == SECRET:
+                tries.append(world.now)
+                return ForbiddenError("cannot find RESTMapping")
+            return None
+
+        world.api.refuse = refuse
+        await world.user.apply(manifest())
+        await world.settle()
+        for _ in range(20):
+            world.now += 29
+            await world.touch()
+        waits = [round(after - before) for before, after in pairwise(tries)]
+        assert waits[0] < 60
+        assert waits[1:4] == [30, 60, 120]
+        assert len(tries) <= 8
+        world.api.refuse = lambda verb, kind, name: None
+        world.now += AGAIN_S
+        await world.touch()
+        assert len(await secrets(world)) == 1
 
     in_an_empty_world(go)
 
