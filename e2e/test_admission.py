@@ -230,14 +230,17 @@ async def load(served: Plane, failures: list[str], seconds: float) -> int:
 
 
 def test_secrets_are_reachable_by_one_name_only(served: Plane):
-    """The operator's rights: its own Secret, and no other, and no list."""
+    """The operator's rights: its own Secret, and no other, and no list; where fleets are it makes their keys and sees none."""
     asked = ["auth", "can-i", "--as", f"system:serviceaccount:{SYSTEM}:operator-a", "-n", SYSTEM]
     for question, expected in [
         (["get", "secret/inferencefleet-webhook"], "yes"),
         (["patch", "secret/inferencefleet-webhook"], "yes"),
         (["get", "secret/other"], "no"),
         (["list", "secrets"], "no"),
-        (["create", "secrets"], "no"),
+        (["watch", "secrets"], "no"),
+        (["create", "secrets"], "yes"),
+        (["patch", "secret/other"], "no"),
+        (["delete", "secret/other"], "no"),
         (["delete", "secret/inferencefleet-webhook"], "no"),
     ]:
         assert served.kubectl(*asked, *question, check=False).stdout.strip() == expected, question

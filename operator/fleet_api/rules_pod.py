@@ -21,8 +21,8 @@ OWNED_ENV = (
     "^(FLEET_.*|LWS_.*|HOME|HF_TOKEN|UCX_TLS|UCX_NET_DEVICES|UCX_TCP_PORT_RANGE|UCX_PROTO_INFO|UCX_LOG_FILE"
     "|VLLM_NIXL_SIDE_CHANNEL_HOST|VLLM_NIXL_SIDE_CHANNEL_PORT)$"
 )
-OWNED_VOLUMES = ("model", "adapters", "shm", "tmp")
-OWNED_PATHS = ("/dev/shm", "/tmp", "/models", "/adapters")  # noqa: S108
+OWNED_VOLUMES = ("model", "adapters", "shm", "tmp", "fleet-peer-key")
+OWNED_PATHS = ("/dev/shm", "/tmp", "/models", "/adapters", "/etc/fleet-peer-key")  # noqa: S108
 OWNED_KEYS = "inferencefleet.io/"
 MANAGED_BY = "app.kubernetes.io/managed-by"
 NETWORKS = "k8s.v1.cni.cncf.io/networks"

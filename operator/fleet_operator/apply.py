@@ -42,6 +42,7 @@ from fleet_operator.names import ROLE as ROLE_LABEL
 from fleet_operator.older import older
 from fleet_operator.outcome import Outcome, StopError
 from fleet_operator.ownership import lost_owners, name_conflict, owned, parted, put_back, taken
+from fleet_operator.peer_keys import is_due, make_key
 from fleet_operator.pool_status import changed_pools, pool_status, takes_pods
 from fleet_operator.render.fabric import render_claims
 from fleet_operator.render.fleet import render_budgets, render_documents, render_pool, render_router
@@ -101,6 +102,7 @@ class Applier:
         self._platform = platform
         self._pace = pace
         self._groups = PodGroups(cluster, now)
+        self._now = now
 
     async def apply(
         self, fleet: InferenceFleet, raw: Object, plan: Plan, templates: dict[str, Template], live: Live, settled: Settled,
@@ -112,7 +114,7 @@ class Applier:
         When the API cannot answer the pass stops there; only the status, which tells why, is still tried."""
         telling = FleetTelling(self._cluster, self._pace, raw, plan.status, settled.words)
         work = _Pass(fleet, raw, plan, live, Fresh(self._cluster, raw, live, telling), Outcome(), settled, lost)
-        if lost or not settled.all.holds(fleet.spec, plan, live):
+        if lost or not settled.all.holds(fleet.spec, plan, live) or self._key_is_due(fleet, plan, settled):
             asked = self._cluster.asked
             with suppress(StopError):
                 await self._objects(work, templates)
@@ -132,6 +134,8 @@ class Applier:
             await self._deletions(work, routers_told)
             return
         stored = await self._revisions(work, templates)
+        if self._key_is_due(work.fleet, work.plan, work.settled) and await self._true(work, sizes=False):
+            await make_key(self._cluster, work.fleet, work.raw, work.settled.key, work.outcome, self._now())
         for wish in render_router(work.fleet, work.raw, self._platform, work.live):
             await self._put(wish, work)
         await self._policy(work)
@@ -152,6 +156,9 @@ class Applier:
             await self._create(render_fetch(work.fleet, fetch, work.raw, self._platform), work)
         await self._creations(work, stored, pools)
         await self._pool_status(work)
+
+    def _key_is_due(self, fleet: InferenceFleet, plan: Plan, settled: Settled) -> bool:
+        return self._platform.makes_keys and plan.ended is None and is_due(fleet, plan, settled.key, self._now())
 
     async def _targets(self, work: _Pass, *, sized: bool) -> None:
         """Of a fleet that is scaled from outside; one that no role needs goes."""

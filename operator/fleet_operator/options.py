@@ -135,6 +135,7 @@ def _platform(given: argparse.Namespace) -> Platform:
         worker_image=given.worker_image or defaults.worker_image,
         router_image=given.router_image or defaults.router_image,
         renew_routers=given.renew_routers,
+        makes_keys=not given.no_peer_keys,
         operator_namespace=own_namespace(),
         drain_most_s=given.drain_timeout or defaults.drain_most_s,
         sick_taints=(*defaults.sick_taints, *given.sick_taint),
@@ -149,6 +150,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--worker-image", help="image of workers whose spec names none")
     add("--router-image", help="image of routers that are made from now on")
     add("--renew-routers", action="store_true", help="make those that are there anew, too, one by one, as this version does")
+    add("--no-peer-keys", action="store_true", help="make no Secrets: fleets name theirs in spec.peerKey, or go without")
     add("--drain-timeout", type=float, help="most seconds that any worker may take to drain; default: an hour")
     add("--sick-taint", action="append", default=[], metavar="KEY",
         help="taint of nodes whose devices fail, besides those known; repeatable")  # fmt: skip

@@ -18,6 +18,7 @@ from fleet_operator.observe import (
     observe_published,
     observe_router,
 )
+from fleet_operator.peer_keys import is_without
 from fleet_operator.render.network import port_of
 from fleet_operator.render.port import ADMIN_PORT
 from fleet_operator.scale_targets import is_heard, is_target
@@ -52,6 +53,8 @@ def picture(
     stored: dict[str, dict[str, Template]],
     heard: Demand | None,
     ahead_s: float,
+    *,
+    makes_keys: bool = True,
 ) -> Observed:
     """Everything that a plan follows from; `templates` are the wanted ones by tier, `stored` all by tier and revision. `ahead_s`:
     the wall clock less the monotonic one, now."""
@@ -78,6 +81,7 @@ def picture(
         problems=state.problems,
         clock=state.clock,
         clock_set_s=clock_set_s(state.ahead_s, ahead_s),
+        makes_keys=makes_keys and not is_without(fleet, state.settled.key),
         resolved=state.known.resolved if state.known is not None else None,
     )
 

@@ -415,7 +415,9 @@ class Reconciler:
         heard = self.reader.hearing.heard(key)
         now = self._now()
         ahead_s = now - self._monotonic()
-        observed = picture(fleet, state, live, self._places(), templates, stored, heard, ahead_s)
+        observed = picture(
+            fleet, state, live, self._places(), templates, stored, heard, ahead_s, makes_keys=self._platform.makes_keys
+        )  # fmt: skip
         moving = {pod.uid for pod in observed.pods if pod.flipping is not None}
         state.changing = bool(moving)
         state.flips = {uid: said for uid, said in state.flips.items() if uid in moving}  # of this flip, not of one before it

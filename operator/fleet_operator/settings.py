@@ -22,6 +22,8 @@ class Platform:
     router_image: str = "inferencefleet/router:0.1.0"
     renew_routers: bool = False
     """Routers follow this version and that image at once, one by one; else each fleet's stay as they were made."""
+    makes_keys: bool = True
+    """Fleets whose pods must know each other get a Secret with a key, where they name none."""
     operator_namespace: str | None = None
     """Where the operator runs: from there workers' agents may be reached. None: outside of the cluster, from anywhere."""
     counters_s: float = COUNTERS_S

@@ -15,6 +15,7 @@ import msgspec
 from fleet_operator.cluster.interface import Object
 from fleet_operator.fleet_telling import Words
 from fleet_operator.in_order import InOrder
+from fleet_operator.peer_keys import KeyMemory
 
 Name = tuple[str, str]
 """(kind, name)"""
@@ -28,6 +29,7 @@ class Settled:
         self._found: dict[Name, tuple[bytes, Object]] = {}
         self.all = InOrder()
         self.words = Words()
+        self.key = KeyMemory()
 
     def holds(self, digest: bytes, name: Name, live: Object | None) -> bool:
         """Whether this object was found to be as the wish of this digest says."""

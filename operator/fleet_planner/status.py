@@ -19,6 +19,7 @@ from fleet_planner.causes import grouped, router_begins, router_words, unready, 
 from fleet_planner.events import NAME_CONFLICT
 from fleet_planner.fabric import disaggregating, transport_verified
 from fleet_planner.healing import UNHURT, Healing
+from fleet_planner.peerkey import peer_key
 from fleet_planner.ratio import bounds_of, project, within
 from fleet_planner.replicas import Replica
 from fleet_planner.revisions import TierPlan
@@ -73,6 +74,8 @@ def plan_status(
         verdicts["AdaptersLoaded"] = loaded
     if cached is not None:
         verdicts["ModelCached"] = cached
+    if (keyless := peer_key(fleet, makes_keys=observed.makes_keys)) is not None:
+        verdicts["PeerKey"] = keyless
     verdicts["Ready"] = _ready(verdicts)
     known = tuple([condition for condition in fleet.status.conditions if condition.type in verdicts])
     conditions = set_conditions(known, verdicts, generation=fleet.metadata.generation, now=now)

@@ -393,8 +393,8 @@ class Observed:
     """By uid: what workers say of their adapters; one that has said nothing yet has what the routers were told last."""
     problems: tuple[Problem, ...] = ()
     """What the last apply could not do, in words; empty when all was applied."""
-    resolved: dict[str, Any] | None = None
-    """`fleet.resolved()`, where it is known already."""
+    resolved: dict[str, Any] | None = None  # `fleet.resolved()`, where it is known already
+    makes_keys: bool = True  # the operator makes keys for fleets, and may
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from pathlib import Path
 from fleet_router.gossip.link import GossipSettings
 from fleet_router.members import Member
 from fleet_router.tls import TlsFiles
+from fleet_wire.peerkey import PEER_KEY_ENV, PEER_SCOPE_ENV
 
 ADMIN_PORT = 8081
 GOSSIP_PORT = 8082
@@ -107,16 +108,18 @@ def seconds(text: str) -> float:
 
 
 def gossip_of(given: argparse.Namespace) -> GossipSettings | None:
-    """None without a key: no gossip. Process i of several has the i-th port; siblings need none."""
-    if given.gossip_key is None:
+    """None without a key: no gossip. Process i of several has the i-th port; siblings need none. The file of the environment is
+    for pods that were given no key for gossip alone; a supervisor's own one is for its processes."""
+    shared = None if given.gossip_port and given.gossip_key else os.environ.get(PEER_KEY_ENV)
+    if given.gossip_key is None and not shared:
         return None
     member: Member = given.member
     peers = tuple((name, port + i) for name, port in given.gossip_peers for i in range(member.size))
-    first = given.gossip_port or (GOSSIP_PORT if given.gossip_peers else 0)
+    first = given.gossip_port or (GOSSIP_PORT if given.gossip_peers or shared else 0)
     unix = member.name("gossip") if member.size > 1 else b""
     return GossipSettings(
         given.gossip_key, given.host, first + member.index if first else 0, peers, first, member.size, unix,
-        member.siblings("gossip"),
+        member.siblings("gossip"), Path(shared) if shared else None, os.environ.get(PEER_SCOPE_ENV, ""),
     )  # fmt: skip
 
 

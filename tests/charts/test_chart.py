@@ -156,6 +156,7 @@ EFFECTS: dict[str, Any] = {
     "tolerations": [{"operator": "Exists"}],
     "extraEnv": [{"name": "A", "value": "b"}],
     "resources": {"requests": {"cpu": "2"}},
+    "peerKeys.create": False,
     "networkPolicy.enabled": False,
     "podDisruptionBudget.enabled": False,
 }
@@ -267,16 +268,28 @@ def rules(rendered: str) -> list[dict[str, Any]]:
     return [rule for role in roles for rule in role["rules"]]
 
 
+MAKES_KEYS = {"apiGroups": [""], "resources": ["secrets"], "verbs": ["create"]}
+
+
 @pytest.mark.parametrize("values", VALUES, ids=lambda path: path.stem)
-def test_no_wildcard_and_no_secret_but_the_webhooks_own(values: Path):
+def test_no_wildcard_and_of_secrets_the_webhooks_own_and_what_makes_keys(values: Path):
     for rule in rules(render(yaml.safe_load(values.read_text()))):
         words = [*rule["apiGroups"], *rule["resources"], *rule["verbs"]]
         assert not {word for word in words if "*" in word or word in ("escalate", "bind", "impersonate")}
-        if "secrets" in rule["resources"]:
+        if "secrets" in rule["resources"] and rule != MAKES_KEYS:
             assert rule == {
                 "apiGroups": [""], "resources": ["secrets"], "resourceNames": rule["resourceNames"], "verbs": ["get", "patch"],
             }  # fmt: skip
             assert len(rule["resourceNames"]) == 1
+
+
+def test_keys_are_made_unless_that_is_switched_off():
+    for values, makes in (({}, True), ({"peerKeys": {"create": False}}, False), ({"scope": "cluster"}, True)):
+        rendered = render(values)
+        assert (MAKES_KEYS in rules(rendered)) is makes
+        (deployment,) = [o for o in objects(rendered) if o["kind"] == "Deployment"]
+        (container,) = deployment["spec"]["template"]["spec"]["containers"]
+        assert parse_options(container["args"]).platform.makes_keys is makes
 
 
 def test_with_scope_namespace_nothing_reaches_beyond_it():

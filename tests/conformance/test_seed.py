@@ -15,11 +15,17 @@ import zmq
 
 from fleet_cli.up.bundled import tiny_model
 from fleet_router.kvindex.precise import PreciseIndex, key_of
-from fleet_wire.blocks import chain, root_hash
+from fleet_wire import sidechannel
+from fleet_wire.blocks import NAMES, chain, root_hash
 from fleet_wire.events import END_OF_REPLAY, decode
+from fleet_wire.peerkey import PEER_KEY_ENV
+from fleet_wire.sidechannel import PROTOCOL_VERSION, AskHot, Hottest, Message, Refused
 from fleet_worker.config import ADAPTERS_ENV, SEED_PEERS_ENV, KvSettings, SeedSettings
+from fleet_worker.engine.assemble import load_llama
+from fleet_worker.engine.modelconfig import read_config
+from fleet_worker.transfer.trust import Trust
 from tests.conformance.suite import completion, eventually, tokens
-from tests.conformance.workers import Worker, running, spawn, stop, wait_ready, worker_config
+from tests.conformance.workers import PEER_KEY, Worker, running, spawn, stop, wait_ready, worker_config
 
 SHARED = "You answer in short plain sentences, and you name every source that you have. " * 20
 OWNER = "127.78.90.1"
@@ -160,6 +166,77 @@ def test_a_reader_that_is_killed_leaves_leases_that_run_out(tiny: Path, owner: W
         worker.process.wait()
     no_lease(owner)
     assert owner.metric("vllm:num_requests_running") == 0
+
+
+def question(owner: Worker) -> AskHot:
+    """Of one who knows the owner's model, weights and all."""
+    config = owner.config
+    llama = load_llama(Path(config.model), read_config(Path(config.model)), config.kv.block_tokens)
+    return AskHot(
+        call=1, version=PROTOCOL_VERSION, compat=config.compat, block_bytes=llama.new_pool(1).nbytes, names=NAMES,
+        reader="somebody", block_tokens=config.kv.block_tokens, weights=llama.weights_digest, start=0, most_blocks=8,
+    )  # fmt: skip
+
+
+def told(owner: Worker, ask: AskHot) -> Message:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as asking:
+        asking.setsockopt(zmq.RCVTIMEO, 10_000)
+        asking.setsockopt(zmq.LINGER, 0)
+        asking.connect(f"tcp://{owner.ip}:{owner.config.ports.side_channel}")
+        asking.send(sidechannel.encode(ask))
+        return sidechannel.decode(asking.recv())
+
+
+def test_a_stranger_is_told_nothing_and_one_of_the_fleet_is(owner: Worker, tmp_path: Path):
+    """Both reach the side channel and know all that there is to know of the model: only the key differs."""
+    files = {"mine": PEER_KEY, "another": "x" * 64}
+    for name, key in files.items():
+        (tmp_path / name).write_text(key)
+    scope = f"{owner.config.namespace}/{owner.config.fleet}"
+    mate, ask, port = Trust(tmp_path / "mine", scope), question(owner), owner.config.ports.side_channel
+    lent = owner.metric("fleet:kv_seed_blocks_lent_total")
+    strangers = {
+        "missing": ask,
+        "wrong": Trust(tmp_path / "another", scope).asking(ask, OWNER, port),
+        "wrong fleet": Trust(tmp_path / "mine", "default/another").asking(ask, OWNER, port),
+        "wrong worker": mate.asking(ask, "127.78.90.2", port),
+        "clock": Trust(tmp_path / "mine", scope, lambda: time.time_ns() // 1_000_000 - 60_000).asking(ask, OWNER, port),
+    }
+    for why, asked_by in strangers.items():
+        assert asked_by is not None
+        answer = told(owner, asked_by)
+        assert isinstance(answer, Refused)
+        assert (answer.reason, answer.message) == ("proof", f"no proof of the fleet's key ({why.split()[0]})")
+    assert owner.metric("fleet:kv_seed_blocks_lent_total") == lent
+    assert owner.metric("fleet:kv_seed_strangers_total") >= len(strangers)
+    proven = mate.asking(ask, OWNER, port)
+    assert proven is not None
+    answer = told(owner, proven)
+    assert isinstance(answer, Hottest)
+    assert len(answer.blocks) == 8
+    assert mate.believes(answer, proven.nonce)
+    assert not Trust(tmp_path / "another", scope).believes(answer, proven.nonce)
+    again = told(owner, proven)
+    assert isinstance(again, Refused)
+    assert again.message.endswith("(again)")
+    no_lease(owner)
+    log = owner.log.read_text(errors="replace")
+    assert "was refused (wrong" in log
+    assert not any(key in log for key in files.values())
+
+
+@pytest.mark.parametrize("key", ["", "x" * 64], ids=["no-key", "another-key"])
+def test_a_new_worker_without_the_fleets_key_is_cold_and_serves(tiny: Path, owner: Worker, tmp_path: Path, key: str):
+    file = tmp_path / "its.key"
+    if key:
+        file.write_text(key)
+    env = {SEED_PEERS_ENV: f"{OWNER}:5600", PEER_KEY_ENV: str(file)}
+    with running(config(tiny), "127.78.90.11", tmp_path, **env) as worker:
+        found = seed_of(worker)
+        assert (found["outcome"], found["blocks"]) == ("Cold", 0)
+        assert ("proof" if key else "no_key") in found["reason"]
+        assert asked(worker, 7)[0] == 0
+    no_lease(owner)
 
 
 def test_nobody_but_the_agent_has_an_engine_take_anything(owner: Worker):

@@ -16,6 +16,7 @@ from fleet_operator.render.fleet import render_router
 from fleet_operator.render.port import requests, routers_of
 from fleet_operator.settings import Platform
 from fleet_router.__main__ import arguments, gossip_of, tls_of
+from fleet_wire.peerkey import PEER_KEY_ENV, PEER_SCOPE_ENV
 from tests.fleet_operator.test_routing_config import OWNER, manifest
 
 TLS = {"secretRef": {"name": "web"}, "clientCaSecretRef": {"name": "clients", "key": "roots.pem"}}
@@ -67,11 +68,34 @@ def test_the_operator_scrapes_where_no_certificate_is_needed(routing: dict[str, 
     assert router_urls(live, Platform()) == [f"http://[fd00::1]:{port}"]
 
 
-def test_without_any_of_it_nothing_is_there():
+def test_without_any_of_it_nothing_is_there_but_a_place_for_the_fleets_key():
     spec = pod()
-    assert "volumes" not in spec
-    assert [p["name"] for p in spec["containers"][0]["ports"]] == ["http"]
+    assert [(volume["name"], volume["secret"]["optional"]) for volume in spec["volumes"]] == [("fleet-peer-key", True)]
+    assert [p["name"] for p in spec["containers"][0]["ports"]] == ["http", "gossip"]
     assert spec["containers"][0]["command"][3:] == []
+
+
+def test_routers_gossip_by_the_fleets_key_where_they_have_none_of_their_own(monkeypatch: pytest.MonkeyPatch):
+    for spec, own in ((pod(replicas=2), False), (pod(), False), (pod(replicas=2, gossip=GOSSIP), True)):
+        for name in (PEER_KEY_ENV, PEER_SCOPE_ENV):
+            monkeypatch.delenv(name, raising=False)
+        container = spec["containers"][0]
+        for variable in container["env"]:
+            if variable["name"] in (PEER_KEY_ENV, PEER_SCOPE_ENV):
+                monkeypatch.setenv(variable["name"], variable["value"])
+        found = gossip_of(arguments(container["command"][1:]))
+        assert found is not None
+        assert found.port == 8082
+        assert (found.key is not None, found.shared is None) == (own, own)
+        if not own:
+            mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+            (volume,) = spec["volumes"]
+            assert str(found.shared) == f"{mounts[volume['name']]}/{volume['secret']['items'][0]['path']}"
+            assert found.scope == "n/f"
+
+
+def test_another_number_of_routers_and_a_later_key_make_no_other_template():
+    assert pod(replicas=1) == pod(replicas=3)
 
 
 @pytest.mark.parametrize(
@@ -92,6 +116,7 @@ def test_routers_are_told_of_each_other_where_they_gossip():
         router("e", "10.0.0.8", **{FLEET: "other"}),
     ])  # fmt: skip
     assert routers_of(fleet(gossip=GOSSIP), live) == ("10.0.0.1", "10.0.0.2")
+    assert routers_of(fleet(replicas=2), live) == ("10.0.0.1", "10.0.0.2")
     assert routers_of(fleet(), live) == ()
 
 

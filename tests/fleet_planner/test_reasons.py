@@ -50,6 +50,7 @@ CONDITIONS: dict[str, tuple[ConditionType, str, Told, Told]] = {
     "NoData": ("TelemetryFresh", "Unknown", "", "Warning"),
     "NoWorkers": ("AdaptersLoaded", "Unknown", "", ""),  # by Available
     "NoNodes": ("ModelCached", "Unknown", "", ""),  # by CapacityLimited
+    "NoPeerKey": ("PeerKey", "False", "Normal", "Normal"),  # everything serves
     "NoRouter": ("Available", "False", "Warning", "Warning"),
     "NoServingSet": ("WithinRatio", "Unknown", "", ""),  # by Available
     "NoTransferYet": ("Disaggregating", "Unknown", "", ""),

@@ -85,6 +85,12 @@ class AskHot(msgspec.Struct, frozen=True, kw_only=True, tag="hot", forbid_unknow
     """Blocks of the owner's list that were given to this reader before; 0: the owner makes a new list."""
     most_blocks: int
     """Of the whole list."""
+    stamp_ms: int = 0
+    """Wall clock of the one that asks."""
+    nonce: bytes = b""
+    """Random per question: nobody who saw it can ask it again."""
+    proof: bytes = b""
+    """`asking_parts` under the key that the fleet shares; empty: it has none."""
 
 
 class HotBlock(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -109,6 +115,8 @@ class Hottest(msgspec.Struct, frozen=True, kw_only=True, tag="hottest", forbid_u
     next: int
     """`start` of the next part."""
     more: bool
+    proof: bytes = b""
+    """`answering_parts` under the key that the fleet shares: who took the address of a worker that has gone has none."""
 
 
 Message = Hello | Welcome | Renew | Confirm | Granted | Refused | AskHot | Hottest
@@ -119,6 +127,16 @@ _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 def encode(message: Message) -> bytes:
     """One frame."""
     return _ENCODER.encode(message)
+
+
+def asking_parts(ask: AskHot, to: str) -> tuple[bytes, ...]:
+    """What the proof of a question is over: all of it, and whom it is for, so that it is good at nobody else."""
+    return b"ask", to.encode(), encode(msgspec.structs.replace(ask, proof=b""))
+
+
+def answering_parts(answer: Hottest, nonce: bytes) -> tuple[bytes, ...]:
+    """What the proof of an answer is over: all of it, and the question that it answers."""
+    return b"answer", nonce, encode(msgspec.structs.replace(answer, proof=b""))
 
 
 class BadFrameError(ValueError):

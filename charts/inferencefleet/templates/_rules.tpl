@@ -1,4 +1,4 @@
-{{/* What the operator may do to fleets and what they are made of: verb by verb, no wildcard, no secrets. e2e/test_helm.py compares
+{{/* What the operator may do to fleets and what they are made of: verb by verb, no wildcard, of Secrets nothing but to make them. e2e/test_helm.py compares
      it with the requests that the operator really makes: no verb is missing, none is there for nothing. It may create a router's
      Role because it holds each right that this Role grants. */}}
 {{- define "inferencefleet.rules" -}}
@@ -41,6 +41,10 @@
 {{- end }}
 {{- end }}
 - {apiGroups: [rbac.authorization.k8s.io], resources: [roles, rolebindings], verbs: [list, watch, create, patch]}
+{{- if .Values.peerKeys.create }}
+# the key that a fleet's pods share: made, and never read, listed, changed or deleted
+- {apiGroups: [""], resources: [secrets], verbs: [create]}
+{{- end }}
 # events are written and never read back
 - {apiGroups: [events.k8s.io], resources: [events], verbs: [create]}
 {{- end -}}

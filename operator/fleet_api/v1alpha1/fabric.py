@@ -107,7 +107,8 @@ class KvTransferSpec(ApiModel):
     seed: SeedSpec | None = Field(
         default=None,
         description="Hot prefixes for new workers. Default: on with the torch engine where the fleet's NetworkPolicy keeps "
-        "others from the side channel (not with via hostNetwork, nor with networkPolicy.enabled false); none with vllm.",
+        "others from the side channel (not with via hostNetwork, nor with networkPolicy.enabled false); none with vllm. Who asks "
+        "has to have the fleet's key (spec.peerKey); images that are older than that key answer whoever reaches them.",
     )
 
     @property
@@ -117,7 +118,8 @@ class KvTransferSpec(ApiModel):
 
     def seeding(self, *, guarded: bool) -> SeedSpec:
         """`seed` with its defaults. `guarded`: a NetworkPolicy says who reaches the workers. Who asks for hot prefixes is told
-        the tokens of prompts, so that nobody but workers should be able to, unless a user wants it so."""
+        the tokens of prompts, so that nobody but workers should be able to, unless a user wants it so: workers ask for a proof of
+        the fleet's key, but an image that is older than that key does not, and nobody sees from here which one that is."""
         return self.seed or SeedSpec(enabled=guarded and self.via != "hostNetwork")
 
     @property

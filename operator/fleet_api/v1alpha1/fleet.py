@@ -13,6 +13,7 @@ from fleet_api.v1alpha1.admission import SloClassSpec, TenantsSpec
 from fleet_api.v1alpha1.base import DNS_LABEL, GROUP, ApiModel, DurationText, Metadata
 from fleet_api.v1alpha1.healing import HealingSpec
 from fleet_api.v1alpha1.model import DEFAULT_REVISION, EngineSpec, HubSource, ModelSpec
+from fleet_api.v1alpha1.port import PeerKeySpec
 from fleet_api.v1alpha1.rollout import RolloutSpec
 from fleet_api.v1alpha1.routing import LimitsSpec, RoutingSpec, ScalingSpec, SloSpec, TelemetrySpec
 from fleet_api.v1alpha1.status import FleetStatus
@@ -78,6 +79,11 @@ class FleetSpec(ApiModel):
     healing: HealingSpec = Field(default=HealingSpec(), description="What the operator mends by itself.")
     telemetry: TelemetrySpec = Field(default=TelemetrySpec(), description="Where load and latency come from.")
     network_policy: NetworkPolicySpec = Field(default=NetworkPolicySpec(), description="Who may reach the workers.")
+    peer_key: PeerKeySpec | None = Field(
+        default=None,
+        description="Key by which several routers (gossip) and torch workers (hot prefixes) know their own. Default: where they "
+        "need one the operator makes it for the fleet, in a Secret.",
+    )
     deletion: DeletionSpec | None = Field(
         default=None,
         description="Give what runs more time when the fleet is deleted. Default: no finalizer; workers and routers finish what "

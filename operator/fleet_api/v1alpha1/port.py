@@ -1,9 +1,9 @@
-"""The router's port and its siblings: TLS, and the key by which routers believe each other. Secrets are mounted by the routers;
-the operator never reads them."""
+"""The router's port and its siblings: TLS, and the keys by which pods believe each other. Secrets are mounted by the pods; the
+operator never reads them."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Final
 
 from pydantic import Field
 
@@ -56,4 +56,26 @@ class GossipSpec(ApiModel):
         description="What datagrams are signed with. With gossip a tenant's quotas hold over all router pods, but for what each "
         "of the others admits between two rounds, at most its burst; without it each router pod counts alone, so that with N of "
         "them a tenant has up to N times its quota."
+    )
+
+
+PEER_KEY: Final = "key"
+
+
+class PeerKeyRef(ApiModel):
+    """A key of a Secret."""
+
+    name: SecretName = Field(description="Name of the Secret.")
+    key: SecretKey = Field(
+        default=PEER_KEY,
+        description="Key in its data: text of at least 32 characters, as for routing.gossip.keySecretRef. Default: key.",
+    )
+
+
+class PeerKeySpec(ApiModel):
+    """The key by which the pods of this fleet know each other."""
+
+    secret_ref: PeerKeyRef = Field(
+        description="Where it is. The Secret may be made later; until then gossip of several routers and hot "
+        "prefixes for new workers are off."
     )

@@ -218,7 +218,9 @@ class RoutingSpec(ApiModel):
     )
     tls: TlsSpec | None = Field(default=None, description="TLS at the router's port. Default: plain HTTP.")
     gossip: GossipSpec | None = Field(
-        default=None, description="Router pods tell each other what they send. Default: each goes by its own requests alone."
+        default=None,
+        description="Router pods tell each other what they send. Default: they do, by the key that the fleet's pods share "
+        "(spec.peerKey), where that is to be had; else each goes by its own requests alone.",
     )
 
     @property

@@ -26,7 +26,7 @@ ROUTER_MADE: Final = f"{GROUP}/router-made"
 """On the Deployment: the template of its pods as somebody's version made it. Without it they are made anew."""
 ROUTERS_RENEWED_AT: Final = f"{GROUP}/routers-renewed-at"
 """Annotation of a fleet: with another value its routers are made anew, and its workers stay."""
-ROUTER_PARTS: Final = ("routing", "limits", "tenants", "classes", "slo", "telemetry")
+ROUTER_PARTS: Final = ("routing", "limits", "tenants", "classes", "slo", "telemetry", "peer_key")
 """Parts of a fleet's spec that its routers act on, as arguments or documents. Adapters are no part of it: they come and go."""
 NOT_OF_ROUTERS: Final = {"routing": {"replicas"}, "slo": {"itl"}, "telemetry": {"interval", "prometheus"}}
 """Their number, and what the operator alone does."""

@@ -9,7 +9,10 @@ from typing import Final
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_operator.cluster.interface import Object
 from fleet_operator.names import FLEET, ROLE, ROUTER_ROLE
+from fleet_operator.render.peerkey import mount_peer_key
 from fleet_operator.settings import Platform
+from fleet_planner.peerkey import gossips
+from fleet_wire.peerkey import PEER_SCOPE_ENV
 
 TLS_MOUNT: Final = "/etc/fleet-tls"
 CLIENT_CA_MOUNT: Final = "/etc/fleet-client-ca"
@@ -42,7 +45,7 @@ def requests(processes: int) -> dict[str, str]:
 
 def routers_of(fleet: InferenceFleet, live: Mapping[tuple[str, str], Object]) -> tuple[str, ...]:
     """Addresses of the router pods, for gossip; empty without it."""
-    if fleet.spec.routing.gossip is None:
+    if fleet.spec.routing.gossip is None and not gossips(fleet):
         return ()
     wanted = {FLEET: fleet.metadata.name, ROLE: ROUTER_ROLE}.items()
     pods = [pod for (kind, _), pod in live.items() if kind == "Pod" and wanted <= pod["metadata"].get("labels", {}).items()]
@@ -68,6 +71,10 @@ def add_port(fleet: InferenceFleet, platform: Platform, container: Object, spec:
         container["command"] += ["--gossip-key", f"{GOSSIP_MOUNT}/key", "--gossip-port", str(gossip_port(platform))]
         container["ports"].append({"name": "gossip", "containerPort": gossip_port(platform), "protocol": "UDP"})
         _mount(container, spec, "gossip", GOSSIP_MOUNT, key.name, {key.key: "key"})
+    elif platform.router_host is None:  # also for one router: another number of them must not change the template
+        mount_peer_key(fleet, container, spec)
+        container["env"].append({"name": PEER_SCOPE_ENV, "value": f"{fleet.metadata.namespace}/{fleet.metadata.name}"})
+        container["ports"].append({"name": "gossip", "containerPort": gossip_port(platform), "protocol": "UDP"})
 
 
 def _add_admin_port(platform: Platform, container: Object) -> None:

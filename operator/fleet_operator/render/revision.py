@@ -52,6 +52,9 @@ def revision_inputs(fleet: InferenceFleet, tier: TierSpec) -> dict[str, Any]:
     spec["model"].get("cache", {}).pop("prefetch", None)
     for role in ("prefill", "decode"):
         shape[role] = _without_marks({key: value for key, value in shape.get(role, {}).items() if key not in SIZING})
+    seed = tier.kv_transfer.seed
+    if "peerKey" in spec and fleet.spec.engine.type == "torch" and (seed is None or seed.enabled):
+        shape["peerKey"] = spec["peerKey"]
     return {
         **{part: spec[part] for part in SPEC_PARTS if part in spec},
         "servedName": fleet.served_name,

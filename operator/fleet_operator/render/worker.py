@@ -33,6 +33,7 @@ from fleet_operator.names import (
 from fleet_operator.render import fabric
 from fleet_operator.render.gang import environment, join_gang
 from fleet_operator.render.network import container_ports, worker_ports
+from fleet_operator.render.peerkey import mount_peer_key
 from fleet_operator.render.placement import affinity
 from fleet_operator.render.seed import Live, seed_peers, seed_settings
 from fleet_operator.render.template import extend_pod, security
@@ -165,6 +166,8 @@ def pod_spec(fleet: InferenceFleet, tier: TierSpec, role: Role, template: Templa
         spec["affinity"] = near
     if claims := fabric.pod_claims(fleet, tier, role, template.revision):
         spec["resourceClaims"] = claims
+    if config.kv.seed is not UNSET:
+        mount_peer_key(fleet, container, spec)
     if added is not None:
         extend_pod(spec, added)
     return spec

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import socket
 import time
 from collections import Counter
@@ -13,8 +12,10 @@ from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 
-from fleet_router.gossip.message import DATAGRAM_BYTES, REASONS, Refused, longest_key_bytes, parse_keys, seal, unseal
+from fleet_router.gossip.message import DATAGRAM_BYTES, REASONS, Refused, of_lines, seal, unseal
 from fleet_router.gossip.share import Share
+from fleet_wire.keyfile import KeyFile
+from fleet_wire.peerkey import GOSSIP, derived
 
 INTERVAL_S = 0.02
 """Between two rounds; with more than four peers longer, so that a process sends at most some 200 datagrams a second."""
@@ -25,7 +26,6 @@ TICK_S = 0.25
 READ_MOST = 64
 """Datagrams in one turn of the loop: others want to be served as well."""
 MOST_TARGETS = 256
-KEY_FILE_BYTES = 65_536
 
 Address = tuple[str, int] | bytes
 """Of UDP, or the name of an abstract Unix socket."""
@@ -35,8 +35,8 @@ Address = tuple[str, int] | bytes
 class GossipSettings:
     """What the command line says."""
 
-    key: Path
-    """File with the shared key; read again when it changes."""
+    key: Path | None = None
+    """File with a key for gossip alone; read again when it changes. The processes of one pod may have one of their own."""
     host: str = "0.0.0.0"
     port: int = 0
     peers: tuple[tuple[str, int], ...] = ()
@@ -49,6 +49,11 @@ class GossipSettings:
     """Abstract socket of this process."""
     siblings: tuple[bytes, ...] = ()
     """Abstract sockets of the other processes behind the same port."""
+    shared: Path | None = None
+    """File with the key that all pods of the fleet share (fleet_wire.peerkey), where they were given none for gossip alone. It
+    may come later: until then no other pod is spoken to."""
+    scope: str = ""
+    """NAMESPACE/FLEET, which goes into what is made of that key."""
 
 
 class GossipError(Exception):
@@ -70,21 +75,23 @@ class Link:
     def __init__(self, settings: GossipSettings, share: Share, clock: Callable[[], float], log: Callable[..., None]) -> None:
         self._settings, self._share, self._clock, self._log = settings, share, clock, log
         self._keys: tuple[bytes, ...] = ()
-        self._used_bytes = 0
-        """Length of the longest of them."""
-        self._stamp: object = None
-        """Which version of the file they are of."""
-        self._found: object = None
-        """Which one was there at the last look."""
-        self._problem = ""
+        """All are heard."""
+        self._own_keys: tuple[bytes, ...] = ()
+        self._shared_keys: tuple[bytes, ...] = ()
+        self._own = None if settings.key is None else KeyFile(settings.key)
+        self._shared = None if settings.shared is None else KeyFile(settings.shared)
         self._sockets: list[tuple[socket.socket, Sequence[Address]]] = []
         self._udp: socket.socket | None = None
         self._routers: tuple[str, ...] = ()
         self.counts = Counts()
 
     async def run(self) -> None:
-        """Open, then speak until cancelled; GossipError when it cannot begin."""
+        """Open, then speak until cancelled; GossipError when it cannot begin. One that has the fleet's key alone waits for it,
+        and for another pod that it could speak to."""
         self._read_key()
+        while self._own is None and not (self._keys and self._routers):
+            await asyncio.sleep(KEY_POLL_S)
+            self._read_key()
         if not self._keys:
             raise GossipError(f"no usable key in {self._settings.key}")
         loop = asyncio.get_running_loop()
@@ -144,8 +151,11 @@ class Link:
             targets = sum(len(found) for _, found in self._sockets)
             await asyncio.sleep(max(INTERVAL_S, PER_PEER_S * targets))
             for message in self._share.speak(self._clock(), int(time.time() * 1000)):
-                data = seal(message, self._keys[0])
                 for opened, found in self._sockets:
+                    key = self._signs(opened)
+                    if key is None or not found:
+                        continue
+                    data = seal(message, key)
                     for address in found:
                         with contextlib.suppress(OSError):  # nobody there, or a full buffer: it is said again
                             opened.sendto(data, address)
@@ -181,34 +191,25 @@ class Link:
             await asyncio.sleep(RESOLVE_S)
 
     def _read_key(self) -> None:
-        """The last good key stays in force, and a new one is taken when nobody has written for one look: half of a key would
-        sign, too, and no other router would hear it."""
-        try:
-            with self._settings.key.open("rb") as opened:
-                status = os.fstat(opened.fileno())
-                stamp = (status.st_mtime_ns, status.st_size, status.st_ino)
-                before, self._found = self._found, stamp
-                if stamp == self._stamp or (self._keys and stamp != before):
-                    return
-                self._take_keys(opened.read(KEY_FILE_BYTES + 1))
-        except (OSError, ValueError) as error:
-            problem = str(error.strerror if isinstance(error, OSError) else error)
-            self._found = self._found if isinstance(error, ValueError) else None
-            if problem != self._problem:
-                self._problem = problem
+        for file in (self._own, self._shared):
+            if file is not None and (problem := file.look()) and (file is self._own or file.keys or file.path.exists()):
                 self._log(event="gossip-key", problem=problem)
-        else:
-            self._stamp, self._problem = stamp, ""
+        self._own_keys = of_lines(self._own.keys) if self._own is not None else ()
+        shared = self._shared.keys if self._shared is not None else ()
+        self._shared_keys = derived(shared, GOSSIP, self._settings.scope)
+        self._keys = self._own_keys + self._shared_keys
 
-    def _take_keys(self, raw: bytes) -> None:
-        if len(raw) > KEY_FILE_BYTES:
-            raise ValueError(f"it is longer than {KEY_FILE_BYTES} bytes")
-        self._keys, self._used_bytes = parse_keys(raw, self._used_bytes), longest_key_bytes(raw)
+    def _signs(self, opened: socket.socket) -> bytes | None:
+        """What is said on this socket: other pods are told by the key that all share where there is to be one, and by nothing
+        until it has come; processes of this pod by their own. None: nothing is said."""
+        if self._shared is not None and (opened is self._udp or not self._own_keys):
+            return next(iter(self._shared_keys), None)
+        return next(iter(self._own_keys), None)
 
     @property
     def key_outdated(self) -> bool:
         """What is on disk is not what is used."""
-        return self._found != self._stamp
+        return any(file.is_outdated for file in (self._own, self._shared) if file is not None)
 
     # -- what is known ----------------------------------------------------------------------------------------------
     def lines(self) -> list[str]:

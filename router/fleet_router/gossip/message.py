@@ -16,12 +16,13 @@ from typing import Annotated, Final, Literal
 
 import msgspec
 
+from fleet_wire.peerkey import parse_lines
+
 MAC_BYTES: Final = 16
 DATAGRAM_BYTES: Final = 1_400
 """Fits an Ethernet frame also inside a tunnel: a datagram in pieces is lost when one of them is."""
 SKEW_MS: Final = 30_000
 """Clocks of two routers may differ by so much, one way."""
-LEAST_KEY_BYTES: Final = 32
 MOST_ROWS: Final = 256
 MOST_KEYS: Final = 120
 """Keys of a prompt in one hint: the first 30 KB of it."""
@@ -99,27 +100,14 @@ def name_of(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
-def parse_keys(raw: bytes, used_bytes: int = 0) -> tuple[bytes, ...]:
-    """Keys of a file, one a line: the first signs, all are accepted, so that a key is changed by adding the next one behind it,
-    then putting it first. ValueError when there is none, one is too short, or the last one may be half of one: shorter than
-    the longest one in use (`used_bytes`), and nothing ends its line."""
-    keys = _lines(raw)
-    if not keys:
-        raise ValueError("no key in it")
-    if any(len(key) < LEAST_KEY_BYTES for key in keys):
-        raise ValueError(f"a key is shorter than {LEAST_KEY_BYTES} bytes")
-    if len(keys[-1]) < used_bytes and not raw.endswith((b"\n", b"\r")):
-        raise ValueError("the last key is shorter than the one in use: half of it, unless a line break follows it")
+def parse_keys(raw: bytes) -> tuple[bytes, ...]:
+    """Keys of a file that is for gossip alone (`parse_lines` has its form, and ValueError)."""
+    return of_lines(parse_lines(raw))
+
+
+def of_lines(keys: Sequence[bytes]) -> tuple[bytes, ...]:
+    """As datagrams are signed with them."""
     return tuple(hashlib.sha256(key).digest() for key in keys)
-
-
-def longest_key_bytes(raw: bytes) -> int:
-    """Of a key file."""
-    return max((len(line) for line in _lines(raw)), default=0)
-
-
-def _lines(raw: bytes) -> list[bytes]:
-    return [line.strip() for line in raw.splitlines() if line.strip()]
 
 
 def seal(message: Message, key: bytes) -> bytes:

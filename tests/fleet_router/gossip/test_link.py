@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from fleet_router import process
+from fleet_router.gossip import link as linking
 from fleet_router.gossip.link import GossipError, GossipSettings, Link
 from fleet_router.gossip.message import parse_keys
 from fleet_router.gossip.share import Share
 from fleet_router.process import Router, Settings
+from fleet_wire.peerkey import GOSSIP, derived
 from tests.fleet_router.rig import until
 
 
@@ -166,3 +170,124 @@ def test_a_key_that_is_being_written_is_waited_for(tmp_path: Path):
         assert link._keys == used
     link._read_key()
     assert link._keys == parse_keys(b"b" * 64)
+
+
+# -- the key that all pods of a fleet share ------------------------------------------------------------------------------
+class Pods:
+    """Routers on loopback addresses of their own, each with its file of the fleet's key."""
+
+    def __init__(self, folder: Path, count: int, port: int, scopes: str = "same") -> None:
+        self.hosts = [f"127.77.{port % 200 + 1}.{n + 1}" for n in range(count)]
+        self.files = [folder / f"{n}.key" for n in range(count)]
+        scope = {"same": ["ns/f"] * count, "others": [f"ns/f{n}" for n in range(count)]}[scopes]
+        clock = asyncio.get_running_loop().time
+        self.links = [
+            Link(
+                GossipSettings(None, host, port, first_port=port, shared=file, scope=of),
+                Share(n + 1, 0.0),
+                clock,
+                lambda **_: None,
+            )
+            for n, (host, file, of) in enumerate(zip(self.hosts, self.files, scope, strict=True))
+        ]
+
+    def tell(self) -> None:
+        """The endpoints document names all."""
+        for link in self.links:
+            link.follow(tuple(self.hosts))
+
+    def write(self, *keys: str) -> None:
+        for file in self.files:
+            file.write_text("".join(f"{key * 64}\n" for key in keys))
+
+    def met(self) -> bool:
+        return all(len(link._share.peers) == len(self.links) - 1 for link in self.links)
+
+    def refused(self) -> int:
+        """By signature; our own datagrams come back, which is nothing."""
+        return sum(link.counts.refused["signature"] for link in self.links)
+
+
+def with_pods(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, port: int, go: Callable[[Pods], Awaitable[None]], **more: str):
+    monkeypatch.setattr(linking, "KEY_POLL_S", 0.05)
+    monkeypatch.setattr(linking, "TICK_S", 0.01)
+    monkeypatch.setattr(linking, "RESOLVE_S", 0.05)
+
+    async def whole() -> None:
+        pods = Pods(tmp_path, 2, port, **more)
+        running = [asyncio.create_task(link.run()) for link in pods.links]
+        try:
+            await go(pods)
+            assert not any(task.done() for task in running)
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    asyncio.run(whole())
+
+
+def test_routers_wait_for_the_fleets_key_and_for_each_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    async def go(pods: Pods) -> None:
+        pods.tell()
+        await asyncio.sleep(0.2)
+        assert not any(link._sockets or link.counts.sent for link in pods.links), "no key, no word, no port"
+        for link in pods.links:
+            link.follow(())
+        pods.write("k")
+        await asyncio.sleep(0.2)
+        assert not any(link._sockets or link.counts.sent for link in pods.links), "one router alone has nothing open"
+        pods.tell()
+        await until(pods.met)
+        assert pods.refused() == 0
+        assert all("fleet_router_gossip_key_outdated 0" in link.lines() for link in pods.links)
+
+    with_pods(monkeypatch, tmp_path, 18_901, go)
+
+
+def test_the_fleets_key_is_changed_while_routers_gossip(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    def taken(link: Link, keys: int) -> bool:
+        return len(link._keys) == keys and not link.key_outdated
+
+    def heard_more(links: list[tuple[Link, int]]) -> bool:
+        return all(link.counts.received > before for link, before in links)
+
+    async def go(pods: Pods) -> None:
+        pods.write("k")
+        pods.tell()
+        await until(pods.met)
+        for step in ("kn", "nk", "n"):
+            for file, link in zip(pods.files, pods.links, strict=True):
+                file.write_text("".join(f"{key * 64}\n" for key in step))
+                await until(partial(taken, link, len(step)))
+                await until(partial(heard_more, [(one, one.counts.received) for one in pods.links]))
+        assert pods.refused() == 0
+        assert pods.met()
+
+    with_pods(monkeypatch, tmp_path, 18_902, go)
+
+
+def test_two_fleets_with_one_key_do_not_hear_each_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    async def go(pods: Pods) -> None:
+        pods.write("k")
+        pods.tell()
+        await until(lambda: all(link.counts.refused["signature"] > 0 for link in pods.links))
+        assert not any(len(link._share.peers) for link in pods.links)
+
+    with_pods(monkeypatch, tmp_path, 18_903, go, scopes="others")
+
+
+def test_processes_of_a_pod_hear_each_other_before_the_fleets_key_is_there(tmp_path: Path):
+    """By a key of their own; another pod, which has not that one, is told nothing until the fleet's is there."""
+    own, shared = tmp_path / "own", tmp_path / "shared"
+    own.write_text("o" * 64)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as unix:
+        link = Link(GossipSettings(own, shared=shared, scope="ns/f"), Share(1, 0.0), lambda: 0.0, lambda **_: None)
+        link._udp = udp
+        link._read_key()
+        assert (link._signs(unix), link._signs(udp), link._keys) == (parse_keys(b"o" * 64)[0], None, parse_keys(b"o" * 64))
+        shared.write_text("s" * 64)
+        link._read_key()
+        (fleets,) = derived([b"s" * 64], GOSSIP, "ns/f")
+        assert (link._signs(unix), link._signs(udp)) == (parse_keys(b"o" * 64)[0], fleets)
+        assert set(link._keys) == {*parse_keys(b"o" * 64), fleets}

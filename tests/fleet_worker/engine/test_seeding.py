@@ -32,6 +32,7 @@ from fleet_worker.transfer.hot import Heard
 from fleet_worker.transfer.nixl import NixlConnector
 from fleet_worker.transfer.owner import TransferSettings
 from tests.adapters import make_adapter
+from tests.peerkeys import key_file
 
 BLOCK = 16
 HOT = tuple(range(5, 5 + 6 * BLOCK + 3))
@@ -49,16 +50,19 @@ def loaded(tiny: Path, block_tokens: int, text: str) -> Llama:
 class Side:
     """One engine with its connector, stepped by the test."""
 
-    def __init__(self, tiny: Path, host: str, compat: str = "same", lease_s: float = 30.0, weights: str = "", **kv: Any) -> None:
+    def __init__(
+        self, tiny: Path, host: str, compat: str = "same", lease_s: float = 30.0, weights: str = "", key: str = "k", **kv: Any
+    ) -> None:
         self.host = host
-        settings = {"seed": SeedSettings(), "lease_s": lease_s, "cache_bytes": 4 * MIB, **kv}
+        kv = {"seed": SeedSettings(), "lease_s": lease_s, "cache_bytes": 4 * MIB, **kv}
         config = WorkerConfig(
             fleet="f", namespace="n", tier="t", role="prefill", revision="r", compat=compat, model=str(tiny), served_name="tiny",
-            max_model_len=512, kv=KvSettings(**settings),
+            max_model_len=512, kv=KvSettings(**kv),
         )  # fmt: skip
         llama = loaded(tiny, config.kv.block_tokens, weights)
         self.core, pool = build_core(config, llama, llama.config.eos_ids)
-        self.connector = self.core.connector = NixlConnector(TransferSettings(host, 5600, compat, lease_s=lease_s), pool)
+        settings = TransferSettings(host, 5600, compat, lease_s=lease_s, peer_key=key_file(key), scope="n/f")
+        self.connector = self.core.connector = NixlConnector(settings, pool)
         if config.kv.seed is not msgspec.UNSET:
             self.core.hot = build_hot(config, self.core, pool, self.connector)
         self.is_open = True
@@ -232,8 +236,10 @@ def test_parts_before_a_bad_one_stay(tiny: Path):
         ({"block_tokens": 32}, "incompatible"),
         ({"weights": "another tokenizer"}, "weights"),
         ({"seed": msgspec.UNSET}, "off"),
+        ({"key": "x"}, "proof"),
+        ({"key": ""}, "proof"),
     ],
-    ids=["compat", "block-size", "weights", "off"],
+    ids=["compat", "block-size", "weights", "off", "another-key", "no-key"],
 )
 def test_who_does_not_fit_gives_nothing(tiny: Path, owner: dict[str, Any], reason: str):
     with engines(tiny, 16, owner=owner) as (there, here):
@@ -242,6 +248,20 @@ def test_who_does_not_fit_gives_nothing(tiny: Path, owner: dict[str, Any], reaso
         assert there.connector.open_leases() == 0
         assert answer(here, HOT)[0] == 0
         nothing_held(here)
+
+
+def test_who_took_a_peers_address_gives_nothing(tiny: Path, monkeypatch: pytest.MonkeyPatch):
+    """It answers as a peer would, KV and digests that fit each other included, and has not the fleet's key."""
+    with engines(tiny, 29) as (owner, reader):
+        warmed(owner, HOT)
+        monkeypatch.setattr(owner.connector.hot.trust, "answering", lambda answer, nonce: answer)
+        found = seed(owner, reader)
+        assert (found.reason, found.blocks) == ("proof", 0)
+        assert reader.connector.hot.strangers()["answer"] == 1
+        assert answer(reader, HOT)[0] == 0
+    with engines(tiny, 29, reader={"key": ""}) as (owner, reader):
+        warmed(owner, HOT)
+        assert seed(owner, reader).reason == "no_key", "nobody is asked in vain"
 
 
 def test_another_way_to_name_blocks_gives_nothing(tiny: Path, monkeypatch: pytest.MonkeyPatch):

@@ -18,6 +18,7 @@ import torch
 import uvicorn
 
 from fleet_wire.blocks import root_hash
+from fleet_wire.peerkey import PEER_KEY_ENV
 from fleet_worker.config import ENGINE_TOKEN_ENV, WorkerConfig, step_timeout_s
 from fleet_worker.connections import Bounds, bounded, files_for_connections
 from fleet_worker.engine.blocks import BlockAllocator
@@ -165,6 +166,8 @@ def assemble(config: WorkerConfig, folder: Path, host: str) -> EngineProcess:
         transport=config.kv.transport,
         required=config.kv.required,
         lease_s=config.kv.lease_s,
+        peer_key=Path(key) if (key := os.environ.get(PEER_KEY_ENV)) else None,
+        scope=f"{config.namespace}/{config.fleet}",
     )
     core.connector = connector = NixlConnector(settings, pool)
     if config.kv.seed is not msgspec.UNSET:

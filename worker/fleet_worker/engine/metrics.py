@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.platform_collector import PlatformCollector
@@ -47,6 +48,11 @@ class EngineMetrics:
             "vllm:request_success", "Requests that ended, by reason.", (*names, "finished_reason"), registry=self._registry
         )
         self._reasons: dict[str, int] = {}
+        self._stranger_counter = Counter(
+            "fleet:kv_seed_strangers", "Questions for hot prefixes, and answers, without a proof of the fleet's key.",
+            (*names, "reason"), registry=self._registry,
+        )  # fmt: skip
+        self._strange: dict[str, int] = {}
 
     def _gauge(self, name: str, help_text: str, value: float) -> None:
         """By the engine's thread and by the server's, when that one is late: one of them makes it."""
@@ -63,6 +69,11 @@ class EngineMetrics:
         counter, state = self._counters[name]
         counter.inc(total - state["seen"])
         state["seen"] = total
+
+    def _strangers(self, refused: Mapping[str, int]) -> None:
+        for reason, total in refused.items():
+            self._stranger_counter.labels(**self._labels, reason=reason).inc(total - self._strange.get(reason, 0))
+            self._strange[reason] = total
 
     def token(self, sequence: Sequence, now: float) -> None:
         """A token was delivered."""
@@ -107,6 +118,7 @@ class EngineMetrics:
             self._counter("fleet:kv_seed_blocks_lent", "KV blocks of hot prefixes lent to new workers.", given.lent_blocks)
             self._counter("fleet:kv_seed_blocks_taken", "KV blocks of hot prefixes taken and proven.", taken.seeded_blocks)
             self._counter("fleet:kv_seed_blocks_refused", "KV blocks of hot prefixes that were not proven.", taken.refused_blocks)
+            self._strangers(core.hot.strangers())
         for reason, total in counters.finished.items():
             self._reason_counter.labels(**self._labels, finished_reason=reason).inc(total - self._reasons.get(reason, 0))
             self._reasons[reason] = total

@@ -8,7 +8,7 @@ not proven, or has another name here, is never findable. Whatever ends it, block
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 from uuid import uuid4
@@ -284,6 +284,10 @@ class Hot:
     def asked(self) -> list[Asked]:
         """Take these before the leases that ended: a reader gives one back, then asks."""
         return self._channel.asked()
+
+    def strangers(self) -> Mapping[str, int]:
+        """As HotChannel has it."""
+        return self._channel.strangers()
 
     def fetched(self, result: FetchResult) -> bool:
         """As Seeder has it."""

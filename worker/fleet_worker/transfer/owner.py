@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from uuid import uuid4
 
 from fleet_wire.blocks import sealed
@@ -39,6 +40,10 @@ class TransferSettings:
     call_timeout_s: float = 5.0
     read_timeout_s: float = 60.0
     """A read that takes longer is cancelled, and its request fails."""
+    peer_key: Path | None = None
+    """File with the key that the fleet's pods share (fleet_wire.peerkey); None: no hot prefixes, neither way."""
+    scope: str = ""
+    """NAMESPACE/FLEET."""
 
 
 class Owner:

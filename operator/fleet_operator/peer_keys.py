@@ -1,0 +1,101 @@
+"""Makes the Secret with the key that a fleet's pods share: once, and never again while it is there.
+
+It is only ever created: the operator has no right to read, change or delete a Secret, and knows by the API server's refusal of a
+second one that it is there. So what somebody put into it, the next key for example, is safe from us; and without the right to
+list Secrets nothing can be watched: one that was deleted by hand comes back when the next pod is made.
+"""
+
+from __future__ import annotations
+
+import base64
+import secrets
+from dataclasses import dataclass
+from typing import Final
+
+from fleet_api.v1alpha1 import InferenceFleet
+from fleet_operator.cluster.interface import Cluster, ClusterError, ConflictError, ForbiddenError, Object
+from fleet_operator.cluster.kinds import SECRET
+from fleet_operator.names import labels, owner_reference
+from fleet_operator.outcome import Outcome
+from fleet_operator.render.peerkey import KEY, peer_key_name
+from fleet_planner.events import Deed
+from fleet_planner.peerkey import gossips, seeds
+from fleet_planner.reconcile import Plan
+
+KEY_BYTES: Final = 32
+AGAIN_S: Final = 600.0
+"""Whether it is still there is asked this often at most, and only when a pod is made."""
+
+REFUSED_AGAIN_S: Final = 15.0
+"""After a first refusal, then twice as long each time: a quota, or an admission that does not know our kinds yet, refuses for a
+moment, a right that is missing for ever."""
+THERE: Final = "already exists"
+"""The API server's words for a second one of a name."""
+NEVER: Final = float("-inf")
+
+
+@dataclass(slots=True)
+class KeyMemory:
+    """Of one fleet; all of it may be lost."""
+
+    asked_at: float = NEVER
+    refusals: int = 0
+    """In a row: we may not make it, and the status says so."""
+    is_open: bool = False
+    """The last try ended without a word whether it is there."""
+
+
+def is_due(fleet: InferenceFleet, plan: Plan, memory: KeyMemory, now: float) -> bool:
+    """Something is made, or grows, that needs the key, and it is not known to be there."""
+    if fleet.spec.peer_key is not None or not (gossips(fleet) or seeds(fleet)):
+        return False
+    if memory.is_open:
+        return True
+    wait_s = min(AGAIN_S, REFUSED_AGAIN_S * 2 ** (memory.refusals - 1)) if memory.refusals else AGAIN_S
+    if abs(now - memory.asked_at) < wait_s:
+        return False
+    return bool(plan.create) or is_without(fleet, memory) or (gossips(fleet) and memory.asked_at == NEVER)
+
+
+def is_without(fleet: InferenceFleet, memory: KeyMemory) -> bool:
+    """We may not make it; an operator that has just started knows that by what the status says, and tries."""
+    return memory.refusals > 0 or (memory.asked_at == NEVER and fleet.status.condition("PeerKey") is not None)
+
+
+def render_key(fleet: InferenceFleet, owner: Object) -> Object:
+    """A new key each time."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "type": "Opaque",
+        "metadata": {
+            "name": peer_key_name(fleet),
+            "namespace": fleet.metadata.namespace,
+            "labels": labels(fleet.metadata.name),
+            "ownerReferences": [owner_reference(owner)],
+        },
+        "data": {KEY: base64.b64encode(f"{secrets.token_hex(KEY_BYTES)}\n".encode()).decode()},
+    }
+
+
+async def make_key(
+    cluster: Cluster, fleet: InferenceFleet, owner: Object, memory: KeyMemory, outcome: Outcome, now: float
+) -> None:  # fmt: skip
+    """Create it, or learn that it is there. Who may not make it goes on without: the fleet serves."""
+    wish = render_key(fleet, owner)
+    name = wish["metadata"]["name"]
+    memory.is_open = True
+    try:
+        made = await cluster.create(wish)
+    except ForbiddenError:
+        memory.asked_at, memory.refusals, memory.is_open = now, min(memory.refusals + 1, 10), False
+        return
+    except ClusterError as error:
+        if isinstance(error, ConflictError) and THERE in str(error):
+            memory.asked_at, memory.refusals, memory.is_open = now, 0, False
+        else:  # a quota that others change at the same time is a conflict, too
+            outcome.fail(f"Secret {name}", error)
+        return
+    memory.asked_at, memory.refusals, memory.is_open = now, 0, False
+    outcome.writes += 1
+    outcome.done.append(Deed("created", SECRET.kind, name, made["metadata"]["uid"]))

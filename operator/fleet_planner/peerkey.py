@@ -1,0 +1,30 @@
+"""The key that the pods of one fleet share: who needs it, and what is said where there is none. Pure."""
+
+from __future__ import annotations
+
+from fleet_api.v1alpha1 import InferenceFleet
+from fleet_planner.types import Verdict
+
+
+def gossips(fleet: InferenceFleet) -> bool:
+    """Several router pods, which were given no key for gossip alone."""
+    return fleet.spec.routing.replicas > 1 and fleet.spec.routing.gossip is None
+
+
+def seeds(fleet: InferenceFleet) -> bool:
+    """Workers that ask each other for hot prefixes."""
+    guarded = fleet.spec.network_policy.enabled
+    return fleet.spec.engine.type == "torch" and any(t.kv_transfer.seeding(guarded=guarded).enabled for t in fleet.spec.tiers)
+
+
+def peer_key(fleet: InferenceFleet, *, makes_keys: bool) -> Verdict | None:
+    """The condition PeerKey, which is there only while something is off for want of a key."""
+    if makes_keys or fleet.spec.peer_key is not None or not (gossips(fleet) or seeds(fleet)):
+        return None
+    off = [*(["its routers do not gossip"] if gossips(fleet) else []), *(["new workers begin cold"] if seeds(fleet) else [])]
+    return (
+        "False",
+        "NoPeerKey",
+        f"{' and '.join(off)}: the operator makes no keys (the chart's peerKeys.create is false), or may not make Secrets here; "
+        "make one with a line of 32 random bytes or more, and name it in spec.peerKey.secretRef",
+    )
