@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleet_router.admission.usage import cut_in_two, estimated, only_text, tells_usage, usage_in, usage_of, used_tokens
+from fleet_router.admission.usage import (
+    as_written,
+    cut_in_two,
+    estimated,
+    only_text,
+    tells_usage,
+    usage_in,
+    usage_of,
+    used_tokens,
+)
 
 USAGE = {"prompt_tokens": 12, "total_tokens": 19, "completion_tokens": 7}
 
@@ -110,6 +120,28 @@ def test_usage_is_found_wherever_a_read_ends(text: str, prompt: int, output: int
     body = json.dumps({"choices": [{"text": text}], "usage": {"prompt_tokens": prompt, "completion_tokens": output}}).encode()
     at = min(cut, len(body))
     assert used_tokens(body[:at], body[at:], 0, 1) == (prompt, output)
+
+
+_WRITTEN = re.compile(
+    rb'"usage":\{"prompt_tokens":(\d{1,9}),"total_tokens":\d{1,9},"completion_tokens":(\d{1,9})[,}]'
+)  # fmt: skip
+ODD_NUMBERS = [b"", b"0", b"007", b"999999999", b"1234567890", b"-1", b"1.5", b"\xb2"]
+NUMBERS = st.one_of(st.integers(0, 10**9).map(lambda number: b"%d" % number), st.sampled_from(ODD_NUMBERS))
+ENDS = st.sampled_from([b"}", b",", b"", b" ", b"}}"])
+
+
+@settings(max_examples=400)
+@given(st.tuples(NUMBERS, NUMBERS, NUMBERS), ENDS, st.integers(0, 90), st.booleans())
+def test_usage_as_vllm_writes_it_is_read_as_its_pattern_says(
+    numbers: tuple[bytes, bytes, bytes], end: bytes, cut: int, cuts: bool
+):
+    whole = b'"usage":{"prompt_tokens":%b,"total_tokens":%b,"completion_tokens":%b' % numbers + end
+    tail = whole[: -cut or None] if cuts else whole
+    usual = _WRITTEN.match(tail)
+    expected = None if usual is None else (int(usual[1]), int(usual[2]))
+    assert as_written(tail, 0) == expected
+    assert as_written(b"{" + tail, 1) == expected
+    assert expected is None or usage_in(b"{" + tail) == usage_of(b"{" + tail) == expected
 
 
 @given(st.binary(max_size=300))
