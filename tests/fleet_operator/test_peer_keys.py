@@ -210,6 +210,22 @@ def test_without_the_right_to_make_it_the_fleet_serves_and_says_so(restarts: boo
     in_an_empty_world(go)
 
 
+def test_a_right_that_is_taken_away_is_not_told_as_a_key_that_is_gone():
+    """The Secret was there, and everybody had it: the status said that nobody gossips, and to make another one."""
+
+    async def scenario(world: World) -> None:
+        world.platform = Platform(makes_keys=False)
+        world.operator = world.new_operator()
+        await world.settle()
+        assert len(await secrets(world)) == 1
+        (fleet,) = await world.store.list(FLEET, NAMESPACE)
+        (found,) = [one for one in fleet["status"]["conditions"] if one["type"] == "PeerKey"]
+        assert "unless the Secret f-peers-... of before is still there" in found["message"]
+        assert (await world.condition("Ready"))["status"] == "True"
+
+    play(scenario)
+
+
 def test_a_refusal_that_passes_costs_a_moment_and_one_that_lasts_few_requests():
     """An API server's admission that did not know our kinds yet, for half a minute: the key came ten minutes later."""
 

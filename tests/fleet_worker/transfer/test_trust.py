@@ -127,6 +127,22 @@ def test_an_old_question_is_refused(pods: tuple[Pod, Pod], late_ms: int, why: st
     assert owner.refuses(asked) == why
 
 
+@pytest.mark.parametrize(("late_ms", "words"), [(45_000, "45 s behind"), (-3_600_000, "3600 s ahead")])
+def test_a_clock_that_is_wrong_is_told_by_how_much(
+    pods: tuple[Pod, Pod], caplog: pytest.LogCaptureFixture, late_ms: int, words: str
+):
+    """On both sides it was "no proof of the fleet's key": whoever was on call looked for a stranger, or at the Secret. A stranger
+    hears nothing of our clock."""
+    owner, reader = pods
+    asked = reader.ask()
+    owner.now_ms += late_ms
+    assert owner.refuses(asked) == "clock"
+    assert f"the clock of who asks is {words}, more than 30 s" in owner.trust.words("clock", asked)
+    assert words in caplog.text
+    stranger = msgspec.structs.replace(asked, proof=b"x" * 32)
+    assert owner.trust.words(owner.refuses(stranger), stranger) == "no proof of the fleet's key (wrong)"
+
+
 @given(st.lists(st.tuples(st.integers(-SKEW_MS, SKEW_MS), st.integers(0, SKEW_MS)), max_size=30))
 def test_no_question_is_believed_twice_however_time_goes_on(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[int, int]]

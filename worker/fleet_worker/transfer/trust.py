@@ -80,7 +80,7 @@ class Trust:
         """It comes from one of our fleet, and answers this question."""
         if len(answer.proof) == PROOF_BYTES and is_proven(answer.proof, self.current(), *answering_parts(answer, nonce)):
             return True
-        self._count("answer")
+        self._count("answer", "an answer without a proof of the fleet's key (answer)")
         return False
 
     # -- as the one that is asked -----------------------------------------------------------------------------------
@@ -88,8 +88,18 @@ class Trust:
         """Why this question is answered with nothing, one of REASONS; empty: it is believed, once. `host`, `port`: our own."""
         why = self._why(ask, host, port)
         if why:
-            self._count(why)
+            self._count(why, self.words(why, ask))
         return why
+
+    def words(self, why: str, ask: AskHot) -> str:
+        """For whoever is on call, here and where it was asked. Whose clock is wrong nobody knows; who is told by how much has
+        the key, for its proof was looked at before its clock."""
+        if why != "clock":
+            return f"no proof of the fleet's key ({why})"
+        apart_s, most_s = (self._wall_ms() - ask.stamp_ms) / 1_000, SKEW_MS // 1_000
+        return (
+            f"the clock of who asks is {abs(apart_s):.0f} s {'behind' if apart_s > 0 else 'ahead'}, more than {most_s} s (clock)"
+        )
 
     def _why(self, ask: AskHot, host: str, port: int) -> str:
         if not ask.proof:
@@ -123,12 +133,12 @@ class Trust:
         keys = self.current()
         return msgspec.structs.replace(answer, proof=proof(keys[0], *answering_parts(answer, nonce))) if keys else None
 
-    def _count(self, why: str) -> None:
+    def _count(self, why: str, words: str) -> None:
         """Said for the 1st, 2nd, 4th, 8th... of a reason: whoever tries does not fill the disk."""
         self.refused[why] += 1
         count = self.refused[why]
         if count & (count - 1) == 0:
-            LOG.warning("hot prefixes: who has not the fleet's key, or asks again, was refused (%s, %d so far)", why, count)
+            LOG.warning("hot prefixes: refused: %s, %d so far", words, count)
 
 
 def place(host: str, port: int) -> str:
