@@ -49,7 +49,7 @@ class Trust:
         self._scope, self._wall_ms, self._clock = scope, wall_ms, clock
         self._keys: tuple[bytes, ...] = ()
         self._lines: tuple[bytes, ...] = ()
-        self._looked_at = float("-inf")
+        self._looked_at = self._swept_at = float("-inf")
         self._nonces: OrderedDict[bytes, int] = OrderedDict()
         """Of questions that were believed, and until when nobody may ask them again, in the order of their coming."""
         self.refused: Counter[str] = Counter()
@@ -118,15 +118,24 @@ class Trust:
         return self._remember(ask, now_ms)
 
     def _remember(self, ask: AskHot, now_ms: int) -> str:
-        """Numbers of questions that are too old to be believed again are forgotten; a clock that is set back keeps them."""
+        """Numbers of questions that are too old to be believed again are forgotten; a clock that is set back keeps them, and they
+        keep their place before newer ones: these are looked through, too, once there is no room."""
         while self._nonces and next(iter(self._nonces.values())) < now_ms:
             self._nonces.popitem(last=False)
         if ask.nonce in self._nonces:
             return "again"
-        if len(self._nonces) >= MOST_NONCES:
+        if len(self._nonces) >= MOST_NONCES and not self._has_room(now_ms):
             return "full"
         self._nonces[ask.nonce] = now_ms + 2 * SKEW_MS
         return ""
+
+    def _has_room(self, now_ms: int) -> bool:
+        """After a look through all of them, every 2 s at most: who has the key and asks without end costs no more."""
+        now = self._clock()
+        if now - self._swept_at >= LOOK_S:
+            self._swept_at = now
+            self._nonces = OrderedDict((nonce, until) for nonce, until in self._nonces.items() if until >= now_ms)
+        return len(self._nonces) < MOST_NONCES
 
     def answering(self, answer: Hottest, nonce: bytes) -> Hottest | None:
         """The answer with its proof; None without a key."""
