@@ -13,7 +13,15 @@ from dataclasses import dataclass
 from typing import Final
 
 from fleet_api.v1alpha1 import InferenceFleet
-from fleet_operator.cluster.interface import Cluster, ClusterError, ConflictError, ForbiddenError, Object
+from fleet_operator.cluster.interface import (
+    Cluster,
+    ClusterError,
+    ConflictError,
+    ForbiddenError,
+    InvalidError,
+    Object,
+    UnavailableError,
+)
 from fleet_operator.cluster.kinds import SECRET
 from fleet_operator.names import labels, owner_reference
 from fleet_operator.outcome import Outcome
@@ -21,6 +29,7 @@ from fleet_operator.render.peerkey import KEY, peer_key_name
 from fleet_planner.events import Deed
 from fleet_planner.peerkey import gossips, seeds
 from fleet_planner.reconcile import Plan
+from fleet_planner.types import Problem
 
 KEY_BYTES: Final = 32
 AGAIN_S: Final = 600.0
@@ -81,14 +90,19 @@ def render_key(fleet: InferenceFleet, owner: Object) -> Object:
 async def make_key(
     cluster: Cluster, fleet: InferenceFleet, owner: Object, memory: KeyMemory, outcome: Outcome, now: float
 ) -> None:  # fmt: skip
-    """Create it, or learn that it is there. Who may not make it goes on without: the fleet serves."""
+    """Create it, or learn that it is there. Who may not make it goes on without: the fleet serves. So does who cannot make it
+    now: Secrets alone may be out of order (their encryption, an admission). Whether all is the next write of the pass knows."""
     wish = render_key(fleet, owner)
     name = wish["metadata"]["name"]
     memory.is_open = True
     try:
         made = await cluster.create(wish)
-    except ForbiddenError:
+    except (ForbiddenError, InvalidError):  # a policy answers 400 and 422, too; its words may quote what it was asked
         memory.asked_at, memory.refusals, memory.is_open = now, min(memory.refusals + 1, 10), False
+        return
+    except UnavailableError as error:
+        outcome.vain += 1
+        outcome.problems.append(Problem(error.reason, f"Secret {name}: {error}"))
         return
     except ClusterError as error:
         if isinstance(error, ConflictError) and THERE in str(error):

@@ -3,9 +3,10 @@
 Where the spec of one of ours says something else somebody edited it, or, since our CRD lets nobody change these fields, made it
 anew (`kubectl replace --force`). Believed, a decode pool with the other role had its workers relabelled, and served nothing any
 more; disbelieved altogether, its name was taken for good. So the name is believed from the first look on, and the spec is put
-back: at once, and less and less often where somebody writes it again and again. Where it cannot be changed a scale target is made
-anew, which no pod has as its owner; of a pool that has workers it is told. Nothing waits for that, because nobody reads that spec
-but those who look at it.
+back: at once, and less and less often where somebody writes it again and again. Where our CRD refuses that a scale target is made
+anew, with the size that it asks for: no pod has it as its owner. Of a pool that has workers it is told, and so is what somebody
+else's policy refuses: it would refuse the new one, too. Nothing waits for that, because nobody reads that spec but those who look
+at it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
+from fleet_api.rules import POOL_RULES
 from fleet_operator.cluster.interface import (
     POOL,
     Cluster,
@@ -25,7 +27,7 @@ from fleet_operator.cluster.interface import (
     NotFoundError,
     Object,
 )
-from fleet_operator.names import REVISION, ROLE, TIER
+from fleet_operator.names import GROUP, MANAGED_BY, REVISION, ROLE, TIER
 from fleet_operator.outcome import Outcome, StopError
 from fleet_operator.pool_sizes import written_on
 from fleet_planner.events import ANEW, Deed
@@ -138,15 +140,18 @@ class PoolFights:
             try:
                 live[POOL.kind, meta["name"]] = await cluster.patch(POOL, *at, patch)
                 done = Deed("changed", POOL.kind, meta["name"], meta["uid"], undid=words + self._again(pool, now))
-            except InvalidError:  # our CRD lets nobody change these fields: somebody else made this object
-                if not _is_role(meta["name"]):
-                    self._again(pool, now, _stuck(meta, words))
+            except InvalidError as error:
+                if not _is_role(meta["name"]) or not _is_ours_to_say(error):
+                    self._again(pool, now, _stuck(meta, words, error))
                     outcome.vain += 1
                     return
                 await cluster.delete(POOL, *at, uid=meta["uid"])
                 del live[POOL.kind, meta["name"]]
                 why = f"{ANEW}, for nobody may change {words}{self._again(pool, now)}"
-                done = Deed("deleted", POOL.kind, meta["name"], meta["uid"], why=why)
+                outcome.writes += 1
+                outcome.done.append(Deed("deleted", POOL.kind, meta["name"], meta["uid"], why=why))
+                live[POOL.kind, meta["name"]] = made = await cluster.create(_anew(pool, told))
+                done = Deed("created", POOL.kind, meta["name"], made["metadata"]["uid"])
         except (NotFoundError, ConflictError):
             return
         except ClusterError as error:
@@ -177,8 +182,31 @@ def _is_role(name: str) -> bool:
     return name.endswith(ROLES)
 
 
-def _stuck(meta: Object, words: str) -> Problem:
+def _is_ours_to_say(error: InvalidError) -> bool:
+    """Our CRD lets nobody change these fields: somebody made this object anew. A policy of somebody else's answers 400 and 422,
+    too, and who deleted a target for that left its HPA without one."""
+    return any(rule.message in str(error) for rule in POOL_RULES)
+
+
+def _anew(target: Object, told: Told) -> Object:
+    """The same wish under the right words, with our own marks alone: a GitOps tool's would make it that one's."""
+    meta = target["metadata"]
+    ours = {
+        part: {key: text for key, text in (meta.get(part) or {}).items() if key.startswith(f"{GROUP}/") or key == MANAGED_BY}
+        for part in ("labels", "annotations")
+    }
+    kept = {part: meta[part] for part in ("name", "namespace", "ownerReferences")}
+    return {
+        **{part: target[part] for part in ("apiVersion", "kind")},
+        "metadata": kept | ours,
+        "spec": {**target["spec"], **told},
+    }
+
+
+def _stuck(meta: Object, words: str, error: InvalidError) -> Problem:
     """A pool of a revision owns workers: only somebody who keeps them may delete it."""
+    if not _is_ours_to_say(error):
+        return Problem("Invalid", f"{POOL.kind} {meta['name']}: {words} cannot be put back: {error}")
     do = f"kubectl delete wpool {meta['name']} -n {meta['namespace']} --cascade=orphan keeps its workers, and it is made anew"
     why = f"{words} cannot be put back, the API server lets nobody change it"
     return Problem("Invalid", f"{POOL.kind} {meta['name']}: {why}: {do}")

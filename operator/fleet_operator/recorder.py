@@ -93,9 +93,11 @@ class Recorder:
 
 
 def _time(event: Event) -> float:
+    """0: now, also where a status that somebody edited says a time that no event can have."""
     try:
-        return datetime.fromisoformat(event.at).timestamp() if event.at else 0.0
-    except ValueError:  # of a status that somebody edited
+        at = datetime.fromisoformat(event.at).timestamp() if event.at else 0.0
+        return at if at > 0 and datetime.fromtimestamp(at, UTC) else 0.0
+    except (ValueError, OverflowError):
         return 0.0
 
 

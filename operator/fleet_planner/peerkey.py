@@ -18,13 +18,15 @@ def seeds(fleet: InferenceFleet) -> bool:
 
 
 def peer_key(fleet: InferenceFleet, *, makes_keys: bool) -> Verdict | None:
-    """The condition PeerKey, which is there only while something is off for want of a key."""
+    """The condition PeerKey, which is there only while something is off for want of a key, or may be: a Secret made before
+    the right to make it was taken away serves on, and whether it is there only a right that the operator never has would tell."""
     if makes_keys or fleet.spec.peer_key is not None or not (gossips(fleet) or seeds(fleet)):
         return None
     off = [*(["its routers do not gossip"] if gossips(fleet) else []), *(["new workers begin cold"] if seeds(fleet) else [])]
     return (
         "False",
         "NoPeerKey",
-        f"{' and '.join(off)}: the operator makes no keys (the chart's peerKeys.create is false), or may not make Secrets here; "
-        "make one with a line of 32 random bytes or more, and name it in spec.peerKey.secretRef",
+        f"{' and '.join(off)}, unless the Secret {fleet.metadata.name}-peers-... of before is still there: the operator makes no "
+        "keys (the chart's peerKeys.create is false), or may not make Secrets here; make one with a line of 32 random bytes or "
+        "more, and name it in spec.peerKey.secretRef",
     )

@@ -165,6 +165,26 @@ def test_its_event_comes_once_also_when_the_operator_ended_before_it_was_told():
     clinic(scenario)
 
 
+@pytest.mark.parametrize("at", ["0001-01-01T00:00:00+23:59", "9999-12-31T23:59:59-23:59", "0001-01-01T00:00:00Z", "soon"])
+def test_a_time_in_the_status_that_no_event_can_have_is_no_failure_of_the_operator(at: str):
+    """Somebody edited it: the pass ended in a ValueError, or the API refused the event's name."""
+
+    async def scenario(here: Clinic) -> None:
+        tiers = (await here.world.store.get(FLEET, NAMESPACE, "f"))["status"]["tiers"]
+        one = {"worker": "w", "uid": await here.uid("decode"), "at": at, "message": "m"}
+        await here.world.user.patch_status(FLEET, NAMESPACE, "f", {"tiers": [{**tiers[0], "healing": {"replaced": [one]}}]})
+        for _ in range(2):
+            here.world.operator = here.world.new_operator()
+            await here.seconds(20)
+        assert await here.told("InternalError") == []
+        assert all(
+            int(event["metadata"]["name"].split(".")[1], 16) > 0 for event in await here.world.store.list(EVENT, NAMESPACE)
+        )
+        assert (await here.world.condition("Provisioned"))["status"] == "True"
+
+    clinic(scenario)
+
+
 def test_a_second_one_waits_for_the_budget_also_over_a_restart_of_the_operator():
     async def scenario(here: Clinic) -> None:
         here.ill = {await here.uid("prefill"), await here.uid("decode")}

@@ -20,7 +20,9 @@ from fleet_operator.cluster.interface import (
     ClusterError,
     ConflictError,
     ForbiddenError,
+    InvalidError,
     Kind,
+    UnavailableError,
 )
 from fleet_operator.cluster.kinds import SECRET
 from fleet_operator.peer_keys import AGAIN_S
@@ -181,11 +183,40 @@ def test_a_fleet_that_is_made_again_waits_for_no_old_secret():
     play(scenario)
 
 
+@pytest.mark.parametrize("whole", [False, True], ids=["secrets-alone", "everything"])
+def test_secrets_that_are_out_of_order_keep_nobody_from_serving(whole: bool):
+    """Their encryption (KMS) or an admission webhook is down: 500 for each. No pod was made, and none in the place of one that
+    failed, for as long as that lasted."""
+
+    async def go(world: World) -> None:
+        words = "Internal error occurred: failed calling webhook"
+        world.api.refuse = lambda verb, kind, name: UnavailableError(words) if whole or kind == SECRET else None
+        await world.user.apply(manifest())
+        for _ in range(6):
+            world.now += 15
+            await world.step()
+        assert await world.workers() == ({"prefill": 0, "decode": 0} if whole else {"prefill": 1, "decode": 2})
+        if not whole:
+            assert words in (await world.condition("Provisioned"))["message"]
+            assert (await world.condition("Available"))["status"] == "True"
+            world.api.writes.clear()
+            assert [at for at in await world.step() if at[0] == "create"] == [], "it is tried, and nothing else is made again"
+        world.api.refuse = lambda verb, kind, name: None
+        for _ in range(4):
+            world.now += 15
+            await world.step()
+        assert len(await secrets(world)) == 1
+        assert (await world.condition("Ready"))["status"] == "True"
+
+    in_an_empty_world(go)
+
+
 @pytest.mark.parametrize("restarts", [False, True])
-def test_without_the_right_to_make_it_the_fleet_serves_and_says_so(restarts: bool):
+@pytest.mark.parametrize("error", [ForbiddenError("secrets is forbidden"), InvalidError("denied: no label team")], ids=str)
+def test_without_the_right_to_make_it_the_fleet_serves_and_says_so(error: ClusterError, restarts: bool):
     async def go(world: World) -> None:
         def refuse(verb: str, kind: Kind, name: str) -> ClusterError | None:
-            return ForbiddenError("secrets is forbidden") if kind == SECRET else None
+            return error if kind == SECRET else None
 
         world.api.refuse = refuse
         await world.user.apply(manifest())
@@ -208,6 +239,22 @@ def test_without_the_right_to_make_it_the_fleet_serves_and_says_so(restarts: boo
         assert (await condition(world), len(await secrets(world))) == ("", 1)
 
     in_an_empty_world(go)
+
+
+def test_a_right_that_is_taken_away_is_not_told_as_a_key_that_is_gone():
+    """The Secret was there, and everybody had it: the status said that nobody gossips, and to make another one."""
+
+    async def scenario(world: World) -> None:
+        world.platform = Platform(makes_keys=False)
+        world.operator = world.new_operator()
+        await world.settle()
+        assert len(await secrets(world)) == 1
+        (fleet,) = await world.store.list(FLEET, NAMESPACE)
+        (found,) = [one for one in fleet["status"]["conditions"] if one["type"] == "PeerKey"]
+        assert "unless the Secret f-peers-... of before is still there" in found["message"]
+        assert (await world.condition("Ready"))["status"] == "True"
+
+    play(scenario)
 
 
 def test_a_refusal_that_passes_costs_a_moment_and_one_that_lasts_few_requests():

@@ -100,6 +100,52 @@ def test_a_target_that_nobody_may_change_is_made_anew(edit: str):
     play(scenario, **EXTERNAL)
 
 
+def test_one_that_is_made_anew_keeps_its_wish_and_nothing_of_who_wrote_it():
+    """`kubectl replace --force` of a target with another role and another size: the size was forgotten with the object."""
+
+    async def scenario(world: World) -> None:
+        immutable(world)
+        marks = {"annotations": {"argocd.argoproj.io/tracking-id": "x"}, "labels": {"app.kubernetes.io/instance": "x"}}
+        edit = {"metadata": marks, "spec": {"role": "prefill", "replicas": 6}}
+        await world.user.patch(POOL, NAMESPACE, "f-t-decode", edit)
+        for _ in range(4):
+            await world.step()
+        assert (await sizes(world), (await world.workers())["decode"]) == ((2, 6), 6)
+        assert not [word for word in marks["annotations"] | marks["labels"] if word in str(await target(world))]
+        assert [await world.touch() for _ in range(2)] == [[], []]
+
+    play(scenario, **EXTERNAL)
+
+
+@pytest.mark.parametrize("which", ["target", "pool"])
+def test_what_somebody_elses_policy_refuses_is_told_and_deletes_nothing(which: str):
+    """An admission of the cluster answers 400 or 422, too: the target went, the HPA had none, and it refused the new one."""
+
+    async def scenario(world: World) -> None:
+        words = 'admission webhook "validate.policy.example" denied the request: no label team'
+        world.api.refuse = lambda verb, kind, name: InvalidError(words) if kind == POOL and verb != "delete" else None
+        name = (await of_decode(world, which))["metadata"]["name"]
+        await world.user.patch(POOL, NAMESPACE, name, {"spec": {"role": "prefill"}})
+        before, there = await uids(world), await world.store.get(POOL, NAMESPACE, name)
+        writes = 0
+        for _ in range(30):
+            world.now += 20
+            writes += len([at for at in await world.step() if at[:2] == ("delete", "WorkerPool")])
+        assert (writes, await uids(world)) == (0, before)
+        assert (await world.store.get(POOL, NAMESPACE, name))["metadata"]["uid"] == there["metadata"]["uid"]
+        told = (await world.condition("Provisioned"))["message"]
+        assert "spec.role (it said prefill, and is decode by its name) cannot be put back" in told
+        assert words in told
+        assert "kubectl delete" not in told
+        world.api.refuse = lambda verb, kind, name: None
+        world.now += MOST_S
+        await world.settle()
+        assert (await world.store.get(POOL, NAMESPACE, name))["spec"]["role"] == "decode"
+        assert (await world.condition("Ready"))["status"] == "True"
+
+    play(scenario, **EXTERNAL)
+
+
 @pytest.mark.parametrize("edit", EDITS)
 def test_a_pool_with_workers_that_nobody_may_change_is_told_and_keeps_them(edit: str):
     async def scenario(world: World) -> None:

@@ -127,6 +127,39 @@ def test_an_old_question_is_refused(pods: tuple[Pod, Pod], late_ms: int, why: st
     assert owner.refuses(asked) == why
 
 
+def test_a_clock_that_was_a_day_ahead_for_a_moment_closes_nobody_for_a_day(pods: tuple[Pod, Pod]):
+    """One number that is kept for a day kept all after it, too: with 8,192 of them nobody was given anything for the rest of it.
+    And it is kept: that question is not believed again when its day comes."""
+    owner, reader = pods
+    reader.now_ms = owner.now_ms = NOW_MS + 86_400_000
+    early = reader.ask()
+    assert owner.refuses(early) == ""
+    reader.now_ms = owner.now_ms = NOW_MS
+    for number in range(MOST_NONCES + 600):
+        if number % 30 == 0:
+            reader.now_ms = owner.now_ms = owner.now_ms + 1_000
+            reader.now = owner.now = owner.now + 1.0
+        assert owner.refuses(reader.ask()) == "", number
+    owner.now_ms = NOW_MS + 86_400_000
+    assert owner.refuses(early) == "again"
+
+
+@pytest.mark.parametrize(("late_ms", "words"), [(45_000, "45 s behind"), (-3_600_000, "3600 s ahead")])
+def test_a_clock_that_is_wrong_is_told_by_how_much(
+    pods: tuple[Pod, Pod], caplog: pytest.LogCaptureFixture, late_ms: int, words: str
+):
+    """On both sides it was "no proof of the fleet's key": whoever was on call looked for a stranger, or at the Secret. A stranger
+    hears nothing of our clock."""
+    owner, reader = pods
+    asked = reader.ask()
+    owner.now_ms += late_ms
+    assert owner.refuses(asked) == "clock"
+    assert f"the clock of who asks is {words}, more than 30 s" in owner.trust.words("clock", asked)
+    assert words in caplog.text
+    stranger = msgspec.structs.replace(asked, proof=b"x" * 32)
+    assert owner.trust.words(owner.refuses(stranger), stranger) == "no proof of the fleet's key (wrong)"
+
+
 @given(st.lists(st.tuples(st.integers(-SKEW_MS, SKEW_MS), st.integers(0, SKEW_MS)), max_size=30))
 def test_no_question_is_believed_twice_however_time_goes_on(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[int, int]]

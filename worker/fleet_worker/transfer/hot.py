@@ -125,7 +125,7 @@ class HotLine:
         """A question came in: the answer where the engine need not be asked, None where it will give one. A stranger is told
         nothing of this worker."""
         if why := self.trust.refusal(ask, self._host, self._port):
-            return Refused(call=ask.call, reason="proof", message=f"no proof of the fleet's key ({why})")
+            return Refused(call=ask.call, reason="proof", message=self.trust.words(why, ask))
         theirs = (ask.version, ask.compat, ask.block_bytes, ask.block_tokens, ask.names)
         if theirs != self._mine:
             what = ("protocol version", "compatibility hash", "block bytes", "block tokens", "names of blocks")

@@ -49,7 +49,7 @@ class Trust:
         self._scope, self._wall_ms, self._clock = scope, wall_ms, clock
         self._keys: tuple[bytes, ...] = ()
         self._lines: tuple[bytes, ...] = ()
-        self._looked_at = float("-inf")
+        self._looked_at = self._swept_at = float("-inf")
         self._nonces: OrderedDict[bytes, int] = OrderedDict()
         """Of questions that were believed, and until when nobody may ask them again, in the order of their coming."""
         self.refused: Counter[str] = Counter()
@@ -80,7 +80,7 @@ class Trust:
         """It comes from one of our fleet, and answers this question."""
         if len(answer.proof) == PROOF_BYTES and is_proven(answer.proof, self.current(), *answering_parts(answer, nonce)):
             return True
-        self._count("answer")
+        self._count("answer", "an answer without a proof of the fleet's key (answer)")
         return False
 
     # -- as the one that is asked -----------------------------------------------------------------------------------
@@ -88,8 +88,18 @@ class Trust:
         """Why this question is answered with nothing, one of REASONS; empty: it is believed, once. `host`, `port`: our own."""
         why = self._why(ask, host, port)
         if why:
-            self._count(why)
+            self._count(why, self.words(why, ask))
         return why
+
+    def words(self, why: str, ask: AskHot) -> str:
+        """For whoever is on call, here and where it was asked. Whose clock is wrong nobody knows; who is told by how much has
+        the key, for its proof was looked at before its clock."""
+        if why != "clock":
+            return f"no proof of the fleet's key ({why})"
+        apart_s, most_s = (self._wall_ms() - ask.stamp_ms) / 1_000, SKEW_MS // 1_000
+        return (
+            f"the clock of who asks is {abs(apart_s):.0f} s {'behind' if apart_s > 0 else 'ahead'}, more than {most_s} s (clock)"
+        )
 
     def _why(self, ask: AskHot, host: str, port: int) -> str:
         if not ask.proof:
@@ -108,27 +118,36 @@ class Trust:
         return self._remember(ask, now_ms)
 
     def _remember(self, ask: AskHot, now_ms: int) -> str:
-        """Numbers of questions that are too old to be believed again are forgotten; a clock that is set back keeps them."""
+        """Numbers of questions that are too old to be believed again are forgotten; a clock that is set back keeps them, and they
+        keep their place before newer ones: these are looked through, too, once there is no room."""
         while self._nonces and next(iter(self._nonces.values())) < now_ms:
             self._nonces.popitem(last=False)
         if ask.nonce in self._nonces:
             return "again"
-        if len(self._nonces) >= MOST_NONCES:
+        if len(self._nonces) >= MOST_NONCES and not self._has_room(now_ms):
             return "full"
         self._nonces[ask.nonce] = now_ms + 2 * SKEW_MS
         return ""
+
+    def _has_room(self, now_ms: int) -> bool:
+        """After a look through all of them, every 2 s at most: who has the key and asks without end costs no more."""
+        now = self._clock()
+        if now - self._swept_at >= LOOK_S:
+            self._swept_at = now
+            self._nonces = OrderedDict((nonce, until) for nonce, until in self._nonces.items() if until >= now_ms)
+        return len(self._nonces) < MOST_NONCES
 
     def answering(self, answer: Hottest, nonce: bytes) -> Hottest | None:
         """The answer with its proof; None without a key."""
         keys = self.current()
         return msgspec.structs.replace(answer, proof=proof(keys[0], *answering_parts(answer, nonce))) if keys else None
 
-    def _count(self, why: str) -> None:
+    def _count(self, why: str, words: str) -> None:
         """Said for the 1st, 2nd, 4th, 8th... of a reason: whoever tries does not fill the disk."""
         self.refused[why] += 1
         count = self.refused[why]
         if count & (count - 1) == 0:
-            LOG.warning("hot prefixes: who has not the fleet's key, or asks again, was refused (%s, %d so far)", why, count)
+            LOG.warning("hot prefixes: refused: %s, %d so far", words, count)
 
 
 def place(host: str, port: int) -> str:
